@@ -24,12 +24,12 @@ import h5py
 import numpy as np
 import torch
 from networks import Stops, short_options
+from storage_helpers import kind_of, sealed
 from torch import Tensor, nn
 
 import posthoc_uq as uq
 from posthoc_uq import methods
 from posthoc_uq.core.errors import PosthocUQError
-from posthoc_uq.files import userblock
 
 LIKELIHOODS = {"diag": "binary", "efb": "regression"}  # of all others classification
 METHODS: dict[str, dict[str, Any]] = {
@@ -103,7 +103,7 @@ class Image:
     """What a file holds, to be changed and written again."""
 
     def __init__(self, path: Path) -> None:
-        self.kind = path.read_bytes()[60:76].rstrip(b"\0").decode()
+        self.kind = kind_of(path.read_bytes())
         self.arrays: dict[str, np.ndarray] = {}
         self.attributes: dict[str, dict[str, Any]] = {}
         with h5py.File(path) as file:
@@ -131,8 +131,7 @@ class Image:
             for name, values in self.attributes.items():
                 if name in file:
                     file[name].attrs.update(values)
-        body = buffer.getvalue()[512:]
-        path.write_bytes(userblock.header(body, self.kind) + body)
+        path.write_bytes(sealed(buffer.getvalue(), self.kind))
 
 
 def place(value: Any, source: random.Random) -> tuple[Any, Any]:

@@ -4,15 +4,17 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable
+from io import BytesIO
 from pathlib import Path
+from typing import Any
 
 import h5py
 import numpy as np
 import torch
 from torch import Tensor, nn
 
-from posthoc_uq.files import userblock
-from posthoc_uq.files.state import posterior_state
+from posthoc_uq.files import header
+from posthoc_uq.files.records import description_of
 from posthoc_uq.layers.layer import Layer, describe
 from posthoc_uq.likelihoods import Categorical, Gaussian, Likelihood
 from posthoc_uq.posteriors.block import Block
@@ -20,6 +22,37 @@ from posthoc_uq.posteriors.information import InformationBlock
 from posthoc_uq.posteriors.laplace import DenseBlock, DiagonalBlock, EigenvalueCorrectedBlock, KroneckerBlock
 from posthoc_uq.posteriors.posterior import Posterior
 from posthoc_uq.posteriors.settings import Evidence, History
+
+# Records of a history
+
+FAITHFUL: dict[str, Any] = {
+    "head": "linearized",
+    "value": 3.5,
+    "temperature": 0.8,
+    "network_temperature": 1.1,
+    "divergence": 0.009,
+    "budget": 0.01,
+    "settings": {"residual_weight": 1.0, "noise_scale": 1.0, "scale": 40.0},
+}
+SINGLE: dict[str, Any] = {
+    "score": "entropy",
+    "threshold": 0.75,
+    "rate": 0.05,
+    "inputs": 100,
+    "head": {"head": "sampling"},
+    "posterior": {"scale": 1.0},
+}
+SEVERAL: dict[str, Any] = {
+    "scores": {
+        "entropy": {"threshold": 0.5, "quantiles": [2.0, 0.5, 0.1]},
+        "mutual_information": {"threshold": 0.25, "quantiles": [0.25, 0.25, 0.0]},
+    },
+    "shares": [1 / 3, 2 / 3, 1.0],
+    "rate": 0.4,
+    "inputs": 3,
+    "head": {"head": "sampling"},
+    "posterior": {"scale": 1.0},
+}
 
 KINDS = ["diag", "kfac", "efb", "inf", "full"]
 
@@ -117,10 +150,7 @@ def tensors_of(posterior: Posterior) -> dict[str, Tensor]:
 
 
 def plain(posterior: Posterior) -> dict[str, object]:
-    state = posterior_state(posterior)
-    for block in state["blocks"].values():
-        del block["tensors"]
-    return state
+    return description_of(posterior).plain()
 
 
 def same_bits(first: dict[str, Tensor], second: dict[str, Tensor]) -> bool:
@@ -133,23 +163,22 @@ def draw(posterior: Posterior) -> dict[str, Tensor]:
     return posterior.sample(3, torch.Generator().manual_seed(5))
 
 
-def sealed(image: bytes) -> bytes:
-    """An image with a header that fits, as a stranger would make it; of the kind that its own header names."""
-    body, kind = image[userblock.SIZE :], image[60:76].rstrip(b"\0").decode(errors="replace")
-    return userblock.header(body, kind if userblock.is_kind(kind) else "inf") + body
+def sealed(image: bytes, kind: str = "inf", number: int = header.FORMAT) -> bytes:
+    """An image with a header that fits, as a stranger would make it."""
+    return header.seal(BytesIO(image), kind, number).getvalue()
 
 
-def of_version(path: Path, version: int) -> None:
-    """Give a file the header of another format version."""
-    body = path.read_bytes()[userblock.SIZE :]
-    path.write_bytes(userblock.header(body, "inf" if version >= 4 else None, version) + body)
+def kind_of(image: bytes) -> str:
+    """The kind that a file's header names."""
+    return image[60:124].rstrip(b"\0").decode()
 
 
 def edit(path: Path, change: Callable[[h5py.File], None]) -> None:
     """Change a file through h5py and make its header fit again."""
     with h5py.File(path, "r+") as file:
         change(file)
-    path.write_bytes(sealed(path.read_bytes()))
+    data = path.read_bytes()
+    path.write_bytes(sealed(data, kind_of(data)))
 
 
 def edit_state(path: Path, change: Callable[[dict], None]) -> None:
@@ -160,3 +189,18 @@ def edit_state(path: Path, change: Callable[[dict], None]) -> None:
         file.create_dataset("state", data=np.bytes_(json.dumps(state).encode()))
 
     edit(path, apply)
+
+
+def mutations(data: bytes, count: int, first: int, generator: np.random.Generator) -> list[bytes]:
+    """Files with 1 to 32 bytes changed from `first` on, or the tail cut."""
+    found: list[bytes] = []
+    while len(found) < count:
+        changed = bytearray(data)
+        if generator.random() < 0.2:
+            changed = changed[: int(generator.integers(first, len(data)))]
+        else:
+            for place in generator.integers(first, len(data), int(generator.integers(1, 33))):
+                changed[place] = int(generator.integers(256))
+        if bytes(changed) != data:
+            found.append(bytes(changed))
+    return found

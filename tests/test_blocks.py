@@ -13,7 +13,6 @@ from torch import Tensor, nn
 
 import posthoc_uq as uq
 from posthoc_uq.core.errors import CorruptPosteriorError, PosthocUQError
-from posthoc_uq.files.state import posterior_from_state, posterior_state
 from posthoc_uq.layers.layer import describe
 from posthoc_uq.likelihoods import Categorical
 from posthoc_uq.methods import METHODS
@@ -301,7 +300,7 @@ def test_quadratic_forms_alone_serve_the_linearised_head(names: tuple[str, ...])
 
 
 def test_who_tells_novelty_is_a_plain_value(tmp_path: Path) -> None:
-    """Not the words that a report has for it, by which files of older releases are understood."""
+    """Not the words that a report has for it."""
     model, x = network(), torch.randn(8, 3, generator=torch.Generator().manual_seed(1))
     posterior = posterior_with(model, "diag", {"2": DiagonalBlock(torch.rand(1, 3, 5))})
     predictor = uq.wrap(model, posterior)
@@ -315,9 +314,3 @@ def test_who_tells_novelty_is_a_plain_value(tmp_path: Path) -> None:
     assert torch.equal(predictor.novelty(x), expected)
     uq.save(posterior, tmp_path / "p.h5")
     assert uq.load(tmp_path / "p.h5", model).history.novelty == "posterior"
-    state = posterior_state(posterior)
-    del state["attributes"]["record"]["novelty"]
-    mean = dict(model.named_parameters())
-    assert posterior_from_state(state, mean).history.novelty == "posterior"
-    del state["attributes"]["record"]["fit"]["novelty"]
-    assert not posterior_from_state(state, mean).history.novelty

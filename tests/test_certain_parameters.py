@@ -88,7 +88,7 @@ def test_it_moves_them_and_the_posterior_carries_them(tmp_path: Path) -> None:
         for head in ("moments", "sampling", "linearized"):
             first, second = (uq.wrap(model, p, head)(x) for p in (posterior, loaded))
             assert torch.equal(first.mean, second.mean)  # type: ignore[attr-defined]
-    assert set(uq.inspect(tmp_path / "p.h5")["centre"]) == covered | REST
+    assert set(uq.inspect(tmp_path / "p.h5")["trained_mean"]) == covered | REST
     # the mean of the sampling head's draws, with no spread, is the network with the centre's numbers
     for block in posterior.blocks.values():
         block.variances.zero_()  # type: ignore[attr-defined]

@@ -42,8 +42,8 @@ from torch.utils.data import DataLoader, TensorDataset
 from watching import Watch
 
 import posthoc_uq as uq
-from posthoc_uq.files.sizes import size_limit
-from posthoc_uq.files.state import posterior_state
+from posthoc_uq.files.records import description_of
+from posthoc_uq.files.tensors import size_limit
 from posthoc_uq.fitting.tune import CRITERIA, PARAMETERS
 from posthoc_uq.fitting.wrap import HEADS
 from posthoc_uq.likelihoods import resolve_likelihood
@@ -353,11 +353,7 @@ def test_a_file(name: str, likelihood: str, tmp_path: Path) -> None:
     assert_same(numbers(loaded), numbers(posterior))
     draws = [own.sample(3, torch.Generator().manual_seed(5)) for own in (loaded, posterior)]
     assert_same(*draws)
-    plain = [
-        json.dumps(own | {"blocks": None, "centre": None, "features": None})
-        for own in states(loaded, posterior)
-    ]
-    assert plain[0] == plain[1]
+    assert description_of(loaded) == description_of(posterior)
     uq.save(loaded, again)
     assert again.read_bytes() == path.read_bytes()
     assert path.stat().st_size <= size_limit(name, model)
@@ -368,11 +364,6 @@ def test_a_file(name: str, likelihood: str, tmp_path: Path) -> None:
             p.numel() for p in posterior.original.values()
         )
         assert str(loaded.report()) == str(posterior.report())
-
-
-def states(*posteriors: uq.Posterior) -> list[dict[str, Any]]:
-    """All that their files hold."""
-    return [posterior_state(posterior) for posterior in posteriors]
 
 
 # Interruptions

@@ -35,7 +35,7 @@ PAGES = sorted(
 ELSEWHERE = {
     "docs/coming_from_laplace_torch.md": "test_notebooks.py",
     "docs/deployment.md": "test_serve.py",
-    "docs/format.md": "test_storage.py",
+    "docs/format.md": "test_save_load.py",
     "docs/language_models.md": "test_transformers.py",
 }
 """Pages whose code other tests run: they check what it gives, too."""

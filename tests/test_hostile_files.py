@@ -2,17 +2,18 @@
 
 from __future__ import annotations
 
-import json
 import os
 import signal
 import stat
+import struct
 import subprocess
 import sys
 import threading
 import time
+import zlib
 from collections import OrderedDict
 from collections.abc import Callable
-from dataclasses import replace
+from dataclasses import replace as with_other
 from io import BytesIO
 from pathlib import Path
 from typing import Any
@@ -24,12 +25,13 @@ import pytest
 import torch
 from hostile_files import Image, batches, fit, model
 from networks import Stops
+from storage_helpers import FAITHFUL, SEVERAL, SINGLE, edit, mutations, sealed
 from torch import nn
 
 import posthoc_uq as uq
 from posthoc_uq.cli.console import sentence
 from posthoc_uq.core.errors import CorruptPosteriorError, PosthocUQError, printable
-from posthoc_uq.files import atomic, numbers
+from posthoc_uq.files import atomic, tensors, untrusted
 from posthoc_uq.methods.resume import Checkpoint
 from posthoc_uq.posteriors.block import TensorSpec
 
@@ -49,7 +51,13 @@ def files(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Posteriors of some methods, and checkpoints."""
     folder = tmp_path_factory.mktemp("files")
     for method in ("diag", "kfac", "inf", "efb", "function_space"):
-        uq.save(fit(method), folder / f"{method}.h5")
+        posterior = fit(method)
+        if method == "inf":
+            posterior.history.head = {"name": "linearized", "options": {"n": 1}, "criterion": "faithful"}
+            posterior.history.faithful, posterior.history.referral = FAITHFUL, SEVERAL
+        if method == "diag":
+            posterior.history.referral = SINGLE
+        uq.save(posterior, folder / f"{method}.h5")
         with pytest.raises(RuntimeError, match="stopped"):
             after = {"diag": 3, "kfac": 3, "function_space": 13}.get(method, 7)
             loader = Stops(batches(hostile_files.METHODS[method].get("likelihood", "classification")), after)
@@ -62,160 +70,185 @@ def own_model(method: str) -> nn.Module:
     return model(hostile_files.METHODS[method].get("likelihood", "classification"))
 
 
-def put(*keys: Any, value: Any) -> Callable[[Image], None]:
-    """Replace one value of the description."""
+def refused(path: Path, method: str, word: str, *, inspected: bool = False) -> None:
+    """By `load`, and by the child that `inspect` starts, where the description alone is at fault."""
+    with pytest.raises(CorruptPosteriorError, match=word) as caught:
+        uq.load(path, own_model(method))
+    message = str(caught.value)
+    assert "pydantic" not in message and "Input should" not in message and len(message) < 600
+    if inspected:
+        with pytest.raises(CorruptPosteriorError, match=word):
+            uq.inspect(path)
 
-    def change(image: Image) -> None:
-        place = image.state
-        for key in keys[:-1]:
-            place = place[key]
-        place[keys[-1]] = value
+
+# HDF5 that no posterior has
+
+BLOCK = "blocks/3"
+SHAPE = (1, 3, 17)
+
+
+def put(file: h5py.File, name: str = "diagonal", **options: Any) -> None:
+    del file[f"{BLOCK}/{name}"]
+    file[BLOCK].create_dataset(name, **options)
+
+
+def virtual(file: h5py.File) -> None:
+    layout = h5py.VirtualLayout(SHAPE, "<f4")
+    layout[:] = h5py.VirtualSource("/elsewhere.h5", "x", SHAPE)
+    del file[f"{BLOCK}/diagonal"]
+    file.create_virtual_dataset(f"{BLOCK}/diagonal", layout)
+
+
+def linked(name: str, link: Any) -> Callable[[h5py.File], None]:
+    def change(file: h5py.File) -> None:
+        del file[name]
+        file[name] = link
 
     return change
 
 
-def numbers_of(name: str, make: Callable[[np.ndarray], Any]) -> Callable[[Image], None]:
-    """Replace the numbers of the datasets whose path ends so."""
+def text_state(text: Any) -> Callable[[h5py.File], None]:
+    return linked("state", text)
 
-    def change(image: Image) -> None:
-        for path, array in image.arrays.items():
-            if path.endswith(name) and (path.startswith("blocks/") or "/" in name):
-                image.arrays[path] = np.asarray(make(array), array.dtype).reshape(array.shape)
 
-    return change
+def moved(file: h5py.File) -> None:
+    file.move(f"{BLOCK}/diagonal", "blocks/elsewhere")
+    file[f"{BLOCK}/diagonal"] = h5py.SoftLink("/blocks/elsewhere")
+
+
+ZEROS = np.zeros(SHAPE, "<f4")
+PACKED: dict[str, Any] = {"compression": "gzip", "shuffle": True}
+EXTERNAL = h5py.ExternalLink("elsewhere.h5", "x")
+CONTENTS: dict[str, tuple[Callable[[h5py.File], Any], str]] = {
+    "soft link": (moved, "link to elsewhere"),
+    "external link": (linked(f"{BLOCK}/diagonal", EXTERNAL), "link to elsewhere"),
+    "linked description": (linked("state", EXTERNAL), "link to elsewhere"),
+    "virtual dataset": (virtual, "virtual"),
+    "external storage": (
+        lambda f: put(f, shape=SHAPE, dtype="<f4", external=[("/etc/hostname", 0, 204)]),
+        "another file",
+    ),
+    "hard link above": (lambda f: f.__setitem__(f"{BLOCK}/again", f["blocks"]), "nested too deeply"),
+    "hard link to the root": (lambda f: f.__setitem__("blocks/again", f["/"]), "has attributes"),
+    "bomb": (lambda f: put(f, shape=(10**6, 10**6), dtype="<f4", **PACKED), "incomplete"),
+    "small bomb": (lambda f: put(f, data=np.zeros((1, 3, 10**6), "<f4"), **PACKED), "shape"),
+    "huge chunks": (
+        lambda f: put(f, data=np.zeros((2, 10**6), "<f4"), chunks=(2, 10**6), **PACKED),
+        "chunks",
+    ),
+    "unlimited": (lambda f: put(f, data=ZEROS, maxshape=(None, 3, 17)), "no fixed shape"),
+    "gzip alone": (lambda f: put(f, data=ZEROS, compression="gzip"), "shuffle and gzip"),
+    "lzf": (lambda f: put(f, data=ZEROS, compression="lzf"), "shuffle and gzip"),
+    "checksum filter": (lambda f: put(f, data=ZEROS, fletcher32=True), "shuffle and gzip"),
+    "packed bits": (lambda f: put(f, data=ZEROS.astype("|u1")), "type"),
+    "big endian": (lambda f: put(f, data=ZEROS.astype(">f4")), "of a type"),
+    "strings": (lambda f: put(f, data=["a"] * 20), "of a type"),
+    "compound": (lambda f: put(f, data=np.zeros(SHAPE, "f4,f4")), "of a type"),
+    "enumeration": (
+        lambda f: put(f, shape=SHAPE, dtype=h5py.enum_dtype({"a": 1}, basetype="<u2")),
+        "of a type",
+    ),
+    "references": (lambda f: put(f, shape=SHAPE, dtype=h5py.ref_dtype), "of a type"),
+    "empty": (lambda f: put(f, data=h5py.Empty("<f4")), "no fixed shape"),
+    "unallocated": (lambda f: put(f, shape=SHAPE, dtype="<f4"), "incomplete"),
+    "wrong shape": (lambda f: put(f, data=np.zeros((1, 3, 16), "<f4")), "shape"),
+    "missing dataset": (lambda f: f[BLOCK].__delitem__("diagonal"), "lacks the dataset"),
+    "missing block": (lambda f: f.__delitem__(BLOCK), "groups are not those"),
+    "extra dataset": (lambda f: f[BLOCK].create_dataset("more", data=ZEROS), "no posterior has"),
+    "extra group": (lambda f: f.create_group("blocks/more"), "groups are not those"),
+    "extra attribute": (lambda f: f[BLOCK].attrs.__setitem__("evil", 1), "has attributes"),
+    "attribute of the root": (lambda f: f.attrs.__setitem__("evil", 1), "attributes that no posterior has"),
+    "many attributes": (
+        lambda f: f.attrs.update({str(i): 1 for i in range(200)}),
+        "more than 100 attributes",
+    ),
+    "named type": (lambda f: f.__setitem__("blocks/type", np.dtype("<f4")), "neither"),
+    "variable string": (lambda f: text_state(f["state"][()].decode())(f), "one string"),
+    "brackets": (text_state(np.bytes_(b"[" * 100_000)), "JSON"),
+    "half": (text_state(np.bytes_(b"{")), "JSON"),
+    "list": (text_state(np.bytes_(b"[]")), "no JSON object"),
+    "bytes": (text_state(np.bytes_(b"\xff\xfe")), "JSON"),
+    "nothing": (text_state(np.bytes_(b"{}")), "description has no"),
+    "digits": (text_state(np.bytes_(b"9" * 10_000)), "JSON"),
+    "key twice": (text_state(np.bytes_(b'{"method": "inf", "method": "inf"}')), "a key twice"),
+}
+
+
+@pytest.mark.parametrize("case", CONTENTS)
+def test_contents_that_no_posterior_has(case: str, files: Path, tmp_path: Path) -> None:
+    path, (change, word) = tmp_path / "p.h5", CONTENTS[case]
+    path.write_bytes((files / "inf.h5").read_bytes())
+    edit(path, change)
+    refused(path, "inf", word, inspected=case in ("bomb", "external link", "virtual dataset", "references"))
+
+
+def test_a_long_description_is_refused_at_once(files: Path, tmp_path: Path) -> None:
+    image = Image(files / "inf.h5")
+    image.state["history"]["tuning"] = {f"key{i}": "x" for i in range(900_000)}
+    image.write(tmp_path / "p.h5")
+    start = time.process_time()
+    refused(tmp_path / "p.h5", "inf", "more than 500000 values", inspected=True)
+    assert time.process_time() - start < 6
+
+
+# Numbers that no tensor may have
 
 
 def noise(array: np.ndarray) -> np.ndarray:
     return np.random.default_rng(0).standard_normal(array.shape)
 
 
-def attribute(image: Image) -> None:
-    image.attributes["blocks/0"]["evil"] = 1
+NUMBERS: list[tuple[str, str, Callable[[np.ndarray], Any], str]] = [
+    ("inf", "blocks/3/input_basis", lambda a: a + np.nan, "'input_basis' of block '3' holds NaN"),
+    ("inf", "blocks/3/eigenvalues", lambda a: a + np.inf, "NaN or infinity"),
+    ("inf", "blocks/3/diagonal", lambda a: a - 1, "negative"),
+    ("kfac", "input_basis", lambda a: 0 * a, "orthonormal"),
+    ("kfac", "output_basis", noise, "orthonormal"),
+    ("efb", "input_basis", lambda a: 1e10 * a, "orthonormal"),
+    ("efb", "input_basis", lambda a: 1e35 * a, "beyond 1e\\+30"),
+    ("inf", "blocks/3/input_basis", noise, "orthonormal"),
+    ("inf", "output_basis", lambda a: 0 * a, "a direction of 'output_basis' that is zero"),
+    ("inf", "features/basis", noise, "orthonormal"),
+    ("inf", "features/factors", lambda a: 1e10 + a, "mean eigenvalue"),
+    ("inf", "features/totals", lambda a: 0 * a, "different classes"),
+    ("function_space", "variances", lambda a: 3e38 + 0 * a, "beyond 1e\\+30"),
+    ("function_space", "variances", lambda a: a - 1e9, "negative"),
+    ("function_space", "trained_mean/3.bias", lambda a: a + np.nan, "'3.bias' of the trained mean holds NaN"),
+    ("full", "prior_precision/3.bias", lambda a: -a, "must be positive"),
+    ("full", "prior_precision/3.bias", lambda a: 1e-37 * a, "not so small"),
+    ("full", "prior_precision/3.bias", lambda a: 3e38 + 0 * a, "beyond 1e\\+30"),
+    ("full", "prior_mean/3.bias", lambda a: np.nan + a, "NaN or infinity"),
+]
 
 
-ATTRIBUTES = "attributes"
-CASES: dict[str, tuple[str, Callable[[Image], None], str]] = {
-    "zero basis": ("kfac", numbers_of("input_basis", lambda a: 0 * a), "orthonormal"),
-    "random basis": ("kfac", numbers_of("output_basis", noise), "orthonormal"),
-    "huge basis": ("efb", numbers_of("input_basis", lambda a: 1e10 * a), "orthonormal"),
-    "basis beyond 1e30": ("efb", numbers_of("input_basis", lambda a: 1e35 * a), "beyond 1e\\+30"),
-    "random directions": ("inf", numbers_of("input_basis", noise), "orthonormal"),
-    "zero directions": (
-        "inf",
-        numbers_of("output_basis", lambda a: 0 * a),
-        "a direction of 'output_basis' that is zero",
-    ),
-    "features' basis": ("inf", numbers_of("features/basis", noise), "orthonormal"),
-    "features' factors": ("inf", numbers_of("features/factors", lambda a: 1e10 + a), "mean eigenvalue"),
-    "variances": ("function_space", numbers_of("variances", lambda a: 3e38 + 0 * a), "beyond 1e\\+30"),
-    "precision": ("diag", numbers_of("diagonal", lambda a: 1e29 + a), None),
-    "precision at a scale": (
-        "diag",
-        put(ATTRIBUTES, "prior_precision", value=1e31),
-        "prior_precision must be",
-    ),
-    "tiny prior": ("diag", put(ATTRIBUTES, "prior_precision", value=1e-300), "prior_precision must be"),
-    "tiny temperature": ("diag", put(ATTRIBUTES, "temperature", value=1e-300), "temperature must be"),
-    "log likelihood": (
-        "inf",
-        put(ATTRIBUTES, "evidence", "log_likelihood", value=float("nan")),
-        "log_likelihood",
-    ),
-    "noise power": ("inf", put(ATTRIBUTES, "evidence", "noise_power", value=10**6), "noise_power must be"),
-    "targets": ("inf", put(ATTRIBUTES, "evidence", "targets", value=-1), "targets must be"),
-    "no weight": ("inf", put(ATTRIBUTES, "evidence", "weight", value=0.0), "weight must be"),
-    "negative weight": ("inf", put(ATTRIBUTES, "evidence", "weight", value=-2.5), "weight must be"),
-    "weight that is no number": ("inf", put(ATTRIBUTES, "evidence", "weight", value="7"), "weight must be"),
-    "targets of no regression": ("inf", put(ATTRIBUTES, "evidence", "targets", value=20), "a regression's"),
-    "odd targets": ("efb", put(ATTRIBUTES, "evidence", "targets", value=61), "61 targets of 20 samples"),
-    "prior of a weight": ("full", numbers_of("prior_precision/3.bias", lambda a: -a), "must be positive"),
-    "prior of nearly nothing": (
-        "full",
-        numbers_of("prior_precision/3.bias", lambda a: 1e-37 * a),
-        "must be positive, and not so small",
-    ),
-    "huge prior of a weight": (
-        "full",
-        numbers_of("prior_precision/3.bias", lambda a: 3e38 + 0 * a),
-        "beyond 1e\\+30",
-    ),
-    "prior mean": ("full", numbers_of("prior_mean/3.bias", lambda a: np.nan + a), "NaN or infinity"),
-    "prior of some weights": (
-        "full",
-        lambda image: image.state["prior"]["prior_precision"].pop("3.bias"),
-        "does not name every parameter",
-    ),
-    "prior without tensors": ("inf", put("prior", value={"prior_mean": {}}), "does not name every parameter"),
-    "prior in a Kronecker basis": (
-        "kfac",
-        put("prior", value={"prior_precision": {}}),
-        "which its blocks cannot have",
-    ),
-    "prior of a training": ("function_space", put("prior", value={"mean": 1.0}), "its blocks have no prior"),
-    "prior's mean": ("inf", put("prior", value={"mean": "x"}), "mean must be"),
-    "evil layer": ("inf", put("layers", "3", "kind", value="evil"), "kind must be one of"),
-    "other layer": ("inf", put("layers", "3", "kind", value="conv2d"), "of kind 'conv2d'"),
-    "same weight": ("diag", put("layers", "3", "weight", value="0.weight"), "weight"),
-    "other method": ("kfac", put(ATTRIBUTES, "method", value="efb"), "method='kfac'"),
-    "binary": ("inf", put(ATTRIBUTES, "likelihood", "name", value="binary"), "contradicts its 3 outputs"),
-    "classification": (
-        "diag",
-        put(ATTRIBUTES, "likelihood", "name", value="classification"),
-        "contradicts its 1",
-    ),
-    "nested noise": (
-        "efb",
-        put(ATTRIBUTES, "likelihood", "noise_variance", value=[[1.0]] * 3),
-        "noise_variance",
-    ),
-    "long noise": (
-        "efb",
-        put(ATTRIBUTES, "likelihood", "noise_variance", value=[1.0] * 2),
-        "contradicts its 3",
-    ),
-    "tiny noise": ("efb", put(ATTRIBUTES, "likelihood", "noise_variance", 0, value=1e-300), "noise_variance"),
-    "groups": ("inf", put("layers", "0", "groups", value=1.9), "groups must be a whole number"),
-    "samples of variances": (
-        "function_space",
-        put("blocks", "3", ATTRIBUTES, "samples", value=19),
-        "another number of samples",
-    ),
-    "centre": ("inf", put("centre", "3.weight", value="float32"), "a trained mean"),
-    "body's variance": (
-        "function_space",
-        put(ATTRIBUTES, "record", "fit", "prior body variance", value="x"),
-        "prior body variance",
-    ),
-    "head's option": (
-        "inf",
-        put(ATTRIBUTES, "record", "head", "options", value={"n_draws": float("inf")}),
-        "n_draws",
-    ),
-    "more keys": ("inf", put("layers", "0", "evil", value=1), "'evil', which does not belong"),
-    "attribute": ("inf", attribute, "attributes that no posterior has"),
-    "deep record": (
-        "inf",
-        put(ATTRIBUTES, "record", "fit", "seed", value=[[[[[[[[1]]]]]]]]),
-        "nested at most",
-    ),
-}
+def changed_numbers(image: Image, name: str, make: Callable[[np.ndarray], Any]) -> None:
+    """Replace the numbers of the datasets whose path ends so."""
+    for path, array in image.arrays.items():
+        if path.endswith(name):
+            with np.errstate(all="ignore"):
+                image.arrays[path] = np.asarray(make(array), array.dtype).reshape(array.shape)
 
 
-@pytest.mark.parametrize("case", CASES)
-def test_posteriors_that_cannot_be(case: str, files: Path, tmp_path: Path) -> None:
-    method, change, words = CASES[case]
+@pytest.mark.parametrize(
+    ("method", "name", "make", "word"), NUMBERS, ids=[f"{row[0]} {row[1]} {row[3]}" for row in NUMBERS]
+)
+def test_numbers_that_no_tensor_has(
+    method: str, name: str, make: Any, word: str, files: Path, tmp_path: Path
+) -> None:
     image = Image(files / f"{method}.h5")
-    change(image)
-    path = tmp_path / "p.h5"
+    changed_numbers(image, name, make)
+    image.write(tmp_path / "p.h5")
+    refused(tmp_path / "p.h5", method, word)
+
+
+def test_precisions_that_float32_does_not_hold(files: Path, tmp_path: Path) -> None:
+    image, path = Image(files / "diag.h5"), tmp_path / "p.h5"
+    changed_numbers(image, "blocks/3/diagonal", lambda a: 1e29 + a)
     image.write(path)
-    own = own_model(method)
-    if words is None:
-        hostile_files.check_finite(uq.load(path, own), batches("binary")[0][0])
-        image.state["attributes"]["scale"] = 1e8
-        image.write(path)
-        words = "at this scale and prior precision"
-    with pytest.raises(CorruptPosteriorError, match=words):
-        uq.load(path, own)
+    hostile_files.check_finite(uq.load(path, own_model("diag")), batches("binary")[0][0])
+    image.state["settings"]["scale"] = 1e8
+    image.write(path)
+    refused(path, "diag", "at this scale and prior precision")
 
 
 @pytest.mark.parametrize("kind", ["diagonal", "full"])
@@ -224,50 +257,12 @@ def test_a_shift_whose_variances_overflow(kind: str, tmp_path: Path) -> None:
     uq.save(uq.fit(own, batches("classification"), "message_passing", posterior=kind, progress=False), path)
     image = Image(path)
     for shift, sound in ((1e15, True), (2.5e27, False)):
-        numbers_of("shift", lambda array, shift=shift: np.where(array == 0, 0, shift))(image)
+        changed_numbers(image, "shift", lambda array, shift=shift: np.where(array == 0, 0, shift))
         image.write(path)
         if sound:
-            assert all(bool(torch.isfinite(own).all()) for own in uq.load(path, own).variance().values())
+            assert all(bool(torch.isfinite(v).all()) for v in uq.load(path, own).variance().values())
         else:
-            with pytest.raises(CorruptPosteriorError, match="at this scale and prior precision"):
-                uq.load(path, own)
-
-
-def test_a_key_twice(files: Path, tmp_path: Path) -> None:
-    image = Image(files / "inf.h5")
-    text = json.dumps(image.state).replace('"scale":', '"scale": 1.0, "scale":', 1)
-    image.write(tmp_path / "p.h5", text)
-    for read in (lambda: uq.load(tmp_path / "p.h5", model()), lambda: uq.inspect(tmp_path / "p.h5")):
-        with pytest.raises(CorruptPosteriorError, match="a key twice"):
-            read()
-
-
-def test_a_long_description_is_refused_at_once(files: Path, tmp_path: Path) -> None:
-    image = Image(files / "inf.h5")
-    image.state["attributes"]["record"]["tuning"] = {f"key{i}": "x" for i in range(900_000)}
-    image.write(tmp_path / "p.h5")
-    for read in (lambda: uq.load(tmp_path / "p.h5", model()), lambda: uq.inspect(tmp_path / "p.h5")):
-        start = time.process_time()
-        with pytest.raises(CorruptPosteriorError, match="more than 500000 values"):
-            read()
-        assert time.process_time() - start < 3
-
-
-def test_what_would_not_be_read_is_not_written(tmp_path: Path) -> None:
-    posterior = fit("inf")
-    for name, value, back in (
-        ("temperature", 1e-300, 1.0),
-        ("prior_precision", 1e-300, 1.0),
-        ("scale", 1e40, 20.0),
-    ):
-        setattr(posterior, name, value)
-        with pytest.raises(PosthocUQError, match=f"no file can keep: .*{name} must be"):
-            uq.save(posterior, tmp_path / "p.h5")
-        setattr(posterior, name, back)
-    posterior.history.tuning["long"] = "x" * 5000
-    with pytest.raises(PosthocUQError, match=r"no file can keep: .*'long'"):
-        uq.save(posterior, tmp_path / "p.h5")
-    assert not list(tmp_path.iterdir())
+            refused(path, "message_passing", "at this scale and prior precision")
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16])
@@ -277,17 +272,276 @@ def test_bases_are_orthonormal_to_the_tolerance(dtype: torch.dtype, width: int) 
     generator = torch.Generator().manual_seed(0)
     basis = torch.linalg.qr(torch.randn(2, width, width, generator=generator)).Q.to(dtype).float()
     spec = TensorSpec((2, width, width), orthonormal=True)
-    padded = replace(spec, padded=True)
-    assert numbers.complaint(spec, basis) is None
+    padded = with_other(spec, padded=True)
+    assert tensors.complaint(spec, basis) is None
     for factor in (0.0, 0.9, 1.1):
         wrong = basis.clone()
         wrong[1, :, 3] *= factor
-        assert numbers.complaint(spec, wrong) is not None
+        assert tensors.complaint(spec, wrong) is not None
     zero = basis.clone()
     zero[1, :, 3] = 0
-    assert numbers.complaint(padded, zero) is None
+    assert tensors.complaint(padded, zero) is None
     zero[1, :, 3] = zero[1, :, 2]
-    assert numbers.complaint(padded, zero) is not None
+    assert tensors.complaint(padded, zero) is not None
+
+
+def test_a_basis_at_the_tolerance_always_loads_or_never() -> None:
+    basis = torch.eye(600)
+    basis[0, 1] = tensors.ORTHONORMAL
+    assert len({tensors._skew(basis, padded=False) for _ in range(5)}) == 1
+
+
+# Records that contradict their declaration, each other, or the tensors
+
+GONE = object()  # the key is deleted
+ENTROPY = ("history", "referral", "scores", "entropy")
+RECORDS: list[tuple[str, tuple[Any, ...], Any, str]] = [
+    ("inf", ("method",), GONE, "has no 'method'"),
+    ("inf", ("method",), "magic", "method must be one of"),
+    ("kfac", ("method",), "efb", "has the method 'efb'"),
+    ("inf", ("evil",), 1, "'evil', which does not belong"),
+    ("inf", ("fingerprint",), "x", "fingerprint must be a text of the form"),
+    ("inf", ("settings",), None, "settings must be an object"),
+    ("inf", ("settings", "scale"), GONE, "has no 'scale'"),
+    ("inf", ("settings", "scale"), -1, "scale must be at least"),
+    ("inf", ("settings", "scale"), "x", "scale must be a finite number, not 'x'"),
+    ("inf", ("settings", "scale"), True, "scale must be a finite number"),
+    ("inf", ("settings", "scale"), None, "scale must be a finite number"),
+    ("diag", ("settings", "prior_precision"), 1e31, "prior_precision must be at most"),
+    ("diag", ("settings", "prior_precision"), 1e-300, "prior_precision must be at least"),
+    ("diag", ("settings", "prior_precision"), float("nan"), "prior_precision must be a finite number"),
+    ("diag", ("settings", "prior_precision"), {"x": 1.0}, "name every layer once"),
+    ("diag", ("settings", "prior_precision"), {"0": 1.0, "3": -1.0}, "prior_precision, 3 must be at least"),
+    ("diag", ("settings", "temperature"), 1e-300, "temperature must be at least"),
+    ("inf", ("settings", "residual_weight"), 2, "residual_weight must be at most 1"),
+    ("inf", ("likelihood",), {"name": "magic"}, "likelihood has the name 'magic'"),
+    ("inf", ("likelihood", "name"), [], "likelihood has the name \\[\\]"),
+    ("inf", ("likelihood", "name"), "binary", "contradicts its 3 outputs"),
+    ("diag", ("likelihood", "name"), "classification", "contradicts its 1"),
+    ("efb", ("likelihood", "noise_variance"), [[1.0]] * 3, "noise_variance"),
+    ("efb", ("likelihood", "noise_variance"), [1.0] * 2, "contradicts its 3"),
+    ("efb", ("likelihood", "noise_variance", 0), 1e-300, "noise_variance"),
+    ("inf", ("likelihood",), {"name": "x", "class": "no colon", "attributes": {}}, "class must be a text"),
+    ("inf", ("likelihood",), {"name": "ordinal", "thresholds": [2.0, 1.0], "cumulative": False}, "cannot be"),
+    ("inf", ("evidence",), {}, "evidence has no 'samples'"),
+    ("inf", ("evidence", "log_likelihood"), float("nan"), "log_likelihood"),
+    ("inf", ("evidence", "noise_power"), 10**6, "noise_power must be"),
+    ("inf", ("evidence", "targets"), -1, "targets must be"),
+    ("inf", ("evidence", "targets"), 20, "evidence of a regression"),
+    ("efb", ("evidence", "targets"), 61, "61 targets of 20 samples"),
+    ("inf", ("evidence", "weight"), 0.0, "weight must be above 0"),
+    ("inf", ("layers",), {}, "layers"),
+    ("inf", ("layers",), [1], "layers must be an object"),
+    ("inf", ("layers", "3", "kind"), "evil", "kind must be one of"),
+    ("inf", ("layers", "3", "kind"), "conv2d", "of kind 'conv2d'"),
+    ("inf", ("layers", "0", "groups"), -2, "groups must be"),
+    ("inf", ("layers", "0", "groups"), 1.9, "groups must be a whole number"),
+    ("inf", ("layers", "0", "groups"), 4, "not 4 matrices"),
+    ("inf", ("layers", "3", "inputs"), 18, "matrices of"),
+    ("inf", ("layers", "0", "weight_shape"), "abcd", "weight_shape must be a list"),
+    ("inf", ("layers", "0", "evil"), 1, "'evil', which does not belong"),
+    ("diag", ("layers", "3", "weight"), "0.weight", "weight"),
+    ("inf", ("blocks",), [1], "blocks must be an object"),
+    ("inf", ("blocks", "3"), 3, "blocks, 3 must be an object"),
+    ("inf", ("blocks", "3"), GONE, "every layer once"),
+    ("inf", ("blocks", "3", "kind"), "magic", "kind must be one of"),
+    ("inf", ("blocks", "3", "kind"), [], "kind must be a text"),
+    ("inf", ("blocks", "3", "members"), {"x": 1}, "members must be a list"),
+    ("inf", ("blocks", "3", "members"), [["3"]], "members\\[0\\] must be a text"),
+    ("inf", ("blocks", "3", "members"), ["x"], "not described"),
+    ("inf", ("blocks", "3", "attributes", "input_directions"), 10**9, "input_directions"),
+    ("inf", ("blocks", "3", "attributes", "input_directions"), -1, "input_directions must be at least 0"),
+    ("inf", ("blocks", "3", "attributes", "correction"), "magic", "correction must be one of"),
+    ("function_space", ("blocks", "3", "attributes", "samples"), 19, "another number of samples"),
+    ("function_space", ("blocks", "3", "attributes", "samples"), 0, "samples must be at least 1, not 0"),
+    ("function_space", ("blocks", "3", "attributes", "samples"), GONE, "has no 'samples'"),
+    ("inf", ("trained_mean",), ["3.weight"], "a trained mean"),
+    ("function_space", ("trained_mean",), {"3.bias": 1}, "trained_mean must be a list"),
+    ("function_space", ("trained_mean",), ["x"], "parameters that no layer has"),
+    ("function_space", ("certain",), {"3.bias": [3]}, "certain parameters"),
+    ("full", ("prior", "precisions"), False, "groups are not those"),
+    ("full", ("prior", "mean"), 1.0, "two means"),
+    ("inf", ("prior", "means"), True, "groups are not those"),
+    ("kfac", ("prior", "precisions"), True, "which its blocks cannot have"),
+    ("function_space", ("prior", "mean"), 1.0, "its blocks have no prior"),
+    ("inf", ("prior", "mean"), "x", "mean must be"),
+    ("inf", ("features", "classes"), 4, "more classes"),
+    ("inf", ("features", "layer", "outputs"), 4, "features"),
+    ("inf", ("features", "source"), "magic", "source must be one of"),
+    ("inf", ("features", "rank"), 10**9, "'rank' is 1000000000, outside"),
+    ("inf", ("features", "width"), 99, "'width' is 99"),
+    ("inf", ("features", "smoothing"), -1.0, "smoothing must be at least"),
+    ("inf", ("history",), [], "history must be an object"),
+    ("inf", ("history", "fit", "seed"), [[[[[[[[1]]]]]]]], "nested at most"),
+    ("inf", ("history", "fit", "image size"), 10**9, "image size"),
+    ("function_space", ("history", "fit", "prior body variance"), "x", "prior body variance"),
+    ("inf", ("history", "tuning", "x"), 3, "tuning, x must be a text"),
+    ("inf", ("history", "novelty"), "magic", "novelty must be one of"),
+    ("inf", ("history", "head", "name"), "magic", "name must be one of"),
+    ("inf", ("history", "head"), {"name": "linearized"}, "has no 'options'"),
+    ("inf", ("history", "head", "options", "n"), [1], "n must be a finite number, a text"),
+    ("inf", ("history", "head", "options", "n"), float("inf"), "n must be a finite number"),
+    ("inf", ("history", "head", "criterion"), "magic", "criterion must be one of"),
+    ("inf", ("history", "faithful", "value"), -1.0, "value must be at least"),
+    ("inf", ("history", "faithful", "value"), {"x": 1.0}, "name every layer once"),
+    ("inf", ("history", "faithful", "budget"), GONE, "has no 'budget'"),
+    ("inf", ("history", "faithful", "divergence"), float("nan"), "divergence must be a number"),
+    ("inf", ("history", "faithful", "head"), "magic", "head must be one of"),
+    ("inf", ("history", "faithful", "settings"), {"temperature": 1.0}, "settings"),
+    ("inf", ("history", "calibration"), {"alpha": "x"}, "alpha must be"),
+    ("inf", ("history", "output"), {"guessed": True}, "one of name, index and function"),
+    ("inf", ("history", "output"), {"guessed": True, "name": "a", "index": 1}, "one of name, index"),
+    ("inf", ("history", "output"), {"guessed": True, "name": None}, "one of name, index"),
+    ("inf", ("history", "fit", "last layer"), None, "last layer must be a text"),
+    ("inf", ("history", "changes"), {"updates": -1}, "updates must be at least 0"),
+    ("inf", ("history", "referral", "rate"), 2.5, "rate must be at most 1"),
+    ("inf", ("history", "referral", "inputs"), 5, "5 shares"),
+    ("inf", ("history", "referral", "head"), "sampling", "head must be an object"),
+    ("inf", ("history", "referral", "head"), {"head": "magic"}, "a head that is none"),
+    ("inf", ("history", "referral", "shares"), [2 / 3, 1 / 3, 1.0], "do not ascend"),
+    ("inf", ("history", "referral", "shares"), [0.0, 0.5, 1.0], "do not ascend"),
+    ("inf", ("history", "referral", "shares"), [0.5, 1.0, 1.5], "shares"),
+    ("inf", ("history", "referral", "shares"), [0.3, 0.5, 0.9], "do not ascend"),
+    ("inf", ("history", "referral", "shares"), [0.5, 1.0], "3 shares"),
+    ("inf", ("history", "referral", "scores"), {}, "scores"),
+    ("inf", ("history", "referral", "scores"), ["entropy"], "scores must be an object"),
+    ("inf", (*ENTROPY[:-1], "magic"), {"threshold": 0.5, "quantiles": [2.0, 0.5, 0.1]}, "must be one of"),
+    ("inf", ENTROPY, 3, "entropy must be an object"),
+    ("inf", (*ENTROPY, "threshold"), float("nan"), "threshold must be"),
+    ("inf", (*ENTROPY, "threshold"), 2.5, "outside of its quantiles"),
+    ("inf", (*ENTROPY, "quantiles"), [2.0, 0.1, 0.5], "do not descend"),
+    ("inf", (*ENTROPY, "quantiles"), [float("inf"), 0.5, 0.1], "quantiles"),
+    ("inf", (*ENTROPY, "quantiles"), [1.7e308, 0.5, -1.7e308], "quantiles"),
+    ("inf", (*ENTROPY, "quantiles"), [10**400, 0.5, 0.1], "quantiles"),
+    ("inf", (*ENTROPY, "quantiles"), [2.0, 0.1], "as many quantiles"),
+    ("inf", (*ENTROPY, "quantiles"), [2.0, 0.5, 0.5, 0.1], "as many quantiles"),
+    ("diag", ("history", "referral", "threshold"), float("nan"), "threshold must be a number, not NaN"),
+    ("diag", ("history", "referral", "score"), "magic", "score must be one of"),
+]
+
+
+def change_record(state: Any, keys: tuple[Any, ...], value: Any) -> None:
+    *path, last = keys
+    for key in path:
+        state = state[key]
+    if value is GONE:
+        del state[last]
+    else:
+        state[last] = value
+
+
+@pytest.mark.parametrize(
+    ("method", "keys", "value", "word"),
+    RECORDS,
+    ids=[f"{row[0]} {'.'.join(map(str, row[1]))} {i}" for i, row in enumerate(RECORDS)],
+)
+def test_records_that_cannot_be(
+    method: str, keys: tuple[Any, ...], value: Any, word: str, files: Path, tmp_path: Path
+) -> None:
+    image = Image(files / f"{method}.h5")
+    change_record(image.state, keys, value)
+    image.write(tmp_path / "p.h5")
+    refused(tmp_path / "p.h5", method, word, inspected=keys in (("settings", "scale"), ("method",)))
+
+
+# The child process
+
+
+@pytest.mark.slow
+def test_a_stranger_cannot_hang_or_crash_us(
+    files: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Mutations whose digest fits: through libhdf5, in the child."""
+    path, data, own = tmp_path / "p.h5", (files / "inf.h5").read_bytes(), own_model("inf")
+    monkeypatch.setattr(untrusted, "SECONDS", 5.0)
+    generator, outcomes = np.random.default_rng(1), list[bool]()
+    # anywhere; in the records that HDF5 begins with, where it stumbles most; in the last digits of numbers
+    damaged = mutations(data, 20, 512, generator)
+    damaged += [d + data[2560:] for d in mutations(data[:2560], 40, 512, generator) if len(d) == 2560]
+    with h5py.File(files / "inf.h5") as file:
+        numbers = 512 + file["blocks/3/diagonal"].id.get_offset()
+    damaged += [data[: numbers + 4 * i] + bytes([i]) + data[numbers + 4 * i + 1 :] for i in range(5)]
+    for changed in damaged:
+        path.write_bytes(sealed(changed))
+        start = time.monotonic()
+        try:
+            hostile_files.check_finite(uq.load(path, own, untrusted=True), batches()[0][0])
+            outcomes.append(True)
+        except PosthocUQError:
+            outcomes.append(False)
+        assert time.monotonic() - start < 15
+    assert outcomes.count(False) > 20 and outcomes.count(True) >= 5
+
+
+@pytest.mark.parametrize(
+    ("body", "word"),
+    [
+        ("import os\nos.kill(os.getpid(), 11)", "crashed"),
+        ("import time\ntime.sleep(60)", "longer than"),
+        (
+            "import sys\nsys.stdout.buffer.write(b'S' + b'\\xff' * 8)\nsys.stdout.buffer.flush()",
+            "no valid answer",
+        ),
+        ("import sys\nsys.stdout.buffer.write(b'S' + bytes([2]) + bytes(7) + b'xx')", "cannot be loaded"),
+    ],
+)
+def test_a_child_that_goes_wrong(
+    body: str, word: str, files: Path, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    script = tmp_path / "child.py"
+    script.write_text("import sys\nsys.stdin.buffer.read(64)\n" + body)
+    monkeypatch.setattr(untrusted, "SECONDS", 2.0)
+    monkeypatch.setattr(untrusted, "_SCRIPT", str(script))
+    with pytest.raises(CorruptPosteriorError, match=word):
+        uq.load(files / "inf.h5", own_model("inf"), untrusted=True)
+
+
+def test_the_child_has_little_memory_and_no_files() -> None:
+    """The limits themselves, in a process that tries to pass them."""
+    script = (
+        "import runpy, sys\n"
+        "import numpy as np\n"
+        "runpy.run_path(sys.argv[1])['confine'](60, 2**30)\n"
+        "try:\n    np.ones(2**28)\n    raise SystemExit('memory')\n"
+        "except MemoryError:\n    pass\n"
+        "try:\n    open('/etc/hostname')\n    raise SystemExit('file')\n"
+        "except OSError:\n    pass\n"
+        "print('held')"
+    )
+    command = [sys.executable, "-c", script, untrusted._SCRIPT]
+    environment = {**os.environ, "OPENBLAS_NUM_THREADS": "1"}
+    assert subprocess.run(command, capture_output=True, text=True, env=environment).stdout == "held\n"
+
+
+def test_a_deflate_bomb_is_stopped_by_the_memory_limit(
+    files: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """One chunk that claims 204 bytes and inflates to 384 MiB of zeros; libhdf5 itself would not mind. Versions
+    before 2.0 keep no length above 64 KiB for such a chunk, so that they can make no such file.
+    """
+    path, own = tmp_path / "p.h5", own_model("inf")
+    path.write_bytes((files / "inf.h5").read_bytes())
+    blocks, packer = 24, zlib.compressobj(9)
+    begin = packer.compress(bytes(2**24)) + packer.flush(zlib.Z_FULL_FLUSH)
+    again = packer.compress(bytes(2**24)) + packer.flush(zlib.Z_FULL_FLUSH)
+    checksum = struct.pack(">HH", blocks * 2**24 % 65521, 1)
+    packed = begin + (blocks - 1) * again + b"\x01\x00\x00\xff\xff" + checksum
+
+    def change(file: h5py.File) -> None:
+        put(file, shape=SHAPE, dtype="<f4", chunks=SHAPE, **PACKED)
+        file[f"{BLOCK}/diagonal"].id.write_direct_chunk((0, 0, 0), packed)
+
+    try:
+        edit(path, change)
+    except OSError as error:
+        if "can't be encoded" not in str(error):
+            raise
+        pytest.skip(f"libhdf5 {h5py.version.hdf5_version} cannot write a chunk that inflates that far")
+    monkeypatch.setattr(untrusted, "_MEMORY", 2**32)
+    assert not bool(uq.load(path, own, untrusted=True).blocks["3"].tensors()["diagonal"].any())
+    monkeypatch.setattr(untrusted, "_MEMORY", 2**29)
+    with pytest.raises(CorruptPosteriorError, match="diagonal"):
+        uq.load(path, own, untrusted=True)
 
 
 # Checkpoints
@@ -297,54 +551,53 @@ def sums(image: Image, value: float) -> None:
     image.arrays = {path: array + np.asarray(value, array.dtype) for path, array in image.arrays.items()}
 
 
+def changed_to(*keys: Any, value: Any) -> Callable[[Image], None]:
+    return lambda image: change_record(image.state, keys, value)
+
+
 DESCRIPTION = "description"
 CHECKPOINTS: dict[str, tuple[str, Callable[[Image], None], str]] = {
     "NaN sums": ("diag", lambda image: sums(image, float("nan")), "NaN or infinity"),
     "no identity": ("diag", lambda image: image.state[DESCRIPTION].pop("identity"), "has no 'identity'"),
-    "budget": ("diag", put(DESCRIPTION, "memory_budget", value="x"), "memory_budget must be"),
-    "stages": ("inf", put(DESCRIPTION, "stages", value=[1]), "stages must be"),
-    "other stage": ("diag", put(DESCRIPTION, "stages", "evil", value={}), "has no 'batches'"),
+    "budget": ("diag", changed_to(DESCRIPTION, "memory_budget", value="x"), "memory_budget must be"),
+    "stages": ("inf", changed_to(DESCRIPTION, "stages", value=[1]), "stages must be"),
+    "other stage": ("diag", changed_to(DESCRIPTION, "stages", "evil", value={}), "has no 'batches'"),
     "sweep alone": (
         "diag",
-        put(DESCRIPTION, "summary", value=None),
+        changed_to(DESCRIPTION, "summary", value=None),
         "no checkpoint of a fit|a sweep without",
     ),
-    "other sweep": ("diag", put(DESCRIPTION, "sweep", value=["x"]), "sweep must be"),
-    "samples": ("diag", put(DESCRIPTION, "summary", "samples", value=10**9), "contradicts itself"),
-    "seen": ("diag", put(DESCRIPTION, "summary", "seen", value=10**9), "does not begin with"),
-    "index": ("diag", put("index", value=[["/0/0", "diagonal"]] * 2), "other groups"),
-    "index of none": ("diag", put("index", 0, value=["/0/0", "evil"]), "not those of its index"),
+    "other sweep": ("diag", changed_to(DESCRIPTION, "sweep", value=["x"]), "sweep must be"),
+    "samples": ("diag", changed_to(DESCRIPTION, "summary", "samples", value=10**9), "contradicts itself"),
+    "seen": ("diag", changed_to(DESCRIPTION, "summary", "seen", value=10**9), "does not begin with"),
+    "index": ("diag", changed_to("index", value=[["/0/0", "diagonal"]] * 2), "other groups"),
+    "index of none": ("diag", changed_to("index", 0, value=["/0/0", "evil"]), "not those of its index"),
     "shape": ("inf", lambda image: _flatten(image), "another kind|shape"),
-    "training": ("function_space", put(DESCRIPTION, "training", value={}), "has no 'state'"),
+    "training": ("function_space", changed_to(DESCRIPTION, "training", value={}), "has no 'state'"),
     "epoch": (
         "function_space",
-        put(DESCRIPTION, "training", "state", "epoch", value=99),
+        changed_to(DESCRIPTION, "training", "state", "epoch", value=99),
         "epochs contradict",
     ),
     "history": (
         "function_space",
-        put(DESCRIPTION, "training", "state", "history", value=[{"evil": 1.0}] * 1),
+        changed_to(DESCRIPTION, "training", "state", "history", value=[{"evil": 1.0}] * 1),
         "other losses|epochs contradict",
     ),
     "losses": (
         "function_space",
-        put(DESCRIPTION, "training", "state", "sums", value={"evil": 1.0}),
+        changed_to(DESCRIPTION, "training", "state", "sums", value={"evil": 1.0}),
         "other losses",
     ),
     "optimiser": (
         "function_space",
-        put(DESCRIPTION, "training", "optimiser", "state", "0", "exp_avg", value={"value": 3}),
+        changed_to(DESCRIPTION, "training", "optimiser", "state", "0", "exp_avg", value={"value": 3}),
         "exp_avg|described|index",
     ),
     "rate": (
         "function_space",
-        put(DESCRIPTION, "training", "optimiser", "groups", 0, "initial_lr", value=1e9),
+        changed_to(DESCRIPTION, "training", "optimiser", "groups", 0, "initial_lr", value=1e9),
         "'initial_lr' is",
-    ),
-    "deep": (
-        "diag",
-        put(DESCRIPTION, "identity", "evil", value=json.loads("[" * 60 + "]" * 60)),
-        "nested at most",
     ),
 }
 
@@ -467,9 +720,7 @@ def test_a_file_that_is_saved_over_keeps_its_permissions(tmp_path: Path) -> None
 
 def test_names_cannot_act_on_a_terminal(files: Path, tmp_path: Path) -> None:
     image = Image(files / "inf.h5")
-    image.state["library_version"] = f"1\n{EVIL}"
-    del image.attributes["/"]["library_version"]  # HDF5 holds no such text
-    record = image.state["attributes"]["record"]
+    record = image.state["history"]
     record["deterministic"] = {EVIL: EVIL}
     record["tuning"][EVIL] = EVIL
     record["fit"][EVIL] = [EVIL]
@@ -494,8 +745,6 @@ def test_a_layer_s_name_is_escaped_in_the_report(tmp_path: Path) -> None:
     uq.save(posterior, tmp_path / "p.h5")
     for text in (str(posterior.report()), str(uq.inspect(tmp_path / "p.h5"))):
         assert "\\x1b]0;pwned" in text and "\x1b" not in text
-    with h5py.File(tmp_path / "p.h5") as file:
-        assert len(file["layers"]) == 1
 
 
 def test_a_checkpoint_of_a_pipe_does_not_wait(tmp_path: Path) -> None:

@@ -17,7 +17,7 @@ from torch import Tensor, nn
 import posthoc_uq as uq
 from posthoc_uq.core import interrupts
 from posthoc_uq.core.interrupts import orderly
-from posthoc_uq.files import saving
+from posthoc_uq.files import save_load
 
 
 @pytest.fixture(autouse=True)
@@ -151,13 +151,13 @@ def test_an_interrupted_save_leaves_the_old_file(
     uq.save(uq.fit(model, loader, method="diag", prior_precision=1.0, progress=False), target)
     old = target.read_bytes()
     posterior = uq.fit(model, loader, method="diag", prior_precision=2.0, progress=False)
-    own = getattr(saving, place)
+    own = getattr(save_load, place)
 
     def interrupted(*arguments: Any) -> Any:
         interrupt()
         return own(*arguments)
 
-    monkeypatch.setattr(saving, place, interrupted)
+    monkeypatch.setattr(save_load, place, interrupted)
     with pytest.raises(KeyboardInterrupt):
         uq.save(posterior, target)
     monkeypatch.undo()

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 from typing import Any
 
@@ -15,14 +14,14 @@ from torch.utils.data import DataLoader, TensorDataset
 
 import posthoc_uq as uq
 from posthoc_uq.core.batches import Batch
-from posthoc_uq.core.errors import CorruptPosteriorError, PosthocUQError
+from posthoc_uq.core.errors import PosthocUQError
 from posthoc_uq.curvature.features import FeatureSource, find_features
 from posthoc_uq.layers.layer import Layer
 from posthoc_uq.likelihoods import Categorical, Gaussian
 from posthoc_uq.likelihoods.prediction import score_of
 from posthoc_uq.methods import METHODS
 from posthoc_uq.posteriors import features
-from posthoc_uq.posteriors.features import ClassGrams, FeatureGrams
+from posthoc_uq.posteriors.features import ClassGrams
 from posthoc_uq.posteriors.posterior import Posterior
 
 
@@ -572,7 +571,7 @@ def test_half_precision_keeps_it(tmp_path: Path, dtype: torch.dtype) -> None:
     assert (own - other).abs().max() < (0.02 if dtype == torch.float16 else 0.15)
 
 
-def test_files_without_it_load(tmp_path: Path) -> None:
+def test_a_posterior_without_it_is_saved_too(tmp_path: Path) -> None:
     model, x = make(), inputs()
     posterior = fitted(model, x)
     posterior.features = None
@@ -581,31 +580,11 @@ def test_files_without_it_load(tmp_path: Path) -> None:
     predictor = uq.wrap(model, loaded, head="linearized")
     with pytest.raises(PosthocUQError, match="Fit again"):
         predictor.novelty(x[:3])
-    with pytest.raises(PosthocUQError, match="fit again"):
+    with pytest.raises(PosthocUQError, match="keeps nothing"):
         predictor(x[:3]).novelty()
     sampled = uq.wrap(model, loaded, head="sampling")(x[:3])
     assert "novelty" not in sampled.scores()
     assert predictor.novelty(x[:3], of="top").shape == (3,)
-
-
-@pytest.mark.parametrize(
-    ("name", "value"),
-    [
-        ("classes", 0),
-        ("width", 9),
-        ("rank", 10**9),
-        ("source", "elsewhere"),
-        ("smoothing", -1.0),
-        ("samples", "x"),
-    ],
-)
-def test_descriptions_that_do_not_fit(name: str, value: Any) -> None:
-    features = fitted(make(), inputs()).features
-    assert features is not None
-    plain = json.loads(json.dumps(features.attributes()))
-    assert FeatureGrams.restore(plain, features.tensors()).attributes() == features.attributes()
-    with pytest.raises(CorruptPosteriorError):
-        FeatureGrams.restore(plain | {name: value}, features.tensors())
 
 
 class Stopping(TensorDataset):

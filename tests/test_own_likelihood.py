@@ -554,7 +554,7 @@ class TestFile:
     )
     def test_descriptions_of_strangers(self, network, saved, tmp_path, change, sentence):
         image = Image(saved[0])
-        image.state["attributes"]["likelihood"] |= change
+        image.state["likelihood"] |= change
         image.write(tmp_path / "other.h5")
         with pytest.raises(uq.PosthocUQError, match=sentence):
             uq.load(tmp_path / "other.h5", network)

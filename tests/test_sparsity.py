@@ -16,7 +16,7 @@ from storage_helpers import edit, layers_of
 from torch import Tensor, nn
 
 import posthoc_uq as uq
-from posthoc_uq.files.schema import fingerprint
+from posthoc_uq.files import fingerprint
 from posthoc_uq.methods.sparse import SparseLinear
 from posthoc_uq.posteriors.settings import Evidence, History, Hyperparameters
 from posthoc_uq.posteriors.variational import Flow, LatentBinaryBlock, MedianBlock, RandomScale

@@ -379,21 +379,6 @@ def test_novelty_falls_for_what_was_novel() -> None:
     assert float(after.median()) < 0.3 * float(before.median())
 
 
-def test_files_of_earlier_releases_keep_their_novelty(tmp_path: Path) -> None:
-    model = make_net()
-    posterior = fit(model, OLD, "diag")
-    assert posterior.features is not None
-    posterior.features.totals = None  # which those files do not have
-    uq.save(posterior, tmp_path / "old.h5")
-    loaded = uq.load(tmp_path / "old.h5", model)
-    old_features = loaded.features
-    assert old_features is not None and old_features.totals is None
-    with pytest.warns(UserWarning, match="novelty stays as it was"):
-        update(loaded, NEW)
-    assert loaded.features is old_features
-    assert distance(loaded, fit(model, [*OLD, *NEW], "diag")) < 1e-6
-
-
 # What belongs to the posterior as it was
 
 

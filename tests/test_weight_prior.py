@@ -11,8 +11,7 @@ from networks import inputs_of, mlp
 from torch import Tensor, nn
 
 import posthoc_uq as uq
-from posthoc_uq.core.errors import CorruptPosteriorError, PosthocUQError
-from posthoc_uq.files import schema
+from posthoc_uq.core.errors import PosthocUQError
 from posthoc_uq.posteriors.settings import WeightPrior
 
 OWN = {
@@ -205,7 +204,6 @@ def test_files_keep_what_is_needed(method: str, untrusted: bool, tmp_path: Path)
     uq.save(simple, path)
     assert uq.load(path, model).weight_prior.mean == 0.25
     assert len(path.read_bytes()) < len(bytes_of)
-    assert schema.PRIOR_GROUPS == ("prior_mean", "prior_precision")
 
 
 @pytest.mark.parametrize(
@@ -259,28 +257,6 @@ def test_a_training_keeps_its_own_option_of_that_name() -> None:
     loader = [(x.float(), y) for x, y in data()]
     posterior = uq.fit(model, loader, "utvi", prior_mean="trained", epochs=1, progress=False)
     assert posterior.history.fit["prior mean"] == "trained"
-
-
-def test_states_that_cannot_be() -> None:
-    from posthoc_uq.files.state import posterior_from_state, posterior_state
-
-    model = net()
-    posterior = fit(model, "diag", prior_precision=tensors(model, 2, 0.1, 5.0))
-    state = posterior_state(posterior)
-    mean = dict(model.named_parameters())
-    own = state["prior"]["prior_precision"]
-    for prior, message in [
-        ({"prior_precision": {**own, "3.bias": -own["3.bias"]}}, "not positive everywhere"),
-        ({"prior_precision": {**own, "3.bias": own["3.bias"] * float("nan")}}, "out of range"),
-        ({"prior_precision": {**own, "3.bias": own["0.bias"]}}, "another shape"),
-        ({"prior_precision": {"3.bias": own["3.bias"]}}, "does not name every parameter"),
-        ({"prior_mean": own, "mean": 1.0}, "two means"),
-    ]:
-        with pytest.raises(CorruptPosteriorError, match=message):
-            posterior_from_state(state | {"prior": prior}, mean)
-    other = posterior_state(fit(model, "kfac", prior_precision=1.0))
-    with pytest.raises(CorruptPosteriorError, match="which its blocks cannot have"):
-        posterior_from_state(other | {"prior": state["prior"]}, mean)
 
 
 def test_a_kept_factor_belongs_to_its_prior_and_not_to_a_place_in_memory() -> None:

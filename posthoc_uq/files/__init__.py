@@ -1,10 +1,20 @@
-"""Posteriors in files: `save`, `load` and `inspect`; the schema is in ``docs/format.md``.
+"""Posteriors in files: `save`, `load` and `inspect`; the schema is in ``docs/format.md``."""
 
-``userblock`` seals the file with a digest, ``hdf5`` is the only module that imports h5py, and ``sandbox``
-runs it in a child process.
-"""
+from posthoc_uq.files.atomic import checked_target, remove_leftovers, replacing, write
+from posthoc_uq.files.match import buffers_fingerprint, check_match, check_unchanged, fingerprint
+from posthoc_uq.files.save_load import check_numbers, inspect, load, save
 
-from posthoc_uq.files.loading import inspect, load
-from posthoc_uq.files.saving import save
-
-__all__ = ["inspect", "load", "save"]
+__all__ = [
+    "buffers_fingerprint",
+    "check_match",
+    "check_numbers",
+    "check_unchanged",
+    "checked_target",
+    "fingerprint",
+    "inspect",
+    "load",
+    "remove_leftovers",
+    "replacing",
+    "save",
+    "write",
+]

@@ -15,7 +15,6 @@ from typing import BinaryIO
 
 from posthoc_uq.core import interrupts
 from posthoc_uq.core.errors import PosthocUQError
-from posthoc_uq.files import userblock
 
 try:
     import fcntl
@@ -23,13 +22,6 @@ except ImportError:  # Windows, where an open file cannot be deleted anyway
     fcntl = None
 
 _LONGEST = 200  # bytes of a name that its temporary files repeat; file systems allow 255 in all
-
-
-def seal(image: BytesIO, kind: str) -> BytesIO:
-    """Fill the user block of a file in memory; `kind` is the method of a posterior, or a checkpoint's."""
-    with image.getbuffer() as view:
-        view[: userblock.SIZE] = userblock.header(view[userblock.SIZE :], kind)
-    return image
 
 
 def checked_target(path: str | os.PathLike[str]) -> Path:

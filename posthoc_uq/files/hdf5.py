@@ -1,6 +1,6 @@
-"""A posterior's state as an HDF5 image, and back; the only module that imports h5py.
+"""The HDF5 part of a file, written and read with checks; the only module that imports h5py.
 
-``sandbox`` runs it as a script in a child process, so it imports neither torch nor anything of this package.
+``untrusted`` runs it as a script in a child process, so it imports neither torch nor anything of this package.
 """
 
 from __future__ import annotations
@@ -20,11 +20,10 @@ import numpy as np
 
 STATE = "state"
 STATE_BYTES = 16 * 2**20  # most that the JSON description may have
+_MOST_VALUES = 500_000  # keys and values of the description; a layer takes about twenty
 _OBJECTS = 200_000  # most groups and datasets of a file
 _CHUNK_BYTES = 4 * 2**20  # most of a compressed chunk, inflated; h5py chooses at most 1 MiB
-_ATTRIBUTE_BYTES = 32 * 1024  # HDF5 allows 64 KiB
-_ATTRIBUTE_ITEMS = 1000
-_MOST_ATTRIBUTES = 10_000  # of one object
+_ATTRIBUTES = 100  # most of the root; nothing else has any
 _DTYPES = ("<f8", "<f4", "<f2", "<u2", "|u1")
 _NAME_CHARACTERS = " !\"#$&'()*+,-.:;<=>?@[\\]^_`{|}~"
 _FRAME = struct.Struct("<cQ")
@@ -45,26 +44,73 @@ class Stored:
 @dataclass(frozen=True)
 class Structure:
     """What an image holds besides its numbers: the JSON description, the groups, the datasets by path, and the names of
-    the attributes by the path of the group or dataset that has them (the root's is ``"/"``).
+    the root's attributes, whose values are for people and are not read.
     """
 
     state: bytes
     groups: list[str]
     datasets: dict[str, Stored]
-    attributes: dict[str, list[str]]
+    attributes: list[str]
 
 
 def link_name(name: str) -> str:
     """The name of a group: percent-encoded where HDF5 would nest or refuse it."""
-    encoded = quote(name, safe=_NAME_CHARACTERS, errors="surrogatepass")
+    encoded = quote(name, safe=_NAME_CHARACTERS)
     if not encoded.strip("."):
         encoded = encoded.replace(".", "%2E")
     return encoded or "%"
 
 
+def state_text(values: Mapping[str, Any]) -> bytes:
+    """A description as JSON.
+
+    Raises:
+        FormatError: it is too long, or has too many values, to be read again.
+        TypeError, ValueError: JSON cannot hold it.
+    """
+    text = json.dumps(values, ensure_ascii=True).encode()
+    if len(text) > STATE_BYTES or _count_values(text) > _MOST_VALUES:
+        raise FormatError(
+            f"its description takes {len(text)} bytes and {_count_values(text)} values, and a file holds at most "
+            f"{STATE_BYTES} and {_MOST_VALUES}"
+        )
+    return text
+
+
+def state_values(text: bytes) -> dict[str, Any]:
+    """The object that a description holds.
+
+    Raises:
+        FormatError: it is no JSON object, has too many values, or a key twice.
+    """
+    if _count_values(text) > _MOST_VALUES:
+        raise FormatError(f"its description has more than {_MOST_VALUES} values")
+    try:
+        values = json.loads(text, object_pairs_hook=_distinct)
+    except FormatError:
+        raise
+    except (ValueError, RecursionError):
+        raise FormatError("its description is not valid JSON") from None
+    if not isinstance(values, dict):
+        raise FormatError("its description is no JSON object")
+    return values  # pyright: ignore[reportUnknownVariableType]
+
+
+def _count_values(text: bytes) -> int:
+    """An upper bound on the number of keys and values, by their separators, without parsing."""
+    return sum(text.count(mark) for mark in (b",", b":", b"[", b"{")) + 1
+
+
+def _distinct(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    values = dict(pairs)
+    if len(values) < len(pairs):
+        raise FormatError("its description has a key twice")
+    return values
+
+
 def build_image(
     text: bytes,
-    attributes: Mapping[str, Mapping[str, Any]],
+    attributes: Mapping[str, str | int],
     arrays: Mapping[str, Callable[[], np.ndarray[Any, Any]]],
     user_block: int,
     compression: str | None,
@@ -73,52 +119,22 @@ def build_image(
 
     Args:
         text: the JSON description; what `load` reads.
-        attributes: group or dataset path to attributes, for people and other programs.
+        attributes: of the root, for people and other programs.
         arrays: dataset path to a function that gives its numbers.
         user_block: bytes to leave free at the beginning.
         compression: ``"gzip"`` or None.
     """
     buffer = BytesIO()
     with h5py.File(buffer, "w", userblock_size=user_block, track_order=False) as file:
+        file.attrs.update(attributes)
         file.create_dataset(STATE, data=np.bytes_(text))
-        for path, values in attributes.items():
-            if path not in arrays:
-                _describe(file.require_group(path), values)
         for path, make in arrays.items():
             array = make()
             options: dict[str, Any] = {"track_times": False}
             if compression is not None and array.size:
                 options |= {"compression": compression, "shuffle": True, "chunks": True}
-            _describe(file.create_dataset(path, data=array, **options), attributes.get(path, {}))
+            file.create_dataset(path, data=array, **options)
     return buffer
-
-
-def _describe(target: Any, values: Mapping[str, Any]) -> None:
-    for name, value in stored_attributes(values).items():
-        target.attrs[name] = value
-
-
-def stored_attributes(values: Mapping[str, Any]) -> dict[str, Any]:
-    """The values that attributes can hold, with dots for nesting; the JSON description has all values."""
-    attributes: dict[str, Any] = {}
-    for name, value in values.items():
-        if isinstance(value, dict):
-            attributes |= stored_attributes({f"{name}.{inner}": v for inner, v in value.items()})
-        elif name.isprintable() and name and _fits(value):
-            attributes[name] = value
-    return attributes
-
-
-def _fits(value: Any) -> bool:
-    """Whether an attribute can hold a value: a text, a number, or a short list of one of these kinds."""
-    items: list[Any] = value if isinstance(value, list) else [value]
-    kinds = {type(item) for item in items}
-    if kinds == {str}:
-        short = len(items) <= _ATTRIBUTE_ITEMS and sum(map(len, items)) <= _ATTRIBUTE_BYTES // 4
-        return short and all(item.isprintable() for item in items)
-    if kinds == {int}:
-        return len(items) <= _ATTRIBUTE_ITEMS and all(abs(item) < 2**63 for item in items)
-    return kinds in ({float}, {bool}) and len(items) <= _ATTRIBUTE_ITEMS
 
 
 class ImageReader:
@@ -145,8 +161,9 @@ class ImageReader:
     def structure(self) -> Structure:
         """Every group and dataset, after checks that need no numbers to be read."""
         try:
-            structure = Structure(self._state(), [], {}, {})
-            self._note_attributes("/", self._file, structure)
+            if _attribute_count(self._file) > _ATTRIBUTES:
+                raise FormatError(f"it has more than {_ATTRIBUTES} attributes")
+            structure = Structure(self._state(), [], {}, sorted(self._file.attrs))
             self._walk(self._file, "", structure)
             return structure
         except (FormatError, MemoryError):
@@ -162,7 +179,8 @@ class ImageReader:
             if not isinstance(group.get(name, getlink=True), h5py.HardLink):
                 raise FormatError(f"'{path}' is a link to elsewhere, which a posterior file never has")
             item = group[name]
-            self._note_attributes(path, item, structure)
+            if isinstance(item, (h5py.Group, h5py.Dataset)) and _attribute_count(item):
+                raise FormatError(f"'{path}' has attributes, which only the file as a whole has")
             if path == STATE:
                 continue
             if isinstance(item, h5py.Group):
@@ -174,16 +192,6 @@ class ImageReader:
                 structure.datasets[path] = _stored(path, item)
             else:
                 raise FormatError(f"'{path}' is neither a group nor a dataset")
-
-    def _note_attributes(self, path: str, item: Any, structure: Structure) -> None:
-        """Note the names of an object's attributes. Their values are for people and are not read."""
-        if not isinstance(item, (h5py.Group, h5py.Dataset)):
-            return
-        if h5py.h5a.get_num_attrs(item.id) > _MOST_ATTRIBUTES:
-            raise FormatError(f"'{path}' has more than {_MOST_ATTRIBUTES} attributes")
-        names = sorted(item.attrs)
-        if names:
-            structure.attributes[path] = names
 
     def _state(self) -> bytes:
         link: Any = self._file.get(STATE, getlink=True)
@@ -214,6 +222,10 @@ class ImageReader:
             raise
         except Exception as error:
             raise FormatError(f"libhdf5 cannot read '{path}' ({error})") from None
+
+
+def _attribute_count(item: Any) -> int:
+    return h5py.h5a.get_num_attrs(item.id)
 
 
 def _check_layout(path: str, plist: Any) -> None:
@@ -278,12 +290,8 @@ def read_exactly(stream: IO[bytes], size: int) -> bytearray:
         EOFError: the stream ended before that.
     """
     data = bytearray(size)
-    view, done = memoryview(data), 0
-    while done < size:
-        count = stream.readinto(view[done:])  # pyright: ignore[reportAttributeAccessIssue]
-        if not count:
-            raise EOFError
-        done += count
+    if stream.readinto(data) < size:  # pyright: ignore[reportAttributeAccessIssue]
+        raise EOFError
     return data
 
 

@@ -1,4 +1,5 @@
-"""A stranger's file is parsed by a child process with limits, so that no file can hang or crash the caller.
+"""A stranger's file is parsed by a child process with limits on time and memory, so that no file can hang or crash the
+caller. It is no sandbox: the child is a process of the same user.
 
 The parent sends the bytes through a pipe and gets JSON and plain numbers back, of sizes known beforehand.
 """
@@ -33,7 +34,7 @@ runpy.run_path(sys.argv[1], run_name="__main__")
 """
 
 
-class SandboxReader:
+class ChildReader:
     """`hdf5.ImageReader` in a child process, as a context manager; arrays come in the order of the structure.
 
     The first limits are enough for the structure alone. For the arrays they grow with the sizes that the structure
@@ -87,7 +88,7 @@ class SandboxReader:
         self._late = True
         self._child.kill()
 
-    def __enter__(self) -> SandboxReader:
+    def __enter__(self) -> ChildReader:
         return self
 
     def __exit__(self, *_: object) -> None:
@@ -130,8 +131,8 @@ class SandboxReader:
         self._arrays = {
             path: prod(stored.shape) * np.dtype(stored.dtype).itemsize for path, stored in datasets.items()
         }
-        attributes = {path: [str(name) for name in names] for path, names in outline["attributes"].items()}
-        return Structure(state, [str(group) for group in outline["groups"]], datasets, attributes)
+        groups, attributes = ([str(name) for name in outline[key]] for key in ("groups", "attributes"))
+        return Structure(state, groups, datasets, attributes)
 
     def array(self, path: str, stored: Stored) -> np.ndarray[Any, Any]:
         """The numbers of the next dataset."""

@@ -38,8 +38,7 @@ from posthoc_uq.core.randomness import isolated_random_state
 from posthoc_uq.curvature.features import find_features
 from posthoc_uq.curvature.kept_inputs import KeptInputs, inputs_to_keep
 from posthoc_uq.curvature.sweep import WORD, Content, SweepSettings, batch_hash, no_weight, squared_residuals
-from posthoc_uq.files.saving import check_numbers
-from posthoc_uq.files.schema import buffers_fingerprint, fingerprint
+from posthoc_uq.files import buffers_fingerprint, check_numbers, fingerprint
 from posthoc_uq.fitting.prior import Faithful
 from posthoc_uq.fitting.resume import fit_identity
 from posthoc_uq.fitting.tune import has_something_to_tune, nothing_to_tune, settle_faithful, tune

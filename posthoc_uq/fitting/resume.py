@@ -16,7 +16,7 @@ from posthoc_uq.core.batches import BatchReader, batches
 from posthoc_uq.core.distributed import world
 from posthoc_uq.core.randomness import isolated_random_state
 from posthoc_uq.curvature.sweep import WORD, batch_hash
-from posthoc_uq.files.schema import fingerprint
+from posthoc_uq.files import fingerprint
 from posthoc_uq.methods.resume import as_plain, code_digest
 from posthoc_uq.methods.task import Task
 from posthoc_uq.version import __version__

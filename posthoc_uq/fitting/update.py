@@ -21,8 +21,7 @@ from posthoc_uq.core.interrupts import orderly
 from posthoc_uq.core.model import check_differentiable
 from posthoc_uq.core.options import check_option, known_arguments
 from posthoc_uq.curvature.sweep import WORD, Content
-from posthoc_uq.files.saving import check_numbers
-from posthoc_uq.files.schema import check_unchanged
+from posthoc_uq.files import check_numbers, check_unchanged
 from posthoc_uq.fitting.fit import prepared_task
 from posthoc_uq.fitting.tune import model_of
 from posthoc_uq.methods import Method, method_of

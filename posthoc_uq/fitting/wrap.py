@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 from posthoc_uq.core.errors import warn_user
 from posthoc_uq.core.options import check_names, one_of
-from posthoc_uq.files.model_checks import check_match
+from posthoc_uq.files import check_match
 from posthoc_uq.heads.linearized import EngineName, LinearizedPredictor
 from posthoc_uq.heads.moments import MomentsPredictor
 from posthoc_uq.heads.predictor import Predictor

@@ -29,7 +29,7 @@ from posthoc_uq.core.model import model_device, model_dtype, replicate, statisti
 from posthoc_uq.core.options import Count, check_option
 from posthoc_uq.core.outputs import Choice, choice_of, chosen_in, with_choice
 from posthoc_uq.core.randomness import isolated_random_state, mixed_seed, sample_keys
-from posthoc_uq.files.schema import fingerprint
+from posthoc_uq.files import fingerprint
 from posthoc_uq.heads.frozen import Features
 from posthoc_uq.heads.novelty import (
     PosteriorRatio,

@@ -15,7 +15,8 @@ from torch import Tensor
 
 from posthoc_uq.core.devices import as_double
 from posthoc_uq.core.errors import PosthocUQError
-from posthoc_uq.core.options import Field, Flag, NumberField, Whole, check_option
+from posthoc_uq.core.options import check_option
+from posthoc_uq.core.records import Record
 from posthoc_uq.likelihoods import positions
 from posthoc_uq.likelihoods.class_prediction import ClassPrediction, MultilabelPrediction
 from posthoc_uq.likelihoods.draws import LINK_DRAWS, Spread, classes_of_draws, classes_of_gaussian
@@ -41,6 +42,19 @@ from posthoc_uq.likelihoods.positions import PositionPrediction, positions_of_dr
 
 AGREEMENT = 0.75  # share of the trained model's own decisions that drawn models should share
 _TOLERANCE = 1e-4  # how far a sum of probabilities may be from 1; more in half precision
+
+
+IgnoreIndex = Annotated[int, Ge(-(2**31)), Lt(2**31)]
+LabelSmoothing = Annotated[float, Ge(0), Lt(1)]
+
+
+class CategoricalFields(Record):
+    """The options; a file holds those that are not the default."""
+
+    class_dim: Literal[1, -1] = 1
+    ignore_index: IgnoreIndex = -100
+    next_token: bool = False
+    label_smoothing: LabelSmoothing = 0.0
 
 
 class Categorical(Likelihood):
@@ -71,12 +85,7 @@ class Categorical(Likelihood):
     name = "classification"
     logits: ClassVar[bool] = True
     softmax: ClassVar[bool] = True
-    optional_fields: ClassVar[Mapping[str, Field]] = {
-        "class_dim": Whole(-1, -1),  # files hold what is not the default
-        "ignore_index": Whole(-(2**31), 2**31 - 1),
-        "next_token": Flag(),
-        "label_smoothing": NumberField(0.0, 1.0),
-    }
+    fields: ClassVar[type[Record]] = CategoricalFields
     label_smoothing: float = 0.0  # of subclasses, too, whose constructor is their own
     layout: Layout = Layout()
 
@@ -88,11 +97,9 @@ class Categorical(Likelihood):
         label_smoothing: float = 0.0,
     ) -> None:
         class_dim = check_option("class_dim", class_dim, Literal[1, -1])
-        ignored = check_option("ignore_index", ignore_index, Annotated[int, Ge(-(2**31)), Lt(2**31)])
+        ignored = check_option("ignore_index", ignore_index, IgnoreIndex)
         self.layout = Layout(class_dim, ignored, check_option("next_token", next_token, bool))
-        self.label_smoothing = check_option(
-            "label_smoothing", label_smoothing, Annotated[float, Ge(0), Lt(1)]
-        )
+        self.label_smoothing = check_option("label_smoothing", label_smoothing, LabelSmoothing)
 
     def attributes(self) -> dict[str, Any]:
         return {"name": self.name, **self._options()}
@@ -112,7 +119,7 @@ class Categorical(Likelihood):
 
     @classmethod
     def restore(cls, attributes: Mapping[str, Any]) -> Categorical:
-        return cls(**{name: attributes[name] for name in cls.optional_fields if name in attributes})
+        return cls(**{name: attributes[name] for name in cls.fields.model_fields if name in attributes})
 
     def of_targets(self) -> Categorical:
         """Without the smoothing of labels."""

@@ -15,7 +15,8 @@ from torch import Tensor
 
 from posthoc_uq.core.devices import as_double, host_double
 from posthoc_uq.core.errors import PosthocUQError
-from posthoc_uq.core.options import Field, NumberField, check_option
+from posthoc_uq.core.options import check_option
+from posthoc_uq.core.records import Record
 from posthoc_uq.likelihoods.drawn_prediction import DrawnPrediction
 from posthoc_uq.likelihoods.draws import LINK_DRAWS, Spread
 from posthoc_uq.likelihoods.likelihood import SeparateOutputs, wide
@@ -23,6 +24,7 @@ from posthoc_uq.likelihoods.likelihood import SeparateOutputs, wide
 # What regressions have in common whose outputs are the logarithms of the targets' means: counts, positive
 # values.
 
+_LEAST, _MOST = 1e-6, 1e6  # dispersion of a negative binomial, shape of a gamma distribution
 _LARGEST_OUTPUT = 1e15  # mean up to which targets are drawn: above it float64 does not hold all whole numbers
 
 
@@ -226,7 +228,13 @@ def _cdf(rates: Tensor, counts: Tensor) -> Tensor:
 
 # Counts that vary more than those of a Poisson distribution: logarithms of means, one dispersion.
 
-_SMALLEST_DISPERSION, _LARGEST_DISPERSION = 1e-6, 1e6
+Dispersion = Annotated[float, Ge(_LEAST), Le(_MOST)]
+
+
+class NegativeBinomialFields(Record):
+    """The dispersion."""
+
+    dispersion: Dispersion
 
 
 class NegativeBinomial(LogMean):
@@ -239,14 +247,10 @@ class NegativeBinomial(LogMean):
     """
 
     name = "negative_binomial"
-    fields: ClassVar[Mapping[str, Field]] = {
-        "dispersion": NumberField(_SMALLEST_DISPERSION, _LARGEST_DISPERSION)
-    }
+    fields: ClassVar[type[Record]] = NegativeBinomialFields
 
     def __init__(self, dispersion: float = 1.0) -> None:
-        self.dispersion = check_option(
-            "dispersion", dispersion, Annotated[float, Ge(_SMALLEST_DISPERSION), Le(_LARGEST_DISPERSION)]
-        )
+        self.dispersion = check_option("dispersion", dispersion, Dispersion)
 
     @classmethod
     def restore(cls, attributes: Mapping[str, Any]) -> NegativeBinomial:
@@ -264,7 +268,7 @@ class NegativeBinomial(LogMean):
         """With `factor` times the dispersion."""
         if factor == 1.0:
             return self
-        return NegativeBinomial(min(max(self.dispersion * factor, _SMALLEST_DISPERSION), _LARGEST_DISPERSION))
+        return NegativeBinomial(min(max(self.dispersion * factor, _LEAST), _MOST))
 
     def by_moments(self, outputs: Tensor, targets: Tensor) -> tuple[str, float, float]:
         mean = as_double(outputs).exp()
@@ -306,7 +310,13 @@ class NegativeBinomial(LogMean):
 
 # Positive values whose deviation grows with their mean: logarithms of means, one shape.
 
-_SMALLEST_SHAPE, _LARGEST_SHAPE = 1e-6, 1e6
+Shape = Annotated[float, Ge(_LEAST), Le(_MOST)]
+
+
+class GammaFields(Record):
+    """The shape."""
+
+    shape: Shape
 
 
 class Gamma(LogMean):
@@ -320,10 +330,10 @@ class Gamma(LogMean):
 
     name = "gamma"
     counts: ClassVar[bool] = False
-    fields: ClassVar[Mapping[str, Field]] = {"shape": NumberField(_SMALLEST_SHAPE, _LARGEST_SHAPE)}
+    fields: ClassVar[type[Record]] = GammaFields
 
     def __init__(self, shape: float = 1.0) -> None:
-        self.shape = check_option("shape", shape, Annotated[float, Ge(_SMALLEST_SHAPE), Le(_LARGEST_SHAPE)])
+        self.shape = check_option("shape", shape, Shape)
 
     @classmethod
     def restore(cls, attributes: Mapping[str, Any]) -> Gamma:
@@ -339,9 +349,7 @@ class Gamma(LogMean):
 
     def at_noise_scale(self, factor: float) -> Gamma:
         """With `factor` times the dispersion, which is the inverse of the shape."""
-        return (
-            self if factor == 1.0 else Gamma(min(max(self.shape / factor, _SMALLEST_SHAPE), _LARGEST_SHAPE))
-        )
+        return self if factor == 1.0 else Gamma(min(max(self.shape / factor, _LEAST), _MOST))
 
     def by_moments(self, outputs: Tensor, targets: Tensor) -> tuple[str, float, float]:
         ratios = as_double(self.like(outputs, targets)) / as_double(outputs).exp()

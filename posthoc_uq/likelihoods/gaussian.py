@@ -5,15 +5,16 @@ from __future__ import annotations
 import copy
 from collections.abc import Iterable, Iterator, Mapping
 from math import log, pi
-from typing import Any, ClassVar
+from typing import Annotated, Any, ClassVar
 
 import torch
+from pydantic import Field
 from torch import Tensor
 
 from posthoc_uq.core.devices import host_double
 from posthoc_uq.core.errors import PosthocUQError
-from posthoc_uq.core.options import Field, Items, NumberField
 from posthoc_uq.core.randomness import uniforms
+from posthoc_uq.core.records import Positive, Record
 from posthoc_uq.likelihoods.draws import LINK_DRAWS, Moments, Spread, gathered, values_of_draws
 from posthoc_uq.likelihoods.likelihood import Likelihood, gaussian_log_mean_exp, wide
 from posthoc_uq.likelihoods.prediction import at_least_float32, mean_and_variance
@@ -26,6 +27,12 @@ from posthoc_uq.likelihoods.value_prediction import (
 # Regression: means with Gaussian observation noise.
 
 
+class GaussianFields(Record):
+    """One noise variance an output, or one for all."""
+
+    noise_variance: Annotated[list[Positive], Field(min_length=1)]
+
+
 class Gaussian(Likelihood):
     """Regression: outputs ``(samples,)`` or ``(samples, outputs)`` are means, the noise variance is one
     number an output.
@@ -36,7 +43,7 @@ class Gaussian(Likelihood):
 
     name = "regression"
     joint: ClassVar[bool] = False
-    fields: ClassVar[Mapping[str, Field]] = {"noise_variance": Items(NumberField(1 / 1e30, 1e30), 1)}
+    fields: ClassVar[type[Record]] = GaussianFields
     noise_variance: Tensor  # pyright: ignore[reportIncompatibleVariableOverride]
 
     def __init__(self, noise_variance: Tensor | float = 1.0) -> None:

@@ -15,8 +15,8 @@ from torch import Tensor
 
 from posthoc_uq.core.devices import host_double, widest
 from posthoc_uq.core.errors import PosthocUQError
-from posthoc_uq.core.options import Field
 from posthoc_uq.core.randomness import sample_keys, uniforms
+from posthoc_uq.core.records import Record
 from posthoc_uq.likelihoods.drawn_prediction import DrawnPrediction
 from posthoc_uq.likelihoods.draws import LINK_DRAWS, Spread, output_draws
 from posthoc_uq.likelihoods.labels import Layout
@@ -104,7 +104,6 @@ class Likelihood(ABC):
             use those of the most probable classes alone.
         joint: whether a prediction from Gaussian outputs needs the covariance of a sample's outputs.
         fields: what a file may hold of the `attributes` besides the name; for the likelihoods of this package.
-        optional_fields: the same for attributes that a file may lack.
         noise_variance: of Gaussian observation noise, ``(outputs,)`` or ``(1,)`` float64, in squared units of the
             targets; None where there is no such noise. Tuning scales it.
         has_noise: whether there is a noise, or dispersion, that `at_noise_scale` scales.
@@ -114,8 +113,7 @@ class Likelihood(ABC):
     logits: ClassVar[bool] = False
     softmax: ClassVar[bool] = False
     joint: ClassVar[bool] = True
-    fields: ClassVar[Mapping[str, Field]] = {}
-    optional_fields: ClassVar[Mapping[str, Field]] = {}
+    fields: ClassVar[type[Record]] = Record
     noise_variance: Tensor | None = None
 
     def __init_subclass__(cls, **kwargs: Any) -> None:

@@ -3,15 +3,17 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from typing import Any, ClassVar
+from typing import Annotated, Any, ClassVar
 
 import torch
 import torch.nn.functional as F
+from pydantic import Field
 from torch import Tensor
 
 from posthoc_uq.core.devices import as_double, host_double
 from posthoc_uq.core.errors import PosthocUQError
-from posthoc_uq.core.options import Field, Flag, Items, NumberField, check_option
+from posthoc_uq.core.options import check_option
+from posthoc_uq.core.records import LARGEST, Record
 from posthoc_uq.likelihoods.class_prediction import OrdinalPrediction
 from posthoc_uq.likelihoods.classes import AGREEMENT
 from posthoc_uq.likelihoods.draws import LINK_DRAWS, Spread, output_draws
@@ -26,6 +28,13 @@ from posthoc_uq.likelihoods.likelihood import (
 from posthoc_uq.likelihoods.prediction import at_least_float32
 
 _APART = 1e-4  # least distance of neighbouring cumulative logits; a draw's that are nearer, or cross, are moved apart
+
+
+class OrdinalFields(Record):
+    """The thresholds, none where each step has a logit, and whether these are cumulative."""
+
+    thresholds: Annotated[list[Annotated[float, Field(ge=-LARGEST, le=LARGEST)]], Field(max_length=2**20)]
+    cumulative: bool
 
 
 class Ordinal(Likelihood):
@@ -47,10 +56,7 @@ class Ordinal(Likelihood):
     """
 
     name = "ordinal"
-    fields: ClassVar[Mapping[str, Field]] = {
-        "thresholds": Items(NumberField(-1e30, 1e30), 0, 2**20),
-        "cumulative": Flag(),
-    }
+    fields: ClassVar[type[Record]] = OrdinalFields
 
     def __init__(self, thresholds: Sequence[float] | Tensor | None = None, cumulative: bool = False) -> None:
         self.cumulative = check_option("cumulative", cumulative, bool)

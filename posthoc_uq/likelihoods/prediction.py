@@ -120,7 +120,7 @@ def known_novelty(ratio: Tensor | None) -> Tensor:
     if ratio is None:
         raise PosthocUQError(
             "This prediction does not know its novelty: the predictor was made with novelty=False, or the posterior "
-            "keeps nothing of the last layer's inputs, as those of older files (fit again) and of models whose last "
+            "keeps nothing of the last layer's inputs, as those of models whose last "
             "layer has no input of each sample's own; predictor.novelty(x, of='top') then goes by the posterior itself."
         )
     return ratio

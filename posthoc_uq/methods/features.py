@@ -5,7 +5,6 @@ from __future__ import annotations
 from torch import Tensor, nn
 
 from posthoc_uq.core.distributed import gather, run_on_all_ranks
-from posthoc_uq.core.errors import warn_user
 from posthoc_uq.core.randomness import isolated_random_state
 from posthoc_uq.curvature.features import FeatureSource
 from posthoc_uq.curvature.sweep import show
@@ -14,10 +13,6 @@ from posthoc_uq.methods.task import Task
 from posthoc_uq.posteriors.features import ClassGrams, FeatureGrams, by_class, changed
 from posthoc_uq.posteriors.posterior import Posterior
 
-_STALE = (
-    "This posterior's statistics of the last layer's inputs are from a file of an older release, which says too little "
-    "to change them: novelty stays as it was. Fit again with this release."
-)
 _ROWS = 4096  # at a time
 _NONE = "by the posterior itself, top class: no layer with one row a sample comes last"
 
@@ -44,13 +39,10 @@ def keep_features(task: Task, grams: ClassGrams | None, posterior: Posterior) ->
 
 def watch_other_features(task: Task, posterior: Posterior) -> ClassGrams | None:
     """Let the sweeps over data that come in or go out show them to feature statistics like those of the posterior;
-    None, with a warning, where the posterior's cannot change, or where it has none.
+    None where it has none.
     """
     features = posterior.features
     if features is None:
-        return None
-    if features.totals is None:
-        warn_user(_STALE)
         return None
     layer = features.layer
     outputs = layer.groups * layer.outputs if features.source == "positions" else task.prepared.outputs

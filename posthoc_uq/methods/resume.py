@@ -22,12 +22,10 @@ from torch import Tensor, nn
 from posthoc_uq.core.distributed import rank, world
 from posthoc_uq.core.errors import CorruptPosteriorError, PosthocUQError
 from posthoc_uq.curvature.sweep import Summary
-from posthoc_uq.files import atomic
-from posthoc_uq.files.numbers import complaint
-from posthoc_uq.files.schema import CHECKPOINT, fingerprint
-from posthoc_uq.files.sizes import size_limit
+from posthoc_uq.files import atomic, fingerprint
+from posthoc_uq.files.header import CHECKPOINT
 from posthoc_uq.files.snapshot import read_snapshot, write_snapshot
-from posthoc_uq.files.state import posterior_state
+from posthoc_uq.files.tensors import complaint, size_limit, tensors_of
 from posthoc_uq.layers.layer import Layer
 from posthoc_uq.methods.mean_field import LOG_VARIANCE
 from posthoc_uq.posteriors.block import LARGEST, TensorSpec
@@ -480,7 +478,8 @@ def _state_of(value: Any) -> Any:
     if callable(getattr(value, "identity", None)):  # a likelihood, a context
         return value.identity()
     if isinstance(value, Posterior):
-        return {"blocks": posterior_state(value)["blocks"], "mean": value.mean, **value.settings.plain()}
+        tensors = {slot.path: tensor for slot, tensor in tensors_of(value)}
+        return {"tensors": tensors, "mean": value.mean, **value.settings.plain()}
     if is_dataclass(value):
         return {field.name: getattr(value, field.name) for field in fields(value)}
     return {name: inner for name, inner in getattr(value, "__dict__", {}).items() if _may_differ(inner)}

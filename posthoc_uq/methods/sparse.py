@@ -20,7 +20,7 @@ from posthoc_uq.core.errors import PosthocUQError
 from posthoc_uq.core.model import parameter_names, replicate, unwrap
 from posthoc_uq.core.options import check_option, one_of
 from posthoc_uq.core.tables import text_table
-from posthoc_uq.files.model_checks import check_match
+from posthoc_uq.files import check_match
 from posthoc_uq.layers.layer import Layer
 from posthoc_uq.posteriors.posterior import Posterior
 from posthoc_uq.posteriors.variational import LatentBlock, median_of

@@ -14,13 +14,10 @@ from torch import Tensor
 
 from posthoc_uq.core.devices import as_double
 from posthoc_uq.core.errors import CorruptPosteriorError, PosthocUQError
-from posthoc_uq.core.options import Field
+from posthoc_uq.core.records import LARGEST, Record
 from posthoc_uq.posteriors.covariance import CovarianceForm, RowCovariance
 
 # What a tensor must be: blocks declare it for theirs, and files and checkpoints are checked by it.
-
-LARGEST = 1e30
-"""No number of a statistic, no hyperparameter and no inverse of one is larger: float32 can still compute with it."""
 
 
 @dataclass(frozen=True)
@@ -353,10 +350,8 @@ class Block(ABC):
     """The name of the class in files; no two classes have the same."""
     makes: ClassVar[type[Factor]]
     """The class of the factors that `factor` makes; it determines what posteriors of such blocks can do."""
-    fields: ClassVar[Mapping[str, Field]] = {}
-    """What each of its `attributes` may be in a file."""
-    optional_fields: ClassVar[Mapping[str, Field]] = {}
-    """What those of its `attributes` may be that not every block of the kind has."""
+    fields: ClassVar[type[Record]] = Record
+    """What its `attributes` may be in a file."""
     joint: ClassVar[bool] = False
     """Whether it may hold several layers, one after the other and each flattened: its shape is then (1, 1, weights)."""
     trained: ClassVar[bool] = False
@@ -529,17 +524,14 @@ def reached(settings: Settings, information: float) -> float:
 
 
 def bounded(attributes: Mapping[str, Any], name: str, low: int, high: int) -> int:
-    """An integer attribute that must lie in a range.
+    """A whole number among the attributes that must lie in a range which depends on the layer.
 
     Raises:
-        CorruptPosteriorError: it is missing, no integer, or out of range.
+        CorruptPosteriorError: it is out of range.
     """
-    try:
-        value = int(attributes[name])
-    except (KeyError, TypeError, ValueError):
-        raise CorruptPosteriorError(f"A block has no valid attribute '{name}'.") from None
+    value: int = attributes[name]
     if not low <= value <= high:
-        raise CorruptPosteriorError(f"A block's attribute '{name}' is {value}, outside {low}..{high}.")
+        raise CorruptPosteriorError(f"the attribute '{name}' is {value}, outside {low}..{high}")
     return value
 
 

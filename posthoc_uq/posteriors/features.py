@@ -13,7 +13,7 @@ from torch import Tensor
 from posthoc_uq.core.batches import Batch
 from posthoc_uq.core.devices import DeferredChecks, as_double, placed
 from posthoc_uq.core.distributed import all_reduce_sum
-from posthoc_uq.core.errors import CorruptPosteriorError, NonFiniteError, PosthocUQError
+from posthoc_uq.core.errors import NonFiniteError, PosthocUQError
 from posthoc_uq.core.numerics import eigh_descending, nystrom, positive_part
 from posthoc_uq.curvature.features import FeatureSource, feature_rows, grid_of
 from posthoc_uq.layers.capture import Recording
@@ -52,8 +52,7 @@ class FeatureGrams:
         factors: F, ``(classes, width, rank)``.
         residual: rho, ``(classes,)``.
         totals: of each Gram before it was scaled, the number of its class (or `RARE`, `ALL`), its samples and its
-            trace, ``(classes, 3)`` in float64; None in files of earlier releases. With them, data can come in and go
-            out.
+            trace, ``(classes, 3)`` in float64. With them, data can come in and go out.
         smoothing: r, the ridge on every Gram as a share of its mean eigenvalue; may be set at any time.
     """
 
@@ -68,7 +67,7 @@ class FeatureGrams:
         self.layer, self.source, self.samples = layer, source, samples
         self.basis, self.diagonal = tensors["basis"], tensors["diagonal"]
         self.factors, self.residual = tensors["factors"], tensors["residual"]
-        self.totals = tensors.get("totals")
+        self.totals = tensors["totals"]
         self.smoothing = smoothing
         self._ready: tuple[Any, tuple[Tensor, Tensor, Tensor]] | None = None
 
@@ -146,8 +145,7 @@ class FeatureGrams:
 
     def tensors(self) -> dict[str, Tensor]:
         """What is stored, by name."""
-        tensors = {name: getattr(self, name) for name in ("basis", "diagonal", "factors", "residual")}
-        return tensors | ({} if self.totals is None else {"totals": self.totals})
+        return {name: getattr(self, name) for name in ("basis", "diagonal", "factors", "residual", "totals")}
 
     def numbers(self) -> int:
         """Numbers stored."""
@@ -167,7 +165,6 @@ class FeatureGrams:
             "classes": self.classes,
             "width": self.basis.shape[1],
             "rank": self.factors.shape[2],
-            **({} if self.totals is None else {"totals": True}),
         }
 
     @staticmethod
@@ -175,11 +172,11 @@ class FeatureGrams:
         """What each tensor must be, by the attributes alone.
 
         Raises:
-            CorruptPosteriorError: an attribute is missing or out of range.
+            CorruptPosteriorError: an attribute is out of range.
         """
         layer = _layer(attributes)
         features = layer.groups * layer.inputs
-        classes = bounded(attributes, "classes", 1, 2**31)
+        classes = attributes["classes"]
         width = bounded(attributes, "width", 1, features)
         rank = bounded(attributes, "rank", 0, width)
         return {
@@ -187,29 +184,14 @@ class FeatureGrams:
             "diagonal": TensorSpec((classes, width), non_negative=True),
             "factors": TensorSpec((classes, width, rank)),
             "residual": TensorSpec((classes,), non_negative=True),
-            **({"totals": TensorSpec((classes, 3), exact=True)} if attributes.get("totals") else {}),
+            "totals": TensorSpec((classes, 3), exact=True),
         }
 
     @classmethod
     def restore(cls, attributes: Mapping[str, Any], tensors: Mapping[str, Tensor]) -> FeatureGrams:
-        """The statistics that these attributes and tensors describe.
-
-        Raises:
-            CorruptPosteriorError: they do not fit each other.
-        """
-        for name, spec in cls.specs(attributes).items():
-            if name not in tensors or not spec.fits(tensors[name].shape):
-                raise CorruptPosteriorError(f"The features' '{name}' must be a tensor of shape {spec.shape}.")
-        source, smoothing = attributes.get("source"), attributes.get("smoothing")
-        if source not in SOURCES or not isinstance(smoothing, float):
-            raise CorruptPosteriorError(
-                f"The features' source {source!r} or smoothing {smoothing!r} is none."
-            )
-        samples = bounded(attributes, "samples", 1, 2**62)
-        try:
-            return cls(_layer(attributes), source, samples, tensors, smoothing)
-        except PosthocUQError as error:
-            raise CorruptPosteriorError(f"The features' attributes are out of range: {error}") from None
+        """The statistics that these attributes and tensors describe."""
+        source, samples, smoothing = (attributes[name] for name in ("source", "samples", "smoothing"))
+        return cls(_layer(attributes), source, samples, tensors, smoothing)
 
     def to(self, device: torch.device) -> FeatureGrams:
         """The same on another device."""
@@ -218,14 +200,7 @@ class FeatureGrams:
 
 
 def _layer(attributes: Mapping[str, Any]) -> Layer:
-    try:
-        described = attributes["layer"]
-        layer = Layer.from_attributes(str(described["name"]), described)
-    except (KeyError, TypeError, ValueError, AttributeError) as error:
-        raise CorruptPosteriorError(f"The features' layer is incomplete: {error!r}.") from None
-    if layer.groups < 1 or layer.inputs < 1:
-        raise CorruptPosteriorError(f"The features' layer '{layer.name}' has no inputs.")
-    return layer
+    return Layer.from_attributes(attributes["layer"]["name"], attributes["layer"])
 
 
 def _checked_smoothing(value: Any) -> float:
@@ -636,8 +611,7 @@ def _rescale(features: FeatureGrams) -> None:
 
 
 def _labels(features: FeatureGrams) -> list[int]:
-    totals = features.totals
-    return [] if totals is None else [int(label) for label in totals[:, 0].tolist()]
+    return [int(label) for label in features.totals[:, 0].tolist()]
 
 
 def _spread(numbers: Tensor, places: Sequence[int]) -> Tensor:
@@ -652,7 +626,6 @@ class _Kept(Grams):
     def __init__(self, features: FeatureGrams, device: torch.device) -> None:
         basis, triangle = torch.linalg.qr(as_double(features.basis).to(device))
         self._basis = basis * triangle.diagonal().sign()
-        assert features.totals is not None
         totals = as_double(features.totals).to(device)
         self.counts, self.traces = totals[:, 1], totals[:, 2]
         scale = (self.traces / basis.shape[0]).unsqueeze(1)

@@ -23,9 +23,8 @@ import torch
 from torch import Tensor
 
 from posthoc_uq.core.devices import as_double
-from posthoc_uq.core.errors import CorruptPosteriorError
 from posthoc_uq.core.numerics import CHUNK, cholesky, contracted_pairs, pair_index, pairs, solved_plus_one
-from posthoc_uq.core.options import Field, Text, Whole
+from posthoc_uq.core.records import Natural, Record
 from posthoc_uq.posteriors.block import (
     Block,
     Factor,
@@ -42,7 +41,6 @@ from posthoc_uq.posteriors.block import (
 from posthoc_uq.posteriors.covariance import CovarianceForm, InformationRows, LowRank, RowCovariance
 
 Correction = Literal["rescale", "clamp", "none"]
-CORRECTIONS: tuple[str, ...] = ("rescale", "clamp", "none")
 
 _STIFF = 1e4  # largest entry of I + M from which on draws are made in float64
 
@@ -214,6 +212,14 @@ class InformationFactor(Factor):
         return sum(t.numel() * t.element_size() for t in (self._inverse, self._root))
 
 
+class InformationFields(Record):
+    """The correction, and how many directions are kept on each side."""
+
+    correction: Correction
+    input_directions: Natural
+    output_directions: Natural
+
+
 class InformationBlock(Block):
     """What INF stores of one layer.
 
@@ -229,11 +235,7 @@ class InformationBlock(Block):
     makes = InformationFactor
     own_priors = True
     tunable: ClassVar[frozenset[str]] = Block.tunable | {"residual_weight"}
-    fields: ClassVar[Mapping[str, Field]] = {
-        "correction": Text(CORRECTIONS),
-        "input_directions": Whole(0, 2**40),
-        "output_directions": Whole(0, 2**31),
-    }
+    fields: ClassVar[type[Record]] = InformationFields
 
     def __init__(
         self,
@@ -317,10 +319,6 @@ class InformationBlock(Block):
         groups, outputs, inputs = shape
         width_a = bounded(attributes, "input_directions", 0, inputs)
         width_g = bounded(attributes, "output_directions", 0, outputs)
-        if attributes.get("correction") not in CORRECTIONS:
-            raise CorruptPosteriorError(
-                f"A block's correction is {attributes.get('correction')!r}, not one of {CORRECTIONS}."
-            )
         return {
             "input_basis": TensorSpec((groups, inputs, width_a), orthonormal=True, padded=True),
             "output_basis": TensorSpec((groups, outputs, width_g), orthonormal=True, padded=True),

@@ -12,7 +12,7 @@ from torch import Tensor
 from posthoc_uq.core.devices import as_double, host_double
 from posthoc_uq.core.errors import CorruptPosteriorError, NonFiniteError
 from posthoc_uq.core.numerics import cholesky, eigh_descending, positive_part
-from posthoc_uq.core.options import Field, Flag, Whole
+from posthoc_uq.core.records import Count, Record
 from posthoc_uq.posteriors.block import (
     Block,
     Factor,
@@ -190,6 +190,12 @@ _GRAMS = ("input_gram", "output_gram", "positions")
 _TINY = torch.finfo(torch.float64).tiny
 
 
+class KroneckerFields(Record):
+    """Whether the block keeps its Grams."""
+
+    grams: bool = False
+
+
 class KroneckerBlock(_EigenbasisBlock):
     """KFAC: eigenvectors and eigenvalues of the input Gram ``A`` and of the gradient Gram ``G``.
 
@@ -203,7 +209,7 @@ class KroneckerBlock(_EigenbasisBlock):
     """
 
     kind: ClassVar[str] = "kfac"
-    optional_fields: ClassVar[Mapping[str, Field]] = {"grams": Flag()}
+    fields: ClassVar[type[Record]] = KroneckerFields
 
     def __init__(
         self,
@@ -480,6 +486,13 @@ class SubnetworkFactor(Factor):
         return self._chosen.bytes()
 
 
+class SubnetworkFields(Record):
+    """How many weights are uncertain, and how many the layers have."""
+
+    chosen: Count
+    weights: Count
+
+
 class SubnetworkBlock(Block):
     """Keeps the Fisher ``(chosen, chosen)`` of the chosen weights of all layers together, and which they are.
 
@@ -493,7 +506,7 @@ class SubnetworkBlock(Block):
     makes = SubnetworkFactor
     own_priors = True
     joint = True
-    fields: ClassVar[Mapping[str, Field]] = {"chosen": Whole(1), "weights": Whole(1)}
+    fields: ClassVar[type[Record]] = SubnetworkFields
     heads_note = "head='moments' takes the chosen weights as independent, with their exact variances"
 
     def __init__(self, fisher: Tensor, kept: Tensor, weights: int) -> None:

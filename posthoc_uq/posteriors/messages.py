@@ -17,14 +17,13 @@ from torch import Tensor
 from posthoc_uq.core.devices import as_double
 from posthoc_uq.core.errors import NonFiniteError
 from posthoc_uq.core.numerics import cholesky
-from posthoc_uq.core.options import Field, Flag, Whole
+from posthoc_uq.core.records import Count, Record
 from posthoc_uq.posteriors.block import (
     Block,
     Factor,
     Settings,
     Shape,
     TensorSpec,
-    bounded,
     largest_of,
     log_sum,
 )
@@ -154,6 +153,13 @@ class JointFactor(Factor):
         return MovedRows(self.variance(), self._shift, inner)
 
 
+class MessagesFields(Record):
+    """The number of training samples, and whether the block keeps a Gram."""
+
+    samples: Count
+    gram: bool = False
+
+
 class MessagesBlock(Block):
     """Independent weights: all tensors ``(G, m, n)``, but for `shift`.
 
@@ -172,8 +178,7 @@ class MessagesBlock(Block):
 
     kind = "messages"
     makes = MessageFactor
-    fields: ClassVar[Mapping[str, Field]] = {"samples": Whole(1)}
-    optional_fields: ClassVar[Mapping[str, Field]] = {"gram": Flag()}
+    fields: ClassVar[type[Record]] = MessagesFields
     trained = True
     tunable: ClassVar[frozenset[str]] = frozenset({"scale"})
     settled: ClassVar[frozenset[str]] = frozenset({"prior_precision"})
@@ -248,7 +253,7 @@ class MessagesBlock(Block):
 
     @classmethod
     def restore(cls, attributes: Mapping[str, Any], tensors: Mapping[str, Tensor]) -> MessagesBlock:
-        return cls(**tensors, samples=bounded(attributes, "samples", 1, 2**62))
+        return cls(**tensors, samples=attributes["samples"])
 
     def reach(self, settings: Settings) -> float:
         total = self.total()

@@ -227,7 +227,7 @@ class Posterior(Adjustable):
         capabilities: what all of its blocks can do, by the names in `posthoc_uq.posteriors.block`.
         fingerprint: digest of `original` at the fit; that is the model's own memory, which later training changes.
         buffers_fingerprint: digest of the model's buffers at the fit (`model.statistics_of`); None where
-            it has none, or where a file of an earlier release does not say.
+            it has none.
         warned_heads: heads for which `wrap` has said that the posterior was tuned for another; no part of the state.
     """
 

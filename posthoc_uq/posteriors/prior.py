@@ -66,7 +66,7 @@ def training_precisions(posterior: Posterior) -> dict[str, float]:
     last, body = fitted.get("last layer"), fitted.get("prior body variance", 0.0)
     if last not in posterior.layers:
         raise PosthocUQError(
-            "This trained posterior does not say what its prior was (it is from an older release); fit again, or ask "
+            "This trained posterior does not say what its prior was; fit again, or ask "
             "for predictor.novelty(..., of='class')."
         )
     precisions = {name: 1 / body for name in posterior.layers if name != last and body > 0}

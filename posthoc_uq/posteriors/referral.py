@@ -1,4 +1,4 @@
-"""The plain values of a referral, by one score or by several, and their checks.
+"""The plain values of a referral, by one score or by several.
 
 By one score: ``score``, ``threshold``. By several: ``scores`` (name to ``threshold`` and ``quantiles`` of familiar
 inputs, descending) and ``shares`` (for each quantile, the share of those inputs that are at least as large). Both have
@@ -7,13 +7,8 @@ inputs, descending) and ``shares`` (for each quantile, the share of those inputs
 
 from __future__ import annotations
 
-import math
-from collections.abc import Mapping, Sequence
-from itertools import pairwise
-from typing import Any, cast
-
-from posthoc_uq.core.errors import CorruptPosteriorError
-from posthoc_uq.likelihoods.metrics import QUANTILES
+from collections.abc import Mapping
+from typing import Any
 
 
 def thresholds_of(referral: Mapping[str, Any]) -> dict[str, float]:
@@ -26,64 +21,3 @@ def thresholds_of(referral: Mapping[str, Any]) -> dict[str, float]:
 def rule_of(referral: Mapping[str, Any], digits: int = 6) -> str:
     """The rule in words: ``entropy above 0.3 or mutual_information above 0.02``."""
     return " or ".join(f"{name} above {value:.{digits}g}" for name, value in thresholds_of(referral).items())
-
-
-def checked_referral(referral: Mapping[str, Any]) -> dict[str, Any]:
-    """A referral's plain values, complete, of the right types and in range, or none at all.
-
-    Raises:
-        CorruptPosteriorError: a value out of range.
-        KeyError, TypeError, ValueError, AttributeError: one that is missing or of another kind.
-    """
-    if not referral:
-        return {}
-    rate, inputs = _number(referral["rate"], "rate"), int(referral["inputs"])
-    if not 0 <= rate <= 1 or inputs < 1:
-        raise CorruptPosteriorError(f"The referral's rate is {rate}, of {inputs} inputs.")
-    settings = {
-        "rate": rate,
-        "inputs": inputs,
-        **{name: dict(referral[name]) for name in ("head", "posterior")},
-    }
-    if "scores" not in referral:
-        threshold = float(referral["threshold"])  # infinite where the rate is 1
-        if math.isnan(threshold):
-            raise CorruptPosteriorError("The referral's threshold is NaN.")
-        return {"score": str(referral["score"]), "threshold": threshold, **settings}
-    points = min(inputs, QUANTILES)
-    shares = _numbers(referral["shares"], points, "shares")
-    if any(a >= b for a, b in pairwise([0.0, *shares])) or shares[-1] != 1:
-        raise CorruptPosteriorError("The referral's shares do not ascend from above 0 to 1.")
-    scores = {str(name): _score(str(name), score, points) for name, score in referral["scores"].items()}
-    if not scores:
-        raise CorruptPosteriorError("The referral goes by no score.")
-    return {"scores": scores, "shares": shares, **settings}
-
-
-def _score(name: str, settings: Mapping[str, Any], points: int) -> dict[str, Any]:
-    quantiles = _numbers(settings["quantiles"], points, f"quantiles of {name}")
-    if any(a < b for a, b in pairwise(quantiles)):
-        raise CorruptPosteriorError(f"The referral's quantiles of {name} do not descend.")
-    if not math.isfinite(quantiles[0] - quantiles[-1]):
-        raise CorruptPosteriorError(f"The referral's quantiles of {name} are too far apart.")
-    threshold = _number(settings["threshold"], f"threshold of {name}")
-    if not quantiles[-1] <= threshold <= quantiles[0]:
-        raise CorruptPosteriorError(f"The referral's threshold of {name} lies outside of its quantiles.")
-    return {"threshold": threshold, "quantiles": quantiles}
-
-
-def _numbers(values: Any, count: int, what: str) -> list[float]:
-    if (
-        not isinstance(values, Sequence)
-        or isinstance(values, str)
-        or len(cast(Sequence[Any], values)) != count
-    ):
-        raise CorruptPosteriorError(f"The referral's {what} are not a list of {count} numbers.")
-    return [_number(value, what) for value in cast(Sequence[Any], values)]
-
-
-def _number(value: Any, what: str) -> float:
-    number = float(value)
-    if not math.isfinite(number):
-        raise CorruptPosteriorError(f"The referral's {what} must be finite, not {number}.")
-    return number

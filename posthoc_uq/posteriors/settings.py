@@ -17,7 +17,7 @@ from torch import Tensor
 
 from posthoc_uq.core.devices import as_double
 from posthoc_uq.core.errors import PosthocUQError, warn_user
-from posthoc_uq.core.options import NumberField, Positive, Unit, check_option, did_you_mean
+from posthoc_uq.core.options import Positive, Unit, check_option, did_you_mean
 from posthoc_uq.layers.layer import Layer
 from posthoc_uq.posteriors.block import LARGEST
 from posthoc_uq.posteriors.referral import rule_of
@@ -152,7 +152,7 @@ class About:
 
     Attributes:
         label: its name in reports and histories.
-        bounds: of its value in a file; a larger value may be set, but not saved.
+        kind: type of the number that may be set; a file holds a little less (`posthoc_uq.files.records.Settings`).
         lacking: why a posterior may be without it, in words.
         by_layer: whether it may have a number for each layer.
         of_weights: whether the covariance of the weights depends on it.
@@ -161,15 +161,12 @@ class About:
     """
 
     label: str
-    bounds: NumberField
+    kind: Any
     lacking: str
     by_layer: bool = False
     of_weights: bool = True
     of_outputs: bool = False
     reported: Literal["always", "own", "never"] = "own"
-
-
-_POSITIVE = NumberField(1 / LARGEST, LARGEST)
 
 
 def _about(*args: Any, **kwargs: Any) -> dict[str, About]:
@@ -183,28 +180,26 @@ class Hyperparameters:
     `ABOUT` has the facts about each, by its name.
     """
 
-    scale: float = field(metadata=_about("scale", _POSITIVE, "its draws follow no scale"))
+    scale: float = field(metadata=_about("scale", Positive, "its draws follow no scale"))
     prior_precision: float | LayerPriors = field(
         default=1.0,
-        metadata=_about("prior precision", _POSITIVE, "no prior enters its weights", by_layer=True),
+        metadata=_about("prior precision", Positive, "no prior enters its weights", by_layer=True),
     )
     residual_weight: float = field(
         default=1.0,
-        metadata=_about(
-            "residual weight", NumberField(0.0, 1.0), "only the low rank of method='inf' leaves a residual"
-        ),
+        metadata=_about("residual weight", Unit, "only the low rank of method='inf' leaves a residual"),
     )
     noise_scale: float = field(
         default=1.0,
         metadata=_about(
-            "noise scale", _POSITIVE, "its likelihood has no noise", of_outputs=True, reported="never"
+            "noise scale", Positive, "its likelihood has no noise", of_outputs=True, reported="never"
         ),  # the noise variance is reported in its place
     )
     temperature: float = field(
         default=1.0,
         metadata=_about(
             "temperature",
-            NumberField(1e-12, 1e12),
+            Positive,
             "it divides logits, and this likelihood's outputs are none",
             of_weights=False,
             of_outputs=True,
@@ -458,7 +453,7 @@ class Adjustable:
         about = ABOUT[name]
         if about.by_layer and isinstance(value, Mapping):
             return self._by_layer(name, cast(Mapping[str, Any], value))
-        return check_option(name, value, Positive if about.bounds.low > 0 else Unit)
+        return check_option(name, value, about.kind)
 
     def _by_layer(self, name: str, value: Mapping[str, Any]) -> LayerPriors:
         priors = {

@@ -7,15 +7,16 @@ from abc import abstractmethod
 from collections.abc import Mapping
 from dataclasses import dataclass
 from math import log, pi, prod
-from typing import Any, ClassVar, Literal, cast
+from typing import Annotated, Any, ClassVar, Literal, cast
 
 import torch
 import torch.nn.functional as F
+from pydantic import Field
 from torch import Tensor
 
 from posthoc_uq.core.devices import as_double
 from posthoc_uq.core.errors import CorruptPosteriorError, PosthocUQError
-from posthoc_uq.core.options import Field, Flag, Items, Text, Whole
+from posthoc_uq.core.records import Count, Natural, Record
 from posthoc_uq.posteriors.block import (
     Block,
     Factor,
@@ -60,6 +61,12 @@ class MeanFieldFactor(Factor):
         return IndependentRows(self.variances)
 
 
+class MeanFieldFields(Record):
+    """The number of training samples."""
+
+    samples: Count
+
+
 class MeanFieldBlock(Block):
     """Keeps the variances ``(G, m, n)`` of a variational posterior as they were found.
 
@@ -74,7 +81,7 @@ class MeanFieldBlock(Block):
 
     kind = "mean_field"
     makes = MeanFieldFactor
-    fields: ClassVar[Mapping[str, Field]] = {"samples": Whole(1)}
+    fields: ClassVar[type[Record]] = MeanFieldFields
     trained = True
     tunable: ClassVar[frozenset[str]] = frozenset({"scale"})
     settled: ClassVar[frozenset[str]] = frozenset({"prior_precision"})
@@ -107,7 +114,7 @@ class MeanFieldBlock(Block):
 
     @classmethod
     def restore(cls, attributes: Mapping[str, Any], tensors: Mapping[str, Tensor]) -> MeanFieldBlock:
-        return cls(tensors["variances"], bounded(attributes, "samples", 1, 2**62))
+        return cls(tensors["variances"], attributes["samples"])
 
     def dense(self, scale: float = 1.0, residual_weight: float = 1.0) -> Tensor:
         raise PosthocUQError(
@@ -322,14 +329,14 @@ class RandomScale:
         return torch.cat([spread, spread.new_full((groups, outputs, 1), rest)], dim=-1)
 
 
-SCALE_FIELDS: dict[str, Field] = {
-    "along": Text(("", "inputs", "outputs")),
-    "bias": Flag(),
-    "form": Text(("autoregressive", "coupling")),
-    "units": Whole(0, MOST_UNITS),
-    "steps": Whole(0, MOST_STEPS),
-}
-"""What a file says of it; and whether the layer has biases, which it needs."""
+class ScaleFields(Record):
+    """What a file says of it; and whether the layer has biases, which it needs."""
+
+    along: Literal["", "inputs", "outputs"]
+    bias: bool
+    form: Form
+    units: Annotated[int, Field(ge=0, le=MOST_UNITS)]
+    steps: Annotated[int, Field(ge=0, le=MOST_STEPS)]
 
 
 WITHOUT: dict[str, Any] = {"along": "", "form": "autoregressive", "units": 0, "steps": 0}
@@ -513,7 +520,7 @@ class LatentBinaryBlock(LatentBlock):
     """
 
     kind = "latent_binary"
-    fields: ClassVar[Mapping[str, Field]] = SCALE_FIELDS
+    fields: ClassVar[type[Record]] = ScaleFields
 
     def __init__(
         self,
@@ -563,6 +570,14 @@ class LatentBinaryBlock(LatentBlock):
 # kept by these alone (Barbieri, Berger 2004, "Optimal predictive model selection").
 
 
+class MedianFields(ScaleFields):
+    """Also the shape of the layer's matrix, how many of its weights are kept, and whether these are certain."""
+
+    shape: Annotated[list[Count], Field(min_length=3, max_length=3)]
+    kept: Natural
+    certain: bool
+
+
 class MedianBlock(LatentBlock):
     """The median probability model: means and variances of the weights that are kept, and which they are.
 
@@ -574,11 +589,7 @@ class MedianBlock(LatentBlock):
     """
 
     kind = "median_model"
-    fields: ClassVar[Mapping[str, Field]] = SCALE_FIELDS | {
-        "shape": Items(Whole(1, 2**40), 3, 3),
-        "kept": Whole(0),
-        "certain": Flag(),
-    }
+    fields: ClassVar[type[Record]] = MedianFields
 
     def __init__(
         self,

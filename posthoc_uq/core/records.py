@@ -1,0 +1,130 @@
+"""Records: what a file may hold of plain values, each declared once as a pydantic model, and errors of one sentence.
+
+A record is a JSON object with exactly the declared keys. Types are strict (``1.9`` is no whole number, ``true`` is no
+number), and numbers are finite unless a field says otherwise.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection
+from reprlib import Repr
+from typing import Annotated, Any, TypeVar
+
+from pydantic import AfterValidator, BaseModel, ConfigDict, Field, ValidationError
+
+from posthoc_uq.core.errors import CorruptPosteriorError
+
+LARGEST = 1e30
+"""No number of a statistic, no hyperparameter and no inverse of one is larger: float32 can still compute with it."""
+
+Name = Annotated[str, Field(max_length=4096)]
+Count = Annotated[int, Field(ge=1, le=2**62)]
+Natural = Annotated[int, Field(ge=0, le=2**62)]
+Positive = Annotated[float, Field(ge=1 / LARGEST, le=LARGEST)]
+Share = Annotated[float, Field(ge=0, le=1)]
+
+
+class Record(BaseModel):
+    """A JSON object with exactly the declared keys. A validator of a subclass raises a `ValueError` whose text goes on
+    after the name of the record: ``"must name every layer once"``.
+    """
+
+    model_config = ConfigDict(strict=True, extra="forbid", frozen=True, allow_inf_nan=False)
+
+    def plain(self) -> dict[str, Any]:
+        """The values that it was made of, for JSON; an optional field that is None is left out."""
+        return self.model_dump(exclude_unset=True, exclude_none=True, by_alias=True)
+
+
+AnyRecord = TypeVar("AnyRecord", bound=Record)
+
+
+def checked(kind: type[AnyRecord], values: Any, where: str) -> AnyRecord:
+    """The record of these values.
+
+    Args:
+        kind: of record.
+        values: as JSON gives them.
+        where: what they are, for the message.
+
+    Raises:
+        CorruptPosteriorError: names the first field that is missing, unknown, of another type or out of range.
+    """
+    try:
+        return kind.model_validate(values)
+    except ValidationError as error:
+        raise CorruptPosteriorError(sentence(error, where)) from None
+
+
+def among(names: Collection[str]) -> AfterValidator:
+    """For a text that must be one of these names, looked up when a value is checked."""
+
+    def check(value: str) -> str:
+        if value not in names:
+            raise ValueError(f"must be one of {tuple(names)}, not {_short(value)}")
+        return value
+
+    return AfterValidator(check)
+
+
+def sentence(error: ValidationError, where: str) -> str:
+    """The first fault that pydantic found, in the words of this package: ``its description, scale must be ...``."""
+    fault: Any = error.errors(include_url=False)[0]
+    # parts in angle brackets are the names of alternatives, not of fields
+    parts = [part for part in fault["loc"] if not str(part).startswith("<") and part != "[key]"]
+    kind, context, value = fault["type"], fault.get("ctx", {}), _short(fault["input"])
+    if kind in ("missing", "extra_forbidden"):
+        *parts, name = parts
+        place = _place(where, parts)
+        return (
+            f"{place} has no '{name}'"
+            if kind == "missing"
+            else f"{place} has {_short(name)}, which does not belong there"
+        )
+    place = _place(where, parts)
+    if kind == "value_error":
+        inner = context["error"]
+        return sentence(inner, place) if isinstance(inner, ValidationError) else f"{place} {inner}"
+    return f"{place} must be {_wanted(kind, context)}, not {value}"
+
+
+_WANTED = {
+    "int_type": "a whole number",
+    "int_from_float": "a whole number",
+    "float_type": "a finite number",
+    "finite_number": "a finite number",
+    "bool_type": "true or false",
+    "string_type": "a text",
+    "string_unicode": "a text in Unicode",
+    "string_too_long": "a text of at most {max_length} characters",
+    "string_pattern_mismatch": "a text of the form {pattern}",
+    "literal_error": "one of {expected}",
+    "list_type": "a list",
+    "too_short": "a list of at least {min_length} values",
+    "too_long": "a list of at most {max_length} values",
+    "dict_type": "an object",
+    "model_type": "an object",
+    "greater_than_equal": "at least {ge:g}",
+    "greater_than": "above {gt:g}",
+    "less_than_equal": "at most {le:g}",
+    "less_than": "below {lt:g}",
+}
+
+
+def _wanted(kind: str, context: dict[str, Any]) -> str:
+    return _WANTED.get(kind, "another value").format(**context)
+
+
+def _place(where: str, parts: list[Any]) -> str:
+    for part in parts:
+        plain = isinstance(part, str) and part.replace("_", "").replace(" ", "").isalnum()
+        where += f"[{part}]" if isinstance(part, int) else f", {part if plain else _short(part)}"
+    return where
+
+
+_SHORT = Repr()
+_SHORT.maxstring = _SHORT.maxother = _SHORT.maxlong = 60
+
+
+def _short(value: Any) -> str:
+    return _SHORT.repr(value)

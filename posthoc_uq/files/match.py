@@ -1,0 +1,138 @@
+"""Whether a file or a posterior belongs to a model: the names, the shapes and the numbers of parameters and buffers."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from hashlib import sha256
+from typing import Any, cast
+
+import torch
+from torch import Tensor, nn
+
+from posthoc_uq.core.errors import PosteriorMismatchError, PosthocUQError
+from posthoc_uq.core.model import check_not_meta, other_name, statistics_of, unwrap
+from posthoc_uq.posteriors.posterior import Posterior
+
+
+def fingerprint(parameters: Mapping[str, Tensor]) -> str:
+    """SHA-256 over the parameters in the order of their names, as hexadecimal digits.
+
+    Each gives a line ``name dtype shape`` (``fc.weight float32 10,84``), then its numbers, row-major and
+    little-endian.
+    """
+    digest = sha256()
+    for name in sorted(parameters):
+        tensor = parameters[name].detach().cpu().contiguous()
+        shape = ",".join(str(size) for size in tensor.shape)
+        dtype = str(tensor.dtype).removeprefix("torch.")
+        digest.update(f"{name} {dtype} {shape}\n".encode(errors="surrogatepass"))
+        digest.update(tensor.reshape(-1).view(torch.uint8).numpy().data)
+    return digest.hexdigest()
+
+
+def buffers_fingerprint(model: nn.Module) -> str | None:
+    """The `fingerprint` of the buffers that a model's predictions depend on; None where it has none."""
+    buffers = statistics_of(unwrap(model))
+    return fingerprint(buffers) if buffers else None
+
+
+def parameters_of(model: nn.Module) -> dict[str, Tensor]:
+    """A model's parameters by name, tied ones by all of their names, and all initialised."""
+    parameters: dict[str, Tensor] = {}
+    for name, parameter in model.named_parameters(remove_duplicate=False):
+        if isinstance(parameter, nn.parameter.UninitializedParameter):
+            raise PosthocUQError(
+                f"Parameter '{name}' is not initialised yet; run the model on a batch first."
+            )
+        parameters[name] = parameter.detach()
+    return parameters
+
+
+def check_shapes(shapes: Mapping[str, tuple[int, ...]], parameters: Mapping[str, Tensor], which: str) -> None:
+    """Refuse a model without certain parameters.
+
+    Args:
+        shapes: of the parameters that it must have, by name.
+        parameters: of the model, by name.
+        which: file or posterior it is that must fit, to begin a sentence.
+
+    Raises:
+        PosteriorMismatchError: one is missing or has another shape.
+    """
+    for name, shape in shapes.items():
+        own = parameters.get(name)
+        called = other_name(name, parameters) if own is None else None
+        if called is not None:
+            raise PosteriorMismatchError(
+                f"{which} covers a parameter '{name}', which the model calls '{called}': a part is wrapped in one of "
+                f"them, as torch.compile does it, and not in the other. Pass the model as it was when it was fitted."
+            )
+        if own is None or tuple(own.shape) != shape:
+            found = "lacks" if own is None else f"has in shape {tuple(own.shape)}"
+            raise PosteriorMismatchError(
+                f"{which} does not belong to this model: it covers a parameter '{name}' of shape {shape}, which the "
+                f"model {found}. Pass the model that it was fitted on."
+            )
+
+
+def check_unchanged(posterior: Posterior) -> None:
+    """Refuse a posterior whose model was trained further after the fit: ``posterior.original`` is the model's memory.
+
+    Raises:
+        PosteriorMismatchError: the parameters, or the buffers of its model, are not those of the fit.
+    """
+    if posterior.fingerprint is not None and fingerprint(posterior.original) != posterior.fingerprint:
+        raise PosteriorMismatchError(
+            "The model's parameters changed after the posterior was fitted or loaded; fit again, or give the model its "
+            "parameters back."
+        )
+    if posterior.model is not None:
+        check_buffers(posterior.buffers_fingerprint, posterior.model)
+
+
+def check_buffers(expected: str | None, model: nn.Module) -> None:
+    """Refuse a model with other buffers than that of the fit.
+
+    Args:
+        expected: their fingerprint; None where the fit's model had none.
+        model: to be checked.
+
+    Raises:
+        PosteriorMismatchError: it has.
+    """
+    if expected is not None and buffers_fingerprint(model) != expected:
+        raise PosteriorMismatchError(
+            "The model's buffers, such as the running statistics of batch normalisation, are not those that the "
+            "posterior was fitted on; load the whole state dict of that model (model.load_state_dict), or fit again."
+        )
+
+
+def check_match(model: nn.Module, posterior: Posterior) -> None:
+    """Refuse a model whose parameters and buffers are not those the posterior was fitted on.
+
+    Raises:
+        PosteriorMismatchError: a parameter is missing, or has another shape or other values, or a buffer has.
+    """
+    if not isinstance(cast(Any, posterior), Posterior):
+        raise PosthocUQError(
+            f"wrap needs a posterior from uq.fit or uq.load(path, model), not a {type(posterior).__name__}."
+        )
+    check_unchanged(posterior)
+    check_not_meta(unwrap(model))
+    parameters = dict(unwrap(model).named_parameters(remove_duplicate=False))  # tied ones by all names
+    shapes = {name: tuple(mean.shape) for name, mean in posterior.original.items()}
+    check_shapes(shapes, parameters, "The posterior")
+    for name, mean in posterior.original.items():
+        parameter = parameters[name]
+        same = parameter.data_ptr() == mean.data_ptr() and parameter.device == mean.device
+        if not same and not torch.equal(parameter.detach().to(mean), mean):
+            if parameter.dtype != mean.dtype:
+                raise PosteriorMismatchError(
+                    f"Parameter '{name}' is {parameter.dtype}, and the posterior was fitted on {mean.dtype}; wrap the "
+                    f"model as it was then. head='sampling' runs it in half precision by itself, with "
+                    f"dtype=torch.float16 or torch.bfloat16."
+                )
+            raise PosteriorMismatchError(
+                f"The values of parameter '{name}' are not those the posterior was fitted on; fit again after training."
+            )
+    check_buffers(posterior.buffers_fingerprint, model)

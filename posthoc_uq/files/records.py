@@ -1,0 +1,608 @@
+"""What a posterior's file says besides its numbers: one declaration of each record, by which files are written, read,
+checked and documented (``docs/format.md``).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import asdict
+from itertools import pairwise
+from math import inf, isfinite, isnan
+from typing import Annotated, Any, cast
+
+from pydantic import AfterValidator, ConfigDict, Discriminator, Field, Tag, model_validator
+
+from posthoc_uq.core.errors import CorruptPosteriorError, PosthocUQError
+from posthoc_uq.core.records import LARGEST, Count, Name, Natural, Positive, Record, Share, among, checked
+from posthoc_uq.files.hdf5 import state_text, state_values
+from posthoc_uq.files.match import fingerprint
+from posthoc_uq.files.tensors import (
+    FEATURES,
+    MEAN,
+    PRIOR_MEAN,
+    PRIOR_PRECISION,
+    Slot,
+    block_group,
+    parameter_shapes,
+    slots,
+    stored_mean,
+)
+from posthoc_uq.layers.layer import KINDS, Layer, matrix_sides
+from posthoc_uq.likelihoods import LIKELIHOODS, described, likelihood_from_attributes
+from posthoc_uq.likelihoods.metrics import QUANTILES
+from posthoc_uq.likelihoods.prediction import SCORES
+from posthoc_uq.posteriors.block import BLOCKS, FAMILIES, TensorSpec
+from posthoc_uq.posteriors.features import SOURCES, FeatureGrams
+from posthoc_uq.posteriors.posterior import Posterior
+from posthoc_uq.posteriors.settings import (
+    ABOUT,
+    HEAD_CRITERIA,
+    HEADS,
+    NOVELTIES,
+    History,
+    Hyperparameters,
+    LayerPriors,
+    WeightPrior,
+)
+
+# Kinds of values
+
+_DEPTH = 6  # levels of nested values that are kept unread
+
+
+def _check_plain(value: Any, finite: bool, depth: int = _DEPTH) -> Any:
+    if depth == 0:
+        raise ValueError(f"must be nested at most {_DEPTH} deep")
+    if isinstance(value, (dict, list)):
+        for entry in cast("list[Any]", [*value, *value.values()] if isinstance(value, dict) else value):
+            _check_plain(entry, finite, depth - 1)
+    elif finite and isinstance(value, float) and not isfinite(value):
+        raise ValueError(f"must be finite, not {value}")
+    return value
+
+
+def _check_simple(value: Any) -> Any:
+    if isinstance(value, (dict, list)) or value is None or (isinstance(value, float) and not isfinite(value)):
+        raise ValueError(f"must be a finite number, a text, true or false, not {value!r:.60}")
+    return value
+
+
+def _is_number(value: float) -> float:
+    if isnan(value):
+        raise ValueError("must be a number, not NaN")
+    return value
+
+
+Plain = Annotated[Any, AfterValidator(lambda value: _check_plain(value, finite=True))]
+"""Kept for people to read: nothing is computed from it."""
+Simple = Annotated[Any, AfterValidator(_check_simple)]
+Side = Annotated[int, Field(ge=1, le=2**40)]
+Sum = Annotated[float, Field(ge=-1e300, le=1e300)]
+NotNegative = Annotated[float, Field(ge=0, le=1e300)]
+Temperature = Annotated[float, Field(ge=1e-12, le=1e12)]
+Threshold = Annotated[float, Field(allow_inf_nan=True), AfterValidator(_is_number)]
+Colour = Annotated[list[Annotated[float, Field(ge=-LARGEST, le=LARGEST)]], Field(max_length=1024)]
+Digest = Annotated[str, Field(pattern="^[0-9a-f]{64}$")]
+Hash = Annotated[int, Field(ge=-(2**63), le=2**64)]
+Head = Annotated[str, among(HEADS)]
+Score = Annotated[str, among(SCORES)]
+NumberOrByLayer = Annotated[
+    Annotated[Positive, Tag("<number>")] | Annotated[dict[Name, Positive], Tag("<by layer>")],
+    Discriminator(lambda value: "<by layer>" if isinstance(value, dict) else "<number>"),
+]
+
+
+# Layers, blocks and the rest that goes with tensors
+
+
+class LayerRecord(Record):
+    """A layer: its parameters' names and the sides of its matrices (`posthoc_uq.layers.layer.Layer`)."""
+
+    kind: Annotated[str, among(KINDS)]
+    weight: Name
+    bias: Name
+    groups: Side
+    outputs: Side
+    inputs: Side
+    weight_shape: Annotated[list[Side], Field(min_length=2, max_length=5)]
+
+    @model_validator(mode="after")
+    def _check_sides(self) -> LayerRecord:
+        sides, shape = (self.groups * self.outputs, self.inputs - (self.bias != "")), tuple(self.weight_shape)
+        if len(shape) != KINDS[self.kind] or sides != matrix_sides(self.kind, shape):
+            raise ValueError(
+                f"is of kind {self.kind!r} and has a weight of shape {shape}, which is not {self.groups} matrices of "
+                f"({self.outputs}, {self.inputs})"
+            )
+        return self
+
+
+class NamedLayerRecord(LayerRecord):
+    """A layer with its name."""
+
+    name: Name
+
+
+class BlockRecord(Record):
+    """A block: its kind, the layers in it, and the attributes that its class declares in `fields`."""
+
+    kind: Annotated[str, among(BLOCKS)]
+    members: Annotated[list[Name], Field(min_length=1)]
+    attributes: dict[Name, Any]
+
+    @model_validator(mode="after")
+    def _check_attributes(self) -> BlockRecord:
+        BLOCKS[self.kind].fields.model_validate(self.attributes)
+        return self
+
+
+class PriorRecord(Record):
+    """The prior of single weights: its mean where that is a number, and whether the file has a mean or a precision of
+    every weight.
+    """
+
+    mean: Annotated[float, Field(ge=-LARGEST, le=LARGEST)] = 0.0
+    means: bool = False
+    precisions: bool = False
+
+    @model_validator(mode="after")
+    def _check_mean(self) -> PriorRecord:
+        if self.means and self.mean:
+            raise ValueError("has two means")
+        return self
+
+
+class FeaturesRecord(Record):
+    """The statistics of the last layer's inputs (`posthoc_uq.posteriors.features`)."""
+
+    layer: NamedLayerRecord
+    source: Annotated[str, among(SOURCES)]
+    samples: Count
+    smoothing: Annotated[float, Field(ge=1e-12, le=1e12)]
+    classes: Side
+    width: Side
+    rank: Natural
+
+
+# The posterior as a whole
+
+
+class Settings(Record):
+    """Hyperparameters; a posterior has all of them, what was found at some settings those that it depends on."""
+
+    scale: Positive = 1.0
+    prior_precision: NumberOrByLayer = 1.0
+    residual_weight: Share = 1.0
+    noise_scale: Positive = 1.0
+    temperature: Temperature = 1.0
+
+    @property
+    def given(self) -> set[str]:
+        """The names of those that it has."""
+        return self.model_fields_set
+
+    def hyperparameters(self) -> Hyperparameters:
+        """The value of a posterior."""
+        values = self.model_dump()
+        if isinstance(self.prior_precision, dict):
+            values["prior_precision"] = LayerPriors(self.prior_precision)
+        return Hyperparameters(**values)
+
+
+class EvidenceRecord(Record):
+    """What the fit saw of the data (`posthoc_uq.posteriors.settings.Evidence`)."""
+
+    samples: Count
+    log_likelihood: Sum | None = None
+    squared_residuals: NotNegative
+    targets: Natural
+    noise_power: Annotated[int, Field(ge=0, le=2)]
+    weight: Annotated[float, Field(gt=0, le=1e300)] | None = None
+
+
+class OwnLikelihoodRecord(Record):
+    """A likelihood of the user's: these texts are compared with the object passed to `load`, and never imported."""
+
+    name: Annotated[str, Field(max_length=200)]
+    class_: Annotated[str, Field(alias="class", pattern=r"^[\w.<>]+:[\w.<>]+$", max_length=1000)]
+    attributes: dict[Name, Plain]
+
+
+def _check_likelihood(values: dict[str, Any]) -> dict[str, Any]:
+    if "class" in values:
+        OwnLikelihoodRecord.model_validate(values)
+        return values
+    name = values.get("name")
+    if not isinstance(name, str) or name not in LIKELIHOODS:
+        raise ValueError(f"has the name {name!r:.60}, which is none of {tuple(LIKELIHOODS)}")
+    LIKELIHOODS[name].fields.model_validate({key: value for key, value in values.items() if key != "name"})
+    try:
+        likelihood_from_attributes(values)
+    except PosthocUQError as error:
+        raise ValueError(f"cannot be: {str(error).rstrip('.')}") from None
+    return values
+
+
+LikelihoodRecord = Annotated[dict[Name, Any], AfterValidator(_check_likelihood)]
+
+
+# How it was fitted, tuned, calibrated and given thresholds (`posthoc_uq.posteriors.settings.History`)
+
+
+class FitFacts(Record):
+    """Those facts about a fit that are read again; all others are kept for people."""
+
+    model_config = ConfigDict(extra="ignore", alias_generator=lambda name: name.replace("_", " "))
+
+    images: Name = ""
+    image_size: Annotated[int, Field(ge=1, le=2**14)] = 1
+    image_mean: Colour = Field(default_factory=list[float])
+    image_std: Colour = Field(default_factory=list[float])
+    class_names: list[Name] = Field(default_factory=list[str])
+    table_classes: list[Name] = Field(default_factory=list[str])
+    last_layer: Name = ""
+    novelty: Name = ""
+    prior_body_variance: Annotated[float, Field(ge=0, le=LARGEST)] = 0.0
+
+
+def _check_fit(values: dict[str, Any]) -> dict[str, Any]:
+    FitFacts.model_validate(values)
+    return _check_plain(values, finite=False, depth=_DEPTH + 1)  # the losses of a training may be infinite
+
+
+class HeadRecord(Record):
+    """Through which head the posterior predicts, and by what its hyperparameters were found."""
+
+    name: Head
+    options: dict[Name, Simple]
+    criterion: Annotated[str, among(HEAD_CRITERIA)]
+
+
+class FaithfulRecord(Record):
+    """The faithful prior precision, or scale, as `value`; without `divergence` where that is infinite."""
+
+    head: Head
+    value: NumberOrByLayer
+    temperature: Temperature
+    network_temperature: Temperature
+    divergence: Annotated[float, Field(allow_inf_nan=True), AfterValidator(_is_number)] = inf
+    budget: Annotated[float, Field(gt=0, le=1e300)]
+    settings: Settings
+
+    @model_validator(mode="after")
+    def _check_settings(self) -> FaithfulRecord:
+        others = {name for name, about in ABOUT.items() if about.of_weights and not about.by_layer}
+        if not self.settings.given <= others:
+            raise ValueError(f"has settings that are none of {sorted(others)}")
+        return self
+
+
+class CalibrationRecord(Record):
+    """The correction of the moments head, with the settings it was made for."""
+
+    alpha: Annotated[float, Field(ge=-40, le=40)]
+    beta: Annotated[float, Field(ge=-10, le=10)]
+    residual: NotNegative
+    before: NotNegative
+    n_mc: Annotated[int, Field(ge=2)]
+    head: dict[Name, Plain]
+    posterior: Settings
+
+
+def _check_head(values: dict[str, Any]) -> dict[str, Any]:
+    if values.get("head", HEADS[0]) not in HEADS:
+        raise ValueError(f"has a head that is none of {HEADS}")
+    return values
+
+
+class _Thresholds(Record):
+    """What the thresholds of a referral were set for."""
+
+    rate: Share
+    inputs: Count
+    head: Annotated[dict[Name, Plain], AfterValidator(_check_head)]
+    posterior: Settings
+
+
+class SingleReferralRecord(_Thresholds):
+    """Inputs whose score is above the threshold are handed to a person; it is infinite where the rate is 1."""
+
+    score: Score
+    threshold: Threshold
+
+
+class ScoreRecord(Record):
+    """One of several scores: its threshold, and quantiles of familiar inputs, descending."""
+
+    threshold: Sum
+    quantiles: list[Sum]
+
+    @model_validator(mode="after")
+    def _check_order(self) -> ScoreRecord:
+        values = self.quantiles
+        if not values or any(a < b for a, b in pairwise(values)):
+            raise ValueError("has quantiles that do not descend")
+        if not values[-1] <= self.threshold <= values[0]:
+            raise ValueError("has a threshold outside of its quantiles")
+        return self
+
+
+class ReferralRecord(_Thresholds):
+    """Inputs with any score above its threshold are handed to a person; `shares` has for each quantile the share of
+    familiar inputs that are at least as large.
+    """
+
+    scores: Annotated[dict[Score, ScoreRecord], Field(min_length=1)]
+    shares: list[Share]
+
+    @model_validator(mode="after")
+    def _check_shares(self) -> ReferralRecord:
+        count, shares = min(self.inputs, QUANTILES), self.shares
+        if {len(shares), *(len(score.quantiles) for score in self.scores.values())} != {count}:
+            raise ValueError(f"must have {count} shares, and as many quantiles of each score")
+        if any(a >= b for a, b in pairwise([0.0, *shares])) or shares[-1] != 1:
+            raise ValueError("has shares that do not ascend from above 0 to 1")
+        return self
+
+
+def _referral_kind(value: Any) -> str:
+    several = (
+        "scores" in cast("dict[str, Any]", value) if isinstance(value, dict) else hasattr(value, "scores")
+    )
+    return "<several>" if several else "<one>"
+
+
+AnyReferralRecord = Annotated[
+    Annotated[ReferralRecord, Tag("<several>")] | Annotated[SingleReferralRecord, Tag("<one>")],
+    Discriminator(_referral_kind),
+]
+
+
+class ChangesRecord(Record):
+    """The data that came in and went out since the fit."""
+
+    updates: Natural
+    added: Natural
+    removals: Natural
+    removed: Natural
+    digest: Digest
+    balance: Hash
+    last: Hash
+    outside: Share | None = None
+    outside_before: Annotated[Share | None, Field(alias="outside before")] = None
+
+
+class OutputRecord(Record):
+    """Which part of what the model returns its outputs are: one of a name, an index and (the name of) a function."""
+
+    name: Name | None = None
+    index: Annotated[int, Field(ge=-(2**31), le=2**31)] | None = None
+    function: Annotated[str, Field(max_length=200)] | None = None
+    guessed: bool
+
+    @model_validator(mode="after")
+    def _check_one(self) -> OutputRecord:
+        if [self.name, self.index, self.function].count(None) != 2:
+            raise ValueError("must have one of name, index and function")
+        return self
+
+
+class HistoryRecord(Record):
+    """How the posterior was fitted, tuned, calibrated and given thresholds."""
+
+    fit: Annotated[dict[Name, Any], AfterValidator(_check_fit)]
+    deterministic: dict[Name, Name]
+    tuning: dict[Name, Name]
+    head: HeadRecord | None = None
+    faithful: FaithfulRecord | None = None
+    calibration: CalibrationRecord | None = None
+    referral: AnyReferralRecord | None = None
+    novelty: Annotated[str, among(NOVELTIES)] = ""
+    changes: ChangesRecord | None = None
+    output: OutputRecord | None = None
+
+    def history(self) -> History:
+        """The history of a posterior."""
+        values = self.plain()
+        if self.faithful is not None:
+            values["faithful"]["divergence"] = self.faithful.divergence
+        return History(**values)
+
+
+def _plain_history(history: History) -> dict[str, Any]:
+    values = {
+        name: value for name, value in vars(history).items() if value not in ({}, "") or name in _ALWAYS
+    }
+    if history.faithful and not isfinite(history.faithful["divergence"]):  # for which JSON has no number
+        values["faithful"] = {key: value for key, value in history.faithful.items() if key != "divergence"}
+    return values
+
+
+_ALWAYS = ("fit", "deterministic", "tuning")
+
+
+class Description(Record):
+    """All that a file says: the JSON text of its dataset ``state``."""
+
+    fingerprint: Digest
+    buffers_fingerprint: Digest | None = None
+    method: Annotated[str, among(FAMILIES)]
+    settings: Settings
+    likelihood: LikelihoodRecord
+    evidence: EvidenceRecord
+    history: HistoryRecord
+    layers: Annotated[dict[Name, LayerRecord], Field(min_length=1)]
+    blocks: dict[Name, BlockRecord]
+    trained_mean: list[Name]
+    certain: dict[Name, Annotated[list[Natural], Field(max_length=8)]]
+    prior: PriorRecord
+    features: FeaturesRecord | None = None
+
+    def layers_by_name(self) -> dict[str, Layer]:
+        """The layers as objects."""
+        return {name: Layer.from_attributes(name, layer.model_dump()) for name, layer in self.layers.items()}
+
+    @model_validator(mode="after")
+    def _check_settings(self) -> Description:
+        missing = sorted(ABOUT.keys() - self.settings.given)
+        if missing:
+            raise ValueError(f"has no '{missing[0]}' in its settings")
+        faithful = self.history.faithful
+        for name, value in (
+            ("prior_precision", self.settings.prior_precision),
+            ("faithful prior", None if faithful is None else faithful.value),
+        ):
+            if isinstance(value, dict) and value.keys() != self.layers.keys():
+                raise ValueError(f"has a {name} that does not name every layer once")
+        return self
+
+    @model_validator(mode="after")
+    def _check_blocks(self) -> Description:
+        weights = [layer.weight for layer in self.layers.values()]
+        if len(set(weights)) < len(weights):
+            raise ValueError("has two layers with the same weight")
+        kinds = {block.kind for block in self.blocks.values()}
+        if len(kinds) != 1 or not kinds <= set(FAMILIES[self.method]):
+            raise ValueError(f"has the method {self.method!r}, and blocks of the kinds {sorted(kinds)}")
+        kind, samples = BLOCKS[kinds.pop()], self.evidence.samples
+        if any(block.attributes.get("samples", samples) != samples for block in self.blocks.values()):
+            raise ValueError("has variances of another number of samples than the fit saw")
+        if self.trained_mean and not kind.trained:
+            raise ValueError(f"has a trained mean, which method={self.method!r} does not give")
+        if self.prior != PriorRecord() and "prior_precision" not in kind.tunable:
+            raise ValueError("has a prior of single weights, and its blocks have no prior")
+        if self.prior.precisions and not kind.own_priors:
+            raise ValueError("has prior precisions of single weights, which its blocks cannot have")
+        return self
+
+    @model_validator(mode="after")
+    def _check_outputs(self) -> Description:
+        """The likelihood must fit the number of outputs, where that is known: from the targets of the fit, or from the
+        last layer if its outputs are the model's.
+        """
+        evidence, outputs, classes = self.evidence, self._outputs_of_last(), None
+        if "class" in self.likelihood:
+            return self  # a user's own likelihood, about which the file says too little
+        likelihood = likelihood_from_attributes(self.likelihood)
+        if likelihood.noise_variance is None and (evidence.targets or evidence.squared_residuals):
+            raise ValueError(f"has the likelihood {likelihood.name!r}, and the evidence of a regression")
+        if evidence.targets:
+            targets_per_sample, remainder = divmod(evidence.targets, evidence.samples)
+            if remainder or outputs not in (None, targets_per_sample):
+                raise ValueError(
+                    f"has evidence of {evidence.targets} targets of {evidence.samples} samples, which is no number of "
+                    f"its outputs"
+                )
+            outputs = targets_per_sample
+        if outputs is not None:
+            if not likelihood.takes(outputs):
+                raise ValueError(
+                    f"has the likelihood {likelihood.name!r}, which contradicts its {outputs} outputs"
+                )
+            classes = likelihood.classes(outputs)
+        if self.features is not None and classes is not None and self.features.classes > classes:
+            raise ValueError(f"has features of more classes than the {classes} that there are")
+        return self
+
+    def _outputs_of_last(self) -> int | None:
+        if self.features is None:
+            return None
+        last = self.features.layer
+        if last.name in self.layers and self.layers[last.name].model_dump() != last.model_dump(
+            exclude={"name"}
+        ):
+            raise ValueError(f"has features of a layer '{last.name}' that is another one")
+        return last.groups * last.outputs if self.features.source != "pooled" else None
+
+
+def description_of(posterior: Posterior) -> Description:
+    """What a file of this posterior says, checked as `load` will check it.
+
+    Raises:
+        CorruptPosteriorError: a value is out of range, or contradicts another.
+        PosthocUQError: an attribute of the likelihood is no plain value.
+        TypeError, ValueError: JSON cannot hold a value, or the whole is too long.
+    """
+    covered = {name for layer in posterior.layers.values() for name in layer.parameter_names}
+    values = {
+        "fingerprint": fingerprint(posterior.original),
+        "buffers_fingerprint": posterior.buffers_fingerprint,
+        "method": posterior.method,
+        "settings": posterior.settings.plain(),
+        "likelihood": described(posterior.likelihood),
+        "evidence": asdict(posterior.evidence),
+        "history": _plain_history(posterior.history),
+        "layers": {name: layer.attributes() for name, layer in posterior.layers.items()},
+        "blocks": {
+            name: {"kind": block.kind, "members": posterior.members[name], "attributes": block.attributes()}
+            for name, block in posterior.blocks.items()
+        },
+        "trained_mean": list(stored_mean(posterior)),
+        "certain": {n: list(tensor.shape) for n, tensor in posterior.centre.items() if n not in covered},
+        "prior": _plain_prior(posterior.weight_prior),
+        "features": None if posterior.features is None else posterior.features.attributes(),
+    }
+    return parsed(state_text(values))
+
+
+def parsed(text: bytes) -> Description:
+    """The description that a file holds.
+
+    Raises:
+        CorruptPosteriorError: a field is missing, unknown, of another type or out of range, or contradicts another.
+        FormatError: the text is no JSON object.
+    """
+    return checked(Description, state_values(text), "its description")
+
+
+def _plain_prior(prior: WeightPrior) -> dict[str, Any]:
+    by_weight = isinstance(prior.mean, Mapping)
+    mean: dict[str, Any] = {"means": True} if by_weight else {"mean": prior.mean} if prior.mean else {}
+    return mean | ({"precisions": True} if prior.precision else {})
+
+
+def described_slots(description: Description) -> list[Slot]:
+    """Every tensor that a file of this description must have; needs no tensor, so a file is checked before its numbers
+    are read.
+
+    Raises:
+        CorruptPosteriorError: blocks, trained mean or prior do not fit the layers.
+    """
+    layers = description.layers_by_name()
+    found: list[Slot] = []
+    placed: list[str] = []
+    for name, block in description.blocks.items():
+        kind, members = BLOCKS[block.kind], block.members
+        if any(member not in layers for member in members):
+            raise CorruptPosteriorError(f"block '{name}' has layers that are not described: {members[:5]}")
+        if kind.joint:
+            shape = (1, 1, sum(layers[member].parameters for member in members))
+        elif members == [name]:
+            shape = layers[name].matrix_shape
+        else:
+            raise CorruptPosteriorError(
+                f"block '{name}' must hold the layer of that name alone, not {members[:5]}"
+            )
+        placed += members
+        found += slots(block_group(name), f"block '{name}'", kind.specs(shape, block.attributes))
+    if sorted(placed) != sorted(layers):
+        raise CorruptPosteriorError("its blocks do not hold every layer once")
+    shapes = parameter_shapes(layers.values())
+    of_layers = {name: TensorSpec(shape) for name, shape in shapes.items()}
+    certain = {name: TensorSpec(tuple(shape)) for name, shape in description.certain.items()}
+    if certain.keys() & shapes.keys() or not certain.keys() <= set(description.trained_mean):
+        raise CorruptPosteriorError("its certain parameters must be of the trained mean and of no layer")
+    stray = [name for name in description.trained_mean if name not in shapes and name not in certain]
+    if stray:
+        raise CorruptPosteriorError(f"its trained mean has parameters that no layer has: {stray[:5]}")
+    mean = {name: (of_layers | certain)[name] for name in description.trained_mean}
+    found += slots(MEAN, "the trained mean", mean)
+    for group, given in (
+        (PRIOR_MEAN, description.prior.means),
+        (PRIOR_PRECISION, description.prior.precisions),
+    ):
+        found += slots(group, "the prior", of_layers if given else {})
+    if description.features is not None:
+        specs = FeatureGrams.specs(description.features.plain())
+        found += slots(FEATURES, "the features", specs)
+    return found

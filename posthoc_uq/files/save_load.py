@@ -1,0 +1,512 @@
+"""`save`, `load` and `inspect`: a posterior as one file, checked as a whole before any of its numbers is used."""
+
+from __future__ import annotations
+
+import os
+import sys
+from collections.abc import Callable, Generator, Mapping
+from contextlib import contextmanager
+from functools import partial
+from io import BytesIO
+from math import inf, prod
+from typing import Any, Literal, cast
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+
+from posthoc_uq.core.devices import has_double, usable_device
+from posthoc_uq.core.distributed import rank
+from posthoc_uq.core.errors import (
+    CorruptPosteriorError,
+    NonFiniteError,
+    PosteriorMismatchError,
+    PosthocUQError,
+    out_of_memory,
+)
+from posthoc_uq.core.interrupts import check, orderly
+from posthoc_uq.core.model import check_not_meta, model_device, unshared_copy, unwrap
+from posthoc_uq.core.options import known_arguments
+from posthoc_uq.core.outputs import Output, checked_output, choice_of, with_choice
+from posthoc_uq.core.records import checked
+from posthoc_uq.files import atomic, hdf5, header
+from posthoc_uq.files.hdf5 import ImageReader, Stored, Structure
+from posthoc_uq.files.match import (
+    check_buffers,
+    check_shapes,
+    check_unchanged,
+    fingerprint,
+    parameters_of,
+)
+from posthoc_uq.files.records import (
+    Description,
+    EvidenceRecord,
+    Settings,
+    described_slots,
+    description_of,
+    parsed,
+)
+from posthoc_uq.files.summary import Inspection
+from posthoc_uq.files.tensors import (
+    BLOCKS_GROUP,
+    FEATURES,
+    FORMATS,
+    MEAN,
+    PRIOR_MEAN,
+    PRIOR_PRECISION,
+    STORED,
+    Slot,
+    as_array,
+    block_group,
+    check_features,
+    check_reach,
+    complaint,
+    dtype_name,
+    parameter_shapes,
+    size_limit,
+    tensors_of,
+)
+from posthoc_uq.files.untrusted import ChildReader
+from posthoc_uq.likelihoods import LIKELIHOODS, Likelihood, likelihood_from_attributes
+from posthoc_uq.posteriors.block import BLOCKS, LOG_DETERMINANT
+from posthoc_uq.posteriors.features import FeatureGrams
+from posthoc_uq.posteriors.posterior import Posterior
+from posthoc_uq.posteriors.settings import Evidence, WeightPrior
+from posthoc_uq.version import __version__
+
+_WIDER = "save with dtype=torch.bfloat16 or torch.float32"
+_LOST = 0.01  # share of a tensor's absolute sum that a narrower number format may lose
+
+
+# Saving
+
+
+@orderly
+@known_arguments
+def save(
+    posterior: Posterior,
+    path: str | os.PathLike[str],
+    *,
+    dtype: torch.dtype | None = None,
+    compression: Literal["gzip"] | None = None,
+) -> None:
+    """Write a posterior to one HDF5 file (``docs/format.md``), without the model.
+
+    The file appears under its name only when it is complete; an older file of that name stays if anything fails. The
+    same posterior gives the same bytes. In a process group of `torch.distributed` only rank 0 writes, and the others
+    return at once.
+
+    Args:
+        posterior: what `fit` or `load` gave.
+        path: the file; its folder must exist.
+        dtype: `torch.float32`, `torch.float16` or `torch.bfloat16`; the posterior's own if None. Half
+            formats are read back as float32. A trained mean keeps its own precision.
+        compression: ``"gzip"`` (with HDF5's byte shuffle) or None.
+
+    Raises:
+        PosthocUQError: the numbers do not fit the format, or the file cannot be written.
+        NonFiniteError: the posterior holds NaN or infinity.
+    """
+    if dtype not in (None, torch.float32, torch.float16, torch.bfloat16):
+        raise PosthocUQError(
+            f"dtype must be torch.float32, torch.float16, torch.bfloat16 or None, not {dtype}."
+        )
+    if compression not in (None, "gzip"):
+        raise PosthocUQError(f"compression must be 'gzip' or None, not {compression!r}.")
+    if not isinstance(cast(Any, posterior), Posterior):
+        raise PosthocUQError(
+            f"save takes the posterior first and the path second; the first is a {type(posterior).__name__}."
+        )
+    check_unchanged(posterior)
+    if rank() == 0:
+        target = atomic.checked_target(path)
+        atomic.remove_leftovers(target)
+        atomic.write(target, _image(posterior.snapshot(), dtype, compression))
+
+
+def _image(posterior: Posterior, dtype: torch.dtype | None, compression: str | None) -> BytesIO:
+    """The whole file in memory; `posterior` is a snapshot, which no other thread changes."""
+    try:
+        description = description_of(posterior)
+        arrays: dict[str, Callable[[], np.ndarray[Any, Any]]] = {}
+        for slot, tensor in tensors_of(posterior):
+            wanted = tensor.dtype if slot.own_format else dtype or tensor.dtype
+            _check_storable(slot, tensor, wanted)
+            arrays[slot.path] = partial(as_array, tensor, wanted)
+        _check_together(posterior)
+        text, attributes = hdf5.state_text(description.plain()), _attributes(description, __version__)
+        image = hdf5.build_image(text, attributes, arrays, header.SIZE, compression)
+    except (CorruptPosteriorError, TypeError, ValueError, KeyError) as error:
+        raise PosthocUQError(f"The posterior holds a value that no file can keep: {error}.") from error
+    return header.seal(image, posterior.method)
+
+
+def _check_storable(slot: Slot, tensor: Tensor, dtype: torch.dtype) -> None:
+    """Refuse a tensor that cannot be stored and read back."""
+    check()
+    which = f"Tensor '{slot.name}' of {slot.owner}"
+    if tensor.dtype not in STORED:
+        raise PosthocUQError(f"{which} is of {tensor.dtype}, which a file does not hold.")
+    if not slot.spec.fits(tensor.shape):
+        raise PosthocUQError(f"{which} has shape {tuple(tensor.shape)}, and should have {slot.spec.shape}.")
+    fault = complaint(slot.spec, tensor)
+    if fault is not None:
+        kind = NonFiniteError if "NaN" in fault else PosthocUQError
+        raise kind(f"{which} {fault}; fit again before saving.")
+    if dtype == tensor.dtype:
+        return
+    stored = tensor.detach().to(dtype)
+    limit, largest = torch.finfo(dtype).max, float(tensor.abs().max()) if tensor.numel() else 0.0
+    if not bool(torch.isfinite(stored).all()):
+        raise PosthocUQError(
+            f"{which} reaches {largest:.3g}, more than {dtype} holds ({limit:.3g}); {_WIDER}."
+        )
+    # the features are scaled to fit any number format; numbers that become zero are below the smoothing
+    total = 0.0 if slot.group == FEATURES else float(tensor.abs().sum())
+    lost = float((tensor - stored.to(tensor.dtype)).abs().sum())
+    if lost > _LOST * total > 0:
+        raise PosthocUQError(
+            f"{which} (at most {largest:.3g}) would lose {lost / total:.0%} of its sum to {dtype}, whose smallest "
+            f"number is {torch.finfo(dtype).smallest_normal:.3g}; {_WIDER}."
+        )
+
+
+def _check_together(posterior: Posterior) -> None:
+    if posterior.features is not None:
+        check_features(posterior.features.tensors())
+    noise_power = 0 if posterior.likelihood.noise_variance is None else posterior.evidence.noise_power
+    check_reach(posterior.settings, noise_power, posterior.blocks, posterior.weight_prior)
+
+
+def check_numbers(posterior: Posterior, *, factorised: bool) -> None:
+    """Refuse a posterior with numbers that no file may hold, or with a precision that cannot be factorised: it could
+    not be saved, or not predict. What else a file cannot keep, such as a likelihood of the user's, `save` says.
+
+    Args:
+        posterior: any.
+        factorised: whether to factorise its precision, at the present hyperparameters.
+
+    Raises:
+        NonFiniteError: a number is not finite, or too large, or a precision is not positive definite.
+    """
+    posterior = posterior.snapshot()
+    likelihood, evidence = posterior.likelihood, posterior.evidence
+    try:
+        checked(Settings, posterior.settings.plain(), "its settings")
+        checked(EvidenceRecord, vars(evidence), "its evidence")
+        if LIKELIHOODS.get(likelihood.name) is type(likelihood):
+            values = {name: value for name, value in likelihood.attributes().items() if name != "name"}
+            checked(likelihood.fields, values, "its likelihood")
+        for slot, tensor in tensors_of(posterior):
+            fault = complaint(slot.spec, tensor)
+            if fault is not None:
+                raise CorruptPosteriorError(f"'{slot.name}' of {slot.owner} {fault}")
+        _check_together(posterior)
+        known = factorised and LOG_DETERMINANT in posterior.capabilities
+        # of weights that are certain it is infinite
+        if known and not float(posterior.log_determinant()) > -inf:
+            raise CorruptPosteriorError("the determinant of its precision is not a number")
+    except (CorruptPosteriorError, NonFiniteError) as error:
+        raise NonFiniteError(
+            f"These data, or the weights of the model, lead to numbers that no posterior can be made of: "
+            f"{str(error).rstrip('.')}. Look for inputs or targets that are out of range or constant, and scale them."
+        ) from error
+
+
+def _attributes(description: Description, release: str) -> dict[str, str | int]:
+    """What any HDF5 tool shows of the file as a whole."""
+    return {
+        "format": "posthoc_uq posterior",
+        "format_version": header.FORMAT,
+        "library_version": release,
+        "method": description.method,
+        "fingerprint": description.fingerprint,
+    }
+
+
+# Loading
+
+
+@orderly
+@known_arguments
+def load(
+    path: str | os.PathLike[str],
+    model: nn.Module,
+    *,
+    untrusted: bool = False,
+    device: torch.device | str | None = None,
+    likelihood: Likelihood | None = None,
+    output: Output | None = None,
+) -> Posterior:
+    """Read a posterior for the model it was fitted on; it is centred on that model's parameters, or on those that the
+    method trained.
+
+    Args:
+        path: a file that `save` wrote.
+        model: the model, with the weights it had when the posterior was fitted.
+        untrusted: parse the file in a child process with a time and memory limit. The digest in a file detects
+            damage, but anybody can write a file with a correct digest; set this for a stranger's file.
+        device: where the posterior shall live; the model's device if None.
+        likelihood: of a posterior that was fitted with a likelihood of your own: an object of the same class with the
+            same attributes. Nothing is imported because a file names it.
+        output: of a posterior that was fitted with a function as ``output=``: the same function. A key or an index is
+            in the file.
+
+    Raises:
+        PosthocUQError: the file is missing or cannot be read, there is no such device, the model's weights have no
+            numbers, or the likelihood or the output's function is missing or another one.
+        CorruptPosteriorError: it is damaged, incomplete, foreign, or of a format that is not read.
+        PosteriorMismatchError: it belongs to another model, to other values of the weights that have a posterior, or to
+            other buffers, such as the running statistics of batch normalisation.
+    """
+    model = unwrap(model)
+    check_not_meta(model)
+    place = model_device(model)
+    if device is not None:
+        way_out = "leave device out for the model's own, or use 'cpu'"
+        place = usable_device(device, f"device={str(device)!r}", way_out)
+    parameters = parameters_of(model)
+    data, head = _read(path, lambda kind: size_limit(kind, model))
+    with _translated(path):
+        with ChildReader(data) if untrusted else ImageReader(data) as reader:
+            structure = reader.structure()
+            description, slots = _described(structure, head)
+            _check_model(description, model, parameters, path)
+            likelihood = _likelihood(description, likelihood, path)
+            tensors: dict[str, Tensor] = {}
+            for dataset, stored in structure.datasets.items():
+                check()
+                tensors[dataset] = torch.from_numpy(reader.array(dataset, stored))
+        for slot in slots:
+            own = parameters[slot.name] if slot.group == MEAN else None
+            tensors[slot.path] = _restored(
+                slot, tensors[slot.path], structure.datasets[slot.path], own, place
+            )
+        posterior = posterior_from(description, tensors, parameters, likelihood)
+        choice = choice_of(posterior.history.output, checked_output(output))
+        posterior.model = with_choice(unshared_copy(model, posterior.original), choice)
+        return posterior
+
+
+def _restored(
+    slot: Slot, tensor: Tensor, stored: Stored, parameter: Tensor | None, place: torch.device
+) -> Tensor:
+    """A dataset's numbers as the tensor that was saved: half formats as float32, the mean as the model's parameter."""
+    if FORMATS[stored.dtype] == torch.bfloat16:
+        tensor = tensor.view(torch.bfloat16)
+    if tensor.dtype in (torch.bfloat16, torch.float16):
+        tensor = tensor.float()
+    if parameter is not None:
+        tensor, place = tensor.to(parameter.dtype), parameter.device
+    fault = complaint(slot.spec, tensor)
+    if fault is not None:
+        raise CorruptPosteriorError(f"'{slot.name}' of {slot.owner} {fault}")
+    if tensor.dtype == torch.float64 and not has_double(place):
+        tensor = tensor.float()
+    return tensor.to(place)
+
+
+def posterior_from(
+    description: Description,
+    tensors: Mapping[str, Tensor],
+    parameters: Mapping[str, Tensor],
+    likelihood: Likelihood,
+) -> Posterior:
+    """The posterior of a description and its tensors.
+
+    Args:
+        description: of a file.
+        tensors: by the path of the dataset, each as its `Slot` says.
+        parameters: of the model, by name.
+        likelihood: that of the description.
+
+    Raises:
+        CorruptPosteriorError: tensors do not fit each other, or reach numbers that float32 does not hold.
+    """
+    by_group: dict[str, dict[str, Tensor]] = {}
+    for slot in described_slots(description):
+        by_group.setdefault(slot.group, {})[slot.name] = tensors[slot.path]
+    features = description.features
+    if features is not None:
+        check_features(by_group[FEATURES])
+    blocks = {
+        name: BLOCKS[block.kind].restore(block.attributes, by_group[block_group(name)])
+        for name, block in description.blocks.items()
+    }
+    prior = WeightPrior(by_group.get(PRIOR_PRECISION, {}), by_group.get(PRIOR_MEAN, description.prior.mean))
+    settings, evidence = (
+        description.settings.hyperparameters(),
+        Evidence(**description.evidence.model_dump()),
+    )
+    noise_power = 0 if likelihood.noise_variance is None else evidence.noise_power
+    check_reach(settings, noise_power, blocks, prior)
+    posterior = Posterior(
+        description.method,
+        description.layers_by_name(),
+        blocks,
+        {name: list(block.members) for name, block in description.blocks.items()},
+        parameters,
+        likelihood,
+        evidence,
+        description.history.history(),
+        centre=by_group.get(MEAN, {}),
+        settings=settings,
+    )
+    posterior.weight_prior = prior
+    if features is not None:
+        posterior.features = FeatureGrams.restore(features.plain(), by_group[FEATURES])
+    posterior.fingerprint = description.fingerprint
+    posterior.buffers_fingerprint = description.buffers_fingerprint
+    return posterior
+
+
+def _read(path: str | os.PathLike[str], limit: Callable[[str], int]) -> tuple[bytes, header.Header]:
+    """The bytes and the header of a posterior's file; a checkpoint is refused by its header alone."""
+
+    def of_posterior(kind: str) -> int:
+        if kind == header.CHECKPOINT:
+            raise CorruptPosteriorError(
+                f"'{path}' is the checkpoint of an unfinished fit; pass it to fit as checkpoint=..."
+            )
+        return limit(kind)
+
+    return header.read(path, of_posterior)
+
+
+def _described(structure: Structure, head: header.Header) -> tuple[Description, list[Slot]]:
+    """A file's description, and the tensors that it must have.
+
+    Raises:
+        CorruptPosteriorError: the description is not admissible, contradicts itself, or is not what the file holds.
+    """
+    description = parsed(structure.state)
+    if description.method != head.kind:
+        raise CorruptPosteriorError(
+            f"its header says method={head.kind!r}, and its description {description.method!r}"
+        )
+    slots = described_slots(description)
+    wanted = {slot.path: slot for slot in slots}
+    groups = {slot.group for slot in slots} | {BLOCKS_GROUP}
+    stray = sorted(groups ^ set(structure.groups))
+    if stray:
+        raise CorruptPosteriorError(f"its groups are not those described: {stray[:3]}")
+    for dataset, slot in wanted.items():
+        stored = structure.datasets.get(dataset)
+        if stored is None:
+            raise CorruptPosteriorError(f"{slot.owner} lacks the dataset '{dataset}'")
+        if stored.shape != slot.spec.sizes or (FORMATS[stored.dtype] == torch.uint8) != slot.spec.bits:
+            raise CorruptPosteriorError(
+                f"dataset '{dataset}' of {slot.owner} has shape {stored.shape} and type {stored.dtype}, and should "
+                f"have shape {slot.spec.sizes}"
+            )
+    stray = sorted(structure.datasets.keys() - wanted.keys())
+    if stray:
+        raise CorruptPosteriorError(f"it holds datasets that no posterior has: {stray[:3]}")
+    stray = sorted(set(structure.attributes) - _attributes(description, head.release).keys())
+    if stray:
+        raise CorruptPosteriorError(f"it has attributes that no posterior has: {stray[:3]}")
+    return description, slots
+
+
+def _check_model(
+    description: Description,
+    model: nn.Module,
+    parameters: Mapping[str, Tensor],
+    path: str | os.PathLike[str],
+) -> None:
+    """Refuse a model that the file does not belong to."""
+    shapes = parameter_shapes(description.layers_by_name().values())
+    shapes |= {name: tuple(shape) for name, shape in description.certain.items()}
+    check_shapes(shapes, parameters, f"'{os.fsdecode(path)}'")
+    if fingerprint({name: parameters[name] for name in shapes}) != description.fingerprint:
+        raise PosteriorMismatchError(
+            f"The model's parameters are not those that the posterior in '{path}' was fitted on: names and shapes "
+            f"agree, the numbers or their dtype do not. Load those weights into the model first, or fit again."
+        )
+    check_buffers(description.buffers_fingerprint, model)
+
+
+def _likelihood(
+    description: Description, given: Likelihood | None, path: str | os.PathLike[str]
+) -> Likelihood:
+    """The likelihood of a file; for a user's own class, the object that was passed, if it matches the file."""
+    try:
+        return likelihood_from_attributes(description.likelihood, given)
+    except PosthocUQError as error:
+        raise PosthocUQError(f"'{path}' cannot be loaded: {error}") from None
+
+
+@contextmanager
+def _translated(path: str | os.PathLike[str]) -> Generator[None, None, None]:
+    """Turn every error that a malformed file causes in Python into a `CorruptPosteriorError`."""
+    try:
+        yield
+    except CorruptPosteriorError as error:
+        raise CorruptPosteriorError(f"'{path}' cannot be loaded: {str(error).rstrip('.')}.") from None
+    except (ArithmeticError, LookupError, MemoryError, RuntimeError, TypeError, ValueError) as error:
+        if out_of_memory(error):
+            raise PosthocUQError(f"'{path}' does not fit into memory.") from None
+        raise CorruptPosteriorError(f"'{path}' cannot be loaded: {error or type(error).__name__}.") from error
+
+
+# What a file holds
+
+
+def inspect(path: str | os.PathLike[str]) -> Inspection:
+    """What a file holds, without a model and without its numbers; always parsed in a child process.
+
+    Returns:
+        A dictionary of plain values, which prints as a summary: ``format_version``, ``library_version``, ``bytes``,
+        ``fingerprint``, ``buffers_fingerprint`` (None where the model has no buffers), ``method``, ``likelihood``,
+        ``scale``, ``prior_precision``, ``residual_weight``, ``noise_scale``, ``temperature``, ``evidence``, ``fit``,
+        ``tuning``, ``deterministic``, ``head``, ``faithful``, ``calibration``, ``referral``, ``changes`` (of the data
+        since the fit), ``output`` (the part of what the model returns), ``parameters``, ``trained_mean`` (names of the
+        parameters that it has), ``features`` (what is kept of the last layer's inputs, or None), ``layers`` (name to
+        kind and shapes) and ``blocks`` (name to kind, members, attributes such as ranks and correction, tensors with
+        shape and dtype, and bytes).
+
+    Raises:
+        PosthocUQError: the file is missing or cannot be read.
+        CorruptPosteriorError: it is damaged, incomplete, foreign, or of a format that is not read.
+    """
+    data, head = _read(path, lambda _: sys.maxsize)
+    with _translated(path):
+        with ChildReader(data) as reader:
+            structure = reader.structure()
+        description, slots = _described(structure, head)
+    plain = description.plain()
+    history: dict[str, Any] = plain["history"]
+    optional = ("head", "faithful", "calibration", "referral", "changes", "output")
+    contents = {
+        "format_version": header.FORMAT,
+        "library_version": head.release,
+        "bytes": len(data),
+        "fingerprint": description.fingerprint,
+        "buffers_fingerprint": description.buffers_fingerprint,
+        "method": description.method,
+        **plain["settings"],
+        "likelihood": description.likelihood,
+        "evidence": plain["evidence"],
+        **{name: history[name] for name in ("fit", "tuning", "deterministic")},
+        **{name: history.get(name, {}) for name in optional},
+        "parameters": sum(layer.parameters for layer in description.layers_by_name().values()),
+        "trained_mean": description.trained_mean,
+        "features": plain.get("features"),
+        "layers": plain["layers"],
+        "blocks": {
+            name: block | _stored(block_group(name), slots, structure)
+            for name, block in plain["blocks"].items()
+        },
+    }
+    return Inspection(os.fsdecode(path), contents)
+
+
+def _stored(group: str, slots: list[Slot], structure: Structure) -> dict[str, Any]:
+    """The tensors of a block, and the bytes that they take."""
+    stored = {slot.name: structure.datasets[slot.path] for slot in slots if slot.group == group}
+    tensors = {
+        name: {"shape": list(each.shape), "dtype": dtype_name(FORMATS[each.dtype])}
+        for name, each in stored.items()
+    }
+    size = sum(prod(each.shape) * np.dtype(each.dtype).itemsize for each in stored.values())
+    return {"tensors": tensors, "bytes": size}

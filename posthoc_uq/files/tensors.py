@@ -1,0 +1,300 @@
+"""The tensors of a posterior's file: where each stands, its shape, what its numbers may be, how large a file can be."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass
+from hashlib import sha256
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+
+from posthoc_uq.core.devices import as_double
+from posthoc_uq.core.errors import CorruptPosteriorError
+from posthoc_uq.files.hdf5 import link_name
+from posthoc_uq.files.header import CHECKPOINT
+from posthoc_uq.layers.layer import Layer
+from posthoc_uq.posteriors.block import BLOCKS, FAMILIES, Block, Settings, Shape, TensorSpec, largest_of
+from posthoc_uq.posteriors.features import ALL
+from posthoc_uq.posteriors.laplace import LARGEST_BYTES
+from posthoc_uq.posteriors.posterior import Posterior
+from posthoc_uq.posteriors.settings import Hyperparameters, WeightPrior
+
+# Number formats: how torch holds them, and how the file does (bfloat16 as its bits).
+STORED = {
+    torch.float64: "<f8",
+    torch.float32: "<f4",
+    torch.float16: "<f2",
+    torch.bfloat16: "<u2",
+    torch.uint8: "|u1",  # packed bits
+}
+FORMATS = {stored: dtype for dtype, stored in STORED.items()}
+
+
+def dtype_name(dtype: torch.dtype) -> str:
+    """``"float32"`` for `torch.float32`."""
+    return str(dtype).removeprefix("torch.")
+
+
+def as_array(tensor: Tensor, dtype: torch.dtype) -> np.ndarray[Any, Any]:
+    """A tensor's numbers as the file holds them."""
+    tensor = tensor.detach().to(dtype).cpu().contiguous()
+    if dtype == torch.bfloat16:
+        return tensor.view(torch.int16).numpy().view("<u2")
+    return tensor.numpy().astype(STORED[dtype], copy=False)
+
+
+# Where tensors stand
+
+BLOCKS_GROUP, MEAN, FEATURES = "blocks", "trained_mean", "features"
+PRIOR_MEAN, PRIOR_PRECISION = "prior_mean", "prior_precision"  # of single weights
+
+
+@dataclass(frozen=True)
+class Slot:
+    """One tensor of a posterior.
+
+    Attributes:
+        group: the HDF5 group that it is in.
+        owner: whose it is, in words.
+        name: its name there.
+        spec: what it must be.
+    """
+
+    group: str
+    owner: str
+    name: str
+    spec: TensorSpec
+
+    @property
+    def path(self) -> str:
+        """Of the dataset."""
+        return f"{self.group}/{link_name(self.name)}"
+
+    @property
+    def own_format(self) -> bool:
+        """Whether it keeps its number format in a file that is saved in a narrower one."""
+        return self.spec.bits or self.spec.exact or self.group in (MEAN, PRIOR_MEAN, PRIOR_PRECISION)
+
+
+def block_group(block: str) -> str:
+    """The HDF5 group of a block."""
+    return f"{BLOCKS_GROUP}/{link_name(block)}"
+
+
+def slots(group: str, owner: str, specs: Mapping[str, TensorSpec]) -> Iterator[Slot]:
+    """The slots of one group."""
+    return (Slot(group, owner, name, spec) for name, spec in specs.items())
+
+
+def tensors_of(posterior: Posterior) -> list[tuple[Slot, Tensor]]:
+    """Every tensor that a file keeps."""
+    found: list[tuple[Slot, Tensor]] = []
+
+    def add(group: str, owner: str, specs: Mapping[str, TensorSpec], tensors: Mapping[str, Tensor]) -> None:
+        found.extend((slot, tensors[slot.name]) for slot in slots(group, owner, specs))
+
+    for name, block in posterior.blocks.items():
+        specs = block.specs(posterior.block_shape(name), block.attributes())
+        add(block_group(name), f"block '{name}'", specs, block.tensors())
+    mean = stored_mean(posterior)
+    add(MEAN, "the trained mean", _like(mean), mean)
+    prior = posterior.weight_prior
+    if isinstance(prior.mean, Mapping):
+        add(PRIOR_MEAN, "the prior", _like(prior.mean), prior.mean)
+    add(PRIOR_PRECISION, "the prior", _like(prior.precision), prior.precision)
+    if posterior.features is not None:
+        features = posterior.features
+        add(FEATURES, "the features", features.specs(features.attributes()), features.tensors())
+    return found
+
+
+def _like(tensors: Mapping[str, Tensor]) -> dict[str, TensorSpec]:
+    return {name: TensorSpec(tuple(tensor.shape)) for name, tensor in tensors.items()}
+
+
+def stored_mean(posterior: Posterior) -> dict[str, Tensor]:
+    """The part of a trained mean that no block stores itself."""
+    in_blocks = {
+        parameter
+        for name, block in posterior.blocks.items()
+        if block.own_mean() is not None
+        for layer in posterior.members[name]
+        for parameter in posterior.layers[layer].parameter_names
+    }
+    return {name: tensor for name, tensor in posterior.centre.items() if name not in in_blocks}
+
+
+def parameter_shapes(layers: Iterable[Layer]) -> dict[str, tuple[int, ...]]:
+    """The shape of every parameter of the layers."""
+    shapes: dict[str, tuple[int, ...]] = {}
+    for layer in layers:
+        shapes[layer.weight] = layer.weight_shape
+        if layer.bias is not None:
+            shapes[layer.bias] = (layer.groups * layer.outputs,)
+    return shapes
+
+
+# What their numbers may be
+
+ORTHONORMAL = 0.05
+"""How far the rows of ``U^T U`` may lie from those of the identity, in the Euclidean norm. Rounding a basis to bfloat16
+moves them by less than 0.01."""
+SYMMETRIC = 0.01  # how far a matrix and its transpose may be apart, as a share of the largest entry
+PRECISE = 1e36  # the largest precision and variance that float32 computes with
+_WHOLE = 512  # columns up to which all products of a basis are formed; of more, some random combinations
+_PROBES = 32
+
+
+def complaint(spec: TensorSpec, tensor: Tensor) -> str | None:
+    """What is wrong with the numbers of a tensor, in words, or None."""
+    if spec.bits != (tensor.dtype == torch.uint8):
+        return "does not hold packed bits" if spec.bits else "holds packed bits in place of numbers"
+    if not bool(torch.isfinite(tensor).all()):
+        return "holds NaN or infinity"
+    if not tensor.numel():
+        return None
+    if float(tensor.abs().max()) > spec.largest:
+        return f"holds numbers beyond {spec.largest:g}"
+    checked = tensor.diagonal(dim1=-2, dim2=-1) if spec.symmetric else tensor
+    if (spec.non_negative or spec.symmetric) and bool((checked < 0).any()):
+        return "holds negative numbers where a variance must stand"
+    if spec.symmetric and _asymmetry(tensor) > SYMMETRIC:
+        return "is not symmetric"
+    if spec.orthonormal and _skew(tensor, spec.padded) > ORTHONORMAL:
+        return f"does not have orthonormal columns, to {ORTHONORMAL:g}"
+    return None
+
+
+def _asymmetry(matrices: Tensor) -> float:
+    difference = (matrices - matrices.transpose(-1, -2)).abs().max()
+    return float(difference / matrices.abs().max().clamp(min=torch.finfo(matrices.dtype).tiny))
+
+
+def _skew(basis: Tensor, padded: bool) -> float:
+    """The largest norm of a row of ``U^T U - 1``; with many columns, its estimate from random combinations."""
+    width = basis.shape[-1]
+    if width > basis.shape[-2]:
+        return float("inf")
+    wide = basis if basis.dtype == torch.float64 else basis.float()
+    if width <= _WHOLE:
+        probes = torch.eye(width, dtype=wide.dtype, device=wide.device)
+    else:
+        # Drawn from the basis's own numbers: the same file always passes or never, and none can be made to pass.
+        numbers = basis.detach().cpu().contiguous().view(torch.uint8).numpy()
+        source = torch.Generator().manual_seed(int.from_bytes(sha256(numbers.data).digest()[:7], "big"))
+        probes = torch.randn(width, _PROBES, generator=source, dtype=wide.dtype, device="cpu").to(wide.device)
+        probes = probes / _PROBES**0.5
+    identity = probes * (wide != 0).any(-2).unsqueeze(-1) if padded else probes
+    rows = wide.transpose(-1, -2) @ (wide @ probes) - identity
+    return float(rows.square().sum(-1).max().sqrt())
+
+
+def check_reach(
+    settings: Hyperparameters, noise_power: int, blocks: Mapping[str, Block], prior: WeightPrior
+) -> None:
+    """Refuse blocks whose precisions or variances float32 does not hold, or whose tensors do not fit each other.
+
+    Args:
+        settings: of the posterior.
+        noise_power: by which the noise scale enters the weights' precision; 0 where it does not.
+        blocks: by name.
+        prior: of single weights.
+
+    Raises:
+        CorruptPosteriorError: names the block.
+    """
+    own = settings.prior_precision
+    precisions = list(own.values()) if isinstance(own, dict) else [own]
+    factors = [1.0] + [float(end) for tensor in prior.precision.values() for end in torch.aminmax(tensor)]
+    if not min(precisions) * min(factors) >= 1 / PRECISE:
+        raise CorruptPosteriorError(
+            "its prior precisions of single weights must be positive, and not so small"
+        )
+    scale = settings.scale / settings.noise_scale**noise_power
+    strongest = Settings(scale, max(precisions) * max(factors), settings.residual_weight)
+    for name, block in blocks.items():
+        size = block.reach(strongest)
+        if not size <= PRECISE:
+            raise CorruptPosteriorError(
+                f"block '{name}' reaches {size:.3g} at this scale and prior precision, more than {PRECISE:g}"
+            )
+        fault = block.fault()
+        if fault is not None:
+            raise CorruptPosteriorError(f"block '{name}' {fault}")
+
+
+def check_features(tensors: Mapping[str, Tensor]) -> None:
+    """Refuse Grams of features that are too large to be scaled to a mean eigenvalue of 1, or whose totals are not those
+    of different classes.
+
+    Raises:
+        CorruptPosteriorError: they are.
+    """
+    labels, samples, traces = as_double(tensors["totals"]).unbind(1)
+    whole = bool((labels == labels.round()).all()) and len(set(labels.tolist())) == len(labels)
+    if not whole or bool((labels < ALL).any()) or bool((samples <= 0).any()) or bool((traces < 0).any()):
+        raise CorruptPosteriorError("its features are not of different classes with samples in each")
+    most = 1.5 * tensors["basis"].shape[0]
+    traces = as_double(tensors["diagonal"]).sum(1) + as_double(tensors["factors"]).square().sum((1, 2))
+    if float(traces.max()) > most or largest_of(tensors["residual"]) > most:
+        raise CorruptPosteriorError("its features are not scaled to a mean eigenvalue of 1")
+
+
+# How large a file of a model can be, before any of it is read
+
+_NUMBER = 8  # bytes of the widest format
+_SPARE = 64 * 2**20  # for the description, HDF5's own records, and what is kept of the last layer's inputs
+_STATES = 16  # copies of the parameters in a training: means, variances, the best, what an optimiser needs
+
+
+def size_limit(kind: str, model: nn.Module) -> int:
+    """The most bytes that a file of a model can have.
+
+    Args:
+        kind: the method of a posterior, or `CHECKPOINT`.
+        model: whose parameters they are.
+
+    Raises:
+        CorruptPosteriorError: no class is known for the blocks of that method.
+    """
+    weights = list(_weights(model))
+    parameter_count = sum(parameter.numel() for parameter in model.parameters())
+    if kind == CHECKPOINT:
+        weight_numbers = sum(groups * outputs * inputs for groups, outputs, inputs in weights)
+        basis_numbers = sum(groups * (outputs**2 + inputs**2) for groups, outputs, inputs in weights)
+        dense = min(parameter_count**2, LARGEST_BYTES // _NUMBER)
+        most = max(dense, 2 * basis_numbers + 4 * weight_numbers + _STATES * parameter_count)
+    else:
+        known = [BLOCKS[name] for name in FAMILIES[kind] if name in BLOCKS]
+        if not known:
+            named = " or ".join(map(repr, FAMILIES[kind]))
+            raise CorruptPosteriorError(
+                f"A posterior by method={kind!r} has blocks of the kind {named}, for which no class is defined; import "
+                f"the module that defines it."
+            )
+        most = max(_numbers(block, weights, parameter_count) for block in known)
+    # gzip makes random numbers a little larger, and every chunk has an entry in an index
+    return int(1.1 * _NUMBER * most) + _SPARE
+
+
+def _numbers(kind: type[Block], weights: Iterable[Shape], parameter_count: int) -> int:
+    """The most numbers that a posterior of such blocks holds, with its mean where that is trained, or with a prior of
+    single weights.
+    """
+    blocks = [(1, 1, parameter_count)] if kind.joint else weights
+    # the mean of a training, or the prior's, and its precisions of single weights
+    own = int(kind.trained or "prior_precision" in kind.tunable) + int(kind.own_priors)
+    return sum(kind.most_numbers(shape) for shape in blocks) + own * parameter_count
+
+
+def _weights(model: nn.Module) -> Iterator[Shape]:
+    """``(groups, outputs, inputs)`` of every parameter that may be a weight, with a column for a bias."""
+    for module in model.modules():
+        groups = getattr(module, "groups", 1)
+        for weight in module.parameters(recurse=False):
+            if weight.ndim >= 2 and weight.numel():
+                weight_groups = groups if isinstance(groups, int) and 0 < groups <= weight.shape[0] else 1
+                yield weight_groups, -(-weight.shape[0] // weight_groups), weight[0].numel() + 1
