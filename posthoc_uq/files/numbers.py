@@ -92,7 +92,7 @@ def check_blocks(
     scale = attributes["scale"] / noise_scale**power
     settings = Settings(scale, max(precisions) * max(factors), attributes["residual_weight"])
     for name, block in blocks.items():
-        size = block.reach(settings)
+        size = block.largest_value(settings)
         if not size <= PRECISE:
             raise CorruptPosteriorError(
                 f"block '{name}' reaches {size:.3g} at this scale and prior precision, more than {PRECISE:g}"

@@ -56,7 +56,7 @@ def _numbers(kind: type[Block], weights: Iterable[Shape], parameter_count: int) 
     """
     blocks = [(1, 1, parameter_count)] if kind.joint else weights
     # the mean of a training, or the prior's, and its precisions of single weights
-    own = int(kind.trained or "prior_precision" in kind.tunable) + int(kind.own_priors)
+    own = int(kind.trained or "prior_precision" in kind.tunable) + int(kind.per_weight_prior)
     return sum(kind.most_numbers(shape) for shape in blocks) + own * parameter_count
 
 

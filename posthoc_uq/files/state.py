@@ -102,7 +102,7 @@ def _own_centre(posterior: Posterior) -> dict[str, Tensor]:
     known = {
         parameter
         for name, block in posterior.blocks.items()
-        if block.own_mean() is not None
+        if block.stored_mean() is not None
         for layer in posterior.members[name]
         for parameter in posterior.layers[layer].parameter_names
     }
@@ -197,7 +197,7 @@ def expected_prior(state: Mapping[str, Any], layers: Mapping[str, Layer]) -> dic
     kinds = [BLOCKS[block["kind"]] for block in state["blocks"].values()]
     if prior and not all("prior_precision" in kind.tunable for kind in kinds):
         raise CorruptPosteriorError("It has a prior of single weights, and its blocks have no prior.")
-    if PRIOR_PRECISION in prior and not all(kind.own_priors for kind in kinds):
+    if PRIOR_PRECISION in prior and not all(kind.per_weight_prior for kind in kinds):
         raise CorruptPosteriorError(
             "It has prior precisions of single weights, which its blocks cannot have."
         )

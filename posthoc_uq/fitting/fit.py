@@ -167,7 +167,7 @@ def requested(
     own_prior = _own_prior(chosen, prior_precision, prior_mean)
     prior_precision = 1.0 if own_prior.precision is not None else prior_precision
     asked = bool(divergence) or (isinstance(prior_precision, str) and prior_precision == "faithful")
-    faithful = Faithful(**divergence) if asked or chosen.narrowed else Faithful(None)
+    faithful = Faithful(**divergence) if asked or chosen.calibrates_prior else Faithful(None)
     if asked and faithful.divergence is not None and chosen.trains and "scale" not in chosen.tunable:
         raise PosthocUQError(
             f"method={chosen.name!r} keeps the variances of its training, which cannot be narrowed until predictions "
@@ -259,7 +259,7 @@ def _own_prior(method: Method, precision: Any, mean: Any) -> OwnPrior:
             f"method={method.name!r} takes one number as prior_precision, not one a weight; take method='diag', 'full' "
             f"or 'inf'."
         )
-    if not all(kind.own_priors for kind in kinds) and not _by_layer(cast(Mapping[Any, Any], precision)):
+    if not all(kind.per_weight_prior for kind in kinds) and not _by_layer(cast(Mapping[Any, Any], precision)):
         raise PosthocUQError(
             f"A prior precision of each weight is not diagonal in the Kronecker basis of method={method.name!r}; take "
             f"method='diag', 'full' or 'inf', or fit with one number and then set posterior.prior_precision = "
@@ -716,7 +716,7 @@ def warn_if_memorised(posterior: Posterior) -> None:
     data strong, so that it grows with memorising, too.
     """
     targets = posterior.evidence.targets * posterior.evidence.total / posterior.evidence.samples
-    if not targets or not posterior.takes_prior or VARIANCES not in posterior.capabilities:
+    if not targets or not posterior.has_free_prior_precision or VARIANCES not in posterior.capabilities:
         return
     ratios = posterior.weight_prior.precision
     squares = [_times(as_double(w.detach()).square(), ratios.get(name)) for name, w in posterior.mean.items()]
@@ -960,7 +960,7 @@ def _fitted(task: Task, method: Method) -> Posterior:
 def _set_prior(posterior: Posterior, request: Request, task: Task, kept_inputs: KeptInputs) -> None:
     """Set the prior precision that was asked for, or the scale of a training."""
     head, prior, seed = posterior.history.head, request.prior, task.settings.seed
-    if posterior.widening is None:  # it has no prior precision or scale to set
+    if posterior.width_parameter is None:  # it has no prior precision or scale to set
         head["criterion"] = "given"
     elif request.faithful is not None:
         head["criterion"] = "faithful"
@@ -969,7 +969,7 @@ def _set_prior(posterior: Posterior, request: Request, task: Task, kept_inputs: 
         progress = task.settings.progress
         settle_faithful(posterior, inputs, predictor, request.faithful, seed=seed, progress=progress)
         posterior.history.fit["seconds, faithful prior"] = time.perf_counter() - began
-    elif not posterior.takes_prior:
+    elif not posterior.has_free_prior_precision:
         head["criterion"] = "given"
     elif isinstance(prior, float):
         head["criterion"] = "given"

@@ -181,7 +181,7 @@ class Comparison:
             return False
         return float(as_double(torch.cat(spreads)).std(0).max()) < _FLAT
 
-    def at_present(self) -> tuple[float, float]:
+    def current_divergence(self) -> tuple[float, float]:
         """The mean divergence in nats at the posterior's present settings but the temperature, infinite where there is
         none; and the temperature, which the posterior has from then on.
         """
@@ -394,7 +394,7 @@ class FaithfulSearch:
         self._progress = progress
         self._bar = Progress("faithful prior", "samples", False)
         self.name = widening(posterior)
-        self._prior = posterior.prior_precision if posterior.takes_prior else None
+        self._prior = posterior.prior_precision if posterior.has_free_prior_precision else None
         self._scale = posterior.scale
         matched = matched and posterior.likelihood.logits
 
@@ -509,7 +509,7 @@ class FaithfulSearch:
         if decade not in evaluated:
             self._bar.expect(self._bar.done + self._expected(comparison, len(evaluated)))
             self._set(decade)
-            evaluated[decade] = value, temperature = comparison.at_present()
+            evaluated[decade] = value, temperature = comparison.current_divergence()
             if comparison is self._all:
                 present = getattr(self.posterior, self.name)
                 self.trials.trials.append(
@@ -537,7 +537,7 @@ def widening(posterior: Posterior) -> str:
     Raises:
         PosthocUQError: it has neither.
     """
-    name = posterior.widening
+    name = posterior.width_parameter
     if name is None:
         instead = (
             "; held-out data can tune its temperature, by criterion='likelihood'"

@@ -153,7 +153,7 @@ class HeldOutSearch:
             return self._noise_reluctance(factor) - total if total == total else inf
 
         factor, _ = search_decades(loss, (-2.0, 2.0), _NOISES, max_evaluations=60)
-        if posterior.takes_prior:
+        if posterior.has_free_prior_precision:
             posterior.noise_scale = factor
             return
         losses = dict[float, float]()
@@ -326,12 +326,12 @@ class HeldOutSearch:
 
     def _decade_from(self, base: Hyperparameters) -> float:
         """How far the present prior precision, or scale, is above that of `base`, in decades."""
-        if not self.posterior.takes_prior:
+        if not self.posterior.has_free_prior_precision:
             return log10(self.posterior.scale / base.scale)
         return log10(_geometric_mean(self.posterior.prior_precision) / _geometric_mean(base.prior_precision))
 
     def _note(self, loss: float, best: float) -> None:
-        name = ABOUT[self.posterior.widening or "scale"].label
+        name = ABOUT[self.posterior.width_parameter or "scale"].label
         self.trials.given_up = max(0.0, loss - best)
         reached = next((slack for slack in (self._share_of(best), SLACK) if loss <= best + slack), None)
         words = (
@@ -353,7 +353,7 @@ class HeldOutSearch:
 
     def _widen(self, base: Hyperparameters, factor: float) -> None:
         prior = base.prior_precision
-        if not self.posterior.takes_prior:
+        if not self.posterior.has_free_prior_precision:
             self.posterior.scale = base.scale * factor
         elif isinstance(prior, dict):
             self.posterior.prior_precision = {k: v * factor for k, v in prior.items()}
@@ -498,12 +498,14 @@ def tunes_temperature(posterior: Posterior, temperature: bool | None) -> bool:
 
 def has_something_to_tune(posterior: Posterior) -> bool:
     """Whether a search on held-out data, with nothing named, has something to search."""
-    return posterior.widening is not None or posterior.likelihood.logits or posterior.likelihood.has_noise
+    return (
+        posterior.width_parameter is not None or posterior.likelihood.logits or posterior.likelihood.has_noise
+    )
 
 
 def nothing_to_tune(posterior: Posterior) -> PosthocUQError:
     """The error for a search on held-out data that has nothing to search."""
-    name, available = posterior.widening, _available(posterior)
+    name, available = posterior.width_parameter, _available(posterior)
     if name is None:
         reason = f"a posterior by method={posterior.method!r} has neither a prior precision nor a scale"
     else:
@@ -547,7 +549,7 @@ def names_to_tune(posterior: Posterior, parameters: tuple[str, ...] | None, nois
             f"{posterior.likelihood.name!r} has none; leave it out."
         )
     if parameters is None:
-        first = [] if posterior.widening is None else [posterior.widening]
+        first = [] if posterior.width_parameter is None else [posterior.width_parameter]
         return [*first, "noise"] if has_noise and noise is not False else first
     if isinstance(cast(Any, parameters), str) or not isinstance(cast(Any, parameters), (list, tuple, set)):
         raise PosthocUQError(f"parameters must be a tuple out of {available}, not {shown(parameters)}.")
@@ -814,7 +816,7 @@ def settle_faithful(
 def other_settings(posterior: Posterior) -> dict[str, float]:
     """The hyperparameters that a faithful prior (or scale) belongs to."""
     names = [name for name, about in ABOUT.items() if about.of_weights and not about.by_layer]
-    return {name: float(getattr(posterior, name)) for name in names if name != posterior.widening}
+    return {name: float(getattr(posterior, name)) for name in names if name != posterior.width_parameter}
 
 
 def sampled_inputs(
@@ -840,7 +842,10 @@ def _by_likelihood(
     tempered = tunes_temperature(posterior, request.temperature)
     if not names and not tempered:
         raise nothing_to_tune(posterior)
-    first, grid = posterior.widening, None if request.grid is None else checked_grid(names, request.grid)
+    first, grid = (
+        posterior.width_parameter,
+        None if request.grid is None else checked_grid(names, request.grid),
+    )
     # The search begins at the fit's own posterior, also where an earlier call of `tune` moved it: labels that were seen
     # before find the same again.
     fitted = posterior.history.faithful
@@ -875,7 +880,7 @@ def _by_likelihood(
             if not posterior.likelihood.has_divergence:
                 _return_to_evidence(posterior, request.progress)
             elif faithful_value is not None:
-                posterior.adjust(**{cast(str, posterior.widening): faithful_value})
+                posterior.adjust(**{cast(str, posterior.width_parameter): faithful_value})
             else:
                 inputs = sampled_inputs(posterior, loader, reader, seed, request.progress)
                 again = FaithfulSearch(posterior, inputs, predictor, seed=seed, progress=request.progress)
@@ -910,7 +915,7 @@ def _return_to_faithful(
         other_settings(posterior),
     )
     if same:
-        posterior.adjust(**{cast(str, posterior.widening): recorded["value"]})
+        posterior.adjust(**{cast(str, posterior.width_parameter): recorded["value"]})
         return
     inputs = sampled_inputs(posterior, loader, reader, seed, progress)
     settle_faithful(posterior, inputs, predictor, divergence, seed=seed, progress=progress)
@@ -920,7 +925,7 @@ def _return_to_evidence(posterior: Posterior, progress: bool) -> None:
     """Set the prior precision by the evidence, as a fit does where the likelihood has no faithful prior: from there a
     search on held-out data goes upwards. A posterior without an evidence stays as it is.
     """
-    if posterior.takes_prior and LOG_DETERMINANT in posterior.capabilities:
+    if posterior.has_free_prior_precision and LOG_DETERMINANT in posterior.capabilities:
         maximise_evidence(posterior, progress=progress)
 
 

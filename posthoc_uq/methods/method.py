@@ -74,7 +74,7 @@ class Method(ABC):
         return False
 
     @property
-    def narrowed(self) -> bool:
+    def calibrates_prior(self) -> bool:
         """Whether a fit goes on to narrow the variances that were found as far as a faithful posterior needs, where it
         is not told otherwise.
         """

@@ -168,7 +168,7 @@ def maximise_evidence(
     Raises:
         PosthocUQError: `noise` is set, but the likelihood has no noise variance or the fit saw no labels.
     """
-    if not posterior.takes_prior or LOG_DETERMINANT not in posterior.capabilities:
+    if not posterior.has_free_prior_precision or LOG_DETERMINANT not in posterior.capabilities:
         posterior.log_marginal_likelihood()  # says why there is none
     if noise and posterior.noise_variance is None:
         raise PosthocUQError(
