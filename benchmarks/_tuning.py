@@ -16,7 +16,7 @@ from _sets import Labelled
 from _zoo import CLASSIFIERS, Pair, loader, trained
 
 import posthoc_uq as uq
-from posthoc_uq.fitting import tune
+from posthoc_uq.fitting import held_out
 
 NAMES = (
     "iris, mlp relu 32 32",
@@ -73,15 +73,15 @@ def _tune(
     share: float | None = None,
     **options: Any,
 ) -> None:
-    before = tune.SPREAD, tune.SHARE
-    tune.SPREAD = before[0] if spread is None else spread
-    tune.SHARE = before[1] if share is None else share
+    before = held_out.SPREAD, held_out.SHARE
+    held_out.SPREAD = before[0] if spread is None else spread
+    held_out.SHARE = before[1] if share is None else share
     try:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")
             uq.tune(posterior, loader(data), progress=False, **options)
     finally:
-        tune.SPREAD, tune.SHARE = before
+        held_out.SPREAD, held_out.SHARE = before
 
 
 def rows_of(rows: Rows, seeds: Sequence[int], names: Sequence[str] | None = None) -> Iterator[dict[str, Any]]:

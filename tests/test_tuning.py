@@ -96,7 +96,7 @@ def test_noise_by_evidence_and_by_default(regression):
     trials = uq.tune(posterior, noise=True)
     assert posterior.noise_scale != 1.0
     assert posterior.log_marginal_likelihood().item() >= before - 1e-3
-    assert any("noise scale" in trial for trial in trials.trials)
+    assert len({trial.settings.noise_scale for trial in trials.trials}) > 3
     factor = torch.tensor(posterior.noise_scale, dtype=torch.float64, requires_grad=True)
     (slope,) = torch.autograd.grad(posterior.log_marginal_likelihood(noise_scale=factor), factor)
     assert abs(slope.item() * posterior.noise_scale) < 1.0
@@ -141,15 +141,15 @@ def test_the_widest_that_held_out_data_hardly_mind(classifier, head):
     model, train, held_out = classifier
     posterior = uq.fit(model, train, head=head, progress=False)
     trials = uq.tune(posterior, held_out, progress=False)
-    faithful = trials.trials[0]["prior precision"]  # of a budget of its own, on held-out inputs
+    faithful = trials.trials[0].settings.prior_precision  # of a budget of its own, on held-out inputs
     assert posterior.history.faithful["budget"] == 0.002  # the record is the fit's
-    chosen, best = _loss(model, posterior, held_out), trials.best["validation NLL"]
+    chosen, best = _loss(model, posterior, held_out), trials.best.objective
     assert posterior.prior_precision >= faithful * (1 - 1e-9)
     assert chosen <= best + 0.01 + 1e-6
     assert trials.given_up == pytest.approx(chosen - best, abs=1e-5)
     for trial in trials.trials:  # none that is wider was within reach
-        if trial["prior precision"] < posterior.prior_precision * (1 - 1e-9):
-            assert trial["validation NLL"] > best + 0.01
+        if trial.settings.prior_precision < posterior.prior_precision * (1 - 1e-9):
+            assert trial.objective > best + 0.01
     assert "given up" in posterior.history.tuning["prior precision"] and "given up" in str(trials)
     assert posterior.history.head["criterion"] == "likelihood"
 
@@ -171,7 +171,7 @@ def test_a_faithful_prior_without_settings_is_found_anew(classifier):
     posterior = uq.fit(model, train, divergence=0.3, progress=False)
     posterior.history.faithful |= {"settings": {}, "value": 1e-3}  # as `load` gives it of a file without them
     trials = uq.tune(posterior, held_out, divergence=0.3, temperature=False, progress=False)
-    assert min(trial["prior precision"] for trial in trials.trials) > 1e-2
+    assert min(trial.settings.prior_precision for trial in trials.trials) > 1e-2
 
 
 def test_what_is_asked_for_is_searched(classifier):
@@ -182,34 +182,34 @@ def test_what_is_asked_for_is_searched(classifier):
         posterior, held_out, parameters=("residual_weight", "scale"), temperature=False, progress=False
     )
     assert _loss(model, posterior, held_out) <= before + 1e-6
-    assert _loss(model, posterior, held_out) == pytest.approx(trials.best["validation NLL"], abs=1e-5)
-    assert len({trial["residual weight"] for trial in trials.trials}) > 3
-    assert len({trial["scale"] for trial in trials.trials}) > 3
-    assert len({trial["prior precision"] for trial in trials.trials}) == 1
+    assert _loss(model, posterior, held_out) == pytest.approx(trials.best.objective, abs=1e-5)
+    assert len({trial.settings.residual_weight for trial in trials.trials}) > 3
+    assert len({trial.settings.scale for trial in trials.trials}) > 3
+    assert len({trial.settings.prior_precision for trial in trials.trials}) == 1
 
 
 def test_trials_name_what_was_chosen_and_then_the_best(classifier):
     model, loader, val_loader = classifier
     posterior = uq.fit(model, loader, method="diag", progress=False)
     trials = uq.tune(posterior, val_loader, parameters=("prior_precision",), progress=False)
-    losses = [trial["validation NLL"] for trial in trials.trials]
+    losses = [trial.objective for trial in trials.trials]
     assert trials.best is trials.trials[losses.index(min(losses))] and len(losses) >= 3
-    assert trials.chosen is not trials.best and trials.chosen["temperature"] == posterior.temperature
+    assert trials.chosen is not trials.best and trials.chosen.settings.temperature == posterior.temperature
     lines = str(trials).splitlines()
     assert lines[0].startswith(f"chosen: prior precision={posterior.prior_precision:.5g}  ")
     given_up = _loss(model, posterior, val_loader) - min(losses)
     assert lines[1] == f"given up against the best, for a wider posterior: {given_up:.2g} nats"
-    assert lines[2].startswith(f"best: prior precision={trials.best['prior precision']:.5g}  ")
+    assert lines[2].startswith(f"best: prior precision={trials.best.settings.prior_precision:.5g}  ")
     assert len(lines) == 5 + len(losses), "the network alone, a heading, and every evaluation"
     chosen = f"chosen: prior precision={posterior.prior_precision:.5g}  "
     assert repr(trials).startswith(f"Trials({len(losses)} evaluations; {chosen}")
     assert repr(trials).endswith(f"{given_up:.2g} nats given up against the best)")
     trials = uq.tune(posterior)
-    values = [trial["log marginal likelihood less log likelihood"] for trial in trials.trials]
+    values = [trial.objective for trial in trials.trials]
     assert trials.chosen is trials.best is trials.trials[values.index(max(values))]
     assert "best" not in str(trials) and "given up" not in repr(trials)
     trials = uq.tune(posterior, loader, criterion="faithful", progress=False)
-    assert trials.chosen["prior precision"] == posterior.prior_precision and trials.best is None
+    assert trials.chosen.settings.prior_precision == posterior.prior_precision and trials.best is None
     assert str(trials).startswith(f"chosen: prior precision={posterior.prior_precision:.5g}  ")
     trials = uq.tune(posterior, per_layer=True)
     assert trials.best is None and trials.chosen is None  # one a layer
@@ -240,11 +240,11 @@ def test_a_good_network_keeps_its_fit_where_no_other_width_predicts_better(good_
         posterior = uq.fit(model, [train], progress=False)
         own = posterior.prior_precision
         trials = uq.tune(posterior, [held_out], progress=False, **options)
-        best, chosen = trials.best["validation NLL"], trials.chosen["validation NLL"]
+        best, chosen = trials.best.objective, trials.chosen.objective
         assert 0.0 < best < 0.08 and best <= chosen <= best + 3 / 200
         assert posterior.prior_precision == pytest.approx(own, rel=1e-6)
-        assert trials.chosen["temperature"] == posterior.temperature == pytest.approx(1.0, abs=0.02)
-        assert min(trial["prior precision"] for trial in trials.trials) < own
+        assert trials.chosen.settings.temperature == posterior.temperature == pytest.approx(1.0, abs=0.02)
+        assert min(trial.settings.prior_precision for trial in trials.trials) < own
         prediction = uq.wrap(model, posterior)(held_out[0])
         assert chosen == pytest.approx(-float(prediction.log_prob(held_out[1]).double().mean()), rel=1e-5)
 
@@ -265,7 +265,7 @@ def test_a_few_labels_without_a_mistake_make_nothing_narrower_than_the_fit(good_
     elif found == "in a grid":
         grid = [0.1, 1.0, 10.0, 100.0, 1e3, 1e5]
     trials = uq.tune(posterior, [few], temperature=False, prior_precisions=grid, progress=False)
-    best, chosen = trials.best["validation NLL"], trials.chosen["validation NLL"]
+    best, chosen = trials.best.objective, trials.chosen.objective
     assert 1.1 * best < chosen <= best + 0.01
     wanted = own if grid is None else min(value for value in grid if value > own)
     assert posterior.prior_precision == pytest.approx(wanted, rel=1e-6)
@@ -299,11 +299,11 @@ def test_the_fit_is_kept_also_where_the_search_begins_narrower(overfitted_networ
     posterior = uq.fit(model, [train], progress=False)
     own = posterior.prior_precision
     trials = uq.tune(posterior, [(far, labels)], progress=False)
-    assert trials.trials[0]["prior precision"] > 1.2 * own
+    assert trials.trials[0].settings.prior_precision > 1.2 * own
     assert posterior.prior_precision == pytest.approx(own, rel=1e-6)
     # a budget below that of the fit is kept
     trials = uq.tune(posterior, [(far, labels)], divergence=1e-4, progress=False)
-    assert min(trial["prior precision"] for trial in trials.trials) > 2 * own
+    assert min(trial.settings.prior_precision for trial in trials.trials) > 2 * own
     assert posterior.prior_precision > 2 * own
 
 
@@ -331,13 +331,13 @@ def test_the_prior_of_the_temperature_counts_for_the_width(overfitted_network):
     trials = uq.tune(posterior, [(x[:30], y[:30])], progress=False)
 
     def objective(trial: dict[str, Any]) -> float:
-        return trial["validation NLL"] + np.log1p((np.log(max(1.0, trial["temperature"])) / 0.1) ** 2) / 30
+        return trial.objective + np.log1p((np.log(max(1.0, trial.settings.temperature)) / 0.1) ** 2) / 30
 
     best = min(map(objective, trials.trials))
-    assert {trial["temperature"] > 3 for trial in trials.trials} == {True, False}
+    assert {trial.settings.temperature > 3 for trial in trials.trials} == {True, False}
     assert objective(trials.chosen) <= best + 0.01
     for trial in trials.trials:  # none that is wider was within reach
-        if trial["prior precision"] < posterior.prior_precision * (1 - 1e-9):
+        if trial.settings.prior_precision < posterior.prior_precision * (1 - 1e-9):
             assert objective(trial) > best + 0.01
 
 
@@ -353,7 +353,7 @@ def test_a_density_gives_up_a_hundredth_whatever_the_unit_of_its_targets(regress
         posterior = uq.fit(scaled, [(x[::2], unit * y[::2])], likelihood="regression", progress=False)
         trials[name] = uq.tune(posterior, [(x[1::2], unit * y[1::2])], progress=False)
         assert "at most 0.01 above the best" in posterior.history.tuning["prior precision"]
-    assert trials["small"].best["validation NLL"] < 0 < trials["large"].best["validation NLL"]
+    assert trials["small"].best.objective < 0 < trials["large"].best.objective
 
 
 def test_fit_tunes_at_once(classifier):
@@ -390,7 +390,7 @@ def test_a_temperature_beside_the_prior_or_alone(classifier):
         posterior.temperature = float(temperature)
         assert goal() >= best - 1e-4
     trials = uq.tune(posterior, held_out, progress=False)
-    assert len({trial["temperature"] for trial in trials.trials}) == len(trials.trials)  # one for each prior
+    assert len({trial.settings.temperature for trial in trials.trials}) == len(trials.trials)  # one for each prior
 
 
 def test_a_few_samples_hardly_move_the_temperature():
@@ -640,13 +640,13 @@ class TestHeads:
         trials = uq.tune(
             self.posterior, [self.held_out], parameters=("prior_precision",), progress=False, **options
         )
-        best = min(trial["validation NLL"] for trial in trials.trials)
+        best = min(trial.objective for trial in trials.trials)
         assert self.loss(**options) == pytest.approx(best + trials.given_up, rel=1e-6)
         assert self.loss() == self.loss(**options)  # the head and its options are on record
         for trial in trials.trials:
-            self.posterior.prior_precision = trial["prior precision"]
-            self.posterior.temperature = trial["temperature"]
-            assert self.loss(**options) == pytest.approx(trial["validation NLL"], rel=1e-6)
+            self.posterior.prior_precision = trial.settings.prior_precision
+            self.posterior.temperature = trial.settings.temperature
+            assert self.loss(**options) == pytest.approx(trial.objective, rel=1e-6)
 
     def test_temperature_through_the_linearised_head(self):
         uq.tune(self.posterior, [self.held_out], parameters=(), head="linearized", progress=False)
@@ -677,8 +677,8 @@ class TestHeads:
             head="linearized",
             progress=False,
         )
-        assert [trial["prior precision"] for trial in trials.trials] == pytest.approx(list(grid))
-        losses = [trial["validation NLL"] for trial in trials.trials]
+        assert [trial.settings.prior_precision for trial in trials.trials] == pytest.approx(list(grid))
+        losses = [trial.objective for trial in trials.trials]
         widest = next(p for p, loss in zip(grid, losses, strict=True) if loss <= min(losses) + 0.01)
         assert self.posterior.prior_precision == pytest.approx(widest)
 
