@@ -59,6 +59,8 @@ from posthoc_uq.posteriors.evidence import maximise_evidence
 from posthoc_uq.posteriors.posterior import Posterior
 from posthoc_uq.posteriors.settings import WeightPrior, checked_prior
 
+Prior = float | Literal["faithful", "evidence"]
+
 # Effective parameters per training target above which training residuals are not believed, where that is not a half: a
 # diagonal takes what correlated weights have in common for several parameters.
 _BELIEVED = {"diag": 1.0}
@@ -232,7 +234,7 @@ class _Request:
     by_name: bool
     finds_noise: bool
     layers: Selection | None
-    prior: float | Literal["faithful", "evidence"]
+    prior: Prior
     divergence: float | None
     weight_precisions: Mapping[str, Any] | None
     weight_mean: Any
@@ -382,65 +384,67 @@ def _check_weight_prior(method: Method, precision: Any, mean: Any) -> None:
 
 def _prior_and_budget(
     method: Method, likelihood: Likelihood, prior_precision: Any, divergence: Any
-) -> tuple[Method, float | Literal["faithful", "evidence"], float | None]:
-    """The method with the prior precision of a training, the prior of other methods or how it is found, and the budget
-    of a faithful one, None where none is to be found.
+) -> tuple[Method, Prior, float | None]:
+    """The method, with its prior precision if it is a training; the prior precision of other methods, or how it is
+    found; and the budget of a faithful prior, None where none is to be found.
     """
-    named = prior_precision
-    if named is not None and not (isinstance(named, str) and named in ("faithful", "evidence")):
-        named = "number"
-    given = not (isinstance(divergence, str) and divergence == "auto")
-    if given:
-        budget = None if divergence is None else POSITIVE("divergence, a budget in nats,", divergence)
+    prior = _checked_prior(prior_precision)
+    if isinstance(divergence, str) and divergence == "auto":
+        given, budget = False, DIVERGENCE if method.calibrates_prior or prior == "faithful" else None
     else:
-        budget = DIVERGENCE if method.calibrates_prior or named == "faithful" else None
-    asked = given or named == "faithful"
-    if asked and budget is not None and method.trains and "scale" not in method.tunable:
-        raise PosthocUQError(
-            f"method={method.name!r} keeps the variances of its training, which cannot be narrowed until predictions "
-            f"are faithful; leave {'divergence' if given else 'prior_precision'} out of the fit."
-        )
-    if named == "faithful" and not likelihood.has_divergence:
+        given, budget = True, divergence
+        if budget is not None:
+            budget = POSITIVE("divergence, a budget in nats,", divergence)
+    if prior == "faithful" and not likelihood.has_divergence:
         raise PosthocUQError(
             f"Likelihood {likelihood.name!r} has no prediction that could be faithful to the network's; give "
             f"prior_precision a number or 'evidence'."
         )
     if method.trains:
-        if named == "evidence":
+        asked = given or prior == "faithful"
+        if asked and budget is not None and "scale" not in method.tunable:
             raise PosthocUQError(
-                "A training has no log marginal likelihood to find the prior precision by; give prior_precision a "
-                "number."
+                f"method={method.name!r} keeps the variances of its training, which cannot be narrowed until "
+                f"predictions are faithful; leave {'divergence' if given else 'prior_precision'} out of the fit."
             )
-        if named == "number":
-            if (
-                getattr(method, "prior_precision", 0.0) is not None
-            ):  # there is no such field, or it has a value
-                raise PosthocUQError(
-                    f"prior_precision is given to the fit, and method={method.name!r} has one of its own or takes "
-                    f"none; leave it out of the fit."
-                )
-            number: dict[str, Any] = {"prior_precision": _checked_number(prior_precision)}
-            method = replace(method, **number)
-        return method, "faithful", budget if likelihood.has_divergence else None
-    if named == "evidence":
-        return method, "evidence", None
-    of_method = getattr(method, "prior_precision", None)
-    if named == "number" or (named is None and of_method is not None):
-        return method, _checked_number(of_method if named is None else prior_precision), None
-    if budget is None:
+        method, prior = _with_prior(method, prior), "faithful"
+    elif prior is None:
+        prior = _checked_prior(getattr(method, "prior_precision", None)) or "faithful"
+    if prior == "faithful" and budget is None and not method.trains:
         raise PosthocUQError(
             "divergence=None leaves the variances that a training found as they are, and this method trains none; "
             "choose prior_precision='evidence' or a number."
         )
-    return method, "faithful", budget if likelihood.has_divergence else None
+    return method, prior, budget if prior == "faithful" and likelihood.has_divergence else None
 
 
-def _checked_number(prior_precision: Any) -> float:
+def _checked_prior(prior_precision: Any) -> Prior | None:
+    if prior_precision is None:
+        return None
     if isinstance(prior_precision, str):
+        if prior_precision in ("faithful", "evidence"):
+            return prior_precision
         raise PosthocUQError(
             f"prior_precision must be a positive number, 'faithful' or 'evidence', not {prior_precision!r}."
         )
     return POSITIVE("prior_precision", prior_precision)
+
+
+def _with_prior(method: Method, prior: Prior | None) -> Method:
+    """A training method with the prior precision that is given to the fit, if it is a number."""
+    if prior == "evidence":
+        raise PosthocUQError(
+            "A training has no log marginal likelihood to find the prior precision by; give prior_precision a number."
+        )
+    if not isinstance(prior, float):
+        return method
+    if getattr(method, "prior_precision", 0.0) is not None:  # there is no such field, or it has a value
+        raise PosthocUQError(
+            f"prior_precision is given to the fit, and method={method.name!r} has one of its own or takes none; leave "
+            f"it out of the fit."
+        )
+    changed: dict[str, Any] = {"prior_precision": prior}
+    return replace(method, **changed)
 
 
 def _dry_run(request: _Request) -> Task:

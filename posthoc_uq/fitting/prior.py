@@ -55,7 +55,7 @@ def width_parameter_of(posterior: Posterior) -> str:
     """
     name = posterior.width_parameter
     if name is None:
-        instead = " Held-out data can tune its temperature: criterion='likelihood'."
+        instead = " Held-out data can tune its temperature, by criterion='likelihood'."
         raise PosthocUQError(
             f"A posterior by method={posterior.method!r} has neither a prior precision nor a scale by which it could "
             f"be made wider or narrower.{instead if posterior.likelihood.logits else ''}"
