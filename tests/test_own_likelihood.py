@@ -181,7 +181,7 @@ class TestFit:
         assert fit(network, "diag", Drawn()).history.fit["fisher"] == "mc"
         with pytest.raises(uq.PosthocUQError, match="no exact expectation over labels; take fisher='mc'"):
             fit(network, "diag", Drawn(), fisher="exact")
-        with pytest.raises(uq.PosthocUQError, match="draws no labels"):
+        with pytest.raises(uq.PosthocUQError, match="no method draw"):
             fit(network, "diag", Exact(), fisher="mc")
         with pytest.raises(
             uq.PosthocUQError, match=r"no exact expectation.*; take fisher='empirical', which"
