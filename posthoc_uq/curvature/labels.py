@@ -49,7 +49,7 @@ def resolve_fisher(
         fisher: the kind of labels, or ``"auto"``.
         n_samples: labels drawn per sample.
         outputs: of the model for one sample.
-        samples: in all processes, or None where the loader does not say; they then count as few.
+        samples: in all processes, or None where that is unknown; they then count as few.
         likelihood: of the targets; None for one that defines both kinds.
         has_targets: whether the loader yields targets.
         positions: of a sample that have a label each and count as samples of their own.
@@ -93,17 +93,17 @@ def _undefined_labels(fisher: str, likelihood: Likelihood, has_other: bool) -> P
 
 
 def samples_in_all(samples: int | None) -> int | None:
-    """The sum of a number of samples over the processes; None where one process does not know its number."""
+    """The sum of a number of samples over the processes; None where one of them is unknown."""
     counts = cast("list[int | None]", gather(samples, "counting the samples"))
     known = [count for count in counts if count is not None]
     return sum(known) if len(known) == len(counts) else None
 
 
 def own_samples_of(loader: Iterable[Any], reader: BatchReader, first: Batch) -> int | None:
-    """How many samples the loader of this process holds, before it is read; None where it does not say.
+    """How many samples the loader of this process holds, before it is read; None where that is unknown.
 
-    A sampler says so, the batches of a list are counted, and every batch of other loaders with a length counts as large
-    as the first.
+    A sampler has a length, the batches of a list are counted, and every batch of other loaders with a length counts as
+    large as the first.
     """
     from_sampler = own_samples(loader)
     if from_sampler is not None:

@@ -92,7 +92,7 @@ def check_log_prob(model: nn.Module, batch: Batch, likelihood: Likelihood) -> No
     with torch.no_grad():
         outputs = at_least_float32(batch.copied().call(replicate(model)))
     if not bool(torch.isfinite(outputs).all()):
-        return  # the fit says where this comes from
+        return  # the fit raises an error that names the batch
     try:
         likelihood.check(outputs, batch.targets)
         check_rows(likelihood.log_prob, outputs, batch.targets, likelihood.name)

@@ -147,26 +147,56 @@ def fit(
     Raises:
         UnsupportedLayerError: a layer's gradients cannot be caught.
         NonFiniteError: outputs, activations, gradients or a loss are not finite.
-        PosthocUQError: options, data or model do not fit; the message says how to go on.
+        PosthocUQError: options, data or model do not fit.
     """
 
-    def checked() -> _Request:
-        return _checked(
-            model,
-            loader,
-            method,
-            options,
+    def checked() -> _Request:  # all that can be checked before the model runs
+        if torch.is_inference_mode_enabled():
+            raise PosthocUQError(
+                "A fit needs gradients, which torch.inference_mode() does not allow; call fit outside of it."
+            )
+        network = unwrap(model)
+        check_not_meta(network)
+        if layers is not None:
+            check_selection(layers)
+        resolved, by_name = resolve_likelihood(likelihood, noise_variance), isinstance(likelihood, str)
+        finds_noise = resolved.noise_variance is not None and by_name and noise_variance is None
+        chosen, weight_mean = _method_with_options(method, options, layers, prior_mean)
+        _check_weight_prior(chosen, prior_precision, weight_mean)
+        of_weights = prior_precision if isinstance(prior_precision, Mapping) else None
+        chosen, prior, budget = _prior_and_budget(
+            chosen, resolved, prior_precision if of_weights is None else 1.0, divergence
+        )
+        head_class(head or chosen.head)
+        check_loader(loader)
+        check_reusable(loader, chosen.passes() + finds_noise)
+        if val_loader is not None:
+            check_loader(val_loader, "val_loader")
+            if is_divided(val_loader):
+                raise PosthocUQError(
+                    "Every process tunes by itself: give all of them the whole val_loader, not a part of it."
+                )
+        reader = BatchReader.of(network, batch_to_inputs, batch_to_targets, batch_to_weights)
+        if batch_to_weights is not None:
+            chosen.check_weights()
+        check_differentiable(network)
+        return _Request(
+            model=network,
+            loader=loader,
             val_loader=val_loader,
-            likelihood=likelihood,
-            noise_variance=noise_variance,
+            method=chosen,
+            likelihood=resolved,
+            by_name=by_name,
+            finds_noise=finds_noise,
             layers=layers,
-            prior_precision=prior_precision,
-            prior_mean=prior_mean,
-            divergence=divergence,
-            head=head,
-            seed=seed,
-            batch_functions=(batch_to_inputs, batch_to_targets, batch_to_weights),
-            output=output,
+            prior=prior,
+            divergence=budget,
+            weight_precisions=of_weights,
+            weight_mean=weight_mean,
+            head=head or chosen.head,
+            seed=SEED("seed", seed),
+            reader=reader,
+            output=checked_output(output),
             progress=progress,
         )
 
@@ -177,7 +207,7 @@ def fit(
         _open_checkpoint(task, request, checkpoint)
         kept_inputs = KeptInputs(task.memory_budget, request.likelihood, inputs_to_keep(task.layers.values()))
         task.observers += [kept_inputs] if request.divergence is not None else []
-        noise_origin = set_observation_noise(task) if request.finds_noise else "given"
+        noise_origin = _set_observation_noise(task) if request.finds_noise else "given"
         posterior = _run_method(task, request)
         posterior.weight_prior = weight_prior
         check_numbers(posterior, factorised=False)
@@ -255,82 +285,6 @@ class _Request:
             "prior of the weights": self.prior if precisions is None else as_plain(precisions),
             "divergence": self.divergence,
         } | self.method.identity()
-
-
-def _checked(
-    model: nn.Module,
-    loader: Iterable[Any],
-    method: str | Method,
-    options: Mapping[str, Any],
-    *,
-    val_loader: Iterable[Any] | None,
-    likelihood: str | Likelihood,
-    noise_variance: Any,
-    layers: Selection | None,
-    prior_precision: Any,
-    prior_mean: Any,
-    divergence: Any,
-    head: str | None,
-    seed: int,
-    batch_functions: tuple[BatchFunction | None, BatchFunction | None, BatchFunction | None],
-    output: Output | None,
-    progress: bool,
-) -> _Request:
-    """The arguments of `fit`, after all checks that can be made before the model runs.
-
-    Raises:
-        PosthocUQError: a value is not valid, or two do not fit together; the message says how to go on.
-    """
-    if torch.is_inference_mode_enabled():
-        raise PosthocUQError(
-            "A fit needs gradients, which torch.inference_mode() does not allow; call fit outside of it."
-        )
-    network = unwrap(model)
-    check_not_meta(network)
-    if layers is not None:
-        check_selection(layers)
-    seed = SEED("seed", seed)
-    resolved, by_name = resolve_likelihood(likelihood, noise_variance), isinstance(likelihood, str)
-    finds_noise = resolved.noise_variance is not None and by_name and noise_variance is None
-    chosen, prior_mean = _method_with_options(method, options, layers, prior_mean)
-    _check_weight_prior(chosen, prior_precision, prior_mean)
-    precisions = cast(Mapping[str, Any], prior_precision) if isinstance(prior_precision, Mapping) else None
-    chosen, prior, budget = _prior_and_budget(
-        chosen, resolved, prior_precision if precisions is None else 1.0, divergence
-    )
-    head = head or chosen.head
-    head_class(head)
-    check_loader(loader)
-    check_reusable(loader, chosen.passes() + finds_noise)
-    if val_loader is not None:
-        check_loader(val_loader, "val_loader")
-        if is_divided(val_loader):
-            raise PosthocUQError(
-                "Every process tunes by itself: give all of them the whole val_loader, not a part of it."
-            )
-    reader = BatchReader.of(network, *batch_functions)
-    if reader.batch_to_weights is not None:
-        chosen.check_weights()
-    check_differentiable(network)
-    return _Request(
-        network,
-        loader,
-        val_loader,
-        chosen,
-        resolved,
-        by_name,
-        finds_noise,
-        layers,
-        prior,
-        budget,
-        precisions,
-        prior_mean,
-        head,
-        seed,
-        reader,
-        checked_output(output),
-        progress,
-    )
 
 
 def takes_layers(method: str) -> bool:
@@ -594,7 +548,7 @@ def _open_checkpoint(task: Task, request: _Request, file: str | os.PathLike[str]
         task.memory_budget = task.checkpoint.budget
 
 
-def set_observation_noise(task: Task) -> str:
+def _set_observation_noise(task: Task) -> str:
     """Set the noise variance of each output by a forward pass over the data, and return in words where it came from.
     Without targets it is taken as 1, with a warning.
 
@@ -670,7 +624,7 @@ def _record(posterior: Posterior, request: _Request, task: Task, noise_origin: s
 
 def _warn_if_memorised(posterior: Posterior) -> None:
     """Warn where the network has more than half as many effective parameters as training targets, so that the mean
-    squared residual of the training data says too little of the noise.
+    squared residual of the training data underestimates the noise.
 
     The effective number of parameters is ``sum_i (1 - tau r_i Sigma_ii)`` (MacKay 1992) at the weights' own precision,
     ``tau = 1 / mean(r w^2)``: how many directions the data settle. Residuals near zero make the noise small and the
@@ -694,9 +648,8 @@ def _warn_if_memorised(posterior: Posterior) -> None:
     if effective > _BELIEVED.get(posterior.method, 0.5) * targets:
         warn_user(
             f"The network has about {min(effective, targets):,.0f} effective parameters for {targets:,.0f} training "
-            f"targets, so that their residuals say too little of the noise and intervals will be too narrow: tune the "
-            f"noise on held-out data, uq.tune(posterior, val_loader) or fit(..., val_loader=...), or give it, "
-            f"likelihood=uq.Gaussian(noise_variance=...)."
+            f"targets, so that their residuals underestimate the noise and intervals will be too narrow. Tune the "
+            f"noise on held-out data, uq.tune(posterior, val_loader), or give it, noise_variance=...."
         )
 
 
@@ -748,8 +701,8 @@ def _warn_if_draws_differ(posterior: Posterior, batch: Batch, seed: int, progres
     if not posterior.likelihood.agrees(trained, drawn):
         warn_user(
             "At the prior precision of the log marginal likelihood, models drawn from this posterior no longer predict "
-            "what the trained one does: it has few data for its weights. Pass val_loader=..., restrict it with "
-            "layers='last', leave prior_precision at its default ('faithful'), or predict with head='linearized'."
+            "what the trained one does: it has few data for its weights. Leave prior_precision at its default "
+            "('faithful'), pass val_loader=..., or predict with head='linearized'."
         )
 
 

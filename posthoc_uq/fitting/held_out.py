@@ -159,8 +159,8 @@ class HeldOutLoss(Score):
         `reluctance`: for Gaussian noise about that of their mean squared residual. There a search may begin that does
         not depend on what was found before.
 
-        A posterior that was trained, and not laid around a network, may know a noise of its own: it keeps that of the
-        training where it then predicts better.
+        A posterior that was trained, and not laid around a network, may have learned a noise: it keeps that where it
+        then predicts better.
         """
         posterior, likelihood = self.posterior, self.posterior.likelihood.of_targets()
         with torch.no_grad():
@@ -364,8 +364,8 @@ class HeldOutSearch:
 
     def _gains(self, found: Hyperparameters, fitted: Hyperparameters) -> bool:
         """Whether `found` predicts the labels better than the posterior of a fit, `fitted` at a temperature of 1, by
-        `SURE` times the standard error of the mean gain. A gain by one label alone, which is 1 such error, says nothing
-        of other inputs.
+        `SURE` times the standard error of the mean gain. A gain by one label alone is 1 such error, and does not
+        generalise to other inputs.
         """
         untuned = replace(fitted, temperature=1.0) if self._tempered else fitted
         gains = self._loss.of_labels(untuned) - self._loss.of_labels(found)

@@ -147,7 +147,7 @@ TOLERANCE = 0.05  # decades of the prior precision
 _SLOPES = (0.3, 2.0)  # decades of divergence for each decade of prior precision that a step may assume
 _MARGIN = 0.4 * TOLERANCE  # decades by which a step ends above the place where the budget should be met
 _ROUNDING = 1e-9  # nats below which a divergence may be rounding
-_NEAR = 1.0  # decades: a slope seen across more says little of its end
+_NEAR = 1.0  # decades: a slope seen across more may not hold at its end
 
 
 def widest_within(
@@ -231,7 +231,7 @@ class Divergence(Score):
         predictor: predicts them.
         seed: of the draws of a head that draws weights.
         matched: whether predictions have the temperature at which their mean entropy is the network's.
-        advance: is told how many inputs were predicted, as the work on them goes on.
+        advance: called with the numbers of inputs that were predicted, as the work on them goes on.
 
     Attributes:
         samples: how many inputs there are.
@@ -269,7 +269,7 @@ class Divergence(Score):
 
     @property
     def flat(self) -> bool:
-        """Whether the network's logits hardly differ from input to input, so that its predictions say nothing."""
+        """Whether the network's logits hardly differ from input to input, so that its predictions bound no prior."""
         if not self.posterior.likelihood.logits or self.samples < 2:
             return False
         spreads = [own.outputs for own in self._compared if own.layout is None]
@@ -399,7 +399,7 @@ class _NetworkOutputs:
 # (the variances of a training), the `scale` is set instead. With a matched temperature, every tau has the
 # temperature at which the mean entropy over the same inputs is the network's own: confidence is kept on average,
 # and moves from inputs where the weights disagree to inputs where they agree. Where every prediction runs the
-# whole model, a few of the inputs say where the search on all of them begins.
+# whole model, a few of the inputs determine where the search on all of them begins.
 
 DIVERGENCE = 0.002  # nats: the default budget
 GUARDED = 0.02  # nats: where the likelihood of held-out data guards against harm
@@ -512,7 +512,7 @@ class FaithfulSearch:
         return trials
 
     def _set_weights_of_their_own_size(self) -> float:
-        """The decade of the weights' size, for where nothing says how wide they may be; warns."""
+        """The decade of the weights' size, for where nothing bounds the prior; warns."""
         decade = self._weights_decade()
         divergence = self._divergence(decade, self._all, self.tried)
         self.posterior.settings = self.tried[decade].settings

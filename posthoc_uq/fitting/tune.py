@@ -100,9 +100,9 @@ def tune(
         noise: tune a common factor on the observation noise of a regression: the noise variance, the variances that a
             heteroscedastic network predicts, the dispersion of ``"negative_binomial"`` and of ``"gamma"`` (the inverse
             of its shape). By default on held-out data, unless `parameters` leave it out, also where it was given to the
-            fit: training residuals tell too little of a network that overfits. The prior precision is then chosen at
-            the noise at which the network alone predicts them best, and the noise after it. False keeps the noise. By
-            the evidence the noise variance is tuned only with True.
+            fit: training residuals underestimate the noise of a network that overfits. The prior precision is then
+            chosen at the noise at which the network alone predicts them best, and the noise after it. False keeps the
+            noise. By the evidence the noise variance is tuned only with True.
         parameters: all that is to be searched on held-out data, out of ``"prior_precision"``, ``"residual_weight"``,
             ``"scale"``, ``"noise"``, or nothing (``()``) for the temperature alone. By default the prior precision, or
             the scale where that is fixed, or nothing where there is neither, and the noise if there is one.

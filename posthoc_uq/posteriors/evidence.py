@@ -196,7 +196,7 @@ def maximise_evidence(
         PosthocUQError: `noise` is set, but the likelihood has no noise variance or the fit saw no labels.
     """
     if not posterior.has_free_prior_precision or LOG_DETERMINANT not in posterior.capabilities:
-        posterior.log_marginal_likelihood()  # says why there is none
+        posterior.log_marginal_likelihood()  # raises the error that gives the reason
     if noise and posterior.noise_variance is None:
         raise PosthocUQError(
             f"The noise can be tuned for likelihood='regression' only, not for {posterior.likelihood.name!r}."
