@@ -200,6 +200,10 @@ class HeldOutSearch:
         tempered: whether every evaluation sets the temperature, too.
         max_evaluations: for each hyperparameter but the width.
         progress: whether to show a bar.
+
+    Attributes:
+        trials: all that were evaluated.
+        bar: of the evaluations; the searches belong into its `with`.
     """
 
     def __init__(
@@ -218,7 +222,7 @@ class HeldOutSearch:
         searches = [
             (_DECADES if name == self.posterior.width_parameter else max_evaluations, 1) for name in searched
         ]
-        self._bar = SearchBar("tuning", "evaluations", progress, searches or [(1, 1)])
+        self.bar = SearchBar("tuning", "evaluations", progress, searches or [(1, 1)])
 
     def set_width(self, grid: Sequence[float] | None, set_as_fitted: Callable[[], None]) -> None:
         """Set the smallest prior precision, not below the present one, whose held-out NLL is hardly above the best: by
@@ -238,7 +242,7 @@ class HeldOutSearch:
         """
         name, base = width_parameter_of(self.posterior), self.posterior.settings
         tried = dict[float, _Tried]()
-        self._bar.begin_search()
+        self.bar.begin_search()
 
         def at(decade: float) -> float:
             if decade not in tried:
@@ -290,7 +294,7 @@ class HeldOutSearch:
         """Minimise the loss over ``"residual_weight"``, ``"scale"`` or ``"noise_scale"``, from the present values; keep
         the best values tried.
         """
-        self._bar.begin_search()
+        self.bar.begin_search()
         if self._best is None or not isfinite(self._best.objective):
             self._best = self._try(self.posterior.settings).trial
         base = self._best
@@ -321,13 +325,12 @@ class HeldOutSearch:
 
     def set_temperature(self) -> None:
         """Set the temperature alone."""
-        self._bar.begin_search()
+        self.bar.begin_search()
         self._best = self._try(self.posterior.settings).trial
         self._note_temperature()
 
     def finish(self) -> Trials:
         """The trials; warns of values at an edge, and if even the best predicts held-out data worse than the model."""
-        self._bar.close()
         trials, best = self.trials, self._best
         assert best is not None
         trials.chosen = best
@@ -347,10 +350,10 @@ class HeldOutSearch:
 
     def _try(self, settings: Hyperparameters, name: str = "") -> _Tried:
         """Evaluate the loss at these settings, in a search over `name`."""
-        self._bar.begin_evaluation()
+        self.bar.begin_evaluation()
         self.posterior.settings = settings
         loss = self._loss.evaluate()
-        self._bar.advance()
+        self.bar.advance()
         trial = Trial(self.posterior.settings, loss)
         self.trials.trials.append(trial)
         return _Tried(loss + self._penalty(name), trial)

@@ -339,14 +339,15 @@ def _by_likelihood(posterior: Posterior, data: _Data, predictor: Predictor, requ
         max_evaluations=request.max_evaluations,
         progress=request.progress,
     )
-    if first in names:
-        if grid is None:
-            _set_start(posterior, data, predictor, request)
-        search.set_width(grid, lambda: _set_as_fitted(posterior, data, predictor, request, fitted_value))
-    for name in others:
-        search.set_other(name)
-    if not names:
-        search.set_temperature()
+    with search.bar:
+        if first in names:
+            if grid is None:
+                _set_start(posterior, data, predictor, request)
+            search.set_width(grid, lambda: _set_as_fitted(posterior, data, predictor, request, fitted_value))
+        for name in others:
+            search.set_other(name)
+        if not names:
+            search.set_temperature()
     posterior.history.faithful = fitted
     return search.finish()
 

@@ -15,8 +15,8 @@ from posthoc_uq.posteriors.features import ClassGrams, FeatureGrams, by_class, c
 from posthoc_uq.posteriors.posterior import Posterior
 
 _STALE = (
-    "This posterior's statistics of the last layer's inputs are from a file of an older release and cannot be changed: "
-    "novelty stays as it was. Fit again with this release."
+    "This posterior's statistics of the last layer's inputs are from a file of an older release, which says too little "
+    "to change them: novelty stays as it was. Fit again with this release."
 )
 _ROWS = 4096  # at a time
 _NONE = "by the posterior itself, top class: no layer with one row a sample comes last"

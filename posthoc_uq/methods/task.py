@@ -98,7 +98,7 @@ class Task:
 
     @cached_property
     def samples_in_all(self) -> int | None:
-        """How many samples the loaders of all processes hold; None where one of them has no length."""
+        """How many samples the loaders of all processes hold; None where one of them does not say."""
         reader, batch = self.settings.reader, self.batch
         return samples_in_all(
             together(lambda: own_samples_of(self.loader, reader, batch), "counting the samples")
