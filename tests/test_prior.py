@@ -151,28 +151,6 @@ def test_a_fit_stays_within_the_budget(method: str, head: str) -> None:
     assert f"faithful through head='{head}'" in str(posterior.report())
 
 
-def test_a_regression_stays_within_the_budget() -> None:
-    with torch.random.fork_rng():
-        torch.manual_seed(0)
-        x = torch.randn(80, 3)
-        y = x[:, :1].expand(-1, 2) + 0.3 * torch.randn(80, 2)
-        model = nn.Sequential(nn.Linear(3, 8), nn.Tanh(), nn.Linear(8, 2))
-    posterior = fit(model, x, y, likelihood="regression")
-    prediction = uq.wrap(model, posterior)(x)
-    noise = posterior.noise_variance.float().expand(len(x), -1)
-    p = torch.distributions.Normal(model(x).detach(), noise.sqrt())
-    q = torch.distributions.Normal(prediction.mean, prediction.standard_deviation)
-    assert 0.001 < float(torch.distributions.kl_divergence(p, q).mean()) <= 0.002 + 1e-5
-    assert posterior.temperature == 1.0
-
-
-def test_batch_size_and_order_do_not_matter() -> None:
-    model, x, y = classifier()
-    order = torch.randperm(len(x), generator=torch.Generator().manual_seed(3))
-    parts = uq.fit(model, [(x[i], y[i]) for i in order.split(7)], progress=False)
-    assert parts.prior_precision == pytest.approx(fit().prior_precision, rel=1e-3)
-
-
 def test_a_prior_that_nothing_bounds_ends_at_an_edge_that_is_recorded() -> None:
     """A regression's data may bound every variance of its outputs, however wide the prior."""
     with torch.random.fork_rng():

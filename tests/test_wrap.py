@@ -48,7 +48,7 @@ def test_options_choose_the_head_that_takes_them() -> None:
     refused: list[tuple[dict[str, Any], str]] = [
         ({"head": "best"}, "head"),
         ({"head": "linear"}, "Did you mean 'linearized'"),
-        ({"head": "moments", "n_samples": 3}, "takes no option"),
+        ({"head": "moments", "n_samples": 3}, "n_samples"),
         ({"n_sample": 3}, "n_samples"),
         ({"head": "sampling", "n_samples": 0}, "n_samples"),
     ]
