@@ -15,7 +15,7 @@ from torch import Tensor, nn
 
 import posthoc_uq as uq
 from posthoc_uq.core.errors import PosthocUQError
-from posthoc_uq.posteriors.evidence import search_decades
+from posthoc_uq.posteriors.search import search_decades
 
 Data = tuple[Tensor, Tensor]
 
@@ -529,7 +529,7 @@ MISTAKES: list[tuple[str, dict[str, Any], str]] = [
     ("labels", {"noise": False, "parameters": ("noise",)}, "parameters"),
     ("labels", {"parameters": ("colour",)}, "among"),
     ("labels", {"parameters": ("scale",), "prior_precisions": [1.0]}, "leave them alone"),
-    ("labels", {"prior_precisions": [1.0, -1.0]}, "positive"),
+    ("labels", {"prior_precisions": [1.0, -1.0]}, "Each of prior_precisions"),
     ("labels", {"temperature": False, "parameters": ()}, "nothing to tune"),
     ("labels", {"head": "best"}, "head"),
     ("labels", {"head": "moments", "n_probes": 3}, "n_probes"),

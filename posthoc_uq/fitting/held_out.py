@@ -19,8 +19,8 @@ from posthoc_uq.core.randomness import isolated_random_state
 from posthoc_uq.fitting.prior import Score, model_of, width_of, width_parameter_of, with_width
 from posthoc_uq.heads.predictor import Predictor
 from posthoc_uq.likelihoods.weights import labelled, mean_of_labels
-from posthoc_uq.posteriors.evidence import SearchBar, Trial, Trials, search_decades
 from posthoc_uq.posteriors.posterior import Posterior
+from posthoc_uq.posteriors.search import SearchBar, Trial, Trials, search_decades
 from posthoc_uq.posteriors.settings import ABOUT, Hyperparameters
 
 SLACK = 0.01  # nats of held-out likelihood that a wider posterior may cost at most

@@ -29,8 +29,8 @@ from posthoc_uq.layers.proof import PROBE_SAMPLES, count_samples
 from posthoc_uq.likelihoods.labels import Layout
 from posthoc_uq.likelihoods.prediction import at_least_float32, by_input
 from posthoc_uq.likelihoods.weights import counted_positions, nothing_counts
-from posthoc_uq.posteriors.evidence import SearchBar, Trial, Trials
 from posthoc_uq.posteriors.posterior import Posterior
+from posthoc_uq.posteriors.search import SearchBar, Trial, Trials
 from posthoc_uq.posteriors.settings import ABOUT, Hyperparameters
 
 

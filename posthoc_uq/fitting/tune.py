@@ -28,8 +28,9 @@ from posthoc_uq.fitting.prior import (
 from posthoc_uq.fitting.wrap import head_class, recorded_head, wrap
 from posthoc_uq.heads.predictor import Predictor
 from posthoc_uq.posteriors.block import LOG_DETERMINANT
-from posthoc_uq.posteriors.evidence import Criterion, Trials, maximise_evidence
+from posthoc_uq.posteriors.evidence import maximise_evidence
 from posthoc_uq.posteriors.posterior import Posterior
+from posthoc_uq.posteriors.search import Criterion, Trials
 from posthoc_uq.posteriors.settings import ABOUT
 
 CRITERIA = get_args(Criterion)
