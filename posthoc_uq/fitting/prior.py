@@ -124,7 +124,7 @@ class Score(ABC):
         return self._cache.distributions()
 
     def _network_outputs(self) -> Iterator[tuple[Tensor, Any]]:
-        """Outputs of the network at the posterior's centre for each batch, with what predictions are compared with."""
+        """Outputs of the network at the posterior's mean for each batch, with what predictions are compared with."""
         network = replicate(model_of(self.posterior), self.posterior.centre)
         return self._cache.outputs(lambda batch: batch.copied().call(network))
 
