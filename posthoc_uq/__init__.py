@@ -16,7 +16,6 @@ from posthoc_uq.deployment.export import export, export_onnx, exportable
 from posthoc_uq.evaluation import Evaluation, evaluate
 from posthoc_uq.files import inspect, load, save
 from posthoc_uq.fitting.fit import fit
-from posthoc_uq.fitting.prior import Faithful
 from posthoc_uq.fitting.tune import tune
 from posthoc_uq.fitting.update import forget, update
 from posthoc_uq.fitting.wrap import wrap
@@ -79,7 +78,6 @@ __all__ = [
     "Diagonal",
     "DrawnPrediction",
     "Evaluation",
-    "Faithful",
     "FunctionSpace",
     "Gamma",
     "Gaussian",

@@ -22,7 +22,7 @@ import posthoc_uq as uq
 from posthoc_uq.core import model
 from posthoc_uq.core.batches import BatchReader, batch_of_call
 from posthoc_uq.core.errors import PosteriorMismatchError, PosthocUQError
-from posthoc_uq.fitting.fit import gives_probabilities
+from posthoc_uq.fitting.first_batch import gives_probabilities
 from posthoc_uq.heads.linearized import LinearizedPredictor
 from posthoc_uq.likelihoods import resolve_likelihood
 

@@ -228,7 +228,7 @@ class TestTune:
             progress=False,
         )
         assert uq.load(output, trained(place)).prior_precision == pytest.approx(expected.prior_precision)
-        least = min(t["validation NLL"] for t in trials.trials)
+        least = min(t.objective for t in trials.trials)
         assert said["given up"] == pytest.approx(trials.given_up, abs=1e-9)
         assert said["validation NLL"] == pytest.approx(least + said["given up"])
         head = {"name": "sampling", "options": {"n_samples": 6}, "criterion": "likelihood"}

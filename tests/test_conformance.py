@@ -139,8 +139,8 @@ def test_a_fit(name: str, likelihood: str) -> None:
         name, "0", "2"
     )
     assert posterior.scale == posterior.evidence.samples == 24
-    assert posterior.takes_prior == ("prior_precision" in METHODS[name].tunable)
-    assert not posterior.takes_prior or posterior.prior_precision == PRIOR
+    assert posterior.has_free_prior_precision == ("prior_precision" in METHODS[name].tunable)
+    assert not posterior.has_free_prior_precision or posterior.prior_precision == PRIOR
     assert f"method: {name}" in str(posterior.report())
     model = posterior.model
     assert model is not None
@@ -291,9 +291,9 @@ def test_tuning(name: str, criterion: str) -> None:
     data = None if criterion == "evidence" else batches(x, targets_of(model, x, "classification"))
     before = posterior.settings.plain()
     refused = None
-    if criterion == "evidence" and not posterior.takes_prior:
+    if criterion == "evidence" and not posterior.has_free_prior_precision:
         refused = "log marginal likelihood.*held-out data"
-    elif criterion == "faithful" and posterior.widening is None:
+    elif criterion == "faithful" and posterior.width_parameter is None:
         refused = "neither a prior precision nor a scale.*by criterion='likelihood'"
 
     def tune() -> None:
@@ -308,8 +308,10 @@ def test_tuning(name: str, criterion: str) -> None:
             return
         tune()
     assert posterior.history.head["criterion"] == criterion
-    assert bool(posterior.history.faithful) == (criterion == "faithful" and posterior.widening is not None)
-    assert posterior.settings.plain() != before or not posterior.takes_prior
+    assert bool(posterior.history.faithful) == (
+        criterion == "faithful" and posterior.width_parameter is not None
+    )
+    assert posterior.settings.plain() != before or not posterior.has_free_prior_precision
     assert all(0 < value < float("inf") for value in posterior.settings.plain().values())
 
 

@@ -273,7 +273,7 @@ def test_held_out_data_tune_scale_and_temperature() -> None:
     posterior = fitted(net())
     trials = uq.tune(posterior, batches(), progress=False, max_evaluations=4)
     assert len(trials.trials) >= 3 and "given up" in posterior.history.tuning["scale"]
-    assert {trial["prior precision"] for trial in trials.trials} == {1.0}
+    assert {trial.settings.prior_precision for trial in trials.trials} == {1.0}
     uq.tune(posterior, batches(), temperature=True, progress=False)
     assert posterior.history.tuning["temperature"].startswith("validation NLL")
 

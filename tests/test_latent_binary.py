@@ -482,7 +482,7 @@ def test_draws_have_the_mean_and_the_variance_that_the_block_says(flow: bool) ->
     count = 4000
     draws, variances = posterior.sample(count, torch.Generator().manual_seed(0)), posterior.variance()
     for index, (name, layer) in enumerate(posterior.layers.items()):
-        means = layer.to_parameters(posterior.blocks[name].own_mean())  # type: ignore[arg-type]
+        means = layer.to_parameters(posterior.blocks[name].stored_mean())  # type: ignore[arg-type]
         for parameter in layer.parameter_names:
             draw, variance = draws[parameter], variances[parameter]
             error = 5 * (variance / count).sqrt() + 0.03 * flow * means[parameter].abs()

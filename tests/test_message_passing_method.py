@@ -317,7 +317,7 @@ def blocks(form: str) -> tuple[MessagesBlock, Tensor, Tensor]:
 @pytest.mark.parametrize("form", ["diagonal", "full"])
 def test_a_block_against_dense_matrices(form: str) -> None:
     block, mean, covariance = blocks(form)
-    torch.testing.assert_close(block.own_mean()[0], mean)
+    torch.testing.assert_close(block.stored_mean()[0], mean)
     factor = block.factor(Settings(10.0, 1.0))
     torch.testing.assert_close(factor.variance().flatten(), covariance.diagonal())
     jacobians = normals(5, 1, 2, 4, seed=6)

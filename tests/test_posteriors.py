@@ -387,7 +387,7 @@ def test_the_report_says_everything_once_and_explains_its_columns(method):
     columns = {column for column in lines[table].split("  ") if column}
     assert {column.strip() for column in columns} - {"layer", "kind"} == explained
     assert ("prior precision" in explained) == isinstance(posterior.prior_precision, dict)
-    if posterior.takes_prior:
+    if posterior.has_free_prior_precision:
         posterior.prior_precision = {"0": 1.0, "2": 2.0}
         assert "  prior precision: of the layer's weights" in str(posterior.report()).splitlines()
 

@@ -393,7 +393,7 @@ def test_every_argument_of_a_fit_is_a_part_of_its_identity(tmp_path: Path) -> No
     without = {"progress", "checkpoint", "checkpoint_every", "memory_budget"}  # the result is the same
     by_content = {"model", "loader", "val_loader", "batch_to_inputs", "batch_to_targets", "batch_to_weights"}
     by_content |= {"options"}
-    otherwise = {"prior_precision"}  # under two names
+    otherwise = {"prior_precision", "noise_variance"}  # under other names
     path = tmp_path / "fit.h5"
     _interrupted(path, method="inf")
     found = read_snapshot(path, 10**9)[0]["identity"]

@@ -214,7 +214,7 @@ def test_what_is_known_of_hyperparameters_is_in_one_place() -> None:
     assert list(ABOUT) == [own.name for own in fields(Hyperparameters)]
     _, posterior, _ = _fitted(method="inf")
     assert posterior.tunable == {"scale", "prior_precision", "residual_weight", "temperature"}
-    assert posterior.widening == "prior_precision" and not posterior.settled
+    assert posterior.width_parameter == "prior_precision" and not posterior.settled
     assert set(posterior.settings.labelled()) == {about.label for about in ABOUT.values()}
     shown = posterior.report().summary
     assert posterior.reported().items() <= shown.items() and "noise scale" not in shown

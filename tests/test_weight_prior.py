@@ -212,7 +212,7 @@ def test_files_keep_what_is_needed(method: str, untrusted: bool, tmp_path: Path)
         (
             "kfac",
             {"prior_precision": "own"},
-            "not diagonal in the Kronecker basis of method='kfac'; take method='diag'",
+            "not diagonal in the Kronecker basis",
         ),
         ("efb", {"prior_precision": "own"}, "not diagonal in the Kronecker basis of method='efb'"),
         ("utvi", {"prior_precision": "own"}, "takes one number as prior_precision, not one a weight"),

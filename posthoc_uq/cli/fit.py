@@ -18,7 +18,7 @@ from posthoc_uq.cli.options import (
 )
 from posthoc_uq.cli.registry import Choices, RegistryCommand
 
-_PASSED_BY_THE_COMMAND = ("progress",)  # arguments of the library's fit that no option is for
+_PASSED_BY_THE_COMMAND = ("progress", "divergence", "noise_variance")  # arguments that no option is made for
 
 
 def _methods() -> Choices:

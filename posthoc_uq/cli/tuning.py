@@ -92,7 +92,9 @@ def _search(
     loader = None if data is None or criterion == "evidence" else data.loader
     trials = tune(posterior, loader, progress=progress, **arguments)
     facts |= {"criterion": criterion, "given up": trials.given_up, "model alone": trials.model_alone}
-    facts["validation NLL"] = (trials.chosen or {}).get("validation NLL")
+    facts["validation NLL"] = (
+        trials.chosen.objective if trials.chosen is not None and criterion == "likelihood" else None
+    )
     if criterion == "faithful":
         facts |= {name: posterior.history.faithful[name] for name in ("divergence", "budget")}
     if criterion != "evidence" and "n_samples" in head_options:  # the draws of predictions, not of the search

@@ -41,7 +41,7 @@ class _Sample:
         counted: which leaves are tensors with one row a sample.
         bytes: memory that it takes.
         counts: whether it counts, ``(1,)`` of booleans, or which of its positions, ``(1, *positions)``; None where
-            nothing says so.
+            all do.
     """
 
     leaves: list[Any]
@@ -76,7 +76,7 @@ class KeptInputs:
 
     Args:
         memory_budget: bytes that the inputs may take; fewer large ones are kept, but at least one.
-        likelihood: says which labels are ignored.
+        likelihood: determines which labels are ignored.
         wanted: how many to keep at most.
     """
 

@@ -49,7 +49,7 @@ def resolve_fisher(
         fisher: the kind of labels, or ``"auto"``.
         n_samples: labels drawn per sample.
         outputs: of the model for one sample.
-        samples: in all processes, or None where the loader does not say; they then count as few.
+        samples: in all processes, or None where that is unknown; they then count as few.
         likelihood: of the targets; None for one that defines both kinds.
         has_targets: whether the loader yields targets.
         positions: of a sample that have a label each and count as samples of their own.
@@ -57,59 +57,53 @@ def resolve_fisher(
     Raises:
         PosthocUQError: the likelihood does not define the labels that are asked for.
     """
-    defined = {
-        kind: likelihood is None or likelihood.defines(method)
-        for kind, method in (("exact", "exact_factors"), ("mc", "draw"))
-    }
-    possible = has_targets or any(defined.values()) if fisher == "auto" else defined.get(fisher, True)
-    if likelihood is not None and not possible:
-        raise _undefined_labels(fisher, likelihood)
+    exact, drawn = (likelihood is None or likelihood.defines(method) for method in ("exact_factors", "draw"))
+    possible = {"exact": exact, "mc": drawn, "empirical": True, "auto": exact or drawn or has_targets}
+    if likelihood is not None and not possible[fisher]:
+        raise _undefined_labels(fisher, likelihood, drawn if fisher == "exact" else exact)
     if fisher != "auto":
         return fisher, n_samples
-    if not any(defined.values()):
+    if not exact and not drawn:
         return "empirical", 1
-    if not defined["mc"]:
+    if not drawn:
         return "exact", 1
     if n_samples > 1:
         return "mc", n_samples
     few = samples is None or samples < LABELS_IN_ALL
-    if defined["exact"] and (outputs <= 2 or (few and outputs <= EXACT_OUTPUTS)):
+    if exact and (outputs <= 2 or (few and outputs <= EXACT_OUTPUTS)):
         return "exact", 1
     known = 1 if samples is None else max(1, samples)
     return "mc", min(ceil(MOST_LABELS / positions), ceil(LABELS_IN_ALL / (known * positions)))
 
 
-def _undefined_labels(fisher: str, likelihood: Likelihood) -> PosthocUQError:
+def _undefined_labels(fisher: str, likelihood: Likelihood, has_other: bool) -> PosthocUQError:
     """The error for labels that a likelihood does not define."""
-    other_kind, other_method = {"exact": ("mc", "draw"), "mc": ("exact", "exact_factors")}.get(
-        fisher, ("", "")
+    if fisher == "auto":
+        return PosthocUQError(
+            f"Likelihood {likelihood.name!r} gives no labels for the Fisher, and the loader yields no targets; pass a "
+            f"loader of (inputs, targets), which fisher='empirical' takes, or give it a method draw(outputs, keys, "
+            f"draw)."
+        )
+    other = {"exact": "mc", "mc": "exact"}[fisher]
+    method = {"exact": "exact_factors(outputs)", "mc": "draw(outputs, keys, draw)"}[fisher]
+    return PosthocUQError(
+        f"Likelihood {likelihood.name!r} has no method {method}, which fisher={fisher!r} needs; give it one, or take "
+        f"{f'fisher={other!r} or ' if has_other else ''}fisher='empirical', which needs targets."
     )
-    instead = f"fisher={other_kind!r} or " if other_kind and likelihood.defines(other_method) else ""
-    missing = {
-        "exact": f"has no exact expectation over labels; take {instead}fisher='empirical', which needs targets, or "
-        f"give it a method exact_factors(outputs)",
-        "mc": f"draws no labels; take {instead}fisher='empirical', which needs targets, or give it a method "
-        f"draw(outputs, keys, draw)",
-    }.get(
-        fisher,
-        "gives no labels for the Fisher, and the loader yields no targets; pass a loader of (inputs, targets), which "
-        "fisher='empirical' takes, or give it a method draw(outputs, keys, draw)",
-    )
-    return PosthocUQError(f"Likelihood {likelihood.name!r} {missing}.")
 
 
 def samples_in_all(samples: int | None) -> int | None:
-    """The sum of a number of samples over the processes; None where one process does not know its number."""
+    """The sum of a number of samples over the processes; None where one of them is unknown."""
     counts = cast("list[int | None]", gather(samples, "counting the samples"))
     known = [count for count in counts if count is not None]
     return sum(known) if len(known) == len(counts) else None
 
 
 def own_samples_of(loader: Iterable[Any], reader: BatchReader, first: Batch) -> int | None:
-    """How many samples the loader of this process holds, before it is read; None where it does not say.
+    """How many samples the loader of this process holds, before it is read; None where that is unknown.
 
-    A sampler says so, the batches of a list are counted, and every batch of other loaders with a length counts as large
-    as the first.
+    A sampler has a length, the batches of a list are counted, and every batch of other loaders with a length counts as
+    large as the first.
     """
     from_sampler = own_samples(loader)
     if from_sampler is not None:

@@ -471,7 +471,7 @@ class Description(Record):
             raise ValueError(f"has a trained mean, which method={self.method!r} does not give")
         if self.prior != PriorRecord() and "prior_precision" not in kind.tunable:
             raise ValueError("has a prior of single weights, and its blocks have no prior")
-        if self.prior.precisions and not kind.own_priors:
+        if self.prior.precisions and not kind.per_weight_prior:
             raise ValueError("has prior precisions of single weights, which its blocks cannot have")
         return self
 

@@ -120,7 +120,7 @@ def stored_mean(posterior: Posterior) -> dict[str, Tensor]:
     in_blocks = {
         parameter
         for name, block in posterior.blocks.items()
-        if block.own_mean() is not None
+        if block.stored_mean() is not None
         for layer in posterior.members[name]
         for parameter in posterior.layers[layer].parameter_names
     }
@@ -216,7 +216,7 @@ def check_reach(
     scale = settings.scale / settings.noise_scale**noise_power
     strongest = Settings(scale, max(precisions) * max(factors), settings.residual_weight)
     for name, block in blocks.items():
-        size = block.reach(strongest)
+        size = block.largest_value(strongest)
         if not size <= PRECISE:
             raise CorruptPosteriorError(
                 f"block '{name}' reaches {size:.3g} at this scale and prior precision, more than {PRECISE:g}"
@@ -286,7 +286,7 @@ def _numbers(kind: type[Block], weights: Iterable[Shape], parameter_count: int) 
     """
     blocks = [(1, 1, parameter_count)] if kind.joint else weights
     # the mean of a training, or the prior's, and its precisions of single weights
-    own = int(kind.trained or "prior_precision" in kind.tunable) + int(kind.own_priors)
+    own = int(kind.trained or "prior_precision" in kind.tunable) + int(kind.per_weight_prior)
     return sum(kind.most_numbers(shape) for shape in blocks) + own * parameter_count
 
 

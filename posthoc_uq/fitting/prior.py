@@ -1,49 +1,157 @@
-"""The prior precision by faithfulness: how far predictions on training inputs may be from the network's."""
+"""The faithful prior: smallest prior precision for which KL(network, predictive) on training inputs is within a budget.
+
+There are two other criteria: the likelihood of held-out labels (`posthoc_uq.fitting.held_out`), and the log marginal
+likelihood, which needs no predictions (`posthoc_uq.posteriors.evidence`). All three set the posterior's
+`width_parameter`: its prior precision, or the `scale` of one whose variances were trained.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
-from functools import partial
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass, replace
+from functools import cache, partial
 from math import ceil, inf, isfinite, log10
-from typing import Any, cast
+from typing import Any
 
 import torch
+from scipy.optimize import brentq
 from torch import Tensor, nn
 
 from posthoc_uq.core.batches import Batch
-from posthoc_uq.core.devices import as_double
+from posthoc_uq.core.devices import as_double, host_double
 from posthoc_uq.core.errors import NonFiniteError, PosthocUQError, warn_user
 from posthoc_uq.core.model import replicate
-from posthoc_uq.core.options import Positive, check_option
-from posthoc_uq.core.progress import Progress, counted
+from posthoc_uq.core.progress import counted
 from posthoc_uq.heads.features import FeatureCache
 from posthoc_uq.heads.predictor import Predictor, divisor_of
 from posthoc_uq.layers.proof import PROBE_SAMPLES, count_samples
 from posthoc_uq.likelihoods.labels import Layout
 from posthoc_uq.likelihoods.prediction import at_least_float32, by_input
 from posthoc_uq.likelihoods.weights import counted_positions, nothing_counts
-from posthoc_uq.posteriors.evidence import Trials
 from posthoc_uq.posteriors.posterior import Posterior
-from posthoc_uq.posteriors.settings import ABOUT
+from posthoc_uq.posteriors.search import SearchBar, Trial, Trials
+from posthoc_uq.posteriors.settings import ABOUT, Hyperparameters
+
+
+def model_of(posterior: Posterior) -> nn.Module:
+    """The model of a posterior.
+
+    Raises:
+        PosthocUQError: it has none.
+    """
+    if posterior.model is None:
+        raise PosthocUQError(
+            "The posterior has lost its model; set posterior.model to the model it was fitted on."
+        )
+    return posterior.model
+
+
+def width_parameter_of(posterior: Posterior) -> str:
+    """The hyperparameter by which a posterior is made wider or narrower.
+
+    Raises:
+        PosthocUQError: it has none.
+    """
+    name = posterior.width_parameter
+    if name is None:
+        instead = " Held-out data can tune its temperature, by criterion='likelihood'."
+        raise PosthocUQError(
+            f"A posterior by method={posterior.method!r} has neither a prior precision nor a scale by which it could "
+            f"be made wider or narrower.{instead if posterior.likelihood.logits else ''}"
+        )
+    return name
+
+
+def width_of(settings: Hyperparameters, name: str) -> float:
+    """The value of a width parameter; of prior precisions by layer their geometric mean."""
+    value: Any = getattr(settings, name)
+    values = host_double(list(value.values()) if isinstance(value, dict) else [value])
+    return float(values.log().mean().exp())
+
+
+def with_width(settings: Hyperparameters, name: str, factor: float) -> Hyperparameters:
+    """Settings whose width parameter, or each of its values by layer, is multiplied by a factor."""
+    value: Any = getattr(settings, name)
+    if isinstance(value, dict):
+        return replace(settings, **{name: {layer: number * factor for layer, number in value.items()}})
+    return replace(settings, **{name: value * factor})
+
+
+# How a trial is evaluated.
+
+
+class Score(ABC):
+    """A score of predictions of the same batches, as a function of the posterior's present settings.
+
+    What comes before the posterior in the model runs once for each batch, and all evaluations draw with the same seed.
+
+    Args:
+        posterior: whose settings change between evaluations.
+        predictor: predicts the batches.
+        read: gives the batches, in the same order at every call, each with what its prediction is compared with.
+        seed: of the draws.
+        tempered: whether every evaluation first sets the temperature.
+    """
+
+    def __init__(
+        self,
+        posterior: Posterior,
+        predictor: Predictor,
+        read: Callable[[], Iterator[tuple[Batch, Any]]],
+        seed: int,
+        tempered: bool,
+    ) -> None:
+        self.posterior, self._predictor, self._seed, self._tempered = posterior, predictor, seed, tempered
+        self._cache = FeatureCache(predictor, read)
+
+    def evaluate(self) -> float:
+        """The score at the present settings, infinite where there is none; sets the temperature if that is searched."""
+        try:
+            self._predictor.refresh(self._seed)
+            with torch.no_grad():
+                pairs: Iterable[tuple[Any, Any]] = self._pairs()
+                if self._tempered:
+                    pairs = list(pairs)
+                    self.posterior.temperature = self._best_temperature(pairs)
+                value = self._mean(pairs)
+        except NonFiniteError:  # draws of extreme weights, or a precision that cannot be factorised
+            return inf
+        return value if isfinite(value) else inf
+
+    def _pairs(self) -> Iterator[tuple[Any, Any]]:
+        """The distribution of the outputs of each batch, with what its prediction is compared with."""
+        return self._cache.distributions()
+
+    def _network_outputs(self) -> Iterator[tuple[Tensor, Any]]:
+        """Outputs of the network at the posterior's mean for each batch, with what predictions are compared with."""
+        network = replicate(model_of(self.posterior), self.posterior.centre)
+        return self._cache.outputs(lambda batch: batch.copied().call(network))
+
+    @abstractmethod
+    def _mean(self, pairs: Iterable[tuple[Any, Any]]) -> float:
+        """The score of these distributions at the present temperature."""
+
+    @abstractmethod
+    def _best_temperature(self, pairs: Sequence[tuple[Any, Any]]) -> float: ...
+
 
 # Where a divergence that falls with the prior precision meets its budget, in few evaluations.
 #
 # Near the trained weights a divergence grows at most as the square of the variances, so that its logarithm
 # falls by at most 2 for each decade of the prior precision. A step that assumes this slope never passes the
-# budget there; later steps take the slope that was seen.
+# budget there; later steps take the slope that was seen. Root finders for any function need about twice as many
+# evaluations: they also close in on the root from the other side, and cannot use infinite values.
 
 TOLERANCE = 0.05  # decades of the prior precision
 _SLOPES = (0.3, 2.0)  # decades of divergence for each decade of prior precision that a step may assume
-_AIM = 0.4 * TOLERANCE  # decades by which a step ends above the place where the budget should be met
-_LEAST_FACTOR = 1e-9  # nats below which a divergence may be rounding
-_NEAR = 1.0  # decades: a slope seen across more says little of its end
-
-Divergence = Callable[[float], float]
+_MARGIN = 0.4 * TOLERANCE  # decades by which a step ends above the place where the budget should be met
+_ROUNDING = 1e-9  # nats below which a divergence may be rounding
+_NEAR = 1.0  # decades: a slope seen across more may not hold at its end
 
 
 def widest_within(
-    divergence: Divergence,
+    divergence: Callable[[float], float],
     budget: float,
     start: float,
     low: float,
@@ -65,69 +173,57 @@ def widest_within(
         upwards: the first step upwards, in decades; the following ones are longer.
     """
 
-    def logarithm(decade: float) -> float:
-        return log10(max(divergence(decade), min(_LEAST_FACTOR, budget / 10)) / budget)
+    def excess(decade: float) -> float:
+        return log10(max(divergence(decade), min(_ROUNDING, budget / 10)) / budget)
 
-    def between(below: float, above: float) -> float:
-        """Decades by which the divergence falls for each decade; infinite where it is so below."""
-        return (logarithm(below) - logarithm(above)) / (above - below) if isfinite(below) else inf
+    def slope_between(below: float, above: float) -> float:
+        return (excess(below) - excess(above)) / (above - below) if isfinite(below) else inf
 
-    flat, steep = (0.0, _SLOPES[1]) if slope is None else (slope, _usable(slope))
+    def assumed(slope: float) -> float:
+        return min(max(slope, _SLOPES[0]), _SLOPES[1])
+
+    flat, steep = (0.0, _SLOPES[1]) if slope is None else (slope, assumed(slope))
     inside, outside = start, -inf
     while not divergence(inside) <= budget:
         if inside >= high:
             return inside, slope
-        step = max(upwards, min(logarithm(inside) / steep + _AIM, 1.0))
+        step = max(upwards, min(excess(inside) / steep + _MARGIN, 1.0))
         inside, outside, upwards = min(high, inside + step), inside, 2 * upwards
-    tried = 0
+    bracketed = 0
     while inside > low and inside - outside > TOLERANCE:
-        left, across = -logarithm(inside), between(outside, inside)
+        left, across = -excess(inside), slope_between(outside, inside)
         if left <= TOLERANCE * min(flat, across):
             break
         if not isfinite(outside):
             # where it hardly grows, a whole decade
             least = 1.0 if flat < _SLOPES[0] else TOLERANCE / 2
-            point = max(low, inside - max(left / steep - _AIM, least))
-        elif tried % 3 == 2:
+            point = max(low, inside - max(left / steep - _MARGIN, least))
+        elif bracketed % 3 == 2 or left / across <= 0:  # also where it is infinite outside
             point = (inside + outside) / 2
-        else:
-            point = _crossing(left / across, outside, inside)
+        else:  # by the slope between both ends, but not near either of them
+            tenth = 0.1 * (inside - outside)
+            point = min(max(inside - left / across + _MARGIN, outside + tenth), inside - tenth)
         if divergence(point) <= budget:
-            flat, slope = between(point, inside), None
-            steep = _usable(flat)
-            if inside - point <= _NEAR:
-                slope = flat
+            flat = slope_between(point, inside)
+            steep, slope = assumed(flat), flat if inside - point <= _NEAR else None
             inside = point
         else:
             outside = point
-        tried += isfinite(outside)
+        bracketed += isfinite(outside)
     return inside, slope
-
-
-def _usable(slope: float) -> float:
-    """A slope that a step may assume."""
-    return min(max(slope, _SLOPES[0]), _SLOPES[1])
-
-
-def _crossing(step: float, outside: float, inside: float) -> float:
-    """A point a step below `inside` and a little nearer to it, but not near either end; the middle without a step."""
-    width = inside - outside
-    if step <= 0:
-        return (inside + outside) / 2
-    return min(max(inside - step + _AIM, outside + 0.1 * width), inside - 0.1 * width)
 
 
 # How far the predictions of a posterior are from the network's own, on given inputs.
 
-TEMPERATURES = (0.3, 3.0)  # the interval in which a matched temperature is searched
-_HALVINGS = 12  # of that interval
+TEMPERATURES = (0.3, 3.0)  # the interval in which a matched temperature is searched, times the network's
+_MATCHED = 1e-4  # decades: the tolerance of a matched temperature
 _FLAT = 0.05  # standard deviation of logits over inputs: predictions then differ by a thousandth of a nat
 _POSITIONS, _OUTPUTS = 4096, 2**22  # in all, of inputs whose outputs have positions ...
 _LEAST_INPUTS = 16  # ... but so many inputs in any case
 
 
-class Comparison:
-    """The network's outputs on some inputs, to be compared with predictions under many settings of its posterior.
+class Divergence(Score):
+    """The mean divergence of predictions from the network's own, on given inputs.
 
     Args:
         posterior: its present temperature is the network's.
@@ -135,7 +231,7 @@ class Comparison:
         predictor: predicts them.
         seed: of the draws of a head that draws weights.
         matched: whether predictions have the temperature at which their mean entropy is the network's.
-        predicted: is told how many inputs were predicted, as the work on them goes on.
+        advance: called with the numbers of inputs that were predicted, as the work on them goes on.
 
     Attributes:
         samples: how many inputs there are.
@@ -151,19 +247,19 @@ class Comparison:
         *,
         seed: int,
         matched: bool,
-        predicted: Callable[[int], None],
+        advance: Callable[[int], None],
     ) -> None:
-        self._posterior, self._predictor, self._seed = posterior, predictor, seed
-        self._predicted = predicted
-        self._temperature, self._matched = posterior.temperature, matched
         with torch.no_grad():
-            model = replicate(cast(Any, posterior.model), posterior.centre)
-            self.inputs = inputs = _enough(inputs, model, predictor)
-            self._cache = FeatureCache(predictor, lambda: ((b, b) for b in inputs))
-            pairs = self._cache.outputs(lambda batch: batch.copied().call(model))
-            self._compared = [_compared(outputs, batch, posterior) for outputs, batch in pairs]
-        self._rows = [own.rows for own in self._compared]
-        self.rows = sum(self._rows)
+            network = replicate(model_of(posterior), posterior.centre)
+            self.inputs = inputs = _enough(inputs, network, predictor)
+            super().__init__(
+                posterior, predictor, lambda: ((batch, batch) for batch in inputs), seed, matched
+            )
+            self._compared = [
+                _NetworkOutputs.of(outputs, batch, posterior) for outputs, batch in self._network_outputs()
+            ]
+        self._advance, self._temperature = advance, posterior.temperature
+        self.rows = sum(own.rows for own in self._compared)
         self.samples = sum(len(own.outputs) for own in self._compared)
 
     @property
@@ -173,69 +269,64 @@ class Comparison:
 
     @property
     def flat(self) -> bool:
-        """Whether the network's logits hardly differ from input to input, so that its predictions say nothing."""
-        if not self._posterior.likelihood.logits or self.samples < 2:
+        """Whether the network's logits hardly differ from input to input, so that its predictions bound no prior."""
+        if not self.posterior.likelihood.logits or self.samples < 2:
             return False
         spreads = [own.outputs for own in self._compared if own.layout is None]
         if not spreads or len({outputs.shape[1:] for outputs in spreads}) > 1:
             return False
         return float(as_double(torch.cat(spreads)).std(0).max()) < _FLAT
 
-    def at_present(self) -> tuple[float, float]:
-        """The mean divergence in nats at the posterior's present settings but the temperature, infinite where there is
-        none; and the temperature, which the posterior has from then on.
+    def current_divergence(self) -> float:
+        """The mean divergence in nats at the posterior's present settings but the temperature, which is the network's,
+        or the matched one, from then on.
         """
-        self._posterior.temperature = temperature = self._temperature
-        value = inf
-        try:
-            self._predictor.refresh(self._seed)
-            with torch.no_grad():
-                distributions, of_batches = list[Any](), self._cache.distributions()
-                for own in self._compared:
-                    with counted(len(own.outputs), self._predicted):
-                        distributions.append(next(of_batches)[0])
-                temperature = self._match(distributions) if self._matched else temperature
-                self._posterior.temperature = temperature
-                value = self._mean(distributions, self._posterior.observation.divergence)
-        except NonFiniteError:  # draws of extreme weights, or a precision that cannot be factorised
-            self._posterior.temperature = temperature
-        return (value if isfinite(value) else inf), temperature
+        self.posterior.temperature = self._temperature
+        value = self.evaluate()
+        if not isfinite(value):
+            self.posterior.temperature = self._temperature
+        return value
 
-    def _mean(self, distributions: Sequence[Any], score: Callable[[Tensor, Any], Tensor]) -> float:
+    def _pairs(self) -> Iterator[tuple[Any, Any]]:
+        of_batches = self._cache.distributions()
+        for own in self._compared:
+            with counted(len(own.outputs), self._advance):
+                distribution, _ = next(of_batches)
+            yield distribution, own
+
+    def _mean(self, pairs: Iterable[tuple[Any, Any]]) -> float:
+        return self._mean_of(self.posterior.observation.divergence, pairs)
+
+    def _mean_of(self, score: Callable[[Tensor, Any], Tensor], pairs: Iterable[tuple[Any, Any]]) -> float:
         """Mean of a score of outputs and predictions over all inputs, or positions that count."""
         total = 0.0
-        for own, rows, distribution in zip(self._compared, self._rows, distributions, strict=True):
-            if rows:
-                total += rows * float(own.mean(score, self._predictor.prediction_of(distribution)))
+        for distribution, own in pairs:
+            if own.rows:
+                total += own.rows * float(own.mean(score, self._predictor.prediction_of(distribution)))
         return total / self.rows
 
-    def _match(self, distributions: Sequence[Any]) -> float:
-        """The temperature at which the mean entropy is the network's, or the present one if there is none."""
-        network_entropy = self._network_entropy()
+    def _best_temperature(self, pairs: Sequence[tuple[Any, Any]]) -> float:
+        """The temperature at which the mean entropy is the network's, or the network's own if there is none."""
+        entropy = self.posterior.likelihood.entropy
+        own_entropy = sum(
+            own.rows * float(own.mean(lambda outputs, _: entropy(outputs), None))
+            for own in self._compared
+            if own.rows
+        )
 
-        def excess(factor: float) -> float:
-            self._posterior.temperature = self._temperature * factor
-            return self._mean(distributions, lambda _, p: by_input(p.entropy())) - network_entropy
+        @cache
+        def excess(decade: float) -> float:
+            self.posterior.temperature = self._temperature * 10.0**decade
+            return self._mean_of(lambda _, p: by_input(p.entropy()), pairs) - own_entropy / self.rows
 
         low, high = (log10(bound) for bound in TEMPERATURES)
-        if not (excess(10**low) <= 0.0 <= excess(10**high)):  # NaN included
+        if not (excess(low) <= 0.0 <= excess(high)):  # NaN included
             return self._temperature
-        for _ in range(_HALVINGS):
-            middle = (low + high) / 2
-            if excess(10**middle) > 0.0:
-                high = middle
-            else:
-                low = middle
-        return self._temperature * 10.0 ** ((low + high) / 2)
-
-    def _network_entropy(self) -> float:
-        entropy = self._posterior.likelihood.entropy
-        pairs = [pair for pair in zip(self._compared, self._rows, strict=True) if pair[1]]
-        total = sum(rows * float(own.mean(lambda outputs, _: entropy(outputs), None)) for own, rows in pairs)
-        return total / self.rows
+        root: Any = brentq(excess, low, high, xtol=_MATCHED)
+        return self._temperature * 10.0 ** float(root)
 
 
-def _enough(inputs: Sequence[Batch], model: nn.Module, predictor: Predictor) -> Sequence[Batch]:
+def _enough(inputs: Sequence[Batch], network: nn.Module, predictor: Predictor) -> Sequence[Batch]:
     """The first of the inputs, with some thousand positions in all that count: each position's prediction counts by
     itself, and all outputs are kept in memory and predicted many times. Without positions all inputs.
     """
@@ -245,7 +336,7 @@ def _enough(inputs: Sequence[Batch], model: nn.Module, predictor: Predictor) -> 
         samples = count_samples(batch)
         probe = batch.narrow(0, min(samples, PROBE_SAMPLES), samples)
         with predictor.explaining(batch):
-            outputs = probe.copied().call(model)
+            outputs = probe.copied().call(network)
         layout = predictor.posterior.likelihood.positions_of(outputs)
         if layout is None:
             return inputs
@@ -263,25 +354,30 @@ def _enough(inputs: Sequence[Batch], model: nn.Module, predictor: Predictor) -> 
 
 
 @dataclass(frozen=True)
-class _Compared:
+class _NetworkOutputs:
     """The network's outputs for one batch.
 
     Attributes:
         outputs: at least in float32, divided by the temperature.
         layout: where they have positions.
         counted: which of their rows count; None for all.
+        rows: how many predictions count: the positions, or the samples.
     """
 
     outputs: Tensor
     layout: Layout | None
     counted: Tensor | None
+    rows: int
 
-    @property
-    def rows(self) -> int:
-        """How many predictions count: the positions, or the samples."""
-        if self.counted is not None:
-            return int(self.counted.sum())
-        return len(self.outputs if self.layout is None else self.layout.rows(self.outputs))
+    @classmethod
+    def of(cls, outputs: Tensor, batch: Batch, posterior: Posterior) -> _NetworkOutputs:
+        outputs = at_least_float32(outputs.detach()) / divisor_of(posterior)
+        layout = posterior.likelihood.positions_of(outputs)
+        if layout is None:
+            return cls(outputs, None, None, len(outputs))
+        counting = counted_positions(layout, outputs, batch).flatten()
+        rows = int(counting.sum())
+        return cls(outputs, layout, None if rows == len(counting) else counting, rows)
 
     def mean(self, score: Callable[[Tensor, Any], Tensor], prediction: Any) -> Tensor:
         """The mean of a score of outputs and predictions, over what counts."""
@@ -292,79 +388,28 @@ class _Compared:
         return as_double(score(outputs, prediction)).mean()
 
 
-def _compared(outputs: Tensor, batch: Batch, posterior: Posterior) -> _Compared:
-    outputs = at_least_float32(outputs.detach()) / divisor_of(posterior)
-    layout = posterior.likelihood.positions_of(outputs)
-    counted = None if layout is None else counted_positions(layout, outputs, batch).flatten()
-    return _Compared(outputs, layout, None if counted is None or bool(counted.all()) else counted)
-
-
-# The faithful prior: the widest posterior whose predictions on the training data stay near the network's.
+# The faithful prior: smallest prior precision for which KL(network, predictive) on training inputs is within the
+# budget.
 #
 #     tau* = inf {tau : D(tau') <= budget for every tau' >= tau},
 #     D(tau) = mean over training inputs of KL(p_network(. | x) || p_posterior(. | x; tau)),
 #
 # where p_posterior is the prediction of the head that will be used. Where outputs have positions the mean is
-# over all positions that count (`posthoc_uq.likelihoods.counted`). Neither labels nor held-out data are
-# needed. Where no prior precision can be set (the variances of a training), the `scale` is set instead. With
-# a matched temperature, every tau has the temperature at which the mean entropy over the same inputs is the
-# network's own: confidence is kept on average, and moves from inputs where the weights disagree to inputs
-# where they agree. Where every prediction runs the whole model, a few of the inputs say where the search on
-# all of them begins.
+# over all positions that count. Neither labels nor held-out data are needed. Where no prior precision can be set
+# (the variances of a training), the `scale` is set instead. With a matched temperature, every tau has the
+# temperature at which the mean entropy over the same inputs is the network's own: confidence is kept on average,
+# and moves from inputs where the weights disagree to inputs where they agree. Where every prediction runs the
+# whole model, a few of the inputs determine where the search on all of them begins.
 
 DIVERGENCE = 0.002  # nats: the default budget
 GUARDED = 0.02  # nats: where the likelihood of held-out data guards against harm
-_ABOVE = 3  # decades above the weights' own precision at which a search begins
-_BELOW = 2  # decades below it at which a search ends: weights of ten times their own size
-_UP = 12  # decades above it at which a search gives up
-_FEW = 8  # inputs on which a search begins where each prediction runs the whole model
+_START_ABOVE = 3  # decades above the weights' own precision at which a search begins
+_END_BELOW = 2  # decades below it at which a search ends: weights of ten times their own size
+_GIVE_UP_ABOVE = 12  # decades above it at which a search gives up
+_FEW_INPUTS = 8  # on which a search begins where each prediction runs the whole model
 # How many evaluations a search mostly takes, for what a bar shows: on all inputs without a look at a few, and with it.
 _USUAL, _USUAL_AFTER_FEW, _USUAL_OF_FEW = 4, 2, 4
 _ZERO = 1e-12  # mean square up to which weights count as zero
-
-
-@dataclass(frozen=True)
-class Faithful:
-    """Ask `posthoc_uq.fit` for the widest posterior whose predictions stay near the network's own.
-
-    Attributes:
-        divergence: how far they may be, as a mean over a few hundred training inputs, in nats. None leaves the
-            variances of a training as they are.
-    """
-
-    divergence: float | None = DIVERGENCE
-
-    def __post_init__(self) -> None:
-        if self.divergence is not None:
-            budget = check_option("divergence, a budget in nats,", self.divergence, Positive)
-            object.__setattr__(self, "divergence", budget)
-
-
-@dataclass
-class Reached:
-    """The result of a search for the faithful prior.
-
-    Attributes:
-        divergence: mean over the inputs, in nats, at the values that were set.
-        budget: the largest divergence allowed, in nats.
-        inputs: how many inputs it was measured on.
-        evaluations: how often they were predicted.
-        at_edge: whether the search ended at the widest prior it tries.
-    """
-
-    divergence: float
-    budget: float
-    inputs: int
-    evaluations: int
-    at_edge: bool = False
-
-    def __str__(self) -> str:
-        edge = "; the widest prior that is looked at" if self.at_edge else ""
-        times = "once" if self.evaluations == 1 else f"{self.evaluations} times"
-        return (
-            f"divergence {self.divergence:.3g} of at most {self.budget:g} nats, on {self.inputs} training inputs "
-            f"predicted {times}{edge}"
-        )
 
 
 class FaithfulSearch:
@@ -377,6 +422,11 @@ class FaithfulSearch:
         seed: of the draws of a head that draws weights.
         matched: whether each prior precision has its own temperature.
         progress: whether a search shows a bar.
+
+    Attributes:
+        parameter: the hyperparameter that is set.
+        samples: how many inputs the divergence is measured on.
+        tried: the trial at every decade, on all inputs, of the last search.
     """
 
     def __init__(
@@ -389,133 +439,107 @@ class FaithfulSearch:
         matched: bool = False,
         progress: bool = False,
     ) -> None:
-        self.posterior, self.trials = posterior, Trials()
-        self._evaluated = dict[float, tuple[float, float]]()
-        self._progress = progress
-        self._bar = Progress("faithful prior", "samples", False)
-        self.name = widening(posterior)
-        self._prior = posterior.prior_precision if posterior.takes_prior else None
-        self._scale = posterior.scale
-        matched = matched and posterior.likelihood.logits
-
-        def comparison(some: Sequence[Batch]) -> Comparison:
-            return Comparison(posterior, some, predictor, seed=seed, matched=matched, predicted=self._advance)
-
-        self._all, self._few = comparison(inputs), None
+        self.posterior, self.tried, self._progress = posterior, dict[float, Trial](), progress
+        self.parameter = width_parameter_of(posterior)
+        self._of_prior = self.parameter == "prior_precision"
+        # at decade 0: a prior precision of 1, or the scale as it is
+        self._unit = posterior.settings
+        if self._of_prior and isinstance(self._unit.prior_precision, float):
+            self._unit = replace(self._unit, prior_precision=1.0)
+        elif self._of_prior:
+            self._unit = with_width(self._unit, self.parameter, 1 / width_of(self._unit, self.parameter))
+        self._bar = SearchBar("faithful prior", "samples", False, [])
+        measure = partial(
+            Divergence,
+            posterior,
+            predictor=predictor,
+            seed=seed,
+            matched=matched and posterior.likelihood.logits,
+            advance=lambda inputs: self._bar.advance(inputs),
+        )
+        self._all, self._few = measure(inputs), None
+        self.samples = self._all.samples
         if not self._all.rows:
             raise nothing_counts()
-        if self._all.runs_the_model and self._all.samples >= 4 * _FEW:
-            few = comparison(_first(self._all.inputs, _FEW))
+        if self._all.runs_the_model and self.samples >= 4 * _FEW_INPUTS:
+            few = measure(_first(self._all.inputs, _FEW_INPUTS))
             self._few = few if few.rows else None
 
-    def run(self, budget: float) -> Reached:
-        """Set the widest posterior within the budget; if there is none, warn and set the narrowest tried."""
-        decade = self.set_widest(budget)
-        divergence, _ = self._evaluated[decade]
-        self.trials.chosen = self.trials.trials[list(self._evaluated).index(decade)]
-        if not divergence <= budget:
-            warn_user(
-                f"No {self._label} keeps the predictions within {budget:g} nats of the network's own: the narrowest "
-                f"posterior that was tried is {divergence:.3g} nats from them, and is kept. A model that any change of "
-                f"the weights breaks is better served by layers='last', or head='linearized'."
-            )
-        at_edge = self._prior is not None and decade <= self._weights_decade() - _BELOW
-        if at_edge and self._all.flat:
-            at_edge, decade = False, self._own_size()
-            divergence, _ = self._evaluated[decade]
-        if at_edge:
-            self.trials.at_edge.append(f"{self._label} = 10^{decade:g}")
-        return Reached(divergence, budget, self._all.samples, len(self._evaluated), at_edge)
-
-    def _own_size(self) -> float:
-        """Set weights of their own size, where nothing says how wide they may be, and warn."""
-        decade = self._weights_decade()
-        divergence = self._divergence(decade, self._all, self._evaluated)
-        self._set(decade)
-        self.posterior.temperature = self._evaluated[decade][1]
-        self.trials.chosen = self.trials.trials[list(self._evaluated).index(decade)]
-        warn_user(
-            f"The model's outputs hardly depend on its inputs, so that even the widest {self._label} keeps the "
-            f"predictions within the budget; it was set by the size of the trained weights ({divergence:.1g} nats from "
-            f"the network's own). Check that the weights are the trained ones and that the inputs are scaled as in the "
-            f"training, or give prior_precision a number."
-        )
-        return decade
+    @property
+    def label(self) -> str:
+        return ABOUT[self.parameter].label
 
     def set_widest(self, budget: float) -> float:
         """Set the widest posterior within the budget, or the narrowest tried, and return its decade."""
-        total = self._expected(self._few or self._all, 0)
-        with Progress("faithful prior", "samples", self._progress, total) as self._bar:
-            decade = self._widest(budget)
-        self._set(decade)
-        self.posterior.temperature = self._evaluated[decade][1]
-        return decade
-
-    def _advance(self, inputs: int) -> None:
-        self._bar.advance(inputs)
-
-    def _expected(self, comparison: Comparison, evaluated: int) -> int:
-        """How many predictions an evaluation on these inputs and those after it may take: the usual number of
-        evaluations, but always one more than this.
-        """
-        of_all = _USUAL if self._few is None else _USUAL_AFTER_FEW
-        if comparison is self._all:
-            return (1 + max(1, of_all - evaluated - 1)) * self._all.samples
-        of_few = 1 + max(1, _USUAL_OF_FEW - evaluated - 1)
-        return of_few * comparison.samples + of_all * self._all.samples
-
-    @property
-    def _label(self) -> str:
-        return ABOUT[self.name].label
-
-    def _widest(self, budget: float) -> float:
-        """Search downwards from where the divergence is about zero, or from what a few of the inputs say."""
+        searches = [(_USUAL, self.samples)]
+        if self._few is not None:
+            searches = [(_USUAL_OF_FEW, self._few.samples), (_USUAL_AFTER_FEW, self.samples)]
         weights = self._weights_decade()
         # never wider than a training made it
-        low, high = weights - (_BELOW if self._prior is not None else 0), weights + _UP
-        start, slope, upwards = float(weights + _ABOVE), None, 1.0
-        if self._few is not None:
-            of_few = partial(self._divergence, comparison=self._few, evaluated={})
-            start, slope = widest_within(of_few, budget, start, low, high)
-            upwards = TOLERANCE
-        self._evaluated, self.trials = {}, Trials()
-        of_all = partial(self._divergence, comparison=self._all, evaluated=self._evaluated)
-        return widest_within(of_all, budget, start, low, high, slope=slope, upwards=upwards)[0]
+        low, high = weights - (_END_BELOW if self._of_prior else 0), weights + _GIVE_UP_ABOVE
+        start, slope, upwards = float(weights + _START_ABOVE), None, 1.0
+        self._bar = SearchBar("faithful prior", "samples", self._progress, searches)
+        with self._bar:
+            if self._few is not None:
+                self._bar.begin_search()
+                of_few = partial(self._divergence, on=self._few, tried={})
+                start, slope = widest_within(of_few, budget, start, low, high)
+                upwards = TOLERANCE
+            self._bar.begin_search()
+            self.tried = {}
+            of_all = partial(self._divergence, on=self._all, tried=self.tried)
+            decade, _ = widest_within(of_all, budget, start, low, high, slope=slope, upwards=upwards)
+        self.posterior.settings = self.tried[decade].settings
+        return decade
+
+    def run(self, budget: float) -> Trials:
+        """Set the widest posterior within the budget; if there is none, warn and set the narrowest tried."""
+        decade = self.set_widest(budget)
+        divergence, edges = self.tried[decade].objective, list[str]()
+        if not divergence <= budget:
+            warn_user(
+                f"No {self.label} keeps the predictions within {budget:g} nats of the network's own: the narrowest "
+                f"posterior that was tried is {divergence:.3g} nats from them, and is kept. Where any change of the "
+                f"weights breaks a model, layers='last' or head='linearized' serves it better."
+            )
+        if self._of_prior and decade <= self._weights_decade() - _END_BELOW:
+            if self._all.flat:
+                decade = self._set_weights_of_their_own_size()
+            else:
+                edges.append(f"{self.label} = 10^{decade:g}")
+        trials = Trials("faithful", (self.parameter, "temperature"), list(self.tried.values()), at_edge=edges)
+        trials.chosen = self.tried[decade]
+        return trials
+
+    def _set_weights_of_their_own_size(self) -> float:
+        """The decade of the weights' size, for where nothing bounds the prior; warns."""
+        decade = self._weights_decade()
+        divergence = self._divergence(decade, self._all, self.tried)
+        self.posterior.settings = self.tried[decade].settings
+        warn_user(
+            f"The model's outputs hardly depend on its inputs, so that the size of the trained weights set the "
+            f"{self.label} ({divergence:.1g} nats from the network's own predictions). Check that the weights are the "
+            f"trained ones and that the inputs are scaled as in the training, or give prior_precision a number."
+        )
+        return decade
 
     def _weights_decade(self) -> float:
         """The decade of the inverse mean square of the trained weights; 0 for a scale, as the training left it."""
-        if self._prior is None:
+        if not self._of_prior:
             return 0.0
         means = self.posterior.mean.values()
         mean_square = sum(float(as_double(m.detach()).square().sum()) for m in means)
         mean_square /= sum(m.numel() for m in means)
         return float(ceil(-log10(mean_square))) if mean_square > _ZERO else 0.0
 
-    def _set(self, decade: float) -> None:
-        """Set the prior precision (of several, the geometric mean) to ``10^decade``, or multiply the scale by it."""
-        posterior, prior = self.posterior, self._prior
-        if prior is None:
-            posterior.scale = self._scale * 10.0**decade
-        elif isinstance(prior, dict):
-            shift = sum(log10(value) for value in prior.values()) / len(prior)
-            posterior.prior_precision = {name: v * 10.0 ** (decade - shift) for name, v in prior.items()}
-        else:
-            posterior.prior_precision = 10.0**decade
-
-    def _divergence(
-        self, decade: float, comparison: Comparison, evaluated: dict[float, tuple[float, float]]
-    ) -> float:
-        """The divergence at a decade on some inputs; it and its temperature are remembered."""
-        if decade not in evaluated:
-            self._bar.expect(self._bar.done + self._expected(comparison, len(evaluated)))
-            self._set(decade)
-            evaluated[decade] = value, temperature = comparison.at_present()
-            if comparison is self._all:
-                present = getattr(self.posterior, self.name)
-                self.trials.trials.append(
-                    {self._label: present, "temperature": temperature, "divergence": value}
-                )
-        return evaluated[decade][0]
+    def _divergence(self, decade: float, on: Divergence, tried: dict[float, Trial]) -> float:
+        """The divergence at a decade on some inputs; the trial is remembered."""
+        if decade not in tried:
+            self._bar.begin_evaluation()
+            self.posterior.settings = with_width(self._unit, self.parameter, 10.0**decade)
+            divergence = on.current_divergence()
+            tried[decade] = Trial(self.posterior.settings, divergence)
+        return tried[decade].objective
 
 
 def _first(inputs: Sequence[Batch], number: int) -> list[Batch]:
@@ -531,21 +555,58 @@ def _first(inputs: Sequence[Batch], number: int) -> list[Batch]:
     return chosen
 
 
-def widening(posterior: Posterior) -> str:
-    """The hyperparameter by which a posterior is made wider or narrower: ``"prior_precision"`` or ``"scale"``.
+def set_faithful(
+    posterior: Posterior,
+    inputs: Sequence[Batch],
+    predictor: Predictor,
+    budget: float,
+    *,
+    seed: int = 0,
+    matched: bool = False,
+    progress: bool = False,
+) -> Trials:
+    """Set the faithful prior (or scale) and its temperature, and record how far the predictions moved.
 
-    Raises:
-        PosthocUQError: it has neither.
+    Args:
+        posterior: its record names the head of the predictor.
+        inputs: training inputs.
+        predictor: predicts them.
+        budget: the largest divergence, in nats.
+        seed: of the draws.
+        matched: whether each prior precision has its own temperature.
+        progress: whether to show a bar.
     """
-    name = posterior.widening
-    if name is None:
-        instead = (
-            "; held-out data can tune its temperature, by criterion='likelihood'"
-            if posterior.likelihood.logits
-            else ""
+    history, earlier = posterior.history, posterior.history.faithful
+    if earlier and posterior.temperature == earlier["temperature"]:  # matched by that search: take it back
+        posterior.temperature = earlier["network_temperature"]
+    network_temperature = posterior.temperature
+    search = FaithfulSearch(posterior, inputs, predictor, seed=seed, matched=matched, progress=progress)
+    trials = search.run(budget)
+    assert trials.chosen is not None
+    divergence, evaluations = trials.chosen.objective, len(trials.trials)
+    history.tuning[search.label] = (
+        f"faithful through head={predictor.head!r}: divergence {divergence:.3g} of at most {budget:g} nats, on "
+        f"{search.samples} training inputs predicted {'once' if evaluations == 1 else f'{evaluations} times'}"
+        f"{'; the widest prior that is looked at' if trials.at_edge else ''}"
+    )
+    history.tuning.pop("temperature", None)
+    if posterior.temperature != network_temperature:
+        history.tuning["temperature"] = (
+            "the one at which the mean entropy on the same inputs is the network's"
         )
-        raise PosthocUQError(
-            f"A posterior by method={posterior.method!r} has neither a prior precision nor a scale by which it could "
-            f"be made wider or narrower{instead}."
-        )
-    return name
+    history.faithful = {
+        "head": predictor.head,
+        "value": posterior.settings.plain()[search.parameter],
+        "temperature": posterior.temperature,
+        "network_temperature": network_temperature,
+        "divergence": divergence,
+        "budget": float(budget),
+        "settings": other_settings(posterior),
+    }
+    return trials
+
+
+def other_settings(posterior: Posterior) -> dict[str, float]:
+    """The hyperparameters that a faithful prior (or scale) belongs to."""
+    names = [name for name, about in ABOUT.items() if about.of_weights and not about.by_layer]
+    return {name: float(getattr(posterior, name)) for name in names if name != posterior.width_parameter}

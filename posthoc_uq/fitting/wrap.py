@@ -3,23 +3,19 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable
 from typing import Any, Literal, overload
 
-import torch
-from torch import Tensor, nn
+from torch import nn
 
 from posthoc_uq.core.errors import warn_user
 from posthoc_uq.core.options import check_names, one_of
 from posthoc_uq.files import check_match
-from posthoc_uq.heads.linearized import EngineName, LinearizedPredictor
+from posthoc_uq.heads.linearized import LinearizedPredictor
 from posthoc_uq.heads.moments import MomentsPredictor
 from posthoc_uq.heads.predictor import Predictor
-from posthoc_uq.heads.sampling import Batched, Drawn, Keep, SamplingPredictor
-from posthoc_uq.likelihoods.draws import LINK_DRAWS
+from posthoc_uq.heads.sampling import SamplingPredictor
 from posthoc_uq.posteriors.posterior import Posterior
 
-# A head's options are the arguments of its class.
 _CLASSES: dict[str, type[Predictor]] = {
     "sampling": SamplingPredictor,
     "moments": MomentsPredictor,
@@ -30,55 +26,19 @@ HEADS = tuple(_CLASSES)
 
 @overload
 def wrap(
-    model: nn.Module,
-    posterior: Posterior,
-    head: Literal["sampling"],
-    *,
-    n_samples: int = 30,
-    seed: int | None = 0,
-    generator: torch.Generator | None = None,
-    keep: Keep = "weights",
-    antithetic: bool = False,
-    dtype: torch.dtype | None = None,
-    batched: Batched = "auto",
-    novelty: bool = True,
-    drawn: Drawn = "weights",
+    model: nn.Module, posterior: Posterior, head: Literal["sampling"], **options: Any
 ) -> SamplingPredictor: ...
 
 
 @overload
 def wrap(
-    model: nn.Module,
-    posterior: Posterior,
-    head: Literal["moments"],
-    *,
-    weights: str = "auto",
-    cov: str = "diag",
-    relu: str = "unscented",
-    max_pool: str = "clark",
-    pool_rho: float = 0.0,
-    unknown: str = "error",
-    link: str = "mc",
-    n_draws: int = LINK_DRAWS,
-    output_map: Callable[[Tensor], Tensor] | None = None,
-    novelty: bool = True,
+    model: nn.Module, posterior: Posterior, head: Literal["moments"], **options: Any
 ) -> MomentsPredictor: ...
 
 
 @overload
 def wrap(
-    model: nn.Module,
-    posterior: Posterior,
-    head: Literal["linearized"],
-    *,
-    link: str = "mc",
-    n_draws: int = LINK_DRAWS,
-    outputs: str | int = "auto",
-    engine: EngineName = "auto",
-    n_probes: int = 32,
-    memory_budget: int | None = None,
-    novelty: bool = True,
-    backpropagate: bool = False,
+    model: nn.Module, posterior: Posterior, head: Literal["linearized"], **options: Any
 ) -> LinearizedPredictor: ...
 
 
@@ -89,6 +49,12 @@ def wrap(model: nn.Module, posterior: Posterior, head: str | None = None, **opti
 def wrap(model: nn.Module, posterior: Posterior, head: str | None = None, **options: Any) -> Predictor:
     """Give `model` the uncertainty of `posterior`.
 
+    * ``"linearized"`` takes the model to be linear in its weights, as a Laplace posterior does: no Monte Carlo error,
+      one backward pass for every output used, and a closed form for a posterior of the last layer.
+    * ``"moments"`` propagates mean and variance through the layers in one pass, and needs
+      ``predictor.calibrate(loader)`` for the scale of deep networks.
+    * ``"sampling"`` runs the model once per drawn set of weights.
+
     Args:
         model: the model the posterior was fitted on, or a copy with the same parameters on any device.
         posterior: from `fit` or `load`.
@@ -96,27 +62,11 @@ def wrap(model: nn.Module, posterior: Posterior, head: str | None = None, **opti
             for (``"linearized"`` after a `fit` without a choice of its own, ``"sampling"`` after a training), or, if
             that does not take the options given, another one that does and that the posterior can serve. A head that
             the hyperparameters were not found for is warned of, once.
-            ``"linearized"`` takes the model to be linear in its weights, as a Laplace posterior does: no Monte Carlo
-            error, one backward pass for every output used, and a closed form for a posterior of the last
-            layer. ``"moments"`` propagates mean and variance through the layers in one pass, and needs
-            ``predictor.calibrate(loader)`` for the scale of deep networks. Their options are those of
-            `LinearizedPredictor` and `MomentsPredictor`.
-            ``"sampling"`` runs the model once per drawn set of weights, and its options are:
-            ``n_samples`` (30), draws of the weights;
-            ``seed`` (0) of the draws, None to draw differently every time, or a ``generator`` in its place;
-            ``keep`` (``"weights"``), or ``"seeds"`` to draw again at every prediction instead of keeping
-            `n_samples` copies;
-            ``antithetic`` (False), draws in pairs ``mean + d, mean - d``;
-            ``dtype`` (None, the model's), ``torch.float16``, ``torch.bfloat16`` or ``torch.float32`` for the
-            drawn weights and the forward pass;
-            ``batched`` (``"auto"``), True or False: whether many draws run in one pass;
-            ``novelty`` (True), whether predictions have a novelty, for one more forward pass at most;
-            ``drawn`` (``"weights"``), or ``"outputs"`` to draw each layer's outputs by local reparametrisation, where
-            weights are independent.
-        **options: of the head; an unknown one is an error that names those that the head takes.
+        **options: the arguments of the head's class: `LinearizedPredictor`, `MomentsPredictor` or `SamplingPredictor`.
+            An unknown one is an error that names those that the head takes.
 
     Returns:
-        A module whose call takes what the model takes and returns a `ClassPrediction` or
+        A module whose call takes what the model takes and returns a `Prediction`, such as `ClassPrediction` or
         `RegressionPrediction`; its `predict` takes a loader.
 
     Raises:
@@ -133,18 +83,29 @@ def wrap(model: nn.Module, posterior: Posterior, head: str | None = None, **opti
     others = (name for other in possible for name in options_of(_CLASSES[other]))
     check_names(f"head={head!r}", options, options_of(kind), others)
     _warn_of_another_head(posterior, head)
-    predictor = kind(model, posterior, **options)
-    return predictor
+    return kind(model, posterior, **options)
+
+
+def head_class(head: str) -> type[Predictor]:
+    """The class of a head by its name.
+
+    Raises:
+        PosthocUQError: there is no head of this name.
+    """
+    return _CLASSES[one_of("head", head, HEADS)]
+
+
+def options_of(kind: type[Predictor]) -> list[str]:
+    """The names of the options that a head's class takes beside model and posterior."""
+    return [name for name in inspect.signature(kind).parameters if name not in ("model", "posterior")]
 
 
 def recorded_head(posterior: Posterior) -> tuple[str, dict[str, Any]]:
-    """Name and options of the head that a posterior's hyperparameters were found for. Without a record, as in files of
-    earlier versions, it is ``"sampling"``; if the posterior cannot serve the head, it is the first one that it can.
+    """Name and options of the head that a posterior's hyperparameters were found for, by default ``"sampling"``; if the
+    posterior cannot serve it, the first head that it can.
     """
-    head_record, possible = posterior.history.head, _possible_heads(posterior)
-    name, options = (
-        (str(head_record["name"]), dict(head_record["options"])) if head_record else ("sampling", {})
-    )
+    record, possible = posterior.history.head, _possible_heads(posterior)
+    name, options = (str(record["name"]), dict(record["options"])) if record else ("sampling", {})
     return (name, options) if name in possible or not possible else (possible[0], {})
 
 
@@ -178,21 +139,6 @@ def _warn_of_another_head(posterior: Posterior, head: str) -> None:
         return
     posterior.warned_heads.add(head)
     warn_user(
-        f"The posterior's prior precision was found for head={found_for!r}, and head={head!r} may need another: "
-        f"uq.tune(posterior, loader, criterion='faithful', head={head!r}) finds it from inputs like those of the "
-        f"training."
+        f"The posterior's prior precision was found for head={found_for!r}, and head={head!r} may need another. Find "
+        f"it from inputs like those of the training: uq.tune(posterior, loader, criterion='faithful', head={head!r})."
     )
-
-
-def options_of(kind: type[Predictor]) -> list[str]:
-    """The names of the options that a head's class takes beside model and posterior."""
-    return [name for name in inspect.signature(kind).parameters if name not in ("model", "posterior")]
-
-
-def head_class(head: str) -> type[Predictor]:
-    """The class of a head by its name.
-
-    Raises:
-        PosthocUQError: there is no head of this name.
-    """
-    return _CLASSES[one_of("head", head, HEADS)]

@@ -120,7 +120,7 @@ class PosteriorRatio:
     ) -> None:
         self._settings = settings
         self._centred = posterior.likelihood.softmax
-        if posterior.takes_prior:
+        if posterior.has_free_prior_precision:
             precisions = dict.fromkeys(posterior.layers, settings.prior_precision)
         else:
             precisions = training_precisions(posterior)

@@ -615,7 +615,7 @@ class Predictor(DrawnFunctions, nn.Module, ABC):
         total = sum(parameter.numel() for parameter in self.model.parameters())
         prior = settings["prior_precision"]
         shown = [f"prior precision {'per layer' if isinstance(prior, dict) else f'{prior:.4g}'}"]
-        if not posterior.takes_prior:
+        if not posterior.has_free_prior_precision:
             shown.append(f"scale {settings['scale']:.4g}")
         noise_variance = posterior.noise_variance
         if noise_variance is None:

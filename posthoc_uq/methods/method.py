@@ -70,7 +70,7 @@ class Method(Options, ABC):
         return False
 
     @property
-    def narrowed(self) -> bool:
+    def calibrates_prior(self) -> bool:
         """Whether a fit goes on to narrow the variances that were found as far as a faithful posterior needs, where it
         is not told otherwise.
         """

@@ -523,7 +523,7 @@ class UTVI(MomentOptions, Method):
         return "moments"
 
     @property
-    def narrowed(self) -> bool:
+    def calibrates_prior(self) -> bool:
         return self.objective == "expected"  # else the propagated variance is what was trained to predict
 
     def passes(self) -> int:

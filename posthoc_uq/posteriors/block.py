@@ -359,7 +359,7 @@ class Block(ABC):
     tunable: ClassVar[frozenset[str]] = frozenset({"scale", "prior_precision"})
     """The hyperparameters of its weights that may be set (`posthoc_uq.posteriors.settings.ABOUT`); without a prior
     precision there is no marginal likelihood either."""
-    own_priors: ClassVar[bool] = False
+    per_weight_prior: ClassVar[bool] = False
     """Whether every weight may have a prior precision of its own: `factor` then takes a tensor of its shape."""
     settled: ClassVar[frozenset[str]] = frozenset()
     """Those that were a part of what its method optimised: they are known, and cannot be set."""
@@ -415,7 +415,7 @@ class Block(ABC):
         """
         return sum(spec.numbers for spec in cls.specs(shape, {}).values())
 
-    def own_mean(self) -> Tensor | None:
+    def stored_mean(self) -> Tensor | None:
         """The mean of the weights, ``(G, m, n)``, of blocks that know it themselves; of all others it is the model's
         own, or the posterior's centre.
         """
@@ -429,7 +429,7 @@ class Block(ABC):
         """What is wrong with its tensors taken together, in words, or None; `specs` is about each tensor alone."""
         return None
 
-    def reach(self, settings: Settings) -> float:
+    def largest_value(self, settings: Settings) -> float:
         """The largest precision at these settings, or the largest variance of a block that stores variances. Files that
         reach more than float32 can compute with are refused. 0 where the bounds in `specs` exclude that already.
         """

@@ -233,7 +233,7 @@ class InformationBlock(Block):
 
     kind = "inf"
     makes = InformationFactor
-    own_priors = True
+    per_weight_prior = True
     tunable: ClassVar[frozenset[str]] = Block.tunable | {"residual_weight"}
     fields: ClassVar[type[Record]] = InformationFields
 
@@ -342,7 +342,7 @@ class InformationBlock(Block):
                 return f"has an eigenvalue along a direction of '{name}' that is zero"
         return None
 
-    def reach(self, settings: Settings) -> float:
+    def largest_value(self, settings: Settings) -> float:
         return reached(settings, largest_of(self.eigenvalues, self.diagonal))
 
     @classmethod

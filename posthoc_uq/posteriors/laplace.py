@@ -74,7 +74,7 @@ class DiagonalBlock(Block):
 
     kind = "diagonal"
     makes = DiagonalFactor
-    own_priors = True
+    per_weight_prior = True
 
     def __init__(self, diagonal: Tensor) -> None:
         self.diagonal = diagonal
@@ -93,7 +93,7 @@ class DiagonalBlock(Block):
     def specs(cls, shape: Shape, attributes: Mapping[str, Any]) -> dict[str, TensorSpec]:
         return {"diagonal": TensorSpec(shape, non_negative=True)}
 
-    def reach(self, settings: Settings) -> float:
+    def largest_value(self, settings: Settings) -> float:
         return reached(settings, largest_of(self.diagonal))
 
     @classmethod
@@ -295,7 +295,7 @@ class KroneckerBlock(_EigenbasisBlock):
         output_values, output_basis = eigh_descending(grams["output_gram"])
         return KroneckerBlock(input_basis, output_basis, input_values, output_values, grams)
 
-    def reach(self, settings: Settings) -> float:
+    def largest_value(self, settings: Settings) -> float:
         largest = largest_of(self.input_values) * largest_of(self.output_values)
         return reached(settings, largest)
 
@@ -339,7 +339,7 @@ class EigenvalueCorrectedBlock(_EigenbasisBlock):
         whole = float(as_double(part["eigenvalues"]).sum())
         return whole * float(part["inside"]), whole
 
-    def reach(self, settings: Settings) -> float:
+    def largest_value(self, settings: Settings) -> float:
         return reached(settings, largest_of(self.eigenvalues))
 
 
@@ -404,7 +404,7 @@ class DenseBlock(Block):
 
     kind = "dense"
     makes = DenseFactor
-    own_priors = True
+    per_weight_prior = True
     joint = True
 
     def __init__(self, fisher: Tensor) -> None:
@@ -434,7 +434,7 @@ class DenseBlock(Block):
     def most_numbers(cls, shape: Shape) -> int:
         return min(shape[-1] ** 2, LARGEST_BYTES // 8)
 
-    def reach(self, settings: Settings) -> float:
+    def largest_value(self, settings: Settings) -> float:
         return reached(settings, largest_of(self.fisher))
 
     @classmethod
@@ -504,7 +504,7 @@ class SubnetworkBlock(Block):
 
     kind = "subnetwork"
     makes = SubnetworkFactor
-    own_priors = True
+    per_weight_prior = True
     joint = True
     fields: ClassVar[type[Record]] = SubnetworkFields
     heads_note = "head='moments' takes the chosen weights as independent, with their exact variances"
@@ -564,7 +564,7 @@ class SubnetworkBlock(Block):
             None if counted == len(self.index) == len(self.fisher) else "has another number of chosen weights"
         )
 
-    def reach(self, settings: Settings) -> float:
+    def largest_value(self, settings: Settings) -> float:
         return reached(settings, largest_of(self.fisher))
 
     @classmethod

@@ -217,7 +217,7 @@ class MessagesBlock(Block):
     def factor(self, settings: Settings) -> Factor:
         return MessageFactor((self._ratio(settings) / self.total()).to(self.field), self.shift)
 
-    def own_mean(self) -> Tensor:
+    def stored_mean(self) -> Tensor:
         if self._mean is None:
             self._mean = _returned(self.moved_mean(), as_double(self.shift))
         return self._mean
@@ -255,11 +255,13 @@ class MessagesBlock(Block):
     def restore(cls, attributes: Mapping[str, Any], tensors: Mapping[str, Tensor]) -> MessagesBlock:
         return cls(**tensors, samples=attributes["samples"])
 
-    def reach(self, settings: Settings) -> float:
+    def largest_value(self, settings: Settings) -> float:
         total = self.total()
         if not float(total.min()) > 0:
             return float("inf")
-        return largest_of(_with_shift(self._ratio(settings) / total, as_double(self.shift)), self.own_mean())
+        return largest_of(
+            _with_shift(self._ratio(settings) / total, as_double(self.shift)), self.stored_mean()
+        )
 
     def summary(self) -> dict[str, Any]:
         deviations = self.total().rsqrt().flatten()
@@ -293,14 +295,14 @@ class JointMessagesBlock(MessagesBlock):
     def most_numbers(cls, shape: Shape) -> int:
         return min(super().most_numbers(shape), LARGEST_BYTES // 8)
 
-    def reach(self, settings: Settings) -> float:
+    def largest_value(self, settings: Settings) -> float:
         precision = largest_of(self.precision) * float(settings.scale) / self.samples
         try:
             root = cholesky(self.total()) / self._ratio(settings) ** 0.5
         except NonFiniteError:
             return precision  # and `fault` says what is wrong
         wide = JointFactor(root, as_double(self.shift), root)
-        return max(precision, largest_of(wide.variance(), self.own_mean()))
+        return max(precision, largest_of(wide.variance(), self.stored_mean()))
 
     def fault(self) -> str | None:
         try:

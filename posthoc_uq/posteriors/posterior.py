@@ -97,7 +97,7 @@ class Layout:
         """
         means: dict[str, Tensor] = {}
         for name, block in blocks.items():
-            mean = block.own_mean()
+            mean = block.stored_mean()
             for layer, matrix in [] if mean is None else self.split(name, mean):
                 for parameter, tensor in layer.to_parameters(matrix).items():
                     means[parameter] = tensor.to(like[parameter])
@@ -546,7 +546,7 @@ class Posterior(Adjustable):
         noise_scale: float | Tensor | None = None,
     ) -> Tensor:
         """One block's ``log det P - sum n log tau + sum tau |theta|^2``, a scalar."""
-        tuned = _TUNE if self.widening is not None or self.likelihood.logits else ""
+        tuned = _TUNE if self.width_parameter is not None or self.likelihood.logits else ""
         self.require([can.LOG_DETERMINANT], "The log marginal likelihood", tuned)
         if "prior_precision" not in self.blocks[block].tunable:
             raise PosthocUQError(

@@ -391,12 +391,12 @@ class Adjustable:
             )
 
     @property
-    def takes_prior(self) -> bool:
+    def has_free_prior_precision(self) -> bool:
         """Whether a prior precision can be set."""
         return "prior_precision" in self.tunable
 
     @property
-    def widening(self) -> str | None:
+    def width_parameter(self) -> str | None:
         """The hyperparameter by which the posterior is made wider or narrower: ``"prior_precision"``, ``"scale"`` where
         the prior is settled, or None.
         """

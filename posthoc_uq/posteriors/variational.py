@@ -109,7 +109,7 @@ class MeanFieldBlock(Block):
     def specs(cls, shape: Shape, attributes: Mapping[str, Any]) -> dict[str, TensorSpec]:
         return {"variances": TensorSpec(shape, non_negative=True)}
 
-    def reach(self, settings: Settings) -> float:
+    def largest_value(self, settings: Settings) -> float:
         return largest_of(self.variances) * self.samples / float(settings.scale)
 
     @classmethod
@@ -495,7 +495,7 @@ class LatentBlock(Block):
     def factor(self, settings: Settings) -> SpikeFactor:
         return SpikeFactor(*self.slabs(), self.inclusions(), self.scale)
 
-    def own_mean(self) -> Tensor:
+    def stored_mean(self) -> Tensor:
         return self.factor(Settings(1.0, 1.0)).mean()
 
     def summary(self) -> dict[str, Any]:
@@ -562,7 +562,7 @@ class LatentBinaryBlock(LatentBlock):
         scale = restored_scale(cast(Shape, tuple(means.shape)), attributes, tensors)
         return cls(means, tensors["variances"], tensors["inclusion"], bool(attributes["bias"]), scale)
 
-    def reach(self, settings: Settings) -> float:
+    def largest_value(self, settings: Settings) -> float:
         return max(largest_of(self.variances), largest_of(self.means) ** 2)
 
 
@@ -658,7 +658,7 @@ class MedianBlock(LatentBlock):
             return "keeps another number of weights than it says"
         return "leaves out biases, which are always on" if self.bias and not mask[..., -1].all() else None
 
-    def reach(self, settings: Settings) -> float:
+    def largest_value(self, settings: Settings) -> float:
         return max(largest_of(self.variances), largest_of(self.means) ** 2)
 
 

@@ -615,7 +615,7 @@ def fit_by_messages(task: Task, options: MessagePassingOptions, prior_precision:
     task.seconds["message passing"] = time.perf_counter() - began
     for name, block in blocks.items():
         if not all(
-            bool(torch.isfinite(tensor).all()) for tensor in (*block.tensors().values(), block.own_mean())
+            bool(torch.isfinite(tensor).all()) for tensor in (*block.tensors().values(), block.stored_mean())
         ):
             raise NonFiniteError(
                 f"The messages to '{name}' are not finite in {task.settings.dtype}; bring the inputs to about unit "
@@ -925,7 +925,7 @@ class MessagePassing(MessagePassingOptions, Method):
         return True
 
     @property
-    def narrowed(self) -> bool:
+    def calibrates_prior(self) -> bool:
         return False  # the variances are those of a prior and the data, around a mean of their own
 
     @property

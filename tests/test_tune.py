@@ -1,0 +1,549 @@
+"""Hyperparameters by evidence and by held-out data, against grids computed independently."""
+
+from __future__ import annotations
+
+import copy
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from networks import without_training
+from torch import Tensor, nn
+
+import posthoc_uq as uq
+from posthoc_uq.core.errors import PosthocUQError
+from posthoc_uq.posteriors.search import search_decades
+
+Data = tuple[Tensor, Tensor]
+
+
+def trained(model: nn.Module, data: Data, steps: int, rate: float, loss: Any) -> nn.Module:
+    optimiser = torch.optim.Adam(model.parameters(), lr=rate)
+    for _ in range(steps):
+        optimiser.zero_grad()
+        loss(model(data[0]), data[1]).backward()
+        optimiser.step()
+    return model
+
+
+@cache
+def regression() -> tuple[nn.Module, Tensor, Tensor]:
+    with torch.random.fork_rng():
+        torch.manual_seed(0)
+        x = torch.rand(80, 1, dtype=torch.float64) * 4 - 2
+        y = torch.sin(2 * x) + 0.1 * torch.randn(80, 1, dtype=torch.float64)
+        model = nn.Sequential(nn.Linear(1, 12), nn.Tanh(), nn.Linear(12, 1)).double()
+        return trained(model, (x, y), 400, 0.03, nn.functional.mse_loss), x, y
+
+
+@cache
+def classifier() -> tuple[nn.Module, list[Data], list[Data]]:
+    """A network of three classes, its training data and held-out ones."""
+    with torch.random.fork_rng():
+        torch.manual_seed(1)
+        x = torch.randn(300, 4)
+        y = (x[:, 0] * x[:, 1] > 0).long() + (x[:, 2] > 1).long()
+        y = torch.where(torch.rand(300) < 0.15, torch.randint(0, 3, (300,)), y)
+        model = nn.Sequential(nn.Linear(4, 40), nn.ReLU(), nn.Linear(40, 3))
+        trained(model, (x[:150], y[:150]), 300, 0.02, nn.functional.cross_entropy)
+    return model, [(x[:150], y[:150])], [(x[150:220], y[150:220]), (x[220:], y[220:])]
+
+
+def fit(**options: Any) -> uq.Posterior:
+    model, train, _ = classifier()
+    return uq.fit(model, train, progress=False, **options)
+
+
+def fit_regression(**options: Any) -> uq.Posterior:
+    model, x, y = regression()
+    return uq.fit(model, [(x, y)], likelihood="regression", progress=False, **options)
+
+
+def tune(posterior: uq.Posterior, *data: Any, **options: Any) -> Any:
+    return uq.tune(posterior, *data, progress=False, **options)
+
+
+def loss_of(posterior: uq.Posterior, data: list[Data], **options: Any) -> float:
+    x, y = (torch.cat([batch[i] for batch in data]) for i in (0, 1))
+    with torch.no_grad():
+        return -uq.wrap(posterior.model, posterior, **options)(x).log_prob(y).double().mean().item()
+
+
+# By the log marginal likelihood
+
+
+@pytest.mark.filterwarnings("ignore:At the prior precision")
+@pytest.mark.parametrize("method", without_training())
+def test_evidence_finds_the_best_of_a_grid(method: str) -> None:
+    posterior = fit_regression(method=method, prior_precision="evidence")
+    best = posterior.log_marginal_likelihood().item()
+    for tau in np.logspace(-4, 5, 91):
+        assert best >= posterior.log_marginal_likelihood(prior_precision=float(tau)).item() - 1e-3
+    tau = torch.tensor(posterior.prior_precision, dtype=torch.float64, requires_grad=True)
+    (slope,) = torch.autograd.grad(posterior.log_marginal_likelihood(prior_precision=tau), tau)
+    assert abs(slope.item() * posterior.prior_precision) < 0.3  # flat in log tau
+
+
+@pytest.mark.filterwarnings("ignore:At the prior precision")
+@pytest.mark.parametrize("method", ["inf", "full"])  # a search for each layer, and one for all together
+def test_one_prior_precision_per_layer(method: str) -> None:
+    posterior = fit_regression(method=method, prior_precision="evidence")
+    common = posterior.log_marginal_likelihood().item()
+    trials = tune(posterior, per_layer=True)
+    assert trials.best is None and trials.chosen is None and repr(trials).endswith("one a search)")
+    assert set(posterior.prior_precision) == set(posterior.layers)
+    best = posterior.log_marginal_likelihood().item()
+    assert best >= common - 1e-3
+    for name in posterior.layers:
+        for factor in (0.5, 2.0):
+            moved = {k: v * (factor if k == name else 1.0) for k, v in posterior.prior_precision.items()}
+            assert posterior.log_marginal_likelihood(prior_precision=moved).item() < best + 1e-3
+
+
+def test_noise_by_evidence() -> None:
+    posterior = fit_regression()
+    assert posterior.noise_scale == 1.0
+    before = posterior.log_marginal_likelihood().item()
+    trials = tune(posterior, noise=True)
+    assert posterior.log_marginal_likelihood().item() >= before - 1e-3
+    assert len({trial.settings.noise_scale for trial in trials.trials}) > 3
+    factor = torch.tensor(posterior.noise_scale, dtype=torch.float64, requires_grad=True)
+    (slope,) = torch.autograd.grad(posterior.log_marginal_likelihood(noise_scale=factor), factor)
+    assert abs(slope.item() * posterior.noise_scale) < 1.0
+
+
+@pytest.mark.parametrize("fisher", ["exact", "empirical"])
+def test_noise_scale_is_a_refit_at_another_noise(fisher: str) -> None:
+    """Multiplying the noise after the fit gives the precision, and the evidence, of a fit at that noise."""
+    options: dict[str, Any] = {"fisher": fisher, "method": "full", "prior_precision": 0.7}
+    moved = fit_regression(noise_variance=0.5, **options)
+    moved.noise_scale = 4.0
+    refitted = fit_regression(noise_variance=2.0, **options)
+    for name in ("log_determinant", "log_marginal_likelihood"):
+        found, expected = (getattr(posterior, name)() for posterior in (moved, refitted))
+        torch.testing.assert_close(found, expected, rtol=1e-9, atol=1e-7)
+
+
+def test_a_search_that_ends_at_an_edge_warns() -> None:
+    model = copy.deepcopy(regression()[0])
+    with torch.no_grad():  # weights of zero make the evidence grow with the prior precision without end
+        for parameter in model.parameters():
+            parameter.zero_()
+    options: dict[str, Any] = {"likelihood": "regression", "noise_variance": 1.0, "progress": False}
+    with pytest.warns(UserWarning, match="edge"):
+        posterior = uq.fit(model, [regression()[1:]], prior_precision="evidence", **options)
+    assert posterior.prior_precision > 1e10
+    with torch.random.fork_rng():  # behind a head of zeros the evidence of a layer is monotone
+        torch.manual_seed(0)
+        x, model = torch.randn(50, 3), nn.Sequential(nn.Linear(3, 8), nn.ReLU(), nn.Linear(8, 2))
+    with torch.no_grad():
+        model[2].weight.zero_(), model[2].bias.zero_()
+    posterior = uq.fit(model, [(x, torch.arange(50) % 2)], prior_precision=1.0, progress=False)
+    with pytest.warns(UserWarning, match=r"'2'"):
+        trials = tune(posterior, per_layer=True)
+    assert any("'2'" in name for name in trials.at_edge)
+
+
+def test_search_widens_its_interval() -> None:
+    best, edge = search_decades(lambda x: (np.log10(x) - 7.3) ** 2, (-2.0, 2.0), (-12.0, 12.0))
+    assert np.log10(best) == pytest.approx(7.3, abs=0.03) and not edge
+    _, edge = search_decades(lambda x: -np.log10(x), (-2.0, 2.0), (-3.0, 3.0))
+    assert edge
+
+
+@pytest.mark.filterwarnings("ignore")  # the optimum may lie at the edge of the search
+def test_extreme_units_do_not_lose_the_fit() -> None:
+    """Targets of 1e-8 make some probes of the evidence impossible to factorise; the search goes on without them."""
+    model, x, y = copy.deepcopy(regression())
+    with torch.no_grad():
+        model[2].weight *= 1e-8
+        model[2].bias *= 1e-8
+    for method in ("inf", "full"):
+        posterior = uq.fit(model, [(x, y * 1e-8)], method=method, likelihood="regression", progress=False)
+        assert np.isfinite(posterior.log_marginal_likelihood().item())
+
+
+# By held-out labels
+
+
+@pytest.mark.parametrize("head", ["linearized", "sampling"])
+def test_the_widest_that_held_out_data_hardly_mind(head: str) -> None:
+    posterior, held_out = fit(head=head), classifier()[2]
+    trials = tune(posterior, held_out)
+    start = trials.trials[0].settings.prior_precision  # faithful on held-out inputs, by a budget of its own
+    assert posterior.history.faithful["budget"] == 0.002  # the record is the fit's
+    chosen, best = loss_of(posterior, held_out), trials.best.objective
+    assert posterior.prior_precision >= start * (1 - 1e-9) and chosen <= best + 0.01 + 1e-6
+    assert trials.given_up == pytest.approx(chosen - best, abs=1e-5)
+    wider = [t for t in trials.trials if t.settings.prior_precision < posterior.prior_precision * (1 - 1e-9)]
+    assert all(trial.objective > best + 0.01 for trial in wider)
+    assert len({trial.settings.temperature for trial in trials.trials}) == len(trials.trials)
+    assert "given up" in posterior.history.tuning["prior precision"]
+    alone = nn.functional.cross_entropy(
+        posterior.model(torch.cat([x for x, _ in held_out])), torch.cat([y for _, y in held_out])
+    )
+    assert trials.model_alone == pytest.approx(alone.item(), rel=1e-5)
+
+
+def test_trials_print_what_was_chosen_and_then_the_best() -> None:
+    posterior, held_out = fit(method="diag"), classifier()[2]
+    trials = tune(posterior, held_out, parameters=("prior_precision",))
+    losses = [trial.objective for trial in trials.trials]
+    assert trials.best is trials.trials[losses.index(min(losses))] is not trials.chosen
+    assert trials.chosen.settings == posterior.settings
+    lines = str(trials).splitlines()
+    chosen = f"chosen: prior precision={posterior.prior_precision:.5g}  temperature="
+    assert lines[0].startswith(chosen) and lines[1].startswith("given up against the best")
+    assert lines[2].startswith(f"best: prior precision={trials.best.settings.prior_precision:.5g}  ")
+    assert len(lines) == 5 + len(losses), "the network alone, a heading, and every evaluation"
+    assert repr(trials).startswith(f"Trials({len(losses)} evaluations; {chosen}")
+    trials = tune(posterior)
+    assert trials.chosen is trials.best is max(trials.trials, key=lambda trial: trial.objective)
+    assert "best" not in str(trials) and "given up" not in repr(trials)
+
+
+def test_held_out_data_that_ask_for_certainty_narrow_the_posterior() -> None:
+    """Labels that the network itself gives leave no room for doubt: NLL falls with the width."""
+    posterior = fit(divergence=0.3)
+    faithful, x = posterior.prior_precision, torch.cat([batch[0] for batch in classifier()[2]])
+    tune(posterior, [(x, posterior.model(x).argmax(1))], divergence=0.3, temperature=False)
+    assert posterior.history.faithful["value"] == faithful  # the one on record, of the same budget
+    assert posterior.prior_precision > 1.5 * faithful
+
+
+def test_what_is_asked_for_is_searched() -> None:
+    posterior, held_out = fit(), classifier()[2]
+    before = loss_of(posterior, held_out)
+    trials = tune(posterior, held_out, parameters=("residual_weight", "scale"), temperature=False)
+    assert loss_of(posterior, held_out) <= before + 1e-6
+    assert loss_of(posterior, held_out) == pytest.approx(trials.best.objective, abs=1e-5)
+    tried = {
+        name: {getattr(trial.settings, name) for trial in trials.trials} for name in vars(posterior.settings)
+    }
+    assert len(tried["residual_weight"]) > 3 < len(tried["scale"])
+    assert len(tried["prior_precision"]) == len(tried["temperature"]) == 1
+    grid = (0.3, 3.0, 30.0)
+    trials = tune(posterior, held_out, parameters=("prior_precision",), prior_precisions=grid)
+    assert [trial.settings.prior_precision for trial in trials.trials] == pytest.approx(list(grid))
+
+
+@cache
+def good_network() -> tuple[nn.Module, Data, Data]:
+    """A network with an NLL of a few hundredths, and what it was trained on and was not."""
+    generator = torch.Generator().manual_seed(0)
+    x = torch.randn(400, 2, generator=generator)
+    y = (x[:, 0] + 0.03 * torch.randn(400, generator=generator) > 0).long()
+    with torch.random.fork_rng():
+        torch.manual_seed(0)
+        model = nn.Sequential(nn.Linear(2, 16), nn.Tanh(), nn.Linear(16, 2))
+        trained(model, (x[:200], y[:200]), 300, 0.03, nn.functional.cross_entropy)
+    return model, (x[:200], y[:200]), (x[200:], y[200:])
+
+
+def test_a_good_network_keeps_its_fit_where_no_other_width_predicts_better() -> None:
+    """With an NLL of .02 the narrower posteriors gain next to nothing, and the wider ones lose some."""
+    model, train, held_out = good_network()
+    posterior = uq.fit(model, [train], progress=False)
+    own = posterior.prior_precision
+    trials = tune(posterior, [held_out])
+    best, chosen = trials.best.objective, trials.chosen.objective
+    assert 0.0 < best < 0.08 and best <= chosen <= best + 3 / 200
+    assert posterior.prior_precision == pytest.approx(own, rel=1e-6)
+    assert posterior.temperature == pytest.approx(1.0, abs=0.02)
+    assert min(trial.settings.prior_precision for trial in trials.trials) < own
+
+
+@pytest.mark.parametrize("found", ["by the fit", "by held-out inputs", "in a grid"])
+def test_a_few_labels_without_a_mistake_make_nothing_narrower_than_the_fit(found: str) -> None:
+    """Their NLL goes to zero with the width, and a tenth of nothing would leave no posterior at all."""
+    model, train, (x, _) = good_network()
+    far = x[model(x).detach().diff(dim=1).abs().squeeze() > 4][:30]
+    few = (far, model(far).argmax(1))
+    posterior = uq.fit(model, [train], progress=False)
+    own, grid = posterior.prior_precision, None
+    if found == "by held-out inputs":  # of the fit's budget: its own prior is no longer on record
+        tune(posterior, [few], criterion="faithful")
+        assert abs(posterior.prior_precision / own - 1) > 0.1
+        own = posterior.prior_precision
+        tune(posterior, [few], temperature=False, prior_precisions=[1.0])
+    elif found == "in a grid":
+        grid = [0.1, 1.0, 10.0, 100.0, 1e3, 1e5]
+    trials = tune(posterior, [few], temperature=False, prior_precisions=grid)
+    assert 1.1 * trials.best.objective < trials.chosen.objective <= trials.best.objective + 0.01
+    wanted = own if grid is None else min(value for value in grid if value > own)
+    assert posterior.prior_precision == pytest.approx(wanted, rel=1e-6)
+
+
+@cache
+def overfitted_network() -> tuple[nn.Module, Data, Data]:
+    """A network that knows its 20 inputs by heart, these, and others."""
+    generator = torch.Generator().manual_seed(1)
+    x = torch.randn(400, 4, generator=generator)
+    y = (x[:, 0] + 0.5 * torch.randn(400, generator=generator) > 0).long()
+    with torch.random.fork_rng():
+        torch.manual_seed(1)
+        model = nn.Sequential(nn.Linear(4, 16), nn.Tanh(), nn.Linear(16, 2))
+        trained(model, (x[:20], y[:20]), 300, 0.03, nn.functional.cross_entropy)
+    return model, (x[:20], y[:20]), (x[20:], y[20:])
+
+
+@pytest.mark.filterwarnings("ignore:The best validation NLL")
+def test_the_fit_is_kept_also_where_the_search_begins_narrower() -> None:
+    """Far inputs diverge more than those of the training, so the budget on them leaves a narrower posterior."""
+    model, train, (x, _) = overfitted_network()
+    far = 4 * x[:60]
+    with torch.random.fork_rng():
+        torch.manual_seed(0)
+        labels = torch.distributions.Categorical(logits=model(far)).sample()
+    posterior = uq.fit(model, [train], progress=False)
+    own = posterior.prior_precision
+    trials = tune(posterior, [(far, labels)])
+    assert trials.trials[0].settings.prior_precision > 1.2 * own
+    assert posterior.prior_precision == pytest.approx(own, rel=1e-6)
+    trials = tune(posterior, [(far, labels)], divergence=1e-4)  # a budget below that of the fit is kept
+    assert min(trial.settings.prior_precision for trial in trials.trials) > 2 * own
+
+
+@pytest.mark.parametrize("prior", [None, 5.0])
+def test_a_second_call_finds_the_same_as_the_first(tmp_path: Path, prior: float | None) -> None:
+    """Also after the file was read; the record of the fit's own prior stays."""
+    model, train, held_out = overfitted_network()
+    posterior = uq.fit(model, [train], prior_precision=prior, progress=False)
+    fitted = dict(posterior.history.faithful)
+    tune(posterior, [held_out])
+    first = posterior.settings.plain()
+    assert posterior.history.faithful == fitted
+    uq.save(posterior, tmp_path / "tuned.h5")
+    for again in (posterior, uq.load(tmp_path / "tuned.h5", model)):
+        tune(again, [held_out])
+        assert again.settings.plain() == pytest.approx(first, rel=1e-6)
+
+
+# The temperature and its prior: Cauchy above 1, and normal, then exponential below
+
+
+def reluctance(temperature: float) -> float:
+    x = np.log(temperature) / 0.1
+    return np.log1p(x**2) if x > 0 else -x - 0.5 if x < -1 else x**2 / 2
+
+
+def test_the_temperature_alone_is_the_best_of_a_grid() -> None:
+    posterior, held_out = fit(), classifier()[2]
+    prior = posterior.prior_precision
+    tune(posterior, held_out, parameters=())
+    assert posterior.prior_precision == prior and posterior.temperature != 1.0
+
+    def goal(temperature: float) -> float:
+        posterior.temperature = temperature
+        return loss_of(posterior, held_out) + reluctance(temperature) / 150
+
+    best = goal(posterior.temperature)
+    assert all(goal(float(temperature)) >= best - 1e-4 for temperature in np.logspace(-1, 1, 21))
+
+
+def test_the_prior_of_the_temperature_counts_for_the_width() -> None:
+    """Two modes of the temperature, near 1 and near 4, are about as probable: the width must not decide by the
+    likelihood alone, for which the second is always better.
+    """
+    model, train, (x, y) = overfitted_network()
+    posterior = uq.fit(model, [train], progress=False)
+    trials = tune(posterior, [(x[:30], y[:30])])
+    goals = [t.objective + reluctance(max(1.0, t.settings.temperature)) / 30 for t in trials.trials]
+    assert {trial.settings.temperature > 3 for trial in trials.trials} == {True, False}
+    assert goals[trials.trials.index(trials.chosen)] <= min(goals) + 0.01
+    for trial, goal in zip(trials.trials, goals, strict=True):  # none that is wider was within the slack
+        if trial.settings.prior_precision < posterior.prior_precision * (1 - 1e-9):
+            assert goal > min(goals) + 0.01
+
+
+def test_thirty_labels_find_a_large_temperature_and_many_a_small_one() -> None:
+    with torch.random.fork_rng():
+        torch.manual_seed(0)
+        x = torch.randn(4000, 2)
+        labels = torch.distributions.Categorical(logits=x @ torch.tensor([[0.7, -0.7], [0.0, 0.0]])).sample()
+    model = nn.Linear(2, 2)
+
+    def tuned(factor: float, samples: int) -> float:
+        """The temperature of a network whose logits are `factor` times too large."""
+        with torch.no_grad():
+            model.weight.copy_(torch.tensor([[0.7, 0.0], [-0.7, 0.0]]) * factor), model.bias.zero_()
+        posterior = uq.fit(model, [(x[:200], labels[:200])], prior_precision=1e6, progress=False)
+        held_out = slice(1000, 1000 + samples)
+        tune(posterior, [(x[held_out], labels[held_out])], parameters=())
+        return posterior.temperature
+
+    assert 5 < tuned(10.0, 30) < 20
+    assert tuned(0.5, 30) > 0.7  # a few labels sharpen little
+    assert tuned(0.5, 3000) == pytest.approx(0.5, rel=0.1)
+
+
+# The observation noise
+
+
+@pytest.mark.filterwarnings("ignore:The network has about")
+def test_a_density_gives_up_a_hundredth_whatever_the_unit_of_its_targets() -> None:
+    """Its NLL falls by a constant with the unit, so a share of it means nothing."""
+    model, x, y = regression()
+    best = list[float]()
+    for unit in (0.05, 20.0):
+        scaled = copy.deepcopy(model)
+        with torch.no_grad():
+            scaled[2].weight *= unit
+            scaled[2].bias *= unit
+        posterior = uq.fit(scaled, [(x[::2], unit * y[::2])], likelihood="regression", progress=False)
+        best.append(tune(posterior, [(x[1::2], unit * y[1::2])]).best.objective)
+        assert "at most 0.01 above the best" in posterior.history.tuning["prior precision"]
+    assert best[0] < 0 < best[1]
+
+
+@pytest.mark.filterwarnings("ignore:The network has about")
+def test_held_out_labels_tune_the_noise_variance_unless_it_is_kept() -> None:
+    """Least squares on few samples, whose training residuals are too small."""
+    generator = torch.Generator().manual_seed(0)
+    x = torch.randn(60, 8, generator=generator)
+    y = x[:, :1] + 0.5 * torch.randn(60, 1, generator=generator)
+    model, train, held_out = least_squares(x[:12], y[:12]), [(x[:12], y[:12])], [(x[12:], y[12:])]
+    residual = float((model(x[12:]) - y[12:]).detach().square().mean())
+    options: dict[str, Any] = {"method": "full", "likelihood": "regression", "progress": False}
+    posterior = uq.fit(model, train, **options)
+    fitted = float(posterior.noise_variance)
+    assert residual > 5 * fitted
+    for choice in ({"noise": False}, {"parameters": ("prior_precision",)}):
+        tune(posterior, held_out, **choice)
+        assert float(posterior.noise_variance) == fitted
+    tune(posterior, held_out)
+    found = posterior.settings
+    assert 0.2 * residual < float(posterior.noise_variance) <= 1.1 * residual
+    assert posterior.history.tuning["noise variance"] == "validation NLL"
+    low, high = uq.wrap(model, posterior)(held_out[0][0]).interval(0.9)
+    assert 0.8 < float(((low <= held_out[0][1]) & (held_out[0][1] <= high)).float().mean()) < 0.98
+    tune(posterior, held_out, noise=True, parameters=("prior_precision",))
+    assert posterior.settings == found  # alike at every call
+    at_once = uq.fit(model, train, val_loader=held_out, **options)
+    assert float(at_once.noise_variance) == pytest.approx(float(posterior.noise_variance), rel=0.1)
+
+
+def least_squares(x: Tensor, y: Tensor) -> nn.Linear:
+    model = nn.Linear(x.shape[1], y.shape[1])
+    solved = torch.linalg.lstsq(torch.cat([x, torch.ones(len(x), 1)], 1), y).solution
+    with torch.no_grad():
+        model.weight.copy_(solved[:-1].T), model.bias.copy_(solved[-1])
+    return model
+
+
+def with_dispersion(name: str) -> tuple[uq.Likelihood, Tensor, Tensor, Tensor]:
+    """A likelihood of too little dispersion, inputs, outputs, and targets of 20 times as much."""
+    torch.manual_seed(0)
+    x = torch.randn(320, 2)
+    mean = x @ torch.tensor([[0.5], [0.3]]) + 2
+    if name == "heteroscedastic":
+        logs = x[:, :1] - 1
+        targets = mean + (20 * logs.exp()).sqrt() * torch.randn(320, 1)
+        return uq.Heteroscedastic(), x, torch.cat([mean, logs], 1), targets
+    rates = torch.distributions.Gamma(1.0, 1.0).sample((320, 1)) * mean.exp()
+    if name == "gamma":
+        return uq.Gamma(shape=20.0), x, mean, rates.clamp(min=1e-3)
+    return uq.NegativeBinomial(dispersion=0.05), x, mean, torch.poisson(rates)
+
+
+@pytest.mark.parametrize("name", ["heteroscedastic", "gamma", "negative_binomial"])
+def test_held_out_labels_tune_the_dispersion_of_other_regressions(name: str) -> None:
+    with torch.random.fork_rng():
+        likelihood, x, outputs, targets = with_dispersion(name)
+    model, data = least_squares(x, outputs), (x[40:200], targets[40:200])
+    posterior = uq.fit(
+        model, [(x[:40], targets[:40])], likelihood=likelihood, prior_precision=10.0, progress=False
+    )
+    before, variances = uq.wrap(model, posterior)(x[200:]), posterior.variance()
+    tune(posterior, [data], prior_precisions=[10.0], noise=False)
+    assert posterior.noise_scale == 1.0
+    tune(posterior, [data], prior_precisions=[10.0])
+    assert posterior.noise_scale == pytest.approx(20, rel=0.5)
+    predicted = uq.wrap(model, posterior)(x[200:])
+    gain = predicted.log_prob(targets[200:]) - before.log_prob(targets[200:])
+    assert float(gain.mean()) > 0.5
+    low, high = predicted.interval(0.9)
+    assert 0.85 <= float(((low <= targets[200:]) & (targets[200:] <= high)).float().mean()) <= 0.98
+    for (
+        key,
+        value,
+    ) in posterior.variance().items():  # a factor on predictions: the weights keep their variances
+        assert torch.allclose(value, variances[key])
+
+
+# Heads, failures and mistakes
+
+
+@pytest.mark.parametrize("options", [{"head": "linearized", "link": "mc"}, {"head": "moments"}])
+def test_what_was_tried_is_the_heads_own_loss(options: dict[str, Any]) -> None:
+    posterior, held_out = fit(prior_precision=1.0), classifier()[2]
+    trials = tune(posterior, held_out, parameters=("prior_precision",), **options)
+    best = min(trial.objective for trial in trials.trials)
+    assert loss_of(posterior, held_out, **options) == pytest.approx(best + trials.given_up, rel=1e-6)
+    assert loss_of(posterior, held_out) == loss_of(posterior, held_out, **options)  # both are on record
+    for trial in trials.trials:
+        posterior.settings = trial.settings
+        assert loss_of(posterior, held_out, **options) == pytest.approx(trial.objective, rel=1e-6)
+
+
+def test_a_calibration_is_left_out_of_the_search() -> None:
+    posterior, held_out = fit(prior_precision=1.0), classifier()[2]
+    uq.wrap(posterior.model, posterior, "moments").calibrate([held_out[0][0]], progress=False)
+    with pytest.warns(UserWarning, match="calibrate again"):
+        tune(posterior, held_out, prior_precisions=[1.0], head="moments")
+    assert posterior.history.calibration == {}
+
+
+def test_a_failed_search_changes_nothing() -> None:
+    posterior, held_out = fit(prior_precision=1.0), classifier()[2]
+    before, tuning = posterior.settings, dict(posterior.history.tuning)
+
+    class Breaks(list[Data]):
+        passes = 0
+
+        def __iter__(self) -> Any:
+            self.passes += 1
+            if self.passes > 3:
+                raise OSError("the disk is gone")
+            return super().__iter__()
+
+    with pytest.raises(OSError, match="disk"):
+        tune(posterior, Breaks(held_out))
+    assert posterior.settings == before and posterior.history.tuning == tuning
+
+
+MISTAKES: list[tuple[str, dict[str, Any], str]] = [
+    ("", {"temperature": True}, "needs no data"),
+    ("", {"noise": True}, "regression"),
+    ("", {"criterion": "best"}, "criterion"),
+    ("", {"criterion": "faithful"}, "needs data"),
+    ("", {"prior_precisions": [1.0]}, "needs no data"),
+    ("", {"head": "linearized"}, "needs no head"),
+    ("labels", {"criterion": "evidence"}, "needs no data"),
+    ("labels", {"criterion": "faithful", "parameters": ("scale",)}, "needs none"),
+    ("labels", {"per_layer": True}, "per_layer"),
+    ("labels", {"noise": True}, "noise=True"),
+    ("labels", {"noise": False, "parameters": ("noise",)}, "parameters"),
+    ("labels", {"parameters": ("colour",)}, "among"),
+    ("labels", {"parameters": ("scale",), "prior_precisions": [1.0]}, "leave them alone"),
+    ("labels", {"prior_precisions": [1.0, -1.0]}, "Each of prior_precisions"),
+    ("labels", {"temperature": False, "parameters": ()}, "nothing to tune"),
+    ("labels", {"head": "best"}, "head"),
+    ("labels", {"head": "moments", "n_probes": 3}, "n_probes"),
+    ("inputs", {}, "inputs alone"),
+]
+
+
+def test_mistakes_are_named() -> None:
+    posterior = fit(prior_precision=1.0)
+    before, held_out = posterior.settings, classifier()[2]
+    loaders: dict[str, list[Any]] = {"": [], "labels": [held_out], "inputs": [[held_out[0][0]]]}
+    for data, options, word in MISTAKES:
+        with pytest.raises(PosthocUQError, match=word):
+            tune(posterior, *loaders[data], **options)
+    assert posterior.settings == before
+    with pytest.raises(PosthocUQError, match="logits"):
+        tune(fit_regression(prior_precision=1.0), [regression()[1:]], temperature=True)
