@@ -136,7 +136,7 @@ def draw(posterior: Posterior) -> dict[str, Tensor]:
 def sealed(image: bytes) -> bytes:
     """An image with a header that fits, as a stranger would make it; of the kind that its own header names."""
     body, kind = image[userblock.SIZE :], image[60:76].rstrip(b"\0").decode(errors="replace")
-    return userblock.header(body, kind if userblock.is_kind(kind) else "inf") + body
+    return userblock.header(body, kind if kind in FAMILIES else "inf") + body
 
 
 def of_version(path: Path, version: int) -> None:

@@ -26,7 +26,7 @@ _LONGEST = 200  # bytes of a name that its temporary files repeat; file systems 
 
 
 def seal(image: BytesIO, kind: str) -> BytesIO:
-    """Fill the user block of a file in memory; `kind` is the method of a posterior, or a checkpoint's."""
+    """Fill the user block of a file in memory; `kind` is the method of a posterior."""
     with image.getbuffer() as view:
         view[: userblock.SIZE] = userblock.header(view[userblock.SIZE :], kind)
     return image

@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import os
-import sys
-from collections.abc import Callable, Generator, Mapping
+from collections.abc import Generator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from math import prod
@@ -99,7 +98,7 @@ def load(
             device, f"device={str(device)!r}", "leave device out for the model's own, or use 'cpu'"
         )
     mean = parameters_of(model)
-    data, header = _read(path, lambda kind: size_limit(kind, model))
+    data, header = userblock.read(path, lambda kind: size_limit(kind, model))
     with _translated(path):
         source = SandboxReader(data) if untrusted else ImageReader(data)
         with source as reader:
@@ -150,7 +149,7 @@ def inspect(path: str | os.PathLike[str]) -> Inspection:
         PosthocUQError: the file is missing or cannot be read.
         CorruptPosteriorError: it is damaged, incomplete, foreign, or of a format version that is not read.
     """
-    data, header = _read(path, lambda _: sys.maxsize)
+    data, header = userblock.read(path)
     with _translated(path):
         with SandboxReader(data) as reader:
             structure = reader.structure()
@@ -178,24 +177,6 @@ def inspect(path: str | os.PathLike[str]) -> Inspection:
     return Inspection(os.fsdecode(path), contents)
 
 
-def _read(path: str | os.PathLike[str], limit: Callable[[str | None], int]) -> tuple[bytes, userblock.Header]:
-    """The bytes and the header of a posterior's file; a checkpoint is refused by its user block alone."""
-
-    def of_posterior(kind: str | None) -> int:
-        if kind == schema.CHECKPOINT:
-            with _translated(path):
-                raise _checkpoint()
-        return limit(kind)
-
-    return userblock.read(path, of_posterior)
-
-
-def _checkpoint() -> CorruptPosteriorError:
-    return CorruptPosteriorError(
-        "it is the checkpoint of an unfinished fit; pass it to fit as checkpoint=..."
-    )
-
-
 def _described(
     structure: Structure, header: userblock.Header
 ) -> tuple[dict[str, Any], dict[str, Layer], _Expected]:
@@ -205,8 +186,6 @@ def _described(
         CorruptPosteriorError: the description is not admissible, contradicts itself, or is not what the file holds.
     """
     state = read_plain(structure.state)
-    if state.get("kind") == schema.CHECKPOINT:
-        raise _checkpoint()
     state.setdefault("centre", {})  # version 1 lacks it
     state.setdefault("certain", {})  # versions 1 to 4 lack it
     state.setdefault("features", None)  # versions 1 and 2 lack it

@@ -1,4 +1,4 @@
-"""Whether the numbers of a tensor are what its `TensorSpec` allows, in a posterior and in a checkpoint."""
+"""Whether the numbers of a tensor are what its `TensorSpec` allows."""
 
 from __future__ import annotations
 

@@ -14,7 +14,7 @@ from posthoc_uq.files.hdf5 import link_name
 from posthoc_uq.files.state import PRIOR_MEAN, PRIOR_PRECISION
 from posthoc_uq.posteriors.posterior import Posterior
 
-CHECKPOINT = "checkpoint"  # the kind of a file that is no posterior yet
+SNAPSHOT_MAGIC = b"\x89POSTHOC_UQ snapshot 1\r\n\x1a\n"  # the first bytes of an unfinished fit's checkpoint
 
 # Number formats by name: how torch holds them, and how the file does (bfloat16 as its bits).
 DTYPES: dict[str, tuple[torch.dtype, str]] = {

@@ -8,22 +8,17 @@ from itertools import chain
 from torch import nn
 
 from posthoc_uq.core.errors import CorruptPosteriorError
-from posthoc_uq.files.schema import CHECKPOINT
 from posthoc_uq.posteriors.block import BLOCKS, FAMILIES, Block, Shape
-from posthoc_uq.posteriors.laplace import LARGEST_BYTES
 
 _NUMBER = 8  # bytes of the widest format
 _SPARE = 64 * 2**20  # for the description, HDF5's own records, and what is kept of the last layer's inputs
-_STATES = (
-    16  # copies of the parameters that a training keeps: means, variances, the best, what an optimiser needs
-)
 
 
 def size_limit(kind: str | None, model: nn.Module) -> int:
     """The most bytes that a file of a model can have.
 
     Args:
-        kind: the method of a posterior, `CHECKPOINT`, or None where the file does not say: the most over all methods.
+        kind: the method of a posterior, or None where the file does not say: the most over all methods.
         model: whose parameters they are.
 
     Raises:
@@ -31,21 +26,15 @@ def size_limit(kind: str | None, model: nn.Module) -> int:
     """
     weights = list(_weights(model))
     parameter_count = sum(parameter.numel() for parameter in model.parameters())
-    if kind == CHECKPOINT:
-        weight_numbers = sum(groups * outputs * inputs for groups, outputs, inputs in weights)
-        basis_numbers = sum(groups * (outputs**2 + inputs**2) for groups, outputs, inputs in weights)
-        dense = min(parameter_count**2, LARGEST_BYTES // _NUMBER)
-        most = max(dense, 2 * basis_numbers + 4 * weight_numbers + _STATES * parameter_count)
-    else:
-        kinds = set(chain(*FAMILIES.values())) if kind is None else FAMILIES[kind]
-        known = [BLOCKS[name] for name in kinds if name in BLOCKS]
-        if not known:
-            named = " or ".join(map(repr, kinds))
-            raise CorruptPosteriorError(
-                f"A posterior by method={kind!r} has blocks of the kind {named}, for which no class is defined; import "
-                f"the module that defines it."
-            )
-        most = max(_numbers(block, weights, parameter_count) for block in known)
+    kinds = set(chain(*FAMILIES.values())) if kind is None else FAMILIES[kind]
+    known = [BLOCKS[name] for name in kinds if name in BLOCKS]
+    if not known:
+        named = " or ".join(map(repr, kinds))
+        raise CorruptPosteriorError(
+            f"A posterior by method={kind!r} has blocks of the kind {named}, for which no class is defined; import "
+            f"the module that defines it."
+        )
+    most = max(_numbers(block, weights, parameter_count) for block in known)
     # gzip makes random numbers a little larger, and every chunk has an entry in an index
     return int(1.1 * _NUMBER * most) + _SPARE
 

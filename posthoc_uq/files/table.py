@@ -1,8 +1,7 @@
-"""The one table of what each field of a description may be, for posteriors and for checkpoints.
+"""The one table of what each field of a posterior's description may be.
 
-`check_posterior` and `check_checkpoint` are called both when a file is read and when it is written, so that no file is
-written that could not be read again. ``consistency`` checks fields against each other, and ``numbers`` the numbers of
-tensors.
+`check_posterior` is called both when a file is read and when it is written, so that no file is written that could not
+be read again. ``consistency`` checks fields against each other, and ``numbers`` the numbers of tensors.
 """
 
 from __future__ import annotations
@@ -12,7 +11,6 @@ from math import inf
 from typing import Any
 
 from posthoc_uq.core.options import (
-    AnyNumber,
     ByName,
     Field,
     Flag,
@@ -272,66 +270,6 @@ _POSTERIOR = Record(
     {"prior": _PRIOR, "buffers_fingerprint": _DIGEST},
 )
 
-_SUMMARY = Record(
-    {
-        "batches": Whole(0),
-        "seen": Whole(0),
-        "samples": Whole(0),
-        "weight": NumberField(0.0, _ANY),
-        "log_likelihood": maybe(_SUM),
-        "outputs": Whole(0),
-        "keys": Items(Whole(-(2**63), 2**63)),
-        "digest": _HASH,
-        "content": _HASH,
-    }
-)
-
-_ENTRY = OneOf(
-    lambda value: 0 if not isinstance(value, dict) or "value" in value else 1 + ("numbers" in value),
-    (
-        Record({"value": Plain(finite=False)}),
-        Record({"dtype": _NAME}),
-        Record({"dtype": _NAME, "numbers": Plain()}),
-    ),
-)
-
-_TRAINING = Record(
-    {
-        "state": Record(
-            {
-                **{name: Whole(0) for name in ("epoch", "batch", "step", "length", "samples", "batches")},
-                "digest": _HASH,
-                "content": _HASH,
-                "sums": Named(_SUM),
-                "seconds": NumberField(0.0, _ANY),
-                "history": Items(Named(_SUM, {"validation NLL": AnyNumber()})),
-                "best": Whole(-1),
-                "done": Flag(),
-            }
-        ),
-        "optimiser": Record(
-            {"kind": _NAME, "state": Named(Named(_ENTRY)), "groups": Items(Named(Plain(finite=False)))}
-        ),
-    }
-)
-
-_CHECKPOINT = Record(
-    {
-        "kind": Text((schema.CHECKPOINT,)),
-        "description": Record(
-            {
-                "identity": Named(Plain(finite=False, depth=50)),
-                "memory_budget": Whole(2**20),
-                "stages": Named(_SUMMARY),
-                "sweep": maybe(_NAME),
-                "summary": maybe(_SUMMARY),
-                "training": maybe(_TRAINING),
-            }
-        ),
-        "index": Items(Items(_NAME, 2, 2)),
-    }
-)
-
 
 def check_posterior(state: Any) -> None:
     """Refuse a posterior's description with a field that it may not have.
@@ -354,12 +292,3 @@ def check_values(attributes: Mapping[str, Any]) -> None:
     for name, field in {**_HYPERPARAMETERS, "evidence": _EVIDENCE, "likelihood": _LIKELIHOOD}.items():
         if name in attributes:
             field.check(attributes[name], f"its {name}")
-
-
-def check_checkpoint(state: Any) -> None:
-    """Refuse a checkpoint's description with a field that it may not have.
-
-    Raises:
-        CorruptPosteriorError: says which field, and what it may be.
-    """
-    _CHECKPOINT.check(state, "its description")

@@ -14,7 +14,7 @@ from hashlib import sha256
 from typing import BinaryIO, NamedTuple
 
 from posthoc_uq.core.errors import CorruptPosteriorError, PosteriorMismatchError, PosthocUQError
-from posthoc_uq.files.schema import CHECKPOINT
+from posthoc_uq.files.schema import SNAPSHOT_MAGIC
 from posthoc_uq.posteriors.block import FAMILIES
 
 FORMAT_VERSION = 8
@@ -26,11 +26,6 @@ _HDF5_SIGNATURE = b"\x89HDF\r\n\x1a\n"
 _KINDS_FROM = 4  # the first version that names its kind
 
 
-def is_kind(name: str) -> bool:
-    """Whether a file may be of that kind: a method's name, or `CHECKPOINT`."""
-    return name == CHECKPOINT or name in FAMILIES
-
-
 class Header(NamedTuple):
     """What a user block says.
 
@@ -38,7 +33,7 @@ class Header(NamedTuple):
         version: of the format.
         length: bytes that follow.
         digest: SHA-256 of these.
-        kind: the method of a posterior, or `CHECKPOINT`; None in files of earlier versions.
+        kind: the method of a posterior; None in files of earlier versions.
     """
 
     version: int
@@ -59,6 +54,10 @@ def parse(block: bytes, size: int, path: str) -> Header:
     Raises:
         CorruptPosteriorError: it is no file of this package, is damaged, or of a format that is not read.
     """
+    if block.startswith(SNAPSHOT_MAGIC):
+        raise CorruptPosteriorError(
+            f"'{path}' is the checkpoint of an unfinished fit; pass it to fit as checkpoint=..."
+        )
     if len(block) >= len(MAGIC) and not block.startswith(MAGIC):
         foreign = block.startswith(_HDF5_SIGNATURE)
         kind = "an HDF5 file that posthoc_uq did not write" if foreign else "not a posterior file"
@@ -87,7 +86,7 @@ def parse(block: bytes, size: int, path: str) -> Header:
             f"save it again."
         )
     kind = name.rstrip(b"\0").decode(errors="replace")
-    known = is_kind(kind) if version >= _KINDS_FROM else kind == ""
+    known = kind in FAMILIES if version >= _KINDS_FROM else kind == ""
     if version >= _KINDS_FROM and kind.isascii() and kind.isidentifier() and not known:
         raise CorruptPosteriorError(
             f"'{path}' is damaged, or by a method that is not known here: its header names {kind!r}. If a module of "
@@ -164,6 +163,4 @@ def open_regular(path: str | os.PathLike[str]) -> BinaryIO:
 
 
 def _described(kind: str | None) -> str:
-    return (
-        CHECKPOINT if kind == CHECKPOINT else "posterior" if kind is None else f"posterior by method={kind!r}"
-    )
+    return "posterior" if kind is None else f"posterior by method={kind!r}"

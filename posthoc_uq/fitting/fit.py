@@ -37,11 +37,11 @@ from posthoc_uq.core.progress import Progress, counted
 from posthoc_uq.core.randomness import isolated_random_state
 from posthoc_uq.curvature.features import find_features
 from posthoc_uq.curvature.kept_inputs import KeptInputs, inputs_to_keep
-from posthoc_uq.curvature.sweep import WORD, Content, SweepSettings, batch_hash, no_weight, squared_residuals
+from posthoc_uq.curvature.sweep import SweepSettings, no_weight, squared_residuals
 from posthoc_uq.files.saving import check_numbers
 from posthoc_uq.files.schema import buffers_fingerprint, fingerprint
 from posthoc_uq.fitting.prior import Faithful
-from posthoc_uq.fitting.resume import fit_identity
+from posthoc_uq.fitting.resume import data_identity, fit_identity
 from posthoc_uq.fitting.tune import has_something_to_tune, nothing_to_tune, settle_faithful, tune
 from posthoc_uq.fitting.wrap import head_class, wrap
 from posthoc_uq.heads.sampling import SamplingPredictor
@@ -51,9 +51,9 @@ from posthoc_uq.likelihoods.counts import LogMean
 from posthoc_uq.likelihoods.prediction import at_least_float32, check_rows
 from posthoc_uq.likelihoods.weights import layout_of
 from posthoc_uq.methods import METHODS, Method, method_of
+from posthoc_uq.methods.checkpoint import Checkpoint, State, as_plain, identified
 from posthoc_uq.methods.features import keep_features, trained_features, watch_features
-from posthoc_uq.methods.resume import Checkpoint, Tensors, as_plain
-from posthoc_uq.methods.task import Task, check_common
+from posthoc_uq.methods.task import Task, Tensors, check_common
 from posthoc_uq.posteriors.block import BLOCKS, VARIANCES
 from posthoc_uq.posteriors.evidence import maximise_evidence
 from posthoc_uq.posteriors.posterior import Posterior
@@ -666,35 +666,30 @@ def set_observation_noise(task: Task) -> str:
         NonFiniteError: the residuals are not finite.
     """
 
-    content = Content() if task.checkpoint is not None else None
-
     def sweep() -> tuple[Tensor, float] | None:
         with isolated_random_state(task.settings.seed):
-            return squared_residuals(task.prepared.capture, task.loader, task.settings, content)
+            return squared_residuals(task.prepared.capture, task.loader, task.settings)
 
-    def work() -> Tensors:
+    def work() -> tuple[Tensors, State]:
         residuals = together(sweep, "the sweep for the noise variance")
         if not all(gather(residuals is not None, "looking for targets")):
-            return {}
+            return {}, {}
         assert residuals is not None
         count = torch.tensor(residuals[1], dtype=torch.float64, device="cpu")
         add_up({"total": residuals[0], "count": count}, "the sum for the noise variance")
         if not float(count):
             raise no_weight()
-        task.summary.content = (
-            sum(gather(0 if content is None else content.total, "comparing the data")) % WORD
-        )
-        return {"noise": {"variance": residuals[0] / count}}
+        return {"noise": {"variance": residuals[0] / count}}, {}
 
-    stage = task.stage("noise", work)
-    if not stage:
+    found, _ = task.part("noise", work)
+    if not found:
         warn_user(
             "The loader gives no targets, so the noise variance of this regression is taken as 1, in squared units of "
             "the targets. Give it with noise_variance=..., a number or one for each output, or fit on a loader of "
             "(inputs, targets), whose mean squared residual is taken."
         )
         return "1, since the loader gives no targets"
-    variance = as_double(stage["noise"]["variance"]).cpu()
+    variance = as_double(found["noise"]["variance"]).cpu()
     if not bool(torch.isfinite(variance).all()):
         raise NonFiniteError(
             "The residuals of the training data are not finite; check the data and the model's weights."
@@ -927,22 +922,14 @@ def _open_checkpoint(
     method = request.method
     identity = fit_identity(arguments, request.identity(), task, request.method.trains)
     check_common(identity | {"checkpoint": "none" if file is None else "given"})
-    identity["first batch"] = batch_hash(task.batch)
-    if file is not None:
-        task.checkpoint = together(
-            lambda: Checkpoint(
-                file,
-                method.checkpoint_every,
-                identity,
-                task.memory_budget,
-                task.model,
-                method.stages,
-                task.layers,
-                task.settings.dtype,
-            ),
-            "opening the checkpoint",
-        )
-        task.memory_budget = task.checkpoint.budget
+    if file is None:
+        return
+    data = identified(data_identity(task.loader, task.settings.reader, task.batch))
+    task.checkpoint = together(
+        lambda: Checkpoint(file, method.checkpoint_every, identity | data, task.memory_budget),
+        "opening the checkpoint",
+    )
+    task.memory_budget = task.checkpoint.budget
 
 
 def _fitted(task: Task, method: Method) -> Posterior:

@@ -17,7 +17,6 @@ from posthoc_uq.core.model import replicate
 from posthoc_uq.core.options import COUNT, POSITIVE, one_of, put_numbers
 from posthoc_uq.core.randomness import isolated_random_state
 from posthoc_uq.curvature.labels import FisherChoice
-from posthoc_uq.curvature.sweep import Content
 from posthoc_uq.layers.proof import count_samples
 from posthoc_uq.likelihoods import Likelihood
 from posthoc_uq.methods.contexts import Context, Mixture, default_context, resolve_context
@@ -31,7 +30,6 @@ from posthoc_uq.methods.inf import INF
 from posthoc_uq.methods.laplace import EFB, KFAC, Curvature, Diagonal
 from posthoc_uq.methods.mean_field import FeatureNetwork, MeanField
 from posthoc_uq.methods.method import Method
-from posthoc_uq.methods.resume import Stages
 from posthoc_uq.methods.task import Task
 from posthoc_uq.methods.trained import (
     batches_of,
@@ -41,7 +39,7 @@ from posthoc_uq.methods.trained import (
     train_on,
     trained_posterior,
 )
-from posthoc_uq.methods.training import best_epoch, cosine
+from posthoc_uq.methods.training import TRAINING, best_epoch, cosine
 from posthoc_uq.posteriors.evidence import maximise_evidence
 from posthoc_uq.posteriors.posterior import Posterior
 
@@ -86,12 +84,12 @@ def train_over_functions(
         context = resolve_context(options.context)
     options = _with_points(network, options, context)
     field = _field(network, options, task, start)
-    samples, content = _look_at_data(task, context)
+    samples = _look_at_data(task, context)
     options = _with_weight(options, samples, count_samples(task.batch))
     tau = PRIOR_PRECISION if prior_precision is None else prior_precision
     prior, frozen = _prior(network, options, task, field, tau)
     objective = FunctionSpaceObjective(network, field, prior, likelihood, context, samples, options, frozen)
-    history = train_on(task, objective, options, samples, content)
+    history = train_on(task, objective, options, samples)
     task.seconds["training"] = time.perf_counter() - began
     _check_trained(field)
     _warn_of_few_steps(options, len(history) * batches_of(task, samples))
@@ -114,17 +112,12 @@ def _check_possible(likelihood: Likelihood, options: FunctionSpaceOptions) -> No
         )
 
 
-def _look_at_data(task: Task, context: Context) -> tuple[int, Content | None]:
-    """Show the data to the context; the number of samples and, with a checkpoint, the hash of the data."""
-    samples, content = task.summary.seen, None if task.checkpoint is None else Content()
-    if context.needs_data or not samples or content is not None:
-        settings = task.settings
-        samples = show_to_context(
-            task.loader, settings.reader, context, settings.seed, settings.progress, content
-        )
-    if content is not None:
-        task.check_content(content.total)
-    return samples, content
+def _look_at_data(task: Task, context: Context) -> int:
+    """Show the data to the context; the number of samples."""
+    samples, settings = task.summary.seen, task.settings
+    if context.needs_data or not samples:
+        samples = show_to_context(task.loader, settings.reader, context, settings.seed, settings.progress)
+    return samples
 
 
 def _check_trained(field: MeanField) -> None:
@@ -205,7 +198,7 @@ def _field(
         means = {name: mean.clone() for name, mean in means.items()}
     last = network.last.parameter_names
     uncertain = list(last) if options.body == "certain" else names
-    resumed = task.checkpoint is not None and task.checkpoint.training is not None
+    resumed = task.checkpoint is not None and task.checkpoint.is_running(TRAINING)
     initial = None if resumed else start()  # else the checkpoint's tensors are put in place later
     if initial is None:
         first = {
@@ -341,9 +334,6 @@ class FunctionSpace(FunctionSpaceOptions, Method):
     block_kinds: ClassVar[tuple[str, ...]] = ("mean_field", "diagonal", "kfac", "efb", "inf")
     tunable: ClassVar[frozenset[str]] = frozenset({"scale", "noise_scale", "temperature"})
     weighs_samples: ClassVar[bool] = True
-    stages: ClassVar[Stages] = {
-        name: stage for kind in _STARTS.values() for name, stage in kind.stages.items()
-    }  # of the curvature that the training begins with
 
     prior_precision: float | None = None
     fisher: FisherChoice = "auto"
@@ -405,4 +395,5 @@ class FunctionSpace(FunctionSpaceOptions, Method):
             return self.initial if isinstance(self.initial, Posterior) else None
         posterior = self.curvature.fit(task)
         maximise_evidence(posterior)
+        task.forget_sweeps()
         return posterior

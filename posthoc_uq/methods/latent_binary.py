@@ -755,9 +755,9 @@ def train_latent_binary(task: Task, options: LatentBinaryOptions, prior_precisio
     with isolated_random_state(settings.seed):
         twin = replicate(model)
     layers = _layers(task, options, prior_precision)
-    samples, content = count_data(task)
+    samples = count_data(task)
     objective = LatentObjective(twin, layers, settings.likelihood, samples, options)
-    history = train_on(task, objective, options, samples, content)
+    history = train_on(task, objective, options, samples)
     task.seconds["training"] = time.perf_counter() - began
     blocks = {
         name: _block(layer, mixed_seed(settings.seed, _MOMENTS, index))

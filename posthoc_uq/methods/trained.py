@@ -18,8 +18,8 @@ from posthoc_uq.core.batches import Bar, Batch, BatchReader, known_length
 from posthoc_uq.core.devices import Checks
 from posthoc_uq.core.errors import NonFiniteError, PosthocUQError, warn_user
 from posthoc_uq.core.model import model_device, replicate
-from posthoc_uq.core.randomness import isolated_random_state, mixed_seed, sample_keys
-from posthoc_uq.curvature.sweep import Content, no_weight, own_batches
+from posthoc_uq.core.randomness import isolated_random_state, mixed_seed
+from posthoc_uq.curvature.sweep import no_weight, own_batches
 from posthoc_uq.layers.calls import affine_call, open_attention
 from posthoc_uq.layers.proof import count_samples
 from posthoc_uq.likelihoods import Likelihood
@@ -39,13 +39,9 @@ def show_to_context(
     context: Context | None,
     seed: int,
     progress: bool,
-    content: Content | None = None,
 ) -> int:
     """One pass over the training data without the model: counts the inputs, and shows them to a context if there is
     one.
-
-    Args:
-        content: hashes every batch, if given.
 
     Raises:
         NonFiniteError: inputs that the context is shown are not finite.
@@ -63,8 +59,6 @@ def show_to_context(
                 shown = single_input(batch)
                 checks.later(torch.isfinite(shown).all(), partial(_require_finite, index))
                 context.observe(shown, generator)
-            if content is not None:
-                content.see(batch, sample_keys(batch.tensors(), count, seed), checks=checks)
             checks.look()
             samples += count
             counted = counted or batch.weights is None or bool((batch.weights > 0).any())
@@ -104,13 +98,9 @@ def check_trainable(method: str, parameters: Mapping[str, Tensor], names: Iterab
         )
 
 
-def count_data(task: Task) -> tuple[int, Content | None]:
-    """The number of samples and, with a checkpoint, what tells these data from others."""
-    settings, content = task.settings, None if task.checkpoint is None else Content()
-    samples = show_to_context(task.loader, settings.reader, None, settings.seed, settings.progress, content)
-    if content is not None:
-        task.check_content(content.total)
-    return samples, content
+def count_data(task: Task) -> int:
+    settings = task.settings
+    return show_to_context(task.loader, settings.reader, None, settings.seed, settings.progress)
 
 
 def batches_of(task: Task, samples: int) -> int:
@@ -119,7 +109,7 @@ def batches_of(task: Task, samples: int) -> int:
 
 
 def train_on(
-    task: Task, objective: Objective, options: TrainingOptions, samples: int, content: Content | None
+    task: Task, objective: Objective, options: TrainingOptions, samples: int
 ) -> list[dict[str, float]]:
     """`train` on the data of a fit, with its seed, held-out data and checkpoint.
 
@@ -128,7 +118,6 @@ def train_on(
         objective: what is trained.
         options: of the training.
         samples: of the data.
-        content: of the data, for a checkpoint.
     """
     settings = task.settings
     return train(
@@ -139,7 +128,6 @@ def train_on(
         seed=settings.seed,
         val_loader=task.val_loader,
         checkpoint=task.checkpoint,
-        content=content,
         progress=settings.progress,
     )
 

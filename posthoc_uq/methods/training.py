@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-import copy
 import time
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterable, Mapping
-from contextlib import AbstractContextManager, suppress
+from collections.abc import Callable, Iterable
+from contextlib import AbstractContextManager
 from dataclasses import asdict, dataclass, field, replace
 from math import ceil, cos, inf, isfinite, pi
 from typing import Any
@@ -17,24 +16,17 @@ from torch.optim import Optimizer
 
 from posthoc_uq.core.batches import LOADER, Batch, BatchReader, batches, explained, known_length
 from posthoc_uq.core.devices import Checks, as_double
-from posthoc_uq.core.errors import CorruptPosteriorError, NonFiniteError, PosthocUQError
+from posthoc_uq.core.errors import NonFiniteError, PosthocUQError
 from posthoc_uq.core.options import COUNT, NATURAL, POSITIVE, check_function, put_numbers
 from posthoc_uq.core.progress import Progress
 from posthoc_uq.core.randomness import isolated_random_state, mixed_seed
-from posthoc_uq.curvature.sweep import Content, batch_hash
+from posthoc_uq.curvature.sweep import batch_hash, other_batches
 from posthoc_uq.layers.proof import count_samples
 from posthoc_uq.likelihoods import Likelihood
 from posthoc_uq.likelihoods.weights import labelled, mean_of_labels
-from posthoc_uq.methods.resume import Checkpoint, Tensors, check_training, other_data
+from posthoc_uq.methods.checkpoint import Checkpoint, State, load_tensors
 
-# The default optimiser and its schedule; the state of any torch optimiser as plain tensors and values, no
-# pickle.
-
-_INTEGERS = {
-    str(kind): kind for kind in (torch.int64, torch.int32, torch.int16, torch.int8, torch.uint8, torch.bool)
-}
-_FLOATS = {str(kind): kind for kind in (torch.float64, torch.float32, torch.float16, torch.bfloat16)}
-_PLAIN = (bool, int, float, str, type(None))
+# The default optimiser and its schedule.
 
 
 def cosine(progress: float, floor: float = 0.05) -> float:
@@ -48,122 +40,6 @@ def adam(groups: list[dict[str, Any]]) -> Optimizer:
     return torch.optim.Adam(
         groups, betas=(0.9, 0.99), eps=1e-8, fused=True if device in ("cpu", "cuda") else None
     )
-
-
-def optimiser_state(optimiser: Optimizer) -> tuple[dict[str, Any], Tensors]:
-    """The part of an optimiser's state that JSON can hold, and its tensors by the number of their parameter.
-
-    Raises:
-        PosthocUQError: the optimiser keeps something other than numbers and tensors for a parameter.
-    """
-    state = optimiser.state_dict()
-    plain: dict[str, Any] = {}
-    tensors: Tensors = {}
-    for index, of_parameter in state["state"].items():
-        entries: dict[str, Any] = {}
-        for name, value in of_parameter.items():
-            if isinstance(value, Tensor) and str(value.dtype) in _FLOATS:
-                wide = value.double() if value.dtype == torch.float64 else value.float()
-                tensors.setdefault(str(index), {})[name] = wide.detach()
-                entries[name] = {"dtype": str(value.dtype)}
-            elif isinstance(value, Tensor) and str(value.dtype) in _INTEGERS:
-                entries[name] = {"dtype": str(value.dtype), "numbers": value.tolist()}
-            elif isinstance(value, _PLAIN):
-                entries[name] = {"value": value}
-            else:
-                raise PosthocUQError(
-                    f"{type(optimiser).__name__} keeps a {type(value).__name__} as '{name}', which no checkpoint "
-                    f"holds; use another optimiser, or leave checkpoint out."
-                )
-        plain[str(index)] = entries
-    groups = [
-        {name: value for name, value in group.items() if isinstance(value, _PLAIN) and name != "params"}
-        for group in state["param_groups"]
-    ]
-    return {"kind": type(optimiser).__name__, "state": plain, "groups": groups}, tensors
-
-
-def restore_optimiser(optimiser: Optimizer, plain: Mapping[str, Any], tensors: Mapping[str, Any]) -> None:
-    """Give an optimiser over the same parameters the state that `optimiser_state` took.
-
-    Raises:
-        PosthocUQError: the state is that of another kind of optimiser.
-        CorruptPosteriorError: an optimiser of this kind over these parameters could not have the state.
-    """
-    if plain["kind"] != type(optimiser).__name__:
-        raise PosthocUQError(
-            f"The checkpoint was made with the optimiser {plain['kind']}, and this is {type(optimiser).__name__}; "
-            f"delete the checkpoint to begin anew."
-        )
-    values = [t for group in optimiser.param_groups for t in group["params"]]
-    described = {(index, name) for index, entries in plain["state"].items() for name in entries}
-    stray = {(index, name) for index, entries in tensors.items() for name in entries} - described
-    if stray or not plain["state"].keys() <= {str(index) for index in range(len(values))}:
-        raise CorruptPosteriorError("its optimiser has a state for parameters that are not trained")
-    state, likes = optimiser.state_dict(), _after_a_step(optimiser)
-    for index, entries in plain["state"].items():
-        known = likes.get(int(index), {})
-        if entries and not known.keys() <= entries.keys():
-            raise CorruptPosteriorError("its optimiser lacks a part of its state")
-        state["state"][int(index)] = {
-            name: _value(name, entry, tensors.get(index, {}).get(name), known.get(name))
-            for name, entry in entries.items()
-        }
-    if len(state["param_groups"]) != len(plain["groups"]):
-        raise CorruptPosteriorError("its optimiser has another number of parameter groups")
-    for group, saved in zip(state["param_groups"], plain["groups"], strict=True):
-        _check_group(group, saved)
-        group.update(saved)
-    optimiser.load_state_dict(state)
-    # torch casts the state of a parameter to the parameter's precision, but not all of the state has that precision.
-    for index, value in enumerate(values):
-        for name, saved in state["state"].get(index, {}).items():
-            loaded = optimiser.state[value][name]
-            if isinstance(loaded, Tensor) and loaded.dtype != saved.dtype:
-                optimiser.state[value][name] = saved.to(loaded.device)
-
-
-def _check_group(group: Mapping[str, Any], saved: Mapping[str, Any]) -> None:
-    """Refuse saved settings that differ in more than numbers, which an optimiser may change, the rate among them."""
-    for name, value in saved.items():
-        current = group.get(name)
-        numbers = type(current) in (int, float) and type(value) in (int, float) and name != "initial_lr"
-        same = type(value) is type(current) and value == current
-        if name not in group or not (same or (numbers and isfinite(value))):
-            raise CorruptPosteriorError(f"its optimiser was set up in another way: '{name}' is {value!r:.60}")
-
-
-def _after_a_step(optimiser: Optimizer) -> dict[int, dict[str, Any]]:
-    """The state that an optimiser keeps for each parameter, by name, from a copy after a step with zero gradients."""
-    with isolated_random_state():
-        twin = copy.deepcopy(optimiser)
-        for group in twin.param_groups:
-            for tensor in group["params"]:
-                tensor.grad = torch.zeros_like(tensor)
-        twin.step()
-        return twin.state_dict()["state"]
-
-
-def _value(name: str, entry: Mapping[str, Any], tensor: Tensor | None, like: Any) -> Any:
-    """One value of the state; `like` is the optimiser's own value of that name after a step, None if it has none."""
-    restored, kind = entry.get("value"), entry.get("dtype")
-    if "numbers" in entry and kind in _INTEGERS:
-        with suppress(ValueError, TypeError, RuntimeError, OverflowError):
-            restored = torch.tensor(entry["numbers"], dtype=_INTEGERS[kind], device="cpu")
-    elif tensor is not None and kind in _FLOATS:
-        restored = tensor.to(_FLOATS[kind])
-    fits = isinstance(restored, Tensor) != ("value" in entry)
-    if isinstance(like, Tensor):
-        fits = (
-            fits
-            and isinstance(restored, Tensor)
-            and (restored.shape, restored.dtype) == (like.shape, like.dtype)
-        )
-    elif like is not None:
-        fits = fits and type(restored) is type(like)
-    if not fits:
-        raise CorruptPosteriorError(f"its optimiser's '{name}' is none that this optimiser keeps")
-    return restored
 
 
 # The training loop of the variational methods: any torch optimiser, progress, checkpoints, early stopping.
@@ -188,6 +64,7 @@ EPOCHS = 10  # where none are given
 LEAST_STEPS = 4000  # of a training on few data where no epochs are given
 FEW_SAMPLES = 50_000  # below which these count
 
+TRAINING = "training"  # the name of this part of a fit
 _DATA, _STEP = 101, 102  # streams of random numbers from the seed
 
 
@@ -292,21 +169,31 @@ class Objective(ABC):
 
 
 @dataclass
-class _State:
-    """How far a training has come."""
+class _Progress:
+    """How far a training has come.
+
+    Attributes:
+        epoch: epochs that are finished.
+        batch: batches of the present epoch that are done.
+        step: steps that were taken.
+        length: batches of an epoch; 0 while unknown.
+        sums: of the losses over the samples of the present epoch, by name.
+        samples: of the present epoch.
+        seconds: that the present epoch took so far.
+        history: one dictionary an epoch.
+        best: number of the epoch whose tensors are kept; -1 without one.
+        done: whether to stop before the last epoch.
+    """
 
     epoch: int = 0
     batch: int = 0
     step: int = 0
-    digest: int = 0
-    length: int = 0  # batches of an epoch; 0 while unknown
+    length: int = 0
     sums: dict[str, float] = field(default_factory=lambda: dict[str, float]())
     samples: int = 0
-    content: int = 0  # hash of the data, whatever their order, from a pass before the training
-    batches: int = 0  # in that pass
     seconds: float = 0.0
     history: list[dict[str, float]] = field(default_factory=lambda: list[dict[str, float]]())
-    best: int = -1  # number of the epoch whose tensors are kept
+    best: int = -1
     done: bool = False
 
 
@@ -328,7 +215,6 @@ def train(
     seed: int,
     val_loader: Iterable[Any] | None = None,
     checkpoint: Checkpoint | None = None,
-    content: Content | None = None,
     progress: bool = True,
 ) -> list[dict[str, float]]:
     """Train `objective` in place.
@@ -344,8 +230,6 @@ def train(
         seed: of all random numbers.
         val_loader: held-out data.
         checkpoint: keeps the state of the training, or holds the one to go on from.
-        content: hash of the data in a pass that begins from the same random state in every attempt, as an epoch does
-            not; needed with `checkpoint`.
         progress: whether to show a bar.
 
     Returns:
@@ -356,16 +240,19 @@ def train(
         NonFiniteError: a loss or a gradient is not finite (names the step), or a trained tensor is not.
         PosthocUQError: the loader yields no targets, or other data than those that the checkpoint was made from.
     """
-    run = _Run(objective, loader, reader, options, seed, val_loader, checkpoint, content or Content())
+    run = _Run(objective, loader, reader, options, seed, val_loader, checkpoint)
+    saved = None if checkpoint is None else checkpoint.take_running(TRAINING)
+    if checkpoint is not None and saved is not None:
+        with checkpoint.reading("its state of the training is of another kind"):
+            run.load_state_dict(saved)
     with Progress("train", "samples", progress) as bar:
-        run.resume()
-        while run.state.epoch < options.least_epochs and not run.state.done:
+        while not run.finished:
             run.epoch(bar)
     run.take_best()
     broken = [name for name, tensor in objective.tensors().items() if not bool(torch.isfinite(tensor).all())]
     if broken:
         raise NonFiniteError(f"The training ended with '{broken[0]}' not finite; lower the learning rates.")
-    return run.state.history
+    return run.progress.history
 
 
 class _Run:
@@ -378,7 +265,6 @@ class _Run:
         seed: int,
         val_loader: Iterable[Any] | None,
         checkpoint: Checkpoint | None,
-        content: Content,
     ) -> None:
         self._objective, self._loader, self._reader, self._options = objective, loader, reader, options
         self._seed, self._val_loader, self._checkpoint = seed, val_loader, checkpoint
@@ -389,79 +275,78 @@ class _Run:
             group["initial_lr"] = group["lr"]
         self._schedule = options.schedule or cosine
         self._best: dict[str, Tensor] = {}
-        self.state = _State(length=known_length(loader), content=content.total, batches=content.batches)
+        self._last: Batch | None = None  # of which a step was taken
+        self._resumed_at = 0  # hash of the last batch before the checkpoint was written
+        self.progress = _Progress(length=known_length(loader))
 
-    def resume(self) -> None:
-        """Go on from the checkpoint, if it holds a training."""
-        if self._checkpoint is None or self._checkpoint.training is None:
-            return
-        description, groups = self._checkpoint.training
-        if any(description["state"][name] != getattr(self.state, name) for name in ("content", "batches")):
-            raise other_data()
-        of_optimiser = {
-            name.removeprefix("optimiser/"): g for name, g in groups.items() if name.startswith("optimiser/")
+    @property
+    def finished(self) -> bool:
+        return self.progress.done or self.progress.epoch >= self._options.least_epochs
+
+    def state_dict(self) -> State:
+        """All that the training goes on from; random numbers follow from the seed and the number of the step."""
+        return {
+            "progress": asdict(self.progress),
+            "last batch": 0 if self._last is None else batch_hash(self._last),
+            "tensors": self._objective.tensors(),
+            "best": self._best,
+            "optimiser": (type(self._optimiser).__name__, self._optimiser.state_dict()),
         }
-        with self._checkpoint.read_as_corrupt():
-            check_training(
-                description["state"], groups, self._objective.tensors(), self._options.least_epochs
-            )
-            restore_optimiser(self._optimiser, description["optimiser"], of_optimiser)
-        self.state = _State(**description["state"])
-        for name, tensor in self._objective.tensors().items():
-            tensor.detach().copy_(groups["tensors"][name])
-        self._best = {name: tensor.to(self._reader.device) for name, tensor in groups.get("best", {}).items()}
-        self._checkpoint.training = None  # handed over, so that the tensors are not in memory twice
 
-    def _save(self) -> None:
-        if self._checkpoint is None:
-            return
-        plain, of_optimiser = optimiser_state(self._optimiser)
-        groups: Tensors = {f"optimiser/{name}": tensors for name, tensors in of_optimiser.items()}
-        groups["tensors"] = {name: tensor.detach() for name, tensor in self._objective.tensors().items()}
-        if self._best:
-            groups["best"] = self._best
-        self._checkpoint.keep_training({"state": asdict(self.state), "optimiser": plain}, groups)
+    def load_state_dict(self, state: State) -> None:
+        """Go on from there.
+
+        Raises:
+            ValueError: the state is that of another training.
+        """
+        tensors = self._objective.tensors()
+        load_tensors(tensors, state["tensors"])
+        if state["best"]:
+            self._best = {name: torch.empty_like(tensor) for name, tensor in tensors.items()}
+            load_tensors(self._best, state["best"])
+        kind, of_optimiser = state["optimiser"]
+        if kind != type(self._optimiser).__name__:
+            raise ValueError(
+                f"its optimiser is {kind}, and that of this fit {type(self._optimiser).__name__}"
+            )
+        _restore(self._optimiser, of_optimiser)
+        self.progress, self._resumed_at = _Progress(**state["progress"]), state["last batch"]
 
     def epoch(self, bar: Progress) -> None:
         """One epoch, or what is left of it."""
-        state, batches_done, start = self.state, self.state.batch, time.perf_counter()
-        seconds_before, digest = state.seconds, 0
-        batches_seen = 0
-        bar.restart(f"epoch {state.epoch + 1} of {self._options.least_epochs}")
-        with isolated_random_state(mixed_seed(self._seed, _DATA, state.epoch)):
+        progress, done, start = self.progress, self.progress.batch, time.perf_counter()
+        seconds_before, seen = progress.seconds, 0
+        bar.restart(f"epoch {progress.epoch + 1} of {self._options.least_epochs}")
+        with isolated_random_state(mixed_seed(self._seed, _DATA, progress.epoch)):
             for batch in batches(self._loader, self._reader):
                 samples = count_samples(batch)
-                if self._checkpoint is not None:
-                    digest = mixed_seed(digest, batch_hash(batch))
-                batches_seen += 1
+                seen += 1
                 bar.advance(samples)
-                if batches_seen <= batches_done:
-                    if batches_seen == batches_done and digest != state.digest:
-                        raise PosthocUQError(
-                            "The loader does not begin with the batches that the checkpoint was made from, so the "
-                            "training cannot go on from it; pass the same data in the same order, or delete the "
-                            "checkpoint."
-                        )
+                if seen <= done:
+                    if seen == done and batch_hash(batch) != self._resumed_at:
+                        raise other_batches()
                     continue
                 self._step(batch, samples)
-                state.batch, state.digest = batches_seen, digest
+                progress.batch, self._last = seen, batch
+                progress.seconds = seconds_before + time.perf_counter() - start
                 bar.note(self._shown())
-                if self._checkpoint is not None and state.step % self._checkpoint.every == 0:
-                    state.seconds = seconds_before + time.perf_counter() - start
-                    self._save()
-        if batches_seen < batches_done:
-            raise PosthocUQError("The loader has fewer batches than when the checkpoint was made; delete it.")
-        state.seconds = seconds_before + time.perf_counter() - start
-        self._end_epoch(batches_seen)
+                if self._checkpoint is not None:
+                    self._checkpoint.after_batch(TRAINING, self.state_dict)
+        if seen < done:
+            raise other_batches()
+        progress.seconds = seconds_before + time.perf_counter() - start
+        self._end_epoch(seen)
+        if self.finished and self._checkpoint is not None:
+            self._checkpoint.save(TRAINING, self.state_dict())
 
     def _step(self, batch: Batch, samples: int) -> None:
-        state = self.state
-        where = f"Step {state.step} (epoch {state.epoch + 1}, batch {state.batch})"
+        progress = self.progress
+        where = f"Step {progress.step} (epoch {progress.epoch + 1}, batch {progress.batch})"
         if batch.targets is None:
             raise PosthocUQError("This method trains on targets, and the loader yields inputs alone.")
         self._optimiser.zero_grad(set_to_none=True)
         checks, values = Checks(), dict[str, float]()
-        with self._explained(batch, f"batch {state.batch} of the loader"):
+        with self._explained(batch, f"batch {progress.batch} of the loader"):
             terms = self._objective.backward(batch, self._present_step(), checks)
         gradients = [
             t.grad for group in self._optimiser.param_groups for t in group["params"] if t.grad is not None
@@ -487,53 +372,48 @@ class _Run:
         for group in self._optimiser.param_groups:
             group["lr"] = group["initial_lr"] * factor
         self._optimiser.step()
-        if state.sums and state.sums.keys() != values.keys():
-            raise _other_losses()
         for name, value in values.items():
-            state.sums[name] = state.sums.get(name, 0.0) + value * samples
-        state.samples += samples
-        state.step += 1
+            progress.sums[name] = progress.sums.get(name, 0.0) + value * samples
+        progress.samples += samples
+        progress.step += 1
 
     def _explained(self, batch: Batch, what: str) -> AbstractContextManager[None]:
         return explained(lambda: self._objective.network, batch, what, LOADER)
 
     def _present_step(self) -> Step:
-        state = self.state
-        seed = mixed_seed(self._seed, _STEP, state.step)
-        return Step(seed, state.epoch, state.batch, state.length, self._progress())
+        progress = self.progress
+        seed = mixed_seed(self._seed, _STEP, progress.step)
+        return Step(seed, progress.epoch, progress.batch, progress.length, self._progress())
 
     def _progress(self) -> float:
         """How much of the training is over, in [0, 1)."""
-        state = self.state
-        part = min(state.batch / state.length, 1.0) if state.length else 0.0
-        return (state.epoch + part) / self._options.least_epochs
+        progress = self.progress
+        part = min(progress.batch / progress.length, 1.0) if progress.length else 0.0
+        return (progress.epoch + part) / self._options.least_epochs
 
     def _shown(self) -> dict[str, str]:
-        return {name: f"{value / self.state.samples:.4g}" for name, value in self.state.sums.items()}
+        return {name: f"{value / self.progress.samples:.4g}" for name, value in self.progress.sums.items()}
 
     def _end_epoch(self, length: int) -> None:
-        state = self.state
-        entry = {name: value / max(1, state.samples) for name, value in state.sums.items()}
+        progress = self.progress
+        entry = {name: value / max(1, progress.samples) for name, value in progress.sums.items()}
         if self._val_loader is not None:
             entry["validation NLL"] = self._validate()
-        if state.history and state.history[0].keys() != {*entry, "seconds"}:
-            raise _other_losses()
         if self._val_loader is not None:
-            losses = [past["validation NLL"] for past in state.history if isfinite(past["validation NLL"])]
-            if state.best < 0 or entry["validation NLL"] < min(losses, default=inf):
-                state.best = state.epoch
+            losses = [past["validation NLL"] for past in progress.history if isfinite(past["validation NLL"])]
+            if progress.best < 0 or entry["validation NLL"] < min(losses, default=inf):
+                progress.best = progress.epoch
                 self._best = {n: t.detach().clone() for n, t in self._objective.tensors().items()}
-        entry["seconds"] = state.seconds
-        state.history.append(entry)
-        waited = state.epoch - state.best
-        state.done = (
+        entry["seconds"] = progress.seconds
+        progress.history.append(entry)
+        waited = progress.epoch - progress.best
+        progress.done = (
             self._val_loader is not None
             and self._options.patience is not None
             and waited >= self._options.patience
         )
-        state.epoch, state.batch, state.digest, state.length = state.epoch + 1, 0, 0, length
-        state.sums, state.samples, state.seconds = {}, 0, 0.0
-        self._save()
+        progress.epoch, progress.batch, progress.length = progress.epoch + 1, 0, length
+        progress.sums, progress.samples, progress.seconds = {}, 0, 0.0
 
     def _validate(self) -> float:
         """Mean negative log-likelihood of the held-out labels that count, in nats."""
@@ -556,7 +436,12 @@ class _Run:
                 tensor.detach().copy_(self._best[name])
 
 
-def _other_losses() -> CorruptPosteriorError:
-    return CorruptPosteriorError(
-        "The checkpoint is of a training with other losses than this one has; delete it to begin anew."
-    )
+def _restore(optimiser: Optimizer, state: State) -> None:
+    """Give an optimiser over the same parameters this state."""
+    optimiser.load_state_dict(state)
+    # torch casts the state of a parameter to the parameter's precision, but not all of it has that precision
+    for index, value in enumerate(t for group in optimiser.param_groups for t in group["params"]):
+        for name, saved in state["state"].get(index, {}).items():
+            loaded = optimiser.state[value][name]
+            if isinstance(loaded, Tensor) and loaded.dtype != saved.dtype:
+                optimiser.state[value][name] = saved.to(loaded.device)

@@ -392,7 +392,7 @@ def train_by_moments(task: Task, options: MomentOptions, prior_precision: float 
         chosen = [name for layer in task.layers.values() for name in layer.parameter_names]
         rest = certain_parameters(network, chosen, task.batch)
     field = _field(task, options, rest)
-    samples, content = count_data(task)
+    samples = count_data(task)
     precision = PRIOR_PRECISION if prior_precision is None else prior_precision
     trained = {name: parameter.detach() for name, parameter in task.model.named_parameters()}
     objective = MomentObjective(
@@ -410,7 +410,7 @@ def train_by_moments(task: Task, options: MomentOptions, prior_precision: float 
         else EPOCHS / options.epochs_over(samples, batches_of(task, samples)),
     )
     options = options if options.optimizer is not None else replace(options, optimizer=adamw)
-    history = train_on(task, objective, options, samples, content)
+    history = train_on(task, objective, options, samples)
     task.seconds["training"] = time.perf_counter() - began
     notes = _fit_notes(options, history, task, samples) | {"trained without uncertainty": rest}
     posterior = trained_posterior(
