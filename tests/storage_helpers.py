@@ -15,7 +15,7 @@ from posthoc_uq.files import userblock
 from posthoc_uq.files.state import posterior_state
 from posthoc_uq.layers.layer import Layer, describe
 from posthoc_uq.likelihoods import Categorical, Gaussian, Likelihood
-from posthoc_uq.posteriors.block import Block
+from posthoc_uq.posteriors.block import FAMILIES, Block
 from posthoc_uq.posteriors.information import InformationBlock
 from posthoc_uq.posteriors.laplace import DenseBlock, DiagonalBlock, EigenvalueCorrectedBlock, KroneckerBlock
 from posthoc_uq.posteriors.posterior import Posterior

@@ -197,7 +197,7 @@ def test_sums_over_two_parts_merge_into_the_whole() -> None:
         for accumulator in (whole, other):
             accumulator.add(Rows(b), h, True)
         for name, value in whole.state_dict().items():
-            torch.testing.assert_close(part.state_dict()[name] + other.state()[name], value, **TIGHT)
+            torch.testing.assert_close(part.state_dict()[name] + other.state_dict()[name], value, **TIGHT)
 
 
 def test_later_passes_over_a_batch_count_its_activations_once() -> None:

@@ -176,7 +176,7 @@ def test_a_checkpoint_knows_what_was_chosen(tmp_path: Path) -> None:
     with pytest.raises(RuntimeError, match="the disk is gone"):
         _fit(3, _Broken(), **options)
     for other, was in (
-        ({"fisher": "mc"}, "fisher was 'auto', and is 'mc'"),
+        ({"fisher": "mc"}, "fisher was .auto., and is .mc."),
         ({"n_samples": 2}, "n_samples was 1, and is 2"),
     ):
         with pytest.raises(PosthocUQError, match=was):

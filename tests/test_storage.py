@@ -50,7 +50,7 @@ from posthoc_uq.files import inspect, load, save, userblock
 from posthoc_uq.files.schema import fingerprint
 from posthoc_uq.fitting import wrap
 from posthoc_uq.likelihoods import Bernoulli, Gaussian, Likelihood
-from posthoc_uq.methods.resume import Checkpoint
+from posthoc_uq.methods.checkpoint import Checkpoint
 from posthoc_uq.posteriors.information import InformationBlock
 from posthoc_uq.posteriors.laplace import DiagonalBlock
 from posthoc_uq.posteriors.posterior import Posterior
@@ -650,7 +650,7 @@ def test_the_method_in_the_user_block_is_that_of_the_description(
 ) -> None:
     path, model, _ = saved
     body = path.read_bytes()[512:]
-    for kind, words in (("kfac", "says method='kfac'"), ("checkpoint", "unfinished fit"), ("evil", "header")):
+    for kind, words in (("kfac", "says method='kfac'"), ("evil", "header")):
         path.write_bytes(userblock.header(body, kind) + body)
         for read in (lambda: load(path, model), lambda: inspect(path)):
             with pytest.raises(CorruptPosteriorError, match=words):
@@ -668,7 +668,7 @@ def test_only_regular_files_are_opened(saved: tuple[Path, nn.Module, Posterior],
         lambda: load(pipe, model, untrusted=True),
         lambda: inspect(pipe),
         lambda: save(posterior, pipe),
-        lambda: Checkpoint(pipe, 1, {}, 2**20, model, {}, {}, torch.float32),
+        lambda: Checkpoint(pipe, 1, {}, 2**20),
     ]
     for call in calls:
         with pytest.raises(PosthocUQError, match="is not a file"):
@@ -686,7 +686,7 @@ def test_paths_that_no_file_can_have(name: Any, saved: tuple[Path, nn.Module, Po
     if name != "x" * 251 + ".h5":  # a name of 254 bytes is allowed
         calls += [
             lambda: save(posterior, target),
-            lambda: Checkpoint(target, 1, {}, 2**20, model, {}, {}, torch.float32),
+            lambda: Checkpoint(target, 1, {}, 2**20),
         ]
     else:
         save(posterior, target)

@@ -286,7 +286,8 @@ class Summary:
 
     @classmethod
     def restored(cls, state: Mapping[str, Any]) -> Summary:
-        return cls(**{**state, "keys": set(state["keys"])})
+        values: dict[str, Any] = {**state, "keys": set(state["keys"])}
+        return cls(**values)
 
     def note(self, keys: Tensor, content: Tensor, shared: Tensor) -> None:
         """Count a batch. All arguments are hashes on the CPU: of its inputs, of its samples (summed), and of what its

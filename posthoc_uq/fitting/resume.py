@@ -31,7 +31,8 @@ _IN_REQUEST = ("method", "likelihood", "prior_precision", "head", "seed")
 
 def data_identity(loader: Iterable[Any], reader: BatchReader, first: Batch) -> dict[str, Any]:
     """The number of samples of a loader, where it says how many, and a hash of its first batch."""
-    return {"number of samples": own_samples_of(loader, reader, first), "first batch": batch_hash(first)}
+    samples = own_samples_of(loader, reader, first)
+    return {"first batch": batch_hash(first)} | ({} if samples is None else {"number of samples": samples})
 
 
 def fit_identity(
@@ -46,9 +47,9 @@ def fit_identity(
         chooses_epoch: whether held-out data choose the epoch of a training.
     """
     elsewhere = (*_WITHOUT_EFFECT, *_BY_CONTENT, *_IN_REQUEST)
-    values = {name: value for name, value in arguments.items() if name not in elsewhere}
+    values = {"method": request["method"]}
+    values |= {name: value for name, value in arguments.items() if name not in elsewhere} | dict(request)
     model, kind = task.model, task.device.type
-    values |= request
     values["held-out data"] = _held_out(task) if chooses_epoch else task.val_loader is not None
     values["library version"] = __version__
     values["layers"] = {name: list(layer.matrix_shape) for name, layer in task.layers.items()}

@@ -60,7 +60,7 @@ class Checkpoint:
             target = target.with_name(f"{target.stem}.rank{rank()}of{world()}{target.suffix}")
         self._target, self._every, self._batches = target, every, 0
         self._identity = dict(identity)
-        self._finished: dict[str, State] = {}
+        self._finished: dict[str, tuple[State, State]] = {}
         self._running: tuple[str, State] | None = None
         self.budget = budget
         atomic.remove_leftovers(target)
@@ -72,8 +72,9 @@ class Checkpoint:
             identity = {name: str(value) for name, value in snapshot["identity"].items()}
             self.budget, self._running = int(snapshot["memory_budget"]), snapshot["running"]
             self._finished = dict(snapshot["finished"])
-        for name in {**self._identity, **identity}:
-            was, now = (values.get(name, "nothing") for values in (identity, self._identity))
+        for name, now in self._identity.items():
+            # what one of the two does not know, as the number of samples of an iterator, is not compared
+            was = identity.get(name, now)
             if was != now:
                 raise PosthocUQError(
                     f"'{self._target}' is the checkpoint of another fit: its {name} was {was:.200}, and is {now:.200} "
@@ -95,9 +96,13 @@ class Checkpoint:
                 f"begin anew."
             ) from None
 
-    def finished(self, part: str) -> State | None:
-        """The state at the end of a part; None where it is not finished."""
-        return self._finished.get(part)
+    def finished(self, part: str) -> tuple[State, State] | None:
+        """The tensors and the plain values at the end of a part; None where it is not finished."""
+        if part not in self._finished:
+            return None
+        with self.reading(f"its state of {part} is of another kind"):
+            tensors, values = self._finished[part]
+            return dict(tensors), dict(values)
 
     def is_running(self, part: str) -> bool:
         """Whether the file holds the state of a part that is not finished."""
@@ -120,9 +125,9 @@ class Checkpoint:
         """Write the state of the running part now."""
         self._write((part, state))
 
-    def finish(self, part: str, state: State) -> None:
-        """Write the state at the end of a part, which the caller may then change."""
-        self._finished[part] = _on_cpu(state, copy=True)
+    def finish(self, part: str, tensors: State, values: State) -> None:
+        """Write the state at the end of a part, whose tensors the caller may then change."""
+        self._finished[part] = _on_cpu((tensors, values), copy=True)
         self._write(None)
 
     def drop(self, part: str) -> None:
@@ -144,7 +149,7 @@ class Checkpoint:
         write_snapshot(self._target, _on_cpu(snapshot))
 
 
-def _on_cpu(state: State, *, copy: bool = False) -> State:
+def _on_cpu(state: Any, *, copy: bool = False) -> Any:
     """A state whose tensors are on the CPU, each with memory for its own numbers alone."""
 
     def placed(tensor: Tensor) -> Tensor:

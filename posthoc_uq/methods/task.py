@@ -119,21 +119,19 @@ class Task:
         checkpoint = self.checkpoint
         if checkpoint is None:
             return work()
-        saved = checkpoint.finished(name)
-        values: list[State | None] = gather(
-            None if saved is None else saved["values"], f"looking for a checkpoint of {name}"
-        )
+        reading = f"looking for a checkpoint of {name}"
+        saved = together(lambda: checkpoint.finished(name), reading)
+        values: list[State | None] = gather(None if saved is None else saved[1], reading)
         ranks = [number for number, found in enumerate(values) if found is not None]
         if ranks:
-            own = None if saved is None else saved["tensors"]
+            own = None if saved is None else saved[0]
             tensors = hand_out(own, ranks[0], torch.device("cpu"), f"handing out {name}")
             result: tuple[Tensors, State] = tensors, values[ranks[0]] or {}
         else:
             result = work()
         if None in values:
             # every rank takes part, with or without something to write
-            state = {"tensors": result[0], "values": result[1]}
-            write = (lambda: checkpoint.finish(name, state)) if saved is None else (lambda: None)
+            write = (lambda: checkpoint.finish(name, *result)) if saved is None else (lambda: None)
             together(write, f"writing the checkpoint after {name}")
         return result
 
