@@ -1,9 +1,8 @@
-"""Where a training begins, what it moves without uncertainty, and its means and variances as a posterior."""
+"""Where a training begins, and what it moves without uncertainty."""
 
 from __future__ import annotations
 
 from collections.abc import Collection, Iterable, Mapping
-from dataclasses import replace
 from functools import partial
 from math import ceil
 from typing import Any
@@ -22,13 +21,8 @@ from posthoc_uq.core.randomness import isolated_random_state, mixed_seed
 from posthoc_uq.curvature.sweep import no_weight, own_batches
 from posthoc_uq.layers.calls import affine_call, open_attention
 from posthoc_uq.layers.proof import count_samples
-from posthoc_uq.likelihoods import Likelihood
 from posthoc_uq.methods.contexts import Context, single_input
-from posthoc_uq.methods.mean_field import MeanField
 from posthoc_uq.methods.task import Task
-from posthoc_uq.methods.training import Objective, TrainingOptions, train
-from posthoc_uq.posteriors.posterior import Posterior
-from posthoc_uq.posteriors.settings import Evidence, History, Hyperparameters
 
 # The pass over the training data that shows them to a context.
 
@@ -75,10 +69,6 @@ def _require_finite(index: int, finite: Tensor) -> None:
         )
 
 
-# What trainings of weights share: the check of the parameters that they train, and the posterior that comes
-# of it.
-
-
 def check_trainable(method: str, parameters: Mapping[str, Tensor], names: Iterable[str]) -> None:
     """Refuse parameters of a number format that no optimiser moves by small steps.
 
@@ -106,66 +96,6 @@ def count_data(task: Task) -> int:
 def batches_of(task: Task, samples: int) -> int:
     """The batches of one pass over the data, by the loader's length, or else by its first batch."""
     return known_length(task.loader) or ceil(samples / max(1, count_samples(task.batch)))
-
-
-def train_on(
-    task: Task, objective: Objective, options: TrainingOptions, samples: int
-) -> list[dict[str, float]]:
-    """`train` on the data of a fit, with its seed, held-out data and checkpoint.
-
-    Args:
-        task: the fit.
-        objective: what is trained.
-        options: of the training.
-        samples: of the data.
-    """
-    settings = task.settings
-    return train(
-        objective,
-        task.loader,
-        settings.reader,
-        replace(options, epochs=options.epochs_over(samples, batches_of(task, samples))),
-        seed=settings.seed,
-        val_loader=task.val_loader,
-        checkpoint=task.checkpoint,
-        progress=settings.progress,
-    )
-
-
-def trained_posterior(
-    method: str,
-    task: Task,
-    field: MeanField,
-    likelihood: Likelihood,
-    notes: dict[str, Any],
-    samples: int,
-    prior_precision: float,
-) -> Posterior:
-    """The posterior of a training of independent weights.
-
-    Args:
-        method: its name.
-        task: the fit.
-        field: what was trained.
-        likelihood: with the noise that the training ended with.
-        notes: of the fit, as plain values.
-        samples: of the training data.
-        prior_precision: that the training used.
-    """
-    posterior = Posterior(
-        method,
-        task.layers,
-        field.blocks(task.layers, samples),
-        {name: [name] for name in task.layers},
-        {name: parameter.detach() for name, parameter in task.model.named_parameters()},
-        likelihood,
-        Evidence(samples, noise_power=0),  # the variances do not follow a later change of the noise variance
-        History(notes, dict(task.prepared.deterministic)),
-        centre={name: mean.detach() for name, mean in field.means.items()} if field.train_mean else None,
-        settings=Hyperparameters(float(samples), prior_precision),
-    )
-    posterior.model = task.model
-    return posterior
 
 
 # A new initialisation of a trained model, by its modules' own ``reset_parameters``.

@@ -4,18 +4,19 @@ from __future__ import annotations
 
 import time
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from contextlib import AbstractContextManager
 from dataclasses import asdict, dataclass, field, replace
 from math import ceil, cos, inf, isfinite, pi
-from typing import Any
+from typing import Any, ClassVar, Generic, TypeVar
 
 import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from posthoc_uq.core.batches import LOADER, Batch, BatchReader, batches, explained, known_length
-from posthoc_uq.core.devices import Checks, as_double
+from posthoc_uq.core.devices import Checks, as_double, host_double
+from posthoc_uq.core.distributed import world
 from posthoc_uq.core.errors import NonFiniteError, PosthocUQError
 from posthoc_uq.core.options import COUNT, NATURAL, POSITIVE, check_function, put_numbers
 from posthoc_uq.core.progress import Progress
@@ -25,6 +26,12 @@ from posthoc_uq.layers.proof import count_samples
 from posthoc_uq.likelihoods import Likelihood
 from posthoc_uq.likelihoods.weights import labelled, mean_of_labels
 from posthoc_uq.methods.checkpoint import Checkpoint, State, load_tensors
+from posthoc_uq.methods.method import Method
+from posthoc_uq.methods.task import Task
+from posthoc_uq.methods.trained import batches_of
+from posthoc_uq.posteriors.block import Block
+from posthoc_uq.posteriors.posterior import Posterior
+from posthoc_uq.posteriors.settings import Evidence, History, Hyperparameters, LayerPriors
 
 # The default optimiser and its schedule.
 
@@ -138,7 +145,27 @@ class Step:
 
 
 class Objective(ABC):
-    """What is trained: named tensors, and a loss whose stochastic gradients can be computed for a batch."""
+    """What is trained: named tensors, and a loss whose stochastic gradients can be computed for a batch.
+
+    Args:
+        likelihood: of the targets.
+        samples: of the training data.
+        noise_like: None for a noise variance that stays what it is; to train its logarithm with the rest, a tensor on
+            the device and in the number format that it is to have.
+
+    Raises:
+        PosthocUQError: a noise is to be learned, and the likelihood has none.
+    """
+
+    def __init__(self, likelihood: Likelihood, samples: int, noise_like: Tensor | None = None) -> None:
+        self.samples, self._likelihood = samples, likelihood
+        self._log_noise: Tensor | None = None
+        if noise_like is not None:
+            if likelihood.noise_variance is None:
+                raise PosthocUQError(
+                    f"A noise variance can be learned with likelihood='regression', and {likelihood.name!r} has none."
+                )
+            self._log_noise = likelihood.noise_variance.log().to(noise_like.detach()).requires_grad_()
 
     @property
     @abstractmethod
@@ -160,12 +187,43 @@ class Objective(ABC):
         """
 
     @abstractmethod
-    def likelihood(self) -> Likelihood:
-        """With the noise as it is now."""
-
-    @abstractmethod
     def log_predictive(self, batch: Batch, draws: int) -> Tensor:
         """``log p(y | x)`` of held-out samples, ``(samples,)`` in nats, by as many draws, always the same."""
+
+    def trained_mean(self) -> dict[str, Tensor] | None:
+        """The means by parameter, if they were trained."""
+        return None
+
+    @property
+    def learns_noise(self) -> bool:
+        """Whether the noise variance is trained with the rest."""
+        return self._log_noise is not None
+
+    def noise(self) -> dict[str, Tensor]:
+        """The logarithm of the noise variance by its name, if it is trained; a part of `tensors` and `groups`."""
+        return {} if self._log_noise is None else {"log noise": self._log_noise}
+
+    def likelihood(self) -> Likelihood:
+        """With the noise as it is now."""
+        if self._log_noise is None:
+            return self._likelihood
+        return self._likelihood.with_noise(host_double(self._log_noise.detach().exp()))
+
+    def likelihood_in_training(self) -> Likelihood:
+        """With a noise that gradients reach, if it is trained."""
+        return (
+            self._likelihood
+            if self._log_noise is None
+            else self._likelihood.with_noise(self._log_noise.exp())
+        )
+
+    def check_targets(self, outputs: Tensor, targets: Tensor, checks: Checks) -> None:
+        """Refuse targets that do not fit the outputs: wrong shapes now, wrong values when `checks` are looked at."""
+        fault = self._likelihood.fault(outputs, targets)
+        if fault is not None:
+            checks.later(
+                fault, lambda faulty: self._likelihood.check(outputs, targets) if bool(faulty) else None
+            )
 
 
 @dataclass
@@ -445,3 +503,112 @@ def _restore(optimiser: Optimizer, state: State) -> None:
             loaded = optimiser.state[value][name]
             if isinstance(loaded, Tensor) and loaded.dtype != saved.dtype:
                 optimiser.state[value][name] = saved.to(loaded.device)
+
+
+# The base of the methods that train.
+
+Trained = TypeVar("Trained", bound=Objective)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Training(TrainingOptions, Method, Generic[Trained]):
+    """A method that optimises. The loop, learned noise, early stopping by held-out data, resuming and what a posterior
+    says of its fit are written once, here.
+
+    A subclass says what is trained (`begin`), and the blocks that come of it (`blocks`).
+
+    Attributes:
+        prior_precision: of the weights; None for the method's own.
+    """
+
+    weighs_samples: ClassVar[bool] = True
+    default_prior: ClassVar[str] = "the default"
+    """In words, for the report, which prior precision it takes where none is given."""
+
+    prior_precision: float | None = None
+
+    @property
+    def trains(self) -> bool:
+        return True
+
+    @abstractmethod
+    def begin(self, task: Task) -> Trained:
+        """What is trained, at its start.
+
+        Raises:
+            PosthocUQError: options, data or model do not fit; the message says how to go on.
+        """
+
+    @abstractmethod
+    def blocks(self, task: Task, trained: Trained) -> Mapping[str, Block]:
+        """The blocks of the posterior after the training, by layer."""
+
+    @abstractmethod
+    def prior_of(self, trained: Trained) -> float | LayerPriors:
+        """The prior precision that the training used."""
+
+    def described(self, trained: Trained, blocks: Mapping[str, Any]) -> dict[str, Any]:
+        """Lines of the report on how the posterior was fitted, as plain values."""
+        return {}
+
+    def check_steps(self, steps: int) -> None:
+        """Warn where so many steps of the optimiser are too few."""
+
+    def fit(self, task: Task) -> Posterior:
+        if world() > 1:
+            raise PosthocUQError(f"method={self.name!r} trains in one process.")
+        settings, began = task.settings, time.perf_counter()
+        trained = self.begin(task)
+        samples, batches_an_epoch = trained.samples, batches_of(task, trained.samples)
+        history = train(
+            trained,
+            task.loader,
+            settings.reader,
+            replace(self, epochs=self.epochs_over(samples, batches_an_epoch)),
+            seed=settings.seed,
+            val_loader=task.val_loader,
+            checkpoint=task.checkpoint,
+            progress=settings.progress,
+        )
+        task.seconds["training"] = time.perf_counter() - began
+        blocks = self.blocks(task, trained)
+        _check_finite(blocks)
+        self.check_steps(len(history) * batches_an_epoch)
+        notes = {
+            "samples": samples,
+            "seed": settings.seed,
+            "epochs": len(history),
+            "epoch taken": best_epoch(history),
+            **self.described(trained, blocks),
+            **{name: [entry[name] for entry in history] for name in history[0] if name != "seconds"},
+            **{f"seconds, {what}": value for what, value in task.seconds.items()},
+        }
+        posterior = Posterior(
+            self.name,
+            task.layers,
+            blocks,
+            {name: [name] for name in task.layers},
+            {name: parameter.detach() for name, parameter in task.model.named_parameters()},
+            trained.likelihood(),
+            Evidence(
+                samples, noise_power=0
+            ),  # the variances do not follow a later change of the noise variance
+            History(notes, dict(task.prepared.deterministic)),
+            centre=trained.trained_mean(),
+            settings=Hyperparameters(float(samples), self.prior_of(trained)),
+        )
+        posterior.model = task.model
+        tuning = posterior.history.tuning
+        tuning["prior precision"] = self.default_prior if self.prior_precision is None else "given"
+        if trained.learns_noise:
+            tuning["noise variance"] = "learned with the posterior"
+        return posterior
+
+
+def _check_finite(blocks: Mapping[str, Block]) -> None:
+    for name, block in blocks.items():
+        if not all(bool(torch.isfinite(tensor).all()) for tensor in block.tensors().values()):
+            raise NonFiniteError(
+                f"The training ended with means or variances of '{name}' that are not finite; lower the learning "
+                f"rates, or bring the inputs to about unit size."
+            )
