@@ -255,21 +255,6 @@ def test_a_hash_of_the_data_tells_what_belongs_together() -> None:
     assert batch_hash(batches[0]) == batch_hash(Batch((x.clone(),), y.clone()))
 
 
-def test_a_fit_that_goes_on_with_less_memory_keeps_the_inputs_that_it_would_have_kept(tmp_path: Path) -> None:
-    path, generator = tmp_path / "fit.h5", torch.Generator().manual_seed(0)
-    torch.manual_seed(0)
-    net = torch.nn.Sequential(torch.nn.AvgPool1d(256), torch.nn.Flatten(), torch.nn.Linear(16, 3))
-    own = [
-        (16 * torch.randn(20, 1, 4096, generator=generator), torch.arange(20) % 3) for _ in range(5)
-    ]  # 1.6 MB
-    options: dict[str, Any] = {"method": "diag", "progress": False}
-    whole = uq.fit(net, own, memory_budget=2**26, **options)
-    with pytest.raises(RuntimeError, match="the disk is gone"):
-        uq.fit(net, Broken(own, 4), memory_budget=2**26, checkpoint=path, checkpoint_every=1, **options)
-    resumed = uq.fit(net, own, memory_budget=2**20, checkpoint=path, **options)
-    assert resumed.prior_precision == whole.prior_precision
-
-
 # Files that are none, or damaged, or somebody else's
 
 
@@ -341,7 +326,6 @@ def _put(*place: Any, value: Any) -> Callable[[Any], None]:
     "change",
     [
         _put("identity", value=3),
-        _put("memory_budget", value="much"),
         _put("finished", value=5),
         _put("finished", value={"diagonal": 5}),
         _put("running", value=("diagonal", 5)),
@@ -369,12 +353,12 @@ def test_a_snapshot_keeps_what_it_is_given(tmp_path: Path) -> None:
         "a": {"half": values.bfloat16(), "turned": values.T, "count": torch.tensor(3)},
         "b": [None, 1.5, 2**64 - 1],
     }
-    checkpoint = Checkpoint(tmp_path / "c", 1, {"x": "1"}, 2**20)
+    checkpoint = Checkpoint(tmp_path / "c", 1, {"x": "1"})
     checkpoint.save("part", state | {"view": torch.zeros(1000)[:1]})
     assert (tmp_path / "c").stat().st_size < 3000  # of a view only its own numbers
     with pytest.raises(PosthocUQError, match="its x was 1, and is 2 now"):
-        Checkpoint(tmp_path / "c", 1, {"x": "2"}, 2**20)
-    found = Checkpoint(tmp_path / "c", 1, {"x": "1"}, 2**20).take_running("part")
+        Checkpoint(tmp_path / "c", 1, {"x": "2"})
+    found = Checkpoint(tmp_path / "c", 1, {"x": "1"}).take_running("part")
     assert found is not None and found["b"] == state["b"]
     for name, tensor in state["a"].items():
         assert torch.equal(found["a"][name], tensor) and found["a"][name].stride() == tensor.stride()
@@ -409,7 +393,7 @@ def test_a_share_of_the_data_for_the_bases() -> None:
 
 def test_every_argument_of_a_fit_is_a_part_of_its_identity(tmp_path: Path) -> None:
     """What is no part of it is listed here too: an argument that is new must be put on one side or the other."""
-    without = {"progress", "checkpoint", "checkpoint_every", "memory_budget"}  # the result is the same
+    without = {"progress", "checkpoint", "checkpoint_every"}  # the result is the same
     by_content = {"model", "loader", "val_loader", "batch_to_inputs", "batch_to_targets", "batch_to_weights"}
     by_content |= {"options"}
     otherwise = {"prior_precision"}  # under two names

@@ -668,7 +668,7 @@ def test_only_regular_files_are_opened(saved: tuple[Path, nn.Module, Posterior],
         lambda: load(pipe, model, untrusted=True),
         lambda: inspect(pipe),
         lambda: save(posterior, pipe),
-        lambda: Checkpoint(pipe, 1, {}, 2**20),
+        lambda: Checkpoint(pipe, 1, {}),
     ]
     for call in calls:
         with pytest.raises(PosthocUQError, match="is not a file"):
@@ -686,7 +686,7 @@ def test_paths_that_no_file_can_have(name: Any, saved: tuple[Path, nn.Module, Po
     if name != "x" * 251 + ".h5":  # a name of 254 bytes is allowed
         calls += [
             lambda: save(posterior, target),
-            lambda: Checkpoint(target, 1, {}, 2**20),
+            lambda: Checkpoint(target, 1, {}),
         ]
     else:
         save(posterior, target)

@@ -226,7 +226,7 @@ def test_a_training_goes_on_with_any_optimiser(name: str, dtype: torch.dtype, tm
         objective = Quadratic()
         objective.w = torch.ones(3, dtype=dtype).requires_grad_()
         objective.losses = [3.0, 1.0, 2.0]
-        checkpoint = Checkpoint(tmp_path / "c", 1, {}, 2**20)
+        checkpoint = Checkpoint(tmp_path / "c", 1, {})
         given = options(epochs=3, optimizer=OPTIMISERS[name])
         data = loader_of([0.0])
         train(
@@ -253,9 +253,9 @@ def test_a_training_goes_on_with_any_optimiser(name: str, dtype: torch.dtype, tm
 
 def test_another_optimiser_cannot_go_on(tmp_path: Path) -> None:
     given: dict[str, Any] = {"seed": 0, "progress": False}
-    given["checkpoint"] = Checkpoint(tmp_path / "c", 1, {}, 2**20)
+    given["checkpoint"] = Checkpoint(tmp_path / "c", 1, {})
     train(Quadratic(), loader_of([0.0]), READER, options(epochs=1), **given)
-    given["checkpoint"] = Checkpoint(tmp_path / "c", 1, {}, 2**20)
+    given["checkpoint"] = Checkpoint(tmp_path / "c", 1, {})
     with pytest.raises(uq.CorruptPosteriorError, match="its optimiser is SGD, and that of this fit Adam"):
         train(Quadratic(), loader_of([0.0]), READER, options(epochs=1, optimizer=None), **given)
 

@@ -926,10 +926,9 @@ def _open_checkpoint(
         return
     data = identified(data_identity(task.loader, task.settings.reader, task.batch))
     task.checkpoint = together(
-        lambda: Checkpoint(file, method.checkpoint_every, identity | data, task.memory_budget),
+        lambda: Checkpoint(file, method.checkpoint_every, identity | data),
         "opening the checkpoint",
     )
-    task.memory_budget = task.checkpoint.budget
 
 
 def _fitted(task: Task, method: Method) -> Posterior:

@@ -42,19 +42,13 @@ class Checkpoint:
         path: the file; in a process group each rank has its own beside it (``fit.rank0of2.h5``).
         every: batches between two writes.
         identity: what a fit must have in common with the one that wrote the file, as `identified` gives it.
-        budget: the memory budget of a fit that begins here.
-
-    Attributes:
-        budget: the memory budget of the fit that wrote the file; it decides the order of sums, and so their rounding.
 
     Raises:
         PosthocUQError: the file belongs to another fit.
         CorruptPosteriorError: it is damaged, or no checkpoint.
     """
 
-    def __init__(
-        self, path: str | os.PathLike[str], every: int, identity: Mapping[str, str], budget: int
-    ) -> None:
+    def __init__(self, path: str | os.PathLike[str], every: int, identity: Mapping[str, str]) -> None:
         target = atomic.checked_target(path)
         if world() > 1:
             target = target.with_name(f"{target.stem}.rank{rank()}of{world()}{target.suffix}")
@@ -62,7 +56,6 @@ class Checkpoint:
         self._identity = dict(identity)
         self._finished: dict[str, tuple[State, State]] = {}
         self._running: tuple[str, State] | None = None
-        self.budget = budget
         atomic.remove_leftovers(target)
         if target.exists():
             self._take(read_snapshot(target))
@@ -70,8 +63,7 @@ class Checkpoint:
     def _take(self, snapshot: Any) -> None:
         with self.reading("its description is none of a fit"):
             identity = {name: str(value) for name, value in snapshot["identity"].items()}
-            self.budget, self._running = int(snapshot["memory_budget"]), snapshot["running"]
-            self._finished = dict(snapshot["finished"])
+            self._finished, self._running = dict(snapshot["finished"]), snapshot["running"]
         for name, now in self._identity.items():
             # what one of the two does not know, as the number of samples of an iterator, is not compared
             was = identity.get(name, now)
@@ -140,12 +132,7 @@ class Checkpoint:
 
     def _write(self, running: tuple[str, State] | None) -> None:
         self._batches = 0
-        snapshot = {
-            "identity": self._identity,
-            "memory_budget": self.budget,
-            "finished": self._finished,
-            "running": running,
-        }
+        snapshot = {"identity": self._identity, "finished": self._finished, "running": running}
         write_snapshot(self._target, _on_cpu(snapshot))
 
 

@@ -57,7 +57,7 @@ class Method(ABC):
 
     unsupported: Unsupported = "raise"
     dtype: torch.dtype | None = None
-    memory_budget: int | None = field(default=None, metadata=WITHOUT_EFFECT)
+    memory_budget: int | None = None
     checkpoint_every: int = field(default=100, metadata=WITHOUT_EFFECT)
 
     def __post_init__(self) -> None:
