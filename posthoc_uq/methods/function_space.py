@@ -29,7 +29,7 @@ from posthoc_uq.methods.mean_field import FeatureNetwork, MeanField
 from posthoc_uq.methods.method import Method
 from posthoc_uq.methods.task import Task
 from posthoc_uq.methods.trained import check_trainable, initialised, show_to_context
-from posthoc_uq.methods.training import TRAINING, Training, cosine
+from posthoc_uq.methods.training import TRAINING, Training
 from posthoc_uq.posteriors.block import Block
 from posthoc_uq.posteriors.evidence import maximise_evidence
 from posthoc_uq.posteriors.posterior import Posterior
@@ -305,9 +305,7 @@ class FunctionSpace(FunctionSpaceOptions, Training[FunctionSpaceObjective]):
 
     def check_steps(self, steps: int) -> None:
         """Adam moves a number by its rate a step, so few steps hardly move the variances."""
-        schedule = self.schedule or cosine
-        share = sum(schedule((i + 0.5) / 100) for i in range(100)) / 100
-        reach = share * steps * self.log_variance_lr
+        reach = self.reach(steps, self.log_variance_lr)
         if self.optimizer is None and reach < 0.25:
             warn_user(
                 f"{steps} steps at log_variance_lr={self.log_variance_lr:g} move a log variance by {reach:.2g} at "

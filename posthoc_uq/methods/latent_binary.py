@@ -35,7 +35,7 @@ from posthoc_uq.methods.mean_field import LOG_VARIANCE
 from posthoc_uq.methods.method import Method
 from posthoc_uq.methods.task import Task
 from posthoc_uq.methods.trained import check_trainable, count_data
-from posthoc_uq.methods.training import Group, Objective, Step, Training, TrainingOptions, cosine
+from posthoc_uq.methods.training import Group, Objective, Step, Training, TrainingOptions
 from posthoc_uq.posteriors.prior import ALL_WEIGHTS
 from posthoc_uq.posteriors.settings import LayerPriors
 from posthoc_uq.posteriors.variational import (
@@ -810,9 +810,7 @@ class LatentBinary(LatentBinaryOptions, Training[LatentObjective]):
 
     def check_steps(self, steps: int) -> None:
         """Adam moves a number by its rate a step, so that few steps cannot take a weight from on to off."""
-        schedule = self.schedule or cosine
-        share = sum(schedule((i + 0.5) / 100) for i in range(100)) / 100
-        reach = share * steps * self.inclusion_lr
+        reach = self.reach(steps, self.inclusion_lr)
         high = self.start == "trained" and self.initial_inclusion in (None, HIGH)
         if self.optimizer is None and high and reach < 1.5 * HIGH_LOGIT:
             end = (

@@ -146,10 +146,21 @@ class Task:
         """Sweep once; returns the sum of the weights of the samples swept over, in all processes: their number where
         they have no weights. Means over the samples are sums divided by it.
 
+        Args:
+            accumulators: by the name of their layer.
+            description: what the sweep is for: its name in progress bars, reports and the checkpoint, which no other
+                sweep of the fit has.
+            joint: takes the gradients of all layers together.
+            share: of the samples that are swept over, in (0, 1].
+
         Raises:
-            PosthocUQError: the loader gave another number of samples than in the last sweep, other samples than those
-                that the checkpoint was made from, none of the share, or all weights are 0.
+            PosthocUQError: the loader gave another number of samples than in the last sweep, or begins otherwise than
+                when the checkpoint was made; none are of the share, or all weights are 0.
         """
+        if description in self.swept:  # a checkpoint would take the one for the other
+            raise ValueError(
+                f"Two sweeps of one fit are called {description!r}; give each a name of its own."
+            )
         start = time.perf_counter()
         sums = {
             f"{name}/{index}": accumulator.state_dict()
@@ -166,7 +177,9 @@ class Task:
         if saved is not sums and self.checkpoint is not None:
             with self.checkpoint.reading(f"its sums for {description} are of another kind"):
                 load_tensors(sums, saved)
-        self.summary = Summary.restored(summary)
+                self.summary = Summary.restored(summary)
+        else:
+            self.summary = Summary.restored(summary)
         self.swept.append(description)
         self.seconds[description] = time.perf_counter() - start
         return self.summary.weight

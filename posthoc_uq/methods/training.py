@@ -105,6 +105,15 @@ class TrainingOptions:
         check_function("optimizer", self.optimizer, "from parameter groups to a torch optimiser")
         check_function("schedule", self.schedule, "from the progress in [0, 1) to a factor on the rates")
 
+    def optimiser_over(self, groups: list[Group]) -> Optimizer:
+        """The optimiser of these groups, by default Adam."""
+        return (self.optimizer or adam)(groups)
+
+    def reach(self, steps: int, rate: float) -> float:
+        """How far Adam can move a number in so many steps: by about its rate in each."""
+        schedule = self.schedule or cosine
+        return steps * rate * sum(schedule((i + 0.5) / 100) for i in range(100)) / 100
+
     @property
     def least_epochs(self) -> int:
         """The epochs that are given, or the fewest that are taken without."""
@@ -328,7 +337,7 @@ class _Run:
         self._seed, self._val_loader, self._checkpoint = seed, val_loader, checkpoint
         with isolated_random_state(seed):
             groups = objective.groups()
-            self._optimiser = (options.optimizer or adam)(groups)
+            self._optimiser = options.optimiser_over(groups)
         for group in self._optimiser.param_groups:
             group["initial_lr"] = group["lr"]
         self._schedule = options.schedule or cosine
@@ -457,7 +466,6 @@ class _Run:
         entry = {name: value / max(1, progress.samples) for name, value in progress.sums.items()}
         if self._val_loader is not None:
             entry["validation NLL"] = self._validate()
-        if self._val_loader is not None:
             losses = [past["validation NLL"] for past in progress.history if isfinite(past["validation NLL"])]
             if progress.best < 0 or entry["validation NLL"] < min(losses, default=inf):
                 progress.best = progress.epoch

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from math import exp, log
 from typing import Any, ClassVar, Literal, cast, get_args
 
@@ -137,6 +137,9 @@ class MomentOptions(TrainingOptions):
                 "start='random' trains the means from a new initialisation, so that train_mean=False and initial= do "
                 "not go with it."
             )
+
+    def optimiser_over(self, groups: list[Group]) -> Optimizer:
+        return (self.optimizer or adamw)(groups)
 
     @property
     def first_kl_weight(self) -> float:
@@ -501,8 +504,7 @@ class UTVI(MomentOptions, Training[MomentObjective]):
         }
 
     def fit(self, task: Task) -> Posterior:
-        method = self if self.optimizer is not None else replace(self, optimizer=adamw)
-        posterior = super(UTVI, method).fit(task)
+        posterior = super().fit(task)
         if self.noise == "none":
             posterior.history.tuning["noise variance"] = "none: the propagated variance is all"
         return posterior
