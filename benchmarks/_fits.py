@@ -34,7 +34,7 @@ METHODS: dict[str, dict[str, Any]] = {
 DENSE_LIMIT = 5_000
 """Parameters up to which the dense posterior is measured; it takes the square of their number."""
 SWEEPS = ("bases", "eigenvalues and diagonal", "Kronecker factors", "eigenvalues", "diagonal", "Fisher")
-FIXED = ("eigenbases", "sparsification")
+FIXED = ("eigenbases", "blocks")
 """Names under which a fit's history keeps its times."""
 
 
@@ -83,7 +83,7 @@ class Trial(NamedTuple):
     def __str__(self) -> str:
         return (
             f"plain {self.plain:.2f} s, fit {self.fit:.2f} s (sweeps {self.sweeps:.2f} s, "
-            f"eigenbases and sparsification {self.fixed:.2f} s)"
+            f"eigenbases and blocks {self.fixed:.2f} s)"
         )
 
 

@@ -4,7 +4,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
@@ -12,8 +12,8 @@ import torch
 from torch import Tensor
 
 import posthoc_uq as uq
-from posthoc_uq.methods.laplace import squares_of
-from posthoc_uq.methods.resume import Stages, StageSpec, StageTensor
+from posthoc_uq.layers.layer import Layer
+from posthoc_uq.methods.laplace import Basis, squares_of
 from posthoc_uq.methods.task import Task
 from posthoc_uq.posteriors.block import Block, Factor, Settings, Shape, TensorSpec
 
@@ -80,7 +80,6 @@ class SpikeAndSlab(uq.Curvature):
     name: ClassVar[str] = "spike_slab"
     block_kinds: ClassVar[tuple[str, ...]] = ("spike_slab",)
     tunable: ClassVar[frozenset[str]] = frozenset({"noise_scale", "temperature"})
-    stages: ClassVar[Stages] = {"squares": StageSpec({"mean": StageTensor("Gmn", non_negative=True)})}
 
     kept: float = 0.9
 
@@ -97,16 +96,15 @@ class SpikeAndSlab(uq.Curvature):
         return 1
 
     def blocks(self, task: Task) -> dict[str, Block]:
-        def work() -> dict[str, dict[str, Tensor]]:
-            squares = {name: squares_of(layer, task) for name, layer in task.layers.items()}
-            samples = task.sweep({name: [own] for name, own in squares.items()}, "squares")
-            return {name: {"mean": own.diagonal(samples)} for name, own in squares.items()}
-
         parameters = {name: parameter.detach() for name, parameter in task.model.named_parameters()}
+        sums, samples = self.sweep(task, {})
         made: dict[str, Block] = {}
-        for name, tensors in task.stage("squares", work).items():
-            layer, fisher = task.layers[name], tensors["mean"]
+        for name, layer in task.layers.items():
+            fisher = sums[name][0].diagonal(samples)
             mean = layer.to_matrix(parameters[layer.weight], parameters[layer.bias] if layer.bias else None)
             variances = 1 / (task.summary.samples * fisher + 1)
             made[name] = SpikeBlock(mean.to(fisher), variances, torch.full_like(fisher, self.kept))
         return made
+
+    def accumulators(self, layer: Layer, task: Task, basis: Basis | None) -> Sequence[Any]:
+        return [squares_of(layer, task)]

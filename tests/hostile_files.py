@@ -1,4 +1,4 @@
-"""Files of every method, and checkpoints, that somebody changed and gave a digest that fits.
+"""Files of every method that somebody changed and gave a digest that fits.
 
 Each must be refused with an error of the project, or give finite results. Run as a script for many of them:
 ``python tests/hostile_files.py --count 3000``.
@@ -15,7 +15,6 @@ import time
 import warnings
 from collections import Counter
 from collections.abc import Callable, Iterator
-from contextlib import suppress
 from io import BytesIO
 from pathlib import Path
 from typing import Any
@@ -23,7 +22,7 @@ from typing import Any
 import h5py
 import numpy as np
 import torch
-from networks import Stops, short_options
+from networks import short_options
 from storage_helpers import kind_of, sealed
 from torch import Tensor, nn
 
@@ -270,15 +269,8 @@ def try_posterior(path: Path, likelihood: str, untrusted: bool) -> None:
     check_finite(uq.load(path, model(likelihood), untrusted=untrusted), batches(likelihood)[0][0])
 
 
-def try_checkpoint(path: Path, method: str) -> None:
-    """Go on from a file."""
-    posterior = fit(method, checkpoint=path)
-    likelihood = METHODS[method].get("likelihood", "classification")
-    check_finite(posterior, batches(likelihood)[0][0])
-
-
 def originals(folder: Path) -> list[tuple[str, Path, Callable[[Path, random.Random], None]]]:
-    """A posterior of every method, and checkpoints from several places of their fits."""
+    """A posterior of every method."""
     found: list[tuple[str, Path, Callable[[Path, random.Random], None]]] = []
     for method, options in METHODS.items():
         likelihood = options.get("likelihood", "classification")
@@ -292,17 +284,6 @@ def originals(folder: Path) -> list[tuple[str, Path, Callable[[Path, random.Rand
             try_posterior(path, likelihood, source.random() < 0.02)
 
         found.append((method, path, read))
-        for after in (3, 8, 13, 17) if method == "function_space" else (3, 8, 13):
-            path = folder / f"{method}.{after}.checkpoint"
-            with suppress(RuntimeError):
-                fit(method, Stops(batches(likelihood), after), checkpoint=path, checkpoint_every=1)
-            if not path.exists():
-                continue
-
-            def resume(path: Path, source: random.Random, method: str = method) -> None:
-                try_checkpoint(path, method)
-
-            found.append((f"checkpoint of {method}", path, resume))
     return found
 
 

@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import ClassVar
-
-import torch
+from typing import Any, ClassVar
 
 import posthoc_uq as uq
-from posthoc_uq.methods.laplace import squares_of
-from posthoc_uq.methods.resume import Stages, StageSpec, StageTensor
+from posthoc_uq.layers.layer import Layer
+from posthoc_uq.methods.laplace import Basis, squares_of
 from posthoc_uq.methods.task import Task
 from posthoc_uq.posteriors.block import Block
 from posthoc_uq.posteriors.laplace import DiagonalBlock
@@ -28,7 +27,6 @@ class Isotropic(uq.Curvature):
 
     name: ClassVar[str] = "isotropic"
     block_kinds: ClassVar[tuple[str, ...]] = ("diagonal",)
-    stages: ClassVar[Stages] = {"trace": StageSpec({"mean": StageTensor("", non_negative=True)})}
 
     share: float = 1.0
 
@@ -40,15 +38,9 @@ class Isotropic(uq.Curvature):
     def passes(self) -> int:
         return 1
 
-    def blocks(self, task: Task) -> dict[str, Block]:
-        def work() -> dict[str, dict[str, torch.Tensor]]:
-            squares = {name: squares_of(layer, task) for name, layer in task.layers.items()}
-            samples = task.sweep({name: [own] for name, own in squares.items()}, "trace")
-            return {
-                name: {"mean": self.share * own.diagonal(samples).mean()} for name, own in squares.items()
-            }
+    def accumulators(self, layer: Layer, task: Task, basis: Basis | None) -> Sequence[Any]:
+        return [squares_of(layer, task)]
 
-        means = {name: own["mean"] for name, own in task.stage("trace", work).items()}
-        return {
-            name: DiagonalBlock(mean.repeat(task.layers[name].matrix_shape)) for name, mean in means.items()
-        }
+    def block(self, layer: Layer, sums: Sequence[Any], samples: float, basis: Basis | None) -> Block:
+        mean = self.share * sums[0].diagonal(samples).mean()
+        return DiagonalBlock(mean.repeat(layer.matrix_shape))

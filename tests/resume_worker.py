@@ -112,7 +112,7 @@ def main() -> None:
     folder = Path(sys.argv[1])
     for scenario in json.loads(sys.argv[2]):
         name = scenario["name"]
-        checkpoint, target = folder / f"{name}.checkpoint.h5", folder / f"{name}.h5"
+        checkpoint, target = folder / f"{name}.checkpoint", folder / f"{name}.h5"
         if scenario.get("random"):
             source = random.Random(scenario["random"])
             kills = [source.uniform(0.02, 0.4) for _ in range(6)]

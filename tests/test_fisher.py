@@ -196,18 +196,18 @@ def test_sums_over_two_parts_merge_into_the_whole() -> None:
             accumulator.add(Rows(a), g, True)
         for accumulator in (whole, other):
             accumulator.add(Rows(b), h, True)
-        for name, value in whole.state().items():
-            torch.testing.assert_close(part.state()[name] + other.state()[name], value, **TIGHT)
+        for name, value in whole.state_dict().items():
+            torch.testing.assert_close(part.state_dict()[name] + other.state_dict()[name], value, **TIGHT)
 
 
 def test_later_passes_over_a_batch_count_its_activations_once() -> None:
     a, g = _random(5, 2, 3)
     for accumulator in _accumulators():
         accumulator.add(Rows(a), g, True)
-        once = {name: value.clone() for name, value in accumulator.state().items()}
+        once = {name: value.clone() for name, value in accumulator.state_dict().items()}
         accumulator.add(Rows(a), g, False)
         of_inputs = isinstance(accumulator, (InputGram, RangeSketch))
-        for name, value in accumulator.state().items():
+        for name, value in accumulator.state_dict().items():
             torch.testing.assert_close(value, once[name] * (1 if of_inputs or name == "positions" else 2))
 
 

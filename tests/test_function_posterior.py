@@ -387,7 +387,7 @@ WRONG: dict[str, tuple[dict[str, Any], str]] = {
     "log variance": ({"initial_log_variance": 100.0}, "initial_log_variance must be"),
     "function noise": ({"function_noise": 0.0}, "function_noise must be"),
     "evidence": ({"prior_precision": "evidence"}, "give prior_precision a number"),
-    "noise": ({"learn_noise": True}, "learn_noise=True is for"),
+    "noise": ({"learn_noise": True}, "can be learned"),
     "patience": ({"patience": 0}, "patience must be a whole number"),
     "one argument": (
         {"context": lambda n: torch.zeros(n, 1, 6, 6)},

@@ -24,7 +24,6 @@ import numpy as np
 import pytest
 import torch
 from hostile_files import Image, batches, fit, model
-from networks import Stops
 from storage_helpers import FAITHFUL, SEVERAL, SINGLE, edit, mutations, sealed
 from torch import nn
 
@@ -32,7 +31,6 @@ import posthoc_uq as uq
 from posthoc_uq.cli.console import sentence
 from posthoc_uq.core.errors import CorruptPosteriorError, PosthocUQError, printable
 from posthoc_uq.files import atomic, tensors, untrusted
-from posthoc_uq.methods.resume import Checkpoint
 from posthoc_uq.posteriors.block import TensorSpec
 
 EVIL = "\x1b]0;pwned\x07\u202e"
@@ -48,7 +46,7 @@ def test_resealed_files_are_refused_or_sound(tmp_path: Path) -> None:
 
 @pytest.fixture(scope="module")
 def files(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Posteriors of some methods, and checkpoints."""
+    """Posteriors of some methods."""
     folder = tmp_path_factory.mktemp("files")
     for method in ("diag", "kfac", "inf", "efb", "function_space"):
         posterior = fit(method)
@@ -58,10 +56,6 @@ def files(tmp_path_factory: pytest.TempPathFactory) -> Path:
         if method == "diag":
             posterior.history.referral = SINGLE
         uq.save(posterior, folder / f"{method}.h5")
-        with pytest.raises(RuntimeError, match="stopped"):
-            after = {"diag": 3, "kfac": 3, "function_space": 13}.get(method, 7)
-            loader = Stops(batches(hostile_files.METHODS[method].get("likelihood", "classification")), after)
-            fit(method, loader, checkpoint=folder / f"{method}.checkpoint", checkpoint_every=1)
     uq.save(fit("full"), folder / "full.h5")
     return folder
 
@@ -544,94 +538,6 @@ def test_a_deflate_bomb_is_stopped_by_the_memory_limit(
         uq.load(path, own, untrusted=True)
 
 
-# Checkpoints
-
-
-def sums(image: Image, value: float) -> None:
-    image.arrays = {path: array + np.asarray(value, array.dtype) for path, array in image.arrays.items()}
-
-
-def changed_to(*keys: Any, value: Any) -> Callable[[Image], None]:
-    return lambda image: change_record(image.state, keys, value)
-
-
-DESCRIPTION = "description"
-CHECKPOINTS: dict[str, tuple[str, Callable[[Image], None], str]] = {
-    "NaN sums": ("diag", lambda image: sums(image, float("nan")), "NaN or infinity"),
-    "no identity": ("diag", lambda image: image.state[DESCRIPTION].pop("identity"), "has no 'identity'"),
-    "budget": ("diag", changed_to(DESCRIPTION, "memory_budget", value="x"), "memory_budget must be"),
-    "stages": ("inf", changed_to(DESCRIPTION, "stages", value=[1]), "stages must be"),
-    "other stage": ("diag", changed_to(DESCRIPTION, "stages", "evil", value={}), "has no 'batches'"),
-    "sweep alone": (
-        "diag",
-        changed_to(DESCRIPTION, "summary", value=None),
-        "no checkpoint of a fit|a sweep without",
-    ),
-    "other sweep": ("diag", changed_to(DESCRIPTION, "sweep", value=["x"]), "sweep must be"),
-    "samples": ("diag", changed_to(DESCRIPTION, "summary", "samples", value=10**9), "contradicts itself"),
-    "seen": ("diag", changed_to(DESCRIPTION, "summary", "seen", value=10**9), "does not begin with"),
-    "index": ("diag", changed_to("index", value=[["/0/0", "diagonal"]] * 2), "other groups"),
-    "index of none": ("diag", changed_to("index", 0, value=["/0/0", "evil"]), "not those of its index"),
-    "shape": ("inf", lambda image: _flatten(image), "another kind|shape"),
-    "training": ("function_space", changed_to(DESCRIPTION, "training", value={}), "has no 'state'"),
-    "epoch": (
-        "function_space",
-        changed_to(DESCRIPTION, "training", "state", "epoch", value=99),
-        "epochs contradict",
-    ),
-    "history": (
-        "function_space",
-        changed_to(DESCRIPTION, "training", "state", "history", value=[{"evil": 1.0}] * 1),
-        "other losses|epochs contradict",
-    ),
-    "losses": (
-        "function_space",
-        changed_to(DESCRIPTION, "training", "state", "sums", value={"evil": 1.0}),
-        "other losses",
-    ),
-    "optimiser": (
-        "function_space",
-        changed_to(DESCRIPTION, "training", "optimiser", "state", "0", "exp_avg", value={"value": 3}),
-        "exp_avg|described|index",
-    ),
-    "rate": (
-        "function_space",
-        changed_to(DESCRIPTION, "training", "optimiser", "groups", 0, "initial_lr", value=1e9),
-        "'initial_lr' is",
-    ),
-}
-
-
-def _flatten(image: Image) -> None:
-    name = next(path for path, array in image.arrays.items() if array.ndim > 1)
-    image.arrays[name] = image.arrays[name].reshape(-1)
-
-
-@pytest.mark.parametrize("case", CHECKPOINTS)
-def test_checkpoints_that_cannot_be(case: str, files: Path, tmp_path: Path) -> None:
-    method, change, words = CHECKPOINTS[case]
-    image = Image(files / f"{method}.checkpoint")
-    change(image)
-    path = tmp_path / "c.checkpoint"
-    image.write(path)
-    before = path.read_bytes()
-    with pytest.raises(PosthocUQError, match=words):
-        fit(method, checkpoint=path)
-    assert path.read_bytes() == before
-
-
-@pytest.mark.parametrize("method", ["diag", "inf", "function_space"])
-def test_a_checkpoint_that_was_only_written_again_is_taken_up(
-    method: str, files: Path, tmp_path: Path
-) -> None:
-    path = tmp_path / "c.checkpoint"
-    Image(files / f"{method}.checkpoint").write(path)
-    resumed, whole = fit(method, checkpoint=path), uq.load(files / f"{method}.h5", own_model(method))
-    for name, block in whole.blocks.items():
-        for tensor, value in block.tensors().items():
-            assert torch.equal(resumed.blocks[name].tensors()[tensor], value)
-
-
 # Temporary files and permissions
 
 
@@ -745,10 +651,3 @@ def test_a_layer_s_name_is_escaped_in_the_report(tmp_path: Path) -> None:
     uq.save(posterior, tmp_path / "p.h5")
     for text in (str(posterior.report()), str(uq.inspect(tmp_path / "p.h5"))):
         assert "\\x1b]0;pwned" in text and "\x1b" not in text
-
-
-def test_a_checkpoint_of_a_pipe_does_not_wait(tmp_path: Path) -> None:
-    os.mkfifo(tmp_path / "pipe")
-    with pytest.raises(PosthocUQError, match="is not a file"):
-        fit("diag", checkpoint=tmp_path / "pipe")
-    assert Checkpoint(tmp_path / "c", 1, {}, 2**20, model(), {}, {}, torch.float32).training is None

@@ -19,7 +19,7 @@ from torch import Tensor, nn
 import posthoc_uq as uq
 from posthoc_uq.curvature.labels import resolve_fisher
 from posthoc_uq.likelihoods.prediction import cat
-from posthoc_uq.methods.resume import as_plain
+from posthoc_uq.methods.checkpoint import as_plain
 
 SAMPLES = 60
 

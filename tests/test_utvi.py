@@ -142,7 +142,7 @@ def test_the_loss_is_the_sum_of_its_terms() -> None:
     ):
         objective = objective_of(model, likelihood, objective=choice)
         terms = loss_of(objective, Batch((x,), y), epoch=2)
-        variances = {n: v.exp() for n, v in objective._field.log_variances.items()}
+        variances = {n: v.exp() for n, v in objective.field.log_variances.items()}
         with torch.no_grad():
             mean, variance = objective.moments(Batch((x,), y), variances)
             fit = score(mean, variance, y, 64).mean()
@@ -177,7 +177,7 @@ def test_moments_in_training_are_those_of_the_head() -> None:
         {n: v.log() for n, v in posterior.variance().items()},
         True,
     )
-    objective._field = field
+    objective.field = field
     with torch.no_grad():
         found = objective.moments(Batch((x,)), {n: v.exp() for n, v in field.log_variances.items()})
     mean, variance, _ = uq.wrap(model, posterior).propagate(x)  # type: ignore[operator]

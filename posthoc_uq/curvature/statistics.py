@@ -217,8 +217,10 @@ class Accumulator(Protocol):
         """
         ...
 
-    def state(self) -> dict[str, Tensor]:
-        """The sums themselves, by name. Those over two parts of the data can be added."""
+    def state_dict(self) -> dict[str, Tensor]:
+        """The sums themselves, by name. Those over two parts of the data can be added, and a fit that goes on after an
+        interruption writes into them.
+        """
         ...
 
 
@@ -229,7 +231,7 @@ class _Sums:
         self._sums = sums
         self._budget = budget
 
-    def state(self) -> dict[str, Tensor]:
+    def state_dict(self) -> dict[str, Tensor]:
         return self._sums
 
     def _limit(self, tensor: Tensor) -> int:

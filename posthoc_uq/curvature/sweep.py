@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 from hashlib import sha256
 from typing import Any, Protocol
 
@@ -155,9 +155,7 @@ def sample_hashes(batch: Batch, keys: Tensor) -> Tensor:
 
 def shared_hash(batch: Batch, samples: int) -> Tensor:
     """A hash of all else in a batch, an int64 scalar: shapes, number formats, and values that its samples share."""
-    weights = (
-        () if batch.weights is None else (batch.weights,)
-    )  # without any the hash is that of older checkpoints
+    weights = () if batch.weights is None else (batch.weights,)
     leaves, form = tree_flatten((batch.args, batch.kwargs, batch.targets, *weights))
     tensors = [leaf for leaf in leaves if isinstance(leaf, Tensor)]
     descriptions = [_described(leaf) for leaf in leaves]
@@ -177,17 +175,15 @@ def batch_hash(batch: Batch) -> int:
 
 
 class Content:
-    """The sum of the hashes of all samples of a pass, and the number of its batches. An `Observer` of a sweep.
+    """The sum of the hashes of all samples of a pass, whatever their order. An `Observer` of a sweep.
 
     Attributes:
         total: the sum, modulo 2^64.
-        batches: their number.
         samples: their number.
     """
 
     def __init__(self) -> None:
         self.total = 0
-        self.batches = 0
         self.samples = 0
 
     def see(
@@ -206,7 +202,6 @@ class Content:
 
     def _add(self, total: Tensor) -> None:
         self.total = (self.total + int(total)) % WORD
-        self.batches += 1
 
 
 def _nested(batch: Batch) -> list[Tensor]:
@@ -280,6 +275,15 @@ class Summary:
         """Whether most of the inputs whose hashes were remembered are copies of others."""
         looked_at = min(self.seen, KEYS_KEPT)
         return looked_at >= 100 and 2 * len(self.keys) < looked_at
+
+    def state_dict(self) -> dict[str, Any]:
+        """Its values, from which `restored` makes an equal one."""
+        return asdict(self) | {"keys": sorted(self.keys)}
+
+    @classmethod
+    def restored(cls, state: Mapping[str, Any]) -> Summary:
+        values: dict[str, Any] = {**state, "keys": set(state["keys"])}
+        return cls(**values)
 
     def note(self, keys: Tensor, content: Tensor, shared: Tensor) -> None:
         """Count a batch. All arguments are hashes on the CPU: of its inputs, of its samples (summed), and of what its
@@ -371,7 +375,7 @@ def sweep(
             sweep_over(*part)
         checks.run()
     if done is not None and summary.batches < skipped:
-        raise _other_data()
+        raise other_batches()
     return summary
 
 
@@ -425,13 +429,13 @@ def own_batches(loader: Iterable[Any], reader: BatchReader) -> Iterator[tuple[Ba
 
 def _resumed(repeated: Summary, done: Summary) -> Summary:
     """The summary to go on from, once the batches that were read again are those of `done`."""
-    for name in ("digest", "content", "batches", "seen", "keys"):
-        if getattr(repeated, name) != getattr(done, name):
-            raise _other_data()
+    if (repeated.digest, repeated.seen) != (done.digest, done.seen):
+        raise other_batches()
     return done
 
 
-def _other_data() -> PosthocUQError:
+def other_batches() -> PosthocUQError:
+    """The error of a loader that begins otherwise than when the checkpoint was made."""
     return PosthocUQError(
         "The loader does not begin with the batches that the checkpoint was made from, so the fit cannot go on from "
         "it; pass the same data in the same order, or delete the checkpoint."
@@ -583,13 +587,10 @@ def _not_finite(message: str) -> NonFiniteError:
 
 
 def squared_residuals(
-    capture: Capture, loader: Iterable[Any], settings: SweepSettings, content: Content | None = None
+    capture: Capture, loader: Iterable[Any], settings: SweepSettings
 ) -> tuple[Tensor, float] | None:
     """The weighted sum of squared residuals of each output, ``(outputs,)`` in float64 on the CPU, and the sum of the
     weights (the number of samples where they have none), by a forward pass over the data; None without targets.
-
-    Args:
-        content: hashes every batch, if given.
 
     Raises:
         PosthocUQError: the targets do not fit the outputs.
@@ -601,8 +602,6 @@ def squared_residuals(
         for index, (batch, samples) in enumerate(own_batches(loader, settings.reader)):
             if batch.targets is None:
                 return None
-            if content is not None:
-                content.see(batch, sample_keys(batch.tensors(), samples, settings.seed))
             with explained(lambda: capture.twin, batch, f"batch {index} of the loader", LOADER):
                 outputs = batch.call(capture.twin)
             fault = unit.fault(outputs, batch.targets)

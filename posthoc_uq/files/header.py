@@ -19,9 +19,9 @@ from posthoc_uq.posteriors.block import FAMILIES
 from posthoc_uq.version import __version__
 
 FORMAT = 1
-CHECKPOINT = "checkpoint"  # the kind of a file that is no posterior yet
 SIZE = 512  # the smallest user block that HDF5 allows
 MAGIC = b"\x89POSTHOC_UQ\r\n\x1a\n\x00"
+SNAPSHOT_MAGIC = b"\x89POSTHOC_UQ snapshot 1\r\n\x1a\n"  # the first bytes of an unfinished fit's checkpoint
 HDF5_SIGNATURE = b"\x89HDF\r\n\x1a\n"
 _FIELDS = struct.Struct("<16sIQ32s64s32s")  # magic, format, length, digest, kind, release; zeros up to SIZE
 _DIGESTED = 60  # the digest is of all bytes from here on: what follows the digest itself
@@ -31,7 +31,7 @@ class Header(NamedTuple):
     """What the first bytes of a file say.
 
     Attributes:
-        kind: the method of a posterior, or `CHECKPOINT`.
+        kind: the method of the posterior.
         release: the version of this package that wrote the file.
     """
 
@@ -89,6 +89,10 @@ def read(path: str | os.PathLike[str], limit: Callable[[str], int]) -> tuple[byt
 
 def _parse(block: bytes, size: int, path: str | os.PathLike[str]) -> tuple[Header, bytes]:
     """The header of a file of `size` bytes, and its digest."""
+    if block.startswith(SNAPSHOT_MAGIC):
+        raise CorruptPosteriorError(
+            f"'{path}' is the checkpoint of an unfinished fit; pass it to fit as checkpoint=..."
+        )
     if len(block) >= len(MAGIC) and not block.startswith(MAGIC):
         foreign = block.startswith(HDF5_SIGNATURE)
         what = "an HDF5 file that posthoc_uq did not write" if foreign else "not a posterior file"
@@ -111,7 +115,7 @@ def _parse(block: bytes, size: int, path: str | os.PathLike[str]) -> tuple[Heade
             f"'{path}' is damaged: {size - SIZE} bytes follow its header, which announces {length}; copy or save it "
             f"again."
         )
-    if kind != CHECKPOINT and kind not in FAMILIES:
+    if kind not in FAMILIES:
         raise CorruptPosteriorError(
             f"'{path}' is damaged, or by a method that is not known here: its header names {kind!r}. If a module of "
             f"yours defines that method, import it first."

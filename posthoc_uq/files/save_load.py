@@ -266,7 +266,7 @@ def load(
         way_out = "leave device out for the model's own, or use 'cpu'"
         place = usable_device(device, f"device={str(device)!r}", way_out)
     parameters = parameters_of(model)
-    data, head = _read(path, lambda kind: size_limit(kind, model))
+    data, head = header.read(path, lambda kind: size_limit(kind, model))
     with _translated(path):
         with ChildReader(data) if untrusted else ImageReader(data) as reader:
             structure = reader.structure()
@@ -358,19 +358,6 @@ def posterior_from(
     posterior.fingerprint = description.fingerprint
     posterior.buffers_fingerprint = description.buffers_fingerprint
     return posterior
-
-
-def _read(path: str | os.PathLike[str], limit: Callable[[str], int]) -> tuple[bytes, header.Header]:
-    """The bytes and the header of a posterior's file; a checkpoint is refused by its header alone."""
-
-    def of_posterior(kind: str) -> int:
-        if kind == header.CHECKPOINT:
-            raise CorruptPosteriorError(
-                f"'{path}' is the checkpoint of an unfinished fit; pass it to fit as checkpoint=..."
-            )
-        return limit(kind)
-
-    return header.read(path, of_posterior)
 
 
 def _described(structure: Structure, head: header.Header) -> tuple[Description, list[Slot]]:
@@ -469,7 +456,7 @@ def inspect(path: str | os.PathLike[str]) -> Inspection:
         PosthocUQError: the file is missing or cannot be read.
         CorruptPosteriorError: it is damaged, incomplete, foreign, or of a format that is not read.
     """
-    data, head = _read(path, lambda _: sys.maxsize)
+    data, head = header.read(path, lambda _: sys.maxsize)
     with _translated(path):
         with ChildReader(data) as reader:
             structure = reader.structure()

@@ -14,11 +14,9 @@ from torch import Tensor, nn
 from posthoc_uq.core.devices import as_double
 from posthoc_uq.core.errors import CorruptPosteriorError
 from posthoc_uq.files.hdf5 import link_name
-from posthoc_uq.files.header import CHECKPOINT
 from posthoc_uq.layers.layer import Layer
 from posthoc_uq.posteriors.block import BLOCKS, FAMILIES, Block, Settings, Shape, TensorSpec, largest_of
 from posthoc_uq.posteriors.features import ALL
-from posthoc_uq.posteriors.laplace import LARGEST_BYTES
 from posthoc_uq.posteriors.posterior import Posterior
 from posthoc_uq.posteriors.settings import Hyperparameters, WeightPrior
 
@@ -247,14 +245,13 @@ def check_features(tensors: Mapping[str, Tensor]) -> None:
 
 _NUMBER = 8  # bytes of the widest format
 _SPARE = 64 * 2**20  # for the description, HDF5's own records, and what is kept of the last layer's inputs
-_STATES = 16  # copies of the parameters in a training: means, variances, the best, what an optimiser needs
 
 
 def size_limit(kind: str, model: nn.Module) -> int:
     """The most bytes that a file of a model can have.
 
     Args:
-        kind: the method of a posterior, or `CHECKPOINT`.
+        kind: the method of the posterior.
         model: whose parameters they are.
 
     Raises:
@@ -262,20 +259,14 @@ def size_limit(kind: str, model: nn.Module) -> int:
     """
     weights = list(_weights(model))
     parameter_count = sum(parameter.numel() for parameter in model.parameters())
-    if kind == CHECKPOINT:
-        weight_numbers = sum(groups * outputs * inputs for groups, outputs, inputs in weights)
-        basis_numbers = sum(groups * (outputs**2 + inputs**2) for groups, outputs, inputs in weights)
-        dense = min(parameter_count**2, LARGEST_BYTES // _NUMBER)
-        most = max(dense, 2 * basis_numbers + 4 * weight_numbers + _STATES * parameter_count)
-    else:
-        known = [BLOCKS[name] for name in FAMILIES[kind] if name in BLOCKS]
-        if not known:
-            named = " or ".join(map(repr, FAMILIES[kind]))
-            raise CorruptPosteriorError(
-                f"A posterior by method={kind!r} has blocks of the kind {named}, for which no class is defined; import "
-                f"the module that defines it."
-            )
-        most = max(_numbers(block, weights, parameter_count) for block in known)
+    known = [BLOCKS[name] for name in FAMILIES[kind] if name in BLOCKS]
+    if not known:
+        named = " or ".join(map(repr, FAMILIES[kind]))
+        raise CorruptPosteriorError(
+            f"A posterior by method={kind!r} has blocks of the kind {named}, for which no class is defined; import "
+            f"the module that defines it."
+        )
+    most = max(_numbers(block, weights, parameter_count) for block in known)
     # gzip makes random numbers a little larger, and every chunk has an entry in an index
     return int(1.1 * _NUMBER * most) + _SPARE
 

@@ -39,20 +39,20 @@ from posthoc_uq.core.progress import Progress, counted
 from posthoc_uq.core.randomness import isolated_random_state
 from posthoc_uq.curvature.features import find_features
 from posthoc_uq.curvature.kept_inputs import KeptInputs, inputs_to_keep
-from posthoc_uq.curvature.sweep import WORD, Content, SweepSettings, batch_hash, no_weight, squared_residuals
+from posthoc_uq.curvature.sweep import SweepSettings, no_weight, squared_residuals
 from posthoc_uq.files import buffers_fingerprint, check_numbers, fingerprint
 from posthoc_uq.fitting.first_batch import check_first_batch, on_few_samples
 from posthoc_uq.fitting.prior import DIVERGENCE, set_faithful
-from posthoc_uq.fitting.resume import fit_identity
+from posthoc_uq.fitting.resume import data_identity, fit_identity
 from posthoc_uq.fitting.tune import has_something_to_tune, nothing_to_tune, tune
 from posthoc_uq.fitting.wrap import head_class, wrap
 from posthoc_uq.heads.sampling import SamplingPredictor
 from posthoc_uq.layers.proof import PROBE_SAMPLES, Selection, check_selection, count_samples, prepare
 from posthoc_uq.likelihoods import Likelihood, resolve_likelihood
 from posthoc_uq.methods import METHODS, Method, method_of
+from posthoc_uq.methods.checkpoint import Checkpoint, State, as_plain, identified
 from posthoc_uq.methods.features import keep_features, trained_features, watch_features
-from posthoc_uq.methods.resume import Checkpoint, Tensors, as_plain
-from posthoc_uq.methods.task import Task, check_common
+from posthoc_uq.methods.task import Task, Tensors, check_common
 from posthoc_uq.posteriors.block import BLOCKS, VARIANCES
 from posthoc_uq.posteriors.evidence import maximise_evidence
 from posthoc_uq.posteriors.posterior import Posterior
@@ -528,22 +528,13 @@ def _open_checkpoint(task: Task, request: _Request, file: str | os.PathLike[str]
     arguments = {"prior_mean": request.weight_mean, "output": request.output}
     identity = fit_identity(arguments, request.identity(), task, method.trains)
     check_common(identity | {"checkpoint": "none" if file is None else "given"})
-    identity["first batch"] = batch_hash(task.batch)
-    if file is not None:
-        task.checkpoint = run_on_all_ranks(
-            lambda: Checkpoint(
-                file,
-                method.checkpoint_every,
-                identity,
-                task.memory_budget,
-                task.model,
-                method.stages,
-                task.layers,
-                task.settings.dtype,
-            ),
-            "opening the checkpoint",
-        )
-        task.memory_budget = task.checkpoint.budget
+    if file is None:
+        return
+    data = identified(data_identity(task.loader, task.settings.reader, task.batch))
+    task.checkpoint = run_on_all_ranks(
+        lambda: Checkpoint(file, method.checkpoint_every, identity | data),
+        "opening the checkpoint",
+    )
 
 
 def _set_observation_noise(task: Task) -> str:
@@ -554,34 +545,30 @@ def _set_observation_noise(task: Task) -> str:
         PosthocUQError: the targets do not fit the outputs, or the model fits them without any error.
         NonFiniteError: the residuals are not finite.
     """
-    content = Content() if task.checkpoint is not None else None
 
     def sweep() -> tuple[Tensor, float] | None:
         with isolated_random_state(task.settings.seed):
-            return squared_residuals(task.prepared.capture, task.loader, task.settings, content)
+            return squared_residuals(task.prepared.capture, task.loader, task.settings)
 
-    def work() -> Tensors:
+    def work() -> tuple[Tensors, State]:
         residuals = run_on_all_ranks(sweep, "the sweep for the noise variance")
         if not all(gather(residuals is not None, "looking for targets")):
-            return {}
+            return {}, {}
         assert residuals is not None
         count = torch.tensor(residuals[1], dtype=torch.float64, device="cpu")
         all_reduce_sum({"total": residuals[0], "count": count}, "the sum for the noise variance")
         if not float(count):
             raise no_weight()
-        task.summary.content = (
-            sum(gather(0 if content is None else content.total, "comparing the data")) % WORD
-        )
-        return {"noise": {"variance": residuals[0] / count}}
+        return {"noise": {"variance": residuals[0] / count}}, {}
 
-    stage = task.stage("noise", work)
-    if not stage:
+    found, _ = task.part("noise", work)
+    if not found:
         warn_user(
             "The loader gives no targets, so the noise variance of this regression is taken as 1, in squared units of "
             "the targets. Give it with noise_variance=..., or fit on a loader of (inputs, targets)."
         )
         return "1, since the loader gives no targets"
-    variance = as_double(stage["noise"]["variance"]).cpu()
+    variance = as_double(found["noise"]["variance"]).cpu()
     if not bool(torch.isfinite(variance).all()):
         raise NonFiniteError(
             "The residuals of the training data are not finite; check the data and the model's weights."

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from posthoc_uq.core.batches import Batch
-from posthoc_uq.core.devices import DeferredChecks, as_double, host_double
+from posthoc_uq.core.devices import DeferredChecks, as_double
 from posthoc_uq.core.errors import NonFiniteError, PosthocUQError, warn_user
 from posthoc_uq.core.model import jvp
 from posthoc_uq.core.options import Count, LogVariance, NotNegative, Positive
@@ -506,69 +506,54 @@ class FunctionSpaceObjective(Objective):
         options: FunctionSpaceOptions,
         frozen: bool,
     ) -> None:
-        self._network, self._field, self._prior, self._likelihood = network, field, prior, likelihood
-        self._context, self._options, self._frozen = context, options, frozen
+        noise_like = next(iter(field.means.values())) if options.learn_noise else None
+        super().__init__(likelihood, samples, noise_like)
+        self.feature_network, self.field, self._prior = network, field, prior
+        self.context, self.options, self._frozen = context, options, frozen
         self._weight = (
             cast(float, options.divergence_weight or 1.0) / samples
         )  # the default was put in before
         self._last = network.last.parameter_names
         self._warned = False  # that a step needed more function noise
         self._body = [name for name in field.log_variances if name not in self._last]
-        self._log_noise_variance: Tensor | None = None
-        if options.learn_noise:
-            like, variance = next(iter(field.means.values())), cast(Tensor, likelihood.noise_variance)
-            self._log_noise_variance = variance.log().to(like).requires_grad_()
 
     @property
     def network(self) -> nn.Module:
-        return self._network.twin
+        return self.feature_network.twin
 
     def groups(self) -> list[Group]:
-        groups = self._field.groups(self._options.lr, self._options.log_variance_lr)
-        if self._log_noise_variance is not None:
-            groups.append(
-                {
-                    "params": [self._log_noise_variance],
-                    "lr": self._options.log_variance_lr,
-                    "name": "log noise",
-                }
-            )
-        return groups
+        groups = self.field.groups(self.options.lr, self.options.log_variance_lr)
+        rate = self.options.log_variance_lr
+        return groups + [{"params": [t], "lr": rate, "name": name} for name, t in self.noise().items()]
 
     def tensors(self) -> dict[str, Tensor]:
-        noise_variance = {} if self._log_noise_variance is None else {"log noise": self._log_noise_variance}
-        return self._field.tensors() | noise_variance
+        return self.field.tensors() | self.noise()
 
-    def likelihood(self) -> Likelihood:
-        """The likelihood at the present noise variance."""
-        if self._log_noise_variance is None:
-            return self._likelihood
-        return self._likelihood.with_noise(host_double(self._log_noise_variance.detach().exp()))
+    def trained_mean(self) -> dict[str, Tensor] | None:
+        return self.field.trained_mean()
 
     def _log_prob(self, outputs: Tensor, targets: Tensor, weights: SampleWeights | None = None) -> Tensor:
-        likelihood = self._likelihood
-        if self._log_noise_variance is not None:
-            likelihood = likelihood.with_noise(self._log_noise_variance.exp())
+        likelihood = self.likelihood_in_training()
         if weights is None:
             return likelihood.log_prob(outputs, targets)
         return weights.log_prob(likelihood, outputs, targets)
 
     def _generator(self, *words: int) -> torch.Generator:
-        device = next(iter(self._field.means.values())).device
+        device = next(iter(self.field.means.values())).device
         return torch.Generator(device).manual_seed(mixed_seed(*words))
 
     def backward(self, batch: Batch, step: Step, checks: DeferredChecks) -> dict[str, Tensor]:
         seed = step.seed
         generator, shares = self._generator(seed, _WEIGHTS), list[Tensor]()
         deviations: dict[str, Tensor] = {}
-        for _ in range(self._options.n_draws):  # one graph at a time: each is freed before the next
-            deviations = self._field.deviations(generator)
+        for _ in range(self.options.n_draws):  # one graph at a time: each is freed before the next
+            deviations = self.field.deviations(generator)
             shares.append(self._fit(batch, deviations, checks if not shares else None))
         log_likelihood = torch.stack(shares).sum()
         # The last draw of the body serves both terms: each stays unbiased, and nothing is drawn twice.
         body = {name: deviations[name].requires_grad_() for name in self._body}
         del deviations
-        self._field.on_backward(body, mean=False)
+        self.field.on_backward(body, mean=False)
         contexts = self._contexts(batch, seed)
         try:
             divergences, largest = self.divergence(contexts, body)
@@ -595,31 +580,24 @@ class FunctionSpaceObjective(Objective):
         targets = cast(Tensor, batch.targets)
         weights = {
             n: (mean.detach() + deviations[n] if n in deviations else mean.detach()).requires_grad_()
-            for n, mean in self._field.means.items()
+            for n, mean in self.field.means.items()
         }
-        self._field.on_backward(weights, deviations, mean=True)
-        outputs = self._network.outputs(weights, batch)
+        self.field.on_backward(weights, deviations, mean=True)
+        outputs = self.feature_network.outputs(weights, batch)
         found = weighed_targets(self._likelihood, outputs.detach(), targets, batch.weights)
         if checks is not None:
-            self._check(outputs.detach(), found[0], checks)
-        share = self._log_prob(outputs, *found).mean() / self._options.n_draws
+            self.check_targets(outputs.detach(), found[0], checks)
+        share = self._log_prob(outputs, *found).mean() / self.options.n_draws
         (-share).backward()
         weights.clear()
         return share.detach()
 
-    def _check(self, outputs: Tensor, targets: Tensor, checks: DeferredChecks) -> None:
-        fault = self._likelihood.fault(outputs, targets)
-        if fault is not None:
-            checks.add(
-                fault, lambda faulty: self._likelihood.check(outputs, targets) if bool(faulty) else None
-            )
-
     def _contexts(self, batch: Batch, seed: int) -> Batch:
         """All context sets as one batch, set by set."""
-        options, generator = self._options, torch.Generator().manual_seed(mixed_seed(seed, _CONTEXT))
+        options, generator = self.options, torch.Generator().manual_seed(mixed_seed(seed, _CONTEXT))
         like = batch.tensors()[0]
         points = cast(int, options.n_context)  # the default was put in before
-        parts = [self._context.draw(points, batch, generator) for _ in range(options.n_sets)]
+        parts = [self.context.draw(points, batch, generator) for _ in range(options.n_sets)]
         contexts = _joined([_as_batch(part, like.device) for part in parts])
         wanted = points * options.n_sets
         if count_samples(contexts) != wanted:
@@ -638,12 +616,12 @@ class FunctionSpaceObjective(Objective):
         """
         outputs, features, moved = self._draw(contexts, deviations)
         at_means = (outputs.detach(), features.detach()) if self._frozen else None
-        sets = self._options.n_sets
+        sets = self.options.n_sets
 
         def by_set(values: Tensor) -> Tensor:
             return values.reshape(sets, -1, values.shape[1])
 
-        weight, *bias = (self._field.log_variances[name].exp() for name in self._last)
+        weight, *bias = (self.field.log_variances[name].exp() for name in self._last)
         divergences = self._prior.divergence(
             contexts,
             by_set(outputs + moved),
@@ -661,7 +639,7 @@ class FunctionSpaceObjective(Objective):
             self._warned = True
             warn_user(
                 f"A covariance at the context points had no Cholesky factor at "
-                f"function_noise={self._options.noise_share:g}, and was given {factor} times as much; such a "
+                f"function_noise={self.options.noise_share:g}, and was given {factor} times as much; such a "
                 f"step weighs the means less. A larger function_noise, or fewer or less alike context points, makes "
                 f"all steps alike."
             )
@@ -669,27 +647,27 @@ class FunctionSpaceObjective(Objective):
     @torch.no_grad()
     def _normals(self, deviations: Mapping[str, Tensor]) -> dict[str, Tensor]:
         """The standard normals behind the deviations, for a prior whose body has a variance; else empty."""
-        if not self._options.prior_body_variance:
+        if not self.options.prior_body_variance:
             return {}
-        logs = self._field.log_variances
+        logs = self.field.log_variances
         return {name: deviation / (0.5 * logs[name]).exp() for name, deviation in deviations.items()}
 
     def _draw(self, contexts: Batch, deviations: Mapping[str, Tensor]) -> tuple[Tensor, Tensor, Tensor]:
         """Outputs and features at the means, and how a draw of the body moves the outputs. With ``body="sample"``
         outputs and features are those of the drawn body, and nothing is left to move.
         """
-        means = self._field.means
-        if not deviations or self._options.body == "sample":
+        means = self.field.means
+        if not deviations or self.options.body == "sample":
             drawn = {name: means[name] + deviation for name, deviation in deviations.items()}
-            outputs, features = self._network({**means, **drawn}, contexts)
+            outputs, features = self.feature_network({**means, **drawn}, contexts)
             return outputs, features, torch.zeros_like(outputs)
-        return linearised_draw(self._network, means, deviations, contexts)
+        return linearised_draw(self.feature_network, means, deviations, contexts)
 
     def log_predictive(self, batch: Batch, draws: int) -> Tensor:
         log_probabilities: list[Tensor] = []
         for draw in range(draws):
-            weights = self._field.sample(self._generator(0, _VALIDATION, draw))
-            outputs = self._network.outputs(weights, batch)
+            weights = self.field.sample(self._generator(0, _VALIDATION, draw))
+            outputs = self.feature_network.outputs(weights, batch)
             if draw == 0:
                 self._likelihood.check(outputs, batch.targets)
             log_probabilities.append(self._log_prob(outputs, cast(Tensor, batch.targets)))

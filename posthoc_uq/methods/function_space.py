@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from math import exp
@@ -11,15 +10,12 @@ from typing import Any, ClassVar, cast
 import torch
 from torch import Tensor
 
-from posthoc_uq.core.distributed import world
-from posthoc_uq.core.errors import NonFiniteError, PosteriorMismatchError, PosthocUQError, warn_user
+from posthoc_uq.core.errors import PosteriorMismatchError, PosthocUQError, warn_user
 from posthoc_uq.core.model import replicate
 from posthoc_uq.core.options import Count, Positive, one_of
 from posthoc_uq.core.randomness import isolated_random_state
 from posthoc_uq.curvature.labels import FisherChoice
-from posthoc_uq.curvature.sweep import Content
 from posthoc_uq.layers.proof import count_samples
-from posthoc_uq.likelihoods import Likelihood
 from posthoc_uq.methods.contexts import Context, Mixture, default_context, resolve_context
 from posthoc_uq.methods.function_objective import (
     FunctionPrior,
@@ -30,18 +26,10 @@ from posthoc_uq.methods.function_objective import (
 from posthoc_uq.methods.inf import INF
 from posthoc_uq.methods.laplace import EFB, KFAC, Curvature, Diagonal
 from posthoc_uq.methods.mean_field import FeatureNetwork, MeanField
-from posthoc_uq.methods.method import Method
-from posthoc_uq.methods.resume import Stages
 from posthoc_uq.methods.task import Task
-from posthoc_uq.methods.trained import (
-    batches_of,
-    check_trainable,
-    initialised,
-    show_to_context,
-    train_on,
-    trained_posterior,
-)
-from posthoc_uq.methods.training import best_epoch, cosine
+from posthoc_uq.methods.trained import check_trainable, initialised, show_to_context
+from posthoc_uq.methods.training import TRAINING, Training
+from posthoc_uq.posteriors.block import Block
 from posthoc_uq.posteriors.evidence import maximise_evidence
 from posthoc_uq.posteriors.posterior import Posterior
 
@@ -54,87 +42,14 @@ N_CONTEXT = 32
 N_INDEPENDENT = 16  # context points of an independent prior
 _APART = 10  # a weight that far from the one that belongs to a prior is warned of
 _FIRM = 1e-2  # the function noise from which on a prior by features goes with a large weight
-_SHOWN = ("loss", "log likelihood", "KL mean part", "KL covariance part", "validation NLL")
 
 
-def train_over_functions(
-    task: Task,
-    options: FunctionSpaceOptions,
-    prior_precision: float | None,
-    start: Callable[[], Posterior | None],
-) -> Posterior:
-    """Train the variances, and the means unless they are frozen. A regression has its noise variance already.
-
-    Args:
-        task: the fit.
-        options: of the training.
-        prior_precision: of the last layer's weights in the prior over functions; None for 1.
-        start: makes the posterior whose variances the training begins with, or None for constant ones.
-
-    Raises:
-        PosthocUQError: options, data or model do not fit; the message says how to go on.
-        NonFiniteError: a loss is not finite.
-    """
-    likelihood, settings, model = task.settings.likelihood, task.settings, task.model
-    _check_possible(likelihood, options)
-    began = time.perf_counter()
-    with isolated_random_state(settings.seed):
-        network = FeatureNetwork(replicate(model), task.layers, task.batch)
-    if options.context is None:
-        context = default_context(task.batch, corrupted=options.prior == "independent")
-    else:
-        context = resolve_context(options.context)
-    options = _with_points(network, options, context)
-    field = _field(network, options, task, start)
-    samples, content = _look_at_data(task, context)
-    options = _with_weight(options, samples, count_samples(task.batch))
-    tau = PRIOR_PRECISION if prior_precision is None else prior_precision
-    prior, frozen = _prior(network, options, task, field, tau)
-    objective = FunctionSpaceObjective(network, field, prior, likelihood, context, samples, options, frozen)
-    history = train_on(task, objective, options, samples, content)
-    task.seconds["training"] = time.perf_counter() - began
-    _check_trained(field)
-    _warn_of_few_steps(options, len(history) * batches_of(task, samples))
-    notes = _fit_notes(options, context, history, task, samples, network.last.name)
-    posterior = trained_posterior(FUNCTION_SPACE, task, field, objective.likelihood(), notes, samples, tau)
-    posterior.history.tuning["prior precision"] = "the default" if prior_precision is None else "given"
-    if options.learn_noise:
-        posterior.history.tuning["noise variance"] = "learned with the posterior"
-    return posterior
-
-
-def _check_possible(likelihood: Likelihood, options: FunctionSpaceOptions) -> None:
-    if world() > 1:
-        raise PosthocUQError(
-            "method='function_space' trains in one process; with epochs=0 its posterior may come from several."
-        )
-    if options.learn_noise and likelihood.noise_variance is None:
-        raise PosthocUQError(
-            f"learn_noise=True is for likelihood='regression'; {likelihood.name!r} has no noise."
-        )
-
-
-def _look_at_data(task: Task, context: Context) -> tuple[int, Content | None]:
-    """Show the data to the context; the number of samples and, with a checkpoint, the hash of the data."""
-    samples, content = task.summary.seen, None if task.checkpoint is None else Content()
-    if context.needs_data or not samples or content is not None:
-        settings = task.settings
-        samples = show_to_context(
-            task.loader, settings.reader, context, settings.seed, settings.progress, content
-        )
-    if content is not None:
-        task.check_content(content.total)
-    return samples, content
-
-
-def _check_trained(field: MeanField) -> None:
-    for name, mean in field.means.items():
-        logs = field.log_variances.get(name, mean)
-        if not bool((torch.isfinite(mean.detach()) & torch.isfinite(logs.detach().exp())).all()):
-            raise NonFiniteError(
-                f"The training ended with means or variances of '{name}' that are not finite; lower the learning "
-                f"rates, or bring the inputs to about unit size."
-            )
+def _look_at_data(task: Task, context: Context) -> int:
+    """Show the data to the context; the number of samples."""
+    samples, settings = task.summary.seen, task.settings
+    if context.needs_data or not samples:
+        samples = show_to_context(task.loader, settings.reader, context, settings.seed, settings.progress)
+    return samples
 
 
 def _with_points(
@@ -178,18 +93,6 @@ def _with_weight(options: FunctionSpaceOptions, samples: int, batch: int) -> Fun
     return replace(options, divergence_weight=weight)
 
 
-def _warn_of_few_steps(options: FunctionSpaceOptions, steps: int) -> None:
-    """Warn of too few steps: Adam moves a number by its rate a step, so few steps hardly move the variances."""
-    schedule = options.schedule or cosine
-    share = sum(schedule((i + 0.5) / 100) for i in range(100)) / 100
-    reach = share * steps * options.log_variance_lr
-    if options.optimizer is None and reach < 0.25:
-        warn_user(
-            f"{steps} steps at log_variance_lr={options.log_variance_lr:g} move a log variance by {reach:.2g} at most, "
-            f"so the variances are nearly those of the start; raise log_variance_lr and lr={options.lr:g}, or epochs."
-        )
-
-
 def _field(
     network: FeatureNetwork,
     options: FunctionSpaceOptions,
@@ -205,7 +108,7 @@ def _field(
         means = {name: mean.clone() for name, mean in means.items()}
     last = network.last.parameter_names
     uncertain = list(last) if options.body == "certain" else names
-    resumed = task.checkpoint is not None and task.checkpoint.training is not None
+    resumed = task.checkpoint is not None and task.checkpoint.is_running(TRAINING)
     initial = None if resumed else start()  # else the checkpoint's tensors are put in place later
     if initial is None:
         first = {
@@ -267,36 +170,6 @@ def _prior(
     ), frozen
 
 
-def _fit_notes(
-    options: FunctionSpaceOptions,
-    context: Context,
-    history: list[dict[str, float]],
-    task: Task,
-    samples: int,
-    last: str,
-) -> dict[str, Any]:
-    context_name = options.context if isinstance(options.context, str) else type(context).__name__
-    if options.context is None:
-        foreign = "corrupted" if options.prior == "independent" else "monochrome"
-        context_name = f"batch and {foreign}" if isinstance(context, Mixture) else "uniform"
-    return {
-        "samples": samples,
-        "seed": task.settings.seed,
-        "epochs": len(history),
-        "epoch taken": best_epoch(history),
-        "mean": "trained" if options.train_mean else "frozen",
-        "context": context_name,
-        "n_context": options.n_context,
-        "n_sets": options.n_sets,
-        "n_draws": options.n_draws,
-        **_prior_notes(options),
-        "last layer": last,
-        "initial": "a posterior" if isinstance(options.initial, Posterior) else options.initial or "constant",
-        **{name: [entry[name] for entry in history] for name in _SHOWN if name in history[0]},
-        **{f"seconds, {what}": value for what, value in task.seconds.items()},
-    }
-
-
 def _prior_notes(options: FunctionSpaceOptions) -> dict[str, Any]:
     """Of the prior over functions, and the weight of the divergence from it."""
     shared = {
@@ -319,7 +192,7 @@ _STARTS: dict[str, type[Curvature]] = {kind.name: kind for kind in (Diagonal, KF
 
 
 @dataclass(frozen=True, kw_only=True)
-class FunctionSpace(FunctionSpaceOptions, Method):
+class FunctionSpace(FunctionSpaceOptions, Training[FunctionSpaceObjective]):
     """Variational inference over functions, begun at the trained network.
 
     A Gaussian over the weights, trained by its distribution over functions: it maximises ``E_q[log p(y | f)] -
@@ -340,10 +213,6 @@ class FunctionSpace(FunctionSpaceOptions, Method):
     name: ClassVar[str] = FUNCTION_SPACE
     block_kinds: ClassVar[tuple[str, ...]] = ("mean_field", "diagonal", "kfac", "efb", "inf")
     tunable: ClassVar[frozenset[str]] = frozenset({"scale", "noise_scale", "temperature"})
-    weighs_samples: ClassVar[bool] = True
-    stages: ClassVar[Stages] = {
-        name: stage for kind in _STARTS.values() for name, stage in kind.stages.items()
-    }  # of the curvature that the training begins with
 
     prior_precision: Positive | None = None
     fisher: FisherChoice = "auto"
@@ -390,7 +259,7 @@ class FunctionSpace(FunctionSpaceOptions, Method):
     def fit(self, task: Task) -> Posterior:
         curvature = self.curvature
         if self.trains:
-            return train_over_functions(task, self, self.prior_precision, lambda: self._start(task))
+            return super().fit(task)
         assert curvature is not None
         posterior = curvature.fit(task)
         posterior.method = self.name
@@ -403,4 +272,59 @@ class FunctionSpace(FunctionSpaceOptions, Method):
             return self.initial if isinstance(self.initial, Posterior) else None
         posterior = self.curvature.fit(task)
         maximise_evidence(posterior)
+        task.forget_sweeps()
         return posterior
+
+    def begin(self, task: Task) -> FunctionSpaceObjective:
+        with isolated_random_state(task.settings.seed):
+            network = FeatureNetwork(replicate(task.model), task.layers, task.batch)
+        if self.context is None:
+            context = default_context(task.batch, corrupted=self.prior == "independent")
+        else:
+            context = resolve_context(self.context)
+        options = _with_points(network, self, context)
+        field = _field(network, options, task, lambda: self._start(task))
+        samples = _look_at_data(task, context)
+        options = _with_weight(options, samples, count_samples(task.batch))
+        prior, frozen = _prior(network, options, task, field, self._precision)
+        likelihood = task.settings.likelihood
+        return FunctionSpaceObjective(network, field, prior, likelihood, context, samples, options, frozen)
+
+    def blocks(self, task: Task, trained: FunctionSpaceObjective) -> Mapping[str, Block]:
+        return trained.field.blocks(task.layers, trained.samples)
+
+    @property
+    def _precision(self) -> float:
+        return PRIOR_PRECISION if self.prior_precision is None else self.prior_precision
+
+    def prior_of(self, trained: FunctionSpaceObjective) -> float:
+        return self._precision
+
+    def check_steps(self, steps: int) -> None:
+        """Adam moves a number by its rate a step, so few steps hardly move the variances."""
+        reach = self.reach(steps, self.log_variance_lr)
+        if self.optimizer is None and reach < 0.25:
+            warn_user(
+                f"{steps} steps at log_variance_lr={self.log_variance_lr:g} move a log variance by {reach:.2g} at "
+                f"most, so the variances are nearly those of the start; raise log_variance_lr and lr={self.lr:g}, or "
+                f"epochs."
+            )
+
+    def described(self, trained: FunctionSpaceObjective, blocks: Mapping[str, Any]) -> dict[str, Any]:
+        options, context = trained.options, trained.context
+        context_name = options.context if isinstance(options.context, str) else type(context).__name__
+        if options.context is None:
+            foreign = "corrupted" if options.prior == "independent" else "monochrome"
+            context_name = f"batch and {foreign}" if isinstance(context, Mixture) else "uniform"
+        return {
+            "mean": "trained" if options.train_mean else "frozen",
+            "context": context_name,
+            "n_context": options.n_context,
+            "n_sets": options.n_sets,
+            "n_draws": options.n_draws,
+            **_prior_notes(options),
+            "last layer": trained.feature_network.last.name,
+            "initial": "a posterior"
+            if isinstance(options.initial, Posterior)
+            else options.initial or "constant",
+        }

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any, ClassVar, Literal
@@ -11,6 +11,7 @@ from torch import Tensor
 
 from posthoc_uq.core.errors import warn_user
 from posthoc_uq.core.options import Share, Unit
+from posthoc_uq.layers.layer import Layer
 from posthoc_uq.methods.bases import (
     BasisChoice,
     Rank,
@@ -21,11 +22,10 @@ from posthoc_uq.methods.bases import (
     sides,
     sparsify,
 )
-from posthoc_uq.methods.laplace import Curvature, squares_of
-from posthoc_uq.methods.resume import Stages, StageSpec, StageTensor, Tensors
-from posthoc_uq.methods.task import Task
+from posthoc_uq.methods.laplace import Basis, Curvature, squares_of
+from posthoc_uq.methods.task import Task, Tensors
 from posthoc_uq.posteriors.block import Block
-from posthoc_uq.posteriors.information import Correction, InformationBlock
+from posthoc_uq.posteriors.information import Correction
 from posthoc_uq.posteriors.posterior import Posterior
 
 _GRID_LIMIT = 2 * 2**30  # bytes that the small linear system of one layer may take
@@ -58,21 +58,7 @@ class INF(Curvature):
     name: ClassVar[str] = "inf"
     block_kinds: ClassVar[tuple[str, ...]] = ("inf",)
     tunable: ClassVar[frozenset[str]] = Curvature.tunable | {"residual_weight"}
-    stages: ClassVar[Stages] = {
-        "bases": StageSpec(
-            {
-                "inputs": StageTensor("Gna", orthonormal=True),
-                "outputs": StageTensor("Gmg", orthonormal=True),
-            }
-        ),
-        "eigenvalues and diagonal": StageSpec(
-            {
-                "eigenvalues": StageTensor("Gga", non_negative=True),
-                "diagonal": StageTensor("Gmn", non_negative=True),
-            },
-            after="bases",
-        ),
-    }
+    description: ClassVar[str] = "eigenvalues and diagonal"
 
     rank: Rank = 100
     basis: BasisChoice = "auto"
@@ -96,73 +82,51 @@ class INF(Curvature):
         posterior.residual_weight = self.residual_weight
         return posterior
 
-    def blocks(self, task: Task) -> dict[str, Block]:
-        bases = self._bases(task)
-        moments = _moments(task, bases)
-
-        def build() -> dict[str, Block]:
-            return {name: self._sparsified(name, bases.pop(name), **moments[name]) for name in moments}
-
-        return task.timed("sparsification", build)
-
-    def added(self, posterior: Posterior, task: Task) -> Tensors:
-        return _moments(task, kept_bases(posterior, task))
-
-    def _bases(self, task: Task) -> dict[str, tuple[Tensor, Tensor]]:
-        """Orthonormal directions of inputs and outputs of every layer: of an earlier posterior, or in one sweep."""
+    def find_bases(self, task: Task) -> dict[str, Basis]:
+        """Of an earlier posterior, or found in one sweep."""
         if self.bases is not None:
             return earlier_bases(self.bases, task)
-
-        def find_bases() -> Tensors:
-            sides_of = {
-                name: sides(index, layer, task, self.rank, self.basis)
-                for index, (name, layer) in enumerate(task.layers.items())
-            }
-            accumulators = {name: [side.accumulator for side in pair] for name, pair in sides_of.items()}
-            share = basis_share(self.basis_fraction, task.samples_in_all)
-            samples = task.sweep(accumulators, "bases", share=share)
-            del accumulators
-
-            def basis(name: str) -> dict[str, Tensor]:
-                inputs, outputs = sides_of.pop(name)
-                return {"inputs": inputs.basis(samples), "outputs": outputs.basis(samples)}
-
-            return task.divided({name: partial(basis, name) for name in task.layers}, "eigenbases")
-
-        return {
-            name: (directions["inputs"], directions["outputs"])
-            for name, directions in task.stage("bases", find_bases).items()
+        sides_of = {
+            name: sides(index, layer, task, self.rank, self.basis)
+            for index, (name, layer) in enumerate(task.layers.items())
         }
+        accumulators = {name: [side.accumulator for side in pair] for name, pair in sides_of.items()}
+        share = basis_share(self.basis_fraction, task.samples_in_all)
+        samples = task.sweep(accumulators, "bases", share=share)
+        del accumulators
 
-    def _sparsified(
-        self, name: str, bases: tuple[Tensor, Tensor], eigenvalues: Tensor, diagonal: Tensor
-    ) -> InformationBlock:
-        """A layer's block; the rank is halved until its small linear system fits into memory."""
+        def basis(name: str) -> dict[str, Tensor]:
+            inputs, outputs = sides_of.pop(name)
+            return {"inputs": inputs.basis(samples), "outputs": outputs.basis(samples)}
+
+        found = task.divided({name: partial(basis, name) for name in task.layers}, "eigenbases")
+        return {name: (directions["inputs"], directions["outputs"]) for name, directions in found.items()}
+
+    def accumulators(self, layer: Layer, task: Task, basis: Basis | None) -> Sequence[Any]:
+        return [squares_of(layer, task, basis)]
+
+    def block(self, layer: Layer, sums: Sequence[Any], samples: float, basis: Basis | None) -> Block:
+        """The rank is halved until the layer's small linear system fits into memory."""
+        assert basis is not None
+        eigenvalues, diagonal = sums[0].eigenvalues(samples), sums[0].diagonal(samples)
         rank = kept_entries(self.rank, (diagonal.shape[0], diagonal.shape[1], diagonal.shape[2]))
         wanted = rank
         while True:
-            block = sparsify(*bases, eigenvalues, diagonal, rank, self.correction)
+            block = sparsify(*basis, eigenvalues, diagonal, rank, self.correction)
             groups, width_g, width_a = block.eigenvalues.shape
             if 8 * groups * (width_g * width_a) ** 2 <= _GRID_LIMIT:
                 break
             rank = rank // 2
         if rank < wanted:
             warn_user(
-                f"Layer '{name}': rank {wanted} selects a grid whose small system would take more than "
+                f"Layer '{layer.name}': rank {wanted} selects a grid whose small system would take more than "
                 f"{_GRID_LIMIT / 2**30:.0f} GiB; rank {rank} is kept instead. Fit with a smaller rank."
             )
         return block
 
-
-def _moments(task: Task, bases: Mapping[str, tuple[Tensor, Tensor]]) -> Tensors:
-    """Eigenvalues in these bases, and the exact diagonal, of every layer, in one sweep."""
-
-    def work() -> Tensors:
-        squares = {name: squares_of(layer, task, bases[name]) for name, layer in task.layers.items()}
-        samples = task.sweep({name: [s] for name, s in squares.items()}, "eigenvalues and diagonal")
+    def added(self, posterior: Posterior, task: Task) -> Tensors:
+        sums, samples = self.sweep(task, kept_bases(posterior, task))
         return {
-            name: {"eigenvalues": s.eigenvalues(samples), "diagonal": s.diagonal(samples)}
-            for name, s in squares.items()
+            name: {"eigenvalues": squares.eigenvalues(samples), "diagonal": squares.diagonal(samples)}
+            for name, (squares,) in sums.items()
         }
-
-    return task.stage("eigenvalues and diagonal", work)

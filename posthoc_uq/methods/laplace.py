@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from abc import abstractmethod
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from math import prod
@@ -24,8 +23,7 @@ from posthoc_uq.layers.layer import Layer
 from posthoc_uq.likelihoods import Fisher, Likelihood
 from posthoc_uq.methods.bases import kept_bases
 from posthoc_uq.methods.method import Change, Method
-from posthoc_uq.methods.resume import Stages, StageSpec, StageTensor, Tensors
-from posthoc_uq.methods.task import Task
+from posthoc_uq.methods.task import Task, Tensors, checked_finite
 from posthoc_uq.posteriors.block import Block, NotContainedError, Weights, check_forgettable, largest_of
 from posthoc_uq.posteriors.laplace import (
     LARGEST_BYTES,
@@ -173,6 +171,9 @@ def _outside(blocks: Mapping[str, Block], part: Tensors) -> dict[str, float]:
     return shares
 
 
+Basis = tuple[Tensor, Tensor]
+"""Orthonormal directions of a layer's inputs ``(G, n, a)`` and of its outputs ``(G, m, g)``."""
+
 # The base of the methods whose Gaussian has the Fisher information of the data as its precision.
 #
 # This is Laplace's approximation: ``N(theta, (scale I + prior_precision)^-1)`` around the trained weights
@@ -182,7 +183,10 @@ def _outside(blocks: Mapping[str, Block], part: Tensors) -> dict[str, float]:
 
 @dataclass(frozen=True, kw_only=True)
 class Curvature(Method):
-    """A Laplace posterior from sweeps over the data; `blocks` of a subclass gives the form of the Fisher that is kept.
+    """A Laplace posterior from sweeps over the data.
+
+    A subclass says what sums up the gradients of a layer (`accumulators`) and which block comes of the sums (`block`).
+    Resuming, several processes, weights of samples and all that is known of a fit are written once, here and in `Task`.
 
     Attributes:
         fisher: labels ``"mc"`` drawn from the model's predictive, ``"exact"`` expectation over them, ``"empirical"``
@@ -196,6 +200,8 @@ class Curvature(Method):
     weighs_samples: ClassVar[bool] = True
     joint: ClassVar[bool] = False
     """Whether the Fisher is that of all layers together."""
+    description: ClassVar[str] = "curvature"
+    """What the sweep is for, in progress bars, reports and errors; a method with several sweeps names each."""
 
     fisher: FisherChoice = "auto"
     n_samples: Count = 1
@@ -208,11 +214,50 @@ class Curvature(Method):
                 f"leave it out."
             )
 
-    @abstractmethod
-    def blocks(self, task: Task) -> dict[str, Block]:
-        """The form of the Fisher's mean over the samples that is kept, by sweeps of the task: one block a layer, by the
-        layer's name, or blocks of several layers, by any name (see `members`).
+    def find_bases(self, task: Task) -> dict[str, Basis]:
+        """The basis that the sums over each layer are taken in, by a sweep of its own; empty where there is none."""
+        return {}
+
+    def accumulators(self, layer: Layer, task: Task, basis: Basis | None) -> Sequence[Any]:
+        """What sums up a layer's activations and output gradients in the sweep over all data; see `Accumulator`.
+
+        Args:
+            layer: its names and shapes.
+            task: the fit.
+            basis: from `find_bases`.
         """
+        raise NotImplementedError(f"{type(self).__name__} needs accumulators and block, or blocks.")
+
+    def block(self, layer: Layer, sums: Sequence[Any], samples: float, basis: Basis | None) -> Block:
+        """A layer's block.
+
+        Args:
+            layer: its names and shapes.
+            sums: its accumulators after the sweep.
+            samples: the sum of the weights of all samples, by which sums are divided.
+            basis: from `find_bases`.
+        """
+        raise NotImplementedError(f"{type(self).__name__} needs accumulators and block, or blocks.")
+
+    def blocks(self, task: Task) -> dict[str, Block]:
+        """The form of the Fisher's mean over the samples that is kept: one block a layer, by the layer's name. A method
+        whose blocks hold several layers (see `members`) overrides it.
+        """
+        bases = self.find_bases(task)
+        sums, samples = self.sweep(task, bases)
+
+        def build() -> dict[str, Block]:
+            return {
+                name: self.block(layer, sums.pop(name), samples, bases.pop(name, None))
+                for name, layer in task.layers.items()
+            }
+
+        return task.timed("blocks", build)
+
+    def sweep(self, task: Task, bases: Mapping[str, Basis]) -> tuple[dict[str, Sequence[Any]], float]:
+        """The accumulators of every layer after a sweep over the data, and the sum of the samples' weights."""
+        sums = {name: self.accumulators(layer, task, bases.get(name)) for name, layer in task.layers.items()}
+        return sums, task.sweep(sums, self.description)
 
     def members(self, task: Task) -> dict[str, list[str]]:
         """The layers of every block, by the block's name."""
@@ -256,6 +301,7 @@ class Curvature(Method):
     def fit(self, task: Task) -> Posterior:
         task.take_labels(self.fisher, self.n_samples, self.joint)
         blocks, settings = self.blocks(task), task.settings
+        checked_finite({name: block.tensors() for name, block in blocks.items()}, self.name)
         tracked = task.prepared.capture.tracked.values()
         served = sum(t.engine == "backpack" for t in tracked)
         facts: dict[str, Any] = {
@@ -298,7 +344,7 @@ def _evidence(task: Task) -> Evidence:
 
 
 def squares_of(
-    layer: Layer, task: Task, bases: tuple[Any, Any] | None = None, *, diagonal: bool = True
+    layer: Layer, task: Task, bases: Basis | None = None, *, diagonal: bool = True
 ) -> SquaredGradients:
     """An accumulator of a layer's squared gradients, in the two bases if given."""
     return SquaredGradients(
@@ -336,40 +382,26 @@ class Diagonal(Curvature):
 
     name: ClassVar[str] = "diag"
     block_kinds: ClassVar[tuple[str, ...]] = ("diagonal",)
-    stages: ClassVar[Stages] = {
-        "diagonal": StageSpec({"diagonal": StageTensor("Gmn", non_negative=True)}),
-    }
+    description: ClassVar[str] = "diagonal"
 
     def passes(self) -> int:
         return 1
 
-    def blocks(self, task: Task) -> dict[str, Block]:
-        return {name: DiagonalBlock(means["diagonal"]) for name, means in _diagonals(task).items()}
+    def accumulators(self, layer: Layer, task: Task, basis: Basis | None) -> Sequence[Any]:
+        return [squares_of(layer, task)]
+
+    def block(self, layer: Layer, sums: Sequence[Any], samples: float, basis: Basis | None) -> Block:
+        return DiagonalBlock(sums[0].diagonal(samples))
 
     def added(self, posterior: Posterior, task: Task) -> Tensors:
-        return _diagonals(task)
-
-
-def _diagonals(task: Task) -> Tensors:
-    """The exact diagonal of every layer, in one sweep."""
-
-    def work() -> Tensors:
-        squares = {name: squares_of(layer, task) for name, layer in task.layers.items()}
-        samples = task.sweep({name: [s] for name, s in squares.items()}, "diagonal")
-        return {name: {"diagonal": s.diagonal(samples)} for name, s in squares.items()}
-
-    return task.stage("diagonal", work)
+        sums, samples = self.sweep(task, {})
+        return {name: {"diagonal": squares.diagonal(samples)} for name, (squares,) in sums.items()}
 
 
 # Kronecker factors of the Fisher.
 
-_FACTORS, _WITH_GRAMS = "Kronecker factors", "Kronecker factors and Grams"
-_OF_FACTORS = {
-    "input_basis": StageTensor("Gnn", orthonormal=True),
-    "output_basis": StageTensor("Gmm", orthonormal=True),
-    "input_values": StageTensor("Gn", non_negative=True),
-    "output_values": StageTensor("Gm", non_negative=True),
-}
+_FACTORS = "Kronecker factors"
+_SIDES = ("input_basis", "output_basis", "input_values", "output_values")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -390,17 +422,6 @@ class KFAC(Curvature):
 
     name: ClassVar[str] = "kfac"
     block_kinds: ClassVar[tuple[str, ...]] = ("kfac",)
-    stages: ClassVar[Stages] = {
-        _FACTORS: StageSpec(_OF_FACTORS),
-        _WITH_GRAMS: StageSpec(
-            {
-                **_OF_FACTORS,
-                "input_gram": StageTensor("Gnn", symmetric=True),
-                "output_gram": StageTensor("Gmm", symmetric=True),
-                "positions": StageTensor("", non_negative=True),
-            }
-        ),
-    }
 
     keep_grams: bool = False
 
@@ -410,7 +431,7 @@ class KFAC(Curvature):
     def blocks(self, task: Task) -> dict[str, Block]:
         return {
             name: KroneckerBlock(
-                **{part: factors[part] for part in _OF_FACTORS}, grams=factors if self.keep_grams else None
+                **{part: factors[part] for part in _SIDES}, grams=factors if self.keep_grams else None
             )
             for name, factors in kronecker_factors(task, self.keep_grams).items()
         }
@@ -439,27 +460,23 @@ def _means(inputs: InputGram, outputs: GradientGram, samples: float) -> dict[str
 
 def kronecker_factors(task: Task, keep_grams: bool = False) -> Tensors:
     """Eigenvectors and eigenvalues of both Grams, in one sweep; the Grams as well if they are to be kept."""
+    grams = {name: grams_of(layer, task) for name, layer in task.layers.items()}
+    samples = task.sweep({name: list(pair) for name, pair in grams.items()}, _FACTORS)
 
-    def work() -> Tensors:
-        grams = {name: grams_of(layer, task) for name, layer in task.layers.items()}
-        samples = task.sweep({name: list(pair) for name, pair in grams.items()}, _FACTORS)
+    def decompose(name: str) -> dict[str, Tensor]:
+        inputs, outputs = grams.pop(name)
+        means = _means(inputs, outputs, samples)
+        input_values, input_basis = eigh_descending(means["input_gram"], inputs.rows)
+        output_values, output_basis = eigh_descending(means["output_gram"], outputs.rows)
+        return {
+            **(means if keep_grams else {}),
+            "input_basis": input_basis,
+            "output_basis": output_basis,
+            "input_values": input_values,
+            "output_values": output_values,
+        }
 
-        def decompose(name: str) -> dict[str, Tensor]:
-            inputs, outputs = grams.pop(name)
-            means = _means(inputs, outputs, samples)
-            input_values, input_basis = eigh_descending(means["input_gram"], inputs.rows)
-            output_values, output_basis = eigh_descending(means["output_gram"], outputs.rows)
-            return {
-                **(means if keep_grams else {}),
-                "input_basis": input_basis,
-                "output_basis": output_basis,
-                "input_values": input_values,
-                "output_values": output_values,
-            }
-
-        return task.divided({name: partial(decompose, name) for name in task.layers}, "eigenbases")
-
-    return task.stage(_WITH_GRAMS if keep_grams else _FACTORS, work)
+    return task.divided({name: partial(decompose, name) for name in task.layers}, "eigenbases")
 
 
 # The eigenvalue-corrected Kronecker basis.
@@ -477,33 +494,21 @@ class EFB(Curvature):
 
     name: ClassVar[str] = "efb"
     block_kinds: ClassVar[tuple[str, ...]] = ("efb",)
-    stages: ClassVar[Stages] = {
-        **KFAC.stages,
-        "eigenvalues": StageSpec(
-            {"eigenvalues": StageTensor("Gmn", non_negative=True)}, after="Kronecker factors"
-        ),
-    }
+    description: ClassVar[str] = "eigenvalues"
 
     def passes(self) -> int:
         return 2
 
-    def blocks(self, task: Task) -> dict[str, Block]:
+    def find_bases(self, task: Task) -> dict[str, Basis]:
         factors = kronecker_factors(task)
-        bases = {name: (sides["input_basis"], sides["output_basis"]) for name, sides in factors.items()}
+        return {name: (sides["input_basis"], sides["output_basis"]) for name, sides in factors.items()}
 
-        def work() -> Tensors:
-            squares = {
-                name: squares_of(layer, task, bases[name], diagonal=False)
-                for name, layer in task.layers.items()
-            }
-            samples = task.sweep({name: [s] for name, s in squares.items()}, "eigenvalues")
-            return {name: {"eigenvalues": s.eigenvalues(samples)} for name, s in squares.items()}
+    def accumulators(self, layer: Layer, task: Task, basis: Basis | None) -> Sequence[Any]:
+        return [squares_of(layer, task, basis, diagonal=False)]
 
-        moments = task.stage("eigenvalues", work)
-        return {
-            name: EigenvalueCorrectedBlock(*bases[name], tensors["eigenvalues"])
-            for name, tensors in moments.items()
-        }
+    def block(self, layer: Layer, sums: Sequence[Any], samples: float, basis: Basis | None) -> Block:
+        assert basis is not None
+        return EigenvalueCorrectedBlock(*basis, sums[0].eigenvalues(samples))
 
     def added(self, posterior: Posterior, task: Task) -> Tensors:
         bases = kept_bases(posterior, task)
@@ -549,9 +554,6 @@ class Dense(Curvature):
     name: ClassVar[str] = "full"
     joint: ClassVar[bool] = True
     block_kinds: ClassVar[tuple[str, ...]] = ("dense",)
-    stages: ClassVar[Stages] = {
-        "Fisher": StageSpec({"fisher": StageTensor("NN", symmetric=True, wide=True)}, owner=_JOINT),
-    }
 
     def passes(self) -> int:
         return 1
@@ -575,10 +577,5 @@ class Dense(Curvature):
 
 def _fisher(task: Task) -> Tensors:
     """The Fisher of all layers together, in one sweep."""
-    parameters = sum(layer.parameters for layer in task.layers.values())
-
-    def work() -> Tensors:
-        joint = JointFisher(parameters, task.device)
-        return {_JOINT: {"fisher": joint.mean(task.sweep({}, "Fisher", joint=joint))}}
-
-    return task.stage("Fisher", work)
+    joint = JointFisher(sum(layer.parameters for layer in task.layers.values()), task.device)
+    return {_JOINT: {"fisher": joint.mean(task.sweep({}, "Fisher", joint=joint))}}

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import time
 from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import partial
@@ -16,9 +15,8 @@ from torch import Tensor, nn
 from torch.func import functional_call
 
 from posthoc_uq.core.batches import Batch
-from posthoc_uq.core.devices import DeferredChecks, as_double, host_double, widest
-from posthoc_uq.core.distributed import world
-from posthoc_uq.core.errors import NonFiniteError, PosthocUQError, warn_user
+from posthoc_uq.core.devices import DeferredChecks, as_double, widest
+from posthoc_uq.core.errors import PosthocUQError, warn_user
 from posthoc_uq.core.model import replicate
 from posthoc_uq.core.options import Count, NotNegative, Positive, Unit
 from posthoc_uq.core.outputs import output_tensor
@@ -35,13 +33,11 @@ from posthoc_uq.layers.layer import Layer
 from posthoc_uq.likelihoods import Likelihood
 from posthoc_uq.likelihoods.weights import weighed_targets
 from posthoc_uq.methods.mean_field import LOG_VARIANCE
-from posthoc_uq.methods.method import Method
 from posthoc_uq.methods.task import Task
-from posthoc_uq.methods.trained import batches_of, check_trainable, count_data, train_on
-from posthoc_uq.methods.training import Group, Objective, Step, TrainingOptions, best_epoch, cosine
-from posthoc_uq.posteriors.posterior import Posterior
+from posthoc_uq.methods.trained import check_trainable, count_data
+from posthoc_uq.methods.training import Group, Objective, Step, Training, TrainingOptions
 from posthoc_uq.posteriors.prior import ALL_WEIGHTS
-from posthoc_uq.posteriors.settings import Evidence, History, Hyperparameters, LayerPriors
+from posthoc_uq.posteriors.settings import LayerPriors
 from posthoc_uq.posteriors.variational import (
     MOST_STEPS,
     MOST_UNITS,
@@ -470,24 +466,19 @@ class LatentObjective(Objective):
         samples: int,
         options: LatentBinaryOptions,
     ) -> None:
-        self._twin, self._layers, self._likelihood = twin, layers, likelihood
-        self._samples, self._options = samples, options
+        like = next(iter(next(iter(layers.values())).tensors.values()))
+        super().__init__(likelihood, samples, like if options.learn_noise else None)
+        self._twin, self.layers, self._options = twin, layers, options
         held = dict(twin.named_parameters())
         self._by_weight = {id(held[one.layer.weight]): one for one in layers.values()}
         self._device = next(iter(held.values())).device
-        self._log_noise: Tensor | None = None
-        if options.learn_noise:
-            like = next(iter(next(iter(layers.values())).tensors.values()))
-            noise = cast(Tensor, likelihood.noise_variance)
-            self._log_noise = noise.log().to(like.detach()).requires_grad_()
 
     @property
     def network(self) -> nn.Module:
         return self._twin
 
     def tensors(self) -> dict[str, Tensor]:
-        named = {name: t for layer in self._layers.values() for name, t in layer.named().items()}
-        return named if self._log_noise is None else named | {"log noise": self._log_noise}
+        return {name: t for one in self.layers.values() for name, t in one.named().items()} | self.noise()
 
     def groups(self) -> list[Group]:
         rates = {
@@ -498,29 +489,15 @@ class LatentObjective(Objective):
             "logit": self._options.inclusion_lr,
         }
         groups: dict[str, list[Tensor]] = {}
-        for layer in self._layers.values():
+        for layer in self.layers.values():
             for role, tensor in layer.tensors.items():
                 group = role.removeprefix("bias ") if role in rates else "flow"
                 groups.setdefault(group, []).append(tensor)
-        if self._log_noise is not None:
-            groups["log variance"].append(self._log_noise)
+        groups["log variance"] += self.noise().values()
         return [
             {"params": params, "lr": rates.get(name, self._options.flow_lr), "name": name}
             for name, params in groups.items()
         ]
-
-    def likelihood(self) -> Likelihood:
-        """With the noise as it is now."""
-        if self._log_noise is None:
-            return self._likelihood
-        return self._likelihood.with_noise(host_double(self._log_noise.detach().exp()))
-
-    def _noisy(self) -> Likelihood:
-        return (
-            self._likelihood
-            if self._log_noise is None
-            else self._likelihood.with_noise(self._log_noise.exp())
-        )
 
     def _generator(self, *words: int) -> torch.Generator:
         return torch.Generator(self._device).manual_seed(mixed_seed(*words))
@@ -541,23 +518,18 @@ class LatentObjective(Objective):
         with AffineCalls(outputs_of):
             outputs = output_tensor(self._twin(*copied.args, **copied.kwargs))
         targets, weights = weighed_targets(self._likelihood, outputs.detach(), targets, batch.weights)
-        fault = self._likelihood.fault(outputs.detach(), targets)
-        if fault is not None:
-            detached = outputs.detach()
-            checks.add(
-                fault, lambda broken: self._likelihood.check(detached, targets) if bool(broken) else None
-            )
-        likelihood = self._noisy()
+        self.check_targets(outputs.detach(), targets, checks)
+        likelihood = self.likelihood_in_training()
         scores = (
             likelihood.log_prob(outputs, targets)
             if weights is None
             else weights.log_prob(likelihood, outputs, targets)
         )
         fit = scores.mean()
-        divergence = torch.stack([draw.divergence for draw in draws.values()]).sum() / self._samples
+        divergence = torch.stack([draw.divergence for draw in draws.values()]).sum() / self.samples
         loss = self.weight_of(step) * divergence.to(fit) - fit
         loss.backward()
-        weights = sum(layer.tensors["logit"].numel() for layer in self._layers.values())
+        weights = sum(layer.tensors["logit"].numel() for layer in self.layers.values())
         included = torch.stack([draw.included for draw in draws.values()]).sum() / weights
         divergence, fit = divergence.detach(), fit.detach()
         return {
@@ -571,13 +543,13 @@ class LatentObjective(Objective):
         log_probs: list[Tensor] = []
         for draw in range(draws):
             generator = self._generator(0, _VALIDATION, draw)
-            weights = {n: t for layer in self._layers.values() for n, t in layer.sample(generator).items()}
+            weights = {n: t for layer in self.layers.values() for n, t in layer.sample(generator).items()}
             copied = batch.copied()
             outputs = output_tensor(functional_call(self._twin, weights, copied.args, copied.kwargs))
             targets = cast(Tensor, batch.targets)
             if draw == 0:
                 self._likelihood.check(outputs, targets)
-            log_probs.append(self._noisy().log_prob(outputs, targets))
+            log_probs.append(self.likelihood_in_training().log_prob(outputs, targets))
         return torch.logsumexp(torch.stack(log_probs), dim=0) - log(draws)
 
 
@@ -719,72 +691,7 @@ def _normal(like: Tensor, generator: torch.Generator) -> Tensor:
 # ``method="latent_binary"``: a trained network made a latent binary one, and the posterior that comes of it.
 
 LATENT_BINARY = "latent_binary"  # the method's name
-_SHOWN = ("loss", "log likelihood", "KL", "mean inclusion", "validation NLL")
 _MOMENTS = 302  # stream of the seed
-
-
-def train_latent_binary(task: Task, options: LatentBinaryOptions, prior_precision: float | None) -> Posterior:
-    """Train the means, the variances and the inclusion probabilities of all layers.
-
-    Args:
-        task: the fit.
-        options: of the training.
-        prior_precision: of a weight that is on; None for one by layer, from the size of the trained weights.
-
-    Raises:
-        PosthocUQError: options, data or model do not fit; the message says how to go on.
-        NonFiniteError: a loss is not finite.
-    """
-    settings, model = task.settings, task.model
-    _check_possible(task, options)
-    began = time.perf_counter()
-    with isolated_random_state(settings.seed):
-        twin = replicate(model)
-    layers = _layers(task, options, prior_precision)
-    samples, content = count_data(task)
-    objective = LatentObjective(twin, layers, settings.likelihood, samples, options)
-    history = train_on(task, objective, options, samples, content)
-    task.seconds["training"] = time.perf_counter() - began
-    blocks = {
-        name: _block(layer, mixed_seed(settings.seed, _MOMENTS, index))
-        for index, (name, layer) in enumerate(layers.items())
-    }
-    _check_trained(blocks)
-    _warn_of_few_steps(options, len(history) * batches_of(task, samples))
-    posterior = Posterior(
-        LATENT_BINARY,
-        task.layers,
-        blocks,
-        {name: [name] for name in task.layers},
-        {name: parameter.detach() for name, parameter in model.named_parameters()},
-        objective.likelihood(),
-        Evidence(samples, noise_power=0),  # variances do not follow a later change of the noise
-        History(_fit_notes(options, history, task, samples, blocks), dict(task.prepared.deterministic)),
-        settings=Hyperparameters(float(samples), _priors(layers, prior_precision)),
-    )
-    tuning = posterior.history.tuning
-    tuning["prior precision"] = "by the size of each layer's weights" if prior_precision is None else "given"
-    if options.learn_noise:
-        tuning["noise variance"] = "learned with the posterior"
-    posterior.model = model
-    return posterior
-
-
-def _check_possible(task: Task, options: LatentBinaryOptions) -> None:
-    likelihood = task.settings.likelihood
-    if world() > 1:
-        raise PosthocUQError("method='latent_binary' trains in one process.")
-    if options.learn_noise and likelihood.noise_variance is None:
-        raise PosthocUQError(
-            f"learn_noise=True is for likelihood='regression'; {likelihood.name!r} has no noise."
-        )
-    for name, tracked in task.prepared.capture.tracked.items():
-        if tracked.uses > 1:
-            raise PosthocUQError(
-                f"Layer '{name}' is used {tracked.uses} times in one pass, and method='latent_binary' draws the "
-                f"outputs of every use anew, as if its weights were others each time. Give each use a layer of its own "
-                f"with uq.untied(model, '{name}'), or leave the layer out with layers=."
-            )
 
 
 def _layers(
@@ -809,12 +716,6 @@ def _layers(
     }
 
 
-def _priors(layers: dict[str, LatentLayer], prior_precision: float | None) -> float | LayerPriors:
-    if prior_precision is not None:
-        return prior_precision
-    return LayerPriors({name: layer.prior.deviation**-2 for name, layer in layers.items()})
-
-
 def _block(trained: LatentLayer, seed: int) -> LatentBinaryBlock:
     layer, tensors = trained.layer, {role: t.detach() for role, t in trained.tensors.items()}
     bias = layer.bias is not None
@@ -830,60 +731,11 @@ def _block(trained: LatentLayer, seed: int) -> LatentBinaryBlock:
     return LatentBinaryBlock(means.contiguous(), logs.exp().contiguous(), inclusion.contiguous(), bias, scale)
 
 
-def _warn_of_few_steps(options: LatentBinaryOptions, steps: int) -> None:
-    """Adam moves a number by its rate a step, so that few steps cannot take a weight from on to off."""
-    schedule = options.schedule or cosine
-    share = sum(schedule((i + 0.5) / 100) for i in range(100)) / 100
-    reach = share * steps * options.inclusion_lr
-    high = options.start == "trained" and options.initial_inclusion in (None, HIGH)
-    if options.optimizer is None and high and reach < 1.5 * HIGH_LOGIT:
-        end = "hardly a weight is found to be off" if reach < HIGH_LOGIT else "many weights stay undecided"
-        warn_user(
-            f"{steps} steps at inclusion_lr={options.inclusion_lr:g} move the logit of an inclusion probability by "
-            f"{reach:.2g} at most, and all begin at {HIGH_LOGIT:g}, so {end}; raise inclusion_lr or epochs."
-        )
-
-
-def _check_trained(blocks: dict[str, LatentBinaryBlock]) -> None:
-    for name, block in blocks.items():
-        if not all(bool(torch.isfinite(tensor).all()) for tensor in block.tensors().values()):
-            raise NonFiniteError(
-                f"The training ended with means or variances of '{name}' that are not finite; lower the learning "
-                f"rates, or bring the inputs to about unit size."
-            )
-
-
-def _fit_notes(
-    options: LatentBinaryOptions,
-    history: list[dict[str, float]],
-    task: Task,
-    samples: int,
-    blocks: dict[str, LatentBinaryBlock],
-) -> dict[str, Any]:
-    chances = torch.cat([block.probabilities().flatten() for block in blocks.values()])
-    undecided = ((chances > 0.1) & (chances < 0.9)).float().mean()
-    return {
-        "samples": samples,
-        "seed": task.settings.seed,
-        "epochs": len(history),
-        "epoch taken": best_epoch(history),
-        "start": options.start,
-        "flow": f"{options.flow_form}, {options.flow_steps} steps" if options.flow else "none",
-        "prior": ALL_WEIGHTS,
-        "prior inclusion": options.prior_inclusion,
-        "weight of the divergence": options.divergence_weight,
-        "density of the median model": float((chances > 0.5).float().mean()),
-        "inclusions between 0.1 and 0.9": float(undecided),
-        **{name: [entry[name] for entry in history] for name in _SHOWN if name in history[0]},
-        **{f"seconds, {what}": value for what, value in task.seconds.items()},
-    }
-
-
 # Latent binary networks: which weights a network needs, and how large they are.
 
 
 @dataclass(frozen=True, kw_only=True)
-class LatentBinary(LatentBinaryOptions, Method):
+class LatentBinary(LatentBinaryOptions, Training[LatentObjective]):
     """A sparse network with uncertainty about its structure: every weight is on or off, and Gaussian where it is on.
 
     ``w = g (mu z + sd e)`` with ``g ~ Bernoulli(a)``, trained by the evidence lower bound with the outputs of every
@@ -905,16 +757,59 @@ class LatentBinary(LatentBinaryOptions, Method):
     name: ClassVar[str] = LATENT_BINARY
     block_kinds: ClassVar[tuple[str, ...]] = ("latent_binary", "median_model")
     tunable: ClassVar[frozenset[str]] = frozenset({"noise_scale", "temperature"})
-    weighs_samples: ClassVar[bool] = True
+    default_prior: ClassVar[str] = "by the size of each layer's weights"
 
     prior_precision: Positive | None = None
-
-    @property
-    def trains(self) -> bool:
-        return True
 
     def passes(self) -> int:
         return self.least_epochs + 2  # once to count the samples, once for what enters the last layer
 
-    def fit(self, task: Task) -> Posterior:
-        return train_latent_binary(task, self, self.prior_precision)
+    def begin(self, task: Task) -> LatentObjective:
+        for name, tracked in task.prepared.capture.tracked.items():
+            if tracked.uses > 1:
+                raise PosthocUQError(
+                    f"Layer '{name}' is used {tracked.uses} times in one pass, and method='latent_binary' draws the "
+                    f"outputs of every use anew, as if its weights were others each time. Give each use a layer of its "
+                    f"own with uq.untied(model, '{name}'), or leave the layer out with layers=."
+                )
+        with isolated_random_state(task.settings.seed):
+            twin = replicate(task.model)
+        layers = _layers(task, self, self.prior_precision)
+        return LatentObjective(twin, layers, task.settings.likelihood, count_data(task), self)
+
+    def blocks(self, task: Task, trained: LatentObjective) -> Mapping[str, LatentBinaryBlock]:
+        return {
+            name: _block(layer, mixed_seed(task.settings.seed, _MOMENTS, index))
+            for index, (name, layer) in enumerate(trained.layers.items())
+        }
+
+    def prior_of(self, trained: LatentObjective) -> float | LayerPriors:
+        if self.prior_precision is not None:
+            return self.prior_precision
+        return LayerPriors({name: layer.prior.deviation**-2 for name, layer in trained.layers.items()})
+
+    def check_steps(self, steps: int) -> None:
+        """Adam moves a number by its rate a step, so that few steps cannot take a weight from on to off."""
+        reach = self.reach(steps, self.inclusion_lr)
+        high = self.start == "trained" and self.initial_inclusion in (None, HIGH)
+        if self.optimizer is None and high and reach < 1.5 * HIGH_LOGIT:
+            end = (
+                "hardly a weight is found to be off" if reach < HIGH_LOGIT else "many weights stay undecided"
+            )
+            warn_user(
+                f"{steps} steps at inclusion_lr={self.inclusion_lr:g} move the logit of an inclusion probability by "
+                f"{reach:.2g} at most, and all begin at {HIGH_LOGIT:g}, so {end}; raise inclusion_lr or epochs."
+            )
+
+    def described(self, trained: LatentObjective, blocks: Mapping[str, Any]) -> dict[str, Any]:
+        chances = torch.cat([block.probabilities().flatten() for block in blocks.values()])
+        undecided = ((chances > 0.1) & (chances < 0.9)).float().mean()
+        return {
+            "start": self.start,
+            "flow": f"{self.flow_form}, {self.flow_steps} steps" if self.flow else "none",
+            "prior": ALL_WEIGHTS,
+            "prior inclusion": self.prior_inclusion,
+            "weight of the divergence": self.divergence_weight,
+            "density of the median model": float((chances > 0.5).float().mean()),
+            "inclusions between 0.1 and 0.9": float(undecided),
+        }

@@ -113,6 +113,10 @@ class MeanField:
         for name, leaf in leaves.items():
             leaf.register_post_accumulate_grad_hook(partial(carry, name=name))
 
+    def trained_mean(self) -> dict[str, Tensor] | None:
+        """The means by parameter, if they are trained."""
+        return {name: mean.detach() for name, mean in self.means.items()} if self.train_mean else None
+
     def blocks(self, layers: Mapping[str, Layer], samples: int) -> dict[str, Block]:
         """The variances as blocks of a posterior."""
         blocks: dict[str, Block] = {}

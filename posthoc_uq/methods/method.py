@@ -17,7 +17,7 @@ from annotated_types import Ge, Lt
 from posthoc_uq.core.errors import PosthocUQError
 from posthoc_uq.core.options import Count, Options
 from posthoc_uq.layers.proof import Selection
-from posthoc_uq.methods.resume import Stages, as_plain
+from posthoc_uq.methods.checkpoint import as_plain
 from posthoc_uq.methods.task import Task
 from posthoc_uq.posteriors.posterior import Posterior
 
@@ -50,8 +50,6 @@ class Method(Options, ABC):
     """The hyperparameters that its posteriors have, as far as the likelihood has them too."""
     likelihoods: ClassVar[tuple[str, ...] | None] = None
     """The names of the likelihoods that it can fit; None for any, the user's own among them."""
-    stages: ClassVar[Stages] = {}
-    """What its calls of `Task.stage` compute, and so what a checkpoint of its fits may hold."""
     weighs_samples: ClassVar[bool] = False
     """Whether samples may have weights (`posthoc_uq.fit`, ``batch_to_weights``)."""
     proves_gradients: ClassVar[bool] = True
@@ -59,7 +57,7 @@ class Method(Options, ABC):
 
     unsupported: Unsupported = "raise"
     dtype: torch.dtype | None = None
-    memory_budget: Bytes | None = field(default=None, metadata=WITHOUT_EFFECT)
+    memory_budget: Bytes | None = None
     checkpoint_every: Count = field(default=100, metadata=WITHOUT_EFFECT)
 
     @property

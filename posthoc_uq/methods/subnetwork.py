@@ -14,8 +14,7 @@ from posthoc_uq.core.errors import PosthocUQError
 from posthoc_uq.core.options import Count, did_you_mean
 from posthoc_uq.curvature.statistics import ChosenFisher
 from posthoc_uq.methods.laplace import Curvature, squares_of
-from posthoc_uq.methods.resume import Stages, StageSpec, StageTensor, Tensors
-from posthoc_uq.methods.task import Task
+from posthoc_uq.methods.task import Task, Tensors
 from posthoc_uq.posteriors.block import Block
 from posthoc_uq.posteriors.laplace import LARGEST_BYTES, SubnetworkBlock
 from posthoc_uq.posteriors.posterior import Posterior
@@ -45,10 +44,6 @@ class Subnetwork(Curvature):
     name: ClassVar[str] = "subnetwork"
     joint: ClassVar[bool] = True
     block_kinds: ClassVar[tuple[str, ...]] = ("subnetwork",)
-    stages: ClassVar[Stages] = {
-        "diagonal": StageSpec({"diagonal": StageTensor("Gmn", non_negative=True)}),
-        "chosen Fisher": StageSpec({"fisher": StageTensor("kk", symmetric=True, wide=True)}, owner=_JOINT),
-    }
 
     n: Count = 1000
     by: Literal["magnitude", "variance"] = "magnitude"
@@ -95,8 +90,9 @@ class Subnetwork(Curvature):
             ]
             scores = torch.cat([part.detach().abs().flatten().cpu() for part in parts])
         else:
-            diagonals = _diagonals(task)
-            scores = -torch.cat([diagonals[name]["diagonal"].flatten().cpu() for name in task.layers])
+            squares = {name: [squares_of(layer, task)] for name, layer in task.layers.items()}
+            samples = task.sweep(squares, "diagonal")
+            scores = -torch.cat([own.diagonal(samples).flatten().cpu() for (own,) in squares.values()])
         first = torch.argsort(as_double(scores), descending=True, stable=True)[: self.n]
         return torch.zeros(len(scores), dtype=torch.bool, device="cpu").index_fill(0, first, True)
 
@@ -130,23 +126,7 @@ def _masked(mask: Mapping[str, Tensor], task: Task) -> Tensor:
     return chosen
 
 
-def _diagonals(task: Task) -> Tensors:
-    """The exact diagonal of every layer, in one sweep."""
-
-    def work() -> Tensors:
-        squares = {name: squares_of(layer, task) for name, layer in task.layers.items()}
-        samples = task.sweep({name: [s] for name, s in squares.items()}, "diagonal")
-        return {name: {"diagonal": s.diagonal(samples)} for name, s in squares.items()}
-
-    return task.stage("diagonal", work)
-
-
 def _fisher(task: Task, chosen: Tensor) -> Tensors:
     """The Fisher of the chosen weights of all layers together, in one sweep."""
-    index = chosen.nonzero().flatten()
-
-    def work() -> Tensors:
-        joint = ChosenFisher(index, task.device)
-        return {_JOINT: {"fisher": joint.mean(task.sweep({}, "chosen Fisher", joint=joint))}}
-
-    return task.stage("chosen Fisher", work)
+    joint = ChosenFisher(chosen.nonzero().flatten(), task.device)
+    return {_JOINT: {"fisher": joint.mean(task.sweep({}, "chosen Fisher", joint=joint))}}

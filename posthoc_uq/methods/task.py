@@ -1,4 +1,4 @@
-"""One running fit: its sweeps and stages, shared by several processes and resumed after interruptions."""
+"""One running fit: its sweeps over the data, shared by several processes and resumed after interruptions."""
 
 from __future__ import annotations
 
@@ -12,17 +12,19 @@ import torch
 from torch import Tensor, nn
 
 from posthoc_uq.core.batches import Batch
-from posthoc_uq.core.devices import placed
 from posthoc_uq.core.distributed import all_reduce_sum, broadcast, gather, rank, run_on_all_ranks, world
 from posthoc_uq.core.errors import NonFiniteError, PosthocUQError, warn_user
 from posthoc_uq.core.randomness import isolated_random_state
 from posthoc_uq.curvature.features import FeatureSource
 from posthoc_uq.curvature.labels import FisherChoice, own_samples_of, resolve_fisher, samples_in_all
 from posthoc_uq.curvature.statistics import Accumulator, JointFisher
-from posthoc_uq.curvature.sweep import WORD, Content, Observer, Summary, SweepSettings, no_weight, show, sweep
+from posthoc_uq.curvature.sweep import WORD, Observer, Summary, SweepSettings, no_weight, show, sweep
 from posthoc_uq.layers.layer import Layer
 from posthoc_uq.layers.proof import Prepared
-from posthoc_uq.methods.resume import Checkpoint, Stage, Tensors, check_same, other_data
+from posthoc_uq.methods.checkpoint import Checkpoint, State, load_tensors
+
+Tensors = dict[str, dict[str, Tensor]]
+"""By the name of a layer or block, and by their own."""
 
 
 @dataclass
@@ -40,13 +42,12 @@ class Task:
         memory_budget: bytes that one temporary may take.
         features: where the last layer's features come from, if it has any.
         val_loader: held-out batches, if there are any.
-        checkpoint: the file that keeps the result of every stage, if there is one.
+        checkpoint: the file from which the fit goes on after an interruption, if there is one.
         summary: what the last sweep saw.
         seconds: how long each part took, by its description.
         observers: see all the data once, in the first sweep that goes over all of them.
         observed: whether they have.
-        resumed_content: the hash of all samples and targets that the stages taken from a checkpoint saw; None without
-            such stages.
+        swept: the names of the sweeps that are finished.
     """
 
     model: nn.Module
@@ -63,7 +64,7 @@ class Task:
     seconds: dict[str, float] = field(default_factory=lambda: dict[str, float]())
     observers: list[Observer] = field(default_factory=lambda: list[Observer]())
     observed: bool = False
-    resumed_content: int | None = None
+    swept: list[str] = field(default_factory=lambda: list[str]())
 
     @property
     def layers(self) -> dict[str, Layer]:
@@ -110,30 +111,28 @@ class Task:
             return 1
         return max(1, self.prepared.outputs // self.features.outputs)
 
-    def stage(self, name: str, work: Callable[[], Tensors]) -> Tensors:
-        """Do a part of the fit, or take its result from the checkpoint of this rank or of one that came further."""
-        saved = self.checkpoint.stages.get(name) if self.checkpoint is not None else None
-        summaries = gather(None if saved is None else saved.summary, f"looking for a checkpoint of {name}")
-        ranks = [number for number, summary in enumerate(summaries) if summary is not None]
+    def part(self, name: str, work: Callable[[], tuple[Tensors, State]]) -> tuple[Tensors, State]:
+        """The tensors and the plain values that a part of the fit computes in all processes: from the checkpoint of
+        this rank, or of one that came further, or by doing the work.
+        """
+        checkpoint = self.checkpoint
+        if checkpoint is None:
+            return work()
+        reading = f"looking for a checkpoint of {name}"
+        saved = run_on_all_ranks(lambda: checkpoint.finished(name), reading)
+        values: list[State | None] = gather(None if saved is None else saved[1], reading)
+        ranks = [number for number, found in enumerate(values) if found is not None]
         if ranks:
-            tensors = broadcast(
-                None if saved is None else saved.tensors, ranks[0], torch.device("cpu"), f"handing out {name}"
-            )
-            tensors = {
-                a: {b: placed(t, self.device) for b, t in group.items()} for a, group in tensors.items()
-            }
-            self.summary = summaries[ranks[0]]
-            self.resumed_content = self.summary.content or self.resumed_content
+            own = None if saved is None else saved[0]
+            tensors = broadcast(own, ranks[0], torch.device("cpu"), f"handing out {name}")
+            result: tuple[Tensors, State] = tensors, values[ranks[0]] or {}
         else:
-            # The order in memory decides how products are rounded, so it must be that of tensors from a file.
-            computed = run_on_all_ranks(lambda: _finite(work(), name), name)
-            tensors = {a: {b: t.contiguous() for b, t in group.items()} for a, group in computed.items()}
-        if self.checkpoint is not None and None in summaries:
+            result = work()
+        if None in values:
             # every rank takes part, with or without something to write
-            checkpoint, stage = self.checkpoint, Stage(tensors, self.summary)
-            write = (lambda: checkpoint.finish(name, stage)) if saved is None else (lambda: None)
+            write = (lambda: checkpoint.finish(name, *result)) if saved is None else (lambda: None)
             run_on_all_ranks(write, f"writing the checkpoint after {name}")
-        return tensors
+        return result
 
     def sweep(
         self,
@@ -146,18 +145,53 @@ class Task:
         """Sweep once; returns the sum of the weights of the samples swept over, in all processes: their number where
         they have no weights. Means over the samples are sums divided by it.
 
+        Args:
+            accumulators: by the name of their layer.
+            description: what the sweep is for: its name in progress bars, reports and the checkpoint, which no other
+                sweep of the fit has.
+            joint: takes the gradients of all layers together.
+            share: of the samples that are swept over, in (0, 1].
+
         Raises:
-            PosthocUQError: the loader gave another number of samples than in the last sweep, other samples than those
-                that the checkpoint was made from, none of the share, or all weights are 0.
+            PosthocUQError: the loader gave another number of samples than in the last sweep, or begins otherwise than
+                when the checkpoint was made; none are of the share, or all weights are 0.
         """
+        if description in self.swept:  # a checkpoint would take the one for the other
+            raise ValueError(
+                f"Two sweeps of one fit are called {description!r}; give each a name of its own."
+            )
         start = time.perf_counter()
         sums = {
-            f"{name}/{index}": accumulator.state()
+            f"{name}/{index}": accumulator.state_dict()
             for name, of_layer in accumulators.items()
             for index, accumulator in enumerate(of_layer)
         }
         if joint is not None:
-            sums["joint/0"] = joint.state()
+            sums["joint/0"] = joint.state_dict()
+
+        def work() -> tuple[Tensors, State]:
+            return sums, self._swept(accumulators, joint, share, description, sums).state_dict()
+
+        saved, summary = self.part(description, work)
+        if saved is not sums and self.checkpoint is not None:
+            with self.checkpoint.reading(f"its sums for {description} are of another kind"):
+                load_tensors(sums, saved)
+                self.summary = Summary.restored(summary)
+        else:
+            self.summary = Summary.restored(summary)
+        self.swept.append(description)
+        self.seconds[description] = time.perf_counter() - start
+        return self.summary.weight
+
+    def _swept(
+        self,
+        accumulators: Mapping[str, Sequence[Accumulator]],
+        joint: JointFisher | None,
+        share: float,
+        description: str,
+        sums: Tensors,
+    ) -> Summary:
+        """The summary of a sweep of all processes, whose sums are then in the accumulators of each."""
         summary = run_on_all_ranks(
             lambda: self._sweep(accumulators, joint, share, description, sums), f"the sweep for {description}"
         )
@@ -172,7 +206,6 @@ class Task:
                 f"The loader gave {self.summary.seen} samples in the first sweep and {summary.seen} in the next; "
                 f"it must give the same data every time."
             )
-        self.check_content(summary.content)
         if summary.samples == 0:
             raise PosthocUQError(
                 f"basis_fraction={share} picks none of the {summary.seen} samples; give a larger one."
@@ -184,10 +217,8 @@ class Task:
                 "Most inputs are copies of others. A drawn label (fisher='mc') belongs to its input, so that copies "
                 "share one and the Fisher is noisier than the number of samples suggests; use fisher='exact'."
             )
-        self.summary = summary
         self.observed = self.observed or share == 1
-        self.seconds[description] = time.perf_counter() - start
-        return summary.weight
+        return summary
 
     def _sweep(
         self,
@@ -197,19 +228,17 @@ class Task:
         description: str,
         sums: Tensors,
     ) -> Summary:
+        """The sweep of this process, from where its checkpoint left it."""
         checkpoint, done = self.checkpoint, None
-        interrupted = checkpoint.interrupted(description) if checkpoint is not None else None
-        if checkpoint is not None and interrupted is not None:
-            done, saved_sums = interrupted
-            with checkpoint.read_as_corrupt():
-                check_same("its sums", saved_sums, sums)
-            for name, group in sums.items():
-                for inner, tensor in group.items():
-                    tensor.copy_(saved_sums[name][inner])
+        running = None if checkpoint is None else checkpoint.take_running(description)
+        if checkpoint is not None and running is not None:
+            with checkpoint.reading(f"its state of the sweep for {description} is of another kind"):
+                load_tensors(sums, running["sums"])
+                done = Summary.restored(running["summary"])
 
         def after_batch(summary: Summary) -> None:
             if checkpoint is not None:
-                checkpoint.after_batch(description, summary, sums)
+                checkpoint.after_batch(description, lambda: {"sums": sums, "summary": summary.state_dict()})
 
         with isolated_random_state(self.settings.seed):
             return sweep(
@@ -225,17 +254,11 @@ class Task:
                 observers=() if self.observed or share < 1 else self.observers,
             )
 
-    def check_content(self, content: int) -> None:
-        """Refuse other data than those of the stages that were taken from a checkpoint.
-
-        Args:
-            content: the hash of all samples and targets of all processes.
-
-        Raises:
-            PosthocUQError: the data are others.
-        """
-        if self.resumed_content not in (None, content):
-            raise other_data()
+    def forget_sweeps(self) -> None:
+        """Leave the sweeps out of the checkpoint, where a training that began with their result follows."""
+        if self.checkpoint is not None:
+            for description in self.swept:
+                self.checkpoint.drop(description)
 
     def observe(self) -> None:
         """Show the data to the observers in an extra pass, unless a sweep did so: a resumed fit may begin after its
@@ -244,14 +267,11 @@ class Task:
         if self.observed or not self.observers:
             return
 
-        content = Content()
-
         def work() -> None:
             with isolated_random_state(self.settings.seed):
-                show(self.prepared.capture, self.loader, self.settings, [*self.observers, content])
+                show(self.prepared.capture, self.loader, self.settings, self.observers)
 
         run_on_all_ranks(work, "looking at the data")
-        self.check_content(sum(gather(content.total, "comparing the data")) % WORD)
         self.observed = True
 
     def timed(self, description: str, work: Callable[[], Any]) -> Any:
@@ -267,6 +287,11 @@ class Task:
         def compute() -> Tensors:
             own_names = [name for index, name in enumerate(work) if index % world() == rank()]
             results = run_on_all_ranks(lambda: {name: work[name]() for name in own_names}, description)
+            results = {
+                # of one order in memory in all processes: it decides how products are rounded
+                name: {key: tensor.contiguous() for key, tensor in tensors.items()}
+                for name, tensors in checked_finite(results, description).items()
+            }
             for index, name in enumerate(work):
                 source = index % world()
                 own_result = {name: results[name]} if name in results else None
@@ -276,8 +301,8 @@ class Task:
         return self.timed(description, compute)
 
 
-def _finite(results: Tensors, stage: str) -> Tensors:
-    """The results of a stage, once they are checked.
+def checked_finite(results: Tensors, part: str) -> Tensors:
+    """The results of a part of the fit, by layer, once they are checked.
 
     Raises:
         NonFiniteError: a number is not finite; names the layer.
@@ -286,7 +311,7 @@ def _finite(results: Tensors, stage: str) -> Tensors:
         for name, tensor in tensors.items():
             if not bool(torch.isfinite(tensor).all()):
                 raise NonFiniteError(
-                    f"The {name.replace('_', ' ')} of '{layer}' ({stage}) is not finite: inputs or gradients are too "
+                    f"The {name.replace('_', ' ')} of '{layer}' ({part}) is not finite: inputs or gradients are too "
                     f"large for {str(tensor.dtype).removeprefix('torch.')}. Bring the inputs to about unit size, or "
                     f"fit with dtype=torch.float64."
                 )

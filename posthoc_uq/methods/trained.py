@@ -1,9 +1,8 @@
-"""Where a training begins, what it moves without uncertainty, and its means and variances as a posterior."""
+"""Where a training begins, and what it moves without uncertainty."""
 
 from __future__ import annotations
 
 from collections.abc import Collection, Iterable, Mapping
-from dataclasses import replace
 from functools import partial
 from math import ceil
 from typing import Any
@@ -18,17 +17,12 @@ from posthoc_uq.core.batches import Bar, Batch, BatchReader, known_length
 from posthoc_uq.core.devices import DeferredChecks
 from posthoc_uq.core.errors import NonFiniteError, PosthocUQError, warn_user
 from posthoc_uq.core.model import model_device, replicate
-from posthoc_uq.core.randomness import isolated_random_state, mixed_seed, sample_keys
-from posthoc_uq.curvature.sweep import Content, no_weight, own_batches
+from posthoc_uq.core.randomness import isolated_random_state, mixed_seed
+from posthoc_uq.curvature.sweep import no_weight, own_batches
 from posthoc_uq.layers.calls import affine_call, open_attention
 from posthoc_uq.layers.proof import count_samples
-from posthoc_uq.likelihoods import Likelihood
 from posthoc_uq.methods.contexts import Context, single_input
-from posthoc_uq.methods.mean_field import MeanField
 from posthoc_uq.methods.task import Task
-from posthoc_uq.methods.training import Objective, TrainingOptions, train
-from posthoc_uq.posteriors.posterior import Posterior
-from posthoc_uq.posteriors.settings import Evidence, History, Hyperparameters
 
 # The pass over the training data that shows them to a context.
 
@@ -39,13 +33,9 @@ def show_to_context(
     context: Context | None,
     seed: int,
     progress: bool,
-    content: Content | None = None,
 ) -> int:
     """One pass over the training data without the model: counts the inputs, and shows them to a context if there is
     one.
-
-    Args:
-        content: hashes every batch, if given.
 
     Raises:
         NonFiniteError: inputs that the context is shown are not finite.
@@ -63,8 +53,6 @@ def show_to_context(
                 shown = single_input(batch)
                 checks.add(torch.isfinite(shown).all(), partial(_require_finite, index))
                 context.observe(shown, generator)
-            if content is not None:
-                content.see(batch, sample_keys(batch.tensors(), count, seed), checks=checks)
             checks.run()
             samples += count
             counted = counted or batch.weights is None or bool((batch.weights > 0).any())
@@ -79,10 +67,6 @@ def _require_finite(index: int, finite: Tensor) -> None:
         raise NonFiniteError(
             f"Batch {index}: the inputs are not finite. Check the input data for NaN or infinity."
         )
-
-
-# What trainings of weights share: the check of the parameters that they train, and the posterior that comes
-# of it.
 
 
 def check_trainable(method: str, parameters: Mapping[str, Tensor], names: Iterable[str]) -> None:
@@ -104,80 +88,14 @@ def check_trainable(method: str, parameters: Mapping[str, Tensor], names: Iterab
         )
 
 
-def count_data(task: Task) -> tuple[int, Content | None]:
-    """The number of samples and, with a checkpoint, what tells these data from others."""
-    settings, content = task.settings, None if task.checkpoint is None else Content()
-    samples = show_to_context(task.loader, settings.reader, None, settings.seed, settings.progress, content)
-    if content is not None:
-        task.check_content(content.total)
-    return samples, content
+def count_data(task: Task) -> int:
+    settings = task.settings
+    return show_to_context(task.loader, settings.reader, None, settings.seed, settings.progress)
 
 
 def batches_of(task: Task, samples: int) -> int:
     """The batches of one pass over the data, by the loader's length, or else by its first batch."""
     return known_length(task.loader) or ceil(samples / max(1, count_samples(task.batch)))
-
-
-def train_on(
-    task: Task, objective: Objective, options: TrainingOptions, samples: int, content: Content | None
-) -> list[dict[str, float]]:
-    """`train` on the data of a fit, with its seed, held-out data and checkpoint.
-
-    Args:
-        task: the fit.
-        objective: what is trained.
-        options: of the training.
-        samples: of the data.
-        content: of the data, for a checkpoint.
-    """
-    settings = task.settings
-    return train(
-        objective,
-        task.loader,
-        settings.reader,
-        replace(options, epochs=options.epochs_over(samples, batches_of(task, samples))),
-        seed=settings.seed,
-        val_loader=task.val_loader,
-        checkpoint=task.checkpoint,
-        content=content,
-        progress=settings.progress,
-    )
-
-
-def trained_posterior(
-    method: str,
-    task: Task,
-    field: MeanField,
-    likelihood: Likelihood,
-    notes: dict[str, Any],
-    samples: int,
-    prior_precision: float,
-) -> Posterior:
-    """The posterior of a training of independent weights.
-
-    Args:
-        method: its name.
-        task: the fit.
-        field: what was trained.
-        likelihood: with the noise that the training ended with.
-        notes: of the fit, as plain values.
-        samples: of the training data.
-        prior_precision: that the training used.
-    """
-    posterior = Posterior(
-        method,
-        task.layers,
-        field.blocks(task.layers, samples),
-        {name: [name] for name in task.layers},
-        {name: parameter.detach() for name, parameter in task.model.named_parameters()},
-        likelihood,
-        Evidence(samples, noise_power=0),  # the variances do not follow a later change of the noise variance
-        History(notes, dict(task.prepared.deterministic)),
-        centre={name: mean.detach() for name, mean in field.means.items()} if field.train_mean else None,
-        settings=Hyperparameters(float(samples), prior_precision),
-    )
-    posterior.model = task.model
-    return posterior
 
 
 # A new initialisation of a trained model, by its modules' own ``reset_parameters``.

@@ -2,39 +2,38 @@
 
 from __future__ import annotations
 
-import copy
 import time
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Mapping
-from contextlib import AbstractContextManager, suppress
+from contextlib import AbstractContextManager
 from dataclasses import asdict, dataclass, field, replace
 from math import ceil, cos, inf, isfinite, pi
-from typing import Any
+from typing import Any, ClassVar, Generic, TypeVar
 
 import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from posthoc_uq.core.batches import LOADER, Batch, BatchReader, batches, explained, known_length
-from posthoc_uq.core.devices import DeferredChecks, as_double
-from posthoc_uq.core.errors import CorruptPosteriorError, NonFiniteError, PosthocUQError
+from posthoc_uq.core.devices import DeferredChecks, as_double, host_double
+from posthoc_uq.core.distributed import world
+from posthoc_uq.core.errors import NonFiniteError, PosthocUQError
 from posthoc_uq.core.options import Count, Natural, Options, Positive
 from posthoc_uq.core.progress import Progress
 from posthoc_uq.core.randomness import isolated_random_state, mixed_seed
-from posthoc_uq.curvature.sweep import Content, batch_hash
+from posthoc_uq.curvature.sweep import batch_hash, other_batches
 from posthoc_uq.layers.proof import count_samples
 from posthoc_uq.likelihoods import Likelihood
 from posthoc_uq.likelihoods.weights import labelled, mean_of_labels
-from posthoc_uq.methods.resume import Checkpoint, Tensors, check_training, other_data
+from posthoc_uq.methods.checkpoint import Checkpoint, State, load_tensors
+from posthoc_uq.methods.method import Method
+from posthoc_uq.methods.task import Task
+from posthoc_uq.methods.trained import batches_of
+from posthoc_uq.posteriors.block import Block
+from posthoc_uq.posteriors.posterior import Posterior
+from posthoc_uq.posteriors.settings import Evidence, History, Hyperparameters, LayerPriors
 
-# The default optimiser and its schedule; the state of any torch optimiser as plain tensors and values, no
-# pickle.
-
-_INTEGERS = {
-    str(kind): kind for kind in (torch.int64, torch.int32, torch.int16, torch.int8, torch.uint8, torch.bool)
-}
-_FLOATS = {str(kind): kind for kind in (torch.float64, torch.float32, torch.float16, torch.bfloat16)}
-_PLAIN = (bool, int, float, str, type(None))
+# The default optimiser and its schedule.
 
 
 def cosine(progress: float, floor: float = 0.05) -> float:
@@ -50,122 +49,6 @@ def adam(groups: list[dict[str, Any]]) -> Optimizer:
     )
 
 
-def optimiser_state(optimiser: Optimizer) -> tuple[dict[str, Any], Tensors]:
-    """The part of an optimiser's state that JSON can hold, and its tensors by the number of their parameter.
-
-    Raises:
-        PosthocUQError: the optimiser keeps something other than numbers and tensors for a parameter.
-    """
-    state = optimiser.state_dict()
-    plain: dict[str, Any] = {}
-    tensors: Tensors = {}
-    for index, of_parameter in state["state"].items():
-        entries: dict[str, Any] = {}
-        for name, value in of_parameter.items():
-            if isinstance(value, Tensor) and str(value.dtype) in _FLOATS:
-                wide = value.double() if value.dtype == torch.float64 else value.float()
-                tensors.setdefault(str(index), {})[name] = wide.detach()
-                entries[name] = {"dtype": str(value.dtype)}
-            elif isinstance(value, Tensor) and str(value.dtype) in _INTEGERS:
-                entries[name] = {"dtype": str(value.dtype), "numbers": value.tolist()}
-            elif isinstance(value, _PLAIN):
-                entries[name] = {"value": value}
-            else:
-                raise PosthocUQError(
-                    f"{type(optimiser).__name__} keeps a {type(value).__name__} as '{name}', which no checkpoint "
-                    f"holds; use another optimiser, or leave checkpoint out."
-                )
-        plain[str(index)] = entries
-    groups = [
-        {name: value for name, value in group.items() if isinstance(value, _PLAIN) and name != "params"}
-        for group in state["param_groups"]
-    ]
-    return {"kind": type(optimiser).__name__, "state": plain, "groups": groups}, tensors
-
-
-def restore_optimiser(optimiser: Optimizer, plain: Mapping[str, Any], tensors: Mapping[str, Any]) -> None:
-    """Give an optimiser over the same parameters the state that `optimiser_state` took.
-
-    Raises:
-        PosthocUQError: the state is that of another kind of optimiser.
-        CorruptPosteriorError: an optimiser of this kind over these parameters could not have the state.
-    """
-    if plain["kind"] != type(optimiser).__name__:
-        raise PosthocUQError(
-            f"The checkpoint was made with the optimiser {plain['kind']}, and this is {type(optimiser).__name__}; "
-            f"delete the checkpoint to begin anew."
-        )
-    values = [t for group in optimiser.param_groups for t in group["params"]]
-    described = {(index, name) for index, entries in plain["state"].items() for name in entries}
-    stray = {(index, name) for index, entries in tensors.items() for name in entries} - described
-    if stray or not plain["state"].keys() <= {str(index) for index in range(len(values))}:
-        raise CorruptPosteriorError("its optimiser has a state for parameters that are not trained")
-    state, likes = optimiser.state_dict(), _after_a_step(optimiser)
-    for index, entries in plain["state"].items():
-        known = likes.get(int(index), {})
-        if entries and not known.keys() <= entries.keys():
-            raise CorruptPosteriorError("its optimiser lacks a part of its state")
-        state["state"][int(index)] = {
-            name: _value(name, entry, tensors.get(index, {}).get(name), known.get(name))
-            for name, entry in entries.items()
-        }
-    if len(state["param_groups"]) != len(plain["groups"]):
-        raise CorruptPosteriorError("its optimiser has another number of parameter groups")
-    for group, saved in zip(state["param_groups"], plain["groups"], strict=True):
-        _check_group(group, saved)
-        group.update(saved)
-    optimiser.load_state_dict(state)
-    # torch casts the state of a parameter to the parameter's precision, but not all of the state has that precision.
-    for index, value in enumerate(values):
-        for name, saved in state["state"].get(index, {}).items():
-            loaded = optimiser.state[value][name]
-            if isinstance(loaded, Tensor) and loaded.dtype != saved.dtype:
-                optimiser.state[value][name] = saved.to(loaded.device)
-
-
-def _check_group(group: Mapping[str, Any], saved: Mapping[str, Any]) -> None:
-    """Refuse saved settings that differ in more than numbers, which an optimiser may change, the rate among them."""
-    for name, value in saved.items():
-        current = group.get(name)
-        numbers = type(current) in (int, float) and type(value) in (int, float) and name != "initial_lr"
-        same = type(value) is type(current) and value == current
-        if name not in group or not (same or (numbers and isfinite(value))):
-            raise CorruptPosteriorError(f"its optimiser was set up in another way: '{name}' is {value!r:.60}")
-
-
-def _after_a_step(optimiser: Optimizer) -> dict[int, dict[str, Any]]:
-    """The state that an optimiser keeps for each parameter, by name, from a copy after a step with zero gradients."""
-    with isolated_random_state():
-        twin = copy.deepcopy(optimiser)
-        for group in twin.param_groups:
-            for tensor in group["params"]:
-                tensor.grad = torch.zeros_like(tensor)
-        twin.step()
-        return twin.state_dict()["state"]
-
-
-def _value(name: str, entry: Mapping[str, Any], tensor: Tensor | None, like: Any) -> Any:
-    """One value of the state; `like` is the optimiser's own value of that name after a step, None if it has none."""
-    restored, kind = entry.get("value"), entry.get("dtype")
-    if "numbers" in entry and kind in _INTEGERS:
-        with suppress(ValueError, TypeError, RuntimeError, OverflowError):
-            restored = torch.tensor(entry["numbers"], dtype=_INTEGERS[kind], device="cpu")
-    elif tensor is not None and kind in _FLOATS:
-        restored = tensor.to(_FLOATS[kind])
-    fits = isinstance(restored, Tensor) != ("value" in entry)
-    if isinstance(like, Tensor):
-        fits = (
-            fits
-            and isinstance(restored, Tensor)
-            and (restored.shape, restored.dtype) == (like.shape, like.dtype)
-        )
-    elif like is not None:
-        fits = fits and type(restored) is type(like)
-    if not fits:
-        raise CorruptPosteriorError(f"its optimiser's '{name}' is none that this optimiser keeps")
-    return restored
-
-
 # The training loop of the variational methods: any torch optimiser, progress, checkpoints, early stopping.
 #
 # What is trained is an `Objective`. All its randomness comes from the seed and the number of the step, and
@@ -179,6 +62,7 @@ EPOCHS = 10  # where none are given
 LEAST_STEPS = 4000  # of a training on few data where no epochs are given
 FEW_SAMPLES = 50_000  # below which these count
 
+TRAINING = "training"  # the name of this part of a fit
 _DATA, _STEP = 101, 102  # streams of random numbers from the seed
 
 
@@ -206,6 +90,15 @@ class TrainingOptions(Options):
     clip: Positive | None = 1.0
     patience: Count | None = None
     val_draws: Count = 10
+
+    def optimiser_over(self, groups: list[Group]) -> Optimizer:
+        """The optimiser of these groups, by default Adam."""
+        return (self.optimizer or adam)(groups)
+
+    def reach(self, steps: int, rate: float) -> float:
+        """How far Adam can move a number in so many steps: by about its rate in each."""
+        schedule = self.schedule or cosine
+        return steps * rate * sum(schedule((i + 0.5) / 100) for i in range(100)) / 100
 
     @property
     def least_epochs(self) -> int:
@@ -247,7 +140,27 @@ class Step:
 
 
 class Objective(ABC):
-    """What is trained: named tensors, and a loss whose stochastic gradients can be computed for a batch."""
+    """What is trained: named tensors, and a loss whose stochastic gradients can be computed for a batch.
+
+    Args:
+        likelihood: of the targets.
+        samples: of the training data.
+        noise_like: None for a noise variance that stays what it is; to train its logarithm with the rest, a tensor on
+            the device and in the number format that it is to have.
+
+    Raises:
+        PosthocUQError: a noise is to be learned, and the likelihood has none.
+    """
+
+    def __init__(self, likelihood: Likelihood, samples: int, noise_like: Tensor | None = None) -> None:
+        self.samples, self._likelihood = samples, likelihood
+        self._log_noise: Tensor | None = None
+        if noise_like is not None:
+            if likelihood.noise_variance is None:
+                raise PosthocUQError(
+                    f"A noise variance can be learned with likelihood='regression', and {likelihood.name!r} has none."
+                )
+            self._log_noise = likelihood.noise_variance.log().to(noise_like.detach()).requires_grad_()
 
     @property
     @abstractmethod
@@ -269,30 +182,71 @@ class Objective(ABC):
         """
 
     @abstractmethod
-    def likelihood(self) -> Likelihood:
-        """With the noise as it is now."""
-
-    @abstractmethod
     def log_predictive(self, batch: Batch, draws: int) -> Tensor:
         """``log p(y | x)`` of held-out samples, ``(samples,)`` in nats, by as many draws, always the same."""
 
+    def trained_mean(self) -> dict[str, Tensor] | None:
+        """The means by parameter, if they were trained."""
+        return None
+
+    @property
+    def learns_noise(self) -> bool:
+        """Whether the noise variance is trained with the rest."""
+        return self._log_noise is not None
+
+    def noise(self) -> dict[str, Tensor]:
+        """The logarithm of the noise variance by its name, if it is trained; a part of `tensors` and `groups`."""
+        return {} if self._log_noise is None else {"log noise": self._log_noise}
+
+    def likelihood(self) -> Likelihood:
+        """With the noise as it is now."""
+        if self._log_noise is None:
+            return self._likelihood
+        return self._likelihood.with_noise(host_double(self._log_noise.detach().exp()))
+
+    def likelihood_in_training(self) -> Likelihood:
+        """With a noise that gradients reach, if it is trained."""
+        return (
+            self._likelihood
+            if self._log_noise is None
+            else self._likelihood.with_noise(self._log_noise.exp())
+        )
+
+    def check_targets(self, outputs: Tensor, targets: Tensor, checks: DeferredChecks) -> None:
+        """Refuse targets that do not fit the outputs: wrong shapes now, wrong values when `checks` are looked at."""
+        fault = self._likelihood.fault(outputs, targets)
+        if fault is not None:
+            checks.add(
+                fault, lambda faulty: self._likelihood.check(outputs, targets) if bool(faulty) else None
+            )
+
 
 @dataclass
-class _State:
-    """How far a training has come."""
+class _Progress:
+    """How far a training has come.
+
+    Attributes:
+        epoch: epochs that are finished.
+        batch: batches of the present epoch that are done.
+        step: steps that were taken.
+        length: batches of an epoch; 0 while unknown.
+        sums: of the losses over the samples of the present epoch, by name.
+        samples: of the present epoch.
+        seconds: that the present epoch took so far.
+        history: one dictionary an epoch.
+        best: number of the epoch whose tensors are kept; -1 without one.
+        done: whether to stop before the last epoch.
+    """
 
     epoch: int = 0
     batch: int = 0
     step: int = 0
-    digest: int = 0
-    length: int = 0  # batches of an epoch; 0 while unknown
+    length: int = 0
     sums: dict[str, float] = field(default_factory=lambda: dict[str, float]())
     samples: int = 0
-    content: int = 0  # hash of the data, whatever their order, from a pass before the training
-    batches: int = 0  # in that pass
     seconds: float = 0.0
     history: list[dict[str, float]] = field(default_factory=lambda: list[dict[str, float]]())
-    best: int = -1  # number of the epoch whose tensors are kept
+    best: int = -1
     done: bool = False
 
 
@@ -314,7 +268,6 @@ def train(
     seed: int,
     val_loader: Iterable[Any] | None = None,
     checkpoint: Checkpoint | None = None,
-    content: Content | None = None,
     progress: bool = True,
 ) -> list[dict[str, float]]:
     """Train `objective` in place.
@@ -330,8 +283,6 @@ def train(
         seed: of all random numbers.
         val_loader: held-out data.
         checkpoint: keeps the state of the training, or holds the one to go on from.
-        content: hash of the data in a pass that begins from the same random state in every attempt, as an epoch does
-            not; needed with `checkpoint`.
         progress: whether to show a bar.
 
     Returns:
@@ -342,16 +293,19 @@ def train(
         NonFiniteError: a loss or a gradient is not finite (names the step), or a trained tensor is not.
         PosthocUQError: the loader yields no targets, or other data than those that the checkpoint was made from.
     """
-    run = _Run(objective, loader, reader, options, seed, val_loader, checkpoint, content or Content())
+    run = _Run(objective, loader, reader, options, seed, val_loader, checkpoint)
+    saved = None if checkpoint is None else checkpoint.take_running(TRAINING)
+    if checkpoint is not None and saved is not None:
+        with checkpoint.reading("its state of the training is of another kind"):
+            run.load_state_dict(saved)
     with Progress("train", "samples", progress) as bar:
-        run.resume()
-        while run.state.epoch < options.least_epochs and not run.state.done:
+        while not run.finished:
             run.epoch(bar)
     run.take_best()
     broken = [name for name, tensor in objective.tensors().items() if not bool(torch.isfinite(tensor).all())]
     if broken:
         raise NonFiniteError(f"The training ended with '{broken[0]}' not finite; lower the learning rates.")
-    return run.state.history
+    return run.progress.history
 
 
 class _Run:
@@ -364,90 +318,88 @@ class _Run:
         seed: int,
         val_loader: Iterable[Any] | None,
         checkpoint: Checkpoint | None,
-        content: Content,
     ) -> None:
         self._objective, self._loader, self._reader, self._options = objective, loader, reader, options
         self._seed, self._val_loader, self._checkpoint = seed, val_loader, checkpoint
         with isolated_random_state(seed):
             groups = objective.groups()
-            self._optimiser = (options.optimizer or adam)(groups)
+            self._optimiser = options.optimiser_over(groups)
         for group in self._optimiser.param_groups:
             group["initial_lr"] = group["lr"]
         self._schedule = options.schedule or cosine
         self._best: dict[str, Tensor] = {}
-        self.state = _State(length=known_length(loader), content=content.total, batches=content.batches)
+        self._last: Batch | None = None  # of which a step was taken
+        self._resumed_at = 0  # hash of the last batch before the checkpoint was written
+        self.progress = _Progress(length=known_length(loader))
 
-    def resume(self) -> None:
-        """Go on from the checkpoint, if it holds a training."""
-        if self._checkpoint is None or self._checkpoint.training is None:
-            return
-        description, groups = self._checkpoint.training
-        if any(description["state"][name] != getattr(self.state, name) for name in ("content", "batches")):
-            raise other_data()
-        of_optimiser = {
-            name.removeprefix("optimiser/"): g for name, g in groups.items() if name.startswith("optimiser/")
+    @property
+    def finished(self) -> bool:
+        return self.progress.done or self.progress.epoch >= self._options.least_epochs
+
+    def state_dict(self) -> State:
+        """All that the training goes on from; random numbers follow from the seed and the number of the step."""
+        return {
+            "progress": asdict(self.progress),
+            "last batch": 0 if self._last is None else batch_hash(self._last),
+            "tensors": self._objective.tensors(),
+            "best": self._best,
+            "optimiser": (type(self._optimiser).__name__, self._optimiser.state_dict()),
         }
-        with self._checkpoint.read_as_corrupt():
-            check_training(
-                description["state"], groups, self._objective.tensors(), self._options.least_epochs
-            )
-            restore_optimiser(self._optimiser, description["optimiser"], of_optimiser)
-        self.state = _State(**description["state"])
-        for name, tensor in self._objective.tensors().items():
-            tensor.detach().copy_(groups["tensors"][name])
-        self._best = {name: tensor.to(self._reader.device) for name, tensor in groups.get("best", {}).items()}
-        self._checkpoint.training = None  # handed over, so that the tensors are not in memory twice
 
-    def _save(self) -> None:
-        if self._checkpoint is None:
-            return
-        plain, of_optimiser = optimiser_state(self._optimiser)
-        groups: Tensors = {f"optimiser/{name}": tensors for name, tensors in of_optimiser.items()}
-        groups["tensors"] = {name: tensor.detach() for name, tensor in self._objective.tensors().items()}
-        if self._best:
-            groups["best"] = self._best
-        self._checkpoint.keep_training({"state": asdict(self.state), "optimiser": plain}, groups)
+    def load_state_dict(self, state: State) -> None:
+        """Go on from there.
+
+        Raises:
+            ValueError: the state is that of another training.
+        """
+        tensors = self._objective.tensors()
+        load_tensors(tensors, state["tensors"])
+        if state["best"]:
+            self._best = {name: torch.empty_like(tensor) for name, tensor in tensors.items()}
+            load_tensors(self._best, state["best"])
+        kind, of_optimiser = state["optimiser"]
+        if kind != type(self._optimiser).__name__:
+            raise ValueError(
+                f"its optimiser is {kind}, and that of this fit {type(self._optimiser).__name__}"
+            )
+        _restore(self._optimiser, of_optimiser)
+        self.progress, self._resumed_at = _Progress(**state["progress"]), state["last batch"]
 
     def epoch(self, bar: Progress) -> None:
         """One epoch, or what is left of it."""
-        state, batches_done, start = self.state, self.state.batch, time.perf_counter()
-        seconds_before, digest = state.seconds, 0
-        batches_seen = 0
-        bar.restart(f"epoch {state.epoch + 1} of {self._options.least_epochs}")
-        with isolated_random_state(mixed_seed(self._seed, _DATA, state.epoch)):
+        progress, done, start = self.progress, self.progress.batch, time.perf_counter()
+        seconds_before, seen = progress.seconds, 0
+        bar.restart(f"epoch {progress.epoch + 1} of {self._options.least_epochs}")
+        with isolated_random_state(mixed_seed(self._seed, _DATA, progress.epoch)):
             for batch in batches(self._loader, self._reader):
                 samples = count_samples(batch)
-                if self._checkpoint is not None:
-                    digest = mixed_seed(digest, batch_hash(batch))
-                batches_seen += 1
+                seen += 1
                 bar.advance(samples)
-                if batches_seen <= batches_done:
-                    if batches_seen == batches_done and digest != state.digest:
-                        raise PosthocUQError(
-                            "The loader does not begin with the batches that the checkpoint was made from, so the "
-                            "training cannot go on from it; pass the same data in the same order, or delete the "
-                            "checkpoint."
-                        )
+                if seen <= done:
+                    if seen == done and batch_hash(batch) != self._resumed_at:
+                        raise other_batches()
                     continue
                 self._step(batch, samples)
-                state.batch, state.digest = batches_seen, digest
+                progress.batch, self._last = seen, batch
+                progress.seconds = seconds_before + time.perf_counter() - start
                 bar.note(self._shown())
-                if self._checkpoint is not None and state.step % self._checkpoint.every == 0:
-                    state.seconds = seconds_before + time.perf_counter() - start
-                    self._save()
-        if batches_seen < batches_done:
-            raise PosthocUQError("The loader has fewer batches than when the checkpoint was made; delete it.")
-        state.seconds = seconds_before + time.perf_counter() - start
-        self._end_epoch(batches_seen)
+                if self._checkpoint is not None:
+                    self._checkpoint.after_batch(TRAINING, self.state_dict)
+        if seen < done:
+            raise other_batches()
+        progress.seconds = seconds_before + time.perf_counter() - start
+        self._end_epoch(seen)
+        if self.finished and self._checkpoint is not None:
+            self._checkpoint.save(TRAINING, self.state_dict())
 
     def _step(self, batch: Batch, samples: int) -> None:
-        state = self.state
-        where = f"Step {state.step} (epoch {state.epoch + 1}, batch {state.batch})"
+        progress = self.progress
+        where = f"Step {progress.step} (epoch {progress.epoch + 1}, batch {progress.batch})"
         if batch.targets is None:
             raise PosthocUQError("This method trains on targets, and the loader yields inputs alone.")
         self._optimiser.zero_grad(set_to_none=True)
         checks, values = DeferredChecks(), dict[str, float]()
-        with self._explained(batch, f"batch {state.batch} of the loader"):
+        with self._explained(batch, f"batch {progress.batch} of the loader"):
             terms = self._objective.backward(batch, self._present_step(), checks)
         gradients = [
             t.grad for group in self._optimiser.param_groups for t in group["params"] if t.grad is not None
@@ -473,53 +425,47 @@ class _Run:
         for group in self._optimiser.param_groups:
             group["lr"] = group["initial_lr"] * factor
         self._optimiser.step()
-        if state.sums and state.sums.keys() != values.keys():
-            raise _other_losses()
         for name, value in values.items():
-            state.sums[name] = state.sums.get(name, 0.0) + value * samples
-        state.samples += samples
-        state.step += 1
+            progress.sums[name] = progress.sums.get(name, 0.0) + value * samples
+        progress.samples += samples
+        progress.step += 1
 
     def _explained(self, batch: Batch, what: str) -> AbstractContextManager[None]:
         return explained(lambda: self._objective.network, batch, what, LOADER)
 
     def _present_step(self) -> Step:
-        state = self.state
-        seed = mixed_seed(self._seed, _STEP, state.step)
-        return Step(seed, state.epoch, state.batch, state.length, self._progress())
+        progress = self.progress
+        seed = mixed_seed(self._seed, _STEP, progress.step)
+        return Step(seed, progress.epoch, progress.batch, progress.length, self._progress())
 
     def _progress(self) -> float:
         """How much of the training is over, in [0, 1)."""
-        state = self.state
-        part = min(state.batch / state.length, 1.0) if state.length else 0.0
-        return (state.epoch + part) / self._options.least_epochs
+        progress = self.progress
+        part = min(progress.batch / progress.length, 1.0) if progress.length else 0.0
+        return (progress.epoch + part) / self._options.least_epochs
 
     def _shown(self) -> dict[str, str]:
-        return {name: f"{value / self.state.samples:.4g}" for name, value in self.state.sums.items()}
+        return {name: f"{value / self.progress.samples:.4g}" for name, value in self.progress.sums.items()}
 
     def _end_epoch(self, length: int) -> None:
-        state = self.state
-        entry = {name: value / max(1, state.samples) for name, value in state.sums.items()}
+        progress = self.progress
+        entry = {name: value / max(1, progress.samples) for name, value in progress.sums.items()}
         if self._val_loader is not None:
             entry["validation NLL"] = self._validate()
-        if state.history and state.history[0].keys() != {*entry, "seconds"}:
-            raise _other_losses()
-        if self._val_loader is not None:
-            losses = [past["validation NLL"] for past in state.history if isfinite(past["validation NLL"])]
-            if state.best < 0 or entry["validation NLL"] < min(losses, default=inf):
-                state.best = state.epoch
+            losses = [past["validation NLL"] for past in progress.history if isfinite(past["validation NLL"])]
+            if progress.best < 0 or entry["validation NLL"] < min(losses, default=inf):
+                progress.best = progress.epoch
                 self._best = {n: t.detach().clone() for n, t in self._objective.tensors().items()}
-        entry["seconds"] = state.seconds
-        state.history.append(entry)
-        waited = state.epoch - state.best
-        state.done = (
+        entry["seconds"] = progress.seconds
+        progress.history.append(entry)
+        waited = progress.epoch - progress.best
+        progress.done = (
             self._val_loader is not None
             and self._options.patience is not None
             and waited >= self._options.patience
         )
-        state.epoch, state.batch, state.digest, state.length = state.epoch + 1, 0, 0, length
-        state.sums, state.samples, state.seconds = {}, 0, 0.0
-        self._save()
+        progress.epoch, progress.batch, progress.length = progress.epoch + 1, 0, length
+        progress.sums, progress.samples, progress.seconds = {}, 0, 0.0
 
     def _validate(self) -> float:
         """Mean negative log-likelihood of the held-out labels that count, in nats."""
@@ -542,7 +488,121 @@ class _Run:
                 tensor.detach().copy_(self._best[name])
 
 
-def _other_losses() -> CorruptPosteriorError:
-    return CorruptPosteriorError(
-        "The checkpoint is of a training with other losses than this one has; delete it to begin anew."
-    )
+def _restore(optimiser: Optimizer, state: State) -> None:
+    """Give an optimiser over the same parameters this state."""
+    optimiser.load_state_dict(state)
+    # torch casts the state of a parameter to the parameter's precision, but not all of it has that precision
+    for index, value in enumerate(t for group in optimiser.param_groups for t in group["params"]):
+        for name, saved in state["state"].get(index, {}).items():
+            loaded = optimiser.state[value][name]
+            if isinstance(loaded, Tensor) and loaded.dtype != saved.dtype:
+                optimiser.state[value][name] = saved.to(loaded.device)
+
+
+# The base of the methods that train.
+
+Trained = TypeVar("Trained", bound=Objective)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Training(TrainingOptions, Method, Generic[Trained]):
+    """A method that optimises. The loop, learned noise, early stopping by held-out data, resuming and what a posterior
+    says of its fit are written once, here.
+
+    A subclass says what is trained (`begin`), and the blocks that come of it (`blocks`).
+
+    Attributes:
+        prior_precision: of the weights; None for the method's own.
+    """
+
+    weighs_samples: ClassVar[bool] = True
+    default_prior: ClassVar[str] = "the default"
+    """In words, for the report, which prior precision it takes where none is given."""
+
+    prior_precision: float | None = None
+
+    @property
+    def trains(self) -> bool:
+        return True
+
+    @abstractmethod
+    def begin(self, task: Task) -> Trained:
+        """What is trained, at its start.
+
+        Raises:
+            PosthocUQError: options, data or model do not fit; the message says how to go on.
+        """
+
+    @abstractmethod
+    def blocks(self, task: Task, trained: Trained) -> Mapping[str, Block]:
+        """The blocks of the posterior after the training, by layer."""
+
+    @abstractmethod
+    def prior_of(self, trained: Trained) -> float | LayerPriors:
+        """The prior precision that the training used."""
+
+    def described(self, trained: Trained, blocks: Mapping[str, Any]) -> dict[str, Any]:
+        """Lines of the report on how the posterior was fitted, as plain values."""
+        return {}
+
+    def check_steps(self, steps: int) -> None:
+        """Warn where so many steps of the optimiser are too few."""
+
+    def fit(self, task: Task) -> Posterior:
+        if world() > 1:
+            raise PosthocUQError(f"method={self.name!r} trains in one process.")
+        settings, began = task.settings, time.perf_counter()
+        trained = self.begin(task)
+        samples, batches_an_epoch = trained.samples, batches_of(task, trained.samples)
+        history = train(
+            trained,
+            task.loader,
+            settings.reader,
+            replace(self, epochs=self.epochs_over(samples, batches_an_epoch)),
+            seed=settings.seed,
+            val_loader=task.val_loader,
+            checkpoint=task.checkpoint,
+            progress=settings.progress,
+        )
+        task.seconds["training"] = time.perf_counter() - began
+        blocks = self.blocks(task, trained)
+        _check_finite(blocks)
+        self.check_steps(len(history) * batches_an_epoch)
+        notes = {
+            "samples": samples,
+            "seed": settings.seed,
+            "epochs": len(history),
+            "epoch taken": best_epoch(history),
+            **self.described(trained, blocks),
+            **{name: [entry[name] for entry in history] for name in history[0] if name != "seconds"},
+            **{f"seconds, {what}": value for what, value in task.seconds.items()},
+        }
+        posterior = Posterior(
+            self.name,
+            task.layers,
+            blocks,
+            {name: [name] for name in task.layers},
+            {name: parameter.detach() for name, parameter in task.model.named_parameters()},
+            trained.likelihood(),
+            Evidence(
+                samples, noise_power=0
+            ),  # the variances do not follow a later change of the noise variance
+            History(notes, dict(task.prepared.deterministic)),
+            centre=trained.trained_mean(),
+            settings=Hyperparameters(float(samples), self.prior_of(trained)),
+        )
+        posterior.model = task.model
+        tuning = posterior.history.tuning
+        tuning["prior precision"] = self.default_prior if self.prior_precision is None else "given"
+        if trained.learns_noise:
+            tuning["noise variance"] = "learned with the posterior"
+        return posterior
+
+
+def _check_finite(blocks: Mapping[str, Block]) -> None:
+    for name, block in blocks.items():
+        if not all(bool(torch.isfinite(tensor).all()) for tensor in block.tensors().values()):
+            raise NonFiniteError(
+                f"The training ended with means or variances of '{name}' that are not finite; lower the learning "
+                f"rates, or bring the inputs to about unit size."
+            )

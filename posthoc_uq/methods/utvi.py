@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-import time
 from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from math import exp, log
 from typing import Any, ClassVar, Literal, cast
 
@@ -14,8 +13,7 @@ from torch.func import functional_call
 from torch.optim import Optimizer
 
 from posthoc_uq.core.batches import Batch
-from posthoc_uq.core.devices import DeferredChecks, host_double
-from posthoc_uq.core.distributed import world
+from posthoc_uq.core.devices import DeferredChecks
 from posthoc_uq.core.errors import PosteriorMismatchError, PosthocUQError, warn_user
 from posthoc_uq.core.model import replicate
 from posthoc_uq.core.options import Count, LogVariance, NotNegative, Positive, Unit
@@ -24,7 +22,6 @@ from posthoc_uq.layers.layer import Layer
 from posthoc_uq.likelihoods import Likelihood
 from posthoc_uq.likelihoods.weights import weighed_targets
 from posthoc_uq.methods.mean_field import MeanField
-from posthoc_uq.methods.method import Method
 from posthoc_uq.methods.task import Task
 from posthoc_uq.methods.trained import (
     batches_of,
@@ -32,12 +29,11 @@ from posthoc_uq.methods.trained import (
     check_trainable,
     count_data,
     initialised,
-    train_on,
-    trained_posterior,
 )
-from posthoc_uq.methods.training import EPOCHS, Group, Objective, Step, TrainingOptions, best_epoch
+from posthoc_uq.methods.training import EPOCHS, Group, Objective, Step, Training, TrainingOptions
 from posthoc_uq.moments.propagation import independent_weights, propagate, running_module
 from posthoc_uq.moments.tensor import MaxPool, Relu, Rules, Unknown
+from posthoc_uq.posteriors.block import Block
 from posthoc_uq.posteriors.posterior import Posterior
 from posthoc_uq.posteriors.prior import ALL_WEIGHTS
 
@@ -116,6 +112,9 @@ class MomentOptions(TrainingOptions):
                 "start='random' trains the means from a new initialisation, so that train_mean=False and initial= do "
                 "not go with it."
             )
+
+    def optimiser_over(self, groups: list[Group]) -> Optimizer:
+        return (self.optimizer or adamw)(groups)
 
     @property
     def first_kl_weight(self) -> float:
@@ -208,39 +207,32 @@ class MomentObjective(Objective):
         Args:
             halved: how often the divergence's weight is halved in an epoch.
         """
+        learned = options.noise == "learned"
+        super().__init__(likelihood, samples, next(iter(field.means.values())) if learned else None)
         self._halved = halved
-        self._network, self._layers, self._field = network.requires_grad_(False), layers, field
-        self._prior_means, self._precision = prior_means, precision
-        self._likelihood, self._samples, self._options = likelihood, samples, options
+        self._network, self._layers, self.field = network.requires_grad_(False), layers, field
+        self._prior_means, self.precision = prior_means, precision
+        self._options = options
         self._rules = options.rules()
         self._checked = False
-        self._log_noise: Tensor | None = None
-        if options.noise == "learned":
-            like, noise = next(iter(field.means.values())), cast(Tensor, likelihood.noise_variance)
-            self._log_noise = noise.log().to(like).requires_grad_()
 
     @property
     def network(self) -> nn.Module:
         return self._network
 
     def groups(self) -> list[Group]:
-        groups = self._field.groups(self._options.lr, self._options.log_variance_lr)
+        groups = self.field.groups(self._options.lr, self._options.log_variance_lr)
         for group in groups:
             group["weight_decay"] = self._options.weight_decay if group["name"] == "means" else 0.0
-        if self._log_noise is not None:
-            rate = self._options.log_variance_lr
-            groups.append({"params": [self._log_noise], "lr": rate, "name": "log noise", "weight_decay": 0.0})
-        return groups
+        rate = self._options.log_variance_lr
+        noise = [{"params": [t], "lr": rate, "name": n, "weight_decay": 0.0} for n, t in self.noise().items()]
+        return groups + noise
 
     def tensors(self) -> dict[str, Tensor]:
-        noise = {} if self._log_noise is None else {"log noise": self._log_noise}
-        return self._field.tensors() | noise
+        return self.field.tensors() | self.noise()
 
-    def likelihood(self) -> Likelihood:
-        """With the noise as it is now."""
-        if self._log_noise is None:
-            return self._likelihood
-        return self._likelihood.with_noise(host_double(self._log_noise.detach().exp()))
+    def trained_mean(self) -> dict[str, Tensor] | None:
+        return self.field.trained_mean()
 
     def moments(self, batch: Batch, variances: Mapping[str, Tensor]) -> tuple[Tensor, Tensor]:
         """Mean and variance of the outputs, differentiable in the weights' means and variances.
@@ -252,7 +244,7 @@ class MomentObjective(Objective):
         Raises:
             PosthocUQError: a function has no rule, or no uncertain weight reaches the outputs.
         """
-        means, copied = self._field.means, batch.copied()
+        means, copied = self.field.means, batch.copied()
         outputs = propagate(
             lambda: functional_call(self._network, means, copied.args, copied.kwargs),
             independent_weights(self._layers, means, variances),
@@ -280,29 +272,27 @@ class MomentObjective(Objective):
 
     def _score(self, mean: Tensor, variance: Tensor, targets: Tensor) -> Tensor:
         """The log-likelihood of every sample, ``(samples,)``, in nats."""
-        likelihood = self._likelihood
-        if self._log_noise is not None:
-            likelihood = likelihood.with_noise(self._log_noise.exp())
+        likelihood = self.likelihood_in_training()
         if self._options.objective == "expected":
             return likelihood.expected_log_prob(mean, variance, targets, DRAWS)
         return likelihood.predictive_log_prob(mean, variance, targets, DRAWS)
 
     def backward(self, batch: Batch, step: Step, checks: DeferredChecks) -> dict[str, Tensor]:
-        targets, field = cast(Tensor, batch.targets), self._field
+        targets, field = cast(Tensor, batch.targets), self.field
         variances = {name: value.exp() for name, value in field.log_variances.items()}
         mean, variance = self.moments(batch, variances)
         targets, weights = weighed_targets(self._likelihood, mean.detach(), targets, batch.weights)
-        self._check(mean.detach(), targets, checks)
+        self.check_targets(mean.detach(), targets, checks)
         if self._options.noise == "none":
             self._bound_gradients(mean, variance, None if weights is None else weights.samples)
         scores = self._score(mean, variance, targets)
         fit = (scores if weights is None else weights.of_samples(scores)).mean()
         divergence = gaussian_divergence(
-            field.means, field.log_variances, variances, self._prior_means, self._precision
+            field.means, field.log_variances, variances, self._prior_means, self.precision
         )
         halvings = int(step.epoch * self._halved + 1e-9)
         weight = self._options.first_kl_weight * kl_weight(halvings, self._options.kl_floor)
-        loss = divergence * (weight / self._samples) - fit
+        loss = divergence * (weight / self.samples) - fit
         loss.backward()
         return {"loss": loss.detach(), "log likelihood": fit.detach(), "KL": divergence.detach()}
 
@@ -324,15 +314,8 @@ class MomentObjective(Objective):
             if tensor.requires_grad:
                 tensor.register_hook(lambda gradient, most=most: gradient.clamp(-most, most))
 
-    def _check(self, outputs: Tensor, targets: Tensor, checks: DeferredChecks) -> None:
-        fault = self._likelihood.fault(outputs, targets)
-        if fault is not None:
-            checks.add(
-                fault, lambda broken: self._likelihood.check(outputs, targets) if bool(broken) else None
-            )
-
     def log_predictive(self, batch: Batch, draws: int) -> Tensor:
-        variances: dict[str, Any] = {name: value.exp() for name, value in self._field.log_variances.items()}
+        variances: dict[str, Any] = {name: value.exp() for name, value in self.field.log_variances.items()}
         mean, variance = self.moments(batch, variances)
         self._likelihood.check(mean, batch.targets)
         return self.likelihood().predictive_log_prob(mean, variance, cast(Tensor, batch.targets), draws)
@@ -343,60 +326,6 @@ class MomentObjective(Objective):
 _METHOD_NAME = "utvi"  # the method's name
 PRIOR_PRECISION = 1.0  # the default
 _NO_NOISE = 1e-10  # the noise of noise="none", as a share of the noise of the fit
-_SHOWN = ("loss", "log likelihood", "KL", "validation NLL")
-
-
-def train_by_moments(task: Task, options: MomentOptions, prior_precision: float | None) -> Posterior:
-    """Train the variances, and the means unless they are frozen.
-
-    Args:
-        task: the fit.
-        options: of the training.
-        prior_precision: of the weights; None for 1.
-
-    Raises:
-        PosthocUQError: options, data or model do not fit; the message says how to go on.
-        NonFiniteError: a loss is not finite.
-    """
-    settings = task.settings
-    likelihood = _likelihood(settings.likelihood, options)
-    began = time.perf_counter()
-    with isolated_random_state(settings.seed):
-        network = replicate(task.model)
-    rest: list[str] = []
-    if options.train_mean and options.train_rest:
-        chosen = [name for layer in task.layers.values() for name in layer.parameter_names]
-        rest = certain_parameters(network, chosen, task.batch)
-    field = _field(task, options, rest)
-    samples, content = count_data(task)
-    precision = PRIOR_PRECISION if prior_precision is None else prior_precision
-    trained = {name: parameter.detach() for name, parameter in task.model.named_parameters()}
-    objective = MomentObjective(
-        network,
-        task.layers,
-        field,
-        trained if options.prior_mean == "trained" else {},
-        precision,
-        likelihood,
-        samples,
-        options,
-        # many short epochs halve the divergence's weight as often as the usual number of epochs does
-        1.0
-        if options.epochs is not None
-        else EPOCHS / options.epochs_over(samples, batches_of(task, samples)),
-    )
-    options = options if options.optimizer is not None else replace(options, optimizer=adamw)
-    history = train_on(task, objective, options, samples, content)
-    task.seconds["training"] = time.perf_counter() - began
-    notes = _fit_notes(options, history, task, samples) | {"trained without uncertainty": rest}
-    posterior = trained_posterior(
-        _METHOD_NAME, task, field, objective.likelihood(), notes, samples, precision
-    )
-    posterior.history.tuning["prior precision"] = "the default" if prior_precision is None else "given"
-    if options.noise != "fixed":
-        words = {"learned": "learned with the posterior", "none": "none: the propagated variance is all"}
-        posterior.history.tuning["noise variance"] = words[options.noise]
-    return posterior
 
 
 def adamw(groups: list[Group]) -> Optimizer:
@@ -409,8 +338,6 @@ def adamw(groups: list[Group]) -> Optimizer:
 
 def _likelihood(likelihood: Likelihood, options: MomentOptions) -> Likelihood:
     """The likelihood that the training begins with."""
-    if world() > 1:
-        raise PosthocUQError("method='utvi' trains in one process.")
     noise = likelihood.noise_variance
     if options.noise == "fixed":
         return likelihood
@@ -460,37 +387,11 @@ def _check_initial(initial: Posterior, trained: Mapping[str, Tensor], train_mean
             )
 
 
-def _fit_notes(
-    options: MomentOptions, history: list[dict[str, float]], task: Task, samples: int
-) -> dict[str, Any]:
-    return {
-        "samples": samples,
-        "seed": task.settings.seed,
-        "epochs": len(history),
-        "epoch taken": best_epoch(history),
-        "start": "a posterior" if options.initial is not None else options.start,
-        "mean": "trained" if options.train_mean else "frozen",
-        "objective": options.objective,
-        "noise": options.noise,
-        "prior": ALL_WEIGHTS,
-        "prior mean": options.prior_mean,
-        "first KL weight": options.first_kl_weight,
-        "least KL weight": options.first_kl_weight * options.kl_floor,
-        "relu": options.relu,
-        **(
-            {name: [entry[name] for entry in history] for name in _SHOWN if name in history[0]}
-            if history
-            else {}
-        ),
-        **{f"seconds, {what}": value for what, value in task.seconds.items()},
-    }
-
-
 # Unscented-transform variational inference, begun at the trained network.
 
 
 @dataclass(frozen=True, kw_only=True)
-class UTVI(MomentOptions, Method):
+class UTVI(MomentOptions, Training[MomentObjective]):
     """Mean-field variational inference without draws: moments pass through the network in training too.
 
     ``q = N(mu, diag sigma^2)`` over the weights, trained by ``sum_n E[log p(y_n | f)] - phi KL(q || N(mu_p, I / tau))``
@@ -510,13 +411,7 @@ class UTVI(MomentOptions, Method):
     name: ClassVar[str] = _METHOD_NAME
     block_kinds: ClassVar[tuple[str, ...]] = ("mean_field",)
     tunable: ClassVar[frozenset[str]] = frozenset({"scale", "noise_scale", "temperature"})
-    weighs_samples: ClassVar[bool] = True
-
     prior_precision: Positive | None = None
-
-    @property
-    def trains(self) -> bool:
-        return True
 
     @property
     def head(self) -> str:
@@ -529,5 +424,55 @@ class UTVI(MomentOptions, Method):
     def passes(self) -> int:
         return self.least_epochs + 2  # once to count the samples, once for what enters the last layer
 
+    def begin(self, task: Task) -> MomentObjective:
+        likelihood = _likelihood(task.settings.likelihood, self)
+        with isolated_random_state(task.settings.seed):
+            network = replicate(task.model)
+        rest: list[str] = []
+        if self.train_mean and self.train_rest:
+            chosen = [name for layer in task.layers.values() for name in layer.parameter_names]
+            rest = certain_parameters(network, chosen, task.batch)
+        field = _field(task, self, rest)
+        samples = count_data(task)
+        trained = {name: parameter.detach() for name, parameter in task.model.named_parameters()}
+        epochs = self.epochs_over(samples, batches_of(task, samples))
+        return MomentObjective(
+            network,
+            task.layers,
+            field,
+            trained if self.prior_mean == "trained" else {},
+            PRIOR_PRECISION if self.prior_precision is None else self.prior_precision,
+            likelihood,
+            samples,
+            self,
+            # many short epochs halve the divergence's weight as often as the usual number of epochs does
+            1.0 if self.epochs is not None else EPOCHS / epochs,
+        )
+
+    def blocks(self, task: Task, trained: MomentObjective) -> Mapping[str, Block]:
+        return trained.field.blocks(task.layers, trained.samples)
+
+    def prior_of(self, trained: MomentObjective) -> float:
+        return trained.precision
+
+    def described(self, trained: MomentObjective, blocks: Mapping[str, Any]) -> dict[str, Any]:
+        return {
+            "start": "a posterior" if self.initial is not None else self.start,
+            "mean": "trained" if self.train_mean else "frozen",
+            "objective": self.objective,
+            "noise": self.noise,
+            "prior": ALL_WEIGHTS,
+            "prior mean": self.prior_mean,
+            "first KL weight": self.first_kl_weight,
+            "least KL weight": self.first_kl_weight * self.kl_floor,
+            "relu": self.relu,
+            "trained without uncertainty": [
+                name for name in trained.field.means if name not in trained.field.log_variances
+            ],
+        }
+
     def fit(self, task: Task) -> Posterior:
-        return train_by_moments(task, self, self.prior_precision)
+        posterior = super().fit(task)
+        if self.noise == "none":
+            posterior.history.tuning["noise variance"] = "none: the propagated variance is all"
+        return posterior

@@ -159,6 +159,7 @@ class MessagePassingOptions(Options):
 
 # What message passing over a last layer and over a whole network have in common.
 
+_PART = "messages"  # the name of this part of a fit
 PRIOR, _ORDER, _VISITS, TEMPERATURE = 401, 402, 403, 404  # streams of the seed
 
 
@@ -198,8 +199,20 @@ def trained(
     )
     seed = mixed_seed(task.settings.seed, _VISITS) % 2**63
     trainer = Trainer(stages, prior, data, signal, schedule, forms, seed)
+    checkpoint = task.checkpoint
+    saved = None if checkpoint is None else checkpoint.take_running(_PART)
+    if checkpoint is not None and saved is not None:
+        with checkpoint.reading("its messages are of another kind"):
+            trainer.load_state_dict(saved)
+
+    def after_visit() -> None:
+        if checkpoint is not None:
+            checkpoint.after_batch(_PART, trainer.state_dict)
+
     with torch.no_grad():
-        trainer.run()
+        trainer.run(after_visit)
+    if checkpoint is not None:
+        checkpoint.save(_PART, trainer.state_dict())
     return trainer
 
 

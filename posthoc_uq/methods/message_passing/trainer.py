@@ -10,12 +10,15 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from math import ceil, exp
+from typing import Any
 
 import torch
 from torch import Tensor
+from torch.utils._pytree import tree_flatten, tree_leaves, tree_unflatten
 
 from posthoc_uq.core import interrupts
 from posthoc_uq.core.errors import NonFiniteError, PosthocUQError
+from posthoc_uq.methods.checkpoint import State
 from posthoc_uq.methods.message_passing.gaussian import FLOOR
 from posthoc_uq.methods.message_passing.groups import group_message
 from posthoc_uq.methods.message_passing.network import (
@@ -95,6 +98,8 @@ class Trainer:
         posterior: ``Q``.
         share: of a new message to a weight at present.
         restarts: visits that began anew.
+        epoch: epochs that are finished.
+        left: batches that are still to be visited in the present epoch, in their order; None before it begins.
     """
 
     stages: Sequence[Stage]
@@ -108,6 +113,8 @@ class Trainer:
     posterior: Beliefs = field(init=False)
     share: float = field(init=False)
     restarts: int = field(init=False, default=0)
+    epoch: int = field(init=False, default=0)
+    left: list[int] | None = field(init=False, default=None)
 
     def __post_init__(self) -> None:
         empty = {index: silent(belief) for index, belief in self.prior.items()}
@@ -125,17 +132,49 @@ class Trainer:
         Raises:
             PosthocUQError: messages diverge, with any damping.
         """
-        for epoch in range(1, self.schedule.epochs + 1):
-            places: list[int] = list(range(len(self.data)))
-            if self.schedule.shuffle:
-                places = torch.randperm(len(places), generator=self._generator, device="cpu").tolist()
-            for place in places:
-                self.visit(place, epoch)
+        while self.epoch < self.schedule.epochs:
+            if self.left is None:
+                self.left = list(range(len(self.data)))
+                if self.schedule.shuffle:
+                    order = torch.randperm(len(self.data), generator=self._generator, device="cpu")
+                    self.left = order.tolist()
+            while self.left:
+                self.visit(self.left[0], self.epoch + 1)
+                self.left = self.left[1:]
                 if after_visit is not None:
                     after_visit()
             if self.schedule.epochs > 1:
                 self.posterior = self.assembled()
+            self.epoch, self.left = self.epoch + 1, None
         return self.posterior
+
+    def state_dict(self) -> State:
+        """All that the training goes on from after a visit."""
+        return {
+            "epoch": self.epoch,
+            "left": self.left,
+            "share": self.share,
+            "restarts": self.restarts,
+            "start": self._start,
+            "generator": self._generator.get_state(),
+            "posterior": tree_leaves(self.posterior),
+            "evidence": tree_leaves(self.evidence) if self.schedule.epochs > 1 else [],
+        }
+
+    def load_state_dict(self, state: State) -> None:
+        """Go on from there.
+
+        Raises:
+            ValueError: the state is that of another network or other batches.
+        """
+        self.epoch, self.left = state["epoch"], state["left"]
+        self.share, self.restarts = state["share"], state["restarts"]
+        device = min(self.prior.items())[1].weights.rho.device
+        self._start = None if state["start"] is None else state["start"].to(device)
+        self._generator.set_state(state["generator"])
+        self.posterior = _restored(self.posterior, state["posterior"])
+        if self.schedule.epochs > 1:
+            self.evidence = _restored(self.evidence, state["evidence"])
 
     def assembled(self) -> Beliefs:
         """The prior times the aggregated messages of all batches."""
@@ -276,6 +315,14 @@ def _networks(stages: Sequence[Stage], beliefs: Beliefs) -> int:
     stage = stages[index]
     assert isinstance(stage, Weighted)
     return beliefs[index].weights.rho.shape[0] // stage.groups
+
+
+def _restored(like: Any, saved: list[Tensor]) -> Any:
+    """Saved tensors in the form of `like`, in the order in memory that they had."""
+    own, form = tree_flatten(like)
+    if [(t.shape, t.dtype) for t in own] != [(t.shape, t.dtype) for t in saved]:
+        raise ValueError("it has messages of other shapes")
+    return tree_unflatten([t.to(like.device) for t, like in zip(saved, own, strict=True)], form)
 
 
 def _total(chunks: Sequence[_Chunk], like: Beliefs) -> Beliefs:

@@ -1,0 +1,212 @@
+"""The checkpoint of a fit: one file, from which a killed fit goes on to the same result, to the last bit.
+
+A fit is a sequence of *parts* by name: the pass for the noise variance, each sweep, a training. A checkpoint holds the
+state of each, as nested dicts of plain values and tensors: the sums of finished sweeps, and how far the running part
+is. What is computed between parts, as an eigendecomposition, is computed again from their sums. A method declares
+nothing for this: sweeps and trainings save themselves.
+"""
+
+from __future__ import annotations
+
+import functools
+import json
+import os
+from collections.abc import Callable, Generator, Mapping
+from contextlib import contextmanager
+from dataclasses import fields, is_dataclass
+from hashlib import sha256
+from itertools import chain
+from typing import Any, cast
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+from torch.utils._pytree import tree_map_only
+
+from posthoc_uq.core.distributed import rank, world
+from posthoc_uq.core.errors import CorruptPosteriorError, PosthocUQError, out_of_memory
+from posthoc_uq.files import atomic, fingerprint
+from posthoc_uq.files.snapshot import read_snapshot, write_snapshot
+from posthoc_uq.files.tensors import tensors_of
+from posthoc_uq.posteriors.posterior import Posterior
+
+State = dict[str, Any]
+"""Of a part of a fit: nested dicts of plain values and tensors."""
+
+
+class Checkpoint:
+    """The file of one fit, or of one process's part of it.
+
+    Args:
+        path: the file; in a process group each rank has its own beside it (``fit.rank0of2.h5``).
+        every: batches between two writes.
+        identity: what a fit must have in common with the one that wrote the file, as `identified` gives it.
+
+    Raises:
+        PosthocUQError: the file belongs to another fit.
+        CorruptPosteriorError: it is damaged, or no checkpoint.
+    """
+
+    def __init__(self, path: str | os.PathLike[str], every: int, identity: Mapping[str, str]) -> None:
+        target = atomic.checked_target(path)
+        if world() > 1:
+            target = target.with_name(f"{target.stem}.rank{rank()}of{world()}{target.suffix}")
+        self._target, self._every, self._batches = target, every, 0
+        self._identity = dict(identity)
+        self._finished: dict[str, tuple[State, State]] = {}
+        self._running: tuple[str, State] | None = None
+        atomic.remove_leftovers(target)
+        if target.exists():
+            self._take(read_snapshot(target))
+
+    def _take(self, snapshot: Any) -> None:
+        with self.reading("its description is none of a fit"):
+            identity = {name: str(value) for name, value in snapshot["identity"].items()}
+            self._finished, self._running = dict(snapshot["finished"]), snapshot["running"]
+        for name, now in self._identity.items():
+            # what one of the two does not know, as the number of samples of an iterator, is not compared
+            was = identity.get(name, now)
+            if was != now:
+                raise PosthocUQError(
+                    f"'{self._target}' is the checkpoint of another fit: its {name} was {was:.200}, and is {now:.200} "
+                    f"now. Delete it to begin anew, or give another path."
+                )
+
+    @contextmanager
+    def reading(self, what: str) -> Generator[None]:
+        """Errors of a state that is not what this fit would have written become one that names the file."""
+        try:
+            yield
+        except PosthocUQError:
+            raise
+        except (AttributeError, IndexError, KeyError, RuntimeError, TypeError, ValueError) as error:
+            if out_of_memory(error):
+                raise
+            raise CorruptPosteriorError(
+                f"'{self._target}' is no checkpoint that this fit could go on from: {what} ({error}). Delete it to "
+                f"begin anew."
+            ) from None
+
+    def finished(self, part: str) -> tuple[State, State] | None:
+        """The tensors and the plain values at the end of a part; None where it is not finished."""
+        if part not in self._finished:
+            return None
+        with self.reading(f"its state of {part} is of another kind"):
+            tensors, values = self._finished[part]
+            return dict(tensors), dict(values)
+
+    def is_running(self, part: str) -> bool:
+        """Whether the file holds the state of a part that is not finished."""
+        return self._running is not None and self._running[0] == part
+
+    def take_running(self, part: str) -> State | None:
+        """Hand over the state of an unfinished part, which is then no longer in memory here; None without one."""
+        if self._running is None or self._running[0] != part:
+            return None
+        state, self._running = self._running[1], None
+        return state
+
+    def after_batch(self, part: str, state: Callable[[], State]) -> None:
+        """Write the state of the running part, once in so many batches."""
+        self._batches += 1
+        if self._batches >= self._every:
+            self.save(part, state())
+
+    def save(self, part: str, state: State) -> None:
+        """Write the state of the running part now."""
+        self._write((part, state))
+
+    def finish(self, part: str, tensors: State, values: State) -> None:
+        """Write the state at the end of a part, whose tensors the caller may then change."""
+        self._finished[part] = _on_cpu((tensors, values), copy=True)
+        self._write(None)
+
+    def drop(self, part: str) -> None:
+        """Leave a finished part that nothing needs any more out of the file, from the next write on."""
+        self._finished.pop(part, None)
+
+    def remove(self) -> None:
+        """Delete the file: the fit is done."""
+        self._target.unlink(missing_ok=True)
+
+    def _write(self, running: tuple[str, State] | None) -> None:
+        self._batches = 0
+        snapshot = {"identity": self._identity, "finished": self._finished, "running": running}
+        write_snapshot(self._target, _on_cpu(snapshot))
+
+
+def _on_cpu(state: Any, *, copy: bool = False) -> Any:
+    """A state whose tensors are on the CPU, each with memory for its own numbers alone."""
+
+    def placed(tensor: Tensor) -> Tensor:
+        tensor = tensor.detach()
+        part = tensor.untyped_storage().nbytes() > tensor.numel() * tensor.element_size()
+        return tensor.cpu().clone() if copy or part else tensor.cpu()
+
+    return tree_map_only(Tensor, placed, state)
+
+
+def load_tensors(wanted: Mapping[str, Any], saved: Any) -> None:
+    """Copy the tensors of a saved state into those of `wanted`, which has the same nested names.
+
+    Raises:
+        ValueError: the saved ones have other names, shapes or number formats; names one.
+    """
+    if not isinstance(saved, dict) or saved.keys() != wanted.keys():
+        raise ValueError("it has other tensors")
+    own = cast(dict[str, Any], saved)
+    for name, tensor in wanted.items():
+        if isinstance(tensor, Mapping):
+            load_tensors(cast(Mapping[str, Any], tensor), own[name])
+            continue
+        value: Any = own[name]
+        if not isinstance(value, Tensor) or (value.shape, value.dtype) != (tensor.shape, tensor.dtype):
+            raise ValueError(f"'{name}' is of another shape or number format")
+        tensor.detach().copy_(value)
+
+
+# What two fits must have in common for one to go on from the checkpoint of the other, as plain values.
+
+
+def identified(values: Mapping[str, Any]) -> dict[str, str]:
+    """The values of a fit's options, each as a text that is the same in another process."""
+    return {name: json.dumps(as_plain(value)) for name, value in values.items()}
+
+
+def as_plain(value: Any) -> Any:
+    """Numbers, strings, lists and dicts of these. Tensors become digests, and functions and other objects their names:
+    two functions of one name count as the same.
+    """
+    if isinstance(value, np.generic):
+        value = value.item()
+    if value is None or isinstance(value, (bool, int, float, str)):
+        return value
+    if isinstance(value, np.ndarray):
+        array = cast("np.ndarray[Any, Any]", value)
+        return ["array", str(array.dtype), list(array.shape), sha256(array.tobytes()).hexdigest()]
+    if isinstance(value, (torch.dtype, torch.device)):
+        return str(value)
+    if isinstance(value, Tensor):
+        return f"tensor {fingerprint({'': value})}"
+    if isinstance(value, Mapping):
+        return {str(key): as_plain(inner) for key, inner in cast(Mapping[Any, Any], value).items()}
+    if isinstance(value, (list, tuple)):
+        return [as_plain(inner) for inner in cast(list[Any], value)]
+    if isinstance(value, functools.partial):
+        partial = cast("functools.partial[Any]", value)
+        return as_plain([partial.func, partial.args, partial.keywords])
+    if isinstance(value, nn.Module):
+        return [_name(type(value)), fingerprint(dict(chain(value.named_parameters(), value.named_buffers())))]
+    if isinstance(value, Posterior):
+        tensors = {slot.path: tensor for slot, tensor in tensors_of(value)}
+        state = {"tensors": tensors, "mean": value.mean, **value.settings.plain()}
+        return [_name(Posterior), as_plain(state)]
+    if hasattr(type(value), "identity"):  # a likelihood, a context
+        return [_name(type(value)), as_plain(value.identity())]
+    if is_dataclass(value) and not isinstance(value, type):
+        return [_name(type(value)), {f.name: as_plain(getattr(value, f.name)) for f in fields(value)}]
+    return _name(value if hasattr(value, "__qualname__") else type(value))
+
+
+def _name(value: Any) -> str:
+    return f"{value.__module__}.{value.__qualname__}"
