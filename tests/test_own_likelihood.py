@@ -179,13 +179,11 @@ class TestFit:
         assert resolve_fisher("auto", 1, 1, 60, Drawn()) == ("mc", 3)
         assert resolve_fisher("auto", 1, 100, 10**6, Exact()) == ("exact", 1)
         assert fit(network, "diag", Drawn()).history.fit["fisher"] == "mc"
-        with pytest.raises(uq.PosthocUQError, match="take fisher=.mc."):
+        with pytest.raises(uq.PosthocUQError, match=r"take fisher=.mc."):
             fit(network, "diag", Drawn(), fisher="exact")
         with pytest.raises(uq.PosthocUQError, match="no method draw"):
             fit(network, "diag", Exact(), fisher="mc")
-        with pytest.raises(
-            uq.PosthocUQError, match=r"exact_factors.*take fisher=.empirical., which"
-        ):
+        with pytest.raises(uq.PosthocUQError, match=r"exact_factors.*take fisher=.empirical., which"):
             fit(network, "diag", Bare(), fisher="exact")
 
     def test_log_prob_alone_is_enough(self, network):
