@@ -518,7 +518,6 @@ def test_a_failed_search_changes_nothing() -> None:
 MISTAKES: list[tuple[str, dict[str, Any], str]] = [
     ("", {"temperature": True}, "needs no data"),
     ("", {"noise": True}, "regression"),
-    ("", {"criterion": "best"}, "criterion"),
     ("", {"criterion": "faithful"}, "needs data"),
     ("", {"prior_precisions": [1.0]}, "needs no data"),
     ("", {"head": "linearized"}, "needs no head"),
@@ -529,9 +528,7 @@ MISTAKES: list[tuple[str, dict[str, Any], str]] = [
     ("labels", {"noise": False, "parameters": ("noise",)}, "parameters"),
     ("labels", {"parameters": ("colour",)}, "among"),
     ("labels", {"parameters": ("scale",), "prior_precisions": [1.0]}, "leave them alone"),
-    ("labels", {"prior_precisions": [1.0, -1.0]}, "Each of prior_precisions"),
     ("labels", {"temperature": False, "parameters": ()}, "nothing to tune"),
-    ("labels", {"head": "best"}, "head"),
     ("labels", {"head": "moments", "n_probes": 3}, "n_probes"),
     ("inputs", {}, "inputs alone"),
 ]

@@ -69,9 +69,7 @@ class Method(Options, ABC):
 
     @property
     def calibrates_prior(self) -> bool:
-        """Whether a fit goes on to narrow the variances that were found as far as a faithful posterior needs, where it
-        is not told otherwise.
-        """
+        """Whether a fit by default sets the width of its posteriors by the faithful prior."""
         return True
 
     @property
