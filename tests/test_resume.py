@@ -18,7 +18,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from posthoc_uq.files.schema import SNAPSHOT_MAGIC
+from posthoc_uq.files.header import SNAPSHOT_MAGIC
 from resume_worker import BATCH, SAMPLES, data, fit, model
 from torch.utils.data import DataLoader
 
