@@ -94,11 +94,13 @@ def test_drawn_weights_are_those_of_the_posterior() -> None:
     ).detach()
     found = uq.wrap(model, posterior, "sampling").functional_samples(x, n_samples=n, generator=_seeded())
     torch.testing.assert_close(found, expected)
-    centre = {name: p.detach() for name, p in model.named_parameters()}
-    jacobian = jacrev(lambda w: functional_call(model, w, (x,)))(centre)
+    trained_mean = {name: p.detach() for name, p in model.named_parameters()}
+    jacobian = jacrev(lambda w: functional_call(model, w, (x,)))(trained_mean)
     line = model(x).detach().expand(n, -1, -1).clone()
     for name, draws in weights.items():
-        line += torch.einsum("bop,sp->sbo", jacobian[name].flatten(2), (draws - centre[name]).flatten(1))
+        line += torch.einsum(
+            "bop,sp->sbo", jacobian[name].flatten(2), (draws - trained_mean[name]).flatten(1)
+        )
     predictor = uq.wrap(model, posterior, "linearized")
     found = predictor.functional_samples(x, n_samples=n, generator=_seeded())
     torch.testing.assert_close(found, line)

@@ -78,7 +78,7 @@ def test_variances_stay_as_they_were_trained_where_no_faithful_posterior_is_aske
 def test_frozen_mean_leaves_predictions_at_the_mean_untouched() -> None:
     model = net()
     posterior = fitted(model, train_mean=False)
-    assert not posterior.centre and posterior.report().summary["mean"] == "frozen"
+    assert not posterior.trained_mean and posterior.report().summary["mean"] == "frozen"
     own = dict(model.named_parameters())
     assert all(mean.data_ptr() == own[name].data_ptr() for name, mean in posterior.mean.items())
     head = uq.wrap(model, posterior, "linearized")
@@ -303,7 +303,7 @@ def test_chosen_layers_alone_are_variational(layers: Any) -> None:
     posterior = fitted(model, layers=layers)
     chosen = ["8"] if layers == "last" else layers
     assert list(posterior.layers) == chosen
-    assert set(posterior.centre) == {f"{name}.{part}" for name in chosen for part in ("weight", "bias")}
+    assert set(posterior.trained_mean) == {f"{name}.{part}" for name in chosen for part in ("weight", "bias")}
     head = uq.wrap(model, posterior, "linearized", engine="last_layer" if layers == "last" else "exact")
     assert bool((head.functional_variance(probe()) > 0).all())
 

@@ -563,8 +563,8 @@ def test_diagnostic_against_dense_jacobians(method: str, prior_mean: str) -> Non
     prior = jacobian @ draws @ jacobian.T / 0.5
     outputs = net(POINTS[:2]).detach().flatten()
     noise = 1e-6 * float(prior.diagonal().mean()) * torch.eye(4, dtype=F64)
-    centre = outputs if prior_mean == "pretrained" else torch.zeros(4, dtype=F64)
-    expected = dense_kl(outputs, covariance + noise, centre, prior + noise)
+    trained_mean = outputs if prior_mean == "pretrained" else torch.zeros(4, dtype=F64)
+    expected = dense_kl(outputs, covariance + noise, trained_mean, prior + noise)
     assert float(found.total) == pytest.approx(expected, rel=1e-5)
     # Only the covariances are linear maps of weights here; their divergence is below that of the weights' own.
     dense = torch.zeros(size, size, dtype=F64)

@@ -508,10 +508,10 @@ def test_variance_is_never_lost_in_silence(name: str) -> None:
 def test_functions_without_a_rule_by_policy(policy: str) -> None:
     x = pair(30, 4, spread=0.1)
 
-    centre = randn(4)
+    trained_mean = randn(4)
 
     def function(a: Tensor) -> Tensor:
-        return torch.linalg.vector_norm(a - centre, dim=-1)
+        return torch.linalg.vector_norm(a - trained_mean, dim=-1)
 
     found = run(function, x, unknown=policy)
     assert isinstance(found, MomentTensor)

@@ -400,9 +400,11 @@ def dense_ratio(
     size = outputs
     logits = model(x).detach()
     if posterior.likelihood.name == "classification":
-        centre = torch.eye(size, dtype=torch.float64) - 1 / size
+        trained_mean = torch.eye(size, dtype=torch.float64) - 1 / size
         directions = (
-            centre.expand(len(x), size, size) if of == "all" else centre[logits.argmax(1)].unsqueeze(1)
+            trained_mean.expand(len(x), size, size)
+            if of == "all"
+            else trained_mean[logits.argmax(1)].unsqueeze(1)
         )
     else:
         whole = (

@@ -19,7 +19,7 @@ _CENTRES = torch.tensor([[1.0, 0.0], [-1.0, 0.0], [0.0, 1.0], [0.0, -1.0]])
 
 
 def _linear(classes: int) -> Callable[[torch.Tensor], ClassPrediction]:
-    """Logits x . centre under three draws of different scale; with two classes one logit, the first input."""
+    """Logits x . trained_mean under three draws of different scale; with two classes one logit, the first input."""
 
     def predict(x: torch.Tensor) -> ClassPrediction:
         assert not torch.is_grad_enabled()

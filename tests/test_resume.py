@@ -18,7 +18,6 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from posthoc_uq.files.header import SNAPSHOT_MAGIC
 from resume_worker import BATCH, SAMPLES, data, fit, model
 from torch.utils.data import DataLoader
 
@@ -27,6 +26,7 @@ from posthoc_uq.core.batches import Batch
 from posthoc_uq.core.errors import CorruptPosteriorError, NonFiniteError, PosthocUQError
 from posthoc_uq.core.randomness import sample_keys
 from posthoc_uq.curvature.sweep import Content, batch_hash
+from posthoc_uq.files.header import SNAPSHOT_MAGIC
 from posthoc_uq.files.snapshot import read_snapshot, write_snapshot
 from posthoc_uq.layers.proof import count_samples
 from posthoc_uq.likelihoods import Gaussian

@@ -35,9 +35,9 @@ def moments(function: Callable[[float], float], mean: float, deviation: float) -
     low, high = mean - 12 * deviation, mean + 12 * deviation
     points = [p for p in (0.0, mean) if low < p < high]
 
-    def integral(power: int, centre: float = 0.0) -> float:
+    def integral(power: int, trained_mean: float = 0.0) -> float:
         value, _ = quad(
-            lambda x: (function(x) - centre) ** power * norm.pdf(x, mean, deviation),
+            lambda x: (function(x) - trained_mean) ** power * norm.pdf(x, mean, deviation),
             low,
             high,
             points=points,

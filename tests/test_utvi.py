@@ -91,15 +91,15 @@ def test_the_divergence_is_that_of_torch() -> None:
         for _ in range(3)
     )
     variances = {n: v.exp() for n, v in logs.items()}
-    for centre in ({}, priors, {"a": priors["a"]}):
+    for trained_mean in ({}, priors, {"a": priors["a"]}):
         expected = sum(
             kl_divergence(
                 Normal(means[n], variances[n].sqrt()),
-                Normal(centre.get(n, torch.zeros_like(means[n])), 0.4**0.5),
+                Normal(trained_mean.get(n, torch.zeros_like(means[n])), 0.4**0.5),
             ).sum()
             for n in means
         )
-        torch.testing.assert_close(gaussian_divergence(means, logs, variances, centre, 2.5), expected)
+        torch.testing.assert_close(gaussian_divergence(means, logs, variances, trained_mean, 2.5), expected)
 
 
 @pytest.mark.parametrize("name", [name for name in LIKELIHOODS if resolve_likelihood(name).takes(1)])
@@ -354,7 +354,7 @@ def test_frozen_means() -> None:
     posterior = fit(
         model, batches(x, targets_of(model, x, "classification")), uq.UTVI(epochs=2, train_mean=False)
     )
-    assert not posterior.centre
+    assert not posterior.trained_mean
     assert torch.equal(posterior.mean["0.weight"], model[0].weight.detach())
     assert float(posterior.variance()["2.weight"].min()) != float(posterior.variance()["2.weight"].max())
 

@@ -538,7 +538,9 @@ def description_of(posterior: Posterior) -> Description:
             for name, block in posterior.blocks.items()
         },
         "trained_mean": list(stored_mean(posterior)),
-        "certain": {n: list(tensor.shape) for n, tensor in posterior.centre.items() if n not in covered},
+        "certain": {
+            n: list(tensor.shape) for n, tensor in posterior.trained_mean.items() if n not in covered
+        },
         "prior": _plain_prior(posterior.weight_prior),
         "features": None if posterior.features is None else posterior.features.attributes(),
     }

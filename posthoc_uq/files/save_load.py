@@ -349,7 +349,7 @@ def posterior_from(
         likelihood,
         evidence,
         description.history.history(),
-        centre=by_group.get(MEAN, {}),
+        trained_mean=by_group.get(MEAN, {}),
         settings=settings,
     )
     posterior.weight_prior = prior

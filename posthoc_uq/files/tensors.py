@@ -122,7 +122,7 @@ def stored_mean(posterior: Posterior) -> dict[str, Tensor]:
         for layer in posterior.members[name]
         for parameter in posterior.layers[layer].parameter_names
     }
-    return {name: tensor for name, tensor in posterior.centre.items() if name not in in_blocks}
+    return {name: tensor for name, tensor in posterior.trained_mean.items() if name not in in_blocks}
 
 
 def parameter_shapes(layers: Iterable[Layer]) -> dict[str, tuple[int, ...]]:

@@ -585,7 +585,7 @@ def _run_method(task: Task, request: _Request) -> Posterior:
     """The method's posterior, with the statistics of the last layer's inputs."""
     if request.method.trains:
         posterior = request.method.fit(task)
-        trained_features(task, task.features, posterior, replicate(task.model, posterior.centre))
+        trained_features(task, task.features, posterior, replicate(task.model, posterior.trained_mean))
         return posterior
     grams = watch_features(task, task.features)
     posterior = request.method.fit(task)

@@ -146,7 +146,7 @@ class HeldOutLoss(Score):
         with torch.no_grad():
             outputs_of_batches = (  # where the mean was trained, the model alone is another network
                 ((batch.copied().call(network), targets) for batch, targets in self._batches())
-                if self.posterior.centre
+                if self.posterior.trained_mean
                 else self._network_outputs()
             )
             for outputs, targets in outputs_of_batches:
@@ -339,7 +339,7 @@ class HeldOutSearch:
         if best.objective > trials.model_alone + 2 * SLACK:
             advice = (
                 "Train longer, with a smaller prior_precision, or with train_mean=False."
-                if self.posterior.centre
+                if self.posterior.trained_mean
                 else "Restrict the posterior (layers='last') or give it more data."
             )
             warn_user(

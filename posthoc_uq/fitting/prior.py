@@ -125,7 +125,7 @@ class Score(ABC):
 
     def _network_outputs(self) -> Iterator[tuple[Tensor, Any]]:
         """Outputs of the network at the posterior's mean for each batch, with what predictions are compared with."""
-        network = replicate(model_of(self.posterior), self.posterior.centre)
+        network = replicate(model_of(self.posterior), self.posterior.trained_mean)
         return self._cache.outputs(lambda batch: batch.copied().call(network))
 
     @abstractmethod
@@ -250,7 +250,7 @@ class Divergence(Score):
         advance: Callable[[int], None],
     ) -> None:
         with torch.no_grad():
-            network = replicate(model_of(posterior), posterior.centre)
+            network = replicate(model_of(posterior), posterior.trained_mean)
             self.inputs = inputs = _enough(inputs, network, predictor)
             super().__init__(
                 posterior, predictor, lambda: ((batch, batch) for batch in inputs), seed, matched

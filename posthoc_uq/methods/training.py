@@ -588,7 +588,7 @@ class Training(TrainingOptions, Method, Generic[Trained]):
                 samples, noise_power=0
             ),  # the variances do not follow a later change of the noise variance
             History(notes, dict(task.prepared.deterministic)),
-            centre=trained.trained_mean(),
+            trained_mean=trained.trained_mean(),
             settings=Hyperparameters(float(samples), self.prior_of(trained)),
         )
         posterior.model = task.model
