@@ -77,22 +77,24 @@ def test_it_moves_them_and_the_posterior_carries_them(tmp_path: Path) -> None:
     posterior = fit(model)
     assert all(torch.equal(tensor, before[name]) for name, tensor in model.state_dict().items())
     covered = {name for layer in posterior.layers.values() for name in layer.parameter_names}
-    assert set(posterior.centre) == covered | REST and set(posterior.sample(1)) == covered
+    assert set(posterior.trained_mean) == covered | REST and set(posterior.sample(1)) == covered
     assert set(posterior.history.fit["trained without uncertainty"]) == REST
     for name in REST:
-        assert not torch.equal(posterior.centre[name], before[name]), name
+        assert not torch.equal(posterior.trained_mean[name], before[name]), name
     uq.save(posterior, tmp_path / "p.h5")
     for untrusted in (False, True):
         loaded = uq.load(tmp_path / "p.h5", model, untrusted=untrusted)
-        assert all(torch.equal(tensor, loaded.centre[name]) for name, tensor in posterior.centre.items())
+        assert all(
+            torch.equal(tensor, loaded.trained_mean[name]) for name, tensor in posterior.trained_mean.items()
+        )
         for head in ("moments", "sampling", "linearized"):
             first, second = (uq.wrap(model, p, head)(x) for p in (posterior, loaded))
             assert torch.equal(first.mean, second.mean)  # type: ignore[attr-defined]
-    assert set(uq.inspect(tmp_path / "p.h5")["centre"]) == covered | REST
-    # the mean of the sampling head's draws, with no spread, is the network with the centre's numbers
+    assert set(uq.inspect(tmp_path / "p.h5")["trained_mean"]) == covered | REST
+    # the mean of the sampling head's draws, with no spread, is the network with the trained mean's numbers
     for block in posterior.blocks.values():
         block.variances.zero_()  # type: ignore[attr-defined]
-    expected = torch.func.functional_call(model, {**before, **posterior.centre}, (x,))
+    expected = torch.func.functional_call(model, {**before, **posterior.trained_mean}, (x,))
     for head in ("moments", "sampling"):
         torch.testing.assert_close(uq.wrap(model, posterior, head)(x).mean, expected, rtol=1e-4, atol=1e-5)  # type: ignore[attr-defined]
 
@@ -105,11 +107,11 @@ def test_it_begins_there_and_can_be_left_alone(tmp_path: Path) -> None:
     first = fit(model)
     again = fit(model, initial=first, lr=1e-12, log_variance_lr=1e-12, weight_decay=0.0)
     for name in REST:
-        torch.testing.assert_close(again.centre[name], first.centre[name])
+        torch.testing.assert_close(again.trained_mean[name], first.trained_mean[name])
     last = fit(model, layers="last")
-    assert set(last.centre) == {"last.weight", "last.bias", "prior.log_scale"}
+    assert set(last.trained_mean) == {"last.weight", "last.bias", "prior.log_scale"}
     fresh = fit(model, start="random", lr=1e-12, weight_decay=0.0)
-    assert float(fresh.centre["prior.log_scale"]) == pytest.approx(float(model.prior.log_scale))
+    assert float(fresh.trained_mean["prior.log_scale"]) == pytest.approx(float(model.prior.log_scale))
 
 
 def test_a_model_with_other_numbers_is_refused(tmp_path: Path) -> None:
@@ -187,6 +189,6 @@ def test_latent_binary_networks_keep_their_normalisation() -> None:
     posterior = uq.fit(
         model, batches(x, targets_of(model, x, "classification")), uq.LatentBinary(epochs=1), progress=False
     )
-    assert all("bn" not in name and "norm" not in name for name in posterior.centre)
+    assert all("bn" not in name and "norm" not in name for name in posterior.trained_mean)
     covered = {name for layer in posterior.layers.values() for name in layer.parameter_names}
-    assert set(posterior.centre) == covered
+    assert set(posterior.trained_mean) == covered

@@ -354,7 +354,7 @@ def test_a_file(name: str, likelihood: str, tmp_path: Path) -> None:
     draws = [own.sample(3, torch.Generator().manual_seed(5)) for own in (loaded, posterior)]
     assert_same(*draws)
     plain = [
-        json.dumps(own | {"blocks": None, "centre": None, "features": None})
+        json.dumps(own | {"blocks": None, "trained_mean": None, "features": None})
         for own in states(loaded, posterior)
     ]
     assert plain[0] == plain[1]

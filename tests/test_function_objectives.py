@@ -243,7 +243,7 @@ def test_a_certain_body_is_trained_and_has_no_variance(prior: str, tmp_path: Pat
     assert all(bool((variances[n] > 0).all()) == n.startswith("5") for n in variances)
     assert all(not bool(v.any()) for n, v in variances.items() if not n.startswith("5"))
     original = dict(image_net().named_parameters())
-    assert all(not torch.equal(mean, original[name]) for name, mean in posterior.centre.items())
+    assert all(not torch.equal(mean, original[name]) for name, mean in posterior.trained_mean.items())
     uq.save(posterior, tmp_path / "certain.h5")
     loaded = uq.load(tmp_path / "certain.h5", posterior.model)
     for head in ("sampling", "linearized", "moments"):
@@ -427,7 +427,7 @@ def test_an_interrupted_fit_goes_on_to_the_same_bits(given: dict[str, Any], tmp_
     resumed = fitted(Interrupted(None), checkpoint=path, checkpoint_every=1, **given)
     for name, block in whole.blocks.items():
         assert torch.equal(block.variances, resumed.blocks[name].variances)
-    assert all(torch.equal(mean, resumed.centre[name]) for name, mean in whole.centre.items())
+    assert all(torch.equal(mean, resumed.trained_mean[name]) for name, mean in whole.trained_mean.items())
     assert whole.history.fit["loss"] == resumed.history.fit["loss"]
 
 

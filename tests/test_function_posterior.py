@@ -81,7 +81,7 @@ def test_variances_stay_as_they_were_trained_where_no_faithful_posterior_is_aske
 def test_frozen_mean_leaves_predictions_at_the_mean_untouched() -> None:
     model = net()
     posterior = fitted(model, train_mean=False)
-    assert not posterior.centre and posterior.report().summary["mean"] == "frozen"
+    assert not posterior.trained_mean and posterior.report().summary["mean"] == "frozen"
     own = dict(model.named_parameters())
     assert all(mean.data_ptr() == own[name].data_ptr() for name, mean in posterior.mean.items())
     head = uq.wrap(model, posterior, "linearized")
@@ -170,7 +170,7 @@ def test_round_trip_with_every_head(head: str, train_mean: bool, tmp_path: Path)
     assert (tmp_path / "again.h5").read_bytes() == (tmp_path / "p.h5").read_bytes()
     found = uq.inspect(tmp_path / "p.h5")
     assert found["method"] == "function_space" and found["format_version"] == userblock.FORMAT_VERSION
-    assert found["centre"] == (list(posterior.mean) if train_mean else [])
+    assert found["trained_mean"] == (list(posterior.mean) if train_mean else [])
     assert {block["kind"] for block in found["blocks"].values()} == {"mean_field"}
 
 
@@ -222,9 +222,9 @@ def test_a_model_that_was_changed_is_refused(tmp_path: Path) -> None:
             call()
 
 
-def break_centre(value: float) -> Any:
+def break_trained_mean(value: float) -> Any:
     def change(file: h5py.File) -> None:
-        file["centre"]["8.bias"][0] = value
+        file["trained_mean"]["8.bias"][0] = value
 
     return change
 
@@ -237,21 +237,24 @@ def break_variances(value: float) -> Any:
 
 
 def other_shape(file: h5py.File) -> None:
-    dtype = file["centre"]["8.bias"].attrs["dtype"]
-    del file["centre"]["8.bias"]
-    file["centre"].create_dataset("8.bias", data=np.zeros(4, dtype="<f4")).attrs["dtype"] = dtype
+    dtype = file["trained_mean"]["8.bias"].attrs["dtype"]
+    del file["trained_mean"]["8.bias"]
+    file["trained_mean"].create_dataset("8.bias", data=np.zeros(4, dtype="<f4")).attrs["dtype"] = dtype
 
 
 @pytest.mark.parametrize(
     ("change", "words"),
     [
-        (break_centre(float("nan")), "'8.bias' of the centre holds NaN"),
+        (break_trained_mean(float("nan")), "'8.bias' of the trained mean holds NaN"),
         (break_variances(float("inf")), "'variances' of block '8' holds NaN or infinity"),
         (break_variances(-1e-9), "'variances' of block '8' holds negative"),
-        (other_shape, r"dataset 'centre/8.bias' of the centre has shape \(4,\)"),
-        (lambda file: file["centre"].pop("8.bias"), "the centre lacks the dataset"),
-        (lambda file: file["centre"].create_dataset("stray", data=np.zeros(2)), "datasets that no block has"),
-        (lambda file: file.pop("centre"), "groups are not those described"),
+        (other_shape, r"dataset 'trained_mean/8.bias' of the trained mean has shape \(4,\)"),
+        (lambda file: file["trained_mean"].pop("8.bias"), "the trained mean lacks the dataset"),
+        (
+            lambda file: file["trained_mean"].create_dataset("stray", data=np.zeros(2)),
+            "datasets that no block has",
+        ),
+        (lambda file: file.pop("trained_mean"), "groups are not those described"),
     ],
 )
 def test_damaged_files(change: Any, words: str, tmp_path: Path) -> None:
@@ -266,9 +269,9 @@ def test_damaged_files(change: Any, words: str, tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("change", "words"),
     [
-        (lambda s: s["centre"].update({"stray.weight": "float32"}), "parameters that no layer has"),
-        (lambda s: s["centre"].update({"8.bias": "int8"}), "centre, '8.bias' must be one of"),
-        (lambda s: s.update({"centre": ["8.bias"]}), "centre must be an object"),
+        (lambda s: s["trained_mean"].update({"stray.weight": "float32"}), "parameters that no layer has"),
+        (lambda s: s["trained_mean"].update({"8.bias": "int8"}), "trained_mean, '8.bias' must be one of"),
+        (lambda s: s.update({"trained_mean": ["8.bias"]}), "trained_mean must be an object"),
         (
             lambda s: s["blocks"]["8"]["attributes"].update({"samples": 0}),
             r"samples must be a whole number.* not 0",
@@ -372,7 +375,7 @@ def test_chosen_layers_alone_are_variational(layers: Any) -> None:
     posterior = fitted(model, layers=layers)
     chosen = ["8"] if layers == "last" else layers
     assert list(posterior.layers) == chosen
-    assert set(posterior.centre) == {f"{name}.{part}" for name in chosen for part in ("weight", "bias")}
+    assert set(posterior.trained_mean) == {f"{name}.{part}" for name in chosen for part in ("weight", "bias")}
     head = uq.wrap(model, posterior, "linearized", engine="last_layer" if layers == "last" else "exact")
     assert bool((head.functional_variance(probe()) > 0).all())
 

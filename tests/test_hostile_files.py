@@ -180,7 +180,7 @@ CASES: dict[str, tuple[str, Callable[[Image], None], str]] = {
         put("blocks", "3", ATTRIBUTES, "samples", value=19),
         "another number of samples",
     ),
-    "centre": ("inf", put("centre", "3.weight", value="float32"), "a trained mean"),
+    "trained_mean": ("inf", put("trained_mean", "3.weight", value="float32"), "a trained mean"),
     "body's variance": (
         "function_space",
         put(ATTRIBUTES, "record", "fit", "prior body variance", value="x"),

@@ -529,12 +529,12 @@ def faithful(**other: object) -> dict[str, object]:
 def test_version_1_still_loads(saved: tuple[Path, nn.Module, Posterior]) -> None:
     path, model, posterior = saved
     edit_state(
-        path, lambda state: (state.pop("centre"), state.pop("features"))
+        path, lambda state: (state.pop("trained_mean"), state.pop("features"))
     )  # which that version did not have
     of_version(path, 1)
     loaded = load(path, model)
     assert same_bits(tensors_of(posterior), tensors_of(loaded)) and plain(posterior) == plain(loaded)
-    assert inspect(path)["format_version"] == 1 and inspect(path)["centre"] == []
+    assert inspect(path)["format_version"] == 1 and inspect(path)["trained_mean"] == []
 
 
 def test_files_without_a_fingerprint_of_the_buffers_load(tmp_path: Path) -> None:

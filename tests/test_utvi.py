@@ -354,7 +354,7 @@ def test_frozen_means() -> None:
     posterior = fit(
         model, batches(x, targets_of(model, x, "classification")), uq.UTVI(epochs=2, train_mean=False)
     )
-    assert not posterior.centre
+    assert not posterior.trained_mean
     assert torch.equal(posterior.mean["0.weight"], model[0].weight.detach())
     assert float(posterior.variance()["2.weight"].min()) != float(posterior.variance()["2.weight"].max())
 

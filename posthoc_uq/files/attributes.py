@@ -43,8 +43,8 @@ def attributes_of(described: Mapping[str, Any]) -> dict[str, dict[str, Any]]:
         by_path[schema.block_path(name)] = {**facts, **block["attributes"]}
         for tensor_name, number_format in block["dtypes"].items():
             by_path[schema.tensor_path(name, tensor_name)] = {"dtype": number_format}
-    for name, number_format in described["centre"].items():
-        by_path[schema.centre_path(name)] = {"name": name, "dtype": number_format}
+    for name, number_format in described["trained_mean"].items():
+        by_path[schema.trained_mean_path(name)] = {"name": name, "dtype": number_format}
     for group in schema.PRIOR_GROUPS:
         for name, number_format in described.get("prior", {}).get(group, {}).items():
             by_path[schema.prior_path(group, name)] = {"name": name, "dtype": number_format}

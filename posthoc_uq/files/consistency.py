@@ -53,7 +53,7 @@ def _check_method(state: Mapping[str, Any]) -> None:
     samples = state["attributes"]["evidence"]["samples"]
     if any(block["attributes"].get("samples", samples) != samples for block in state["blocks"].values()):
         raise CorruptPosteriorError("its variances are of another number of samples than the fit saw")
-    if state["centre"] and not all(BLOCKS[kind].trained for kind in kinds):
+    if state["trained_mean"] and not all(BLOCKS[kind].trained for kind in kinds):
         raise CorruptPosteriorError(f"it has a trained mean, which method={method!r} does not give")
 
 

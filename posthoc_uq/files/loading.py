@@ -31,9 +31,9 @@ from posthoc_uq.files.state import (
     PRIOR_PRECISION,
     Specs,
     expected_blocks,
-    expected_centre,
     expected_features,
     expected_prior,
+    expected_trained_mean,
     posterior_from_state,
     state_blocks,
 )
@@ -48,12 +48,12 @@ from posthoc_uq.posteriors.posterior import Posterior
 
 @dataclass(frozen=True)
 class _Expected:
-    """What a file's tensors must be, by its description: of every block, of the centre, of the prior, of the part of
-    the centre that no layer has, of the features.
+    """What a file's tensors must be, by its description: of every block, of the trained mean, of the prior, of the
+    part of the trained mean that no layer has, of the features.
     """
 
     blocks: dict[str, Specs]
-    centre: Specs
+    trained_mean: Specs
     prior: dict[str, Specs]
     certain: Specs
     features: Specs
@@ -140,7 +140,7 @@ def inspect(path: str | os.PathLike[str]) -> Inspection:
         ``prior_precision``, ``residual_weight``, ``noise_scale``, ``temperature``, ``evidence``, ``fit``, ``tuning``,
         ``deterministic``, ``head``, ``faithful``, ``calibration``, ``referral``,
         ``changes`` (of the data since the fit),
-        ``output`` (the part of what the model returns), ``parameters``, ``centre`` (names of
+        ``output`` (the part of what the model returns), ``parameters``, ``trained_mean`` (names of
         parameters with a trained mean),
         ``features`` (what is kept of the last layer's inputs, or None), ``layers`` (name to kind and shapes) and
         ``blocks`` (name to kind, members, attributes such as ranks and correction, tensors with shape and dtype, and
@@ -170,7 +170,7 @@ def inspect(path: str | os.PathLike[str]) -> Inspection:
                 for key in ("head", "faithful", "calibration", "referral", "changes", "output")
             },
             "parameters": sum(layer.parameters for layer in layers.values()),
-            "centre": list(state["centre"]),
+            "trained_mean": list(state["trained_mean"]),
             "features": None if state["features"] is None else dict(state["features"]["attributes"]),
             "layers": {name: layer.attributes() for name, layer in layers.items()},
             "blocks": {name: _summary(name, block, structure) for name, block in state["blocks"].items()},
@@ -207,7 +207,7 @@ def _described(
     state = read_plain(structure.state)
     if state.get("kind") == schema.CHECKPOINT:
         raise _checkpoint()
-    state.setdefault("centre", {})  # version 1 lacks it
+    state.setdefault("trained_mean", {})  # version 1 lacks it
     state.setdefault("certain", {})  # versions 1 to 4 lack it
     state.setdefault("features", None)  # versions 1 and 2 lack it
     check_posterior(state)
@@ -216,10 +216,12 @@ def _described(
             f"its user block says method={header.kind!r}, and its description {state['attributes']['method']!r}"
         )
     layers = checked_layers(state)
-    centre = expected_centre(state, layers)
-    certain = {name: centre[name] for name in state["certain"]}
+    trained_mean = expected_trained_mean(state, layers)
+    certain = {name: trained_mean[name] for name in state["certain"]}
     prior = expected_prior(state, layers)
-    expected = _Expected(expected_blocks(state, layers), centre, prior, certain, expected_features(state))
+    expected = _Expected(
+        expected_blocks(state, layers), trained_mean, prior, certain, expected_features(state)
+    )
     _check_structure(state, expected, structure)
     check_attributes(state, structure)
     return state, layers, expected
@@ -244,10 +246,12 @@ def _fill(
             )
             for tensor_name, dtype in block["dtypes"].items()
         }
-    for name, dtype in state["centre"].items():
-        tensor = tensors.pop(schema.centre_path(name))
-        restored = _restore("the centre", name, expected.centre[name], tensor, dtype, mean[name].dtype)
-        state["centre"][name] = restored
+    for name, dtype in state["trained_mean"].items():
+        tensor = tensors.pop(schema.trained_mean_path(name))
+        restored = _restore(
+            "the trained mean", name, expected.trained_mean[name], tensor, dtype, mean[name].dtype
+        )
+        state["trained_mean"][name] = restored
     for group, specs in expected.prior.items():
         for name, spec in specs.items():
             tensor = tensors.pop(schema.prior_path(group, name))
@@ -264,9 +268,9 @@ def _fill(
 
 
 def _place(state: Mapping[str, Any], mean: Mapping[str, Tensor], place: torch.device) -> None:
-    """Move the tensors of a description to the posterior's device; the centre to the model's."""
-    for name, tensor in state["centre"].items():
-        state["centre"][name] = _placed(tensor, mean[name].device)
+    """Move the tensors of a description to the posterior's device; the trained mean to the model's."""
+    for name, tensor in state["trained_mean"].items():
+        state["trained_mean"][name] = _placed(tensor, mean[name].device)
     for group in set(schema.PRIOR_GROUPS) & state.get("prior", {}).keys():
         state["prior"][group] = {n: _placed(tensor, place) for n, tensor in state["prior"][group].items()}
     features = [] if state["features"] is None else [state["features"]]
@@ -327,7 +331,7 @@ def _check_structure(state: Mapping[str, Any], expected: _Expected, structure: S
         "blocks",
         *map(schema.layer_path, state["layers"]),
         *map(schema.block_path, state["blocks"]),
-        *([schema.CENTRE] if expected.centre else []),
+        *([schema.TRAINED_MEAN] if expected.trained_mean else []),
         *([schema.FEATURES] if expected.features else []),
         *expected.prior,
     }
@@ -345,9 +349,9 @@ def _check_structure(state: Mapping[str, Any], expected: _Expected, structure: S
         for tensor, spec in specs.items():
             stored_dtype = schema.DTYPES[dtypes[tensor]][1]
             wanted[schema.tensor_path(name, tensor)] = (spec.sizes, stored_dtype, f"block '{name}'")
-    for name, spec in expected.centre.items():
-        stored_dtype = schema.DTYPES[state["centre"][name]][1]
-        wanted[schema.centre_path(name)] = (spec.sizes, stored_dtype, "the centre")
+    for name, spec in expected.trained_mean.items():
+        stored_dtype = schema.DTYPES[state["trained_mean"][name]][1]
+        wanted[schema.trained_mean_path(name)] = (spec.sizes, stored_dtype, "the trained mean")
     for group, specs in expected.prior.items():
         for name, spec in specs.items():
             stored_dtype = schema.DTYPES[state["prior"][group][name]][1]

@@ -120,7 +120,7 @@ def _tensors(posterior: Posterior) -> Iterator[tuple[str, str, TensorSpec, Tenso
         specs = type(block).specs(posterior.block_shape(name), block.attributes())
         for key, tensor in block.tensors().items():
             yield f"'{name}'", key, specs[key], tensor
-    for name, tensor in posterior.centre.items():
+    for name, tensor in posterior.trained_mean.items():
         yield "the mean", name, TensorSpec(tuple(tensor.shape)), tensor
     if posterior.features is not None:
         specs = FeatureGrams.specs(posterior.features.attributes())
@@ -144,11 +144,11 @@ def _image(posterior: Posterior, dtype: torch.dtype | None, compression: str | N
             formats[tensor_name] = schema.dtype_name(wanted)
             arrays[schema.tensor_path(name, tensor_name)] = partial(as_array, tensor, wanted)
         blocks[name] = {key: value for key, value in block.items() if key != "tensors"} | {"dtypes": formats}
-    centre: dict[str, str] = {}
-    for name, tensor in state["centre"].items():  # in its own precision: the network predicts with it
-        _check("centre", f"mean of '{name}'", TensorSpec(tuple(tensor.shape)), tensor, None)
-        centre[name] = schema.dtype_name(tensor.dtype)
-        arrays[schema.centre_path(name)] = partial(as_array, tensor, tensor.dtype)
+    trained_mean: dict[str, str] = {}
+    for name, tensor in state["trained_mean"].items():  # in its own precision: the network predicts with it
+        _check("trained_mean", f"mean of '{name}'", TensorSpec(tuple(tensor.shape)), tensor, None)
+        trained_mean[name] = schema.dtype_name(tensor.dtype)
+        arrays[schema.trained_mean_path(name)] = partial(as_array, tensor, tensor.dtype)
     prior = _prior(state, posterior.layers, arrays)
     features: dict[str, Any] | None = None
     if state["features"] is not None:
@@ -168,7 +168,7 @@ def _image(posterior: Posterior, dtype: torch.dtype | None, compression: str | N
         "attributes": state["attributes"],
         "layers": state["layers"],
         "blocks": blocks,
-        "centre": centre,
+        "trained_mean": trained_mean,
         "certain": state["certain"],
         **({"prior": prior} if prior else {}),
         "features": features,

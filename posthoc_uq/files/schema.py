@@ -25,7 +25,7 @@ DTYPES: dict[str, tuple[torch.dtype, str]] = {
     "uint8": (torch.uint8, "|u1"),  # packed bits
 }
 
-CENTRE = "centre"  # the group of the trained means, which replace the model's own parameters
+TRAINED_MEAN = "trained_mean"  # the group of the trained means, which replace the model's own parameters
 
 FEATURES = "features"  # the group of the statistics of the last layer's inputs
 
@@ -45,9 +45,9 @@ def tensor_path(block: str, tensor: str) -> str:
     return f"{block_path(block)}/{link_name(tensor)}"
 
 
-def centre_path(parameter: str) -> str:
-    """The dataset of a parameter of the centre."""
-    return f"{CENTRE}/{link_name(parameter)}"
+def trained_mean_path(parameter: str) -> str:
+    """The dataset of a parameter of the trained mean."""
+    return f"{TRAINED_MEAN}/{link_name(parameter)}"
 
 
 PRIOR_GROUPS = (PRIOR_MEAN, PRIOR_PRECISION)  # of the priors of single weights

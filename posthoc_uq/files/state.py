@@ -1,10 +1,10 @@
 """A posterior as plain tensors and plain values, and back; this is what `posthoc_uq.files` writes.
 
 The state is a dictionary: ``attributes`` (plain values), ``layers`` (name to plain values), ``blocks`` (name to
-``kind``, ``members``, ``attributes`` and ``tensors``), ``centre`` (parameter name to tensor, where the mean is not the
-model's own), ``prior`` (of single weights, what is not the default), ``features`` (``attributes`` and ``tensors`` of
-the last layer's inputs, or None). Plain values are strings, numbers, booleans, lists of those, and dictionaries of
-those by string.
+``kind``, ``members``, ``attributes`` and ``tensors``), ``trained_mean`` (parameter name to tensor, where the mean is
+not the model's own), ``prior`` (of single weights, what is not the default), ``features`` (``attributes`` and
+``tensors`` of the last layer's inputs, or None). Plain values are strings, numbers, booleans, lists of those, and
+dictionaries of those by string.
 """
 
 from __future__ import annotations
@@ -68,7 +68,7 @@ def posterior_state(posterior: Posterior) -> dict[str, Any]:
             }
             for name, block in posterior.blocks.items()
         },
-        "centre": _own_centre(posterior),
+        "trained_mean": _unblocked_trained_mean(posterior),
         "certain": _certain(posterior),
         "prior": prior_state(posterior.weight_prior),
         "features": None
@@ -97,8 +97,8 @@ def _evidence_state(evidence: Evidence) -> dict[str, Any]:
     }
 
 
-def _own_centre(posterior: Posterior) -> dict[str, Tensor]:
-    """The part of the centre that no block knows itself."""
+def _unblocked_trained_mean(posterior: Posterior) -> dict[str, Tensor]:
+    """The part of the trained mean that no block knows itself."""
     known = {
         parameter
         for name, block in posterior.blocks.items()
@@ -106,13 +106,15 @@ def _own_centre(posterior: Posterior) -> dict[str, Tensor]:
         for layer in posterior.members[name]
         for parameter in posterior.layers[layer].parameter_names
     }
-    return {name: tensor for name, tensor in posterior.centre.items() if name not in known}
+    return {name: tensor for name, tensor in posterior.trained_mean.items() if name not in known}
 
 
 def _certain(posterior: Posterior) -> dict[str, list[int]]:
-    """The shapes of the centre's parameters that no layer has."""
+    """The shapes of the trained mean's parameters that no layer has."""
     covered = {name for layer in posterior.layers.values() for name in layer.parameter_names}
-    return {name: list(tensor.shape) for name, tensor in posterior.centre.items() if name not in covered}
+    return {
+        name: list(tensor.shape) for name, tensor in posterior.trained_mean.items() if name not in covered
+    }
 
 
 def state_layers(state: Mapping[str, Any]) -> dict[str, Layer]:
@@ -159,23 +161,23 @@ def expected_blocks(state: Mapping[str, Any], layers: Mapping[str, Layer]) -> di
     return specs
 
 
-def expected_centre(state: Mapping[str, Any], layers: Mapping[str, Layer]) -> Specs:
-    """What each tensor of the centre must be, by parameter name; needs no tensor.
+def expected_trained_mean(state: Mapping[str, Any], layers: Mapping[str, Layer]) -> Specs:
+    """What each tensor of the trained mean must be, by parameter name; needs no tensor.
 
     Raises:
         CorruptPosteriorError: a parameter belongs to none of the layers, and is not described as certain either.
     """
     shapes = _shapes(layers)
-    named, certain = [str(name) for name in state.get("centre", {})], dict(state.get("certain", {}))
+    named, certain = [str(name) for name in state.get("trained_mean", {})], dict(state.get("certain", {}))
     odd = [name for name in certain if name in shapes or name not in named]
     if odd:
         raise CorruptPosteriorError(
-            f"Certain parameters must be of the centre and of no layer, unlike {odd[:5]}."
+            f"Certain parameters must be of the trained mean and of no layer, unlike {odd[:5]}."
         )
     shapes |= {str(name): tuple(int(side) for side in shape) for name, shape in certain.items()}
     stray = [name for name in named if name not in shapes]
     if stray:
-        raise CorruptPosteriorError(f"The centre has parameters that no layer has: {stray[:5]}.")
+        raise CorruptPosteriorError(f"The trained mean has parameters that no layer has: {stray[:5]}.")
     return {name: TensorSpec(shapes[name]) for name in named}
 
 
@@ -321,21 +323,23 @@ def _calibration(calibration: Mapping[str, Any]) -> dict[str, Any]:
     return {**numbers, "n_mc": int(calibration["n_mc"]), **settings}
 
 
-def _checked_centre(state: Mapping[str, Any], layers: Mapping[str, Layer]) -> dict[str, Tensor]:
-    centre: dict[str, Tensor] = {}
-    for name, spec in expected_centre(state, layers).items():
-        tensor = state["centre"][name]
+def _checked_trained_mean(state: Mapping[str, Any], layers: Mapping[str, Layer]) -> dict[str, Tensor]:
+    trained_mean: dict[str, Tensor] = {}
+    for name, spec in expected_trained_mean(state, layers).items():
+        tensor = state["trained_mean"][name]
         if not isinstance(tensor, Tensor) or not spec.fits(tensor.shape):
-            raise CorruptPosteriorError(f"The centre's '{name}' must be a tensor of shape {spec.shape}.")
-        centre[name] = tensor
-    return centre
+            raise CorruptPosteriorError(
+                f"The trained mean's '{name}' must be a tensor of shape {spec.shape}."
+            )
+        trained_mean[name] = tensor
+    return trained_mean
 
 
 def posterior_from_state(
     state: Mapping[str, Any], mean: Mapping[str, Tensor], likelihood: Likelihood | None = None
 ) -> Posterior:
     """The posterior that a state describes, for a model with the parameters `mean`, by name. It is centred on them, or
-    on the centre of the state. Without `likelihood`, that is made from the state.
+    on the trained mean of the state. Without `likelihood`, that is made from the state.
 
     Raises:
         CorruptPosteriorError: the state is incomplete or out of range.
@@ -353,7 +357,7 @@ def posterior_from_state(
             likelihood or likelihood_from_attributes(attributes["likelihood"]),
             _evidence(attributes["evidence"]),
             _history(attributes["record"], layers),
-            centre=_checked_centre(state, layers),
+            trained_mean=_checked_trained_mean(state, layers),
             settings=Hyperparameters(**{name: attributes[name] for name in ABOUT}),
         )
         posterior.weight_prior = _prior(state, layers)

@@ -265,7 +265,7 @@ _POSTERIOR = Record(
         ),
         "layers": Named(Record(_LAYER)),
         "blocks": Named(_Block()),
-        "centre": Named(_FORMAT),
+        "trained_mean": Named(_FORMAT),
         "certain": Named(Items(Whole(0, 2**40), most=8)),
         "features": maybe(_FEATURES),
     },

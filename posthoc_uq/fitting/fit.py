@@ -949,7 +949,7 @@ def _fitted(task: Task, method: Method) -> Posterior:
     """The method's posterior, with the statistics of the last layer's inputs."""
     if method.trains:
         posterior = method.fit(task)
-        trained_features(task, task.features, posterior, replicate(task.model, posterior.centre))
+        trained_features(task, task.features, posterior, replicate(task.model, posterior.trained_mean))
         return posterior
     grams = watch_features(task, task.features)
     posterior = method.fit(task)

@@ -157,7 +157,7 @@ class Comparison:
         self._predicted = predicted
         self._temperature, self._matched = posterior.temperature, matched
         with torch.no_grad():
-            model = replicate(cast(Any, posterior.model), posterior.centre)
+            model = replicate(cast(Any, posterior.model), posterior.trained_mean)
             self.inputs = inputs = _enough(inputs, model, predictor)
             self._cache = FeatureCache(predictor, lambda: ((b, b) for b in inputs))
             pairs = self._cache.outputs(lambda batch: batch.copied().call(model))

@@ -127,8 +127,8 @@ class HeldOutSearch:
         self._labels = 0  # that count, of the last evaluation
 
     def _network(self) -> Iterator[tuple[Tensor, Tensor]]:
-        """Outputs of the network at the posterior's centre, and targets, batch by batch."""
-        twin = replicate(model_of(self.posterior), self.posterior.centre)
+        """Outputs of the network at the posterior's trained mean, and targets, batch by batch."""
+        twin = replicate(model_of(self.posterior), self.posterior.trained_mean)
         return self._cache.outputs(lambda batch: batch.copied().call(twin))
 
     def start_noise(self) -> None:
@@ -427,7 +427,7 @@ class HeldOutSearch:
         with torch.no_grad():
             alone = (  # where the mean was trained, the model alone is another network
                 ((batch.copied().call(twin), targets) for batch, targets in self._batches())
-                if self.posterior.centre
+                if self.posterior.trained_mean
                 else self._cache.outputs(lambda batch: batch.copied().call(twin))
             )
             for outputs, targets in alone:
@@ -437,7 +437,7 @@ class HeldOutSearch:
         if self._best_loss > self.trials.model_alone + 2 * SLACK:
             advice = (
                 "Train longer, with a smaller prior_precision, or with train_mean=False."
-                if self.posterior.centre
+                if self.posterior.trained_mean
                 else "Restrict the posterior (layers='last') or give it more data."
             )
             warn_user(

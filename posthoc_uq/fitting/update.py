@@ -212,7 +212,7 @@ def _check_possible(posterior: Posterior, loader: Iterable[Any]) -> None:
             "New data need gradients, which torch.inference_mode() does not allow; call this outside of it."
         )
     check_loader(loader)
-    check_reusable(loader, 2 if posterior.centre else 1)
+    check_reusable(loader, 2 if posterior.trained_mean else 1)
     check_unchanged(posterior)
     check_differentiable(model_of(posterior))
 

@@ -48,7 +48,7 @@ from posthoc_uq.heads.predictor import (
     check_finite,
     from_gaussian,
     recentred,
-    same_centre,
+    same_trained_mean,
 )
 from posthoc_uq.layers.capture import Recording
 from posthoc_uq.layers.layer import Call
@@ -864,14 +864,14 @@ class _Networks:
     """Copies of the network at one mean.
 
     Attributes:
-        centre: the posterior's that they have.
+        trained_mean: the posterior's that they have.
         twin: the copy.
         swapped: one whose weights are swapped while it runs; None before it is needed.
         fixed_part: the part of the network before the weights with a posterior.
         ready: the copy whose layers are tracked, once the first batch is there.
     """
 
-    centre: Mapping[str, Tensor]
+    trained_mean: Mapping[str, Tensor]
     twin: nn.Module
     swapped: nn.Module | None
     fixed_part: FixedPart
@@ -880,7 +880,7 @@ class _Networks:
     @classmethod
     def of(cls, twin: nn.Module, posterior: Posterior) -> _Networks:
         """What there is at the beginning."""
-        return cls(posterior.centre, twin, None, FixedPart(twin, posterior.mean))
+        return cls(posterior.trained_mean, twin, None, FixedPart(twin, posterior.mean))
 
 
 class Linearizing(Predictor):
@@ -907,7 +907,7 @@ class Linearizing(Predictor):
         check_differentiable(unwrap(model))
         self._dtype = statistics_dtype(unwrap(model), None)
         with isolated_random_state():  # copying a module may run its code
-            twin = replicate(self._model[0], self._posterior.centre)
+            twin = replicate(self._model[0], self._posterior.trained_mean)
         self._networks = _Networks.of(twin, self._posterior)
         self._weights: tuple[tuple[Hyperparameters, int], WeightCovariance] | None = None
         self._drawn: tuple[tuple[Hyperparameters, int], dict[str, Tensor]] | None = None
@@ -917,12 +917,12 @@ class Linearizing(Predictor):
         the old copies.
         """
         networks = self._networks
-        if not same_centre(networks.centre, posterior.centre):
+        if not same_trained_mean(networks.trained_mean, posterior.trained_mean):
             with _PREPARING:
                 networks = self._networks
-                if not same_centre(networks.centre, posterior.centre):
+                if not same_trained_mean(networks.trained_mean, posterior.trained_mean):
                     self._networks = networks = _Networks.of(
-                        recentred(networks.twin, posterior.centre), posterior
+                        recentred(networks.twin, posterior.trained_mean), posterior
                     )
         return networks
 

@@ -549,17 +549,17 @@ def _heads(kind: type[Predictor]) -> Iterator[type[Predictor]]:
         yield from [below] if hasattr(below, "head") else _heads(below)
 
 
-def same_centre(first: Mapping[str, Tensor], second: Mapping[str, Tensor]) -> bool:
+def same_trained_mean(first: Mapping[str, Tensor], second: Mapping[str, Tensor]) -> bool:
     """Whether copies of a network at one trained mean serve the other: an update puts another one in its place."""
     return first is second or not second
 
 
-def recentred(network: nn.Module, centre: Mapping[str, Tensor]) -> nn.Module:
+def recentred(network: nn.Module, trained_mean: Mapping[str, Tensor]) -> nn.Module:
     """A copy of a network with another trained mean, in its own precision and place."""
     parameters = dict(network.named_parameters())
     with isolated_random_state():  # copying a module may run its code
         return replicate(
-            network, {n: tensor.to(parameters[n]) for n, tensor in centre.items() if n in parameters}
+            network, {n: tensor.to(parameters[n]) for n, tensor in trained_mean.items() if n in parameters}
         )
 
 
@@ -713,7 +713,7 @@ class Predictor(DrawnFunctions, nn.Module, ABC):
         no tensor.
         """
         with torch.no_grad(), isolated_random_state():
-            outputs = batch.copied().call(replicate(self._model[0], posterior.centre))
+            outputs = batch.copied().call(replicate(self._model[0], posterior.trained_mean))
         return outputs if isinstance(outputs, Tensor) else None
 
     @abstractmethod
@@ -864,14 +864,14 @@ class Predictor(DrawnFunctions, nn.Module, ABC):
         Args:
             posterior: a snapshot; by default the present one.
         """
-        centre = (self._snapshot() if posterior is None else posterior).centre
+        trained_mean = (self._snapshot() if posterior is None else posterior).trained_mean
         place, cached = (self.device, self._network_dtype()), self._plain
-        if cached is None or cached[0] != place or not same_centre(cached[1], centre):
+        if cached is None or cached[0] != place or not same_trained_mean(cached[1], trained_mean):
             with _PREPARING, isolated_random_state():
-                network = replicate(self._model[0], centre)
+                network = replicate(self._model[0], trained_mean)
                 if (model_device(network), model_dtype(network)) != place:
                     network = network.to(*place)
-                self._plain = cached = place, centre, (network,)
+                self._plain = cached = place, trained_mean, (network,)
         return cached[2][0]
 
     def _network_dtype(self) -> torch.dtype:

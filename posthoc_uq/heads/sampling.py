@@ -30,7 +30,7 @@ from posthoc_uq.heads.frozen import (
     described,
 )
 from posthoc_uq.heads.functions import PlainAttention
-from posthoc_uq.heads.predictor import Predictor, divisor_of, same_centre, summarise
+from posthoc_uq.heads.predictor import Predictor, divisor_of, same_trained_mean, summarise
 from posthoc_uq.layers.calls import AffineCalls, WeightMoments, drawn_outputs
 from posthoc_uq.layers.layer import Call
 from posthoc_uq.likelihoods.prediction import Prediction, at_least_float32
@@ -107,7 +107,7 @@ class Ensemble(nn.Module):
         self._draws: dict[str, Tensor] | None = None
         self._factors = posterior.factors() if keep == "seeds" else None
         with isolated_random_state():  # copying a module may run its code
-            self.template = replicate(model, posterior.centre)
+            self.template = replicate(model, posterior.trained_mean)
             if dtype is not None:
                 self.template.to(dtype)
             self._clear()
@@ -431,7 +431,7 @@ class OutputDraws(nn.Module):
         self._posterior, self._seeds = posterior, list(seeds)
         self._factors = posterior.factors()
         with isolated_random_state():  # copying a module may run its code
-            self.template = replicate(model, posterior.centre)
+            self.template = replicate(model, posterior.trained_mean)
         self._kept: dict[str, WeightMoments] = {}
         self._set_up()
         self.eval()
@@ -644,7 +644,7 @@ class SamplingPredictor(Predictor):
         if self._antithetic:
             seeds = [seed for seed in seeds for _ in range(2)][: self.n_samples]
             signs = [1, -1] * pairs
-        self._drawn_with, self._drawn_around = posterior.settings.plain(), posterior.centre
+        self._drawn_with, self._drawn_around = posterior.settings.plain(), posterior.trained_mean
         if self._drawn_outputs:
             self.ensemble = OutputDraws(self._model[0], posterior, seeds)
             return
@@ -746,7 +746,7 @@ class SamplingPredictor(Predictor):
         grams = posterior.features
         if grams is None or not self._tells_novelty:
             return None
-        if self._dtype is not None or not same_centre(self._drawn_around, posterior.centre):
+        if self._dtype is not None or not same_trained_mean(self._drawn_around, posterior.trained_mean):
             return None  # other numbers than in the fit
         try:
             with torch.inference_mode(False), torch.no_grad():

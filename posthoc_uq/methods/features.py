@@ -57,7 +57,7 @@ def watch_other_features(task: Task, posterior: Posterior) -> ClassGrams | None:
     source = FeatureSource(layer, features.source, outputs)
     likelihood, budget = task.settings.likelihood, task.memory_budget
     grams = ClassGrams(source, likelihood, task.device, budget, by_class(features))
-    if not posterior.centre:
+    if not posterior.trained_mean:
         task.prepared.capture.watched = features.layer
         task.observers.append(grams)
     return grams
@@ -79,7 +79,7 @@ def other_features(
     Raises:
         NotContainedError: the data cannot all be among those of the posterior.
     """
-    if posterior.centre:
+    if posterior.trained_mean:
         _show(task, grams, network)
     else:
         task.observe()

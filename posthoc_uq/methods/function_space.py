@@ -214,7 +214,7 @@ def _field(
         logs = {name: torch.full_like(means[name], first[name]) for name in uncertain}
         return MeanField(means, logs, options.train_mean)
     _check_initial(initial, means)
-    if initial.centre:
+    if initial.trained_mean:
         if not options.train_mean:
             raise PosthocUQError(
                 "A posterior with a mean of its own cannot begin a training with train_mean=False."

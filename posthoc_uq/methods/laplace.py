@@ -83,7 +83,7 @@ def combined_posterior(posterior: Posterior, part: Tensors, summary: Summary, si
         posterior.likelihood,
         evidence,
         history,
-        centre=posterior.centre,
+        trained_mean=posterior.trained_mean,
         settings=replace(settings, scale=scale),
     )
 

@@ -266,7 +266,7 @@ def state_dict(posterior: Posterior) -> dict[str, Any]:
     Raises:
         PosthocUQError: the posterior is of another method.
     """
-    means = median(posterior, certain=True).centre
+    means = median(posterior, certain=True).trained_mean
     original = unwrap(cast(nn.Module, posterior.model))
     names = parameter_names(original)  # a tied parameter has one name, and several keys
 
@@ -347,7 +347,7 @@ def model(model: nn.Module, posterior: Posterior, layout: Layout = "auto") -> nn
         PosthocUQError: the posterior is of another method, or the layout is unknown.
         PosteriorMismatchError: the model is not the one that the posterior was fitted on.
     """
-    means = median(posterior, certain=True).centre
+    means = median(posterior, certain=True).trained_mean
     one_of("layout", layout, get_args(Layout))
     check_match(model, posterior)
     parameters = dict(unwrap(model).named_parameters())

@@ -173,7 +173,9 @@ def trained_posterior(
         likelihood,
         Evidence(samples, noise_power=0),  # the variances do not follow a later change of the noise variance
         History(notes, dict(task.prepared.deterministic)),
-        centre={name: mean.detach() for name, mean in field.means.items()} if field.train_mean else None,
+        trained_mean={name: mean.detach() for name, mean in field.means.items()}
+        if field.train_mean
+        else None,
         settings=Hyperparameters(float(samples), prior_precision),
     )
     posterior.model = task.model

@@ -472,7 +472,7 @@ def _field(task: Task, options: MomentOptions, rest: list[str]) -> MeanField:
 
 
 def _check_initial(initial: Posterior, trained: Mapping[str, Tensor], train_mean: bool) -> None:
-    if initial.centre and not train_mean:
+    if initial.trained_mean and not train_mean:
         raise PosthocUQError(
             "A posterior with a mean of its own cannot begin a training with train_mean=False."
         )

@@ -222,9 +222,9 @@ class Posterior(Adjustable):
         layers: the layers by name.
         blocks: block name to `Block`; a block has the name of its layer, except in the dense posterior.
         members: block name to the names of its layers.
-        original: the model's own parameters by name, a view of them: of the layers, and those of `centre`.
-        centre: trained parameters by name, which replace the model's own; some may be of no layer, and certain.
-        mean: the parameters that the Gaussian is centred on: those of `centre`, and else of `original`.
+        original: the model's own parameters by name, a view of them: of the layers, and those of `trained_mean`.
+        trained_mean: trained parameters by name, which replace the model's own; some may be of no layer, and certain.
+        mean: the parameters that the Gaussian is centred on: those of `trained_mean`, and else of `original`.
         likelihood: of the targets given the outputs, as in the fit; `observation` is at the present noise scale.
         model: the model it was fitted on or loaded for; no part of the state.
         features: statistics of the last layer's inputs in training, for novelty; None where the fit took none.
@@ -247,7 +247,7 @@ class Posterior(Adjustable):
         evidence: Evidence,
         history: History | None = None,
         *,
-        centre: Mapping[str, Tensor] | None = None,
+        trained_mean: Mapping[str, Tensor] | None = None,
         settings: Hyperparameters | None = None,
     ) -> None:
         self.method = method
@@ -255,10 +255,12 @@ class Posterior(Adjustable):
         self.blocks = dict(blocks)
         self.members = {name: list(inner) for name, inner in members.items()}
         self.original = {name: mean[name] for layer in self.layers.values() for name in layer.parameter_names}
-        self.original |= {name: mean[name] for name in centre or {}}
+        self.original |= {name: mean[name] for name in trained_mean or {}}
         self._layout = Layout(self.layers, self.members)
-        self.centre = dict(centre or {}) | self._layout.means(self.blocks, self.original)
-        self.mean = {name: self.centre.get(name, parameter) for name, parameter in self.original.items()}
+        self.trained_mean = dict(trained_mean or {}) | self._layout.means(self.blocks, self.original)
+        self.mean = {
+            name: self.trained_mean.get(name, parameter) for name, parameter in self.original.items()
+        }
         self.likelihood = likelihood
         self.evidence = evidence
         self.history = history or History()
