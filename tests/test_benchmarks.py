@@ -415,18 +415,6 @@ def test_attacks_on_the_server_find_nothing(capsys: pytest.CaptureFixture[str]) 
     assert "bad outcomes" in capsys.readouterr().out
 
 
-@pytest.mark.study
-def test_message_changes(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    path = tmp_path / "changes.json"
-    _script("message_changes").main(["--smoke", "--json", str(path)])
-    (row,) = json.loads(path.read_text())["rows"]
-    assert row["network"] == "cancer, 32 units" and row["fitted"] == 150
-    assert 0 <= row["in and out"] < 1e-4 < row["not updated"]
-    assert 0 < row["updated"] < row["not updated"]
-    assert row["forgotten"] > 0 and row["not forgotten"] > 0
-    assert "in and out" in capsys.readouterr().out
-
-
 def test_tuning_is_held_against_the_untuned_fit(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     _script("tuning").main(["--smoke", "--output", str(tmp_path)])
     found = json.loads((tmp_path / "tuning.json").read_text())

@@ -11,7 +11,6 @@ from torch import Tensor
 from posthoc_uq.core.errors import CorruptPosteriorError
 from posthoc_uq.core.numerics import as_double
 from posthoc_uq.posteriors.block import Block, Settings, TensorSpec, largest_of
-from posthoc_uq.posteriors.features import ALL
 
 ORTHONORMAL = 0.05
 """How far the rows of ``U^T U`` may lie from those of the identity, in the Euclidean norm. Rounding a basis to bfloat16
@@ -103,17 +102,11 @@ def check_blocks(
 
 
 def check_features(tensors: Mapping[str, Tensor]) -> None:
-    """Refuse Grams of features that are too large to be scaled to a mean eigenvalue of 1, or whose totals are not those
-    of different classes.
+    """Refuse Grams of features that are too large to be scaled to a mean eigenvalue of 1.
 
     Raises:
         CorruptPosteriorError: they are.
     """
-    if "totals" in tensors:
-        labels, samples, traces = as_double(tensors["totals"]).unbind(1)
-        whole = bool((labels == labels.round()).all()) and len(set(labels.tolist())) == len(labels)
-        if not whole or bool((labels < ALL).any()) or bool((samples <= 0).any()) or bool((traces < 0).any()):
-            raise CorruptPosteriorError("its features are not of different classes with samples in each")
     most = 1.5 * tensors["basis"].shape[0]
     traces = as_double(tensors["diagonal"]).sum(1) + as_double(tensors["factors"]).square().sum((1, 2))
     if float(traces.max()) > most or largest_of(tensors["residual"]) > most:

@@ -91,8 +91,7 @@ _FEATURES = Record(
                 "classes": Whole(1, 2**31),
                 "width": Whole(1, 2**40),
                 "rank": Whole(0, 2**40),
-            },
-            {"totals": Flag()},
+            }
         ),
         "dtypes": Named(_FORMAT),
     }

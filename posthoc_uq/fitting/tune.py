@@ -648,7 +648,7 @@ def tune(
     Referral thresholds belong to the hyperparameters they were set for; a search that changes these warns of it.
 
     The search works on a copy: until it ends, and if it fails, other threads predict with the posterior as it was, and
-    save that. One call at a time may change a posterior.
+    save that. Of two calls at the same time, the one that ends last decides.
 
     Returns:
         All trials. Printed, they begin with the chosen trial and the nats given up against the best for a wider
@@ -679,10 +679,9 @@ def tune(
             raise PosthocUQError(
                 "The evidence needs no head; head and its options are for held-out data, or criterion='faithful'."
             )
-        with posterior.changing("uq.tune"):
-            trial = posterior.trial()
-            trials = _by_evidence(trial, loader, request, per_layer)
-            posterior.adopt(trial)
+        trial = posterior.trial()
+        trials = _by_evidence(trial, loader, request, per_layer)
+        posterior.adopt(trial)
         return trials
     if per_layer:
         raise PosthocUQError(
@@ -694,21 +693,20 @@ def tune(
             + ("held-out data with targets." if request.criterion == "likelihood" else "training inputs.")
         )
     check_loader(loader)
-    with posterior.changing("uq.tune"):
-        trial = posterior.trial()
-        name, head_options = _head(trial, head, n_samples, request.seed, options)
-        _forget_calibration(trial, name)
-        trial.warned_heads = {*posterior.warned_heads, name}
-        faithful_value = _recorded_faithful_value(trial, name)
-        predictor = wrap(model_of(trial), trial, name, **head_options)
-        recorded_options = plain_options(options or _recorded_options(trial, name))
-        trial.history.head = {"name": name, "options": recorded_options, "criterion": request.criterion}
-        if request.criterion == "faithful":
-            trials = _by_faithfulness(trial, loader, predictor, reader, request)
-        else:
-            trials = _by_likelihood(trial, loader, predictor, reader, request, faithful_value)
-        posterior.adopt(trial)
-        posterior.warned_heads.add(name)
+    trial = posterior.trial()
+    name, head_options = _head(trial, head, n_samples, request.seed, options)
+    _forget_calibration(trial, name)
+    trial.warned_heads = {*posterior.warned_heads, name}
+    faithful_value = _recorded_faithful_value(trial, name)
+    predictor = wrap(model_of(trial), trial, name, **head_options)
+    recorded_options = plain_options(options or _recorded_options(trial, name))
+    trial.history.head = {"name": name, "options": recorded_options, "criterion": request.criterion}
+    if request.criterion == "faithful":
+        trials = _by_faithfulness(trial, loader, predictor, reader, request)
+    else:
+        trials = _by_likelihood(trial, loader, predictor, reader, request, faithful_value)
+    posterior.adopt(trial)
+    posterior.warned_heads.add(name)
     return trials
 
 

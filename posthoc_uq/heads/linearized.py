@@ -909,8 +909,8 @@ class Linearizing(Predictor):
         with isolated_random_state():  # copying a module may run its code
             twin = replicate(self._model[0], self._posterior.trained_mean)
         self._networks = _Networks.of(twin, self._posterior)
-        self._weights: tuple[tuple[Hyperparameters, int], WeightCovariance] | None = None
-        self._drawn: tuple[tuple[Hyperparameters, int], dict[str, Tensor]] | None = None
+        self._weights: tuple[Hyperparameters, WeightCovariance] | None = None
+        self._drawn: tuple[Hyperparameters, dict[str, Tensor]] | None = None
 
     def _networks_of(self, posterior: Posterior) -> _Networks:
         """The copies of the network at a posterior's mean. An update may move it; predictions that are under way keep
@@ -1014,7 +1014,7 @@ class Linearizing(Predictor):
 
     def _covariances(self, posterior: Posterior, device: torch.device) -> WeightCovariance:
         """The covariance of the weights, cached until settings or data change."""
-        settings, cached = posterior.moment, self._weights
+        settings, cached = posterior.settings.of_weights(), self._weights
         if cached is None or cached[0] != settings:
             with _PREPARING:
                 cached = self._weights
@@ -1027,7 +1027,7 @@ class Linearizing(Predictor):
 
     def _deviations(self, posterior: Posterior) -> dict[str, Tensor]:
         """Draws of the weights' deviation from the trained ones, by parameter, kept until settings or data change."""
-        settings, cached = posterior.moment, self._drawn
+        settings, cached = posterior.settings.of_weights(), self._drawn
         if cached is None or cached[0] != settings:
             with _PREPARING:
                 cached = self._drawn

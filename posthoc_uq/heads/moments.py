@@ -329,13 +329,13 @@ class _Prepared:
     """What was computed from a posterior at certain settings.
 
     Attributes:
-        settings: the hyperparameters of the weights, and which data they belong to (`Posterior.moment`).
+        settings: the hyperparameters of the weights (`Hyperparameters.of_weights`).
         network: at the posterior's mean.
         layer_posteriors: one for each layer.
         calibration: the one made for these settings, or None.
     """
 
-    settings: tuple[Hyperparameters, int]
+    settings: Hyperparameters
     network: nn.Module
     layer_posteriors: list[LayerPosterior]
     calibration: Calibration | None
@@ -429,7 +429,7 @@ class MomentsPredictor(Predictor):
         )
         self.noises = nn.ModuleList(layers)  # moves with this module; the name is in its state dict
         calibration = fitting_calibration(posterior, self.settings())
-        return _Prepared(posterior.moment, self.network, layers, calibration)
+        return _Prepared(posterior.settings.of_weights(), self.network, layers, calibration)
 
     def identity(self) -> dict[str, Any]:
         """See `Predictor`."""
@@ -449,7 +449,7 @@ class MomentsPredictor(Predictor):
 
     def _follow(self, posterior: Posterior) -> _Prepared:
         """The preparations for a posterior's settings; predictions under way in other threads keep the old ones."""
-        settings, prepared = posterior.moment, self._prepared
+        settings, prepared = posterior.settings.of_weights(), self._prepared
         if prepared.settings != settings:
             with _PREPARING:
                 prepared = self._prepared

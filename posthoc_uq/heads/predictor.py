@@ -833,7 +833,7 @@ class Predictor(DrawnFunctions, nn.Module, ABC):
     def _posterior_ratio(self, posterior: Posterior, settings: RatioSettings, batch: Batch) -> PosteriorRatio:
         """The ratio for these settings; the last one made is kept."""
         network = self._network(posterior)
-        key = (settings, posterior.noise_scale, posterior.history.revision, model_device(network))
+        key = (settings, posterior.noise_scale, model_device(network))
         with _PREPARING:
             if self._ratio is None or self._ratio[0] != key:
                 ratio = PosteriorRatio(network, posterior, settings, batch, model_device(network))

@@ -119,9 +119,9 @@ def known_novelty(ratio: Tensor | None) -> Tensor:
     """
     if ratio is None:
         raise PosthocUQError(
-            "This prediction does not know its novelty: the predictor was made with novelty=False, or the posterior "
-            "keeps nothing of the last layer's inputs, as those of older files (fit again) and of models whose last "
-            "layer has no input of each sample's own; predictor.novelty(x, of='top') then goes by the posterior itself."
+            "This prediction has no novelty: the predictor was made with novelty=False, or the posterior has no "
+            "statistics of the last layer's inputs, as after uq.update or where that layer has no input of each "
+            "sample's own. Fit again on all data, or ask for predictor.novelty(x, of='top'), by the posterior itself."
         )
     return ratio
 

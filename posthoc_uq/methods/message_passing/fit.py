@@ -39,12 +39,9 @@ from posthoc_uq.methods.message_passing.data import (
 )
 from posthoc_uq.methods.message_passing.gaussian import Message, from_moments
 from posthoc_uq.methods.message_passing.grams import (
-    Remembered,
     gram_of,
     in_units,
-    kept_gram,
     settled_means,
-    units_of,
 )
 from posthoc_uq.methods.message_passing.joint import Joint, marginals
 from posthoc_uq.methods.message_passing.network import Belief, Stage, Weighted, quotient
@@ -54,7 +51,7 @@ from posthoc_uq.methods.message_passing.targets import Argmax, Regression, Signa
 from posthoc_uq.methods.message_passing.trainer import Beliefs, Schedule, Trainer
 from posthoc_uq.methods.method import Method
 from posthoc_uq.methods.task import Task
-from posthoc_uq.posteriors.block import Weights, check_forgettable, largest_of
+from posthoc_uq.posteriors.block import NotContainedError, Weights, check_resolved, largest_of
 from posthoc_uq.posteriors.features import FeatureGrams
 from posthoc_uq.posteriors.laplace import LARGEST_BYTES
 from posthoc_uq.posteriors.messages import JointMessagesBlock, MessagesBlock, moved
@@ -314,12 +311,11 @@ def last_blocks(
     data = Batches(examples, units, size, order_seed(task))
     trainer = trained(task, options, stages, {0: belief}, data, signal)
     said = as_matrix(quotient(trainer.posterior[0], belief), bias)
-    gram = gram_of(examples.inputs, units.shift, bias)
+    gram = gram_of(examples.inputs, units.shift, bias) if isinstance(signal, Regression) else None
     if isinstance(signal, Regression) and gram is not None:
         rows, targets = joint_rows(layer, units, examples), units.targets(examples.targets)
         said = settled_means(prior, in_units(gram, units), rows, targets, said, signal)
     block = diagonal_block(task, layer, units, prior, said, len(examples.inputs))
-    block.gram = gram
     return {layer.name: block}, visits(trainer)
 
 
@@ -728,167 +724,88 @@ def _posterior(
     return posterior
 
 
-# Data that come into a last layer's posterior by message passing after its fit, and data that go out again.
-
-Signals = Callable[[Units], Signal]  # what targets in some units say
+# Data that come into a last layer's joint posterior after its fit, and data that go out again.
 
 
-def check_last(posterior: Posterior) -> None:
-    """Refuse a posterior of a whole network.
+def _changed(posterior: Posterior, task: Task, remove: bool) -> Posterior:
+    """The posterior with the targets' sites of the task's data, or without them.
 
-    Raises:
-        PosthocUQError: it is one.
-    """
-    if posterior.history.fit.get("layers fitted") != LAST:
-        raise PosthocUQError(
-            "Data come in and go out of posteriors of a last layer, by method='message_passing' with layers='last'; "
-            "this one is of a whole network. Fit again on the data that it is to hold."
-        )
-
-
-def changed(posterior: Posterior, task: Task, sign: int) -> Posterior:
-    """The posterior with the data of a task, or without them.
-
-    Args:
-        posterior: of a last layer; it stays as it is.
-        task: of the data.
-        sign: 1 for data that come in, -1 for data that go out.
+    Sites of data that come in are found under the posterior as their prior; those that go out are the ones under which
+    it is in balance. For a regression both are exact.
 
     Raises:
-        PosthocUQError: the data cannot all have been in, or would leave none.
+        NotContainedError: the data cannot all have been in.
+        PosthocUQError: no sample would be left, or what is known would be lost beside the new data.
     """
-    check_last(posterior)
     ((name, layer),) = posterior.layers.items()
-    block = cast(MessagesBlock, posterior.blocks[name])
+    block = cast(JointMessagesBlock, posterior.blocks[name])
     examples = examples_of(task, layer)
     place = as_double(block.field).device  # the posterior may lie on another device than the model
     examples = examples._replace(inputs=examples.inputs.to(place), targets=examples.targets.to(place))
-    samples = block.samples + sign * len(examples.inputs)
+    samples = block.samples + (-1 if remove else 1) * len(examples.inputs)
     if samples < 1:
         raise PosthocUQError(
-            f"The posterior holds {block.samples} samples, and {len(examples.inputs)} cannot go out; at least one must "
-            f"be left."
+            f"The posterior has {block.samples} samples and {len(examples.inputs)} are to go out, which leaves none."
         )
     options = MessagePassingOptions(
         signal="argmax" if posterior.history.fit.get("signal") == "argmax" else "auto",
         regularize=bool(posterior.history.fit.get("regularize", False)),
     )
     task.settings = replace(task.settings, likelihood=posterior.likelihood)
-    work = _joint if isinstance(block, JointMessagesBlock) else _diagonal
-    field, precision, gram = work(block, layer, examples, partial(signal_of, task, options), sign)
-    if sign > 0:
+    field, precision = _sites_of(block, layer, examples, partial(signal_of, task, options), remove)
+    if remove:
+        field, precision = -field, -precision
+    else:
         weights = Weights.of(block.samples, len(examples.inputs), torch.finfo(block.field.dtype).eps)
-        check_forgettable(largest_of(block.total()), largest_of(precision), weights, 0.0, f"'{name}'")
-    kept = [as_double(block.field) + sign * field, as_double(block.precision) + sign * precision]
-    new = type(block)(
+        check_resolved(largest_of(block.total()), largest_of(precision), weights, 0.0, f"'{name}'")
+    new = JointMessagesBlock(
         block.prior_mean,
         block.prior_precision,
-        kept[0].to(block.field),
-        kept[1].to(block.field),
+        (as_double(block.field) + field).to(block.field),
+        (as_double(block.precision) + precision).to(block.field),
         block.shift,
         samples,
-        gram,
     )
-    _check_left(new)
-    return _with_block(posterior, name, new, samples)
-
-
-def _check_left(block: MessagesBlock) -> None:
-    diagonal = block.precision
-    if isinstance(block, JointMessagesBlock):
-        diagonal = diagonal.diagonal(dim1=-2, dim2=-1)
-    rounding = 1e-5 * float(block.total().abs().max())
-    fault = block.fault()
-    if bool((diagonal < -rounding).any()) or fault is not None:
-        raise PosthocUQError(
-            "These data cannot all be among those of the posterior: without them a precision would be negative. Pass "
-            "samples that were fitted or added, unchanged; the posterior stays as it is."
-        )
-    if not isinstance(block, JointMessagesBlock):
-        block.precision = block.precision.clamp(min=0)
-
-
-def _with_block(posterior: Posterior, name: str, block: MessagesBlock, samples: int) -> Posterior:
+    least = float(new.precision.diagonal(dim1=-2, dim2=-1).min())
+    if least < -1e-5 * largest_of(new.total()) or new.fault() is not None:  # more than rounding
+        raise NotContainedError("precision of a weight")
+    history = deepcopy(posterior.history)
+    history.fit["samples"] = samples
     settings = replace(posterior.settings, scale=posterior.scale * samples / posterior.evidence.samples)
-    new = Posterior(
-        posterior.method,
-        posterior.layers,
-        {name: block},
-        posterior.members,
-        posterior.original,
-        posterior.likelihood,
-        Evidence(samples, noise_power=0),
-        deepcopy(posterior.history),
-        settings=settings,
-    )
-    new.model, new.features = posterior.model, posterior.features
-    new.history.fit["samples"] = samples
-    return new
+    evidence = Evidence(samples, noise_power=0)
+    return posterior.with_blocks({name: new}, evidence=evidence, history=history, settings=settings)
 
 
-def _natural(block: MessagesBlock, units: Units, bias: bool) -> joint.Joint | Message:
-    """The posterior of a block in the units of some data, as natural parameters."""
+def _sites_of(
+    block: JointMessagesBlock,
+    layer: Layer,
+    examples: Examples,
+    signal: Callable[[Units], Signal],
+    remove: bool,
+) -> tuple[Tensor, Tensor]:
+    """What the targets say of the layer's weights: field ``(1, J, n)`` and precision ``(1, J, n, n)``.
+
+    Args:
+        block: the posterior, with these data where they are to go out.
+        layer: its layer.
+        examples: the data.
+        signal: what targets in some units say.
+        remove: whether the data go out.
+    """
+    bias = layer.bias is not None
+    shift = as_double(block.shift)
+    units = Units.of(examples, bias, shift[:-1] if bias else shift)
     factors, offset = units.factors(bias), units.offset(bias)
     mean = (block.moved_mean()[0].to(factors) - offset) / factors
-    total = block.total()[0].to(factors)
-    if isinstance(block, JointMessagesBlock):
-        precision = total * factors.unsqueeze(2) * factors.unsqueeze(1)
-        return joint.Joint((precision @ mean.unsqueeze(2)).squeeze(2), precision)
-    precision = total * factors.square()
-    return Message(mean * precision, precision)
-
-
-def _shift(block: MessagesBlock, bias: bool) -> Tensor:
-    shift = as_double(block.shift)
-    return shift[:-1] if bias else shift
-
-
-def _joint(
-    block: MessagesBlock,
-    layer: Layer,
-    examples: Examples,
-    likelihood: Signals,
-    sign: int,
-) -> tuple[Tensor, Tensor, None]:
-    """Field ``(1, J, n)`` and precision ``(1, J, n, n)`` of the data, which are all that is kept of them."""
-    units = Units.of(examples, layer.bias is not None, _shift(block, layer.bias is not None))
-    signal = likelihood(units)
-    known = cast(joint.Joint, _natural(block, units, layer.bias is not None))
+    precision = block.total()[0].to(factors) * factors.unsqueeze(2) * factors.unsqueeze(1)
+    known = Joint((precision @ mean.unsqueeze(2)).squeeze(2), precision)
     rows, targets = joint_rows(layer, units, examples), units.targets(examples.targets)
-    if sign > 0:
-        told = joint.fit_sites(rows, targets, signal, known)[1]
+    if remove:
+        told = joint.evidence_of(rows, joint.sites_within(rows, targets, signal(units), known))
     else:
-        told = joint.evidence_of(rows, joint.sites_within(rows, targets, signal, known))
-    return *_placed(joint_evidence(units, told, layer.bias is not None), block), None
-
-
-def _diagonal(
-    block: MessagesBlock,
-    layer: Layer,
-    examples: Examples,
-    likelihood: Signals,
-    sign: int,
-) -> tuple[Tensor, Tensor, Tensor]:
-    """Field and precision ``(1, J, n)`` of the data, and the Gram of all inputs after the change."""
-    bias = layer.bias is not None
-    shift = _shift(block, bias)
-    gram, own = kept_gram(block, layer), gram_of(examples.inputs, shift, bias)
-    assert own is not None  # of the size of the other
-    units = units_of(gram, block.samples, shift, examples, bias)
-    signal = likelihood(units)
-    known = cast(Message, _natural(block, units, bias))
-    prior = as_double(block.prior_precision)[0] * units.factors(bias).square()
-    old = Remembered(prior, known, in_units(gram, units), signal)
-    rows, targets = joint_rows(layer, units, examples), units.targets(examples.targets)
-    change = old.with_data if sign > 0 else old.without
-    mean, precision = change(rows, in_units(own, units), targets, signal)
-    said = Message(sign * (mean * precision - known.tau), sign * (precision - known.rho))
-    return *_placed(diagonal_evidence(units, said, bias), block), gram + sign * own
-
-
-def _placed(parts: Any, block: MessagesBlock) -> tuple[Tensor, Tensor]:
+        told = joint.fit_sites(rows, targets, signal(units), known)[1]
     like = as_double(block.field)
-    field, precision = (part.unsqueeze(0).to(like) for part in parts)
+    field, precision = (part.unsqueeze(0).to(like) for part in joint_evidence(units, told, bias))
     return field, precision
 
 
@@ -956,31 +873,12 @@ class MessagePassing(MessagePassingOptions, Method):
     def fit(self, task: Task) -> Posterior:
         return fit_by_messages(task, self, self.prior_precision)
 
-    def check_change(self, posterior: Posterior, change: str) -> None:
-        """Refuse a posterior of a whole network, whose data cannot change.
+    def check_update(self, posterior: Posterior) -> None:
+        if not all(isinstance(block, JointMessagesBlock) for block in posterior.blocks.values()):
+            raise PosthocUQError(
+                "Data come in and go out of posteriors by uq.MessagePassing(posterior='full') alone, whose sites are "
+                "sums over the data; this one has independent weights. Fit again on the data that it is to hold."
+            )
 
-        Raises:
-            PosthocUQError: it is one.
-        """
-        check_last(posterior)
-
-    def update(self, posterior: Posterior, task: Task) -> Posterior:
-        """The last layer's posterior with new data: it is the prior of their messages.
-
-        For a regression with ``posterior="full"`` that is the fit on all data. Else the result is near that fit: what
-        the old data said stays as it was, and independent weights know by the Gram of the layer's inputs how they
-        correlate.
-
-        Raises:
-            PosthocUQError: the posterior is of a whole network.
-        """
-        return changed(posterior, task, 1)
-
-    def forget(self, posterior: Posterior, task: Task) -> Posterior:
-        """The last layer's posterior without these data: their messages, as they are under the posterior, are divided
-        out.
-
-        Raises:
-            PosthocUQError: the posterior is of a whole network, or the data cannot all have been in it.
-        """
-        return changed(posterior, task, -1)
+    def update(self, posterior: Posterior, task: Task, remove: bool) -> Posterior:
+        return _changed(posterior, task, remove)
