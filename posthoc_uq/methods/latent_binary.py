@@ -39,7 +39,7 @@ from posthoc_uq.methods.task import Task
 from posthoc_uq.methods.trained import batches_of, check_trainable, count_data, train_on
 from posthoc_uq.methods.training import Group, Objective, Step, TrainingOptions, best_epoch, cosine
 from posthoc_uq.posteriors.posterior import Posterior
-from posthoc_uq.posteriors.prior import ALL_WEIGHTS
+from posthoc_uq.posteriors.prior import ONE_PRIOR
 from posthoc_uq.posteriors.settings import Evidence, History, Hyperparameters, LayerPriors
 from posthoc_uq.posteriors.variational import (
     MOST_STEPS,
@@ -883,7 +883,7 @@ def _fit_notes(
         "epoch taken": best_epoch(history),
         "start": options.start,
         "flow": f"{options.flow_form}, {options.flow_steps} steps" if options.flow else "none",
-        "prior": ALL_WEIGHTS,
+        ONE_PRIOR: True,
         "prior inclusion": options.prior_inclusion,
         "weight of the divergence": options.divergence_weight,
         "density of the median model": float((chances > 0.5).float().mean()),

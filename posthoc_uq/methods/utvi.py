@@ -39,7 +39,7 @@ from posthoc_uq.methods.training import EPOCHS, Group, Objective, Step, Training
 from posthoc_uq.moments.propagation import independent_weights, propagate, running_module
 from posthoc_uq.moments.tensor import Rules
 from posthoc_uq.posteriors.posterior import Posterior
-from posthoc_uq.posteriors.prior import ALL_WEIGHTS
+from posthoc_uq.posteriors.prior import ONE_PRIOR
 
 # The options of a training by propagated moments, checked before any work is done.
 
@@ -496,7 +496,7 @@ def _fit_notes(
         "mean": "trained" if options.train_mean else "frozen",
         "objective": options.objective,
         "noise": options.noise,
-        "prior": ALL_WEIGHTS,
+        ONE_PRIOR: True,
         "prior mean": options.prior_mean,
         "first KL weight": options.first_kl_weight,
         "least KL weight": options.first_kl_weight * options.kl_floor,
