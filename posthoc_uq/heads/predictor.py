@@ -24,7 +24,7 @@ from posthoc_uq.core.batches import (
     explained,
 )
 from posthoc_uq.core.devices import on_host
-from posthoc_uq.core.errors import NonFiniteError, NotAnsweredError, PosteriorMismatchError, PosthocUQError
+from posthoc_uq.core.errors import NonFiniteError, PosteriorMismatchError, PosthocUQError
 from posthoc_uq.core.model import apart, model_device, model_dtype, replicate, statistics_of, unwrap
 from posthoc_uq.core.options import COUNT
 from posthoc_uq.core.outputs import Choice, choice_of, chosen_in, with_choice
@@ -593,21 +593,6 @@ class Predictor(DrawnFunctions, nn.Module, ABC):
         ) = None
         self._ratio: tuple[Any, PosteriorRatio] | None = None
         self._watch = WeightWatch(model)
-
-    if not TYPE_CHECKING:  # a type checker would take any name for an attribute
-
-        def __getattr__(self, name: str) -> Any:
-            try:
-                return super().__getattr__(name)
-            except AttributeError as error:
-                heads = [kind.head for kind in _heads(Predictor) if hasattr(kind, name)]
-                if name.startswith("_") or hasattr(type(self), name) or not heads:
-                    raise
-                others = " and ".join(f"head={head!r}" for head in heads)
-                raise NotAnsweredError(
-                    f"head={self.head!r} has no {name!r}, unlike {others}; make one of the same posterior: "
-                    f"uq.wrap(model, posterior, head={heads[0]!r})."
-                ) from error
 
     def __repr__(self) -> str:
         posterior, settings = self._posterior, self.hyperparameters()

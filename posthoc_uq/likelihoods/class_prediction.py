@@ -85,7 +85,6 @@ class ClassPrediction(Prediction):
         PosthocUQError: the shapes do not fit each other, or votes that are no integers.
     """
 
-    of: ClassVar[str] = "likelihood='classification' or 'binary'"
     kind: ClassVar[str] = "classes"
 
     probs: Tensor
@@ -425,7 +424,6 @@ class MultilabelPrediction(Prediction):
         PosthocUQError: the shapes do not fit each other.
     """
 
-    of: ClassVar[str] = "likelihood='multilabel'"
     kind: ClassVar[str] = "labels"
 
     probs: Tensor
@@ -670,7 +668,6 @@ class OrdinalPrediction(ClassPrediction):
     model's own outputs: (batch, classes - 1), or (batch, 1) with thresholds.
     """
 
-    of: ClassVar[str] = "likelihood='ordinal'"
 
     @classmethod
     def from_log_probs(
