@@ -26,8 +26,6 @@ from posthoc_uq.heads.predictor import (
     divisor_of,
     from_gaussian,
     gaussian_draws,
-    recentred,
-    same_trained_mean,
 )
 from posthoc_uq.heads.sampling import SamplingPredictor
 from posthoc_uq.layers.layer import Layer
@@ -410,20 +408,11 @@ class MomentsPredictor(Predictor):
         self._tells_novelty = self._options.novelty
         with isolated_random_state():  # copying a module may run its code
             self.network = replicate(self._model[0], posterior.trained_mean)
-        self._trained_mean = posterior.trained_mean
         self._fixed_part = FixedPart(self.network, posterior.mean)
         self._checked = False
         self._prepared = self._prepare(posterior.snapshot())
 
     def _prepare(self, posterior: Posterior) -> _Prepared:
-        if not same_trained_mean(
-            self._trained_mean, posterior.trained_mean
-        ):  # predictions under way keep the old network
-            self.network, self._trained_mean = (
-                recentred(self.network, posterior.trained_mean),
-                posterior.trained_mean,
-            )
-            self._fixed_part = FixedPart(self.network, posterior.mean)
         layers = list(
             layer_posteriors(self.network, posterior, self._options.weights, self._rules.cov).values()
         )
