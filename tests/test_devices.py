@@ -210,6 +210,7 @@ def likelihoods(name: str) -> Work:
             posterior = uq.update(posterior, batched((1.3 * x[:12], y[:12])), remove=remove, progress=False)
             found[f"updated, {remove}"] = described(posterior)
         uq.tune(posterior, batched((x, y)), progress=False, max_evaluations=2, n_samples=2)
+        predictor = uq.wrap(model, posterior, "moments")
         result = uq.evaluate(predictor, batched((x, y)), ood_loaders=[x * 3], progress=False)
         return found | {"tuned": posterior.prior_precision, "quality": result.to_dict()["quality"]}
 
@@ -245,8 +246,8 @@ def changes(method: str) -> Work:
         model, x = network(device=device), images()[0]
         found: dict[str, Any] = {}
         with TemporaryDirectory() as folder:
-            options: dict[str, Any] = {"keep_grams": True} if method == "kfac" else {}
-            uq.save(fitted(model, method, **options), Path(folder) / "posterior.h5")
+            sums: dict[str, Any] = {"kfac": {"keep_grams": True}, "message_passing": {"posterior": "full"}}
+            uq.save(fitted(model, method, **sums.get(method, {})), Path(folder) / "posterior.h5")
             for name, place in (("home", device), ("CPU", CPU)):
                 posterior = uq.load(Path(folder) / "posterior.h5", model, device=place)
                 for remove in (False, True):

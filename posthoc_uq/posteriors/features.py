@@ -370,11 +370,12 @@ class ClassGrams:
             raise nothing_counts()
         frequent = [c for c, count in enumerate(counts) if count >= FEW] if len(counts) > 1 else [0]
         rare = [c for c, count in enumerate(counts) if count and c not in frequent]
-        places = torch.tensor([*range(len(frequent)), *[len(frequent)] * len(rare)])
+        device = self.sums["counts"].device
+        places = torch.tensor([*range(len(frequent)), *[len(frequent)] * len(rare)], device=device)
 
         def grouped(sums: Tensor) -> Tensor:
             start = sums.new_zeros(len(frequent) + bool(rare), *sums.shape[1:])
-            return start.index_add_(0, places.to(sums.device), sums[[*frequent, *rare]])
+            return start.index_add_(0, places, sums[[*frequent, *rare]])
 
         if self._test is None:
             grams: Grams = _Exact(grouped(self.sums["grams"]))
