@@ -668,7 +668,6 @@ class OrdinalPrediction(ClassPrediction):
     model's own outputs: (batch, classes - 1), or (batch, 1) with thresholds.
     """
 
-
     @classmethod
     def from_log_probs(
         cls, log_probs: Tensor, outputs: Tensor, functional: tuple[Tensor, Tensor] | None = None

@@ -307,7 +307,6 @@ class HeteroscedasticPrediction(RegressionPrediction):
         log_noise_variance: same shape, its variance over the weights.
     """
 
-
     log_noise_mean: Tensor
     log_noise_variance: Tensor
 
