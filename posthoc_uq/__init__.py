@@ -17,7 +17,7 @@ from posthoc_uq.evaluation import Evaluation, evaluate
 from posthoc_uq.files import inspect, load, save
 from posthoc_uq.fitting.fit import fit
 from posthoc_uq.fitting.tune import tune
-from posthoc_uq.fitting.update import forget, update
+from posthoc_uq.fitting.update import update
 from posthoc_uq.fitting.wrap import wrap
 from posthoc_uq.heads.function_kl import function_space_kl
 from posthoc_uq.heads.linearized import LinearizedPredictor
@@ -114,7 +114,6 @@ __all__ = [
     "export_onnx",
     "exportable",
     "fit",
-    "forget",
     "function_space_kl",
     "inspect",
     "load",

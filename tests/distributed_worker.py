@@ -94,9 +94,8 @@ def changed(loader: Any, case: str, came: Any, went: Any) -> uq.Posterior:
     posterior = uq.fit(
         model(), loader, progress=False, dtype=torch.float64, prior_precision=1.0, **CASES[case]
     )
-    for change, batches in ((uq.update, came), (uq.forget, went)):
-        change(posterior, batches, progress=False)
-    return posterior
+    posterior = uq.update(posterior, came, progress=False)
+    return uq.update(posterior, went, remove=True, progress=False)
 
 
 def sampled(case: str, shuffle: bool = False) -> DataLoader:

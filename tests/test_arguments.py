@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-import pickle
 import subprocess
 import sys
 import warnings
@@ -748,43 +747,6 @@ def test_a_model_made_in_inference_mode(net: nn.Sequential, posterior: uq.Poster
     fresh.load_state_dict(made.state_dict())
     expected = cast(Any, uq.wrap(net, posterior)(_x())).probs
     assert torch.equal(cast(Any, uq.wrap(fresh, posterior)(_x())).probs, expected)
-
-
-@pytest.mark.parametrize(
-    ("head", "name", "other"),
-    [
-        ("sampling", "functional_variance", "linearized"),
-        ("moments", "functional_covariance", "linearized"),
-        ("linearized", "outputs", "sampling"),
-        ("sampling", "calibrate", "moments"),
-    ],
-)
-def test_what_another_head_has(
-    net: nn.Sequential, posterior: uq.Posterior, head: str, name: str, other: str
-) -> None:
-    predictor = uq.wrap(net, posterior, head)
-    assert not hasattr(predictor, name)
-    _refused(rf"head='{head}' has no '{name}'.*head='{other}'", lambda: getattr(predictor, name))
-    with pytest.raises(AttributeError, match="no attribute 'nonsense'") as caught:
-        predictor.nonsense  # type: ignore[attr-defined]  # noqa: B018
-    assert not isinstance(caught.value, PosthocUQError)
-
-
-def test_what_another_prediction_has(net: nn.Sequential, posterior: uq.Posterior) -> None:
-    classes = cast(Any, uq.wrap(net, posterior)(_x()))
-    values = uq.RegressionPrediction(torch.zeros(2), torch.ones(2), 1.0)
-    for name in ("interval", "quantile", "mean", "variance"):
-        assert not hasattr(classes, name)
-        _refused(
-            rf"ClassPrediction has no '{name}'; a RegressionPrediction has.*likelihood='regression'",
-            lambda name=name: getattr(classes, name),
-        )
-    _refused("RegressionPrediction has no 'probs'; a ClassPrediction has", lambda: values.probs)
-    for one in (classes, values):
-        with pytest.raises(AttributeError, match="has no attribute 'nonsense'") as caught:
-            one.nonsense  # noqa: B018
-        assert not isinstance(caught.value, PosthocUQError)
-        assert len(copy.deepcopy(one)) == len(pickle.loads(pickle.dumps(one))) == len(one)
 
 
 class _Tokens(nn.Module):

@@ -91,7 +91,7 @@ def test_it_moves_them_and_the_posterior_carries_them(tmp_path: Path) -> None:
             first, second = (uq.wrap(model, p, head)(x) for p in (posterior, loaded))
             assert torch.equal(first.mean, second.mean)  # type: ignore[attr-defined]
     assert set(uq.inspect(tmp_path / "p.h5")["trained_mean"]) == covered | REST
-    # the mean of the sampling head's draws, with no spread, is the network with the trained_mean's numbers
+    # the mean of the sampling head's draws, with no spread, is the network with the trained mean's numbers
     for block in posterior.blocks.values():
         block.variances.zero_()  # type: ignore[attr-defined]
     expected = torch.func.functional_call(model, {**before, **posterior.trained_mean}, (x,))

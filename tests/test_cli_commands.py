@@ -747,7 +747,7 @@ class TestUpdateAndForget:
         assert_same_posterior(updated, uq.fit(model, both, "diag", **kwargs), 1e-5)
         assert updated.prior_precision == 5.0 and updated.scale == 54
         out = tmp_path / "less.h5"
-        summary = run_json("forget", file, place / "train", *options, "-o", out)
+        summary = run_json("update", "--remove", file, place / "train", *options, "-o", out)
         assert (summary["changed"], summary["samples"], summary["output"]) == (36, 18, str(out))
         assert summary["changes"]["removed"] == 36
         assert uq.load(file, model).evidence.samples == 54
@@ -758,7 +758,7 @@ class TestUpdateAndForget:
 
     def test_a_refusal_leaves_the_file(self, place: Path, copy: Path) -> None:
         before = copy.read_bytes()
-        assert "leaves none" in failure("forget", copy, place / "train", *model_options(place))
+        assert "leaves none" in failure("update", "--remove", copy, place / "train", *model_options(place))
         assert "There is no folder" in failure("update", copy, place / "nowhere", *model_options(place))
         assert "does not exist" in failure("update", place / "no.h5", place / "val", *model_options(place))
         assert copy.read_bytes() == before

@@ -48,7 +48,7 @@ def test_other_commands_take_them(place: Path, monkeypatch: pytest.MonkeyPatch) 
     few = ["few", "--workers", 0]
     run("evaluate", "p.h5", *few, "--csv", "e.csv")
     run("update", "p.h5", *few, "-o", "u.h5")
-    run("forget", "u.h5", *few, "-o", "f.h5")
+    run("update", "--remove", "u.h5", *few, "-o", "f.h5")
     run("tune", "p.h5", "--data", *few, "--no-search", "--referral-rate", 0.2)
 
 

@@ -87,7 +87,11 @@ def _calls(place: Path) -> list[tuple[list[Any], str, list[str]]]:
         (evaluate, "--csv", measured),
         (evaluate, "--json-file", measured),
         (["update", posterior, place / "new.csv", *line], "-o", ["p.h5", "new.csv", "lines.py"]),
-        (["forget", posterior, place / "data.csv", *line], "-o", ["p.h5", "data.csv", "lines.py"]),
+        (
+            ["update", "--remove", posterior, place / "data.csv", *line],
+            "-o",
+            ["p.h5", "data.csv", "lines.py"],
+        ),
         (
             ["monitor", place / "of_data.csv", "--reference", place / "of_held.csv"],
             "-o",

@@ -165,7 +165,7 @@ def test_every_command_on_a_table(place: Path) -> None:
     assert before["table columns"] == list(NAMES) and before["table targets"] == ["price"]
     run("tune", path, *own, "--data", data, "--split", "[30:]", "--referral-rate", 0.2)
     assert run_json("update", path, data, *own, "--split", "[30:]")["samples"] == ROWS
-    assert run_json("forget", path, data, *own, "--split", "[30:]")["samples"] == 30
+    assert run_json("update", "--remove", path, data, *own, "--split", "[30:]")["samples"] == 30
     assert run_json("inspect", path)["fit"]["table targets"] == ["price"]
     run("evaluate", path, data, *own, "--split", "[30:]", "--ood", f"same={data}")
     run("predict", path, data, *own, "--split", "[30:]", "--limit", 5, "-o", place / "out.csv")

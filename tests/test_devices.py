@@ -206,10 +206,11 @@ def likelihoods(name: str) -> Work:
             prediction = predictor(x[:6].to(device))
             found[head] = prediction.to_dict() | prediction.scores()
             found[f"{head}, targets"] = [prediction.log_prob(part) for part in (y[:6], y[:6].to(device))]
-        for change in (uq.update, uq.forget):
-            change(posterior, batched((1.3 * x[:12], y[:12])), progress=False)
-            found[change.__name__] = described(posterior)
+        for remove in (False, True):
+            posterior = uq.update(posterior, batched((1.3 * x[:12], y[:12])), remove=remove, progress=False)
+            found[f"updated, {remove}"] = described(posterior)
         uq.tune(posterior, batched((x, y)), progress=False, max_evaluations=2, n_samples=2)
+        predictor = uq.wrap(model, posterior, "moments")
         result = uq.evaluate(predictor, batched((x, y)), ood_loaders=[x * 3], progress=False)
         return found | {"tuned": posterior.prior_precision, "quality": result.to_dict()["quality"]}
 
@@ -245,14 +246,14 @@ def changes(method: str) -> Work:
         model, x = network(device=device), images()[0]
         found: dict[str, Any] = {}
         with TemporaryDirectory() as folder:
-            options: dict[str, Any] = {"keep_grams": True} if method == "kfac" else {}
-            uq.save(fitted(model, method, **options), Path(folder) / "posterior.h5")
+            sums: dict[str, Any] = {"kfac": {"keep_grams": True}, "message_passing": {"posterior": "full"}}
+            uq.save(fitted(model, method, **sums.get(method, {})), Path(folder) / "posterior.h5")
             for name, place in (("home", device), ("CPU", CPU)):
                 posterior = uq.load(Path(folder) / "posterior.h5", model, device=place)
-                for change in (uq.update, uq.forget):
-                    change(posterior, batched((1.3 * x[:12], images()[1][:12])), progress=False)
-                    found[f"{change.__name__}, {name}"] = described(posterior)
-                found[f"novelty, {name}"] = uq.wrap(model, posterior).novelty(x[:6].to(device))
+                for remove in (False, True):
+                    changed = batched((1.3 * x[:12], images()[1][:12]))
+                    posterior = uq.update(posterior, changed, remove=remove, progress=False)
+                    found[f"updated, {remove}, {name}"] = described(posterior)
         return found
 
     return work

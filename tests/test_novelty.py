@@ -536,7 +536,7 @@ def test_without_such_a_layer_the_posterior_itself_tells() -> None:
     assert torch.equal(predictor.novelty(x[:5]), predictor.novelty(x[:5], of="top"))
     prediction = predictor(x[:5])
     assert "novelty" not in prediction.scores()
-    with pytest.raises(PosthocUQError, match="does not know its novelty"):
+    with pytest.raises(PosthocUQError, match="no novelty"):
         prediction.novelty()
 
 
@@ -580,9 +580,9 @@ def test_a_posterior_without_it_is_saved_too(tmp_path: Path) -> None:
     uq.save(posterior, tmp_path / "p.h5")
     loaded = uq.load(tmp_path / "p.h5", model)
     predictor = uq.wrap(model, loaded, head="linearized")
-    with pytest.raises(PosthocUQError, match="Fit again"):
+    with pytest.raises(PosthocUQError, match="it again"):
         predictor.novelty(x[:3])
-    with pytest.raises(PosthocUQError, match="keeps nothing"):
+    with pytest.raises(PosthocUQError, match="it again"):
         predictor(x[:3]).novelty()
     sampled = uq.wrap(model, loaded, head="sampling")(x[:3])
     assert "novelty" not in sampled.scores()

@@ -161,15 +161,14 @@ class Doubled(Plain):
         return super().forward(x)[:, :3] * 2.0
 
 
-def test_update_forget_tune_evaluate_and_export() -> None:
+def test_update_tune_evaluate_and_export() -> None:
     model, plain = Several(lambda a, b: {"a": a, "b": b}), Plain()
     options: Any = {"method": "diag", "prior_precision": 2.0, "progress": False, "fisher": "exact"}
     first, second = _data()
     with Watch(model):
-        found = uq.fit(model, [first], output="a", **options)
-        expected = uq.fit(plain, [first], **options)
+        found = uq.update(uq.fit(model, [first], output="a", **options), [second], progress=False)
+        expected = uq.update(uq.fit(plain, [first], **options), [second], progress=False)
         for posterior in (found, expected):
-            uq.update(posterior, [second], progress=False)
             uq.tune(posterior, [second], progress=False, max_evaluations=4)
         both = uq.fit(plain, [first, second], **options)
         blocks: list[Any] = [found.blocks["head"], both.blocks["head"]]
@@ -180,7 +179,7 @@ def test_update_forget_tune_evaluate_and_export() -> None:
             for network, posterior in ((model, found), (plain, expected))
         ]
         assert str(tables[0]) == str(tables[1])
-        uq.forget(found, [second], progress=False)
+        found = uq.update(found, [second], remove=True, progress=False)
         exported = uq.exportable(uq.wrap(model, found, "sampling", n_samples=3))
         torch.testing.assert_close(
             exported(_x(4))[0], uq.wrap(model, found, "sampling", n_samples=3)(_x(4)).probs.float()

@@ -245,11 +245,11 @@ def test_settings_are_one_value() -> None:
 
 @pytest.mark.parametrize("how", ["likelihood", "faithful", "fails"])
 def test_a_search_changes_nothing_before_its_end(how: str, meddling: Any, tmp_path: Path) -> None:
-    """Predictions and files made while trials are evaluated are those of before; another search is refused."""
+    """Predictions and files made while trials are evaluated are those of before."""
     model, posterior, x = _fitted()
     predictor, batch = uq.wrap(model, posterior), [(x, torch.arange(10) % 3)]
     before, settings, history = predictor(x), posterior.settings, copy.deepcopy(posterior.history)
-    calls, refused, busy = 0, list[str](), False
+    calls, busy = 0, False
 
     def meanwhile() -> None:
         nonlocal calls, busy
@@ -260,9 +260,6 @@ def test_a_search_changes_nothing_before_its_end(how: str, meddling: Any, tmp_pa
         assert posterior.history == history
         if calls == 5:
             uq.save(posterior, tmp_path / "meanwhile.h5")
-            with pytest.raises(PosthocUQError, match=r"uq\.tune in another thread is changing it") as error:
-                uq.tune(posterior)
-            refused.append(str(error.value))
         if calls == 6 and how == "fails":
             raise OSError("the disk is gone")
         busy = False
@@ -274,7 +271,7 @@ def test_a_search_changes_nothing_before_its_end(how: str, meddling: Any, tmp_pa
     else:
         uq.tune(posterior, batch, criterion=how, progress=False)
     WHILE_RUNNING.clear()
-    assert calls > 5 and len(refused) == 1
+    assert calls > 5
     loaded = uq.load(tmp_path / "meanwhile.h5", model)
     assert loaded.settings == settings and loaded.history.head == history.head
     assert (posterior.settings == settings) == (how == "fails")

@@ -175,9 +175,9 @@ def test_heads_draws_and_data_that_come_in() -> None:
     plain = fit(model, OWN["full"], prior_precision=1.0)
     torch.testing.assert_close(novelty, uq.wrap(model, plain, head="linearized").novelty(x, of="top"))
     before = posterior.variance()
-    uq.update(posterior, data(), progress=False)
+    posterior = uq.update(posterior, data(), progress=False)
     assert posterior.weight_prior.precision.keys() == precision.keys()
-    uq.forget(posterior, data(), progress=False)
+    posterior = uq.update(posterior, data(), remove=True, progress=False)
     for name, variance in posterior.variance().items():
         torch.testing.assert_close(variance, before[name], rtol=1e-6, atol=0)
     assert float(uq.function_space_kl(posterior, x).total) != pytest.approx(

@@ -6,7 +6,7 @@ from typing import Any
 
 import click
 
-from posthoc_uq.cli import evaluate, fit, forget, inspect, monitor, predict, serve, tune, update
+from posthoc_uq.cli import evaluate, fit, inspect, monitor, predict, serve, tune, update
 from posthoc_uq.cli.console import usage_in_one_line
 from posthoc_uq.cli.demo import command as demo
 
@@ -50,7 +50,7 @@ def commands() -> None:
     """Honest uncertainty for a trained PyTorch model.
 
     `fit` a posterior over the weights and write it to a file, `tune` it on held-out data, `predict` a folder of images
-    into a CSV with their uncertainty, `evaluate` how good that is, `update` it with new data or let it `forget` some,
+    into a CSV with their uncertainty, `evaluate` how good that is, `update` it with new data or take some out again,
     `serve` predictions over HTTP, `monitor` what comes in, `inspect` a file without its model.
 
     \b
@@ -58,7 +58,7 @@ def commands() -> None:
     """
 
 
-for _command in (fit, tune, predict, evaluate, update, forget, serve, monitor, inspect, demo):
+for _command in (fit, tune, predict, evaluate, update, serve, monitor, inspect, demo):
     commands.add_command(_command.command)
 
 

@@ -7,30 +7,19 @@ from typing import Any
 import click
 
 from posthoc_uq.cli.console import Command, print_json, progress, say
-from posthoc_uq.cli.options import (
-    data_options,
-    force_option,
-    named_model_options,
-    several_options,
-    unlabelled_option,
-)
-
-change_options = several_options(
-    [
-        click.argument("file"),
-        click.argument("data"),
-        named_model_options,
-        click.option("--output", "-o", metavar="FILE", help="Write here instead of over the file."),
-        force_option,
-        unlabelled_option,
-        data_options,
-    ]
-)
+from posthoc_uq.cli.options import data_options, force_option, named_model_options, unlabelled_option
 
 
-@click.command("update", cls=Command, short_help="Add new data to a posterior, without the old.")
-@change_options
-def command(file: str, data: str, as_json: bool, **options: Any) -> None:
+@click.command("update", cls=Command, short_help="Add data to a posterior, or take some out.")
+@click.argument("file")
+@click.argument("data")
+@click.option("--remove", is_flag=True, help="Take DATA out, which must have been in, unchanged.")
+@named_model_options
+@click.option("--output", "-o", metavar="FILE", help="Write here instead of over the file.")
+@force_option
+@unlabelled_option
+@data_options
+def command(file: str, data: str, remove: bool, as_json: bool, **options: Any) -> None:
     """Add DATA to the posterior in FILE, without the data that it was fitted on, and rewrite it.
 
     The result is that of a fit on all data for the methods diag, full, and kfac with --keep-grams. efb and inf keep
@@ -40,20 +29,15 @@ def command(file: str, data: str, as_json: bool, **options: Any) -> None:
     \b
     Examples:
       posthoc-uq update model.h5 new/ --model timm:resnet18 --weights w.pt
-      posthoc-uq update model.h5 new/ --model nets.py:cnn --weights w.pt -o newer.h5
+      posthoc-uq update model.h5 withdrawn/ --remove --model timm:resnet18 --weights w.pt
     """
-    change(file, data, options, as_json, "update")
-
-
-def change(file: str, data: str, options: dict[str, Any], as_json: bool, kind: str) -> None:
-    """Do it and say what was done; for both commands."""
     from posthoc_uq.cli import updating
 
-    summary = updating.change_file(file, data, options, kind, progress())
+    summary = updating.change_file(file, data, options, remove, progress())
     if as_json:
         print_json(summary)
         return
-    verb = "Added" if kind == "update" else "Took out"
+    verb = "Took out" if remove else "Added"
     say(f"{verb} {summary['changed']:,} samples; the posterior has {summary['samples']:,} now.")
     say(f"data since the fit: {summary['described']}")
     say(f"Written to {summary['output']}.")

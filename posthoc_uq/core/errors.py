@@ -45,9 +45,7 @@ class NonFiniteError(PosthocUQError):
     """A NaN or an infinity appeared where only finite numbers make sense."""
 
 
-class NotAnsweredError(PosthocUQError, AttributeError):
-    """An attribute that another head or another kind of prediction has."""
-
+# Warnings that point at the user's own line, however deep in the package they arise.
 
 # packages whose frames lie between a warning and the user's code
 _BETWEEN = ("posthoc_uq", "contextlib", "torch")

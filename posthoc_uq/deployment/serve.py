@@ -41,7 +41,7 @@ from torch import Tensor
 from uvicorn import Config, Server
 from uvicorn.protocols.http.h11_impl import H11Protocol
 
-from posthoc_uq.core.errors import NonFiniteError, NotAnsweredError, PosthocUQError
+from posthoc_uq.core.errors import NonFiniteError, PosthocUQError
 from posthoc_uq.deployment.monitor import SCORES, ScoreLog
 from posthoc_uq.deployment.requests import (
     BUSY,
@@ -612,7 +612,7 @@ def _known(get: Callable[[], Any]) -> Any:
     """None where a likelihood of the user's does not tell."""
     try:
         return get()
-    except (NotAnsweredError, AttributeError):
+    except AttributeError:
         return None
 
 

@@ -16,7 +16,6 @@ from posthoc_uq.core.errors import CorruptPosteriorError
 from posthoc_uq.files.hdf5 import link_name
 from posthoc_uq.layers.layer import Layer
 from posthoc_uq.posteriors.block import BLOCKS, FAMILIES, Block, Settings, Shape, TensorSpec, largest_of
-from posthoc_uq.posteriors.features import ALL
 from posthoc_uq.posteriors.posterior import Posterior
 from posthoc_uq.posteriors.settings import Hyperparameters, WeightPrior
 
@@ -225,16 +224,11 @@ def check_reach(
 
 
 def check_features(tensors: Mapping[str, Tensor]) -> None:
-    """Refuse Grams of features that are too large to be scaled to a mean eigenvalue of 1, or whose totals are not those
-    of different classes.
+    """Refuse Grams of features that are too large to be scaled to a mean eigenvalue of 1.
 
     Raises:
         CorruptPosteriorError: they are.
     """
-    labels, samples, traces = as_double(tensors["totals"]).unbind(1)
-    whole = bool((labels == labels.round()).all()) and len(set(labels.tolist())) == len(labels)
-    if not whole or bool((labels < ALL).any()) or bool((samples <= 0).any()) or bool((traces < 0).any()):
-        raise CorruptPosteriorError("its features are not of different classes with samples in each")
     most = 1.5 * tensors["basis"].shape[0]
     traces = as_double(tensors["diagonal"]).sum(1) + as_double(tensors["factors"]).square().sum((1, 2))
     if float(traces.max()) > most or largest_of(tensors["residual"]) > most:

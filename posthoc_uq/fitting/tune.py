@@ -122,7 +122,7 @@ def tune(
     Referral thresholds belong to the hyperparameters they were set for; a search that changes these warns of it.
 
     The search works on a copy: until it ends, and if it fails, other threads predict with the posterior as it was, and
-    save that. One call at a time may change a posterior.
+    save that. Of two calls at the same time, the one that ends last decides.
 
     Returns:
         All trials. Printed, they begin with the chosen trial and the nats given up against the best for a wider
@@ -153,22 +153,19 @@ def tune(
     n_samples = check_option("n_samples", n_samples, Count)
     data = _Data(loader, BatchReader.of(model_of(posterior), batch_to_inputs, batch_to_targets))
     request.check(data, head is not None or bool(options))
-    with posterior.changing("uq.tune"):
-        trial = posterior.trial()
-        if request.criterion == "evidence":
-            trials = maximise_evidence(
-                trial, per_layer=request.per_layer, noise=bool(noise), progress=progress
-            )
-            if trial.history.head:
-                trial.history.head |= {"criterion": "evidence"}
-            posterior.adopt(trial)
-            return trials
-        name = recorded_head(trial)[0] if head is None else head
-        predictor = _predictor(trial, name, n_samples, request, options)
-        search = _by_faithfulness if request.criterion == "faithful" else _by_likelihood
-        trials = search(trial, data, predictor, request)
+    trial = posterior.trial()
+    if request.criterion == "evidence":
+        trials = maximise_evidence(trial, per_layer=request.per_layer, noise=bool(noise), progress=progress)
+        if trial.history.head:
+            trial.history.head |= {"criterion": "evidence"}
         posterior.adopt(trial)
-        posterior.warned_heads.add(name)
+        return trials
+    name = recorded_head(trial)[0] if head is None else head
+    predictor = _predictor(trial, name, n_samples, request, options)
+    search = _by_faithfulness if request.criterion == "faithful" else _by_likelihood
+    trials = search(trial, data, predictor, request)
+    posterior.adopt(trial)
+    posterior.warned_heads.add(name)
     return trials
 
 

@@ -1,7 +1,7 @@
-"""`update` and `forget`: data that come in after the fit, and data that go out again.
+"""`update`: a posterior with more data, or with some taken out again.
 
-A posterior whose statistics are sums needs none of the old data for that. What a method does is in its hooks
-`Method.update` and `Method.forget`; here are the checks, the record, and what all methods share.
+A posterior whose statistics are sums needs none of the data that stay. What a method does is in its hook
+`Method.update`; here are the checks, the record, and what all methods share.
 """
 
 from __future__ import annotations
@@ -25,15 +25,14 @@ from posthoc_uq.files import check_numbers, check_unchanged
 from posthoc_uq.fitting.fit import prepared_task
 from posthoc_uq.fitting.tune import model_of
 from posthoc_uq.methods import Method, method_of
-from posthoc_uq.methods.features import other_features, watch_other_features
-from posthoc_uq.methods.method import Change
 from posthoc_uq.methods.task import Task
 from posthoc_uq.posteriors.block import NotContainedError
 from posthoc_uq.posteriors.posterior import Posterior
 from posthoc_uq.posteriors.referral import rule_of
 from posthoc_uq.posteriors.settings import History
 
-_EARLIER = ", before the data changed"  # ends what the history says of hyperparameters found on other data
+_GIVEN = "given"  # in the record of how a hyperparameter was found: by the user
+_BEFORE = "found before the data changed"
 
 
 @orderly
@@ -42,168 +41,87 @@ def update(
     posterior: Posterior,
     loader: Iterable[Any],
     *,
+    remove: bool = False,
     batch_to_inputs: BatchFunction | None = None,
     batch_to_targets: BatchFunction | None = None,
     batch_to_weights: BatchFunction | None = None,
     progress: bool = True,
 ) -> Posterior:
-    """Add new data to a posterior, in place and without the old data.
+    """A new posterior with the data of `loader` added, or taken out; the given one stays as it is.
 
-    The statistics of ``"diag"`` and ``"full"``, and of ``"kfac"`` with ``uq.KFAC(keep_grams=True)``, are sums over the
-    samples, so that the result is that of a fit on all data, to rounding. ``"efb"`` and ``"inf"`` keep their bases;
-    what is computed in them is exact, too, and so is the diagonal of ``"inf"``. How much of the new data's Fisher is
-    outside of these bases, `Posterior.report` says: of the trace for ``"inf"``; for ``"efb"``, whose bases are whole,
-    of the squared Frobenius norm of the Kronecker factors, which is not on their diagonal there. Posteriors of a last
-    layer by ``"message_passing"`` get new messages under what they know, so that they end near a fit on all data.
+    None of the other data are needed. The result is that of a fit on all data (or on those left), to rounding, for
+    ``"diag"``, ``"full"``, ``"subnetwork"``, ``"kfac"`` with ``uq.KFAC(keep_grams=True)``, and a regression by
+    ``uq.MessagePassing(posterior="full")``, which for classes comes near to it. ``"efb"`` and ``"inf"`` keep their
+    bases: what they store in them is exact, and `Posterior.report` says how much of the new data is outside. All
+    other posteriors are refused.
 
-    The network, its weights and the bases are those of the fit, and so is every hyperparameter: only the scale follows
-    the number of samples. The prior precision, the temperature and the noise variance of a regression stay; tune them
-    again (`posthoc_uq.tune`) where the data have changed much. A referral threshold and the moments head's calibration
-    belong to the posterior as it was: they are cleared, with a warning. Novelty knows the new inputs. Predictors
-    follow, but for weights that are drawn already: `SamplingPredictor.redraw`.
-
-    The posterior's history keeps counts and a digest of what came in and went out, none of the inputs. If anything
-    fails, the posterior stays as it was; `save` it to keep the result.
-
-    Data are refused whose statistics are so large that more than 1 % of what is known (of the largest number of a
-    layer's) would be lost to rounding beside them, since `forget` could not give that back. In float32 that takes
-    gradients or features some hundred times as large as before.
+    Model, bases and hyperparameters stay; only the scale follows the number of samples. Referral thresholds and the
+    moments head's calibration are cleared, with a warning. The new posterior has no novelty by class, which is no sum
+    over the data: ``predictor.novelty(x, of="top")`` asks the posterior itself. `history.changes` counts what came
+    and went, with a digest.
 
     Args:
         posterior: from `fit` or `load`.
-        loader: batches as in `fit`, of new data only. In a process group of `torch.distributed` each process passes its
-            own part, as in `fit`.
+        loader: batches as in `fit`; in a process group, each process passes its own part.
+        remove: take the data out. They must have been in, with the same bytes; a posterior cannot recognise its data,
+            but refuses those that would leave a negative statistic or no sample.
         batch_to_inputs: as in `fit`.
         batch_to_targets: as in `fit`.
-        batch_to_weights: as in `fit`.
+        batch_to_weights: as in `fit`; a sample that came in with a weight goes out with it, or in part.
         progress: show a bar.
-
-    Returns:
-        The posterior itself.
 
     Raises:
         NonFiniteError: outputs, activations or gradients are not finite.
         PosteriorMismatchError: the model's weights are no longer those of the fit, or it uses other layers.
-        PosthocUQError: the method, or this posterior, cannot take in data; or the data do not fit, or could not be
-            forgotten again; or another thread is
-            changing this posterior.
-    """
-    functions = (batch_to_inputs, batch_to_targets, batch_to_weights)
-    return _changed(posterior, loader, "update", functions, progress)
-
-
-@orderly
-@known_arguments
-def forget(
-    posterior: Posterior,
-    loader: Iterable[Any],
-    *,
-    batch_to_inputs: BatchFunction | None = None,
-    batch_to_targets: BatchFunction | None = None,
-    batch_to_weights: BatchFunction | None = None,
-    progress: bool = True,
-) -> Posterior:
-    """Take data out of a posterior again, in place and without those that stay.
-
-    The data must have been in, at the fit or by an `update`, with the same bytes. A drawn label (``fisher="mc"``) is a
-    function of an input's bytes and of the fit's seed, so that the same gradients go out as came in. The posterior does
-    not keep its data, so it cannot recognise them. Data that would leave a negative statistic, more samples of a class
-    than there are, or no sample, are refused, and the posterior stays as it was. By message passing, data that were
-    never in can pass, and make predictions worse: look at them afterwards. Everything else is as in `update`.
-
-    Args:
-        posterior: from `fit` or `load`.
-        loader: batches of the data that go out.
-        batch_to_inputs: as in `fit`.
-        batch_to_targets: as in `fit`.
-        batch_to_weights: as in `fit`; a sample that came in with the weight w goes out with it, or in part.
-        progress: show a bar.
-
-    Returns:
-        The posterior itself.
-
-    Raises:
-        NonFiniteError: outputs, activations or gradients are not finite.
-        PosteriorMismatchError: the model's weights are no longer those of the fit, or it uses other layers.
-        PosthocUQError: the method, or this posterior, cannot forget data; the data cannot all have been in; or they do
-            not fit; or another thread is changing this posterior.
-    """
-    functions = (batch_to_inputs, batch_to_targets, batch_to_weights)
-    return _changed(posterior, loader, "forget", functions, progress)
-
-
-def _changed(
-    posterior: Posterior,
-    loader: Iterable[Any],
-    change: Change,
-    functions: tuple[BatchFunction | None, BatchFunction | None, BatchFunction | None],
-    progress: bool,
-) -> Posterior:
-    """Change the data of a posterior: everything is computed first, and then takes the place of the old at once.
-
-    Raises:
-        PosthocUQError: another thread is changing the posterior.
+        PosthocUQError: the method cannot add data up; or the data do not fit, or cannot all have been in, or are so
+            large that what is known would be lost to rounding.
     """
     if not isinstance(cast(Any, posterior), Posterior):
         raise PosthocUQError(
-            f"{change} takes a posterior from uq.fit or uq.load(path, model), not a {type(posterior).__name__}."
+            f"update takes a posterior from uq.fit or uq.load(path, model), not a {type(posterior).__name__}."
         )
-    with posterior.changing(f"uq.{change}"):
-        new, warnings = run_on_all_ranks(
-            lambda: _computed(posterior, loader, change, functions, progress), change
+    remove, progress = check_option("remove", remove, bool), check_option("progress", progress, bool)
+    reader = BatchReader.of(model_of(posterior), batch_to_inputs, batch_to_targets, batch_to_weights)
+    new, warnings = run_on_all_ranks(lambda: _updated(posterior, loader, remove, reader, progress), "update")
+    if posterior.evidence.weight is not None and batch_to_weights is None:
+        warnings.append(
+            "The samples of this posterior have weights, and those of this call count once each; pass "
+            "batch_to_weights= if they have others."
         )
-        posterior.replace_contents(new)
     for warning in warnings:
         warn_user(warning)
-    return posterior
+    return new
 
 
-def _computed(
-    posterior: Posterior,
-    loader: Iterable[Any],
-    change: Change,
-    functions: tuple[BatchFunction | None, BatchFunction | None, BatchFunction | None],
-    progress: bool,
+def _updated(
+    posterior: Posterior, loader: Iterable[Any], remove: bool, reader: BatchReader, progress: bool
 ) -> tuple[Posterior, list[str]]:
-    """The posterior after a change, and what a user must know of it, in words; the given one stays as it is."""
+    """The new posterior, and what a user must know of it, in words."""
     method = method_of(posterior.method)
-    method.check_change(posterior, change)
-    if functions[2] is not None:
+    method.check_update(posterior)
+    if reader.batch_to_weights is not None:
         method.check_weights()
-    progress = check_option("progress", progress, bool)
     _check_possible(posterior, loader)
-    reader = BatchReader.of(model_of(posterior), *functions)
-    sign = 1 if change == "update" else -1
     task = _prepared(posterior, loader, method, reader, progress)
     content = Content()
     task.observers.append(content)
-    grams = watch_other_features(task, posterior)
     try:
-        new = (method.update if sign > 0 else method.forget)(posterior, task)
-        task.observe()
-        new.features, new.weight_prior = posterior.features, posterior.weight_prior
-        if grams is not None:
-            new.features = other_features(task, grams, posterior, sign, model_of(posterior))
+        new = method.update(posterior, task, remove)
     except NotContainedError as error:
         raise PosthocUQError(
             f"These data cannot all be among those of the posterior: without them, the {error} would be negative. Pass "
-            f"samples that were fitted or added, unchanged; the posterior stays as it is."
+            f"samples that were fitted or added, unchanged."
         ) from None
+    task.observe()
     check_numbers(new, factorised=True)
-    parts = gather((content.samples, content.total), f"counting the samples of {change}")
+    parts = gather((content.samples, content.total), "counting the samples of update")
     seen = _Seen(sum(samples for samples, _ in parts), sum(total for _, total in parts) % WORD)
     new.history = deepcopy(new.history)
-    new.fingerprint, new.buffers_fingerprint = posterior.fingerprint, posterior.buffers_fingerprint
-    _record(new.history, seen, sign)
+    _record(new.history, seen, remove)
     warnings = _cleared(new.history)
-    if posterior.evidence.weight is not None and functions[2] is None:
+    if not remove and posterior.history.changes.get("last") == seen.content:
         warnings.append(
-            "The samples of this posterior have weights, and those of this call count once each; pass "
-            "batch_to_weights= where they came in, or are to come in, with others."
-        )
-    if sign > 0 and posterior.history.changes.get("last") == seen.content:
-        warnings.append(
-            "These are the data of the last update, which now count twice; uq.forget takes them out again."
+            "These are the data of the last update, which now count twice; take them out again with remove=True."
         )
     return new, warnings
 
@@ -253,7 +171,7 @@ class _Seen:
     content: int
 
 
-def _record(history: History, seen: _Seen, sign: int) -> None:
+def _record(history: History, seen: _Seen, remove: bool) -> None:
     """Count a change of the data in a history; the record has the same size after any number of them."""
     changes: dict[str, Any] = {
         "updates": 0,
@@ -264,13 +182,13 @@ def _record(history: History, seen: _Seen, sign: int) -> None:
         "balance": 0,
     }
     changes |= history.changes
-    count, samples = ("updates", "added") if sign > 0 else ("removals", "removed")
+    count, samples = ("removals", "removed") if remove else ("updates", "added")
     changes[count] += 1
     changes[samples] += seen.samples
-    line = f"{changes['digest']} {'in' if sign > 0 else 'out'} {seen.samples} {seen.content:016x}"
+    line = f"{changes['digest']} {'out' if remove else 'in'} {seen.samples} {seen.content:016x}"
     changes["digest"] = sha256(line.encode()).hexdigest()
-    changes["balance"] = (changes["balance"] + sign * seen.content) % WORD
-    changes["last"] = seen.content if sign > 0 else 0
+    changes["balance"] = (changes["balance"] + (-seen.content if remove else seen.content)) % WORD
+    changes["last"] = 0 if remove else seen.content
     history.changes = changes
 
 
@@ -280,15 +198,12 @@ def _cleared(history: History) -> list[str]:
     if history.referral:
         warnings.append(
             f"The referral threshold ({rule_of(history.referral, 4)}) was set before the data changed, and is cleared; "
-            f"set it again on held-out data, with uq.evaluate(...).set_referral(rate) or uq.set_referral."
+            f"set it again on held-out data with uq.set_referral."
         )
     if history.calibration:
         warnings.append(
             "The moments head was calibrated before the data changed, and its calibration is cleared; calibrate again."
         )
     history.referral, history.calibration, history.faithful = {}, {}, {}
-    history.tuning = {
-        name: how if how == "given" or how.endswith(_EARLIER) else how + _EARLIER
-        for name, how in history.tuning.items()
-    }
+    history.tuning = {name: how if how == _GIVEN else _BEFORE for name, how in history.tuning.items()}
     return warnings

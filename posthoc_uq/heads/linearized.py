@@ -47,8 +47,6 @@ from posthoc_uq.heads.predictor import (
     Predictor,
     check_finite,
     from_gaussian,
-    recentred,
-    same_trained_mean,
 )
 from posthoc_uq.layers.capture import Recording
 from posthoc_uq.layers.layer import Call
@@ -864,14 +862,12 @@ class _Networks:
     """Copies of the network at one mean.
 
     Attributes:
-        trained_mean: the posterior's that they have.
         twin: the copy.
         swapped: one whose weights are swapped while it runs; None before it is needed.
         fixed_part: the part of the network before the weights with a posterior.
         ready: the copy whose layers are tracked, once the first batch is there.
     """
 
-    trained_mean: Mapping[str, Tensor]
     twin: nn.Module
     swapped: nn.Module | None
     fixed_part: FixedPart
@@ -880,7 +876,7 @@ class _Networks:
     @classmethod
     def of(cls, twin: nn.Module, posterior: Posterior) -> _Networks:
         """What there is at the beginning."""
-        return cls(posterior.trained_mean, twin, None, FixedPart(twin, posterior.mean))
+        return cls(twin, None, FixedPart(twin, posterior.mean))
 
 
 class Linearizing(Predictor):
@@ -909,22 +905,8 @@ class Linearizing(Predictor):
         with isolated_random_state():  # copying a module may run its code
             twin = replicate(self._model[0], self._posterior.trained_mean)
         self._networks = _Networks.of(twin, self._posterior)
-        self._weights: tuple[tuple[Hyperparameters, int], WeightCovariance] | None = None
-        self._drawn: tuple[tuple[Hyperparameters, int], dict[str, Tensor]] | None = None
-
-    def _networks_of(self, posterior: Posterior) -> _Networks:
-        """The copies of the network at a posterior's mean. An update may move it; predictions that are under way keep
-        the old copies.
-        """
-        networks = self._networks
-        if not same_trained_mean(networks.trained_mean, posterior.trained_mean):
-            with _PREPARING:
-                networks = self._networks
-                if not same_trained_mean(networks.trained_mean, posterior.trained_mean):
-                    self._networks = networks = _Networks.of(
-                        recentred(networks.twin, posterior.trained_mean), posterior
-                    )
-        return networks
+        self._weights: tuple[Hyperparameters, WeightCovariance] | None = None
+        self._drawn: tuple[Hyperparameters, dict[str, Tensor]] | None = None
 
     def _apply(self: Self, fn: Any, recurse: bool = True) -> Self:
         """Move, or change the precision of, the network; all preparations are made anew."""
@@ -948,7 +930,7 @@ class Linearizing(Predictor):
     ) -> Linearization | Probes | PositionLinearization | PositionProbes:
         """The linearisation of one batch under a posterior's settings."""
         samples = batch.features.samples if isinstance(batch, FeatureBatch) else count_samples(batch)
-        networks = self._networks_of(posterior)
+        networks = self._networks
         if self._engine == "jvp":
             return self._probed(networks, posterior, batch, samples)
         engine = Engine(
@@ -1014,7 +996,7 @@ class Linearizing(Predictor):
 
     def _covariances(self, posterior: Posterior, device: torch.device) -> WeightCovariance:
         """The covariance of the weights, cached until settings or data change."""
-        settings, cached = posterior.moment, self._weights
+        settings, cached = posterior.settings.of_weights(), self._weights
         if cached is None or cached[0] != settings:
             with _PREPARING:
                 cached = self._weights
@@ -1027,7 +1009,7 @@ class Linearizing(Predictor):
 
     def _deviations(self, posterior: Posterior) -> dict[str, Tensor]:
         """Draws of the weights' deviation from the trained ones, by parameter, kept until settings or data change."""
-        settings, cached = posterior.moment, self._drawn
+        settings, cached = posterior.settings.of_weights(), self._drawn
         if cached is None or cached[0] != settings:
             with _PREPARING:
                 cached = self._drawn
@@ -1173,7 +1155,7 @@ class LinearizedPredictor(Linearizing):
         """See `DrawnFunctions`."""
         with without_gradients():
             drawn = posterior.sample(n, generator)
-            network = replicate(self._networks_of(posterior).twin)
+            network = replicate(self._networks.twin)
             place = model_device(network)
             deviations = {name: (d - posterior.mean[name]).to(place) for name, d in drawn.items()}
             outputs, derivatives = function_draws(network, batch, deviations)
@@ -1188,7 +1170,7 @@ class LinearizedPredictor(Linearizing):
         """Outputs and their covariance, differentiable in the inputs."""
         samples = count_samples(batch)
         mean, covariance = differentiable_outputs(
-            replicate(self._networks_of(posterior).twin), posterior, batch, samples, joint
+            replicate(self._networks.twin), posterior, batch, samples, joint
         )
         check_shape(mean, samples)
         return mean, covariance
@@ -1243,7 +1225,7 @@ class LinearizedPredictor(Linearizing):
     def features(self, *args: Any, **kwargs: Any) -> Features | None:
         """See `Predictor`."""
         with without_gradients():
-            networks = self._networks_of(self._snapshot())
+            networks = self._networks
             features = networks.fixed_part.features(args, kwargs)
             if features is not None and self._engine != "jvp":
                 self._prepared(networks, Batch(args, None, kwargs))
@@ -1252,7 +1234,7 @@ class LinearizedPredictor(Linearizing):
     def distribution_from(self, features: Features) -> GaussianOutputs:
         """See `Predictor`."""
         posterior = self._snapshot()
-        networks = self._networks_of(posterior)
+        networks = self._networks
         if self._engine != "jvp" and networks.ready is None:
             raise PosthocUQError("The features are those of another predictor.")
         intercept(
@@ -1266,7 +1248,7 @@ class LinearizedPredictor(Linearizing):
         with self.explaining(batch):
             if self._differentiated:
                 return self._with_graph(self._snapshot(), batch)[0]
-            networks = self._networks_of(self._snapshot())
+            networks = self._networks
             with without_gradients():
                 return batch.copied().call(networks.twin)
 

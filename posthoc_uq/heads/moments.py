@@ -26,8 +26,6 @@ from posthoc_uq.heads.predictor import (
     divisor_of,
     from_gaussian,
     gaussian_draws,
-    recentred,
-    same_trained_mean,
 )
 from posthoc_uq.heads.sampling import SamplingPredictor
 from posthoc_uq.layers.layer import Layer
@@ -314,13 +312,13 @@ class _Prepared:
     """What was computed from a posterior at certain settings.
 
     Attributes:
-        settings: the hyperparameters of the weights, and which data they belong to (`Posterior.moment`).
+        settings: the hyperparameters of the weights (`Hyperparameters.of_weights`).
         network: at the posterior's mean.
         layer_posteriors: one for each layer.
         calibration: the one made for these settings, or None.
     """
 
-    settings: tuple[Hyperparameters, int]
+    settings: Hyperparameters
     network: nn.Module
     layer_posteriors: list[LayerPosterior]
     calibration: Calibration | None
@@ -395,26 +393,17 @@ class MomentsPredictor(Predictor):
         self._tells_novelty = self._options.novelty
         with isolated_random_state():  # copying a module may run its code
             self.network = replicate(self._model[0], posterior.trained_mean)
-        self._trained_mean = posterior.trained_mean
         self._fixed_part = FixedPart(self.network, posterior.mean)
         self._checked = False
         self._prepared = self._prepare(posterior.snapshot())
 
     def _prepare(self, posterior: Posterior) -> _Prepared:
-        if not same_trained_mean(
-            self._trained_mean, posterior.trained_mean
-        ):  # predictions under way keep the old network
-            self.network, self._trained_mean = (
-                recentred(self.network, posterior.trained_mean),
-                posterior.trained_mean,
-            )
-            self._fixed_part = FixedPart(self.network, posterior.mean)
         layers = list(
             layer_posteriors(self.network, posterior, self._options.weights, self._rules.cov).values()
         )
         self.noises = nn.ModuleList(layers)  # moves with this module; the name is in its state dict
         calibration = fitting_calibration(posterior, self.settings())
-        return _Prepared(posterior.moment, self.network, layers, calibration)
+        return _Prepared(posterior.settings.of_weights(), self.network, layers, calibration)
 
     def identity(self) -> dict[str, Any]:
         """See `Predictor`."""
@@ -434,7 +423,7 @@ class MomentsPredictor(Predictor):
 
     def _follow(self, posterior: Posterior) -> _Prepared:
         """The preparations for a posterior's settings; predictions under way in other threads keep the old ones."""
-        settings, prepared = posterior.moment, self._prepared
+        settings, prepared = posterior.settings.of_weights(), self._prepared
         if prepared.settings != settings:
             with _PREPARING:
                 prepared = self._prepared

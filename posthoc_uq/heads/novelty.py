@@ -28,8 +28,8 @@ Of = Literal["class", "top", "all"]
 _ROWS_AT_ONCE = 2**14  # samples or positions whose novelty is computed at once
 
 NOT_KEPT = (
-    "This posterior keeps nothing of the last layer's inputs, so it cannot tell how novel an input is: it was "
-    "not made by uq.fit. Fit again, or ask for predictor.novelty(..., of='top')."
+    "This posterior has no statistics of the last layer's inputs: its data changed after the fit (uq.update), or it "
+    "was not made by uq.fit. Fit again on the data that it is to hold, or ask for predictor.novelty(..., of='top')."
 )
 
 

@@ -24,7 +24,7 @@ from posthoc_uq.core.batches import (
     explained,
 )
 from posthoc_uq.core.devices import on_host
-from posthoc_uq.core.errors import NonFiniteError, NotAnsweredError, PosteriorMismatchError, PosthocUQError
+from posthoc_uq.core.errors import NonFiniteError, PosteriorMismatchError, PosthocUQError
 from posthoc_uq.core.model import model_device, model_dtype, replicate, statistics_of, unshared_copy, unwrap
 from posthoc_uq.core.options import Count, check_option
 from posthoc_uq.core.outputs import Choice, choice_of, chosen_in, with_choice
@@ -549,20 +549,6 @@ def _heads(kind: type[Predictor]) -> Iterator[type[Predictor]]:
         yield from [below] if hasattr(below, "head") else _heads(below)
 
 
-def same_trained_mean(first: Mapping[str, Tensor], second: Mapping[str, Tensor]) -> bool:
-    """Whether copies of a network at one trained mean serve the other: an update puts another one in its place."""
-    return first is second or not second
-
-
-def recentred(network: nn.Module, trained_mean: Mapping[str, Tensor]) -> nn.Module:
-    """A copy of a network with another trained mean, in its own precision and place."""
-    parameters = dict(network.named_parameters())
-    with isolated_random_state():  # copying a module may run its code
-        return replicate(
-            network, {n: tensor.to(parameters[n]) for n, tensor in trained_mean.items() if n in parameters}
-        )
-
-
 class Predictor(DrawnFunctions, nn.Module, ABC):
     """A model with the uncertainty of its posterior; each head is one subclass, whose `forward` takes what the model
     takes and returns a `ClassPrediction`, a `RegressionPrediction`, or what else the likelihood predicts.
@@ -588,26 +574,9 @@ class Predictor(DrawnFunctions, nn.Module, ABC):
         self._model: tuple[nn.Module] = (_view(model, posterior),)
         self._posterior = posterior
         self._tells_novelty = False
-        self._plain: (
-            tuple[tuple[torch.device, torch.dtype], Mapping[str, Tensor], tuple[nn.Module]] | None
-        ) = None
+        self._plain: tuple[tuple[torch.device, torch.dtype], tuple[nn.Module]] | None = None
         self._ratio: tuple[Any, PosteriorRatio] | None = None
         self._watch = WeightWatch(model)
-
-    if not TYPE_CHECKING:  # a type checker would take any name for an attribute
-
-        def __getattr__(self, name: str) -> Any:
-            try:
-                return super().__getattr__(name)
-            except AttributeError as error:
-                heads = [kind.head for kind in _heads(Predictor) if hasattr(kind, name)]
-                if name.startswith("_") or hasattr(type(self), name) or not heads:
-                    raise
-                others = " and ".join(f"head={head!r}" for head in heads)
-                raise NotAnsweredError(
-                    f"head={self.head!r} has no {name!r}, unlike {others}; make one of the same posterior: "
-                    f"uq.wrap(model, posterior, head={heads[0]!r})."
-                ) from error
 
     def __repr__(self) -> str:
         posterior, settings = self._posterior, self.hyperparameters()
@@ -814,7 +783,7 @@ class Predictor(DrawnFunctions, nn.Module, ABC):
         if form != "class":
             remedy = "ask for of='class'" if posterior.features is not None else ""
             posterior.require([QUADRATIC], f"Novelty of={form!r}", remedy)
-        network = self._network(posterior)
+        network = self._network()
         if form == "class":
             with self.explaining(batch):
                 novelty = class_novelty(network, posterior, batch, smoothing)
@@ -832,8 +801,8 @@ class Predictor(DrawnFunctions, nn.Module, ABC):
 
     def _posterior_ratio(self, posterior: Posterior, settings: RatioSettings, batch: Batch) -> PosteriorRatio:
         """The ratio for these settings; the last one made is kept."""
-        network = self._network(posterior)
-        key = (settings, posterior.noise_scale, posterior.history.revision, model_device(network))
+        network = self._network()
+        key = (settings, posterior.noise_scale, model_device(network))
         with _PREPARING:
             if self._ratio is None or self._ratio[0] != key:
                 ratio = PosteriorRatio(network, posterior, settings, batch, model_device(network))
@@ -856,23 +825,18 @@ class Predictor(DrawnFunctions, nn.Module, ABC):
             return None
         if calls:
             return novelty_of_calls(features, calls, count_samples(batch))
-        return class_novelty(self._network(posterior), posterior, batch)
+        return class_novelty(self._network(), posterior, batch)
 
-    def _network(self, posterior: Posterior | None = None) -> nn.Module:
-        """The model at a posterior's mean, on the predictor's device.
-
-        Args:
-            posterior: a snapshot; by default the present one.
-        """
-        trained_mean = (self._snapshot() if posterior is None else posterior).trained_mean
+    def _network(self) -> nn.Module:
+        """The model at the posterior's mean, on the predictor's device."""
         place, cached = (self.device, self._network_dtype()), self._plain
-        if cached is None or cached[0] != place or not same_trained_mean(cached[1], trained_mean):
+        if cached is None or cached[0] != place:
             with _PREPARING, isolated_random_state():
-                network = replicate(self._model[0], trained_mean)
+                network = replicate(self._model[0], self._posterior.trained_mean)
                 if (model_device(network), model_dtype(network)) != place:
                     network = network.to(*place)
-                self._plain = cached = place, trained_mean, (network,)
-        return cached[2][0]
+                self._plain = cached = place, (network,)
+        return cached[1][0]
 
     def _network_dtype(self) -> torch.dtype:
         """The number type that the model's own weights have here."""

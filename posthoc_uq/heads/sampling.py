@@ -30,7 +30,7 @@ from posthoc_uq.heads.frozen import (
     described,
 )
 from posthoc_uq.heads.functions import PlainAttention
-from posthoc_uq.heads.predictor import Predictor, divisor_of, same_trained_mean, summarise
+from posthoc_uq.heads.predictor import Predictor, divisor_of, summarise
 from posthoc_uq.layers.calls import AffineCalls, WeightMoments, drawn_outputs
 from posthoc_uq.layers.layer import Call
 from posthoc_uq.likelihoods.prediction import Prediction, at_least_float32
@@ -644,7 +644,7 @@ class SamplingPredictor(Predictor):
         if self._antithetic:
             seeds = [seed for seed in seeds for _ in range(2)][: self.n_samples]
             signs = [1, -1] * pairs
-        self._drawn_with, self._drawn_around = posterior.settings.plain(), posterior.trained_mean
+        self._drawn_with = posterior.settings.plain()
         if self._drawn_outputs:
             self.ensemble = OutputDraws(self._model[0], posterior, seeds)
             return
@@ -746,7 +746,7 @@ class SamplingPredictor(Predictor):
         grams = posterior.features
         if grams is None or not self._tells_novelty:
             return None
-        if self._dtype is not None or not same_trained_mean(self._drawn_around, posterior.trained_mean):
+        if self._dtype is not None:
             return None  # other numbers than in the fit
         try:
             with torch.inference_mode(False), torch.no_grad():

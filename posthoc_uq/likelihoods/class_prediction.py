@@ -85,7 +85,6 @@ class ClassPrediction(Prediction):
         PosthocUQError: the shapes do not fit each other, or votes that are no integers.
     """
 
-    of: ClassVar[str] = "likelihood='classification' or 'binary'"
     kind: ClassVar[str] = "classes"
 
     probs: Tensor
@@ -425,7 +424,6 @@ class MultilabelPrediction(Prediction):
         PosthocUQError: the shapes do not fit each other.
     """
 
-    of: ClassVar[str] = "likelihood='multilabel'"
     kind: ClassVar[str] = "labels"
 
     probs: Tensor
@@ -669,8 +667,6 @@ class OrdinalPrediction(ClassPrediction):
     """A `ClassPrediction` of classes 0, 1, ... that have an order. `logits_mean` and `logits_variance` are of the
     model's own outputs: (batch, classes - 1), or (batch, 1) with thresholds.
     """
-
-    of: ClassVar[str] = "likelihood='ordinal'"
 
     @classmethod
     def from_log_probs(

@@ -86,11 +86,6 @@ class Ordinal(Likelihood):
                 "likelihood=Ordinal(cumulative=True) takes logits of P(y > k) that do not increase from one step to "
                 "the next, and the model's do; logits of P(y > k | y >= k), as of CORN, are those of Ordinal()."
             )
-        if targets is not None and self._seem_cumulative(outputs):
-            raise PosthocUQError(
-                "All inputs have logits that fall by the same steps, as the cumulative logits of CORAL do; pass "
-                "likelihood=uq.Ordinal(cumulative=True), or the output below these logits with thresholds=..."
-            )
         assert targets is not None
         classes = self.classes(outputs[0].numel())
         raise PosthocUQError(
@@ -119,23 +114,13 @@ class Ordinal(Likelihood):
             )
         classes = self.classes(outputs[0].numel())
         wrong = ((targets < 0) | (targets >= classes)).any().to(outputs.device)
-        return wrong | misordered | self._seem_cumulative(outputs)
+        return wrong | misordered
 
     def _misordered(self, outputs: Tensor) -> Tensor | bool:
         """Whether cumulative logits increase."""
         if not self.cumulative or outputs.shape[1] < 2:
             return False
         return (outputs.diff(dim=1) > 0).any()
-
-    def _seem_cumulative(self, outputs: Tensor) -> Tensor | bool:
-        """Whether conditional logits fall by the same steps for all inputs, which only shared weights do."""
-        if self.thresholds or self.cumulative or len(outputs) < 2 or outputs.shape[1] < 2:
-            return False
-        steps = wide(outputs).diff(dim=1)
-        tolerance = 16 * torch.finfo(outputs.dtype).eps * outputs.abs().max()
-        same = (steps - steps[:1]).abs().max() <= tolerance
-        varied = (outputs - outputs[:1]).abs().max() > 100 * tolerance
-        return same & varied & (steps < 0).all()
 
     def takes(self, outputs: int) -> bool:
         return outputs == 1 if self.thresholds else outputs >= 1

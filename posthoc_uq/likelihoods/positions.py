@@ -43,7 +43,6 @@ class PositionPrediction(Prediction):
         mask: (batch, *positions), bool: which positions count in the numbers of an input; None for all, see `masked`.
     """
 
-    of: ClassVar[str] = "likelihood='classification' and outputs with positions"
     kind: ClassVar[str] = "positions"
 
     rows: ClassPrediction

@@ -5,7 +5,7 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 from dataclasses import fields, replace
-from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple, TypeVar, cast
+from typing import Any, ClassVar, NamedTuple, TypeVar, cast
 
 import torch
 import torch.nn.functional as F
@@ -13,7 +13,7 @@ from torch import Tensor
 from torch.utils import _pytree as pytree
 
 from posthoc_uq.core.devices import as_double
-from posthoc_uq.core.errors import NotAnsweredError, PosthocUQError
+from posthoc_uq.core.errors import PosthocUQError
 from posthoc_uq.core.options import did_you_mean
 from posthoc_uq.likelihoods import metrics
 
@@ -119,9 +119,9 @@ def known_novelty(ratio: Tensor | None) -> Tensor:
     """
     if ratio is None:
         raise PosthocUQError(
-            "This prediction does not know its novelty: the predictor was made with novelty=False, or the posterior "
-            "keeps nothing of the last layer's inputs, as those of models whose last "
-            "layer has no input of each sample's own; predictor.novelty(x, of='top') then goes by the posterior itself."
+            "This prediction has no novelty: the predictor was made with novelty=False, or the posterior has no "
+            "statistics of the last layer's inputs, as after uq.update or where that layer has no input of each "
+            "sample's own. Fit again on all data, or ask for predictor.novelty(x, of='top'), by the posterior itself."
         )
     return ratio
 
@@ -158,32 +158,14 @@ class Prediction(ABC):
     """The predictive distribution of a batch's targets. Subclasses are frozen dataclasses of tensors whose first
     dimension counts the inputs.
 
-    An attribute that only another kind of prediction has raises an error that says so.
-
     Attributes:
-        of: the likelihoods it is for, as error messages name them.
         kind: ``"classes"``, ``"values"`` or ``"draws"``: which of the subclasses it is.
         novelty_ratio: (batch,), in (0, 1], the share of the prior's uncertainty that the data left; None where it was
             not asked for, or the posterior keeps nothing to tell it by.
     """
 
-    of: ClassVar[str] = "a likelihood of its own"
     kind: ClassVar[str]
     novelty_ratio: Tensor | None
-
-    if not TYPE_CHECKING:  # a type checker would take any name for an attribute
-
-        def __getattr__(self, name: str) -> Any:
-            this_kind = type(self)
-            kinds = sorted(Prediction.__subclasses__(), key=lambda kind: kind.kind == "draws")
-            known = {kind: {*dir(kind), *getattr(kind, "__dataclass_fields__", ())} for kind in kinds}
-            others = [kind for kind in kinds if kind is not this_kind and name in known[kind]]
-            if name.startswith("_") or name in dir(this_kind) or not others:
-                object.__getattribute__(self, name)  # raises the usual error
-            raise NotAnsweredError(
-                f"A {this_kind.__name__} has no {name!r}; a {others[0].__name__} has, which is what a posterior with "
-                f"{others[0].of} predicts."
-            )
 
     @abstractmethod
     def __len__(self) -> int:

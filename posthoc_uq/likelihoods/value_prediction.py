@@ -50,7 +50,6 @@ class RegressionPrediction(Prediction):
         PosthocUQError: the shapes do not fit, or the noise variance is a negative number.
     """
 
-    of: ClassVar[str] = "likelihood='regression'"
     kind: ClassVar[str] = "values"
 
     mean: Tensor
@@ -307,8 +306,6 @@ class HeteroscedasticPrediction(RegressionPrediction):
         log_noise_mean: (batch, targets), mean over the weights of the logarithm of the noise variance.
         log_noise_variance: same shape, its variance over the weights.
     """
-
-    of: ClassVar[str] = "likelihood='heteroscedastic'"
 
     log_noise_mean: Tensor
     log_noise_variance: Tensor

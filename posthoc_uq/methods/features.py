@@ -10,7 +10,7 @@ from posthoc_uq.curvature.features import FeatureSource
 from posthoc_uq.curvature.sweep import show
 from posthoc_uq.layers.capture import Capture
 from posthoc_uq.methods.task import Task
-from posthoc_uq.posteriors.features import ClassGrams, FeatureGrams, by_class, changed
+from posthoc_uq.posteriors.features import ClassGrams, FeatureGrams
 from posthoc_uq.posteriors.posterior import Posterior
 
 _ROWS = 4096  # at a time
@@ -35,48 +35,6 @@ def keep_features(task: Task, grams: ClassGrams | None, posterior: Posterior) ->
         return
     task.observe()
     posterior.features = grams.result(task.settings.dtype)
-
-
-def watch_other_features(task: Task, posterior: Posterior) -> ClassGrams | None:
-    """Let the sweeps over data that come in or go out show them to feature statistics like those of the posterior;
-    None where it has none.
-    """
-    features = posterior.features
-    if features is None:
-        return None
-    layer = features.layer
-    outputs = layer.groups * layer.outputs if features.source == "positions" else task.prepared.outputs
-    source = FeatureSource(layer, features.source, outputs)
-    likelihood, budget = task.settings.likelihood, task.memory_budget
-    grams = ClassGrams(source, likelihood, task.device, budget, by_class(features))
-    if not posterior.trained_mean:
-        task.prepared.capture.watched = features.layer
-        task.observers.append(grams)
-    return grams
-
-
-def other_features(
-    task: Task, grams: ClassGrams, posterior: Posterior, sign: int, network: nn.Module
-) -> FeatureGrams:
-    """The posterior's feature statistics with those of the task's data, by an extra pass where no sweep showed the
-    data, or where the mean was trained.
-
-    Args:
-        task: of the data that come in or go out.
-        grams: from `watch_other_features`.
-        posterior: whose statistics they are added to.
-        sign: 1 where they come in, -1 where they go out.
-        network: the trained model, whose classes sort the samples; a mean that the data move would sort them anew.
-
-    Raises:
-        NotContainedError: the data cannot all be among those of the posterior.
-    """
-    if posterior.trained_mean:
-        _show(task, grams, network)
-    else:
-        task.observe()
-    assert posterior.features is not None
-    return changed(posterior.features, grams, sign)
 
 
 def trained_features(

@@ -22,9 +22,9 @@ from posthoc_uq.curvature.sweep import Summary
 from posthoc_uq.layers.layer import Layer
 from posthoc_uq.likelihoods import Fisher, Likelihood
 from posthoc_uq.methods.bases import kept_bases
-from posthoc_uq.methods.method import Change, Method
+from posthoc_uq.methods.method import Method
 from posthoc_uq.methods.task import Task, Tensors, checked_finite
-from posthoc_uq.posteriors.block import Block, NotContainedError, Weights, check_forgettable, largest_of
+from posthoc_uq.posteriors.block import Block, NotContainedError, Weights, check_resolved, largest_of
 from posthoc_uq.posteriors.laplace import (
     LARGEST_BYTES,
     DenseBlock,
@@ -41,7 +41,7 @@ _GRAMS = ("input_gram", "output_gram")  # of KFAC, whose product is a Fisher
 _LEAST = 1e-9  # of the weight before: what is less, is rounding
 
 
-def combined_posterior(posterior: Posterior, part: Tensors, summary: Summary, sign: int) -> Posterior:
+def _combined(posterior: Posterior, part: Tensors, summary: Summary, sign: int) -> Posterior:
     """A posterior of the same layers and hyperparameters with other data. Only the scale follows the number of samples;
     where it was tuned, it keeps its ratio to that number.
 
@@ -56,14 +56,14 @@ def combined_posterior(posterior: Posterior, part: Tensors, summary: Summary, si
         PosthocUQError: no sample would be left, or what is known would be lost beside the new data.
     """
     before, change = posterior.evidence.total, sign * summary.weight
-    evidence = combined_evidence(posterior.evidence, summary, posterior.likelihood, sign)
+    evidence = _combined_evidence(posterior.evidence, summary, posterior.likelihood, sign)
     weights = Weights.of(before, change, _precision(posterior))
     blocks: dict[str, Block] = {}
     for name, block in posterior.blocks.items():
         device = next(iter(block.tensors().values())).device
         means = {key: placed(tensor, device) for key, tensor in part[name].items()}
         if sign > 0:
-            _check_forgettable(posterior, name, means, weights)
+            _check_resolved(posterior, name, means, weights)
         try:
             blocks[name] = block.combined(means, weights)
         except NotContainedError as error:
@@ -72,24 +72,15 @@ def combined_posterior(posterior: Posterior, part: Tensors, summary: Summary, si
     history.changes |= _outside(posterior.blocks, part) if sign > 0 else {}
     settings, after = posterior.settings, evidence.total
     scale = after if settings.scale == before else settings.scale * after / before
-    return Posterior(
-        posterior.method,
-        posterior.layers,
-        blocks,
-        posterior.members,
-        posterior.original,
-        posterior.likelihood,
-        evidence,
-        history,
-        trained_mean=posterior.trained_mean,
-        settings=replace(settings, scale=scale),
+    return posterior.with_blocks(
+        blocks, evidence=evidence, history=history, settings=replace(settings, scale=scale)
     )
 
 
-def _check_forgettable(
+def _check_resolved(
     posterior: Posterior, name: str, means: Mapping[str, torch.Tensor], weights: Weights
 ) -> None:
-    """See `check_forgettable`. A Fisher is compared as a part of the precision, which has the prior's, too."""
+    """See `check_resolved`. A Fisher is compared as a part of the precision, which has the prior's, too."""
     settings, tensors = posterior.settings, posterior.blocks[name].tensors()
     prior = min(settings.layer_prior(layer) for layer in posterior.members[name]) / settings.scale
     sizes = {
@@ -102,7 +93,7 @@ def _check_forgettable(
         kept, part, precision = zip(*grams, strict=True)
         sizes["Fisher"] = prod(kept), prod(part), max(precision)
     for kept, part, precision in sizes.values():
-        check_forgettable(kept + prior, part, weights, precision, f"'{name}'")
+        check_resolved(kept + prior, part, weights, precision, f"'{name}'")
 
 
 def _precision(posterior: Posterior) -> float:
@@ -118,7 +109,7 @@ def weight_of(summary: Summary) -> float | None:
     return None if summary.weight == summary.samples else summary.weight
 
 
-def combined_evidence(evidence: Evidence, summary: Summary, likelihood: Likelihood, sign: int) -> Evidence:
+def _combined_evidence(evidence: Evidence, summary: Summary, likelihood: Likelihood, sign: int) -> Evidence:
     """What the fit and a later sweep saw of the data, together, or what is left of it. Without labels on either side
     the log likelihood is unknown.
 
@@ -133,8 +124,7 @@ def combined_evidence(evidence: Evidence, summary: Summary, likelihood: Likeliho
         weight, samples = total, max(1, samples)
     if samples < 1 or total < _LEAST * evidence.total:
         raise PosthocUQError(
-            f"The posterior has {evidence.samples} samples and {summary.samples} are to go out, which leaves none; the "
-            f"posterior stays as it is."
+            f"The posterior has {evidence.samples} samples and {summary.samples} are to go out, which leaves none."
         )
     if evidence.log_likelihood is None or summary.log_likelihood is None:
         return replace(
@@ -269,34 +259,28 @@ class Curvature(Method):
 
     def added(self, posterior: Posterior, task: Task) -> Tensors:
         """Means over the samples of a task, by block and name of the tensor, in the form and in the bases of the
-        posterior's blocks, as `Block.combined` takes them. A method that defines it can update, and forget.
+        posterior's blocks, as `Block.combined` takes them. A method that defines it can `update`.
 
         Args:
             posterior: whose blocks they are to be added to.
             task: of the data that come in or go out, with the labels of the fit.
         """
-        raise self._fixed("update")
+        raise self.not_a_sum()
 
-    def check_change(self, posterior: Posterior, change: Change) -> None:
+    def check_update(self, posterior: Posterior) -> None:
         if type(self).added is Curvature.added:
-            raise self._fixed(change)
+            raise self.not_a_sum()
         if posterior.history.fit.get("fisher") not in get_args(Fisher):
             raise PosthocUQError(
                 "This posterior does not say which labels its Fisher was taken with (history.fit['fisher']), so that "
                 "data cannot come in or go out; fit again."
             )
 
-    def update(self, posterior: Posterior, task: Task) -> Posterior:
-        return self._changed(posterior, task, 1)
-
-    def forget(self, posterior: Posterior, task: Task) -> Posterior:
-        return self._changed(posterior, task, -1)
-
-    def _changed(self, posterior: Posterior, task: Task, sign: int) -> Posterior:
+    def update(self, posterior: Posterior, task: Task, remove: bool) -> Posterior:
         facts = posterior.history.fit
         labels = int(facts.get("labels drawn per sample", 1))
         task.settings = replace(task.settings, fisher=facts["fisher"], n_samples=labels)
-        return combined_posterior(posterior, self.added(posterior, task), task.summary, sign)
+        return _combined(posterior, self.added(posterior, task), task.summary, -1 if remove else 1)
 
     def fit(self, task: Task) -> Posterior:
         task.take_labels(self.fisher, self.n_samples, self.joint)
@@ -417,7 +401,7 @@ class KFAC(Curvature):
 
     Attributes:
         keep_grams: keep both Grams of every layer as well, in the file too, so that data can come in and go out later
-            (`posthoc_uq.update`, `posthoc_uq.forget`); it doubles the size.
+            (`posthoc_uq.update`); it doubles the size.
     """
 
     name: ClassVar[str] = "kfac"
@@ -436,8 +420,8 @@ class KFAC(Curvature):
             for name, factors in kronecker_factors(task, self.keep_grams).items()
         }
 
-    def check_change(self, posterior: Posterior, change: Change) -> None:
-        super().check_change(posterior, change)
+    def check_update(self, posterior: Posterior) -> None:
+        super().check_update(posterior)
         if any(
             isinstance(block, KroneckerBlock) and block.grams is None for block in posterior.blocks.values()
         ):

@@ -36,7 +36,7 @@ from posthoc_uq.methods.mean_field import LOG_VARIANCE
 from posthoc_uq.methods.task import Task
 from posthoc_uq.methods.trained import check_trainable, count_data
 from posthoc_uq.methods.training import Group, Objective, Step, Training, TrainingOptions
-from posthoc_uq.posteriors.prior import ALL_WEIGHTS
+from posthoc_uq.posteriors.prior import ONE_PRIOR
 from posthoc_uq.posteriors.settings import LayerPriors
 from posthoc_uq.posteriors.variational import (
     MOST_STEPS,
@@ -807,7 +807,7 @@ class LatentBinary(LatentBinaryOptions, Training[LatentObjective]):
         return {
             "start": self.start,
             "flow": f"{self.flow_form}, {self.flow_steps} steps" if self.flow else "none",
-            "prior": ALL_WEIGHTS,
+            ONE_PRIOR: True,
             "prior inclusion": self.prior_inclusion,
             "weight of the divergence": self.divergence_weight,
             "density of the median model": float((chances > 0.5).float().mean()),

@@ -25,7 +25,6 @@ WITHOUT_EFFECT = {"without effect": True}
 """Metadata of a field that does not change the result, and so is no part of a fit's identity."""
 
 Unsupported = Literal["raise", "skip"]
-Change = Literal["update", "forget"]
 
 Bytes = Annotated[int, Ge(2**20), Lt(2**63)]
 
@@ -106,43 +105,31 @@ class Method(Options, ABC):
                 f"loader instead, or take a method by curvature such as 'inf'."
             )
 
-    def check_change(self, posterior: Posterior, change: Change) -> None:
-        """Refuse, before any work is done, a posterior whose data cannot change. A method that overrides the hook is
+    def check_update(self, posterior: Posterior) -> None:
+        """Refuse, before any work is done, a posterior whose data cannot change. A method that overrides `update` is
         taken to serve all of its posteriors.
 
         Raises:
-            PosthocUQError: the method, or this posterior, cannot take in more data, or forget some.
+            PosthocUQError: data cannot be added to such posteriors, or taken out.
         """
-        if getattr(type(self), change) is getattr(Method, change):
-            raise self._fixed(change)
+        if type(self).update is Method.update:
+            raise self.not_a_sum()
 
-    def update(self, posterior: Posterior, task: Task) -> Posterior:
-        """A posterior of the data that `posterior` was fitted on and those of the task together; `posterior` stays as
-        it is. See `posthoc_uq.update`, which calls this.
+    def update(self, posterior: Posterior, task: Task, remove: bool) -> Posterior:
+        """A new posterior with the data of the task added to those of `posterior`, or taken out of them. See
+        `posthoc_uq.update`, which calls this.
 
         Raises:
-            PosthocUQError: the method cannot take in more data.
+            NotContainedError: data are to go out that cannot all have been in.
+            PosthocUQError: data cannot be added to such posteriors, or taken out.
         """
-        raise self._fixed("update")
+        raise self.not_a_sum()
 
-    def forget(self, posterior: Posterior, task: Task) -> Posterior:
-        """A posterior of the data that `posterior` was fitted on without those of the task; `posterior` stays as it is.
-        See `posthoc_uq.forget`, which calls this.
-
-        Raises:
-            NotContainedError: the data cannot all be among those of the posterior.
-            PosthocUQError: the method cannot take data out again.
-        """
-        raise self._fixed("forget")
-
-    def _fixed(self, change: Change) -> PosthocUQError:
+    def not_a_sum(self) -> PosthocUQError:
         """The error of a method whose posteriors belong to the data of their fit."""
-        what, way_out = {
-            "update": ("take in more data", "all data"),
-            "forget": ("forget data", "those left"),
-        }[change]
         return PosthocUQError(
-            f"A posterior of method={self.name!r} cannot {what} after its fit; fit again on {way_out}."
+            f"Data cannot be added to a posterior of method={self.name!r}, or taken out of it, since it is no sum over "
+            f"its data; fit again on the data that it is to hold."
         )
 
     def identity(self) -> dict[str, Any]:

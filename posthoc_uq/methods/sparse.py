@@ -28,13 +28,17 @@ from posthoc_uq.posteriors.variational import LatentBlock, median_of
 __all__ = ["LayerSummary", "SparseLinear", "Summary", "median", "model", "state_dict", "summary"]
 
 Layout = Literal["auto", "masked", "csr"]
-MEDIAN = "median model"  # in the history of a posterior: which weights it has
+MEDIAN, CERTAIN = "median model", "median model, certain"  # in the history of a posterior
 _COMPRESSED = 0.1  # the largest density at which "auto" stores a layer in compressed rows
 _UNDECIDED = (0.1, 0.9)
 
 
 def _latent_blocks(posterior: Any, what: str) -> dict[str, LatentBlock]:
-    """The blocks by the names of their layers; an error for a posterior whose weights are all on."""
+    """The blocks by the names of their layers.
+
+    Raises:
+        PosthocUQError: all weights of the posterior are on.
+    """
     if not isinstance(posterior, Posterior):
         raise PosthocUQError(
             f"{what} takes a posterior from uq.fit or uq.load, not a {type(posterior).__name__}."
@@ -103,7 +107,7 @@ class Summary:
 
     @property
     def first(self) -> LayerSummary:
-        """The first layer, whose inputs are the network's."""
+        """The first layer; its `selected` inputs are those that the network needs."""
         return next(iter(self.layers.values()))
 
     @property
@@ -134,44 +138,31 @@ class Summary:
         }
 
     def __str__(self) -> str:
-        header = [
-            "layer",
-            "weights",
-            "kept",
-            "density",
-            "expected",
-            "undecided",
-            "inputs",
-            "selected",
-            "kept inputs",
-        ]
         rows = [
-            [
-                name,
-                layer.weights.numel(),
-                layer.kept,
-                layer.density,
-                layer.expected,
-                layer.undecided,
-                len(layer.inputs),
-                int(layer.selected.sum()),
-                int(layer.kept_inputs.sum()),
-            ]
+            {
+                "layer": name,
+                "weights": layer.weights.numel(),
+                "kept": layer.kept,
+                "density": layer.density,
+                "expected": layer.expected,
+                "undecided": layer.undecided,
+                "inputs": len(layer.inputs),
+                "selected": int(layer.selected.sum()),
+                "kept inputs": int(layer.kept_inputs.sum()),
+            }
             for name, layer in self.layers.items()
         ]
         notes = (
+            f"{self.kept} weights kept, a share of {self.density:.4g}; biases are not counted",
             "  density: share of the weights with an inclusion above 0.5, which the median model keeps",
             "  expected: mean inclusion; undecided: share of the inclusions between 0.1 and 0.9",
             "  selected: inputs of which at least one weight is on with probability above 0.5",
         )
-        total = f"{self.kept} weights kept, a share of {self.density:.4g}; biases are not counted"
-        return "\n".join([text_table(header, rows), total, *notes])
+        return "\n".join([text_table([*rows[0]], [[*row.values()] for row in rows]), *notes])
 
 
 def summary(posterior: Posterior) -> Summary:
     """How many weights are on, layer by layer, and with which probability weights, inputs and filters are.
-
-    ``summary(posterior).first.selected`` answers which inputs the network needs.
 
     Args:
         posterior: by ``method="latent_binary"``; of a median model all probabilities are 0 or 1.
@@ -211,20 +202,14 @@ def _any_of(chances: Tensor, sides: tuple[int, ...]) -> Tensor:
 def median(posterior: Posterior, certain: bool = False) -> Posterior:
     """The median probability model: the weights whose inclusion is above one half, on for certain; all others are zero.
 
-    It is a posterior like any other: `wrap`, `tune`, `save`, `load`, `report`. A file of it holds the means and
-    variances of the kept weights, and one bit for each weight.
-
-    It keeps the likelihood, the hyperparameters (a temperature too, which was chosen for all weights; tune it again on
-    held-out data), the statistics for novelty and the history. It does not keep what was measured on predictions of the
-    full posterior: the calibration of the moments head and the thresholds of a referral.
+    It is a posterior like any other, with the hyperparameters of the full one; tune a temperature again on held-out
+    data. What was measured on predictions of the full posterior is cleared: the calibration of the moments head and the
+    thresholds of a referral.
 
     Args:
         posterior: by ``method="latent_binary"``, or such a median model.
         certain: leave out the variances, and put the mean of the flow's ``z`` in its place: one sparse network, which
             predicts in one pass.
-
-    Returns:
-        A posterior for the same model; the given one stays as it is.
 
     Raises:
         PosthocUQError: the posterior is of another method.
@@ -232,25 +217,13 @@ def median(posterior: Posterior, certain: bool = False) -> Posterior:
     blocks, certain = _latent_blocks(posterior, "median"), check_option("certain", certain, bool)
     history = copy.deepcopy(posterior.history)
     history.calibration, history.referral, history.faithful = {}, {}, {}
-    point = certain or str(history.fit.get(MEDIAN, "")).endswith("certain")
-    history.fit[MEDIAN] = "weights of inclusion above 0.5, " + (
-        "certain" if point else "with their variances"
-    )
-    if point:  # all draws are the same
+    history.fit[MEDIAN] = "weights of inclusion above 0.5"
+    if certain or history.fit.get(CERTAIN):
+        history.fit[CERTAIN] = True  # all draws are the same
         history.head = {"name": "sampling", "options": {"n_samples": 1}, "criterion": "given"}
-    result = Posterior(
-        posterior.method,
-        posterior.layers,
-        {name: median_of(block, certain=certain) for name, block in blocks.items()},
-        posterior.members,
-        posterior.original,
-        posterior.likelihood,
-        posterior.evidence,
-        history,
-        settings=posterior.settings,
-    )
-    result.model, result.features = posterior.model, posterior.features
-    result.fingerprint, result.buffers_fingerprint = posterior.fingerprint, posterior.buffers_fingerprint
+    medians = {name: median_of(block, certain=certain) for name, block in blocks.items()}
+    result = posterior.with_blocks(medians, history=history)
+    result.features = posterior.features
     return result
 
 
@@ -322,10 +295,6 @@ class SparseLinear(nn.Module):
             outputs = (self.matrix @ rows.t()).t() if len(rows) else rows.new_zeros(0, self.out_features)
             outputs = outputs if self.bias is None else outputs + self.bias
         return outputs.reshape(*input.shape[:-1], self.out_features)
-
-    def extra_repr(self) -> str:
-        kept = self.values.numel()
-        return f"in_features={self.in_features}, out_features={self.out_features}, weights={kept}"
 
 
 def model(model: nn.Module, posterior: Posterior, layout: Layout = "auto") -> nn.Module:

@@ -35,7 +35,7 @@ from posthoc_uq.moments.propagation import independent_weights, propagate, runni
 from posthoc_uq.moments.tensor import MaxPool, Relu, Rules, Unknown
 from posthoc_uq.posteriors.block import Block
 from posthoc_uq.posteriors.posterior import Posterior
-from posthoc_uq.posteriors.prior import ALL_WEIGHTS
+from posthoc_uq.posteriors.prior import ONE_PRIOR
 
 # The options of a training by propagated moments, checked before any work is done.
 
@@ -461,7 +461,7 @@ class UTVI(MomentOptions, Training[MomentObjective]):
             "mean": "trained" if self.train_mean else "frozen",
             "objective": self.objective,
             "noise": self.noise,
-            "prior": ALL_WEIGHTS,
+            ONE_PRIOR: True,
             "prior mean": self.prior_mean,
             "first KL weight": self.first_kl_weight,
             "least KL weight": self.first_kl_weight * self.kl_floor,

@@ -112,9 +112,9 @@ _LOST = 1e-2
 """The share of what was known before that rounding may take when data come in, relative to its largest number."""
 
 
-def check_forgettable(kept: float, part: float, weights: Weights, precision: float, what: str) -> None:
-    """Refuse data beside which all that is known already would be lost to rounding, so that they could never go out
-    again.
+def check_resolved(kept: float, part: float, weights: Weights, precision: float, what: str) -> None:
+    """Refuse data beside which what is known already would be lost to rounding: taken out again, they would leave
+    numbers that mean nothing.
 
     Args:
         kept: the largest number of a mean over all data so far; nothing is lost of a zero.
@@ -130,8 +130,8 @@ def check_forgettable(kept: float, part: float, weights: Weights, precision: flo
     if kept > 0 and not max(precision, weights.precision) * share * part <= _LOST * kept:
         raise PosthocUQError(
             f"These data cannot come in: what they say of {what} is {part / kept:.2g} times as large as what all data "
-            f"before said, which would be lost to rounding, so that uq.forget could not take them out again. Look for "
-            f"inputs or targets that are out of range, or fit again where the model was certain of all data before."
+            f"before said, which would be lost to rounding. Look for inputs or targets that are out of range, or fit "
+            f"again on all data."
         )
 
 

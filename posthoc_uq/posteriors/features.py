@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping
 from typing import Any
 
 import torch
@@ -21,15 +20,13 @@ from posthoc_uq.layers.layer import Layer
 from posthoc_uq.layers.operands import weighted
 from posthoc_uq.likelihoods import Likelihood
 from posthoc_uq.likelihoods.weights import SampleWeights, nothing_counts, weights_of
-from posthoc_uq.posteriors.block import NotContainedError, TensorSpec, Weights, bounded, check_forgettable
+from posthoc_uq.posteriors.block import TensorSpec, bounded
 
 # Statistics of the last layer's inputs, one compressed Gram per class, and how novel other inputs are by
 # them.
 
 SMOOTHING = 3e-4
 SOURCES = ("outputs", "positions", "pooled")
-RARE = -1  # in the place of a class: all classes with few samples together
-ALL = -2  # in the place of a class: all samples, where Grams are not by class
 
 
 class FeatureGrams:
@@ -51,8 +48,6 @@ class FeatureGrams:
         diagonal: d, ``(classes, width)``.
         factors: F, ``(classes, width, rank)``.
         residual: rho, ``(classes,)``.
-        totals: of each Gram before it was scaled, the number of its class (or `RARE`, `ALL`), its samples and its
-            trace, ``(classes, 3)`` in float64. With them, data can come in and go out.
         smoothing: r, the ridge on every Gram as a share of its mean eigenvalue; may be set at any time.
     """
 
@@ -67,7 +62,6 @@ class FeatureGrams:
         self.layer, self.source, self.samples = layer, source, samples
         self.basis, self.diagonal = tensors["basis"], tensors["diagonal"]
         self.factors, self.residual = tensors["factors"], tensors["residual"]
-        self.totals = tensors["totals"]
         self.smoothing = smoothing
         self._ready: tuple[Any, tuple[Tensor, Tensor, Tensor]] | None = None
 
@@ -145,7 +139,7 @@ class FeatureGrams:
 
     def tensors(self) -> dict[str, Tensor]:
         """What is stored, by name."""
-        return {name: getattr(self, name) for name in ("basis", "diagonal", "factors", "residual", "totals")}
+        return {name: getattr(self, name) for name in ("basis", "diagonal", "factors", "residual")}
 
     def numbers(self) -> int:
         """Numbers stored."""
@@ -184,7 +178,6 @@ class FeatureGrams:
             "diagonal": TensorSpec((classes, width), non_negative=True),
             "factors": TensorSpec((classes, width, rank)),
             "residual": TensorSpec((classes,), non_negative=True),
-            "totals": TensorSpec((classes, 3), exact=True),
         }
 
     @classmethod
@@ -236,7 +229,6 @@ class ClassGrams:
         likelihood: of the targets.
         device: of the model.
         budget: bytes that the sums may take.
-        by_class: whether there is one Gram a class; None decides by the budget.
     """
 
     def __init__(
@@ -245,11 +237,10 @@ class ClassGrams:
         likelihood: Likelihood,
         device: torch.device,
         budget: int,
-        by_class: bool | None = None,
     ) -> None:
         self.source = source
         self._likelihood = likelihood
-        by_class = source.by_class if by_class is None else by_class
+        by_class = source.by_class
         size, classes = source.size, 1 if by_class is False else likelihood.classes(source.outputs)
         zero = as_double(torch.zeros((), device=device))
         width = min(_WIDTHS[1], budget // (16 * classes * size))
@@ -344,31 +335,25 @@ class ClassGrams:
             return torch.zeros(len(rows), dtype=torch.int64, device=outputs.device)
         return self._likelihood.predicted_class(outputs)
 
-    def summed(self, own: Collection[int] = (), least: int | None = FEW) -> Summed:
-        """The Grams of the samples of all processes; every process must call this, and only once.
+    def result(self, dtype: torch.dtype) -> FeatureGrams:
+        """The compressed statistics of the samples of all processes, in `dtype`; every process must call this, and only
+        once. Classes with few samples share one Gram.
 
-        Args:
-            own: classes that have a Gram of their own whatever their number of samples.
-            least: samples (the sum of their weights) from which on every other class has one, too; None for never.
+        Raises:
+            NonFiniteError: a number is not finite in this dtype.
         """
         all_reduce_sum(self.sums, "the sum for the novelty")
         counts: list[float] = self.sums["counts"].tolist()
         if not any(counts):
             raise nothing_counts()
-        if len(counts) == 1:
-            places, labels = {0: 0}, [ALL]
-        else:
-            enough = max(counts) + 1 if least is None else least
-            labels = [c for c, count in enumerate(counts) if count >= enough or (count and c in own)]
-            places = {c: place for place, c in enumerate(labels)}
-            rare = [c for c, count in enumerate(counts) if count and c not in places]
-            places |= dict.fromkeys(rare, len(labels))
-            labels += [RARE] if rare else []
-        present, groups = list(places), list(places.values())
+        frequent = [c for c, count in enumerate(counts) if count >= FEW] if len(counts) > 1 else [0]
+        rare = [c for c, count in enumerate(counts) if count and c not in frequent]
+        device = self.sums["counts"].device
+        places = torch.tensor([*range(len(frequent)), *[len(frequent)] * len(rare)], device=device)
 
         def grouped(sums: Tensor) -> Tensor:
-            index = torch.tensor(groups, device=sums.device)
-            return sums.new_zeros(len(labels), *sums.shape[1:]).index_add_(0, index, sums[present])
+            start = sums.new_zeros(len(frequent) + bool(rare), *sums.shape[1:])
+            return start.index_add_(0, places, sums[[*frequent, *rare]])
 
         if self._test is None:
             grams: Grams = _Exact(grouped(self.sums["grams"]))
@@ -376,55 +361,14 @@ class ClassGrams:
         else:
             total = self.sums["total"]
             grams = _Sketched(grouped(self.sums["sketches"]), self._test, grouped(self.sums["traces"]), total)
-        numbers = torch.tensor(labels, dtype=total.dtype, device=total.device)
-        totals = torch.stack([numbers, grouped(self.sums["counts"]), grams.traces], dim=1)
-        return Summed(grams, total, totals)
-
-    def result(self, dtype: torch.dtype) -> FeatureGrams:
-        """The compressed statistics of the samples of all processes, in `dtype`; every process must call this.
-
-        Raises:
-            NonFiniteError: a number is not finite in this dtype.
-        """
-        return self.summed().compressed(self.source.layer, self.source.source, dtype)
-
-
-@dataclass(frozen=True)
-class Summed:
-    """The Grams of some samples, by class.
-
-    Attributes:
-        grams: one a class, or one for several.
-        total: their sum, ``(features, features)``.
-        basis: a complete one that is to be kept as long as there is room for all of it, or None.
-        totals: of each, its class (or `ALL`, `RARE`), samples and trace, ``(classes, 3)``.
-    """
-
-    grams: Grams
-    total: Tensor
-    totals: Tensor
-    basis: Tensor | None = None
-
-    def compressed(self, layer: Layer, source: str, dtype: torch.dtype) -> FeatureGrams:
-        """The statistics for a posterior.
-
-        Args:
-            layer: whose inputs these are.
-            source: see `FeatureGrams`.
-            dtype: of all tensors but the totals.
-
-        Raises:
-            NonFiniteError: a number is not finite in this dtype.
-        """
-        found = compressed(self.grams, self.total, basis=self.basis)
-        tensors = {name: tensor.to(dtype).contiguous() for name, tensor in found.items()}
+        layer = self.source.layer
+        tensors = {name: t.to(dtype).contiguous() for name, t in compressed(grams, total).items()}
         if not all(bool(torch.isfinite(tensor).all()) for tensor in tensors.values()):
             raise NonFiniteError(
                 f"The second moments of what enters layer '{layer.name}' are not finite in {dtype}: bring the inputs "
                 f"to about unit size, or fit with dtype=torch.float64."
             )
-        samples = max(1, round(float(self.totals[:, 1].sum())))
-        return FeatureGrams(layer, source, samples, {**tensors, "totals": self.totals})
+        return FeatureGrams(layer, self.source.source, max(1, round(sum(counts))), tensors)
 
 
 class Grams:
@@ -478,25 +422,22 @@ class _Sketched(Grams):
 
 def room(classes: int, size: int, most: int = MOST_NUMBERS) -> tuple[int, int]:
     """The width of the shared basis and the directions of each class that fit into `most` numbers."""
-    most -= 4 * classes  # residuals and totals
+    most -= 4 * classes  # residuals, with some room
     width = max(1, min(size, most // (size + classes)))
     left = most - width * (size + classes)
     return width, max(0, min(width, MOST_DIRECTIONS, left // (classes * width)))
 
 
-def compressed(
-    grams: Grams, total: Tensor, most: int = MOST_NUMBERS, *, basis: Tensor | None = None
-) -> dict[str, Tensor]:
+def compressed(grams: Grams, total: Tensor, most: int = MOST_NUMBERS) -> dict[str, Tensor]:
     """The tensors of `FeatureGrams` in at most `most` numbers.
 
-    The basis is the eigenbasis of the sum of all Grams, as wide as there is room for, or a complete one that is given.
-    In it every class keeps its exact diagonal S and the leading directions of its correlations
-    ``S^-1/2 U^T G_c U S^-1/2``: as many as there is room for, but at most `MOST_DIRECTIONS`.
+    The basis is the eigenbasis of the sum of all Grams, as wide as there is room for. In it every class keeps its exact
+    diagonal S and the leading directions of its correlations ``S^-1/2 U^T G_c U S^-1/2``: as many as there is room for,
+    but at most `MOST_DIRECTIONS`.
     """
     classes, size = len(grams.traces), total.shape[0]
     width, rank = room(classes, size, most)
-    if basis is None or basis.shape[1] != width:
-        basis = eigh_descending(total.unsqueeze(0))[1][0][:, :width]
+    basis = eigh_descending(total.unsqueeze(0))[1][0][:, :width]
     scale = (grams.traces / size).unsqueeze(1).clamp(min=torch.finfo(total.dtype).tiny)
     diagonal = grams.diagonals(basis).clamp(min=0) / scale
     residual = ((size - diagonal.sum(1)) / max(1, size - width)).clamp(min=0)
@@ -529,167 +470,3 @@ def _leading(matrices: Tensor, diagonal: Tensor, rank: int) -> Tensor:
     excess = (values[:, :rank] - mean.unsqueeze(1)).clamp(min=0)
     leading = vectors[:, :, :rank] * excess.sqrt().unsqueeze(1)
     return leading * deviations.unsqueeze(2)
-
-
-# Grams of the last layer's inputs that a posterior keeps, with those of other samples added or taken out.
-#
-# What is kept of each Gram is exact on the diagonal of a basis and in its leading directions; so is the sum,
-# in the kept directions. It is compressed again as in a fit.
-
-_STRAY = 1e-3
-"""The share of samples that rounding may put into another class, between two passes over them."""
-
-
-def by_class(features: FeatureGrams) -> bool:
-    """Whether the kept Grams are by class."""
-    return _labels(features) != [ALL]
-
-
-def changed(features: FeatureGrams, grams: ClassGrams, sign: int) -> FeatureGrams:
-    """The statistics with those of other samples.
-
-    Args:
-        features: with `totals`.
-        grams: of the other samples, by class where the kept ones are; every process must call this.
-        sign: 1 where they come in, -1 where they go out.
-
-    Raises:
-        NotContainedError: more samples of a class would go out than there are.
-        PosthocUQError: what is known would be lost beside the new samples.
-        NonFiniteError: a number is not finite.
-    """
-    # classes that the posterior has no Gram of are among its rare ones
-    fresh = grams.summed(_labels(features), FEW if sign > 0 else None)
-    kept = _Kept(features, fresh.total.device)
-    known, new = _labels(features), [int(label) for label in fresh.totals[:, 0].tolist()]
-    labels = sorted({*known, *new}, key=lambda label: (label < 0, label))
-    places = [[known.index(label) if label in known else -1 for label in labels]]
-    places.append([new.index(label) if label in new else -1 for label in labels])
-    parts = [(kept, places[0], 1), (fresh.grams, places[1], sign)]
-    counts = _spread(kept.counts, places[0]) + sign * _spread(fresh.totals[:, 1], places[1])
-    one = min(1.0, float(kept.counts.sum()) / max(1, features.samples))  # what a sample weighs, on average
-    if bool((counts < -max(one, _STRAY * float(fresh.totals[:, 1].sum()))).any()):
-        raise NotContainedError("number of samples of a class")
-    if sign > 0:
-        weights = Weights.of(float(kept.counts.sum()), float(fresh.totals[:, 1].sum()), 0.0)
-        sizes = [
-            _mean_trace(of_part)
-            for of_part in ((kept.traces, kept.counts), (fresh.totals[:, 2], fresh.totals[:, 1]))
-        ]
-        precision = torch.finfo(features.basis.dtype).eps
-        check_forgettable(sizes[0], sizes[1], weights, precision, f"the inputs of '{features.layer.name}'")
-    joined = _Joined(parts)
-    left = ((counts > 0.5 * one) & (joined.traces >= 0)).nonzero().flatten()
-    if not len(left):
-        raise NotContainedError("number of samples")
-    chosen = left.tolist()
-    remaining = _Joined([(part, [of_part[i] for i in chosen], weight) for part, of_part, weight in parts])
-    numbers = torch.tensor([labels[i] for i in chosen], dtype=counts.dtype, device=counts.device)
-    totals = torch.stack([numbers, counts[left], remaining.traces], dim=1)
-    summed = Summed(remaining, kept.total() + sign * fresh.total, totals, kept.complete_basis())
-    result = summed.compressed(features.layer, features.source, features.basis.dtype)
-    result.smoothing = features.smoothing
-    _rescale(result)
-    return result.to(features.basis.device)
-
-
-def _mean_trace(part: tuple[Tensor, Tensor]) -> float:
-    """The trace of the Gram of a sample, on average over all classes."""
-    traces, counts = part
-    return float(traces.sum()) / max(1.0, float(counts.sum()))
-
-
-def _rescale(features: FeatureGrams) -> None:
-    """Give Grams the mean eigenvalue 1 where it is larger: where compression had made parts of them negative, which
-    count as 0.
-    """
-    squares = as_double(features.factors).square().sum((1, 2))
-    over = (as_double(features.diagonal).sum(1) + squares) / features.basis.shape[0]
-    share = (1 / over.clamp(min=1)).to(features.diagonal)
-    features.diagonal = features.diagonal * share.unsqueeze(1)
-    features.factors = features.factors * share.sqrt().reshape(-1, 1, 1)
-
-
-def _labels(features: FeatureGrams) -> list[int]:
-    return [int(label) for label in features.totals[:, 0].tolist()]
-
-
-def _spread(numbers: Tensor, places: Sequence[int]) -> Tensor:
-    """The numbers at these places, and 0 for -1."""
-    index = torch.tensor(places, device=numbers.device)
-    return torch.where(index >= 0, numbers[index.clamp(min=0)], torch.zeros_like(numbers[:1]))
-
-
-class _Kept(Grams):
-    """The Grams of a posterior, unscaled."""
-
-    def __init__(self, features: FeatureGrams, device: torch.device) -> None:
-        basis, triangle = torch.linalg.qr(as_double(features.basis).to(device))
-        self._basis = basis * triangle.diagonal().sign()
-        totals = as_double(features.totals).to(device)
-        self.counts, self.traces = totals[:, 1], totals[:, 2]
-        scale = (self.traces / basis.shape[0]).unsqueeze(1)
-        self._diagonal = as_double(features.diagonal).to(device) * scale
-        self._residual = as_double(features.residual).to(device).unsqueeze(1) * scale
-        self._factors = as_double(features.factors).to(device) * scale.sqrt().unsqueeze(2)
-
-    def complete_basis(self) -> Tensor | None:
-        """The basis, if it has every direction: kept, the diagonals in it stay exact however often they change."""
-        return self._basis if self._basis.shape[1] == self._basis.shape[0] else None
-
-    def _turned(self, basis: Tensor, part: Tensor | slice) -> tuple[Tensor, Tensor]:
-        """``U'^T U``, and the factors of some classes in the other basis U'."""
-        turn = basis.T @ self._basis
-        return turn, turn @ self._factors[part]
-
-    def rotated(self, part: Tensor, basis: Tensor) -> Tensor:
-        turn, factors = self._turned(basis, part)
-        inside = factors @ factors.transpose(1, 2) + (turn * self._diagonal[part].unsqueeze(1)) @ turn.T
-        identity = torch.eye(len(turn), dtype=turn.dtype, device=turn.device)
-        return inside + self._residual[part].unsqueeze(2) * (identity - turn @ turn.T)
-
-    def diagonals(self, basis: Tensor) -> Tensor:
-        turn, factors = self._turned(basis, slice(None))
-        squares = turn.square()
-        outside = (1 - squares.sum(1)).clamp(min=0)
-        return factors.square().sum(2) + self._diagonal @ squares.T + self._residual * outside
-
-    def total(self) -> Tensor:
-        """The sum of all Grams, ``(features, features)``."""
-        basis, flat = self._basis, self._factors.transpose(0, 1).flatten(1)
-        inner = flat @ flat.T
-        residual = self._residual.sum()
-        inner.diagonal().add_(self._diagonal.sum(0) - residual)
-        total = basis @ inner @ basis.T
-        total.diagonal().add_(residual)
-        return total
-
-
-class _Joined(Grams):
-    """Weighted sums of Grams: of each part, the place of every class in it (or -1), and its weight."""
-
-    def __init__(self, parts: Sequence[tuple[Grams, Sequence[int], int]]) -> None:
-        self._parts = parts
-        self.traces = sum(
-            (weight * _spread(grams.traces, places) for grams, places, weight in parts),
-            start=torch.zeros_like(parts[0][0].traces[:1]),
-        )
-
-    def rotated(self, part: Tensor, basis: Tensor) -> Tensor:
-        width = basis.shape[1]
-        total = basis.new_zeros(len(part), width, width)
-        for grams, places, weight in self._parts:
-            index = torch.tensor(places, device=part.device)[part]
-            known = index >= 0
-            if bool(known.any()):
-                total[known] += weight * grams.rotated(index[known], basis)
-        return total
-
-    def diagonals(self, basis: Tensor) -> Tensor:
-        total = basis.new_zeros(len(self._parts[0][1]), basis.shape[1])
-        for grams, places, weight in self._parts:
-            index = torch.tensor(places, device=basis.device)
-            known = index >= 0
-            if bool(known.any()):
-                total[known] += weight * grams.diagonals(basis)[index[known]]
-        return total

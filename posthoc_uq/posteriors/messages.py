@@ -1,7 +1,7 @@
 """Posteriors by message passing: the prior and what the data said, apart from each other, as natural parameters.
 
 The precision of a weight is ``prior_precision + precision`` and its mean ``(prior_precision * prior_mean + field) /
-(prior_precision + precision)``. So later data can be added, and data taken out. Where a layer has a bias, the bias may
+(prior_precision + precision)``. Where a layer has a bias, the bias may
 belong to inputs from which a constant `shift` is subtracted, ``W (x - shift) + b'``; such weights are much less
 correlated. The posterior is over ``W`` and ``b = b' - W shift`` all the same.
 """
@@ -154,10 +154,9 @@ class JointFactor(Factor):
 
 
 class MessagesFields(Record):
-    """The number of training samples, and whether the block keeps a Gram."""
+    """The number of training samples."""
 
     samples: Count
-    gram: bool = False
 
 
 class MessagesBlock(Block):
@@ -172,8 +171,6 @@ class MessagesBlock(Block):
         precision: what the data say.
         shift: ``(n,)``, subtracted from the inputs; 0 for the bias, and where there is none.
         samples: N, of the data that are in it.
-        gram: ``sum f f^T`` of the moved inputs of a last layer, ``(n, n)`` in float64, by which data can come in and go
-            out; or None.
     """
 
     kind = "messages"
@@ -195,11 +192,10 @@ class MessagesBlock(Block):
         precision: Tensor,
         shift: Tensor,
         samples: int,
-        gram: Tensor | None = None,
     ) -> None:
         self.prior_mean, self.prior_precision = prior_mean, prior_precision
         self.field, self.precision = field, precision
-        self.shift, self.samples, self.gram = shift, samples, gram
+        self.shift, self.samples = shift, samples
         self._mean: Tensor | None = None
 
     def _ratio(self, settings: Settings) -> float:
@@ -229,27 +225,20 @@ class MessagesBlock(Block):
             "field": self.field,
             "precision": self.precision,
             "shift": self.shift,
-            **({} if self.gram is None else {"gram": self.gram}),
         }
 
     def attributes(self) -> dict[str, Any]:
-        return {"samples": self.samples, **({} if self.gram is None else {"gram": True})}
+        return {"samples": self.samples}
 
     @classmethod
     def specs(cls, shape: Shape, attributes: Mapping[str, Any]) -> dict[str, TensorSpec]:
-        gram = TensorSpec((shape[-1], shape[-1]), symmetric=True, exact=True)
         return {
             "prior_mean": TensorSpec(shape),
             "prior_precision": TensorSpec(shape, non_negative=True),
             "field": TensorSpec(shape),
             "precision": TensorSpec(shape, non_negative=True),
             "shift": TensorSpec(shape[-1:]),
-            **({"gram": gram} if attributes.get("gram") else {}),
         }
-
-    @classmethod
-    def most_numbers(cls, shape: Shape) -> int:
-        return sum(spec.numbers for spec in cls.specs(shape, {"gram": True}).values())
 
     @classmethod
     def restore(cls, attributes: Mapping[str, Any], tensors: Mapping[str, Tensor]) -> MessagesBlock:

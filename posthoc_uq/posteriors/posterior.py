@@ -287,9 +287,35 @@ class Posterior(Adjustable):
             f"scale={self.scale:g}, prior_precision={self.prior_precision})"
         )
 
+    def with_blocks(
+        self,
+        blocks: Mapping[str, Block],
+        *,
+        evidence: Evidence | None = None,
+        history: History | None = None,
+        settings: Hyperparameters | None = None,
+    ) -> Posterior:
+        """A posterior of the same layers, weights and prior with other blocks; what is not given is that of this one,
+        but for statistics of the data (`features`), which belong to its blocks.
+        """
+        new = Posterior(
+            self.method,
+            self.layers,
+            blocks,
+            self.members,
+            self.original,
+            self.likelihood,
+            evidence or self.evidence,
+            history or copy.deepcopy(self.history),
+            trained_mean=self.trained_mean,
+            settings=settings or self.settings,
+        )
+        new.model, new.weight_prior = self.model, self.weight_prior
+        new.fingerprint, new.buffers_fingerprint = self.fingerprint, self.buffers_fingerprint
+        return new
+
     def snapshot(self, settings: Hyperparameters | None = None) -> Posterior:
-        """A copy of this posterior that keeps the present settings and data whatever is set or updated later; tensors
-        are shared.
+        """A copy of this posterior that keeps the present settings whatever is set later; tensors are shared.
 
         Args:
             settings: other settings, in place of the present ones.

@@ -12,8 +12,8 @@ from posthoc_uq.posteriors.posterior import Posterior
 from posthoc_uq.posteriors.settings import Evidence, layer_matrix
 from posthoc_uq.posteriors.variational import MeanFieldBlock
 
-ALL_WEIGHTS = "of all weights"
-"""What a training's record says of its prior where that is one and the same for every weight."""
+ONE_PRIOR = "one prior for all weights"
+"""True in the record of a training whose prior is one and the same for every weight."""
 
 
 def weight_prior(posterior: Posterior, precision: float | Mapping[str, float]) -> Posterior:
@@ -60,7 +60,7 @@ def training_precisions(posterior: Posterior) -> dict[str, float]:
         PosthocUQError: the posterior does not say which layer that was.
     """
     fitted = posterior.history.fit
-    if fitted.get("prior") == ALL_WEIGHTS:
+    if fitted.get(ONE_PRIOR):
         share = float(fitted.get("prior inclusion", 1.0))  # of the weights are on
         return {name: posterior.layer_prior(name) / share for name in posterior.layers}
     last, body = fitted.get("last layer"), fitted.get("prior body variance", 0.0)

@@ -9,7 +9,6 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field, fields, replace
 from math import log
 from typing import Annotated, Any, Generic, Literal, NoReturn, TypeVar, cast
-from weakref import WeakKeyDictionary
 
 import torch
 from annotated_types import Ge, Le
@@ -111,11 +110,6 @@ class History:
     changes: dict[str, Any] = field(default_factory=lambda: dict[str, Any]())
     output: dict[str, Any] = field(default_factory=lambda: dict[str, Any]())
 
-    @property
-    def revision(self) -> int:
-        """How often the data changed since the fit; what depends on them belongs to one revision."""
-        return sum(self.changes.get(name, 0) for name in ("updates", "removals"))
-
 
 # A posterior's hyperparameters: one immutable value, replaced as a whole.
 
@@ -123,9 +117,6 @@ Value = TypeVar("Value")
 Self = TypeVar("Self", bound="Adjustable")
 
 _SETTING = threading.Lock()  # one for all posteriors: a lock in a posterior could not be copied or pickled
-_CHANGES = WeakKeyDictionary["Adjustable", str]()
-"""The posteriors that a call is changing now, and the name of that call."""
-_OF_THE_OBJECT = ("model", "warned_heads", "_searching")  # of a posterior, whatever its data
 _SEARCHED = ("tuning", "head", "faithful", "calibration")
 """The records of a history that a search for hyperparameters writes."""
 _WAY_OUT = "set it again on held-out data, with uq.evaluate(...).set_referral(rate) or uq.set_referral"
@@ -285,13 +276,6 @@ class Adjustable:
         """The prior precision of one layer."""
         return self._settings.layer_prior(layer)
 
-    @property
-    def moment(self) -> tuple[Hyperparameters, int]:
-        """What the covariance of the weights depends on: hyperparameters, and how often the data changed; it tells
-        whether something that was computed from the posterior still holds.
-        """
-        return self._settings.of_weights(), self.history.revision
-
     @contextmanager
     def searching(self, way_out: str | None = None) -> Generator[None]:
         """For trying many settings: one warning at its end if referral thresholds that applied before no longer do. In
@@ -311,39 +295,6 @@ class Adjustable:
             self._searching = False
         if self.history.referral is referral:  # no new ones were set meanwhile
             self._warn_of_thresholds(basis, way_out)
-
-    @contextmanager
-    def changing(self, call: str) -> Generator[None]:
-        """For a call that reads this posterior, computes for a while and then changes it: no other such call meanwhile.
-
-        Args:
-            call: its name, for the message of the other.
-
-        Raises:
-            PosthocUQError: another thread is in such a call on this posterior.
-        """
-        with _SETTING:
-            if self in _CHANGES:
-                raise PosthocUQError(
-                    f"{call} needs this posterior for itself, and {_CHANGES[self]} in another thread is changing it; "
-                    f"wait until that returns, or work on a copy.deepcopy(posterior)."
-                )
-            _CHANGES[self] = call
-        try:
-            yield
-        finally:
-            with _SETTING:
-                del _CHANGES[self]
-
-    def replace_contents(self, new: Adjustable) -> None:
-        """Take the data and the history of another posterior of the same layers, at one moment: whoever reads this
-        posterior by a copy, as all of its methods do, has the old ones or the new ones. Of the settings the scale alone
-        is the other's.
-        """
-        with _SETTING:
-            contents = {name: value for name, value in vars(new).items() if name not in _OF_THE_OBJECT}
-            contents["_settings"] = replace(self._settings, scale=new.scale)
-            self.__dict__ = vars(self) | contents
 
     def trial(self: Self) -> Self:
         """A copy on which settings can be tried and recorded while others predict from this one and save it; see

@@ -25,12 +25,15 @@ from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.figure import Figure
 from torch import Tensor
 
-from posthoc_uq.methods.message_passing.gaussian import from_moments
-from posthoc_uq.methods.message_passing.network import Activation, Belief, Stage, Weighted
-from posthoc_uq.methods.message_passing.passes import outputs_of
-from posthoc_uq.methods.message_passing.priors import BIAS_VARIANCE, drawn_means, weight_variance
-from posthoc_uq.methods.message_passing.targets import Regression
-from posthoc_uq.methods.message_passing.trainer import Schedule, Trainer
+from posthoc_uq.methods.message_passing.messages import Regression, from_moments
+from posthoc_uq.methods.message_passing.network import Activation, LayerMessage, Stage, Weighted, outputs_of
+from posthoc_uq.methods.message_passing.train import (
+    BIAS_VARIANCE,
+    Schedule,
+    Trainer,
+    drawn_means,
+    weight_variance,
+)
 
 sys.path.append(str(Path(__file__).resolve().parents[1]))  # what all recipes share
 
@@ -58,7 +61,7 @@ class Networks(NamedTuple):
     """Networks of one shape, with the posterior of their weights."""
 
     stages: list[Stage]
-    posterior: dict[int, Belief]
+    posterior: dict[int, LayerMessage]
 
     def predict(self, x: Tensor) -> tuple[Tensor, Tensor]:
         """Mean and standard deviation of a new observation, ``(networks, points)``."""
@@ -72,7 +75,7 @@ def trained(
     """Networks of these widths after so many iterations over one batch, in the paper's schedule."""
     generator = torch.Generator().manual_seed(seed)
     stages: list[Stage] = []
-    prior: dict[int, Belief] = {}
+    prior: dict[int, LayerMessage] = {}
     for number, (inputs, outputs) in enumerate(pairwise(widths)):
         if stages:
             stages.append(Activation(0.1))
@@ -81,9 +84,9 @@ def trained(
         variance = torch.full(shape, weight_variance(inputs, outputs, first=number == 0), dtype=torch.float64)
         bias = torch.zeros(networks, outputs, dtype=torch.float64)
         offsets = from_moments(bias, torch.full_like(bias, BIAS_VARIANCE))
-        prior[len(stages)] = Belief(from_moments(means, variance), offsets)
+        prior[len(stages)] = LayerMessage(from_moments(means, variance), offsets)
         stages.append(Weighted(f"linear {number + 1}", inputs, outputs))
-    schedule = Schedule(epochs=1, iterations=iterations, chunk_size=1)
+    schedule = Schedule(epochs=1, iterations=iterations)
     trainer = Trainer(stages, prior, [data], Regression(NOISE**2), schedule, seed=seed)
     return Networks(stages, trainer.run())
 

@@ -1,0 +1,561 @@
+"""Gaussian messages, and the factors that send them: sums, linear layers, LeakyReLUs and targets, on plain tensors.
+
+A message of mean ``mu`` and variance ``v`` is kept in natural parameters, ``tau = mu / v`` and the precision
+``rho = 1 / v``, without its scale. With ``rho = 0`` and ``tau = 0`` it is uniform: it carries no information, and its
+mean is defined as 0. Tensors hold one message an element.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from math import ceil, log, pi, sqrt
+from typing import NamedTuple, Protocol
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from posthoc_uq.core.errors import PosthocUQError
+
+FLOOR = 1e-8
+"""The least precision of a message that is passed on."""
+NOISE_VARIANCE = 0.3
+"""Of the noise in the comparison of two outputs (argmax) or in that of one with zero."""
+
+
+class Message(NamedTuple):
+    """Gaussian messages of one shape.
+
+    Attributes:
+        tau: mean times precision.
+        rho: precision.
+    """
+
+    tau: Tensor
+    rho: Tensor
+
+    @property
+    def mean(self) -> Tensor:
+        """``tau / rho``; 0 where the precision is 0."""
+        return torch.where(self.rho == 0, torch.zeros_like(self.tau), self.tau / self.rho)
+
+    @property
+    def variance(self) -> Tensor:
+        return self.rho.reciprocal()
+
+    @property
+    def finite(self) -> Tensor:
+        """Where both numbers are finite."""
+        return torch.isfinite(self.tau) & torch.isfinite(self.rho)
+
+
+def from_moments(mean: Tensor, variance: Tensor) -> Message:
+    return Message(mean / variance, variance.reciprocal())
+
+
+def uniform_like(tensor: Tensor) -> Message:
+    """Messages without information, in the shape of a tensor."""
+    return Message(torch.zeros_like(tensor), torch.zeros_like(tensor))
+
+
+def multiplied(a: Message, b: Message) -> Message:
+    """The product of densities."""
+    return Message(a.tau + b.tau, a.rho + b.rho)
+
+
+def divided(a: Message, b: Message) -> Message:
+    """The quotient of densities; a Gaussian where the precision of `a` is at least that of `b`."""
+    return Message(a.tau - b.tau, a.rho - b.rho)
+
+
+def clamped(message: Message) -> Message:
+    """Precisions below `FLOOR` raised to it, with the same means."""
+    low = message.rho < FLOOR
+    return Message(torch.where(low, message.mean * FLOOR, message.tau), message.rho.clamp(min=FLOOR))
+
+
+def damped(old: Message, new: Message, share: float) -> Message:
+    """``(1 - share) old + share new`` in natural parameters."""
+    if share == 1:
+        return new
+    return Message(old.tau.lerp(new.tau, share), old.rho.lerp(new.rho, share))
+
+
+def chosen(condition: Tensor, a: Message, b: Message) -> Message:
+    """`a` where the condition holds, else `b`."""
+    return Message(torch.where(condition, a.tau, b.tau), torch.where(condition, a.rho, b.rho))
+
+
+def log_normal(x: Tensor, mean: Tensor | float, variance: Tensor) -> Tensor:
+    """The log density of ``N(mean, variance)``."""
+    return -0.5 * ((x - mean).square() / variance + variance.log() + log(2 * pi))
+
+
+def log_overlap(a: Message, b: Message) -> Tensor:
+    """The logarithm of the integral of the product of two densities, ``N(mu_a; mu_b, v_a + v_b)``."""
+    return log_normal(a.mean, b.mean, a.variance + b.variance)
+
+
+# Gaussians cut at zero, in a form that is exact far out in the tails, and mixtures of two of them.
+
+_TAIL = -40.0  # below it the variance by the closed form loses digits, and a series has all of them
+
+
+class Branch(NamedTuple):
+    """One part of a mixture.
+
+    Attributes:
+        mean: of the part.
+        variance: of the part.
+        log_weight: the logarithm of its mass.
+    """
+
+    mean: Tensor
+    variance: Tensor
+    log_weight: Tensor
+
+
+def hazard(x: Tensor) -> Tensor:
+    """``phi(x) / Phi(x)``, the density over the distribution function of a standard normal variable."""
+    return sqrt(2 / pi) / torch.special.erfcx(-x / sqrt(2))
+
+
+def positive_part(mean: Tensor, deviation: Tensor) -> tuple[Tensor, Tensor]:
+    """Mean and variance of ``N(mean, deviation^2)`` restricted to ``(0, inf)``."""
+    x = mean / deviation
+    ratio = hazard(x)
+    far = x < _TAIL
+    inverse = (-x.clamp(max=_TAIL)).reciprocal()
+    square = inverse.square()
+    first = torch.where(far, inverse * (1 - 2 * square + 10 * square.square()), x + ratio)
+    second = torch.where(far, square * (1 - 6 * square + 50 * square.square()), 1 - ratio * (ratio + x))
+    return deviation * first, deviation.square() * second
+
+
+def above_zero(mean: Tensor, variance: Tensor, log_prefactor: Tensor | float = 0.0) -> Branch:
+    """``N(mean, variance)`` restricted to ``(0, inf)``, with the log of its mass on top of `log_prefactor`."""
+    deviation = variance.sqrt()
+    log_mass = torch.special.log_ndtr(mean / deviation)
+    return Branch(*positive_part(mean, deviation), log_mass + log_prefactor)
+
+
+def below_zero(mean: Tensor, variance: Tensor, log_prefactor: Tensor | float = 0.0) -> Branch:
+    """The same for ``(-inf, 0)``."""
+    mirrored = above_zero(-mean, variance, log_prefactor)
+    return Branch(-mirrored.mean, mirrored.variance, mirrored.log_weight)
+
+
+def mixed(a: Branch, b: Branch) -> Branch:
+    """Mean, variance and log mass of two parts together."""
+    total = torch.logaddexp(a.log_weight, b.log_weight)
+    share_a, share_b = (a.log_weight - total).exp(), (b.log_weight - total).exp()
+    mean = share_a * a.mean + share_b * b.mean
+    variance = share_a * (a.variance + (a.mean - mean).square())
+    variance = variance + share_b * (b.variance + (b.mean - mean).square())
+    return Branch(mean, variance, total)
+
+
+# LeakyReLU, ``a = z`` for positive ``z`` and ``a = slope z`` for negative; a ReLU has the slope 0. ``before`` is the
+# message to the input ``z``, of positive precision; ``after`` is the one to the output ``a`` from the layers behind.
+
+LEAST_MASS = 1e-8
+"""The integral below which the paper takes the direct forward message; it is a density, so it depends on the scale of
+the data."""
+_LEAST_VARIANCE = (
+    1e-12  # of a match, as a share of the input's: where all mass is at an atom the variance vanishes
+)
+_LEAST = 1e-300  # in place of a precision of 0, whose results are not used
+
+
+def moments_of_output(mean: Tensor, variance: Tensor, slope: float) -> tuple[Tensor, Tensor]:
+    """Mean and variance of the output for an input ``N(mean, variance)``."""
+    upper = above_zero(mean, variance)
+    if slope == 0:
+        lower = _atom(torch.special.log_ndtr(-mean / variance.sqrt()))
+    else:
+        lower = below_zero(mean, variance)
+        lower = Branch(slope * lower.mean, slope**2 * lower.variance, lower.log_weight)
+    match = mixed(upper, lower)
+    return match.mean, torch.maximum(match.variance, _LEAST_VARIANCE * variance)
+
+
+def direct_forward(before: Message, slope: float) -> Message:
+    """The message to the output that matches the moments of the output itself."""
+    return from_moments(*moments_of_output(before.mean, before.variance, slope))
+
+
+def forward_match(before: Message, after: Message, slope: float) -> Branch:
+    """Mean, variance and log mass of the output's marginal."""
+    product = multiplied(before, after)
+    upper = above_zero(product.mean, product.variance, log_overlap(before, after))
+    if slope == 0:
+        at_zero = log_normal(torch.zeros_like(after.tau), after.mean, after.variance)
+        return mixed(upper, _atom(at_zero + torch.special.log_ndtr(-before.mean * before.rho.sqrt())))
+    steep = Message(before.tau / slope, before.rho / slope**2)
+    product = multiplied(steep, after)
+    return mixed(upper, below_zero(product.mean, product.variance, log_overlap(steep, after)))
+
+
+def backward_match(before: Message, after: Message, slope: float) -> Branch:
+    """Mean, variance and log mass of the input's marginal; the mass is that of the output's."""
+    product = multiplied(before, after)
+    upper = above_zero(product.mean, product.variance, log_overlap(before, after))
+    if slope == 0:
+        at_zero = log_normal(torch.zeros_like(after.tau), after.mean, after.variance)
+        return mixed(upper, below_zero(before.mean, before.variance, at_zero))
+    flat = Message(slope * after.tau, slope**2 * after.rho)
+    steep = Message(before.tau / slope, before.rho / slope**2)
+    product = multiplied(before, flat)
+    return mixed(upper, below_zero(product.mean, product.variance, log_overlap(steep, after)))
+
+
+def activation_forward(before: Message, after: Message, slope: float) -> Message:
+    """The message to the output: the marginal divided by `after`, or the direct one where that is not safe."""
+    partner = Message(after.tau, after.rho.clamp(min=_LEAST))
+    match = forward_match(before, partner, slope)
+    # a match that is almost an atom keeps a variance of its own
+    variance = torch.maximum(match.variance, _LEAST_VARIANCE * before.variance)
+    message = divided(from_moments(match.mean, variance), after)
+    unsafe = (after.rho <= 0) | ~message.finite | (message.rho < before.rho)
+    unsafe = unsafe | ~(match.log_weight >= log(LEAST_MASS))
+    return chosen(unsafe, direct_forward(before, slope), _without_nan(message))
+
+
+def activation_backward(before: Message, after: Message, slope: float) -> Message:
+    """The message to the input, with a precision of 1e-8 at least."""
+    partner = Message(after.tau, after.rho.clamp(min=_LEAST))
+    match = backward_match(before, partner, slope)
+    rho = torch.maximum(before.rho + FLOOR, match.variance.reciprocal())
+    message = divided(Message(match.mean * rho, rho), before)
+    uniform = (after.rho <= 0) | ((after.tau < 0) & (after.rho < 2 * FLOOR)) | ~message.finite
+    return clamped(chosen(uniform, uniform_like(before.tau), _without_nan(message)))
+
+
+def _atom(log_weight: Tensor) -> Branch:
+    zero = torch.zeros_like(log_weight)
+    return Branch(zero, zero, log_weight)
+
+
+def _without_nan(message: Message) -> Message:
+    """Numbers that are not finite replaced, so that they cannot spoil what is chosen in their place."""
+    return Message(*(torch.nan_to_num(part, nan=0.0, posinf=0.0, neginf=0.0) for part in message))
+
+
+# Sums and linear layers. A linear layer is seen as ``(L, N, P, I) x (L, I, J) -> (L, N, P, J)``: L networks (times
+# groups of a convolution), N examples, P positions of an example (1 but for convolutions), I inputs, J outputs. All
+# weights are independent.
+
+
+def sum_forward(coefficients: Tensor, mean: Tensor, variance: Tensor) -> tuple[Tensor, Tensor]:
+    """Mean and variance of ``sum_i c_i v_i`` over the last dimension."""
+    return (coefficients * mean).sum(-1), (coefficients.square() * variance).sum(-1)
+
+
+def sum_backward(coefficients: Tensor, mean: Tensor, variance: Tensor, back: Message) -> Message:
+    """Messages from a sum to its parts, ``(..., parts)``; `back`, ``(...)``, is the message to the sum.
+
+    Neither the inverse of the precision of `back` nor that of a coefficient is formed, so both may be 0.
+    """
+    whole_mean, whole_variance = sum_forward(coefficients, mean, variance)
+    others = whole_mean.unsqueeze(-1) - coefficients * mean
+    spread = whole_variance.unsqueeze(-1) - coefficients.square() * variance
+    tau, rho = back.tau.unsqueeze(-1), back.rho.unsqueeze(-1)
+    scale = 1 + rho * spread
+    return Message(coefficients * (tau - rho * others) / scale, coefficients.square() * rho / scale)
+
+
+class Hidden(NamedTuple):
+    """What a linear layer over uncertain inputs works with.
+
+    Attributes:
+        input_mean: of the input marginals, ``(L, N, P, I)``.
+        input_variance: likewise.
+        weight_mean: of the weight marginals, ``(L, I, J)``.
+        weight_variance: likewise.
+        bias_mean: of the bias cavities, broadcasting against ``(L, N, P, J)``.
+        bias_variance: likewise.
+    """
+
+    input_mean: Tensor
+    input_variance: Tensor
+    weight_mean: Tensor
+    weight_variance: Tensor
+    bias_mean: Tensor
+    bias_variance: Tensor
+
+
+def hidden_forward(layer: Hidden) -> tuple[Tensor, Tensor]:
+    """Mean and variance of the outputs, ``(L, N, P, J)``."""
+    weight_mean, weight_variance = layer.weight_mean.unsqueeze(1), layer.weight_variance.unsqueeze(1)
+    mean = layer.input_mean @ weight_mean + layer.bias_mean
+    variance = layer.input_variance @ (weight_variance + weight_mean.square())
+    return mean, variance + layer.input_mean.square() @ weight_variance + layer.bias_variance
+
+
+def hidden_backward(layer: Hidden, mean: Tensor, variance: Tensor, back: Message) -> tuple[Message, Message]:
+    """Messages to the inputs ``(L, N, P, I)``, not clamped, and to the weights ``(L, N, I, J)``, summed over positions.
+
+    Args:
+        layer: as in the forward pass.
+        mean: of the outputs, from `hidden_forward`.
+        variance: likewise.
+        back: the messages to the outputs, ``(L, N, P, J)``.
+    """
+    a_mean, a_variance = layer.input_mean.unsqueeze(-1), layer.input_variance.unsqueeze(-1)
+    w_mean, w_variance = layer.weight_mean[:, None, None], layer.weight_variance[:, None, None]
+    w_second = w_variance + w_mean.square()
+    tau, rho = back.tau.unsqueeze(-2), back.rho.unsqueeze(-2)
+    own = a_variance * w_second + a_mean.square() * w_variance
+    scale = 1 + rho * (variance.unsqueeze(-2) - own)
+    precision = rho / scale
+    field = (tau - rho * (mean.unsqueeze(-2) - a_mean * w_mean)) / scale
+    to_inputs = Message((w_mean * field).sum(-1), (w_second * precision).sum(-1))
+    a_second = a_variance + a_mean.square()
+    return to_inputs, Message((a_mean * field).sum(2), (a_second * precision).sum(2))
+
+
+def first_forward(
+    inputs: Tensor, weights: Message, bias_mean: Tensor, bias_variance: Tensor
+) -> tuple[Tensor, Tensor]:
+    """Mean and variance ``(L, N, P, J)`` of a linear layer over constant inputs ``(L, N, P, I)``.
+
+    Args:
+        inputs: the constants.
+        weights: cavities by example ``(L, N, I, J)``, or ``(L, 1, I, J)`` for all examples.
+        bias_mean: of the bias cavities, broadcasting against ``(L, N, P, J)``.
+        bias_variance: likewise.
+    """
+    mean = inputs @ weights.mean + bias_mean
+    return mean, inputs.square() @ weights.variance + bias_variance
+
+
+def first_backward(
+    inputs: Tensor, weights: Message, mean: Tensor, variance: Tensor, back: Message
+) -> Message:
+    """Messages to the weights of a layer over constant inputs, summed over positions, ``(L, N, I, J)``."""
+    x = inputs.unsqueeze(-1)
+    tau, rho = back.tau.unsqueeze(-2), back.rho.unsqueeze(-2)
+    spread = variance.unsqueeze(-2) - x.square() * weights.variance.unsqueeze(2)
+    others = mean.unsqueeze(-2) - x * weights.mean.unsqueeze(2)
+    scale = 1 + rho * spread
+    return Message((x * (tau - rho * others) / scale).sum(2), (x.square() * rho / scale).sum(2))
+
+
+def bias_backward(
+    bias_mean: Tensor, bias_variance: Tensor, mean: Tensor, variance: Tensor, back: Message
+) -> Message:
+    """Messages to the biases, ``(L, N, J)``: a bias is a part of the sum."""
+    scale = 1 + back.rho * (variance - bias_variance)
+    tau = (back.tau - back.rho * (mean - bias_mean)) / scale
+    return Message(tau.sum(2), (back.rho / scale).sum(2))
+
+
+# Targets: the messages that a batch of them sends to the outputs ``(K, N, J)`` of K networks. Targets are ``(N, J)``
+# for a regression and labels ``(N,)`` otherwise.
+
+_WIDTH = 8.0  # standard deviations to each side of the match that the quadrature covers
+_FARTHEST = 7.0  # standard deviations that a match whose integral counts is moved at most
+_SPACING = 0.4  # of the nodes, in deviations of the output and in units of it; closer ones change nothing
+_WIDEST = 1e4  # deviation of an output, from which on its nodes are farther apart
+_NUMBERS = 2**17  # in a temporary of the quadrature: what a processor's cache holds
+_LEAST_INTEGRAL = 1e-12  # of a label's likelihood; below it the message is uniform
+_LEAST_PRECISION = -0.1  # of a label's message: rounding
+
+
+class Signal(Protocol):
+    """What a kind of targets says of the outputs."""
+
+    def message(self, before: Message, targets: Tensor) -> Message:
+        """To the outputs, for the messages `before` to them."""
+        ...
+
+    def error(self, before: Message, targets: Tensor) -> Tensor:
+        """A sum over the examples that tells how wrong the means of the outputs are, ``(K,)``."""
+        ...
+
+    def uninformed_error(self, targets: Tensor) -> float:
+        """The error of an example, on average, where nothing is known of the outputs."""
+        ...
+
+
+@dataclass(frozen=True)
+class Regression:
+    """``N(target, noise_variance)``.
+
+    Attributes:
+        noise_variance: a number, or a tensor ``(J,)``.
+    """
+
+    noise_variance: float | Tensor
+
+    def message(self, before: Message, targets: Tensor) -> Message:
+        values = targets.expand(before.tau.shape)
+        rho = torch.ones_like(values) / self.noise_variance
+        return Message(values * rho, rho)
+
+    def error(self, before: Message, targets: Tensor) -> Tensor:
+        """Absolute errors."""
+        return (before.mean - targets).abs().mean(-1).sum(-1)
+
+    def uninformed_error(self, targets: Tensor) -> float:
+        """The mean size of the targets and of the noise."""
+        noise = torch.as_tensor(self.noise_variance, device=targets.device)
+        return float(targets.abs().mean()) + float(noise.sqrt().mean())
+
+
+class _Labels:
+    """The error of outputs as logits."""
+
+    def error(self, before: Message, targets: Tensor) -> Tensor:
+        """Negative log likelihoods of the means, as if by the softmax."""
+        means = before.mean
+        if means.shape[-1] == 1:
+            sign = 2.0 * targets.to(means) - 1
+            return F.softplus(-sign * means[..., 0]).sum(-1)
+        index = targets.expand(means.shape[:-1]).unsqueeze(-1)
+        return -means.log_softmax(-1).gather(-1, index)[..., 0].sum(-1)
+
+    def uninformed_error(self, targets: Tensor) -> float:
+        """That of one of many classes."""
+        return log(10)
+
+
+@dataclass(frozen=True)
+class Argmax(_Labels):
+    """The label's output, with noise of variance 0.3, is the largest; a single one is above or below zero (probit).
+
+    The message to another output than the label's is multiplied by the probability that the label already wins.
+
+    Attributes:
+        regularize: draw the label's output to 1 and the others to -1 as well, with a precision of 10.
+    """
+
+    regularize: bool = False
+
+    def message(self, before: Message, targets: Tensor) -> Message:
+        mean, variance = before.mean, before.variance
+        if mean.shape[-1] == 1:
+            sign = 2.0 * targets.to(mean).unsqueeze(-1) - 1
+            back = truncation_message(from_moments(sign * mean, variance + NOISE_VARIANCE))
+            message = _from_sum(back, torch.zeros_like(mean), torch.full_like(mean, NOISE_VARIANCE))
+            return Message(sign * message.tau, message.rho)
+        target = F.one_hot(targets, mean.shape[-1]).bool().expand(mean.shape)
+        index = targets.unsqueeze(-1).expand(*mean.shape[:-1], 1)
+        top_mean, top_variance = mean.gather(-1, index), variance.gather(-1, index)
+        gap, spread = top_mean - mean, top_variance + variance + NOISE_VARIANCE
+        back = truncation_message(from_moments(gap, spread))
+        to_top = _from_sum(back, gap - top_mean, spread - top_variance)
+        winner = Message(*(part.masked_fill(target, 0.0).sum(-1, keepdim=True) for part in to_top))
+        to_other = _from_sum(back, gap + mean, spread - variance)
+        share = torch.special.ndtr(gap / spread.sqrt())
+        message = chosen(target, winner, Message(-to_other.tau * share, to_other.rho * share))
+        if self.regularize:
+            drawn = torch.where(target, 1.0, -1.0).to(mean)
+            message = multiplied(message, from_moments(drawn, torch.full_like(drawn, 0.1)))
+        return message
+
+
+@dataclass(frozen=True)
+class Softargmax(_Labels):
+    """A label drawn by the softmax of the outputs, with the other outputs fixed at `softened`; by the sigmoid of a
+    single one.
+    """
+
+    def message(self, before: Message, targets: Tensor) -> Message:
+        mean = before.mean
+        if mean.shape[-1] == 1:
+            zero, positive = torch.zeros_like(mean), targets.bool().unsqueeze(-1).expand(mean.shape)
+            return _by_quadrature(before, zero, zero, positive)
+        soft = softened(mean, before.variance)
+        target = F.one_hot(targets, mean.shape[-1]).bool().expand(mean.shape)
+        own = torch.eye(mean.shape[-1], dtype=torch.bool, device=mean.device)
+        spread = soft.unsqueeze(-2).expand(*soft.shape, soft.shape[-1])
+        rest = spread.masked_fill(own, -torch.inf).logsumexp(-1)  # of all but each
+        top = soft.gather(-1, targets.unsqueeze(-1).expand(*mean.shape[:-1], 1))
+        return _by_quadrature(before, rest, torch.where(target, torch.zeros_like(soft), top), target)
+
+
+def softened(mean: Tensor, variance: Tensor) -> Tensor:
+    """``mean / sqrt(1 + pi / 8 variance)``, whose softmax approximates the mean of the softmax."""
+    return mean / (1 + pi / 8 * variance).sqrt()
+
+
+def winning_shares(mean: Tensor, variance: Tensor) -> Tensor:
+    """Soft selection over the last dimension: the normalised products of the pairwise probabilities of being larger."""
+    gap = mean.unsqueeze(-1) - mean.unsqueeze(-2)
+    spread = variance.unsqueeze(-1) + variance.unsqueeze(-2) + NOISE_VARIANCE
+    logs = torch.special.log_ndtr(gap / spread.sqrt())
+    own = torch.eye(mean.shape[-1], dtype=torch.bool, device=mean.device)
+    return logs.masked_fill(own, 0.0).sum(-1).softmax(-1)
+
+
+def truncation_message(before: Message) -> Message:
+    """The message of ``d > 0`` to ``d``: the match of the cut Gaussian, divided by the message from ``d``."""
+    root = before.rho.sqrt()
+    t = before.tau / root
+    ratio, (mean, left) = hazard(t), positive_part(t, torch.ones_like(t))
+    lost = torch.where(t < 0, 1 - left, ratio * (ratio + t))
+    # mean / left - t; for positive t, where both are large, without their difference
+    field = torch.where(t < 0, mean / left - t, (t * lost + ratio) / left)
+    return Message(root * field, before.rho * lost / left)
+
+
+def _from_sum(back: Message, others: Tensor, spread: Tensor) -> Message:
+    """The message from a sum, of which `others` and `spread` are the mean and the variance without the part in
+    question, whose coefficient is 1.
+    """
+    scale = 1 + back.rho * spread
+    return Message((back.tau - back.rho * others) / scale, back.rho / scale)
+
+
+def _by_quadrature(before: Message, rest: Tensor, top: Tensor, target: Tensor) -> Message:
+    """The marginal message of ``L(z) = e^z / (e^z + e^rest)`` where `target` holds, and elsewhere of ``e^top / (e^z +
+    e^rest)``, by the trapezoid rule.
+
+    Raises:
+        PosthocUQError: a message has a clearly negative precision.
+    """
+    mean, deviation = before.mean, before.variance.sqrt()
+    # both are e^gain sigmoid(sign (z - rest)); where the sigmoid underflows the integral is below what counts
+    sign = torch.where(target, 1.0, -1.0).to(mean)
+    gain = torch.where(target, torch.zeros_like(mean), top - rest).exp()
+    mass, shift, width = _sigmoid_moments(sign * (mean - rest), sign * deviation)
+    message = divided(from_moments(mean + deviation * shift, deviation.square() * width), before)
+    counts = (gain * mass >= _LEAST_INTEGRAL) & message.finite
+    message = chosen(counts, message, uniform_like(mean))
+    if bool((message.rho < _LEAST_PRECISION).any()):
+        raise PosthocUQError(
+            f"A label gives an output a message of precision {float(message.rho.min()):.3g}, which must not be "
+            f"negative; bring the features to about unit size, or use signal='argmax'."
+        )
+    return Message(message.tau, message.rho.clamp(min=0))
+
+
+def _sigmoid_moments(center: Tensor, slope: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """The integral of ``sigmoid(center + slope x) N(x; 0, 1)``, and mean and variance of x under it."""
+    flat = [part.reshape(-1) for part in (center, slope)]
+    step = max(1, _NUMBERS // _grid(slope)[1])
+    pieces = zip(*(part.split(step) for part in flat), strict=True)
+    found = [_moments_of_piece(*piece) for piece in pieces] or [(flat[0],) * 3]
+    mass, mean, variance = (torch.cat(parts).reshape(center.shape) for parts in zip(*found, strict=True))
+    return mass, mean, variance
+
+
+def _moments_of_piece(center: Tensor, slope: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    width, nodes = _grid(slope)
+    x = torch.linspace(-width, width, nodes, dtype=center.dtype, device=center.device)
+    weights = (slope.unsqueeze(1) * x).add_(center.unsqueeze(1)).sigmoid_().mul_((-0.5 * x.square()).exp())
+    total, first = (weights @ torch.stack([torch.ones_like(x), x], 1)).unbind(1)
+    mean = first / total
+    variance = (x - mean.unsqueeze(1)).square_().mul_(weights).sum(1) / total
+    return total * (x[1] - x[0]) / (2 * pi) ** 0.5, mean, variance
+
+
+def _grid(slope: Tensor) -> tuple[float, int]:
+    """Half the length of the trapezoid rule and its nodes, an odd number, for the widest output: a sigmoid moves the
+    mean by its deviation at most.
+    """
+    widest = float(slope.abs().max()) if slope.numel() else 1.0
+    widest = min(widest, _WIDEST) if widest == widest else 1.0
+    width = _WIDTH + min(widest, _FARTHEST)
+    return width, 2 * ceil(width * max(widest, 1.0) / _SPACING) + 1
