@@ -516,7 +516,7 @@ def fit_by_messages(task: Task, options: MessagePassing, prior_precision: float 
     task.seconds["message passing"] = time.perf_counter() - began
     for name, block in blocks.items():
         if not all(
-            bool(torch.isfinite(tensor).all()) for tensor in (*block.tensors().values(), block.own_mean())
+            bool(torch.isfinite(tensor).all()) for tensor in (*block.tensors().values(), block.stored_mean())
         ):
             raise NonFiniteError(
                 f"The messages to '{name}' are not finite in {task.settings.dtype}; bring the inputs to about unit "
