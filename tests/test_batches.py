@@ -130,26 +130,6 @@ def test_loaders_of_every_kind() -> None:
         list(batches([], BatchReader(CPU)))
 
 
-class Counted:
-    """A loader of two batches that counts how often it is started."""
-
-    def __init__(self) -> None:
-        self.starts = 0
-
-    def __len__(self) -> int:
-        return 2
-
-    def __iter__(self) -> Any:
-        self.starts += 1
-        return iter([X, X])
-
-
-def test_a_sweep_starts_its_loader_once() -> None:
-    loader = Counted()
-    assert len(list(batches(loader, BatchReader(CPU)))) == 2
-    assert loader.starts == 1
-
-
 def test_an_iterator_can_be_read_once() -> None:
     for loader in (iter([X]), (x for x in [X]), map(abs, [X])):
         check_reusable(loader, 1)
@@ -202,23 +182,6 @@ WRONG: dict[str, tuple[Tensor, str]] = {
     "float64": (inputs().double(), r"float64 \(12, 4\).*pass x\.to\(torch\.float32\)"),
     "integers": (inputs().long(), r"int64 \(12, 4\).*unless the model takes integers"),
 }
-
-
-@pytest.mark.parametrize("case", WRONG)
-def test_a_first_batch_that_the_model_does_not_take(case: str) -> None:
-    x, message = WRONG[case]
-    refused(
-        f"cannot be run on the first batch of the loader, {message}",
-        lambda: fit(make_net(), [(x, labels())]),
-        cause=RuntimeError,
-    )
-
-
-def test_names_that_the_model_does_not_have() -> None:
-    refused(
-        r"pixels=float32 \(12, 4\), index=.*batch_to_inputs=",
-        lambda: fit(make_net(), [{"pixels": inputs(), "index": labels(), "y": labels()}]),
-    )
 
 
 @pytest.mark.parametrize("head", HEADS)
@@ -285,32 +248,26 @@ def test_arrays_are_batches() -> None:
     fit(wide, [(x.numpy(), y)])
 
 
-def test_arrays_that_torch_has_no_type_for() -> None:
-    frame = pd.DataFrame({"size": [1.0] * 12, "colour": ["red"] * 12})
-    refused(
-        r"DataFrame of object \(12, 2\).*astype\('float32'\)", lambda: fit(make_net(), [(frame, labels())])
-    )
-    refused("targets are a list .*batch_to_targets", lambda: fit(make_net(), [(inputs(), ["red"] * 12)]))
-    words = pd.Series(["red", "blue"] * 6)
-    for text in (words, words.to_numpy(), words.astype("category")):
-        refused(
-            r"targets are text.*astype\('category'\)\.cat\.codes",
-            lambda y=text: fit(make_net(), [(inputs(), y)]),
-        )
-    boxes = [{"boxes": torch.zeros(1, 4)}] * 2
-    refused("targets are a list .*batch_to_targets", lambda: fit(make_net(), [([inputs(), inputs()], boxes)]))
+X4, FRAME = inputs(), pd.DataFrame({"size": [1.0] * 12, "colour": ["red"] * 12})
+WORDS = pd.Series(["red", "blue"] * 6)
+LOADERS: dict[str, tuple[Any, str]] = {
+    **{name: ([(x, labels())], f"the first batch of the loader, {message}") for name, (x, message) in WRONG.items()},
+    "other names": ([{"pixels": X4, "index": labels()}], r"pixels=float32 \(12, 4\), index=.*batch_to_inputs="),
+    "a frame with text": ([(FRAME, labels())], r"DataFrame of object \(12, 2\).*astype\('float32'\)"),
+    "targets in a list": ([(X4, ["red"] * 12)], "targets are a list .*batch_to_targets"),
+    "a series of text": ([(X4, WORDS)], r"targets are text.*astype\('category'\)\.cat\.codes"),
+    "an array of text": ([(X4, WORDS.to_numpy())], "targets are text"),
+    "categories": ([(X4, WORDS.astype("category"))], "targets are text"),
+    "a pair of arrays": ((X4.numpy(), labels().numpy()), "^The loader is one pair of inputs and targets"),
+    "a pair of tensors": ([X4, labels()], "^The loader is one pair"),
+    "a frame and a series": ((pd.DataFrame(X4.numpy()), pd.Series(labels().numpy())), "^The loader is one pair"),
+}  # fmt: skip
 
 
-def test_a_pair_of_arrays_is_no_loader() -> None:
-    for pair in (
-        (inputs().numpy(), labels().numpy()),
-        [inputs(), labels()],
-        (pd.DataFrame(inputs().numpy()), pd.Series(labels().numpy())),
-    ):
-        refused("^The loader is one pair of inputs and targets", lambda pair=pair: fit(make_net(), pair))
-    refused(
-        "^The val_loader is a Tensor", lambda: fit(make_net(), [(inputs(), labels())], val_loader=inputs())
-    )
+@pytest.mark.parametrize("case", LOADERS)
+def test_what_no_fit_can_take(case: str) -> None:
+    loader, message = LOADERS[case]
+    refused(message, lambda: fit(make_net(), loader), cause=RuntimeError if case in WRONG else None)
 
 
 _TRAINING: dict[str, Any] = {"method": "function_space", "epochs": 1}
@@ -355,11 +312,6 @@ def test_a_later_batch_that_the_model_does_not_take(case: str) -> None:
         lambda: fit(make_net(), [(inputs(), y), (inputs()[:, :3], y)], **options),
         cause=RuntimeError,
     )
-
-
-def test_a_later_batch_of_another_shape_than_a_box() -> None:
-    loader = [(inputs(), labels()), (inputs()[:, :3], labels())]
-    refused(r"shape \(4,\).*one of \(3,\)", lambda: fit(make_net(), loader, **_TRAINING))
 
 
 class _Tokens(nn.Module):
