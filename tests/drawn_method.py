@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 import posthoc_uq as uq
+from posthoc_uq.core.options import Share
 from posthoc_uq.methods.laplace import squares_of
 from posthoc_uq.methods.resume import Stages, StageSpec, StageTensor
 from posthoc_uq.methods.task import Task
@@ -82,12 +83,7 @@ class SpikeAndSlab(uq.Curvature):
     tunable: ClassVar[frozenset[str]] = frozenset({"noise_scale", "temperature"})
     stages: ClassVar[Stages] = {"squares": StageSpec({"mean": StageTensor("Gmn", non_negative=True)})}
 
-    kept: float = 0.9
-
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        if not 0 < self.kept <= 1:
-            raise uq.PosthocUQError(f"kept must be above 0 and at most 1, not {self.kept}.")
+    kept: Share = 0.9
 
     @property
     def head(self) -> str:

@@ -8,6 +8,7 @@ from typing import ClassVar
 import torch
 
 import posthoc_uq as uq
+from posthoc_uq.core.options import Positive
 from posthoc_uq.methods.laplace import squares_of
 from posthoc_uq.methods.resume import Stages, StageSpec, StageTensor
 from posthoc_uq.methods.task import Task
@@ -30,12 +31,7 @@ class Isotropic(uq.Curvature):
     block_kinds: ClassVar[tuple[str, ...]] = ("diagonal",)
     stages: ClassVar[Stages] = {"trace": StageSpec({"mean": StageTensor("", non_negative=True)})}
 
-    share: float = 1.0
-
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        if self.share <= 0:
-            raise uq.PosthocUQError(f"share must be positive, not {self.share}.")
+    share: Positive = 1.0
 
     def passes(self) -> int:
         return 1
