@@ -210,6 +210,8 @@ def test_what_was_meant_by_names_elsewhere(fitted: tuple[nn.Module, uq.Posterior
         (lambda: uq.evaluate(model, [x], nbins=3), "'bins'"),  # type: ignore[call-arg]
         (lambda: uq.load("a.h5", model, untrustd=True), "'untrusted'"),  # type: ignore[call-arg]
         (lambda: uq.tune(posterior, [x], criterion="faithfull"), "'faithful'"),
+        (lambda: uq.tune(posterior, [x], citerion="faithful"), "'criterion'"),
+        (lambda: uq.tune(posterior, [x], engin="jvp"), "'engine'"),
         (lambda: uq.evaluate(model, [x], score="entropi"), "'entropy'"),
         (lambda: uq.wrap(model, posterior, "sampeling"), "'sampling'"),
         (lambda: uq.untied(model, "O"), ""),

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
+from inspect import signature
 from math import inf, isfinite, log, log1p, log10
 from typing import Any, NamedTuple, cast
 
@@ -19,6 +20,7 @@ from posthoc_uq.core.options import (
     Count,
     Positive,
     Seed,
+    check_names,
     check_option,
     did_you_mean,
     one_of,
@@ -28,7 +30,7 @@ from posthoc_uq.core.progress import Progress
 from posthoc_uq.core.randomness import isolated_random_state
 from posthoc_uq.curvature.kept_inputs import KeptInputs, inputs_to_keep
 from posthoc_uq.fitting.prior import DIVERGENCE, GUARDED, FaithfulSearch
-from posthoc_uq.fitting.wrap import head_class, recorded_head, wrap
+from posthoc_uq.fitting.wrap import head_class, options_of, recorded_head, wrap
 from posthoc_uq.heads.features import FeatureCache
 from posthoc_uq.heads.predictor import Predictor
 from posthoc_uq.likelihoods.prediction import Prediction
@@ -36,7 +38,7 @@ from posthoc_uq.likelihoods.weights import labelled, mean_of_labels
 from posthoc_uq.posteriors.block import LOG_DETERMINANT
 from posthoc_uq.posteriors.evidence import Trials, maximise_evidence, search_decades, warn_edges
 from posthoc_uq.posteriors.posterior import Posterior
-from posthoc_uq.posteriors.settings import ABOUT, Hyperparameters
+from posthoc_uq.posteriors.settings import ABOUT, HEADS, Hyperparameters
 
 # The search for hyperparameters on held-out data, through a head.
 
@@ -669,6 +671,8 @@ def tune(
         raise PosthocUQError(
             f"tune takes a posterior from uq.fit or uq.load(path, model), not a {type(posterior).__name__}."
         )
+    of_heads = sorted({option for name in HEADS for option in options_of(head_class(name))})
+    check_names("tune", options, of_heads, signature(tune).parameters)
     request = _Request(
         _criterion(criterion, loader),
         None if divergence is None else check_option("divergence, a budget in nats,", divergence, Positive),
@@ -680,10 +684,8 @@ def tune(
         check_option("seed", seed, Seed),
         progress,
     )
-    n_samples, per_layer = (
-        check_option("n_samples", n_samples, Count),
-        check_option("per_layer", per_layer, bool),
-    )
+    n_samples = check_option("n_samples", n_samples, Count)
+    per_layer = check_option("per_layer", per_layer, bool)
     reader = BatchReader.of(model_of(posterior), batch_to_inputs, batch_to_targets)
     if request.criterion == "evidence":
         if head is not None or options:
