@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 import posthoc_uq as uq
+from posthoc_uq.core.options import Share
 from posthoc_uq.layers.layer import Layer
 from posthoc_uq.methods.laplace import Basis, squares_of
 from posthoc_uq.methods.task import Task
@@ -81,12 +82,7 @@ class SpikeAndSlab(uq.Curvature):
     block_kinds: ClassVar[tuple[str, ...]] = ("spike_slab",)
     tunable: ClassVar[frozenset[str]] = frozenset({"noise_scale", "temperature"})
 
-    kept: float = 0.9
-
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        if not 0 < self.kept <= 1:
-            raise uq.PosthocUQError(f"kept must be above 0 and at most 1, not {self.kept}.")
+    kept: Share = 0.9
 
     @property
     def head(self) -> str:

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from typing import Any, ClassVar
 
 import posthoc_uq as uq
+from posthoc_uq.core.options import Positive
 from posthoc_uq.layers.layer import Layer
 from posthoc_uq.methods.laplace import Basis, squares_of
 from posthoc_uq.methods.task import Task
@@ -28,12 +29,7 @@ class Isotropic(uq.Curvature):
     name: ClassVar[str] = "isotropic"
     block_kinds: ClassVar[tuple[str, ...]] = ("diagonal",)
 
-    share: float = 1.0
-
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        if self.share <= 0:
-            raise uq.PosthocUQError(f"share must be positive, not {self.share}.")
+    share: Positive = 1.0
 
     def passes(self) -> int:
         return 1

@@ -176,7 +176,7 @@ class TestFit:
         data = ["fit", place / "val", *model_options(place), "-o", place / "x.h5"]
         said = run(*data, "--method", "diag", "--rank", 3, code=2).stderr
         assert "--rank is for the method inf (--method inf), and this is diag" in said
-        assert "Error: --rank must be a positive integer" in run(*data, "--rank", -1, code=2).stderr
+        assert "Error: --rank must be a whole number" in run(*data, "--rank", -1, code=2).stderr
 
     @pytest.mark.slow
     def test_several_processes_fit_the_same(self, place: Path) -> None:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import signal
-import threading
 import weakref
 from collections.abc import Generator, Iterator
 from pathlib import Path
@@ -118,14 +117,6 @@ def test_the_callers_own_handler_decides() -> None:
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     uq.update(posterior, loader(), progress=False)
     signal.signal(signal.SIGINT, signal.default_int_handler)
-
-
-def test_other_threads_leave_the_handler_alone() -> None:
-    seen: list[Any] = []
-    thread = threading.Thread(target=orderly(lambda: seen.append(signal.getsignal(signal.SIGINT))))
-    thread.start()
-    thread.join()
-    assert seen == [signal.default_int_handler]
 
 
 def test_a_loader_that_is_waited_for_is_interrupted_at_once() -> None:

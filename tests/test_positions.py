@@ -530,7 +530,7 @@ def test_errors_say_what_to_do() -> None:
     own = case("image")
     outputs = own.model(own.x)
     for options, words in (
-        ({"class_dim": 2}, "class_dim must be 1"),
+        ({"class_dim": 2}, "class_dim must be"),
         ({"ignore_index": 3.5}, "whole number"),
     ):
         with pytest.raises(uq.PosthocUQError, match=words):

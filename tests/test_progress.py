@@ -1,9 +1,12 @@
-"""What a bar shows of a search, read from a file."""
+"""Bars: what they show of a sweep and of a search, and that they wait for no other process."""
 
 from __future__ import annotations
 
 import io
+import os
 import re
+import threading
+import time
 from collections.abc import Callable
 from functools import partial
 from itertools import pairwise
@@ -13,10 +16,13 @@ import pytest
 import torch
 from networks import batches, cnn, inputs_of, mlp, targets_of
 from torch import Tensor, nn
+from torch.utils.data import DataLoader, TensorDataset
+from tqdm.auto import tqdm
 
 import posthoc_uq as uq
 from posthoc_uq.core import progress
-from posthoc_uq.core.progress import counted, in_parts, share
+from posthoc_uq.core.batches import Bar
+from posthoc_uq.core.progress import _bars, counted, in_parts, share
 
 
 @pytest.fixture
@@ -104,3 +110,98 @@ def test_shares_of_shares_add_up() -> None:
         for part in in_parts(range(2)):
             torch.tensor(1 // part)
     assert list(in_parts("fg")) == ["f", "g"] and sum(counts) == 100
+
+
+X, Y = torch.arange(12.0).reshape(6, 2), torch.arange(6)
+
+
+class Counted:
+    """A loader of two batches that counts how often it is started."""
+
+    def __init__(self) -> None:
+        self.starts = 0
+
+    def __len__(self) -> int:
+        return 2
+
+    def __iter__(self) -> Any:
+        self.starts += 1
+        return iter([X, X])
+
+
+@pytest.mark.parametrize(
+    ("loader", "total"),
+    [
+        (Counted(), 8),  # so many batches, all as large as the first
+        (DataLoader(TensorDataset(X, Y), batch_size=4), len(X)),  # the last batch is smaller
+        ((x for x in [X]), None),
+    ],
+)
+def test_a_sweep_shows_how_many_samples_are_done(
+    loader: Any, total: int | None, capsys: pytest.CaptureFixture[str]
+) -> None:
+    for visible in (True, False):
+        with Bar(loader, "bases, 3 layers", visible) as bar:
+            time.sleep(0.15)  # tqdm draws ten times a second at most
+            bar.advance(4)
+        shown = capsys.readouterr().err
+        if not visible:
+            assert shown == ""
+            continue
+        assert "bases, 3 layers" in shown and "samples/s" in shown
+        assert (f"4/{total} [" in shown and "<" in shown) if total else "4 samples [" in shown
+
+
+def test_no_bar_waits_for_another_process(monkeypatch: pytest.MonkeyPatch) -> None:
+    tried: list[str] = []
+
+    class Held:
+        """tqdm's own lock, as after the death of a process that held it."""
+
+        def acquire(self, *_: Any) -> None:
+            tried.append("acquire")
+            raise AssertionError("this would wait for ever")
+
+        __enter__ = acquire
+
+        def __exit__(self, *_: object) -> None: ...
+
+    model = nn.Sequential(nn.Linear(2, 4), nn.ReLU(), nn.Linear(4, 6))
+    loader = [(X.float(), Y)]
+    with tqdm(total=2, disable=False, leave=False) as own:
+        monkeypatch.setattr(tqdm, "_lock", Held())
+        for progress in (False, True):
+            posterior = uq.fit(model, loader, method="utvi", epochs=1, progress=progress)
+            uq.fit(model, loader, method="diag", progress=progress)
+            uq.tune(posterior, loader, parameters=["scale"], criterion="likelihood", progress=progress)
+        monkeypatch.undo()
+        assert own.pos == 0 and tqdm.get_lock() is not None
+    assert not tried
+
+
+def test_bars_stand_below_those_of_the_caller(capsys: pytest.CaptureFixture[str]) -> None:
+    with tqdm(total=2, leave=False), Bar([X], "inner", True) as bar:
+        bar.advance(6)
+    assert "\n" in capsys.readouterr().err.partition("inner")[0]
+
+
+@pytest.mark.skipif(not hasattr(os, "fork"), reason="only a forked process inherits a lock")
+def test_a_forked_process_has_a_lock_of_its_own() -> None:
+    with Bar([X], "made", True):
+        pass
+    held, done = threading.Event(), threading.Event()
+
+    def hold() -> None:
+        with _bars().get_lock():
+            held.set()
+            done.wait(30)
+
+    thread = threading.Thread(target=hold)
+    thread.start()
+    held.wait(30)
+    child = os.fork()
+    if child == 0:
+        os._exit(0 if _bars().get_lock().acquire(blocking=False) else 1)
+    done.set()
+    thread.join()
+    assert os.waitpid(child, 0)[1] == 0

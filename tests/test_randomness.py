@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+from contextlib import suppress
 
 import numpy as np
 import pytest
@@ -22,34 +23,23 @@ def _all_numbers() -> tuple[float, float, float]:
     return random.random(), float(np.random.rand()), float(torch.rand(()))
 
 
-@pytest.mark.parametrize("seed", [None, 3, 2**40])
-def test_the_global_generators_are_given_back(seed: int | None) -> None:
+def _seed_all() -> tuple[float, float, float]:
     random.seed(0), np.random.seed(0), torch.manual_seed(0)
-    expected = _all_numbers()
-    random.seed(0), np.random.seed(0), torch.manual_seed(0)
-    with isolated_random_state(seed):
-        inside = _all_numbers()
-    assert _all_numbers() == expected
-    assert (inside == expected) == (seed is None)
+    return _all_numbers()
 
 
-def test_the_global_generators_are_given_back_after_an_exception() -> None:
-    random.seed(0), np.random.seed(0), torch.manual_seed(0)
-    expected = _all_numbers()
-    random.seed(0), np.random.seed(0), torch.manual_seed(0)
-    for error in (ValueError, KeyboardInterrupt):
-        with pytest.raises(error), isolated_random_state(1):
-            _all_numbers()
-            raise error
-    assert _all_numbers() == expected
-
-
-def test_a_seed_makes_the_block_repeatable() -> None:
-    found = []
-    for seed in (5, 5, 6):
-        with isolated_random_state(seed):
+@pytest.mark.parametrize("error", [None, ValueError, KeyboardInterrupt])
+def test_the_global_generators_are_given_back(error: type[BaseException] | None) -> None:
+    expected, found = _seed_all(), list[tuple[float, ...]]()
+    for seed in (None, 3, 3, 2**40):
+        _seed_all(), random.seed(0), np.random.seed(0), torch.manual_seed(0)
+        with suppress(*([error] if error else [])), isolated_random_state(seed):
             found.append(_all_numbers())
-    assert found[0] == found[1] and all(a != b for a, b in zip(found[0], found[2], strict=True))
+            if error is not None:
+                raise error
+        assert _all_numbers() == expected
+    assert found[0] == expected and found[1] == found[2]
+    assert all(a != b for a, b in zip(found[1], found[3], strict=True))
 
 
 def _reference_mix(x: int) -> int:

@@ -2,9 +2,9 @@
 
 | file | what other rooms take from it |
 | --- | --- |
-| `errors` | the exceptions, `warn_user`, `out_of_memory`, `check_refused` for a shorter way that a model cannot take |
+| `errors` | the exceptions, `warn_user`, `out_of_memory`; `check_refused`: a model cannot take a shorter way |
 | `options` | types of options (`Count`, `Positive`, ...), `Options`, `check_option`, `check_names`, `did_you_mean` |
-| `batches` | `BatchReader`, `batches` read loaders, `Batch` is one, `explained` says why a model cannot be run on it |
+| `batches` | `BatchReader` and `batches` read loaders; `explained` says why a model cannot be run on a `Batch` |
 | `outputs` | `Choice`: which part of what a model returns its outputs are |
 | `model` | `replicate`: copies on the same memory; `untied`, `unshared_copy`, `jvp` |
 | `randomness` | numbers keyed by a sample's bytes, `isolated_random_state` |

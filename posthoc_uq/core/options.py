@@ -200,13 +200,13 @@ def check_names(what: str, given: Iterable[str], known: Iterable[str], others: I
         others: names that may have been meant, too.
 
     Raises:
-        PosthocUQError: names the strays, and all options or the one that may have been meant.
+        PosthocUQError: names the strays, and the one that may have been meant, or else all that there are.
     """
     names = list(known)
     stray = [name for name in given if name not in names]
     if stray:
         close = did_you_mean(stray, [*names, *others])
-        raise PosthocUQError(f"{what} does not take {stray}; it takes {names}.{close}")
+        raise PosthocUQError(f"{what} does not take {stray}{'' if close else f'; it takes {names}'}.{close}")
 
 
 def known_arguments(call: Callable[Parameters, Result]) -> Callable[Parameters, Result]:

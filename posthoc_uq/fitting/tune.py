@@ -7,13 +7,23 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from inspect import signature
 from typing import Any, cast, get_args
 
 from posthoc_uq.core.batches import Batch, BatchFunction, BatchReader, check_loader
 from posthoc_uq.core.devices import TEMPORARY_BYTES
 from posthoc_uq.core.errors import PosthocUQError, warn_user
 from posthoc_uq.core.interrupts import orderly
-from posthoc_uq.core.options import Count, Positive, Seed, check_option, did_you_mean, one_of, shown
+from posthoc_uq.core.options import (
+    Count,
+    Positive,
+    Seed,
+    check_names,
+    check_option,
+    did_you_mean,
+    one_of,
+    shown,
+)
 from posthoc_uq.core.randomness import isolated_random_state
 from posthoc_uq.curvature.kept_inputs import KeptInputs, inputs_to_keep
 from posthoc_uq.fitting.held_out import HeldOutLoss, HeldOutSearch
@@ -25,13 +35,13 @@ from posthoc_uq.fitting.prior import (
     other_settings,
     set_faithful,
 )
-from posthoc_uq.fitting.wrap import head_class, recorded_head, wrap
+from posthoc_uq.fitting.wrap import head_class, options_of, recorded_head, wrap
 from posthoc_uq.heads.predictor import Predictor
 from posthoc_uq.posteriors.block import LOG_DETERMINANT
 from posthoc_uq.posteriors.evidence import maximise_evidence
 from posthoc_uq.posteriors.posterior import Posterior
 from posthoc_uq.posteriors.search import Criterion, Trials
-from posthoc_uq.posteriors.settings import ABOUT
+from posthoc_uq.posteriors.settings import ABOUT, HEADS
 
 CRITERIA = get_args(Criterion)
 _HYPERPARAMETERS = {
@@ -151,6 +161,8 @@ def tune(
         progress=progress,
     )
     n_samples = check_option("n_samples", n_samples, Count)
+    of_heads = sorted({option for name in HEADS for option in options_of(head_class(name))})
+    check_names("tune", options, of_heads, signature(tune).parameters)
     data = _Data(loader, BatchReader.of(model_of(posterior), batch_to_inputs, batch_to_targets))
     request.check(data, head is not None or bool(options))
     trial = posterior.trial()

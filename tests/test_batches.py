@@ -1,0 +1,433 @@
+"""Batches of every accepted form, what a model is called with, and what is said where it cannot be run on them."""
+
+from __future__ import annotations
+
+import copy
+from types import SimpleNamespace
+from typing import Any, cast
+
+import numpy as np
+import pandas as pd
+import pytest
+import torch
+from small_fits import HEADS, fit, inputs, labels, refused
+from small_fits import net as make_net
+from torch import Tensor, nn
+from torch.utils.data import DataLoader, IterableDataset, TensorDataset
+
+import posthoc_uq as uq
+from posthoc_uq.core.batches import (
+    Batch,
+    BatchReader,
+    batch_of_call,
+    batches,
+    check_loader,
+    check_reusable,
+)
+from posthoc_uq.core.errors import PosthocUQError
+from posthoc_uq.heads.linearized import LinearizedPredictor
+
+X, Y = torch.arange(12.0).reshape(6, 2), torch.arange(6)
+CPU = torch.device("cpu")
+
+
+def _same(
+    batch: Batch, args: tuple[Any, ...], targets: Tensor | None, kwargs: dict[str, Any] | None = None
+) -> None:
+    assert len(batch.args) == len(args) and batch.kwargs.keys() == (kwargs or {}).keys()
+    assert all(a is b or torch.equal(a, b) for a, b in zip(batch.args, args, strict=True))
+    assert all(
+        batch.kwargs[name] is value or torch.equal(batch.kwargs[name], value)
+        for name, value in (kwargs or {}).items()
+    )
+    assert (batch.targets is None) == (targets is None)
+    assert targets is None or torch.equal(batch.targets, targets)
+
+
+def test_forms_that_need_no_help() -> None:
+    reader = BatchReader(CPU)
+    _same(reader.read(X), (X,), None)
+    _same(reader.read((X, Y)), (X,), Y)
+    _same(reader.read([X, Y]), (X,), Y)
+    _same(reader.read([X]), (X,), None)
+    _same(reader.read((X, [0, 1, 2, 3, 4, 5])), (X,), Y)
+    _same(reader.read(((X, Y), Y)), (X, Y), Y)
+    _same(reader.read(({"a": X, "n": 3}, Y)), (), Y, {"a": X, "n": 3})
+
+
+@pytest.mark.parametrize("name", ["labels", "label", "targets", "target", "y"])
+def test_mappings_hold_their_targets_under_a_usual_name(name: str) -> None:
+    given = {"a": X, name: Y, "flag": True}
+    _same(BatchReader(CPU).read(given), (), Y, {"a": X, "flag": True})
+    assert set(given) == {"a", name, "flag"}
+    _same(BatchReader(CPU).read({"a": X}), (), None, {"a": X})
+
+
+def test_mappings_whose_names_are_not_the_models() -> None:
+    def read(batch: dict[str, Any], *names: str) -> Batch:
+        return BatchReader(CPU, names=names).read(batch)
+
+    paths = ["a", "b"]
+    _same(read({"image": X, "label": Y}, "x"), (X,), Y)
+    _same(read({"image": X}, "x", "mask"), (X,), None)
+    _same(read({"image": X, "label": Y, "path": paths}, "x"), (X,), Y)
+    _same(read({"x": X, "label": Y, "path": paths}, "x"), (), Y, {"x": X})
+    _same(read({"x": X, "mask": X, "y": Y}, "x", "mask"), (), Y, {"x": X, "mask": X})
+    _same(read({"image": X, "index": Y}, "x"), (), None, {"image": X, "index": Y})
+    _same(read({"x": X, "index": Y}, "x"), (), None, {"x": X, "index": Y})
+    assert BatchReader.of(nn.Linear(2, 3)).names == ("input",)
+
+
+def test_functions_take_the_rest_apart() -> None:
+    three = (X, "path", Y)
+    both = BatchReader(CPU, lambda b: b[0], lambda b: b[2])
+    _same(both.read(three), (X,), Y)
+    _same(BatchReader(CPU, lambda b: (b[0], b[2])).read(three), (X, Y), None)
+    _same(BatchReader(CPU, lambda b: {"a": b[0]}).read(three), (), None, {"a": X})
+    _same(BatchReader(CPU, lambda b: b[0] + 1).read((X, Y)), (X + 1,), Y)  # a pair still has its targets
+    _same(BatchReader(CPU, None, lambda b: b[1] * 2).read((X, Y)), (X,), 2 * Y)
+    _same(BatchReader(CPU, lambda b: b.x, lambda b: b.y).read(SimpleNamespace(x=X, y=Y)), (X,), Y)
+
+
+def test_forms_that_are_refused() -> None:
+    for batch in ((X, Y, Y), "text", 3, SimpleNamespace(x=X), ()):
+        with pytest.raises(PosthocUQError, match="batch_to_inputs"):
+            BatchReader(CPU).read(batch)
+
+
+def test_tensors_go_to_the_device_and_other_values_stay() -> None:
+    batch = BatchReader(torch.device("meta")).read(({"a": X, "n": 3}, Y))
+    assert batch.kwargs["a"].device.type == "meta" and batch.targets is not None
+    assert batch.targets.device.type == "meta" and batch.kwargs["n"] == 3
+
+
+def test_narrow_cuts_what_counts_the_samples() -> None:
+    mask, scalar = torch.ones(4, 4), torch.tensor(2.0)
+    part = Batch((X, mask, scalar, "name"), Y, {"a": X}).narrow(1, 2, 6)
+    assert torch.equal(part.args[0], X[1:3]) and part.args[1] is mask and part.args[2] is scalar
+    assert part.args[3] == "name" and torch.equal(part.kwargs["a"], X[1:3])
+    assert part.targets is not None and part.targets.tolist() == [1, 2]
+    assert Batch((X,)).narrow(0, 2, 6).targets is None
+
+
+def test_loaders_of_every_kind() -> None:
+    class Stream(IterableDataset):
+        def __iter__(self) -> Any:
+            return iter(zip(X, Y, strict=True))
+
+    dataset = TensorDataset(X, Y)
+    for loader in (
+        DataLoader(dataset, 4),
+        DataLoader(Stream(), 4),
+        [(X[:4], Y[:4]), (X[4:], Y[4:])],
+        iter(DataLoader(dataset, 4)),
+    ):
+        read = list(batches(loader, BatchReader(CPU)))
+        assert [len(b.args[0]) for b in read] == [4, 2]
+        assert torch.equal(torch.cat([b.args[0] for b in read]), X)
+        assert torch.equal(torch.cat([b.targets for b in read if b.targets is not None]), Y)
+    with pytest.raises(PosthocUQError, match="yields no batch"):
+        list(batches([], BatchReader(CPU)))
+
+
+def test_an_iterator_can_be_read_once() -> None:
+    for loader in (iter([X]), (x for x in [X]), map(abs, [X])):
+        check_reusable(loader, 1)
+        with pytest.raises(PosthocUQError, match="2 times"):
+            check_reusable(loader, 2)
+    state = torch.get_rng_state()
+    for loader in ([X], DataLoader(TensorDataset(X, Y), shuffle=True)):
+        check_reusable(loader, 3)
+    assert torch.equal(torch.get_rng_state(), state)
+
+
+def test_a_batch_calls_the_model_with_its_arguments() -> None:
+    class Model(nn.Module):
+        def forward(self, x: Tensor, *, factor: int) -> tuple[Tensor, str]:
+            return x * factor, "rest"
+
+    batch = Batch((X,), None, {"factor": 3})
+    assert torch.equal(batch.call(Model()), 3 * X)
+    assert len(batch.tensors()) == 1
+
+
+def test_data_that_is_no_loader_is_named() -> None:
+    x, y = torch.randn(4, 3), torch.zeros(4, dtype=torch.long)
+    for wrong in (x, x.numpy(), (x, y), torch.utils.data.TensorDataset(x, y), {"x": x}):
+        with pytest.raises(PosthocUQError, match="DataLoader"):
+            check_loader(wrong)
+    with pytest.raises(PosthocUQError, match="iterable"):
+        check_loader(3)
+    for right in (
+        [(x, y)],
+        x.split(2),
+        iter([x]),
+        torch.utils.data.DataLoader(torch.utils.data.TensorDataset(x, y)),
+    ):
+        check_loader(right)
+
+
+@pytest.fixture(scope="module")
+def net() -> nn.Sequential:
+    return make_net()
+
+
+@pytest.fixture(scope="module")
+def posterior(net: nn.Sequential) -> uq.Posterior:
+    return fit(net, [(inputs(), labels())])
+
+
+WRONG: dict[str, tuple[Tensor, str]] = {
+    "too few columns": (inputs()[:, :3], r"float32 \(12, 3\).*cannot be multiplied"),
+    "float64": (inputs().double(), r"float64 \(12, 4\).*pass x\.to\(torch\.float32\)"),
+    "integers": (inputs().long(), r"int64 \(12, 4\).*unless the model takes integers"),
+}
+
+
+@pytest.mark.parametrize("head", HEADS)
+@pytest.mark.parametrize("case", WRONG)
+def test_inputs_that_the_model_does_not_take(
+    net: nn.Sequential, posterior: uq.Posterior, head: str, case: str
+) -> None:
+    x, message = WRONG[case]
+    predictor = cast(Any, uq.wrap(net, posterior, head))
+    calls = [predictor, predictor.novelty, lambda x: predictor.predict([x], progress=False)]
+    calls += [predictor.outputs] if head == "sampling" else [predictor.functional_variance]
+    for call in calls:
+        refused(f"cannot be run on these inputs, {message}", lambda call=call: call(x), cause=RuntimeError)
+    assert len(predictor(inputs())) == 12
+
+
+@pytest.mark.parametrize("head", ["linearized", "moments"])
+def test_one_sample_without_its_dimension(net: nn.Sequential, posterior: uq.Posterior, head: str) -> None:
+    predictor = uq.wrap(net, posterior, head)
+    refused(
+        r"shape \(3,\) for these inputs, float32 \(4,\).*x\.unsqueeze\(0\)", lambda: predictor(inputs()[0])
+    )
+
+
+def test_an_error_of_another_origin_is_passed_on(
+    net: nn.Sequential, posterior: uq.Posterior, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def broken(*_: Any) -> Any:
+        raise RuntimeError("not the model's")
+
+    monkeypatch.setattr(LinearizedPredictor, "_linearized", broken)
+    with pytest.raises(RuntimeError, match="not the model's"):
+        uq.wrap(net, posterior, "linearized")(inputs())
+
+
+def test_arrays_are_batches() -> None:
+    x, y = inputs(), labels()
+    expected = fit(make_net(), [(x, y)])
+    forms: dict[str, Any] = {
+        "NumPy": (x.numpy(), y.numpy()),
+        "pandas": (pd.DataFrame(x.numpy()), pd.Series(y.numpy(), index=range(100, 112))),
+        "float64": (x.double().numpy(), y.numpy()),
+        "codes of a category": (
+            pd.DataFrame(x.double().numpy()),
+            pd.Series(y.numpy()).astype("category").cat.codes,
+        ),
+        "read only": (np.broadcast_to(x.numpy(), x.shape), y.tolist()),
+    }
+    for name, batch in forms.items():
+        found = fit(make_net(), [batch])
+        for layer, variance in expected.variance().items():
+            assert torch.equal(variance, found.variance()[layer]), name
+    model = make_net()
+    predictor = uq.wrap(model, fit(model, [(x, y)]))
+    found = cast(Any, predictor.predict([x.numpy()[:5], x.numpy()[5:]], progress=False))
+    assert torch.allclose(found.probs, cast(Any, predictor(x)).probs, atol=1e-6)
+    frame = pd.DataFrame(x.double().numpy())
+    assert torch.equal(cast(Any, predictor(frame)).probs, cast(Any, predictor(x)).probs)
+    assert torch.equal(predictor.novelty(frame.to_numpy()), predictor.novelty(x))
+    assert "accuracy" in str(uq.evaluate(predictor, [(frame, y)], progress=False))
+    ids = batch_of_call((np.arange(3),), {}, model, torch.device("cpu")).args[0]
+    assert ids.dtype == torch.int64  # whole numbers stay what they are
+    wide = make_net().double()
+    fit(wide, [(x.numpy(), y)])
+
+
+X4, FRAME = inputs(), pd.DataFrame({"size": [1.0] * 12, "colour": ["red"] * 12})
+WORDS = pd.Series(["red", "blue"] * 6)
+LOADERS: dict[str, tuple[Any, str]] = {
+    **{name: ([(x, labels())], f"the first batch of the loader, {message}") for name, (x, message) in WRONG.items()},
+    "other names": ([{"pixels": X4, "index": labels()}], r"pixels=float32 \(12, 4\), index=.*batch_to_inputs="),
+    "a frame with text": ([(FRAME, labels())], r"DataFrame of object \(12, 2\).*astype\('float32'\)"),
+    "targets in a list": ([(X4, ["red"] * 12)], "targets are a list .*batch_to_targets"),
+    "a series of text": ([(X4, WORDS)], r"targets are text.*astype\('category'\)\.cat\.codes"),
+    "an array of text": ([(X4, WORDS.to_numpy())], "targets are text"),
+    "categories": ([(X4, WORDS.astype("category"))], "targets are text"),
+    "a pair of arrays": ((X4.numpy(), labels().numpy()), "^The loader is one pair of inputs and targets"),
+    "a pair of tensors": ([X4, labels()], "^The loader is one pair"),
+    "a frame and a series": ((pd.DataFrame(X4.numpy()), pd.Series(labels().numpy())), "^The loader is one pair"),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("case", LOADERS)
+def test_what_no_fit_can_take(case: str) -> None:
+    loader, message = LOADERS[case]
+    refused(message, lambda: fit(make_net(), loader), cause=RuntimeError if case in WRONG else None)
+
+
+_TRAINING: dict[str, Any] = {"method": "function_space", "epochs": 1}
+
+
+# The length of a loader, which counts all its batches, enters a training by the schedule of its rates alone.
+@pytest.mark.parametrize(
+    "options",
+    [
+        {},
+        {"method": "inf", "prior_precision": None},
+        _TRAINING | {"schedule": lambda _: 1.0, "log_variance_lr": 0.5},
+    ],
+)
+def test_batches_without_samples_are_left_out(options: dict[str, Any]) -> None:
+    x, y = inputs(), labels()
+    empty = (x[:0], y[:0])
+    data = [(x[:7], y[:7]), (x[7:], y[7:])]
+    expected = fit(make_net(), data, **options)
+    model = make_net()
+    found = fit(model, [empty, data[0], empty, data[1], empty], **options)
+    assert found.scale == expected.scale == 12
+    assert all(torch.equal(value, found.variance()[name]) for name, value in expected.variance().items())
+    predictor = uq.wrap(model, found)
+    assert len(predictor.predict([x[:0], x], progress=False)) == 12
+    refused("yields no batch of samples", lambda: fit(make_net(), [empty], **options))
+
+
+LATER: dict[str, tuple[dict[str, Any], Tensor]] = {
+    "curvature": ({}, labels()),
+    "noise of a regression": ({"likelihood": "regression"}, inputs()[:, :3]),
+    "training": (_TRAINING | {"context": lambda n, _: torch.zeros(n, 4)}, labels()),
+    "training at its own inputs": (_TRAINING | {"context": "batch"}, labels()),
+}
+
+
+@pytest.mark.parametrize("case", LATER)
+def test_a_later_batch_that_the_model_does_not_take(case: str) -> None:
+    options, y = LATER[case]
+    refused(
+        r"cannot be run on batch 1 of the loader, float32 \(12, 3\).*cannot be multiplied",
+        lambda: fit(make_net(), [(inputs(), y), (inputs()[:, :3], y)], **options),
+        cause=RuntimeError,
+    )
+
+
+class _Tokens(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.words, self.readout = nn.Embedding(5, 4), nn.Linear(4, 3)
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        return self.readout(self.words(tokens).mean(1))
+
+
+@pytest.mark.filterwarnings("ignore:Weights without a posterior")
+def test_token_ids_that_an_embedding_does_not_have() -> None:
+    tokens = torch.arange(12).reshape(6, 2) % 5
+    model = _Tokens()
+    fitted = fit(model, [tokens], layers="last", fisher="exact")
+    for wrong, given in ((tokens + 95, "95 to 99"), (tokens - 1, "-1 to 3")):
+        message = rf"Embedding 'words' has rows 0 to 4, and was given ids from {given}"
+        refused(message, lambda wrong=wrong: fit(model, [wrong]), cause=IndexError)
+        refused(message, lambda wrong=wrong: fit(model, [tokens, wrong], layers="last"), cause=IndexError)
+        for head in HEADS:
+            refused(
+                message, lambda wrong=wrong, head=head: uq.wrap(model, fitted, head)(wrong), cause=IndexError
+            )
+    refused(r"'words' takes whole numbers.*x\.long\(\)", lambda: fit(model, [tokens.float()]))
+
+
+class _Named(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.readout = nn.Linear(4, 3)
+
+    def forward(self, pixels: Tensor, mask: Tensor | None = None) -> Tensor:
+        return self.readout(pixels)
+
+
+class _Whole(_Named):
+    def forward(self, batch: dict[str, Tensor]) -> Tensor:  # type: ignore[override]
+        return self.readout(batch["pixels"])
+
+
+def test_mappings_as_arguments_and_in_their_place() -> None:
+    loader = [({"pixels": inputs()}, labels())]
+    model, whole = _Named(), _Whole()
+    fitted = fit(model, loader)
+    message = r"named arguments here, predictor\(\*\*mapping\)"
+    positional: dict[str, Any] = {"batch_to_inputs": lambda batch: (batch[0],)}
+    for one in (model, whole):
+        refused(message, lambda one=one: fit(one, loader, **positional))
+    for head in HEADS:
+        predictor = cast(Any, uq.wrap(model, fitted, head))
+        refused(message, lambda predictor=predictor: predictor.predict(loader, progress=False, **positional))
+        assert len(predictor(pixels=inputs())) == len(predictor({"pixels": inputs()})) == 12
+    refused(
+        r"takes one argument, 'batch'.*forward\(self, \*\*inputs\)",
+        lambda: fit(whole, loader),
+        cause=TypeError,
+    )
+    refused(
+        r"takes \['pixels', 'mask'\], and the batch names \['x'\]",
+        lambda: fit(model, [({"x": inputs()}, labels())]),
+        cause=TypeError,
+    )
+
+
+class _Pairs(nn.Module):
+    """Takes two tensors, the second of which it can do without."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.readout = nn.Linear(4, 3)
+
+    def forward(self, left: Tensor, right: Tensor | None = None) -> Tensor:
+        return self.readout(left if right is None else left + right)
+
+
+@pytest.mark.parametrize("head", HEADS)
+def test_a_predictor_takes_a_batch_as_the_loader_gave_it(head: str) -> None:
+    x, y, path = inputs(), labels(), [f"{i}.png" for i in range(12)]
+    model = make_net()
+    for loader in (
+        [(x, y)],
+        [[x, y]],
+        [{"image": x, "label": y}],
+        [{"input": x, "targets": y, "path": path}],
+        [{"image": x.numpy(), "y": y.numpy()}],
+        DataLoader([{"image": x[i], "label": y[i], "path": path[i]} for i in range(12)], 12),
+    ):
+        posterior = fit(model, loader)
+        assert posterior.evidence.total == 12
+        predictor = cast(Any, uq.wrap(model, posterior, head))
+        whole = predictor(x).probs
+        for batch in loader:
+            kept = copy.deepcopy(batch)
+            assert torch.equal(predictor(batch).probs, whole)
+            assert torch.equal(predictor.novelty(batch), predictor.novelty(x))
+            drawn = [
+                predictor.functional_samples(inputs, n_samples=2, generator=torch.Generator().manual_seed(1))
+                for inputs in (batch, x)
+            ]
+            assert torch.equal(*drawn)
+            assert str(batch) == str(kept)
+        assert torch.equal(predictor.predict(loader, progress=False).probs, whole)
+        assert torch.equal(predictor([x]).probs, whole)
+        evaluated = uq.evaluate({"network": model, "posterior": predictor}, loader, progress=False)
+        assert evaluated.metrics["posterior"]["accuracy"] > 0
+
+    pairs = _Pairs()
+    fitted = fit(pairs, [{"left": x, "right": x, "label": y}], layers=["readout"])
+    own = cast(Any, uq.wrap(pairs, fitted, head))
+    assert torch.equal(own({"left": x, "right": x, "label": y}).probs, own(x, x).probs)
+    assert torch.equal(own({"left": x, "label": y, "path": path}).probs, own(x).probs)
+    assert torch.equal(own(((x, x), y)).probs, own(x, x).probs)
+    refused(r"takes \['left', 'right'\], and the batch names", lambda: own({"first": x, "second": x}))
+    for samples in ([x[0], x[1]], [x, x, x]):
+        refused("The model cannot be run|holds a list", lambda samples=samples: own(samples))

@@ -1,0 +1,260 @@
+"""Options: one declaration by types, one short sentence for what is wrong, and what may have been meant."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, fields
+from fractions import Fraction
+from typing import Any, Literal, get_type_hints
+
+import jsonargparse
+import numpy as np
+import pytest
+import torch
+from torch import Tensor, nn
+
+import posthoc_uq as uq
+from posthoc_uq.core import options
+from posthoc_uq.core.options import (
+    Count,
+    Natural,
+    Options,
+    Positive,
+    Seed,
+    Share,
+    Unit,
+    check_option,
+    did_you_mean,
+)
+from posthoc_uq.fitting.wrap import head_class
+from posthoc_uq.methods import METHODS
+from posthoc_uq.methods.bases import Rank
+from posthoc_uq.posteriors.settings import HEADS
+
+
+def refused(call: Callable[[], Any], *words: str) -> None:
+    """One or two short sentences of ours, with these words in them."""
+    with pytest.raises(uq.PosthocUQError) as caught:
+        call()
+    text = str(caught.value)
+    assert type(caught.value) is uq.PosthocUQError and 20 < len(text) < 500 and text.count(". ") <= 1, text
+    assert all(word in text for word in words), text
+
+
+NO_NUMBER: list[Any] = ["x", "1", True, None, [1.0, 2.0], object(), torch.ones(2), float("nan"), float("inf")]
+KINDS: dict[Any, tuple[list[Any], list[Any]]] = {  # what is taken, and what is refused
+    Positive: ([1, 0.5, np.float32(2), torch.tensor(3.0), torch.tensor([4]), Fraction(1, 2)], [*NO_NUMBER, 0, -1.0]),
+    Unit: ([0, 1.0, np.float64(0.5)], [*NO_NUMBER, -0.1, 1.1]),
+    Share: ([1e-300, 1], [*NO_NUMBER, 0.0, 1.5]),
+    Count: ([1, 3.0, np.int64(2), torch.tensor(5), 2**62], [*NO_NUMBER, 0, 1.5, -1, 2**70]),
+    Natural: ([0, np.uint8(3)], [*NO_NUMBER, -1, 0.5, 2**70]),
+    Seed: ([-1, 0, 2**64 - 1], [*NO_NUMBER, 1.5, 2**70]),
+    Rank: ([3, 0.5, 4.0, np.int32(2), 1e9], [*NO_NUMBER, 1.5, -1, 0]),
+    Share | Literal["auto"]: ([0.5, "auto"], ["x", "1", 2.0, ["auto"], np.array(["auto"] * 2), True]),
+    bool: ([True, np.bool_(False)], ["x", 1, 1.5, None, [True]]),
+    Literal["raise", "skip"]: (["raise"], ["x", 5, ["raise"], None]),
+    Callable[..., Any] | None: ([len, None], ["x", 5]),
+    torch.dtype | None: ([torch.float32, None], ["x", 5, np.ones(2)]),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("kind", KINDS, ids=str)
+def test_a_type_says_what_is_taken(kind: Any) -> None:
+    taken, wrong = KINDS[kind]
+    for value in taken:
+        found = check_option("option", value, kind)
+        assert found == (value.item() if hasattr(value, "item") else value)
+        assert not isinstance(found, (np.generic, Tensor, Fraction))
+    for value in wrong:
+        refused(
+            lambda value=value: check_option("option", value, kind), "option must be", options.shown(value)
+        )
+
+
+# wrong values, beside which no option of any type is right
+_NEVER = [object(), b"x"]
+
+
+@pytest.mark.parametrize("name", METHODS)
+def test_every_option_of_a_method_is_checked_when_it_is_made(name: str) -> None:
+    method = METHODS[name]
+    hints = get_type_hints(method, include_extras=True)  # all of them can be looked up
+    for option in fields(method):
+        if hints[option.name] is not Any:
+            for value in _NEVER:
+                refused(lambda o=option.name, v=value: method(**{o: v}), f"{option.name} must be")
+    refused(lambda: uq.fit(nn.Linear(2, 2), [], name, checkpont_every=3), "'checkpoint_every'")
+
+
+class Untouchable:
+    """A loader that must not be read."""
+
+    def __iter__(self) -> Iterator[Any]:
+        raise AssertionError("the loader was read")
+
+
+@pytest.fixture(scope="module")
+def fitted() -> tuple[nn.Module, uq.Posterior]:
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(4, 5), nn.Tanh(), nn.Linear(5, 3))
+    x, y = torch.randn(12, 4), torch.arange(12) % 3
+    return model, uq.fit(model, [(x, y)], "diag", prior_precision=1.0, progress=False)
+
+
+@pytest.mark.parametrize("head", HEADS)
+def test_every_option_of_a_head_is_checked(head: str, fitted: tuple[nn.Module, uq.Posterior]) -> None:
+    for option in list(inspect.signature(head_class(head)).parameters)[2:]:
+        if option != "positions":
+            refused(lambda o=option: uq.wrap(*fitted, head, **{o: object()}), option)
+    refused(lambda: uq.wrap(*fitted, head, nvelty=True), "Did you mean 'novelty'?")
+
+
+_CALLS: dict[str, dict[str, list[Any]]] = {
+    "fit": {
+        "seed": ["x", None, 1.5],
+        "prior_precision": ["x", [1.0, 2.0], -1.0, 0.0],
+        "divergence": ["x", 0.0],
+        "layers": [5, True, [1]],
+        "likelihood": ["x", 5, [], uq.Gaussian],
+        "head": ["x", 5],
+        "method": ["x", 5, None, uq.INF],
+        "batch_to_inputs": ["x"],
+        "noise_variance": [1.0],  # of a classifier
+    },
+    "tune": {
+        "criterion": ["x", 5, ["faithful"]],
+        "divergence": ["x", 0.0, True],
+        "temperature": ["x", 1.5],
+        "per_layer": ["x", True],
+        "noise": ["x"],
+        "parameters": ["x", 5, [5], torch.ones(())],
+        "prior_precisions": ["x", 5, [], ["x"], [True], {"a": 1}],
+        "head": ["x", 5],
+        "n_samples": [None, 0],
+        "max_evaluations": [None, "x"],
+        "seed": [None, 2**70],
+        "batch_to_targets": ["x"],
+    },
+    "evaluate": {
+        "likelihood": ["x", 5],
+        "score": ["x", 5, ["entropy"]],
+        "joint": ["x", None, [1], [["x"]]],
+        "referral_rates": ["x", None, ["x"], [1.0], [True], {"a": 1}],
+        "bins": [None, 0, 1.5],
+        "n_examples": [None, -1],
+        "class_names": ["x", {0: "a"}],
+        "display": ["x"],
+        "batch_to_targets": ["x"],
+    },
+}
+
+
+@pytest.mark.parametrize("call", _CALLS)
+def test_arguments_are_checked_before_any_data_are_read(
+    call: str, fitted: tuple[nn.Module, uq.Posterior]
+) -> None:
+    model, posterior = fitted
+    first = {"fit": model, "tune": posterior, "evaluate": model}[call]
+    run: Any = getattr(uq, call)
+    read_before = {"layers"}  # by the pass that finds the layers
+    for option, values in _CALLS[call].items():
+        for value in values:
+            loader: Any = (
+                [(torch.ones(2, 4), torch.ones(2).long())] if option in read_before else Untouchable()
+            )
+            refused(
+                lambda o=option, v=value, d=loader: run(first, d, progress=False, **{o: v}), option.strip("s")
+            )
+
+
+@pytest.mark.parametrize(
+    "setting", ["scale", "prior_precision", "residual_weight", "noise_scale", "temperature"]
+)
+def test_hyperparameters_are_checked(setting: str, fitted: tuple[nn.Module, uq.Posterior]) -> None:
+    posterior = fitted[1].snapshot()
+    before = posterior.settings
+    for value in (*NO_NUMBER, -1.0):
+        refused(lambda v=value: setattr(posterior, setting, v), setting)
+    assert posterior.settings == before
+
+
+MEANT: dict[str, tuple[dict[str, Any], str]] = {
+    "method": ({"method": "kfca"}, "'kfac'"),
+    "method in other letters": ({"method": "INF"}, "'inf'"),
+    "a class's name as method": ({"method": "FunctionSpace"}, "'function_space'"),
+    "likelihood": ({"likelihood": "clasification"}, "'classification'"),
+    "option": ({"method": "inf", "rnk": 5}, "'rank'"),
+    "two options": ({"method": "inf", "rnk": 5, "basi": 1}, "'rank' or 'basis'"),
+    "a word": ({"fisher": "emperical"}, "'empirical'"),
+    "argument": ({"liklihood": "binary"}, "'likelihood'"),
+    "head": ({"head": "linearised"}, "'linearized'"),
+    "layers": ({"layers": "lst"}, "'last'"),
+    "context": ({"method": "function_space", "context": "monocrome", "epochs": 1}, "'monochrome'"),
+}
+
+
+@pytest.mark.parametrize("case", MEANT)
+def test_what_was_meant(case: str) -> None:
+    given, meant = MEANT[case]
+    model = nn.Sequential(nn.Linear(4, 3))
+    loader = [(torch.randn(4, 4), torch.arange(4) % 3)]
+    arguments: dict[str, Any] = {"method": "diag", "prior_precision": 1.0, "progress": False} | given
+    refused(lambda: uq.fit(model, loader, **arguments), f"Did you mean {meant}?")
+
+
+def test_what_was_meant_by_names_elsewhere(fitted: tuple[nn.Module, uq.Posterior]) -> None:
+    model, posterior = fitted
+    x = torch.ones(2, 4)
+    calls: list[tuple[Callable[[], Any], str]] = [
+        (lambda: uq.evaluate(model, [x], nbins=3), "'bins'"),  # type: ignore[call-arg]
+        (lambda: uq.load("a.h5", model, untrustd=True), "'untrusted'"),  # type: ignore[call-arg]
+        (lambda: uq.tune(posterior, [x], criterion="faithfull"), "'faithful'"),
+        (lambda: uq.tune(posterior, [x], citerion="faithful"), "'criterion'"),
+        (lambda: uq.tune(posterior, [x], engin="jvp"), "'engine'"),
+        (lambda: uq.evaluate(model, [x], score="entropi"), "'entropy'"),
+        (lambda: uq.wrap(model, posterior, "sampeling"), "'sampling'"),
+        (lambda: uq.untied(model, "O"), ""),
+    ]
+    for call, meant in calls:
+        refused(call, f"Did you mean {meant}?" if meant else "no module")
+    assert did_you_mean("zzz", ["rank"]) == "" and did_you_mean(5, ["rank"]) == ""
+    assert did_you_mean("Rank", ["rank"]) == " Did you mean 'rank'?"
+
+
+def test_options_that_do_not_go_together() -> None:
+    for call, word in {
+        lambda: uq.KFAC(n_samples=3, fisher="exact"): "n_samples",
+        lambda: uq.UTVI(noise="none"): "predictive",
+        lambda: uq.UTVI(start="random", train_mean=False): "start",
+        lambda: uq.LatentBinary(start="random", initial_inclusion="high"): "initial_inclusion",
+        lambda: uq.MessagePassing(layers="all", posterior="full"): "last",
+        lambda: uq.FunctionSpace(prior="independent", function_noise=1.0): "function_noise",
+    }.items():
+        refused(call, word)
+
+
+def test_numbers_of_other_libraries_give_the_same_fit() -> None:
+    model, loader = nn.Linear(4, 3), [(torch.randn(12, 4), torch.arange(12) % 3)]
+    shared: Any = {"method": "inf", "fisher": "mc", "prior_precision": 1.0, "progress": False}
+    expected = uq.fit(model, loader, seed=3, rank=4, **shared)
+    for three, four in ((np.int64(3), np.int32(4)), (torch.tensor(3), torch.tensor([4])), (3.0, 4.0)):
+        found = uq.fit(model, loader, seed=three, rank=four, residual_weight=three / 3, **shared)
+        assert all(torch.equal(value, found.variance()[name]) for name, value in expected.variance().items())
+        assert type(found.history.fit["rank"]) is int
+
+
+def test_the_command_line_reads_the_same_declaration() -> None:
+    parser = jsonargparse.ArgumentParser(exit_on_error=False)
+    parser.add_class_arguments(uq.INF, "method")
+    given = parser.instantiate(parser.parse_args(["--method.rank=0.5", "--method.basis_fraction=auto"]))
+    assert given.method == uq.INF(rank=0.5)
+    refused(lambda: parser.instantiate(parser.parse_args(["--method.rank=-3"])), "rank must be", "-3")
+
+
+def test_a_class_of_options_of_ones_own() -> None:
+    @dataclass(frozen=True, kw_only=True)
+    class Local(Options):  # inside of a function, where its types cannot be looked up
+        number: Unknowable = 3  # type: ignore[name-defined]  # noqa: F821
+
+    assert Local(number="anything").number == "anything"
