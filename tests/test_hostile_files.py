@@ -368,7 +368,7 @@ RECORDS: list[tuple[str, tuple[Any, ...], Any, str]] = [
     ("inf", ("features", "classes"), 4, "more classes"),
     ("inf", ("features", "layer", "outputs"), 4, "features"),
     ("inf", ("features", "source"), "magic", "source must be one of"),
-    ("inf", ("features", "rank"), 10**9, "'rank' is 1000000000, outside"),
+    ("inf", ("features", "rank"), 10**9, "the features: the attribute 'rank' is 1000000000, outside"),
     ("inf", ("features", "width"), 99, "'width' is 99"),
     ("inf", ("features", "smoothing"), -1.0, "smoothing must be at least"),
     ("inf", ("history",), [], "history must be an object"),
