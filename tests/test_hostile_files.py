@@ -53,7 +53,11 @@ def files(tmp_path_factory: pytest.TempPathFactory) -> Path:
     for method in ("diag", "kfac", "inf", "efb", "function_space"):
         posterior = fit(method)
         if method == "inf":
-            posterior.history.head = {"name": "linearized", "options": {"n_draws": 50}, "criterion": "faithful"}
+            posterior.history.head = {
+                "name": "linearized",
+                "options": {"n_draws": 50},
+                "criterion": "faithful",
+            }
             posterior.history.faithful, posterior.history.referral = FAITHFUL, SEVERAL
         if method == "diag":
             posterior.history.referral = SINGLE
