@@ -51,7 +51,11 @@ def files(tmp_path_factory: pytest.TempPathFactory) -> Path:
     for method in ("diag", "kfac", "inf", "efb", "function_space"):
         posterior = fit(method)
         if method == "inf":
-            posterior.history.head = {"name": "linearized", "options": {"n": 1}, "criterion": "faithful"}
+            posterior.history.head = {
+                "name": "linearized",
+                "options": {"n_draws": 50},
+                "criterion": "faithful",
+            }
             posterior.history.faithful, posterior.history.referral = FAITHFUL, SEVERAL
         if method == "diag":
             posterior.history.referral = SINGLE
@@ -362,7 +366,7 @@ RECORDS: list[tuple[str, tuple[Any, ...], Any, str]] = [
     ("inf", ("features", "classes"), 4, "more classes"),
     ("inf", ("features", "layer", "outputs"), 4, "features"),
     ("inf", ("features", "source"), "magic", "source must be one of"),
-    ("inf", ("features", "rank"), 10**9, "'rank' is 1000000000, outside"),
+    ("inf", ("features", "rank"), 10**9, "the features: the attribute 'rank' is 1000000000, outside"),
     ("inf", ("features", "width"), 99, "'width' is 99"),
     ("inf", ("features", "smoothing"), -1.0, "smoothing must be at least"),
     ("inf", ("history",), [], "history must be an object"),
@@ -447,13 +451,13 @@ def test_a_stranger_cannot_hang_or_crash_us(
 ) -> None:
     """Mutations whose digest fits: through libhdf5, in the child."""
     path, data, own = tmp_path / "p.h5", (files / "inf.h5").read_bytes(), own_model("inf")
-    monkeypatch.setattr(untrusted, "SECONDS", 5.0)
+    monkeypatch.setattr(untrusted, "SECONDS", 20.0)  # of two busy processors
     generator, outcomes = np.random.default_rng(1), list[bool]()
     # anywhere; in the records that HDF5 begins with, where it stumbles most; in the last digits of numbers
     damaged = mutations(data, 20, 512, generator)
     damaged += [d + data[2560:] for d in mutations(data[:2560], 40, 512, generator) if len(d) == 2560]
     with h5py.File(files / "inf.h5") as file:
-        numbers = 512 + file["blocks/3/diagonal"].id.get_offset()
+        numbers = data.index(file["blocks/3/diagonal"][()].tobytes())
     damaged += [data[: numbers + 4 * i] + bytes([i]) + data[numbers + 4 * i + 1 :] for i in range(5)]
     for changed in damaged:
         path.write_bytes(sealed(changed))
@@ -463,7 +467,7 @@ def test_a_stranger_cannot_hang_or_crash_us(
             outcomes.append(True)
         except PosthocUQError:
             outcomes.append(False)
-        assert time.monotonic() - start < 15
+        assert time.monotonic() - start < 30
     assert outcomes.count(False) > 20 and outcomes.count(True) >= 5
 
 

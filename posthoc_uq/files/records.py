@@ -4,7 +4,7 @@ checked and documented (``docs/format.md``).
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import asdict
 from itertools import pairwise
 from math import inf, isfinite, isnan
@@ -586,7 +586,8 @@ def described_slots(description: Description) -> list[Slot]:
                 f"block '{name}' must hold the layer of that name alone, not {members[:5]}"
             )
         placed += members
-        found += slots(block_group(name), f"block '{name}'", kind.specs(shape, block.attributes))
+        owner = f"block '{name}'"
+        found += slots(block_group(name), owner, _specs(owner, kind.specs, shape, block.attributes))
     if sorted(placed) != sorted(layers):
         raise CorruptPosteriorError("its blocks do not hold every layer once")
     shapes = parameter_shapes(layers.values())
@@ -605,6 +606,13 @@ def described_slots(description: Description) -> list[Slot]:
     ):
         found += slots(group, "the prior", of_layers if given else {})
     if description.features is not None:
-        specs = FeatureGrams.specs(description.features.plain())
-        found += slots(FEATURES, "the features", specs)
+        owner = "the features"
+        found += slots(FEATURES, owner, _specs(owner, FeatureGrams.specs, description.features.plain()))
     return found
+
+
+def _specs(owner: str, specs: Callable[..., dict[str, TensorSpec]], *values: Any) -> dict[str, TensorSpec]:
+    try:
+        return specs(*values)
+    except CorruptPosteriorError as error:
+        raise CorruptPosteriorError(f"{owner}: {error}") from None
