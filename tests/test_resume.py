@@ -7,6 +7,7 @@ import hashlib
 import inspect
 import json
 import pickle
+import random
 import subprocess
 import sys
 import zipfile
@@ -309,6 +310,23 @@ def test_a_strangers_file_runs_no_code_and_takes_no_more_memory_than_its_size(tm
     _sealed(path, (tmp_path / "bomb").read_bytes())
     with pytest.raises(CorruptPosteriorError, match="no checkpoint holds"):
         read_snapshot(path)
+
+
+def test_changed_bytes_under_a_digest_that_fits_are_refused_or_read(tmp_path: Path) -> None:
+    path, changes = tmp_path / "fit", random.Random(0)
+    _interrupted(path, method="diag")
+    body = path.read_bytes()[len(SNAPSHOT_MAGIC) + 32 :]
+    refused = 0
+    for _ in range(200):
+        changed = bytearray(body[: changes.randrange(len(body))] if changes.random() < 0.2 else body)
+        for _ in range(changes.choice([1, 2, 20])):
+            changed[changes.randrange(len(changed))] = changes.randrange(256)
+        _sealed(path, bytes(changed))
+        try:
+            read_snapshot(path)
+        except PosthocUQError:
+            refused += 1
+    assert refused > 20
 
 
 def _put(*place: Any, value: Any) -> Callable[[Any], None]:
