@@ -137,6 +137,22 @@ def _interrupted(path: Path, **options: Any) -> None:
     assert path.exists()
 
 
+@pytest.mark.parametrize("method", ["inf", "kfac"])
+def test_a_fit_that_failed_after_its_sweeps_reads_the_data_once_more(method: str, tmp_path: Path) -> None:
+    """For the inputs of the faithful prior and the statistics of the last layer's, which no checkpoint holds."""
+    path, own = tmp_path / "fit", {"method": method, "progress": False}
+    with pytest.raises(RuntimeError, match="the disk is gone"):
+        uq.fit(model(), _loader(), val_loader=Broken(_loader(), 1), checkpoint=path, **own)
+    found = uq.fit(model(), _loader(), val_loader=_loader(), checkpoint=path, **own)
+    whole = uq.fit(model(), _loader(), val_loader=_loader(), **own)
+    assert found.settings == whole.settings and found.evidence == whole.evidence
+    assert found.features is not None and whole.features is not None
+    for name, block in {**whole.blocks, "features": whole.features}.items():
+        other = found.features if name == "features" else found.blocks[name]
+        for key, tensor in block.tensors().items():
+            assert torch.equal(other.tensors()[key], tensor), (name, key)
+
+
 # What a checkpoint belongs to
 
 
