@@ -384,6 +384,8 @@ def test_a_fit_that_goes_on_gives_the_same_bits(name: str, tmp_path: Path) -> No
         resumed = fit(method, model, data, checkpoint=path)
         assert not path.exists()
         assert_same(numbers(resumed), numbers(expected), after)
+        assert resumed.features is not None and expected.features is not None
+        assert_same(resumed.features.tensors(), expected.features.tensors(), after)
         assert resumed.evidence == expected.evidence and resumed.settings == expected.settings
 
 

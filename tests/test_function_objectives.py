@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -391,54 +390,7 @@ def test_corrupted_is_for_images_and_needs_data() -> None:
     assert context.fresh() is not context and context.identity() == Corrupted(padding=3).identity()
 
 
-# Resuming
-
-
-class Interrupted:
-    """Some batches, and an error after so many over all passes."""
-
-    def __init__(self, after: int | None) -> None:
-        self._left = after
-
-    def __len__(self) -> int:
-        return len(batches())
-
-    def __iter__(self) -> Iterator[tuple[Tensor, Tensor]]:
-        for batch in batches():
-            if self._left == 0:
-                raise KeyboardInterrupt
-            self._left = None if self._left is None else self._left - 1
-            yield batch
-
-
-@pytest.mark.parametrize(
-    "given",
-    [
-        {"prior": "independent", "context": [(1, "batch"), (3, "corrupted")], "body": "certain"},
-        {"prior": "independent", "divergence_weight": 5.0, "context": "corrupted", "n_context": 4},
-    ],
-)
-def test_an_interrupted_fit_goes_on_to_the_same_bits(given: dict[str, Any], tmp_path: Path) -> None:
-    whole = fitted(Interrupted(None), **given)
-    path = tmp_path / "checkpoint.h5"
-    with pytest.raises(KeyboardInterrupt):
-        fitted(Interrupted(15), checkpoint=path, checkpoint_every=1, **given)
-    assert path.exists()
-    resumed = fitted(Interrupted(None), checkpoint=path, checkpoint_every=1, **given)
-    for name, block in whole.blocks.items():
-        assert torch.equal(block.variances, resumed.blocks[name].variances)
-    assert all(torch.equal(mean, resumed.trained_mean[name]) for name, mean in whole.trained_mean.items())
-    assert whole.history.fit["loss"] == resumed.history.fit["loss"]
-
-
-def test_a_checkpoint_of_another_weight_is_refused(tmp_path: Path) -> None:
-    path = tmp_path / "checkpoint.h5"
-    with pytest.raises(KeyboardInterrupt):
-        fitted(Interrupted(15), checkpoint=path, checkpoint_every=1, prior="independent")
-    with pytest.raises(PosthocUQError, match="divergence_weight"):
-        fitted(
-            Interrupted(None), checkpoint=path, checkpoint_every=1, prior="independent", divergence_weight=5.0
-        )
+# Extremes
 
 
 def test_function_values_that_no_weight_moves_have_a_finite_divergence() -> None:

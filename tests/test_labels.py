@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Iterator
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -133,30 +132,6 @@ def test_the_number_of_samples_decides_and_not_how_they_are_batched(monkeypatch:
             assert found.history.fit["labels drawn per sample"] == labels
     assert _fit(3, list(x.split(6))).history.fit["fisher"] == "mc"
     assert _fit(3, list(x[1:].split(6))).history.fit["fisher"] == "exact"
-
-
-class _Broken:
-    """Batches that end in an error, and do not say how many they are."""
-
-    def __iter__(self) -> Iterator[Any]:
-        yield from list(DataLoader(_data(), batch_size=5))[:3]
-        raise RuntimeError("the disk is gone")
-
-
-def test_a_checkpoint_knows_what_was_chosen(tmp_path: Path) -> None:
-    """What was asked for belongs to the fit: another choice cannot go on from it."""
-    path = tmp_path / "fit.h5"
-    options: dict[str, Any] = {"method": "diag", "checkpoint": path, "checkpoint_every": 1}
-    with pytest.raises(RuntimeError, match="the disk is gone"):
-        _fit(3, _Broken(), **options)
-    for other, was in (
-        ({"fisher": "mc"}, "fisher was .auto., and is .mc."),
-        ({"n_samples": 2}, "n_samples was 1, and is 2"),
-    ):
-        with pytest.raises(uq.PosthocUQError, match=was):
-            _fit(3, **options, **other)
-    found = _fit(3, **options)
-    _assert_same(found, _fit(3, method="diag"))
 
 
 def test_copies_are_only_warned_of_where_labels_are_drawn() -> None:

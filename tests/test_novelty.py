@@ -589,34 +589,6 @@ def test_a_posterior_without_it_is_saved_too(tmp_path: Path) -> None:
     assert predictor.novelty(x[:3], of="top").shape == (3,)
 
 
-class Stopping(TensorDataset):
-    """Fails once at an item."""
-
-    armed = True
-
-    def __getitem__(self, index: Any) -> Any:
-        if self.armed and index == 95:
-            type(self).armed = False
-            raise KeyboardInterrupt
-        return super().__getitem__(index)
-
-
-@pytest.mark.parametrize("method", ["diag", "inf"])
-def test_a_resumed_fit_gives_the_same(method: str, tmp_path: Path) -> None:
-    model, x = make(), inputs()
-    y = targets(model, x, "classification")
-    Stopping.armed = True
-    options: dict[str, Any] = {"method": method, "prior_precision": 1.0, "progress": False}
-    kept = {"checkpoint": tmp_path / "c.h5", "checkpoint_every": 1}
-    with pytest.raises(KeyboardInterrupt):
-        uq.fit(model, DataLoader(Stopping(x, y), 30), **options, **kept)
-    resumed = uq.fit(model, DataLoader(TensorDataset(x, y), 30), **options, **kept).features
-    whole = uq.fit(model, DataLoader(TensorDataset(x, y), 30), **options).features
-    assert resumed is not None and whole is not None
-    for name, tensor in whole.tensors().items():
-        assert torch.equal(tensor, resumed.tensors()[name]), name
-
-
 def test_a_share_of_the_data_for_the_bases_leaves_it_alone() -> None:
     model, x = make(), inputs()
     whole, shared = fitted(model, x, "inf").features, fitted(model, x, "inf", basis_fraction=0.5).features

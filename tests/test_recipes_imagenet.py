@@ -300,9 +300,7 @@ def test_an_interrupted_fit_goes_on(recipe: Namespace, tmp_path: Path) -> None:
     source, options = _small(), _options(tmp_path)
     with pytest.raises(OSError, match="the disk is gone"):
         recipe.fitting.fit_all(source, Failing(_batches(), 9), options)
-    assert (options.posteriors / "inf.checkpoint.h5").exists() and not (
-        options.posteriors / "inf.h5"
-    ).exists()
+    assert (options.posteriors / "inf.checkpoint").exists() and not (options.posteriors / "inf.h5").exists()
     # The first sweep and a part of the second are not read again: 12 batches in all, and one for the dry run.
     recipe.fitting.fit_all(source, Failing(_batches(), 12), options)
     recipe.fitting.fit_all(source, _batches(), whole := _options(tmp_path / "whole"))

@@ -293,6 +293,7 @@ class Fragile:
 SCENARIOS: dict[str, dict[str, Any]] = {
     "plain": {},
     "held-out data": {"val_loader": DataLoader(data(12, 2), batch_size=5), "patience": 3},
+    "independent prior": {"prior": "independent", "context": "corrupted"},
     "momentum, INF variances": {
         "optimizer": lambda groups: torch.optim.SGD(groups, momentum=0.9),
         "initial": "inf",

@@ -38,7 +38,7 @@ class Checkpoint:
     """The file of one fit, or of one process's part of it.
 
     Args:
-        path: the file; in a process group each rank has its own beside it (``fit.rank0of2.h5``).
+        path: the file; in a process group each rank has its own beside it (``fit.rank0of2.checkpoint``).
         every: batches between two writes.
         identity: what a fit must have in common with the one that wrote the file, as `identified` gives it.
 

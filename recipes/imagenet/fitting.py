@@ -37,7 +37,7 @@ def fit_all(source: Source, loader: ImageLoader, options: argparse.Namespace) ->
             prior_precision=1.0,
             head="sampling",
             seed=options.seed,
-            checkpoint=options.posteriors / f"{method}.checkpoint.h5",
+            checkpoint=options.posteriors / f"{method}.checkpoint",
             checkpoint_every=options.checkpoint_every,
             progress=options.progress,
         )
