@@ -19,7 +19,7 @@ from torch import Tensor, nn
 
 import posthoc_uq as uq
 from posthoc_uq.cli.demo import imagenet, pictures
-from posthoc_uq.likelihoods.metrics import ood_auroc
+from posthoc_uq.evaluation.metrics import ood_auroc
 
 NAMED = (
     "digits 28, lenet",

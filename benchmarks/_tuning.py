@@ -5,6 +5,7 @@ from __future__ import annotations
 import warnings
 from collections.abc import Iterator, Mapping, Sequence
 from functools import partial
+from importlib import import_module
 from statistics import mean
 from typing import Any
 
@@ -16,7 +17,8 @@ from _sets import Labelled
 from _zoo import CLASSIFIERS, Pair, loader, trained
 
 import posthoc_uq as uq
-from posthoc_uq.fitting import tune
+
+tune = import_module("posthoc_uq.fitting.tune")
 
 NAMES = (
     "iris, mlp relu 32 32",

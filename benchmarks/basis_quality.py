@@ -26,7 +26,7 @@ from torch import Tensor, nn
 
 import posthoc_uq as uq
 from posthoc_uq.core.numerics import eigh_descending, nystrom
-from posthoc_uq.likelihoods.metrics import accuracy, negative_log_likelihood, ood_auroc
+from posthoc_uq.evaluation.metrics import accuracy, negative_log_likelihood, ood_auroc
 from posthoc_uq.methods.bases import OVERSAMPLING
 from posthoc_uq.posteriors.information import InformationBlock
 

@@ -27,7 +27,7 @@ from _zoo import Pair, loader, trained
 from torch import Tensor, nn
 
 import posthoc_uq as uq
-from posthoc_uq.likelihoods.metrics import ood_auroc
+from posthoc_uq.evaluation.metrics import ood_auroc
 
 CHOOSING = (
     Pair("lenet", "fashion", True, 1200, train=20_000),

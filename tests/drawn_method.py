@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 import posthoc_uq as uq
+from posthoc_uq.methods import Curvature
 from posthoc_uq.methods.laplace import squares_of
 from posthoc_uq.methods.resume import Stages, StageSpec, StageTensor
 from posthoc_uq.methods.task import Task
@@ -69,7 +70,7 @@ class SpikeBlock(Block):
 
 @uq.register_method
 @dataclass(frozen=True, kw_only=True)
-class SpikeAndSlab(uq.Curvature):
+class SpikeAndSlab(Curvature):
     """Every weight is zero with the same probability, and else a Gaussian around the trained one, ``N(w, 1 / (N F +
     1))`` with the diagonal of the Fisher.
 

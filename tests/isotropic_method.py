@@ -8,6 +8,7 @@ from typing import ClassVar
 import torch
 
 import posthoc_uq as uq
+from posthoc_uq.methods import Curvature
 from posthoc_uq.methods.laplace import squares_of
 from posthoc_uq.methods.resume import Stages, StageSpec, StageTensor
 from posthoc_uq.methods.task import Task
@@ -17,7 +18,7 @@ from posthoc_uq.posteriors.laplace import DiagonalBlock
 
 @uq.register_method
 @dataclass(frozen=True, kw_only=True)
-class Isotropic(uq.Curvature):
+class Isotropic(Curvature):
     """An isotropic Gaussian for every layer, fitted to the trace of the Fisher.
 
     ``I ~ share * tr(E[g g^T]) / size * 1``: one number a layer, in one sweep.

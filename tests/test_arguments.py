@@ -347,11 +347,10 @@ def test_a_look_at_outputs_that_fails() -> None:
 def test_referral_of_something_else(net: nn.Sequential, posterior: uq.Posterior) -> None:
     predictor = cast(Any, uq.wrap(net, posterior))
     x: Any = _x()
-    for ask in (uq.refer, uq.referral_reasons):
-        _refused(
-            r"second argument is what the predictor returned.*not a Tensor", lambda ask=ask: ask(predictor, x)
-        )
-        _refused("first argument is a predictor", lambda ask=ask: ask(predictor(x), predictor))
+    for ask in (predictor.referral, predictor.referral.reasons, predictor.referral.tail):
+        _refused(r"what the predictor returned.*not a Tensor", lambda ask=ask: ask(x))
+        _refused("No referral threshold", lambda ask=ask: ask(predictor(x)))
+    _refused("needs a predictor", lambda: uq.Referral().fit(cast(Any, predictor(x)), predictor(x)))
 
 
 def test_export_of_something_else(net: nn.Sequential, posterior: uq.Posterior) -> None:

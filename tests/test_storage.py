@@ -48,7 +48,7 @@ from posthoc_uq.core.errors import (
 )
 from posthoc_uq.files import inspect, load, save, userblock
 from posthoc_uq.files.schema import fingerprint
-from posthoc_uq.fitting import wrap
+from posthoc_uq.fitting.wrap import HEADS as WRAPPED
 from posthoc_uq.likelihoods import Bernoulli, Gaussian, Likelihood
 from posthoc_uq.methods.resume import Checkpoint
 from posthoc_uq.posteriors.information import InformationBlock
@@ -478,7 +478,7 @@ def test_other_format_versions(version: int, words: str, saved: tuple[Path, nn.M
 def test_the_head_and_the_faithful_prior_come_back_and_are_shown(tmp_path: Path) -> None:
     model, path = make_model(), tmp_path / "p.h5"
     posterior = make("inf", model)
-    assert set(HEADS) == set(wrap.HEADS)
+    assert set(HEADS) == set(WRAPPED)
     posterior.history.head = {
         "name": "moments",
         "options": {"link": "mc", "n_draws": 50},
@@ -881,20 +881,12 @@ REFERRAL = {
     "head": {"head": "sampling"},
     "posterior": {"scale": 1.0},
 }
-SINGLE = {
-    "score": "entropy",
-    "rate": 0.05,
-    "threshold": 0.75,
-    "inputs": 100,
-    "head": {"head": "sampling"},
-    "posterior": {"scale": 1.0},
-}
 
 
 @pytest.mark.parametrize(
     "kept",
-    [REFERRAL, SINGLE, SINGLE | {"rate": 1.0, "threshold": -float("inf")}, {}],
-    ids=["several scores", "one score", "all referred", "none"],
+    [REFERRAL, {}],
+    ids=["scores", "none"],
 )
 def test_a_referral_in_a_file_is_read_as_it_was(
     kept: dict[str, Any], saved: tuple[Path, nn.Module, Posterior]
@@ -960,11 +952,6 @@ REFERRALS: dict[str, Callable[[dict], None]] = {
     "other inputs": referral("inputs", value=5),
     "infinite inputs": referral("inputs", value=float("inf")),
     "head a text": referral("head", value="sampling"),
-    "single: rate": referral("rate", value=2.5, base=SINGLE),
-    "single: rate NaN": referral("rate", value=float("nan"), base=SINGLE),
-    "single: threshold NaN": referral("threshold", value=float("nan"), base=SINGLE),
-    "single: no threshold": referral("threshold", value=None, base=SINGLE),
-    "single: unknown score": referral("score", value="magic", base=SINGLE),
 }
 
 

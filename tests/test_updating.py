@@ -403,7 +403,7 @@ def test_thresholds_are_cleared_and_predictors_follow() -> None:
     predictors = {head: uq.wrap(model, posterior, head=head) for head in ("linearized", "moments")}
     sampling = uq.wrap(model, posterior, head="sampling", n_samples=3)
     x = OTHERS[0][0]
-    uq.set_referral(predictors["linearized"], predictors["linearized"](x), 0.2)
+    uq.Referral(0.2).fit(predictors["linearized"], predictors["linearized"](x))
     predictors["moments"].calibrate(OLD, n_mc=20, progress=False)
     old = {head: predictor(x).probs for head, predictor in predictors.items()}
     top, drawn = predictors["linearized"].novelty(x, of="top"), sampling(x).probs
@@ -414,7 +414,7 @@ def test_thresholds_are_cleared_and_predictors_follow() -> None:
     assert sum("calibration is cleared" in text for text in texts) == 1
     assert not posterior.history.referral and not posterior.history.calibration
     with pytest.raises(uq.PosthocUQError, match="threshold"):
-        uq.refer(predictors["linearized"], predictors["linearized"](x))
+        predictors["linearized"].referral(predictors["linearized"](x))
     for head, predictor in predictors.items():
         assert (predictor(x).probs - old[head]).abs().max() > 1e-4, head
         fresh = uq.wrap(model, posterior, head=head)(x).probs

@@ -9,6 +9,7 @@ import torch
 from torch import nn
 
 import posthoc_uq as uq
+from posthoc_uq.deployment import exportable
 
 
 def _loader() -> list[tuple[torch.Tensor, torch.Tensor]]:
@@ -42,7 +43,7 @@ def _another_head() -> Any:
 def _exported() -> Any:
     net = _net()
     posterior = uq.fit(net, _loader(), prior_precision=1.0, progress=False)
-    return uq.exportable(uq.wrap(net, posterior, "linearized"))
+    return exportable(uq.wrap(net, posterior, "linearized"))
 
 
 @pytest.mark.parametrize("call", [_few_steps, _no_targets, _probabilities, _another_head, _exported])

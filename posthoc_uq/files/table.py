@@ -32,8 +32,8 @@ from posthoc_uq.core.options import (
 from posthoc_uq.files import schema
 from posthoc_uq.layers.layer import KINDS
 from posthoc_uq.likelihoods import LIKELIHOODS
-from posthoc_uq.likelihoods.metrics import QUANTILES
 from posthoc_uq.likelihoods.prediction import SCORES
+from posthoc_uq.likelihoods.selective import QUANTILES
 from posthoc_uq.posteriors.block import BLOCKS, FAMILIES, LARGEST
 from posthoc_uq.posteriors.features import SOURCES
 from posthoc_uq.posteriors.settings import ABOUT, HEAD_CRITERIA, HEADS, NOVELTIES

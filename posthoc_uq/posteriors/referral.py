@@ -1,8 +1,8 @@
-"""The plain values of a referral, by one score or by several, and their checks.
+"""The record of a referral as plain values, stored with the posterior: see `posthoc_uq.Referral`.
 
-By one score: ``score``, ``threshold``. By several: ``scores`` (name to ``threshold`` and ``quantiles`` of familiar
-inputs, descending) and ``shares`` (for each quantile, the share of those inputs that are at least as large). Both have
-``rate``, ``inputs``, ``head`` and ``posterior``: what the thresholds were set for.
+``scores`` (name to ``threshold`` and ``quantiles`` of familiar inputs, descending), ``shares`` (for each quantile, the
+share of those inputs that are at least as large), ``rate``, and what the thresholds were set for: the number of
+``inputs``, the ``head`` and the hyperparameters of the ``posterior``. It is empty where no threshold was set.
 """
 
 from __future__ import annotations
@@ -13,51 +13,40 @@ from itertools import pairwise
 from typing import Any, cast
 
 from posthoc_uq.core.errors import CorruptPosteriorError
-from posthoc_uq.likelihoods.metrics import QUANTILES
+from posthoc_uq.likelihoods.selective import QUANTILES
 
 
-def thresholds_of(referral: Mapping[str, Any]) -> dict[str, float]:
+def thresholds_of(record: Mapping[str, Any]) -> dict[str, float]:
     """The threshold of each score; an input with any score above its own is referred."""
-    if "scores" in referral:
-        return {name: settings["threshold"] for name, settings in referral["scores"].items()}
-    return {referral["score"]: referral["threshold"]} if referral else {}
+    return {name: score["threshold"] for name, score in record.get("scores", {}).items()}
 
 
-def rule_of(referral: Mapping[str, Any], digits: int = 6) -> str:
+def rule_of(record: Mapping[str, Any], digits: int = 6) -> str:
     """The rule in words: ``entropy above 0.3 or mutual_information above 0.02``."""
-    return " or ".join(f"{name} above {value:.{digits}g}" for name, value in thresholds_of(referral).items())
+    return " or ".join(f"{name} above {value:.{digits}g}" for name, value in thresholds_of(record).items())
 
 
-def checked_referral(referral: Mapping[str, Any]) -> dict[str, Any]:
-    """A referral's plain values, complete, of the right types and in range, or none at all.
+def checked_referral(record: Mapping[str, Any]) -> dict[str, Any]:
+    """The record, complete, of the right types and in range, or an empty one.
 
     Raises:
         CorruptPosteriorError: a value out of range.
         KeyError, TypeError, ValueError, AttributeError: one that is missing or of another kind.
     """
-    if not referral:
+    if not record:
         return {}
-    rate, inputs = _number(referral["rate"], "rate"), int(referral["inputs"])
-    if not 0 <= rate <= 1 or inputs < 1:
+    rate, inputs = _number(record["rate"], "rate"), int(record["inputs"])
+    if not 0 <= rate < 1 or inputs < 1:
         raise CorruptPosteriorError(f"The referral's rate is {rate}, of {inputs} inputs.")
-    settings = {
-        "rate": rate,
-        "inputs": inputs,
-        **{name: dict(referral[name]) for name in ("head", "posterior")},
-    }
-    if "scores" not in referral:
-        threshold = float(referral["threshold"])  # infinite where the rate is 1
-        if math.isnan(threshold):
-            raise CorruptPosteriorError("The referral's threshold is NaN.")
-        return {"score": str(referral["score"]), "threshold": threshold, **settings}
     points = min(inputs, QUANTILES)
-    shares = _numbers(referral["shares"], points, "shares")
+    shares = _numbers(record["shares"], points, "shares")
     if any(a >= b for a, b in pairwise([0.0, *shares])) or shares[-1] != 1:
         raise CorruptPosteriorError("The referral's shares do not ascend from above 0 to 1.")
-    scores = {str(name): _score(str(name), score, points) for name, score in referral["scores"].items()}
+    scores = {str(name): _score(str(name), score, points) for name, score in record["scores"].items()}
     if not scores:
         raise CorruptPosteriorError("The referral goes by no score.")
-    return {"scores": scores, "shares": shares, **settings}
+    settings = {name: dict(record[name]) for name in ("head", "posterior")}
+    return {"scores": scores, "shares": shares, "rate": rate, "inputs": inputs, **settings}
 
 
 def _score(name: str, settings: Mapping[str, Any], points: int) -> dict[str, Any]:

@@ -127,7 +127,7 @@ _CHANGES = WeakKeyDictionary["Adjustable", str]()
 _OF_THE_OBJECT = ("model", "warned_heads", "_searching")  # of a posterior, whatever its data
 _SEARCHED = ("tuning", "head", "faithful", "calibration")
 """The records of a history that a search for hyperparameters writes."""
-_WAY_OUT = "set it again on held-out data, with uq.evaluate(...).set_referral(rate) or uq.set_referral"
+_WAY_OUT = "set it again on held-out data, with uq.Referral(rate).fit(predictor, loader)"
 
 
 class LayerPriors(dict[str, float]):
