@@ -19,9 +19,8 @@ from _cache import Rows
 from _choices import AUROCS, FITS, SETTINGS, Setting, auroc_cells, file_bytes, set_up, setting_aurocs
 from _harm import markdown
 from _novelty import CROPS, CROPS_A_KIND, IMAGENET, photograph_crops
+from _recipes import recipe
 from torch import Tensor, nn
-
-from posthoc_uq.cli.demo import imagenet
 
 SMALL, SMALL_SETTINGS = (12, 6), ("default", "KFAC")
 """Crops for the fit, foreign crops of every kind, and settings, for the tests."""
@@ -32,7 +31,7 @@ SETTINGS_HERE = {name: setting for name, setting in SETTINGS.items() if "layers"
 @cache
 def features(crops: int, number: int) -> tuple[nn.Module, Tensor, Tensor, dict[str, Tensor]]:
     """The last layer, and what enters it: of the crops for the fit, of the familiar and of the foreign ones by kind."""
-    model: Any = imagenet.efficientnet_lite0()
+    model: Any = recipe("photos", "efficientnet").efficientnet_lite0()
     training, familiar, foreign = photograph_crops(crops, number)
 
     @torch.no_grad()
