@@ -64,57 +64,31 @@ def compared(images):
 
 
 class TestNumbers:
-    def test_quality_by_hand(self, images, compared):
-        model, _, (x, y), _ = images
+    def test_by_hand(self, images, compared):
+        model, _, (x, y), foreign = images
         evaluation, predictor = compared
         with torch.no_grad():
-            probabilities = {"network": model(x).double().softmax(-1), "INF": predictor(x).probs.double()}
-        for name, probs in probabilities.items():
-            found = evaluation.metrics[name]
-            one_hot = np.eye(7)[y.numpy()]
-            assert found["accuracy"] == pytest.approx(
-                float((probs.argmax(-1) == y).double().mean()), abs=1e-6
-            )
-            top = np.argsort(-probs.numpy(), axis=1)[:, :5]
-            assert found["top-5 accuracy"] == pytest.approx(np.mean([y[i] in top[i] for i in range(230)]))
-            assert found["NLL"] == pytest.approx(float(-probs[range(230), y].log().mean()), abs=1e-5)
-            assert found["Brier"] == pytest.approx(((probs.numpy() - one_hot) ** 2).sum(1).mean(), abs=1e-5)
-
-    def test_foreign_scores_by_scikit_learn(self, images, compared):
-        _, _, (x, _), foreign = images
-        evaluation, predictor = compared
-        with torch.no_grad():
-            inside, outside = predictor(x), predictor(foreign)
+            inside, outside, alone = predictor(x), predictor(foreign), model(x).double().softmax(-1)
+        found, plain = evaluation.metrics["INF"], evaluation.metrics["network"]
+        assert found == pytest.approx(inside.quality(y), abs=1e-6)
+        assert plain["NLL"] == pytest.approx(float(-alone[range(230), y].log().mean()), abs=1e-5)
+        top = np.argsort(-alone.numpy(), axis=1)[:, :5]
+        assert plain["top-5 accuracy"] == pytest.approx(np.mean([y[i] in top[i] for i in range(230)]))
         truth = np.r_[np.zeros(230), np.ones(90)]
-        for score, of in (
-            ("entropy", lambda p: p.entropy()),
-            ("mutual_information", lambda p: p.mutual_information()),
-            ("max_probability", lambda p: 1 - p.max_probability()),
-            ("functional_variance", lambda p: p.epistemic()),
-            ("variation_ratio", lambda p: p.variation_ratio()),
-        ):
-            joined = np.r_[of(inside).numpy(), of(outside).numpy()]
-            found = evaluation.foreign["INF"]["noise"][score]
-            assert found["AUROC"] == pytest.approx(roc_auc_score(truth, joined), abs=1e-5)
-            assert found["AUPR"] == pytest.approx(average_precision_score(truth, joined), abs=1e-5)
-            assert 0 <= found["FPR95"] <= 1
-
-    def test_a_plain_model_has_no_epistemic_scores(self, compared):
-        evaluation, _ = compared
-        assert set(evaluation.foreign["network"]["noise"]) == {"entropy", "max_probability"}
-        assert set(evaluation.selective["network"]) == {"entropy", "max_probability"}
-
-    def test_selective_accuracy_by_hand(self, images, compared):
-        _, _, (x, y), _ = images
-        evaluation, predictor = compared
-        with torch.no_grad():
-            prediction = predictor(x)
-        right = (prediction.predicted() == y).numpy()
-        order = np.argsort(prediction.entropy().numpy(), kind="stable")
+        for score, values in inside.scores().items():
+            joined = np.r_[values.numpy(), outside.scores()[score].numpy()]
+            numbers = evaluation.foreign["INF"]["noise"][score]
+            assert numbers["AUROC"] == pytest.approx(roc_auc_score(truth, joined), abs=1e-5)
+            assert numbers["AUPR"] == pytest.approx(average_precision_score(truth, joined), abs=1e-5)
+        right = (inside.predicted() == y).numpy()
+        order = np.argsort(inside.entropy().numpy(), kind="stable")
         for rate in evaluation.referral_rates:
             kept = order[: 230 - int(rate * 230)]
-            found = evaluation.selective["INF"]["entropy"][f"accuracy at {rate:g}"]
-            assert found == pytest.approx(right[kept].mean(), abs=1e-6)
+            accuracy = evaluation.selective["INF"]["entropy"][f"accuracy at {rate:g}"]
+            assert accuracy == pytest.approx(right[kept].mean(), abs=1e-6)
+        # a plain model has no epistemic scores
+        assert set(evaluation.foreign["network"]["noise"]) == {"entropy", "max_probability"}
+        assert set(evaluation.selective["network"]) == {"entropy", "max_probability"}
 
     def test_batches_and_order_change_nothing(self, images, compared):
         model, _, (x, y), foreign = images
@@ -179,24 +153,6 @@ class TestNumbers:
         assert named == silent and named["log density"] == pytest.approx(float(density.mean()), abs=1e-5)
         alone = uq.evaluate(model, [(x, y)], likelihood="regression", progress=False).metrics["model"]
         assert set(alone) == {"RMSE"}
-
-    def test_what_is_kept_does_not_depend_on_the_order_of_ties(self):
-        scores = torch.tensor([1.0, 1.0, 1.0, 1.0, 2.0])
-        targets = torch.tensor([0.0, 1.0, 2.0, 3.0, 9.0])
-
-        def kept(order):
-            prediction = uq.RegressionPrediction(torch.zeros(5), scores[order], 0.0)
-            evaluation = uq.evaluate(
-                lambda _: prediction,
-                [(torch.zeros(5, 1), targets[order])],
-                referral_rates=(0.2, 0.5),
-                progress=False,
-            )
-            return evaluation.selective["function"]["epistemic_variance"]
-
-        forward, backward = kept(torch.arange(5)), kept(torch.arange(5).flip(0))
-        assert forward == pytest.approx(backward)
-        assert forward["RMSE at 0.2"] == pytest.approx((14 / 4) ** 0.5)
 
 
 class TestWhatItTakes:
@@ -335,6 +291,30 @@ class TestFiles:
         assert torch.equal(example.image, x[example.index]) and example.label == int(y[example.index])
 
 
+def test_what_several_scores_refer_is_shown(compared, tmp_path):
+    evaluation, predictor = compared
+    evaluation.set_referral(0.2, ("entropy", "functional_variance"))
+    by_data = evaluation.referral_reasons()
+    assert list(by_data) == ["test", "noise"] and evaluation.referral_reasons("network") == {}
+    header, rows = evaluation.tables()["Referred by the thresholds of the posterior"]
+    assert header == ["model", "data", "referred", "by entropy", "by functional_variance"]
+    for (data, reasons), row in zip(by_data.items(), rows, strict=True):
+        entropy, variance = reasons["entropy"], reasons["functional_variance"]
+        expected = [float(flags.double().mean()) for flags in (entropy | variance, entropy, variance)]
+        assert row[:2] == ["INF", data] and row[2:] == pytest.approx(expected)
+    page = evaluation.report(tmp_path / "r.html").read_text()
+    assert "Referred by the thresholds" in page and "several may refer one input" in page
+    shown = [example for examples in evaluation.galleries.values() for example in examples]
+    lines = [
+        " and ".join(name.replace("_", " ") for name in by_data[e.data] if by_data[e.data][name][e.index])
+        for e in shown
+    ]
+    assert len(set(lines)) > 1 and {e.data for e in shown} == {"test", "noise"}
+    assert re.findall(r"referred by ([a-z ]+)</div>", page) == [line for line in lines if line]
+    predictor.posterior.history.referral = {}
+    assert "Referred by" not in str(evaluation)
+
+
 class TestJointScores:
     def test_foreign_data_by_two_scores_by_hand(self, images, compared):
         model, _, (x, y), foreign = images
@@ -364,49 +344,45 @@ class TestJointScores:
         assert "entropy and mutual_information" in str(evaluation)
         assert "entropy and mutual_information" not in evaluation.selective["INF"]
 
-    @pytest.mark.parametrize("joint", [["entropy"], [("entropy", "novel")], [()]])
-    def test_groups_that_are_none(self, images, joint):
-        model, _, (x, y), _ = images
-        with pytest.raises(uq.PosthocUQError, match="joint holds groups of scores"):
-            uq.evaluate(model, loader_of(x, y), joint=joint, progress=False)
 
-
-class TestRefusals:
-    @pytest.mark.parametrize(
-        ("options", "message"),
-        [
-            ({"referral_rates": (1.5,)}, "a share in"),
-            ({"score": "surprise"}, "score must be one of"),
-            ({"ood_loaders": {"test": []}}, "may not be named"),
-        ],
-    )
-    def test_options(self, images, options, message):
-        model, _, (x, y), _ = images
-        with pytest.raises(uq.PosthocUQError, match=message):
-            uq.evaluate(model, loader_of(x, y), progress=False, **options)
-
-    def test_targets(self, images):
-        model, _, (x, y), _ = images
-        with pytest.raises(uq.PosthocUQError, match="needs targets"):
-            uq.evaluate(model, loader_of(x), progress=False)
-        with pytest.raises(uq.PosthocUQError, match="one label an input"):
-            uq.evaluate(model, [(x, y.float() + 0.5)], progress=False)
-        with pytest.raises(uq.PosthocUQError, match="labels must lie between 0 and 6"):
-            str(uq.evaluate(model, [(x, y + 3)], progress=False))
-
-    def test_nothing_that_predicts(self, images):
-        _, _, (x, y), _ = images
-        with pytest.raises(uq.PosthocUQError, match="at least one predictor"):
-            uq.evaluate({}, loader_of(x, y))
-        with pytest.raises(uq.PosthocUQError, match="not a str"):
-            uq.evaluate("model", loader_of(x, y))
-
-    def test_nan(self, images):
-        model, _, (x, y), _ = images
-        broken = x.clone()
-        broken[4] = float("nan")
-        with pytest.raises(uq.NonFiniteError, match="1 of 230 predictions of 'model' on 'test' are NaN"):
-            uq.evaluate(model, loader_of(broken, y), progress=False)
+def test_what_cannot_be_evaluated(images):
+    model, posterior, (x, y), _ = images
+    broken = x.clone()
+    broken[4] = float("nan")
+    probit = uq.wrap(model, posterior, "linearized", link="probit")
+    data = loader_of(x, y)
+    for models, loader, options, word in (
+        (model, data, {"referral_rates": (1.5,)}, "a share in"),
+        (model, data, {"score": "surprise"}, "score must be one of"),
+        (model, data, {"ood_loaders": {"test": []}}, "may not be named"),
+        (model, data, {"joint": ["entropy"]}, "joint holds groups"),
+        (model, data, {"joint": [("entropy", "novel")]}, "joint holds groups"),
+        (model, loader_of(x), {}, "needs targets"),
+        (model, [(x, y.float() + 0.5)], {}, "one label an input"),
+        (model, [(x, y + 3)], {}, "between 0 and 6"),
+        ({}, data, {}, "at least one predictor"),
+        ("model", data, {}, "not a str"),
+        (model, loader_of(broken, y), {}, "1 of 230 predictions of 'model' on 'test' are NaN"),
+        (nn.Sequential(nn.Flatten(), nn.Linear(36, 1)), data, {}, "pass likelihood='regression'"),
+    ):
+        with pytest.raises(uq.PosthocUQError, match=word):
+            str(uq.evaluate(models, loader, progress=False, **options))
+    evaluation = uq.evaluate({"network": model, "INF": probit}, data, progress=False)
+    for call, word in (
+        (lambda: evaluation.threshold(0.1, "mutual_information"), "does not know the score"),
+        (lambda: evaluation.threshold(0.1, "surprise"), "A score is one of"),
+        (lambda: evaluation.set_referral(0.1, name="network"), "no posterior"),
+        (lambda: evaluation.set_referral(0.1, name="INFO"), "Did you mean 'INF'"),
+    ):
+        with pytest.raises(uq.PosthocUQError, match=word):
+            call()
+    with pytest.warns(UserWarning, match="no longer applies"):
+        evaluation.set_referral(0.1)
+        posterior.prior_precision = 2 * posterior.prior_precision
+    with pytest.raises(uq.PosthocUQError, match="evaluate again"):
+        evaluation.set_referral(0.1)
+    posterior.prior_precision = posterior.prior_precision / 2
+    posterior.history.referral = {}
 
 
 class _Page(HTMLParser):
@@ -445,11 +421,3 @@ class _Page(HTMLParser):
             self.headings.append(data)
         if self.open and self.open[-1] == "a":
             self.linked.append(data)
-
-
-def test_a_regressor_alone_needs_its_likelihood() -> None:
-    x, y = torch.randn(6, 2, generator=torch.Generator().manual_seed(0)), torch.zeros(6, 1)
-    for net in (nn.Linear(2, 1), nn.Sequential(nn.Linear(2, 1), nn.Flatten(0))):
-        with pytest.raises(uq.PosthocUQError, match=r"one output an input.*pass likelihood='regression'"):
-            uq.evaluate({"net": net}, [(x, y)], progress=False)
-    assert "RMSE" in str(uq.evaluate(nn.Linear(2, 1), [(x, y)], likelihood="regression", progress=False))
