@@ -87,7 +87,7 @@ def percent(share: float, position: int | None) -> str:
     return f"{100 * share:.3g} %"
 
 
-def _wilson(
+def wilson(
     share: NDArray[np.float64], count: NDArray[np.int64] | NDArray[np.float64]
 ) -> tuple[NDArray[np.float64], NDArray[np.float64]]:
     """95 % interval of a proportion (Wilson, "Probable inference", JASA 1927); valid at 0 and 1 too."""
@@ -132,7 +132,7 @@ def reliability_diagram(
         confidence, accuracy, count = (tensor.numpy() for tensor in parts)
         error = metrics.expected_calibration_error(probs, labels, bins, binning)
         filled = count > 0
-        low, high = _wilson(accuracy[filled], count[filled])
+        low, high = wilson(accuracy[filled], count[filled])
         upper.vlines(confidence[filled], low, high, color=colour, alpha=0.35, linewidth=2)
         upper.plot(
             confidence[filled],
@@ -387,7 +387,7 @@ def referral_plot(
         if metric == "accuracy":
             values = metrics.selective_accuracy(scores, probs, labels, chosen).numpy()
             label = f"{name} (area {metrics.selective_accuracy_area(scores, probs, labels):.3f})"
-            low, high = _wilson(values, np.maximum((1 - x) * len(labels), 1))
+            low, high = wilson(values, np.maximum((1 - x) * len(labels), 1))
             axes.fill_between(x, low, high, color=COLOURS[index % len(COLOURS)], alpha=0.12, linewidth=0)
         else:
             values, label = metrics.selective_auc(scores, probs, labels, chosen).numpy(), name
