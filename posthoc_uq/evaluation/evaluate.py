@@ -29,13 +29,14 @@ from posthoc_uq.core.batches import (
 from posthoc_uq.core.errors import PosthocUQError
 from posthoc_uq.core.interrupts import orderly
 from posthoc_uq.core.model import model_device, model_dtype, replicate
-from posthoc_uq.core.options import COUNT, NATURAL, Number, check_function, one_of, shown
+from posthoc_uq.core.options import COUNT, NATURAL, check_function, one_of, shown
 from posthoc_uq.core.outputs import Choice, output_tensor
 from posthoc_uq.core.randomness import isolated_random_state
 from posthoc_uq.core.tables import csv_text, text_table
 from posthoc_uq.evaluation.measurements import FAMILIAR, Example, Measurements, column_decimals
 from posthoc_uq.files.atomic import checked_target, write
 from posthoc_uq.heads.predictor import Predictor
+from posthoc_uq.heads.referral import RATE
 from posthoc_uq.likelihoods import Likelihood, resolve_likelihood
 from posthoc_uq.likelihoods.class_prediction import ClassPrediction
 from posthoc_uq.likelihoods.positions import PositionPrediction
@@ -335,8 +336,6 @@ class _Gallery:
 
 # One pass over each loader.
 
-_RATE = Number("a share in [0, 1)", least=0, most=1 - 2**-53)
-
 Compared = Predictor | nn.Module | Callable[..., Any]
 
 
@@ -397,7 +396,7 @@ def evaluate(
         check_loader(foreign_loader, "loader of foreign inputs")
     if score is not None:
         one_of("score", score, SCORES)
-    rates = tuple(_RATE("Each of referral_rates", rate) for rate in _listed("referral_rates", referral_rates))
+    rates = tuple(RATE("Each of referral_rates", rate) for rate in _listed("referral_rates", referral_rates))
     groups, bins, n_examples = _groups(joint), COUNT("bins", bins), NATURAL("n_examples", n_examples)
     names = None if class_names is None else _listed("class_names", class_names)
     check_function("display", display, "from an image to its colours")

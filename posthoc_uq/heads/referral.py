@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from posthoc_uq.core.errors import NonFiniteError, PosthocUQError
+from posthoc_uq.core.options import Number
 from posthoc_uq.likelihoods.prediction import Prediction, score_of
 from posthoc_uq.likelihoods.selective import (
     QUANTILES,
@@ -19,6 +20,8 @@ from posthoc_uq.likelihoods.selective import (
 )
 from posthoc_uq.posteriors.posterior import Posterior
 from posthoc_uq.posteriors.referral import rule_of, thresholds_of
+
+RATE = Number("a share in [0, 1)", least=0, most=1 - 2**-53)
 
 
 @runtime_checkable
@@ -64,7 +67,7 @@ class Referral:
         scores = None if score is None else (score,) if isinstance(score, str) else tuple(score)
         if scores is not None and len(set(scores)) < max(1, len(scores)):
             raise PosthocUQError(f"Referral goes by one score or by several different ones, not {score!r}.")
-        self.rate = float(rate)
+        self.rate = RATE("rate", rate)
         self._scores = scores
         self._predictor: _Predictor | None = None
         self._record: Mapping[str, Any] = {}
