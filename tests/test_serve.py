@@ -403,30 +403,12 @@ class TestRefusals:
         for host in ("127.0.0.1:9", "[::1]:9", "LOCALHOST"):
             assert client.get("/health", headers={"Host": host}).status_code == 200
 
-    @pytest.mark.parametrize(
-        "host",
-        [
-            "evil.com:80@localhost",
-            "localhost:80@evil.com",
-            "me@localhost",
-            "@localhost",
-            "[::1]evil",
-            "[::1",
-            "::1",
-            "localhost:",
-            "localhost:port",
-            "localhost:80:80",
-            "localhost/x",
-            "localhost?x",
-            "localhost#x",
-            "localhost, evil.com",
-            "http://localhost",
-            "",
-        ],
-    )
-    def test_a_host_is_a_name_with_a_port_and_nothing_else(self, client: TestClient, host: str) -> None:
-        answer = client.get("/health", headers={"Host": host})
-        assert answer.status_code == 400 and "header Host" in answer.json()["error"]
+    def test_a_host_is_a_name_with_a_port_and_nothing_else(self, client: TestClient) -> None:
+        parts = "evil.com:80@localhost localhost:80@evil.com me@localhost @localhost [::1]evil [::1 ::1 localhost:"
+        more = "localhost:port localhost:80:80 localhost/x localhost?x localhost#x http://localhost"
+        for host in (*parts.split(), *more.split(), "localhost, evil.com", ""):
+            answer = client.get("/health", headers={"Host": host})
+            assert answer.status_code == 400 and "header Host" in answer.json()["error"], host
 
     def test_several_hosts_are_refused(self, client: TestClient, service: Service) -> None:
         twice = client.get("/health", headers=[("Host", "localhost"), ("Host", "localhost")])
