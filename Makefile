@@ -1,4 +1,4 @@
-# make demo   create the environment and run the demo: a table, pictures and HDF5 files in demo_output/
+# make demo   create the environment and run the demo: tables, a page, figures and an HDF5 file in demo_output/
 # make test   create the environment and run the tests
 # make quick  run the tests but for those that take long
 # make test-all   all tests, those of every benchmark, recipe and notebook too

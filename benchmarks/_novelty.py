@@ -12,14 +12,14 @@ import torch
 from _cache import Rows
 from _foreign import foreign_pictures
 from _harm import cell, markdown
+from _recipes import recipe
 from _rivals import distances
 from _scored import outputs, predicted
 from _zoo import CLASSIFIERS, SEEDS, Pair, loader, trained
 from torch import Tensor, nn
 
 import posthoc_uq as uq
-from posthoc_uq.cli.demo import imagenet, pictures
-from posthoc_uq.likelihoods.metrics import ood_auroc
+from posthoc_uq.evaluation.metrics import ood_auroc
 
 NAMED = (
     "digits 28, lenet",
@@ -156,6 +156,7 @@ def photograph_crops(crops: int, number: int) -> tuple[Tensor, Tensor, dict[str,
     Returns:
         Crops for the fit, other crops of the same photographs, and crops of textures, noise and drawings.
     """
+    pictures = recipe("photos", "pictures")
     photographs = [pictures.photo(name) for name in pictures.FIT_PHOTOS]
     shown = pictures.pictures(0)
     foreign = {
@@ -173,7 +174,7 @@ def efficientnet(layers: str, crops: int = CROPS, number: int = CROPS_A_KIND) ->
     """EfficientNet-Lite0 with its ImageNet weights, fitted on crops of photographs: AUROC of textures, noise and
     drawings against other crops of the same photographs.
     """
-    model = imagenet.efficientnet_lite0()
+    model = recipe("photos", "efficientnet").efficientnet_lite0()
     training, familiar, foreign = photograph_crops(crops, number)
     posterior = uq.fit(model, training.split(16), layers=layers, progress=False)
     predictor = uq.wrap(model, posterior)

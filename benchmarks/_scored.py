@@ -14,7 +14,7 @@ from scipy.optimize import minimize_scalar
 from torch import Tensor, nn
 
 import posthoc_uq as uq
-from posthoc_uq.likelihoods import metrics
+from posthoc_uq.evaluation import metrics
 from posthoc_uq.likelihoods.prediction import cat
 
 BINS, FOLDS = 15, 10

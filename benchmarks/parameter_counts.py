@@ -24,6 +24,7 @@ from typing import Any
 import torch
 from _cases import settle_batchnorm
 from _harness import machine, table, write_csv, write_json
+from _recipes import recipe
 from torch import Tensor, nn
 
 import posthoc_uq as uq
@@ -49,9 +50,7 @@ MIB = 2**20
 def network(name: str) -> nn.Module:
     """A torchvision network with random weights, or EfficientNet-Lite0 with its trained ones."""
     if name == TRAINED:
-        from posthoc_uq.cli.demo.imagenet import efficientnet_lite0
-
-        return efficientnet_lite0()
+        return recipe("photos", "efficientnet").efficientnet_lite0()
     import torchvision
 
     with torch.random.fork_rng(devices=[]):
@@ -61,9 +60,8 @@ def network(name: str) -> nn.Module:
 
 def crops(count: int, seed: int = 0) -> Tensor:
     """Random crops of photographs, ``(count, 3, 224, 224)``."""
-    from posthoc_uq.cli.demo.pictures import FIT_PHOTOS, photo, random_crops
-
-    return random_crops([photo(name) for name in FIT_PHOTOS], count, seed)
+    source = recipe("photos", "pictures")
+    return source.random_crops([source.photo(name) for name in source.FIT_PHOTOS], count, seed)
 
 
 def noise(count: int, seed: int = 0) -> Tensor:

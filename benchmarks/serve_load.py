@@ -71,7 +71,7 @@ def prepared(folder: Path, name: str, size: int) -> tuple[list[str], uq.Predicto
     model.eval()
     posterior = uq.fit(model, [(images, labels)], layers="last", prior_precision=1.0, progress=False)
     predictor = uq.wrap(model, posterior)
-    uq.set_referral(predictor, predictor.predict([images], progress=False), 0.1)
+    uq.Referral(0.1).fit(predictor, predictor.predict([images], progress=False))
     uq.save(posterior, folder / "m.h5")
     torch.save(model.state_dict(), folder / "w.pt")
     arguments = ["serve", str(folder / "m.h5"), "--model", f"{folder / 'served.py'}:{name}"]
@@ -98,7 +98,7 @@ def requests_of(
             "probabilities": prediction.top_k(3).probabilities[0].tolist(),
             "entropy": float(prediction.entropy()),
             "novelty": float(prediction.novelty()),
-            "referred": bool(uq.refer(predictor, prediction)),
+            "referred": bool(predictor.referral(prediction)),
         }
         made.append((path, body, headers, expected))
     return made

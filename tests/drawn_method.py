@@ -14,6 +14,7 @@ from torch import Tensor
 import posthoc_uq as uq
 from posthoc_uq.core.options import Share
 from posthoc_uq.layers.layer import Layer
+from posthoc_uq.methods import Curvature
 from posthoc_uq.methods.laplace import Basis, squares_of
 from posthoc_uq.methods.task import Task
 from posthoc_uq.posteriors.block import Block, Factor, Settings, Shape, TensorSpec
@@ -70,7 +71,7 @@ class SpikeBlock(Block):
 
 @uq.register_method
 @dataclass(frozen=True, kw_only=True)
-class SpikeAndSlab(uq.Curvature):
+class SpikeAndSlab(Curvature):
     """Every weight is zero with the same probability, and else a Gaussian around the trained one, ``N(w, 1 / (N F +
     1))`` with the diagonal of the Fisher.
 

@@ -12,6 +12,7 @@ import tempfile
 import time
 from argparse import Namespace
 from collections.abc import Callable, Iterator
+from importlib import import_module
 from pathlib import Path
 from typing import Any
 
@@ -26,7 +27,8 @@ import ranks  # noqa: E402
 
 import posthoc_uq as uq  # noqa: E402
 from posthoc_uq.core.distributed import run_on_all_ranks  # noqa: E402
-from posthoc_uq.fitting import update as updating  # noqa: E402
+
+updating = import_module("posthoc_uq.fitting.update")
 
 Fault = Callable[[], None]
 Batches = list[tuple[Tensor, Tensor]]

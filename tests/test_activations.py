@@ -12,6 +12,7 @@ from scipy.special import ndtr
 from torch import Tensor, nn
 
 import posthoc_uq as uq
+from posthoc_uq.moments import ConditionalInverseCDF, InverseCDF
 from posthoc_uq.moments.activations import elementwise, jointly, normal_quantile_of_sigmoid
 from posthoc_uq.moments.rules import MomentTensor, Pass, Rules, WeightPosteriors
 from posthoc_uq.moments.unscented import unscented
@@ -48,11 +49,11 @@ def double(*numbers: float) -> Tensor:
     ],
 )
 def test_values_of_the_normal_prior(scale: float, expected: tuple[float, ...]) -> None:
-    module = uq.InverseCDF(deviation=2.0, scale=scale).double()
+    module = InverseCDF(deviation=2.0, scale=scale).double()
     x = double(-40.0, -3.0, -0.5, 0.0)
     torch.testing.assert_close(module(x), double(*expected), rtol=0, atol=1e-5)
     torch.testing.assert_close(module(-x), -module(x))
-    single = uq.InverseCDF(deviation=2.0, scale=scale)
+    single = InverseCDF(deviation=2.0, scale=scale)
     assert bool(torch.isfinite(single(torch.tensor([40.0, 80.0, -80.0]))).all())
 
 
@@ -60,13 +61,13 @@ def test_its_derivatives() -> None:
     """The slope at 0 among them, where the formula changes sides."""
     x = double(-3.0, 0.0, 0.4, 5.0).requires_grad_()
     assert torch.autograd.gradcheck(normal_quantile_of_sigmoid, x)
-    module = uq.InverseCDF(1.5, 2.0).double()
+    module = InverseCDF(1.5, 2.0).double()
     (module(x).sum()).backward()
     assert module.log_scale.grad is not None and float(module.log_scale.grad) != 0
 
 
 def test_a_prior_by_its_quantiles() -> None:
-    module = uq.InverseCDF(
+    module = InverseCDF(
         quantile=lambda p: -(1 - p).log() / 3.0
     ).double()  # an exponential distribution of rate 3
     u = torch.rand(20000, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
@@ -76,7 +77,7 @@ def test_a_prior_by_its_quantiles() -> None:
 
 
 def test_moments_of_the_normal_prior_are_those_of_three_points_of_the_whole() -> None:
-    module = uq.InverseCDF(1.0, 2.0, scale=0.7).double()
+    module = InverseCDF(1.0, 2.0, scale=0.7).double()
     mean, variance = double(-1.0, 0.2, 6.0), double(0.3, 2.0, 0.1)
     found = moments(module, torch.stack([mean, variance]))
     expected = unscented(lambda x: 1.0 + 2.0 * normal_quantile_of_sigmoid(x / 0.7), mean, variance)
@@ -88,7 +89,7 @@ def test_the_number_of_photons_given_the_position() -> None:
     x, others = torch.stack([double(0.5), double(0.16)]), torch.stack([double(3.0, 1.0), double(0.09, 0.09)])
     others = others.unsqueeze(1)
     for given, expected in (("unscented", (84.558234, 60.287746)), ("mean", (85.593074, 4.991430))):
-        module = uq.ConditionalInverseCDF(photons, given=given, scale=1.0).double()
+        module = ConditionalInverseCDF(photons, given=given, scale=1.0).double()
         found = moments(module, x, others)
         torch.testing.assert_close(torch.cat(found), double(*expected), rtol=0, atol=1e-5)
     draws = np.random.default_rng(0).normal((0.5, 3.0, 1.0), (0.4, 0.3, 0.3), (400_000, 3))
@@ -117,7 +118,7 @@ def test_a_certain_argument_is_no_dimension() -> None:
 def test_outside_of_a_pass_they_are_plain_modules() -> None:
     x = torch.linspace(-2, 2, 7)
     assert torch.equal(elementwise(torch.tanh, x), x.tanh())
-    module = nn.Sequential(nn.Linear(1, 3), uq.InverseCDF(0.5, 2.0)).eval()
+    module = nn.Sequential(nn.Linear(1, 3), InverseCDF(0.5, 2.0)).eval()
     x = x.unsqueeze(1)
     expected = module(x)
     for twin in (copy.deepcopy(module), pickle.loads(pickle.dumps(module))):
@@ -127,7 +128,7 @@ def test_outside_of_a_pass_they_are_plain_modules() -> None:
 
 
 def test_a_posterior_behind_it_predicts_through_every_head() -> None:
-    model = nn.Sequential(nn.Linear(2, 4), nn.Tanh(), nn.Linear(4, 3), uq.InverseCDF(0.0, 2.0)).eval()
+    model = nn.Sequential(nn.Linear(2, 4), nn.Tanh(), nn.Linear(4, 3), InverseCDF(0.0, 2.0)).eval()
     x = torch.randn(30, 2, generator=torch.Generator().manual_seed(0))
     posterior = uq.fit(
         model, [(x, model(x).detach())], "diag", likelihood="regression", noise_variance=0.1, progress=False
@@ -139,13 +140,13 @@ def test_a_posterior_behind_it_predicts_through_every_head() -> None:
 
 def test_what_is_refused() -> None:
     with pytest.raises(uq.PosthocUQError, match="deviation must be"):
-        uq.InverseCDF(deviation=0.0)
+        InverseCDF(deviation=0.0)
     with pytest.raises(uq.PosthocUQError, match="leave them out"):
-        uq.InverseCDF(1.0, quantile=torch.logit)
+        InverseCDF(1.0, quantile=torch.logit)
     with pytest.raises(uq.PosthocUQError, match="given must be one of"):
-        uq.ConditionalInverseCDF(photons, given="median")
+        ConditionalInverseCDF(photons, given="median")
     with pytest.raises(uq.PosthocUQError, match="prior must be a function"):
-        uq.ConditionalInverseCDF(3.0)  # type: ignore[arg-type]
+        ConditionalInverseCDF(3.0)  # type: ignore[arg-type]
 
 
 def test_values_and_gradients_stay_finite_far_out() -> None:

@@ -19,6 +19,7 @@ from posthoc_uq.methods.mean_field import MeanField
 from posthoc_uq.methods.trained import certain_parameters
 from posthoc_uq.methods.training import Step
 from posthoc_uq.methods.utvi import MomentObjective, MomentOptions, gaussian_divergence
+from posthoc_uq.moments import InverseCDF
 
 pytestmark = pytest.mark.filterwarnings("ignore::UserWarning")
 
@@ -34,7 +35,7 @@ class Net(nn.Module):
             self.norm, self.middle = nn.BatchNorm1d(8), nn.Linear(8, 8)
             self.late, self.last = nn.LayerNorm(8), nn.Linear(8, 2)
         self.gain = nn.Parameter(torch.ones(8))
-        self.prior = uq.InverseCDF(deviation=2.0)
+        self.prior = InverseCDF(deviation=2.0)
         self.eval()
 
     def forward(self, x: Tensor) -> Tensor:

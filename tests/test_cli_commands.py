@@ -465,8 +465,8 @@ class TestPredict:
         x, _ = tensors(place / "val")
         with torch.no_grad():
             prediction = predictor(x)
-            reasons = uq.referral_reasons(predictor, prediction)
-            tail = uq.referral_tail(predictor, prediction)
+            reasons = predictor.referral.reasons(prediction)
+            tail = predictor.referral.tail(prediction)
         lists = zip(*(flags.tolist() for flags in reasons.values()), strict=True)
         named = ["+".join(n for n, flag in zip(reasons, flags, strict=True) if flag) for flags in lists]
         assert [row["reason"] for row in rows] == named

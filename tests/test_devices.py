@@ -172,7 +172,7 @@ def stores(device: torch.device) -> dict[str, Any]:
 
 
 def scores(device: torch.device) -> dict[str, Any]:
-    from posthoc_uq.likelihoods import metrics
+    from posthoc_uq.evaluation import metrics
 
     probs, labels = probabilities(12).to(device), images(12)[1].to(device)
     errors = (labels == 0).to(probs)

@@ -9,7 +9,7 @@ import onnxruntime
 import pytest
 import timm
 import torch
-from torch import Tensor, nn
+from torch import nn
 
 import posthoc_uq as uq
 from posthoc_uq.deployment import export, exportable
@@ -58,8 +58,7 @@ def test_exported_programs_give_equal_results_from_their_file(build: Any, head: 
     x = torch.randn(3, 3, 32, 32)
     with torch.no_grad():
         expected = predictor(x).tensors()
-        program = export(predictor, x)
-        torch.export.save(program, tmp_path / "p.pt2")
+        export(predictor, x, path=tmp_path / "p.pt2")
         loaded = torch.export.load(tmp_path / "p.pt2").module()
         found = loaded(x)
         assert isinstance(found, ClassTensors)
@@ -71,22 +70,12 @@ def test_exported_programs_give_equal_results_from_their_file(build: Any, head: 
         torch.testing.assert_close(loaded(more).probs, predictor(more).probs, rtol=1e-4, atol=1e-6)  # type: ignore[union-attr]
 
 
-def test_a_regression_exports(tmp_path: Path) -> None:
+def test_a_regression_exports() -> None:
     net = nn.Sequential(nn.Linear(4, 8), nn.Tanh(), nn.Linear(8, 2))
     x = torch.randn(20, 4)
-    own = uq.fit(
-        net,
-        [(x, x[:, :2])],
-        likelihood="regression",
-        noise_variance=0.1,
-        prior_precision=10.0,
-        progress=False,
-    )
-    for options in (
-        {"head": "moments"},
-        {"head": "moments", "cov": "full"},
-        {"head": "sampling", "n_samples": 3},
-    ):
+    options = {"likelihood": "regression", "noise_variance": 0.1, "prior_precision": 10.0}
+    own = uq.fit(net, [(x, x[:, :2])], progress=False, **options)
+    for options in ({"head": "moments", "cov": "full"}, {"head": "sampling", "n_samples": 3}):
         predictor = uq.wrap(net, own, **options)  # type: ignore[arg-type]
         program = export(predictor, x)
         found = program.module()(x)
@@ -118,18 +107,11 @@ def test_the_default_head_is_exported_by_drawn_weights_and_says_so() -> None:
     assert said[0].filename == __file__
 
 
-def test_a_prediction_without_draws_has_no_mutual_information() -> None:
-    net = cnn()
-    found = uq.wrap(net, fitted(net), head="moments", link="probit")(torch.randn(2, 3, 32, 32)).tensors()
-    assert isinstance(found, ClassTensors) and bool(found.mutual_information.isnan().all())
-    assert isinstance(found.entropy, Tensor)
-
-
 def test_onnx_files_give_equal_results(tmp_path: Path) -> None:
     net = cnn()
     predictor = uq.wrap(net, fitted(net), head="moments")
     x = torch.randn(3, 3, 32, 32)
-    uq.export_onnx(predictor, tmp_path / "p.onnx", x)
+    uq.export(predictor, x, path=tmp_path / "p.onnx")
     x = torch.randn(5, 3, 32, 32)  # another batch size
     session = onnxruntime.InferenceSession(str(tmp_path / "p.onnx"))
     assert [value.name for value in session.get_inputs()] == ["input"]  # as in `nn.Sequential.forward`
@@ -149,7 +131,15 @@ def test_an_onnx_file_of_a_regression_names_its_outputs(tmp_path: Path) -> None:
     fit = uq.fit(net, [(x, x[:, :2])], likelihood="regression", prior_precision=1.0, progress=False)
     predictor = uq.wrap(net, fit, head="linearized")
     with pytest.warns(UserWarning, match="draws of the weights in its place") as said:
-        uq.export_onnx(predictor, tmp_path / "p.onnx", x)
+        uq.export(predictor, x, path=tmp_path / "p.onnx")
     assert said[0].filename == __file__
     session = onnxruntime.InferenceSession(str(tmp_path / "p.onnx"))
     assert [value.name for value in session.get_outputs()] == list(ValueTensors._fields)
+
+
+def test_a_file_of_another_kind_is_refused(tmp_path: Path) -> None:
+    net = cnn()
+    with pytest.raises(uq.PosthocUQError, match=r"\.onnx or \.pt2"):
+        uq.export(
+            uq.wrap(net, fitted(net), head="moments"), torch.randn(2, 3, 32, 32), path=tmp_path / "p.tf"
+        )

@@ -18,6 +18,7 @@ from torch.utils.data import DataLoader, TensorDataset
 
 import posthoc_uq as uq
 from posthoc_uq.core.errors import PosteriorMismatchError, PosthocUQError
+from posthoc_uq.heads import function_space_kl
 from posthoc_uq.methods.contexts import UniformBox
 from posthoc_uq.methods.trained import initialised
 from posthoc_uq.methods.training import best_epoch
@@ -354,7 +355,7 @@ def test_without_epochs_the_curvature_s_own(curvature: str | None) -> None:
         for p in (posterior, expected)
     )
     assert torch.equal(first, second) and first.shape == (15, 15)
-    found = uq.function_space_kl(posterior, probe())
+    found = function_space_kl(posterior, probe())
     assert float(found.covariance_part) > 0 and float(found.mean_part) > 0
 
 

@@ -16,6 +16,7 @@ from posthoc_uq.core.batches import Batch
 from posthoc_uq.core.devices import DeferredChecks
 from posthoc_uq.core.errors import NonFiniteError, PosthocUQError
 from posthoc_uq.core.model import replicate
+from posthoc_uq.heads import function_space_kl
 from posthoc_uq.layers.layer import describe
 from posthoc_uq.likelihoods import Bernoulli, Categorical, Gaussian, Likelihood
 from posthoc_uq.methods.contexts import Context
@@ -546,7 +547,7 @@ def test_outputs_that_no_layer_gives_are_refused() -> None:
 def test_diagnostic_against_dense_jacobians(method: str, prior_mean: str) -> None:
     net, y = tiny_net(), torch.tensor([0, 1, 0])
     posterior = uq.fit(net, [(POINTS, y)], method=method, fisher="exact", prior_precision=0.8, progress=False)
-    found = uq.function_space_kl(posterior, POINTS[:2], prior_mean=prior_mean, prior_precision=0.5)
+    found = function_space_kl(posterior, POINTS[:2], prior_mean=prior_mean, prior_precision=0.5)
     jacobians = jacrev(lambda w: functional_call(net, w, (POINTS[:2],)).flatten())(
         {n: p.detach() for n, p in net.named_parameters()}
     )
@@ -585,14 +586,14 @@ def test_diagnostic_refuses_what_it_cannot_use() -> None:
         tiny_net(), [(POINTS, torch.tensor([0, 1, 0]))], method="diag", progress=False, prior_precision=1.0
     )
     with pytest.raises(PosthocUQError, match="prior_mean must be"):
-        uq.function_space_kl(posterior, POINTS, prior_mean="random")
+        function_space_kl(posterior, POINTS, prior_mean="random")
     with pytest.raises(PosthocUQError, match="function_noise must be"):
-        uq.function_space_kl(posterior, POINTS, function_noise=0.0)
+        function_space_kl(posterior, POINTS, function_noise=0.0)
     with pytest.raises(PosthocUQError, match="prior_precision must be"):
-        uq.function_space_kl(posterior, POINTS, prior_precision=-1.0)
+        function_space_kl(posterior, POINTS, prior_precision=-1.0)
     posterior.model = None
     with pytest.raises(PosthocUQError, match="lost its model"):
-        uq.function_space_kl(posterior, POINTS)
+        function_space_kl(posterior, POINTS)
 
 
 # Likelihoods

@@ -23,7 +23,7 @@ from torch import Tensor, nn
 from torch import distributions as td
 
 import posthoc_uq as uq
-from posthoc_uq.likelihoods import LIKELIHOODS, Likelihood, resolve_likelihood
+from posthoc_uq.likelihoods import LIKELIHOODS, Likelihood, OrdinalPrediction, resolve_likelihood
 from posthoc_uq.likelihoods.prediction import cat
 
 SAMPLES, TAU, DRAWS = 24, 3.0, 10**5
@@ -512,7 +512,7 @@ def test_evaluate_and_tune(name: str, fitted: Any) -> None:
     assert own[nll] == pytest.approx(sign * each, rel=1e-4)
     assert name != "multilabel" or found.figures()
     assert str(found) and found.foreign["posterior"]["foreign"]
-    first, *others = found.set_referral(0.1)
+    first, *others = found.set_referral(0.1).thresholds
     assert first == found.default_score and others == (
         ["novelty"] if "novelty" in prediction.scores() else []
     )
@@ -652,7 +652,7 @@ def test_what_an_ordinal_prediction_says(fitted: Any) -> None:
     chance = table.sum(1, keepdim=True) * table.sum(0, keepdim=True) / 30
     kappa = 1 - float((squares * table).sum() / (squares * chance).sum())
     assert quality["quadratic kappa"] == pytest.approx(kappa, abs=1e-5)
-    assert found.of_one_network().votes is None and type(found.to("cpu")) is uq.OrdinalPrediction
+    assert found.of_one_network().votes is None and type(found.to("cpu")) is OrdinalPrediction
     assert "mean" in found.to_dict() and "OrdinalPrediction" in repr(found)
 
 

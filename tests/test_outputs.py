@@ -18,6 +18,7 @@ from watching import Watch
 import posthoc_uq as uq
 from posthoc_uq.core.errors import PosthocUQError
 from posthoc_uq.core.outputs import Choice, chosen_in, guessed_choice, output_tensor, with_choice
+from posthoc_uq.deployment import exportable
 from posthoc_uq.methods import METHODS
 
 torchvision: Any = pytest.importorskip("torchvision")
@@ -179,7 +180,7 @@ def test_update_tune_evaluate_and_export() -> None:
         ]
         assert str(tables[0]) == str(tables[1])
         found = uq.update(found, [second], remove=True, progress=False)
-        exported = uq.exportable(uq.wrap(model, found, "sampling", n_samples=3))
+        exported = exportable(uq.wrap(model, found, "sampling", n_samples=3))
         torch.testing.assert_close(
             exported(_x(4))[0], uq.wrap(model, found, "sampling", n_samples=3)(_x(4)).probs.float()
         )

@@ -18,6 +18,7 @@ from torch import Tensor, nn
 
 import posthoc_uq as uq
 from posthoc_uq.curvature.labels import resolve_fisher
+from posthoc_uq.likelihoods import DrawnPrediction
 from posthoc_uq.likelihoods.prediction import cat
 from posthoc_uq.methods.checkpoint import as_plain
 
@@ -145,7 +146,7 @@ class TestFit:
     @pytest.mark.parametrize("method", ["inf", "efb", "kfac"])
     def test_every_method_predicts(self, network, method):
         found = uq.wrap(network, fit(network, method))(data()[0])
-        assert isinstance(found, uq.DrawnPrediction) and bool((found.variance > found.noise_variance).all())
+        assert isinstance(found, DrawnPrediction) and bool((found.variance > found.noise_variance).all())
 
     def test_function_space(self, network):
         found = fit(
@@ -388,7 +389,7 @@ class TestPredict:
     def test_batches_and_places(self, network, posterior):
         predictor, (x, y) = uq.wrap(network, posterior), data(9, seed=2)
         whole = predictor.predict([x[:4], x[4:]], progress=False)
-        assert isinstance(whole, uq.DrawnPrediction) and len(whole) == 9 and "draws=256" in repr(whole)
+        assert isinstance(whole, DrawnPrediction) and len(whole) == 9 and "draws=256" in repr(whole)
         torch.testing.assert_close(whole.log_prob(y), predictor(x).log_prob(y))
         torch.testing.assert_close(whole.interval(0.5), predictor(x).interval(0.5))
         assert {"mean", "variance", "functional_variance", "novelty"} <= whole.to_dict().keys()
@@ -453,11 +454,11 @@ class TestEvaluate:
         selective = found.selective["posterior"]["standard_deviation"]
         assert selective["RMSE at 0.5"] < own["RMSE"]
         assert "coverage of 95 %" in str(found) and "RMSE" in str(found)
-        threshold = found.set_referral(0.1, "standard_deviation")
-        referred = uq.refer(predictor, predictor(x))
+        (threshold,) = found.set_referral(0.1, "standard_deviation").thresholds.values()
+        referred = predictor.referral(predictor(x))
         assert threshold > 0 and int(referred.sum()) == 5
-        assert list(found.set_referral(0.1)) == ["standard_deviation", "novelty"]
-        assert 4 <= int(uq.refer(predictor, predictor(x)).sum()) <= 5
+        assert list(found.set_referral(0.1).thresholds) == ["standard_deviation", "novelty"]
+        assert 4 <= int(predictor.referral(predictor(x)).sum()) <= 5
 
 
 class TestFile:

@@ -1,73 +1,45 @@
-"""The figures hold the right numbers, can be written, and leave pyplot alone."""
+"""The figures hold the right numbers, can be read and written, and leave pyplot alone."""
 
 import math
-import subprocess
-import sys
 from collections.abc import Callable
+from itertools import combinations
 from pathlib import Path
 
+import matplotlib
+import matplotlib.pyplot as plt
 import numpy as np
 import pytest
 import torch
-from figure_checks import check_texts_apart, check_written_and_pyplot_left_alone, legend_of
+from matplotlib.axes import Axes
+from matplotlib.colors import to_rgb
 from matplotlib.figure import Figure
 from matplotlib.patches import StepPatch
+from matplotlib.text import Text
+from torch import Tensor
 
 from posthoc_uq.core.errors import PosthocUQError
-from posthoc_uq.evaluation import plots
-from posthoc_uq.likelihoods import metrics
+from posthoc_uq.evaluation import metrics, plots
+from posthoc_uq.likelihoods.class_prediction import ClassPrediction
 from posthoc_uq.likelihoods.value_prediction import RegressionPrediction
 
 
-def _classified(scale: float) -> tuple[torch.Tensor, torch.Tensor]:
+def classified(scale: float) -> tuple[Tensor, Tensor]:
     generator = torch.Generator().manual_seed(4)
     logits = 3 * torch.randn(300, 4, generator=generator)
     labels = torch.multinomial(logits.softmax(-1), 1, generator=generator).squeeze(-1)
     return (scale * logits).softmax(dim=-1), labels
 
 
-def _reliability() -> Figure:
-    return plots.reliability_diagram({"plain": _classified(2.0), "INF": _classified(1.0)})
-
-
-def _histograms() -> Figure:
-    generator = torch.Generator().manual_seed(5)
-    inside, outside = torch.rand(50, generator=generator), 1 + torch.rand(40, generator=generator)
-    panels = {f"score {i}": {"in": inside, "letters": outside} for i in range(4)}
-    return plots.score_histograms(panels, log={"score 1"})
-
-
-def _band() -> Figure:
-    x = torch.linspace(-1, 1, 20).unsqueeze(-1)
-    prediction = RegressionPrediction(x**2, 0.1 + x.abs(), 0.25)
-    return plots.regression_band(x, prediction, torch.tensor([0.0, 0.5]), torch.tensor([0.1, 0.3]))
-
-
-def _equal_mass() -> Figure:
-    return plots.reliability_diagram(
-        {"plain": _classified(2.0), "INF": _classified(1.0)}, bins=10, binning="equal_mass"
-    )
-
-
-def _losses(scale: float) -> tuple[torch.Tensor, torch.Tensor]:
-    probs, labels = _classified(scale)
+def with_losses(scale: float) -> tuple[Tensor, Tensor]:
+    probs, labels = classified(scale)
     return 1 - probs.amax(dim=-1), (probs.argmax(dim=-1) != labels).float()
 
 
-def _risk_coverage() -> Figure:
-    scores, losses = _losses(1.0)
-    return plots.risk_coverage_plot({"confidence": (scores, losses), "index": (torch.arange(300.0), losses)})
+def referred(scale: float) -> tuple[Tensor, Tensor, Tensor]:
+    return with_losses(scale)[0], *classified(scale)
 
 
-def _referred(scale: float) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    return _losses(scale)[0], *_classified(scale)
-
-
-def _referral() -> Figure:
-    return plots.referral_plot({"plain": _referred(2.0), "INF": _referred(0.5)})
-
-
-def _regressions() -> dict[str, tuple[torch.Tensor, torch.Tensor, torch.Tensor]]:
+def regressions() -> dict[str, tuple[Tensor, Tensor, Tensor]]:
     generator = torch.Generator().manual_seed(8)
     mean, noise = torch.randn(200, generator=generator), torch.randn(200, generator=generator)
     return {
@@ -76,48 +48,136 @@ def _regressions() -> dict[str, tuple[torch.Tensor, torch.Tensor, torch.Tensor]]
     }
 
 
-def _coverage() -> Figure:
-    return plots.coverage_plot(_regressions())
+_CENTRES = torch.tensor([[1.0, 0.0], [-1.0, 0.0], [0.0, 1.0], [0.0, -1.0]])
 
 
-_ALL = [
-    _reliability,
-    _equal_mass,
-    _histograms,
-    _band,
-    _risk_coverage,
-    _referral,
-    _coverage,
-]
+def linear(classes: int) -> Callable[[Tensor], ClassPrediction]:
+    """Logits x . centre under three draws of different scale; with two classes one logit, the first input."""
+
+    def predict(x: Tensor) -> ClassPrediction:
+        assert not torch.is_grad_enabled()
+        centres = _CENTRES[:classes].to(x)
+        logits = (x[:, :1] if classes == 2 else x @ centres.T) * torch.tensor([1.0, 2.0, 4.0]).view(3, 1, 1)
+        return ClassPrediction.from_logits(logits, binary=classes == 2)
+
+    return predict
+
+
+def points_of(classes: int) -> tuple[Tensor, Tensor]:
+    labels = torch.arange(40) % classes
+    noise = 0.4 * torch.randn(40, 2, generator=torch.Generator().manual_seed(9))
+    return _CENTRES[labels % 4] + noise, labels
+
+
+def reliability() -> Figure:
+    return plots.reliability_diagram({"plain": classified(2.0), "INF": classified(1.0)})
+
+
+def equal_mass() -> Figure:
+    parts = {"plain": classified(2.0), "INF": classified(1.0)}
+    return plots.reliability_diagram(parts, bins=10, binning="equal_mass")
+
+
+def histograms() -> Figure:
+    generator = torch.Generator().manual_seed(5)
+    inside, outside = torch.rand(50, generator=generator), 1 + torch.rand(40, generator=generator)
+    panels = {f"score {i}": {"in": inside, "letters": outside} for i in range(4)}
+    return plots.score_histograms(panels, log={"score 1"})
+
+
+def band() -> Figure:
+    order = torch.randperm(20, generator=torch.Generator().manual_seed(6))
+    x = torch.linspace(-1, 1, 20)
+    prediction = RegressionPrediction((x**2)[order], (0.1 + x.abs())[order], 0.25)
+    return plots.regression_band(x[order], prediction, torch.zeros(1), torch.zeros(1), level=0.8)
+
+
+def risk_coverage() -> Figure:
+    scores, losses = with_losses(1.0)
+    return plots.risk_coverage_plot({"confidence": (scores, losses), "index": (torch.arange(300.0), losses)})
+
+
+def referral() -> Figure:
+    return plots.referral_plot({"plain": referred(2.0), "INF": referred(0.5)})
+
+
+def coverage() -> Figure:
+    return plots.coverage_plot(regressions())
+
+
+def map_of_two() -> Figure:
+    return plots.class_uncertainty_map(linear(2), *points_of(2), resolution=60)
+
+
+def map_of_four() -> Figure:
+    return plots.class_uncertainty_map(
+        linear(4), *points_of(4), resolution=60, score="functional_variance", log=True
+    )
 
 
 # what older versions of matplotlib call in newer ones of pyparsing is deprecated, by a UserWarning
 @pytest.mark.filterwarnings("error::UserWarning", "ignore:.*deprecated:DeprecationWarning")
-@pytest.mark.parametrize("draw", _ALL)
-def test_writes_a_picture_and_leaves_pyplot_alone(draw: Callable[[], Figure], tmp_path: Path) -> None:
-    check_written_and_pyplot_left_alone(draw, tmp_path / "figure.png", most_ink=0.6)
+@pytest.mark.parametrize(
+    ("draw", "most_ink"),
+    [(f, 0.6) for f in (reliability, equal_mass, histograms, band, risk_coverage, referral, coverage)]
+    + [(map_of_two, 0.95), (map_of_four, 0.95)],  # a map fills most of its picture
+)
+def test_can_be_written_and_read_and_leaves_pyplot_alone(
+    draw: Callable[[], Figure], most_ink: float, tmp_path: Path
+) -> None:
+    own = plt.figure()
+    try:
+        before = dict(matplotlib.rcParams), plt.get_fignums(), matplotlib.get_backend()
+        figure = draw()
+        figure.savefig(tmp_path / "figure.png")
+        assert (dict(matplotlib.rcParams), plt.get_fignums(), matplotlib.get_backend()) == before
+        assert plt.gcf() is own
+    finally:
+        plt.close(own)
+    pixels = plt.imread(tmp_path / "figure.png")[..., :3]
+    assert pixels.shape[0] > 400 and 0.01 < (pixels < 0.95).any(axis=-1).mean() < most_ink
+    check_texts_apart(figure)
 
 
-@pytest.mark.parametrize("draw", _ALL)
-def test_no_text_is_cut_off_or_lies_on_another(draw: Callable[[], Figure]) -> None:
-    check_texts_apart(draw())
+def check_texts_apart(figure: Figure) -> None:
+    """No label, title or legend is cut off, lies on another one, or on the axes of a plot."""
+    figure.draw_without_rendering()
+    texts: list[Text] = []
+    for axes in figure.axes:
+        texts += [axes.xaxis.label, axes.yaxis.label, axes.title, getattr(axes, "_left_title")]  # noqa: B009
+    legends = [axes.get_legend() for axes in figure.axes] + list(figure.legends)
+    texts += [text for legend in legends if legend is not None for text in legend.get_texts()]
+    boxes = [(text.get_text(), text.get_window_extent()) for text in texts if text.get_text()]
+    assert len(boxes) > 2
+    for name, box in boxes:
+        assert figure.bbox.x0 <= box.x0 and box.x1 <= figure.bbox.x1, name
+        assert figure.bbox.y0 <= box.y0 and box.y1 <= figure.bbox.y1, name
+        assert not any(box.padded(-1).overlaps(axes.get_window_extent()) for axes in figure.axes), name
+    for (name, box), (other, second) in combinations(boxes, 2):
+        assert not box.padded(-1).overlaps(second.padded(-1)), (name, other)
 
 
-def test_reliability_lines_are_the_bins_and_the_legend_the_error() -> None:
-    figure = _reliability()
-    upper, lower = figure.axes
-    legend = upper.get_legend()
+def legend_of(axes: Axes) -> list[str]:
+    legend = axes.get_legend()
     assert legend is not None
-    texts = [text.get_text() for text in legend.get_texts()]
+    return [text.get_text() for text in legend.get_texts()]
+
+
+@pytest.mark.parametrize(("bins", "binning"), [(15, "equal_width"), (10, "equal_mass")])
+def test_reliability_lines_are_the_bins_and_the_legend_the_error(bins, binning) -> None:
+    upper, lower = (equal_mass() if binning == "equal_mass" else reliability()).axes
     for name, scale, line in (("plain", 2.0, upper.lines[1]), ("INF", 1.0, upper.lines[2])):
-        probs, labels = _classified(scale)
-        bins = metrics.calibration_bins(probs, labels)
-        filled = bins.counts > 0
-        np.testing.assert_allclose(line.get_xdata(), bins.confidence[filled].numpy())
-        np.testing.assert_allclose(line.get_ydata(), bins.accuracy[filled].numpy())
-        assert f"{name} (ECE {metrics.expected_calibration_error(probs, labels):.3f})" in texts
+        probs, labels = classified(scale)
+        parts = metrics.calibration_bins(probs, labels, bins, binning)
+        filled = parts.counts > 0
+        np.testing.assert_allclose(line.get_xdata(), parts.confidence[filled].numpy())
+        np.testing.assert_allclose(line.get_ydata(), parts.accuracy[filled].numpy())
+        error = metrics.expected_calibration_error(probs, labels, bins, binning)
+        assert f"{name} (ECE {error:.3f})" in legend_of(upper)
+    # below, the confidences themselves, in bins of equal width
+    shares = np.histogram(classified(1.0)[0].amax(dim=-1).numpy(), np.linspace(0, 1, bins + 1))[0] / 300
     outlines = [patch for patch in lower.patches if isinstance(patch, StepPatch)]
-    np.testing.assert_allclose([patch.get_data().values.sum() for patch in outlines], 1)
+    np.testing.assert_allclose(outlines[-1].get_data().values, shares)
 
 
 def test_reliability_bars_are_wilson_intervals() -> None:
@@ -127,24 +187,9 @@ def test_reliability_bars_are_wilson_intervals() -> None:
     np.testing.assert_allclose(segment[:, 1], [0.3006, 0.9544], atol=1e-4)
 
 
-def test_reliability_in_bins_of_equal_mass() -> None:
-    upper, lower = _equal_mass().axes
-    probs, labels = _classified(1.0)
-    bins = metrics.calibration_bins(probs, labels, 10, "equal_mass")
-    assert bins.counts.tolist() == [30] * 10
-    np.testing.assert_allclose(upper.lines[2].get_xdata(), bins.confidence.numpy())
-    np.testing.assert_allclose(upper.lines[2].get_ydata(), bins.accuracy.numpy())
-    error = metrics.expected_calibration_error(probs, labels, 10, "equal_mass")
-    assert f"INF (ECE {error:.3f})" in legend_of(upper)
-    # below, the confidences themselves, in bins of equal width
-    shares = np.histogram(probs.amax(dim=-1).numpy(), np.linspace(0, 1, 11))[0] / 300
-    outlines = [patch for patch in lower.patches if isinstance(patch, StepPatch)]
-    np.testing.assert_allclose(outlines[-1].get_data().values, shares)
-
-
 def test_risk_coverage_draws_curves_and_references_once_for_common_losses() -> None:
-    (axes,) = _risk_coverage().axes
-    scores, losses = _losses(1.0)
+    (axes,) = risk_coverage().axes
+    scores, losses = with_losses(1.0)
     random, ideal, confidence, index = axes.lines
     mean = losses.mean().item()
     assert list(random.get_ydata()) == pytest.approx([mean, mean])
@@ -155,26 +200,20 @@ def test_risk_coverage_draws_curves_and_references_once_for_common_losses() -> N
     running = np.cumsum(losses.numpy()) / np.arange(1, 301)
     np.testing.assert_allclose(index.get_ydata(), running, rtol=1e-6)
     np.testing.assert_allclose(index.get_xdata(), np.arange(1, 301) / 300)
-    area = metrics.risk_coverage(scores, losses).area
-    assert legend_of(axes) == [
-        f"confidence (AURC {area:#.3g})",
-        f"index (AURC {running.mean():#.3g})",
-        "random order",
-        "ideal order",
-    ]
+    areas = [metrics.risk_coverage(scores, losses).area, running.mean()]
+    shown = [f"{name} (AURC {a:#.3g})" for name, a in zip(("confidence", "index"), areas, strict=True)]
+    assert legend_of(axes) == [*shown, "random order", "ideal order"]
     assert axes.get_ylim()[1] >= max(running[15:])
 
 
 def test_risk_coverage_of_models_with_losses_of_their_own_and_many_inputs() -> None:
-    (axes,) = plots.risk_coverage_plot({"a": _losses(1.0), "b": _referred(1.0)[:1] + (torch.ones(300),)}).axes
-    assert len(axes.lines) == 6
-    assert list(axes.lines[2].get_ydata()) == [1, 1]
+    (axes,) = plots.risk_coverage_plot({"a": with_losses(1.0), "b": (referred(1.0)[0], torch.ones(300))}).axes
+    assert len(axes.lines) == 6 and list(axes.lines[2].get_ydata()) == [1, 1]
     assert axes.lines[2].get_color() == axes.lines[5].get_color() != axes.lines[0].get_color()
-    scores, losses = torch.arange(5000.0), torch.arange(5000.0)
-    (axes,) = plots.risk_coverage_plot({"many": (scores, losses)}).axes
+    scores = torch.arange(5000.0)
+    (axes,) = plots.risk_coverage_plot({"many": (scores, scores)}).axes
     x, y = axes.lines[2].get_data()
-    assert len(x) == 1000
-    assert (x[0], x[-1]) == pytest.approx((1 / 5000, 1))
+    assert len(x) == 1000 and (x[0], x[-1]) == pytest.approx((1 / 5000, 1))
     np.testing.assert_allclose(y, (5000 * np.asarray(x) - 1) / 2, atol=1e-9)
     # nothing is ever wrong: the axis still has a height
     (axes,) = plots.risk_coverage_plot({"right": (scores, torch.zeros(5000))}).axes
@@ -182,23 +221,22 @@ def test_risk_coverage_of_models_with_losses_of_their_own_and_many_inputs() -> N
 
 
 def test_referral_lines_are_the_selective_scores() -> None:
-    (axes,) = _referral().axes
+    (axes,) = referral().axes
     rates = [k / 100 for k in range(96)]
     for line, scale, name in zip(axes.lines, (2.0, 0.5), ("plain", "INF"), strict=True):
         np.testing.assert_allclose(line.get_xdata(), rates)
-        np.testing.assert_allclose(line.get_ydata(), metrics.selective_accuracy(*_referred(scale), rates))
-        area = metrics.selective_accuracy_area(*_referred(scale))
+        np.testing.assert_allclose(line.get_ydata(), metrics.selective_accuracy(*referred(scale), rates))
+        area = metrics.selective_accuracy_area(*referred(scale))
         assert f"{name} (area {area:.3f})" in legend_of(axes)
-    (axes,) = plots.referral_plot({"m": _referred(1.0)}, metric="auc", rates=[0.5, 0.0, 0.2]).axes
+    (axes,) = plots.referral_plot({"m": referred(1.0)}, metric="auc", rates=[0.5, 0.0, 0.2]).axes
     assert list(axes.lines[0].get_xdata()) == [0, 0.2, 0.5]
-    expected = metrics.selective_auc(*_referred(1.0), [0, 0.2, 0.5])
+    expected = metrics.selective_auc(*referred(1.0), [0, 0.2, 0.5])
     np.testing.assert_allclose(axes.lines[0].get_ydata(), expected)
-    assert legend_of(axes) == ["m"]
 
 
 def test_coverage_lines_are_the_coverage_curves() -> None:
-    (axes,) = _coverage().axes
-    for (name, parts), line in zip(_regressions().items(), axes.lines[1:], strict=True):
+    (axes,) = coverage().axes
+    for (name, parts), line in zip(regressions().items(), axes.lines[1:], strict=True):
         curve = metrics.coverage_curve(*parts)
         np.testing.assert_allclose(line.get_xdata(), curve.nominal)
         np.testing.assert_allclose(line.get_ydata(), curve.observed)
@@ -207,40 +245,29 @@ def test_coverage_lines_are_the_coverage_curves() -> None:
     outline = axes.collections[0].get_paths()[0].vertices
     middle = outline[np.isclose(outline[:, 0], 0.5)][:, 1]
     assert (middle.min(), middle.max()) == pytest.approx((0.43, 0.57))
-    (axes,) = plots.coverage_plot(_regressions(), levels=[0.8, 0.1], kind="quantile").axes
+    (axes,) = plots.coverage_plot(regressions(), levels=[0.8, 0.1], kind="quantile").axes
     assert list(axes.lines[1].get_xdata()) == [0.1, 0.8]
-    expected = metrics.coverage_curve(*_regressions()["narrow"], [0.1, 0.8], kind="quantile").observed
+    expected = metrics.coverage_curve(*regressions()["narrow"], [0.1, 0.8], kind="quantile").observed
     np.testing.assert_allclose(axes.lines[1].get_ydata(), expected)
 
 
 def test_histograms_count_every_input_once_and_name_the_auroc() -> None:
-    figure = _histograms()
-    assert len(figure.axes) == 4
-    assert [axes.get_xscale() for axes in figure.axes] == ["linear", "log", "linear", "linear"]
-    for axes in figure.axes:
-        legend = axes.get_legend()
-        assert legend is not None
-        assert [text.get_text() for text in legend.get_texts()] == ["in", "letters (AUROC 1.000)"]
-        np.testing.assert_allclose([patch.get_data().values.sum() for patch in axes.patches], 1)
-
-
-def test_histograms_of_constant_and_zero_scores() -> None:
     zeros, mixed = torch.zeros(5), torch.tensor([0.0, 1e-3, 10.0])
-    figure = plots.score_histograms(
+    edges = plots.score_histograms(
         {"constant": {"in": zeros, "out": zeros}, "mixed": {"in": mixed}, "one": {"in": mixed[2:]}},
         log=["mixed", "one"],
     )
-    for axes in figure.axes:
+    figure = histograms()
+    for axes in figure.axes + edges.axes:
         np.testing.assert_allclose([patch.get_data().values.sum() for patch in axes.patches], 1)
-    assert min(figure.axes[1].patches[0].get_data().edges) == pytest.approx(1e-3)
+    assert [axes.get_xscale() for axes in figure.axes] == ["linear", "log", "linear", "linear"]
+    assert all(legend_of(axes) == ["in", "letters (AUROC 1.000)"] for axes in figure.axes)
+    assert min(edges.axes[1].patches[0].get_data().edges) == pytest.approx(1e-3)
 
 
 def test_band_sorts_its_input_and_covers_the_interval() -> None:
-    order = torch.randperm(20, generator=torch.Generator().manual_seed(6))
+    (axes,) = band().axes
     x = torch.linspace(-1, 1, 20)
-    prediction = RegressionPrediction((x**2)[order], (0.1 + x.abs())[order], 0.25)
-    figure = plots.regression_band(x[order], prediction, torch.zeros(1), torch.zeros(1), level=0.8)
-    (axes,) = figure.axes
     np.testing.assert_allclose(axes.lines[0].get_xdata(), x.numpy())
     np.testing.assert_allclose(axes.lines[0].get_ydata(), (x**2).numpy())
     total, weights = (c.get_paths()[0].vertices for c in axes.collections)
@@ -251,45 +278,100 @@ def test_band_sorts_its_input_and_covers_the_interval() -> None:
     assert weights[:, 1].max() == pytest.approx(1 + 1.2815516 * math.sqrt(1.1), rel=1e-6)
 
 
+class TestMaps:
+    def test_of_two_classes_shows_probability_and_entropy(self) -> None:
+        figure = map_of_two()
+        left, right = figure.axes[:2]
+        x_train, labels = points_of(2)
+        probability, entropy = left.images[0], right.images[0]
+        low, high = x_train.amin(0), x_train.amax(0)
+        x = np.linspace((1.5 * low - 0.5 * high)[0].item(), (1.5 * high - 0.5 * low)[0].item(), 60)
+        # the logit is the first input, scaled by 1, 2 and 4
+        expected = np.mean([1 / (1 + np.exp(-scale * x)) for scale in (1, 2, 4)], axis=0)
+        np.testing.assert_allclose(probability.get_array(), np.tile(expected, (60, 1)), atol=1e-5)
+        plain = -(expected * np.log(expected) + (1 - expected) * np.log(1 - expected))
+        np.testing.assert_allclose(entropy.get_array(), np.tile(plain, (60, 1)), atol=1e-5)
+        # pixels are centred on the points of the grid
+        step = x[1] - x[0]
+        extent = [x[0] - step / 2, x[-1] + step / 2]
+        assert probability.get_extent()[:2] == pytest.approx(extent, abs=1e-5)
+        for axes in (left, right):
+            for c, line in enumerate(axes.lines):
+                np.testing.assert_allclose(np.transpose(line.get_data()), x_train[labels == c], rtol=1e-6)
+            (boundary,) = axes.collections[0].get_paths()
+            np.testing.assert_allclose(boundary.vertices[:, 0], 0, atol=1e-2)
+        assert [text.get_text() for text in figure.legends[0].get_texts()] == ["class 0", "class 1"]
+
+    def test_of_four_classes_colours_the_most_probable(self) -> None:
+        left, right = map_of_four().axes[:2]
+        image = np.asarray(left.images[0].get_array())
+        # class 0 is at the right, 1 at the left, 2 above, 3 below; each has the hue of its points
+        for c, pixel in enumerate((image[30, -1], image[30, 0], image[-1, 30], image[0, 30])):
+            hue, own = 1 - pixel, 1 - np.array(to_rgb(left.lines[c].get_color()))
+            np.testing.assert_allclose(hue / hue.max(), own / own.max(), atol=1e-6)
+        assert image[30, 30].min() > image[30, -1].min(), "paler where the classes meet"
+        extent = right.images[0].get_extent()
+        x, y = np.meshgrid(*(np.linspace(*extent[i : i + 2], 121)[1::2] for i in (0, 2)))
+        # the draws' scales 1, 2, 4 have variance 7 / 3; of the logits x, -x, y, -y the mean square is (x^2 + y^2) / 2
+        np.testing.assert_allclose(right.images[0].get_array(), 7 / 3 * (x**2 + y**2) / 2, rtol=1e-3)
+
+    def test_of_many_classes_numbers_them_and_takes_any_score(self) -> None:
+        def predict(x: Tensor) -> ClassPrediction:
+            assert x.dtype == torch.float64
+            angle = torch.arange(9) * 2 * math.pi / 9
+            logits = x @ torch.stack([angle.cos(), angle.sin()]).to(x)
+            return ClassPrediction.from_logits(logits.unsqueeze(0))
+
+        x_train = torch.randn(30, 2, dtype=torch.float64, generator=torch.Generator().manual_seed(1))
+        labels = predict(x_train).predicted()
+        score = ClassPrediction.expected_entropy
+        figure = plots.class_uncertainty_map(predict, x_train, labels, score=score, resolution=9)
+        numbers = [text.get_text() for text in figure.axes[0].texts]
+        assert numbers == [str(c) for c in labels.unique().tolist()] and not figure.legends
+        assert figure.axes[2].get_ylabel() == "expected_entropy"
+        styles = {(line.get_color(), line.get_marker()) for line in figure.axes[0].lines}
+        assert len(styles) == len(numbers)
+
+    def test_of_points_on_a_line_and_of_an_uncertainty_that_is_zero(self) -> None:
+        flat = torch.tensor([[0.0, 3.0], [2.0, 3.0]])
+        one = lambda x: ClassPrediction.from_logits(x[:, :1].unsqueeze(0), binary=True)  # noqa: E731
+        options = {"score": "functional_variance", "resolution": 5}
+        figure = plots.class_uncertainty_map(one, flat, torch.tensor([0, 1]), **options)
+        assert figure.axes[0].get_ylim() == pytest.approx((2.375, 3.625))
+        assert float(np.max(figure.axes[1].images[0].get_array())) == 0
+        with pytest.raises(PosthocUQError, match="no positive score"):
+            plots.class_uncertainty_map(one, flat, torch.tensor([0, 1]), log=True, **options)
+
+
 def test_wrong_input_is_one_clear_error() -> None:
     x, one = torch.zeros(3), torch.ones(1)
     prediction = RegressionPrediction(x, x, 0.1)
-    wide = RegressionPrediction(torch.zeros(3, 2), torch.zeros(3, 2), 0.1)
-    probs = _classified(1.0)
-    cases = [
+    two, (points, labels) = linear(2), points_of(2)
+
+    def drawn(predict=two, points=points, labels=labels, **options):
+        return lambda: plots.class_uncertainty_map(predict, points, labels, **{"resolution": 5, **options})
+
+    for call, word in (
         (lambda: plots.reliability_diagram({}), "at least one model"),
-        (lambda: plots.reliability_diagram({"a": probs}, binning="mass"), "binning must be one of"),  # pyright: ignore[reportArgumentType]
-        (lambda: plots.risk_coverage_plot({}), "at least one model"),
-        (lambda: plots.risk_coverage_plot({"a": (x, x + math.inf)}), "losses of 'a' must be finite"),
-        (lambda: plots.risk_coverage_plot({"a": (x, x[:2])}), "losses must hold one number"),
-        (lambda: plots.referral_plot({}), "at least one model"),
-        (lambda: plots.referral_plot({"a": _referred(1.0)}, metric="nll"), "not 'nll'"),  # pyright: ignore[reportArgumentType]
-        (lambda: plots.referral_plot({"a": _referred(1.0)}, rates=[1.0]), "rates must be numbers"),
-        (lambda: plots.coverage_plot({}), "at least one model"),
-        (lambda: plots.coverage_plot({"a": (x, x - 1, x)}), "nowhere negative"),
-        (lambda: plots.score_histograms({}), "at least one panel"),
+        (lambda: plots.risk_coverage_plot({"a": (x, x + math.inf)}), "finite"),
+        (lambda: plots.referral_plot({"a": referred(1.0)}, metric="nll"), "metric"),  # pyright: ignore[reportArgumentType]
         (lambda: plots.score_histograms({"a": {}}), "at least one panel"),
         (lambda: plots.score_histograms({"a": {"in": one}}, log=["b"]), "do not exist: b"),
-        (lambda: plots.score_histograms({"a": {"in": torch.zeros(0)}}), "'in' in 'a' must be finite"),
-        (lambda: plots.score_histograms({"a": {"in": one * math.nan}}), "'in' in 'a' must be finite"),
+        (lambda: plots.score_histograms({"a": {"in": one * math.nan}}), "finite"),
         (lambda: plots.score_histograms({"a": {"in": x}}, log=["a"]), "no positive score"),
-        (lambda: plots.regression_band(torch.zeros(3, 2), prediction, x, x), "one dimension: x must"),
-        (lambda: plots.regression_band(x, wide, x, x), "prediction.mean must"),
-        (lambda: plots.regression_band(x[:2], prediction, x, x), "x has 2 inputs"),
-        (lambda: plots.regression_band(x, prediction, x, x[:2]), "x_train has 3 points"),
-        (lambda: plots.regression_band(x, prediction, x, x, level=95), "between 0 and 1"),
-    ]
-    for call, message in cases:
-        with pytest.raises(PosthocUQError, match=message):
+        (lambda: plots.regression_band(torch.zeros(3, 2), prediction, x, x), "one dimension"),
+        (lambda: plots.regression_band(x[:2], prediction, x, x), "2 inputs"),
+        (lambda: plots.regression_band(x, prediction, x, x[:2]), "3 points"),
+        (drawn(points=points[:, :1]), "x_train must be"),
+        (drawn(points=points * math.inf), "finite"),
+        (drawn(labels=labels.float()), "40 integers"),
+        (drawn(labels=labels - 1), "from 0 on"),
+        (drawn(labels=labels + 1), "2 classes only"),
+        (drawn(score="confidence"), "score"),
+        (drawn(score=lambda prediction: prediction.probs), "one of each per input"),
+        (drawn(score=lambda prediction: prediction.entropy() * math.nan), "smaller margin"),
+        (drawn(predict=lambda x: x), "ClassPrediction"),
+        (drawn(resolution=1), "at least 2"),
+    ):
+        with pytest.raises(PosthocUQError, match=word):
             call()
-
-
-def test_matplotlib_is_loaded_when_a_figure_is_asked_for_and_every_name_is_public() -> None:
-    code = (
-        "import sys, posthoc_uq; from posthoc_uq import plots; assert 'matplotlib' not in sys.modules;"
-        "assert all(callable(getattr(plots, name)) for name in plots.__all__);"
-        "assert set(plots.__all__) <= set(dir(plots)); assert 'matplotlib' in sys.modules"
-    )
-    assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
-    with pytest.raises(AttributeError, match="no attribute 'pie_chart'"):
-        _ = plots.pie_chart

@@ -607,10 +607,10 @@ def test_masked_positions_do_not_count_in_the_numbers_of_an_input() -> None:
         found = masked.scores()[name]
         torch.testing.assert_close(found[1], values[1, 0])
         torch.testing.assert_close(found[0], values[0].mean())
-    parts = uq.PositionPrediction.cat([masked, prediction])
+    parts = PositionPrediction.cat([masked, prediction])
     torch.testing.assert_close(parts.scores()["entropy"][: len(masked)], masked.scores()["entropy"])
     torch.testing.assert_close(parts.scores()["entropy"][len(masked) :], prediction.scores()["entropy"])
-    uq.set_referral(predictor, masked, 0.2, "entropy")
-    assert uq.refer(predictor, masked).shape == (len(masked),)
+    uq.Referral(0.2, "entropy").fit(predictor, masked)
+    assert predictor.referral(masked).shape == (len(masked),)
     with pytest.raises(uq.PosthocUQError, match=r"mask has shape .* is needed"):
         prediction.masked(mask[:2])

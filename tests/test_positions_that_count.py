@@ -221,12 +221,11 @@ def test_padding_does_not_move_an_evaluation(said_by: str) -> None:
         evaluation = uq.evaluate(
             predictor, [(inputs, labels)], ood_loaders={"other": foreign}, progress=False
         )
-        evaluation.set_referral(0.2, "entropy")
+        threshold = evaluation.set_referral(0.2, "entropy").thresholds["entropy"]
         of_scores = {
             **next(iter(evaluation.foreign.values()))["other"],
             **next(iter(evaluation.selective.values())),
         }
-        threshold = posterior.history.referral["threshold"]
         found.append(
             {"threshold": threshold} | {name: sum(values.values()) for name, values in of_scores.items()}
         )

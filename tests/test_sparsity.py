@@ -213,7 +213,7 @@ def test_what_was_measured_on_the_full_posterior_does_not_come_along() -> None:
     posterior = uq.fit(model, batches(x, y), method=short("latent_binary"))
     uq.wrap(model, posterior, head="moments").calibrate(batches(x, y))
     predictor = uq.wrap(model, posterior)
-    uq.set_referral(predictor, predictor(x), 0.1)
+    uq.Referral(0.1).fit(predictor, predictor(x))
     assert posterior.history.calibration
     assert posterior.history.referral
     median = uq.sparse.median(posterior)

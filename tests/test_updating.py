@@ -243,7 +243,7 @@ def test_what_was_found_for_the_old_data_stays_with_the_old_posterior() -> None:
     model, x = make_net(), OTHERS[0][0]
     posterior = fit(model, OLD, "full")
     linearized, moments = (uq.wrap(model, posterior, head=head) for head in ("linearized", "moments"))
-    uq.set_referral(linearized, linearized(x), 0.2)
+    uq.Referral(0.2).fit(linearized, linearized(x))
     moments.calibrate(OLD, n_mc=20, progress=False)
     old = linearized(x)
     with pytest.warns(UserWarning) as caught:
@@ -254,7 +254,7 @@ def test_what_was_found_for_the_old_data_stays_with_the_old_posterior() -> None:
     assert posterior.history.referral and posterior.history.calibration
     predictor = uq.wrap(model, new, head="linearized")
     with pytest.raises(uq.PosthocUQError, match="threshold"):
-        uq.refer(predictor, predictor(x))
+        predictor.referral(predictor(x))
     assert torch.equal(linearized(x).probs, old.probs) and torch.equal(linearized(x).novelty(), old.novelty())
     assert (predictor(x).probs - old.probs).abs().max() > 1e-4
 

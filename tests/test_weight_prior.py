@@ -12,6 +12,7 @@ from torch import Tensor, nn
 
 import posthoc_uq as uq
 from posthoc_uq.core.errors import PosthocUQError
+from posthoc_uq.heads import function_space_kl
 from posthoc_uq.posteriors.settings import WeightPrior
 
 OWN = {
@@ -180,8 +181,8 @@ def test_heads_draws_and_data_that_come_in() -> None:
     posterior = uq.update(posterior, data(), remove=True, progress=False)
     for name, variance in posterior.variance().items():
         torch.testing.assert_close(variance, before[name], rtol=1e-6, atol=0)
-    assert float(uq.function_space_kl(posterior, x).total) != pytest.approx(
-        float(uq.function_space_kl(plain, x).total), rel=1e-3
+    assert float(function_space_kl(posterior, x).total) != pytest.approx(
+        float(function_space_kl(plain, x).total), rel=1e-3
     )
 
 

@@ -6,9 +6,9 @@ from typing import Any
 
 import click
 
+from posthoc_uq.cli import demo_command as demo
 from posthoc_uq.cli import evaluate, fit, inspect, monitor, predict, serve, tune, update
 from posthoc_uq.cli.console import usage_in_one_line
-from posthoc_uq.cli.demo import command as demo
 
 
 class _Commands(click.Group):

@@ -51,7 +51,7 @@ def evaluate_file(path: str, spec: str, options: Mapping[str, Any], progress: bo
     )
     threshold = None
     if options["referral_rate"] is not None:
-        threshold = evaluation.set_referral(options["referral_rate"], score)
+        threshold = evaluation.set_referral(options["referral_rate"], score).thresholds
     if options["csv_path"] is not None:
         evaluation.to_csv(options["csv_path"])
     if options["json_file"] is not None:

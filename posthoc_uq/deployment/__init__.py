@@ -3,7 +3,7 @@
 What needs the extra ``serve`` is imported from `posthoc_uq.deployment.serve`.
 """
 
-from posthoc_uq.deployment.export import export, export_onnx, exportable
+from posthoc_uq.deployment.export import export, exportable
 from posthoc_uq.deployment.monitor import (
     Drift,
     ScoreLog,
@@ -23,7 +23,6 @@ __all__ = [
     "drift_table",
     "drifts",
     "export",
-    "export_onnx",
     "exportable",
     "newest",
     "read_scores",

@@ -74,56 +74,36 @@ def exportable(predictor: Predictor) -> nn.Module:
     return _Sampling(predictor).eval()
 
 
-def export(predictor: Predictor, *inputs: Tensor, dynamic_batch: bool = True) -> torch.export.ExportedProgram:
-    """`torch.export.export` of a predictor, for ``torch.export.save(program, "m.pt2")``.
+def export(
+    predictor: Predictor,
+    *inputs: Tensor,
+    path: str | os.PathLike[str] | None = None,
+    dynamic_batch: bool = True,
+) -> torch.export.ExportedProgram:
+    """A predictor as a program without Python, by `torch.export`, and as a file of it.
+
+    The outputs are those of `exportable`. An ONNX file names them by the fields of `ClassTensors` or `ValueTensors`,
+    and its inputs by the arguments of the model's ``forward``.
 
     Args:
         predictor: of the head "moments" or "sampling"; a linearised one is exported as the sampling head, with a
             warning.
         inputs: an example of the model's positional arguments, of at least two samples.
+        path: of a file to write: ``"model.onnx"``, or ``"model.pt2"`` for `torch.export.load`.
         dynamic_batch: let the exported program take any number of samples.
 
     Raises:
-        PosthocUQError: the inputs are no tensors, or the model cannot be run on them.
+        PosthocUQError: the inputs are no tensors, the model cannot be run on them, the file's name ends otherwise, or
+            the packages onnx and onnxscript are not installed.
     """
-    return _program(predictor, inputs, dynamic_batch)
-
-
-def export_onnx(
-    predictor: Predictor, path: str | os.PathLike[str], *inputs: Tensor, dynamic_batch: bool = True
-) -> None:
-    """Write a predictor to an ONNX file whose outputs have the names of the fields of `ClassTensors` or `ValueTensors`,
-    and whose inputs those of the arguments of the model's ``forward``.
-
-    Args:
-        predictor: as for `export`.
-        path: of the file.
-        inputs: as for `export`.
-        dynamic_batch: let the file take any number of samples.
-
-    Raises:
-        PosthocUQError: the inputs are no tensors, the model cannot be run on them, or the packages onnx and onnxscript
-            are not installed.
-    """
-    if find_spec("onnx") is None or find_spec("onnxscript") is None:
+    file = None if path is None else os.fspath(path)
+    kind = None if file is None else os.path.splitext(file)[1]
+    if kind not in (None, ".onnx", ".pt2"):
+        raise PosthocUQError(f"export writes files whose name ends in .onnx or .pt2, not {file!r}.")
+    if kind == ".onnx" and (find_spec("onnx") is None or find_spec("onnxscript") is None):
         raise PosthocUQError(
             "ONNX files are written by torch with two packages more: pip install onnx onnxscript"
         )
-    program = _program(predictor, inputs, dynamic_batch)
-    kind: Any = program.call_spec.out_spec.context  # pyright: ignore[reportOptionalMemberAccess]
-    arguments = inspect.signature(unwrap(predictor.model).forward).parameters.values()
-    named = [value.name for value in arguments if value.kind not in (value.VAR_POSITIONAL, value.VAR_KEYWORD)]
-    torch.onnx.export(
-        program,
-        inputs,
-        os.fspath(path),
-        input_names=named[: len(inputs)] if len(named) >= len(inputs) else None,
-        output_names=list(kind._fields),
-        verbose=False,
-    )
-
-
-def _program(predictor: Any, inputs: tuple[Tensor, ...], dynamic_batch: bool) -> torch.export.ExportedProgram:
     if not inputs or not all(isinstance(value, Tensor) for value in inputs):
         kinds = ", ".join(f"a {type(value).__name__}" for value in inputs) or "nothing"
         raise PosthocUQError(
@@ -137,4 +117,19 @@ def _program(predictor: Any, inputs: tuple[Tensor, ...], dynamic_batch: bool) ->
     with torch.no_grad():
         with predictor.explaining(Batch(inputs)):
             module(*inputs)  # tensors that are made once and cached must be made before tracing
-        return torch.export.export(module, inputs, dynamic_shapes=shapes, strict=False)
+        program = torch.export.export(module, inputs, dynamic_shapes=shapes, strict=False)
+    if file is not None and kind == ".pt2":
+        torch.export.save(program, file)
+    elif file is not None:
+        fields: Any = program.call_spec.out_spec.context  # pyright: ignore[reportOptionalMemberAccess]
+        arguments = inspect.signature(unwrap(predictor.model).forward).parameters.values()
+        named = [a.name for a in arguments if a.kind not in (a.VAR_POSITIONAL, a.VAR_KEYWORD)]
+        torch.onnx.export(
+            program,
+            inputs,
+            file,
+            input_names=named[: len(inputs)] if len(named) >= len(inputs) else None,
+            output_names=list(fields._fields),
+            verbose=False,
+        )
+    return program

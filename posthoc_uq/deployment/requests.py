@@ -19,6 +19,7 @@ from starlette.formparsers import MultiPartException, MultiPartParser
 from starlette.requests import ClientDisconnect, Request
 from torch import Tensor
 
+from posthoc_uq.core.errors import out_of_memory
 from posthoc_uq.core.paths import UNKNOWN, too_long
 
 _IMAGES = 8  # of the largest size, that a form may hold: decoding takes a second or two each
@@ -266,6 +267,8 @@ def opened_image(content: bytes, limits: Limits, kind: str | None = None) -> Ima
     except Refused:
         raise
     except Exception as error:  # decoders raise many types for damaged files
+        if out_of_memory(error):
+            raise
         raise Refused(400, "image", f"The image cannot be decoded: {shortened(error, 120)}.") from None
 
 
@@ -335,4 +338,6 @@ def prepared_image(image: Image.Image, transform: Callable[[Image.Image], Any]) 
     try:
         return transform(image)
     except Exception as error:  # a user's transform may raise anything
+        if out_of_memory(error):
+            raise
         raise Refused(422, "image", f"The transform fails on the image: {shortened(error)}.") from None

@@ -56,7 +56,6 @@ from posthoc_uq.deployment.requests import (
     shortened,
 )
 from posthoc_uq.heads.predictor import Predictor
-from posthoc_uq.heads.referral import referral_applies, referral_reasons, referral_tail
 from posthoc_uq.likelihoods.class_prediction import ClassPrediction, MultilabelPrediction
 from posthoc_uq.likelihoods.positions import PositionPrediction
 from posthoc_uq.likelihoods.prediction import Prediction
@@ -162,7 +161,7 @@ class Service:
     ) -> None:
         self.predictor, self.transform, self.limits = predictor, transform, limits or Limits()
         self.names, self.top_k, self.level = names, top_k, level
-        self.refers = referral_applies(predictor)  # whether the posterior's thresholds do
+        self.referral = predictor.referral if predictor.referral.applies else None
         self.metrics = Metrics()
         self.under_way = 0  # requests, changed by the event loop alone
         self.pool = ThreadPoolExecutor(_THREADS, thread_name_prefix="predict")
@@ -240,7 +239,7 @@ class Service:
             "model": type(self.predictor.model).__name__,
             "head": self.predictor.head,
             "likelihood": self.predictor.posterior.likelihood.name,
-            "referral": rule_of(self.predictor.posterior.history.referral) if self.refers else None,
+            "referral": rule_of(self.predictor.posterior.history.referral) if self.referral else None,
             "images": self.transform is not None,
             "limits": {"bytes": limits.bytes, "batch": limits.batch, "pixels": limits.pixels},
             "uptime_seconds": round(time.monotonic() - self._started, 1),
@@ -501,22 +500,20 @@ def answers_of(service: Service, prediction: Prediction) -> list[tuple[dict[str,
             f"There are {len(service.names)} class names, and the model has {outputs} outputs."
         )
     said = _said(prediction, service)
+    referral = service.referral
     shown = (*SCORES[:3], *thresholds_of(service.predictor.posterior.history.referral))
     known = {name: values.tolist() for name, values in prediction.scores().items()}
     reasons: Mapping[str, list[bool]] = {}
     tails: list[float] | None = None
-    if service.refers:
-        reasons = {
-            name: flags.tolist() for name, flags in referral_reasons(service.predictor, prediction).items()
-        }
-        if "scores" in service.predictor.posterior.history.referral:
-            tails = referral_tail(service.predictor, prediction).tolist()
+    if referral is not None:
+        reasons = {name: flags.tolist() for name, flags in referral.reasons(prediction).items()}
+        tails = referral.tail(prediction).tolist()
     answers: list[tuple[dict[str, Any], dict[str, Any]]] = []
     for index, words in enumerate(said):
         scores = {name: _finite(known[name][index]) for name in dict.fromkeys(shown) if name in known}
         referring = [name for name, flags in reasons.items() if flags[index]]
         judged: dict[str, Any] = {
-            "referred": bool(referring) if service.refers else None,
+            "referred": bool(referring) if referral is not None else None,
             "reasons": referring,
         }
         if tails is not None:

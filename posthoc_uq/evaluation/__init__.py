@@ -1,5 +1,20 @@
-"""How good predictions and their uncertainties are: `evaluate` and the object it returns."""
+"""How good predictions and their uncertainties are: `evaluate`, the object it returns, `metrics` and `plots`."""
 
+from __future__ import annotations
+
+from importlib import import_module
+from typing import TYPE_CHECKING, Any
+
+from posthoc_uq.evaluation import metrics
 from posthoc_uq.evaluation.evaluate import Evaluation, evaluate
 
-__all__ = ["Evaluation", "evaluate"]
+if TYPE_CHECKING:
+    from posthoc_uq.evaluation import plots
+
+__all__ = ["Evaluation", "evaluate", "metrics", "plots"]
+
+
+def __getattr__(name: str) -> Any:
+    if name == "plots":  # with matplotlib, which takes a second to load
+        return import_module("posthoc_uq.evaluation.plots")
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

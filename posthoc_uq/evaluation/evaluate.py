@@ -1,4 +1,4 @@
-"""`evaluate`: one pass over each loader, the numbers measured on the predictions, and the result."""
+"""`evaluate`: one pass over each loader by every compared model; the result as tables, files, figures and a page."""
 
 from __future__ import annotations
 
@@ -7,13 +7,12 @@ import json
 import math
 import os
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
 from io import BytesIO, StringIO
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, NamedTuple, cast
+from typing import TYPE_CHECKING, Any, cast
 
 import torch
-from annotated_types import Ge, Lt
 from torch import Tensor, nn
 
 from posthoc_uq.core.batches import (
@@ -34,176 +33,33 @@ from posthoc_uq.core.options import Count, Natural, check_option, known_argument
 from posthoc_uq.core.outputs import Choice, output_tensor
 from posthoc_uq.core.randomness import isolated_random_state
 from posthoc_uq.core.tables import csv_text, text_table
-from posthoc_uq.evaluation.measurements import (
-    FAMILIAR,
-    Example,
-    Gallery,
-    Measurements,
-    Table,
-    column_decimals,
-    images_of,
-    tables,
-)
-from posthoc_uq.evaluation.page import figures, html, single_figures
+from posthoc_uq.evaluation.measurements import FAMILIAR, Example, Measurements, column_decimals
 from posthoc_uq.files.atomic import checked_target, write
 from posthoc_uq.heads.predictor import Predictor
+from posthoc_uq.heads.referral import Rate
 from posthoc_uq.likelihoods import Likelihood, resolve_likelihood
 from posthoc_uq.likelihoods.class_prediction import ClassPrediction
 from posthoc_uq.likelihoods.positions import PositionPrediction
-from posthoc_uq.likelihoods.prediction import SCORES, Prediction, cat
+from posthoc_uq.likelihoods.prediction import SCORES, Prediction, cat, score_of
 from posthoc_uq.likelihoods.weights import counted_positions
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
 
-# The models that an evaluation compares: predictors, plain models, functions; each is a row of the tables.
-
-
-@dataclass(frozen=True)
-class ComparedModel:
-    """One row of the tables.
-
-    Attributes:
-        name: in the tables.
-        call: from a batch to its prediction.
-        device: where it takes its inputs.
-        dtype: of its weights, which arrays of floating-point numbers become.
-        predictor: the predictor, or None for a model without a posterior.
-        argument_names: of what it takes; None where that is anything, or not known.
-    """
-
-    name: str
-    call: Callable[[Batch], Prediction]
-    device: torch.device
-    dtype: torch.dtype
-    predictor: Predictor | None
-    argument_names: tuple[str, ...] | None = None
-
-
-@dataclass(frozen=True)
-class _Plain:
-    """How the outputs of models without a posterior are read.
-
-    Attributes:
-        likelihood: of their outputs.
-        noise_variance: of regression.
-        choice: which part of what they return the outputs are.
-        assumed: whether nobody named the likelihood, and no predictor has one.
-    """
-
-    likelihood: Likelihood
-    noise_variance: Tensor | None
-    choice: Choice | None
-    assumed: bool
-
-
-def compared_models(compared: Any, likelihood: str | Likelihood | None) -> list[ComparedModel]:
-    """The rows for a predictor, a plain model, a function, or a mapping from names to those.
-
-    Args:
-        compared: see `evaluate`.
-        likelihood: of plain models; None takes that of the first predictor, or classification.
-
-    Raises:
-        PosthocUQError: nothing to compare, or something that does not predict.
-    """
-    named = dict(cast(Mapping[str, Any], compared)) if isinstance(compared, Mapping) else {"": compared}
-    if not named:
-        raise PosthocUQError("evaluate needs at least one predictor.")
-    predictors = [model for model in named.values() if isinstance(model, Predictor)]
-    plain_likelihood = (
-        predictors[0].posterior.observation
-        if likelihood is None and predictors
-        else resolve_likelihood("classification" if likelihood is None else likelihood)
-    )
-    noise_variance: Tensor | None = None
-    if plain_likelihood.noise_variance is not None and (likelihood is None or isinstance(likelihood, str)):
-        # of the first predictor that has one; else 0, and no density is measured
-        noise_variances = [p.posterior.noise_variance for p in predictors]
-        noise_variance = next(
-            (variance for variance in noise_variances if variance is not None), torch.zeros((), device="cpu")
-        )
-    choice = next((found for p in predictors if (found := p.output_choice) is not None), None)
-    plain = _Plain(plain_likelihood, noise_variance, choice, likelihood is None and not predictors)
-    return [_row(str(name), model, plain) for name, model in named.items()]
-
-
-def _row(name: str, model: Any, plain: _Plain) -> ComparedModel:
-    """One row; of a plain model that returns no tensor, or of one like the predictors', the outputs are the choice."""
-    if isinstance(model, Predictor):
-        return ComparedModel(
-            name or model.head,
-            lambda batch: model(*batch.args, **batch.kwargs),
-            model.device,
-            model_dtype(model.model),
-            model,
-            argument_names(model.model),
-        )
-    if isinstance(model, nn.Module):
-        twin = replicate(model)
-
-        def predict(batch: Batch) -> Prediction:
-            with explained(lambda: twin, batch, "a batch of the loader", LOADER):
-                output = batch.copied().call_any(twin)
-            choice = plain.choice
-            if choice is not None and (callable(choice.part) or not isinstance(output, (Tensor, Prediction))):
-                output = choice.of(output)
-            return _as_prediction(output, plain)
-
-        names = argument_names(twin)
-        return ComparedModel(name or "model", predict, model_device(twin), model_dtype(twin), None, names)
-    if callable(model):
-        return ComparedModel(
-            name or "function",
-            lambda batch: _as_prediction(model(*batch.args, **batch.kwargs), plain),
-            torch.device("cpu"),
-            torch.float32,
-            None,
-        )
-    raise PosthocUQError(
-        f"evaluate takes a predictor from uq.wrap, a model, or a mapping of names to those; not a "
-        f"{type(model).__name__}."
-    )
-
-
-def _as_prediction(output: Any, plain: _Plain) -> Prediction:
-    """A model's output as the prediction of one weight sample; a prediction as it is.
-
-    Raises:
-        PosthocUQError: one output an input, which cannot be the classification that is assumed.
-    """
-    if isinstance(output, Prediction):
-        return output
-    outputs = output_tensor(output)
-    if plain.assumed and outputs.shape[1:].numel() == 1:
-        raise PosthocUQError(
-            f"The model has one output an input, {tuple(outputs.shape)}, and without a predictor evaluate takes "
-            f"outputs for the logits of classes; pass likelihood='regression', or 'binary' for one logit."
-        )
-    return plain.likelihood.from_draws(outputs.unsqueeze(0), plain.noise_variance).of_one_network()
-
-
-# `Evaluation`: the results of `evaluate`, as tables, files, figures and a page.
-
-
 @dataclass(frozen=True, eq=False, repr=False)
 class Evaluation(Measurements):
-    """Predictions of several data sets by several predictors, and the numbers measured on them; `str` gives tables.
+    """Predictions of several data sets by several predictors, and the numbers measured on them; `str` gives tables."""
 
-    Attributes:
-        predictions: by row (a compared model), by data set: ``"test"`` and the foreign ones.
-        targets: of the test data: labels (inputs,), or values shaped like the mean.
-        predictors: by row, those that have a posterior.
-        galleries: images worth a look, by title.
-        score: the uncertainty that `threshold` and the figures use if none is named.
-        joint: groups of scores by which foreign data are detected, beside each score alone.
-        referral_rates: shares of referred inputs.
-        bins: of calibration errors.
-        class_names: by index, or None.
-        display: input image to colours, or None.
-        hyperparameters: by row, those of its posterior when it predicted; without them no threshold can be kept.
-    """
+    def __str__(self) -> str:
+        parts = [
+            f"{title}\n\n{text_table(header, rows, digits=column_decimals(header, rows), indent='  ')}"
+            for title, (header, rows) in self.tables().items()
+        ]
+        return "\n\n".join(parts)
+
+    def __repr__(self) -> str:
+        return f"Evaluation(models={self.names}, foreign={self.foreign_names}, inputs={len(self.targets)})"
 
     def rows(self) -> list[dict[str, Any]]:
         """Every number, one dictionary each: ``model, data, score, measure, value``; score is empty for quality."""
@@ -242,27 +98,22 @@ class Evaluation(Measurements):
 
     def to_dict(self) -> dict[str, Any]:
         """Everything as plain values, fit for JSON; numbers that are not finite are None."""
-        sizes = {data: len(p) for data, p in next(iter(self.predictions.values())).items()}
-        return cast(
-            dict[str, Any],
-            _finite(
-                {
-                    "inputs": sizes,
-                    "quality": self.metrics,
-                    "selective": self.selective,
-                    "foreign": self.foreign,
-                    "thresholds": {
-                        name: {
-                            score: {
-                                f"{rate:g}": self.threshold(rate, score, name) for rate in self.referral_rates
-                            }
-                            for score in self.selective[name]
-                        }
-                        for name in self.names
-                    },
-                }
-            ),
-        )
+        rates = {f"{rate:g}": rate for rate in self.referral_rates}
+        thresholds = {
+            name: {
+                score: {shown_rate: self.threshold(rate, score, name) for shown_rate, rate in rates.items()}
+                for score in self.selective[name]
+            }
+            for name in self.names
+        }
+        values = {
+            "inputs": {data: len(p) for data, p in next(iter(self.predictions.values())).items()},
+            "quality": self.metrics,
+            "selective": self.selective,
+            "foreign": self.foreign,
+            "thresholds": thresholds,
+        }
+        return cast(dict[str, Any], _finite(values))
 
     def to_json(self, path: str | os.PathLike[str]) -> None:
         """Write `to_dict`.
@@ -272,22 +123,10 @@ class Evaluation(Measurements):
         """
         _put(path, json.dumps(self.to_dict(), indent=1) + "\n")
 
-    def tables(self) -> dict[str, Table]:
-        """By title, a header and rows of cells: quality, foreign data, selective prediction, referred shares."""
-        return tables(self)
-
-    def __str__(self) -> str:
-        parts = [
-            f"{title}\n\n{text_table(header, rows, digits=column_decimals(header, rows), indent='  ')}"
-            for title, (header, rows) in self.tables().items()
-        ]
-        return "\n\n".join(parts)
-
-    def __repr__(self) -> str:
-        return f"Evaluation(models={self.names}, foreign={self.foreign_names}, inputs={len(self.targets)})"
-
     def figures(self) -> dict[str, Figure]:
         """Figures by name: reliability or coverage, scores on familiar and foreign data, risk over coverage."""
+        from posthoc_uq.evaluation.page import figures  # with matplotlib
+
         return figures(self)
 
     def report(self, path: str | os.PathLike[str], *, title: str = "How far to trust this model") -> Path:
@@ -304,7 +143,9 @@ class Evaluation(Measurements):
         Raises:
             PosthocUQError: the file cannot be written; an existing one is left as it was.
         """
-        _put(path, html(self, title, self.tables(), single_figures(self)))
+        from posthoc_uq.evaluation.page import html  # with matplotlib
+
+        _put(path, html(self, title))
         return Path(path)
 
 
@@ -318,7 +159,182 @@ def _finite(value: Any) -> Any:
     return None if isinstance(value, float) and not math.isfinite(value) else value
 
 
-# `evaluate`: measures predictors on familiar and on foreign data, in one pass over each loader.
+# The models that an evaluation compares.
+
+
+@dataclass(frozen=True)
+class _Row:
+    """A predictor, a plain model or a function: one row of the tables.
+
+    Attributes:
+        name: in the tables.
+        call: from a batch to its prediction.
+        device: where it takes its inputs.
+        dtype: of its weights, which arrays of floating-point numbers become.
+        predictor: the predictor, or None for a model without a posterior.
+        argument_names: of what it takes; None where that is anything, or not known.
+    """
+
+    name: str
+    call: Callable[[Batch], Prediction]
+    device: torch.device
+    dtype: torch.dtype
+    predictor: Predictor | None
+    argument_names: tuple[str, ...] | None = None
+
+
+@dataclass(frozen=True)
+class _Plain:
+    """How the outputs of models without a posterior are read.
+
+    Attributes:
+        likelihood: of their outputs.
+        noise_variance: of regression.
+        choice: which part of what they return the outputs are.
+        assumed: whether nobody named the likelihood, and no predictor has one.
+    """
+
+    likelihood: Likelihood
+    noise_variance: Tensor | None
+    choice: Choice | None
+    assumed: bool
+
+    def prediction(self, output: Any) -> Prediction:
+        """A model's output as the prediction of one weight sample; a prediction as it is.
+
+        Raises:
+            PosthocUQError: one output an input, which cannot be the classification that is assumed.
+        """
+        if isinstance(output, Prediction):
+            return output
+        outputs = output_tensor(output)
+        if self.assumed and outputs.shape[1:].numel() == 1:
+            raise PosthocUQError(
+                f"The model has one output an input, {tuple(outputs.shape)}, and without a predictor evaluate takes "
+                f"outputs for the logits of classes; pass likelihood='regression', or 'binary' for one logit."
+            )
+        return self.likelihood.from_draws(outputs.unsqueeze(0), self.noise_variance).of_one_network()
+
+
+def _compared(compared: Any, likelihood: str | Likelihood | None) -> list[_Row]:
+    """The rows for a predictor, a plain model, a function, or a mapping from names to those.
+
+    Raises:
+        PosthocUQError: nothing to compare, or something that does not predict.
+    """
+    named = dict(cast(Mapping[str, Any], compared)) if isinstance(compared, Mapping) else {"": compared}
+    if not named:
+        raise PosthocUQError("evaluate needs at least one predictor.")
+    predictors = [model for model in named.values() if isinstance(model, Predictor)]
+    plain_likelihood = (
+        predictors[0].posterior.observation
+        if likelihood is None and predictors
+        else resolve_likelihood("classification" if likelihood is None else likelihood)
+    )
+    noise_variance: Tensor | None = None
+    if plain_likelihood.noise_variance is not None and (likelihood is None or isinstance(likelihood, str)):
+        # of the first predictor that has one; else 0, and no density is measured
+        noise_variances = [p.posterior.noise_variance for p in predictors]
+        noise_variance = next(
+            (variance for variance in noise_variances if variance is not None), torch.zeros((), device="cpu")
+        )
+    choice = next((found for p in predictors if (found := p.output_choice) is not None), None)
+    plain = _Plain(plain_likelihood, noise_variance, choice, likelihood is None and not predictors)
+    return [_row(str(name), model, plain) for name, model in named.items()]
+
+
+def _row(name: str, model: Any, plain: _Plain) -> _Row:
+    """One row; of a plain model that returns no tensor, or of one like the predictors', the outputs are the choice."""
+    if isinstance(model, Predictor):
+        return _Row(
+            name or model.head,
+            lambda batch: model(*batch.args, **batch.kwargs),
+            model.device,
+            model_dtype(model.model),
+            model,
+            argument_names(model.model),
+        )
+    if isinstance(model, nn.Module):
+        twin = replicate(model)
+
+        def predict(batch: Batch) -> Prediction:
+            with explained(lambda: twin, batch, "a batch of the loader", LOADER):
+                output = batch.copied().call_any(twin)
+            choice = plain.choice
+            if choice is not None and (callable(choice.part) or not isinstance(output, (Tensor, Prediction))):
+                output = choice.of(output)
+            return plain.prediction(output)
+
+        return _Row(
+            name or "model", predict, model_device(twin), model_dtype(twin), None, argument_names(twin)
+        )
+    if callable(model):
+        return _Row(
+            name or "function",
+            lambda batch: plain.prediction(model(*batch.args, **batch.kwargs)),
+            torch.device("cpu"),
+            torch.float32,
+            None,
+        )
+    raise PosthocUQError(
+        f"evaluate takes a predictor from uq.wrap, a model, or a mapping of names to those; not a "
+        f"{type(model).__name__}."
+    )
+
+
+# The few images worth a look, kept while the batches pass, so that no data set is kept in memory.
+
+
+@dataclass
+class _Gallery:
+    """The `size` offered images of a data set with the largest (or smallest) score."""
+
+    size: int
+    score: str
+    data: str
+    largest: bool = True
+    mistakes_only: bool = False
+    examples: list[Example] = field(default_factory=lambda: list[Example]())
+
+    def offer(self, batch: Batch, prediction: Prediction, targets: Tensor | None, start: int) -> None:
+        """Look at one batch, whose first input is number `start`; of predictions with one class an input."""
+        images = next(iter(batch.tensors()), None)
+        if images is None or images.ndim != 4 or images.shape[1] not in (1, 3, 4) or self.size < 1:
+            return
+        if prediction.classes is None or isinstance(prediction, PositionPrediction):
+            return
+        prediction = cast(ClassPrediction, prediction)
+        labels = None if targets is None else prediction.labels(targets).flatten()
+        sign = 1.0 if self.largest else -1.0
+        scores = score_of(prediction, self.score).cpu()
+        order = sign * torch.nan_to_num(scores, nan=torch.inf)
+        if self.mistakes_only and labels is not None:
+            order = order.masked_fill(prediction.predicted().cpu() == labels.cpu(), -torch.inf)
+        probability, predicted = prediction.probs.max(dim=-1)
+        picked = [(sign * example.score, example) for example in self.examples]
+        for index in order.topk(min(self.size, len(order))).indices.tolist():
+            if order[index] != -torch.inf:
+                example = Example(
+                    images[index],
+                    self.data,
+                    start + index,
+                    float(scores[index]),
+                    int(predicted[index]),
+                    float(probability[index]),
+                    None if labels is None else int(labels[index]),
+                )
+                picked.append((float(order[index]), example))
+        best = [example for _, example in sorted(picked, key=lambda pair: -pair[0])[: self.size]]
+        # a view would keep the whole batch in memory
+        self.examples = [
+            replace(example, image=example.image.detach().float().cpu().clone())
+            if example.index >= start
+            else example
+            for example in best
+        ]
+
+
+# One pass over each loader.
 
 Compared = Predictor | nn.Module | Callable[..., Any]
 
@@ -356,9 +372,9 @@ def evaluate(
         ood_loaders: foreign data by name (targets, if any, are ignored), or one loader.
         likelihood: of models without a posterior; by default that of the first predictor, or classification. If it is
             a name, a regression's noise variance is that of the first predictor; without one, no density is measured.
-        score: by which the examples are chosen, one of `prediction.SCORES`; by default the entropy.
+        score: by which the examples are chosen, one of `posthoc_uq.likelihoods.SCORES`; by default the entropy.
         joint: groups of scores, ``[("entropy", "mutual_information")]``, that detect foreign data together, by
-            `posthoc_uq.likelihoods.metrics.joint_tail`. Rows without one of a group's scores have no such number.
+            `posthoc_uq.evaluation.metrics.joint_tail`. Rows without one of a group's scores have no such number.
         referral_rates: shares of the inputs to refer, for selective prediction.
         bins: of the calibration errors.
         n_examples: images to keep of each kind, for the report.
@@ -375,46 +391,53 @@ def evaluate(
         PosthocUQError: nothing to compare, a loader without targets, or targets that do not fit the predictions.
         NonFiniteError: predictions that are NaN.
     """
-    rows, foreign = compared_models(predictor, likelihood), _named_loaders(ood_loaders)
-    _check(loader, foreign, score)
-    rates = [
-        check_option("Each of referral_rates", rate, Annotated[float, Ge(0), Lt(1)])
-        for rate in _listed("referral_rates", referral_rates)
-    ]
-    groups = _groups(joint)
-    bins, n_examples = check_option("bins", bins, Count), check_option("n_examples", n_examples, Natural)
-    names = None if class_names is None else _listed("class_names", class_names)
-    check_option("display", display, Callable[..., Any] | None)
-    reading = _Reading(batch_to_inputs, batch_to_targets, progress)
-    predictions, targets, galleries = _predict(rows, loader, foreign, reading, score, n_examples)
-    predictors = {row.name: row.predictor for row in rows}
-    settings = {
-        name: row_predictor.hyperparameters()
-        for name, row_predictor in predictors.items()
-        if row_predictor is not None
-    }
-    measured = predictions, targets, predictors, galleries
-    return Evaluation(*measured, score, tuple(rates), bins, names, display, settings, groups)
-
-
-class _Reading(NamedTuple):
-    """How batches are read, and whether a bar is shown."""
-
-    batch_to_inputs: BatchFunction | None
-    batch_to_targets: BatchFunction | None
-    progress: bool
-
-
-def _check(
-    loader: Iterable[Any],
-    foreign: Mapping[str, Iterable[Any]],
-    score: str | None,
-) -> None:
+    rows, foreign = _compared(predictor, likelihood), _named_loaders(ood_loaders)
     check_loader(loader)
     for foreign_loader in foreign.values():
         check_loader(foreign_loader, "loader of foreign inputs")
     if score is not None:
         one_of("score", score, SCORES)
+    rates = tuple(
+        check_option("Each of referral_rates", rate, Rate)
+        for rate in _listed("referral_rates", referral_rates)
+    )
+    groups, bins = _groups(joint), check_option("bins", bins, Count)
+    n_examples = check_option("n_examples", n_examples, Natural)
+    names = None if class_names is None else _listed("class_names", class_names)
+    check_option("display", display, Callable[..., Any] | None)
+    first = rows[0]
+    reader = BatchReader(
+        first.device, batch_to_inputs, batch_to_targets, dtype=first.dtype, names=first.argument_names
+    )
+
+    # the examples are chosen by the last row
+    by = score or "entropy"
+    galleries = {
+        "most uncertain": _Gallery(n_examples, by, FAMILIAR),
+        "surest mistakes": _Gallery(n_examples, by, FAMILIAR, largest=False, mistakes_only=True),
+    }
+    familiar, targets = _pass(rows, loader, FAMILIAR, list(galleries.values()), reader, progress)
+    if targets is None:
+        raise PosthocUQError("evaluate needs targets, and the loader yields inputs alone.")
+    predictions = {row.name: {FAMILIAR: familiar[row.name]} for row in rows}
+    for name, foreign_loader in foreign.items():
+        gallery = galleries[f"{name}: least uncertain"] = _Gallery(n_examples, by, name, largest=False)
+        found, _ = _pass(rows, foreign_loader, name, [gallery], reader, progress)
+        for row, prediction in found.items():
+            predictions[row][name] = prediction
+    return Evaluation(
+        predictions,
+        familiar[first.name].fitting(targets),
+        {row.name: row.predictor for row in rows},
+        {title: gallery.examples for title, gallery in galleries.items() if gallery.examples},
+        score,
+        rates,
+        bins,
+        names,
+        display,
+        {row.name: row.predictor.hyperparameters() for row in rows if row.predictor is not None},
+        groups,
+    )
 
 
 def _groups(joint: Any) -> tuple[tuple[str, ...], ...]:
@@ -452,57 +475,30 @@ def _named_loaders(loaders: Any) -> dict[str, Iterable[Any]]:
     return {str(name): loader for name, loader in named.items()}
 
 
-def _predict(
-    rows: list[ComparedModel],
-    loader: Iterable[Any],
-    foreign: Mapping[str, Iterable[Any]],
-    reading: _Reading,
-    score: str | None,
-    n_examples: int,
-) -> tuple[dict[str, dict[str, Prediction]], Tensor, dict[str, list[Example]]]:
-    """Predictions by row and data set, the targets of the test data, and the examples by title."""
-    score = score or "entropy"
-    galleries = {
-        "most uncertain": Gallery(n_examples, score, FAMILIAR),
-        "surest mistakes": Gallery(n_examples, score, FAMILIAR, largest=False, mistakes_only=True),
-    }
-    familiar, targets = _pass(rows, loader, FAMILIAR, list(galleries.values()), reading)
-    if targets is None:
-        raise PosthocUQError("evaluate needs targets, and the loader yields inputs alone.")
-    predictions = {row.name: {FAMILIAR: familiar[row.name]} for row in rows}
-    for name, foreign_loader in foreign.items():
-        gallery = galleries[f"{name}: least uncertain"] = Gallery(n_examples, score, name, largest=False)
-        for row, prediction in _pass(rows, foreign_loader, name, [gallery], reading)[0].items():
-            predictions[row][name] = prediction
-    examples = {title: gallery.examples for title, gallery in galleries.items() if gallery.examples}
-    return predictions, familiar[rows[0].name].fitting(targets), examples
-
-
 def _pass(
-    rows: list[ComparedModel], loader: Iterable[Any], name: str, galleries: list[Gallery], reading: _Reading
+    rows: list[_Row],
+    loader: Iterable[Any],
+    name: str,
+    galleries: list[_Gallery],
+    reader: BatchReader,
+    progress: bool,
 ) -> tuple[dict[str, Prediction], Tensor | None]:
-    """Every row's prediction of a loader, and the targets; examples are chosen by the last row."""
-    reader = BatchReader(
-        rows[0].device,
-        reading.batch_to_inputs,
-        reading.batch_to_targets,
-        dtype=rows[0].dtype,
-        names=rows[0].argument_names,
-    )
+    """Every row's prediction of a loader, and the targets where all batches have them."""
     parts: dict[str, list[Prediction]] = {row.name: [] for row in rows}
     targets: list[Tensor] = []
     seen = 0
-    with torch.no_grad(), isolated_random_state(), Bar(loader, f"evaluate {name}", reading.progress) as bar:
+    with torch.no_grad(), isolated_random_state(), Bar(loader, f"evaluate {name}", progress) as bar:
         for batch in batches(loader, reader):
             for row in rows:
                 moved = batch if row.device == reader.device else batch.to(row.device)
                 parts[row.name].append(_counting(row.call(moved).to("cpu"), batch))
-            last = parts[rows[-1].name][-1]
             if batch.targets is not None:
                 targets.append(batch.targets.cpu())
-            labels = _labels(last, targets[-1]) if batch.targets is not None and name == FAMILIAR else None
+            last = parts[rows[-1].name][-1]
             for gallery in galleries:
-                gallery.offer(images_of(batch.tensors()), last, labels, seen)
+                labels = targets[-1] if batch.targets is not None and name == FAMILIAR else None
+                if labels is not None or not gallery.mistakes_only:
+                    gallery.offer(batch, last, labels, seen)
             seen += len(last)
             bar.advance(len(last))
     joined = torch.cat(targets) if targets and sum(map(len, targets)) == seen else None
@@ -520,8 +516,3 @@ def _counting(prediction: Prediction, batch: Batch) -> Prediction:
     if bool(counted.all()):
         return prediction
     return prediction.masked(counted.reshape(len(prediction), *prediction.positions))
-
-
-def _labels(prediction: Prediction, targets: Tensor) -> Tensor:
-    """The labels ``(inputs,)`` of a batch, for the images worth a look."""
-    return (prediction.labels(targets) if isinstance(prediction, ClassPrediction) else targets).flatten()

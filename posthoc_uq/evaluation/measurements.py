@@ -1,11 +1,12 @@
-"""All predictions and the numbers measured on them, as tables, and the images worth a look."""
+"""The predictions of several data sets by several predictors, the numbers measured on them, and tables of these."""
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from functools import cached_property
-from typing import Any, cast, overload
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -13,29 +14,143 @@ from torch import Tensor
 from posthoc_uq.core.errors import NonFiniteError, PosthocUQError
 from posthoc_uq.core.options import did_you_mean
 from posthoc_uq.core.tables import decimals
+from posthoc_uq.evaluation import metrics
 from posthoc_uq.heads.predictor import Predictor
-from posthoc_uq.heads.referral import referral_applies, referral_reasons, referral_scores, set_referral
-from posthoc_uq.likelihoods import metrics
-from posthoc_uq.likelihoods.class_prediction import ClassPrediction
-from posthoc_uq.likelihoods.metrics import referral_threshold
-from posthoc_uq.likelihoods.positions import PositionPrediction
+from posthoc_uq.heads.referral import Referral, default_referral_scores
 from posthoc_uq.likelihoods.prediction import CLASS_SCORES, Prediction, score_of
 
-# The measures of a prediction by name, from `posthoc_uq.metrics`.
+FAMILIAR = "test"
+"""The name of the first loader's data."""
 
-LARGER_IS_BETTER = (
-    "accuracy",
-    "top-5 accuracy",
-    "log density",
-    "AUROC",
-    "AUPR",
-    "AUC at",
-    "mAP",
-    "F1",
-    "quadratic kappa",
-)
-"""How the names of measures start whose larger values are better; of others, but for `NEUTRAL`, smaller is better."""
-NEUTRAL = ("coverage", "sharpness", "mean entropy", "referred", "by ")
+# What scores and measures mean, in a sentence each, for readers who have not seen the library.
+
+SCORE_MEANINGS = {
+    "entropy": "How undecided the predicted probabilities are, in nats; 0 is certain.",
+    "mutual_information": "The part of the entropy that comes from not knowing the weights, in nats.",
+    "max_probability": "1 minus the largest probability.",
+    "functional_variance": "How far the outputs vary because the weights are not known. Of classifiers it also grows "
+    "with the size of the features, and may rank foreign inputs below familiar ones: compare it with novelty.",
+    "variation_ratio": "The share of the drawn networks that vote for another class.",
+    "novelty": "How unlike the training data an input is: the share of the prior's uncertainty that the data left "
+    "there. Between 0 and 1; compare it with held-out inputs, not with a fixed number.",
+    "standard_deviation": "How far the target may be from the prediction, noise included, in the target's units.",
+    "epistemic_variance": "The part of the variance that comes from not knowing the weights.",
+}
+
+
+class Measure(NamedTuple):
+    """What a measure means, and whether larger values are better; None where neither larger nor smaller ones are."""
+
+    meaning: str
+    larger_is_better: bool | None
+
+
+MEASURES = {
+    "accuracy": Measure("Share of predictions that are right.", True),
+    "top-5 accuracy": Measure("Share of inputs whose right class is among the five most probable.", True),
+    "NLL": Measure(
+        "Mean of the negative log probability (or density) of the right answer. Smaller is better; it "
+        "punishes confident mistakes.",
+        False,
+    ),
+    "Brier": Measure(
+        "Squared distance between the probabilities and the right answer. Smaller is better.",
+        False,
+    ),
+    "ECE": Measure(
+        "Expected calibration error: mean gap between how sure the predictions are and how often they are"
+        " right. Smaller is better.",
+        False,
+    ),
+    "ECE (equal mass)": Measure("The same, in groups of equally many predictions.", False),
+    "classwise ECE": Measure("The same for the probability of each class, and then their mean.", False),
+    "mean entropy": Measure(
+        "How undecided the predictions are on average, in nats. Neither large nor small is better.",
+        None,
+    ),
+    "RMSE": Measure("Root of the mean squared error, in the target's units. Smaller is better.", False),
+    "log density": Measure(
+        "Mean log density that the prediction gives to the target. Larger is better.",
+        True,
+    ),
+    "CRPS": Measure(
+        "Mean distance of the predicted distribution from the target, in its units. Smaller is better.",
+        False,
+    ),
+    "coverage": Measure(
+        "Share of targets inside the central intervals of a level. Best where it is the level itself.",
+        None,
+    ),
+    "sharpness": Measure("Mean width of those intervals, in the target's units.", None),
+    "mean deviance": Measure(
+        "Mean deviance of a target from its predicted mean. Smaller is better; 0 is perfect.",
+        False,
+    ),
+    "mAP": Measure(
+        "Average precision of finding a label's inputs, mean over labels. Larger is better.",
+        True,
+    ),
+    "F1 (macro)": Measure("Balance of precision and recall, mean over labels. Larger is better.", True),
+    "F1 (micro)": Measure("The same over all labels together.", True),
+    "Hamming loss": Measure("Share of labels that are decided wrongly.", False),
+    "RPS": Measure(
+        "Squared distance between the cumulative probabilities of ordered classes and the right answer. "
+        "Smaller is better.",
+        False,
+    ),
+    "MAE": Measure(
+        "Mean distance of the median class from the right one, in classes. Smaller is better.",
+        False,
+    ),
+    "quadratic kappa": Measure(
+        "Agreement with the right classes beyond chance; far misses count more. 1 is perfect.",
+        True,
+    ),
+    "AUROC": Measure(
+        "How often a foreign input has a larger score than a familiar one: 1 is perfect, 0.5 is chance.",
+        True,
+    ),
+    "AUPR": Measure("Mean precision of finding the foreign inputs by the score. Larger is better.", True),
+    "FPR95": Measure(
+        "Share of the familiar inputs that are flagged when 95 % of the foreign ones are. Smaller is better.",
+        False,
+    ),
+    "AURC": Measure(
+        "Mean loss over all shares of inputs that could be kept (area under the risk-coverage curve). "
+        "Smaller is better.",
+        False,
+    ),
+    "AUC": Measure("Area under the ROC curve of the two classes. Larger is better.", True),
+}
+_LEVEL = re.compile(r" of \d+ %$")
+_REFERRED = re.compile(r"^(.+) at ([\d.e-]+)$")
+
+
+def words(name: str) -> str:
+    """A score's or measure's name as it is written for people: ``"RMSE at 0.05"`` is the RMSE with 5 % referred."""
+    found = _REFERRED.match(name)
+    if found:
+        return f"{found[1]}, {100 * float(found[2]):.4g} % referred"
+    return name.replace("_", " ")
+
+
+def measure_of(name: str) -> Measure | None:
+    """The measure behind a name with a level or a share of referred inputs; None for one of the user's."""
+    return MEASURES.get(_plain(name))
+
+
+def meanings(names: Iterable[str]) -> dict[str, str]:
+    """By name as it is written, without levels and shares, what it means; names that are not known are left out."""
+    known = SCORE_MEANINGS | {name: measure.meaning for name, measure in MEASURES.items()}
+    return {words(name): known[name] for name in map(_plain, names) if name in known}
+
+
+def _plain(name: str) -> str:
+    referred = _REFERRED.match(name)
+    return _LEVEL.sub("", referred[1] if referred else name)
+
+
+# Measures of scores.
 
 
 def foreignness(
@@ -60,7 +175,9 @@ def foreignness(
     }
 
 
-def selection(prediction: Prediction, targets: Tensor, rates: Sequence[float]) -> dict[str, dict[str, float]]:
+def _selection(
+    prediction: Prediction, targets: Tensor, rates: Sequence[float]
+) -> dict[str, dict[str, float]]:
     """By score, the quality on the inputs that are not referred."""
     losses = prediction.losses(targets)
     return {
@@ -73,26 +190,10 @@ def selection(prediction: Prediction, targets: Tensor, rates: Sequence[float]) -
     }
 
 
-def referred_shares(reasons: Mapping[str, Tensor]) -> dict[str, float]:
-    """The share of the inputs that any score refers, and that each score refers, from booleans (inputs,) by score."""
-    by_score = {f"by {score}": float(flags.double().mean()) for score, flags in reasons.items()}
-    return {"referred": float(torch.stack(list(reasons.values())).any(dim=0).double().mean()), **by_score}
-
-
-def better(measure: str) -> int:
-    """1 for a measure of which larger values are better, -1 where smaller ones are, 0 where neither."""
-    if measure.startswith(NEUTRAL):
-        return 0
-    return 1 if measure.startswith(LARGER_IS_BETTER) else -1
-
-
 def _varies(*scores: Tensor) -> bool:
     """Whether a score varies between inputs: a plain model's functional variance is 0 everywhere."""
     joined = torch.cat(scores)
     return joined.numel() > 0 and bool((joined != joined[0]).any())
-
-
-# The few images worth a look, kept while the batches pass, so that no data set is kept in memory.
 
 
 @dataclass(frozen=True)
@@ -118,72 +219,13 @@ class Example:
     label: int | None
 
 
-@dataclass
-class Gallery:
-    """The `size` offered images of a data set with the largest (or smallest) score."""
-
-    size: int
-    score: str
-    data: str
-    largest: bool = True
-    mistakes_only: bool = False
-    examples: list[Example] = field(default_factory=lambda: list[Example]())
-
-    def offer(
-        self, images: Tensor | None, prediction: Prediction, targets: Tensor | None, start: int
-    ) -> None:
-        """Look at one batch, whose first input is number `start`; of predictions with one class an input."""
-        one_class = prediction.classes is not None and not isinstance(prediction, PositionPrediction)
-        if images is None or not one_class or self.size < 1:
-            return
-        prediction = cast(ClassPrediction, prediction)
-        if self.mistakes_only and targets is None:
-            return
-        scores = score_of(prediction, self.score).cpu()
-        order = torch.nan_to_num(scores, nan=torch.inf) * (1.0 if self.largest else -1.0)
-        if self.mistakes_only and targets is not None:
-            order = order.masked_fill(prediction.predicted().cpu() == targets.cpu(), -torch.inf)
-        probability, predicted = prediction.probs.max(dim=-1)
-        picked: list[tuple[float, Example]] = []
-        for index in order.topk(min(self.size, len(order))).indices.tolist():
-            if order[index] == -torch.inf:
-                continue
-            example = Example(
-                images[index],
-                self.data,
-                start + index,
-                float(scores[index]),
-                int(predicted[index]),
-                float(probability[index]),
-                None if targets is None else int(targets[index]),
-            )
-            picked.append((float(order[index]), example))
-        sign = 1.0 if self.largest else -1.0
-        picked += [(sign * example.score, example) for example in self.examples]
-        self.examples = [example for _, example in sorted(picked, key=lambda pair: -pair[0])[: self.size]]
-        new = [place for place, example in enumerate(self.examples) if example.index >= start]
-        if new:
-            copies = torch.stack([self.examples[place].image.detach().float() for place in new]).cpu()
-            for place, image in zip(new, copies, strict=True):
-                self.examples[place] = replace(self.examples[place], image=image.clone())
-
-
-def images_of(inputs: list[Tensor]) -> Tensor | None:
-    """The images among a batch's inputs: the first tensor, if it has one, three or four channels in four dimensions."""
-    if inputs and inputs[0].ndim == 4 and inputs[0].shape[1] in (1, 3, 4):
-        return inputs[0]
-    return None
-
-
-# Predictions of several data sets by several predictors, and the numbers measured on them.
-
-FAMILIAR = "test"
-"""The name of the first loader's data."""
+Table = tuple[list[str], list[list[Any]]]
+"""A header and rows of cells."""
 
 
 @dataclass(frozen=True, eq=False, repr=False)
 class Measurements:
-    """Predictions of several data sets by several predictors, and the numbers measured on them.
+    """What the tables, the figures and the page of an `Evaluation` show.
 
     Attributes:
         predictions: by row (a compared model), by data set: ``"test"`` and the foreign ones.
@@ -191,12 +233,12 @@ class Measurements:
         predictors: by row, those that have a posterior.
         galleries: images worth a look, by title.
         score: the uncertainty that `threshold` and the figures use if none is named.
-        joint: groups of scores by which foreign data are detected, beside each score alone.
         referral_rates: shares of referred inputs.
         bins: of calibration errors.
         class_names: by index, or None.
         display: input image to colours, or None.
         hyperparameters: by row, those of its posterior when it predicted; without them no threshold can be kept.
+        joint: groups of scores by which foreign data are detected, beside each score alone.
     """
 
     predictions: Mapping[str, Mapping[str, Prediction]]
@@ -246,7 +288,7 @@ class Measurements:
     def selective(self) -> dict[str, dict[str, dict[str, float]]]:
         """By row and score: the area under the risk-coverage curve, and the accuracy on the inputs not referred."""
         return {
-            row: selection(by_set[FAMILIAR], self.targets, self.referral_rates)
+            row: _selection(by_set[FAMILIAR], self.targets, self.referral_rates)
             for row, by_set in self.predictions.items()
         }
 
@@ -263,61 +305,62 @@ class Measurements:
     @property
     def classification(self) -> bool:
         """Whether classes were predicted, or values."""
-        return self._first.classes is not None
+        return self._test(self.names[0]).classes is not None
+
+    @property
+    def default_score(self) -> str:
+        """The name of the score used where none is named."""
+        return self.score or self._test(self.names[0]).default_score
+
+    def shown_scores(self, name: str) -> list[str]:
+        """The scores of a row that vary between inputs."""
+        known = self.selective[name]
+        return [score for score in CLASS_SCORES if score in known] if self.classification else list(known)
+
+    def losses(self, name: str | None = None) -> Tensor:
+        """Per test input ``(inputs,)``: 1 for a wrong class, the squared error for values."""
+        return self._test(name).losses(self.targets)
 
     def threshold(self, rate: float, score: str | None = None, name: str | None = None) -> float:
         """The value of a score above which at most a share `rate` of the test inputs lies.
 
         Args:
             rate: in [0, 1).
-            score: one of `prediction.SCORES`; by default the one of `evaluate`, or entropy (standard
+            score: one of `posthoc_uq.likelihoods.SCORES`; by default the one of `evaluate`, or entropy (standard
                 deviation for values).
             name: the row; by default the last.
 
         Raises:
             PosthocUQError: an unknown row or score, or a rate out of range.
         """
-        return referral_threshold(score_of(self._test(name), score or self.default_score), rate)
-
-    @overload
-    def set_referral(  # pyright: ignore[reportOverlappingOverload] a text is a sequence of texts, too
-        self, rate: float, score: str, name: str | None = None
-    ) -> float: ...
-
-    @overload
-    def set_referral(
-        self, rate: float, score: Sequence[str] | None = None, name: str | None = None
-    ) -> dict[str, float]: ...
+        return metrics.referral_threshold(score_of(self._test(name), score or self.default_score), rate)
 
     def set_referral(
-        self, rate: float, score: str | Sequence[str] | None = None, name: str | None = None
-    ) -> float | dict[str, float]:
-        """Keep the thresholds for referring a share `rate` in the posterior of a row, for `refer` and the command line.
+        self, rate: float = 0.05, score: str | Sequence[str] | None = None, name: str | None = None
+    ) -> Referral:
+        """A `Referral` of the share `rate`, set on the test data and stored in the posterior of a row; save it
+        afterwards.
 
         Args:
             rate: in [0, 1), of all scores together.
-            score: one score, or several, which have a threshold each, by the smallest of an input's tail probabilities
-                (`posthoc_uq.set_referral`). By default the one of `evaluate`, or entropy (standard deviation for
-                values), and novelty where the row knows it.
+            score: one score, or several. By default the one of `evaluate`, or entropy (standard deviation for values),
+                and novelty where the row knows it.
             name: the row; by default the last.
-
-        Returns:
-            The threshold of each score by name, or of one score that is given by its name that number. Save the
-            posterior afterwards.
 
         Raises:
             PosthocUQError: as `threshold`, or the row has no posterior, or its posterior was tuned since.
         """
-        predictor = self.predictors.get(self._row(name))
+        row = self._row(name)
+        predictor = self.predictors.get(row)
         if predictor is None:
-            raise PosthocUQError(f"{self._row(name)!r} has no posterior to keep a threshold in.")
-        if predictor.hyperparameters() != self.hyperparameters.get(self._row(name)):
+            raise PosthocUQError(f"{row!r} has no posterior to keep a threshold in.")
+        if predictor.hyperparameters() != self.hyperparameters.get(row):
             raise PosthocUQError(
                 "The posterior's hyperparameters changed after these predictions were made; evaluate again."
             )
         prediction = self._test(name)
-        scores = referral_scores(prediction, self.score) if score is None else score
-        return set_referral(predictor, prediction, rate, scores)
+        scores = score or default_referral_scores(prediction, self.score)
+        return Referral(rate, scores).fit(predictor, prediction)
 
     def referral_reasons(self, name: str | None = None) -> dict[str, dict[str, Tensor]]:
         """By data set and score, (inputs,) of booleans: which the score refers by the thresholds in a row's posterior.
@@ -330,25 +373,57 @@ class Measurements:
         """
         row = self._row(name)
         predictor = self.predictors.get(row)
-        if predictor is None or not referral_applies(predictor):
+        if predictor is None or not predictor.referral.applies:
             return {}
         if predictor.hyperparameters() != self.hyperparameters.get(row):
             return {}
-        return {data: referral_reasons(predictor, p) for data, p in self.predictions[row].items()}
+        return {data: predictor.referral.reasons(p) for data, p in self.predictions[row].items()}
 
-    @property
-    def default_score(self) -> str:
-        """The name of the score used where none is named."""
-        return self.score or self._first.default_score
+    def tables(self) -> dict[str, Table]:
+        """By title, a header and rows of cells: quality, foreign data, selective prediction, referred shares."""
+        columns = _distinct(measure for values in self.metrics.values() for measure in values)
+        quality = [
+            [name, *(values.get(column) for column in columns)] for name, values in self.metrics.items()
+        ]
+        by_title: dict[str, Table] = {
+            f"Quality on {len(self.targets)} test inputs": (["model", *columns], quality)
+        }
+        for data in self.foreign_names:
+            rows: list[list[Any]] = [
+                [name, score, *values.values()]
+                for name in self.names
+                for score, values in self.foreign[name][data].items()
+            ]
+            by_title[f"Telling {data} from the test inputs"] = (
+                ["model", "score", "AUROC", "AUPR", "FPR95"],
+                rows,
+            )
+        by_title["Leaving the least certain inputs to a person"] = self._selective_table()
+        by_title["Referred by the thresholds of the posterior"] = self._referred_table()
+        return {title: table for title, table in by_title.items() if table[1]}
 
-    def losses(self, name: str | None = None) -> Tensor:
-        """Per test input ``(inputs,)``: 1 for a wrong class, the squared error for values."""
-        return self._test(name).losses(self.targets)
+    def _selective_table(self) -> Table:
+        by_row = self.selective
+        measures = _distinct(m for by in by_row.values() for values in by.values() for m in values)
+        rows: list[list[Any]] = [
+            [name, score, *(values.get(measure) for measure in measures)]
+            for name in self.names
+            for score, values in by_row[name].items()
+        ]
+        return ["model", "score", *measures], rows
 
-    @property
-    def _first(self) -> Prediction:
-        """The first row's prediction of the test data."""
-        return next(iter(self.predictions.values()))[FAMILIAR]
+    def _referred_table(self) -> Table:
+        """By row and data set, the share of inputs that the posterior's thresholds refer, in all and by each score."""
+        shares: list[dict[str, Any]] = []
+        for row in self.names:
+            for data, reasons in self.referral_reasons(row).items():
+                referred = torch.stack(list(reasons.values())).any(dim=0)
+                by_score = {f"by {score}": float(f.double().mean()) for score, f in reasons.items()}
+                shares.append(
+                    {"model": row, "data": data, "referred": float(referred.double().mean()), **by_score}
+                )
+        columns = _distinct(column for row in shares for column in row)
+        return columns, [[row.get(column) for column in columns] for row in shares]
 
     def _row(self, name: str | None) -> str:
         if name is not None and name not in self.predictions:
@@ -360,69 +435,10 @@ class Measurements:
     def _test(self, name: str | None) -> Prediction:
         return self.predictions[self._row(name)][FAMILIAR]
 
-    def shown_scores(self, name: str) -> list[str]:
-        """The scores of a row that vary between inputs."""
-        known = self.selective[name]
-        return [score for score in CLASS_SCORES if score in known] if self.classification else list(known)
-
-
-# The tables of an evaluation: a header and rows of cells, for text and for the page.
-
-Table = tuple[list[str], list[list[Any]]]
-
-
-def tables(evaluation: Measurements) -> dict[str, Table]:
-    """Tables with at least one row, by title: quality, foreign data, selective prediction, referred shares."""
-    columns = _distinct(measure for values in evaluation.metrics.values() for measure in values)
-    quality_rows = [
-        [name, *(values.get(column) for column in columns)] for name, values in evaluation.metrics.items()
-    ]
-    by_title: dict[str, Table] = {
-        f"Quality on {len(evaluation.targets)} test inputs": (["model", *columns], quality_rows)
-    }
-    for data in evaluation.foreign_names:
-        rows = [
-            [name, score, *values.values()]
-            for name in evaluation.names
-            for score, values in evaluation.foreign[name][data].items()
-        ]
-        by_title[f"Telling {data} from the test inputs"] = (
-            ["model", "score", "AUROC", "AUPR", "FPR95"],
-            rows,
-        )
-    by_title["Leaving the least certain inputs to a person"] = _selective(evaluation)
-    by_title["Referred by the thresholds of the posterior"] = _referred(evaluation)
-    return {title: table for title, table in by_title.items() if table[1]}
-
 
 def column_decimals(header: Sequence[str], rows: Sequence[Sequence[Any]]) -> list[int]:
     """How many decimals each column is shown with."""
     return [decimals([row[i] for row in rows]) for i in range(len(header))]
-
-
-def _selective(evaluation: Measurements) -> Table:
-    """By row and score, the quality on the inputs that are not referred."""
-    by_row = evaluation.selective
-    measures = _distinct(m for by in by_row.values() for values in by.values() for m in values)
-    rows = [
-        [name, score, *(values.get(measure) for measure in measures)]
-        for name in evaluation.names
-        for score, values in by_row[name].items()
-    ]
-    return ["model", "score", *measures], rows
-
-
-def _referred(evaluation: Measurements) -> Table:
-    """By row and data set, the share of inputs that the posterior's thresholds refer, in all and by each score."""
-    shares = [
-        (row, data, referred_shares(reasons))
-        for row in evaluation.names
-        for data, reasons in evaluation.referral_reasons(row).items()
-    ]
-    columns = _distinct(column for _, _, values in shares for column in values)
-    return ["model", "data", *columns], [
-        [row, data, *(values.get(column) for column in columns)] for row, data, values in shares
-    ]
 
 
 def _distinct(names: Iterable[str]) -> list[str]:

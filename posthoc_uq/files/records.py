@@ -29,8 +29,8 @@ from posthoc_uq.files.tensors import (
 )
 from posthoc_uq.layers.layer import KINDS, Layer, matrix_sides
 from posthoc_uq.likelihoods import LIKELIHOODS, described, likelihood_from_attributes
-from posthoc_uq.likelihoods.metrics import QUANTILES
 from posthoc_uq.likelihoods.prediction import SCORES
+from posthoc_uq.likelihoods.selective import QUANTILES
 from posthoc_uq.posteriors.block import BLOCKS, FAMILIES, TensorSpec
 from posthoc_uq.posteriors.features import SOURCES, FeatureGrams
 from posthoc_uq.posteriors.posterior import Posterior
@@ -80,7 +80,6 @@ Side = Annotated[int, Field(ge=1, le=2**40)]
 Sum = Annotated[float, Field(ge=-1e300, le=1e300)]
 NotNegative = Annotated[float, Field(ge=0, le=1e300)]
 Temperature = Annotated[float, Field(ge=1e-12, le=1e12)]
-Threshold = Annotated[float, Field(allow_inf_nan=True), AfterValidator(_is_number)]
 Colour = Annotated[list[Annotated[float, Field(ge=-LARGEST, le=LARGEST)]], Field(max_length=1024)]
 Digest = Annotated[str, Field(pattern="^[0-9a-f]{64}$")]
 Hash = Annotated[int, Field(ge=-(2**63), le=2**64)]
@@ -295,22 +294,6 @@ def _check_head(values: dict[str, Any]) -> dict[str, Any]:
     return values
 
 
-class _Thresholds(Record):
-    """What the thresholds of a referral were set for."""
-
-    rate: Share
-    inputs: Count
-    head: Annotated[dict[Name, Plain], AfterValidator(_check_head)]
-    posterior: Settings
-
-
-class SingleReferralRecord(_Thresholds):
-    """Inputs whose score is above the threshold are handed to a person; it is infinite where the rate is 1."""
-
-    score: Score
-    threshold: Threshold
-
-
 class ScoreRecord(Record):
     """One of several scores: its threshold, and quantiles of familiar inputs, descending."""
 
@@ -327,11 +310,15 @@ class ScoreRecord(Record):
         return self
 
 
-class ReferralRecord(_Thresholds):
+class ReferralRecord(Record):
     """Inputs with any score above its threshold are handed to a person; `shares` has for each quantile the share of
-    familiar inputs that are at least as large.
+    held-out inputs that are at least as large.
     """
 
+    rate: Annotated[float, Field(ge=0, lt=1)]
+    inputs: Count
+    head: Annotated[dict[Name, Plain], AfterValidator(_check_head)]
+    posterior: Settings
     scores: Annotated[dict[Score, ScoreRecord], Field(min_length=1)]
     shares: list[Share]
 
@@ -343,19 +330,6 @@ class ReferralRecord(_Thresholds):
         if any(a >= b for a, b in pairwise([0.0, *shares])) or shares[-1] != 1:
             raise ValueError("has shares that do not ascend from above 0 to 1")
         return self
-
-
-def _referral_kind(value: Any) -> str:
-    several = (
-        "scores" in cast("dict[str, Any]", value) if isinstance(value, dict) else hasattr(value, "scores")
-    )
-    return "<several>" if several else "<one>"
-
-
-AnyReferralRecord = Annotated[
-    Annotated[ReferralRecord, Tag("<several>")] | Annotated[SingleReferralRecord, Tag("<one>")],
-    Discriminator(_referral_kind),
-]
 
 
 class ChangesRecord(Record):
@@ -396,7 +370,7 @@ class HistoryRecord(Record):
     head: HeadRecord | None = None
     faithful: FaithfulRecord | None = None
     calibration: CalibrationRecord | None = None
-    referral: AnyReferralRecord | None = None
+    referral: ReferralRecord | None = None
     novelty: Annotated[str, among(NOVELTIES)] = ""
     changes: ChangesRecord | None = None
     output: OutputRecord | None = None

@@ -198,7 +198,7 @@ def _cleared(history: History) -> list[str]:
     if history.referral:
         warnings.append(
             f"The referral threshold ({rule_of(history.referral, 4)}) was set before the data changed, and is cleared; "
-            f"set it again on held-out data with uq.set_referral."
+            f"set it again on held-out data, with uq.Referral(rate).fit(predictor, loader)."
         )
     if history.calibration:
         warnings.append(

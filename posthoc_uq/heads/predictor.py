@@ -38,6 +38,7 @@ from posthoc_uq.heads.novelty import (
     class_novelty,
     novelty_of_calls,
 )
+from posthoc_uq.heads.referral import Referral
 from posthoc_uq.layers.layer import Call
 from posthoc_uq.layers.proof import count_samples
 from posthoc_uq.likelihoods.draws import LINK_DRAWS, Spread, symmetric_root
@@ -604,6 +605,11 @@ class Predictor(DrawnFunctions, nn.Module, ABC):
     def posterior(self) -> Posterior:
         """The posterior whose uncertainty this is."""
         return self._posterior
+
+    @property
+    def referral(self) -> Referral:
+        """Which inputs to hand to a person, by the thresholds that the posterior stores; see `Referral`."""
+        return Referral.stored(self)
 
     @property
     def model(self) -> nn.Module:

@@ -182,7 +182,7 @@ class PositionPrediction(Prediction):
 
     def masked(self, mask: Tensor) -> PositionPrediction:
         """The same prediction, in whose numbers of an input the other positions, such as padding, do not count: in
-        `per_input` and `scores`, and so in `posthoc_uq.refer` and `posthoc_uq.set_referral`.
+        `per_input` and `scores`, and so in `posthoc_uq.Referral`.
 
         Args:
             mask: (batch, *positions), such as the attention mask: true or not 0 where a position counts.

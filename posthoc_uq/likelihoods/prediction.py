@@ -15,7 +15,7 @@ from torch.utils import _pytree as pytree
 from posthoc_uq.core.devices import as_double
 from posthoc_uq.core.errors import PosthocUQError
 from posthoc_uq.core.options import did_you_mean
-from posthoc_uq.likelihoods import metrics
+from posthoc_uq.likelihoods import metrics, selective
 
 # What the predictions share: moments, entropies and votes over weight samples.
 
@@ -398,10 +398,10 @@ def retained_classes(
     scores: Tensor, probs: Tensor, targets: Tensor, rates: Sequence[float]
 ) -> dict[str, float]:
     """The accuracy, and for two classes the area under the ROC curve, on inputs that are not referred."""
-    accuracies = metrics.selective_accuracy(scores, probs, targets, rates)
+    accuracies = selective.selective_accuracy(scores, probs, targets, rates)
     measures = {f"accuracy at {rate:g}": float(a) for rate, a in zip(rates, accuracies, strict=True)}
     if probs.shape[1] == 2:
-        areas = metrics.selective_auc(scores, probs, targets, rates)
+        areas = selective.selective_auc(scores, probs, targets, rates)
         measures |= {f"AUC at {rate:g}": float(a) for rate, a in zip(rates, areas, strict=True)}
     return measures
 
@@ -410,8 +410,8 @@ def retained_losses(
     name: str, scores: Tensor, losses: Tensor, rates: Sequence[float], *, root: bool = False
 ) -> dict[str, float]:
     """The mean loss, or its square root, on inputs that are not referred."""
-    risk = metrics.risk_coverage(scores, losses).risk
-    counts = metrics.retained(rates, len(losses))
+    risk = selective.risk_coverage(scores, losses).risk
+    counts = selective.retained(rates, len(losses))
     risks = {rate: risk[count - 1] for rate, count in zip(rates, counts, strict=True)}
     return {
         f"{name} at {rate:g}": float(mean_loss.sqrt() if root else mean_loss)

@@ -62,7 +62,7 @@ class MomentOptions(TrainingOptions):
         train_mean: False trains the variances and nothing else, and predictions at the mean stay what they were.
         train_rest: whether to train with the means, as numbers without uncertainty, what else the network uses after
             the first of the layers: scales and shifts of normalisations, scales of activations such as
-            `posthoc_uq.InverseCDF`. They have no prior. Affine layers that were left out stay as they are.
+            `posthoc_uq.moments.InverseCDF`. They have no prior. Affine layers that were left out stay as they are.
         objective: ``"expected"`` is ``E_q[log p(y | f)]``, the term of the evidence lower bound; ``"predictive"`` is
             ``log E_q[p(y | f)]``, which rates the prediction itself, as the paper does.
         noise: of a regression: ``"fixed"`` at the noise of the fit, ``"learned"`` from there, or ``"none"``: the

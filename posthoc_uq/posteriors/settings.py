@@ -119,7 +119,7 @@ Self = TypeVar("Self", bound="Adjustable")
 _SETTING = threading.Lock()  # one for all posteriors: a lock in a posterior could not be copied or pickled
 _SEARCHED = ("tuning", "head", "faithful", "calibration")
 """The records of a history that a search for hyperparameters writes."""
-_WAY_OUT = "set it again on held-out data, with uq.evaluate(...).set_referral(rate) or uq.set_referral"
+_WAY_OUT = "set it again on held-out data, with uq.Referral(rate).fit(predictor, loader)"
 
 
 class LayerPriors(dict[str, float]):

@@ -24,7 +24,7 @@ from table import write_table
 from variational import TRAINED
 
 from posthoc_uq.evaluation.measurements import foreignness
-from posthoc_uq.likelihoods.metrics import joint_tail, ood_auroc, risk_coverage
+from posthoc_uq.evaluation.metrics import joint_tail, ood_auroc, risk_coverage
 
 OUTPUT = Path(__file__).parents[1] / "output" / "fashion_mnist"
 BOTH = {"entropy", "novelty"}

@@ -26,8 +26,8 @@ from torch import Tensor, nn
 from variational import function_space
 
 import posthoc_uq as uq
+from posthoc_uq.evaluation import metrics
 from posthoc_uq.evaluation.plots import referral_plot
-from posthoc_uq.likelihoods import metrics
 
 sys.path.append(str(Path(__file__).resolve().parents[1]))  # what all recipes share
 

@@ -34,7 +34,7 @@ from variational import CORRUPTED, INDEPENDENT, OPTIONS, PUBLISHED, shuffled
 
 import posthoc_uq as uq
 from posthoc_uq.evaluation.measurements import foreignness
-from posthoc_uq.likelihoods.metrics import ood_auroc
+from posthoc_uq.evaluation.metrics import ood_auroc
 
 sys.path.append(str(Path(__file__).resolve().parents[1]))  # what all recipes share
 

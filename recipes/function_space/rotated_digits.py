@@ -24,7 +24,7 @@ from torchvision.transforms.functional import InterpolationMode, rotate
 from variational import function_space
 
 import posthoc_uq as uq
-from posthoc_uq.likelihoods import metrics
+from posthoc_uq.evaluation import metrics
 
 sys.path.append(str(Path(__file__).resolve().parents[1]))  # what all recipes share
 

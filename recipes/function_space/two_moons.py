@@ -21,6 +21,7 @@ from sklearn.datasets import make_moons
 from torch import Tensor, nn
 
 import posthoc_uq as uq
+from posthoc_uq.heads import LinearizedPredictor, SamplingPredictor
 from posthoc_uq.methods.contexts import UniformBox
 
 sys.path.append(str(Path(__file__).resolve().parents[1]))  # what all recipes share
@@ -54,14 +55,14 @@ def far() -> Tensor:
 def by_weights(model: nn.Module, posterior: uq.Posterior, draws: int) -> Draws:
     """The network with drawn weights."""
     head = uq.wrap(model, posterior, "sampling", n_samples=draws)
-    assert isinstance(head, uq.SamplingPredictor)
+    assert isinstance(head, SamplingPredictor)
     return lambda x: head.outputs(x).softmax(-1)
 
 
 def by_linearising(model: nn.Module, posterior: uq.Posterior, draws: int) -> Draws:
     """Draws of the linearised network's Gaussian logits, an input at a time."""
     head = uq.wrap(model, posterior, "linearized")
-    assert isinstance(head, uq.LinearizedPredictor)
+    assert isinstance(head, LinearizedPredictor)
 
     def draw(x: Tensor) -> Tensor:
         centre, covariance = model(x).double(), head.functional_covariance(x).double()

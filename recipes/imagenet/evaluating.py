@@ -27,8 +27,8 @@ from posthoc_uq.cli.models import Source
 from posthoc_uq.core.distributed import raise_on_any_error, rank, run_on_all_ranks, world
 from posthoc_uq.evaluation.evaluate import Evaluation
 from posthoc_uq.evaluation.measurements import FAMILIAR
+from posthoc_uq.evaluation.metrics import calibration_bins
 from posthoc_uq.files.atomic import checked_target, write
-from posthoc_uq.likelihoods.metrics import calibration_bins
 
 NETWORK = "network"
 FIGURE_BINS, FILLED = 20, 20

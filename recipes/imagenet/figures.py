@@ -21,8 +21,7 @@ from search import best, described, trials
 from posthoc_uq.core.distributed import rank
 from posthoc_uq.core.errors import PosthocUQError
 from posthoc_uq.evaluation.measurements import FAMILIAR
-from posthoc_uq.evaluation.plots import score_histograms
-from posthoc_uq.evaluation.plots.style import (
+from posthoc_uq.evaluation.plots import (
     COLOURS,
     GREY,
     MARKERS,
@@ -31,6 +30,7 @@ from posthoc_uq.evaluation.plots.style import (
     legend_above,
     line_style,
     new_figure,
+    score_histograms,
     wilson,
 )
 

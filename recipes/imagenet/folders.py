@@ -95,9 +95,10 @@ def imagenet_map(folder: Path, target: Path) -> Path | None:
 
 def imagenet_names() -> list[str]:
     """The 1,000 classes by index, each by its first English name."""
-    from posthoc_uq.cli.demo.imagenet import class_names
+    from timm.data.imagenet_info import ImageNetInfo
 
-    return class_names()
+    info = ImageNetInfo()
+    return [info.index_to_description(index).split(",")[0] for index in range(info.num_classes())]
 
 
 def some(size: int, count: int | None, seed: int) -> list[int]:

@@ -26,8 +26,8 @@ from posthoc_uq.cli.images import ImageLoader
 from posthoc_uq.cli.models import Source
 from posthoc_uq.core.distributed import gather, rank, run_on_all_ranks, world
 from posthoc_uq.core.errors import NonFiniteError, PosthocUQError
+from posthoc_uq.evaluation import metrics
 from posthoc_uq.files.atomic import checked_target, write
-from posthoc_uq.likelihoods import metrics
 
 EDGE = 0.05
 """A trial in the outer twentieth of a (logarithmic) range counts as being at its edge."""

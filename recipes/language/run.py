@@ -22,7 +22,8 @@ from text import ALPHABET, decoded, encoded, read, sequences
 from torch import Tensor, nn
 
 import posthoc_uq as uq
-from posthoc_uq.likelihoods import metrics
+from posthoc_uq.evaluation import metrics
+from posthoc_uq.likelihoods import PositionPrediction
 
 sys.path.append(str(Path(__file__).resolve().parents[1]))  # what all recipes share
 from smoke import marked, stamped
@@ -39,12 +40,12 @@ def loader(ids: Tensor, size: int = 16) -> list[dict[str, Tensor]]:
     return [{"input_ids": part, "labels": part} for part in ids.split(size)]
 
 
-def predicted(predictor: Any, ids: Tensor) -> uq.PositionPrediction:
+def predicted(predictor: Any, ids: Tensor) -> PositionPrediction:
     """The prediction of all sequences."""
     return predictor.predict(loader(ids), progress=False)
 
 
-def alone(model: nn.Module, ids: Tensor) -> uq.PositionPrediction:
+def alone(model: nn.Module, ids: Tensor) -> PositionPrediction:
     """What the network says without a posterior: a prediction of one draw."""
     with torch.no_grad():
         logits = torch.cat([model(input_ids=batch["input_ids"]).logits for batch in loader(ids)])
@@ -52,7 +53,7 @@ def alone(model: nn.Module, ids: Tensor) -> uq.PositionPrediction:
 
 
 def row(
-    of: Mapping[str, uq.PositionPrediction], texts: Pieces, familiar: str, foreign: list[str]
+    of: Mapping[str, PositionPrediction], texts: Pieces, familiar: str, foreign: list[str]
 ) -> dict[str, float]:
     """NLL and ECE on the familiar text, and how well scores of tokens and of sequences tell foreign ones from it."""
     quality = of[familiar].quality(texts[familiar])
@@ -70,11 +71,11 @@ def row(
     return found
 
 
-def _tokens(prediction: uq.PositionPrediction, labels: Tensor, score: str) -> Tensor:
+def _tokens(prediction: PositionPrediction, labels: Tensor, score: str) -> Tensor:
     return prediction.scores_by_position()[score][prediction.labelled(labels)]
 
 
-def _whole(prediction: uq.PositionPrediction, labels: Tensor, score: str) -> Tensor:
+def _whole(prediction: PositionPrediction, labels: Tensor, score: str) -> Tensor:
     return uq.sequence_scores(prediction, labels)[score]
 
 

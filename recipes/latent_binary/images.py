@@ -28,7 +28,7 @@ from smoke import marked
 from torch import Tensor, nn
 
 import posthoc_uq as uq
-from posthoc_uq.likelihoods.metrics import expected_calibration_error
+from posthoc_uq.evaluation.metrics import expected_calibration_error
 
 SAMPLES = 20
 """Draws of the weights for a prediction."""

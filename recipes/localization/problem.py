@@ -10,7 +10,7 @@ from math import pi, sqrt
 import torch
 from torch import Tensor, nn
 
-import posthoc_uq as uq
+from posthoc_uq.moments import ConditionalInverseCDF, InverseCDF
 
 SIDE = 8
 """Pixels along a side, each of size 1; the image is centred at the origin."""
@@ -90,8 +90,8 @@ class Localizer(nn.Module):
                 activation(**options),
                 nn.Linear(128, 3),
             )
-        self.place = uq.InverseCDF(0.0, SPREAD)
-        self.light = uq.ConditionalInverseCDF(expected_photons)
+        self.place = InverseCDF(0.0, SPREAD)
+        self.light = ConditionalInverseCDF(expected_photons)
         self.eval()
 
     def forward(self, images: Tensor) -> Tensor:

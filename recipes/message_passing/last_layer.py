@@ -31,9 +31,14 @@ import posthoc_uq as uq
 from posthoc_uq.evaluation.measurements import foreignness
 
 RECIPES = Path(__file__).resolve().parents[1]
-sys.path += [str(RECIPES), str(RECIPES / "fashion_mnist")]  # what all recipes share, and data with networks
+sys.path += [
+    str(RECIPES),
+    str(RECIPES / "fashion_mnist"),
+    str(RECIPES / "photos"),
+]  # what they share, data, networks
 
 from data import DEBIAN, Data, Labelled, load  # noqa: E402
+from efficientnet import efficientnet_lite0  # noqa: E402
 from network import trained  # noqa: E402
 from smoke import marked  # noqa: E402
 
@@ -81,8 +86,6 @@ def cnn(data: Data, options: argparse.Namespace) -> Case:
 
 def efficientnet(data: Data, options: argparse.Namespace) -> Case:
     """EfficientNet-Lite0 with a new last layer."""
-    from posthoc_uq.cli.demo.imagenet import efficientnet_lite0
-
     model = efficientnet_lite0()
     train, test = first(data.train, options.images), first(data.test, options.test_images)
     last = model.get_submodule("classifier")

@@ -23,7 +23,8 @@ from scenes import CLASSES, FOREIGN, SIZE, Scenes, scenes
 from torch import Tensor
 
 import posthoc_uq as uq
-from posthoc_uq.likelihoods.metrics import ood_auroc
+from posthoc_uq.evaluation.metrics import ood_auroc
+from posthoc_uq.likelihoods import PositionPrediction
 
 sys.path.append(str(Path(__file__).resolve().parents[1]))  # what all recipes share
 
@@ -40,7 +41,7 @@ SCORES = ("entropy", "mutual_information", "novelty")
 COSTS, FEW = ("n_samples", "n_probes"), 3  # what makes a head dear; in a smoke run
 PICTURED = "INF last layer, linearized"
 SHOWN = 2  # scenes of each kind of foreign figure in the figure
-Predict = Callable[[Tensor], uq.PositionPrediction]
+Predict = Callable[[Tensor], PositionPrediction]
 Numbers = dict[str, float]
 
 
@@ -52,7 +53,7 @@ def loader(of: Scenes, size: int = 8) -> list[tuple[Tensor, Tensor]]:
 def alone(model: UNet) -> Predict:
     """The network without a posterior."""
 
-    def predict(images: Tensor) -> uq.PositionPrediction:
+    def predict(images: Tensor) -> PositionPrediction:
         with torch.no_grad():
             outputs = model(images).unsqueeze(0)
         found: Any = uq.Categorical().from_draws(outputs)
@@ -103,9 +104,9 @@ def measured(predict: Predict, test: Scenes, foreign: Mapping[str, Scenes]) -> N
     return numbers
 
 
-def in_batches(predict: Predict, images: Tensor, size: int = 8) -> uq.PositionPrediction:
+def in_batches(predict: Predict, images: Tensor, size: int = 8) -> PositionPrediction:
     """One prediction of all images."""
-    return uq.PositionPrediction.cat([predict(part) for part in images.split(size)])
+    return PositionPrediction.cat([predict(part) for part in images.split(size)])
 
 
 def figure(predict: Predict, foreign: Mapping[str, Scenes], smoke: bool) -> Figure:

@@ -24,7 +24,7 @@ from tables import KINDS, MODELDATA, Rows, Split, load, made, split
 from torch import Tensor, nn
 
 import posthoc_uq as uq
-from posthoc_uq.likelihoods.metrics import ood_auroc, rmse
+from posthoc_uq.evaluation.metrics import ood_auroc, rmse
 
 sys.path.append(str(Path(__file__).resolve().parents[1]))  # what all recipes share
 

@@ -24,6 +24,7 @@ from problem import EDGE, FreshData, deviation, least_nll, network, sample
 from torch import Tensor, nn
 
 import posthoc_uq as uq
+from posthoc_uq.heads import MomentsPredictor
 
 sys.path.append(str(Path(__file__).resolve().parents[1]))  # what all recipes share
 
@@ -55,7 +56,7 @@ class Settings(NamedTuple):
     validation: int = 512
 
 
-Predictor = uq.MomentsPredictor | DrawnWeights
+Predictor = MomentsPredictor | DrawnWeights
 
 
 class Trained(NamedTuple):

@@ -14,7 +14,7 @@ from posthoc_uq.cli.console import Command, print_json
 from posthoc_uq.cli.options import force_option
 
 
-@click.command("demo", cls=Command, short_help="Run the library on digits and photos.")
+@click.command("demo", cls=Command, short_help="Run the library on handwritten digits.")
 @click.option(
     "--output",
     "folder",
@@ -24,20 +24,19 @@ from posthoc_uq.cli.options import force_option
     help="A new or empty folder.",
 )
 @force_option
-@click.option("--part", type=click.Choice(["digits", "photos", "all"]), default="all", show_default=True)
 @click.option("--seed", type=int, default=0, show_default=True)
-def command(folder: Path, force: bool, part: str, seed: int, as_json: bool) -> None:
-    """Run the library on real input: a small network on digits, an ImageNet classifier on photos.
+def command(folder: Path, force: bool, seed: int, as_json: bool) -> None:
+    """Run the library on real input: a small network on handwritten digits.
 
-    Prints tables and leaves pictures and posterior files in the output folder. Needs the packages of the extra demo:
-    pip install 'posthoc-uq[demo]'.
+    Prints tables and leaves a page, figures and a posterior file in the output folder. Needs the packages of the
+    extra demo: pip install 'posthoc-uq[demo]'.
 
     \b
     Examples:
       posthoc-uq demo
-      posthoc-uq demo --part digits --output /tmp/demo
+      posthoc-uq demo --output /tmp/demo
     """
-    from posthoc_uq.cli.demo.__main__ import NEEDED, main
+    from posthoc_uq.cli.demo import NEEDED, main
     from posthoc_uq.core.errors import PosthocUQError
 
     missing = [package for module, package in NEEDED.items() if importlib.util.find_spec(module) is None]
@@ -47,11 +46,11 @@ def command(folder: Path, force: bool, part: str, seed: int, as_json: bool) -> N
         raise PosthocUQError(
             f"The folder '{folder}' is not empty; give another one with --output, or --force to write over its files."
         )
-    arguments = ["--output", str(folder), "--part", part, "--seed", str(seed)]
+    arguments = ["--output", str(folder), "--seed", str(seed)]
     if not as_json:
         sys.exit(main(arguments))
     with redirect_stdout(sys.stderr):
         code = main(arguments)
     files: list[Any] = sorted(str(path) for path in folder.rglob("*") if path.is_file())
-    print_json({"output": str(folder), "part": part, "succeeded": code == 0, "files": files})
+    print_json({"output": str(folder), "succeeded": code == 0, "files": files})
     sys.exit(code)

@@ -1,4 +1,4 @@
-"""Pictures for the photos part: photographs that ship with scikit-image and scikit-learn, and foreign ones.
+"""Pictures: photographs that ship with scikit-image and scikit-learn, and foreign ones.
 
 Nothing is downloaded: only files inside the two packages are read, the rest is drawn.
 """
@@ -33,7 +33,7 @@ class Picture(NamedTuple):
 
 
 def pictures(seed: int) -> list[Picture]:
-    """What the demo shows: photographs first, then textures and noise, then drawings; six of each."""
+    """What the recipe shows: photographs first, then textures and noise, then drawings; six of each."""
     return [
         Picture("coffee", "photo", _skimage("coffee.png")),
         Picture("Chelsea the cat", "photo", _skimage("chelsea.png")),

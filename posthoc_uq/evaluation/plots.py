@@ -1,0 +1,671 @@
+"""Figures of predictions and posteriors; every function returns a matplotlib `Figure` with `savefig`.
+
+The figures are built without pyplot, so nothing is registered globally, no window opens and the caller's
+backend, style and open figures stay as they are. Colours are those of Okabe and Ito ("Color Universal
+Design", 2008), which colour-blind readers can tell apart; lines differ by marker or dash as well.
+
+All functions raise a `PosthocUQError` for nothing to draw or inputs that do not fit, and a `NonFiniteError` for numbers
+that cannot be drawn.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection, Mapping, Sequence
+from typing import Any, Literal, NamedTuple
+
+import numpy as np
+import torch
+from matplotlib import patheffects
+from matplotlib.artist import Artist
+from matplotlib.axes import Axes
+from matplotlib.backends.backend_agg import FigureCanvasAgg
+from matplotlib.colors import LinearSegmentedColormap, LogNorm, to_rgb
+from matplotlib.figure import Figure
+from matplotlib.lines import Line2D
+from matplotlib.ticker import FuncFormatter, LogLocator, MaxNLocator, NullFormatter
+from numpy.typing import NDArray
+from torch import Tensor
+
+from posthoc_uq.core.errors import NonFiniteError, PosthocUQError
+from posthoc_uq.core.options import one_of
+from posthoc_uq.evaluation import metrics
+from posthoc_uq.likelihoods.class_prediction import ClassPrediction
+from posthoc_uq.likelihoods.prediction import CLASS_SCORES, score_of
+from posthoc_uq.likelihoods.value_prediction import RegressionPrediction
+
+__all__ = [
+    "class_uncertainty_map",
+    "coverage_plot",
+    "referral_plot",
+    "regression_band",
+    "reliability_diagram",
+    "risk_coverage_plot",
+    "score_histograms",
+]
+
+# Colours, frames, legends, intervals.
+
+COLOURS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9", "#000000")
+MARKERS = ("o", "s", "^", "D", "v", "P", "X")
+DASHES = ("-", "--", "-.", ":")
+GREY = "#595959"
+REFERENCE = (0, (4, 3))
+"""The dashes of reference lines."""
+
+
+def new_figure(width: float, height: float) -> Figure:
+    """A white figure of that many inches with its own canvas."""
+    figure = Figure(figsize=(width, height), dpi=150, layout="constrained", facecolor="white")
+    FigureCanvasAgg(figure)
+    return figure
+
+
+def clean(axes: Axes) -> None:
+    """Light grid behind, no frame above and at the right."""
+    axes.spines[["top", "right"]].set_visible(False)
+    axes.grid(color="#E5E5E5", linewidth=0.8)
+    axes.set_axisbelow(True)
+
+
+def legend_above(axes: Axes, handles: Sequence[Artist] | None = None) -> None:
+    """A legend above the axes, because lines and bars can pass through any corner inside."""
+    options: dict[str, Any] = {} if handles is None else {"handles": handles}
+    axes.legend(loc="lower left", bbox_to_anchor=(0, 1), frameon=False, borderaxespad=0.2, **options)
+
+
+def line_style(index: int) -> dict[str, Any]:
+    """Colour and dash of the line at `index`, as keywords."""
+    return {
+        "color": COLOURS[index % len(COLOURS)],
+        "linewidth": 1.6,
+        "linestyle": DASHES[index % len(DASHES)],
+    }
+
+
+def percent(share: float, position: int | None) -> str:
+    """A tick label."""
+    return f"{100 * share:.3g} %"
+
+
+def wilson(
+    share: NDArray[np.float64], count: NDArray[np.int64] | NDArray[np.float64]
+) -> tuple[NDArray[np.float64], NDArray[np.float64]]:
+    """95 % interval of a proportion (Wilson, "Probable inference", JASA 1927); valid at 0 and 1 too."""
+    z = 1.96
+    centre = (share + z**2 / (2 * count)) / (1 + z**2 / count)
+    half = z / (1 + z**2 / count) * np.sqrt(share * (1 - share) / count + z**2 / (4 * count**2))
+    return centre - half, centre + half
+
+
+def _some(name: str, what: Mapping[str, Any]) -> None:
+    if not what:
+        raise PosthocUQError(f"{name} needs the predictions of at least one model.")
+
+
+# Calibration: classes by confidence, regressions by their intervals.
+
+
+def reliability_diagram(
+    predictions: Mapping[str, tuple[Tensor, Tensor]],
+    *,
+    bins: int = 15,
+    binning: metrics.Binning = "equal_width",
+) -> Figure:
+    """Accuracy over confidence, one line per model, and below it the distribution of the confidences.
+
+    Points sit at the mean confidence of their bin; a vertical bar is the 95 % Wilson interval of the
+    accuracy, wide where a bin holds few inputs. The legend gives the expected calibration error. The lower
+    panel always has bins of equal width, since bins of equal mass would all have the same height.
+
+    Args:
+        predictions: by model, its probs (inputs, classes) and the integer labels (inputs,).
+        bins: number of bins of confidence, as in `metrics.expected_calibration_error`.
+        binning: "equal_width", or "equal_mass" for bins that hold equally many inputs.
+    """
+    _some("reliability_diagram", predictions)
+    figure = new_figure(5.6, 6.2 + 0.22 * len(predictions))
+    upper, lower = figure.subplots(2, 1, sharex=True, height_ratios=(3, 1))
+    upper.plot([0, 1], [0, 1], color=GREY, linewidth=1, linestyle=REFERENCE, label="perfectly calibrated")
+    for index, (name, (probs, labels)) in enumerate(predictions.items()):
+        colour = COLOURS[index % len(COLOURS)]
+        parts = metrics.calibration_bins(probs, labels, bins, binning)
+        confidence, accuracy, count = (tensor.numpy() for tensor in parts)
+        error = metrics.expected_calibration_error(probs, labels, bins, binning)
+        filled = count > 0
+        low, high = wilson(accuracy[filled], count[filled])
+        upper.vlines(confidence[filled], low, high, color=colour, alpha=0.35, linewidth=2)
+        upper.plot(
+            confidence[filled],
+            accuracy[filled],
+            marker=MARKERS[index % len(MARKERS)],
+            markersize=5,
+            label=f"{name} (ECE {error:.3f})",
+            **line_style(index),
+        )
+        widths = metrics.calibration_bins(probs, labels, bins).counts.numpy()
+        share, edges = widths / widths.sum(), np.linspace(0, 1, bins + 1)
+        lower.stairs(share, edges, **line_style(index))
+        lower.stairs(share, edges, color=colour, fill=True, alpha=0.15)
+    upper.set(xlim=(-0.02, 1.02), ylim=(-0.02, 1.02), ylabel="accuracy")
+    legend_above(upper)
+    lower.set(xlabel="confidence (largest probability)", ylabel="share of inputs", ylim=(0, None))
+    lower.yaxis.set_major_formatter(FuncFormatter(percent))
+    for axes in (upper, lower):
+        clean(axes)
+    figure.align_ylabels()
+    return figure
+
+
+def coverage_plot(
+    predictions: Mapping[str, tuple[Tensor, Tensor, Tensor]],
+    *,
+    levels: Sequence[float] | None = None,
+    kind: Literal["interval", "quantile"] = "interval",
+) -> Figure:
+    """Observed over nominal coverage of a regression, one line per model.
+
+    Below the diagonal of "interval" a model is over-confident: its intervals hold fewer targets than they
+    should. The grey band holds, at each level, 95 % of the coverages that a calibrated model shows by chance on
+    as many independent targets as the smallest data set here has. The legend gives the mean gap.
+
+    Args:
+        predictions: by model, its mean, total variance and the targets, each (inputs,) or (inputs, outputs).
+        levels: probabilities strictly between 0 and 1; without them 0.05, 0.10, ..., 0.95.
+        kind: "interval" for central intervals, "quantile" for the share below each quantile.
+    """
+    from scipy.stats import binom
+
+    _some("coverage_plot", predictions)
+    curves = {name: metrics.coverage_curve(*parts, levels, kind=kind) for name, parts in predictions.items()}
+    targets = min(parts[2].numel() for parts in predictions.values())
+    figure = new_figure(5.6, 5.3 + 0.22 * len(predictions))
+    axes = figure.subplots()
+    grid = np.linspace(0, 1, 201)
+    low, high = (binom.ppf(tail, targets, grid) / targets for tail in (0.025, 0.975))
+    # at 0 and 1 scipy's quantiles of a certain count are -1 and n
+    axes.fill_between(grid, np.maximum(low, 0), high, color="#DDDDDD", linewidth=0, label="chance, 95 %")
+    axes.plot([0, 1], [0, 1], color=GREY, linewidth=1, linestyle=REFERENCE, label="perfectly calibrated")
+    for index, (name, curve) in enumerate(curves.items()):
+        order = curve.nominal.argsort()
+        axes.plot(
+            curve.nominal[order].numpy(),
+            curve.observed[order].numpy(),
+            marker=MARKERS[index % len(MARKERS)],
+            markersize=4.5,
+            label=f"{name} (mean gap {curve.error:.3f})",
+            **line_style(index),
+        )
+    interval = kind == "interval"
+    axes.set(
+        xlim=(-0.02, 1.02),
+        ylim=(-0.02, 1.02),
+        xlabel="nominal coverage of the central interval" if interval else "level of the quantile",
+        ylabel="share of targets inside" if interval else "share of targets below",
+        aspect="equal",
+    )
+    legend_above(axes)
+    clean(axes)
+    return figure
+
+
+# Scores on familiar and on foreign inputs.
+
+
+def score_histograms(
+    scores: Mapping[str, Mapping[str, Tensor]], *, bins: int = 30, log: Collection[str] = ()
+) -> Figure:
+    """One panel per score: how it is distributed on familiar and on foreign inputs.
+
+    Each panel's first entry is the familiar (in-distribution) one, drawn filled; the others are outlines,
+    with the AUROC of telling them apart from the first in the legend. Bars are shares of the inputs.
+
+    Args:
+        scores: by panel, for instance "entropy of INF", by data set, for instance "in" and "letters": scores
+            (inputs,), higher meaning stranger.
+        bins: number of bins over the common range of a panel.
+        log: the panels with a logarithmic axis, for scores that spread over orders of magnitude (such as
+            `epistemic()`); scores that are not positive are drawn at the smallest positive one.
+    """
+    if not scores or not all(scores.values()):
+        raise PosthocUQError("score_histograms needs at least one panel, each with at least one data set.")
+    unknown = sorted(set(log) - set(scores))
+    if unknown:
+        raise PosthocUQError(f"log names panels that do not exist: {', '.join(unknown)}.")
+    columns = min(len(scores), 3)
+    rows = -(-len(scores) // columns)
+    figure = new_figure(0.6 + 4.2 * columns, 3.9 * rows)
+    panels = figure.subplots(rows, columns, squeeze=False)
+    for axes, (title, sets) in zip(panels.flat, scores.items(), strict=False):
+        _histogram_panel(axes, title, sets, bins, title in log)
+    for axes in list(panels.flat)[len(scores) :]:
+        axes.remove()
+    for row in panels:
+        row[0].set_ylabel("share of inputs")
+    return figure
+
+
+def _histogram_panel(
+    axes: Axes, title: str, sets: Mapping[str, Tensor], bins: int, logarithmic: bool
+) -> None:
+    values = {name: tensor.detach().cpu().double().flatten().numpy() for name, tensor in sets.items()}
+    for name, array in values.items():
+        if array.size == 0 or not np.isfinite(array).all():
+            raise PosthocUQError(f"The scores of {name!r} in {title!r} must be finite and not empty.")
+    pooled = np.concatenate(list(values.values()))
+    if logarithmic:
+        if not (pooled > 0).any():
+            raise PosthocUQError(f"{title!r} has no positive score, so its axis cannot be logarithmic.")
+        smallest = pooled[pooled > 0].min()
+        values = {name: np.maximum(array, smallest) for name, array in values.items()}
+        pooled = np.maximum(pooled, smallest)
+        edges = np.geomspace(*_value_range(smallest, pooled.max(), smallest * 0.01), bins + 1)
+        axes.set_xscale("log")
+        if edges[-1] < 100 * edges[0]:  # few decades: plain numbers between the powers of ten too
+            axes.xaxis.set_major_locator(LogLocator(subs=(1.0, 2.0, 5.0)))
+            axes.xaxis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:g}"))
+        axes.xaxis.set_minor_formatter(NullFormatter())
+    else:
+        axes.xaxis.set_major_locator(MaxNLocator(6))
+        edges = np.linspace(*_value_range(pooled.min(), pooled.max(), 0.5), bins + 1)
+    # geomspace may round the outer edges inwards, past the extreme scores
+    edges[0], edges[-1] = min(edges[0], pooled.min()), max(edges[-1], pooled.max())
+    first = next(iter(values))
+    for index, (name, array) in enumerate(values.items()):
+        share = np.histogram(array, edges)[0] / array.size
+        colour = COLOURS[index % len(COLOURS)]
+        if name == first:
+            axes.stairs(share, edges, fill=True, color=colour, alpha=0.35, label=name)
+            axes.stairs(share, edges, color=colour, linewidth=1.2)
+        else:
+            axes.stairs(
+                share,
+                edges,
+                color=colour,
+                linewidth=1.7,
+                linestyle=DASHES[(index - 1) % len(DASHES)],
+                label=f"{name} (AUROC {metrics.ood_auroc(sets[first], sets[name]):.3f})",
+            )
+    axes.set(xlabel=title, ylim=(0, None))
+    axes.yaxis.set_major_formatter(FuncFormatter(percent))
+    clean(axes)
+    legend_above(axes)
+
+
+def _value_range(low: float, high: float, pad: float) -> tuple[float, float]:
+    """The range itself, or one of width `2 pad` around it when it is a single number."""
+    return (low, high) if high > low else (low - pad, high + pad)
+
+
+# Selective prediction: the errors that remain when the most uncertain inputs are referred.
+
+_POINTS = 1000  # of a curve that are drawn; more could not be seen
+
+
+def risk_coverage_plot(
+    scores: Mapping[str, tuple[Tensor, Tensor]], *, risk_label: str = "risk (mean loss of the retained)"
+) -> Figure:
+    """Mean loss of the retained inputs over the share that is retained, one line per score or model.
+
+    Two references: the ideal order (by the loss itself), and a random one, whose risk is the mean loss at any
+    coverage. Where all entries have the same losses they are drawn once, in grey; otherwise for each entry in
+    its colour. The legend gives the area under each curve (AURC, smaller is better). The vertical axis spans
+    the risks from a coverage of 5 % on.
+
+    Args:
+        scores: by name, an uncertainty (inputs,), higher is referred sooner, and the losses (inputs,) of the
+            prediction it belongs to, for instance 1 where the class is wrong.
+        risk_label: of the vertical axis, with the unit of the loss.
+    """
+    if not scores:
+        raise PosthocUQError("risk_coverage_plot needs the scores and losses of at least one model.")
+    curves = {name: metrics.risk_coverage(*pair) for name, pair in scores.items()}
+    for name, (_, losses) in scores.items():
+        if not bool(losses.isfinite().all()):
+            raise NonFiniteError(f"The losses of {name!r} must be finite to be drawn.")
+    all_losses = [losses.detach().cpu().double() for _, losses in scores.values()]
+    shared = all(torch.equal(losses, all_losses[0]) for losses in all_losses)
+    figure = new_figure(6.2, 4.2 + 0.22 * (len(scores) + 2))
+    axes = figure.subplots()
+    for index, losses in enumerate(all_losses[:1] if shared else all_losses):
+        colour = GREY if shared else COLOURS[index % len(COLOURS)]
+        mean = losses.mean().item()
+        axes.plot([0, 1], [mean, mean], color=colour, linewidth=1, linestyle=REFERENCE, alpha=0.8)
+        ideal = _thinned(metrics.risk_coverage(losses, losses))
+        axes.plot(*ideal, color=colour, linewidth=1.2, linestyle=":")
+    handles = [
+        axes.plot(*_thinned(curve), label=f"{name} (AURC {curve.area:#.3g})", **line_style(index))[0]
+        for index, (name, curve) in enumerate(curves.items())
+    ]
+    references = [
+        Line2D([], [], color=GREY, linewidth=1, linestyle=REFERENCE, label="random order"),
+        Line2D([], [], color=GREY, linewidth=1.2, linestyle=":", label="ideal order"),
+    ]
+    axes.set(xlim=(0, 1), xlabel="coverage (share of inputs retained)", ylabel=risk_label)
+    if min(float(losses.min()) for losses in all_losses) >= 0:
+        # the risk of the first few inputs can be anything, and would compress the rest of the figure
+        steady = [curve.risk[curve.coverage >= 0.05].max().item() for curve in curves.values()]
+        top = 1.06 * max(steady) or 1.0
+        axes.set_ylim(-0.01 * top, top)
+    axes.xaxis.set_major_formatter(FuncFormatter(percent))
+    legend_above(axes, [*handles, *references])
+    clean(axes)
+    return figure
+
+
+def _thinned(curve: metrics.RiskCoverage) -> tuple[np.ndarray, np.ndarray]:
+    """The curve, with evenly chosen points where it has more than `_POINTS`."""
+    size = len(curve.coverage)
+    index = np.arange(size) if size <= _POINTS else np.unique(np.linspace(0, size - 1, _POINTS).astype(int))
+    return curve.coverage.numpy()[index], curve.risk.numpy()[index]
+
+
+def referral_plot(
+    predictions: Mapping[str, tuple[Tensor, Tensor, Tensor]],
+    *,
+    metric: Literal["accuracy", "auc"] = "accuracy",
+    rates: Sequence[float] | None = None,
+) -> Figure:
+    """Quality of the retained predictions over the share of inputs referred, one line per model.
+
+    A good uncertainty makes the line rise: it refers the inputs that would have been wrong. With "accuracy" a
+    shaded band is the 95 % Wilson interval of the inputs that remain, and the legend gives the area under the
+    curve over all rates (larger is better). With "auc" the line ends where the inputs that remain are all of one class.
+
+    Args:
+        predictions: by model, an uncertainty (inputs,), higher is referred sooner, its probs (inputs, classes)
+            and the labels (inputs,).
+        metric: "accuracy", or "auc" for the ROC AUC as in `metrics.selective_auc`.
+        rates: shares referred, each in [0, 1); without them 0, 0.01, ..., 0.95.
+    """
+    _some("referral_plot", predictions)
+    one_of("metric", metric, ("accuracy", "auc"))
+    chosen = [k / 100 for k in range(96)] if rates is None else sorted(float(rate) for rate in rates)
+    figure = new_figure(6.2, 4.2 + 0.22 * len(predictions))
+    axes = figure.subplots()
+    x = np.asarray(chosen)
+    for index, (name, (scores, probs, labels)) in enumerate(predictions.items()):
+        if metric == "accuracy":
+            values = metrics.selective_accuracy(scores, probs, labels, chosen).numpy()
+            label = f"{name} (area {metrics.selective_accuracy_area(scores, probs, labels):.3f})"
+            low, high = wilson(values, np.maximum((1 - x) * len(labels), 1))
+            axes.fill_between(x, low, high, color=COLOURS[index % len(COLOURS)], alpha=0.12, linewidth=0)
+        else:
+            values, label = metrics.selective_auc(scores, probs, labels, chosen).numpy(), name
+        axes.plot(x, values, label=label, **line_style(index))
+    axes.set(
+        xlim=(0, max(chosen) or 1),
+        xlabel="share of inputs referred, most uncertain first",
+        ylabel=f"{'accuracy' if metric == 'accuracy' else 'ROC AUC'} on the retained inputs",
+    )
+    axes.xaxis.set_major_formatter(FuncFormatter(percent))
+    legend_above(axes)
+    clean(axes)
+    return figure
+
+
+# Regressions over their input.
+
+
+def regression_band(
+    x: Tensor, prediction: RegressionPrediction, x_train: Tensor, y_train: Tensor, *, level: float = 0.95
+) -> Figure:
+    """A one-dimensional regression: mean, the band by the weights, the band with observation noise, training data.
+
+    Args:
+        x: (inputs,) or (inputs, 1), in any order.
+        prediction: at `x`, with one output.
+        x_train: inputs of the training data, (points,) or (points, 1).
+        y_train: their targets.
+        level: probability that either band covers.
+    """
+    positions = _column("x", x)
+    mean = _column("prediction.mean", prediction.mean)
+    if len(mean) != len(positions):
+        raise PosthocUQError(f"x has {len(positions)} inputs but the prediction has {len(mean)}.")
+    points_x, points_y = _column("x_train", x_train), _column("y_train", y_train)
+    if len(points_x) != len(points_y):
+        raise PosthocUQError(f"x_train has {len(points_x)} points but y_train has {len(points_y)}.")
+    order = np.argsort(positions, kind="stable")
+    positions, mean = positions[order], mean[order]
+    weights_only = RegressionPrediction(prediction.mean, prediction.epistemic_variance, 0.0)
+
+    figure = new_figure(7.2, 4.4)
+    axes = figure.subplots()
+    for shown, opacity, what in ((prediction, 0.15, "with noise"), (weights_only, 0.35, "from the weights")):
+        low, high = (_column("interval", bound)[order] for bound in shown.interval(level))
+        label = f"{level * 100:g} % {what}"
+        axes.fill_between(positions, low, high, color=COLOURS[0], alpha=opacity, linewidth=0, label=label)
+    axes.plot(positions, mean, color=COLOURS[0], linewidth=1.8, label="mean")
+    axes.plot(
+        points_x,
+        points_y,
+        linestyle="none",
+        marker="o",
+        markersize=4,
+        color=COLOURS[1],
+        markeredgecolor="white",
+        markeredgewidth=0.5,
+        label="training data",
+    )
+    axes.set(xlabel="input", ylabel="output")
+    axes.margins(x=0.01)
+    # outside, because a wide band can reach any corner
+    figure.legend(loc="outside upper center", ncols=4, frameon=False)
+    clean(axes)
+    return figure
+
+
+def _column(name: str, tensor: Tensor) -> NDArray[np.float64]:
+    if tensor.ndim not in (1, 2) or tensor.shape[1:].numel() != 1:
+        raise PosthocUQError(
+            f"regression_band draws one dimension: {name} must be (n,) or (n, 1), not {tuple(tensor.shape)}."
+        )
+    return tensor.detach().cpu().double().flatten().numpy()
+
+
+# Class probabilities and their uncertainty over a plane of inputs.
+
+_SCORE_LABELS = {
+    "entropy": "entropy in nats",
+    "mutual_information": "mutual information in nats",
+    "max_probability": "1 − largest probability",
+    "functional_variance": "variance of the logits",
+    "variation_ratio": "variation ratio",
+}
+_BATCH = 4096  # points of the plane
+_STRENGTH = 0.6  # of the colours, paler than the points, so that these stand out
+_PALE = [tuple(1 - _STRENGTH * (1 - part) for part in to_rgb(colour)) for colour in COLOURS[:2]]
+_TWO_CLASSES = LinearSegmentedColormap.from_list("two classes", [_PALE[0], "white", _PALE[1]])
+_SHADES = LinearSegmentedColormap.from_list("shades", ["white", "#C4C4C4", "#5A5A5A"])
+
+
+class _Plane(NamedTuple):
+    """Coordinates (resolution,) along either axis, probs (rows, columns, classes), score (rows, columns)."""
+
+    x: NDArray[np.float64]
+    y: NDArray[np.float64]
+    probs: NDArray[np.float64]
+    score: NDArray[np.float64]
+
+    @property
+    def extent(self) -> tuple[float, float, float, float]:
+        half_x, half_y = (self.x[1] - self.x[0]) / 2, (self.y[1] - self.y[0]) / 2
+        return self.x[0] - half_x, self.x[-1] + half_x, self.y[0] - half_y, self.y[-1] + half_y
+
+
+def class_uncertainty_map(
+    predict: Callable[[Tensor], ClassPrediction],
+    x_train: Tensor,
+    y_train: Tensor,
+    *,
+    score: str | Callable[[ClassPrediction], Tensor] = "entropy",
+    resolution: int = 150,
+    margin: float = 0.5,
+    log: bool = False,
+) -> Figure:
+    """A classifier of two inputs: left what it predicts, right how uncertain it is, with the training points.
+
+    With two classes the left panel is the probability of class 1; with more it is the colour of the most probable
+    class, paler where it is less probable. Lines are the decision boundaries. More than seven classes share
+    colours, and their numbers stand at their training points.
+
+    Args:
+        predict: from inputs (batch, 2), in the dtype and on the device of `x_train`, to their prediction; a
+            wrapped model is one. It is called on at most 4096 points at a time, without gradients.
+        x_train: (points, 2).
+        y_train: (points,), integer labels.
+        score: the name of a score of classes ("entropy", "mutual_information", "max_probability",
+            "functional_variance", "variation_ratio"), or a function from a prediction to (batch,), higher meaning more
+            uncertain, such as `ClassPrediction.expected_entropy`.
+        resolution: points along either axis.
+        margin: how far the map goes beyond the points, as a share of their range on either side.
+        log: a logarithmic colour scale, for scores over orders of magnitude; scores that are not positive are drawn at
+            the smallest positive one.
+    """
+    points, labels = _training(x_train, y_train)
+    if isinstance(score, str):
+        one_of("score", score, CLASS_SCORES)
+    if resolution < 2 or margin < 0:
+        raise PosthocUQError(
+            f"class_uncertainty_map needs a resolution of at least 2 and a margin that is not negative, "
+            f"not {resolution} and {margin}."
+        )
+    plane = _evaluated(predict, x_train, points, score, resolution, margin)
+    classes = plane.probs.shape[-1]
+    if labels.max() >= classes:
+        raise PosthocUQError(f"y_train holds class {labels.max()}, but predict knows {classes} classes only.")
+    shown, norm = plane.score, None
+    if log:
+        if not (shown > 0).any():
+            raise PosthocUQError("The map has no positive score, so its scale cannot be logarithmic.")
+        shown = np.maximum(shown, shown[shown > 0].min())
+        norm = LogNorm(shown.min(), shown.max() if shown.max() > shown.min() else 2 * shown.min())
+
+    figure = new_figure(11.2, 4.7)
+    left, right = figure.subplots(1, 2, sharex=True, sharey=True)
+    drawn: dict[str, Any] = {
+        "extent": plane.extent,
+        "origin": "lower",
+        "aspect": "auto",
+        "interpolation": "bilinear",
+    }
+    if classes == 2:
+        image = left.imshow(plane.probs[..., 1], cmap=_TWO_CLASSES, vmin=0, vmax=1, **drawn)
+        figure.colorbar(image, ax=left, label="probability of class 1")
+    else:
+        left.imshow(_blend(plane.probs), **drawn)
+    name = _SCORE_LABELS.get(score, score) if isinstance(score, str) else getattr(score, "__name__", "score")
+    figure.colorbar(right.imshow(shown, cmap=_SHADES, norm=norm, **drawn), ax=right, label=name)
+    for axes in (left, right):
+        _boundaries(axes, plane)
+        _training_points(axes, points, labels, classes)
+        axes.set(xlabel="first input", xlim=plane.extent[:2], ylim=plane.extent[2:])
+    left.set_ylabel("second input")
+    left.set_title("prediction", loc="left", fontsize="medium")
+    right.set_title("uncertainty", loc="left", fontsize="medium")
+    if classes <= len(COLOURS):
+        handles, names = left.get_legend_handles_labels()
+        figure.legend(handles, names, loc="outside upper center", ncols=len(names), frameon=False)
+    return figure
+
+
+def _training(x_train: Tensor, y_train: Tensor) -> tuple[NDArray[np.float64], NDArray[np.int64]]:
+    if x_train.ndim != 2 or x_train.shape[1] != 2 or len(x_train) == 0:
+        raise PosthocUQError(
+            f"class_uncertainty_map draws two inputs: x_train must be (points, 2), not {tuple(x_train.shape)}."
+        )
+    if y_train.shape != x_train.shape[:1] or y_train.is_floating_point() or y_train.is_complex():
+        raise PosthocUQError(
+            f"y_train must be {len(x_train)} integers of shape ({len(x_train)},), "
+            f"not {y_train.dtype} of shape {tuple(y_train.shape)}."
+        )
+    points, labels = x_train.detach().cpu().double().numpy(), y_train.detach().cpu().long().numpy()
+    if not np.isfinite(points).all():
+        raise NonFiniteError("x_train holds numbers that are not finite.")
+    if labels.min() < 0:
+        raise PosthocUQError(f"y_train must hold classes from 0 on, not {labels.min()}.")
+    return points, labels
+
+
+def _evaluated(
+    predict: Callable[[Tensor], ClassPrediction],
+    x_train: Tensor,
+    points: NDArray[np.float64],
+    score: str | Callable[[ClassPrediction], Tensor],
+    resolution: int,
+    margin: float,
+) -> _Plane:
+    low, high = points.min(axis=0), points.max(axis=0)
+    span = np.where(high > low, high - low, 1.0)
+    # a range of no width still needs some to be drawn
+    pad = np.where(high > low, margin * span, max(margin, 0.5))
+    x, y = (np.linspace(low[i] - pad[i], high[i] + pad[i], resolution) for i in range(2))
+    grid = torch.from_numpy(np.stack(np.meshgrid(x, y), axis=-1).reshape(-1, 2)).to(x_train)
+    probs: list[Tensor] = []
+    scores: list[Tensor] = []
+    with torch.no_grad():
+        for batch in grid.split(_BATCH):
+            prediction = predict(batch)
+            if not isinstance(prediction, ClassPrediction):
+                raise PosthocUQError(
+                    f"predict must return a ClassPrediction, not {type(prediction).__name__}."
+                )
+            values = score_of(prediction, score) if isinstance(score, str) else score(prediction)
+            if values.shape != (len(batch),) or len(prediction) != len(batch):
+                raise PosthocUQError(
+                    f"For {len(batch)} inputs there are {len(prediction)} predictions and scores of shape "
+                    f"{tuple(values.shape)}; there must be one of each per input."
+                )
+            probs.append(prediction.probs.detach().cpu().double())
+            scores.append(values.detach().cpu().double())
+    every_prob, every_score = torch.cat(probs), torch.cat(scores)
+    if not bool(every_prob.isfinite().all()) or not bool(every_score.isfinite().all()):
+        raise NonFiniteError(
+            "The map holds probabilities or scores that are not finite; try a smaller margin."
+        )
+    shape = (resolution, resolution)
+    return _Plane(x, y, every_prob.reshape(*shape, -1).numpy(), every_score.reshape(shape).numpy())
+
+
+def _blend(probs: NDArray[np.float64]) -> NDArray[np.float64]:
+    """RGB (rows, columns, 3): the colour of the most probable class, white where all are equally probable."""
+    classes = probs.shape[-1]
+    palette = np.array([to_rgb(COLOURS[c % len(COLOURS)]) for c in range(classes)])
+    surplus = (probs.max(axis=-1, keepdims=True) - 1 / classes) / (1 - 1 / classes)
+    strength = 0.08 + (_STRENGTH - 0.08) * surplus
+    return 1 - strength * (1 - palette[probs.argmax(axis=-1)])
+
+
+def _boundaries(axes: Axes, plane: _Plane) -> None:
+    classes = plane.probs.shape[-1]
+    for c in range(1 if classes == 2 else classes):
+        ahead = plane.probs[..., c] - np.delete(plane.probs, c, axis=-1).max(axis=-1)
+        if ahead.min() < 0 < ahead.max():
+            axes.contour(plane.x, plane.y, ahead, levels=[0.0], colors="black", linewidths=1)
+
+
+def _training_points(
+    axes: Axes, points: NDArray[np.float64], labels: NDArray[np.int64], classes: int
+) -> None:
+    for c in np.unique(labels).tolist():
+        of_class = points[labels == c]
+        axes.plot(
+            *of_class.T,
+            linestyle="none",
+            marker=MARKERS[(c + c // len(COLOURS)) % len(MARKERS)],
+            markersize=5 if len(points) <= 500 else 3,
+            color=COLOURS[c % len(COLOURS)],
+            markeredgecolor="white",
+            markeredgewidth=0.7,
+            label=f"class {c}",
+        )
+        if classes > len(COLOURS):
+            text = axes.annotate(
+                str(c),
+                (float(np.median(of_class[:, 0])), float(np.median(of_class[:, 1]))),
+                ha="center",
+                va="center",
+                fontweight="bold",
+                zorder=5,
+            )
+            text.set_path_effects([patheffects.withStroke(linewidth=3, foreground="white")])

@@ -1,0 +1,318 @@
+"""Referring the most uncertain inputs to a person: what remains then, thresholds, and how extreme an input is.
+
+A score is an uncertainty, (inputs,): inputs with higher ones are referred sooner. What does not fit raises a
+`PosthocUQError`, a NaN a `NonFiniteError`.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from posthoc_uq.core.errors import NonFiniteError, PosthocUQError
+from posthoc_uq.likelihoods.metrics import classified, plain, row
+
+# Selective prediction: the quality of the predictions that remain.
+#
+# Where scores tie, every number here is the mean over all orders of the tied inputs (for `selective_auc`, tied
+# inputs at the border are retained in part), so that the order of the inputs never matters.
+#
+# A referral rate leaves `floor(rate * inputs)` inputs to the expert, as in the protocol of Rudner et al.
+# ("Tractable Function-Space Variational Inference in Bayesian Neural Networks", NeurIPS 2022, appendix D.4).
+
+
+class RiskCoverage(NamedTuple):
+    """A risk-coverage curve; every tensor is (inputs,), float64, from the first input retained to all of them.
+
+    Attributes:
+        coverage: share of inputs retained, k / inputs for k = 1, ..., inputs.
+        risk: mean loss of the retained inputs, in units of the loss.
+        thresholds: the scores in ascending order: inputs with score <= threshold are retained; of those whose
+            score equals it, as many as the coverage needs.
+    """
+
+    coverage: Tensor
+    risk: Tensor
+    thresholds: Tensor
+
+    @property
+    def area(self) -> float:
+        """AURC: the mean of the risk over all coverages 1 / n, ..., 1 (Geifman, Uziel and El-Yaniv,
+        "Bias-Reduced Uncertainty Estimation for Deep Neural Classifiers", ICLR 2019); smaller is better."""
+        return self.risk.mean().item()
+
+
+def risk_coverage(scores: Tensor, losses: Tensor) -> RiskCoverage:
+    """Mean loss of the k inputs with the smallest scores, for every k (Geifman and El-Yaniv, "Selective Classification
+    for Deep Neural Networks", NeurIPS 2017).
+
+    Args:
+        scores: (inputs,), may be infinite.
+        losses: (inputs,), the loss of each input's prediction, for instance 1 where the class is wrong.
+    """
+    scores = row("scores", scores)
+    losses = row("losses", losses, len(scores))
+    thresholds, order = scores.sort(stable=True)
+    group = torch.unique_consecutive(thresholds, return_inverse=True)[1]
+    mean = torch.bincount(group, weights=losses[order]) / torch.bincount(group)
+    retained_counts = torch.arange(1, len(scores) + 1, dtype=torch.float64, device="cpu")
+    return RiskCoverage(retained_counts / len(scores), mean[group].cumsum(0) / retained_counts, thresholds)
+
+
+def selective_accuracy(
+    scores: Tensor, probs: Tensor, labels: Tensor, rates: Sequence[float] | Tensor
+) -> Tensor:
+    """Accuracy on the inputs that remain when a share of them, the most uncertain, is referred.
+
+    Args:
+        scores: (inputs,).
+        probs: (inputs, classes).
+        labels: (inputs,), integers.
+        rates: (rates,), shares referred, each in [0, 1).
+
+    Returns:
+        (rates,), float64.
+    """
+    probs, labels = classified(probs, labels)
+    curve = _miss_curve(scores, probs, labels)
+    return 1 - curve.risk[[count - 1 for count in retained(rates, len(labels))]]
+
+
+def selective_accuracy_area(scores: Tensor, probs: Tensor, labels: Tensor) -> float:
+    """Area under the curve of `selective_accuracy` over the referral rate; larger is better.
+
+    The mean over the rates 0, 1 / n, ..., (n - 1) / n at which the curve changes, which is its integral over
+    [0, 1): 1 - AURC of the 0/1 loss.
+    """
+    return 1 - _miss_curve(scores, *classified(probs, labels)).area
+
+
+def selective_auc(scores: Tensor, probs: Tensor, labels: Tensor, rates: Sequence[float] | Tensor) -> Tensor:
+    """ROC AUC of the class probabilities on the inputs that remain, for each referral rate.
+
+    With two classes this is the area under the ROC curve of P(class 1). With more it is the plain mean over
+    classes of the AUC of that class against the rest (macro, one versus rest), over the classes that some but
+    not all of the retained inputs have. Where there is no such class, the entry is NaN.
+
+    Inputs that tie at the border are retained in part: the weight of each in the AUC is the share of them that the
+    rate leaves. The arguments are those of `selective_accuracy`.
+    """
+    probs, labels = classified(probs, labels)
+    scores = row("scores", scores, len(labels))
+    ascending = scores.sort().values
+    values: list[float] = []
+    for count in retained(rates, len(labels)):
+        border = ascending[count - 1]
+        inside, tied = scores < border, scores == border
+        weights = inside.double() + tied * ((count - inside.sum()) / tied.sum().double())
+        used = weights > 0
+        values.append(_macro_auc(probs[used], labels[used], weights[used]))
+    return torch.tensor(values, dtype=torch.float64, device="cpu")
+
+
+def retained(rates: Sequence[float] | Tensor, inputs: int) -> list[int]:
+    """The number of inputs that each rate retains, at least one."""
+    values = [float(rate) for rate in rates]
+    if not values or not all(0 <= rate < 1 for rate in values):
+        raise PosthocUQError(
+            f"rates must be numbers from 0 to below 1 (at 1 nothing is retained), not {values}."
+        )
+    return [max(1, inputs - _referred_count(rate, inputs)) for rate in values]
+
+
+def _referred_count(rate: float, inputs: int) -> int:
+    # a rate in float32 may be up to 6e-8 too small, and 0.7 of 10 must be 7
+    return math.floor(rate * inputs + min(1e-7 * inputs, 0.1))
+
+
+def _miss_curve(scores: Tensor, probs: Tensor, labels: Tensor) -> RiskCoverage:
+    return risk_coverage(row("scores", scores, len(labels)), (probs.argmax(dim=-1) != labels).double())
+
+
+def _macro_auc(probs: Tensor, labels: Tensor, weights: Tensor) -> float:
+    classes = [1] if probs.shape[1] == 2 else range(probs.shape[1])
+    areas = [_weighted_auc(probs[:, c], labels == c, weights) for c in classes]
+    known = [area for area in areas if not math.isnan(area)]
+    return sum(known) / len(known) if known else math.nan
+
+
+def _weighted_auc(values: Tensor, positive: Tensor, weights: Tensor) -> float:
+    """Weighted share of (positive, negative) pairs in the right order, ties counting half; NaN without pairs."""
+    rank = torch.unique(values, return_inverse=True)[1]
+    size = int(rank.max()) + 1
+    up = torch.bincount(rank, weights=weights * positive, minlength=size)
+    down = torch.bincount(rank, weights=weights * ~positive, minlength=size)
+    pairs = up.sum() * down.sum()
+    return ((up * (down.cumsum(0) - down / 2)).sum() / pairs).item() if pairs > 0 else math.nan
+
+
+# Tail probabilities: how extreme an input is among familiar ones, by several scores at once.
+#
+# The tail probability of a score is the share of familiar inputs whose score is at least as large. It has no
+# units, so those of different scores can be compared. An input is judged by the smallest of its tail
+# probabilities, that is, by the score that finds it most extreme.
+
+QUANTILES = 200
+"""The number of points of a tail that are kept at most."""
+_LINE_FROM = 0.1  # the tail is extrapolated from this share of familiar inputs with the largest scores
+
+
+class Tail(NamedTuple):
+    """Points of the tail probability of one score; both are (points,), float64.
+
+    Attributes:
+        values: scores in descending order, the largest familiar one first, the smallest last.
+        shares: for each, its rank from above over the number of familiar inputs; ascending, the last is 1.
+    """
+
+    values: Tensor
+    shares: Tensor
+
+
+def tail_of(scores: Tensor, points: int | None = None) -> Tail:
+    """The tail of the scores of familiar inputs.
+
+    Args:
+        scores: (inputs,), finite.
+        points: how many to keep at most, an even number; all if None. With more inputs than points, half of the points
+            are the largest scores, one by one, and the ranks of the others form a geometric sequence. So small shares
+            are resolved for any number of inputs.
+    """
+    values = _finite("scores", scores).sort(descending=True).values
+    count = len(values)
+    ranks = torch.arange(1, count + 1, dtype=torch.float64, device="cpu")
+    if points is not None and count > points:
+        dense = points // 2
+        step = torch.arange(1, points - dense + 1, dtype=torch.float64, device="cpu")
+        geometric = (dense * (count / dense) ** (step / (points - dense))).round()
+        ranks = torch.cat([ranks[:dense], torch.maximum(dense + step, geometric)])
+    return Tail(values[ranks.long() - 1], ranks / count)
+
+
+def tail_probability(tail: Tail, scores: Tensor) -> Tensor:
+    """The share of familiar inputs whose score is at least as large, in [0, 1], by linear interpolation.
+
+    It is 0 above the largest familiar score, 1 at the smallest and below, and never grows with the score. At a score
+    shared by several points it is the largest of their shares.
+
+    Args:
+        tail: from `tail_of`.
+        scores: (inputs,), of any inputs; may be infinite.
+
+    Returns:
+        (inputs,), float64, on the CPU; NaN where the score is.
+    """
+    values = plain(scores)
+    points = len(tail.values)
+    at_least = points - torch.searchsorted(tail.values.flip(0), values)
+    left = (at_least - 1).clamp(0, points - 1)
+    right = (left + 1).clamp(max=points - 1)
+    width = tail.values[left] - tail.values[right]
+    part = torch.where(width > 0, (tail.values[left] - values) / width, 0.0).clamp(0, 1)
+    shares = tail.shares[left] + part * (tail.shares[right] - tail.shares[left])
+    shares = torch.where(at_least == 0, 0.0, torch.where(at_least == points, 1.0, shares))
+    return torch.where(values.isnan(), torch.nan, shares)
+
+
+def joint_tail(familiar: Mapping[str, Tensor], scores: Mapping[str, Tensor]) -> Tensor:
+    """One score from several: ``-log min_s p_s(x)``, with the tail probabilities `p_s` among familiar inputs.
+
+    Beyond the largest familiar score of `s`, where the share is 0, ``-log p_s`` continues as a straight line, so that
+    very foreign inputs do not tie. It starts at ``log(inputs)`` and has the slope of the line between the point where
+    a tenth of the familiar inputs lie above and the largest of them: an exponential tail. Where the familiar scores
+    are all the same there is no slope, and any larger score gives infinity.
+
+    Args:
+        familiar: by name, (familiar inputs,), finite: held-out inputs like those of the training.
+        scores: by the same names, (inputs,): of the inputs to judge. They may be the familiar ones themselves.
+
+    Returns:
+        (inputs,), float64, on the CPU, not negative; higher is stranger. Fit for `ood_auroc` and the like.
+    """
+    if set(familiar) != set(scores):
+        raise PosthocUQError(
+            f"joint_tail needs the same scores on both sides, not {sorted(familiar)} and {sorted(scores)}."
+        )
+    familiar_columns, columns = _columns(familiar), _columns(scores)
+    return torch.stack(
+        [_surprise(tail_of(familiar_columns[name]), columns[name]) for name in familiar_columns]
+    ).amax(0)
+
+
+def _surprise(tail: Tail, scores: Tensor) -> Tensor:
+    """``-log`` of the tail probability; beyond the largest familiar score, the straight line that continues it."""
+    largest, start = tail.values[0], -tail.shares[0].log()
+    line = (tail.shares >= _LINE_FROM) & (tail.values < largest)
+    slope = torch.tensor(torch.inf, dtype=torch.float64, device="cpu")
+    if bool(line.any()):
+        first = int(line.int().argmax())
+        slope = (tail.shares[first] / tail.shares[0]).log() / (largest - tail.values[first])
+    beyond = scores > largest
+    excess = torch.where(beyond, scores - largest, 1.0)
+    # a step lost in rounding still counts as beyond
+    outside = torch.maximum(start + slope * excess, start.nextafter(start + 1))
+    return torch.where(beyond, outside, -tail_probability(tail, scores).log())
+
+
+# Thresholds.
+
+
+def referral_threshold(scores: Tensor, rate: float) -> float:
+    """The smallest threshold that refers at most a share `rate`, when score > threshold is referred.
+
+    It is the score that ranks `floor(rate * inputs) + 1` from above. Inputs whose score
+    equals it are all retained, so with ties fewer than `rate` may be referred. `rate = 1` gives minus infinity.
+
+    Args:
+        scores: (inputs,), for instance of validation inputs.
+        rate: in [0, 1].
+    """
+    scores = row("scores", scores)
+    if not 0 <= rate <= 1:
+        raise PosthocUQError(f"referral_threshold needs a rate between 0 and 1, not {rate}.")
+    referred = _referred_count(rate, len(scores))
+    return -math.inf if referred == len(scores) else scores.sort(descending=True).values[referred].item()
+
+
+def referral_thresholds(scores: Mapping[str, Tensor], rate: float) -> dict[str, float]:
+    """Thresholds of several scores that together refer at most a share `rate`; any score above its own refers an input.
+
+    Every input gets the smallest of its tail probabilities among these very inputs (ties count in full: inputs whose
+    score is equal or larger). With ``k = floor(rate * inputs)``, the border is the one that ranks ``k + 1`` from below,
+    and inputs strictly below it are referred, at most `k`. The threshold of a score is its largest value whose tail
+    probability is not below the border. With `S` scores up to `S` inputs share a rank, so up to ``S - 1`` fewer than
+    `k` are referred even where no score has ties. Of one score it is `referral_threshold`.
+
+    Args:
+        scores: by name, (inputs,), finite, for instance of validation inputs.
+        rate: in [0, 1).
+    """
+    if not 0 <= rate < 1:
+        raise PosthocUQError(f"A rate of several scores must be from 0 to below 1, not {rate}.")
+    columns = {name: _finite(name, values) for name, values in _columns(scores).items()}
+    count = len(next(iter(columns.values())))
+    ranks = {
+        name: count - torch.searchsorted(values.sort().values, values) for name, values in columns.items()
+    }
+    smallest = torch.stack(list(ranks.values())).amin(0).sort().values
+    border = smallest[min(_referred_count(rate, count), count - 1)]
+    return {name: values[ranks[name] >= border].max().item() for name, values in columns.items()}
+
+
+def _columns(scores: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    if not scores:
+        raise PosthocUQError("There must be at least one score.")
+    count = next(iter(scores.values())).numel()
+    return {name: row(name, values, count) for name, values in scores.items()}
+
+
+def _finite(name: str, scores: Tensor) -> Tensor:
+    values = row(name, scores)
+    wrong = int(values.isinf().sum())
+    if wrong:
+        raise NonFiniteError(f"{name} holds {wrong} infinite numbers among {len(values)}; leave them out.")
+    return values
