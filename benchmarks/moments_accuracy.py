@@ -132,7 +132,7 @@ def relative(case: Case, rel: float, layers: str | list[str] = "all") -> uq.Post
 def monte_carlo(case: Case, posterior: uq.Posterior, draws: int) -> MonteCarlo:
     """The reference."""
     with torch.no_grad():
-        outputs = SamplingPredictor(case.model, posterior, draws, seed=1, keep="seeds").outputs(case.inputs)
+        outputs = SamplingPredictor(case.model, posterior, draws, seed=1).outputs(case.inputs)
     return MonteCarlo(outputs.mean(0), outputs.std(0))
 
 

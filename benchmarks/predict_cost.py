@@ -1,7 +1,7 @@
 """Cost of a prediction with uncertainty, in multiples of a plain forward pass of the same model in the same run.
 
     OMP_NUM_THREADS=1 python benchmarks/predict_cost.py
-    OMP_NUM_THREADS=1 python benchmarks/predict_cost.py --cases lenet resnet18 --heads sampling "sampling, seeds"
+    OMP_NUM_THREADS=1 python benchmarks/predict_cost.py --cases lenet resnet18 --heads sampling linearized
 
 Plain passes are made before and after every prediction, half each, and the multiple is the median over the repeats;
 "per draw" divides it by the number of draws. "CPU" is the same in processor time, which a busy machine disturbs less.
@@ -63,9 +63,6 @@ HEADS: dict[str, tuple[str, dict[str, Any]]] = {
     "sampling": ("sampling", {}),
     "sampling, loop": ("sampling", {"batched": False}),
     "sampling, batched": ("sampling", {"batched": True}),
-    "sampling, seeds": ("sampling", {"keep": "seeds"}),
-    "sampling, seeds, antithetic": ("sampling", {"keep": "seeds", "antithetic": True}),
-    "sampling, bfloat16": ("sampling", {"dtype": torch.bfloat16}),
     "moments": ("moments", {}),
     "moments, marginal": ("moments", {"weights": "marginal"}),
     "linearized": ("linearized", {}),

@@ -672,10 +672,7 @@ _WRAP: dict[str, dict[str, list[Any]]] = {
     "sampling": {
         "n_samples": [*_NO_COUNT, None],
         "seed": ["x", True, 1.5, 2**70, [1]],
-        "generator": ["x", 5],
-        "keep": ["x", 5, ["seeds"]],
         "antithetic": ["x", 1.5],
-        "dtype": ["x", 5, torch.int64, np.ones(2)],
         "batched": ["x", 5, [True]],
         "novelty": ["x", 1.5],
     },
@@ -750,26 +747,6 @@ def test_a_model_made_in_inference_mode(net: nn.Sequential, posterior: uq.Poster
     fresh.load_state_dict(made.state_dict())
     expected = cast(Any, uq.wrap(net, posterior)(_x())).probs
     assert torch.equal(cast(Any, uq.wrap(fresh, posterior)(_x())).probs, expected)
-
-
-@pytest.mark.parametrize(
-    ("head", "name", "other"),
-    [
-        ("sampling", "functional_variance", "linearized"),
-        ("moments", "functional_covariance", "linearized"),
-        ("linearized", "outputs", "sampling"),
-        ("sampling", "calibrate", "moments"),
-    ],
-)
-def test_what_another_head_has(
-    net: nn.Sequential, posterior: uq.Posterior, head: str, name: str, other: str
-) -> None:
-    predictor = uq.wrap(net, posterior, head)
-    assert not hasattr(predictor, name)
-    _refused(rf"head='{head}' has no '{name}'.*head='{other}'", lambda: getattr(predictor, name))
-    with pytest.raises(AttributeError, match="no attribute 'nonsense'") as caught:
-        predictor.nonsense  # type: ignore[attr-defined]  # noqa: B018
-    assert not isinstance(caught.value, PosthocUQError)
 
 
 def test_what_another_prediction_has(net: nn.Sequential, posterior: uq.Posterior) -> None:

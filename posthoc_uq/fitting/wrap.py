@@ -6,7 +6,6 @@ import inspect
 from collections.abc import Callable
 from typing import Any, Literal, overload
 
-import torch
 from torch import Tensor, nn
 
 from posthoc_uq.core.devices import return_freed_memory
@@ -16,7 +15,7 @@ from posthoc_uq.files.model_checks import check_match
 from posthoc_uq.heads.linearized import EngineName, LinearizedPredictor
 from posthoc_uq.heads.moments import MomentsPredictor
 from posthoc_uq.heads.predictor import Predictor
-from posthoc_uq.heads.sampling import Batched, Drawn, Keep, SamplingPredictor
+from posthoc_uq.heads.sampling import Batched, Drawn, SamplingPredictor
 from posthoc_uq.likelihoods.draws import LINK_DRAWS
 from posthoc_uq.posteriors.posterior import Posterior
 
@@ -37,10 +36,7 @@ def wrap(
     *,
     n_samples: int = 30,
     seed: int | None = 0,
-    generator: torch.Generator | None = None,
-    keep: Keep = "weights",
     antithetic: bool = False,
-    dtype: torch.dtype | None = None,
     batched: Batched = "auto",
     novelty: bool = True,
     drawn: Drawn = "weights",
@@ -104,12 +100,8 @@ def wrap(model: nn.Module, posterior: Posterior, head: str | None = None, **opti
             `LinearizedPredictor` and `MomentsPredictor`.
             ``"sampling"`` runs the model once per drawn set of weights, and its options are:
             ``n_samples`` (30), draws of the weights;
-            ``seed`` (0) of the draws, None to draw differently every time, or a ``generator`` in its place;
-            ``keep`` (``"weights"``), or ``"seeds"`` to draw again at every prediction instead of keeping
-            `n_samples` copies;
+            ``seed`` (0) of the draws, None to draw differently every time;
             ``antithetic`` (False), draws in pairs ``mean + d, mean - d``;
-            ``dtype`` (None, the model's), ``torch.float16``, ``torch.bfloat16`` or ``torch.float32`` for the
-            drawn weights and the forward pass;
             ``batched`` (``"auto"``), True or False: whether many draws run in one pass;
             ``novelty`` (True), whether predictions have a novelty, for one more forward pass at most;
             ``drawn`` (``"weights"``), or ``"outputs"`` to draw each layer's outputs by local reparametrisation, where

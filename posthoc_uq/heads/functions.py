@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import threading
 from collections.abc import Callable, Mapping
 
 import torch
@@ -109,9 +108,6 @@ def _clone(value: object) -> object:
 
 # Draws of the linearised model's function: ``J (theta_r - theta)`` by forward-mode differentiation.
 
-# `functional_call` puts the weights into the module for as long as it runs: calls in several threads take turns.
-_SWAPPING = threading.RLock()
-
 
 def function_draws(model: nn.Module, batch: Batch, deviations: Mapping[str, Tensor]) -> tuple[Tensor, Tensor]:
     """Outputs, and their derivatives along deviations of the weights.
@@ -137,7 +133,7 @@ def function_draws(model: nn.Module, batch: Batch, deviations: Mapping[str, Tens
         )
 
     outputs, derivatives = None, list[Tensor]()
-    with _SWAPPING, torch.no_grad(), PlainAttention():
+    with torch.no_grad(), PlainAttention():
         for draw in in_parts(range(draws)):
             tangent = {name: deviation[draw] for name, deviation in deviations.items()}
             try:

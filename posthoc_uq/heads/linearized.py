@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import copy
-import threading
-from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
+from collections.abc import Callable, Generator, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from math import prod
@@ -20,14 +19,6 @@ from posthoc_uq.core.model import check_differentiable, model_device, replicate,
 from posthoc_uq.core.options import COUNT, Number, flag, one_of
 from posthoc_uq.core.progress import in_parts, share
 from posthoc_uq.core.randomness import isolated_random_state
-from posthoc_uq.heads.frozen import (
-    FeatureBatch,
-    Features,
-    FixedPart,
-    ReplayError,
-    check_refused_replay,
-    intercept,
-)
 from posthoc_uq.heads.functions import differentiable_outputs, function_draws
 from posthoc_uq.heads.jacobians import (
     Gradient,
@@ -51,6 +42,7 @@ from posthoc_uq.heads.predictor import (
     same_centre,
 )
 from posthoc_uq.layers.capture import Recording
+from posthoc_uq.layers.frozen import Features, FrozenPart, Twins
 from posthoc_uq.layers.layer import Call
 from posthoc_uq.layers.operands import temporary_limit
 from posthoc_uq.layers.proof import count_samples
@@ -817,70 +809,48 @@ def _products(deviations: Tensor) -> Tensor:
     return torch.einsum("rsc,rsd->scd", deviations, deviations) / len(deviations)
 
 
-def drawn_outputs(
-    model: nn.Module,
-    fixed_part: FixedPart,
-    batch: Batch,
-    samples: int,
-    deviations: Mapping[str, Tensor],
-    dtype: torch.dtype,
-) -> tuple[Tensor, Tensor]:
-    """Outputs ``(samples, ...)``, and their derivatives along deviations of the weights, ``(draws, samples, outputs)``.
-
-    Args:
-        model: nothing else may run it meanwhile.
-        fixed_part: of the model; it runs once, and the draws run what follows.
-        batch: the model's inputs, or features in their place.
-        samples: in the batch.
-        deviations: parameter name to ``(draws, *shape)``.
-        dtype: of the derivatives.
-    """
-    features = None if isinstance(batch, FeatureBatch) else fixed_part.features(batch.args, batch.kwargs)
-    if features is not None:
-        intercept(model)
-
-        def replayed() -> tuple[Tensor, Tensor]:
-            return drawn_outputs(model, fixed_part, FeatureBatch(features), samples, deviations, dtype)
-
-        try:
-            return replayed()
-        except ReplayError as error:
-            check_refused_replay(error, replayed)
-            fixed_part.refuse(str(error))
-    outputs, derivatives = function_draws(model, batch, deviations)
-    return outputs, derivatives.to(dtype).flatten(2) if outputs.ndim > 1 else derivatives.unsqueeze(2)
-
-
 # What the linearised head prepares and keeps: copies of the network, tracked layers, weights' covariance and
 # draws.
 
 Self = TypeVar("Self", bound="Linearizing")
 
-_PREPARING = threading.RLock()
 
-
-@dataclass(eq=False)
 class _Networks:
     """Copies of the network at one mean.
 
     Attributes:
         centre: the posterior's that they have.
         twin: the copy.
-        swapped: one whose weights are swapped while it runs; None before it is needed.
-        fixed_part: the part of the network before the weights with a posterior.
+        frozen: the part of the network before the weights with a posterior.
         ready: the copy whose layers are tracked, once the first batch is there.
     """
 
-    centre: Mapping[str, Tensor]
-    twin: nn.Module
-    swapped: nn.Module | None
-    fixed_part: FixedPart
-    ready: TrackedModel | None = None
+    def __init__(self, twin: nn.Module, posterior: Posterior) -> None:
+        self.centre, self.twin = posterior.centre, twin
+        self.frozen = FrozenPart(twin, posterior.mean)
+        self.ready: TrackedModel | None = None
+        self._whole = Twins(twin)
+        self._rest: tuple[nn.Module, TrackedModel | None, Twins] | None = None
 
-    @classmethod
-    def of(cls, twin: nn.Module, posterior: Posterior) -> _Networks:
-        """What there is at the beginning."""
-        return cls(posterior.centre, twin, None, FixedPart(twin, posterior.mean))
+    def tracked(self, features: Features | None) -> TrackedModel:
+        """The layers as the network uses them, or the rest of it that takes features."""
+        assert self.ready is not None
+        if features is None:
+            return self.ready
+        tracked = self._of_rest(features)[1]
+        assert tracked is not None
+        return tracked
+
+    def twins(self, features: Features | None) -> Twins:
+        """Copies for functional calls: of the network, or of the rest of it."""
+        return self._whole if features is None else self._of_rest(features)[2]
+
+    def _of_rest(self, features: Features) -> tuple[nn.Module, TrackedModel | None, Twins]:
+        rest, kept = self.frozen.rest(features), self._rest
+        if kept is None or kept[0] is not rest or (kept[1] is None and self.ready is not None):
+            tracked = None if self.ready is None else self.ready.within(rest)
+            self._rest = kept = rest, tracked, Twins(rest)
+        return kept
 
 
 class Linearizing(Predictor):
@@ -908,7 +878,7 @@ class Linearizing(Predictor):
         self._dtype = statistics_dtype(unwrap(model), None)
         with isolated_random_state():  # copying a module may run its code
             twin = replicate(self._model[0], self._posterior.centre)
-        self._networks = _Networks.of(twin, self._posterior)
+        self._networks = _Networks(twin, self._posterior)
         self._weights: tuple[tuple[Hyperparameters, int], WeightCovariance] | None = None
         self._drawn: tuple[tuple[Hyperparameters, int], dict[str, Tensor]] | None = None
 
@@ -918,10 +888,10 @@ class Linearizing(Predictor):
         """
         networks = self._networks
         if not same_centre(networks.centre, posterior.centre):
-            with _PREPARING:
+            with self._lock:
                 networks = self._networks
                 if not same_centre(networks.centre, posterior.centre):
-                    self._networks = networks = _Networks.of(
+                    self._networks = networks = _Networks(
                         recentred(networks.twin, posterior.centre), posterior
                     )
         return networks
@@ -929,12 +899,10 @@ class Linearizing(Predictor):
     def _apply(self: Self, fn: Any, recurse: bool = True) -> Self:
         """Move, or change the precision of, the network; all preparations are made anew."""
         super()._apply(fn, recurse)
-        networks = self._networks
-        networks.twin._apply(fn)
-        if networks.swapped is not None:
-            networks.swapped._apply(fn)
-        self._dtype = statistics_dtype(networks.twin, None)
-        networks.fixed_part, networks.ready = FixedPart(networks.twin, self._posterior.mean), None
+        twin, centre = self._networks.twin._apply(fn), self._networks.centre
+        self._networks = _Networks(twin, self._posterior)
+        self._networks.centre = centre
+        self._dtype = statistics_dtype(twin, None)
         self._weights = self._drawn = None
         return self
 
@@ -944,16 +912,17 @@ class Linearizing(Predictor):
         return model_device(self._networks.twin)
 
     def _linearized(
-        self, posterior: Posterior, batch: Batch
+        self, posterior: Posterior, batch: Batch, features: Features | None = None
     ) -> Linearization | Probes | PositionLinearization | PositionProbes:
-        """The linearisation of one batch under a posterior's settings."""
-        samples = batch.features.samples if isinstance(batch, FeatureBatch) else count_samples(batch)
+        """The linearisation of one batch under a posterior's settings, or from features, with `batch` theirs."""
+        samples = count_samples(batch) if features is None else features.samples
         networks = self._networks_of(posterior)
         if self._engine == "jvp":
-            return self._probed(networks, posterior, batch, samples)
+            return self._probed(networks, posterior, batch, features)
+        self._prepare(networks, batch, features)
         engine = Engine(
             self._engine,
-            self._prepared(networks, batch),
+            networks.tracked(features),
             tuple(posterior.layers),
             lambda device: self._covariances(posterior, device),
             self._chosen,
@@ -967,7 +936,7 @@ class Linearizing(Predictor):
         picked = picked_positions(self._positions, layout.positions(recording.outputs))
         linearization = PositionLinearization(engine, recording, layout, picked)
         if self._engine == "auto" and linearization.backward_passes > MOST_BACKWARD:
-            return self._probed(networks, posterior, batch, samples, recording.watched)
+            return self._probed(networks, posterior, batch, features, recording.watched)
         return linearization
 
     def _layout(self, outputs: Tensor) -> Layout | None:
@@ -989,11 +958,17 @@ class Linearizing(Predictor):
         networks: _Networks,
         posterior: Posterior,
         batch: Batch,
-        samples: int,
+        features: Features | None,
         watched: Sequence[Call] = (),
     ) -> Probes | PositionProbes:
         """The linearisation by draws of the function."""
-        outputs, deviations = self._draw(networks, batch, samples, self._deviations(posterior))
+        if features is None:
+            features = networks.frozen.features(batch.args, batch.kwargs, self._n_probes)
+        work = batch if features is None else features.batch
+        with networks.twins(features).lent() as twin:
+            outputs, deviations = function_draws(twin, work, self._deviations(posterior))
+        deviations = deviations.to(self._dtype)
+        deviations = deviations.flatten(2) if outputs.ndim > 1 else deviations.unsqueeze(2)
         layout = self._layout(outputs)
         if layout is None:
             return Probes(outputs, deviations, self._chosen)
@@ -1002,21 +977,11 @@ class Linearizing(Predictor):
         probes.watched = list(watched)
         return probes
 
-    def _draw(
-        self, networks: _Networks, batch: Batch, samples: int, deviations: Mapping[str, Tensor]
-    ) -> tuple[Tensor, Tensor]:
-        """Outputs, and draws of their deviations; see `drawn_outputs`."""
-        if networks.swapped is None:
-            with _PREPARING, isolated_random_state():
-                if networks.swapped is None:
-                    networks.swapped = replicate(networks.twin)
-        return drawn_outputs(networks.swapped, networks.fixed_part, batch, samples, deviations, self._dtype)
-
     def _covariances(self, posterior: Posterior, device: torch.device) -> WeightCovariance:
         """The covariance of the weights, cached until settings or data change."""
         settings, cached = posterior.moment, self._weights
         if cached is None or cached[0] != settings:
-            with _PREPARING:
+            with self._lock:
                 cached = self._weights
                 if cached is None or cached[0] != settings:
                     budget = default_budget(device) if self._budget is None else self._budget
@@ -1029,7 +994,7 @@ class Linearizing(Predictor):
         """Draws of the weights' deviation from the trained ones, by parameter, kept until settings or data change."""
         settings, cached = posterior.moment, self._drawn
         if cached is None or cached[0] != settings:
-            with _PREPARING:
+            with self._lock:
                 cached = self._drawn
                 if cached is None or cached[0] != settings:
                     draws = posterior.sample(self._n_probes, torch.Generator().manual_seed(0))
@@ -1040,15 +1005,18 @@ class Linearizing(Predictor):
                     self._drawn = cached = (settings, deviations)
         return cached[1]
 
-    def _prepared(self, networks: _Networks, batch: Batch) -> TrackedModel:
-        if networks.ready is None:
-            with _PREPARING, isolated_random_state():
-                if networks.ready is None:
-                    ready = track_layers(networks.twin, self._posterior, batch.copied(), self._dtype)
-                    if self._tells_novelty and self._posterior.features is not None:
-                        ready.capture.watched = self._posterior.features.layer
-                    networks.ready = ready
-        return networks.ready
+    def _prepare(self, networks: _Networks, batch: Batch, features: Features | None = None) -> None:
+        """Find the layers in a first batch, which features cannot be."""
+        if networks.ready is not None:
+            return
+        if features is not None:
+            raise PosthocUQError("The features are those of another predictor.")
+        with self._lock, isolated_random_state():
+            if networks.ready is None:
+                ready = track_layers(networks.twin, self._posterior, batch.copied(), self._dtype)
+                if self._tells_novelty and self._posterior.features is not None:
+                    ready.capture.watched = self._posterior.features.layer
+                networks.ready = ready
 
 
 @contextmanager
@@ -1174,7 +1142,7 @@ class LinearizedPredictor(Linearizing):
         return options | {"outputs": str(self._chosen.top), "engine": self._engine}
 
     def _functions(self, posterior: Posterior, batch: Batch, n: int, generator: torch.Generator) -> Tensor:
-        """See `DrawnFunctions`."""
+        """See `Predictor`."""
         with without_gradients():
             drawn = posterior.sample(n, generator)
             network = replicate(self._networks_of(posterior).twin)
@@ -1210,7 +1178,7 @@ class LinearizedPredictor(Linearizing):
         return self._prediction_of(posterior, outputs).with_novelty(ratio)
 
     def _distribution(self, posterior: Posterior, batch: Batch) -> GaussianOutputs:
-        if self._differentiated and not isinstance(batch, FeatureBatch):
+        if self._differentiated:
             mean, covariance = self._with_graph(posterior, batch)
             variance = covariance.diagonal(dim1=1, dim2=2).reshape(mean.shape)
             return GaussianOutputs(
@@ -1248,21 +1216,15 @@ class LinearizedPredictor(Linearizing):
         """See `Predictor`."""
         with without_gradients():
             networks = self._networks_of(self._snapshot())
-            features = networks.fixed_part.features(args, kwargs)
+            features = networks.frozen.features(args, kwargs)
             if features is not None and self._engine != "jvp":
-                self._prepared(networks, Batch(args, None, kwargs))
+                self._prepare(networks, Batch(args, None, kwargs))
             return features
 
     def distribution_from(self, features: Features) -> GaussianOutputs:
         """See `Predictor`."""
-        posterior = self._snapshot()
-        networks = self._networks_of(posterior)
-        if self._engine != "jvp" and networks.ready is None:
-            raise PosthocUQError("The features are those of another predictor.")
-        intercept(
-            (networks.swapped or networks.twin) if networks.ready is None else networks.ready.capture.twin
-        )
-        return self._distribution(posterior, FeatureBatch(features))
+        with without_gradients():
+            return _shaped(self._linearized(self._snapshot(), features.batch, features).gaussian())
 
     def functional_mean(self, *args: Any, **kwargs: Any) -> Tensor:
         """``f(x; theta)``, the trained network's own outputs, at all positions."""

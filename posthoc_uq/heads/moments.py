@@ -2,15 +2,14 @@
 
 from __future__ import annotations
 
-import threading
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import asdict, dataclass, replace
+from functools import partial
 from math import exp
 from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.utils._pytree import tree_map
 
 from posthoc_uq.core.batches import Bar, Batch, BatchFunction, BatchReader, batches, check_loader
 from posthoc_uq.core.devices import as_double, default_budget
@@ -18,18 +17,17 @@ from posthoc_uq.core.errors import PosthocUQError, warn_user
 from posthoc_uq.core.model import model_device, replicate
 from posthoc_uq.core.options import UNIT, check_function, flag, one_of
 from posthoc_uq.core.randomness import isolated_random_state
-from posthoc_uq.heads.frozen import Features, FixedPart, intercept, writable_copy
 from posthoc_uq.heads.predictor import (
     GaussianOutputs,
     Predictor,
     check_finite,
-    divisor_of,
     from_gaussian,
     gaussian_draws,
     recentred,
     same_centre,
 )
 from posthoc_uq.heads.sampling import SamplingPredictor
+from posthoc_uq.layers.frozen import Features, FrozenPart, fresh
 from posthoc_uq.layers.layer import Layer
 from posthoc_uq.likelihoods.draws import LINK_DRAWS, checked_link
 from posthoc_uq.likelihoods.prediction import Prediction
@@ -232,7 +230,7 @@ def calibrate(
         )
     check_loader(loader)
     posterior = posterior.snapshot()
-    sampler = SamplingPredictor(model, posterior, n_samples=n_mc, seed=0, keep="seeds")
+    sampler = SamplingPredictor(model, posterior, n_samples=1)
     reader = BatchReader.of(model, batch_to_inputs)
     by_head: list[Tensor] = []
     by_draws: list[Tensor] = []
@@ -243,7 +241,10 @@ def calibrate(
             if seen + count > samples:
                 batch = batch.narrow(0, samples - seen, count)
             by_head.append(as_double(variance(*batch.args, **batch.kwargs)).cpu())
-            outputs = sampler.outputs(*batch.args, **batch.kwargs) * divisor_of(posterior)
+            drawn_by = torch.Generator().manual_seed(0)
+            outputs = sampler.functional_samples(
+                *batch.args, n_samples=n_mc, generator=drawn_by, **batch.kwargs
+            )
             if output_map is not None:
                 outputs = torch.stack([output_map(draw) for draw in outputs])
             by_draws.append(as_double(outputs).var(0).cpu())
@@ -281,14 +282,12 @@ def _fitted(head_sd: Tensor, drawn_sd: Tensor, n_mc: int, slope: bool) -> Calibr
 
 # The moments head: mean and variance of every output in one pass, carried through the model's own code.
 
-_PREPARING = threading.RLock()  # a lock of the predictor's own could not be copied or pickled
-
 _CHOICES: dict[str, tuple[str, ...]] = {
     "weights": WEIGHTS,
     "cov": ("diag", "full"),
     "relu": ("unscented", "exact"),
     "max_pool": ("clark", "argmax"),
-    "unknown": ("error", "mc", "delta"),
+    "unknown": ("error", "unscented"),
 }
 
 
@@ -369,8 +368,8 @@ class MomentsPredictor(Predictor):
             faster; worse where cells of a window vary a little and independently, nearer to the truth for broad
             posteriors, under which neighbouring cells vary together.
         pool_rho: correlation assumed between the cells of an average, in [0, 1].
-        unknown: what to do with a function that has no rule: ``"error"``, ``"mc"`` (32 draws of its inputs),
-            ``"delta"`` (a linearisation by 32 random probes).
+        unknown: what to do with a function that has no rule: ``"error"``, or ``"unscented"``, the unscented rule along
+            32 random directions of its inputs.
         link: from logits to probabilities: ``"mc"``, ``"probit"`` or ``"bridge"``; see `from_gaussian`. With
             ``cov="diag"`` there are variances alone: logits count as independent, also where they vary together, which
             makes predictions too cautious.
@@ -411,14 +410,14 @@ class MomentsPredictor(Predictor):
         with isolated_random_state():  # copying a module may run its code
             self.network = replicate(self._model[0], posterior.centre)
         self._centre = posterior.centre
-        self._fixed_part = FixedPart(self.network, posterior.mean)
+        self._frozen = FrozenPart(self.network, posterior.mean)
         self._checked = False
         self._prepared = self._prepare(posterior.snapshot())
 
     def _prepare(self, posterior: Posterior) -> _Prepared:
         if not same_centre(self._centre, posterior.centre):  # predictions under way keep the old network
             self.network, self._centre = recentred(self.network, posterior.centre), posterior.centre
-            self._fixed_part = FixedPart(self.network, posterior.mean)
+            self._frozen = FrozenPart(self.network, posterior.mean)
         layers = list(
             layer_posteriors(self.network, posterior, self._options.weights, self._rules.cov).values()
         )
@@ -446,7 +445,7 @@ class MomentsPredictor(Predictor):
         """The preparations for a posterior's settings; predictions under way in other threads keep the old ones."""
         settings, prepared = posterior.moment, self._prepared
         if prepared.settings != settings:
-            with _PREPARING:
+            with self._lock:
                 prepared = self._prepared
                 if prepared.settings != settings:
                     self._prepared = prepared = self._prepare(posterior)
@@ -459,10 +458,6 @@ class MomentsPredictor(Predictor):
             return text + ", not calibrated"
         return text + f", {self._prepared.calibration}"
 
-    def layer_modes(self) -> dict[str, str]:
-        """Layer name to ``"row"`` or ``"marginal"``: the weights' covariance that is used (one input row a sample)."""
-        return {p.layer: "row" if p.row else "marginal" for p in self._prepared.layer_posteriors}
-
     def propagate(self, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor, Tensor | None]:
         """Mean, variance and, with ``cov="full"`` where the last layers allow it, covariance of the outputs, before
         temperature, observation noise and calibration.
@@ -474,18 +469,16 @@ class MomentsPredictor(Predictor):
         """
         return self._propagate(self._follow(self._snapshot()), self._batch(args, kwargs))
 
-    def _propagate(self, prepared: _Prepared, batch: Batch) -> tuple[Tensor, Tensor, Tensor | None]:
-        network = prepared.network
+    def _propagate(
+        self, prepared: _Prepared, batch: Batch, network: nn.Module | None = None
+    ) -> tuple[Tensor, Tensor, Tensor | None]:
+        """`propagate`, through the whole network or the rest of it."""
+        network = prepared.network if network is None else network
         parameters = dict(network.named_parameters())
         layers = self._posterior.layers
         posteriors = [(parameters[layers[p.layer].weight], p) for p in prepared.layer_posteriors]
-        # a model may change its inputs in place
-        args, kwargs = tree_map(writable_copy, (batch.args, batch.kwargs))
         outputs = propagate(
-            lambda: network(*args, **kwargs),
-            posteriors,
-            self._rules,
-            lambda: running_module(network),
+            partial(fresh(batch).call_any, network), posteriors, self._rules, partial(running_module, network)
         )
         self._check_used(prepared, outputs.used)
         return outputs.mean, outputs.variance, outputs.covariance
@@ -501,10 +494,20 @@ class MomentsPredictor(Predictor):
             )
         self._checked = True
 
-    def _moments(self, prepared: _Prepared, batch: Batch) -> tuple[Tensor, Tensor, Tensor | None]:
-        """`propagate`, in parts of the batch where covariances do not fit into memory, followed by the output map."""
-        at_once = self._rules.cov != "full" or torch.compiler.is_compiling()
-        mean, variance, covariance = (self._propagate if at_once else self._in_parts)(prepared, batch)
+    def _moments(
+        self, prepared: _Prepared, batch: Batch, rest: nn.Module | None = None
+    ) -> tuple[Tensor, Tensor, Tensor | None]:
+        """`propagate`, in parts of the batch where covariances do not fit into memory, followed by the output map.
+
+        Args:
+            prepared: for the posterior's settings.
+            batch: of the network, or features.
+            rest: what takes features, or None.
+        """
+        if self._rules.cov == "full" and not torch.compiler.is_compiling():
+            mean, variance, covariance = self._in_parts(prepared, batch)
+        else:
+            mean, variance, covariance = self._propagate(prepared, batch, rest)
         if self._options.output_map is not None:
             full = covariance if covariance is not None else torch.diag_embed(variance)
             mean, covariance = unscented_map(self._options.output_map, mean.to(full.dtype), full)
@@ -553,17 +556,19 @@ class MomentsPredictor(Predictor):
         return variance
 
     def _functions(self, posterior: Posterior, batch: Batch, n: int, generator: torch.Generator) -> Tensor:
-        """See `DrawnFunctions`."""
+        """See `Predictor`."""
         return gaussian_draws(self._distribution(posterior, batch), n, generator)
 
     def _predict(self, posterior: Posterior, batch: Batch) -> Prediction:
         ratio = self._known_novelty(posterior, batch)
         return self._prediction_of(posterior, self._distribution(posterior, batch)).with_novelty(ratio)
 
-    def _distribution(self, posterior: Posterior, batch: Batch) -> GaussianOutputs:
+    def _distribution(
+        self, posterior: Posterior, batch: Batch, rest: nn.Module | None = None
+    ) -> GaussianOutputs:
         """Calibrated where there is a calibration for these settings."""
         prepared = self._follow(posterior)
-        mean, variance, covariance = self._moments(prepared, batch)
+        mean, variance, covariance = self._moments(prepared, batch, rest)
         if prepared.calibration is not None:
             corrected = prepared.calibration.apply(variance)
             if covariance is not None:
@@ -584,14 +589,11 @@ class MomentsPredictor(Predictor):
 
     def features(self, *args: Any, **kwargs: Any) -> Features | None:
         """See `Predictor`; None with ``cov="full"``, which cuts batches into parts."""
-        return None if self._rules.cov == "full" else self._fixed_part.features(args, kwargs)
+        return None if self._rules.cov == "full" else self._frozen.features(args, kwargs)
 
     def distribution_from(self, features: Features) -> GaussianOutputs:
         """See `Predictor`."""
-        intercept(self.network)
-        args, kwargs = features.arguments()
-        with features.replaying():
-            return self._distribution(self._snapshot(), Batch(args, None, kwargs))
+        return self._distribution(self._snapshot(), features.batch, self._frozen.rest(features))
 
     def _network(self, posterior: Posterior | None = None) -> nn.Module:
         """See `Predictor`; this network moves with the predictor."""

@@ -4,11 +4,10 @@ from __future__ import annotations
 
 import threading
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping
 from contextlib import AbstractContextManager
-from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple, cast
+from typing import Any, ClassVar, NamedTuple, cast
 
-import numpy as np
 import torch
 from torch import Tensor, nn
 
@@ -23,14 +22,11 @@ from posthoc_uq.core.batches import (
     check_loader,
     explained,
 )
-from posthoc_uq.core.devices import on_host
-from posthoc_uq.core.errors import NonFiniteError, NotAnsweredError, PosteriorMismatchError, PosthocUQError
-from posthoc_uq.core.model import apart, model_device, model_dtype, replicate, statistics_of, unwrap
+from posthoc_uq.core.errors import NonFiniteError, PosthocUQError
+from posthoc_uq.core.model import apart, model_device, model_dtype, replicate, unwrap
 from posthoc_uq.core.options import COUNT
 from posthoc_uq.core.outputs import Choice, choice_of, chosen_in, with_choice
-from posthoc_uq.core.randomness import isolated_random_state, mixed_seed, sample_keys
-from posthoc_uq.files.schema import fingerprint
-from posthoc_uq.heads.frozen import Features
+from posthoc_uq.core.randomness import isolated_random_state
 from posthoc_uq.heads.novelty import (
     PosteriorRatio,
     RatioSettings,
@@ -38,6 +34,8 @@ from posthoc_uq.heads.novelty import (
     class_novelty,
     novelty_of_calls,
 )
+from posthoc_uq.heads.weight_watch import WeightWatch
+from posthoc_uq.layers.frozen import Features
 from posthoc_uq.layers.layer import Call
 from posthoc_uq.layers.proof import count_samples
 from posthoc_uq.likelihoods.draws import LINK_DRAWS, Spread, symmetric_root
@@ -178,30 +176,290 @@ def _dtype(answers: Mapping[str, Tensor]) -> str:
     return str(next(iter(answers.values())).dtype).removeprefix("torch.")
 
 
-# Draws of a predictor's function, and of what they predict: for Thompson sampling, and for whatever has no
-# formula.
+def _given(generator: torch.Generator | None) -> torch.Generator:
+    """The generator, or a new one that nobody else has."""
+    if generator is None:
+        generator = torch.Generator()
+        generator.seed()
+    return generator
+
+
+def gaussian_draws(outputs: Any, n: int, generator: torch.Generator) -> Tensor:
+    """Draws ``(n, batch, ...)`` of Gaussian outputs, independent between inputs.
+
+    Args:
+        outputs: mean, variance and covariance, as `GaussianOutputs`.
+        n: how many.
+        generator: of the draws.
+    """
+    mean, variance = at_least_float32(outputs.mean), at_least_float32(outputs.variance)
+
+    def normals(*shape: int) -> Tensor:
+        drawn = torch.randn(n, *shape, generator=generator, dtype=torch.float64, device=generator.device)
+        return drawn.to(mean.device, mean.dtype)
+
+    covariance = outputs.covariance
+    if covariance is None:
+        deviations = variance.clamp(min=torch.finfo(variance.dtype).tiny).sqrt() * normals(*mean.shape)
+    else:
+        root = symmetric_root(cast(Tensor, covariance)).to(mean)
+        deviations = torch.einsum("bkr,sbr->sbk", root, normals(len(mean), root.shape[2]))
+    return mean + deviations.reshape(n, *mean.shape)
+
+
+# What all heads share: a model and a posterior as one module that predicts batches and whole loaders.
 
 FUNCTION_DRAWS = 100  # by default
 
 
-class DrawnFunctions(ABC):
-    """The part of a predictor that draws functions."""
+class GaussianOutputs(NamedTuple):
+    """Outputs that are Gaussian under the posterior, before temperature and observation noise.
 
-    if TYPE_CHECKING:
-        head: ClassVar[str]
+    Attributes:
+        mean: ``(batch, outputs)``, or ``(batch,)`` for one.
+        variance: of the same shape.
+        covariance: ``(batch, outputs, outputs)`` where the head knows it and its link can use it, or of many classes a
+            `Spread`.
+    """
 
-        @property
-        def posterior(self) -> Posterior: ...
+    mean: Tensor
+    variance: Tensor
+    covariance: Tensor | Spread | None = None
 
-        def _batch(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Batch: ...
 
-        def _snapshot(self) -> Posterior: ...
+def _view(model: nn.Module, posterior: Posterior) -> nn.Module:
+    """The model as the posterior's fit took its outputs and its layers."""
+    model = apart(model, posterior.original)
+    known = None if posterior.model is None else chosen_in(posterior.model)
+    choice = known or choice_of(posterior.history.output)
+    return model if choice is None else with_choice(unwrap(model), choice)
 
-        def explaining(self, batch: Batch) -> AbstractContextManager[None]: ...
+
+def same_centre(first: Mapping[str, Tensor], second: Mapping[str, Tensor]) -> bool:
+    """Whether copies of a network at one trained mean serve the other: an update puts another one in its place."""
+    return first is second or not second
+
+
+def recentred(network: nn.Module, centre: Mapping[str, Tensor]) -> nn.Module:
+    """A copy of a network with another trained mean, in its own precision and place."""
+    parameters = dict(network.named_parameters())
+    with isolated_random_state():  # copying a module may run its code
+        return replicate(
+            network, {n: tensor.to(parameters[n]) for n, tensor in centre.items() if n in parameters}
+        )
+
+
+class Lock:
+    """A lock for what a predictor prepares once; a copy of the predictor gets one of its own."""
+
+    def __init__(self) -> None:
+        self._lock = threading.RLock()
+
+    def __enter__(self) -> None:
+        self._lock.acquire()
+
+    def __exit__(self, *error: object) -> None:
+        self._lock.release()
+
+    def __reduce__(self) -> tuple[type[Lock], tuple[()]]:
+        return Lock, ()
+
+
+class Predictor(nn.Module, ABC):
+    """A model with the uncertainty of its posterior; each head is one subclass, whose `forward` takes what the model
+    takes and returns a `ClassPrediction`, a `RegressionPrediction`, or what else the likelihood predicts.
+
+    Always in eval mode. The user's model is no submodule of it, so moving a predictor leaves the model alone, and its
+    weights are never written: one predictor may serve several threads.
+
+    Args:
+        model: the model the posterior was fitted on.
+        posterior: of any method.
+    """
+
+    head: ClassVar[str]
+    """Its name in `wrap`."""
+    needs: ClassVar[frozenset[str]] = frozenset({DRAWS})
+    """What a posterior's blocks must be able to do, by the names in `posthoc_uq.posteriors.block`."""
+
+    def __init__(self, model: nn.Module, posterior: Posterior) -> None:
+        super().__init__()
+        posterior.require(self.needs, f"head={self.head!r}")
+        # tuples hide them from `nn.Module`
+        self._given: tuple[nn.Module] = (model,)
+        self._model: tuple[nn.Module] = (_view(model, posterior),)
+        self._posterior = posterior
+        self._tells_novelty = False
+        self._plain: (
+            tuple[tuple[torch.device, torch.dtype], Mapping[str, Tensor], tuple[nn.Module]] | None
+        ) = None
+        self._ratio: tuple[Any, PosteriorRatio] | None = None
+        self._watch, self._lock = WeightWatch(model), Lock()
+
+    def __repr__(self) -> str:
+        posterior, settings = self._posterior, self.hyperparameters()
+        covered = sum(layer.parameters for layer in posterior.layers.values())
+        total = sum(parameter.numel() for parameter in self.model.parameters())
+        prior = settings["prior_precision"]
+        shown = [f"prior precision {'per layer' if isinstance(prior, dict) else f'{prior:.4g}'}"]
+        if not posterior.takes_prior:
+            shown.append(f"scale {settings['scale']:.4g}")
+        noise_variance = posterior.noise_variance
+        if noise_variance is None:
+            shown.append(f"temperature {settings['temperature']:.4g}")
+        else:
+            values = ", ".join(f"{value:.4g}" for value in noise_variance[:3].tolist())
+            shown.append(f"noise variance {values}{', ...' if len(noise_variance) > 3 else ''}")
+        lines = [
+            f"{type(self).__name__}: {type(unwrap(self.model)).__name__}, method {posterior.method!r}, "
+            f"head {self.head!r}, likelihood {posterior.likelihood.name!r}",
+            f"  posterior over {covered:,} of {total:,} weights, {len(posterior.layers)} "
+            f"{'layer' if len(posterior.layers) == 1 else 'layers'}; {', '.join(shown)}",
+        ]
+        return "\n".join([*lines, f"  {self.extra_repr()}"])
+
+    @property
+    def posterior(self) -> Posterior:
+        """The posterior whose uncertainty this is."""
+        return self._posterior
+
+    @property
+    def model(self) -> nn.Module:
+        """The model that it was made for."""
+        return self._given[0]
+
+    @property
+    def output_choice(self) -> Choice | None:
+        """Which part of what the model returns its outputs are; None where it returns a tensor."""
+        return chosen_in(self._model[0])
+
+    @property
+    def device(self) -> torch.device:
+        """Where it predicts: the device of its own weights, or of the user's model if it has none."""
+        return next((p.device for p in self.parameters()), None) or model_device(self._model[0])
+
+    def forward(self, *args: Any, **kwargs: Any) -> Prediction:
+        """The prediction for a batch, made under the posterior's settings of one moment: a `ClassPrediction` or a
+        `RegressionPrediction` by the likelihood. The arguments are the model's, or one batch as a loader gives it,
+        ``(inputs, targets)`` or a mapping, whose targets are ignored.
+
+        Raises:
+            NonFiniteError: an input's prediction is not finite.
+            PosteriorMismatchError: the model's weights, or its buffers such as the statistics of batch normalisation,
+                changed after the predictor was made.
+            PosthocUQError: the head cannot serve this model, or the outputs do not fit the likelihood.
+        """
+        return self._answer(self._snapshot(), self._batch(args, kwargs))
+
+    def distribution(self, *args: Any, **kwargs: Any) -> GaussianOutputs | Tensor:
+        """The distribution of a batch's outputs under the posterior, before temperature and observation noise: a
+        Gaussian, or the outputs of every draw, ``(draws, batch, ...)``.
+        """
+        return self._distribution(self._snapshot(), self._batch(args, kwargs))
+
+    def prediction_of(self, distribution: Any) -> Prediction:
+        """The prediction from a `distribution` of this head, at the posterior's present temperature and noise variance.
+        Other values of these need no further run of the model.
+        """
+        return self._prediction_of(self._snapshot(), distribution)
+
+    def check_weights(self) -> None:
+        """Refuse a model whose weights, or buffers that predictions depend on, changed after the predictor was made.
+        Every prediction begins with it; nothing is checked while a program is traced.
+
+        Raises:
+            PosteriorMismatchError: they did.
+        """
+        if not torch.compiler.is_compiling() and not self._watch.unchanged():
+            with self._lock:
+                self._watch.check()
+
+    def _batch(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Batch:
+        """The arguments of a call; arrays become tensors, as in a loader."""
+        return batch_of_call(args, kwargs, self._model[0], self.device)
+
+    def _snapshot(self) -> Posterior:
+        """The posterior's settings and data of one moment.
+
+        Raises:
+            PosteriorMismatchError: the model's weights changed after the predictor was made.
+        """
+        self.check_weights()
+        return self._posterior.snapshot()
+
+    def _answer(self, posterior: Posterior, batch: Batch, *, on_cpu: bool = False) -> Prediction:
+        with self.explaining(batch):
+            prediction = self._predict(posterior, batch)
+        # on the CPU the check waits for no device
+        return checked(
+            prediction.to("cpu") if on_cpu else prediction,
+            self.head,
+            lambda: self._own_outputs(posterior, batch),
+        )
+
+    def _own_outputs(self, posterior: Posterior, batch: Batch) -> Tensor | None:
+        """What the network gives for a batch at the posterior's mean, for the message of an error; None where it gives
+        no tensor.
+        """
+        with torch.no_grad(), isolated_random_state():
+            outputs = batch.copied().call(replicate(self._model[0], posterior.centre))
+        return outputs if isinstance(outputs, Tensor) else None
+
+    @abstractmethod
+    def _predict(self, posterior: Posterior, batch: Batch) -> Prediction:
+        """See `forward`; `posterior` is a snapshot, whose settings do not change."""
+
+    @abstractmethod
+    def _distribution(self, posterior: Posterior, batch: Batch) -> GaussianOutputs | Tensor:
+        """See `distribution`."""
+
+    @abstractmethod
+    def _prediction_of(self, posterior: Posterior, distribution: Any) -> Prediction:
+        """See `prediction_of`."""
 
     @abstractmethod
     def _functions(self, posterior: Posterior, batch: Batch, n: int, generator: torch.Generator) -> Tensor:
         """See `functional_samples`; `posterior` is a snapshot, whose settings do not change."""
+
+    def refresh(self, seed: int) -> None:
+        """Take the posterior's present settings, where a head does not follow them by itself.
+
+        Args:
+            seed: of the draws of the weights, for a head that makes some.
+        """
+
+    def identity(self) -> dict[str, Any]:
+        """What its scores depend on beside the posterior, as plain values: the head and its options."""
+        return {"head": self.head}
+
+    def hyperparameters(self) -> dict[str, Any]:
+        """The posterior's hyperparameters that its predictions are made with, as plain values."""
+        return self._posterior.settings.plain()
+
+    def explaining(self, batch: Batch) -> AbstractContextManager[None]:
+        """A context in which an error of the model itself on `batch` becomes one that says what the model got."""
+        return explained(self._network, batch)
+
+    def features(self, *args: Any, **kwargs: Any) -> Features | None:
+        """What enters the part of the model that has a posterior, for a batch. It does not depend on the posterior's
+        settings, so many of them can be tried without running the part before it again.
+
+        Returns:
+            None where it would save next to nothing, or where the layers with a posterior are not the last ones.
+        """
+        return None
+
+    def distribution_from(self, features: Features) -> GaussianOutputs | Tensor:
+        """The `distribution` that the batch itself would give."""
+        raise PosthocUQError(f"The head {self.head!r} makes no features.")
+
+    def from_features(self, features: Features) -> Prediction:
+        """The prediction that the batch itself would give.
+
+        Raises:
+            NonFiniteError: an input's prediction is not finite.
+        """
+        return checked(self.prediction_of(self.distribution_from(features)), self.head)
 
     def functional_samples(
         self,
@@ -280,499 +538,6 @@ class DrawnFunctions(ABC):
         check_finite({"samples": functions.transpose(0, 1)}, "functional samples", self.head)
         return functions
 
-
-def _given(generator: torch.Generator | None) -> torch.Generator:
-    """The generator, or a new one that nobody else has."""
-    if generator is None:
-        generator = torch.Generator()
-        generator.seed()
-    return generator
-
-
-def gaussian_draws(outputs: Any, n: int, generator: torch.Generator) -> Tensor:
-    """Draws ``(n, batch, ...)`` of Gaussian outputs, independent between inputs.
-
-    Args:
-        outputs: mean, variance and covariance, as `GaussianOutputs`.
-        n: how many.
-        generator: of the draws.
-    """
-    mean, variance = at_least_float32(outputs.mean), at_least_float32(outputs.variance)
-
-    def normals(*shape: int) -> Tensor:
-        drawn = torch.randn(n, *shape, generator=generator, dtype=torch.float64, device=generator.device)
-        return drawn.to(mean.device, mean.dtype)
-
-    covariance = outputs.covariance
-    if covariance is None:
-        deviations = variance.clamp(min=torch.finfo(variance.dtype).tiny).sqrt() * normals(*mean.shape)
-    else:
-        root = symmetric_root(cast(Tensor, covariance)).to(mean)
-        deviations = torch.einsum("bkr,sbr->sbk", root, normals(len(mean), root.shape[2]))
-    return mean + deviations.reshape(n, *mean.shape)
-
-
-# Whether a model still has the weights that a predictor was made for: cheap enough to be asked before every
-# batch.
-
-_SAMPLE = 64  # numbers of a tensor that are compared every time, evenly spaced; a smaller one is compared as a whole
-_ROW = 2**12  # numbers on a device that are hashed together
-_INTEGERS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
-_Hash = tuple[str, int | str]  # the kind of device that it was computed on, and the hash
-_SETTLING = threading.RLock()  # a lock of the watch's own could not be copied or pickled
-
-
-class _Place(NamedTuple):
-    """Where a module holds a tensor."""
-
-    name: str
-    home: dict[str, Tensor | None]
-    key: str
-
-    def tensor(self) -> Tensor | None:
-        """The tensor that is there now."""
-        return self.home.get(self.key)
-
-
-class _Seen(NamedTuple):
-    """What was seen of the tensors the last time that all of their numbers were compared.
-
-    Attributes:
-        marks: for each its address and how often it was written.
-        views: a few numbers of each as integers, views of its memory: one list for each device.
-        numbers: what they were.
-    """
-
-    marks: list[Any]
-    views: list[list[Any]]
-    numbers: list[Any]
-
-
-class WeightWatch:
-    """Notices that parameters of a model, or buffers that its predictions depend on, are no longer those of the moment
-    when the watch was made.
-
-    Every look reads where the tensors are and how often they were written, which torch counts, and a few of their
-    numbers, because writes through ``.data`` are not counted. Only where these differ are all numbers compared, by
-    their hashes: weights that are given back, or moved to other memory, are in order.
-
-    Args:
-        model: the user's; never written.
-    """
-
-    def __init__(self, model: nn.Module) -> None:
-        self._model = unwrap(model)
-        self._find()
-        tensors = [place.tensor() for place in self._places]
-        self._hashes = _hashes(tensors)
-        # predictors share this memory, also once the model has other memory
-        self._held = [None if tensor is None else tensor.detach() for tensor in tensors]
-        self._take()
-
-    def __getstate__(self) -> dict[str, Any]:
-        # copies have other memory: they look for it, and compare all numbers once
-        return {name: self.__dict__[name] for name in ("_model", "_hashes", "_names")}
-
-    def __setstate__(self, state: dict[str, Any]) -> None:
-        self.__dict__.update(state)
-        self._find()
-        self._seen = _Seen([], [], [])
-        self._held = [None] * len(self._places)
-
-    def _find(self) -> None:
-        self._places = [place for place in _places(self._model) if _watchable(place.tensor())]
-        self._names = [place.name for place in self._places]
-
-    def check(self) -> None:
-        """Refuse a model whose weights changed. Costs next to nothing, and on a GPU one wait for it; nothing is done
-        while a program is traced.
-
-        Raises:
-            PosteriorMismatchError: they did; names the first of them.
-        """
-        if torch.compiler.is_compiling() or self._as_seen(self._seen):
-            return
-        with _SETTLING:
-            if not self._as_seen(self._seen):
-                self._compare()
-                self._take()
-
-    def _as_seen(self, seen: _Seen) -> bool:
-        return seen.marks == [_mark(place.tensor()) for place in self._places] and seen.numbers == [
-            _read(views) for views in seen.views
-        ]
-
-    def _take(self) -> None:
-        """Note what there is, all of which is as it should be."""
-        tensors = [place.tensor() for place in self._places]
-        marks = [_mark(tensor) for tensor in tensors]
-        by_device: dict[torch.device, list[Any]] = {}
-        for tensor in tensors:
-            if tensor is not None and tensor.numel():
-                sample = _sample(tensor)
-                if sample is not None:
-                    by_device.setdefault(tensor.device, []).append(sample)
-        views = list(by_device.values())
-        self._seen = _Seen(marks, views, [_read(of_device) for of_device in views])
-
-    def _compare(self) -> None:
-        tensors = [place.tensor() for place in self._places]
-        found = _hashes(tensors)
-        shared = _hashes(self._held)
-        for index, name in enumerate(self._names):
-            tensor, held = tensors[index], self._held[index]
-            expected, own = self._hashes[index], found[index]
-            as_before = held is None or shared[index] == expected
-            same = own == expected or _is_moved(tensor, held)
-            if held is None and own is not None and expected is not None and own[0] != expected[0]:
-                same = True  # unpickled on another device, where nothing is left to compare with
-            if not (as_before and same):
-                raise PosteriorMismatchError(
-                    f"'{name}' of the model changed after uq.wrap, and the posterior belongs to the weights of the "
-                    f"fit: load these back into the model (model.load_state_dict), or fit again, and then wrap again."
-                )
-
-
-def _places(model: nn.Module) -> list[_Place]:
-    """Where the parameters are and the buffers that predictions depend on."""
-    buffers, found = set(map(id, statistics_of(model).values())), list[_Place]()
-    for name, module in model.named_modules():
-        parameters, others = vars(module)["_parameters"], vars(module)["_buffers"]
-        kept = [(parameters, key) for key in parameters]
-        kept += [(others, key) for key, buffer in others.items() if id(buffer) in buffers]
-        found += [_Place(f"{name}.{key}" if name else key, home, key) for home, key in kept]
-    return found
-
-
-def _watchable(tensor: Tensor | None) -> bool:
-    """Whether it is a plain tensor with numbers in memory."""
-    return (
-        tensor is not None
-        and type(tensor) in (Tensor, nn.Parameter)
-        and tensor.layout == torch.strided
-        and tensor.device.type != "meta"
-        and not tensor.is_quantized
-    )
-
-
-def _mark(tensor: Tensor | None) -> Any:
-    if tensor is None:
-        return None
-    return tensor.data_ptr(), -1 if tensor.is_inference() else tensor._version
-
-
-def _sample(tensor: Tensor) -> Any:
-    """A few numbers of a tensor as integers, a view of its memory: an array of a tensor on the CPU, which is read
-    faster. None for a tensor with gaps in its memory.
-    """
-    order = sorted(range(tensor.ndim), key=tensor.stride, reverse=True)
-    dense = tensor.detach().permute(order)  # as it lies in memory
-    integers = _INTEGERS.get(tensor.element_size())
-    if integers is None or not dense.is_contiguous():
-        return None
-    every = max(1, tensor.numel() // _SAMPLE)
-    sample = dense.view(-1).view(integers)[::every]
-    return np.from_dlpack(sample) if sample.device.type == "cpu" else sample
-
-
-def _read(samples: list[Any]) -> Any:
-    """The numbers of samples on one device, in one read."""
-    if isinstance(samples[0], Tensor):
-        return torch.cat(samples).tolist()
-    return np.concatenate(samples).tobytes()
-
-
-def _hashes(tensors: Sequence[Tensor | None]) -> list[_Hash | None]:
-    """A hash of the numbers of each tensor, computed where they are: of those on a device one read gets all."""
-    with torch.inference_mode(False), torch.no_grad():
-        elsewhere = [tensor for tensor in tensors if tensor is not None and tensor.device.type != "cpu"]
-        found = iter([int(value) for value in on_host(*map(_device_hash, elsewhere))])
-        return [
-            None
-            if tensor is None
-            else ("cpu", fingerprint({"": tensor}))
-            if tensor.device.type == "cpu"
-            else (tensor.device.type, mixed_seed(next(found), *tensor.shape, tensor.element_size()))
-            for tensor in tensors
-        ]
-
-
-def _device_hash(tensor: Tensor) -> Tensor:
-    flat = tensor.detach().reshape(-1)
-    whole = flat.numel() // _ROW * _ROW
-    rest = sample_keys([flat[whole:].reshape(1, -1)], 1, 0)
-    if not whole:
-        return rest
-    rows = sample_keys([flat[:whole].reshape(-1, _ROW)], whole // _ROW, 0)
-    return sample_keys([torch.cat([rows, rest]).reshape(1, -1)], 1, 0)
-
-
-def _is_moved(tensor: Tensor | None, held: Tensor | None) -> bool:
-    """Whether a model was given another precision or device, with the same numbers to rounding."""
-    if tensor is None or held is None or tensor.shape != held.shape:
-        return False
-    moved = tensor.dtype != held.dtype or tensor.device != held.device
-    return moved and torch.equal(held.to(tensor), tensor.detach())
-
-
-# What all heads share: a model and a posterior as one module that predicts batches and whole loaders.
-
-_PREPARING = threading.RLock()  # a lock of the predictor's own could not be copied or pickled
-
-
-class GaussianOutputs(NamedTuple):
-    """Outputs that are Gaussian under the posterior, before temperature and observation noise.
-
-    Attributes:
-        mean: ``(batch, outputs)``, or ``(batch,)`` for one.
-        variance: of the same shape.
-        covariance: ``(batch, outputs, outputs)`` where the head knows it and its link can use it, or of many classes a
-            `Spread`.
-    """
-
-    mean: Tensor
-    variance: Tensor
-    covariance: Tensor | Spread | None = None
-
-
-def _view(model: nn.Module, posterior: Posterior) -> nn.Module:
-    """The model as the posterior's fit took its outputs and its layers."""
-    model = apart(model, posterior.original)
-    known = None if posterior.model is None else chosen_in(posterior.model)
-    choice = known or choice_of(posterior.history.output)
-    return model if choice is None else with_choice(unwrap(model), choice)
-
-
-def _heads(kind: type[Predictor]) -> Iterator[type[Predictor]]:
-    """The heads below a class."""
-    for below in kind.__subclasses__():
-        yield from [below] if hasattr(below, "head") else _heads(below)
-
-
-def same_centre(first: Mapping[str, Tensor], second: Mapping[str, Tensor]) -> bool:
-    """Whether copies of a network at one trained mean serve the other: an update puts another one in its place."""
-    return first is second or not second
-
-
-def recentred(network: nn.Module, centre: Mapping[str, Tensor]) -> nn.Module:
-    """A copy of a network with another trained mean, in its own precision and place."""
-    parameters = dict(network.named_parameters())
-    with isolated_random_state():  # copying a module may run its code
-        return replicate(
-            network, {n: tensor.to(parameters[n]) for n, tensor in centre.items() if n in parameters}
-        )
-
-
-class Predictor(DrawnFunctions, nn.Module, ABC):
-    """A model with the uncertainty of its posterior; each head is one subclass, whose `forward` takes what the model
-    takes and returns a `ClassPrediction`, a `RegressionPrediction`, or what else the likelihood predicts.
-
-    Always in eval mode. The user's model is no submodule of it, so moving a predictor leaves the model alone, and its
-    weights are never written: one predictor may serve several threads.
-
-    Args:
-        model: the model the posterior was fitted on.
-        posterior: of any method.
-    """
-
-    head: ClassVar[str]
-    """Its name in `wrap`."""
-    needs: ClassVar[frozenset[str]] = frozenset({DRAWS})
-    """What a posterior's blocks must be able to do, by the names in `posthoc_uq.posteriors.block`."""
-
-    def __init__(self, model: nn.Module, posterior: Posterior) -> None:
-        super().__init__()
-        posterior.require(self.needs, f"head={self.head!r}")
-        # tuples hide them from `nn.Module`
-        self._given: tuple[nn.Module] = (model,)
-        self._model: tuple[nn.Module] = (_view(model, posterior),)
-        self._posterior = posterior
-        self._tells_novelty = False
-        self._plain: (
-            tuple[tuple[torch.device, torch.dtype], Mapping[str, Tensor], tuple[nn.Module]] | None
-        ) = None
-        self._ratio: tuple[Any, PosteriorRatio] | None = None
-        self._watch = WeightWatch(model)
-
-    if not TYPE_CHECKING:  # a type checker would take any name for an attribute
-
-        def __getattr__(self, name: str) -> Any:
-            try:
-                return super().__getattr__(name)
-            except AttributeError as error:
-                heads = [kind.head for kind in _heads(Predictor) if hasattr(kind, name)]
-                if name.startswith("_") or hasattr(type(self), name) or not heads:
-                    raise
-                others = " and ".join(f"head={head!r}" for head in heads)
-                raise NotAnsweredError(
-                    f"head={self.head!r} has no {name!r}, unlike {others}; make one of the same posterior: "
-                    f"uq.wrap(model, posterior, head={heads[0]!r})."
-                ) from error
-
-    def __repr__(self) -> str:
-        posterior, settings = self._posterior, self.hyperparameters()
-        covered = sum(layer.parameters for layer in posterior.layers.values())
-        total = sum(parameter.numel() for parameter in self.model.parameters())
-        prior = settings["prior_precision"]
-        shown = [f"prior precision {'per layer' if isinstance(prior, dict) else f'{prior:.4g}'}"]
-        if not posterior.takes_prior:
-            shown.append(f"scale {settings['scale']:.4g}")
-        noise_variance = posterior.noise_variance
-        if noise_variance is None:
-            shown.append(f"temperature {settings['temperature']:.4g}")
-        else:
-            values = ", ".join(f"{value:.4g}" for value in noise_variance[:3].tolist())
-            shown.append(f"noise variance {values}{', ...' if len(noise_variance) > 3 else ''}")
-        lines = [
-            f"{type(self).__name__}: {type(unwrap(self.model)).__name__}, method {posterior.method!r}, "
-            f"head {self.head!r}, likelihood {posterior.likelihood.name!r}",
-            f"  posterior over {covered:,} of {total:,} weights, {len(posterior.layers)} "
-            f"{'layer' if len(posterior.layers) == 1 else 'layers'}; {', '.join(shown)}",
-        ]
-        return "\n".join([*lines, f"  {self.extra_repr()}"])
-
-    @property
-    def posterior(self) -> Posterior:
-        """The posterior whose uncertainty this is."""
-        return self._posterior
-
-    @property
-    def model(self) -> nn.Module:
-        """The model that it was made for."""
-        return self._given[0]
-
-    @property
-    def output_choice(self) -> Choice | None:
-        """Which part of what the model returns its outputs are; None where it returns a tensor."""
-        return chosen_in(self._model[0])
-
-    @property
-    def device(self) -> torch.device:
-        """Where it predicts: the device of its own weights, or of the user's model if it has none."""
-        return next((p.device for p in self.parameters()), None) or model_device(self._model[0])
-
-    def forward(self, *args: Any, **kwargs: Any) -> Prediction:
-        """The prediction for a batch, made under the posterior's settings of one moment: a `ClassPrediction` or a
-        `RegressionPrediction` by the likelihood. The arguments are the model's, or one batch as a loader gives it,
-        ``(inputs, targets)`` or a mapping, whose targets are ignored.
-
-        Raises:
-            NonFiniteError: an input's prediction is not finite.
-            PosteriorMismatchError: the model's weights, or its buffers such as the statistics of batch normalisation,
-                changed after the predictor was made.
-            PosthocUQError: the head cannot serve this model, or the outputs do not fit the likelihood.
-        """
-        return self._answer(self._snapshot(), self._batch(args, kwargs))
-
-    def distribution(self, *args: Any, **kwargs: Any) -> GaussianOutputs | Tensor:
-        """The distribution of a batch's outputs under the posterior, before temperature and observation noise: a
-        Gaussian, or the outputs of every draw, ``(draws, batch, ...)``.
-        """
-        return self._distribution(self._snapshot(), self._batch(args, kwargs))
-
-    def prediction_of(self, distribution: Any) -> Prediction:
-        """The prediction from a `distribution` of this head, at the posterior's present temperature and noise variance.
-        Other values of these need no further run of the model.
-        """
-        return self._prediction_of(self._snapshot(), distribution)
-
-    def check_weights(self) -> None:
-        """Refuse a model whose weights, or buffers that predictions depend on, changed after the predictor was made.
-        Every prediction begins with it; nothing is checked while a program is traced.
-
-        Raises:
-            PosteriorMismatchError: they did.
-        """
-        self._watch.check()
-
-    def _batch(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Batch:
-        """The arguments of a call; arrays become tensors, as in a loader."""
-        return batch_of_call(args, kwargs, self._model[0], self.device)
-
-    def _snapshot(self) -> Posterior:
-        """The posterior's settings and data of one moment.
-
-        Raises:
-            PosteriorMismatchError: the model's weights changed after the predictor was made.
-        """
-        self.check_weights()
-        return self._posterior.snapshot()
-
-    def _answer(self, posterior: Posterior, batch: Batch, *, on_cpu: bool = False) -> Prediction:
-        with self.explaining(batch):
-            prediction = self._predict(posterior, batch)
-        # on the CPU the check waits for no device
-        return checked(
-            prediction.to("cpu") if on_cpu else prediction,
-            self.head,
-            lambda: self._own_outputs(posterior, batch),
-        )
-
-    def _own_outputs(self, posterior: Posterior, batch: Batch) -> Tensor | None:
-        """What the network gives for a batch at the posterior's mean, for the message of an error; None where it gives
-        no tensor.
-        """
-        with torch.no_grad(), isolated_random_state():
-            outputs = batch.copied().call(replicate(self._model[0], posterior.centre))
-        return outputs if isinstance(outputs, Tensor) else None
-
-    @abstractmethod
-    def _predict(self, posterior: Posterior, batch: Batch) -> Prediction:
-        """See `forward`; `posterior` is a snapshot, whose settings do not change."""
-
-    @abstractmethod
-    def _distribution(self, posterior: Posterior, batch: Batch) -> GaussianOutputs | Tensor:
-        """See `distribution`."""
-
-    @abstractmethod
-    def _prediction_of(self, posterior: Posterior, distribution: Any) -> Prediction:
-        """See `prediction_of`."""
-
-    def refresh(self, seed: int) -> None:
-        """Take the posterior's present settings, where a head does not follow them by itself.
-
-        Args:
-            seed: of the draws of the weights, for a head that makes some.
-        """
-
-    def identity(self) -> dict[str, Any]:
-        """What its scores depend on beside the posterior, as plain values: the head and its options."""
-        return {"head": self.head}
-
-    def hyperparameters(self) -> dict[str, Any]:
-        """The posterior's hyperparameters that its predictions are made with, as plain values."""
-        return self._posterior.settings.plain()
-
-    def explaining(self, batch: Batch) -> AbstractContextManager[None]:
-        """A context in which an error of the model itself on `batch` becomes one that says what the model got."""
-        return explained(self._network, batch)
-
-    def features(self, *args: Any, **kwargs: Any) -> Features | None:
-        """What enters the part of the model that has a posterior, for a batch. It does not depend on the posterior's
-        settings, so many of them can be tried without running the part before it again.
-
-        Returns:
-            None where it would save next to nothing, or where the model's passes cannot be taken apart.
-        """
-        return None
-
-    def distribution_from(self, features: Features) -> GaussianOutputs | Tensor:
-        """The `distribution` that the batch itself would give.
-
-        Raises:
-            ReplayError: the model took another route than when the features were made; use the batch.
-        """
-        raise PosthocUQError(f"The head {self.head!r} makes no features.")
-
-    def from_features(self, features: Features) -> Prediction:
-        """The prediction that the batch itself would give.
-
-        Raises:
-            ReplayError: the model took another route than when the features were made; predict from the batch.
-            NonFiniteError: an input's prediction is not finite.
-        """
-        return checked(self.prediction_of(self.distribution_from(features)), self.head)
-
     def novelty(
         self,
         *args: Any,
@@ -834,7 +599,7 @@ class Predictor(DrawnFunctions, nn.Module, ABC):
         """The ratio for these settings; the last one made is kept."""
         network = self._network(posterior)
         key = (settings, posterior.noise_scale, posterior.history.revision, model_device(network))
-        with _PREPARING:
+        with self._lock:
             if self._ratio is None or self._ratio[0] != key:
                 ratio = PosteriorRatio(network, posterior, settings, batch, model_device(network))
                 self._ratio = key, ratio
@@ -867,7 +632,7 @@ class Predictor(DrawnFunctions, nn.Module, ABC):
         centre = (self._snapshot() if posterior is None else posterior).centre
         place, cached = (self.device, self._network_dtype()), self._plain
         if cached is None or cached[0] != place or not same_centre(cached[1], centre):
-            with _PREPARING, isolated_random_state():
+            with self._lock, isolated_random_state():
                 network = replicate(self._model[0], centre)
                 if (model_device(network), model_dtype(network)) != place:
                     network = network.to(*place)

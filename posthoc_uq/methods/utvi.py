@@ -49,7 +49,7 @@ Noise = Literal["fixed", "learned", "none"]
 PriorMean = Literal["zero", "trained"]
 Relu = Literal["unscented", "exact"]
 MaxPool = Literal["clark", "argmax"]
-Unknown = Literal["error", "mc", "delta"]
+Unknown = Literal["error", "unscented"]
 
 _NUMBERS = {
     "initial_log_variance": Number("the logarithm of a variance, in [-80, 20]", least=-80, most=20),
@@ -102,7 +102,7 @@ class MomentOptions(TrainingOptions):
         relu: ``"unscented"``, or ``"exact"`` for the closed form of ReLU and LeakyReLU.
         max_pool: ``"clark"`` or ``"argmax"``; see `MomentsPredictor`.
         pool_rho: correlation assumed between the cells of an average, in [0, 1].
-        unknown: what to do with a function that has no rule: ``"error"``, ``"mc"`` or ``"delta"``; see
+        unknown: what to do with a function that has no rule: ``"error"`` or ``"unscented"``; see
             `MomentsPredictor`.
     """
 
