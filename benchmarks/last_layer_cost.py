@@ -33,8 +33,6 @@ HEADS: dict[str, tuple[str, dict[str, Any]]] = {
     "sampling": ("sampling", {}),
     "sampling, loop": ("sampling", {"batched": False}),
     "sampling, antithetic": ("sampling", {"antithetic": True}),
-    "sampling, seeds": ("sampling", {"keep": "seeds"}),
-    "sampling, bfloat16": ("sampling", {"dtype": torch.bfloat16}),
     "linearized": ("linearized", {}),
     "linearized, 32 draws": ("linearized", {"engine": "jvp"}),
     "moments": ("moments", {}),

@@ -16,6 +16,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 import posthoc_uq as uq
 from posthoc_uq.core.batches import Batch
+from posthoc_uq.core.model import replicate
 from posthoc_uq.heads import jacobians
 from posthoc_uq.heads.functions import function_draws
 from posthoc_uq.heads.jacobians import WeightCovariance
@@ -571,9 +572,8 @@ def test_many_classes_by_forward_derivatives() -> None:
 
 def predictor_covariance(predictor: LinearizedPredictor, x: Tensor) -> Tensor:
     """Of all outputs, from the kept draws."""
-    batch = Batch((x,))
     drawn = predictor._deviations(predictor.posterior)  # pyright: ignore[reportPrivateUsage]
-    deviations = predictor._draw(predictor._networks, batch, len(x), drawn)[1]  # pyright: ignore[reportPrivateUsage]
+    deviations = function_draws(replicate(predictor.model), Batch((x,)), drawn)[1]
     return torch.einsum("rsc,rsd->scd", deviations, deviations) / len(deviations)
 
 

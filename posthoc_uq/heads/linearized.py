@@ -246,21 +246,9 @@ class Linearization:
         """Variances of all logits, and the covariance of the centred ones: exact between those at `indices`; the others
         count as independent.
         """
-        last, mean = self._last_layer(), self.mean
         top = self._covariance(indices, joint=False, centre=True)
-        number = indices.shape[1]
-        variance, centred = other_variances(self._weights, last, mean, top)
-        top_variance = top.diagonal(dim1=1, dim2=2)[:, :number].clamp(min=0)
-        variance = variance.to(top_variance).scatter(1, indices, top_variance)
-        differences = top[:, :number] - top[:, number:]
-        block = differences[:, :, :number] - differences[:, :, number:]
-        centred = centred.to(top_variance).scatter(1, indices, block.diagonal(dim1=1, dim2=2).clamp(min=0))
-
-        def multiply(x: Tensor) -> Tensor:
-            rows = indices.unsqueeze(-1).expand(-1, -1, x.shape[2])
-            return (centred.unsqueeze(-1) * x).scatter(1, rows, block.to(x) @ x.gather(1, rows))
-
-        return variance, of_product(mean.to(self._engine.dtype), centred, multiply)
+        others = other_variances(self._weights, self._last_layer(), self.mean, top)
+        return top_spread(self.mean, indices, top, *others)
 
     def _variances(self, gradient: Gradient, number: int) -> Tensor:
         """Variances of functions of the outputs, ``(samples, functions)``, as many at once as memory allows."""
@@ -369,6 +357,33 @@ def other_variances(
     diagonal = top.diagonal(dim1=1, dim2=2)
     centred = diagonal[:, :-1] - 2 * top[:, :-1, -1] + diagonal[:, -1:]
     return tuple(v.clamp(min=0).mean(1, keepdim=True).expand(-1, size) for v in (diagonal[:, :-1], centred))  # type: ignore[return-value]
+
+
+def top_spread(
+    mean: Tensor, indices: Tensor, top: Tensor, variance: Tensor, centred: Tensor
+) -> tuple[Tensor, Spread]:
+    """Variances of all logits, and the covariance of the centred ones: exact between those at `indices`; the others
+    count as independent.
+
+    Args:
+        mean: all logits.
+        indices: of those with a backward pass, ``(samples, k)``.
+        top: their covariance and, last, that with the mean of all logits.
+        variance: of all logits without a backward pass.
+        centred: of the centred logits without one.
+    """
+    number = indices.shape[1]
+    top_variance = top.diagonal(dim1=1, dim2=2)[:, :number].clamp(min=0)
+    variance = variance.to(top_variance).scatter(1, indices, top_variance)
+    differences = top[:, :number] - top[:, number:]
+    block = differences[:, :, :number] - differences[:, :, number:]
+    centred = centred.to(top_variance).scatter(1, indices, block.diagonal(dim1=1, dim2=2).clamp(min=0))
+
+    def multiply(x: Tensor) -> Tensor:
+        rows = indices.unsqueeze(-1).expand(-1, -1, x.shape[2])
+        return (centred.unsqueeze(-1) * x).scatter(1, rows, block.to(x) @ x.gather(1, rows))
+
+    return variance, of_product(mean.to(centred), centred, multiply)
 
 
 # Which positions of its outputs the linearised head uses.
@@ -639,20 +654,8 @@ class PositionLinearization(_Rows):
             covariance = self._contracted(place, None, mean.shape[1])
             variance = covariance.diagonal(dim1=1, dim2=2).clamp(min=0)
             return variance, of_product(mean.to(variance), variance, lambda x: covariance.to(x) @ x)
-        number = indices.shape[1]
-        top = self._contracted(place, indices, number + 1)
-        variance, centred = other_variances(self._weights, None, mean, top)
-        top_variance = top.diagonal(dim1=1, dim2=2)[:, :number].clamp(min=0)
-        variance = variance.scatter(1, indices, top_variance)
-        differences = top[:, :number] - top[:, number:]
-        block = differences[:, :, :number] - differences[:, :, number:]
-        centred = centred.scatter(1, indices, block.diagonal(dim1=1, dim2=2).clamp(min=0))
-
-        def multiply(x: Tensor) -> Tensor:
-            rows = indices.unsqueeze(-1).expand(-1, -1, x.shape[2])
-            return (centred.unsqueeze(-1) * x).scatter(1, rows, block.to(x) @ x.gather(1, rows))
-
-        return variance, of_product(mean.to(centred), centred, multiply)
+        top = self._contracted(place, indices, indices.shape[1] + 1)
+        return top_spread(mean, indices, top, *other_variances(self._weights, None, mean, top))
 
     def covariance(self, joint: bool) -> Tensor:
         """Covariance of the classes that are used at each position, ``(samples, positions, classes, classes)``; with

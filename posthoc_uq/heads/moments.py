@@ -42,8 +42,6 @@ from posthoc_uq.posteriors.settings import ABOUT, Hyperparameters
 # The posterior of each layer as the rules of the moments head need it: marginal variances in the weight's
 # shape, and the covariance of each row of weights where it is used.
 
-WEIGHTS = ("auto", "row", "marginal")
-
 
 class LayerPosterior(nn.Module):
     """The posterior of one layer's weights; a module, so that it moves with its predictor.
@@ -107,34 +105,33 @@ class LayerPosterior(nn.Module):
         return self.rows.covariance(self._padded(mean), covariance)
 
 
-def layer_posteriors(
-    model: nn.Module, posterior: Posterior, weights: str, cov: str
-) -> dict[str, LayerPosterior]:
-    """The `LayerPosterior` of every layer, by layer name.
+def layer_posteriors(model: nn.Module, posterior: Posterior, weights: str, cov: str) -> list[LayerPosterior]:
+    """The `LayerPosterior` of every layer.
 
     Args:
+        model: at the posterior's mean.
+        posterior: a snapshot.
         weights: ``"row"`` keeps the covariance inside a row of linear layers, ``"marginal"`` no covariance at all,
             ``"auto"`` as `"row"` where the posterior knows it; linear layers use it for inputs ``(samples, inputs)``
             and marginal variances for inputs of several positions, where a row's covariance costs a product for each of
             its directions.
         cov: ``"full"`` needs the covariance across outputs, whatever `weights` says.
     """
-    parameters = dict(model.named_parameters())
-    by_name: dict[str, LayerPosterior] = {}
     rows_wanted = ROWS in posterior.capabilities if weights == "auto" else weights == "row"
     if cov == "full":
         posterior.require([ROWS], "cov='full'", "take cov='diag'")
     linear = [name for name, layer in posterior.layers.items() if not layer.convolutional]
     wanted = linear if rows_wanted or cov == "full" else []
     # first the rows, which know the variances too
-    by_layer = {name: posterior.rows(name, across=cov == "full") for name in wanted}
-    variances = posterior.variance()
+    rows = {name: posterior.rows(name, across=cov == "full") for name in wanted}
+    variances, parameters = posterior.variance(), dict(model.named_parameters())
+    found: list[LayerPosterior] = []
     for name, layer in posterior.layers.items():
-        rows = by_layer.get(name)
+        of_layer = rows.get(name)
         # independent rows have the marginal variances alone
-        row = rows_wanted and rows is not None and not isinstance(rows, IndependentRows)
-        by_name[name] = LayerPosterior(layer, parameters[layer.weight], variances, rows, row)
-    return by_name
+        row = rows_wanted and of_layer is not None and not isinstance(of_layer, IndependentRows)
+        found.append(LayerPosterior(layer, parameters[layer.weight], variances, of_layer, row))
+    return found
 
 
 # The correction that gives a head's variances the scale that Monte Carlo over the weights finds.
@@ -211,54 +208,8 @@ def fitting_calibration(posterior: Posterior, settings: Mapping[str, Any]) -> Ca
     )
 
 
-def calibrate(
-    model: nn.Module,
-    posterior: Posterior,
-    variance: Callable[..., Tensor],
-    output_map: Callable[[Tensor], Tensor] | None,
-    loader: Iterable[Any],
-    n_mc: int,
-    slope: bool,
-    samples: int,
-    batch_to_inputs: BatchFunction | None,
-    progress: bool,
-) -> Calibration:
-    """Compare a head's variances with those over `n_mc` draws of the weights; see `MomentsPredictor.calibrate`."""
-    if n_mc < 2 or samples < 2:
-        raise PosthocUQError(
-            f"Calibration needs at least 2 draws and 2 inputs, not n_mc={n_mc}, samples={samples}."
-        )
-    check_loader(loader)
-    posterior = posterior.snapshot()
-    sampler = SamplingPredictor(model, posterior, n_samples=1)
-    reader = BatchReader.of(model, batch_to_inputs)
-    by_head: list[Tensor] = []
-    by_draws: list[Tensor] = []
-    seen = 0
-    with torch.no_grad(), isolated_random_state(), Bar(loader, "calibrate", progress) as bar:
-        for batch in batches(loader, reader):
-            count = next((t.shape[0] for t in batch.tensors() if t.ndim > 0), 0)
-            if seen + count > samples:
-                batch = batch.narrow(0, samples - seen, count)
-            by_head.append(as_double(variance(*batch.args, **batch.kwargs)).cpu())
-            drawn_by = torch.Generator().manual_seed(0)
-            outputs = sampler.functional_samples(
-                *batch.args, n_samples=n_mc, generator=drawn_by, **batch.kwargs
-            )
-            if output_map is not None:
-                outputs = torch.stack([output_map(draw) for draw in outputs])
-            by_draws.append(as_double(outputs).var(0).cpu())
-            seen += by_head[-1].shape[0]
-            bar.advance(by_head[-1].shape[0])
-            if seen >= samples:
-                break
-    if seen < 2:
-        raise PosthocUQError("Calibration needs at least 2 inputs, and the loader yields fewer.")
-    head_sd, drawn_sd = (torch.cat(parts).reshape(seen, -1).sqrt() for parts in (by_head, by_draws))
-    return _fitted(head_sd, drawn_sd, n_mc, slope)
-
-
-def _fitted(head_sd: Tensor, drawn_sd: Tensor, n_mc: int, slope: bool) -> Calibration:
+def compared(head_sd: Tensor, drawn_sd: Tensor, n_mc: int, slope: bool) -> Calibration:
+    """The calibration of a head's standard deviations ``(samples, outputs)`` to those over `n_mc` draws."""
     usable = (head_sd > 0) & (drawn_sd > 0)
     fitted, held_out = usable.clone(), usable.clone()
     fitted[1::2], held_out[0::2] = False, False
@@ -283,44 +234,12 @@ def _fitted(head_sd: Tensor, drawn_sd: Tensor, n_mc: int, slope: bool) -> Calibr
 # The moments head: mean and variance of every output in one pass, carried through the model's own code.
 
 _CHOICES: dict[str, tuple[str, ...]] = {
-    "weights": WEIGHTS,
+    "weights": ("auto", "row", "marginal"),
     "cov": ("diag", "full"),
     "relu": ("unscented", "exact"),
     "max_pool": ("clark", "argmax"),
     "unknown": ("error", "unscented"),
 }
-
-
-@dataclass(frozen=True)
-class MomentsOptions:
-    """The options of a moments head; each field is the argument of `MomentsPredictor` of the same name.
-
-    Raises:
-        PosthocUQError: an option has another value than those listed there.
-    """
-
-    weights: str
-    cov: str
-    relu: str
-    max_pool: str
-    pool_rho: float
-    unknown: str
-    link: str
-    n_draws: int
-    output_map: Callable[[Tensor], Tensor] | None
-    novelty: bool
-
-    def __post_init__(self) -> None:
-        for name, choices in _CHOICES.items():
-            one_of(name, getattr(self, name), choices)
-        check_function("output_map", self.output_map, "of the outputs")
-        object.__setattr__(self, "pool_rho", UNIT("pool_rho", self.pool_rho))
-        object.__setattr__(self, "novelty", flag("novelty", self.novelty))
-        object.__setattr__(self, "n_draws", checked_link(self.link, self.n_draws)[1])
-
-    def rules(self) -> Rules:
-        """The options of the rules."""
-        return Rules(self.relu, self.max_pool, float(self.pool_rho), self.cov, self.unknown)  # type: ignore[arg-type]
 
 
 @dataclass(frozen=True)
@@ -402,11 +321,15 @@ class MomentsPredictor(Predictor):
         novelty: bool = True,
     ) -> None:
         super().__init__(model, posterior)
-        self._options = MomentsOptions(
-            weights, cov, relu, max_pool, pool_rho, unknown, link, n_draws, output_map, novelty
-        )
-        self._rules = self._options.rules()
-        self._tells_novelty = self._options.novelty
+        options = {"weights": weights, "cov": cov, "relu": relu, "max_pool": max_pool, "unknown": unknown}
+        for name, choices in _CHOICES.items():
+            one_of(name, options[name], choices)
+        check_function("output_map", output_map, "of the outputs")
+        self._weights, self._output_map = weights, output_map
+        self._link, self._n_draws = checked_link(link, n_draws)
+        rho = UNIT("pool_rho", pool_rho)
+        self._rules = Rules(relu, max_pool, rho, cov, unknown)  # type: ignore[arg-type]
+        self._tells_novelty = flag("novelty", novelty)
         with isolated_random_state():  # copying a module may run its code
             self.network = replicate(self._model[0], posterior.centre)
         self._centre = posterior.centre
@@ -414,27 +337,30 @@ class MomentsPredictor(Predictor):
         self._checked = False
         self._prepared = self._prepare(posterior.snapshot())
 
+    def _apply(self, fn: Any, recurse: bool = True) -> MomentsPredictor:
+        super()._apply(fn, recurse)
+        self._frozen = FrozenPart(self.network, self._posterior.mean)
+        return self
+
     def _prepare(self, posterior: Posterior) -> _Prepared:
         if not same_centre(self._centre, posterior.centre):  # predictions under way keep the old network
             self.network, self._centre = recentred(self.network, posterior.centre), posterior.centre
             self._frozen = FrozenPart(self.network, posterior.mean)
-        layers = list(
-            layer_posteriors(self.network, posterior, self._options.weights, self._rules.cov).values()
-        )
+        layers = layer_posteriors(self.network, posterior, self._weights, self._rules.cov)
         self.noises = nn.ModuleList(layers)  # moves with this module; the name is in its state dict
         calibration = fitting_calibration(posterior, self.settings())
         return _Prepared(posterior.moment, self.network, layers, calibration)
 
     def identity(self) -> dict[str, Any]:
         """See `Predictor`."""
-        options, calibration = self._options, self.calibration
-        choices: dict[str, Any] = {"head": self.head, "link": options.link, **self.settings()}
-        choices |= {"n_draws": options.n_draws} if options.link == "mc" else {}
+        calibration = self.calibration
+        choices: dict[str, Any] = {"head": self.head, "link": self._link, **self.settings()}
+        choices |= {"n_draws": self._n_draws} if self._link == "mc" else {}
         return choices | {"calibrated": [] if calibration is None else [calibration.alpha, calibration.beta]}
 
     def settings(self) -> dict[str, Any]:
         """The choices that change the propagated variance, as plain values."""
-        return {"weights": self._options.weights, **asdict(self._rules)}
+        return {"weights": self._weights, **asdict(self._rules)}
 
     @property
     def calibration(self) -> Calibration | None:
@@ -508,9 +434,9 @@ class MomentsPredictor(Predictor):
             mean, variance, covariance = self._in_parts(prepared, batch)
         else:
             mean, variance, covariance = self._propagate(prepared, batch, rest)
-        if self._options.output_map is not None:
+        if self._output_map is not None:
             full = covariance if covariance is not None else torch.diag_embed(variance)
-            mean, covariance = unscented_map(self._options.output_map, mean.to(full.dtype), full)
+            mean, covariance = unscented_map(self._output_map, mean.to(full.dtype), full)
             variance = covariance.diagonal(dim1=1, dim2=2)
         return mean, variance, covariance
 
@@ -583,8 +509,8 @@ class MomentsPredictor(Predictor):
             distribution.variance,
             posterior,
             covariance=distribution.covariance,
-            link=self._options.link,
-            n_draws=self._options.n_draws,
+            link=self._link,
+            n_draws=self._n_draws,
         )
 
     def features(self, *args: Any, **kwargs: Any) -> Features | None:
@@ -625,20 +551,37 @@ class MomentsPredictor(Predictor):
         Raises:
             PosthocUQError: the loader is none or yields too little, or no output varies.
         """
+        if n_mc < 2 or samples < 2:
+            raise PosthocUQError(
+                f"Calibration needs at least 2 draws and 2 inputs, not n_mc={n_mc}, samples={samples}."
+            )
+        check_loader(loader)
         posterior = self._snapshot()
-        prepared = self._follow(posterior)
-        calibration = calibrate(
-            self._model[0],
-            posterior,
-            lambda *args, **kwargs: self._moments(prepared, Batch(args, None, kwargs))[1],
-            self._options.output_map,
-            loader,
-            n_mc,
-            slope,
-            samples,
-            batch_to_inputs,
-            progress,
-        )
+        prepared, model = self._follow(posterior), self._model[0]
+        sampler = SamplingPredictor(model, posterior, n_samples=1)
+        by_head, by_draws, seen = list[Tensor](), list[Tensor](), 0
+        reader = BatchReader.of(model, batch_to_inputs)
+        with torch.no_grad(), isolated_random_state(), Bar(loader, "calibrate", progress) as bar:
+            for batch in batches(loader, reader):
+                count = next((t.shape[0] for t in batch.tensors() if t.ndim > 0), 0)
+                if seen + count > samples:
+                    batch = batch.narrow(0, samples - seen, count)
+                by_head.append(as_double(self._moments(prepared, batch)[1]).cpu())
+                seed = torch.Generator().manual_seed(0)  # the same draws for all batches
+                outputs = sampler.functional_samples(
+                    *batch.args, n_samples=n_mc, generator=seed, **batch.kwargs
+                )
+                if self._output_map is not None:
+                    outputs = torch.stack([self._output_map(draw) for draw in outputs])
+                by_draws.append(as_double(outputs).var(0).cpu())
+                seen += by_head[-1].shape[0]
+                bar.advance(by_head[-1].shape[0])
+                if seen >= samples:
+                    break
+        if seen < 2:
+            raise PosthocUQError("Calibration needs at least 2 inputs, and the loader yields fewer.")
+        head_sd, drawn_sd = (torch.cat(parts).reshape(seen, -1).sqrt() for parts in (by_head, by_draws))
+        calibration = compared(head_sd, drawn_sd, n_mc, slope)
         with self._posterior.searching():
             posterior.history.calibration = calibration.attributes(posterior, self.settings())
         self._prepared = replace(prepared, calibration=calibration)
