@@ -678,6 +678,10 @@ _WRAP: dict[str, dict[str, list[Any]]] = {
     },
     "moments": {
         "weights": ["x", 5, ["row"]],
+        "cov": ["block"],
+        "relu": ["softplus"],
+        "max_pool": ["max"],
+        "unknown": ["skip"],
         "pool_rho": [*_NO_NUMBER, None, 2.0],
         "link": ["x", 5, ["mc"]],
         "n_draws": [*_NO_COUNT, None],
@@ -687,7 +691,7 @@ _WRAP: dict[str, dict[str, list[Any]]] = {
     "linearized": {
         "link": ["x", 5, ["mc"]],
         "n_draws": [*_NO_COUNT, None],
-        "outputs": ["x", 1.5, None, [1]],
+        "outputs": ["x", "topk:0", 0, True, 1.5, None, [1]],
         "engine": ["x", 5, ["jvp"]],
         "n_probes": [*_NO_COUNT, None],
         "memory_budget": [*_NO_NUMBER, 0],

@@ -155,19 +155,27 @@ def _unchanged(before, after) -> bool:
     return same and before[1:3] == after[1:3] and torch.equal(before[3], after[3])
 
 
-@pytest.mark.parametrize("options", [*OPTIONS, {"antithetic": True}], ids=str)
+WAYS = [
+    *({"head": "sampling", **options} for options in ({}, {"batched": False}, {"antithetic": True})),
+    {"head": "linearized", "outputs": "all"},
+    {"head": "linearized", "engine": "jvp", "n_probes": 3},
+    {"head": "moments"},
+]
+
+
+@pytest.mark.parametrize("options", WAYS, ids=str)
 def test_the_model_is_left_as_it_was(setting, options):
     _, posterior, x = setting
     model = _model().train()
     model[5].weight.requires_grad_(False)
     model[0].register_forward_hook(lambda *_: None)
     before = _state(model)
-    predictor = uq.wrap(model, posterior, n_samples=3, **options)
+    predictor = uq.wrap(model, posterior, **options)
     loader = DataLoader(TensorDataset(x), batch_size=8, shuffle=True)
     predictor.predict(loader, progress=False)
     predictor(x)
     predictor.train()
-    predictor.redraw(3)
+    predictor.refresh(3)
     with pytest.raises(uq.PosthocUQError, match="cannot be run on these inputs"):
         predictor(x[:, :, :4, :4])
     with pytest.raises(ZeroDivisionError):
@@ -176,18 +184,20 @@ def test_the_model_is_left_as_it_was(setting, options):
     assert not predictor.training and not any(m.training for m in predictor.modules())
 
 
-@pytest.mark.parametrize("options", OPTIONS, ids=str)
-def test_two_threads_are_as_good_as_one(setting, options):
-    model, posterior, x = setting
-    expected = uq.wrap(model, posterior, n_samples=6, **options).predict(list(x.split(8)), progress=False)
+@pytest.mark.parametrize("layers", ["all", "last"])
+@pytest.mark.parametrize("options", WAYS, ids=str)
+def test_two_threads_are_as_good_as_one(options, layers):
+    model, x = _model(), _images()
+    posterior = uq.fit(model, [x], layers=layers, progress=False, prior_precision=5.0)
+    expected = uq.wrap(model, posterior, **options).predict(list(x.split(8)), progress=False)
     predictor = uq.wrap(
-        model, posterior, n_samples=6, **options
-    )  # new: the route is settled in the threads too
+        model, posterior, **options
+    )  # new: what a head prepares is prepared in the threads too
     start = threading.Barrier(4)
 
     def work(_: int) -> list[bool]:
         start.wait()
-        return [_same(predictor.predict(list(x.split(8)), progress=False), expected) for _ in range(10)]
+        return [_same(predictor.predict(list(x.split(8)), progress=False), expected) for _ in range(5)]
 
     with ThreadPoolExecutor(4) as pool:
         assert all(all(found) for found in pool.map(work, range(4)))
