@@ -420,7 +420,6 @@ class TestPredict:
         said = failure(*common, "--head-option", "colour=1")
         assert "--head-option colour: the head sampling takes no such option; it takes n_samples, " in said
         assert "antithetic" in said
-        assert "is no number format" in failure(*common, "--head-option", "dtype=number3")
         assert "--link is for" in run(*common, "--link", "mc", code=2).stderr
         assert "--n-samples is for" in run(*common, "--head", "moments", "--n-samples", 3, code=2).stderr
 
