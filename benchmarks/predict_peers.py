@@ -65,15 +65,14 @@ OURS: dict[str, Ours] = {
     "linearized, kfac": Ours("linearized", "kfac"),
     "linearized, inf": Ours("linearized", "inf"),
     "linearized, kfac, last layer": Ours("linearized", "kfac", "last"),
-    "sampling, kept draws": Ours("sampling", "kfac", options={"n_samples": DRAWS}),
-    "sampling, new draws": Ours("sampling", "kfac", options={"n_samples": DRAWS, "keep": "seeds"}),
+    "sampling": Ours("sampling", "kfac", options={"n_samples": DRAWS}),
     "moments, kfac": Ours("moments", "kfac"),
     "moments, diag": Ours("moments", "diag"),
     "moments, diag, outputs only": Ours("moments", "diag"),
     "moments, diag, argmax": Ours("moments", "diag", options={"max_pool": "argmax"}),
 }
-"""Name in the table; "new draws" draws the weights again at every prediction, as laplace-torch does."""
-DRAWING = {"sampling, kept draws", "sampling, new draws", "laplace NN", "laplace NN, last layer"}
+"""Name in the table."""
+DRAWING = {"sampling", "laplace NN", "laplace NN, last layer"}
 ENTRIES: dict[str, tuple[list[str], list[str]]] = {
     "lenet": (
         list(OURS),

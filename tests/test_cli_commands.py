@@ -416,14 +416,10 @@ class TestPredict:
                 assert {row["mutual_information"] for row in rows} == {""}
             assert {row["flag"] for row in rows} == {""} and {row["label_1"] for row in rows} <= set(CLASSES)
         common += ["--head", "sampling"]
-        run(*common, "--head-option", "keep=seeds", "--head-option", "dtype=bfloat16", "--n-samples", 3)
-        for name in ("colour", "generator"):  # the second exists, in Python
-            said = failure(*common, "--head-option", f"{name}=1")
-            assert (
-                f"--head-option {name}: the head sampling takes no such option; it takes n_samples, " in said
-            )
-            assert "antithetic" in said and "generator, " not in said
-        assert "is no number format" in failure(*common, "--head-option", "dtype=number3")
+        run(*common, "--head-option", "batched=False", "--n-samples", 3)
+        said = failure(*common, "--head-option", "colour=1")
+        assert "--head-option colour: the head sampling takes no such option; it takes n_samples, " in said
+        assert "antithetic" in said
         assert "--link is for" in run(*common, "--link", "mc", code=2).stderr
         assert "--n-samples is for" in run(*common, "--head", "moments", "--n-samples", 3, code=2).stderr
 

@@ -264,10 +264,9 @@ class TestHeads:
         ]
         found = run_json(*common, "--outputs", 2, "--engine", "exact", "--memory-budget", 1)["head"]
         assert (found["head"], found["outputs"], found["engine"]) == ("linearized", "2", "exact")
-        found = run_json(*common, "--batched", "false", "--dtype", "bfloat16", "--keep", "seeds")["head"]
-        assert (found["head"], found["dtype"]) == ("sampling", "bfloat16")
+        found = run_json(*common, "--batched", "false", "--n-samples", 3)["head"]
+        assert (found["head"], found["n_samples"]) == ("sampling", 3)
         assert "'no' is not one of auto, true, false" in run(*common, "--batched", "no", code=2).stderr
-        assert "is no number format" in run(*common, "--dtype", "number3", code=2).stderr
 
     def test_options_of_other_heads(self, place: Path, tmp_path: Path) -> None:
         common = [

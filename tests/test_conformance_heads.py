@@ -29,7 +29,7 @@ import posthoc_uq as uq
 from posthoc_uq.fitting.wrap import HEADS, head_class
 from posthoc_uq.likelihoods import resolve_likelihood
 from posthoc_uq.methods import METHODS
-from posthoc_uq.posteriors.block import QUADRATIC, SYMMETRY
+from posthoc_uq.posteriors.block import QUADRATIC
 
 pytestmark = pytest.mark.filterwarnings("ignore::UserWarning")
 
@@ -133,18 +133,6 @@ def test_copies_predict_the_same_bits(name: str, head: str) -> None:
     twin.refresh(0)
     assert not torch.equal(twin(X).probs, expected["probs"])
     assert_same(said(predictor), expected, "after the copy was changed")
-
-
-@METHOD
-def test_draws_made_anew_are_the_draws_that_are_kept(name: str) -> None:
-    signs = {"antithetic": True} if can(kept(name)[1], SYMMETRY) else {}
-    for options in ({"batched": False}, {"batched": True, **signs}):
-        weights, seeds = (wrapped(name, "sampling", keep=keep, **options) for keep in ("weights", "seeds"))
-        assert torch.equal(weights.outputs(X), seeds.outputs(X))
-        before = seeds.outputs(X)
-        weights.redraw(7), seeds.redraw(7)
-        assert torch.equal(weights.outputs(X), seeds.outputs(X))
-        assert not torch.equal(before, seeds.outputs(X))
 
 
 @pytest.mark.device

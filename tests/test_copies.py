@@ -24,7 +24,7 @@ from posthoc_uq.posteriors.block import SYMMETRY
 CHOSEN = ["inf", *(name for name in METHODS if short(name).trains)]
 HEADS: dict[str, dict[str, Any]] = {
     "sampling": {"head": "sampling", "n_samples": 4, "novelty": True},
-    "seeds": {"head": "sampling", "n_samples": 3, "keep": "seeds", "antithetic": True, "batched": False},
+    "loop": {"head": "sampling", "n_samples": 3, "antithetic": True, "batched": False},
     "exact": {"head": "linearized", "engine": "exact"},
     "top": {"head": "linearized", "outputs": 2, "link": "probit"},
     "jvp": {"head": "linearized", "engine": "jvp", "n_probes": 3},
@@ -136,10 +136,12 @@ def test_a_copy_takes_the_way_that_was_settled() -> None:
     """Recorded or whole passes, draw by draw or together: the original does not differ from its copy by rounding."""
     predictor = _predictor("diag", "last", "sampling")
     predictor(_data(7))
-    predictor.ensemble.fixed_part.refuse("for a test")
+    frozen = predictor.ensemble.frozen
+    frozen._shares = dict.fromkeys(frozen._shares)
+    predictor(_data(7))
     predictor.ensemble._chunks = dict.fromkeys(predictor.ensemble._chunks, 1)
     for copied in (copy.deepcopy(predictor), _saved(predictor)):
-        assert copied.ensemble.fixed_part.features((_data(7),), {}) is None
+        assert copied.ensemble.frozen.features((_data(7),), {}) is None
         assert copied.ensemble._chunks == predictor.ensemble._chunks
         assert torch.equal(copied(_data(7)).probs, predictor(_data(7)).probs)
 

@@ -334,7 +334,7 @@ WORKS: dict[str, Work] = {
     "sketch": fits("inf", basis="sketch", rank=4),
     "regression, its noise": fits("inf", likelihood="regression"),
     "sampling": predicts("sampling", "diag", n_samples=3),
-    "sampling, seeds": predicts("sampling", "diag", n_samples=3, keep="seeds", antithetic=True),
+    "sampling, pairs": predicts("sampling", "diag", n_samples=3, antithetic=True),
     "linearized": predicts("linearized"),
     "linearized, dense": predicts("linearized", "full"),
     "linearized, jvp": predicts("linearized", "diag", engine="jvp", n_probes=4),
@@ -467,7 +467,6 @@ def test_a_posterior_and_a_model_on_two_devices(head: str, method: str, device: 
     ("head", "options"),
     [
         ("sampling", {"n_samples": 3}),
-        ("sampling", {"n_samples": 3, "keep": "seeds"}),
         ("linearized", {}),
         ("linearized", {"engine": "jvp", "n_probes": 4}),
         ("moments", {}),

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import threading
 import warnings
 from collections.abc import Callable
 from math import sqrt
@@ -16,6 +15,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 import posthoc_uq as uq
 from posthoc_uq.core.batches import Batch
+from posthoc_uq.core.model import replicate
 from posthoc_uq.heads import jacobians
 from posthoc_uq.heads.functions import function_draws
 from posthoc_uq.heads.jacobians import WeightCovariance
@@ -442,21 +442,6 @@ def test_without_uncertainty_it_is_the_plain_network(link: str) -> None:
     torch.testing.assert_close(prediction.probs, model(x).detach().softmax(1), atol=1e-5, rtol=0)
 
 
-def test_what_a_batch_is_does_not_matter() -> None:
-    model, posterior, x = setting("cnn", {"method": "inf", "rank": 6}, samples=9)
-    predictor = LinearizedPredictor(model, posterior)
-    whole = predictor(x)
-    one_by_one = torch.cat([predictor(x[i : i + 1]).probs for i in range(9)])
-    torch.testing.assert_close(one_by_one, whole.probs)
-    order = torch.randperm(9, generator=torch.Generator().manual_seed(0))
-    torch.testing.assert_close(predictor(x[order]).probs, whole.probs[order])
-    loaded = predictor.predict([x[:4], x[4:]], progress=False)
-    torch.testing.assert_close(loaded.probs, whole.probs)
-    alone = LinearizedPredictor(model, posterior)  # whose first batch is one sample
-    torch.testing.assert_close(alone(x[:1]).probs, whole.probs[:1])
-    torch.testing.assert_close(alone(x).probs, whole.probs)
-
-
 def many_classes(**options: Any) -> tuple[nn.Module, Posterior, Tensor]:
     with torch.random.fork_rng():
         torch.manual_seed(1)
@@ -571,9 +556,8 @@ def test_many_classes_by_forward_derivatives() -> None:
 
 def predictor_covariance(predictor: LinearizedPredictor, x: Tensor) -> Tensor:
     """Of all outputs, from the kept draws."""
-    batch = Batch((x,))
     drawn = predictor._deviations(predictor.posterior)  # pyright: ignore[reportPrivateUsage]
-    deviations = predictor._draw(predictor._networks, batch, len(x), drawn)[1]  # pyright: ignore[reportPrivateUsage]
+    deviations = function_draws(replicate(predictor.model), Batch((x,)), drawn)[1]
     return torch.einsum("rsc,rsd->scd", deviations, deviations) / len(deviations)
 
 
@@ -799,41 +783,6 @@ def test_stiff_posteriors_in_float32(name: str, layers: str, scale: float) -> No
     assert float(error.max()) < 2e-3
 
 
-def state_of(model: nn.Module) -> dict[str, Any]:
-    found: dict[str, Any] = {name: value.clone() for name, value in model.state_dict().items()}
-    for name, module in model.named_modules():
-        hooks = [
-            len(getattr(module, key)) for key in ("_forward_hooks", "_backward_hooks", "_forward_pre_hooks")
-        ]
-        found[f"{name} module"] = (module.training, hooks, sorted(vars(module)))
-    for name, parameter in model.named_parameters():
-        found[f"{name} flags"] = (parameter.requires_grad, parameter.grad is None, parameter._version)
-    return found
-
-
-@pytest.mark.parametrize("engine", ["auto", "exact", "jvp"])
-def test_the_model_and_the_random_state_are_left_alone(engine: str) -> None:
-    model, posterior, x = setting("cnn", {"method": "inf", "rank": 6})
-    model.train()
-    model[0].weight.requires_grad_(False)
-    before, state = state_of(model), torch.get_rng_state()
-    x.requires_grad_(True)
-    kept = x.detach().clone()
-    predictor = LinearizedPredictor(model, posterior, engine=engine)
-    predictor.train()
-    first = predictor(x)
-    predictor.functional_covariance(x)
-    predictor.functional_trace(x)
-    after = state_of(model)
-    assert before.keys() == after.keys()
-    for key, value in before.items():
-        assert torch.equal(value, after[key]) if isinstance(value, Tensor) else value == after[key]
-    assert torch.equal(state, torch.get_rng_state())
-    assert x.grad is None and torch.equal(x, kept)
-    assert not first.probs.requires_grad
-    assert torch.equal(predictor(x).probs, first.probs)
-
-
 @pytest.mark.parametrize("engine", ["exact", "jvp"])
 def test_whatever_mode_the_caller_is_in(engine: str) -> None:
     model, posterior, x = setting("cnn", {"method": "inf", "rank": 6})
@@ -877,35 +826,6 @@ def test_autocast() -> None:
     torch.testing.assert_close(plain.functional_variance(x), exact)
 
 
-@pytest.mark.parametrize("engine", ["exact", "jvp"])
-def test_two_threads_predict_at_once(engine: str) -> None:
-    model, posterior, x = setting("shared convolution", {"method": "inf", "rank": 6})
-    other = 2 * x
-    single = LinearizedPredictor(model, posterior, engine=engine)
-    expected = {
-        0: (single(x).probs, single.functional_mean(x)),
-        1: (single(other).probs, single.functional_mean(other)),
-    }
-    predictor = LinearizedPredictor(model, posterior, engine=engine)
-    wrong: list[str] = []
-
-    def work(number: int) -> None:
-        inputs = (x, other)[number % 2]
-        probs, mean = expected[number % 2]
-        for _ in range(15):
-            if not torch.allclose(predictor(inputs).probs, probs, atol=1e-12):
-                wrong.append("probabilities")
-            if not torch.equal(predictor.functional_mean(inputs), mean):
-                wrong.append("mean")
-
-    threads = [threading.Thread(target=work, args=(number,)) for number in range(4)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
-    assert not wrong
-
-
 class Branches(nn.Module):
     """Uses one layer or the other, by a flag among its arguments."""
 
@@ -931,26 +851,6 @@ def test_layers_that_a_pass_does_not_use_are_named() -> None:
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         LinearizedPredictor(model, posterior)(x)
-
-
-@pytest.mark.parametrize(
-    "options, message",
-    [
-        ({"engine": "fast"}, "engine must be one of"),
-        ({"link": "logit"}, "link must be one of"),
-        ({"n_draws": 0}, "n_draws must be a whole number"),
-        ({"n_probes": 0}, "n_probes must be a whole number"),
-        ({"memory_budget": 0}, "memory_budget"),
-        ({"outputs": "some"}, "outputs must be"),
-        ({"outputs": "topk:0"}, "outputs must be"),
-        ({"outputs": 0}, "outputs must be"),
-        ({"outputs": True}, "outputs must be"),
-    ],
-)
-def test_wrong_options(options: dict[str, Any], message: str) -> None:
-    model, posterior, _ = setting("mlp", {"method": "diag"})
-    with pytest.raises(uq.PosthocUQError, match=message):
-        LinearizedPredictor(model, posterior, **options)
 
 
 def test_what_it_cannot_serve() -> None:

@@ -13,6 +13,7 @@ from torch import Tensor, nn
 import posthoc_uq.moments.rules  # noqa: F401
 from posthoc_uq.core.errors import PosthocUQError
 from posthoc_uq.moments.tensor import MomentTensor, Pass, Rules, WeightPosteriors, moments_of
+from posthoc_uq.moments.unscented import unscented
 
 Function = Callable[[Tensor], Any]
 
@@ -485,16 +486,15 @@ def _second_view(x: Tensor) -> Tensor:
     return second
 
 
-@pytest.mark.parametrize("policy", ["mc", "delta"])
 @pytest.mark.parametrize("name", ["item", "add into plain", "in place"])
-def test_fallbacks_refuse_what_has_no_variance(name: str, policy: str) -> None:
+def test_the_fallback_refuses_what_has_no_variance(name: str) -> None:
     functions: dict[str, Callable[[Tensor], Any]] = {
         "item": lambda x: x.sum().item(),
         "add into plain": lambda x: torch.zeros(3, 3).double().index_add_(0, torch.tensor([0, 2]), x),
         "in place": lambda x: x.round_(),
     }
     with pytest.raises(PosthocUQError):
-        run(functions[name], pair(2, 3), unknown=policy)
+        run(functions[name], pair(2, 3), unknown="unscented")
 
 
 @pytest.mark.parametrize("name", REFUSED)
@@ -504,8 +504,7 @@ def test_variance_is_never_lost_in_silence(name: str) -> None:
     assert "\n" not in str(error.value)
 
 
-@pytest.mark.parametrize("policy", ["mc", "delta"])
-def test_functions_without_a_rule_by_policy(policy: str) -> None:
+def test_functions_without_a_rule() -> None:
     x = pair(30, 4, spread=0.1)
 
     trained_mean = randn(4)
@@ -513,25 +512,34 @@ def test_functions_without_a_rule_by_policy(policy: str) -> None:
     def function(a: Tensor) -> Tensor:
         return torch.linalg.vector_norm(a - trained_mean, dim=-1)
 
-    found = run(function, x, unknown=policy)
+    found = run(function, x, unknown="unscented")
     assert isinstance(found, MomentTensor)
-    again = run(function, x, unknown=policy)
+    again = run(function, x, unknown="unscented")
     torch.testing.assert_close(again.moment_variance, found.moment_variance, rtol=0, atol=0)
     drawn = monte_carlo(function, x, draws=5000)
     torch.testing.assert_close(found.moment_mean, drawn[0], rtol=0.05, atol=0.05)
-    # 32 draws that all samples share: a relative error of sqrt(2 / 32) or so
+    # 32 directions that all samples share: a relative error of sqrt(2 / 32) or so
     assert (found.moment_variance / drawn[1]).mean().item() == pytest.approx(1, abs=0.4)
     order = torch.arange(29, -1, -1)
-    turned = run(function, (x[0][order], x[1][order]), unknown=policy)
+    turned = run(function, (x[0][order], x[1][order]), unknown="unscented")
     torch.testing.assert_close(turned.moment_variance[order], found.moment_variance)
+
+
+def test_an_element_wise_function_without_a_rule_gets_the_unscented_rule() -> None:
+    x = pair(5, 4)
+    found = run(torch.special.i0, x, unknown="unscented")
+    expected = unscented(torch.special.i0, x[0], x[1])
+    assert isinstance(found, MomentTensor)
+    torch.testing.assert_close(found.moment_mean, expected[0])
+    torch.testing.assert_close(found.moment_variance, expected[1])
 
 
 def test_several_outputs_of_a_function_without_a_rule() -> None:
     x = pair(30, 4, spread=0.1)
-    values = run(lambda a: torch.linalg.qr(a)[1], x, unknown="mc")
+    values = run(lambda a: torch.linalg.qr(a)[1], x, unknown="unscented")
     assert isinstance(values, MomentTensor)
     with pytest.raises(PosthocUQError, match="int64"):
-        run(lambda a: torch.topk(a, 2), x, unknown="mc")
+        run(lambda a: torch.topk(a, 2), x, unknown="unscented")
 
 
 def test_outside_of_a_pass_nothing_works() -> None:

@@ -163,9 +163,7 @@ def test_predictions_of_every_head_know_it(layers: Any, head: str) -> None:
     model, x, test = make(), inputs(), inputs(20, seed=2)
     posterior = fitted(model, x, layers=layers)
     whole = expected(model, x, test, posterior.features.smoothing).float()
-    for options in (
-        [{}] if head != "sampling" else [{}, {"batched": False}, {"keep": "seeds", "batched": False}]
-    ):
+    for options in [{}] if head != "sampling" else [{}, {"batched": False}]:
         predictor = uq.wrap(model, posterior, head, **options)
         assert torch.allclose(predictor(test).novelty(), whole, rtol=1e-3)
         assert torch.allclose(predictor.predict([test], progress=False).novelty(), whole, rtol=1e-3)

@@ -118,7 +118,7 @@ def test_both_kinds_of_draws_agree_in_mean_and_variance(kind: str) -> None:
     for kind_drawn in ("weights", "outputs"):
         predictor = uq.wrap(model, posterior, "sampling", n_samples=count, drawn=kind_drawn)
         drawn[kind_drawn] = predictor.outputs(x).double()
-        assert predictor.ensemble.fixed_part.refused is None
+        assert predictor.ensemble.frozen.refused is None
     means = [value.mean(0) for value in drawn.values()]
     variances = [value.var(0) for value in drawn.values()]
     assert bool(((means[0] - means[1]).abs() < 5 * (2 * variances[0] / count).sqrt()).all())
@@ -210,9 +210,8 @@ def test_what_it_refuses() -> None:
     posterior = latent(model, x)
     cases: list[tuple[dict[str, Any], str]] = [
         ({"drawn": "both"}, "drawn must be"),
-        ({"drawn": "outputs", "keep": "seeds"}, "draws no weights, so that keep= says nothing"),
         ({"drawn": "outputs", "batched": True}, "batched="),
-        ({"drawn": "outputs", "dtype": torch.float16}, "dtype="),
+        ({"drawn": "outputs", "antithetic": True}, "antithetic"),
     ]
     for options, words in cases:
         with pytest.raises(PosthocUQError, match=words):

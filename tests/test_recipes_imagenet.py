@@ -277,7 +277,7 @@ def _options(folder: Path, **values: Any) -> Namespace:
         "checkpoint_every": 1,
         "progress": False,
     }
-    given |= {"search_samples": 5, "keep": "weights", "bins": 10, "select": "NLL", "budget": 3}
+    given |= {"search_samples": 5, "bins": 10, "select": "NLL", "budget": 3}
     given |= {"scales": (10.0, 20.0), "priors": (1e14, 1e15)}
     return Namespace(posteriors=folder / "posteriors", trials=folder / "trials", **given | values)
 

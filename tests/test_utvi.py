@@ -406,7 +406,7 @@ def test_a_layer_that_moments_do_not_reach() -> None:
     model, x = Strange().eval(), inputs_of(4)
     with pytest.raises(uq.PosthocUQError, match=r"[Nn]o rule carries mean and variance through"):
         fit(model, [(x, torch.arange(24) % 3)], uq.UTVI(epochs=1))
-    posterior = fit(model, [(x, torch.arange(24) % 3)], uq.UTVI(epochs=1, unknown="mc"))
+    posterior = fit(model, [(x, torch.arange(24) % 3)], uq.UTVI(epochs=1, unknown="unscented"))
     assert bool((posterior.variance()["first.weight"] > 0).all())
 
 

@@ -108,7 +108,7 @@ class Pictures:
 def recipe(folder: Path) -> None:
     """The ImageNet recipe's fit, search and evaluation."""
     options = Namespace(methods=["diag"], layers="all", rank=4, seed=0, checkpoint_every=1, progress=False)
-    vars(options).update(search_samples=2, samples=2, keep="weights", bins=5, select="NLL", budget=2)
+    vars(options).update(search_samples=2, samples=2, bins=5, select="NLL", budget=2)
     vars(options).update(scales=(10.0, 20.0), priors=(10.0, 20.0), batch_size=8, workers=0)
     vars(options).update({name: folder / name for name in ("posteriors", "trials", "evaluations")})
     source: Any = SimpleNamespace(model=network(), spec="small", transform=SimpleNamespace(text="none"))

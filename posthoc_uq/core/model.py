@@ -6,6 +6,7 @@ Hooks, training flags, ``requires_grad`` and gradients belong to a copy; the wei
 from __future__ import annotations
 
 import copy
+import threading
 import warnings
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from functools import cache
@@ -275,10 +276,17 @@ def statistics_dtype(model: nn.Module, dtype: torch.dtype | None) -> torch.dtype
     return dtype
 
 
+# Forward-mode derivatives.
+
+# torch counts the levels of forward differentiation for the process, not for a thread: threads take turns
+_FORWARD_LEVELS = threading.RLock()
+
+
 def jvp(function: Callable[..., Any], primals: tuple[Any, ...], tangents: tuple[Any, ...]) -> tuple[Any, Any]:
     """`torch.func.jvp`: what a function gives, and its derivative along the tangents."""
     _prepare()
-    return cast(Any, torch.func.jvp(function, primals, tangents))  # pyright: ignore[reportPrivateImportUsage]
+    with _FORWARD_LEVELS:
+        return cast(Any, torch.func.jvp(function, primals, tangents))  # pyright: ignore[reportPrivateImportUsage]
 
 
 @cache

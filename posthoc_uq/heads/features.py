@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from functools import partial
 from typing import Any
 
 from torch import Tensor
@@ -13,10 +12,10 @@ from posthoc_uq.core import interrupts
 from posthoc_uq.core.batches import Batch
 from posthoc_uq.core.devices import TEMPORARY_BYTES
 from posthoc_uq.core.randomness import sample_keys
-from posthoc_uq.heads.frozen import Features, ReplayError, check_refused_replay
 from posthoc_uq.heads.predictor import Predictor
+from posthoc_uq.layers.frozen import Features
 
-_BUDGETS = 4  # the features of all batches may take this many times the default memory budget
+CACHE_BUDGETS = 4  # the features of all batches may take this many times the default memory budget
 
 Read = Callable[[], Iterator[tuple[Batch, Any]]]
 
@@ -41,7 +40,7 @@ class FeatureCache:
 
     def __init__(self, predictor: Predictor, read: Read, budget: int | None = None) -> None:
         self._predictor, self._read = predictor, read
-        self._budget = _BUDGETS * TEMPORARY_BYTES if budget is None else budget
+        self._budget = CACHE_BUDGETS * TEMPORARY_BYTES if budget is None else budget
         self._cached: dict[int, _CachedBatch] = {}
         self._tried = 0
         self._batches: int | None = None
@@ -56,15 +55,9 @@ class FeatureCache:
         with its partner.
         """
         for cached, batch, partner in self._all():
-            distribution = None
             if cached is not None:
-                try:
-                    distribution = self._predictor.distribution_from(cached.features)
-                except ReplayError as error:
-                    again = partial(self._predictor.distribution_from, cached.features)
-                    check_refused_replay(error, again)
-                    batch = self._let_go(cached)
-            if distribution is None:
+                distribution = self._predictor.distribution_from(cached.features)
+            else:
                 assert batch is not None
                 with self._predictor.explaining(batch):
                     distribution = self._predictor.distribution(*batch.args, **batch.kwargs)
@@ -77,10 +70,9 @@ class FeatureCache:
             run: gives the outputs of a batch that is not cached.
         """
         for cached, batch, partner in self._all():
-            outputs = None if cached is None else cached.features.outputs
-            if outputs is None and cached is not None:
-                batch = self._of(cached)
-            if outputs is None:
+            if cached is not None:
+                outputs = cached.features.outputs
+            else:
                 assert batch is not None
                 with self._predictor.explaining(batch):
                     outputs = run(batch)
@@ -115,15 +107,6 @@ class FeatureCache:
                 if self.nbytes + features.nbytes <= self._budget:
                     self._cached[index] = cached
         return cached
-
-    def _let_go(self, cached: _CachedBatch) -> Batch:
-        """Forget features that cannot be replayed; returns their batch."""
-        batch = self._of(cached)
-        self._cached = {index: other for index, other in self._cached.items() if other is not cached}
-        return batch
-
-    def _of(self, cached: _CachedBatch) -> Batch:
-        return next(batch for batch, _ in self._read() if _key(batch) == cached.key)
 
 
 def _key(batch: Batch) -> int:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import threading
 from collections.abc import Callable, Mapping
 
 import torch
@@ -16,6 +15,7 @@ from posthoc_uq.core.model import jvp
 from posthoc_uq.core.outputs import output_tensor
 from posthoc_uq.core.progress import in_parts
 from posthoc_uq.layers.capture import PlainAttention
+from posthoc_uq.layers.frozen import called
 from posthoc_uq.posteriors.posterior import Posterior
 
 # The linearised model's outputs as differentiable functions of its inputs: ``N(f(x), J(x) Sigma J(x)^T)``
@@ -42,8 +42,7 @@ def differentiable_outputs(
     """
     names = {name for layer in posterior.layers.values() for name in layer.parameter_names}
     weights = {name: p.detach() for name, p in model.named_parameters() if name in names}
-    fresh = Batch(*tree_map(_clone, (batch.args, None, batch.kwargs)))
-    outputs = output_tensor(functional_call(model, weights, fresh.args, fresh.kwargs))
+    outputs = called(model, weights, batch)
     jacobians = _jacobians(model, weights, batch, samples)
     by_layer = {
         name: layer.to_matrix(jacobians[layer.weight], None if layer.bias is None else jacobians[layer.bias])
@@ -61,8 +60,7 @@ def _jacobians(model: nn.Module, weights: Weights, batch: Batch, samples: int) -
     """
 
     def of_one(weights: Weights, args: tuple[object, ...], kwargs: Mapping[str, object]) -> Tensor:
-        one = tree_map(_clone, (args, dict(kwargs)))
-        return output_tensor(functional_call(model, weights, *one)).flatten()
+        return called(model, weights, Batch(args, None, dict(kwargs))).flatten()
 
     def one_by_one() -> Weights:
         rows = [batch.narrow(row, 1, samples) for row in range(samples)]
@@ -101,15 +99,7 @@ def _by_autograd(run: Callable[[Weights], Tensor], weights: Weights) -> Weights:
     return {name: torch.stack(parts) for name, parts in zip(leaves, zip(*rows, strict=True), strict=True)}
 
 
-def _clone(value: object) -> object:
-    """A copy with its graph, since a model may write into its inputs."""
-    return value.clone() if isinstance(value, Tensor) else value
-
-
 # Draws of the linearised model's function: ``J (theta_r - theta)`` by forward-mode differentiation.
-
-# `functional_call` puts the weights into the module for as long as it runs: calls in several threads take turns.
-_SWAPPING = threading.RLock()
 
 
 def function_draws(model: nn.Module, batch: Batch, deviations: Mapping[str, Tensor]) -> tuple[Tensor, Tensor]:
@@ -136,7 +126,7 @@ def function_draws(model: nn.Module, batch: Batch, deviations: Mapping[str, Tens
         )
 
     outputs, derivatives = None, list[Tensor]()
-    with _SWAPPING, torch.no_grad(), PlainAttention():
+    with torch.no_grad(), PlainAttention():
         for draw in in_parts(range(draws)):
             tangent = {name: deviation[draw] for name, deviation in deviations.items()}
             try:

@@ -1123,13 +1123,20 @@ class TrackedModel:
     capture: Capture
     last: str | None
 
+    def within(self, rest: nn.Module) -> TrackedModel:
+        """The same layers in a model that is the last part of this one, with parameters of the same names."""
+        capture = Capture(rest)
+        capture.track(list(self.capture.tracked.values()))
+        capture.watched = self.capture.watched
+        return TrackedModel(capture, self.last)
+
 
 def track_layers(model: nn.Module, posterior: Posterior, batch: Batch, dtype: torch.dtype) -> TrackedModel:
-    """Find the posterior's layers in a pass of the model, and prove that their gradients are layer_gradients.
+    """Find the posterior's layers in a pass of the model, and check their caught gradients against autograd.
 
     Raises:
         PosteriorMismatchError: a layer is used in another way than in the fit.
-        UnsupportedLayerError: a layer's gradient cannot be layer_gradients.
+        UnsupportedLayerError: a layer's caught gradient is not that of autograd.
     """
     autocast = torch.is_autocast_enabled(model_device(model).type)
     chosen = prepare(

@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import copy
-import threading
-from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
+from collections.abc import Callable, Generator, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from math import prod
@@ -20,14 +19,6 @@ from posthoc_uq.core.model import check_differentiable, model_device, replicate,
 from posthoc_uq.core.options import Count, check_option
 from posthoc_uq.core.progress import in_parts, share
 from posthoc_uq.core.randomness import isolated_random_state
-from posthoc_uq.heads.frozen import (
-    FeatureBatch,
-    Features,
-    FixedPart,
-    ReplayError,
-    check_refused_replay,
-    intercept,
-)
 from posthoc_uq.heads.functions import differentiable_outputs, function_draws
 from posthoc_uq.heads.jacobians import (
     Gradient,
@@ -49,6 +40,7 @@ from posthoc_uq.heads.predictor import (
     from_gaussian,
 )
 from posthoc_uq.layers.capture import Recording
+from posthoc_uq.layers.frozen import Features, FrozenPart, Twins
 from posthoc_uq.layers.layer import Call
 from posthoc_uq.layers.operands import temporary_limit
 from posthoc_uq.layers.proof import count_samples
@@ -252,21 +244,9 @@ class Linearization:
         """Variances of all logits, and the covariance of the centred ones: exact between those at `indices`; the others
         count as independent.
         """
-        last, mean = self._last_layer(), self.mean
         top = self._covariance(indices, joint=False, centre=True)
-        number = indices.shape[1]
-        variance, centred = other_variances(self._weights, last, mean, top)
-        top_variance = top.diagonal(dim1=1, dim2=2)[:, :number].clamp(min=0)
-        variance = variance.to(top_variance).scatter(1, indices, top_variance)
-        differences = top[:, :number] - top[:, number:]
-        block = differences[:, :, :number] - differences[:, :, number:]
-        centred = centred.to(top_variance).scatter(1, indices, block.diagonal(dim1=1, dim2=2).clamp(min=0))
-
-        def multiply(x: Tensor) -> Tensor:
-            rows = indices.unsqueeze(-1).expand(-1, -1, x.shape[2])
-            return (centred.unsqueeze(-1) * x).scatter(1, rows, block.to(x) @ x.gather(1, rows))
-
-        return variance, of_product(mean.to(self._engine.dtype), centred, multiply)
+        others = other_variances(self._weights, self._last_layer(), self.mean, top)
+        return top_spread(self.mean, indices, top, *others)
 
     def _variances(self, gradient: Gradient, number: int) -> Tensor:
         """Variances of functions of the outputs, ``(samples, functions)``, as many at once as memory allows."""
@@ -375,6 +355,33 @@ def other_variances(
     diagonal = top.diagonal(dim1=1, dim2=2)
     centred = diagonal[:, :-1] - 2 * top[:, :-1, -1] + diagonal[:, -1:]
     return tuple(v.clamp(min=0).mean(1, keepdim=True).expand(-1, size) for v in (diagonal[:, :-1], centred))  # type: ignore[return-value]
+
+
+def top_spread(
+    mean: Tensor, indices: Tensor, top: Tensor, variance: Tensor, centred: Tensor
+) -> tuple[Tensor, Spread]:
+    """Variances of all logits, and the covariance of the centred ones: exact between those at `indices`; the others
+    count as independent.
+
+    Args:
+        mean: all logits.
+        indices: of those with a backward pass, ``(samples, k)``.
+        top: their covariance and, last, that with the mean of all logits.
+        variance: of all logits without a backward pass.
+        centred: of the centred logits without one.
+    """
+    number = indices.shape[1]
+    top_variance = top.diagonal(dim1=1, dim2=2)[:, :number].clamp(min=0)
+    variance = variance.to(top_variance).scatter(1, indices, top_variance)
+    differences = top[:, :number] - top[:, number:]
+    block = differences[:, :, :number] - differences[:, :, number:]
+    centred = centred.to(top_variance).scatter(1, indices, block.diagonal(dim1=1, dim2=2).clamp(min=0))
+
+    def multiply(x: Tensor) -> Tensor:
+        rows = indices.unsqueeze(-1).expand(-1, -1, x.shape[2])
+        return (centred.unsqueeze(-1) * x).scatter(1, rows, block.to(x) @ x.gather(1, rows))
+
+    return variance, of_product(mean.to(centred), centred, multiply)
 
 
 # Which positions of its outputs the linearised head uses.
@@ -645,20 +652,8 @@ class PositionLinearization(_Rows):
             covariance = self._contracted(place, None, mean.shape[1])
             variance = covariance.diagonal(dim1=1, dim2=2).clamp(min=0)
             return variance, of_product(mean.to(variance), variance, lambda x: covariance.to(x) @ x)
-        number = indices.shape[1]
-        top = self._contracted(place, indices, number + 1)
-        variance, centred = other_variances(self._weights, None, mean, top)
-        top_variance = top.diagonal(dim1=1, dim2=2)[:, :number].clamp(min=0)
-        variance = variance.scatter(1, indices, top_variance)
-        differences = top[:, :number] - top[:, number:]
-        block = differences[:, :, :number] - differences[:, :, number:]
-        centred = centred.scatter(1, indices, block.diagonal(dim1=1, dim2=2).clamp(min=0))
-
-        def multiply(x: Tensor) -> Tensor:
-            rows = indices.unsqueeze(-1).expand(-1, -1, x.shape[2])
-            return (centred.unsqueeze(-1) * x).scatter(1, rows, block.to(x) @ x.gather(1, rows))
-
-        return variance, of_product(mean.to(centred), centred, multiply)
+        top = self._contracted(place, indices, indices.shape[1] + 1)
+        return top_spread(mean, indices, top, *other_variances(self._weights, None, mean, top))
 
     def covariance(self, joint: bool) -> Tensor:
         """Covariance of the classes that are used at each position, ``(samples, positions, classes, classes)``; with
@@ -815,68 +810,47 @@ def _products(deviations: Tensor) -> Tensor:
     return torch.einsum("rsc,rsd->scd", deviations, deviations) / len(deviations)
 
 
-def drawn_outputs(
-    model: nn.Module,
-    fixed_part: FixedPart,
-    batch: Batch,
-    samples: int,
-    deviations: Mapping[str, Tensor],
-    dtype: torch.dtype,
-) -> tuple[Tensor, Tensor]:
-    """Outputs ``(samples, ...)``, and their derivatives along deviations of the weights, ``(draws, samples, outputs)``.
-
-    Args:
-        model: nothing else may run it meanwhile.
-        fixed_part: of the model; it runs once, and the draws run what follows.
-        batch: the model's inputs, or features in their place.
-        samples: in the batch.
-        deviations: parameter name to ``(draws, *shape)``.
-        dtype: of the derivatives.
-    """
-    features = None if isinstance(batch, FeatureBatch) else fixed_part.features(batch.args, batch.kwargs)
-    if features is not None:
-        intercept(model)
-
-        def replayed() -> tuple[Tensor, Tensor]:
-            return drawn_outputs(model, fixed_part, FeatureBatch(features), samples, deviations, dtype)
-
-        try:
-            return replayed()
-        except ReplayError as error:
-            check_refused_replay(error, replayed)
-            fixed_part.refuse(str(error))
-    outputs, derivatives = function_draws(model, batch, deviations)
-    return outputs, derivatives.to(dtype).flatten(2) if outputs.ndim > 1 else derivatives.unsqueeze(2)
-
-
 # What the linearised head prepares and keeps: copies of the network, tracked layers, weights' covariance and
 # draws.
 
 Self = TypeVar("Self", bound="Linearizing")
 
-_PREPARING = threading.RLock()
 
-
-@dataclass(eq=False)
 class _Networks:
     """Copies of the network at one mean.
 
     Attributes:
         twin: the copy.
-        swapped: one whose weights are swapped while it runs; None before it is needed.
-        fixed_part: the part of the network before the weights with a posterior.
+        frozen: the part of the network before the weights with a posterior.
         ready: the copy whose layers are tracked, once the first batch is there.
     """
 
-    twin: nn.Module
-    swapped: nn.Module | None
-    fixed_part: FixedPart
-    ready: TrackedModel | None = None
+    def __init__(self, twin: nn.Module, posterior: Posterior) -> None:
+        self.twin = twin
+        self.frozen = FrozenPart(twin, posterior.mean)
+        self.ready: TrackedModel | None = None
+        self._whole = Twins(twin)
+        self._rest: tuple[nn.Module, TrackedModel | None, Twins] | None = None
 
-    @classmethod
-    def of(cls, twin: nn.Module, posterior: Posterior) -> _Networks:
-        """What there is at the beginning."""
-        return cls(twin, None, FixedPart(twin, posterior.mean))
+    def tracked(self, features: Features | None) -> TrackedModel:
+        """The layers as the network uses them, or the rest of it that takes features."""
+        assert self.ready is not None
+        if features is None:
+            return self.ready
+        tracked = self._of_rest(features)[1]
+        assert tracked is not None
+        return tracked
+
+    def twins(self, features: Features | None) -> Twins:
+        """Copies for functional calls: of the network, or of the rest of it."""
+        return self._whole if features is None else self._of_rest(features)[2]
+
+    def _of_rest(self, features: Features) -> tuple[nn.Module, TrackedModel | None, Twins]:
+        rest, kept = self.frozen.rest(features), self._rest
+        if kept is None or kept[0] is not rest or (kept[1] is None and self.ready is not None):
+            tracked = None if self.ready is None else self.ready.within(rest)
+            self._rest = kept = rest, tracked, Twins(rest)
+        return kept
 
 
 class Linearizing(Predictor):
@@ -904,19 +878,16 @@ class Linearizing(Predictor):
         self._dtype = statistics_dtype(unwrap(model), None)
         with isolated_random_state():  # copying a module may run its code
             twin = replicate(self._model[0], self._posterior.trained_mean)
-        self._networks = _Networks.of(twin, self._posterior)
+        self._networks = _Networks(twin, self._posterior)
         self._weights: tuple[Hyperparameters, WeightCovariance] | None = None
         self._drawn: tuple[Hyperparameters, dict[str, Tensor]] | None = None
 
     def _apply(self: Self, fn: Any, recurse: bool = True) -> Self:
         """Move, or change the precision of, the network; all preparations are made anew."""
         super()._apply(fn, recurse)
-        networks = self._networks
-        networks.twin._apply(fn)
-        if networks.swapped is not None:
-            networks.swapped._apply(fn)
-        self._dtype = statistics_dtype(networks.twin, None)
-        networks.fixed_part, networks.ready = FixedPart(networks.twin, self._posterior.mean), None
+        twin = self._networks.twin._apply(fn)
+        self._networks = _Networks(twin, self._posterior)
+        self._dtype = statistics_dtype(twin, None)
         self._weights = self._drawn = None
         return self
 
@@ -926,16 +897,17 @@ class Linearizing(Predictor):
         return model_device(self._networks.twin)
 
     def _linearized(
-        self, posterior: Posterior, batch: Batch
+        self, posterior: Posterior, batch: Batch, features: Features | None = None
     ) -> Linearization | Probes | PositionLinearization | PositionProbes:
-        """The linearisation of one batch under a posterior's settings."""
-        samples = batch.features.samples if isinstance(batch, FeatureBatch) else count_samples(batch)
+        """The linearisation of one batch under a posterior's settings, or from features, with `batch` theirs."""
+        samples = count_samples(batch) if features is None else features.samples
         networks = self._networks
         if self._engine == "jvp":
-            return self._probed(networks, posterior, batch, samples)
+            return self._probed(networks, posterior, batch, features)
+        self._prepare(networks, batch, features)
         engine = Engine(
             self._engine,
-            self._prepared(networks, batch),
+            networks.tracked(features),
             tuple(posterior.layers),
             lambda device: self._covariances(posterior, device),
             self._chosen,
@@ -949,7 +921,7 @@ class Linearizing(Predictor):
         picked = picked_positions(self._positions, layout.positions(recording.outputs))
         linearization = PositionLinearization(engine, recording, layout, picked)
         if self._engine == "auto" and linearization.backward_passes > MOST_BACKWARD:
-            return self._probed(networks, posterior, batch, samples, recording.watched)
+            return self._probed(networks, posterior, batch, features, recording.watched)
         return linearization
 
     def _layout(self, outputs: Tensor) -> Layout | None:
@@ -971,11 +943,17 @@ class Linearizing(Predictor):
         networks: _Networks,
         posterior: Posterior,
         batch: Batch,
-        samples: int,
+        features: Features | None,
         watched: Sequence[Call] = (),
     ) -> Probes | PositionProbes:
         """The linearisation by draws of the function."""
-        outputs, deviations = self._draw(networks, batch, samples, self._deviations(posterior))
+        if features is None:
+            features = networks.frozen.features(batch.args, batch.kwargs, self._n_probes)
+        work = batch if features is None else features.batch
+        with networks.twins(features).lent() as twin:
+            outputs, deviations = function_draws(twin, work, self._deviations(posterior))
+        deviations = deviations.to(self._dtype)
+        deviations = deviations.flatten(2) if outputs.ndim > 1 else deviations.unsqueeze(2)
         layout = self._layout(outputs)
         if layout is None:
             return Probes(outputs, deviations, self._chosen)
@@ -984,21 +962,11 @@ class Linearizing(Predictor):
         probes.watched = list(watched)
         return probes
 
-    def _draw(
-        self, networks: _Networks, batch: Batch, samples: int, deviations: Mapping[str, Tensor]
-    ) -> tuple[Tensor, Tensor]:
-        """Outputs, and draws of their deviations; see `drawn_outputs`."""
-        if networks.swapped is None:
-            with _PREPARING, isolated_random_state():
-                if networks.swapped is None:
-                    networks.swapped = replicate(networks.twin)
-        return drawn_outputs(networks.swapped, networks.fixed_part, batch, samples, deviations, self._dtype)
-
     def _covariances(self, posterior: Posterior, device: torch.device) -> WeightCovariance:
         """The covariance of the weights, cached until settings or data change."""
         settings, cached = posterior.settings.of_weights(), self._weights
         if cached is None or cached[0] != settings:
-            with _PREPARING:
+            with self._lock:
                 cached = self._weights
                 if cached is None or cached[0] != settings:
                     budget = TEMPORARY_BYTES if self._budget is None else self._budget
@@ -1011,7 +979,7 @@ class Linearizing(Predictor):
         """Draws of the weights' deviation from the trained ones, by parameter, kept until settings or data change."""
         settings, cached = posterior.settings.of_weights(), self._drawn
         if cached is None or cached[0] != settings:
-            with _PREPARING:
+            with self._lock:
                 cached = self._drawn
                 if cached is None or cached[0] != settings:
                     draws = posterior.sample(self._n_probes, torch.Generator().manual_seed(0))
@@ -1022,15 +990,18 @@ class Linearizing(Predictor):
                     self._drawn = cached = (settings, deviations)
         return cached[1]
 
-    def _prepared(self, networks: _Networks, batch: Batch) -> TrackedModel:
-        if networks.ready is None:
-            with _PREPARING, isolated_random_state():
-                if networks.ready is None:
-                    ready = track_layers(networks.twin, self._posterior, batch.copied(), self._dtype)
-                    if self._tells_novelty and self._posterior.features is not None:
-                        ready.capture.watched = self._posterior.features.layer
-                    networks.ready = ready
-        return networks.ready
+    def _prepare(self, networks: _Networks, batch: Batch, features: Features | None = None) -> None:
+        """Find the layers in a first batch, which features cannot be."""
+        if networks.ready is not None:
+            return
+        if features is not None:
+            raise PosthocUQError("The features are those of another predictor.")
+        with self._lock, isolated_random_state():
+            if networks.ready is None:
+                ready = track_layers(networks.twin, self._posterior, batch.copied(), self._dtype)
+                if self._tells_novelty and self._posterior.features is not None:
+                    ready.capture.watched = self._posterior.features.layer
+                networks.ready = ready
 
 
 @contextmanager
@@ -1152,7 +1123,7 @@ class LinearizedPredictor(Linearizing):
         return options | {"outputs": str(self._chosen.top), "engine": self._engine}
 
     def _functions(self, posterior: Posterior, batch: Batch, n: int, generator: torch.Generator) -> Tensor:
-        """See `DrawnFunctions`."""
+        """See `Predictor`."""
         with without_gradients():
             drawn = posterior.sample(n, generator)
             network = replicate(self._networks.twin)
@@ -1188,7 +1159,7 @@ class LinearizedPredictor(Linearizing):
         return self._prediction_of(posterior, outputs).with_novelty(ratio)
 
     def _distribution(self, posterior: Posterior, batch: Batch) -> GaussianOutputs:
-        if self._differentiated and not isinstance(batch, FeatureBatch):
+        if self._differentiated:
             mean, covariance = self._with_graph(posterior, batch)
             variance = covariance.diagonal(dim1=1, dim2=2).reshape(mean.shape)
             return GaussianOutputs(
@@ -1226,21 +1197,15 @@ class LinearizedPredictor(Linearizing):
         """See `Predictor`."""
         with without_gradients():
             networks = self._networks
-            features = networks.fixed_part.features(args, kwargs)
+            features = networks.frozen.features(args, kwargs)
             if features is not None and self._engine != "jvp":
-                self._prepared(networks, Batch(args, None, kwargs))
+                self._prepare(networks, Batch(args, None, kwargs))
             return features
 
     def distribution_from(self, features: Features) -> GaussianOutputs:
         """See `Predictor`."""
-        posterior = self._snapshot()
-        networks = self._networks
-        if self._engine != "jvp" and networks.ready is None:
-            raise PosthocUQError("The features are those of another predictor.")
-        intercept(
-            (networks.swapped or networks.twin) if networks.ready is None else networks.ready.capture.twin
-        )
-        return self._distribution(posterior, FeatureBatch(features))
+        with without_gradients():
+            return _shaped(self._linearized(self._snapshot(), features.batch, features).gaussian())
 
     def functional_mean(self, *args: Any, **kwargs: Any) -> Tensor:
         """``f(x; theta)``, the trained network's own outputs, at all positions."""

@@ -2,34 +2,32 @@
 
 from __future__ import annotations
 
-import threading
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import asdict, dataclass, replace
+from functools import partial
 from math import exp
 from typing import Any, Literal
 
 import torch
 from torch import Tensor, nn
-from torch.utils._pytree import tree_map
 
 from posthoc_uq.core.batches import Bar, Batch, BatchFunction, BatchReader, batches, check_loader
 from posthoc_uq.core.devices import TEMPORARY_BYTES, as_double
 from posthoc_uq.core.errors import PosthocUQError, warn_user
 from posthoc_uq.core.model import replicate
-from posthoc_uq.core.options import Count, Options, Unit
+from posthoc_uq.core.options import Count, Unit, check_option
 from posthoc_uq.core.randomness import isolated_random_state
-from posthoc_uq.heads.frozen import Features, FixedPart, intercept, writable_copy
 from posthoc_uq.heads.predictor import (
     GaussianOutputs,
     Predictor,
     check_finite,
-    divisor_of,
     from_gaussian,
     gaussian_draws,
 )
 from posthoc_uq.heads.sampling import SamplingPredictor
+from posthoc_uq.layers.frozen import Features, FrozenPart, fresh
 from posthoc_uq.layers.layer import Layer
-from posthoc_uq.likelihoods.draws import LINK_DRAWS, Link
+from posthoc_uq.likelihoods.draws import LINK_DRAWS, Link, checked_link
 from posthoc_uq.likelihoods.prediction import Prediction
 from posthoc_uq.moments.propagation import products_of, propagate, running_module
 from posthoc_uq.moments.tensor import Covariances, MaxPool, Relu, Rules, Unknown
@@ -105,34 +103,33 @@ class LayerPosterior(nn.Module):
         return self.rows.covariance(self._padded(mean), covariance)
 
 
-def layer_posteriors(
-    model: nn.Module, posterior: Posterior, weights: str, cov: str
-) -> dict[str, LayerPosterior]:
-    """The `LayerPosterior` of every layer, by layer name.
+def layer_posteriors(model: nn.Module, posterior: Posterior, weights: str, cov: str) -> list[LayerPosterior]:
+    """The `LayerPosterior` of every layer.
 
     Args:
+        model: at the posterior's mean.
+        posterior: a snapshot.
         weights: ``"row"`` keeps the covariance inside a row of linear layers, ``"marginal"`` no covariance at all,
             ``"auto"`` as `"row"` where the posterior knows it; linear layers use it for inputs ``(samples, inputs)``
             and marginal variances for inputs of several positions, where a row's covariance costs a product for each of
             its directions.
         cov: ``"full"`` needs the covariance across outputs, whatever `weights` says.
     """
-    parameters = dict(model.named_parameters())
-    by_name: dict[str, LayerPosterior] = {}
     rows_wanted = ROWS in posterior.capabilities if weights == "auto" else weights == "row"
     if cov == "full":
         posterior.require([ROWS], "cov='full'", "take cov='diag'")
     linear = [name for name, layer in posterior.layers.items() if not layer.convolutional]
     wanted = linear if rows_wanted or cov == "full" else []
     # first the rows, which know the variances too
-    by_layer = {name: posterior.rows(name, across=cov == "full") for name in wanted}
-    variances = posterior.variance()
+    rows = {name: posterior.rows(name, across=cov == "full") for name in wanted}
+    variances, parameters = posterior.variance(), dict(model.named_parameters())
+    found: list[LayerPosterior] = []
     for name, layer in posterior.layers.items():
-        rows = by_layer.get(name)
+        of_layer = rows.get(name)
         # independent rows have the marginal variances alone
-        row = rows_wanted and rows is not None and not isinstance(rows, IndependentRows)
-        by_name[name] = LayerPosterior(layer, parameters[layer.weight], variances, rows, row)
-    return by_name
+        row = rows_wanted and of_layer is not None and not isinstance(of_layer, IndependentRows)
+        found.append(LayerPosterior(layer, parameters[layer.weight], variances, of_layer, row))
+    return found
 
 
 # The correction that gives a head's variances the scale that Monte Carlo over the weights finds.
@@ -209,51 +206,8 @@ def fitting_calibration(posterior: Posterior, settings: Mapping[str, Any]) -> Ca
     )
 
 
-def calibrate(
-    model: nn.Module,
-    posterior: Posterior,
-    variance: Callable[..., Tensor],
-    output_map: Callable[[Tensor], Tensor] | None,
-    loader: Iterable[Any],
-    n_mc: int,
-    slope: bool,
-    samples: int,
-    batch_to_inputs: BatchFunction | None,
-    progress: bool,
-) -> Calibration:
-    """Compare a head's variances with those over `n_mc` draws of the weights; see `MomentsPredictor.calibrate`."""
-    if n_mc < 2 or samples < 2:
-        raise PosthocUQError(
-            f"Calibration needs at least 2 draws and 2 inputs, not n_mc={n_mc}, samples={samples}."
-        )
-    check_loader(loader)
-    posterior = posterior.snapshot()
-    sampler = SamplingPredictor(model, posterior, n_samples=n_mc, seed=0, keep="seeds")
-    reader = BatchReader.of(model, batch_to_inputs)
-    by_head: list[Tensor] = []
-    by_draws: list[Tensor] = []
-    seen = 0
-    with torch.no_grad(), isolated_random_state(), Bar(loader, "calibrate", progress) as bar:
-        for batch in batches(loader, reader):
-            count = next((t.shape[0] for t in batch.tensors() if t.ndim > 0), 0)
-            if seen + count > samples:
-                batch = batch.narrow(0, samples - seen, count)
-            by_head.append(as_double(variance(*batch.args, **batch.kwargs)).cpu())
-            outputs = sampler.outputs(*batch.args, **batch.kwargs) * divisor_of(posterior)
-            if output_map is not None:
-                outputs = torch.stack([output_map(draw) for draw in outputs])
-            by_draws.append(as_double(outputs).var(0).cpu())
-            seen += by_head[-1].shape[0]
-            bar.advance(by_head[-1].shape[0])
-            if seen >= samples:
-                break
-    if seen < 2:
-        raise PosthocUQError("Calibration needs at least 2 inputs, and the loader yields fewer.")
-    head_sd, drawn_sd = (torch.cat(parts).reshape(seen, -1).sqrt() for parts in (by_head, by_draws))
-    return _fitted(head_sd, drawn_sd, n_mc, slope)
-
-
-def _fitted(head_sd: Tensor, drawn_sd: Tensor, n_mc: int, slope: bool) -> Calibration:
+def compared(head_sd: Tensor, drawn_sd: Tensor, n_mc: int, slope: bool) -> Calibration:
+    """The calibration of a head's standard deviations ``(samples, outputs)`` to those over `n_mc` draws."""
     usable = (head_sd > 0) & (drawn_sd > 0)
     fitted, held_out = usable.clone(), usable.clone()
     fitted[1::2], held_out[0::2] = False, False
@@ -277,34 +231,7 @@ def _fitted(head_sd: Tensor, drawn_sd: Tensor, n_mc: int, slope: bool) -> Calibr
 
 # The moments head: mean and variance of every output in one pass, carried through the model's own code.
 
-_PREPARING = threading.RLock()  # a lock of the predictor's own could not be copied or pickled
-
-
 WeightsForm = Literal["auto", "row", "marginal"]
-
-
-@dataclass(frozen=True)
-class MomentsOptions(Options):
-    """The options of a moments head; each field is the argument of `MomentsPredictor` of the same name.
-
-    Raises:
-        PosthocUQError: an option has another value than those listed there.
-    """
-
-    weights: WeightsForm
-    cov: Covariances
-    relu: Relu
-    max_pool: MaxPool
-    pool_rho: Unit
-    unknown: Unknown
-    link: Link
-    n_draws: Count
-    output_map: Callable[[Tensor], Tensor] | None
-    novelty: bool
-
-    def rules(self) -> Rules:
-        """The options of the rules."""
-        return Rules(self.relu, self.max_pool, self.pool_rho, self.cov, self.unknown)
 
 
 @dataclass(frozen=True)
@@ -352,8 +279,8 @@ class MomentsPredictor(Predictor):
             faster; worse where cells of a window vary a little and independently, nearer to the truth for broad
             posteriors, under which neighbouring cells vary together.
         pool_rho: correlation assumed between the cells of an average, in [0, 1].
-        unknown: what to do with a function that has no rule: ``"error"``, ``"mc"`` (32 draws of its inputs),
-            ``"delta"`` (a linearisation by 32 random probes).
+        unknown: what to do with a function that has no rule: ``"error"``, or ``"unscented"``, the unscented rule along
+            32 random directions of its inputs.
         link: from logits to probabilities: ``"mc"``, ``"probit"`` or ``"bridge"``; see `from_gaussian`. With
             ``cov="diag"`` there are variances alone: logits count as independent, also where they vary together, which
             makes predictions too cautious.
@@ -386,35 +313,44 @@ class MomentsPredictor(Predictor):
         novelty: bool = True,
     ) -> None:
         super().__init__(model, posterior)
-        self._options = MomentsOptions(
-            weights, cov, relu, max_pool, pool_rho, unknown, link, n_draws, output_map, novelty
+        self._weights = check_option("weights", weights, WeightsForm)
+        self._output_map = check_option("output_map", output_map, Callable[..., Any] | None)
+        self._link, self._n_draws = checked_link(link, n_draws)
+        self._rules = Rules(
+            check_option("relu", relu, Relu),
+            check_option("max_pool", max_pool, MaxPool),
+            check_option("pool_rho", pool_rho, Unit),
+            check_option("cov", cov, Covariances),
+            check_option("unknown", unknown, Unknown),
         )
-        self._rules = self._options.rules()
-        self._tells_novelty = self._options.novelty
+        self._tells_novelty = check_option("novelty", novelty, bool)
         with isolated_random_state():  # copying a module may run its code
             self.network = replicate(self._model[0], posterior.trained_mean)
-        self._fixed_part = FixedPart(self.network, posterior.mean)
+        self._frozen = FrozenPart(self.network, posterior.mean)
         self._checked = False
         self._prepared = self._prepare(posterior.snapshot())
 
+    def _apply(self, fn: Any, recurse: bool = True) -> MomentsPredictor:
+        super()._apply(fn, recurse)
+        self._frozen = FrozenPart(self.network, self._posterior.mean)
+        return self
+
     def _prepare(self, posterior: Posterior) -> _Prepared:
-        layers = list(
-            layer_posteriors(self.network, posterior, self._options.weights, self._rules.cov).values()
-        )
+        layers = layer_posteriors(self.network, posterior, self._weights, self._rules.cov)
         self.noises = nn.ModuleList(layers)  # moves with this module; the name is in its state dict
         calibration = fitting_calibration(posterior, self.settings())
         return _Prepared(posterior.settings.of_weights(), self.network, layers, calibration)
 
     def identity(self) -> dict[str, Any]:
         """See `Predictor`."""
-        options, calibration = self._options, self.calibration
-        choices: dict[str, Any] = {"head": self.head, "link": options.link, **self.settings()}
-        choices |= {"n_draws": options.n_draws} if options.link == "mc" else {}
+        calibration = self.calibration
+        choices: dict[str, Any] = {"head": self.head, "link": self._link, **self.settings()}
+        choices |= {"n_draws": self._n_draws} if self._link == "mc" else {}
         return choices | {"calibrated": [] if calibration is None else [calibration.alpha, calibration.beta]}
 
     def settings(self) -> dict[str, Any]:
         """The choices that change the propagated variance, as plain values."""
-        return {"weights": self._options.weights, **asdict(self._rules)}
+        return {"weights": self._weights, **asdict(self._rules)}
 
     @property
     def calibration(self) -> Calibration | None:
@@ -425,7 +361,7 @@ class MomentsPredictor(Predictor):
         """The preparations for a posterior's settings; predictions under way in other threads keep the old ones."""
         settings, prepared = posterior.settings.of_weights(), self._prepared
         if prepared.settings != settings:
-            with _PREPARING:
+            with self._lock:
                 prepared = self._prepared
                 if prepared.settings != settings:
                     self._prepared = prepared = self._prepare(posterior)
@@ -438,10 +374,6 @@ class MomentsPredictor(Predictor):
             return text + ", not calibrated"
         return text + f", {self._prepared.calibration}"
 
-    def layer_modes(self) -> dict[str, str]:
-        """Layer name to ``"row"`` or ``"marginal"``: the weights' covariance that is used (one input row a sample)."""
-        return {p.layer: "row" if p.row else "marginal" for p in self._prepared.layer_posteriors}
-
     def propagate(self, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor, Tensor | None]:
         """Mean, variance and, with ``cov="full"`` where the last layers allow it, covariance of the outputs, before
         temperature, observation noise and calibration.
@@ -453,18 +385,16 @@ class MomentsPredictor(Predictor):
         """
         return self._propagate(self._follow(self._snapshot()), self._batch(args, kwargs))
 
-    def _propagate(self, prepared: _Prepared, batch: Batch) -> tuple[Tensor, Tensor, Tensor | None]:
-        network = prepared.network
+    def _propagate(
+        self, prepared: _Prepared, batch: Batch, network: nn.Module | None = None
+    ) -> tuple[Tensor, Tensor, Tensor | None]:
+        """`propagate`, through the whole network or the rest of it."""
+        network = prepared.network if network is None else network
         parameters = dict(network.named_parameters())
         layers = self._posterior.layers
         posteriors = [(parameters[layers[p.layer].weight], p) for p in prepared.layer_posteriors]
-        # a model may change its inputs in place
-        args, kwargs = tree_map(writable_copy, (batch.args, batch.kwargs))
         outputs = propagate(
-            lambda: network(*args, **kwargs),
-            posteriors,
-            self._rules,
-            lambda: running_module(network),
+            partial(fresh(batch).call_any, network), posteriors, self._rules, partial(running_module, network)
         )
         self._check_used(prepared, outputs.used)
         return outputs.mean, outputs.variance, outputs.covariance
@@ -480,13 +410,23 @@ class MomentsPredictor(Predictor):
             )
         self._checked = True
 
-    def _moments(self, prepared: _Prepared, batch: Batch) -> tuple[Tensor, Tensor, Tensor | None]:
-        """`propagate`, in parts of the batch where covariances do not fit into memory, followed by the output map."""
-        at_once = self._rules.cov != "full" or torch.compiler.is_compiling()
-        mean, variance, covariance = (self._propagate if at_once else self._in_parts)(prepared, batch)
-        if self._options.output_map is not None:
+    def _moments(
+        self, prepared: _Prepared, batch: Batch, rest: nn.Module | None = None
+    ) -> tuple[Tensor, Tensor, Tensor | None]:
+        """`propagate`, in parts of the batch where covariances do not fit into memory, followed by the output map.
+
+        Args:
+            prepared: for the posterior's settings.
+            batch: of the network, or features.
+            rest: what takes features, or None.
+        """
+        if self._rules.cov == "full" and not torch.compiler.is_compiling():
+            mean, variance, covariance = self._in_parts(prepared, batch)
+        else:
+            mean, variance, covariance = self._propagate(prepared, batch, rest)
+        if self._output_map is not None:
             full = covariance if covariance is not None else torch.diag_embed(variance)
-            mean, covariance = unscented_map(self._options.output_map, mean.to(full.dtype), full)
+            mean, covariance = unscented_map(self._output_map, mean.to(full.dtype), full)
             variance = covariance.diagonal(dim1=1, dim2=2)
         return mean, variance, covariance
 
@@ -532,17 +472,19 @@ class MomentsPredictor(Predictor):
         return variance
 
     def _functions(self, posterior: Posterior, batch: Batch, n: int, generator: torch.Generator) -> Tensor:
-        """See `DrawnFunctions`."""
+        """See `Predictor`."""
         return gaussian_draws(self._distribution(posterior, batch), n, generator)
 
     def _predict(self, posterior: Posterior, batch: Batch) -> Prediction:
         ratio = self._known_novelty(posterior, batch)
         return self._prediction_of(posterior, self._distribution(posterior, batch)).with_novelty(ratio)
 
-    def _distribution(self, posterior: Posterior, batch: Batch) -> GaussianOutputs:
+    def _distribution(
+        self, posterior: Posterior, batch: Batch, rest: nn.Module | None = None
+    ) -> GaussianOutputs:
         """Calibrated where there is a calibration for these settings."""
         prepared = self._follow(posterior)
-        mean, variance, covariance = self._moments(prepared, batch)
+        mean, variance, covariance = self._moments(prepared, batch, rest)
         if prepared.calibration is not None:
             corrected = prepared.calibration.apply(variance)
             if covariance is not None:
@@ -557,20 +499,17 @@ class MomentsPredictor(Predictor):
             distribution.variance,
             posterior,
             covariance=distribution.covariance,
-            link=self._options.link,
-            n_draws=self._options.n_draws,
+            link=self._link,
+            n_draws=self._n_draws,
         )
 
     def features(self, *args: Any, **kwargs: Any) -> Features | None:
         """See `Predictor`; None with ``cov="full"``, which cuts batches into parts."""
-        return None if self._rules.cov == "full" else self._fixed_part.features(args, kwargs)
+        return None if self._rules.cov == "full" else self._frozen.features(args, kwargs)
 
     def distribution_from(self, features: Features) -> GaussianOutputs:
         """See `Predictor`."""
-        intercept(self.network)
-        args, kwargs = features.arguments()
-        with features.replaying():
-            return self._distribution(self._snapshot(), Batch(args, None, kwargs))
+        return self._distribution(self._snapshot(), features.batch, self._frozen.rest(features))
 
     def _network(self, posterior: Posterior | None = None) -> nn.Module:
         """See `Predictor`; this network moves with the predictor."""
@@ -602,20 +541,37 @@ class MomentsPredictor(Predictor):
         Raises:
             PosthocUQError: the loader is none or yields too little, or no output varies.
         """
+        if n_mc < 2 or samples < 2:
+            raise PosthocUQError(
+                f"Calibration needs at least 2 draws and 2 inputs, not n_mc={n_mc}, samples={samples}."
+            )
+        check_loader(loader)
         posterior = self._snapshot()
-        prepared = self._follow(posterior)
-        calibration = calibrate(
-            self._model[0],
-            posterior,
-            lambda *args, **kwargs: self._moments(prepared, Batch(args, None, kwargs))[1],
-            self._options.output_map,
-            loader,
-            n_mc,
-            slope,
-            samples,
-            batch_to_inputs,
-            progress,
-        )
+        prepared, model = self._follow(posterior), self._model[0]
+        sampler = SamplingPredictor(model, posterior, n_samples=1)
+        by_head, by_draws, seen = list[Tensor](), list[Tensor](), 0
+        reader = BatchReader.of(model, batch_to_inputs)
+        with torch.no_grad(), isolated_random_state(), Bar(loader, "calibrate", progress) as bar:
+            for batch in batches(loader, reader):
+                count = next((t.shape[0] for t in batch.tensors() if t.ndim > 0), 0)
+                if seen + count > samples:
+                    batch = batch.narrow(0, samples - seen, count)
+                by_head.append(as_double(self._moments(prepared, batch)[1]).cpu())
+                seed = torch.Generator().manual_seed(0)  # the same draws for all batches
+                outputs = sampler.functional_samples(
+                    *batch.args, n_samples=n_mc, generator=seed, **batch.kwargs
+                )
+                if self._output_map is not None:
+                    outputs = torch.stack([self._output_map(draw) for draw in outputs])
+                by_draws.append(as_double(outputs).var(0).cpu())
+                seen += by_head[-1].shape[0]
+                bar.advance(by_head[-1].shape[0])
+                if seen >= samples:
+                    break
+        if seen < 2:
+            raise PosthocUQError("Calibration needs at least 2 inputs, and the loader yields fewer.")
+        head_sd, drawn_sd = (torch.cat(parts).reshape(seen, -1).sqrt() for parts in (by_head, by_draws))
+        calibration = compared(head_sd, drawn_sd, n_mc, slope)
         with self._posterior.searching():
             posterior.history.calibration = calibration.attributes(posterior, self.settings())
         self._prepared = replace(prepared, calibration=calibration)

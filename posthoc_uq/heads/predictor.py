@@ -4,11 +4,10 @@ from __future__ import annotations
 
 import threading
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping
 from contextlib import AbstractContextManager
-from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple, cast
+from typing import Any, ClassVar, NamedTuple, cast
 
-import numpy as np
 import torch
 from torch import Tensor, nn
 
@@ -23,14 +22,11 @@ from posthoc_uq.core.batches import (
     check_loader,
     explained,
 )
-from posthoc_uq.core.devices import on_host
-from posthoc_uq.core.errors import NonFiniteError, PosteriorMismatchError, PosthocUQError
-from posthoc_uq.core.model import model_device, model_dtype, replicate, statistics_of, unshared_copy, unwrap
+from posthoc_uq.core.errors import NonFiniteError, PosthocUQError
+from posthoc_uq.core.model import model_device, model_dtype, replicate, unshared_copy, unwrap
 from posthoc_uq.core.options import Count, check_option
 from posthoc_uq.core.outputs import Choice, choice_of, chosen_in, with_choice
-from posthoc_uq.core.randomness import isolated_random_state, mixed_seed, sample_keys
-from posthoc_uq.files import fingerprint
-from posthoc_uq.heads.frozen import Features
+from posthoc_uq.core.randomness import isolated_random_state
 from posthoc_uq.heads.novelty import (
     PosteriorRatio,
     RatioSettings,
@@ -39,6 +35,8 @@ from posthoc_uq.heads.novelty import (
     novelty_of_calls,
 )
 from posthoc_uq.heads.referral import Referral
+from posthoc_uq.heads.weight_watch import WeightWatch
+from posthoc_uq.layers.frozen import Features
 from posthoc_uq.layers.layer import Call
 from posthoc_uq.layers.proof import count_samples
 from posthoc_uq.likelihoods.draws import LINK_DRAWS, Spread, symmetric_root
@@ -179,109 +177,6 @@ def _dtype(answers: Mapping[str, Tensor]) -> str:
     return str(next(iter(answers.values())).dtype).removeprefix("torch.")
 
 
-# Draws of a predictor's function, and of what they predict: for Thompson sampling, and for whatever has no
-# formula.
-
-FUNCTION_DRAWS = 100  # by default
-
-
-class DrawnFunctions(ABC):
-    """The part of a predictor that draws functions."""
-
-    if TYPE_CHECKING:
-        head: ClassVar[str]
-
-        @property
-        def posterior(self) -> Posterior: ...
-
-        def _batch(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Batch: ...
-
-        def _snapshot(self) -> Posterior: ...
-
-        def explaining(self, batch: Batch) -> AbstractContextManager[None]: ...
-
-    @abstractmethod
-    def _functions(self, posterior: Posterior, batch: Batch, n: int, generator: torch.Generator) -> Tensor:
-        """See `functional_samples`; `posterior` is a snapshot, whose settings do not change."""
-
-    def functional_samples(
-        self,
-        *args: Any,
-        n_samples: int = FUNCTION_DRAWS,
-        generator: torch.Generator | None = None,
-        **kwargs: Any,
-    ) -> Tensor:
-        """Draws of the outputs ``f(x)``, ``(n_samples, batch, ...)``, in float32 at least, in units of the outputs;
-        logits are not divided by the temperature.
-
-        * ``head="sampling"``: ``f(x; theta_s)`` for draws of the weights.
-        * ``head="linearized"``: ``f(x; theta) + J(x) (theta_s - theta)`` for the same draws, by forward-mode
-          differentiation: all outputs, whatever `outputs` says.
-        * ``head="moments"``: of the Gaussian of each input, by itself.
-
-        Under the first two heads the s-th draw is one function at all inputs of the batch, and at those of another call
-        with a generator of the same seed. All draws are made with the posterior's present settings.
-
-        Args:
-            *args: what the model takes.
-            n_samples: how many.
-            generator: of the draws; without one they differ from call to call. The global random state is left alone.
-            **kwargs: of the model.
-
-        Raises:
-            NonFiniteError: a draw is not finite.
-            PosthocUQError: no draw is asked for, or an operation of the model has no forward derivative.
-        """
-        return self._checked_draws(self._batch(args, kwargs), n_samples, _given(generator))
-
-    def predictive_samples(
-        self,
-        *args: Any,
-        n_samples: int = FUNCTION_DRAWS,
-        generator: torch.Generator | None = None,
-        targets: bool = False,
-        **kwargs: Any,
-    ) -> Tensor:
-        """What each of the `functional_samples` predicts, at the posterior's temperature and noise variance.
-
-        Args:
-            *args: what the model takes.
-            n_samples: how many.
-            generator: as in `functional_samples`.
-            targets: draw targets too: one label or value from ``p(y | f_s(x))`` for every draw and input.
-            **kwargs: of the model.
-
-        Returns:
-            By default the mean of the target under each draw: probabilities ``(n_samples, batch, classes)``, or values
-            ``(n_samples, batch, ...)`` without observation noise. With `targets` labels ``(n_samples, batch)``, or
-            values with noise.
-
-        Raises:
-            NonFiniteError: a draw is not finite.
-            PosthocUQError: as for `functional_samples`; or the likelihood does not say what it predicts.
-        """
-        generator, posterior = _given(generator), self.posterior
-        functions = self._checked_draws(self._batch(args, kwargs), n_samples, generator) / divisor_of(
-            posterior
-        )
-        likelihood = posterior.observation
-        if not targets:
-            predictions: list[Any] = [likelihood.from_draws(f[None]) for f in functions]
-            return torch.stack([p.probs if hasattr(p, "probs") else p.mean for p in predictions])
-        shape, limit = functions.shape[:2], 2**63 - 1
-        keys = torch.randint(-limit, limit, shape, generator=generator, device=generator.device)
-        return torch.stack(
-            [likelihood.draw(f, own.to(f.device), 0) for f, own in zip(functions, keys, strict=True)]
-        )
-
-    def _checked_draws(self, batch: Batch, n_samples: int, generator: torch.Generator) -> Tensor:
-        count, posterior = check_option("n_samples", n_samples, Count), self._snapshot()
-        with self.explaining(batch):
-            functions = at_least_float32(self._functions(posterior, batch, count, generator))
-        check_finite({"samples": functions.transpose(0, 1)}, "functional samples", self.head)
-        return functions
-
-
 def _given(generator: torch.Generator | None) -> torch.Generator:
     """The generator, or a new one that nobody else has."""
     if generator is None:
@@ -313,212 +208,9 @@ def gaussian_draws(outputs: Any, n: int, generator: torch.Generator) -> Tensor:
     return mean + deviations.reshape(n, *mean.shape)
 
 
-# Whether a model still has the weights that a predictor was made for: cheap enough to be asked before every
-# batch.
-
-_SAMPLE = 64  # numbers of a tensor that are compared every time, evenly spaced; a smaller one is compared as a whole
-_ROW = 2**12  # numbers on a device that are hashed together
-_INTEGERS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
-_Hash = tuple[str, int | str]  # the kind of device that it was computed on, and the hash
-_SETTLING = threading.RLock()  # a lock of the watch's own could not be copied or pickled
-
-
-class _Place(NamedTuple):
-    """Where a module holds a tensor."""
-
-    name: str
-    home: dict[str, Tensor | None]
-    key: str
-
-    def tensor(self) -> Tensor | None:
-        """The tensor that is there now."""
-        return self.home.get(self.key)
-
-
-class _Seen(NamedTuple):
-    """What was seen of the tensors the last time that all of their numbers were compared.
-
-    Attributes:
-        marks: for each its address and how often it was written.
-        views: a few numbers of each as integers, views of its memory: one list for each device.
-        numbers: what they were.
-    """
-
-    marks: list[Any]
-    views: list[list[Any]]
-    numbers: list[Any]
-
-
-class WeightWatch:
-    """Notices that parameters of a model, or buffers that its predictions depend on, are no longer those of the moment
-    when the watch was made.
-
-    Every look reads where the tensors are and how often they were written, which torch counts, and a few of their
-    numbers, because writes through ``.data`` are not counted. Only where these differ are all numbers compared, by
-    their hashes: weights that are given back, or moved to other memory, are in order.
-
-    Args:
-        model: the user's; never written.
-    """
-
-    def __init__(self, model: nn.Module) -> None:
-        self._model = unwrap(model)
-        self._find()
-        tensors = [place.tensor() for place in self._places]
-        self._hashes = _hashes(tensors)
-        # predictors share this memory, also once the model has other memory
-        self._held = [None if tensor is None else tensor.detach() for tensor in tensors]
-        self._take()
-
-    def __getstate__(self) -> dict[str, Any]:
-        # copies have other memory: they look for it, and compare all numbers once
-        return {name: self.__dict__[name] for name in ("_model", "_hashes", "_names")}
-
-    def __setstate__(self, state: dict[str, Any]) -> None:
-        self.__dict__.update(state)
-        self._find()
-        self._seen = _Seen([], [], [])
-        self._held = [None] * len(self._places)
-
-    def _find(self) -> None:
-        self._places = [place for place in _places(self._model) if _watchable(place.tensor())]
-        self._names = [place.name for place in self._places]
-
-    def check(self) -> None:
-        """Refuse a model whose weights changed. Costs next to nothing, and on a GPU one wait for it; nothing is done
-        while a program is traced.
-
-        Raises:
-            PosteriorMismatchError: they did; names the first of them.
-        """
-        if torch.compiler.is_compiling() or self._as_seen(self._seen):
-            return
-        with _SETTLING:
-            if not self._as_seen(self._seen):
-                self._compare()
-                self._take()
-
-    def _as_seen(self, seen: _Seen) -> bool:
-        return seen.marks == [_mark(place.tensor()) for place in self._places] and seen.numbers == [
-            _read(views) for views in seen.views
-        ]
-
-    def _take(self) -> None:
-        """Note what there is, all of which is as it should be."""
-        tensors = [place.tensor() for place in self._places]
-        marks = [_mark(tensor) for tensor in tensors]
-        by_device: dict[torch.device, list[Any]] = {}
-        for tensor in tensors:
-            if tensor is not None and tensor.numel():
-                sample = _sample(tensor)
-                if sample is not None:
-                    by_device.setdefault(tensor.device, []).append(sample)
-        views = list(by_device.values())
-        self._seen = _Seen(marks, views, [_read(of_device) for of_device in views])
-
-    def _compare(self) -> None:
-        tensors = [place.tensor() for place in self._places]
-        found = _hashes(tensors)
-        shared = _hashes(self._held)
-        for index, name in enumerate(self._names):
-            tensor, held = tensors[index], self._held[index]
-            expected, own = self._hashes[index], found[index]
-            as_before = held is None or shared[index] == expected
-            same = own == expected or _is_moved(tensor, held)
-            if held is None and own is not None and expected is not None and own[0] != expected[0]:
-                same = True  # unpickled on another device, where nothing is left to compare with
-            if not (as_before and same):
-                raise PosteriorMismatchError(
-                    f"'{name}' of the model changed after uq.wrap, and the posterior belongs to the weights of the "
-                    f"fit: load these back into the model (model.load_state_dict), or fit again, and then wrap again."
-                )
-
-
-def _places(model: nn.Module) -> list[_Place]:
-    """Where the parameters are and the buffers that predictions depend on."""
-    buffers, found = set(map(id, statistics_of(model).values())), list[_Place]()
-    for name, module in model.named_modules():
-        parameters, others = vars(module)["_parameters"], vars(module)["_buffers"]
-        kept = [(parameters, key) for key in parameters]
-        kept += [(others, key) for key, buffer in others.items() if id(buffer) in buffers]
-        found += [_Place(f"{name}.{key}" if name else key, home, key) for home, key in kept]
-    return found
-
-
-def _watchable(tensor: Tensor | None) -> bool:
-    """Whether it is a plain tensor with numbers in memory."""
-    return (
-        tensor is not None
-        and type(tensor) in (Tensor, nn.Parameter)
-        and tensor.layout == torch.strided
-        and tensor.device.type != "meta"
-        and not tensor.is_quantized
-    )
-
-
-def _mark(tensor: Tensor | None) -> Any:
-    if tensor is None:
-        return None
-    return tensor.data_ptr(), -1 if tensor.is_inference() else tensor._version
-
-
-def _sample(tensor: Tensor) -> Any:
-    """A few numbers of a tensor as integers, a view of its memory: an array of a tensor on the CPU, which is read
-    faster. None for a tensor with gaps in its memory.
-    """
-    order = sorted(range(tensor.ndim), key=tensor.stride, reverse=True)
-    dense = tensor.detach().permute(order)  # as it lies in memory
-    integers = _INTEGERS.get(tensor.element_size())
-    if integers is None or not dense.is_contiguous():
-        return None
-    every = max(1, tensor.numel() // _SAMPLE)
-    sample = dense.view(-1).view(integers)[::every]
-    return np.from_dlpack(sample) if sample.device.type == "cpu" else sample
-
-
-def _read(samples: list[Any]) -> Any:
-    """The numbers of samples on one device, in one read."""
-    if isinstance(samples[0], Tensor):
-        return torch.cat(samples).tolist()
-    return np.concatenate(samples).tobytes()
-
-
-def _hashes(tensors: Sequence[Tensor | None]) -> list[_Hash | None]:
-    """A hash of the numbers of each tensor, computed where they are: of those on a device one read gets all."""
-    with torch.inference_mode(False), torch.no_grad():
-        elsewhere = [tensor for tensor in tensors if tensor is not None and tensor.device.type != "cpu"]
-        found = iter([int(value) for value in on_host(*map(_device_hash, elsewhere))])
-        return [
-            None
-            if tensor is None
-            else ("cpu", fingerprint({"": tensor}))
-            if tensor.device.type == "cpu"
-            else (tensor.device.type, mixed_seed(next(found), *tensor.shape, tensor.element_size()))
-            for tensor in tensors
-        ]
-
-
-def _device_hash(tensor: Tensor) -> Tensor:
-    flat = tensor.detach().reshape(-1)
-    whole = flat.numel() // _ROW * _ROW
-    rest = sample_keys([flat[whole:].reshape(1, -1)], 1, 0)
-    if not whole:
-        return rest
-    rows = sample_keys([flat[:whole].reshape(-1, _ROW)], whole // _ROW, 0)
-    return sample_keys([torch.cat([rows, rest]).reshape(1, -1)], 1, 0)
-
-
-def _is_moved(tensor: Tensor | None, held: Tensor | None) -> bool:
-    """Whether a model was given another precision or device, with the same numbers to rounding."""
-    if tensor is None or held is None or tensor.shape != held.shape:
-        return False
-    moved = tensor.dtype != held.dtype or tensor.device != held.device
-    return moved and torch.equal(held.to(tensor), tensor.detach())
-
-
 # What all heads share: a model and a posterior as one module that predicts batches and whole loaders.
 
-_PREPARING = threading.RLock()  # a lock of the predictor's own could not be copied or pickled
+FUNCTION_DRAWS = 100  # by default
 
 
 class GaussianOutputs(NamedTuple):
@@ -544,13 +236,23 @@ def _view(model: nn.Module, posterior: Posterior) -> nn.Module:
     return model if choice is None else with_choice(unwrap(model), choice)
 
 
-def _heads(kind: type[Predictor]) -> Iterator[type[Predictor]]:
-    """The heads below a class."""
-    for below in kind.__subclasses__():
-        yield from [below] if hasattr(below, "head") else _heads(below)
+class Lock:
+    """A lock for what a predictor prepares once; a copy of the predictor gets one of its own."""
+
+    def __init__(self) -> None:
+        self._lock = threading.RLock()
+
+    def __enter__(self) -> None:
+        self._lock.acquire()
+
+    def __exit__(self, *error: object) -> None:
+        self._lock.release()
+
+    def __reduce__(self) -> tuple[type[Lock], tuple[()]]:
+        return Lock, ()
 
 
-class Predictor(DrawnFunctions, nn.Module, ABC):
+class Predictor(nn.Module, ABC):
     """A model with the uncertainty of its posterior; each head is one subclass, whose `forward` takes what the model
     takes and returns a `ClassPrediction`, a `RegressionPrediction`, or what else the likelihood predicts.
 
@@ -577,7 +279,7 @@ class Predictor(DrawnFunctions, nn.Module, ABC):
         self._tells_novelty = False
         self._plain: tuple[tuple[torch.device, torch.dtype], tuple[nn.Module]] | None = None
         self._ratio: tuple[Any, PosteriorRatio] | None = None
-        self._watch = WeightWatch(model)
+        self._watch, self._lock = WeightWatch(model), Lock()
 
     def __repr__(self) -> str:
         posterior, settings = self._posterior, self.hyperparameters()
@@ -658,7 +360,9 @@ class Predictor(DrawnFunctions, nn.Module, ABC):
         Raises:
             PosteriorMismatchError: they did.
         """
-        self._watch.check()
+        if not torch.compiler.is_compiling() and not self._watch.unchanged():
+            with self._lock:
+                self._watch.check()
 
     def _batch(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Batch:
         """The arguments of a call; arrays become tensors, as in a loader."""
@@ -703,6 +407,10 @@ class Predictor(DrawnFunctions, nn.Module, ABC):
     def _prediction_of(self, posterior: Posterior, distribution: Any) -> Prediction:
         """See `prediction_of`."""
 
+    @abstractmethod
+    def _functions(self, posterior: Posterior, batch: Batch, n: int, generator: torch.Generator) -> Tensor:
+        """See `functional_samples`; `posterior` is a snapshot, whose settings do not change."""
+
     def refresh(self, seed: int) -> None:
         """Take the posterior's present settings, where a head does not follow them by itself.
 
@@ -727,26 +435,98 @@ class Predictor(DrawnFunctions, nn.Module, ABC):
         settings, so many of them can be tried without running the part before it again.
 
         Returns:
-            None where it would save next to nothing, or where the model's passes cannot be taken apart.
+            None where it would save next to nothing, or where the layers with a posterior are not the last ones.
         """
         return None
 
     def distribution_from(self, features: Features) -> GaussianOutputs | Tensor:
-        """The `distribution` that the batch itself would give.
-
-        Raises:
-            ReplayError: the model took another route than when the features were made; use the batch.
-        """
+        """The `distribution` that the batch itself would give."""
         raise PosthocUQError(f"The head {self.head!r} makes no features.")
 
     def from_features(self, features: Features) -> Prediction:
         """The prediction that the batch itself would give.
 
         Raises:
-            ReplayError: the model took another route than when the features were made; predict from the batch.
             NonFiniteError: an input's prediction is not finite.
         """
         return checked(self.prediction_of(self.distribution_from(features)), self.head)
+
+    def functional_samples(
+        self,
+        *args: Any,
+        n_samples: int = FUNCTION_DRAWS,
+        generator: torch.Generator | None = None,
+        **kwargs: Any,
+    ) -> Tensor:
+        """Draws of the outputs ``f(x)``, ``(n_samples, batch, ...)``, in float32 at least, in units of the outputs;
+        logits are not divided by the temperature.
+
+        * ``head="sampling"``: ``f(x; theta_s)`` for draws of the weights.
+        * ``head="linearized"``: ``f(x; theta) + J(x) (theta_s - theta)`` for the same draws, by forward-mode
+          differentiation: all outputs, whatever `outputs` says.
+        * ``head="moments"``: of the Gaussian of each input, by itself.
+
+        Under the first two heads the s-th draw is one function at all inputs of the batch, and at those of another call
+        with a generator of the same seed. All draws are made with the posterior's present settings.
+
+        Args:
+            *args: what the model takes.
+            n_samples: how many.
+            generator: of the draws; without one they differ from call to call. The global random state is left alone.
+            **kwargs: of the model.
+
+        Raises:
+            NonFiniteError: a draw is not finite.
+            PosthocUQError: no draw is asked for, or an operation of the model has no forward derivative.
+        """
+        return self._checked_draws(self._batch(args, kwargs), n_samples, _given(generator))
+
+    def predictive_samples(
+        self,
+        *args: Any,
+        n_samples: int = FUNCTION_DRAWS,
+        generator: torch.Generator | None = None,
+        targets: bool = False,
+        **kwargs: Any,
+    ) -> Tensor:
+        """What each of the `functional_samples` predicts, at the posterior's temperature and noise variance.
+
+        Args:
+            *args: what the model takes.
+            n_samples: how many.
+            generator: as in `functional_samples`.
+            targets: draw targets too: one label or value from ``p(y | f_s(x))`` for every draw and input.
+            **kwargs: of the model.
+
+        Returns:
+            By default the mean of the target under each draw: probabilities ``(n_samples, batch, classes)``, or values
+            ``(n_samples, batch, ...)`` without observation noise. With `targets` labels ``(n_samples, batch)``, or
+            values with noise.
+
+        Raises:
+            NonFiniteError: a draw is not finite.
+            PosthocUQError: as for `functional_samples`; or the likelihood does not say what it predicts.
+        """
+        generator, posterior = _given(generator), self.posterior
+        functions = self._checked_draws(self._batch(args, kwargs), n_samples, generator) / divisor_of(
+            posterior
+        )
+        likelihood = posterior.observation
+        if not targets:
+            predictions: list[Any] = [likelihood.from_draws(f[None]) for f in functions]
+            return torch.stack([p.probs if hasattr(p, "probs") else p.mean for p in predictions])
+        shape, limit = functions.shape[:2], 2**63 - 1
+        keys = torch.randint(-limit, limit, shape, generator=generator, device=generator.device)
+        return torch.stack(
+            [likelihood.draw(f, own.to(f.device), 0) for f, own in zip(functions, keys, strict=True)]
+        )
+
+    def _checked_draws(self, batch: Batch, n_samples: int, generator: torch.Generator) -> Tensor:
+        count, posterior = check_option("n_samples", n_samples, Count), self._snapshot()
+        with self.explaining(batch):
+            functions = at_least_float32(self._functions(posterior, batch, count, generator))
+        check_finite({"samples": functions.transpose(0, 1)}, "functional samples", self.head)
+        return functions
 
     def novelty(
         self,
@@ -809,7 +589,7 @@ class Predictor(DrawnFunctions, nn.Module, ABC):
         """The ratio for these settings; the last one made is kept."""
         network = self._network()
         key = (settings, posterior.noise_scale, model_device(network))
-        with _PREPARING:
+        with self._lock:
             if self._ratio is None or self._ratio[0] != key:
                 ratio = PosteriorRatio(network, posterior, settings, batch, model_device(network))
                 self._ratio = key, ratio
@@ -837,7 +617,7 @@ class Predictor(DrawnFunctions, nn.Module, ABC):
         """The model at the posterior's mean, on the predictor's device."""
         place, cached = (self.device, self._network_dtype()), self._plain
         if cached is None or cached[0] != place:
-            with _PREPARING, isolated_random_state():
+            with self._lock, isolated_random_state():
                 network = replicate(self._model[0], self._posterior.trained_mean)
                 if (model_device(network), model_dtype(network)) != place:
                     network = network.to(*place)

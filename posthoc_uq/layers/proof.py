@@ -314,8 +314,7 @@ class Reference:
         return reasons
 
 
-# The dry run: find the weighted layers on a few samples, and prove that their full gradients are
-# layer_gradients.
+# The dry run: find the weighted layers on a few samples, and check their caught gradients against autograd.
 #
 # For every layer the caught pairs must rebuild autograd's gradient, of the batch and of one sample alone, up
 # to rounding: ``sum_t g_st a_st^T``. A layer that fails is named, never silently missed.

@@ -78,7 +78,7 @@ class MomentOptions(TrainingOptions):
         relu: ``"unscented"``, or ``"exact"`` for the closed form of ReLU and LeakyReLU.
         max_pool: ``"clark"`` or ``"argmax"``; see `MomentsPredictor`.
         pool_rho: correlation assumed between the cells of an average, in [0, 1].
-        unknown: what to do with a function that has no rule: ``"error"``, ``"mc"`` or ``"delta"``; see
+        unknown: what to do with a function that has no rule: ``"error"`` or ``"unscented"``; see
             `MomentsPredictor`.
     """
 

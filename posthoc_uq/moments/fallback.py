@@ -1,8 +1,9 @@
-"""Fallbacks for functions without a rule: draws of their inputs, or a linearisation by random probes."""
+"""Functions without a rule of their own: the unscented rule along random directions of their inputs."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable
+from math import sqrt
 from typing import Any, cast
 
 import torch
@@ -10,73 +11,52 @@ from torch import Tensor
 from torch.utils import _pytree as pytree
 
 from posthoc_uq.core.errors import PosthocUQError
-from posthoc_uq.core.model import jvp
-from posthoc_uq.moments.tensor import (
-    FALLBACKS,
-    MomentTensor,
-    function_name,
-    mean_of,
-    rewrapped,
-    variance_dtype,
-)
+from posthoc_uq.moments.tensor import FALLBACKS, MomentTensor, function_name, variance_dtype
 
-DRAWS = 32
+DIRECTIONS = 32
 
 
-def draws(func: Any, args: Any, kwargs: Any) -> Any:
-    """Mean and variance of the function's outputs over `DRAWS` Gaussian draws of its inputs, by a fixed seed, in
-    antithetic pairs.
+def along_directions(func: Any, args: Any, kwargs: Any) -> Any:
+    """Mean and variance of the function's outputs by the three points of the unscented rule along each of `DIRECTIONS`
+    random directions, the same in every call, in which every input moves up or down in units of its deviation.
+
+    Of an element-wise function that is the unscented rule itself. Of several inputs, a variance has a relative error of
+    about ``sqrt(2 / DIRECTIONS)``.
     """
     _refuse_in_place(func)
     inputs, build = _inputs(args, kwargs)
-    generator = torch.Generator().manual_seed(0)
-    outputs: list[Any] = []
-    for _ in range(DRAWS // 2):
-        normals = [torch.randn(_sample_shape(x), generator=generator, device="cpu") for x in inputs]
-        for sign in (1.0, -1.0):
-            values = [
-                x.moment_mean
-                + (sign * normal.to(x.moment_variance) * x.moment_variance.sqrt()).to(x.moment_mean)
-                for x, normal in zip(inputs, normals, strict=True)
-            ]
-            outputs.append(_call(func, build(values)))
-    return _summary(func, outputs, lambda stack: (stack.mean(0), stack.var(0, correction=0)))
 
-
-def delta(func: Any, args: Any, kwargs: Any) -> Any:
-    """``f(mean)`` and ``1 / R sum_r (J (sqrt(v) e_r))^2`` for random signs ``e_r``, by forward-mode differentiation."""
-    _refuse_in_place(func)
-    inputs, build = _inputs(args, kwargs)
-    generator = torch.Generator().manual_seed(0)
-    means = tuple(x.moment_mean for x in inputs)
-    primal: Any = None
-    tangents: list[Any] = []
-    for _ in range(DRAWS):
-        signs = [
-            torch.randint(0, 2, _sample_shape(x), generator=generator, device="cpu") * 2.0 - 1.0
-            for x in inputs
-        ]
-        steps = tuple(
-            (sign.to(x.moment_variance) * x.moment_variance.sqrt()).to(x.moment_mean)
-            for x, sign in zip(inputs, signs, strict=True)
+    def at(steps: list[Tensor] | None, sign: float) -> tuple[list[Tensor], Any]:
+        means = [x.moment_mean for x in inputs]
+        moved = (
+            means if steps is None else [mean + sign * step for mean, step in zip(means, steps, strict=True)]
         )
+        moved_args, moved_kwargs = build(moved)
+        leaves, spec = pytree.tree_flatten(func(*moved_args, **moved_kwargs))
+        return [_checked(func, leaf) for leaf in leaves], spec
 
-        def run(*values: Tensor) -> Any:
-            return _call(func, build(list(values)))
-
-        _summary(
-            func, [_call(func, build(list(means)))], lambda stack: (stack[0], stack[0])
-        )  # refuses numbers
-        primal, tangent = jvp(run, means, steps)
-        tangents.append(tangent)
-    centre = _summary(func, [primal], lambda stack: (stack[0], stack[0]))
-    spread = _summary(func, tangents, lambda stack: (stack[0], stack.square().mean(0)))
-    return _joined(centre, spread)
-
-
-def _sample_shape(x: MomentTensor) -> tuple[int, ...]:
-    """The shape of one sample. All samples get the same draws, so none depends on its place in the batch."""
-    return tuple(x.moment_mean.shape[1:])
+    centres, spec = at(None, 0.0)
+    bends, squares = [0.0 * centre for centre in centres], [0.0 * centre for centre in centres]
+    generator = torch.Generator().manual_seed(0)
+    for _ in range(DIRECTIONS):
+        steps: list[Tensor] = []
+        for x in inputs:
+            # all samples get the same signs, so that none depends on its place in the batch
+            signs = (
+                torch.randint(0, 2, x.moment_mean.shape[1:], generator=generator, device="cpu") * 2.0 - 1.0
+            )
+            deviation = x.moment_variance.sqrt()
+            steps.append((sqrt(3.0) * signs.to(deviation) * deviation).to(x.moment_mean))
+        (ups, _), (downs, _) = at(steps, 1.0), at(steps, -1.0)
+        for place, (centre, up, down) in enumerate(zip(centres, ups, downs, strict=True)):
+            bend = up + down - 2.0 * centre
+            bends[place] = bends[place] + bend / DIRECTIONS
+            squares[place] = squares[place] + ((up - down).square() / 12 + bend.square() / 18) / DIRECTIONS
+    parts = [
+        MomentTensor(centre + bend / 6, square.to(variance_dtype(centre.dtype)))
+        for centre, bend, square in zip(centres, bends, squares, strict=True)
+    ]
+    return pytree.tree_unflatten(parts, spec)
 
 
 def _refuse_in_place(func: Any) -> None:
@@ -102,35 +82,15 @@ def _inputs(args: Any, kwargs: Any) -> tuple[list[MomentTensor], Callable[[list[
     return [leaves[position] for position in positions], build
 
 
-def _call(func: Any, arguments: tuple[Sequence[Any], Mapping[str, Any]]) -> Any:
-    return func(*arguments[0], **arguments[1])
+def _checked(func: Any, output: Any) -> Tensor:
+    """An output, if it can have a variance."""
+    if not isinstance(output, Tensor) or not output.is_floating_point():
+        kind = str(output.dtype) if isinstance(output, Tensor) else f"a {type(output).__name__}"
+        raise PosthocUQError(
+            f"{function_name(func)} makes {kind} of an uncertain activation, which has no variance; keep it out of the "
+            f"model's forward pass, or predict with head='sampling'."
+        )
+    return output
 
 
-def _summary(func: Any, outputs: list[Any], summarise: Callable[[Tensor], tuple[Tensor, Tensor]]) -> Any:
-    first = outputs[0]
-    if isinstance(first, Tensor):
-        if not first.is_floating_point():
-            raise PosthocUQError(
-                f"{function_name(func)} gives {first.dtype} from uncertain inputs, which has no variance; keep it out "
-                f"of the model's forward pass, or predict with head='sampling'."
-            )
-        mean, variance = summarise(torch.stack(outputs))
-        return MomentTensor(mean, variance.to(variance_dtype(mean.dtype)))
-    if isinstance(first, (tuple, list)):
-        return tuple(_summary(func, list(parts), summarise) for parts in zip(*outputs, strict=True))
-    raise PosthocUQError(
-        f"{function_name(func)} makes a {type(first).__name__} of an uncertain activation, which has no variance; keep "
-        f"it out of the model's forward pass, or predict with head='sampling'."
-    )
-
-
-def _joined(centre: Any, spread: Any) -> Any:
-    if isinstance(centre, MomentTensor):
-        return rewrapped(mean_of(centre), spread.moment_variance)
-    if isinstance(centre, tuple):
-        return tuple(_joined(a, b) for a, b in zip(cast(Sequence[Any], centre), spread, strict=True))
-    return centre
-
-
-FALLBACKS["mc"] = draws
-FALLBACKS["delta"] = delta
+FALLBACKS["unscented"] = along_directions

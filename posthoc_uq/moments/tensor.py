@@ -24,7 +24,7 @@ from posthoc_uq.moments.unscented import Moments
 Relu = Literal["unscented", "exact"]
 MaxPool = Literal["clark", "argmax"]
 Covariances = Literal["diag", "full"]
-Unknown = Literal["error", "mc", "delta"]
+Unknown = Literal["error", "unscented"]
 
 
 class WeightPosterior(Protocol):
@@ -66,8 +66,8 @@ class Rules:
         max_pool: ``"clark"``, or ``"argmax"``: the variance of the largest mean.
         pool_rho: correlation assumed between the cells that an average runs over, in [0, 1].
         cov: ``"diag"``, or ``"full"``: covariances through linear and element-wise layers.
-        unknown: what happens to a function without a rule: ``"error"``; ``"mc"``, draws of its inputs; ``"delta"``,
-            a linearisation by random probes.
+        unknown: what happens to a function without a rule: ``"error"``, or ``"unscented"``, the unscented rule along
+            random directions of its inputs.
     """
 
     relu: Relu = "unscented"
@@ -300,7 +300,7 @@ class Pass(TorchFunctionMode):
             return fallback(func, args, kwargs)
         raise self.refusal(
             f"no rule carries mean and variance through {function_name(func)}",
-            "pass unknown='mc' (draws of its inputs) or unknown='delta' (a linearisation)",
+            "pass unknown='unscented' (its values at points around the mean)",
         )
 
     def refusal(self, problem: str, remedy: str) -> PosthocUQError:

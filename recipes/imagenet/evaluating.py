@@ -109,7 +109,6 @@ def _predict(
             "sampling",
             n_samples=options.samples,
             seed=options.seed,
-            keep=options.keep,
         )
     reading = (options.batch_size, options.workers)
     found = uq.evaluate(

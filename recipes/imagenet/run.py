@@ -98,7 +98,6 @@ def parser() -> argparse.ArgumentParser:
     group = found.add_argument_group("evaluation")
     add = group.add_argument
     add("--samples", type=int, default=30, help="drawn models")
-    add("--keep", choices=["weights", "seeds"], default="weights", help="seeds: memory of one drawn model")
     add("--bins", type=int, default=15, help="of the ECE")
     add("--no-progress", dest="progress", action="store_false", help="no bars")
     return found

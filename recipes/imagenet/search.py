@@ -125,7 +125,6 @@ def tried(
             "sampling",
             n_samples=options.search_samples,
             seed=options.seed,
-            keep=options.keep,
         )
         prediction = predictor.predict(loader, progress=False)
         assert isinstance(prediction, uq.ClassPrediction)
