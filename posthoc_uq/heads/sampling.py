@@ -193,8 +193,7 @@ class Ensemble(nn.Module):
     def _alone(self, work: _Work, index: int) -> Tensor:
         """Outputs of one draw."""
         if not work.whole:
-            with work.twins.lent() as twin:
-                return called(twin, self._weights(index), work.batch)
+            return work.twins.call(self._weights(index), work.batch)
         try:
             return fresh(work.batch).call(self._member(index))
         except BaseException:

@@ -228,9 +228,21 @@ class Twins:
     def __init__(self, model: nn.Module) -> None:
         self.model = model
         self._free: deque[nn.Module] = deque()
+        by_identity: dict[int, list[str]] = {}
+        for name, parameter in model.named_parameters(remove_duplicate=False):
+            by_identity.setdefault(id(parameter), []).append(name)
+        self._names = {name: names for names in by_identity.values() for name in names}
 
     def __getstate__(self) -> dict[str, Any]:
-        return {"model": self.model, "_free": deque()}
+        return {**self.__dict__, "_free": deque()}
+
+    def call(self, weights: Mapping[str, Tensor], batch: Batch) -> Tensor:
+        """The outputs with other weights, as `called`; the names of tied weights are looked up once, which takes longer
+        than the call of a last layer.
+        """
+        everywhere = {name: weight for key, weight in weights.items() for name in self._names[key]}
+        with self.lent() as twin:
+            return called(twin, everywhere, batch, tied=False)
 
     @contextmanager
     def lent(self) -> Generator[nn.Module]:
@@ -244,11 +256,18 @@ class Twins:
         self._free.append(twin)  # not after an error, which may leave it half written
 
 
-def called(model: nn.Module, weights: Mapping[str, Tensor], batch: Batch) -> Tensor:
-    """The outputs of a model with other weights; nothing else may run it meanwhile."""
-    fresh_batch = fresh(batch)
+def called(model: nn.Module, weights: Mapping[str, Tensor], batch: Batch, *, tied: bool = True) -> Tensor:
+    """The outputs of a model with other weights; nothing else may run it meanwhile.
+
+    Args:
+        model: any.
+        weights: by name.
+        batch: its arguments.
+        tied: whether a weight that is held under several names is given by one of them.
+    """
+    call = fresh(batch)
     return output_tensor(
-        torch.func.functional_call(model, dict(weights), fresh_batch.args, fresh_batch.kwargs)
+        torch.func.functional_call(model, dict(weights), call.args, call.kwargs, tie_weights=tied)
     )
 
 
