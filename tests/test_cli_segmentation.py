@@ -109,8 +109,9 @@ def test_the_fit_is_that_of_the_library(place: Path, tmp_path: Path) -> None:
 def test_every_command_and_the_maps(place: Path, tmp_path: Path) -> None:
     path = fitted(place, tmp_path)
     run("tune", path, *own(place), "--data", place / "val", "--head", "linearized", "--referral-rate", 0.25)
-    assert run_json("update", path, place / "val", *own(place))["samples"] == 10
-    assert run_json("update", "--remove", path, place / "val", *own(place))["samples"] == 6
+    more = tmp_path / "more.h5"  # without novelty by class
+    assert run_json("update", path, place / "val", *own(place), "-o", more)["samples"] == 10
+    assert run_json("update", "--remove", more, place / "val", *own(place))["samples"] == 6
     run("tune", path, *own(place), "--data", place / "val", "--no-search", "--referral-rate", 0.25)
     said = run_json("evaluate", path, place / "val", *own(place), "--report", tmp_path / "r.html")
     names, x, y = scenes(place / "val")
