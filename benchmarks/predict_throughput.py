@@ -31,7 +31,7 @@ from PIL import Image
 from torch import Tensor, nn
 
 import posthoc_uq as uq
-from posthoc_uq.cli.entry import commands
+from posthoc_uq.cli import main as command_line
 
 LIMIT = 0.8
 """Least share that a prediction should reach."""
@@ -96,9 +96,7 @@ def predict(folder: Path, options: Sequence[str]) -> tuple[float, float, float]:
     ]
     start = processor_time()
     with redirect_stdout(said):
-        whole, _ = seconds(
-            lambda: commands.main([*arguments, "-o", str(folder / "out.csv")], standalone_mode=False)
-        )
+        whole, _ = seconds(lambda: command_line([*arguments, "-o", str(folder / "out.csv")]))
     return whole, json.loads(said.getvalue())["seconds"], processor_time() - start
 
 

@@ -27,7 +27,7 @@ from networks import Stops
 from torch import nn
 
 import posthoc_uq as uq
-from posthoc_uq.cli.console import sentence
+from posthoc_uq.cli.main import sentence
 from posthoc_uq.core.errors import CorruptPosteriorError, PosthocUQError, printable
 from posthoc_uq.files import atomic, numbers
 from posthoc_uq.methods.resume import Checkpoint

@@ -110,7 +110,7 @@ def _child(arguments: Sequence[str], folder: str, log: str, environment: dict[st
     sys.stdout, sys.stderr = os.fdopen(1, "w", closefd=False), os.fdopen(2, "w", closefd=False)
     code: object = 1
     try:
-        command_line(list(arguments))
+        code = command_line(list(arguments))
     except SystemExit as end:
         code = end.code
     except BaseException as error:
@@ -258,8 +258,8 @@ COMMANDS: dict[str, tuple[tuple[str, ...], str, tuple[str, ...]]] = {
         ("p.h5", "held.csv", "data.csv", "w.pt", "nets.py"),
     ),
     "update -o": (("update", "p.h5", "held.csv", *LINE), "-o", ("p.h5", "held.csv", "w.pt", "nets.py")),
-    "forget -o": (
-        ("forget", "p.h5", "data.csv", "--limit", "5", *LINE),
+    "update --remove -o": (
+        ("update", "--remove", "p.h5", "data.csv", "--limit", "5", *LINE),
         "-o",
         ("p.h5", "data.csv", "w.pt", "nets.py"),
     ),
