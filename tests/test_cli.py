@@ -319,6 +319,8 @@ class TestConfiguration:
         assert parsed("fit", "--batch-size", 6, f"--config={path}", "--rank", 3)["method"].options == {
             "rank": 3
         }
+        path.write_text(PAGE.read_text(encoding="utf-8").partition("```yaml\n")[2].partition("```")[0])
+        assert parsed("fit", "--config", path)["method"].options["rank"] == 50  # the page's example
         path.write_text("method: kfac\nlikelihood: binary\n")
         call = parsed("fit", "x", "-o", "y", "--config", path, "--keep-grams")
         assert call["method"] == Choice("method", "kfac", {"keep_grams": True})
@@ -1564,8 +1566,8 @@ def test_another_file_is_written_over_with_force_alone(desk: Path, tmp_path: Pat
         else:
             assert (
                 said
-                == f"Error: {'--output' if option == '-o' else option.replace('-file', '_file')}: '{other}' is there already; "
-                + ("give another name, or --force to write over it.\n")
+                == f"Error: {'--output' if option == '-o' else option.replace('-file', '_file')}: '{other}' is there "
+                + "already; give another name, or --force to write over it.\n"
             )
         assert other.read_text() == "of somebody else"
     run("predict", desk / "p.h5", desk / "new.csv", *_line(desk), "-o", other, "--force")

@@ -162,7 +162,7 @@ def test_code_that_other_tests_run(page: str) -> None:
 def test_blocks_say_what_they_are(page: str) -> None:
     """Code is Python, which is run, or a command, which is checked; no other block has any."""
     for language, content in fences(page):
-        assert language in ("python", "bash", "text", "json"), content
+        assert language in ("python", "bash", "text", "json", "yaml"), content
         if language == "text":
             assert not re.search(r"^\s*(import|from|>>>|posthoc-uq|python|make) |\buq\.", content, re.M), (
                 content
@@ -207,6 +207,8 @@ def test_commands_exist(page: str) -> None:
 
 def check_options(arguments: list[str], complete: bool) -> None:
     """The command of ``posthoc-uq`` has these options with such values, and a complete one has all that it needs."""
+    if "--help" in arguments:
+        return
     try:
         Command(getattr(commands, arguments[0]), arguments[1:]).parse(arguments[1:])
     except WrongUsage as error:
