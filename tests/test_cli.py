@@ -321,10 +321,17 @@ class TestConfiguration:
         }
         path.write_text(PAGE.read_text(encoding="utf-8").partition("```yaml\n")[2].partition("```")[0])
         assert parsed("fit", "--config", path)["method"].options["rank"] == 50  # the page's example
-        path.write_text("method: kfac\nlikelihood: binary\n")
+        path.write_text(
+            "method: kfac\nlikelihood: binary\ntarget: price\nmean: 0.5\nstd: [0.5, 0.2]\nlayers: a,b\n"
+        )
         call = parsed("fit", "x", "-o", "y", "--config", path, "--keep-grams")
         assert call["method"] == Choice("method", "kfac", {"keep_grams": True})
-        assert call["likelihood"].name == "binary"
+        assert call["likelihood"].name == "binary" and call["layers"] == ["a", "b"]
+        assert (call["reading"].target, call["source"].mean, call["source"].std) == (
+            ["price"],
+            [0.5],
+            [0.5, 0.2],
+        )
 
     @pytest.mark.parametrize("command", ["fit", "tune", "predict", "evaluate", "serve"])
     def test_what_is_printed_is_read_again(self, command: str, tmp_path: Path) -> None:
@@ -1523,11 +1530,7 @@ def _calls(desk: Path) -> list[tuple[list[Any], str, list[str]]]:
             "-o",
             ["of_data.csv", "of_held.csv"],
         ),
-        (
-            ["serve", posterior, *line],
-            "--log",
-            ["p.h5", "lines.py"],
-        ),
+        (["serve", posterior, *line], "--log", ["p.h5", "lines.py"]),
     ]
 
 

@@ -154,6 +154,12 @@ def _is_list(kind: Any) -> bool:
     return any(get_origin(part) is list for part in _parts(kind))
 
 
+def _or_one(kind: Any) -> Any:
+    """A type that also takes a single value where it takes a list."""
+    lists = [part for part in _parts(kind) if get_origin(part) is list]
+    return cast(Any, Union)[(*_parts(kind), *(get_args(part)[0] for part in lists))] if lists else kind
+
+
 def _is_flag(kind: Any) -> bool:
     return {*_parts(kind)} <= {bool, type(None)}
 
@@ -232,7 +238,7 @@ class Command:
         group.add_argument(
             f"--{key}",
             *_SHORT.get(key, ()),
-            type=option.kind,
+            type=_or_one(option.kind),
             help=option.text,
             **({"required": True} if needed else {"default": option.default}),
         )
@@ -248,7 +254,7 @@ class Command:
         listed = "; ".join(f"{known}: {summary(kind)}" for known, kind in kinds.items())
         self.kinds[f"{word}.name"] = self.kinds[word] = str
         text = f"(or --{word}) {option.text} {listed}."
-        group.add_argument(f"--{word}.name", type=str, default=name, help=text)
+        group.add_argument(f"--{word}.name", type=str, default=_DEFAULTS[word], help=text)
         for kind in kinds.values() if name is None else [kinds[name]]:
             for own in options_of(kind):
                 if f"{word}.{own.name}" in self.kinds or own.name in _SHARED.get(word, ()):
@@ -274,6 +280,13 @@ class Command:
             given: dict[str, Any] = self.parser.parse_args(spelled, defaults=False).as_dict()
         except ArgumentError as error:
             raise WrongUsage(self._in_a_line(str(error.message))) from None
+        for key, kind in self.kinds.items():
+            *word, name = key.split(".")
+            found = given.get(word[0]) if word else given
+            if _is_list(kind) and isinstance(found, dict):
+                value: Any = cast("dict[str, Any]", found).get(name)
+                if isinstance(value, (str, float)):  # a single value, from a configuration file
+                    found[name] = _several(value) if isinstance(value, str) else [value]
         call: dict[str, Any] = {}
         for option in self.options:
             if option.kind is Choice:

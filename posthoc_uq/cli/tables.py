@@ -245,12 +245,7 @@ class _Reader:
 
 
 def _labels(
-    reader: _Reader,
-    frame: Any,
-    label: str,
-    outputs: int,
-    class_map: str | None,
-    meaning: Meaning,
+    reader: _Reader, frame: Any, label: str, outputs: int, class_map: str | None, meaning: Meaning
 ) -> tuple[Tensor, list[str] | None]:
     """The class index of every label, and the names of the classes where labels are no indices."""
     known = cast("list[str] | None", meaning.kept.get(CLASSES))
