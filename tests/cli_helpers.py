@@ -148,12 +148,21 @@ class Result(NamedTuple):
     stderr: str
 
 
+def words_of(arguments: Sequence[Any]) -> list[str]:
+    """Arguments as a shell gives them; several options may stand in one text."""
+    return [
+        word
+        for a in arguments
+        for word in (a.split() if isinstance(a, str) and a.startswith("--") else [str(a)])
+    ]
+
+
 def run(*arguments: Any, code: int = 0) -> Result:
     """A command in this process; its exit code must be the expected one, and an error, or wrong usage, one line below
     warnings and what was taken from the posterior's file.
     """
     with redirect_stdout(StringIO()) as stdout, redirect_stderr(StringIO()) as stderr:
-        ended = main([str(argument) for argument in arguments])
+        ended = main(words_of(arguments))
     result = Result(ended, stdout.getvalue(), stderr.getvalue())
     assert result.code == code, result
     if code in (1, 2):

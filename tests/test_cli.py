@@ -4,13 +4,11 @@ work done by hand; and files that are whole or absent, and never written over by
 
 from __future__ import annotations
 
-import copy
 import csv
 import inspect
 import json
 import math
 import os
-import pickle
 import signal
 import subprocess
 import sys
@@ -27,7 +25,19 @@ import numpy as np
 import pytest
 import torch
 import yaml
-from cli_helpers import CLASSES, NETS, failure, make_images, make_place, misuse, net, run, run_json, tensors
+from cli_helpers import (
+    CLASSES,
+    NETS,
+    failure,
+    make_images,
+    make_place,
+    misuse,
+    net,
+    run,
+    run_json,
+    tensors,
+    words_of,
+)
 from PIL import Image
 from torch import Tensor, nn
 
@@ -64,11 +74,11 @@ def copied(place: Path, tmp_path: Path) -> Path:
 
 
 def model_options(place: Path, weights: str = "w.pt") -> list[Any]:
-    return ["--model", f"{place / 'nets.py'}:net", "--weights", place / weights, "--workers", 0]
+    return ["--model", f"{place / 'nets.py'}:net", "--weights", place / weights, "--workers 0"]
 
 
 def fit(place: Path, name: str, *options: Any, data: str = "train") -> dict[str, Any]:
-    common = ["--rank", RANK, "--prior-precision", 5.0, "-o", place / name]
+    common = ["--rank", RANK, "--prior-precision 5.0 -o", place / name]
     return run_json("fit", place / data, *model_options(place), *common, *options)
 
 
@@ -117,7 +127,7 @@ def said(*arguments: Any) -> str:
 
 def parsed(name: str, *words: Any) -> dict[str, Any]:
     """What a command's function would be called with."""
-    texts = [str(word) for word in words]
+    texts = words_of(words)
     return Command(getattr(commands, name), texts).parse(texts)
 
 
@@ -159,14 +169,14 @@ def stretched() -> Iterator[None]:
 def test_a_method_that_is_registered_later_is_known_with_its_options(
     place: Path, tmp_path: Path, stretched: None
 ) -> None:
-    text = said("fit", "--method", "stretched")
+    text = said("fit", "--method stretched")
     assert "stretched: A diagonal of another size" in text and "listeners" not in text
     assert "--method.stretch STRETCH by which the diagonal is multiplied. (type: float, default: 1.0)" in text
     assert "--method.size {small,large} small or large." in text
-    data = ["fit", place / "val", *model_options(place), "--prior-precision", 5, "--force", "-o"]
-    run(*data, tmp_path / "plain.h5", "--method", "diag")
-    options = ["--stretch", 1.5, "--method.weights", 2, "--size", "large", "--even"]
-    run(*data, tmp_path / "wide.h5", "--method", "Stretched", *options)
+    data = ["fit", place / "val", *model_options(place), "--prior-precision 5 --force -o"]
+    run(*data, tmp_path / "plain.h5", "--method diag")
+    options = ["--stretch 1.5 --method.weights 2 --size large --even"]
+    run(*data, tmp_path / "wide.h5", "--method Stretched", *options)
     wide, thin = (uq.load(tmp_path / name, trained(place)) for name in ("wide.h5", "plain.h5"))
     assert wide.method == "stretched"
 
@@ -174,9 +184,9 @@ def test_a_method_that_is_registered_later_is_known_with_its_options(
         return torch.cat([block.diagonal.flatten() for block in posterior.blocks.values()])  # type: ignore[attr-defined]
 
     torch.testing.assert_close(diagonal(wide), 60 * diagonal(thin))
-    refused = misuse(*data, tmp_path / "x.h5", "--method", "diag", "--stretch", 2)
+    refused = misuse(*data, tmp_path / "x.h5", "--method diag --stretch 2")
     assert "--stretch is for the method stretched (--method stretched), and this is diag" in refused
-    assert "'huge' is not small or large" in misuse(*data, "x.h5", "--method", "stretched", "--size", "huge")
+    assert "'huge' is not small or large" in misuse(*data, "x.h5", "--method stretched --size huge")
 
 
 @pytest.mark.parametrize("word", ["method", "likelihood", "head"])
@@ -205,19 +215,7 @@ def test_a_type_that_is_not_there_is_said() -> None:
 
 
 def test_words_become_values() -> None:
-    call = parsed(
-        "fit",
-        "x",
-        "-o",
-        "y",
-        "--mean",
-        "0.5,0.4",
-        "--std=[0.1, 0.2]",
-        "--download",
-        "--target",
-        "a",
-        "--target=b,c",
-    )
+    call = parsed("fit", "x", "-o", "y", "--mean 0.5,0.4 --std=[0.1,0.2] --download --target a --target=b,c")
     assert call["data"] == "x" and call["output"] == "y" and call["method"] == Choice("method", "inf", {})
     assert (call["source"].mean, call["source"].std) == ([0.5, 0.4], [0.1, 0.2])
     assert call["reading"].target == ["a", "b", "c"] and call["reading"].download and not call["force"]
@@ -227,32 +225,22 @@ def test_words_become_values() -> None:
         choice = parsed("fit", "x", "-o", "y", *words)["method"]
         return choice.make(METHODS[choice.name])
 
-    assert method("--rank", "0.5", "--basis", "exact") == uq.INF(rank=0.5, basis="exact")
-    assert (
-        method("--method", "INF", "--method.rank", 7)
-        == method("--method.name=inf", "--rank=7")
-        == uq.INF(rank=7)
-    )
+    assert method("--rank 0.5 --basis exact") == uq.INF(rank=0.5, basis="exact")
+    assert method("--method INF --method.rank 7") == method("--method.name=inf --rank=7") == uq.INF(rank=7)
     expected = uq.KFAC(fisher="mc", n_samples=2, dtype=torch.float64)
-    assert (
-        method("--method", "kfac", "--fisher", "mc", "--n-samples", 2, "--dtype", "torch.float64") == expected
-    )
-    trained_ = method(
-        "--method", "function_space", "--no-train-mean", "--clip", "none", "--function-noise", "1e-3"
-    )
+    assert method("--method kfac --fisher mc --n-samples 2 --dtype torch.float64") == expected
+    trained_ = method("--method function_space --no-train-mean --clip none --function-noise 1e-3")
     assert trained_ == uq.FunctionSpace(train_mean=False, clip=None, function_noise=1e-3)
-    call = parsed("fit", "x", "-o", "y", "--likelihood", "ordinal", "--thresholds", "-1,0.5,2")
+    call = parsed("fit", "x", "-o", "y", "--likelihood ordinal --thresholds -1,0.5,2")
     assert call["likelihood"].options == {"thresholds": [-1.0, 0.5, 2.0]}
-    call = parsed("tune", "f", "--no-temperature", "--no-search", "--noise", "true", "--parameters", "none")
+    call = parsed("tune", "f", "--no-temperature --no-search --noise true --parameters none")
     assert (call["temperature"], call["search"], call["noise"], call["parameters"]) == (
         False,
         False,
         True,
         ["none"],
     )
-    call = parsed(
-        "predict", "f", "x", "-o", "y", "--outputs", 2, "--batched", "false", "--head.dtype", "bfloat16"
-    )
+    call = parsed("predict", "f", "x", "-o", "y", "--outputs 2 --batched false --head.dtype bfloat16")
     assert call["head"] == Choice("head", None, {"outputs": 2, "batched": False, "dtype": torch.bfloat16})
 
 
@@ -313,12 +301,10 @@ class TestConfiguration:
     def test_a_file_of_options(self, tmp_path: Path) -> None:
         path = tmp_path / "fit.yaml"
         path.write_text("data: x\noutput: y\ntarget: [a, b]\nmethod: {name: INF, rank: 7}\nbatch_size: 5\n")
-        call = parsed("fit", "--config", path, "--batch-size", 6)
+        call = parsed("fit", "--config", path, "--batch-size 6")
         assert call["data"] == "x" and call["method"] == Choice("method", "inf", {"rank": 7})
         assert call["reading"].target == ["a", "b"] and call["reading"].batch_size == 6
-        assert parsed("fit", "--batch-size", 6, f"--config={path}", "--rank", 3)["method"].options == {
-            "rank": 3
-        }
+        assert parsed("fit", "--batch-size 6", f"--config={path} --rank 3")["method"].options == {"rank": 3}
         path.write_text(PAGE.read_text(encoding="utf-8").partition("```yaml\n")[2].partition("```")[0])
         assert parsed("fit", "--config", path)["method"].options["rank"] == 50  # the page's example
         path.write_text(
@@ -336,10 +322,10 @@ class TestConfiguration:
     @pytest.mark.parametrize("command", ["fit", "tune", "predict", "evaluate", "serve"])
     def test_what_is_printed_is_read_again(self, command: str, tmp_path: Path) -> None:
         words = {
-            "fit": ["x", "-o", "y", "--likelihood", "regression", "--rank", "5"],
+            "fit": ["x", "-o", "y", "--likelihood regression --rank 5"],
             "predict": ["f", "x", "-o", "y"],
         }
-        arguments = [*words.get(command, ["f"] if command != "evaluate" else ["f", "x"]), "--seed", "4"]
+        arguments = [*words.get(command, ["f"] if command != "evaluate" else ["f", "x"]), "--seed 4"]
         printed = run(command, *arguments, "--print_config").stdout
         assert yaml.safe_load(printed)["seed"] == 4
         (tmp_path / "c.yaml").write_text(printed)
@@ -411,7 +397,8 @@ def reference() -> str:
     lines += ["### Of the model", "", *rows(options_of(ModelSource))]
     lines += ["### Of the data", "", *rows(options_of(Data))]
     for name in COMMANDS:
-        own = [o for o in options_of(getattr(commands, name)) if o.kind is Choice or not is_dataclass(o.kind)]
+        options = options_of(getattr(commands, name))
+        own = [part for o in options if o.kind not in (Console, ModelSource, Data) for part in _several(o)]
         lines += [f"### `{name}`", "", *rows(own)]
     return "\n".join(lines)
 
@@ -507,16 +494,6 @@ class TestEveryCommandOnData:
         )
         assert not list(place.glob("*new*")), "no half-written file"
 
-    def test_a_model_name_with_a_typo(self, place: Path, name: str) -> None:
-        for model, close in (("timm:resnt18", "resnet18"), ("torchvision:resnet81", "resnet18")):
-            options = ["--model", model, "--weights", str(place / "w.pt")]
-            said = failure(*_commands(place, place / "val", options)[name])
-            assert f"'{model.split(':')[1]}'. Did you mean " in said and close in said
-
-    def test_a_model_without_weights(self, place: Path, name: str) -> None:
-        said = failure(*_commands(place, place / "val", ["--model", "timm:test_resnet"])[name])
-        assert "random weights; give --weights FILE" in said
-
     def test_a_wrong_number_of_classes(self, place: Path, tmp_path: Path, name: str) -> None:
         make_images(tmp_path, ("a", "b", "c", "d"), 1, 0)
         if name == "predict":  # which asks for no labels, but must name its outputs
@@ -609,7 +586,7 @@ def test_an_interrupted_prediction_leaves_no_file(place: Path, tmp_path: Path) -
         "def slow(image):\n    time.sleep(20)\n    return torch.zeros(3, 12, 12)\n"
     )
     model = ["--model", f"{code}:net", "--weights", str(place / "w.pt"), "--transform", f"{code}:slow"]
-    arguments = [place / "m.h5", place / "train", *model, "-o", tmp_path / "out.csv", "--batch-size", 1]
+    arguments = [place / "m.h5", place / "train", *model, "-o", tmp_path / "out.csv", "--batch-size=1"]
     command = [sys.executable, "-m", "posthoc_uq", "predict", *map(str, arguments), "--workers", "0"]
 
     def heed_interrupts() -> None:  # which a shell takes from what it runs in the background
@@ -643,11 +620,6 @@ def test_inspect_shows_a_file_without_its_model(place: Path) -> None:
     found = run_json("inspect", place / "m.h5")
     posterior = uq.inspect(place / "m.h5")
     assert found == json.loads(json.dumps(posterior))
-    # printed in Python it reads the same, and is a dictionary still, in copies too
-    assert str(posterior) == text.rstrip("\n") and f"{place / 'm.h5'}, " in str(posterior)
-    for other in (copy.deepcopy(posterior), pickle.loads(pickle.dumps(posterior))):
-        assert isinstance(other, dict) and other == posterior and str(other) == str(posterior)
-    assert repr(posterior) == repr(dict(posterior))
     for block in posterior["blocks"].values():
         assert f"{block['bytes']}" in text
     assert found["fingerprint"] in text
@@ -655,11 +627,11 @@ def test_inspect_shows_a_file_without_its_model(place: Path) -> None:
 
 def test_inspect_names_the_settings_of_the_referrals_head(place: Path, tmp_path: Path) -> None:
     file = tmp_path / "r.h5"
-    options = ["--data", place / "val", "--no-search", "--referral-rate", 0.2, "-o", file]
-    run("tune", place / "m.h5", *model_options(place), *options, "--head", "sampling", "--n-samples", 6)
+    options = ["--data", place / "val", "--no-search --referral-rate 0.2 -o", file]
+    run("tune", place / "m.h5", *model_options(place), *options, "--head sampling --n-samples 6")
     text = run("inspect", file).stdout
     assert "18 inputs), head sampling (n_samples 6, antithetic no, dtype own)" in text
-    run("tune", place / "m.h5", *model_options(place), *options, "--head", "moments", "--force")
+    run("tune", place / "m.h5", *model_options(place), *options, "--head moments --force")
     text = run("inspect", file).stdout
     assert "head moments (link mc, " in text and "relu unscented, " in text and "calibrated no)" in text
 
@@ -696,10 +668,10 @@ def test_the_demo_is_run_as_asked(monkeypatch: pytest.MonkeyPatch, tmp_path: Pat
 
     monkeypatch.setattr(demo, "main", main)
     monkeypatch.setattr(demo, "NEEDED", {})
-    options = ["--output", tmp_path, "--part", "digits", "--seed", 3]
+    options = ["--output", tmp_path, "--part digits --seed 3"]
     assert run("demo", *options).stdout == "a table\n"
     assert "is not empty" in failure("demo", *options)
-    result = run("demo", *options, "--force", "--json")
+    result = run("demo", *options, "--force --json")
     assert json.loads(result.stdout)["files"] == [str(tmp_path / "picture.png")]
     assert result.stderr == "a table\n"
     assert called == [["--output", str(tmp_path), "--part", "digits", "--seed", "3"]] * 2
@@ -733,22 +705,9 @@ class TestFit:
                 *model_options(place),
                 "-o",
                 place / "k.h5",
-                "--method",
-                "kfac",
-                "--layers",
-                "4",
+                "--method kfac --layers 4",
             ],
-            *[
-                "--fisher",
-                "exact",
-                "--seed",
-                3,
-                "--dtype",
-                "float64",
-                "--save-dtype",
-                "float32",
-                "--compress",
-            ],
+            *["--fisher exact --seed 3 --dtype float64 --save-dtype float32 --compress"],
         )
         found = uq.load(place / "k.h5", trained(place))
         assert found.method == "kfac" and list(found.layers) == ["4"]
@@ -766,15 +725,7 @@ class TestFit:
         found = uq.load(place / "unlabelled.h5", trained(place))
         assert found.evidence.log_likelihood is None and found.scale == 36
         assert "needs targets" in failure(
-            *[
-                "fit",
-                place / "flat",
-                *model_options(place),
-                "-o",
-                place / "x.h5",
-                "--likelihood",
-                "regression",
-            ]
+            *["fit", place / "flat", *model_options(place), "-o", place / "x.h5", "--likelihood regression"]
         )
 
     def test_held_out_data_tune_it(self, place: Path) -> None:
@@ -797,9 +748,7 @@ class TestFit:
         assert "Held-out data need labels" in said and not (place / "x.h5").exists()
 
     def test_a_summary_for_people(self, place: Path) -> None:
-        text = run(
-            "fit", place / "val", *model_options(place), "-o", place / "t.h5", "--method", "diag"
-        ).stdout
+        text = run("fit", place / "val", *model_options(place), "-o", place / "t.h5", "--method diag").stdout
         assert "method: diag" in text and "samples: 18" in text
         assert text.splitlines()[-1].startswith(f"Written to {place / 't.h5'} (")
 
@@ -835,17 +784,8 @@ class TestTune:
         assert_same_posterior(found, expected)
 
     def test_by_held_out_data(self, place: Path, copied: Path) -> None:
-        options = [
-            "--search-draws",
-            4,
-            "--max-evaluations",
-            3,
-            "--parameters",
-            "prior_precision",
-            "--seed",
-            1,
-        ]
-        options += ["--head", "sampling", "--n-samples", 6]
+        options = ["--search-draws 4 --max-evaluations 3 --parameters prior_precision --seed 1"]
+        options += ["--head sampling --n-samples 6"]
         output = copied.with_name("other.h5")
         said = run_json(
             "tune", copied, *model_options(place), "--data", place / "val", *options, "--output", output
@@ -874,9 +814,7 @@ class TestTune:
         assert copied.read_bytes() == (place / "m.h5").read_bytes()
 
     def test_a_temperature(self, place: Path, copied: Path) -> None:
-        said = run_json(
-            "tune", copied, *model_options(place), "--data", place / "val", "--parameters", "none"
-        )
+        said = run_json("tune", copied, *model_options(place), "--data", place / "val", "--parameters none")
         found = uq.load(copied, trained(place))
         assert found.temperature == said["hyperparameters"]["temperature"] != 1.0
         assert (
@@ -886,16 +824,8 @@ class TestTune:
         assert uq.load(copied, trained(place)).temperature == found.temperature
 
     def test_closeness_to_the_model_needs_no_labels(self, place: Path, copied: Path) -> None:
-        options = [
-            "--data",
-            place / "flat",
-            "--criterion",
-            "faithful",
-            "--divergence",
-            0.02,
-            "--no-temperature",
-        ]
-        options += ["--head", "moments", "--relu", "exact"]
+        options = ["--data", place / "flat", "--criterion faithful --divergence 0.02 --no-temperature"]
+        options += ["--head moments --relu exact"]
         said = run_json("tune", copied, *model_options(place), *options)
         expected = uq.load(place / "m.h5", trained(place))
         assert uq.load(copied, trained(place)).prior_precision == said["hyperparameters"]["prior precision"]
@@ -920,7 +850,7 @@ class TestTune:
         assert (found["head"]["head"], found["head"]["relu"]) == ("moments", "exact")
 
     def test_the_number_format_stays(self, place: Path) -> None:
-        fit(place, "half.h5", "--save-dtype", "bfloat16")
+        fit(place, "half.h5", "--save-dtype bfloat16")
         size = (place / "half.h5").stat().st_size
         run("tune", place / "half.h5", *model_options(place))
         assert abs((place / "half.h5").stat().st_size - size) < 1000
@@ -928,7 +858,7 @@ class TestTune:
     def test_labels_are_needed_to_search(self, place: Path, copied: Path) -> None:
         said = failure("tune", copied, *model_options(place), "--data", place / "flat")
         assert "Tuning needs labels" in said
-        options = ["--data", place / "flat", "--no-search", "--referral-rate", 0.4]
+        options = ["--data", place / "flat", "--no-search --referral-rate 0.4"]
         said = run_json("tune", copied, *model_options(place), *options)
         assert said["score"] == ["entropy", "novelty"] == list(said["threshold"])
         assert min(said["threshold"].values()) > 0
@@ -937,21 +867,21 @@ class TestTune:
         assert said.count("\n") == 1 and copied.read_bytes() == before, "a failure voids no threshold"
 
     def test_the_moments_head_is_calibrated(self, place: Path, copied: Path) -> None:
-        options = ["--data", place / "train", "--no-search", "--calibrate"]
+        options = ["--data", place / "train", "--no-search --calibrate"]
         assert "give --head moments too" in failure("tune", copied, *model_options(place), *options)
-        run("tune", copied, *model_options(place), *options, "--head", "moments")
+        run("tune", copied, *model_options(place), *options, "--head moments")
         found = uq.wrap(trained(place), uq.load(copied, trained(place)), head="moments")
         assert found.calibration is not None and found.calibration.n_mc == 64
 
     def test_a_threshold_that_a_search_makes_void_is_said(self, place: Path, copied: Path) -> None:
-        data = ["--data", place / "val", "--head", "sampling", "--n-samples", 4]
-        run("tune", copied, *model_options(place), *data, "--no-search", "--referral-rate", 0.2)
+        data = ["--data", place / "val", "--head sampling --n-samples 4"]
+        run("tune", copied, *model_options(place), *data, "--no-search --referral-rate 0.2")
         said = run("tune", copied, *model_options(place)).stderr
         assert said.count("no longer applies; set it again with --referral_rate") == 1
         assert said.count("threshold") == 1 and "set_referral" not in said, (
             "the command line's own way out alone"
         )
-        again = run("tune", copied, *model_options(place), *data, "--no-search", "--referral-rate", 0.2)
+        again = run("tune", copied, *model_options(place), *data, "--no-search --referral-rate 0.2")
         assert again.stderr == ""
         out = copied.with_suffix(".csv")
         run("tune", copied, *model_options(place), "--per-layer")
@@ -960,26 +890,18 @@ class TestTune:
         assert {row["flag"] for row in table(out)} == {""}
 
     def test_a_new_calibration_makes_a_threshold_void_too(self, place: Path, copied: Path) -> None:
-        moments = [*model_options(place), "--data", place / "val", "--no-search", "--head", "moments"]
-        run("tune", copied, *moments, "--referral-rate", 0.2)
+        moments = [*model_options(place), "--data", place / "val", "--no-search --head moments"]
+        run("tune", copied, *moments, "--referral-rate 0.2")
         assert "no longer applies" in run("tune", copied, *moments, "--calibrate").stderr
-        assert run("tune", copied, *moments, "--referral-rate", 0.2).stderr == ""
+        assert run("tune", copied, *moments, "--referral-rate 0.2").stderr == ""
         assert run("tune", copied, *moments, "--calibrate").stderr == "", "the same calibration again"
 
 
 class TestPredict:
     def test_every_row_is_the_librarys(self, place: Path, copied: Path) -> None:
         rate = 0.25
-        options = [*model_options(place), "--n-samples", 7, "--seed", 2]
-        data = [
-            "--data",
-            place / "val",
-            "--referral-rate",
-            rate,
-            "--referral-score",
-            "entropy",
-            "--no-search",
-        ]
+        options = [*model_options(place), "--n-samples 7 --seed 2"]
+        data = ["--data", place / "val", "--referral-rate", rate, "--referral-score entropy --no-search"]
         threshold = run_json("tune", copied, *options, *data)["threshold"]
         out = copied.with_suffix(".csv")
         said = run_json(
@@ -989,11 +911,7 @@ class TestPredict:
             *options,
             "-o",
             out,
-            "--batch-size",
-            5,
-            "--top-k",
-            2,
-            "--class-names",
+            "--batch-size 5 --top-k 2 --class-names",
             place / "train",
         )
         rows = table(out)
@@ -1051,8 +969,8 @@ class TestPredict:
             else:
                 assert {row["mutual_information"] for row in rows} == {""}
             assert {row["flag"] for row in rows} == {""} and {row["label_1"] for row in rows} <= set(CLASSES)
-        common += ["--head", "sampling"]
-        run(*common, "--keep", "seeds", "--dtype", "bfloat16", "--n-samples", 3)
+        common += ["--head sampling"]
+        run(*common, "--keep seeds --dtype bfloat16 --n-samples 3")
 
     def test_an_option_of_one_head_alone_names_the_head(self, place: Path, tmp_path: Path) -> None:
         common = [
@@ -1064,22 +982,20 @@ class TestPredict:
             tmp_path / "x.csv",
             "--force",
         ]
-        found = run_json(*common, "--n-samples", 3, "--antithetic")["head"]
+        found = run_json(*common, "--n-samples 3 --antithetic")["head"]
         assert (found["head"], found["n_samples"], found["antithetic"]) == ("sampling", 3, True)
-        found = run_json(*common, "--relu", "exact", "--head.weights", "marginal", "--link", "bridge")["head"]
+        found = run_json(*common, "--relu exact --head.weights marginal --link bridge")["head"]
         assert (found["head"], found["relu"], found["weights"]) == ("moments", "exact", "marginal")
-        found = run_json(*common, "--link", "mc", "--n-draws", 40)[
-            "head"
-        ]  # of two heads, and one is the file's
+        found = run_json(*common, "--link mc --n-draws 40")["head"]  # of two heads, and one is the file's
         assert (found["head"], found["n_draws"]) == ("linearized", 40)
-        found = run_json(*common, "--outputs", 2, "--engine", "exact", "--memory-budget", 2**20)["head"]
+        found = run_json(*common, "--outputs 2 --engine exact --memory-budget", 2**20)["head"]
         assert (found["head"], found["outputs"], found["engine"]) == ("linearized", "2", "exact")
-        line = misuse(*common, "--n-samples", 4, "--engine", "exact")  # of no head both
+        line = misuse(*common, "--n-samples 4 --engine exact")  # of no head both
         assert "--n_samples is for sampling (--head sampling), and this is linearized" in line
 
     def test_the_head_of_the_threshold_is_the_default(self, place: Path, copied: Path) -> None:
-        head = ["--head", "linearized", "--link", "mc", "--referral-score", "functional_variance"]
-        data = ["--data", place / "val", "--no-search", "--referral-rate", 0.5]
+        head = ["--head linearized --link mc --referral-score functional_variance"]
+        data = ["--data", place / "val", "--no-search --referral-rate 0.5"]
         run("tune", copied, *model_options(place), *data, *head)
         out = copied.with_suffix(".csv")
         said = run_json("predict", copied, place / "val", *model_options(place), "-o", out)
@@ -1089,22 +1005,14 @@ class TestPredict:
         scores = column(rows, "functional_variance")
         assert scores[flags].min() > scores[~flags].max()
         result = run(
-            "predict",
-            copied,
-            place / "val",
-            *model_options(place),
-            "-o",
-            out,
-            "--force",
-            "--head",
-            "sampling",
+            "predict", copied, place / "val", *model_options(place), "-o", out, "--force --head sampling"
         )
         assert "The column flag stays empty." in result.stderr and result.stderr.count("\n") == 1
 
     def test_flags_by_several_scores_name_the_one(self, place: Path, copied: Path) -> None:
-        head = ["--head", "linearized", "--link", "mc"]
+        head = ["--head linearized --link mc"]
         names = ["entropy", "functional_variance"]
-        data = ["--data", place / "val", "--no-search", "--referral-rate", 0.4]
+        data = ["--data", place / "val", "--no-search --referral-rate 0.4"]
         said = run_json(
             "tune", copied, *model_options(place), *data, *head, "--referral-score", ", ".join(names)
         )
@@ -1137,14 +1045,14 @@ class TestPredict:
         rule = " or ".join(f"{name} above {thresholds[name]:.6g}" for name in names)
         assert f"{rule} (a share 0.4 of 18 inputs), head linearized" in text
         result = run(
-            "predict", copied, place / "val", *model_options(place), "-o", out, "--force", "--head", "moments"
+            "predict", copied, place / "val", *model_options(place), "-o", out, "--force --head moments"
         )
         assert "The column flag stays empty." in result.stderr
         assert {(row["flag"], row["reason"], row["tail"]) for row in table(out)} == {("", "", "")}
 
     def test_the_draws_of_the_threshold_are_the_default(self, place: Path, copied: Path) -> None:
-        data = ["--data", place / "val", "--no-search", "--referral-rate", 0.5]
-        data += ["--head", "sampling", "--n-samples", 7, "--referral-score", "entropy"]
+        data = ["--data", place / "val", "--no-search --referral-rate 0.5"]
+        data += ["--head sampling --n-samples 7 --referral-score entropy"]
         run("tune", copied, *model_options(place), *data)
         said = run_json(
             "predict", copied, place / "val", *model_options(place), "-o", copied.with_suffix(".csv")
@@ -1155,8 +1063,8 @@ class TestPredict:
         names = copied.with_name("names.json")
         names.write_text('["felis, catus", "canis", "dromaius"]')
         out = copied.with_suffix(".csv")
-        common = ["predict", copied, place / "flat", *model_options(place), "-o", out, "--n-samples", 2]
-        run(*common, "--class-names", names, "--top-k", 9)
+        common = ["predict", copied, place / "flat", *model_options(place), "-o", out, "--n-samples 2"]
+        run(*common, "--class-names", names, "--top-k 9")
         for row in table(out):
             found = {row[f"label_{i}"] for i in (1, 2, 3)}
             assert found == {"felis, catus", "canis", "dromaius"} and "label_4" not in row
@@ -1168,7 +1076,7 @@ class TestPredict:
             (folder / f"{number}.png").write_bytes((place / "flat" / f"{number}.png").read_bytes())
         (folder / "1.png").write_bytes(b"x")
         out = copied.with_suffix(".csv")
-        common = ["predict", copied, folder, *model_options(place), "-o", out, "--force", "--n-samples", 2]
+        common = ["predict", copied, folder, *model_options(place), "-o", out, "--force --n-samples 2"]
         out.write_text("an older file")
         assert f"Unreadable image '{folder / '1.png'}'" in failure(*common)
         assert out.read_text() == "an older file"
@@ -1183,7 +1091,7 @@ class TestPredict:
         folder.mkdir()
         for name in ("a.png", "b.png"):
             (folder / name).write_bytes(b"x")
-        common = [*model_options(place), "-o", out, "--n-samples", 2, "--skip-unreadable", "--batch-size", 1]
+        common = [*model_options(place), "-o", out, "--n-samples 2 --skip-unreadable --batch-size 1"]
         said = failure("predict", copied, folder / "a.png", *common)
         reason = "not in an image format that is read: BMP, JPEG, PNG, PPM, TIFF, WEBP."
         assert said == f"Error: The only image, '{folder / 'a.png'}', could not be read: {reason}\n"
@@ -1201,15 +1109,15 @@ class TestPredict:
             copied.with_suffix(".csv"),
             "--force",
         ]
-        said = run(*common, "--n-samples", 2, "--image-size", 10).stderr
+        said = run(*common, "--n-samples 2 --image-size 10").stderr
         assert said.startswith("Warning: ") and "prepared as [3 x own size]" in said and said.count("\n") == 1
-        assert run(*common, "--n-samples", 2).stderr == ""
+        assert run(*common, "--n-samples 2").stderr == ""
 
     def test_workers_change_nothing(self, place: Path, copied: Path) -> None:
         texts: list[str] = []
         for workers in (0, 2):
             out = copied.with_name(f"{workers}.csv")
-            options = ["--n-samples", 2, "--workers", workers, "--batch-size", 4]
+            options = ["--n-samples 2 --workers", workers, "--batch-size 4"]
             run("predict", copied, place / "val", *model_options(place)[:4], *options, "-o", out)
             texts.append(out.read_text())
         assert texts[0] == texts[1]
@@ -1220,16 +1128,16 @@ class TestRegression:
         code = place / "nets.py"
         line = ["--model", f"{code}:line", "--weights", place / "line.pt"]
         file, out = tmp_path / "line.h5", tmp_path / "out.csv"
-        run("fit", f"{code}:points", *line, "-o", file, "--likelihood", "regression", "--method", "full")
-        said = run_json("tune", file, *line, "--data", f"{code}:points", "--referral-rate", 0.1)
+        run("fit", f"{code}:points", *line, "-o", file, "--likelihood regression --method full")
+        said = run_json("tune", file, *line, "--data", f"{code}:points", "--referral-rate 0.1")
         assert said["score"] == ["standard_deviation", "novelty"] == list(said["threshold"])
         assert len(said["hyperparameters"]["noise variance"]) == 1
         assert uq.inspect(file)["tuning"]["noise variance"] == "validation NLL"
         kept = tmp_path / "kept.h5"
-        run("fit", f"{code}:points", *line, "-o", kept, "--likelihood", "regression", "--method", "full")
+        run("fit", f"{code}:points", *line, "-o", kept, "--likelihood regression --method full")
         run("tune", kept, *line, "--data", f"{code}:points", "--no-noise")
         assert uq.inspect(kept)["tuning"]["noise variance"].startswith("mean squared residual")
-        options = ["--head", "sampling", "--n-samples", 5, "--level", 0.5]
+        options = ["--head sampling --n-samples 5 --level 0.5"]
         said = run_json("predict", file, f"{code}:points", *line, "-o", out, *options)
         rows = table(out)
         columns = "file mean standard_deviation epistemic_sd lower upper novelty flag reason tail"
@@ -1249,12 +1157,12 @@ class TestRegression:
         half = 0.6744897501960817 * deviation  # the upper quartile of a standard normal
         assert column(rows, "upper") - column(rows, "mean") == pytest.approx(half, rel=1e-3, abs=1e-4)
         assert column(rows, "mean") - column(rows, "lower") == pytest.approx(half, rel=1e-3, abs=1e-4)
-        both = ["--referral-rate", 0.1, "--referral-score", "standard_deviation,epistemic_variance"]
-        run("tune", file, *line, "--data", f"{code}:points", "--no-search", *both, "--n-samples", 5)
+        both = ["--referral-rate 0.1 --referral-score standard_deviation,epistemic_variance"]
+        run("tune", file, *line, "--data", f"{code}:points", "--no-search", *both, "--n-samples 5")
         assert (
-            run_json(
-                "predict", file, f"{code}:points", *line, "-o", out, "--force", *options, "--split", "val"
-            )["flagged"]
+            run_json("predict", file, f"{code}:points", *line, "-o", out, "--force", *options, "--split val")[
+                "flagged"
+            ]
             <= 4
         )
         assert list(table(out)[0])[-3:] == ["flag", "reason", "tail"]
@@ -1268,7 +1176,7 @@ class TestEvaluate:
     def test_numbers_and_files(self, place: Path, copied: Path) -> None:
         files = {name: copied.with_name(name) for name in ("report.html", "rows.csv", "all.json")}
         said = run_json(
-            *["evaluate", copied, place / "val", *model_options(place), "--n-samples", 6, "--batch-size", 4],
+            *["evaluate", copied, place / "val", *model_options(place), "--n-samples 6 --batch-size 4"],
             *["--ood", f"noise={place / 'flat'}", "--ood", f"more={place / 'train'}"],
             *["--report", files["report.html"], "--csv", files["rows.csv"], "--json-file", files["all.json"]],
         )
@@ -1294,8 +1202,8 @@ class TestEvaluate:
         assert copied.read_bytes() == (place / "m.h5").read_bytes()
 
     def test_a_table_and_a_threshold(self, place: Path, copied: Path) -> None:
-        options = [*model_options(place), "--n-samples", 6]
-        result = run("evaluate", copied, place / "val", *options, "--referral-rate", 0.3)
+        options = [*model_options(place), "--n-samples 6"]
+        result = run("evaluate", copied, place / "val", *options, "--referral-rate 0.3")
         assert "model alone" in result.stdout and "inf, sampling" in result.stdout
         assert f"kept in {copied}" in result.stdout
         out = copied.with_suffix(".csv")
@@ -1310,8 +1218,8 @@ class TestEvaluate:
         }
 
     def test_a_table_and_thresholds_on_two_scores(self, place: Path, copied: Path) -> None:
-        options = [*model_options(place), "--n-samples", 6, "--ood", f"noise={place / 'flat'}"]
-        scores = ["--referral-rate", 0.3, "--referral-score", "entropy,mutual_information"]
+        options = [*model_options(place), "--n-samples 6 --ood", f"noise={place / 'flat'}"]
+        scores = ["--referral-rate 0.3 --referral-score entropy,mutual_information"]
         page = copied.with_suffix(".html")
         result = run("evaluate", copied, place / "val", *options, *scores, "--report", page)
         referral = uq.load(copied, trained(place)).history.referral
@@ -1334,61 +1242,10 @@ class TestEvaluate:
         assert f"There is no folder '{place / 'gone'}'" in said
 
 
-def test_a_function_space_posterior_goes_through_every_command_on_a_file(
-    place: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    model, file, out = trained(place), tmp_path / "f.h5", tmp_path / "f.csv"
-    settings: dict[str, Any] = {
-        "epochs": 2,
-        "n_context": 6,
-        "lr": 1e-2,
-        "log_variance_lr": 0.1,
-        "train_mean": False,
-    }
-    data = loader(place, "train", 12)
-    posterior = uq.fit(model, data, method="function_space", progress=False, **settings)
-    uq.save(posterior, file)
-    monkeypatch.chdir(place)
-    monkeypatch.setattr(sys, "path", list(sys.path))
-    options = ["--model", "nets:net", "--weights", place / "w.pt", "--workers", 0]
-    search = ["--data", place / "val", "--search-draws", 4, "--max-evaluations", 3, "--n-samples", 6]
-    said = run_json("tune", file, *options, *search, "--referral-rate", 0.25)
-    posterior.scale = said["hyperparameters"]["scale"]
-    posterior.temperature = said["hyperparameters"]["temperature"]
-    assert uq.load(file, model).scale == posterior.scale and min(said["threshold"].values()) > 0
-
-    said = run_json("predict", file, place / "val", *options, "-o", out)
-    x, y = tensors(place / "val")
-    with torch.no_grad():
-        probs = uq.wrap(model, posterior, "sampling", n_samples=6).outputs(x).double().softmax(-1).mean(0)
-    assert column(table(out), "probability_1") == pytest.approx(probs.max(1).values.numpy(), rel=1e-4)
-    assert said["flagged"] == math.floor(0.25 * 18)
-    said = run_json("evaluate", file, place / "val", *options, "--ood", f"noise={place / 'flat'}")
-    expected = float(nn.functional.nll_loss(probs.log(), y))
-    assert said["quality"]["function_space, sampling"]["NLL"] == pytest.approx(expected, rel=1e-4)
-    text = run("inspect", file).stdout
-    assert "function_space" in text and "fit, epochs" in text and "n_samples 6" in text
-    assert "method='function_space' has no log marginal likelihood" in failure("tune", file, *options)
-
-
-@pytest.mark.study
-def test_the_throughput_benchmark_runs(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    with pytest.MonkeyPatch.context() as patch:
-        patch.syspath_prepend(str(Path(__file__).resolve().parents[1] / "benchmarks"))
-        script = __import__("predict_throughput")
-    path = tmp_path / "rows.json"
-    script.main(["--smoke", "--json", str(path)])
-    assert "median share" in capsys.readouterr().out
-    (row,) = json.loads(path.read_text())["rows"]
-    assert 0 < row["predict, s"] < row["command, s"]
-    expected = row["bare, ms an image"] / 1e3 * row["draws"] * row["images"] / row["predict, s"]
-    assert row["share"] == pytest.approx(expected) and row["share, CPU"] > 0
-
-
 class TestUpdate:
     def test_they_are_those_of_the_library(self, place: Path, tmp_path: Path) -> None:
         file, options = tmp_path / "m.h5", model_options(place)
-        common = ["--method", "diag", "--prior-precision", 5.0, "--fisher", "exact"]
+        common = ["--method diag --prior-precision 5.0 --fisher exact"]
         run("fit", place / "train", *options, *common, "-o", file)
         model = trained(place)
         both = [*loader(place, "train"), *loader(place, "val")]
@@ -1399,7 +1256,7 @@ class TestUpdate:
         assert_same_posterior(updated, uq.fit(model, both, "diag", **kwargs), 1e-5)
         assert updated.prior_precision == 5.0 and updated.scale == 54
         out = tmp_path / "less.h5"
-        summary = run_json("update", file, place / "train", *options, "--remove", "-o", out)
+        summary = run_json("update", file, place / "train", *options, "--remove -o", out)
         assert (summary["changed"], summary["samples"], summary["output"]) == (36, 18, str(out))
         assert summary["changes"]["removed"] == 36
         assert uq.load(file, model).evidence.samples == 54
@@ -1417,30 +1274,30 @@ class TestUpdate:
 
     def test_kfac_needs_its_grams(self, place: Path, tmp_path: Path) -> None:
         file, options = tmp_path / "m.h5", model_options(place)
-        run("fit", place / "train", *options, "--method", "kfac", "-o", file)
+        run("fit", place / "train", *options, "--method kfac -o", file)
         assert "keep_grams=True" in failure("update", file, place / "val", *options)
-        run("fit", place / "train", *options, "--method", "kfac", "--keep-grams", "-o", file, "--force")
-        run("tune", file, *options, "--data", place / "val", "--no-search", "--referral-rate", 0.1)
+        run("fit", place / "train", *options, "--method kfac --keep-grams -o", file, "--force")
+        run("tune", file, *options, "--data", place / "val", "--no-search --referral-rate 0.1")
         told = run("update", file, place / "val", *options)
         assert "The referral threshold" in told.stderr and "is cleared" in told.stderr
 
     def test_a_half_file_becomes_whole(self, place: Path, tmp_path: Path) -> None:
         """A few samples among many are less than bfloat16 resolves."""
         file, options = tmp_path / "m.h5", model_options(place)
-        run("fit", place / "train", *options, "--method", "diag", "--save-dtype", "bfloat16", "-o", file)
+        run("fit", place / "train", *options, "--method diag --save-dtype bfloat16 -o", file)
         run("update", file, place / "val", *options)
         formats = {t["dtype"] for b in uq.inspect(file)["blocks"].values() for t in b["tensors"].values()}
         assert formats == {"float32"}
 
 
 def test_images_are_prepared_and_named_as_for_the_fit(place: Path, tmp_path: Path) -> None:
-    path, asked = tmp_path / "sized.h5", ["--image-size", 12, "--mean", "0.4", "--std", "0.5"]
-    run_json("fit", place / "train", *model_options(place), *asked, "--prior-precision", 5, "-o", path)
+    path, asked = tmp_path / "sized.h5", ["--image-size 12 --mean 0.4 --std 0.5"]
+    run_json("fit", place / "train", *model_options(place), *asked, "--prior-precision 5 -o", path)
     facts = uq.load(path, trained(place)).history.fit
     assert (facts["image size"], facts["image mean"], facts["image std"]) == (12, [0.4], [0.5])
     assert facts["class names"] == sorted(item.name for item in (place / "train").iterdir())
     tables = []
-    for options in ([], asked, ["--image-size", 16]):
+    for options in ([], asked, ["--image-size 16"]):
         output = tmp_path / "out.csv"
         with warnings.catch_warnings(record=True) as caught:
             warnings.simplefilter("always")
@@ -1448,7 +1305,7 @@ def test_images_are_prepared_and_named_as_for_the_fit(place: Path, tmp_path: Pat
                 "predict", path, place / "flat", *model_options(place), *options, "-o", output, "--force"
             )
         warned = "was fitted on images prepared as [3 x 12 x 12" in said.stderr or bool(caught)
-        assert warned == (options == ["--image-size", 16])
+        assert warned == (options == ["--image-size 16"])
         tables.append(output.read_text())
     assert tables[0] == tables[1] != tables[2]
     assert {row["label_1"] for row in table(tmp_path / "out.csv")} <= set(facts["class names"])
@@ -1468,19 +1325,9 @@ def desk(tmp_path_factory: pytest.TempPathFactory) -> Path:
         lines = ["a,b,c,y", *(",".join(f"{value:.4f}" for value in row) for row in rows)]
         (folder / f"{name}.csv").write_text("\n".join(lines) + "\n")
     (folder / "names.txt").write_text("cat\ndog\nemu\n")
-    fit = ["--likelihood", "regression", "--target", "y", "--method", "diag", "--prior-precision", 5]
+    fit = ["--likelihood regression --target y --method diag --prior-precision 5"]
     run("fit", folder / "data.csv", *_line(folder), *fit, "-o", folder / "p.h5")
-    run(
-        "fit",
-        folder / "few",
-        *_net(folder),
-        "--method",
-        "diag",
-        "--prior-precision",
-        5,
-        "-o",
-        folder / "i.h5",
-    )
+    run("fit", folder / "few", *_net(folder), "--method diag --prior-precision 5 -o", folder / "i.h5")
     for name in ("data", "held"):
         run(
             "predict",
@@ -1498,7 +1345,7 @@ def _line(desk: Path) -> list[Any]:
 
 
 def _net(desk: Path) -> list[Any]:
-    return ["--model", f"{desk / 'nets.py'}:net", "--weights", desk / "w.pt", "--workers", 0]
+    return ["--model", f"{desk / 'nets.py'}:net", "--weights", desk / "w.pt", "--workers 0"]
 
 
 def _digests(desk: Path) -> dict[Path, str]:
@@ -1552,7 +1399,7 @@ def test_an_input_is_known_by_any_name(desk: Path, monkeypatch: pytest.MonkeyPat
     os.link(desk / "new.csv", tmp_path / "hard.csv")
     (tmp_path / "folder").symlink_to(desk)
     monkeypatch.chdir(desk)
-    command = ["predict", "p.h5", "new.csv", "--model", "lines:one", "--force", "-o"]
+    command = ["predict", "p.h5", "new.csv", "--model lines:one --force -o"]
     others = [desk / "few" / ".." / "new.csv", tmp_path / "folder" / "new.csv", "lines.py", "./p.h5"]
     for name in (tmp_path / "link.csv", tmp_path / "hard.csv", *others):
         assert "is an input of this command" in failure(*command, name)
@@ -1599,14 +1446,15 @@ def test_a_posterior_that_is_changed_is_written_again(desk: Path, tmp_path: Path
 
 
 def _several(option: Any) -> list[Any]:
-    return list(options_of(option.kind)) if is_dataclass(option.kind) else [option]
+    parts = is_dataclass(option.kind) and option.kind is not Choice
+    return list(options_of(option.kind)) if parts else [option]
 
 
 def test_every_option_that_names_a_file_is_known() -> None:
     no_files = {"device", "data_root", "split", "val_split", "host", "maps"}
     for name in COMMANDS:
         for option in options_of(getattr(commands, name)):
-            for own in [option] if option.kind is Choice else _several(option):
+            for own in _several(option):
                 if own.kind in (str, Optional[str]):  # noqa: UP045
                     known = role_of(own.hint) is not None or own.name in no_files
                     known = known or (name, own.name) == ("demo", "output")
@@ -1626,23 +1474,12 @@ def test_maps_are_written_over_nothing(desk: Path, tmp_path: Path) -> None:
         f"{tmp_path / 'pixels.py'}:pixels",
         "--weights",
         tmp_path / "pixels.pt",
-        "--workers",
-        0,
+        "--workers 0",
     ]
     torch.save(torch.nn.Conv2d(3, 3, 1).state_dict(), tmp_path / "pixels.pt")
-    run("fit", streets, *model, "--method", "diag", "--prior-precision", 5, "-o", tmp_path / "s.h5")
+    run("fit", streets, *model, "--method diag --prior-precision 5 -o", tmp_path / "s.h5")
     images, before = streets / "images", _digests(streets)
-    common = [
-        "predict",
-        tmp_path / "s.h5",
-        images,
-        *model,
-        "-o",
-        tmp_path / "s.csv",
-        "--n-samples",
-        2,
-        "--maps",
-    ]
+    common = ["predict", tmp_path / "s.h5", images, *model, "-o", tmp_path / "s.csv", "--n-samples 2 --maps"]
     said = failure(*common, images, "--force")  # its map of a.png is class/a.png, an image
     assert "--maps: " in said and "is an input of this command" in said
     assert _digests(streets) == before

@@ -501,11 +501,11 @@ def city(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def own(city: Path, name: str = "net") -> list[Any]:
-    return ["--model", f"{city / 'nets.py'}:{name}", "--workers", 0]
+    return ["--model", f"{city / 'nets.py'}:{name}", "--workers 0"]
 
 
 def fitted_scenes(city: Path, target: Path, *options: Any) -> Path:
-    given = ["--method", "kfac", "--keep-grams", "--prior-precision", 2, *options]
+    given = ["--method kfac --keep-grams --prior-precision 2", *options]
     run("fit", city / "train", *own(city), "-o", target / "p.h5", *given)
     return target / "p.h5"
 
@@ -519,16 +519,16 @@ def test_the_fit_is_that_of_the_library(city: Path, tmp_path: Path) -> None:
         torch.testing.assert_close(found.blocks[name].dense(), block.dense())
     assert found.scale == 6 and found.history.fit["mask value ignored"] == IGNORED
     # with another value, the corner is of a class that there is not
-    said = failure("fit", city / "train", *own(city), "-o", path, "--force", "--ignore-index", 7)
+    said = failure("fit", city / "train", *own(city), "-o", path, "--force --ignore-index 7")
     assert "has the class 255, and the model the classes 0 to 2; --ignore_index" in said
 
 
 def test_every_command_and_the_maps(city: Path, tmp_path: Path) -> None:
     path = fitted_scenes(city, tmp_path)
-    run("tune", path, *own(city), "--data", city / "val", "--head", "linearized", "--referral-rate", 0.25)
+    run("tune", path, *own(city), "--data", city / "val", "--head linearized --referral-rate 0.25")
     assert run_json("update", path, city / "val", *own(city))["samples"] == 10
     assert run_json("update", path, city / "val", *own(city), "--remove")["samples"] == 6
-    run("tune", path, *own(city), "--data", city / "val", "--no-search", "--referral-rate", 0.25)
+    run("tune", path, *own(city), "--data", city / "val", "--no-search --referral-rate 0.25")
     said = run_json("evaluate", path, city / "val", *own(city), "--report", tmp_path / "r.html")
     names, x, y = scenes(city / "val")
     model = pixel_net()
@@ -537,7 +537,7 @@ def test_every_command_and_the_maps(city: Path, tmp_path: Path) -> None:
     quality = said["quality"]["kfac, linearized"]
     assert quality["NLL"] == pytest.approx(prediction.quality(y)["NLL"], rel=1e-5)
     out, maps = tmp_path / "out.csv", tmp_path / "deep" / "maps"
-    run("predict", path, city / "val", *own(city), "-o", out, "--maps", maps, "--batch-size", 3)
+    run("predict", path, city / "val", *own(city), "-o", out, "--maps", maps, "--batch-size 3")
     with out.open(newline="") as file:
         rows = list(csv.DictReader(file))
     assert [row["file"] for row in rows] == names
@@ -571,7 +571,7 @@ def test_a_plain_folder_is_predicted(city: Path, tmp_path: Path) -> None:
     assert len((tmp_path / "out.csv").read_text().splitlines()) == 5
     for name in ("a.png", "a.bmp"):
         Image.new("RGB", (SIZE, SIZE)).save(tmp_path / name)
-    arguments = [*own(city), "-o", tmp_path / "out.csv", "--force", "--maps", tmp_path / "maps"]
+    arguments = [*own(city), "-o", tmp_path / "out.csv", "--force --maps", tmp_path / "maps"]
     assert "would have the same name" in failure("predict", path, tmp_path, *arguments)
     (tmp_path / "flat").write_text("")
     arguments[-1] = tmp_path / "flat"
@@ -586,7 +586,7 @@ def test_maps_are_of_pixels(city: Path, tmp_path: Path) -> None:
     (tmp_path / "w.pt").write_bytes(b"")
     torch.save(nn.Sequential(nn.Flatten(), nn.Linear(192, 3)).state_dict(), tmp_path / "w.pt")
     flat = ["--model", f"{code}:net", "--weights", tmp_path / "w.pt"]
-    run("fit", city / "val" / "images", *flat, "-o", tmp_path / "p.h5", "--unlabelled", "--method", "diag")
+    run("fit", city / "val" / "images", *flat, "-o", tmp_path / "p.h5", "--unlabelled --method diag")
     arguments = ["-o", tmp_path / "out.csv", "--maps", tmp_path / "maps"]
     said = failure("predict", tmp_path / "p.h5", city / "val" / "images", *flat, *arguments)
     assert "--maps is for models that predict the class of every pixel" in said
@@ -597,7 +597,7 @@ def test_maps_are_of_pixels(city: Path, tmp_path: Path) -> None:
 def test_faults_of_the_layout(city: Path, tmp_path: Path) -> None:
     folder = tmp_path / "scenes"
     make_scenes(folder, 3, 0)
-    arguments = ["fit", folder, *own(city), "-o", tmp_path / "p.h5", "--method", "diag"]
+    arguments = ["fit", folder, *own(city), "-o", tmp_path / "p.h5", "--method diag"]
     mask = folder / "masks" / "2.png"
     pixels = mask.read_bytes()
     for content, words in (
@@ -610,13 +610,11 @@ def test_faults_of_the_layout(city: Path, tmp_path: Path) -> None:
     mask.write_bytes(b"no image")
     assert "Unreadable image" in failure(*arguments)
     mask.write_bytes(pixels)
-    assert "classes of pixels are" in failure(*arguments[:2], *own(city, "coarse"), *arguments[6:])
+    assert "classes of pixels are" in failure(*arguments[:2], *own(city, "coarse"), *arguments[5:])
     said = failure(*arguments, "--transform", f"{city / 'nets.py'}:half")
     assert "a mask cannot follow one of your own" in said
-    assert "needs targets that are numbers" in failure(*arguments, "--likelihood", "poisson")
-    assert "classes of pixels, and the likelihood is 'ordinal'" in failure(
-        *arguments, "--likelihood", "ordinal"
-    )
+    assert "needs targets that are numbers" in failure(*arguments, "--likelihood poisson")
+    assert "classes of pixels, and the likelihood is 'ordinal'" in failure(*arguments, "--likelihood ordinal")
     mask.rename(folder / "masks" / "2.jpg")
     assert "is no PNG file" in failure(*arguments)
     (folder / "masks" / "2.jpg").rename(folder / "masks" / "3.png")
@@ -653,10 +651,10 @@ def test_models_of_torchvision_by_name(tmp_path: Path) -> None:
     torch.save(model.state_dict(), tmp_path / "w.pt")
     (tmp_path / "scenes").mkdir()
     make_scenes(tmp_path / "scenes" / "a", 2, 0)
-    given = ["--model", "torchvision:lraspp_mobilenet_v3_large", "--weights", tmp_path / "w.pt"]
-    given += ["--num-classes", 3, "--image-size", 32]
+    given = ["--model torchvision:lraspp_mobilenet_v3_large --weights", tmp_path / "w.pt"]
+    given += ["--num-classes 3 --image-size 32"]
     path, maps = tmp_path / "p.h5", tmp_path / "maps"
-    last = ["--method", "diag", "--layers", "last", "--prior-precision", 2]
+    last = ["--method diag --layers last --prior-precision 2"]
     run("fit", tmp_path / "scenes" / "a", *given, "-o", path, *last)
     run("predict", path, tmp_path / "scenes" / "a", *given, "-o", tmp_path / "o.csv", "--maps", maps)
     assert Image.open(maps / "class" / "1.png").size == (32, 32)
@@ -724,7 +722,7 @@ def named(desk: Path, name: str) -> list[Any]:
 
 
 def fitted_table(desk: Path, data: Path, name: str, *options: Any) -> Path:
-    own = ["--method", "kfac", "--keep-grams", "--prior-precision", 2]
+    own = ["--method kfac --keep-grams --prior-precision 2"]
     run("fit", data, *named(desk, name), "-o", desk / "p.h5", *own, *options)
     return desk / "p.h5"
 
@@ -754,7 +752,7 @@ def test_a_table_is_what_python_gives(
     targeted = [part for column in columns for part in ("--target", column)]
     labels, ordered = likelihood in ("classification", "ordinal", "binary"), likelihood == "ordinal"
     own = ["--likelihood", likelihood, *targeted]
-    path = fitted_table(desk, data, name, *own, *(["--thresholds", "-0.5,0.5"] if ordered else []))
+    path = fitted_table(desk, data, name, *own, *(["--thresholds -0.5,0.5"] if ordered else []))
     network = mlp({"one": 1, "two": 2, "three": 3}[name])
     found = targets()
     if columns == ["kind"]:
@@ -803,48 +801,46 @@ def test_a_table_is_what_python_gives(
 def test_every_command_on_a_table(desk: Path) -> None:
     data = table_at(desk / "t.tsv", "price", separator="\t")
     own = named(desk, "one")
-    path = fitted_table(
-        desk, data, "one", "--target", "price", "--likelihood", "regression", "--split", "[:30]"
-    )
+    path = fitted_table(desk, data, "one", "--target price --likelihood regression --split [:30]")
     assert "table columns" in run("inspect", path).stdout
     before = run_json("inspect", path)["fit"]
     assert before["table columns"] == list(NAMES) and before["table targets"] == ["price"]
-    run("tune", path, *own, "--data", data, "--split", "[30:]", "--referral-rate", 0.2)
-    assert run_json("update", path, data, *own, "--split", "[30:]")["samples"] == ROWS
-    assert run_json("update", path, data, *own, "--remove", "--split", "[30:]")["samples"] == 30
+    run("tune", path, *own, "--data", data, "--split [30:] --referral-rate 0.2")
+    assert run_json("update", path, data, *own, "--split [30:]")["samples"] == ROWS
+    assert run_json("update", path, data, *own, "--remove --split [30:]")["samples"] == 30
     assert run_json("inspect", path)["fit"]["table targets"] == ["price"]
-    run("evaluate", path, data, *own, "--split", "[30:]", "--ood", f"same={data}")
-    run("predict", path, data, *own, "--split", "[30:]", "--limit", 5, "-o", desk / "out.csv")
+    run("evaluate", path, data, *own, "--split [30:] --ood", f"same={data}")
+    run("predict", path, data, *own, "--split [30:] --limit 5 -o", desk / "out.csv")
     assert [row["file"] for row in rows_of(desk / "out.csv")] == ["30", "32", "34", "36", "38"]
 
 
 def test_columns_are_chosen(desk: Path) -> None:
     data = table_at(desk / "t.csv", "price", "kind", separator=";")
-    own = ["--likelihood", "regression", "--target", "price"]
-    fitted_table(desk, data, "one", *own, "--columns", "age,height", "--columns", "income")
-    arguments = ["fit", data, *named(desk, "one"), "-o", desk / "q.h5", "--likelihood", "regression"]
-    said = failure(*arguments, "--target", "price")
+    own = ["--likelihood regression --target price"]
+    fitted_table(desk, data, "one", *own, "--columns age,height --columns income")
+    arguments = ["fit", data, *named(desk, "one"), "-o", desk / "q.h5", "--likelihood regression"]
+    said = failure(*arguments, "--target price")
     assert "line 2: the column 'kind' has the text '" in said and "--columns" in said
-    said = failure(*arguments, "--target", "price", "--columns", "age,height")
+    said = failure(*arguments, "--target price --columns age,height")
     assert "the row has 2 columns: age, height, and its first linear layer takes 3; --columns chooses" in said
-    assert "no column 'weight'; it has age, price, kind" in failure(*arguments, "--target", "weight")
+    assert "no column 'weight'; it has age, price, kind" in failure(*arguments, "--target weight")
     assert "Which column" in failure(*arguments)
-    assert "'age' is named twice" in failure(*arguments, "--target", "price", "--columns", "age,age")
-    assert "is a range of its rows" in failure(*arguments, "--target", "price", "--split", "train")
+    assert "'age' is named twice" in failure(*arguments, "--target price --columns age,age")
+    assert "is a range of its rows" in failure(*arguments, "--target price --split train")
     assert "--target is of tables" in failure(
-        "fit", f"{desk / 'nets.py'}:one", *arguments[2:], "--target", "price"
+        "fit", f"{desk / 'nets.py'}:one", *arguments[2:], "--target price"
     )
 
 
 def test_a_posterior_takes_the_columns_of_its_fit(desk: Path) -> None:
     data = table_at(desk / "t.csv", "price")
-    path = fitted_table(desk, data, "one", "--likelihood", "regression", "--target", "price")
+    path = fitted_table(desk, data, "one", "--likelihood regression --target price")
     own = named(desk, "one")
     predict = ("predict", path, data, "-o", desk / "out.csv")
     for command in (predict, ("evaluate", path, data), ("tune", path, "--data", data)):
-        said = failure(*command, *own, "--columns", "age")
+        said = failure(*command, *own, "--columns age")
         assert "fitted on 3 columns (age, height, income)" in said and "leave out --columns" in said
-    assert "leave out --columns" in failure("update", path, data, *own, "--columns", "height,age,income")
+    assert "leave out --columns" in failure("update", path, data, *own, "--columns height,age,income")
     run("update", path, data, *own, "--columns", ",".join(NAMES))
     (desk / "text.csv").write_text("age,height,income\n1,2,3\n1,Rome,3\n")
     said = failure("predict", path, desk / "text.csv", *own, "-o", desk / "out.csv")
@@ -866,12 +862,12 @@ def test_a_posterior_takes_the_columns_of_its_fit(desk: Path) -> None:
 def test_faults_name_row_and_column(desk: Path, cells: str, words: str) -> None:
     path = desk / "t.csv"
     path.write_text(f"age,height,income,price\n1,2,3,4\n{cells}\n")
-    own = [*named(desk, "one"), "-o", desk / "p.h5", "--target", "price", "--likelihood", "regression"]
+    own = [*named(desk, "one"), "-o", desk / "p.h5", "--target price --likelihood regression"]
     assert words in failure("fit", path, *own)
 
 
 def test_files_that_are_no_tables(desk: Path) -> None:
-    own = [*named(desk, "one"), "-o", desk / "p.h5", "--target", "price", "--likelihood", "regression"]
+    own = [*named(desk, "one"), "-o", desk / "p.h5", "--target price --likelihood regression"]
     path = desk / "t.csv"
     assert "No such file" in failure("fit", path, *own)
     for content, words in (
@@ -887,13 +883,13 @@ def test_files_that_are_no_tables(desk: Path) -> None:
 
 
 def test_labels(desk: Path) -> None:
-    own = [*named(desk, "three"), "-o", desk / "p.h5", "--force", "--target", "kind"]
+    own = [*named(desk, "three"), "-o", desk / "p.h5", "--force --target kind"]
     few = write_columns(
         desk / "few.csv", dict(zip(NAMES, [[1, 2]] * 3, strict=True)) | {"kind": ["dog", "cat"]}
     )
     assert "2 different labels (cat, dog) and the model 3 classes" in failure("fit", few, *own)
     (desk / "map.txt").write_text("dog\nemu\ncat\n")
-    run("fit", few, *own, "--class-map", desk / "map.txt", "--method", "diag")
+    run("fit", few, *own, "--class-map", desk / "map.txt", "--method diag")
     assert run_json("inspect", desk / "p.h5")["fit"]["table classes"] == ["dog", "emu", "cat"]
     many = write_columns(
         desk / "many.csv", dict(zip(NAMES, [[1, 2, 3, 4]] * 3, strict=True)) | {"kind": list("abcd")}
@@ -901,7 +897,7 @@ def test_labels(desk: Path) -> None:
     assert "4 different labels" in failure("fit", many, *own)
     said = failure("evaluate", desk / "p.h5", many, *named(desk, "three"))
     assert "line 2: the label 'a' is none of the classes dog, emu, cat" in said
-    assert "order is not known" in failure("fit", few, *own, "--likelihood", "ordinal")
+    assert "order is not known" in failure("fit", few, *own, "--likelihood ordinal")
     blank = write_columns(
         desk / "blank.csv", dict(zip(NAMES, [[1, 2]] * 3, strict=True)) | {"kind": ["dog", ""]}
     )
@@ -924,7 +920,7 @@ def test_a_fit_without_labels(desk: Path) -> None:
 
 
 def test_labels_that_no_class_has(desk: Path) -> None:
-    own = [*named(desk, "three"), "-o", desk / "p.h5", "--target", "kind", "--method", "diag"]
+    own = [*named(desk, "three"), "-o", desk / "p.h5", "--target kind --method diag"]
     features = dict(zip(NAMES, [[1, 2, 3]] * 3, strict=True))
     for label in ("1e30", "-1", "3", "9" * 40):
         said = failure("fit", write_columns(desk / "t.csv", features | {"kind": ["0", label, "1"]}), *own)
@@ -961,7 +957,7 @@ def test_texts_are_no_formulas() -> None:
 
 def test_a_table_for_spreadsheets_has_no_formulas(desk: Path, tmp_path: Path) -> None:
     data = table_at(desk / "t.csv", "number")
-    path, own = fitted_table(desk, data, "three", "--target", "number"), named(desk, "three")
+    path, own = fitted_table(desk, data, "three", "--target number"), named(desk, "three")
     (tmp_path / "names.json").write_text(json.dumps(["=HYPERLINK(1)", "-3", "@x"]))
     out, measures = tmp_path / "out.csv", tmp_path / "measures.csv"
     run("predict", path, data, *own, "-o", out, "--class-names", tmp_path / "names.json")

@@ -307,9 +307,9 @@ def place(tmp_path: Path) -> Path:
     torch.manual_seed(0)
     torch.save(timm.create_model("test_resnet", num_classes=3).state_dict(), tmp_path / "w.pt")
     torch.save(net().state_dict(), tmp_path / "net.pt")
-    common = ["fit", tmp_path / "few", "--method", "diag", "--layers", "last", "--prior-precision", 5]
-    common += ["--image-size", 32, "--workers", 0]
-    named = ["--model", "timm:test_resnet", "--num-classes", 3, "--weights", tmp_path / "w.pt"]
+    common = ["fit", tmp_path / "few", "--method diag --layers last --prior-precision 5"]
+    common += ["--image-size 32 --workers 0"]
+    named = ["--model timm:test_resnet --num-classes 3 --weights", tmp_path / "w.pt"]
     run(*common, *named, "-o", tmp_path / "p.h5")
     named = ["--model", f"{tmp_path / 'nets.py'}:net", "--weights", tmp_path / "net.pt"]
     run(*common, *named, "-o", tmp_path / "n.h5")
@@ -320,23 +320,23 @@ def test_other_commands_take_them(place: Path, monkeypatch: pytest.MonkeyPatch) 
     facts = run_json("inspect", place / "p.h5")["fit"]
     assert (facts["model"], facts["model weights"], facts["model classes"]) == ("timm:test_resnet", "w.pt", 3)
     assert "fit, model weights" in run("inspect", place / "p.h5").stdout
-    data = [place / "few", "--workers", 0, "--n-samples", 2]
-    explicit = ["--model", "timm:test_resnet", "--num-classes", 3, "--weights", place / "w.pt"]
+    data = [place / "few", "--workers 0 --n-samples 2"]
+    explicit = ["--model timm:test_resnet --num-classes 3 --weights", place / "w.pt"]
     run("predict", place / "p.h5", *data, *explicit, "-o", place / "a.csv")
     said = run("predict", place / "p.h5", *data, "-o", place / "b.csv").stderr
     assert said.startswith(f"From '{place / 'p.h5'}': the model timm:test_resnet with the weights '")
     assert said.endswith("w.pt'.\n") and said.count("\n") == 1
     assert (place / "a.csv").read_text() == (place / "b.csv").read_text()
-    assert run("predict", place / "p.h5", *data, "-o", place / "b.csv", "--force", "--quiet").stderr == ""
+    assert run("predict", place / "p.h5", *data, "-o", place / "b.csv", "--force --quiet").stderr == ""
     monkeypatch.chdir(place)
-    few = ["few", "--workers", 0]
+    few = ["few", "--workers 0"]
     run("update", "p.h5", *few, "-o", "u.h5")
-    run("tune", "p.h5", "--data", *few, "--no-search", "--referral-rate", 0.2)
+    run("tune", "p.h5", "--data", *few, "--no-search --referral-rate 0.2")
 
 
 def test_they_move_with_the_file(place: Path) -> None:
     (place / "away").mkdir()
-    update = ["update", place / "p.h5", place / "few", "--workers", 0]
+    update = ["update", place / "p.h5", place / "few", "--workers 0"]
     run(*update, "-o", place / "away" / "p.h5")  # where its weights are not
     assert "model weights" not in run_json("inspect", place / "away" / "p.h5")["fit"]
     (place / "away" / "w.pt").write_bytes((place / "w.pt").read_bytes())
@@ -344,17 +344,17 @@ def test_they_move_with_the_file(place: Path) -> None:
     (place / "w.pt").unlink()
     assert "names the weights 'w.pt', and its folder has no such file; give --weights" in failure(*update)
     (place / "away").rename(place / "further")
-    run("update", place / "further" / "q.h5", place / "few", "--workers", 0)
+    run("update", place / "further" / "q.h5", place / "few", "--workers 0")
 
 
 def test_options_win(place: Path) -> None:
-    update = ["update", place / "p.h5", place / "few", "--workers", 0]
-    assert "There is no weights file 'no.pt'" in failure(*update, "--weights", "no.pt")
-    said = failure(*update, "--model", "timm:test_vit")
+    update = ["update", place / "p.h5", place / "few", "--workers 0"]
+    assert "There is no weights file 'no.pt'" in failure(*update, "--weights no.pt")
+    said = failure(*update, "--model timm:test_vit")
     assert "'timm:test_vit' alone has random weights" in said
     torch.save({k: v + 1 for k, v in torch.load(place / "w.pt").items()}, place / "other.pt")
     assert "not those that the posterior in" in failure(*update, "--weights", place / "other.pt")
-    assert "have another shape" in failure(*update, "--num-classes", 4)
+    assert "have another shape" in failure(*update, "--num-classes 4")
 
 
 def test_named_weights_are_an_input(place: Path) -> None:
@@ -366,7 +366,7 @@ def test_named_weights_are_an_input(place: Path) -> None:
 def test_code_is_run_only_if_the_user_names_it(place: Path) -> None:
     assert run_json("inspect", place / "n.h5")["fit"]["model"] == "nets.py:net"
     (place / "nets.py").write_text(CODE + f"\nopen({str(place / 'run')!r}, 'w')\n")
-    update = ["update", place / "n.h5", place / "few", "--workers", 0]
+    update = ["update", place / "n.h5", place / "few", "--workers 0"]
     said = failure(*update)
     assert "names the model 'nets.py:net', which is code, and code is run only if you name it" in said
     assert not (place / "run").exists()
@@ -405,6 +405,6 @@ def test_a_strangers_file_does_no_harm(
         assert "names no model" in said(model=name)
     (strange / "w.pt").write_bytes((place / "w.pt").read_bytes())
     told.update(facts | {"model": "timm:evil"})
-    assert "timm has no model 'evil'" in failure("update", path, place / "few", "--workers", 0)
+    assert "timm has no model 'evil'" in failure("update", path, place / "few", "--workers 0")
     for classes in (10**12, -1, "3", True, 2.5):
         assert "no possible number of classes" in said(model_classes=classes)

@@ -33,8 +33,8 @@ from posthoc_uq.cli.options import (
     ModelSource,
     Nats,
     Port,
-    Rate,
     Read,
+    Referral,
     Share,
     Window,
     Written,
@@ -140,105 +140,77 @@ def fit(
     """
     from posthoc_uq.core.distributed import together
 
+    if val_data is None and val_split is not None:
+        raise WrongUsage("--val_split is a part of --val_data; give that too.")
+    arguments: dict[str, Any] = {
+        "layers": layers[0] if layers in (["all"], ["last"]) else layers,
+        "prior_precision": prior_precision,
+        "prior_mean": prior_mean,
+        "head": head,
+        "seed": seed,
+        "checkpoint": checkpoint,
+        "output": model_output,
+        **({} if divergence is None else {"divergence": divergence}),
+    }
+
+    def work(source: ModelSource) -> Done:
+        import torch
+
+        from posthoc_uq.cli.data import load_data
+        from posthoc_uq.cli.models import trained_model
+        from posthoc_uq.cli.posterior_file import Meaning, facts_of, image_facts
+        from posthoc_uq.core.distributed import agree, rank, world
+        from posthoc_uq.files import save
+        from posthoc_uq.fitting.fit import fit, takes_layers
+        from posthoc_uq.likelihoods import LIKELIHOODS
+        from posthoc_uq.methods import METHODS
+
+        name, how = str(likelihood.name), method
+        if takes_layers(str(method.name)) and arguments["layers"] in ("all", "last"):
+            how = replace(method, options={"layers": arguments["layers"]} | method.options)
+        chosen = likelihood.make(LIKELIHOODS[name])
+        fitting, meaning = how.make(METHODS[str(method.name)]), Meaning(chosen)
+        if not meaning.labels and os.path.isdir(data):
+            kind = "regression" if name == "regression" else repr(name)
+            raise PosthocUQError(
+                f"A {kind} needs targets that are numbers, and the folder '{data}' has images alone; give the data as "
+                f"package.module:function."
+            )
+        model = trained_model(source)
+        loaded = load_data(data, model, reading, meaning, labels=not unlabelled, split="train", divided=True)
+        val_loader: Iterable[Any] | None = None
+        if val_data is not None:
+            part, meaning = replace(reading, split=val_split, limit=None), replace(meaning, kept=loaded.kept)
+            held_out = load_data(val_data, model, part, meaning, labels=True, split="val")
+            if not held_out.labelled:
+                raise PosthocUQError(f"Held-out data need labels, and '{val_data}' has no class folders.")
+            val_loader = held_out.loader
+        posterior = fit(
+            model.model,
+            loaded.loader,
+            fitting,
+            val_loader=val_loader,
+            # by its name the library finds a regression's noise, and refuses what it would only warn of
+            likelihood=chosen if likelihood.options else name,
+            progress=_progress(console),
+            **arguments,
+        )
+        posterior.history.fit |= {**facts_of(source, output), "data": loaded.spec, **loaded.kept}
+        if loaded.files is not None or data.startswith("torchvision:"):
+            posterior.history.fit |= image_facts(source, model)
+        dtype = None if save_dtype is None else getattr(torch, save_dtype)
+        failed: Exception | None = None
+        try:
+            save(posterior, output, dtype=dtype, compression="gzip" if compress else None)
+        except Exception as error:  # every process must hear of it
+            failed = error
+        agree(failed, "writing the posterior")
+        report, size = posterior.report(), os.path.getsize(output) if rank() == 0 else 0
+        facts = {"output": output, "bytes": size, "report": report.to_dict(), "processes": world()}
+        return Done(f"{report}\nWritten to {output} ({size:,} bytes).", facts)
+
     with process_group(source.device) as device:
-        source = replace(source, device=device)
-        arguments: dict[str, Any] = {
-            "layers": layers[0] if layers in (["all"], ["last"]) else layers,
-            "prior_precision": prior_precision,
-            "prior_mean": prior_mean,
-            "head": head,
-            "seed": seed,
-            "checkpoint": checkpoint,
-            "output": model_output,
-        } | ({} if divergence is None else {"divergence": divergence})
-        held_out = None if val_data is None else (val_data, val_split)
-        if held_out is None and val_split is not None:
-            raise WrongUsage("--val_split is a part of --val_data; give that too.")
-        formats = {"dtype": save_dtype, "compression": "gzip" if compress else None}
-        return together(
-            lambda: _fit(
-                data,
-                output,
-                method,
-                likelihood,
-                source,
-                reading,
-                console,
-                unlabelled,
-                held_out,
-                arguments,
-                formats,
-            ),
-            "the command",
-        )
-
-
-def _fit(
-    spec: str,
-    output: str,
-    method: Choice,
-    likelihood: Choice,
-    source: ModelSource,
-    reading: Data,
-    console: Console,
-    unlabelled: bool,
-    held_out: tuple[str, str | None] | None,
-    arguments: dict[str, Any],
-    formats: dict[str, Any],
-) -> Done:
-    import torch
-
-    from posthoc_uq.cli.data import load_data
-    from posthoc_uq.cli.models import trained_model
-    from posthoc_uq.cli.posterior_file import Meaning, facts_of, image_facts
-    from posthoc_uq.core.distributed import agree, rank, world
-    from posthoc_uq.files import save
-    from posthoc_uq.fitting.fit import fit, takes_layers
-    from posthoc_uq.likelihoods import LIKELIHOODS
-    from posthoc_uq.methods import METHODS
-
-    name = str(likelihood.name)
-    chosen = likelihood.make(LIKELIHOODS[name])
-    layers = arguments["layers"]
-    if takes_layers(str(method.name)) and layers in ("all", "last"):
-        method = replace(method, options={"layers": layers} | method.options)
-    how = method.make(METHODS[str(method.name)])
-    meaning = Meaning(chosen)
-    if not meaning.labels and os.path.isdir(spec):
-        kind = "regression" if name == "regression" else repr(name)
-        raise PosthocUQError(
-            f"A {kind} needs targets that are numbers, and the folder '{spec}' has images alone; give the data as "
-            f"package.module:function."
-        )
-    model = trained_model(source)
-    loaded = load_data(spec, model, reading, meaning, labels=not unlabelled, split="train", divided=True)
-    val_loader: Iterable[Any] | None = None
-    if held_out is not None:
-        part = replace(reading, split=held_out[1], limit=None)
-        other = load_data(
-            held_out[0], model, part, replace(meaning, kept=loaded.kept), labels=True, split="val"
-        )
-        if not other.labelled:
-            raise PosthocUQError(f"Held-out data need labels, and '{held_out[0]}' has no class folders.")
-        val_loader = other.loader
-    # by its name the library finds a regression's noise, and refuses what it would only warn of
-    arguments["likelihood"] = chosen if likelihood.options else name
-    posterior = fit(
-        model.model, loaded.loader, how, val_loader=val_loader, progress=_progress(console), **arguments
-    )
-    posterior.history.fit |= {**facts_of(source, output), "data": loaded.spec, **loaded.kept}
-    if loaded.files is not None or spec.startswith("torchvision:"):
-        posterior.history.fit |= image_facts(source, model)
-    dtype = None if formats["dtype"] is None else getattr(torch, formats["dtype"])
-    failed: Exception | None = None
-    try:
-        save(posterior, output, dtype=dtype, compression=formats["compression"])
-    except Exception as error:  # every process must hear of it
-        failed = error
-    agree(failed, "writing the posterior")
-    report, size = posterior.report(), os.path.getsize(output) if rank() == 0 else 0
-    facts = {"output": output, "bytes": size, "report": report.to_dict(), "processes": world()}
-    return Done(f"{report}\nWritten to {output} ({size:,} bytes).", facts)
+        return together(lambda: work(replace(source, device=device)), "the command")
 
 
 @contextmanager
@@ -280,6 +252,7 @@ def tune(
     head: Choice,
     source: ModelSource,
     reading: Data,
+    referral: Referral,
     console: Console,
     data: DataName | None = None,
     output: Written | None = None,
@@ -294,8 +267,6 @@ def tune(
     max_evaluations: Count = 12,
     seed: int = 0,
     search: bool = True,
-    referral_rate: Rate | None = None,
-    referral_score: list[str] | None = None,
     calibrate: bool = False,
 ) -> Done:
     """Choose the hyperparameters of the posterior in FILE, set its threshold for referral, and rewrite it.
@@ -330,16 +301,13 @@ def tune(
         max_evaluations: evaluations of each hyperparameter other than the prior precision.
         seed: of the draws.
         search: no-search leaves the hyperparameters as they are.
-        referral_rate: set thresholds above which this share of the held-out data lies; predict flags by them.
-        referral_score: which uncertainty, or several; by default entropy, or standard_deviation of values, and novelty
-            if FILE knows it. Of several, any may refer an input.
         calibrate: mend the scale of the moments head by Monte Carlo.
     """
-    needs_data = referral_rate is not None or calibrate
+    score, rate = referral.score(), referral.referral_rate
+    needs_data = rate is not None or calibrate
     _check_tuning(
         criterion, divergence, data is not None, needs_data or bool(temperature), needs_data, search
     )
-    score = _score(referral_score, referral_rate)
 
     from posthoc_uq.cli.data import load_data
     from posthoc_uq.cli.posterior_file import meaning_of, opened, rewrite, stored_dtype
@@ -399,16 +367,16 @@ def tune(
                 if not isinstance(predictor, MomentsPredictor):
                     raise PosthocUQError("--calibrate is for the moments head; give --head moments too.")
                 predictor.calibrate(loaded.loader, progress=_progress(console))
-            if referral_rate is not None:
+            if rate is not None:
                 prediction = predictor.predict(loaded.loader, progress=_progress(console))
-                threshold = set_referral(predictor, prediction, referral_rate, score)
+                threshold = set_referral(predictor, prediction, rate, score)
     rewrite(posterior, file, output, source, stored_dtype(file))
     prior = posterior.prior_precision
     # the prior precision first, if there is one: it is what most searches are about
     shown = dict(sorted(posterior.reported().items(), key=lambda item: item[0] != "prior precision"))
     if posterior.noise_variance is not None:
         shown["noise variance"] = posterior.noise_variance.tolist()
-    referral: Mapping[str, Any] = posterior.history.referral if threshold is not None else {}
+    of_file: Mapping[str, Any] = posterior.history.referral if threshold is not None else {}
     facts = {
         "output": output or file,
         "hyperparameters": shown,
@@ -416,10 +384,10 @@ def tune(
         **facts,
         "searched through": posterior.history.head or None,
         "threshold": threshold,
-        "score": referral.get("score", list(referral.get("scores", {})) or None),
-        "rule": rule_of(referral) or None,
-        "rate": referral.get("rate"),
-        "head": referral.get("head"),
+        "score": of_file.get("score", list(of_file.get("scores", {})) or None),
+        "rule": rule_of(of_file) or None,
+        "rate": of_file.get("rate"),
+        "head": of_file.get("head"),
     }
     return Done(_tuning_in_words(facts), facts)
 
@@ -459,17 +427,6 @@ def _check_tuning(
         raise WrongUsage("--criterion evidence needs no data; leave --data out.")
     if divergence is not None and (criterion == "evidence" or (criterion is None and not data)):
         raise WrongUsage("--divergence is of the criteria faithful and likelihood, which need --data DATA.")
-
-
-def _score(names: list[str] | None, rate: float | None) -> Any:
-    """The scores of a threshold as the library takes them: one, or a tuple of several."""
-    if names is None:
-        return None
-    if rate is None:
-        raise WrongUsage("--referral_score belongs to --referral_rate.")
-    if not all(names) or len(set(names)) < len(names):
-        raise WrongUsage(f"--referral_score: {','.join(names)!r} is not a score, nor different scores.")
-    return tuple(names) if len(names) > 1 else names[0]
 
 
 # predict
@@ -632,14 +589,13 @@ def evaluate(
     head: Choice,
     source: ModelSource,
     reading: Data,
+    referral: Referral,
     console: Console,
     ood: Annotated[list[str], "data"] | None = None,
     report: Written | None = None,
     csv: Written | None = None,
     json_file: Written | None = None,
     force: bool = False,
-    referral_rate: Rate | None = None,
-    referral_score: list[str] | None = None,
     class_names: Read | None = None,
     seed: int = 0,
 ) -> Done:
@@ -660,13 +616,10 @@ def evaluate(
         csv: write all numbers as a table.
         json_file: write all numbers as JSON.
         force: write over files that are there already, but never over an input.
-        referral_rate: set thresholds above which this share of DATA lies, in FILE; predict flags by them.
-        referral_score: which uncertainty, or several; by default entropy, or standard_deviation of values, and novelty
-            if FILE knows it. Of several, any may refer an input.
         class_names: names of the outputs: one a line, or JSON; or a folder with a folder for each class.
         seed: of the draws.
     """
-    score = _score(referral_score, referral_rate)
+    score, rate = referral.score(), referral.referral_rate
     foreign = _named_data(ood or [])
 
     from posthoc_uq.cli.data import load_data
@@ -697,7 +650,7 @@ def evaluate(
         display=None if loaded.files is None else model.transform.display,
         progress=_progress(console),
     )
-    threshold = None if referral_rate is None else evaluation.set_referral(referral_rate, score)
+    threshold = None if rate is None else evaluation.set_referral(rate, score)
     if csv is not None:
         evaluation.to_csv(csv)
     if json_file is not None:

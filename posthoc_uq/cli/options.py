@@ -156,3 +156,32 @@ class Data:
     limit: Count | None = None
     batch_size: Count = 32
     workers: Natural | None = None
+
+
+@dataclass(frozen=True, kw_only=True)
+class Referral:
+    """Thresholds above which `predict` flags an input, for a person to look at.
+
+    Attributes:
+        referral_rate: set them so that this share of the held-out data lies above, and keep them in FILE.
+        referral_score: which uncertainty, or several; by default entropy, or standard_deviation of values, and novelty
+            if FILE knows it. Of several, any may refer an input.
+    """
+
+    referral_rate: Rate | None = None
+    referral_score: list[str] | None = None
+
+    def score(self) -> Any:
+        """The scores as the library takes them: one, or a tuple of several.
+
+        Raises:
+            WrongUsage: they are none, or of no threshold.
+        """
+        names = self.referral_score
+        if names is None:
+            return None
+        if self.referral_rate is None:
+            raise WrongUsage("--referral_score belongs to --referral_rate.")
+        if not all(names) or len(set(names)) < len(names):
+            raise WrongUsage(f"--referral_score: {','.join(names)!r} is not a score, nor different scores.")
+        return tuple(names) if len(names) > 1 else names[0]
