@@ -168,14 +168,14 @@ def _in_words(kind: Any) -> str:
     """A type as an error names it."""
     words: list[str] = []
     for part in _parts(kind):
+        if part is int and float in _parts(kind):
+            continue  # a number all the same
         if get_origin(part) is Literal:
             words += map(str, get_args(part))
         elif get_origin(part) is list:
             words.append(f"{_in_words(get_args(part)[0])}, or several with commas")
         elif part is not type(None):
             words.append(_NUMBERS.get(part, "text" if part is str else part.__name__))
-    if float in _parts(kind):  # of which whole numbers are some
-        words.remove(_NUMBERS[int]) if _NUMBERS[int] in words else None
     return f"{', '.join(words[:-1])} or {words[-1]}" if len(words) > 1 else words[0]
 
 
@@ -259,9 +259,8 @@ class Command:
             for own in options_of(kind):
                 if f"{word}.{own.name}" in self.kinds or own.name in _SHARED.get(word, ()):
                     continue
-                if (
-                    word != "method"
-                ):  # what is not given is as in the posterior's file, or found from the data
+                # what is not given of a likelihood or head is found from the data, or as in the posterior's file
+                if word != "method":
                     usual = "" if own.default is None else f" ({own.default} by default)"
                     own = replace(own, default=None, text=own.text.rstrip(".") + usual + ".")
                 self._add(group, f"{word}.", own)
