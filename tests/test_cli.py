@@ -759,9 +759,8 @@ class TestFit:
         command += [*model_options(place), "--batch-size", 5, "--rank", RANK, "--prior-precision", 5.0]
         command += ["--limit", 35, "-o", place / "two.h5", "--json"]
         environment = os.environ | {"OMP_NUM_THREADS": "1"}
-        done = subprocess.run(
-            [str(part) for part in command], capture_output=True, text=True, env=environment, timeout=240
-        )
+        words = words_of(command)
+        done = subprocess.run(words, capture_output=True, text=True, env=environment, timeout=240)
         assert done.returncode == 0, done.stderr[-2000:]
         said = json.loads(done.stdout)
         assert "text" not in said
