@@ -1,6 +1,8 @@
 """``python -m posthoc_uq``: the command line."""
 
+import sys
+
 from posthoc_uq.cli import main
 
 if __name__ == "__main__":
-    main()
+    sys.exit(main())

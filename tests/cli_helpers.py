@@ -2,20 +2,19 @@
 
 from __future__ import annotations
 
-import inspect
 import json
 from collections.abc import Sequence
+from contextlib import redirect_stderr, redirect_stdout
+from io import StringIO
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
-from click import Command
-from click.testing import CliRunner, Result
 from PIL import Image
 from torch import nn
 
-from posthoc_uq.cli.entry import commands
+from posthoc_uq.cli import main
 
 CLASSES = ("cat", "dog", "emu")
 SIZE = 12
@@ -141,18 +140,31 @@ def tensors(folder: Path) -> tuple[torch.Tensor, torch.Tensor]:
     return images, torch.tensor([label for _, label in found])
 
 
-def invoke(command: Command, *arguments: Any) -> Result:
-    """A command in this process; its standard error apart, which click before 8.2 does only when it is told."""
-    told = {"mix_stderr": False} if "mix_stderr" in inspect.signature(CliRunner).parameters else {}
-    return CliRunner(**told).invoke(command, [str(argument) for argument in arguments])
+class Result(NamedTuple):
+    """How a command ended."""
+
+    code: int
+    stdout: str
+    stderr: str
+
+
+def words_of(arguments: Sequence[Any]) -> list[str]:
+    """Arguments as a shell gives them; several options may stand in one text."""
+    return [
+        word
+        for a in arguments
+        for word in (a.split() if isinstance(a, str) and a.startswith("--") else [str(a)])
+    ]
 
 
 def run(*arguments: Any, code: int = 0) -> Result:
     """A command in this process; its exit code must be the expected one, and an error, or wrong usage, one line below
     warnings and what was taken from the posterior's file.
     """
-    result = invoke(commands, *arguments)
-    assert result.exit_code == code, (result.exit_code, result.output, result.exception)
+    with redirect_stdout(StringIO()) as stdout, redirect_stderr(StringIO()) as stderr:
+        ended = main(words_of(arguments))
+    result = Result(ended, stdout.getvalue(), stderr.getvalue())
+    assert result.code == code, result
     if code in (1, 2):
         errors = [line for line in result.stderr.splitlines() if not line.startswith(("Warning: ", "From '"))]
         assert len(errors) == 1 and errors[0].startswith("Error: "), result.stderr
@@ -163,6 +175,11 @@ def run(*arguments: Any, code: int = 0) -> Result:
 def failure(*arguments: Any) -> str:
     """What a command that fails says."""
     return run(*arguments, code=1).stderr
+
+
+def misuse(*arguments: Any) -> str:
+    """What a command that is called wrongly says."""
+    return run(*arguments, code=2).stderr
 
 
 def run_json(*arguments: Any, code: int = 0) -> dict[str, Any]:

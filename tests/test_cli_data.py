@@ -1,8 +1,10 @@
-"""Data from the command line: folders, class maps, torchvision's sets, the user's own functions."""
+"""Data from the command line: folders, masks, class maps, tables, torchvision's sets, the user's own functions."""
 
 from __future__ import annotations
 
+import csv
 import json
+import math
 import os
 import struct
 import sys
@@ -14,31 +16,25 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from cli_helpers import CODE, make_images, net
+from cli_helpers import CODE, NETS, failure, make_images, net, run, run_json
 from PIL import Image
+from torch import nn
 from torch.utils.data import DataLoader, DistributedSampler
 
 import posthoc_uq as uq
-from posthoc_uq.cli.data import data_of
+from posthoc_uq.cli.data import load_data
 from posthoc_uq.cli.images import FolderImages, ImageLoader, Trouble, image_files
 from posthoc_uq.cli.labels import folder_labels, read_map, read_names
-from posthoc_uq.cli.meaning import meaning_of_likelihood
-from posthoc_uq.cli.models import Source
+from posthoc_uq.cli.models import TrainedModel, read_state
+from posthoc_uq.cli.options import Data
+from posthoc_uq.cli.posterior_file import Meaning
 from posthoc_uq.cli.transforms import Preprocessing
-from posthoc_uq.cli.weights import read_state
 from posthoc_uq.core.distributed import own_samples, sampler_of
 from posthoc_uq.core.paths import IMAGE_ENDINGS
-from posthoc_uq.deployment import read_scores
+from posthoc_uq.core.tables import csv_text, text_of_csv
+from posthoc_uq.deployment import ScoreLog, read_scores
 
-GIVEN: dict[str, Any] = {
-    **dict.fromkeys("split class_map limit ignore_index".split()),
-    "target": (),
-    "columns": (),
-    "data_root": "data",
-    "download": False,
-    "batch_size": 4,
-    "workers": 0,
-}
+pytestmark = pytest.mark.filterwarnings("ignore::UserWarning")
 
 
 def read(
@@ -47,15 +43,20 @@ def read(
     labels: bool = True,
     split: str = "train",
     part: str | None = None,
+    *,
+    likelihood: uq.Likelihood | None = None,
+    model: TrainedModel | None = None,
+    numbered: bool = False,
+    skip: bool = False,
     **given: Any,
 ) -> Any:
     """Data as the commands get them."""
-    model = net() if channels == 3 else torch.nn.Conv2d(1, 3, 3)
-    source = Source(model, "x:y", Preprocessing(channels).transform(), None)
-    own = {name: given.pop(name) for name in ("numbered", "skip") if name in given}
-    options = GIVEN | {"split": part} | given
-    meaning = meaning_of_likelihood("classification")
-    return data_of(str(spec), source, options, meaning, labels=labels, split=split, **own)
+    network = net() if channels == 3 else nn.Conv2d(1, 3, 3)
+    model = model or TrainedModel(network, "x:y", Preprocessing(channels).transform())
+    reading = Data(**({"split": part, "batch_size": 4, "workers": 0} | given))
+    meaning = Meaning(likelihood or uq.Categorical())
+    settings: dict[str, Any] = {"labels": labels, "split": split, "numbered": numbered, "skip": skip}
+    return load_data(str(spec), model, reading, meaning, **settings)
 
 
 def complaint(work: Any) -> str:
@@ -86,7 +87,7 @@ class TestFolders:
         data = read(folder)
         assert labels_of(data) == [0] * 4 + [1] * 4 + [2] * 4
         assert data.files[0] == "cat/0.png" and len(data.files) == 12 and data.labelled
-        assert data.class_names == ["cat", "dog", "emu"]
+        assert data.names == ["cat", "dog", "emu"]
         images = torch.cat([inputs for inputs, _ in data.loader])
         for path, image in zip(data.files, images, strict=True):
             pixels = np.array(Image.open(folder / path)).astype(np.float32) / 255
@@ -102,7 +103,7 @@ class TestFolders:
     def test_labels_are_left_aside_where_none_are_wanted(self, folder: Path) -> None:
         make_images(folder / "deep" / "deeper", ("",), 1, 3)
         data = read(folder, labels=False, numbered=True)
-        assert len(data.files) == 13 and not data.labelled and data.class_names is None
+        assert len(data.files) == 13 and not data.labelled and data.names is None
         numbers = torch.cat([numbers for _, numbers in data.loader])
         assert numbers.tolist() == list(range(13))
 
@@ -143,7 +144,7 @@ class TestFolders:
         Image.new("RGB", (20, 30)).save(folder / "dog" / "large.png")
         said = complaint(lambda: list(read(folder).loader))
         assert (
-            "images differ in size, (3, 14, 12) and (3, 30, 20) in one batch; give --image-size, or --batch-size 1."
+            "images differ in size, (3, 14, 12) and (3, 30, 20) in one batch; give --image_size, or --batch_size 1."
             in said
         )
 
@@ -260,9 +261,9 @@ class TestLabels:
         (tmp_path / "three.json").write_text('{"cat": 2, "dog": 0, "emu": 1}')
         data = read(folder, class_map=str(tmp_path / "three.json"))
         assert labels_of(data) == [2] * 4 + [0] * 4 + [1] * 4
-        assert data.class_names == ["dog", "emu", "cat"]
+        assert data.names == ["dog", "emu", "cat"]
         (folder / "emu").rename(tmp_path / "emu")
-        assert read(folder, class_map=str(tmp_path / "three.json")).class_names is None
+        assert read(folder, class_map=str(tmp_path / "three.json")).names is None
         (tmp_path / "emu").rename(folder / "emu")
         (tmp_path / "less.txt").write_text("cat\n")
         said = complaint(lambda: read(folder, class_map=str(tmp_path / "less.txt")))
@@ -308,7 +309,7 @@ class TestTorchvision:
         root = {"data_root": str(tmp_path)}
         assert "Did you mean 'FashionMNIST'" in complaint(lambda: read("torchvision:FashonMNIST", **root))
         said = complaint(lambda: read("torchvision:FashionMNIST", **root))
-        assert f"cannot be read from '{tmp_path}' (Dataset not found)" in said and "--data-root" in said
+        assert f"cannot be read from '{tmp_path}' (Dataset not found)" in said and "--data_root" in said
         assert "has the splits train and test" in complaint(
             lambda: read("torchvision:FashionMNIST", split="val", **root)
         )
@@ -434,3 +435,537 @@ def test_no_other_formats_than_the_promised(tmp_path: Path, monkeypatch: pytest.
     for ending in IMAGE_ENDINGS:
         Image.new("RGB", (4, 4)).save(tmp_path / f"z{ending}")
         assert len(list(read(tmp_path / f"z{ending}", labels=False).loader)) == 1
+
+
+# Images with masks.
+
+PIXEL_CLASSES, SIZE, IGNORED = 3, 8, 255
+SCENES = """
+import torch
+from torch import nn
+
+
+def net():
+    with torch.random.fork_rng():
+        torch.manual_seed(0)
+        return nn.Sequential(nn.Conv2d(3, 4, 3, padding=1), nn.ReLU(), nn.Conv2d(4, 3, 1))
+
+
+def coarse():
+    return nn.Sequential(nn.Conv2d(3, 3, 2, stride=2))
+
+
+def half(image):
+    return torch.zeros(3, 4, 4)
+"""
+
+
+def pixel_net() -> nn.Module:
+    with torch.random.fork_rng():
+        torch.manual_seed(0)
+        return nn.Sequential(nn.Conv2d(3, 4, 3, padding=1), nn.ReLU(), nn.Conv2d(4, PIXEL_CLASSES, 1)).eval()
+
+
+def make_scenes(folder: Path, count: int, seed: int, ignored: int = IGNORED) -> None:
+    """Noise whose brightness is the class of a pixel; a corner is ignored."""
+    random = np.random.default_rng(seed)
+    (folder / "images" / "deep").mkdir(parents=True)
+    (folder / "masks" / "deep").mkdir(parents=True)
+    for number in range(count):
+        name = f"deep/{number}" if number == 0 else f"{number}"
+        mask = random.integers(0, PIXEL_CLASSES, (SIZE, SIZE)).astype(np.uint8)
+        pixels = (mask[..., None] * 80 + random.integers(0, 60, (SIZE, SIZE, 3))).astype(np.uint8)
+        mask[:2, :2] = ignored
+        Image.fromarray(pixels).save(folder / "images" / f"{name}.bmp")
+        Image.fromarray(mask).save(folder / "masks" / f"{name}.png")
+
+
+def scenes(folder: Path, ignored: int = IGNORED) -> tuple[list[str], torch.Tensor, torch.Tensor]:
+    """All names, images and masks, as the model without a transform of its own gets them."""
+    images, masks = folder / "images", folder / "masks"
+    names = sorted(str(path.relative_to(images)) for path in images.rglob("*.bmp"))
+    x = np.stack([np.asarray(Image.open(images / name)).astype(np.float32) / 255 for name in names])
+    y = np.stack([np.asarray(Image.open(masks / name.replace(".bmp", ".png"))) for name in names])
+    labels = torch.from_numpy(y.astype(np.int64))
+    labels[labels == ignored] = -100
+    return names, torch.from_numpy(x).permute(0, 3, 1, 2).contiguous(), labels
+
+
+@pytest.fixture(scope="module")
+def city(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("masks")
+    (folder / "nets.py").write_text(SCENES)
+    make_scenes(folder / "train", 6, 0)
+    make_scenes(folder / "val", 4, 1)
+    return folder
+
+
+def own(city: Path, name: str = "net") -> list[Any]:
+    return ["--model", f"{city / 'nets.py'}:{name}", "--workers 0"]
+
+
+def fitted_scenes(city: Path, target: Path, *options: Any) -> Path:
+    given = ["--method kfac --keep-grams --prior-precision 2", *options]
+    run("fit", city / "train", *own(city), "-o", target / "p.h5", *given)
+    return target / "p.h5"
+
+
+def test_the_fit_is_that_of_the_library(city: Path, tmp_path: Path) -> None:
+    path, model = fitted_scenes(city, tmp_path), pixel_net()
+    _, x, y = scenes(city / "train")
+    expected = uq.fit(model, [(x, y)], "kfac", prior_precision=2, keep_grams=True, progress=False)
+    found = uq.load(path, model)
+    for name, block in expected.blocks.items():
+        torch.testing.assert_close(found.blocks[name].dense(), block.dense())
+    assert found.scale == 6 and found.history.fit["mask value ignored"] == IGNORED
+    # with another value, the corner is of a class that there is not
+    said = failure("fit", city / "train", *own(city), "-o", path, "--force --ignore-index 7")
+    assert "has the class 255, and the model the classes 0 to 2; --ignore_index" in said
+
+
+def test_every_command_and_the_maps(city: Path, tmp_path: Path) -> None:
+    path = fitted_scenes(city, tmp_path)
+    run("tune", path, *own(city), "--data", city / "val", "--head linearized --referral-rate 0.25")
+    assert run_json("update", path, city / "val", *own(city))["samples"] == 10
+    assert run_json("update", path, city / "val", *own(city), "--remove")["samples"] == 6
+    run("tune", path, *own(city), "--data", city / "val", "--no-search --referral-rate 0.25")
+    said = run_json("evaluate", path, city / "val", *own(city), "--report", tmp_path / "r.html")
+    names, x, y = scenes(city / "val")
+    model = pixel_net()
+    predictor = uq.wrap(model, uq.load(path, model))
+    prediction = predictor(x)
+    quality = said["quality"]["kfac, linearized"]
+    assert quality["NLL"] == pytest.approx(prediction.quality(y)["NLL"], rel=1e-5)
+    out, maps = tmp_path / "out.csv", tmp_path / "deep" / "maps"
+    run("predict", path, city / "val", *own(city), "-o", out, "--maps", maps, "--batch-size 3")
+    with out.open(newline="") as file:
+        rows = list(csv.DictReader(file))
+    assert [row["file"] for row in rows] == names
+    assert " ".join(rows[0]).startswith(
+        "file label_1 share_1 label_2 share_2 label_3 share_3 entropy mutual_inf"
+    )
+    for i, row in enumerate(rows):
+        predicted = prediction.predicted()[i]
+        counts = predicted.flatten().bincount(minlength=PIXEL_CLASSES)
+        assert float(row["share_1"]) == pytest.approx(int(counts.max()) / SIZE**2)
+        assert int(row["label_1"]) == int(counts.argmax())
+        assert float(row["largest_entropy"]) == pytest.approx(float(prediction.entropy()[i].max()), rel=1e-4)
+        assert float(row["novelty"]) == pytest.approx(float(prediction.novelty()[i].mean()), rel=1e-4)
+        name = names[i].replace(".bmp", ".png")
+        assert np.array_equal(np.asarray(Image.open(maps / "class" / name)), predicted.numpy())
+        for score, largest in (
+            ("entropy", math.log(PIXEL_CLASSES)),
+            ("mutual_information", math.log(PIXEL_CLASSES)),
+        ):
+            read = np.asarray(Image.open(maps / score / name)).astype(float) / 65535 * largest
+            exact = prediction.scores_by_position()[score][i].double().numpy()
+            assert np.abs(read - exact).max() < 2e-5 * largest + 1e-6
+        novelty = np.asarray(Image.open(maps / "novelty" / name)).astype(float) / 65535
+        assert np.abs(novelty - prediction.novelty()[i].double().numpy()).max() < 1e-4
+    assert {row["flag"] for row in rows} <= {"0", "1"}
+
+
+def test_a_plain_folder_is_predicted(city: Path, tmp_path: Path) -> None:
+    path = fitted_scenes(city, tmp_path)
+    run("predict", path, city / "val" / "images", *own(city), "-o", tmp_path / "out.csv")
+    assert len((tmp_path / "out.csv").read_text().splitlines()) == 5
+    for name in ("a.png", "a.bmp"):
+        Image.new("RGB", (SIZE, SIZE)).save(tmp_path / name)
+    arguments = [*own(city), "-o", tmp_path / "out.csv", "--force --maps", tmp_path / "maps"]
+    assert "would have the same name" in failure("predict", path, tmp_path, *arguments)
+    (tmp_path / "flat").write_text("")
+    arguments[-1] = tmp_path / "flat"
+    assert "cannot be made" in failure("predict", path, city / "val" / "images", *arguments)
+
+
+def test_maps_are_of_pixels(city: Path, tmp_path: Path) -> None:
+    code = tmp_path / "flat_net.py"
+    code.write_text(
+        "from torch import nn\n\n\ndef net():\n    return nn.Sequential(nn.Flatten(), nn.Linear(192, 3))\n"
+    )
+    (tmp_path / "w.pt").write_bytes(b"")
+    torch.save(nn.Sequential(nn.Flatten(), nn.Linear(192, 3)).state_dict(), tmp_path / "w.pt")
+    flat = ["--model", f"{code}:net", "--weights", tmp_path / "w.pt"]
+    run("fit", city / "val" / "images", *flat, "-o", tmp_path / "p.h5", "--unlabelled --method diag")
+    arguments = ["-o", tmp_path / "out.csv", "--maps", tmp_path / "maps"]
+    said = failure("predict", tmp_path / "p.h5", city / "val" / "images", *flat, *arguments)
+    assert "--maps is for models that predict the class of every pixel" in said
+    # and a model of one class an image has no use for masks
+    assert "classes of pixels are" in failure("fit", city / "val", *flat, "-o", tmp_path / "q.h5")
+
+
+def test_faults_of_the_layout(city: Path, tmp_path: Path) -> None:
+    folder = tmp_path / "scenes"
+    make_scenes(folder, 3, 0)
+    arguments = ["fit", folder, *own(city), "-o", tmp_path / "p.h5", "--method diag"]
+    mask = folder / "masks" / "2.png"
+    pixels = mask.read_bytes()
+    for content, words in (
+        (np.zeros((SIZE, SIZE, 3), np.uint8), "has colours (mode RGB)"),
+        (np.zeros((SIZE, SIZE + 1), np.uint8), "size is 8 x 9, and that of its image 8 x 8"),
+        (np.full((SIZE, SIZE), 3, np.uint8), "has the class 3"),
+    ):
+        Image.fromarray(content).save(mask)
+        assert words in failure(*arguments)
+    mask.write_bytes(b"no image")
+    assert "Unreadable image" in failure(*arguments)
+    mask.write_bytes(pixels)
+    assert "classes of pixels are" in failure(*arguments[:2], *own(city, "coarse"), *arguments[5:])
+    said = failure(*arguments, "--transform", f"{city / 'nets.py'}:half")
+    assert "a mask cannot follow one of your own" in said
+    assert "needs targets that are numbers" in failure(*arguments, "--likelihood poisson")
+    assert "classes of pixels, and the likelihood is 'ordinal'" in failure(*arguments, "--likelihood ordinal")
+    mask.rename(folder / "masks" / "2.jpg")
+    assert "is no PNG file" in failure(*arguments)
+    (folder / "masks" / "2.jpg").rename(folder / "masks" / "3.png")
+    assert "has no counterpart in" in failure(*arguments)
+
+
+def test_masks_go_through_the_same_crop(tmp_path: Path) -> None:
+    # the image shows the mask itself, so both must be cut and resized alike
+    for part in ("images", "masks"):
+        (tmp_path / part).mkdir()
+    pattern = np.zeros((24, 40), np.uint8)
+    pattern[:12, 10:20] = 1
+    pattern[12:, 20:] = 2
+    Image.fromarray(np.repeat((pattern * 100)[..., None], 3, 2)).save(tmp_path / "images" / "a.png")
+    palette = Image.fromarray(pattern, mode="P")
+    palette.putpalette([0, 0, 0, 255, 0, 0, 0, 255, 0])
+    palette.save(tmp_path / "masks" / "a.png")
+    model = TrainedModel(pixel_net(), "x:y", Preprocessing(3, (12, 12), 12, "nearest").transform())
+    given: dict[str, Any] = {"model": model, "batch_size": 1}
+    ((x, y),) = list(read(tmp_path, ignore_index=9, **given).loader)
+    assert torch.equal((x[:, 0] * 255 / 100).round().long(), y) and y.unique().tolist() == [0, 1, 2]
+    # what is ignored has the likelihood's label
+    likelihood = uq.Categorical(ignore_index=200)
+    ((_, y),) = list(read(tmp_path, ignore_index=2, likelihood=likelihood, **given).loader)
+    assert y.unique().tolist() == [0, 1, 200]
+
+
+def test_models_of_torchvision_by_name(tmp_path: Path) -> None:
+    from torchvision.models import get_model
+
+    with torch.random.fork_rng():
+        torch.manual_seed(0)
+        model = get_model("lraspp_mobilenet_v3_large", weights=None, weights_backbone=None, num_classes=3)
+    torch.save(model.state_dict(), tmp_path / "w.pt")
+    (tmp_path / "scenes").mkdir()
+    make_scenes(tmp_path / "scenes" / "a", 2, 0)
+    given = ["--model torchvision:lraspp_mobilenet_v3_large --weights", tmp_path / "w.pt"]
+    given += ["--num-classes 3 --image-size 32"]
+    path, maps = tmp_path / "p.h5", tmp_path / "maps"
+    last = ["--method diag --layers last --prior-precision 2"]
+    run("fit", tmp_path / "scenes" / "a", *given, "-o", path, *last)
+    run("predict", path, tmp_path / "scenes" / "a", *given, "-o", tmp_path / "o.csv", "--maps", maps)
+    assert Image.open(maps / "class" / "1.png").size == (32, 32)
+
+
+# Tables.
+
+NAMES = ("age", "height", "income")
+ROWS = 40
+
+
+def mlp(outputs: int) -> nn.Module:
+    with torch.random.fork_rng():
+        torch.manual_seed(0)
+        return nn.Sequential(nn.Linear(3, 4), nn.Tanh(), nn.Linear(4, outputs))
+
+
+def features() -> np.ndarray:
+    return np.random.default_rng(0).normal(size=(ROWS, 3)).astype(np.float32)
+
+
+def targets() -> dict[str, list[Any]]:
+    """Columns of targets, by what they are."""
+    x = features()
+    group = (x[:, 0] > -0.5).astype(int) + (x[:, 0] > 0.5)
+    return {
+        "price": [f"{value:.6g}" for value in x[:, 0] - x[:, 1]],
+        "rent": [f"{value:.6g}" for value in 2 * x[:, 2]],
+        "visits": np.random.default_rng(1).poisson(np.exp(x[:, 0])).tolist(),
+        "kind": [("cat", "dog", "emu")[i] for i in group],
+        "number": group.tolist(),
+        "tall": (x[:, 1] > 0).astype(int).tolist(),
+        "rich": (x[:, 2] > 0).astype(int).tolist(),
+    }
+
+
+def write_columns(path: Path, columns: dict[str, Any], separator: str = ",") -> Path:
+    with path.open("w", newline="") as file:
+        writer = csv.writer(file, delimiter=separator)
+        writer.writerow(columns)
+        writer.writerows(zip(*columns.values(), strict=True))
+    return path
+
+
+def table_at(path: Path, *names: str, **options: Any) -> Path:
+    """The inputs, with some columns of targets between them."""
+    values = {name: column.tolist() for name, column in zip(NAMES, features().T, strict=True)}
+    own = {name: targets()[name] for name in names}
+    return write_columns(path, {"age": values["age"]} | own | values, **options)
+
+
+@pytest.fixture
+def desk(tmp_path: Path) -> Path:
+    (tmp_path / "nets.py").write_text(NETS)
+    return tmp_path
+
+
+def rows_of(path: Path) -> list[dict[str, str]]:
+    with path.open(newline="") as file:
+        return list(csv.DictReader(file))
+
+
+def named(desk: Path, name: str) -> list[Any]:
+    return ["--model", f"{desk / 'nets.py'}:{name}"]
+
+
+def fitted_table(desk: Path, data: Path, name: str, *options: Any) -> Path:
+    own = ["--method kfac --keep-grams --prior-precision 2"]
+    run("fit", data, *named(desk, name), "-o", desk / "p.h5", *own, *options)
+    return desk / "p.h5"
+
+
+def batch_of(y: torch.Tensor) -> list[Any]:
+    return [(torch.from_numpy(features()), y)]
+
+
+@pytest.mark.parametrize(
+    ("likelihood", "name", "columns", "measure"),
+    [
+        ("regression", "one", ["price"], "RMSE"),
+        ("regression", "two", ["price", "rent"], "RMSE"),
+        ("negative_binomial", "one", ["visits"], "RMSE"),
+        ("poisson", "one", ["visits"], "mean deviance"),
+        ("multilabel", "two", ["tall", "rich"], "mAP"),
+        ("heteroscedastic", "two", ["price"], "log density"),
+        ("classification", "three", ["kind"], "accuracy"),
+        ("ordinal", "one", ["number"], "RPS"),
+        ("binary", "one", ["tall"], "accuracy"),
+    ],
+)
+def test_a_table_is_what_python_gives(
+    desk: Path, likelihood: str, name: str, columns: list[str], measure: str
+) -> None:
+    data = table_at(desk / "t.csv", *columns)
+    targeted = [part for column in columns for part in ("--target", column)]
+    labels, ordered = likelihood in ("classification", "ordinal", "binary"), likelihood == "ordinal"
+    own = ["--likelihood", likelihood, *targeted]
+    path = fitted_table(desk, data, name, *own, *(["--thresholds -0.5,0.5"] if ordered else []))
+    network = mlp({"one": 1, "two": 2, "three": 3}[name])
+    found = targets()
+    if columns == ["kind"]:
+        y = torch.tensor(found["number"])  # cat, dog, emu in sorted order
+    elif labels:
+        y = torch.tensor(found[columns[0]])
+    else:
+        y = torch.tensor([[float(value) for value in found[column]] for column in columns]).T
+    expected = uq.fit(
+        network,
+        batch_of(y),
+        "kfac",
+        likelihood=uq.Ordinal([-0.5, 0.5]) if ordered else likelihood,
+        prior_precision=2,
+        progress=False,
+        keep_grams=True,
+    )
+    read = uq.load(path, network)
+    for block in expected.blocks:
+        torch.testing.assert_close(read.blocks[block].dense(), expected.blocks[block].dense())
+    said = run_json("evaluate", path, data, *named(desk, name))
+    assert measure in said["quality"]["kfac, linearized"]
+    # a table without the targets, in another order and with a column more, is predicted by the names
+    values = dict(zip(NAMES, features().T.tolist(), strict=True))
+    other = write_columns(
+        desk / "new.csv",
+        {"income": values["income"], "id": range(ROWS), "height": values["height"], "age": values["age"]},
+    )
+    run("predict", path, other, *named(desk, name), "-o", desk / "out.csv")
+    out = rows_of(desk / "out.csv")
+    prediction = uq.wrap(network, read)(torch.from_numpy(features()))
+    assert [row["file"] for row in out] == [str(i) for i in range(ROWS)]
+    if "label_1" in out[0]:
+        top = prediction.top_k(1)
+        own_names = {"classification": ["cat", "dog", "emu"], "multilabel": columns}
+        shown = own_names.get(likelihood, ["0", "1", "2"])
+        assert [row["label_1"] for row in out] == [shown[i] for i in top.labels[:, 0].tolist()]
+        given = [float(row["probability_1"]) for row in out]
+        assert given == pytest.approx(top.probabilities[:, 0].tolist(), rel=1e-4)
+    else:
+        first = "mean" if prediction.mean.flatten().numel() == ROWS else "mean_1"
+        given = [float(row[first]) for row in out]
+        assert given == pytest.approx(prediction.mean.reshape(ROWS, -1)[:, 0].tolist(), rel=1e-4)
+
+
+def test_every_command_on_a_table(desk: Path) -> None:
+    data = table_at(desk / "t.tsv", "price", separator="\t")
+    own = named(desk, "one")
+    path = fitted_table(desk, data, "one", "--target price --likelihood regression --split [:30]")
+    assert "table columns" in run("inspect", path).stdout
+    before = run_json("inspect", path)["fit"]
+    assert before["table columns"] == list(NAMES) and before["table targets"] == ["price"]
+    run("tune", path, *own, "--data", data, "--split [30:] --referral-rate 0.2")
+    assert run_json("update", path, data, *own, "--split [30:]")["samples"] == ROWS
+    assert run_json("update", path, data, *own, "--remove --split [30:]")["samples"] == 30
+    assert run_json("inspect", path)["fit"]["table targets"] == ["price"]
+    run("evaluate", path, data, *own, "--split [30:] --ood", f"same={data}")
+    run("predict", path, data, *own, "--split [30:] --limit 5 -o", desk / "out.csv")
+    assert [row["file"] for row in rows_of(desk / "out.csv")] == ["30", "32", "34", "36", "38"]
+
+
+def test_columns_are_chosen(desk: Path) -> None:
+    data = table_at(desk / "t.csv", "price", "kind", separator=";")
+    own = ["--likelihood regression --target price"]
+    fitted_table(desk, data, "one", *own, "--columns age,height --columns income")
+    arguments = ["fit", data, *named(desk, "one"), "-o", desk / "q.h5", "--likelihood regression"]
+    said = failure(*arguments, "--target price")
+    assert "line 2: the column 'kind' has the text '" in said and "--columns" in said
+    said = failure(*arguments, "--target price --columns age,height")
+    assert "the row has 2 columns: age, height, and its first linear layer takes 3; --columns chooses" in said
+    assert "no column 'weight'; it has age, price, kind" in failure(*arguments, "--target weight")
+    assert "Which column" in failure(*arguments)
+    assert "'age' is named twice" in failure(*arguments, "--target price --columns age,age")
+    assert "is a range of its rows" in failure(*arguments, "--target price --split train")
+    assert "--target is of tables" in failure(
+        "fit", f"{desk / 'nets.py'}:one", *arguments[2:], "--target price"
+    )
+
+
+def test_a_posterior_takes_the_columns_of_its_fit(desk: Path) -> None:
+    data = table_at(desk / "t.csv", "price")
+    path = fitted_table(desk, data, "one", "--likelihood regression --target price")
+    own = named(desk, "one")
+    predict = ("predict", path, data, "-o", desk / "out.csv")
+    for command in (predict, ("evaluate", path, data), ("tune", path, "--data", data)):
+        said = failure(*command, *own, "--columns age")
+        assert "fitted on 3 columns (age, height, income)" in said and "leave out --columns" in said
+    assert "leave out --columns" in failure("update", path, data, *own, "--columns height,age,income")
+    run("update", path, data, *own, "--columns", ",".join(NAMES))
+    (desk / "text.csv").write_text("age,height,income\n1,2,3\n1,Rome,3\n")
+    said = failure("predict", path, desk / "text.csv", *own, "-o", desk / "out.csv")
+    assert "the column 'height' has the text 'Rome'" in said and "--columns" not in said
+
+
+@pytest.mark.parametrize(
+    ("cells", "words"),
+    [
+        ("1,2,,4", "line 3: the column 'income' has no value"),
+        ("1,2,NA,4", "line 3: the column 'income' has no value"),
+        ("1,2,inf,4", "line 3: the column 'income' has no value, or none that is finite"),
+        ("1,2,1e60,4", "line 3: the column 'income' has no value, or none that is finite"),
+        ("1,Rome,3,4", "line 3: the column 'height' has the text 'Rome'"),
+        ("1,2,3", "line 3: the column 'price' has no value"),
+        ("1,2,3,4,5", "Expected 4 fields in line 3, saw 5"),
+    ],
+)
+def test_faults_name_row_and_column(desk: Path, cells: str, words: str) -> None:
+    path = desk / "t.csv"
+    path.write_text(f"age,height,income,price\n1,2,3,4\n{cells}\n")
+    own = [*named(desk, "one"), "-o", desk / "p.h5", "--target price --likelihood regression"]
+    assert words in failure("fit", path, *own)
+
+
+def test_files_that_are_no_tables(desk: Path) -> None:
+    own = [*named(desk, "one"), "-o", desk / "p.h5", "--target price --likelihood regression"]
+    path = desk / "t.csv"
+    assert "No such file" in failure("fit", path, *own)
+    for content, words in (
+        (b"", "is empty"),
+        (b"age,price\n", "no rows below its header"),
+        (b"age,age,price\n1,2,3\n", "two columns 'age'"),
+        (b",age,price\n0,2,3\n", "Column 1 of"),
+        (b"\xff\xfe\x00age", "not text in UTF-8"),
+        (b"price\n1\n", "no column is left"),
+    ):
+        path.write_bytes(content)
+        assert words in failure("fit", path, *own)
+
+
+def test_labels(desk: Path) -> None:
+    own = [*named(desk, "three"), "-o", desk / "p.h5", "--force --target kind"]
+    few = write_columns(
+        desk / "few.csv", dict(zip(NAMES, [[1, 2]] * 3, strict=True)) | {"kind": ["dog", "cat"]}
+    )
+    assert "2 different labels (cat, dog) and the model 3 classes" in failure("fit", few, *own)
+    (desk / "map.txt").write_text("dog\nemu\ncat\n")
+    run("fit", few, *own, "--class-map", desk / "map.txt", "--method diag")
+    assert run_json("inspect", desk / "p.h5")["fit"]["table classes"] == ["dog", "emu", "cat"]
+    many = write_columns(
+        desk / "many.csv", dict(zip(NAMES, [[1, 2, 3, 4]] * 3, strict=True)) | {"kind": list("abcd")}
+    )
+    assert "4 different labels" in failure("fit", many, *own)
+    said = failure("evaluate", desk / "p.h5", many, *named(desk, "three"))
+    assert "line 2: the label 'a' is none of the classes dog, emu, cat" in said
+    assert "order is not known" in failure("fit", few, *own, "--likelihood ordinal")
+    blank = write_columns(
+        desk / "blank.csv", dict(zip(NAMES, [[1, 2]] * 3, strict=True)) | {"kind": ["dog", ""]}
+    )
+    assert "line 3: the label is missing" in failure("fit", blank, *own)
+
+
+def test_soft_labels_in_several_columns(desk: Path) -> None:
+    values = dict(zip(NAMES, features().T.tolist(), strict=True))
+    shares = {"a": [0.5] * ROWS, "b": [0.25] * ROWS, "c": [0.25] * ROWS}
+    data = write_columns(desk / "t.csv", values | shares)
+    path = fitted_table(desk, data, "three", *(part for name in "abc" for part in ("--target", name)))
+    run("predict", path, data, *named(desk, "three"), "-o", desk / "out.csv")
+    assert {row["label_1"] for row in rows_of(desk / "out.csv")} <= {"a", "b", "c"}
+
+
+def test_a_fit_without_labels(desk: Path) -> None:
+    fitted_table(desk, table_at(desk / "t.csv"), "three", "--unlabelled")
+    said = failure("evaluate", desk / "p.h5", table_at(desk / "t.csv"), *named(desk, "three"))
+    assert "Which column" in said
+
+
+def test_labels_that_no_class_has(desk: Path) -> None:
+    own = [*named(desk, "three"), "-o", desk / "p.h5", "--target kind --method diag"]
+    features = dict(zip(NAMES, [[1, 2, 3]] * 3, strict=True))
+    for label in ("1e30", "-1", "3", "9" * 40):
+        said = failure("fit", write_columns(desk / "t.csv", features | {"kind": ["0", label, "1"]}), *own)
+        assert "line 3: the label has the index" in said and "the model the classes 0 to 2" in said
+    names = write_columns(desk / "t.csv", features | {"kind": ["x", "y", "z"]})
+    for index in (10**30, 3):
+        (desk / "map.json").write_text(json.dumps({"x": 0, "y": 1, "z": index}))
+        assert "line 4: the label has the index" in failure(
+            "fit", names, *own, "--class-map", desk / "map.json"
+        )
+
+
+def test_texts_are_no_formulas() -> None:
+    for text in (
+        "=1+1",
+        "+x",
+        "@SUM(A1)",
+        "-x",
+        "-1+1",
+        "\tx",
+        "\r=1",
+        "\n=1",
+        "'=1",
+        "''-x",
+        "\uff1dx",
+        "-",
+        "--1",
+    ):
+        cell = csv_text(text)
+        assert cell == f"'{text}" and text_of_csv(cell) == text
+    for text in ("", "a=1", "-3", "-3.5", "-1e-05", "3", "'", "'a", "cat", " =1", "a\t="):
+        assert csv_text(text) == text == text_of_csv(text)
+
+
+def test_a_table_for_spreadsheets_has_no_formulas(desk: Path, tmp_path: Path) -> None:
+    data = table_at(desk / "t.csv", "number")
+    path, own = fitted_table(desk, data, "three", "--target number"), named(desk, "three")
+    (tmp_path / "names.json").write_text(json.dumps(["=HYPERLINK(1)", "-3", "@x"]))
+    out, measures = tmp_path / "out.csv", tmp_path / "measures.csv"
+    run("predict", path, data, *own, "-o", out, "--class-names", tmp_path / "names.json")
+    assert {row[f"label_{i}"] for row in rows_of(out) for i in (1, 2, 3)} == {"'=HYPERLINK(1)", "-3", "'@x"}
+    run("evaluate", path, data, *own, "--ood", f"@x={data}", "--csv", measures)
+    assert "'@x" in {row["data"] for row in rows_of(measures)}
+    log = ScoreLog(str(tmp_path / "log.csv"))
+    log.add([{"label_1": "=1+1", "entropy": -0.5, "reason": "+a.png"}])
+    log.close()
+    text = (tmp_path / "log.csv").read_text()
+    assert ",'=1+1," in text and ",-0.5," in text and ",'+a.png," in text

@@ -1,7 +1,8 @@
-"""Models from the command line: names, weights, and the transform that belongs to each."""
+"""Models from the command line: names, weights, the transform of each, and what a posterior's file names."""
 
 from __future__ import annotations
 
+import os
 import sys
 from pathlib import Path
 from typing import Any
@@ -10,7 +11,7 @@ import numpy as np
 import pytest
 import timm
 import torch
-from cli_helpers import CODE
+from cli_helpers import CODE, failure, make_images, net, run, run_json
 from PIL import Image
 from safetensors.torch import save_file
 from timm.data import create_transform, resolve_model_data_config
@@ -18,19 +19,24 @@ from torch import nn
 from torchvision.models import ResNet18_Weights
 
 import posthoc_uq as uq
-from posthoc_uq.cli.importing import call_imported, import_object, is_import_path
-from posthoc_uq.cli.models import count_outputs, source_of
-from posthoc_uq.cli.transforms import Preprocessing, input_channels
-from posthoc_uq.cli.weights import load_weights, read_state
+from posthoc_uq.cli import posterior_file
+from posthoc_uq.cli.models import (
+    call_imported,
+    imported,
+    is_import_path,
+    load_weights,
+    read_state,
+    trained_model,
+)
+from posthoc_uq.cli.options import ModelSource
+from posthoc_uq.cli.transforms import Preprocessing, input_channels, transform_of
 
-OPTIONS: dict[str, Any] = dict.fromkeys(
-    "weights num_classes device transform image_size mean std".split()
-) | {"pretrained": False}
+pytestmark = pytest.mark.filterwarnings("ignore::UserWarning")
 
 
 def source(model: str, **given: Any) -> Any:
     """A model as the commands get it, on the CPU."""
-    return source_of(OPTIONS | {"model": model, "device": "cpu"} | given)
+    return trained_model(ModelSource(**{"model": model, "device": "cpu"} | given))
 
 
 def complaint(work: Any) -> str:
@@ -63,23 +69,23 @@ class TestPlaces:
     def test_by_module_and_by_file(self, nets: Path) -> None:
         assert call_imported(f"{nets}:number") == 3
         assert call_imported("own_nets.py:number") == 3 == call_imported("own_nets:number")
-        assert import_object("torch.nn:Linear") is nn.Linear
-        assert import_object("torch:nn.Linear") is nn.Linear
+        assert imported("torch.nn:Linear") is nn.Linear
+        assert imported("torch:nn.Linear") is nn.Linear
 
     def test_what_is_a_place(self) -> None:
         assert is_import_path("a.b:c") and is_import_path("/x/y.py:c.d")
         assert not any(map(is_import_path, ("a.b", "a:", ":b", "a:b/c", "a:1")))
 
     def test_what_is_wrong_is_said(self, nets: Path) -> None:
-        assert "There is no file 'gone.py'" in complaint(lambda: import_object("gone.py:net"))
-        assert "no Python module 'gone.away'" in complaint(lambda: import_object("gone.away:net"))
-        assert "has no 'nett'. Did you mean 'net'" in complaint(lambda: import_object(f"{nets}:nett"))
+        assert "There is no file 'gone.py'" in complaint(lambda: imported("gone.py:net"))
+        assert "no Python module 'gone.away'" in complaint(lambda: imported("gone.away:net"))
+        assert "has no 'nett'. Did you mean 'net'" in complaint(lambda: imported(f"{nets}:nett"))
         assert "is a int; it must be a function" in complaint(lambda: call_imported(f"{nets}:pi"))
         assert "needs arguments" in complaint(lambda: call_imported(f"{nets}:needy"))
         (nets.parent / "broken.py").write_text("import os\n1 / 0\n")
-        assert "could not be imported: ZeroDivisionError" in complaint(lambda: import_object("broken.py:x"))
+        assert "could not be imported: ZeroDivisionError" in complaint(lambda: imported("broken.py:x"))
         (nets.parent / "needing.py").write_text("import not_there_at_all\n")
-        assert "could not be imported: ModuleNotFoundError" in complaint(lambda: import_object("needing:x"))
+        assert "could not be imported: ModuleNotFoundError" in complaint(lambda: imported("needing:x"))
 
 
 class TestWeights:
@@ -120,9 +126,9 @@ class TestWeights:
         assert "layer2.weight, ...)" in said
         torch.save(nn.Linear(2, 7).state_dict(), path)
         said = complaint(lambda: load_weights(nn.Linear(2, 3), path))
-        assert "'weight', (7, 2) in the file and (3, 2) in the model; perhaps --num-classes 7." in said
+        assert "'weight', (7, 2) in the file and (3, 2) in the model; perhaps --num_classes 7." in said
         torch.save(nn.Linear(5, 3).state_dict(), path)
-        assert "--num-classes" not in complaint(lambda: load_weights(nn.Linear(2, 3), path))
+        assert "--num_classes" not in complaint(lambda: load_weights(nn.Linear(2, 3), path))
 
     def test_files_that_hold_no_weights(self, tmp_path: Path) -> None:
         assert "There is no weights file" in complaint(lambda: read_state(str(tmp_path / "gone.pt")))
@@ -158,10 +164,12 @@ class TestModels:
 
     def test_own_functions(self, nets: Path) -> None:
         found = source(f"{nets}:net")
-        assert not found.model.training and count_outputs(found.model, torch.zeros(3, 9, 9)) == 3
+        assert not found.model.training and found.outputs(torch.zeros(3, 9, 9)).shape == (1, 3)
         assert "returned a int" in complaint(lambda: source(f"{nets}:number"))
-        assert "a function makes its own model" in complaint(lambda: source(f"{nets}:net", num_classes=3))
-        said = complaint(lambda: count_outputs(found.model, torch.zeros(1, 9, 9)))
+        assert "are for models of timm and torchvision" in complaint(
+            lambda: source(f"{nets}:net", num_classes=3)
+        )
+        said = complaint(lambda: found.outputs(torch.zeros(1, 9, 9)))
         assert "does not take an image of shape (1, 9, 9)" in said and "\n" not in said
 
     def test_a_device_that_is_not_there(self, nets: Path) -> None:
@@ -201,7 +209,7 @@ class TestModels:
         image = expected.unsqueeze(0)
         assert torch.equal(found.model(image), model.eval()(image))
         assert found.transform.text.startswith("3 x 160 x 160 of 168, bilinear, mean 0.5")
-        assert "perhaps --num-classes 4" in complaint(lambda: source("timm:test_resnet", weights=str(path)))
+        assert "perhaps --num_classes 4" in complaint(lambda: source("timm:test_resnet", weights=str(path)))
 
     def test_torchvision_by_its_weights(self, tmp_path: Path, photo: Image.Image) -> None:
         from torchvision.models import resnet18
@@ -211,11 +219,23 @@ class TestModels:
         found = source("torchvision:resnet18", weights=str(path), num_classes=5)
         expected = ResNet18_Weights.DEFAULT.transforms()(photo)
         assert torch.equal(found.transform(photo), expected)
-        assert count_outputs(found.model, expected) == 5 and found.categories is None
+        assert found.outputs(expected).shape[-1] == 5 and found.categories is None
         shown = found.transform.display(expected)
         assert 0 <= float(shown.min()) < float(shown.max()) <= 1
         said = complaint(lambda: source("torchvision:resnet18", pretrained=True, num_classes=5))
         assert "have 1000 outputs, not 5" in said
+
+    def test_segmentation_by_torchvision(self, tmp_path: Path) -> None:
+        from torchvision.models import get_model
+
+        given: dict[str, Any] = {"weights": None, "weights_backbone": None, "num_classes": 2}
+        model = get_model("deeplabv3_mobilenet_v3_large", **given, aux_loss=True)
+        torch.save(model.state_dict(), tmp_path / "w.pt")
+        found = source(
+            "torchvision:deeplabv3_mobilenet_v3_large", weights=str(tmp_path / "w.pt"), num_classes=2
+        )
+        assert found.model.aux_classifier is None, "of the training alone"
+        assert found.transform.text.startswith("3 x own size of 520, bilinear, mean")
 
 
 class TestTransforms:
@@ -246,9 +266,7 @@ class TestTransforms:
     def test_one_channel_gets_grey_images(self, photo: Image.Image) -> None:
         model = timm.create_model("test_resnet", in_chans=1)
         assert input_channels(model) == 1
-        from posthoc_uq.cli.transforms import resolve_transform
-
-        transform = resolve_transform(model, "x:y", None, None, None, None)
+        transform = transform_of(model, ModelSource(model="x:y"))
         found = transform(photo)
         assert found.shape == (1, 160, 160)
         assert torch.equal(found, transform(photo.convert("L")))
@@ -272,8 +290,121 @@ class TestTransforms:
     def test_options_that_do_not_fit(self, nets: Path) -> None:
         place = f"{nets}:net"
         assert "give both or neither" in complaint(lambda: source(place, mean=[0.5]))
-        assert "leave --image-size" in complaint(
+        assert "leave --image_size" in complaint(
             lambda: source(place, transform=f"{nets}:half", image_size=3)
         )
         assert "--mean has 2 numbers" in complaint(lambda: source(place, mean=[0.5, 0.5], std=[1.0]))
         assert "gives no transform: a int" in complaint(lambda: source(place, transform=f"{nets}:number"))
+
+
+# The model and the weights that a posterior's file names, and what a stranger's file may name.
+
+
+@pytest.fixture
+def place(tmp_path: Path) -> Path:
+    make_images(tmp_path / "few", ("a", "b", "c"), 2, 0)
+    (tmp_path / "nets.py").write_text(CODE)
+    torch.manual_seed(0)
+    torch.save(timm.create_model("test_resnet", num_classes=3).state_dict(), tmp_path / "w.pt")
+    torch.save(net().state_dict(), tmp_path / "net.pt")
+    common = ["fit", tmp_path / "few", "--method diag --layers last --prior-precision 5"]
+    common += ["--image-size 32 --workers 0"]
+    named = ["--model timm:test_resnet --num-classes 3 --weights", tmp_path / "w.pt"]
+    run(*common, *named, "-o", tmp_path / "p.h5")
+    named = ["--model", f"{tmp_path / 'nets.py'}:net", "--weights", tmp_path / "net.pt"]
+    run(*common, *named, "-o", tmp_path / "n.h5")
+    return tmp_path
+
+
+def test_other_commands_take_them(place: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    facts = run_json("inspect", place / "p.h5")["fit"]
+    assert (facts["model"], facts["model weights"], facts["model classes"]) == ("timm:test_resnet", "w.pt", 3)
+    assert "fit, model weights" in run("inspect", place / "p.h5").stdout
+    data = [place / "few", "--workers 0 --n-samples 2"]
+    explicit = ["--model timm:test_resnet --num-classes 3 --weights", place / "w.pt"]
+    run("predict", place / "p.h5", *data, *explicit, "-o", place / "a.csv")
+    said = run("predict", place / "p.h5", *data, "-o", place / "b.csv").stderr
+    assert said.startswith(f"From '{place / 'p.h5'}': the model timm:test_resnet with the weights '")
+    assert said.endswith("w.pt'.\n") and said.count("\n") == 1
+    assert (place / "a.csv").read_text() == (place / "b.csv").read_text()
+    assert run("predict", place / "p.h5", *data, "-o", place / "b.csv", "--force --quiet").stderr == ""
+    monkeypatch.chdir(place)
+    few = ["few", "--workers 0"]
+    run("update", "p.h5", *few, "-o", "u.h5")
+    run("tune", "p.h5", "--data", *few, "--no-search --referral-rate 0.2")
+
+
+def test_they_move_with_the_file(place: Path) -> None:
+    (place / "away").mkdir()
+    update = ["update", place / "p.h5", place / "few", "--workers 0"]
+    run(*update, "-o", place / "away" / "p.h5")  # where its weights are not
+    assert "model weights" not in run_json("inspect", place / "away" / "p.h5")["fit"]
+    (place / "away" / "w.pt").write_bytes((place / "w.pt").read_bytes())
+    run(*update, "--weights", place / "away" / "w.pt", "-o", place / "away" / "q.h5")
+    (place / "w.pt").unlink()
+    assert "names the weights 'w.pt', and its folder has no such file; give --weights" in failure(*update)
+    (place / "away").rename(place / "further")
+    run("update", place / "further" / "q.h5", place / "few", "--workers 0")
+
+
+def test_options_win(place: Path) -> None:
+    update = ["update", place / "p.h5", place / "few", "--workers 0"]
+    assert "There is no weights file 'no.pt'" in failure(*update, "--weights no.pt")
+    said = failure(*update, "--model timm:test_vit")
+    assert "'timm:test_vit' alone has random weights" in said
+    torch.save({k: v + 1 for k, v in torch.load(place / "w.pt").items()}, place / "other.pt")
+    assert "not those that the posterior in" in failure(*update, "--weights", place / "other.pt")
+    assert "have another shape" in failure(*update, "--num-classes 4")
+
+
+def test_named_weights_are_an_input(place: Path) -> None:
+    before = (place / "w.pt").read_bytes()
+    said = failure("update", place / "p.h5", place / "few", "-o", place / "w.pt", "--force")
+    assert "is an input of this command" in said and (place / "w.pt").read_bytes() == before
+
+
+def test_code_is_run_only_if_the_user_names_it(place: Path) -> None:
+    assert run_json("inspect", place / "n.h5")["fit"]["model"] == "nets.py:net"
+    (place / "nets.py").write_text(CODE + f"\nopen({str(place / 'run')!r}, 'w')\n")
+    update = ["update", place / "n.h5", place / "few", "--workers 0"]
+    said = failure(*update)
+    assert "names the model 'nets.py:net', which is code, and code is run only if you name it" in said
+    assert not (place / "run").exists()
+    told = run(*update, "--model", f"{place / 'nets.py'}:net").stderr
+    assert "the weights '" in told and "net.pt'." in told and (place / "run").exists()
+
+
+def test_a_strangers_file_does_no_harm(
+    place: Path, tmp_path_factory: pytest.TempPathFactory, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    strange = tmp_path_factory.mktemp("strange")
+    (strange / "link.pt").symlink_to(place / "w.pt")
+    (strange / "up").symlink_to(place)
+    os.mkfifo(strange / "pipe.pt")
+    path, facts = strange / "p.h5", uq.inspect(place / "p.h5")["fit"]
+    path.write_bytes((place / "p.h5").read_bytes())
+    told: dict[str, Any] = {}
+    monkeypatch.setattr(posterior_file, "inspect", lambda _: {"fit": told})
+
+    def said(**changed: Any) -> str:
+        told.clear()
+        told.update(facts | {name.replace("_", " "): value for name, value in changed.items()})
+        return complaint(lambda: posterior_file.taken_from(str(path), ModelSource()))
+
+    for weights in (str(place / "w.pt"), "../w.pt", "a/../../w.pt", "link.pt", "up/w.pt", "http://x/w.pt"):
+        assert "names weights that are not in its own folder" in said(model_weights=weights)
+    for weights in ("C:\\w.pt", "..\\w.pt", "w\n.pt", "w\x00.pt", "", "x" * 3000, 3, ["w.pt"], "/dev/zero"):
+        assert "names weights that are not in its own folder" in said(model_weights=weights)
+    for weights in ("pipe.pt", ".", "w.pt", "x" * 400):
+        assert "and its folder has no such file" in said(model_weights=weights)
+    for name in ("timm:hf-hub:a/b", "timm:../x", "timm:" + "x" * 900, "torchvision:", "timm:local-dir:/x"):
+        assert "has not; give --model" in said(model=name)
+    for name in ("evil.py:f", "os:getcwd", "http://x/evil.py:f", "/evil.py:f"):
+        assert "is code, and code is run only if" in said(model=name)
+    for name in (3, "", ["timm:resnet18"]):
+        assert "names no model" in said(model=name)
+    (strange / "w.pt").write_bytes((place / "w.pt").read_bytes())
+    told.update(facts | {"model": "timm:evil"})
+    assert "timm has no model 'evil'" in failure("update", path, place / "few", "--workers 0")
+    for classes in (10**12, -1, "3", True, 2.5):
+        assert "no possible number of classes" in said(model_classes=classes)

@@ -14,7 +14,7 @@ import pytest
 import torch.distributed as dist
 
 import posthoc_uq as uq
-from posthoc_uq.cli.fitting import process_group
+from posthoc_uq.cli.commands import process_group
 
 Said = dict[str, list[dict[str, Any] | None]]
 
@@ -71,7 +71,7 @@ def test_a_port_that_is_taken(monkeypatch: pytest.MonkeyPatch) -> None:
             pytest.raises(
                 uq.PosthocUQError, match=r"could not meet at 127\.0\.0\.1:\d+ .*another address or port"
             ),
-            process_group({"device": "cpu"}),
+            process_group("cpu"),
         ):
             pass
     assert not dist.is_initialized()

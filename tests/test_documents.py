@@ -10,7 +10,6 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
-import click
 import pytest
 import torch
 import torch.distributed
@@ -20,7 +19,9 @@ from torch.utils.data import DataLoader, TensorDataset
 from torch.utils.data.distributed import DistributedSampler
 
 import posthoc_uq as uq
-from posthoc_uq.cli.entry import commands
+from posthoc_uq.cli import commands
+from posthoc_uq.cli.options import WrongUsage
+from posthoc_uq.cli.parser import Command
 
 ROOT = Path(__file__).parents[1]
 PAGES = sorted(
@@ -161,7 +162,7 @@ def test_code_that_other_tests_run(page: str) -> None:
 def test_blocks_say_what_they_are(page: str) -> None:
     """Code is Python, which is run, or a command, which is checked; no other block has any."""
     for language, content in fences(page):
-        assert language in ("python", "bash", "text", "json"), content
+        assert language in ("python", "bash", "text", "json", "yaml"), content
         if language == "text":
             assert not re.search(r"^\s*(import|from|>>>|posthoc-uq|python|make) |\buq\.", content, re.M), (
                 content
@@ -206,17 +207,12 @@ def test_commands_exist(page: str) -> None:
 
 def check_options(arguments: list[str], complete: bool) -> None:
     """The command of ``posthoc-uq`` has these options with such values, and a complete one has all that it needs."""
-    command = commands.commands[arguments[0]]
-    context = click.Context(command, info_name=arguments[0])
-    values, stray, _ = command.make_parser(context).parse_args(list(arguments[1:]))
-    assert not stray, arguments
-    for parameter in command.get_params(context):
-        value = values.get(str(parameter.name))
-        if complete and parameter.required:
-            assert value, (arguments, parameter.name)
-        if isinstance(parameter.type, click.Choice) and value is not None:
-            for one in value if isinstance(value, (list, tuple)) else [value]:
-                parameter.type.convert(one, parameter, context)
+    if "--help" in arguments:
+        return
+    try:
+        Command(getattr(commands, arguments[0]), arguments[1:]).parse(arguments[1:])
+    except WrongUsage as error:
+        assert not complete and "must be given" in str(error), (arguments, str(error))
 
 
 def check_script(arguments: list[str]) -> None:

@@ -150,8 +150,8 @@ MISTAKES: dict[str, tuple[Callable[[], Any], type[PosthocUQError], str]] = {
     "other values": (lambda: uq.wrap(changed(net()), POSTERIOR), PosteriorMismatchError, "values .*'2.weight'"),
     "other precision": (lambda: uq.wrap(net().half(), POSTERIOR), PosteriorMismatchError, "dtype=torch.float16"),
     "an unknown head": (lambda: uq.wrap(net(), POSTERIOR, "ensemble"), PosthocUQError, "head must be .*'ensemble'"),
-    "referral of inputs": (lambda: uq.refer(PREDICTOR, X), PosthocUQError, "what the predictor returned"),  # type: ignore[arg-type]
-    "referral by a prediction": (lambda: uq.refer(PREDICTOR(X), PREDICTOR), PosthocUQError, "is a predictor"),
+    "referral of inputs": (lambda: PREDICTOR.referral(X), PosthocUQError, "what the predictor returned"),  # type: ignore[arg-type]
+    "referral by a prediction": (lambda: uq.Referral().fit(PREDICTOR(X), [X]), PosthocUQError, "needs a predictor"),
     "export of an array": (lambda: uq.export(PREDICTOR, X.numpy()), PosthocUQError, "was given a ndarray"),  # type: ignore[arg-type]
     "export of nothing": (lambda: uq.export(PREDICTOR), PosthocUQError, "was given nothing"),
     "export of a model": (lambda: uq.export(net(), X), PosthocUQError, "not a Sequential"),  # type: ignore[arg-type]

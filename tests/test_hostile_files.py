@@ -28,7 +28,7 @@ from storage_helpers import FAITHFUL, SEVERAL, SINGLE, edit, mutations, sealed
 from torch import nn
 
 import posthoc_uq as uq
-from posthoc_uq.cli.console import sentence
+from posthoc_uq.cli.main import sentence
 from posthoc_uq.core.errors import CorruptPosteriorError, PosthocUQError, printable
 from posthoc_uq.files import atomic, tensors, untrusted
 from posthoc_uq.posteriors.block import TensorSpec

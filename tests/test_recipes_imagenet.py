@@ -24,7 +24,8 @@ from sklearn.metrics import log_loss, roc_auc_score
 from torch import Tensor, nn
 
 import posthoc_uq as uq
-from posthoc_uq.cli.models import Source, source_of
+from posthoc_uq.cli.models import TrainedModel, trained_model
+from posthoc_uq.cli.options import ModelSource
 from posthoc_uq.cli.transforms import ImageTransform
 from posthoc_uq.core.errors import PosthocUQError
 from posthoc_uq.likelihoods.class_prediction import ClassPrediction
@@ -69,13 +70,13 @@ def smoke(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, str]:
     return folder, done.stdout
 
 
-def _source(folder: Path, size: int = 64) -> Source:
-    given = {"weights": str(folder / "data" / "efficientnet_lite0.pt"), "image_size": size, "device": "cpu"}
-    nothing = {"pretrained": False, "num_classes": None, "transform": None, "mean": None, "std": None}
-    return source_of({"model": "timm:tf_efficientnet_lite0", **given, **nothing})
+def _source(folder: Path, size: int = 64) -> TrainedModel:
+    weights = str(folder / "data" / "efficientnet_lite0.pt")
+    source = ModelSource(model="timm:tf_efficientnet_lite0", weights=weights, image_size=size, device="cpu")
+    return trained_model(source)
 
 
-def _probabilities(source: Source, files: Sequence[Path]) -> Tensor:
+def _probabilities(source: TrainedModel, files: Sequence[Path]) -> Tensor:
     """Of the network alone, by PIL and the model's own transform."""
     images = [source.transform(Image.open(file).convert("RGB")) for file in files]
     with torch.no_grad():
@@ -255,11 +256,11 @@ def test_the_best_trial(recipe: Namespace, tmp_path: Path) -> None:
 # Parts on a small network
 
 
-def _small(seed: int = 0) -> Source:
+def _small(seed: int = 0) -> TrainedModel:
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
         model = nn.Sequential(nn.Flatten(), nn.Linear(12, 8), nn.ReLU(), nn.Linear(8, 3)).eval()
-    return Source(model, "small", ImageTransform(lambda image: image, None, "none"), None)
+    return TrainedModel(model, "small", ImageTransform(lambda image: image, None, "none"), None)
 
 
 def _batches(count: int = 6, seed: int = 1) -> list[tuple[Tensor, Tensor]]:

@@ -28,7 +28,8 @@ from torch import nn
 
 import posthoc_uq as uq
 from posthoc_uq.cli.images import FolderImages, Trouble, image_files
-from posthoc_uq.cli.transforms import resolve_transform
+from posthoc_uq.cli.options import ModelSource
+from posthoc_uq.cli.transforms import transform_of
 from posthoc_uq.deployment import ScoreLog, read_scores
 
 pytest.importorskip("starlette")
@@ -66,7 +67,7 @@ def predictor() -> uq.Predictor:
 
 @pytest.fixture(scope="module")
 def transform(predictor: uq.Predictor) -> Any:
-    return resolve_transform(predictor.model, "nets.py:net", None, None, None, None)
+    return transform_of(predictor.model, ModelSource(model="nets.py:net"))
 
 
 @pytest.fixture
@@ -280,7 +281,7 @@ class TestRefusals:
         assert answer.status_code == 413 and f"{size[0]:,} x {size[1]:,} pixels" in answer.json()["error"]
         # the command line's folders; the longer side would have 2,240,000 pixels, or 560,000
         (tmp_path / "strip.png").write_bytes(strip.getvalue())
-        resized = resolve_transform(predictor.model, "nets.py:net", None, 224, None, None)
+        resized = transform_of(predictor.model, ModelSource(model="nets.py:net", image_size=224))
         assert resized.shorter == 224 and transform.shorter == 0
         item = FolderImages(str(tmp_path), ["strip.png"], None, resized)[0]
         assert isinstance(item, Trouble) and "Crop it" in str(item) and not item.readable

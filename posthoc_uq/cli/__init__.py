@@ -1,10 +1,9 @@
 """The command line, ``posthoc-uq``; ``docs/command_line.md`` is its reference.
 
-`entry`, `options`, `console` and the module of each command import click alone; what a command does stands in other
-modules, which it imports when it runs. Options that the library decides (`registry`, `fields`) are made when a command
-is called: methods, heads, their options and the help come from the classes and their docstrings.
+A command is a function of `commands`. What its options are follows from its signature (`parser`, `options`), and what
+it reads and writes from `models`, `data` and `outputs`.
 """
 
-from posthoc_uq.cli.entry import main
+from posthoc_uq.cli.main import main
 
 __all__ = ["main"]

@@ -6,18 +6,17 @@ import inspect
 import os
 import re
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any, cast
 
 import torch
 from torch import nn
 from torch.utils.data import DataLoader, Dataset, DistributedSampler, IterableDataset, Subset
 
-from posthoc_uq.cli.folders import read_folder
-from posthoc_uq.cli.images import ImageLoader, Trouble, WrappedImages
-from posthoc_uq.cli.importing import import_object, is_import_path
-from posthoc_uq.cli.meaning import Meaning
-from posthoc_uq.cli.models import Source
+from posthoc_uq.cli.images import ImageLoader, Trouble, WrappedImages, read_folder
+from posthoc_uq.cli.models import TrainedModel, imported, is_import_path
+from posthoc_uq.cli.options import Data
+from posthoc_uq.cli.posterior_file import Meaning
 from posthoc_uq.cli.tables import as_it_is, is_table, read_table
 from posthoc_uq.core.distributed import world
 from posthoc_uq.core.errors import PosthocUQError
@@ -28,7 +27,7 @@ _SMALL = 256  # items that are read faster than worker processes start
 
 
 @dataclass(frozen=True)
-class Data:
+class LoadedData:
     """What a command reads.
 
     Attributes:
@@ -36,7 +35,7 @@ class Data:
         spec: how it was named.
         files: name of every item, by its number, or None where items have none.
         labelled: whether targets come along.
-        class_names: of the outputs, where folders name them all.
+        names: of the outputs, where folders or a table name them all.
         numbered: whether the loader gives the items' numbers in the place of targets.
         rows: number of each item that the loader gives, in its order, where it is a part of a data set.
         kept: facts of the data that a fit keeps in the posterior's file.
@@ -44,9 +43,9 @@ class Data:
 
     loader: Iterable[Any]
     spec: str
-    files: Sequence[str] | None
-    labelled: bool
-    class_names: Sequence[str] | None
+    files: Sequence[str] | None = None
+    labelled: bool = True
+    names: Sequence[str] | None = None
     numbered: bool = False
     rows: Sequence[int] | None = None
     kept: Mapping[str, Any] = field(default_factory=lambda: dict[str, Any]())
@@ -57,10 +56,10 @@ class Data:
         return self.loader.skipped if isinstance(self.loader, ImageLoader) else []
 
 
-def data_of(
+def load_data(
     spec: str,
-    source: Source,
-    options: Mapping[str, Any],
+    model: TrainedModel,
+    reading: Data,
     meaning: Meaning,
     *,
     labels: bool,
@@ -68,17 +67,17 @@ def data_of(
     numbered: bool = False,
     skip: bool = False,
     divided: bool = False,
-) -> Data:
+) -> LoadedData:
     """The data that the options name.
 
     Args:
         spec: a folder of images, a table, ``torchvision:NAME``, or the import path of a function that returns a data
             set or loader.
-        source: the model, whose transform images go through.
-        options: those of the command, by name.
+        model: whose transform images go through.
+        reading: the options.
         meaning: of the outputs, and what the posterior's file keeps of its data.
         labels: whether labels are wanted where the data have them.
-        split: which part to take where ``--split`` does not say.
+        split: which part to take where the options do not say.
         numbered: give the items' numbers in the place of labels.
         skip: leave unreadable images out.
         divided: give each process of a group its part.
@@ -86,70 +85,52 @@ def data_of(
     Raises:
         PosthocUQError: there are no such data, or they do not fit the model.
     """
-    name, cut = _parsed_split(options["split"] or split)
-    _check_options(spec, options)
+    name, cut = _parsed_split(reading.split or split)
+    given = next((f"--{name}" for name in ("target", "columns") if getattr(reading, name)), None)
+    if given and not is_table(spec):
+        raise PosthocUQError(f"{given} is of tables, and '{spec}' is none (.csv, .tsv).")
+    if reading.ignore_index is not None and not os.path.isdir(spec):
+        raise PosthocUQError(f"--ignore_index is of folders with images and masks, and '{spec}' is none.")
     if is_table(spec):
-        return _table(spec, source, options, meaning, labels, cut, divided)
-    if spec.startswith("torchvision:"):
-        images, found = _torchvision(spec, name, source, labels, options), None
-    elif os.path.exists(spec):
-        if options["split"] is not None and name:
+        if reading.split is not None and not reading.split.startswith("["):
+            raise PosthocUQError(
+                f"--split {reading.split}: the part of a table is a range of its rows, such as [:1000]."
+            )
+        table = read_table(spec, model, labels, reading, meaning)
+        rows = _taken(len(table.rows), cut, reading, split, spec)
+        picked = table.rows if len(rows) == len(table.rows) else table.rows.part(rows)
+        sampler = _sampler(picked, divided)
+        loader: Any = DataLoader(picked, reading.batch_size, sampler=sampler, collate_fn=as_it_is)
+        return LoadedData(loader, spec, None, labels, table.names, rows=list(rows), kept=table.kept)
+    if os.path.exists(spec) and not spec.startswith("torchvision:"):
+        if reading.split is not None and name:
             raise PosthocUQError(
                 f"--split {name} is for named data sets; give the folder '{spec}/{name}' itself."
             )
-        found = read_folder(spec, source, labels, options, name or split, meaning)
-        images = found.images
+        folder = read_folder(spec, model, labels, reading, name or split, meaning)
+        loaded = LoadedData(
+            [], spec, folder.images.files, folder.labelled, folder.names, numbered, None, folder.kept
+        )
+        images: Any = folder.images
+    elif spec.startswith("torchvision:"):
+        images = WrappedImages(_torchvision(spec, name, reading), labels, model.transform)
+        loaded = LoadedData([], spec, None, labels, numbered=numbered)
     elif is_import_path(spec):
-        return _imported(spec, name, cut, options, divided)
+        return _of_function(spec, name, cut, reading, divided)
     else:
         raise PosthocUQError(
             f"There is no folder '{spec}'; data are a folder of images, a table.csv, torchvision:NAME, or "
             f"package.module:function."
         )
-    taken = _taken(len(images), cut, options, options["split"] or split, spec)
-    picked: Any = images if len(taken) == len(images) else Subset(images, taken)
-    workers, sampler = _workers(options["workers"], len(taken), source.device), _sampler(picked, divided)
-    loader = ImageLoader(picked, options["batch_size"], workers, sampler, indexed=numbered, skip=skip)
-    if found is None:
-        return Data(loader, spec, None, labels, None, numbered)
-    return Data(loader, spec, found.images.files, found.labelled, found.names, numbered, kept=found.kept)
+    taken = _taken(len(images), cut, reading, split, spec)
+    images = images if len(taken) == len(images) else Subset(images, taken)
+    workers = _workers(reading.workers, len(taken), model.device)
+    sampler = _sampler(images, divided)
+    loader = ImageLoader(images, reading.batch_size, workers, sampler, indexed=numbered, skip=skip)
+    return replace(loaded, loader=loader)
 
 
-def _check_options(spec: str, options: Mapping[str, Any]) -> None:
-    """Refuse options of tables for other data, and that of masks for a table."""
-    given = [f"--{name}" for name in ("target", "columns") if options[name]]
-    if given and not is_table(spec):
-        raise PosthocUQError(f"{given[0]} is of tables, and '{spec}' is none (.csv, .tsv).")
-    if options["ignore_index"] is not None and not os.path.isdir(spec):
-        raise PosthocUQError(f"--ignore-index is of folders with images and masks, and '{spec}' is none.")
-
-
-def _table(
-    spec: str,
-    source: Source,
-    options: Mapping[str, Any],
-    meaning: Meaning,
-    labels: bool,
-    cut: slice,
-    divided: bool,
-) -> Data:
-    """The rows of a table."""
-    if options["split"] is not None and not options["split"].startswith("["):
-        raise PosthocUQError(
-            f"--split {options['split']}: the part of a table is a range of its rows, such as [:1000]."
-        )
-    table = read_table(spec, source, options, meaning, labels=labels)
-    taken = _taken(len(table.rows), cut, options, options["split"], spec)
-    picked = table.rows if len(taken) == len(table.rows) else table.rows.part(taken)
-    loader: Any = DataLoader(
-        picked, options["batch_size"], sampler=_sampler(picked, divided), collate_fn=as_it_is
-    )
-    return Data(loader, spec, None, labels, table.names, rows=list(taken), kept=table.kept)
-
-
-def _torchvision(
-    spec: str, split: str | None, source: Source, labels: bool, options: Mapping[str, Any]
-) -> WrappedImages:
+def _torchvision(spec: str, split: str | None, reading: Data) -> Any:
     """One of torchvision's data sets, by the name of its class."""
     import torchvision
 
@@ -160,7 +141,7 @@ def _torchvision(
         )
     kind: Any = getattr(library, name)
     parameters = inspect.signature(kind).parameters
-    arguments: dict[str, Any] = {"root": options["data_root"]} if "root" in parameters else {}
+    arguments: dict[str, Any] = {"root": reading.data_root} if "root" in parameters else {}
     if "train" in parameters:
         if split not in ("train", "test"):
             raise PosthocUQError(
@@ -170,51 +151,48 @@ def _torchvision(
     elif "split" in parameters and split:
         arguments["split"] = split
     if "download" in parameters:
-        arguments["download"] = options["download"]
+        arguments["download"] = reading.download
     try:
-        dataset = kind(**arguments)
-    except Exception as error:
+        return kind(**arguments)
+    except (
+        Exception
+    ) as error:  # of the files, the network or the arguments, each library class in its own way
         reason = " ".join(str(error).split()).split("You can use download=True")[0].strip()
         raise PosthocUQError(
-            f"'{spec}' cannot be read from '{options['data_root']}' ({reason.rstrip('.')}); see --data-root, --split "
-            f"and --download."
+            f"'{spec}' cannot be read from '{reading.data_root}' ({reason.rstrip('.')}); see --data_root, --split and "
+            f"--download."
         ) from error
-    return WrappedImages(dataset, labels, source.transform)
 
 
-def _imported(spec: str, split: str | None, cut: slice, options: Mapping[str, Any], divided: bool) -> Data:
+def _of_function(spec: str, split: str | None, cut: slice, reading: Data, divided: bool) -> LoadedData:
     """What the user's function returns. Its items are model inputs already, so no transform is applied."""
-    function = import_object(spec)
+    function = imported(spec)
     if not callable(function):
         raise PosthocUQError(
             f"'{spec}' is a {type(function).__name__}; it must be a function that returns data."
         )
     takes_split = "split" in inspect.signature(function).parameters
     returned: Any = function(split=split) if takes_split else function()
-    if isinstance(returned, DataLoader) or not isinstance(returned, Dataset):
-        if isinstance(returned, (str, torch.Tensor, nn.Module)) or not isinstance(returned, Iterable):
+    if isinstance(returned, (str, torch.Tensor, nn.Module)) or not isinstance(returned, (Dataset, Iterable)):
+        raise PosthocUQError(
+            f"'{spec}' returned a {type(returned).__name__}; it must return a torch Dataset or DataLoader."
+        )
+    dataset = isinstance(returned, Dataset) and not isinstance(returned, IterableDataset)
+    if not dataset or not hasattr(returned, "__len__"):
+        if cut != slice(None) or reading.limit is not None:
+            what = "a stream" if isinstance(returned, Dataset) else "a loader"
             raise PosthocUQError(
-                f"'{spec}' returned a {type(returned).__name__}; it must return a torch Dataset or DataLoader."
+                f"'{spec}' returns {what}; --limit and parts of a split need a Dataset with a length."
             )
-        if cut != slice(None) or options["limit"] is not None:
-            raise PosthocUQError(f"'{spec}' returns a loader; --limit and parts of a split need a Dataset.")
-        return Data(cast(Iterable[Any], returned), spec, None, True, None)
-    if isinstance(returned, IterableDataset) or not hasattr(returned, "__len__"):
-        if cut != slice(None) or options["limit"] is not None:
-            raise PosthocUQError(
-                f"'{spec}' returns a stream; --limit and parts of a split need a Dataset with a length."
-            )
-        return Data(DataLoader(returned, options["batch_size"]), spec, None, True, None)
-    size = len(cast(Any, returned))
-    taken = _chosen(size, cut, options["limit"])
-    if not taken:
-        raise PosthocUQError(f"'{spec}' returned a data set of {size} items, of which none is taken.")
-    picked: Dataset[Any] = returned if len(taken) == size else Subset(returned, taken)
-    workers = options["workers"] or 0  # items in memory, as most are, gain nothing by a process of their own
-    loader: Any = DataLoader(
-        picked, options["batch_size"], sampler=_sampler(picked, divided), num_workers=workers
-    )
-    return Data(loader, spec, None, True, None, rows=list(taken))
+        stream: Any = DataLoader(returned, reading.batch_size) if isinstance(returned, Dataset) else returned
+        return LoadedData(stream, spec)
+    taken = _taken(len(cast(Any, returned)), cut, reading, split or "", spec)
+    items = cast(Dataset[Any], returned)
+    picked = items if len(taken) == len(cast(Any, items)) else Subset(items, taken)
+    # items in memory, as most are, gain nothing by a process of their own
+    sampler, workers = _sampler(picked, divided), reading.workers or 0
+    loader: Any = DataLoader(picked, reading.batch_size, sampler=sampler, num_workers=workers)
+    return LoadedData(loader, spec, rows=list(taken))
 
 
 def _parsed_split(text: str) -> tuple[str | None, slice]:
@@ -225,20 +203,17 @@ def _parsed_split(text: str) -> tuple[str | None, slice]:
     return matched.group(1), slice(start, stop)
 
 
-def _taken(size: int, cut: slice, options: Mapping[str, Any], split: str | None, spec: str) -> Sequence[int]:
+def _taken(size: int, cut: slice, reading: Data, split: str, spec: str) -> Sequence[int]:
     """Numbers of the items that are read; at least one."""
-    taken = _chosen(size, cut, options["limit"])
+    taken = range(size)[cut]
     if not taken:
-        raise PosthocUQError(f"--split {split} leaves nothing of the {size} items of '{spec}'.")
-    return taken
-
-
-def _chosen(size: int, cut: slice, limit: int | None) -> Sequence[int]:
-    indices = range(size)[cut]
-    if limit is None or limit >= len(indices):
-        return indices
+        raise PosthocUQError(
+            f"--split {reading.split or split} leaves nothing of the {size} items of '{spec}'."
+        )
+    if reading.limit is None or reading.limit >= len(taken):
+        return taken
     # Evenly spaced: the files of a folder are sorted by class.
-    return [indices[i * len(indices) // limit] for i in range(limit)]
+    return [taken[i * len(taken) // reading.limit] for i in range(reading.limit)]
 
 
 def _sampler(dataset: Any, divided: bool) -> Any:

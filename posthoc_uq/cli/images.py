@@ -1,28 +1,41 @@
-"""Batches of images from a folder or a data set; unreadable files are told apart from other faults."""
+"""Folders of images: with a folder for each class, with masks of classes, or without labels; and batches of them."""
 
 from __future__ import annotations
 
 import os
 import warnings
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
 from typing import Any, cast
 
+import numpy as np
 import torch
 from PIL import Image, UnidentifiedImageError
 from torch import Tensor
 from torch.utils.data import DataLoader, Dataset, Sampler
 
+from posthoc_uq.cli.labels import folder_labels
+from posthoc_uq.cli.models import TrainedModel
+from posthoc_uq.cli.options import Data
+from posthoc_uq.cli.posterior_file import IGNORED, NAMES, Meaning
 from posthoc_uq.cli.transforms import ImageTransform
 from posthoc_uq.core.errors import PosthocUQError
 from posthoc_uq.core.paths import (
     IMAGE_ENDINGS,
     IMAGE_FORMATS,
+    check_regular,
     folder_files,
     irregular,
     only_image_formats,
     too_long,
 )
+from posthoc_uq.likelihoods import Categorical
+
+IMAGES, MASKS = "images", "masks"
+UNLABELLED = 255
+"""The value of a mask whose pixels count for nothing, where ``--ignore_index`` says nothing else."""
+_MASK_MODES = ("1", "L", "P", "I", "I;16")
+_SHOWN = 5  # class folders that a warning names
 
 Read = tuple[Tensor, Any, int]
 
@@ -55,26 +68,6 @@ def image_files(folder: str) -> list[str]:
     return paths
 
 
-class FolderImages(Dataset[Any]):
-    """Image files with their labels, or without."""
-
-    def __init__(
-        self, folder: str, files: Sequence[str], labels: Sequence[int] | None, transform: ImageTransform
-    ) -> None:
-        self._folder, self.files, self._labels, self._transform = folder, files, labels, transform
-
-    def __len__(self) -> int:
-        return len(self.files)
-
-    def __getitem__(self, index: int) -> Read | Trouble:
-        path = os.path.join(self._folder, self.files[index])
-        image = opened_image(path, self._transform.mode, self._transform.shorter)
-        if isinstance(image, Trouble):
-            return image
-        label = None if self._labels is None else self._labels[index]
-        return transformed(image, label, index, path, self._transform)
-
-
 def opened_image(path: str, mode: str | None, shorter: int) -> Image.Image | Trouble:
     """The image in a file, in Pillow's mode `mode` if one is given. One that would become huge where its shorter side
     is resized to `shorter` is not decoded; Pillow's own limit is that for it, too.
@@ -94,6 +87,126 @@ def opened_image(path: str, mode: str | None, shorter: int) -> Image.Image | Tro
         return Trouble(path, f"{_words(error)}.")
 
 
+def _transformed(image: Any, label: Any, index: int, name: str, transform: ImageTransform) -> Read | Trouble:
+    """An item: the image through the transform, its label and its number."""
+    try:
+        tensor: Any = transform(image)
+    except Exception as error:  # a user's transform may raise anything
+        return Trouble(name, f"the transform fails on it: {_words(error)}.", readable=True)
+    if not isinstance(tensor, Tensor):
+        return Trouble(name, f"the transform gives a {type(tensor).__name__}, not a tensor.", readable=True)
+    return tensor, label, index
+
+
+def _words(error: Exception) -> str:
+    return " ".join(str(error).split()).rstrip(".") or type(error).__name__
+
+
+class FolderImages(Dataset[Any]):
+    """Image files with their labels, or without.
+
+    Attributes:
+        files: relative to the folder.
+    """
+
+    def __init__(
+        self, folder: str, files: Sequence[str], labels: Sequence[int] | None, transform: ImageTransform
+    ) -> None:
+        self.folder, self.files, self.labels, self.transform = folder, files, labels, transform
+
+    def __len__(self) -> int:
+        return len(self.files)
+
+    def __getitem__(self, index: int) -> Read | Trouble:
+        path = os.path.join(self.folder, self.files[index])
+        image = opened_image(path, self.transform.mode, self.transform.shorter)
+        if isinstance(image, Trouble):
+            return image
+        label = None if self.labels is None else self.labels[index]
+        return _transformed(image, label, index, path, self.transform)
+
+    def first(self) -> Read:
+        """The first item that can be read.
+
+        Raises:
+            PosthocUQError: there is none.
+        """
+        last: Any = None
+        for number in range(len(self)):
+            last = self[number]
+            if not isinstance(last, Trouble):
+                return last
+        raise PosthocUQError(f"None of the {len(self)} images can be read. {last}")
+
+
+class MaskedImages(FolderImages):
+    """Images, each with the class of every pixel, in the folders ``images`` and ``masks``.
+
+    Args:
+        folder: with both.
+        files: of the images.
+        masks: of each.
+        transform: for images.
+        ignored: value of a mask that counts for nothing.
+        not_counted: the label that such a pixel gets.
+    """
+
+    def __init__(
+        self,
+        folder: str,
+        files: Sequence[str],
+        masks: Sequence[str],
+        transform: ImageTransform,
+        ignored: int,
+        not_counted: int,
+    ) -> None:
+        super().__init__(os.path.join(folder, IMAGES), files, None, transform)
+        self._masks = [os.path.join(folder, MASKS, mask) for mask in masks]
+        self._ignored, self._not_counted = ignored, not_counted
+        self.classes: int | None = None
+
+    def __getitem__(self, index: int) -> Read | Trouble:
+        path = os.path.join(self.folder, self.files[index])
+        image = opened_image(path, self.transform.mode, self.transform.shorter)
+        if isinstance(image, Trouble):
+            return image
+        mask = opened_image(self._masks[index], None, 0)  # as large as the image, or refused
+        item = mask if isinstance(mask, Trouble) else _transformed(image, None, index, path, self.transform)
+        if isinstance(item, Trouble):
+            return item
+        labels = self._labels(cast(Image.Image, mask), image, item[0])
+        return (
+            Trouble(self._masks[index], labels, True) if isinstance(labels, str) else (item[0], labels, index)
+        )
+
+    def _labels(self, mask: Image.Image, image: Image.Image, inputs: Tensor) -> Tensor | str:
+        """The class of every pixel of the model's input, (height, width); or what is wrong with the mask."""
+        if mask.mode not in _MASK_MODES:
+            return f"it has colours (mode {mask.mode}); a mask has one channel, with the index of a class."
+        if mask.size != image.size:
+            return f"its size is {_size(mask)}, and that of its image {_size(image)}."
+        # Pillow resizes 32-bit integers by their nearest values
+        plain: Any = Image.fromarray(np.asarray(mask).astype(np.int32))
+        plain = plain if self.transform.geometry is None else self.transform.geometry(plain)
+        values = torch.from_numpy(np.asarray(plain).astype(np.int64))
+        if tuple(values.shape) != tuple(inputs.shape[-2:]):
+            return (
+                f"the transform makes {tuple(inputs.shape[-2:])} of an image of {_size(mask)}, and a mask cannot "
+                f"follow one of your own; use one that keeps the size, or --image_size."
+            )
+        counted = values != self._ignored
+        if self.classes is not None and bool(((values >= self.classes) & counted).any()):
+            return (
+                f"it has the class {int(values[counted].max())}, and the model the classes 0 to {self.classes - 1}; "
+                f"--ignore_index says which value counts for nothing ({self._ignored} now)."
+            )
+        return values.masked_fill(~counted, self._not_counted)
+
+
+def _size(image: Image.Image) -> str:
+    return f"{image.height} x {image.width}"
+
+
 class WrappedImages(Dataset[Any]):
     """A data set of (image, label) through a transform."""
 
@@ -108,26 +221,151 @@ class WrappedImages(Dataset[Any]):
         try:
             with only_image_formats():  # data sets open their files themselves
                 item = self._dataset[index]
-        except Exception as error:
+        except Exception as error:  # decoders raise many types for damaged files
             return Trouble(name, f"{_words(error)}.")
         image = item[0] if isinstance(item, (tuple, list)) else item
-        return transformed(image, item[1] if self._labelled else None, index, name, self._transform)
+        return _transformed(image, item[1] if self._labelled else None, index, name, self._transform)
 
 
-def transformed(image: Any, label: Any, index: int, name: str, transform: ImageTransform) -> Read | Trouble:
-    """An item: the image through the transform, its label and its number."""
-    try:
-        tensor: Any = transform(image)
-    except Exception as error:
-        return Trouble(name, f"the transform fails on it: {_words(error)}.", readable=True)
-    if not isinstance(tensor, Tensor):
-        kind = type(tensor).__name__
-        return Trouble(name, f"the transform gives a {kind}, not a tensor.", readable=True)
-    return tensor, label, index
+# What a folder holds.
 
 
-def _words(error: Exception) -> str:
-    return " ".join(str(error).split()).rstrip(".") or type(error).__name__
+@dataclass(frozen=True)
+class Folder:
+    """What a folder holds.
+
+    Attributes:
+        images: with labels or without.
+        labelled: whether they have labels.
+        names: of the outputs, where each has a class folder.
+        kept: facts for the posterior's file.
+    """
+
+    images: FolderImages
+    labelled: bool = False
+    names: Sequence[str] | None = None
+    kept: Mapping[str, Any] = field(default_factory=lambda: dict[str, Any]())
+
+
+def read_folder(
+    folder: str, model: TrainedModel, labels: bool, reading: Data, part: str, meaning: Meaning
+) -> Folder:
+    """What a folder holds; `part` is the part of the data that the command is about.
+
+    Raises:
+        PosthocUQError: no images, or labels that do not fit the model.
+    """
+    check_regular(folder, "The data")
+    if _has_masks(folder):
+        if labels:
+            ignored = (
+                meaning.kept.get(IGNORED, UNLABELLED)
+                if reading.ignore_index is None
+                else reading.ignore_index
+            )
+            return Folder(_masked(folder, model, ignored, meaning), True, kept={IGNORED: ignored})
+        folder = os.path.join(folder, IMAGES)
+    if os.path.isfile(folder):
+        folder, files = os.path.dirname(folder) or ".", [os.path.basename(folder)]
+    else:
+        files = image_files(folder)
+    if not files:
+        raise PosthocUQError(
+            f"There are no images in the folder '{folder}' (.jpg, .png, .webp and the like)."
+        )
+    classes = sorted({file.split(os.sep)[0] for file in files if os.sep in file})
+    images = FolderImages(folder, files, None, model.transform)
+    if not classes or not labels:
+        return Folder(images)
+    stray = next((file for file in files if os.sep not in file), None)
+    if stray is not None:
+        raise PosthocUQError(
+            f"'{folder}' has class folders, and images beside them that belong to none, such as '{stray}'; move them "
+            f"away."
+        )
+    if reading.class_map is None and all(file.count(os.sep) > 1 for file in files):
+        _warn_of_level(folder, classes, part)
+    outputs = max(2, model.outputs(images.first()[0]).shape[-1])  # one logit stands for two classes
+    index = folder_labels(classes, outputs, reading.class_map, folder)
+    images.labels = [index[file.split(os.sep)[0]] for file in files]
+    names = sorted(index, key=lambda name: index[name])
+    complete = [index[name] for name in names] == list(range(outputs))
+    return Folder(images, True, names, {NAMES: names}) if complete else Folder(images, True)
+
+
+def _warn_of_level(folder: str, classes: Sequence[str], part: str) -> None:
+    """Warn of class folders that hold only folders: they are likely the parts of a data set, one level above its
+    classes.
+    """
+    likely = next((name for name in (part, "train") if name in classes), classes[0])
+    more = ", ..." if len(classes) > _SHOWN else ""
+    warnings.warn(
+        f"The class folders of '{folder}' ({', '.join(classes[:_SHOWN])}{more}) hold no images themselves, only "
+        f"folders of them; each counts as one class. Perhaps '{os.path.join(folder, likely)}' is meant?",
+        stacklevel=2,
+    )
+
+
+def _has_masks(folder: str) -> bool:
+    """Whether a folder has the folders ``images`` and ``masks``, and no other."""
+    if not os.path.isdir(folder):
+        return False
+    with os.scandir(folder) as entries:
+        names = {entry.name for entry in entries if entry.is_dir() and not entry.name.startswith(".")}
+    return names == {IMAGES, MASKS}
+
+
+def _masked(folder: str, model: TrainedModel, ignored: int, meaning: Meaning) -> MaskedImages:
+    """The images of a folder with their masks.
+
+    Raises:
+        PosthocUQError: an image without a mask, a mask without an image, or a model that gives no classes of pixels.
+    """
+    likelihood = meaning.likelihood
+    if likelihood.name != "classification":
+        raise PosthocUQError(
+            f"'{folder}' has masks, which are classes of pixels, and the likelihood is {likelihood.name!r}."
+        )
+    places = {kind: os.path.join(folder, kind) for kind in (IMAGES, MASKS)}
+    stems = {kind: _by_stem(image_files(place), folder) for kind, place in places.items()}
+    for kind, other in ((IMAGES, MASKS), (MASKS, IMAGES)):
+        alone = next((stem for stem in stems[kind] if stem not in stems[other]), None)
+        if alone is not None:
+            raise PosthocUQError(
+                f"'{os.path.join(places[kind], stems[kind][alone])}' has no counterpart in '{places[other]}'; an image "
+                f"and its mask have the same name up to its ending."
+            )
+    wrong = next((mask for mask in stems[MASKS].values() if not mask.lower().endswith(".png")), None)
+    if wrong is not None:
+        raise PosthocUQError(f"The mask '{os.path.join(places[MASKS], wrong)}' is no PNG file.")
+    if not stems[IMAGES]:
+        raise PosthocUQError(f"There are no images in the folder '{places[IMAGES]}'.")
+    files = sorted(stems[IMAGES].values())
+    masks = [stems[MASKS][os.path.splitext(file)[0]] for file in files]
+    not_counted = cast(Categorical, likelihood).layout.ignore_index
+    found = MaskedImages(folder, files, masks, model.transform, ignored, not_counted)
+    inputs, labels, _ = found.first()
+    outputs = model.outputs(inputs)
+    if outputs.ndim != 4 or outputs.shape[2:] != labels.shape:
+        raise PosthocUQError(
+            f"'{folder}' has masks, and the model gives outputs of shape {tuple(outputs.shape)} for an image of "
+            f"{tuple(inputs.shape)}; classes of pixels are (samples, classes, height, width) in the size of the image."
+        )
+    found.classes = outputs.shape[1]
+    return found
+
+
+def _by_stem(files: Sequence[str], folder: str) -> dict[str, str]:
+    """File by its name without the ending."""
+    found: dict[str, str] = {}
+    for file in files:
+        other = found.setdefault(os.path.splitext(file)[0], file)
+        if other != file:
+            raise PosthocUQError(f"'{other}' and '{file}' in '{folder}' have the same name up to its ending.")
+    return found
+
+
+# Batches.
 
 
 @dataclass(frozen=True)
@@ -139,42 +377,26 @@ class Stacked:
     indices: Tensor
     troubles: list[Trouble]
 
-    def pin_memory(self) -> Stacked:
-        """For a `DataLoader` that pins."""
-        return self if self.inputs is None else Stacked(self.inputs.pin_memory(), *self._rest())
-
-    def _rest(self) -> tuple[Tensor | None, Tensor, list[Trouble]]:
-        return self.targets, self.indices, self.troubles
-
 
 def stack(items: list[Read | Trouble]) -> Stacked:
     """A batch of what could be read."""
     troubles = [item for item in items if isinstance(item, Trouble)]
     read = [item for item in items if not isinstance(item, Trouble)]
+    numbers = torch.tensor([index for _, _, index in read], dtype=torch.int64, device="cpu")
     if len(shapes := {tuple(tensor.shape) for tensor, _, _ in read}) > 1:
         first, second = sorted(shapes)[:2]
         reason = (
-            f"images differ in size, {first} and {second} in one batch; give --image-size, or --batch-size 1."
+            f"images differ in size, {first} and {second} in one batch; give --image_size, or --batch_size 1."
         )
-        return Stacked(
-            None,
-            None,
-            torch.empty(0, device="cpu"),
-            [*troubles, Trouble("of a batch", reason, readable=True)],
-        )
-    return Stacked(
-        torch.stack([tensor for tensor, _, _ in read]) if read else None,
-        _stacked_labels([label for _, label, _ in read]),
-        torch.tensor([index for _, _, index in read], dtype=torch.int64, device="cpu"),
-        troubles,
-    )
-
-
-def _stacked_labels(labels: list[Any]) -> Tensor | None:
-    """Numbers, or masks, of a batch; None where there are none."""
-    if not labels or labels[0] is None:
-        return None
-    return torch.stack(labels) if isinstance(labels[0], Tensor) else torch.as_tensor(labels, device="cpu")
+        return Stacked(None, None, numbers, [*troubles, Trouble("of a batch", reason, readable=True)])
+    if not read:
+        return Stacked(None, None, numbers, troubles)
+    labels = [label for _, label, _ in read]
+    targets = None
+    if labels[0] is not None:
+        masks = isinstance(labels[0], Tensor)
+        targets = torch.stack(labels) if masks else torch.as_tensor(labels, device="cpu")
+    return Stacked(torch.stack([tensor for tensor, _, _ in read]), targets, numbers, troubles)
 
 
 class ImageLoader:
@@ -191,7 +413,7 @@ class ImageLoader:
 
     def __init__(
         self,
-        images: FolderImages | WrappedImages | Any,
+        images: Dataset[Any],
         batch_size: int,
         workers: int,
         sampler: Sampler[int] | None = None,

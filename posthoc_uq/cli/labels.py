@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, cast
 
@@ -18,19 +18,15 @@ def _content(path: str, option: str) -> Any:
     check_regular(path, f"{option}:")
     try:
         text = Path(path).read_text(encoding="utf-8-sig")
+        if path.lower().endswith(".json"):
+            return json.loads(text)
     except FileNotFoundError:
         raise PosthocUQError(f"{option}: there is no file '{path}'.") from None
     except (OSError, UnicodeDecodeError) as error:
         raise PosthocUQError(f"{option}: '{path}' cannot be read as text: {error}") from None
-    if path.lower().endswith(".json"):
-        try:
-            return json.loads(text)
-        except ValueError as error:
-            raise PosthocUQError(f"{option}: '{path}' is not valid JSON: {error}") from None
-    lines = [line.strip() for line in text.splitlines()]
-    while lines and not lines[-1]:
-        lines.pop()
-    return lines
+    except ValueError as error:
+        raise PosthocUQError(f"{option}: '{path}' is not valid JSON: {error}") from None
+    return [line.strip() for line in text.rstrip().splitlines()]
 
 
 def read_names(path: str) -> list[str]:
@@ -41,27 +37,24 @@ def read_names(path: str) -> list[str]:
         PosthocUQError: the file is missing or of another form.
     """
     if Path(path).is_dir():
-        return _class_folders(path)
-    content = _content(path, "--class-names")
+        folders = sorted(item.name for item in Path(path).iterdir() if item.is_dir() and item.name[0] != ".")
+        if not folders:
+            raise PosthocUQError(f"--class_names: the folder '{path}' has no class folders.")
+        return folders
+    content = _content(path, "--class_names")
     if isinstance(content, Mapping):
         entries = cast(Mapping[str, Any], content)
-        try:
-            content = [entries[str(index)] for index in range(len(entries))]
-        except KeyError as error:
+        missing = next((index for index in range(len(entries)) if str(index) not in entries), None)
+        if missing is not None:
             raise PosthocUQError(
-                f"--class-names: '{path}' must name every index from 0 to {len(entries) - 1}; {error} is missing."
-            ) from None
-    names = [item[-1] if isinstance(item, list) and item else item for item in cast(list[Any], content)]
+                f"--class_names: '{path}' must name every index from 0 to {len(entries) - 1}; '{missing}' is missing."
+            )
+        content = [entries[str(index)] for index in range(len(entries))]
+    items = cast("list[Any]", content) if isinstance(content, list) else []
+    names = [item[-1] if isinstance(item, list) and item else item for item in items]
     if not names or not all(isinstance(name, str) for name in names):
-        raise PosthocUQError(f"--class-names: '{path}' must hold one name for each output.")
-    return cast(list[str], names)
-
-
-def _class_folders(path: str) -> list[str]:
-    names = sorted(item.name for item in Path(path).iterdir() if item.is_dir() and item.name[0] != ".")
-    if not names:
-        raise PosthocUQError(f"--class-names: the folder '{path}' has no class folders.")
-    return names
+        raise PosthocUQError(f"--class_names: '{path}' must hold one name for each output.")
+    return cast("list[str]", names)
 
 
 def read_map(path: str) -> dict[str, int]:
@@ -71,41 +64,40 @@ def read_map(path: str) -> dict[str, int]:
     Raises:
         PosthocUQError: the file is missing or of another form.
     """
-    content = _content(path, "--class-map")
-    pairs: list[tuple[Any, Any]]
-    first_words: list[tuple[str, int]] = []
-    if isinstance(content, Mapping):
-        pairs = list(cast(Mapping[str, Any], content).items())
-        if not all(isinstance(value, int) for _, value in pairs):
-            pairs = [(value, int(key) if key.isdigit() else None) for key, value in pairs]
-    else:
-        pairs = [(name, index) for index, name in enumerate(cast(list[Any], content))]
-        if not path.lower().endswith(".json"):
-            first_words = [(str(name).split()[0], index) for name, index in pairs if str(name).split()]
-            if len({word for word, _ in first_words}) < len(first_words):
-                first_words = []
-            pairs = first_words + pairs  # whole lines win over first words
+    content = _content(path, "--class_map")
+    lines = not path.lower().endswith(".json")
+    words = {str(line).split()[0]: index for index, line in enumerate(content) if line} if lines else {}
+    if len(words) < sum(map(bool, content)):  # two lines begin with the same word
+        words = {}
     index_of: dict[str, int] = {}
-    words = {word for word, _ in first_words}
-    for names, index in pairs:
-        for name in cast(list[Any], names if isinstance(names, list) else [names]):
-            if (
-                not isinstance(name, str)
-                or not isinstance(index, int)
-                or isinstance(index, bool)
-                or index < 0
-            ):
-                raise PosthocUQError(
-                    f"--class-map: '{path}' must map names of folders to output indices from 0 on."
-                )
-            if index_of.get(name, index) != index and name not in words:
-                raise PosthocUQError(
-                    f"--class-map: '{path}' gives the name '{name}' to the outputs {index_of[name]} and {index}; "
-                    f"names must differ (wnids do)."
-                )
-            if name:
-                index_of[name] = index
-    return index_of
+    for name, index in _entries(content):
+        if not isinstance(name, str) or type(index) is not int or index < 0:
+            raise PosthocUQError(
+                f"--class_map: '{path}' must map names of folders to output indices from 0 on."
+            )
+        if index_of.get(name, index) != index and not words:
+            raise PosthocUQError(
+                f"--class_map: '{path}' gives the name '{name}' to the outputs {index_of[name]} and {index}; names "
+                f"must differ (wnids do)."
+            )
+        if name:
+            index_of[name] = index
+    return words | index_of  # whole lines win over first words
+
+
+def _entries(content: Any) -> Iterator[tuple[Any, Any]]:
+    """Every name in a class map with its index."""
+    if not isinstance(content, Mapping):
+        yield from ((name, index) for index, name in enumerate(cast("list[Any]", content)))
+        return
+    entries = cast(Mapping[str, Any], content)
+    by_name = all(isinstance(value, int) for value in entries.values())
+    for key, value in entries.items():
+        if by_name:
+            yield key, value
+        else:
+            index = int(key) if key.isdigit() else None
+            yield from ((name, index) for name in (value if isinstance(value, list) else [value]))
 
 
 def folder_labels(classes: Sequence[str], outputs: int, path: str | None, folder: str) -> dict[str, int]:
@@ -123,21 +115,21 @@ def folder_labels(classes: Sequence[str], outputs: int, path: str | None, folder
         if len(classes) < outputs:
             raise PosthocUQError(
                 f"'{folder}' has {len(classes)} class folders and the model {outputs} outputs; say which is which with "
-                f"--class-map FILE."
+                f"--class_map FILE."
             )
         return {name: index for index, name in enumerate(classes)}
     mapped = read_map(path)
     missing = [name for name in classes if name not in mapped]
     if missing:
         raise PosthocUQError(
-            f"--class-map: '{path}' lacks {len(missing)} of the class folders of '{folder}': "
+            f"--class_map: '{path}' lacks {len(missing)} of the class folders of '{folder}': "
             f"{', '.join(missing[:_SHOWN])}{', ...' if len(missing) > _SHOWN else ''}."
         )
     index_of = {name: mapped[name] for name in classes}
-    beyond = [name for name, index in index_of.items() if index >= outputs]
-    if beyond:
+    beyond = next((name for name, index in index_of.items() if index >= outputs), None)
+    if beyond is not None:
         raise PosthocUQError(
-            f"--class-map: '{path}' gives '{beyond[0]}' the index {index_of[beyond[0]]}, and the model has {outputs} "
+            f"--class_map: '{path}' gives '{beyond}' the index {index_of[beyond]}, and the model has {outputs} "
             f"outputs, from 0 on."
         )
     return index_of

@@ -1,25 +1,37 @@
-"""Models by name or by import path."""
+"""Models by name or by import path, with trained weights from a file."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+import importlib
+import importlib.util
+import os
+import pickle
+import sys
+from collections.abc import Generator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Any, cast
+from operator import attrgetter
+from pathlib import Path
+from types import ModuleType
+from typing import Any, TypeVar, cast
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
-from posthoc_uq.cli.importing import call_imported, is_import_path
-from posthoc_uq.cli.transforms import ImageTransform, resolve_transform
-from posthoc_uq.cli.weights import load_weights, read_state
+from posthoc_uq.cli.options import ModelSource, WrongUsage
+from posthoc_uq.cli.transforms import ImageTransform, needs_arguments, transform_of
 from posthoc_uq.core.devices import usable_device
 from posthoc_uq.core.errors import PosthocUQError
 from posthoc_uq.core.model import bare_name
 from posthoc_uq.core.options import did_you_mean
+from posthoc_uq.core.outputs import output_tensor
+from posthoc_uq.core.paths import check_regular
+
+Value = TypeVar("Value")
 
 
 @dataclass(frozen=True)
-class Source:
+class TrainedModel:
     """A trained model with what belongs to it.
 
     Attributes:
@@ -32,67 +44,89 @@ class Source:
     model: nn.Module
     spec: str
     transform: ImageTransform
-    categories: Sequence[str] | None
+    categories: Sequence[str] | None = None
 
     @property
     def device(self) -> torch.device:
-        """Where the model is."""
         return next((p.device for p in self.model.parameters()), torch.device("cpu"))
 
+    def run(
+        self, sample: Tensor, kind: str = "an image", advice: str = "see --image_size and --transform"
+    ) -> Any:
+        """What the model returns for one input without the dimension of samples; `kind` and `advice` are for the error.
 
-def source_of(options: Mapping[str, Any]) -> Source:
+        Raises:
+            PosthocUQError: it cannot take such an input.
+        """
+        try:
+            with torch.no_grad():
+                return self.model(sample.unsqueeze(0).to(self.device))
+        except PosthocUQError:
+            raise
+        except Exception as error:  # a user's model may raise anything
+            reason = " ".join(str(error).split())[:200]
+            raise PosthocUQError(
+                f"The model does not take {kind} of shape {tuple(sample.shape)} ({reason}); {advice}."
+            ) from error
+
+    def outputs(self, sample: Tensor) -> Tensor:
+        """Its outputs for one input, (1, outputs) or with positions."""
+        return output_tensor(self.run(sample))
+
+
+def trained_model(source: ModelSource) -> TrainedModel:
     """The model that the options name.
 
     Raises:
         PosthocUQError: there is none of this name, no weights for it, or weights of another one.
     """
-    device = device_named(options["device"])
-    spec: str = options["model"]
+    spec = source.model
+    if spec is None:
+        raise WrongUsage("--model must be given.")
+    device = device_named(source.device)
     kind, _, name = spec.partition(":")
     categories: Sequence[str] | None = None
     if kind in ("timm", "torchvision") and name:
-        if options["weights"] is None and not options["pretrained"]:
+        if source.weights is None and not source.pretrained:
             raise PosthocUQError(f"'{spec}' alone has random weights; give --weights FILE, or --pretrained.")
-        model, categories = (_timm if kind == "timm" else _torchvision)(spec, name, options)
+        model, categories = (_timm if kind == "timm" else _torchvision)(name, source)
     elif is_import_path(spec):
-        if options["num_classes"] is not None or options["pretrained"]:
+        if source.num_classes is not None or source.pretrained:
             raise PosthocUQError(
-                "--num-classes and --pretrained are for timm: and torchvision: models; a function makes its own model."
+                "--num_classes and --pretrained are for models of timm and torchvision alone."
             )
-        returned = call_imported(spec)
-        if not isinstance(returned, nn.Module):
+        model = call_imported(spec)
+        if not isinstance(model, nn.Module):
             raise PosthocUQError(
-                f"'{spec}' returned a {type(returned).__name__}; it must return a torch.nn.Module."
+                f"'{spec}' returned a {type(model).__name__}; it must return a torch.nn.Module."
             )
-        model = returned
     else:
         raise PosthocUQError(
             f"'{spec}' names no model; use timm:NAME, torchvision:NAME, package.module:function or file.py:function."
         )
-    if options["weights"] is not None:
-        load_weights(model, options["weights"])
+    if source.weights is not None:
+        load_weights(model, source.weights)
     if kind == "torchvision" and hasattr(model, "aux_classifier"):
         cast(Any, model).aux_classifier = None  # of the training alone
     model = model.eval().to(device)
-    transform = resolve_transform(
-        model, spec, options["transform"], options["image_size"], options["mean"], options["std"]
-    )
-    return Source(model, spec, transform, categories)
+    own = None if source.transform is None else imported(source.transform)
+    return TrainedModel(model, spec, transform_of(model, source, own), categories)
 
 
-def _timm(spec: str, name: str, options: Mapping[str, Any]) -> tuple[nn.Module, Sequence[str] | None]:
+def _timm(name: str, source: ModelSource) -> tuple[nn.Module, None]:
     import timm
 
     library = cast(Any, timm)
     if ":" not in name and not library.is_model(name):  # timm itself resolves hf-hub:... and the like
-        close = did_you_mean(name.split(".")[0], library.list_models())
-        raise PosthocUQError(f"timm has no model '{name}'.{close}")
-    arguments = {} if options["num_classes"] is None else {"num_classes": options["num_classes"]}
-    with _fetching(spec, options):
-        return library.create_model(name, pretrained=options["pretrained"], **arguments), None
+        raise PosthocUQError(
+            f"timm has no model '{name}'.{did_you_mean(name.split('.')[0], library.list_models())}"
+        )
+    arguments = {} if source.num_classes is None else {"num_classes": source.num_classes}
+    with _fetching(source):
+        return library.create_model(name, pretrained=source.pretrained, **arguments), None
 
 
-def _torchvision(spec: str, name: str, options: Mapping[str, Any]) -> tuple[nn.Module, Sequence[str] | None]:
+def _torchvision(name: str, source: ModelSource) -> tuple[nn.Module, Sequence[str] | None]:
     import torchvision
 
     library = cast(Any, torchvision.models)
@@ -102,49 +136,38 @@ def _torchvision(spec: str, name: str, options: Mapping[str, Any]) -> tuple[nn.M
         raise PosthocUQError(
             f"torchvision has no classification or segmentation model '{name}'.{did_you_mean(name, names)}"
         )
-    arguments: dict[str, Any] = (
-        {} if options["num_classes"] is None else {"num_classes": options["num_classes"]}
-    )
+    if source.pretrained:
+        weights = library.get_model_weights(name).DEFAULT
+        categories = weights.meta["categories"]
+        if source.num_classes not in (None, len(categories)):
+            raise PosthocUQError(
+                f"The pretrained weights of '{source.model}' have {len(categories)} outputs, not "
+                f"{source.num_classes}; leave --num_classes out."
+            )
+        with _fetching(source):
+            return library.get_model(name, weights=weights), categories
+    arguments: dict[str, Any] = {} if source.num_classes is None else {"num_classes": source.num_classes}
     if name in ("googlenet", "inception_v3"):
         arguments["init_weights"] = False  # slow, and these weights are replaced anyway
     if name in maps:
+        state = () if source.weights is None else map(bare_name, read_state(source.weights))
         arguments["weights_backbone"] = None  # else they are fetched, and replaced anyway
-        arguments["aux_loss"] = _has_auxiliary(options["weights"])
-    if not options["pretrained"]:
-        return library.get_model(name, weights=None, **arguments), None
-    weights = library.get_model_weights(name).DEFAULT
-    if options["num_classes"] not in (None, len(weights.meta["categories"])):
+        arguments["aux_loss"] = any(name.split(".")[0] == "aux_classifier" for name in state)
+    return library.get_model(name, weights=None, **arguments), None
+
+
+@contextmanager
+def _fetching(source: ModelSource) -> Generator[None]:
+    """Say in a sentence that pretrained weights could not be fetched."""
+    try:
+        yield
+    except Exception as error:  # of the network, the hub or the library
+        if not source.pretrained:
+            raise
+        reason = str(error).strip().splitlines() or [type(error).__name__]
         raise PosthocUQError(
-            f"The pretrained weights of '{spec}' have {len(weights.meta['categories'])} outputs, not "
-            f"{options['num_classes']}; leave --num-classes out."
-        )
-    arguments = {name: arguments[name] for name in arguments if name == "num_classes"}
-    with _fetching(spec, options):
-        return library.get_model(name, weights=weights), weights.meta["categories"]
-
-
-def _has_auxiliary(weights: str | None) -> bool | None:
-    """Whether the weights have those of a second classifier that only the training uses; None for the default."""
-    if weights is None:
-        return None
-    return any(name.split(".")[0] == "aux_classifier" for name in map(bare_name, read_state(weights)))
-
-
-class _fetching:
-    """Says in a sentence that weights could not be fetched."""
-
-    def __init__(self, spec: str, options: Mapping[str, Any]) -> None:
-        self._spec, self._fetches = spec, bool(options["pretrained"])
-
-    def __enter__(self) -> None:
-        return None
-
-    def __exit__(self, kind: Any, error: BaseException | None, _: Any) -> None:
-        if self._fetches and isinstance(error, Exception):
-            reason = str(error).strip().splitlines() or [type(error).__name__]
-            raise PosthocUQError(
-                f"The pretrained weights of '{self._spec}' could not be fetched: {reason[0]}"
-            ) from error
+            f"The pretrained weights of '{source.model}' could not be fetched: {reason[0]}"
+        ) from error
 
 
 def device_named(name: str | None) -> torch.device:
@@ -158,41 +181,199 @@ def device_named(name: str | None) -> torch.device:
     return usable_device(name, f"--device {name}", "leave --device out, or use cpu")
 
 
-_IMAGE = ("an image", "see --image-size and --transform")
+# Objects by an import path: package.module:name or file.py:name.
 
 
-def count_outputs(model: nn.Module, sample: torch.Tensor) -> int:
-    """How many outputs the model has for one input; see `outputs_for`."""
-    return int(outputs_for(model, sample).shape[-1])
+def is_import_path(text: str) -> bool:
+    """Whether a text has the form of an import path."""
+    module, colon, name = text.rpartition(":")
+    return bool(colon and module) and all(part.isidentifier() for part in name.split("."))
 
 
-def outputs_for(model: nn.Module, sample: torch.Tensor) -> torch.Tensor:
-    """The model's outputs for one input; see `run_on`."""
-    from posthoc_uq.core.outputs import output_tensor
-
-    return output_tensor(run_on(model, sample, *_IMAGE))
-
-
-def run_on(model: nn.Module, sample: torch.Tensor, kind: str, advice: str) -> Any:
-    """What the model returns for one input.
-
-    Args:
-        model: in eval mode.
-        sample: an input without the dimension of samples, such as (channels, height, width).
-        kind: what it is, for the message.
-        advice: what to do if the model cannot take it.
+def imported(path: str) -> Any:
+    """The object that an import path names; the current folder is looked in as well.
 
     Raises:
-        PosthocUQError: it cannot take such an input.
+        PosthocUQError: there is no such module or name, or importing it fails.
     """
-    device = next((p.device for p in model.parameters()), torch.device("cpu"))
+    where, _, name = path.rpartition(":")
+    if not is_import_path(path):
+        raise PosthocUQError(f"'{path}' is not of the form package.module:name or file.py:name.")
     try:
-        with torch.no_grad():
-            return model(sample.unsqueeze(0).to(device))
+        module = _from_file(where) if where.endswith(".py") else _by_name(where)
     except PosthocUQError:
         raise
-    except Exception as error:
-        reason = " ".join(str(error).split())[:200]
+    except Exception as error:  # the user's code may raise anything
         raise PosthocUQError(
-            f"The model does not take {kind} of shape {tuple(sample.shape)} ({reason}); {advice}."
+            f"'{where}' could not be imported: {type(error).__name__}: {error} (--debug shows where.)"
         ) from error
+    try:
+        return attrgetter(name)(module)
+    except AttributeError:
+        close = did_you_mean(name, [attribute for attribute in dir(module) if not attribute.startswith("_")])
+        raise PosthocUQError(f"'{where}' has no '{name}'.{close}") from None
+
+
+def call_imported(path: str) -> Any:
+    """What the function that an import path names returns, called without arguments.
+
+    Raises:
+        PosthocUQError: there is none, or it cannot be called so.
+    """
+    function = imported(path)
+    if not callable(function):
+        raise PosthocUQError(
+            f"'{path}' is a {type(function).__name__}; it must be a function without arguments."
+        )
+    if needs_arguments(function):
+        raise PosthocUQError(f"'{path}' needs arguments; it must be a function that is called without any.")
+    return function()
+
+
+def _by_name(name: str) -> ModuleType:
+    if not all(part.isidentifier() for part in name.split(".")):
+        raise PosthocUQError(f"'{name}' is not the name of a Python module.")
+    if os.getcwd() not in sys.path:
+        sys.path.insert(0, os.getcwd())
+    try:
+        return importlib.import_module(name)
+    except ModuleNotFoundError as error:
+        if error.name is not None and (name == error.name or name.startswith(error.name + ".")):
+            raise PosthocUQError(
+                f"There is no Python module '{name}' in the current folder or the environment."
+            ) from None
+        raise
+
+
+def _from_file(name: str) -> ModuleType:
+    path = Path(name).resolve()
+    if not path.is_file():
+        raise PosthocUQError(f"There is no file '{name}'.")
+    if str(path.parent) not in sys.path:  # a worker process that starts afresh finds the module by its name
+        sys.path.insert(0, str(path.parent))
+    known = sys.modules.get(path.stem)
+    if known is not None and getattr(known, "__file__", None) == str(path):
+        return known
+    spec = importlib.util.spec_from_file_location(path.stem, path)
+    if spec is None or spec.loader is None:
+        raise PosthocUQError(f"'{name}' cannot be imported as Python code.")
+    module = importlib.util.module_from_spec(spec)
+    if known is None:
+        sys.modules[path.stem] = module
+    try:
+        spec.loader.exec_module(module)
+    except Exception:
+        if sys.modules.get(path.stem) is module:
+            del sys.modules[path.stem]
+        raise
+    return module
+
+
+# Weights: nothing but tensors and plain values is unpickled.
+
+_WRAPPERS = ("state_dict", "model_state_dict", "model", "weights")
+_PREFIX = "model."  # of a module that holds the model, as trainers have it
+_COUNTER = "num_batches_tracked"  # of BatchNorm; old files lack it and eval mode does not read it
+_SHOWN = 3
+
+
+def read_state(path: str) -> dict[str, Tensor]:
+    """The tensors of a ``.safetensors`` file, or of a state dict that `torch.save` wrote, bare or inside a checkpoint.
+
+    Raises:
+        PosthocUQError: there is no such file, or no state dict in it.
+    """
+    check_regular(path, "The weights file")
+    try:
+        with open(path, "rb"):
+            pass
+    except FileNotFoundError:
+        raise PosthocUQError(f"There is no weights file '{path}'.") from None
+    except OSError as error:
+        raise PosthocUQError(
+            f"The weights file '{path}' cannot be read: {error.strerror or error}."
+        ) from None
+    content: Any = _safetensors(path) if path.endswith(".safetensors") else _pickled(path)
+    while isinstance(content, Mapping):
+        mapping = cast(Mapping[str, Any], content)
+        content = next((mapping[key] for key in _WRAPPERS if isinstance(mapping.get(key), Mapping)), None)
+        if content is None:
+            tensors = {str(name): value for name, value in mapping.items() if isinstance(value, Tensor)}
+            if tensors:
+                return tensors
+    raise PosthocUQError(
+        f"'{path}' holds no state dict; write one with torch.save(model.state_dict(), '{path}')."
+    )
+
+
+def _safetensors(path: str) -> Any:
+    from safetensors import SafetensorError
+    from safetensors.torch import load_file
+
+    try:
+        return load_file(path)
+    except (SafetensorError, ValueError) as error:
+        raise PosthocUQError(f"'{path}' is not a readable safetensors file: {error}") from None
+
+
+def _pickled(path: str) -> Any:
+    try:
+        return torch.load(path, map_location="cpu", weights_only=True)
+    except pickle.UnpicklingError as error:
+        if "Unsupported" in str(error) or "GLOBAL" in str(error):
+            raise PosthocUQError(
+                f"'{path}' holds Python objects beside tensors, which are not loaded; write the state dict alone with "
+                f"torch.save(model.state_dict(), ...)."
+            ) from None
+        raise PosthocUQError(f"'{path}' is not a file that torch.save wrote.") from None
+    except (EOFError, RuntimeError, ValueError, LookupError, UnicodeDecodeError):
+        raise PosthocUQError(f"'{path}' is damaged, or not a file that torch.save wrote.") from None
+
+
+def load_weights(model: nn.Module, path: str) -> None:
+    """Put the weights of a file into a model.
+
+    What wrappers add to names is ignored: ``module.`` and ``_orig_mod.`` anywhere in the names of the file or the
+    model, and ``model.`` in front if all names in the file have it and the model's do not.
+
+    Raises:
+        PosthocUQError: the file cannot be read, or its names or shapes are not the model's.
+    """
+    model_state: dict[str, Tensor] = model.state_dict()
+    state = _stripped(read_state(path), model_state)
+    missing = [name for name in model_state if name not in state and not name.endswith(_COUNTER)]
+    unexpected = [name for name in state if name not in model_state]
+    if missing or unexpected:
+        parts = [
+            f"{verb} {len(names)} ({', '.join(names[:_SHOWN])}{', ...' if len(names) > _SHOWN else ''})"
+            for verb, names in (("the file lacks", missing), ("the model does not have", unexpected))
+            if names
+        ]
+        raise PosthocUQError(
+            f"The weights in '{path}' are not this model's: of {len(model_state)} tensors {', and '.join(parts)}."
+        )
+    wrong = [name for name in model_state if name in state and model_state[name].shape != state[name].shape]
+    if wrong:
+        ours, theirs = tuple(model_state[wrong[0]].shape), tuple(state[wrong[0]].shape)
+        classes = len(wrong) <= 2 and all(model_state[n].shape[1:] == state[n].shape[1:] for n in wrong)
+        raise PosthocUQError(
+            f"The weights in '{path}' do not fit the model: {len(wrong)} of {len(model_state)} have another shape, "
+            f"such as '{wrong[0]}', {theirs} in the file and {ours} in the model"
+            f"{f'; perhaps --num_classes {theirs[0]}' if classes else ''}."
+        )
+    model.load_state_dict(state, strict=False)
+
+
+def _stripped(state: dict[str, Tensor], model_state: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    bare_state, model_names = _bare(state), _bare({name: name for name in model_state})
+    while all(name.startswith(_PREFIX) for name in bare_state) and not any(
+        name.startswith(_PREFIX) for name in model_names
+    ):
+        bare_state = {name.removeprefix(_PREFIX): value for name, value in bare_state.items()}
+    return {model_names.get(name, name): value for name, value in bare_state.items()}
+
+
+def _bare(named: Mapping[str, Value]) -> dict[str, Value]:
+    """By names without what wrappers add, unless two names would become the same."""
+    bare = {bare_name(name): value for name, value in named.items()}
+    return bare if len(bare) == len(named) else dict(named)

@@ -1,209 +1,187 @@
-"""Options that several commands share."""
+"""The options that several commands share, each said once: the model, the data, and how a command talks.
+
+A plain dataclass holds them: its fields are the options, its docstring is their help, and `posthoc_uq.cli.parser` makes
+one from the other. A command takes a dataclass by having a parameter of its type. A type such as `Written` also says
+what the option's file is for, so that nothing is written over by mistake (`posthoc_uq.cli.outputs`).
+"""
 
 from __future__ import annotations
 
-import ast
-from collections.abc import Callable, Iterable
-from typing import Any, TypeVar
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+from os import PathLike
+from typing import TYPE_CHECKING, Annotated, Any, Protocol, TypeVar
 
-import click
+from jsonargparse import typing
 
-Decorated = TypeVar("Decorated", bound=Callable[..., Any])
-Option = Callable[[Any], Any]
+from posthoc_uq.core.errors import PosthocUQError
+
+if TYPE_CHECKING:
+    Count = Natural = Size = Port = Window = int
+    Share = Nats = Rate = float
+else:  # jsonargparse refuses other numbers, and names the type in the help
+    Count, Natural, Nats, Share = (
+        typing.PositiveInt,
+        typing.NonNegativeInt,
+        typing.PositiveFloat,
+        typing.OpenUnitInterval,
+    )
+    Size = typing.restricted_number_type("Size", int, [(">=", 1), ("<=", 2**14)])
+    Port = typing.restricted_number_type("Port", int, [(">=", 0), ("<=", 65535)])
+    Window = typing.restricted_number_type("Window", int, (">=", 20))
+    Rate = typing.restricted_number_type("Rate", float, [(">=", 0), ("<", 1)])
+
+Read = Annotated[str, "read"]
+"""A file or folder that is read."""
+DataName = Annotated[str, "data"]
+"""Data by path or by name, or the code that makes them."""
+Code = Annotated[str, "code"]
+"""The import path of something of the user's."""
+Written = Annotated[str, "written"]
+"""A file that is written, and written over with ``--force`` alone."""
+Kept = Annotated[str, "kept"]
+"""A file that a fit goes on from, or that a server adds to: it may be there, and is checked where it is opened."""
+
+Kind = TypeVar("Kind")
 
 
-def several_options(options: Iterable[Option]) -> Callable[[Decorated], Decorated]:
-    """Several decorators as one, first option first in the help."""
-
-    def decorate(function: Decorated) -> Decorated:
-        for option in reversed(list(options)):
-            function = option(function)
-        return function
-
-    return decorate
+class WrongUsage(PosthocUQError):
+    """A command was called in a way that it does not understand."""
 
 
-class Numbers(click.ParamType):  # pyright: ignore[reportMissingTypeArgument]
-    """Numbers with commas between them."""
+class Checks(Protocol):
+    """Checks of further files that a command writes, where it has an argument ``outputs`` of this type."""
 
-    name = "numbers"
+    def check(self, more: Iterable[tuple[str, str | PathLike[str]]]) -> None:
+        """Refuse files that must not be written, each with the option that it follows from."""
+        ...
 
-    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> Any:
-        if not isinstance(value, str):
-            return value
+
+@dataclass(frozen=True)
+class Choice:
+    """A method, likelihood or head that was chosen by its name, with the options of it that were given.
+
+    Attributes:
+        word: what is chosen, such as ``"method"``.
+        name: of the chosen one; None where nothing was said.
+        options: by name.
+    """
+
+    word: str
+    name: str | None
+    options: dict[str, Any]
+
+    def make(self, kind: type[Kind]) -> Kind:
+        """An object of the class, with these options.
+
+        Raises:
+            WrongUsage: the class refuses a value.
+        """
         try:
-            return [float(part) for part in value.split(",")]
-        except ValueError:
-            self.fail(f"{value!r} is not numbers with commas between them, such as 0.5,0.5,0.5.", param, ctx)
+            return kind(**self.options)
+        except PosthocUQError as error:
+            text = str(error)
+            named = next((name for name in self.options if text.startswith(f"{name} ")), None)
+            raise WrongUsage(f"--{self.word}.{text}" if named else text) from error
 
 
-class Setting(click.ParamType):  # pyright: ignore[reportMissingTypeArgument]
-    """``NAME=VALUE``; the value is a Python literal, or else text. An option's metavar may name the two otherwise."""
+@dataclass(frozen=True, kw_only=True)
+class Console:
+    """What a command prints.
 
-    name = "name=value"
+    Attributes:
+        json: print one JSON object on stdout, and nothing else there.
+        quiet: no progress bars.
+        debug: show the traceback of an error.
+    """
 
-    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> Any:
-        if not isinstance(value, str):
-            return value
-        name, equals, text = value.partition("=")
-        if not equals or not name:
-            form = (None if param is None else param.metavar) or "NAME=VALUE"
-            self.fail(f"{value!r} is not of the form {form}.", param, ctx)
-        try:
-            return name.replace("-", "_"), ast.literal_eval(text)
-        except (ValueError, SyntaxError):
-            return name.replace("-", "_"), text
+    json: bool = False
+    quiet: bool = False
+    debug: bool = False
 
 
-class Scores(click.ParamType):  # pyright: ignore[reportMissingTypeArgument]
-    """The name of a score, or the names of several with commas between them, as a tuple."""
+@dataclass(frozen=True, kw_only=True)
+class ModelSource:
+    """The model, its weights, and how an image becomes its input.
 
-    name = "scores"
+    Attributes:
+        model: timm:NAME, torchvision:NAME, package.module:function or file.py:function (called without arguments). A
+            command on a posterior's FILE takes the model of timm or torchvision that FILE names, with its weights.
+        weights: a state dict: .safetensors, or what torch.save wrote.
+        pretrained: use the weights that timm or torchvision offers.
+        num_classes: outputs of a model of timm or torchvision.
+        device: cpu, cuda, cuda:1 ...; by default a GPU if there is one.
+        transform: image to tensor: package.module:name or file.py:name of a callable, or of a function without
+            arguments that returns one.
+        image_size: in pixels, instead of the fit's, or of the model's own.
+        mean: of the channels, instead of the model's own.
+        std: of the channels, instead of the model's own.
+    """
 
-    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> Any:
-        if not isinstance(value, str):
-            return value
-        names = [name.strip() for name in value.split(",")]
+    model: Code | None = None
+    weights: Read | None = None
+    pretrained: bool = False
+    num_classes: Count | None = None
+    device: str | None = None
+    transform: Code | None = None
+    image_size: Size | None = None
+    mean: list[float] | None = None
+    std: list[float] | None = None
+
+
+@dataclass(frozen=True, kw_only=True)
+class Data:
+    """How data are read: which part, which classes, how much at once.
+
+    Attributes:
+        split: part of the data, such as train, or train[:50000].
+        data_root: where torchvision's data sets lie.
+        download: let torchvision fetch a data set that is not there.
+        class_map: which output a class folder, or a label of a table, is: a file with one name a line, or JSON.
+        target: of a table: the column with the target, or several.
+        columns: of a table: those that the model takes, in its order; by default all that are no target.
+        ignore_index: of masks: the value of pixels that count for nothing (255).
+        limit: take so many samples, evenly spaced.
+        batch_size: samples at once.
+        workers: processes that read images; by default by the number of cores, 0 for none.
+    """
+
+    split: str | None = None
+    data_root: str = "data"
+    download: bool = False
+    class_map: Read | None = None
+    target: list[str] = field(default_factory=lambda: list[str]())
+    columns: list[str] = field(default_factory=lambda: list[str]())
+    ignore_index: int | None = None
+    limit: Count | None = None
+    batch_size: Count = 32
+    workers: Natural | None = None
+
+
+@dataclass(frozen=True, kw_only=True)
+class Referral:
+    """Thresholds above which `predict` flags an input, for a person to look at.
+
+    Attributes:
+        referral_rate: set them so that this share of the held-out data lies above, and keep them in FILE.
+        referral_score: which uncertainty, or several; by default entropy, or standard_deviation of values, and novelty
+            if FILE knows it. Of several, any may refer an input.
+    """
+
+    referral_rate: Rate | None = None
+    referral_score: list[str] | None = None
+
+    def score(self) -> Any:
+        """The scores as the library takes them: one, or a tuple of several.
+
+        Raises:
+            WrongUsage: they are none, or of no threshold.
+        """
+        names = self.referral_score
+        if names is None:
+            return None
+        if self.referral_rate is None:
+            raise WrongUsage("--referral_score belongs to --referral_rate.")
         if not all(names) or len(set(names)) < len(names):
-            self.fail(f"{value!r} is not a score, nor different scores with commas between them.", param, ctx)
+            raise WrongUsage(f"--referral_score: {','.join(names)!r} is not a score, nor different scores.")
         return tuple(names) if len(names) > 1 else names[0]
-
-
-NATS = click.FloatRange(0, min_open=True)
-
-force_option = click.option(
-    "--force", is_flag=True, help="Write over files that are there already, but never over an input."
-)
-
-divergence_option = click.option(
-    "--divergence",
-    type=NATS,
-    metavar="NATS",
-    help="How far the predictions of a faithful posterior may be from the model's own [0.002].",
-)
-
-
-def _model_options(model: Option) -> Callable[[Decorated], Decorated]:
-    return several_options(
-        [
-            model,
-            click.option(
-                "--weights", metavar="FILE", help="State dict: .safetensors, or what torch.save wrote."
-            ),
-            click.option(
-                "--pretrained", is_flag=True, help="Use the weights that timm or torchvision offers."
-            ),
-            click.option(
-                "--num-classes",
-                type=click.IntRange(1),
-                metavar="N",
-                help="Outputs of a timm or torchvision model.",
-            ),
-            click.option(
-                "--device", metavar="DEVICE", help="cpu, cuda, cuda:1 ...; by default a GPU if there is one."
-            ),
-        ]
-    )
-
-
-_FORMS = "timm:NAME, torchvision:NAME, package.module:function or file.py:function (called without arguments)"
-
-model_options = _model_options(click.option("--model", required=True, metavar="MODEL", help=f"{_FORMS}."))
-
-named_model_options = _model_options(
-    click.option(
-        "--model",
-        metavar="MODEL",
-        help=f"{_FORMS}; by default, with its weights, the one of timm or torchvision that FILE names.",
-    )
-)
-"""Those of commands on a posterior's file, which may name its model."""
-
-transform_options = several_options(
-    [
-        click.option(
-            "--transform",
-            metavar="MODULE:NAME",
-            help="Image to tensor: a callable, or a function without arguments that returns one.",
-        ),
-        click.option(
-            "--image-size",
-            type=click.IntRange(1, 2**14),
-            metavar="PIXELS",
-            help="Instead of the fit's, or of the model's own.",
-        ),
-        click.option("--mean", type=Numbers(), help="Of the channels, instead of the model's own."),
-        click.option("--std", type=Numbers(), help="Of the channels, instead of the model's own."),
-    ]
-)
-
-data_options = several_options(
-    [
-        click.option("--split", metavar="NAME", help="Part of the data, such as train, or train[:50000]."),
-        click.option(
-            "--data-root",
-            metavar="DIR",
-            default="data",
-            show_default=True,
-            help="Where torchvision's data sets lie.",
-        ),
-        click.option("--download", is_flag=True, help="Let torchvision fetch a data set that is not there."),
-        transform_options,
-        click.option(
-            "--class-map",
-            metavar="FILE",
-            help="Which output a class folder, or a label of a table, is: one name per line, or JSON.",
-        ),
-        click.option(
-            "--target",
-            multiple=True,
-            metavar="COLUMN",
-            help="Of a table: the column with the target; several times for several.",
-        ),
-        click.option(
-            "--columns",
-            multiple=True,
-            metavar="NAME[,NAME]",
-            help="Of a table: the columns that the model takes, in its order; by default all that are no target.",
-        ),
-        click.option(
-            "--ignore-index",
-            type=click.IntRange(-(2**31), 2**31 - 1),
-            metavar="VALUE",
-            help="Of masks: the value of pixels that count for nothing [255].",
-        ),
-        click.option("--limit", type=click.IntRange(1), metavar="N", help="Take N samples, evenly spaced."),
-        click.option(
-            "--batch-size",
-            type=click.IntRange(1),
-            default=32,
-            show_default=True,
-            metavar="N",
-            help="Samples at once.",
-        ),
-        click.option(
-            "--workers",
-            type=click.IntRange(0),
-            metavar="N",
-            help="Processes that read images; by default by the number of cores, 0 for none.",
-        ),
-    ]
-)
-
-referral_score_option = click.option(
-    "--referral-score",
-    type=Scores(),
-    metavar="SCORE[,SCORE]",
-    help="Which uncertainty; by default entropy, or standard_deviation of values, and novelty if the file knows it. "
-    "Of several, any may refer an input.",
-)
-
-unlabelled_option = click.option(
-    "--unlabelled", is_flag=True, help="Leave class folders aside: the model's own labels suffice."
-)
-
-names_option = click.option(
-    "--class-names",
-    metavar="PATH",
-    help="Names of the outputs: one per line, or JSON; or a folder with a folder for each class.",
-)

@@ -1,10 +1,9 @@
-"""Tables in CSV files: read once, as numbers; which columns are inputs and targets, and which class a label is."""
+"""Tables in CSV files, read by pandas: which columns are inputs and targets, and which class a label is."""
 
 from __future__ import annotations
 
-import csv
-from array import array
-from collections.abc import Iterator, Mapping, Sequence
+import warnings
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, NoReturn, cast
 
@@ -14,14 +13,15 @@ from torch import Tensor, nn
 from torch.utils.data import Dataset
 
 from posthoc_uq.cli.labels import read_map
-from posthoc_uq.cli.meaning import CLASSES, COLUMNS, TARGETS, Meaning
-from posthoc_uq.cli.models import Source, count_outputs, run_on
+from posthoc_uq.cli.models import TrainedModel
+from posthoc_uq.cli.options import Data
+from posthoc_uq.cli.posterior_file import CLASSES, COLUMNS, TARGETS, Meaning
 from posthoc_uq.core.errors import PosthocUQError
 from posthoc_uq.core.options import did_you_mean
 from posthoc_uq.core.paths import check_regular
 
 ENDINGS = (".csv", ".tsv")
-_MISSING = ("", "na", "n/a", "nan", "null", "none", "?")
+_MISSING = ("?", "na", "Na", "none", "Null", "NaN")  # beside those that pandas knows
 _SHOWN = 6  # names that a message lists
 
 
@@ -38,8 +38,8 @@ class TableRows(Dataset[Any]):
 
     def part(self, numbers: Sequence[int]) -> TableRows:
         """Some of the rows."""
-        picked = torch.as_tensor(numbers, device=self.inputs.device)
-        return TableRows(self.inputs[picked], None if self.targets is None else self.targets[picked])
+        picked = self.__getitems__(numbers)
+        return TableRows(picked, None) if self.targets is None else TableRows(*picked)
 
     def __len__(self) -> int:
         return len(self.inputs)
@@ -49,8 +49,7 @@ class TableRows(Dataset[Any]):
 
     def __getitems__(self, indices: Sequence[int]) -> Any:
         picked = torch.as_tensor(indices, device=self.inputs.device)
-        inputs = self.inputs[picked]
-        return inputs if self.targets is None else (inputs, self.targets[picked])
+        return self.inputs[picked] if self.targets is None else (self.inputs[picked], self.targets[picked])
 
 
 def as_it_is(batch: Any) -> Any:
@@ -78,38 +77,26 @@ def is_table(spec: str) -> bool:
     return spec.lower().endswith(ENDINGS)
 
 
-def read_table(
-    path: str, source: Source, options: Mapping[str, Any], meaning: Meaning, *, labels: bool
-) -> Table:
+def read_table(path: str, model: TrainedModel, labels: bool, reading: Data, meaning: Meaning) -> Table:
     """The rows of a table, with targets if `labels` are wanted.
 
     Raises:
         PosthocUQError: no such columns, or a row with something else than finite numbers.
     """
-    reader = _Reader(path)
-    inputs, targets = _columns(reader, options, meaning.kept, labels)
-    reader.fixed = COLUMNS in meaning.kept
+    reader = _Reader(path, fixed=COLUMNS in meaning.kept)
+    inputs, targets = _columns(reader, reading, meaning.kept, labels)
     wanted = targets if labels else []
-    texts = labels and meaning.labels and len(targets) == 1
-    numbers, words = reader.read(inputs, [] if texts else wanted, targets[0] if texts else None)
+    label = wanted[0] if meaning.labels and len(wanted) == 1 else None
+    frame = reader.read(label)
     kept: dict[str, Any] = {COLUMNS: inputs} | ({TARGETS: targets} if targets else {})
-    values = torch.from_numpy(numbers)
-    x = values[:, : len(inputs)].contiguous()
-    run_on(source.model, x[0], "a row", _advice(source.model, inputs, reader.fixed))
-    known = cast("list[str] | None", meaning.kept.get(CLASSES))
-    if not texts:
-        y = values[:, len(inputs) :].contiguous() if wanted else None
-        return Table(TableRows(x, y), targets if _names_outputs(meaning, targets) else known, kept)
-    outputs = count_outputs(source.model, x[0])
-    indices, names = _indices(words, outputs, known, options["class_map"], meaning, reader)
-    kept |= {} if names is None else {CLASSES: names}
-    y = torch.tensor(indices, dtype=torch.int64, device="cpu")
-    return Table(TableRows(x, y), names, kept)
-
-
-def _names_outputs(meaning: Meaning, targets: Sequence[str]) -> bool:
-    """Whether every target column stands for one label, or one class with its probability."""
-    return meaning.likelihood.name == "multilabel" or (meaning.labels and len(targets) > 1)
+    x = reader.numbers(frame, inputs)
+    model.run(x[0], "a row", _advice(model.model, inputs, reader.fixed))
+    if label is not None:
+        y, names = _labels(reader, frame, label, model.outputs(x[0]).shape[-1], reading.class_map, meaning)
+        return Table(TableRows(x, y), names, kept if names is None else kept | {CLASSES: names})
+    named = meaning.likelihood.name == "multilabel" or (meaning.labels and len(targets) > 1)
+    names = targets if named else cast("list[str] | None", meaning.kept.get(CLASSES))
+    return Table(TableRows(x, reader.numbers(frame, wanted) if wanted else None), names, kept)
 
 
 def _advice(model: nn.Module, inputs: Sequence[str], fixed: bool) -> str:
@@ -117,35 +104,31 @@ def _advice(model: nn.Module, inputs: Sequence[str], fixed: bool) -> str:
     width = next((layer.in_features for layer in model.modules() if isinstance(layer, nn.Linear)), None)
     takes = "" if width is None else f", and its first linear layer takes {width}"
     columns = f"{len(inputs)} column{'s' if len(inputs) > 1 else ''}: {_listed(inputs)}"
-    way_out = "those of the fit" if fixed else "--columns chooses those that it takes"
-    return f"the row has {columns}{takes}; {way_out}"
+    return f"the row has {columns}{takes}; {'those of the fit' if fixed else '--columns chooses those that it takes'}"
 
 
 def _columns(
-    reader: _Reader, options: Mapping[str, Any], kept: Mapping[str, Any], labels: bool
+    reader: _Reader, reading: Data, kept: Mapping[str, Any], labels: bool
 ) -> tuple[list[str], list[str]]:
     """The input columns and the target columns, by name: as given, else as in the fit, else all that are no target."""
     header, path = reader.header, reader.path
-    targets = list(options["target"]) or list(kept.get(TARGETS, []))
+    targets = reading.target or list(kept.get(TARGETS, []))
     if labels and not targets:
         raise PosthocUQError(
             f"Which column of '{path}' is the target? Give --target COLUMN; it has {_listed(header)}."
         )
-    given = [name for text in options["columns"] for name in ([text] if text in header else text.split(","))]
-    given, fitted = [name.strip() for name in given], list(kept.get(COLUMNS, []))
-    if fitted and given and given != fitted:
+    fitted = list(kept.get(COLUMNS, []))
+    if fitted and reading.columns and reading.columns != fitted:
         raise PosthocUQError(
             f"The posterior was fitted on {len(fitted)} columns ({_listed(fitted)}) and finds them by name: leave out "
             f"--columns, which names others, or these in another order."
         )
-    inputs = given or fitted
-    if not inputs:
-        inputs = [name for name in header if name not in targets]
-        if "" in inputs:
-            raise PosthocUQError(
-                f"Column {header.index('') + 1} of '{path}' has no name (is it an index?); give it one, or say with "
-                f"--columns which columns are inputs."
-            )
+    inputs = reading.columns or fitted or [name for name in header if name not in targets]
+    if "" in inputs:
+        raise PosthocUQError(
+            f"Column {header.index('') + 1} of '{path}' has no name (is it an index?); give it one, or say with "
+            f"--columns which columns are inputs."
+        )
     for name in [*inputs, *(targets if labels else [])]:
         if name not in header:
             raise PosthocUQError(
@@ -161,188 +144,168 @@ def _columns(
 
 
 class _Reader:
-    """One pass over a table.
+    """A table's file.
 
     Attributes:
         path: of the file.
         header: names of the columns.
-        lines: of the file, by row; the header is in line 1.
         fixed: whether the columns are those of a fit, so that none can be left out.
     """
 
-    def __init__(self, path: str) -> None:
+    def __init__(self, path: str, fixed: bool) -> None:
         check_regular(path, "The table")
-        self.path, self.lines, self.fixed = path, array("q"), False
-        self._separator = "\t" if path.lower().endswith(".tsv") else ","
-        self.header = [name.strip() for name in next(self._parsed(guess=True), (1, []))[1]]
-        if not self.header:
+        self.path, self.fixed = path, fixed
+        try:
+            with open(path, encoding="utf-8-sig") as file:
+                first = file.readline()
+        except OSError as error:
+            raise PosthocUQError(f"The table '{path}' cannot be read: {error.strerror or error}.") from None
+        except UnicodeDecodeError:
+            raise PosthocUQError(f"The table '{path}' is not text in UTF-8.") from None
+        if not first.strip():
             raise PosthocUQError(f"'{path}' is empty; a table has a line of column names first.")
+        usual = "\t" if path.lower().endswith(".tsv") else ","
+        # a comma unless there is none
+        self._separator = next((mark for mark in ";\t" if mark in first and "," not in first), usual)
+        names = self._parsed(header=None, nrows=1, dtype=str).iloc[0]
+        self.header = [name.strip() if isinstance(name, str) else "" for name in names]
         twice = next((name for name in self.header if self.header.count(name) > 1), None)
         if twice is not None:
             raise PosthocUQError(f"'{path}' has two columns '{twice}'; give them different names.")
 
-    def _parsed(self, guess: bool = False) -> Iterator[tuple[int, list[str]]]:
-        """The line and the cells of every row that is not empty, the header first."""
+    def _parsed(self, **options: Any) -> Any:
+        """What pandas reads: empty cells and what says so are missing; rows of another length are errors."""
         try:
-            with open(self.path, newline="", encoding="utf-8-sig") as file:
-                if guess:
-                    first = file.readline()
-                    file.seek(0)
-                    # a comma unless there is none
-                    others = [mark for mark in ";\t" if mark in first and "," not in first]
-                    self._separator = others[0] if others else self._separator
-                rows = csv.reader(file, delimiter=self._separator, skipinitialspace=True)
-                for row in rows:
-                    if row:
-                        yield rows.line_num, row
-        except OSError as error:
+            import pandas
+        except ImportError:
             raise PosthocUQError(
-                f"The table '{self.path}' cannot be read: {error.strerror or error}."
+                "Tables are read by pandas; install the extra: pip install 'posthoc-uq[tables]'."
             ) from None
-        except UnicodeDecodeError:
-            raise PosthocUQError(f"The table '{self.path}' is not text in UTF-8.") from None
-        except csv.Error as error:
-            raise PosthocUQError(f"The table '{self.path}' is no CSV: {error}.") from None
-
-    def read(
-        self, inputs: Sequence[str], targets: Sequence[str], text: str | None
-    ) -> tuple[np.ndarray[Any, Any], list[str]]:
-        """Columns of numbers, (rows, inputs and targets), float32, and the texts of one more column."""
-        names = [*inputs, *targets]
-        places, width = [self.header.index(name) for name in names], len(self.header)
-        label = None if text is None else self.header.index(text)
-        numbers, words = array("f"), list[str]()
-        for line, row in self._body():
-            if len(row) != width:
-                raise PosthocUQError(
-                    f"'{self.path}', line {line} has {len(row)} cells, and the header {width}."
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore", pandas.errors.DtypeWarning)
+            warnings.simplefilter("error", pandas.errors.ParserWarning)  # of cells beyond the header's
+            try:
+                return cast(Any, pandas).read_csv(
+                    self.path,
+                    sep=self._separator,
+                    encoding="utf-8-sig",
+                    skipinitialspace=True,
+                    skip_blank_lines=False,  # so that rows know their lines
+                    na_values=_MISSING,
+                    index_col=False,
+                    **options,
                 )
-            try:
-                numbers.extend([float(row[place]) for place in places])
-            except ValueError:
-                self._refuse(line, row, names)
-            if label is not None:
-                words.append(row[label].strip())
-            self.lines.append(line)
-        if not self.lines:
+            except UnicodeDecodeError:
+                raise PosthocUQError(f"The table '{self.path}' is not text in UTF-8.") from None
+            except (pandas.errors.ParserError, pandas.errors.ParserWarning) as error:
+                reason = " ".join(str(error).split()).removeprefix("Error tokenizing data. C error: ")
+                raise PosthocUQError(f"The table '{self.path}' is no CSV: {reason.rstrip('.')}.") from None
+
+    def read(self, label: str | None) -> Any:
+        """All rows, as a frame of pandas; the column `label` as text."""
+        types = {} if label is None else {label: str}
+        frame = self._parsed(header=0, names=self.header, dtype=types).dropna(how="all")
+        if not len(frame):
             raise PosthocUQError(f"'{self.path}' has no rows below its header.")
-        values = np.frombuffer(numbers, dtype=np.float32).reshape(len(self.lines), len(names))
-        faults = np.argwhere(~np.isfinite(values))
-        if len(faults):
-            self._refuse_number(self.lines[int(faults[0, 0])], names[int(faults[0, 1])])
-        return values, words
+        return frame
 
-    def _body(self) -> Iterator[tuple[int, list[str]]]:
-        rows = self._parsed()
-        next(rows, None)
-        return rows
+    def numbers(self, frame: Any, names: Sequence[str]) -> Tensor:
+        """Columns of numbers, (rows, columns), float32."""
+        import pandas
 
-    def _refuse(self, line: int, row: Sequence[str], names: Sequence[str]) -> NoReturn:
-        """Name the first cell of a row that is no number."""
+        columns: list[Any] = []
         for name in names:
-            cell = row[self.header.index(name)].strip()
-            try:
-                float(cell)
-            except ValueError:
-                if cell.lower() in _MISSING:
-                    self._refuse_number(line, name)
-                way_out = "" if self.fixed else ", or leave the column out with --columns"
-                raise PosthocUQError(
-                    f"'{self.path}', line {line}: the column '{name}' has the text {_cut(cell)!r}, and a model takes "
-                    f"numbers; write it as numbers{way_out}."
-                ) from None
-        raise AssertionError
+            with np.errstate(over="ignore"):
+                numbers: Any = pandas.to_numeric(frame[name], errors="coerce")
+                values = np.asarray(numbers, dtype=np.float64).astype(np.float32)
+            wrong = np.flatnonzero(~np.isfinite(values))
+            if len(wrong):
+                self._refuse(frame, name, int(wrong[0]))
+            columns.append(values)
+        return torch.from_numpy(np.stack(columns, axis=1))
 
-    def _refuse_number(self, line: int, name: str) -> NoReturn:
+    def line(self, frame: Any, row: int) -> str:
+        """Where a row stands."""
+        return f"'{self.path}', line {int(frame.index[row]) + 2}"
+
+    def _refuse(self, frame: Any, name: str, row: int) -> NoReturn:
+        """Name a cell that is no finite number."""
+        cell = frame[name].iloc[row]
+        if isinstance(cell, str) and not _is_number(cell):
+            way_out = "" if self.fixed else ", or leave the column out with --columns"
+            raise PosthocUQError(
+                f"{self.line(frame, row)}: the column '{name}' has the text {_cut(cell)!r}, and a model takes numbers; "
+                f"write it as numbers{way_out}."
+            )
         way_out = "" if self.fixed else ", or the column with --columns"
         raise PosthocUQError(
-            f"'{self.path}', line {line}: the column '{name}' has no value, or none that is finite in float32; fill it "
+            f"{self.line(frame, row)}: the column '{name}' has no value, or none that is finite in float32; fill it "
             f"in, or leave out the row{way_out}."
         )
 
 
-def _indices(
-    words: Sequence[str],
-    outputs: int,
-    known: Sequence[str] | None,
-    class_map: str | None,
-    meaning: Meaning,
-    reader: _Reader,
-) -> tuple[list[int], list[str] | None]:
+def _labels(
+    reader: _Reader, frame: Any, label: str, outputs: int, class_map: str | None, meaning: Meaning
+) -> tuple[Tensor, list[str] | None]:
     """The class index of every label, and the names of the classes where labels are no indices."""
+    known = cast("list[str] | None", meaning.kept.get(CLASSES))
+    words = [word.strip() if isinstance(word, str) else "" for word in frame[label]]
+    if "" in words:
+        raise PosthocUQError(f"{reader.line(frame, words.index(''))}: the label is missing.")
     if class_map is not None:
         index_of = read_map(class_map)
-        names = _by_index(index_of)
-    elif known is not None:
-        index_of, names = {name: index for index, name in enumerate(known)}, list(known)
-    else:
-        found = _distinct(words, reader)
-        if all(map(_whole, found)):
-            return _checked([int(float(word)) for word in words], outputs, meaning, reader), None
-        names = _sorted_names(found, meaning.likelihood.classes(outputs), meaning, reader)
+        names = sorted(index_of, key=lambda name: index_of[name])
+        names = names if [index_of[name] for name in names] == list(range(len(names))) else None
+    elif known is not None or not all(map(_is_whole, set(words))):
+        names = list(known or _sorted_names(sorted(set(words)), outputs, meaning, reader))
         index_of = {name: index for index, name in enumerate(names)}
-    for line, word in zip(reader.lines, words, strict=True):
+    else:
+        index_of, names = {word: int(float(word)) for word in set(words)}, None
+    classes = max(2, meaning.likelihood.classes(outputs))  # of fewer, the library says more
+    for row, word in enumerate(words):
         if word not in index_of:
             raise PosthocUQError(
-                f"'{reader.path}', line {line}: the label {_cut(word)!r} is none of the classes "
-                f"{_listed(list(index_of))}."
+                f"{reader.line(frame, row)}: the label {_cut(word)!r} is none of the classes {_listed(list(index_of))}."
             )
-    return _checked([index_of[word] for word in words], outputs, meaning, reader), names
-
-
-def _checked(indices: list[int], outputs: int, meaning: Meaning, reader: _Reader) -> list[int]:
-    """Class indices, of which each is one of the model's."""
-    classes = max(2, meaning.likelihood.classes(outputs))  # of fewer, the library says more
-    for line, index in zip(reader.lines, indices, strict=True):
-        if not 0 <= index < classes:
+        if not 0 <= index_of[word] < classes:
             raise PosthocUQError(
-                f"'{reader.path}', line {line}: the label has the index {_cut(str(index))}, and the model the classes "
-                f"0 to {classes - 1}; if the target is a number, say so with --likelihood regression."
+                f"{reader.line(frame, row)}: the label has the index {_cut(str(index_of[word]))}, and the model the "
+                f"classes 0 to {classes - 1}; if the target is a number, say so with --likelihood regression."
             )
-    return indices
+    return torch.tensor([index_of[word] for word in words], dtype=torch.int64, device="cpu"), names
 
 
-def _distinct(words: Sequence[str], reader: _Reader) -> set[str]:
-    found = set(words)
-    missing = next((word for word in found if word.lower() in _MISSING), None)
-    if missing is not None:
-        line = reader.lines[list(words).index(missing)]
-        raise PosthocUQError(f"'{reader.path}', line {line}: the label is missing.")
-    return found
-
-
-def _sorted_names(found: set[str], classes: int, meaning: Meaning, reader: _Reader) -> list[str]:
+def _sorted_names(found: list[str], outputs: int, meaning: Meaning, reader: _Reader) -> list[str]:
     """The names of all classes, in the order of the outputs."""
-    names = sorted(found)
-    labels = f"'{reader.path}' has {len(names)} different labels ({_listed(names)})"
+    classes = meaning.likelihood.classes(outputs)
+    labels = f"'{reader.path}' has {len(found)} different labels ({_listed(found)})"
     if meaning.likelihood.name == "ordinal":
         raise PosthocUQError(
-            f"{labels}, whose order is not known; write it, one label a line, into a file for --class-map, or give the "
+            f"{labels}, whose order is not known; write it, one label a line, into a file for --class_map, or give the "
             f"labels as numbers from 0 on."
         )
-    if len(names) > classes:
+    if len(found) > classes:
         raise PosthocUQError(
             f"{labels}, more than the model's {classes} classes; if the target is a number, say so with --likelihood "
             f"regression."
         )
-    if len(names) < classes:
+    if len(found) < classes:
         raise PosthocUQError(
-            f"{labels} and the model {classes} classes; say which is which with --class-map FILE."
+            f"{labels} and the model {classes} classes; say which is which with --class_map FILE."
         )
-    return names
+    return found
 
 
-def _by_index(index_of: Mapping[str, int]) -> list[str] | None:
-    """The names in the order of the outputs, if every output has one name."""
-    names = sorted(index_of, key=lambda name: index_of[name])
-    return names if [index_of[name] for name in names] == list(range(len(names))) else None
-
-
-def _whole(word: str) -> bool:
+def _is_number(word: str) -> bool:
     try:
-        return float(word).is_integer()
-    except (ValueError, OverflowError):
+        float(word)
+    except ValueError:
         return False
+    return True
+
+
+def _is_whole(word: str) -> bool:
+    return _is_number(word) and float(word).is_integer()
 
 
 def _listed(names: Sequence[str]) -> str:

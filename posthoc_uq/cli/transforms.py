@@ -1,8 +1,9 @@
-"""Images as a model wants them: its own preprocessing, found from its configuration."""
+"""Images as a model wants them: its own preprocessing, found by timm, torchvision or the model itself."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+import inspect
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, cast
 
@@ -10,7 +11,7 @@ import torch
 from PIL import Image
 from torch import Tensor, nn
 
-from posthoc_uq.cli.importing import import_object, needs_arguments
+from posthoc_uq.cli.options import ModelSource
 from posthoc_uq.core.errors import PosthocUQError
 from posthoc_uq.core.paths import UNKNOWN
 
@@ -73,185 +74,146 @@ class Preprocessing:
     mean: tuple[float, ...] = ()
     std: tuple[float, ...] = ()
 
-    def transform(self) -> ImageTransform:
-        """As a transform."""
+    def transform(self, work: Callable[[Any], Any] | None = None) -> ImageTransform:
+        """As a transform; `work` is that of a library that does the same."""
         from torchvision import transforms
 
-        steps = [*self._geometry(self.interpolation), transforms.ToTensor()]
-        if self.mean:
-            steps.append(transforms.Normalize(self.mean, self.std))
-        shape = "own size" if self.size is None else f"{self.size[0]} x {self.size[1]}"
-        text = f"{self.channels} x {shape}"
-        if self.size is not None or self.resize is not None:
-            text += f" of {self._shorter()}, {self.interpolation}"
+        shorter = self.resize or (None if self.size is None else min(self.size))
+
+        def geometry(interpolation: str) -> list[Any]:
+            how = transforms.InterpolationMode(interpolation)
+            steps: list[Any] = [] if shorter is None else [transforms.Resize(shorter, how)]
+            return steps + ([] if self.size is None else [transforms.CenterCrop(self.size)])
+
+        text = f"{self.channels} x " + (
+            "own size" if self.size is None else f"{self.size[0]} x {self.size[1]}"
+        )
+        text += "" if shorter is None else f" of {shorter}, {self.interpolation}"
+        colours = [transforms.Normalize(self.mean, self.std)] if self.mean else []
         if self.mean:
             text += f", mean {_numbers(self.mean)}, std {_numbers(self.std)}"
-        known = (self.mean, self.std) if self.mean else ((0.0,) * self.channels, (1.0,) * self.channels)
-        masks = transforms.Compose(self._geometry("nearest"))
-        mode, shorter = _MODES.get(self.channels), self._shorter() or 0
-        return ImageTransform(transforms.Compose(steps), mode, text, *known, masks, shorter)
-
-    def _shorter(self) -> int | None:
-        return self.resize or (None if self.size is None else min(self.size))
-
-    def _geometry(self, interpolation: str) -> list[Any]:
-        """Resize and crop, as far as there is something to do."""
-        from torchvision import transforms
-
-        shorter = self._shorter()
-        how = transforms.InterpolationMode(interpolation)
-        steps: list[Any] = [] if shorter is None else [transforms.Resize(shorter, how)]
-        return steps + ([] if self.size is None else [transforms.CenterCrop(self.size)])
+        return ImageTransform(
+            work or transforms.Compose([*geometry(self.interpolation), transforms.ToTensor(), *colours]),
+            _MODES.get(self.channels),
+            text,
+            self.mean or (0.0,) * self.channels,
+            self.std or (1.0,) * self.channels,
+            # as Pillow takes the nearest pixel, also for images; torchvision's transforms of masks take another one
+            transforms.Compose(geometry("nearest")) if work is None else None,
+            shorter or 0,
+        )
 
 
 def _numbers(values: tuple[float, ...]) -> str:
     return "/".join(f"{value:.4g}" for value in values)
 
 
-def resolve_transform(
-    model: nn.Module,
-    spec: str,
-    path: str | None,
-    image_size: int | None,
-    mean: list[float] | None,
-    std: list[float] | None,
-) -> ImageTransform:
-    """The transform of a model: the one at `path`, else that of timm's or torchvision's configuration, else the model's
+def transform_of(model: nn.Module, source: ModelSource, own: Any = None) -> ImageTransform:
+    """The transform of a model: the user's own, else that of timm's or torchvision's configuration, else the model's
     attribute ``transform``; with the size, mean and standard deviation that are given.
 
     Args:
         model: with its weights.
-        spec: how the model was named.
-        path: the import path of a transform, or of a function that makes one.
-        image_size: height and width.
-        mean: by channel.
-        std: by channel.
+        source: how it was named, and what was given.
+        own: a transform of the user's, or a function that makes one.
 
     Raises:
         PosthocUQError: options that do not fit each other or the model.
     """
-    changed = image_size is not None or mean is not None or std is not None
-    if (mean is None) != (std is None):
+    spec = source.model or ""
+    changed = source.image_size is not None or source.mean is not None or source.std is not None
+    if (source.mean is None) != (source.std is None):
         raise PosthocUQError("--mean and --std belong together; give both or neither.")
-    channels = input_channels(model)
     known = spec.startswith(("timm:", "torchvision:"))
-    attribute: Any = None if known else getattr(model, "transform", None)
-    if path is not None or (callable(attribute) and not changed):
+    attribute = None if known or changed else getattr(model, "transform", None)
+    channels = input_channels(model)
+    if own is not None or callable(attribute):
         if changed:
-            raise PosthocUQError("--transform does it all; leave --image-size, --mean and --std out.")
-        return _users_transform(path, attribute, channels, spec)
-    config = _timm_config(model) or (_torchvision_config(spec) if spec.startswith("torchvision:") else None)
-    if config is None or changed or channels != len(config["mean"]) or "size" not in config:
-        return _changed(config or {}, channels, image_size, mean, std).transform()
-    if "preset" in config:
-        preset = config["preset"]
-        work: Callable[[Any], Any] = preset
-        size = (preset.crop_size[0], preset.crop_size[0])
-    else:
-        from timm.data.transforms_factory import create_transform
-
-        work = cast(Any, create_transform)(**config["timm"], is_training=False)
-        size = config["size"]
-    words = (
-        f"{channels} x {size[0]} x {size[1]} of {config['resize']}, {config['interpolation']}, "
-        f"mean {_numbers(config['mean'])}, std {_numbers(config['std'])}"
-    )
-    mode, shorter = _MODES.get(channels), config["resize"]
-    return ImageTransform(work, mode, words, config["mean"], config["std"], shorter=shorter)
+            raise PosthocUQError("--transform does it all; leave --image_size, --mean and --std out.")
+        return _own_transform(attribute if own is None else own, source.transform or spec, channels)
+    found, work = _timm(model)
+    if found is None and spec.startswith("torchvision:"):
+        found, work = _torchvision(spec.partition(":")[2])
+    if found is None:
+        found = Preprocessing(channels)
+    if not changed and found.channels == channels:
+        return found.transform(work)
+    return _changed(found, channels, source).transform()
 
 
-def _users_transform(path: str | None, attribute: Any, channels: int, spec: str) -> ImageTransform:
-    work = attribute if path is None else import_object(path)
+def _own_transform(work: Any, name: str, channels: int) -> ImageTransform:
     if isinstance(work, type) or (callable(work) and not needs_arguments(work)):
         work = work()
     if not callable(work):
-        raise PosthocUQError(
-            f"'{path or spec}' gives no transform: a {type(work).__name__} cannot be called."
-        )
-    return ImageTransform(work, _MODES.get(channels), f"transform of {path or spec}")
+        raise PosthocUQError(f"'{name}' gives no transform: a {type(work).__name__} cannot be called.")
+    return ImageTransform(work, _MODES.get(channels), f"transform of {name}")
 
 
-def _timm_config(model: nn.Module) -> dict[str, Any] | None:
-    """The configuration of a model that timm made, under whatever name; None for other models."""
+def _timm(model: nn.Module) -> tuple[Preprocessing | None, Any]:
+    """What timm says of a model that it made, under whatever name, and its own transform."""
     if not isinstance(getattr(model, "pretrained_cfg", None), Mapping):
-        return None
+        return None, None
     from timm.data.config import resolve_model_data_config
+    from timm.data.transforms_factory import create_transform
 
     config = cast(dict[str, Any], cast(Any, resolve_model_data_config)(model))
     _, height, width = config["input_size"]
-    return {
-        "timm": config,
-        "size": (height, width),
-        "resize": int(min(height, width) / config["crop_pct"]),
-        "interpolation": config["interpolation"] if config["interpolation"] != "random" else "bilinear",
-        "mean": tuple(config["mean"]),
-        "std": tuple(config["std"]),
-    }
+    interpolation = config["interpolation"] if config["interpolation"] != "random" else "bilinear"
+    resize = int(min(height, width) / config["crop_pct"])
+    mean, std = tuple(config["mean"]), tuple(config["std"])
+    found = Preprocessing(len(mean), (height, width), resize, interpolation, mean, std)
+    return found, cast(Any, create_transform)(**config, is_training=False)
 
 
-def _torchvision_config(spec: str) -> dict[str, Any]:
-    """The configuration of the model's default weights."""
+def _torchvision(name: str) -> tuple[Preprocessing, Any]:
+    """The preprocessing of a model's default weights, and torchvision's own transform."""
     from torchvision.models import get_model_weights
 
-    preset = cast(Any, get_model_weights(spec.partition(":")[2])).DEFAULT.transforms()
-    if not hasattr(preset, "crop_size"):  # of segmentation: resized and not cut
-        return {
-            "resize": int(preset.resize_size[0]),
-            "interpolation": preset.interpolation.value,
-            "mean": tuple(preset.mean),
-            "std": tuple(preset.std),
-        }
-    crop, resize = int(preset.crop_size[0]), int(preset.resize_size[0])
-    return {
-        "preset": preset,
-        "size": (crop, crop),
-        "resize": resize,
-        "interpolation": preset.interpolation.value,
-        "mean": tuple(preset.mean),
-        "std": tuple(preset.std),
-    }
+    preset = cast(Any, get_model_weights(name)).DEFAULT.transforms()
+    crop = getattr(preset, "crop_size", None)  # those of segmentation resize and do not cut
+    size = None if crop is None else (int(crop[0]), int(crop[0]))
+    mean, std = tuple(preset.mean), tuple(preset.std)
+    resize, how = int(preset.resize_size[0]), preset.interpolation.value
+    return Preprocessing(len(mean), size, resize, how, mean, std), None if crop is None else preset
 
 
-def _changed(
-    config: Mapping[str, Any],
-    channels: int,
-    image_size: int | None,
-    mean: list[float] | None,
-    std: list[float] | None,
-) -> Preprocessing:
-    """A configuration (or none) with the given values in place of its own."""
-    size, resize = config.get("size"), config.get("resize")
-    if image_size is not None:
-        resize = round(resize * image_size / min(size)) if size and resize else image_size
-        size = (image_size, image_size)
+def _changed(found: Preprocessing, channels: int, source: ModelSource) -> Preprocessing:
+    """A preprocessing with the given values in place of its own; the share that the crop cuts away stays."""
+    size, resize, length = found.size, found.resize, source.image_size
+    if length is not None:
+        resize = round(resize * length / min(size)) if size and resize else length
+        size = (length, length)
 
-    def fitted(values: tuple[float, ...], name: str) -> tuple[float, ...]:
+    def fitted(values: Sequence[float], name: str) -> tuple[float, ...]:
         if len(values) == channels or not values:
-            return values
+            return tuple(values)
         if len(values) == 1:
-            return values * channels
+            return tuple(values) * channels
         if channels == 1:  # one grey channel in the place of several colours
             return (sum(values) / len(values),)
         raise PosthocUQError(
             f"--{name} has {len(values)} numbers, and the model's input {channels} channels."
         )
 
-    return Preprocessing(
-        channels,
-        size,
-        resize,
-        config.get("interpolation", "bilinear"),
-        fitted(tuple(mean if mean is not None else config.get("mean", ())), "mean"),
-        fitted(tuple(std if std is not None else config.get("std", ())), "std"),
-    )
+    mean = fitted(found.mean if source.mean is None else source.mean, "mean")
+    std = fitted(found.std if source.std is None else source.std, "std")
+    return Preprocessing(channels, size, resize, found.interpolation, mean, std)
 
 
 def input_channels(model: nn.Module) -> int:
     """Input channels of the first two-dimensional convolution, else of a timm configuration, else 3."""
-    for module in model.modules():
-        if isinstance(module, nn.Conv2d):
-            return module.in_channels
+    convolution = next((module for module in model.modules() if isinstance(module, nn.Conv2d)), None)
+    if convolution is not None:
+        return convolution.in_channels
     configuration: Any = getattr(model, "pretrained_cfg", None)
-    if isinstance(configuration, Mapping):
-        return int(cast(Any, configuration).get("input_size", (3,))[0])
-    return 3
+    return int(configuration.get("input_size", (3,))[0]) if isinstance(configuration, Mapping) else 3
+
+
+def needs_arguments(function: Any) -> bool:
+    """Whether a callable has parameters without a default."""
+    try:
+        parameters = inspect.signature(function).parameters.values()
+    except (TypeError, ValueError):
+        return False
+    variable = (inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD)
+    return any(p.default is inspect.Parameter.empty and p.kind not in variable for p in parameters)

@@ -233,34 +233,3 @@ def _numbers64(values: Sequence[float]) -> Tensor:
 
 def _shown(identity: Mapping[str, Any]) -> str:
     return ", ".join(f"{name}={value!r}" for name, value in identity.items())
-
-
-# The same as functions of a predictor and a prediction, for the command line.
-
-
-def set_referral(
-    predictor: Any, prediction: Prediction, rate: float, score: str | Sequence[str] | None = None
-) -> Any:
-    """The thresholds of `Referral` by score, or of one score given by its name that number."""
-    thresholds = Referral(rate, score).fit(predictor, prediction).thresholds
-    return thresholds[score] if isinstance(score, str) else thresholds
-
-
-def refer(predictor: Any, prediction: Prediction) -> Tensor:
-    """See `Referral.__call__`."""
-    return Referral.stored(predictor)(prediction)
-
-
-def referral_reasons(predictor: Any, prediction: Prediction) -> dict[str, Tensor]:
-    """See `Referral.reasons`."""
-    return Referral.stored(predictor).reasons(prediction)
-
-
-def referral_tail(predictor: Any, prediction: Prediction) -> Tensor:
-    """See `Referral.tail`."""
-    return Referral.stored(predictor).tail(prediction)
-
-
-def referral_applies(predictor: Any) -> bool:
-    """Whether the posterior has thresholds that were set for this head and these hyperparameters."""
-    return Referral.stored(predictor).applies

@@ -23,7 +23,7 @@ from search import best
 from torch import Tensor
 
 import posthoc_uq as uq
-from posthoc_uq.cli.models import Source
+from posthoc_uq.cli.models import TrainedModel
 from posthoc_uq.core.distributed import raise_on_any_error, rank, run_on_all_ranks, world
 from posthoc_uq.evaluation.evaluate import Evaluation
 from posthoc_uq.evaluation.measurements import FAMILIAR
@@ -38,7 +38,7 @@ KEPT = ("probs", "logits_mean", "logits_variance", "sample_entropy", "log_probs"
 
 
 def evaluate_all(
-    source: Source,
+    source: TrainedModel,
     val: Images,
     indices: Sequence[int],
     foreign: Mapping[str, Images],
@@ -90,7 +90,7 @@ def result(path: Path) -> dict[str, Any] | None:
 
 
 def _predict(
-    source: Source,
+    source: TrainedModel,
     row: str,
     val: Images,
     indices: Sequence[int],

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import posthoc_uq as uq
 from posthoc_uq.cli.images import ImageLoader
-from posthoc_uq.cli.models import Source
+from posthoc_uq.cli.models import TrainedModel
 from posthoc_uq.core.distributed import gather, rank, run_on_all_ranks
 from posthoc_uq.core.errors import PosthocUQError
 
@@ -16,7 +16,7 @@ METHODS = {"diag": "Diag", "kfac": "KFAC", "efb": "EFB", "inf": "INF"}
 """Names of `uq.fit`, and the paper's."""
 
 
-def fit_all(source: Source, loader: ImageLoader, options: argparse.Namespace) -> None:
+def fit_all(source: TrainedModel, loader: ImageLoader, options: argparse.Namespace) -> None:
     """Fit what is not there yet; an interrupted fit goes on from its checkpoint.
 
     The prior precision is left at 1: the search chooses it, and the scale.
@@ -51,7 +51,7 @@ def posterior_file(folder: Path, method: str) -> Path:
     return folder / f"{method}.h5"
 
 
-def loaded(source: Source, folder: Path, method: str) -> uq.Posterior:
+def loaded(source: TrainedModel, folder: Path, method: str) -> uq.Posterior:
     """The posterior of a method.
 
     Raises:

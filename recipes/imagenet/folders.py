@@ -11,9 +11,9 @@ from typing import NamedTuple
 import torch
 from torch.utils.data import DistributedSampler, Subset
 
-from posthoc_uq.cli.images import FolderImages, ImageLoader, Trouble, image_files
+from posthoc_uq.cli.images import FolderImages, ImageLoader, image_files
 from posthoc_uq.cli.labels import folder_labels
-from posthoc_uq.cli.models import Source, count_outputs
+from posthoc_uq.cli.models import TrainedModel
 from posthoc_uq.core.distributed import rank, world
 from posthoc_uq.core.errors import PosthocUQError
 
@@ -35,7 +35,7 @@ class Images(NamedTuple):
         return ImageLoader(picked, batch_size, workers, sampler)
 
 
-def labelled(folder: Path, source: Source, class_map: Path | None) -> Images:
+def labelled(folder: Path, source: TrainedModel, class_map: Path | None) -> Images:
     """The images of class folders.
 
     Args:
@@ -51,16 +51,14 @@ def labelled(folder: Path, source: Source, class_map: Path | None) -> Images:
     if stray:
         raise PosthocUQError(f"'{folder}' must have a folder for each class; '{stray[0]}' is in none.")
     classes = sorted({file.split(os.sep)[0] for file in files})
-    first = FolderImages(str(folder), files, None, source.transform)[0]
-    if isinstance(first, Trouble):
-        raise PosthocUQError(str(first))
-    outputs = count_outputs(source.model, first[0])
+    first = FolderImages(str(folder), files, None, source.transform).first()
+    outputs = source.outputs(first[0]).shape[-1]
     index = folder_labels(classes, outputs, None if class_map is None else str(class_map), str(folder))
     labels = [index[file.split(os.sep)[0]] for file in files]
     return Images(FolderImages(str(folder), files, labels, source.transform), labels)
 
 
-def unlabelled(folder: Path, source: Source) -> Images:
+def unlabelled(folder: Path, source: TrainedModel) -> Images:
     """All images in a folder and the folders in it."""
     return Images(FolderImages(str(folder), existing(folder), None, source.transform), None)
 

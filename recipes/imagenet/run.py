@@ -26,8 +26,9 @@ import folders
 import search
 import torch
 
-from posthoc_uq.cli.fitting import process_group
-from posthoc_uq.cli.models import Source, source_of
+from posthoc_uq.cli.commands import process_group
+from posthoc_uq.cli.models import TrainedModel, trained_model
+from posthoc_uq.cli.options import ModelSource
 from posthoc_uq.core.distributed import raise_on_any_error, rank, run_on_all_ranks
 from posthoc_uq.core.errors import PosthocUQError
 
@@ -135,10 +136,8 @@ def parsed(arguments: Sequence[str] | None) -> argparse.Namespace:
 def main(arguments: Sequence[str] | None = None) -> int:
     """The stages asked for; the exit code."""
     options = parsed(arguments)
-    given = {"device": options.device}
     try:
-        with process_group(given):
-            options.device = given["device"]
+        with process_group(options.device) as options.device:
             run_on_all_ranks(lambda: work(options), "the recipe")
     except PosthocUQError as error:
         print(f"error: {error}", file=sys.stderr)
@@ -190,7 +189,8 @@ def run(options: argparse.Namespace) -> None:
     if options.stages == ["plot"]:
         figures.plot_all(options)
         return
-    source = source_of(vars(options) | {"transform": None, "mean": None, "std": None})
+    named = ("model", "weights", "pretrained", "num_classes", "device", "image_size")
+    source = trained_model(ModelSource(**{name: getattr(options, name) for name in named}))
     reading = (options.batch_size, options.workers)
     if "fit" in options.stages:
         train = folders.labelled(options.train, source, class_map(options, source, options.train))
@@ -214,7 +214,7 @@ def run(options: argparse.Namespace) -> None:
         figures.plot_all(options)
 
 
-def class_map(options: argparse.Namespace, source: Source, folder: Path) -> Path | None:
+def class_map(options: argparse.Namespace, source: TrainedModel, folder: Path) -> Path | None:
     """The map that is given, or that of ImageNet's wnids for folders that are some of them."""
     if options.class_map is not None:
         return options.class_map

@@ -23,7 +23,7 @@ from tqdm.auto import tqdm
 
 import posthoc_uq as uq
 from posthoc_uq.cli.images import ImageLoader
-from posthoc_uq.cli.models import Source
+from posthoc_uq.cli.models import TrainedModel
 from posthoc_uq.core.distributed import gather, rank, run_on_all_ranks, world
 from posthoc_uq.core.errors import NonFiniteError, PosthocUQError
 from posthoc_uq.evaluation import metrics
@@ -57,7 +57,9 @@ def configuration(
     return found[0], found[1]
 
 
-def search_all(source: Source, loader: ImageLoader, labels: Tensor, options: argparse.Namespace) -> None:
+def search_all(
+    source: TrainedModel, loader: ImageLoader, labels: Tensor, options: argparse.Namespace
+) -> None:
     """Every trial that has no result yet, shared among the processes."""
     for method in options.methods:
         folder: Path = options.trials / method
@@ -74,7 +76,7 @@ def search_all(source: Source, loader: ImageLoader, labels: Tensor, options: arg
         say(f"{METHODS[method]}: {described(chosen, options)}")
 
 
-def keep(source: Source, method: str, chosen: Trial, options: argparse.Namespace) -> None:
+def keep(source: TrainedModel, method: str, chosen: Trial, options: argparse.Namespace) -> None:
     """Write the best trial's hyperparameters into the posterior's file, for use elsewhere; by the first process."""
     if rank() > 0:
         return
@@ -88,7 +90,7 @@ def keep(source: Source, method: str, chosen: Trial, options: argparse.Namespace
 
 
 def _search(
-    source: Source,
+    source: TrainedModel,
     method: str,
     numbers: Sequence[int],
     loader: ImageLoader,
@@ -108,7 +110,7 @@ def _search(
 
 
 def tried(
-    source: Source,
+    source: TrainedModel,
     posterior: uq.Posterior,
     number: int,
     loader: ImageLoader,

@@ -1,0 +1,998 @@
+"""Honest uncertainty for a trained PyTorch model.
+
+`fit` a posterior over the weights and write it to a file, `tune` it on held-out data, `predict` a folder of images into
+a CSV with their uncertainty, `evaluate` how good that is, `update` it with new data or without some, `serve`
+predictions over HTTP, `monitor` what comes in, `inspect` a file without its model.
+
+Exit codes: 0 done, 1 error, 2 wrong usage, 3 predicted but for some unreadable images, 130 interrupted.
+"""
+
+# Each command is a function; `posthoc_uq.cli.parser` makes its options from its signature and docstring. What is heavy
+# is imported when a command runs, so that the others start fast.
+
+from __future__ import annotations
+
+import os
+import sys
+import time
+import warnings
+from collections.abc import Generator, Iterable, Mapping, Sequence
+from contextlib import contextmanager, redirect_stdout
+from dataclasses import asdict, dataclass, replace
+from importlib.util import find_spec
+from typing import TYPE_CHECKING, Annotated, Any, Literal
+
+from posthoc_uq.cli.options import (
+    Checks,
+    Choice,
+    Console,
+    Count,
+    Data,
+    DataName,
+    Kept,
+    ModelSource,
+    Nats,
+    Port,
+    Read,
+    Referral,
+    Share,
+    Window,
+    Written,
+    WrongUsage,
+)
+from posthoc_uq.core.errors import PosthocUQError
+
+if TYPE_CHECKING:
+    from posthoc_uq.cli.data import LoadedData
+    from posthoc_uq.cli.models import TrainedModel
+    from posthoc_uq.cli.outputs import Flags
+    from posthoc_uq.heads.predictor import Predictor
+    from posthoc_uq.likelihoods.prediction import Prediction
+    from posthoc_uq.posteriors.posterior import Posterior
+
+INCOMPLETE = 3
+HeadName = Literal["sampling", "moments", "linearized"]
+
+
+@dataclass(frozen=True)
+class Done:
+    """What a command has to say.
+
+    Attributes:
+        text: for people.
+        facts: for ``--json``.
+        complaints: lines for stderr.
+        code: the exit code.
+    """
+
+    text: str
+    facts: Mapping[str, Any]
+    complaints: Sequence[str] = ()
+    code: int = 0
+
+
+# fit
+
+
+def fit(
+    data: DataName,
+    /,
+    *,
+    output: Written,
+    method: Choice,
+    likelihood: Choice,
+    source: ModelSource,
+    reading: Data,
+    console: Console,
+    force: bool = False,
+    unlabelled: bool = False,
+    val_data: DataName | None = None,
+    val_split: str | None = None,
+    layers: list[str] | None = None,
+    prior_precision: float | Literal["faithful", "evidence"] | None = None,
+    prior_mean: float | None = None,
+    divergence: Nats | None = None,
+    head: HeadName | None = None,
+    seed: int = 0,
+    checkpoint: Kept | None = None,
+    model_output: int | str | None = None,
+    save_dtype: Literal["float32", "float16", "bfloat16"] | None = None,
+    compress: bool = False,
+) -> Done:
+    """Fit a posterior over a model's weights on DATA, and write it to a file.
+
+    DATA is a folder of images (with a folder for each class, without classes, or images/ and masks/ with the classes
+    of pixels), a table.csv with --target COLUMN, torchvision:NAME, or package.module:function. Under torchrun every
+    process takes its part of the data and the first one writes the file.
+
+    Examples:
+      posthoc-uq fit imagenet/train --model timm:resnet18.a1_in1k --pretrained -o resnet18.h5
+      posthoc-uq fit photos/ --model torchvision:resnet18 --weights my.safetensors --num_classes 5 -o my.h5
+      posthoc-uq fit torchvision:FashionMNIST --split 'train[:55000]' --val_data torchvision:FashionMNIST
+          --val_split 'train[55000:]' --model nets.py:cnn --rank 100 -o cnn.h5
+      posthoc-uq fit photos/ --model nets.py:cnn --weights w.pt --method function_space --epochs 20 -o functions.h5
+      posthoc-uq fit houses.csv --target price --likelihood regression --model nets.py:mlp --weights w.pt -o mlp.h5
+      posthoc-uq fit --config fit.yaml
+      torchrun --nproc-per-node 4 -m posthoc_uq fit imagenet/train --model ... -o model.h5
+
+    Args:
+        data: what the posterior is fitted on.
+        output: the posterior's file.
+        method: how the posterior is fitted.
+        likelihood: what the model's outputs mean.
+        force: write over files that are there already, but never over an input.
+        unlabelled: leave class folders aside: the model's own labels suffice.
+        val_data: held-out data with labels: the fit ends with tuning on them, a training with its best epoch.
+        val_split: part of the held-out data, such as train[50000:].
+        layers: all, last, or names, prefixes and shell patterns; by default those that the method is for.
+        prior_precision: a number; faithful (the default), for the widest posterior whose predictions stay near the
+            model's own; or evidence, for the maximum of the log marginal likelihood. For a training a number is the
+            method's own prior precision.
+        prior_mean: of the weights, for the log marginal likelihood.
+        divergence: how far the predictions of a faithful posterior may be from the model's own, in nats (0.002).
+        head: by which the faithful prior is found and later commands predict; by default the method's.
+        seed: of all random numbers.
+        checkpoint: a file from which the same command goes on after an interruption.
+        model_output: where the outputs are in what the model returns, if that is no tensor: a key, an attribute's name
+            or an index; by default found by itself.
+        save_dtype: of the numbers in the file.
+        compress: compress the file (gzip).
+    """
+    from posthoc_uq.core.distributed import run_on_all_ranks
+
+    if val_data is None and val_split is not None:
+        raise WrongUsage("--val_split is a part of --val_data; give that too.")
+    arguments: dict[str, Any] = {
+        "layers": layers[0] if layers in (["all"], ["last"]) else layers,
+        "prior_precision": prior_precision,
+        "prior_mean": prior_mean,
+        "head": head,
+        "seed": seed,
+        "checkpoint": checkpoint,
+        "output": model_output,
+        **({} if divergence is None else {"divergence": divergence}),
+    }
+
+    def work(source: ModelSource) -> Done:
+        import torch
+
+        from posthoc_uq.cli.data import load_data
+        from posthoc_uq.cli.models import trained_model
+        from posthoc_uq.cli.posterior_file import Meaning, facts_of, image_facts
+        from posthoc_uq.core.distributed import raise_on_any_error, rank, world
+        from posthoc_uq.files import save
+        from posthoc_uq.fitting.fit import fit, takes_layers
+        from posthoc_uq.likelihoods import LIKELIHOODS
+        from posthoc_uq.methods import METHODS
+
+        name, how = str(likelihood.name), method
+        if takes_layers(str(method.name)) and arguments["layers"] in ("all", "last"):
+            how = replace(method, options={"layers": arguments["layers"]} | method.options)
+        chosen = likelihood.make(LIKELIHOODS[name])
+        fitting, meaning = how.make(METHODS[str(method.name)]), Meaning(chosen)
+        if not meaning.labels and os.path.isdir(data):
+            kind = "regression" if name == "regression" else repr(name)
+            raise PosthocUQError(
+                f"A {kind} needs targets that are numbers, and the folder '{data}' has images alone; give the data as "
+                f"package.module:function."
+            )
+        model = trained_model(source)
+        loaded = load_data(data, model, reading, meaning, labels=not unlabelled, split="train", divided=True)
+        val_loader: Iterable[Any] | None = None
+        if val_data is not None:
+            part, meaning = replace(reading, split=val_split, limit=None), replace(meaning, kept=loaded.kept)
+            held_out = load_data(val_data, model, part, meaning, labels=True, split="val")
+            if not held_out.labelled:
+                raise PosthocUQError(f"Held-out data need labels, and '{val_data}' has no class folders.")
+            val_loader = held_out.loader
+        posterior = fit(
+            model.model,
+            loaded.loader,
+            fitting,
+            val_loader=val_loader,
+            # by its name the library finds a regression's noise, and refuses what it would only warn of
+            likelihood=chosen if likelihood.options else name,
+            progress=_progress(console),
+            **arguments,
+        )
+        posterior.history.fit |= {**facts_of(source, output), "data": loaded.spec, **loaded.kept}
+        if loaded.files is not None or data.startswith("torchvision:"):
+            posterior.history.fit |= image_facts(source, model)
+        dtype = None if save_dtype is None else getattr(torch, save_dtype)
+        failed: Exception | None = None
+        try:
+            save(posterior, output, dtype=dtype, compression="gzip" if compress else None)
+        except Exception as error:  # every process must hear of it
+            failed = error
+        raise_on_any_error(failed, "writing the posterior")
+        report, size = posterior.report(), os.path.getsize(output) if rank() == 0 else 0
+        facts = {"output": output, "bytes": size, "report": report.to_dict(), "processes": world()}
+        return Done(f"{report}\nWritten to {output} ({size:,} bytes).", facts)
+
+    with process_group(source.device) as device:
+        return run_on_all_ranks(lambda: work(replace(source, device=device)), "the command")
+
+
+@contextmanager
+def process_group(device: str | None) -> Generator[str | None]:
+    """Join the group of processes that torchrun started, if it did; gives the device, on GPUs each process its own."""
+    if "RANK" not in os.environ or "WORLD_SIZE" not in os.environ:
+        yield device
+        return
+    import torch
+    import torch.distributed as dist
+
+    # Functions of this module have the group that there is when it is imported as a default argument. A model's library
+    # that imports it later would keep the group, and its threads, until Python ends, which can abort the process.
+    import torch.distributed.nn  # pyright: ignore[reportUnusedImport]
+
+    from posthoc_uq.cli.models import device_named
+
+    device = device or ("cuda" if torch.cuda.is_available() else "cpu")
+    if device.startswith("cuda"):
+        device = f"cuda:{os.environ.get('LOCAL_RANK', '0')}"
+        torch.cuda.set_device(device_named(device))
+    try:
+        dist.init_process_group("nccl" if device.startswith("cuda") else "gloo")
+    except RuntimeError as error:
+        raise PosthocUQError(
+            f"The processes that torchrun started could not meet at {os.environ.get('MASTER_ADDR')}:"
+            f"{os.environ.get('MASTER_PORT')} ({str(error).splitlines()[0]}); give torchrun another address or port if "
+            f"they cannot reach it, or it is taken (on one machine, --standalone --local-addr 127.0.0.1)."
+        ) from error
+    try:
+        yield device
+    finally:
+        dist.destroy_process_group()
+
+
+# tune
+
+
+def tune(
+    file: Read,
+    /,
+    *,
+    head: Choice,
+    source: ModelSource,
+    reading: Data,
+    referral: Referral,
+    console: Console,
+    data: DataName | None = None,
+    output: Written | None = None,
+    force: bool = False,
+    criterion: Literal["faithful", "likelihood", "evidence"] | None = None,
+    divergence: Nats | None = None,
+    temperature: bool | None = None,
+    per_layer: bool = False,
+    noise: bool | None = None,
+    parameters: list[str] | None = None,
+    search_draws: Count = 30,
+    max_evaluations: Count = 12,
+    seed: int = 0,
+    search: bool = True,
+    calibrate: bool = False,
+) -> Done:
+    """Choose the hyperparameters of the posterior in FILE, set its threshold for referral, and rewrite it.
+
+    With --data the widest posterior is kept that predicts held-out data at most 0.01 nats worse than the best (for
+    classes, one wider than the fit's own must also be at most a tenth worse). Without --data the log marginal
+    likelihood decides; --criterion names another way. The head that was searched through is written into FILE with its
+    options, and predict and evaluate take it from there.
+
+    Examples:
+      posthoc-uq tune model.h5 --model timm:resnet18 --weights w.pt --data val/
+      posthoc-uq tune model.h5 --model timm:resnet18 --weights w.pt --data train/ --criterion faithful --head sampling
+      posthoc-uq tune model.h5 --model nets.py:cnn --weights w.pt                    (by evidence)
+      posthoc-uq tune model.h5 --model nets.py:cnn --weights w.pt --data val/ --no-search
+          --referral_rate 0.05 --head linearized --link mc --referral_score entropy,mutual_information
+
+    Args:
+        file: the posterior's file.
+        head: how to predict; by default the one that FILE names.
+        data: held-out data with labels; without, the evidence decides.
+        output: write here instead of over FILE.
+        force: write over files that are there already, but never over an input.
+        criterion: what decides: closeness to the model's own predictions (needs --data, without labels), the likelihood
+            of held-out data, or the log marginal likelihood; by default likelihood with --data, else evidence.
+        divergence: the budget of the faithful prior, in nats; by default 0.002 for faithful, and 0.02 for likelihood.
+        temperature: whether a temperature on the logits is searched; by default with likelihood, for classes.
+        per_layer: one prior precision a layer (evidence only).
+        noise: whether the observation noise is searched; by default on held-out data.
+        parameters: search these alone on held-out data: prior_precision, residual_weight, scale, noise; none for the
+            temperature alone.
+        search_draws: weight draws of an evaluation, with the sampling head.
+        max_evaluations: evaluations of each hyperparameter other than the prior precision.
+        seed: of the draws.
+        search: no-search leaves the hyperparameters as they are.
+        calibrate: mend the scale of the moments head by Monte Carlo.
+    """
+    score, rate = referral.score(), referral.referral_rate
+    needs_data = rate is not None or calibrate
+    _check_tuning(
+        criterion, divergence, data is not None, needs_data or bool(temperature), needs_data, search
+    )
+
+    from posthoc_uq.cli.data import load_data
+    from posthoc_uq.cli.posterior_file import meaning_of, opened, rewrite, stored_dtype
+    from posthoc_uq.fitting.tune import tune as tune_posterior
+    from posthoc_uq.heads.moments import MomentsPredictor
+    from posthoc_uq.heads.referral import Referral as ReferralRule
+    from posthoc_uq.posteriors.referral import rule_of
+
+    criterion = criterion or ("likelihood" if data is not None else "evidence")
+    labels = search and criterion == "likelihood"
+    model, posterior = opened(file, source)
+    loaded = None
+    if data is not None:
+        loaded = load_data(data, model, reading, meaning_of(posterior), labels=labels, split="val")
+        if labels and not loaded.labelled:
+            raise PosthocUQError(
+                f"Tuning needs labels, and '{data}' has no class folders; or give --no-search, or --criterion faithful."
+            )
+    named = ("criterion", "validation NLL", "given up", "model alone", "divergence", "budget")
+    facts: dict[str, Any] = dict.fromkeys(named)
+    threshold = None
+    with posterior.searching("set it again with --referral_rate"):
+        if search:
+            name, options = _head(posterior, head, seed, of_threshold=False)
+            through: dict[str, Any] = {
+                key: value for key, value in options.items() if key not in ("seed", "n_samples")
+            }
+            through |= {"n_samples": search_draws} if name == "sampling" else {}
+            trials = tune_posterior(
+                posterior,
+                None if loaded is None or criterion == "evidence" else loaded.loader,
+                criterion=criterion,
+                divergence=divergence,
+                temperature=temperature,
+                per_layer=per_layer,
+                noise=noise,
+                parameters=None
+                if parameters is None
+                else tuple(name for name in parameters if name != "none"),
+                max_evaluations=max_evaluations,
+                seed=seed,
+                progress=_progress(console),
+                head=None if criterion == "evidence" else name,
+                **({} if criterion == "evidence" else through),
+            )
+            facts |= {"criterion": criterion, "given up": trials.given_up, "model alone": trials.model_alone}
+            found = trials.chosen if criterion == "likelihood" else None
+            facts["validation NLL"] = None if found is None else found.objective
+            if criterion == "faithful":
+                facts |= {key: posterior.history.faithful[key] for key in ("divergence", "budget")}
+            if (
+                criterion != "evidence" and "n_samples" in options
+            ):  # the draws of predictions, not of the search
+                posterior.history.head["options"]["n_samples"] = options["n_samples"]
+        if loaded is not None and needs_data:
+            predictor = _predictor(model, posterior, head, seed, of_threshold=not search)
+            if calibrate:
+                if not isinstance(predictor, MomentsPredictor):
+                    raise PosthocUQError("--calibrate is for the moments head; give --head moments too.")
+                predictor.calibrate(loaded.loader, progress=_progress(console))
+            if rate is not None:
+                prediction = predictor.predict(loaded.loader, progress=_progress(console))
+                threshold = ReferralRule(rate, score).fit(predictor, prediction).thresholds
+    rewrite(posterior, file, output, source, stored_dtype(file))
+    prior = posterior.prior_precision
+    # the prior precision first, if there is one: it is what most searches are about
+    shown = dict(sorted(posterior.reported().items(), key=lambda item: item[0] != "prior precision"))
+    if posterior.noise_variance is not None:
+        shown["noise variance"] = posterior.noise_variance.tolist()
+    of_file: Mapping[str, Any] = posterior.history.referral if threshold is not None else {}
+    facts = {
+        "output": output or file,
+        "hyperparameters": shown,
+        "prior precision by layer": dict(prior) if isinstance(prior, dict) else None,
+        **facts,
+        "searched through": posterior.history.head or None,
+        "threshold": threshold,
+        "score": list(of_file.get("scores", {})) or None,
+        "rule": rule_of(of_file) or None,
+        "rate": of_file.get("rate"),
+        "head": of_file.get("head"),
+    }
+    return Done(_tuning_in_words(facts), facts)
+
+
+def _tuning_in_words(facts: Mapping[str, Any]) -> str:
+    values = facts["hyperparameters"].items()
+    lines = [
+        f"{name}: {value:.5g}" if isinstance(value, float) else f"{name}: {value}" for name, value in values
+    ]
+    if facts["validation NLL"] is not None:
+        alone = facts["model alone"]
+        beside = "" if alone is None else f" (the model alone {alone:.4g})"
+        lines.append(f"validation NLL: {facts['validation NLL']:.4g}{beside}")
+    if facts["given up"] is not None:
+        lines.append(f"given up for a wider posterior: {facts['given up']:.2g} nats")
+    if facts["divergence"] is not None:
+        lines.append(f"divergence: {facts['divergence']:.3g} of at most {facts['budget']:g} nats")
+    if facts["threshold"] is not None:
+        lines.append(f"referral: {facts['rule']}, for {facts['rate']:g} of the data")
+    return "\n".join([*lines, f"Written to {facts['output']}."])
+
+
+def _check_tuning(
+    criterion: str | None, divergence: float | None, data: bool, needs_data: bool, looks: bool, search: bool
+) -> None:
+    """Refuse options that do not fit together."""
+    if not search and not looks:
+        raise WrongUsage("--no-search leaves nothing to do without --referral_rate or --calibrate.")
+    if not search and (criterion is not None or divergence is not None):
+        raise WrongUsage("--criterion and --divergence are of the search, which --no-search leaves out.")
+    if not data and needs_data:
+        raise WrongUsage("--temperature, --referral_rate and --calibrate need held-out data: --data DATA.")
+    if not data and criterion in ("faithful", "likelihood"):
+        kind = "held-out data with labels" if criterion == "likelihood" else "training images"
+        raise WrongUsage(f"--criterion {criterion} needs {kind}: --data DATA.")
+    if criterion == "evidence" and data and not looks:
+        raise WrongUsage("--criterion evidence needs no data; leave --data out.")
+    if divergence is not None and (criterion == "evidence" or (criterion is None and not data)):
+        raise WrongUsage("--divergence is of the criteria faithful and likelihood, which need --data DATA.")
+
+
+# predict
+
+
+def predict(
+    file: Read,
+    data: DataName,
+    /,
+    *,
+    output: Written,
+    head: Choice,
+    source: ModelSource,
+    reading: Data,
+    console: Console,
+    outputs: Checks,
+    force: bool = False,
+    top_k: Count = 3,
+    level: Share = 0.95,
+    skip_unreadable: bool = False,
+    maps: str | None = None,
+    class_names: Read | None = None,
+    seed: int = 0,
+) -> Done:
+    """Predict DATA with the posterior in FILE, into a CSV with one row for each image, or row of a table.
+
+    Of classes: file, label_1, probability_1, ... of the K most probable, entropy, mutual_information (empty where the
+    head does not know it), and flag: 1 for an image to hand to a person, by the threshold that tune or evaluate set,
+    0 for others, empty without a threshold. Of values: file, mean, standard_deviation, epistemic_sd, lower, upper,
+    flag. Of pixels: file, label_1, share_1, ... of the classes that cover most of the image, means of the scores over
+    its pixels, the largest of each, flag; --maps writes them pixel by pixel. With thresholds on several scores also
+    reason, the scores that refer the image, and tail, the share of familiar inputs that are at least as extreme. The
+    CSV appears under its name when it is complete.
+
+    Examples:
+      posthoc-uq predict model.h5 photos/ --model timm:resnet18 --weights w.pt -o photos.csv
+      posthoc-uq predict model.h5 houses.csv --model nets.py:mlp --weights w.pt -o prices.csv
+      posthoc-uq predict model.h5 streets/ --model torchvision:fcn_resnet50 --weights w.pt --num_classes 5
+          -o streets.csv --maps streets_maps
+      posthoc-uq predict model.h5 photos/ --model torchvision:resnet18 --pretrained -o photos.csv
+          --head linearized --link mc --class_names names.txt --skip_unreadable
+
+    Args:
+        file: the posterior's file.
+        data: what is predicted.
+        output: the CSV.
+        head: how to predict; by default the one that FILE names.
+        force: write over files that are there already, but never over an input.
+        top_k: classes to name.
+        level: of the interval, for a regression.
+        skip_unreadable: leave unreadable images out, name them, and end with exit code 3.
+        maps: of pixels: a folder for PNG maps of class, entropy, mutual information and novelty.
+        class_names: names of the outputs: one a line, or JSON; or a folder with a folder for each class.
+        seed: of the draws.
+    """
+    import csv
+
+    import torch
+
+    from posthoc_uq.cli.data import load_data
+    from posthoc_uq.cli.outputs import Maps, PredictionTable, text_file
+    from posthoc_uq.cli.posterior_file import meaning_of, opened, output_names
+    from posthoc_uq.core.batches import Bar, BatchReader, batches
+    from posthoc_uq.core.randomness import isolated_random_state
+
+    model, posterior = opened(file, source)
+    meaning = meaning_of(posterior)
+    loaded = load_data(
+        data, model, reading, meaning, labels=False, split="test", numbered=True, skip=skip_unreadable
+    )
+    drawn = None if maps is None else Maps(maps)
+    if drawn is not None:
+        drawn.prepare(loaded.files, outputs)
+    predictor = _predictor(model, posterior, head, seed)
+    names = output_names(model, posterior, class_names, loaded.names)
+    start = time.perf_counter()
+    rows = flagged = 0
+    applies, table = False, None
+    with (
+        text_file(output) as opened_file,
+        torch.no_grad(),
+        isolated_random_state(),
+        Bar(loaded.loader, "predict", _progress(console)) as bar,
+    ):
+        writer = csv.writer(opened_file)
+        for batch in batches(loaded.loader, BatchReader(model.device)):
+            prediction = predictor(*batch.args, **batch.kwargs).to("cpu")
+            if table is None:
+                applies = _applies(predictor, prediction)
+                table = PredictionTable(prediction, posterior.history.referral, names, top_k, level)
+                writer.writerow(table.header)
+            flags = _flags(predictor, prediction) if applies else None
+            items = _items(loaded, batch.targets, rows, len(prediction))
+            writer.writerows(table.rows(prediction, items, flags))
+            if drawn is not None:
+                drawn.write(items, prediction)
+            rows += len(prediction)
+            flagged += 0 if flags is None else sum(bool(reasons) for reasons in flags.reasons)
+            bar.advance(len(prediction))
+    seconds = time.perf_counter() - start
+    facts = {
+        "output": output,
+        "maps": maps,
+        "rows": rows,
+        "flagged": flagged if applies else None,
+        "skipped": [trouble.name for trouble in loaded.skipped],
+        "seconds": seconds,
+        "head": predictor.identity(),
+    }
+    text = f"{rows:,} predictions{f', {flagged:,} of them flagged' if applies else ''}, in {seconds:.1f} s "
+    text += f"({rows / seconds:.3g} per second), written to {output}."
+    text += "" if maps is None else f"\nMaps written to {maps}."
+    left_out = [f"Left out, unreadable: {trouble.name}" for trouble in loaded.skipped]
+    return Done(text, facts, left_out, INCOMPLETE if left_out else 0)
+
+
+def _flags(predictor: Predictor, prediction: Prediction) -> Flags:
+    from posthoc_uq.cli.outputs import Flags
+
+    by_score = predictor.referral.reasons(prediction)
+    flags = zip(*(flag.tolist() for flag in by_score.values()), strict=True)
+    reasons = [[name for name, flag in zip(by_score, row, strict=True) if flag] for row in flags]
+    return Flags(reasons, predictor.referral.tail(prediction).tolist())
+
+
+def _applies(predictor: Predictor, prediction: Prediction) -> bool:
+    """Whether there is a threshold to flag by; warns where the file has one that does not apply."""
+    if not predictor.posterior.history.referral:
+        return False
+    try:
+        predictor.referral(prediction)
+    except PosthocUQError as error:
+        warnings.warn(f"The column flag stays empty. {error}", stacklevel=2)
+        return False
+    return True
+
+
+def _items(loaded: LoadedData, numbers: Any, start: int, count: int) -> list[str]:
+    """What the rows of a batch are called: their files, or their numbers."""
+    found: Sequence[int] = range(start, start + count)
+    if loaded.numbered:
+        found = numbers.tolist()
+    elif loaded.rows is not None:
+        found = loaded.rows[start : start + count]
+    return [str(number) if loaded.files is None else loaded.files[number] for number in found]
+
+
+# evaluate
+
+
+def evaluate(
+    file: Read,
+    data: DataName,
+    /,
+    *,
+    head: Choice,
+    source: ModelSource,
+    reading: Data,
+    referral: Referral,
+    console: Console,
+    ood: Annotated[list[str], "data"] | None = None,
+    report: Written | None = None,
+    csv: Written | None = None,
+    json_file: Written | None = None,
+    force: bool = False,
+    class_names: Read | None = None,
+    seed: int = 0,
+) -> Done:
+    """Measure on labelled DATA how good predictions are, and their uncertainties, with the posterior in FILE and by the
+    model alone.
+
+    Examples:
+      posthoc-uq evaluate model.h5 test/ --model timm:resnet18 --weights w.pt --ood textures=dtd/
+      posthoc-uq evaluate model.h5 test/ --model nets.py:cnn --weights w.pt --report report.html --referral_rate 0.05
+      posthoc-uq evaluate model.h5 torchvision:FashionMNIST --model nets.py:cnn --weights w.pt --json
+
+    Args:
+        file: the posterior's file.
+        data: with labels.
+        head: how to predict; by default the one that FILE names.
+        ood: foreign data to tell apart, as NAME=DATA; several times for several.
+        report: write one self-contained page: tables, figures, images.
+        csv: write all numbers as a table.
+        json_file: write all numbers as JSON.
+        force: write over files that are there already, but never over an input.
+        class_names: names of the outputs: one a line, or JSON; or a folder with a folder for each class.
+        seed: of the draws.
+    """
+    score, rate = referral.score(), referral.referral_rate
+    foreign = _named_data(ood or [])
+
+    from posthoc_uq.cli.data import load_data
+    from posthoc_uq.cli.posterior_file import meaning_of, opened, output_names, rewrite, stored_dtype
+    from posthoc_uq.evaluation import evaluate as evaluate_models
+    from posthoc_uq.posteriors.referral import rule_of
+
+    model, posterior = opened(file, source)
+    meaning = meaning_of(posterior)
+    loaded = load_data(data, model, reading, meaning, labels=True, split="test")
+    if not loaded.labelled:
+        raise PosthocUQError(f"An evaluation needs labels, and '{data}' has no class folders.")
+    meaning = replace(meaning, kept={**meaning.kept, **loaded.kept})
+    plain = replace(reading, split=None, target=[], columns=[], ignore_index=None)
+    ood_loaders = {
+        name: load_data(spec, model, plain, meaning, labels=False, split="test").loader
+        for name, spec in foreign.items()
+    }
+    predictor = _predictor(model, posterior, head, seed)
+    several = isinstance(score, tuple)
+    evaluation = evaluate_models(
+        {"model alone": model.model, f"{posterior.method}, {predictor.head}": predictor},
+        loaded.loader,
+        ood_loaders=ood_loaders,
+        score=None if several else score,
+        joint=[score] if several else (),
+        class_names=output_names(model, posterior, class_names, loaded.names),
+        display=None if loaded.files is None else model.transform.display,
+        progress=_progress(console),
+    )
+    threshold = None if rate is None else evaluation.set_referral(rate, score).thresholds
+    if csv is not None:
+        evaluation.to_csv(csv)
+    if json_file is not None:
+        evaluation.to_json(json_file)
+    if report is not None:
+        evaluation.report(report, title=f"How far to trust {model.spec}")
+    text, rule = str(evaluation), None
+    if threshold is not None:
+        rewrite(posterior, file, None, source, stored_dtype(file))
+        rule = rule_of(posterior.history.referral)
+        text += f"\n\nreferral: {rule}; kept in {file}"
+    paths = [path for path in (report, csv, json_file) if path is not None]
+    facts = {
+        **evaluation.to_dict(),
+        "threshold": threshold,
+        "score": score or (None if threshold is None else list(threshold)),
+        "rule": rule,
+        "head": predictor.identity(),
+        "written": paths,
+    }
+    return Done("\n".join([text, *(f"Written to {path}." for path in paths)]), facts)
+
+
+def _named_data(texts: Sequence[str]) -> dict[str, str]:
+    """Data by the names before their ``=``."""
+    named: dict[str, str] = {}
+    for text in texts:
+        name, equals, spec = text.partition("=")
+        if not name or not equals:
+            raise WrongUsage(f"--ood: {text!r} is not of the form NAME=DATA.")
+        if name in named:
+            raise WrongUsage("--ood: every set of foreign data needs a name of its own.")
+        named[name] = spec
+    return named
+
+
+# update
+
+
+def update(
+    file: Read,
+    data: DataName,
+    /,
+    *,
+    source: ModelSource,
+    reading: Data,
+    console: Console,
+    remove: bool = False,
+    output: Written | None = None,
+    force: bool = False,
+    unlabelled: bool = False,
+) -> Done:
+    """Add DATA to the posterior in FILE, without the data that it was fitted on, or take them out; and rewrite it.
+
+    The result is that of a fit on all data for the methods diag, full, and kfac with --keep_grams. efb and inf keep
+    their bases, and it is said how much of the new data's Fisher is outside of them. Prior precision and temperature
+    stay; a threshold for referral is cleared. FILE is replaced when all is done, and stays as it was if anything fails.
+
+    With --remove, DATA must be the same samples, unchanged: prepare images as they were prepared then. Data that cannot
+    all have been in are refused, as far as the statistics show it.
+
+    Examples:
+      posthoc-uq update model.h5 new/ --model timm:resnet18 --weights w.pt
+      posthoc-uq update model.h5 new/ --model nets.py:cnn --weights w.pt -o newer.h5
+      posthoc-uq update model.h5 withdrawn/ --model timm:resnet18 --weights w.pt --remove
+
+    Args:
+        file: the posterior's file.
+        data: what comes in, or goes out.
+        remove: take DATA out, to which fit or update gave them.
+        output: write here instead of over FILE.
+        force: write over files that are there already, but never over an input.
+        unlabelled: leave class folders aside: the model's own labels suffice.
+    """
+    from posthoc_uq.cli.data import load_data
+    from posthoc_uq.cli.posterior_file import meaning_of, opened, rewrite
+    from posthoc_uq.fitting.update import update as update_posterior
+    from posthoc_uq.posteriors.report import described_changes
+
+    model, posterior = opened(file, source)
+    loaded = load_data(data, model, reading, meaning_of(posterior), labels=not unlabelled, split="train")
+    before = posterior.evidence.samples
+    posterior = update_posterior(posterior, loaded.loader, remove=remove, progress=_progress(console))
+    # in full precision: a few samples among many are less than a half format resolves
+    rewrite(posterior, file, output, source)
+    changes, samples = posterior.history.changes, posterior.evidence.samples
+    described, place = described_changes(changes), output or file
+    text = f"{'Took out' if remove else 'Added'} {abs(samples - before):,} samples; the posterior has {samples:,} now."
+    facts = {
+        "output": place,
+        "changed": abs(samples - before),
+        "samples": samples,
+        "changes": changes,
+        "described": described,
+    }
+    return Done(f"{text}\ndata since the fit: {described}\nWritten to {place}.", facts)
+
+
+# serve, monitor
+
+
+def serve(
+    file: Read,
+    /,
+    *,
+    head: Choice,
+    source: ModelSource,
+    console: Console,
+    host: str = "127.0.0.1",
+    port: Port = 8000,
+    allow_host: list[str] | None = None,
+    top_k: Count = 3,
+    level: Share = 0.95,
+    integers: bool = False,
+    max_bytes: Count = 16 * 2**20,
+    max_batch: Count = 64,
+    max_pixels: Count = 40_000_000,
+    log: Kept | None = None,
+    class_names: Read | None = None,
+    seed: int = 0,
+) -> Done | None:
+    """Answer requests for predictions with the posterior in FILE, on this machine only unless --host says otherwise.
+
+    POST /predict takes JSON {"input": nested lists of numbers}, /predict/image a PNG or JPEG file, /predict/batch
+    {"inputs": [...]} or a form of several images. Every answer has the prediction, its uncertainty, and whether to
+    refer it to a person.
+    GET /metrics is for Prometheus, /health says that it runs. Nothing of the inputs is stored but scores, by --log.
+
+    Examples:
+      posthoc-uq serve model.h5 --model timm:resnet18 --weights w.pt --class_names names.txt
+      posthoc-uq serve model.h5 --model nets.py:cnn --weights w.pt --port 9000 --log scores.csv
+      curl -F image=@photo.jpg http://127.0.0.1:8000/predict/image
+
+    Args:
+        file: the posterior's file.
+        head: how to predict; by default the one that FILE names.
+        host: address to listen on.
+        port: to listen on, 0 for any free one.
+        allow_host: further names by which clients may call the server, such as that of a proxy.
+        top_k: classes of an answer.
+        level: of the interval, for a regression.
+        integers: inputs of JSON are whole numbers, such as tokens.
+        max_bytes: of a request.
+        max_batch: inputs of a request.
+        max_pixels: of an image, width times height, before it is decoded.
+        log: add the scores of every input to this CSV.
+        class_names: names of the outputs: one a line, or JSON; or a folder with a folder for each class.
+        seed: of the draws.
+    """
+    needed = ("starlette", "uvicorn", "python_multipart", "prometheus_client")
+    missing = [name.replace("_", "-") for name in needed if find_spec(name) is None]
+    if missing:
+        raise PosthocUQError(
+            f"serve needs {' and '.join(missing)}; install the extra: pip install 'posthoc-uq[serve]'."
+        )
+    import json
+
+    from posthoc_uq.cli.posterior_file import opened, output_names
+    from posthoc_uq.deployment.requests import Limits
+    from posthoc_uq.deployment.serve import Service
+    from posthoc_uq.deployment.serve import serve as serve_service
+
+    model, posterior = opened(file, source)
+    predictor = _predictor(model, posterior, head, seed)
+    if not predictor.referral.applies:
+        other = "whose threshold is of another head or tuning"
+        what = other if posterior.history.referral else "without a threshold"
+        warnings.warn(
+            f"'referred' stays null: '{file}' is a file {what} (tune --referral_rate).", stacklevel=2
+        )
+    service = Service(
+        predictor,
+        model.transform,
+        names=output_names(model, posterior, class_names),
+        top_k=top_k,
+        level=level,
+        limits=Limits(max_bytes, max_batch, max_pixels, shorter=model.transform.shorter),
+        integers=integers,
+        log=log,
+    )
+
+    def started(url: str) -> None:
+        text = json.dumps({"url": url}) if console.json else f"Serving on {url}; Ctrl-C ends it."
+        print(text, flush=True)
+
+    serve_service(service, host, port, allow_host or (), started=started)
+    return None
+
+
+def monitor(
+    file: Read,
+    /,
+    *,
+    reference: Read,
+    console: Console,
+    output: Written | None = None,
+    force: bool = False,
+    window: Window = 200,
+    last: Count = 100_000,
+) -> Done:
+    """Compare the inputs in a CSV, of serve --log or of predict, with held-out data: a Kolmogorov-Smirnov test of every
+    window of N inputs, as a table, and one figure.
+
+    Examples:
+      posthoc-uq monitor scores.csv --reference held_out.csv
+      posthoc-uq monitor inbox.csv --reference held_out.csv -o drift.png --window 100 --json
+
+    Args:
+        file: the CSV.
+        reference: scores of held-out data: a CSV of posthoc-uq predict.
+        output: where the figure goes: .png, .svg or .pdf.
+        force: write over files that are there already, but never over an input.
+        window: inputs of a test.
+        last: newest rows of the CSV to look at.
+    """
+    from posthoc_uq.deployment import drift_figure, drift_table, drifts, newest, read_scores
+    from posthoc_uq.files.atomic import checked_target, remove_leftovers, replacing
+
+    incoming, held_out = read_scores(file, last), read_scores(reference)
+    found = drifts(incoming, held_out, window)
+    if output is not None:
+        target = checked_target(output)
+        remove_leftovers(target)
+        with replacing(target) as opened:
+            figure = drift_figure(incoming, held_out, window)
+            figure.savefig(opened, format=target.suffix.lstrip(".") or "png")
+    newest_tests = newest(found)
+    alarms = [test.score for test in newest_tests if test.alarm]
+    verdict = "no sign of drift" if newest_tests else "too few for a test"
+    verdict = f"drift in {', '.join(alarms)}" if alarms else verdict
+    facts = {
+        "output": output,
+        "inputs": len(incoming),
+        "held_out": len(held_out),
+        "left_out": incoming.left_out,
+        "share_referred": incoming.share_referred,
+        "share_referred_held_out": held_out.share_referred,
+        "drifts": [asdict(test) for test in found],
+        "newest": [asdict(test) for test in newest_tests],
+    }
+    text = f"{drift_table(found)}\n{len(incoming):,} inputs; in the newest window {verdict}."
+    return Done(text, facts)
+
+
+# inspect, demo
+
+
+def inspect(file: Read, /, *, console: Console) -> Done:
+    """Show what the posterior in FILE is: method, hyperparameters, how it was fitted and tuned, and its layers.
+
+    No model is needed, and the file is parsed in a process of its own with limits on time and memory.
+
+    Examples:
+      posthoc-uq inspect model.h5
+      posthoc-uq inspect model.h5 --json
+
+    Args:
+        file: the posterior's file.
+    """
+    from posthoc_uq.files import inspect as contents_of
+
+    contents = contents_of(file)
+    return Done(str(contents), contents)
+
+
+def demo(
+    *,
+    console: Console,
+    output: str = "demo_output",
+    force: bool = False,
+    seed: int = 0,
+) -> Done | None:
+    """Run the library on handwritten digits: train a small network, fit a posterior, save, load, predict, evaluate.
+
+    Prints tables and leaves pictures and posterior files in the output folder. Needs the packages of the extra demo:
+    pip install 'posthoc-uq[demo]'.
+
+    Examples:
+      posthoc-uq demo
+      posthoc-uq demo --output /tmp/demo
+
+    Args:
+        output: a new or empty folder.
+        force: write over files that are there already.
+        seed: of all random numbers.
+    """
+    from posthoc_uq.cli.demo import NEEDED, main
+
+    missing = [package for module, package in NEEDED.items() if find_spec(module) is None]
+    if missing:
+        raise PosthocUQError(f"The demo needs {', '.join(missing)}: pip install 'posthoc-uq[demo]'.")
+    if not force and os.path.isdir(output) and os.listdir(output):
+        raise PosthocUQError(
+            f"The folder '{output}' is not empty; give another one with --output, or --force to write over its files."
+        )
+    with redirect_stdout(sys.stderr) if console.json else redirect_stdout(sys.stdout):
+        code = main(["--output", output, "--seed", str(seed)])
+    files = sorted(os.path.join(place, name) for place, _, names in os.walk(output) for name in names)
+    return Done("", {"output": output, "succeeded": code == 0, "files": files}, code=code)
+
+
+# What commands on a posterior's file share.
+
+
+def _progress(console: Console) -> bool:
+    """Whether to show progress bars: on a terminal, unless ``--quiet`` was given."""
+    return sys.stderr.isatty() and not console.quiet
+
+
+def _predictor(
+    model: TrainedModel, posterior: Posterior, head: Choice, seed: int, *, of_threshold: bool = True
+) -> Predictor:
+    """The model with its posterior, by the head that `_head` finds."""
+    from posthoc_uq.fitting.wrap import wrap
+
+    name, options = _head(posterior, head, seed, of_threshold=of_threshold)
+    return wrap(model.model, posterior, head=name, **options)
+
+
+def _head(
+    posterior: Posterior, head: Choice, seed: int, *, of_threshold: bool = True
+) -> tuple[str, dict[str, Any]]:
+    """The head to predict through, and its options. What the user does not choose is taken from the head that the
+    file's threshold was set for, if the threshold still holds and `of_threshold` is set; else from the head that the
+    hyperparameters were found for. If the user names no head, but options that only one head has, it is that head.
+    """
+    from posthoc_uq.fitting.wrap import HEADS, head_class, options_of, recorded_head
+
+    file_head, of_file = recorded_head(posterior)
+    referral = posterior.history.referral
+    if of_threshold and referral and referral["posterior"] == posterior.settings.plain():
+        kept: Mapping[str, Any] = referral["head"]
+        file_head = str(kept["head"])
+        of_file = {k: v for k, v in kept.items() if k not in ("head", "calibrated") and v != "own"}
+    takers = [name for name in HEADS if set(head.options) <= set(options_of(head_class(name)))]
+    name = head.name or (takers[0] if len(takers) == 1 else file_head)
+    if name not in takers:
+        stray = next(own for own in head.options if own not in options_of(head_class(name)))
+        owners = [other for other in HEADS if stray in options_of(head_class(other))]
+        raise WrongUsage(
+            f"--{stray} is for {' and '.join(owners)} (--head {owners[-1]}), and this is {name}."
+        )
+    options = dict(of_file) if name == file_head else {}
+    return name, ({"seed": seed} if name == "sampling" else {}) | options | head.options

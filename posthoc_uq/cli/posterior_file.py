@@ -1,0 +1,245 @@
+"""What a posterior's file says of its model and of the data that it was fitted on, and how commands on it take that.
+
+`fit` writes the names; other commands take them where their options say nothing. The file may be a stranger's. So a
+model is made only if timm or torchvision has it under that name, weights are read only from the file's own folder, and
+code is imported, or weights fetched, only if the user says so.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+import warnings
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from pathlib import Path, PurePath, PurePosixPath
+from typing import Any
+
+import torch
+
+from posthoc_uq.cli.labels import read_names
+from posthoc_uq.cli.models import TrainedModel, trained_model
+from posthoc_uq.cli.options import ModelSource
+from posthoc_uq.cli.transforms import transform_of
+from posthoc_uq.core.errors import PosthocUQError
+from posthoc_uq.core.paths import check_regular
+from posthoc_uq.files import inspect, load, save
+from posthoc_uq.likelihoods import Likelihood
+from posthoc_uq.posteriors.posterior import Posterior
+
+# Facts that a fit keeps, by their names in the file.
+MODEL, WEIGHTS, MODEL_CLASSES = "model", "model weights", "model classes"
+COLUMNS, TARGETS, CLASSES = "table columns", "table targets", "table classes"
+IGNORED = "mask value ignored"
+NAMES = "class names"
+_PREPARED = {
+    "image size": "image_size",
+    "image mean": "mean",
+    "image std": "std",
+}  # and the options that they are
+
+_OF_DATA = (COLUMNS, TARGETS, CLASSES, IGNORED, NAMES)
+_LIBRARIES = ("timm", "torchvision")
+_NAME = re.compile(r"\w+(\.\w+)*", re.ASCII)
+_LONGEST = 200  # characters of the name of a model
+_LONGEST_PATH = 1024
+_MOST_CLASSES = 100_000  # a stranger's file shall not fill the memory
+_SHOWN = 80
+_HALF = {"float16": torch.float16, "bfloat16": torch.bfloat16}
+
+
+@dataclass(frozen=True)
+class Meaning:
+    """What targets and outputs mean.
+
+    Attributes:
+        likelihood: of the model's outputs.
+        kept: facts of the data that the posterior was fitted on.
+    """
+
+    likelihood: Likelihood
+    kept: Mapping[str, Any] = field(default_factory=lambda: dict[str, Any]())
+
+    @property
+    def labels(self) -> bool:
+        """Whether a target is one class an input, as class folders and label columns give it."""
+        return self.likelihood.classes(2) > 1  # of two outputs, likelihoods of classes have several
+
+
+def meaning_of(posterior: Posterior) -> Meaning:
+    """What a posterior's file says of its data."""
+    facts = posterior.history.fit
+    return Meaning(posterior.likelihood, {name: facts[name] for name in _OF_DATA if name in facts})
+
+
+# Written by a fit.
+
+
+def facts_of(source: ModelSource, output: str) -> dict[str, Any]:
+    """What the posterior's file `output` says of its model."""
+    weights = None if source.weights is None else _seen_from(output, source.weights)
+    given = {WEIGHTS: weights, MODEL_CLASSES: source.num_classes}
+    return {MODEL: _named(source.model or "", output)} | {k: v for k, v in given.items() if v is not None}
+
+
+def image_facts(source: ModelSource, model: TrainedModel) -> dict[str, Any]:
+    """What it says of how images were prepared, so that other commands prepare them in the same way."""
+    given = {fact: getattr(source, option) for fact, option in _PREPARED.items()}
+    return {"images": model.transform.text} | {k: v for k, v in given.items() if v is not None}
+
+
+def _named(spec: str, output: str) -> str:
+    """A model as a posterior's file names it: a file of code by its path from there, or by its name alone."""
+    place, colon, name = spec.rpartition(":")
+    if not place.endswith(".py"):
+        return spec
+    return f"{_seen_from(output, place) or PurePath(place).name}{colon}{name}"
+
+
+def _seen_from(output: str, path: str) -> str | None:
+    """A path relative to the folder of a file, with `/`; None if it does not lie in that folder."""
+    try:
+        relative = PurePath(os.path.realpath(path)).relative_to(os.path.dirname(os.path.realpath(output)))
+    except ValueError:
+        return None
+    return relative.as_posix() if _is_inside(relative.as_posix()) else None
+
+
+def _is_inside(name: Any) -> bool:
+    """Whether a value is a path that stays in its folder: relative, without `..`, and a path on every system."""
+    return (
+        isinstance(name, str)
+        and 0 < len(name) <= _LONGEST_PATH
+        and name.isprintable()
+        and not set(name) & set('\\:*?"<>|')
+        and not PurePosixPath(name).is_absolute()
+        and ".." not in PurePosixPath(name).parts
+    )
+
+
+# Taken by the other commands.
+
+
+def taken_from(path: str, source: ModelSource) -> tuple[ModelSource, str | None]:
+    """The options with what they leave out of the model from a posterior's file, and a sentence that says what that is;
+    options always win.
+
+    Raises:
+        PosthocUQError: the options name no model, and the file none that is made without the user's asking; or the file
+            names weights that are not in its folder.
+    """
+    no_weights = source.weights is None and not source.pretrained
+    if not os.path.isfile(path) or (source.model is not None and not no_weights):
+        return source, None
+    facts: Mapping[str, Any] = inspect(path)["fit"]
+    taken: list[str] = []
+    if source.model is None:
+        source = replace(source, model=_library_model(path, facts.get(MODEL)))
+        taken.append(f"the model {source.model}")
+    elif _named(source.model, path) != facts.get(MODEL):
+        return source, None  # another model, with weights of its own
+    if no_weights and WEIGHTS in facts:
+        source = replace(source, weights=_beside(path, facts[WEIGHTS]))
+        taken.append(f"the weights '{source.weights}'")
+    if source.num_classes is None and (source.model or "").partition(":")[0] in _LIBRARIES:
+        source = replace(source, num_classes=_classes(path, facts.get(MODEL_CLASSES)))
+    return source, f"From '{path}': {' with '.join(taken)}." if taken else None
+
+
+def _library_model(path: str, spec: Any) -> str:
+    """The name of a model of timm or torchvision."""
+    if not isinstance(spec, str) or not spec:
+        raise PosthocUQError(f"'{path}' names no model; give --model MODEL.")
+    library, _, name = spec.partition(":")
+    shown = spec if len(spec) <= _SHOWN else spec[:_SHOWN] + "..."
+    if library not in _LIBRARIES:
+        raise PosthocUQError(
+            f"'{path}' names the model '{shown}', which is code, and code is run only if you name it yourself; give "
+            f"--model PLACE:FUNCTION."
+        )
+    if len(name) > _LONGEST or _NAME.fullmatch(name) is None:
+        raise PosthocUQError(
+            f"'{path}' names the model '{shown}', which {library} has not; give --model MODEL."
+        )
+    return spec
+
+
+def _classes(path: str, classes: Any) -> int | None:
+    """A number of outputs."""
+    if classes is None or (type(classes) is int and 1 <= classes <= _MOST_CLASSES):
+        return classes
+    raise PosthocUQError(f"'{path}' names no possible number of classes for its model; give --num_classes N.")
+
+
+def _beside(path: str, name: Any) -> str:
+    """The path of weights in the folder of a posterior's file, or below."""
+    folder = os.path.dirname(os.path.realpath(path) if os.path.islink(path) else path)
+    place = os.path.join(folder, name) if _is_inside(name) else ""
+    if not place or _seen_from(path, place) is None:  # a link in the folder may lead out of it
+        raise PosthocUQError(
+            f"'{path}' names weights that are not in its own folder, and they are not read; give --weights FILE."
+        )
+    if not os.path.isfile(place):
+        raise PosthocUQError(
+            f"'{path}' names the weights '{name}', and its folder has no such file; give --weights FILE."
+        )
+    return place
+
+
+def opened(path: str, source: ModelSource) -> tuple[TrainedModel, Posterior]:
+    """The model that the options name and the posterior in a file. Images are prepared as for the fit, but for what the
+    options say; warns if that differs.
+
+    Raises:
+        PosthocUQError: there is no such file or model, or they do not belong together.
+    """
+    check_regular(path, "The posterior file")
+    if not Path(path).is_file():
+        what = "is a folder, not a posterior file" if Path(path).is_dir() else "does not exist"
+        raise PosthocUQError(f"The posterior file '{path}' {what}.")
+    model = trained_model(source)
+    posterior = load(path, model.model)
+    facts = posterior.history.fit
+    kept = {option: facts[fact] for fact, option in _PREPARED.items() if fact in facts}
+    if kept and source.transform is None:
+        given = {name: value for name in _PREPARED.values() if (value := getattr(source, name)) is not None}
+        model = replace(model, transform=transform_of(model.model, replace(source, **(kept | given))))
+    preparation = facts.get("images")
+    if preparation is not None and preparation != model.transform.text:
+        warnings.warn(
+            f"'{path}' was fitted on images prepared as [{preparation}], and these are prepared as "
+            f"[{model.transform.text}].",
+            stacklevel=2,
+        )
+    return model, posterior
+
+
+def rewrite(
+    posterior: Posterior, path: str, output: str | None, source: ModelSource, dtype: torch.dtype | None = None
+) -> None:
+    """Save a posterior over its file, or as `output`, which then names the model of this command."""
+    if output is not None:
+        facts = {k: v for k, v in posterior.history.fit.items() if k not in (WEIGHTS, MODEL_CLASSES)}
+        posterior.history.fit = facts | facts_of(source, output)
+    save(posterior, output or path, dtype=dtype)
+
+
+def stored_dtype(path: str) -> torch.dtype | None:
+    """The half format of a file's numbers, or None."""
+    formats = {
+        tensor["dtype"] for block in inspect(path)["blocks"].values() for tensor in block["tensors"].values()
+    }
+    half = formats & _HALF.keys()  # some tensors keep their own format
+    return _HALF[half.pop()] if len(half) == 1 else None
+
+
+def output_names(
+    model: TrainedModel, posterior: Posterior, path: str | None, of_data: Sequence[str] | None = None
+) -> Sequence[str] | None:
+    """Names of the outputs: from a file, from the class folders or the table, from those of the fit, or from pretrained
+    weights.
+    """
+    if path is not None:
+        return read_names(path)
+    facts = posterior.history.fit
+    return of_data or facts.get(NAMES, facts.get(CLASSES)) or model.categories
