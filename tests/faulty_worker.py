@@ -20,7 +20,7 @@ import torch
 from torch import Tensor, nn
 
 ROOT = Path(__file__).resolve().parents[1]
-sys.path[:0] = [str(ROOT / "benchmarks" / "attacks"), str(ROOT / "recipes" / "imagenet")]
+sys.path[:0] = [str(ROOT / "recipes" / "imagenet")]
 
 import evaluating  # noqa: E402
 import ranks  # noqa: E402

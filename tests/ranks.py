@@ -1,7 +1,7 @@
 """Two processes of a group, and a fault in one of them at every exchange: does the other end, soon, and say why?
 
-    python benchmarks/attacks/ranks.py                # every exchange of a fit, an update and the ImageNet recipe
-    python benchmarks/attacks/ranks.py --smoke        # a few of them, under a minute
+    python tests/ranks.py                # every exchange of a fit, an update and the ImageNet recipe
+    python tests/ranks.py --smoke        # a few of them, under a minute
 
 Rank 1 fails before an exchange (and lives on, as a notebook does), has one broken, is killed before it, or comes
 later than the group's timeout. Rank 0 must end with an error of the library that says where to look, and without
@@ -30,7 +30,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, TensorDataset
 
-ROOT = Path(__file__).resolve().parents[2]
+ROOT = Path(__file__).resolve().parents[1]
 sys.path[:0] = [str(ROOT / "recipes" / "imagenet"), str(ROOT)]
 
 import evaluating  # noqa: E402
