@@ -6,6 +6,7 @@ import inspect
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, fields
 from fractions import Fraction
+from pathlib import Path
 from typing import Any, Literal, get_type_hints
 
 import jsonargparse
@@ -250,6 +251,19 @@ def test_the_command_line_reads_the_same_declaration() -> None:
     given = parser.instantiate(parser.parse_args(["--method.rank=0.5", "--method.basis_fraction=auto"]))
     assert given.method == uq.INF(rank=0.5)
     refused(lambda: parser.instantiate(parser.parse_args(["--method.rank=-3"])), "rank must be", "-3")
+
+
+def test_a_file_says_which_options_are_not_the_defaults(tmp_path: Path) -> None:
+    @dataclass(frozen=True, kw_only=True)
+    class Hasty(uq.KFAC):
+        most_batches: Count = 7
+
+    model, loader = nn.Linear(4, 3), [(torch.randn(12, 4), torch.arange(12) % 3)]
+    for method, kept in ((Hasty(), None), (Hasty(most_batches=9), 9)):
+        posterior = uq.fit(model, loader, method, prior_precision=1.0, progress=False)
+        uq.save(posterior, tmp_path / "posterior.h5")
+        assert uq.load(tmp_path / "posterior.h5").history.fit.get("most batches") == kept
+        assert ("most batches: 9" in str(posterior.report())) == (kept is not None)
 
 
 def test_a_class_of_options_of_ones_own() -> None:

@@ -596,8 +596,10 @@ def _run_method(task: Task, request: _Request) -> Posterior:
 def _record(posterior: Posterior, request: _Request, task: Task, noise_origin: str) -> None:
     """Write down how the posterior was fitted."""
     history, mean = posterior.history, request.weight_mean
-    if options := _changed_options(request.method):
-        history.fit["options"] = options
+    for option in fields(request.method):
+        value = getattr(request.method, option.name)
+        if isinstance(value, (bool, int, float, str)) and value != option.default:
+            history.fit.setdefault(option.name.replace("_", " "), value)
     if request.weight_precisions is not None:
         history.fit["prior of each weight"] = "given, times the prior precision"
     if mean is not None:
@@ -607,16 +609,6 @@ def _record(posterior: Posterior, request: _Request, task: Task, noise_origin: s
     history.head = {"name": request.head, "options": {}}
     choice = chosen_in(task.model)
     history.output = {} if choice is None else choice.plain()
-
-
-def _changed_options(method: Method) -> str:
-    """The method's options that are numbers or words other than their defaults, as they are typed."""
-    values = [(field, getattr(method, field.name)) for field in fields(method)]
-    return ", ".join(
-        f"{field.name}={value!r}"
-        for field, value in values
-        if isinstance(value, (bool, int, float, str)) and value != field.default
-    )
 
 
 def _warn_if_memorised(posterior: Posterior) -> None:
