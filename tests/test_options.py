@@ -262,7 +262,7 @@ def test_a_file_says_which_options_are_not_the_defaults(tmp_path: Path) -> None:
     for method, kept in ((Hasty(), None), (Hasty(most_batches=9), 9)):
         posterior = uq.fit(model, loader, method, prior_precision=1.0, progress=False)
         uq.save(posterior, tmp_path / "posterior.h5")
-        assert uq.load(tmp_path / "posterior.h5").history.fit.get("most batches") == kept
+        assert uq.load(tmp_path / "posterior.h5", model).history.fit.get("most batches") == kept
         assert ("most batches: 9" in str(posterior.report())) == (kept is not None)
 
 
