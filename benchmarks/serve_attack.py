@@ -172,10 +172,10 @@ class Place:
         ):
             try:
                 assert process.stdout is not None
-                printed = "".join(iter(process.stdout.readline, "}\n"))
+                printed = process.stdout.readline()
                 if process.poll() is not None or not printed:
                     raise SystemExit((self.folder / "stderr.txt").read_text())
-                yield Server(process, urlsplit(json.loads(printed + "}")["url"]).port or 0)
+                yield Server(process, urlsplit(json.loads(printed)["url"]).port or 0)
             finally:
                 process.terminate()
                 try:

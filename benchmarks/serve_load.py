@@ -163,8 +163,8 @@ def measure(name: str, size: int, clients: int, count: int) -> Row:
         with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as server:
             try:
                 assert server.stdout is not None
-                printed = "".join(iter(server.stdout.readline, "}\n"))
-                load = Load(json.loads(printed + "}")["url"], requests)
+                printed = server.stdout.readline()
+                load = Load(json.loads(printed)["url"], requests)
                 process = psutil.Process(server.pid)
                 load.run(clients, count // 10)
                 before = process.memory_info().rss
