@@ -20,7 +20,7 @@ import numpy as np
 import pytest
 import torch
 from networks import cnn, inputs_of
-from posthoc_uq.methods.resume import Checkpoint
+from posthoc_uq.methods.checkpoint import Checkpoint
 from storage_helpers import (
     FAITHFUL,
     KINDS,
@@ -356,7 +356,7 @@ def test_paths_that_are_no_files(saved: Saved, tmp_path: Path) -> None:
     os.mkfifo(tmp_path / "pipe.h5")
     writers: list[Callable[[Any], Any]] = [
         lambda path: save(posterior, path),
-        lambda path: Checkpoint(path, 1, {}, 2**20, model, {}, {}, torch.float32),
+        lambda path: Checkpoint(path, 1, {}),
     ]
     names: list[tuple[Any, str]] = [
         (tmp_path / "pipe.h5", "is not a file"),
