@@ -20,7 +20,6 @@ import numpy as np
 import pytest
 import torch
 from networks import cnn, inputs_of
-from posthoc_uq.methods.checkpoint import Checkpoint
 from storage_helpers import (
     FAITHFUL,
     KINDS,
@@ -48,6 +47,7 @@ from posthoc_uq.core.records import Record
 from posthoc_uq.files import fingerprint, header, inspect, load, save, tensors
 from posthoc_uq.fitting import wrap
 from posthoc_uq.likelihoods import LIKELIHOODS, Bernoulli, Gaussian, Likelihood
+from posthoc_uq.methods.checkpoint import Checkpoint
 from posthoc_uq.posteriors.block import BLOCKS
 from posthoc_uq.posteriors.information import InformationBlock
 from posthoc_uq.posteriors.laplace import DiagonalBlock
