@@ -20,7 +20,6 @@ import numpy as np
 import pytest
 import torch
 from networks import cnn, inputs_of
-from posthoc_uq.methods.resume import Checkpoint
 from storage_helpers import (
     FAITHFUL,
     KINDS,
@@ -48,6 +47,7 @@ from posthoc_uq.core.records import Record
 from posthoc_uq.files import fingerprint, header, inspect, load, save, tensors
 from posthoc_uq.fitting import wrap
 from posthoc_uq.likelihoods import LIKELIHOODS, Bernoulli, Gaussian, Likelihood
+from posthoc_uq.methods.checkpoint import Checkpoint
 from posthoc_uq.posteriors.block import BLOCKS
 from posthoc_uq.posteriors.information import InformationBlock
 from posthoc_uq.posteriors.laplace import DiagonalBlock
@@ -356,7 +356,7 @@ def test_paths_that_are_no_files(saved: Saved, tmp_path: Path) -> None:
     os.mkfifo(tmp_path / "pipe.h5")
     writers: list[Callable[[Any], Any]] = [
         lambda path: save(posterior, path),
-        lambda path: Checkpoint(path, 1, {}, 2**20, model, {}, {}, torch.float32),
+        lambda path: Checkpoint(path, 1, {}),
     ]
     names: list[tuple[Any, str]] = [
         (tmp_path / "pipe.h5", "is not a file"),

@@ -702,5 +702,5 @@ def test_the_document_runs() -> None:
     assert ("novelty", 400) in alarms and not any(last <= 200 for _, last in alarms)
     assert len(names["figure"].axes) == 3
     options = {"--max-bytes", "--max-batch", "--max-pixels", "--allow-host"}
-    shown = run("serve", "--help").stdout
+    shown = run("serve", "--help").stdout.replace("_", "-")
     assert all(option in shown and option in text for option in options)

@@ -129,8 +129,7 @@ def check_match(model: nn.Module, posterior: Posterior) -> None:
             if parameter.dtype != mean.dtype:
                 raise PosteriorMismatchError(
                     f"Parameter '{name}' is {parameter.dtype}, and the posterior was fitted on {mean.dtype}; wrap the "
-                    f"model as it was then. head='sampling' runs it in half precision by itself, with "
-                    f"dtype=torch.float16 or torch.bfloat16."
+                    f"model as it was then."
                 )
             raise PosteriorMismatchError(
                 f"The values of parameter '{name}' are not those the posterior was fitted on; fit again after training."

@@ -417,7 +417,7 @@ class Block(ABC):
 
     def stored_mean(self) -> Tensor | None:
         """The mean of the weights, ``(G, m, n)``, of blocks that know it themselves; of all others it is the model's
-        own, or the posterior's centre.
+        own, or the posterior's `trained_mean`.
         """
         return None
 
