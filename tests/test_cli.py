@@ -649,14 +649,14 @@ def test_inspect_refuses_what_is_no_posterior(place: Path, tmp_path: Path) -> No
 
 
 def test_the_demo_names_the_packages_it_lacks(monkeypatch: pytest.MonkeyPatch) -> None:
-    import posthoc_uq.cli.demo.__main__ as demo
+    from posthoc_uq.cli import demo
 
     monkeypatch.setattr(demo, "NEEDED", {"no_such_module_at_all": "some-package"})
     assert "The demo needs some-package: pip install 'posthoc-uq[demo]'." in failure("demo")
 
 
 def test_the_demo_is_run_as_asked(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    import posthoc_uq.cli.demo.__main__ as demo
+    from posthoc_uq.cli import demo
 
     called: list[list[str]] = []
 
@@ -668,13 +668,13 @@ def test_the_demo_is_run_as_asked(monkeypatch: pytest.MonkeyPatch, tmp_path: Pat
 
     monkeypatch.setattr(demo, "main", main)
     monkeypatch.setattr(demo, "NEEDED", {})
-    options = ["--output", tmp_path, "--part digits --seed 3"]
+    options = ["--output", tmp_path, "--seed 3"]
     assert run("demo", *options).stdout == "a table\n"
     assert "is not empty" in failure("demo", *options)
     result = run("demo", *options, "--force --json")
     assert json.loads(result.stdout)["files"] == [str(tmp_path / "picture.png")]
     assert result.stderr == "a table\n"
-    assert called == [["--output", str(tmp_path), "--part", "digits", "--seed", "3"]] * 2
+    assert called == [["--output", str(tmp_path), "--seed", "3"]] * 2
 
 
 # What the commands do.

@@ -275,7 +275,7 @@ def _another_head() -> Any:
 def _exported() -> Any:
     model = net()
     posterior = uq.fit(model, [(X, Y)], prior_precision=1.0, progress=False)
-    return uq.exportable(uq.wrap(model, posterior, "linearized"))
+    return uq.export(uq.wrap(model, posterior, "linearized"), X)
 
 
 @pytest.mark.parametrize("call", [_few_steps, _no_targets, _probabilities, _another_head, _exported])
@@ -352,13 +352,6 @@ def reaches(call: Callable[[], Any], fatal: int, error: Exception) -> bool:
     return found is error
 
 
-@pytest.fixture
-def unprobed(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Without the pass on inputs that nobody gave, whose errors mean nothing."""
-    monkeypatch.setattr("posthoc_uq.heads.frozen._disturb", lambda *_: None)
-
-
-@pytest.mark.usefixtures("unprobed")
 @pytest.mark.parametrize("error", ERRORS, ids=str)
 def test_a_fit_swallows_no_error_of_the_model(error: Exception) -> None:
     x, model = inputs_of(4), Failing()
@@ -373,7 +366,6 @@ def test_a_fit_swallows_no_error_of_the_model(error: Exception) -> None:
     assert model.depth == 0
 
 
-@pytest.mark.usefixtures("unprobed")
 @pytest.mark.parametrize("error", ERRORS, ids=str)
 @pytest.mark.parametrize("layers", ["last", "all"])
 @pytest.mark.parametrize("options", [{"batched": True, "keep": "seeds"}, {"batched": False}], ids=str)

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 
 import posthoc_uq as uq
 from posthoc_uq.core.batches import BatchReader
-from posthoc_uq.fitting.fit import gives_probabilities
+from posthoc_uq.fitting.first_batch import gives_probabilities
 from posthoc_uq.likelihoods import resolve_likelihood
 
 
