@@ -352,11 +352,11 @@ def test_what_cannot_be_evaluated(images):
     probit = uq.wrap(model, posterior, "linearized", link="probit")
     data = loader_of(x, y)
     for models, loader, options, word in (
-        (model, data, {"referral_rates": (1.5,)}, "a share in"),
+        (model, data, {"referral_rates": (1.5,)}, "referral_rates must be"),
         (model, data, {"score": "surprise"}, "score must be one of"),
         (model, data, {"ood_loaders": {"test": []}}, "may not be named"),
         (model, data, {"joint": ["entropy"]}, "joint holds groups"),
-        (model, data, {"joint": [("entropy", "novel")]}, "joint holds groups"),
+        (model, data, {"joint": [("entropy", "novel")]}, "score of joint must be one of"),
         (model, loader_of(x), {}, "needs targets"),
         (model, [(x, y.float() + 0.5)], {}, "one label an input"),
         (model, [(x, y + 3)], {}, "between 0 and 6"),

@@ -119,7 +119,7 @@ def test_the_error_counts_the_inputs() -> None:
     for head in HEADS:
         predictor = uq.wrap(posterior.model, posterior, **HEADS[head])
         with pytest.raises(
-            NonFiniteError, match=r"of 2 of 6 inputs is not finite \(the first is number 2\)"
+            NonFiniteError, match=r"of 2 of 6 inputs \(number 2 first\) is not finite"
         ) as caught:
             predictor(x)
         assert ("head='linearized'" in str(caught.value)) == (predictor.head != "linearized")
@@ -131,9 +131,7 @@ def test_draws_that_overflow() -> None:
     posterior = uq.fit(model, [_data()], method="diag", prior_precision=1.0, progress=False)
     posterior.prior_precision = posterior.scale = 1e-24
     predictor = uq.wrap(model, posterior, head="sampling", n_samples=4)
-    with pytest.raises(
-        NonFiniteError, match=r"the network's own outputs for them are: .* narrower posterior"
-    ):
+    with pytest.raises(NonFiniteError, match=r"is too wide for head="):
         predictor(_data())
 
 

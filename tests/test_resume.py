@@ -61,7 +61,7 @@ SCENARIOS: list[dict[str, Any]] = [
     },
     {
         "name": "message_passing",
-        "options": {"method": "message_passing", "group_size": 16},
+        "options": {"method": "message_passing"},
         "kills": ["write 5", "write 9"],
     },
     {"name": "kfac-any-moment", "options": {"method": "kfac"}, "random": 2},

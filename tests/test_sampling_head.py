@@ -98,7 +98,7 @@ def test_mismatches_are_named(setting):
     model, posterior, _ = setting
     with pytest.raises(PosthocUQError, match="head must be one of"):
         uq.wrap(model, posterior, head="crystal ball")
-    with pytest.raises(PosteriorMismatchError, match=r"5\.weight.*does not have"):
+    with pytest.raises(PosteriorMismatchError, match=r"5\.weight.*the model lacks"):
         uq.wrap(nn.Sequential(*list(model)[:5]), posterior)
     other = replicate(model)
     other[5] = nn.Linear(64, 4)

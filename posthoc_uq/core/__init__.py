@@ -4,6 +4,7 @@
 | --- | --- |
 | `errors` | the exceptions, `warn_user`, `out_of_memory`; `check_refused`: a model cannot take a shorter way |
 | `options` | types of options (`Count`, `Positive`, ...), `Options`, `check_option`, `check_names`, `did_you_mean` |
+| `records` | `Record`: plain values that a file may hold, checked by pydantic |
 | `batches` | `BatchReader` and `batches` read loaders; `explained` says why a model cannot be run on a `Batch` |
 | `outputs` | `Choice`: which part of what a model returns its outputs are |
 | `model` | `replicate`: copies on the same memory; `untied`, `unshared_copy`, `jvp` |

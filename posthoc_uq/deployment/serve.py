@@ -61,7 +61,7 @@ from posthoc_uq.likelihoods.positions import PositionPrediction
 from posthoc_uq.likelihoods.prediction import Prediction
 from posthoc_uq.posteriors.referral import rule_of, thresholds_of
 
-log = logging.getLogger("posthoc_uq.serving")
+log = logging.getLogger("posthoc_uq.serve")
 
 LOOPBACK = ("127.0.0.1", "localhost", "::1")
 CONNECTIONS = 400

@@ -119,9 +119,13 @@ def _updated(
     new.history = deepcopy(new.history)
     _record(new.history, seen, remove)
     warnings = _cleared(new.history)
+    if posterior.features is not None and new.features is None:
+        warnings.append(
+            "The new posterior has no novelty by class, which is no sum over the data; for it, fit again on all data."
+        )
     if not remove and posterior.history.changes.get("last") == seen.content:
         warnings.append(
-            "These are the data of the last update, which now count twice; take them out again with remove=True."
+            "These are the data of the last update, which now count twice; remove them if that is not meant."
         )
     return new, warnings
 
@@ -198,7 +202,7 @@ def _cleared(history: History) -> list[str]:
     if history.referral:
         warnings.append(
             f"The referral threshold ({rule_of(history.referral, 4)}) was set before the data changed, and is cleared; "
-            f"set it again on held-out data, with uq.Referral(rate).fit(predictor, loader)."
+            f"set it again on held-out data."
         )
     if history.calibration:
         warnings.append(

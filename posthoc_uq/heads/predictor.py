@@ -153,17 +153,15 @@ def check_finite(
         sound = ~(outputs.isnan() | outputs.isposinf()).reshape(len(rows), -1).any(1)
         if bool(sound.to(rows.device)[~rows].all()):
             raise NonFiniteError(
-                f"The {what} of {len(bad)} of {len(rows)} inputs is not finite (the first is number {bad[0]}), and the "
-                f"network's own outputs for them are: the posterior is too wide for head={head!r}. Take a "
-                f"narrower posterior, by uq.tune(posterior, loader, criterion='faithful', head={head!r}) or by a "
-                f"larger prior_precision or scale; or take {way_out}."
+                f"The {what} of {len(bad)} of {len(rows)} inputs (number {bad[0]} first) is not finite: the posterior "
+                f"is too wide for head={head!r}. Narrow it by uq.tune(posterior, loader, criterion='faithful', "
+                f"head={head!r}), or take {way_out}."
             )
     others = " or layers='last'" if linearized else ", layers='last' or head='linearized'"
     raise NonFiniteError(
-        f"The {what} of {len(bad)} of {len(rows)} inputs is not finite (the first is number {bad[0]}): these inputs, "
-        f"or the model's outputs under the posterior's weights, are not finite or too large for {_dtype(answers)}. "
-        f"Check the inputs, or predict without them; a narrower posterior (a larger prior_precision or "
-        f"scale){others} keeps the weights nearer to the trained ones."
+        f"The {what} of {len(bad)} of {len(rows)} inputs (number {bad[0]} first) is not finite: they, or the model's "
+        f"outputs for them, are not finite or too large for {_dtype(answers)}. Check the inputs, or take a larger "
+        f"prior_precision or scale{others}."
     )
 
 

@@ -284,7 +284,7 @@ class LayerGradients:
 # Which weights are used where, and the activations and output gradients of each, batch by batch.
 #
 # `Capture` owns a replica of the model. `Capture.discover` finds the weighted layers on the first batch and
-# chooses the engine for each (BackPACK where it is sound, the interceptor elsewhere); `dryrun.prepare` then
+# chooses the engine for each (BackPACK where it is sound, the interceptor elsewhere); `proof.prepare` then
 # proves that nothing was missed.
 
 Engine = Literal["backpack", "hooks"]

@@ -240,7 +240,7 @@ class Reference:
         return [name for name, _, _ in self._owners[id(self.parameters[parameter])]]
 
     def why_not_caught(self, parameter: str) -> str:
-        """See `uncovered.why_not_caught`."""
+        """See the function `why_not_caught`."""
         return why_not_caught(parameter, self._owner(parameter), self._modules)
 
     def _used(self, name: str) -> bool:

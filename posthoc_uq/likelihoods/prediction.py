@@ -120,8 +120,7 @@ def known_novelty(ratio: Tensor | None) -> Tensor:
     if ratio is None:
         raise PosthocUQError(
             "This prediction has no novelty: the predictor was made with novelty=False, or the posterior has no "
-            "statistics of the last layer's inputs, as after uq.update or where that layer has no input of each "
-            "sample's own. Fit again on all data, or ask for predictor.novelty(x, of='top'), by the posterior itself."
+            "statistics of the last layer's inputs. Fit again, or ask for predictor.novelty(x, of='top')."
         )
     return ratio
 
