@@ -62,7 +62,7 @@ SCENARIOS: list[dict[str, Any]] = [
     {
         "name": "message_passing",
         "options": {"method": "message_passing"},
-        "kills": ["write 5", "write 9"],
+        "kills": ["write 5", "write 3"],
     },
     {"name": "kfac-any-moment", "options": {"method": "kfac"}, "random": 2},
 ]
