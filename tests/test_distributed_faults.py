@@ -50,12 +50,15 @@ class TestOfTwoProcesses:
         assert other["known"] and "timed out" not in other["text"].lower(), other
         assert f"rank {rank}" in other["text"] or "rank 0 or torchrun" in other["text"], other
 
-    def test_one_is_late(self, stage: str, said: Said) -> None:
-        faulty, other = said[f"{stage}: late"]
-        rank = faulty_worker.STAGES[stage][1]
-        assert other is not None and faulty is not None, "one hangs"
-        assert other["known"] and "imed out" in other["text"] and f"missing: rank {rank} (" in other["text"]
-        assert faulty["known"] and "broke off" in faulty["text"], faulty
+
+@pytest.mark.slow
+@pytest.mark.parametrize("stage", faulty_worker.LATE)
+def test_one_of_two_processes_is_late(stage: str, said: Said) -> None:
+    faulty, other = said[f"{stage}: late"]
+    rank = faulty_worker.STAGES[stage][1]
+    assert other is not None and faulty is not None, "one hangs"
+    assert other["known"] and "imed out" in other["text"] and f"missing: rank {rank} (" in other["text"]
+    assert faulty["known"] and "broke off" in faulty["text"], faulty
 
 
 def test_a_port_that_is_taken(monkeypatch: pytest.MonkeyPatch) -> None:
