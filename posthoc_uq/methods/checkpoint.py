@@ -125,6 +125,10 @@ class Checkpoint:
         """Leave a finished part that nothing needs any more out of the file, from the next write on."""
         self._finished.pop(part, None)
 
+    def drop_running(self) -> None:
+        """Write the finished parts alone."""
+        self._write(None)
+
     def remove(self) -> None:
         """Delete the file: the fit is done."""
         self._target.unlink(missing_ok=True)
