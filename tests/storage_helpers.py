@@ -34,14 +34,6 @@ FAITHFUL: dict[str, Any] = {
     "budget": 0.01,
     "settings": {"residual_weight": 1.0, "noise_scale": 1.0, "scale": 40.0},
 }
-SINGLE: dict[str, Any] = {
-    "score": "entropy",
-    "threshold": 0.75,
-    "rate": 0.05,
-    "inputs": 100,
-    "head": {"head": "sampling"},
-    "posterior": {"scale": 1.0},
-}
 SEVERAL: dict[str, Any] = {
     "scores": {
         "entropy": {"threshold": 0.5, "quantiles": [2.0, 0.5, 0.1]},

@@ -24,7 +24,7 @@ import numpy as np
 import pytest
 import torch
 from hostile_files import Image, batches, fit, model
-from storage_helpers import FAITHFUL, SEVERAL, SINGLE, edit, mutations, sealed
+from storage_helpers import FAITHFUL, SEVERAL, edit, mutations, sealed
 from torch import nn
 
 import posthoc_uq as uq
@@ -57,8 +57,6 @@ def files(tmp_path_factory: pytest.TempPathFactory) -> Path:
                 "criterion": "faithful",
             }
             posterior.history.faithful, posterior.history.referral = FAITHFUL, SEVERAL
-        if method == "diag":
-            posterior.history.referral = SINGLE
         uq.save(posterior, folder / f"{method}.h5")
     uq.save(fit("full"), folder / "full.h5")
     return folder
@@ -379,6 +377,8 @@ RECORDS: list[tuple[str, tuple[Any, ...], Any, str]] = [
     ("inf", ("history", "head"), {"name": "linearized"}, "has no 'options'"),
     ("inf", ("history", "head", "options", "n"), [1], "n must be a finite number, a text"),
     ("inf", ("history", "head", "options", "n"), float("inf"), "n must be a finite number"),
+    ("inf", ("history", "head", "options", "n_draws"), 50_000_000, "no whole number from 1 to 100000"),
+    ("inf", ("history", "head", "options", "n_samples"), 1.5, "no whole number from 1 to 10000"),
     ("inf", ("history", "head", "criterion"), "magic", "criterion must be one of"),
     ("inf", ("history", "faithful", "value"), -1.0, "value must be at least"),
     ("inf", ("history", "faithful", "value"), {"x": 1.0}, "name every layer once"),
@@ -392,10 +392,12 @@ RECORDS: list[tuple[str, tuple[Any, ...], Any, str]] = [
     ("inf", ("history", "output"), {"guessed": True, "name": None}, "one of name, index"),
     ("inf", ("history", "fit", "last layer"), None, "last layer must be a text"),
     ("inf", ("history", "changes"), {"updates": -1}, "updates must be at least 0"),
-    ("inf", ("history", "referral", "rate"), 2.5, "rate must be at most 1"),
+    ("inf", ("history", "referral", "rate"), 2.5, "rate must be below 1"),
     ("inf", ("history", "referral", "inputs"), 5, "5 shares"),
     ("inf", ("history", "referral", "head"), "sampling", "head must be an object"),
     ("inf", ("history", "referral", "head"), {"head": "magic"}, "a head that is none"),
+    ("inf", ("history", "referral", "head"), {}, "a head that is none"),
+    ("inf", ("history", "referral", "head", "n_samples"), 50_000_000, "no whole number from 1 to 10000"),
     ("inf", ("history", "referral", "shares"), [2 / 3, 1 / 3, 1.0], "do not ascend"),
     ("inf", ("history", "referral", "shares"), [0.0, 0.5, 1.0], "do not ascend"),
     ("inf", ("history", "referral", "shares"), [0.5, 1.0, 1.5], "shares"),
@@ -413,8 +415,6 @@ RECORDS: list[tuple[str, tuple[Any, ...], Any, str]] = [
     ("inf", (*ENTROPY, "quantiles"), [10**400, 0.5, 0.1], "quantiles"),
     ("inf", (*ENTROPY, "quantiles"), [2.0, 0.1], "as many quantiles"),
     ("inf", (*ENTROPY, "quantiles"), [2.0, 0.5, 0.5, 0.1], "as many quantiles"),
-    ("diag", ("history", "referral", "threshold"), float("nan"), "threshold must be a number, not NaN"),
-    ("diag", ("history", "referral", "score"), "magic", "score must be one of"),
 ]
 
 

@@ -203,8 +203,8 @@ def test_what_cannot_be(fitted) -> None:
         (lambda: uq.Referral(0.1, ("entropy", "entropy")), "several different ones"),
         (lambda: uq.Referral(0.1, "novel").fit(predictor, prediction), "A score is one of"),
         (lambda: uq.Referral(0.1, "mutual_information").fit(predictor, prediction), "does not know"),
-        (lambda: uq.Referral(2.5), "a share in"),
-        (lambda: uq.Referral("often"), "a share in"),  # pyright: ignore[reportArgumentType]
+        (lambda: uq.Referral(2.5), "rate must be"),
+        (lambda: uq.Referral("often"), "rate must be"),  # pyright: ignore[reportArgumentType]
         (lambda: uq.Referral()(prediction), "No referral threshold"),
     ):
         with pytest.raises(uq.PosthocUQError, match=word):
