@@ -394,6 +394,7 @@ def _put(*place: Any, value: Any) -> Callable[[Any], None]:
         _put("finished", value=5),
         _put("finished", value={"diagonal": 5}),
         _put("running", value=("diagonal", 5)),
+        _put("running", value=("diagonal",)),
         _put("running", 1, "sums", value={}),
         _put("running", 1, "sums", ..., ..., value=torch.zeros(1).expand(10**12)),
         _put("running", 1, "sums", ..., ..., value=[1.0]),
