@@ -270,7 +270,7 @@ def test_an_optimiser_whose_state_has_other_names_cannot_go_on(tmp_path: Path) -
     training = state["running"][1]
     training["optimiser"][1]["state"] = {0: {"step": torch.ones(()), "evil": torch.zeros(3)}}
     write_snapshot(path, state)
-    with pytest.raises(uq.CorruptPosteriorError, match="the state of its optimiser.*no .exp_avg.*Delete it"):
+    with pytest.raises(uq.CorruptPosteriorError, match=r"the state of its optimiser.*no .exp_avg.*Delete it"):
         longer = options(epochs=2, optimizer=None)
         train(Quadratic(), loader, READER, longer, checkpoint=Checkpoint(path, 1, {}), **given)
 
