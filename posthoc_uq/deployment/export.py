@@ -99,8 +99,8 @@ def export(
         dynamic_batch: let the exported program take any number of samples.
 
     Raises:
-        PosthocUQError: the inputs are no tensors, the model cannot be run on them, the file has another name or cannot be
-            written (an old one then stays), or the packages onnx and onnxscript are not installed.
+        PosthocUQError: the inputs are no tensors, the model cannot be run on them, the file has another name or cannot
+            be written (an old one then stays), or the packages onnx and onnxscript are not installed.
     """
     kind = None if path is None else os.path.splitext(os.fspath(path))[1]
     if kind not in (None, ".onnx", ".pt2"):
