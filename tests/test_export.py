@@ -137,6 +137,26 @@ def test_an_onnx_file_of_a_regression_names_its_outputs(tmp_path: Path) -> None:
     assert [value.name for value in session.get_outputs()] == list(ValueTensors._fields)
 
 
+@pytest.mark.parametrize("ending", ["onnx", "pt2"])
+def test_a_failed_export_leaves_the_old_files(
+    ending: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    net, x = cnn(), torch.randn(2, 3, 32, 32)
+    predictor, path = uq.wrap(net, fitted(net), head="moments"), tmp_path / f"p.{ending}"
+    uq.export(predictor, x, path=path)
+    before = {file.name: file.read_bytes() for file in tmp_path.iterdir()}
+
+    def full(*_: object) -> None:
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr("os.fsync", full)
+    with pytest.raises(uq.PosthocUQError, match="could not be written: No space"):
+        uq.export(predictor, x, path=path)
+    assert {file.name: file.read_bytes() for file in tmp_path.iterdir()} == before
+    with pytest.raises(uq.PosthocUQError, match="does not exist; make it first"):
+        uq.export(predictor, x, path=tmp_path / "nowhere" / path.name)
+
+
 def test_a_file_of_another_kind_is_refused(tmp_path: Path) -> None:
     net = cnn()
     with pytest.raises(uq.PosthocUQError, match=r"\.onnx or \.pt2"):

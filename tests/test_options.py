@@ -122,6 +122,7 @@ _CALLS: dict[str, dict[str, list[Any]]] = {
         "method": ["x", 5, None, uq.INF],
         "batch_to_inputs": ["x"],
         "noise_variance": [1.0],  # of a classifier
+        "progress": ["no", None, 1],
     },
     "tune": {
         "criterion": ["x", 5, ["faithful"]],
@@ -136,6 +137,7 @@ _CALLS: dict[str, dict[str, list[Any]]] = {
         "max_evaluations": [None, "x"],
         "seed": [None, 2**70],
         "batch_to_targets": ["x"],
+        "progress": ["no"],
     },
     "evaluate": {
         "likelihood": ["x", 5],
@@ -165,7 +167,8 @@ def test_arguments_are_checked_before_any_data_are_read(
                 [(torch.ones(2, 4), torch.ones(2).long())] if option in read_before else Untouchable()
             )
             refused(
-                lambda o=option, v=value, d=loader: run(first, d, progress=False, **{o: v}), option.strip("s")
+                lambda o=option, v=value, d=loader: run(first, d, **{"progress": False, o: v}),
+                option.strip("s"),
             )
 
 

@@ -20,7 +20,7 @@ import numpy as np
 import pytest
 import torch
 from resume_worker import BATCH, SAMPLES, data, fit, model
-from torch.utils.data import DataLoader
+from torch.utils.data import DataLoader, TensorDataset
 
 import posthoc_uq as uq
 from posthoc_uq.core.batches import Batch
@@ -151,6 +151,37 @@ def test_a_fit_that_failed_after_its_sweeps_reads_the_data_once_more(method: str
         other = found.features if name == "features" else found.blocks[name]
         for key, tensor in block.tensors().items():
             assert torch.equal(other.tensors()[key], tensor), (name, key)
+
+
+class _BrokenOnce:
+    """A loader that fails in one pass of those over it."""
+
+    def __init__(self, number: int) -> None:
+        self.number, self.passes = number, 0
+
+    def __iter__(self) -> Any:
+        self.passes += 1
+        yield from Broken(_loader(), 2) if self.passes == self.number else _loader()
+
+
+@pytest.mark.parametrize("within", [True, False])
+def test_other_data_behind_the_first_batches_are_noticed(within: bool, tmp_path: Path) -> None:
+    """Whether the fit stopped within its second sweep, or after it, so that the data are only looked at once more."""
+    own: dict[str, Any] = {
+        "method": "efb",
+        "progress": False,
+        "checkpoint": tmp_path / "fit",
+        "checkpoint_every": 1,
+    }
+    stopping, val_loader = (_BrokenOnce(3), _loader()) if within else (_loader(), Broken(_loader(), 1))
+    with pytest.raises(RuntimeError, match="the disk is gone"):
+        uq.fit(model(), stopping, val_loader=val_loader, **own)
+    images, labels = (tensor.clone() for tensor in data().tensors)
+    images[30:60] = 0
+    other = DataLoader(TensorDataset(images, labels), batch_size=BATCH)
+    with pytest.raises(PosthocUQError, match="not those that the checkpoint was made from"):
+        uq.fit(model(), other, val_loader=_loader(), **own)
+    uq.fit(model(), _loader(), val_loader=_loader(), **own)
 
 
 # What a checkpoint belongs to
@@ -363,6 +394,7 @@ def _put(*place: Any, value: Any) -> Callable[[Any], None]:
         _put("finished", value=5),
         _put("finished", value={"diagonal": 5}),
         _put("running", value=("diagonal", 5)),
+        _put("running", value=("diagonal",)),
         _put("running", 1, "sums", value={}),
         _put("running", 1, "sums", ..., ..., value=torch.zeros(1).expand(10**12)),
         _put("running", 1, "sums", ..., ..., value=[1.0]),

@@ -17,6 +17,7 @@ import posthoc_uq as uq
 from posthoc_uq.core.batches import Batch, BatchReader
 from posthoc_uq.core.devices import DeferredChecks
 from posthoc_uq.core.errors import NonFiniteError, PosthocUQError
+from posthoc_uq.files.snapshot import read_snapshot, write_snapshot
 from posthoc_uq.methods.checkpoint import Checkpoint
 from posthoc_uq.methods.training import (
     Group,
@@ -258,6 +259,20 @@ def test_another_optimiser_cannot_go_on(tmp_path: Path) -> None:
     given["checkpoint"] = Checkpoint(tmp_path / "c", 1, {})
     with pytest.raises(uq.CorruptPosteriorError, match="its optimiser is SGD, and that of this fit Adam"):
         train(Quadratic(), loader_of([0.0]), READER, options(epochs=1, optimizer=None), **given)
+
+
+def test_an_optimiser_whose_state_has_other_names_cannot_go_on(tmp_path: Path) -> None:
+    path, loader = tmp_path / "c", loader_of([0.0, 1.0])
+    given: dict[str, Any] = {"seed": 0, "progress": False}
+    own = options(epochs=1, optimizer=None)
+    train(Quadratic(), loader, READER, own, checkpoint=Checkpoint(path, 1, {}), **given)
+    state = read_snapshot(path)
+    training = state["running"][1]
+    training["optimiser"][1]["state"] = {0: {"step": torch.ones(()), "evil": torch.zeros(3)}}
+    write_snapshot(path, state)
+    with pytest.raises(uq.CorruptPosteriorError, match=r"the state of its optimiser.*no .exp_avg.*Delete it"):
+        longer = options(epochs=2, optimizer=None)
+        train(Quadratic(), loader, READER, longer, checkpoint=Checkpoint(path, 1, {}), **given)
 
 
 def net() -> nn.Module:

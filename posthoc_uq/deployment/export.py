@@ -4,7 +4,12 @@ from __future__ import annotations
 
 import inspect
 import os
+import shutil
+from collections.abc import Generator
+from contextlib import contextmanager
 from importlib.util import find_spec
+from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import Any, NamedTuple
 
 import torch
@@ -14,6 +19,7 @@ from posthoc_uq.core.batches import Batch
 from posthoc_uq.core.errors import PosthocUQError, warn_user
 from posthoc_uq.core.model import unwrap
 from posthoc_uq.core.outputs import output_tensor
+from posthoc_uq.files import atomic
 from posthoc_uq.heads.moments import MomentsPredictor
 from posthoc_uq.heads.predictor import Predictor, divisor_of, predict
 from posthoc_uq.heads.sampling import SamplingPredictor
@@ -93,13 +99,13 @@ def export(
         dynamic_batch: let the exported program take any number of samples.
 
     Raises:
-        PosthocUQError: the inputs are no tensors, the model cannot be run on them, the file's name ends otherwise, or
-            the packages onnx and onnxscript are not installed.
+        PosthocUQError: the inputs are no tensors, the model cannot be run on them, the file has another name or cannot
+            be written (an old one then stays), or the packages onnx and onnxscript are not installed.
     """
-    file = None if path is None else os.fspath(path)
-    kind = None if file is None else os.path.splitext(file)[1]
+    kind = None if path is None else os.path.splitext(os.fspath(path))[1]
     if kind not in (None, ".onnx", ".pt2"):
-        raise PosthocUQError(f"export writes files whose name ends in .onnx or .pt2, not {file!r}.")
+        raise PosthocUQError(f"export writes files whose name ends in .onnx or .pt2, not '{path}'.")
+    target = None if path is None else atomic.checked_target(path)
     if kind == ".onnx" and (find_spec("onnx") is None or find_spec("onnxscript") is None):
         raise PosthocUQError(
             "ONNX files are written by torch with two packages more: pip install onnx onnxscript"
@@ -118,18 +124,39 @@ def export(
         with predictor.explaining(Batch(inputs)):
             module(*inputs)  # tensors that are made once and cached must be made before tracing
         program = torch.export.export(module, inputs, dynamic_shapes=shapes, strict=False)
-    if file is not None and kind == ".pt2":
-        torch.export.save(program, file)
-    elif file is not None:
+    if target is not None and kind == ".pt2":
+        with _writing(target), atomic.replacing(target) as file:
+            torch.export.save(program, file)
+    elif target is not None:
         fields: Any = program.call_spec.out_spec.context  # pyright: ignore[reportOptionalMemberAccess]
         arguments = inspect.signature(unwrap(predictor.model).forward).parameters.values()
         named = [a.name for a in arguments if a.kind not in (a.VAR_POSITIONAL, a.VAR_KEYWORD)]
-        torch.onnx.export(
+        onnx = torch.onnx.export(
             program,
             inputs,
-            file,
             input_names=named[: len(inputs)] if len(named) >= len(inputs) else None,
             output_names=list(fields._fields),
             verbose=False,
         )
+        assert onnx is not None
+        with _writing(target):
+            _write_onnx(onnx, target)
     return program
+
+
+def _write_onnx(onnx: torch.onnx.ONNXProgram, target: Path) -> None:
+    """The file and another one beside it with the weights, which is put in place first."""
+    with TemporaryDirectory(dir=target.parent, prefix=f".{target.stem[:50]}.") as folder:
+        onnx.save(Path(folder, target.name), external_data=True)
+        for part in sorted(Path(folder).iterdir(), reverse=True):
+            with part.open("rb") as source, atomic.replacing(target.with_name(part.name)) as file:
+                shutil.copyfileobj(source, file)
+
+
+@contextmanager
+def _writing(target: Path) -> Generator[None]:
+    """Name the file in an error of the file system."""
+    try:
+        yield
+    except OSError as error:
+        raise PosthocUQError(f"'{target}' could not be written: {error.strerror or error}.") from error

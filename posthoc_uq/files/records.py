@@ -249,11 +249,23 @@ def _check_fit(values: dict[str, Any]) -> dict[str, Any]:
     return _check_plain(values, finite=False, depth=_DEPTH + 1)  # the losses of a training may be infinite
 
 
+_MOST = {"n_samples": 10_000, "n_draws": 100_000, "n_probes": 10_000, "memory_budget": 2**40}
+"""Of a head's options those that decide how much memory a prediction takes: a file may not ask for more."""
+
+
+def _check_amounts(values: dict[str, Any]) -> dict[str, Any]:
+    for name, most in _MOST.items():
+        value = values.get(name)
+        if value is not None and not (type(value) is int and 1 <= value <= most):
+            raise ValueError(f"has {name} {value!r:.60}, which is no whole number from 1 to {most}")
+    return values
+
+
 class HeadRecord(Record):
     """Through which head the posterior predicts, and by what its hyperparameters were found."""
 
     name: Head
-    options: dict[Name, Simple]
+    options: Annotated[dict[Name, Simple], AfterValidator(_check_amounts)]
     criterion: Annotated[str, among(HEAD_CRITERIA)]
 
 
@@ -289,9 +301,9 @@ class CalibrationRecord(Record):
 
 
 def _check_head(values: dict[str, Any]) -> dict[str, Any]:
-    if values.get("head", HEADS[0]) not in HEADS:
+    if values.get("head") not in HEADS:
         raise ValueError(f"has a head that is none of {HEADS}")
-    return values
+    return _check_amounts(values)
 
 
 class ScoreRecord(Record):

@@ -196,7 +196,7 @@ def fit(
             seed=check_option("seed", seed, Seed),
             reader=reader,
             output=checked_output(output),
-            progress=progress,
+            progress=check_option("progress", progress, bool),
         )
 
     def run() -> tuple[Posterior, Task]:

@@ -158,7 +158,7 @@ def tune(
         grid=prior_precisions,
         max_evaluations=check_option("max_evaluations", max_evaluations, Count),
         seed=check_option("seed", seed, Seed),
-        progress=progress,
+        progress=check_option("progress", progress, bool),
     )
     n_samples = check_option("n_samples", n_samples, Count)
     of_heads = sorted({option for name in HEADS for option in options_of(head_class(name))})
@@ -167,7 +167,9 @@ def tune(
     request.check(data, head is not None or bool(options))
     trial = posterior.trial()
     if request.criterion == "evidence":
-        trials = maximise_evidence(trial, per_layer=request.per_layer, noise=bool(noise), progress=progress)
+        trials = maximise_evidence(
+            trial, per_layer=request.per_layer, noise=bool(noise), progress=request.progress
+        )
         if trial.history.head:
             trial.history.head |= {"criterion": "evidence"}
         posterior.adopt(trial)

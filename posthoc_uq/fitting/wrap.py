@@ -15,13 +15,11 @@ from posthoc_uq.heads.moments import MomentsPredictor
 from posthoc_uq.heads.predictor import Predictor
 from posthoc_uq.heads.sampling import SamplingPredictor
 from posthoc_uq.posteriors.posterior import Posterior
+from posthoc_uq.posteriors.settings import HEADS
 
-_CLASSES: dict[str, type[Predictor]] = {
-    "sampling": SamplingPredictor,
-    "moments": MomentsPredictor,
-    "linearized": LinearizedPredictor,
-}
-HEADS = tuple(_CLASSES)
+_CLASSES: dict[str, type[Predictor]] = dict(
+    zip(HEADS, (SamplingPredictor, MomentsPredictor, LinearizedPredictor), strict=True)
+)
 
 
 @overload

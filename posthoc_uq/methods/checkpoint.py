@@ -62,7 +62,10 @@ class Checkpoint:
     def _take(self, snapshot: Any) -> None:
         with self.reading("its description is none of a fit"):
             identity = {name: str(value) for name, value in snapshot["identity"].items()}
-            self._finished, self._running = dict(snapshot["finished"]), snapshot["running"]
+            self._finished, running = dict(snapshot["finished"]), snapshot["running"]
+            if running is not None:
+                name, state = running
+                self._running = str(name), dict(state)
         for name, now in self._identity.items():
             # what one of the two does not know, as the number of samples of an iterator, is not compared
             was = identity.get(name, now)
@@ -79,11 +82,12 @@ class Checkpoint:
             yield
         except PosthocUQError:
             raise
-        except (AttributeError, IndexError, KeyError, RuntimeError, TypeError, ValueError) as error:
+        except (AttributeError, LookupError, RuntimeError, TypeError, ValueError) as error:
             if out_of_memory(error):
                 raise
+            said = f"no {error}" if isinstance(error, KeyError) else error
             raise CorruptPosteriorError(
-                f"'{self._target}' is no checkpoint that this fit could go on from: {what} ({error}). Delete it to "
+                f"'{self._target}' is no checkpoint that this fit could go on from: {what} ({said}). Delete it to "
                 f"begin anew."
             ) from None
 
@@ -124,6 +128,10 @@ class Checkpoint:
     def drop(self, part: str) -> None:
         """Leave a finished part that nothing needs any more out of the file, from the next write on."""
         self._finished.pop(part, None)
+
+    def drop_running(self) -> None:
+        """Write the finished parts alone."""
+        self._write(None)
 
     def remove(self) -> None:
         """Delete the file: the fit is done."""

@@ -18,7 +18,7 @@ from posthoc_uq.core.randomness import isolated_random_state
 from posthoc_uq.curvature.features import FeatureSource
 from posthoc_uq.curvature.labels import FisherChoice, own_samples_of, resolve_fisher, samples_in_all
 from posthoc_uq.curvature.statistics import Accumulator, JointFisher
-from posthoc_uq.curvature.sweep import WORD, Observer, Summary, SweepSettings, no_weight, show, sweep
+from posthoc_uq.curvature.sweep import WORD, Content, Observer, Summary, SweepSettings, no_weight, show, sweep
 from posthoc_uq.layers.layer import Layer
 from posthoc_uq.layers.proof import Prepared
 from posthoc_uq.methods.checkpoint import Checkpoint, State, load_tensors
@@ -44,6 +44,7 @@ class Task:
         val_loader: held-out batches, if there are any.
         checkpoint: the file from which the fit goes on after an interruption, if there is one.
         summary: what the last sweep saw.
+        restored: whether that came from the checkpoint.
         seconds: how long each part took, by its description.
         observers: see all the data once, in the first sweep that goes over all of them.
         observed: whether they have.
@@ -61,6 +62,7 @@ class Task:
     val_loader: Iterable[Any] | None = None
     checkpoint: Checkpoint | None = None
     summary: Summary = field(default_factory=Summary)
+    restored: bool = False
     seconds: dict[str, float] = field(default_factory=lambda: dict[str, float]())
     observers: list[Observer] = field(default_factory=lambda: list[Observer]())
     observed: bool = False
@@ -153,8 +155,8 @@ class Task:
             share: of the samples that are swept over, in (0, 1].
 
         Raises:
-            PosthocUQError: the loader gave another number of samples than in the last sweep, or begins otherwise than
-                when the checkpoint was made; none are of the share, or all weights are 0.
+            PosthocUQError: the loader gave another number of samples than in the last sweep, or other data than those
+                that the checkpoint was made from; none are of the share, or all weights are 0.
         """
         if description in self.swept:  # a checkpoint would take the one for the other
             raise ValueError(
@@ -179,6 +181,7 @@ class Task:
                 self.summary = Summary.restored(summary)
         else:
             self.summary = Summary.restored(summary)
+        self.restored = saved is not sums
         self.swept.append(description)
         self.seconds[description] = time.perf_counter() - start
         return self.summary.weight
@@ -206,6 +209,7 @@ class Task:
                 f"The loader gave {self.summary.seen} samples in the first sweep and {summary.seen} in the next; "
                 f"it must give the same data every time."
             )
+        self._check_content(summary.content)
         if summary.samples == 0:
             raise PosthocUQError(
                 f"basis_fraction={share} picks none of the {summary.seen} samples; give a larger one."
@@ -267,12 +271,25 @@ class Task:
         if self.observed or not self.observers:
             return
 
+        content = Content()
+
         def work() -> None:
             with isolated_random_state(self.settings.seed):
-                show(self.prepared.capture, self.loader, self.settings, self.observers)
+                show(self.prepared.capture, self.loader, self.settings, [*self.observers, content])
 
         run_on_all_ranks(work, "looking at the data")
+        self._check_content(sum(gather(content.total, "comparing the data")) % WORD)
         self.observed = True
+
+    def _check_content(self, content: int) -> None:
+        """Refuse data of all processes that are not those of the last sweep, where that came from the checkpoint."""
+        if self.restored and content != self.summary.content:
+            if self.checkpoint is not None:
+                self.checkpoint.drop_running()  # sums of both data
+            raise PosthocUQError(
+                "The data are not those that the checkpoint was made from, so the fit cannot go on from it; pass the "
+                "same data, or delete the checkpoint."
+            )
 
     def timed(self, description: str, work: Callable[[], Any]) -> Any:
         """Do the work and note how long it took."""

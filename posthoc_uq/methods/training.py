@@ -5,7 +5,7 @@ from __future__ import annotations
 import time
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Mapping
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import asdict, dataclass, field, replace
 from math import ceil, cos, inf, isfinite, pi
 from typing import Any, ClassVar, Generic, TypeVar
@@ -329,6 +329,7 @@ class _Run:
         self._schedule = options.schedule or cosine
         self._best: dict[str, Tensor] = {}
         self._last: Batch | None = None  # of which a step was taken
+        self._resumed = False  # and no step was taken since
         self._resumed_at = 0  # hash of the last batch before the checkpoint was written
         self.progress = _Progress(length=known_length(loader))
 
@@ -364,6 +365,7 @@ class _Run:
             )
         _restore(self._optimiser, of_optimiser)
         self.progress, self._resumed_at = _Progress(**state["progress"]), state["last batch"]
+        self._resumed = True
 
     def epoch(self, bar: Progress) -> None:
         """One epoch, or what is left of it."""
@@ -422,13 +424,21 @@ class _Run:
                 (t for group in self._optimiser.param_groups for t in group["params"]), self._options.clip
             )
         factor = self._schedule(self._progress())
-        for group in self._optimiser.param_groups:
-            group["lr"] = group["initial_lr"] * factor
-        self._optimiser.step()
+        with self._reading_the_state():
+            for group in self._optimiser.param_groups:
+                group["lr"] = group["initial_lr"] * factor
+            self._optimiser.step()
+        self._resumed = False
         for name, value in values.items():
             progress.sums[name] = progress.sums.get(name, 0.0) + value * samples
         progress.samples += samples
         progress.step += 1
+
+    def _reading_the_state(self) -> AbstractContextManager[None]:
+        """For the first step after a resume: no optimiser looks at the names in its state before."""
+        if self._checkpoint is None or not self._resumed:
+            return nullcontext()
+        return self._checkpoint.reading("the state of its optimiser is of another kind")
 
     def _explained(self, batch: Batch, what: str) -> AbstractContextManager[None]:
         return explained(lambda: self._objective.network, batch, what, LOADER)
