@@ -240,8 +240,8 @@ def test_words_become_values() -> None:
         True,
         ["none"],
     )
-    call = parsed("predict", "f", "x", "-o", "y", "--outputs 2 --batched false --head.dtype bfloat16")
-    assert call["head"] == Choice("head", None, {"outputs": 2, "batched": False, "dtype": torch.bfloat16})
+    call = parsed("predict", "f", "x", "-o", "y", "--outputs 2 --batched false --head.n-samples 9")
+    assert call["head"] == Choice("head", None, {"outputs": 2, "batched": False, "n_samples": 9})
 
 
 @pytest.mark.parametrize(
@@ -630,7 +630,7 @@ def test_inspect_names_the_settings_of_the_referrals_head(place: Path, tmp_path:
     options = ["--data", place / "val", "--no-search --referral-rate 0.2 -o", file]
     run("tune", place / "m.h5", *model_options(place), *options, "--head sampling --n-samples 6")
     text = run("inspect", file).stdout
-    assert "18 inputs), head sampling (n_samples 6, antithetic no, dtype own)" in text
+    assert "18 inputs), head sampling (n_samples 6, antithetic no" in text
     run("tune", place / "m.h5", *model_options(place), *options, "--head moments --force")
     text = run("inspect", file).stdout
     assert "head moments (link mc, " in text and "relu unscented, " in text and "calibrated no)" in text
@@ -801,7 +801,7 @@ class TestTune:
             progress=False,
         )
         assert uq.load(output, trained(place)).prior_precision == pytest.approx(expected.prior_precision)
-        least = min(t["validation NLL"] for t in trials.trials)
+        least = min(trial.objective for trial in trials.trials)
         assert said["given up"] == pytest.approx(trials.given_up, abs=1e-9)
         assert said["validation NLL"] == pytest.approx(least + said["given up"])
         head = {"name": "sampling", "options": {"n_samples": 6}, "criterion": "likelihood"}
@@ -901,7 +901,7 @@ class TestPredict:
         rate = 0.25
         options = [*model_options(place), "--n-samples 7 --seed 2"]
         data = ["--data", place / "val", "--referral-rate", rate, "--referral-score entropy --no-search"]
-        threshold = run_json("tune", copied, *options, *data)["threshold"]
+        threshold = run_json("tune", copied, *options, *data)["threshold"]["entropy"]
         out = copied.with_suffix(".csv")
         said = run_json(
             "predict",
@@ -968,8 +968,10 @@ class TestPredict:
             else:
                 assert {row["mutual_information"] for row in rows} == {""}
             assert {row["flag"] for row in rows} == {""} and {row["label_1"] for row in rows} <= set(CLASSES)
-        common += ["--head sampling"]
-        run(*common, "--keep seeds --dtype bfloat16 --n-samples 3")
+        run(*common, "--head sampling --batched false --n-samples 3")
+        expected = uq.wrap(trained(place), posterior, "sampling", batched=False, n_samples=3)(x)
+        found = column(table(out), "probability_1")
+        assert found == pytest.approx(expected.probs.max(1).values.numpy(), rel=1e-4)
 
     def test_an_option_of_one_head_alone_names_the_head(self, place: Path, tmp_path: Path) -> None:
         common = [

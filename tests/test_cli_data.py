@@ -526,9 +526,6 @@ def test_the_fit_is_that_of_the_library(city: Path, tmp_path: Path) -> None:
 def test_every_command_and_the_maps(city: Path, tmp_path: Path) -> None:
     path = fitted_scenes(city, tmp_path)
     run("tune", path, *own(city), "--data", city / "val", "--head linearized --referral-rate 0.25")
-    assert run_json("update", path, city / "val", *own(city))["samples"] == 10
-    assert run_json("update", path, city / "val", *own(city), "--remove")["samples"] == 6
-    run("tune", path, *own(city), "--data", city / "val", "--no-search --referral-rate 0.25")
     said = run_json("evaluate", path, city / "val", *own(city), "--report", tmp_path / "r.html")
     names, x, y = scenes(city / "val")
     model = pixel_net()
@@ -563,6 +560,13 @@ def test_every_command_and_the_maps(city: Path, tmp_path: Path) -> None:
         novelty = np.asarray(Image.open(maps / "novelty" / name)).astype(float) / 65535
         assert np.abs(novelty - prediction.novelty()[i].double().numpy()).max() < 1e-4
     assert {row["flag"] for row in rows} <= {"0", "1"}
+    assert run_json("update", path, city / "val", *own(city))["samples"] == 10
+    assert run_json("update", path, city / "val", *own(city), "--remove")["samples"] == 6
+    run("tune", path, *own(city), "--data", city / "val", "--no-search --referral-rate 0.25")
+    run("evaluate", path, city / "val", *own(city))
+    run("predict", path, city / "val", *own(city), "-o", out, "--force")
+    with out.open(newline="") as file:
+        assert "novelty" not in next(csv.reader(file))  # whose classes an update does not count
 
 
 def test_a_plain_folder_is_predicted(city: Path, tmp_path: Path) -> None:
