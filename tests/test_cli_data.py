@@ -859,8 +859,16 @@ def test_a_posterior_takes_the_columns_of_its_fit(desk: Path) -> None:
         ("1,2,inf,4", "line 3: the column 'income' has no value, or none that is finite"),
         ("1,2,1e60,4", "line 3: the column 'income' has no value, or none that is finite"),
         ("1,Rome,3,4", "line 3: the column 'height' has the text 'Rome'"),
-        ("1,2,3", "line 3: the column 'price' has no value"),
-        ("1,2,3,4,5", "Expected 4 fields in line 3, saw 5"),
+        ("1,1_000,3,4", "line 3: the column 'height' has the text '1_000'"),
+        ("1,True,3,4", "line 3: the column 'height' has the text 'True'"),
+        ("1,2,3", "line 3 has 3 cells, and the header 4"),
+        ("1,2,3,4,5", "line 3 has 5 cells, and the header 4"),
+        ("1,2,3,4,", "line 3 has 5 cells, and the header 4"),
+        (",,,", "line 3: the column 'age' has no value"),
+        ("?,NA,none,nan", "line 3: the column 'age' has no value"),
+        ("\n  \n1,2,,4", "line 5: the column 'income' has no value"),
+        ('"1,2,3,4', "line 3 has 1 cell, and"),
+        ('1,2,3,"4', "is no CSV: EOF inside string"),
     ],
 )
 def test_faults_name_row_and_column(desk: Path, cells: str, words: str) -> None:
@@ -868,6 +876,29 @@ def test_faults_name_row_and_column(desk: Path, cells: str, words: str) -> None:
     path.write_text(f"age,height,income,price\n1,2,3,4\n{cells}\n")
     own = [*named(desk, "one"), "-o", desk / "p.h5", "--target price --likelihood regression"]
     assert words in failure("fit", path, *own)
+
+
+def test_truths_are_no_numbers(desk: Path) -> None:
+    path = desk / "t.csv"
+    own = [*named(desk, "one"), "-o", desk / "p.h5", "--target price --likelihood regression"]
+    for first, second in (("true", "FALSE"), ("False", ""), ("False", "3")):
+        path.write_text(f"age,height,income,price\n1,{first},3,4\n1,{second},3,4\n")
+        assert f"line 2: the column 'height' has the text '{first.title()}'" in failure(
+            "fit", path, *own
+        ).replace(first, first.title())
+
+
+def test_blank_lines_alone_are_left_out(desk: Path) -> None:
+    path = fitted_table(
+        desk, table_at(desk / "t.csv", "price"), "one", "--likelihood regression --target price"
+    )
+    (desk / "new.csv").write_text('age,height,income,"in\nwords"\r\n\r\n1,2,3,"a\nb"\n  \n4,5,6,\n\n')
+    run("predict", path, desk / "new.csv", *named(desk, "one"), "-o", desk / "out.csv")
+    assert [row["file"] for row in rows_of(desk / "out.csv")] == ["0", "1"]
+    (desk / "new.csv").write_text('age,height,income,"in\nwords"\n\n1,2,3,"a\nb"\n1,Rome,3,c\n')
+    assert "line 6: the column 'height'" in failure(
+        "predict", path, desk / "new.csv", *named(desk, "one"), "-o", desk / "out.csv", "--force"
+    )
 
 
 def test_files_that_are_no_tables(desk: Path) -> None:
@@ -905,7 +936,14 @@ def test_labels(desk: Path) -> None:
     blank = write_columns(
         desk / "blank.csv", dict(zip(NAMES, [[1, 2]] * 3, strict=True)) | {"kind": ["dog", ""]}
     )
-    assert "line 3: the label is missing" in failure("fit", blank, *own)
+    assert "line 3: the label is missing." in failure("fit", blank, *own)
+    words = write_columns(
+        desk / "words.csv", dict(zip(NAMES, [[1, 2, 3]] * 3, strict=True)) | {"kind": ["mild", "none", "NA"]}
+    )
+    assert "line 3: the label is missing ('none'); if that is a class" in failure("fit", words, *own)
+    (desk / "map.txt").write_text("none\nmild\nNA\n")
+    run("fit", words, *own, "--class-map", desk / "map.txt", "--method diag")
+    run("evaluate", desk / "p.h5", words, *named(desk, "three"))
 
 
 def test_soft_labels_in_several_columns(desk: Path) -> None:
