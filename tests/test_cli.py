@@ -218,8 +218,15 @@ def test_words_become_values() -> None:
     call = parsed("fit", "x", "-o", "y", "--mean 0.5,0.4 --std=[0.1,0.2] --download --target a --target=b,c")
     assert call["data"] == "x" and call["output"] == "y" and call["method"] == Choice("method", "inf", {})
     assert (call["source"].mean, call["source"].std) == ([0.5, 0.4], [0.1, 0.2])
-    assert call["reading"].target == ["a", "b", "c"] and call["reading"].download and not call["force"]
+    assert call["reading"].target == ["a", "b,c"] and call["reading"].download and not call["force"]
     assert parsed("fit", "x", "-o", "y", "--target", '["a,b", "3"]')["reading"].target == ["a,b", "3"]
+    for text, names in (
+        ("[02]", ["[02]"]),
+        ("[2]", ["[2]"]),
+        ("[a]*,b", ["[a]*", "b"]),
+        ('["a,b", "c"]', ["a,b", "c"]),
+    ):
+        assert parsed("fit", "x", "-o", "y", "--layers", text)["layers"] == names
 
     def method(*words: Any) -> Any:
         choice = parsed("fit", "x", "-o", "y", *words)["method"]
@@ -308,13 +315,13 @@ class TestConfiguration:
         path.write_text(PAGE.read_text(encoding="utf-8").partition("```yaml\n")[2].partition("```")[0])
         assert parsed("fit", "--config", path)["method"].options["rank"] == 50  # the page's example
         path.write_text(
-            "method: kfac\nlikelihood: binary\ntarget: price\nmean: 0.5\nstd: [0.5, 0.2]\nlayers: a,b\n"
+            "method: kfac\nlikelihood: binary\ntarget: 'y, EUR'\nmean: 0.5\nstd: [0.5, 0.2]\nlayers: a,b\n"
         )
         call = parsed("fit", "x", "-o", "y", "--config", path, "--keep-grams")
         assert call["method"] == Choice("method", "kfac", {"keep_grams": True})
-        assert call["likelihood"].name == "binary" and call["layers"] == ["a", "b"]
+        assert call["likelihood"].name == "binary" and call["layers"] == ["a,b"]
         assert (call["reading"].target, call["source"].mean, call["source"].std) == (
-            ["price"],
+            ["y, EUR"],
             [0.5],
             [0.5, 0.2],
         )

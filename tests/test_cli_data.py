@@ -836,6 +836,21 @@ def test_columns_are_chosen(desk: Path) -> None:
     )
 
 
+def test_names_with_commas(desk: Path) -> None:
+    values = dict(zip(("age", "x, cm", "income"), features().T.tolist(), strict=True))
+    data = write_columns(desk / "t.csv", values | {"y, EUR": targets()["price"]})
+    names = ["--target", "y, EUR", "--columns", "x, cm", "--columns income,age"]
+    path = fitted_table(desk, data, "one", "--likelihood regression", *names)
+    fit = run_json("inspect", path)["fit"]
+    assert fit["table columns"] == ["x, cm", "income", "age"] and fit["table targets"] == ["y, EUR"]
+    (desk / "fit.yaml").write_text('target: "y, EUR"\ncolumns: ["x, cm", income, age]\n')
+    again = fitted_table(
+        desk, data, "one", "--likelihood regression --force --config", str(desk / "fit.yaml")
+    )
+    fit = run_json("inspect", again)["fit"]
+    assert fit["table columns"] == ["x, cm", "income", "age"] and fit["table targets"] == ["y, EUR"]
+
+
 def test_a_posterior_takes_the_columns_of_its_fit(desk: Path) -> None:
     data = table_at(desk / "t.csv", "price")
     path = fitted_table(desk, data, "one", "--likelihood regression --target price")

@@ -113,18 +113,19 @@ def _columns(
 ) -> tuple[list[str], list[str]]:
     """The input columns and the target columns, by name: as given, else as in the fit, else all that are no target."""
     header, path = reader.header, reader.path
-    targets = reading.target or list(kept.get(TARGETS, []))
+    targets = _names(reading.target, header) or list(kept.get(TARGETS, []))
+    chosen = _names(reading.columns, header)
     if labels and not targets:
         raise PosthocUQError(
             f"Which column of '{path}' is the target? Give --target COLUMN; it has {_listed(header)}."
         )
     fitted = list(kept.get(COLUMNS, []))
-    if fitted and reading.columns and reading.columns != fitted:
+    if fitted and chosen and chosen != fitted:
         raise PosthocUQError(
             f"The posterior was fitted on {len(fitted)} columns ({_listed(fitted)}) and finds them by name: leave out "
             f"--columns, which names others, or these in another order."
         )
-    inputs = reading.columns or fitted or [name for name in header if name not in targets]
+    inputs = chosen or fitted or [name for name in header if name not in targets]
     if "" in inputs:
         raise PosthocUQError(
             f"Column {header.index('') + 1} of '{path}' has no name (is it an index?); give it one, or say with "
@@ -142,6 +143,12 @@ def _columns(
         )
         raise PosthocUQError(f"Of '{path}', {reason}; see --target and --columns.")
     return inputs, targets
+
+
+def _names(given: Sequence[str], header: Sequence[str]) -> list[str]:
+    """The columns that texts name: each a name, or several with commas."""
+    split = ([text] if text in header else [part.strip() for part in text.split(",")] for text in given)
+    return [name for names in split for name in names]
 
 
 class _Reader:
