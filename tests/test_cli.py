@@ -1401,6 +1401,14 @@ def test_no_command_writes_over_an_input(desk: Path) -> None:
     assert not (desk / "other.h5").exists()
 
 
+def test_the_configuration_is_an_input(desk: Path, tmp_path: Path) -> None:
+    path = tmp_path / "fit.yaml"
+    for text, output in (("force: true\n", ["-o", path]), (f"force: true\noutput: {path}\n", [])):
+        path.write_text(text)
+        said = failure("fit", desk / "few", *_net(desk), "--config", path, *output)
+        assert "is an input of this command" in said and path.read_text() == text
+
+
 def test_an_input_is_known_by_any_name(desk: Path, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     before = _digests(desk)
     (tmp_path / "link.csv").symlink_to(desk / "new.csv")

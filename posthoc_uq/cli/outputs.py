@@ -47,10 +47,13 @@ class Outputs:
     Args:
         options: of the command.
         call: its arguments.
+        configurations: the files that some of these stand in.
     """
 
-    def __init__(self, options: Sequence[Option], call: Mapping[str, Any]) -> None:
-        self._files: dict[str, list[tuple[str, str]]] = {}
+    def __init__(
+        self, options: Sequence[Option], call: Mapping[str, Any], configurations: Sequence[str] = ()
+    ) -> None:
+        self._files = {"read": [("--config", path) for path in configurations]}
         self._force = bool(call.get("force"))
         self._data_root = "data"
         for option in options:

@@ -199,6 +199,7 @@ class Command:
     Attributes:
         kinds: the type of every option by its full name, such as ``"method.rank"``.
         parser: of jsonargparse.
+        configurations: the files of options that were read.
     """
 
     def __init__(self, function: Callable[..., Any], words: Sequence[str]) -> None:
@@ -206,6 +207,7 @@ class Command:
         self.options = list(options_of(function))
         self.kinds: dict[str, Any] = {"config": str, "print_config": bool, "help": bool}
         self._chosen: dict[str, str | None] = {}
+        self.configurations: list[str] = []
         description, _, examples = inspect.cleandoc(function.__doc__ or "").partition("\n\nArgs:")
         description, _, examples = description.partition("\n\nExamples:\n")
         places = [option.name.upper() for option in self.options if option.positional]
@@ -342,6 +344,7 @@ class Command:
                 if value == "none" and type(None) in _parts(kind) and str not in _parts(kind):
                     value = "null"
                 (files if key == "config" else others).append(f"--{key}={value}")
+        self.configurations = [file.partition("=")[2] for file in files]
         others += [f"--{key}={dumps(values)}" for key, values in lists.items()]
         names = [f"--{word}.name={name}" for word, name in self._chosen.items() if name is not None]
         return [*files, *others, *names]
