@@ -819,6 +819,12 @@ class TestTune:
         assert said["model alone"] == pytest.approx(float(alone), rel=1e-5)
         assert copied.read_bytes() == (place / "m.h5").read_bytes()
 
+    def test_options_of_the_head_are_checked_before_it_searches(self, place: Path, copied: Path) -> None:
+        for options, words in (("--n-samples 0", "n_samples must be"), ("--n-probes 0", "n_probes must be")):
+            line = misuse("tune", copied, *model_options(place), "--data", place / "val", options)
+            assert f"--head.{words} a whole number >= 1, not 0" in line
+        assert copied.read_bytes() == (place / "m.h5").read_bytes()
+
     def test_a_temperature(self, place: Path, copied: Path) -> None:
         said = run_json("tune", copied, *model_options(place), "--data", place / "val", "--parameters none")
         found = uq.load(copied, trained(place))
