@@ -218,8 +218,15 @@ def test_words_become_values() -> None:
     call = parsed("fit", "x", "-o", "y", "--mean 0.5,0.4 --std=[0.1,0.2] --download --target a --target=b,c")
     assert call["data"] == "x" and call["output"] == "y" and call["method"] == Choice("method", "inf", {})
     assert (call["source"].mean, call["source"].std) == ([0.5, 0.4], [0.1, 0.2])
-    assert call["reading"].target == ["a", "b", "c"] and call["reading"].download and not call["force"]
+    assert call["reading"].target == ["a", "b,c"] and call["reading"].download and not call["force"]
     assert parsed("fit", "x", "-o", "y", "--target", '["a,b", "3"]')["reading"].target == ["a,b", "3"]
+    for text, names in (
+        ("[02]", ["[02]"]),
+        ("[2]", ["[2]"]),
+        ("[a]*,b", ["[a]*", "b"]),
+        ('["a,b", "c"]', ["a,b", "c"]),
+    ):
+        assert parsed("fit", "x", "-o", "y", "--layers", text)["layers"] == names
 
     def method(*words: Any) -> Any:
         choice = parsed("fit", "x", "-o", "y", *words)["method"]
@@ -240,8 +247,8 @@ def test_words_become_values() -> None:
         True,
         ["none"],
     )
-    call = parsed("predict", "f", "x", "-o", "y", "--outputs 2 --batched false --head.dtype bfloat16")
-    assert call["head"] == Choice("head", None, {"outputs": 2, "batched": False, "dtype": torch.bfloat16})
+    call = parsed("predict", "f", "x", "-o", "y", "--outputs 2 --batched false --head.n-samples 9")
+    assert call["head"] == Choice("head", None, {"outputs": 2, "batched": False, "n_samples": 9})
 
 
 @pytest.mark.parametrize(
@@ -308,13 +315,13 @@ class TestConfiguration:
         path.write_text(PAGE.read_text(encoding="utf-8").partition("```yaml\n")[2].partition("```")[0])
         assert parsed("fit", "--config", path)["method"].options["rank"] == 50  # the page's example
         path.write_text(
-            "method: kfac\nlikelihood: binary\ntarget: price\nmean: 0.5\nstd: [0.5, 0.2]\nlayers: a,b\n"
+            "method: kfac\nlikelihood: binary\ntarget: 'y, EUR'\nmean: 0.5\nstd: [0.5, 0.2]\nlayers: a,b\n"
         )
         call = parsed("fit", "x", "-o", "y", "--config", path, "--keep-grams")
         assert call["method"] == Choice("method", "kfac", {"keep_grams": True})
-        assert call["likelihood"].name == "binary" and call["layers"] == ["a", "b"]
+        assert call["likelihood"].name == "binary" and call["layers"] == ["a,b"]
         assert (call["reading"].target, call["source"].mean, call["source"].std) == (
-            ["price"],
+            ["y, EUR"],
             [0.5],
             [0.5, 0.2],
         )
@@ -630,7 +637,7 @@ def test_inspect_names_the_settings_of_the_referrals_head(place: Path, tmp_path:
     options = ["--data", place / "val", "--no-search --referral-rate 0.2 -o", file]
     run("tune", place / "m.h5", *model_options(place), *options, "--head sampling --n-samples 6")
     text = run("inspect", file).stdout
-    assert "18 inputs), head sampling (n_samples 6, antithetic no, dtype own)" in text
+    assert "18 inputs), head sampling (n_samples 6, antithetic no" in text
     run("tune", place / "m.h5", *model_options(place), *options, "--head moments --force")
     text = run("inspect", file).stdout
     assert "head moments (link mc, " in text and "relu unscented, " in text and "calibrated no)" in text
@@ -801,7 +808,7 @@ class TestTune:
             progress=False,
         )
         assert uq.load(output, trained(place)).prior_precision == pytest.approx(expected.prior_precision)
-        least = min(t["validation NLL"] for t in trials.trials)
+        least = min(trial.objective for trial in trials.trials)
         assert said["given up"] == pytest.approx(trials.given_up, abs=1e-9)
         assert said["validation NLL"] == pytest.approx(least + said["given up"])
         head = {"name": "sampling", "options": {"n_samples": 6}, "criterion": "likelihood"}
@@ -810,6 +817,12 @@ class TestTune:
             x, y = tensors(place / "val")
             alone = nn.functional.cross_entropy(trained(place)(x), y)
         assert said["model alone"] == pytest.approx(float(alone), rel=1e-5)
+        assert copied.read_bytes() == (place / "m.h5").read_bytes()
+
+    def test_options_of_the_head_are_checked_before_it_searches(self, place: Path, copied: Path) -> None:
+        for options, words in (("--n-samples 0", "n_samples must be"), ("--n-probes 0", "n_probes must be")):
+            line = misuse("tune", copied, *model_options(place), "--data", place / "val", options)
+            assert f"--head.{words} a whole number >= 1, not 0" in line
         assert copied.read_bytes() == (place / "m.h5").read_bytes()
 
     def test_a_temperature(self, place: Path, copied: Path) -> None:
@@ -901,7 +914,7 @@ class TestPredict:
         rate = 0.25
         options = [*model_options(place), "--n-samples 7 --seed 2"]
         data = ["--data", place / "val", "--referral-rate", rate, "--referral-score entropy --no-search"]
-        threshold = run_json("tune", copied, *options, *data)["threshold"]
+        threshold = run_json("tune", copied, *options, *data)["threshold"]["entropy"]
         out = copied.with_suffix(".csv")
         said = run_json(
             "predict",
@@ -968,8 +981,10 @@ class TestPredict:
             else:
                 assert {row["mutual_information"] for row in rows} == {""}
             assert {row["flag"] for row in rows} == {""} and {row["label_1"] for row in rows} <= set(CLASSES)
-        common += ["--head sampling"]
-        run(*common, "--keep seeds --dtype bfloat16 --n-samples 3")
+        run(*common, "--head sampling --batched false --n-samples 3")
+        expected = uq.wrap(trained(place), posterior, "sampling", batched=False, n_samples=3)(x)
+        found = column(table(out), "probability_1")
+        assert found == pytest.approx(expected.probs.max(1).values.numpy(), rel=1e-4)
 
     def test_an_option_of_one_head_alone_names_the_head(self, place: Path, tmp_path: Path) -> None:
         common = [
@@ -1390,6 +1405,14 @@ def test_no_command_writes_over_an_input(desk: Path) -> None:
             refused += 1
     assert _digests(desk) == before and refused == 40
     assert not (desk / "other.h5").exists()
+
+
+def test_the_configuration_is_an_input(desk: Path, tmp_path: Path) -> None:
+    path = tmp_path / "fit.yaml"
+    for text, output in (("force: true\n", ["-o", path]), (f"force: true\noutput: {path}\n", [])):
+        path.write_text(text)
+        said = failure("fit", desk / "few", *_net(desk), "--config", path, *output)
+        assert "is an input of this command" in said and path.read_text() == text
 
 
 def test_an_input_is_known_by_any_name(desk: Path, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:

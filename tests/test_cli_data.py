@@ -526,9 +526,6 @@ def test_the_fit_is_that_of_the_library(city: Path, tmp_path: Path) -> None:
 def test_every_command_and_the_maps(city: Path, tmp_path: Path) -> None:
     path = fitted_scenes(city, tmp_path)
     run("tune", path, *own(city), "--data", city / "val", "--head linearized --referral-rate 0.25")
-    assert run_json("update", path, city / "val", *own(city))["samples"] == 10
-    assert run_json("update", path, city / "val", *own(city), "--remove")["samples"] == 6
-    run("tune", path, *own(city), "--data", city / "val", "--no-search --referral-rate 0.25")
     said = run_json("evaluate", path, city / "val", *own(city), "--report", tmp_path / "r.html")
     names, x, y = scenes(city / "val")
     model = pixel_net()
@@ -563,6 +560,13 @@ def test_every_command_and_the_maps(city: Path, tmp_path: Path) -> None:
         novelty = np.asarray(Image.open(maps / "novelty" / name)).astype(float) / 65535
         assert np.abs(novelty - prediction.novelty()[i].double().numpy()).max() < 1e-4
     assert {row["flag"] for row in rows} <= {"0", "1"}
+    assert run_json("update", path, city / "val", *own(city))["samples"] == 10
+    assert run_json("update", path, city / "val", *own(city), "--remove")["samples"] == 6
+    run("tune", path, *own(city), "--data", city / "val", "--no-search --referral-rate 0.25")
+    run("evaluate", path, city / "val", *own(city))
+    run("predict", path, city / "val", *own(city), "-o", out, "--force")
+    with out.open(newline="") as file:
+        assert "novelty" not in next(csv.reader(file))  # whose classes an update does not count
 
 
 def test_a_plain_folder_is_predicted(city: Path, tmp_path: Path) -> None:
@@ -832,6 +836,21 @@ def test_columns_are_chosen(desk: Path) -> None:
     )
 
 
+def test_names_with_commas(desk: Path) -> None:
+    values = dict(zip(("age", "x, cm", "income"), features().T.tolist(), strict=True))
+    data = write_columns(desk / "t.csv", values | {"y, EUR": targets()["price"]})
+    names = ["--target", "y, EUR", "--columns", "x, cm", "--columns income,age"]
+    path = fitted_table(desk, data, "one", "--likelihood regression", *names)
+    fit = run_json("inspect", path)["fit"]
+    assert fit["table columns"] == ["x, cm", "income", "age"] and fit["table targets"] == ["y, EUR"]
+    (desk / "fit.yaml").write_text('target: "y, EUR"\ncolumns: ["x, cm", income, age]\n')
+    again = fitted_table(
+        desk, data, "one", "--likelihood regression --force --config", str(desk / "fit.yaml")
+    )
+    fit = run_json("inspect", again)["fit"]
+    assert fit["table columns"] == ["x, cm", "income", "age"] and fit["table targets"] == ["y, EUR"]
+
+
 def test_a_posterior_takes_the_columns_of_its_fit(desk: Path) -> None:
     data = table_at(desk / "t.csv", "price")
     path = fitted_table(desk, data, "one", "--likelihood regression --target price")
@@ -855,8 +874,16 @@ def test_a_posterior_takes_the_columns_of_its_fit(desk: Path) -> None:
         ("1,2,inf,4", "line 3: the column 'income' has no value, or none that is finite"),
         ("1,2,1e60,4", "line 3: the column 'income' has no value, or none that is finite"),
         ("1,Rome,3,4", "line 3: the column 'height' has the text 'Rome'"),
-        ("1,2,3", "line 3: the column 'price' has no value"),
-        ("1,2,3,4,5", "Expected 4 fields in line 3, saw 5"),
+        ("1,1_000,3,4", "line 3: the column 'height' has the text '1_000'"),
+        ("1,True,3,4", "line 3: the column 'height' has the text 'True'"),
+        ("1,2,3", "line 3 has 3 cells, and the header 4"),
+        ("1,2,3,4,5", "line 3 has 5 cells, and the header 4"),
+        ("1,2,3,4,", "line 3 has 5 cells, and the header 4"),
+        (",,,", "line 3: the column 'age' has no value"),
+        ("?,NA,none,nan", "line 3: the column 'age' has no value"),
+        ("\n  \n1,2,,4", "line 5: the column 'income' has no value"),
+        ('"1,2,3,4', "line 3 has 1 cell, and"),
+        ('1,2,3,"4', "is no CSV: EOF inside string"),
     ],
 )
 def test_faults_name_row_and_column(desk: Path, cells: str, words: str) -> None:
@@ -864,6 +891,29 @@ def test_faults_name_row_and_column(desk: Path, cells: str, words: str) -> None:
     path.write_text(f"age,height,income,price\n1,2,3,4\n{cells}\n")
     own = [*named(desk, "one"), "-o", desk / "p.h5", "--target price --likelihood regression"]
     assert words in failure("fit", path, *own)
+
+
+def test_truths_are_no_numbers(desk: Path) -> None:
+    path = desk / "t.csv"
+    own = [*named(desk, "one"), "-o", desk / "p.h5", "--target price --likelihood regression"]
+    for first, second in (("true", "FALSE"), ("False", ""), ("False", "3")):
+        path.write_text(f"age,height,income,price\n1,{first},3,4\n1,{second},3,4\n")
+        assert f"line 2: the column 'height' has the text '{first.title()}'" in failure(
+            "fit", path, *own
+        ).replace(first, first.title())
+
+
+def test_blank_lines_alone_are_left_out(desk: Path) -> None:
+    path = fitted_table(
+        desk, table_at(desk / "t.csv", "price"), "one", "--likelihood regression --target price"
+    )
+    (desk / "new.csv").write_text('age,height,income,"in\nwords"\r\n\r\n1,2,3,"a\nb"\n  \n4,5,6,\n\n')
+    run("predict", path, desk / "new.csv", *named(desk, "one"), "-o", desk / "out.csv")
+    assert [row["file"] for row in rows_of(desk / "out.csv")] == ["0", "1"]
+    (desk / "new.csv").write_text('age,height,income,"in\nwords"\n\n1,2,3,"a\nb"\n1,Rome,3,c\n')
+    assert "line 6: the column 'height'" in failure(
+        "predict", path, desk / "new.csv", *named(desk, "one"), "-o", desk / "out.csv", "--force"
+    )
 
 
 def test_files_that_are_no_tables(desk: Path) -> None:
@@ -901,7 +951,14 @@ def test_labels(desk: Path) -> None:
     blank = write_columns(
         desk / "blank.csv", dict(zip(NAMES, [[1, 2]] * 3, strict=True)) | {"kind": ["dog", ""]}
     )
-    assert "line 3: the label is missing" in failure("fit", blank, *own)
+    assert "line 3: the label is missing." in failure("fit", blank, *own)
+    words = write_columns(
+        desk / "words.csv", dict(zip(NAMES, [[1, 2, 3]] * 3, strict=True)) | {"kind": ["mild", "none", "NA"]}
+    )
+    assert "line 3: the label is missing ('none'); if that is a class" in failure("fit", words, *own)
+    (desk / "map.txt").write_text("none\nmild\nNA\n")
+    run("fit", words, *own, "--class-map", desk / "map.txt", "--method diag")
+    run("evaluate", desk / "p.h5", words, *named(desk, "three"))
 
 
 def test_soft_labels_in_several_columns(desk: Path) -> None:

@@ -20,7 +20,7 @@ from collections.abc import Generator, Iterable, Mapping, Sequence
 from contextlib import contextmanager, redirect_stdout
 from dataclasses import asdict, dataclass, replace
 from importlib.util import find_spec
-from typing import TYPE_CHECKING, Annotated, Any, Literal
+from typing import TYPE_CHECKING, Annotated, Any, Literal, get_type_hints
 
 from posthoc_uq.cli.options import (
     Checks,
@@ -978,6 +978,7 @@ def _head(
     file's threshold was set for, if the threshold still holds and `of_threshold` is set; else from the head that the
     hyperparameters were found for. If the user names no head, but options that only one head has, it is that head.
     """
+    from posthoc_uq.core.options import check_option
     from posthoc_uq.fitting.wrap import HEADS, head_class, options_of, recorded_head
 
     file_head, of_file = recorded_head(posterior)
@@ -994,5 +995,11 @@ def _head(
         raise WrongUsage(
             f"--{stray} is for {' and '.join(owners)} (--head {owners[-1]}), and this is {name}."
         )
+    kinds = get_type_hints(head_class(name).__init__, include_extras=True)
+    for own, value in head.options.items():  # before a search, which has draws of its own, keeps them in the file
+        try:
+            check_option(own, value, kinds[own])
+        except PosthocUQError as error:
+            raise WrongUsage(f"--head.{error}") from None
     options = dict(of_file) if name == file_head else {}
     return name, ({"seed": seed} if name == "sampling" else {}) | options | head.options

@@ -81,7 +81,7 @@ def _run(words: Sequence[str], running: list[Command]) -> int:
         from posthoc_uq.cli.posterior_file import taken_from
 
         call["source"], taken = taken_from(call["file"], call["source"])
-    outputs = Outputs(command.options, call)
+    outputs = Outputs(command.options, call, command.configurations)
     outputs.check()
     if taken is not None and not console.quiet and not _rank():
         _tell(printable(taken))

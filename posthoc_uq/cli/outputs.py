@@ -47,10 +47,13 @@ class Outputs:
     Args:
         options: of the command.
         call: its arguments.
+        configurations: the files that some of these stand in.
     """
 
-    def __init__(self, options: Sequence[Option], call: Mapping[str, Any]) -> None:
-        self._files: dict[str, list[tuple[str, str]]] = {}
+    def __init__(
+        self, options: Sequence[Option], call: Mapping[str, Any], configurations: Sequence[str] = ()
+    ) -> None:
+        self._files = {"read": [("--config", path) for path in configurations]}
         self._force = bool(call.get("force"))
         self._data_root = "data"
         for option in options:
@@ -174,10 +177,10 @@ def text_file(path: str) -> Generator[TextIO]:
 
 
 class Flags(NamedTuple):
-    """For each input, the scores that refer it, and how extreme it is among familiar ones (with several scores)."""
+    """For each input, the scores that refer it, and how extreme it is among familiar ones."""
 
     reasons: list[list[str]]
-    tails: list[float] | None
+    tails: list[float]
 
 
 class PredictionTable:
@@ -199,7 +202,7 @@ class PredictionTable:
         top_k: int,
         level: float,
     ) -> None:
-        self._names, self._level, self._several = names, level, "scores" in referral
+        self._names, self._level, self._several = names, level, len(thresholds_of(referral)) > 1
         self._largest: list[str] = []
         multilabel = isinstance(prediction, MultilabelPrediction)
         classes = prediction.probs.shape[1] if multilabel else prediction.classes
@@ -246,7 +249,7 @@ class PredictionTable:
         if flags is None:
             return ["", "", ""] if self._several else [""]
         flag = [str(int(bool(flags.reasons[i])))]
-        return flag if flags.tails is None else [*flag, "+".join(flags.reasons[i]), f"{flags.tails[i]:.6g}"]
+        return [*flag, "+".join(flags.reasons[i]), f"{flags.tails[i]:.6g}"] if self._several else flag
 
     def _maps(self, prediction: PositionPrediction) -> list[list[str]]:
         """The classes that most positions of an input have, with their shares; means of the scores, and the largest."""

@@ -14,7 +14,7 @@ from argparse import ArgumentError, RawDescriptionHelpFormatter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import MISSING, dataclass, fields, is_dataclass, replace
 from itertools import zip_longest
-from json import dumps
+from json import dumps, loads
 from typing import Annotated, Any, Literal, Union, cast, get_args, get_origin, get_type_hints
 
 import torch
@@ -31,6 +31,7 @@ from posthoc_uq.core.paths import check_regular
 _SHORT = {"output": ("-o",), "quiet": ("-q",)}
 _DEFAULTS = {"method": "inf", "likelihood": "classification", "head": None}
 _SHARED = {"head": ("seed",)}  # what comes from the command's own option
+_WHOLE = ("target", "columns")  # whose names may have commas: they are split where the table's header is known
 _TRUTHS = {"true": "true", "yes": "true", "false": "false", "no": "false"}
 _MARKS = re.compile(r"``\"?([^`\"]*)\"?``|`([^`]*)`|\*\*")
 _NUMBERS = {int: "a whole number", float: "a number", bool: "true or false", torch.dtype: "a number format"}
@@ -198,6 +199,7 @@ class Command:
     Attributes:
         kinds: the type of every option by its full name, such as ``"method.rank"``.
         parser: of jsonargparse.
+        configurations: the files of options that were read.
     """
 
     def __init__(self, function: Callable[..., Any], words: Sequence[str]) -> None:
@@ -205,6 +207,7 @@ class Command:
         self.options = list(options_of(function))
         self.kinds: dict[str, Any] = {"config": str, "print_config": bool, "help": bool}
         self._chosen: dict[str, str | None] = {}
+        self.configurations: list[str] = []
         description, _, examples = inspect.cleandoc(function.__doc__ or "").partition("\n\nArgs:")
         description, _, examples = description.partition("\n\nExamples:\n")
         places = [option.name.upper() for option in self.options if option.positional]
@@ -285,7 +288,7 @@ class Command:
             if _is_list(kind) and isinstance(found, dict):
                 value: Any = cast("dict[str, Any]", found).get(name)
                 if isinstance(value, (str, float)):  # a single value, from a configuration file
-                    found[name] = _several(value) if isinstance(value, str) else [value]
+                    found[name] = [value]
         call: dict[str, Any] = {}
         for option in self.options:
             if option.kind is Choice:
@@ -336,11 +339,12 @@ class Command:
             if key.removesuffix(".name") in self._chosen:
                 continue  # known already
             if _is_list(kind):
-                lists.setdefault(key, []).extend(_several(value))
+                lists.setdefault(key, []).extend(_several(value, kind, split=key not in _WHOLE))
             else:
                 if value == "none" and type(None) in _parts(kind) and str not in _parts(kind):
                     value = "null"
                 (files if key == "config" else others).append(f"--{key}={value}")
+        self.configurations = [file.partition("=")[2] for file in files]
         others += [f"--{key}={dumps(values)}" for key, values in lists.items()]
         names = [f"--{word}.name={name}" for word, name in self._chosen.items() if name is not None]
         return [*files, *others, *names]
@@ -398,14 +402,19 @@ class Command:
         return re.sub(r'Parser key "([^"]+)"', r"--\1", " ".join(message.split()))
 
 
-def _several(value: str) -> list[Any]:
-    """The values in a text: a list as in YAML, or with commas between them."""
+def _several(value: str, kind: Any, split: bool) -> list[Any]:
+    """The values in a text: with commas between them if they are `split`, or a list: of numbers as in YAML, of text as
+    in JSON, since brackets without quotes may be a shell pattern, as in ``--layers '[02]'``.
+    """
+    text = any(get_args(part)[0] is str for part in _parts(kind) if get_origin(part) is list)
     if value.startswith("["):
         try:
-            return [item if isinstance(item, str) else dumps(item) for item in yaml.safe_load(value)]
-        except yaml.YAMLError:
-            pass
-    return [part.strip() for part in value.split(",")]
+            items: list[Any] = loads(value) if text else yaml.safe_load(value)
+        except (ValueError, yaml.YAMLError):
+            items = []
+        if items and (not text or all(isinstance(item, str) for item in items)):
+            return [item if isinstance(item, str) else dumps(item) for item in items]
+    return [part.strip() for part in value.split(",")] if split else [value]
 
 
 def _chosen(word: str, kinds: Mapping[str, type], words: Sequence[str]) -> str | None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import csv
 import warnings
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -21,7 +22,7 @@ from posthoc_uq.core.options import did_you_mean
 from posthoc_uq.core.paths import check_regular
 
 ENDINGS = (".csv", ".tsv")
-_MISSING = ("?", "na", "Na", "none", "Null", "NaN")  # beside those that pandas knows
+_SAYS_MISSING = "? NA Na na N/A n/a #N/A #NA <NA> NaN nan None none NULL Null null".split()
 _SHOWN = 6  # names that a message lists
 
 
@@ -112,18 +113,19 @@ def _columns(
 ) -> tuple[list[str], list[str]]:
     """The input columns and the target columns, by name: as given, else as in the fit, else all that are no target."""
     header, path = reader.header, reader.path
-    targets = reading.target or list(kept.get(TARGETS, []))
+    targets = _names(reading.target, header) or list(kept.get(TARGETS, []))
+    chosen = _names(reading.columns, header)
     if labels and not targets:
         raise PosthocUQError(
             f"Which column of '{path}' is the target? Give --target COLUMN; it has {_listed(header)}."
         )
     fitted = list(kept.get(COLUMNS, []))
-    if fitted and reading.columns and reading.columns != fitted:
+    if fitted and chosen and chosen != fitted:
         raise PosthocUQError(
             f"The posterior was fitted on {len(fitted)} columns ({_listed(fitted)}) and finds them by name: leave out "
             f"--columns, which names others, or these in another order."
         )
-    inputs = reading.columns or fitted or [name for name in header if name not in targets]
+    inputs = chosen or fitted or [name for name in header if name not in targets]
     if "" in inputs:
         raise PosthocUQError(
             f"Column {header.index('') + 1} of '{path}' has no name (is it an index?); give it one, or say with "
@@ -143,6 +145,12 @@ def _columns(
     return inputs, targets
 
 
+def _names(given: Sequence[str], header: Sequence[str]) -> list[str]:
+    """The columns that texts name: each a name, or several with commas."""
+    split = ([text] if text in header else [part.strip() for part in text.split(",")] for text in given)
+    return [name for names in split for name in names]
+
+
 class _Reader:
     """A table's file.
 
@@ -156,25 +164,43 @@ class _Reader:
         check_regular(path, "The table")
         self.path, self.fixed = path, fixed
         try:
-            with open(path, encoding="utf-8-sig") as file:
+            with open(path, encoding="utf-8-sig", newline="") as file:
                 first = file.readline()
+                if not first.strip():
+                    raise PosthocUQError(f"'{path}' is empty; a table has a line of column names first.")
+                usual = "\t" if path.lower().endswith(".tsv") else ","
+                # a comma unless there is none
+                self._separator = next((mark for mark in ";\t" if mark in first and "," not in first), usual)
+                file.seek(0)
+                self._scan(csv.reader(file, delimiter=self._separator, skipinitialspace=True))
         except OSError as error:
             raise PosthocUQError(f"The table '{path}' cannot be read: {error.strerror or error}.") from None
         except UnicodeDecodeError:
             raise PosthocUQError(f"The table '{path}' is not text in UTF-8.") from None
-        if not first.strip():
-            raise PosthocUQError(f"'{path}' is empty; a table has a line of column names first.")
-        usual = "\t" if path.lower().endswith(".tsv") else ","
-        # a comma unless there is none
-        self._separator = next((mark for mark in ";\t" if mark in first and "," not in first), usual)
-        names = self._parsed(header=None, nrows=1, dtype=str).iloc[0]
-        self.header = [name.strip() if isinstance(name, str) else "" for name in names]
+        except csv.Error as error:
+            raise PosthocUQError(f"The table '{path}' is no CSV: {error}.") from None
+
+    def _scan(self, rows: Any) -> None:
+        """Find the header and where each row begins; pandas would fill short rows, and number them without lines."""
+        self.header = [name.strip() for name in next(rows)]
         twice = next((name for name in self.header if self.header.count(name) > 1), None)
         if twice is not None:
-            raise PosthocUQError(f"'{path}' has two columns '{twice}'; give them different names.")
+            raise PosthocUQError(f"'{self.path}' has two columns '{twice}'; give them different names.")
+        width, line = len(self.header), rows.line_num + 1
+        self._lines: list[int] = []  # 0 for a blank line
+        for row in rows:
+            blank = not row or (len(row) == 1 < width and not row[0].strip())
+            if not blank and len(row) != width:
+                raise PosthocUQError(
+                    f"'{self.path}', line {line} has {len(row)} cell{'s' if len(row) > 1 else ''}, and the header "
+                    f"{width}; leave the cell of a missing value empty, and put text with a {self._separator!r} in "
+                    f"double quotes."
+                )
+            self._lines.append(0 if blank else line)
+            line = rows.line_num + 1
 
-    def _parsed(self, **options: Any) -> Any:
-        """What pandas reads: empty cells and what says so are missing; rows of another length are errors."""
+    def read(self, label: str | None) -> Any:
+        """All rows, as a frame of pandas whose index are their lines; the column `label` as text."""
         try:
             import pandas
         except ImportError:
@@ -183,28 +209,25 @@ class _Reader:
             ) from None
         with warnings.catch_warnings():
             warnings.simplefilter("ignore", pandas.errors.DtypeWarning)
-            warnings.simplefilter("error", pandas.errors.ParserWarning)  # of cells beyond the header's
             try:
-                return cast(Any, pandas).read_csv(
+                frame = cast(Any, pandas).read_csv(
                     self.path,
                     sep=self._separator,
                     encoding="utf-8-sig",
                     skipinitialspace=True,
                     skip_blank_lines=False,  # so that rows know their lines
-                    na_values=_MISSING,
+                    keep_default_na=False,
+                    na_values={name: ["", *_SAYS_MISSING] for name in self.header if name != label},
                     index_col=False,
-                    **options,
+                    header=0,
+                    names=self.header,
+                    dtype={} if label is None else {label: str},
                 )
-            except UnicodeDecodeError:
-                raise PosthocUQError(f"The table '{self.path}' is not text in UTF-8.") from None
-            except (pandas.errors.ParserError, pandas.errors.ParserWarning) as error:
+            except pandas.errors.ParserError as error:
                 reason = " ".join(str(error).split()).removeprefix("Error tokenizing data. C error: ")
                 raise PosthocUQError(f"The table '{self.path}' is no CSV: {reason.rstrip('.')}.") from None
-
-    def read(self, label: str | None) -> Any:
-        """All rows, as a frame of pandas; the column `label` as text."""
-        types = {} if label is None else {label: str}
-        frame = self._parsed(header=0, names=self.header, dtype=types).dropna(how="all")
+        frame.index = self._lines
+        frame = frame[frame.index > 0]
         if not len(frame):
             raise PosthocUQError(f"'{self.path}' has no rows below its header.")
         return frame
@@ -217,6 +240,8 @@ class _Reader:
         for name in names:
             with np.errstate(over="ignore"):
                 numbers: Any = pandas.to_numeric(frame[name], errors="coerce")
+                if frame[name].dtype.kind in "bO":  # pandas reads the text True as a truth
+                    numbers = numbers.mask(frame[name].map(_is_truth), np.nan)
                 values = np.asarray(numbers, dtype=np.float64).astype(np.float32)
             wrong = np.flatnonzero(~np.isfinite(values))
             if len(wrong):
@@ -226,11 +251,12 @@ class _Reader:
 
     def line(self, frame: Any, row: int) -> str:
         """Where a row stands."""
-        return f"'{self.path}', line {int(frame.index[row]) + 2}"
+        return f"'{self.path}', line {frame.index[row]}"
 
     def _refuse(self, frame: Any, name: str, row: int) -> NoReturn:
         """Name a cell that is no finite number."""
         cell = frame[name].iloc[row]
+        cell = str(cell) if _is_truth(cell) else cell
         if isinstance(cell, str) and not _is_number(cell):
             way_out = "" if self.fixed else ", or leave the column out with --columns"
             raise PosthocUQError(
@@ -250,10 +276,13 @@ def _labels(
     """The class index of every label, and the names of the classes where labels are no indices."""
     known = cast("list[str] | None", meaning.kept.get(CLASSES))
     words = [word.strip() if isinstance(word, str) else "" for word in frame[label]]
-    if "" in words:
-        raise PosthocUQError(f"{reader.line(frame, words.index(''))}: the label is missing.")
+    index_of = {} if class_map is None else read_map(class_map)
+    missing = {"", *_SAYS_MISSING}.difference(index_of, known or [])
+    lost = next((row for row, word in enumerate(words) if word in missing), None)
+    if lost is not None:
+        way_out = f" ({words[lost]!r}); if that is a class, name it in --class_map" if words[lost] else ""
+        raise PosthocUQError(f"{reader.line(frame, lost)}: the label is missing{way_out}.")
     if class_map is not None:
-        index_of = read_map(class_map)
         names = sorted(index_of, key=lambda name: index_of[name])
         names = names if [index_of[name] for name in names] == list(range(len(names))) else None
     elif known is not None or not all(map(_is_whole, set(words))):
@@ -296,7 +325,13 @@ def _sorted_names(found: list[str], outputs: int, meaning: Meaning, reader: _Rea
     return found
 
 
+def _is_truth(cell: Any) -> bool:
+    return isinstance(cell, (bool, np.bool_))
+
+
 def _is_number(word: str) -> bool:
+    if "_" in word or not word.isascii():  # which Python reads and pandas does not
+        return False
     try:
         float(word)
     except ValueError:
