@@ -207,7 +207,10 @@ def fit(
         raise_on_any_error(failed, "writing the posterior")
         report, size = posterior.report(), os.path.getsize(output) if rank() == 0 else 0
         facts = {"output": output, "bytes": size, "report": report.to_dict(), "processes": world()}
-        return Done(f"{report}\nWritten to {output} ({size:,} bytes).", facts)
+        told = f"{report}\nWritten to {output} ({size:,} bytes)."
+        if source.weights is None and not source.pretrained:
+            told = f"No --weights were given: '{source.model}' itself must return the trained model.\n{told}"
+        return Done(told, facts)
 
     with process_group(source.device) as device:
         return run_on_all_ranks(lambda: work(replace(source, device=device)), "the command")
@@ -402,6 +405,8 @@ def _tuning_in_words(facts: Mapping[str, Any]) -> str:
     lines = [
         f"{name}: {value:.5g}" if isinstance(value, float) else f"{name}: {value}" for name, value in values
     ]
+    if facts["criterion"] == "evidence":
+        lines.append("by the evidence, whose predictions may be too cautious: evaluate them, or tune with --data")
     if facts["validation NLL"] is not None:
         alone = facts["model alone"]
         beside = "" if alone is None else f" (the model alone {alone:.4g})"

@@ -29,6 +29,7 @@ from posthoc_uq.core.options import did_you_mean
 ERROR, USAGE, INTERRUPTED = 1, 2, 130
 COMMANDS = ("fit", "tune", "predict", "evaluate", "update", "serve", "monitor", "inspect", "demo")
 _LONGEST = 600  # characters of an error that is not the library's own
+_FAITHFUL = re.compile(r"uq\.tune\(posterior, \w+, criterion='faithful', head='(\w+)'\)")
 _LIKELIHOOD = re.compile(r"likelihood=uq\.(\w+)\(([^()]*)\)")
 _SETTING = re.compile(r"\b([a-z][a-z_]*)=(?:'([^']*)'|\"([^\"]*)\"|(-?[\w.+-]*\w)\b(?![\w(.]))")
 
@@ -168,6 +169,7 @@ def _in_options(text: str, running: Sequence[Command]) -> str:
         settings = [part.strip().replace("=", " ") for part in found[2].split(",") if "=" in part]
         return " ".join([f"--likelihood {name}", *(f"--likelihood.{setting}" for setting in settings)])
 
+    text = _FAITHFUL.sub(r"posthoc-uq tune FILE --data DATA --criterion faithful --head \1", text)
     return _SETTING.sub(as_option, _LIKELIHOOD.sub(as_likelihood, text))
 
 
