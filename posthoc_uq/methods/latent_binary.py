@@ -18,7 +18,7 @@ from posthoc_uq.core.batches import Batch
 from posthoc_uq.core.devices import DeferredChecks, as_double, widest
 from posthoc_uq.core.errors import PosthocUQError, warn_user
 from posthoc_uq.core.model import replicate
-from posthoc_uq.core.options import Count, NotNegative, Positive, Unit
+from posthoc_uq.core.options import Count, Magnitude, NotNegative, Positive, Unit
 from posthoc_uq.core.outputs import output_tensor
 from posthoc_uq.core.randomness import isolated_random_state, mixed_seed
 from posthoc_uq.layers.calls import (
@@ -759,7 +759,7 @@ class LatentBinary(LatentBinaryOptions, Training[LatentObjective]):
     tunable: ClassVar[frozenset[str]] = frozenset({"noise_scale", "temperature"})
     default_prior: ClassVar[str] = "by the size of each layer's weights"
 
-    prior_precision: Positive | None = None
+    prior_precision: Magnitude | None = None
 
     def passes(self) -> int:
         return self.least_epochs + 2  # once to count the samples, once for what enters the last layer

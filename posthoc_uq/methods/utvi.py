@@ -16,7 +16,7 @@ from posthoc_uq.core.batches import Batch
 from posthoc_uq.core.devices import DeferredChecks
 from posthoc_uq.core.errors import PosteriorMismatchError, PosthocUQError, warn_user
 from posthoc_uq.core.model import replicate
-from posthoc_uq.core.options import Count, LogVariance, NotNegative, Positive, Unit
+from posthoc_uq.core.options import Count, LogVariance, Magnitude, NotNegative, Positive, Unit
 from posthoc_uq.core.randomness import isolated_random_state
 from posthoc_uq.layers.layer import Layer
 from posthoc_uq.likelihoods import Likelihood
@@ -411,7 +411,7 @@ class UTVI(MomentOptions, Training[MomentObjective]):
     name: ClassVar[str] = _METHOD_NAME
     block_kinds: ClassVar[tuple[str, ...]] = ("mean_field",)
     tunable: ClassVar[frozenset[str]] = frozenset({"scale", "noise_scale", "temperature"})
-    prior_precision: Positive | None = None
+    prior_precision: Magnitude | None = None
 
     @property
     def head(self) -> str:

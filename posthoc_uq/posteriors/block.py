@@ -14,7 +14,8 @@ from torch import Tensor
 
 from posthoc_uq.core.devices import as_double
 from posthoc_uq.core.errors import CorruptPosteriorError, PosthocUQError
-from posthoc_uq.core.records import LARGEST, Record
+from posthoc_uq.core.options import LARGEST
+from posthoc_uq.core.records import Record
 from posthoc_uq.posteriors.covariance import CovarianceForm, RowCovariance
 
 # What a tensor must be: blocks declare it for theirs, and files and checkpoints are checked by it.
