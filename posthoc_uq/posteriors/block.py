@@ -502,17 +502,6 @@ def _register(cls: type[Block]) -> None:
     BLOCKS[cls.kind] = cls
 
 
-@contextmanager
-def kinds_restored() -> Generator[None]:
-    """For temporary classes of blocks: at its end the registry is what it was before."""
-    registered = dict(BLOCKS)
-    try:
-        yield
-    finally:
-        BLOCKS.clear()
-        BLOCKS.update(registered)
-
-
 def largest_of(*tensors: Tensor) -> float:
     """The largest absolute number of several tensors, 0 if they are empty."""
     return max((float(tensor.abs().max()) for tensor in tensors if tensor.numel()), default=0.0)
