@@ -19,7 +19,7 @@ from posthoc_uq.core.randomness import sample_keys
 from posthoc_uq.fitting.wrap import HEADS, head_class
 from posthoc_uq.likelihoods import Likelihood, resolve_likelihood
 from posthoc_uq.methods import METHODS, Method
-from posthoc_uq.posteriors.block import FAMILIES, kinds_restored
+from posthoc_uq.posteriors.block import BLOCKS, FAMILIES
 
 # Methods, likelihoods, heads
 
@@ -76,12 +76,11 @@ def heads_of(posterior: uq.Posterior) -> list[str]:
 @contextmanager
 def registries_restored() -> Generator[None]:
     """Within it, methods and classes of blocks may be registered that are not to stay."""
-    methods, families = dict(METHODS), dict(FAMILIES)
+    tables = [(table, dict(table)) for table in (METHODS, FAMILIES, BLOCKS)]
     try:
-        with kinds_restored():
-            yield
+        yield
     finally:
-        for table, before in ((METHODS, methods), (FAMILIES, families)):
+        for table, before in tables:
             table.clear()
             table.update(before)
 

@@ -15,10 +15,10 @@ import posthoc_uq as uq
 from posthoc_uq.core.batches import Batch
 from posthoc_uq.core.devices import DeferredChecks
 from posthoc_uq.core.model import replicate
-from posthoc_uq.methods.mean_field import MeanField
+from posthoc_uq.methods.mean_field import MeanField, gaussian_divergence
 from posthoc_uq.methods.trained import certain_parameters
 from posthoc_uq.methods.training import Step
-from posthoc_uq.methods.utvi import MomentObjective, MomentOptions, gaussian_divergence
+from posthoc_uq.methods.utvi import MomentObjective, MomentOptions
 from posthoc_uq.moments import InverseCDF
 
 pytestmark = pytest.mark.filterwarnings("ignore::UserWarning")

@@ -114,7 +114,7 @@ def test_every_option_of_a_head_is_checked(head: str, fitted: tuple[nn.Module, u
 _CALLS: dict[str, dict[str, list[Any]]] = {
     "fit": {
         "seed": ["x", None, 1.5],
-        "prior_precision": ["x", [1.0, 2.0], -1.0, 0.0],
+        "prior_precision": ["x", [1.0, 2.0], -1.0, 0.0, 1e-35, 1e35],
         "divergence": ["x", 0.0],
         "layers": [5, True, [1]],
         "likelihood": ["x", 5, [], uq.Gaussian],
@@ -178,9 +178,23 @@ def test_arguments_are_checked_before_any_data_are_read(
 def test_hyperparameters_are_checked(setting: str, fitted: tuple[nn.Module, uq.Posterior]) -> None:
     posterior = fitted[1].snapshot()
     before = posterior.settings
-    for value in (*NO_NUMBER, -1.0):
+    for value in (*NO_NUMBER, -1.0, 1e31, *([1e-31] if setting != "residual_weight" else [])):
         refused(lambda v=value: setattr(posterior, setting, v), setting)
     assert posterior.settings == before
+
+
+def test_what_python_takes_a_file_keeps(fitted: tuple[nn.Module, uq.Posterior], tmp_path: Path) -> None:
+    model, posterior = fitted[0], fitted[1].snapshot()
+    for setting, bounds in {"prior_precision": (1e-30, 1e30), "temperature": (1e-12, 1e12)}.items():
+        for value in bounds:
+            setattr(posterior, setting, value)
+            uq.save(posterior, tmp_path / "p.h5")
+            assert getattr(uq.load(tmp_path / "p.h5", model), setting) == value
+        for value in (bounds[0] / 2, bounds[1] * 2):
+            refused(lambda s=setting, v=value: setattr(posterior, s, v), setting)
+        setattr(posterior, setting, 1.0)
+    for value in (1e-32, 1e32):
+        refused(lambda v=value: uq.Gaussian(v), "noise_variance must be >= 1e-30 and <= 1e+30")
 
 
 MEANT: dict[str, tuple[dict[str, Any], str]] = {

@@ -19,9 +19,9 @@ from posthoc_uq.core.devices import DeferredChecks
 from posthoc_uq.core.model import replicate
 from posthoc_uq.layers.layer import Layer
 from posthoc_uq.likelihoods import LIKELIHOODS, Likelihood, resolve_likelihood
-from posthoc_uq.methods.mean_field import MeanField
+from posthoc_uq.methods.mean_field import MeanField, gaussian_divergence
 from posthoc_uq.methods.training import Step
-from posthoc_uq.methods.utvi import MomentObjective, MomentOptions, gaussian_divergence, kl_weight
+from posthoc_uq.methods.utvi import MomentObjective, MomentOptions, kl_weight
 
 pytestmark = pytest.mark.filterwarnings("ignore::UserWarning")
 

@@ -35,7 +35,12 @@ Result = TypeVar("Result")
 # The type of an option is its declaration: Python, the command line and files check values by it, and errors describe
 # it. Numbers may be Python's, NumPy's or torch's; they must be finite, and True and False are none.
 
+LARGEST = 1e30
+"""No number of a statistic, no hyperparameter and no inverse of one is larger: float32 can still compute with it."""
+
 Positive = Annotated[float, Gt(0)]
+Magnitude = Annotated[float, Ge(1 / LARGEST), Le(LARGEST)]  # of a hyperparameter or a noise variance
+Temperature = Annotated[float, Ge(1e-12), Le(1e12)]
 NotNegative = Annotated[float, Ge(0)]
 Unit = Annotated[float, Ge(0), Le(1)]
 Share = Annotated[float, Gt(0), Le(1)]
@@ -148,7 +153,11 @@ def _in_words(kind: Any, value: Any) -> str:
             if type(bound) in _BOUNDS
         ]
         large = isinstance(value, (int, float)) and abs(value) >= _LARGE
-        bounds = [f"{sign} {limit}" for sign, limit in limits if large or abs(limit) < _LARGE]
+        bounds = [
+            f"{sign} {limit:g}" if isinstance(limit, float) else f"{sign} {limit}"
+            for sign, limit in limits
+            if large or abs(limit) < _LARGE
+        ]
         return " ".join([_in_words(base, value), " and ".join(bounds)]).rstrip()
     name = getattr(get_origin(kind) or kind, "__name__", str(kind))
     return _WORDS.get(kind, "a function" if name == "Callable" else f"a {name}")

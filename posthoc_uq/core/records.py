@@ -1,7 +1,7 @@
 """Records: what a file may hold of plain values, each declared once as a pydantic model, and errors of one sentence.
 
 A record is a JSON object with exactly the declared keys. Types are strict (``1.9`` is no whole number, ``true`` is no
-number), and numbers are finite unless a field says otherwise.
+number), and numbers are finite unless a field says otherwise. Types of numbers are those of `posthoc_uq.core.options`.
 """
 
 from __future__ import annotations
@@ -14,14 +14,7 @@ from pydantic import AfterValidator, BaseModel, ConfigDict, Field, ValidationErr
 
 from posthoc_uq.core.errors import CorruptPosteriorError
 
-LARGEST = 1e30
-"""No number of a statistic, no hyperparameter and no inverse of one is larger: float32 can still compute with it."""
-
 Name = Annotated[str, Field(max_length=4096)]
-Count = Annotated[int, Field(ge=1, le=2**62)]
-Natural = Annotated[int, Field(ge=0, le=2**62)]
-Positive = Annotated[float, Field(ge=1 / LARGEST, le=LARGEST)]
-Share = Annotated[float, Field(ge=0, le=1)]
 
 
 class Record(BaseModel):

@@ -13,7 +13,8 @@ from typing import Annotated, Any, cast
 from pydantic import AfterValidator, ConfigDict, Discriminator, Field, Tag, model_validator
 
 from posthoc_uq.core.errors import CorruptPosteriorError, PosthocUQError
-from posthoc_uq.core.records import LARGEST, Count, Name, Natural, Positive, Record, Share, among, checked
+from posthoc_uq.core.options import LARGEST, Count, Magnitude, Natural, Temperature, Unit
+from posthoc_uq.core.records import Name, Record, among, checked
 from posthoc_uq.files.hdf5 import state_text, state_values
 from posthoc_uq.files.match import fingerprint
 from posthoc_uq.files.tensors import (
@@ -78,15 +79,14 @@ Plain = Annotated[Any, AfterValidator(lambda value: _check_plain(value, finite=T
 Simple = Annotated[Any, AfterValidator(_check_simple)]
 Side = Annotated[int, Field(ge=1, le=2**40)]
 Sum = Annotated[float, Field(ge=-1e300, le=1e300)]
-NotNegative = Annotated[float, Field(ge=0, le=1e300)]
-Temperature = Annotated[float, Field(ge=1e-12, le=1e12)]
+SumOfSquares = Annotated[float, Field(ge=0, le=1e300)]
 Colour = Annotated[list[Annotated[float, Field(ge=-LARGEST, le=LARGEST)]], Field(max_length=1024)]
 Digest = Annotated[str, Field(pattern="^[0-9a-f]{64}$")]
 Hash = Annotated[int, Field(ge=-(2**63), le=2**64)]
 Head = Annotated[str, among(HEADS)]
-Score = Annotated[str, among(SCORES)]
+ScoreName = Annotated[str, among(SCORES)]
 NumberOrByLayer = Annotated[
-    Annotated[Positive, Tag("<number>")] | Annotated[dict[Name, Positive], Tag("<by layer>")],
+    Annotated[Magnitude, Tag("<number>")] | Annotated[dict[Name, Magnitude], Tag("<by layer>")],
     Discriminator(lambda value: "<by layer>" if isinstance(value, dict) else "<number>"),
 ]
 
@@ -169,10 +169,10 @@ class FeaturesRecord(Record):
 class Settings(Record):
     """Hyperparameters; a posterior has all of them, what was found at some settings those that it depends on."""
 
-    scale: Positive = 1.0
+    scale: Magnitude = 1.0
     prior_precision: NumberOrByLayer = 1.0
-    residual_weight: Share = 1.0
-    noise_scale: Positive = 1.0
+    residual_weight: Unit = 1.0
+    noise_scale: Magnitude = 1.0
     temperature: Temperature = 1.0
 
     @property
@@ -193,7 +193,7 @@ class EvidenceRecord(Record):
 
     samples: Count
     log_likelihood: Sum | None = None
-    squared_residuals: NotNegative
+    squared_residuals: SumOfSquares
     targets: Natural
     noise_power: Annotated[int, Field(ge=0, le=2)]
     weight: Annotated[float, Field(gt=0, le=1e300)] | None = None
@@ -293,8 +293,8 @@ class CalibrationRecord(Record):
 
     alpha: Annotated[float, Field(ge=-40, le=40)]
     beta: Annotated[float, Field(ge=-10, le=10)]
-    residual: NotNegative
-    before: NotNegative
+    residual: SumOfSquares
+    before: SumOfSquares
     n_mc: Annotated[int, Field(ge=2)]
     head: dict[Name, Plain]
     posterior: Settings
@@ -331,8 +331,8 @@ class ReferralRecord(Record):
     inputs: Count
     head: Annotated[dict[Name, Plain], AfterValidator(_check_head)]
     posterior: Settings
-    scores: Annotated[dict[Score, ScoreRecord], Field(min_length=1)]
-    shares: list[Share]
+    scores: Annotated[dict[ScoreName, ScoreRecord], Field(min_length=1)]
+    shares: list[Unit]
 
     @model_validator(mode="after")
     def _check_shares(self) -> ReferralRecord:
@@ -354,8 +354,8 @@ class ChangesRecord(Record):
     digest: Digest
     balance: Hash
     last: Hash
-    outside: Share | None = None
-    outside_before: Annotated[Share | None, Field(alias="outside before")] = None
+    outside: Unit | None = None
+    outside_before: Annotated[Unit | None, Field(alias="outside before")] = None
 
 
 class OutputRecord(Record):

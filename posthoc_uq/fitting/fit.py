@@ -33,7 +33,7 @@ from posthoc_uq.core.distributed import all_reduce_sum, gather, is_divided, run_
 from posthoc_uq.core.errors import NonFiniteError, PosthocUQError, warn_user
 from posthoc_uq.core.interrupts import orderly
 from posthoc_uq.core.model import check_differentiable, check_not_meta, replicate, statistics_dtype, unwrap
-from posthoc_uq.core.options import Positive, Seed, check_option
+from posthoc_uq.core.options import LARGEST, Magnitude, Positive, Seed, check_option
 from posthoc_uq.core.outputs import Choice, Output, checked_output, chosen_in, guessed_choice, with_choice
 from posthoc_uq.core.progress import Progress, counted
 from posthoc_uq.core.randomness import isolated_random_state
@@ -379,7 +379,7 @@ def _checked_prior(prior_precision: Any) -> Prior | None:
         raise PosthocUQError(
             f"prior_precision must be a positive number, 'faithful' or 'evidence', not {prior_precision!r}."
         )
-    return check_option("prior_precision", prior_precision, Positive)
+    return check_option("prior_precision", prior_precision, Magnitude)
 
 
 def _with_prior(method: Method, prior: Prior | None) -> Method:
@@ -573,7 +573,7 @@ def _set_observation_noise(task: Task) -> str:
         raise NonFiniteError(
             "The residuals of the training data are not finite; check the data and the model's weights."
         )
-    if not bool((variance > 0).all()):
+    if not bool((variance >= 1 / LARGEST).all()):
         raise PosthocUQError(
             "The model reproduces its training targets without error; give noise_variance=... yourself."
         )

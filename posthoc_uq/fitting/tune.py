@@ -16,6 +16,7 @@ from posthoc_uq.core.errors import PosthocUQError, warn_user
 from posthoc_uq.core.interrupts import orderly
 from posthoc_uq.core.options import (
     Count,
+    Magnitude,
     Positive,
     Seed,
     check_names,
@@ -295,7 +296,7 @@ class _Request:
             or len(grid) == 0
         ):
             raise PosthocUQError(f"prior_precisions must be a list of numbers, not {shown(grid)}.")
-        return [check_option("Each of prior_precisions", value, Positive) for value in grid]
+        return [check_option("Each of prior_precisions", value, Magnitude) for value in grid]
 
 
 def _predictor(

@@ -13,8 +13,9 @@ from torch import Tensor
 
 from posthoc_uq.core.devices import host_double
 from posthoc_uq.core.errors import PosthocUQError
+from posthoc_uq.core.options import LARGEST, Magnitude
 from posthoc_uq.core.randomness import uniforms
-from posthoc_uq.core.records import Positive, Record
+from posthoc_uq.core.records import Record
 from posthoc_uq.likelihoods.draws import LINK_DRAWS, Moments, Spread, gathered, values_of_draws
 from posthoc_uq.likelihoods.likelihood import Likelihood, gaussian_log_mean_exp, wide
 from posthoc_uq.likelihoods.prediction import at_least_float32, mean_and_variance
@@ -30,7 +31,7 @@ from posthoc_uq.likelihoods.value_prediction import (
 class GaussianFields(Record):
     """One noise variance an output, or one for all."""
 
-    noise_variance: Annotated[list[Positive], Field(min_length=1)]
+    noise_variance: Annotated[list[Magnitude], Field(min_length=1)]
 
 
 class Gaussian(Likelihood):
@@ -57,10 +58,10 @@ class Gaussian(Likelihood):
                 f"is the same for every input."
             ) from None
         if noise_variances.numel() == 0 or not bool(
-            (torch.isfinite(noise_variances) & (noise_variances > 0)).all()
+            ((noise_variances >= 1 / LARGEST) & (noise_variances <= LARGEST)).all()
         ):
             raise PosthocUQError(
-                f"noise_variance must be positive and finite, not {noise_variances.tolist()}."
+                f"noise_variance must be >= {1 / LARGEST:g} and <= {LARGEST:g}, not {noise_variances.tolist()}."
             )
         self.noise_variance = noise_variances  # pyright: ignore[reportIncompatibleVariableOverride]
 

@@ -12,8 +12,8 @@ from torch import Tensor
 
 from posthoc_uq.core.devices import as_double, host_double
 from posthoc_uq.core.errors import PosthocUQError
-from posthoc_uq.core.options import check_option
-from posthoc_uq.core.records import LARGEST, Record
+from posthoc_uq.core.options import LARGEST, check_option
+from posthoc_uq.core.records import Record
 from posthoc_uq.likelihoods.class_prediction import OrdinalPrediction
 from posthoc_uq.likelihoods.classes import AGREEMENT
 from posthoc_uq.likelihoods.draws import LINK_DRAWS, Spread, output_draws

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from math import ceil, prod
-from typing import Annotated, Literal, get_args
+from typing import Annotated, Literal
 
 import torch
 from annotated_types import Gt, Lt
@@ -103,7 +103,6 @@ def _columns(basis: Tensor, index: Tensor) -> Tensor:
 # has the measured crossover.
 
 BasisChoice = Literal["auto", "exact", "sketch"]
-BASES: tuple[str, ...] = get_args(BasisChoice)
 OVERSAMPLING = 10  # directions beyond those wanted (Halko, Martinsson, Tropp 2011)
 BASIS_SAMPLES = 5_000  # samples that the bases come from with basis_fraction="auto"; see docs/methods
 SKETCH_FACTOR = 2.5  # with basis="auto", a side is sketched from this many times the sketch's width on
@@ -131,7 +130,7 @@ def sides(index: int, layer: Layer, task: Task, rank: int | float, basis: str) -
         layer: the layer.
         task: the fit.
         rank: how many eigenvalues to keep, or which share.
-        basis: one of `BASES`.
+        basis: a `BasisChoice`.
     """
     groups, outputs, inputs = layer.matrix_shape
     wanted = kept_entries(rank, layer.matrix_shape) + OVERSAMPLING

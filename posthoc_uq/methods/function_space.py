@@ -12,7 +12,7 @@ from torch import Tensor
 
 from posthoc_uq.core.errors import PosteriorMismatchError, PosthocUQError, warn_user
 from posthoc_uq.core.model import replicate
-from posthoc_uq.core.options import Count, Positive, one_of
+from posthoc_uq.core.options import Count, Magnitude, one_of
 from posthoc_uq.core.randomness import isolated_random_state
 from posthoc_uq.curvature.labels import FisherChoice
 from posthoc_uq.layers.proof import count_samples
@@ -214,7 +214,7 @@ class FunctionSpace(FunctionSpaceOptions, Training[FunctionSpaceObjective]):
     block_kinds: ClassVar[tuple[str, ...]] = ("mean_field", "diagonal", "kfac", "efb", "inf")
     tunable: ClassVar[frozenset[str]] = frozenset({"scale", "noise_scale", "temperature"})
 
-    prior_precision: Positive | None = None
+    prior_precision: Magnitude | None = None
     fisher: FisherChoice = "auto"
     n_samples: Count = 1
 

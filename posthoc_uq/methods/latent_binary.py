@@ -18,7 +18,7 @@ from posthoc_uq.core.batches import Batch
 from posthoc_uq.core.devices import DeferredChecks, as_double, widest
 from posthoc_uq.core.errors import PosthocUQError, warn_user
 from posthoc_uq.core.model import replicate
-from posthoc_uq.core.options import Count, NotNegative, Positive, Unit
+from posthoc_uq.core.options import Count, Magnitude, NotNegative, Positive, Unit
 from posthoc_uq.core.outputs import output_tensor
 from posthoc_uq.core.randomness import isolated_random_state, mixed_seed
 from posthoc_uq.layers.calls import (
@@ -32,7 +32,7 @@ from posthoc_uq.layers.calls import (
 from posthoc_uq.layers.layer import Layer
 from posthoc_uq.likelihoods import Likelihood
 from posthoc_uq.likelihoods.weights import weighed_targets
-from posthoc_uq.methods.mean_field import LOG_VARIANCE
+from posthoc_uq.methods.mean_field import LOG_VARIANCE, gaussian_divergence
 from posthoc_uq.methods.task import Task
 from posthoc_uq.methods.trained import check_trainable, count_data
 from posthoc_uq.methods.training import Group, Objective, Step, Training, TrainingOptions
@@ -202,12 +202,6 @@ def _squares(slab: Tensor, variance: Tensor, prior: SlabPrior) -> Tensor:
     return torch.addcmul(variance, centred, centred)
 
 
-def gaussian_divergence(mean: Tensor, log_variance: Tensor, deviation: float) -> Tensor:
-    """``KL(N(mean, exp(log_variance)) || N(0, deviation^2))``, summed."""
-    ratio = (log_variance.exp() + mean.square()) / (2 * deviation**2)
-    return (log(deviation) - 0.5 * log_variance - 0.5 + ratio).sum()
-
-
 # One latent binary layer: what is trained of it, its forward pass by local reparametrisation, its divergence.
 #
 # After "Sparsifying Bayesian neural networks with latent binary variables and normalizing flows". A weight is
@@ -287,8 +281,10 @@ class LatentLayer:
             self.prior,
         )  # type: ignore[misc]
         if self.layer.bias is not None:
-            biases = tensors["bias mean"], tensors["bias log variance"]
-            divergence = divergence + gaussian_divergence(*biases, self.bias_deviation)
+            logs = tensors["bias log variance"]
+            divergence = divergence + gaussian_divergence(
+                {"": tensors["bias mean"]}, {"": logs}, {"": logs.exp()}, {}, self.bias_deviation**-2
+            )
         if z is not None and log_q is not None:
             divergence = divergence + log_q - self.log_reverse(z, mean, variance, generator)
         return LayerDraw(mean, variance, divergence, included)
@@ -759,7 +755,7 @@ class LatentBinary(LatentBinaryOptions, Training[LatentObjective]):
     tunable: ClassVar[frozenset[str]] = frozenset({"noise_scale", "temperature"})
     default_prior: ClassVar[str] = "by the size of each layer's weights"
 
-    prior_precision: Positive | None = None
+    prior_precision: Magnitude | None = None
 
     def passes(self) -> int:
         return self.least_epochs + 2  # once to count the samples, once for what enters the last layer

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from functools import partial
+from math import log
 from typing import Any
 
 import torch
@@ -130,6 +131,33 @@ class MeanField:
             matrix = layer.to_matrix(variances[0], variances[1] if len(variances) > 1 else None)
             blocks[name] = MeanFieldBlock(matrix.contiguous(), samples)
         return blocks
+
+
+def gaussian_divergence(
+    means: Mapping[str, Tensor],
+    log_variances: Mapping[str, Tensor],
+    variances: Mapping[str, Tensor],
+    prior_means: Mapping[str, Tensor],
+    precision: float,
+) -> Tensor:
+    """``KL(N(mu, diag sigma^2) || N(mu_p, I / tau))`` in nats, a scalar.
+
+    ``1/2 sum(tau (sigma^2 + (mu - mu_p)^2) - 1 - log(tau sigma^2))``.
+
+    Args:
+        means: mu, by parameter; those without a variance are certain, and have no prior.
+        log_variances: of the weights.
+        variances: their exponentials.
+        prior_means: those of ``mu_p`` that are not zero.
+        precision: tau.
+    """
+    parts: list[Tensor] = []
+    for name, variance in variances.items():
+        mean = means[name]
+        moved = mean - prior_means[name] if name in prior_means else mean
+        spread = variance.sum() + moved.square().sum()
+        parts.append(precision * spread - log_variances[name].sum() - mean.numel() * (1 + log(precision)))
+    return 0.5 * torch.stack(parts).sum()
 
 
 class FeatureNetwork:

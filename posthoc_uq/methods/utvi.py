@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from math import exp, log
+from math import exp
 from typing import Any, ClassVar, Literal, cast
 
 import torch
@@ -16,12 +16,12 @@ from posthoc_uq.core.batches import Batch
 from posthoc_uq.core.devices import DeferredChecks
 from posthoc_uq.core.errors import PosteriorMismatchError, PosthocUQError, warn_user
 from posthoc_uq.core.model import replicate
-from posthoc_uq.core.options import Count, LogVariance, NotNegative, Positive, Unit
+from posthoc_uq.core.options import Count, LogVariance, Magnitude, NotNegative, Positive, Unit
 from posthoc_uq.core.randomness import isolated_random_state
 from posthoc_uq.layers.layer import Layer
 from posthoc_uq.likelihoods import Likelihood
 from posthoc_uq.likelihoods.weights import weighed_targets
-from posthoc_uq.methods.mean_field import MeanField
+from posthoc_uq.methods.mean_field import MeanField, gaussian_divergence
 from posthoc_uq.methods.task import Task
 from posthoc_uq.methods.trained import (
     batches_of,
@@ -148,33 +148,6 @@ def kl_weight(halvings: int, floor: float = 0.0) -> float:
     ``2^(M - l) / 2^(M - 1)`` for ``l = halvings + 1``, without its large numbers.
     """
     return max(2.0**-halvings, floor)
-
-
-def gaussian_divergence(
-    means: Mapping[str, Tensor],
-    log_variances: Mapping[str, Tensor],
-    variances: Mapping[str, Tensor],
-    prior_means: Mapping[str, Tensor],
-    precision: float,
-) -> Tensor:
-    """``KL(N(mu, diag sigma^2) || N(mu_p, I / tau))`` in nats, a scalar.
-
-    ``1/2 sum(tau (sigma^2 + (mu - mu_p)^2) - 1 - log(tau sigma^2))``.
-
-    Args:
-        means: mu, by parameter; those without a variance are certain, and have no prior.
-        log_variances: of the weights.
-        variances: their exponentials.
-        prior_means: those of ``mu_p`` that are not zero.
-        precision: tau.
-    """
-    parts: list[Tensor] = []
-    for name, variance in variances.items():
-        mean = means[name]
-        moved = mean - prior_means[name] if name in prior_means else mean
-        spread = variance.sum() + moved.square().sum()
-        parts.append(precision * spread - log_variances[name].sum() - mean.numel() * (1 + log(precision)))
-    return 0.5 * torch.stack(parts).sum()
 
 
 class MomentObjective(Objective):
@@ -411,7 +384,7 @@ class UTVI(MomentOptions, Training[MomentObjective]):
     name: ClassVar[str] = _METHOD_NAME
     block_kinds: ClassVar[tuple[str, ...]] = ("mean_field",)
     tunable: ClassVar[frozenset[str]] = frozenset({"scale", "noise_scale", "temperature"})
-    prior_precision: Positive | None = None
+    prior_precision: Magnitude | None = None
 
     @property
     def head(self) -> str:

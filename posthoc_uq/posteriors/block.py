@@ -14,7 +14,8 @@ from torch import Tensor
 
 from posthoc_uq.core.devices import as_double
 from posthoc_uq.core.errors import CorruptPosteriorError, PosthocUQError
-from posthoc_uq.core.records import LARGEST, Record
+from posthoc_uq.core.options import LARGEST
+from posthoc_uq.core.records import Record
 from posthoc_uq.posteriors.covariance import CovarianceForm, RowCovariance
 
 # What a tensor must be: blocks declare it for theirs, and files and checkpoints are checked by it.
@@ -499,17 +500,6 @@ def _register(cls: type[Block]) -> None:
             f"{registered.__qualname__} is already; give it another kind."
         )
     BLOCKS[cls.kind] = cls
-
-
-@contextmanager
-def kinds_restored() -> Generator[None]:
-    """For temporary classes of blocks: at its end the registry is what it was before."""
-    registered = dict(BLOCKS)
-    try:
-        yield
-    finally:
-        BLOCKS.clear()
-        BLOCKS.update(registered)
 
 
 def largest_of(*tensors: Tensor) -> float:

@@ -24,7 +24,8 @@ from torch import Tensor
 
 from posthoc_uq.core.devices import as_double
 from posthoc_uq.core.numerics import CHUNK, cholesky, contracted_pairs, pair_index, pairs, solved_plus_one
-from posthoc_uq.core.records import Natural, Record
+from posthoc_uq.core.options import Natural
+from posthoc_uq.core.records import Record
 from posthoc_uq.posteriors.block import (
     Block,
     Factor,

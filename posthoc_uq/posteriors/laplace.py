@@ -12,7 +12,8 @@ from torch import Tensor
 from posthoc_uq.core.devices import as_double, host_double
 from posthoc_uq.core.errors import CorruptPosteriorError, NonFiniteError
 from posthoc_uq.core.numerics import cholesky, eigh_descending, positive_part
-from posthoc_uq.core.records import Count, Record
+from posthoc_uq.core.options import Count
+from posthoc_uq.core.records import Record
 from posthoc_uq.posteriors.block import (
     Block,
     Factor,

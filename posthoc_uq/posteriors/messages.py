@@ -17,7 +17,8 @@ from torch import Tensor
 from posthoc_uq.core.devices import as_double
 from posthoc_uq.core.errors import NonFiniteError
 from posthoc_uq.core.numerics import cholesky
-from posthoc_uq.core.records import Count, Record
+from posthoc_uq.core.options import Count
+from posthoc_uq.core.records import Record
 from posthoc_uq.posteriors.block import (
     Block,
     Factor,

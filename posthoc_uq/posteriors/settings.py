@@ -16,9 +16,8 @@ from torch import Tensor
 
 from posthoc_uq.core.devices import as_double
 from posthoc_uq.core.errors import PosthocUQError, warn_user
-from posthoc_uq.core.options import Positive, Unit, check_option, did_you_mean
+from posthoc_uq.core.options import LARGEST, Magnitude, Temperature, Unit, check_option, did_you_mean
 from posthoc_uq.layers.layer import Layer
-from posthoc_uq.posteriors.block import LARGEST
 from posthoc_uq.posteriors.referral import rule_of
 
 # What a posterior remembers besides its blocks: what the fit saw of the data, and the posterior's history.
@@ -143,7 +142,7 @@ class About:
 
     Attributes:
         label: its name in reports and histories.
-        kind: type of the number that may be set; a file holds a little less (`posthoc_uq.files.records.Settings`).
+        kind: type of the number, in Python and in files.
         lacking: why a posterior may be without it, in words.
         by_layer: whether it may have a number for each layer.
         of_weights: whether the covariance of the weights depends on it.
@@ -171,10 +170,10 @@ class Hyperparameters:
     `ABOUT` has the facts about each, by its name.
     """
 
-    scale: float = field(metadata=_about("scale", Positive, "its draws follow no scale"))
+    scale: float = field(metadata=_about("scale", Magnitude, "its draws follow no scale"))
     prior_precision: float | LayerPriors = field(
         default=1.0,
-        metadata=_about("prior precision", Positive, "no prior enters its weights", by_layer=True),
+        metadata=_about("prior precision", Magnitude, "no prior enters its weights", by_layer=True),
     )
     residual_weight: float = field(
         default=1.0,
@@ -183,14 +182,14 @@ class Hyperparameters:
     noise_scale: float = field(
         default=1.0,
         metadata=_about(
-            "noise scale", Positive, "its likelihood has no noise", of_outputs=True, reported="never"
+            "noise scale", Magnitude, "its likelihood has no noise", of_outputs=True, reported="never"
         ),  # the noise variance is reported in its place
     )
     temperature: float = field(
         default=1.0,
         metadata=_about(
             "temperature",
-            Positive,
+            Temperature,
             "it divides logits, and this likelihood's outputs are none",
             of_weights=False,
             of_outputs=True,
@@ -408,7 +407,7 @@ class Adjustable:
 
     def _by_layer(self, name: str, value: Mapping[str, Any]) -> LayerPriors:
         priors = {
-            str(layer): check_option(f"{name} of layer '{layer}'", number, Positive)
+            str(layer): check_option(f"{name} of layer '{layer}'", number, Magnitude)
             for layer, number in value.items()
         }
         if priors.keys() != self.layers.keys():

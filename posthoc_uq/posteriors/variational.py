@@ -16,7 +16,8 @@ from torch import Tensor
 
 from posthoc_uq.core.devices import as_double
 from posthoc_uq.core.errors import CorruptPosteriorError, PosthocUQError
-from posthoc_uq.core.records import Count, Natural, Record
+from posthoc_uq.core.options import Count, Natural
+from posthoc_uq.core.records import Record
 from posthoc_uq.posteriors.block import (
     Block,
     Factor,

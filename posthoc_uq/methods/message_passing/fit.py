@@ -18,7 +18,7 @@ from torch import Tensor
 from posthoc_uq.core.devices import as_double, placed
 from posthoc_uq.core.distributed import world
 from posthoc_uq.core.errors import NonFiniteError, PosthocUQError, UnsupportedLayerError, warn_user
-from posthoc_uq.core.options import Count, Positive
+from posthoc_uq.core.options import Count, Magnitude
 from posthoc_uq.core.randomness import mixed_seed
 from posthoc_uq.curvature.features import FeatureSource, find_features
 from posthoc_uq.layers.layer import Layer
@@ -759,7 +759,7 @@ class MessagePassing(Method):
     posterior: Literal["diagonal", "full"] = "diagonal"
     signal: Literal["auto", "softargmax", "argmax"] = "auto"
     prior: Literal["zero", "spectral", "pretrained"] | None = None
-    prior_precision: Positive | None = None
+    prior_precision: Magnitude | None = None
     epochs: Count | None = None
     batch_size: Count = 320
     regularize: bool = False
