@@ -999,10 +999,8 @@ def _head(
             f"--{stray} is for {' and '.join(owners)} (--head {owners[-1]}), and this is {name}."
         )
     kinds = get_type_hints(head_class(name).__init__, include_extras=True)
-    for (
-        own,
-        value,
-    ) in head.options.items():  # before a search, which has draws of its own, keeps them in the file
+    # now, since a search keeps them in the file, and has draws of its own
+    for own, value in head.options.items():
         try:
             check_option(own, value, kinds[own])
         except PosthocUQError as error:
