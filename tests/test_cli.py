@@ -1448,6 +1448,15 @@ def test_another_file_is_written_over_with_force_alone(desk: Path, tmp_path: Pat
     assert other.read_text().startswith("file,mean,")
 
 
+def test_a_figure_has_the_ending_of_one(desk: Path, tmp_path: Path) -> None:
+    command = ["monitor", desk / "of_data.csv", "--reference", desk / "of_held.csv", "-o"]
+    line = misuse(*command, tmp_path / "d.txt")
+    assert "a figure is .png, .svg or .pdf" in line and not list(tmp_path.iterdir())
+    for name, start in (("d", b"\x89PNG"), ("d.PDF", b"%PDF")):
+        run(*command, tmp_path / name)
+        assert (tmp_path / name).read_bytes().startswith(start)
+
+
 def test_two_outputs_are_two_files(desk: Path, tmp_path: Path) -> None:
     command = ["evaluate", desk / "p.h5", desk / "held.csv", *_line(desk), "--report"]
     said = failure(*command, tmp_path / "Page.html", "--csv", tmp_path / "page.html")

@@ -23,9 +23,9 @@ from torch.utils.data import DataLoader, DistributedSampler
 
 import posthoc_uq as uq
 from posthoc_uq.cli.data import load_data
-from posthoc_uq.cli.images import FolderImages, ImageLoader, Trouble, image_files
+from posthoc_uq.cli.images import FolderImages, ImageLoader, Trouble, WrappedImages, image_files, opened_image
 from posthoc_uq.cli.labels import folder_labels, read_map, read_names
-from posthoc_uq.cli.models import TrainedModel, read_state
+from posthoc_uq.cli.models import TrainedModel, imported, read_state
 from posthoc_uq.cli.options import Data
 from posthoc_uq.cli.posterior_file import Meaning
 from posthoc_uq.cli.transforms import Preprocessing
@@ -182,6 +182,32 @@ class TestTroubles:
             images = FolderImages(str(folder), image_files(str(folder)), None, own)
             loader = ImageLoader(images, 4, 0, skip=True)
             assert words in complaint(lambda loader=loader: list(loader))
+
+    def test_memory_that_runs_out_is_no_fault_of_a_file(self, folder: Path, tmp_path: Path) -> None:
+        def full(*_: Any) -> Any:
+            raise torch.OutOfMemoryError("out of memory")
+
+        class Full(nn.Module):
+            forward = full
+
+        class Items(list[Any]):
+            __getitem__ = full
+
+        path, module = str(folder / "cat" / "0.png"), tmp_path / "full.py"
+        module.write_text("raise MemoryError\n")
+        own = Preprocessing(3).transform().__class__(full, "RGB", "own")
+        images = FolderImages(str(folder), image_files(str(folder)), None, own)
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(Image.Image, "convert", full)
+            for work in (
+                lambda: opened_image(path, "L", 1),
+                lambda: images[0],
+                lambda: WrappedImages(Items([1]), False, own)[0],
+                lambda: TrainedModel(Full(), "x:y", own).run(torch.ones(1)),
+                lambda: imported(f"{module}:net"),
+            ):
+                with pytest.raises((MemoryError, torch.OutOfMemoryError)):
+                    work()
 
     def test_batches_of_nothing_are_left_out(self, folder: Path) -> None:
         for number in range(4):

@@ -875,6 +875,9 @@ def monitor(
     from posthoc_uq.deployment import drift_figure, drift_table, drifts, newest, read_scores
     from posthoc_uq.files.atomic import checked_target, remove_leftovers, replacing
 
+    kind = "png" if output is None else os.path.splitext(output)[1].lstrip(".").lower() or "png"
+    if kind not in ("png", "svg", "pdf"):
+        raise WrongUsage(f"--output: a figure is .png, .svg or .pdf, and '{output}' is none of them.")
     incoming, held_out = read_scores(file, last), read_scores(reference)
     found = drifts(incoming, held_out, window)
     if output is not None:
@@ -882,7 +885,7 @@ def monitor(
         remove_leftovers(target)
         with replacing(target) as opened:
             figure = drift_figure(incoming, held_out, window)
-            figure.savefig(opened, format=target.suffix.lstrip(".") or "png")
+            figure.savefig(opened, format=kind)
     newest_tests = newest(found)
     alarms = [test.score for test in newest_tests if test.alarm]
     verdict = "no sign of drift" if newest_tests else "too few for a test"
@@ -1001,7 +1004,8 @@ def _head(
             f"--{stray} is for {' and '.join(owners)} (--head {owners[-1]}), and this is {name}."
         )
     kinds = get_type_hints(head_class(name).__init__, include_extras=True)
-    for own, value in head.options.items():  # before a search, which has draws of its own, keeps them in the file
+    # now, since a search keeps them in the file, and has draws of its own
+    for own, value in head.options.items():
         try:
             check_option(own, value, kinds[own])
         except PosthocUQError as error:

@@ -19,7 +19,7 @@ from posthoc_uq.cli.options import Data
 from posthoc_uq.cli.posterior_file import Meaning
 from posthoc_uq.cli.tables import as_it_is, is_table, read_table
 from posthoc_uq.core.distributed import world
-from posthoc_uq.core.errors import PosthocUQError
+from posthoc_uq.core.errors import PosthocUQError, out_of_memory
 from posthoc_uq.core.options import did_you_mean
 
 _SPLIT = re.compile(r"^([A-Za-z_]\w*)?(?:\[(-?\d+)?:(-?\d+)?\])?$")
@@ -157,6 +157,8 @@ def _torchvision(spec: str, split: str | None, reading: Data) -> Any:
     except (
         Exception
     ) as error:  # of the files, the network or the arguments, each library class in its own way
+        if out_of_memory(error):
+            raise
         reason = " ".join(str(error).split()).split("You can use download=True")[0].strip()
         raise PosthocUQError(
             f"'{spec}' cannot be read from '{reading.data_root}' ({reason.rstrip('.')}); see --data_root, --split and "

@@ -19,7 +19,7 @@ from posthoc_uq.cli.models import TrainedModel
 from posthoc_uq.cli.options import Data
 from posthoc_uq.cli.posterior_file import IGNORED, NAMES, Meaning
 from posthoc_uq.cli.transforms import ImageTransform
-from posthoc_uq.core.errors import PosthocUQError
+from posthoc_uq.core.errors import PosthocUQError, out_of_memory
 from posthoc_uq.core.paths import (
     IMAGE_ENDINGS,
     IMAGE_FORMATS,
@@ -84,6 +84,8 @@ def opened_image(path: str, mode: str | None, shorter: int) -> Image.Image | Tro
     except UnidentifiedImageError:
         return Trouble(path, f"not in an image format that is read: {', '.join(IMAGE_FORMATS)}.")
     except Exception as error:  # decoders raise many types for damaged files
+        if out_of_memory(error):
+            raise
         return Trouble(path, f"{_words(error)}.")
 
 
@@ -92,6 +94,8 @@ def _transformed(image: Any, label: Any, index: int, name: str, transform: Image
     try:
         tensor: Any = transform(image)
     except Exception as error:  # a user's transform may raise anything
+        if out_of_memory(error):
+            raise
         return Trouble(name, f"the transform fails on it: {_words(error)}.", readable=True)
     if not isinstance(tensor, Tensor):
         return Trouble(name, f"the transform gives a {type(tensor).__name__}, not a tensor.", readable=True)
@@ -222,6 +226,8 @@ class WrappedImages(Dataset[Any]):
             with only_image_formats():  # data sets open their files themselves
                 item = self._dataset[index]
         except Exception as error:  # decoders raise many types for damaged files
+            if out_of_memory(error):
+                raise
             return Trouble(name, f"{_words(error)}.")
         image = item[0] if isinstance(item, (tuple, list)) else item
         return _transformed(image, item[1] if self._labelled else None, index, name, self._transform)

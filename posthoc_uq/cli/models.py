@@ -21,7 +21,7 @@ from torch import Tensor, nn
 from posthoc_uq.cli.options import ModelSource, WrongUsage
 from posthoc_uq.cli.transforms import ImageTransform, needs_arguments, transform_of
 from posthoc_uq.core.devices import usable_device
-from posthoc_uq.core.errors import PosthocUQError
+from posthoc_uq.core.errors import PosthocUQError, out_of_memory
 from posthoc_uq.core.model import bare_name
 from posthoc_uq.core.options import did_you_mean
 from posthoc_uq.core.outputs import output_tensor
@@ -64,6 +64,8 @@ class TrainedModel:
         except PosthocUQError:
             raise
         except Exception as error:  # a user's model may raise anything
+            if out_of_memory(error):
+                raise
             reason = " ".join(str(error).split())[:200]
             raise PosthocUQError(
                 f"The model does not take {kind} of shape {tuple(sample.shape)} ({reason}); {advice}."
@@ -162,7 +164,7 @@ def _fetching(source: ModelSource) -> Generator[None]:
     try:
         yield
     except Exception as error:  # of the network, the hub or the library
-        if not source.pretrained:
+        if out_of_memory(error) or not source.pretrained:
             raise
         reason = str(error).strip().splitlines() or [type(error).__name__]
         raise PosthocUQError(
@@ -204,6 +206,8 @@ def imported(path: str) -> Any:
     except PosthocUQError:
         raise
     except Exception as error:  # the user's code may raise anything
+        if out_of_memory(error):
+            raise
         raise PosthocUQError(
             f"'{where}' could not be imported: {type(error).__name__}: {error} (--debug shows where.)"
         ) from error

@@ -31,7 +31,7 @@ from posthoc_uq.core.paths import check_regular
 _SHORT = {"output": ("-o",), "quiet": ("-q",)}
 _DEFAULTS = {"method": "inf", "likelihood": "classification", "head": None}
 _SHARED = {"head": ("seed",)}  # what comes from the command's own option
-_WHOLE = ("target", "columns")  # whose names may have commas: they are split where the table's header is known
+_WHOLE = ("target", "columns")  # names that may have commas, and are split where a header is known
 _TRUTHS = {"true": "true", "yes": "true", "false": "false", "no": "false"}
 _MARKS = re.compile(r"``\"?([^`\"]*)\"?``|`([^`]*)`|\*\*")
 _NUMBERS = {int: "a whole number", float: "a number", bool: "true or false", torch.dtype: "a number format"}

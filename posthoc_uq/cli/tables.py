@@ -227,7 +227,7 @@ class _Reader:
                 reason = " ".join(str(error).split()).removeprefix("Error tokenizing data. C error: ")
                 raise PosthocUQError(f"The table '{self.path}' is no CSV: {reason.rstrip('.')}.") from None
         frame.index = self._lines
-        frame = frame[frame.index > 0]
+        frame = frame.drop(index=0, errors="ignore")
         if not len(frame):
             raise PosthocUQError(f"'{self.path}' has no rows below its header.")
         return frame
