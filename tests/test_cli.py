@@ -376,7 +376,9 @@ def test_messages_name_options_of_the_command() -> None:
     assert _in_options(text, running) == "likelihood=uq.Mine(), --layers last (colour=3)."
     assert _in_options(text, [Command(commands.inspect, [])]) == _in_options(text, []) == text
     advice = "uq.tune(posterior, loader, criterion='faithful', head='moments')"
-    assert _in_options(advice, running) == "posthoc-uq tune FILE --data DATA --criterion faithful --head moments"
+    assert (
+        _in_options(advice, running) == "posthoc-uq tune FILE --data DATA --criterion faithful --head moments"
+    )
 
 
 # The reference in the documents.

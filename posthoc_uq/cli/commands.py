@@ -406,7 +406,9 @@ def _tuning_in_words(facts: Mapping[str, Any]) -> str:
         f"{name}: {value:.5g}" if isinstance(value, float) else f"{name}: {value}" for name, value in values
     ]
     if facts["criterion"] == "evidence":
-        lines.append("by the evidence, whose predictions may be too cautious: evaluate them, or tune with --data")
+        lines.append(
+            "by the evidence, whose predictions may be too cautious: evaluate them, or tune with --data"
+        )
     if facts["validation NLL"] is not None:
         alone = facts["model alone"]
         beside = "" if alone is None else f" (the model alone {alone:.4g})"
