@@ -27,7 +27,7 @@ from posthoc_uq.cli.images import FolderImages, ImageLoader, Trouble, WrappedIma
 from posthoc_uq.cli.labels import folder_labels, read_map, read_names
 from posthoc_uq.cli.models import TrainedModel, imported, read_state
 from posthoc_uq.cli.options import Data
-from posthoc_uq.cli.posterior_file import Meaning
+from posthoc_uq.cli.posterior_file import DatasetInfo
 from posthoc_uq.cli.transforms import Preprocessing
 from posthoc_uq.core.distributed import own_samples, sampler_of
 from posthoc_uq.core.paths import IMAGE_ENDINGS
@@ -54,9 +54,9 @@ def read(
     network = net() if channels == 3 else nn.Conv2d(1, 3, 3)
     model = model or TrainedModel(network, "x:y", Preprocessing(channels).transform())
     reading = Data(**({"split": part, "batch_size": 4, "workers": 0} | given))
-    meaning = Meaning(likelihood or uq.Categorical())
+    info = DatasetInfo(likelihood or uq.Categorical())
     settings: dict[str, Any] = {"labels": labels, "split": split, "numbered": numbered, "skip": skip}
-    return load_data(str(spec), model, reading, meaning, **settings)
+    return load_data(str(spec), model, reading, info, **settings)
 
 
 def complaint(work: Any) -> str:

@@ -158,7 +158,7 @@ def fit(
 
         from posthoc_uq.cli.data import load_data
         from posthoc_uq.cli.models import trained_model
-        from posthoc_uq.cli.posterior_file import Meaning, facts_of, image_facts
+        from posthoc_uq.cli.posterior_file import DatasetInfo, facts_of, image_facts
         from posthoc_uq.core.distributed import raise_on_any_error, rank, world
         from posthoc_uq.files import save
         from posthoc_uq.fitting.fit import fit, takes_layers
@@ -169,19 +169,19 @@ def fit(
         if takes_layers(str(method.name)) and arguments["layers"] in ("all", "last"):
             how = replace(method, options={"layers": arguments["layers"]} | method.options)
         chosen = likelihood.make(LIKELIHOODS[name])
-        fitting, meaning = how.make(METHODS[str(method.name)]), Meaning(chosen)
-        if not meaning.labels and os.path.isdir(data):
+        fitting, info = how.make(METHODS[str(method.name)]), DatasetInfo(chosen)
+        if not info.labels and os.path.isdir(data):
             kind = "regression" if name == "regression" else repr(name)
             raise PosthocUQError(
                 f"A {kind} needs targets that are numbers, and the folder '{data}' has images alone; give the data as "
                 f"package.module:function."
             )
         model = trained_model(source)
-        loaded = load_data(data, model, reading, meaning, labels=not unlabelled, split="train", divided=True)
+        loaded = load_data(data, model, reading, info, labels=not unlabelled, split="train", divided=True)
         val_loader: Iterable[Any] | None = None
         if val_data is not None:
-            part, meaning = replace(reading, split=val_split, limit=None), replace(meaning, kept=loaded.kept)
-            held_out = load_data(val_data, model, part, meaning, labels=True, split="val")
+            part, info = replace(reading, split=val_split, limit=None), replace(info, kept=loaded.kept)
+            held_out = load_data(val_data, model, part, info, labels=True, split="val")
             if not held_out.labelled:
                 raise PosthocUQError(f"Held-out data need labels, and '{val_data}' has no class folders.")
             val_loader = held_out.loader
@@ -317,7 +317,7 @@ def tune(
     )
 
     from posthoc_uq.cli.data import load_data
-    from posthoc_uq.cli.posterior_file import meaning_of, opened, rewrite, stored_dtype
+    from posthoc_uq.cli.posterior_file import dataset_info, opened, rewrite, stored_dtype
     from posthoc_uq.fitting.tune import tune as tune_posterior
     from posthoc_uq.heads.moments import MomentsPredictor
     from posthoc_uq.heads.referral import Referral as ReferralRule
@@ -328,7 +328,7 @@ def tune(
     model, posterior = opened(file, source)
     loaded = None
     if data is not None:
-        loaded = load_data(data, model, reading, meaning_of(posterior), labels=labels, split="val")
+        loaded = load_data(data, model, reading, dataset_info(posterior), labels=labels, split="val")
         if labels and not loaded.labelled:
             raise PosthocUQError(
                 f"Tuning needs labels, and '{data}' has no class folders; or give --no-search, or --criterion faithful."
@@ -500,14 +500,14 @@ def predict(
 
     from posthoc_uq.cli.data import load_data
     from posthoc_uq.cli.outputs import Maps, PredictionTable, text_file
-    from posthoc_uq.cli.posterior_file import meaning_of, opened, output_names
+    from posthoc_uq.cli.posterior_file import dataset_info, opened, output_names
     from posthoc_uq.core.batches import Bar, BatchReader, batches
     from posthoc_uq.core.randomness import isolated_random_state
 
     model, posterior = opened(file, source)
-    meaning = meaning_of(posterior)
+    info = dataset_info(posterior)
     loaded = load_data(
-        data, model, reading, meaning, labels=False, split="test", numbered=True, skip=skip_unreadable
+        data, model, reading, info, labels=False, split="test", numbered=True, skip=skip_unreadable
     )
     drawn = None if maps is None else Maps(maps)
     if drawn is not None:
@@ -631,19 +631,19 @@ def evaluate(
     foreign = _named_data(ood or [])
 
     from posthoc_uq.cli.data import load_data
-    from posthoc_uq.cli.posterior_file import meaning_of, opened, output_names, rewrite, stored_dtype
+    from posthoc_uq.cli.posterior_file import dataset_info, opened, output_names, rewrite, stored_dtype
     from posthoc_uq.evaluation import evaluate as evaluate_models
     from posthoc_uq.posteriors.referral import rule_of
 
     model, posterior = opened(file, source)
-    meaning = meaning_of(posterior)
-    loaded = load_data(data, model, reading, meaning, labels=True, split="test")
+    info = dataset_info(posterior)
+    loaded = load_data(data, model, reading, info, labels=True, split="test")
     if not loaded.labelled:
         raise PosthocUQError(f"An evaluation needs labels, and '{data}' has no class folders.")
-    meaning = replace(meaning, kept={**meaning.kept, **loaded.kept})
+    info = replace(info, kept={**info.kept, **loaded.kept})
     plain = replace(reading, split=None, target=[], columns=[], ignore_index=None)
     ood_loaders = {
-        name: load_data(spec, model, plain, meaning, labels=False, split="test").loader
+        name: load_data(spec, model, plain, info, labels=False, split="test").loader
         for name, spec in foreign.items()
     }
     predictor = _predictor(model, posterior, head, seed)
@@ -734,12 +734,12 @@ def update(
         unlabelled: leave class folders aside: the model's own labels suffice.
     """
     from posthoc_uq.cli.data import load_data
-    from posthoc_uq.cli.posterior_file import meaning_of, opened, rewrite
+    from posthoc_uq.cli.posterior_file import dataset_info, opened, rewrite
     from posthoc_uq.fitting.update import update as update_posterior
     from posthoc_uq.posteriors.report import described_changes
 
     model, posterior = opened(file, source)
-    loaded = load_data(data, model, reading, meaning_of(posterior), labels=not unlabelled, split="train")
+    loaded = load_data(data, model, reading, dataset_info(posterior), labels=not unlabelled, split="train")
     before = posterior.evidence.samples
     posterior = update_posterior(posterior, loaded.loader, remove=remove, progress=_progress(console))
     # in full precision: a few samples among many are less than a half format resolves

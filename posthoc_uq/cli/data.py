@@ -16,7 +16,7 @@ from torch.utils.data import DataLoader, Dataset, DistributedSampler, IterableDa
 from posthoc_uq.cli.images import ImageLoader, Trouble, WrappedImages, read_folder
 from posthoc_uq.cli.models import TrainedModel, imported, is_import_path
 from posthoc_uq.cli.options import Data
-from posthoc_uq.cli.posterior_file import Meaning
+from posthoc_uq.cli.posterior_file import DatasetInfo
 from posthoc_uq.cli.tables import as_it_is, is_table, read_table
 from posthoc_uq.core.distributed import world
 from posthoc_uq.core.errors import PosthocUQError, out_of_memory
@@ -60,7 +60,7 @@ def load_data(
     spec: str,
     model: TrainedModel,
     reading: Data,
-    meaning: Meaning,
+    info: DatasetInfo,
     *,
     labels: bool,
     split: str,
@@ -75,7 +75,7 @@ def load_data(
             set or loader.
         model: whose transform images go through.
         reading: the options.
-        meaning: of the outputs, and what the posterior's file keeps of its data.
+        info: of the outputs, and what the posterior's file keeps of its data.
         labels: whether labels are wanted where the data have them.
         split: which part to take where the options do not say.
         numbered: give the items' numbers in the place of labels.
@@ -96,7 +96,7 @@ def load_data(
             raise PosthocUQError(
                 f"--split {reading.split}: the part of a table is a range of its rows, such as [:1000]."
             )
-        table = read_table(spec, model, labels, reading, meaning)
+        table = read_table(spec, model, labels, reading, info)
         rows = _taken(len(table.rows), cut, reading, split, spec)
         picked = table.rows if len(rows) == len(table.rows) else table.rows.part(rows)
         sampler = _sampler(picked, divided)
@@ -107,7 +107,7 @@ def load_data(
             raise PosthocUQError(
                 f"--split {name} is for named data sets; give the folder '{spec}/{name}' itself."
             )
-        folder = read_folder(spec, model, labels, reading, name or split, meaning)
+        folder = read_folder(spec, model, labels, reading, name or split, info)
         loaded = LoadedData(
             [], spec, folder.images.files, folder.labelled, folder.names, numbered, None, folder.kept
         )

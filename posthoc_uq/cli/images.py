@@ -17,7 +17,7 @@ from torch.utils.data import DataLoader, Dataset, Sampler
 from posthoc_uq.cli.labels import folder_labels
 from posthoc_uq.cli.models import TrainedModel
 from posthoc_uq.cli.options import Data
-from posthoc_uq.cli.posterior_file import IGNORED, NAMES, Meaning
+from posthoc_uq.cli.posterior_file import IGNORED, NAMES, DatasetInfo
 from posthoc_uq.cli.transforms import ImageTransform
 from posthoc_uq.core.errors import PosthocUQError, out_of_memory
 from posthoc_uq.core.paths import (
@@ -254,7 +254,7 @@ class Folder:
 
 
 def read_folder(
-    folder: str, model: TrainedModel, labels: bool, reading: Data, part: str, meaning: Meaning
+    folder: str, model: TrainedModel, labels: bool, reading: Data, part: str, info: DatasetInfo
 ) -> Folder:
     """What a folder holds; `part` is the part of the data that the command is about.
 
@@ -265,11 +265,9 @@ def read_folder(
     if _has_masks(folder):
         if labels:
             ignored = (
-                meaning.kept.get(IGNORED, UNLABELLED)
-                if reading.ignore_index is None
-                else reading.ignore_index
+                info.kept.get(IGNORED, UNLABELLED) if reading.ignore_index is None else reading.ignore_index
             )
-            return Folder(_masked(folder, model, ignored, meaning), True, kept={IGNORED: ignored})
+            return Folder(_masked(folder, model, ignored, info), True, kept={IGNORED: ignored})
         folder = os.path.join(folder, IMAGES)
     if os.path.isfile(folder):
         folder, files = os.path.dirname(folder) or ".", [os.path.basename(folder)]
@@ -321,13 +319,13 @@ def _has_masks(folder: str) -> bool:
     return names == {IMAGES, MASKS}
 
 
-def _masked(folder: str, model: TrainedModel, ignored: int, meaning: Meaning) -> MaskedImages:
+def _masked(folder: str, model: TrainedModel, ignored: int, info: DatasetInfo) -> MaskedImages:
     """The images of a folder with their masks.
 
     Raises:
         PosthocUQError: an image without a mask, a mask without an image, or a model that gives no classes of pixels.
     """
-    likelihood = meaning.likelihood
+    likelihood = info.likelihood
     if likelihood.name != "classification":
         raise PosthocUQError(
             f"'{folder}' has masks, which are classes of pixels, and the likelihood is {likelihood.name!r}."

@@ -49,7 +49,7 @@ _HALF = {"float16": torch.float16, "bfloat16": torch.bfloat16}
 
 
 @dataclass(frozen=True)
-class Meaning:
+class DatasetInfo:
     """What targets and outputs mean.
 
     Attributes:
@@ -66,10 +66,10 @@ class Meaning:
         return self.likelihood.classes(2) > 1  # of two outputs, likelihoods of classes have several
 
 
-def meaning_of(posterior: Posterior) -> Meaning:
+def dataset_info(posterior: Posterior) -> DatasetInfo:
     """What a posterior's file says of its data."""
     facts = posterior.history.fit
-    return Meaning(posterior.likelihood, {name: facts[name] for name in _OF_DATA if name in facts})
+    return DatasetInfo(posterior.likelihood, {name: facts[name] for name in _OF_DATA if name in facts})
 
 
 # Written by a fit.

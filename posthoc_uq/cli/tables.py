@@ -16,7 +16,7 @@ from torch.utils.data import Dataset
 from posthoc_uq.cli.labels import read_map
 from posthoc_uq.cli.models import TrainedModel
 from posthoc_uq.cli.options import Data
-from posthoc_uq.cli.posterior_file import CLASSES, COLUMNS, TARGETS, Meaning
+from posthoc_uq.cli.posterior_file import CLASSES, COLUMNS, TARGETS, DatasetInfo
 from posthoc_uq.core.errors import PosthocUQError
 from posthoc_uq.core.options import did_you_mean
 from posthoc_uq.core.paths import check_regular
@@ -78,25 +78,25 @@ def is_table(spec: str) -> bool:
     return spec.lower().endswith(ENDINGS)
 
 
-def read_table(path: str, model: TrainedModel, labels: bool, reading: Data, meaning: Meaning) -> Table:
+def read_table(path: str, model: TrainedModel, labels: bool, reading: Data, info: DatasetInfo) -> Table:
     """The rows of a table, with targets if `labels` are wanted.
 
     Raises:
         PosthocUQError: no such columns, or a row with something else than finite numbers.
     """
-    reader = _Reader(path, fixed=COLUMNS in meaning.kept)
-    inputs, targets = _columns(reader, reading, meaning.kept, labels)
+    reader = _Reader(path, fixed=COLUMNS in info.kept)
+    inputs, targets = _columns(reader, reading, info.kept, labels)
     wanted = targets if labels else []
-    label = wanted[0] if meaning.labels and len(wanted) == 1 else None
+    label = wanted[0] if info.labels and len(wanted) == 1 else None
     frame = reader.read(label)
     kept: dict[str, Any] = {COLUMNS: inputs} | ({TARGETS: targets} if targets else {})
     x = reader.numbers(frame, inputs)
     model.run(x[0], "a row", _advice(model.model, inputs, reader.fixed))
     if label is not None:
-        y, names = _labels(reader, frame, label, model.outputs(x[0]).shape[-1], reading.class_map, meaning)
+        y, names = _labels(reader, frame, label, model.outputs(x[0]).shape[-1], reading.class_map, info)
         return Table(TableRows(x, y), names, kept if names is None else kept | {CLASSES: names})
-    named = meaning.likelihood.name == "multilabel" or (meaning.labels and len(targets) > 1)
-    names = targets if named else cast("list[str] | None", meaning.kept.get(CLASSES))
+    named = info.likelihood.name == "multilabel" or (info.labels and len(targets) > 1)
+    names = targets if named else cast("list[str] | None", info.kept.get(CLASSES))
     return Table(TableRows(x, reader.numbers(frame, wanted) if wanted else None), names, kept)
 
 
@@ -271,10 +271,10 @@ class _Reader:
 
 
 def _labels(
-    reader: _Reader, frame: Any, label: str, outputs: int, class_map: str | None, meaning: Meaning
+    reader: _Reader, frame: Any, label: str, outputs: int, class_map: str | None, info: DatasetInfo
 ) -> tuple[Tensor, list[str] | None]:
     """The class index of every label, and the names of the classes where labels are no indices."""
-    known = cast("list[str] | None", meaning.kept.get(CLASSES))
+    known = cast("list[str] | None", info.kept.get(CLASSES))
     words = [word.strip() if isinstance(word, str) else "" for word in frame[label]]
     index_of = {} if class_map is None else read_map(class_map)
     missing = {"", *_SAYS_MISSING}.difference(index_of, known or [])
@@ -286,11 +286,11 @@ def _labels(
         names = sorted(index_of, key=lambda name: index_of[name])
         names = names if [index_of[name] for name in names] == list(range(len(names))) else None
     elif known is not None or not all(map(_is_whole, set(words))):
-        names = list(known or _sorted_names(sorted(set(words)), outputs, meaning, reader))
+        names = list(known or _sorted_names(sorted(set(words)), outputs, info, reader))
         index_of = {name: index for index, name in enumerate(names)}
     else:
         index_of, names = {word: int(float(word)) for word in set(words)}, None
-    classes = max(2, meaning.likelihood.classes(outputs))  # of fewer, the library says more
+    classes = max(2, info.likelihood.classes(outputs))  # of fewer, the library says more
     for row, word in enumerate(words):
         if word not in index_of:
             raise PosthocUQError(
@@ -304,11 +304,11 @@ def _labels(
     return torch.tensor([index_of[word] for word in words], dtype=torch.int64, device="cpu"), names
 
 
-def _sorted_names(found: list[str], outputs: int, meaning: Meaning, reader: _Reader) -> list[str]:
+def _sorted_names(found: list[str], outputs: int, info: DatasetInfo, reader: _Reader) -> list[str]:
     """The names of all classes, in the order of the outputs."""
-    classes = meaning.likelihood.classes(outputs)
+    classes = info.likelihood.classes(outputs)
     labels = f"'{reader.path}' has {len(found)} different labels ({_listed(found)})"
-    if meaning.likelihood.name == "ordinal":
+    if info.likelihood.name == "ordinal":
         raise PosthocUQError(
             f"{labels}, whose order is not known; write it, one label a line, into a file for --class_map, or give the "
             f"labels as numbers from 0 on."

@@ -18,7 +18,7 @@ from posthoc_uq.core.errors import NonFiniteError, PosthocUQError
 from posthoc_uq.core.randomness import mix, mixed_seed, sample_keys, share_of
 from posthoc_uq.curvature.statistics import Accumulator, JointFisher
 from posthoc_uq.layers.capture import Capture, LayerGradients, Recording
-from posthoc_uq.layers.operands import CPU_TEMPORARY, Rows, positions_apart, weighted
+from posthoc_uq.layers.operands import CPU_TEMPORARY, Rows, separate_positions, weighted
 from posthoc_uq.layers.proof import count_samples
 from posthoc_uq.likelihoods import Fisher, Gaussian, Likelihood
 from posthoc_uq.likelihoods.weights import SampleWeights, weights_of
@@ -41,7 +41,7 @@ class Picked:
     """
 
     share: float
-    _waiting: list[_Picks] = field(default_factory=lambda: list[_Picks](), init=False)
+    _waiting: list[_SampleBuffer] = field(default_factory=lambda: list[_SampleBuffer](), init=False)
 
     @property
     def waiting(self) -> bool:
@@ -59,7 +59,7 @@ class Picked:
         places = share_of(keys, self.share).nonzero().flatten()
         if not places.shape[0]:
             return
-        picks = _Picks.of(batch, samples, places, keys[places], index)
+        picks = _SampleBuffer.of(batch, samples, places, keys[places], index)
         if self._waiting and (self._count() + len(picks.keys) > samples or not self._waiting[0].joins(picks)):
             yield from self.rest()
         self._waiting.append(picks)
@@ -77,7 +77,7 @@ class Picked:
 
 
 @dataclass
-class _Picks:
+class _SampleBuffer:
     """Samples of one batch.
 
     Attributes:
@@ -95,14 +95,14 @@ class _Picks:
     index: int
 
     @staticmethod
-    def of(batch: Batch, samples: int, places: Tensor, keys: Tensor, index: int) -> _Picks:
+    def of(batch: Batch, samples: int, places: Tensor, keys: Tensor, index: int) -> _SampleBuffer:
         """The samples at `places` of a batch of `samples`."""
         leaves, spec = tree_flatten((batch.args, batch.kwargs, batch.targets, batch.weights))
         counted = [holds_samples(value, samples) for value in leaves]
         cut = [v[places.to(v.device)] if c else v for v, c in zip(leaves, counted, strict=True)]
-        return _Picks(cut, spec, counted, keys, index)
+        return _SampleBuffer(cut, spec, counted, keys, index)
 
-    def joins(self, other: _Picks) -> bool:
+    def joins(self, other: _SampleBuffer) -> bool:
         """Whether one batch can hold both: samples of one shape, and all else the same."""
         if self.spec != other.spec or self.counted != other.counted:
             return False
@@ -117,7 +117,7 @@ def _alike(counted: bool, first: Any, second: Any) -> bool:
     return first.dtype == second.dtype and torch.equal(first, second)
 
 
-def _joined(parts: Sequence[_Picks]) -> Part:
+def _joined(parts: Sequence[_SampleBuffer]) -> Part:
     first, last = parts[0], parts[-1]
     columns = zip(first.counted, *(picks.leaves for picks in parts), strict=True)
     leaves = [torch.cat(values) if counted else values[0] for counted, *values in columns]
@@ -549,7 +549,10 @@ def _feed(
         counts = weights
         if name == apart:
             counts = None if weights is None else weights.repeated(activations.positions)
-            activations, gradients = Rows(positions_apart(activations.rows())), positions_apart(gradients)
+            activations, gradients = (
+                Rows(separate_positions(activations.rows())),
+                separate_positions(gradients),
+            )
         sums[name] = check if name not in sums else sums[name] + check
         for accumulator in accumulators.get(name, ()):
             accumulator.add(activations, gradients, first_pass, counts)

@@ -67,7 +67,7 @@ def _jacobians(model: nn.Module, weights: Weights, batch: Batch, samples: int) -
         parts = [_by_autograd(lambda w, b=one: of_one(w, b.args, b.kwargs), weights) for one in rows]
         return {name: torch.stack([part[name] for part in parts]) for name in weights}
 
-    def together() -> Weights:
+    def in_one_vmap() -> Weights:
         dims = tree_map(
             lambda value: 0 if holds_samples(value, samples) else None, (batch.args, batch.kwargs)
         )
@@ -80,9 +80,9 @@ def _jacobians(model: nn.Module, weights: Weights, batch: Batch, samples: int) -
 
     with PlainAttention():
         try:
-            return together()
+            return in_one_vmap()
         except Exception as error:  # the model's code decides what vmap makes of it
-            check_refused(error, together, one_by_one)
+            check_refused(error, in_one_vmap, one_by_one)
             return one_by_one()
 
 

@@ -117,7 +117,7 @@ def _copying_pays(rows: Tensor, p: int, q: int) -> bool:
     return samples * copied * rows.element_size() <= COPIED or 8 * copied < p * q
 
 
-def positions_apart(rows: Tensor) -> Tensor:
+def separate_positions(rows: Tensor) -> Tensor:
     """Rows ``(samples, groups, positions, size)`` with every position as a sample,
     ``(samples * positions, groups, 1, size)``.
     """

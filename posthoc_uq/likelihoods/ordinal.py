@@ -27,7 +27,7 @@ from posthoc_uq.likelihoods.likelihood import (
 )
 from posthoc_uq.likelihoods.prediction import at_least_float32
 
-_APART = 1e-4  # least distance of neighbouring cumulative logits; a draw's that are nearer, or cross, are moved apart
+_LEAST_DISTANCE = 1e-4  # of neighbouring cumulative logits; a draw's that are nearer, or cross, are moved to it
 
 
 class OrdinalFields(Record):
@@ -145,7 +145,7 @@ class Ordinal(Likelihood):
         outputs = wide(outputs)
         if self.thresholds:
             return outputs.reshape(-1, 1) - host_double(self.thresholds).to(outputs)
-        places = _APART * torch.arange(outputs.shape[1], device=outputs.device)
+        places = _LEAST_DISTANCE * torch.arange(outputs.shape[1], device=outputs.device)
         return (outputs + places).cummin(dim=1).values - places
 
     def _of_labels(self, outputs: Tensor, targets: Tensor) -> Tensor:

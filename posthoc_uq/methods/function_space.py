@@ -40,8 +40,8 @@ FUNCTION_SPACE = "function_space"  # the method's name
 PRIOR_PRECISION = 1.0  # the default
 N_CONTEXT = 32
 N_INDEPENDENT = 16  # context points of an independent prior
-_APART = 10  # a weight that far from the one that belongs to a prior is warned of
-_FIRM = 1e-2  # the function noise from which on a prior by features goes with a large weight
+_FAR_WEIGHT = 10  # a weight that far from the one that belongs to a prior is warned of
+_LARGE_NOISE = 1e-2  # the function noise from which on a prior by features goes with a large weight
 
 
 def _look_at_data(task: Task, context: Context) -> int:
@@ -79,15 +79,15 @@ def _with_weight(options: FunctionSpaceOptions, samples: int, batch: int) -> Fun
     if given is None:
         given = "minibatch" if independent else 1.0
     weight = minibatch if isinstance(given, str) else given
-    if independent and weight * _APART < minibatch:
+    if independent and weight * _FAR_WEIGHT < minibatch:
         warn_user(
             f"An independent prior at divergence_weight={weight:g} says next to nothing beside {samples} samples; "
             f"leave divergence_weight out, which is 'minibatch' (here {minibatch:g}) with this prior."
         )
-    if not independent and weight > _APART and options.noise_share < _FIRM:
+    if not independent and weight > _FAR_WEIGHT and options.noise_share < _LARGE_NOISE:
         warn_user(
             f"A prior by features at divergence_weight={weight:g} and function_noise={options.noise_share:g} costs "
-            f"accuracy and calibration; take divergence_weight=1, a function_noise of {_FIRM:g} or more, or "
+            f"accuracy and calibration; take divergence_weight=1, a function_noise of {_LARGE_NOISE:g} or more, or "
             f"prior='independent'."
         )
     return replace(options, divergence_weight=weight)

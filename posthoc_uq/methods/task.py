@@ -81,7 +81,7 @@ class Task:
             n_samples: labels drawn per sample, where they are drawn.
             joint: whether the Fisher is that of all layers together.
         """
-        samples, positions = None, 1 if joint else self._positions_apart()
+        samples, positions = None, 1 if joint else self._separate_positions()
         if fisher == "auto":
             samples = self.samples_in_all
         likelihood, has_targets = (
@@ -107,7 +107,7 @@ class Task:
             run_on_all_ranks(lambda: own_samples_of(self.loader, reader, batch), "counting the samples")
         )
 
-    def _positions_apart(self) -> int:
+    def _separate_positions(self) -> int:
         """Positions of a sample, where all layers to fit take each as a sample of its own; else 1."""
         if self.features is None or list(self.layers) != [self.settings.by_position]:
             return 1

@@ -373,7 +373,7 @@ _NUMBERS = 2**23  # logits drawn at most, but for one sample
 _LOWEST = -1.5  # decade
 _COARSE, _FINE = 0.25, 0.025
 _WIDER = 0.005  # nats above the least divergence that a wider posterior may be
-_FEW = 128  # of the samples, by which the width is found
+_SEARCH_SAMPLES = 128  # of the samples, by which the width is found
 _NARROW = (-0.5, -1.0, -2.0)  # decades of the variances among which the least divergence is looked for
 _HALVINGS = 4  # of the interval in which the widest posterior lies
 
@@ -423,8 +423,8 @@ def matched(task: Task, layer: Layer, block: MessagesBlock, examples: Examples, 
     def least(width: float) -> float:
         """The least divergence at any temperature."""
         search = {"bounds": (_LOWEST, top), "method": "bounded", "options": {"xatol": _FINE}}
-        found: Any = minimize_scalar(divergence, args=(width, _FEW), **search)
-        return min(float(found.fun), divergence(top, width, _FEW))
+        found: Any = minimize_scalar(divergence, args=(width, _SEARCH_SAMPLES), **search)
+        return min(float(found.fun), divergence(top, width, _SEARCH_SAMPLES))
 
     width = _widest(least)
 
