@@ -27,7 +27,9 @@ from posthoc_uq.likelihoods.likelihood import (
 )
 from posthoc_uq.likelihoods.prediction import at_least_float32
 
-_LEAST_DISTANCE = 1e-4  # of neighbouring cumulative logits; a draw's that are nearer, or cross, are moved to it
+_LEAST_DISTANCE = (
+    1e-4  # of neighbouring cumulative logits; a draw's that are nearer, or cross, are moved to it
+)
 
 
 class OrdinalFields(Record):
