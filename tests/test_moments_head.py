@@ -310,7 +310,7 @@ def test_without_variance_the_plain_network_is_left(name: str) -> None:
         plain = model(x)
         with warnings.catch_warnings():
             warnings.simplefilter("error")  # every fitted layer is used
-            mean, variance, _ = MomentsPredictor(model, posterior_of(model, x, ones, 1e-30, 1e36)).propagate(
+            mean, variance, _ = MomentsPredictor(model, posterior_of(model, x, ones, 1e-30, 1e30)).propagate(
                 x
             )
             uncertain = MomentsPredictor(model, posterior_of(model, x, ones, 1.0, 1e6)).propagate(x)

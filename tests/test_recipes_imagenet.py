@@ -331,7 +331,7 @@ def test_a_trial_without_spread_is_the_network(recipe: Namespace, tmp_path: Path
 def test_a_trial_with_wild_weights_is_not_finite(recipe: Namespace, tmp_path: Path) -> None:
     source = _small()
     posterior = uq.fit(source.model, _batches(), rank=4, prior_precision=1.0, progress=False)
-    options = _options(tmp_path, scales=(1e-42, 1e-41), priors=(1e-38, 1e-37))
+    options = _options(tmp_path, scales=(1e-30, 1e-29), priors=(1e-30, 1e-29))
     batches = [(1e30 * x, y) for x, y in _batches()]
     labels = torch.cat([y for _, y in batches])
     found = recipe.search.tried(source, posterior, 0, batches, labels, options)
