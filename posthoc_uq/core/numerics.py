@@ -28,6 +28,11 @@ CHUNK = 2**20
 """Numbers in a temporary of the contractions of INF."""
 
 
+def all_finite(tensor: Tensor) -> bool:
+    """Whether no number is infinite or NaN. A sum that is finite says so in one pass; only another is looked into."""
+    return bool(torch.isfinite(tensor.sum())) or bool(torch.isfinite(tensor).all())
+
+
 def eigh_descending(gram: Tensor, rows: int | None = None) -> tuple[Tensor, Tensor]:
     """Eigenvalues ``(groups, n)``, largest first and not negative, and eigenvectors ``(groups, n, n)`` of
     symmetric matrices.
@@ -43,7 +48,7 @@ def eigh_descending(gram: Tensor, rows: int | None = None) -> tuple[Tensor, Tens
         NonFiniteError: the matrices are not finite.
     """
     interrupts.check()
-    if not bool(torch.isfinite(gram).all()):
+    if not all_finite(gram):
         raise NonFiniteError(
             "A Gram matrix is not finite, so it has no eigenbasis; check the data and the model's weights."
         )
@@ -123,7 +128,7 @@ def nystrom(sketch: Tensor, test_matrix: Tensor) -> tuple[Tensor, Tensor]:
     Raises:
         NonFiniteError: the sketch is not finite.
     """
-    if not bool(torch.isfinite(sketch).all()):
+    if not all_finite(sketch):
         raise NonFiniteError(
             "The sketch of a Gram matrix is not finite, so it has no eigenbasis; check the data and the weights."
         )

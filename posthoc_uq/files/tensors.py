@@ -13,6 +13,7 @@ from torch import Tensor, nn
 
 from posthoc_uq.core.devices import as_double
 from posthoc_uq.core.errors import CorruptPosteriorError
+from posthoc_uq.core.numerics import all_finite
 from posthoc_uq.files.hdf5 import link_name
 from posthoc_uq.layers.layer import Layer
 from posthoc_uq.posteriors.block import BLOCKS, FAMILIES, Block, Settings, Shape, TensorSpec, largest_of
@@ -149,7 +150,7 @@ def complaint(spec: TensorSpec, tensor: Tensor) -> str | None:
     """What is wrong with the numbers of a tensor, in words, or None."""
     if spec.bits != (tensor.dtype == torch.uint8):
         return "does not hold packed bits" if spec.bits else "holds packed bits in place of numbers"
-    if not bool(torch.isfinite(tensor).all()):
+    if not all_finite(tensor):
         return "holds NaN or infinity"
     if not tensor.numel():
         return None

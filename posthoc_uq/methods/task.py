@@ -14,6 +14,7 @@ from torch import Tensor, nn
 from posthoc_uq.core.batches import Batch
 from posthoc_uq.core.distributed import all_reduce_sum, broadcast, gather, rank, run_on_all_ranks, world
 from posthoc_uq.core.errors import NonFiniteError, PosthocUQError, warn_user
+from posthoc_uq.core.numerics import all_finite
 from posthoc_uq.core.randomness import isolated_random_state
 from posthoc_uq.curvature.features import FeatureSource
 from posthoc_uq.curvature.labels import FisherChoice, own_samples_of, resolve_fisher, samples_in_all
@@ -326,7 +327,7 @@ def checked_finite(results: Tensors, part: str) -> Tensors:
     """
     for layer, tensors in results.items():
         for name, tensor in tensors.items():
-            if not bool(torch.isfinite(tensor).all()):
+            if not all_finite(tensor):
                 raise NonFiniteError(
                     f"The {name.replace('_', ' ')} of '{layer}' ({part}) is not finite: inputs or gradients are too "
                     f"large for {str(tensor.dtype).removeprefix('torch.')}. Bring the inputs to about unit size, or "
