@@ -12,6 +12,7 @@ from torch import Tensor, nn
 
 import posthoc_uq as uq
 from posthoc_uq.core.errors import NonFiniteError
+from posthoc_uq.core.numerics import all_finite
 from posthoc_uq.heads.predictor import checked
 from posthoc_uq.methods import METHODS
 
@@ -203,3 +204,12 @@ def test_an_update_beside_which_all_else_would_be_lost_is_refused(name: str, tmp
         assert after.isfinite().all()
         if name != "message_passing":  # whose sites of such data are not found again
             torch.testing.assert_close(after, before, atol=5e-3, rtol=0)
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32, torch.float64])
+def test_finite_numbers_are_told_from_others_where_their_sum_overflows(dtype: torch.dtype) -> None:
+    largest, infinite = torch.finfo(dtype).max, float("inf")
+    for values in ([], [0.0], [1.0, -2.0], [largest, largest], [-largest, -largest, largest]):
+        assert all_finite(torch.tensor(values, dtype=dtype))
+    for values in ([infinite], [infinite, -infinite], [1.0, float("nan")], [largest, largest, -infinite]):
+        assert not all_finite(torch.tensor(values, dtype=dtype))
