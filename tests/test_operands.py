@@ -14,8 +14,7 @@ from torch.utils._pytree import tree_leaves
 
 from posthoc_uq.curvature import statistics
 from posthoc_uq.curvature.statistics import Plan, Shape, add_squares, plan
-from posthoc_uq.layers import operands
-from posthoc_uq.layers.layer import Geometry, Layer, describe
+from posthoc_uq.layers import Geometry, Layer, describe, operands
 from posthoc_uq.layers.operands import Operand, Patches, Rows, Several, add_patch_gram, chunks
 
 TIGHT = {"rtol": 1e-11, "atol": 1e-11}
@@ -72,6 +71,10 @@ def _cut(padded: Tensor, layer: Layer, kernel: tuple, stride: tuple, dilation: t
     return torch.stack(rows, dim=2)
 
 
+def _patches(x: Tensor, layer: Layer, geometry: Geometry) -> Patches:
+    return Patches(x, layer.kernel, geometry, groups=layer.groups, bias=layer.bias is not None)
+
+
 def _gradients(rows: Tensor, outputs: int) -> Tensor:
     generator = torch.Generator().manual_seed(5)
     samples, groups, positions, _ = rows.shape
@@ -92,11 +95,11 @@ def _operands(name: str) -> list[tuple[Operand, Tensor, int]]:
     layer, geometry, rows, x = _case(name)
     columns = rows.transpose(2, 3).contiguous().transpose(2, 3)
     found: list[tuple[Operand, Tensor, int]] = [
-        (Patches(x, layer, geometry), rows, layer.outputs),
+        (_patches(x, layer, geometry), rows, layer.outputs),
         (Rows(rows), rows, layer.outputs),
         (Rows(columns), rows, layer.outputs),
     ]
-    twice = Several([Patches(x, layer, geometry), Rows(0.5 * rows[:, :, :2])])
+    twice = Several([_patches(x, layer, geometry), Rows(0.5 * rows[:, :, :2])])
     return [*found, (twice, torch.cat([rows, 0.5 * rows[:, :, :2]], dim=2), layer.outputs)]
 
 
@@ -137,7 +140,7 @@ def test_a_large_map_is_correlated_and_a_small_one_unfolded(
         weight = torch.randn(4, 24, 3, 3, generator=generator, dtype=torch.float64)
         layer = describe("layer", "conv2d", ("w", weight), ("b", weight[:, 0, 0, 0]) if bias else None, 1)
         x = torch.randn(3, 24, size, size, generator=generator, dtype=torch.float64)
-        operand = Patches(x, layer, Geometry((1, 1), (1, 1), (1, 1)))
+        operand = _patches(x, layer, Geometry((1, 1), (1, 1), (1, 1)))
         total = torch.zeros(1, layer.inputs, layer.inputs, dtype=torch.float64)
         operand.add_gram(total, 2**24)
         torch.testing.assert_close(
@@ -228,9 +231,8 @@ def test_no_temporary_is_larger_than_the_budget(kind: str) -> None:
     budget = 2**18
     torch.manual_seed(0)
     if kind == "large map":  # one sample unfolded takes 1 MiB
-        weight = torch.randn(8, 8, 3, 3)
-        layer = describe("layer", "conv2d", ("w", weight), None, 1)
-        operand: Operand = Patches(torch.randn(2, 8, 60, 60), layer, Geometry((1, 1), (1, 1), (1, 1)))
+        plain = Geometry((1, 1), (1, 1), (1, 1))
+        operand: Operand = Patches(torch.randn(2, 8, 60, 60), (3, 3), plain)
         groups, positions, inputs, outputs = 1, 3600, 72, 8
     else:
         positions, inputs, outputs = {"many positions": (40, 300, 200), "wide": (15, 900, 300)}.get(

@@ -13,10 +13,12 @@ from torch import Tensor, nn
 from posthoc_uq.core.batches import Batch
 from posthoc_uq.core.errors import PosthocUQError, check_refused
 from posthoc_uq.core.model import replicate
-from posthoc_uq.layers.capture import CallInterceptor, Capture, LayerGradients, Use
+from posthoc_uq.layers.calls import CallInterceptor
+from posthoc_uq.layers.capture import Capture, LayerGradients
 from posthoc_uq.layers.layer import Call, Layer
 from posthoc_uq.layers.operands import CPU_TEMPORARY
 from posthoc_uq.layers.proof import count_samples
+from posthoc_uq.layers.rules import AffineCall
 from posthoc_uq.likelihoods import Likelihood
 
 MOST_FEATURES = 8192  # numbers a sample; up to here their Gram is a small statistic
@@ -100,7 +102,7 @@ def watching(model: nn.Module, layer: Layer) -> Generator[list[Call]]:
         )
     calls: list[Call] = []
 
-    def note(use: Use, _: Tensor) -> None:
+    def note(use: AffineCall, _: Tensor) -> None:
         calls.append(Call(layer, use.input.detach().clone(), use.geometry))
 
     with CallInterceptor({id(weight)}, note, anchored=False):
@@ -166,7 +168,7 @@ def _of_positions(
     twin: nn.Module, layer: Layer, pair: Batch, likelihood: Likelihood | None
 ) -> FeatureSource | None:
     """The source for one row a position, or None where the layer does not give positions their classes."""
-    if likelihood is None or any(size != 1 for size in layer.weight_shape[2:]):
+    if likelihood is None or not layer.pointwise:
         return None
     rows, outputs, grid = _probe(twin, layer, pair, 2, by_position=True)
     layout = likelihood.positions_of(outputs)

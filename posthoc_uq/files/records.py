@@ -28,7 +28,7 @@ from posthoc_uq.files.tensors import (
     slots,
     stored_mean,
 )
-from posthoc_uq.layers.layer import KINDS, Layer, matrix_sides
+from posthoc_uq.layers import RULES, Layer, fits
 from posthoc_uq.likelihoods import LIKELIHOODS, described, likelihood_from_attributes
 from posthoc_uq.likelihoods.prediction import SCORES
 from posthoc_uq.likelihoods.selective import QUANTILES
@@ -97,7 +97,7 @@ NumberOrByLayer = Annotated[
 class LayerRecord(Record):
     """A layer: its parameters' names and the sides of its matrices (`posthoc_uq.layers.layer.Layer`)."""
 
-    kind: Annotated[str, among(KINDS)]
+    kind: Annotated[str, among(RULES)]
     weight: Name
     bias: Name
     groups: Side
@@ -107,8 +107,8 @@ class LayerRecord(Record):
 
     @model_validator(mode="after")
     def _check_sides(self) -> LayerRecord:
-        sides, shape = (self.groups * self.outputs, self.inputs - (self.bias != "")), tuple(self.weight_shape)
-        if len(shape) != KINDS[self.kind] or sides != matrix_sides(self.kind, shape):
+        shape, inputs = tuple(self.weight_shape), self.inputs - (self.bias != "")
+        if not fits(self.kind, shape, self.groups, self.outputs, inputs):
             raise ValueError(
                 f"is of kind {self.kind!r} and has a weight of shape {shape}, which is not {self.groups} matrices of "
                 f"({self.outputs}, {self.inputs})"

@@ -14,7 +14,7 @@ from posthoc_uq.core.errors import PosthocUQError, check_refused
 from posthoc_uq.core.model import jvp
 from posthoc_uq.core.outputs import output_tensor
 from posthoc_uq.core.progress import in_parts
-from posthoc_uq.layers.capture import PlainAttention
+from posthoc_uq.layers.calls import PlainAttention
 from posthoc_uq.layers.frozen import called
 from posthoc_uq.posteriors.posterior import Posterior
 

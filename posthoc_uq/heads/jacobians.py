@@ -1231,7 +1231,7 @@ def position_rows(
     outputs, layer = recording.outputs.detach(), tracked.layer
     if len(calls) != 1 or layer.groups != 1 or layer.outputs != layout.classes(outputs):
         return None
-    if tracked.batch_axis != 0 or any(size != 1 for size in layer.weight_shape[2:]):
+    if tracked.batch_axis != 0 or not layer.pointwise:
         return None
     if grid_of(calls[0]) != layout.positions(outputs) or calls[0].input.shape[0] != outputs.shape[0]:
         return None

@@ -21,8 +21,7 @@ from posthoc_uq.core.progress import tell
 from posthoc_uq.core.randomness import isolated_random_state, mixed_seed
 from posthoc_uq.curvature.features import watching
 from posthoc_uq.heads.predictor import Predictor, divisor_of, summarise
-from posthoc_uq.layers.calls import AffineCalls, WeightMoments, drawn_outputs
-from posthoc_uq.layers.capture import PlainAttention
+from posthoc_uq.layers.calls import AffineCalls, PlainAttention, WeightMoments, drawn_outputs
 from posthoc_uq.layers.frozen import (
     MOST_SHAPES,
     USUAL_PASSES,

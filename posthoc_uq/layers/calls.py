@@ -1,10 +1,11 @@
-"""Calls that apply a weight to an input, attention opened up, outputs drawn by local reparametrisation."""
+"""Calls of a running model that are watched or replaced, and attention opened up so that its calls can be."""
 
 from __future__ import annotations
 
 import types
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass
+from math import sqrt
 from typing import Any
 
 import torch
@@ -12,110 +13,7 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.overrides import TorchFunctionMode
 
-from posthoc_uq.core.numerics import CONVOLUTIONS
-
-# Calls that apply a weight to an input (``linear``, convolutions, matrix products), recognised by their
-# arguments.
-#
-# In ``x @ W`` the weight ``(inputs, outputs)`` is that of a linear layer, transposed: kind ``"matmul"``. ``x
-# @ W.T`` is the same as ``linear``.
-
-_LINEAR = {name: name for name in ("input", "weight", "bias")}
-_CONVOLUTION = {name: name for name in (*_LINEAR, "stride", "padding", "dilation", "groups")}
-_MATMUL = {"input": "input", "other": "weight"}
-_MM = {"input": "input", "mat2": "weight"}
-_ADDMM = {"input": "bias", "mat1": "input", "mat2": "weight"}
-
-# For every function: the names of its parameters in order, each with its role in an affine map.
-_CALLS: dict[Any, tuple[str, dict[str, str]]] = {
-    F.linear: ("linear", _LINEAR),
-    **{function: (f"conv{dims}d", _CONVOLUTION) for dims, function in CONVOLUTIONS.items()},
-    torch.matmul: ("product", _MATMUL),
-    Tensor.matmul: ("product", _MATMUL),
-    Tensor.__matmul__: ("product", _MATMUL),
-    Tensor.__rmatmul__: ("product", {"self": "weight", "other": "input"}),
-    torch.mm: ("product", _MM),
-    Tensor.mm: ("product", _MM),
-    torch.addmm: ("product", _ADDMM),
-    Tensor.addmm: ("product", _ADDMM),
-}
-_NEUTRAL = {"beta": 1, "alpha": 1, "out": None}
-
-
-@dataclass(frozen=True)
-class AffineCall:
-    """One call.
-
-    Attributes:
-        kind: of the layer: ``"linear"``, ``"matmul"`` or a convolution's.
-        input: the tensor that the weight is applied to.
-        weight: as it was given.
-        parameter: the weight itself, or the tensor of which it is the transpose.
-        bias: or None.
-        product: whether it was a product of matrices rather than a layer's own function.
-        options: a convolution's other arguments.
-    """
-
-    kind: str
-    input: Any
-    weight: Tensor
-    parameter: Tensor
-    bias: Any
-    product: bool
-    options: dict[str, Any] = field(default_factory=lambda: dict[str, Any]())
-
-    @property
-    def matrix(self) -> Tensor:
-        """The parameter as ``linear`` takes a weight, outputs first."""
-        return self.parameter.t() if self.kind == "matmul" else self.parameter
-
-
-def affine_call(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> AffineCall | None:
-    """A call of a torch function as an `AffineCall`; None where it is no such call."""
-    known = _CALLS.get(func)
-    if known is None:
-        return None
-    kind, roles = known
-    arguments = dict(zip(roles.values(), args, strict=False))
-    arguments |= {roles.get(name, name): value for name, value in kwargs.items()}
-    input, weight, bias = (
-        arguments.pop("input", None),
-        arguments.pop("weight", None),
-        arguments.pop("bias", None),
-    )
-    if not isinstance(input, Tensor) or not isinstance(weight, Tensor):
-        return None
-    if kind.startswith("conv"):
-        return AffineCall(kind, input, weight, weight, bias, False, arguments)
-    if kind == "linear":
-        parameter = _transposed_of(weight)
-        if parameter is not None:
-            return AffineCall("matmul", input, weight, parameter, bias, True)
-        return AffineCall("linear", input, weight, weight, bias, False)
-    if any(arguments[name] != _NEUTRAL.get(name) for name in arguments):
-        return None
-    with torch._C.DisableTorchFunction():  # pyright: ignore[reportPrivateUsage]
-        if input.ndim < 2 or weight.ndim != 2:
-            return None
-        if bias is not None and (not isinstance(bias, Tensor) or bias.shape != weight.shape[1:]):
-            return None  # the product is added to something that is no bias
-    parameter = _transposed_of(weight)
-    if parameter is not None:
-        return AffineCall("linear", input, weight, parameter, bias, True)
-    return AffineCall("matmul", input, weight, weight, bias, True)
-
-
-def _transposed_of(weight: Tensor) -> Tensor | None:
-    """The matrix that `weight` is the transpose of, if it is a view of one."""
-    with torch._C.DisableTorchFunction():  # pyright: ignore[reportPrivateUsage]
-        base = weight._base
-        if base is None or base.ndim != 2 or weight.ndim != 2:
-            return None
-        transposed = weight.shape == base.shape[::-1] and weight.stride() == base.stride()[::-1]
-        return base if transposed and weight.storage_offset() == base.storage_offset() else None
-
-
-# Multi-head attention whose inner calls a function mode can see: projections, products, a softmax.
+from posthoc_uq.layers.rules import AffineCall, affine_call
 
 
 def _opened() -> Callable[..., Any]:
@@ -133,16 +31,125 @@ def _opened() -> Callable[..., Any]:
 open_attention: Callable[..., Any] = _opened()
 
 
-# Outputs of layers drawn by local reparametrisation, wherever their weights are used (Kingma, Salimans,
-# Welling 2015, "Variational dropout and the local reparameterization trick").
-#
-# For independent weights with means M and variances V the outputs of an affine map are drawn from ``N(M o +
-# E[b], V o^2 + Var[b])``, independently for every sample, output and position. Mean and variance are exact.
+UseHandler = Callable[[AffineCall, Tensor], None]
+
+
+class CallInterceptor(TorchFunctionMode):
+    """Reports every ``linear``, ``conv`` or product whose weight is tracked to `handler`, with the call's output.
+
+    Args:
+        tracked: identities of the parameters to look for.
+        handler: called with the call and its output while the forward pass runs.
+        anchored: whether a backward pass will follow: then only calls with gradients enabled count, and their outputs
+            are made part of the graph.
+    """
+
+    def __init__(self, tracked: set[int], handler: UseHandler, *, anchored: bool = True) -> None:
+        super().__init__()
+        self._tracked = tracked
+        self._handler = handler
+        self._anchored = anchored
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        if func is F.multi_head_attention_forward:
+            with self:
+                return open_attention(*args, **kwargs)
+        output = func(*args, **kwargs)
+        if self._anchored and not torch.is_grad_enabled():
+            return output
+        call = affine_call(func, args, kwargs)
+        if call is not None and id(call.parameter) in self._tracked:
+            if self._anchored and not output.requires_grad:
+                output = _anchor(output)  # the first layer: nothing before it needs a gradient
+            self._handler(call, output)
+        return output
+
+
+class _Anchor(torch.autograd.Function):
+    """Makes a tensor part of the graph, but no leaf, since the model could not change a leaf in place."""
+
+    @staticmethod
+    def forward(ctx: Any, tensor: Tensor, needs_gradient: Tensor) -> Tensor:
+        ctx.mark_dirty(tensor)
+        return tensor
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[None, None]:
+        return None, None
+
+
+def _anchor(tensor: Tensor) -> Tensor:
+    return _Anchor.apply(tensor, torch.empty((), device=tensor.device, requires_grad=True))  # type: ignore[no-any-return]
+
+
+class AffineCalls(TorchFunctionMode):
+    """Replaces the calls of layers, wherever a weight is used, and of chosen torch functions.
+
+    Args:
+        outputs: by the identity of the weight that the running network holds; from a call to its outputs.
+        functions: what runs in place of a torch function.
+
+    Attributes:
+        used: the identities of the weights that were used, once for each use.
+    """
+
+    def __init__(
+        self,
+        outputs: Mapping[int, Callable[[AffineCall], Tensor]],
+        functions: Mapping[Any, Callable[..., Any]] | None = None,
+    ) -> None:
+        super().__init__()
+        self._outputs, self._functions = outputs, functions or {}
+        self.used: list[int] = []
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        if func is F.multi_head_attention_forward:
+            with self:
+                return open_attention(*args, **kwargs)
+        if func in self._functions:
+            return self._functions[func](*args, **kwargs)
+        call = affine_call(func, args, kwargs) if self._outputs else None
+        if call is None or id(call.parameter) not in self._outputs:
+            return func(*args, **kwargs)
+        self.used.append(id(call.parameter))
+        return self._outputs[id(call.parameter)](call)
+
+
+def _attend(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attn_mask: Tensor | None = None,
+    dropout_p: float = 0.0,
+    is_causal: bool = False,
+    scale: float | None = None,
+    enable_gqa: bool = False,
+) -> Tensor:
+    """`F.scaled_dot_product_attention` without dropout, from operations that have forward derivatives."""
+    if enable_gqa:
+        key = key.repeat_interleave(query.shape[-3] // key.shape[-3], -3)
+        value = value.repeat_interleave(query.shape[-3] // value.shape[-3], -3)
+    scores = query @ key.transpose(-2, -1) * (1 / sqrt(query.shape[-1]) if scale is None else scale)
+    if is_causal:
+        attn_mask = torch.ones(scores.shape[-2:], dtype=torch.bool, device=scores.device).tril()
+    if attn_mask is not None and attn_mask.dtype == torch.bool:
+        scores = scores.masked_fill(attn_mask.logical_not(), float("-inf"))
+    elif attn_mask is not None:
+        scores = scores + attn_mask
+    return scores.softmax(-1) @ value
+
+
+class PlainAttention(AffineCalls):
+    """Replaces fused attention, which does not support `vmap` and forward differentiation, by plain operations."""
+
+    def __init__(self) -> None:
+        super().__init__({}, {F.scaled_dot_product_attention: _attend})
+
 
 LEAST_VARIANCE = 1e-16
 """Below it the variance of an output is not taken to its root, whose gradient is infinite at 0."""
-
-_BY_KIND = {f"conv{dims}d": function for dims, function in CONVOLUTIONS.items()}
 
 
 @dataclass(frozen=True)
@@ -162,35 +169,12 @@ class WeightMoments:
     bias_variance: Tensor | None = None
 
 
-class AffineCalls(TorchFunctionMode):
-    """Has given functions compute the outputs of layers, wherever a weight is used.
-
-    Args:
-        outputs: by the identity of the weight that the running network holds; from a call to its outputs.
-
-    Attributes:
-        used: the identities of the weights that were used, once for each use.
-    """
-
-    def __init__(self, outputs: Mapping[int, Callable[[AffineCall], Tensor]]) -> None:
-        super().__init__()
-        self._outputs = outputs
-        self.used: list[int] = []
-
-    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        kwargs = kwargs or {}
-        if func is F.multi_head_attention_forward:
-            with self:
-                return open_attention(*args, **kwargs)
-        call = affine_call(func, args, kwargs)
-        if call is None or id(call.parameter) not in self._outputs:
-            return func(*args, **kwargs)
-        self.used.append(id(call.parameter))
-        return self._outputs[id(call.parameter)](call)
-
-
 def drawn_outputs(call: AffineCall, weights: WeightMoments, generator: torch.Generator) -> Tensor:
-    """A draw of a layer's outputs for given inputs.
+    """A draw of a layer's outputs by local reparametrisation (Kingma, Salimans, Welling 2015, "Variational dropout and
+    the local reparameterization trick").
+
+    For independent weights with means M and variances V the outputs of an affine map are drawn from ``N(M o + E[b],
+    V o^2 + Var[b])``, independently for every sample, output and position. Mean and variance are exact.
 
     Args:
         call: the use of the layer's weight.
@@ -198,20 +182,13 @@ def drawn_outputs(call: AffineCall, weights: WeightMoments, generator: torch.Gen
         generator: on the device of the outputs.
     """
     bias = call.bias if weights.bias_mean is None else weights.bias_mean
-    mean = _applied(call, call.input, weights.mean, bias)
+    mean = call.applied(call.input, weights.mean, bias)
     with torch.autocast(mean.device.type, enabled=False):  # squares leave the range of half precision
         squares = call.input.to(weights.variance).square()
-        variance = _applied(call, squares, weights.variance, weights.bias_variance).clamp(min=LEAST_VARIANCE)
+        variance = call.applied(squares, weights.variance, weights.bias_variance).clamp(min=LEAST_VARIANCE)
     return mean + (variance.sqrt_() * normal(variance, generator)).to(mean)
 
 
 def normal(like: Tensor, generator: torch.Generator) -> Tensor:
     """Standard normals in the shape and the number format of a tensor, on its device."""
     return torch.randn(like.shape, generator=generator, dtype=like.dtype, device=like.device)
-
-
-def _applied(call: AffineCall, input: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
-    """The call with another input, weight and bias."""
-    if call.kind in _BY_KIND:
-        return _BY_KIND[call.kind](input, weight, bias, **call.options)
-    return F.linear(input, weight.t() if call.kind == "matmul" else weight, bias)

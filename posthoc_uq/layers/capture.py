@@ -6,7 +6,7 @@ import threading
 import weakref
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
-from math import prod, sqrt
+from math import prod
 from typing import Any, Literal
 
 import torch
@@ -15,113 +15,15 @@ from backpack import backpack, extend
 from backpack.context import CTX
 from backpack.extensions.firstorder.base import FirstOrderBackpropExtension, FirstOrderModuleExtension
 from torch import Tensor, nn
-from torch.overrides import TorchFunctionMode
 
 from posthoc_uq.core.batches import Batch
 from posthoc_uq.core.errors import UnsupportedLayerError
 from posthoc_uq.core.model import EMBEDDINGS, parameter_names, replicate
 from posthoc_uq.core.outputs import chosen_in
-from posthoc_uq.layers.calls import AffineCall, affine_call, open_attention
-from posthoc_uq.layers.layer import INTERLEAVED, WEIGHTED_MODULES, Call, Geometry, Layer, describe
-from posthoc_uq.layers.operands import Operand, Patches, Rows, Several
-
-# Catching uses of a weight wherever they happen: ``linear``, ``conv`` and products with tracked parameters.
-#
-# This is the other engine beside BackPACK. It follows the parameter, not the module, so it also sees shared
-# modules, tied weights, autocast, weights used through `torch.nn.functional`, and layers whose output is
-# changed in place afterwards.
-
-
-@dataclass
-class Use:
-    """One call of ``linear`` or ``conv`` on a tracked weight, or a product with it.
-
-    Attributes:
-        weight: the parameter itself.
-        product: whether it was a product of matrices.
-    """
-
-    kind: str
-    input: Tensor
-    weight: Tensor
-    bias: Tensor | None
-    geometry: Geometry
-    groups: int
-    product: bool = False
-
-
-UseHandler = Callable[[Use, Tensor], None]
-
-
-class CallInterceptor(TorchFunctionMode):
-    """Reports every ``linear``, ``conv`` or product whose weight is tracked to `handler`, with the call's output.
-
-    Args:
-        tracked: identities of the parameters to look for.
-        handler: called with the use and its output while the forward pass runs.
-        anchored: whether a backward pass will follow: then only calls with gradients enabled count, and their outputs
-            are made part of the graph.
-    """
-
-    def __init__(self, tracked: set[int], handler: UseHandler, *, anchored: bool = True) -> None:
-        super().__init__()
-        self._tracked = tracked
-        self._handler = handler
-        self._anchored = anchored
-
-    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        kwargs = kwargs or {}
-        if func is F.multi_head_attention_forward:
-            with self:
-                return open_attention(*args, **kwargs)
-        output = func(*args, **kwargs)
-        if self._anchored and not torch.is_grad_enabled():
-            return output
-        call = affine_call(func, args, kwargs)
-        if call is not None and id(call.parameter) in self._tracked:
-            use = _use(call)
-            if self._anchored and not output.requires_grad:
-                output = _anchor(output)  # the first layer: nothing before it needs a gradient
-            self._handler(use, output)
-        return output
-
-
-class _Anchor(torch.autograd.Function):
-    """Makes a tensor part of the graph, but no leaf, since the model could not change a leaf in place."""
-
-    @staticmethod
-    def forward(ctx: Any, tensor: Tensor, needs_gradient: Tensor) -> Tensor:
-        ctx.mark_dirty(tensor)
-        return tensor
-
-    @staticmethod
-    def backward(ctx: Any, *gradients: Tensor) -> tuple[None, None]:
-        return None, None
-
-
-def _anchor(tensor: Tensor) -> Tensor:
-    return _Anchor.apply(tensor, torch.empty((), device=tensor.device, requires_grad=True))  # type: ignore[no-any-return]
-
-
-def _use(call: AffineCall) -> Use:
-    options, geometry = call.options, Geometry()
-    if call.kind.startswith("conv"):
-        dims, padding = call.parameter.ndim - 2, options.get("padding", 0)
-        geometry = Geometry(
-            stride=_tuple(options.get("stride", 1), dims),
-            padding=padding if isinstance(padding, str) else _tuple(padding, dims),
-            dilation=_tuple(options.get("dilation", 1), dims),
-        )
-    groups = int(options.get("groups", 1))
-    return Use(call.kind, call.input, call.parameter, call.bias, geometry, groups, call.product)
-
-
-def _tuple(value: Any, dims: int) -> tuple[int, ...]:
-    if isinstance(value, int):
-        return (value,) * dims
-    values = tuple(int(v) for v in value)
-    return values * dims if len(values) == 1 else values
-
+from posthoc_uq.layers.calls import CallInterceptor
+from posthoc_uq.layers.layer import INTERLEAVED, Call, Layer, describe
+from posthoc_uq.layers.operands import Geometry, Operand, Rows, Several
+from posthoc_uq.layers.rules import WEIGHTED_MODULES, AffineCall
 
 # The BackPACK first-order extension that hands over activations and output gradients.
 #
@@ -221,7 +123,7 @@ class LayerGradients:
 
     def norm_bound(self) -> float:
         """An upper bound of the norm of all activations: an input is in at most ``prod(kernel)`` patches."""
-        kernel = prod(self.layer.weight_shape[2:])
+        kernel = prod(self.layer.kernel)
         squares = [
             kernel * float(torch.linalg.vector_norm(call.input.detach().float())) ** 2 for call in self.calls
         ]
@@ -240,18 +142,7 @@ class LayerGradients:
                 f"Layer '{layer.name}' got an input of shape {tuple(x.shape)} for a batch of {self.samples} "
                 f"samples; leave it out with layers=... or unsupported='skip'."
             )
-        x, padding = x.to(dtype), call.geometry.padding
-        pointwise = all(size == 1 for size in layer.weight_shape[2:])
-        if not pointwise or not (isinstance(padding, str) or not any(padding)):
-            return Patches(x, layer, call.geometry)
-        for axis, stride in enumerate(call.geometry.stride):
-            if stride > 1:
-                x = x[(slice(None),) * (axis + 2) + (slice(None, None, stride),)]
-        columns = x.reshape(self.samples, layer.groups, x.shape[1] // layer.groups, -1)
-        if layer.bias is not None:
-            ones = columns.new_ones(1, 1, 1, 1).expand(*columns.shape[:2], 1, columns.shape[3])
-            columns = torch.cat((columns, ones), 2)
-        return Rows(columns.transpose(2, 3))
+        return layer.rule.activations(x.to(dtype), layer, call.geometry)
 
     def _gradients(self, call: Call, dtype: torch.dtype) -> Tensor:
         layer, gradient = call.layer, call.output_gradient
@@ -363,11 +254,11 @@ class Capture:
         Where the outputs are a part of what the model returns, layers that do not reach it are left out.
         """
         names, holders = parameter_names(self.twin), owners(self.twin)
-        seen: dict[int, tuple[TrackedLayer, list[tuple[Use, int, Tensor, int]]]] = {}
+        seen: dict[int, tuple[TrackedLayer, list[tuple[AffineCall, int, Tensor, int]]]] = {}
         part = chosen_in(self.twin) is not None
 
-        def note(use: Use, output: Tensor) -> None:
-            key = id(use.weight)
+        def note(use: AffineCall, output: Tensor) -> None:
+            key = id(use.parameter)
             if key not in seen:
                 seen[key] = (_describe(use, names, holders), [])
             entry = seen.pop(key)
@@ -395,7 +286,7 @@ class Capture:
                 and untouched
                 and not tracked.keep_input
                 and use.input.requires_grad
-                and _is_plain(tracked, len(holders[id(use.weight)]))
+                and _is_plain(tracked, len(holders[id(use.parameter)]))
             ):
                 tracked.engine = "backpack"
         return [tracked for tracked, _ in seen.values()]
@@ -445,15 +336,17 @@ def _nodes_before(outputs: Tensor) -> set[Any]:
     return nodes
 
 
-def _describe(use: Use, names: Mapping[int, str], all_holders: Mapping[int, list[Owner]]) -> TrackedLayer:
+def _describe(
+    use: AffineCall, names: Mapping[int, str], all_holders: Mapping[int, list[Owner]]
+) -> TrackedLayer:
     # where an embedding shares its weight with a layer, the layer comes first
-    holders = sorted(all_holders[id(use.weight)], key=lambda owner: isinstance(owner[2], EMBEDDINGS))
+    holders = sorted(all_holders[id(use.parameter)], key=lambda owner: isinstance(owner[2], EMBEDDINGS))
     module_name, attribute, module = holders[0]
-    weight_name = names[id(use.weight)]
+    weight_name = names[id(use.parameter)]
     bias_name = names.get(id(use.bias)) if use.bias is not None else None
     bias = (bias_name, use.bias) if bias_name is not None and use.bias is not None else None
     name = module_name if attribute == "weight" and module_name else weight_name
-    layer = describe(name, use.kind, (weight_name, use.weight), bias, use.groups)
+    layer = describe(name, use.kind, (weight_name, use.parameter), bias, use.groups)
     shown = tuple((name, type(module).__name__) for name, _, module in holders)
     embeddings = (
         [] if isinstance(module, EMBEDDINGS) else [n for n, _, m in holders if isinstance(m, EMBEDDINGS)]
@@ -522,11 +415,11 @@ class Recording:
                 self._emit([call for call in calls if call.output_gradient is not None])
         self._sink = None
 
-    def _note(self, use: Use, output: Tensor) -> None:
+    def _note(self, use: AffineCall, output: Tensor) -> None:
         watched = self._capture.watched
-        if watched is not None and id(use.weight) == self._watched_id:
+        if watched is not None and id(use.parameter) == self._watched_id:
             self.watched.append(Call(watched, use.input.detach().clone(), use.geometry))
-        tracked = self._hooked.get(id(use.weight))
+        tracked = self._hooked.get(id(use.parameter))
         if tracked is None:
             return
         x = use.input.detach()
@@ -565,44 +458,3 @@ class Recording:
         self._sink(LayerGradients(tracked.layer, list(calls), self._samples, tracked.batch_axis))
         for call in calls:
             call.output_gradient = None
-
-
-# Attention by plain operations, for transforms that torch's fused kernels do not support.
-
-
-def _attend(
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    attn_mask: Tensor | None = None,
-    dropout_p: float = 0.0,
-    is_causal: bool = False,
-    scale: float | None = None,
-    enable_gqa: bool = False,
-) -> Tensor:
-    """`F.scaled_dot_product_attention` without dropout, from operations that have forward derivatives."""
-    if enable_gqa:
-        key = key.repeat_interleave(query.shape[-3] // key.shape[-3], -3)
-        value = value.repeat_interleave(query.shape[-3] // value.shape[-3], -3)
-    scores = query @ key.transpose(-2, -1) * (1 / sqrt(query.shape[-1]) if scale is None else scale)
-    if is_causal:
-        attn_mask = torch.ones(scores.shape[-2:], dtype=torch.bool, device=scores.device).tril()
-    if attn_mask is not None and attn_mask.dtype == torch.bool:
-        scores = scores.masked_fill(attn_mask.logical_not(), float("-inf"))
-    elif attn_mask is not None:
-        scores = scores + attn_mask
-    return scores.softmax(-1) @ value
-
-
-class PlainAttention(CallInterceptor):
-    """Replaces fused attention, which does not support `vmap` and forward differentiation, by plain operations; the
-    base class opens multi-head attention.
-    """
-
-    def __init__(self) -> None:
-        super().__init__(set(), lambda use, output: None)
-
-    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if func is F.scaled_dot_product_attention:
-            return _attend(*args, **(kwargs or {}))
-        return super().__torch_function__(func, types, args, kwargs)

@@ -1,31 +1,77 @@
-"""Weighted layers as matrices: the weights of a layer, and its inputs and output gradients as rows.
+"""Weighted layers as matrices, and what the library knows of a kind of layer.
 
-A Linear or convolution layer is ``groups`` matrices of shape ``(outputs, inputs)``; the bias is the last
-input column, whose activation is the constant 1 (Lee et al. 2020, section 2.1). Sample ``s`` at position
-``t`` has activations ``a`` of length ``inputs`` and output gradients ``g`` of length ``outputs``; the
-per-sample weight gradient is the sum of ``g a^T`` over the positions.
+A layer is ``groups`` matrices of shape ``(outputs, inputs)``; the bias is the last input column, whose activation is
+the constant 1 (Lee et al. 2020, section 2.1). Sample ``s`` at position ``t`` has activations ``a`` of length ``inputs``
+and output gradients ``g`` of length ``outputs``; the per-sample weight gradient is the sum of ``g a^T`` over the
+positions.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from abc import ABC, abstractmethod
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from math import prod
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
+
+from posthoc_uq.layers.operands import Geometry, Operand
 
 # Where the samples are in a linear layer's input: in the first dimension (the rows of a sample together), in the second
 # one, or in the first one with the samples varying fastest, as in the flattened (tokens, samples) rows of multi-head
 # attention.
 BATCH_AXES = (0, 1, INTERLEAVED := -1)
 
-# Number of dimensions of the weight, by the kind of the layer.
-KINDS = {"linear": 2, "matmul": 2, "conv1d": 3, "conv2d": 4, "conv3d": 5}
 
-WEIGHTED_MODULES: tuple[type[nn.Module], ...] = (nn.Linear, nn.Conv1d, nn.Conv2d, nn.Conv3d)
+class LayerRule(ABC):
+    """All that the library knows of a kind of layer. `RULES` has one for each kind; a new kind is one more.
+
+    Attributes:
+        kind: its name, also in files.
+        dimensions: of the weight.
+        input_axis: dimension of the weight along which its input features lie.
+        modules: classes whose own forward pass is one call of the rule's function; BackPACK may serve them.
+        functions: torch functions that apply such a weight, each with its parameters' names in order and their roles:
+            ``"input"``, ``"weight"``, ``"bias"``, or the option's name.
+        convolutional: whether the layer's inputs are ``(samples, channels, *spatial)``.
+    """
+
+    kind: str
+    dimensions: int
+    input_axis: int = 1
+    modules: tuple[type[nn.Module], ...] = ()
+    functions: Mapping[Any, Mapping[str, str]]
+    convolutional: ClassVar[bool] = False
+
+    @abstractmethod
+    def sides(self, shape: tuple[int, ...], groups: int) -> tuple[int, int]:
+        """Outputs of all groups, and inputs of one group without the bias, of a weight of this shape."""
+
+    @abstractmethod
+    def to_matrix(self, weight: Tensor, groups: int) -> Tensor:
+        """Weights ``(*lead, *shape)`` as ``(*lead, groups, outputs, inputs)``."""
+
+    @abstractmethod
+    def to_weight(self, matrix: Tensor, shape: tuple[int, ...]) -> Tensor:
+        """The inverse of `to_matrix`."""
+
+    @abstractmethod
+    def apply(self, input: Tensor, weight: Tensor, bias: Tensor | None, options: Mapping[str, Any]) -> Tensor:
+        """The layer's outputs; `options` are a call's other arguments."""
+
+    def geometry(self, options: Mapping[str, Any]) -> Geometry:
+        """How a call with these options moves its kernel; empty for a linear layer."""
+        return Geometry()
+
+    def activations(self, x: Tensor, layer: Layer, geometry: Geometry) -> Operand:
+        """The activations of a convolutional layer's input ``(samples, channels, *spatial)``."""
+        raise NotImplementedError
+
+
+RULES: dict[str, LayerRule] = {}
+"""The rules by kind; `posthoc_uq.layers.rules` fills it."""
 
 
 @dataclass(frozen=True)
@@ -34,8 +80,8 @@ class Layer:
 
     Attributes:
         name: dotted module name, or the parameter's name where a module holds several weights.
-        kind: ``"linear"``, ``"matmul"`` (``x @ W``, a linear layer whose weight has its inputs first), ``"conv1d"``,
-            ``"conv2d"`` or ``"conv3d"``.
+        kind: the name of its `LayerRule`: ``"linear"``, ``"matmul"`` (``x @ W``, a linear layer whose weight has its
+            inputs first), ``"conv1d"`` to ``"conv3d"``, ``"conv_transpose1d"`` to ``"conv_transpose3d"``.
         weight: name of the weight in ``model.named_parameters()``.
         bias: name of the bias, or None.
         groups: number of blocks; 1 except for grouped convolutions.
@@ -54,9 +100,29 @@ class Layer:
     weight_shape: tuple[int, ...]
 
     @property
+    def rule(self) -> LayerRule:
+        """What the library knows of this kind of layer."""
+        return RULES[self.kind]
+
+    @property
     def convolutional(self) -> bool:
-        """Whether the weight is a convolution's."""
-        return self.kind.startswith("conv")
+        """Whether the weight is a convolution's, transposed or not."""
+        return self.rule.convolutional
+
+    @property
+    def kernel(self) -> tuple[int, ...]:
+        """Sizes of a convolution's kernel; empty for a linear layer."""
+        return self.weight_shape[2:]
+
+    @property
+    def channels(self) -> int:
+        """Input features of one group at one position of the kernel, without the bias."""
+        return (self.inputs - (self.bias is not None)) // prod(self.kernel)
+
+    @property
+    def pointwise(self) -> bool:
+        """Whether an output position sees one input position alone: a linear layer, or a convolution of kernel 1."""
+        return "transpose" not in self.kind and prod(self.kernel) == 1
 
     @property
     def matrix_shape(self) -> tuple[int, int, int]:
@@ -77,23 +143,17 @@ class Layer:
         """Weights ``(*lead, *weight_shape)`` and biases ``(*lead, outputs)`` as ``(*lead, groups, outputs,
         inputs)``.
         """
-        lead = weight.shape[: weight.ndim - len(self.weight_shape)]
-        if self.kind == "matmul":
-            weight = weight.transpose(-2, -1)
-        matrix = weight.reshape(*lead, self.groups, self.outputs, -1)
+        matrix = self.rule.to_matrix(weight, self.groups)
         if bias is None:
             return matrix
-        return torch.cat([matrix, bias.reshape(*lead, self.groups, self.outputs, 1)], dim=-1)
+        return torch.cat([matrix, bias.reshape(*matrix.shape[:-1], 1)], dim=-1)
 
     def to_parameters(self, matrix: Tensor) -> dict[str, Tensor]:
         """The inverse of `to_matrix`, by parameter name."""
-        lead = matrix.shape[:-3]
         weight = matrix if self.bias is None else matrix[..., :-1]
-        if self.kind == "matmul":
-            weight = weight.transpose(-2, -1).contiguous()
-        parameters = {self.weight: weight.reshape(*lead, *self.weight_shape)}
+        parameters = {self.weight: self.rule.to_weight(weight, self.weight_shape)}
         if self.bias is not None:
-            parameters[self.bias] = matrix[..., -1].reshape(*lead, self.groups * self.outputs)
+            parameters[self.bias] = matrix[..., -1].flatten(-2)
         return parameters
 
     def attributes(self) -> dict[str, Any]:
@@ -123,15 +183,6 @@ class Layer:
         )
 
 
-@dataclass(frozen=True)
-class Geometry:
-    """How a call used its weight: the arguments of the convolution; empty for a linear layer."""
-
-    stride: tuple[int, ...] = ()
-    padding: tuple[int, ...] | str = ()
-    dilation: tuple[int, ...] = ()
-
-
 @dataclass
 class Call:
     """One use of a layer's weight: its input, how it was used, and the gradient at its output."""
@@ -145,11 +196,9 @@ class Call:
 def describe(
     name: str, kind: str, weight: tuple[str, Tensor], bias: tuple[str, Tensor] | None, groups: int
 ) -> Layer:
-    """The `Layer` of a weight ``(outputs * groups, inputs / groups, *kernel)``, or ``(inputs, outputs)`` of the kind
-    ``"matmul"``, and its bias.
-    """
+    """The `Layer` of a named weight, in the shape that its kind has, and its bias."""
     weight_name, tensor = weight
-    outputs, inputs = matrix_sides(kind, tuple(tensor.shape))
+    outputs, inputs = RULES[kind].sides(tuple(tensor.shape), groups)
     return Layer(
         name=name,
         kind=kind,
@@ -162,22 +211,7 @@ def describe(
     )
 
 
-def matrix_sides(kind: str, shape: tuple[int, ...]) -> tuple[int, int]:
-    """Outputs of all groups, and inputs of one without the bias, of a weight of this shape."""
-    return (shape[1], shape[0]) if kind == "matmul" else (shape[0], prod(shape[1:]))
-
-
-def pad_input(x: Tensor, layer: Layer, geometry: Geometry) -> Tensor:
-    """A convolution's input with its zero padding made explicit."""
-    kernel = layer.weight_shape[2:]
-    if isinstance(geometry.padding, str):
-        totals = [
-            d * (k - 1) if geometry.padding == "same" else 0
-            for d, k in zip(geometry.dilation, kernel, strict=True)
-        ]
-        pads = [(total // 2, total - total // 2) for total in totals]
-    else:
-        pads = [(p, p) for p in geometry.padding]
-    if not any(a or b for a, b in pads):
-        return x
-    return F.pad(x, [side for pair in reversed(pads) for side in pair])
+def fits(kind: str, shape: Sequence[int], groups: int, outputs: int, inputs: int) -> bool:
+    """Whether a weight of this kind and shape is `groups` matrices ``(outputs, inputs)``, the bias not counted."""
+    rule, sizes = RULES[kind], tuple(shape)
+    return len(sizes) == rule.dimensions and rule.sides(sizes, groups) == (groups * outputs, inputs)

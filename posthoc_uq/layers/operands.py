@@ -1,8 +1,14 @@
-"""Products with the activations of a layer: explicit rows, and patches that are never unfolded where that is dear."""
+"""Products with the activations of a layer: explicit rows, and patches that are unfolded only where that is cheap.
+
+The activations are rows, the layer's inputs at each position: ``(samples, groups, positions, inputs)``. A linear
+layer's input has this form already. A convolution's rows are its patches, ``prod(kernel)`` times as large as its input;
+but products with patches are themselves convolutions, and so is the per-sample weight gradient.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
 from itertools import product
 from math import prod
 from typing import NamedTuple, Protocol
@@ -13,20 +19,44 @@ import torch.nn.grad as convolution_gradients
 from torch import Tensor
 
 from posthoc_uq.core.numerics import CONVOLUTIONS
-from posthoc_uq.layers.layer import Geometry, Layer, pad_input
-
-# Products with a layer's activations, without forming the activations where that is expensive.
-#
-# The activations are rows, the layer's inputs at each position: ``(samples, groups, positions, inputs)``. A
-# linear layer's input has this form already. A convolution's rows are its unfolded patches, ``prod(kernel)``
-# times as large as its input; but products with patches are themselves convolutions, and so is the per-sample
-# weight gradient.
 
 # The C library maps a new block of memory larger than this page by page at every use; on a CPU that costs more than
 # the arithmetic that fills it.
 CPU_TEMPORARY = 16 * 2**20
 
 COPIED = 4 * 2**20  # bytes up to which a copy stays in the cache
+
+
+@dataclass(frozen=True)
+class Geometry:
+    """How a call moved its kernel: the arguments of the convolution; empty for a linear layer.
+
+    Attributes:
+        stride: along each spatial axis, as the others are.
+        padding: zeros on both sides, or ``"same"`` or ``"valid"``.
+        dilation: distances of the kernel's positions.
+        output_padding: rows that a transposed convolution adds at the end of each axis.
+    """
+
+    stride: tuple[int, ...] = ()
+    padding: tuple[int, ...] | str = ()
+    dilation: tuple[int, ...] = ()
+    output_padding: tuple[int, ...] = ()
+
+
+def pad_input(x: Tensor, kernel: Sequence[int], geometry: Geometry) -> Tensor:
+    """A convolution's input with its zero padding made explicit."""
+    if isinstance(geometry.padding, str):
+        totals = [
+            d * (k - 1) if geometry.padding == "same" else 0
+            for d, k in zip(geometry.dilation, kernel, strict=True)
+        ]
+        pads = [(total // 2, total - total // 2) for total in totals]
+    else:
+        pads = [(p, p) for p in geometry.padding]
+    if not any(a or b for a, b in pads):
+        return x
+    return F.pad(x, [side for pair in reversed(pads) for side in pair])
 
 
 class Operand(Protocol):
@@ -358,8 +388,6 @@ def _add_blocks(total: Tensor, gram: Tensor, part: slice) -> None:
             total[:, k, part, :k] += gram[:k, k].transpose(1, 2).contiguous().permute(1, 2, 0)
 
 
-# A convolution's activations, the patches of its input; products with them are convolutions themselves.
-
 # The cost of a convolution's weight gradient for one sample, fixed and for each number of the weight, in numbers that
 # could be unfolded in the same time; measured on two x86 cores.
 _CALL_COST, _WEIGHT_COST = 800_000, 5
@@ -376,25 +404,30 @@ class Patches:
 
     Args:
         x: the convolution's input, ``(samples, channels, *spatial)``, in the statistics' precision.
-        layer: the convolution.
-        geometry: how it was called.
+        kernel: its sizes.
+        geometry: how the convolution was called.
+        groups: of its channels.
+        bias: whether patches end with the constant 1.
     """
 
-    def __init__(self, x: Tensor, layer: Layer, geometry: Geometry) -> None:
+    def __init__(
+        self, x: Tensor, kernel: Sequence[int], geometry: Geometry, *, groups: int = 1, bias: bool = False
+    ) -> None:
         padding = geometry.padding
         if isinstance(padding, str):
-            x, padding = pad_input(x, layer, geometry), (0,) * len(geometry.stride)
+            x, padding = pad_input(x, kernel, geometry), (0,) * len(geometry.stride)
         self._x = x
-        self._layer = layer
+        self._groups, self._bias = groups, bias
         self._padding = padding
         self._stride, self._dilation = geometry.stride, geometry.dilation
-        self._kernel = layer.weight_shape[2:]
+        self._kernel = tuple(kernel)
         self._convolve = CONVOLUTIONS[len(self._kernel)]
         self._weight_gradient = _WEIGHT_GRADIENTS[len(self._kernel)]
         reach = [d * (k - 1) + 1 for d, k in zip(self._dilation, self._kernel, strict=True)]
         padded = [size + 2 * p for size, p in zip(x.shape[2:], padding, strict=True)]
         self._grid = [(size - r) // s + 1 for size, r, s in zip(padded, reach, self._stride, strict=True)]
-        self._fan_in = layer.weight_shape[1] * prod(self._kernel)
+        self._channels = x.shape[1] // groups
+        self._fan_in = self._channels * prod(self._kernel)
 
     @property
     def samples(self) -> int:
@@ -405,34 +438,35 @@ class Patches:
         return prod(self._grid)
 
     def _with(self, x: Tensor, padding: tuple[int, ...]) -> Patches:
-        return Patches(x, self._layer, Geometry(self._stride, padding, self._dilation))
+        geometry = Geometry(self._stride, padding, self._dilation)
+        return Patches(x, self._kernel, geometry, groups=self._groups, bias=self._bias)
 
     def part(self, samples: slice | Tensor) -> Patches:
         return self._with(self._x[samples], self._padding)
 
     def rows(self) -> Tensor:
         columns = self._columns()
-        if self._layer.bias is not None:
+        if self._bias:
             columns = F.pad(columns, (0, 0, 0, 1), value=1.0)
         return columns.transpose(2, 3)
 
     def _columns(self) -> Tensor:
         """Unfolded patches without the bias, ``(samples, groups, fan-in, positions)``."""
-        padded = pad_input(self._x, self._layer, self._geometry())
+        padded = pad_input(self._x, self._kernel, self._geometry())
         columns = _unfold(padded, self._kernel, self._stride, self._dilation)
-        return columns.reshape(self.samples, self._layer.groups, self._fan_in, -1)
+        return columns.reshape(self.samples, self._groups, self._fan_in, -1)
 
     def _geometry(self) -> Geometry:
         return Geometry(self._stride, self._padding, self._dilation)
 
     def _arguments(self) -> tuple[Sequence[int], Sequence[int], Sequence[int], int]:
-        return self._stride, self._padding, self._dilation, self._layer.groups
+        return self._stride, self._padding, self._dilation, self._groups
 
     def project(self, basis: Tensor) -> Tensor:
         groups, _, width = basis.shape
         filters = basis[:, : self._fan_in].transpose(1, 2)
-        filters = filters.reshape(groups * width, self._layer.weight_shape[1], *self._kernel)
-        bias = basis[:, self._fan_in].reshape(-1) if self._layer.bias is not None else None
+        filters = filters.reshape(groups * width, self._channels, *self._kernel)
+        bias = basis[:, self._fan_in].reshape(-1) if self._bias else None
         projected = self._convolve(self._x, filters, bias, *self._arguments())
         return projected.reshape(self.samples, groups, width, -1).transpose(2, 3)
 
@@ -448,14 +482,14 @@ class Patches:
         """``total += sum_{s,t} a z^T`` for rows ``z`` ``(samples, groups, positions, width)``."""
         groups, width = rows.shape[1], rows.shape[3]
         image = rows.transpose(2, 3).reshape(rows.shape[0], groups * width, *self._grid)
-        shape = (groups * width, self._layer.weight_shape[1], *self._kernel)
+        shape = (groups * width, self._channels, *self._kernel)
         correlation = self._weight_gradient(self._x, shape, image, *self._arguments())
         total[:, : self._fan_in] += correlation.reshape(groups, width, -1).transpose(1, 2)
-        if self._layer.bias is not None:
+        if self._bias:
             total[:, self._fan_in] += rows.sum((0, 2))
 
     def add_gram(self, total: Tensor, limit: int, weights: Tensor | None = None) -> None:
-        if self._layer.bias is not None:
+        if self._bias:
             self._add_bias_gram(total, weights)
         roots = None if weights is None else weights.sqrt()
         self._with(weighted(self._x, roots), self._padding)._add_patch_gram(total, limit)
@@ -464,7 +498,7 @@ class Patches:
         """The part of the Gram without the bias."""
         size = self._fan_in
         if self._correlates():
-            x = pad_input(self._x, self._layer, self._geometry())
+            x = pad_input(self._x, self._kernel, self._geometry())
             add_patch_gram(total[0, :size, :size], x, self._kernel, self._dilation, limit)
         else:
             self._add_unfolded(total[:, :size, :size], limit)
@@ -472,7 +506,7 @@ class Patches:
     def _correlates(self) -> bool:
         """Whether correlating the input with itself costs less than unfolding; see `correlation_cost`."""
         dims, channels = len(self._kernel), self._x.shape[1]
-        if self._layer.groups > 1 or max(self._stride) > 1 or (dims == 3 and channels < 32):
+        if self._groups > 1 or max(self._stride) > 1 or (dims == 3 and channels < 32):
             return False
         padded = tuple(size + 2 * p for size, p in zip(self._x.shape[2:], self._padding, strict=True))
         square = self._fan_in**2
@@ -481,7 +515,7 @@ class Patches:
         return cost < self.samples * self.positions * (square + 100 * self._fan_in)
 
     def _add_unfolded(self, total: Tensor, limit: int) -> None:
-        numbers = self._fan_in * self._layer.groups * self.positions
+        numbers = self._fan_in * self._groups * self.positions
         item = self._x.element_size()
         if item * numbers > limit and self._grid[0] > 1:  # one sample alone takes too much memory
             for band in self._bands(-(-item * numbers // limit)):
@@ -492,7 +526,7 @@ class Patches:
             add_products(total, rows, rows)
 
     def _add_bias_gram(self, total: Tensor, weights: Tensor | None) -> None:
-        ones = self._x.new_ones(self.samples, self._layer.groups, self.positions, 1)
+        ones = self._x.new_ones(self.samples, self._groups, self.positions, 1)
         sums = total.new_zeros(*total.shape[:2], 1)
         self.add_correlation(sums, weighted(ones, weights))
         total[:, :, self._fan_in] += sums[:, :, 0]
@@ -500,7 +534,7 @@ class Patches:
 
     def _bands(self, count: int) -> Iterator[Patches]:
         """The same patches in bands along the first spatial dimension."""
-        x, no_padding = pad_input(self._x, self._layer, self._geometry()), (0,) * len(self._kernel)
+        x, no_padding = pad_input(self._x, self._kernel, self._geometry()), (0,) * len(self._kernel)
         step = max(1, self._grid[0] // count)
         reach = self._dilation[0] * (self._kernel[0] - 1) + 1
         for start in range(0, self._grid[0], step):
@@ -511,7 +545,7 @@ class Patches:
     def gradients(self, output_gradients: Tensor, limit: int) -> Tensor:
         samples, groups, _, outputs = output_gradients.shape
         columns = output_gradients.transpose(2, 3)
-        if self._layer.weight_shape[1] == 1 and groups > 1:
+        if self._channels == 1 and groups > 1:
             gradients = self._depthwise(columns)
         elif self._by_convolution(outputs, limit):
             gradients = self._one_by_one(columns)
@@ -521,21 +555,21 @@ class Patches:
             for part in chunks(samples, numbers, gradients.element_size(), limit):
                 torch.matmul(columns[part], self.part(part)._columns().transpose(2, 3), out=gradients[part])
         gradients = gradients.reshape(samples, groups, outputs, self._fan_in)
-        if self._layer.bias is None:
+        if not self._bias:
             return gradients
         return torch.cat([gradients, columns.sum(3, keepdim=True)], dim=3)
 
     def _by_convolution(self, outputs: int, limit: int) -> bool:
         """Whether a convolution call per sample costs less than unfolding, as it does for large maps."""
-        unfolded = self._layer.groups * self._fan_in * self.positions
+        unfolded = self._groups * self._fan_in * self.positions
         if unfolded * self._x.element_size() > limit:
             return True
-        cost = _CALL_COST + _WEIGHT_COST * self._layer.groups * self._fan_in * outputs
+        cost = _CALL_COST + _WEIGHT_COST * self._groups * self._fan_in * outputs
         return self._x.device.type == "cpu" and unfolded > cost
 
     def _one_by_one(self, columns: Tensor) -> Tensor:
         image = columns.reshape(self.samples, -1, *self._grid)
-        shape = (image.shape[1], *self._layer.weight_shape[1:])
+        shape = (image.shape[1], self._channels, *self._kernel)
         return torch.stack(
             [
                 self._weight_gradient(self._x[s : s + 1], shape, image[s : s + 1], *self._arguments())

@@ -17,8 +17,9 @@ from posthoc_uq.core.model import parameter_names, replicate, unshared_copy
 from posthoc_uq.core.options import did_you_mean, shown
 from posthoc_uq.core.outputs import chosen_in
 from posthoc_uq.layers.capture import Capture, LayerGradients, Owner, TrackedLayer, owners
-from posthoc_uq.layers.layer import BATCH_AXES, WEIGHTED_MODULES, Layer
+from posthoc_uq.layers.layer import BATCH_AXES, Layer
 from posthoc_uq.layers.operands import CPU_TEMPORARY
+from posthoc_uq.layers.rules import WEIGHTED_MODULES
 
 # Messages about weights without a posterior: what ties or computes them, and their share of all weights.
 
@@ -168,9 +169,6 @@ HOLD_WEIGHTS = (
     nn.RNNCellBase,
     nn.Bilinear,
     nn.MultiheadAttention,
-    nn.ConvTranspose1d,
-    nn.ConvTranspose2d,
-    nn.ConvTranspose3d,
 )
 
 

@@ -16,7 +16,7 @@ from posthoc_uq.core.errors import NonFiniteError, PosthocUQError, warn_user
 from posthoc_uq.core.model import jvp
 from posthoc_uq.core.options import Count, LogVariance, NotNegative, Positive
 from posthoc_uq.core.randomness import mixed_seed
-from posthoc_uq.layers.capture import PlainAttention
+from posthoc_uq.layers.calls import PlainAttention
 from posthoc_uq.layers.proof import count_samples
 from posthoc_uq.likelihoods import Likelihood
 from posthoc_uq.likelihoods.weights import SampleWeights, weighed_targets

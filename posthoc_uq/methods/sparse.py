@@ -176,7 +176,7 @@ def summary(posterior: Posterior) -> Summary:
 
 def _of_layer(layer: Layer, block: LatentBlock) -> LayerSummary:
     matrix = block.probabilities()  # (groups, outputs, inputs), without the bias column
-    units = layer.weight_shape[1] if layer.convolutional else matrix.shape[-1]
+    units = layer.channels
     chances = matrix.reshape(*matrix.shape[:2], units, -1)  # the last: positions of the kernel
     low, high = _UNDECIDED
     return LayerSummary(

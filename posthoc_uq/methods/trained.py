@@ -19,8 +19,9 @@ from posthoc_uq.core.errors import NonFiniteError, PosthocUQError, warn_user
 from posthoc_uq.core.model import model_device, replicate
 from posthoc_uq.core.randomness import isolated_random_state, mixed_seed
 from posthoc_uq.curvature.sweep import no_weight, own_batches
-from posthoc_uq.layers.calls import affine_call, open_attention
+from posthoc_uq.layers.calls import open_attention
 from posthoc_uq.layers.proof import count_samples
+from posthoc_uq.layers.rules import affine_call
 from posthoc_uq.methods.contexts import Context, single_input
 from posthoc_uq.methods.task import Task
 

@@ -74,12 +74,12 @@ def running_module(network: nn.Module) -> str:
 
 
 class Products(NamedTuple):
-    """A layer's variances as the affine rules multiply with them, outputs first.
+    """A layer's variances as the affine rules multiply with them.
 
     Attributes:
-        variances: S, in the weight's shape.
+        variances: S, in the weight's shape; a matrix with its outputs first.
         summed: ``W o W + S``, or None where `joined` has it.
-        joined: ``[W o W + S, S]`` along the input channels of a convolution without groups, or None.
+        joined: ``[W o W + S, S]`` along the input channels of a convolution without groups, transposed or not, or None.
     """
 
     variances: Tensor
@@ -100,8 +100,9 @@ def products_of(layer: Layer, weight: Tensor, variances: Tensor) -> Products:
     if layer.kind == "matmul":
         own, square = own.T, square.T
     if layer.convolutional and layer.groups == 1:
-        joined = torch.cat([square + own, own], dim=1)
-        return Products(joined[:, own.shape[1] :], None, joined)
+        axis = layer.rule.input_axis
+        joined = torch.cat([square + own, own], dim=axis)
+        return Products(joined.narrow(axis, own.shape[axis], own.shape[axis]), None, joined)
     return Products(own, square + own, None)
 
 

@@ -18,7 +18,8 @@ from torch import Tensor
 from torch.overrides import TorchFunctionMode, resolve_name
 
 from posthoc_uq.core.errors import PosthocUQError
-from posthoc_uq.layers.calls import affine_call, open_attention
+from posthoc_uq.layers.calls import open_attention
+from posthoc_uq.layers.rules import AffineCall, affine_call
 from posthoc_uq.moments.unscented import Moments
 
 Relu = Literal["unscented", "exact"]
@@ -272,9 +273,7 @@ class Pass(TorchFunctionMode):
                 return open_attention(*args, **kwargs)
         call = affine_call(func, args, kwargs)
         if call is not None and id(call.parameter) in self.posteriors.by_weight:
-            if call.kind.startswith("conv"):
-                return RULES[func](self, *args, **kwargs)
-            return RULES[F.linear](self, call.input, call.matrix, call.bias, parameter=call.parameter)
+            return RULES[AffineCall](self, call)
         if not any(issubclass(kind, MomentTensor) for kind in types):
             return func(*args, **kwargs)
         if kwargs.get("out") is not None:
@@ -282,6 +281,8 @@ class Pass(TorchFunctionMode):
         implementation = RULES.get(func)
         if implementation is not None:
             return implementation(self, *args, **kwargs)
+        if call is not None:  # a layer without a posterior
+            return RULES[AffineCall](self, call)
         others = (*args[1:], *kwargs.values())
         if func in QUERIES and func not in COMPARISONS and any(isinstance(x, MomentTensor) for x in others):
             raise self.refusal(

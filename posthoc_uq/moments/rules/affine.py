@@ -1,4 +1,4 @@
-"""Linear and convolution layers, with the posterior of their weights, and BatchNorm.
+"""Linear layers and convolutions, with the posterior of their weights, and BatchNorm.
 
 ``m_y = W m + b`` and ``v_y = (W o W) v + S (m^2 + v)`` for weights of variance S (element by element), the bias a
 column with input 1. Fused: ``(W o W + S) v + S m^2``, two products more than the layer itself.
@@ -13,14 +13,12 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from posthoc_uq.core.errors import PosthocUQError
-from posthoc_uq.core.numerics import CONVOLUTIONS
+from posthoc_uq.layers import RULES, AffineCall, LayerRule
 from posthoc_uq.moments.tensor import MomentTensor, Pass, WeightPosterior, full_precision, moments_of, rule
 from posthoc_uq.moments.unscented import is_recorded
 
-_TRANSPOSED = {1: F.conv_transpose1d, 2: F.conv_transpose2d, 3: F.conv_transpose3d}
 
-
-def _plain_weights(state: Pass, weight: Any, bias: Any) -> None:
+def _refuse_uncertain(state: Pass, weight: Any, bias: Any) -> None:
     if isinstance(weight, MomentTensor) or isinstance(bias, MomentTensor):
         raise state.refusal(
             "a layer's weight is itself uncertain, being computed from another layer's output",
@@ -28,17 +26,32 @@ def _plain_weights(state: Pass, weight: Any, bias: Any) -> None:
         )
 
 
-@rule(F.linear)
-def linear(
-    state: Pass, input: Any, weight: Any, bias: Any = None, *, parameter: Tensor | None = None
+@rule(AffineCall)
+def affine(state: Pass, call: AffineCall) -> MomentTensor:
+    """The outputs of a layer, whatever its kind."""
+    _refuse_uncertain(state, call.weight, call.bias)
+    kind, posterior = RULES[call.kind], state.posteriors.of(call.parameter)
+    uncertain = isinstance(call.input, MomentTensor)
+    m, v = (call.input.moment_mean, call.input.moment_variance) if uncertain else (call.input, None)
+    if not kind.convolutional:
+        return _linear(state, call, m, v, kind.to_matrix(call.parameter, 1).squeeze(0), posterior)
+    if m.ndim == kind.dimensions - 1:
+        raise state.refusal("a convolution was called on an input without a batch dimension", "add one")
+    return _convolution(call, kind, m, v, posterior)
+
+
+def _linear(
+    state: Pass,
+    call: AffineCall,
+    m: Tensor,
+    v: Tensor | None,
+    weight: Tensor,
+    posterior: WeightPosterior | None,
 ) -> MomentTensor:
-    _plain_weights(state, weight, bias)
-    posterior = state.posteriors.of(weight if parameter is None else parameter)
-    m, v = (input.moment_mean, input.moment_variance) if isinstance(input, MomentTensor) else (input, None)
-    mean = F.linear(m, weight, bias)
+    mean = F.linear(m, weight, call.bias)
     with full_precision(m):
         if state.rules.cov == "full" and m.ndim == 2:
-            return _full(input, mean, m, v, weight, posterior)
+            return _full(call.input, mean, m, v, weight, posterior)
         wide = m.to(posterior.variances.dtype) if posterior is not None else m
         if posterior is None:
             assert v is not None
@@ -92,28 +105,26 @@ def _summed(posterior: WeightPosterior, weight: Tensor) -> Tensor:
 
 
 def _convolution(
-    state: Pass, function: Any, input: Any, weight: Any, bias: Any, args: dict[str, Any]
+    call: AffineCall, kind: LayerRule, m: Tensor, v: Tensor | None, posterior: WeightPosterior | None
 ) -> MomentTensor:
-    _plain_weights(state, weight, bias)
-    posterior = state.posteriors.of(weight)
-    m, v = (input.moment_mean, input.moment_variance) if isinstance(input, MomentTensor) else (input, None)
-    mean = function(m, weight, bias, **args)
+    weight = call.parameter
+    mean = call.applied(m, weight, call.bias)
     with full_precision(m):
         if posterior is None:
             assert v is not None
-            return MomentTensor(mean, function(v, weight.to(v).square(), None, **args))
+            return MomentTensor(mean, call.applied(v, weight.to(v).square(), None))
         wide = m.to(posterior.variances.dtype)
         if v is None:
-            return MomentTensor(
-                mean, function(wide.square(), posterior.variances, posterior.bias_variances, **args)
-            )
-        if args["groups"] == 1 and function in CONVOLUTIONS.values():
-            variance = function(
-                _beside(v, wide), _joined(posterior, weight), posterior.bias_variances, **args
-            )
+            variance = call.applied(wide.square(), posterior.variances, posterior.bias_variances)
+        elif call.groups == 1:
+            joined = posterior.joined
+            if joined is None:
+                parts = [_summed(posterior, weight), posterior.variances]
+                joined = torch.cat(parts, dim=kind.input_axis)
+            variance = call.applied(_beside(v, wide), joined, posterior.bias_variances)
         else:
-            variance = function(v, _summed(posterior, weight), posterior.bias_variances, **args)
-            by_weights = function(wide.square(), posterior.variances, None, **args)
+            variance = call.applied(v, _summed(posterior, weight), posterior.bias_variances)
+            by_weights = call.applied(wide.square(), posterior.variances, None)
             variance = torch.add(variance, by_weights, out=_reused(variance))
     return MomentTensor(mean, variance)
 
@@ -127,62 +138,6 @@ def _beside(variance: Tensor, mean: Tensor) -> Tensor:
     joined[:, :channels] = variance
     torch.mul(mean, mean, out=joined[:, channels:])
     return joined
-
-
-def _joined(posterior: WeightPosterior, weight: Tensor) -> Tensor:
-    """``[W o W + S, S]`` along the input channels, prepared or computed now."""
-    prepared = posterior.joined
-    return (
-        torch.cat([_summed(posterior, weight), posterior.variances], dim=1) if prepared is None else prepared
-    )
-
-
-def _register(dims: int) -> None:
-    @rule(CONVOLUTIONS[dims])
-    def convolution(
-        state: Pass,
-        input: Any,
-        weight: Any,
-        bias: Any = None,
-        stride: Any = 1,
-        padding: Any = 0,
-        dilation: Any = 1,
-        groups: int = 1,
-    ) -> Any:
-        lacks_batch = (
-            input.ndim == dims + 1
-            if not isinstance(input, MomentTensor)
-            else input.moment_mean.ndim == dims + 1
-        )
-        if lacks_batch:
-            raise state.refusal("a convolution was called on an input without a batch dimension", "add one")
-        args = {"stride": stride, "padding": padding, "dilation": dilation, "groups": groups}
-        return _convolution(state, CONVOLUTIONS[dims], input, weight, bias, args)
-
-    @rule(_TRANSPOSED[dims])
-    def transposed(
-        state: Pass,
-        input: Any,
-        weight: Any,
-        bias: Any = None,
-        stride: Any = 1,
-        padding: Any = 0,
-        output_padding: Any = 0,
-        groups: int = 1,
-        dilation: Any = 1,
-    ) -> Any:
-        args = {
-            "stride": stride,
-            "padding": padding,
-            "output_padding": output_padding,
-            "groups": groups,
-            "dilation": dilation,
-        }
-        return _convolution(state, _TRANSPOSED[dims], input, weight, bias, args)
-
-
-for _dims in (1, 2, 3):
-    _register(_dims)
 
 
 @rule(F.batch_norm, torch.batch_norm)

@@ -1,0 +1,294 @@
+"""The kinds of layers: linear, products with a matrix, convolutions and transposed convolutions."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from math import prod
+from typing import Any, ClassVar
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from posthoc_uq.core.numerics import CONVOLUTIONS
+from posthoc_uq.layers.layer import RULES, Layer, LayerRule
+from posthoc_uq.layers.operands import Geometry, Operand, Patches, Rows
+
+
+class Linear(LayerRule):
+    """``linear(x, W, b)`` with a weight ``(outputs, inputs)``."""
+
+    kind = "linear"
+    dimensions = 2
+    modules = (nn.Linear,)
+
+    def __init__(self) -> None:
+        self.functions = {F.linear: {name: name for name in ("input", "weight", "bias")}}
+
+    def sides(self, shape: tuple[int, ...], groups: int) -> tuple[int, int]:
+        return shape[0], shape[1]
+
+    def to_matrix(self, weight: Tensor, groups: int) -> Tensor:
+        return weight.unsqueeze(-3)
+
+    def to_weight(self, matrix: Tensor, shape: tuple[int, ...]) -> Tensor:
+        return matrix.reshape(*matrix.shape[:-3], *shape)
+
+    def apply(self, input: Tensor, weight: Tensor, bias: Tensor | None, options: Mapping[str, Any]) -> Tensor:
+        return F.linear(input, weight, bias)
+
+
+class Product(LayerRule):
+    """``x @ W`` with a weight ``(inputs, outputs)``, in any of torch's ways to write it; transformers' ``Conv1D``."""
+
+    kind = "matmul"
+    dimensions = 2
+    input_axis = 0
+
+    def __init__(self) -> None:
+        as_method, as_mm = {"input": "input", "other": "weight"}, {"input": "input", "mat2": "weight"}
+        added = {"input": "bias", "mat1": "input", "mat2": "weight"}
+        self.functions = {
+            torch.matmul: as_method,
+            Tensor.matmul: as_method,
+            Tensor.__matmul__: as_method,
+            Tensor.__rmatmul__: {"self": "weight", "other": "input"},
+            torch.mm: as_mm,
+            Tensor.mm: as_mm,
+            torch.addmm: added,
+            Tensor.addmm: added,
+        }
+
+    def sides(self, shape: tuple[int, ...], groups: int) -> tuple[int, int]:
+        return shape[1], shape[0]
+
+    def to_matrix(self, weight: Tensor, groups: int) -> Tensor:
+        return weight.transpose(-2, -1).unsqueeze(-3)
+
+    def to_weight(self, matrix: Tensor, shape: tuple[int, ...]) -> Tensor:
+        return matrix.transpose(-2, -1).contiguous().reshape(*matrix.shape[:-3], *shape)
+
+    def apply(self, input: Tensor, weight: Tensor, bias: Tensor | None, options: Mapping[str, Any]) -> Tensor:
+        return F.linear(input, weight.t(), bias)
+
+
+class Convolution(LayerRule):
+    """A convolution with a weight ``(outputs, inputs / groups, *kernel)``.
+
+    Args:
+        spatial: number of spatial dimensions.
+    """
+
+    convolutional: ClassVar[bool] = True
+    _names = ("input", "weight", "bias", "stride", "padding", "dilation", "groups")
+
+    def __init__(self, spatial: int) -> None:
+        self.spatial = spatial
+        self.kind = f"conv{spatial}d"
+        self.dimensions = 2 + spatial
+        self.modules = ({1: nn.Conv1d, 2: nn.Conv2d, 3: nn.Conv3d}[spatial],)
+        self.function = CONVOLUTIONS[spatial]
+        self.functions = {self.function: {name: name for name in self._names}}
+
+    def sides(self, shape: tuple[int, ...], groups: int) -> tuple[int, int]:
+        return shape[0], prod(shape[1:])
+
+    def to_matrix(self, weight: Tensor, groups: int) -> Tensor:
+        lead = weight.shape[: weight.ndim - self.dimensions]
+        return weight.reshape(*lead, groups, weight.shape[len(lead)] // groups, -1)
+
+    def to_weight(self, matrix: Tensor, shape: tuple[int, ...]) -> Tensor:
+        return matrix.reshape(*matrix.shape[:-3], *shape)
+
+    def apply(self, input: Tensor, weight: Tensor, bias: Tensor | None, options: Mapping[str, Any]) -> Tensor:
+        return self.function(input, weight, bias, **options)
+
+    def geometry(self, options: Mapping[str, Any]) -> Geometry:
+        padding = options.get("padding", 0)
+        return Geometry(
+            stride=self._each_axis(options.get("stride", 1)),
+            padding=padding if isinstance(padding, str) else self._each_axis(padding),
+            dilation=self._each_axis(options.get("dilation", 1)),
+        )
+
+    def _each_axis(self, value: Any) -> tuple[int, ...]:
+        if isinstance(value, int):
+            return (value,) * self.spatial
+        values = tuple(int(v) for v in value)
+        return values * self.spatial if len(values) == 1 else values
+
+    def activations(self, x: Tensor, layer: Layer, geometry: Geometry) -> Operand:
+        bias, padding = layer.bias is not None, geometry.padding
+        if prod(layer.kernel) > 1 or isinstance(padding, str) or any(padding):
+            return Patches(x, layer.kernel, geometry, groups=layer.groups, bias=bias)
+        for axis, stride in enumerate(geometry.stride):
+            if stride > 1:
+                x = x[(slice(None),) * (axis + 2) + (slice(None, None, stride),)]
+        columns = x.reshape(len(x), layer.groups, x.shape[1] // layer.groups, -1)
+        if bias:
+            ones = columns.new_ones(1, 1, 1, 1).expand(*columns.shape[:2], 1, columns.shape[3])
+            columns = torch.cat((columns, ones), 2)
+        return Rows(columns.transpose(2, 3))
+
+
+class TransposedConvolution(Convolution):
+    """A transposed convolution with a weight ``(inputs, outputs / groups, *kernel)``.
+
+    It is the convolution, with stride 1 and the kernel reversed, of its input with ``stride - 1`` zeros between the
+    entries and ``dilation (kernel - 1) - padding`` zeros around them (Dumoulin and Visin, 2016, "A guide to convolution
+    arithmetic for deep learning", relationship 14). The matrix is that of this convolution.
+    """
+
+    input_axis = 0
+    _names = ("input", "weight", "bias", "stride", "padding", "output_padding", "groups", "dilation")
+
+    def __init__(self, spatial: int) -> None:
+        super().__init__(spatial)
+        self.kind = f"conv_transpose{spatial}d"
+        self.modules = ({1: nn.ConvTranspose1d, 2: nn.ConvTranspose2d, 3: nn.ConvTranspose3d}[spatial],)
+        self.function = {1: F.conv_transpose1d, 2: F.conv_transpose2d, 3: F.conv_transpose3d}[spatial]
+        self.functions = {self.function: {name: name for name in self._names}}
+
+    def sides(self, shape: tuple[int, ...], groups: int) -> tuple[int, int]:
+        return shape[1] * groups, shape[0] // groups * prod(shape[2:])
+
+    def to_matrix(self, weight: Tensor, groups: int) -> Tensor:
+        lead = weight.shape[: weight.ndim - self.dimensions]
+        inputs, outputs, *kernel = weight.shape[len(lead) :]
+        matrices = weight.reshape(*lead, groups, inputs // groups, outputs, *kernel)
+        matrices = matrices.transpose(len(lead) + 1, len(lead) + 2).flip(self._kernel_axes)
+        return matrices.reshape(*lead, groups, outputs, -1)
+
+    def to_weight(self, matrix: Tensor, shape: tuple[int, ...]) -> Tensor:
+        lead, groups = matrix.shape[:-3], matrix.shape[-3]
+        inputs, outputs, *kernel = shape
+        matrices = matrix.reshape(*lead, groups, outputs, inputs // groups, *kernel)
+        matrices = matrices.transpose(len(lead) + 1, len(lead) + 2).flip(self._kernel_axes)
+        return matrices.reshape(*lead, *shape)
+
+    @property
+    def _kernel_axes(self) -> tuple[int, ...]:
+        return tuple(range(-self.spatial, 0))
+
+    def geometry(self, options: Mapping[str, Any]) -> Geometry:
+        return Geometry(
+            stride=self._each_axis(options.get("stride", 1)),
+            padding=self._each_axis(options.get("padding", 0)),
+            dilation=self._each_axis(options.get("dilation", 1)),
+            output_padding=self._each_axis(options.get("output_padding", 0)),
+        )
+
+    def activations(self, x: Tensor, layer: Layer, geometry: Geometry) -> Operand:
+        assert not isinstance(geometry.padding, str)
+        sizes = [(size - 1) * step + 1 for size, step in zip(x.shape[2:], geometry.stride, strict=True)]
+        spread = x.new_zeros(*x.shape[:2], *sizes)
+        spread[(..., *(slice(None, None, step) for step in geometry.stride))] = x
+        reach = [d * (k - 1) for d, k in zip(geometry.dilation, layer.kernel, strict=True)]
+        sides = [
+            (r - p, r - p + more)
+            for r, p, more in zip(reach, geometry.padding, geometry.output_padding, strict=True)
+        ]
+        padded = F.pad(spread, [side for pair in reversed(sides) for side in pair])
+        ones = (1,) * self.spatial
+        plain = Geometry(ones, (0,) * self.spatial, geometry.dilation)
+        return Patches(padded, layer.kernel, plain, groups=layer.groups, bias=layer.bias is not None)
+
+
+_BY_FUNCTION: dict[Any, LayerRule] = {}
+
+
+def register(rule: LayerRule) -> LayerRule:
+    """Let the library know a kind of layer."""
+    RULES[rule.kind] = rule
+    _BY_FUNCTION.update(dict.fromkeys(rule.functions, rule))
+    return rule
+
+
+register(Linear())
+_PRODUCT = register(Product())
+for _spatial in (1, 2, 3):
+    register(Convolution(_spatial))
+    register(TransposedConvolution(_spatial))
+
+WEIGHTED_MODULES: tuple[type[nn.Module], ...] = tuple(
+    module for rule in RULES.values() for module in rule.modules
+)
+_NEUTRAL = {"beta": 1, "alpha": 1, "out": None}  # values of a product's other arguments
+
+
+@dataclass(frozen=True)
+class AffineCall:
+    """A call that applies a weight to an input.
+
+    Attributes:
+        kind: of the layer.
+        input: the tensor that the weight is applied to.
+        weight: as it was given.
+        parameter: the weight itself, or the tensor of which it is the transpose.
+        bias: or None.
+        product: whether it was a product of matrices rather than a layer's function.
+        options: a convolution's other arguments.
+    """
+
+    kind: str
+    input: Any
+    weight: Tensor
+    parameter: Tensor
+    bias: Any
+    product: bool = False
+    options: dict[str, Any] = field(default_factory=lambda: dict[str, Any]())
+
+    @property
+    def geometry(self) -> Geometry:
+        """How the call moved its kernel."""
+        return RULES[self.kind].geometry(self.options)
+
+    @property
+    def groups(self) -> int:
+        """Groups of a convolution, 1 for all else."""
+        return int(self.options.get("groups", 1))
+
+    def applied(self, input: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+        """The call with another input, another weight in the parameter's shape, and another bias."""
+        return RULES[self.kind].apply(input, weight, bias, self.options)
+
+
+def affine_call(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> AffineCall | None:
+    """A call of a torch function as an `AffineCall`; None where it is no such call."""
+    rule = _BY_FUNCTION.get(func)
+    if rule is None:
+        return None
+    roles = rule.functions[func]
+    arguments = dict(zip(roles.values(), args, strict=False))
+    arguments |= {roles.get(name, name): value for name, value in kwargs.items()}
+    input, weight, bias = (arguments.pop(role, None) for role in ("input", "weight", "bias"))
+    if not isinstance(input, Tensor) or not isinstance(weight, Tensor):
+        return None
+    if rule.convolutional:
+        return AffineCall(rule.kind, input, weight, weight, bias, options=arguments)
+    parameter = _transposed_of(weight)
+    if rule is not _PRODUCT:
+        if parameter is None:
+            return AffineCall(rule.kind, input, weight, weight, bias)
+        return AffineCall(_PRODUCT.kind, input, weight, parameter, bias, product=True)
+    if any(arguments[name] != _NEUTRAL.get(name) for name in arguments):
+        return None
+    with torch._C.DisableTorchFunction():  # pyright: ignore[reportPrivateUsage]
+        if input.ndim < 2 or weight.ndim != 2:
+            return None
+        if bias is not None and (not isinstance(bias, Tensor) or bias.shape != weight.shape[1:]):
+            return None  # the product is added to something that is no bias
+    if parameter is not None:  # ``x @ W.T``
+        return AffineCall("linear", input, weight, parameter, bias, product=True)
+    return AffineCall(_PRODUCT.kind, input, weight, weight, bias, product=True)
+
+
+def _transposed_of(weight: Tensor) -> Tensor | None:
+    """The matrix that `weight` is the transpose of, if it is a view of one."""
+    with torch._C.DisableTorchFunction():  # pyright: ignore[reportPrivateUsage]
+        base = weight._base
+        if base is None or base.ndim != 2 or weight.ndim != 2:
+            return None
+        transposed = weight.shape == base.shape[::-1] and weight.stride() == base.stride()[::-1]
+        return base if transposed and weight.storage_offset() == base.storage_offset() else None
