@@ -16,7 +16,7 @@ from posthoc_uq.core.batches import BatchReader
 from posthoc_uq.curvature.labels import (
     EXACT_OUTPUTS,
     LABELS_IN_ALL,
-    MOST_LABELS,
+    MAX_LABELS,
     own_samples_of,
     resolve_fisher,
 )
@@ -30,7 +30,7 @@ RULE: list[tuple[tuple[Any, ...], tuple[str, int]]] = [  # fisher, n_samples, ou
     (("auto", 1, 3, LABELS_IN_ALL - 1), ("exact", 1)),
     (("auto", 1, 3, LABELS_IN_ALL), ("mc", 1)),
     (("auto", 1, EXACT_OUTPUTS, None), ("exact", 1)),
-    (("auto", 1, MANY, None), ("mc", MOST_LABELS)),
+    (("auto", 1, MANY, None), ("mc", MAX_LABELS)),
     (("auto", 1, 1000, LABELS_IN_ALL // 2 - 1), ("mc", 3)),
     (("auto", 1, 1000, LABELS_IN_ALL // 2), ("mc", 2)),
     (("auto", 1, 1000, LABELS_IN_ALL), ("mc", 1)),
@@ -109,7 +109,7 @@ def _assert_same(found: uq.Posterior, expected: uq.Posterior) -> None:
 
 @pytest.mark.parametrize("method", ["efb", "full"])
 @pytest.mark.parametrize(
-    ("outputs", "explicit"), [(3, {"fisher": "exact"}), (MANY, {"fisher": "mc", "n_samples": MOST_LABELS})]
+    ("outputs", "explicit"), [(3, {"fisher": "exact"}), (MANY, {"fisher": "mc", "n_samples": MAX_LABELS})]
 )
 def test_what_it_chooses_is_what_one_would_get_by_asking(
     method: str, outputs: int, explicit: dict[str, Any]

@@ -21,7 +21,7 @@ from posthoc_uq.layers.proof import count_samples
 from posthoc_uq.layers.rules import AffineCall
 from posthoc_uq.likelihoods import Likelihood
 
-MOST_FEATURES = 8192  # numbers a sample; up to here their Gram is a small statistic
+MAX_FEATURES = 8192  # numbers a sample; up to here their Gram is a small statistic
 
 
 @dataclass(frozen=True)
@@ -146,7 +146,7 @@ def _found(
 ) -> FeatureSource | None:
     capture = Capture(model)
     layers = capture.discover(pair, autocast)
-    if not layers or layers[-1].uses != 1 or _features(layers[-1].layer) > MOST_FEATURES:
+    if not layers or layers[-1].uses != 1 or _features(layers[-1].layer) > MAX_FEATURES:
         return None
     layer = layers[-1].layer
     source = _of_positions(capture.twin, layer, pair, likelihood)

@@ -20,15 +20,15 @@ from posthoc_uq.layers.proof import count_samples
 from posthoc_uq.likelihoods import Likelihood
 from posthoc_uq.likelihoods.weights import counts
 
-KEPT = 256  # inputs, where the memory budget allows that many
-_LARGE = 2_000_000  # with more weights a quarter of that: every prediction of them is long
+MAX_KEPT = 256  # inputs, where the memory budget allows that many
+_MANY_WEIGHTS = 2_000_000  # with more weights a quarter of that: every prediction of them is long
 _CHOOSING = "choosing the inputs of the faithful prior"
-_BATCH = 64  # kept inputs in one batch
+_BATCH_SIZE = 64  # kept inputs in one batch
 
 
 def inputs_to_keep(layers: Iterable[Layer]) -> int:
     """How many inputs to keep for a posterior over these layers."""
-    return KEPT if sum(layer.parameters for layer in layers) <= _LARGE else KEPT // 4
+    return MAX_KEPT if sum(layer.parameters for layer in layers) <= _MANY_WEIGHTS else MAX_KEPT // 4
 
 
 @dataclass(frozen=True)
@@ -80,7 +80,7 @@ class KeptInputs:
         wanted: how many to keep at most.
     """
 
-    def __init__(self, memory_budget: int, likelihood: Likelihood, wanted: int = KEPT) -> None:
+    def __init__(self, memory_budget: int, likelihood: Likelihood, wanted: int = MAX_KEPT) -> None:
         self._budget, self._likelihood, self._wanted = memory_budget, likelihood, wanted
         self._samples: dict[int, _Sample] = {}
 
@@ -162,9 +162,9 @@ class KeptInputs:
         for key in chosen:
             groups.setdefault(samples[key].kind(), []).append(samples[key])
         return [
-            _joined(group[start : start + _BATCH], device)
+            _joined(group[start : start + _BATCH_SIZE], device)
             for group in groups.values()
-            for start in range(0, len(group), _BATCH)
+            for start in range(0, len(group), _BATCH_SIZE)
         ]
 
 

@@ -25,7 +25,7 @@ EXACT_OUTPUTS = 10
 LABELS_IN_ALL = 50_000
 """Drawn labels of a whole data set; more of them gain less than 0.01 nats."""
 
-MOST_LABELS = 3
+MAX_LABELS = 3
 """Drawn labels a sample at most: they make a fit half as long again and gain nearly half of what exact ones gain."""
 
 
@@ -42,7 +42,7 @@ def resolve_fisher(
 
     ``"auto"`` with ``n_samples=1`` is exact for up to `EXACT_OUTPUTS` outputs and fewer than `LABELS_IN_ALL`
     samples, and for one or two outputs in any case. Elsewhere it draws as many labels a sample as make `LABELS_IN_ALL`
-    over the data, from 1 to `MOST_LABELS`. With ``n_samples`` above one it draws so many. Where a likelihood defines
+    over the data, from 1 to `MAX_LABELS`. With ``n_samples`` above one it draws so many. Where a likelihood defines
     only one of the two kinds, it takes that one; where it defines neither, the targets (``"empirical"``).
 
     Args:
@@ -73,7 +73,7 @@ def resolve_fisher(
     if exact and (outputs <= 2 or (few and outputs <= EXACT_OUTPUTS)):
         return "exact", 1
     known = 1 if samples is None else max(1, samples)
-    return "mc", min(ceil(MOST_LABELS / positions), ceil(LABELS_IN_ALL / (known * positions)))
+    return "mc", min(ceil(MAX_LABELS / positions), ceil(LABELS_IN_ALL / (known * positions)))
 
 
 def _undefined_labels(fisher: str, likelihood: Likelihood, has_other: bool) -> PosthocUQError:

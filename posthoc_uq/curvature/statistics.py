@@ -1,4 +1,15 @@
-"""Accumulators of what a sweep catches: Grams, sketches, squares of per-sample gradients."""
+"""Accumulators of what a sweep catches: Grams, sketches, squares of per-sample gradients (Lee et al. 2020, section 2).
+
+``d_ij = sum_s (G_s)_ij^2`` is the diagonal of the Fisher, and ``Lambda = sum_s (U_g^T G_s U_a)^2`` (elementwise) its
+diagonal in a Kronecker-factored basis (George et al. 2018). With ``G_s = sum_t g_st a_st^T`` there are three routes:
+
+* **pairs**: ``(sum_t g a^T)^2 = sum_{t,t'} (g_t o g_t') (a_t o a_t')^T``, a matrix product over the samples and the
+  pairs ``t <= t'``, for few positions; with one position there are no pairs;
+* **gradients**: form ``G_s``, a few samples at a time, and square it; for ``Lambda`` rotate it first;
+* **rotated rows**: ``U_g^T G_s U_a = sum_t (U_g^T g) (U_a^T a)^T``, and either of the routes above with these rows.
+
+The costs, in multiply-adds and numbers touched, are known beforehand, and the cheapest route is taken.
+"""
 
 from __future__ import annotations
 
@@ -11,19 +22,6 @@ from torch import Tensor, einsum, matmul, triu_indices, where
 from posthoc_uq.core.devices import widest
 from posthoc_uq.layers.operands import Operand, Rows, chunks, temporary_limit
 from posthoc_uq.likelihoods.weights import SampleWeights
-
-# Sums of squares of per-sample gradients, by the cheapest of several routes.
-#
-# ``d_ij = sum_s (G_s)_ij^2`` is the diagonal of the Fisher, and ``Lambda = sum_s (U_g^T G_s U_a)^2``
-# (elementwise) its diagonal in a Kronecker-factored basis (George et al. 2018). With ``G_s = sum_t g_st
-# a_st^T`` there are three routes:
-#
-# * **pairs**: ``(sum_t g a^T)^2 = sum_{t,t'} (g_t o g_t') (a_t o a_t')^T``, a matrix product over the samples and the
-#   pairs ``t <= t'``, for few positions; with one position there are no pairs;
-# * **gradients**: form ``G_s``, a few samples at a time, and square it; for ``Lambda`` rotate it first;
-# * **rotated rows**: ``U_g^T G_s U_a = sum_t (U_g^T g) (U_a^T a)^T``, and either of the routes above with these rows.
-#
-# The costs, in multiply-adds and numbers touched, are known beforehand, and the cheapest route is taken.
 
 # Writing, squaring and summing one number takes about as long as this many multiply-adds of a matrix product.
 TOUCH_COST = 40
@@ -197,17 +195,13 @@ def _add_pairs(total: Tensor, activations: Tensor, gradients: Tensor) -> None:
         total += einsum("sgpo,sgpi->goi", pairs_g, pairs_a)
 
 
-# Accumulators of the Fisher's statistics (Lee et al. 2020, section 2; George et al. 2018).
-#
-# Each sums over the batches of one layer's activations and output gradients ``(samples, groups, positions,
-# outputs)``; `mean` divides the sums by the number of samples (the sum of their weights) or of positions.
-# Squares are those of exact per-sample gradients ``G_s = sum_t g_st a_st^T``. Where samples have weights,
-# output gradients come times their roots, so that every square counts w times; activations come as they are,
-# and `SampleWeights` says how often they count.
-
-
 class Accumulator(Protocol):
-    """Takes the backward passes of a sweep."""
+    """Sums over the batches of one layer's activations and output gradients ``(samples, groups, positions, outputs)``.
+
+    Its mean divides the sums by the number of samples (the sum of their weights) or of positions. Where samples have
+    weights, output gradients come times their roots, so that every square counts w times; activations come as they are,
+    and `SampleWeights` has how often they count.
+    """
 
     def add(
         self, activations: Operand, gradients: Tensor, first_pass: bool, weights: SampleWeights | None = None

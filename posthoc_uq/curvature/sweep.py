@@ -23,8 +23,6 @@ from posthoc_uq.layers.proof import count_samples
 from posthoc_uq.likelihoods import Fisher, Gaussian, Likelihood
 from posthoc_uq.likelihoods.weights import SampleWeights, weights_of
 
-# The samples that a sweep over a share of the data takes, put together in batches as large as the loader's.
-
 Part = tuple[Batch, Tensor, str]
 """A batch to sweep over, the hashes of its samples, and the batches of the loader that they are from, in words."""
 
@@ -126,10 +124,8 @@ def _joined(parts: Sequence[_SampleBuffer]) -> Part:
     return Batch(args, targets, kwargs, weights), torch.cat([picks.keys for picks in parts]), place
 
 
-# Hashes of the data that a pass has read, to recognise the same data again.
-
 WORD = 1 << 64
-_SIMPLE = (bool, int, float, complex, str, type(None))
+_PLAIN_TYPES = (bool, int, float, complex, str, type(None))
 
 
 def sample_hashes(batch: Batch, keys: Tensor) -> Tensor:
@@ -215,12 +211,10 @@ def _described(leaf: Any) -> Any:
     """What is known of a value without a wait for the device; equal in every process."""
     if isinstance(leaf, Tensor):
         return str(leaf.dtype), tuple(leaf.shape)
-    return leaf if isinstance(leaf, _SIMPLE) else type(leaf).__qualname__
+    return leaf if isinstance(leaf, _PLAIN_TYPES) else type(leaf).__qualname__
 
 
-# One pass over a loader, feeding accumulators.
-
-KEYS_KEPT = 65536  # inputs whose hashes are remembered, to recognise data that are mostly copies
+MAX_KEYS = 65536  # inputs whose hashes are remembered, to recognise data that are mostly copies
 
 
 @dataclass(frozen=True)
@@ -273,7 +267,7 @@ class Summary:
     @property
     def repetitive(self) -> bool:
         """Whether most of the inputs whose hashes were remembered are copies of others."""
-        looked_at = min(self.seen, KEYS_KEPT)
+        looked_at = min(self.seen, MAX_KEYS)
         return looked_at >= 100 and 2 * len(self.keys) < looked_at
 
     def state_dict(self) -> dict[str, Any]:
@@ -290,8 +284,8 @@ class Summary:
         samples share.
         """
         hashes: list[int] = keys.tolist()
-        if self.seen < KEYS_KEPT:
-            self.keys.update(hashes[: KEYS_KEPT - self.seen])
+        if self.seen < MAX_KEYS:
+            self.keys.update(hashes[: MAX_KEYS - self.seen])
         self.digest = mixed_seed(self.digest, int(content) % WORD, len(hashes), int(shared) % WORD)
         self.content = (self.content + int(content)) % WORD
         self.batches += 1
@@ -584,9 +578,6 @@ def _side_by_side(capture: Capture, rows: dict[str, Tensor], samples: int) -> Te
 
 def _not_finite(message: str) -> NonFiniteError:
     return NonFiniteError(message + " Check the input data and the model's weights for NaN or infinity.")
-
-
-# The residuals of the training data; their mean square is the noise variance of a regression.
 
 
 def squared_residuals(

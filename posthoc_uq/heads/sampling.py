@@ -23,7 +23,7 @@ from posthoc_uq.curvature.features import watching
 from posthoc_uq.heads.predictor import Predictor, divisor_of, summarise
 from posthoc_uq.layers.calls import AffineCalls, PlainAttention, WeightMoments, drawn_outputs
 from posthoc_uq.layers.frozen import (
-    MOST_SHAPES,
+    MAX_SHAPES,
     USUAL_PASSES,
     Features,
     FrozenPart,
@@ -209,7 +209,7 @@ class Ensemble(nn.Module):
         """The outputs of as many draws as the batched route serves, from the first on."""
         chunk, start = self._chunks.get(work.key), 0
         if chunk is None:
-            if len(self._chunks) >= MOST_SHAPES:
+            if len(self._chunks) >= MAX_SHAPES:
                 self._chunks.clear()
             chunk = self._chunks[work.key] = self._chunk(work)
         while chunk > 1 and start < len(self):

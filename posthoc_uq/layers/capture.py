@@ -1,4 +1,11 @@
-"""Activations and output gradients of every layer, by BackPACK and by intercepted calls."""
+"""Activations and output gradients of every layer, by BackPACK and by intercepted calls.
+
+`Capture` owns a replica of the model. `Capture.discover` finds the weighted layers on the first batch and chooses the
+engine for each: BackPACK (Dangel, Kunstner, Hennig 2020), which runs an extension on every extended module during the
+backward pass, where that is sound; the interceptor where a module is called twice, an output is changed in place, or
+under autocast. `proof.prepare` then proves that nothing was missed. Only weighted leaf modules are extended, so the
+code between them may be anything.
+"""
 
 from __future__ import annotations
 
@@ -24,12 +31,6 @@ from posthoc_uq.layers.calls import CallInterceptor
 from posthoc_uq.layers.layer import INTERLEAVED, Call, Layer, describe
 from posthoc_uq.layers.operands import Geometry, Operand, Rows, Several
 from posthoc_uq.layers.rules import WEIGHTED_MODULES, AffineCall
-
-# The BackPACK first-order extension that hands over activations and output gradients.
-#
-# BackPACK (Dangel, Kunstner, Hennig 2020) runs an extension on every extended module during the backward
-# pass. Only weighted leaf modules are extended, so the code between them may be anything. Where that is not
-# sound (a module called twice, an output changed in place, autocast), `hooks` is used instead.
 
 Handler = Callable[[nn.Module, Tensor, Tensor], None]
 
@@ -73,9 +74,6 @@ def backward(outputs: Tensor, gradient: Tensor, handler: Handler, retain_graph: 
     """Pull `gradient` back from `outputs`; every extended module's input and output gradient go to `handler`."""
     with _CONTEXT_LOCK, backpack(ActivationsAndGradients(handler), retain_graph=retain_graph):
         outputs.backward(gradient, retain_graph=retain_graph)
-
-
-# A layer's activations and output gradients in one backward pass, as operands of the statistics.
 
 
 @dataclass
@@ -172,15 +170,7 @@ class LayerGradients:
         )
 
 
-# Which weights are used where, and the activations and output gradients of each, batch by batch.
-#
-# `Capture` owns a replica of the model. `Capture.discover` finds the weighted layers on the first batch and
-# chooses the engine for each (BackPACK where it is sound, the interceptor elsewhere); `proof.prepare` then
-# proves that nothing was missed.
-
 Engine = Literal["backpack", "hooks"]
-
-
 Sink = Callable[[LayerGradients], None]
 
 

@@ -1,4 +1,12 @@
-"""What enters the layers with a posterior: computed once for a batch, where these layers are all that follows."""
+"""What enters the layers with a posterior: computed once for a batch, where these layers are all that follows.
+
+Up to the first layer with a posterior all passes of a model on the same inputs are the same, whatever weights are
+drawn. Where the layers with a posterior are the last modules of a model, one after the other, what enters the first
+of them is cached, and the rest of the model is these modules alone. That the modules before make the features and
+the modules after make nothing but the outputs is looked at in every pass that computes features; that the rest gives
+the outputs is proved by numbers, on the first batch of every shape and with other weights in place. A model for
+which any of this fails runs as a whole.
+"""
 
 from __future__ import annotations
 
@@ -23,14 +31,7 @@ from posthoc_uq.core.model import replicate
 from posthoc_uq.core.outputs import output_tensor
 from posthoc_uq.core.randomness import device_generators, isolated_random_state
 
-# Up to the first layer with a posterior all passes of a model on the same inputs are the same, whatever weights are
-# drawn. Where the layers with a posterior are the last modules of a model, one after the other, what enters the first
-# of them is cached, and the rest of the model is these modules alone. That the modules before make the features and
-# the modules after make nothing but the outputs is looked at in every pass that computes features; that the rest gives
-# the outputs is proved by numbers, on the first batch of every shape and with other weights in place. A model for
-# which any of this fails runs as a whole.
-
-MOST_SHAPES = 256  # input shapes whose proof is remembered
+MAX_SHAPES = 256  # input shapes whose proof is remembered
 PROVED_SAMPLES = 8  # that a proof runs on
 USUAL_PASSES = 10  # that a search makes with the features of a batch
 # How far outputs of two routes may differ, relative to the largest. CUDA's float32 products may be TF32.
@@ -154,7 +155,7 @@ class FrozenPart:
         batch, key = Batch(args, None, kwargs), _situation(args, kwargs)
         if key not in self._shares:
             share = self._share(batch)
-            if len(self._shares) >= MOST_SHAPES:
+            if len(self._shares) >= MAX_SHAPES:
                 self._shares.clear()
             self._shares[key] = share
         share, tail = self._shares.get(key), self._tail
@@ -279,9 +280,6 @@ def fresh(batch: Batch) -> Batch:
 
 def _clone(value: Any) -> Any:
     return value.clone() if isinstance(value, Tensor) else value
-
-
-# The modules that come last.
 
 
 def _tails(model: nn.Module, changing: frozenset[str]) -> list[tuple[str, ...]]:
@@ -496,9 +494,6 @@ def agree(outputs: Tensor, expected: Tensor) -> bool:
         tolerance = TF32_TOLERANCE
     size = float(expected.nan_to_num(0.0, 0.0, 0.0).abs().amax()) if expected.numel() else 0.0
     return torch.allclose(outputs, expected, rtol=tolerance, atol=tolerance * size, equal_nan=True)
-
-
-# The cost of one forward pass, counted and not timed: decisions by it are the same in every run.
 
 
 @cache

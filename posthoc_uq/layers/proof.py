@@ -1,4 +1,8 @@
-"""The dry run: finds the weighted layers on two samples and checks the caught gradients against autograd."""
+"""The dry run: finds the weighted layers on two samples and checks the caught gradients against autograd.
+
+For every layer the caught pairs must rebuild autograd's gradient, of the batch and of one sample alone, up to rounding:
+``sum_t g_st a_st^T``. A layer that fails is named, never silently missed.
+"""
 
 from __future__ import annotations
 
@@ -21,9 +25,7 @@ from posthoc_uq.layers.layer import BATCH_AXES, Layer
 from posthoc_uq.layers.operands import CPU_TEMPORARY
 from posthoc_uq.layers.rules import WEIGHTED_MODULES
 
-# Messages about weights without a posterior: what ties or computes them, and their share of all weights.
-
-_NAMED = 5  # parameters that a message names
+_MAX_NAMED = 5  # parameters that a message names
 # Suffixes that torch's hooks give the parameters a weight is computed from, and the functions that undo the hooks.
 _HOOKS = {"_g": "remove_weight_norm", "_v": "remove_weight_norm", "_orig": "remove_spectral_norm"}
 
@@ -93,9 +95,10 @@ def without_posterior(
     total = sum(p.numel() for p in parameters.values() if p.is_floating_point())
     missing.sort(key=lambda name: -parameters[name].numel())
     shown = [
-        f"'{name}' ({kinds[name]}, {_share(parameters[name].numel(), total)})" for name in missing[:_NAMED]
+        f"'{name}' ({kinds[name]}, {_share(parameters[name].numel(), total)})"
+        for name in missing[:_MAX_NAMED]
     ]
-    more = f" and {len(missing) - _NAMED} more" if len(missing) > _NAMED else ""
+    more = f" and {len(missing) - _MAX_NAMED} more" if len(missing) > _MAX_NAMED else ""
     summed = _share(sum(parameters[name].numel() for name in missing), total)
     return (
         f"Weights without a posterior, {summed} of all weights: {', '.join(shown)}{more}. Predictions take them for "
@@ -112,9 +115,8 @@ def _share(part: int, total: int) -> str:
     return f"{100 * part / total:.2g}%" if part < total else "100%"
 
 
-# Which layers the user asked for: all, the last, by name, prefix or shell pattern, or by a function.
-
 Selection = str | Sequence[str] | Callable[[str, nn.Module], bool]
+"""The layers that a user asks for: ``"all"``, ``"last"``, names, prefixes or shell patterns, or a function."""
 
 
 def check_selection(selection: Selection) -> None:
@@ -159,8 +161,6 @@ def no_such_layer(want: str, names: list[str]) -> PosthocUQError:
         f"There is no weighted layer '{want}' in the forward pass; there are {names[:5]}{more}.{close}"
     )
 
-
-# Autograd's own gradients of a few samples, without any capture: the truth for the dry run.
 
 # Types of modules that are weighted layers, those whose uses cannot be followed included.
 HOLD_WEIGHTS = (
@@ -311,11 +311,6 @@ class Reference:
                 reasons[name] = f"{type(module).__name__} is kept deterministic"
         return reasons
 
-
-# The dry run: find the weighted layers on a few samples, and check their caught gradients against autograd.
-#
-# For every layer the caught pairs must rebuild autograd's gradient, of the batch and of one sample alone, up
-# to rounding: ``sum_t g_st a_st^T``. A layer that fails is named, never silently missed.
 
 PROBE_SAMPLES = 2
 _NO_LAYER = "The model has no Linear or convolution layer, so there are no weights to fit a posterior over."
