@@ -236,7 +236,13 @@ def score_histograms(
     figure = new_figure(0.6 + 4.2 * columns, 3.9 * rows)
     panels = figure.subplots(rows, columns, squeeze=False)
     for axes, (title, sets) in zip(panels.flat, scores.items(), strict=False):
-        _histogram_panel(axes, title, sets, bins, title in log)
+        (first, familiar), *others = sets.items()
+        labels = [
+            first,
+            *(f"{name} (AUROC {metrics.ood_auroc(familiar, foreign):.3f})" for name, foreign in others),
+        ]
+        labelled = dict(zip(labels, sets.values(), strict=True))
+        histogram_panel(axes, title, labelled, bins, title in log)
     for axes in list(panels.flat)[len(scores) :]:
         axes.remove()
     for row in panels:
@@ -244,9 +250,8 @@ def score_histograms(
     return figure
 
 
-def _histogram_panel(
-    axes: Axes, title: str, sets: Mapping[str, Tensor], bins: int, logarithmic: bool
-) -> None:
+def histogram_panel(axes: Axes, title: str, sets: Mapping[str, Tensor], bins: int, logarithmic: bool) -> None:
+    """Draw how one score is distributed on each data set; the first is filled, the others are outlines."""
     values = {name: tensor.detach().cpu().double().flatten().numpy() for name, tensor in sets.items()}
     for name, array in values.items():
         if array.size == 0 or not np.isfinite(array).all():
@@ -283,7 +288,7 @@ def _histogram_panel(
                 color=colour,
                 linewidth=1.7,
                 linestyle=DASHES[(index - 1) % len(DASHES)],
-                label=f"{name} (AUROC {metrics.ood_auroc(sets[first], sets[name]):.3f})",
+                label=name,
             )
     axes.set(xlabel=title, ylim=(0, None))
     axes.yaxis.set_major_formatter(FuncFormatter(percent))
