@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import ast
-import json
 from collections.abc import Callable, Iterator
 from functools import wraps
 from pathlib import Path
@@ -322,8 +321,7 @@ def serves(device: torch.device) -> dict[str, Any]:
     model = network(device=device)
     service = Service(uq.wrap(model, fitted(model, "diag"), n_samples=3))
     try:
-        body = json.dumps({"inputs": images(6, 3)[0].tolist()}).encode()
-        return dict(enumerate(service.predict_numbers(body, True)))
+        return dict(enumerate(service.answered(images(6, 3)[0])))
     finally:
         service.close()
 

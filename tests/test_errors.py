@@ -150,8 +150,8 @@ MISTAKES: dict[str, tuple[Callable[[], Any], type[PosthocUQError], str]] = {
     "an unknown head": (lambda: uq.wrap(net(), POSTERIOR, "ensemble"), PosthocUQError, "head must be .*'ensemble'"),
     "referral of inputs": (lambda: PREDICTOR.referral(X), PosthocUQError, "what the predictor returned"),  # type: ignore[arg-type]
     "referral by a prediction": (lambda: uq.Referral().fit(PREDICTOR(X), [X]), PosthocUQError, "needs a predictor"),
-    "export of an array": (lambda: uq.export(PREDICTOR, X.numpy()), PosthocUQError, "was given a ndarray"),  # type: ignore[arg-type]
-    "export of nothing": (lambda: uq.export(PREDICTOR), PosthocUQError, "was given nothing"),
+    "export of an array": (lambda: uq.export(PREDICTOR, X.numpy()), PosthocUQError, "example of the model"),  # type: ignore[arg-type]
+    "export of nothing": (lambda: uq.export(PREDICTOR), PosthocUQError, "example of the model"),
     "export of a model": (lambda: uq.export(net(), X), PosthocUQError, "not a Sequential"),  # type: ignore[arg-type]
     "tuning of a model": (lambda: uq.tune(net(), [(X, Y)]), PosthocUQError, "takes a posterior"),  # type: ignore[arg-type]
     "tuning without labels": (lambda: uq.tune(POSTERIOR, [X]), PosthocUQError, "yields inputs alone"),

@@ -5,8 +5,6 @@ from __future__ import annotations
 import inspect
 import os
 import shutil
-from collections.abc import Generator
-from contextlib import contextmanager
 from importlib.util import find_spec
 from pathlib import Path
 from tempfile import TemporaryDirectory
@@ -24,8 +22,9 @@ from posthoc_uq.heads.moments import MomentsPredictor
 from posthoc_uq.heads.predictor import Predictor, divisor_of, predict
 from posthoc_uq.heads.sampling import SamplingPredictor
 
-_MOST = 2**16 - 1
-"""Samples in a batch of an exported program: the most that torch's batch normalisation takes on a GPU."""
+_MAX_BATCH = (
+    2**16 - 1
+)  # samples of an exported program: the most that torch's batch normalisation takes on a GPU
 
 
 class _Moments(nn.Module):
@@ -107,56 +106,48 @@ def export(
         raise PosthocUQError(f"export writes files whose name ends in .onnx or .pt2, not '{path}'.")
     target = None if path is None else atomic.checked_target(path)
     if kind == ".onnx" and (find_spec("onnx") is None or find_spec("onnxscript") is None):
-        raise PosthocUQError(
-            "ONNX files are written by torch with two packages more: pip install onnx onnxscript"
-        )
+        raise PosthocUQError("ONNX files need two packages more: pip install onnx onnxscript")
     if not inputs or not all(isinstance(value, Tensor) for value in inputs):
-        kinds = ", ".join(f"a {type(value).__name__}" for value in inputs) or "nothing"
         raise PosthocUQError(
-            f"export takes an example of the model's inputs as tensors, uq.export(predictor, x), and was given {kinds}."
+            "export takes an example of the model's inputs as tensors: uq.export(predictor, x)."
         )
     module = exportable(predictor)
-    shapes: Any = None
-    if dynamic_batch:
-        batch = torch.export.Dim("batch", min=1, max=_MOST)
-        shapes = (tuple({0: batch} for _ in inputs),)
+    batch = torch.export.Dim("batch", min=1, max=_MAX_BATCH)
+    shapes: Any = (tuple({0: batch} for _ in inputs),) if dynamic_batch else None
     with torch.no_grad():
         with predictor.explaining(Batch(inputs)):
             module(*inputs)  # tensors that are made once and cached must be made before tracing
         program = torch.export.export(module, inputs, dynamic_shapes=shapes, strict=False)
-    if target is not None and kind == ".pt2":
-        with _writing(target), atomic.replacing(target) as file:
-            torch.export.save(program, file)
-    elif target is not None:
-        fields: Any = program.call_spec.out_spec.context  # pyright: ignore[reportOptionalMemberAccess]
-        arguments = inspect.signature(unwrap(predictor.model).forward).parameters.values()
-        named = [a.name for a in arguments if a.kind not in (a.VAR_POSITIONAL, a.VAR_KEYWORD)]
-        onnx = torch.onnx.export(
-            program,
-            inputs,
-            input_names=named[: len(inputs)] if len(named) >= len(inputs) else None,
-            output_names=list(fields._fields),
-            verbose=False,
-        )
-        assert onnx is not None
-        with _writing(target):
-            _write_onnx(onnx, target)
+    if target is None:
+        return program
+    try:
+        if kind == ".onnx":
+            _write_onnx(program, inputs, unwrap(predictor.model), target)
+        else:
+            with atomic.replacing(target) as file:
+                torch.export.save(program, file)
+    except OSError as error:
+        raise PosthocUQError(f"'{target}' could not be written: {error.strerror or error}.") from error
     return program
 
 
-def _write_onnx(onnx: torch.onnx.ONNXProgram, target: Path) -> None:
-    """The file and another one beside it with the weights, which is put in place first."""
+def _write_onnx(
+    program: torch.export.ExportedProgram, inputs: tuple[Tensor, ...], model: nn.Module, target: Path
+) -> None:
+    """Write the program, and beside it a file with the weights, which is put in place first."""
+    fields: Any = program.call_spec.out_spec.context  # pyright: ignore[reportOptionalMemberAccess]
+    arguments = inspect.signature(model.forward).parameters.values()
+    names = [a.name for a in arguments if a.kind not in (a.VAR_POSITIONAL, a.VAR_KEYWORD)][: len(inputs)]
+    onnx = torch.onnx.export(
+        program,
+        inputs,
+        input_names=names if len(names) == len(inputs) else None,
+        output_names=list(fields._fields),
+        verbose=False,
+    )
+    assert onnx is not None
     with TemporaryDirectory(dir=target.parent, prefix=f".{target.stem[:50]}.") as folder:
         onnx.save(Path(folder, target.name), external_data=True)
         for part in sorted(Path(folder).iterdir(), reverse=True):
             with part.open("rb") as source, atomic.replacing(target.with_name(part.name)) as file:
                 shutil.copyfileobj(source, file)
-
-
-@contextmanager
-def _writing(target: Path) -> Generator[None]:
-    """Name the file in an error of the file system."""
-    try:
-        yield
-    except OSError as error:
-        raise PosthocUQError(f"'{target}' could not be written: {error.strerror or error}.") from error

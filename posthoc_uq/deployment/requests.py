@@ -6,7 +6,6 @@ import asyncio
 import json
 import re
 from collections.abc import AsyncGenerator, Callable, Sequence
-from contextlib import asynccontextmanager
 from dataclasses import dataclass
 from io import BytesIO
 from typing import Any, cast
@@ -22,13 +21,9 @@ from torch import Tensor
 from posthoc_uq.core.errors import out_of_memory
 from posthoc_uq.core.paths import UNKNOWN, too_long
 
-_IMAGES = 8  # of the largest size, that a form may hold: decoding takes a second or two each
-_SCANS = 100  # of a JPEG file; progressive ones have about ten
-_MARKER = re.compile(rb"\xff[^\x00\x01\xd0-\xd8\xff]")
-BUSY = "The server is busy; try again in a second."
-_ARRIVING = 4  # times the queue's length, so many bodies may be on their way
-_PART = 2**20  # bytes of a form that are parsed at once
-IMAGE_TYPES = {"image/png": "PNG", "image/jpeg": "JPEG"}
+_MAX_FORM_IMAGES = 8  # of the largest size: decoding takes a second or two each
+_MAX_JPEG_SCANS = 100  # progressive files have about ten
+_JPEG_MARKER = re.compile(rb"\xff[^\x00\x01\xd0-\xd8\xff]")
 
 
 class Refused(Exception):
@@ -58,11 +53,10 @@ class Limits:
     Attributes:
         bytes: of its body.
         batch: inputs.
-        pixels: of one image, width times height, before it is decoded, and where resizing makes a strip of it; and
-            of all images of a form once they are prepared, at three numbers each.
+        pixels: of one image, width times height, before it is decoded and where resizing makes a strip of it. All
+            images of a form may have eight times as many, and three numbers a pixel of one once they are prepared.
         seconds: that its body may take to arrive.
         shorter: pixels to which the transform resizes the shorter side of an image, or 0 where it keeps the size.
-        queue: requests under way, each with its whole body; more are told to come again.
     """
 
     bytes: int = 16 * 2**20
@@ -70,92 +64,30 @@ class Limits:
     pixels: int = 40_000_000
     seconds: float = 30.0
     shorter: int = UNKNOWN
-    queue: int = 64
 
 
-class Bodies:
-    """Bodies of requests, bounded together: those on their way, and those of requests under way. Slow ones hold no
-    place in the queue; where one more would be too many, that which has been arriving for longest is given up.
+async def body_of(request: Request, limits: Limits) -> bytes:
+    """The whole body of a request.
 
-    Args:
-        limits: of one request, and of their number.
+    Raises:
+        Refused: it is too large or too slow, or ended before it was complete.
     """
 
-    def __init__(self, limits: Limits) -> None:
-        self._limits, self._most = limits, _ARRIVING * limits.queue
-        self._bytes = limits.queue * limits.bytes
-        self._held = 0  # bytes of all
-        self._arriving: dict[_Arriving, asyncio.Task[bytes]] = {}  # the oldest first
-
-    @asynccontextmanager
-    async def whole(self, request: Request) -> AsyncGenerator[bytes]:
-        """The body of a request. It counts until the end of the block.
-
-        Raises:
-            Refused: it is too large or too slow, or was given up.
-        """
-        arriving, held = _Arriving(), 0
-        task = self._arriving[arriving] = asyncio.ensure_future(self._arrive(request, arriving))
-        self._make_room()
-        try:
-            await asyncio.wait({task}, timeout=self._limits.seconds)
-            if not task.done():
-                raise Refused(
-                    408,
-                    "slow",
-                    f"The request's body took longer than {self._limits.seconds:g} seconds to arrive.",
-                )
-            if task.cancelled():
-                raise Refused(503, "busy", BUSY)
-            body = task.result()
-            self._give_up(arriving)
-            held = len(body)
-            self._held += held
-            yield body
-        finally:
-            self._give_up(arriving)
-            self._held -= held
-
-    async def _arrive(self, request: Request, arriving: _Arriving) -> bytes:
-        async for part in _limited(request, self._limits):
-            arriving.parts.append(part)
-            if arriving in self._arriving:
-                self._held += len(part)
-                self._make_room()
-        return b"".join(arriving.parts)
-
-    def _make_room(self) -> None:
-        while self._arriving and (self._held > self._bytes or len(self._arriving) > self._most):
-            self._give_up(next(iter(self._arriving)))
-
-    def _give_up(self, arriving: _Arriving) -> None:
-        """End one that is on its way, if it still is, and free its memory at once."""
-        task = self._arriving.pop(arriving, None)
-        if task is not None:
-            task.cancel()
-            self._held -= sum(map(len, arriving.parts))
-            arriving.parts.clear()
-
-
-class _Arriving:
-    """What has come of a body."""
-
-    def __init__(self) -> None:
-        self.parts: list[bytes] = []
-
-
-async def _limited(request: Request, limits: Limits) -> AsyncGenerator[bytes, None]:
-    sentence = f"The request is larger than {limits.bytes:,} bytes, the limit (--max-bytes)."
-    declared = request.headers.get("content-length", "")
-    if declared.isdigit() and int(declared) > limits.bytes:
-        raise Refused(413, "size", sentence)
-    total = 0
-    try:
+    async def arriving() -> bytes:
+        body = bytearray()
         async for part in request.stream():
-            total += len(part)
-            if total > limits.bytes:
-                raise Refused(413, "size", sentence)
-            yield part
+            body += part
+            if len(body) > limits.bytes:
+                raise Refused(
+                    413, "size", f"The request is larger than {limits.bytes:,} bytes (--max-bytes)."
+                )
+        return bytes(body)
+
+    try:
+        return await asyncio.wait_for(arriving(), limits.seconds)
+    except asyncio.TimeoutError:
+        sentence = f"The request's body took longer than {limits.seconds:g} seconds to arrive."
+        raise Refused(408, "slow", sentence) from None
     except ClientDisconnect:
         raise Refused(400, "disconnect", "The request ended before its body was complete.") from None
 
@@ -167,20 +99,19 @@ def files_of(body: bytes, headers: Headers, limits: Limits) -> list[bytes]:
         Refused: the form cannot be read, or has no file.
     """
 
-    async def parts() -> AsyncGenerator[bytes, None]:
-        for start in range(0, len(body), _PART):
-            yield body[start : start + _PART]
+    async def whole() -> AsyncGenerator[bytes, None]:
+        yield body
 
     parser = MultiPartParser(
-        headers, parts(), max_files=limits.batch, max_fields=0, max_part_size=limits.bytes
+        headers, whole(), max_files=limits.batch, max_fields=0, max_part_size=limits.bytes
     )
     parser.spool_max_size = limits.bytes + 1  # files stay in memory; the body's limit bounds them
     try:
         form = asyncio.run(parser.parse())
-    except (MultiPartException, KeyError, ValueError) as error:  # the parser's own errors are ValueErrors
-        reason = "it names no boundary" if isinstance(error, KeyError) else getattr(error, "message", error)
-        status, kind = (413, "size") if str(reason).startswith("Too many files") else (400, "form")
-        raise Refused(status, kind, f"The form cannot be read: {shortened(reason)}.") from None
+    except (MultiPartException, ValueError) as error:  # the parser's own errors are ValueErrors
+        reason = shortened(getattr(error, "message", error))
+        status, kind = (413, "size") if reason.startswith("Too many files") else (400, "form")
+        raise Refused(status, kind, f"The form cannot be read: {reason}.") from None
     uploads = [value for _, value in form.multi_items() if isinstance(value, UploadFile)]
     if not uploads:
         raise Refused(400, "form", "The form has no file; send images as files (curl -F image=@photo.jpg).")
@@ -197,73 +128,64 @@ def numbers_of(body: bytes, many: bool, limits: Limits, dtype: torch.dtype) -> T
         Refused: it is anything else.
     """
     key = "inputs" if many else "input"
-    form = f'send {{"{key}": ...}} with nested lists of numbers'
+
+    def wrong(what: str, kind: str = "numbers") -> Refused:
+        return Refused(400, kind, f'{what}; send {{"{key}": ...}} with nested lists of numbers.')
+
+    def not_finite(name: str) -> float:
+        raise ValueError(f"{name} is no number of JSON")
+
     try:
-        content = json.loads(body, parse_constant=_not_finite)
+        content: Any = json.loads(body, parse_constant=not_finite)
     except (ValueError, RecursionError) as error:
-        raise Refused(400, "json", f"The body is not JSON ({shortened(error, 120)}); {form}.") from None
+        raise wrong(f"The body is not JSON ({shortened(error, 120)})", "json") from None
     if not isinstance(content, dict) or set(cast(dict[str, Any], content)) != {key}:
-        raise Refused(400, "json", f"The body must be a JSON object with the one key {key!r}; {form}.")
-    value: Any = cast(dict[str, Any], content)[key]
+        raise wrong(f"The body must be a JSON object with the one key {key!r}", "json")
+    value: Any = content[key]
     if many and (not isinstance(value, list) or not value):
-        raise Refused(400, "numbers", f"'inputs' must be a list of one input or more; {form}.")
-    if many and len(cast(list[Any], value)) > limits.batch:
-        raise Refused(
-            413,
-            "size",
-            f"The batch has {len(cast(list[Any], value))} inputs, and the limit is {limits.batch} (--max-batch).",
-        )
+        raise wrong("'inputs' must be a list of one input or more")
+    if many and len(value) > limits.batch:
+        sentence = f"The batch has {len(value)} inputs, and the limit is {limits.batch} (--max-batch)."
+        raise Refused(413, "size", sentence)
     try:
         array: Any = np.asarray(value)
     except (ValueError, RecursionError, OverflowError):
-        raise Refused(
-            400,
-            "numbers",
-            f"The lists of '{key}' differ in length at one depth, or are nested too deep; {form}.",
-        ) from None
+        raise wrong(f"The lists of '{key}' differ in length at one depth, or are nested too deep") from None
     if array.dtype.kind not in "iuf" or array.size == 0:
-        raise Refused(400, "numbers", f"'{key}' must hold numbers alone, and one at least; {form}.")
+        raise wrong(f"'{key}' must hold numbers alone, and one at least")
     if dtype == torch.int64 and array.dtype.kind == "f":
-        raise Refused(400, "numbers", f"'{key}' must hold whole numbers for this model (--integers).")
+        raise wrong(f"'{key}' must hold whole numbers for this model (--integers)")
     tensor = torch.from_numpy(array if array.dtype != np.uint64 else array.astype(np.float64)).to(dtype)
     if not bool(torch.isfinite(tensor).all()):
-        raise Refused(
-            400, "numbers", f"'{key}' has a number that is too large for {dtype}; scale the inputs."
-        )
+        raise wrong(f"'{key}' has a number that is too large for {dtype}")
     return tensor if many else tensor.unsqueeze(0)
 
 
-def _not_finite(name: str) -> float:
-    raise ValueError(f"{name} is no number of JSON")
-
-
-def opened_image(content: bytes, limits: Limits, kind: str | None = None) -> Image.Image:
-    """A decoded PNG or JPEG file.
-
-    Args:
-        content: of the file.
-        limits: its size is checked before it is decoded.
-        kind: the format that the request named, or None for either.
+def opened_image(content: bytes, limits: Limits) -> Image.Image:
+    """A decoded PNG or JPEG file; its size is checked before it is decoded.
 
     Raises:
         Refused: it is none, is damaged, has too many pixels, is a strip that resizing would make huge, or takes too
             long to decode.
     """
-    bomb = f"(width times height); the limit is {limits.pixels:,} (--max-pixels)."
+
+    def too_large(what: str) -> Refused:
+        return Refused(413, "pixels", f"The image {what}.")
+
     try:
-        image = Image.open(BytesIO(content), formats=(kind,) if kind else tuple(IMAGE_TYPES.values()))
-        if image.width * image.height > limits.pixels:
-            raise Refused(413, "pixels", f"The image has {image.width * image.height:,} pixels {bomb}")
+        image = Image.open(BytesIO(content), formats=("PNG", "JPEG"))
+        if (pixels := image.width * image.height) > limits.pixels:
+            raise too_large(f"has {pixels:,} pixels, and the limit is {limits.pixels:,} (--max-pixels)")
         if fault := too_long(image.width, image.height, limits.shorter, limits.pixels):
-            raise Refused(413, "pixels", f"The image {fault}.")
-        if image.format != "PNG" and (scans := _scans(content)) > _SCANS:
-            raise Refused(413, "pixels", f"The JPEG file has {scans:,} scans; the limit is {_SCANS}.")
+            raise too_large(fault)
+        if image.format != "PNG" and (scans := _scans(content)) > _MAX_JPEG_SCANS:
+            raise too_large(f"is a JPEG file of {scans:,} scans; the limit is {_MAX_JPEG_SCANS}")
         image.load()
         return image
     except Image.DecompressionBombError:
-        raise Refused(413, "pixels", f"The image has far too many pixels {bomb}") from None
+        raise too_large(f"has too many pixels; the limit is {limits.pixels:,} (--max-pixels)") from None
     except UnidentifiedImageError:
-        raise Refused(415, "image", f"The file is no {kind or 'PNG or JPEG'} image.") from None
+        raise Refused(415, "image", "The file is no PNG or JPEG image.") from None
     except Refused:
         raise
     except Exception as error:  # decoders raise many types for damaged files
@@ -275,57 +197,41 @@ def opened_image(content: bytes, limits: Limits, kind: str | None = None) -> Ima
 def _scans(content: bytes) -> int:
     """How often a JPEG file goes over its pixels: a few bytes each, so thousands would keep a thread busy for hours."""
     count, place = 0, 2
-    while (found := _MARKER.search(content, place)) is not None and found[0] != b"\xff\xd9":
+    while (found := _JPEG_MARKER.search(content, place)) is not None and found[0] != b"\xff\xd9":
         count += found[0] == b"\xff\xda"
         # every segment says how long it is; the data of a scan, which follow one, hold no markers
         place = found.end() + max(2, int.from_bytes(content[found.end() : found.end() + 2], "big"))
     return count
 
 
-def prepared(
-    files: Sequence[bytes], transform: Callable[[Image.Image], Any], limits: Limits, kind: str | None = None
-) -> Tensor:
+def prepared(files: Sequence[bytes], transform: Callable[[Image.Image], Any], limits: Limits) -> Tensor:
     """Image files as a batch of inputs; one image at a time is decoded, so that memory does not grow with their number.
 
     Raises:
         Refused: `opened_image` refuses one, the transform fails on it, or they differ in size afterwards, or are too
             large together.
     """
-    batch: Tensor | None = None
+    batch = torch.empty(0)
     pixels = 0
     for index, file in enumerate(files):
-        image = opened_image(file, limits, kind)
+        image = opened_image(file, limits)
         pixels += image.width * image.height
-        if pixels > _IMAGES * limits.pixels:
-            raise Refused(
-                413,
-                "pixels",
-                f"The images have more than {_IMAGES * limits.pixels:,} pixels together, the limit ({_IMAGES} times "
-                f"--max-pixels); send fewer at once.",
-            )
+        if pixels > _MAX_FORM_IMAGES * limits.pixels:
+            sentence = f"The images have more than {_MAX_FORM_IMAGES * limits.pixels:,} pixels together"
+            raise Refused(413, "pixels", f"{sentence}; send fewer at once.")
         tensor = prepared_image(image, transform)
         del image  # before the next one is decoded
-        if len(files) == 1:
-            return tensor.unsqueeze(0)
-        if batch is None:
-            if tensor.numel() * len(files) > 3 * limits.pixels:
-                raise Refused(
-                    413,
-                    "pixels",
-                    f"{len(files)} images of {tuple(tensor.shape)} are more than {3 * limits.pixels:,} numbers, the "
-                    f"limit (three times --max-pixels); send fewer at once.",
-                )
+        if index == 0:
+            if len(files) > 1 and tensor.numel() * len(files) > 3 * limits.pixels:
+                sentence = f"{len(files)} images of {tuple(tensor.shape)} have more than {3 * limits.pixels:,} numbers"
+                raise Refused(413, "pixels", f"{sentence}; send fewer at once.")
             batch = tensor.new_empty((len(files), *tensor.shape))
         if tensor.shape != batch.shape[1:]:
-            shapes = sorted((tuple(tensor.shape), tuple(batch.shape[1:])))
-            raise Refused(
-                422,
-                "image",
-                f"Images of one batch differ in size, {shapes[0]} and {shapes[1]}; send them one by one, or start the "
-                f"server with --image-size.",
+            sentence = (
+                f"Images of one batch differ in size, {tuple(batch.shape[1:])} and {tuple(tensor.shape)}"
             )
+            raise Refused(422, "image", f"{sentence}; send them one by one, or serve with --image-size.")
         batch[index] = tensor
-    assert batch is not None  # a form without a file is refused before
     return batch
 
 

@@ -22,8 +22,7 @@ from posthoc_uq.likelihoods.prediction import CLASS_SCORES, Prediction, score_of
 FAMILIAR = "test"
 """The name of the first loader's data."""
 
-# What scores and measures mean, in a sentence each, for readers who have not seen the library.
-
+# In a sentence each, for readers who have not seen the library.
 SCORE_MEANINGS = {
     "entropy": "How undecided the predicted probabilities are, in nats; 0 is certain.",
     "mutual_information": "The part of the entropy that comes from not knowing the weights, in nats.",
@@ -148,9 +147,6 @@ def meanings(names: Iterable[str]) -> dict[str, str]:
 def _plain(name: str) -> str:
     referred = _REFERRED.match(name)
     return _LEVEL.sub("", referred[1] if referred else name)
-
-
-# Measures of scores.
 
 
 def foreignness(

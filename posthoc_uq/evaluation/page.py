@@ -37,12 +37,12 @@ from posthoc_uq.likelihoods.value_prediction import RegressionPrediction
 
 CALIBRATION, COVERAGE = "Reliability", "Coverage of intervals"
 FOREIGN, RISK = "Familiar and foreign inputs", "Risk over coverage"
-_WIDE = ("functional_variance", "epistemic_variance", "mutual_information")  # spread over orders of magnitude
-_ALIKE = (
+_LOGARITHMIC = ("functional_variance", "epistemic_variance", "mutual_information")
+_LIKE_ENTROPY = (
     "max_probability",
     "variation_ratio",
     "standard_deviation",
-)  # nearly the same picture as the entropy's
+)  # nearly the same picture; not drawn
 
 
 def figures(evaluation: Measurements) -> dict[str, Figure]:
@@ -92,7 +92,7 @@ def _panels(evaluation: Measurements) -> dict[str, dict[str, Tensor]]:
     panels: dict[str, dict[str, Tensor]] = {}
     for name, by_set in evaluation.predictions.items() if evaluation.foreign_names else ():
         for score in evaluation.shown_scores(name):
-            if score not in _ALIKE:
+            if score not in _LIKE_ENTROPY:
                 panels[f"{words(score)}, {name}"] = {
                     data: prediction.scores()[score] for data, prediction in by_set.items()
                 }
@@ -100,7 +100,7 @@ def _panels(evaluation: Measurements) -> dict[str, dict[str, Tensor]]:
 
 
 def _histograms(panels: Mapping[str, Mapping[str, Tensor]]) -> Figure:
-    log = [title for title in panels if title.startswith(tuple(words(score) for score in _WIDE))]
+    log = [title for title in panels if title.startswith(tuple(words(score) for score in _LOGARITHMIC))]
     return plots.score_histograms(panels, log=log)
 
 
@@ -180,7 +180,7 @@ _INKS = {
     "#dddddd": "--line",
     "#ffffff": "--back",
 }
-_AT_ONCE = 6  # images of a gallery; the others are folded
+_MAX_SHOWN = 6  # images of a gallery; the others are folded
 
 
 def html(evaluation: Measurements, title: str) -> str:
@@ -338,7 +338,7 @@ def _gallery(evaluation: Measurements, name: str, examples: Sequence[Example]) -
     reasons = evaluation.referral_reasons()
     cards = [_card(evaluation, example, reasons.get(example.data, {})) for example in examples]
     first, others = (
-        f'<div class="gallery">{"".join(part)}</div>' for part in (cards[:_AT_ONCE], cards[_AT_ONCE:])
+        f'<div class="gallery">{"".join(part)}</div>' for part in (cards[:_MAX_SHOWN], cards[_MAX_SHOWN:])
     )
     score, row = words(evaluation.default_score), evaluation.names[-1]
     which = {
@@ -346,7 +346,9 @@ def _gallery(evaluation: Measurements, name: str, examples: Sequence[Example]) -
         "surest mistakes": f"Wrong predictions on test inputs, those with the smallest {score} first",
     }.get(name, f"Foreign inputs with the smallest {score}, which are the first to be missed")
     note = _note(f"{which}. Below each: the class that \u201c{row}\u201d predicts, and its probability.")
-    return note + first + (_folded(f"{len(cards) - _AT_ONCE} more", others) if len(cards) > _AT_ONCE else "")
+    return (
+        note + first + (_folded(f"{len(cards) - _MAX_SHOWN} more", others) if len(cards) > _MAX_SHOWN else "")
+    )
 
 
 def _card(evaluation: Measurements, example: Example, reasons: Mapping[str, Tensor]) -> str:

@@ -43,8 +43,6 @@ __all__ = [
     "score_histograms",
 ]
 
-# Colours, frames, legends, intervals.
-
 COLOURS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9", "#000000")
 MARKERS = ("o", "s", "^", "D", "v", "P", "X")
 DASHES = ("-", "--", "-.", ":")
@@ -73,13 +71,19 @@ def legend_above(axes: Axes, handles: Sequence[Artist] | None = None) -> None:
     axes.legend(loc="lower left", bbox_to_anchor=(0, 1), frameon=False, borderaxespad=0.2, **options)
 
 
-def line_style(index: int) -> dict[str, Any]:
-    """Colour and dash of the line at `index`, as keywords."""
+def line_style(index: int, marker_size: float = 0.0) -> dict[str, Any]:
+    """Colour and dash of the line at `index`, and its marker where that has a size, as keywords."""
+    marker = {"marker": MARKERS[index % len(MARKERS)], "markersize": marker_size} if marker_size else {}
     return {
         "color": COLOURS[index % len(COLOURS)],
         "linewidth": 1.6,
         "linestyle": DASHES[index % len(DASHES)],
+        **marker,
     }
+
+
+def _draw_diagonal(axes: Axes) -> None:
+    axes.plot([0, 1], [0, 1], color=GREY, linewidth=1, linestyle=REFERENCE, label="perfectly calibrated")
 
 
 def percent(share: float, position: int | None) -> str:
@@ -97,7 +101,7 @@ def wilson(
     return centre - half, centre + half
 
 
-def _some(name: str, what: Mapping[str, Any]) -> None:
+def _check_not_empty(name: str, what: Mapping[str, Any]) -> None:
     if not what:
         raise PosthocUQError(f"{name} needs the predictions of at least one model.")
 
@@ -122,10 +126,10 @@ def reliability_diagram(
         bins: number of bins of confidence, as in `metrics.expected_calibration_error`.
         binning: "equal_width", or "equal_mass" for bins that hold equally many inputs.
     """
-    _some("reliability_diagram", predictions)
+    _check_not_empty("reliability_diagram", predictions)
     figure = new_figure(5.6, 6.2 + 0.22 * len(predictions))
     upper, lower = figure.subplots(2, 1, sharex=True, height_ratios=(3, 1))
-    upper.plot([0, 1], [0, 1], color=GREY, linewidth=1, linestyle=REFERENCE, label="perfectly calibrated")
+    _draw_diagonal(upper)
     for index, (name, (probs, labels)) in enumerate(predictions.items()):
         colour = COLOURS[index % len(COLOURS)]
         parts = metrics.calibration_bins(probs, labels, bins, binning)
@@ -137,10 +141,8 @@ def reliability_diagram(
         upper.plot(
             confidence[filled],
             accuracy[filled],
-            marker=MARKERS[index % len(MARKERS)],
-            markersize=5,
             label=f"{name} (ECE {error:.3f})",
-            **line_style(index),
+            **line_style(index, marker_size=5),
         )
         widths = metrics.calibration_bins(probs, labels, bins).counts.numpy()
         share, edges = widths / widths.sum(), np.linspace(0, 1, bins + 1)
@@ -175,7 +177,7 @@ def coverage_plot(
     """
     from scipy.stats import binom
 
-    _some("coverage_plot", predictions)
+    _check_not_empty("coverage_plot", predictions)
     curves = {name: metrics.coverage_curve(*parts, levels, kind=kind) for name, parts in predictions.items()}
     targets = min(parts[2].numel() for parts in predictions.values())
     figure = new_figure(5.6, 5.3 + 0.22 * len(predictions))
@@ -184,16 +186,14 @@ def coverage_plot(
     low, high = (binom.ppf(tail, targets, grid) / targets for tail in (0.025, 0.975))
     # at 0 and 1 scipy's quantiles of a certain count are -1 and n
     axes.fill_between(grid, np.maximum(low, 0), high, color="#DDDDDD", linewidth=0, label="chance, 95 %")
-    axes.plot([0, 1], [0, 1], color=GREY, linewidth=1, linestyle=REFERENCE, label="perfectly calibrated")
+    _draw_diagonal(axes)
     for index, (name, curve) in enumerate(curves.items()):
         order = curve.nominal.argsort()
         axes.plot(
             curve.nominal[order].numpy(),
             curve.observed[order].numpy(),
-            marker=MARKERS[index % len(MARKERS)],
-            markersize=4.5,
             label=f"{name} (mean gap {curve.error:.3f})",
-            **line_style(index),
+            **line_style(index, marker_size=4.5),
         )
     interval = kind == "interval"
     axes.set(
@@ -236,7 +236,13 @@ def score_histograms(
     figure = new_figure(0.6 + 4.2 * columns, 3.9 * rows)
     panels = figure.subplots(rows, columns, squeeze=False)
     for axes, (title, sets) in zip(panels.flat, scores.items(), strict=False):
-        _histogram_panel(axes, title, sets, bins, title in log)
+        (first, familiar), *others = sets.items()
+        labels = [
+            first,
+            *(f"{name} (AUROC {metrics.ood_auroc(familiar, foreign):.3f})" for name, foreign in others),
+        ]
+        labelled = dict(zip(labels, sets.values(), strict=True))
+        histogram_panel(axes, title, labelled, bins, title in log)
     for axes in list(panels.flat)[len(scores) :]:
         axes.remove()
     for row in panels:
@@ -244,9 +250,8 @@ def score_histograms(
     return figure
 
 
-def _histogram_panel(
-    axes: Axes, title: str, sets: Mapping[str, Tensor], bins: int, logarithmic: bool
-) -> None:
+def histogram_panel(axes: Axes, title: str, sets: Mapping[str, Tensor], bins: int, logarithmic: bool) -> None:
+    """Draw how one score is distributed on each data set; the first is filled, the others are outlines."""
     values = {name: tensor.detach().cpu().double().flatten().numpy() for name, tensor in sets.items()}
     for name, array in values.items():
         if array.size == 0 or not np.isfinite(array).all():
@@ -283,7 +288,7 @@ def _histogram_panel(
                 color=colour,
                 linewidth=1.7,
                 linestyle=DASHES[(index - 1) % len(DASHES)],
-                label=f"{name} (AUROC {metrics.ood_auroc(sets[first], sets[name]):.3f})",
+                label=name,
             )
     axes.set(xlabel=title, ylim=(0, None))
     axes.yaxis.set_major_formatter(FuncFormatter(percent))
@@ -298,7 +303,7 @@ def _value_range(low: float, high: float, pad: float) -> tuple[float, float]:
 
 # Selective prediction: the errors that remain when the most uncertain inputs are referred.
 
-_POINTS = 1000  # of a curve that are drawn; more could not be seen
+_MAX_POINTS = 1000  # of a curve that are drawn; more could not be seen
 
 
 def risk_coverage_plot(
@@ -316,8 +321,7 @@ def risk_coverage_plot(
             prediction it belongs to, for instance 1 where the class is wrong.
         risk_label: of the vertical axis, with the unit of the loss.
     """
-    if not scores:
-        raise PosthocUQError("risk_coverage_plot needs the scores and losses of at least one model.")
+    _check_not_empty("risk_coverage_plot", scores)
     curves = {name: metrics.risk_coverage(*pair) for name, pair in scores.items()}
     for name, (_, losses) in scores.items():
         if not bool(losses.isfinite().all()):
@@ -353,9 +357,13 @@ def risk_coverage_plot(
 
 
 def _thinned(curve: metrics.RiskCoverage) -> tuple[np.ndarray, np.ndarray]:
-    """The curve, with evenly chosen points where it has more than `_POINTS`."""
+    """The curve, with evenly chosen points where it has more than `_MAX_POINTS`."""
     size = len(curve.coverage)
-    index = np.arange(size) if size <= _POINTS else np.unique(np.linspace(0, size - 1, _POINTS).astype(int))
+    index = (
+        np.arange(size)
+        if size <= _MAX_POINTS
+        else np.unique(np.linspace(0, size - 1, _MAX_POINTS).astype(int))
+    )
     return curve.coverage.numpy()[index], curve.risk.numpy()[index]
 
 
@@ -377,7 +385,7 @@ def referral_plot(
         metric: "accuracy", or "auc" for the ROC AUC as in `metrics.selective_auc`.
         rates: shares referred, each in [0, 1); without them 0, 0.01, ..., 0.95.
     """
-    _some("referral_plot", predictions)
+    _check_not_empty("referral_plot", predictions)
     one_of("metric", metric, ("accuracy", "auc"))
     chosen = [k / 100 for k in range(96)] if rates is None else sorted(float(rate) for rate in rates)
     figure = new_figure(6.2, 4.2 + 0.22 * len(predictions))
@@ -472,7 +480,7 @@ _SCORE_LABELS = {
     "functional_variance": "variance of the logits",
     "variation_ratio": "variation ratio",
 }
-_BATCH = 4096  # points of the plane
+_MAX_BATCH = 4096  # points of the plane
 _STRENGTH = 0.6  # of the colours, paler than the points, so that these stand out
 _PALE = [tuple(1 - _STRENGTH * (1 - part) for part in to_rgb(colour)) for colour in COLOURS[:2]]
 _TWO_CLASSES = LinearSegmentedColormap.from_list("two classes", [_PALE[0], "white", _PALE[1]])
@@ -604,7 +612,7 @@ def _evaluated(
     probs: list[Tensor] = []
     scores: list[Tensor] = []
     with torch.no_grad():
-        for batch in grid.split(_BATCH):
+        for batch in grid.split(_MAX_BATCH):
             prediction = predict(batch)
             if not isinstance(prediction, ClassPrediction):
                 raise PosthocUQError(
