@@ -53,7 +53,7 @@ lowest: $(LOWEST)/.installed-lowest
 	OMP_NUM_THREADS=$${OMP_NUM_THREADS:-1} $(LOWEST)/bin/python -m pytest $(PYTEST_FLAGS)
 
 docs: $(DOCS_ENV)
-	NO_MKDOCS_2_WARNING=1 $(BIN)/python -m mkdocs build --strict --quiet
+	NO_MKDOCS_2_WARNING=1 $(BIN)/python -m mkdocs build --strict
 
 dist: $(BIN)/python
 	$(BIN)/python -m pip install --quiet $(PIP_FLAGS) build twine

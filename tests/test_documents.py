@@ -179,8 +179,7 @@ def written(page: str) -> Iterator[tuple[list[str], bool]]:
                     words.pop(0)
                 if words:
                     yield words, True
-    prose = re.sub(r"^ *```.*?^ *```$", "", (ROOT / page).read_text(encoding="utf-8"), flags=re.M | re.S)
-    for command in re.findall(r"`(posthoc-uq [a-z]+[^`]*)`", prose):
+    for command in re.findall(r"`(posthoc-uq [a-z]+[^`]*)`", without_blocks(ROOT / page)):
         yield shlex.split(command), False
 
 
@@ -228,14 +227,23 @@ def check_script(arguments: list[str]) -> None:
 
 
 @pytest.mark.parametrize("page", PAGES)
-def test_links_lead_to_files(page: str) -> None:
-    text = re.sub(
-        r"^```.*?^```$", "", (ROOT / page).read_text(encoding="utf-8"), flags=re.MULTILINE | re.DOTALL
-    )
-    for target in re.findall(r"\]\(([^()\s]+)\)", text):
-        path = target.partition("#")[0]
-        if path and not re.match(r"[a-z]+:", path):
-            assert ((ROOT / page).parent / path).exists(), target
+def test_links_lead_to_files_and_headings(page: str) -> None:
+    for target in re.findall(r"\]\(([^()\s]+)\)", without_blocks(ROOT / page)):
+        path, _, heading = target.partition("#")
+        if re.match(r"[a-z]+:", path):
+            continue
+        there = (ROOT / page).parent / path if path else ROOT / page
+        assert there.exists(), target
+        if heading:
+            titles = re.findall(r"^#+ (.*)$", without_blocks(there), re.M)
+            assert heading in {re.sub(r"[^\w-]+", "", title.lower().replace(" ", "-")) for title in titles}, (
+                target
+            )
+
+
+def without_blocks(page: Path) -> str:
+    """The text of a page without its code."""
+    return re.sub(r"^ *```.*?^ *```$", "", page.read_text(encoding="utf-8"), flags=re.M | re.S)
 
 
 def test_every_public_name_has_its_place_in_the_reference() -> None:
