@@ -17,7 +17,7 @@ _WITHOUT_DOUBLE = ("mps",)
 
 
 def has_double(device: torch.device) -> bool:
-    """Whether the device knows float64."""
+    """Whether the device has float64."""
     return device.type not in _WITHOUT_DOUBLE
 
 
