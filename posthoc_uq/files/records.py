@@ -35,9 +35,9 @@ from posthoc_uq.likelihoods.selective import QUANTILES
 from posthoc_uq.posteriors.block import BLOCKS, FAMILIES, TensorSpec
 from posthoc_uq.posteriors.features import SOURCES, FeatureGrams
 from posthoc_uq.posteriors.posterior import Posterior
+from posthoc_uq.posteriors.search import CRITERIA
 from posthoc_uq.posteriors.settings import (
     ABOUT,
-    HEAD_CRITERIA,
     HEADS,
     NOVELTIES,
     History,
@@ -256,7 +256,7 @@ class HeadRecord(Record):
 
     name: Head
     options: Annotated[dict[Name, Simple], AfterValidator(_check_amounts)]
-    criterion: Annotated[str, among(HEAD_CRITERIA)]
+    criterion: Annotated[str, among((*CRITERIA, "given"))]
 
 
 class FaithfulRecord(Record):
