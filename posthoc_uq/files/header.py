@@ -29,7 +29,7 @@ _DIGESTED = 60  # the digest is of all bytes from here on: what follows the dige
 
 
 class Header(NamedTuple):
-    """What the first bytes of a file say.
+    """The facts in the first bytes of a file.
 
     Attributes:
         kind: the method of the posterior.
@@ -57,7 +57,7 @@ def seal(image: BytesIO, kind: str, number: int = FORMAT) -> BytesIO:
 
 
 def read(path: str | os.PathLike[str], limit: Callable[[str], int]) -> tuple[bytes, Header]:
-    """All bytes of a file, read once and verified, and what its header says.
+    """All bytes of a file, read once and verified, and its header.
 
     Args:
         path: the file.

@@ -1,4 +1,4 @@
-"""What a posterior's file says besides its numbers: one declaration of each record, by which files are written, read,
+"""What a posterior's file holds besides its numbers: one declaration of each record, by which files are written, read,
 checked and documented (``docs/format.md``).
 """
 
@@ -398,7 +398,7 @@ def _plain_history(history: History) -> dict[str, Any]:
 
 
 class Description(Record):
-    """All that a file says: the JSON text of its dataset ``state``."""
+    """All that a file holds besides numbers: the JSON text of its dataset ``state``."""
 
     fingerprint: Digest
     buffers_fingerprint: Digest | None = None
@@ -458,7 +458,7 @@ class Description(Record):
         """
         evidence, outputs, classes = self.evidence, self._outputs_of_last(), None
         if "class" in self.likelihood:
-            return self  # a user's own likelihood, about which the file says too little
+            return self  # a user's likelihood, of which the file has too little
         likelihood = likelihood_from_attributes(self.likelihood)
         if likelihood.noise_variance is None and (evidence.targets or evidence.squared_residuals):
             raise ValueError(f"has the likelihood {likelihood.name!r}, and the evidence of a regression")
@@ -492,7 +492,7 @@ class Description(Record):
 
 
 def description_of(posterior: Posterior) -> Description:
-    """What a file of this posterior says, checked as `load` will check it.
+    """The description of this posterior for a file, checked as `load` will check it.
 
     Raises:
         CorruptPosteriorError: a value is out of range, or contradicts another.

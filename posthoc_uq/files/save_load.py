@@ -95,8 +95,8 @@ def save(
     Args:
         posterior: what `fit` or `load` gave.
         path: the file; its folder must exist.
-        dtype: `torch.float32`, `torch.float16` or `torch.bfloat16`; the posterior's own if None. Half
-            formats are read back as float32. A trained mean keeps its own precision.
+        dtype: `torch.float32`, `torch.float16` or `torch.bfloat16`; that of the posterior if None. Half
+            formats are read back as float32. A trained mean keeps its precision.
         compression: ``"gzip"`` (with HDF5's byte shuffle) or None.
 
     Raises:
@@ -169,7 +169,7 @@ def _check_storable(slot: Slot, tensor: Tensor, dtype: torch.dtype) -> None:
 
 def check_numbers(posterior: Posterior, *, factorised: bool) -> None:
     """Refuse a posterior with numbers that no file may hold, or with a precision that cannot be factorised: it could
-    not be saved, or not predict. What else a file cannot keep, such as a likelihood of the user's, `save` says.
+    not be saved, or not predict. What else a file cannot keep, such as a user's likelihood, is refused by `save`.
 
     Args:
         posterior: any.

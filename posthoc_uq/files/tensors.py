@@ -176,7 +176,7 @@ def _skew(basis: Tensor, padded: bool) -> float:
     if width <= _MAX_EXACT_COLUMNS:
         probes = torch.eye(width, dtype=wide.dtype, device=wide.device)
     else:
-        # Drawn from the basis's own numbers: the same file always passes or never, and none can be made to pass.
+        # Drawn by a hash of the basis: the same file always passes or never, and none can be made to pass.
         numbers = basis.detach().cpu().contiguous().view(torch.uint8).numpy()
         source = torch.Generator().manual_seed(int.from_bytes(sha256(numbers.data).digest()[:7], "big"))
         probes = torch.randn(width, _PROBES, generator=source, dtype=wide.dtype, device="cpu").to(wide.device)
@@ -226,7 +226,7 @@ def _check_features(tensors: Mapping[str, Tensor]) -> None:
 
 
 _MAX_NUMBER_BYTES = 8  # of the widest format
-_SPARE = 64 * 2**20  # for the description, HDF5's own records, and what is kept of the last layer's inputs
+_SPARE = 64 * 2**20  # for the description, HDF5's records, and what is kept of the last layer's inputs
 
 
 def size_limit(kind: str, model: nn.Module) -> int:

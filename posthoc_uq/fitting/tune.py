@@ -31,7 +31,7 @@ from posthoc_uq.curvature.kept_inputs import KeptInputs, inputs_to_keep
 from posthoc_uq.fitting.held_out import HeldOutLoss, HeldOutSearch
 from posthoc_uq.fitting.prior import (
     DIVERGENCE,
-    GUARDED,
+    DIVERGENCE_WITH_LABELS,
     FaithfulSearch,
     model_of,
     other_settings,
@@ -77,9 +77,9 @@ def tune(
 ) -> Trials:
     """Choose the hyperparameters of `posterior`, and set them, by one of three criteria.
 
-    * ``"faithful"``: the smallest prior precision for which the mean KL divergence of predictions from the network's
-      own, over a few hundred inputs like the training inputs, is within `divergence` nats. Needs no labels. It is the
-      default of `fit`.
+    * ``"faithful"``: the smallest prior precision for which the mean KL divergence of predictions from those of the
+      network, over a few hundred inputs like the training inputs, is within `divergence` nats. Needs no labels. It is
+      the default of `fit`.
     * ``"likelihood"``, the default with a loader: the widest posterior, but none wider than the faithful one and that
       of a fit (by the evidence, where the likelihood measures no divergence), whose negative log-likelihood
       of held-out data (the mean over labels; of outputs with positions, over those whose label counts) is at most 0.01
@@ -408,7 +408,7 @@ class _ByHeldOutLabels(_Search):
                 )
             self._set_by_evidence()
             return
-        budget = GUARDED if self.divergence is None else self.divergence
+        budget = DIVERGENCE_WITH_LABELS if self.divergence is None else self.divergence
         recorded, wanted = posterior.history.faithful, (predictor.head, budget, other_settings(posterior))
         if recorded and (recorded["head"], recorded["budget"], recorded["settings"]) == wanted:
             posterior.adjust(**{cast(str, posterior.width_parameter): recorded["value"]})

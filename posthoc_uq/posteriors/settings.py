@@ -78,8 +78,8 @@ class History:
         fit: plain values: method options, seed, timings in seconds.
         deterministic: parameters without a posterior, each with the reason.
         tuning: how each hyperparameter was chosen, in words.
-        head: ``name`` and ``options`` of the head that predicts, and the ``criterion`` by which hyperparameters were found
-            (`posthoc_uq.posteriors.search.CRITERIA`, or ``"given"``); or empty.
+        head: ``name`` and ``options`` of the head that predicts, and the ``criterion`` by which the hyperparameters
+            were found (`posthoc_uq.posteriors.search.CRITERIA`, or ``"given"``); or empty.
         faithful: the faithful prior precision (or scale) as ``value``, its ``temperature`` and the
             ``network_temperature`` it was compared with, ``divergence``, ``budget``, ``head``, and the other
             ``settings``; or empty.
