@@ -232,6 +232,7 @@ def test_what_was_meant_by_names_elsewhere(fitted: tuple[nn.Module, uq.Posterior
         (lambda: uq.tune(posterior, [x], engin="jvp"), "'engine'"),
         (lambda: uq.evaluate(model, [x], score="entropi"), "'entropy'"),
         (lambda: uq.wrap(model, posterior, "sampeling"), "'sampling'"),
+        (lambda: uq.INF(ranc=3), "'rank'"),  # type: ignore[call-arg]
         (lambda: uq.untied(model, "O"), ""),
     ]
     for call, meant in calls:

@@ -167,22 +167,16 @@ def _check_storable(slot: Slot, tensor: Tensor, dtype: torch.dtype) -> None:
         )
 
 
-def check_numbers(posterior: Posterior, *, factorised: bool) -> None:
-    """Refuse a posterior with numbers that no file may hold, or with a precision that cannot be factorised: it could
-    not be saved, or not predict. What else a file cannot keep, such as a user's likelihood, is refused by `save`.
-
-    Args:
-        posterior: any.
-        factorised: whether to factorise its precision, at the present hyperparameters.
+def check_numbers(posterior: Posterior) -> None:
+    """Refuse a posterior with numbers that no file may hold. What else a file cannot keep, such as a user's likelihood,
+    is refused by `save`.
 
     Raises:
-        NonFiniteError: a number is not finite, or too large, or a precision is not positive definite.
+        NonFiniteError: a number is not finite, or too large.
     """
-    posterior = posterior.snapshot()
-    likelihood, evidence = posterior.likelihood, posterior.evidence
-    try:
-        validate_record(SettingsRecord, posterior.settings.plain(), "its settings")
-        validate_record(EvidenceRecord, vars(evidence), "its evidence")
+    likelihood = posterior.likelihood
+    with _unusable():
+        validate_record(EvidenceRecord, vars(posterior.evidence), "its evidence")
         if LIKELIHOODS.get(likelihood.name) is type(likelihood):
             values = {name: value for name, value in likelihood.attributes().items() if name != "name"}
             validate_record(likelihood.fields, values, "its likelihood")
@@ -191,10 +185,33 @@ def check_numbers(posterior: Posterior, *, factorised: bool) -> None:
             if fault is not None:
                 raise CorruptPosteriorError(f"'{slot.name}' of {slot.owner} {fault}")
         check_together(posterior)
+
+
+def check_settings(posterior: Posterior, *, factorised: bool) -> None:
+    """Refuse hyperparameters at which a posterior could not be saved, or not predict.
+
+    Args:
+        posterior: which passed `check_numbers`.
+        factorised: whether to factorise its precision.
+
+    Raises:
+        NonFiniteError: a number is too large, or a precision is not positive definite.
+    """
+    posterior = posterior.snapshot()
+    with _unusable():
+        validate_record(SettingsRecord, posterior.settings.plain(), "its settings")
+        check_together(posterior)
         known = factorised and LOG_DETERMINANT in posterior.capabilities
         # of weights that are certain it is infinite
         if known and not float(posterior.log_determinant()) > -inf:
             raise CorruptPosteriorError("the determinant of its precision is not a number")
+
+
+@contextmanager
+def _unusable() -> Generator[None]:
+    """Turn what makes a posterior unusable into an error about the data that it was fitted on."""
+    try:
+        yield
     except (CorruptPosteriorError, NonFiniteError) as error:
         raise NonFiniteError(
             f"These data, or the weights of the model, lead to numbers that no posterior can be made of: "

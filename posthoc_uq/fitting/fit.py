@@ -40,7 +40,7 @@ from posthoc_uq.core.randomness import isolated_random_state
 from posthoc_uq.curvature.features import find_features
 from posthoc_uq.curvature.kept_inputs import KeptInputs, inputs_to_keep
 from posthoc_uq.curvature.sweep import SweepSettings, no_weight, squared_residuals
-from posthoc_uq.files import buffers_fingerprint, check_numbers, fingerprint
+from posthoc_uq.files import buffers_fingerprint, check_numbers, check_settings, fingerprint
 from posthoc_uq.fitting.first_batch import check_first_batch, on_few_samples
 from posthoc_uq.fitting.prior import DIVERGENCE, set_faithful
 from posthoc_uq.fitting.resume import data_identity, fit_identity
@@ -213,7 +213,7 @@ def fit(
         noise_origin = _set_observation_noise(task) if request.finds_noise else "given"
         posterior = _run_method(task, request)
         posterior.weight_prior = weight_prior
-        check_numbers(posterior, factorised=False)
+        check_numbers(posterior)
         task.observe()
         del task.prepared  # its copy of the model and its hooks
         _record(posterior, request, task, noise_origin)
@@ -222,8 +222,8 @@ def fit(
         _set_prior(posterior, request, task, kept_inputs)
         if val_loader is not None and not request.method.trains:
             _tune(posterior, request, val_loader)
-        # again, with the hyperparameters that were found; a faithful prior was found by predictions
-        check_numbers(posterior, factorised=posterior.history.head["criterion"] != "faithful")
+        # a faithful prior was found by predictions, which factorised the precision
+        check_settings(posterior, factorised=posterior.history.head["criterion"] != "faithful")
         posterior.fingerprint = fingerprint(posterior.original)
         posterior.buffers_fingerprint = buffers_fingerprint(request.model)
         return posterior, task

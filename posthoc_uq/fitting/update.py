@@ -20,7 +20,7 @@ from posthoc_uq.core.interrupts import orderly
 from posthoc_uq.core.model import check_differentiable
 from posthoc_uq.core.options import check_option, known_arguments
 from posthoc_uq.curvature.sweep import WORD, Content
-from posthoc_uq.files import check_numbers, check_unchanged
+from posthoc_uq.files import check_numbers, check_settings, check_unchanged
 from posthoc_uq.fitting.fit import prepared_task
 from posthoc_uq.fitting.tune import model_of
 from posthoc_uq.methods import Method, method_of
@@ -112,7 +112,8 @@ def _updated(
             f"samples that were fitted or added, unchanged."
         ) from None
     task.observe()
-    check_numbers(new, factorised=True)
+    check_numbers(new)
+    check_settings(new, factorised=True)
     parts = gather((content.samples, content.total), "counting the samples of update")
     samples, total = sum(part[0] for part in parts), sum(part[1] for part in parts) % WORD
     new.history = deepcopy(new.history)
