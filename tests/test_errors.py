@@ -200,14 +200,6 @@ def test_a_warning_names_the_line_that_called_the_library(call: Callable[[], Any
     assert own and {w.filename for w in own} == {__file__}
 
 
-def test_a_prior_precision_of_the_method_is_that_of_the_fit() -> None:
-    """Without epochs it is the prior of a Laplace posterior, whether the fit or the method was given it."""
-    method = uq.FunctionSpace(epochs=0, prior_precision=3.0)
-    assert uq.fit(net(), [(X, Y)], method, progress=False).prior_precision == 3.0
-    with pytest.raises(uq.PosthocUQError, match="has one of its own"):
-        uq.fit(net(), [(X, Y)], uq.FunctionSpace(prior_precision=3.0), prior_precision=2.0, progress=False)
-
-
 class OwnError(Exception):
     """Of the model."""
 

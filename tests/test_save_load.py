@@ -147,14 +147,6 @@ def test_a_layer_without_directions(compression: Any, tmp_path: Path) -> None:
         assert same_bits(tensors_of(loaded), tensors_of(posterior))
 
 
-def test_a_compiled_model_and_a_named_device(saved: Saved) -> None:
-    path, model, posterior = saved
-    compiled = nn.Module()  # as torch.compile makes it
-    compiled._orig_mod = model
-    loaded = load(path, compiled, device="cpu")
-    assert same_bits(tensors_of(loaded), tensors_of(posterior))
-
-
 def test_a_long_record_is_kept_whole(tmp_path: Path) -> None:
     model = make_model()
     fit = {"text": "x" * 200_000, "list": [0.1] * 20_000, "big": 2**80, "nul": "a\0b", "nan": float("inf")}

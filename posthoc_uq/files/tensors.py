@@ -133,11 +133,11 @@ def parameter_shapes(layers: Iterable[Layer]) -> dict[str, tuple[int, ...]]:
     return shapes
 
 
-ORTHONORMAL = 0.05
+MAX_SKEW = 0.05
 """How far the rows of ``U^T U`` may lie from those of the identity, in the Euclidean norm. Rounding a basis to bfloat16
 moves them by less than 0.01."""
-SYMMETRIC = 0.01  # how far a matrix and its transpose may be apart, as a share of the largest entry
-PRECISE = 1e36  # the largest precision and variance that float32 computes with
+_MAX_ASYMMETRY = 0.01  # of a matrix and its transpose, as a share of the largest entry
+_MAX_PRECISION = 1e36  # and the largest variance, that float32 computes with
 _MAX_EXACT_COLUMNS = 512  # of a basis whose products are all formed; of more, some random combinations
 _PROBES = 32
 
@@ -155,10 +155,10 @@ def complaint(spec: TensorSpec, tensor: Tensor) -> str | None:
     checked = tensor.diagonal(dim1=-2, dim2=-1) if spec.symmetric else tensor
     if (spec.non_negative or spec.symmetric) and bool((checked < 0).any()):
         return "holds negative numbers where a variance must stand"
-    if spec.symmetric and _asymmetry(tensor) > SYMMETRIC:
+    if spec.symmetric and _asymmetry(tensor) > _MAX_ASYMMETRY:
         return "is not symmetric"
-    if spec.orthonormal and _skew(tensor, spec.padded) > ORTHONORMAL:
-        return f"does not have orthonormal columns, to {ORTHONORMAL:g}"
+    if spec.orthonormal and _skew(tensor, spec.padded) > MAX_SKEW:
+        return f"does not have orthonormal columns, to {MAX_SKEW:g}"
     return None
 
 
@@ -201,7 +201,7 @@ def check_together(posterior: Posterior) -> None:
     by_layer = settings.prior_precision
     precisions = list(by_layer.values()) if isinstance(by_layer, dict) else [by_layer]
     factors = [1.0] + [float(end) for tensor in prior.precision.values() for end in torch.aminmax(tensor)]
-    if not min(precisions) * min(factors) >= 1 / PRECISE:
+    if not min(precisions) * min(factors) >= 1 / _MAX_PRECISION:
         raise CorruptPosteriorError(
             "its prior precisions of single weights must be positive, and not so small"
         )
@@ -209,9 +209,9 @@ def check_together(posterior: Posterior) -> None:
     strongest = Settings(scale, max(precisions) * max(factors), settings.residual_weight)
     for name, block in posterior.blocks.items():
         size = block.largest_value(strongest)
-        if not size <= PRECISE:
+        if not size <= _MAX_PRECISION:
             raise CorruptPosteriorError(
-                f"block '{name}' reaches {size:.3g} at this scale and prior precision, more than {PRECISE:g}"
+                f"block '{name}' reaches {size:.3g} at this scale and prior precision, more than {_MAX_PRECISION:g}"
             )
         fault = block.fault()
         if fault is not None:

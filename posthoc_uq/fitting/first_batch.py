@@ -24,7 +24,7 @@ _CAUSAL = ("ForCausalLM", "LMHeadModel")  # how the names of such classes of tra
 _SEQUENCES = "ForConditionalGeneration"  # and of those that turn one sequence into another
 _DISPERSION_TARGETS = 20  # from which a dispersion can be estimated
 _DISPERSION_FACTOR = 1.5  # by which it must be off
-_PROBED = 16  # samples whose outputs are looked at
+_MAX_PROBED = 16  # samples whose outputs are looked at
 _PROBABILITY_TOLERANCE = 1e-4
 _OTHER_WEIGHTS = 2  # sets of other weights that are tried
 
@@ -181,7 +181,7 @@ def gives_probabilities(model: nn.Module, batch: Batch, likelihood: Likelihood) 
     if not likelihood.logits:
         return False
     with explained(lambda: replicate(model), batch, "the first batch of the loader", LOADER):
-        some, outputs = on_few_samples(lambda part: _outputs(replicate(model), part), batch, _PROBED)
+        some, outputs = on_few_samples(lambda part: _outputs(replicate(model), part), batch, _MAX_PROBED)
     return _look_applied(outputs, likelihood) and _stay_applied(model, some, likelihood)
 
 

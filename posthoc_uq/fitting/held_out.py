@@ -24,13 +24,9 @@ from posthoc_uq.posteriors.search import SearchBar, Trial, Trials, search_decade
 from posthoc_uq.posteriors.settings import ABOUT, Hyperparameters
 
 _MAX_COST = 0.01  # nats of held-out likelihood that a wider posterior may cost
-_MAX_TOTAL_COST = (
-    3.0  # nats over all labels that one no wider than a fit's may cost, if that is more than _MAX_COST
-)
-_MAX_COST_SHARE = 0.1  # of the best NLL that one wider than a fit's may cost, if that is less than _MAX_COST
-_MIN_GAIN_ERRORS = (
-    1.25  # standard errors by which another width must predict better than the untuned posterior
-)
+_MAX_TOTAL_COST = 3.0  # nats over all labels that one no wider than a fit's may cost, where that is more
+_MAX_COST_SHARE = 0.1  # of the best NLL that one wider than a fit's may cost, where that is less
+_MIN_GAIN_ERRORS = 1.25  # standard errors by which another width must beat the untuned posterior
 _PRIOR_SPREAD = 0.1  # of the prior of the logarithm of a temperature, or of a noise scale; see `reluctance`
 _MIN_GAIN = 1e-6  # nats: a smaller gain does not move a hyperparameter
 _MIN_CHANGE = 1e-3  # nats: after a smaller change over a decade the search ends
@@ -38,7 +34,7 @@ _MAX_DECADES = 8  # of the prior precision that are searched upwards
 _WIDTH_TOLERANCE = 0.1  # decades of the prior precision
 _NOISES = (-8.0, 16.0)  # decades of the noise scale in which the best one of the network alone is sought
 _TEMPERATURES = (-1.0, 1.5)  # decades of the temperature
-_COARSE = 0.25  # decades between the temperatures from which the search for the best one goes on
+_GRID_STEP = 0.25  # decades between the temperatures from which the search for the best one goes on
 
 
 def reluctance(factor: float) -> float:
@@ -113,9 +109,9 @@ class HeldOutLoss(Score):
             return tried[decade]
 
         low, high = _TEMPERATURES
-        steps = round((high - low) / _COARSE)
-        best = min((low + step * _COARSE for step in range(steps + 1)), key=at)
-        bounds = max(low, best - _COARSE), min(high, best + _COARSE)
+        steps = round((high - low) / _GRID_STEP)
+        best = min((low + step * _GRID_STEP for step in range(steps + 1)), key=at)
+        bounds = max(low, best - _GRID_STEP), min(high, best + _GRID_STEP)
         minimize_scalar(at, bounds=bounds, method="bounded", options={"xatol": 0.005, "maxiter": 25})
         return 10.0 ** min(tried, key=lambda decade: tried[decade])
 

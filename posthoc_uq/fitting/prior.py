@@ -209,10 +209,8 @@ def widest_within(
 
 
 TEMPERATURES = (0.3, 3.0)  # the interval in which a matched temperature is searched, times the network's
-_MATCHED = 1e-4  # decades: the tolerance of a matched temperature
-_MAX_FLAT_SPREAD = (
-    0.05  # standard deviation of logits over inputs: predictions then differ by a thousandth of a nat
-)
+_TEMPERATURE_TOLERANCE = 1e-4  # decades of a matched temperature
+_MAX_FLAT_SPREAD = 0.05  # standard deviation of logits over inputs, worth a thousandth of a nat
 _MAX_POSITIONS, _MAX_OUTPUTS = 4096, 2**22  # in all, of inputs whose outputs have positions ...
 _MIN_INPUTS = 16  # ... but so many inputs in any case
 
@@ -318,7 +316,7 @@ class Divergence(Score):
         low, high = (log10(bound) for bound in TEMPERATURES)
         if not (excess(low) <= 0.0 <= excess(high)):  # NaN included
             return self._temperature
-        root: Any = brentq(excess, low, high, xtol=_MATCHED)
+        root: Any = brentq(excess, low, high, xtol=_TEMPERATURE_TOLERANCE)
         return self._temperature * 10.0 ** float(root)
 
 
