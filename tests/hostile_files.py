@@ -14,8 +14,9 @@ import tempfile
 import time
 import warnings
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from io import BytesIO
+from itertools import cycle
 from pathlib import Path
 from typing import Any
 
@@ -23,47 +24,23 @@ import h5py
 import numpy as np
 import torch
 from networks import short_options
-from storage_helpers import kind_of, sealed
+from storage_helpers import CALIBRATION, SEVERAL, kind_of, sealed
 from torch import Tensor, nn
 
 import posthoc_uq as uq
 from posthoc_uq import methods
 from posthoc_uq.core.errors import PosthocUQError
 
-LIKELIHOODS = {"diag": "binary", "efb": "regression"}  # of all others classification
 METHODS: dict[str, dict[str, Any]] = {
-    name: {
-        **short_options(name),
-        **({"epochs": 2} if "epochs" in short_options(name) else {}),
-        "likelihood": LIKELIHOODS.get(name, "classification"),
-    }
-    for name in methods.METHODS
+    name: {"likelihood": "classification"} | short_options(name) for name in methods.METHODS
 }
+METHODS["diag"]["likelihood"], METHODS["efb"]["likelihood"] = "binary", "regression"
 METHODS["full"] |= {
     "prior_precision": {"0.weight": 2.0, "0.bias": 1.0, "3.weight": 0.5, "3.bias": 1.0},
     "prior_mean": {"3.bias": 0.5},
 }
-VALUES: list[Any] = [
-    None,
-    True,
-    0,
-    -1,
-    1,
-    7,
-    2**31,
-    2**63,
-    2**70,
-    10**400,
-    1e-300,
-    1e-3,
-    0.5,
-    1.9,
-    1e-29,
-    1e29,
-    1e31,
-    3e38,
-    1e300,
-]
+VALUES: list[Any] = [None, True, 0, -1, 1, 7, 2**31, 2**63, 2**70, 10**400]
+VALUES += [1e-300, 1e-3, 0.5, 1.9, 1e-29, 1e29, 1e31, 3e38, 1e300]
 VALUES += [float("nan"), float("inf"), -float("inf"), "", "evil", "\x1b]0;pwned\x07", "x" * 5000, "\udc80"]
 VALUES += [[], [[]], [1.0], [1, "a", None], {}, {"x": 1}, {"": {}}, [[[[[[[[[1]]]]]]]]]]
 
@@ -92,7 +69,7 @@ def batches(likelihood: str = "classification") -> list[tuple[Tensor, Tensor]]:
 def fit(method: str, loader: Any = None, **options: Any) -> uq.Posterior:
     """A fit with the options of `METHODS`."""
     own = {"prior_precision": 1.0, "progress": False, **METHODS[method]}
-    likelihood = own.get("likelihood", "classification")
+    likelihood = own["likelihood"]
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         return uq.fit(model(likelihood), loader or batches(likelihood), method=method, **own, **options)
@@ -148,10 +125,10 @@ def place(value: Any, source: random.Random) -> tuple[Any, Any]:
 
 
 def leaves_of(value: Any) -> Iterator[tuple[Any, Any]]:
-    """Every single value of a description, by its container and key; few of long lists, none of a fit's identity."""
+    """Every single value of a description, by its container and key; few of long lists."""
     for key in list(value) if isinstance(value, dict) else range(min(3, len(value))):
         if isinstance(value[key], (dict, list)):
-            yield from leaves_of(value[key]) if key != "identity" else ()
+            yield from leaves_of(value[key])
         else:
             yield value, key
 
@@ -263,62 +240,24 @@ def check_finite(posterior: uq.Posterior, x: Tensor) -> None:
     uq.wrap(posterior.model, posterior)(x)
 
 
-def try_posterior(path: Path, likelihood: str, untrusted: bool) -> None:
-    """Read a file in every way."""
-    uq.inspect(path) if untrusted else None
-    check_finite(uq.load(path, model(likelihood), untrusted=untrusted), batches(likelihood)[0][0])
-
-
-def originals(folder: Path) -> list[tuple[str, Path, Callable[[Path, random.Random], None]]]:
-    """A posterior of every method."""
-    found: list[tuple[str, Path, Callable[[Path, random.Random], None]]] = []
-    for method, options in METHODS.items():
-        likelihood = options.get("likelihood", "classification")
-        path = folder / f"{method}.h5"
-        posterior = fit(method)
-        posterior.history.calibration = _CALIBRATION if method == "inf" else {}
-        posterior.history.referral = _REFERRAL if method in ("inf", "kfac") else {}
-        uq.save(posterior, path)
-
-        def read(path: Path, source: random.Random, likelihood: str = likelihood) -> None:
-            try_posterior(path, likelihood, source.random() < 0.02)
-
-        found.append((method, path, read))
-    return found
-
-
-_CALIBRATION: dict[str, Any] = {
-    "alpha": 0.1,
-    "beta": 1.0,
-    "residual": 0.1,
-    "before": 0.2,
-    "n_mc": 10,
-    "head": {"weights": "row"},
-    "posterior": {"scale": 20.0, "prior_precision": 1.0, "residual_weight": 1.0, "noise_scale": 1.0},
-}
-_REFERRAL: dict[str, Any] = {
-    "scores": {"entropy": {"threshold": 0.5, "quantiles": [2.0, 0.5, 0.1]}},
-    "shares": [1 / 3, 2 / 3, 1.0],
-    "rate": 0.4,
-    "inputs": 3,
-    "head": {"head": "sampling"},
-    "posterior": {"scale": 20.0},
-}
-
-
 def run(count: int, seed: int, folder: Path) -> Counter[tuple[str, str]]:
     """How many files of each kind were refused, and how many read; raises at the first that does neither."""
     source, found = random.Random(seed), Counter[tuple[str, str]]()
-    kinds = originals(folder)
-    for number in range(count):
-        name, original, read = kinds[number % len(kinds)]
-        target = folder / "hostile.h5"
-        changed(original, target, source)
-        kept = target.read_bytes()
+    for method in METHODS:
+        posterior = fit(method)
+        posterior.history.calibration = CALIBRATION if method == "inf" else {}
+        posterior.history.referral = SEVERAL if method in ("inf", "kfac") else {}
+        uq.save(posterior, folder / f"{method}.h5")
+    for number, name in zip(range(count), cycle(METHODS), strict=False):
+        target, likelihood = folder / "hostile.h5", METHODS[name]["likelihood"]
+        changed(folder / f"{name}.h5", target, source)
+        kept, untrusted = target.read_bytes(), source.random() < 0.02
         try:
             with warnings.catch_warnings():
                 warnings.simplefilter("ignore")
-                read(target, source)
+                uq.inspect(target) if untrusted else None
+                posterior = uq.load(target, model(likelihood), untrusted=untrusted)
+                check_finite(posterior, batches(likelihood)[0][0])
             found[name, "read"] += 1
         except PosthocUQError:
             found[name, "refused"] += 1

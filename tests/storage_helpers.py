@@ -45,6 +45,11 @@ SEVERAL: dict[str, Any] = {
     "head": {"head": "sampling"},
     "posterior": {"scale": 1.0},
 }
+CALIBRATION: dict[str, Any] = {
+    **{"alpha": 0.1, "beta": 1.0, "residual": 0.1, "before": 0.2, "n_mc": 10},
+    "head": {"weights": "row"},
+    "posterior": {"scale": 20.0},
+}
 
 KINDS = ["diag", "kfac", "efb", "inf", "full"]
 

@@ -83,22 +83,6 @@ def _answers(head: str, posterior: uq.Posterior, x: Tensor) -> int:
 
 
 @pytest.mark.filterwarnings("ignore")
-@pytest.mark.parametrize("likelihood", LIKELIHOODS)
-@pytest.mark.parametrize("method", METHODS)
-def test_fits_of_huge_inputs(method: str, likelihood: str) -> None:
-    size = 1e20
-    try:
-        posterior = _fitted(method, likelihood, size)
-    except NonFiniteError:
-        return
-    _require_finite(posterior.variance(), "variance")
-    _require_finite(posterior.sample(2), "draws")
-    assert bool(torch.isfinite(posterior.log_determinant()))
-    for head in ("sampling", "exact", "moments"):
-        _answers(head, posterior, size * _data())
-
-
-@pytest.mark.filterwarnings("ignore")
 @pytest.mark.parametrize("head", HEADS)
 @pytest.mark.parametrize("method", METHODS)
 def test_predictions_of_huge_inputs(method: str, head: str) -> None:

@@ -232,6 +232,7 @@ def test_what_was_meant_by_names_elsewhere(fitted: tuple[nn.Module, uq.Posterior
         (lambda: uq.tune(posterior, [x], engin="jvp"), "'engine'"),
         (lambda: uq.evaluate(model, [x], score="entropi"), "'entropy'"),
         (lambda: uq.wrap(model, posterior, "sampeling"), "'sampling'"),
+        (lambda: uq.INF(ranc=3), "'rank'"),  # type: ignore[call-arg]
         (lambda: uq.untied(model, "O"), ""),
     ]
     for call, meant in calls:
@@ -250,16 +251,6 @@ def test_options_that_do_not_go_together() -> None:
         lambda: uq.FunctionSpace(prior="independent", function_noise=1.0): "function_noise",
     }.items():
         refused(call, word)
-
-
-def test_numbers_of_other_libraries_give_the_same_fit() -> None:
-    model, loader = nn.Linear(4, 3), [(torch.randn(12, 4), torch.arange(12) % 3)]
-    shared: Any = {"method": "inf", "fisher": "mc", "prior_precision": 1.0, "progress": False}
-    expected = uq.fit(model, loader, seed=3, rank=4, **shared)
-    for three, four in ((np.int64(3), np.int32(4)), (torch.tensor(3), torch.tensor([4])), (3.0, 4.0)):
-        found = uq.fit(model, loader, seed=three, rank=four, residual_weight=three / 3, **shared)
-        assert all(torch.equal(value, found.variance()[name]) for name, value in expected.variance().items())
-        assert type(found.history.fit["rank"]) is int
 
 
 def test_the_command_line_reads_the_same_declaration() -> None:

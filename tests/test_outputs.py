@@ -19,7 +19,6 @@ import posthoc_uq as uq
 from posthoc_uq.core.errors import PosthocUQError
 from posthoc_uq.core.outputs import Choice, chosen_in, guessed_choice, output_tensor, with_choice
 from posthoc_uq.deployment import exportable
-from posthoc_uq.methods import METHODS
 
 torchvision: Any = pytest.importorskip("torchvision")
 
@@ -118,21 +117,6 @@ def test_every_form_gives_the_posterior_and_the_predictions_of_the_part_alone(
     assert posterior.report().summary["outputs"].endswith("found by itself") == (output is None)
     assert uq.inspect(tmp_path / "a.h5")["output"]["guessed"] == (output is None)
     assert "outputs" not in expected_posterior.report().summary
-
-
-@pytest.mark.filterwarnings("ignore:The posterior's prior precision", "ignore:.*steps at inclusion_lr")
-@pytest.mark.parametrize("method", METHODS)
-def test_every_head_of_every_method(method: str) -> None:
-    options: Any = {"method": short(method), "layers": "last", "prior_precision": None, "progress": False}
-    model, plain, x = Several(lambda a, b: {"out": a, "aux": b}), Plain(), _x(5, 2)
-    with Watch(model):
-        found = uq.fit(model, _data(), **options)
-    expected = uq.fit(plain, _data(), **options)
-    assert list(found.layers) == list(expected.layers) == ["head"]
-    for head in heads_of(found):
-        with Watch(model):
-            probs = uq.wrap(model, found, head)(x).probs
-        torch.testing.assert_close(probs, uq.wrap(plain, expected, head)(x).probs, rtol=1e-9, atol=1e-12)
 
 
 @pytest.mark.filterwarnings("ignore:The posterior's prior precision", "ignore:.*steps at inclusion_lr")

@@ -13,6 +13,7 @@ import sys
 import zipfile
 from collections.abc import Callable
 from dataclasses import fields
+from itertools import islice
 from pathlib import Path
 from typing import Any
 
@@ -24,7 +25,7 @@ from torch.utils.data import DataLoader, TensorDataset
 
 import posthoc_uq as uq
 from posthoc_uq.core.batches import Batch
-from posthoc_uq.core.errors import CorruptPosteriorError, NonFiniteError, PosthocUQError
+from posthoc_uq.core.errors import CorruptPosteriorError, PosthocUQError
 from posthoc_uq.core.randomness import sample_keys
 from posthoc_uq.curvature.sweep import Content, batch_hash
 from posthoc_uq.files.header import SNAPSHOT_MAGIC
@@ -119,16 +120,12 @@ def _loader(**options: Any) -> DataLoader:
 class Broken:
     """A loader that fails after some batches."""
 
-    def __init__(self, loader: Any, after: int, value: float | None = None) -> None:
-        self.loader, self.after, self.value = loader, after, value
+    def __init__(self, loader: Any, after: int) -> None:
+        self.loader, self.after = loader, after
 
     def __iter__(self) -> Any:
-        for index, (x, y) in enumerate(self.loader):
-            if index == self.after:
-                if self.value is None:
-                    raise RuntimeError("the disk is gone")
-                x = torch.full_like(x, self.value)
-            yield x, y
+        yield from islice(self.loader, self.after)
+        raise RuntimeError("the disk is gone")
 
 
 def _interrupted(path: Path, **options: Any) -> None:
@@ -256,18 +253,6 @@ def test_buffers_and_the_library_belong_to_a_fit(tmp_path: Path, monkeypatch: py
     monkeypatch.setattr("posthoc_uq.fitting.resume.__version__", "99.0")
     with pytest.raises(PosthocUQError, match="library version"):
         uq.fit(norm(), _loader(), checkpoint=path, progress=False)
-
-
-def test_what_was_swept_over_before_a_bad_batch_is_kept(tmp_path: Path) -> None:
-    path = tmp_path / "fit.h5"
-    options: dict[str, Any] = {"method": "diag", "prior_precision": 1.0, "progress": False}
-    with pytest.raises(NonFiniteError, match="Batch 5"):
-        bad = Broken(_loader(), 5, float("nan"))
-        uq.fit(model(), bad, checkpoint=path, checkpoint_every=1, **options)
-    mended = uq.fit(model(), _loader(), checkpoint=path, **options)
-    whole = uq.fit(model(), _loader(), **options)
-    for name, block in whole.blocks.items():
-        assert torch.equal(block.tensors()["diagonal"], mended.blocks[name].tensors()["diagonal"])
 
 
 def test_a_hash_of_the_data_tells_what_belongs_together() -> None:
@@ -447,11 +432,6 @@ def test_a_share_of_the_data_for_the_bases() -> None:
     assert half.scale == SAMPLES and half.history.fit["basis fraction"] == 0.5
     with pytest.raises(PosthocUQError, match="picks none of the 90 samples"):
         uq.fit(model(), _loader(), basis_fraction=1e-9, **options)
-    for wrong in (0.0, 1.5, -1.0):
-        with pytest.raises(PosthocUQError, match="basis_fraction must be"):
-            uq.fit(model(), _loader(), basis_fraction=wrong, **options)
-    with pytest.raises(PosthocUQError, match="does not take"):
-        uq.fit(model(), _loader(), method="diag", basis_fraction=0.5, progress=False)
 
 
 # The identity of a fit

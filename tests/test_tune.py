@@ -5,7 +5,7 @@ from __future__ import annotations
 import copy
 from functools import cache
 from pathlib import Path
-from typing import Any
+from typing import Any, get_args
 
 import numpy as np
 import pytest
@@ -15,7 +15,8 @@ from torch import Tensor, nn
 
 import posthoc_uq as uq
 from posthoc_uq.core.errors import PosthocUQError
-from posthoc_uq.posteriors.search import search_decades
+from posthoc_uq.fitting.tune import _SEARCHES
+from posthoc_uq.posteriors.search import CRITERIA, Criterion, search_decades
 
 Data = tuple[Tensor, Tensor]
 
@@ -70,6 +71,10 @@ def loss_of(posterior: uq.Posterior, data: list[Data], **options: Any) -> float:
     x, y = (torch.cat([batch[i] for batch in data]) for i in (0, 1))
     with torch.no_grad():
         return -uq.wrap(posterior.model, posterior, **options)(x).log_prob(y).double().mean().item()
+
+
+def test_every_criterion_has_a_row_and_a_search() -> None:
+    assert {*get_args(Criterion)} == CRITERIA.keys() == _SEARCHES.keys()
 
 
 # By the log marginal likelihood

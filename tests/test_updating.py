@@ -390,19 +390,6 @@ def test_an_error_leaves_model_and_posterior_as_they_were() -> None:
 # Files and records
 
 
-@pytest.mark.parametrize("method", METHODS_THAT_CAN)
-def test_files(method: str, tmp_path: Path) -> None:
-    model = make_net()
-    before = fit(model, OLD, method)
-    posterior = update(before, NEW)
-    uq.save(posterior, tmp_path / "p.h5")
-    loaded = uq.load(tmp_path / "p.h5", model)
-    assert_same(loaded, posterior)
-    found = uq.inspect(tmp_path / "p.h5")
-    assert found["changes"] == posterior.history.changes and "1 update added 30 samples" in str(found)
-    assert distance(remove(loaded, NEW), before) < 1e-6
-
-
 def test_grams_stay_exact_in_a_half_file(tmp_path: Path) -> None:
     model = make_net()
     uq.save(fit(model, OLD, "kfac"), tmp_path / "half.h5", dtype=torch.bfloat16)

@@ -41,6 +41,7 @@ from posthoc_uq.cli.options import (
     WrongUsage,
 )
 from posthoc_uq.core.errors import PosthocUQError
+from posthoc_uq.posteriors.search import Criterion
 
 if TYPE_CHECKING:
     from posthoc_uq.cli.data import LoadedData
@@ -264,7 +265,7 @@ def tune(
     data: DataName | None = None,
     output: Written | None = None,
     force: bool = False,
-    criterion: Literal["faithful", "likelihood", "evidence"] | None = None,
+    criterion: Criterion | None = None,
     divergence: Nats | None = None,
     temperature: bool | None = None,
     per_layer: bool = False,

@@ -1,4 +1,10 @@
-"""Batches of every accepted form as inputs and targets on the device."""
+"""Batches of every accepted form as inputs and targets on the device.
+
+A loader is anything that can be iterated: a `DataLoader`, a list of batches, an iterable dataset's loader. A batch is a
+tensor of inputs, ``(inputs, targets)``, a mapping (targets under one of `TARGET_NAMES`, beside one tensor or the
+model's named arguments), or any form that `batch_to_inputs` and `batch_to_targets` take apart. NumPy arrays and pandas
+frames become tensors: inputs of floating-point numbers get the model's number type, all others keep theirs.
+"""
 
 from __future__ import annotations
 
@@ -58,12 +64,6 @@ def tensor_of(array: Any) -> Tensor:
             f"for; make all of it numbers, such as array.astype('float32')."
         ) from error
 
-
-# A loader is anything that can be iterated: a `DataLoader`, a list of batches, an iterable dataset's loader.
-# A batch is a tensor of inputs, ``(inputs, targets)``, a mapping (targets under one of `TARGET_NAMES`, beside
-# one tensor or the model's named arguments), or any form that `batch_to_inputs` and `batch_to_targets` take
-# apart. NumPy arrays and pandas frames become tensors: inputs of floating-point numbers of the model's number
-# type, all others of their own.
 
 BatchFunction = Callable[[Any], Any]
 TARGET_NAMES = ("labels", "label", "targets", "target", "y")
@@ -241,10 +241,10 @@ class BatchReader(Options):
         """
         strays = {} if self.names is None else {k: v for k, v in named.items() if k not in self.names}
         tensors = [value for value in strays.values() if isinstance(value, Tensor) or is_array(value)]
-        own = {name: value for name, value in named.items() if name not in strays}
-        if len(tensors) == 1 and not own:
+        arguments = {name: value for name, value in named.items() if name not in strays}
+        if len(tensors) == 1 and not arguments:
             return tensors[0]
-        return named if tensors or not own else own
+        return named if tensors or not arguments else arguments
 
     def _move(self, value: Any) -> Any:
         return sent(value, self.device) if isinstance(value, Tensor) else value
@@ -294,20 +294,20 @@ def checked_weights(weights: Any) -> Tensor:
         PosthocUQError: they are no numbers, negative, or not finite.
     """
     try:
-        own = tensor_of(weights) if is_array(weights) else torch.as_tensor(weights, device="cpu")
+        found = tensor_of(weights) if is_array(weights) else torch.as_tensor(weights, device="cpu")
     except (TypeError, ValueError, RuntimeError):
         raise PosthocUQError(
             f"batch_to_weights must give a tensor of numbers, one a sample, not a {type(weights).__name__}."
         ) from None
-    if own.is_complex():
-        raise PosthocUQError(f"Sample weights must be real numbers, not {own.dtype}.")
-    own = own.detach().to("cpu", torch.float64)
-    if own.numel() and not bool((torch.isfinite(own) & (own >= 0)).all()):
+    if found.is_complex():
+        raise PosthocUQError(f"Sample weights must be real numbers, not {found.dtype}.")
+    found = found.detach().to("cpu", torch.float64)
+    if found.numel() and not bool((torch.isfinite(found) & (found >= 0)).all()):
         raise PosthocUQError(
-            f"Sample weights must be finite and not negative; this batch's run from {float(own.min()):g} to "
-            f"{float(own.max()):g}. A weight of 0 leaves a sample out."
+            f"Sample weights must be finite and not negative; this batch's run from {float(found.min()):g} to "
+            f"{float(found.max()):g}. A weight of 0 leaves a sample out."
         )
-    return own
+    return found
 
 
 def batches(loader: Iterable[Any], reader: BatchReader) -> Iterator[Batch]:
@@ -491,7 +491,7 @@ def _of_a_loader(value: Any) -> bool:
 def explained(
     network: Callable[[], nn.Module], batch: Batch, what: str = "these inputs", way_out: str = CALL
 ) -> Generator[None]:
-    """Where the body fails because the model cannot be run on the batch, say what the model was called with.
+    """Where the body fails because the model cannot be run on the batch, raise an error that shows the batch.
 
     To find out, the model is run once by itself after the body has failed. If it runs, the body's error is passed on
     unchanged.
@@ -503,7 +503,7 @@ def explained(
         way_out: advice for arguments of the right types.
 
     Raises:
-        PosthocUQError: the model cannot be run on the batch, or its outputs do not count the samples; says the shapes,
+        PosthocUQError: the model cannot be run on the batch, or its outputs do not count the samples; with the shapes,
             the types and the way out.
     """
     try:

@@ -1,4 +1,8 @@
-"""What a device can hold, how numbers are read from it at once, and how much memory temporaries may take."""
+"""What a device can hold, how numbers are read from it at once, and how much memory temporaries may take.
+
+Every tensor that the library makes is put on a named device: random numbers and small tables on the CPU, all others on
+the device of the tensor that they belong to.
+"""
 
 from __future__ import annotations
 
@@ -10,14 +14,11 @@ from torch import Tensor
 
 from posthoc_uq.core.errors import PosthocUQError
 
-# Every tensor that the library makes is put on a named device: random numbers and small tables on the CPU,
-# all others on the device of the tensor that they belong to.
-
 _WITHOUT_DOUBLE = ("mps",)
 
 
 def has_double(device: torch.device) -> bool:
-    """Whether the device knows float64."""
+    """Whether the device has float64."""
     return device.type not in _WITHOUT_DOUBLE
 
 

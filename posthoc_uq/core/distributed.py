@@ -1,7 +1,7 @@
 """Several processes that share a fit: the part of each, and how their sums are added up.
 
 Without a process group of `torch.distributed` there is one process, and nothing to exchange. In a group, every meeting
-says what it is for and whether this process has failed, so that nobody waits for one that will not come.
+carries its purpose and whether this process has failed, so that nobody waits for one that will not come.
 """
 
 from __future__ import annotations
@@ -119,29 +119,29 @@ def gather(value: Any, doing: str) -> list[Any]:
 
 
 def _meet(value: Any, doing: str, error: Exception | None) -> list[Any]:
-    """Tell all processes a value, or that this one failed, and hear of all others."""
+    """Exchange a value, or the fact that this process failed, with all processes."""
     global _broken_off
     if world() == 1:
         if error is not None:
             raise error
         return [value]
-    said: list[Any] = [None] * world()
+    answers: list[Any] = [None] * world()
     with _waiting(doing):
         dist.all_gather_object(
-            said, (doing, None if error is None else f"{type(error).__name__}: {error}", value)
+            answers, (doing, None if error is None else f"{type(error).__name__}: {error}", value)
         )
-    for number, (place, failure, _) in enumerate(said):
+    for number, (place, failure, _) in enumerate(answers):
         if failure is not None:
             _broken_off += 1
             raise error or PosthocUQError(f"Rank {number} failed in {place}: {failure}")
-    for number, (place, _, _) in enumerate(said):
-        if place != said[0][0]:
+    for number, (place, _, _) in enumerate(answers):
+        if place != answers[0][0]:
             _broken_off += 1
             raise PosthocUQError(
-                f"Rank {number} came to {place} while rank 0 came to {said[0][0]}; all processes must make the same "
+                f"Rank {number} came to {place} while rank 0 came to {answers[0][0]}; all processes must make the same "
                 f"calls in the same order."
             )
-    return [own for _, _, own in said]
+    return [answer for _, _, answer in answers]
 
 
 def all_reduce_sum(sums: Mapping[Any, Tensor], doing: str) -> None:
@@ -162,7 +162,7 @@ def all_reduce_sum(sums: Mapping[Any, Tensor], doing: str) -> None:
     device = _device()
     with _waiting(doing):
         for tensor in sums.values():
-            # The group may know one kind of device only (NCCL), and counters are on the CPU.
+            # The group may serve one kind of device only (NCCL), and counters are on the CPU.
             moved = tensor if device is None or tensor.device.type == device.type else tensor.to(device)
             dist.all_reduce(moved)
             if moved is not tensor:
@@ -180,10 +180,10 @@ def broadcast(
     if world() == 1:
         return tensors
     group_device = _device()
-    own = {
+    shapes_here = {
         a: {b: (tuple(t.shape), t.dtype) for b, t in group.items()} for a, group in (tensors or {}).items()
     }
-    shapes = gather(own if rank() == source else None, doing)[source]
+    shapes = gather(shapes_here if rank() == source else None, doing)[source]
     received: dict[str, dict[str, Tensor]] = {}
     with _waiting(doing):
         for outer, group in shapes.items():
@@ -201,8 +201,8 @@ def broadcast(
 
 @contextmanager
 def _waiting(doing: str) -> Generator[None]:
-    """Say in the group's store that this process has come, and turn a wait that ended in an error into one that names
-    who has not. How long torch waits is the group's own timeout.
+    """Note in the group's store that this process has come, and turn a wait that ended in an error into one that names
+    who has not. How long torch waits is the group's timeout.
     """
     global _broken_off
     try:
@@ -220,10 +220,10 @@ def _missing(doing: str, error: RuntimeError) -> str:
     reason = re.sub(r"^\[[^\]]*\] ", "", str(error).strip().split("\n")[0]).split(". ")[0].rstrip(".")
     try:
         store = _store()
-        own = store.add(_came(rank()), 0)
+        meetings = store.add(_came(rank()), 0)
         absent: list[str] = []
         for number in range(world()):
-            if store.add(_came(number), 0) < own:
+            if store.add(_came(number), 0) < meetings:
                 key = f"{_came(number)}/to"
                 last = f"last at {store.get(key).decode()}" if store.check([key]) else "never at any meeting"
                 absent.append(f"rank {number} ({last})")

@@ -45,36 +45,32 @@ class NonFiniteError(PosthocUQError):
     """A NaN or an infinity appeared where only finite numbers make sense."""
 
 
-# Warnings that point at the user's own line, however deep in the package they arise.
-
-# packages whose frames lie between a warning and the user's code
-_BETWEEN = ("posthoc_uq", "contextlib", "torch")
+# packages whose frames may lie between a warning and the user's code
+_LIBRARY_FRAMES = ("posthoc_uq", "contextlib", "torch")
 
 
 def warn_user(message: str) -> None:
     """A `UserWarning` at the line outside of this package (and of torch's calls of modules) that led here."""
     frame, level = inspect.currentframe(), 1
-    while frame is not None and frame.f_globals.get("__name__", "").partition(".")[0] in _BETWEEN:
+    while frame is not None and frame.f_globals.get("__name__", "").partition(".")[0] in _LIBRARY_FRAMES:
         frame, level = frame.f_back, level + 1
     warnings.warn(message, UserWarning, stacklevel=level)
 
 
-# Shorter ways that not every model can take, told from errors that its user must see.
-
 # Only accelerators have an error type for it; torch's allocators of the CPU and of MPS raise a RuntimeError.
-_NO_MEMORY = ("can't allocate memory", "not enough memory", "out of memory")
+_OUT_OF_MEMORY_TEXTS = ("can't allocate memory", "not enough memory", "out of memory")
 
 
 def out_of_memory(error: BaseException) -> bool:
-    """Whether an error says that memory ran out."""
+    """Whether memory ran out."""
     if isinstance(error, (MemoryError, torch.OutOfMemoryError)):
         return True
-    return isinstance(error, RuntimeError) and any(words in str(error) for words in _NO_MEMORY)
+    return isinstance(error, RuntimeError) and any(text in str(error) for text in _OUT_OF_MEMORY_TEXTS)
 
 
 def check_refused(error: Exception, again: Callable[[], Any], plainly: Callable[[], Any]) -> None:
-    """Return if a model cannot take a shorter way: the plain way works on the same inputs, and the shorter one fails
-    once more.
+    """Return if a model cannot take a shorter way, and raise an error that its user must see: the plain way must work
+    on the same inputs, and the shorter one fail once more.
 
     Args:
         error: with which the shorter way failed.

@@ -21,24 +21,25 @@ Result = TypeVar("Result")
 
 
 class _Watch:
-    """The handler of interrupts during a call; the caller's own handler decides what an interrupt does.
+    """The handler of interrupts during a call; the caller's handler decides what an interrupt does.
 
     Attributes:
+        handler: the caller's.
         at_once: whether the next interrupt need not wait for a `check`.
         ending: whether every further one must wait for the end of the call.
         noted: what the handler was called with, until the caller's handler has had it and returned.
         raised: what the caller's handler raised.
     """
 
-    def __init__(self, own: Callable[..., Any]) -> None:
-        self.own, self.process = own, os.getpid()
+    def __init__(self, handler: Callable[..., Any]) -> None:
+        self.handler, self.process = handler, os.getpid()
         self.at_once = self.ending = False
         self.noted: tuple[Any, ...] | None = None
         self.raised: BaseException | None = None
 
     def __call__(self, *arguments: Any) -> None:
         if os.getpid() != self.process:  # a forked child, as a loader's worker
-            self.own(*arguments)
+            self.handler(*arguments)
             return
         now = not self.ending and (self.at_once or self.noted is not None)
         self.noted, self.at_once = arguments, False
@@ -49,7 +50,7 @@ class _Watch:
         """Hand the noted interrupt to the caller's handler, which mostly raises."""
         assert self.noted is not None
         try:
-            self.own(*self.noted)
+            self.handler(*self.noted)
         except BaseException as raised:
             self.raised = raised
             raise
@@ -91,10 +92,11 @@ def orderly(call: Callable[Parameters, Result]) -> Callable[Parameters, Result]:
 def _begun() -> _Watch | None:
     """A new watch; None inside another one, in other threads, and where an interrupt is not Python's to handle."""
     global _watch
-    own: Any = signal.getsignal(signal.SIGINT)
-    if _watch is not None or not callable(own) or threading.current_thread() is not threading.main_thread():
+    handler: Any = signal.getsignal(signal.SIGINT)
+    in_main_thread = threading.current_thread() is threading.main_thread()
+    if _watch is not None or not callable(handler) or not in_main_thread:
         return None
-    watch = _Watch(own)
+    watch = _Watch(handler)
     try:
         signal.signal(signal.SIGINT, watch)
     except ValueError:  # the main thread of an interpreter that is not the main one
@@ -107,7 +109,7 @@ def _end(watch: _Watch) -> None:
     global _watch
     _watch = None
     if signal.getsignal(signal.SIGINT) is watch:  # the caller's code may have set another one meanwhile
-        signal.signal(signal.SIGINT, watch.own)
+        signal.signal(signal.SIGINT, watch.handler)
 
 
 def check() -> None:

@@ -1,4 +1,4 @@
-"""Copies of a model that share its weights, so that the user's own is never touched; forward-mode derivatives of it.
+"""Copies of a model that share its weights, so that the user's model is never touched; forward-mode derivatives of it.
 
 Hooks, training flags, ``requires_grad`` and gradients belong to a copy; the weights are the model's own memory.
 """
@@ -177,9 +177,9 @@ def untied(model: nn.Module, layer: str) -> nn.Module:
 def unshared_copy(model: nn.Module, names: Iterable[str]) -> nn.Module:
     """`model`, or a replica of it in which parameters of these names are not shared with an embedding.
 
-    Where an embedding and other modules share one of them, the others get a parameter of their own on the same memory,
-    in common: a posterior over it is then one of their use, and the embedding stays certain. What the replica
-    is follows from the model and the names, so that a file needs no record of it.
+    Where an embedding and other modules share one of them, the others get another parameter, in common, on the same
+    memory: a posterior over it is then one of their use, and the embedding stays certain. What the replica is follows
+    from the model and the names, so that a file needs no record of it.
 
     Args:
         model: any module.
@@ -199,9 +199,9 @@ def unshared_copy(model: nn.Module, names: Iterable[str]) -> nn.Module:
     twin = replicate(model)
     for places in asked(twin):
         shared = twin.get_submodule(places[0][0]).get_parameter(places[0][1])
-        own = nn.Parameter(shared.detach(), requires_grad=False)
+        separate = nn.Parameter(shared.detach(), requires_grad=False)
         for module, attribute in places:
-            setattr(twin.get_submodule(module), attribute, own)
+            setattr(twin.get_submodule(module), attribute, separate)
     return twin
 
 
@@ -276,22 +276,20 @@ def statistics_dtype(model: nn.Module, dtype: torch.dtype | None) -> torch.dtype
     return dtype
 
 
-# Forward-mode derivatives.
-
 # torch counts the levels of forward differentiation for the process, not for a thread: threads take turns
 _FORWARD_LEVELS = threading.RLock()
 
 
 def jvp(function: Callable[..., Any], primals: tuple[Any, ...], tangents: tuple[Any, ...]) -> tuple[Any, Any]:
     """`torch.func.jvp`: what a function gives, and its derivative along the tangents."""
-    _prepare()
+    _load_forward_rules()
     with _FORWARD_LEVELS:
         return cast(Any, torch.func.jvp(function, primals, tangents))  # pyright: ignore[reportPrivateImportUsage]
 
 
 @cache
-def _prepare() -> None:
-    """Load torch's own rules before the first derivative does so: they are scripts, and some versions of torch
+def _load_forward_rules() -> None:
+    """Load torch's rules before the first derivative does so: they are scripts, and some versions of torch
     then warn that scripts are deprecated.
     """
     with warnings.catch_warnings():

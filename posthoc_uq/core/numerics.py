@@ -14,12 +14,12 @@ from posthoc_uq.core.devices import as_double
 from posthoc_uq.core.errors import NonFiniteError
 
 # Above this size a float32 Gram is decomposed in float32, which halves the time, and in float64 if that fails.
-_WIDE_EIGH_LIMIT = 1024
+_MAX_FLOAT64_EIGH = 1024
 
-# A Gram of few rows is decomposed in its range where it has this size and the rows are less than this share of it.
-_RANGE_SIZE, _RANGE_SHARE = 512, 0.3
+# A Gram of few rows is decomposed in its range where it has at least this size, and the rows are at most this share.
+_MIN_RANGE_SIZE, _MAX_RANGE_SHARE = 512, 0.3
 _OVERSAMPLING = 10  # directions beyond the rows, so that the range is met by all of its directions
-_SOLVED = 256  # rows of `solved_plus_one` at once
+_SOLVED_ROWS = 256  # in one step of `solved_plus_one`
 
 CONVOLUTIONS: dict[int, Callable[..., Tensor]] = {1: F.conv1d, 2: F.conv2d, 3: F.conv3d}
 """The convolution over so many dimensions."""
@@ -53,7 +53,7 @@ def eigh_descending(gram: Tensor, rows: int | None = None) -> tuple[Tensor, Tens
             "A Gram matrix is not finite, so it has no eigenbasis; check the data and the model's weights."
         )
     symmetric = (gram + gram.transpose(-1, -2)) / 2
-    if rows is not None and gram.shape[-1] >= _RANGE_SIZE and rows <= _RANGE_SHARE * gram.shape[-1]:
+    if rows is not None and gram.shape[-1] >= _MIN_RANGE_SIZE and rows <= _MAX_RANGE_SHARE * gram.shape[-1]:
         return _eigh_in_range(symmetric, rows + _OVERSAMPLING)
     # Inputs that are always zero (padding in every window) have unit eigenvectors, and make eigensolvers fail.
     live = symmetric.diagonal(dim1=-2, dim2=-1)[0] > 0
@@ -96,7 +96,7 @@ def _eigh_in_range(symmetric: Tensor, width: int) -> tuple[Tensor, Tensor]:
 
 def _eigh(symmetric: Tensor) -> tuple[Tensor, Tensor]:
     """Eigenpairs by the first solver that converges; some fail on finite, rank-deficient Grams, as of a ResNet."""
-    if symmetric.dtype == torch.float32 and symmetric.shape[-1] > _WIDE_EIGH_LIMIT:
+    if symmetric.dtype == torch.float32 and symmetric.shape[-1] > _MAX_FLOAT64_EIGH:
         with suppress(torch.linalg.LinAlgError):  # pyright: ignore[reportPrivateImportUsage]
             return torch.linalg.eigh(symmetric)
     wide = as_double(symmetric)
@@ -182,8 +182,8 @@ def solved_plus_one(root: Tensor, columns: Tensor) -> Tensor:
     longer than the solve, and as much memory as R.
     """
     solved = torch.empty_like(columns)
-    for start in range(0, columns.shape[1], _SOLVED):
-        part = slice(start, start + _SOLVED)
+    for start in range(0, columns.shape[1], _SOLVED_ROWS):
+        part = slice(start, start + _SOLVED_ROWS)
         block = root[:, part, part].clone()
         block.diagonal(dim1=-2, dim2=-1).add_(1.0)
         left = columns[:, part] - root[:, part, :start] @ solved[:, :start]

@@ -1,9 +1,13 @@
-"""Options: what a user may pass, and how it is checked."""
+"""Options: what a user may pass, and how it is checked.
+
+The type of an option is its declaration: Python, the command line and files check values by it, and errors describe it.
+Numbers may be Python's, NumPy's or torch's; they must be finite, and True and False are none.
+"""
 
 from __future__ import annotations
 
 import types
-from collections.abc import Callable, Collection, Iterable, Iterator
+from collections.abc import Callable, Collection, Iterable, Iterator, Set
 from contextlib import suppress
 from dataclasses import dataclass, fields
 from difflib import get_close_matches
@@ -31,9 +35,7 @@ from posthoc_uq.core.errors import PosthocUQError
 
 Parameters = ParamSpec("Parameters")
 Result = TypeVar("Result")
-
-# The type of an option is its declaration: Python, the command line and files check values by it, and errors describe
-# it. Numbers may be Python's, NumPy's or torch's; they must be finite, and True and False are none.
+AnyOptions = TypeVar("AnyOptions", bound="Options")
 
 LARGEST = 1e30
 """No number of a statistic, no hyperparameter and no inverse of one is larger: float32 can still compute with it."""
@@ -50,11 +52,11 @@ Natural = Annotated[int, Ge(0), Lt(2**63)]
 Seed = Annotated[int, Ge(-(2**63)), Lt(2**64)]
 
 _STRICT = ConfigDict(strict=True, allow_inf_nan=False, arbitrary_types_allowed=True)
-_LARGE = 2**53  # larger bounds are those of a machine's words, and only numbers as large are told of them
+_MAX_USUAL_BOUND = 2**53  # larger bounds are those of a machine's words, and named only for numbers as large
 
 
 def check_option(name: str, value: Any, kind: Any) -> Any:
-    """The value as the declared type has it, with Python's own numbers.
+    """The value as the declared type has it, with numbers of Python.
 
     Args:
         name: of the option, for the error.
@@ -76,9 +78,15 @@ def check_option(name: str, value: Any, kind: Any) -> Any:
 
 @dataclass(frozen=True, kw_only=True)
 class Options:
-    """A dataclass whose fields are checked by their types when it is made. A subclass that compares its fields does so
-    in a ``__post_init__`` that calls this one first.
+    """A dataclass whose fields are checked by their names and types when it is made. A subclass that compares its
+    fields does so in a ``__post_init__`` that calls this one first.
     """
+
+    def __new__(cls: type[AnyOptions], *args: Any, **options: Any) -> AnyOptions:
+        names = _names(cls)
+        if not options.keys() <= names:  # else `__init__` would raise a TypeError
+            check_names(cls.__name__, options, names)
+        return object.__new__(cls)
 
     def __post_init__(self) -> None:
         for name, kind in _declared(type(self)).items():
@@ -86,6 +94,11 @@ class Options:
             plain = check_option(name, value, kind)
             if plain is not value:
                 object.__setattr__(self, name, plain)  # a frozen dataclass is still being made
+
+
+@cache
+def _names(options: type[Any]) -> Set[str]:
+    return {option.name: None for option in fields(options)}.keys()  # in their order, for an error
 
 
 @cache
@@ -152,18 +165,15 @@ def _in_words(kind: Any, value: Any) -> str:
             for bound in metadata
             if type(bound) in _BOUNDS
         ]
-        large = isinstance(value, (int, float)) and abs(value) >= _LARGE
+        large = isinstance(value, (int, float)) and abs(value) >= _MAX_USUAL_BOUND
         bounds = [
             f"{sign} {limit:g}" if isinstance(limit, float) else f"{sign} {limit}"
             for sign, limit in limits
-            if large or abs(limit) < _LARGE
+            if large or abs(limit) < _MAX_USUAL_BOUND
         ]
         return " ".join([_in_words(base, value), " and ".join(bounds)]).rstrip()
     name = getattr(get_origin(kind) or kind, "__name__", str(kind))
     return _WORDS.get(kind, "a function" if name == "Callable" else f"a {name}")
-
-
-# Names: of options, layers, methods and the like. An error says which one may have been meant.
 
 
 def one_of(name: str, value: Any, allowed: Collection[str]) -> str:

@@ -101,16 +101,14 @@ def only_image_formats() -> Generator[None]:
         Image.ID[:] = known
 
 
-# How large an image becomes where its shorter side is resized: a strip of one pixel by thousands becomes
-# huge.
-
 UNKNOWN = 512
 """The shorter side that a transform of which nothing is known is taken to make."""
-_STRETCHED = 16  # times its shorter side, an image may be long whatever the limit
+_MIN_LENGTH_LIMIT = 16  # times its shorter side, an image may be long whatever the limit
 
 
 def too_long(width: int, height: int, shorter: int, limit: int) -> str:
-    """What is wrong with the size of an image, in words that follow its name; nothing where it is in order.
+    """What is wrong with the size of an image, in words that follow its name; nothing where it is in order. A strip of
+    one pixel by thousands becomes huge where its shorter side is resized.
 
     Args:
         width: in pixels, as its file says.
@@ -119,7 +117,7 @@ def too_long(width: int, height: int, shorter: int, limit: int) -> str:
         limit: pixels, width times height, that it may have afterwards; or as many as before, if these are more.
     """
     longer = shorter * max(width, height) // max(1, min(width, height))
-    limit = max(limit, width * height, _STRETCHED * shorter**2)
+    limit = max(limit, width * height, _MIN_LENGTH_LIMIT * shorter**2)
     if shorter * longer <= limit:
         return ""
     return (

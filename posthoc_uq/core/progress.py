@@ -115,63 +115,63 @@ def _bars() -> Any:
     return Bars
 
 
-_told: ContextVar[Callable[[float], None] | None] = ContextVar("told", default=None)
-"""Who is told which share of the work under way is done, in this thread."""
+_listener: ContextVar[Callable[[float], None] | None] = ContextVar("listener", default=None)
+"""Called with the share of the work under way that is done, in this thread."""
 
 
 @contextmanager
 def counted(number: int, advance: Callable[[int], Any]) -> Generator[None]:
-    """Work on so many things at once: `advance` is called with parts of their number, as the loops inside tell which
+    """Work on so many things at once: `advance` is called with parts of their number, as the loops inside report which
     share of the work is done (`in_parts`), and in the end with the rest.
     """
-    done, outer = 0, _told.get()
+    done, outer = 0, _listener.get()
 
-    def tell(share: float) -> None:
+    def listener(share: float) -> None:
         nonlocal done
         more = min(number, int(share * number)) - done
         if more > 0:
             done += more
             advance(more)
 
-    _told.set(tell)
+    _listener.set(listener)
     try:
         yield
     finally:
-        _told.set(outer)
-    tell(1.0)
+        _listener.set(outer)
+    listener(1.0)
 
 
 @contextmanager
 def share(start: float, stop: float) -> Generator[None]:
     """Work that is a share of the work under way, from `start` to `stop`."""
-    outer = _told.get()
+    outer = _listener.get()
     if outer is None:
         yield
         return
-    _told.set(lambda inner: outer(start + inner * (stop - start)))
+    _listener.set(lambda inner: outer(start + inner * (stop - start)))
     try:
         yield
     finally:
-        _told.set(outer)
+        _listener.set(outer)
     outer(stop)
 
 
 def in_parts(parts: Sequence[Part]) -> Iterator[Part]:
     """Parts of the work under way, about equally long; not to be left by `break`."""
-    outer = _told.get()
+    outer = _listener.get()
     for place, part in enumerate(parts):
         interrupts.check()
         if outer is not None:
-            _told.set(lambda inner, place=place: outer((place + inner) / len(parts)))
+            _listener.set(lambda inner, place=place: outer((place + inner) / len(parts)))
         yield part
         if outer is not None:
             outer((place + 1) / len(parts))
-            _told.set(outer)
+            _listener.set(outer)
 
 
 def tell(done: float) -> None:
-    """Say which share of the work under way is done."""
+    """Report which share of the work under way is done."""
     interrupts.check()
-    listener = _told.get()
+    listener = _listener.get()
     if listener is not None:
         listener(done)

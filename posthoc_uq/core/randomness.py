@@ -18,7 +18,7 @@ from torch import Tensor
 from posthoc_uq.core.devices import as_double
 
 _MASK = (1 << 64) - 1
-_WORDS_AT_ONCE = 2**20  # words of 8 bytes in one temporary of the hashes
+_MAX_WORDS = 2**20  # of 8 bytes, in one temporary of the hashes
 # 64-bit numbers are hashed as two words: the low bits of a float64 such as 1.0 are all zero, and would stay zero in a
 # product modulo 2^64.
 _BYTES_AS_INTEGER = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int32}
@@ -72,7 +72,7 @@ def sample_keys(tensors: Iterable[Tensor], samples: int, seed: int) -> Tensor:
             rows = torch.view_as_real(rows).reshape(samples, -1)
         words = rows.view(_BYTES_AS_INTEGER[rows.element_size()])
         weights = mix(torch.arange(1, words.shape[1] + 1, device=words.device) * _GAMMA) | 1
-        step = max(1, _WORDS_AT_ONCE // max(1, words.shape[1]))
+        step = max(1, _MAX_WORDS // max(1, words.shape[1]))
         sums = [(few.to(torch.int64) * weights).sum(dim=1) for few in words.split(step)]
         part = mix(torch.cat(sums))
         keys = part if keys is None else mix(keys * _GAMMA + part)

@@ -1,4 +1,4 @@
-"""Records: what a file may hold of plain values, each declared once as a pydantic model, and errors of one sentence.
+"""Records: plain values that a file may hold, each declared once as a pydantic model; one sentence for what is wrong.
 
 A record is a JSON object with exactly the declared keys. Types are strict (``1.9`` is no whole number, ``true`` is no
 number), and numbers are finite unless a field says otherwise. Types of numbers are those of `posthoc_uq.core.options`.
@@ -32,7 +32,7 @@ class Record(BaseModel):
 AnyRecord = TypeVar("AnyRecord", bound=Record)
 
 
-def checked(kind: type[AnyRecord], values: Any, where: str) -> AnyRecord:
+def validate_record(kind: type[AnyRecord], values: Any, where: str) -> AnyRecord:
     """The record of these values.
 
     Args:
@@ -46,7 +46,7 @@ def checked(kind: type[AnyRecord], values: Any, where: str) -> AnyRecord:
     try:
         return kind.model_validate(values)
     except ValidationError as error:
-        raise CorruptPosteriorError(sentence(error, where)) from None
+        raise CorruptPosteriorError(fault_of(error, where)) from None
 
 
 def among(names: Collection[str]) -> AfterValidator:
@@ -60,7 +60,7 @@ def among(names: Collection[str]) -> AfterValidator:
     return AfterValidator(check)
 
 
-def sentence(error: ValidationError, where: str) -> str:
+def fault_of(error: ValidationError, where: str) -> str:
     """The first fault that pydantic found, in the words of this package: ``its description, scale must be ...``."""
     fault: Any = error.errors(include_url=False)[0]
     # parts in angle brackets are the names of alternatives, not of fields
@@ -77,8 +77,9 @@ def sentence(error: ValidationError, where: str) -> str:
     place = _place(where, parts)
     if kind == "value_error":
         inner = context["error"]
-        return sentence(inner, place) if isinstance(inner, ValidationError) else f"{place} {inner}"
-    return f"{place} must be {_wanted(kind, context)}, not {value}"
+        return fault_of(inner, place) if isinstance(inner, ValidationError) else f"{place} {inner}"
+    wanted = _WANTED.get(kind, "another value").format(**context)
+    return f"{place} must be {wanted}, not {value}"
 
 
 _WANTED = {
@@ -102,10 +103,6 @@ _WANTED = {
     "less_than_equal": "at most {le:g}",
     "less_than": "below {lt:g}",
 }
-
-
-def _wanted(kind: str, context: dict[str, Any]) -> str:
-    return _WANTED.get(kind, "another value").format(**context)
 
 
 def _place(where: str, parts: list[Any]) -> str:

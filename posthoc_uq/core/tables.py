@@ -16,15 +16,10 @@ _NEGATIVE = re.compile(r"-\d+(\.\d*)?([eE][+-]?\d+)?")
 def csv_text(text: str) -> str:
     """A text as the cell of a CSV that a spreadsheet shows and does not compute: one that begins like a formula (with
     ``= + @``, their wide forms, a tab or the end of a line, or with ``-`` if it is no number) gets an apostrophe in
-    front, as spreadsheets have it. One that begins like that behind apostrophes gets one more, so that `text_of_csv`
-    gives every text back.
+    front, as spreadsheets have it. One that begins like that behind apostrophes gets one more, so that taking one off
+    gives every such text back.
     """
     return f"'{text}" if _FORMULA.match(text) and not _NEGATIVE.fullmatch(text) else text
-
-
-def text_of_csv(cell: str) -> str:
-    """The text of a cell that `csv_text` made."""
-    return cell[1:] if cell.startswith("'") and _FORMULA.match(cell) else cell
 
 
 def text_table(
@@ -70,7 +65,7 @@ def cell_text(value: Any, digits: int | None = None) -> str:
 
 def decimals(column: Sequence[Any]) -> int:
     """As many as a column of numbers needs: four, fewer where numbers are large (five digits in all), more where the
-    largest would have fewer than three digits of its own.
+    largest would have fewer than three digits.
     """
     sizes = [abs(value) for value in column if isinstance(value, float) and math.isfinite(value)]
     largest = max(sizes, default=0.0)

@@ -2,12 +2,13 @@
 
 from posthoc_uq.files.atomic import checked_target, remove_leftovers, replacing, write
 from posthoc_uq.files.match import buffers_fingerprint, check_match, check_unchanged, fingerprint
-from posthoc_uq.files.save_load import check_numbers, inspect, load, save
+from posthoc_uq.files.save_load import check_numbers, check_settings, inspect, load, save
 
 __all__ = [
     "buffers_fingerprint",
     "check_match",
     "check_numbers",
+    "check_settings",
     "check_unchanged",
     "checked_target",
     "fingerprint",

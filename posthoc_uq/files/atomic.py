@@ -21,7 +21,7 @@ try:
 except ImportError:  # Windows, where an open file cannot be deleted anyway
     fcntl = None
 
-_LONGEST = 200  # bytes of a name that its temporary files repeat; file systems allow 255 in all
+_MAX_STEM_BYTES = 200  # of a name that its temporary files repeat; file systems allow 255 in all
 
 
 def checked_target(path: str | os.PathLike[str]) -> Path:
@@ -145,7 +145,7 @@ def _lock(descriptor: int, *, wait: bool) -> bool:
 def _stem(target: Path) -> str:
     """The name of a file, or the digest of a long name."""
     name = os.fsencode(target.name)
-    return target.name if len(name) <= _LONGEST else sha256(name).hexdigest()
+    return target.name if len(name) <= _MAX_STEM_BYTES else sha256(name).hexdigest()
 
 
 def _status(target: Path) -> os.stat_result | None:

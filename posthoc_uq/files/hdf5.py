@@ -19,18 +19,18 @@ import h5py
 import numpy as np
 
 STATE = "state"
-STATE_BYTES = 16 * 2**20  # most that the JSON description may have
-_MOST_VALUES = 500_000  # keys and values of the description; a layer takes about twenty
-_OBJECTS = 200_000  # most groups and datasets of a file
-_CHUNK_BYTES = 4 * 2**20  # most of a compressed chunk, inflated; h5py chooses at most 1 MiB
-_ATTRIBUTES = 100  # most of the root; nothing else has any
+MAX_STATE_BYTES = 16 * 2**20  # of the JSON description
+_MAX_VALUES = 500_000  # keys and values of the description; a layer takes about twenty
+_MAX_OBJECTS = 200_000  # groups and datasets of a file
+_MAX_CHUNK_BYTES = 4 * 2**20  # of a compressed chunk, inflated; h5py chooses at most 1 MiB
+_MAX_ATTRIBUTES = 100  # of the root; nothing else has any
 _DTYPES = ("<f8", "<f4", "<f2", "<u2", "|u1")
 _NAME_CHARACTERS = " !\"#$&'()*+,-.:;<=>?@[\\]^_`{|}~"
 _FRAME = struct.Struct("<cQ")
 
 
 class FormatError(ValueError):
-    """An HDF5 image is not what the schema says."""
+    """An HDF5 image does not follow the schema."""
 
 
 @dataclass(frozen=True)
@@ -69,10 +69,10 @@ def state_text(values: Mapping[str, Any]) -> bytes:
         TypeError, ValueError: JSON cannot hold it.
     """
     text = json.dumps(values, ensure_ascii=True).encode()
-    if len(text) > STATE_BYTES or _count_values(text) > _MOST_VALUES:
+    if len(text) > MAX_STATE_BYTES or _count_values(text) > _MAX_VALUES:
         raise FormatError(
             f"its description takes {len(text)} bytes and {_count_values(text)} values, and a file holds at most "
-            f"{STATE_BYTES} and {_MOST_VALUES}"
+            f"{MAX_STATE_BYTES} and {_MAX_VALUES}"
         )
     return text
 
@@ -83,8 +83,8 @@ def state_values(text: bytes) -> dict[str, Any]:
     Raises:
         FormatError: it is no JSON object, has too many values, or a key twice.
     """
-    if _count_values(text) > _MOST_VALUES:
-        raise FormatError(f"its description has more than {_MOST_VALUES} values")
+    if _count_values(text) > _MAX_VALUES:
+        raise FormatError(f"its description has more than {_MAX_VALUES} values")
     try:
         values = json.loads(text, object_pairs_hook=_distinct)
     except FormatError:
@@ -141,7 +141,7 @@ class ImageReader:
     """Reads a verified image in this process.
 
     Raises:
-        FormatError: from every method, where the image is not what the schema says.
+        FormatError: from every method, where the image does not follow the schema.
     """
 
     def __init__(self, data: bytes) -> None:
@@ -161,19 +161,19 @@ class ImageReader:
     def structure(self) -> Structure:
         """Every group and dataset, after checks that need no numbers to be read."""
         try:
-            if _attribute_count(self._file) > _ATTRIBUTES:
-                raise FormatError(f"it has more than {_ATTRIBUTES} attributes")
-            structure = Structure(self._state(), [], {}, sorted(self._file.attrs))
-            self._walk(self._file, "", structure)
-            return structure
+            if _attribute_count(self._file) > _MAX_ATTRIBUTES:
+                raise FormatError(f"it has more than {_MAX_ATTRIBUTES} attributes")
+            groups, datasets = list[str](), dict[str, Stored]()
+            self._walk(self._file, "", groups, datasets)
+            return Structure(self._state(), groups, datasets, sorted(self._file.attrs))
         except (FormatError, MemoryError):
             raise
         except Exception as error:
             raise FormatError(f"libhdf5 cannot read its structure ({error})") from None
 
-    def _walk(self, group: Any, prefix: str, structure: Structure) -> None:
-        if len(group) + len(structure.groups) + len(structure.datasets) > _OBJECTS:
-            raise FormatError(f"it holds more than {_OBJECTS} objects")
+    def _walk(self, group: Any, prefix: str, groups: list[str], datasets: dict[str, Stored]) -> None:
+        if len(group) + len(groups) + len(datasets) > _MAX_OBJECTS:
+            raise FormatError(f"it holds more than {_MAX_OBJECTS} objects")
         for name in sorted(group):
             path = prefix + name
             if not isinstance(group.get(name, getlink=True), h5py.HardLink):
@@ -186,26 +186,23 @@ class ImageReader:
             if isinstance(item, h5py.Group):
                 if path.count("/") >= 2:
                     raise FormatError(f"'{path}' is nested too deeply")
-                structure.groups.append(path)
-                self._walk(item, path + "/", structure)
+                groups.append(path)
+                self._walk(item, path + "/", groups, datasets)
             elif isinstance(item, h5py.Dataset):
-                structure.datasets[path] = _stored(path, item)
+                datasets[path] = _stored(path, item)
             else:
                 raise FormatError(f"'{path}' is neither a group nor a dataset")
 
     def _state(self) -> bytes:
-        link: Any = self._file.get(STATE, getlink=True)
-        if link is not None and not isinstance(link, h5py.HardLink):
-            raise FormatError(f"'{STATE}' is a link to elsewhere, which a posterior file never has")
-        dataset: Any = self._file.get(STATE)
+        dataset: Any = self._file.get(STATE)  # no link to elsewhere, as `_walk` has seen
         if not isinstance(dataset, h5py.Dataset):
             raise FormatError(f"it has no dataset '{STATE}'")
         kind, plist = dataset.id.get_type(), dataset.id.get_create_plist()
         _check_layout(STATE, plist)
         size = kind.get_size()
         text = kind.get_class() == h5py.h5t.STRING and not kind.is_variable_str()
-        if not text or dataset.shape != () or not 0 < size <= STATE_BYTES:
-            raise FormatError(f"'{STATE}' is not one string of at most {STATE_BYTES} bytes")
+        if not text or dataset.shape != () or not 0 < size <= MAX_STATE_BYTES:
+            raise FormatError(f"'{STATE}' is not one string of at most {MAX_STATE_BYTES} bytes")
         if plist.get_layout() != h5py.h5d.CONTIGUOUS or dataset.id.get_storage_size() != size:
             raise FormatError(f"'{STATE}' is incomplete")
         return bytes(dataset[()])
@@ -256,7 +253,7 @@ def _stored(path: str, dataset: Any) -> Stored:
             raise FormatError(f"'{path}' is compressed with something other than shuffle and gzip")
         chunk = plist.get_chunk()
         fits = bool(shape) and all(0 < c <= s for c, s in zip(chunk, shape, strict=True))
-        if not fits or prod(chunk) * item > _CHUNK_BYTES:
+        if not fits or prod(chunk) * item > _MAX_CHUNK_BYTES:
             raise FormatError(f"'{path}' has chunks of the shape {chunk}, which a posterior file never has")
         complete = dataset.id.get_num_chunks() == prod(-(-s // c) for c, s in zip(chunk, shape, strict=True))
     if not complete:
@@ -316,10 +313,10 @@ def confine(seconds: int, memory: int) -> None:
     for name, value in limits.items():
         try:
             kind = getattr(resource, name)
-            most = resource.getrlimit(kind)[1]
-            if most != resource.RLIM_INFINITY:
-                value = min(value, most)
-            resource.setrlimit(kind, (value, most if value else 0))
+            hard = resource.getrlimit(kind)[1]
+            if hard != resource.RLIM_INFINITY:
+                value = min(value, hard)
+            resource.setrlimit(kind, (value, hard if value else 0))
         except (AttributeError, ValueError, OSError):
             continue
 

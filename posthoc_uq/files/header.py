@@ -24,11 +24,12 @@ MAGIC = b"\x89POSTHOC_UQ\r\n\x1a\n\x00"
 SNAPSHOT_MAGIC = b"\x89POSTHOC_UQ snapshot 1\r\n\x1a\n"  # the first bytes of an unfinished fit's checkpoint
 HDF5_SIGNATURE = b"\x89HDF\r\n\x1a\n"
 _FIELDS = struct.Struct("<16sIQ32s64s32s")  # magic, format, length, digest, kind, release; zeros up to SIZE
+_MAX_KIND_BYTES = 64
 _DIGESTED = 60  # the digest is of all bytes from here on: what follows the digest itself
 
 
 class Header(NamedTuple):
-    """What the first bytes of a file say.
+    """The facts in the first bytes of a file.
 
     Attributes:
         kind: the method of the posterior.
@@ -40,7 +41,13 @@ class Header(NamedTuple):
 
 
 def seal(image: BytesIO, kind: str, number: int = FORMAT) -> BytesIO:
-    """Fill the user block of a file in memory."""
+    """Fill the user block of a file in memory.
+
+    Raises:
+        ValueError: the name of the method is too long.
+    """
+    if len(kind.encode()) > _MAX_KIND_BYTES:
+        raise ValueError(f"a method's name has at most {_MAX_KIND_BYTES} bytes, and {kind!r} has more")
     with image.getbuffer() as view:
         length = len(view) - SIZE
         packed = _FIELDS.pack(MAGIC, number, length, bytes(32), kind.encode(), __version__.encode())
@@ -50,11 +57,11 @@ def seal(image: BytesIO, kind: str, number: int = FORMAT) -> BytesIO:
 
 
 def read(path: str | os.PathLike[str], limit: Callable[[str], int]) -> tuple[bytes, Header]:
-    """All bytes of a file, read once and verified, and what its header says.
+    """All bytes of a file, read once and verified, and its header.
 
     Args:
         path: the file.
-        limit: most bytes that a file of a kind may have.
+        limit: the most bytes that a file of a kind may have.
 
     Raises:
         PosthocUQError: the file is missing or cannot be read.
@@ -66,11 +73,11 @@ def read(path: str | os.PathLike[str], limit: Callable[[str], int]) -> tuple[byt
             size = os.fstat(file.fileno()).st_size
             block = file.read(SIZE)
             header, digest = _parse(block, size, path)
-            most = limit(header.kind)
-            if size > most:
+            max_size = limit(header.kind)
+            if size > max_size:
                 raise PosteriorMismatchError(
-                    f"'{path}' has {size} bytes, and a {header.kind} file of this model takes at most {most}; was it "
-                    f"fitted on another model?"
+                    f"'{path}' has {size} bytes, and a {header.kind} file of this model takes at most {max_size}; was "
+                    f"it fitted on another model?"
                 )
             file.seek(0)
             data = file.read(size + 1)  # at once, so that no second copy of it is made
@@ -117,7 +124,7 @@ def _parse(block: bytes, size: int, path: str | os.PathLike[str]) -> tuple[Heade
         )
     if kind not in FAMILIES:
         raise CorruptPosteriorError(
-            f"'{path}' is damaged, or by a method that is not known here: its header names {kind!r}. If a module of "
+            f"'{path}' is damaged, or by a method that is not registered: its header names {kind!r}. If a module of "
             f"yours defines that method, import it first."
         )
     return Header(kind, release), digest

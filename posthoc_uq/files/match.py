@@ -60,15 +60,15 @@ def check_shapes(shapes: Mapping[str, tuple[int, ...]], parameters: Mapping[str,
         PosteriorMismatchError: one is missing or has another shape.
     """
     for name, shape in shapes.items():
-        own = parameters.get(name)
-        called = other_name(name, parameters) if own is None else None
+        parameter = parameters.get(name)
+        called = other_name(name, parameters) if parameter is None else None
         if called is not None:
             raise PosteriorMismatchError(
                 f"{which} covers a parameter '{name}', which the model calls '{called}': a part is wrapped in one of "
                 f"them, as torch.compile does it, and not in the other. Pass the model as it was when it was fitted."
             )
-        if own is None or tuple(own.shape) != shape:
-            found = "lacks" if own is None else f"has in shape {tuple(own.shape)}"
+        if parameter is None or tuple(parameter.shape) != shape:
+            found = "lacks" if parameter is None else f"has in shape {tuple(parameter.shape)}"
             raise PosteriorMismatchError(
                 f"{which} does not belong to this model: it covers a parameter '{name}' of shape {shape}, which the "
                 f"model {found}. Pass the model that it was fitted on."

@@ -1,4 +1,4 @@
-"""What a posterior's file says besides its numbers: one declaration of each record, by which files are written, read,
+"""What a posterior's file holds besides its numbers: one declaration of each record, by which files are written, read,
 checked and documented (``docs/format.md``).
 """
 
@@ -14,7 +14,7 @@ from pydantic import AfterValidator, ConfigDict, Discriminator, Field, Tag, mode
 
 from posthoc_uq.core.errors import CorruptPosteriorError, PosthocUQError
 from posthoc_uq.core.options import LARGEST, Count, Magnitude, Natural, Temperature, Unit
-from posthoc_uq.core.records import Name, Record, among, checked
+from posthoc_uq.core.records import Name, Record, among, validate_record
 from posthoc_uq.files.hdf5 import state_text, state_values
 from posthoc_uq.files.match import fingerprint
 from posthoc_uq.files.tensors import (
@@ -35,9 +35,9 @@ from posthoc_uq.likelihoods.selective import QUANTILES
 from posthoc_uq.posteriors.block import BLOCKS, FAMILIES, TensorSpec
 from posthoc_uq.posteriors.features import SOURCES, FeatureGrams
 from posthoc_uq.posteriors.posterior import Posterior
+from posthoc_uq.posteriors.search import CRITERIA
 from posthoc_uq.posteriors.settings import (
     ABOUT,
-    HEAD_CRITERIA,
     HEADS,
     NOVELTIES,
     History,
@@ -46,14 +46,12 @@ from posthoc_uq.posteriors.settings import (
     WeightPrior,
 )
 
-# Kinds of values
-
-_DEPTH = 6  # levels of nested values that are kept unread
+_MAX_DEPTH = 6  # levels of nested values that are kept unread
 
 
-def _check_plain(value: Any, finite: bool, depth: int = _DEPTH) -> Any:
+def _check_plain(value: Any, finite: bool, depth: int = _MAX_DEPTH) -> Any:
     if depth == 0:
-        raise ValueError(f"must be nested at most {_DEPTH} deep")
+        raise ValueError(f"must be nested at most {_MAX_DEPTH} deep")
     if isinstance(value, (dict, list)):
         for entry in cast("list[Any]", [*value, *value.values()] if isinstance(value, dict) else value):
             _check_plain(entry, finite, depth - 1)
@@ -89,9 +87,6 @@ NumberOrByLayer = Annotated[
     Annotated[Magnitude, Tag("<number>")] | Annotated[dict[Name, Magnitude], Tag("<by layer>")],
     Discriminator(lambda value: "<by layer>" if isinstance(value, dict) else "<number>"),
 ]
-
-
-# Layers, blocks and the rest that goes with tensors
 
 
 class LayerRecord(Record):
@@ -163,10 +158,7 @@ class FeaturesRecord(Record):
     rank: Natural
 
 
-# The posterior as a whole
-
-
-class Settings(Record):
+class SettingsRecord(Record):
     """Hyperparameters; a posterior has all of them, what was found at some settings those that it depends on."""
 
     scale: Magnitude = 1.0
@@ -225,9 +217,6 @@ def _check_likelihood(values: dict[str, Any]) -> dict[str, Any]:
 LikelihoodRecord = Annotated[dict[Name, Any], AfterValidator(_check_likelihood)]
 
 
-# How it was fitted, tuned, calibrated and given thresholds (`posthoc_uq.posteriors.settings.History`)
-
-
 class FitFacts(Record):
     """Those facts about a fit that are read again; all others are kept for people."""
 
@@ -246,18 +235,19 @@ class FitFacts(Record):
 
 def _check_fit(values: dict[str, Any]) -> dict[str, Any]:
     FitFacts.model_validate(values)
-    return _check_plain(values, finite=False, depth=_DEPTH + 1)  # the losses of a training may be infinite
+    # the losses of a training may be infinite
+    return _check_plain(values, finite=False, depth=_MAX_DEPTH + 1)
 
 
-_MOST = {"n_samples": 10_000, "n_draws": 100_000, "n_probes": 10_000, "memory_budget": 2**40}
+_MAX_AMOUNTS = {"n_samples": 10_000, "n_draws": 100_000, "n_probes": 10_000, "memory_budget": 2**40}
 """Of a head's options those that decide how much memory a prediction takes: a file may not ask for more."""
 
 
 def _check_amounts(values: dict[str, Any]) -> dict[str, Any]:
-    for name, most in _MOST.items():
+    for name, limit in _MAX_AMOUNTS.items():
         value = values.get(name)
-        if value is not None and not (type(value) is int and 1 <= value <= most):
-            raise ValueError(f"has {name} {value!r:.60}, which is no whole number from 1 to {most}")
+        if value is not None and not (type(value) is int and 1 <= value <= limit):
+            raise ValueError(f"has {name} {value!r:.60}, which is no whole number from 1 to {limit}")
     return values
 
 
@@ -266,7 +256,7 @@ class HeadRecord(Record):
 
     name: Head
     options: Annotated[dict[Name, Simple], AfterValidator(_check_amounts)]
-    criterion: Annotated[str, among(HEAD_CRITERIA)]
+    criterion: Annotated[str, among((*CRITERIA, "given"))]
 
 
 class FaithfulRecord(Record):
@@ -278,7 +268,7 @@ class FaithfulRecord(Record):
     network_temperature: Temperature
     divergence: Annotated[float, Field(allow_inf_nan=True), AfterValidator(_is_number)] = inf
     budget: Annotated[float, Field(gt=0, le=1e300)]
-    settings: Settings
+    settings: SettingsRecord
 
     @model_validator(mode="after")
     def _check_settings(self) -> FaithfulRecord:
@@ -297,7 +287,7 @@ class CalibrationRecord(Record):
     before: SumOfSquares
     n_mc: Annotated[int, Field(ge=2)]
     head: dict[Name, Plain]
-    posterior: Settings
+    posterior: SettingsRecord
 
 
 def _check_head(values: dict[str, Any]) -> dict[str, Any]:
@@ -330,7 +320,7 @@ class ReferralRecord(Record):
     rate: Annotated[float, Field(ge=0, lt=1)]
     inputs: Count
     head: Annotated[dict[Name, Plain], AfterValidator(_check_head)]
-    posterior: Settings
+    posterior: SettingsRecord
     scores: Annotated[dict[ScoreName, ScoreRecord], Field(min_length=1)]
     shares: list[Unit]
 
@@ -374,7 +364,9 @@ class OutputRecord(Record):
 
 
 class HistoryRecord(Record):
-    """How the posterior was fitted, tuned, calibrated and given thresholds."""
+    """How the posterior was fitted, tuned, calibrated and given thresholds
+    (`posthoc_uq.posteriors.settings.History`).
+    """
 
     fit: Annotated[dict[Name, Any], AfterValidator(_check_fit)]
     deterministic: dict[Name, Name]
@@ -396,24 +388,22 @@ class HistoryRecord(Record):
 
 
 def _plain_history(history: History) -> dict[str, Any]:
+    required = ("fit", "deterministic", "tuning")
     values = {
-        name: value for name, value in vars(history).items() if value not in ({}, "") or name in _ALWAYS
+        name: value for name, value in vars(history).items() if value not in ({}, "") or name in required
     }
     if history.faithful and not isfinite(history.faithful["divergence"]):  # for which JSON has no number
         values["faithful"] = {key: value for key, value in history.faithful.items() if key != "divergence"}
     return values
 
 
-_ALWAYS = ("fit", "deterministic", "tuning")
-
-
 class Description(Record):
-    """All that a file says: the JSON text of its dataset ``state``."""
+    """All that a file holds besides numbers: the JSON text of its dataset ``state``."""
 
     fingerprint: Digest
     buffers_fingerprint: Digest | None = None
     method: Annotated[str, among(FAMILIES)]
-    settings: Settings
+    settings: SettingsRecord
     likelihood: LikelihoodRecord
     evidence: EvidenceRecord
     history: HistoryRecord
@@ -468,7 +458,7 @@ class Description(Record):
         """
         evidence, outputs, classes = self.evidence, self._outputs_of_last(), None
         if "class" in self.likelihood:
-            return self  # a user's own likelihood, about which the file says too little
+            return self  # a user's likelihood, of which the file has too little
         likelihood = likelihood_from_attributes(self.likelihood)
         if likelihood.noise_variance is None and (evidence.targets or evidence.squared_residuals):
             raise ValueError(f"has the likelihood {likelihood.name!r}, and the evidence of a regression")
@@ -502,7 +492,7 @@ class Description(Record):
 
 
 def description_of(posterior: Posterior) -> Description:
-    """What a file of this posterior says, checked as `load` will check it.
+    """The description of this posterior for a file, checked as `load` will check it.
 
     Raises:
         CorruptPosteriorError: a value is out of range, or contradicts another.
@@ -540,7 +530,7 @@ def parsed(text: bytes) -> Description:
         CorruptPosteriorError: a field is missing, unknown, of another type or out of range, or contradicts another.
         FormatError: the text is no JSON object.
     """
-    return checked(Description, state_values(text), "its description")
+    return validate_record(Description, state_values(text), "its description")
 
 
 def _plain_prior(prior: WeightPrior) -> dict[str, Any]:
@@ -558,7 +548,7 @@ def described_slots(description: Description) -> list[Slot]:
     """
     layers = description.layers_by_name()
     found: list[Slot] = []
-    placed: list[str] = []
+    held: list[str] = []
     for name, block in description.blocks.items():
         kind, members = BLOCKS[block.kind], block.members
         if any(member not in layers for member in members):
@@ -571,10 +561,10 @@ def described_slots(description: Description) -> list[Slot]:
             raise CorruptPosteriorError(
                 f"block '{name}' must hold the layer of that name alone, not {members[:5]}"
             )
-        placed += members
+        held += members
         owner = f"block '{name}'"
         found += slots(block_group(name), owner, _specs(owner, kind.specs, shape, block.attributes))
-    if sorted(placed) != sorted(layers):
+    if sorted(held) != sorted(layers):
         raise CorruptPosteriorError("its blocks do not hold every layer once")
     shapes = parameter_shapes(layers.values())
     of_layers = {name: TensorSpec(shape) for name, shape in shapes.items()}

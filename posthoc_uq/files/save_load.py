@@ -28,7 +28,7 @@ from posthoc_uq.core.interrupts import check, orderly
 from posthoc_uq.core.model import check_not_meta, model_device, unshared_copy, unwrap
 from posthoc_uq.core.options import known_arguments
 from posthoc_uq.core.outputs import Output, checked_output, choice_of, with_choice
-from posthoc_uq.core.records import checked
+from posthoc_uq.core.records import validate_record
 from posthoc_uq.files import atomic, hdf5, header
 from posthoc_uq.files.hdf5 import ImageReader, Stored, Structure
 from posthoc_uq.files.match import (
@@ -41,7 +41,7 @@ from posthoc_uq.files.match import (
 from posthoc_uq.files.records import (
     Description,
     EvidenceRecord,
-    Settings,
+    SettingsRecord,
     described_slots,
     description_of,
     parsed,
@@ -58,8 +58,7 @@ from posthoc_uq.files.tensors import (
     Slot,
     as_array,
     block_group,
-    check_features,
-    check_reach,
+    check_together,
     complaint,
     dtype_name,
     parameter_shapes,
@@ -75,10 +74,7 @@ from posthoc_uq.posteriors.settings import Evidence, WeightPrior
 from posthoc_uq.version import __version__
 
 _WIDER = "save with dtype=torch.bfloat16 or torch.float32"
-_LOST = 0.01  # share of a tensor's absolute sum that a narrower number format may lose
-
-
-# Saving
+_MAX_LOST_SHARE = 0.01  # of a tensor's absolute sum, by a narrower number format
 
 
 @orderly
@@ -99,8 +95,8 @@ def save(
     Args:
         posterior: what `fit` or `load` gave.
         path: the file; its folder must exist.
-        dtype: `torch.float32`, `torch.float16` or `torch.bfloat16`; the posterior's own if None. Half
-            formats are read back as float32. A trained mean keeps its own precision.
+        dtype: `torch.float32`, `torch.float16` or `torch.bfloat16`; that of the posterior if None. Half
+            formats are read back as float32. A trained mean keeps its precision.
         compression: ``"gzip"`` (with HDF5's byte shuffle) or None.
 
     Raises:
@@ -130,15 +126,15 @@ def _image(posterior: Posterior, dtype: torch.dtype | None, compression: str | N
         description = description_of(posterior)
         arrays: dict[str, Callable[[], np.ndarray[Any, Any]]] = {}
         for slot, tensor in tensors_of(posterior):
-            wanted = tensor.dtype if slot.own_format else dtype or tensor.dtype
+            wanted = tensor.dtype if slot.keeps_format else dtype or tensor.dtype
             _check_storable(slot, tensor, wanted)
             arrays[slot.path] = partial(as_array, tensor, wanted)
-        _check_together(posterior)
+        check_together(posterior)
         text, attributes = hdf5.state_text(description.plain()), _attributes(description, __version__)
         image = hdf5.build_image(text, attributes, arrays, header.SIZE, compression)
+        return header.seal(image, posterior.method)
     except (CorruptPosteriorError, TypeError, ValueError, KeyError) as error:
         raise PosthocUQError(f"The posterior holds a value that no file can keep: {error}.") from error
-    return header.seal(image, posterior.method)
 
 
 def _check_storable(slot: Slot, tensor: Tensor, dtype: torch.dtype) -> None:
@@ -164,48 +160,58 @@ def _check_storable(slot: Slot, tensor: Tensor, dtype: torch.dtype) -> None:
     # the features are scaled to fit any number format; numbers that become zero are below the smoothing
     total = 0.0 if slot.group == FEATURES else float(tensor.abs().sum())
     lost = float((tensor - stored.to(tensor.dtype)).abs().sum())
-    if lost > _LOST * total > 0:
+    if lost > _MAX_LOST_SHARE * total > 0:
         raise PosthocUQError(
             f"{which} (at most {largest:.3g}) would lose {lost / total:.0%} of its sum to {dtype}, whose smallest "
             f"number is {torch.finfo(dtype).smallest_normal:.3g}; {_WIDER}."
         )
 
 
-def _check_together(posterior: Posterior) -> None:
-    if posterior.features is not None:
-        check_features(posterior.features.tensors())
-    noise_power = 0 if posterior.likelihood.noise_variance is None else posterior.evidence.noise_power
-    check_reach(posterior.settings, noise_power, posterior.blocks, posterior.weight_prior)
-
-
-def check_numbers(posterior: Posterior, *, factorised: bool) -> None:
-    """Refuse a posterior with numbers that no file may hold, or with a precision that cannot be factorised: it could
-    not be saved, or not predict. What else a file cannot keep, such as a likelihood of the user's, `save` says.
-
-    Args:
-        posterior: any.
-        factorised: whether to factorise its precision, at the present hyperparameters.
+def check_numbers(posterior: Posterior) -> None:
+    """Refuse a posterior with numbers that no file may hold. What else a file cannot keep, such as a user's likelihood,
+    is refused by `save`.
 
     Raises:
-        NonFiniteError: a number is not finite, or too large, or a precision is not positive definite.
+        NonFiniteError: a number is not finite, or too large.
     """
-    posterior = posterior.snapshot()
-    likelihood, evidence = posterior.likelihood, posterior.evidence
-    try:
-        checked(Settings, posterior.settings.plain(), "its settings")
-        checked(EvidenceRecord, vars(evidence), "its evidence")
+    likelihood = posterior.likelihood
+    with _unusable():
+        validate_record(EvidenceRecord, vars(posterior.evidence), "its evidence")
         if LIKELIHOODS.get(likelihood.name) is type(likelihood):
             values = {name: value for name, value in likelihood.attributes().items() if name != "name"}
-            checked(likelihood.fields, values, "its likelihood")
+            validate_record(likelihood.fields, values, "its likelihood")
         for slot, tensor in tensors_of(posterior):
             fault = complaint(slot.spec, tensor)
             if fault is not None:
                 raise CorruptPosteriorError(f"'{slot.name}' of {slot.owner} {fault}")
-        _check_together(posterior)
+        check_together(posterior)
+
+
+def check_settings(posterior: Posterior, *, factorised: bool) -> None:
+    """Refuse hyperparameters at which a posterior could not be saved, or not predict.
+
+    Args:
+        posterior: which passed `check_numbers`.
+        factorised: whether to factorise its precision.
+
+    Raises:
+        NonFiniteError: a number is too large, or a precision is not positive definite.
+    """
+    posterior = posterior.snapshot()
+    with _unusable():
+        validate_record(SettingsRecord, posterior.settings.plain(), "its settings")
+        check_together(posterior)
         known = factorised and LOG_DETERMINANT in posterior.capabilities
         # of weights that are certain it is infinite
         if known and not float(posterior.log_determinant()) > -inf:
             raise CorruptPosteriorError("the determinant of its precision is not a number")
+
+
+@contextmanager
+def _unusable() -> Generator[None]:
+    """Turn what makes a posterior unusable into an error about the data that it was fitted on."""
+    try:
+        yield
     except (CorruptPosteriorError, NonFiniteError) as error:
         raise NonFiniteError(
             f"These data, or the weights of the model, lead to numbers that no posterior can be made of: "
@@ -222,9 +228,6 @@ def _attributes(description: Description, release: str) -> dict[str, str | int]:
         "method": description.method,
         "fingerprint": description.fingerprint,
     }
-
-
-# Loading
 
 
 @orderly
@@ -278,11 +281,11 @@ def load(
                 check()
                 tensors[dataset] = torch.from_numpy(reader.array(dataset, stored))
         for slot in slots:
-            own = parameters[slot.name] if slot.group == MEAN else None
+            parameter = parameters[slot.name] if slot.group == MEAN else None
             tensors[slot.path] = _restored(
-                slot, tensors[slot.path], structure.datasets[slot.path], own, place
+                slot, tensors[slot.path], structure.datasets[slot.path], parameter, place
             )
-        posterior = posterior_from(description, tensors, parameters, likelihood)
+        posterior = _posterior(description, slots, tensors, parameters, likelihood)
         choice = choice_of(posterior.history.output, checked_output(output))
         posterior.model = with_choice(unshared_copy(model, posterior.original), choice)
         return posterior
@@ -291,7 +294,9 @@ def load(
 def _restored(
     slot: Slot, tensor: Tensor, stored: Stored, parameter: Tensor | None, place: torch.device
 ) -> Tensor:
-    """A dataset's numbers as the tensor that was saved: half formats as float32, the mean as the model's parameter."""
+    """A dataset's numbers, checked, as the tensor that was saved: half formats as float32, the mean in the number type
+    and on the device of the model's parameter.
+    """
     if FORMATS[stored.dtype] == torch.bfloat16:
         tensor = tensor.view(torch.bfloat16)
     if tensor.dtype in (torch.bfloat16, torch.float16):
@@ -306,40 +311,25 @@ def _restored(
     return tensor.to(place)
 
 
-def posterior_from(
+def _posterior(
     description: Description,
+    slots: list[Slot],
     tensors: Mapping[str, Tensor],
     parameters: Mapping[str, Tensor],
     likelihood: Likelihood,
 ) -> Posterior:
-    """The posterior of a description and its tensors.
-
-    Args:
-        description: of a file.
-        tensors: by the path of the dataset, each as its `Slot` says.
-        parameters: of the model, by name.
-        likelihood: that of the description.
+    """The posterior of a description and its tensors, which are given by the path of the dataset.
 
     Raises:
         CorruptPosteriorError: tensors do not fit each other, or reach numbers that float32 does not hold.
     """
     by_group: dict[str, dict[str, Tensor]] = {}
-    for slot in described_slots(description):
+    for slot in slots:
         by_group.setdefault(slot.group, {})[slot.name] = tensors[slot.path]
-    features = description.features
-    if features is not None:
-        check_features(by_group[FEATURES])
     blocks = {
         name: BLOCKS[block.kind].restore(block.attributes, by_group[block_group(name)])
         for name, block in description.blocks.items()
     }
-    prior = WeightPrior(by_group.get(PRIOR_PRECISION, {}), by_group.get(PRIOR_MEAN, description.prior.mean))
-    settings, evidence = (
-        description.settings.hyperparameters(),
-        Evidence(**description.evidence.model_dump()),
-    )
-    noise_power = 0 if likelihood.noise_variance is None else evidence.noise_power
-    check_reach(settings, noise_power, blocks, prior)
     posterior = Posterior(
         description.method,
         description.layers_by_name(),
@@ -347,14 +337,17 @@ def posterior_from(
         {name: list(block.members) for name, block in description.blocks.items()},
         parameters,
         likelihood,
-        evidence,
+        Evidence(**description.evidence.model_dump()),
         description.history.history(),
         trained_mean=by_group.get(MEAN, {}),
-        settings=settings,
+        settings=description.settings.hyperparameters(),
     )
-    posterior.weight_prior = prior
-    if features is not None:
-        posterior.features = FeatureGrams.restore(features.plain(), by_group[FEATURES])
+    posterior.weight_prior = WeightPrior(
+        by_group.get(PRIOR_PRECISION, {}), by_group.get(PRIOR_MEAN, description.prior.mean)
+    )
+    if description.features is not None:
+        posterior.features = FeatureGrams.restore(description.features.plain(), by_group[FEATURES])
+    check_together(posterior)
     posterior.fingerprint = description.fingerprint
     posterior.buffers_fingerprint = description.buffers_fingerprint
     return posterior
@@ -434,9 +427,6 @@ def _translated(path: str | os.PathLike[str]) -> Generator[None, None, None]:
         if out_of_memory(error):
             raise PosthocUQError(f"'{path}' does not fit into memory.") from None
         raise CorruptPosteriorError(f"'{path}' cannot be loaded: {error or type(error).__name__}.") from error
-
-
-# What a file holds
 
 
 def inspect(path: str | os.PathLike[str]) -> Inspection:

@@ -12,7 +12,7 @@ from posthoc_uq.posteriors.block import BLOCKS
 from posthoc_uq.posteriors.referral import rule_of
 from posthoc_uq.posteriors.report import described_changes, described_output
 
-_LISTED = 8  # names that a line lists
+_MAX_LISTED = 8  # names that a line lists
 
 
 class Inspection(dict[str, Any]):
@@ -44,17 +44,17 @@ class Inspection(dict[str, Any]):
 
 
 def _facts(contents: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
-    """What is said of the posterior as a whole, each with its name."""
+    """Facts about the posterior as a whole, each with its name."""
     prior, likelihood = contents["prior_precision"], contents["likelihood"]
     numbers = sum(_numbers(block) for block in contents["blocks"].values())
     options = {
         n: v for n, v in likelihood.items() if n not in ("name", "class", "attributes", "noise_variance")
     }
-    own = [likelihood["class"]] if "class" in likelihood else []
-    own += [f"{name} {_text(value)}" for name, value in options.items() if value not in ([], False)]
+    details = [likelihood["class"]] if "class" in likelihood else []
+    details += [f"{name} {_text(value)}" for name, value in options.items() if value not in ([], False)]
     yield "written by", f"posthoc_uq {contents['library_version']}"
     yield "method", contents["method"]
-    yield "likelihood", ", ".join([likelihood["name"], *own])
+    yield "likelihood", ", ".join([likelihood["name"], *details])
     yield "parameters", f"{contents['parameters']:,} with a posterior, {numbers:,} numbers stored"
     yield "prior precision", "per layer" if isinstance(prior, Mapping) else _text(prior)
     yield "scale", _text(contents["scale"])
@@ -162,7 +162,7 @@ def _text(value: Any) -> str:
         return "yes" if value else "no"
     if isinstance(value, list):
         items = cast("list[Any]", value)
-        if len(items) > _LISTED and all(isinstance(item, str) for item in items):
-            return f"{', '.join(items[:_LISTED])}, ... ({len(items)} in all)"
+        if len(items) > _MAX_LISTED and all(isinstance(item, str) for item in items):
+            return f"{', '.join(items[:_MAX_LISTED])}, ... ({len(items)} in all)"
         return " ".join(map(_text, items)) or "no"
     return f"{value:.6g}" if isinstance(value, float) else str(value)

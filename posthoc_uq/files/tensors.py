@@ -18,7 +18,6 @@ from posthoc_uq.files.hdf5 import link_name
 from posthoc_uq.layers.layer import Layer
 from posthoc_uq.posteriors.block import BLOCKS, FAMILIES, Block, Settings, Shape, TensorSpec, largest_of
 from posthoc_uq.posteriors.posterior import Posterior
-from posthoc_uq.posteriors.settings import Hyperparameters, WeightPrior
 
 # Number formats: how torch holds them, and how the file does (bfloat16 as its bits).
 STORED = {
@@ -44,8 +43,7 @@ def as_array(tensor: Tensor, dtype: torch.dtype) -> np.ndarray[Any, Any]:
     return tensor.numpy().astype(STORED[dtype], copy=False)
 
 
-# Where tensors stand
-
+# The HDF5 groups
 BLOCKS_GROUP, MEAN, FEATURES = "blocks", "trained_mean", "features"
 PRIOR_MEAN, PRIOR_PRECISION = "prior_mean", "prior_precision"  # of single weights
 
@@ -72,7 +70,7 @@ class Slot:
         return f"{self.group}/{link_name(self.name)}"
 
     @property
-    def own_format(self) -> bool:
+    def keeps_format(self) -> bool:
         """Whether it keeps its number format in a file that is saved in a narrower one."""
         return self.spec.bits or self.spec.exact or self.group in (MEAN, PRIOR_MEAN, PRIOR_PRECISION)
 
@@ -135,14 +133,12 @@ def parameter_shapes(layers: Iterable[Layer]) -> dict[str, tuple[int, ...]]:
     return shapes
 
 
-# What their numbers may be
-
-ORTHONORMAL = 0.05
+MAX_SKEW = 0.05
 """How far the rows of ``U^T U`` may lie from those of the identity, in the Euclidean norm. Rounding a basis to bfloat16
 moves them by less than 0.01."""
-SYMMETRIC = 0.01  # how far a matrix and its transpose may be apart, as a share of the largest entry
-PRECISE = 1e36  # the largest precision and variance that float32 computes with
-_WHOLE = 512  # columns up to which all products of a basis are formed; of more, some random combinations
+_MAX_ASYMMETRY = 0.01  # of a matrix and its transpose, as a share of the largest entry
+_MAX_PRECISION = 1e36  # and the largest variance, that float32 computes with
+_MAX_EXACT_COLUMNS = 512  # of a basis whose products are all formed; of more, some random combinations
 _PROBES = 32
 
 
@@ -159,10 +155,10 @@ def complaint(spec: TensorSpec, tensor: Tensor) -> str | None:
     checked = tensor.diagonal(dim1=-2, dim2=-1) if spec.symmetric else tensor
     if (spec.non_negative or spec.symmetric) and bool((checked < 0).any()):
         return "holds negative numbers where a variance must stand"
-    if spec.symmetric and _asymmetry(tensor) > SYMMETRIC:
+    if spec.symmetric and _asymmetry(tensor) > _MAX_ASYMMETRY:
         return "is not symmetric"
-    if spec.orthonormal and _skew(tensor, spec.padded) > ORTHONORMAL:
-        return f"does not have orthonormal columns, to {ORTHONORMAL:g}"
+    if spec.orthonormal and _skew(tensor, spec.padded) > MAX_SKEW:
+        return f"does not have orthonormal columns, to {MAX_SKEW:g}"
     return None
 
 
@@ -177,10 +173,10 @@ def _skew(basis: Tensor, padded: bool) -> float:
     if width > basis.shape[-2]:
         return float("inf")
     wide = basis if basis.dtype == torch.float64 else basis.float()
-    if width <= _WHOLE:
+    if width <= _MAX_EXACT_COLUMNS:
         probes = torch.eye(width, dtype=wide.dtype, device=wide.device)
     else:
-        # Drawn from the basis's own numbers: the same file always passes or never, and none can be made to pass.
+        # Drawn by a hash of the basis: the same file always passes or never, and none can be made to pass.
         numbers = basis.detach().cpu().contiguous().view(torch.uint8).numpy()
         source = torch.Generator().manual_seed(int.from_bytes(sha256(numbers.data).digest()[:7], "big"))
         probes = torch.randn(width, _PROBES, generator=source, dtype=wide.dtype, device="cpu").to(wide.device)
@@ -190,60 +186,51 @@ def _skew(basis: Tensor, padded: bool) -> float:
     return float(rows.square().sum(-1).max().sqrt())
 
 
-def check_reach(
-    settings: Hyperparameters, noise_power: int, blocks: Mapping[str, Block], prior: WeightPrior
-) -> None:
-    """Refuse blocks whose precisions or variances float32 does not hold, or whose tensors do not fit each other.
-
-    Args:
-        settings: of the posterior.
-        noise_power: by which the noise scale enters the weights' precision; 0 where it does not.
-        blocks: by name.
-        prior: of single weights.
+def check_together(posterior: Posterior) -> None:
+    """Refuse blocks whose precisions or variances float32 does not hold, or whose tensors do not fit each other, and
+    Grams of features that are too large to be scaled to a mean eigenvalue of 1.
 
     Raises:
         CorruptPosteriorError: names the block.
     """
-    own = settings.prior_precision
-    precisions = list(own.values()) if isinstance(own, dict) else [own]
+    if posterior.features is not None:
+        _check_features(posterior.features.tensors())
+    settings, prior, noise_power = posterior.settings, posterior.weight_prior, posterior.evidence.noise_power
+    if posterior.likelihood.noise_variance is None:
+        noise_power = 0  # the noise scale does not enter the weights' precision
+    by_layer = settings.prior_precision
+    precisions = list(by_layer.values()) if isinstance(by_layer, dict) else [by_layer]
     factors = [1.0] + [float(end) for tensor in prior.precision.values() for end in torch.aminmax(tensor)]
-    if not min(precisions) * min(factors) >= 1 / PRECISE:
+    if not min(precisions) * min(factors) >= 1 / _MAX_PRECISION:
         raise CorruptPosteriorError(
             "its prior precisions of single weights must be positive, and not so small"
         )
     scale = settings.scale / settings.noise_scale**noise_power
     strongest = Settings(scale, max(precisions) * max(factors), settings.residual_weight)
-    for name, block in blocks.items():
+    for name, block in posterior.blocks.items():
         size = block.largest_value(strongest)
-        if not size <= PRECISE:
+        if not size <= _MAX_PRECISION:
             raise CorruptPosteriorError(
-                f"block '{name}' reaches {size:.3g} at this scale and prior precision, more than {PRECISE:g}"
+                f"block '{name}' reaches {size:.3g} at this scale and prior precision, more than {_MAX_PRECISION:g}"
             )
         fault = block.fault()
         if fault is not None:
             raise CorruptPosteriorError(f"block '{name}' {fault}")
 
 
-def check_features(tensors: Mapping[str, Tensor]) -> None:
-    """Refuse Grams of features that are too large to be scaled to a mean eigenvalue of 1.
-
-    Raises:
-        CorruptPosteriorError: they are.
-    """
-    most = 1.5 * tensors["basis"].shape[0]
+def _check_features(tensors: Mapping[str, Tensor]) -> None:
+    limit = 1.5 * tensors["basis"].shape[0]
     traces = as_double(tensors["diagonal"]).sum(1) + as_double(tensors["factors"]).square().sum((1, 2))
-    if float(traces.max()) > most or largest_of(tensors["residual"]) > most:
+    if float(traces.max()) > limit or largest_of(tensors["residual"]) > limit:
         raise CorruptPosteriorError("its features are not scaled to a mean eigenvalue of 1")
 
 
-# How large a file of a model can be, before any of it is read
-
-_NUMBER = 8  # bytes of the widest format
-_SPARE = 64 * 2**20  # for the description, HDF5's own records, and what is kept of the last layer's inputs
+_MAX_NUMBER_BYTES = 8  # of the widest format
+_SPARE = 64 * 2**20  # for the description, HDF5's records, and what is kept of the last layer's inputs
 
 
 def size_limit(kind: str, model: nn.Module) -> int:
-    """The most bytes that a file of a model can have.
+    """The most bytes that a file of a model can have, found before any of it is read.
 
     Args:
         kind: the method of the posterior.
@@ -261,19 +248,19 @@ def size_limit(kind: str, model: nn.Module) -> int:
             f"A posterior by method={kind!r} has blocks of the kind {named}, for which no class is defined; import "
             f"the module that defines it."
         )
-    most = max(_numbers(block, weights, parameter_count) for block in known)
+    numbers = max(_max_numbers(block, weights, parameter_count) for block in known)
     # gzip makes random numbers a little larger, and every chunk has an entry in an index
-    return int(1.1 * _NUMBER * most) + _SPARE
+    return int(1.1 * _MAX_NUMBER_BYTES * numbers) + _SPARE
 
 
-def _numbers(kind: type[Block], weights: Iterable[Shape], parameter_count: int) -> int:
+def _max_numbers(kind: type[Block], weights: Iterable[Shape], parameter_count: int) -> int:
     """The most numbers that a posterior of such blocks holds, with its mean where that is trained, or with a prior of
     single weights.
     """
     blocks = [(1, 1, parameter_count)] if kind.joint else weights
     # the mean of a training, or the prior's, and its precisions of single weights
-    own = int(kind.trained or "prior_precision" in kind.tunable) + int(kind.per_weight_prior)
-    return sum(kind.most_numbers(shape) for shape in blocks) + own * parameter_count
+    per_parameter = int(kind.trained or "prior_precision" in kind.tunable) + int(kind.per_weight_prior)
+    return sum(kind.most_numbers(shape) for shape in blocks) + per_parameter * parameter_count
 
 
 def _weights(model: nn.Module) -> Iterator[Shape]:

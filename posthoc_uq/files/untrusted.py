@@ -23,10 +23,10 @@ from posthoc_uq.files.hdf5 import FormatError, Stored, Structure
 SECONDS = 30.0  # for a small file; large ones get more
 _BYTES_PER_SECOND = 20e6
 _MEMORY = 2**30  # for the interpreter and its libraries
-_OUTLINE_BYTES = 64 * 2**20
+_MAX_OUTLINE_BYTES = 64 * 2**20
 _SCRIPT = hdf5.__file__
 
-# The child is isolated (-I -S: no PYTHON* variables, current folder or site); it is told where h5py is.
+# The child is isolated (-I -S: no PYTHON* variables, current folder or site); it gets the folders where h5py is.
 _LAUNCH = """
 import json, runpy, sys
 sys.path[:] = json.loads(sys.argv[2])
@@ -72,7 +72,7 @@ class ChildReader:
         self._watchdog: Timer | None = None
 
     def _limits(self) -> bytes:
-        """Start the clock, and tell the child its limits."""
+        """The limits of the child, whose clock is started, as JSON."""
         if self._watchdog is not None:
             self._watchdog.cancel()
         expected = len(self._data) + sum(self._arrays.values())
@@ -105,7 +105,7 @@ class ChildReader:
     def _send(self, kind: bytes, data: bytes) -> None:
         try:
             hdf5.write_frame(self._input, kind, data)
-        except OSError:  # the child has ended; `_receive` says why
+        except OSError:  # the child has ended; the error comes from `_receive`
             return
 
     def _receive(self, kind: bytes, limit: int) -> bytearray:
@@ -122,8 +122,8 @@ class ChildReader:
         """Every group and dataset."""
         self._send(b"L", self._limits())
         self._send(b"D", self._data)
-        outline: dict[str, Any] = json.loads(self._receive(b"S", _OUTLINE_BYTES))
-        state = bytes(self._receive(b"J", hdf5.STATE_BYTES))
+        outline: dict[str, Any] = json.loads(self._receive(b"S", _MAX_OUTLINE_BYTES))
+        state = bytes(self._receive(b"J", hdf5.MAX_STATE_BYTES))
         datasets = {
             path: Stored(tuple(map(int, stored["shape"])), str(stored["dtype"]))
             for path, stored in outline["datasets"].items()

@@ -24,7 +24,7 @@ _CAUSAL = ("ForCausalLM", "LMHeadModel")  # how the names of such classes of tra
 _SEQUENCES = "ForConditionalGeneration"  # and of those that turn one sequence into another
 _DISPERSION_TARGETS = 20  # from which a dispersion can be estimated
 _DISPERSION_FACTOR = 1.5  # by which it must be off
-_PROBED = 16  # samples whose outputs are looked at
+_MAX_PROBED = 16  # samples whose outputs are looked at
 _PROBABILITY_TOLERANCE = 1e-4
 _OTHER_WEIGHTS = 2  # sets of other weights that are tried
 
@@ -74,9 +74,7 @@ def on_few_samples(run: Callable[[Batch], Result], batch: Batch, few: int) -> tu
     part = batch.narrow(0, min(samples, few), samples)
     try:
         return part, run(part)
-    except (
-        Exception
-    ) as error:  # a model may fail in any way; an error of its own comes again with the whole batch
+    except Exception as error:  # a model may fail in any way; its error comes again with the whole batch
         check_refused(error, lambda: run(part), lambda: run(batch))
     return batch, run(batch)
 
@@ -183,12 +181,12 @@ def gives_probabilities(model: nn.Module, batch: Batch, likelihood: Likelihood) 
     if not likelihood.logits:
         return False
     with explained(lambda: replicate(model), batch, "the first batch of the loader", LOADER):
-        some, outputs = on_few_samples(lambda part: _outputs(replicate(model), part), batch, _PROBED)
+        some, outputs = on_few_samples(lambda part: _outputs(replicate(model), part), batch, _MAX_PROBED)
     return _look_applied(outputs, likelihood) and _stay_applied(model, some, likelihood)
 
 
 def _stay_applied(model: nn.Module, batch: Batch, likelihood: Likelihood) -> bool:
-    """Whether the outputs still look like probabilities with other weights: the model's own, each times a random
+    """Whether the outputs still look like probabilities with other weights: those of the model, each times a random
     positive number, whose mean square is 1 so that activations keep their size.
     """
     generator = torch.Generator().manual_seed(0)
@@ -201,7 +199,7 @@ def _stay_applied(model: nn.Module, batch: Batch, likelihood: Likelihood) -> boo
         }
         try:
             outputs = _outputs(replicate(model, weights), batch)
-        except Exception as error:  # a model that checks its weights; with its own it has run
+        except Exception as error:  # a model that checks its weights; with the trained ones it has run
             if out_of_memory(error):
                 raise
             return False

@@ -40,7 +40,7 @@ from posthoc_uq.core.randomness import isolated_random_state
 from posthoc_uq.curvature.features import find_features
 from posthoc_uq.curvature.kept_inputs import KeptInputs, inputs_to_keep
 from posthoc_uq.curvature.sweep import SweepSettings, no_weight, squared_residuals
-from posthoc_uq.files import buffers_fingerprint, check_numbers, fingerprint
+from posthoc_uq.files import buffers_fingerprint, check_numbers, check_settings, fingerprint
 from posthoc_uq.fitting.first_batch import check_first_batch, on_few_samples
 from posthoc_uq.fitting.prior import DIVERGENCE, set_faithful
 from posthoc_uq.fitting.resume import data_identity, fit_identity
@@ -50,20 +50,20 @@ from posthoc_uq.heads.sampling import SamplingPredictor
 from posthoc_uq.layers.proof import PROBE_SAMPLES, Selection, check_selection, count_samples, prepare
 from posthoc_uq.likelihoods import Likelihood, resolve_likelihood
 from posthoc_uq.methods import METHODS, Method, method_of
-from posthoc_uq.methods.checkpoint import Checkpoint, State, as_plain, identified
+from posthoc_uq.methods.checkpoint import Checkpoint, State, identified
 from posthoc_uq.methods.features import keep_features, trained_features, watch_features
 from posthoc_uq.methods.task import Task, Tensors, check_common
 from posthoc_uq.posteriors.block import BLOCKS, VARIANCES
 from posthoc_uq.posteriors.evidence import maximise_evidence
 from posthoc_uq.posteriors.posterior import Posterior
-from posthoc_uq.posteriors.settings import WeightPrior, checked_prior
+from posthoc_uq.posteriors.settings import checked_prior
 
 Prior = float | Literal["faithful", "evidence"]
 
-# Effective parameters per training target above which training residuals are not believed, where that is not a half: a
+# Effective parameters for each training target, beyond which its residual means little, where that is not a half: a
 # diagonal takes what correlated weights have in common for several parameters.
-_BELIEVED = {"diag": 1.0}
-_LARGE = 2_000_000  # weights, from which fewer models are drawn to look at
+_MAX_PARAMETERS_PER_TARGET = {"diag": 1.0}
+_LARGE_NETWORK = 2_000_000  # weights, from which fewer models are drawn to look at
 
 
 @orderly
@@ -91,7 +91,7 @@ def fit(
 ) -> Posterior:
     """Fit a posterior over the weights of a trained model. The model is not changed, nor is the global random state.
 
-    In a process group of `torch.distributed` every process calls this with its own part of the data (a `DataLoader`
+    In a process group of `torch.distributed` every process calls this with its part of the data (a `DataLoader`
     with a `DistributedSampler`) and gets the posterior of all data; a training runs in one process only.
 
     Args:
@@ -113,7 +113,7 @@ def fit(
             likelihood. Or a tensor by the name of every parameter of the layers, for ``"diag"``, ``"full"``,
             ``"subnetwork"`` and ``"inf"``: a prior precision of each weight. The posterior's `prior_precision`, then 1,
             is a factor on them, by which all are tuned together.
-            For a training a number is the method's own prior precision, and the variances are then narrowed until they
+            For a training a number is the prior precision of the method, and the variances are then narrowed until they
             are faithful; by default not with ``"message_passing"``, and never with ``"latent_binary"``.
         prior_mean: of the weights, a number or tensors by the names of parameters (0 for those without one). The
             posterior stays where the training ended, so this enters the log marginal likelihood alone, and prior
@@ -149,7 +149,7 @@ def fit(
         PosthocUQError: options, data or model do not fit.
     """
 
-    def checked() -> _Request:  # all that can be checked before the model runs
+    def check() -> _FitRequest:  # all that can be checked before the model runs
         if torch.is_inference_mode_enabled():
             raise PosthocUQError(
                 "A fit needs gradients, which torch.inference_mode() does not allow; call fit outside of it."
@@ -179,7 +179,7 @@ def fit(
         if batch_to_weights is not None:
             chosen.check_weights()
         check_differentiable(network)
-        return _Request(
+        return _FitRequest(
             model=network,
             loader=loader,
             val_loader=val_loader,
@@ -200,16 +200,20 @@ def fit(
         )
 
     def run() -> tuple[Posterior, Task]:
-        request = run_on_all_ranks(checked, "checking the options")
+        request = run_on_all_ranks(check, "checking the options")
         task = _dry_run(request)
-        weight_prior = run_on_all_ranks(lambda: _weight_prior(request, task), "checking the prior")
+        parameters = dict(task.model.named_parameters())
+        weight_prior = run_on_all_ranks(
+            lambda: checked_prior(task.layers, parameters, request.weight_precisions, request.weight_mean),
+            "checking the prior",
+        )
         _open_checkpoint(task, request, checkpoint)
         kept_inputs = KeptInputs(task.memory_budget, request.likelihood, inputs_to_keep(task.layers.values()))
         task.observers += [kept_inputs] if request.divergence is not None else []
         noise_origin = _set_observation_noise(task) if request.finds_noise else "given"
         posterior = _run_method(task, request)
         posterior.weight_prior = weight_prior
-        check_numbers(posterior, factorised=False)
+        check_numbers(posterior)
         task.observe()
         del task.prepared  # its copy of the model and its hooks
         _record(posterior, request, task, noise_origin)
@@ -218,8 +222,8 @@ def fit(
         _set_prior(posterior, request, task, kept_inputs)
         if val_loader is not None and not request.method.trains:
             _tune(posterior, request, val_loader)
-        # again, with the hyperparameters that were found; a faithful prior was found by predictions
-        check_numbers(posterior, factorised=posterior.history.head["criterion"] != "faithful")
+        # a faithful prior was found by predictions, which factorised the precision
+        check_settings(posterior, factorised=posterior.history.head["criterion"] != "faithful")
         posterior.fingerprint = fingerprint(posterior.original)
         posterior.buffers_fingerprint = buffers_fingerprint(request.model)
         return posterior, task
@@ -231,7 +235,7 @@ def fit(
 
 
 @dataclass(frozen=True)
-class _Request:
+class _FitRequest:
     """What a call of `fit` asks for, once it is checked.
 
     Attributes:
@@ -273,20 +277,22 @@ class _Request:
     progress: bool
 
     def identity(self) -> dict[str, Any]:
-        """Plain values that must be the same for one fit to go on where another stopped."""
-        precisions = self.weight_precisions
+        """What must be the same, besides model and data, for one fit to go on where another stopped."""
         return {
-            "likelihood": as_plain(self.likelihood),
+            "method": self.method.name,
+            "likelihood": self.likelihood,
             "noise": "found from the data" if self.finds_noise else "given",
             "head": self.head,
             "seed": self.seed,
-            "prior of the weights": self.prior if precisions is None else as_plain(precisions),
+            "prior of the weights": self.prior if self.weight_precisions is None else self.weight_precisions,
+            "prior_mean": self.weight_mean,
             "divergence": self.divergence,
+            "output": self.output,
         } | self.method.identity()
 
 
 def takes_layers(method: str) -> bool:
-    """Whether a method by this name has an option `layers`, which the fit's own stands for."""
+    """Whether a method by this name has an option `layers`, which the argument of `fit` sets."""
     return _has_option(method, "layers")
 
 
@@ -297,15 +303,15 @@ def _has_option(method: str, name: str) -> bool:
 def _method_with_options(
     method: str | Method, options: Mapping[str, Any], layers: Selection | None, prior_mean: Any
 ) -> tuple[Method, Any]:
-    """The method, with those of the fit's own arguments that are its options, too; and the prior mean if it is not."""
-    own = dict(options)
+    """The method, with those arguments of `fit` that are its options, too; and the prior mean if it is not."""
+    of_method = dict(options)
     if isinstance(method, str):
         if layers in ("last", "all") and takes_layers(method):
-            own.setdefault("layers", layers)
+            of_method.setdefault("layers", layers)
         if prior_mean is not None and _has_option(method, "prior_mean"):
-            own["prior_mean"], prior_mean = prior_mean, None
+            of_method["prior_mean"], prior_mean = prior_mean, None
     arguments = [name for name in inspect.signature(fit).parameters if name != "options"]
-    return method_of(method, own, arguments), prior_mean
+    return method_of(method, of_method, arguments), prior_mean
 
 
 def _check_weight_prior(method: Method, precision: Any, mean: Any) -> None:
@@ -399,7 +405,7 @@ def _with_prior(method: Method, prior: Prior | None) -> Method:
     return replace(method, **changed)
 
 
-def _dry_run(request: _Request) -> Task:
+def _dry_run(request: _FitRequest) -> Task:
     """The task of a fit, after a dry run on the first batch and a look at what it gives."""
     model, method, likelihood, seed = request.model, request.method, request.likelihood, request.seed
     task = prepared_task(
@@ -515,24 +521,17 @@ def _first_batch(loader: Iterable[Any], reader: BatchReader) -> tuple[Batch, Ite
     raise no_sample()
 
 
-def _weight_prior(request: _Request, task: Task) -> WeightPrior:
-    parameters = dict(task.model.named_parameters())
-    return checked_prior(task.layers, parameters, request.weight_precisions, request.weight_mean)
-
-
-def _open_checkpoint(task: Task, request: _Request, file: str | os.PathLike[str] | None) -> None:
+def _open_checkpoint(task: Task, request: _FitRequest, file: str | os.PathLike[str] | None) -> None:
     """Check that all processes do the same fit, and read the checkpoint of an interrupted one."""
     if file is None and world() == 1:
         return
-    method = request.method
-    arguments = {"prior_mean": request.weight_mean, "output": request.output}
-    identity = fit_identity(arguments, request.identity(), task, method.trains)
+    identity = fit_identity(request.identity(), task, request.method.trains)
     check_common(identity | {"checkpoint": "none" if file is None else "given"})
     if file is None:
         return
     data = identified(data_identity(task.loader, task.settings.reader, task.batch))
     task.checkpoint = run_on_all_ranks(
-        lambda: Checkpoint(file, method.checkpoint_every, identity | data),
+        lambda: Checkpoint(file, request.method.checkpoint_every, identity | data),
         "opening the checkpoint",
     )
 
@@ -581,7 +580,7 @@ def _set_observation_noise(task: Task) -> str:
     return "mean squared residual of the training data"
 
 
-def _run_method(task: Task, request: _Request) -> Posterior:
+def _run_method(task: Task, request: _FitRequest) -> Posterior:
     """The method's posterior, with the statistics of the last layer's inputs."""
     if request.method.trains:
         posterior = request.method.fit(task)
@@ -593,8 +592,8 @@ def _run_method(task: Task, request: _Request) -> Posterior:
     return posterior
 
 
-def _record(posterior: Posterior, request: _Request, task: Task, noise_origin: str) -> None:
-    """Write down how the posterior was fitted."""
+def _record(posterior: Posterior, request: _FitRequest, task: Task, noise_origin: str) -> None:
+    """Record how the posterior was fitted."""
     history, mean = posterior.history, request.weight_mean
     for option in fields(request.method):
         value = getattr(request.method, option.name)
@@ -615,9 +614,9 @@ def _warn_if_memorised(posterior: Posterior) -> None:
     """Warn where the network has more than half as many effective parameters as training targets, so that the mean
     squared residual of the training data underestimates the noise.
 
-    The effective number of parameters is ``sum_i (1 - tau r_i Sigma_ii)`` (MacKay 1992) at the weights' own precision,
-    ``tau = 1 / mean(r w^2)``: how many directions the data settle. Residuals near zero make the noise small and the
-    data strong, so that it grows with memorising, too.
+    The effective number of parameters is ``sum_i (1 - tau r_i Sigma_ii)`` (MacKay 1992) at the precision of the
+    weights, ``tau = 1 / mean(r w^2)``: how many directions the data settle. Residuals near zero make the noise small
+    and the data strong, so that it grows with memorising, too.
     """
     targets = posterior.evidence.targets * posterior.evidence.total / posterior.evidence.samples
     if not targets or not posterior.has_free_prior_precision or VARIANCES not in posterior.capabilities:
@@ -628,13 +627,13 @@ def _warn_if_memorised(posterior: Posterior) -> None:
     if total == 0:
         return
     precision = sum(square.numel() for square in squares) / total
-    at_own = posterior.snapshot(replace(posterior.settings, prior_precision=precision))
+    at_precision = posterior.snapshot(replace(posterior.settings, prior_precision=precision))
     effective = 0.0
-    for name, variance in at_own.variance().items():
+    for name, variance in at_precision.variance().items():
         wide = as_double(variance)
         settled = (1 - precision * _times(wide, ratios.get(name))).clamp(min=0)
         effective += float(settled[wide > 0].sum())  # without variance: no part of the posterior
-    if effective > _BELIEVED.get(posterior.method, 0.5) * targets:
+    if effective > _MAX_PARAMETERS_PER_TARGET.get(posterior.method, 0.5) * targets:
         warn_user(
             f"The network has about {min(effective, targets):,.0f} effective parameters for {targets:,.0f} training "
             f"targets, so that their residuals underestimate the noise and intervals will be too narrow. Tune the "
@@ -646,7 +645,7 @@ def _times(values: Tensor, factor: Tensor | None) -> Tensor:
     return values if factor is None else values * as_double(factor).to(values.device)
 
 
-def _set_prior(posterior: Posterior, request: _Request, task: Task, kept_inputs: KeptInputs) -> None:
+def _set_prior(posterior: Posterior, request: _FitRequest, task: Task, kept_inputs: KeptInputs) -> None:
     """Set the prior precision that was asked for, or the scale of a training."""
     head, seed, progress = posterior.history.head, request.seed, request.progress
     if posterior.width_parameter is not None and request.divergence is not None:
@@ -678,7 +677,7 @@ def _warn_if_draws_differ(posterior: Posterior, batch: Batch, seed: int, progres
         return
     samples = count_samples(batch)
     # Fewer draws and inputs are less reliable, but draws of a large network take memory, and its passes time.
-    large = sum(mean.numel() for mean in posterior.mean.values()) > _LARGE
+    large = sum(mean.numel() for mean in posterior.mean.values()) > _LARGE_NETWORK
     draws, inputs = (5, 16) if large else (20, 64)
     few = batch.narrow(0, min(samples, inputs), samples)
     bar = Progress("drawn models", "models", progress, draws)
@@ -695,7 +694,7 @@ def _warn_if_draws_differ(posterior: Posterior, batch: Batch, seed: int, progres
         )
 
 
-def _tune(posterior: Posterior, request: _Request, val_loader: Iterable[Any]) -> None:
+def _tune(posterior: Posterior, request: _FitRequest, val_loader: Iterable[Any]) -> None:
     """Tune on held-out data, where there is something to tune."""
     if not has_something_to_tune(posterior):
         warn_user(f"val_loader was not used. {nothing_to_tune(posterior)}")

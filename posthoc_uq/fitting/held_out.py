@@ -23,22 +23,18 @@ from posthoc_uq.posteriors.posterior import Posterior
 from posthoc_uq.posteriors.search import SearchBar, Trial, Trials, search_decades
 from posthoc_uq.posteriors.settings import ABOUT, Hyperparameters
 
-SLACK = 0.01  # nats of held-out likelihood that a wider posterior may cost at most
-NATS = (
-    3.0  # over all labels, that a posterior no wider than a fit's own may cost where that is more than SLACK
-)
-SURE = (
-    1.25  # standard errors by which another width must predict the labels better than the untuned posterior
-)
-SHARE = 0.1  # of the best NLL, which a posterior wider than a fit's own may cost at most, if that is less than SLACK
-SPREAD = 0.1  # of the prior of the logarithm of a temperature, or of a noise scale; see `reluctance`
-_INDIFFERENT = 1e-6  # nats: a smaller gain does not move a hyperparameter
-_LEVEL = 1e-3  # nats: after a smaller change over a decade the search ends
-_DECADES = 8  # of the prior precision that are searched upwards
+_MAX_COST = 0.01  # nats of held-out likelihood that a wider posterior may cost
+_MAX_TOTAL_COST = 3.0  # nats over all labels that one no wider than a fit's may cost, where that is more
+_MAX_COST_SHARE = 0.1  # of the best NLL that one wider than a fit's may cost, where that is less
+_MIN_GAIN_ERRORS = 1.25  # standard errors by which another width must beat the untuned posterior
+_PRIOR_SPREAD = 0.1  # of the prior of the logarithm of a temperature, or of a noise scale; see `reluctance`
+_MIN_GAIN = 1e-6  # nats: a smaller gain does not move a hyperparameter
+_MIN_CHANGE = 1e-3  # nats: after a smaller change over a decade the search ends
+_MAX_DECADES = 8  # of the prior precision that are searched upwards
 _WIDTH_TOLERANCE = 0.1  # decades of the prior precision
-_NOISES = (-8.0, 16.0)  # decades of the noise scale in which the network's own best one is sought
+_NOISES = (-8.0, 16.0)  # decades of the noise scale in which the best one of the network alone is sought
 _TEMPERATURES = (-1.0, 1.5)  # decades of the temperature
-_COARSE = 0.25  # decades between the temperatures from which the search for the best one goes on
+_GRID_STEP = 0.25  # decades between the temperatures from which the search for the best one goes on
 
 
 def reluctance(factor: float) -> float:
@@ -48,7 +44,7 @@ def reluctance(factor: float) -> float:
     labels that are all predicted correctly ask for a temperature of zero. Above 1 it has a Cauchy density, since a
     network that has memorised its data needs a temperature of ten, and a noise of thousands of times its residuals.
     """
-    x = log(factor) / SPREAD
+    x = log(factor) / _PRIOR_SPREAD
     if x >= 0:
         return log1p(x**2)
     return x**2 / 2 if x > -1 else -x - 0.5
@@ -113,9 +109,9 @@ class HeldOutLoss(Score):
             return tried[decade]
 
         low, high = _TEMPERATURES
-        steps = round((high - low) / _COARSE)
-        best = min((low + step * _COARSE for step in range(steps + 1)), key=at)
-        bounds = max(low, best - _COARSE), min(high, best + _COARSE)
+        steps = round((high - low) / _GRID_STEP)
+        best = min((low + step * _GRID_STEP for step in range(steps + 1)), key=at)
+        bounds = max(low, best - _GRID_STEP), min(high, best + _GRID_STEP)
         minimize_scalar(at, bounds=bounds, method="bounded", options={"xatol": 0.005, "maxiter": 25})
         return 10.0 ** min(tried, key=lambda decade: tried[decade])
 
@@ -220,16 +216,18 @@ class HeldOutSearch:
         self._best: Trial | None = None  # of the hyperparameters searched so far
         self.trials = Trials("likelihood", (*searched, "temperature") if tempered else tuple(searched))
         searches = [
-            (_DECADES if name == self.posterior.width_parameter else max_evaluations, 1) for name in searched
+            (_MAX_DECADES if name == self.posterior.width_parameter else max_evaluations, 1)
+            for name in searched
         ]
         self.bar = SearchBar("tuning", "evaluations", progress, searches or [(1, 1)])
 
     def set_width(self, grid: Sequence[float] | None, set_as_fitted: Callable[[], None]) -> None:
         """Set the smallest prior precision, not below the present one, whose held-out NLL is hardly above the best: by
-        at most `SLACK`. For classes, a posterior wider than that of `set_as_fitted` must also stay within `SHARE` of
-        the best NLL, and one no wider may cost `NATS` over all labels. Another width than that of `set_as_fitted` gives
-        way to it, at the temperature found for it, unless it predicts the labels better than the untuned posterior by
-        the standard error of the gain. For a posterior without a free prior precision, set the `scale` in the same way.
+        at most `_MAX_COST`. For classes, a posterior wider than that of `set_as_fitted` must also stay within
+        `_MAX_COST_SHARE` of the best NLL, and one no wider may cost `_MAX_TOTAL_COST` over all labels. Another width
+        than that of `set_as_fitted` gives way to it, at the temperature found for it, unless it predicts the labels
+        better than the untuned posterior by the standard error of the gain. For a posterior without a free prior
+        precision, set the `scale` in the same way.
 
         The present prior is the faithful one. A posterior no wider is harmless on familiar data, and held-out data of
         the training distribution cannot judge it for foreign inputs. If a few labels are all predicted correctly, every
@@ -267,19 +265,19 @@ class HeldOutSearch:
             for value in grid:
                 at(log10(value / width_of(base, name)))
         else:
-            for decade in range(_DECADES):
+            for decade in range(_MAX_DECADES):
                 at(float(decade))
-                if decade > 1 and abs(at(float(decade)) - at(decade - 1.0)) < _LEVEL:
+                if decade > 1 and abs(at(float(decade)) - at(decade - 1.0)) < _MIN_CHANGE:
                     break
         if not self.posterior.likelihood.logits:
-            inside = smallest_accepted(lambda decade, best: SLACK)
+            inside = smallest_accepted(lambda decade, best: _MAX_COST)
         else:
             self.posterior.settings = base
             set_as_fitted()
             fitted = log10(width_of(self.posterior.settings, name) / width_of(base, name))
             if grid is None:  # the widest of all where held-out inputs lie far from those of the training
                 at(fitted)
-            narrower = max(SLACK, NATS / max(1, self._loss.labels))
+            narrower = max(_MAX_COST, _MAX_TOTAL_COST / max(1, self._loss.labels))
             inside = smallest_accepted(
                 lambda decade, best: narrower if decade >= fitted else self._share_of(best)
             )
@@ -315,7 +313,7 @@ class HeldOutSearch:
             _, edge = search_decades(objective, (-2.0, 2.0), (-2.0, 2.0), 0.05, self._max_evaluations)
         improved = min(tried, key=lambda each: each.penalised)
         label = ABOUT[name].label
-        if improved.penalised < tried[0].penalised - _INDIFFERENT:
+        if improved.penalised < tried[0].penalised - _MIN_GAIN:
             self._best = improved.trial
             if edge:
                 self.trials.at_edge.append(f"{label} = {getattr(self._best.settings, name):.3g}")
@@ -336,7 +334,7 @@ class HeldOutSearch:
         trials.chosen = best
         trials.warn_of_edges()
         trials.model_alone = self._loss.of_model_alone()
-        if best.objective > trials.model_alone + 2 * SLACK:
+        if best.objective > trials.model_alone + 2 * _MAX_COST:
             advice = (
                 "Train longer, with a smaller prior_precision, or with train_mean=False."
                 if self.posterior.trained_mean
@@ -367,26 +365,26 @@ class HeldOutSearch:
 
     def _gains(self, found: Hyperparameters, fitted: Hyperparameters) -> bool:
         """Whether `found` predicts the labels better than the posterior of a fit, `fitted` at a temperature of 1, by
-        `SURE` times the standard error of the mean gain. A gain by one label alone is 1 such error, and does not
-        generalise to other inputs.
+        `_MIN_GAIN_ERRORS` times the standard error of the mean gain. A gain by one label alone is 1 such error, and
+        does not generalise to other inputs.
         """
         untuned = replace(fitted, temperature=1.0) if self._tempered else fitted
         gains = self._loss.of_labels(untuned) - self._loss.of_labels(found)
         count = max(2, self._loss.labels)
         gain = float(gains.sum()) / count
         variance = max(0.0, float(gains.square().sum()) / count - gain**2) * count / (count - 1)
-        return gain > SURE * (variance / count) ** 0.5
+        return gain > _MIN_GAIN_ERRORS * (variance / count) ** 0.5
 
     def _share_of(self, best: float) -> float:
-        """Nats above the best NLL that a posterior wider than a fit's own may cost. The share does not apply to the NLL
-        of a density, which depends on the unit of the targets.
+        """Nats above the best NLL that a posterior wider than that of a fit may cost. The share does not apply to the
+        NLL of a density, which depends on the unit of the targets.
         """
-        return min(SLACK, SHARE * best) if self.posterior.likelihood.logits else SLACK
+        return min(_MAX_COST, _MAX_COST_SHARE * best) if self.posterior.likelihood.logits else _MAX_COST
 
     def _note_width(self, label: str, best: float) -> None:
         assert self._best is not None
         given_up = self._best.objective - best
-        allowed = next((slack for slack in (self._share_of(best), SLACK) if given_up <= slack), None)
+        allowed = next((slack for slack in (self._share_of(best), _MAX_COST) if given_up <= slack), None)
         words = (
             "the widest that held-out labels do not clearly speak against"
             if allowed is None

@@ -78,9 +78,6 @@ def with_width(settings: Hyperparameters, name: str, factor: float) -> Hyperpara
     return replace(settings, **{name: value * factor})
 
 
-# How a trial is evaluated.
-
-
 class Score(ABC):
     """A score of predictions of the same batches, as a function of the posterior's present settings.
 
@@ -136,18 +133,11 @@ class Score(ABC):
     def _best_temperature(self, pairs: Sequence[tuple[Any, Any]]) -> float: ...
 
 
-# Where a divergence that falls with the prior precision meets its budget, in few evaluations.
-#
-# Near the trained weights a divergence grows at most as the square of the variances, so that its logarithm
-# falls by at most 2 for each decade of the prior precision. A step that assumes this slope never passes the
-# budget there; later steps take the slope that was seen. Root finders for any function need about twice as many
-# evaluations: they also close in on the root from the other side, and cannot use infinite values.
-
 TOLERANCE = 0.05  # decades of the prior precision
 _SLOPES = (0.3, 2.0)  # decades of divergence for each decade of prior precision that a step may assume
 _MARGIN = 0.4 * TOLERANCE  # decades by which a step ends above the place where the budget should be met
 _ROUNDING = 1e-9  # nats below which a divergence may be rounding
-_NEAR = 1.0  # decades: a slope seen across more may not hold at its end
+_MAX_SLOPE_DISTANCE = 1.0  # decades: a slope seen across more may not hold at its end
 
 
 def widest_within(
@@ -162,6 +152,11 @@ def widest_within(
 ) -> tuple[float, float | None]:
     """The lowest decade, to `TOLERANCE`, down to which the divergence stays within the budget; and the slope of the
     last step that ended within it, None where it was longer than a decade.
+
+    Near the trained weights a divergence grows at most as the square of the variances, so that its logarithm falls by
+    at most 2 for each decade of the prior precision. A step that assumes this slope never passes the budget there;
+    later steps take the slope that was seen. Root finders for any function need about twice as many evaluations: they
+    also close in on the root from the other side, and cannot use infinite values.
 
     Args:
         divergence: in nats, of a decade; it remembers its values.
@@ -205,7 +200,7 @@ def widest_within(
             point = min(max(inside - left / across + _MARGIN, outside + tenth), inside - tenth)
         if divergence(point) <= budget:
             flat = slope_between(point, inside)
-            steep, slope = assumed(flat), flat if inside - point <= _NEAR else None
+            steep, slope = assumed(flat), flat if inside - point <= _MAX_SLOPE_DISTANCE else None
             inside = point
         else:
             outside = point
@@ -213,17 +208,15 @@ def widest_within(
     return inside, slope
 
 
-# How far the predictions of a posterior are from the network's own, on given inputs.
-
 TEMPERATURES = (0.3, 3.0)  # the interval in which a matched temperature is searched, times the network's
-_MATCHED = 1e-4  # decades: the tolerance of a matched temperature
-_FLAT = 0.05  # standard deviation of logits over inputs: predictions then differ by a thousandth of a nat
-_POSITIONS, _OUTPUTS = 4096, 2**22  # in all, of inputs whose outputs have positions ...
-_LEAST_INPUTS = 16  # ... but so many inputs in any case
+_TEMPERATURE_TOLERANCE = 1e-4  # decades of a matched temperature
+_MAX_FLAT_SPREAD = 0.05  # standard deviation of logits over inputs, worth a thousandth of a nat
+_MAX_POSITIONS, _MAX_OUTPUTS = 4096, 2**22  # in all, of inputs whose outputs have positions ...
+_MIN_INPUTS = 16  # ... but so many inputs in any case
 
 
 class Divergence(Score):
-    """The mean divergence of predictions from the network's own, on given inputs.
+    """The mean divergence of predictions from those of the network, on given inputs.
 
     Args:
         posterior: its present temperature is the network's.
@@ -259,8 +252,8 @@ class Divergence(Score):
                 _NetworkOutputs.of(outputs, batch, posterior) for outputs, batch in self._network_outputs()
             ]
         self._advance, self._temperature = advance, posterior.temperature
-        self.rows = sum(own.rows for own in self._compared)
-        self.samples = sum(len(own.outputs) for own in self._compared)
+        self.rows = sum(network.rows for network in self._compared)
+        self.samples = sum(len(network.outputs) for network in self._compared)
 
     @property
     def runs_the_model(self) -> bool:
@@ -272,10 +265,10 @@ class Divergence(Score):
         """Whether the network's logits hardly differ from input to input, so that its predictions bound no prior."""
         if not self.posterior.likelihood.logits or self.samples < 2:
             return False
-        spreads = [own.outputs for own in self._compared if own.layout is None]
-        if not spreads or len({outputs.shape[1:] for outputs in spreads}) > 1:
+        logits = [network.outputs for network in self._compared if network.layout is None]
+        if not logits or len({outputs.shape[1:] for outputs in logits}) > 1:
             return False
-        return float(as_double(torch.cat(spreads)).std(0).max()) < _FLAT
+        return float(as_double(torch.cat(logits)).std(0).max()) < _MAX_FLAT_SPREAD
 
     def current_divergence(self) -> float:
         """The mean divergence in nats at the posterior's present settings but the temperature, which is the network's,
@@ -289,10 +282,10 @@ class Divergence(Score):
 
     def _pairs(self) -> Iterator[tuple[Any, Any]]:
         of_batches = self._cache.distributions()
-        for own in self._compared:
-            with counted(len(own.outputs), self._advance):
+        for network in self._compared:
+            with counted(len(network.outputs), self._advance):
                 distribution, _ = next(of_batches)
-            yield distribution, own
+            yield distribution, network
 
     def _mean(self, pairs: Iterable[tuple[Any, Any]]) -> float:
         return self._mean_of(self.posterior.observation.divergence, pairs)
@@ -300,29 +293,30 @@ class Divergence(Score):
     def _mean_of(self, score: Callable[[Tensor, Any], Tensor], pairs: Iterable[tuple[Any, Any]]) -> float:
         """Mean of a score of outputs and predictions over all inputs, or positions that count."""
         total = 0.0
-        for distribution, own in pairs:
-            if own.rows:
-                total += own.rows * float(own.mean(score, self._predictor.prediction_of(distribution)))
+        for distribution, network in pairs:
+            if network.rows:
+                prediction = self._predictor.prediction_of(distribution)
+                total += network.rows * float(network.mean(score, prediction))
         return total / self.rows
 
     def _best_temperature(self, pairs: Sequence[tuple[Any, Any]]) -> float:
-        """The temperature at which the mean entropy is the network's, or the network's own if there is none."""
+        """The temperature at which the mean entropy is the network's, or the network's temperature if there is none."""
         entropy = self.posterior.likelihood.entropy
-        own_entropy = sum(
-            own.rows * float(own.mean(lambda outputs, _: entropy(outputs), None))
-            for own in self._compared
-            if own.rows
+        network_entropy = sum(
+            network.rows * float(network.mean(lambda outputs, _: entropy(outputs), None))
+            for network in self._compared
+            if network.rows
         )
 
         @cache
         def excess(decade: float) -> float:
             self.posterior.temperature = self._temperature * 10.0**decade
-            return self._mean_of(lambda _, p: by_input(p.entropy()), pairs) - own_entropy / self.rows
+            return self._mean_of(lambda _, p: by_input(p.entropy()), pairs) - network_entropy / self.rows
 
         low, high = (log10(bound) for bound in TEMPERATURES)
         if not (excess(low) <= 0.0 <= excess(high)):  # NaN included
             return self._temperature
-        root: Any = brentq(excess, low, high, xtol=_MATCHED)
+        root: Any = brentq(excess, low, high, xtol=_TEMPERATURE_TOLERANCE)
         return self._temperature * 10.0 ** float(root)
 
 
@@ -343,8 +337,8 @@ def _enough(inputs: Sequence[Batch], network: nn.Module, predictor: Predictor) -
         whole = outputs[:1].expand(samples, *outputs.shape[1:])
         sums = counted_positions(layout, whole, batch).sum(1).cumsum(0).cpu() + positions
         places = torch.arange(1, samples + 1, device="cpu")
-        enough = (sums <= _POSITIONS) & (places * outputs[0].numel() + numbers <= _OUTPUTS)
-        fitting = int((enough | (places + taken <= _LEAST_INPUTS)).sum())
+        enough = (sums <= _MAX_POSITIONS) & (places * outputs[0].numel() + numbers <= _MAX_OUTPUTS)
+        fitting = int((enough | (places + taken <= _MIN_INPUTS)).sum())
         if fitting:
             chosen.append(batch if fitting == samples else batch.narrow(0, fitting, samples))
         if fitting < samples:
@@ -388,39 +382,36 @@ class _NetworkOutputs:
         return as_double(score(outputs, prediction)).mean()
 
 
-# The faithful prior: smallest prior precision for which KL(network, predictive) on training inputs is within the
-# budget.
-#
-#     tau* = inf {tau : D(tau') <= budget for every tau' >= tau},
-#     D(tau) = mean over training inputs of KL(p_network(. | x) || p_posterior(. | x; tau)),
-#
-# where p_posterior is the prediction of the head that will be used. Where outputs have positions the mean is
-# over all positions that count. Neither labels nor held-out data are needed. Where no prior precision can be set
-# (the variances of a training), the `scale` is set instead. With a matched temperature, every tau has the
-# temperature at which the mean entropy over the same inputs is the network's own: confidence is kept on average,
-# and moves from inputs where the weights disagree to inputs where they agree. Where every prediction runs the
-# whole model, a few of the inputs determine where the search on all of them begins.
-
 DIVERGENCE = 0.002  # nats: the default budget
-GUARDED = 0.02  # nats: where the likelihood of held-out data guards against harm
-_START_ABOVE = 3  # decades above the weights' own precision at which a search begins
-_END_BELOW = 2  # decades below it at which a search ends: weights of ten times their own size
+DIVERGENCE_WITH_LABELS = 0.02  # nats: the default where the likelihood of held-out data guards against harm
+_START_ABOVE = 3  # decades above the precision of the weights' size at which a search begins
+_END_BELOW = 2  # decades below it at which a search ends: weights of ten times their size
 _GIVE_UP_ABOVE = 12  # decades above it at which a search gives up
 _FEW_INPUTS = 8  # on which a search begins where each prediction runs the whole model
 # How many evaluations a search mostly takes, for what a bar shows: on all inputs without a look at a few, and with it.
-_USUAL, _USUAL_AFTER_FEW, _USUAL_OF_FEW = 4, 2, 4
-_ZERO = 1e-12  # mean square up to which weights count as zero
+_USUAL_EVALUATIONS, _USUAL_AFTER_FEW, _USUAL_ON_FEW = 4, 2, 4
+_MAX_ZERO_SQUARE = 1e-12  # mean square up to which weights count as zero
 
 
 class FaithfulSearch:
-    """Finds the faithful prior of a posterior, and sets it.
+    """Finds the faithful prior of a posterior, and sets it::
+
+        tau* = inf {tau : D(tau') <= budget for every tau' >= tau},
+        D(tau) = mean over training inputs of KL(p_network(. | x) || p_posterior(. | x; tau)),
+
+    where p_posterior is the prediction of the head that will be used. Where outputs have positions the mean is over all
+    positions that count. Neither labels nor held-out data are needed. Where no prior precision can be set (the
+    variances of a training), the `scale` is set instead. With a matched temperature, every tau has the temperature at
+    which the mean entropy over the same inputs is the network's: confidence is kept on average, and moves from inputs
+    where the weights disagree to inputs where they agree. Where every prediction runs the whole model, a few of the
+    inputs determine where the search on all of them begins.
 
     Args:
         posterior: its prior precision, or scale, is set; its present temperature is the network's.
         inputs: batches of training inputs, on the model's device.
         predictor: predicts them.
         seed: of the draws of a head that draws weights.
-        matched: whether each prior precision has its own temperature.
+        matched: whether each prior precision has a temperature that matches the entropy.
         progress: whether a search shows a bar.
 
     Attributes:
@@ -471,9 +462,9 @@ class FaithfulSearch:
 
     def set_widest(self, budget: float) -> float:
         """Set the widest posterior within the budget, or the narrowest tried, and return its decade."""
-        searches = [(_USUAL, self.samples)]
+        searches = [(_USUAL_EVALUATIONS, self.samples)]
         if self._few is not None:
-            searches = [(_USUAL_OF_FEW, self._few.samples), (_USUAL_AFTER_FEW, self.samples)]
+            searches = [(_USUAL_ON_FEW, self._few.samples), (_USUAL_AFTER_FEW, self.samples)]
         weights = self._weights_decade()
         # never wider than a training made it
         low, high = weights - (_END_BELOW if self._of_prior else 0), weights + _GIVE_UP_ABOVE
@@ -504,14 +495,14 @@ class FaithfulSearch:
             )
         if self._of_prior and decade <= self._weights_decade() - _END_BELOW:
             if self._all.flat:
-                decade = self._set_weights_of_their_own_size()
+                decade = self._set_to_size_of_weights()
             else:
                 edges.append(f"{self.label} = 10^{decade:g}")
         trials = Trials("faithful", (self.parameter, "temperature"), list(self.tried.values()), at_edge=edges)
         trials.chosen = self.tried[decade]
         return trials
 
-    def _set_weights_of_their_own_size(self) -> float:
+    def _set_to_size_of_weights(self) -> float:
         """The decade of the weights' size, for where nothing bounds the prior; warns."""
         decade = self._weights_decade()
         divergence = self._divergence(decade, self._all, self.tried)
@@ -530,7 +521,7 @@ class FaithfulSearch:
         means = self.posterior.mean.values()
         mean_square = sum(float(as_double(m.detach()).square().sum()) for m in means)
         mean_square /= sum(m.numel() for m in means)
-        return float(ceil(-log10(mean_square))) if mean_square > _ZERO else 0.0
+        return float(ceil(-log10(mean_square))) if mean_square > _MAX_ZERO_SQUARE else 0.0
 
     def _divergence(self, decade: float, on: Divergence, tried: dict[float, Trial]) -> float:
         """The divergence at a decade on some inputs; the trial is remembered."""
@@ -573,7 +564,7 @@ def set_faithful(
         predictor: predicts them.
         budget: the largest divergence, in nats.
         seed: of the draws.
-        matched: whether each prior precision has its own temperature.
+        matched: whether each prior precision has a temperature that matches the entropy.
         progress: whether to show a bar.
     """
     history, earlier = posterior.history, posterior.history.faithful

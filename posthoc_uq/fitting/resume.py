@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable
 from itertools import chain
 from typing import Any
 
@@ -18,38 +18,23 @@ from posthoc_uq.methods.checkpoint import identified
 from posthoc_uq.methods.task import Task
 from posthoc_uq.version import __version__
 
-# Arguments of a fit whose values are no part of its identity: those that do not change the result,
-_WITHOUT_EFFECT = ("progress", "checkpoint")
-# those whose contents are compared instead (the model's numbers, the data),
-_BY_CONTENT = (
-    *("model", "loader", "val_loader", "options"),
-    *("batch_to_inputs", "batch_to_targets", "batch_to_weights"),
-)
-# and those that the request describes more fully.
-_IN_REQUEST = ("method", "likelihood", "prior_precision", "head", "seed")
-
 
 def data_identity(loader: Iterable[Any], reader: BatchReader, first: Batch) -> dict[str, Any]:
-    """The number of samples of a loader, where it says how many, and a hash of its first batch."""
+    """The number of samples of a loader, where it has a length, and a hash of its first batch."""
     samples = own_samples_of(loader, reader, first)
     return {"first batch": batch_hash(first)} | ({} if samples is None else {"number of samples": samples})
 
 
-def fit_identity(
-    arguments: Mapping[str, Any], request: Mapping[str, Any], task: Task, chooses_epoch: bool
-) -> dict[str, str]:
+def fit_identity(arguments: dict[str, Any], task: Task, chooses_epoch: bool) -> dict[str, str]:
     """All that can change the result of a fit but its training data, as texts by name.
 
     Args:
-        arguments: all arguments of the fit, by name.
-        request: how its method, prior and head describe themselves.
+        arguments: of the fit, by name, as far as they change its result; but for the model and the data, whose contents
+            are compared.
         task: the fit.
         chooses_epoch: whether held-out data choose the epoch of a training.
     """
-    elsewhere = (*_WITHOUT_EFFECT, *_BY_CONTENT, *_IN_REQUEST)
-    values = {"method": request["method"]}
-    values |= {name: value for name, value in arguments.items() if name not in elsewhere} | dict(request)
-    model, kind = task.model, task.device.type
+    values, model, kind = dict(arguments), task.model, task.device.type
     values["held-out data"] = _held_out(task) if chooses_epoch else task.val_loader is not None
     values["library version"] = __version__
     values["layers"] = {name: list(layer.matrix_shape) for name, layer in task.layers.items()}

@@ -5,10 +5,11 @@ A change of them factorises small matrices again, and never needs the training d
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from inspect import signature
-from typing import Any, cast, get_args
+from typing import Any, ClassVar, cast
 
 from posthoc_uq.core.batches import Batch, BatchFunction, BatchReader, check_loader
 from posthoc_uq.core.devices import TEMPORARY_BYTES
@@ -30,7 +31,7 @@ from posthoc_uq.curvature.kept_inputs import KeptInputs, inputs_to_keep
 from posthoc_uq.fitting.held_out import HeldOutLoss, HeldOutSearch
 from posthoc_uq.fitting.prior import (
     DIVERGENCE,
-    GUARDED,
+    DIVERGENCE_WITH_LABELS,
     FaithfulSearch,
     model_of,
     other_settings,
@@ -41,18 +42,16 @@ from posthoc_uq.heads.predictor import Predictor
 from posthoc_uq.posteriors.block import LOG_DETERMINANT
 from posthoc_uq.posteriors.evidence import maximise_evidence
 from posthoc_uq.posteriors.posterior import Posterior
-from posthoc_uq.posteriors.search import Criterion, Trials
+from posthoc_uq.posteriors.search import CRITERIA, Criterion, Trials
 from posthoc_uq.posteriors.settings import ABOUT, HEADS
 
-CRITERIA = get_args(Criterion)
-_HYPERPARAMETERS = {
+PARAMETERS = {
     "prior_precision": "prior_precision",
     "residual_weight": "residual_weight",
     "scale": "scale",
     "noise": "noise_scale",
 }
-"""The hyperparameter that each name in `parameters` stands for."""
-PARAMETERS = tuple(_HYPERPARAMETERS)
+"""The hyperparameter that each name in the argument `parameters` stands for."""
 
 
 @orderly
@@ -78,9 +77,9 @@ def tune(
 ) -> Trials:
     """Choose the hyperparameters of `posterior`, and set them, by one of three criteria.
 
-    * ``"faithful"``: the smallest prior precision for which the mean KL divergence of predictions from the network's
-      own, over a few hundred inputs like the training inputs, is within `divergence` nats. Needs no labels. It is the
-      default of `fit`.
+    * ``"faithful"``: the smallest prior precision for which the mean KL divergence of predictions from those of the
+      network, over a few hundred inputs like the training inputs, is within `divergence` nats. Needs no labels. It is
+      the default of `fit`.
     * ``"likelihood"``, the default with a loader: the widest posterior, but none wider than the faithful one and that
       of a fit (by the evidence, where the likelihood measures no divergence), whose negative log-likelihood
       of held-out data (the mean over labels; of outputs with positions, over those whose label counts) is at most 0.01
@@ -146,126 +145,225 @@ def tune(
         raise PosthocUQError(
             f"tune takes a posterior from uq.fit or uq.load(path, model), not a {type(posterior).__name__}."
         )
-    default = "evidence" if loader is None else "likelihood"
-    request = _Request(
-        criterion=cast(Criterion, default if criterion is None else one_of("criterion", criterion, CRITERIA)),
-        divergence=None
-        if divergence is None
-        else check_option("divergence, a budget in nats,", divergence, Positive),
-        temperature=None if temperature is None else check_option("temperature", temperature, bool),
+    if criterion is None:
+        criterion = "evidence" if loader is None else "likelihood"
+    search_by = _SEARCHES[cast(Criterion, one_of("criterion", criterion, CRITERIA))]
+    of_heads = sorted({option for name in HEADS for option in options_of(head_class(name))})
+    check_names("tune", options, of_heads, signature(tune).parameters)
+    search = search_by(
+        posterior=posterior.trial(),
+        loader=loader,
+        reader=BatchReader.of(model_of(posterior), batch_to_inputs, batch_to_targets),
+        divergence=check_option("divergence, a budget in nats,", divergence, Positive | None),
+        temperature=check_option("temperature", temperature, bool | None),
         per_layer=check_option("per_layer", per_layer, bool),
-        noise=None if noise is None else check_option("noise", noise, bool),
+        noise=check_option("noise", noise, bool | None),
         parameters=parameters,
-        grid=prior_precisions,
+        prior_precisions=prior_precisions,
+        head=head,
+        n_samples=check_option("n_samples", n_samples, Count),
         max_evaluations=check_option("max_evaluations", max_evaluations, Count),
         seed=check_option("seed", seed, Seed),
         progress=check_option("progress", progress, bool),
+        options=options,
     )
-    n_samples = check_option("n_samples", n_samples, Count)
-    of_heads = sorted({option for name in HEADS for option in options_of(head_class(name))})
-    check_names("tune", options, of_heads, signature(tune).parameters)
-    data = _Data(loader, BatchReader.of(model_of(posterior), batch_to_inputs, batch_to_targets))
-    request.check(data, head is not None or bool(options))
-    trial = posterior.trial()
-    if request.criterion == "evidence":
-        trials = maximise_evidence(
-            trial, per_layer=request.per_layer, noise=bool(noise), progress=request.progress
-        )
-        if trial.history.head:
-            trial.history.head |= {"criterion": "evidence"}
-        posterior.adopt(trial)
-        return trials
-    name = recorded_head(trial)[0] if head is None else head
-    predictor = _predictor(trial, name, n_samples, request, options)
-    search = _by_faithfulness if request.criterion == "faithful" else _by_likelihood
-    trials = search(trial, data, predictor, request)
-    posterior.adopt(trial)
-    posterior.warned_heads.add(name)
+    search.check()
+    trials = search.run()
+    posterior.adopt(search.posterior)
+    posterior.warned_heads |= search.posterior.warned_heads
     return trials
 
 
-@dataclass(frozen=True)
-class _Data:
-    """The data of a search, and what takes its batches apart."""
+@dataclass
+class _Search(ABC):
+    """A search by one criterion, with the arguments of `tune`; see there.
 
+    A new criterion is a subclass here and in `_SEARCHES`, and a row of `posthoc_uq.posteriors.search.CRITERIA`.
+
+    Attributes:
+        criterion: its name.
+        posterior: the copy whose settings are tried and records written.
+        reader: takes batches apart.
+    """
+
+    criterion: ClassVar[Criterion]
+
+    posterior: Posterior
     loader: Iterable[Any] | None
     reader: BatchReader
-
-    def sampled_inputs(self, posterior: Posterior, request: _Request) -> list[Batch]:
-        """A few hundred inputs of the loader, those with the smallest hashes."""
-        assert self.loader is not None
-        device = self.reader.device
-        wanted = inputs_to_keep(posterior.layers.values())
-        kept = KeptInputs(TEMPORARY_BYTES, posterior.likelihood, wanted)
-        with isolated_random_state(request.seed):
-            kept.read(self.loader, self.reader, request.seed, request.progress)
-        return kept.batches(device)
-
-
-@dataclass(frozen=True)
-class _Request:
-    """The arguments of a call of `tune`; see there. `grid` are its `prior_precisions`."""
-
-    criterion: Criterion
     divergence: float | None
     temperature: bool | None
     per_layer: bool
     noise: bool | None
     parameters: tuple[str, ...] | None
-    grid: Sequence[float] | None
+    prior_precisions: Sequence[float] | None
+    head: str | None
+    n_samples: int
     max_evaluations: int
     seed: int
     progress: bool
+    options: dict[str, Any]
 
-    def check(self, data: _Data, has_head: bool) -> None:
-        """Refuse arguments that are not for this criterion, and a loader that is none."""
-        of_labels = self.parameters is not None or self.grid is not None
-        if self.criterion == "evidence":
-            if has_head:
-                raise PosthocUQError(
-                    "The evidence needs no head; head and its options are for held-out data, or criterion='faithful'."
-                )
-            if data.loader is not None or self.temperature or of_labels:
-                raise PosthocUQError(
-                    "The evidence needs no data and chooses the prior precision alone: leave loader, temperature, "
-                    "parameters and prior_precisions out, or take criterion='likelihood'."
-                )
-            return
+    @abstractmethod
+    def check(self) -> None:
+        """Refuse arguments that are not for this criterion, before any data are read."""
+
+    @abstractmethod
+    def run(self) -> Trials:
+        """Set the hyperparameters of the copy."""
+
+    def check_data(self) -> None:
+        """Refuse a search by predictions without data, or for each layer."""
         if self.per_layer:
             raise PosthocUQError(
                 "per_layer=True is chosen by the log marginal likelihood; call tune without a loader."
             )
-        if data.loader is None:
-            wanted = "held-out data with targets" if self.criterion == "likelihood" else "training inputs"
-            raise PosthocUQError(f"criterion={self.criterion!r} needs data: pass a loader of {wanted}.")
-        if self.criterion == "faithful" and (of_labels or self.noise):
+        if self.loader is None:
+            needed = CRITERIA[self.criterion].data
+            raise PosthocUQError(f"criterion={self.criterion!r} needs data: pass a loader of {needed}.")
+        check_loader(self.loader)
+
+    def tempered(self) -> bool:
+        """Whether the temperature is searched, by default where outputs are logits."""
+        logits = self.posterior.likelihood.logits
+        if self.temperature and not logits:
+            raise PosthocUQError(
+                f"A temperature divides logits; likelihood {self.posterior.likelihood.name!r} has none."
+            )
+        return logits if self.temperature is None else self.temperature
+
+    def recorded_predictor(self) -> Predictor:
+        """The predictor to tune through, which is recorded; options that are not given are those recorded for the
+        head.
+        """
+        trial, (recorded_name, recorded_options) = self.posterior, recorded_head(self.posterior)
+        name = recorded_name if self.head is None else self.head
+        chosen = self.options or (recorded_options if recorded_name == name else {})
+        if name == "moments" and trial.history.calibration:
+            trial.history.calibration = {}  # it does not belong to the hyperparameters that are tried
+            warn_user("tune leaves the moments head's calibration out; calibrate again.")
+        trial.warned_heads = {*trial.warned_heads, name}
+        draws = {"n_samples": self.n_samples, "seed": self.seed} if name == "sampling" else {}
+        predictor = wrap(model_of(trial), trial, name, **chosen | draws)
+        kept = {key: value for key, value in chosen.items() if isinstance(value, (bool, int, float, str))}
+        trial.history.head = {"name": name, "options": kept, "criterion": self.criterion}
+        return predictor
+
+    def sampled_inputs(self) -> list[Batch]:
+        """A few hundred inputs of the loader, those with the smallest hashes."""
+        assert self.loader is not None
+        wanted = inputs_to_keep(self.posterior.layers.values())
+        kept = KeptInputs(TEMPORARY_BYTES, self.posterior.likelihood, wanted)
+        with isolated_random_state(self.seed):
+            kept.read(self.loader, self.reader, self.seed, self.progress)
+        return kept.batches(self.reader.device)
+
+
+class _ByEvidence(_Search):
+    criterion = "evidence"
+
+    def check(self) -> None:
+        if self.head is not None or self.options:
+            raise PosthocUQError(
+                "The evidence needs no head; head and its options are for held-out data, or criterion='faithful'."
+            )
+        of_labels = self.parameters is not None or self.prior_precisions is not None
+        if self.loader is not None or self.temperature or of_labels:
+            raise PosthocUQError(
+                "The evidence needs no data and chooses the prior precision alone: leave loader, temperature, "
+                "parameters and prior_precisions out, or take criterion='likelihood'."
+            )
+
+    def run(self) -> Trials:
+        trials = maximise_evidence(
+            self.posterior, per_layer=self.per_layer, noise=bool(self.noise), progress=self.progress
+        )
+        if self.posterior.history.head:
+            self.posterior.history.head |= {"criterion": self.criterion}
+        return trials
+
+
+class _ByFaithfulness(_Search):
+    criterion = "faithful"
+
+    def check(self) -> None:
+        self.check_data()
+        if self.parameters is not None or self.prior_precisions is not None or self.noise:
             raise PosthocUQError(
                 "parameters, prior_precisions and noise are tuned by criterion='likelihood'; the faithful prior "
                 "needs none of them."
             )
-        check_loader(data.loader)
+        self.tempered()  # refuses a temperature where there is none
 
-    def tempered(self, posterior: Posterior) -> bool:
-        """Whether the temperature is searched, by default where outputs are logits."""
-        logits = posterior.likelihood.logits
-        if self.temperature and not logits:
-            raise PosthocUQError(
-                f"A temperature divides logits; likelihood {posterior.likelihood.name!r} has none."
-            )
-        return logits if self.temperature is None else self.temperature
+    def run(self) -> Trials:
+        predictor = self.recorded_predictor()
+        return set_faithful(
+            self.posterior,
+            self.sampled_inputs(),
+            predictor,
+            DIVERGENCE if self.divergence is None else self.divergence,
+            seed=self.seed,
+            matched=bool(self.temperature),
+            progress=self.progress,
+        )
 
-    def names(self, posterior: Posterior) -> list[str]:
-        """The names of what is searched on held-out data, one after the other; there may be none."""
-        has_noise, available = posterior.likelihood.has_noise, _available(posterior)
-        if self.noise and not has_noise:
+
+class _ByHeldOutLabels(_Search):
+    criterion = "likelihood"
+
+    def check(self) -> None:
+        self.check_data()
+        if not self.names() and not self.tempered():
+            raise nothing_to_tune(self.posterior)
+        self.grid()
+
+    def run(self) -> Trials:
+        posterior, names, tempered, grid = self.posterior, self.names(), self.tempered(), self.grid()
+        predictor, first = self.recorded_predictor(), posterior.width_parameter
+        # The search begins at the posterior of the fit, also where an earlier call of `tune` moved it: labels that were
+        # seen before find the same again.
+        fitted = posterior.history.faithful
+        same_settings = bool(fitted) and fitted["settings"] == other_settings(posterior)
+        fitted_value = fitted["value"] if same_settings and fitted["head"] == predictor.head else None
+        if tempered:
+            posterior.temperature = fitted.get("network_temperature", 1.0)
+        assert self.loader is not None
+        loss = HeldOutLoss(posterior, self.loader, predictor, self.reader, seed=self.seed, tempered=tempered)
+        if "noise" in names:
+            loss.set_noise_of_network()
+        others = [PARAMETERS[name] for name in names if name != first]
+        search = HeldOutSearch(
+            loss,
+            [first, *others] if first in names and first is not None else others,
+            tempered=tempered,
+            max_evaluations=self.max_evaluations,
+            progress=self.progress,
+        )
+        with search.bar:
+            if first in names:
+                if grid is None:
+                    self._set_start(predictor)
+                search.set_width(grid, lambda: self._set_as_fitted(predictor, fitted_value))
+            for name in others:
+                search.set_other(name)
+            if not names:
+                search.set_temperature()
+        posterior.history.faithful = fitted
+        return search.finish()
+
+    def names(self) -> list[str]:
+        """The names of what is searched, one after the other; there may be none."""
+        likelihood, available = self.posterior.likelihood, _available(self.posterior)
+        if self.noise and not likelihood.has_noise:
             raise PosthocUQError(
                 f"noise=True tunes the noise variance, or dispersion, of a regression, and likelihood "
-                f"{posterior.likelihood.name!r} has none; leave it out."
+                f"{likelihood.name!r} has none; leave it out."
             )
         names = self.parameters
         if names is None:
-            first = [] if posterior.width_parameter is None else [posterior.width_parameter]
-            return [*first, "noise"] if has_noise and self.noise is not False else first
+            width = self.posterior.width_parameter
+            first = [] if width is None else [width]
+            return [*first, "noise"] if likelihood.has_noise and self.noise is not False else first
         if isinstance(cast(Any, names), str) or not isinstance(cast(Any, names), (list, tuple, set)):
             raise PosthocUQError(f"parameters must be a tuple out of {available}, not {shown(names)}.")
         unknown = [name for name in names if name not in available]
@@ -280,15 +378,13 @@ class _Request:
             )
         return [*names, "noise"] if self.noise and "noise" not in names else list(names)
 
-    def checked_grid(self, names: Sequence[str]) -> list[float] | None:
-        """The prior precisions to try, as numbers."""
-        grid = self.grid
+    def grid(self) -> list[float] | None:
+        """The prior precisions to try, as numbers; None for a search."""
+        grid, names = self.prior_precisions, self.names()
         if grid is None:
             return None
         if "prior_precision" not in names:
-            raise PosthocUQError(
-                f"prior_precisions are given, and parameters={list(names)} leave them alone."
-            )
+            raise PosthocUQError(f"prior_precisions are given, and parameters={names} leave them alone.")
         if (
             isinstance(cast(Any, grid), (str, Mapping))
             or not isinstance(cast(Any, grid), Iterable)
@@ -298,117 +394,48 @@ class _Request:
             raise PosthocUQError(f"prior_precisions must be a list of numbers, not {shown(grid)}.")
         return [check_option("Each of prior_precisions", value, Magnitude) for value in grid]
 
+    def _set_start(self, predictor: Predictor) -> None:
+        """Set the prior from which the search goes upwards: the faithful one, as recorded if it was found with the same
+        head, budget and settings, or else that of the held-out inputs. Where the likelihood measures no divergence, it
+        is that of the evidence.
+        """
+        posterior = self.posterior
+        if not posterior.likelihood.has_divergence:
+            if self.divergence is not None:
+                raise PosthocUQError(
+                    f"Likelihood {posterior.likelihood.name!r} measures no divergence; leave divergence out, or give "
+                    f"it a method divergence(outputs, prediction)."
+                )
+            self._set_by_evidence()
+            return
+        budget = DIVERGENCE_WITH_LABELS if self.divergence is None else self.divergence
+        recorded, wanted = posterior.history.faithful, (predictor.head, budget, other_settings(posterior))
+        if recorded and (recorded["head"], recorded["budget"], recorded["settings"]) == wanted:
+            posterior.adjust(**{cast(str, posterior.width_parameter): recorded["value"]})
+            return
+        inputs = self.sampled_inputs()
+        set_faithful(posterior, inputs, predictor, budget, seed=self.seed, progress=self.progress)
 
-def _predictor(
-    trial: Posterior, name: str, n_samples: int, request: _Request, options: dict[str, Any]
-) -> Predictor:
-    """The predictor to tune through, which is recorded; options that are not given are those recorded for the head."""
-    head_class(name)
-    recorded_name, recorded_options = recorded_head(trial)
-    chosen = options or (recorded_options if recorded_name == name else {})
-    if name == "moments" and trial.history.calibration:
-        trial.history.calibration = {}  # it does not belong to the hyperparameters that are tried
-        warn_user("tune leaves the moments head's calibration out; calibrate again.")
-    trial.warned_heads = {*trial.warned_heads, name}
-    draws = {"n_samples": n_samples, "seed": request.seed} if name == "sampling" else {}
-    predictor = wrap(model_of(trial), trial, name, **chosen | draws)
-    kept = {key: value for key, value in chosen.items() if isinstance(value, (bool, int, float, str))}
-    trial.history.head = {"name": name, "options": kept, "criterion": request.criterion}
-    return predictor
+    def _set_as_fitted(self, predictor: Predictor, recorded: Any) -> None:
+        """Set the width that a fit finds by itself; `recorded` if the posterior's record holds it still."""
+        if self.divergence is not None and self.divergence <= DIVERGENCE:
+            return  # nothing wider than what was asked for
+        if not self.posterior.likelihood.has_divergence:
+            self._set_by_evidence()
+        elif recorded is not None:
+            self.posterior.adjust(**{cast(str, self.posterior.width_parameter): recorded})
+        else:
+            inputs = self.sampled_inputs()
+            again = FaithfulSearch(self.posterior, inputs, predictor, seed=self.seed, progress=self.progress)
+            again.set_widest(DIVERGENCE)
 
-
-def _by_faithfulness(posterior: Posterior, data: _Data, predictor: Predictor, request: _Request) -> Trials:
-    request.tempered(posterior)  # refuses a temperature where there is none
-    return set_faithful(
-        posterior,
-        data.sampled_inputs(posterior, request),
-        predictor,
-        DIVERGENCE if request.divergence is None else request.divergence,
-        seed=request.seed,
-        matched=bool(request.temperature),
-        progress=request.progress,
-    )
-
-
-def _by_likelihood(posterior: Posterior, data: _Data, predictor: Predictor, request: _Request) -> Trials:
-    names, tempered = request.names(posterior), request.tempered(posterior)
-    if not names and not tempered:
-        raise nothing_to_tune(posterior)
-    first, grid = posterior.width_parameter, request.checked_grid(names)
-    # The search begins at the fit's own posterior, also where an earlier call of `tune` moved it: labels that were seen
-    # before find the same again.
-    fitted = posterior.history.faithful
-    same_settings = bool(fitted) and fitted["settings"] == other_settings(posterior)
-    fitted_value = fitted["value"] if same_settings and fitted["head"] == predictor.head else None
-    if tempered:
-        posterior.temperature = fitted.get("network_temperature", 1.0)
-    assert data.loader is not None
-    loss = HeldOutLoss(posterior, data.loader, predictor, data.reader, seed=request.seed, tempered=tempered)
-    if "noise" in names:
-        loss.set_noise_of_network()
-    others = [_HYPERPARAMETERS[name] for name in names if name != first]
-    search = HeldOutSearch(
-        loss,
-        [first, *others] if first in names and first is not None else others,
-        tempered=tempered,
-        max_evaluations=request.max_evaluations,
-        progress=request.progress,
-    )
-    with search.bar:
-        if first in names:
-            if grid is None:
-                _set_start(posterior, data, predictor, request)
-            search.set_width(grid, lambda: _set_as_fitted(posterior, data, predictor, request, fitted_value))
-        for name in others:
-            search.set_other(name)
-        if not names:
-            search.set_temperature()
-    posterior.history.faithful = fitted
-    return search.finish()
+    def _set_by_evidence(self) -> None:
+        """Set the prior precision by the evidence; a posterior without an evidence stays as it is."""
+        if self.posterior.has_free_prior_precision and LOG_DETERMINANT in self.posterior.capabilities:
+            maximise_evidence(self.posterior, progress=self.progress)
 
 
-def _set_start(posterior: Posterior, data: _Data, predictor: Predictor, request: _Request) -> None:
-    """Set the prior from which a search on held-out data goes upwards: the faithful one, as recorded if it was found
-    with the same head, budget and settings, or else that of the held-out inputs. Where the likelihood measures no
-    divergence, it is that of the evidence.
-    """
-    if not posterior.likelihood.has_divergence:
-        if request.divergence is not None:
-            raise PosthocUQError(
-                f"Likelihood {posterior.likelihood.name!r} measures no divergence; leave divergence out, or give "
-                f"it a method divergence(outputs, prediction)."
-            )
-        _set_by_evidence(posterior, request)
-        return
-    budget = GUARDED if request.divergence is None else request.divergence
-    recorded, wanted = posterior.history.faithful, (predictor.head, budget, other_settings(posterior))
-    if recorded and (recorded["head"], recorded["budget"], recorded["settings"]) == wanted:
-        posterior.adjust(**{cast(str, posterior.width_parameter): recorded["value"]})
-        return
-    inputs = data.sampled_inputs(posterior, request)
-    set_faithful(posterior, inputs, predictor, budget, seed=request.seed, progress=request.progress)
-
-
-def _set_as_fitted(
-    posterior: Posterior, data: _Data, predictor: Predictor, request: _Request, recorded: Any
-) -> None:
-    """Set the width that a fit finds by itself; `recorded` if the posterior's record holds it still."""
-    if request.divergence is not None and request.divergence <= DIVERGENCE:
-        return  # nothing wider than what was asked for
-    if not posterior.likelihood.has_divergence:
-        _set_by_evidence(posterior, request)
-    elif recorded is not None:
-        posterior.adjust(**{cast(str, posterior.width_parameter): recorded})
-    else:
-        inputs = data.sampled_inputs(posterior, request)
-        again = FaithfulSearch(posterior, inputs, predictor, seed=request.seed, progress=request.progress)
-        again.set_widest(DIVERGENCE)
-
-
-def _set_by_evidence(posterior: Posterior, request: _Request) -> None:
-    """Set the prior precision by the evidence; a posterior without an evidence stays as it is."""
-    if posterior.has_free_prior_precision and LOG_DETERMINANT in posterior.capabilities:
-        maximise_evidence(posterior, progress=request.progress)
+_SEARCHES = {search.criterion: search for search in (_ByFaithfulness, _ByHeldOutLabels, _ByEvidence)}
 
 
 def has_something_to_tune(posterior: Posterior) -> bool:
@@ -435,4 +462,4 @@ def nothing_to_tune(posterior: Posterior) -> PosthocUQError:
 
 def _available(posterior: Posterior) -> list[str]:
     """The names in `PARAMETERS` of what this posterior has."""
-    return [name for name, of in _HYPERPARAMETERS.items() if of in posterior.tunable]
+    return [name for name, of in PARAMETERS.items() if of in posterior.tunable]

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from copy import deepcopy
-from dataclasses import dataclass
 from hashlib import sha256
 from typing import Any, cast
 
@@ -21,7 +20,7 @@ from posthoc_uq.core.interrupts import orderly
 from posthoc_uq.core.model import check_differentiable
 from posthoc_uq.core.options import check_option, known_arguments
 from posthoc_uq.curvature.sweep import WORD, Content
-from posthoc_uq.files import check_numbers, check_unchanged
+from posthoc_uq.files import check_numbers, check_settings, check_unchanged
 from posthoc_uq.fitting.fit import prepared_task
 from posthoc_uq.fitting.tune import model_of
 from posthoc_uq.methods import Method, method_of
@@ -62,7 +61,7 @@ def update(
 
     Args:
         posterior: from `fit` or `load`.
-        loader: batches as in `fit`; in a process group, each process passes its own part.
+        loader: batches as in `fit`; in a process group, each process passes its part.
         remove: take the data out. They must have been in, with the same bytes; a posterior cannot recognise its data,
             but refuses those that would leave a negative statistic or no sample.
         batch_to_inputs: as in `fit`.
@@ -96,7 +95,7 @@ def update(
 def _updated(
     posterior: Posterior, loader: Iterable[Any], remove: bool, reader: BatchReader, progress: bool
 ) -> tuple[Posterior, list[str]]:
-    """The new posterior, and what a user must know of it, in words."""
+    """The new posterior, and what to warn of."""
     method = method_of(posterior.method)
     method.check_update(posterior)
     if reader.batch_to_weights is not None:
@@ -113,17 +112,18 @@ def _updated(
             f"samples that were fitted or added, unchanged."
         ) from None
     task.observe()
-    check_numbers(new, factorised=True)
+    check_numbers(new)
+    check_settings(new, factorised=True)
     parts = gather((content.samples, content.total), "counting the samples of update")
-    seen = _Seen(sum(samples for samples, _ in parts), sum(total for _, total in parts) % WORD)
+    samples, total = sum(part[0] for part in parts), sum(part[1] for part in parts) % WORD
     new.history = deepcopy(new.history)
-    _record(new.history, seen, remove)
+    _record(new.history, samples, total, remove)
     warnings = _cleared(new.history)
     if posterior.features is not None and new.features is None:
         warnings.append(
             "The new posterior has no novelty by class, which is no sum over the data; for it, fit again on all data."
         )
-    if not remove and posterior.history.changes.get("last") == seen.content:
+    if not remove and posterior.history.changes.get("last") == total:
         warnings.append(
             "These are the data of the last update, which now count twice; remove them if that is not meant."
         )
@@ -167,37 +167,24 @@ def _prepared(
     return task
 
 
-@dataclass(frozen=True)
-class _Seen:
-    """What a change saw of the data: the number of samples, and the sum of their hashes modulo 2^64."""
-
-    samples: int
-    content: int
-
-
-def _record(history: History, seen: _Seen, remove: bool) -> None:
-    """Count a change of the data in a history; the record has the same size after any number of them."""
-    changes: dict[str, Any] = {
-        "updates": 0,
-        "added": 0,
-        "removals": 0,
-        "removed": 0,
-        "digest": "",
-        "balance": 0,
-    }
+def _record(history: History, samples: int, content: int, remove: bool) -> None:
+    """Count a change of the data in a history; the record has the same size after any number of them. `content` is the
+    sum of the hashes of the samples modulo 2^64.
+    """
+    changes: dict[str, Any] = dict.fromkeys(("updates", "added", "removals", "removed", "balance"), 0)
+    changes["digest"] = ""
     changes |= history.changes
-    count, samples = ("removals", "removed") if remove else ("updates", "added")
-    changes[count] += 1
-    changes[samples] += seen.samples
-    line = f"{changes['digest']} {'out' if remove else 'in'} {seen.samples} {seen.content:016x}"
+    changes["removals" if remove else "updates"] += 1
+    changes["removed" if remove else "added"] += samples
+    line = f"{changes['digest']} {'out' if remove else 'in'} {samples} {content:016x}"
     changes["digest"] = sha256(line.encode()).hexdigest()
-    changes["balance"] = (changes["balance"] + (-seen.content if remove else seen.content)) % WORD
-    changes["last"] = 0 if remove else seen.content
+    changes["balance"] = (changes["balance"] + (-content if remove else content)) % WORD
+    changes["last"] = 0 if remove else content
     history.changes = changes
 
 
 def _cleared(history: History) -> list[str]:
-    """Clear what was found for the posterior as it was; what a user must know of it, in words."""
+    """Clear what was found for the posterior as it was; what to warn of."""
     warnings: list[str] = []
     if history.referral:
         warnings.append(

@@ -15,6 +15,7 @@ from posthoc_uq.heads.moments import MomentsPredictor
 from posthoc_uq.heads.predictor import Predictor
 from posthoc_uq.heads.sampling import SamplingPredictor
 from posthoc_uq.posteriors.posterior import Posterior
+from posthoc_uq.posteriors.search import CRITERIA
 from posthoc_uq.posteriors.settings import HEADS
 
 _CLASSES: dict[str, type[Predictor]] = dict(
@@ -131,8 +132,8 @@ def _check_served(posterior: Posterior, kind: type[Predictor]) -> None:
 def _warn_of_another_head(posterior: Posterior, head: str) -> None:
     """Warn, once for a posterior and a head, that the hyperparameters were found for another head."""
     head_record = posterior.history.head
-    found_for = head_record.get("name")
-    by_predictions = head_record.get("criterion") in ("faithful", "likelihood")
+    found_for, criterion = head_record.get("name"), CRITERIA.get(head_record.get("criterion", "given"))
+    by_predictions = criterion is not None and criterion.by_predictions
     if found_for in (None, head) or not by_predictions or head in posterior.warned_heads:
         return
     posterior.warned_heads.add(head)

@@ -13,11 +13,31 @@ from posthoc_uq.core.progress import Progress
 from posthoc_uq.posteriors.settings import ABOUT, Hyperparameters
 
 Criterion = Literal["faithful", "likelihood", "evidence"]
+"""By what `posthoc_uq.tune` may choose hyperparameters; `CRITERIA` has the facts about each."""
 
-_OBJECTIVES = {
-    "faithful": "divergence",
-    "likelihood": "validation NLL",
-    "evidence": "log marginal likelihood",
+
+@dataclass(frozen=True)
+class CriterionFacts:
+    """The facts about a criterion that trials, files, `wrap` and the command line need; `posthoc_uq.fitting.tune` has
+    its search.
+
+    Attributes:
+        objective: what the trials are compared by.
+        best: which trial is the best: ``min`` or ``max`` of the objective; None where the goal is another one.
+        data: what it needs, in words; empty for nothing.
+        by_predictions: whether it chooses by the predictions of a head, to which the hyperparameters then belong.
+    """
+
+    objective: str
+    best: Callable[..., Any] | None
+    data: str
+    by_predictions: bool
+
+
+CRITERIA: dict[Criterion, CriterionFacts] = {
+    "faithful": CriterionFacts("divergence", None, "training inputs", True),  # the widest within a budget
+    "likelihood": CriterionFacts("validation NLL", min, "held-out data with targets", True),
+    "evidence": CriterionFacts("log marginal likelihood", max, "", False),
 }
 
 
@@ -66,10 +86,10 @@ class Trials:
         """The trial with the least validation NLL, or with the largest marginal likelihood. None by ``"faithful"``,
         whose goal is the widest posterior within a budget, and where the trials belong to several searches.
         """
-        if not self.trials or self.several or self.criterion == "faithful":
+        best = CRITERIA[self.criterion].best
+        if not self.trials or self.several or best is None:
             return None
-        better = min if self.criterion == "likelihood" else max
-        return better(self.trials, key=lambda trial: trial.objective)
+        return best(self.trials, key=lambda trial: trial.objective)
 
     def __repr__(self) -> str:
         chosen = self._line(self.chosen) if self.chosen else "one a search"
@@ -92,7 +112,7 @@ class Trials:
 
     def _line(self, trial: Trial) -> str:
         tried = {ABOUT[name].label: getattr(trial.settings, name) for name in self.searched}
-        numbers = tried | {_OBJECTIVES[self.criterion]: trial.objective}
+        numbers = tried | {CRITERIA[self.criterion].objective: trial.objective}
         return "  ".join(
             f"{label}={value:.5g}" if isinstance(value, float) else f"{label}={value}"
             for label, value in numbers.items()

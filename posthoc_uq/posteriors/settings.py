@@ -24,7 +24,6 @@ from posthoc_uq.posteriors.referral import rule_of
 
 HEADS = ("sampling", "moments", "linearized")  # by name, as `wrap` has them
 NOVELTIES = ("", "posterior")
-HEAD_CRITERIA = ("faithful", "likelihood", "evidence", "given")  # how hyperparameters were found
 
 
 @dataclass
@@ -79,8 +78,8 @@ class History:
         fit: plain values: method options, seed, timings in seconds.
         deterministic: parameters without a posterior, each with the reason.
         tuning: how each hyperparameter was chosen, in words.
-        head: ``name`` and ``options`` of the head that predicts, and the ``criterion`` (``"faithful"``,
-            ``"likelihood"``, ``"evidence"``, ``"given"``) by which the hyperparameters were found; or empty.
+        head: ``name`` and ``options`` of the head that predicts, and the ``criterion`` by which the hyperparameters
+            were found (`posthoc_uq.posteriors.search.CRITERIA`, or ``"given"``); or empty.
         faithful: the faithful prior precision (or scale) as ``value``, its ``temperature`` and the
             ``network_temperature`` it was compared with, ``divergence``, ``budget``, ``head``, and the other
             ``settings``; or empty.
