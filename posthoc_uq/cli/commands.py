@@ -20,6 +20,7 @@ from collections.abc import Generator, Iterable, Mapping, Sequence
 from contextlib import contextmanager, redirect_stdout
 from dataclasses import asdict, dataclass, replace
 from importlib.util import find_spec
+from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Literal, get_type_hints
 
 from posthoc_uq.cli.options import (
@@ -31,8 +32,8 @@ from posthoc_uq.cli.options import (
     DataName,
     Kept,
     ModelSource,
-    Nats,
     Port,
+    Positive,
     Read,
     Referral,
     Share,
@@ -45,12 +46,21 @@ from posthoc_uq.core.errors import PosthocUQError
 if TYPE_CHECKING:
     from posthoc_uq.cli.data import LoadedData
     from posthoc_uq.cli.models import TrainedModel
-    from posthoc_uq.cli.outputs import Flags
     from posthoc_uq.heads.predictor import Predictor
     from posthoc_uq.likelihoods.prediction import Prediction
     from posthoc_uq.posteriors.posterior import Posterior
 
 INCOMPLETE = 3
+# how the lines of a report begin that are shown after a fit
+_OF_A_FIT = (
+    "method:",
+    "likelihood:",
+    "layers:",
+    "samples:",
+    "prior precision:",
+    "noise variance:",
+    "deterministic (",
+)
 HeadName = Literal["sampling", "moments", "linearized"]
 
 
@@ -71,9 +81,6 @@ class Done:
     code: int = 0
 
 
-# fit
-
-
 def fit(
     data: DataName,
     /,
@@ -89,9 +96,9 @@ def fit(
     val_data: DataName | None = None,
     val_split: str | None = None,
     layers: list[str] | None = None,
-    prior_precision: float | Literal["faithful", "evidence"] | None = None,
+    prior_precision: Positive | Literal["faithful", "evidence"] | None = None,
     prior_mean: float | None = None,
-    divergence: Nats | None = None,
+    divergence: Positive | None = None,
     head: HeadName | None = None,
     seed: int = 0,
     checkpoint: Kept | None = None,
@@ -120,8 +127,6 @@ def fit(
         output: the posterior's file.
         method: how the posterior is fitted.
         likelihood: what the model's outputs mean.
-        force: write over files that are there already, but never over an input.
-        unlabelled: leave class folders aside: the model's own labels suffice.
         val_data: held-out data with labels: the fit ends with tuning on them, a training with its best epoch.
         val_split: part of the held-out data, such as train[50000:].
         layers: all, last, or names, prefixes and shell patterns; by default those that the method is for.
@@ -131,7 +136,6 @@ def fit(
         prior_mean: of the weights, for the log marginal likelihood.
         divergence: how far the predictions of a faithful posterior may be from the model's own, in nats (0.002).
         head: by which the faithful prior is found and later commands predict; by default the method's.
-        seed: of all random numbers.
         checkpoint: a file from which the same command goes on after an interruption.
         model_output: where the outputs are in what the model returns, if that is no tensor: a key, an attribute's name
             or an index; by default found by itself.
@@ -176,7 +180,7 @@ def fit(
                 f"A {kind} needs targets that are numbers, and the folder '{data}' has images alone; give the data as "
                 f"package.module:function."
             )
-        model = trained_model(source)
+        start, model = time.perf_counter(), trained_model(source)
         loaded = load_data(data, model, reading, info, labels=not unlabelled, split="train", divided=True)
         val_loader: Iterable[Any] | None = None
         if val_data is not None:
@@ -206,11 +210,14 @@ def fit(
             failed = error
         raise_on_any_error(failed, "writing the posterior")
         report, size = posterior.report(), os.path.getsize(output) if rank() == 0 else 0
-        facts = {"output": output, "bytes": size, "report": report.to_dict(), "processes": world()}
-        told = f"{report}\nWritten to {output} ({size:,} bytes)."
+        lines = [line for line in str(report).splitlines() if line.startswith(_OF_A_FIT)]
+        lines.append(f"seconds: {time.perf_counter() - start:.1f}")
         if source.weights is None and not source.pretrained:
-            told = f"No --weights were given: '{source.model}' itself must return the trained model.\n{told}"
-        return Done(told, facts)
+            lines.append(f"No --weights were given: '{source.model}' itself must return the trained model.")
+        lines.append(f"Written to {output} ({size:,} bytes); posthoc-uq inspect {output} shows all of it.")
+        lines.append(f"Next: posthoc-uq {'tune' if val_data is None else 'evaluate'} --help")
+        facts = {"output": output, "bytes": size, "report": report.to_dict(), "processes": world()}
+        return Done("\n".join(lines), facts)
 
     with process_group(source.device) as device:
         return run_on_all_ranks(lambda: work(replace(source, device=device)), "the command")
@@ -249,9 +256,6 @@ def process_group(device: str | None) -> Generator[str | None]:
         dist.destroy_process_group()
 
 
-# tune
-
-
 def tune(
     file: Read,
     /,
@@ -265,7 +269,7 @@ def tune(
     output: Written | None = None,
     force: bool = False,
     criterion: Literal["faithful", "likelihood", "evidence"] | None = None,
-    divergence: Nats | None = None,
+    divergence: Positive | None = None,
     temperature: bool | None = None,
     per_layer: bool = False,
     noise: bool | None = None,
@@ -291,11 +295,8 @@ def tune(
           --referral_rate 0.05 --head linearized --link mc --referral_score entropy,mutual_information
 
     Args:
-        file: the posterior's file.
-        head: how to predict; by default the one that FILE names.
         data: held-out data with labels; without, the evidence decides.
         output: write here instead of over FILE.
-        force: write over files that are there already, but never over an input.
         criterion: what decides: closeness to the model's own predictions (needs --data, without labels), the likelihood
             of held-out data, or the log marginal likelihood; by default likelihood with --data, else evidence.
         divergence: the budget of the faithful prior, in nats; by default 0.002 for faithful, and 0.02 for likelihood.
@@ -306,7 +307,6 @@ def tune(
             temperature alone.
         search_draws: weight draws of an evaluation, with the sampling head.
         max_evaluations: evaluations of each hyperparameter other than the prior precision.
-        seed: of the draws.
         search: no-search leaves the hyperparameters as they are.
         calibrate: mend the scale of the moments head by Monte Carlo.
     """
@@ -361,8 +361,8 @@ def tune(
                 **({} if criterion == "evidence" else through),
             )
             facts |= {"criterion": criterion, "given up": trials.given_up, "model alone": trials.model_alone}
-            found = trials.chosen if criterion == "likelihood" else None
-            facts["validation NLL"] = None if found is None else found.objective
+            if criterion == "likelihood":
+                facts["validation NLL"] = None if trials.chosen is None else trials.chosen.objective
             if criterion == "faithful":
                 facts |= {key: posterior.history.faithful[key] for key in ("divergence", "budget")}
             if (
@@ -401,10 +401,10 @@ def tune(
 
 
 def _tuning_in_words(facts: Mapping[str, Any]) -> str:
-    values = facts["hyperparameters"].items()
-    lines = [
-        f"{name}: {value:.5g}" if isinstance(value, float) else f"{name}: {value}" for name, value in values
-    ]
+    lines: list[str] = []
+    for name, value in facts["hyperparameters"].items():
+        values = value if isinstance(value, list) else [value]
+        lines.append(f"{name}: {', '.join(f'{v:.5g}' if isinstance(v, float) else str(v) for v in values)}")
     if facts["criterion"] == "evidence":
         lines.append(
             "by the evidence, whose predictions may be too cautious: evaluate them, or tune with --data"
@@ -439,9 +439,6 @@ def _check_tuning(
         raise WrongUsage("--criterion evidence needs no data; leave --data out.")
     if divergence is not None and (criterion == "evidence" or (criterion is None and not data)):
         raise WrongUsage("--divergence is of the criteria faithful and likelihood, which need --data DATA.")
-
-
-# predict
 
 
 def predict(
@@ -482,17 +479,11 @@ def predict(
           --head linearized --link mc --class_names names.txt --skip_unreadable
 
     Args:
-        file: the posterior's file.
         data: what is predicted.
         output: the CSV.
-        head: how to predict; by default the one that FILE names.
-        force: write over files that are there already, but never over an input.
         top_k: classes to name.
-        level: of the interval, for a regression.
         skip_unreadable: leave unreadable images out, name them, and end with exit code 3.
         maps: of pixels: a folder for PNG maps of class, entropy, mutual information and novelty.
-        class_names: names of the outputs: one a line, or JSON; or a folder with a folder for each class.
-        seed: of the draws.
     """
     import csv
 
@@ -516,7 +507,7 @@ def predict(
     names = output_names(model, posterior, class_names, loaded.names)
     start = time.perf_counter()
     rows = flagged = 0
-    applies, table = False, None
+    applies, table = False, PredictionTable(predictor, names, top_k, level)
     with (
         text_file(output) as opened_file,
         torch.no_grad(),
@@ -526,17 +517,16 @@ def predict(
         writer = csv.writer(opened_file)
         for batch in batches(loaded.loader, BatchReader(model.device)):
             prediction = predictor(*batch.args, **batch.kwargs).to("cpu")
-            if table is None:
-                applies = _applies(predictor, prediction)
-                table = PredictionTable(prediction, posterior.history.referral, names, top_k, level)
-                writer.writerow(table.header)
-            flags = _flags(predictor, prediction) if applies else None
+            applies = applies if rows else _applies(predictor, prediction)
             items = _items(loaded, batch.targets, rows, len(prediction))
-            writer.writerows(table.rows(prediction, items, flags))
+            columns = table.columns(prediction, items, applies)
+            if not rows:
+                writer.writerow(columns)
+            writer.writerows(zip(*columns.values(), strict=True))
             if drawn is not None:
                 drawn.write(items, prediction)
             rows += len(prediction)
-            flagged += 0 if flags is None else sum(bool(reasons) for reasons in flags.reasons)
+            flagged += columns["flag"].count("1")
             bar.advance(len(prediction))
     seconds = time.perf_counter() - start
     facts = {
@@ -553,15 +543,6 @@ def predict(
     text += "" if maps is None else f"\nMaps written to {maps}."
     left_out = [f"Left out, unreadable: {trouble.name}" for trouble in loaded.skipped]
     return Done(text, facts, left_out, INCOMPLETE if left_out else 0)
-
-
-def _flags(predictor: Predictor, prediction: Prediction) -> Flags:
-    from posthoc_uq.cli.outputs import Flags
-
-    by_score = predictor.referral.reasons(prediction)
-    flags = zip(*(flag.tolist() for flag in by_score.values()), strict=True)
-    reasons = [[name for name, flag in zip(by_score, row, strict=True) if flag] for row in flags]
-    return Flags(reasons, predictor.referral.tail(prediction).tolist())
 
 
 def _applies(predictor: Predictor, prediction: Prediction) -> bool:
@@ -584,9 +565,6 @@ def _items(loaded: LoadedData, numbers: Any, start: int, count: int) -> list[str
     elif loaded.rows is not None:
         found = loaded.rows[start : start + count]
     return [str(number) if loaded.files is None else loaded.files[number] for number in found]
-
-
-# evaluate
 
 
 def evaluate(
@@ -616,16 +594,11 @@ def evaluate(
       posthoc-uq evaluate model.h5 torchvision:FashionMNIST --model nets.py:cnn --weights w.pt --json
 
     Args:
-        file: the posterior's file.
         data: with labels.
-        head: how to predict; by default the one that FILE names.
         ood: foreign data to tell apart, as NAME=DATA; several times for several.
         report: write one self-contained page: tables, figures, images.
         csv: write all numbers as a table.
         json_file: write all numbers as JSON.
-        force: write over files that are there already, but never over an input.
-        class_names: names of the outputs: one a line, or JSON; or a folder with a folder for each class.
-        seed: of the draws.
     """
     score, rate = referral.score(), referral.referral_rate
     foreign = _named_data(ood or [])
@@ -695,9 +668,6 @@ def _named_data(texts: Sequence[str]) -> dict[str, str]:
     return named
 
 
-# update
-
-
 def update(
     file: Read,
     data: DataName,
@@ -726,12 +696,9 @@ def update(
       posthoc-uq update model.h5 withdrawn/ --model timm:resnet18 --weights w.pt --remove
 
     Args:
-        file: the posterior's file.
         data: what comes in, or goes out.
         remove: take DATA out, to which fit or update gave them.
         output: write here instead of over FILE.
-        force: write over files that are there already, but never over an input.
-        unlabelled: leave class folders aside: the model's own labels suffice.
     """
     from posthoc_uq.cli.data import load_data
     from posthoc_uq.cli.posterior_file import dataset_info, opened, rewrite
@@ -755,9 +722,6 @@ def update(
         "described": described,
     }
     return Done(f"{text}\ndata since the fit: {described}\nWritten to {place}.", facts)
-
-
-# serve, monitor
 
 
 def serve(
@@ -793,27 +757,17 @@ def serve(
       curl -F image=@photo.jpg http://127.0.0.1:8000/predict/image
 
     Args:
-        file: the posterior's file.
-        head: how to predict; by default the one that FILE names.
         host: address to listen on.
         port: to listen on, 0 for any free one.
         allow_host: further names by which clients may call the server, such as that of a proxy.
         top_k: classes of an answer.
-        level: of the interval, for a regression.
         integers: inputs of JSON are whole numbers, such as tokens.
         max_bytes: of a request.
         max_batch: inputs of a request.
         max_pixels: of an image, width times height, before it is decoded.
         log: add the scores of every input to this CSV.
-        class_names: names of the outputs: one a line, or JSON; or a folder with a folder for each class.
-        seed: of the draws.
     """
-    needed = ("starlette", "uvicorn", "python_multipart", "prometheus_client")
-    missing = [name.replace("_", "-") for name in needed if find_spec(name) is None]
-    if missing:
-        raise PosthocUQError(
-            f"serve needs {' and '.join(missing)}; install the extra: pip install 'posthoc-uq[serve]'."
-        )
+    check_extra("serve", "starlette", "uvicorn", "python_multipart", "prometheus_client")
     import json
 
     from posthoc_uq.cli.posterior_file import opened, output_names
@@ -870,7 +824,6 @@ def monitor(
         file: the CSV.
         reference: scores of held-out data: a CSV of posthoc-uq predict.
         output: where the figure goes: .png, .svg or .pdf.
-        force: write over files that are there already, but never over an input.
         window: inputs of a test.
         last: newest rows of the CSV to look at.
     """
@@ -906,9 +859,6 @@ def monitor(
     return Done(text, facts)
 
 
-# inspect, demo
-
-
 def inspect(file: Read, /, *, console: Console) -> Done:
     """Show what the posterior in FILE is: method, hyperparameters, how it was fitted and tuned, and its layers.
 
@@ -917,9 +867,6 @@ def inspect(file: Read, /, *, console: Console) -> Done:
     Examples:
       posthoc-uq inspect model.h5
       posthoc-uq inspect model.h5 --json
-
-    Args:
-        file: the posterior's file.
     """
     from posthoc_uq.files import inspect as contents_of
 
@@ -936,8 +883,7 @@ def demo(
 ) -> Done | None:
     """Run the library on handwritten digits: train a small network, fit a posterior, save, load, predict, evaluate.
 
-    Prints tables and leaves pictures and posterior files in the output folder. Needs the packages of the extra demo:
-    pip install 'posthoc-uq[demo]'.
+    Prints tables, and leaves a page, figures and a posterior's file in the output folder. Needs the extra demo.
 
     Examples:
       posthoc-uq demo
@@ -945,25 +891,24 @@ def demo(
 
     Args:
         output: a new or empty folder.
-        force: write over files that are there already.
-        seed: of all random numbers.
     """
-    from posthoc_uq.cli.demo import NEEDED, main
+    check_extra("demo", "sklearn")
+    from posthoc_uq.cli.demo import run
 
-    missing = [package for module, package in NEEDED.items() if find_spec(module) is None]
-    if missing:
-        raise PosthocUQError(f"The demo needs {', '.join(missing)}: pip install 'posthoc-uq[demo]'.")
     if not force and os.path.isdir(output) and os.listdir(output):
         raise PosthocUQError(
             f"The folder '{output}' is not empty; give another one with --output, or --force to write over its files."
         )
     with redirect_stdout(sys.stderr) if console.json else redirect_stdout(sys.stdout):
-        code = main(["--output", output, "--seed", str(seed)])
+        identical = run(Path(output), seed).identical
     files = sorted(os.path.join(place, name) for place, _, names in os.walk(output) for name in names)
-    return Done("", {"output": output, "succeeded": code == 0, "files": files}, code=code)
+    return Done("", {"output": output, "succeeded": identical, "files": files}, code=0 if identical else 1)
 
 
-# What commands on a posterior's file share.
+def check_extra(name: str, *modules: str) -> None:
+    """Refuse a command whose extra is not installed."""
+    if any(find_spec(module) is None for module in modules):
+        raise PosthocUQError(f"This needs the extra {name}: pip install 'posthoc-uq[{name}]'.")
 
 
 def _progress(console: Console) -> bool:

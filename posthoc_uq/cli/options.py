@@ -18,9 +18,9 @@ from posthoc_uq.core.errors import PosthocUQError
 
 if TYPE_CHECKING:
     Count = Natural = Size = Port = Window = int
-    Share = Nats = Rate = float
+    Share = Positive = Rate = float
 else:  # jsonargparse refuses other numbers, and names the type in the help
-    Count, Natural, Nats, Share = (
+    Count, Natural, Positive, Share = (
         typing.PositiveInt,
         typing.NonNegativeInt,
         typing.PositiveFloat,
@@ -41,6 +41,17 @@ Written = Annotated[str, "written"]
 """A file that is written, and written over with ``--force`` alone."""
 Kept = Annotated[str, "kept"]
 """A file that a fit goes on from, or that a server adds to: it may be there, and is checked where it is opened."""
+
+SHARED = {
+    "file": "the posterior's file.",
+    "head": "how to predict; by default the one that FILE names.",
+    "force": "write over files that are there already, but never over an input.",
+    "unlabelled": "leave class folders aside: the model's own labels suffice.",
+    "level": "of the interval, for a regression.",
+    "class_names": "names of the outputs: one a line, or JSON; or a folder with a folder for each class.",
+    "seed": "of all random numbers.",
+}
+"""The words of options that several commands have, where their docstrings say nothing else."""
 
 Kind = TypeVar("Kind")
 
