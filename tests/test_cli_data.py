@@ -86,7 +86,7 @@ class TestFolders:
     def test_classes_are_the_sorted_folders(self, folder: Path) -> None:
         data = read(folder)
         assert labels_of(data) == [0] * 4 + [1] * 4 + [2] * 4
-        assert data.files[0] == "cat/0.png" and len(data.files) == 12 and data.labelled
+        assert data.files[0] == "cat/0.png" and len(data.files) == 12
         assert data.names == ["cat", "dog", "emu"]
         images = torch.cat([inputs for inputs, _ in data.loader])
         for path, image in zip(data.files, images, strict=True):
@@ -96,7 +96,7 @@ class TestFolders:
     def test_without_classes_there_are_inputs_alone(self, tmp_path: Path) -> None:
         make_images(tmp_path, ("",), 5, 0)
         data = read(tmp_path)
-        assert not data.labelled and data.files == [f"{i}.png" for i in range(5)]
+        assert data.files == [f"{i}.png" for i in range(5)]
         assert [tuple(batch.shape) for batch in data.loader] == [(4, 3, 14, 12), (1, 3, 14, 12)]
         assert read(tmp_path / "3.png").files == ["3.png"]
 
@@ -108,7 +108,7 @@ class TestFolders:
     def test_labels_are_left_aside_where_none_are_wanted(self, folder: Path) -> None:
         make_images(folder / "deep" / "deeper", ("",), 1, 3)
         data = read(folder, labels=False, numbered=True)
-        assert len(data.files) == 13 and not data.labelled and data.names is None
+        assert len(data.files) == 13 and data.names is None
         numbers = torch.cat([numbers for _, numbers in data.loader])
         assert numbers.tolist() == list(range(13))
 

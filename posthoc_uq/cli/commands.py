@@ -7,11 +7,12 @@ predictions over HTTP, `monitor` what comes in, `inspect` a file without its mod
 Exit codes: 0 done, 1 error, 2 wrong usage, 3 predicted but for some unreadable images, 130 interrupted.
 """
 
-# Each command is a function; `posthoc_uq.cli.parser` makes its options from its signature and docstring. What is heavy
-# is imported when a command runs, so that the others start fast.
+# Each command is a function; `posthoc_uq.cli.parser` makes its options from its signature and docstring.
 
 from __future__ import annotations
 
+import csv as csv_files
+import json
 import os
 import sys
 import time
@@ -21,10 +22,15 @@ from contextlib import contextmanager, redirect_stdout
 from dataclasses import asdict, dataclass, replace
 from importlib.util import find_spec
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, Literal, get_type_hints
+from typing import Annotated, Any, Literal, get_type_hints
 
+import torch
+import torch.distributed as dist
+
+import posthoc_uq as uq
+from posthoc_uq.cli.data import LoadedData, load_data
+from posthoc_uq.cli.models import TrainedModel, device_named, trained_model
 from posthoc_uq.cli.options import (
-    Checks,
     Choice,
     Console,
     Count,
@@ -41,14 +47,32 @@ from posthoc_uq.cli.options import (
     Written,
     WrongUsage,
 )
+from posthoc_uq.cli.outputs import Maps, Outputs, PredictionTable, text_file
+from posthoc_uq.cli.posterior_file import (
+    DatasetInfo,
+    dataset_info,
+    facts_of,
+    image_facts,
+    opened,
+    output_names,
+    rewrite,
+    stored_dtype,
+)
+from posthoc_uq.core.batches import Bar, BatchReader, batches
+from posthoc_uq.core.distributed import raise_on_any_error, rank, run_on_all_ranks, world
 from posthoc_uq.core.errors import PosthocUQError
-
-if TYPE_CHECKING:
-    from posthoc_uq.cli.data import LoadedData
-    from posthoc_uq.cli.models import TrainedModel
-    from posthoc_uq.heads.predictor import Predictor
-    from posthoc_uq.likelihoods.prediction import Prediction
-    from posthoc_uq.posteriors.posterior import Posterior
+from posthoc_uq.core.options import check_option
+from posthoc_uq.core.randomness import isolated_random_state
+from posthoc_uq.deployment import drift_figure, drift_table, drifts, newest, read_scores
+from posthoc_uq.files.atomic import checked_target, remove_leftovers, replacing
+from posthoc_uq.fitting.fit import takes_layers
+from posthoc_uq.fitting.wrap import HEADS, head_class, options_of, recorded_head
+from posthoc_uq.heads.moments import MomentsPredictor
+from posthoc_uq.likelihoods import LIKELIHOODS
+from posthoc_uq.likelihoods.prediction import Prediction
+from posthoc_uq.methods import METHODS
+from posthoc_uq.posteriors.referral import rule_of
+from posthoc_uq.posteriors.report import described_changes
 
 INCOMPLETE = 3
 # how the lines of a report begin that are shown after a fit
@@ -142,8 +166,6 @@ def fit(
         save_dtype: of the numbers in the file.
         compress: compress the file (gzip).
     """
-    from posthoc_uq.core.distributed import run_on_all_ranks
-
     if val_data is None and val_split is not None:
         raise WrongUsage("--val_split is a part of --val_data; give that too.")
     arguments: dict[str, Any] = {
@@ -158,16 +180,6 @@ def fit(
     }
 
     def work(source: ModelSource) -> Done:
-        import torch
-
-        from posthoc_uq.cli.data import load_data
-        from posthoc_uq.cli.models import trained_model
-        from posthoc_uq.cli.posterior_file import DatasetInfo, facts_of, image_facts
-        from posthoc_uq.core.distributed import raise_on_any_error, rank, world
-        from posthoc_uq.files import save
-        from posthoc_uq.fitting.fit import fit, takes_layers
-        from posthoc_uq.likelihoods import LIKELIHOODS
-        from posthoc_uq.methods import METHODS
 
         name, how = str(likelihood.name), method
         if takes_layers(str(method.name)) and arguments["layers"] in ("all", "last"):
@@ -185,11 +197,10 @@ def fit(
         val_loader: Iterable[Any] | None = None
         if val_data is not None:
             part, info = replace(reading, split=val_split, limit=None), replace(info, kept=loaded.kept)
-            held_out = load_data(val_data, model, part, info, labels=True, split="val")
-            if not held_out.labelled:
-                raise PosthocUQError(f"Held-out data need labels, and '{val_data}' has no class folders.")
-            val_loader = held_out.loader
-        posterior = fit(
+            val_loader = load_data(
+                val_data, model, part, info, labels=True, split="val", needs="tuning"
+            ).loader
+        posterior = uq.fit(
             model.model,
             loaded.loader,
             fitting,
@@ -205,7 +216,7 @@ def fit(
         dtype = None if save_dtype is None else getattr(torch, save_dtype)
         failed: Exception | None = None
         try:
-            save(posterior, output, dtype=dtype, compression="gzip" if compress else None)
+            uq.save(posterior, output, dtype=dtype, compression="gzip" if compress else None)
         except Exception as error:  # every process must hear of it
             failed = error
         raise_on_any_error(failed, "writing the posterior")
@@ -229,14 +240,10 @@ def process_group(device: str | None) -> Generator[str | None]:
     if "RANK" not in os.environ or "WORLD_SIZE" not in os.environ:
         yield device
         return
-    import torch
-    import torch.distributed as dist
 
     # Functions of this module have the group that there is when it is imported as a default argument. A model's library
     # that imports it later would keep the group, and its threads, until Python ends, which can abort the process.
     import torch.distributed.nn  # pyright: ignore[reportUnusedImport]
-
-    from posthoc_uq.cli.models import device_named
 
     device = device or ("cuda" if torch.cuda.is_available() else "cpu")
     if device.startswith("cuda"):
@@ -316,23 +323,14 @@ def tune(
         criterion, divergence, data is not None, needs_data or bool(temperature), needs_data, search
     )
 
-    from posthoc_uq.cli.data import load_data
-    from posthoc_uq.cli.posterior_file import dataset_info, opened, rewrite, stored_dtype
-    from posthoc_uq.fitting.tune import tune as tune_posterior
-    from posthoc_uq.heads.moments import MomentsPredictor
-    from posthoc_uq.heads.referral import Referral as ReferralRule
-    from posthoc_uq.posteriors.referral import rule_of
-
     criterion = criterion or ("likelihood" if data is not None else "evidence")
     labels = search and criterion == "likelihood"
     model, posterior = opened(file, source)
     loaded = None
     if data is not None:
-        loaded = load_data(data, model, reading, dataset_info(posterior), labels=labels, split="val")
-        if labels and not loaded.labelled:
-            raise PosthocUQError(
-                f"Tuning needs labels, and '{data}' has no class folders; or give --no-search, or --criterion faithful."
-            )
+        needs = "tuning by likelihood" if labels else None
+        info = dataset_info(posterior)
+        loaded = load_data(data, model, reading, info, labels=labels, split="val", needs=needs)
     named = ("criterion", "validation NLL", "given up", "model alone", "divergence", "budget")
     facts: dict[str, Any] = dict.fromkeys(named)
     threshold = None
@@ -343,7 +341,8 @@ def tune(
                 key: value for key, value in options.items() if key not in ("seed", "n_samples")
             }
             through |= {"n_samples": search_draws} if name == "sampling" else {}
-            trials = tune_posterior(
+            chosen = None if parameters is None else tuple(one for one in parameters if one != "none")
+            trials = uq.tune(
                 posterior,
                 None if loaded is None or criterion == "evidence" else loaded.loader,
                 criterion=criterion,
@@ -351,9 +350,7 @@ def tune(
                 temperature=temperature,
                 per_layer=per_layer,
                 noise=noise,
-                parameters=None
-                if parameters is None
-                else tuple(name for name in parameters if name != "none"),
+                parameters=chosen,
                 max_evaluations=max_evaluations,
                 seed=seed,
                 progress=_progress(console),
@@ -365,9 +362,8 @@ def tune(
                 facts["validation NLL"] = None if trials.chosen is None else trials.chosen.objective
             if criterion == "faithful":
                 facts |= {key: posterior.history.faithful[key] for key in ("divergence", "budget")}
-            if (
-                criterion != "evidence" and "n_samples" in options
-            ):  # the draws of predictions, not of the search
+            if criterion != "evidence" and "n_samples" in options:
+                # the draws of predictions, not of the search
                 posterior.history.head["options"]["n_samples"] = options["n_samples"]
         if loaded is not None and needs_data:
             predictor = _predictor(model, posterior, head, seed, of_threshold=not search)
@@ -377,7 +373,7 @@ def tune(
                 predictor.calibrate(loaded.loader, progress=_progress(console))
             if rate is not None:
                 prediction = predictor.predict(loaded.loader, progress=_progress(console))
-                threshold = ReferralRule(rate, score).fit(predictor, prediction).thresholds
+                threshold = uq.Referral(rate, score).fit(predictor, prediction).thresholds
     rewrite(posterior, file, output, source, stored_dtype(file))
     prior = posterior.prior_precision
     # the prior precision first, if there is one: it is what most searches are about
@@ -451,7 +447,7 @@ def predict(
     source: ModelSource,
     reading: Data,
     console: Console,
-    outputs: Checks,
+    outputs: Outputs,
     force: bool = False,
     top_k: Count = 3,
     level: Share = 0.95,
@@ -485,15 +481,6 @@ def predict(
         skip_unreadable: leave unreadable images out, name them, and end with exit code 3.
         maps: of pixels: a folder for PNG maps of class, entropy, mutual information and novelty.
     """
-    import csv
-
-    import torch
-
-    from posthoc_uq.cli.data import load_data
-    from posthoc_uq.cli.outputs import Maps, PredictionTable, text_file
-    from posthoc_uq.cli.posterior_file import dataset_info, opened, output_names
-    from posthoc_uq.core.batches import Bar, BatchReader, batches
-    from posthoc_uq.core.randomness import isolated_random_state
 
     model, posterior = opened(file, source)
     info = dataset_info(posterior)
@@ -514,7 +501,7 @@ def predict(
         isolated_random_state(),
         Bar(loaded.loader, "predict", _progress(console)) as bar,
     ):
-        writer = csv.writer(opened_file)
+        writer = csv_files.writer(opened_file)
         for batch in batches(loaded.loader, BatchReader(model.device)):
             prediction = predictor(*batch.args, **batch.kwargs).to("cpu")
             applies = applies if rows else _applies(predictor, prediction)
@@ -545,7 +532,7 @@ def predict(
     return Done(text, facts, left_out, INCOMPLETE if left_out else 0)
 
 
-def _applies(predictor: Predictor, prediction: Prediction) -> bool:
+def _applies(predictor: uq.Predictor, prediction: Prediction) -> bool:
     """Whether there is a threshold to flag by; warns where the file has one that does not apply."""
     if not predictor.posterior.history.referral:
         return False
@@ -603,16 +590,9 @@ def evaluate(
     score, rate = referral.score(), referral.referral_rate
     foreign = _named_data(ood or [])
 
-    from posthoc_uq.cli.data import load_data
-    from posthoc_uq.cli.posterior_file import dataset_info, opened, output_names, rewrite, stored_dtype
-    from posthoc_uq.evaluation import evaluate as evaluate_models
-    from posthoc_uq.posteriors.referral import rule_of
-
     model, posterior = opened(file, source)
     info = dataset_info(posterior)
-    loaded = load_data(data, model, reading, info, labels=True, split="test")
-    if not loaded.labelled:
-        raise PosthocUQError(f"An evaluation needs labels, and '{data}' has no class folders.")
+    loaded = load_data(data, model, reading, info, labels=True, split="test", needs="an evaluation")
     info = replace(info, kept={**info.kept, **loaded.kept})
     plain = replace(reading, split=None, target=[], columns=[], ignore_index=None)
     ood_loaders = {
@@ -621,7 +601,7 @@ def evaluate(
     }
     predictor = _predictor(model, posterior, head, seed)
     several = isinstance(score, tuple)
-    evaluation = evaluate_models(
+    evaluation = uq.evaluate(
         {"model alone": model.model, f"{posterior.method}, {predictor.head}": predictor},
         loaded.loader,
         ood_loaders=ood_loaders,
@@ -700,15 +680,10 @@ def update(
         remove: take DATA out, to which fit or update gave them.
         output: write here instead of over FILE.
     """
-    from posthoc_uq.cli.data import load_data
-    from posthoc_uq.cli.posterior_file import dataset_info, opened, rewrite
-    from posthoc_uq.fitting.update import update as update_posterior
-    from posthoc_uq.posteriors.report import described_changes
-
     model, posterior = opened(file, source)
     loaded = load_data(data, model, reading, dataset_info(posterior), labels=not unlabelled, split="train")
     before = posterior.evidence.samples
-    posterior = update_posterior(posterior, loaded.loader, remove=remove, progress=_progress(console))
+    posterior = uq.update(posterior, loaded.loader, remove=remove, progress=_progress(console))
     # in full precision: a few samples among many are less than a half format resolves
     rewrite(posterior, file, output, source)
     changes, samples = posterior.history.changes, posterior.evidence.samples
@@ -768,9 +743,7 @@ def serve(
         log: add the scores of every input to this CSV.
     """
     check_extra("serve", "starlette", "uvicorn", "python_multipart", "prometheus_client")
-    import json
 
-    from posthoc_uq.cli.posterior_file import opened, output_names
     from posthoc_uq.deployment.requests import Limits
     from posthoc_uq.deployment.serve import Service
     from posthoc_uq.deployment.serve import serve as serve_service
@@ -827,9 +800,6 @@ def monitor(
         window: inputs of a test.
         last: newest rows of the CSV to look at.
     """
-    from posthoc_uq.deployment import drift_figure, drift_table, drifts, newest, read_scores
-    from posthoc_uq.files.atomic import checked_target, remove_leftovers, replacing
-
     kind = "png" if output is None else os.path.splitext(output)[1].lstrip(".").lower() or "png"
     if kind not in ("png", "svg", "pdf"):
         raise WrongUsage(f"--output: a figure is .png, .svg or .pdf, and '{output}' is none of them.")
@@ -868,9 +838,7 @@ def inspect(file: Read, /, *, console: Console) -> Done:
       posthoc-uq inspect model.h5
       posthoc-uq inspect model.h5 --json
     """
-    from posthoc_uq.files import inspect as contents_of
-
-    contents = contents_of(file)
+    contents = uq.inspect(file)
     return Done(str(contents), contents)
 
 
@@ -917,25 +885,20 @@ def _progress(console: Console) -> bool:
 
 
 def _predictor(
-    model: TrainedModel, posterior: Posterior, head: Choice, seed: int, *, of_threshold: bool = True
-) -> Predictor:
+    model: TrainedModel, posterior: uq.Posterior, head: Choice, seed: int, *, of_threshold: bool = True
+) -> uq.Predictor:
     """The model with its posterior, by the head that `_head` finds."""
-    from posthoc_uq.fitting.wrap import wrap
-
     name, options = _head(posterior, head, seed, of_threshold=of_threshold)
-    return wrap(model.model, posterior, head=name, **options)
+    return uq.wrap(model.model, posterior, head=name, **options)
 
 
 def _head(
-    posterior: Posterior, head: Choice, seed: int, *, of_threshold: bool = True
+    posterior: uq.Posterior, head: Choice, seed: int, *, of_threshold: bool = True
 ) -> tuple[str, dict[str, Any]]:
     """The head to predict through, and its options. What the user does not choose is taken from the head that the
     file's threshold was set for, if the threshold still holds and `of_threshold` is set; else from the head that the
     hyperparameters were found for. If the user names no head, but options that only one head has, it is that head.
     """
-    from posthoc_uq.core.options import check_option
-    from posthoc_uq.fitting.wrap import HEADS, head_class, options_of, recorded_head
-
     file_head, of_file = recorded_head(posterior)
     referral = posterior.history.referral
     if of_threshold and referral and referral["posterior"] == posterior.settings.plain():

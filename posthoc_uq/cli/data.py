@@ -34,7 +34,6 @@ class LoadedData:
         loader: batches ``(inputs, targets)`` or inputs; of images by number ``(inputs, numbers)``.
         spec: how it was named.
         files: name of every item, by its number, or None where items have none.
-        labelled: whether targets come along.
         names: of the outputs, where folders or a table name them all.
         numbered: whether the loader gives the items' numbers in the place of targets.
         rows: number of each item that the loader gives, in its order, where it is a part of a data set.
@@ -44,7 +43,6 @@ class LoadedData:
     loader: Iterable[Any]
     spec: str
     files: Sequence[str] | None = None
-    labelled: bool = True
     names: Sequence[str] | None = None
     numbered: bool = False
     rows: Sequence[int] | None = None
@@ -64,6 +62,7 @@ def load_data(
     *,
     labels: bool,
     split: str,
+    needs: str | None = None,
     numbered: bool = False,
     skip: bool = False,
     divided: bool = False,
@@ -78,6 +77,7 @@ def load_data(
         info: of the outputs, and what the posterior's file keeps of its data.
         labels: whether labels are wanted where the data have them.
         split: which part to take where the options do not say.
+        needs: what cannot do without labels, if anything.
         numbered: give the items' numbers in the place of labels.
         skip: leave unreadable images out.
         divided: give each process of a group its part.
@@ -103,7 +103,7 @@ def load_data(
         loader: Any = DataLoader(
             rows, reading.batch_size, sampler=_sampler(rows, divided), collate_fn=lambda batch: batch
         )
-        return LoadedData(loader, spec, None, labels, table.names, rows=taken, kept=table.kept)
+        return LoadedData(loader, spec, None, table.names, rows=taken, kept=table.kept)
     if COLUMNS in info.kept and not is_import_path(spec):
         raise PosthocUQError(f"The posterior was fitted on a table, and '{spec}' is none (.csv, .tsv).")
     if os.path.exists(spec) and not spec.startswith("torchvision:"):
@@ -113,11 +113,13 @@ def load_data(
             )
         folder, kept = read_folder(spec, model, labels, reading, name or split, info)
         labelled = folder.labels is not None or isinstance(folder, MaskedImages)
-        loaded = LoadedData([], spec, folder.files, labelled, kept.get(NAMES), numbered, None, kept)
+        if needs is not None and not labelled:
+            raise PosthocUQError(f"For {needs} data need labels, and '{spec}' has no class folders.")
+        loaded = LoadedData([], spec, folder.files, kept.get(NAMES), numbered, None, kept)
         images: Any = folder
     elif spec.startswith("torchvision:"):
         images = WrappedImages(_torchvision(spec, name, reading), labels, model.transform)
-        loaded = LoadedData([], spec, None, labels, numbered=numbered)
+        loaded = LoadedData([], spec, numbered=numbered)
     elif is_import_path(spec):
         return _of_function(spec, name, cut, reading, divided)
     else:

@@ -7,10 +7,8 @@ what the option's file is for, so that nothing is written over by mistake (`post
 
 from __future__ import annotations
 
-from collections.abc import Iterable
 from dataclasses import dataclass, field
-from os import PathLike
-from typing import TYPE_CHECKING, Annotated, Any, Protocol, TypeVar
+from typing import TYPE_CHECKING, Annotated, Any, TypeVar
 
 from jsonargparse import typing
 
@@ -58,14 +56,6 @@ Kind = TypeVar("Kind")
 
 class WrongUsage(PosthocUQError):
     """A command was called in a way that it does not understand."""
-
-
-class Checks(Protocol):
-    """Checks of further files that a command writes, where it has an argument ``outputs`` of this type."""
-
-    def check(self, more: Iterable[tuple[str, str | PathLike[str]]]) -> None:
-        """Refuse files that must not be written, each with the option that it follows from."""
-        ...
 
 
 @dataclass(frozen=True)

@@ -12,26 +12,24 @@ from contextlib import contextmanager
 from dataclasses import dataclass, is_dataclass
 from io import TextIOWrapper
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, TextIO, cast, get_args, get_origin
+from typing import Annotated, Any, TextIO, cast, get_args, get_origin
 
 import numpy as np
 import torch
 from PIL import Image
 
-from posthoc_uq.cli.options import Checks, Choice, Data
+from posthoc_uq.cli.options import Choice, Data
 from posthoc_uq.cli.parser import Option, options_of
 from posthoc_uq.core.errors import PosthocUQError
 from posthoc_uq.core.paths import IMAGE_ENDINGS, folder_files
 from posthoc_uq.core.tables import csv_text
 from posthoc_uq.files.atomic import checked_target, remove_leftovers, replacing
+from posthoc_uq.heads.predictor import Predictor
 from posthoc_uq.likelihoods.class_prediction import ClassPrediction, MultilabelPrediction
 from posthoc_uq.likelihoods.positions import PositionPrediction
 from posthoc_uq.likelihoods.prediction import Prediction
 from posthoc_uq.likelihoods.value_prediction import RegressionPrediction
 from posthoc_uq.posteriors.referral import thresholds_of
-
-if TYPE_CHECKING:
-    from posthoc_uq.heads.predictor import Predictor
 
 _Identity = tuple[int, int]
 
@@ -296,7 +294,7 @@ class Maps:
 
     folder: str
 
-    def prepare(self, files: Sequence[str] | None, outputs: Checks) -> None:
+    def prepare(self, files: Sequence[str] | None, outputs: Outputs) -> None:
         """Make the folder for the maps of these images.
 
         Raises:

@@ -29,6 +29,9 @@ from posthoc_uq.cli.options import SHARED, Choice, WrongUsage
 from posthoc_uq.core.errors import PosthocUQError
 from posthoc_uq.core.options import did_you_mean
 from posthoc_uq.core.paths import check_regular
+from posthoc_uq.fitting.wrap import HEADS, head_class
+from posthoc_uq.likelihoods import LIKELIHOODS
+from posthoc_uq.methods import METHODS
 
 _SHORT = {"output": "-o", "quiet": "-q", "help": "-h"}
 _DEFAULTS: dict[str, str | None] = {"method": "inf", "likelihood": "classification", "head": None}
@@ -46,10 +49,6 @@ _IN_WORDS = {
 
 def kinds_of(word: str) -> Mapping[str, type]:
     """The methods, likelihoods or heads by name, those that others registered among them."""
-    from posthoc_uq.fitting.wrap import HEADS, head_class
-    from posthoc_uq.likelihoods import LIKELIHOODS
-    from posthoc_uq.methods import METHODS
-
     heads: dict[str, type] = {name: head_class(name) for name in HEADS}
     return {"method": METHODS, "likelihood": LIKELIHOODS, "head": heads}[word]
 

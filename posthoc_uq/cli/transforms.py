@@ -65,7 +65,7 @@ class Preprocessing:
         resize: shorter side before the crop; None to leave images without a crop as they are.
         interpolation: Pillow's name.
         mean, std: by channel, or empty.
-        timm: timm's configuration, some of whose models stretch images, or give them a border; or None.
+        timm: timm's configuration, since some of its models stretch images, or give them a border; or None.
     """
 
     channels: int
@@ -107,7 +107,9 @@ class Preprocessing:
             self.mean or (0.0,) * self.channels,
             self.std or (1.0,) * self.channels,
             # as Pillow takes the nearest pixel, also for images; torchvision's transforms of masks take another one
-            transforms.Compose(geometry("nearest")) if self.timm is None else None,
+            transforms.Compose(geometry("nearest"))
+            if (self.timm or {}).get("crop_mode") in (None, "center")
+            else None,
             shorter or 0,
         )
 
