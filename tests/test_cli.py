@@ -337,6 +337,8 @@ class TestConfiguration:
         again, given = parsed(command, "--config", tmp_path / "c.yaml"), parsed(command, *arguments)
         if command == "fit":
             assert yaml.safe_load(printed)["method"]["rank"] == 5
+            short = run(command, *arguments, "--print_config=skip_default").stdout
+            assert yaml.safe_load(short)["method"] == {"rank": 5} and "batch_size" not in short
             again["method"], given["method"] = (uq.INF(**call["method"].options) for call in (again, given))
         assert again == given
 

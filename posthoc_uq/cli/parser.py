@@ -15,6 +15,7 @@ from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import MISSING, dataclass, fields, is_dataclass, replace
+from difflib import get_close_matches
 from itertools import zip_longest
 from json import loads
 from typing import Annotated, Any, Literal, Optional, Union, cast, get_args, get_origin, get_type_hints
@@ -185,6 +186,11 @@ def _metavar(option: Option) -> str:
         str(name) for part in _parts(option.kind) if get_origin(part) is Literal for name in get_args(part)
     ]
     if choices:
+        choices += (
+            ["N"]
+            if {int, float} & {base for part in _parts(option.kind) for base in getattr(part, "__mro__", ())}
+            else []
+        )
         return f"{{{','.join(choices)}}}"
     return "" if _is_flag(option.kind) else option.name.rpartition("_")[2].upper()
 
@@ -322,7 +328,8 @@ class Command:
             (nested.setdefault(word[0], {}) if word else nested)[name] = value
         try:
             if shown:
-                print(self.parser.dump(self.parser.parse_object(nested)), end="")
+                flags = {f"skip_{flag}": f"skip_{flag}" in str(shown) for flag in ("default", "unset")}
+                print(self.parser.dump(self.parser.parse_object(nested), **flags), end="")
                 raise SystemExit(0)
             given: dict[str, Any] = self.parser.parse_object(nested, defaults=False).as_dict()
         except ArgumentError as error:
@@ -422,7 +429,8 @@ class Command:
                 return f"--{written} is for {whose} (--{word} {owners[0]}), and this is {name}."
         names = {f"--{key}" for key in self.kinds} | {f"--{key.rpartition('.')[2]}" for key in self.kinds}
         meant = f"--{written}".replace("-", "_").replace("__", "--", 1)
-        return f"There is no option --{written}{place}.{did_you_mean(meant, names)}"
+        close = get_close_matches(meant, names, cutoff=0.75)
+        return f"There is no option --{written}{place}.{did_you_mean(meant, close)}"
 
     def _in_a_line(self, message: str, places: Mapping[str, str]) -> str:
         """An error of jsonargparse in one line, with the option as it is typed, and the file that it stands in."""
