@@ -35,7 +35,7 @@ help:
 	@sed -n '/^#/!q; s/^# \{0,1\}//p' Makefile
 
 demo: $(DEMO_ENV)
-	$(BIN)/python -m posthoc_uq.cli.demo $(DEMO_FLAGS)
+	$(BIN)/python -m posthoc_uq demo --force $(DEMO_FLAGS)
 
 test: $(DEV_ENV)
 	OMP_NUM_THREADS=$${OMP_NUM_THREADS:-1} $(BIN)/python -m pytest $(PYTEST_FLAGS) -m "not study"

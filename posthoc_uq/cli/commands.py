@@ -7,11 +7,12 @@ predictions over HTTP, `monitor` what comes in, `inspect` a file without its mod
 Exit codes: 0 done, 1 error, 2 wrong usage, 3 predicted but for some unreadable images, 130 interrupted.
 """
 
-# Each command is a function; `posthoc_uq.cli.parser` makes its options from its signature and docstring. What is heavy
-# is imported when a command runs, so that the others start fast.
+# Each command is a function; `posthoc_uq.cli.parser` makes its options from its signature and docstring.
 
 from __future__ import annotations
 
+import csv as csv_files
+import json
 import os
 import sys
 import time
@@ -20,10 +21,16 @@ from collections.abc import Generator, Iterable, Mapping, Sequence
 from contextlib import contextmanager, redirect_stdout
 from dataclasses import asdict, dataclass, replace
 from importlib.util import find_spec
-from typing import TYPE_CHECKING, Annotated, Any, Literal, get_type_hints
+from pathlib import Path
+from typing import Annotated, Any, Literal, get_type_hints
 
+import torch
+import torch.distributed as dist
+
+import posthoc_uq as uq
+from posthoc_uq.cli.data import LoadedData, load_data
+from posthoc_uq.cli.models import TrainedModel, device_named, trained_model
 from posthoc_uq.cli.options import (
-    Checks,
     Choice,
     Console,
     Count,
@@ -31,8 +38,8 @@ from posthoc_uq.cli.options import (
     DataName,
     Kept,
     ModelSource,
-    Nats,
     Port,
+    Positive,
     Read,
     Referral,
     Share,
@@ -40,18 +47,45 @@ from posthoc_uq.cli.options import (
     Written,
     WrongUsage,
 )
+from posthoc_uq.cli.outputs import Maps, Outputs, PredictionTable, text_file
+from posthoc_uq.cli.posterior_file import (
+    DatasetInfo,
+    dataset_info,
+    facts_of,
+    image_facts,
+    opened,
+    output_names,
+    rewrite,
+    stored_dtype,
+)
+from posthoc_uq.core.batches import Bar, BatchReader, batches
+from posthoc_uq.core.distributed import raise_on_any_error, rank, run_on_all_ranks, world
 from posthoc_uq.core.errors import PosthocUQError
+from posthoc_uq.core.options import check_option
+from posthoc_uq.core.randomness import isolated_random_state
+from posthoc_uq.deployment import drift_figure, drift_table, drifts, newest, read_scores
+from posthoc_uq.files.atomic import checked_target, remove_leftovers, replacing
+from posthoc_uq.fitting.fit import takes_layers
+from posthoc_uq.fitting.wrap import HEADS, head_class, options_of, recorded_head
+from posthoc_uq.heads.moments import MomentsPredictor
+from posthoc_uq.likelihoods import LIKELIHOODS
+from posthoc_uq.likelihoods.prediction import Prediction
+from posthoc_uq.methods import METHODS
+from posthoc_uq.posteriors.referral import rule_of
+from posthoc_uq.posteriors.report import described_changes
 from posthoc_uq.posteriors.search import Criterion
 
-if TYPE_CHECKING:
-    from posthoc_uq.cli.data import LoadedData
-    from posthoc_uq.cli.models import TrainedModel
-    from posthoc_uq.cli.outputs import Flags
-    from posthoc_uq.heads.predictor import Predictor
-    from posthoc_uq.likelihoods.prediction import Prediction
-    from posthoc_uq.posteriors.posterior import Posterior
-
 INCOMPLETE = 3
+# how the lines of a report begin that are shown after a fit
+_OF_A_FIT = (
+    "method:",
+    "likelihood:",
+    "layers:",
+    "samples:",
+    "prior precision:",
+    "noise variance:",
+    "deterministic (",
+)
 HeadName = Literal["sampling", "moments", "linearized"]
 
 
@@ -72,9 +106,6 @@ class Done:
     code: int = 0
 
 
-# fit
-
-
 def fit(
     data: DataName,
     /,
@@ -90,9 +121,9 @@ def fit(
     val_data: DataName | None = None,
     val_split: str | None = None,
     layers: list[str] | None = None,
-    prior_precision: float | Literal["faithful", "evidence"] | None = None,
+    prior_precision: Positive | Literal["faithful", "evidence"] | None = None,
     prior_mean: float | None = None,
-    divergence: Nats | None = None,
+    divergence: Positive | None = None,
     head: HeadName | None = None,
     seed: int = 0,
     checkpoint: Kept | None = None,
@@ -121,8 +152,6 @@ def fit(
         output: the posterior's file.
         method: how the posterior is fitted.
         likelihood: what the model's outputs mean.
-        force: write over files that are there already, but never over an input.
-        unlabelled: leave class folders aside: the model's own labels suffice.
         val_data: held-out data with labels: the fit ends with tuning on them, a training with its best epoch.
         val_split: part of the held-out data, such as train[50000:].
         layers: all, last, or names, prefixes and shell patterns; by default those that the method is for.
@@ -132,15 +161,12 @@ def fit(
         prior_mean: of the weights, for the log marginal likelihood.
         divergence: how far the predictions of a faithful posterior may be from the model's own, in nats (0.002).
         head: by which the faithful prior is found and later commands predict; by default the method's.
-        seed: of all random numbers.
         checkpoint: a file from which the same command goes on after an interruption.
         model_output: where the outputs are in what the model returns, if that is no tensor: a key, an attribute's name
             or an index; by default found by itself.
         save_dtype: of the numbers in the file.
         compress: compress the file (gzip).
     """
-    from posthoc_uq.core.distributed import run_on_all_ranks
-
     if val_data is None and val_split is not None:
         raise WrongUsage("--val_split is a part of --val_data; give that too.")
     arguments: dict[str, Any] = {
@@ -155,16 +181,6 @@ def fit(
     }
 
     def work(source: ModelSource) -> Done:
-        import torch
-
-        from posthoc_uq.cli.data import load_data
-        from posthoc_uq.cli.models import trained_model
-        from posthoc_uq.cli.posterior_file import DatasetInfo, facts_of, image_facts
-        from posthoc_uq.core.distributed import raise_on_any_error, rank, world
-        from posthoc_uq.files import save
-        from posthoc_uq.fitting.fit import fit, takes_layers
-        from posthoc_uq.likelihoods import LIKELIHOODS
-        from posthoc_uq.methods import METHODS
 
         name, how = str(likelihood.name), method
         if takes_layers(str(method.name)) and arguments["layers"] in ("all", "last"):
@@ -177,16 +193,15 @@ def fit(
                 f"A {kind} needs targets that are numbers, and the folder '{data}' has images alone; give the data as "
                 f"package.module:function."
             )
-        model = trained_model(source)
+        start, model = time.perf_counter(), trained_model(source)
         loaded = load_data(data, model, reading, info, labels=not unlabelled, split="train", divided=True)
         val_loader: Iterable[Any] | None = None
         if val_data is not None:
             part, info = replace(reading, split=val_split, limit=None), replace(info, kept=loaded.kept)
-            held_out = load_data(val_data, model, part, info, labels=True, split="val")
-            if not held_out.labelled:
-                raise PosthocUQError(f"Held-out data need labels, and '{val_data}' has no class folders.")
-            val_loader = held_out.loader
-        posterior = fit(
+            val_loader = load_data(
+                val_data, model, part, info, labels=True, split="val", needs="tuning"
+            ).loader
+        posterior = uq.fit(
             model.model,
             loaded.loader,
             fitting,
@@ -202,16 +217,19 @@ def fit(
         dtype = None if save_dtype is None else getattr(torch, save_dtype)
         failed: Exception | None = None
         try:
-            save(posterior, output, dtype=dtype, compression="gzip" if compress else None)
+            uq.save(posterior, output, dtype=dtype, compression="gzip" if compress else None)
         except Exception as error:  # every process must hear of it
             failed = error
         raise_on_any_error(failed, "writing the posterior")
         report, size = posterior.report(), os.path.getsize(output) if rank() == 0 else 0
-        facts = {"output": output, "bytes": size, "report": report.to_dict(), "processes": world()}
-        told = f"{report}\nWritten to {output} ({size:,} bytes)."
+        lines = [line for line in str(report).splitlines() if line.startswith(_OF_A_FIT)]
+        lines.append(f"seconds: {time.perf_counter() - start:.1f}")
         if source.weights is None and not source.pretrained:
-            told = f"No --weights were given: '{source.model}' itself must return the trained model.\n{told}"
-        return Done(told, facts)
+            lines.append(f"No --weights were given: '{source.model}' itself must return the trained model.")
+        lines.append(f"Written to {output} ({size:,} bytes); posthoc-uq inspect {output} shows all of it.")
+        lines.append(f"Next: posthoc-uq {'tune' if val_data is None else 'evaluate'} --help")
+        facts = {"output": output, "bytes": size, "report": report.to_dict(), "processes": world()}
+        return Done("\n".join(lines), facts)
 
     with process_group(source.device) as device:
         return run_on_all_ranks(lambda: work(replace(source, device=device)), "the command")
@@ -223,14 +241,10 @@ def process_group(device: str | None) -> Generator[str | None]:
     if "RANK" not in os.environ or "WORLD_SIZE" not in os.environ:
         yield device
         return
-    import torch
-    import torch.distributed as dist
 
     # Functions of this module have the group that there is when it is imported as a default argument. A model's library
     # that imports it later would keep the group, and its threads, until Python ends, which can abort the process.
     import torch.distributed.nn  # pyright: ignore[reportUnusedImport]
-
-    from posthoc_uq.cli.models import device_named
 
     device = device or ("cuda" if torch.cuda.is_available() else "cpu")
     if device.startswith("cuda"):
@@ -250,9 +264,6 @@ def process_group(device: str | None) -> Generator[str | None]:
         dist.destroy_process_group()
 
 
-# tune
-
-
 def tune(
     file: Read,
     /,
@@ -265,8 +276,8 @@ def tune(
     data: DataName | None = None,
     output: Written | None = None,
     force: bool = False,
-    criterion: Criterion | None = None,
-    divergence: Nats | None = None,
+    criterion: Literal["faithful", "likelihood", "evidence"] | None = None,
+    divergence: Positive | None = None,
     temperature: bool | None = None,
     per_layer: bool = False,
     noise: bool | None = None,
@@ -292,11 +303,8 @@ def tune(
           --referral_rate 0.05 --head linearized --link mc --referral_score entropy,mutual_information
 
     Args:
-        file: the posterior's file.
-        head: how to predict; by default the one that FILE names.
         data: held-out data with labels; without, the evidence decides.
         output: write here instead of over FILE.
-        force: write over files that are there already, but never over an input.
         criterion: what decides: closeness to the model's own predictions (needs --data, without labels), the likelihood
             of held-out data, or the log marginal likelihood; by default likelihood with --data, else evidence.
         divergence: the budget of the faithful prior, in nats; by default 0.002 for faithful, and 0.02 for likelihood.
@@ -307,7 +315,6 @@ def tune(
             temperature alone.
         search_draws: weight draws of an evaluation, with the sampling head.
         max_evaluations: evaluations of each hyperparameter other than the prior precision.
-        seed: of the draws.
         search: no-search leaves the hyperparameters as they are.
         calibrate: mend the scale of the moments head by Monte Carlo.
     """
@@ -317,23 +324,14 @@ def tune(
         criterion, divergence, data is not None, needs_data or bool(temperature), needs_data, search
     )
 
-    from posthoc_uq.cli.data import load_data
-    from posthoc_uq.cli.posterior_file import dataset_info, opened, rewrite, stored_dtype
-    from posthoc_uq.fitting.tune import tune as tune_posterior
-    from posthoc_uq.heads.moments import MomentsPredictor
-    from posthoc_uq.heads.referral import Referral as ReferralRule
-    from posthoc_uq.posteriors.referral import rule_of
-
     criterion = criterion or ("likelihood" if data is not None else "evidence")
     labels = search and criterion == "likelihood"
     model, posterior = opened(file, source)
     loaded = None
     if data is not None:
-        loaded = load_data(data, model, reading, dataset_info(posterior), labels=labels, split="val")
-        if labels and not loaded.labelled:
-            raise PosthocUQError(
-                f"Tuning needs labels, and '{data}' has no class folders; or give --no-search, or --criterion faithful."
-            )
+        needs = "tuning by likelihood" if labels else None
+        info = dataset_info(posterior)
+        loaded = load_data(data, model, reading, info, labels=labels, split="val", needs=needs)
     named = ("criterion", "validation NLL", "given up", "model alone", "divergence", "budget")
     facts: dict[str, Any] = dict.fromkeys(named)
     threshold = None
@@ -344,7 +342,8 @@ def tune(
                 key: value for key, value in options.items() if key not in ("seed", "n_samples")
             }
             through |= {"n_samples": search_draws} if name == "sampling" else {}
-            trials = tune_posterior(
+            chosen = None if parameters is None else tuple(one for one in parameters if one != "none")
+            trials = uq.tune(
                 posterior,
                 None if loaded is None or criterion == "evidence" else loaded.loader,
                 criterion=criterion,
@@ -352,9 +351,7 @@ def tune(
                 temperature=temperature,
                 per_layer=per_layer,
                 noise=noise,
-                parameters=None
-                if parameters is None
-                else tuple(name for name in parameters if name != "none"),
+                parameters=chosen,
                 max_evaluations=max_evaluations,
                 seed=seed,
                 progress=_progress(console),
@@ -362,13 +359,12 @@ def tune(
                 **({} if criterion == "evidence" else through),
             )
             facts |= {"criterion": criterion, "given up": trials.given_up, "model alone": trials.model_alone}
-            found = trials.chosen if criterion == "likelihood" else None
-            facts["validation NLL"] = None if found is None else found.objective
+            if criterion == "likelihood":
+                facts["validation NLL"] = None if trials.chosen is None else trials.chosen.objective
             if criterion == "faithful":
                 facts |= {key: posterior.history.faithful[key] for key in ("divergence", "budget")}
-            if (
-                criterion != "evidence" and "n_samples" in options
-            ):  # the draws of predictions, not of the search
+            if criterion != "evidence" and "n_samples" in options:
+                # the draws of predictions, not of the search
                 posterior.history.head["options"]["n_samples"] = options["n_samples"]
         if loaded is not None and needs_data:
             predictor = _predictor(model, posterior, head, seed, of_threshold=not search)
@@ -378,7 +374,7 @@ def tune(
                 predictor.calibrate(loaded.loader, progress=_progress(console))
             if rate is not None:
                 prediction = predictor.predict(loaded.loader, progress=_progress(console))
-                threshold = ReferralRule(rate, score).fit(predictor, prediction).thresholds
+                threshold = uq.Referral(rate, score).fit(predictor, prediction).thresholds
     rewrite(posterior, file, output, source, stored_dtype(file))
     prior = posterior.prior_precision
     # the prior precision first, if there is one: it is what most searches are about
@@ -402,10 +398,10 @@ def tune(
 
 
 def _tuning_in_words(facts: Mapping[str, Any]) -> str:
-    values = facts["hyperparameters"].items()
-    lines = [
-        f"{name}: {value:.5g}" if isinstance(value, float) else f"{name}: {value}" for name, value in values
-    ]
+    lines: list[str] = []
+    for name, value in facts["hyperparameters"].items():
+        values = value if isinstance(value, list) else [value]
+        lines.append(f"{name}: {', '.join(f'{v:.5g}' if isinstance(v, float) else str(v) for v in values)}")
     if facts["criterion"] == "evidence":
         lines.append(
             "by the evidence, whose predictions may be too cautious: evaluate them, or tune with --data"
@@ -442,9 +438,6 @@ def _check_tuning(
         raise WrongUsage("--divergence is of the criteria faithful and likelihood, which need --data DATA.")
 
 
-# predict
-
-
 def predict(
     file: Read,
     data: DataName,
@@ -455,7 +448,7 @@ def predict(
     source: ModelSource,
     reading: Data,
     console: Console,
-    outputs: Checks,
+    outputs: Outputs,
     force: bool = False,
     top_k: Count = 3,
     level: Share = 0.95,
@@ -483,27 +476,12 @@ def predict(
           --head linearized --link mc --class_names names.txt --skip_unreadable
 
     Args:
-        file: the posterior's file.
         data: what is predicted.
         output: the CSV.
-        head: how to predict; by default the one that FILE names.
-        force: write over files that are there already, but never over an input.
         top_k: classes to name.
-        level: of the interval, for a regression.
         skip_unreadable: leave unreadable images out, name them, and end with exit code 3.
         maps: of pixels: a folder for PNG maps of class, entropy, mutual information and novelty.
-        class_names: names of the outputs: one a line, or JSON; or a folder with a folder for each class.
-        seed: of the draws.
     """
-    import csv
-
-    import torch
-
-    from posthoc_uq.cli.data import load_data
-    from posthoc_uq.cli.outputs import Maps, PredictionTable, text_file
-    from posthoc_uq.cli.posterior_file import dataset_info, opened, output_names
-    from posthoc_uq.core.batches import Bar, BatchReader, batches
-    from posthoc_uq.core.randomness import isolated_random_state
 
     model, posterior = opened(file, source)
     info = dataset_info(posterior)
@@ -517,27 +495,26 @@ def predict(
     names = output_names(model, posterior, class_names, loaded.names)
     start = time.perf_counter()
     rows = flagged = 0
-    applies, table = False, None
+    applies, table = False, PredictionTable(predictor, names, top_k, level)
     with (
         text_file(output) as opened_file,
         torch.no_grad(),
         isolated_random_state(),
         Bar(loaded.loader, "predict", _progress(console)) as bar,
     ):
-        writer = csv.writer(opened_file)
+        writer = csv_files.writer(opened_file)
         for batch in batches(loaded.loader, BatchReader(model.device)):
             prediction = predictor(*batch.args, **batch.kwargs).to("cpu")
-            if table is None:
-                applies = _applies(predictor, prediction)
-                table = PredictionTable(prediction, posterior.history.referral, names, top_k, level)
-                writer.writerow(table.header)
-            flags = _flags(predictor, prediction) if applies else None
+            applies = applies if rows else _applies(predictor, prediction)
             items = _items(loaded, batch.targets, rows, len(prediction))
-            writer.writerows(table.rows(prediction, items, flags))
+            columns = table.columns(prediction, items, applies)
+            if not rows:
+                writer.writerow(columns)
+            writer.writerows(zip(*columns.values(), strict=True))
             if drawn is not None:
                 drawn.write(items, prediction)
             rows += len(prediction)
-            flagged += 0 if flags is None else sum(bool(reasons) for reasons in flags.reasons)
+            flagged += columns["flag"].count("1")
             bar.advance(len(prediction))
     seconds = time.perf_counter() - start
     facts = {
@@ -556,16 +533,7 @@ def predict(
     return Done(text, facts, left_out, INCOMPLETE if left_out else 0)
 
 
-def _flags(predictor: Predictor, prediction: Prediction) -> Flags:
-    from posthoc_uq.cli.outputs import Flags
-
-    by_score = predictor.referral.reasons(prediction)
-    flags = zip(*(flag.tolist() for flag in by_score.values()), strict=True)
-    reasons = [[name for name, flag in zip(by_score, row, strict=True) if flag] for row in flags]
-    return Flags(reasons, predictor.referral.tail(prediction).tolist())
-
-
-def _applies(predictor: Predictor, prediction: Prediction) -> bool:
+def _applies(predictor: uq.Predictor, prediction: Prediction) -> bool:
     """Whether there is a threshold to flag by; warns where the file has one that does not apply."""
     if not predictor.posterior.history.referral:
         return False
@@ -585,9 +553,6 @@ def _items(loaded: LoadedData, numbers: Any, start: int, count: int) -> list[str
     elif loaded.rows is not None:
         found = loaded.rows[start : start + count]
     return [str(number) if loaded.files is None else loaded.files[number] for number in found]
-
-
-# evaluate
 
 
 def evaluate(
@@ -617,30 +582,18 @@ def evaluate(
       posthoc-uq evaluate model.h5 torchvision:FashionMNIST --model nets.py:cnn --weights w.pt --json
 
     Args:
-        file: the posterior's file.
         data: with labels.
-        head: how to predict; by default the one that FILE names.
         ood: foreign data to tell apart, as NAME=DATA; several times for several.
         report: write one self-contained page: tables, figures, images.
         csv: write all numbers as a table.
         json_file: write all numbers as JSON.
-        force: write over files that are there already, but never over an input.
-        class_names: names of the outputs: one a line, or JSON; or a folder with a folder for each class.
-        seed: of the draws.
     """
     score, rate = referral.score(), referral.referral_rate
     foreign = _named_data(ood or [])
 
-    from posthoc_uq.cli.data import load_data
-    from posthoc_uq.cli.posterior_file import dataset_info, opened, output_names, rewrite, stored_dtype
-    from posthoc_uq.evaluation import evaluate as evaluate_models
-    from posthoc_uq.posteriors.referral import rule_of
-
     model, posterior = opened(file, source)
     info = dataset_info(posterior)
-    loaded = load_data(data, model, reading, info, labels=True, split="test")
-    if not loaded.labelled:
-        raise PosthocUQError(f"An evaluation needs labels, and '{data}' has no class folders.")
+    loaded = load_data(data, model, reading, info, labels=True, split="test", needs="an evaluation")
     info = replace(info, kept={**info.kept, **loaded.kept})
     plain = replace(reading, split=None, target=[], columns=[], ignore_index=None)
     ood_loaders = {
@@ -649,7 +602,7 @@ def evaluate(
     }
     predictor = _predictor(model, posterior, head, seed)
     several = isinstance(score, tuple)
-    evaluation = evaluate_models(
+    evaluation = uq.evaluate(
         {"model alone": model.model, f"{posterior.method}, {predictor.head}": predictor},
         loaded.loader,
         ood_loaders=ood_loaders,
@@ -696,9 +649,6 @@ def _named_data(texts: Sequence[str]) -> dict[str, str]:
     return named
 
 
-# update
-
-
 def update(
     file: Read,
     data: DataName,
@@ -727,22 +677,14 @@ def update(
       posthoc-uq update model.h5 withdrawn/ --model timm:resnet18 --weights w.pt --remove
 
     Args:
-        file: the posterior's file.
         data: what comes in, or goes out.
         remove: take DATA out, to which fit or update gave them.
         output: write here instead of over FILE.
-        force: write over files that are there already, but never over an input.
-        unlabelled: leave class folders aside: the model's own labels suffice.
     """
-    from posthoc_uq.cli.data import load_data
-    from posthoc_uq.cli.posterior_file import dataset_info, opened, rewrite
-    from posthoc_uq.fitting.update import update as update_posterior
-    from posthoc_uq.posteriors.report import described_changes
-
     model, posterior = opened(file, source)
     loaded = load_data(data, model, reading, dataset_info(posterior), labels=not unlabelled, split="train")
     before = posterior.evidence.samples
-    posterior = update_posterior(posterior, loaded.loader, remove=remove, progress=_progress(console))
+    posterior = uq.update(posterior, loaded.loader, remove=remove, progress=_progress(console))
     # in full precision: a few samples among many are less than a half format resolves
     rewrite(posterior, file, output, source)
     changes, samples = posterior.history.changes, posterior.evidence.samples
@@ -756,9 +698,6 @@ def update(
         "described": described,
     }
     return Done(f"{text}\ndata since the fit: {described}\nWritten to {place}.", facts)
-
-
-# serve, monitor
 
 
 def serve(
@@ -794,30 +733,18 @@ def serve(
       curl -F image=@photo.jpg http://127.0.0.1:8000/predict/image
 
     Args:
-        file: the posterior's file.
-        head: how to predict; by default the one that FILE names.
         host: address to listen on.
         port: to listen on, 0 for any free one.
         allow_host: further names by which clients may call the server, such as that of a proxy.
         top_k: classes of an answer.
-        level: of the interval, for a regression.
         integers: inputs of JSON are whole numbers, such as tokens.
         max_bytes: of a request.
         max_batch: inputs of a request.
         max_pixels: of an image, width times height, before it is decoded.
         log: add the scores of every input to this CSV.
-        class_names: names of the outputs: one a line, or JSON; or a folder with a folder for each class.
-        seed: of the draws.
     """
-    needed = ("starlette", "uvicorn", "python_multipart", "prometheus_client")
-    missing = [name.replace("_", "-") for name in needed if find_spec(name) is None]
-    if missing:
-        raise PosthocUQError(
-            f"serve needs {' and '.join(missing)}; install the extra: pip install 'posthoc-uq[serve]'."
-        )
-    import json
+    check_extra("serve", "starlette", "uvicorn", "python_multipart", "prometheus_client")
 
-    from posthoc_uq.cli.posterior_file import opened, output_names
     from posthoc_uq.deployment.requests import Limits
     from posthoc_uq.deployment.serve import Service
     from posthoc_uq.deployment.serve import serve as serve_service
@@ -871,13 +798,9 @@ def monitor(
         file: the CSV.
         reference: scores of held-out data: a CSV of posthoc-uq predict.
         output: where the figure goes: .png, .svg or .pdf.
-        force: write over files that are there already, but never over an input.
         window: inputs of a test.
         last: newest rows of the CSV to look at.
     """
-    from posthoc_uq.deployment import drift_figure, drift_table, drifts, newest, read_scores
-    from posthoc_uq.files.atomic import checked_target, remove_leftovers, replacing
-
     kind = "png" if output is None else os.path.splitext(output)[1].lstrip(".").lower() or "png"
     if kind not in ("png", "svg", "pdf"):
         raise WrongUsage(f"--output: a figure is .png, .svg or .pdf, and '{output}' is none of them.")
@@ -907,9 +830,6 @@ def monitor(
     return Done(text, facts)
 
 
-# inspect, demo
-
-
 def inspect(file: Read, /, *, console: Console) -> Done:
     """Show what the posterior in FILE is: method, hyperparameters, how it was fitted and tuned, and its layers.
 
@@ -918,13 +838,8 @@ def inspect(file: Read, /, *, console: Console) -> Done:
     Examples:
       posthoc-uq inspect model.h5
       posthoc-uq inspect model.h5 --json
-
-    Args:
-        file: the posterior's file.
     """
-    from posthoc_uq.files import inspect as contents_of
-
-    contents = contents_of(file)
+    contents = uq.inspect(file)
     return Done(str(contents), contents)
 
 
@@ -937,8 +852,7 @@ def demo(
 ) -> Done | None:
     """Run the library on handwritten digits: train a small network, fit a posterior, save, load, predict, evaluate.
 
-    Prints tables and leaves pictures and posterior files in the output folder. Needs the packages of the extra demo:
-    pip install 'posthoc-uq[demo]'.
+    Prints tables, and leaves a page, figures and a posterior's file in the output folder. Needs the extra demo.
 
     Examples:
       posthoc-uq demo
@@ -946,25 +860,24 @@ def demo(
 
     Args:
         output: a new or empty folder.
-        force: write over files that are there already.
-        seed: of all random numbers.
     """
-    from posthoc_uq.cli.demo import NEEDED, main
+    check_extra("demo", "sklearn")
+    from posthoc_uq.cli.demo import run
 
-    missing = [package for module, package in NEEDED.items() if find_spec(module) is None]
-    if missing:
-        raise PosthocUQError(f"The demo needs {', '.join(missing)}: pip install 'posthoc-uq[demo]'.")
     if not force and os.path.isdir(output) and os.listdir(output):
         raise PosthocUQError(
             f"The folder '{output}' is not empty; give another one with --output, or --force to write over its files."
         )
     with redirect_stdout(sys.stderr) if console.json else redirect_stdout(sys.stdout):
-        code = main(["--output", output, "--seed", str(seed)])
+        identical = run(Path(output), seed).identical
     files = sorted(os.path.join(place, name) for place, _, names in os.walk(output) for name in names)
-    return Done("", {"output": output, "succeeded": code == 0, "files": files}, code=code)
+    return Done("", {"output": output, "succeeded": identical, "files": files}, code=0 if identical else 1)
 
 
-# What commands on a posterior's file share.
+def check_extra(name: str, *modules: str) -> None:
+    """Refuse a command whose extra is not installed."""
+    if any(find_spec(module) is None for module in modules):
+        raise PosthocUQError(f"This needs the extra {name}: pip install 'posthoc-uq[{name}]'.")
 
 
 def _progress(console: Console) -> bool:
@@ -973,25 +886,20 @@ def _progress(console: Console) -> bool:
 
 
 def _predictor(
-    model: TrainedModel, posterior: Posterior, head: Choice, seed: int, *, of_threshold: bool = True
-) -> Predictor:
+    model: TrainedModel, posterior: uq.Posterior, head: Choice, seed: int, *, of_threshold: bool = True
+) -> uq.Predictor:
     """The model with its posterior, by the head that `_head` finds."""
-    from posthoc_uq.fitting.wrap import wrap
-
     name, options = _head(posterior, head, seed, of_threshold=of_threshold)
-    return wrap(model.model, posterior, head=name, **options)
+    return uq.wrap(model.model, posterior, head=name, **options)
 
 
 def _head(
-    posterior: Posterior, head: Choice, seed: int, *, of_threshold: bool = True
+    posterior: uq.Posterior, head: Choice, seed: int, *, of_threshold: bool = True
 ) -> tuple[str, dict[str, Any]]:
     """The head to predict through, and its options. What the user does not choose is taken from the head that the
     file's threshold was set for, if the threshold still holds and `of_threshold` is set; else from the head that the
     hyperparameters were found for. If the user names no head, but options that only one head has, it is that head.
     """
-    from posthoc_uq.core.options import check_option
-    from posthoc_uq.fitting.wrap import HEADS, head_class, options_of, recorded_head
-
     file_head, of_file = recorded_head(posterior)
     referral = posterior.history.referral
     if of_threshold and referral and referral["posterior"] == posterior.settings.plain():

@@ -13,11 +13,11 @@ import torch
 from torch import nn
 from torch.utils.data import DataLoader, Dataset, DistributedSampler, IterableDataset, Subset
 
-from posthoc_uq.cli.images import ImageLoader, Trouble, WrappedImages, read_folder
-from posthoc_uq.cli.models import TrainedModel, imported, is_import_path
+from posthoc_uq.cli.images import ImageLoader, MaskedImages, Trouble, WrappedImages, read_folder
+from posthoc_uq.cli.models import TrainedModel, function_at, is_import_path
 from posthoc_uq.cli.options import Data
-from posthoc_uq.cli.posterior_file import DatasetInfo
-from posthoc_uq.cli.tables import as_it_is, is_table, read_table
+from posthoc_uq.cli.posterior_file import COLUMNS, NAMES, DatasetInfo
+from posthoc_uq.cli.tables import is_table, read_table
 from posthoc_uq.core.distributed import world
 from posthoc_uq.core.errors import PosthocUQError, out_of_memory
 from posthoc_uq.core.options import did_you_mean
@@ -34,7 +34,6 @@ class LoadedData:
         loader: batches ``(inputs, targets)`` or inputs; of images by number ``(inputs, numbers)``.
         spec: how it was named.
         files: name of every item, by its number, or None where items have none.
-        labelled: whether targets come along.
         names: of the outputs, where folders or a table name them all.
         numbered: whether the loader gives the items' numbers in the place of targets.
         rows: number of each item that the loader gives, in its order, where it is a part of a data set.
@@ -44,7 +43,6 @@ class LoadedData:
     loader: Iterable[Any]
     spec: str
     files: Sequence[str] | None = None
-    labelled: bool = True
     names: Sequence[str] | None = None
     numbered: bool = False
     rows: Sequence[int] | None = None
@@ -64,6 +62,7 @@ def load_data(
     *,
     labels: bool,
     split: str,
+    needs: str | None = None,
     numbered: bool = False,
     skip: bool = False,
     divided: bool = False,
@@ -78,6 +77,7 @@ def load_data(
         info: of the outputs, and what the posterior's file keeps of its data.
         labels: whether labels are wanted where the data have them.
         split: which part to take where the options do not say.
+        needs: what cannot do without labels, if anything.
         numbered: give the items' numbers in the place of labels.
         skip: leave unreadable images out.
         divided: give each process of a group its part.
@@ -97,24 +97,29 @@ def load_data(
                 f"--split {reading.split}: the part of a table is a range of its rows, such as [:1000]."
             )
         table = read_table(spec, model, labels, reading, info)
-        rows = _taken(len(table.rows), cut, reading, split, spec)
-        picked = table.rows if len(rows) == len(table.rows) else table.rows.part(rows)
-        sampler = _sampler(picked, divided)
-        loader: Any = DataLoader(picked, reading.batch_size, sampler=sampler, collate_fn=as_it_is)
-        return LoadedData(loader, spec, None, labels, table.names, rows=list(rows), kept=table.kept)
+        taken = _taken(len(table.rows), cut, reading, split, spec)
+        rows: Any = Subset(table.rows, taken)
+        # the rows of a batch are cut out at once, and need no collating
+        loader: Any = DataLoader(
+            rows, reading.batch_size, sampler=_sampler(rows, divided), collate_fn=lambda batch: batch
+        )
+        return LoadedData(loader, spec, None, table.names, rows=taken, kept=table.kept)
+    if COLUMNS in info.kept and not is_import_path(spec):
+        raise PosthocUQError(f"The posterior was fitted on a table, and '{spec}' is none (.csv, .tsv).")
     if os.path.exists(spec) and not spec.startswith("torchvision:"):
         if reading.split is not None and name:
             raise PosthocUQError(
                 f"--split {name} is for named data sets; give the folder '{spec}/{name}' itself."
             )
-        folder = read_folder(spec, model, labels, reading, name or split, info)
-        loaded = LoadedData(
-            [], spec, folder.images.files, folder.labelled, folder.names, numbered, None, folder.kept
-        )
-        images: Any = folder.images
+        folder, kept = read_folder(spec, model, labels, reading, name or split, info)
+        labelled = folder.labels is not None or isinstance(folder, MaskedImages)
+        if needs is not None and not labelled:
+            raise PosthocUQError(f"For {needs} data need labels, and '{spec}' has no class folders.")
+        loaded = LoadedData([], spec, folder.files, kept.get(NAMES), numbered, None, kept)
+        images: Any = folder
     elif spec.startswith("torchvision:"):
         images = WrappedImages(_torchvision(spec, name, reading), labels, model.transform)
-        loaded = LoadedData([], spec, None, labels, numbered=numbered)
+        loaded = LoadedData([], spec, numbered=numbered)
     elif is_import_path(spec):
         return _of_function(spec, name, cut, reading, divided)
     else:
@@ -123,7 +128,7 @@ def load_data(
             f"package.module:function."
         )
     taken = _taken(len(images), cut, reading, split, spec)
-    images = images if len(taken) == len(images) else Subset(images, taken)
+    images = Subset(images, taken)
     workers = _workers(reading.workers, len(taken), model.device)
     sampler = _sampler(images, divided)
     loader = ImageLoader(images, reading.batch_size, workers, sampler, indexed=numbered, skip=skip)
@@ -168,11 +173,7 @@ def _torchvision(spec: str, split: str | None, reading: Data) -> Any:
 
 def _of_function(spec: str, split: str | None, cut: slice, reading: Data, divided: bool) -> LoadedData:
     """What the user's function returns. Its items are model inputs already, so no transform is applied."""
-    function = imported(spec)
-    if not callable(function):
-        raise PosthocUQError(
-            f"'{spec}' is a {type(function).__name__}; it must be a function that returns data."
-        )
+    function = function_at(spec)
     takes_split = "split" in inspect.signature(function).parameters
     returned: Any = function(split=split) if takes_split else function()
     if isinstance(returned, (str, torch.Tensor, nn.Module)) or not isinstance(returned, (Dataset, Iterable)):
@@ -189,8 +190,7 @@ def _of_function(spec: str, split: str | None, cut: slice, reading: Data, divide
         stream: Any = DataLoader(returned, reading.batch_size) if isinstance(returned, Dataset) else returned
         return LoadedData(stream, spec)
     taken = _taken(len(cast(Any, returned)), cut, reading, split or "", spec)
-    items = cast(Dataset[Any], returned)
-    picked = items if len(taken) == len(cast(Any, items)) else Subset(items, taken)
+    picked = Subset(cast(Dataset[Any], returned), taken)
     # items in memory, as most are, gain nothing by a process of their own
     sampler, workers = _sampler(picked, divided), reading.workers or 0
     loader: Any = DataLoader(picked, reading.batch_size, sampler=sampler, num_workers=workers)

@@ -1,4 +1,4 @@
-"""The library on scikit-learn's handwritten digits: ``posthoc-uq demo``, or ``python -m posthoc_uq.cli.demo``.
+"""The library on scikit-learn's handwritten digits: ``posthoc-uq demo``.
 
 It trains a small network, fits and tunes a posterior, saves it, loads it in a fresh process, and measures what it buys:
 two tables, a page and its figures. Needs the extra ``demo``.
@@ -6,9 +6,7 @@ two tables, a page and its figures. Needs the extra ``demo``.
 
 from __future__ import annotations
 
-import argparse
 import copy
-import importlib.util
 import subprocess
 import sys
 import time
@@ -25,9 +23,6 @@ from torch.utils.data import DataLoader, TensorDataset
 
 import posthoc_uq as uq
 from posthoc_uq.core.tables import text_table
-
-NEEDED = {"sklearn": "scikit-learn"}
-"""By module, the packages that the demo needs beside the library's own."""
 
 # The data. scikit-learn's digits are 32 x 32 bitmaps of handwriting whose inked pixels were counted in blocks of
 # 4 x 4, which gives 8 x 8 counts from 0 to 16. Letters are made the same way from the fonts that matplotlib carries, so
@@ -302,23 +297,3 @@ def _one_thread() -> Generator[None]:
         yield
     finally:
         torch.set_num_threads(threads)
-
-
-def main(arguments: list[str] | None = None) -> int:
-    """Run the library on real input."""
-    parser = argparse.ArgumentParser(prog="python -m posthoc_uq.cli.demo", description=main.__doc__)
-    parser.add_argument("--output", type=Path, default=Path("demo_output"), help="folder for what it leaves")
-    parser.add_argument("--seed", type=int, default=0)
-    options = parser.parse_args(arguments)
-    missing = [package for module, package in NEEDED.items() if importlib.util.find_spec(module) is None]
-    if missing:
-        _print(f"The demo needs {', '.join(missing)}: pip install 'posthoc-uq[demo]'")
-        return 2
-    start = time.perf_counter()
-    identical = run(options.output, options.seed).identical
-    _print(f"Everything is in {options.output}/ after {time.perf_counter() - start:.0f} s")
-    return 0 if identical else 1
-
-
-if __name__ == "__main__":
-    sys.exit(main())

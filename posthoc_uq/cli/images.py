@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import warnings
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any, cast
 
 import numpy as np
@@ -35,7 +35,6 @@ IMAGES, MASKS = "images", "masks"
 UNLABELLED = 255
 """The value of a mask whose pixels count for nothing, where ``--ignore_index`` says nothing else."""
 _MASK_MODES = ("1", "L", "P", "I", "I;16")
-_SHOWN = 5  # class folders that a warning names
 
 Read = tuple[Tensor, Any, int]
 
@@ -126,8 +125,14 @@ class FolderImages(Dataset[Any]):
         image = opened_image(path, self.transform.mode, self.transform.shorter)
         if isinstance(image, Trouble):
             return image
-        label = None if self.labels is None else self.labels[index]
-        return _transformed(image, label, index, path, self.transform)
+        item = _transformed(
+            image, None if self.labels is None else self.labels[index], index, path, self.transform
+        )
+        return item if isinstance(item, Trouble) else self._with_mask(item, image)
+
+    def _with_mask(self, item: Read, image: Image.Image) -> Read | Trouble:
+        """The item as it is; subclasses put a mask in the place of the label."""
+        return item
 
     def first(self) -> Read:
         """The first item that can be read.
@@ -169,18 +174,14 @@ class MaskedImages(FolderImages):
         self._ignored, self._not_counted = ignored, not_counted
         self.classes: int | None = None
 
-    def __getitem__(self, index: int) -> Read | Trouble:
-        path = os.path.join(self.folder, self.files[index])
-        image = opened_image(path, self.transform.mode, self.transform.shorter)
-        if isinstance(image, Trouble):
-            return image
+    def _with_mask(self, item: Read, image: Image.Image) -> Read | Trouble:
+        inputs, _, index = item
         mask = opened_image(self._masks[index], None, 0)  # as large as the image, or refused
-        item = mask if isinstance(mask, Trouble) else _transformed(image, None, index, path, self.transform)
-        if isinstance(item, Trouble):
-            return item
-        labels = self._labels(cast(Image.Image, mask), image, item[0])
+        if isinstance(mask, Trouble):
+            return mask
+        labels = self._labels(mask, image, inputs)
         return (
-            Trouble(self._masks[index], labels, True) if isinstance(labels, str) else (item[0], labels, index)
+            Trouble(self._masks[index], labels, True) if isinstance(labels, str) else (inputs, labels, index)
         )
 
     def _labels(self, mask: Image.Image, image: Image.Image, inputs: Tensor) -> Tensor | str:
@@ -233,30 +234,11 @@ class WrappedImages(Dataset[Any]):
         return _transformed(image, item[1] if self._labelled else None, index, name, self._transform)
 
 
-# What a folder holds.
-
-
-@dataclass(frozen=True)
-class Folder:
-    """What a folder holds.
-
-    Attributes:
-        images: with labels or without.
-        labelled: whether they have labels.
-        names: of the outputs, where each has a class folder.
-        kept: facts for the posterior's file.
-    """
-
-    images: FolderImages
-    labelled: bool = False
-    names: Sequence[str] | None = None
-    kept: Mapping[str, Any] = field(default_factory=lambda: dict[str, Any]())
-
-
 def read_folder(
     folder: str, model: TrainedModel, labels: bool, reading: Data, part: str, info: DatasetInfo
-) -> Folder:
-    """What a folder holds; `part` is the part of the data that the command is about.
+) -> tuple[FolderImages, Mapping[str, Any]]:
+    """The images in a folder, with labels if they are wanted and there, and facts for the posterior's file; `part` is
+    the part of the data that the command is about.
 
     Raises:
         PosthocUQError: no images, or labels that do not fit the model.
@@ -264,10 +246,9 @@ def read_folder(
     check_regular(folder, "The data")
     if _has_masks(folder):
         if labels:
-            ignored = (
-                info.kept.get(IGNORED, UNLABELLED) if reading.ignore_index is None else reading.ignore_index
-            )
-            return Folder(_masked(folder, model, ignored, info), True, kept={IGNORED: ignored})
+            given = reading.ignore_index
+            ignored = info.kept.get(IGNORED, UNLABELLED) if given is None else given
+            return _masked(folder, model, ignored, info), {IGNORED: ignored}
         folder = os.path.join(folder, IMAGES)
     if os.path.isfile(folder):
         folder, files = os.path.dirname(folder) or ".", [os.path.basename(folder)]
@@ -280,7 +261,7 @@ def read_folder(
     classes = sorted({file.split(os.sep)[0] for file in files if os.sep in file})
     images = FolderImages(folder, files, None, model.transform)
     if not classes or not labels:
-        return Folder(images)
+        return images, {}
     stray = next((file for file in files if os.sep not in file), None)
     if stray is not None:
         raise PosthocUQError(
@@ -294,7 +275,7 @@ def read_folder(
     images.labels = [index[file.split(os.sep)[0]] for file in files]
     names = sorted(index, key=lambda name: index[name])
     complete = [index[name] for name in names] == list(range(outputs))
-    return Folder(images, True, names, {NAMES: names}) if complete else Folder(images, True)
+    return images, {NAMES: names} if complete else {}
 
 
 def _warn_of_level(folder: str, classes: Sequence[str], part: str) -> None:
@@ -302,10 +283,9 @@ def _warn_of_level(folder: str, classes: Sequence[str], part: str) -> None:
     classes.
     """
     likely = next((name for name in (part, "train") if name in classes), classes[0])
-    more = ", ..." if len(classes) > _SHOWN else ""
     warnings.warn(
-        f"The class folders of '{folder}' ({', '.join(classes[:_SHOWN])}{more}) hold no images themselves, only "
-        f"folders of them; each counts as one class. Perhaps '{os.path.join(folder, likely)}' is meant?",
+        f"The class folders of '{folder}' hold no images themselves, only folders of them; each counts as one class. "
+        f"Perhaps '{os.path.join(folder, likely)}' is meant?",
         stacklevel=2,
     )
 
@@ -369,21 +349,8 @@ def _by_stem(files: Sequence[str], folder: str) -> dict[str, str]:
     return found
 
 
-# Batches.
-
-
-@dataclass(frozen=True)
-class Stacked:
-    """A batch as a worker process makes it: stacked inputs and targets, the items' numbers, and items that failed."""
-
-    inputs: Tensor | None
-    targets: Tensor | None
-    indices: Tensor
-    troubles: list[Trouble]
-
-
-def stack(items: list[Read | Trouble]) -> Stacked:
-    """A batch of what could be read."""
+def stack(items: list[Read | Trouble]) -> tuple[Tensor | None, Tensor | None, Tensor, list[Trouble]]:
+    """A batch of what could be read: inputs, targets if there are labels, the items' numbers; and what failed."""
     troubles = [item for item in items if isinstance(item, Trouble)]
     read = [item for item in items if not isinstance(item, Trouble)]
     numbers = torch.tensor([index for _, _, index in read], dtype=torch.int64, device="cpu")
@@ -392,15 +359,15 @@ def stack(items: list[Read | Trouble]) -> Stacked:
         reason = (
             f"images differ in size, {first} and {second} in one batch; give --image_size, or --batch_size 1."
         )
-        return Stacked(None, None, numbers, [*troubles, Trouble("of a batch", reason, readable=True)])
+        return None, None, numbers, [*troubles, Trouble("of a batch", reason, readable=True)]
     if not read:
-        return Stacked(None, None, numbers, troubles)
+        return None, None, numbers, troubles
     labels = [label for _, label, _ in read]
     targets = None
     if labels[0] is not None:
         masks = isinstance(labels[0], Tensor)
         targets = torch.stack(labels) if masks else torch.as_tensor(labels, device="cpu")
-    return Stacked(torch.stack([tensor for tensor, _, _ in read]), targets, numbers, troubles)
+    return torch.stack([tensor for tensor, _, _ in read]), targets, numbers, troubles
 
 
 class ImageLoader:
@@ -444,24 +411,15 @@ class ImageLoader:
     def __iter__(self) -> Iterator[Any]:
         self.skipped.clear()
         read = 0
-        for batch in cast(Any, self._loader):
-            for trouble in batch.troubles:
+        for inputs, targets, numbers, troubles in cast(Any, self._loader):
+            for trouble in troubles:
                 if trouble.readable or not self._skip:
                     raise PosthocUQError(str(trouble))
                 self.skipped.append(trouble)
-            if batch.inputs is None:
+            if inputs is None:
                 continue
             read += 1
-            if self._indexed:
-                yield batch.inputs, batch.indices
-            else:
-                yield batch.inputs if batch.targets is None else (batch.inputs, batch.targets)
+            second = numbers if self._indexed else targets
+            yield inputs if second is None else (inputs, second)
         if self.skipped and not read:
-            raise PosthocUQError(_none_read(self.skipped))
-
-
-def _none_read(troubles: Sequence[Trouble]) -> str:
-    first = troubles[0]
-    if len(troubles) == 1:
-        return f"The only image, '{first.name}', could not be read: {first.reason}"
-    return f"None of the {len(troubles)} images could be read. The first, '{first.name}': {first.reason}"
+            raise PosthocUQError(f"None of the {len(self.skipped)} images can be read. {self.skipped[0]}")

@@ -23,8 +23,10 @@ from posthoc_uq.cli.commands import Done
 from posthoc_uq.cli.options import Console, WrongUsage
 from posthoc_uq.cli.outputs import Outputs
 from posthoc_uq.cli.parser import Command, Help, kinds_of, summary
+from posthoc_uq.cli.posterior_file import taken_from
 from posthoc_uq.core.errors import PosthocUQError, printable
 from posthoc_uq.core.options import did_you_mean
+from posthoc_uq.version import __version__
 
 ERROR, USAGE, INTERRUPTED = 1, 2, 130
 COMMANDS = ("fit", "tune", "predict", "evaluate", "update", "serve", "monitor", "inspect", "demo")
@@ -65,9 +67,7 @@ def _run(words: Sequence[str], running: list[Command]) -> int:
     """Run what the words say; the command is added to `running` for what is said meanwhile."""
     name = words[0] if words else "--help"
     if name == "--version":
-        import posthoc_uq
-
-        print(f"posthoc-uq {posthoc_uq.__version__}")
+        print(f"posthoc-uq {__version__}")
         return 0
     if name.startswith("-"):
         program(complete=name.startswith("--print_completion")).parse_args(words or ["--help"])
@@ -79,8 +79,6 @@ def _run(words: Sequence[str], running: list[Command]) -> int:
     console = next(value for value in call.values() if isinstance(value, Console))
     taken = None
     if "file" in call and "source" in call:
-        from posthoc_uq.cli.posterior_file import taken_from
-
         call["source"], taken = taken_from(call["file"], call["source"])
     outputs = Outputs(command.options, call, command.configurations)
     outputs.check()

@@ -2,24 +2,27 @@
 
 from __future__ import annotations
 
-import importlib
 import importlib.util
 import os
 import pickle
 import sys
-from collections.abc import Generator, Mapping, Sequence
+from collections.abc import Callable, Generator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from importlib.abc import Loader
+from importlib.machinery import ModuleSpec
 from operator import attrgetter
 from pathlib import Path
 from types import ModuleType
 from typing import Any, TypeVar, cast
 
 import torch
+from safetensors import SafetensorError
+from safetensors.torch import load_file
 from torch import Tensor, nn
 
 from posthoc_uq.cli.options import ModelSource, WrongUsage
-from posthoc_uq.cli.transforms import ImageTransform, needs_arguments, transform_of
+from posthoc_uq.cli.transforms import ImageTransform, transform_of
 from posthoc_uq.core.devices import usable_device
 from posthoc_uq.core.errors import PosthocUQError, out_of_memory
 from posthoc_uq.core.model import bare_name
@@ -97,7 +100,7 @@ def trained_model(source: ModelSource) -> TrainedModel:
             raise PosthocUQError(
                 "--num_classes and --pretrained are for models of timm and torchvision alone."
             )
-        model = call_imported(spec)
+        model = function_at(spec)()
         if not isinstance(model, nn.Module):
             raise PosthocUQError(
                 f"'{spec}' returned a {type(model).__name__}; it must return a torch.nn.Module."
@@ -108,8 +111,8 @@ def trained_model(source: ModelSource) -> TrainedModel:
         )
     if source.weights is not None:
         load_weights(model, source.weights)
-    if kind == "torchvision" and hasattr(model, "aux_classifier"):
-        cast(Any, model).aux_classifier = None  # of the training alone
+    if hasattr(model, _AUXILIARY[:-1]) and kind == "torchvision":
+        cast(Any, model).aux_classifier = None
     model = model.eval().to(device)
     own = None if source.transform is None else imported(source.transform)
     return TrainedModel(model, spec, transform_of(model, source, own), categories)
@@ -149,12 +152,8 @@ def _torchvision(name: str, source: ModelSource) -> tuple[nn.Module, Sequence[st
         with _fetching(source):
             return library.get_model(name, weights=weights), categories
     arguments: dict[str, Any] = {} if source.num_classes is None else {"num_classes": source.num_classes}
-    if name in ("googlenet", "inception_v3"):
-        arguments["init_weights"] = False  # slow, and these weights are replaced anyway
     if name in maps:
-        state = () if source.weights is None else map(bare_name, read_state(source.weights))
         arguments["weights_backbone"] = None  # else they are fetched, and replaced anyway
-        arguments["aux_loss"] = any(name.split(".")[0] == "aux_classifier" for name in state)
     return library.get_model(name, weights=None, **arguments), None
 
 
@@ -183,9 +182,6 @@ def device_named(name: str | None) -> torch.device:
     return usable_device(name, f"--device {name}", "leave --device out, or use cpu")
 
 
-# Objects by an import path: package.module:name or file.py:name.
-
-
 def is_import_path(text: str) -> bool:
     """Whether a text has the form of an import path."""
     module, colon, name = text.rpartition(":")
@@ -201,10 +197,10 @@ def imported(path: str) -> Any:
     where, _, name = path.rpartition(":")
     if not is_import_path(path):
         raise PosthocUQError(f"'{path}' is not of the form package.module:name or file.py:name.")
+    if os.getcwd() not in sys.path:
+        sys.path.insert(0, os.getcwd())
     try:
-        module = _from_file(where) if where.endswith(".py") else _by_name(where)
-    except PosthocUQError:
-        raise
+        module = _from_file(where) if where.endswith(".py") else importlib.import_module(where)
     except Exception as error:  # the user's code may raise anything
         if out_of_memory(error):
             raise
@@ -218,58 +214,28 @@ def imported(path: str) -> Any:
         raise PosthocUQError(f"'{where}' has no '{name}'.{close}") from None
 
 
-def call_imported(path: str) -> Any:
-    """What the function that an import path names returns, called without arguments.
+def function_at(path: str) -> Callable[..., Any]:
+    """The function that an import path names.
 
     Raises:
-        PosthocUQError: there is none, or it cannot be called so.
+        PosthocUQError: there is none.
     """
     function = imported(path)
     if not callable(function):
-        raise PosthocUQError(
-            f"'{path}' is a {type(function).__name__}; it must be a function without arguments."
-        )
-    if needs_arguments(function):
-        raise PosthocUQError(f"'{path}' needs arguments; it must be a function that is called without any.")
-    return function()
-
-
-def _by_name(name: str) -> ModuleType:
-    if not all(part.isidentifier() for part in name.split(".")):
-        raise PosthocUQError(f"'{name}' is not the name of a Python module.")
-    if os.getcwd() not in sys.path:
-        sys.path.insert(0, os.getcwd())
-    try:
-        return importlib.import_module(name)
-    except ModuleNotFoundError as error:
-        if error.name is not None and (name == error.name or name.startswith(error.name + ".")):
-            raise PosthocUQError(
-                f"There is no Python module '{name}' in the current folder or the environment."
-            ) from None
-        raise
+        raise PosthocUQError(f"'{path}' is a {type(function).__name__}; it must be a function.")
+    return function
 
 
 def _from_file(name: str) -> ModuleType:
     path = Path(name).resolve()
-    if not path.is_file():
-        raise PosthocUQError(f"There is no file '{name}'.")
     if str(path.parent) not in sys.path:  # a worker process that starts afresh finds the module by its name
         sys.path.insert(0, str(path.parent))
-    known = sys.modules.get(path.stem)
-    if known is not None and getattr(known, "__file__", None) == str(path):
-        return known
-    spec = importlib.util.spec_from_file_location(path.stem, path)
-    if spec is None or spec.loader is None:
-        raise PosthocUQError(f"'{name}' cannot be imported as Python code.")
-    module = importlib.util.module_from_spec(spec)
-    if known is None:
-        sys.modules[path.stem] = module
-    try:
-        spec.loader.exec_module(module)
-    except Exception:
-        if sys.modules.get(path.stem) is module:
-            del sys.modules[path.stem]
-        raise
+    module = sys.modules.get(path.stem)
+    if module is None or getattr(module, "__file__", None) != str(path):
+        spec = cast(ModuleSpec, importlib.util.spec_from_file_location(path.stem, path))
+        module = importlib.util.module_from_spec(spec)
+        sys.modules.setdefault(path.stem, module)
+        cast(Loader, spec.loader).exec_module(module)
     return module
 
 
@@ -277,6 +243,7 @@ def _from_file(name: str) -> ModuleType:
 
 _WRAPPERS = ("state_dict", "model_state_dict", "model", "weights")
 _PREFIX = "model."  # of a module that holds the model, as trainers have it
+_AUXILIARY = "aux_classifier."  # torchvision's second classifier, which only the training uses
 _COUNTER = "num_batches_tracked"  # of BatchNorm; old files lack it and eval mode does not read it
 _SHOWN = 3
 
@@ -289,15 +256,24 @@ def read_state(path: str) -> dict[str, Tensor]:
     """
     check_regular(path, "The weights file")
     try:
-        with open(path, "rb"):
-            pass
+        if path.endswith(".safetensors"):
+            content: Any = load_file(path)
+        else:
+            content = torch.load(path, map_location="cpu", weights_only=True)
     except FileNotFoundError:
         raise PosthocUQError(f"There is no weights file '{path}'.") from None
     except OSError as error:
         raise PosthocUQError(
             f"The weights file '{path}' cannot be read: {error.strerror or error}."
         ) from None
-    content: Any = _safetensors(path) if path.endswith(".safetensors") else _pickled(path)
+    except pickle.UnpicklingError as error:
+        objects = "Unsupported" in str(error) or "GLOBAL" in str(error)
+        what = (
+            "holds Python objects, which are not loaded" if objects else "is not a file that torch.save wrote"
+        )
+        raise PosthocUQError(f"'{path}' {what}; write it with torch.save(model.state_dict(), ...).") from None
+    except (SafetensorError, EOFError, RuntimeError, ValueError, LookupError):
+        raise PosthocUQError(f"'{path}' is damaged, or no file of weights.") from None
     while isinstance(content, Mapping):
         mapping = cast(Mapping[str, Any], content)
         content = next((mapping[key] for key in _WRAPPERS if isinstance(mapping.get(key), Mapping)), None)
@@ -305,33 +281,7 @@ def read_state(path: str) -> dict[str, Tensor]:
             tensors = {str(name): value for name, value in mapping.items() if isinstance(value, Tensor)}
             if tensors:
                 return tensors
-    raise PosthocUQError(
-        f"'{path}' holds no state dict; write one with torch.save(model.state_dict(), '{path}')."
-    )
-
-
-def _safetensors(path: str) -> Any:
-    from safetensors import SafetensorError
-    from safetensors.torch import load_file
-
-    try:
-        return load_file(path)
-    except (SafetensorError, ValueError) as error:
-        raise PosthocUQError(f"'{path}' is not a readable safetensors file: {error}") from None
-
-
-def _pickled(path: str) -> Any:
-    try:
-        return torch.load(path, map_location="cpu", weights_only=True)
-    except pickle.UnpicklingError as error:
-        if "Unsupported" in str(error) or "GLOBAL" in str(error):
-            raise PosthocUQError(
-                f"'{path}' holds Python objects beside tensors, which are not loaded; write the state dict alone with "
-                f"torch.save(model.state_dict(), ...)."
-            ) from None
-        raise PosthocUQError(f"'{path}' is not a file that torch.save wrote.") from None
-    except (EOFError, RuntimeError, ValueError, LookupError, UnicodeDecodeError):
-        raise PosthocUQError(f"'{path}' is damaged, or not a file that torch.save wrote.") from None
+    raise PosthocUQError(f"'{path}' holds no state dict; write one with torch.save(model.state_dict(), ...).")
 
 
 def load_weights(model: nn.Module, path: str) -> None:
@@ -345,27 +295,24 @@ def load_weights(model: nn.Module, path: str) -> None:
     """
     model_state: dict[str, Tensor] = model.state_dict()
     state = _stripped(read_state(path), model_state)
-    missing = [name for name in model_state if name not in state and not name.endswith(_COUNTER)]
-    unexpected = [name for name in state if name not in model_state]
-    if missing or unexpected:
-        parts = [
-            f"{verb} {len(names)} ({', '.join(names[:_SHOWN])}{', ...' if len(names) > _SHOWN else ''})"
-            for verb, names in (("the file lacks", missing), ("the model does not have", unexpected))
-            if names
-        ]
+    try:
+        missing, unexpected = model.load_state_dict(state, strict=False)
+    except RuntimeError as error:  # of a shape
+        reason = " ".join(str(error).split()).partition("state_dict for ")[2][:300]
+        raise PosthocUQError(
+            f"The weights in '{path}' do not fit the model ({reason}); is it the right --model, and --num_classes?"
+        ) from None
+    missing = [name for name in missing if not name.endswith(_COUNTER)]
+    unexpected = [name for name in unexpected if not name.startswith(_AUXILIARY)]
+    parts = [
+        f"{verb} {len(names)} ({', '.join(names[:_SHOWN])}{', ...' if len(names) > _SHOWN else ''})"
+        for verb, names in (("the file lacks", missing), ("the model does not have", unexpected))
+        if names
+    ]
+    if parts:
         raise PosthocUQError(
             f"The weights in '{path}' are not this model's: of {len(model_state)} tensors {', and '.join(parts)}."
         )
-    wrong = [name for name in model_state if name in state and model_state[name].shape != state[name].shape]
-    if wrong:
-        ours, theirs = tuple(model_state[wrong[0]].shape), tuple(state[wrong[0]].shape)
-        classes = len(wrong) <= 2 and all(model_state[n].shape[1:] == state[n].shape[1:] for n in wrong)
-        raise PosthocUQError(
-            f"The weights in '{path}' do not fit the model: {len(wrong)} of {len(model_state)} have another shape, "
-            f"such as '{wrong[0]}', {theirs} in the file and {ours} in the model"
-            f"{f'; perhaps --num_classes {theirs[0]}' if classes else ''}."
-        )
-    model.load_state_dict(state, strict=False)
 
 
 def _stripped(state: dict[str, Tensor], model_state: Mapping[str, Tensor]) -> dict[str, Tensor]:

@@ -7,10 +7,8 @@ what the option's file is for, so that nothing is written over by mistake (`post
 
 from __future__ import annotations
 
-from collections.abc import Iterable
 from dataclasses import dataclass, field
-from os import PathLike
-from typing import TYPE_CHECKING, Annotated, Any, Protocol, TypeVar
+from typing import TYPE_CHECKING, Annotated, Any, TypeVar
 
 from jsonargparse import typing
 
@@ -18,9 +16,9 @@ from posthoc_uq.core.errors import PosthocUQError
 
 if TYPE_CHECKING:
     Count = Natural = Size = Port = Window = int
-    Share = Nats = Rate = float
+    Share = Positive = Rate = float
 else:  # jsonargparse refuses other numbers, and names the type in the help
-    Count, Natural, Nats, Share = (
+    Count, Natural, Positive, Share = (
         typing.PositiveInt,
         typing.NonNegativeInt,
         typing.PositiveFloat,
@@ -42,19 +40,22 @@ Written = Annotated[str, "written"]
 Kept = Annotated[str, "kept"]
 """A file that a fit goes on from, or that a server adds to: it may be there, and is checked where it is opened."""
 
+SHARED = {
+    "file": "the posterior's file.",
+    "head": "how to predict; by default the one that FILE names.",
+    "force": "write over files that are there already, but never over an input.",
+    "unlabelled": "leave class folders aside: the model's own labels suffice.",
+    "level": "of the interval, for a regression.",
+    "class_names": "names of the outputs: one a line, or JSON; or a folder with a folder for each class.",
+    "seed": "of all random numbers.",
+}
+"""The words of options that several commands have, where their docstrings say nothing else."""
+
 Kind = TypeVar("Kind")
 
 
 class WrongUsage(PosthocUQError):
     """A command was called in a way that it does not understand."""
-
-
-class Checks(Protocol):
-    """Checks of further files that a command writes, where it has an argument ``outputs`` of this type."""
-
-    def check(self, more: Iterable[tuple[str, str | PathLike[str]]]) -> None:
-        """Refuse files that must not be written, each with the option that it follows from."""
-        ...
 
 
 @dataclass(frozen=True)

@@ -12,19 +12,19 @@ from contextlib import contextmanager
 from dataclasses import dataclass, is_dataclass
 from io import TextIOWrapper
 from pathlib import Path
-from typing import Annotated, Any, NamedTuple, TextIO, cast, get_args, get_origin
+from typing import Annotated, Any, TextIO, cast, get_args, get_origin
 
 import numpy as np
 import torch
 from PIL import Image
-from torch import Tensor
 
-from posthoc_uq.cli.options import Checks, Choice, Data
+from posthoc_uq.cli.options import Choice, Data
 from posthoc_uq.cli.parser import Option, options_of
 from posthoc_uq.core.errors import PosthocUQError
 from posthoc_uq.core.paths import IMAGE_ENDINGS, folder_files
 from posthoc_uq.core.tables import csv_text
 from posthoc_uq.files.atomic import checked_target, remove_leftovers, replacing
+from posthoc_uq.heads.predictor import Predictor
 from posthoc_uq.likelihoods.class_prediction import ClassPrediction, MultilabelPrediction
 from posthoc_uq.likelihoods.positions import PositionPrediction
 from posthoc_uq.likelihoods.prediction import Prediction
@@ -173,120 +173,111 @@ def text_file(path: str) -> Generator[TextIO]:
         text.detach()
 
 
-# Predictions as rows of a table.
-
-
-class Flags(NamedTuple):
-    """For each input, the scores that refer it, and how extreme it is among familiar ones."""
-
-    reasons: list[list[str]]
-    tails: list[float]
-
-
+@dataclass(frozen=True)
 class PredictionTable:
-    """The columns of one kind of prediction.
+    """Predictions as columns of a table.
 
-    Args:
-        prediction: the first one.
-        referral: what the posterior's file says of thresholds.
+    Attributes:
+        predictor: made the predictions; flags by the thresholds in its posterior's file.
         names: of the outputs.
         top_k: classes to name.
         level: of intervals.
     """
 
-    def __init__(
-        self,
-        prediction: Prediction,
-        referral: Mapping[str, Any],
-        names: Sequence[str] | None,
-        top_k: int,
-        level: float,
-    ) -> None:
-        self._names, self._level, self._several = names, level, len(thresholds_of(referral)) > 1
-        self._largest: list[str] = []
-        multilabel = isinstance(prediction, MultilabelPrediction)
-        classes = prediction.probs.shape[1] if multilabel else prediction.classes
+    predictor: Predictor
+    names: Sequence[str] | None
+    top_k: int
+    level: float
+
+    @property
+    def thresholds(self) -> Mapping[str, float]:
+        return thresholds_of(self.predictor.posterior.history.referral)
+
+    def columns(
+        self, prediction: Prediction, files: Sequence[str], flagged: bool
+    ) -> dict[str, Sequence[str]]:
+        """The columns of one batch by their names, the same for every batch; without flags where no threshold applies.
+
+        Raises:
+            PosthocUQError: there are more or fewer names than outputs.
+        """
+        several_labels = isinstance(prediction, MultilabelPrediction)
+        classes = prediction.probs.shape[1] if several_labels else prediction.classes
+        columns: dict[str, Sequence[str]] = {"file": [csv_text(file) for file in files]}
         if classes is None:
-            mean = cast(RegressionPrediction, prediction).mean
-            outputs = 1 if mean.ndim == 1 else mean.shape[1]
-            kinds = ("mean", "standard_deviation", "epistemic_sd", "lower", "upper")
-            columns = [
-                kind if outputs == 1 else f"{kind}_{i}" for i in range(1, outputs + 1) for kind in kinds
-            ]
-            self._scores: list[str] = []
+            columns |= self._values(cast(RegressionPrediction, prediction))
         else:
-            if names is not None and len(names) != classes:
-                raise PosthocUQError(
-                    f"There are {len(names)} class names, and the model has {classes} outputs."
-                )
-            self._k = min(top_k, classes)
-            number = "share" if isinstance(prediction, PositionPrediction) else "probability"
-            columns = [f"{what}_{i}" for i in range(1, self._k + 1) for what in ("label", number)]
-            # the scores that decide the flag are shown
-            self._scores = list(dict.fromkeys(("entropy", "mutual_information", *thresholds_of(referral))))
-        if prediction.novelty_ratio is not None and "novelty" not in self._scores:
-            self._scores.append("novelty")
+            columns |= self._ranked(prediction, classes)
+        columns |= dict.fromkeys(
+            ("flag", "reason", "tail") if len(self.thresholds) > 1 else ("flag",), [""] * len(files)
+        )
+        if flagged:
+            referral = self.predictor.referral
+            by_score = {name: flags.tolist() for name, flags in referral.reasons(prediction).items()}
+            reasons = [[name for name in by_score if by_score[name][i]] for i in range(len(files))]
+            found = {
+                "flag": [str(int(bool(names))) for names in reasons],
+                "reason": ["+".join(names) for names in reasons],
+                "tail": _numbers(referral.tail(prediction).tolist()),
+            }
+            columns |= {name: cells for name, cells in found.items() if name in columns}
+        return columns
+
+    def _ranked(self, prediction: Prediction, classes: int) -> dict[str, Sequence[str]]:
+        """The classes of an input, the most probable or the most frequent first, and its scores."""
+        pixels = isinstance(prediction, PositionPrediction)
+        if self.names is not None and len(self.names) != classes:
+            raise PosthocUQError(
+                f"There are {len(self.names)} class names, and the model has {classes} outputs."
+            )
+        if pixels:  # the classes that most positions have, with their shares
+            predicted = prediction.predicted().flatten(1)
+            counts = torch.stack([row.bincount(minlength=classes) for row in predicted])
+            values, labels = (counts / counts.sum(1, keepdim=True)).topk(min(self.top_k, classes))
+        else:
+            top = cast(ClassPrediction, prediction).top_k(min(self.top_k, classes))
+            labels, values = top.labels, top.probabilities
+        columns: dict[str, Sequence[str]] = {}
+        for i, (own, numbers) in enumerate(zip(labels.T.tolist(), values.T.tolist(), strict=True), start=1):
+            columns[f"label_{i}"] = [
+                str(label) if self.names is None else csv_text(str(self.names[label])) for label in own
+            ]
+            columns[f"{'share' if pixels else 'probability'}_{i}"] = _numbers(numbers)
+        scores = prediction.scores()
+        # those that decide the flag are shown, too
+        shown = ["entropy", "mutual_information", *self.thresholds]
+        shown += [] if prediction.novelty_ratio is None else ["novelty"]
+        for name in dict.fromkeys(shown):
+            columns[name] = _numbers(scores[name].tolist()) if name in scores else [""] * len(prediction)
         if isinstance(prediction, PositionPrediction):
             known = prediction.scores_by_position()
-            self._largest = [name for name in self._scores if name in known]
-        columns += [*self._scores, *(f"largest_{name}" for name in self._largest)]
-        self.header = ["file", *columns, "flag", *(["reason", "tail"] if self._several else [])]
+            for name in dict.fromkeys(name for name in shown if name in known):
+                columns[f"largest_{name}"] = _numbers(prediction.per_input(name, "largest").tolist())
+        return columns
 
-    def rows(self, prediction: Prediction, files: Sequence[str], flags: Flags | None) -> Iterator[list[str]]:
-        """The rows of one batch."""
-        if isinstance(prediction, PositionPrediction):
-            middle = self._maps(prediction)
-        elif isinstance(prediction, (ClassPrediction, MultilabelPrediction)):
-            top = prediction.top_k(self._k)
-            middle = self._ranked(top.labels, top.probabilities, self._known(prediction.scores()))
-        else:
-            middle = self._values(cast(RegressionPrediction, prediction))
-        for i, (file, cells) in enumerate(zip(files, middle, strict=True)):
-            yield [csv_text(file), *cells, *self._end(flags, i)]
-
-    def _end(self, flags: Flags | None, i: int) -> list[str]:
-        """The last columns: flag, and with several scores reason and tail."""
-        if flags is None:
-            return ["", "", ""] if self._several else [""]
-        flag = [str(int(bool(flags.reasons[i])))]
-        return [*flag, "+".join(flags.reasons[i]), f"{flags.tails[i]:.6g}"] if self._several else flag
-
-    def _maps(self, prediction: PositionPrediction) -> list[list[str]]:
-        """The classes that most positions of an input have, with their shares; means of the scores, and the largest."""
-        predicted = prediction.predicted().flatten(1)
-        counts = torch.stack([row.bincount(minlength=prediction.classes) for row in predicted])
-        shares, labels = (counts / counts.sum(1, keepdim=True)).topk(self._k)
-        largest = [prediction.per_input(name, "largest").tolist() for name in self._largest]
-        return self._ranked(labels, shares, [*self._known(prediction.scores()), *largest])
-
-    def _known(self, scores: Mapping[str, Tensor]) -> list[list[float] | None]:
-        """The columns of scores; None where the head does not know one."""
-        return [scores[name].tolist() if name in scores else None for name in self._scores]
-
-    def _ranked(
-        self, labels: Tensor, values: Tensor, scores: Sequence[Sequence[float] | None]
-    ) -> list[list[str]]:
-        """A row an input: its labels (inputs, k) with their values, and its scores."""
-        rows: list[list[str]] = []
-        for i, (own_labels, own_values) in enumerate(zip(labels.tolist(), values.tolist(), strict=True)):
-            row: list[str] = []
-            for label, value in zip(own_labels, own_values, strict=True):
-                name = str(label) if self._names is None else csv_text(str(self._names[label]))
-                row += [name, f"{value:.6g}"]
-            rows.append(row + ["" if score is None else f"{score[i]:.6g}" for score in scores])
-        return rows
-
-    def _values(self, prediction: RegressionPrediction) -> list[list[str]]:
-        lower, upper = prediction.interval(self._level)
-        spread = prediction.epistemic_variance.sqrt()
-        columns = torch.stack([prediction.mean, prediction.standard_deviation, spread, lower, upper], dim=-1)
-        columns = columns.reshape(len(prediction), -1)
+    def _values(self, prediction: RegressionPrediction) -> dict[str, Sequence[str]]:
+        lower, upper = prediction.interval(self.level)
+        found = {
+            "mean": prediction.mean,
+            "standard_deviation": prediction.standard_deviation,
+            "epistemic_sd": prediction.epistemic_variance.sqrt(),
+            "lower": lower,
+            "upper": upper,
+        }
+        outputs = prediction.mean[0].numel()
+        columns: dict[str, Sequence[str]] = {
+            name if outputs == 1 else f"{name}_{i + 1}": _numbers(values.reshape(-1, outputs)[:, i].tolist())
+            for i in range(outputs)
+            for name, values in found.items()
+        }
         if prediction.novelty_ratio is not None:
-            columns = torch.cat([columns, prediction.novelty_ratio.to(columns).unsqueeze(1)], dim=1)
-        return [[f"{value:.6g}" for value in row] for row in columns.tolist()]
+            columns["novelty"] = _numbers(prediction.novelty_ratio.tolist())
+        return columns
 
 
-# Predictions of pixels as PNG files.
+def _numbers(values: Iterable[float]) -> list[str]:
+    return [f"{value:.6g}" for value in values]
+
 
 _CLASS = "class"
 _SCORES = ("entropy", "mutual_information", "novelty")
@@ -303,7 +294,7 @@ class Maps:
 
     folder: str
 
-    def prepare(self, files: Sequence[str] | None, outputs: Checks) -> None:
+    def prepare(self, files: Sequence[str] | None, outputs: Outputs) -> None:
         """Make the folder for the maps of these images.
 
         Raises:

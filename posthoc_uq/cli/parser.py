@@ -10,12 +10,15 @@ from __future__ import annotations
 import inspect
 import re
 import types
-from argparse import ArgumentError, RawDescriptionHelpFormatter
+from argparse import SUPPRESS, Action, ArgumentError, RawDescriptionHelpFormatter
+from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import MISSING, dataclass, fields, is_dataclass, replace
+from difflib import get_close_matches
 from itertools import zip_longest
-from json import dumps, loads
-from typing import Annotated, Any, Literal, Union, cast, get_args, get_origin, get_type_hints
+from json import loads
+from typing import Annotated, Any, Literal, Optional, Union, cast, get_args, get_origin, get_type_hints
 
 import torch
 import yaml
@@ -23,43 +26,45 @@ from docstring_parser import parse
 from jsonargparse import ArgumentParser, DefaultHelpFormatter
 from jsonargparse.typing import register_type
 
-from posthoc_uq.cli.options import Choice, WrongUsage
+from posthoc_uq.cli.options import SHARED, Choice, WrongUsage
 from posthoc_uq.core.errors import PosthocUQError
 from posthoc_uq.core.options import did_you_mean
 from posthoc_uq.core.paths import check_regular
+from posthoc_uq.fitting.wrap import HEADS, head_class
+from posthoc_uq.likelihoods import LIKELIHOODS
+from posthoc_uq.methods import METHODS
 
-_SHORT = {"output": ("-o",), "quiet": ("-q",)}
-_DEFAULTS = {"method": "inf", "likelihood": "classification", "head": None}
-_SHARED = {"head": ("seed",)}  # what comes from the command's own option
+_SHORT = {"output": "-o", "quiet": "-q", "help": "-h"}
+_DEFAULTS: dict[str, str | None] = {"method": "inf", "likelihood": "classification", "head": None}
 _WHOLE = ("target", "columns")  # names that may have commas, and are split where a header is known
 _TRUTHS = {"true": "true", "yes": "true", "false": "false", "no": "false"}
 _MARKS = re.compile(r"``\"?([^`\"]*)\"?``|`([^`]*)`|\*\*")
-_NUMBERS = {int: "a whole number", float: "a number", bool: "true or false", torch.dtype: "a number format"}
+_IN_WORDS = {
+    bool: "true or false",
+    int: "a whole number",
+    float: "a number",
+    str: "text",
+    torch.dtype: "a number format",
+}
 
 
 def kinds_of(word: str) -> Mapping[str, type]:
     """The methods, likelihoods or heads by name, those that others registered among them."""
-    from posthoc_uq.fitting.wrap import HEADS, head_class
-    from posthoc_uq.likelihoods import LIKELIHOODS
-    from posthoc_uq.methods import METHODS
-
     heads: dict[str, type] = {name: head_class(name) for name in HEADS}
     return {"method": METHODS, "likelihood": LIKELIHOODS, "head": heads}[word]
 
 
-def dtype_named(name: str) -> torch.dtype:
-    """The number format of a name, with or without ``torch.`` before it.
-
-    Raises:
-        ValueError: there is none.
-    """
-    dtype = getattr(torch, name.removeprefix("torch."), None)
-    if not isinstance(dtype, torch.dtype):
-        raise ValueError(f"torch has no number format {name!r}")
-    return dtype
-
-
-register_type(torch.dtype, lambda dtype: str(dtype).removeprefix("torch."), dtype_named)
+_DTYPES = {
+    str(value).removeprefix("torch."): value
+    for value in vars(torch).values()
+    if isinstance(value, torch.dtype)
+}
+register_type(
+    torch.dtype,
+    lambda dtype: str(dtype).removeprefix("torch."),
+    lambda name: _DTYPES[name.removeprefix("torch.")],
+    deserializer_exceptions=(KeyError,),
+)
 
 
 @dataclass(frozen=True)
@@ -98,6 +103,7 @@ def options_of(owner: Callable[..., Any]) -> Iterator[Option]:
         ) from None
     lists = {f.name: f.default_factory for f in fields(owner)} if is_dataclass(owner) else {}
     texts = _texts(owner)
+    shared = {} if isinstance(owner, type) else SHARED
     for name, parameter in inspect.signature(cast(Any, owner)).parameters.items():
         hint = hints.get(name)
         kind = hint if hint is Choice or is_dataclass(hint) else _textual(hint)
@@ -105,7 +111,7 @@ def options_of(owner: Callable[..., Any]) -> Iterator[Option]:
         default = parameter.default if factory is MISSING else factory()
         if kind is not None:
             positional = parameter.kind is parameter.POSITIONAL_ONLY
-            yield Option(name, hint, kind, default, texts.get(name, ""), positional)
+            yield Option(name, hint, kind, default, texts.get(name, shared.get(name, "")), positional)
 
 
 def summary(owner: Any) -> str:
@@ -155,12 +161,6 @@ def _is_list(kind: Any) -> bool:
     return any(get_origin(part) is list for part in _parts(kind))
 
 
-def _or_one(kind: Any) -> Any:
-    """A type that also takes a single value where it takes a list."""
-    lists = [part for part in _parts(kind) if get_origin(part) is list]
-    return cast(Any, Union)[(*_parts(kind), *(get_args(part)[0] for part in lists))] if lists else kind
-
-
 def _is_flag(kind: Any) -> bool:
     return {*_parts(kind)} <= {bool, type(None)}
 
@@ -176,15 +176,39 @@ def _in_words(kind: Any) -> str:
         elif get_origin(part) is list:
             words.append(f"{_in_words(get_args(part)[0])}, or several with commas")
         elif part is not type(None):
-            words.append(_NUMBERS.get(part, "text" if part is str else part.__name__))
+            words.append(next(name for known, name in _IN_WORDS.items() if issubclass(part, known)))
     return f"{', '.join(words[:-1])} or {words[-1]}" if len(words) > 1 else words[0]
 
 
+def _metavar(option: Option) -> str:
+    """What stands for an option's value in the help; nothing for a flag."""
+    choices = [
+        str(name) for part in _parts(option.kind) if get_origin(part) is Literal for name in get_args(part)
+    ]
+    if choices:
+        choices += (
+            ["N"]
+            if {int, float} & {base for part in _parts(option.kind) for base in getattr(part, "__mro__", ())}
+            else []
+        )
+        return f"{{{','.join(choices)}}}"
+    return "" if _is_flag(option.kind) else option.name.rpartition("_")[2].upper()
+
+
 class Help(DefaultHelpFormatter, RawDescriptionHelpFormatter):
-    """Help whose descriptions keep their lines."""
+    """Help whose descriptions keep their lines, and that says of an option what its docstring says."""
 
     def __init__(self, prog: str) -> None:
-        super().__init__(prog, max_help_position=28, width=110)
+        super().__init__(prog, max_help_position=32, width=120)
+
+    def _get_help_string(self, action: Action) -> str:
+        usual = "" if action.default in (None, False, [], SUPPRESS) else f" ({action.default} by default)"
+        text = (action.help or "").rstrip(".")
+        return text + ("" if usual and str(action.default) in text else usual)
+
+    def _format_action_invocation(self, action: Action) -> str:
+        names = sorted((name for name in action.option_strings if not name.endswith("+")), key=len)
+        return " ".join([", ".join(names), *([str(action.metavar)] if action.metavar else [])]).strip()
 
 
 class Command:
@@ -200,16 +224,20 @@ class Command:
         kinds: the type of every option by its full name, such as ``"method.rank"``.
         parser: of jsonargparse.
         configurations: the files of options that were read.
+
+    Raises:
+        WrongUsage: there is no method, likelihood or head of the given name, or a configuration file cannot be read.
     """
 
     def __init__(self, function: Callable[..., Any], words: Sequence[str]) -> None:
         self.function, self.name = function, function.__name__
         self.options = list(options_of(function))
         self.kinds: dict[str, Any] = {"config": str, "print_config": bool, "help": bool}
+        self.configurations = _values(words, "--config")
+        self._files = {path: _configured(path) for path in self.configurations}
         self._chosen: dict[str, str | None] = {}
-        self.configurations: list[str] = []
-        description, _, examples = inspect.cleandoc(function.__doc__ or "").partition("\n\nArgs:")
-        description, _, examples = description.partition("\n\nExamples:\n")
+        text = inspect.cleandoc(function.__doc__ or "").partition("\n\nArgs:")[0]
+        description, _, examples = text.partition("\n\nExamples:\n")
         places = [option.name.upper() for option in self.options if option.positional]
         self.parser: Any = ArgumentParser(
             prog=f"posthoc-uq {self.name}",
@@ -221,8 +249,10 @@ class Command:
         )
         for option in self.options:
             if option.positional:
-                self.parser.add_argument(option.name, type=option.kind, help=option.text)
-        self.parser.add_argument("--config", action="config", help="A YAML file with options by their names.")
+                self._add(self.parser, "", option)
+        self.parser.add_argument(
+            "--config", action="config", help="a YAML file with options by their names", metavar="FILE"
+        )
         for option in self.options:
             if not option.positional and option.kind is not Choice and not is_dataclass(option.kind):
                 self._add(self.parser, "", option)
@@ -236,14 +266,16 @@ class Command:
 
     def _add(self, group: Any, prefix: str, option: Option) -> None:
         key = prefix + option.name
-        needed = option.default is inspect.Parameter.empty
         self.kinds[key] = option.kind
+        needed = option.default is inspect.Parameter.empty  # which `parse` looks for
+        flags = [f"--{key}", *([_SHORT[key]] if key in _SHORT else [])]
         group.add_argument(
-            f"--{key}",
-            *_SHORT.get(key, ()),
-            type=_or_one(option.kind),
-            help=option.text,
-            **({"required": True} if needed else {"default": option.default}),
+            *([key] if option.positional else flags),
+            type=Optional[option.kind],  # noqa: UP045
+            help=option.text.rstrip(".") + (" (needed)" if needed and not option.positional else ""),
+            metavar=option.name.upper() if option.positional else _metavar(option),
+            default=None if needed else option.default,
+            **({"nargs": "?"} if option.positional else {}),
         )
 
     def _add_choice(self, option: Option, words: Sequence[str]) -> None:
@@ -251,21 +283,23 @@ class Command:
         none is named, since the posterior's file may name one.
         """
         word, kinds = option.name, kinds_of(option.name)
-        name = self._chosen[word] = _chosen(word, kinds, words)
-        title = f"{word} {name}: {summary(kinds[name])}" if name else f"options of {word}s"
-        group = self.parser.add_argument_group(title)
-        listed = "; ".join(f"{known}: {summary(kind)}" for known, kind in kinds.items())
+        named = [content.get(word, content.get(f"{word}.name")) for content in self._files.values()]
+        named += [*_values(words, f"--{word}"), *_values(words, f"--{word}.name")]
+        name = self._chosen[word] = _chosen(word, kinds, [_DEFAULTS[word], *named])
+        group = self.parser.add_argument_group(
+            f"{word} {name}: {summary(kinds[name])}" if name else f"{word}s"
+        )
         self.kinds[f"{word}.name"] = self.kinds[word] = str
-        text = f"(or --{word}) {option.text} {listed}."
-        group.add_argument(f"--{word}.name", type=str, default=_DEFAULTS[word], help=text)
+        text = f"(or --{word}) {option.text.rstrip('.')}: {', '.join(kinds)}"
+        group.add_argument(f"--{word}.name", type=str, default=_DEFAULTS[word], help=text, metavar="NAME")
         for kind in kinds.values() if name is None else [kinds[name]]:
             for own in options_of(kind):
-                if f"{word}.{own.name}" in self.kinds or own.name in _SHARED.get(word, ()):
+                if f"{word}.{own.name}" in self.kinds or (word, own.name) == ("head", "seed"):
                     continue
                 # what is not given of a likelihood or head is found from the data, or as in the posterior's file
                 if word != "method":
-                    usual = "" if own.default is None else f" ({own.default} by default)"
-                    own = replace(own, default=None, text=own.text.rstrip(".") + usual + ".")
+                    usual = "" if own.default in (None, False) else f" ({own.default} by default)"
+                    own = replace(own, default=None, text=own.text.rstrip(".") + usual)
                 self._add(group, f"{word}.", own)
 
     def parse(self, words: Sequence[str]) -> dict[str, Any]:
@@ -275,81 +309,98 @@ class Command:
             WrongUsage: the words name something that there is not, or a value of another type.
             SystemExit: help or the configuration was asked for, and is printed.
         """
-        spelled = self._spelled(words)
-        try:
-            if any(word.startswith("--print_config") for word in spelled):
-                self.parser.parse_args(spelled)
-            given: dict[str, Any] = self.parser.parse_args(spelled, defaults=False).as_dict()
-        except ArgumentError as error:
-            raise WrongUsage(self._in_a_line(str(error.message))) from None
-        for key, kind in self.kinds.items():
+        flat: dict[str, Any] = {}
+        places: dict[str, str] = {}
+        for path, content in self._files.items():
+            for written, value in content.items():
+                key, _ = self._key(written, f" in '{path}'")
+                flat[key], places[key] = self._value(key, value), f" (in '{path}')"
+        typed = self._typed(words)
+        flat |= typed
+        shown, _ = flat.pop("print_config", False), flat.pop("config", None)
+        names = {f"{word}.name": name for word, name in self._chosen.items() if name is not None}
+        flat = {
+            key: value for key, value in flat.items() if key.removesuffix(".name") not in self._chosen
+        } | names
+        nested: dict[str, Any] = {}
+        for key, value in flat.items():
             *word, name = key.split(".")
-            found = given.get(word[0]) if word else given
-            if _is_list(kind) and isinstance(found, dict):
-                value: Any = cast("dict[str, Any]", found).get(name)
-                if isinstance(value, (str, float)):  # a single value, from a configuration file
-                    found[name] = [value]
+            (nested.setdefault(word[0], {}) if word else nested)[name] = value
+        try:
+            if shown:
+                flags = {f"skip_{flag}": f"skip_{flag}" in str(shown) for flag in ("default", "unset")}
+                print(self.parser.dump(self.parser.parse_object(nested), **flags), end="")
+                raise SystemExit(0)
+            given: dict[str, Any] = self.parser.parse_object(nested, defaults=False).as_dict()
+        except ArgumentError as error:
+            places = {key: place for key, place in places.items() if key not in typed}
+            raise WrongUsage(self._in_a_line(str(error.message), places)) from None
         call: dict[str, Any] = {}
         for option in self.options:
             if option.kind is Choice:
-                call[option.name] = self._choice(option.name, given.get(option.name))
+                word, name = option.name, self._chosen[option.name]
+                own: dict[str, Any] = {k: v for k, v in given.get(word, {}).items() if k != "name"}
+                if word != "method":
+                    own = {key: value for key, value in own.items() if value is not None}
+                call[word] = Choice(word, name, own)
             elif is_dataclass(option.kind):
-                names = [field.name for field in fields(option.kind) if field.name in given]
-                call[option.name] = cast(Any, option.kind)(**{name: given[name] for name in names})
+                own = {field.name: given[field.name] for field in fields(option.kind) if field.name in given}
+                call[option.name] = cast(Any, option.kind)(**own)
             else:
                 call[option.name] = given.get(option.name, option.default)
+        needed = [option for option in self.options if call[option.name] is inspect.Parameter.empty]
+        if needed:
+            names_ = [option.name if option.positional else f"--{option.name}" for option in needed]
+            raise WrongUsage(f"{' and '.join(names_)} must be given.")
         return call
 
-    def _choice(self, word: str, given: Any) -> Choice:
-        name = self._chosen[word]
-        options = {n: v for n, v in given.items() if n != "name"} if isinstance(given, dict) else {}
-        if word != "method":
-            options = {n: v for n, v in options.items() if v is not None}
-        return Choice(word, name, options)
-
-    def _spelled(self, words: Sequence[str]) -> list[str]:
-        """The words as the parser takes them: full names with ``=`` and a value; files of options first, so that the
-        words win over them.
-        """
-        waiting, files, others = list(words), list[str](), list[str]()
-        lists: dict[str, list[Any]] = {}
-        long = {short: f"--{name}" for name, shorts in _SHORT.items() for short in shorts}
+    def _typed(self, words: Sequence[str]) -> dict[str, Any]:
+        """What is typed, by full names: values as text, several in a list, True for ``--print_config``."""
+        waiting, places = deque(words), [option.name for option in self.options if option.positional]
+        short = {mark: f"--{name}" for name, mark in _SHORT.items()}
+        typed: dict[str, Any] = {}
         while waiting:
-            word = long.get(waiting[0], waiting[0])
-            waiting.pop(0)
+            word = waiting.popleft()
+            word = short.get(word, word)
             if not word.startswith("--"):
-                others.append(word)
+                if word.startswith("-") and word[1:2].isalpha():
+                    raise WrongUsage(f"There is no option {word}.")
+                if not places:
+                    raise WrongUsage(f"'{word}' is one argument too many.")
+                typed[places.pop(0)] = word
                 continue
             written, equals, value = word[2:].partition("=")
             key, opposite = self._key(written)
             kind = self.kinds[key]
-            if key in ("help", "print_config"):
-                others.append(f"--{key}{equals}{value}")
-                continue
+            if key == "help":
+                self.parser.print_help()
+                raise SystemExit(0)
             if opposite:
                 value = "false"
             elif _is_flag(kind):
                 if not equals:
-                    value = waiting.pop(0) if waiting and waiting[0].lower() in _TRUTHS else "true"
-                value = _TRUTHS.get(value.lower(), value)
+                    value = waiting.popleft() if waiting and waiting[0].lower() in _TRUTHS else "true"
             elif not equals:
                 if not waiting or waiting[0].startswith("--"):
                     raise WrongUsage(f"--{written} needs a value: {_in_words(kind)}.")
-                value = waiting.pop(0)
-            if key.removesuffix(".name") in self._chosen:
-                continue  # known already
+                value = waiting.popleft()
             if _is_list(kind):
-                lists.setdefault(key, []).extend(_several(value, kind, split=key not in _WHOLE))
+                typed[key] = [*typed.get(key, []), *_several(value, kind, split=key not in _WHOLE)]
             else:
-                if value == "none" and type(None) in _parts(kind) and str not in _parts(kind):
-                    value = "null"
-                (files if key == "config" else others).append(f"--{key}={value}")
-        self.configurations = [file.partition("=")[2] for file in files]
-        others += [f"--{key}={dumps(values)}" for key, values in lists.items()]
-        names = [f"--{word}.name={name}" for word, name in self._chosen.items() if name is not None]
-        return [*files, *others, *names]
+                typed[key] = self._value(key, value)
+        return typed
 
-    def _key(self, written: str) -> tuple[str, bool]:
+    def _value(self, key: str, value: Any) -> Any:
+        """A value as jsonargparse takes it, of one that may be written in other ways."""
+        kind = self.kinds[key]
+        parts = _parts(kind)
+        if _is_list(kind):
+            return value if value is None or isinstance(value, list) else [value]
+        if _is_flag(kind) and isinstance(value, str):
+            return _TRUTHS.get(value.lower(), value)
+        return None if value == "none" and type(None) in parts and str not in parts else value
+
+    def _key(self, written: str, place: str = "") -> tuple[str, bool]:
         """The full name of an option, and whether its opposite is meant: ``no-train-mean``."""
         name = written.replace("-", "_")
         if name in self.kinds:
@@ -363,12 +414,12 @@ class Command:
             )
         *prefix, last = name.split(".")
         if last.startswith("no_"):
-            key, _ = self._key(".".join([*prefix, last.removeprefix("no_")]))
+            key, _ = self._key(".".join([*prefix, last.removeprefix("no_")]), place)
             if _is_flag(self.kinds[key]):
                 return key, True
-        raise WrongUsage(self._unknown(written))
+        raise WrongUsage(self._unknown(written, place))
 
-    def _unknown(self, written: str) -> str:
+    def _unknown(self, written: str, place: str) -> str:
         """What to say of an option that there is not."""
         last = written.replace("-", "_").rpartition(".")[2].removeprefix("no_")
         for word, name in self._chosen.items():
@@ -378,84 +429,80 @@ class Command:
                 return f"--{written} is for {whose} (--{word} {owners[0]}), and this is {name}."
         names = {f"--{key}" for key in self.kinds} | {f"--{key.rpartition('.')[2]}" for key in self.kinds}
         meant = f"--{written}".replace("-", "_").replace("__", "--", 1)
-        return f"There is no option --{written}.{did_you_mean(meant, names)}"
+        close = get_close_matches(meant, names, cutoff=0.75)
+        return f"There is no option --{written}{place}.{did_you_mean(meant, close)}"
 
-    def _in_a_line(self, message: str) -> str:
-        """An error of the parser in one line, with the options as they are typed."""
+    def _in_a_line(self, message: str, places: Mapping[str, str]) -> str:
+        """An error of jsonargparse in one line, with the option as it is typed, and the file that it stands in."""
         key = re.search(r'Parser key "([^"]+)"', message)
+        if key is None:
+            return " ".join(message.split())
         value = re.search(r"(?:Given value|Got value): (.*)", message)
-        unknown = re.search(r"Option '([^']+)' is not accepted", message)
         bound = re.search(r"(?:: (\S+))? does not conform to restriction (.*)", message)
-        if key and bound:
+        place = places.get(key[1], "")
+        if bound:
             given = value[1] if value else bound[1]
-            return f"--{key[1]} must be {bound[2].replace('v', '')}, not {given}."
-        if key and value and key[1] in self.kinds:
-            return f"--{key[1]}: {value[1]!r} is not {_in_words(self.kinds[key[1]])}."
-        if unknown:
-            close = did_you_mean(unknown[1], self.kinds)
-            return f"A configuration file has the option '{unknown[1]}', which there is not.{close}"
-        needed = re.search(r"arguments are required: (.*)", message)
-        if needed:
-            places = {option.name for option in self.options if option.positional}
-            names = [name if name in places else f"--{name}" for name in needed[1].split(", ")]
-            return f"{' and '.join(names)} must be given."
-        return re.sub(r'Parser key "([^"]+)"', r"--\1", " ".join(message.split()))
+            return f"--{key[1]} must be {bound[2].replace('v', '')}, not {given}{place}."
+        given = repr(value[1]) if value else "the value"
+        return f"--{key[1]}: {given} is not {_in_words(self.kinds[key[1]])}{place}."
 
 
-def _several(value: str, kind: Any, split: bool) -> list[Any]:
-    """The values in a text: with commas between them if they are `split`, or a list: of numbers as in YAML, of text as
-    in JSON, since brackets without quotes may be a shell pattern, as in ``--layers '[02]'``.
+def _several(value: str, kind: Any, split: bool) -> list[str]:
+    """The values in a text: a list of texts as in JSON, else with commas between them if they are `split`. Brackets
+    without quotes stay, since they may be a shell pattern, as in ``--layers '[02]'``; but not around numbers.
     """
+    with suppress(ValueError):
+        items: Any = loads(value)
+        if isinstance(items, list) and all(isinstance(item, str) for item in cast("list[Any]", items)):
+            return cast("list[str]", items)
     text = any(get_args(part)[0] is str for part in _parts(kind) if get_origin(part) is list)
-    if value.startswith("["):
-        try:
-            items: list[Any] = loads(value) if text else yaml.safe_load(value)
-        except (ValueError, yaml.YAMLError):
-            items = []
-        if items and (not text or all(isinstance(item, str) for item in items)):
-            return [item if isinstance(item, str) else dumps(item) for item in items]
-    return [part.strip() for part in value.split(",")] if split else [value]
+    return [part.strip() for part in (value if text else value.strip("[]")).split(",")] if split else [value]
 
 
-def _chosen(word: str, kinds: Mapping[str, type], words: Sequence[str]) -> str | None:
-    """The name of the method, likelihood or head that the words or a configuration file name, else the default.
+def _chosen(word: str, kinds: Mapping[str, type], given: Sequence[Any]) -> str | None:
+    """The name of a method, likelihood or head that is given last.
 
     Raises:
         WrongUsage: there is none of that name.
     """
-    given: Any = _DEFAULTS[word]
-    for flag, value in _pairs(words):
-        if flag == "--config" and value is not None:
-            found = _configured(value).get(word)
-            found = cast("dict[str, Any]", found).get("name") if isinstance(found, dict) else found
-            given = given if found is None else found
-    for flag, value in _pairs(words):
-        if flag in (f"--{word}", f"--{word}.name"):
-            given = value
-    if given is None:
-        return None
+    last = next((name for name in reversed(given) if name is not None), None)
     known = {kind.__name__.lower(): name for name, kind in kinds.items()} | {name: name for name in kinds}
-    name = known.get(str(given).lower())
-    if name is None:
+    if last is not None and str(last).lower() not in known:
         raise WrongUsage(
-            f"There is no {word} '{given}': it is one of {', '.join(kinds)}.{did_you_mean(given, kinds)}"
+            f"There is no {word} '{last}': it is one of {', '.join(kinds)}.{did_you_mean(last, kinds)}"
         )
-    return name
+    return None if last is None else known[str(last).lower()]
 
 
-def _pairs(words: Sequence[str]) -> Iterator[tuple[str, str | None]]:
-    """Every word that may be an option, with what stands behind it."""
-    for word, following in zip_longest(words, words[1:]):
-        flag, equals, value = word.partition("=")
-        yield flag, value if equals else following
+def _values(words: Sequence[str], flag: str) -> list[str]:
+    """What is given with an option, before it is known which options there are."""
+    pairs = [(*word.partition("="), following) for word, following in zip_longest(words, words[1:])]
+    given = (value if equals else following for name, equals, value, following in pairs if name == flag)
+    return [value for value in given if value is not None]
 
 
 def _configured(path: str) -> dict[str, Any]:
-    """What stands in a configuration file; nothing where it cannot be read, which the parser says in its turn."""
+    """The options in a YAML file; those of the method as ``method.rank``.
+
+    Raises:
+        WrongUsage: the file cannot be read, or holds something else.
+    """
     check_regular(path, "The configuration file")
     try:
         with open(path, encoding="utf-8") as file:
             content: Any = yaml.safe_load(file)
-    except (OSError, UnicodeDecodeError, yaml.YAMLError):
-        return {}
-    return cast("dict[str, Any]", content) if isinstance(content, dict) else {}
+    except OSError as error:
+        raise WrongUsage(
+            f"The configuration file '{path}' cannot be read: {error.strerror or error}."
+        ) from None
+    except (UnicodeDecodeError, yaml.YAMLError) as error:
+        raise WrongUsage(f"The configuration file '{path}' is no YAML: {error}.") from None
+    if not isinstance(content, dict):
+        raise WrongUsage(
+            f"The configuration file '{path}' has no options by their names, such as 'batch_size: 64'."
+        )
+    options: dict[str, Any] = {}
+    for name, value in cast("dict[Any, Any]", content).items():
+        inner = cast("dict[Any, Any]", value).items() if isinstance(value, dict) else None
+        options |= {str(name): value} if inner is None else {f"{name}.{own}": item for own, item in inner}
+    return options

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import csv
 import warnings
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, NoReturn, cast
+from itertools import islice
+from typing import Any, cast
 
 import numpy as np
 import torch
@@ -22,7 +23,7 @@ from posthoc_uq.core.options import did_you_mean
 from posthoc_uq.core.paths import check_regular
 
 ENDINGS = (".csv", ".tsv")
-_SAYS_MISSING = "? NA Na na N/A n/a #N/A #NA <NA> NaN nan None none NULL Null null".split()
+_MISSING = "? NA Na na N/A n/a #N/A #NA <NA> NaN nan None none NULL Null null".split()
 _SHOWN = 6  # names that a message lists
 
 
@@ -37,25 +38,14 @@ class TableRows(Dataset[Any]):
     def __init__(self, inputs: Tensor, targets: Tensor | None) -> None:
         self.inputs, self.targets = inputs, targets
 
-    def part(self, numbers: Sequence[int]) -> TableRows:
-        """Some of the rows."""
-        picked = self.__getitems__(numbers)
-        return TableRows(picked, None) if self.targets is None else TableRows(*picked)
-
     def __len__(self) -> int:
         return len(self.inputs)
 
-    def __getitem__(self, index: int) -> Any:
-        return self.inputs[index] if self.targets is None else (self.inputs[index], self.targets[index])
+    def __getitem__(self, rows: Any) -> Any:
+        return self.inputs[rows] if self.targets is None else (self.inputs[rows], self.targets[rows])
 
-    def __getitems__(self, indices: Sequence[int]) -> Any:
-        picked = torch.as_tensor(indices, device=self.inputs.device)
-        return self.inputs[picked] if self.targets is None else (self.inputs[picked], self.targets[picked])
-
-
-def as_it_is(batch: Any) -> Any:
-    """The collating of batches that `TableRows` has cut out."""
-    return batch
+    def __getitems__(self, rows: Sequence[int]) -> Any:
+        return self[torch.as_tensor(rows, device=self.inputs.device)]
 
 
 @dataclass(frozen=True)
@@ -84,20 +74,32 @@ def read_table(path: str, model: TrainedModel, labels: bool, reading: Data, info
     Raises:
         PosthocUQError: no such columns, or a row with something else than finite numbers.
     """
-    reader = _Reader(path, fixed=COLUMNS in info.kept)
-    inputs, targets = _columns(reader, reading, info.kept, labels)
+    header, separator = _header(path)
+    inputs, targets = _columns(path, header, reading, info.kept, labels)
     wanted = targets if labels else []
     label = wanted[0] if info.labels and len(wanted) == 1 else None
-    frame = reader.read(label)
+    frame = _frame(path, header, separator, label)
+    last = frame[header[-1]]
+    if bool((last.isna() | (last == "")).any()):
+        _check_short_rows(path, separator, len(header))
+
+    def place(row: int) -> str:
+        line, _ = next(islice(_rows(path, separator), row + 1, None))
+        return f"'{path}', line {line}"
+
+    fixed = COLUMNS in info.kept
+    way_out = "" if fixed else ", or leave the column out with --columns"
+    numbers = {name: _numbers(frame, name, place, way_out) for name in (*inputs, *(() if label else wanted))}
+    x = torch.from_numpy(np.stack([numbers[name] for name in inputs], axis=1))
+    model.run(x[0], "a row", _advice(model.model, inputs, fixed))
     kept: dict[str, Any] = {COLUMNS: inputs} | ({TARGETS: targets} if targets else {})
-    x = reader.numbers(frame, inputs)
-    model.run(x[0], "a row", _advice(model.model, inputs, reader.fixed))
     if label is not None:
-        y, names = _labels(reader, frame, label, model.outputs(x[0]).shape[-1], reading.class_map, info)
+        classes = model.outputs(x[0]).shape[-1]
+        y, names = _labels(frame[label].tolist(), path, place, classes, reading.class_map, info)
         return Table(TableRows(x, y), names, kept if names is None else kept | {CLASSES: names})
+    y = torch.from_numpy(np.stack([numbers[name] for name in wanted], axis=1)) if wanted else None
     named = info.likelihood.name == "multilabel" or (info.labels and len(targets) > 1)
-    names = targets if named else cast("list[str] | None", info.kept.get(CLASSES))
-    return Table(TableRows(x, reader.numbers(frame, wanted) if wanted else None), names, kept)
+    return Table(TableRows(x, y), targets if named else info.kept.get(CLASSES), kept)
 
 
 def _advice(model: nn.Module, inputs: Sequence[str], fixed: bool) -> str:
@@ -108,28 +110,54 @@ def _advice(model: nn.Module, inputs: Sequence[str], fixed: bool) -> str:
     return f"the row has {columns}{takes}; {'those of the fit' if fixed else '--columns chooses those that it takes'}"
 
 
+def _header(path: str) -> tuple[list[str], str]:
+    """The names of the columns, and what stands between them: commas unless the header has none."""
+    check_regular(path, "The table")
+    try:
+        with open(path, encoding="utf-8-sig", newline="") as file:
+            first = file.readline()
+            usual = "\t" if path.lower().endswith(".tsv") else ","
+            separator = next((mark for mark in ";\t" if mark in first and "," not in first), usual)
+            file.seek(0)
+            header = [name.strip() for name in next(_records(file, separator), [])]
+    except OSError as error:
+        raise PosthocUQError(f"The table '{path}' cannot be read: {error.strerror or error}.") from None
+    except UnicodeDecodeError:
+        raise PosthocUQError(f"The table '{path}' is not text in UTF-8.") from None
+    except csv.Error as error:
+        raise PosthocUQError(f"The table '{path}' is no CSV: {error}.") from None
+    if not any(header):
+        raise PosthocUQError(f"'{path}' is empty; a table has a line of column names first.")
+    twice = next((name for name in header if header.count(name) > 1), None)
+    if twice is not None:
+        raise PosthocUQError(f"'{path}' has two columns '{twice}'; give them different names.")
+    return header, separator
+
+
+def _records(file: Any, separator: str) -> Any:
+    return csv.reader(file, delimiter=separator, skipinitialspace=True)
+
+
 def _columns(
-    reader: _Reader, reading: Data, kept: Mapping[str, Any], labels: bool
+    path: str, header: Sequence[str], reading: Data, kept: Mapping[str, Any], labels: bool
 ) -> tuple[list[str], list[str]]:
     """The input columns and the target columns, by name: as given, else as in the fit, else all that are no target."""
-    header, path = reader.header, reader.path
     targets = _names(reading.target, header) or list(kept.get(TARGETS, []))
-    chosen = _names(reading.columns, header)
+    chosen, fitted = _names(reading.columns, header), list(kept.get(COLUMNS, []))
     if labels and not targets:
         raise PosthocUQError(
-            f"Which column of '{path}' is the target? Give --target COLUMN; it has {_listed(header)}."
+            f"Which column of '{path}' is the target? Give --target; it has {_listed(header)}."
         )
-    fitted = list(kept.get(COLUMNS, []))
     if fitted and chosen and chosen != fitted:
         raise PosthocUQError(
-            f"The posterior was fitted on {len(fitted)} columns ({_listed(fitted)}) and finds them by name: leave out "
-            f"--columns, which names others, or these in another order."
+            f"The posterior was fitted on {len(fitted)} columns ({_listed(fitted)}) and finds them by name; leave out "
+            f"--columns."
         )
     inputs = chosen or fitted or [name for name in header if name not in targets]
     if "" in inputs:
         raise PosthocUQError(
-            f"Column {header.index('') + 1} of '{path}' has no name (is it an index?); give it one, or say with "
-            f"--columns which columns are inputs."
+            f"Column {header.index('') + 1} of '{path}' has no name (is it an index?); say with --columns which are "
+            f"inputs."
         )
     for name in [*inputs, *(targets if labels else [])]:
         if name not in header:
@@ -138,9 +166,7 @@ def _columns(
             )
     twice = next((name for name in inputs if name in targets or inputs.count(name) > 1), None)
     if twice is not None or not inputs:
-        reason = (
-            "no column is left for the inputs" if twice is None else f"the column '{twice}' is named twice"
-        )
+        reason = "no column is left for the inputs" if twice is None else f"'{twice}' is named twice"
         raise PosthocUQError(f"Of '{path}', {reason}; see --target and --columns.")
     return inputs, targets
 
@@ -151,168 +177,122 @@ def _names(given: Sequence[str], header: Sequence[str]) -> list[str]:
     return [name for names in split for name in names]
 
 
-class _Reader:
-    """A table's file.
-
-    Attributes:
-        path: of the file.
-        header: names of the columns.
-        fixed: whether the columns are those of a fit, so that none can be left out.
-    """
-
-    def __init__(self, path: str, fixed: bool) -> None:
-        check_regular(path, "The table")
-        self.path, self.fixed = path, fixed
+def _frame(path: str, header: Sequence[str], separator: str, label: str | None) -> Any:
+    """All rows, as a frame of pandas; the column `label` as text."""
+    try:
+        import pandas
+    except ImportError:
+        raise PosthocUQError("Tables need the extra tables: pip install 'posthoc-uq[tables]'.") from None
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", pandas.errors.DtypeWarning)
+        warnings.simplefilter("error", pandas.errors.ParserWarning)  # cells that the header has no column for
         try:
-            with open(path, encoding="utf-8-sig", newline="") as file:
-                first = file.readline()
-                if not first.strip():
-                    raise PosthocUQError(f"'{path}' is empty; a table has a line of column names first.")
-                usual = "\t" if path.lower().endswith(".tsv") else ","
-                # a comma unless there is none
-                self._separator = next((mark for mark in ";\t" if mark in first and "," not in first), usual)
-                file.seek(0)
-                self._scan(csv.reader(file, delimiter=self._separator, skipinitialspace=True))
-        except OSError as error:
-            raise PosthocUQError(f"The table '{path}' cannot be read: {error.strerror or error}.") from None
+            frame: Any = cast(Any, pandas).read_csv(
+                path,
+                sep=separator,
+                encoding="utf-8-sig",
+                skipinitialspace=True,
+                keep_default_na=False,
+                na_values={name: ["", *_MISSING] for name in header if name != label},
+                index_col=False,
+                header=0,
+                names=header,
+                dtype={} if label is None else {label: str},
+            )
         except UnicodeDecodeError:
             raise PosthocUQError(f"The table '{path}' is not text in UTF-8.") from None
-        except csv.Error as error:
-            raise PosthocUQError(f"The table '{path}' is no CSV: {error}.") from None
-
-    def _scan(self, rows: Any) -> None:
-        """Find the header and where each row begins; pandas would fill short rows, and number them without lines."""
-        self.header = [name.strip() for name in next(rows)]
-        twice = next((name for name in self.header if self.header.count(name) > 1), None)
-        if twice is not None:
-            raise PosthocUQError(f"'{self.path}' has two columns '{twice}'; give them different names.")
-        width, line = len(self.header), rows.line_num + 1
-        self._lines: list[int] = []  # 0 for a blank line
-        for row in rows:
-            blank = not row or (len(row) == 1 < width and not row[0].strip())
-            if not blank and len(row) != width:
-                raise PosthocUQError(
-                    f"'{self.path}', line {line} has {len(row)} cell{'s' if len(row) > 1 else ''}, and the header "
-                    f"{width}; leave the cell of a missing value empty, and put text with a {self._separator!r} in "
-                    f"double quotes."
-                )
-            self._lines.append(0 if blank else line)
-            line = rows.line_num + 1
-
-    def read(self, label: str | None) -> Any:
-        """All rows, as a frame of pandas whose index are their lines; the column `label` as text."""
-        try:
-            import pandas
-        except ImportError:
+        except (pandas.errors.ParserError, pandas.errors.ParserWarning) as error:
+            reason = " ".join(str(error).split()).removeprefix("Error tokenizing data. C error: ")
             raise PosthocUQError(
-                "Tables are read by pandas; install the extra: pip install 'posthoc-uq[tables]'."
+                f"The table '{path}' cannot be read: {reason.rstrip('.')}; put text with a {separator!r} in double "
+                f"quotes."
             ) from None
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore", pandas.errors.DtypeWarning)
-            try:
-                frame = cast(Any, pandas).read_csv(
-                    self.path,
-                    sep=self._separator,
-                    encoding="utf-8-sig",
-                    skipinitialspace=True,
-                    skip_blank_lines=False,  # so that rows know their lines
-                    keep_default_na=False,
-                    na_values={name: ["", *_SAYS_MISSING] for name in self.header if name != label},
-                    index_col=False,
-                    header=0,
-                    names=self.header,
-                    dtype={} if label is None else {label: str},
-                )
-            except pandas.errors.ParserError as error:
-                reason = " ".join(str(error).split()).removeprefix("Error tokenizing data. C error: ")
-                raise PosthocUQError(f"The table '{self.path}' is no CSV: {reason.rstrip('.')}.") from None
-        frame.index = self._lines
-        frame = frame.drop(index=0, errors="ignore")
-        if not len(frame):
-            raise PosthocUQError(f"'{self.path}' has no rows below its header.")
-        return frame
+    if not len(frame):
+        raise PosthocUQError(f"'{path}' has no rows below its header.")
+    return frame
 
-    def numbers(self, frame: Any, names: Sequence[str]) -> Tensor:
-        """Columns of numbers, (rows, columns), float32."""
-        import pandas
 
-        columns: list[Any] = []
-        for name in names:
-            with np.errstate(over="ignore"):
-                numbers: Any = pandas.to_numeric(frame[name], errors="coerce")
-                if frame[name].dtype.kind in "bO":  # pandas reads the text True as a truth
-                    numbers = numbers.mask(frame[name].map(_is_truth), np.nan)
-                values = np.asarray(numbers, dtype=np.float64).astype(np.float32)
-            wrong = np.flatnonzero(~np.isfinite(values))
-            if len(wrong):
-                self._refuse(frame, name, int(wrong[0]))
-            columns.append(values)
-        return torch.from_numpy(np.stack(columns, axis=1))
+def _numbers(frame: Any, name: str, place: Any, way_out: str) -> Any:
+    """A column of numbers, (rows,), float32."""
+    import pandas
 
-    def line(self, frame: Any, row: int) -> str:
-        """Where a row stands."""
-        return f"'{self.path}', line {frame.index[row]}"
+    cells: Any = frame[name]
+    with np.errstate(over="ignore"):
+        numbers: Any = pandas.to_numeric(cells, errors="coerce")
+        if cells.dtype.kind in "bO":  # pandas reads the text True as a truth
+            numbers = numbers.astype(float).mask(cells.map(_is_truth), np.nan)
+        values = np.asarray(numbers, dtype=np.float64).astype(np.float32)
+    wrong = np.flatnonzero(~np.isfinite(values))
+    if len(wrong):
+        cell = cells.iloc[int(wrong[0])]
+        reason = "no value, or none that is finite in float32"
+        if _is_truth(cell) or (isinstance(cell, str) and not _is_number(cell)):
+            reason = f"the text {_cut(str(cell))!r}, and a model takes numbers"
+        raise PosthocUQError(f"{place(int(wrong[0]))}: the column '{name}' has {reason}; change it{way_out}.")
+    return values
 
-    def _refuse(self, frame: Any, name: str, row: int) -> NoReturn:
-        """Name a cell that is no finite number."""
-        cell = frame[name].iloc[row]
-        cell = str(cell) if _is_truth(cell) else cell
-        if isinstance(cell, str) and not _is_number(cell):
-            way_out = "" if self.fixed else ", or leave the column out with --columns"
+
+def _rows(path: str, separator: str) -> Iterator[tuple[int, list[str]]]:
+    """Every row that is not blank, with the line that it begins in; pandas counts without lines."""
+    with open(path, encoding="utf-8-sig", newline="") as file:
+        records, line = _records(file, separator), 1
+        for cells in records:
+            if len(cells) > 1 or (cells and cells[0].strip()):
+                yield line, cells
+            line = records.line_num + 1
+
+
+def _check_short_rows(path: str, separator: str, width: int) -> None:
+    """Refuse rows with fewer cells than the header, which pandas fills."""
+    for line, cells in _rows(path, separator):
+        if len(cells) < width:
             raise PosthocUQError(
-                f"{self.line(frame, row)}: the column '{name}' has the text {_cut(cell)!r}, and a model takes numbers; "
-                f"write it as numbers{way_out}."
+                f"'{path}', line {line} has {len(cells)} cell{'s' if len(cells) > 1 else ''}, and the header {width}; "
+                f"leave the cell of a missing value empty."
             )
-        way_out = "" if self.fixed else ", or the column with --columns"
-        raise PosthocUQError(
-            f"{self.line(frame, row)}: the column '{name}' has no value, or none that is finite in float32; fill it "
-            f"in, or leave out the row{way_out}."
-        )
 
 
 def _labels(
-    reader: _Reader, frame: Any, label: str, outputs: int, class_map: str | None, info: DatasetInfo
+    words: Sequence[Any], path: str, place: Any, outputs: int, class_map: str | None, info: DatasetInfo
 ) -> tuple[Tensor, list[str] | None]:
     """The class index of every label, and the names of the classes where labels are no indices."""
-    known = cast("list[str] | None", info.kept.get(CLASSES))
-    words = [word.strip() if isinstance(word, str) else "" for word in frame[label]]
+    known: list[str] | None = info.kept.get(CLASSES)
+    words = [word.strip() if isinstance(word, str) else "" for word in words]
     index_of = {} if class_map is None else read_map(class_map)
-    missing = {"", *_SAYS_MISSING}.difference(index_of, known or [])
+    missing = {"", *_MISSING}.difference(index_of, known or [])
     lost = next((row for row, word in enumerate(words) if word in missing), None)
     if lost is not None:
         way_out = f" ({words[lost]!r}); if that is a class, name it in --class_map" if words[lost] else ""
-        raise PosthocUQError(f"{reader.line(frame, lost)}: the label is missing{way_out}.")
+        raise PosthocUQError(f"{place(lost)}: the label is missing{way_out}.")
+    names = None
     if class_map is not None:
-        names = sorted(index_of, key=lambda name: index_of[name])
-        names = names if [index_of[name] for name in names] == list(range(len(names))) else None
-    elif known is not None or not all(map(_is_whole, set(words))):
-        names = list(known or _sorted_names(sorted(set(words)), outputs, info, reader))
+        ordered = sorted(index_of, key=lambda name: index_of[name])
+        names = ordered if [index_of[name] for name in ordered] == list(range(len(ordered))) else None
+    elif known is not None or not all(_is_number(word) and float(word).is_integer() for word in set(words)):
+        names = list(known or _sorted_names(sorted(set(words)), outputs, path, info))
         index_of = {name: index for index, name in enumerate(names)}
     else:
-        index_of, names = {word: int(float(word)) for word in set(words)}, None
+        index_of = {word: int(float(word)) for word in set(words)}
     classes = max(2, info.likelihood.classes(outputs))  # of fewer, the library says more
     for row, word in enumerate(words):
         if word not in index_of:
             raise PosthocUQError(
-                f"{reader.line(frame, row)}: the label {_cut(word)!r} is none of the classes {_listed(list(index_of))}."
+                f"{place(row)}: the label {_cut(word)!r} is none of the classes {_listed(list(index_of))}."
             )
         if not 0 <= index_of[word] < classes:
             raise PosthocUQError(
-                f"{reader.line(frame, row)}: the label has the index {_cut(str(index_of[word]))}, and the model the "
-                f"classes 0 to {classes - 1}; if the target is a number, say so with --likelihood regression."
+                f"{place(row)}: the label has the index {_cut(str(index_of[word]))}, and the model the classes 0 to "
+                f"{classes - 1}; if the target is a number, say so with --likelihood regression."
             )
     return torch.tensor([index_of[word] for word in words], dtype=torch.int64, device="cpu"), names
 
 
-def _sorted_names(found: list[str], outputs: int, info: DatasetInfo, reader: _Reader) -> list[str]:
+def _sorted_names(found: list[str], outputs: int, path: str, info: DatasetInfo) -> list[str]:
     """The names of all classes, in the order of the outputs."""
     classes = info.likelihood.classes(outputs)
-    labels = f"'{reader.path}' has {len(found)} different labels ({_listed(found)})"
+    labels = f"'{path}' has {len(found)} different labels ({_listed(found)})"
     if info.likelihood.name == "ordinal":
-        raise PosthocUQError(
-            f"{labels}, whose order is not known; write it, one label a line, into a file for --class_map, or give the "
-            f"labels as numbers from 0 on."
-        )
+        raise PosthocUQError(f"{labels}, whose order is not known; give it with --class_map FILE.")
     if len(found) > classes:
         raise PosthocUQError(
             f"{labels}, more than the model's {classes} classes; if the target is a number, say so with --likelihood "
@@ -337,10 +317,6 @@ def _is_number(word: str) -> bool:
     except ValueError:
         return False
     return True
-
-
-def _is_whole(word: str) -> bool:
-    return _is_number(word) and float(word).is_integer()
 
 
 def _listed(names: Sequence[str]) -> str:

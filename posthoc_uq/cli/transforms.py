@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, cast
 
 import torch
@@ -65,6 +65,7 @@ class Preprocessing:
         resize: shorter side before the crop; None to leave images without a crop as they are.
         interpolation: Pillow's name.
         mean, std: by channel, or empty.
+        timm: timm's configuration, since some of its models stretch images, or give them a border; or None.
     """
 
     channels: int
@@ -73,9 +74,10 @@ class Preprocessing:
     interpolation: str = "bilinear"
     mean: tuple[float, ...] = ()
     std: tuple[float, ...] = ()
+    timm: dict[str, Any] | None = None
 
-    def transform(self, work: Callable[[Any], Any] | None = None) -> ImageTransform:
-        """As a transform; `work` is that of a library that does the same."""
+    def transform(self) -> ImageTransform:
+        """As a transform."""
         from torchvision import transforms
 
         shorter = self.resize or (None if self.size is None else min(self.size))
@@ -89,17 +91,25 @@ class Preprocessing:
             "own size" if self.size is None else f"{self.size[0]} x {self.size[1]}"
         )
         text += "" if shorter is None else f" of {shorter}, {self.interpolation}"
-        colours = [transforms.Normalize(self.mean, self.std)] if self.mean else []
         if self.mean:
             text += f", mean {_numbers(self.mean)}, std {_numbers(self.std)}"
+        colours = [transforms.Normalize(self.mean, self.std)] if self.mean else []
+        work: Any = transforms.Compose([*geometry(self.interpolation), transforms.ToTensor(), *colours])
+        if self.timm is not None and self.size is not None:
+            from timm.data.transforms_factory import create_transform
+
+            changed = {"input_size": (self.channels, *self.size), "mean": self.mean, "std": self.std}
+            work = cast(Any, create_transform)(**(self.timm | changed), is_training=False)
         return ImageTransform(
-            work or transforms.Compose([*geometry(self.interpolation), transforms.ToTensor(), *colours]),
+            work,
             _MODES.get(self.channels),
             text,
             self.mean or (0.0,) * self.channels,
             self.std or (1.0,) * self.channels,
             # as Pillow takes the nearest pixel, also for images; torchvision's transforms of masks take another one
-            transforms.Compose(geometry("nearest")) if work is None else None,
+            transforms.Compose(geometry("nearest"))
+            if (self.timm or {}).get("crop_mode") in (None, "center")
+            else None,
             shorter or 0,
         )
 
@@ -131,73 +141,61 @@ def transform_of(model: nn.Module, source: ModelSource, own: Any = None) -> Imag
         if changed:
             raise PosthocUQError("--transform does it all; leave --image_size, --mean and --std out.")
         return _own_transform(attribute if own is None else own, source.transform or spec, channels)
-    found, work = _timm(model)
-    if found is None and spec.startswith("torchvision:"):
-        found, work = _torchvision(spec.partition(":")[2])
-    if found is None:
+    if isinstance(getattr(model, "pretrained_cfg", None), Mapping):
+        found = _timm(model)
+    elif spec.startswith("torchvision:"):
+        found = _torchvision(spec.partition(":")[2])
+    else:
         found = Preprocessing(channels)
-    if not changed and found.channels == channels:
-        return found.transform(work)
-    return _changed(found, channels, source).transform()
+    size, resize, length = found.size, found.resize, source.image_size
+    if length is not None:  # the share that the crop cuts away stays
+        resize = round(resize * length / min(size)) if size and resize else length
+        size = (length, length)
+    mean = _fitted(found.mean if source.mean is None else source.mean, channels, "mean")
+    std = _fitted(found.std if source.std is None else source.std, channels, "std")
+    return replace(found, channels=channels, size=size, resize=resize, mean=mean, std=std).transform()
 
 
 def _own_transform(work: Any, name: str, channels: int) -> ImageTransform:
-    if isinstance(work, type) or (callable(work) and not needs_arguments(work)):
+    if isinstance(work, type) or (callable(work) and _needs_nothing(work)):
         work = work()
     if not callable(work):
         raise PosthocUQError(f"'{name}' gives no transform: a {type(work).__name__} cannot be called.")
     return ImageTransform(work, _MODES.get(channels), f"transform of {name}")
 
 
-def _timm(model: nn.Module) -> tuple[Preprocessing | None, Any]:
-    """What timm says of a model that it made, under whatever name, and its own transform."""
-    if not isinstance(getattr(model, "pretrained_cfg", None), Mapping):
-        return None, None
+def _timm(model: nn.Module) -> Preprocessing:
+    """What timm says of a model that it made, under whatever name."""
     from timm.data.config import resolve_model_data_config
-    from timm.data.transforms_factory import create_transform
 
     config = cast(dict[str, Any], cast(Any, resolve_model_data_config)(model))
     _, height, width = config["input_size"]
     interpolation = config["interpolation"] if config["interpolation"] != "random" else "bilinear"
     resize = int(min(height, width) / config["crop_pct"])
     mean, std = tuple(config["mean"]), tuple(config["std"])
-    found = Preprocessing(len(mean), (height, width), resize, interpolation, mean, std)
-    return found, cast(Any, create_transform)(**config, is_training=False)
+    return Preprocessing(len(mean), (height, width), resize, interpolation, mean, std, config)
 
 
-def _torchvision(name: str) -> tuple[Preprocessing, Any]:
-    """The preprocessing of a model's default weights, and torchvision's own transform."""
+def _torchvision(name: str) -> Preprocessing:
+    """The preprocessing of a model's default weights."""
     from torchvision.models import get_model_weights
 
     preset = cast(Any, get_model_weights(name)).DEFAULT.transforms()
     crop = getattr(preset, "crop_size", None)  # those of segmentation resize and do not cut
     size = None if crop is None else (int(crop[0]), int(crop[0]))
     mean, std = tuple(preset.mean), tuple(preset.std)
-    resize, how = int(preset.resize_size[0]), preset.interpolation.value
-    return Preprocessing(len(mean), size, resize, how, mean, std), None if crop is None else preset
+    return Preprocessing(len(mean), size, int(preset.resize_size[0]), preset.interpolation.value, mean, std)
 
 
-def _changed(found: Preprocessing, channels: int, source: ModelSource) -> Preprocessing:
-    """A preprocessing with the given values in place of its own; the share that the crop cuts away stays."""
-    size, resize, length = found.size, found.resize, source.image_size
-    if length is not None:
-        resize = round(resize * length / min(size)) if size and resize else length
-        size = (length, length)
-
-    def fitted(values: Sequence[float], name: str) -> tuple[float, ...]:
-        if len(values) == channels or not values:
-            return tuple(values)
-        if len(values) == 1:
-            return tuple(values) * channels
-        if channels == 1:  # one grey channel in the place of several colours
-            return (sum(values) / len(values),)
-        raise PosthocUQError(
-            f"--{name} has {len(values)} numbers, and the model's input {channels} channels."
-        )
-
-    mean = fitted(found.mean if source.mean is None else source.mean, "mean")
-    std = fitted(found.std if source.std is None else source.std, "std")
-    return Preprocessing(channels, size, resize, found.interpolation, mean, std)
+def _fitted(values: Sequence[float], channels: int, name: str) -> tuple[float, ...]:
+    """A number for each channel."""
+    if len(values) in (0, channels):
+        return tuple(values)
+    if len(values) == 1:
+        return tuple(values) * channels
+    if channels == 1:  # one grey channel in the place of several colours
+        return (sum(values) / len(values),)
+    raise PosthocUQError(f"--{name} has {len(values)} numbers, and the model's input {channels} channels.")
 
 
 def input_channels(model: nn.Module) -> int:
@@ -209,11 +207,10 @@ def input_channels(model: nn.Module) -> int:
     return int(configuration.get("input_size", (3,))[0]) if isinstance(configuration, Mapping) else 3
 
 
-def needs_arguments(function: Any) -> bool:
-    """Whether a callable has parameters without a default."""
+def _needs_nothing(function: Any) -> bool:
+    """Whether a callable has no parameters without a default."""
     try:
-        parameters = inspect.signature(function).parameters.values()
+        inspect.signature(function).bind()
     except (TypeError, ValueError):
         return False
-    variable = (inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD)
-    return any(p.default is inspect.Parameter.empty and p.kind not in variable for p in parameters)
+    return True
