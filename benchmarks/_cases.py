@@ -12,7 +12,6 @@ from typing import NamedTuple
 
 import numpy as np
 import torch
-from _recipes import recipe
 from torch import Tensor, nn
 
 Batches = list[tuple[Tensor, Tensor]]
@@ -82,11 +81,12 @@ def photos(size: int) -> Callable[[int], Tensor]:
     """Random crops of photographs, of a size in pixels."""
 
     def crops(count: int) -> Tensor:
-        source = recipe("photos", "pictures")
-        pictures = [source.photo(name) for name in source.FIT_PHOTOS]
+        from recipes.photos.pictures import FIT_PHOTOS, photo, random_crops
+
+        pictures = [photo(name) for name in FIT_PHOTOS]
         parts: list[Tensor] = []
         for start in range(0, count, 16):  # few at a time: making the data must not be the peak of memory
-            images = source.random_crops(pictures, min(16, count - start), seed=start)
+            images = random_crops(pictures, min(16, count - start), seed=start)
             if size != images.shape[-1]:
                 images = nn.functional.interpolate(images, size=(size, size), mode="area")
             parts.append(images)

@@ -5,10 +5,12 @@ from __future__ import annotations
 from functools import cache
 
 import torch
-from _recipes import recipe
 from _sets import split_of
 from torch import Tensor
 from torchvision.transforms.functional import gaussian_blur
+
+from recipes.fashion_mnist import data as files
+from recipes.function_space import foreign as drawn
 
 KINDS = ("other", "turned", "noise", "blur", "dark", "letters", "photos", "textures")
 TEXTURES = ("brick", "grass", "gravel")
@@ -26,7 +28,6 @@ def foreign_pictures(data: str, number: int, seed: int = 0) -> dict[str, Tensor]
         number: of every kind.
         seed: of what is drawn.
     """
-    files, drawn = recipe("fashion_mnist", "data"), recipe("function_space", "foreign")
     generator = torch.Generator().manual_seed(seed)
     test = files.pixels(split_of(data, 0).test.inputs[:number])
     photos = tuple(name for name in drawn.PHOTOS if name not in TEXTURES)

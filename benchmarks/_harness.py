@@ -21,6 +21,10 @@ from typing import Any
 
 import torch
 
+sys.path.append(
+    str(Path(__file__).resolve().parents[1])
+)  # the recipes, whose data and networks benchmarks share
+
 Row = Mapping[str, Any]
 
 

@@ -7,7 +7,6 @@ from itertools import pairwise
 from typing import cast
 
 import torch
-from _recipes import recipe
 from _sets import LENGTH, WORDS
 from torch import Tensor, nn
 
@@ -86,7 +85,9 @@ def strided() -> nn.Sequential:
 
 def recipe_cnn() -> nn.Sequential:
     """The CNN of `recipes/fashion_mnist`."""
-    return recipe("fashion_mnist", "network").cnn()
+    from recipes.fashion_mnist.network import cnn
+
+    return cnn()
 
 
 class Block(nn.Module):

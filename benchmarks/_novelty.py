@@ -12,7 +12,6 @@ import torch
 from _cache import Rows
 from _foreign import foreign_pictures
 from _harm import cell, markdown
-from _recipes import recipe
 from _rivals import distances
 from _scored import outputs, predicted
 from _zoo import CLASSIFIERS, SEEDS, Pair, loader, trained
@@ -20,6 +19,8 @@ from torch import Tensor, nn
 
 import posthoc_uq as uq
 from posthoc_uq.evaluation.metrics import ood_auroc
+from recipes.photos import pictures
+from recipes.photos.efficientnet import efficientnet_lite0
 
 NAMED = (
     "digits 28, lenet",
@@ -156,7 +157,6 @@ def photograph_crops(crops: int, number: int) -> tuple[Tensor, Tensor, dict[str,
     Returns:
         Crops for the fit, other crops of the same photographs, and crops of textures, noise and drawings.
     """
-    pictures = recipe("photos", "pictures")
     photographs = [pictures.photo(name) for name in pictures.FIT_PHOTOS]
     shown = pictures.pictures(0)
     foreign = {
@@ -174,7 +174,7 @@ def efficientnet(layers: str, crops: int = CROPS, number: int = CROPS_A_KIND) ->
     """EfficientNet-Lite0 with its ImageNet weights, fitted on crops of photographs: AUROC of textures, noise and
     drawings against other crops of the same photographs.
     """
-    model = recipe("photos", "efficientnet").efficientnet_lite0()
+    model = efficientnet_lite0()
     training, familiar, foreign = photograph_crops(crops, number)
     posterior = uq.fit(model, training.split(16), layers=layers, progress=False)
     predictor = uq.wrap(model, posterior)

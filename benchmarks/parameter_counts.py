@@ -24,13 +24,14 @@ from typing import Any
 import torch
 from _cases import settle_batchnorm
 from _harness import machine, table, write_csv, write_json
-from _recipes import recipe
 from torch import Tensor, nn
 
 import posthoc_uq as uq
 from posthoc_uq.layers.layer import Layer
 from posthoc_uq.posteriors.block import BLOCKS
 from posthoc_uq.posteriors.posterior import Posterior
+from recipes.photos import pictures
+from recipes.photos.efficientnet import efficientnet_lite0
 
 PAPER: dict[str, dict[str, int]] = {
     "resnet18": {"diag": 11_679_912, "kfac": 95_013_546, "efb": 106_693_458, "inf": 12_317_373},
@@ -50,7 +51,7 @@ MIB = 2**20
 def network(name: str) -> nn.Module:
     """A torchvision network with random weights, or EfficientNet-Lite0 with its trained ones."""
     if name == TRAINED:
-        return recipe("photos", "efficientnet").efficientnet_lite0()
+        return efficientnet_lite0()
     import torchvision
 
     with torch.random.fork_rng(devices=[]):
@@ -60,8 +61,7 @@ def network(name: str) -> nn.Module:
 
 def crops(count: int, seed: int = 0) -> Tensor:
     """Random crops of photographs, ``(count, 3, 224, 224)``."""
-    source = recipe("photos", "pictures")
-    return source.random_crops([source.photo(name) for name in source.FIT_PHOTOS], count, seed)
+    return pictures.random_crops([pictures.photo(name) for name in pictures.FIT_PHOTOS], count, seed)
 
 
 def noise(count: int, seed: int = 0) -> Tensor:
@@ -169,12 +169,12 @@ def fitted_rows(name: str, images: int, batch: int, files: bool) -> list[dict[st
     """INF by a fit on crops (and on noise, for comparison), the others by shape."""
     model = network(name)
     rows = count_rows(name, model)
-    for data, pictures in (("photos", crops(images)), ("noise", noise(images))):
+    for data, shown in (("photos", crops(images)), ("noise", noise(images))):
         if name != TRAINED:
-            settle_batchnorm(model, pictures)
+            settle_batchnorm(model, shown)
         start = time.perf_counter()
         posterior = uq.fit(
-            model, pictures.split(batch), fisher="mc", rank=RANK, prior_precision=1.0, progress=False
+            model, shown.split(batch), fisher="mc", rank=RANK, prior_precision=1.0, progress=False
         )
         seconds = time.perf_counter() - start
         count = sum(block.numbers() for block in posterior.blocks.values())

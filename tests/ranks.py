@@ -31,14 +31,11 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader, TensorDataset
 
 ROOT = Path(__file__).resolve().parents[1]
-sys.path[:0] = [str(ROOT / "recipes" / "imagenet"), str(ROOT)]
-
-import evaluating  # noqa: E402
-import fitting  # noqa: E402
-import search  # noqa: E402
+sys.path.insert(0, str(ROOT))
 
 import posthoc_uq as uq  # noqa: E402
 from posthoc_uq.core.distributed import run_on_all_ranks  # noqa: E402
+from recipes.imagenet import evaluating, fitting, search  # noqa: E402
 
 TIMEOUT, HANG = 3.0, 60.0
 """Seconds: of the group, and after which a process counts as hanging."""

@@ -265,14 +265,6 @@ def test_foreign_inputs_are_told_by_ranks() -> None:
     assert min(found["entropy and novelty"].values()) > 0.95
 
 
-def test_modules_of_recipes_do_not_mix() -> None:
-    _script("defaults")
-    recipe = sys.modules["_recipes"].recipe
-    uci, pictures = recipe("uci", "data"), recipe("fashion_mnist", "data")
-    assert hasattr(uci, "lazy_load") and hasattr(pictures, "mnist_digits")
-    assert recipe("fashion_mnist", "network").cnn()[0].out_channels == 32
-
-
 @pytest.mark.study
 def test_the_server_answers_as_the_library_under_load(tmp_path: Path) -> None:
     path = tmp_path / "load.json"

@@ -18,7 +18,8 @@ import numpy as np
 import pytest
 import torch
 from PIL import Image
-from recipe_helpers import NO_RESULTS, RECIPES, recipe_modules, run_recipe
+from recipe_helpers import recipe_modules
+from recipe_helpers import smoke as run_smoke
 from scipy.stats import kstest
 from sklearn.metrics import log_loss, roc_auc_score
 from torch import Tensor, nn
@@ -29,8 +30,8 @@ from posthoc_uq.cli.options import ModelSource
 from posthoc_uq.cli.transforms import ImageTransform
 from posthoc_uq.core.errors import PosthocUQError
 from posthoc_uq.likelihoods.class_prediction import ClassPrediction
+from recipes.common import NOTE
 
-RECIPE = RECIPES / "imagenet"
 NAMES = ("example", "folders", "fitting", "search", "evaluating", "figures", "run")
 INDICES = {  # of ImageNet's 1,000 classes, as everybody numbers them
     "n02123159": 282,  # tiger cat
@@ -53,7 +54,7 @@ def _run_in_two_processes(arguments: Sequence[Any]) -> subprocess.CompletedProce
     launcher = ["-m", "torch.distributed.run", "--standalone", "--local-addr", "127.0.0.1"]
     launcher += ["--nproc-per-node", "2"]
     return subprocess.run(
-        [sys.executable, *launcher, str(RECIPE / "run.py"), *map(str, arguments)],
+        [sys.executable, *launcher, "-m", "recipes.imagenet.run", *map(str, arguments)],
         capture_output=True,
         text=True,
         env=os.environ | {"OMP_NUM_THREADS": "1"},
@@ -65,9 +66,7 @@ def _run_in_two_processes(arguments: Sequence[Any]) -> subprocess.CompletedProce
 def smoke(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, str]:
     """The output folder of the smoke mode, and what it printed."""
     folder = tmp_path_factory.mktemp("imagenet") / "one"
-    done = run_recipe("imagenet/run.py", "--smoke", "--output", folder, "--no-progress")
-    assert done.returncode == 0, done.stderr[-3000:]
-    return folder, done.stdout
+    return folder, run_smoke("imagenet.run", "--output", folder, "--no-progress")
 
 
 def _source(folder: Path, size: int = 64) -> TrainedModel:
@@ -100,7 +99,7 @@ def test_smoke_leaves_tables_and_figures(smoke: tuple[Path, str]) -> None:
         with Image.open(folder / name) as image:
             assert min(image.size) > 300
     text = (folder / "results.md").read_text()
-    assert text.strip() in printed and NO_RESULTS in text.splitlines()[0]
+    assert text.strip() in printed and text.startswith(NOTE)
     for row in ("network", "Diag", "KFAC", "EFB", "INF"):
         assert text.count(f"| {row} |") >= 2
     assert not list((folder / "posteriors").glob("*checkpoint*"))
