@@ -12,6 +12,7 @@ from collections.abc import Callable
 from functools import cache, partial
 from typing import Any, NamedTuple
 
+import _harness  # noqa: F401  # puts the recipes on the path
 import numpy as np
 import torch
 from torch import Tensor

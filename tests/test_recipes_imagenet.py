@@ -32,7 +32,7 @@ from posthoc_uq.core.errors import PosthocUQError
 from posthoc_uq.likelihoods.class_prediction import ClassPrediction
 from recipes.common import NOTE
 
-NAMES = ("example", "folders", "fitting", "search", "evaluating", "figures", "run")
+NAMES = ("example", "folders", "fitting", "search", "evaluating", "figures", "run", "sizes")
 INDICES = {  # of ImageNet's 1,000 classes, as everybody numbers them
     "n02123159": 282,  # tiger cat
     "n03773504": 657,  # missile
@@ -209,6 +209,26 @@ def test_two_processes_and_a_second_run(
         assert repeated or file.stat().st_mtime_ns == time, file
     assert recipe.run.main([*arguments, "--rank", "5"]) == 1
     assert "was made with --rank 100, not 5" in capsys.readouterr().err
+
+
+# Sizes
+
+
+@pytest.mark.parametrize("method", ["diag", "kfac", "efb"])
+def test_counts_by_shape_are_those_of_a_fit(recipe: Namespace, method: str) -> None:
+    layers = [nn.Conv2d(3, 8, 3), nn.ReLU(), nn.Conv2d(8, 8, 3, groups=4), nn.Flatten(), nn.Linear(8 * 16, 5)]
+    model, images = nn.Sequential(*layers).eval(), torch.randn(4, 3, 8, 8)
+    posterior = uq.fit(model, [images], method=method, fisher="mc", prior_precision=1.0, progress=False)
+    assert sum(block.numbers() for block in posterior.blocks.values()) == recipe.sizes.counts(model)[method]
+
+
+def test_counts_are_the_papers(recipe: Namespace, tmp_path: Path) -> None:
+    run_smoke("imagenet.sizes", "--output", tmp_path)
+    rows = json.loads((tmp_path / "sizes.json").read_text())
+    for row, numbers in rows.items():
+        more = numbers["numbers"] / numbers["paper"] - 1
+        # KFAC is kept as eigenvectors and eigenvalues, n + m numbers a layer more than the paper's two factors
+        assert 0 < more < 1.5e-3 if row.endswith("kfac") else more == 0, row
 
 
 # The search
