@@ -7,12 +7,12 @@ environment the library is not installed, build the same networks from here.
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
-from _recipes import recipe
 from torch import Tensor, nn
 
 Batches = list[tuple[Tensor, Tensor]]
@@ -48,22 +48,18 @@ def lenet() -> nn.Module:
     )
 
 
-def _torchvision(name: str) -> Callable[[], nn.Module]:
-    def build() -> nn.Module:
-        import torchvision
+def of_torchvision(name: str, **options: Any) -> nn.Module:
+    """With random weights."""
+    import torchvision
 
-        return torchvision.models.get_model(name, weights=None)
-
-    return build
+    return torchvision.models.get_model(name, weights=None, **options)
 
 
-def _timm(name: str) -> Callable[[], nn.Module]:
-    def build() -> nn.Module:
-        import timm
+def of_timm(name: str) -> nn.Module:
+    """With random weights."""
+    import timm
 
-        return timm.create_model(name, pretrained=False)
-
-    return build
+    return timm.create_model(name, pretrained=False)
 
 
 def digits(count: int) -> Tensor:
@@ -82,11 +78,12 @@ def photos(size: int) -> Callable[[int], Tensor]:
     """Random crops of photographs, of a size in pixels."""
 
     def crops(count: int) -> Tensor:
-        source = recipe("photos", "pictures")
-        pictures = [source.photo(name) for name in source.FIT_PHOTOS]
+        from recipes.photos.pictures import FIT_PHOTOS, photo, random_crops
+
+        pictures = [photo(name) for name in FIT_PHOTOS]
         parts: list[Tensor] = []
         for start in range(0, count, 16):  # few at a time: making the data must not be the peak of memory
-            images = source.random_crops(pictures, min(16, count - start), seed=start)
+            images = random_crops(pictures, min(16, count - start), seed=start)
             if size != images.shape[-1]:
                 images = nn.functional.interpolate(images, size=(size, size), mode="area")
             parts.append(images)
@@ -97,10 +94,10 @@ def photos(size: int) -> Callable[[int], Tensor]:
 
 CASES: dict[str, Case] = {
     "lenet": Case(lenet, digits, 10, 64, 32),
-    "resnet18-32": Case(_torchvision("resnet18"), photos(32), 1000, 64, 8),
-    "resnet18-224": Case(_torchvision("resnet18"), photos(224), 1000, 8, 8),
-    "resnet50-224": Case(_torchvision("resnet50"), photos(224), 1000, 8, 4),
-    "vit-tiny": Case(_timm("vit_tiny_patch16_224"), photos(224), 1000, 16, 4),
+    "resnet18-32": Case(partial(of_torchvision, "resnet18"), photos(32), 1000, 64, 8),
+    "resnet18-224": Case(partial(of_torchvision, "resnet18"), photos(224), 1000, 8, 8),
+    "resnet50-224": Case(partial(of_torchvision, "resnet50"), photos(224), 1000, 8, 4),
+    "vit-tiny": Case(partial(of_timm, "vit_tiny_patch16_224"), photos(224), 1000, 16, 4),
 }
 
 

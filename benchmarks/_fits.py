@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import warnings
 from collections.abc import Mapping
 from typing import Any, NamedTuple
 
@@ -14,7 +13,6 @@ from torch import nn
 import posthoc_uq as uq
 from posthoc_uq.core.batches import BatchReader
 from posthoc_uq.layers import proof
-from posthoc_uq.posteriors.evidence import maximise_evidence
 from posthoc_uq.posteriors.posterior import Posterior
 
 Options = Mapping[str, Any]
@@ -54,13 +52,6 @@ def fitted(model: nn.Module, batches: Batches, options: Options) -> Posterior:
     return uq.fit(model, batches, prior_precision=1.0, progress=False, **{"fisher": "mc"} | dict(options))
 
 
-def tuned(posterior: Posterior) -> None:
-    """The evidence on top of a fit."""
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # with random weights the optimum may lie at an edge
-        maximise_evidence(posterior)
-
-
 def dry(model: nn.Module, batches: Batches) -> None:
     """What every fit does once, on the first samples, to prove that no layer's gradient is missed."""
     proof.prepare(model, BatchReader(torch.device("cpu")).read(batches[0]))
@@ -78,7 +69,6 @@ class Trial(NamedTuple):
     fit: float
     sweeps: float
     fixed: float
-    evidence: float
 
     def __str__(self) -> str:
         return (
@@ -87,17 +77,15 @@ class Trial(NamedTuple):
         )
 
 
-def trial(model: nn.Module, batches: Batches, options: Options, evidence: bool = False) -> Trial:
+def trial(model: nn.Module, batches: Batches, options: Options) -> Trial:
     """Time one fit between two plain passes."""
     before, _ = seconds(lambda: plain_pass(model, batches))
     fit, posterior = seconds(lambda: fitted(model, batches, options))
     after, _ = seconds(lambda: plain_pass(model, batches))
     times = posterior.history.fit
-    on_top = seconds(lambda: tuned(posterior))[0] if evidence else float("nan")
     return Trial(
         (before + after) / 2,
         fit,
         sum(times.get(f"seconds, {name}", 0.0) for name in SWEEPS),
         sum(times.get(f"seconds, {name}", 0.0) for name in FIXED),
-        on_top,
     )

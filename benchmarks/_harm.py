@@ -14,6 +14,7 @@ from _scored import averaged, harm, plain_scores, predicted, prediction_scores, 
 from _zoo import CLASSIFIERS, REGRESSORS, SEEDS, Pair, loader, trained
 
 import posthoc_uq as uq
+from recipes.common import markdown
 
 OURS = "fit and wrap"
 VARIANTS: dict[str, dict[str, Any]] = {
@@ -158,12 +159,6 @@ def tables(found: Mapping[str, Mapping[str, Any]]) -> str:
     return "\n".join(parts)
 
 
-def markdown(header: Sequence[str], lines: Sequence[Sequence[str]]) -> str:
-    """A Markdown table."""
-    rows = [list(header), ["---"] * len(header), *map(list, lines)]
-    return "\n".join(f"| {' | '.join(row)} |" for row in rows) + "\n"
-
-
 def _pairs_table(found: Mapping[str, Any], pairs: Sequence[Pair], measures: Sequence[str]) -> str:
     """A line a pair: the network alone and the default, beside what others make of the NLL."""
     others = [TEMPERED, *LAPLACE] if "ECE" in measures else list(LAPLACE)
@@ -179,7 +174,7 @@ def _pairs_table(found: Mapping[str, Any], pairs: Sequence[Pair], measures: Sequ
         line.append(", ".join(own["worse"]) or "no" if "worse" in own else "-")
         line += [cell(row.get(name, {}).get("NLL")) for name in others]
         lines.append(line)
-    return markdown(header, lines)
+    return markdown([header, *lines])
 
 
 def cell(value: float | None, digits: int = 3) -> str:
@@ -208,7 +203,7 @@ def _methods_table(found: Mapping[str, Any], classifiers: Sequence[Pair], regres
                 values = [row[one].get(measure) for row in known]
                 line.append(cell(mean(values)) if values and None not in values else "-")
             lines.append(line)
-    return markdown(header, lines)
+    return markdown([header, *lines])
 
 
 def _harm_table(found: Mapping[str, Any]) -> str:
@@ -224,4 +219,4 @@ def _harm_table(found: Mapping[str, Any]) -> str:
                 continue
             figures = [f"{m} {cell(row[m], 4)} (network {cell(rows[PLAIN][m], 4)})" for m in row["worse"]]
             lines.append([pair, name, ", ".join(figures)])
-    return markdown(["pair", "row", "worse"], lines) if lines else "Nothing.\n"
+    return markdown([["pair", "row", "worse"], *lines]) if lines else "Nothing.\n"

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import csv
 import ctypes
 import gc
 import json
@@ -20,6 +19,10 @@ from statistics import median
 from typing import Any
 
 import torch
+
+sys.path.append(
+    str(Path(__file__).resolve().parents[1])
+)  # the recipes, whose data and networks benchmarks share
 
 Row = Mapping[str, Any]
 
@@ -62,15 +65,6 @@ def _text(value: Any, digits: int) -> str:
 def geometric_mean(values: Sequence[float]) -> float:
     """The geometric mean of positive numbers."""
     return exp(sum(log(value) for value in values) / len(values))
-
-
-def write_csv(path: Path, rows: Sequence[Row]) -> None:
-    """Rows as a CSV file with one column per key."""
-    columns = list(dict.fromkeys(column for row in rows for column in row))
-    with path.open("w", newline="") as file:
-        writer = csv.DictWriter(file, columns)
-        writer.writeheader()
-        writer.writerows(rows)
 
 
 def write_json(path: Path, result: Mapping[str, Any]) -> None:
@@ -215,20 +209,18 @@ def limit_memory(limit: int | None) -> None:
             resource.setrlimit(resource.RLIMIT_DATA, (limit, limit))
 
 
-def fresh_process(command: Sequence[str], limit: float | None = None, exact: bool = False) -> dict[str, Any]:
+def fresh_process(command: Sequence[str], **environment: str) -> dict[str, Any]:
     """What a script prints as JSON in its last line.
 
     Args:
         command: of the script.
-        limit: in seconds.
-        exact: let the GNU C library give back every larger block at once, so that a peak has none of its slack.
+        environment: variables beside those of this process.
 
     Raises:
         subprocess.CalledProcessError: it failed.
-        subprocess.TimeoutExpired: it took longer than the limit in seconds.
     """
-    own = os.environ | ({"MALLOC_MMAP_THRESHOLD_": "65536"} if exact else {})
-    finished = subprocess.run(command, check=True, stdout=subprocess.PIPE, text=True, timeout=limit, env=own)
+    own = os.environ | environment
+    finished = subprocess.run(command, check=True, stdout=subprocess.PIPE, text=True, env=own)
     return json.loads(finished.stdout.splitlines()[-1])
 
 

@@ -7,7 +7,7 @@ from itertools import pairwise
 from typing import cast
 
 import torch
-from _recipes import recipe
+from _cases import lenet
 from _sets import LENGTH, WORDS
 from torch import Tensor, nn
 
@@ -32,24 +32,6 @@ def mlp(
             layers.append({"layer": nn.LayerNorm, "batch": nn.BatchNorm1d}[norm](after))
         layers.append({"relu": nn.ReLU, "gelu": nn.GELU, "tanh": nn.Tanh}[activation]())
     return nn.Sequential(*layers, nn.Linear(units[-1], outputs))
-
-
-def lenet() -> nn.Sequential:
-    """LeNet-5 with ReLU and max-pooling, for 28 x 28 pixels."""
-    return nn.Sequential(
-        nn.Conv2d(1, 6, 5, padding=2),
-        nn.ReLU(),
-        nn.MaxPool2d(2),
-        nn.Conv2d(6, 16, 5),
-        nn.ReLU(),
-        nn.MaxPool2d(2),
-        nn.Flatten(),
-        nn.Linear(400, 120),
-        nn.ReLU(),
-        nn.Linear(120, 84),
-        nn.ReLU(),
-        nn.Linear(84, 10),
-    )
 
 
 def cnn() -> nn.Sequential:
@@ -86,7 +68,9 @@ def strided() -> nn.Sequential:
 
 def recipe_cnn() -> nn.Sequential:
     """The CNN of `recipes/fashion_mnist`."""
-    return recipe("fashion_mnist", "network").cnn()
+    from recipes.fashion_mnist.network import cnn
+
+    return cnn()
 
 
 class Block(nn.Module):

@@ -4,22 +4,27 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from functools import partial
+from functools import cache, partial
 from statistics import mean
 from typing import Any
 
 import torch
 from _cache import Rows
-from _foreign import foreign_pictures
-from _harm import cell, markdown
-from _recipes import recipe
+from _harm import cell
 from _rivals import distances
 from _scored import outputs, predicted
+from _sets import split_of
 from _zoo import CLASSIFIERS, SEEDS, Pair, loader, trained
 from torch import Tensor, nn
+from torchvision.transforms.functional import gaussian_blur
 
 import posthoc_uq as uq
 from posthoc_uq.evaluation.metrics import ood_auroc
+from recipes.common import markdown
+from recipes.fashion_mnist import data as files
+from recipes.function_space import foreign as drawn
+from recipes.photos import pictures
+from recipes.photos.efficientnet import efficientnet_lite0
 
 NAMED = (
     "digits 28, lenet",
@@ -44,6 +49,38 @@ FORMS = ("class", "top", "all")
 IMAGENET = "EfficientNet-Lite0"
 BOTH = "entropy and novelty"
 NETWORK = "network's entropy"
+
+FOREIGN_KINDS = ("other", "turned", "noise", "blur", "dark", "letters", "photos", "textures")
+TEXTURES = ("brick", "grass", "gravel")
+OTHER = {"digits 28": "fashion", "fashion": "digits 28"}
+
+
+@cache
+def foreign_pictures(data: str, number: int, seed: int = 0) -> dict[str, Tensor]:
+    """Inputs by kind, each (number, 1, 28, 28): pictures of the other data set, test pictures turned by 90 degrees,
+    blurred (Gaussian, deviation 2) and at a fifth of their contrast, uniform noise, letters in many typefaces, crops of
+    photographs and of textures.
+
+    Args:
+        data: that the network was trained on, ``"digits 28"`` or ``"fashion"``.
+        number: of every kind.
+        seed: of what is drawn.
+    """
+    generator = torch.Generator().manual_seed(seed)
+    test = files.pixels(split_of(data, 0).test.inputs[:number])
+    photos = tuple(name for name in drawn.PHOTOS if name not in TEXTURES)
+    raw = {
+        "other": files.pixels(split_of(OTHER[data], 0).test.inputs[:number]),
+        "turned": test.rot90(1, (1, 2)),
+        "noise": torch.randint(256, test.shape, generator=generator),
+        "blur": gaussian_blur(test.unsqueeze(1).float(), [9, 9], [2.0, 2.0]).squeeze(1),
+        "dark": test.float() / 5,
+        "letters": drawn.letters(number, seed),
+        "photos": drawn.photos(number, seed, photos),
+        "textures": drawn.photos(number, seed, TEXTURES),
+    }
+    return {kind: files.normalised(raw[kind]) for kind in FOREIGN_KINDS}
+
 
 Scores = dict[str, Tensor]
 
@@ -156,7 +193,6 @@ def photograph_crops(crops: int, number: int) -> tuple[Tensor, Tensor, dict[str,
     Returns:
         Crops for the fit, other crops of the same photographs, and crops of textures, noise and drawings.
     """
-    pictures = recipe("photos", "pictures")
     photographs = [pictures.photo(name) for name in pictures.FIT_PHOTOS]
     shown = pictures.pictures(0)
     foreign = {
@@ -174,7 +210,7 @@ def efficientnet(layers: str, crops: int = CROPS, number: int = CROPS_A_KIND) ->
     """EfficientNet-Lite0 with its ImageNet weights, fitted on crops of photographs: AUROC of textures, noise and
     drawings against other crops of the same photographs.
     """
-    model = recipe("photos", "efficientnet").efficientnet_lite0()
+    model = efficientnet_lite0()
     training, familiar, foreign = photograph_crops(crops, number)
     posterior = uq.fit(model, training.split(16), layers=layers, progress=False)
     predictor = uq.wrap(model, posterior)
@@ -251,7 +287,7 @@ def _table(scores: Mapping[str, Mapping[str, float]]) -> str:
         [score, *(cell(row.get(kind)) for kind in kinds), cell(mean(row.values()))]
         for score, row in scores.items()
     ]
-    return markdown(["score", *kinds, "mean"], lines)
+    return markdown([["score", *kinds, "mean"], *lines])
 
 
 def _means_table(means: Mapping[str, Mapping[str, float]]) -> str:
@@ -268,4 +304,4 @@ def _means_table(means: Mapping[str, Mapping[str, float]]) -> str:
             known = [values[name] for name in networks if name in group and values[name] is not None]
             line.append(cell(mean(v for v in known if v is not None)) if known else "-")
         lines.append(line)
-    return markdown(["score", *networks, "the first three", "the others"], lines)
+    return markdown([["score", *networks, "the first three", "the others"], *lines])

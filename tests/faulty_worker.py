@@ -24,12 +24,12 @@ from torch import Tensor, nn
 from torch.utils.data import TensorDataset
 
 ROOT = Path(__file__).resolve().parents[1]
-sys.path[:0] = [str(ROOT / "recipes" / "imagenet")]
+sys.path.insert(0, str(ROOT))
 
-import evaluating  # noqa: E402
 
 import posthoc_uq as uq  # noqa: E402
 from posthoc_uq.core.distributed import run_on_all_ranks  # noqa: E402
+from recipes.imagenet import evaluating  # noqa: E402
 
 updating = import_module("posthoc_uq.fitting.update")
 

@@ -43,13 +43,20 @@ def test_quality_orders_the_families_in_frobenius_norm(
 
 
 @pytest.mark.study
-def test_quality_measures_a_divergence(quality: tuple[ModuleType, list[dict[str, Any]]]) -> None:
+def test_quality_measures_a_divergence(
+    quality: tuple[ModuleType, list[dict[str, Any]]], tmp_path: Path
+) -> None:
     script, rows = quality
+    assert all(isfinite(row["kl"]) and row["kl"] > 0 for row in rows)
     summary = script.summarise(rows)
-    assert all(isfinite(row["kl, tau 10"]) and row["kl, tau 10"] > 0 for row in rows)
-    for line in script.divergence_table(summary, 10.0):
-        assert line["rescale tuned"] == min(line[f"rescale {weight:g}"] for weight in script.SHOWN_WEIGHTS)
-        assert line["rescale tuned"] < line["efb"] < line["diag"]
+    found = {line["posterior"]: line["kl"] for line in script.means(summary)}
+    weights = [found[f"inf rescale {weight:g}"] for weight in script.SHOWN_WEIGHTS]
+    assert (
+        found["inf rescale tuned"] <= min(weights)
+        and found["inf rescale tuned"] < found["efb"] < found["diag"]
+    )
+    script.picture(summary).savefig(tmp_path / "picture.png")
+    assert (tmp_path / "picture.png").stat().st_size > 10_000
 
 
 @pytest.mark.study
@@ -69,35 +76,6 @@ def test_quality_is_exact_at_its_reference(quality: tuple[ModuleType, list[dict[
     assert max(posterior.divergences(exact[output])) < 1e-10
 
 
-@pytest.mark.study
-def test_quality_draws_and_concludes(
-    quality: tuple[ModuleType, list[dict[str, Any]]], tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    script, rows = quality
-    summary = script.summarise(rows)
-    text = script.conclusion(script.choices(summary, (10.0,)), summary)
-    assert "Frobenius error: best is inf rescale" in text
-    script.picture(summary, 10.0).savefig(tmp_path / "picture.png")
-    assert (tmp_path / "picture.png").stat().st_size > 10_000
-    script.write_csv(tmp_path / "rows.csv", rows)
-    assert len((tmp_path / "rows.csv").read_text().splitlines()) == len(rows) + 1
-
-
-def test_counts_are_the_papers() -> None:
-    script = _script("parameter_counts")
-    for fitted, counted in script.check_counts().values():
-        assert fitted == counted
-    rows = script.smoke()
-    assert {row["model"] for row in rows} == set(script.PAPER)
-    for row in rows:
-        if row["method"] in ("diag", "efb"):
-            assert row["numbers"] == row["paper"], row
-    for name, published in script.PAPER.items():
-        shapes = script.matrix_shapes(script._empty(name))
-        for method in ("diag", "kfac", "efb"):
-            assert script.factor_count(shapes, method) == published[method]
-
-
 @pytest.mark.slow
 def test_fit_cost_gives_multiples_of_the_plain_pass(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
@@ -110,9 +88,7 @@ def test_fit_cost_gives_multiples_of_the_plain_pass(
         assert row["method"] == method and row["samples"] == 128 and row["note"] is None
         assert row["fit"] >= row["sweeps + sparsify"] >= row["sweeps"] > 0
         assert len(row["fits"]) == 2
-        assert isfinite(row["evidence"])
     assert inf["plain, MiB"] > 50
-    assert inf["with evidence + MiB"] >= inf["fit + MiB"]
     assert 0.1 < inf["saved, MiB"] < 1
     assert inf["allowed, MiB"] == round(3 * inf["saved, MiB"] + 256) and inf["within"]
 
@@ -147,6 +123,26 @@ def test_predict_cost_gives_multiples_of_a_forward_pass(tmp_path: Path) -> None:
     assert [row["what"] for row in rows] == 2 * [*script.HEADS, "novelty"]
     for row in rows:
         assert "note" not in row and 0 < row["least"] <= row["multiple"] <= row["most"]
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(not (BENCHMARKS.parent / ".git").exists(), reason="this is no checkout of the repository")
+def test_two_commits_are_compared(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    path = tmp_path / "costs.json"
+    script = _script("between_commits")
+    script.main(["--smoke", "--json", str(path)])
+    assert "new / old" in capsys.readouterr().out
+    rows = json.loads(path.read_text())["rows"]
+    assert [row["what"] for row in rows] == [*script.FITS, *script.HEADS]
+    for row in rows:
+        assert row["case"] == "mlp" and row["new / old"] == pytest.approx(row["new"] / row["old"])
+
+
+def test_a_line_has_the_ratios_of_the_rounds() -> None:
+    old, new = [{"fit": 2.0}, {"fit": 4.0}, {"fit": 3.0}], [{"fit": 3.0}, {"fit": 4.0}, {"fit": 6.0}]
+    (line,) = _script("between_commits").compared(old, new)
+    assert (line["old"], line["new"]) == (3.0, 4.0)
+    assert (line["least"], line["new / old"], line["largest"]) == (1.0, 1.5, 2.0)
 
 
 @pytest.mark.study
@@ -237,10 +233,6 @@ def test_defaults_are_held_against_the_network(tmp_path: Path, capsys: pytest.Ca
     assert all("error" not in row for rows in found["pairs"].values() for row in rows.values())
     if find_spec("laplace") is None:
         assert "laplace is not installed" in printed
-    chosen = json.loads((tmp_path / "choose.json").read_text())["rows"]
-    settings = {row["row"]: row for row in chosen if row["pair"] == "iris, mlp relu 32 32"}
-    assert settings["budget 0.1"]["NLL"] > settings["default"]["NLL"]
-    assert settings["KFAC"]["bytes"] > 0 and all(0 < v < 1 for v in settings["default"]["AUROC"].values())
     script.main(["--smoke", "--show", "--output", str(tmp_path)])  # from the files alone
     assert json.loads((tmp_path / "harm.json").read_text())["pairs"] == found["pairs"]
 
@@ -263,14 +255,6 @@ def test_foreign_inputs_are_told_by_ranks() -> None:
     found = novelty.aurocs(scores, test, foreign, [("entropy", "novelty")])
     assert found["entropy"]["column 0"] > 0.99 and 0.4 < found["entropy"]["column 1"] < 0.6
     assert min(found["entropy and novelty"].values()) > 0.95
-
-
-def test_modules_of_recipes_do_not_mix() -> None:
-    _script("defaults")
-    recipe = sys.modules["_recipes"].recipe
-    uci, pictures = recipe("uci", "data"), recipe("fashion_mnist", "data")
-    assert hasattr(uci, "lazy_load") and hasattr(pictures, "mnist_digits")
-    assert recipe("fashion_mnist", "network").cnn()[0].out_channels == 32
 
 
 @pytest.mark.study

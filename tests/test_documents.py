@@ -215,11 +215,13 @@ def check_options(arguments: list[str], complete: bool) -> None:
 
 
 def check_script(arguments: list[str]) -> None:
-    """The script is there, and it or a module beside it has these options."""
+    """The script is there, and it or a module beside it, or one of the recipes, has these options."""
+    if arguments[0] == "-m" and arguments[1].startswith("recipes."):
+        arguments = [arguments[1].replace(".", "/") + ".py", *arguments[2:]]
     if arguments[0] == "-m" or "/" not in arguments[0]:  # a module of others, or the reader's own file
         return
     script = ROOT / arguments[0]
-    modules = (*script.parent.glob("*.py"), *(ROOT / "recipes").glob("*.py"))
+    modules = (*script.parent.glob("*.py"), *(ROOT / "recipes").rglob("*.py"))
     sources = "".join(module.read_text(encoding="utf-8") for module in modules)
     assert script.is_file(), arguments
     for option in arguments[1:]:

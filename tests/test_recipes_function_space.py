@@ -8,33 +8,26 @@ from pathlib import Path
 
 import pytest
 import torch
-from recipe_helpers import NO_RESULTS, RECIPES, help_of, recipe_modules, run_recipe, write_fashion_mnist
+from recipe_helpers import recipe_modules, smoke, write_fashion_mnist
 from torch import nn
 
 import posthoc_uq as uq
 
-SCRIPTS = ("regression", "two_moons", "images", "objectives", "rotated_digits")
-
 
 @pytest.fixture(scope="module")
 def recipe() -> Namespace:
-    return recipe_modules("function_space", ["common", "foreign", *SCRIPTS, "variational"], ["fashion_mnist"])
-
-
-@pytest.mark.parametrize("script", SCRIPTS)
-def test_help(script: str, recipe: Namespace) -> None:
-    shown = help_of(getattr(recipe, script))
-    assert "--smoke" in shown and "--seeds" in shown
+    return Namespace(
+        **vars(recipe_modules("function_space", ["foreign", "two_moons"])),
+        **vars(recipe_modules("fashion_mnist", ["variational"])),
+    )
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize(("script", "rows"), [("regression", 6), ("two_moons", 7), ("rotated_digits", 5)])
 def test_smoke(script: str, rows: int, tmp_path: Path) -> None:
-    done = run_recipe(f"function_space/{script}.py", "--smoke", "--output", tmp_path)
-    assert done.returncode == 0, done.stderr[-2000:]
+    printed = smoke(f"function_space.{script}", "--output", tmp_path)
     (results,) = json.loads((tmp_path / f"{script}.json").read_text())
-    assert len(results) == rows and all(f"| {name} |" in done.stdout for name in results)
-    assert NO_RESULTS in done.stdout
+    assert len(results) == rows and all(f"| {name} |" in printed for name in results)
     assert all(torch.tensor(list(row.values())).isfinite().all() for row in results.values())
     assert (tmp_path / f"{script}.png").read_bytes().startswith(b"\x89PNG")
 
@@ -43,10 +36,8 @@ def test_smoke(script: str, rows: int, tmp_path: Path) -> None:
 def test_smoke_on_images(tmp_path: Path) -> None:
     (tmp_path / "data").mkdir()
     data = write_fashion_mnist(tmp_path / "data")
-    options = ("--smoke", "--data", data, "--output", tmp_path / "out", "--networks", tmp_path / "networks")
-    done = run_recipe("function_space/images.py", *options)
-    assert done.returncode == 0, done.stderr[-2000:]
-    assert NO_RESULTS in done.stdout
+    options = ("--data", data, "--output", tmp_path / "out", "--networks", tmp_path / "networks")
+    smoke("function_space.images", *options)
     (results,) = json.loads((tmp_path / "out" / "images.json").read_text())
     contexts = ("monochrome", "distorted clothes", "photographs", "digits")
     rows = ["network", *(f"post hoc, {name}" for name in contexts)]
@@ -65,9 +56,7 @@ def test_smoke_of_objectives(tmp_path: Path) -> None:
     data = write_fashion_mnist(tmp_path / "data")
     options = ("--data", data, "--output", tmp_path / "out", "--networks", tmp_path / "networks")
     trials = ("--trials", "independent, corrupted", "--digits")
-    done = run_recipe("function_space/objectives.py", "--smoke", *trials, *options)
-    assert done.returncode == 0, done.stderr[-2000:]
-    assert NO_RESULTS in done.stdout
+    smoke("function_space.objectives", *trials, *options)
     (results,) = json.loads((tmp_path / "out" / "objectives.json").read_text())
     assert list(results) == ["network", "independent, corrupted"]
     assert {"digits, mutual information", "letters, entropy", "digits, novelty"} <= results[
@@ -113,12 +102,6 @@ def test_draws_of_the_linearised_network_have_its_moments(recipe: Namespace) -> 
     assert torch.allclose(found.var(0), spread, rtol=0.03)
 
 
-def test_a_tables_cells_are_means_and_deviations(recipe: Namespace) -> None:
-    table = recipe.common.spread([{"a": {"x": 1.0}}, {"a": {"x": 2.0}}], ["x"]).splitlines()
-    assert table == ["|  | x |", "| --- | --- |", "| a | 1.5 ± 0.71 |"]
-    assert recipe.common.spread([{"a": {"x": 1.0}}], ["x"]).endswith("| a | 1 |")
-
-
 def test_shuffled_batches_hold_every_sample_once_in_a_new_order(recipe: Namespace) -> None:
     loader = recipe.variational.shuffled(torch.arange(10), torch.arange(10) * 2, seed=0, batch_size=4)
     epochs = [list(loader) for _ in range(2)]
@@ -128,8 +111,3 @@ def test_shuffled_batches_hold_every_sample_once_in_a_new_order(recipe: Namespac
         assert torch.cat([first for first, _ in batches]).sort().values.tolist() == list(range(10))
     first, second = (torch.cat([x for x, _ in batches]).tolist() for batches in epochs)
     assert first != second
-
-
-def test_the_readme_names_every_script() -> None:
-    text = (RECIPES / "function_space" / "README.md").read_text()
-    assert all(f"recipes/function_space/{script}.py" in text for script in SCRIPTS)

@@ -18,7 +18,8 @@ import numpy as np
 import pytest
 import torch
 from PIL import Image
-from recipe_helpers import NO_RESULTS, RECIPES, recipe_modules, run_recipe
+from recipe_helpers import recipe_modules
+from recipe_helpers import smoke as run_smoke
 from scipy.stats import kstest
 from sklearn.metrics import log_loss, roc_auc_score
 from torch import Tensor, nn
@@ -29,9 +30,9 @@ from posthoc_uq.cli.options import ModelSource
 from posthoc_uq.cli.transforms import ImageTransform
 from posthoc_uq.core.errors import PosthocUQError
 from posthoc_uq.likelihoods.class_prediction import ClassPrediction
+from recipes.common import NOTE
 
-RECIPE = RECIPES / "imagenet"
-NAMES = ("example", "folders", "fitting", "search", "evaluating", "figures", "run")
+NAMES = ("example", "folders", "fitting", "search", "evaluating", "figures", "run", "sizes")
 INDICES = {  # of ImageNet's 1,000 classes, as everybody numbers them
     "n02123159": 282,  # tiger cat
     "n03773504": 657,  # missile
@@ -53,7 +54,7 @@ def _run_in_two_processes(arguments: Sequence[Any]) -> subprocess.CompletedProce
     launcher = ["-m", "torch.distributed.run", "--standalone", "--local-addr", "127.0.0.1"]
     launcher += ["--nproc-per-node", "2"]
     return subprocess.run(
-        [sys.executable, *launcher, str(RECIPE / "run.py"), *map(str, arguments)],
+        [sys.executable, *launcher, "-m", "recipes.imagenet.run", *map(str, arguments)],
         capture_output=True,
         text=True,
         env=os.environ | {"OMP_NUM_THREADS": "1"},
@@ -65,9 +66,7 @@ def _run_in_two_processes(arguments: Sequence[Any]) -> subprocess.CompletedProce
 def smoke(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, str]:
     """The output folder of the smoke mode, and what it printed."""
     folder = tmp_path_factory.mktemp("imagenet") / "one"
-    done = run_recipe("imagenet/run.py", "--smoke", "--output", folder, "--no-progress")
-    assert done.returncode == 0, done.stderr[-3000:]
-    return folder, done.stdout
+    return folder, run_smoke("imagenet.run", "--output", folder, "--no-progress")
 
 
 def _source(folder: Path, size: int = 64) -> TrainedModel:
@@ -100,7 +99,7 @@ def test_smoke_leaves_tables_and_figures(smoke: tuple[Path, str]) -> None:
         with Image.open(folder / name) as image:
             assert min(image.size) > 300
     text = (folder / "results.md").read_text()
-    assert text.strip() in printed and NO_RESULTS in text.splitlines()[0]
+    assert text.strip() in printed and text.startswith(NOTE)
     for row in ("network", "Diag", "KFAC", "EFB", "INF"):
         assert text.count(f"| {row} |") >= 2
     assert not list((folder / "posteriors").glob("*checkpoint*"))
@@ -210,6 +209,26 @@ def test_two_processes_and_a_second_run(
         assert repeated or file.stat().st_mtime_ns == time, file
     assert recipe.run.main([*arguments, "--rank", "5"]) == 1
     assert "was made with --rank 100, not 5" in capsys.readouterr().err
+
+
+# Sizes
+
+
+@pytest.mark.parametrize("method", ["diag", "kfac", "efb"])
+def test_counts_by_shape_are_those_of_a_fit(recipe: Namespace, method: str) -> None:
+    layers = [nn.Conv2d(3, 8, 3), nn.ReLU(), nn.Conv2d(8, 8, 3, groups=4), nn.Flatten(), nn.Linear(8 * 16, 5)]
+    model, images = nn.Sequential(*layers).eval(), torch.randn(4, 3, 8, 8)
+    posterior = uq.fit(model, [images], method=method, fisher="mc", prior_precision=1.0, progress=False)
+    assert sum(block.numbers() for block in posterior.blocks.values()) == recipe.sizes.counts(model)[method]
+
+
+def test_counts_are_the_papers(recipe: Namespace, tmp_path: Path) -> None:
+    run_smoke("imagenet.sizes", "--output", tmp_path)
+    rows = json.loads((tmp_path / "sizes.json").read_text())
+    for row, numbers in rows.items():
+        more = numbers["numbers"] / numbers["paper"] - 1
+        # KFAC is kept as eigenvectors and eigenvalues, n + m numbers a layer more than the paper's two factors
+        assert 0 < more < 1.5e-3 if row.endswith("kfac") else more == 0, row
 
 
 # The search

@@ -10,21 +10,18 @@ import numpy as np
 import pytest
 import torch
 from PIL import Image
-from recipe_helpers import NO_RESULTS, recipe_modules, run_recipe, write_fashion_mnist
+from recipe_helpers import recipe_modules, smoke, write_fashion_mnist
 from torch import nn
 
 
 @pytest.fixture(scope="module")
 def recipe() -> Namespace:
-    return recipe_modules(
-        "latent_binary", ["networks", "images", "entropy_maps", "variables"], ["fashion_mnist"]
-    )
+    return recipe_modules("latent_binary", ["networks", "images", "entropy_maps", "variables"])
 
 
 def test_smoke_of_the_variables(tmp_path: Path) -> None:
-    done = run_recipe("latent_binary/variables.py", "--smoke", "--output", tmp_path)
-    assert done.returncode == 0, done.stderr[-2000:]
-    assert NO_RESULTS in done.stdout and "| flow |" in done.stdout
+    printed = smoke("latent_binary.variables", "--output", tmp_path)
+    assert "| flow |" in printed
     kept = json.loads((tmp_path / "variables.json").read_text())["results"]
     assert all(0 <= rate <= 1 for row in kept.values() for run in row["runs"] for rate in run)
 
@@ -33,10 +30,9 @@ def test_smoke_of_the_variables(tmp_path: Path) -> None:
 def test_smoke_on_images(tmp_path: Path) -> None:
     (tmp_path / "data").mkdir()
     data = write_fashion_mnist(tmp_path / "data")
-    options = ("--smoke", "--data", data, "--output", tmp_path / "out", "--networks", "lenet")
-    done = run_recipe("latent_binary/images.py", *options)
-    assert done.returncode == 0, done.stderr[-2000:]
-    assert NO_RESULTS in done.stdout and "| lenet | pruned as flow, post hoc |" in done.stdout
+    options = ("--data", data, "--output", tmp_path / "out", "--networks", "lenet")
+    printed = smoke("latent_binary.images", *options)
+    assert "| lenet | pruned as flow, post hoc |" in printed
     with Image.open(tmp_path / "out" / "entropy_lenet.png") as picture:
         assert picture.size[0] > 1500 and len(picture.convert("L").getcolors()) > 50
     (rows,) = json.loads((tmp_path / "out" / "images.json").read_text())["lenet"]

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from recipe_helpers import NO_RESULTS, recipe_modules, run_recipe, write_fashion_mnist
+from recipe_helpers import recipe_modules, smoke, write_fashion_mnist
 
 
 @pytest.fixture(scope="module")
@@ -17,9 +17,8 @@ def recipe() -> Namespace:
 
 
 def test_smoke_of_the_sines(tmp_path: Path) -> None:
-    done = run_recipe("message_passing/sine.py", "--smoke", "--output", tmp_path)
-    assert done.returncode == 0, done.stderr[-2000:]
-    assert NO_RESULTS in done.stdout and (tmp_path / "depth.png").exists()
+    smoke("message_passing.sine", "--output", tmp_path)
+    assert (tmp_path / "depth.png").exists()
     kept = json.loads((tmp_path / "sine-depth-coverage.json").read_text())
     assert set(kept["depth"]) == {"2 linear layers", "3 linear layers"}
     assert 0 <= kept["coverage"]["data 0"]["2 sigma, x > 10"] <= 1
@@ -30,11 +29,7 @@ def test_smoke_of_the_last_layer(tmp_path: Path) -> None:
     (tmp_path / "data").mkdir()
     data = write_fashion_mnist(tmp_path / "data")
     folders = ("--data", data, "--output", tmp_path / "out", "--networks", tmp_path / "networks")
-    done = run_recipe(
-        "message_passing/last_layer.py", "--smoke", *folders, "--rows", "message passing, diagonal", "INF"
-    )
-    assert done.returncode == 0, done.stderr[-2000:]
-    assert NO_RESULTS in done.stdout
+    smoke("message_passing.last_layer", *folders, "--rows", "message passing, diagonal", "INF")
     rows = json.loads((tmp_path / "out" / "last_layer.json").read_text())["cnn"]
     assert set(rows) == {"network", "message passing, diagonal", "INF"} and rows["INF"]["fit / forward"] > 0
 
@@ -43,9 +38,7 @@ def test_smoke_of_the_last_layer(tmp_path: Path) -> None:
 def test_smoke_of_a_network_without_gradients(tmp_path: Path) -> None:
     (tmp_path / "data").mkdir()
     folders = ("--data", write_fashion_mnist(tmp_path / "data"), "--output", tmp_path / "out")
-    done = run_recipe("message_passing/images.py", "--smoke", *folders)
-    assert done.returncode == 0, done.stderr[-2000:]
-    assert NO_RESULTS in done.stdout
+    smoke("message_passing.images", *folders)
     rows = json.loads((tmp_path / "out" / "images.json").read_text())
     assert set(rows) == {"AdamW", "message passing, moments", "message passing, drawn weights"}
     assert all(0 <= row["accuracy"] <= 1 and row["NLL"] < 10 for row in rows.values())

@@ -10,23 +10,23 @@ import struct
 import zlib
 from argparse import Namespace
 from pathlib import Path
-from types import ModuleType
 from typing import Any
 
 import numpy as np
 import pandas as pd
 import pytest
 import torch
-from matplotlib.figure import Figure
-from recipe_helpers import NO_RESULTS, recipe_modules, run_recipe
+from recipe_helpers import recipe_modules, smoke
 from scipy.integrate import quad
 from scipy.stats import norm
 from torch import nn
 
+from recipes.uci.data import load
+
 
 @pytest.fixture(scope="module")
 def uci() -> Namespace:
-    return recipe_modules("uci", ["data", "network", "fisher", "information_errors", "predictions", "common"])
+    return recipe_modules("uci", ["data", "network", "information_errors", "predictions"])
 
 
 @pytest.fixture(scope="module")
@@ -36,21 +36,7 @@ def toy() -> Namespace:
 
 @pytest.fixture(scope="module")
 def active() -> Namespace:
-    return recipe_modules("active_learning", ["acquisition", "compare"], ["uci"])
-
-
-def _smoke(script: str, output: Path) -> str:
-    """What a script prints in its smoke mode."""
-    found = run_recipe(script, "--smoke", "--output", output)
-    assert found.returncode == 0, found.stderr
-    assert NO_RESULTS in found.stdout
-    return found.stdout
-
-
-def test_a_figure_of_a_smoke_run_says_so(toy: Namespace) -> None:
-    for smoke, texts in ((True, ["smoke run, not results"]), (False, [])):
-        figure = toy.compare.stamped(Figure(), smoke)
-        assert [text.get_text() for text in figure.texts] == texts
+    return recipe_modules("active_learning", ["compare"])
 
 
 # UCI: data
@@ -100,7 +86,8 @@ def test_files_as_uci_distributes_them(
 def test_a_set_that_is_nowhere_names_its_file(uci: Namespace, tmp_path: Path) -> None:
     with pytest.raises(FileNotFoundError, match=r"winequality-red\.csv"):
         uci.data.load("wine", tmp_path)
-    assert uci.data.available(tmp_path, modeldata=tmp_path) == ["boston"]
+    nowhere = Namespace(sets=None, data=tmp_path, modeldata=tmp_path)
+    assert list(uci.data.tables(nowhere)) == ["boston"]
 
 
 def test_a_wrong_file_is_refused(uci: Namespace, tmp_path: Path) -> None:
@@ -232,7 +219,7 @@ def test_exact_fisher_is_that_of_one_backward_pass_a_sample(uci: Namespace) -> N
     model = uci.network.network(4, 5).double()
     torch.set_rng_state(torch_state)
     inputs = torch.randn(23, 4, generator=torch.Generator().manual_seed(1), dtype=torch.float64)
-    blocks = uci.fisher.exact_blocks(model, inputs, noise=0.3, chunk=10)
+    blocks = uci.information_errors.exact_blocks(model, inputs, noise=0.3, chunk=10)
     for layer in ("0", "2"):
         module = model.get_submodule(layer)
         expected = torch.zeros_like(blocks[layer])
@@ -248,7 +235,9 @@ def test_errors_are_frobenius_norms(uci: Namespace) -> None:
     rng = np.random.default_rng(0)
     exact = [rng.normal(size=(n, n)) for n in (4, 3)]
     other = [rng.normal(size=(n, n)) for n in (4, 3)]
-    found = uci.fisher.errors([torch.from_numpy(m) for m in exact], [torch.from_numpy(m) for m in other])
+    found = uci.information_errors.errors(
+        [torch.from_numpy(m) for m in exact], [torch.from_numpy(m) for m in other]
+    )
     truth = np.zeros((7, 7))
     guess = np.zeros((7, 7))
     for target, (first, second) in ((truth, exact), (guess, other)):
@@ -261,7 +250,7 @@ def test_errors_are_frobenius_norms(uci: Namespace) -> None:
 
 @pytest.mark.slow
 def test_information_errors(tmp_path: Path) -> None:
-    printed = _smoke("uci/information_errors.py", tmp_path)
+    printed = smoke("uci.information_errors", "--output", tmp_path)
     header = next(line for line in printed.splitlines() if line.startswith("| set"))
     titles = [title.strip() for title in header.split("|")[1:-1]]
     assert [t.split(" ", 1)[1] for t in titles if t.startswith("off-diagonal")] == [
@@ -347,12 +336,12 @@ def test_differences_are_paired(uci: Namespace) -> None:
         {"one": {"log-likelihood": s + g}, "other": {"log-likelihood": s}}
         for s, g in zip(shared, gains, strict=True)
     ]
-    assert uci.predictions.paired(found, "one", "other") == f"0.100±{gains.std(ddof=1) / 20**0.5:.3f}"
+    assert uci.predictions.paired(found, "one", "other") == f"0.100 ± {gains.std(ddof=1) / 20**0.5:.3f}"
 
 
 @pytest.mark.study
 def test_predictions(tmp_path: Path) -> None:
-    printed = _smoke("uci/predictions.py", tmp_path)
+    printed = smoke("uci.predictions", "--output", tmp_path)
     assert "| boston | INF 5% |" in printed
     assert "linearized gain | sampling RMSE" in printed and "sampling less linearized" in printed
     assert printed.count("of 5 choices at an end of the grid") == 2
@@ -433,9 +422,10 @@ def test_distances_from_the_truth(toy: Namespace) -> None:
 
 
 def test_toy_regression(toy: Namespace, tmp_path: Path) -> None:
-    printed = _smoke("toy_regression/compare.py", tmp_path)
+    printed = smoke("toy_regression.compare", "--output", tmp_path)
     assert "R-hat" in printed and "| INF, linearised |" in printed
     measures = json.loads((tmp_path / "toy_regression.json").read_text())["measures"]
+    assert measures.pop("HMC")["KL inside"] == 0
     assert len(measures) == len(toy.compare.METHODS) * len(toy.compare.HEADS)
     for found in measures.values():
         assert all(math.isfinite(value) for value in found.values()) and found["KL inside"] >= 0
@@ -449,31 +439,25 @@ def test_toy_regression(toy: Namespace, tmp_path: Path) -> None:
 # Active learning
 
 
-def _boston(active: Namespace, seed: int) -> tuple[ModuleType, Any]:
-    acquisition = active.acquisition
-    table = active.compare.load("boston")
-    return acquisition, acquisition.pool(table, seed, start=20)
-
-
 def test_pools_are_standardised_by_the_points_known_at_the_start(active: Namespace) -> None:
-    _, part = _boston(active, 2)
+    table = load("boston")
+    part = active.compare.pool(table, 2, start=20)
     assert len(part.test.targets) == 100 and len(part.rows.targets) == 406
     assert abs(float(part.rows.targets[:20].mean())) < 1e-5
     assert float(part.rows.targets[:20].std()) == pytest.approx(1.0, rel=1e-5)
     targets = torch.cat([part.rows.targets, part.test.targets]).double() * part.scale
-    expected = active.compare.load("boston").targets
-    assert float(targets.std()) == pytest.approx(float(expected.std()), rel=1e-5)
+    assert float(targets.std()) == pytest.approx(float(table.targets.std()), rel=1e-5)
 
 
 def test_information_gain_against_a_dense_computation(active: Namespace) -> None:
-    acquisition, part = _boston(active, 0)
+    part = active.compare.pool(load("boston"), 0, start=20)
     known = active.compare.part_of(part.rows, range(25))
     torch_state = torch.get_rng_state()
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(13, 10), nn.ReLU(), nn.Linear(10, 1)).eval()
     torch.set_rng_state(torch_state)
     candidates = part.rows.inputs[25:40]
-    found = acquisition.information_gain(model, known, candidates, 10**9, noise=0.2, prior_precision=1.5)
+    found = active.compare.information_gain(model, known, candidates, 10**9, noise=0.2, prior_precision=1.5)
 
     def rows(inputs: torch.Tensor) -> list[torch.Tensor]:
         """Of each layer (samples, weights): gradients of the output, weights and bias side by side."""
@@ -510,7 +494,7 @@ def test_information_gain_against_a_dense_computation(active: Namespace) -> None
 
 @pytest.mark.study
 def test_active_learning(tmp_path: Path) -> None:
-    printed = _smoke("active_learning/compare.py", tmp_path)
+    printed = smoke("active_learning.compare", "--output", tmp_path)
     assert "| boston | INF 20% |" in printed
     found = json.loads((tmp_path / "active_learning.json").read_text())["boston"]
     assert list(found) == ["random", "INF 20%", "INF 50%", "INF 100%"]

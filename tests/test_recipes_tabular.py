@@ -4,15 +4,13 @@ from __future__ import annotations
 
 import json
 import math
-import sys
 from argparse import Namespace
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import pytest
 import torch
-from recipe_helpers import NO_RESULTS, recipe_modules
+from recipe_helpers import recipe_modules, smoke
 from scipy.stats import nbinom
 
 import posthoc_uq as uq
@@ -20,29 +18,16 @@ import posthoc_uq as uq
 
 @pytest.fixture(scope="module")
 def tabular() -> Namespace:
-    return recipe_modules("tabular", ["tables", "networks", "run"], ["uci"])
+    return recipe_modules("tabular", ["tables", "run"])
 
 
 @pytest.fixture(scope="module")
 def segmentation() -> Namespace:
-    return recipe_modules("segmentation", ["scenes", "network", "run"])
-
-
-def smoke(run: Any, output: Path, monkeypatch: pytest.MonkeyPatch, capsys: Any, *arguments: str) -> str:
-    """What the smoke mode prints, in this process; the number of threads stays."""
-    monkeypatch.setattr(sys, "argv", ["run.py", "--smoke", "--output", str(output), *arguments])
-    threads = torch.get_num_threads()
-    try:
-        run.main()
-    finally:
-        torch.set_num_threads(threads)
-    printed = capsys.readouterr().out
-    assert NO_RESULTS in printed
-    return printed
+    return recipe_modules("segmentation", ["scenes"])
 
 
 def test_the_loss_of_counts_is_the_density(tabular: Namespace) -> None:
-    loss = tabular.networks.NegativeBinomialLoss()
+    loss = tabular.run.NegativeBinomialLoss()
     loss.log_dispersion.data.fill_(math.log(0.4))
     outputs, counts = torch.tensor([[0.3], [1.7], [-1.0]]), torch.tensor([[0.0], [9.0], [2.0]])
     mean = outputs.exp().double().numpy()
@@ -59,7 +44,7 @@ def test_the_loss_of_values_is_the_density(tabular: Namespace) -> None:
     )
     own = uq.Heteroscedastic().log_prob(outputs, targets)
     expected = -float(own.mean()) - 0.5 * math.log(2 * math.pi)
-    assert float(tabular.networks.own_noise_loss(outputs, targets)) == pytest.approx(expected, rel=1e-5)
+    assert float(tabular.run.own_noise_loss(outputs, targets)) == pytest.approx(expected, rel=1e-5)
 
 
 def test_splits_are_standardised_by_their_training_rows(tabular: Namespace) -> None:
@@ -93,10 +78,8 @@ def test_without_the_package_it_is_named(tabular: Namespace, tmp_path: Path) -> 
 
 
 @pytest.mark.slow
-def test_tabular(
-    tabular: Namespace, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    printed = smoke(tabular.run, tmp_path, monkeypatch, capsys, "--rows", "60")
+def test_tabular(tmp_path: Path) -> None:
+    printed = smoke("tabular.run", "--output", tmp_path, "--rows", 60)
     assert "| Poisson, INF tuned |" in printed and "| heteroscedastic, INF |" in printed
     found = json.loads((tmp_path / "tabular.json").read_text())
     for rows in found.values():
@@ -122,13 +105,8 @@ def test_scenes(segmentation: Namespace) -> None:
 
 
 @pytest.mark.study
-def test_segmentation(
-    segmentation: Namespace,
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
-    capsys: pytest.CaptureFixture[str],
-) -> None:
-    printed = smoke(segmentation.run, tmp_path, monkeypatch, capsys)
+def test_segmentation(tmp_path: Path) -> None:
+    printed = smoke("segmentation.run", "--output", tmp_path)
     assert "| INF all layers, linearized |" in printed
     found = json.loads((tmp_path / "segmentation.json").read_text())
     assert len(found) == 7

@@ -11,19 +11,19 @@ from pathlib import Path
 
 import pytest
 import torch
-from recipe_helpers import NO_RESULTS, recipe_modules, run_recipe
+from recipe_helpers import recipe_modules, smoke
 
 from posthoc_uq.moments.unscented import rectified
 
 
 @pytest.fixture(scope="module")
 def regression() -> Namespace:
-    return recipe_modules("unscented_regression", ["problem", "drawn_activation", "drawn_weights", "compare"])
+    return recipe_modules("unscented_regression", ["problem", "drawn_weights"])
 
 
 @pytest.fixture(scope="module")
 def localization() -> Namespace:
-    return recipe_modules("localization", ["problem", "run"], ["unscented_regression"])
+    return recipe_modules("localization", ["problem", "run"])
 
 
 def test_draws_at_an_activation_are_its_moments(regression: Namespace) -> None:
@@ -33,7 +33,7 @@ def test_draws_at_an_activation_are_its_moments(regression: Namespace) -> None:
     variance = torch.tensor([0.5, 2.0, 0.1], dtype=torch.float64)
     torch.manual_seed(0)
     with Pass(Rules(), WeightPosteriors({})):
-        drawn = regression.drawn_activation.Drawn(200_000)(MomentTensor(mean, variance))
+        drawn = regression.problem.Drawn(200_000)(MomentTensor(mean, variance))
     exact = rectified(mean, variance, 0.01)
     torch.testing.assert_close((drawn.moment_mean, drawn.moment_variance), exact, rtol=0.02, atol=0.005)
 
@@ -62,9 +62,7 @@ def test_the_least_nll(regression: Namespace) -> None:
 
 
 def test_the_regression(tmp_path: Path) -> None:
-    found = run_recipe("unscented_regression/compare.py", "--smoke", "--output", tmp_path)
-    assert found.returncode == 0, found.stderr
-    assert NO_RESULTS in found.stdout
+    smoke("unscented_regression.compare", "--output", tmp_path)
     content = json.loads((tmp_path / "compare.json").read_text())
     assert content["NLL"].keys() >= {"SMP", "UTVI"} and len(content["NLL"]) == 5
     assert all(value > 0 for value in content["seconds a batch"].values())
@@ -73,8 +71,7 @@ def test_the_regression(tmp_path: Path) -> None:
 
 @pytest.mark.skipif(importlib.util.find_spec("fastbnns") is None, reason="fastbnns is not installed")
 def test_beside_fastbnns(tmp_path: Path) -> None:
-    found = run_recipe("unscented_regression/beside_fastbnns.py", "--smoke", "--output", tmp_path)
-    assert found.returncode == 0, found.stderr
+    smoke("unscented_regression.beside_fastbnns", "--output", tmp_path)
 
 
 # Localisation
@@ -123,8 +120,6 @@ def test_maps_are_over_the_pixels_they_name(localization: Namespace) -> None:
 @pytest.mark.study
 @pytest.mark.filterwarnings("ignore::UserWarning")
 def test_the_localisation(tmp_path: Path) -> None:
-    found = run_recipe("localization/run.py", "--smoke", "--output", tmp_path)
-    assert found.returncode == 0, found.stderr
-    assert NO_RESULTS in found.stdout
+    smoke("localization.run", "--output", tmp_path)
     content = json.loads((tmp_path / "localization.json").read_text())
     assert len(content["maps"]) == 4 and (tmp_path / "figure3.png").exists()

@@ -73,7 +73,6 @@ from posthoc_uq.likelihoods.prediction import Prediction
 from posthoc_uq.methods import METHODS
 from posthoc_uq.posteriors.referral import rule_of
 from posthoc_uq.posteriors.report import described_changes
-from posthoc_uq.posteriors.search import Criterion
 
 INCOMPLETE = 3
 # how the lines of a report begin that are shown after a fit

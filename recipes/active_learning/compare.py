@@ -3,38 +3,97 @@
 Twenty points, a network of 10 hidden units, one point more at every iteration: the one of most information (MacKay
 1992) or a random one. Test RMSE after every iteration, averaged over splits.
 
-    python recipes/active_learning/compare.py            every set that can be found, 20 splits
-    python recipes/active_learning/compare.py --smoke    Boston, two splits, two iterations; seconds
+    python -m recipes.active_learning.compare            every set that can be found, 20 splits
+    python -m recipes.active_learning.compare --smoke    Boston, two splits, two iterations; seconds
 """
 
 from __future__ import annotations
 
 import argparse
-import json
-import sys
 import time
 from collections.abc import Mapping, Sequence
-from pathlib import Path
-from typing import Any
+from typing import NamedTuple
 
 import torch
-from acquisition import RANKS, STRATEGIES, Pool, information_gain, pool
-from data import MODELDATA, Table, load
-from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.figure import Figure
 from matplotlib.ticker import MaxNLocator
-from network import trained
 from torch import Tensor, nn
 
-sys.path.append(str(Path(__file__).resolve().parents[1]))  # what all recipes share
+import posthoc_uq as uq
+from recipes.common import markdown, parsed, parser, report, save_figure, spread
+from recipes.uci.data import Split, Table, add_options, split, tables
+from recipes.uci.network import trained
 
-from smoke import marked, stamped
-
-OUTPUT = Path(__file__).resolve().parents[1] / "output" / "active_learning"
 SETS = ("boston", "wine", "energy", "concrete")
 """The paper's three, and concrete, which a package carries."""
 COLOURS = {"random": "#595959", "INF 20%": "#E69F00", "INF 50%": "#009E73", "INF 100%": "#0072B2"}
 HIDDEN = 10
+RANKS: dict[str, float | int] = {"INF 20%": 0.2, "INF 50%": 0.5, "INF 100%": 10**9}
+STRATEGIES = ("random", *RANKS)
+
+
+class Pool(NamedTuple):
+    """One split: rows that may be asked for, and rows to test on; targets standardised by the first rows alone.
+
+    Attributes:
+        rows: the first of them are known at the start.
+        test: held out throughout.
+        scale: of the targets, in the data's units.
+    """
+
+    rows: Table
+    test: Table
+    scale: float
+
+
+def pool(table: Table, seed: int, start: int, test: int = 100) -> Pool:
+    """A random split whose targets are standardised by the `start` rows that are known at the beginning.
+
+    Inputs are standardised by all rows that may be asked for: their inputs are known.
+    """
+    part: Split = split(table, seed, test)
+    known = part.train.targets[:start]
+    centre, spread = known.mean(), known.std()
+    rows, held = (t._replace(targets=(t.targets - centre) / spread) for t in (part.train, part.test))
+    return Pool(rows, held, part.scale * float(spread))
+
+
+def information_gain(
+    model: nn.Module,
+    known: Table,
+    candidates: Tensor,
+    rank: float | int,
+    noise: float,
+    prior_precision: float,
+) -> Tensor:
+    """``1/2 log(1 + J P^-1 J^T / noise)`` of every candidate, (candidates,), in nats: the total information gain of
+    MacKay (1992), "Information-based objective functions for active data selection".
+
+    ``P`` is INF's precision of the weights at this rank, and ``J`` the gradient of the network's output.
+
+    Args:
+        model: trained on `known` with this noise and prior precision.
+        known: inputs and targets of the posterior.
+        candidates: (candidates, columns).
+        rank: of INF.
+        noise: variance of the targets given the network.
+        prior_precision: of every weight.
+    """
+    posterior = uq.fit(
+        model,
+        [(known.inputs, known.targets.unsqueeze(1))],
+        method="inf",
+        rank=rank,
+        correction="rescale",
+        likelihood="regression",
+        fisher="exact",
+        noise_variance=noise,
+        prior_precision=prior_precision,
+        progress=False,
+    )
+    with torch.no_grad():
+        variance = uq.wrap(model, posterior, head="linearized").functional_variance(candidates)
+    return 0.5 * torch.log1p(variance.flatten() / noise)
 
 
 def run(table: Table, options: argparse.Namespace) -> dict[str, Tensor]:
@@ -96,45 +155,25 @@ def rmse(model: nn.Sequential, part: Pool) -> float:
     return float(residuals.square().mean().sqrt()) * part.scale
 
 
-def mean_and_error(values: Tensor) -> tuple[Tensor, Tensor]:
-    """Over splits, the first dimension: mean and standard error."""
-    return values.mean(0), values.std(0) / len(values) ** 0.5
-
-
-def lines(name: str, found: Mapping[str, Tensor]) -> list[dict[str, str]]:
+def lines(name: str, found: Mapping[str, Tensor]) -> list[list[str]]:
     """One line a strategy: RMSE averaged over the iterations, at the start and at the end, and paired with random."""
-    result: list[dict[str, str]] = []
+    result: list[list[str]] = []
     for strategy, values in found.items():
-        line = {"set": name, "strategy": strategy}
-        columns = {
-            "average RMSE": values[:, 1:].mean(1),
-            "start": values[:, 0],
-            "end": values[:, -1],
-            "average less random's": (values - found["random"])[:, 1:].mean(1),
-        }
-        for title, numbers in columns.items():
-            mean, error = mean_and_error(numbers)
-            line[title] = f"{float(mean):.3f}±{float(error):.3f}"
-        if strategy == "random":
-            line["average less random's"] = ""
-        result.append(line)
+        columns = [values[:, 1:].mean(1), values[:, 0], values[:, -1]]
+        if strategy != "random":
+            columns.append((values - found["random"])[:, 1:].mean(1))
+        cells = [spread(numbers.tolist(), error=True) for numbers in columns]
+        result.append([name, strategy, *cells, *[""] * (4 - len(cells))])
     return result
-
-
-def markdown(rows: Sequence[Mapping[str, str]]) -> str:
-    """Rows as a Markdown table."""
-    cells = [list(rows[0]), ["---"] * len(rows[0]), *(list(row.values()) for row in rows)]
-    return "\n".join(f"| {' | '.join(line)} |" for line in cells)
 
 
 def picture(everything: Mapping[str, Mapping[str, Tensor]]) -> Figure:
     """A panel a set: mean test RMSE over iterations with standard errors, the average in brackets."""
     figure = Figure(figsize=(4.6 * len(everything), 3.8), layout="constrained")
-    FigureCanvasAgg(figure)
     panels = figure.subplots(1, len(everything), squeeze=False)[0]
     for panel, (name, found) in zip(panels, everything.items(), strict=True):
         for strategy, values in found.items():
-            mean, error = mean_and_error(values)
+            mean, error = values.mean(0), values.std(0) / len(values) ** 0.5
             label = f"{strategy} ({float(values[:, 1:].mean()):.3f})"
             steps = range(values.shape[1])
             panel.plot(steps, mean, color=COLOURS[strategy], label=label)
@@ -147,50 +186,30 @@ def picture(everything: Mapping[str, Mapping[str, Tensor]]) -> Figure:
     return figure
 
 
-def main() -> None:
+def main(arguments: Sequence[str] | None = None) -> None:
     """The command line."""
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
-    parser.add_argument("--smoke", action="store_true", help="Boston, two splits, two iterations: seconds")
-    parser.add_argument("--sets", nargs="+", choices=SETS, help="by default all that can be found")
-    parser.add_argument("--data", type=Path, help="folder with UCI's files, see recipes/uci/README.md")
-    parser.add_argument("--modeldata", type=Path, default=MODELDATA, help="R package modeldata's data folder")
-    parser.add_argument("--splits", type=int, default=20)
-    parser.add_argument("--start", type=int, default=20, help="points known at the start")
-    parser.add_argument("--iterations", type=int, default=20)
-    parser.add_argument("--test", type=int, default=100, help="rows to test on")
-    parser.add_argument("--steps", type=int, default=1000, help="of Adam at every iteration")
-    parser.add_argument("--noise", type=float, default=0.1, help="variance, in standardised units")
-    parser.add_argument("--prior-precision", type=float, default=1.0)
-    parser.add_argument("--output", type=Path, default=OUTPUT)
-    options = parser.parse_args()
-    if options.smoke:
-        options.sets, options.splits, options.iterations, options.steps = ["boston"], 2, 2, 50
+    command = parser(__doc__, "active_learning", "Boston, two splits, two iterations: seconds")
+    add_options(command, SETS)
+    command.add_argument("--start", type=int, default=20, help="points known at the start")
+    command.add_argument("--iterations", type=int, default=20)
+    command.add_argument("--test", type=int, default=100, help="rows to test on")
+    command.add_argument("--noise", type=float, default=0.1, help="variance, in standardised units")
+    command.add_argument("--prior-precision", type=float, default=1.0)
+    options = parsed(command, arguments, sets=["boston"], splits=2, iterations=2, steps=50)
     torch.set_num_threads(1)
     everything: dict[str, dict[str, Tensor]] = {}
-    for name in options.sets or SETS:
+    for name, table in tables(options, SETS).items():
         begun = time.perf_counter()
-        try:
-            table = load(name, options.data, options.modeldata)
-        except FileNotFoundError as error:
-            if options.sets:
-                raise
-            print(f"{name} left out. {error}")
-            continue
         everything[name] = run(table, options)
         print(f"{name}: {options.splits} splits in {time.perf_counter() - begun:.0f} s")
-    table = markdown([line for name, found in everything.items() for line in lines(name, found)])
-    print(f"\n{marked(table, options.smoke)}\n")
-    options.output.mkdir(parents=True, exist_ok=True)
-    path = options.output / "active_learning.png"
-    stamped(picture(everything), options.smoke).savefig(path, dpi=110)
-    content: dict[str, Any] = {
+    header = ["set", "strategy", "average RMSE", "start", "end", "average less random's"]
+    page = markdown([header, *(line for name, found in everything.items() for line in lines(name, found))])
+    save_figure(picture(everything), options.output / "active_learning.png", options.smoke)
+    content = {
         name: {strategy: values.tolist() for strategy, values in found.items()}
         for name, found in everything.items()
     }
-    (options.output / "active_learning.json").write_text(json.dumps(content) + "\n")
-    print(f"Picture: {path}")
+    report(options, "active_learning", page, content)
 
 
 if __name__ == "__main__":

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import argparse
 from pathlib import Path
 from typing import NamedTuple
 
@@ -26,6 +27,10 @@ class Labelled(NamedTuple):
     images: Tensor
     labels: Tensor
 
+    def first(self, count: int | None) -> Labelled:
+        """So many of them; all with None."""
+        return Labelled(self.images[:count], self.labels[:count])
+
 
 class Data(NamedTuple):
     """FashionMNIST in three disjoint parts, and MNIST's digits with the same normalisation."""
@@ -34,6 +39,22 @@ class Data(NamedTuple):
     validation: Labelled
     test: Labelled
     digits: Tensor
+
+    def first(self, train: int, validation: int, test: int, digits: int | None) -> Data:
+        """So many of each part, for a smoke run."""
+        return Data(
+            self.train.first(train),
+            self.validation.first(validation),
+            self.test.first(test),
+            self.digits[:digits],
+        )
+
+
+def add_options(command: argparse.ArgumentParser) -> None:
+    """Where FashionMNIST is."""
+    add = command.add_argument
+    add("--data", type=Path, default=DEBIAN, help="torchvision's folder, or one with .gz files")
+    add("--download", action="store_true", help="let torchvision fetch FashionMNIST to --data")
 
 
 def load(folder: Path, cache: Path, validation: int = 5000, download: bool = False) -> Data:

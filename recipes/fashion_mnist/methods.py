@@ -10,14 +10,14 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from data import Data, Labelled
-from network import logits
 from scipy.optimize import minimize_scalar
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, TensorDataset
-from variational import function_space, posterior_of
 
 import posthoc_uq as uq
+from recipes.common import predicted
+from recipes.fashion_mnist.data import Data, Labelled
+from recipes.fashion_mnist.variational import function_space, posterior_of
 
 POSTERIORS: dict[str, dict[str, Any]] = {
     "diag": {"method": "diag"},
@@ -68,12 +68,12 @@ def from_logits(samples: Tensor) -> uq.ClassPrediction:
 
 def plain(model: nn.Module) -> Method:
     """The network alone."""
-    return Method(lambda images: from_logits(logits(model, images).unsqueeze(0)), _bytes([model]))
+    return Method(lambda images: from_logits(predicted(model, images, 500).unsqueeze(0)), _bytes([model]))
 
 
 def temperature_scaling(model: nn.Module, held_out: Labelled) -> Method:
     """Logits over the temperature that has the best likelihood on the held-out images (Guo et al., 2017)."""
-    outputs = logits(model, held_out.images).double()
+    outputs = predicted(model, held_out.images, 500).double()
     found = minimize_scalar(
         lambda x: float(nn.functional.cross_entropy(outputs / exp(x), held_out.labels)),
         bounds=(-3.0, 2.0),
@@ -82,7 +82,7 @@ def temperature_scaling(model: nn.Module, held_out: Labelled) -> Method:
     )
     temperature = exp(found.x)
     return Method(
-        lambda images: from_logits((logits(model, images) / temperature).unsqueeze(0)),
+        lambda images: from_logits((predicted(model, images, 500) / temperature).unsqueeze(0)),
         _bytes([model]),
         {"temperature": temperature},
     )
@@ -91,7 +91,8 @@ def temperature_scaling(model: nn.Module, held_out: Labelled) -> Method:
 def deep_ensemble(models: list[nn.Module]) -> Method:
     """Networks from different initial weights (Lakshminarayanan et al., 2017)."""
     return Method(
-        lambda images: from_logits(torch.stack([logits(model, images) for model in models])), _bytes(models)
+        lambda images: from_logits(torch.stack([predicted(model, images, 500) for model in models])),
+        _bytes(models),
     )
 
 
@@ -140,7 +141,7 @@ def trained_rows(
         uq.save(posterior, small)
         predictor = uq.wrap(model, posterior)
         density = uq.sparse.summary(posterior).density
-        return Method(partial(in_batches, predictor), small.stat().st_size, {"density": density})
+        return Method(partial(predicted, predictor, size=100), small.stat().st_size, {"density": density})
 
     rows = _rows(model, name, fitted, path, held_out, [])
     return rows | ({f"{name}, median model": median} if name == "latent binary" else {})
@@ -166,7 +167,7 @@ def _rows(
         # asked for, since drawn weights do not give it unasked
         shown = {"novelty": True} if head is None else {}
         predictor = uq.wrap(model, posterior, head, **options, **shown)
-        return Method(partial(in_batches, predictor), path.stat().st_size, settings)
+        return Method(partial(predicted, predictor, size=100), path.stat().st_size, settings)
 
     rows: Rows = {
         f"{name}, defaults": partial(method, None, False),
@@ -175,10 +176,10 @@ def _rows(
     return rows | {f"{name}, {head}, tuned": partial(method, head, True) for head in others}
 
 
-@torch.no_grad()
-def in_batches(predictor: uq.Predictor, images: Tensor) -> uq.ClassPrediction:
-    """The prediction of many images."""
-    return uq.ClassPrediction.cat([predictor(batch) for batch in images.split(100)])
+def quality(prediction: uq.ClassPrediction, labels: Tensor) -> dict[str, float]:
+    """Accuracy in percent, NLL in nats, calibration error."""
+    found = prediction.quality(labels, bins=15)
+    return {"accuracy": 100 * found["accuracy"], "NLL": found["NLL"], "ECE": found["ECE"]}
 
 
 def _bytes(models: list[nn.Module]) -> int:

@@ -4,54 +4,34 @@ from __future__ import annotations
 
 import copy
 import math
-from collections.abc import Callable
 from pathlib import Path
 
 import torch
-from data import Labelled
-from torch import Tensor, nn
+from torch import nn
 from tqdm.auto import trange
 
+from recipes.common import in_random_order, train
+from recipes.fashion_mnist.data import Labelled
 
-def cnn() -> nn.Sequential:
-    """Two 3 x 3 convolutions of 32 and 64 filters, each with ReLU and max-pooling, and 128 hidden units."""
+
+def cnn(filters: int = 32) -> nn.Sequential:
+    """Two 3 x 3 convolutions, the second with twice the filters, with ReLU and max-pooling, and 128 hidden units."""
     return nn.Sequential(
-        nn.Conv2d(1, 32, 3, padding=1),
+        nn.Conv2d(1, filters, 3, padding=1),
         nn.ReLU(),
         nn.MaxPool2d(2),
-        nn.Conv2d(32, 64, 3, padding=1),
+        nn.Conv2d(filters, 2 * filters, 3, padding=1),
         nn.ReLU(),
         nn.MaxPool2d(2),
         nn.Flatten(),
-        nn.Linear(64 * 7 * 7, 128),
-        nn.ReLU(),
-        nn.Linear(128, 10),
-    )
-
-
-def small_cnn() -> nn.Sequential:
-    """The same with 16 and 32 filters, for trials."""
-    return nn.Sequential(
-        nn.Conv2d(1, 16, 3, padding=1),
-        nn.ReLU(),
-        nn.MaxPool2d(2),
-        nn.Conv2d(16, 32, 3, padding=1),
-        nn.ReLU(),
-        nn.MaxPool2d(2),
-        nn.Flatten(),
-        nn.Linear(32 * 7 * 7, 128),
+        nn.Linear(2 * filters * 7 * 7, 128),
         nn.ReLU(),
         nn.Linear(128, 10),
     )
 
 
 def trained(
-    data: Labelled,
-    seed: int,
-    folder: Path,
-    epochs: int,
-    learning_rate: float,
-    build: Callable[[], nn.Sequential] = cnn,
+    data: Labelled, seed: int, folder: Path, epochs: int, learning_rate: float, filters: int = 32
 ) -> nn.Sequential:
     """The network of a seed: from `folder`, which belongs to these settings, or trained and kept there.
 
@@ -60,7 +40,7 @@ def trained(
     """
     path = folder / f"cnn-seed{seed}.pt"
     torch.manual_seed(seed)
-    model = build()
+    model = cnn(filters)
     if path.exists():
         model.load_state_dict(torch.load(path, weights_only=True))
         return model.eval()
@@ -93,21 +73,9 @@ def fit_plainly(
     """Cross-entropy on batches of 128, with a cosine schedule down to 5 % of the rate."""
     generator = torch.Generator().manual_seed(seed)
     steps = epochs * math.ceil(len(data.labels) / 128)
-    schedule = torch.optim.lr_scheduler.LambdaLR(optimiser, lambda step: cosine(step / steps))
+    schedule = torch.optim.lr_scheduler.LambdaLR(
+        optimiser, lambda step: 0.05 + 0.95 * 0.5 * (1 + math.cos(math.pi * step / steps))
+    )
     for _ in trange(epochs, desc=f"training, seed {seed}", unit=" epochs", leave=False):
-        for batch in torch.randperm(len(data.labels), generator=generator).split(128):
-            optimiser.zero_grad()
-            nn.functional.cross_entropy(model(data.images[batch]), data.labels[batch]).backward()
-            optimiser.step()
-            schedule.step()
-
-
-def cosine(progress: float, floor: float = 0.05) -> float:
-    """From 1 down to `floor` as `progress` goes from 0 to 1."""
-    return floor + (1 - floor) * 0.5 * (1 + math.cos(math.pi * progress))
-
-
-@torch.no_grad()
-def logits(model: nn.Module, images: Tensor) -> Tensor:
-    """(samples, classes), in batches."""
-    return torch.cat([model(batch) for batch in images.split(500)])
+        batches = in_random_order(*data, 128, generator)
+        train(model, batches, nn.functional.cross_entropy, optimiser, schedule)

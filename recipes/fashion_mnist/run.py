@@ -1,7 +1,7 @@
 """FashionMNIST against MNIST digits: one trained CNN, every posterior, every head, in one table.
 
-    python recipes/fashion_mnist/run.py --seeds 0 1 2       # as the README shows it; some hours on two cores
-    python recipes/fashion_mnist/run.py --smoke             # a minute, for checking that it runs
+    python -m recipes.fashion_mnist.run --seeds 0 1 2       # as the README shows it; some hours on two cores
+    python -m recipes.fashion_mnist.run --smoke             # a minute, for checking that it runs
 
 Writes ``results-*.json`` and ``table.md`` into a folder of these settings in the output folder; networks and posteriors
 are kept there too, and a second run goes on from them.
@@ -12,75 +12,64 @@ from __future__ import annotations
 import argparse
 import json
 import time
+from collections.abc import Mapping, Sequence
 from fnmatch import fnmatch
 from pathlib import Path
+from statistics import mean
 from typing import Any
 
-import methods
 import torch
-from data import DEBIAN, Data, Labelled, load
-from network import cnn, small_cnn, trained, trained_on
-from table import write_table
-from variational import TRAINED
 
 from posthoc_uq.evaluation.measurements import foreignness
 from posthoc_uq.evaluation.metrics import joint_tail, ood_auroc, risk_coverage
+from recipes.common import Row, by_row, markdown, parsed, parser, report, spread
+from recipes.fashion_mnist import methods
+from recipes.fashion_mnist.data import Data, Labelled, add_options, load
+from recipes.fashion_mnist.network import trained, trained_on
+from recipes.fashion_mnist.variational import TRAINED
 
-OUTPUT = Path(__file__).parents[1] / "output" / "fashion_mnist"
 BOTH = {"entropy", "novelty"}
 """Scores that are also judged together: an input counts by the smaller of its tail probabilities on held-out images."""
 
 
-def arguments() -> argparse.Namespace:
-    """The command line."""
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
-    parser.add_argument(
-        "--data", type=Path, default=DEBIAN, help="torchvision's folder, or one with .gz files"
-    )
-    parser.add_argument(
-        "--download", action="store_true", help="let torchvision fetch FashionMNIST to --data"
-    )
-    parser.add_argument("--output", type=Path, default=OUTPUT, help="networks, posteriors, results")
-    parser.add_argument("--seeds", type=int, nargs="+", default=[0, 1, 2], help="one network each")
-    parser.add_argument(
-        "--members",
-        type=int,
-        default=5,
-        help="of the deep ensemble: the seeds from this one on; 0 leaves it out",
-    )
-    parser.add_argument(
-        "--rows", nargs="+", help="patterns of the rows to measure, such as 'INF*'; default: all"
-    )
-    parser.add_argument(
-        "--posteriors", nargs="+", default=list(methods.POSTERIORS), choices=methods.POSTERIORS
-    )
-    parser.add_argument(
-        "--variational-epochs",
-        type=int,
-        default=5,
-        help="of the posteriors that are trained, and of the control; 0 leaves them out",
-    )
-    parser.add_argument("--epochs", type=int, default=15, help="of the networks")
-    parser.add_argument("--learning-rate", type=float, default=0.01)
-    parser.add_argument(
-        "--tuned-on", type=int, default=2000, help="held-out images for every `uq.tune` and the tails"
-    )
-    parser.add_argument(
-        "--smoke", action="store_true", help="few images, a smaller network, one epoch, one posterior"
-    )
-    return parser.parse_args()
+ORDER = (
+    *(
+        "plain",
+        "temperature",
+        "diag",
+        "KFAC",
+        "EFB",
+        "INF",
+        "trained on",
+        "function space",
+        "message passing",
+    ),
+    *("latent binary", "UTVI", "deep ensemble"),
+)
+"""Beginnings of the rows' names, as they stand in the table."""
+SCORES = ("entropy", "mutual_information", "functional_variance", "novelty", "both")
 
 
-def main() -> None:
+def main(arguments: Sequence[str] | None = None) -> None:
     """Every seed, then the table of all results in the output folder."""
-    options = arguments()
+    command = parser(__doc__, "fashion_mnist", "few images, a smaller network, one epoch, one posterior")
+    add_options(command)
+    add, names = command.add_argument, list(methods.POSTERIORS)
+    add("--seeds", type=int, nargs="+", default=[0, 1, 2], help="one network each")
+    add(
+        "--members", type=int, default=5, help="of the deep ensemble: seeds from this one on; 0 leaves it out"
+    )
+    add("--rows", nargs="+", help="patterns of the rows to measure, such as 'INF*'; default: all")
+    add("--posteriors", nargs="+", default=names, choices=names)
+    add("--variational-epochs", type=int, default=5, help="of trained posteriors and the control; 0: none")
+    add("--epochs", type=int, default=15, help="of the networks")
+    add("--learning-rate", type=float, default=0.01)
+    add("--tuned-on", type=int, default=2000, help="held-out images for every `uq.tune` and the tails")
+    smoke = {"seeds": [0], "members": 2, "epochs": 1, "tuned_on": 40, "posteriors": names[-1:]}
+    options = parsed(command, arguments, **smoke, variational_epochs=1)
     data = load(options.data, options.output, download=options.download)
     if options.smoke:
-        data = smaller(data)
-        options.seeds, options.members, options.epochs, options.tuned_on = [0], 2, 1, 40
-        options.posteriors, options.variational_epochs = options.posteriors[-1:], 1
+        data = data.first(140, 40, 40, 40)
     # what belongs to other settings is never mixed in
     folder = options.output / f"{len(data.train.labels)}-{options.epochs}-{options.learning_rate:g}"
     paths = {seed: folder / f"results-{options.tuned_on}-seed{seed}.json" for seed in options.seeds}
@@ -88,24 +77,33 @@ def main() -> None:
         one_seed(data, seed, folder, path, options)
         print(f"seed {seed} is done", flush=True)
     results = [json.loads(path.read_text()) for path in paths.values()]
-    print(write_table(results, folder / "table.md", options.smoke))
+    options.output = folder
+    report(options, "table", page_of(results), results)
 
 
-def smaller(data: Data) -> Data:
-    """A small part of everything, for the smoke mode."""
+def page_of(results: Sequence[Mapping[str, Row]]) -> str:
+    """Mean ± standard deviation over seeds, one row a method; those of one posterior stay as they were measured."""
 
-    def cut(part: Labelled, size: int) -> Labelled:
-        return Labelled(part.images[:size], part.labels[:size])
+    def place(name: str) -> int:
+        return next((i for i, start in enumerate(ORDER) if name.startswith(start)), len(ORDER))
 
-    return Data(cut(data.train, 140), cut(data.validation, 40), cut(data.test, 40), data.digits[:40])
+    rows = by_row(results)
+    header = ["method", "accuracy", "NLL", "ECE", *(f"AUROC, {s.replace('_', ' ')}" for s in SCORES)]
+    lines = [[*header, "time", "MB", "seeds"]]
+    for name in sorted(rows, key=place):
+        found = rows[name]
+        cells = [spread([100 * one["accuracy"] for one in found], ".2f")]
+        cells += [spread([one[column] for one in found], ".4f") for column in ("NLL", "ECE")]
+        cells += [spread([one["AUROC"][s] for one in found if s in one["AUROC"]], ".4f") for s in SCORES]
+        means = [mean(one["time"] for one in found), mean(one["bytes"] for one in found) / 1e6]
+        lines.append([name, *cells, *(f"{value:.1f}" for value in means), str(len(found))])
+    return markdown(lines)
 
 
 def one_seed(data: Data, seed: int, folder: Path, path: Path, options: argparse.Namespace) -> None:
     """Measure what is not yet in the file of results, which has every row as soon as it is there."""
     results: dict[str, dict[str, Any]] = json.loads(path.read_text()) if path.exists() else {}
-    held_out = Labelled(
-        data.validation.images[: options.tuned_on], data.validation.labels[: options.tuned_on]
-    )
+    held_out = data.validation.first(options.tuned_on)
     plain = methods.plain(network_of(data, seed, folder, options))
     for name, make in rows_of(data, seed, folder, held_out, options).items():
         if name not in results:
@@ -116,8 +114,8 @@ def one_seed(data: Data, seed: int, folder: Path, path: Path, options: argparse.
 
 def network_of(data: Data, seed: int, folder: Path, options: argparse.Namespace) -> torch.nn.Sequential:
     """The network of a seed, trained or kept."""
-    build = small_cnn if options.smoke else cnn
-    return trained(data.train, seed, folder, options.epochs, options.learning_rate, build)
+    filters = 16 if options.smoke else 32
+    return trained(data.train, seed, folder, options.epochs, options.learning_rate, filters)
 
 
 def rows_of(

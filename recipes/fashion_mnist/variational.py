@@ -6,12 +6,12 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from data import Labelled
 from torch import Tensor, nn
 from torch.utils.data import BatchSampler, DataLoader, RandomSampler, TensorDataset
 
 import posthoc_uq as uq
 from posthoc_uq.methods.contexts import Mixture
+from recipes.fashion_mnist.data import Labelled
 
 OPTIONS: dict[str, Any] = {
     "prior_mean": "random_init",

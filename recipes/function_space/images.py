@@ -1,7 +1,7 @@
 """FashionMNIST with four contexts, post hoc and from scratch (table 1 of Rudner et al., 2022).
 
-python recipes/function_space/images.py --data FOLDER      about an hour a seed on one core
-python recipes/function_space/images.py --smoke            a minute
+python -m recipes.function_space.images --data FOLDER      about an hour a seed on one core
+python -m recipes.function_space.images --smoke            a minute
 
 Takes networks of `recipes/fashion_mnist` where that recipe has left them.
 """
@@ -9,29 +9,22 @@ Takes networks of `recipes/fashion_mnist` where that recipe has left them.
 from __future__ import annotations
 
 import argparse
-import json
-import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
+from functools import partial
 from pathlib import Path
 
-import foreign
 import torch
-from common import OUTPUT, spread
-from data import DEBIAN, Data, load, normalised, pixels
-from methods import in_batches, plain
-from network import cnn, trained
-from run import OUTPUT as NETWORKS
-from run import smaller
 from torch import Tensor, nn
-from variational import function_space
 
 import posthoc_uq as uq
 from posthoc_uq.evaluation import metrics
 from posthoc_uq.evaluation.plots import referral_plot
-
-sys.path.append(str(Path(__file__).resolve().parents[1]))  # what all recipes share
-
-from smoke import marked, stamped
+from recipes.common import OUTPUT, by_row, parsed, parser, predicted, report, save_figure, table
+from recipes.fashion_mnist.data import Data, add_options, load, normalised, pixels
+from recipes.fashion_mnist.methods import plain, quality
+from recipes.fashion_mnist.network import cnn, trained
+from recipes.fashion_mnist.variational import function_space
+from recipes.function_space import foreign
 
 COLUMNS = ("accuracy", "NLL", "ECE", "AUROC, digits", "AUROC, letters", "accuracy, 20 % referred", "AURC")
 EPOCHS, RATE = 15, 0.01  # of the networks, as in recipes/fashion_mnist
@@ -71,10 +64,7 @@ def measures(prediction: uq.ClassPrediction, labels: Tensor, others: dict[str, T
     """Of the test images; `others` holds the entropies of foreign images."""
     entropy = prediction.entropy()
     wrong = (prediction.predicted() != labels).double()
-    found = {
-        "accuracy": metrics.accuracy(prediction.probs, labels) * 100,
-        "NLL": -float(prediction.log_prob(labels).double().mean()),
-        "ECE": metrics.expected_calibration_error(prediction.probs, labels, 15),
+    found = quality(prediction, labels) | {
         "accuracy, 20 % referred": float(
             metrics.selective_accuracy(entropy, prediction.probs, labels, [0.2])[0] * 100
         ),
@@ -92,7 +82,7 @@ def one_seed(data: Data, seed: int, options: argparse.Namespace) -> dict[str, di
     rows = {"network": plain(model).predict}
     for name, network, posterior in posteriors(data, seed, folder, options):
         head = uq.wrap(network, posterior, "sampling", n_samples=options.draws)
-        rows[name] = lambda images, head=head: in_batches(head, images)
+        rows[name] = partial(predicted, head, size=100)
     results: dict[str, dict[str, float]] = {}
     curves: dict[str, tuple[Tensor, Tensor, Tensor]] = {}
     for name, predict in rows.items():
@@ -102,41 +92,28 @@ def one_seed(data: Data, seed: int, options: argparse.Namespace) -> dict[str, di
         curves[name] = prediction.entropy(), prediction.probs, data.test.labels
         print(f"seed {seed}, {name}: {results[name]}", flush=True)
     if seed == options.seeds[0]:
-        figure = stamped(referral_plot(curves), options.smoke)
-        figure.savefig(options.output / "selective_prediction.png", dpi=110)
+        save_figure(referral_plot(curves), options.output / "selective_prediction.png", options.smoke)
     return results
 
 
-def main() -> None:
+def main(arguments: Sequence[str] | None = None) -> None:
     """The command line."""
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
-    parser.add_argument("--smoke", action="store_true", help="a few images, one epoch")
-    parser.add_argument(
-        "--data", type=Path, default=DEBIAN, help="torchvision's folder, or one with .gz files"
-    )
-    parser.add_argument(
-        "--download", action="store_true", help="let torchvision fetch FashionMNIST to --data"
-    )
-    parser.add_argument("--seeds", type=int, nargs="+", default=[0, 1, 2])
-    parser.add_argument("--epochs", type=int, default=10, help="of the posteriors around a trained network")
-    parser.add_argument("--scratch-epochs", type=int, default=15, help="of those from random weights")
-    parser.add_argument("--draws", type=int, default=10, help="of weights, for every prediction")
-    parser.add_argument("--networks", type=Path, default=NETWORKS, help="output of recipes/fashion_mnist")
-    parser.add_argument("--output", type=Path, default=OUTPUT)
-    options = parser.parse_args()
-    options.network_epochs, options.context_images, options.foreign_images = EPOCHS, 10_000, 5000
+    command = parser(__doc__, "function_space", "a few images, one epoch")
+    add_options(command)
+    add = command.add_argument
+    add("--seeds", type=int, nargs="+", default=[0, 1, 2])
+    add("--epochs", type=int, default=10, help="of the posteriors around a trained network")
+    add("--scratch-epochs", type=int, default=15, help="of those from random weights")
+    add("--draws", type=int, default=10, help="of weights, for every prediction")
+    add("--networks", type=Path, default=OUTPUT / "fashion_mnist", help="output of recipes/fashion_mnist")
+    command.set_defaults(network_epochs=EPOCHS, context_images=10_000, foreign_images=5000)
+    smoke = {"seeds": [0], "epochs": 1, "scratch_epochs": 1, "draws": 3, "network_epochs": 1}
+    options = parsed(command, arguments, **smoke, context_images=200, foreign_images=100)
     data = load(options.data, options.networks, download=options.download)
     if options.smoke:
-        data = smaller(data)
-        options.seeds, options.epochs, options.scratch_epochs, options.draws = [0], 1, 1, 3
-        options.network_epochs, options.context_images, options.foreign_images = 1, 200, 100
-    options.output.mkdir(parents=True, exist_ok=True)
+        data = data.first(140, 40, 40, 40)
     results = [one_seed(data, seed, options) for seed in options.seeds]
-    (options.output / "images.json").write_text(json.dumps(results, indent=1) + "\n")
-    table = marked(spread(results, COLUMNS, ".4g"), options.smoke)
-    print(f"\n{table}\n\nPicture: {options.output / 'selective_prediction.png'}")
+    report(options, "images", table(by_row(results), ".4g", columns=COLUMNS), results)
 
 
 if __name__ == "__main__":

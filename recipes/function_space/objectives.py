@@ -1,9 +1,9 @@
 """Which prior over functions, which weight of the divergence, which context points: trials on FashionMNIST.
 
-python recipes/function_space/objectives.py --trials "*" --seeds 0    choose by letters; 3 minutes a setting
-python recipes/function_space/objectives.py --digits --seeds 0 1 2    report the chosen one by digits too
-python recipes/function_space/objectives.py --digits --full           the same with the CNN of recipes/fashion_mnist
-python recipes/function_space/objectives.py --smoke                   seconds
+python -m recipes.function_space.objectives --trials "*" --seeds 0    choose by letters; 3 minutes a setting
+python -m recipes.function_space.objectives --digits --seeds 0 1 2    report the chosen one by digits too
+python -m recipes.function_space.objectives --digits --full           the same with the CNN of recipes/fashion_mnist
+python -m recipes.function_space.objectives --smoke                   seconds
 
 A small CNN (16 and 32 filters) on 30,000 images, eight epochs around it, unless `--full` is given. Settings
 are chosen by letters and held-out images alone; `--digits` measures test images, digits and letters.
@@ -12,33 +12,25 @@ are chosen by letters and held-out images alone; `--digits` measures test images
 from __future__ import annotations
 
 import argparse
-import json
-import sys
 import time
+from collections.abc import Sequence
 from fnmatch import fnmatch
 from functools import partial
 from pathlib import Path
 from typing import Any
 
-import foreign
 import torch
-from common import OUTPUT, spread
-from data import DEBIAN, Data, Labelled, load, normalised
-from methods import in_batches, plain
-from methods import loader as batched
-from network import cnn, small_cnn, trained
-from run import OUTPUT as NETWORKS
-from run import smaller
 from torch import Tensor
-from variational import CORRUPTED, INDEPENDENT, OPTIONS, PUBLISHED, shuffled
 
 import posthoc_uq as uq
 from posthoc_uq.evaluation.measurements import foreignness
 from posthoc_uq.evaluation.metrics import ood_auroc
-
-sys.path.append(str(Path(__file__).resolve().parents[1]))  # what all recipes share
-
-from smoke import marked
+from recipes.common import OUTPUT, by_row, parsed, parser, predicted, report, table
+from recipes.fashion_mnist.data import Data, Labelled, add_options, load, normalised
+from recipes.fashion_mnist.methods import loader, plain, quality
+from recipes.fashion_mnist.network import trained
+from recipes.fashion_mnist.variational import CORRUPTED, INDEPENDENT, OPTIONS, PUBLISHED, shuffled
+from recipes.function_space import foreign
 
 MONOCHROME = [(2, "batch"), (14, "monochrome")]
 
@@ -82,8 +74,8 @@ def fitted(
     if path.exists():
         return uq.load(path, model)
     options = SHARED | TRIALS[name]
-    loader = shuffled(*train, seed=seed)
-    posterior = uq.fit(model, loader, method="function_space", epochs=epochs, seed=seed, **options)
+    batches = shuffled(*train, seed=seed)
+    posterior = uq.fit(model, batches, method="function_space", epochs=epochs, seed=seed, **options)
     uq.save(posterior, path)
     return posterior
 
@@ -93,8 +85,7 @@ def measured(
 ) -> dict[str, float]:
     """Quality on images of the data, and AUROC of the others by every score, `novelty` among them if it is given."""
     inside = predict(images.images)
-    quality = inside.quality(images.labels, bins=15)
-    found = {"accuracy": quality["accuracy"] * 100, "NLL": quality["NLL"], "ECE": quality["ECE"]}
+    found = quality(inside, images.labels)
     for kind, inputs in others.items():
         told = foreignness(inside, predict(inputs))
         found |= {f"{kind}, {words}": told[s]["AUROC"] for s, words in SCORES.items() if s in told}
@@ -103,23 +94,15 @@ def measured(
     return found
 
 
-def novelty(predictor: uq.Predictor, images: Tensor) -> Tensor:
-    """Of many images."""
-    return torch.cat([predictor.novelty(batch) for batch in images.split(500)])
-
-
 def one_seed(data: Data, seed: int, names: list[str], options: argparse.Namespace) -> dict[str, Any]:
     """By row: what was measured."""
-    train = data.train
-    if not options.full:
-        train = Labelled(*(part[: options.images] for part in data.train))
-    build = cnn if options.full else small_cnn
+    train = data.train if options.full else data.train.first(options.images)
     folder = (
         options.networks
         / f"{'' if options.full else 'small-'}{len(train.labels)}-{options.network_epochs}-{RATE:g}"
     )
-    model = trained(train, seed, folder, options.network_epochs, RATE, build)
-    held_out = Labelled(*(part[: options.tuned] for part in data.validation))
+    model = trained(train, seed, folder, options.network_epochs, RATE, 32 if options.full else 16)
+    held_out = data.validation.first(options.tuned)
     letters = normalised(foreign.letters(options.foreign_images, seed=1))
     images, others = data.validation, {"letters": letters}
     if options.digits:
@@ -134,48 +117,40 @@ def one_seed(data: Data, seed: int, names: list[str], options: argparse.Namespac
             rows.append(f"{name}, tuned")
         for row in rows:
             if row != name:
-                uq.tune(posterior, batched(held_out), n_samples=options.draws, progress=False)
+                uq.tune(posterior, loader(held_out), n_samples=options.draws, progress=False)
             predictor = uq.wrap(model, posterior, n_samples=options.draws)
             results[row] = measured(
-                lambda x, p=predictor: in_batches(p, x), images, others, partial(novelty, predictor)
+                partial(predicted, predictor, size=100),
+                images,
+                others,
+                partial(predicted, predictor.novelty, size=500),
             )
             print(f"seed {seed}, {row}, {minutes:.1f} minutes: {results[row]}", flush=True)
     return results
 
 
-def main() -> None:
+def main(arguments: Sequence[str] | None = None) -> None:
     """The command line."""
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
-    parser.add_argument("--smoke", action="store_true", help="a few images, one epoch")
-    parser.add_argument(
-        "--data", type=Path, default=DEBIAN, help="torchvision's folder, or one with .gz files"
-    )
-    parser.add_argument("--trials", nargs="+", default=list(CHOSEN), help="patterns of their names")
-    parser.add_argument("--digits", action="store_true", help="measure test images and digits: to report")
-    parser.add_argument(
-        "--tuned", type=int, default=0, help="held-out images for a row after uq.tune; none by default"
-    )
-    parser.add_argument("--full", action="store_true", help="the CNN of recipes/fashion_mnist, all images")
-    parser.add_argument("--seeds", type=int, nargs="+", default=[0])
-    parser.add_argument("--epochs", type=int, default=8, help="around the trained network")
-    parser.add_argument("--draws", type=int, default=10, help="of weights, for every prediction")
-    parser.add_argument("--networks", type=Path, default=NETWORKS, help="output of recipes/fashion_mnist")
-    parser.add_argument("--output", type=Path, default=OUTPUT)
-    options = parser.parse_args()
-    options.network_epochs, options.images, options.foreign_images = NETWORK_EPOCHS, 30_000, 5000
-    data = load(options.data, options.networks)
+    command = parser(__doc__, "function_space", "a few images, one epoch")
+    add_options(command)
+    add = command.add_argument
+    add("--trials", nargs="+", default=list(CHOSEN), help="patterns of their names")
+    add("--digits", action="store_true", help="measure test images and digits: to report")
+    add("--tuned", type=int, default=0, help="held-out images for a row after uq.tune; none by default")
+    add("--full", action="store_true", help="the CNN of recipes/fashion_mnist, all images")
+    add("--seeds", type=int, nargs="+", default=[0])
+    add("--epochs", type=int, default=8, help="around the trained network")
+    add("--draws", type=int, default=10, help="of weights, for every prediction")
+    add("--networks", type=Path, default=OUTPUT / "fashion_mnist", help="output of recipes/fashion_mnist")
+    command.set_defaults(network_epochs=NETWORK_EPOCHS, images=30_000, foreign_images=5000)
+    smoke = {"seeds": [0], "epochs": 1, "draws": 3, "network_epochs": 1, "foreign_images": 100}
+    options = parsed(command, arguments, **smoke)
+    data = load(options.data, options.networks, download=options.download)
     if options.smoke:
-        data = smaller(data)
-        options.seeds, options.epochs, options.draws = [0], 1, 3
-        options.network_epochs, options.foreign_images = 1, 100
-    options.output.mkdir(parents=True, exist_ok=True)
+        data = data.first(140, 40, 40, 40)
     names = [name for name in TRIALS if any(fnmatch(name, pattern) for pattern in options.trials)]
     results = [one_seed(data, seed, names, options) for seed in options.seeds]
-    (options.output / "objectives.json").write_text(json.dumps(results, indent=1) + "\n")
-    columns = list(results[0][names[0]])
-    print(f"\n{marked(spread(results, columns, '.4g'), options.smoke)}")
+    report(options, "objectives", table(by_row(results), ".4g", columns=list(results[0][names[0]])), results)
 
 
 if __name__ == "__main__":

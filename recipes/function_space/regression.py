@@ -1,30 +1,26 @@
 """Figures 1 and 6 of Rudner et al. (2022): a regression in one dimension whose data leave a gap.
 
-python recipes/function_space/regression.py            five data sets and a picture; minutes
-python recipes/function_space/regression.py --smoke    seconds
+python -m recipes.function_space.regression            five data sets and a picture; minutes
+python -m recipes.function_space.regression --smoke    seconds
 """
 
 from __future__ import annotations
 
 import argparse
-import json
-import sys
-from pathlib import Path
+from collections.abc import Sequence
+from itertools import repeat
 from typing import Any
 
 import torch
-from common import CURVATURE, OUTPUT, spread, trained
-from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.figure import Figure
 from torch import Tensor, nn
 
 import posthoc_uq as uq
 from posthoc_uq.methods.contexts import UniformBox
+from recipes.common import by_row, parsed, parser, report, save_figure, table, train
 
-sys.path.append(str(Path(__file__).resolve().parents[1]))  # what all recipes share
-
-from smoke import marked, stamped
-
+CURVATURE = {"method": "inf", "fisher": "exact", "correction": "rescale", "prior_precision": "evidence"}
+"""INF of the figures: options of `uq.fit`."""
 NOISE, GAP, EDGE, REACH = 0.1, 0.8, 3.0, 6.0
 HEADS: dict[str, dict[str, Any]] = {"linearized": {}, "sampling": {"n_samples": 200}}
 COLUMNS = (
@@ -61,7 +57,8 @@ def posteriors(seed: int, options: argparse.Namespace) -> dict[str, tuple[nn.Mod
     """INF and function space around one trained network, and function space from random weights."""
     x, y = data(seed)
     batch = [(x, y)]
-    model = trained(network(seed), x, y, nn.MSELoss(), options.steps)
+    model = network(seed)
+    train(model, repeat((x, y), options.steps), nn.MSELoss(), torch.optim.Adam(model.parameters(), 1e-3))
     common: dict[str, Any] = {"likelihood": "regression", "noise_variance": NOISE**2, "progress": False}
     trains: dict[str, Any] = {
         "method": "function_space",
@@ -111,7 +108,6 @@ def measures(predict: uq.Predictor, seed: int) -> dict[str, float]:
 def picture(seed: int, found: dict[str, tuple[nn.Module, uq.Posterior]]) -> Figure:
     """A column a posterior, a row a head: data, truth, mean, one to three standard deviations of the function."""
     figure = Figure(figsize=(4.2 * len(found), 2.9 * len(HEADS)), layout="constrained")
-    FigureCanvasAgg(figure)
     panels = figure.subplots(len(HEADS), len(found), sharex=True, sharey=True)
     x, y = data(seed)
     grid = torch.linspace(-REACH, REACH, 401).unsqueeze(1)
@@ -136,33 +132,22 @@ def picture(seed: int, found: dict[str, tuple[nn.Module, uq.Posterior]]) -> Figu
     return figure
 
 
-def main() -> None:
+def main(arguments: Sequence[str] | None = None) -> None:
     """The command line."""
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
-    parser.add_argument("--smoke", action="store_true", help="one data set, few steps: seconds")
-    parser.add_argument(
-        "--seeds", type=int, nargs="+", default=[0, 1, 2, 3, 4], help="of data and network; one table"
-    )
-    parser.add_argument("--steps", type=int, default=2000, help="of the plain training")
-    parser.add_argument("--epochs", type=int, default=3000, help="of variational training, a step each")
-    parser.add_argument(
-        "--lr", type=float, default=3e-3, help="of the means; log variances have ten times that"
-    )
-    parser.add_argument("--box", type=float, default=4.0, help="context points are between -BOX and BOX")
-    parser.add_argument("--output", type=Path, default=OUTPUT)
-    options = parser.parse_args()
-    if options.smoke:
-        options.seeds, options.steps, options.epochs = [0], 100, 30
+    command = parser(__doc__, "function_space", "one data set, few steps: seconds")
+    add = command.add_argument
+    add("--seeds", type=int, nargs="+", default=[0, 1, 2, 3, 4], help="of data and network; one table")
+    add("--steps", type=int, default=2000, help="of the plain training")
+    add("--epochs", type=int, default=3000, help="of variational training, a step each")
+    add("--lr", type=float, default=3e-3, help="of the means; log variances have ten times that")
+    add("--box", type=float, default=4.0, help="context points are between -BOX and BOX")
+    options = parsed(command, arguments, seeds=[0], steps=100, epochs=30)
     torch.set_num_threads(1)
-    options.output.mkdir(parents=True, exist_ok=True)
     results: list[dict[str, dict[str, float]]] = []
     for seed in options.seeds:
         found = posteriors(seed, options)
         if seed == options.seeds[0]:
-            figure = stamped(picture(seed, found), options.smoke)
-            figure.savefig(options.output / "regression.png", dpi=110)
+            save_figure(picture(seed, found), options.output / "regression.png", options.smoke)
         results.append(
             {
                 f"{name}, {head}": measures(uq.wrap(model, posterior, head, **own), seed)
@@ -171,9 +156,7 @@ def main() -> None:
             }
         )
         print(f"seed {seed} is done", flush=True)
-    (options.output / "regression.json").write_text(json.dumps(results, indent=1) + "\n")
-    table = marked(spread(results, COLUMNS), options.smoke)
-    print(f"\n{table}\n\nPicture: {options.output / 'regression.png'}")
+    report(options, "regression", table(by_row(results), ".3g", columns=COLUMNS), results)
 
 
 if __name__ == "__main__":

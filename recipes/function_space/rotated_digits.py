@@ -1,38 +1,32 @@
 """Figure 2 of Rudner et al. (2022): Brier score and entropy of a digit classifier as the digits are rotated.
 
-python recipes/function_space/rotated_digits.py            three splits and a picture; 50 minutes on one core
-python recipes/function_space/rotated_digits.py --smoke    seconds
+python -m recipes.function_space.rotated_digits            three splits and a picture; 50 minutes on one core
+python -m recipes.function_space.rotated_digits --smoke    seconds
 """
 
 from __future__ import annotations
 
 import argparse
-import json
-import sys
-from collections.abc import Callable
-from pathlib import Path
+from collections.abc import Callable, Sequence
+from functools import partial
 
 import torch
-from common import CURVATURE, OUTPUT, spread
-from data import MEAN, Labelled, mnist_digits
-from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.figure import Figure
-from methods import from_logits, in_batches, loader
-from network import logits, trained, trained_on
 from torch import Tensor
 from torchvision.transforms.functional import InterpolationMode, rotate
-from variational import function_space
 
 import posthoc_uq as uq
 from posthoc_uq.evaluation import metrics
-
-sys.path.append(str(Path(__file__).resolve().parents[1]))  # what all recipes share
-
-from smoke import marked, stamped
+from recipes.common import by_row, parsed, parser, predicted, report, save_figure, table
+from recipes.fashion_mnist.data import DEVIATION, MEAN, Labelled, mnist_digits
+from recipes.fashion_mnist.methods import deep_ensemble, loader, plain
+from recipes.fashion_mnist.network import trained, trained_on
+from recipes.fashion_mnist.variational import function_space
+from recipes.function_space.regression import CURVATURE
 
 SHOWN = (0, 45, 90, 180)
 """Angles of the table."""
-BLACK = float(-MEAN / 0.3530)
+BLACK = -MEAN / DEVIATION
 Predict = Callable[[Tensor], uq.ClassPrediction]
 
 
@@ -63,13 +57,11 @@ def predictors(
     linearized = uq.wrap(model, inf, **link)
     sampling = uq.wrap(model, trained_variances, "sampling", n_samples=options.draws)
     return {
-        "network": lambda images: from_logits(logits(model, images).unsqueeze(0)),
-        "trained on": lambda images: from_logits(logits(further, images).unsqueeze(0)),
-        f"deep ensemble of {options.members}": lambda images: from_logits(
-            torch.stack([logits(one, images) for one in networks])
-        ),
-        "INF, linearized": lambda images: in_batches(linearized, images),
-        "function space": lambda images: in_batches(sampling, images),
+        "network": plain(model).predict,
+        "trained on": plain(further).predict,
+        f"deep ensemble of {options.members}": deep_ensemble(networks).predict,
+        "INF, linearized": partial(predicted, linearized, size=100),
+        "function space": partial(predicted, sampling, size=100),
     }
 
 
@@ -88,7 +80,6 @@ def measures(predict: Predict, test: Labelled, angles: list[int]) -> dict[str, f
 def picture(results: list[dict[str, dict[str, float]]], angles: list[int]) -> Figure:
     """Means over splits with a band of one standard deviation, Brier score at the left, entropy at the right."""
     figure = Figure(figsize=(9.5, 3.8), layout="constrained")
-    FigureCanvasAgg(figure)
     panels = figure.subplots(1, 2)
     for panel, measure in zip(panels, ("Brier", "entropy"), strict=True):
         for index, name in enumerate(results[0]):
@@ -114,41 +105,31 @@ def split(seed: int, size: int, train: int, held_out: int) -> tuple[Labelled, La
     return first, second, third
 
 
-def main() -> None:
+def main(arguments: Sequence[str] | None = None) -> None:
     """The command line."""
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
-    parser.add_argument("--smoke", action="store_true", help="few digits, one epoch: seconds")
-    parser.add_argument("--seeds", type=int, nargs="+", default=[0, 1, 2], help="a split each")
-    parser.add_argument("--network-epochs", type=int, default=30)
-    parser.add_argument("--epochs", type=int, default=100, help="of variational training")
-    parser.add_argument("--members", type=int, default=5, help="of the deep ensemble")
-    parser.add_argument("--draws", type=int, default=30, help="of weights, for every prediction")
-    parser.add_argument("--step", type=int, default=15, help="between angles, in degrees")
-    parser.add_argument("--output", type=Path, default=OUTPUT)
-    options = parser.parse_args()
-    sizes = (5000, 3500, 500)
-    if options.smoke:
-        sizes = (400, 300, 50)
-        options.seeds, options.network_epochs, options.epochs, options.step = [0], 1, 1, 45
-        options.members, options.draws = 2, 3
+    command = parser(__doc__, "function_space", "few digits, one epoch: seconds")
+    add = command.add_argument
+    add("--seeds", type=int, nargs="+", default=[0, 1, 2], help="a split each")
+    add("--network-epochs", type=int, default=30)
+    add("--epochs", type=int, default=100, help="of variational training")
+    add("--members", type=int, default=5, help="of the deep ensemble")
+    add("--draws", type=int, default=30, help="of weights, for every prediction")
+    add("--step", type=int, default=15, help="between angles, in degrees")
+    smoke = {"seeds": [0], "network_epochs": 1, "epochs": 1, "step": 45, "members": 2, "draws": 3}
+    options = parsed(command, arguments, **smoke)
+    sizes = (400, 300, 50) if options.smoke else (5000, 3500, 500)
     angles = list(range(0, 181, options.step))
-    options.output.mkdir(parents=True, exist_ok=True)
     results: list[dict[str, dict[str, float]]] = []
     for seed in options.seeds:
         train, held_out, test = split(seed, *sizes)
         rows = predictors(train, held_out, seed, options)
         results.append({name: measures(predict, test, angles) for name, predict in rows.items()})
         print(f"split {seed} is done", flush=True)
-    figure = stamped(picture(results, angles), options.smoke)
-    figure.savefig(options.output / "rotated_digits.png", dpi=110)
-    (options.output / "rotated_digits.json").write_text(json.dumps(results, indent=1) + "\n")
-    columns = [
+    save_figure(picture(results, angles), options.output / "rotated_digits.png", options.smoke)
+    shown = [
         f"{measure} at {angle}" for measure in ("Brier", "entropy") for angle in SHOWN if angle in angles
     ]
-    table = marked(spread(results, columns), options.smoke)
-    print(f"\n{table}\n\nPicture: {options.output / 'rotated_digits.png'}")
+    report(options, "rotated_digits", table(by_row(results), ".3g", columns=shown), results)
 
 
 if __name__ == "__main__":

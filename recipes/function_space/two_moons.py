@@ -1,21 +1,17 @@
 """Figures 1 and 5 of Rudner et al. (2022): two moons, and what is far away from them.
 
-python recipes/function_space/two_moons.py            five data sets and pictures; minutes
-python recipes/function_space/two_moons.py --smoke    seconds
+python -m recipes.function_space.two_moons            five data sets and pictures; minutes
+python -m recipes.function_space.two_moons --smoke    seconds
 """
 
 from __future__ import annotations
 
 import argparse
-import json
-import sys
-from collections.abc import Callable
-from pathlib import Path
+from collections.abc import Callable, Sequence
+from itertools import repeat
 from typing import Any
 
 import torch
-from common import CURVATURE, OUTPUT, spread, trained
-from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.figure import Figure
 from sklearn.datasets import make_moons
 from torch import Tensor, nn
@@ -23,10 +19,8 @@ from torch import Tensor, nn
 import posthoc_uq as uq
 from posthoc_uq.heads import LinearizedPredictor, SamplingPredictor
 from posthoc_uq.methods.contexts import UniformBox
-
-sys.path.append(str(Path(__file__).resolve().parents[1]))  # what all recipes share
-
-from smoke import marked, stamped
+from recipes.common import by_row, parsed, parser, report, save_figure, table, train
+from recipes.function_space.regression import CURVATURE
 
 NOISE, REACH = 0.2, 10.0
 COLUMNS = ("accuracy", "NLL", "entropy, test", "entropy, far", "sd of p, test", "sd of p, far")
@@ -85,7 +79,9 @@ def fitted(seed: int, options: argparse.Namespace) -> dict[str, Draws]:
     """By row: a trained network, INF around it, function space around it, and function space from random weights."""
     x, y = moons(seed, 200)
     batch = [(x, y)]
-    model = trained(network(seed), x, y, nn.CrossEntropyLoss(), options.steps)
+    model = network(seed)
+    optimiser = torch.optim.Adam(model.parameters(), 1e-3)
+    train(model, repeat((x, y), options.steps), nn.CrossEntropyLoss(), optimiser)
     trains: dict[str, Any] = {
         "method": "function_space",
         "context": UniformBox(-REACH, REACH),
@@ -133,7 +129,6 @@ def measures(draw: Draws, seed: int) -> dict[str, float]:
 def picture(seed: int, found: dict[str, Draws], points: int = 121) -> Figure:
     """A column a posterior: above the mean probability of the second class, below its standard deviation."""
     figure = Figure(figsize=(3.0 * len(found), 5.6), layout="constrained")
-    FigureCanvasAgg(figure)
     panels = figure.subplots(2, len(found), sharex=True, sharey=True)
     x, y = moons(seed, 200)
     side = torch.linspace(-REACH, REACH, points)
@@ -158,37 +153,27 @@ def picture(seed: int, found: dict[str, Draws], points: int = 121) -> Figure:
     return figure
 
 
-def main() -> None:
+def main(arguments: Sequence[str] | None = None) -> None:
     """The command line."""
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
-    parser.add_argument("--smoke", action="store_true", help="one data set, few steps: seconds")
-    parser.add_argument("--seeds", type=int, nargs="+", default=[0, 1, 2, 3, 4], help="of data and network")
-    parser.add_argument("--steps", type=int, default=1000, help="of the plain training")
-    parser.add_argument("--epochs", type=int, default=2000, help="of variational training, a step each")
-    parser.add_argument("--lr", type=float, default=1e-2, help="of means and log variances")
-    parser.add_argument(
-        "--prior-precisions", type=float, nargs="+", default=[1.0, 0.1, 0.01], help="post hoc, one row each"
-    )
-    parser.add_argument("--draws", type=int, default=200, help="for every prediction")
-    parser.add_argument("--output", type=Path, default=OUTPUT)
-    options = parser.parse_args()
-    if options.smoke:
-        options.seeds, options.steps, options.epochs, options.draws = [0], 100, 30, 20
+    command = parser(__doc__, "function_space", "one data set, few steps: seconds")
+    add = command.add_argument
+    add("--seeds", type=int, nargs="+", default=[0, 1, 2, 3, 4], help="of data and network")
+    add("--steps", type=int, default=1000, help="of the plain training")
+    add("--epochs", type=int, default=2000, help="of variational training, a step each")
+    add("--lr", type=float, default=1e-2, help="of means and log variances")
+    add("--prior-precisions", type=float, nargs="+", default=[1.0, 0.1, 0.01], help="post hoc, one row each")
+    add("--draws", type=int, default=200, help="for every prediction")
+    options = parsed(command, arguments, seeds=[0], steps=100, epochs=30, draws=20)
     torch.set_num_threads(1)
-    options.output.mkdir(parents=True, exist_ok=True)
     results: list[dict[str, dict[str, float]]] = []
     for seed in options.seeds:
         found = fitted(seed, options)
         if seed == options.seeds[0]:
             figure = picture(seed, found, 31 if options.smoke else 121)
-            stamped(figure, options.smoke).savefig(options.output / "two_moons.png", dpi=110)
+            save_figure(figure, options.output / "two_moons.png", options.smoke)
         results.append({name: measures(draw, seed) for name, draw in found.items()})
         print(f"seed {seed} is done", flush=True)
-    (options.output / "two_moons.json").write_text(json.dumps(results, indent=1) + "\n")
-    table = marked(spread(results, COLUMNS), options.smoke)
-    print(f"\n{table}\n\nPicture: {options.output / 'two_moons.png'}")
+    report(options, "two_moons", table(by_row(results), ".3g", columns=COLUMNS), results)
 
 
 if __name__ == "__main__":

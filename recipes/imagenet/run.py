@@ -1,9 +1,9 @@
 """A trained ImageNet classifier with its posteriors: fit, search for hyperparameters, evaluate, plot.
 
-    python recipes/imagenet/run.py --model timm:resnet18 --weights resnet18.safetensors \\
+    python -m recipes.imagenet.run --model timm:resnet18 --weights resnet18.safetensors \\
         --train imagenet/train --val imagenet/val --ood paintings=wikiart --output runs/resnet18
-    torchrun --nproc-per-node 8 recipes/imagenet/run.py ...          # the same, shared by 8 processes
-    python recipes/imagenet/run.py --smoke                           # a small generated folder, a minute
+    torchrun --nproc-per-node 8 -m recipes.imagenet.run ...          # the same, shared by 8 processes
+    python -m recipes.imagenet.run --smoke                           # a small generated folder, a minute
 
 Folders are ImageNet's (train/<wnid>/*.JPEG, val/<wnid>/*.JPEG), or of any other classes. Every stage keeps what it has
 finished in the output folder, and the same command goes on from there.
@@ -18,12 +18,6 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-import evaluating
-import example
-import figures
-import fitting
-import folders
-import search
 import torch
 
 from posthoc_uq.cli.commands import process_group
@@ -31,12 +25,13 @@ from posthoc_uq.cli.models import TrainedModel, trained_model
 from posthoc_uq.cli.options import ModelSource
 from posthoc_uq.core.distributed import raise_on_any_error, rank, run_on_all_ranks
 from posthoc_uq.core.errors import PosthocUQError
+from recipes import common
+from recipes.imagenet import evaluating, example, figures, fitting, folders, search
 
-OUTPUT = Path(__file__).resolve().parents[1] / "output" / "imagenet"
 STAGES = ("fit", "search", "evaluate", "plot")
 SMOKE: dict[str, Any] = {
     "model": "timm:tf_efficientnet_lite0",
-    "output": OUTPUT / "smoke",
+    "output": common.OUTPUT / "imagenet" / "smoke",
     "layers": "last",
     "image_size": 64,
     "budget": 2,
@@ -58,11 +53,8 @@ FIXED = (
 
 def parser() -> argparse.ArgumentParser:
     """The command line."""
-    found = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    add = found.add_argument
-    add("--smoke", action="store_true", help="generate a small folder, last layer, 2 trials")
-    add("--stages", nargs="+", choices=STAGES, default=list(STAGES))
-    add("--output", type=Path, default=OUTPUT, help="posteriors, trials, results; seen by all processes")
+    found = common.parser(__doc__, "imagenet", "generate a small folder, last layer, 2 trials")
+    found.add_argument("--stages", nargs="+", choices=STAGES, default=list(STAGES))
     group = found.add_argument_group("model")
     add = group.add_argument
     add("--model", help="timm:NAME, torchvision:NAME, package.module:function or file.py:function")

@@ -17,7 +17,6 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-from fitting import METHODS, loaded, posterior_file, say
 from torch import Tensor
 from tqdm.auto import tqdm
 
@@ -28,6 +27,7 @@ from posthoc_uq.core.distributed import gather, rank, run_on_all_ranks, world
 from posthoc_uq.core.errors import NonFiniteError, PosthocUQError
 from posthoc_uq.evaluation import metrics
 from posthoc_uq.files.atomic import checked_target, write
+from recipes.imagenet.fitting import METHODS, loaded, posterior_file, say
 
 EDGE = 0.05
 """A trial in the outer twentieth of a (logarithmic) range counts as being at its edge."""

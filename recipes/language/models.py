@@ -10,9 +10,10 @@ os.environ.setdefault("HF_HUB_OFFLINE", "1")
 
 import peft
 import torch
-from text import ALPHABET
 from torch import Tensor, nn
 from transformers import GPT2Config, GPT2LMHeadModel
+
+from recipes.language.text import ALPHABET
 
 
 def gpt2(length: int, width: int, layers: int) -> nn.Module:

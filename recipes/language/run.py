@@ -1,34 +1,29 @@
 """Uncertainty of a small language model on Python's own texts, with a posterior of the last layer and one of LoRA.
 
-python recipes/language/run.py            some fifteen minutes of one core
-python recipes/language/run.py --smoke    few steps; seconds
+python -m recipes.language.run            some fifteen minutes of one core
+python -m recipes.language.run --smoke    few steps; seconds
 """
 
 from __future__ import annotations
 
-import argparse
-import json
-import sys
 import time
 import warnings
-from collections.abc import Mapping
-from pathlib import Path
+from collections.abc import Mapping, Sequence
 from typing import Any
 
+import matplotlib
 import torch
-from models import gpt2, train, with_lora
-from pictures import coloured_text
-from text import ALPHABET, decoded, encoded, read, sequences
+from matplotlib.colors import LogNorm
+from matplotlib.figure import Figure
 from torch import Tensor, nn
 
 import posthoc_uq as uq
 from posthoc_uq.evaluation import metrics
 from posthoc_uq.likelihoods import PositionPrediction
+from recipes.common import markdown, parsed, parser, report, save_figure
+from recipes.language.models import gpt2, train, with_lora
+from recipes.language.text import ALPHABET, decoded, encoded, read, sequences
 
-sys.path.append(str(Path(__file__).resolve().parents[1]))  # what all recipes share
-from smoke import marked, stamped
-
-OUTPUT = Path(__file__).resolve().parents[1] / "output" / "language"
 LIKELIHOOD = uq.Categorical(class_dim=-1, next_token=True)
 SCORES = ("entropy", "mutual_information", "novelty")
 
@@ -122,19 +117,42 @@ def compared(
 
 
 def shown(table: Mapping[str, Mapping[str, float]], foreign: list[str]) -> str:
-    """A table in markdown; AUROCs are ``token / sequence``."""
+    """AUROCs are ``token / sequence``."""
     columns = [(name, score) for name in foreign for score in SCORES]
-    lines = ["| | NLL | ECE | " + " | ".join(f"{n}: {s.replace('_', ' ')}" for n, s in columns) + " |"]
-    lines.append("| --- " * (len(columns) + 3) + "|")
+    lines = [["", "NLL", "ECE", *(f"{name}: {score.replace('_', ' ')}" for name, score in columns)]]
     for name, of in table.items():
-        cells = [
-            f"{of[f'{n}, {s}, token']:.3f} / {of[f'{n}, {s}, sequence']:.3f}"
-            if f"{n}, {s}, token" in of
-            else "-"
-            for n, s in columns
-        ]
-        lines.append(f"| {name} | {of['NLL']:.4f} | {of['ECE']:.4f} | " + " | ".join(cells) + " |")
-    return "\n".join(lines)
+        pairs = [[of.get(f"{n}, {s}, {unit}") for unit in ("token", "sequence")] for n, s in columns]
+        cells = ["-" if None in pair else " / ".join(f"{value:.3f}" for value in pair) for pair in pairs]
+        lines.append([name, f"{of['NLL']:.4f}", f"{of['ECE']:.4f}", *cells])
+    return markdown(lines)
+
+
+def coloured_text(lines: Mapping[str, tuple[str, Tensor]]) -> Figure:
+    """A picture of some lines of text.
+
+    Args:
+        lines: name to a text and a positive number a character; the number at a character belongs to the prediction of
+            the next one, and colours that one.
+    """
+    longest = max(len(text) for text, _ in lines.values())
+    figure = Figure(figsize=(0.16 * longest + 1.8, 0.45 * len(lines) + 0.7), layout="constrained")
+    axes = figure.subplots()
+    values = [value for _, numbers in lines.values() for value in numbers.tolist()]
+    norm, colours = LogNorm(min(values), max(values)), matplotlib.colormaps["Oranges"]
+    for line, (name, (text, numbers)) in enumerate(lines.items()):
+        axes.text(-1, -line, name, ha="right", va="center", fontsize=9)
+        for place, letter in enumerate(text):
+            colour = colours(norm(numbers[place - 1].item())) if place else (1.0, 1.0, 1.0, 1.0)
+            axes.text(
+                place, -line, letter if letter != "\n" else " ", family="monospace", ha="center", va="center",
+                fontsize=10, bbox={"facecolor": colour, "edgecolor": "none", "pad": 1.6},
+            )  # fmt: skip
+    axes.set(xlim=(-9, longest), ylim=(-len(lines) + 0.4, 0.6))
+    axes.axis("off")
+    figure.colorbar(
+        matplotlib.cm.ScalarMappable(norm, colours), ax=axes, label="novelty", fraction=0.03, pad=0.01
+    )
+    return figure
 
 
 LAST = {
@@ -149,18 +167,15 @@ LORA = {
 }
 
 
-def main() -> None:
+def main(arguments: Sequence[str] | None = None) -> None:
     """Run the recipe."""
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--smoke", action="store_true", help="few steps")
-    parser.add_argument("--steps", type=int, default=600, help="of training; a fifth as many of fine-tuning")
-    parser.add_argument("--output", type=Path, default=OUTPUT)
-    options = parser.parse_args()
+    command = parser(__doc__, "language", "few steps")
+    command.add_argument("--steps", type=int, default=600, help="of training; a fifth as many of fine-tuning")
+    options = parsed(command, arguments, steps=8)
     torch.set_num_threads(1)
     warnings.filterwarnings("ignore", "The posterior's prior precision was found for")
     length, width, layers = (16, 16, 2) if options.smoke else (64, 96, 3)
-    steps, count, fitted = (8, 6, 12) if options.smoke else (options.steps, 60, 200)
-    options.output.mkdir(parents=True, exist_ok=True)
+    steps, (count, fitted) = options.steps, (6, 12) if options.smoke else (60, 200)
     texts = read(30_000 if options.smoke else 2_000_000)
     print(
         f"{len(texts.prose):,} characters of prose, {len(texts.code):,} of code, {len(ALPHABET)} different ones"
@@ -178,7 +193,7 @@ def main() -> None:
     lines = {name: pieces[name][3] for name in ("prose", *foreign)}
     head = predictors["last layer, INF, linearised"]
     shown_lines = {n: (decoded(ids), predicted(head, ids[None]).novelty()[0]) for n, ids in lines.items()}
-    stamped(coloured_text(shown_lines), options.smoke).savefig(options.output / "novelty.png", dpi=150)
+    save_figure(coloured_text(shown_lines), options.output / "novelty.png", options.smoke)
 
     few = texts.code[: 2_000 if options.smoke else 60_000]
     tuned = train(with_lora(model, 4), encoded(few), length, max(2, steps // 5), 3e-3)
@@ -189,9 +204,7 @@ def main() -> None:
         f"## Trained on prose\n\n{shown(first, ['code', *foreign[1:]])}\n\n"
         f"## Fine-tuned on code\n\n{shown(second, foreign)}\n"
     )
-    (options.output / "tables.md").write_text(marked(page, options.smoke), encoding="utf-8")
-    (options.output / "language.json").write_text(json.dumps({"prose": first, "code": second}, indent=1))
-    print(marked(page, options.smoke))
+    report(options, "language", page, {"prose": first, "code": second})
 
 
 if __name__ == "__main__":

@@ -11,11 +11,11 @@ from collections.abc import Callable
 from math import log, sqrt
 
 import torch
-from data import CLASSES, Data, Labelled
-from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.figure import Figure
 from matplotlib.offsetbox import AnnotationBbox, OffsetImage
 from torch import Tensor
+
+from recipes.fashion_mnist.data import CLASSES, Data, Labelled
 
 Probabilities = Callable[[Tensor], Tensor]
 
@@ -69,7 +69,6 @@ def figure(predictors: dict[str, Probabilities], data: Data, resolution: int = 6
     low, high = CORNERS.min(0).values - MARGIN, CORNERS.max(0).values + MARGIN
     extent = (float(low[0]), float(high[0]), float(low[1]), float(high[1]))
     page = Figure(figsize=(4.2 * len(predictors), 4.6), layout="constrained", facecolor="white")
-    FigureCanvasAgg(page)
     panels = page.subplots(1, len(predictors), squeeze=False)[0]
     drawn = None
     for panel, (title, predict) in zip(panels, predictors.items(), strict=True):

@@ -1,8 +1,8 @@
 """FashionMNIST with sparse networks: latent binary ones, from a trained network and from scratch, beside pruning.
 
-    python recipes/latent_binary/images.py --networks dense --seeds 0     # as the README shows it
-    python recipes/latent_binary/images.py --networks lenet --epochs 10
-    python recipes/latent_binary/images.py --smoke
+    python -m recipes.latent_binary.images --networks dense --seeds 0     # as the README shows it
+    python -m recipes.latent_binary.images --networks lenet --epochs 10
+    python -m recipes.latent_binary.images --smoke
 
 For every posterior three predictions: averaged over the full posterior, averaged over the median probability model (the
 weights that are more likely on than off), and by that model's means, one sparse network. `entropy_<network>.png` maps
@@ -13,22 +13,20 @@ training on, `torch.nn.utils.prune`, keeps as many weights as the median model d
 from __future__ import annotations
 
 import argparse
-import json
 import time
 import warnings
-from pathlib import Path
+from collections.abc import Sequence
 from typing import Any
 
 import torch
-from common import OUTPUT
-from data import DEBIAN, Data, Labelled, load
-from entropy_maps import Probabilities, figure
-from networks import NETWORKS, Batches, new, pruned, train
-from smoke import marked
 from torch import Tensor, nn
 
 import posthoc_uq as uq
 from posthoc_uq.evaluation.metrics import expected_calibration_error
+from recipes.common import by_row, markdown, parsed, parser, predicted, report
+from recipes.fashion_mnist.data import Data, Labelled, add_options, load
+from recipes.latent_binary.entropy_maps import Probabilities, figure
+from recipes.latent_binary.networks import NETWORKS, Batches, new, pruned, train
 
 SAMPLES = 20
 """Draws of the weights for a prediction."""
@@ -42,8 +40,9 @@ FITS: dict[str, dict[str, Any]] = {
 """The rows of the table, and the options of `posthoc_uq.LatentBinary` beside those of the command line."""
 
 
-def scores(probabilities: Tensor, part: Labelled) -> dict[str, float]:
-    """Accuracy in percent, NLL in nats, expected calibration error."""
+def scored(predict: Probabilities, part: Labelled) -> dict[str, float]:
+    """Accuracy in percent, NLL in nats, expected calibration error of a prediction."""
+    probabilities = predicted(predict, part.images, 1000)
     right = (probabilities.argmax(-1) == part.labels).float().mean()
     chosen = probabilities.gather(1, part.labels.unsqueeze(1)).clamp(min=1e-12)
     error = expected_calibration_error(probabilities, part.labels)
@@ -64,11 +63,6 @@ def drawn(model: nn.Module, posterior: uq.Posterior) -> Probabilities:
     """The probabilities by drawn weights."""
     predictor = uq.wrap(model, posterior, "sampling", n_samples=SAMPLES)
     return lambda images: predictor(images).probs  # type: ignore[union-attr]
-
-
-def scored(predict: Probabilities, part: Labelled) -> dict[str, float]:
-    """Of a prediction."""
-    return scores(torch.cat([predict(x) for x in part.images.split(1000)]), part)
 
 
 def fitted(
@@ -120,70 +114,48 @@ def study(name: str, data: Data, options: argparse.Namespace, seed: int) -> dict
             twin = pruned(model, density, data.train, options.epochs, 1e-3, seed)
             rows[f"pruned as {row}"] = scored(by_itself(twin), data.test) | {"density": density}
         for key in own_rows:
-            print(f"{name}, seed {seed}: {key}: {_line(rows[key])}", flush=True)
+            line = ", ".join(f"{measure} {value:.4g}" for measure, value in rows[key].items())
+            print(f"{name}, seed {seed}: {key}: {line}", flush=True)
     if seed == options.seeds[0]:
-        options.output.mkdir(parents=True, exist_ok=True)
         page = figure(maps, data, *((7, 20) if options.smoke else (61, 500)))
         page.savefig(options.output / f"entropy_{name}.png", dpi=60 if options.smoke else 110)
     return rows
 
 
-def _line(row: dict[str, Any]) -> str:
-    return ", ".join(f"{key} {value:.4g}" for key, value in row.items() if value is not None)
-
-
 def table(results: dict[str, list[dict[str, dict[str, Any]]]]) -> str:
-    """Means over the seeds, as Markdown."""
-    keys = ("accuracy", "NLL", "ECE", "density", "seconds")
-    lines = [f"| network | posterior | {' | '.join(keys)} |", "| --- | --- |" + " --- |" * len(keys)]
+    """Means over the seeds."""
+    measures = ("accuracy", "NLL", "ECE", "density", "seconds")
+    lines = [["network", "posterior", *measures]]
     for name, seeds in results.items():
-        for row in seeds[0]:
-            cells: list[str] = []
-            for key in keys:
-                values = [one[row][key] for one in seeds if one.get(row, {}).get(key) is not None]
-                cells.append(f"{sum(values) / len(values):.4g}" if values else "")
-            lines.append(f"| {name} | {row} | {' | '.join(cells)} |")
-    return "\n".join(lines)
+        for row, found in by_row(seeds).items():
+            values = [[one[measure] for one in found if measure in one] for measure in measures]
+            lines.append([name, row, *(f"{sum(v) / len(v):.4g}" if v else "" for v in values)])
+    return markdown(lines)
 
 
-def main() -> None:
+def main(arguments: Sequence[str] | None = None) -> None:
     """Every network and seed, then the table."""
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
-    parser.add_argument(
-        "--data", type=Path, default=DEBIAN, help="torchvision's folder, or one with .gz files"
-    )
-    parser.add_argument(
-        "--download", action="store_true", help="let torchvision fetch FashionMNIST to --data"
-    )
-    parser.add_argument("--output", type=Path, default=OUTPUT)
-    parser.add_argument("--networks", nargs="+", choices=list(NETWORKS), default=["dense", "lenet"])
-    parser.add_argument("--rows", nargs="+", choices=list(FITS), help="by default all")
-    parser.add_argument("--seeds", type=int, nargs="+", default=[0])
-    parser.add_argument("--network-epochs", type=int, default=15, help="of the plain training")
-    parser.add_argument("--epochs", type=int, default=20, help="from a trained network, and of pruned ones")
-    parser.add_argument("--kl-weight", type=float, help="from a trained network; by default the method's")
-    parser.add_argument("--scratch-epochs", type=int, default=30)
-    parser.add_argument("--scratch-kl-weight", type=float, default=1.0)
-    parser.add_argument("--images", type=int, help="to train on; by default all")
-    parser.add_argument("--smoke", action="store_true", help="few images, one epoch")
-    options = parser.parse_args()
+    command = parser(__doc__, "latent_binary", "few images, one epoch")
+    add_options(command)
+    add = command.add_argument
+    add("--networks", nargs="+", choices=list(NETWORKS), default=["dense", "lenet"])
+    add("--rows", nargs="+", choices=list(FITS), help="by default all")
+    add("--seeds", type=int, nargs="+", default=[0])
+    add("--network-epochs", type=int, default=15, help="of the plain training")
+    add("--epochs", type=int, default=20, help="from a trained network, and of pruned ones")
+    add("--kl-weight", type=float, help="from a trained network; by default the method's")
+    add("--scratch-epochs", type=int, default=30)
+    add("--scratch-kl-weight", type=float, default=1.0)
+    add("--images", type=int, help="to train on; by default all")
+    options = parsed(command, arguments, network_epochs=1, epochs=1, scratch_epochs=1)
     data = load(options.data, options.output / "data", download=options.download)
-    if options.images is not None:
-        data = data._replace(train=Labelled(*(tensor[: options.images] for tensor in data.train)))
+    data = data._replace(train=data.train.first(options.images))
     if options.smoke:
-        few = {"train": 200, "validation": 50, "test": 60}
-        data = data._replace(**{k: Labelled(*(t[:n] for t in getattr(data, k))) for k, n in few.items()})
-        options.network_epochs = options.epochs = options.scratch_epochs = 1
+        data = data.first(200, 50, 60, None)
     results = {
         name: [study(name, data, options, seed) for seed in options.seeds] for name in options.networks
     }
-    options.output.mkdir(parents=True, exist_ok=True)
-    (options.output / "images.json").write_text(json.dumps(results, indent=1))
-    page = marked(table(results), options.smoke)
-    (options.output / "images.md").write_text(page + "\n")
-    print(page)
+    report(options, "images", table(results), results)
 
 
 if __name__ == "__main__":

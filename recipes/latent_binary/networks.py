@@ -5,11 +5,12 @@ from __future__ import annotations
 import copy
 from collections.abc import Iterator
 
-import common  # noqa: F401  # where data is found
 import torch
-from data import Labelled
 from torch import Tensor, nn
 from torch.nn.utils import prune
+
+from recipes import common
+from recipes.fashion_mnist.data import Labelled
 
 BATCH = 100
 
@@ -45,16 +46,15 @@ NETWORKS = {"dense": dense, "lenet": lenet}
 class Batches:
     """Batches of images and labels in memory, in another order every time: of torch's own generator, or of a seed."""
 
-    def __init__(self, part: Labelled, size: int = BATCH, seed: int | None = None) -> None:
-        self.part, self.size = part, size
+    def __init__(self, part: Labelled, seed: int | None = None) -> None:
+        self.part = part
         self._generator = None if seed is None else torch.Generator().manual_seed(seed)
 
     def __len__(self) -> int:
-        return -(-len(self.part.labels) // self.size)
+        return -(-len(self.part.labels) // BATCH)
 
     def __iter__(self) -> Iterator[tuple[Tensor, Tensor]]:
-        for chosen in torch.randperm(len(self.part.labels), generator=self._generator).split(self.size):
-            yield self.part.images[chosen], self.part.labels[chosen]
+        return common.in_random_order(*self.part, BATCH, self._generator)
 
 
 def new(name: str, seed: int) -> nn.Module:
@@ -73,11 +73,7 @@ def train(model: nn.Module, part: Labelled, epochs: int, rate: float, seed: int)
     with torch.random.fork_rng():
         torch.manual_seed(seed)
         for _ in range(epochs):
-            for images, labels in loader:
-                optimiser.zero_grad()
-                nn.functional.cross_entropy(model(images), labels).backward()
-                optimiser.step()
-                schedule.step()
+            common.train(model, loader, nn.functional.cross_entropy, optimiser, schedule)
     model.eval()
 
 

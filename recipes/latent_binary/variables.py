@@ -1,8 +1,8 @@
 """Which inputs does a logistic regression need? Twenty correlated ones, of which nine matter.
 
-    python recipes/latent_binary/variables.py --runs 20       # as the README shows it; minutes on two cores
-    python recipes/latent_binary/variables.py --covariates sim3-X.txt --responses sim3-Y.txt
-    python recipes/latent_binary/variables.py --smoke
+    python -m recipes.latent_binary.variables --runs 20       # as the README shows it; minutes on two cores
+    python -m recipes.latent_binary.variables --covariates sim3-X.txt --responses sim3-Y.txt
+    python -m recipes.latent_binary.variables --smoke
 
 The study of the latent binary paper, after the third example of Hubin and Storvik (2018), appendix B. Its covariates
 are a public file; without it they are drawn anew from a summary of that file, see `simulated`.
@@ -10,20 +10,18 @@ are a public file; without it they are drawn anew from a summary of that file, s
 
 from __future__ import annotations
 
-import argparse
-import json
 import warnings
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import numpy as np
 import torch
-from common import OUTPUT
-from smoke import marked
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, TensorDataset
 
 import posthoc_uq as uq
+from recipes.common import markdown, parsed, parser, report
 
 BETA = np.array([-4, 0, 1, 0, 0, 0, 1, 0, 0, 0, 1.2, 0, 37.1, 0, 0, 50, -0.00005, 10, 3, 0])
 """The coefficients as the paper prints them."""
@@ -146,41 +144,32 @@ def rates(chosen: Tensor) -> tuple[float, float]:
     return float(chosen[matters].double().mean()), float(chosen[~matters].double().mean())
 
 
-def main() -> None:
+def main(arguments: Sequence[str] | None = None) -> None:
     """Every run, then the table."""
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
-    parser.add_argument("--covariates", type=Path, help="the public file, 2000 rows of 20 columns")
-    parser.add_argument("--responses", type=Path, help="its responses; otherwise they are drawn")
-    parser.add_argument("--response", choices=("corrected", "printed"), default="corrected")
-    parser.add_argument("--unmixed", action="store_true", help="leave columns 2 and 5 as they are")
-    parser.add_argument("--runs", type=int, default=20, help="other initial weights, the same data")
-    parser.add_argument("--epochs", type=int, default=500)
-    parser.add_argument("--output", type=Path, default=OUTPUT)
-    parser.add_argument("--smoke", action="store_true", help="two runs of five epochs")
-    options = parser.parse_args()
-    runs, epochs = (2, 5) if options.smoke else (options.runs, options.epochs)
+    command = parser(__doc__, "latent_binary", "two runs of five epochs")
+    add = command.add_argument
+    add("--covariates", type=Path, help="the public file, 2000 rows of 20 columns")
+    add("--responses", type=Path, help="its responses; otherwise they are drawn")
+    add("--response", choices=("corrected", "printed"), default="corrected")
+    add("--unmixed", action="store_true", help="leave columns 2 and 5 as they are")
+    add("--runs", type=int, default=20, help="other initial weights, the same data")
+    add("--epochs", type=int, default=500)
+    options = parsed(command, arguments, runs=2, epochs=5)
     generator = np.random.default_rng(0)
     covariates = simulated(generator) if options.covariates is None else np.loadtxt(options.covariates)
     responses = None if options.responses is None else np.loadtxt(options.responses)
     data = study(covariates, responses, options.response, not options.unmixed, generator)
     results: dict[str, Any] = {}
+    lines = [["method", "true positive rate", "false positive rate", "paper"]]
     for name, flow in (("LRT", False), ("flow", True)):
-        each = [rates(selected(data, flow, seed, epochs, 400)) for seed in range(runs)]
+        each = [rates(selected(data, flow, seed, options.epochs, 400)) for seed in range(options.runs)]
         true, false = np.mean(each, 0)
         results[name] = {"true positive rate": true, "false positive rate": false, "runs": each}
-        print(f"{name}: true positive rate {true:.3f}, false positive rate {false:.3f}", flush=True)
-    lines = ["| method | true positive rate | false positive rate | paper |", "| --- | --- | --- | --- |"]
-    for name, row in results.items():
         paper = " / ".join(f"{value:.3f}" for value in PAPER[name])
-        lines.append(
-            f"| {name} | {row['true positive rate']:.3f} | {row['false positive rate']:.3f} | {paper} |"
-        )
-    options.output.mkdir(parents=True, exist_ok=True)
-    about = {"responses": "stored" if responses is not None else options.response, "epochs": epochs}
-    (options.output / "variables.json").write_text(json.dumps({"about": about, "results": results}, indent=1))
-    print(marked("\n".join(lines), options.smoke))
+        lines.append([name, f"{true:.3f}", f"{false:.3f}", paper])
+        print(f"{name}: true positive rate {true:.3f}, false positive rate {false:.3f}", flush=True)
+    about = {"responses": "stored" if responses is not None else options.response, "epochs": options.epochs}
+    report(options, "variables", markdown(lines), {"about": about, "results": results})
 
 
 if __name__ == "__main__":

@@ -1,43 +1,37 @@
 """Figure 3 of Schodt (2024): the predicted variance of a molecule's position over the image, beside the bound on it.
 
-python recipes/localization/run.py            two seeds of each training; an hour on one core
-python recipes/localization/run.py --smoke    few steps; seconds
+python -m recipes.localization.run            two seeds of each training; an hour on one core
+python -m recipes.localization.run --smoke    few steps; seconds
 """
 
 from __future__ import annotations
 
 import argparse
-import json
-import sys
 import time
-from pathlib import Path
-from typing import Any
+from collections.abc import Sequence
 
 import torch
-from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.figure import Figure
-from problem import SIDE, FreshImages, Localizer, emitters, exact_bound, sample, simple_bound, van_trees
 from scipy.stats import spearmanr
 from torch import Tensor, nn
 
 import posthoc_uq as uq
+from recipes import common
+from recipes.localization.problem import (
+    SIDE,
+    FreshImages,
+    Localizer,
+    emitters,
+    exact_bound,
+    sample,
+    simple_bound,
+    van_trees,
+)
+from recipes.unscented_regression.compare import steady
+from recipes.unscented_regression.problem import Drawn
 
-sys.path.append(str(Path(__file__).resolve().parents[1]))  # what all recipes share
-sys.path.append(
-    str(Path(__file__).resolve().parents[1] / "unscented_regression")
-)  # an activation by random draws
-
-from drawn_activation import Drawn
-from smoke import marked, stamped
-
-OUTPUT = Path(__file__).resolve().parents[1] / "output" / "localization"
 DRAWS = 10
 """At every activation of MCVI."""
-
-
-def steady(progress: float) -> float:
-    """The paper's rates do not fall."""
-    return 1.0
 
 
 def train_plain(seed: int, steps: int) -> Localizer:
@@ -48,11 +42,13 @@ def train_plain(seed: int, steps: int) -> Localizer:
     schedule = torch.optim.lr_scheduler.OneCycleLR(optimiser, max_lr=3e-3, total_steps=steps)
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(1000 + seed)
-        for images, targets in FreshImages(steps, 128):
-            optimiser.zero_grad()
-            ((model(images) - targets) / scales).square().mean().backward()
-            optimiser.step()
-            schedule.step()
+        common.train(
+            model,
+            FreshImages(steps, 128),
+            lambda a, b: ((a - b) / scales).square().mean(),
+            optimiser,
+            schedule,
+        )
     return model.eval()
 
 
@@ -139,7 +135,7 @@ def compared(predicted: Tensor, error: Tensor, reference: dict[str, Tensor]) -> 
     return found
 
 
-def run(options: argparse.Namespace) -> dict[str, Any]:
+def run(options: argparse.Namespace) -> None:
     """All trainings, averaged maps, the table, the figure."""
     positions = pixels(options.molecules)
     reference = bounds(positions)
@@ -168,37 +164,17 @@ def run(options: argparse.Namespace) -> dict[str, Any]:
         name: tuple(torch.stack(parts).mean(0) for parts in zip(*own, strict=True))
         for name, own in maps.items()
     }
-    content = {
-        "NLL": nll,
-        "seconds": lasting,
-        "maps": {name: compared(*own, reference) for name, own in means.items()},
-    }
-    options.output.mkdir(parents=True, exist_ok=True)
-    (options.output / "localization.json").write_text(json.dumps(content, indent=1) + "\n")
-    stamped(picture({**reference, **{n: own[0] for n, own in means.items()}}), options.smoke).savefig(
-        options.output / "figure3.png", dpi=110
-    )
-    print(f"\n{marked(table(content), options.smoke)}\n\nPicture: {options.output / 'figure3.png'}")
-    return content
-
-
-def table(content: dict[str, Any]) -> str:
-    """A row a training: NLL, and how the averaged map follows the bounds."""
-    measures = list(next(iter(content["maps"].values())))
-    lines = [
-        f"| training | NLL | {' | '.join(measures)} |",
-        f"| --- | {' | '.join(['---'] * (len(measures) + 1))} |",
-    ]
-    for name, own in content["maps"].items():
-        score = sum(content["NLL"][name]) / len(content["NLL"][name])
-        lines.append(f"| {name} | {score:.3f} | {' | '.join(f'{own[m]:.3f}' for m in measures)} |")
-    return "\n".join(lines)
+    found = {name: compared(*own, reference) for name, own in means.items()}
+    figure = picture({**reference, **{n: own[0] for n, own in means.items()}})
+    common.save_figure(figure, options.output / "figure3.png", options.smoke)
+    rows = {name: {"NLL": sum(nll[name]) / len(nll[name]), **own} for name, own in found.items()}
+    content = {"NLL": nll, "seconds": lasting, "maps": found}
+    common.report(options, "localization", common.table(rows, corner="training"), content)
 
 
 def picture(maps: dict[str, Tensor]) -> Figure:
     """Figure 3: every map on a scale of its own, in squared pixels."""
     figure = Figure(figsize=(3.1 * 4, 6), layout="constrained")
-    FigureCanvasAgg(figure)
     panels = figure.subplots(2, 4).flatten()
     for panel in panels[len(maps) :]:
         panel.axis("off")
@@ -210,21 +186,16 @@ def picture(maps: dict[str, Tensor]) -> Figure:
     return figure
 
 
-def main() -> None:
+def main(arguments: Sequence[str] | None = None) -> None:
     """The command line."""
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
-    parser.add_argument("--smoke", action="store_true", help="few steps: seconds")
-    parser.add_argument("--seeds", type=int, default=2)
-    parser.add_argument("--epochs", type=int, default=25)
-    parser.add_argument("--batches", type=int, default=60, help="steps of an epoch")
-    parser.add_argument("--plain", type=int, default=1500, help="steps of the network alone")
-    parser.add_argument("--molecules", type=int, default=1024, help="in every pixel")
-    parser.add_argument("--output", type=Path, default=OUTPUT)
-    options = parser.parse_args()
-    if options.smoke:
-        options.seeds, options.epochs, options.batches, options.plain, options.molecules = 1, 1, 3, 5, 4
+    command = common.parser(__doc__, "localization", "few steps: seconds")
+    add = command.add_argument
+    add("--seeds", type=int, default=2)
+    add("--epochs", type=int, default=25)
+    add("--batches", type=int, default=60, help="steps of an epoch")
+    add("--plain", type=int, default=1500, help="steps of the network alone")
+    add("--molecules", type=int, default=1024, help="in every pixel")
+    options = common.parsed(command, arguments, seeds=1, epochs=1, batches=3, plain=5, molecules=4)
     torch.set_num_threads(1)
     run(options)
 

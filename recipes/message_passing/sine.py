@@ -1,8 +1,8 @@
 """Noisy sines: how deep a network message passing can train, and how often its intervals cover the truth.
 
-    python recipes/message_passing/sine.py                     # both studies; about an hour of one core
-    python recipes/message_passing/sine.py --studies depth     # one of them
-    python recipes/message_passing/sine.py --smoke             # seconds
+    python -m recipes.message_passing.sine                     # both studies; about an hour of one core
+    python -m recipes.message_passing.sine --studies depth     # one of them
+    python -m recipes.message_passing.sine --smoke             # seconds
 
 The paper's section 5.1 and appendix B: 200 points of ``0.5 x + 0.2 sin(2 pi x) + 0.3 sin(4 pi x)`` with noise 0.05,
 leaky ReLUs of slope 0.1, all points in one batch, one example at a time, 500 iterations. Networks differ in the means
@@ -12,16 +12,13 @@ of their priors alone, and are trained side by side. Writes tables, a picture an
 from __future__ import annotations
 
 import argparse
-import json
 import math
-import sys
 import time
+from collections.abc import Sequence
 from itertools import pairwise
-from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
-from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.figure import Figure
 from torch import Tensor
 
@@ -34,12 +31,8 @@ from posthoc_uq.methods.message_passing.train import (
     drawn_means,
     weight_variance,
 )
+from recipes.common import parsed, parser, report, save_figure, table
 
-sys.path.append(str(Path(__file__).resolve().parents[1]))  # what all recipes share
-
-from smoke import marked, stamped
-
-OUTPUT = Path(__file__).parents[1] / "output" / "message_passing"
 NOISE = 0.05
 BOUNDS = {"1 sigma": (0.16, 0.84), "2 sigma": (0.025, 0.975), "3 sigma": (0.0015, 0.9985)}
 """Of the predictive distribution function at the truth."""
@@ -114,15 +107,13 @@ def depth_study(options: argparse.Namespace) -> dict[str, Any]:
         }
         curves[f"{layers} linear layers"] = (mean[0], deviation[0])
         print(f"depth, {layers} linear layers: {rows[f'{layers} linear layers']}", flush=True)
-    figure = stamped(picture(grid[:, 0], curves, data), options.smoke)
-    figure.savefig(options.output / "depth.png", dpi=110)
+    save_figure(picture(grid[:, 0], curves, data), options.output / "depth.png", options.smoke)
     return rows
 
 
 def picture(grid: Tensor, curves: dict[str, tuple[Tensor, Tensor]], data: tuple[Tensor, Tensor]) -> Figure:
     """Figure 3: the first network of every depth, with one and three standard deviations of a new observation."""
     figure = Figure(figsize=(3.2 * len(curves), 3), layout="constrained")
-    FigureCanvasAgg(figure)
     panels = figure.subplots(1, len(curves), squeeze=False)[0]
     for panel, (name, (mean, deviation)) in zip(panels, curves.items(), strict=True):
         for times, shade in ((3, 0.2), (1, 0.35)):
@@ -176,40 +167,22 @@ def correlations(chance: Tensor, sides: dict[str, Tensor]) -> dict[str, float]:
     return row | {"correlation, both": float(torch.corrcoef(pairs)[0, 1])}
 
 
-def table(rows: dict[str, dict[str, float]]) -> str:
-    """As Markdown, what is measured in the columns."""
-    columns = list(next(iter(rows.values())))
-    lines = [f"| | {' | '.join(columns)} |", f"| --- |{' --- |' * len(columns)}"]
-    for name, row in rows.items():
-        lines.append(f"| {name} | {' | '.join(f'{row[column]:.3g}' for column in columns)} |")
-    return "\n".join(lines)
-
-
-def main() -> None:
+def main(arguments: Sequence[str] | None = None) -> None:
     """The command line."""
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
-    parser.add_argument("--studies", nargs="+", choices=["depth", "coverage"], default=["depth", "coverage"])
-    parser.add_argument("--iterations", type=int, default=500)
-    parser.add_argument("--depths", type=int, nargs="+", default=[2, 3, 4, 5, 6], help="linear layers")
-    parser.add_argument("--networks-of-a-depth", type=int, default=8)
-    parser.add_argument("--networks", type=int, default=24, help="of the study of coverage")
-    parser.add_argument("--data-seeds", type=int, nargs="+", default=[0, 1, 2])
-    parser.add_argument("--output", type=Path, default=OUTPUT)
-    parser.add_argument("--smoke", action="store_true", help="few iterations: seconds")
-    options = parser.parse_args()
-    if options.smoke:
-        options.iterations, options.depths, options.data_seeds = 2, [2, 3], [0]
-        options.networks = options.networks_of_a_depth = 2
-    options.output.mkdir(parents=True, exist_ok=True)
+    command = parser(__doc__, "message_passing", "few iterations: seconds")
+    add = command.add_argument
+    add("--studies", nargs="+", choices=["depth", "coverage"], default=["depth", "coverage"])
+    add("--iterations", type=int, default=500)
+    add("--depths", type=int, nargs="+", default=[2, 3, 4, 5, 6], help="linear layers")
+    add("--networks-of-a-depth", type=int, default=8)
+    add("--networks", type=int, default=24, help="of the study of coverage")
+    add("--data-seeds", type=int, nargs="+", default=[0, 1, 2])
+    smoke = {"iterations": 2, "depths": [2, 3], "data_seeds": [0], "networks": 2, "networks_of_a_depth": 2}
+    options = parsed(command, arguments, **smoke)
     studies = {"depth": depth_study, "coverage": coverage_study}
     results = {name: studies[name](options) for name in options.studies}
-    path = options.output / f"sine-{'-'.join(options.studies)}"
-    path.with_suffix(".json").write_text(json.dumps(results, indent=1) + "\n")
-    page = marked("\n\n".join(table(rows) for rows in results.values()), options.smoke)
-    path.with_suffix(".md").write_text(page + "\n")
-    print(page)
+    page = "\n\n".join(table(rows, ".3g") for rows in results.values())
+    report(options, f"sine-{'-'.join(options.studies)}", page, results)
 
 
 if __name__ == "__main__":

@@ -1,7 +1,7 @@
 """Photos: an ImageNet classifier as it is, and what it does not know about pictures of all kinds.
 
-python recipes/photos/run.py            EfficientNet-Lite0 on 96 crops; a few minutes
-python recipes/photos/run.py --smoke    8 crops
+python -m recipes.photos.run            EfficientNet-Lite0 on 96 crops; a few minutes
+python -m recipes.photos.run --smoke    8 crops
 
 The posterior is over the last layer. One over all fifty layers needs a backward pass for each leading class of every
 picture, at every prior precision that the fit tries. All else is the library's default.
@@ -9,41 +9,33 @@ picture, at every prior precision that the fit tries. All else is the library's 
 
 from __future__ import annotations
 
-import argparse
-import sys
-from pathlib import Path
-from typing import NamedTuple
+from collections.abc import Sequence
+from typing import Any
 
 import numpy as np
 import torch
-from efficientnet import class_names, efficientnet_lite0
 from matplotlib.axes import Axes
-from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.figure import Figure
-from pictures import FIT_PHOTOS, Picture, centre_crop, photo, pictures, preprocess, random_crops
 from torch import nn
 
 import posthoc_uq as uq
-from posthoc_uq.core.tables import text_table
+from recipes.common import markdown, parsed, parser, report, save_figure
+from recipes.photos.efficientnet import class_names, efficientnet_lite0
+from recipes.photos.pictures import (
+    FIT_PHOTOS,
+    Picture,
+    centre_crop,
+    photo,
+    pictures,
+    preprocess,
+    random_crops,
+)
 
-sys.path.append(str(Path(__file__).resolve().parents[1]))  # what all recipes share
-
-from smoke import marked, stamped
-
-OUTPUT = Path(__file__).resolve().parents[1] / "output" / "photos"
 SCORES = {"entropy": "entropy", "mutual_information": "mutual inf.", "novelty": "novelty"}
 """Scores that are shown, with what they are called."""
 KIND_COLOURS = {"photo": "#0072B2", "new photo": "#009E73", "texture": "#D55E00", "noise": "#D55E00"}
 """Frames of the pictures by kind; drawings have `OTHER_COLOUR`."""
 OTHER_COLOUR = "#CC79A7"
-
-
-class Result(NamedTuple):
-    """Predictions for the pictures shown, and the network's own probability of espresso for the coffee."""
-
-    shown: list[Picture]
-    prediction: uq.ClassPrediction
-    espresso: float
 
 
 def espresso_probability(model: nn.Module, names: list[str]) -> float:
@@ -53,42 +45,19 @@ def espresso_probability(model: nn.Module, names: list[str]) -> float:
     return float(probs[0, names.index("espresso")])
 
 
-def run(output: Path, seed: int = 0, crops: int = 96, smoke: bool = False) -> Result:
-    """Fit, predict, and leave a table, a picture and the posterior in ``output``."""
-    output.mkdir(parents=True, exist_ok=True)
-    model, names = efficientnet_lite0(), class_names()
-    espresso = espresso_probability(model, names)
-    images = random_crops([photo(name) for name in FIT_PHOTOS], crops, seed)
-    posterior = uq.fit(model, images.split(16), layers="last", seed=seed, progress=False)
-    uq.save(posterior, output / "photos.inf.h5")
-    shown = pictures(seed)
-    prediction = uq.wrap(model, posterior)(preprocess([picture.image for picture in shown]))
-    table = marked(f"The network alone calls the coffee an espresso: {espresso:.3f}\n\n", smoke)
-    table += tables(shown, prediction, names)
-    (output / "photos.txt").write_text(table + "\n")
-    print(table)
-    stamped(figure(shown, prediction, names), smoke).savefig(output / "photos.png")
-    return Result(shown, prediction, espresso)
-
-
 def tables(shown: list[Picture], prediction: uq.ClassPrediction, names: list[str]) -> str:
     """What the network says of each picture and how unsure it is, and means by kind."""
-    known = prediction.scores()
-    scores = {title: known[name] for name, title in SCORES.items()}
-    rows = [
-        [
-            picture.name,
-            picture.kind,
-            *(float(score[index]) for score in scores.values()),
-            ", ".join(f"{name} {probability:.2f}" for name, probability in top(prediction, index, names)),
-        ]
-        for index, picture in enumerate(shown)
-    ]
-    kinds = list(dict.fromkeys(picture.kind for picture in shown))
-    members = {kind: torch.tensor([picture.kind == kind for picture in shown]) for kind in kinds}
-    means = [[kind, *(float(score[members[kind]].mean()) for score in scores.values())] for kind in kinds]
-    each = text_table(["picture", "kind", *scores, "most probable"], rows, digits=3)
-    return f"{each}\n\nMeans by kind\n\n{text_table(['kind', *scores], means, digits=3)}"
+    scores = {title: prediction.scores()[name] for name, title in SCORES.items()}
+    rows = [["picture", "kind", *scores, "most probable"]]
+    for index, picture in enumerate(shown):
+        best = ", ".join(f"{name} {probability:.2f}" for name, probability in top(prediction, index, names))
+        numbers = [f"{float(score[index]):.3f}" for score in scores.values()]
+        rows.append([picture.name, picture.kind, *numbers, best])
+    means = [["kind", *scores]]
+    for kind in dict.fromkeys(picture.kind for picture in shown):
+        members = torch.tensor([picture.kind == kind for picture in shown])
+        means.append([kind, *(f"{float(score[members].mean()):.3f}" for score in scores.values())])
+    return f"{markdown(rows)}\n\nMeans by kind:\n\n{markdown(means)}"
 
 
 def top(prediction: uq.ClassPrediction, index: int, names: list[str]) -> list[tuple[str, float]]:
@@ -104,8 +73,7 @@ def figure(
     """A grid of images, each over its scores and its three most probable classes."""
     known = prediction.scores()
     rows = -(-len(shown) // columns)
-    drawn = Figure(figsize=(2.45 * columns, 3.75 * rows), dpi=100, layout="constrained", facecolor="white")
-    FigureCanvasAgg(drawn)
+    drawn = Figure(figsize=(2.45 * columns, 3.75 * rows), layout="constrained")
     grid = drawn.subplots(2 * rows, columns, height_ratios=(2.6, 1) * rows, squeeze=False)
     for index, picture in enumerate(shown):
         row, column = divmod(index, columns)
@@ -134,16 +102,23 @@ def bars(axes: Axes, best: list[tuple[str, float]]) -> None:
     axes.axis("off")
 
 
-def main(arguments: list[str] | None = None) -> None:
-    """Read the command line."""
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
-    parser.add_argument("--output", type=Path, default=OUTPUT)
-    parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--smoke", action="store_true", help="8 crops: shows that the recipe runs")
-    options = parser.parse_args(arguments)
-    run(options.output, options.seed, 8 if options.smoke else 96, options.smoke)
+def main(arguments: Sequence[str] | None = None) -> None:
+    """Fit, predict, and leave a table, a picture and the posterior in the output folder."""
+    command = parser(__doc__, "photos", "8 crops: shows that the recipe runs")
+    command.add_argument("--seed", type=int, default=0)
+    command.set_defaults(crops=96)
+    options = parsed(command, arguments, crops=8)
+    model, names = efficientnet_lite0(), class_names()
+    espresso = espresso_probability(model, names)
+    images = random_crops([photo(name) for name in FIT_PHOTOS], options.crops, options.seed)
+    posterior = uq.fit(model, images.split(16), layers="last", seed=options.seed, progress=False)
+    uq.save(posterior, options.output / "photos.inf.h5")
+    shown = pictures(options.seed)
+    prediction: Any = uq.wrap(model, posterior)(preprocess([picture.image for picture in shown]))
+    save_figure(figure(shown, prediction, names), options.output / "photos.png", options.smoke)
+    page = f"The network alone calls the coffee an espresso: {espresso:.3f}\n\n"
+    scores = {name: prediction.scores()[name].tolist() for name in SCORES}
+    report(options, "photos", page + tables(shown, prediction, names), scores | {"espresso": espresso})
 
 
 if __name__ == "__main__":

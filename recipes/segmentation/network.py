@@ -6,8 +6,10 @@ import sys
 
 import torch
 import torch.nn.functional as F
-from scenes import CLASSES, Scenes
 from torch import Tensor, nn
+
+from recipes.common import in_random_order, train
+from recipes.segmentation.scenes import CLASSES, Scenes
 
 
 def _block(inputs: int, outputs: int) -> nn.Sequential:
@@ -50,23 +52,17 @@ class UNet(nn.Module):
         return self.head(self.merge_fine(torch.cat([fine, self.up_fine(middle)], 1)))
 
 
-def trained(train: Scenes, epochs: int, seed: int, width: int = 16, batch: int = 16) -> UNet:
+def trained(part: Scenes, epochs: int, seed: int, width: int = 16, batch: int = 16) -> UNet:
     """Train by AdamW with one cycle of the learning rate."""
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
         model = UNet(width)
     optimiser = torch.optim.AdamW(model.parameters(), weight_decay=1e-2)
-    steps = epochs * -(-len(train.images) // batch)
+    steps = epochs * -(-len(part.images) // batch)
     schedule = torch.optim.lr_scheduler.OneCycleLR(optimiser, 5e-3, total_steps=steps)
     generator = torch.Generator().manual_seed(seed)
     for epoch in range(epochs):
-        total = 0.0
-        for rows in torch.randperm(len(train.images), generator=generator).split(batch):
-            optimiser.zero_grad()
-            loss = F.cross_entropy(model(train.images[rows]), train.classes[rows])
-            loss.backward()
-            optimiser.step()
-            schedule.step()
-            total += float(loss) * len(rows)
-        print(f"epoch {epoch + 1}: loss {total / len(train.images):.4f}", file=sys.stderr, flush=True)
+        batches = in_random_order(part.images, part.classes, batch, generator)
+        loss = train(model, batches, F.cross_entropy, optimiser, schedule)
+        print(f"epoch {epoch + 1}: loss {loss:.4f}", file=sys.stderr, flush=True)
     return model.eval()

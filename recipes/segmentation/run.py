@@ -1,36 +1,29 @@
 """Segmentation with uncertainty: which pixels belong to something that the network never saw?
 
-python recipes/segmentation/run.py            a U-Net on 400 scenes of 64 x 64; minutes
-python recipes/segmentation/run.py --smoke    a few small scenes; seconds
+python -m recipes.segmentation.run            a U-Net on 400 scenes of 64 x 64; minutes
+python -m recipes.segmentation.run --smoke    a few small scenes; seconds
 """
 
 from __future__ import annotations
 
 import argparse
-import json
 import sys
 import time
 import warnings
-from collections.abc import Callable, Iterator, Mapping
-from pathlib import Path
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
-from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.figure import Figure
-from network import UNet, trained
-from scenes import CLASSES, FOREIGN, SIZE, Scenes, scenes
 from torch import Tensor
 
 import posthoc_uq as uq
 from posthoc_uq.evaluation.metrics import ood_auroc
 from posthoc_uq.likelihoods import PositionPrediction
+from recipes.common import in_order, parsed, parser, predicted, report, save_figure, table
+from recipes.segmentation.network import UNet, trained
+from recipes.segmentation.scenes import CLASSES, FOREIGN, SIZE, Scenes, scenes
 
-sys.path.append(str(Path(__file__).resolve().parents[1]))  # what all recipes share
-
-from smoke import marked, stamped
-
-OUTPUT = Path(__file__).resolve().parents[1] / "output" / "segmentation"
 HEADS: dict[str, dict[str, Any]] = {
     "sampling": {"n_samples": 30, "novelty": True},
     "linearized": {"n_probes": 32},
@@ -43,11 +36,6 @@ PICTURED = "INF last layer, linearized"
 SHOWN = 2  # scenes of each kind of foreign figure in the figure
 Predict = Callable[[Tensor], PositionPrediction]
 Numbers = dict[str, float]
-
-
-def loader(of: Scenes, size: int = 8) -> list[tuple[Tensor, Tensor]]:
-    """Batches of images and classes."""
-    return list(zip(of.images.split(size), of.classes.split(size), strict=True))
 
 
 def alone(model: UNet) -> Predict:
@@ -67,17 +55,18 @@ def predictors(model: UNet, few: Scenes, options: argparse.Namespace) -> Iterato
     the prior that is faithful through it.
     """
     yield "network alone", alone(model)
+    batches = in_order(few.images, few.classes, 8)
     for layers, words in LAYERS.items():
         start = time.process_time()
         posterior = uq.fit(
-            model, loader(few), layers=layers, rank=options.rank, prior_precision=1.0, progress=False
+            model, batches, layers=layers, rank=options.rank, prior_precision=1.0, progress=False
         )
         said(f"INF, {words}: fitted", start)
         for head, own in HEADS.items():
             settings = own | ({name: FEW for name in own if name in COSTS} if options.smoke else {})
             start = time.process_time()
             searched = {name: value for name, value in settings.items() if name in COSTS}
-            uq.tune(posterior, loader(few)[:1], criterion="faithful", head=head, progress=False, **searched)
+            uq.tune(posterior, batches[:1], criterion="faithful", head=head, progress=False, **searched)
             said(f"INF, {words}, {head}: prior precision {posterior.prior_precision:.3g} found", start)
             yield f"INF {words}, {head}", uq.wrap(model, posterior, head=head, **settings)
 
@@ -89,14 +78,14 @@ def said(what: str, start: float) -> None:
 
 def measured(predict: Predict, test: Scenes, foreign: Mapping[str, Scenes]) -> Numbers:
     """How good the classes of familiar scenes are, and how well foreign pixels are told from others of their scenes."""
-    in_batches(predict, test.images[:1])  # the first call settles what is kept
+    predict(test.images[:1])  # the first call settles what is kept
     start = time.process_time()
-    prediction = in_batches(predict, test.images)
+    prediction = predicted(predict, test.images, 8)
     numbers = {"seconds an image": (time.process_time() - start) / len(test.images)}
     quality = prediction.quality(test.classes)
     numbers |= {name: quality[name] for name in ("accuracy", "NLL", "ECE")}
     for kind, of in foreign.items():
-        known = in_batches(predict, of.images).scores_by_position()
+        known = predicted(predict, of.images, 8).scores_by_position()
         for score in SCORES:
             if score in known:
                 values = known[score]
@@ -104,17 +93,11 @@ def measured(predict: Predict, test: Scenes, foreign: Mapping[str, Scenes]) -> N
     return numbers
 
 
-def in_batches(predict: Predict, images: Tensor, size: int = 8) -> PositionPrediction:
-    """One prediction of all images."""
-    return PositionPrediction.cat([predict(part) for part in images.split(size)])
-
-
-def figure(predict: Predict, foreign: Mapping[str, Scenes], smoke: bool) -> Figure:
+def figure(predict: Predict, foreign: Mapping[str, Scenes]) -> Figure:
     """Scenes with foreign figures: the image, the predicted classes, and a map of each score."""
     columns = ("image", "predicted class", *(score.replace("_", " ") for score in SCORES))
     rows = [(kind, of, number) for kind, of in foreign.items() for number in range(SHOWN)]
     page = Figure(figsize=(2 * len(columns), 2 * len(rows)), layout="constrained")
-    FigureCanvasAgg(page)
     panels = page.subplots(len(rows), len(columns), squeeze=False)
     for axes, (kind, of, number) in zip(panels, rows, strict=True):
         prediction = predict(of.images[number : number + 1])
@@ -128,41 +111,24 @@ def figure(predict: Predict, foreign: Mapping[str, Scenes], smoke: bool) -> Figu
             panel.set(xticks=[], yticks=[])
     for panel, title in zip(panels[0], columns, strict=True):
         panel.set_title(title)
-    return stamped(page, smoke)
+    return page
 
 
-def shown(found: Mapping[str, Numbers]) -> str:
-    """The table."""
-    columns = list(dict.fromkeys(name for numbers in found.values() for name in numbers))
-    lines = ["| | " + " | ".join(columns) + " |", "| --- " * (len(columns) + 1) + "|"]
-    for row, numbers in found.items():
-        cells = [f"{numbers[name]:.3f}" if name in numbers else "-" for name in columns]
-        lines.append(f"| {row} | " + " | ".join(cells) + " |")
-    return "\n".join(lines)
-
-
-def main() -> None:
+def main(arguments: Sequence[str] | None = None) -> None:
     """Train, fit, measure, print the table, write it with the figure."""
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
-    parser.add_argument("--scenes", type=int, default=400, help="for training")
-    parser.add_argument("--fit", type=int, default=64, help="of these, for the posterior")
-    parser.add_argument("--test", type=int, default=24, help="familiar, and of each foreign kind")
-    parser.add_argument("--epochs", type=int, default=10)
-    parser.add_argument("--width", type=int, default=16, help="channels of the finest scale")
-    parser.add_argument("--rank", type=int, default=100, help="of INF")
-    parser.add_argument("--size", type=int, default=SIZE)
-    parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--smoke", action="store_true", help="a few small scenes")
-    parser.add_argument("--output", type=Path, default=OUTPUT)
-    options = parser.parse_args()
-    if options.smoke:
-        options.scenes, options.fit, options.test, options.epochs = 16, 4, 2, 1
-        options.width, options.rank, options.size = 4, 5, 16
+    command = parser(__doc__, "segmentation", "a few small scenes")
+    add = command.add_argument
+    add("--scenes", type=int, default=400, help="for training")
+    add("--fit", type=int, default=64, help="of these, for the posterior")
+    add("--test", type=int, default=24, help="familiar, and of each foreign kind")
+    add("--epochs", type=int, default=10)
+    add("--width", type=int, default=16, help="channels of the finest scale")
+    add("--rank", type=int, default=100, help="of INF")
+    add("--size", type=int, default=SIZE)
+    add("--seed", type=int, default=0)
+    options = parsed(command, arguments, scenes=16, fit=4, test=2, epochs=1, width=4, rank=5, size=16)
     warnings.filterwarnings("ignore", category=UserWarning)
     torch.set_num_threads(1)
-    options.output.mkdir(parents=True, exist_ok=True)
     train = scenes(options.scenes, options.seed, size=options.size)
     test = scenes(options.test, options.seed + 1, size=options.size)
     foreign = {kind: scenes(options.test, options.seed + 2, kind, options.size) for kind in FOREIGN}
@@ -174,11 +140,8 @@ def main() -> None:
         found[name] = measured(predict, test, foreign)
         said(f"{name}: measured", start)
         if name == PICTURED:
-            figure(predict, foreign, options.smoke).savefig(options.output / "segmentation.png", dpi=110)
-    text = marked(shown(found), options.smoke)
-    print(text)
-    (options.output / "segmentation.md").write_text(text + "\n")
-    (options.output / "segmentation.json").write_text(json.dumps(found, indent=1))
+            save_figure(figure(predict, foreign), options.output / "segmentation.png", options.smoke)
+    report(options, "segmentation", table(found), found)
 
 
 if __name__ == "__main__":

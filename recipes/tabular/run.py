@@ -1,39 +1,110 @@
 """Counts, several labels and values of a table: which likelihood, and what the posterior adds to it.
 
-python recipes/tabular/run.py                      three tables of the R package modeldata, three splits; minutes
-python recipes/tabular/run.py --data x/modeldata/data   where that package's data base is
-python recipes/tabular/run.py --smoke              made tables, one split; seconds
+python -m recipes.tabular.run                      three tables of the R package modeldata, three splits; minutes
+python -m recipes.tabular.run --data x/modeldata/data   where that package's data base is
+python -m recipes.tabular.run --smoke              made tables, one split; seconds
 """
 
 from __future__ import annotations
 
 import argparse
-import json
+import copy
 import sys
 import time
 import warnings
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
-from matplotlib.backends.backend_agg import FigureCanvasAgg
+import torch.nn.functional as F
 from matplotlib.figure import Figure
-from networks import NegativeBinomialLoss, network, own_noise_loss, poisson_loss, shaped, trained
-from tables import KINDS, MODELDATA, Rows, Split, load, made, split
 from torch import Tensor, nn
 
 import posthoc_uq as uq
 from posthoc_uq.evaluation.metrics import ood_auroc, rmse
+from recipes.common import in_order, in_random_order, parsed, parser, report, save_figure, table, train
+from recipes.tabular.tables import KINDS, MODELDATA, Rows, Split, load, made, split
 
-sys.path.append(str(Path(__file__).resolve().parents[1]))  # what all recipes share
-
-from smoke import marked, stamped
-
-OUTPUT = Path(__file__).resolve().parents[1] / "output" / "tabular"
+HIDDEN = 64
 LEVEL = 0.9
 FIFTHS = 5
 Numbers = dict[str, float]
+
+
+def network(columns: int, outputs: int, seed: int) -> nn.Sequential:
+    """Two hidden layers of 64 units."""
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(seed)
+        return nn.Sequential(
+            nn.Linear(columns, HIDDEN),
+            nn.ReLU(),
+            nn.Linear(HIDDEN, HIDDEN),
+            nn.ReLU(),
+            nn.Linear(HIDDEN, outputs),
+        )
+
+
+Loss = Callable[[Tensor, Tensor], Tensor]
+"""The mean negative log-likelihood of targets (rows, outputs) given outputs."""
+
+
+def poisson_loss(outputs: Tensor, targets: Tensor) -> Tensor:
+    """Of counts by the logarithms of rates."""
+    return F.poisson_nll_loss(outputs, targets, log_input=True, full=False)
+
+
+class NegativeBinomialLoss(nn.Module):
+    """Of counts by the logarithms of means, with a dispersion that is trained, too."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.log_dispersion = nn.Parameter(torch.zeros(()))
+
+    def forward(self, outputs: Tensor, targets: Tensor) -> Tensor:
+        law = torch.distributions.NegativeBinomial(
+            (-self.log_dispersion).exp(), logits=outputs + self.log_dispersion, validate_args=False
+        )
+        return -law.log_prob(targets).mean()
+
+
+def own_noise_loss(outputs: Tensor, targets: Tensor) -> Tensor:
+    """Of values by their means and the logarithms of their noise variances."""
+    mean, log_variance = outputs.chunk(2, dim=1)
+    return 0.5 * (log_variance + (targets - mean).square() * (-log_variance).exp()).mean()
+
+
+def trained(
+    model: nn.Sequential, loss: Loss, part: Rows, held_out: Rows, epochs: int, seed: int, batch: int = 128
+) -> nn.Sequential:
+    """Train by AdamW; the weights of the epoch with the best loss on the held-out rows stay, and of a loss with
+    parameters those, too.
+    """
+    extra = list(loss.parameters()) if isinstance(loss, nn.Module) else []
+    optimiser = torch.optim.AdamW(
+        [{"params": list(model.parameters()), "weight_decay": 1e-2}, {"params": extra, "weight_decay": 0.0}],
+        lr=2e-3,
+    )
+    schedule = torch.optim.lr_scheduler.CosineAnnealingLR(optimiser, epochs)
+    generator = torch.Generator().manual_seed(seed)
+    parts: list[nn.Module] = [model, *([loss] if isinstance(loss, nn.Module) else [])]
+    best, kept = float("inf"), [copy.deepcopy(part.state_dict()) for part in parts]
+    for _ in range(epochs):
+        epoch = in_random_order(part.inputs, shaped(part.targets), batch, generator)
+        train(model, epoch, loss, optimiser)
+        schedule.step()
+        with torch.no_grad():
+            value = float(loss(model(held_out.inputs), shaped(held_out.targets)))
+        if value < best:
+            best, kept = value, [copy.deepcopy(part.state_dict()) for part in parts]
+    for part, state in zip(parts, kept, strict=True):
+        part.load_state_dict(state)
+    return model.eval()
+
+
+def shaped(targets: Tensor) -> Tensor:
+    """Targets as (rows, outputs)."""
+    return targets.reshape(len(targets), -1)
 
 
 class Fitted(NamedTuple):
@@ -87,10 +158,9 @@ TRAININGS: dict[str, dict[str, Callable[[Split, int, int], Fitted]]] = {
 }
 
 
-def loader(rows: Rows, size: int = 512) -> list[tuple[Tensor, Tensor]]:
+def loader(rows: Rows) -> list[tuple[Tensor, Tensor]]:
     """Batches of a table."""
-    targets = shaped(rows.targets)
-    return list(zip(rows.inputs.split(size), targets.split(size), strict=True))
+    return in_order(rows.inputs, shaped(rows.targets), 512)
 
 
 def alone(fitted: Fitted, inputs: Tensor) -> uq.Prediction:
@@ -148,10 +218,10 @@ def run(options: argparse.Namespace) -> dict[str, dict[str, list[Numbers]]]:
     """Every table, likelihood and split: kind, row, and the numbers of each split."""
     found: dict[str, dict[str, list[Numbers]]] = {}
     for kind in KINDS:
-        table = made(kind, options.rows) if options.smoke else load(kind, options.data)
+        data = made(kind, options.rows) if options.smoke else load(kind, options.data)
         rows: dict[str, list[Numbers]] = found.setdefault(kind, {})
         for seed in range(options.splits):
-            part = split(table, seed)
+            part = split(data, seed)
             for name, training in TRAININGS[kind].items():
                 fitted = training(part, options.epochs, seed)
                 for row, numbers in compared(part, name, fitted).items():
@@ -164,28 +234,15 @@ def shown(found: Mapping[str, Mapping[str, list[Numbers]]]) -> str:
     """A table for each kind of target, mean ± standard error over the splits."""
     pages: list[str] = []
     for kind, rows in found.items():
-        columns = list(dict.fromkeys(name for numbers in rows.values() for name in numbers[0]))
+        columns = dict.fromkeys(name for numbers in rows.values() for name in numbers[0])
         columns = [name for name in columns if ", fifth" not in name and name != "seconds"]
-        lines = [f"| {kind} | " + " | ".join(columns) + " |", "| --- " * (len(columns) + 1) + "|"]
-        for row, splits in rows.items():
-            cells = [_cell([numbers[name] for numbers in splits if name in numbers]) for name in columns]
-            lines.append(f"| {row} | " + " | ".join(cells) + " |")
-        pages.append("\n".join(lines))
+        pages.append(table(rows, columns=columns, corner=kind, error=True))
     return "\n\n".join(pages)
 
 
-def _cell(values: list[float]) -> str:
-    if not values:
-        return "-"
-    tensor = torch.tensor(values, dtype=torch.float64)
-    error = f" ± {float(tensor.std() / len(values) ** 0.5):.3f}" if len(values) > 1 else ""
-    return f"{float(tensor.mean()):.3f}{error}"
-
-
-def figure(found: Mapping[str, Mapping[str, list[Numbers]]], smoke: bool) -> Figure:
+def figure(found: Mapping[str, Mapping[str, list[Numbers]]]) -> Figure:
     """Coverage of the 90 % intervals by fifths of the predicted mean, of counts and of values."""
     page = Figure(figsize=(10, 4), layout="constrained")
-    FigureCanvasAgg(page)
     for axes, kind in zip(page.subplots(1, 2, sharey=True), ("counts", "values"), strict=True):
         for row, splits in found[kind].items():
             if not row.endswith("INF"):
@@ -199,32 +256,22 @@ def figure(found: Mapping[str, Mapping[str, list[Numbers]]], smoke: bool) -> Fig
         axes.set(title=kind, xlabel="fifth of the rows by predicted mean", xticks=range(1, FIFTHS + 1))
         axes.legend()
     page.axes[0].set_ylabel("share of targets in their 90 % interval")
-    return stamped(page, smoke)
+    return page
 
 
-def main() -> None:
+def main(arguments: Sequence[str] | None = None) -> None:
     """Run it, print the tables, write them with the figure."""
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
-    parser.add_argument("--data", type=Path, default=MODELDATA, help="modeldata's folder data")
-    parser.add_argument("--splits", type=int, default=3)
-    parser.add_argument("--epochs", type=int, default=30)
-    parser.add_argument("--rows", type=int, default=250, help="of the made tables of --smoke")
-    parser.add_argument("--smoke", action="store_true", help="made tables, one split, few epochs")
-    parser.add_argument("--output", type=Path, default=OUTPUT)
-    options = parser.parse_args()
-    if options.smoke:
-        options.splits, options.epochs = 1, 5
+    command = parser(__doc__, "tabular", "made tables, one split, few epochs")
+    command.add_argument("--data", type=Path, default=MODELDATA, help="modeldata's folder data")
+    command.add_argument("--splits", type=int, default=3)
+    command.add_argument("--epochs", type=int, default=30)
+    command.add_argument("--rows", type=int, default=250, help="of the made tables of --smoke")
+    options = parsed(command, arguments, splits=1, epochs=5)
     warnings.filterwarnings("ignore", category=UserWarning)  # of the prior, which is tuned here anyway
     torch.set_num_threads(1)
-    options.output.mkdir(parents=True, exist_ok=True)
     found = run(options)
-    text = marked(shown(found), options.smoke)
-    print(text)
-    (options.output / "tabular.md").write_text(text + "\n")
-    (options.output / "tabular.json").write_text(json.dumps(found, indent=1))
-    figure(found, options.smoke).savefig(options.output / "tabular.png", dpi=110)
+    save_figure(figure(found), options.output / "tabular.png", options.smoke)
+    report(options, "tabular", shown(found), found)
 
 
 if __name__ == "__main__":

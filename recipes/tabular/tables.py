@@ -9,7 +9,6 @@
 
 from __future__ import annotations
 
-import sys
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -17,9 +16,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-sys.path.append(str(Path(__file__).resolve().parents[1] / "uci"))
-
-from data import MODELDATA, lazy_load
+from recipes.uci.data import MODELDATA, lazy_load
 
 KINDS = ("counts", "labels", "values")
 DISPERSION = 0.7

@@ -1,34 +1,35 @@
 """Figure 4 of Lee et al. (2020): predictive uncertainty on a toy problem, INF, KFAC and diagonal beside HMC.
 
-python recipes/toy_regression/compare.py            four chains of 1,000 draws; minutes
-python recipes/toy_regression/compare.py --smoke    one short chain; seconds
+python -m recipes.toy_regression.compare            four chains of 1,000 draws; minutes
+python -m recipes.toy_regression.compare --smoke    one short chain; seconds
 """
 
 from __future__ import annotations
 
 import argparse
-import json
 import math
-import sys
 import time
-from collections.abc import Mapping
-from pathlib import Path
+from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
 import torch
-from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.figure import Figure
-from problem import EDGE, NOISE, Problem, as_network, held_out, maxima, problem, standardised
 from torch import Tensor, nn
-from truth import Truth, nuts
 
 import posthoc_uq as uq
+from recipes.common import parsed, parser, report, save_figure, table
+from recipes.toy_regression.problem import (
+    EDGE,
+    NOISE,
+    Problem,
+    as_network,
+    held_out,
+    maxima,
+    problem,
+    standardised,
+)
+from recipes.toy_regression.truth import Truth, nuts
 
-sys.path.append(str(Path(__file__).resolve().parents[1]))  # what all recipes share
-
-from smoke import marked, stamped
-
-OUTPUT = Path(__file__).resolve().parents[1] / "output" / "toy_regression"
 METHODS: dict[str, dict[str, Any]] = {
     "INF": {"method": "inf", "correction": "rescale"},
     "KFAC": {"method": "kfac"},
@@ -118,7 +119,6 @@ def compare(reference: Curve, curve: Curve) -> dict[str, float]:
 def picture(task: Problem, trained: Tensor, reference: Curve, curves: Mapping[str, Curve]) -> Figure:
     """A column a method, a row a head; HMC's at the left."""
     figure = Figure(figsize=(3.1 * (len(METHODS) + 1), 2.8 * len(HEADS)), layout="constrained")
-    FigureCanvasAgg(figure)
     panels = figure.subplots(len(HEADS), len(METHODS) + 1, sharex=True, sharey=True)
     x, inputs, targets = grid(), task.inputs * EDGE / math.sqrt(3), task.targets * task.scale
     for row, title in enumerate(HEADS.values()):
@@ -150,22 +150,7 @@ def picture(task: Problem, trained: Tensor, reference: Curve, curves: Mapping[st
     return figure
 
 
-def lines(reference: Curve, curves: Mapping[str, Curve]) -> list[dict[str, str]]:
-    """The table, HMC against itself first."""
-    result: list[dict[str, str]] = []
-    for name, curve in {"HMC": reference, **curves}.items():
-        digits = {key: f"{value:.3g}" for key, value in compare(reference, curve).items()}
-        result.append({"method": name} | digits)
-    return result
-
-
-def markdown(rows: list[dict[str, str]]) -> str:
-    """Rows as a Markdown table."""
-    cells = [list(rows[0]), ["---"] * len(rows[0]), *(list(row.values()) for row in rows)]
-    return "\n".join(f"| {' | '.join(line)} |" for line in cells)
-
-
-def run(options: argparse.Namespace) -> dict[str, Any]:
+def run(options: argparse.Namespace) -> None:
     """Everything, with the picture and the figures written to the output folder."""
     begun = time.perf_counter()
     task = problem(options.seed, prior_precision=options.prior_precision)
@@ -182,20 +167,17 @@ def run(options: argparse.Namespace) -> dict[str, Any]:
     reference = Curve(functions.mean(0), functions.std(0))
     with torch.no_grad():
         trained = model(standardised(grid())).squeeze(1) * task.scale
-    options.output.mkdir(parents=True, exist_ok=True)
-    path = options.output / "toy_regression.png"
-    stamped(picture(task, trained, reference, curves), options.smoke).savefig(path, dpi=110)
+    figure = picture(task, trained, reference, curves)
+    save_figure(figure, options.output / "toy_regression.png", options.smoke)
     print(
         f"Best maximum {found[0][0]:.2f}, worst {found[-1][0]:.2f} of {len(found)} starts, and all posteriors: "
         f"{fits - begun:.0f} s. NUTS: {len(starts)} chains of {options.draws} draws in {sampled - fits:.0f} s, "
         f"{describe(truth)}."
     )
-    table = lines(reference, curves)
-    print(f"\n{marked(markdown(table), options.smoke)}\n\nPicture: {path}")
-    measures = {name: compare(reference, curve) for name, curve in curves.items()}
+    measures = {name: compare(reference, curve) for name, curve in {"HMC": reference, **curves}.items()}
+    page = table(measures, ".3g", corner="method")
     content = {"measures": measures, "NUTS": {"r_hat": truth.r_hat, "effective": truth.effective}}
-    (options.output / "toy_regression.json").write_text(json.dumps(content, indent=1) + "\n")
-    return content
+    report(options, "toy_regression", page, content)
 
 
 def describe(truth: Truth) -> str:
@@ -206,25 +188,20 @@ def describe(truth: Truth) -> str:
     )
 
 
-def main() -> None:
+def main(arguments: Sequence[str] | None = None) -> None:
     """The command line."""
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
-    parser.add_argument("--smoke", action="store_true", help="one short chain: seconds")
-    parser.add_argument("--seed", type=int, default=0, help="of data, starts and sampler")
-    parser.add_argument("--prior-precision", type=float, default=1.0, help="of every weight, for all methods")
-    parser.add_argument("--starts", type=int, default=20, help="of the search for the best trained network")
-    parser.add_argument("--chains", type=int, default=4)
-    parser.add_argument("--draws", type=int, default=1000, help="of each chain")
-    parser.add_argument("--warmup", type=int, default=500, help="of each chain")
-    parser.add_argument("--depth", type=int, default=10, help="a transition takes at most 2^depth - 1 steps")
-    parser.add_argument("--network-draws", type=int, default=1000, help="of the sampling head")
-    parser.add_argument("--output", type=Path, default=OUTPUT)
-    options = parser.parse_args()
-    if options.smoke:
-        options.starts, options.chains, options.draws, options.warmup = 2, 1, 20, 20
-        options.network_draws, options.depth = 50, 4
+    command = parser(__doc__, "toy_regression", "one short chain: seconds")
+    add = command.add_argument
+    add("--seed", type=int, default=0, help="of data, starts and sampler")
+    add("--prior-precision", type=float, default=1.0, help="of every weight, for all methods")
+    add("--starts", type=int, default=20, help="of the search for the best trained network")
+    add("--chains", type=int, default=4)
+    add("--draws", type=int, default=1000, help="of each chain")
+    add("--warmup", type=int, default=500, help="of each chain")
+    add("--depth", type=int, default=10, help="a transition takes at most 2^depth - 1 steps")
+    add("--network-draws", type=int, default=1000, help="of the sampling head")
+    smoke = {"starts": 2, "chains": 1, "draws": 20, "warmup": 20, "network_draws": 50, "depth": 4}
+    options = parsed(command, arguments, **smoke)
     torch.set_num_threads(1)
     run(options)
 

@@ -12,8 +12,9 @@ import numpyro
 import torch
 from numpyro.diagnostics import effective_sample_size, split_gelman_rubin
 from numpyro.infer import MCMC, NUTS
-from problem import HIDDEN, Problem, outputs
 from torch import Tensor
+
+from recipes.toy_regression.problem import HIDDEN, Problem, outputs
 
 
 class Truth(NamedTuple):

@@ -6,6 +6,7 @@ from the R package modeldata (Debian's r-cran-modeldata), whose data base is rea
 
 from __future__ import annotations
 
+import argparse
 import gzip
 import lzma
 import warnings
@@ -104,16 +105,29 @@ def load(name: str, folder: Path | None = None, modeldata: Path = MODELDATA) -> 
     )
 
 
-def available(folder: Path | None = None, modeldata: Path = MODELDATA) -> list[str]:
-    """Which of the nine sets can be loaded."""
-    names: list[str] = []
-    for name in SOURCES:
+def add_options(command: argparse.ArgumentParser, names: Sequence[str] = tuple(SOURCES)) -> None:
+    """Options about the sets of these names; `tables` reads what they ask for."""
+    add = command.add_argument
+    add(
+        "--sets", nargs="+", choices=names, help="by default all that can be found, see recipes/uci/README.md"
+    )
+    add("--data", type=Path, help="folder with the files that UCI distributes")
+    add("--modeldata", type=Path, default=MODELDATA, help="data folder of the R package modeldata (concrete)")
+    add("--splits", type=int, default=20)
+    add("--steps", type=int, default=1000, help="of Adam")
+
+
+def tables(options: argparse.Namespace, names: Sequence[str] = tuple(SOURCES)) -> dict[str, Table]:
+    """The sets that the options ask for; of these names, those that can be found, where they name none."""
+    found: dict[str, Table] = {}
+    for name in options.sets or names:
         try:
-            load(name, folder, modeldata)
-        except (FileNotFoundError, ImportError):
-            continue
-        names.append(name)
-    return names
+            found[name] = load(name, options.data, options.modeldata)
+        except (FileNotFoundError, ImportError) as error:
+            if options.sets:
+                raise
+            print(f"{name} left out. {error}")
+    return found
 
 
 def lazy_load(folder: Path, name: str) -> pd.DataFrame:

@@ -1,29 +1,23 @@
 """Table 1 of Lee et al. (2020): errors of KFAC, EFB and INF against the exact Fisher information.
 
-python recipes/uci/information_errors.py            every set that can be found, 20 splits
-python recipes/uci/information_errors.py --smoke    Boston, two splits; seconds
+python -m recipes.uci.information_errors            every set that can be found, 20 splits
+python -m recipes.uci.information_errors --smoke    Boston, two splits; seconds
 """
 
 from __future__ import annotations
 
-import sys
 import time
 from collections.abc import Mapping, Sequence
-from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
-from common import markdown, parser, shown, tables, write
-from data import SOURCES, Table, split
-from fisher import Errors, errors, exact_blocks
-from network import trained
 from torch import Tensor, nn
+from torch.func import functional_call, grad, vmap
 
 import posthoc_uq as uq
-
-sys.path.append(str(Path(__file__).resolve().parents[1]))  # what all recipes share
-
-from smoke import marked
+from recipes.common import in_order, markdown, parsed, parser, report, spread
+from recipes.uci.data import SOURCES, Table, add_options, split, tables
+from recipes.uci.network import trained_on_each
 
 SHARE = 0.05
 """Of the eigenvalues, that the low-rank INF keeps."""
@@ -35,6 +29,47 @@ METHODS: dict[str, dict[str, Any]] = {
     "inf 5%": {"method": "inf", "rank": SHARE},
 }
 CORRECTIONS = ("clamp", "rescale")
+
+
+class Errors(NamedTuple):
+    """Normalised Frobenius errors, ``|I - J|_F / |I|_F``, of the diagonals and of what lies beside them."""
+
+    diagonal: float
+    off_diagonal: float
+
+
+def exact_blocks(model: nn.Sequential, inputs: Tensor, noise: float, chunk: int = 2000) -> dict[str, Tensor]:
+    """``I = 1/N sum_s J_s J_s^T / noise`` of every layer, with ``J_s`` the gradient of the output at sample s.
+
+    For a Gaussian likelihood of fixed noise that is the Fisher information, the expectation over y in closed form.
+    Rows and columns run over the layer's matrix (outputs x inputs, the bias as its last column), row after row.
+    """
+    parameters = {name: value.detach() for name, value in model.named_parameters()}
+
+    def output(values: dict[str, Tensor], x: Tensor) -> Tensor:
+        return functional_call(model, values, (x.unsqueeze(0),)).squeeze()
+
+    per_sample = vmap(grad(output), in_dims=(None, 0))
+    layers = [name for name, module in model.named_children() if isinstance(module, nn.Linear)]
+    sums: dict[str, Tensor] = {}
+    for part in inputs.split(chunk):
+        gradients = per_sample(parameters, part)
+        for layer in layers:
+            weight, bias = gradients[f"{layer}.weight"], gradients[f"{layer}.bias"]
+            rows = torch.cat([weight, bias.unsqueeze(2)], dim=2).flatten(1)
+            sums[layer] = sums[layer] + rows.T @ rows if layer in sums else rows.T @ rows
+    return {layer: total / (len(inputs) * noise) for layer, total in sums.items()}
+
+
+def errors(exact: Sequence[Tensor], approximations: Sequence[Tensor]) -> Errors:
+    """Over the whole block-diagonal matrix, all layers together."""
+    diagonal, off = [0.0, 0.0], [0.0, 0.0]
+    for truth, other in zip(exact, approximations, strict=True):
+        for index, matrix in enumerate((truth - other, truth)):
+            on = float(matrix.diagonal().square().sum())
+            diagonal[index] += on
+            off[index] += float(matrix.square().sum()) - on
+    return Errors((diagonal[0] / diagonal[1]) ** 0.5, (max(off[0], 0.0) / off[1]) ** 0.5)
 
 
 def measure(model: nn.Sequential, train: Table, hidden_only: bool = False) -> dict[str, Any]:
@@ -56,7 +91,7 @@ def measure(model: nn.Sequential, train: Table, hidden_only: bool = False) -> di
     exact = exact_blocks(model, inputs, noise)
     if hidden_only:
         exact = dict(list(exact.items())[:1])
-    batches = list(zip(inputs.split(2000), targets.split(2000), strict=True))
+    batches = in_order(inputs, targets, 2000)
     found: dict[str, Any] = {}
     for name, options in METHODS.items():
         for correction in CORRECTIONS if options["method"] == "inf" else (None,):
@@ -99,24 +134,6 @@ def unclamped(
     return {"share": kept / total, "worst": worst}
 
 
-def run(name: str, table: Table, splits: int, steps: int, hidden_only: bool = False) -> list[dict[str, Any]]:
-    """`measure` on every split of one set."""
-    parts = [split(table, seed).train for seed in range(splits)]
-    found: list[dict[str, Any]] = []
-    group = max(1, 4_000_000 // len(parts[0].targets) // SOURCES[name].hidden)
-    for start in range(0, splits, group):
-        chunk = parts[start : start + group]
-        models = trained(
-            torch.stack([part.inputs for part in chunk]),
-            torch.stack([part.targets for part in chunk]),
-            SOURCES[name].hidden,
-            seed=start,
-            steps=steps,
-        )
-        found += [measure(model, part, hidden_only) for model, part in zip(models, chunk, strict=True)]
-    return found
-
-
 def lines(name: str, rows: int, found: Sequence[Mapping[str, Any]]) -> list[dict[str, str]]:
     """The set's lines of the table, one for each correction of INF, columns in the paper's order after Diag."""
     result: list[dict[str, str]] = []
@@ -126,43 +143,50 @@ def lines(name: str, rows: int, found: Sequence[Mapping[str, Any]]) -> list[dict
             for method in METHODS:
                 label = f"{method}, {correction}" if method.startswith("inf") else method
                 if (part, method) != ("off_diagonal", "diag"):  # 1 by definition
-                    title = f"{'diagonal' if part == 'diagonal' else 'off-diagonal'} {method.upper()}"
-                    line[title] = shown([getattr(one[label], part) for one in found])
+                    numbers = [getattr(one[label], part) for one in found]
+                    line[f"{part.replace('_', '-')} {method.upper()}"] = spread(numbers, error=True)
         result.append(line)
     return result
 
 
-def main() -> None:
+def main(arguments: Sequence[str] | None = None) -> None:
     """The command line."""
-    arguments = parser(__doc__)
-    arguments.add_argument(
+    command = parser(__doc__, "uci", "Boston, two splits, few steps: seconds")
+    add_options(command)
+    command.add_argument(
         "--hidden-layer", action="store_true", help="count the hidden layer's block alone, not all layers"
     )
-    options = arguments.parse_args()
-    splits, steps = (2, 100) if options.smoke else (options.splits, options.steps)
+    options = parsed(command, arguments, sets=["boston"], splits=2, steps=100)
     torch.set_num_threads(1)
     table_lines: list[dict[str, str]] = []
     everything: dict[str, Any] = {}
     for name, table in tables(options).items():
         begun = time.perf_counter()
-        found = run(name, table, splits, steps, options.hidden_layer)
+        parts = [split(table, seed).train for seed in range(options.splits)]
+        models = trained_on_each(parts, SOURCES[name].hidden, steps=options.steps)
+        found = [
+            measure(model, part, options.hidden_layer) for model, part in zip(models, parts, strict=True)
+        ]
         everything[name] = [
             {label: value._asdict() if isinstance(value, Errors) else value for label, value in one.items()}
             for one in found
         ]
         table_lines += lines(name, len(table.targets), found)
         for method in ("inf", "inf 5%"):
-            own = [one[f"unclamped, {method}"] for one in found]
+            kept = [one[f"unclamped, {method}"] for one in found]
             print(
-                f"{name}, {method}: {shown([one['share'] for one in own])} of the diagonal is not clamped, its "
-                f"largest error there {max(one['worst'] for one in own):.1e}"
+                f"{name}, {method}: {spread([one['share'] for one in kept], error=True)} of the diagonal is not "
+                f"clamped, its largest error there {max(one['worst'] for one in kept):.1e}"
             )
         gap = max(abs(one["inf, clamp"].off_diagonal - one["efb"].off_diagonal) for one in found)
         print(f"{name}: off-diagonal errors of INF (clamp) and EFB differ by at most {gap:.1e}")
-        print(f"{name}: {splits} splits in {time.perf_counter() - begun:.0f} s")
-    print(f"\n{marked(markdown(table_lines), options.smoke)}\n")
-    file = "information_errors_hidden_layer.json" if options.hidden_layer else "information_errors.json"
-    write(options.output / file, everything)
+        print(f"{name}: {options.splits} splits in {time.perf_counter() - begun:.0f} s")
+    report(
+        options,
+        f"information_errors{'_hidden_layer' * options.hidden_layer}",
+        markdown(table_lines),
+        everything,
+    )
 
 
 if __name__ == "__main__":

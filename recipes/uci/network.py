@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Iterator, Sequence
 
 import torch
 from torch import Tensor, nn
+
+from recipes.uci.data import Table
 
 
 def network(inputs: int, hidden: int) -> nn.Sequential:
@@ -77,3 +80,11 @@ def trained(
                 parameter.copy_(value)
             networks.append(model.eval())
     return networks
+
+
+def trained_on_each(tables: Sequence[Table], hidden: int, **options: float) -> Iterator[nn.Sequential]:
+    """`trained` for many training sets of the same size, as many at once as fit into memory."""
+    group = max(1, 4_000_000 // len(tables[0].targets) // hidden)
+    for start in range(0, len(tables), group):
+        inputs, targets = (torch.stack(part) for part in zip(*tables[start : start + group], strict=True))
+        yield from trained(inputs, targets, hidden, seed=start, **options)  # type: ignore[arg-type]

@@ -4,33 +4,27 @@ A ninth of every training part (a tenth of all rows) is held out to choose prior
 its own likelihood there, from the same joint grid. Network and posterior see the rest and are not fitted again. Figures
 are in the units of the data; splits are shared, so whatever is compared is compared split by split.
 
-    python recipes/uci/predictions.py            every set that can be found, 20 splits
-    python recipes/uci/predictions.py --smoke    Boston, one split; seconds
+    python -m recipes.uci.predictions            every set that can be found, 20 splits
+    python -m recipes.uci.predictions --smoke    Boston, one split; seconds
 """
 
 from __future__ import annotations
 
 import math
-import sys
 import time
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
-from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
-from common import markdown, parser, shown, tables, write
-from data import SOURCES, Split, Table, split
-from network import trained
 from torch import Tensor, nn
 from torch.func import functional_call, vmap
 
 import posthoc_uq as uq
 from posthoc_uq.likelihoods.value_prediction import RegressionPrediction
-
-sys.path.append(str(Path(__file__).resolve().parents[1]))  # what all recipes share
-
-from smoke import marked
+from recipes.common import in_order, markdown, parsed, parser, report, spread
+from recipes.uci.data import SOURCES, Split, Table, add_options, split, tables
+from recipes.uci.network import trained_on_each
 
 METHODS: dict[str, dict[str, Any]] = {
     "Diag": {"method": "diag"},
@@ -56,7 +50,7 @@ class Choice(NamedTuple):
 
 def fitted(model: nn.Sequential, train: Table, noise: float, options: Mapping[str, Any]) -> Any:
     """The posterior on the training rows, exact Fisher; its prior precision is still to be chosen."""
-    batches = list(zip(train.inputs.split(2000), train.targets.unsqueeze(1).split(2000), strict=True))
+    batches = in_order(train.inputs, train.targets.unsqueeze(1), 2000)
     return uq.fit(
         model,
         batches,
@@ -165,38 +159,30 @@ def run(
     held = len(parts[0].train.targets) // 9
     fits = [Table(part.train.inputs[held:], part.train.targets[held:]) for part in parts]
     others = [Table(part.train.inputs[:held], part.train.targets[:held]) for part in parts]
-    found: list[dict[str, Any]] = []
-    group = max(1, 4_000_000 // len(fits[0].targets) // SOURCES[name].hidden)
-    for start in range(0, splits, group):
-        chunk = slice(start, start + group)
-        models = trained(
-            torch.stack([fit.inputs for fit in fits[chunk]]),
-            torch.stack([fit.targets for fit in fits[chunk]]),
-            SOURCES[name].hidden,
-            seed=start,
-            steps=steps,
-        )
-        for model, fit, other, part in zip(models, fits[chunk], others[chunk], parts[chunk], strict=True):
-            found.append(measure(model, fit, other, part, draws, priors))
-    return found
+    models = trained_on_each(fits, SOURCES[name].hidden, steps=steps)
+    return [measure(*one, draws, priors) for one in zip(models, fits, others, parts, strict=True)]
 
 
 def paired(found: Sequence[Mapping[str, Any]], one: str, other: str) -> str:
     """Log-likelihood of `one` less that of `other` on the same split: mean and standard error over splits."""
-    return shown([split[one]["log-likelihood"] - split[other]["log-likelihood"] for split in found])
+    differences = [split[one]["log-likelihood"] - split[other]["log-likelihood"] for split in found]
+    return spread(differences, error=True)
 
 
 def lines(name: str, found: Sequence[Mapping[str, Any]]) -> list[dict[str, str]]:
     """One line a method: both heads' figures, and what each gains over the network alone."""
     parts = ("RMSE", "log-likelihood")
     nothing = {f"{head} {part}": "" for head in HEADS for part in (*parts, "gain")}
-    first = {f"{HEADS[0]} {part}": shown([one["network alone"][part] for one in found]) for part in parts}
+    first = {
+        f"{HEADS[0]} {part}": spread([one["network alone"][part] for one in found], error=True)
+        for part in parts
+    }
     result = [{"set": name, "method": "network alone"} | nothing | first]
     for method in METHODS:
         line = {"set": name, "method": method}
         for head in HEADS:
             own = [one[f"{method}, {head}"] for one in found]
-            line |= {f"{head} {part}": shown([o[part] for o in own]) for part in parts}
+            line |= {f"{head} {part}": spread([o[part] for o in own], error=True) for part in parts}
             line[f"{head} gain"] = paired(found, f"{method}, {head}", "network alone")
         result.append(line)
     return result
@@ -227,32 +213,28 @@ def edges(found: Sequence[Mapping[str, Any]], head: str) -> str:
     )
 
 
-def main() -> None:
+def main(arguments: Sequence[str] | None = None) -> None:
     """The command line."""
-    arguments = parser(__doc__)
-    arguments.add_argument("--draws", type=int, default=100, help="of the weights, for the sampling head")
-    options = arguments.parse_args()
-    splits, steps, draws = (1, 100, 20) if options.smoke else (options.splits, options.steps, options.draws)
+    command = parser(__doc__, "uci", "Boston, one split, few steps: seconds")
+    add_options(command)
+    command.add_argument("--draws", type=int, default=100, help="of the weights, for the sampling head")
+    options = parsed(command, arguments, sets=["boston"], splits=1, steps=100, draws=20)
     priors = PRIORS[::7] if options.smoke else PRIORS
     torch.set_num_threads(1)
-    table_lines: list[dict[str, str]] = []
-    difference_lines: list[dict[str, str]] = []
+    scored: list[dict[str, str]] = []
+    compared: list[dict[str, str]] = []
     everything: dict[str, Any] = {}
     for name, table in tables(options).items():
         begun = time.perf_counter()
-        everything[name] = run(name, table, splits, steps, draws, priors)
-        table_lines += lines(name, everything[name])
-        difference_lines += differences(name, everything[name])
-        print(f"{name}: {splits} splits in {time.perf_counter() - begun:.0f} s")
+        found = run(name, table, options.splits, options.steps, options.draws, priors)
+        everything[name] = found
+        scored += lines(name, found)
+        compared += differences(name, found)
+        print(f"{name}: {options.splits} splits in {time.perf_counter() - begun:.0f} s")
         for head in HEADS:
-            print(f"  {edges(everything[name], head)}")
-    for title, found in (
-        ("", table_lines),
-        ("Paired differences of the log-likelihood:\n\n", difference_lines),
-    ):
-        print(f"\n{title}{marked(markdown(found), options.smoke)}")
-    print()
-    write(options.output / "predictions.json", everything)
+            print(f"  {edges(found, head)}")
+    page = f"{markdown(scored)}\n\nPaired differences of the log-likelihood:\n\n{markdown(compared)}"
+    report(options, "predictions", page, everything)
 
 
 if __name__ == "__main__":

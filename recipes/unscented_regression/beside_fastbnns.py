@@ -2,31 +2,35 @@
 
 It needs fastbnns, in an environment of its own (`requirements.txt`):
 
-python recipes/unscented_regression/beside_fastbnns.py            five seeds; two minutes on one core
-python recipes/unscented_regression/beside_fastbnns.py --smoke    one seed, few steps
+python -m recipes.unscented_regression.beside_fastbnns            five seeds; two minutes on one core
+python -m recipes.unscented_regression.beside_fastbnns --smoke    one seed, few steps
 """
 
 from __future__ import annotations
 
-import argparse
 import copy
-import json
-import sys
 import time
-from pathlib import Path
-from typing import Any
+from collections.abc import Sequence
 
 import torch
-from compare import OUTPUT, TIMED, UTVI, Settings, moments, nll, train
 from fastbnns.bnn.base import BNN
 from fastbnns.bnn.losses import ELBO
 from fastbnns.bnn.types import MuVar
-from problem import FreshData, network, sample
 from torch import Tensor, nn
 
-sys.path.append(str(Path(__file__).resolve().parents[1]))  # what all recipes share
-
-from smoke import marked
+from recipes.common import markdown, parsed, parser, report
+from recipes.unscented_regression.compare import (
+    SMOKE,
+    TIMED,
+    UTVI,
+    Settings,
+    add_options,
+    moments,
+    nll,
+    spread_of,
+    train,
+)
+from recipes.unscented_regression.problem import FreshData, network, sample
 
 OURS, THEIRS, STARTED_ALIKE = "posthoc_uq", "fastbnns", "fastbnns, rho starts at -5"
 SMALLEST = 1e-10
@@ -76,8 +80,13 @@ def train_theirs(seed: int, settings: Settings, alike: bool) -> tuple[BNN, float
     return model, seconds
 
 
-def run(options: argparse.Namespace) -> dict[str, Any]:
+def main(arguments: Sequence[str] | None = None) -> None:
     """All trainings in turns, then batches in turns."""
+    command = parser(__doc__, "unscented_regression", "one seed, few steps")
+    add_options(command)
+    command.add_argument("--rounds", type=int, default=50, help="batches that are timed")
+    options = parsed(command, arguments, **SMOKE)
+    torch.set_num_threads(1)
     settings = Settings(options.epochs, options.batches)
     test = sample(8192, torch.Generator().manual_seed(2_000_000))
     scores: dict[str, list[float]] = {OURS: [], THEIRS: [], STARTED_ALIKE: []}
@@ -98,48 +107,14 @@ def run(options: argparse.Namespace) -> dict[str, Any]:
                 _ = moments(ours.predictor, x) if name == OURS else theirs(MuVar(x))
             if turn:
                 taken.append(time.perf_counter() - begun)
-    content = {
-        "NLL": scores,
-        "seconds of training": lasting,
-        "seconds a batch": {n: min(t) for n, t in times.items()},
-    }
-    options.output.mkdir(parents=True, exist_ok=True)
-    (options.output / "beside_fastbnns.json").write_text(json.dumps(content, indent=1) + "\n")
-    print(marked(table(content), options.smoke))
-    return content
-
-
-def table(content: dict[str, Any]) -> str:
-    """NLL, its spread over seeds, seconds of a training and of a batch."""
-    lines = [
-        "| package | NLL | spread over seeds | training, s | batch of 1024, ms |",
-        "| --- | --- | --- | --- | --- |",
-    ]
-    for name, scores in content["NLL"].items():
-        values, seconds = torch.tensor(scores), content["seconds of training"][name]
-        spread = float(values.std()) if len(scores) > 1 else 0.0
-        batch = content["seconds a batch"].get(name)
-        shown = "" if batch is None else f"{1000 * batch:.2f}"
-        lines.append(f"| {name} | {float(values.mean()):.4f} | {spread:.4f} | {min(seconds):.1f} | {shown} |")
-    return "\n".join(lines)
-
-
-def main() -> None:
-    """The command line."""
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
-    parser.add_argument("--smoke", action="store_true", help="one seed, few steps")
-    parser.add_argument("--seeds", type=int, default=5)
-    parser.add_argument("--epochs", type=int, default=Settings().epochs)
-    parser.add_argument("--batches", type=int, default=Settings().batches, help="steps of an epoch")
-    parser.add_argument("--rounds", type=int, default=50, help="batches that are timed")
-    parser.add_argument("--output", type=Path, default=OUTPUT)
-    options = parser.parse_args()
-    if options.smoke:
-        options.seeds, options.epochs, options.batches, options.rounds = 1, 2, 3, 2
-    torch.set_num_threads(1)
-    run(options)
+    batch = {name: min(taken) for name, taken in times.items()}
+    lines = [["package", "NLL", "spread over seeds", "training, s", "batch of 1024, ms"]]
+    for name, own in scores.items():
+        mean, spread = spread_of(own)
+        milliseconds = f"{1000 * batch[name]:.2f}" if name in batch else ""
+        lines.append([name, f"{mean:.4f}", f"{spread:.4f}", f"{min(lasting[name]):.1f}", milliseconds])
+    content = {"NLL": scores, "seconds of training": lasting, "seconds a batch": batch}
+    report(options, "beside_fastbnns", markdown(lines), content)
 
 
 if __name__ == "__main__":

@@ -2,35 +2,28 @@
 
 The draws are of the weights (section 2.1.1), or of the activations' inputs (section 4.2).
 
-python recipes/unscented_regression/compare.py            five seeds, up to 512 draws; twenty minutes on one core
-python recipes/unscented_regression/compare.py --smoke    one seed, few steps; seconds
+python -m recipes.unscented_regression.compare            five seeds, up to 512 draws; twenty minutes on one core
+python -m recipes.unscented_regression.compare --smoke    one seed, few steps; seconds
 """
 
 from __future__ import annotations
 
 import argparse
-import json
-import sys
 import time
+from collections.abc import Sequence
 from math import log2
-from pathlib import Path
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
-from drawn_weights import DrawnWeights, density, train_drawn
-from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.figure import Figure
-from problem import EDGE, FreshData, deviation, least_nll, network, sample
 from torch import Tensor, nn
 
 import posthoc_uq as uq
 from posthoc_uq.heads import MomentsPredictor
+from recipes.common import markdown, parsed, parser, report, save_figure
+from recipes.unscented_regression.drawn_weights import DrawnWeights, density, train_drawn
+from recipes.unscented_regression.problem import EDGE, FreshData, deviation, least_nll, network, sample
 
-sys.path.append(str(Path(__file__).resolve().parents[1]))  # what all recipes share
-
-from smoke import marked, stamped
-
-OUTPUT = Path(__file__).resolve().parents[1] / "output" / "unscented_regression"
 SMP, UTVI = "SMP", "UTVI"
 DRAWS = (3, 8, 32, 128, 512)
 """Of the weights."""
@@ -167,7 +160,7 @@ def seconds_of(predictors: dict[str, Predictor], plain: nn.Module, rounds: int) 
     return {name: min(times) for name, times in taken.items()}
 
 
-def run(options: argparse.Namespace) -> dict[str, Any]:
+def run(options: argparse.Namespace) -> None:
     """All trainings, the table, the figures."""
     settings = Settings(options.epochs, options.batches)
     names = [SMP, UTVI, *map(at_activations, options.local), *map(by_weights, options.draws)]
@@ -188,6 +181,18 @@ def run(options: argparse.Namespace) -> dict[str, Any]:
             drawn[name].append(moments(trained.predictor, grid))
             print(f"seed {seed}, {name}: NLL {scores[name][-1]:.4f}, {trained.seconds:.0f} s", flush=True)
     times = seconds_of(predictors, network(0), options.rounds)
+    few = options.draws[0]
+    for figure, name in (
+        (predictions(grid, drawn, curves, few), "figure1"),
+        (costs(scores, times, options.draws, options.local), "figure2"),
+    ):
+        save_figure(figure, options.output / f"{name}.png", options.smoke)
+    lines = [["method", "NLL", "spread over seeds", "time / UTVI", "time / network"]]
+    for name, own in scores.items():
+        mean, spread = spread_of(own)
+        multiples = [f"{times[name] / times[UTVI]:.2f}", f"{times[name] / times['network']:.1f}"]
+        lines.append([name, f"{mean:.4f}", f"{spread:.4f}", *multiples])
+    lines.append(["the truth", f"{least_nll():.4f}", "", "", ""])
     content = {
         "least NLL": least_nll(),
         "NLL": scores,
@@ -195,32 +200,7 @@ def run(options: argparse.Namespace) -> dict[str, Any]:
         "seconds of training": lasting,
         "validation NLL": curves,
     }
-    options.output.mkdir(parents=True, exist_ok=True)
-    (options.output / "compare.json").write_text(json.dumps(content, indent=1) + "\n")
-    stamped(predictions(grid, drawn, curves, options.draws[0]), options.smoke).savefig(
-        options.output / "figure1.png", dpi=110
-    )
-    stamped(costs(scores, times, options.draws, options.local), options.smoke).savefig(
-        options.output / "figure2.png", dpi=110
-    )
-    print(f"\n{marked(table(content), options.smoke)}\n\nPictures: {options.output}")
-    return content
-
-
-def table(content: dict[str, Any]) -> str:
-    """NLL with its spread over seeds, and times as multiples of UTVI's and of the plain network's."""
-    lines = [
-        "| method | NLL | spread over seeds | time / UTVI | time / network |",
-        "| --- | --- | --- | --- | --- |",
-    ]
-    times = content["seconds a batch"]
-    for name, scores in content["NLL"].items():
-        mean, spread = spread_of(scores)
-        lines.append(
-            f"| {name} | {mean:.4f} | {spread:.4f} | {times[name] / times[UTVI]:.2f} | "
-            f"{times[name] / times['network']:.1f} |"
-        )
-    return "\n".join([*lines, f"| the truth | {content['least NLL']:.4f} | | | |"])
+    report(options, "compare", markdown(lines), content)
 
 
 def predictions(
@@ -231,7 +211,6 @@ def predictions(
 ) -> Figure:
     """Figure 1: predictions of one seed for SMP, MCVI with few draws and UTVI, and the validation NLL."""
     figure = Figure(figsize=(14, 3.4), layout="constrained")
-    FigureCanvasAgg(figure)
     panels = figure.subplots(1, 4)
     x = grid.squeeze(1)
     for panel, name in zip(panels, (SMP, by_weights(few), UTVI), strict=False):
@@ -260,7 +239,6 @@ def costs(
 ) -> Figure:
     """Figure 2: NLL and time of a batch by the number of draws."""
     figure = Figure(figsize=(9.5, 3.6), layout="constrained")
-    FigureCanvasAgg(figure)
     left, right = figure.subplots(1, 2)
     for name, color in ((UTVI, "#0072B2"), (SMP, "#009E73")):
         mean, spread = spread_of(scores[name])
@@ -295,26 +273,26 @@ def spread_of(scores: list[float]) -> tuple[float, float]:
     return float(values.mean()), float(values.std()) if len(scores) > 1 else 0.0
 
 
-def main() -> None:
+def main(arguments: Sequence[str] | None = None) -> None:
     """The command line."""
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
-    parser.add_argument("--smoke", action="store_true", help="one seed, few steps: seconds")
-    parser.add_argument("--seeds", type=int, default=5)
-    parser.add_argument("--epochs", type=int, default=Settings().epochs)
-    parser.add_argument("--batches", type=int, default=Settings().batches, help="steps of an epoch")
-    parser.add_argument("--draws", type=int, nargs="+", default=list(DRAWS), help="of MCVI")
-    parser.add_argument("--local", type=int, nargs="+", default=list(LOCAL), help="draws at each activation")
-    parser.add_argument("--rounds", type=int, default=10, help="batches that are timed")
-    parser.add_argument("--output", type=Path, default=OUTPUT)
-    options = parser.parse_args()
-    if options.smoke:
-        options.seeds, options.epochs, options.batches, options.rounds = 1, 2, 3, 2
-        options.draws, options.local = [3, 8], [3]
+    command = parser(__doc__, "unscented_regression", "one seed, few steps: seconds")
+    add_options(command)
+    command.add_argument("--draws", type=int, nargs="+", default=list(DRAWS), help="of MCVI")
+    command.add_argument("--local", type=int, nargs="+", default=list(LOCAL), help="draws at each activation")
+    command.add_argument("--rounds", type=int, default=10, help="batches that are timed")
+    options = parsed(command, arguments, **SMOKE, draws=[3, 8], local=[3])
     torch.set_num_threads(1)
     run(options)
 
+
+def add_options(command: argparse.ArgumentParser) -> None:
+    """Of a training."""
+    command.add_argument("--seeds", type=int, default=5)
+    command.add_argument("--epochs", type=int, default=Settings().epochs)
+    command.add_argument("--batches", type=int, default=Settings().batches, help="steps of an epoch")
+
+
+SMOKE = {"seeds": 1, "epochs": 2, "batches": 3, "rounds": 2}
 
 if __name__ == "__main__":
     main()

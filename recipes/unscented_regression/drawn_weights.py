@@ -9,9 +9,9 @@ from typing import NamedTuple
 
 import torch
 import torch.nn.functional as F
-from drawn_activation import SLOPE
-from problem import FreshData, network, sample
 from torch import Tensor, nn
+
+from recipes.unscented_regression.problem import SLOPE, FreshData, network, sample
 
 START = -10.0
 """Of the log variances, as in posthoc_uq."""

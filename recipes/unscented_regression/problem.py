@@ -1,4 +1,7 @@
-"""The regression of section 4.2 of Schodt (2024): noise that depends on the input, and a small network."""
+"""The regression of section 4.2 of Schodt (2024): noise that depends on the input, and a small network.
+
+Its activations can take their moments from random draws, as the paper compares the unscented transform with them.
+"""
 
 from __future__ import annotations
 
@@ -6,10 +9,15 @@ from collections.abc import Iterator
 from math import e, pi
 
 import torch
-from drawn_activation import SLOPE, Drawn
+import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.overrides import handle_torch_function, has_torch_function
+
+from posthoc_uq.moments.tensor import MomentTensor, Pass, rule
 
 WIDTH = 128
+SLOPE = 0.01
+"""Of the leaky ReLU below zero, torch's default."""
 EDGE = 1.0
 """Inputs are uniform between -EDGE and EDGE; the paper does not say where its are."""
 
@@ -49,6 +57,33 @@ class FreshData:
     def __iter__(self) -> Iterator[tuple[Tensor, Tensor]]:
         for _ in range(self.batches):
             yield sample(self.size)
+
+
+def by_draws(x: Tensor, draws: int) -> Tensor:
+    """A leaky ReLU whose mean and variance, where moments are carried, are those of so many random draws."""
+    if has_torch_function((x,)):
+        return handle_torch_function(by_draws, (x,), x, draws)
+    return F.leaky_relu(x, SLOPE)
+
+
+@rule(by_draws)
+def moments_by_draws(state: Pass, x: MomentTensor, draws: int) -> MomentTensor:
+    """Sample mean and variance of the activation at ``draws`` Gaussian inputs."""
+    mean, variance = x.moment_mean, x.moment_variance
+    normal = torch.randn(draws, *mean.shape, dtype=mean.dtype, device=mean.device)
+    values = F.leaky_relu(mean + variance.clamp(min=1e-20).sqrt() * normal, SLOPE)
+    return MomentTensor(values.mean(0), values.var(0))
+
+
+class Drawn(nn.Module):
+    """`by_draws` as a module."""
+
+    def __init__(self, draws: int) -> None:
+        super().__init__()
+        self.draws = draws
+
+    def forward(self, x: Tensor) -> Tensor:
+        return by_draws(x, self.draws)
 
 
 def network(seed: int, draws: int | None = None) -> nn.Sequential:
