@@ -242,10 +242,9 @@ class TestRefusals:
         assert "posthoc_uq_inputs_total 0.0" in client.get("/metrics").text
 
     def test_a_bomb_is_refused_before_it_is_decoded(self, client: TestClient) -> None:
-        small = BytesIO()
-        Image.new("1", (20_000, 20_000)).save(small, "png")  # 50 kB, 400 million pixels
-        assert len(small.getvalue()) < LIMITS.bytes
-        answer = client.post("/predict/image", content=small.getvalue(), headers=PNG)
+        size = (20_000).to_bytes(4, "big")
+        head = _chunk(b"IHDR", size + size + b"\1\0\0\0\0") + _chunk(b"IDAT", b"")
+        answer = client.post("/predict/image", content=b"\x89PNG\r\n\x1a\n" + head, headers=PNG)
         assert answer.status_code == 413 and "too many pixels" in answer.json()["error"]
 
     @pytest.mark.parametrize("size", [(1, 10_000), (10_000, 1), (2, 5000)])
@@ -318,20 +317,16 @@ class TestRefusals:
         Image.new("RGB", (40, 40)).save(buffer, "jpeg", progressive=True)
         file = buffer.getvalue()
         last, end = file.rindex(b"\xff\xda"), file.rindex(b"\xff\xd9")
-        marks = b"\xff\xda" * 500
-        comment = (
-            b"\xff\xfe" + (len(marks) + 2).to_bytes(2, "big") + marks
-        )  # no scans, as is what follows the end
-
-        def status(content: bytes) -> int:
-            return client.post(
-                "/predict/image", content=content, headers={"Content-Type": "image/jpeg"}
-            ).status_code
-
-        assert status(file) == status(file[:2] + comment + file[2:] + marks) == 200
-        assert status(file[:end] + file[last:end] * 50 + file[end:]) == 200
-        answer = client.post("/predict/batch", files={"a": file[:end] + file[last:end] * 200 + file[end:]})
-        assert answer.status_code == 413 and "scans; the limit is 100" in answer.json()["error"]
+        marks = b"\xff\xda" * 500  # no scans in a comment, nor after the end
+        comment = b"\xff\xfe" + (len(marks) + 2).to_bytes(2, "big") + marks
+        for content, expected in (
+            (file[:2] + comment + file[2:] + marks, 200),
+            (file[:end] + file[last:end] * 50 + file[end:], 200),
+            (file[:end] + file[last:end] * 200 + file[end:], 413),
+        ):
+            answer = client.post("/predict/batch", files={"a": content})
+            assert answer.status_code == expected, answer.text
+            assert expected == 200 or "scans; the limit is 100" in answer.json()["error"]
 
     def test_pictures_of_other_kinds(self, client: TestClient) -> None:
         """Several frames, large chunks of metadata, and texts that inflate, are answered or refused by a sentence."""
@@ -396,44 +391,34 @@ class TestRefusals:
         anyone = TestClient(application(service, None))
         assert status("evil.com", to=anyone) == 200 and status("evil.com@localhost", to=anyone) == 400
 
-    @pytest.mark.parametrize(
-        ("hosts", "headers", "expected"),
-        [
-            (LOOPBACK, [], 200),
-            (LOOPBACK, [("Origin", "http://localhost:3000")], 200),
-            (LOOPBACK, [("Origin", "http://localhost"), ("Sec-Fetch-Site", "same-origin")], 200),
-            (LOOPBACK, [("Origin", "http://localhost"), ("Origin", "http://evil.com")], 403),
-            (("localhost", "photos.example"), [("Origin", "https://photos.example")], 200),  # a proxy's name
-            (("localhost", "photos.example"), [("Origin", "https://evil.com")], 403),
-            (None, [("Origin", "http://localhost:80")], 200),
-            (None, [("Origin", "http://evil.com")], 403),
-            *(
-                (LOOPBACK, [("Origin", origin), *site], 403)
-                for origin in (
-                    "http://evil.com",
-                    "null",
-                    "",
-                    "localhost",
-                    "file://",
-                    "http://localhost.evil.com",
-                    "http://evil.com:80@localhost",
-                    "http://localhost@evil.com",
-                    "http://localhost, http://evil.com",
-                )
-                for site in ([], [("Sec-Fetch-Site", "same-origin")])
-            ),
-            *(
-                (LOOPBACK, [("Sec-Fetch-Site", site)], 403)
-                for site in ("cross-site", "Cross-Site", "", "none, cross-site")
-            ),
-        ],
-    )
-    def test_posts_from_pages_of_other_sites_are_refused(
-        self, service: Service, hosts: Any, headers: list[tuple[str, str]], expected: int
-    ) -> None:
-        client = TestClient(application(service, hosts), base_url="http://localhost")
+    def test_posts_from_pages_of_other_sites_are_refused(self, service: Service) -> None:
         x = {"input": torch.zeros(3, 12, 12).tolist()}
-        assert client.post("/predict", json=x, headers=headers).status_code == expected
+
+        def status(*headers: tuple[str, str], hosts: Any = LOOPBACK) -> int:
+            client = TestClient(application(service, hosts), base_url="http://localhost")
+            return client.post("/predict", json=x, headers=list(headers)).status_code
+
+        page, same = ("Origin", "http://localhost"), ("Sec-Fetch-Site", "same-origin")
+        assert status() == status(("Origin", "http://localhost:3000")) == status(page, same) == 200
+        origins = (
+            "http://evil.com null localhost file:// http://localhost.evil.com http://evil.com:80@localhost"
+        )
+        for origin in (
+            *origins.split(),
+            "http://localhost@evil.com",
+            "http://localhost, http://evil.com",
+            "",
+        ):
+            assert status(("Origin", origin)) == status(("Origin", origin), same) == 403, origin
+        assert status(page, ("Origin", "http://evil.com")) == 403
+        for site in ("cross-site", "Cross-Site", "", "none, cross-site"):
+            assert status(("Sec-Fetch-Site", site)) == 403, site
+        proxied, anyone = ("localhost", "photos.example"), None
+        assert status(("Origin", "https://photos.example"), hosts=proxied) == 200  # as --allow-host names it
+        assert status(("Origin", "https://evil.com"), hosts=proxied) == 403
+        assert (
+            status(page, hosts=anyone) == 200 and status(("Origin", "http://evil.com"), hosts=anyone) == 403
+        )
 
     def test_a_busy_server_says_so(self, client: TestClient, service: Service) -> None:
         x = {"input": torch.zeros(3, 12, 12).tolist()}
