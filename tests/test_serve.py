@@ -12,7 +12,7 @@ import weakref
 import zlib
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import ExitStack
+from contextlib import ExitStack, suppress
 from io import BytesIO
 from pathlib import Path
 from typing import Any
@@ -452,6 +452,7 @@ class TestRefusals:
 
     def test_connections_that_keep_still_keep_nobody_out(self, monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setattr(serving, "CONNECTIONS", 8)
+        monkeypatch.setattr(serving, "_GRACE", 0.0)
         begun, waiting = threading.Event(), threading.Event()
 
         async def app(scope: Any, receive: Any, send: Any) -> None:
@@ -479,7 +480,7 @@ class TestRefusals:
                 return made
 
             try:
-                under_way = opened(b"GET /slow HTTP/1.1\r\nHost: a\r\n\r\n")
+                under_way = opened(slow.replace(b"/ ", b"/slow ").replace(b"9", b"1"))
                 assert begun.wait(20)
                 # more than there is room for, of each kind; the last ones do not read
                 for sent in (b"", b"GET", slow, get):
@@ -487,6 +488,14 @@ class TestRefusals:
                         opened(sent)
                     assert opened(get).recv(12) == b"HTTP/1.1 200"
                 assert len(server.server_state.connections) <= 10
+                monkeypatch.setattr(serving, "CONNECTIONS", 100)
+                monkeypatch.setattr(serving, "RECEIVED_BYTES", 300_000)
+                large = slow.replace(b"9", b"999999") + b" " * 100_000
+                kept = [opened(large) for _ in range(6)]  # no more than three of them at once
+                assert opened(get).recv(12) == b"HTTP/1.1 200"
+                for one in kept[:3]:
+                    with suppress(ConnectionResetError):
+                        assert one.recv(1) == b""
                 waiting.set()
                 assert under_way.recv(12) == b"HTTP/1.1 200"  # a whole request is not ended for another one
             finally:
