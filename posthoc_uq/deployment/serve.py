@@ -60,11 +60,14 @@ from posthoc_uq.posteriors.referral import rule_of, thresholds_of
 log = logging.getLogger("posthoc_uq.serve")
 
 LOOPBACK = ("127.0.0.1", "localhost", "::1")
-CONNECTIONS = 128
-"""At once, each with one request. One more ends the one that has been without a whole request for longest."""
+CONNECTIONS = 400
+"""At once. One more ends the one that has been without a whole request for longest."""
+RECEIVED_BYTES = 2**30
+"""Of all requests that are not answered yet; more end the one that has been without a whole request for longest."""
 _ANY_ADDRESS = ("0.0.0.0", "::", "")
-# Connections accepted at once: few beside `CONNECTIONS`, so that each is read before it may be ended for newer ones.
-_BACKLOG = 32
+_BACKLOG = 128  # connections accepted at once, before room is made for them
+_GRACE = 0.25  # seconds in which a new connection is not ended for another one
+_MAX_WAITING = 64  # requests with their whole bodies
 _THREADS = 2  # that decode and predict; the model itself runs in one at a time
 _JSON, _FORM = "application/json", "multipart/form-data"
 _TAKES = {
@@ -126,36 +129,57 @@ def serve(
             server_header=False,
             timeout_keep_alive=10,
             timeout_graceful_shutdown=10,
+            limit_concurrency=2 * CONNECTIONS,
         )
         Server(config).run(sockets=[listening])
 
 
 class Connection(H11Protocol):
-    """uvicorn's connection, of which `CONNECTIONS` may be open: a new one takes the place of that which has been
-    without a whole request, or has not taken its answer, for longest.
+    """uvicorn's connection, of which `CONNECTIONS` may be open, and hold `RECEIVED_BYTES`: beyond that the one ends
+    which has been without a whole request, or has not taken its answer, for longest.
     """
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
         """Make room for it."""
+        self._since, self._received = self.loop.time(), 0  # since it was made, or got its last answer
         super().connection_made(transport)
-        self._since = self.loop.time()  # when it was made, or got its last answer
-        there = [
-            one for one in self.connections if isinstance(one, Connection) and not one.transport.is_closing()
-        ]
-        idle = [one for one in there if not one._predicting]
-        if len(there) > CONNECTIONS and idle:
-            min(idle, key=lambda one: one._since).transport.abort()
+        self._make_room()
+
+    def data_received(self, data: bytes) -> None:
+        """Make room for it."""
+        self._received += len(data)
+        super().data_received(data)
+        self._make_room()
 
     def on_response_complete(self) -> None:
         """The next request has its time from now on."""
-        self._since = self.loop.time()
+        self._since, self._received = self.loop.time(), 0
         super().on_response_complete()
+
+    def _make_room(self) -> None:
+        there = [
+            one for one in self.connections if isinstance(one, Connection) and not one.transport.is_closing()
+        ]
+        count, received = len(there), sum(one._received for one in there)
+        if count <= CONNECTIONS and received <= RECEIVED_BYTES:
+            return
+        begun = self.loop.time() - _GRACE
+        idle = [one for one in there if one._since < begun and not one._predicting]
+        for one in sorted(idle, key=lambda one: one._since):
+            if count <= CONNECTIONS and received <= RECEIVED_BYTES:
+                return
+            one.transport.abort()
+            count, received = count - 1, received - one._received
 
     @property
     def _predicting(self) -> bool:
-        """Whether a whole request is under way, and the answers before it were taken."""
+        """Whether a whole request for a prediction is under way, and the answers before it were taken. What else can be
+        asked for is answered at once, and protects nobody who asks for it without end.
+        """
         cycle = self.cycle
-        return not (cycle is None or cycle.response_complete or cycle.more_body or self.flow.write_paused)
+        if cycle is None or cycle.response_complete or cycle.more_body or self.flow.write_paused:
+            return False
+        return cycle.scope["method"] == "POST"
 
 
 class Service:
@@ -192,7 +216,7 @@ class Service:
         self.referral = predictor.referral if predictor.referral.applies else None
         self.metrics = Metrics()
         self.pool = ThreadPoolExecutor(_THREADS, thread_name_prefix="predict")
-        self.places = asyncio.Semaphore(CONNECTIONS)  # of requests with their whole bodies
+        self.places = asyncio.Semaphore(_MAX_WAITING)
         self._model = Lock()
         self._log = None if log is None else ScoreLog(log)
         self._started = time.monotonic()
