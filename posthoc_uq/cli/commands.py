@@ -75,16 +75,6 @@ from posthoc_uq.posteriors.referral import rule_of
 from posthoc_uq.posteriors.report import described_changes
 
 INCOMPLETE = 3
-# how the lines of a report begin that are shown after a fit
-_OF_A_FIT = (
-    "method:",
-    "likelihood:",
-    "layers:",
-    "samples:",
-    "prior precision:",
-    "noise variance:",
-    "deterministic (",
-)
 HeadName = Literal["sampling", "moments", "linearized"]
 
 
@@ -221,7 +211,7 @@ def fit(
             failed = error
         raise_on_any_error(failed, "writing the posterior")
         report, size = posterior.report(), os.path.getsize(output) if rank() == 0 else 0
-        lines = [line for line in str(report).splitlines() if line.startswith(_OF_A_FIT)]
+        lines = [report.brief()]
         lines.append(f"seconds: {time.perf_counter() - start:.1f}")
         if source.weights is None and not source.pretrained:
             lines.append(f"No --weights were given: '{source.model}' itself must return the trained model.")

@@ -18,7 +18,9 @@ from posthoc_uq.posteriors.referral import rule_of
 from posthoc_uq.posteriors.settings import History, Hyperparameters
 
 _SECONDS = "seconds, "  # begins the names of timings
-_LISTED = 8  # names that a line lists
+_MAX_NAMES = 8  # that a line lists
+# The names of the values that are read after a fit, in a few lines.
+_BRIEF = ("method", "likelihood", "layers", "samples", "prior precision", "noise variance")
 # What columns of the table mean that every posterior has; blocks explain their own.
 COLUMNS = {
     "shape": "groups x outputs x inputs of the layer's weights; a bias counts as one more input",
@@ -61,13 +63,23 @@ class Report:
         lines.append(text_table(columns, [[row.get(column) for column in columns] for row in self.rows]))
         explained = COLUMNS | self.columns
         lines += [f"  {name}: {text}" for name, text in explained.items() if name.split(", ")[0] in columns]
+        return "\n".join(lines + self._without_posterior())
+
+    def brief(self) -> str:
+        """A few lines: what was fitted, the prior, the noise, and what has no posterior."""
+        known = self._lines()
+        lines = [printable(f"{name}: {known[name]}") for name in _BRIEF if name in known]
+        return "\n".join(lines + self._without_posterior())
+
+    def _without_posterior(self) -> list[str]:
         reasons: dict[str, list[str]] = {}
         for name, reason in self.deterministic.items():
             reasons.setdefault(reason, []).append(name)
+        lines: list[str] = []
         for reason, names in reasons.items():
             shown = ", ".join(names[:4]) + (f", ... ({len(names)} in all)" if len(names) > 4 else "")
             lines.append(printable(f"deterministic ({reason}): {shown}"))
-        return "\n".join(lines)
+        return lines
 
     def _lines(self) -> dict[str, str]:
         """Name to value in words, with how it was chosen, and all timings as one."""
@@ -98,8 +110,8 @@ def _shown(value: Any) -> str:
     """A value in words; of several numbers, such as one per epoch, only the first and the last; of names the first."""
     if isinstance(value, list) and value and all(isinstance(v, str) for v in cast(list[Any], value)):
         names = cast(list[str], value)
-        shown = ", ".join(names[:_LISTED])
-        return shown + (f", ... ({len(names)} in all)" if len(names) > _LISTED else "")
+        shown = ", ".join(names[:_MAX_NAMES])
+        return shown + (f", ... ({len(names)} in all)" if len(names) > _MAX_NAMES else "")
     if isinstance(value, list) and value and all(isinstance(v, float) for v in cast(list[Any], value)):
         first, *others = (cell_text(v) for v in cast(list[Any], value))
         return f"{first} ... {others[-1]} ({len(others) + 1} values)" if others else first
@@ -159,19 +171,14 @@ def build_report(
     notes = dict.fromkeys(block.heads_note for block in blocks.values() if block.heads_note)
     if notes:
         summary["heads"] = "; ".join(notes)
+    changed = {"data since the fit": described_changes(history.changes)} if history.changes else {}
     return Report(
         summary | _outputs(history.output) | history.fit,
         rows,
         dict(history.deterministic),
-        _settled(history),
+        {**history.tuning, **_calibrated(history.calibration), **_referred(history.referral), **changed},
         {name: text for block in blocks.values() for name, text in block.columns.items()},
     )
-
-
-def _settled(history: History) -> dict[str, str]:
-    """What was found, set and changed after the fit, in words."""
-    changed = {"data since the fit": described_changes(history.changes)} if history.changes else {}
-    return dict(history.tuning) | _calibrated(history.calibration) | _referred(history.referral) | changed
 
 
 def described_changes(changes: Mapping[str, Any]) -> str:
