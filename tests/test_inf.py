@@ -313,7 +313,7 @@ def test_few_samples_of_a_wide_layer_leave_kronecker_factors_exact():
     posterior = uq.fit(model, list(x.split(16)), method="kfac", prior_precision=1.0, progress=False)
     (block,) = posterior.blocks.values()
     wide = torch.cat([x, torch.ones(40, 1, dtype=torch.float64)], dim=1)
-    rebuilt = (block.input_basis * block.input_values.unsqueeze(1)) @ block.input_basis.mT
+    rebuilt = (block.input_basis * block.input_eigenvalues.unsqueeze(1)) @ block.input_basis.mT
     torch.testing.assert_close(rebuilt[0], wide.T @ wide / 40, atol=1e-12, rtol=1e-9)
 
 

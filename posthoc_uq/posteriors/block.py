@@ -5,9 +5,10 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Collection, Generator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
+from functools import cache
 from math import prod
-from typing import Any, ClassVar
+from typing import Any, ClassVar, get_type_hints
 
 import torch
 from torch import Tensor
@@ -17,6 +18,9 @@ from posthoc_uq.core.errors import CorruptPosteriorError, PosthocUQError
 from posthoc_uq.core.options import LARGEST
 from posthoc_uq.core.records import Record
 from posthoc_uq.posteriors.covariance import CovarianceForm, RowCovariance
+
+Shape = tuple[int, int, int]
+"""Groups, outputs and inputs of a layer, or ``(1, 1, weights)`` of several."""
 
 # What a tensor must be: blocks declare it for theirs, and files and checkpoints are checked by it.
 
@@ -61,6 +65,63 @@ class TensorSpec:
     def numbers(self) -> int:
         """How many numbers such a tensor has, where every dimension has a size."""
         return prod(self.sizes)
+
+
+# How a block declares its tensors: each as a field with its sizes.
+
+GROUPS, OUTPUTS, INPUTS, WEIGHTS = "groups", "outputs", "inputs", "weights"
+"""Sizes of a layer's matrix, and their product."""
+BITS = "bits"
+"""The bytes that one bit for each weight takes."""
+
+
+@dataclass(frozen=True)
+class Size:
+    """A size that differs from block to block; a file has it among the block's attributes.
+
+    Attributes:
+        name: of the attribute.
+        low: the smallest.
+        most: the largest, as one of the sizes of a layer's matrix.
+    """
+
+    name: str
+    low: int
+    most: str
+
+
+class Stored:
+    """In the annotation of a block's field: it is a tensor, and what that must be.
+
+    Args:
+        *sizes: `GROUPS`, `OUTPUTS`, `INPUTS`, `WEIGHTS`, `BITS`, or a `Size`.
+        optional: an attribute of a file that is true where the block has this tensor; else the tensor is None.
+        max_numbers: that it may have, whatever its sizes.
+        **properties: those of `TensorSpec`.
+    """
+
+    def __init__(
+        self,
+        *sizes: str | Size,
+        optional: str | None = None,
+        max_numbers: int | None = None,
+        **properties: Any,
+    ) -> None:
+        self.sizes, self.optional, self.max_numbers = sizes, optional, max_numbers
+        self._properties = properties
+
+    def spec(self, sizes: Sequence[int]) -> TensorSpec:
+        """What the tensor must be, by its sizes as numbers."""
+        return TensorSpec(tuple(sizes), **self._properties)
+
+
+def layer_sizes(shape: Shape) -> dict[str, int]:
+    """The sizes of a layer's matrix by name."""
+    weights = prod(shape)
+    return dict(zip((GROUPS, OUTPUTS, INPUTS), shape, strict=True)) | {
+        WEIGHTS: weights,
+        BITS: -(-weights // 8),
+    }
 
 
 # What a posterior's blocks can do, by name: heads and searches ask for that, never for a method.
@@ -218,8 +279,6 @@ def _rounding(kept: Tensor, size: float, weights: Weights) -> float:
 # The first dimensions of all tensors are the layer's groups, outputs and inputs, ``(G, m, n)``; groups are
 # independent.
 
-Shape = tuple[int, int, int]
-
 
 @dataclass(frozen=True)
 class Settings:
@@ -340,11 +399,14 @@ BLOCKS: dict[str, type[Block]] = {}
 """Every class of blocks by its kind; a class that names its `kind` registers itself."""
 
 
+@dataclass(eq=False, repr=False)
 class Block(ABC):
     """What is stored of one layer: statistics as plain tensors and plain attributes.
 
-    A subclass that sets `kind` is known by it from then on: files of posteriors with such blocks can be written and
-    read wherever the class is defined. An attribute ``samples`` is the number of training samples, which files check.
+    A subclass is a dataclass: its fields annotated as `Stored` are the tensors, all others are the attributes, which
+    `fields` checks in files. What is written, checked, read, moved, copied and counted follows from them. A class that
+    sets `kind` is known by it from then on: files of posteriors with such blocks can be written and read wherever it is
+    defined. An attribute ``samples`` is the number of training samples, which files check.
     """
 
     kind: ClassVar[str]
@@ -391,16 +453,36 @@ class Block(ABC):
         """While this is open, `factor` may keep what does not depend on the settings: for trials of many settings."""
         yield
 
-    @abstractmethod
-    def tensors(self) -> dict[str, Tensor]:
-        """The block's tensors by name: all that storage writes, with `attributes`."""
-
-    @abstractmethod
-    def attributes(self) -> dict[str, Any]:
-        """The block's plain values by name."""
+    @classmethod
+    @cache
+    def _stored(cls) -> dict[str, Stored]:
+        """The fields that are tensors."""
+        hints = get_type_hints(cls, include_extras=True)
+        found = {each.name: getattr(hints[each.name], "__metadata__", (None,))[0] for each in fields(cls)}
+        return {name: own for name, own in found.items() if isinstance(own, Stored)}
 
     @classmethod
-    @abstractmethod
+    def _plain(cls) -> list[str]:
+        """The fields that are attributes."""
+        return [each.name for each in fields(cls) if each.name not in cls._stored()]
+
+    def tensors(self) -> dict[str, Tensor]:
+        """The block's tensors by name: all that storage writes, with `attributes`."""
+        found = {name: getattr(self, name) for name in self._stored()}
+        return {name: tensor for name, tensor in found.items() if tensor is not None}
+
+    def attributes(self) -> dict[str, Any]:
+        """The block's plain values by name, and the sizes of its tensors that the layer does not determine."""
+        values: dict[str, Any] = {name: getattr(self, name) for name in self._plain()}
+        for name, tensor in self.tensors().items():
+            declared = self._stored().get(name)
+            if declared is not None:
+                own = zip(declared.sizes, tensor.shape, strict=True)
+                values |= {size.name: number for size, number in own if isinstance(size, Size)}
+                values |= {} if declared.optional is None else {declared.optional: True}
+        return values
+
+    @classmethod
     def specs(cls, shape: Shape, attributes: Mapping[str, Any]) -> dict[str, TensorSpec]:
         """What the tensors must be for a block of ``(groups, outputs, inputs)`` with these attributes. Files are
         checked by it.
@@ -408,13 +490,27 @@ class Block(ABC):
         Raises:
             CorruptPosteriorError: the attributes are out of range.
         """
+        of_layer = layer_sizes(shape)
+
+        def number(size: str | Size) -> int:
+            if isinstance(size, str):
+                return of_layer[size]
+            return bounded(attributes, size.name, size.low, of_layer[size.most])
+
+        return {
+            name: declared.spec([number(size) for size in declared.sizes])
+            for name, declared in cls._stored().items()
+            if declared.optional is None or attributes.get(declared.optional)
+        }
 
     @classmethod
     def most_numbers(cls, shape: Shape) -> int:
-        """The most numbers that a block of this shape can have; a larger file is not read. A class whose `specs` needs
-        attributes must override it.
-        """
-        return sum(spec.numbers for spec in cls.specs(shape, {}).values())
+        """The most numbers that a block of this shape can have; a larger file is not read."""
+        of_layer, total = layer_sizes(shape), 0
+        for declared in cls._stored().values():
+            numbers = prod(of_layer[size if isinstance(size, str) else size.most] for size in declared.sizes)
+            total += numbers if declared.max_numbers is None else min(numbers, declared.max_numbers)
+        return total
 
     def stored_mean(self) -> Tensor | None:
         """The mean of the weights, ``(G, m, n)``, of blocks that know it themselves; of all others it is the model's
@@ -437,9 +533,10 @@ class Block(ABC):
         return 0.0
 
     @classmethod
-    @abstractmethod
     def restore(cls, attributes: Mapping[str, Any], tensors: Mapping[str, Tensor]) -> Block:
         """The block that `tensors` and `attributes` described."""
+        plain = {name: attributes[name] for name in cls._plain()}
+        return cls(**{name: tensors[name] for name in cls._stored() if name in tensors}, **plain)
 
     def dense(self, scale: float = 1.0, residual_weight: float = 1.0) -> Tensor:
         """The Fisher approximation as dense matrices ``(G, m n, m n)`` in row-major order; for small layers.

@@ -17,7 +17,8 @@ from __future__ import annotations
 
 from collections.abc import Generator, Iterator, Mapping
 from contextlib import contextmanager
-from typing import Any, ClassVar, Literal
+from dataclasses import dataclass
+from typing import Annotated, Any, ClassVar, Literal
 
 import torch
 from torch import Tensor
@@ -27,13 +28,16 @@ from posthoc_uq.core.numerics import CHUNK, cholesky, contracted_pairs, pair_ind
 from posthoc_uq.core.options import Natural
 from posthoc_uq.core.records import Record
 from posthoc_uq.posteriors.block import (
+    GROUPS,
+    INPUTS,
+    OUTPUTS,
     Block,
     Factor,
     Settings,
     Shape,
-    TensorSpec,
+    Size,
+    Stored,
     Weights,
-    bounded,
     combined,
     largest_of,
     log_sum,
@@ -221,6 +225,11 @@ class InformationFields(Record):
     output_directions: Natural
 
 
+_INPUT_DIRECTIONS = Size("input_directions", 0, INPUTS)
+_OUTPUT_DIRECTIONS = Size("output_directions", 0, OUTPUTS)
+
+
+@dataclass(eq=False, repr=False)
 class InformationBlock(Block):
     """What INF stores of one layer.
 
@@ -238,19 +247,15 @@ class InformationBlock(Block):
     tunable: ClassVar[frozenset[str]] = Block.tunable | {"residual_weight"}
     fields: ClassVar[type[Record]] = InformationFields
 
-    def __init__(
-        self,
-        input_basis: Tensor,
-        output_basis: Tensor,
-        eigenvalues: Tensor,
-        diagonal: Tensor,
-        correction: Correction,
-    ) -> None:
-        self.input_basis = input_basis
-        self.output_basis = output_basis
-        self.eigenvalues = eigenvalues
-        self.diagonal = diagonal
-        self.correction: Correction = correction
+    input_basis: Annotated[Tensor, Stored(GROUPS, INPUTS, _INPUT_DIRECTIONS, orthonormal=True, padded=True)]
+    output_basis: Annotated[
+        Tensor, Stored(GROUPS, OUTPUTS, _OUTPUT_DIRECTIONS, orthonormal=True, padded=True)
+    ]
+    eigenvalues: Annotated[Tensor, Stored(GROUPS, _OUTPUT_DIRECTIONS, _INPUT_DIRECTIONS, non_negative=True)]
+    diagonal: Annotated[Tensor, Stored(GROUPS, OUTPUTS, INPUTS, non_negative=True)]
+    correction: Correction
+
+    def __post_init__(self) -> None:
         self._kept: tuple[Tensor | None, Tensor] | None = None
 
     def low_rank_diagonal(self) -> Tensor:
@@ -300,39 +305,6 @@ class InformationBlock(Block):
         roots = self.eigenvalues.sqrt() * settings.scale**0.5
         return InformationFactor(self.input_basis, self.output_basis, roots, shrink, precision)
 
-    def tensors(self) -> dict[str, Tensor]:
-        return {
-            "input_basis": self.input_basis,
-            "output_basis": self.output_basis,
-            "eigenvalues": self.eigenvalues,
-            "diagonal": self.diagonal,
-        }
-
-    def attributes(self) -> dict[str, Any]:
-        return {
-            "correction": self.correction,
-            "input_directions": self.eigenvalues.shape[-1],
-            "output_directions": self.eigenvalues.shape[-2],
-        }
-
-    @classmethod
-    def specs(cls, shape: Shape, attributes: Mapping[str, Any]) -> dict[str, TensorSpec]:
-        groups, outputs, inputs = shape
-        width_a = bounded(attributes, "input_directions", 0, inputs)
-        width_g = bounded(attributes, "output_directions", 0, outputs)
-        return {
-            "input_basis": TensorSpec((groups, inputs, width_a), orthonormal=True, padded=True),
-            "output_basis": TensorSpec((groups, outputs, width_g), orthonormal=True, padded=True),
-            "eigenvalues": TensorSpec((groups, width_g, width_a), non_negative=True),
-            "diagonal": TensorSpec(shape, non_negative=True),
-        }
-
-    @classmethod
-    def most_numbers(cls, shape: Shape) -> int:
-        _, outputs, inputs = shape
-        all_directions = {"correction": "rescale", "input_directions": inputs, "output_directions": outputs}
-        return sum(spec.numbers for spec in cls.specs(shape, all_directions).values())
-
     def fault(self) -> str | None:
         nonzero = self.eigenvalues != 0
         for name, basis, needed in (
@@ -345,16 +317,6 @@ class InformationBlock(Block):
 
     def largest_value(self, settings: Settings) -> float:
         return reached(settings, largest_of(self.eigenvalues, self.diagonal))
-
-    @classmethod
-    def restore(cls, attributes: Mapping[str, Any], tensors: Mapping[str, Tensor]) -> InformationBlock:
-        return cls(
-            tensors["input_basis"],
-            tensors["output_basis"],
-            tensors["eigenvalues"],
-            tensors["diagonal"],
-            attributes["correction"],
-        )
 
     def combined(self, part: Mapping[str, Tensor], weights: Weights) -> InformationBlock:
         return InformationBlock(

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import dataclass
 from functools import cached_property
-from typing import Any, ClassVar
+from typing import Annotated, Any, ClassVar
 
 import torch
 from torch import Tensor
@@ -15,13 +16,19 @@ from posthoc_uq.core.numerics import cholesky, eigh_descending, positive_part
 from posthoc_uq.core.options import Count
 from posthoc_uq.core.records import Record
 from posthoc_uq.posteriors.block import (
+    BITS,
+    GROUPS,
+    INPUTS,
+    OUTPUTS,
+    WEIGHTS,
     Block,
     Factor,
     Settings,
     Shape,
+    Size,
+    Stored,
     TensorSpec,
     Weights,
-    bounded,
     combined,
     combined_matrices,
     largest_of,
@@ -70,6 +77,7 @@ class DiagonalFactor(Factor):
         return IndependentRows(self.variance())
 
 
+@dataclass(eq=False, repr=False)
 class DiagonalBlock(Block):
     """Keeps ``d``, the mean square of the per-sample gradients, ``(G, m, n)``."""
 
@@ -77,29 +85,14 @@ class DiagonalBlock(Block):
     makes = DiagonalFactor
     per_weight_prior = True
 
-    def __init__(self, diagonal: Tensor) -> None:
-        self.diagonal = diagonal
+    diagonal: Annotated[Tensor, Stored(GROUPS, OUTPUTS, INPUTS, non_negative=True)]
 
     def factor(self, settings: Settings) -> DiagonalFactor:
         precision = settings.scale * as_double(self.diagonal) + settings.prior_precision
         return DiagonalFactor(precision, self.diagonal)
 
-    def tensors(self) -> dict[str, Tensor]:
-        return {"diagonal": self.diagonal}
-
-    def attributes(self) -> dict[str, Any]:
-        return {}
-
-    @classmethod
-    def specs(cls, shape: Shape, attributes: Mapping[str, Any]) -> dict[str, TensorSpec]:
-        return {"diagonal": TensorSpec(shape, non_negative=True)}
-
     def largest_value(self, settings: Settings) -> float:
         return reached(settings, largest_of(self.diagonal))
-
-    @classmethod
-    def restore(cls, attributes: Mapping[str, Any], tensors: Mapping[str, Tensor]) -> DiagonalBlock:
-        return cls(tensors["diagonal"])
 
     def combined(self, part: Mapping[str, Tensor], weights: Weights) -> DiagonalBlock:
         return DiagonalBlock(combined(self.diagonal, part["diagonal"], weights, "diagonal"))
@@ -151,14 +144,14 @@ class KroneckerFactor(Factor):
         return self.precision.numel() * self.precision.element_size()
 
 
+@dataclass(eq=False, repr=False)
 class _EigenbasisBlock(Block):
     """Shared by KFAC and EFB: full eigenbases of both Grams."""
 
     makes = KroneckerFactor
 
-    def __init__(self, input_basis: Tensor, output_basis: Tensor) -> None:
-        self.input_basis = input_basis
-        self.output_basis = output_basis
+    input_basis: Annotated[Tensor, Stored(GROUPS, INPUTS, INPUTS, orthonormal=True)]
+    output_basis: Annotated[Tensor, Stored(GROUPS, OUTPUTS, OUTPUTS, orthonormal=True)]
 
     def eigenvalues_matrix(self) -> Tensor:
         """Eigenvalues of the Fisher approximation, ``(G, m, n)``."""
@@ -168,9 +161,6 @@ class _EigenbasisBlock(Block):
         precision = settings.scale * as_double(self.eigenvalues_matrix()) + settings.prior_precision
         return KroneckerFactor(self.input_basis, self.output_basis, precision)
 
-    def attributes(self) -> dict[str, Any]:
-        return {}
-
     def dense(self, scale: float = 1.0, residual_weight: float = 1.0) -> Tensor:
         vectors = torch.einsum("gop,giq->goipq", self.output_basis, self.input_basis)
         vectors = vectors.flatten(3).flatten(1, 2)
@@ -179,15 +169,6 @@ class _EigenbasisBlock(Block):
         )
 
 
-def _bases(shape: Shape) -> dict[str, TensorSpec]:
-    groups, outputs, inputs = shape
-    return {
-        "input_basis": TensorSpec((groups, inputs, inputs), orthonormal=True),
-        "output_basis": TensorSpec((groups, outputs, outputs), orthonormal=True),
-    }
-
-
-_GRAMS = ("input_gram", "output_gram", "positions")
 _TINY = torch.finfo(torch.float64).tiny
 
 
@@ -197,138 +178,65 @@ class KroneckerFields(Record):
     grams: bool = False
 
 
+@dataclass(eq=False, repr=False)
 class KroneckerBlock(_EigenbasisBlock):
     """KFAC: eigenvectors and eigenvalues of the input Gram ``A`` and of the gradient Gram ``G``.
 
-    Args:
-        input_basis: ``(G, n, n)``.
-        output_basis: ``(G, m, m)``.
-        input_values: ``(G, n)``.
-        output_values: ``(G, m)``.
-        grams: None, or ``input_gram`` (G, n, n), ``output_gram`` (G, m, m) and ``positions``, the mean number of
-            positions of a sample, over which the second one is a mean; by these data can come in and go out.
+    Where it keeps both Grams, data can come in and go out. ``positions`` is the mean number of positions of a sample,
+    over which the second Gram is a mean.
     """
 
-    kind: ClassVar[str] = "kfac"
+    kind = "kfac"
     fields: ClassVar[type[Record]] = KroneckerFields
 
-    def __init__(
-        self,
-        input_basis: Tensor,
-        output_basis: Tensor,
-        input_values: Tensor,
-        output_values: Tensor,
-        grams: Mapping[str, Tensor] | None = None,
-    ) -> None:
-        super().__init__(input_basis, output_basis)
-        self.input_values = input_values
-        self.output_values = output_values
-        self.grams = None if grams is None else {name: grams[name] for name in _GRAMS}
+    input_eigenvalues: Annotated[Tensor, Stored(GROUPS, INPUTS, non_negative=True)]
+    output_eigenvalues: Annotated[Tensor, Stored(GROUPS, OUTPUTS, non_negative=True)]
+    input_gram: Annotated[
+        Tensor | None, Stored(GROUPS, INPUTS, INPUTS, optional="grams", symmetric=True, exact=True)
+    ] = None
+    output_gram: Annotated[
+        Tensor | None, Stored(GROUPS, OUTPUTS, OUTPUTS, optional="grams", symmetric=True, exact=True)
+    ] = None
+    positions: Annotated[Tensor | None, Stored(optional="grams", non_negative=True, exact=True)] = None
 
     def eigenvalues_matrix(self) -> Tensor:
-        return self.output_values.unsqueeze(-1) * self.input_values.unsqueeze(-2)
-
-    def tensors(self) -> dict[str, Tensor]:
-        return {
-            "input_basis": self.input_basis,
-            "output_basis": self.output_basis,
-            "input_eigenvalues": self.input_values,
-            "output_eigenvalues": self.output_values,
-            **(self.grams or {}),
-        }
-
-    def attributes(self) -> dict[str, Any]:
-        return {} if self.grams is None else {"grams": True}
-
-    @classmethod
-    def specs(cls, shape: Shape, attributes: Mapping[str, Any]) -> dict[str, TensorSpec]:
-        groups, outputs, inputs = shape
-        grams = {
-            "input_gram": TensorSpec((groups, inputs, inputs), symmetric=True, exact=True),
-            "output_gram": TensorSpec((groups, outputs, outputs), symmetric=True, exact=True),
-            "positions": TensorSpec((), non_negative=True, exact=True),
-        }
-        return {
-            **_bases(shape),
-            "input_eigenvalues": TensorSpec((groups, inputs), non_negative=True),
-            "output_eigenvalues": TensorSpec((groups, outputs), non_negative=True),
-            **(grams if attributes.get("grams") else {}),
-        }
-
-    @classmethod
-    def most_numbers(cls, shape: Shape) -> int:
-        return sum(spec.numbers for spec in cls.specs(shape, {"grams": True}).values())
-
-    @classmethod
-    def restore(cls, attributes: Mapping[str, Any], tensors: Mapping[str, Tensor]) -> KroneckerBlock:
-        return cls(
-            tensors["input_basis"],
-            tensors["output_basis"],
-            tensors["input_eigenvalues"],
-            tensors["output_eigenvalues"],
-            tensors if attributes.get("grams") else None,
-        )
+        return self.output_eigenvalues.unsqueeze(-1) * self.input_eigenvalues.unsqueeze(-2)
 
     def combined(self, part: Mapping[str, Tensor], weights: Weights) -> KroneckerBlock:
-        kept = self.grams
-        if kept is None:
+        if self.input_gram is None or self.output_gram is None or self.positions is None:
             return super().combined(part, weights)  # type: ignore[return-value]
-        positions = combined(kept["positions"], part["positions"], weights, "number of positions")
+        positions = combined(self.positions, part["positions"], weights, "number of positions")
         whole = as_double(positions).clamp(min=_TINY)
         by_positions = Weights(  # the second Gram is a mean over positions
-            weights.kept * float(as_double(kept["positions"]) / whole),
+            weights.kept * float(as_double(self.positions) / whole),
             weights.part * float(as_double(part["positions"]) / whole),
             weights.precision,
         )
-        grams = {
-            "input_gram": combined_matrices(
-                kept["input_gram"], part["input_gram"], weights, "Gram of the inputs"
-            ),
-            "output_gram": combined_matrices(
-                kept["output_gram"],
-                part["output_gram"],
-                by_positions,
-                "Gram of the output gradients",
-            ),
-            "positions": positions,
-        }
-        input_values, input_basis = eigh_descending(grams["input_gram"])
-        output_values, output_basis = eigh_descending(grams["output_gram"])
-        return KroneckerBlock(input_basis, output_basis, input_values, output_values, grams)
+        input_gram = combined_matrices(self.input_gram, part["input_gram"], weights, "Gram of the inputs")
+        output_gram = combined_matrices(
+            self.output_gram, part["output_gram"], by_positions, "Gram of the output gradients"
+        )
+        input_values, input_basis = eigh_descending(input_gram)
+        output_values, output_basis = eigh_descending(output_gram)
+        return KroneckerBlock(
+            input_basis, output_basis, input_values, output_values, input_gram, output_gram, positions
+        )
 
     def largest_value(self, settings: Settings) -> float:
-        largest = largest_of(self.input_values) * largest_of(self.output_values)
+        largest = largest_of(self.input_eigenvalues) * largest_of(self.output_eigenvalues)
         return reached(settings, largest)
 
 
+@dataclass(eq=False, repr=False)
 class EigenvalueCorrectedBlock(_EigenbasisBlock):
     """EFB: the Kronecker-factored eigenbasis with exact second moments ``(G, m, n)``."""
 
-    kind: ClassVar[str] = "efb"
+    kind = "efb"
 
-    def __init__(self, input_basis: Tensor, output_basis: Tensor, eigenvalues: Tensor) -> None:
-        super().__init__(input_basis, output_basis)
-        self.eigenvalues = eigenvalues
+    eigenvalues: Annotated[Tensor, Stored(GROUPS, OUTPUTS, INPUTS, non_negative=True)]
 
     def eigenvalues_matrix(self) -> Tensor:
         return self.eigenvalues
-
-    def tensors(self) -> dict[str, Tensor]:
-        return {
-            "input_basis": self.input_basis,
-            "output_basis": self.output_basis,
-            "eigenvalues": self.eigenvalues,
-        }
-
-    @classmethod
-    def specs(cls, shape: Shape, attributes: Mapping[str, Any]) -> dict[str, TensorSpec]:
-        return {**_bases(shape), "eigenvalues": TensorSpec(shape, non_negative=True)}
-
-    @classmethod
-    def restore(
-        cls, attributes: Mapping[str, Any], tensors: Mapping[str, Tensor]
-    ) -> EigenvalueCorrectedBlock:
-        return cls(tensors["input_basis"], tensors["output_basis"], tensors["eigenvalues"])
 
     def combined(self, part: Mapping[str, Tensor], weights: Weights) -> EigenvalueCorrectedBlock:
         eigenvalues = combined(self.eigenvalues, part["eigenvalues"], weights, "eigenvalues")
@@ -400,6 +308,7 @@ class DenseFactor(Factor):
         return self.root.numel() * self.root.element_size()
 
 
+@dataclass(eq=False, repr=False)
 class DenseBlock(Block):
     """Keeps the Fisher ``(parameters, parameters)`` of all layers together."""
 
@@ -408,8 +317,7 @@ class DenseBlock(Block):
     per_weight_prior = True
     joint = True
 
-    def __init__(self, fisher: Tensor) -> None:
-        self.fisher = fisher
+    fisher: Annotated[Tensor, Stored(WEIGHTS, WEIGHTS, max_numbers=LARGEST_BYTES // 8, symmetric=True)]
 
     def factor(self, settings: Settings) -> DenseFactor:
         fisher = as_double(self.fisher)
@@ -421,26 +329,8 @@ class DenseBlock(Block):
             root = cholesky(settings.scale * positive_part(fisher) + prior.diag())
         return DenseFactor(root, self.fisher)
 
-    def tensors(self) -> dict[str, Tensor]:
-        return {"fisher": self.fisher}
-
-    def attributes(self) -> dict[str, Any]:
-        return {}
-
-    @classmethod
-    def specs(cls, shape: Shape, attributes: Mapping[str, Any]) -> dict[str, TensorSpec]:
-        return {"fisher": TensorSpec((shape[-1], shape[-1]), symmetric=True)}
-
-    @classmethod
-    def most_numbers(cls, shape: Shape) -> int:
-        return min(shape[-1] ** 2, LARGEST_BYTES // 8)
-
     def largest_value(self, settings: Settings) -> float:
         return reached(settings, largest_of(self.fisher))
-
-    @classmethod
-    def restore(cls, attributes: Mapping[str, Any], tensors: Mapping[str, Tensor]) -> DenseBlock:
-        return cls(tensors["fisher"])
 
     def combined(self, part: Mapping[str, Tensor], weights: Weights) -> DenseBlock:
         return DenseBlock(combined_matrices(self.fisher, part["fisher"], weights, "matrix"))
@@ -494,6 +384,10 @@ class SubnetworkFields(Record):
     weights: Count
 
 
+_CHOSEN = Size("chosen", 1, WEIGHTS)
+
+
+@dataclass(eq=False, repr=False)
 class SubnetworkBlock(Block):
     """Keeps the Fisher ``(chosen, chosen)`` of the chosen weights of all layers together, and which they are.
 
@@ -510,8 +404,9 @@ class SubnetworkBlock(Block):
     fields: ClassVar[type[Record]] = SubnetworkFields
     heads_note = "head='moments' takes the chosen weights as independent, with their exact variances"
 
-    def __init__(self, fisher: Tensor, kept: Tensor, weights: int) -> None:
-        self.fisher, self.kept, self.weights = fisher, kept, weights
+    fisher: Annotated[Tensor, Stored(_CHOSEN, _CHOSEN, max_numbers=LARGEST_BYTES // 8, symmetric=True)]
+    kept: Annotated[Tensor, Stored(BITS, bits=True, largest=255.0)]
+    weights: int
 
     @cached_property
     def index(self) -> Tensor:
@@ -530,26 +425,13 @@ class SubnetworkBlock(Block):
             root = cholesky(settings.scale * positive_part(fisher) + own)
         return SubnetworkFactor(DenseFactor(root, self.fisher), self.index, self.weights)
 
-    def tensors(self) -> dict[str, Tensor]:
-        return {"fisher": self.fisher, "kept": self.kept}
-
-    def attributes(self) -> dict[str, Any]:
-        return {"chosen": len(self.fisher), "weights": self.weights}
-
     @classmethod
     def specs(cls, shape: Shape, attributes: Mapping[str, Any]) -> dict[str, TensorSpec]:
-        weights = shape[-1]
-        chosen = bounded(attributes, "chosen", 1, weights)
-        if attributes.get("weights") != weights:
-            raise CorruptPosteriorError(f"A subnetwork of {weights} weights is described by another number.")
-        return {
-            "fisher": TensorSpec((chosen, chosen), symmetric=True),
-            "kept": TensorSpec((-(-weights // 8),), bits=True, largest=255.0),
-        }
-
-    @classmethod
-    def most_numbers(cls, shape: Shape) -> int:
-        return min(shape[-1] ** 2, LARGEST_BYTES // 8) + shape[-1]
+        if attributes.get("weights") != shape[-1]:
+            raise CorruptPosteriorError(
+                f"A subnetwork of {shape[-1]} weights is described by another number."
+            )
+        return super().specs(shape, attributes)
 
     def dense(self, scale: float = 1.0, residual_weight: float = 1.0) -> Tensor:
         whole = self.fisher.new_zeros(self.weights, self.weights)
@@ -570,7 +452,7 @@ class SubnetworkBlock(Block):
 
     @classmethod
     def restore(cls, attributes: Mapping[str, Any], tensors: Mapping[str, Tensor]) -> SubnetworkBlock:
-        block = cls(tensors["fisher"], tensors["kept"], int(attributes["weights"]))
+        block: SubnetworkBlock = super().restore(attributes, tensors)  # type: ignore[assignment]
         fault = block.fault()
         if fault is not None:
             raise CorruptPosteriorError(f"A subnetwork {fault}.")

@@ -9,7 +9,9 @@ correlated. The posterior is over ``W`` and ``b = b' - W shift`` all the same.
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Any, ClassVar
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Annotated, Any, ClassVar
 
 import torch
 from torch import Tensor
@@ -20,11 +22,14 @@ from posthoc_uq.core.numerics import cholesky
 from posthoc_uq.core.options import Count
 from posthoc_uq.core.records import Record
 from posthoc_uq.posteriors.block import (
+    GROUPS,
+    INPUTS,
+    OUTPUTS,
     Block,
     Factor,
     Settings,
     Shape,
-    TensorSpec,
+    Stored,
     largest_of,
     log_sum,
 )
@@ -160,6 +165,7 @@ class MessagesFields(Record):
     samples: Count
 
 
+@dataclass(eq=False, repr=False)
 class MessagesBlock(Block):
     """Independent weights: all tensors ``(G, m, n)``, but for `shift`.
 
@@ -185,19 +191,12 @@ class MessagesBlock(Block):
         "from the data"
     }
 
-    def __init__(
-        self,
-        prior_mean: Tensor,
-        prior_precision: Tensor,
-        field: Tensor,
-        precision: Tensor,
-        shift: Tensor,
-        samples: int,
-    ) -> None:
-        self.prior_mean, self.prior_precision = prior_mean, prior_precision
-        self.field, self.precision = field, precision
-        self.shift, self.samples = shift, samples
-        self._mean: Tensor | None = None
+    prior_mean: Annotated[Tensor, Stored(GROUPS, OUTPUTS, INPUTS)]
+    prior_precision: Annotated[Tensor, Stored(GROUPS, OUTPUTS, INPUTS, non_negative=True)]
+    field: Annotated[Tensor, Stored(GROUPS, OUTPUTS, INPUTS)]
+    precision: Annotated[Tensor, Stored(GROUPS, OUTPUTS, INPUTS, non_negative=True)]
+    shift: Annotated[Tensor, Stored(INPUTS)]
+    samples: int
 
     def _ratio(self, settings: Settings) -> float:
         return self.samples / float(settings.scale)
@@ -214,36 +213,12 @@ class MessagesBlock(Block):
     def factor(self, settings: Settings) -> Factor:
         return MessageFactor((self._ratio(settings) / self.total()).to(self.field), self.shift)
 
+    @cached_property
+    def _mean(self) -> Tensor:
+        return _returned(self.moved_mean(), as_double(self.shift))
+
     def stored_mean(self) -> Tensor:
-        if self._mean is None:
-            self._mean = _returned(self.moved_mean(), as_double(self.shift))
         return self._mean
-
-    def tensors(self) -> dict[str, Tensor]:
-        return {
-            "prior_mean": self.prior_mean,
-            "prior_precision": self.prior_precision,
-            "field": self.field,
-            "precision": self.precision,
-            "shift": self.shift,
-        }
-
-    def attributes(self) -> dict[str, Any]:
-        return {"samples": self.samples}
-
-    @classmethod
-    def specs(cls, shape: Shape, attributes: Mapping[str, Any]) -> dict[str, TensorSpec]:
-        return {
-            "prior_mean": TensorSpec(shape),
-            "prior_precision": TensorSpec(shape, non_negative=True),
-            "field": TensorSpec(shape),
-            "precision": TensorSpec(shape, non_negative=True),
-            "shift": TensorSpec(shape[-1:]),
-        }
-
-    @classmethod
-    def restore(cls, attributes: Mapping[str, Any], tensors: Mapping[str, Tensor]) -> MessagesBlock:
-        return cls(**tensors, samples=attributes["samples"])
 
     def largest_value(self, settings: Settings) -> float:
         total = self.total()
@@ -259,11 +234,16 @@ class MessagesBlock(Block):
         return {"median sd": float(deviations.median()), "learned": float(learned.median())}
 
 
+@dataclass(eq=False, repr=False)
 class JointMessagesBlock(MessagesBlock):
     """One full Gaussian an output: as `MessagesBlock`, with a `precision` of ``(G, m, n, n)``."""
 
     kind = "joint_messages"
     makes = JointFactor
+
+    precision: Annotated[
+        Tensor, Stored(GROUPS, OUTPUTS, INPUTS, INPUTS, max_numbers=LARGEST_BYTES // 8, symmetric=True)
+    ]
 
     def total(self) -> Tensor:
         return as_double(self.precision) + torch.diag_embed(as_double(self.prior_precision))
@@ -275,15 +255,6 @@ class JointMessagesBlock(MessagesBlock):
     def factor(self, settings: Settings) -> Factor:
         root = cholesky(self.total()) / self._ratio(settings) ** 0.5
         return JointFactor(root, self.shift, self.field)
-
-    @classmethod
-    def specs(cls, shape: Shape, attributes: Mapping[str, Any]) -> dict[str, TensorSpec]:
-        own = TensorSpec((*shape, shape[-1]), symmetric=True)
-        return super().specs(shape, attributes) | {"precision": own}
-
-    @classmethod
-    def most_numbers(cls, shape: Shape) -> int:
-        return min(super().most_numbers(shape), LARGEST_BYTES // 8)
 
     def largest_value(self, settings: Settings) -> float:
         precision = largest_of(self.precision) * float(settings.scale) / self.samples
