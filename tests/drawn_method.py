@@ -17,10 +17,11 @@ from posthoc_uq.layers.layer import Layer
 from posthoc_uq.methods import Curvature
 from posthoc_uq.methods.laplace import Basis, squares_of
 from posthoc_uq.methods.task import Task
-from posthoc_uq.posteriors.block import GROUPS, INPUTS, OUTPUTS, Block, Factor, Settings, Stored
+from posthoc_uq.posteriors.block import GROUPS, INPUTS, OUTPUTS, Block, Settings, Stored
+from posthoc_uq.posteriors.covariance import Covariance
 
 
-class SpikeFactor(Factor):
+class SpikeAndSlabWeights(Covariance):
     """Weights that are zero with some probability, and else Gaussian: no Gaussian, and not symmetric."""
 
     centred = False
@@ -39,15 +40,15 @@ class SpikeBlock(Block):
     """Means and variances of the slabs, and the probabilities of not being zero, ``(G, m, n)`` each."""
 
     kind = "spike_slab"
-    makes = SpikeFactor
+    makes = SpikeAndSlabWeights
     tunable: ClassVar[frozenset[str]] = frozenset()
 
     mean: Annotated[Tensor, Stored(GROUPS, OUTPUTS, INPUTS)]
     variances: Annotated[Tensor, Stored(GROUPS, OUTPUTS, INPUTS, non_negative=True)]
     inclusion: Annotated[Tensor, Stored(GROUPS, OUTPUTS, INPUTS, non_negative=True, largest=1.0)]
 
-    def factor(self, settings: Settings) -> SpikeFactor:
-        return SpikeFactor(self.mean, self.variances, self.inclusion)
+    def covariance(self, settings: Settings) -> SpikeAndSlabWeights:
+        return SpikeAndSlabWeights(self.mean, self.variances, self.inclusion)
 
     def summary(self) -> dict[str, Any]:
         return {"included": float(self.inclusion.mean())}

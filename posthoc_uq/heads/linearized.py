@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from posthoc_uq.core.batches import Batch
-from posthoc_uq.core.devices import TEMPORARY_BYTES
+from posthoc_uq.core.devices import TEMPORARY_BYTES, as_double
 from posthoc_uq.core.errors import PosthocUQError
 from posthoc_uq.core.model import check_differentiable, model_device, replicate, statistics_dtype, unwrap
 from posthoc_uq.core.options import Count, check_option
@@ -22,7 +22,6 @@ from posthoc_uq.core.randomness import isolated_random_state
 from posthoc_uq.heads.functions import differentiable_outputs, function_draws
 from posthoc_uq.heads.jacobians import (
     Gradient,
-    Mode,
     TrackedModel,
     WeightCovariance,
     one_output,
@@ -31,7 +30,6 @@ from posthoc_uq.heads.jacobians import (
     pull,
     random_signs,
     track_layers,
-    variance_of_many,
 )
 from posthoc_uq.heads.predictor import (
     GaussianOutputs,
@@ -49,6 +47,7 @@ from posthoc_uq.likelihoods.labels import Layout, novelty_at
 from posthoc_uq.likelihoods.positions import PositionPrediction
 from posthoc_uq.likelihoods.prediction import Prediction, at_least_float32
 from posthoc_uq.posteriors.block import QUADRATIC
+from posthoc_uq.posteriors.covariance import Mode
 from posthoc_uq.posteriors.posterior import Posterior
 from posthoc_uq.posteriors.settings import Hyperparameters
 
@@ -206,7 +205,7 @@ class Linearization:
         with torch.autocast(self._device.type, enabled=False):
             only_layer = self._closed_form()
             if only_layer is not None:
-                return self._as_result(self._weights.output_variance(*only_layer).clamp(min=0))
+                return self._as_result(_last_variance(self._weights, only_layer).clamp(min=0))
             indices, size = self._engine.chosen.indices(outputs), outputs[0].numel()
             number = size if indices is None else indices.shape[1]
             last = None if indices is None else self._last_layer()
@@ -216,7 +215,7 @@ class Linearization:
             if last is None:
                 other_variance = variance.mean(1, keepdim=True).expand(samples, size)
             else:
-                other_variance = self._weights.output_variance(*last).clamp(min=0)
+                other_variance = _last_variance(self._weights, last).clamp(min=0)
             return other_variance.to(variance).scatter(1, indices, variance)
 
     def covariance(self, joint: bool) -> Tensor:
@@ -229,7 +228,7 @@ class Linearization:
         with torch.autocast(self._device.type, enabled=False):
             last_layer = self._closed_form()
             if last_layer is not None:
-                variances = self._weights.output_variance(*last_layer)
+                variances = _last_variance(self._weights, last_layer)
             elif size <= probes:
                 variances = self._variances(one_output(outputs, None), size)
             else:
@@ -269,7 +268,9 @@ class Linearization:
         with torch.autocast(self._device.type, enabled=False):
             last_layer = self._closed_form()
             if last_layer is not None and indices is None:
-                return self._as_result(self._weights.output_covariance(*last_layer, joint))
+                return self._as_result(
+                    self._weights.of_layer(last_layer[0]).output_covariance(last_layer[1], joint=joint)
+                )
         if not joint and self._samples > 1 and self._size() * number > self._stored():
             return self._in_halves(indices, centre)
         mode: Mode = "joint" if joint else "covariance"
@@ -320,6 +321,11 @@ class Linearization:
         return _STORED * (TEMPORARY_BYTES if budget is None else budget)
 
 
+def _last_variance(weights: WeightCovariance, last: tuple[str, Tensor]) -> Tensor:
+    """Variances of a layer's outputs by its own weights, in float64."""
+    return as_double(weights.of_layer(last[0]).variances_of(last[1]))
+
+
 def last_layer_spread(
     weights: WeightCovariance, layer: str, rows: Tensor, mean: Tensor, variance: Tensor
 ) -> Spread:
@@ -328,7 +334,7 @@ def last_layer_spread(
     """
     step = max(1, _AT_ONCE // max(1, mean[0].numel()))
     parts = [
-        of_product(m.to(v.dtype), v, weights.output_product(layer, a))
+        of_product(m.to(v.dtype), v, weights.of_layer(layer).output_product(a))
         for a, m, v in zip(rows.split(step), mean.split(step), variance.split(step), strict=True)
     ]
     return Spread(torch.cat([part.root for part in parts]), torch.cat([part.rest for part in parts]))
@@ -348,9 +354,9 @@ def other_variances(
     """
     size = mean[0].numel()
     if last is not None:
-        variance = weights.output_variance(*last).clamp(min=0)
+        variance = _last_variance(weights, last).clamp(min=0)
         ones = torch.ones(*variance.shape, 1, dtype=last[1].dtype, device=last[1].device)
-        sums = weights.output_product(*last)(ones)[:, :, 0].to(variance) / size
+        sums = weights.of_layer(last[0]).output_product(last[1])(ones)[:, :, 0].to(variance) / size
         return variance, (variance - 2 * sums + sums.mean(1, keepdim=True)).clamp(min=0)
     diagonal = top.diagonal(dim1=1, dim2=2)
     centred = diagonal[:, :-1] - 2 * top[:, :-1, -1] + diagonal[:, -1:]
@@ -462,10 +468,6 @@ MOST_BACKWARD = (
     256  # backward passes that `engine="auto"` takes for a batch; of more outputs it draws the function
 )
 _POSITION_BYTES = 2**24  # of the temporaries of rows that are computed at once
-_ROWS_PER_INPUT = (
-    4  # with more rows than this for each of a layer's inputs, covariances are formed for the variances
-)
-_MOST_NUMBERS = 2**24  # of these covariances
 
 
 class _Rows:
@@ -577,27 +579,19 @@ class PositionLinearization(_Rows):
     def _closed_parts(self) -> Iterator[Tensor]:
         """The last layer's activations, a few rows at a time."""
         assert self._last is not None
-        name, rows = self._last
-        layer = self._weights.layers.get(name)
-        directions = 0 if layer is None or layer.low_rank is None else rows.shape[1]
+        rows = self._last[1]
         limit = min(_POSITION_BYTES, self._engine.budget or TEMPORARY_BYTES)
-        yield from rows.split(max(1, limit // (8 * self._row_mean.shape[1] * (4 + directions))))
+        yield from rows.split(max(1, limit // (8 * self._row_mean.shape[1] * (4 + rows.shape[1]))))
 
     def _closed_variance(self) -> Tensor:
         assert self._last is not None
-        name, rows = self._last
-        layer, (inputs, outputs) = self._weights.layers.get(name), (rows.shape[1], self._row_mean.shape[1])
-        many = len(rows) > _ROWS_PER_INPUT * inputs and outputs * inputs**2 <= _MOST_NUMBERS
-        if layer is not None and (many or layer.low_rank is None):
-            return self._as_result(variance_of_many(layer, rows))
-        parts = [self._weights.output_variance(name, part) for part in self._closed_parts()]
-        return self._as_result(torch.cat([part.clamp(min=0) for part in parts]))
+        return self._as_result(_last_variance(self._weights, self._last).clamp(min=0))
 
     def _closed_covariance(self) -> Tensor:
         assert self._last is not None
         return torch.cat(
             [
-                self._as_result(self._weights.output_covariance(self._last[0], part, False))
+                self._as_result(self._weights.of_layer(self._last[0]).output_covariance(part))
                 for part in self._closed_parts()
             ]
         )
@@ -608,7 +602,9 @@ class PositionLinearization(_Rows):
         classes, means = variance.shape[1], list[Tensor]()
         for part in self._closed_parts():
             ones = part.new_ones(len(part), classes, 1)
-            means.append(self._as_result(self._weights.output_product(self._last[0], part)(ones)[:, :, 0]))
+            means.append(
+                self._as_result(self._weights.of_layer(self._last[0]).output_product(part)(ones)[:, :, 0])
+            )
         sums = torch.cat(means) / classes
         centred = (variance - 2 * sums + sums.mean(1, keepdim=True)).clamp(min=0)
         return Spread(centred.new_zeros(*centred.shape, 0), centred * _independent(classes))
@@ -661,7 +657,9 @@ class PositionLinearization(_Rows):
         """
         with torch.autocast(self._outputs.device.type, enabled=False):
             if self._last is not None and joint:
-                return self._as_result(self._weights.output_covariance(*self._last, True))
+                return self._as_result(
+                    self._weights.of_layer(self._last[0]).output_covariance(self._last[1], joint=True)
+                )
             if joint:
                 return self._joint()
             if self._last is not None:

@@ -17,7 +17,7 @@ from posthoc_uq.core.devices import as_double
 from posthoc_uq.core.errors import CorruptPosteriorError, PosthocUQError
 from posthoc_uq.core.options import LARGEST
 from posthoc_uq.core.records import Record
-from posthoc_uq.posteriors.covariance import CovarianceForm, RowCovariance
+from posthoc_uq.posteriors.covariance import Covariance
 
 Shape = tuple[int, int, int]
 """Groups, outputs and inputs of a layer, or ``(1, 1, weights)`` of several."""
@@ -135,7 +135,6 @@ QUADRATIC = "quadratic forms"  # J Sigma J^T of Jacobians
 ROWS = "row covariances"  # for the variance that a layer's weights give to its outputs
 LOG_DETERMINANT = "a log-determinant"  # of the precision
 INDEPENDENT = "moments of independent weights"  # once what they have in common is drawn
-FORM = "a covariance form"  # contracts Jacobians without forming them
 
 
 def required(
@@ -274,7 +273,7 @@ def _rounding(kept: Tensor, size: float, weights: Weights) -> float:
 
 
 # The block protocol: what a posterior stores of one layer (`Block`), and that made ready for use at a scale
-# and a prior precision (`Factor`).
+# and a prior precision (`Covariance`).
 #
 # The first dimensions of all tensors are the layer's groups, outputs and inputs, ``(G, m, n)``; groups are
 # independent.
@@ -296,103 +295,16 @@ class Settings:
     residual_weight: float = 1.0
 
 
-class Factor:
-    """A block at given settings, ready for use; for a Gaussian, its factorised precision ``P``.
-
-    The methods that a subclass overrides are what its posteriors can do; `capabilities` names them. A distribution that
-    is not Gaussian overrides `draw`. A Gaussian overrides `transform`, from which its draws follow; the other methods
-    are about deviations from the posterior's mean.
-    """
-
-    centred: ClassVar[bool] = True
-    """Whether a draw is a deviation from the posterior's mean; otherwise it is the weights themselves."""
-    shared: bool = False
-    """Whether weights have something random in common, so that `independent` differs from draw to draw."""
-
-    @classmethod
-    def capabilities(cls) -> frozenset[str]:
-        """What such factors can do, by the names in `posthoc_uq.posteriors.block`."""
-        groups = [
-            names
-            for method, names in _CAPABILITIES.items()
-            if getattr(cls, method) is not getattr(Factor, method)
-        ]
-        return frozenset(name for names in groups for name in names)
-
-    def draw(self, generator: torch.Generator, like: Tensor) -> Tensor:
-        """One draw of the block's weights, ``(G, m, n)``.
-
-        Args:
-            generator: on the CPU, so that every device gets the same random numbers.
-            like: a tensor with the draw's shape, number format and device.
-        """
-        normals = torch.randn(like.shape, generator=generator, dtype=like.dtype, device="cpu").to(like.device)
-        return self.transform(normals.unsqueeze(0))[0]
-
-    def transform(self, normals: Tensor) -> Tensor:
-        """Turn standard normals ``(draws, G, m, n)`` into draws from ``N(0, P^-1)``, by a linear map."""
-        raise self._cannot("draws from normals")
-
-    def independent(self, generator: torch.Generator) -> tuple[Tensor | None, Tensor]:
-        """Mean and variance of the weights, ``(G, m, n)`` each, that are independent of each other once what they have
-        in common is drawn; the mean of deviations, which is zero, as None.
-
-        Args:
-            generator: as in `draw`, of what they have in common.
-        """
-        raise self._cannot(INDEPENDENT)
-
-    def variance(self) -> Tensor:
-        """The variances of the weights, ``(G, m, n)``: the diagonal of ``P^-1``."""
-        raise self._cannot(VARIANCES)
-
-    def quadratic(self, jacobians: Tensor) -> Tensor:
-        """``J P^-1 J^T``, ``(q, q)``, of Jacobians ``(q, G, m, n)`` in any number format."""
-        raise self._cannot(QUADRATIC)
-
-    def whiten(self, jacobians: Tensor) -> Tensor:
-        """Rows ``r`` in float64, ``(q, any)``, with ``r r^T = J P^-1 J^T`` of Jacobians ``(q, G, m, n)``."""
-        values, vectors = torch.linalg.eigh(as_double(self.quadratic(jacobians)))
-        return vectors * values.clamp(min=0).sqrt()
-
-    def log_determinant(self) -> Tensor:
-        """``log det P``, a scalar."""
-        raise self._cannot(LOG_DETERMINANT)
-
-    def rows(self, start: int, shape: Shape) -> RowCovariance:
-        """The covariance of one layer's rows, for the variance that its weights give to its outputs.
-
-        Args:
-            start: offset of the layer inside the block; 0 unless the block holds several layers.
-            shape: ``(G, m, n)`` of the layer.
-        """
-        raise self._cannot(ROWS)
-
-    def form(self) -> CovarianceForm | None:
-        """The covariance as a diagonal minus a low-rank part, which contracts Jacobians without forming them; None if
-        it has no such form.
-        """
-        return None
-
-    def bytes(self) -> int:
-        """Memory that the factor holds beyond its block."""
-        return sum(t.numel() * t.element_size() for t in vars(self).values() if isinstance(t, Tensor))
-
-    def _cannot(self, what: str) -> PosthocUQError:
-        return PosthocUQError(f"A {type(self).__name__} has no {what.removeprefix('a ')}.")
-
-
 _CAPABILITIES: dict[str, tuple[str, ...]] = {
     "draw": (DRAWS,),
     "transform": (DRAWS, SYMMETRY),
     "independent": (INDEPENDENT,),
     "variance": (VARIANCES,),
     "quadratic": (QUADRATIC,),
-    "rows": (ROWS,),
+    "of_layer": (ROWS,),
     "log_determinant": (LOG_DETERMINANT,),
-    "form": (FORM,),
 }
-"""The capabilities of a factor that overrides a method, by the method's name."""
+"""The capabilities of a covariance that overrides a method, by the method's name."""
 
 
 BLOCKS: dict[str, type[Block]] = {}
@@ -411,8 +323,8 @@ class Block(ABC):
 
     kind: ClassVar[str]
     """The name of the class in files; no two classes have the same."""
-    makes: ClassVar[type[Factor]]
-    """The class of the factors that `factor` makes; it determines what posteriors of such blocks can do."""
+    makes: ClassVar[type[Covariance]]
+    """The class of what `covariance` makes; it determines what posteriors of such blocks can do."""
     fields: ClassVar[type[Record]] = Record
     """What its `attributes` may be in a file."""
     joint: ClassVar[bool] = False
@@ -423,7 +335,7 @@ class Block(ABC):
     """The hyperparameters of its weights that may be set (`posthoc_uq.posteriors.settings.ABOUT`); without a prior
     precision there is no marginal likelihood either."""
     per_weight_prior: ClassVar[bool] = False
-    """Whether every weight may have a prior precision of its own: `factor` then takes a tensor of its shape."""
+    """Whether every weight may have a prior precision of its own: `covariance` then takes a tensor of its shape."""
     settled: ClassVar[frozenset[str]] = frozenset()
     """Those that were a part of what its method optimised: they are known, and cannot be set."""
     columns: ClassVar[Mapping[str, str]] = {}
@@ -436,12 +348,22 @@ class Block(ABC):
         if "kind" in vars(cls):
             if not hasattr(cls, "makes"):
                 raise PosthocUQError(
-                    f"{cls.__qualname__} must say in 'makes' which class its factors are of."
+                    f"{cls.__qualname__} must say in 'makes' which class its covariances are of."
                 )
             _register(cls)
 
+    @classmethod
+    def capabilities(cls) -> frozenset[str]:
+        """What posteriors of such blocks can do, by the names above."""
+        overridden = [
+            names
+            for method, names in _CAPABILITIES.items()
+            if getattr(cls.makes, method) is not getattr(Covariance, method)
+        ]
+        return frozenset(name for names in overridden for name in names)
+
     @abstractmethod
-    def factor(self, settings: Settings) -> Factor:
+    def covariance(self, settings: Settings) -> Covariance:
         """The block at these settings, ready for use."""
 
     def kept_bytes(self) -> int:
@@ -450,7 +372,7 @@ class Block(ABC):
 
     @contextmanager
     def kept_parts(self) -> Generator[None]:
-        """While this is open, `factor` may keep what does not depend on the settings: for trials of many settings."""
+        """While this is open, `covariance` may keep what does not depend on the settings: for many trials."""
         yield
 
     @classmethod
@@ -620,11 +542,6 @@ def bounded(attributes: Mapping[str, Any], name: str, low: int, high: int) -> in
     if not low <= value <= high:
         raise CorruptPosteriorError(f"the attribute '{name}' is {value}, outside {low}..{high}")
     return value
-
-
-def log_sum(values: Tensor) -> Tensor:
-    """The sum of logarithms, in float64: the evidence is a small difference of such sums over millions of weights."""
-    return as_double(values).log().sum()
 
 
 # Which kinds of blocks the posteriors of a method are made of, by the method's name.

@@ -22,7 +22,6 @@ from posthoc_uq.posteriors.block import (
     OUTPUTS,
     WEIGHTS,
     Block,
-    Factor,
     Settings,
     Shape,
     Size,
@@ -32,49 +31,12 @@ from posthoc_uq.posteriors.block import (
     combined,
     combined_matrices,
     largest_of,
-    log_sum,
     reached,
 )
-from posthoc_uq.posteriors.covariance import (
-    CovarianceForm,
-    DenseRows,
-    EigenbasisRows,
-    IndependentRows,
-    RowCovariance,
-)
+from posthoc_uq.posteriors.covariance import Covariance, Dense, Diagonal, Kronecker
 from posthoc_uq.posteriors.variational import unpacked
 
 # The diagonal posterior: ``P = scale * d + prior_precision`` with the exact diagonal ``d`` of the Fisher.
-
-
-class DiagonalFactor(Factor):
-    """A diagonal precision ``(G, m, n)``."""
-
-    def __init__(self, precision: Tensor, like: Tensor) -> None:
-        self.precision = precision.to(like)
-        self._log_determinant = log_sum(precision)
-
-    def transform(self, normals: Tensor) -> Tensor:
-        return normals * self.precision.rsqrt()
-
-    def independent(self, generator: torch.Generator) -> tuple[None, Tensor]:
-        return None, self.variance()
-
-    def variance(self) -> Tensor:
-        return self.precision.reciprocal()
-
-    def quadratic(self, jacobians: Tensor) -> Tensor:
-        rows = (jacobians * self.precision.rsqrt()).flatten(1)
-        return rows @ rows.T
-
-    def form(self) -> CovarianceForm:
-        return CovarianceForm(self.precision.reciprocal())
-
-    def log_determinant(self) -> Tensor:
-        return self._log_determinant
-
-    def rows(self, start: int, shape: Shape) -> RowCovariance:
-        return IndependentRows(self.variance())
 
 
 @dataclass(eq=False, repr=False)
@@ -82,14 +44,14 @@ class DiagonalBlock(Block):
     """Keeps ``d``, the mean square of the per-sample gradients, ``(G, m, n)``."""
 
     kind = "diagonal"
-    makes = DiagonalFactor
+    makes = Diagonal
     per_weight_prior = True
 
     diagonal: Annotated[Tensor, Stored(GROUPS, OUTPUTS, INPUTS, non_negative=True)]
 
-    def factor(self, settings: Settings) -> DiagonalFactor:
+    def covariance(self, settings: Settings) -> Diagonal:
         precision = settings.scale * as_double(self.diagonal) + settings.prior_precision
-        return DiagonalFactor(precision, self.diagonal)
+        return Diagonal(precision, self.diagonal)
 
     def largest_value(self, settings: Settings) -> float:
         return reached(settings, largest_of(self.diagonal))
@@ -108,47 +70,11 @@ class DiagonalBlock(Block):
 # et al. 2018) takes the exact second moments in that basis.
 
 
-class KroneckerFactor(Factor):
-    """A precision with eigenvalues ``(G, m, n)`` in the basis ``output_basis x input_basis``."""
-
-    def __init__(self, input_basis: Tensor, output_basis: Tensor, precision: Tensor) -> None:
-        self._input_basis = input_basis
-        self._output_basis = output_basis
-        self.precision = precision.to(input_basis)
-        self._log_determinant = log_sum(precision)
-
-    def transform(self, normals: Tensor) -> Tensor:
-        return self._output_basis @ (normals * self.precision.rsqrt()) @ self._input_basis.transpose(-1, -2)
-
-    def variance(self) -> Tensor:
-        inner = self._output_basis.square() @ self.precision.reciprocal()
-        return inner @ self._input_basis.square().transpose(-1, -2)
-
-    def quadratic(self, jacobians: Tensor) -> Tensor:
-        rotated = self._output_basis.transpose(-1, -2) @ jacobians @ self._input_basis
-        rows = (rotated * self.precision.rsqrt()).flatten(1)
-        return rows @ rows.T
-
-    def form(self) -> CovarianceForm:
-        return CovarianceForm(self.precision.reciprocal(), (self._input_basis, self._output_basis))
-
-    def log_determinant(self) -> Tensor:
-        return self._log_determinant
-
-    def rows(self, start: int, shape: Shape) -> RowCovariance:
-        return EigenbasisRows(
-            self.variance(), self._input_basis, self._output_basis, self.precision.reciprocal()
-        )
-
-    def bytes(self) -> int:
-        return self.precision.numel() * self.precision.element_size()
-
-
 @dataclass(eq=False, repr=False)
 class _EigenbasisBlock(Block):
     """Shared by KFAC and EFB: full eigenbases of both Grams."""
 
-    makes = KroneckerFactor
+    makes = Kronecker
 
     input_basis: Annotated[Tensor, Stored(GROUPS, INPUTS, INPUTS, orthonormal=True)]
     output_basis: Annotated[Tensor, Stored(GROUPS, OUTPUTS, OUTPUTS, orthonormal=True)]
@@ -157,9 +83,9 @@ class _EigenbasisBlock(Block):
         """Eigenvalues of the Fisher approximation, ``(G, m, n)``."""
         raise AssertionError("each family defines its own eigenvalues")
 
-    def factor(self, settings: Settings) -> KroneckerFactor:
+    def covariance(self, settings: Settings) -> Kronecker:
         precision = settings.scale * as_double(self.eigenvalues_matrix()) + settings.prior_precision
-        return KroneckerFactor(self.input_basis, self.output_basis, precision)
+        return Kronecker(self.input_basis, self.output_basis, precision)
 
     def dense(self, scale: float = 1.0, residual_weight: float = 1.0) -> Tensor:
         vectors = torch.einsum("gop,giq->goipq", self.output_basis, self.input_basis)
@@ -258,68 +184,18 @@ class EigenvalueCorrectedBlock(_EigenbasisBlock):
 LARGEST_BYTES = 4 * 2**30  # the most that the Fisher may take in float64
 
 
-class DenseFactor(Factor):
-    """``P = R R^T`` over the parameters of all layers, flattened one after the other; tensors are ``(..., 1,
-    1, parameters)``.
-    """
-
-    def __init__(self, root: Tensor, like: Tensor) -> None:
-        self.root = root
-        self._like = like
-
-    def _solve(self, rows: Tensor) -> Tensor:
-        """``R^-1`` applied to rows ``(q, parameters)``."""
-        return torch.linalg.solve_triangular(self.root, rows.to(self.root).T, upper=False).T
-
-    def whiten(self, jacobians: Tensor) -> Tensor:
-        return self._solve(jacobians.flatten(1))
-
-    def transform(self, normals: Tensor) -> Tensor:
-        rows = normals.flatten(1).to(self.root)
-        return (
-            torch.linalg.solve_triangular(self.root.T, rows.T, upper=True)
-            .T.to(normals)
-            .reshape(normals.shape)
-        )
-
-    def covariance(self) -> Tensor:
-        """``P^-1``, ``(parameters, parameters)``."""
-        return torch.cholesky_inverse(self.root)
-
-    def variance(self) -> Tensor:
-        return self.covariance().diagonal().to(self._like).reshape(1, 1, -1)
-
-    def quadratic(self, jacobians: Tensor) -> Tensor:
-        rows = self._solve(jacobians.flatten(1))
-        return (rows @ rows.T).to(jacobians)
-
-    def log_determinant(self) -> Tensor:
-        return 2 * self.root.diagonal().log().sum()
-
-    def rows(self, start: int, shape: Shape) -> RowCovariance:
-        groups, outputs, inputs = shape
-        covariance = self.covariance()[
-            start : start + groups * outputs * inputs, start : start + groups * outputs * inputs
-        ]
-        covariance = covariance.to(self._like)
-        return DenseRows(covariance.diagonal().reshape(shape), covariance)
-
-    def bytes(self) -> int:
-        return self.root.numel() * self.root.element_size()
-
-
 @dataclass(eq=False, repr=False)
 class DenseBlock(Block):
     """Keeps the Fisher ``(parameters, parameters)`` of all layers together."""
 
     kind = "dense"
-    makes = DenseFactor
+    makes = Dense
     per_weight_prior = True
     joint = True
 
     fisher: Annotated[Tensor, Stored(WEIGHTS, WEIGHTS, max_numbers=LARGEST_BYTES // 8, symmetric=True)]
 
-    def factor(self, settings: Settings) -> DenseFactor:
+    def covariance(self, settings: Settings) -> Dense:
         fisher = as_double(self.fisher)
         prior = host_double(settings.prior_precision).to(fisher.device)
         prior = prior.expand(1, 1, fisher.shape[0]).flatten()
@@ -327,7 +203,7 @@ class DenseBlock(Block):
             root = cholesky(settings.scale * fisher + prior.diag())
         except NonFiniteError:  # rounding of the summed Fisher left an eigenvalue below -prior_precision
             root = cholesky(settings.scale * positive_part(fisher) + prior.diag())
-        return DenseFactor(root, self.fisher)
+        return Dense(root[None, None], self.fisher)
 
     def largest_value(self, settings: Settings) -> float:
         return reached(settings, largest_of(self.fisher))
@@ -342,10 +218,10 @@ class DenseBlock(Block):
 # A dense posterior over some single weights; all others are certain (Daxberger et al. 2021).
 
 
-class SubnetworkFactor(Factor):
+class Subnetwork(Covariance):
     """``N(0, P^-1)`` over the chosen weights, and zero for the others; tensors are ``(..., 1, 1, weights)``."""
 
-    def __init__(self, chosen: DenseFactor, index: Tensor, weights: int) -> None:
+    def __init__(self, chosen: Dense, index: Tensor, weights: int) -> None:
         self._chosen, self._index, self._weights = chosen, index, weights
 
     def _of_chosen(self, matrix: Tensor) -> Tensor:
@@ -398,7 +274,7 @@ class SubnetworkBlock(Block):
     """
 
     kind = "subnetwork"
-    makes = SubnetworkFactor
+    makes = Subnetwork
     per_weight_prior = True
     joint = True
     fields: ClassVar[type[Record]] = SubnetworkFields
@@ -413,7 +289,7 @@ class SubnetworkBlock(Block):
         """The places of the chosen weights, ascending, ``(chosen,)``."""
         return unpacked(self.kept, self.weights).nonzero().flatten()
 
-    def factor(self, settings: Settings) -> SubnetworkFactor:
+    def covariance(self, settings: Settings) -> Subnetwork:
         fisher = as_double(self.fisher)
         prior = host_double(settings.prior_precision).expand(1, 1, self.weights).flatten()
         own = prior[self.index.cpu()].to(fisher.device).diag()
@@ -423,7 +299,7 @@ class SubnetworkBlock(Block):
             NonFiniteError
         ):  # as for the dense posterior: rounding left an eigenvalue below -prior_precision
             root = cholesky(settings.scale * positive_part(fisher) + own)
-        return SubnetworkFactor(DenseFactor(root, self.fisher), self.index, self.weights)
+        return Subnetwork(Dense(root[None, None], self.fisher), self.index, self.weights)
 
     @classmethod
     def specs(cls, shape: Shape, attributes: Mapping[str, Any]) -> dict[str, TensorSpec]:

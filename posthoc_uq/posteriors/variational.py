@@ -25,7 +25,6 @@ from posthoc_uq.posteriors.block import (
     OUTPUTS,
     WEIGHTS,
     Block,
-    Factor,
     Settings,
     Shape,
     Size,
@@ -33,40 +32,10 @@ from posthoc_uq.posteriors.block import (
     TensorSpec,
     bounded,
     largest_of,
-    log_sum,
 )
-from posthoc_uq.posteriors.covariance import CovarianceForm, IndependentRows, RowCovariance
+from posthoc_uq.posteriors.covariance import Independent, Variances
 
 # The mean-field posterior: independent weights with variances that were optimised, not derived from a Fisher.
-
-
-class MeanFieldFactor(Factor):
-    """Independent variances ``(G, m, n)``; a weight whose variance is zero is certain."""
-
-    def __init__(self, variances: Tensor) -> None:
-        self.variances = variances
-
-    def transform(self, normals: Tensor) -> Tensor:
-        return normals * self.variances.sqrt()
-
-    def independent(self, generator: torch.Generator) -> tuple[None, Tensor]:
-        return None, self.variance()
-
-    def variance(self) -> Tensor:
-        return self.variances
-
-    def quadratic(self, jacobians: Tensor) -> Tensor:
-        rows = (jacobians * self.variances.sqrt()).flatten(1)
-        return rows @ rows.T
-
-    def form(self) -> CovarianceForm:
-        return CovarianceForm(self.variances)
-
-    def log_determinant(self) -> Tensor:
-        return -log_sum(self.variances)
-
-    def rows(self, start: int, shape: Shape) -> RowCovariance:
-        return IndependentRows(self.variances)
 
 
 class MeanFieldFields(Record):
@@ -89,7 +58,7 @@ class MeanFieldBlock(Block):
     """
 
     kind = "mean_field"
-    makes = MeanFieldFactor
+    makes = Variances
     fields: ClassVar[type[Record]] = MeanFieldFields
     trained = True
     tunable: ClassVar[frozenset[str]] = frozenset({"scale"})
@@ -101,11 +70,11 @@ class MeanFieldBlock(Block):
     variances: Annotated[Tensor, Stored(GROUPS, OUTPUTS, INPUTS, non_negative=True)]
     samples: int
 
-    def factor(self, settings: Settings) -> MeanFieldFactor:
+    def covariance(self, settings: Settings) -> Variances:
         if settings.scale == self.samples:
-            return MeanFieldFactor(self.variances)
+            return Variances(self.variances)
         scaled = as_double(self.variances) * (self.samples / settings.scale)
-        return MeanFieldFactor(scaled.to(self.variances))
+        return Variances(scaled.to(self.variances))
 
     def largest_value(self, settings: Settings) -> float:
         return largest_of(self.variances) * self.samples / float(settings.scale)
@@ -392,7 +361,7 @@ def most_of_scale(shape: Shape) -> int:
 # flow that all weights of an input (linear layers), or of an output channel (convolutions), have in common.
 
 
-class SpikeFactor(Factor):
+class SpikeAndSlab(Independent):
     """Independent inclusions and slabs, and what is random in common."""
 
     centred = False
@@ -428,8 +397,8 @@ class SpikeFactor(Factor):
         mean = self._inclusion * self._mean
         return mean if self._scale is None else mean * self._over("z_mean", 1.0)
 
-    def variance(self) -> Tensor:
-        """``a (v + (1 - a) mu^2 E[z]^2 + mu^2 Var z)``."""
+    def weights(self) -> Tensor:
+        """Their variances, ``a (v + (1 - a) mu^2 E[z]^2 + mu^2 Var z)``."""
         slab = self._mean if self._scale is None else self._mean * self._over("z_mean", 1.0)
         inside = self._variances + (1 - self._inclusion) * slab.square()
         if self._scale is not None:
@@ -439,16 +408,6 @@ class SpikeFactor(Factor):
     def _over(self, name: str, rest: float) -> Tensor:
         assert self._scale is not None
         return self._scale.matrix(self._scale.tensors[name], cast(Shape, tuple(self._mean.shape)), rest)
-
-    def quadratic(self, jacobians: Tensor) -> Tensor:
-        rows = (jacobians * self.variance().sqrt()).flatten(1)
-        return rows @ rows.T
-
-    def form(self) -> CovarianceForm:
-        return CovarianceForm(self.variance())
-
-    def rows(self, start: int, shape: Shape) -> RowCovariance:
-        return IndependentRows(self.variance())
 
 
 @dataclass(eq=False, repr=False)
@@ -467,7 +426,7 @@ class LatentBlock(Block):
         "drawn weights are exact; the moments and the linearised head match the mean and the variance of every weight"
     )
 
-    makes = SpikeFactor
+    makes = SpikeAndSlab
     trained = True
     tunable: ClassVar[frozenset[str]] = frozenset()
     settled: ClassVar[frozenset[str]] = frozenset({"prior_precision"})
@@ -488,11 +447,11 @@ class LatentBlock(Block):
         inclusion = self.inclusions()
         return inclusion[..., : inclusion.shape[-1] - self.bias]
 
-    def factor(self, settings: Settings) -> SpikeFactor:
-        return SpikeFactor(*self.slabs(), self.inclusions(), self.scale)
+    def covariance(self, settings: Settings) -> SpikeAndSlab:
+        return SpikeAndSlab(*self.slabs(), self.inclusions(), self.scale)
 
     def stored_mean(self) -> Tensor:
-        return self.factor(Settings(1.0, 1.0)).mean()
+        return self.covariance(Settings(1.0, 1.0)).mean()
 
     def summary(self) -> dict[str, Any]:
         chances = self.probabilities()
