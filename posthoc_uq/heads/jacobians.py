@@ -191,40 +191,9 @@ class WeightCovariance:
         return self._of_layers[layer]
 
 
-def one_output(outputs: Tensor, indices: Tensor | None) -> Gradient:
-    """Gradients of single outputs: number i is the i-th output, or with `indices` each sample's ``indices[:, i]``. The
-    number after the last is the mean of all outputs.
-    """
-    samples, size = outputs.shape[0], outputs[0].numel()
-    count = size if indices is None else indices.shape[1]
-
-    def gradient(number: int) -> Tensor:
-        unit = torch.zeros(samples, size, dtype=outputs.dtype, device=outputs.device)
-        if number == count:
-            unit.fill_(1 / size)
-        elif indices is None:
-            unit[:, number] = 1
-        else:
-            unit.scatter_(1, indices[:, number : number + 1], 1)
-        return unit.reshape(outputs.shape)
-
-    return gradient
-
-
-def random_signs(outputs: Tensor, numbers: int, generator: torch.Generator) -> Gradient:
-    """Gradients of sums of all outputs with random signs, the same for every sample (Rademacher vectors)."""
-    shape = (numbers, *outputs.shape[1:])
-    signs = torch.randint(0, 2, shape, generator=generator, device="cpu").to(outputs) * 2 - 1
-
-    def gradient(number: int) -> Tensor:
-        return signs[number].expand(outputs.shape)
-
-    return gradient
-
-
 # Which of a posterior's layers a model uses, and which of them is its last.
 
-_COMPARED = 256  # positions at which a layer's outputs are compared with the model's
+_COMPARED_POSITIONS = 256  # positions at which a layer's outputs are compared with the model's
 
 
 @dataclass(frozen=True)
@@ -286,9 +255,7 @@ def _find_last(capture: Capture, batch: Batch, dtype: torch.dtype, likelihood: L
     layout = likelihood.positions_of(outputs)
     with torch.autocast(outputs.device.type, enabled=False):
         for name in reversed(list(capture.tracked)):
-            if layout is not None and position_rows(recording, capture, name, dtype, layout) is not None:
-                break
-            if layout is None and output_layer(recording, capture, name, dtype) is not None:
+            if output_rows(recording, capture, name, dtype, layout) is not None:
                 break
         else:
             return None
@@ -311,11 +278,19 @@ def _find_last(capture: Capture, batch: Batch, dtype: torch.dtype, likelihood: L
     return name if arrived == [True] else None
 
 
-def output_layer(recording: Recording, capture: Capture, name: str, dtype: torch.dtype) -> Tensor | None:
-    """The activations ``(samples, n)`` of a layer in this pass if its outputs are the model's, else None.
-
-    That is decided by numbers: ``W a`` is recomputed from the layer's input and compared with the model's outputs.
+def output_rows(
+    recording: Recording, capture: Capture, name: str, dtype: torch.dtype, layout: Layout | None
+) -> Tensor | None:
+    """The activations ``(rows, n)`` of a layer in this pass if its outputs are the model's, with a row for each sample
+    or position; else None. That is decided by numbers: ``W a`` is recomputed from the layer's input and compared.
     """
+    if layout is None:
+        return _sample_rows(recording, capture, name, dtype)
+    return _position_rows(recording, capture, name, dtype, layout)
+
+
+def _sample_rows(recording: Recording, capture: Capture, name: str, dtype: torch.dtype) -> Tensor | None:
+    """See `output_rows`."""
     calls, tracked = recording.calls.get(name, []), capture.tracked[name]
     outputs, layer = recording.outputs.detach(), tracked.layer
     samples, size = outputs.shape[0], outputs[0].numel()
@@ -335,14 +310,10 @@ def output_layer(recording: Recording, capture: Capture, name: str, dtype: torch
     return rows if _gives(layer, capture, rows, model_outputs, recording) else None
 
 
-def position_rows(
+def _position_rows(
     recording: Recording, capture: Capture, name: str, dtype: torch.dtype, layout: Layout
 ) -> Tensor | None:
-    """The activations ``(samples * positions, n)`` of a layer in this pass if its outputs at every position are the
-    model's: of a linear layer, or of a pointwise convolution, on the grid of the outputs. Else None.
-
-    That is decided by numbers, as in `output_layer`, at up to `_COMPARED` positions.
-    """
+    """See `output_rows`: of a linear layer, or of a pointwise convolution, on the grid of the outputs."""
     calls, tracked = recording.calls.get(name, []), capture.tracked[name]
     outputs, layer = recording.outputs.detach(), tracked.layer
     if len(calls) != 1 or layer.groups != 1 or layer.outputs != layout.classes(outputs):
@@ -355,7 +326,7 @@ def position_rows(
     if activations.positions != prod(layout.positions(outputs)):
         return None
     rows = activations.rows().flatten(0, 2)
-    step = max(1, len(rows) // _COMPARED)
+    step = max(1, len(rows) // _COMPARED_POSITIONS)
     compared = layout.rows(outputs)[::step].to(dtype)
     return rows if _gives(layer, capture, rows[::step], compared, recording) else None
 
