@@ -17,8 +17,7 @@ from posthoc_uq.layers.layer import Layer
 from posthoc_uq.methods import Curvature
 from posthoc_uq.methods.laplace import Basis, squares_of
 from posthoc_uq.methods.task import Task
-from posthoc_uq.posteriors.block import GROUPS, INPUTS, OUTPUTS, Block, Settings, Stored
-from posthoc_uq.posteriors.covariance import Covariance
+from posthoc_uq.posteriors import GROUPS, INPUTS, OUTPUTS, Block, Covariance, Settings, Stored
 
 
 class SpikeAndSlabWeights(Covariance):

@@ -24,6 +24,7 @@ from posthoc_uq.layers.operands import Operand
 from posthoc_uq.layers.proof import count_samples, prepare
 from posthoc_uq.likelihoods import Likelihood
 from posthoc_uq.likelihoods.labels import Layout
+from posthoc_uq.posteriors import Posterior
 from posthoc_uq.posteriors.covariance import (
     LEAST_SHARE,
     Checked,
@@ -32,7 +33,6 @@ from posthoc_uq.posteriors.covariance import (
     Mode,
     precise_values,
 )
-from posthoc_uq.posteriors.posterior import Posterior
 
 Gradient = Callable[[int], Tensor]
 

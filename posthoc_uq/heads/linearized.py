@@ -43,10 +43,8 @@ from posthoc_uq.likelihoods.draws import LINK_DRAWS, Link, Spread, checked_link,
 from posthoc_uq.likelihoods.labels import Layout, novelty_at
 from posthoc_uq.likelihoods.positions import PositionPrediction
 from posthoc_uq.likelihoods.prediction import Prediction, at_least_float32
-from posthoc_uq.posteriors.block import QUADRATIC
+from posthoc_uq.posteriors import QUADRATIC, Hyperparameters, Posterior
 from posthoc_uq.posteriors.covariance import Mode
-from posthoc_uq.posteriors.posterior import Posterior
-from posthoc_uq.posteriors.settings import Hyperparameters
 
 # Which of a model's outputs the linearised head uses, and how much of their covariance its link gets.
 

@@ -33,10 +33,7 @@ from posthoc_uq.likelihoods.prediction import Prediction
 from posthoc_uq.moments.propagation import products_of, propagate, running_module
 from posthoc_uq.moments.tensor import Covariances, MaxPool, Relu, Rules, Unknown
 from posthoc_uq.moments.unscented import unscented_map
-from posthoc_uq.posteriors.block import ROWS, VARIANCES
-from posthoc_uq.posteriors.covariance import Covariance
-from posthoc_uq.posteriors.posterior import Posterior
-from posthoc_uq.posteriors.settings import ABOUT, Hyperparameters
+from posthoc_uq.posteriors import ABOUT, ROWS, VARIANCES, Covariance, Hyperparameters, Posterior
 
 # The posterior of each layer as the rules of the moments head need it: marginal variances in the weight's
 # shape, and the covariance of each row of weights where it is used.

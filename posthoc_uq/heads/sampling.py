@@ -37,9 +37,7 @@ from posthoc_uq.layers.frozen import (
 )
 from posthoc_uq.layers.layer import Call
 from posthoc_uq.likelihoods.prediction import Prediction, at_least_float32
-from posthoc_uq.posteriors.block import INDEPENDENT, SYMMETRY
-from posthoc_uq.posteriors.posterior import Posterior
-from posthoc_uq.posteriors.settings import ABOUT
+from posthoc_uq.posteriors import ABOUT, INDEPENDENT, SYMMETRY, Posterior
 
 # Draws of a model's weights as an ensemble that runs: one draw after another, or many in one pass.
 #
