@@ -4,9 +4,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any, ClassVar
+from typing import Annotated, Any, ClassVar
 
 import torch
 from torch import Tensor
@@ -17,10 +17,10 @@ from posthoc_uq.layers.layer import Layer
 from posthoc_uq.methods import Curvature
 from posthoc_uq.methods.laplace import Basis, squares_of
 from posthoc_uq.methods.task import Task
-from posthoc_uq.posteriors.block import Block, Factor, Settings, Shape, TensorSpec
+from posthoc_uq.posteriors import GROUPS, INPUTS, OUTPUTS, Block, Covariance, Settings, Stored
 
 
-class SpikeFactor(Factor):
+class SpikeAndSlabWeights(Covariance):
     """Weights that are zero with some probability, and else Gaussian: no Gaussian, and not symmetric."""
 
     centred = False
@@ -34,36 +34,20 @@ class SpikeFactor(Factor):
         return torch.where(kept, slab, torch.zeros_like(slab))
 
 
+@dataclass(eq=False, repr=False)
 class SpikeBlock(Block):
     """Means and variances of the slabs, and the probabilities of not being zero, ``(G, m, n)`` each."""
 
     kind = "spike_slab"
-    makes = SpikeFactor
+    makes = SpikeAndSlabWeights
     tunable: ClassVar[frozenset[str]] = frozenset()
 
-    def __init__(self, mean: Tensor, variances: Tensor, inclusion: Tensor) -> None:
-        self.mean, self.variances, self.inclusion = mean, variances, inclusion
+    mean: Annotated[Tensor, Stored(GROUPS, OUTPUTS, INPUTS)]
+    variances: Annotated[Tensor, Stored(GROUPS, OUTPUTS, INPUTS, non_negative=True)]
+    inclusion: Annotated[Tensor, Stored(GROUPS, OUTPUTS, INPUTS, non_negative=True, largest=1.0)]
 
-    def factor(self, settings: Settings) -> SpikeFactor:
-        return SpikeFactor(self.mean, self.variances, self.inclusion)
-
-    def tensors(self) -> dict[str, Tensor]:
-        return {"mean": self.mean, "variances": self.variances, "inclusion": self.inclusion}
-
-    def attributes(self) -> dict[str, Any]:
-        return {}
-
-    @classmethod
-    def specs(cls, shape: Shape, attributes: Mapping[str, Any]) -> dict[str, TensorSpec]:
-        return {
-            "mean": TensorSpec(shape),
-            "variances": TensorSpec(shape, non_negative=True),
-            "inclusion": TensorSpec(shape, non_negative=True, largest=1.0),
-        }
-
-    @classmethod
-    def restore(cls, attributes: Mapping[str, Any], tensors: Mapping[str, Tensor]) -> Block:
-        return cls(tensors["mean"], tensors["variances"], tensors["inclusion"])
+    def covariance(self, settings: Settings) -> SpikeAndSlabWeights:
+        return SpikeAndSlabWeights(self.mean, self.variances, self.inclusion)
 
     def summary(self) -> dict[str, Any]:
         return {"included": float(self.inclusion.mean())}

@@ -12,8 +12,7 @@ from posthoc_uq.layers.layer import Layer
 from posthoc_uq.methods import Curvature
 from posthoc_uq.methods.laplace import Basis, squares_of
 from posthoc_uq.methods.task import Task
-from posthoc_uq.posteriors.block import Block
-from posthoc_uq.posteriors.laplace import DiagonalBlock
+from posthoc_uq.posteriors import Block, DiagonalBlock
 
 
 @uq.register_method

@@ -21,7 +21,6 @@ from posthoc_uq.posteriors.block import (
     BLOCKS,
     DRAWS,
     FAMILIES,
-    FORM,
     INDEPENDENT,
     LOG_DETERMINANT,
     QUADRATIC,
@@ -29,10 +28,10 @@ from posthoc_uq.posteriors.block import (
     SYMMETRY,
     VARIANCES,
     Block,
-    Factor,
     Settings,
 )
-from posthoc_uq.posteriors.laplace import DiagonalBlock, DiagonalFactor
+from posthoc_uq.posteriors.covariance import Covariance, Diagonal
+from posthoc_uq.posteriors.laplace import DiagonalBlock
 from posthoc_uq.posteriors.posterior import Posterior
 from posthoc_uq.posteriors.settings import Evidence
 
@@ -182,7 +181,7 @@ def test_what_a_posterior_cannot_do_is_refused_in_one_sentence(spikes: tuple[nn.
         (posterior.log_marginal_likelihood, f"log marginal likelihood needs a log-determinant, {end}"),
         (posterior.log_determinant, f"needs a log-determinant, {end}"),
         (posterior.variance, f"needs variances, {end}"),
-        (lambda: posterior.rows("0"), f"needs row covariances, {end}"),
+        (lambda: posterior.of_layer("0"), f"needs row covariances, {end}"),
         (lambda: posterior.quadratic({"0": torch.zeros(1, 1, 4, 4)}), f"needs quadratic forms, {end}"),
         (lambda: uq.wrap(model, posterior, antithetic=True), f"antithetic=True needs symmetric draws, {end}"),
         (lambda: posterior.sample_from([1], signs=[-1]), f"needs symmetric draws, {end}"),
@@ -224,10 +223,8 @@ def test_what_cannot_be_tuned_is_said_and_the_rest_is_tuned(spikes: tuple[nn.Mod
 def test_built_in_blocks_say_what_they_can_do() -> None:
     gaussian = {DRAWS, SYMMETRY, VARIANCES, QUADRATIC, ROWS, LOG_DETERMINANT}
     for kind in ("diagonal", "kfac", "efb", "inf", "dense", "mean_field"):
-        more = ({FORM} if kind != "dense" else set()) | (
-            {INDEPENDENT} if kind in ("diagonal", "mean_field") else set()
-        )
-        assert BLOCKS[kind].makes.capabilities() == gaussian | more
+        more = {INDEPENDENT} if kind in ("diagonal", "mean_field") else set()
+        assert BLOCKS[kind].capabilities() == gaussian | more
     assert {kind for kinds in FAMILIES.values() for kind in kinds} == BLOCKS.keys()
 
 
@@ -242,16 +239,16 @@ def test_two_classes_of_one_kind_are_an_error() -> None:
         with pytest.raises(
             PosthocUQError, match=r"cannot be a block of the kind 'diagonal', which .*DiagonalBlock"
         ):
-            type("Other", (Block,), {"kind": "diagonal", "makes": DiagonalFactor})
+            type("Other", (Block,), {"kind": "diagonal", "makes": Diagonal})
         with pytest.raises(PosthocUQError, match="must say in 'makes'"):
             type("Vague", (Block,), {"kind": "vague"})
     assert before == BLOCKS
 
 
-class _Hidden(Factor):
+class _Hidden(Covariance):
     """A Gaussian that is known by its draws, variances and quadratic forms alone."""
 
-    def __init__(self, own: DiagonalFactor) -> None:
+    def __init__(self, own: Diagonal) -> None:
         self._own = own
 
     def transform(self, noise: Tensor) -> Tensor:
@@ -265,10 +262,10 @@ class _Hidden(Factor):
 
 
 class _HiddenBlock(DiagonalBlock):
-    makes: ClassVar[type[Factor]] = _Hidden
+    makes: ClassVar[type[Covariance]] = _Hidden
 
-    def factor(self, settings: Settings) -> Any:
-        return _Hidden(super().factor(settings))
+    def covariance(self, settings: Settings) -> Any:
+        return _Hidden(super().covariance(settings))
 
 
 @pytest.mark.parametrize("names", [("0", "2"), ("2",)])

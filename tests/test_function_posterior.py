@@ -664,16 +664,17 @@ def test_inputs_of_several_parts_by_a_callable() -> None:
 
 def test_a_block_draws_and_measures_as_its_variances_say() -> None:
     variances = torch.rand(2, 3, 4, dtype=torch.float64, generator=torch.Generator().manual_seed(0))
-    factor = MeanFieldBlock(variances, 10).factor(Settings(10.0, 1.0))
+    covariance = MeanFieldBlock(variances, 10).covariance(Settings(10.0, 1.0))
     noise = torch.randn(5000, 2, 3, 4, dtype=torch.float64, generator=torch.Generator().manual_seed(1))
-    torch.testing.assert_close(factor.transform(noise).var(0), variances, rtol=0.1, atol=0)
+    torch.testing.assert_close(covariance.transform(noise).var(0), variances, rtol=0.1, atol=0)
     rows = torch.randn(3, 2, 3, 4, dtype=torch.float64)
     torch.testing.assert_close(
-        factor.quadratic(rows), rows.flatten(1) @ variances.flatten().diag() @ rows.flatten(1).T
+        covariance.quadratic(rows), rows.flatten(1) @ variances.flatten().diag() @ rows.flatten(1).T
     )
     mean = torch.randn(6, 2, 4, dtype=torch.float64)
     expected = torch.einsum("goi,rgi->rgo", variances, mean.square())
-    torch.testing.assert_close(factor.rows(0, (2, 3, 4)).variance(mean, None), expected)
+    ready = covariance.prepared(torch.float64, mean.device, 2**20)
+    torch.testing.assert_close(ready.output_variance(mean), expected)
 
 
 def test_weights_that_are_certain_have_a_fit_without_a_faithful_prior() -> None:

@@ -313,7 +313,7 @@ def test_few_samples_of_a_wide_layer_leave_kronecker_factors_exact():
     posterior = uq.fit(model, list(x.split(16)), method="kfac", prior_precision=1.0, progress=False)
     (block,) = posterior.blocks.values()
     wide = torch.cat([x, torch.ones(40, 1, dtype=torch.float64)], dim=1)
-    rebuilt = (block.input_basis * block.input_values.unsqueeze(1)) @ block.input_basis.mT
+    rebuilt = (block.input_basis * block.input_eigenvalues.unsqueeze(1)) @ block.input_basis.mT
     torch.testing.assert_close(rebuilt[0], wide.T @ wide / 40, atol=1e-12, rtol=1e-9)
 
 
@@ -364,6 +364,7 @@ def test_a_layer_that_keeps_no_direction_serves_every_head() -> None:
         assert predictor.novelty(x).isfinite().all()
     inputs = torch.cat([x, torch.ones(24, 1)], 1).double()
     of_prior = inputs.square().sum(1, keepdim=True).expand(24, 5) / 2  # weights as the prior has them
-    rows = posterior.rows("0")
-    torch.testing.assert_close(rows.quadratic(inputs.unsqueeze(1)).squeeze(1), of_prior)
-    torch.testing.assert_close(rows.covariance(inputs, None), torch.diag_embed(of_prior))
+    covariance = posterior.of_layer("0").prepared(torch.float64, inputs.device, 2**20)
+    torch.testing.assert_close(covariance.output_variance(inputs.unsqueeze(1)).squeeze(1), of_prior)
+    torch.testing.assert_close(covariance.variances_of(inputs), of_prior)
+    torch.testing.assert_close(covariance.output_covariance(inputs), torch.diag_embed(of_prior))

@@ -16,7 +16,6 @@ from torch.utils._python_dispatch import TorchDispatchMode
 import posthoc_uq as uq
 from posthoc_uq.core.batches import Batch
 from posthoc_uq.core.model import replicate
-from posthoc_uq.heads import jacobians
 from posthoc_uq.heads.functions import function_draws
 from posthoc_uq.heads.jacobians import WeightCovariance
 from posthoc_uq.heads.linearized import LinearizedPredictor
@@ -233,7 +232,7 @@ def test_products_with_the_covariance_of_a_last_layer(options: dict[str, Any]) -
     rows = nn.functional.pad(model[:2](x).detach(), (0, 1), value=1.0)
     eye = torch.eye(7, dtype=torch.float64).repeat(6, 1, 1)
     expected = blocks_of(dense_covariance(model, posterior, x), 6)
-    torch.testing.assert_close(weights.output_product("2", rows)(eye), expected)
+    torch.testing.assert_close(weights.of_layer("2").output_product(rows)(eye), expected)
 
 
 @pytest.mark.parametrize(
@@ -251,18 +250,17 @@ def test_variances_of_many_rows(scale: float, rank: int) -> None:
     posterior = uq.fit(model, [data], "inf", rank=rank, prior_precision=1.0, progress=False, **options)
     posterior.scale = scale
     rows = nn.functional.pad(model[:2](x).detach(), (0, 1), value=1.0)
-    layer = WeightCovariance(posterior, torch.float32, x.device, 2**12).layers["2"]
-    assert layer.low_rank is not None and (2 * layer.low_rank.roots.shape[-1] > 13) == (rank == 1000)
+    layer: Any = WeightCovariance(posterior, torch.float32, x.device, 2**12).of_layer("2")
+    assert (2 * layer.width > 13) == (rank == 1000)
     if scale > 1:  # some rows along the direction that the data settled best, for the first output
-        deviations = layer.weights[0, 0].sqrt()
+        deviations = layer.wide_weights[0, 0].sqrt()
         share = layer.subtracted_rows.reshape(3, -1, 13)[0] / deviations
         rows[::3] = torch.linalg.svd(share).Vh[0] / deviations
-    truth = jacobians.variance(
-        WeightCovariance(posterior, torch.float64, x.device, 2**20).layers["2"], rows.double()
-    )
-    left = truth / (rows.double().square() @ layer.weights[0].double().T)
+    exact = WeightCovariance(posterior, torch.float64, x.device, 2**20).of_layer("2")
+    truth = exact.output_variance(rows.double().unsqueeze(1)).squeeze(1)
+    left = truth / (rows.double().square() @ layer.wide_weights[0].double().T)
     assert bool((left < 0.01).any()) == (scale > 1)
-    torch.testing.assert_close(jacobians.variance_of_many(layer, rows).double(), truth, rtol=1e-4, atol=0)
+    torch.testing.assert_close(layer.variances_of(rows).double(), truth, rtol=1e-4, atol=0)
 
 
 @pytest.mark.parametrize("options", FAMILIES, ids=family_name)

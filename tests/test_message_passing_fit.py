@@ -285,32 +285,32 @@ def blocks(form: str) -> tuple[MessagesBlock, Tensor, Tensor]:
 def test_a_block_against_dense_matrices(form: str) -> None:
     block, mean, covariance = blocks(form)
     torch.testing.assert_close(block.stored_mean()[0], mean)
-    factor = block.factor(Settings(10.0, 1.0))
-    torch.testing.assert_close(factor.variance().flatten(), covariance.diagonal())
+    found = block.covariance(Settings(10.0, 1.0))
+    torch.testing.assert_close(found.variance().flatten(), covariance.diagonal())
     jacobians = normals(5, 1, 2, 4, seed=6)
     expected = jacobians.flatten(1) @ covariance @ jacobians.flatten(1).T
-    torch.testing.assert_close(factor.quadratic(jacobians), expected)
-    whitened = factor.whiten(jacobians)
+    torch.testing.assert_close(found.quadratic(jacobians), expected)
+    whitened = found.whiten(jacobians)
     torch.testing.assert_close(whitened @ whitened.T, expected)
-    torch.testing.assert_close(factor.log_determinant(), -torch.linalg.slogdet(covariance).logabsdet)
+    torch.testing.assert_close(found.log_determinant(), -torch.linalg.slogdet(covariance).logabsdet)
     identity = torch.eye(8, dtype=D).reshape(8, 1, 2, 4)
-    linear = factor.transform(identity).flatten(1)
+    linear = found.transform(identity).flatten(1)
     torch.testing.assert_close(linear.T @ linear, covariance)
     torch.testing.assert_close(
-        block.factor(Settings(20.0, 1.0)).variance(), factor.variance() / 2
+        block.covariance(Settings(20.0, 1.0)).variance(), found.variance() / 2
     )  # twice the scale, half the variance
-    rows = factor.rows(0, (1, 2, 4))
+    rows = found.of_layer(0, (1, 2, 4), (1, 2, 4)).prepared(D, covariance.device, 2**20)
     inputs, spread = normals(6, 1, 4, seed=7), normals(6, 1, 4, seed=8).square()
     inputs[..., -1], spread[..., -1] = 1.0, 0.0
     own = torch.stack([covariance[:4, :4], covariance[4:, 4:]])
     by_mean = torch.einsum("rgi,oij,rgj->rgo", inputs, own, inputs)
-    torch.testing.assert_close(rows.quadratic(inputs), by_mean)
+    torch.testing.assert_close(rows.output_variance(inputs), by_mean)
     by_both = by_mean + torch.einsum("oii,rgi->rgo", own, spread)
-    torch.testing.assert_close(rows.variance(inputs, spread), by_both)
+    torch.testing.assert_close(rows.output_variance(inputs, spread), by_both)
     matrices = torch.diag_embed(spread[:, 0])
-    found = rows.covariance(inputs[:, 0], matrices)
-    torch.testing.assert_close(found, torch.diag_embed(by_both[:, 0]))
-    torch.testing.assert_close(rows.covariance(inputs[:, 0], None), torch.diag_embed(by_mean[:, 0]))
+    of_outputs = rows.output_covariance(inputs[:, 0], matrices)
+    torch.testing.assert_close(of_outputs, torch.diag_embed(by_both[:, 0]))
+    torch.testing.assert_close(rows.output_covariance(inputs[:, 0]), torch.diag_embed(by_mean[:, 0]))
 
 
 @pytest.mark.parametrize("form", ["diagonal", "full"])

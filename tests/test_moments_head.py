@@ -22,7 +22,7 @@ from posthoc_uq.heads.moments import MomentsPredictor
 from posthoc_uq.layers.capture import Capture
 from posthoc_uq.likelihoods import resolve_likelihood
 from posthoc_uq.posteriors.block import Block
-from posthoc_uq.posteriors.information import InformationBlock, InformationFactor
+from posthoc_uq.posteriors.information import InformationBlock, LowRankDiagonal
 from posthoc_uq.posteriors.laplace import DiagonalBlock, EigenvalueCorrectedBlock
 from posthoc_uq.posteriors.posterior import Posterior
 from posthoc_uq.posteriors.settings import Evidence
@@ -552,13 +552,13 @@ def test_calibration_of_outputs_without_a_dimension() -> None:
 def counted_roots(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     """A list to which every computation of the roots of an INF layer's rows appends."""
     calls: list[int] = []
-    own = InformationFactor._row_roots
+    own = LowRankDiagonal._inverse_columns
 
-    def counted(self: InformationFactor, *args: Any) -> Tensor:
+    def counted(self: LowRankDiagonal, *args: Any) -> Tensor:
         calls.append(1)
         return own(self, *args)
 
-    monkeypatch.setattr(InformationFactor, "_row_roots", counted)
+    monkeypatch.setattr(LowRankDiagonal, "_inverse_columns", counted)
     return calls
 
 
@@ -586,9 +586,8 @@ def test_rows_and_variances_of_inf_are_those_of_the_dense_covariance() -> None:
         mean = torch.randn(7, 1, inputs, dtype=torch.float64)
         blocks = covariance.reshape(outputs, inputs, outputs, inputs).diagonal(dim1=0, dim2=2)
         expected = torch.einsum("rgi,ijo,rgj->rgo", mean, blocks, mean)
-        for across in (True, False):
-            found = posterior.rows(name, across=across).quadratic(mean)
-            torch.testing.assert_close(found, expected, rtol=1e-10, atol=1e-12)
+        found = posterior.of_layer(name).prepared(torch.float64, mean.device, 2**20).output_variance(mean)
+        torch.testing.assert_close(found, expected, rtol=1e-10, atol=1e-12)
 
 
 def test_a_wrap_computes_the_rows_of_a_layer_once_and_a_second_wrap_not_at_all(
@@ -610,7 +609,8 @@ def test_a_wrap_computes_the_rows_of_a_layer_once_and_a_second_wrap_not_at_all(
 
 
 def test_what_a_wrap_keeps_has_a_limit(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("posthoc_uq.posteriors.posterior.KEPT_BYTES", 0)
+    for limit in ("KEPT_BYTES", "COVARIANCE_BYTES"):
+        monkeypatch.setattr(f"posthoc_uq.posteriors.posterior.{limit}", 0)
     model, posterior, _ = inf_of_three_layers()
     calls = counted_roots(monkeypatch)
     with warnings.catch_warnings():
@@ -626,6 +626,3 @@ def test_what_is_kept_is_the_callers_to_change() -> None:
     for variance in posterior.variance().values():
         variance.zero_()
     torch.testing.assert_close(posterior.variance(), before)
-    rows = posterior.rows("3")
-    rows.to("meta")
-    assert rows.marginal.is_meta and not posterior.rows("3").marginal.is_meta

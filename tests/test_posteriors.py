@@ -27,7 +27,7 @@ from posthoc_uq.likelihoods import Categorical
 from posthoc_uq.methods import METHODS
 from posthoc_uq.methods.bases import sparsify
 from posthoc_uq.posteriors.block import Settings
-from posthoc_uq.posteriors.information import InformationBlock, InformationFactor
+from posthoc_uq.posteriors.information import InformationBlock, LowRankDiagonal
 from posthoc_uq.posteriors.laplace import DenseBlock
 from posthoc_uq.posteriors.posterior import Posterior
 from posthoc_uq.posteriors.settings import Evidence
@@ -63,7 +63,7 @@ class TestAgainstDense:
         (name,) = posterior.blocks
         shape = (1, 1, GROUPS * SIZE) if kind == "dense" else (GROUPS, OUTPUTS, INPUTS)
         unit = torch.eye(GROUPS * SIZE, dtype=torch.float64).reshape(-1, *shape)
-        linear_map = posterior.factor(name).transform(unit).reshape(GROUPS * SIZE, GROUPS * SIZE).T
+        linear_map = posterior.covariance(name).transform(unit).reshape(GROUPS * SIZE, GROUPS * SIZE).T
         found = linear_map @ linear_map.T
         torch.testing.assert_close(found, torch.block_diag(*covariance), atol=1e-12, rtol=1e-8)
 
@@ -169,7 +169,7 @@ def test_same_law_as_equation_six():
         )
         return f @ f.T
 
-    factor = InformationFactor(
+    factor = LowRankDiagonal(
         ua.unsqueeze(0), ug.unsqueeze(0), lam.sqrt().unsqueeze(0), None, residual.unsqueeze(0)
     )
     unit = torch.eye(m * n, dtype=torch.float64).reshape(-1, 1, m, n)
@@ -212,7 +212,7 @@ def test_padded_groups_do_not_matter():
     """Groups that keep fewer directions are padded with zeros; each equals its own block."""
     block = build("inf", STATISTICS, 3)
     assert isinstance(block, InformationBlock)
-    factor = block.factor(Settings(SCALE, TAU))
+    covariance = block.covariance(Settings(SCALE, TAU))
     for group in range(GROUPS):
         one = slice(group, group + 1)
         width_a = int((block.eigenvalues[group].sum(0) > 0).sum())
@@ -225,7 +225,10 @@ def test_padded_groups_do_not_matter():
             "rescale",
         )
         torch.testing.assert_close(
-            factor.variance()[one], alone.factor(Settings(SCALE, TAU)).variance(), atol=1e-12, rtol=1e-9
+            covariance.variance()[one],
+            alone.covariance(Settings(SCALE, TAU)).variance(),
+            atol=1e-12,
+            rtol=1e-9,
         )
 
 
@@ -344,7 +347,7 @@ def test_float32_survives_stiff_directions(scale, error, weight):
     assert isinstance(block, InformationBlock)
     narrow = InformationBlock(*(t.float() for t in block.tensors().values()), "rescale")
     wide = InformationBlock(*(t.double() for t in narrow.tensors().values()), "rescale")
-    found = narrow.factor(Settings(scale, 1e-2, residual_weight=weight))
+    found = narrow.covariance(Settings(scale, 1e-2, residual_weight=weight))
     precision = wide.dense(scale, weight) + 1e-2 * torch.eye(SIZE, dtype=torch.float64)
     spread = precision.diagonal(dim1=1, dim2=2).rsqrt()
     whitened = precision * spread.unsqueeze(-1) * spread.unsqueeze(-2)
@@ -356,7 +359,8 @@ def test_float32_survives_stiff_directions(scale, error, weight):
     drawn = found.transform(unit).double().square().sum(0)  # the variances of the draws
     torch.testing.assert_close(drawn, expected, atol=0, rtol=error)
     x = torch.randn(4, GROUPS, INPUTS, generator=torch.Generator().manual_seed(0))
-    outputs = found.rows(0, (GROUPS, OUTPUTS, INPUTS)).variance(x, torch.zeros_like(x)).double()
+    ready = found.prepared(torch.float32, x.device, 2**20)
+    outputs = ready.output_variance(x, torch.zeros_like(x)).double()
     rows = covariance.reshape(GROUPS, OUTPUTS, INPUTS, OUTPUTS, INPUTS).diagonal(
         dim1=1, dim2=3
     )  # (G, n, n, m)

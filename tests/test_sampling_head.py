@@ -12,7 +12,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 import posthoc_uq as uq
 from posthoc_uq.core.errors import PosteriorMismatchError, PosthocUQError
 from posthoc_uq.core.model import replicate
-from posthoc_uq.posteriors.block import Factor
+from posthoc_uq.posteriors.covariance import Covariance
 
 
 @pytest.fixture(scope="module")
@@ -129,14 +129,14 @@ def test_every_route_gives_the_draws_of_the_posterior(setting, options):
         torch.testing.assert_close(predictor.outputs(x.clone()), expected, atol=1e-5, rtol=1e-5)
 
 
-class _Rounding(Factor):
-    """A factor whose draws depend a little on how many are made at once, as those of some devices and sizes do."""
+class _Rounding(Covariance):
+    """A covariance whose draws depend a little on how many are made at once, as those of some devices and sizes do."""
 
-    def __init__(self, factor) -> None:
-        self.factor = factor
+    def __init__(self, inner) -> None:
+        self.inner = inner
 
     def transform(self, noise: torch.Tensor) -> torch.Tensor:
-        return self.factor.transform(noise) * (1 + 1e-6 * len(noise))
+        return self.inner.transform(noise) * (1 + 1e-6 * len(noise))
 
 
 @pytest.mark.parametrize("method", without_training())
@@ -152,11 +152,11 @@ def test_a_draw_is_the_same_whatever_else_is_drawn(method):
     posterior = uq.fit(model, [x], method=method, prior_precision=0.01, progress=False)
     many = posterior.sample(7, torch.Generator().manual_seed(1))
     seeds = posterior.draw_seeds(7, torch.Generator().manual_seed(1))
-    alone = posterior.sample_from([seeds[4]], factors=posterior.factors())
+    alone = posterior.sample_from([seeds[4]], covariances=posterior.covariances())
     for name, draws in many.items():
         assert torch.equal(alone[name][0], draws[4])
-    rounding = {name: _Rounding(factor) for name, factor in posterior.factors().items()}
-    many, alone = (posterior.sample_from(some, factors=rounding) for some in (seeds, [seeds[4]]))
+    rounding = {name: _Rounding(own) for name, own in posterior.covariances().items()}
+    many, alone = (posterior.sample_from(some, covariances=rounding) for some in (seeds, [seeds[4]]))
     for name, draws in many.items():
         assert torch.equal(alone[name][0], draws[4])
     with pytest.raises(PosthocUQError, match="number of draws must be"):

@@ -100,15 +100,15 @@ def test_a_prediction_is_of_one_moment(head: str, likelihood: str, meddling: Any
     posterior.settings = first
     own = copy.deepcopy(posterior)
     block = next(iter(own.blocks.values()))
-    made = block.factor
+    made = block.covariance
 
-    def factor(settings: Any) -> Any:
+    def covariance(settings: Any) -> Any:
         _meddle(own)
         return made(settings)
 
     fresh = uq.wrap(model, own, **HEADS[head])
     own.prior_precision = 2.0  # a change, so that factors are made
-    block.factor = factor  # type: ignore[method-assign]
+    block.covariance = covariance  # type: ignore[method-assign]
     fresh.refresh(0)
     own.adjust(temperature=first.temperature, noise_scale=first.noise_scale)
     assert _same(fresh(x), second)
@@ -123,13 +123,13 @@ def test_no_factor_ends_under_the_settings_of_another() -> None:
     posterior.prior_precision = 1.0
     own = copy.deepcopy(posterior)
     for block in own.blocks.values():
-        made = block.factor
+        made = block.covariance
 
-        def factor(settings: Any, made: Any = made) -> Any:
+        def covariance(settings: Any, made: Any = made) -> Any:
             own.prior_precision = 50.0  # between the reading of the settings and the end
             return made(settings)
 
-        block.factor = factor  # type: ignore[method-assign]
+        block.covariance = covariance  # type: ignore[method-assign]
     for value in (1.0, 50.0, 1.0):
         own.prior_precision = value
         for name, variance in own.variance().items():

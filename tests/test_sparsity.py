@@ -43,7 +43,7 @@ def posterior_of(
             along = "outputs" if layer.convolutional else "inputs"
             scale = RandomScale.of(along, bias is not None, form, tensors, seed)
         variances = torch.full_like(means, 0.01)
-        blocks[name] = LatentBinaryBlock(means, variances, inclusion, bias is not None, scale)
+        blocks[name] = LatentBinaryBlock(means, variances, inclusion, bias=bias is not None, scale=scale)
     posterior = uq.Posterior(
         "latent_binary",
         layers,

@@ -167,10 +167,10 @@ def _check_all(
     for name, expected in truth.items():
         block = kfac.blocks[name]
         torch.testing.assert_close(
-            _unpacked(block.input_basis, block.input_values), expected.input_gram(), **TIGHT
+            _unpacked(block.input_basis, block.input_eigenvalues), expected.input_gram(), **TIGHT
         )
         torch.testing.assert_close(
-            _unpacked(block.output_basis, block.output_values), expected.gradient_gram(weights), **TIGHT
+            _unpacked(block.output_basis, block.output_eigenvalues), expected.gradient_gram(weights), **TIGHT
         )
         for found in (efb.blocks[name], inf.blocks[name]):
             reference = expected.eigenvalues(weights, found.input_basis, found.output_basis)

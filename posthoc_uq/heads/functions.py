@@ -16,7 +16,7 @@ from posthoc_uq.core.outputs import output_tensor
 from posthoc_uq.core.progress import in_parts
 from posthoc_uq.layers.calls import PlainAttention
 from posthoc_uq.layers.frozen import called
-from posthoc_uq.posteriors.posterior import Posterior
+from posthoc_uq.posteriors import Posterior
 
 # The linearised model's outputs as differentiable functions of its inputs: ``N(f(x), J(x) Sigma J(x)^T)``
 # with the Jacobian of every sample formed as a tensor.

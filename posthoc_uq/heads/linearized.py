@@ -6,6 +6,7 @@ import copy
 from collections.abc import Callable, Generator, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
+from functools import cached_property
 from math import prod
 from typing import Any, Literal, TypeVar
 
@@ -22,16 +23,11 @@ from posthoc_uq.core.randomness import isolated_random_state
 from posthoc_uq.heads.functions import differentiable_outputs, function_draws
 from posthoc_uq.heads.jacobians import (
     Gradient,
-    Mode,
     TrackedModel,
     WeightCovariance,
-    one_output,
-    output_layer,
-    position_rows,
+    output_rows,
     pull,
-    random_signs,
     track_layers,
-    variance_of_many,
 )
 from posthoc_uq.heads.predictor import (
     GaussianOutputs,
@@ -39,7 +35,6 @@ from posthoc_uq.heads.predictor import (
     check_finite,
     from_gaussian,
 )
-from posthoc_uq.layers.capture import Recording
 from posthoc_uq.layers.frozen import Features, FrozenPart, Twins
 from posthoc_uq.layers.layer import Call
 from posthoc_uq.layers.operands import temporary_limit
@@ -48,9 +43,8 @@ from posthoc_uq.likelihoods.draws import LINK_DRAWS, Link, Spread, checked_link,
 from posthoc_uq.likelihoods.labels import Layout, novelty_at
 from posthoc_uq.likelihoods.positions import PositionPrediction
 from posthoc_uq.likelihoods.prediction import Prediction, at_least_float32
-from posthoc_uq.posteriors.block import QUADRATIC
-from posthoc_uq.posteriors.posterior import Posterior
-from posthoc_uq.posteriors.settings import Hyperparameters
+from posthoc_uq.posteriors import QUADRATIC, Hyperparameters, Posterior
+from posthoc_uq.posteriors.covariance import Mode
 
 # Which of a model's outputs the linearised head uses, and how much of their covariance its link gets.
 
@@ -131,10 +125,15 @@ def check_shape(outputs: Tensor, samples: int) -> None:
         )
 
 
-# The linearisation of one batch by backward passes: the engines ``"exact"`` and ``"last_layer"``.
+# The linearisation of one batch. Outputs without positions (pixels, tokens) are those of one position.
 
-_AT_ONCE = 2**16  # logits whose covariance is reduced to its leading directions at once
-_STORED = 4  # output gradients of more than this many memory budgets split the batch
+_MAX_BACKWARD = (
+    256  # passes that `engine="auto"` takes for outputs with positions; of more it draws the function
+)
+_MAX_SPREAD = 2**16  # logits whose covariance is reduced to its leading directions at once
+_MAX_PROBED = 2**20  # numbers of draws that are reduced to leading directions at once
+_MAX_ROW_BYTES = 2**24  # of the temporaries of rows that are computed at once
+_STORED_BUDGETS = 4  # output gradients of more than this many memory budgets split the batch
 
 
 @dataclass(frozen=True)
@@ -148,7 +147,7 @@ class Engine:
         covariance: gives that of the weights on a device.
         chosen: the outputs that are used.
         dtype: of activations and output gradients.
-        budget: bytes that one temporary may take, or None for the default.
+        budget: bytes that one temporary may take.
     """
 
     name: str
@@ -157,181 +156,395 @@ class Engine:
     covariance: Callable[[torch.device], WeightCovariance]
     chosen: ChosenOutputs
     dtype: torch.dtype
-    budget: int | None
+    budget: int
 
 
-class Linearization:
-    """One forward pass of a batch, and the backward passes for the covariance of its outputs.
+class _Outputs:
+    """The outputs of a batch as rows, one for each sample and place: the positions that are used, or the one place of
+    outputs without positions.
 
     Attributes:
-        mean: outputs ``(samples, ...)``.
+        mean: the outputs used, in the shape of the model's, the positions that were picked as one dimension.
+        layout: of outputs with positions; None without.
+        sizes: of the dimensions that count the model's positions.
+        picked: the positions used, ``(k,)``, or None for all.
         watched: the calls of the layer whose inputs novelty is measured by.
     """
 
     def __init__(
-        self, engine: Engine, batch: Batch, samples: int, recording: Recording | None = None
+        self, outputs: Tensor, samples: int, layout: Layout | None, chosen_positions: Tensor | None
     ) -> None:
-        self._engine, self._batch, self._samples = engine, batch, samples
-        self._recording = engine.tracked.capture.run(batch, samples) if recording is None else recording
-        self.mean = self._recording.outputs.detach()
-        check_shape(self.mean, samples)
-        self._device = self.mean.device
+        self.layout, self._outputs, self._samples = layout, outputs, samples
+        self.watched: list[Call] = []
+        self.sizes: tuple[int, ...] = ()
+        if layout is None:
+            check_shape(outputs, samples)
+        else:
+            layout.check(outputs)
+            self.sizes = layout.positions(outputs)
+        self.picked = picked_positions(chosen_positions, self.sizes)
+        self._places = torch.arange(prod(self.sizes), device="cpu") if self.picked is None else self.picked
+        self._rows = self._used(outputs.reshape(samples, -1) if layout is None else layout.rows(outputs))
+        self.mean = self._whole(self._rows)
+
+    def _used(self, rows: Tensor) -> Tensor:
+        """Rows of all positions ``(samples * positions, ...)``, of those that are used."""
+        if self.picked is None:
+            return rows
+        chosen = rows.reshape(self._samples, -1, rows.shape[-1])[:, self.picked.to(rows.device)]
+        return chosen.flatten(0, 1)
+
+    def _whole(self, rows: Tensor) -> Tensor:
+        """Rows in the shape of `mean`."""
+        if self.layout is None:
+            return rows.reshape(self._outputs.shape)
+        return self.layout.whole(rows, self.sizes if self.picked is None else (len(self.picked),))
+
+    def _by_place(self, covariances: Tensor) -> Tensor:
+        """Covariances of rows, ``(samples * places, ...)``, as `functional_covariance` gives them."""
+        if self.layout is None:
+            return covariances
+        return covariances.reshape(self._samples, len(self._places), *covariances.shape[1:])
+
+
+def _selected(covariance: Tensor, indices: Tensor | None, joint: bool) -> Tensor:
+    """Rows' covariances ``(rows, classes, classes)``, or with `joint` the one of all of them, of the classes at
+    `indices`, ``(rows, k)``.
+    """
+    if indices is None:
+        return covariance
+    if joint:
+        classes = len(covariance) // len(indices)
+        flat = (indices + torch.arange(len(indices), device=indices.device).unsqueeze(1) * classes).flatten()
+        return covariance[flat][:, flat]
+    rows = torch.arange(len(indices), device=indices.device)[:, None, None]
+    return covariance[rows, indices.unsqueeze(2), indices.unsqueeze(1)]
+
+
+class Linearization(_Outputs):
+    """One forward pass of a batch, and the backward passes for the covariance of its outputs; none where the last layer
+    has a closed form.
+    """
+
+    def __init__(
+        self,
+        engine: Engine,
+        batch: Batch,
+        samples: int,
+        layout: Callable[[Tensor], Layout | None],
+        positions: Tensor | None,
+    ) -> None:
+        """
+        Args:
+            engine: what all batches share.
+            batch: the model's arguments.
+            samples: in the batch.
+            layout: gives that of outputs with positions.
+            positions: those that are used.
+        """
+        self._engine, self._batch, self._given = engine, batch, (layout, positions)
+        self._recording = engine.tracked.capture.run(batch, samples)
+        outputs = self._recording.outputs.detach()
+        super().__init__(outputs, samples, layout(outputs), positions)
+        self.watched = self._recording.watched
+        self._device = outputs.device
         self._weights = engine.covariance(self._device)
-        self.watched: list[Call] = self._recording.watched
+        self._closed = self._closed_form()
+
+    @property
+    def backward_passes(self) -> int:
+        """How many the covariances of this batch take."""
+        if self._closed is not None:
+            return 0
+        return len(self._places) * (self._engine.chosen.number(self._rows) or self._rows.shape[1])
 
     def gaussian(self) -> GaussianOutputs:
         """Mean, variance, and as much of the covariance as the link can use."""
-        mean, chosen = self.mean, self._engine.chosen
-        if chosen.wants_covariance(mean):
-            covariance = self._covariance(None, joint=False)
-            return GaussianOutputs(mean, covariance.diagonal(dim1=1, dim2=2), covariance)
-        if not chosen.wants_spread():
-            return GaussianOutputs(mean, self.variance())
-        with torch.autocast(self._device.type, enabled=False):
-            last_layer = self._closed_form()
-            if last_layer is not None:
-                variance = self.variance()
-                return GaussianOutputs(
-                    mean, variance, last_layer_spread(self._weights, *last_layer, mean, variance)
-                )
-        indices = chosen.indices(mean)
-        if indices is None:
-            return GaussianOutputs(mean, self.variance())
-        # with the mean of all logits, for the covariance of the centred ones
-        return GaussianOutputs(mean, *self._top_spread(indices))
+        if self._closed is not None:
+            with torch.autocast(self._device.type, enabled=False):
+                variance = self._closed_variance()
+                return GaussianOutputs(self.mean, self._whole(variance), self._closed_covariance_of(variance))
+        parts = [self._gaussian_at(place) for place in in_parts(range(len(self._places)))]
+        variance = torch.stack([variance for variance, _ in parts], 1).flatten(0, 1)
+        spreads = [spread for _, spread in parts if isinstance(spread, Spread)]
+        covariances = [covariance for _, covariance in parts if isinstance(covariance, Tensor)]
+        covariance: Tensor | Spread | None = None
+        if spreads:
+            covariance = Spread(*(torch.stack(each, 1).flatten(0, 1) for each in zip(*spreads, strict=True)))
+        elif covariances:
+            covariance = torch.stack(covariances, 1).flatten(0, 1)
+        return GaussianOutputs(self.mean, self._whole(variance), covariance)
 
     def variance(self) -> Tensor:
-        """Variance of every output, ``(samples, outputs)``."""
-        outputs, samples = self.mean, self._samples
-        with torch.autocast(self._device.type, enabled=False):
-            only_layer = self._closed_form()
-            if only_layer is not None:
-                return self._as_result(self._weights.output_variance(*only_layer).clamp(min=0))
-            indices, size = self._engine.chosen.indices(outputs), outputs[0].numel()
-            number = size if indices is None else indices.shape[1]
-            last = None if indices is None else self._last_layer()
-            variance = self._as_result(self._variances(one_output(outputs, indices), number).clamp(min=0))
-            if indices is None:
-                return variance
-            if last is None:
-                other_variance = variance.mean(1, keepdim=True).expand(samples, size)
-            else:
-                other_variance = self._weights.output_variance(*last).clamp(min=0)
-            return other_variance.to(variance).scatter(1, indices, variance)
+        """Variance of every output that is used, shaped like `mean`."""
+        if self._closed is not None:
+            with torch.autocast(self._device.type, enabled=False):
+                return self._whole(self._closed_variance())
+        parts = [self._variance_at(place) for place in in_parts(range(len(self._places)))]
+        return self._whole(torch.stack(parts, 1).flatten(0, 1))
 
     def covariance(self, joint: bool) -> Tensor:
         """Covariance of the outputs that are used; see `LinearizedPredictor.functional_covariance`."""
-        return self._covariance(self._engine.chosen.indices(self.mean), joint)
+        indices = self._engine.chosen.indices(self._rows)
+        if self._closed is not None and (indices is None or self.layout is not None):
+            with torch.autocast(self._device.type, enabled=False):
+                if joint:
+                    name, rows = self._closed
+                    found = self._weights.of_layer(name).output_covariance(rows, joint=True)
+                    return self._as_result(_selected(found, indices, True))
+                return self._by_place(_selected(self._closed_covariance(), indices, False))
+        if joint:
+            return self._joint()
+        parts: list[Tensor] = []
+        for place in in_parts(range(len(self._places))):
+            parts.append(self._contracted(place, self._engine.chosen.indices(self._at(place))))
+        return self._by_place(torch.stack(parts, 1).flatten(0, 1))
 
     def trace(self, probes: int) -> Tensor:
-        """The sum of all outputs' variances, ``(samples,)``; by random signs if outputs outnumber probes."""
-        outputs, size = self.mean, self.mean[0].numel()
+        """The sum of the variances of all outputs that are used, ``(samples,)``; by random signs if these outnumber
+        probes.
+        """
+        size = len(self._places) * self._rows.shape[1]
+        if self._closed is not None or (size <= probes and self.layout is not None):
+            return self.variance().reshape(self._samples, -1).sum(1)
         with torch.autocast(self._device.type, enabled=False):
-            last_layer = self._closed_form()
-            if last_layer is not None:
-                variances = self._weights.output_variance(*last_layer)
-            elif size <= probes:
-                variances = self._variances(one_output(outputs, None), size)
-            else:
-                signs = random_signs(outputs, probes, torch.Generator().manual_seed(0))
-                variances = self._variances(signs, probes) / probes
-            return self._as_result(variances.sum(1))
+            if size <= probes:
+                return self._as_result(self._variances(self._one_class(0, None), size).sum(1))
+            signs = self._random_signs(probes, torch.Generator().manual_seed(0))
+            return self._as_result(self._variances(signs, probes).sum(1) / probes)
 
     def _as_result(self, computed: Tensor) -> Tensor:
         return computed.to(self._device, self._engine.dtype)
 
-    def _top_spread(self, indices: Tensor) -> tuple[Tensor, Spread]:
-        """Variances of all logits, and the covariance of the centred ones: exact between those at `indices`; the others
-        count as independent.
-        """
-        top = self._covariance(indices, joint=False, centre=True)
-        others = other_variances(self._weights, self._last_layer(), self.mean, top)
-        return top_spread(self.mean, indices, top, *others)
-
-    def _variances(self, gradient: Gradient, number: int) -> Tensor:
-        """Variances of functions of the outputs, ``(samples, functions)``, as many at once as memory allows."""
-        step = max(1, self._stored() // max(1, self._size()))
-        variances: list[Tensor] = []
-        for start in in_parts(range(0, number, step)):
-            numbers = range(start, min(number, start + step))
-            last = numbers.stop == number
-            with share(0, 0.5):
-                pulled = pull(self._recording, gradient, numbers, self._engine.dtype, last=last)
-            with share(0.5, 1):
-                variances.append(self._weights.contract(pulled, self._samples, len(numbers), "variance"))
-        return torch.cat(variances, dim=1)
-
-    def _covariance(self, indices: Tensor | None, joint: bool, centre: bool = False) -> Tensor:
-        """Covariance of all outputs, or of those at `indices`; with `centre` the mean of all outputs comes last, as one
-        more. A batch whose output gradients take too much memory is split in two.
-        """
-        number = (self.mean[0].numel() if indices is None else indices.shape[1]) + centre
-        with torch.autocast(self._device.type, enabled=False):
-            last_layer = self._closed_form()
-            if last_layer is not None and indices is None:
-                return self._as_result(self._weights.output_covariance(*last_layer, joint))
-        if not joint and self._samples > 1 and self._size() * number > self._stored():
-            return self._in_halves(indices, centre)
-        mode: Mode = "joint" if joint else "covariance"
-        with torch.autocast(self._device.type, enabled=False):
-            gradient = one_output(self.mean, indices)
-            with share(0, 0.5):
-                pulled = pull(self._recording, gradient, range(number), self._engine.dtype, last=True)
-            with share(0.5, 1):
-                return self._as_result(self._weights.contract(pulled, self._samples, number, mode))
-
-    def _in_halves(self, indices: Tensor | None, centre: bool) -> Tensor:
-        samples, parts = self._samples, list[Tensor]()
-        del self._recording  # its graph is not needed any more
-        for start, stop in in_parts(((0, samples // 2), (samples // 2, samples))):
-            half = Linearization(self._engine, self._batch.narrow(start, stop - start, samples), stop - start)
-            half_indices = None if indices is None else indices[start:stop]
-            parts.append(half._covariance(half_indices, joint=False, centre=centre))
-        return torch.cat(parts)
+    # The closed form
 
     def _closed_form(self) -> tuple[str, Tensor] | None:
-        """Name and activations of the last layer, if the posterior covers no other and the engine may use it."""
+        """Name and activations ``(rows, n)`` of the last layer, if the posterior covers no other and the engine may use
+        it.
+        """
         name, layers = self._engine.name, self._engine.layers
         if name == "exact":
             return None
-        last_layer = self._last_layer() if len(layers) == 1 else None
-        if last_layer is None and name == "last_layer":
-            raise PosthocUQError(
-                f"engine='last_layer' needs a posterior of one layer whose outputs are the model's; this one has "
-                f"{len(layers)} layers ({list(layers)[-3:]}). Fit with layers='last', or use engine='exact'."
+        last = self._last_layer if len(layers) == 1 else None
+        if last is None and name == "last_layer":
+            what = (
+                "whose outputs are the model's"
+                if self.layout is None
+                else "that gives every position its outputs"
             )
-        return last_layer
+            raise PosthocUQError(
+                f"engine='last_layer' needs a posterior of one layer {what}; this one has {len(layers)} layers "
+                f"({list(layers)[-3:]}). Fit with layers='last', or use engine='exact'."
+            )
+        return last
 
+    @cached_property
     def _last_layer(self) -> tuple[str, Tensor] | None:
         """Name and activations of the layer whose outputs are the model's, if the posterior covers it."""
         tracked = self._engine.tracked
         if tracked.last is None:
             return None
         with torch.autocast(self._device.type, enabled=False):
-            rows = output_layer(self._recording, tracked.capture, tracked.last, self._engine.dtype)
-        return None if rows is None else (tracked.last, rows)
+            rows = output_rows(
+                self._recording, tracked.capture, tracked.last, self._engine.dtype, self.layout
+            )
+        return None if rows is None else (tracked.last, self._used(rows))
+
+    def _closed_parts(self) -> Iterator[Tensor]:
+        """The last layer's activations, a few rows at a time."""
+        assert self._closed is not None
+        rows = self._closed[1]
+        limit = min(_MAX_ROW_BYTES, self._engine.budget)
+        yield from rows.split(max(1, limit // (8 * self._rows.shape[1] * (4 + rows.shape[1]))))
+
+    def _closed_variance(self) -> Tensor:
+        assert self._closed is not None
+        return self._as_result(last_variance(self._weights, self._closed))
+
+    def _closed_covariance(self) -> Tensor:
+        assert self._closed is not None
+        layer = self._weights.of_layer(self._closed[0])
+        return torch.cat([self._as_result(layer.output_covariance(part)) for part in self._closed_parts()])
+
+    def _closed_covariance_of(self, variance: Tensor) -> Tensor | Spread | None:
+        """As much of the rows' covariance as the link can use; of many positions not the matrices."""
+        assert self._closed is not None
+        chosen, (name, activations) = self._engine.chosen, self._closed
+        if chosen.wants_covariance(self._rows) and (self.layout is None or chosen.link == "bridge"):
+            return self._closed_covariance()
+        if not chosen.wants_spread():
+            return None
+        layer, classes = self._weights.of_layer(name), variance.shape[1]
+        if chosen.link == "probit":  # which takes the variances of the centred logits alone
+            means: list[Tensor] = []
+            for part in self._closed_parts():
+                ones = part.new_ones(len(part), classes, 1)
+                means.append(self._as_result(layer.output_product(part)(ones)[:, :, 0]))
+            sums = torch.cat(means) / classes
+            centred = (variance - 2 * sums + sums.mean(1, keepdim=True)).clamp(min=0)
+            return Spread(centred.new_zeros(*centred.shape, 0), centred * _independent(classes))
+        # a few samples at a time: products with a covariance of many classes are large
+        step = max(1, _MAX_SPREAD // classes)
+        parts = [
+            of_product(m.to(v.dtype), v, layer.output_product(a))
+            for a, m, v in zip(
+                activations.split(step), self._rows.split(step), variance.split(step), strict=True
+            )
+        ]
+        return Spread(torch.cat([part.root for part in parts]), torch.cat([part.rest for part in parts]))
+
+    # Backward passes
+
+    def _at(self, place: int) -> Tensor:
+        """The outputs at one place, ``(samples, classes)``."""
+        return self._rows.reshape(self._samples, len(self._places), -1)[:, place]
+
+    def _one_class(self, place: int, indices: Tensor | None) -> Gradient:
+        """Gradients of single outputs at one place: number i is the i-th class, or with `indices` each sample's
+        ``indices[:, i]``; the number after the last is the mean of all classes.
+        """
+        rows, position, size = self._rows, int(self._places[place]), prod(self.sizes)
+        classes = rows.shape[1]
+        count = classes if indices is None else indices.shape[1]
+
+        def gradient(number: int) -> Tensor:
+            unit = torch.zeros(self._samples, size, classes, dtype=rows.dtype, device=rows.device)
+            if number == count:
+                unit[:, position] = 1 / classes
+            elif indices is None:
+                unit[:, position, number] = 1
+            else:
+                unit[:, position].scatter_(1, indices[:, number : number + 1], 1)
+            return self._of_all_places(unit)
+
+        return gradient
+
+    def _of_all_places(self, values: Tensor) -> Tensor:
+        """Numbers ``(samples, positions, classes)`` in the shape of the model's outputs."""
+        if self.layout is None:
+            return values.reshape(self._outputs.shape)
+        return self.layout.whole(values.flatten(0, 1), self.sizes)
+
+    def _random_signs(self, numbers: int, generator: torch.Generator) -> Gradient:
+        """Gradients of sums of all outputs that are used with random signs, the same for every sample (Rademacher
+        vectors).
+        """
+        shape = numbers, len(self._places), self._rows.shape[1]
+        signs = torch.randint(0, 2, shape, generator=generator, device="cpu").to(self._rows) * 2 - 1
+
+        def gradient(number: int) -> Tensor:
+            whole = signs.new_zeros(self._samples, prod(self.sizes), shape[2])
+            whole[:, self._places.to(whole.device)] = signs[number]
+            return self._of_all_places(whole)
+
+        return gradient
+
+    def _gaussian_at(self, place: int) -> tuple[Tensor, Tensor | Spread | None]:
+        """Variances of the outputs at one place, ``(samples, classes)``, and what the link uses of their covariance."""
+        mean, chosen = self._at(place), self._engine.chosen
+        if chosen.wants_covariance(mean):
+            covariance = self._contracted(place, None)
+            return covariance.diagonal(dim1=1, dim2=2), covariance
+        indices = chosen.indices(mean)
+        if indices is None or not chosen.wants_spread():
+            return self._variance_at(place), None
+        last = self._last_at(place)
+        # with the mean of all logits, for the covariance of the centred ones
+        top = self._contracted(place, indices, centre=True)
+        with torch.autocast(self._device.type, enabled=False):
+            return top_spread(mean, indices, top, *other_variances(self._weights, last, mean, top))
+
+    def _last_at(self, place: int) -> tuple[str, Tensor] | None:
+        """`_last_layer` at one place."""
+        if self._last_layer is None:
+            return None
+        name, rows = self._last_layer
+        return name, rows.reshape(self._samples, len(self._places), -1)[:, place]
+
+    def _variance_at(self, place: int) -> Tensor:
+        """Variances of the outputs at one place, ``(samples, classes)``."""
+        mean = self._at(place)
+        indices, last = self._engine.chosen.indices(mean), None
+        with torch.autocast(self._device.type, enabled=False):
+            if indices is not None:
+                last = self._last_at(place)
+            number = mean.shape[1] if indices is None else indices.shape[1]
+            gradient = self._one_class(place, indices)
+            variance = self._as_result(self._variances(gradient, number, place).clamp(min=0))
+            if indices is None:
+                return variance
+            if last is None:
+                others = variance.mean(1, keepdim=True).expand(mean.shape)
+            else:
+                others = last_variance(self._weights, last).to(variance)
+            return others.scatter(1, indices, variance)
+
+    def _variances(self, gradient: Gradient, number: int, place: int = -1) -> Tensor:
+        """Variances of functions of the outputs, ``(samples, functions)``, as many at once as memory allows."""
+        step = max(1, self._stored() // max(1, self._size()))
+        variances: list[Tensor] = []
+        for start in in_parts(range(0, number, step)):
+            numbers = range(start, min(number, start + step))
+            last = numbers.stop == number and self._is_last(place)
+            with share(0, 0.5):
+                pulled = pull(self._recording, gradient, numbers, self._engine.dtype, last=last)
+            with share(0.5, 1):
+                variances.append(self._weights.contract(pulled, self._samples, len(numbers), "variance"))
+        return torch.cat(variances, dim=1)
+
+    def _contracted(self, place: int, indices: Tensor | None, centre: bool = False) -> Tensor:
+        """Covariance of all outputs at one place, or of those at `indices`; with `centre` the mean of all outputs comes
+        last, as one more. A batch whose output gradients take too much memory is split in two.
+        """
+        number = (self._rows.shape[1] if indices is None else indices.shape[1]) + centre
+        if self._samples > 1 and self._size() * number > self._stored():
+            return self._in_halves(place, indices, centre)
+        gradient = self._one_class(place, indices)
+        return self._of_functions(gradient, number, "covariance", self._is_last(place))
+
+    def _of_functions(self, gradient: Gradient, number: int, mode: Mode, last: bool) -> Tensor:
+        with torch.autocast(self._device.type, enabled=False):
+            with share(0, 0.5):
+                pulled = pull(self._recording, gradient, range(number), self._engine.dtype, last=last)
+            with share(0.5, 1):
+                return self._as_result(self._weights.contract(pulled, self._samples, number, mode))
+
+    def _is_last(self, place: int) -> bool:
+        """Whether no other place follows; -1 is the last one."""
+        return place in (-1, len(self._places) - 1)
+
+    def _in_halves(self, place: int, indices: Tensor | None, centre: bool) -> Tensor:
+        samples, parts = self._samples, list[Tensor]()
+        if self._is_last(place):
+            del self._recording  # its graph is not needed any more
+        for start, stop in in_parts(((0, samples // 2), (samples // 2, samples))):
+            part = self._batch.narrow(start, stop - start, samples)
+            half = Linearization(self._engine, part, stop - start, *self._given)
+            half_indices = None if indices is None else indices[start:stop]
+            parts.append(half._contracted(place, half_indices, centre))
+        return torch.cat(parts)
+
+    def _joint(self) -> Tensor:
+        """Covariance of all outputs that are used, by sample, place and class."""
+        gradients: list[Gradient] = []
+        for place in range(len(self._places)):
+            indices = self._engine.chosen.indices(self._at(place))
+            gradients.append(self._one_class(place, indices))
+        each = self._engine.chosen.number(self._rows) or self._rows.shape[1]
+        number = each * len(gradients)
+        return self._of_functions(lambda n: gradients[n // each](n % each), number, "joint", True)
 
     def _size(self) -> int:
         """Bytes of output gradients that one backward pass hands over."""
         return self._recording.numbers * torch.finfo(self._engine.dtype).bits // 8
 
     def _stored(self) -> int:
-        budget = self._engine.budget
-        return _STORED * (TEMPORARY_BYTES if budget is None else budget)
+        return _STORED_BUDGETS * self._engine.budget
 
 
-def last_layer_spread(
-    weights: WeightCovariance, layer: str, rows: Tensor, mean: Tensor, variance: Tensor
-) -> Spread:
-    """Spread of the last layer's outputs by its own weights, a few samples at a time: products with a covariance of
-    many classes are large.
-    """
-    step = max(1, _AT_ONCE // max(1, mean[0].numel()))
-    parts = [
-        of_product(m.to(v.dtype), v, weights.output_product(layer, a))
-        for a, m, v in zip(rows.split(step), mean.split(step), variance.split(step), strict=True)
-    ]
-    return Spread(torch.cat([part.root for part in parts]), torch.cat([part.rest for part in parts]))
+def last_variance(weights: WeightCovariance, last: tuple[str, Tensor]) -> Tensor:
+    """Variances of a layer's outputs by its own weights, by its name and activations."""
+    return weights.of_layer(last[0]).variances_of(last[1]).clamp(min=0)
 
 
 def other_variances(
@@ -348,9 +561,9 @@ def other_variances(
     """
     size = mean[0].numel()
     if last is not None:
-        variance = weights.output_variance(*last).clamp(min=0)
+        variance = last_variance(weights, last)
         ones = torch.ones(*variance.shape, 1, dtype=last[1].dtype, device=last[1].device)
-        sums = weights.output_product(*last)(ones)[:, :, 0].to(variance) / size
+        sums = weights.of_layer(last[0]).output_product(last[1])(ones)[:, :, 0].to(variance) / size
         return variance, (variance - 2 * sums + sums.mean(1, keepdim=True)).clamp(min=0)
     diagonal = top.diagonal(dim1=1, dim2=2)
     centred = diagonal[:, :-1] - 2 * top[:, :-1, -1] + diagonal[:, -1:]
@@ -453,300 +666,6 @@ def picked_positions(chosen: Tensor | None, positions: tuple[int, ...]) -> Tenso
     return (indices * strides).sum(1)
 
 
-# The linearisation of one batch whose outputs have positions: in closed form for the last layer, by backward
-# passes of single outputs at a few positions, or by draws of its function.
-#
-# Positions and classes are as rows, see `Layout`; covariances are those of the classes of one position.
-
-MOST_BACKWARD = (
-    256  # backward passes that `engine="auto"` takes for a batch; of more outputs it draws the function
-)
-_POSITION_BYTES = 2**24  # of the temporaries of rows that are computed at once
-_ROWS_PER_INPUT = (
-    4  # with more rows than this for each of a layer's inputs, covariances are formed for the variances
-)
-_MOST_NUMBERS = 2**24  # of these covariances
-
-
-class _Rows:
-    """Outputs as rows of the positions that are used, and what is made of their moments.
-
-    Attributes:
-        mean: the outputs used, in the layout of the model's, the positions that were picked as one dimension.
-        sizes: of the dimensions that count the model's positions.
-        picked: the positions used, ``(k,)``, or None for all.
-    """
-
-    def __init__(self, dtype: torch.dtype, outputs: Tensor, layout: Layout, picked: Tensor | None) -> None:
-        self._dtype, self._layout = dtype, layout
-        layout.check(outputs)
-        self._outputs, self._samples = outputs, outputs.shape[0]
-        self.sizes = layout.positions(outputs)
-        self.picked = picked
-        self._places = picked if picked is not None else torch.arange(prod(self.sizes), device="cpu")
-        self._positions = self.sizes if picked is None else (len(picked),)
-        self._row_mean = self._of_all_rows(layout.rows(outputs))
-        self.mean = layout.whole(self._row_mean, self._positions)
-
-    def _of_all_rows(self, rows: Tensor) -> Tensor:
-        """Rows of all positions ``(samples * positions, ...)``, of those that are used."""
-        if self.picked is None:
-            return rows
-        chosen = rows.reshape(self._samples, -1, rows.shape[-1])[:, self.picked.to(rows.device)]
-        return chosen.flatten(0, 1)
-
-    def _whole(self, rows: Tensor) -> Tensor:
-        return self._layout.whole(rows, self._positions)
-
-    def _as_result(self, computed: Tensor) -> Tensor:
-        return computed.to(self._outputs.device, self._dtype)
-
-
-class PositionLinearization(_Rows):
-    """One forward pass of a batch, and what the covariance of its outputs at every position takes.
-
-    Attributes:
-        watched: the calls of the layer whose inputs novelty is measured by.
-    """
-
-    def __init__(self, engine: Engine, recording: Recording, layout: Layout, picked: Tensor | None) -> None:
-        super().__init__(engine.dtype, recording.outputs.detach(), layout, picked)
-        self._engine, self._recording = engine, recording
-        self._weights = engine.covariance(self._outputs.device)
-        self.watched: list[Call] = recording.watched
-        self._last = self._find_last()
-
-    def _find_last(self) -> tuple[str, Tensor] | None:
-        """Name and activations ``(rows, n)`` of the layer that gives every position its outputs, if the posterior
-        covers no other layer and the engine may use it.
-        """
-        name, tracked = self._engine.name, self._engine.tracked
-        if name != "exact" and len(self._engine.layers) == 1 and tracked.last is not None:
-            with torch.autocast(self._outputs.device.type, enabled=False):
-                rows = position_rows(
-                    self._recording, tracked.capture, tracked.last, self._dtype, self._layout
-                )
-            if rows is not None:
-                return tracked.last, self._of_all_rows(rows)
-        if name == "last_layer":
-            raise PosthocUQError(
-                f"engine='last_layer' needs a posterior of one layer that gives every position its outputs: a linear "
-                f"layer or a pointwise convolution; this one has {list(self._engine.layers)[-3:]}. Fit with "
-                f"layers='last', use engine='jvp', or engine='exact' with positions=."
-            )
-        return None
-
-    @property
-    def backward_passes(self) -> int:
-        """How many the covariances of this batch take."""
-        if self._last is not None:
-            return 0
-        return len(self._places) * (self._engine.chosen.number(self._row_mean) or self._row_mean.shape[1])
-
-    def variance(self) -> Tensor:
-        """Variance of every output that is used, shaped like `mean`."""
-        with torch.autocast(self._outputs.device.type, enabled=False):
-            if self._last is not None:
-                return self._whole(self._closed_variance())
-            parts = [self._one_position(place)[0] for place in in_parts(range(len(self._places)))]
-            return self._whole(torch.stack(parts, 1).flatten(0, 1))
-
-    def gaussian(self) -> GaussianOutputs:
-        """Mean, variance, and as much of the rows' covariance as the link can use."""
-        link, classes = self._engine.chosen.link, self._row_mean.shape[1]
-        with torch.autocast(self._outputs.device.type, enabled=False):
-            if self._last is None:
-                parts = [self._one_position(place) for place in in_parts(range(len(self._places)))]
-                variance = torch.stack([part[0] for part in parts], 1).flatten(0, 1)
-                spreads = [part[1] for part in parts]
-                covariance = Spread(
-                    torch.stack([spread.root for spread in spreads], 1).flatten(0, 1),
-                    torch.stack([spread.rest for spread in spreads], 1).flatten(0, 1),
-                )
-                return GaussianOutputs(self.mean, self._whole(variance), covariance)
-            variance = self._closed_variance()
-            if link == "probit":
-                covariance = self._centred(variance)
-            elif link == "mc":
-                covariance = last_layer_spread(self._weights, *self._last, self._row_mean, variance)
-            else:
-                few = classes <= 50
-                covariance = self._closed_covariance() if few else None
-        return GaussianOutputs(self.mean, self._whole(variance), covariance)
-
-    def _closed_parts(self) -> Iterator[Tensor]:
-        """The last layer's activations, a few rows at a time."""
-        assert self._last is not None
-        name, rows = self._last
-        layer = self._weights.layers.get(name)
-        directions = 0 if layer is None or layer.low_rank is None else rows.shape[1]
-        limit = min(_POSITION_BYTES, self._engine.budget or TEMPORARY_BYTES)
-        yield from rows.split(max(1, limit // (8 * self._row_mean.shape[1] * (4 + directions))))
-
-    def _closed_variance(self) -> Tensor:
-        assert self._last is not None
-        name, rows = self._last
-        layer, (inputs, outputs) = self._weights.layers.get(name), (rows.shape[1], self._row_mean.shape[1])
-        many = len(rows) > _ROWS_PER_INPUT * inputs and outputs * inputs**2 <= _MOST_NUMBERS
-        if layer is not None and (many or layer.low_rank is None):
-            return self._as_result(variance_of_many(layer, rows))
-        parts = [self._weights.output_variance(name, part) for part in self._closed_parts()]
-        return self._as_result(torch.cat([part.clamp(min=0) for part in parts]))
-
-    def _closed_covariance(self) -> Tensor:
-        assert self._last is not None
-        return torch.cat(
-            [
-                self._as_result(self._weights.output_covariance(self._last[0], part, False))
-                for part in self._closed_parts()
-            ]
-        )
-
-    def _centred(self, variance: Tensor) -> Spread:
-        """Variances of the centred logits as independent ones: all that the probit link takes."""
-        assert self._last is not None
-        classes, means = variance.shape[1], list[Tensor]()
-        for part in self._closed_parts():
-            ones = part.new_ones(len(part), classes, 1)
-            means.append(self._as_result(self._weights.output_product(self._last[0], part)(ones)[:, :, 0]))
-        sums = torch.cat(means) / classes
-        centred = (variance - 2 * sums + sums.mean(1, keepdim=True)).clamp(min=0)
-        return Spread(centred.new_zeros(*centred.shape, 0), centred * _independent(classes))
-
-    def _gradient(self, place: int, indices: Tensor | None) -> Gradient:
-        """Gradients of single outputs of one position: number i is the i-th class, or with `indices` each sample's; the
-        number after the last is the mean of all classes.
-        """
-        rows, position = self._row_mean, int(self._places[place])
-        classes, size = rows.shape[1], prod(self.sizes)
-        count = classes if indices is None else indices.shape[1]
-
-        def gradient(number: int) -> Tensor:
-            unit = torch.zeros(self._samples, size, classes, dtype=rows.dtype, device=rows.device)
-            if number == count:
-                unit[:, position] = 1 / classes
-            elif indices is None:
-                unit[:, position, number] = 1
-            else:
-                unit[:, position].scatter_(1, indices[:, number : number + 1], 1)
-            return self._layout.whole(unit.flatten(0, 1), self.sizes)
-
-        return gradient
-
-    def _at(self, place: int) -> Tensor:
-        """Mean of the logits at one place, ``(samples, classes)``."""
-        return self._row_mean.reshape(self._samples, len(self._places), -1)[:, place]
-
-    def _contracted(self, place: int, indices: Tensor | None, number: int) -> Tensor:
-        """Covariance of functions of the outputs at one place, ``(samples, number, number)``."""
-        last = False  # other places, or another call, may follow
-        gradient = self._gradient(place, indices)
-        pulled = pull(self._recording, gradient, range(number), self._dtype, last=last)
-        return self._as_result(self._weights.contract(pulled, self._samples, number, "covariance"))
-
-    def _one_position(self, place: int) -> tuple[Tensor, Spread]:
-        """Variances of the logits at one place ``(samples, classes)``, and their `Spread`."""
-        mean = self._at(place)
-        indices = self._engine.chosen.indices(mean)
-        if indices is None:
-            covariance = self._contracted(place, None, mean.shape[1])
-            variance = covariance.diagonal(dim1=1, dim2=2).clamp(min=0)
-            return variance, of_product(mean.to(variance), variance, lambda x: covariance.to(x) @ x)
-        top = self._contracted(place, indices, indices.shape[1] + 1)
-        return top_spread(mean, indices, top, *other_variances(self._weights, None, mean, top))
-
-    def covariance(self, joint: bool) -> Tensor:
-        """Covariance of the classes that are used at each position, ``(samples, positions, classes, classes)``; with
-        `joint` of all outputs of the batch, by input, position and class.
-        """
-        with torch.autocast(self._outputs.device.type, enabled=False):
-            if self._last is not None and joint:
-                return self._as_result(self._weights.output_covariance(*self._last, True))
-            if joint:
-                return self._joint()
-            if self._last is not None:
-                flat = self._closed_covariance()
-                return flat.reshape(self._samples, len(self._places), *flat.shape[1:])
-            parts: list[Tensor] = []
-            for place in in_parts(range(len(self._places))):
-                indices = self._engine.chosen.indices(self._at(place))
-                number = self._row_mean.shape[1] if indices is None else indices.shape[1]
-                parts.append(self._contracted(place, indices, number))
-            return torch.stack(parts, 1)
-
-    def _joint(self) -> Tensor:
-        classes = self._row_mean.shape[1]
-        gradients = [self._gradient(place, None) for place in range(len(self._places))]
-        number = classes * len(gradients)
-        pulled = pull(
-            self._recording,
-            lambda function: gradients[function // classes](function % classes),
-            range(number),
-            self._dtype,
-            last=False,
-        )
-        return self._as_result(self._weights.contract(pulled, self._samples, number, "joint"))
-
-    def trace(self, probes: int) -> Tensor:
-        """The sum of the variances of all outputs that are used, ``(samples,)``."""
-        return self.variance().reshape(self._samples, -1).sum(1)
-
-
-class PositionProbes(_Rows):
-    """The outputs of one batch with positions, and draws of their deviations ``J (theta_r - theta)``."""
-
-    def __init__(
-        self, dtype: torch.dtype, outputs: Tensor, deviations: Tensor, layout: Layout, picked: Tensor | None
-    ) -> None:
-        """
-        Args:
-            dtype: of the results.
-            outputs: in the model's layout.
-            deviations: ``(draws, samples, numbers)``, the outputs flattened.
-            layout: of the outputs.
-            picked: the positions that are used.
-        """
-        super().__init__(dtype, outputs, layout, picked)
-        draws = [layout.rows(draw.reshape(outputs.shape)) for draw in deviations]
-        self._deviations = torch.stack([self._of_all_rows(rows) for rows in draws])
-        self.watched: list[Call] = []  # no layer is watched in these passes
-
-    def variance(self) -> Tensor:
-        """Variance of every output that is used, shaped like `mean`."""
-        return self._whole(self._deviations.square().mean(0))
-
-    def gaussian(self) -> GaussianOutputs:
-        """Mean, variance, and the rows' covariance."""
-        draws, rows, classes = self._deviations.shape
-        variance, spreads = self._deviations.square().mean(0), list[Spread]()
-        step = max(1, 2**20 // (draws * classes))
-        for start in range(0, rows, step):
-            part = slice(start, start + step)
-            root = self._deviations[:, part].permute(1, 2, 0) / draws**0.5
-            spreads.append(
-                of_product(
-                    self._row_mean[part].to(root),
-                    variance[part],
-                    lambda x, root=root: root.to(x) @ (root.to(x).transpose(1, 2) @ x),
-                )
-            )
-        spread = Spread(torch.cat([s.root for s in spreads]), torch.cat([s.rest for s in spreads]))
-        return GaussianOutputs(self.mean, self._whole(variance), spread)
-
-    def covariance(self, joint: bool) -> Tensor:
-        """See `PositionLinearization.covariance`."""
-        draws = len(self._deviations)
-        if joint:
-            flat = self._deviations.flatten(1)
-            return flat.T @ flat / draws
-        found = torch.einsum("drc,dre->rce", self._deviations, self._deviations) / draws
-        return found.reshape(self._samples, len(self._places), *found.shape[1:])
-
-    def trace(self, probes: int) -> Tensor:
-        """The sum of the variances of all outputs that are used, ``(samples,)``."""
-        return self.variance().reshape(self._samples, -1).sum(1)
-
-
 def _independent(classes: int) -> float:
     """From the variance of a centred logit to that of independent logits; of two classes, to that of their difference,
     by which the probit link of two classes goes.
@@ -757,57 +676,73 @@ def _independent(classes: int) -> float:
 # The linearisation of one batch by draws of its function: the engine ``"jvp"``.
 
 
-class Probes:
-    """The outputs of one batch, and draws of their deviations ``J (theta_r - theta)``.
+class Probes(_Outputs):
+    """The outputs of one batch, and draws of their deviations ``J (theta_r - theta)``."""
 
-    Attributes:
-        mean: outputs ``(samples, ...)``.
-    """
-
-    def __init__(self, mean: Tensor, deviations: Tensor, chosen: ChosenOutputs) -> None:
+    def __init__(
+        self,
+        outputs: Tensor,
+        deviations: Tensor,
+        chosen: ChosenOutputs,
+        layout: Layout | None,
+        positions: Tensor | None,
+    ) -> None:
         """
         Args:
-            mean: outputs.
-            deviations: ``(draws, samples, outputs)``.
+            outputs: of the model.
+            deviations: ``(draws, *outputs)``.
             chosen: the outputs that are used.
+            layout: of outputs with positions.
+            positions: those that are used.
         """
-        check_shape(mean, deviations.shape[1])
-        self.mean, self._deviations, self._chosen = mean, deviations, chosen
-        self.watched: list[Call] = []  # no layer is watched in these passes
+        super().__init__(outputs, deviations.shape[1], layout, positions)
+        rows = [d.reshape(len(d), -1) if layout is None else layout.rows(d) for d in deviations]
+        self._deviations, self._chosen = torch.stack([self._used(of_draw) for of_draw in rows]), chosen
 
     def variance(self) -> Tensor:
-        """Variance of every output, ``(samples, outputs)``."""
-        return self._deviations.square().mean(0)
+        """Variance of every output that is used, shaped like `mean`."""
+        return self._whole(self._deviations.square().mean(0))
 
     def trace(self, probes: int) -> Tensor:
-        """The sum of all outputs' variances, ``(samples,)``; from all draws, whatever `probes` says."""
-        return self.variance().sum(1)
+        """The sum of the variances of all outputs that are used, ``(samples,)``, from all draws."""
+        return self.variance().reshape(self._samples, -1).sum(1)
 
     def covariance(self, joint: bool) -> Tensor:
-        """Covariance of the outputs that are used; see `LinearizedPredictor.functional_covariance`."""
-        deviations, indices = self._deviations, self._chosen.indices(self.mean)
+        """See `Linearization.covariance`."""
+        deviations, indices = self._deviations, self._chosen.indices(self._rows)
         if indices is not None:
             deviations = deviations.gather(2, indices.expand(len(deviations), -1, -1))
         if joint:
             flat = deviations.flatten(1)
             return flat.T @ flat / len(flat)
-        return _products(deviations)
+        return self._by_place(_products(deviations))
 
     def gaussian(self) -> GaussianOutputs:
-        """Mean, variance, and as much of the covariance as the link can use."""
-        deviations, variance = self._deviations, self.variance()
-        if self._chosen.wants_covariance(self.mean):
-            return GaussianOutputs(self.mean, variance, _products(deviations))
+        """Mean, variance, and as much of the covariance as the link can use; of many positions not the matrices."""
+        draws, rows, classes = self._deviations.shape
+        variance, spreads = self._deviations.square().mean(0), list[Spread]()
+        if self.layout is None and self._chosen.wants_covariance(self._rows):
+            return GaussianOutputs(self.mean, self._whole(variance), _products(self._deviations))
         if not self._chosen.wants_spread():
-            return GaussianOutputs(self.mean, variance)
-        root = deviations.permute(1, 2, 0) / len(deviations) ** 0.5
-        spread = of_product(self.mean, variance, lambda x: root @ (root.transpose(1, 2) @ x))
-        return GaussianOutputs(self.mean, variance, spread)
+            return GaussianOutputs(self.mean, self._whole(variance))
+        step = max(1, _MAX_PROBED // (draws * classes))
+        for start in range(0, rows, step):
+            part = slice(start, start + step)
+            root = self._deviations[:, part].permute(1, 2, 0) / draws**0.5
+            spreads.append(
+                of_product(
+                    self._rows[part].to(root),
+                    variance[part],
+                    lambda x, root=root: root.to(x) @ (root.to(x).transpose(1, 2) @ x),
+                )
+            )
+        spread = Spread(torch.cat([s.root for s in spreads]), torch.cat([s.rest for s in spreads]))
+        return GaussianOutputs(self.mean, self._whole(variance), spread)
 
 
 def _products(deviations: Tensor) -> Tensor:
-    """Mean over the draws of all products of two outputs, ``(samples, outputs, outputs)``."""
-    return torch.einsum("rsc,rsd->scd", deviations, deviations) / len(deviations)
+    """Mean over the draws of all products of two outputs, ``(rows, outputs, outputs)``."""
+    return torch.einsum("drc,dre->rce", deviations, deviations) / len(deviations)
 
 
 # What the linearised head prepares and keeps: copies of the network, tracked layers, weights' covariance and
@@ -861,7 +796,7 @@ class Linearizing(Predictor):
         _n_probes: draws of the weights that the engine ``"jvp"`` keeps.
         _tells_novelty: whether the inputs of the last layer are watched.
         _positions: of outputs with positions, those that are used; None for all.
-        _budget: bytes of a temporary; None for 256 MiB.
+        _budget: bytes of a temporary.
         _chosen: which outputs are used.
     """
 
@@ -869,7 +804,7 @@ class Linearizing(Predictor):
     _n_probes: int
     _tells_novelty: bool
     _positions: Tensor | None
-    _budget: int | None
+    _budget: int
     _chosen: ChosenOutputs
 
     def _copy_network(self, model: nn.Module) -> None:
@@ -898,7 +833,7 @@ class Linearizing(Predictor):
 
     def _linearized(
         self, posterior: Posterior, batch: Batch, features: Features | None = None
-    ) -> Linearization | Probes | PositionLinearization | PositionProbes:
+    ) -> Linearization | Probes:
         """The linearisation of one batch under a posterior's settings, or from features, with `batch` theirs."""
         samples = count_samples(batch) if features is None else features.samples
         networks = self._networks
@@ -914,15 +849,10 @@ class Linearizing(Predictor):
             self._dtype,
             self._budget,
         )
-        recording = engine.tracked.capture.run(batch, samples)
-        layout = self._layout(recording.outputs)
-        if layout is None:
-            return Linearization(engine, batch, samples, recording)
-        picked = picked_positions(self._positions, layout.positions(recording.outputs))
-        linearization = PositionLinearization(engine, recording, layout, picked)
-        if self._engine == "auto" and linearization.backward_passes > MOST_BACKWARD:
-            return self._probed(networks, posterior, batch, features, recording.watched)
-        return linearization
+        found = Linearization(engine, batch, samples, self._layout, self._positions)
+        if self._engine == "auto" and found.layout is not None and found.backward_passes > _MAX_BACKWARD:
+            return self._probed(networks, posterior, batch, features, found.watched)
+        return found
 
     def _layout(self, outputs: Tensor) -> Layout | None:
         """The layout of outputs with positions, or None.
@@ -945,20 +875,15 @@ class Linearizing(Predictor):
         batch: Batch,
         features: Features | None,
         watched: Sequence[Call] = (),
-    ) -> Probes | PositionProbes:
+    ) -> Probes:
         """The linearisation by draws of the function."""
         if features is None:
             features = networks.frozen.features(batch.args, batch.kwargs, self._n_probes)
         work = batch if features is None else features.batch
         with networks.twins(features).lent() as twin:
             outputs, deviations = function_draws(twin, work, self._deviations(posterior))
-        deviations = deviations.to(self._dtype)
-        deviations = deviations.flatten(2) if outputs.ndim > 1 else deviations.unsqueeze(2)
-        layout = self._layout(outputs)
-        if layout is None:
-            return Probes(outputs, deviations, self._chosen)
-        picked = picked_positions(self._positions, layout.positions(outputs))
-        probes = PositionProbes(self._dtype, outputs, deviations, layout, picked)
+        layout, deviations = self._layout(outputs), deviations.to(self._dtype)
+        probes = Probes(outputs, deviations, self._chosen, layout, self._positions)
         probes.watched = list(watched)
         return probes
 
@@ -969,8 +894,7 @@ class Linearizing(Predictor):
             with self._lock:
                 cached = self._weights
                 if cached is None or cached[0] != settings:
-                    budget = TEMPORARY_BYTES if self._budget is None else self._budget
-                    limit = temporary_limit(budget, device)
+                    limit = temporary_limit(self._budget, device)
                     covariance = WeightCovariance(posterior, self._dtype, device, limit)
                     self._weights = cached = (settings, covariance)
         return cached[1]
@@ -1094,7 +1018,8 @@ class LinearizedPredictor(Linearizing):
         self._engine = check_option("engine", engine, EngineName)
         self._n_probes = check_option("n_probes", n_probes, Count)
         self._positions = checked_positions(positions)
-        self._budget: int | None = check_option("memory_budget", memory_budget, Count | None)
+        budget = check_option("memory_budget", memory_budget, Count | None)
+        self._budget: int = TEMPORARY_BYTES if budget is None else budget
         likelihood = posterior.likelihood
         self._chosen = ChosenOutputs(checked_outputs(outputs), likelihood.softmax, likelihood.joint, link)
         if isinstance(self._chosen.top, int) and not likelihood.softmax:
@@ -1152,9 +1077,9 @@ class LinearizedPredictor(Linearizing):
             return self._prediction_of(posterior, self._distribution(posterior, batch)).with_novelty(ratio)
         with without_gradients():
             linearization = self._linearized(posterior, batch)
-            outputs, calls = _shaped(linearization.gaussian()), linearization.watched
+            outputs, calls = linearization.gaussian(), linearization.watched
         ratio = self._known_novelty(posterior, batch, calls)
-        if isinstance(linearization, (PositionLinearization, PositionProbes)):
+        if linearization.layout is not None:
             ratio = novelty_at(ratio, linearization.sizes, linearization.picked)
         return self._prediction_of(posterior, outputs).with_novelty(ratio)
 
@@ -1166,7 +1091,7 @@ class LinearizedPredictor(Linearizing):
                 mean, variance, covariance if self._chosen.wants_covariance(mean) else None
             )
         with without_gradients():
-            return _shaped(self._linearized(posterior, batch).gaussian())
+            return self._linearized(posterior, batch).gaussian()
 
     def _prediction_of(self, posterior: Posterior, distribution: GaussianOutputs) -> Prediction:
         with nullcontext() if self._differentiated else without_gradients():
@@ -1205,7 +1130,7 @@ class LinearizedPredictor(Linearizing):
     def distribution_from(self, features: Features) -> GaussianOutputs:
         """See `Predictor`."""
         with without_gradients():
-            return _shaped(self._linearized(self._snapshot(), features.batch, features).gaussian())
+            return self._linearized(self._snapshot(), features.batch, features).gaussian()
 
     def functional_mean(self, *args: Any, **kwargs: Any) -> Tensor:
         """``f(x; theta)``, the trained network's own outputs, at all positions."""
@@ -1229,8 +1154,7 @@ class LinearizedPredictor(Linearizing):
             with self.explaining(batch):
                 return self._distribution(self._snapshot(), batch).variance
         with without_gradients(), self.explaining(batch):
-            linearization = self._linearized(self._snapshot(), batch)
-            variance = linearization.variance().reshape(linearization.mean.shape)
+            variance = self._linearized(self._snapshot(), batch).variance()
             check_finite({"variance": variance}, "functional variance", self.head)
             return variance
 
@@ -1281,7 +1205,3 @@ class LinearizedPredictor(Linearizing):
             trace = self._linearized(self._snapshot(), batch).trace(probes)
             check_finite({"trace": trace}, "functional trace", self.head)
             return trace
-
-
-def _shaped(outputs: GaussianOutputs) -> GaussianOutputs:
-    return outputs._replace(variance=outputs.variance.reshape(outputs.mean.shape))

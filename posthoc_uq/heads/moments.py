@@ -27,15 +27,13 @@ from posthoc_uq.heads.predictor import (
 from posthoc_uq.heads.sampling import SamplingPredictor
 from posthoc_uq.layers.frozen import Features, FrozenPart, fresh
 from posthoc_uq.layers.layer import Layer
+from posthoc_uq.layers.operands import temporary_limit
 from posthoc_uq.likelihoods.draws import LINK_DRAWS, Link, checked_link
 from posthoc_uq.likelihoods.prediction import Prediction
 from posthoc_uq.moments.propagation import products_of, propagate, running_module
 from posthoc_uq.moments.tensor import Covariances, MaxPool, Relu, Rules, Unknown
 from posthoc_uq.moments.unscented import unscented_map
-from posthoc_uq.posteriors.block import ROWS, VARIANCES
-from posthoc_uq.posteriors.covariance import IndependentRows, RowCovariance
-from posthoc_uq.posteriors.posterior import Posterior
-from posthoc_uq.posteriors.settings import ABOUT, Hyperparameters
+from posthoc_uq.posteriors import ABOUT, ROWS, VARIANCES, Covariance, Hyperparameters, Posterior
 
 # The posterior of each layer as the rules of the moments head need it: marginal variances in the weight's
 # shape, and the covariance of each row of weights where it is used.
@@ -63,13 +61,14 @@ class LayerPosterior(nn.Module):
         layer: Layer,
         weight: Tensor,
         variances: Mapping[str, Tensor],
-        rows: RowCovariance | None,
+        covariance: Covariance | None,
         row: bool,
     ) -> None:
         super().__init__()
         self.layer = layer.name
         self.row = row
-        self.rows = None if rows is None else rows.to(weight.device)
+        self._given = covariance
+        self.rows = self._prepared(weight)
         self._has_bias = layer.bias is not None
         marginals, summed, joined = products_of(layer, weight.detach(), variances[layer.weight])
         bias = variances[layer.bias].to(marginals) if layer.bias is not None else None
@@ -81,26 +80,36 @@ class LayerPosterior(nn.Module):
         ):
             self.register_buffer(name, tensor, persistent=False)
 
+    def _prepared(self, like: Tensor) -> Covariance | None:
+        if self._given is None:
+            return None
+        return self._given.prepared(like.dtype, like.device, temporary_limit(TEMPORARY_BYTES, like.device))
+
+    def _apply(self, fn: Any, recurse: bool = True) -> LayerPosterior:
+        super()._apply(fn, recurse)
+        self.rows = self._prepared(self.variances)
+        return self
+
     def _padded(self, mean: Tensor) -> Tensor:
         return torch.nn.functional.pad(mean, (0, 1), value=1.0) if self._has_bias else mean
 
     def row_variance(self, mean: Tensor, variance: Tensor | None) -> Tensor:
-        """Variance by the weights alone, ``(rows, outputs)``; see `RowCovariance.variance`."""
+        """Variance by the weights alone, ``(rows, outputs)``; see `Covariance.output_variance`."""
         assert self.rows is not None
         input_variance = variance
         if variance is not None and self._has_bias:
             input_variance = torch.nn.functional.pad(variance, (0, 1))
-        row_variance = self.rows.variance(
+        row_variance = self.rows.output_variance(
             self._padded(mean).unsqueeze(1), None if input_variance is None else input_variance.unsqueeze(1)
         )
         return row_variance.squeeze(1)
 
     def covariance(self, mean: Tensor, covariance: Tensor | None) -> Tensor:
-        """Covariance by the weights alone, ``(rows, outputs, outputs)``; see `RowCovariance.covariance`."""
+        """Covariance by the weights alone, ``(rows, outputs, outputs)``; see `Covariance.output_covariance`."""
         assert self.rows is not None
         if covariance is not None and self._has_bias:
             covariance = torch.nn.functional.pad(covariance, (0, 1, 0, 1))
-        return self.rows.covariance(self._padded(mean), covariance)
+        return self.rows.output_covariance(self._padded(mean), covariance).to(mean)
 
 
 def layer_posteriors(model: nn.Module, posterior: Posterior, weights: str, cov: str) -> list[LayerPosterior]:
@@ -121,13 +130,13 @@ def layer_posteriors(model: nn.Module, posterior: Posterior, weights: str, cov: 
     linear = [name for name, layer in posterior.layers.items() if not layer.convolutional]
     wanted = linear if rows_wanted or cov == "full" else []
     # first the rows, which know the variances too
-    rows = {name: posterior.rows(name, across=cov == "full") for name in wanted}
+    rows = {name: posterior.of_layer(name) for name in wanted}
     variances, parameters = posterior.variance(), dict(model.named_parameters())
     found: list[LayerPosterior] = []
     for name, layer in posterior.layers.items():
         of_layer = rows.get(name)
         # independent rows have the marginal variances alone
-        row = rows_wanted and of_layer is not None and not isinstance(of_layer, IndependentRows)
+        row = rows_wanted and of_layer is not None and of_layer.correlated
         found.append(LayerPosterior(layer, parameters[layer.weight], variances, of_layer, row))
     return found
 

@@ -18,10 +18,8 @@ from posthoc_uq.heads.jacobians import Gradient, TrackedModel, WeightCovariance,
 from posthoc_uq.layers.layer import Call
 from posthoc_uq.layers.operands import temporary_limit
 from posthoc_uq.layers.proof import count_samples
-from posthoc_uq.posteriors.features import FeatureGrams
-from posthoc_uq.posteriors.posterior import Posterior
+from posthoc_uq.posteriors import FeatureGrams, Posterior, WeightPrior
 from posthoc_uq.posteriors.prior import training_precisions
-from posthoc_uq.posteriors.settings import WeightPrior
 
 Of = Literal["class", "top", "all"]
 

@@ -41,8 +41,7 @@ from posthoc_uq.layers.layer import Call
 from posthoc_uq.layers.proof import count_samples
 from posthoc_uq.likelihoods.draws import LINK_DRAWS, Spread, symmetric_root
 from posthoc_uq.likelihoods.prediction import Prediction, at_least_float32, cat
-from posthoc_uq.posteriors.block import DRAWS, QUADRATIC
-from posthoc_uq.posteriors.posterior import Posterior
+from posthoc_uq.posteriors import DRAWS, QUADRATIC, Posterior
 
 # From a model's outputs under a posterior to the likelihood's prediction, at the posterior's temperature and
 # noise variance.

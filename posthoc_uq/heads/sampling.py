@@ -36,9 +36,7 @@ from posthoc_uq.layers.frozen import (
 )
 from posthoc_uq.layers.layer import Call
 from posthoc_uq.likelihoods.prediction import Prediction, at_least_float32
-from posthoc_uq.posteriors.block import INDEPENDENT, SYMMETRY
-from posthoc_uq.posteriors.posterior import Posterior
-from posthoc_uq.posteriors.settings import ABOUT
+from posthoc_uq.posteriors import ABOUT, INDEPENDENT, SYMMETRY, Posterior
 
 # Draws of a model's weights as an ensemble that runs: one draw after another, or many in one pass.
 #
@@ -287,7 +285,7 @@ class OutputDraws(nn.Module):
     def __init__(self, model: nn.Module, posterior: Posterior, seeds: Sequence[int]) -> None:
         super().__init__()
         self._posterior, self._seeds = posterior, list(seeds)
-        self._factors = posterior.factors()
+        self._covariances = posterior.covariances()
         with isolated_random_state():  # copying a module may run its code
             self.template = replicate(model, posterior.trained_mean)
         self._set_up()
@@ -300,7 +298,7 @@ class OutputDraws(nn.Module):
     def _set_up(self) -> None:
         """The moments that are the same in all draws, on the model's device; and no features of another one."""
         self._kept: dict[str, WeightMoments] = {}
-        self._kept = {name: m for name, m in self._moments(0).items() if not self._factors[name].shared}
+        self._kept = {name: m for name, m in self._moments(0).items() if not self._covariances[name].shared}
         self.frozen = FrozenPart(self.template, self._posterior.mean)
 
     def _apply(self, fn: Any, recurse: bool = True) -> OutputDraws:
@@ -316,13 +314,13 @@ class OutputDraws(nn.Module):
             if name in self._kept:
                 moments[name] = self._kept[name]
                 continue
-            factor, like = self._factors[name], held[layer.weight]
-            mean, variance = factor.independent(torch.Generator().manual_seed(mixed_seed(seed, index)))
+            covariance, like = self._covariances[name], held[layer.weight]
+            mean, variance = covariance.independent(torch.Generator().manual_seed(mixed_seed(seed, index)))
             variances = layer.to_parameters(variance.to(like))
             means = {n: held[n].detach() for n in layer.parameter_names}
             if mean is not None:
                 drawn = layer.to_parameters(mean.to(like))
-                means = {n: means[n] + drawn[n] if factor.centred else drawn[n] for n in means}
+                means = {n: means[n] + drawn[n] if covariance.centred else drawn[n] for n in means}
             biases = () if layer.bias is None else (means[layer.bias], variances[layer.bias])
             moments[name] = WeightMoments(means[layer.weight], variances[layer.weight], *biases)
         return moments

@@ -385,7 +385,6 @@ class Diagonal(Curvature):
 # Kronecker factors of the Fisher.
 
 _FACTORS = "Kronecker factors"
-_SIDES = ("input_basis", "output_basis", "input_values", "output_values")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -413,17 +412,14 @@ class KFAC(Curvature):
         return 1
 
     def blocks(self, task: Task) -> dict[str, Block]:
-        return {
-            name: KroneckerBlock(
-                **{part: factors[part] for part in _SIDES}, grams=factors if self.keep_grams else None
-            )
-            for name, factors in kronecker_factors(task, self.keep_grams).items()
-        }
+        factors = kronecker_factors(task, self.keep_grams)
+        return {name: KroneckerBlock(**of_layer) for name, of_layer in factors.items()}
 
     def check_update(self, posterior: Posterior) -> None:
         super().check_update(posterior)
         if any(
-            isinstance(block, KroneckerBlock) and block.grams is None for block in posterior.blocks.values()
+            isinstance(block, KroneckerBlock) and block.input_gram is None
+            for block in posterior.blocks.values()
         ):
             raise PosthocUQError(
                 "This posterior keeps the eigenvectors of its Grams alone, so that data cannot come in or go out; fit "
@@ -456,8 +452,8 @@ def kronecker_factors(task: Task, keep_grams: bool = False) -> Tensors:
             **(means if keep_grams else {}),
             "input_basis": input_basis,
             "output_basis": output_basis,
-            "input_values": input_values,
-            "output_values": output_values,
+            "input_eigenvalues": input_values,
+            "output_eigenvalues": output_values,
         }
 
     return task.divided({name: partial(decompose, name) for name in task.layers}, "eigenbases")

@@ -724,7 +724,9 @@ def _block(trained: LatentLayer, seed: int) -> LatentBinaryBlock:
         along = "outputs" if layer.convolutional else "inputs"
         kept = {name: tensor.detach() for name, tensor in trained.flow_tensors().items()}
         scale = RandomScale.of(along, bias, trained.flow, kept, seed)
-    return LatentBinaryBlock(means.contiguous(), logs.exp().contiguous(), inclusion.contiguous(), bias, scale)
+    return LatentBinaryBlock(
+        means.contiguous(), logs.exp().contiguous(), inclusion.contiguous(), bias=bias, scale=scale
+    )
 
 
 # Latent binary networks: which weights a network needs, and how large they are.

@@ -5,9 +5,10 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Collection, Generator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
+from functools import cache
 from math import prod
-from typing import Any, ClassVar
+from typing import Any, ClassVar, get_type_hints
 
 import torch
 from torch import Tensor
@@ -16,7 +17,10 @@ from posthoc_uq.core.devices import as_double
 from posthoc_uq.core.errors import CorruptPosteriorError, PosthocUQError
 from posthoc_uq.core.options import LARGEST
 from posthoc_uq.core.records import Record
-from posthoc_uq.posteriors.covariance import CovarianceForm, RowCovariance
+from posthoc_uq.posteriors.covariance import Covariance
+
+Shape = tuple[int, int, int]
+"""Groups, outputs and inputs of a layer, or ``(1, 1, weights)`` of several."""
 
 # What a tensor must be: blocks declare it for theirs, and files and checkpoints are checked by it.
 
@@ -63,6 +67,63 @@ class TensorSpec:
         return prod(self.sizes)
 
 
+# How a block declares its tensors: each as a field with its sizes.
+
+GROUPS, OUTPUTS, INPUTS, WEIGHTS = "groups", "outputs", "inputs", "weights"
+"""Sizes of a layer's matrix, and their product."""
+BITS = "bits"
+"""The bytes that one bit for each weight takes."""
+
+
+@dataclass(frozen=True)
+class Size:
+    """A size that differs from block to block; a file has it among the block's attributes.
+
+    Attributes:
+        name: of the attribute.
+        low: the smallest.
+        most: the largest, as one of the sizes of a layer's matrix.
+    """
+
+    name: str
+    low: int
+    most: str
+
+
+class Stored:
+    """In the annotation of a block's field: it is a tensor, and what that must be.
+
+    Args:
+        *sizes: `GROUPS`, `OUTPUTS`, `INPUTS`, `WEIGHTS`, `BITS`, or a `Size`.
+        optional: an attribute of a file that is true where the block has this tensor; else the tensor is None.
+        max_numbers: that it may have, whatever its sizes.
+        **properties: those of `TensorSpec`.
+    """
+
+    def __init__(
+        self,
+        *sizes: str | Size,
+        optional: str | None = None,
+        max_numbers: int | None = None,
+        **properties: Any,
+    ) -> None:
+        self.sizes, self.optional, self.max_numbers = sizes, optional, max_numbers
+        self._properties = properties
+
+    def spec(self, sizes: Sequence[int]) -> TensorSpec:
+        """What the tensor must be, by its sizes as numbers."""
+        return TensorSpec(tuple(sizes), **self._properties)
+
+
+def layer_sizes(shape: Shape) -> dict[str, int]:
+    """The sizes of a layer's matrix by name."""
+    weights = prod(shape)
+    return dict(zip((GROUPS, OUTPUTS, INPUTS), shape, strict=True)) | {
+        WEIGHTS: weights,
+        BITS: -(-weights // 8),
+    }
+
+
 # What a posterior's blocks can do, by name: heads and searches ask for that, never for a method.
 #
 # All blocks can draw. The other capabilities belong to posteriors that lie around a mean, as Gaussians do.
@@ -74,7 +135,6 @@ QUADRATIC = "quadratic forms"  # J Sigma J^T of Jacobians
 ROWS = "row covariances"  # for the variance that a layer's weights give to its outputs
 LOG_DETERMINANT = "a log-determinant"  # of the precision
 INDEPENDENT = "moments of independent weights"  # once what they have in common is drawn
-FORM = "a covariance form"  # contracts Jacobians without forming them
 
 
 def required(
@@ -213,12 +273,10 @@ def _rounding(kept: Tensor, size: float, weights: Weights) -> float:
 
 
 # The block protocol: what a posterior stores of one layer (`Block`), and that made ready for use at a scale
-# and a prior precision (`Factor`).
+# and a prior precision (`Covariance`).
 #
 # The first dimensions of all tensors are the layer's groups, outputs and inputs, ``(G, m, n)``; groups are
 # independent.
-
-Shape = tuple[int, int, int]
 
 
 @dataclass(frozen=True)
@@ -237,120 +295,36 @@ class Settings:
     residual_weight: float = 1.0
 
 
-class Factor:
-    """A block at given settings, ready for use; for a Gaussian, its factorised precision ``P``.
-
-    The methods that a subclass overrides are what its posteriors can do; `capabilities` names them. A distribution that
-    is not Gaussian overrides `draw`. A Gaussian overrides `transform`, from which its draws follow; the other methods
-    are about deviations from the posterior's mean.
-    """
-
-    centred: ClassVar[bool] = True
-    """Whether a draw is a deviation from the posterior's mean; otherwise it is the weights themselves."""
-    shared: bool = False
-    """Whether weights have something random in common, so that `independent` differs from draw to draw."""
-
-    @classmethod
-    def capabilities(cls) -> frozenset[str]:
-        """What such factors can do, by the names in `posthoc_uq.posteriors.block`."""
-        groups = [
-            names
-            for method, names in _CAPABILITIES.items()
-            if getattr(cls, method) is not getattr(Factor, method)
-        ]
-        return frozenset(name for names in groups for name in names)
-
-    def draw(self, generator: torch.Generator, like: Tensor) -> Tensor:
-        """One draw of the block's weights, ``(G, m, n)``.
-
-        Args:
-            generator: on the CPU, so that every device gets the same random numbers.
-            like: a tensor with the draw's shape, number format and device.
-        """
-        normals = torch.randn(like.shape, generator=generator, dtype=like.dtype, device="cpu").to(like.device)
-        return self.transform(normals.unsqueeze(0))[0]
-
-    def transform(self, normals: Tensor) -> Tensor:
-        """Turn standard normals ``(draws, G, m, n)`` into draws from ``N(0, P^-1)``, by a linear map."""
-        raise self._cannot("draws from normals")
-
-    def independent(self, generator: torch.Generator) -> tuple[Tensor | None, Tensor]:
-        """Mean and variance of the weights, ``(G, m, n)`` each, that are independent of each other once what they have
-        in common is drawn; the mean of deviations, which is zero, as None.
-
-        Args:
-            generator: as in `draw`, of what they have in common.
-        """
-        raise self._cannot(INDEPENDENT)
-
-    def variance(self) -> Tensor:
-        """The variances of the weights, ``(G, m, n)``: the diagonal of ``P^-1``."""
-        raise self._cannot(VARIANCES)
-
-    def quadratic(self, jacobians: Tensor) -> Tensor:
-        """``J P^-1 J^T``, ``(q, q)``, of Jacobians ``(q, G, m, n)`` in any number format."""
-        raise self._cannot(QUADRATIC)
-
-    def whiten(self, jacobians: Tensor) -> Tensor:
-        """Rows ``r`` in float64, ``(q, any)``, with ``r r^T = J P^-1 J^T`` of Jacobians ``(q, G, m, n)``."""
-        values, vectors = torch.linalg.eigh(as_double(self.quadratic(jacobians)))
-        return vectors * values.clamp(min=0).sqrt()
-
-    def log_determinant(self) -> Tensor:
-        """``log det P``, a scalar."""
-        raise self._cannot(LOG_DETERMINANT)
-
-    def rows(self, start: int, shape: Shape) -> RowCovariance:
-        """The covariance of one layer's rows, for the variance that its weights give to its outputs.
-
-        Args:
-            start: offset of the layer inside the block; 0 unless the block holds several layers.
-            shape: ``(G, m, n)`` of the layer.
-        """
-        raise self._cannot(ROWS)
-
-    def form(self) -> CovarianceForm | None:
-        """The covariance as a diagonal minus a low-rank part, which contracts Jacobians without forming them; None if
-        it has no such form.
-        """
-        return None
-
-    def bytes(self) -> int:
-        """Memory that the factor holds beyond its block."""
-        return sum(t.numel() * t.element_size() for t in vars(self).values() if isinstance(t, Tensor))
-
-    def _cannot(self, what: str) -> PosthocUQError:
-        return PosthocUQError(f"A {type(self).__name__} has no {what.removeprefix('a ')}.")
-
-
 _CAPABILITIES: dict[str, tuple[str, ...]] = {
     "draw": (DRAWS,),
     "transform": (DRAWS, SYMMETRY),
     "independent": (INDEPENDENT,),
     "variance": (VARIANCES,),
     "quadratic": (QUADRATIC,),
-    "rows": (ROWS,),
+    "of_layer": (ROWS,),
     "log_determinant": (LOG_DETERMINANT,),
-    "form": (FORM,),
 }
-"""The capabilities of a factor that overrides a method, by the method's name."""
+"""The capabilities of a covariance that overrides a method, by the method's name."""
 
 
 BLOCKS: dict[str, type[Block]] = {}
 """Every class of blocks by its kind; a class that names its `kind` registers itself."""
 
 
+@dataclass(eq=False, repr=False)
 class Block(ABC):
     """What is stored of one layer: statistics as plain tensors and plain attributes.
 
-    A subclass that sets `kind` is known by it from then on: files of posteriors with such blocks can be written and
-    read wherever the class is defined. An attribute ``samples`` is the number of training samples, which files check.
+    A subclass is a dataclass: its fields annotated as `Stored` are the tensors, all others are the attributes, which
+    `fields` checks in files. What is written, checked, read, moved, copied and counted follows from them. A class that
+    sets `kind` is known by it from then on: files of posteriors with such blocks can be written and read wherever it is
+    defined. An attribute ``samples`` is the number of training samples, which files check.
     """
 
     kind: ClassVar[str]
     """The name of the class in files; no two classes have the same."""
-    makes: ClassVar[type[Factor]]
-    """The class of the factors that `factor` makes; it determines what posteriors of such blocks can do."""
+    makes: ClassVar[type[Covariance]]
+    """The class of what `covariance` makes; it determines what posteriors of such blocks can do."""
     fields: ClassVar[type[Record]] = Record
     """What its `attributes` may be in a file."""
     joint: ClassVar[bool] = False
@@ -361,7 +335,7 @@ class Block(ABC):
     """The hyperparameters of its weights that may be set (`posthoc_uq.posteriors.settings.ABOUT`); without a prior
     precision there is no marginal likelihood either."""
     per_weight_prior: ClassVar[bool] = False
-    """Whether every weight may have a prior precision of its own: `factor` then takes a tensor of its shape."""
+    """Whether every weight may have a prior precision of its own: `covariance` then takes a tensor of its shape."""
     settled: ClassVar[frozenset[str]] = frozenset()
     """Those that were a part of what its method optimised: they are known, and cannot be set."""
     columns: ClassVar[Mapping[str, str]] = {}
@@ -374,12 +348,22 @@ class Block(ABC):
         if "kind" in vars(cls):
             if not hasattr(cls, "makes"):
                 raise PosthocUQError(
-                    f"{cls.__qualname__} must say in 'makes' which class its factors are of."
+                    f"{cls.__qualname__} must say in 'makes' which class its covariances are of."
                 )
             _register(cls)
 
+    @classmethod
+    def capabilities(cls) -> frozenset[str]:
+        """What posteriors of such blocks can do, by the names above."""
+        overridden = [
+            names
+            for method, names in _CAPABILITIES.items()
+            if getattr(cls.makes, method) is not getattr(Covariance, method)
+        ]
+        return frozenset(name for names in overridden for name in names)
+
     @abstractmethod
-    def factor(self, settings: Settings) -> Factor:
+    def covariance(self, settings: Settings) -> Covariance:
         """The block at these settings, ready for use."""
 
     def kept_bytes(self) -> int:
@@ -388,19 +372,39 @@ class Block(ABC):
 
     @contextmanager
     def kept_parts(self) -> Generator[None]:
-        """While this is open, `factor` may keep what does not depend on the settings: for trials of many settings."""
+        """While this is open, `covariance` may keep what does not depend on the settings: for many trials."""
         yield
 
-    @abstractmethod
-    def tensors(self) -> dict[str, Tensor]:
-        """The block's tensors by name: all that storage writes, with `attributes`."""
-
-    @abstractmethod
-    def attributes(self) -> dict[str, Any]:
-        """The block's plain values by name."""
+    @classmethod
+    @cache
+    def _stored(cls) -> dict[str, Stored]:
+        """The fields that are tensors."""
+        hints = get_type_hints(cls, include_extras=True)
+        found = {each.name: getattr(hints[each.name], "__metadata__", (None,))[0] for each in fields(cls)}
+        return {name: own for name, own in found.items() if isinstance(own, Stored)}
 
     @classmethod
-    @abstractmethod
+    def _plain(cls) -> list[str]:
+        """The fields that are attributes."""
+        return [each.name for each in fields(cls) if each.name not in cls._stored()]
+
+    def tensors(self) -> dict[str, Tensor]:
+        """The block's tensors by name: all that storage writes, with `attributes`."""
+        found = {name: getattr(self, name) for name in self._stored()}
+        return {name: tensor for name, tensor in found.items() if tensor is not None}
+
+    def attributes(self) -> dict[str, Any]:
+        """The block's plain values by name, and the sizes of its tensors that the layer does not determine."""
+        values: dict[str, Any] = {name: getattr(self, name) for name in self._plain()}
+        for name, tensor in self.tensors().items():
+            declared = self._stored().get(name)
+            if declared is not None:
+                own = zip(declared.sizes, tensor.shape, strict=True)
+                values |= {size.name: number for size, number in own if isinstance(size, Size)}
+                values |= {} if declared.optional is None else {declared.optional: True}
+        return values
+
+    @classmethod
     def specs(cls, shape: Shape, attributes: Mapping[str, Any]) -> dict[str, TensorSpec]:
         """What the tensors must be for a block of ``(groups, outputs, inputs)`` with these attributes. Files are
         checked by it.
@@ -408,13 +412,27 @@ class Block(ABC):
         Raises:
             CorruptPosteriorError: the attributes are out of range.
         """
+        of_layer = layer_sizes(shape)
+
+        def number(size: str | Size) -> int:
+            if isinstance(size, str):
+                return of_layer[size]
+            return bounded(attributes, size.name, size.low, of_layer[size.most])
+
+        return {
+            name: declared.spec([number(size) for size in declared.sizes])
+            for name, declared in cls._stored().items()
+            if declared.optional is None or attributes.get(declared.optional)
+        }
 
     @classmethod
     def most_numbers(cls, shape: Shape) -> int:
-        """The most numbers that a block of this shape can have; a larger file is not read. A class whose `specs` needs
-        attributes must override it.
-        """
-        return sum(spec.numbers for spec in cls.specs(shape, {}).values())
+        """The most numbers that a block of this shape can have; a larger file is not read."""
+        of_layer, total = layer_sizes(shape), 0
+        for declared in cls._stored().values():
+            numbers = prod(of_layer[size if isinstance(size, str) else size.most] for size in declared.sizes)
+            total += numbers if declared.max_numbers is None else min(numbers, declared.max_numbers)
+        return total
 
     def stored_mean(self) -> Tensor | None:
         """The mean of the weights, ``(G, m, n)``, of blocks that know it themselves; of all others it is the model's
@@ -437,9 +455,10 @@ class Block(ABC):
         return 0.0
 
     @classmethod
-    @abstractmethod
     def restore(cls, attributes: Mapping[str, Any], tensors: Mapping[str, Tensor]) -> Block:
         """The block that `tensors` and `attributes` described."""
+        plain = {name: attributes[name] for name in cls._plain()}
+        return cls(**{name: tensors[name] for name in cls._stored() if name in tensors}, **plain)
 
     def dense(self, scale: float = 1.0, residual_weight: float = 1.0) -> Tensor:
         """The Fisher approximation as dense matrices ``(G, m n, m n)`` in row-major order; for small layers.
@@ -523,11 +542,6 @@ def bounded(attributes: Mapping[str, Any], name: str, low: int, high: int) -> in
     if not low <= value <= high:
         raise CorruptPosteriorError(f"the attribute '{name}' is {value}, outside {low}..{high}")
     return value
-
-
-def log_sum(values: Tensor) -> Tensor:
-    """The sum of logarithms, in float64: the evidence is a small difference of such sums over millions of weights."""
-    return as_double(values).log().sum()
 
 
 # Which kinds of blocks the posteriors of a method are made of, by the method's name.

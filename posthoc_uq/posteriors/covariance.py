@@ -1,277 +1,952 @@
-"""The covariance of a layer's weights as the linearised head and as the moments head contract it."""
+"""The covariance of a block's weights as an operator: draws, determinant, and what it gives to a model's outputs.
+
+Outputs that are linear in the weights have the covariance ``J Sigma J^T``. A layer's part of J is known by its
+activations ``a`` and the gradients ``g`` at its outputs, ``J_c = sum_t g_ct a_t^T`` over its positions, and only the
+general case forms it. The layer's own outputs ``y = W a`` are the special case in which no gradient is needed.
+
+The first dimensions of a layer's tensors are its groups, outputs and inputs, ``(G, m, n)``; groups are independent, and
+inputs include the bias's column.
+"""
 
 from __future__ import annotations
 
 import copy
-from abc import abstractmethod
-from collections.abc import Callable
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from functools import cached_property
+from typing import ClassVar, Literal, NamedTuple, TypeVar
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
-from posthoc_uq.core.devices import as_double, placed
+from posthoc_uq.core.devices import as_double, on_host, placed
+from posthoc_uq.core.errors import PosthocUQError
+from posthoc_uq.curvature.statistics import TOUCH_COST
+from posthoc_uq.layers.layer import Layer
+from posthoc_uq.layers.operands import Operand, Rows, chunks
 
-# The covariance of one layer's weights as a diagonal minus a low-rank part, with which Jacobians are
-# contracted.
+# Inner products of Jacobian rows: of each function with itself, with all others, or also between samples.
+
+Mode = Literal["variance", "covariance", "joint"]
 
 
-@dataclass(frozen=True)
-class LowRank:
-    """The part that is subtracted: ``diag(s w) U D B^-1 D U^T diag(s w)`` with ``U = U_g x U_a``, ``D = diag(roots)``
-    and ``B = R R^T``.
-
-    Attributes:
-        input_basis: ``U_a``, ``(G, n, a)``.
-        output_basis: ``U_g``, ``(G, m, g)``.
-        roots: ``(G, g, a)``.
-        shrink: ``s``, ``(G, m, n)``, or None for 1.
-        root: ``R``, lower triangular, ``(G, g a, g a)`` in float64.
-        row_roots: computes ``T``, ``(G, m, a, a)``: the part subtracted for the weights of output ``o`` is
-            ``diag(s w)_o U_a T_o^T T_o U_a^T diag(s w)_o``.
+def gram(rows: Tensor, mode: Mode) -> Tensor:
+    """Inner products of rows ``(samples, functions, numbers)``: ``(samples, functions)`` for ``"variance"``, of all
+    pairs of functions ``(samples, functions, functions)`` for ``"covariance"``, and of all pairs of samples and
+    functions ``(samples * functions, samples * functions)`` for ``"joint"``.
     """
-
-    input_basis: Tensor
-    output_basis: Tensor
-    roots: Tensor
-    shrink: Tensor | None
-    root: Tensor
-    row_roots: Callable[[], Tensor]
+    if mode == "variance":
+        return torch.linalg.vector_norm(rows, dim=-1).square()
+    flat = rows.flatten(0, 1).unsqueeze(0) if mode == "joint" else rows
+    products = torch.matmul(flat, flat.transpose(-1, -2))
+    return products[0] if mode == "joint" else products
 
 
-@dataclass(frozen=True)
-class CovarianceForm:
-    """``Sigma = (Q_G x Q_A) (diag w - low rank) (Q_G x Q_A)^T`` of one layer.
+def weighted_gram(activations: Tensor, gradients: Tensor, weights: Tensor, mode: Mode, limit: int) -> Tensor:
+    """``sum_oi J_oi w_oi J'_oi`` of ``J = sum_t g_t a_t^T``, in the shapes of `gram`.
 
-    Attributes:
+    Args:
+        activations: ``(samples, G, T, n)``.
+        gradients: ``(samples, G, functions, T, m)``.
         weights: ``w``, ``(G, m, n)``.
-        bases: orthogonal ``Q_A`` ``(G, n, n)`` and ``Q_G`` ``(G, m, m)``, or None for the identity.
-        low_rank: or None; a form has either this or bases.
+        mode: ``"joint"`` is for one position only.
+        limit: bytes for the products of pairs of activations.
+    """
+    if mode == "joint":
+        return _weighted_jointly(activations[:, :, 0], gradients[:, :, :, 0], weights, limit)
+    if activations.shape[2] == 1:
+        spread = torch.einsum("sgti,goi->sgto", activations.square(), weights).unsqueeze(2)
+        weighted = gradients * spread
+    else:
+        positions = activations.shape[2]
+        numbers = positions * activations[0].numel() * activations.element_size()
+        step = max(1, limit // max(1, numbers))
+        parts: list[Tensor] = []
+        for part_activations, part_gradients in zip(
+            activations.split(step), gradients.split(step), strict=True
+        ):
+            pairs = (part_activations.unsqueeze(2) * part_activations.unsqueeze(3)).flatten(2, 3)
+            spread = torch.matmul(pairs, weights.transpose(-1, -2))
+            spread = spread.reshape(*part_activations.shape[:2], positions, positions, -1)
+            parts.append(torch.einsum("sgkto,sgtuo->sgkuo", part_gradients, spread))
+        weighted = torch.cat(parts) if len(parts) > 1 else parts[0]
+    if mode == "variance":
+        return (gradients * weighted).sum((1, 3, 4))
+    return torch.matmul(weighted.flatten(3), gradients.flatten(3).transpose(-1, -2)).sum(1)
+
+
+def _weighted_jointly(activations: Tensor, gradients: Tensor, weights: Tensor, limit: int) -> Tensor:
+    """`weighted_gram` of all samples: activations ``(samples, G, n)``, gradients ``(samples, G, functions, m)``."""
+    samples, _, functions, _ = gradients.shape
+    products = gradients.new_zeros(samples, functions, samples, functions)
+    step = max(1, limit // max(1, samples * weights[:, 0].numel() * weights.element_size()))
+    for start in range(0, samples, step):
+        pairs = activations[start : start + step].unsqueeze(1) * activations
+        spread = torch.einsum("stgi,goi->stgo", pairs, weights)
+        for offset in range(spread.shape[0]):
+            weighted = gradients * spread[offset].unsqueeze(2)  # (other samples, G, functions, m)
+            sample_gradients = gradients[start + offset]
+            products[start + offset] = torch.einsum("gko,tglo->ktl", sample_gradients, weighted)
+    return products.reshape(samples * functions, samples * functions)
+
+
+# Contractions in float32 whose samples are computed again in float64 where two large numbers cancelled.
+
+LEAST_SHARE = 1e-2
+"""Share of the diagonal's part that must be left: below it float32 has lost too many digits."""
+
+_MAX_PARTS = 1000  # of more samples, all are repeated where a quarter is imprecise
+
+
+class Contracted(NamedTuple):
+    """One layer's contraction, in the shapes of `gram` and in float64.
+
+    Attributes:
+        value: ``J Sigma J^T``.
+        diagonal: what the diagonal part of Sigma gives alone.
+        norms: ``|J_c|^2``, ``(samples, functions)``, or None.
     """
 
-    weights: Tensor
-    bases: tuple[Tensor, Tensor] | None = None
-    low_rank: LowRank | None = None
+    value: Tensor
+    diagonal: Tensor
+    norms: Tensor | None = None
 
 
-# Variance and covariance that a layer's weights give to its outputs ``y = W x``, by family of posteriors.
-#
-# Row ``o`` of W has the posterior covariance ``S_oo``. Inputs of mean ``m`` and variance ``v`` therefore give
-# ``Var(y_o) = m^T S_oo m + sum_k v_k [S_oo]_kk``, and ``Cov(y_o, y_o') = tr(S_oo' (m m^T + C))`` across
-# outputs. All that depends on the posterior alone is computed once and kept. The first dimension of all
-# tensors is the layer's groups (G); inputs include the bias's column.
+class Checked(NamedTuple):
+    """One layer's contraction, of which some samples may have to be computed again in float64.
 
-_CHUNK = 2**22  # numbers in a temporary of the contractions below
-_PROBE = torch.float32  # a type that every device has
+    Attributes:
+        value: in the shapes of `gram`, in float64.
+        imprecise: which samples these are, booleans ``(samples,)``; None where no sample is.
+        repeat: computes a slice of the samples again, in float64.
+    """
+
+    value: Tensor
+    imprecise: Tensor | None
+    repeat: Callable[[slice], Tensor]
 
 
-class RowCovariance(nn.Module):
-    """Covariance of the rows of a layer's weight matrix."""
+def precise_values(layers: Sequence[Checked]) -> list[Tensor]:
+    """The values of several layers, with imprecise samples computed again; the device is waited for once."""
+    flags = iter(on_host(*(layer.imprecise for layer in layers if layer.imprecise is not None)))
+    values: list[Tensor] = []
+    for value, imprecise, repeat in layers:
+        which: list[int] = [] if imprecise is None else next(flags).nonzero().flatten().tolist()
+        if imprecise is not None and (
+            len(which) == len(imprecise) or 4 * len(which) > len(imprecise) > _MAX_PARTS
+        ):
+            value = repeat(slice(0, len(imprecise)))
+        else:
+            for part in _runs(which):
+                value[part] = repeat(part)
+        values.append(value)
+    return values
 
-    marginal: Tensor  # (G, m, n)
 
-    def __init__(self, marginal: Tensor) -> None:
-        super().__init__()
-        self.register_buffer("marginal", marginal)
+def _runs(numbers: Sequence[int]) -> Iterator[slice]:
+    """Increasing whole numbers as slices of those that follow each other."""
+    start: int | None = None
+    for place, number in enumerate(numbers):
+        start = number if start is None else start
+        if place + 1 == len(numbers) or numbers[place + 1] != number + 1:
+            yield slice(start, number + 1)
+            start = None
 
-    def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> RowCovariance:
-        """Move with the predictor, in the same precision; float64 goes to the CPU if the device does not have it."""
-        return super()._apply(
-            lambda tensor: placed(tensor, fn(tensor.new_empty(0, dtype=_PROBE)).device), recurse
+
+def precise(value: Tensor) -> Checked:
+    """A value of which no sample is imprecise."""
+    return Checked(value, None, lambda part: value[part])
+
+
+def joined(parts: list[Contracted]) -> Contracted:
+    """Contractions of successive parts of the samples as one."""
+    if len(parts) == 1:
+        return parts[0]
+    norms = [part.norms for part in parts if part.norms is not None]
+    return Contracted(
+        torch.cat([part.value for part in parts]),
+        torch.cat([part.diagonal for part in parts]),
+        torch.cat(norms) if norms else None,
+    )
+
+
+# The operators.
+
+
+class LayerRows(NamedTuple):
+    """One layer's part of the Jacobian of several functions of each sample's outputs.
+
+    Attributes:
+        activations: of the batch.
+        gradients: at the layer's outputs, ``(samples, G, functions, m, T)``.
+    """
+
+    activations: Operand
+    gradients: Tensor
+
+
+Self = TypeVar("Self", bound="Covariance")
+
+
+class Covariance:
+    """A block at given settings, ready for use: the covariance ``Sigma`` of its weights.
+
+    The methods that a subclass overrides are what its posteriors can do (`Block.capabilities`). A distribution that is
+    not Gaussian overrides `draw`. A Gaussian overrides `transform`, from which its draws follow; the other methods are
+    about deviations from the posterior's mean. With `quadratic` alone it serves every head: then Jacobians are formed,
+    a few samples at a time.
+    """
+
+    centred: ClassVar[bool] = True
+    """Whether a draw is a deviation from the posterior's mean; otherwise it is the weights themselves."""
+    correlated: ClassVar[bool] = True
+    """Whether the weights of a row are correlated, so that variances do not say all of it."""
+    cancels: ClassVar[bool] = False
+    """Whether variances of outputs are differences of large numbers, which need float64."""
+    shared: bool = False
+    """Whether weights have something random in common, so that `independent` differs from draw to draw."""
+    dtype: torch.dtype
+    device: torch.device
+    limit: int
+
+    # Draws
+
+    def draw(self, generator: torch.Generator, like: Tensor) -> Tensor:
+        """One draw of the block's weights, ``(G, m, n)``.
+
+        Args:
+            generator: on the CPU, so that every device gets the same random numbers.
+            like: a tensor with the draw's shape, number format and device.
+        """
+        normals = torch.randn(like.shape, generator=generator, dtype=like.dtype, device="cpu").to(like.device)
+        return self.transform(normals.unsqueeze(0))[0]
+
+    def transform(self, normals: Tensor) -> Tensor:
+        """Turn standard normals ``(draws, G, m, n)`` into draws from ``N(0, Sigma)``, by a linear map."""
+        raise self._cannot("draws from normals")
+
+    def independent(self, generator: torch.Generator) -> tuple[Tensor | None, Tensor]:
+        """Mean and variance of the weights, ``(G, m, n)`` each, that are independent of each other once what they have
+        in common is drawn; the mean of deviations, which is zero, as None.
+
+        Args:
+            generator: as in `draw`, of what they have in common.
+        """
+        raise self._cannot("moments of independent weights")
+
+    # Numbers of the weights
+
+    def variance(self) -> Tensor:
+        """The variances of the weights, ``(G, m, n)``: the diagonal of Sigma."""
+        raise self._cannot("variances")
+
+    def log_determinant(self) -> Tensor:
+        """``log det`` of the precision, a scalar."""
+        raise self._cannot("log-determinant")
+
+    def quadratic(self, jacobians: Tensor) -> Tensor:
+        """``J Sigma J^T``, ``(q, q)``, of Jacobians ``(q, G, m, n)`` in any number format."""
+        raise self._cannot("quadratic forms")
+
+    def whiten(self, jacobians: Tensor) -> Tensor:
+        """Rows ``r`` in float64, ``(q, any)``, with ``r r^T = J Sigma J^T`` of Jacobians ``(q, G, m, n)``."""
+        values, vectors = torch.linalg.eigh(as_double(self.quadratic(jacobians)))
+        return vectors * values.clamp(min=0).sqrt()
+
+    # Outputs
+
+    def prepared(self: Self, dtype: torch.dtype, device: torch.device, limit: int) -> Self:
+        """Ready for the methods below: what they need is computed at the first use and kept.
+
+        Args:
+            dtype: of activations and output gradients.
+            device: of activations and output gradients.
+            limit: bytes that one temporary may take.
+        """
+        ready = copy.copy(self)
+        for name, value in vars(self).items():
+            if isinstance(value, Tensor):
+                setattr(ready, name, placed(value, device))
+            elif isinstance(value, Covariance):
+                setattr(ready, name, value.prepared(dtype, device, limit))
+        ready.dtype, ready.device, ready.limit = dtype, device, limit
+        return ready
+
+    def contract(self, layers: Sequence[Layer], rows: Mapping[str, LayerRows], mode: Mode) -> Checked:
+        """``J Sigma J^T`` in the shapes of `gram`, in float64.
+
+        Args:
+            layers: of the block.
+            rows: those of the Jacobian by layer; of layers that are not there they are zero.
+            mode: see `gram`.
+        """
+        grams = [gram(whitened, mode) for _, _, whitened in self._jacobians(layers, rows, mode == "joint")]
+        return precise(grams[0] if mode == "joint" else torch.cat(grams))
+
+    def against_prior(
+        self, layers: Sequence[Layer], rows: Mapping[str, LayerRows], prior: Mapping[str, float], double: bool
+    ) -> tuple[Tensor, Tensor]:
+        """``sum_c J_c Sigma J_c^T``, and the same under independent weights with variance ``prior[layer]``, both
+        ``(samples,)`` in float64 and from the same J.
+
+        Nothing is computed again where much cancels: what is left of one block may not matter in the sum over all. The
+        caller judges that, and asks for float64 by `double`.
+        """
+        variances = torch.cat(
+            [torch.full((layer.parameters,), prior.get(layer.name, 0.0), device="cpu") for layer in layers]
         )
+        parts = [
+            (whitened.square().sum((1, 2)), (jacobian.square() @ variances.to(jacobian)).sum(1))
+            for _, jacobian, whitened in self._jacobians(layers, rows, False)
+        ]
+        posterior, of_prior = zip(*parts, strict=True)
+        return torch.cat(posterior), torch.cat(of_prior)
 
-    def twin(self) -> RowCovariance:
-        """Another module with the same tensors, which moves by itself."""
-        twin = copy.copy(self)
-        twin._buffers = dict(self._buffers)
-        inner = {
-            name: module.twin() for name, module in self._modules.items() if isinstance(module, RowCovariance)
-        }
-        twin._modules = {**self._modules, **inner}
-        return twin
+    def _jacobians(
+        self, layers: Sequence[Layer], rows: Mapping[str, LayerRows], in_one: bool
+    ) -> Iterator[tuple[slice, Tensor, Tensor]]:
+        """Slices of the samples, each with its Jacobian ``(samples, functions, parameters)`` and the whitened Jacobian,
+        in float64; with `in_one`, one slice of all samples.
+        """
+        samples, _, functions, _, _ = next(iter(rows.values())).gradients.shape
+        size = sum(layer.parameters for layer in layers)
+        # the general `whiten` goes by the quadratic forms of all pairs of rows
+        by_pairs = type(self).whiten is Covariance.whiten
+        most = 1 if by_pairs else max(1, self.limit // (8 * functions * size))
+        step = samples if in_one else most
+        shape = layers[0].matrix_shape if len(layers) == 1 else (1, 1, size)
+        for start in range(0, samples, step):
+            part = slice(start, min(samples, start + step))
+            jacobian = self._jacobian_of(layers, rows, part)
+            whitened = self.whiten(jacobian.flatten(0, 1).reshape(-1, *shape))
+            yield part, jacobian, whitened.reshape(*jacobian.shape[:2], -1)
 
-    def variances_only(self) -> RowCovariance:
-        """This, without what `covariance` alone needs."""
-        return self
+    def _jacobian_of(self, layers: Sequence[Layer], rows: Mapping[str, LayerRows], part: slice) -> Tensor:
+        """The layers' Jacobians side by side, ``(samples, functions, parameters)``."""
+        columns: list[Tensor] = []
+        like = next(iter(rows.values())).gradients[part]
+        for layer in layers:
+            if layer.name not in rows:
+                columns.append(like.new_zeros(like.shape[0], like.shape[2], layer.parameters))
+                continue
+            activations, gradients = rows[layer.name]
+            jacobian = _jacobian(activations.part(part), gradients[part], self.limit)
+            columns.append(jacobian.transpose(1, 2).flatten(2))
+        return as_double(torch.cat(columns, dim=2))
+
+    def of_layer(self, start: int, shape: tuple[int, int, int], whole: tuple[int, int, int]) -> Covariance:
+        """The covariance of one layer's weights, for its own outputs.
+
+        A class that overrides this has `output_variance` and `output_covariance` for random inputs too.
+
+        Args:
+            start: where the layer's weights begin in the block.
+            shape: ``(G, m, n)`` of the layer.
+            whole: that of the block.
+        """
+        return _LayerOfBlock(self, start, shape, whole)
+
+    def output_variance(self, mean: Tensor, variance: Tensor | None = None) -> Tensor:
+        """Variance that the layer's weights give to its outputs ``y = W x``, for random inputs: ``Var(y_o) = m^T S_oo m
+        + sum_k v_k [S_oo]_kk`` where row ``o`` of W has the covariance ``S_oo``. Differentiable.
+
+        Args:
+            mean: ``m``, ``(rows, G, n)``.
+            variance: ``v``, likewise; None for certain inputs.
+
+        Returns:
+            ``(rows, G, m)``.
+        """
+        raise self._cannot("row covariances")
+
+    def output_covariance(
+        self, mean: Tensor, covariance: Tensor | None = None, *, joint: bool = False
+    ) -> Tensor:
+        """Covariance that the layer's weights give to its outputs, for random inputs: ``Cov(y_o, y_o') =
+        tr(S_oo' (m m^T + C))``; of a layer of one group, in float64.
+
+        Args:
+            mean: ``m``, ``(rows, n)``.
+            covariance: ``C``, ``(rows, n, n)``; None for certain inputs.
+            joint: of certain inputs also between rows.
+
+        Returns:
+            ``(rows, m, m)``, or with `joint` ``(rows * m, rows * m)``.
+        """
+        raise self._cannot("row covariances")
+
+    def variances_of(self, activations: Tensor) -> Tensor:
+        """Variances of the outputs ``(rows, m)`` of a layer of one group, for certain inputs ``(rows, n)``."""
+        return self.output_variance(as_double(activations).unsqueeze(1)).squeeze(1)
+
+    def output_product(self, activations: Tensor) -> Callable[[Tensor], Tensor]:
+        """Multiplication of ``(rows, m, k)`` by the covariance of the outputs of a layer of one group, for certain
+        inputs ``(rows, n)``.
+        """
+        covariance = self.output_covariance(activations).to(activations)
+        return lambda x: covariance @ x
 
     def bytes(self) -> int:
-        """Memory that it holds."""
-        return sum(tensor.numel() * tensor.element_size() for tensor in self.buffers())
+        """Memory that it holds beyond its block."""
+        return sum(t.numel() * t.element_size() for t in vars(self).values() if isinstance(t, Tensor))
 
-    @abstractmethod
-    def quadratic(self, mean: Tensor) -> Tensor:
-        """``m^T S_oo m``, ``(rows, G, m)``, of inputs ``(rows, G, n)``."""
-
-    @abstractmethod
-    def covariance(self, mean: Tensor, covariance: Tensor | None) -> Tensor:
-        """``tr(S_oo' (m m^T + C))``, ``(rows, m, m)``, for inputs ``(rows, n)`` with covariances ``(rows, n, n)``, or
-        None for certain inputs; for layers of one group.
-        """
-
-    def variance(self, mean: Tensor, variance: Tensor | None) -> Tensor:
-        """``(rows, G, m)`` for inputs ``(rows, G, n)`` with these variances; None for certain inputs."""
-        from_mean = self.quadratic(mean)
-        if variance is None:
-            return from_mean
-        return from_mean + torch.einsum("goi,rgi->rgo", self.marginal.to(variance), variance).to(from_mean)
+    def _cannot(self, what: str) -> PosthocUQError:
+        return PosthocUQError(f"A {type(self).__name__} has no {what}.")
 
 
-class IndependentRows(RowCovariance):
-    """Every weight independent of every other."""
-
-    def quadratic(self, mean: Tensor) -> Tensor:
-        return torch.einsum("goi,rgi->rgo", self.marginal.to(mean), mean.square())
-
-    def covariance(self, mean: Tensor, covariance: Tensor | None) -> Tensor:
-        second = mean.square()
-        if covariance is not None:
-            second = second + covariance.diagonal(dim1=1, dim2=2)
-        return torch.diag_embed(second @ self.marginal[0].to(second).T)
+def _jacobian(activations: Operand, gradients: Tensor, limit: int) -> Tensor:
+    """Rows of J, ``(samples, G, functions, rows, n)``; functions are treated as further outputs of the layer."""
+    samples, groups, functions, rows, _ = gradients.shape
+    stacked = gradients.flatten(2, 3).transpose(2, 3)
+    return activations.gradients(stacked, limit).reshape(samples, groups, functions, rows, -1)
 
 
-class EigenbasisRows(RowCovariance):
-    """``S = (U_G x U_A) diag(1 / P) (U_G x U_A)^T``: KFAC and EFB."""
-
-    input_basis: Tensor
-    output_basis: Tensor
-    inverse: Tensor
-    table: Tensor
-
-    def __init__(self, marginal: Tensor, input_basis: Tensor, output_basis: Tensor, inverse: Tensor) -> None:
-        super().__init__(marginal)
-        self.register_buffer("input_basis", input_basis)
-        self.register_buffer("output_basis", output_basis)
-        self.register_buffer("inverse", inverse)
-        self.register_buffer("table", output_basis.square() @ inverse)
-
-    def quadratic(self, mean: Tensor) -> Tensor:
-        squares = torch.einsum("rgi,gia->rga", mean, self.input_basis.to(mean)).square()
-        return torch.einsum("goa,rga->rgo", self.table.to(mean), squares)
-
-    def covariance(self, mean: Tensor, covariance: Tensor | None) -> Tensor:
-        basis, outer = self.input_basis[0].to(mean), self.output_basis[0].to(mean)
-        squares = (mean @ basis).square()
-        if covariance is not None:
-            squares = squares + torch.einsum("ia,rij,ja->ra", basis, covariance, basis)
-        directions = squares @ self.inverse[0].to(mean).T  # variance along each direction of the output basis
-        return (outer * directions.unsqueeze(1)) @ outer.T
-
-
-class InformationRows(RowCovariance):
-    """``S_oo = H_o - (s H)_o U_a T_o^T T_o U_a^T (s H)_o``: INF, in float64, because along stiff directions two large
-    numbers cancel.
-    """
-
-    inverse: Tensor
-    shrunk: Tensor
-    input_basis: Tensor
-    row_roots: Tensor
-    columns: Tensor
-    output_basis: Tensor
+class _LayerOfBlock(Covariance):
+    """A layer's part of a block that is known by its quadratic forms."""
 
     def __init__(
-        self,
-        marginal: Tensor,
-        inverse: Tensor,
-        shrunk: Tensor,
-        input_basis: Tensor,
-        output_basis: Tensor,
-        row_roots: Tensor,
-        columns: Tensor,
+        self, block: Covariance, start: int, shape: tuple[int, int, int], whole: tuple[int, int, int]
     ) -> None:
+        self._block, self._start, self._shape, self._whole = block, start, shape, whole
+
+    def output_covariance(
+        self, mean: Tensor, covariance: Tensor | None = None, *, joint: bool = False
+    ) -> Tensor:
+        rows, (_, outputs, inputs) = as_double(mean), self._shape
+        size = self._whole[0] * self._whole[1] * self._whole[2]
+        eye = torch.eye(outputs, dtype=rows.dtype, device=rows.device)
+
+        def covariance_of(activations: Tensor) -> Tensor:
+            jacobians = rows.new_zeros(len(activations) * outputs, size)
+            of_layer = torch.einsum("op,si->sopi", eye, activations).reshape(len(jacobians), -1)
+            jacobians[:, self._start : self._start + outputs * inputs] = of_layer
+            found = self._block.quadratic(jacobians.reshape(-1, *self._whole))
+            return as_double(found).to(rows.device)
+
+        return covariance_of(rows) if joint else torch.stack([covariance_of(row) for row in rows.split(1)])
+
+    def variances_of(self, activations: Tensor) -> Tensor:
+        return self.output_covariance(activations).diagonal(dim1=1, dim2=2)
+
+
+# Independent weights, perhaps in other bases (`Kronecker`) or less a low rank (`posthoc_uq.posteriors.information`).
+#
+# With ``Sigma = diag w - low rank`` and ``J_c = sum_t g_ct a_t^T``:
+#
+# * one position: ``J_c = g_c a^T`` is never formed. The diagonal gives ``sum_o g_co g_do (sum_i w_oi a_i^2)``;
+# * a few positions: the same with pairs of positions, ``sum_tu g_ct g_du (sum_i w_oi a_ti a_ui)``;
+# * more positions (weight sharing): ``J`` is formed for a few rows of a few samples at a time and summed away. Bases
+#   turn the activations and output gradients beforehand, not ``J``.
+
+_CACHED = (
+    2**20
+)  # bytes of the products of many rows that are computed at once: they stay in a processor's cache
+
+
+class Independent(Covariance):
+    """Independent weights of one layer; in subclasses a part of what their covariance is made of."""
+
+    correlated = False
+
+    def weights(self) -> Tensor:
+        """``w``, ``(G, m, n)``: the variances."""
+        raise AssertionError("each covariance defines its own")
+
+    def roots(self) -> Tensor:
+        """``sqrt w``."""
+        return self.weights().sqrt()
+
+    def variance(self) -> Tensor:
+        return self.weights()
+
+    def quadratic(self, jacobians: Tensor) -> Tensor:
+        rows = (jacobians * self.roots()).flatten(1)
+        return rows @ rows.T
+
+    def whiten(self, jacobians: Tensor) -> Tensor:
+        return as_double(jacobians * self.roots().to(jacobians)).flatten(1)
+
+    def of_layer(self, start: int, shape: tuple[int, int, int], whole: tuple[int, int, int]) -> Covariance:
+        return self
+
+    # What is prepared once
+
+    @cached_property
+    def wide_weights(self) -> Tensor:
+        """``w``, in the precision of the block."""
+        return placed(self.weights(), self.device)
+
+    @cached_property
+    def narrow_weights(self) -> Tensor:
+        """``w`` in the activations' precision."""
+        return self.wide_weights.to(self.dtype)
+
+    @cached_property
+    def root_weights(self) -> Tensor:
+        """``sqrt w``, which turns J into the rows of its diagonal part."""
+        return self.wide_weights.sqrt().to(self.dtype)
+
+    @cached_property
+    def square_weights(self) -> Tensor:
+        """The weights of squared activations that give the diagonal's part of each output's variance, ``(G, m, n)``."""
+        return self.narrow_weights
+
+    @cached_property
+    def equal_weight(self) -> float | None:
+        """``w`` where it is the same for all weights, as in INF without a residual; the diagonal's part is then ``w``
+        times the squared norm of J.
         """
-        Args:
-            inverse: H, ``(G, m, n)``.
-            shrunk: s H, ``(G, m, n)``.
-            input_basis: ``U_a``, ``(G, n, a)``.
-            output_basis: ``U_g``, ``(G, m, g)``.
-            row_roots: ``T_o``, ``(G, m, a, a)``.
-            columns: ``R^-1 diag(sqrt(scale lambda))``, ``(G, L, g, a)``.
+        least, most = (float(extreme) for extreme in self.wide_weights.aminmax())
+        return most if least == most else None
+
+    def weight_rows(self, rows: slice, double: bool) -> Tensor:
+        """``w`` of some rows, ``(G, rows, n)``."""
+        return as_double(self.wide_weights[:, rows]) if double else self.narrow_weights[:, rows]
+
+    def root_weight_rows(self, rows: slice, double: bool) -> Tensor:
+        """``sqrt w`` of some rows, ``(G, rows, n)``; in float64 of the numbers that a low rank was computed with."""
+        return as_double(self.wide_weights[:, rows]).sqrt() if double else self.root_weights[:, rows]
+
+    # Jacobians
+
+    def contract(self, layers: Sequence[Layer], rows: Mapping[str, LayerRows], mode: Mode) -> Checked:
+        ((activations, gradients),) = rows.values()
+
+        def work(part: slice, double: bool) -> Contracted:
+            return self._contracted(activations.part(part), gradients[part], mode, double, False)
+
+        return self._checked(work, gradients.shape[0], mode)
+
+    def against_prior(
+        self, layers: Sequence[Layer], rows: Mapping[str, LayerRows], prior: Mapping[str, float], double: bool
+    ) -> tuple[Tensor, Tensor]:
+        ((name, (activations, gradients)),) = rows.items()
+        found = self._contracted(activations, gradients, "variance", double, True)
+        assert found.norms is not None
+        return found.value.sum(1), as_double(found.norms).sum(1) * prior.get(name, 0.0)
+
+    def _checked(self, work: Callable[[slice, bool], Contracted], samples: int, mode: Mode) -> Checked:
+        """All samples' contraction; `work` contracts a slice of them, in float64 if its second argument is true."""
+        return precise(work(slice(0, samples), False).value)
+
+    def _contracted(
+        self, activations: Operand, gradients: Tensor, mode: Mode, double: bool, norms: bool
+    ) -> Contracted:
+        """In shapes of `gram`, with the squared norms of J if `norms`."""
+        if self._pairs_are_cheaper(activations.positions, gradients.shape[2], mode):
+            return self._by_pairs_of_positions(activations.rows(), gradients, mode, double, norms)
+        return self._by_jacobian(activations, gradients, mode, double, norms)
+
+    def _pairs_are_cheaper(self, positions: int, functions: int, mode: Mode, width: int = 0) -> bool:
+        """Whether pairs of positions cost less than forming J, in multiply-adds per weight and sample; `width` is the
+        number of a low rank's input directions.
         """
-        super().__init__(marginal)
-        for name, tensor in (
-            ("inverse", inverse),
-            ("shrunk", shrunk),
-            ("input_basis", input_basis),
-            ("output_basis", output_basis),
-            ("row_roots", row_roots),
-            ("columns", columns),
-        ):
-            self.register_buffer(name, as_double(tensor))
+        if positions == 1 or mode == "joint":
+            return positions == 1
+        pairs = positions * (positions + 1) / 2 + positions * width
+        pairs += positions * width * functions * TOUCH_COST / self.wide_weights.shape[2]
+        return pairs < functions * (positions + width + TOUCH_COST)
 
-    def variances_only(self) -> RowCovariance:
-        """This, without the columns of the whole low rank, which are most of its memory."""
-        twin = self.twin()
-        twin._buffers["columns"] = self.columns.new_empty(0)
-        return twin
+    def _row_chunks(self, numbers: int, item: int) -> Iterator[slice]:
+        """Slices of the layer's rows, so small that `numbers` numbers of `item` bytes a row stay within the limit."""
+        outputs = self.wide_weights.shape[1]
+        step = max(1, min(outputs, self.limit // max(1, numbers * item)))
+        for start in range(0, outputs, step):
+            yield slice(start, min(outputs, start + step))
 
-    def quadratic(self, mean: Tensor) -> Tensor:
-        wide = as_double(mean)
-        diagonal = torch.einsum("goi,rgi->rgo", self.inverse, wide.square())
-        groups, outputs, width, _ = self.row_roots.shape
-        step = max(1, _CHUNK // max(1, groups * width * max(outputs, self.shrunk.shape[2])))
-        # Under a tracer the number of rows is a symbol, and the rows are not split.
-        split = wide.split(step) if isinstance(wide.shape[0], int) and wide.shape[0] > step else (wide,)
-        parts: list[Tensor] = []
-        for part in split:
-            columns = (part.unsqueeze(3) * self.input_basis).permute(1, 2, 0, 3).flatten(2)  # (G, n, rows a)
-            reached = (self.shrunk @ columns).reshape(
-                groups, outputs, part.shape[0], width
-            )  # (G, m, rows, a)
-            parts.append((reached @ self.row_roots.transpose(-1, -2)).square().sum(-1))
-        low_rank = torch.cat(parts, dim=2).permute(2, 0, 1)
-        # Where the data leave no variance, rounding may give a little less than zero.
-        return (diagonal - low_rank).clamp(min=0).to(mean)
+    def _by_jacobian(
+        self, activations: Operand, gradients: Tensor, mode: Mode, double: bool, norms: bool
+    ) -> Contracted:
+        """For weights shared by many positions: J in chunks of samples (all at once for ``"joint"``) and of rows."""
+        samples, groups, functions, outputs, _ = gradients.shape
+        inputs = self.wide_weights.shape[2]
+        item = 8 if double else gradients.element_size()
+        numbers = groups * functions * inputs
+        step = samples if mode == "joint" else max(1, self.limit // max(1, numbers * outputs * item))
+        parts: list[Contracted] = []
+        for start in range(0, samples, step):
+            part = slice(start, min(samples, start + step))
+            part_activations, part_gradients = activations.part(part), gradients[part]
+            diagonal: Tensor | None = None
+            cores: Tensor | None = None
+            lengths: Tensor | None = None
+            for rows in self._row_chunks((part.stop - start) * numbers, item):
+                jacobian = _jacobian(part_activations, part_gradients[:, :, :, rows], self.limit)
+                jacobian = as_double(jacobian) if double else jacobian
+                row_lengths = _row_norms(jacobian, "variance") if norms else None
+                lengths = row_lengths if lengths is None or row_lengths is None else lengths + row_lengths
+                if row_lengths is not None and self.equal_weight is not None:
+                    squares = row_lengths * self.equal_weight
+                    core = self._core_of_jacobian(jacobian, rows, double, scaled=False)
+                else:
+                    jacobian.mul_(self.root_weight_rows(rows, double).unsqueeze(1))
+                    squares = _row_norms(jacobian, mode)
+                    core = self._core_of_jacobian(jacobian, rows, double, scaled=True)
+                diagonal = squares if diagonal is None else diagonal + squares
+                cores = core if cores is None or core is None else cores + core
+            assert diagonal is not None
+            parts.append(self._less_low_rank(diagonal, cores, mode, lengths))
+        return joined(parts)
 
-    def covariance(self, mean: Tensor, covariance: Tensor | None) -> Tensor:
-        wide = as_double(mean)
-        inverse, shrunk, basis = self.inverse[0], self.shrunk[0], self.input_basis[0]
-        second = wide.square()
+    def _by_pairs_of_positions(
+        self, activations: Tensor, gradients: Tensor, mode: Mode, double: bool, norms: bool
+    ) -> Contracted:
+        """Without J, from activations ``(samples, G, T, n)``; ``"joint"`` is for one position only."""
+        if double:
+            activations, gradients = as_double(activations), as_double(gradients)
+        lengths = _squared_norms(activations, gradients) if norms else None
+        by_norms = None if lengths is None or self.equal_weight is None else lengths * self.equal_weight
+        diagonal: Tensor | None = by_norms
+        cores: Tensor | None = None
+        numbers = self.wide_weights.shape[0] * self.wide_weights.shape[2] if double else 0
+        for rows in self._row_chunks(numbers, 8):
+            row_gradients = gradients[:, :, :, rows].transpose(-1, -2)  # (samples, G, functions, T, rows)
+            if by_norms is None:
+                weights = self.weight_rows(rows, double)
+                squares = weighted_gram(activations, row_gradients, weights, mode, self.limit)
+                diagonal = squares if diagonal is None else diagonal + squares
+            core = self._core_of_positions(activations, row_gradients, rows, double)
+            cores = core if cores is None or core is None else cores + core
+        assert diagonal is not None
+        return self._less_low_rank(diagonal, cores, mode, lengths)
+
+    # A low rank that is subtracted, if there is one
+
+    def _core_of_jacobian(self, jacobian: Tensor, rows: slice, double: bool, scaled: bool) -> Tensor | None:
+        """The low rank's part of some rows of J, which is overwritten; J is multiplied by ``sqrt w`` if `scaled`."""
+        return None
+
+    def _core_of_positions(
+        self, activations: Tensor, gradients: Tensor, rows: slice, double: bool
+    ) -> Tensor | None:
+        """The same of activations ``(samples, G, T, n)`` and gradients ``(samples, G, functions, T, rows)``."""
+        return None
+
+    def _less_low_rank(
+        self, diagonal: Tensor, cores: Tensor | None, mode: Mode, norms: Tensor | None
+    ) -> Contracted:
+        """The diagonal's part, in shapes of `gram`, less that of the low rank; `norms` become part of the result."""
+        wide = as_double(diagonal)
+        return Contracted(wide, wide, norms)
+
+    # Outputs
+
+    def output_variance(self, mean: Tensor, variance: Tensor | None = None) -> Tensor:
+        second = mean.square() if variance is None else mean.square() + variance
+        return torch.einsum("goi,rgi->rgo", self.square_weights.to(mean), second)
+
+    def output_covariance(
+        self, mean: Tensor, covariance: Tensor | None = None, *, joint: bool = False
+    ) -> Tensor:
+        second = self._second_moments(as_double(mean), covariance, joint)
+        diagonal = second @ self.weight_rows(slice(None), True)[0].T  # (rows, m), or (rows, rows, m)
+        return joined_rows(torch.diag_embed(diagonal), joint)
+
+    def _second_moments(self, mean: Tensor, covariance: Tensor | None, joint: bool) -> Tensor:
+        """Of each input, ``(rows, n)``; with `joint` products of two rows, ``(rows, rows, n)``."""
+        if joint:
+            return mean.unsqueeze(1) * mean
+        second = mean.square()
+        return second if covariance is None else second + as_double(covariance.diagonal(dim1=1, dim2=2))
+
+    def variances_of(self, activations: Tensor) -> Tensor:
+        """Many rows pass a few at a time."""
+        columns = activations.T
+        result = columns.new_empty(self.wide_weights.shape[1], columns.shape[1])
+        for part in self._column_parts(columns, columns.shape[0]):
+            torch.mm(self.square_weights[0], self._squares(columns[:, part]), out=result[:, part])
+        return result.T
+
+    def _squares(self, columns: Tensor) -> Tensor:
+        """Squares of activations ``(n, rows)``."""
+        return columns.square()
+
+    def _column_parts(self, columns: Tensor, numbers: int) -> Iterator[slice]:
+        """Slices of the columns, with so many numbers for each."""
+        limit = min(self.limit, _CACHED) if columns.device.type == "cpu" else self.limit
+        return chunks(columns.shape[1], numbers, columns.element_size(), limit)
+
+    def output_product(self, activations: Tensor) -> Callable[[Tensor], Tensor]:
+        diagonal = (activations.square() @ self.narrow_weights[0].T).unsqueeze(-1)
+        return lambda x: diagonal * x
+
+
+def _row_norms(jacobian: Tensor, mode: Mode) -> Tensor:
+    """`gram` of Jacobians ``(samples, G, functions, rows, n)``."""
+    return gram(jacobian.transpose(1, 2).flatten(2), mode)
+
+
+def _squared_norms(activations: Tensor, gradients: Tensor) -> Tensor:
+    """``|sum_t g_ct a_t^T|^2``, ``(samples, functions)``, by the Grams of positions: of activations
+    ``(samples, G, T, n)`` and gradients ``(samples, G, functions, m, T)``.
+    """
+    if activations.shape[2] == 1:
+        lengths = activations.square().sum((2, 3)).unsqueeze(2) * gradients.square().sum((3, 4))
+        return lengths.sum(1)
+    pairs = torch.matmul(activations, activations.transpose(-1, -2)).unsqueeze(2)
+    return (torch.matmul(gradients.transpose(-1, -2), gradients) * pairs).sum((1, 3, 4))
+
+
+def joined_rows(covariances: Tensor, joint: bool) -> Tensor:
+    """Covariances of the outputs of pairs of rows ``(rows, rows, m, m)`` as one matrix, if `joint`."""
+    if not joint:
+        return covariances
+    size = covariances.shape[0] * covariances.shape[2]
+    return covariances.transpose(1, 2).reshape(size, size)
+
+
+class Diagonal(Independent):
+    """A diagonal precision ``(G, m, n)``.
+
+    Args:
+        precision: in float64.
+        like: has the number format of the block.
+    """
+
+    def __init__(self, precision: Tensor, like: Tensor) -> None:
+        self.precision = precision.to(like)
+        self._log_determinant = log_sum(precision)
+
+    def weights(self) -> Tensor:
+        return self.precision.reciprocal()
+
+    def roots(self) -> Tensor:
+        return self.precision.rsqrt()
+
+    def transform(self, normals: Tensor) -> Tensor:
+        return normals * self.roots()
+
+    def independent(self, generator: torch.Generator) -> tuple[None, Tensor]:
+        return None, self.variance()
+
+    def log_determinant(self) -> Tensor:
+        return self._log_determinant
+
+
+class Variances(Diagonal):
+    """Independent weights of variances ``(G, m, n)``; a weight whose variance is zero is certain."""
+
+    def __init__(self, variances: Tensor) -> None:
+        self.variances = variances
+
+    def weights(self) -> Tensor:
+        return self.variances
+
+    def roots(self) -> Tensor:
+        return self.variances.sqrt()
+
+    def log_determinant(self) -> Tensor:
+        return -log_sum(self.variances)
+
+
+_ROTATED = 8  # rotated activations may take this many times the memory limit of one temporary
+
+
+class Kronecker(Independent):
+    """``(U_G x U_A) diag(1 / P) (U_G x U_A)^T`` with orthogonal bases of the outputs and inputs: KFAC and EFB.
+
+    Args:
+        input_basis: ``U_A``, ``(G, n, n)``.
+        output_basis: ``U_G``, ``(G, m, m)``.
+        precision: ``P``, ``(G, m, n)``, in float64.
+    """
+
+    correlated = True
+
+    def __init__(self, input_basis: Tensor, output_basis: Tensor, precision: Tensor) -> None:
+        self._input_basis, self._output_basis = input_basis, output_basis
+        self.precision = precision.to(input_basis)
+        self._log_determinant = log_sum(precision)
+
+    def weights(self) -> Tensor:
+        return self.precision.reciprocal()
+
+    def roots(self) -> Tensor:
+        return self.precision.rsqrt()
+
+    def transform(self, normals: Tensor) -> Tensor:
+        return self._output_basis @ (normals * self.roots()) @ self._input_basis.transpose(-1, -2)
+
+    def variance(self) -> Tensor:
+        inner = self._output_basis.square() @ self.weights()
+        return inner @ self._input_basis.square().transpose(-1, -2)
+
+    def _rotated(self, jacobians: Tensor) -> Tensor:
+        bases = self._output_basis.to(jacobians), self._input_basis.to(jacobians)
+        return bases[0].transpose(-1, -2) @ jacobians @ bases[1]
+
+    def quadratic(self, jacobians: Tensor) -> Tensor:
+        return super().quadratic(self._rotated(jacobians))
+
+    def whiten(self, jacobians: Tensor) -> Tensor:
+        return super().whiten(self._rotated(jacobians))
+
+    def log_determinant(self) -> Tensor:
+        return self._log_determinant
+
+    def bytes(self) -> int:
+        return self.precision.numel() * self.precision.element_size()
+
+    @cached_property
+    def bases(self) -> tuple[Tensor, Tensor]:
+        """``U_A`` and ``U_G`` in the activations' precision."""
+        return self._input_basis.to(self.dtype), self._output_basis.to(self.dtype)
+
+    @cached_property
+    def marginal(self) -> Tensor:
+        """The weights' variances in the activations' precision."""
+        return self.variance().to(self.dtype)
+
+    @cached_property
+    def square_weights(self) -> Tensor:
+        """See `Independent`; of activations that are turned by ``U_A``."""
+        return self.bases[1].square() @ self.narrow_weights
+
+    @cached_property
+    def equal_weight(self) -> float | None:
+        return None
+
+    def _contracted(
+        self, activations: Operand, gradients: Tensor, mode: Mode, double: bool, norms: bool
+    ) -> Contracted:
+        """Activations and gradients are rotated, many samples at once, since the bases are large and every product
+        reads them.
+        """
+        samples = gradients.shape[0]
+        numbers = activations.positions * self.bases[0][..., 0].numel() * gradients.element_size()
+        step = samples if mode == "joint" else max(1, _ROTATED * self.limit // numbers)
+        parts: list[Contracted] = []
+        for start in range(0, samples, step):
+            part = slice(start, start + step)
+            rotated = Rows(activations.part(part).project(self.bases[0]))
+            turned = torch.matmul(self.bases[1].transpose(-1, -2).unsqueeze(1), gradients[part])
+            parts.append(super()._contracted(rotated, turned, mode, double, norms))
+        return joined(parts)
+
+    def output_variance(self, mean: Tensor, variance: Tensor | None = None) -> Tensor:
+        squares = torch.einsum("rgi,gia->rga", mean, self.bases[0].to(mean)).square()
+        result = torch.einsum("goa,rga->rgo", self.square_weights.to(mean), squares)
+        if variance is None:
+            return result
+        return result + torch.einsum("goi,rgi->rgo", self.marginal.to(mean), variance)
+
+    def output_covariance(
+        self, mean: Tensor, covariance: Tensor | None = None, *, joint: bool = False
+    ) -> Tensor:
+        inputs, outputs = as_double(self._input_basis[0]), as_double(self._output_basis[0])
+        second = self._second_moments(as_double(mean) @ inputs, None, joint)
         if covariance is not None:
-            second = second + as_double(covariance.diagonal(dim1=1, dim2=2))
-        result = torch.diag_embed(second @ inverse.T)
-        moment = wide.unsqueeze(2) * wide.unsqueeze(1)
-        if covariance is not None:
-            moment = moment + as_double(covariance)
-        outputs, inputs = inverse.shape
-        columns = self.columns[0]
-        step = max(1, _CHUNK // max(1, outputs * inputs))
-        for start in range(0, columns.shape[0], step):
-            # Rows q_ol of the low-rank part: S_oo' has - sum_l q_ol q_o'l^T.
-            mixed = torch.einsum("og,lga->loa", self.output_basis[0], columns[start : start + step])
-            rows = (mixed @ basis.T) * shrunk
-            if covariance is None:
-                reached = torch.einsum("loi,ri->rlo", rows, wide)
-                result = result - reached.transpose(1, 2) @ reached
+            second = second + torch.einsum("ia,rij,ja->ra", inputs, as_double(covariance), inputs)
+        directions = second @ self.weight_rows(slice(None), True)[0].T
+        return joined_rows((outputs * directions.unsqueeze(-2)) @ outputs.T, joint)
+
+    def _squares(self, columns: Tensor) -> Tensor:
+        return (self.bases[0][0].T @ columns).square_()
+
+    def output_product(self, activations: Tensor) -> Callable[[Tensor], Tensor]:
+        input_basis, output_basis = (basis[0] for basis in self.bases)
+        variances = ((activations @ input_basis).square() @ self.narrow_weights[0].T).unsqueeze(-1)
+        return lambda x: output_basis @ (variances * (output_basis.T @ x))
+
+
+# Dense covariances: of the weights of all layers of a block together, or of each row of one layer.
+
+
+class Dense(Covariance):
+    """``P = R R^T`` of independent rows, each of one Gaussian: ``R`` is ``(G, m, n, n)``, in float64. Of a block of
+    several layers there is one row, ``(1, 1, weights)``.
+
+    Args:
+        root: lower triangular.
+        like: has the number format of the block.
+    """
+
+    def __init__(self, root: Tensor, like: Tensor) -> None:
+        self.root, self._like = root, like
+
+    def _columns(self, rows: Tensor) -> Tensor:
+        """Rows ``(q, G, m, n)``, or of the shape of one layer, as columns ``(G, m, n, q)``."""
+        return rows.to(self.root).reshape(len(rows), *self.root.shape[:3]).permute(1, 2, 3, 0)
+
+    def whiten(self, jacobians: Tensor) -> Tensor:
+        columns = self._columns(jacobians)
+        return torch.linalg.solve_triangular(self.root, columns, upper=False).flatten(0, 2).T
+
+    def quadratic(self, jacobians: Tensor) -> Tensor:
+        rows = self.whiten(jacobians)
+        return (rows @ rows.T).to(jacobians)
+
+    def transform(self, normals: Tensor) -> Tensor:
+        roots, columns = self.root.transpose(-1, -2), self._columns(normals)
+        drawn = torch.linalg.solve_triangular(roots, columns, upper=True)
+        return drawn.permute(3, 0, 1, 2).to(normals).reshape(normals.shape)
+
+    def matrices(self) -> Tensor:
+        """The covariance of each row, ``(G, m, n, n)``."""
+        return torch.cholesky_inverse(self.root)
+
+    def variance(self) -> Tensor:
+        return self.matrices().diagonal(dim1=-2, dim2=-1).to(self._like)
+
+    def log_determinant(self) -> Tensor:
+        return 2 * self.root.diagonal(dim1=-2, dim2=-1).log().sum()
+
+    def bytes(self) -> int:
+        return self.root.numel() * self.root.element_size()
+
+    def of_layer(self, start: int, shape: tuple[int, int, int], whole: tuple[int, int, int]) -> Covariance:
+        matrices = self.matrices()
+        if tuple(matrices.shape[:3]) == shape and shape[0] * shape[1] > 1:
+            return DenseLayer(matrices)
+        groups, outputs, inputs = shape
+        stop = start + groups * outputs * inputs
+        pairs = matrices[0, 0, start:stop, start:stop]
+        pairs = pairs.reshape(groups * outputs, inputs, groups * outputs, inputs).permute(0, 2, 1, 3)
+        rows = pairs.diagonal(dim1=0, dim2=1).permute(2, 0, 1).reshape(*shape, inputs)
+        return DenseLayer(rows, pairs.contiguous())
+
+
+class DenseLayer(Covariance):
+    """Explicit covariances of the rows of one layer's weights.
+
+    Args:
+        rows: of each row, ``(G, m, n, n)``, in float64.
+        pairs: also between rows, ``(G m, G m, n, n)``; None where rows are independent.
+    """
+
+    def __init__(self, rows: Tensor, pairs: Tensor | None = None) -> None:
+        self.rows, self.pairs = rows, pairs
+
+    def variance(self) -> Tensor:
+        return self.rows.diagonal(dim1=-2, dim2=-1)
+
+    def output_variance(self, mean: Tensor, variance: Tensor | None = None) -> Tensor:
+        rows = self.rows.to(mean)
+        result = torch.einsum("rgi,goij,rgj->rgo", mean, rows, mean)
+        if variance is None:
+            return result
+        return result + torch.einsum("goii,rgi->rgo", rows, variance)
+
+    def output_covariance(
+        self, mean: Tensor, covariance: Tensor | None = None, *, joint: bool = False
+    ) -> Tensor:
+        inputs, pairs = as_double(mean), self.pairs
+        if pairs is None:
+            rows = self.rows[0]
+            if joint:
+                diagonal = torch.einsum("oij,si,tj->sto", rows, inputs, inputs)
             else:
-                for row in rows:
-                    result = result - row @ moment @ row.T
-        return result.to(mean)
+                diagonal = torch.einsum("oij,ri,rj->ro", rows, inputs, inputs)
+            if covariance is not None:
+                diagonal = diagonal + torch.einsum("oij,rij->ro", rows, as_double(covariance))
+            return joined_rows(torch.diag_embed(diagonal), joint)
+        if joint:
+            return joined_rows(torch.einsum("opij,si,tj->stop", pairs, inputs, inputs), joint)
+        found = torch.einsum("opij,ri,rj->rop", pairs, inputs, inputs)
+        if covariance is None:
+            return found
+        return found + torch.einsum("opij,rij->rop", pairs, as_double(covariance))
 
 
-class DenseRows(RowCovariance):
-    """Blocks of an explicit covariance, ``(G, m, G, m, n, n)`` by pairs of rows."""
-
-    pairs: Tensor
-
-    def __init__(self, marginal: Tensor, covariance: Tensor) -> None:
-        """
-        Args:
-            covariance: ``(G m n, G m n)`` of this layer.
-        """
-        super().__init__(marginal)
-        groups, outputs, inputs = marginal.shape
-        pairs = covariance.reshape(groups * outputs, inputs, groups * outputs, inputs)
-        self.register_buffer("pairs", pairs.permute(0, 2, 1, 3).contiguous())
-
-    def quadratic(self, mean: Tensor) -> Tensor:
-        groups, outputs, inputs = self.marginal.shape
-        rows = self.pairs.diagonal(dim1=0, dim2=1).permute(2, 0, 1).to(mean)
-        rows = rows.reshape(groups, outputs, inputs, inputs)
-        return torch.einsum("rgi,goij,rgj->rgo", mean, rows, mean)
-
-    def covariance(self, mean: Tensor, covariance: Tensor | None) -> Tensor:
-        moment = mean.unsqueeze(2) * mean.unsqueeze(1)
-        if covariance is not None:
-            moment = moment + covariance
-        return torch.einsum("opij,rij->rop", self.pairs.to(mean), moment)
+def log_sum(values: Tensor) -> Tensor:
+    """The sum of logarithms, in float64: the evidence is a small difference of such sums over millions of weights."""
+    return as_double(values).log().sum()

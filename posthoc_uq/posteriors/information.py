@@ -15,39 +15,72 @@ L x L system ``I + M``, ``M = V^T H V``.
 
 from __future__ import annotations
 
-from collections.abc import Generator, Iterator, Mapping
+from collections.abc import Callable, Generator, Mapping
 from contextlib import contextmanager
-from typing import Any, ClassVar, Literal
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Annotated, Any, ClassVar, Literal
 
 import torch
 from torch import Tensor
 
-from posthoc_uq.core.devices import as_double
+from posthoc_uq.core.devices import as_double, placed
 from posthoc_uq.core.numerics import CHUNK, cholesky, contracted_pairs, pair_index, pairs, solved_plus_one
 from posthoc_uq.core.options import Natural
 from posthoc_uq.core.records import Record
 from posthoc_uq.posteriors.block import (
+    GROUPS,
+    INPUTS,
+    OUTPUTS,
     Block,
-    Factor,
     Settings,
-    Shape,
-    TensorSpec,
+    Size,
+    Stored,
     Weights,
-    bounded,
     combined,
     largest_of,
-    log_sum,
     reached,
 )
-from posthoc_uq.posteriors.covariance import CovarianceForm, InformationRows, LowRank, RowCovariance
+from posthoc_uq.posteriors.covariance import (
+    LEAST_SHARE,
+    Checked,
+    Contracted,
+    Covariance,
+    Independent,
+    Mode,
+    gram,
+    joined_rows,
+    log_sum,
+    precise,
+    precise_values,
+)
 
 Correction = Literal["rescale", "clamp", "none"]
 
 _STIFF = 1e4  # largest entry of I + M from which on draws are made in float64
+_MAX_PRODUCT = 400  # directions up to which a product with R^-1 is 2 to 5 times faster than a solve
+_ROOT_BLOCKS = 4  # of rows of a triangular root, of which each leaves out the columns that are 0
+_ROWS_PER_INPUT = (
+    4  # with more rows than this for each of a layer's inputs, covariances are formed for the variances
+)
+_MAX_NUMBERS = 2**24  # of these covariances
+_MAX_ROW_BYTES = 2**24  # of the temporaries of rows that are computed at once
 
 
-class InformationFactor(Factor):
-    """``P = V V^T + H^-1`` with the Cholesky factor ``R R^T = I + M``; shapes as in `InformationBlock`."""
+class LowRankDiagonal(Independent):
+    """``P = V V^T + H^-1`` with the Cholesky factor ``R R^T = I + M``; shapes as in `InformationBlock`.
+
+    Its inverse is a diagonal less a low rank, ``Sigma = diag w - diag(s w) U D B^-1 D U^T diag(s w)`` with ``w = H``,
+    ``U = U_g x U_a``, ``D = diag sqrt(scale * lambda)`` and ``B = I + M``. For an output gradient ``g`` and an
+    activation ``a`` the low rank needs ``z = R^-1 D (U_g x U_a)^T (s w g a^T) = R^-1 D sum_o g_o U_g[o] x h_o`` with
+    ``h_o = U_a^T diag(s w)_o a``, which no output of the model enters.
+
+    Two large numbers cancel along stiff directions. Products are in the activations' precision. A sample of which less
+    than a hundredth of the diagonal's part is left is computed again in float64.
+    """
+
+    correlated = True
+    cancels = True
 
     def __init__(
         self,
@@ -133,14 +166,6 @@ class InformationFactor(Factor):
         reduction = torch.einsum("glq,glp->qp", columns, columns)
         return (wide.flatten(1) @ weighted.flatten(1).T - reduction).to(jacobians)
 
-    def form(self) -> CovarianceForm:
-        if self._root.numel() == 0:  # no direction was kept
-            return CovarianceForm(self._inverse)
-        low_rank = LowRank(
-            self._input_basis, self._output_basis, self._roots, self._shrink, self._root, self._row_roots
-        )
-        return CovarianceForm(self._inverse, low_rank=low_rank)
-
     def log_determinant(self) -> Tensor:
         small = 2 * self._root.diagonal(dim1=-2, dim2=-1).log().sum()
         return small.to(self._log_diagonal) + self._log_diagonal
@@ -155,13 +180,14 @@ class InformationFactor(Factor):
             groups, size, width_g, width_a
         )
 
-    def _row_roots(self, inverse: Tensor | None = None) -> Tensor:
+    @cached_property
+    def row_roots(self) -> Tensor:
         """``T_o``, ``(G, m, a, a)``: row ``o``'s covariance is ``H_o - (s H)_o U_a T_o^T T_o U_a^T (s H)_o``.
 
         They are triangular factors of ``R^-1 diag(sqrt(scale lambda)) (U_g[o] x I)``. Their squares are accurate where
         an explicit inverse of ``I + M`` would suffer from cancellation.
         """
-        inverse = self._inverse_columns() if inverse is None else inverse
+        inverse = self._inverse_columns()
         groups, size, _, width_a = inverse.shape
         basis = as_double(self._output_basis)
         roots: list[Tensor] = []
@@ -172,45 +198,320 @@ class InformationFactor(Factor):
             roots.append(torch.linalg.qr(rows, mode="r").R)
         return torch.cat(roots, dim=1)
 
-    def _rows(self, roots: Tensor) -> Iterator[tuple[slice, Tensor]]:
-        """``T_o U_a^T diag(s H)_o`` for chunks of rows: ``(G, rows, n, a)``."""
-        basis = as_double(self._input_basis)
-        scaled = self._scaled(as_double(self._inverse))
+    def variance(self) -> Tensor:
+        inverse, roots = as_double(self._inverse), self.row_roots
+        variances, basis, scaled = inverse.clone(), as_double(self._input_basis), self._scaled(inverse)
         step = max(1, CHUNK // max(1, scaled.shape[0] * scaled.shape[2] * basis.shape[-1]))
         for start in range(0, scaled.shape[1], step):
             rows = slice(start, start + step)
-            lifted = basis.unsqueeze(1) @ roots[:, rows].transpose(-1, -2)
-            yield rows, lifted * scaled[:, rows].unsqueeze(-1)
-
-    def variance(self) -> Tensor:
-        return self._variance(self._row_roots())
-
-    def _variance(self, roots: Tensor) -> Tensor:
-        inverse = as_double(self._inverse)
-        variances = inverse.clone()
-        for rows, lifted in self._rows(roots):
-            variances[:, rows] -= lifted.square().sum(-1)
+            lifted = basis.unsqueeze(1) @ roots[:, rows].transpose(-1, -2)  # T_o U_a^T, (G, rows, n, a)
+            variances[:, rows] -= (lifted * scaled[:, rows].unsqueeze(-1)).square().sum(-1)
         # A diagonal entry of an inverse is at least the inverse of the diagonal entry.
         low_rank = as_double(self._output_basis).square() @ as_double(self._roots).square()
         low_rank = low_rank @ as_double(self._input_basis).square().transpose(-1, -2)
         floor = 1 / (1 / inverse + self._scaled(self._scaled(low_rank)))
         return torch.maximum(variances, floor).to(self._inverse)
 
-    def rows(self, start: int, shape: Shape) -> RowCovariance:
-        columns = self._inverse_columns()
-        roots = self._row_roots(columns)
-        return InformationRows(
-            self._variance(roots),
-            self._inverse,
-            self._scaled(as_double(self._inverse)),
-            self._input_basis,
-            self._output_basis,
-            roots,
-            columns,
-        )
+    def weights(self) -> Tensor:
+        return self._inverse
 
     def bytes(self) -> int:
         return sum(t.numel() * t.element_size() for t in (self._inverse, self._root))
+
+    # What is prepared once
+
+    @cached_property
+    def width(self) -> int:
+        """The input directions."""
+        return self._roots.shape[-1] if self._root.numel() else 0
+
+    @cached_property
+    def marginal(self) -> Tensor:
+        """The weights' variances in the activations' precision."""
+        return self.variance().to(self.dtype)
+
+    @cached_property
+    def narrow_reduction(self) -> Tensor:
+        """``R^-1 D`` in the activations' precision, ``(G, L, L)``. A product with it has the error bound of a solve in
+        this precision.
+        """
+        columns = torch.diag_embed(as_double(self._roots).flatten(1)).to(self._root)
+        return torch.linalg.solve_triangular(self._root, columns, upper=False).to(self.dtype)
+
+    @cached_property
+    def narrow_root(self) -> Tensor:
+        """``R`` in the activations' precision."""
+        return self._root.to(self.dtype)
+
+    @cached_property
+    def subtracted_rows(self) -> Tensor:
+        """``T_o U_a^T diag(s w)_o`` of all outputs of a layer of one group, one below the other, ``(m a, n)``: the
+        squares of their products with activations are what the low rank takes from the outputs' variances.
+        """
+        return self._subtracted().flatten(0, 1).to(self.device, self.dtype)
+
+    def _subtracted(self) -> Tensor:
+        """`subtracted_rows` in float64, ``(m, a, n)``."""
+        shrunk = self._scaled(self.weight_rows(slice(None), True))[0]
+        basis = as_double(self._input_basis[0]).to(shrunk)
+        return self.row_roots[0].to(shrunk) @ (basis.T * shrunk.unsqueeze(1))
+
+    @cached_property
+    def variance_roots(self) -> list[Tensor]:
+        """Triangular roots of the covariances of each output's weights, one below the other, in blocks of rows without
+        the columns that are 0, ``(m height, n - start)``: the variances of the outputs of a layer of one group are sums
+        of squares of their products with activations, by little more than ``m n^2 / 2`` multiply-adds for each row of
+        activations. Worth it for many rows.
+        """
+        subtracted = self._subtracted()
+        weights = self.weight_rows(slice(None), True)[0]
+        covariances = torch.diag_embed(weights) - subtracted.transpose(1, 2) @ subtracted
+        values, vectors = torch.linalg.eigh(covariances)
+        roots = vectors * values.clamp(min=0).sqrt().unsqueeze(1)
+        upper = torch.linalg.qr(roots.transpose(1, 2), mode="r").R
+        size = upper.shape[1]
+        height = -(-size // _ROOT_BLOCKS)
+        return [
+            upper[:, start : start + height, start:].flatten(0, 1).to(self.device, self.dtype)
+            for start in range(0, size, height)
+        ]
+
+    # Jacobians
+
+    def whiten(self, jacobians: Tensor) -> Tensor:
+        return Covariance.whiten(self, jacobians)
+
+    def _checked(self, work: Callable[[slice, bool], Contracted], samples: int, mode: Mode) -> Checked:
+        everything = slice(0, samples)
+        if not self.width or self.dtype == torch.float64:
+            return precise(work(everything, False).value)
+        if mode == "joint":
+            return precise(work(everything, True).value)
+        value, diagonal, _ = work(everything, False)
+        if mode == "covariance":
+            left, whole = (t.diagonal(dim1=1, dim2=2) for t in (value, diagonal))
+        else:
+            left, whole = value, diagonal
+        return Checked(value, (left < LEAST_SHARE * whole).any(dim=1), lambda part: work(part, True).value)
+
+    def _pairs_are_cheaper(self, positions: int, functions: int, mode: Mode, width: int = 0) -> bool:
+        return super()._pairs_are_cheaper(positions, functions, mode, self.width)
+
+    def _core_of_jacobian(self, jacobian: Tensor, rows: slice, double: bool, scaled: bool) -> Tensor | None:
+        if not self.width:
+            return None
+        input_basis, output_basis = self._input_basis.to(jacobian), self._output_basis.to(jacobian)
+        weights = self.root_weight_rows(rows, double) if scaled else self.weight_rows(rows, double)
+        jacobian.mul_(self._scaled_rows(weights, rows).unsqueeze(1))
+        flat = jacobian.flatten(2, 3)
+        if flat.shape[1] == 1:
+            inner = flat.reshape(-1, flat.shape[-1]) @ input_basis[0]
+        else:
+            inner = torch.matmul(flat, input_basis)
+        inner = inner.reshape(*jacobian.shape[:4], -1)
+        return torch.matmul(output_basis[:, rows].transpose(-1, -2).unsqueeze(1), inner)
+
+    def _core_of_positions(
+        self, activations: Tensor, gradients: Tensor, rows: slice, double: bool
+    ) -> Tensor | None:
+        if not self.width:
+            return None
+        shrunk = self._scaled_rows(self.weight_rows(rows, double), rows)
+        return self._cores(self._directions(activations, shrunk), gradients, rows)
+
+    def _scaled_rows(self, tensor: Tensor, rows: slice) -> Tensor:
+        return tensor if self._shrink is None else tensor * self._shrink[:, rows].to(tensor)
+
+    def _directions(self, activations: Tensor, shrunk: Tensor) -> Tensor:
+        """``h = U_a^T diag(s w)_o a`` for every row ``o`` of `shrunk`, which is ``s w``: ``(samples, G, T, a, rows)``
+        for activations ``(samples, G, T, n)``; a few samples at a time.
+        """
+        # contiguous: otherwise every product below would have the transpose's layout and be copied
+        basis = self._input_basis.to(activations).transpose(-1, -2).contiguous().unsqueeze(1)
+        columns = shrunk.transpose(-1, -2)
+        numbers = activations.shape[2] * basis.numel() * basis.element_size()
+        step = max(1, self.limit // max(1, numbers))
+        # under a tracer the number of samples is a symbol, and they are not split
+        split = isinstance(activations.shape[0], int) and activations.shape[0] > step
+        result: list[Tensor] = []
+        for part in activations.split(step) if split else (activations,):
+            spread = part.unsqueeze(3) * basis
+            if spread.shape[1] == 1:  # one large product, not one for every sample
+                result.append((spread.flatten(0, 3) @ columns[0]).reshape(*spread.shape[:4], -1))
+            else:
+                result.append(torch.matmul(spread.flatten(2, 3), columns).reshape(*spread.shape[:4], -1))
+        return torch.cat(result) if len(result) > 1 else result[0]
+
+    def _cores(self, directions: Tensor, gradients: Tensor, rows: slice) -> Tensor:
+        """``sum_o U_g[o] x (sum_t g_to h_to)``, ``(samples, G, functions, g, a)``, over some rows ``o``."""
+        basis = self._output_basis[:, rows].to(gradients)
+        samples, groups, functions, positions, _ = gradients.shape
+        width = directions.shape[3]
+        numbers = functions * width * gradients[0, :, 0, 0].numel() * gradients.element_size()
+        step = max(1, self.limit // max(1, numbers))
+        result = gradients.new_empty(samples, groups, functions, width, basis.shape[-1])
+        for start in range(0, samples, step):
+            part_directions, part_gradients = (
+                directions[start : start + step],
+                gradients[start : start + step],
+            )
+            total = part_gradients[:, :, :, 0].unsqueeze(3) * part_directions[:, :, 0].unsqueeze(2)
+            for t in range(1, positions):
+                total.addcmul_(part_gradients[:, :, :, t].unsqueeze(3), part_directions[:, :, t].unsqueeze(2))
+            if groups == 1:
+                result[start : start + step] = (total.flatten(0, 3) @ basis[0]).reshape(*total.shape[:4], -1)
+            else:
+                result[start : start + step] = torch.matmul(total, basis.unsqueeze(1))
+        return result.transpose(3, 4)
+
+    def _less_low_rank(
+        self, diagonal: Tensor, cores: Tensor | None, mode: Mode, norms: Tensor | None
+    ) -> Contracted:
+        if cores is None:
+            return super()._less_low_rank(diagonal, cores, mode, norms)
+        wide = as_double(diagonal)
+        return Contracted(wide - gram(self._reduced(cores), mode).to(wide), wide, norms)
+
+    def _reduced(self, cores: Tensor) -> Tensor:
+        """``z = R^-1 D core``, ``(samples, functions, G g a)``, in the cores' precision: by a product where that is
+        faster. D scales the rows of R, and a triangular solve is not less accurate for that.
+        """
+        samples, groups, functions = cores.shape[:3]
+        wide = cores.dtype == torch.float64
+        if not wide and groups == 1 and self._root.shape[-1] <= _MAX_PRODUCT:
+            rows = cores.reshape(samples * functions, -1)
+            return (rows @ self.narrow_reduction[0].T.to(rows)).reshape(samples, functions, -1)
+        root = self._root if wide else self.narrow_root
+        scaled = cores.to(root) * self._roots.to(root).unsqueeze(1)
+        columns = scaled.flatten(3).permute(1, 3, 0, 2).reshape(groups, -1, samples * functions)
+        solved = torch.linalg.solve_triangular(root, columns, upper=False)
+        return solved.reshape(groups, -1, samples, functions).permute(2, 3, 0, 1).flatten(2)
+
+    # Outputs
+
+    def output_variance(self, mean: Tensor, variance: Tensor | None = None) -> Tensor:
+        # where the data leave no variance, rounding may give a little less than zero
+        result = self._certain_variance(mean, True).value.clamp(min=0).to(mean)
+        if variance is None:
+            return result
+        return result + torch.einsum("goi,rgi->rgo", self.marginal.to(variance), variance)
+
+    def _certain_variance(self, inputs: Tensor, double: bool) -> Contracted:
+        """Variances of outputs ``(rows, G, m)`` for certain inputs ``(rows, G, n)``."""
+        weights = self.weight_rows(slice(None), double)
+        inputs = as_double(inputs) if double else inputs
+        diagonal = as_double(torch.einsum("goi,rgi->rgo", weights, inputs.square()))
+        if not self.width:
+            return Contracted(diagonal, diagonal)
+        shrunk = self._scaled(weights)
+        directions = as_double(self._directions(inputs.unsqueeze(2), shrunk)[:, :, 0])  # (rows, G, a, m)
+        reduction = torch.matmul(self.row_roots.to(directions), directions.permute(1, 3, 2, 0))
+        return Contracted(diagonal - reduction.square().sum(2).permute(2, 0, 1), diagonal)
+
+    def variances_of(self, activations: Tensor) -> Tensor:
+        outputs, inputs = self.wide_weights.shape[1:]
+        if not self.width:
+            return super().variances_of(activations)
+        if len(activations) > _ROWS_PER_INPUT * inputs and outputs * inputs**2 <= _MAX_NUMBERS:
+            return self._of_many(activations.T).T
+
+        def of_rows(rows: Tensor) -> Tensor:
+            def work(part: slice, double: bool) -> Contracted:
+                found = self._certain_variance(rows[part].unsqueeze(1), double)
+                return Contracted(found.value.squeeze(1), found.diagonal.squeeze(1))
+
+            return precise_values([self._checked(work, len(rows), "variance")])[0]
+
+        step = max(1, _MAX_ROW_BYTES // (8 * outputs * (4 + self.width)))
+        return torch.cat([of_rows(rows) for rows in activations.split(step)])
+
+    def _of_many(self, columns: Tensor) -> Tensor:
+        """Variances ``(m, rows)`` for many inputs ``(n, rows)``: what it takes is formed once, and the rows pass a few
+        at a time. What is left of less than a hundredth of the diagonal's part is computed again by triangular roots,
+        in which nothing cancels; these are taken at once where they cost less.
+        """
+        if 2 * self.width > columns.shape[0]:
+            return self._by_roots(columns)
+        result = columns.new_empty(self.wide_weights.shape[1], columns.shape[1])
+        short = torch.zeros_like(result[0], dtype=torch.bool)
+        for part in self._column_parts(columns, len(self.subtracted_rows)):
+            chunk, found = columns[:, part], result[:, part]
+            torch.mm(self.square_weights[0], chunk.square(), out=found)
+            least = LEAST_SHARE * found
+            found -= _sums_of_squares(self.subtracted_rows @ chunk, len(found))
+            short[part] = (found < least).any(0)
+        again = short.nonzero().flatten()
+        if len(again):
+            result[:, again] = self._by_roots(columns[:, again])
+        return result
+
+    def _by_roots(self, columns: Tensor) -> Tensor:
+        """Variances ``(m, rows)`` as sums of squares, for activations ``(n, rows)``."""
+        result = columns.new_zeros(self.wide_weights.shape[1], columns.shape[1])
+        for part in self._column_parts(columns, len(self.variance_roots[0])):
+            for block in self.variance_roots:
+                inside = block @ columns[-block.shape[1] :, part]
+                result[:, part] += _sums_of_squares(inside, len(result))
+        return result
+
+    def output_covariance(
+        self, mean: Tensor, covariance: Tensor | None = None, *, joint: bool = False
+    ) -> Tensor:
+        inputs, weights = as_double(mean), self.weight_rows(slice(None), True)
+        diagonal = self._second_moments(inputs, covariance, joint) @ weights[0].T
+        result = joined_rows(torch.diag_embed(diagonal), joint)
+        if not self.width:
+            return result
+        shrunk, basis = self._scaled(weights), as_double(self._output_basis[0]).to(inputs)
+        if covariance is None:
+            directions = self._directions(inputs[:, None, None], shrunk)[:, 0, 0].transpose(
+                1, 2
+            )  # (rows, m, a)
+            cores = basis.unsqueeze(-1) * directions.unsqueeze(2)  # (rows, m, g, a)
+            reduced = self._reduced(cores.unsqueeze(1))
+            return result - gram(reduced, "joint" if joint else "covariance").to(result)
+        moments = inputs.unsqueeze(2) * inputs.unsqueeze(1) + as_double(covariance)
+        columns, input_basis = self._inverse_columns()[0], as_double(self._input_basis[0])
+        step = max(1, CHUNK // max(1, shrunk[0].numel()))
+        for start in range(0, columns.shape[0], step):
+            # Rows q_ol of the low-rank part: S_oo' has - sum_l q_ol q_o'l^T.
+            mixed = torch.einsum("og,lga->loa", basis, columns[start : start + step])
+            for row in (mixed @ input_basis.T) * shrunk[0]:
+                result = result - row @ moments @ row.T
+        return result
+
+    def output_product(self, activations: Tensor) -> Callable[[Tensor], Tensor]:
+        if not self.width:
+            return super().output_product(activations)
+        weights = self.weight_rows(slice(None), False)
+        diagonal = (activations.square() @ weights[0].T).unsqueeze(-1)
+        directions = self._directions(activations[:, None, None], self._scaled(weights))[
+            :, 0, 0
+        ]  # (rows, a, m)
+        basis = self._output_basis[0].to(directions)
+
+        def multiply(x: Tensor) -> Tensor:
+            columns = x.transpose(1, 2).unsqueeze(2)  # (samples, k, 1, m)
+            core = torch.matmul(columns * directions.unsqueeze(1), basis).transpose(
+                2, 3
+            )  # (samples, k, g, a)
+            expanded = torch.matmul(basis, self._solved(core).to(core))  # (samples, k, m, a)
+            reduction = (expanded * directions.transpose(1, 2).unsqueeze(1)).sum(-1)
+            return diagonal * x - reduction.transpose(1, 2)
+
+        return multiply
+
+    def _solved(self, cores: Tensor) -> Tensor:
+        """``D B^-1 D`` times cores ``(samples, k, g, a)`` of a layer of one group, in float64."""
+        root, roots = self._root[0], as_double(self._roots).to(self._root)[0]
+        columns = (cores.to(root) * roots).flatten(2).flatten(0, 1).T
+        solved = torch.cholesky_solve(columns, root).T.reshape(cores.shape) * roots
+        return placed(solved, cores.device)
+
+
+def _sums_of_squares(products: Tensor, outputs: int) -> Tensor:
+    """Sums of squares ``(m, rows)`` of products ``(m k, rows)``, which are overwritten."""
+    return products.square_().reshape(outputs, -1, products.shape[1]).sum(1)
 
 
 class InformationFields(Record):
@@ -221,6 +522,11 @@ class InformationFields(Record):
     output_directions: Natural
 
 
+_INPUT_DIRECTIONS = Size("input_directions", 0, INPUTS)
+_OUTPUT_DIRECTIONS = Size("output_directions", 0, OUTPUTS)
+
+
+@dataclass(eq=False, repr=False)
 class InformationBlock(Block):
     """What INF stores of one layer.
 
@@ -233,24 +539,20 @@ class InformationBlock(Block):
     """
 
     kind = "inf"
-    makes = InformationFactor
+    makes = LowRankDiagonal
     per_weight_prior = True
     tunable: ClassVar[frozenset[str]] = Block.tunable | {"residual_weight"}
     fields: ClassVar[type[Record]] = InformationFields
 
-    def __init__(
-        self,
-        input_basis: Tensor,
-        output_basis: Tensor,
-        eigenvalues: Tensor,
-        diagonal: Tensor,
-        correction: Correction,
-    ) -> None:
-        self.input_basis = input_basis
-        self.output_basis = output_basis
-        self.eigenvalues = eigenvalues
-        self.diagonal = diagonal
-        self.correction: Correction = correction
+    input_basis: Annotated[Tensor, Stored(GROUPS, INPUTS, _INPUT_DIRECTIONS, orthonormal=True, padded=True)]
+    output_basis: Annotated[
+        Tensor, Stored(GROUPS, OUTPUTS, _OUTPUT_DIRECTIONS, orthonormal=True, padded=True)
+    ]
+    eigenvalues: Annotated[Tensor, Stored(GROUPS, _OUTPUT_DIRECTIONS, _INPUT_DIRECTIONS, non_negative=True)]
+    diagonal: Annotated[Tensor, Stored(GROUPS, OUTPUTS, INPUTS, non_negative=True)]
+    correction: Correction
+
+    def __post_init__(self) -> None:
         self._kept: tuple[Tensor | None, Tensor] | None = None
 
     def low_rank_diagonal(self) -> Tensor:
@@ -294,44 +596,11 @@ class InformationBlock(Block):
         finally:
             self._kept = None
 
-    def factor(self, settings: Settings) -> InformationFactor:
+    def covariance(self, settings: Settings) -> LowRankDiagonal:
         shrink, residual = self._parts()
         precision = settings.scale * (residual * settings.residual_weight) + settings.prior_precision
         roots = self.eigenvalues.sqrt() * settings.scale**0.5
-        return InformationFactor(self.input_basis, self.output_basis, roots, shrink, precision)
-
-    def tensors(self) -> dict[str, Tensor]:
-        return {
-            "input_basis": self.input_basis,
-            "output_basis": self.output_basis,
-            "eigenvalues": self.eigenvalues,
-            "diagonal": self.diagonal,
-        }
-
-    def attributes(self) -> dict[str, Any]:
-        return {
-            "correction": self.correction,
-            "input_directions": self.eigenvalues.shape[-1],
-            "output_directions": self.eigenvalues.shape[-2],
-        }
-
-    @classmethod
-    def specs(cls, shape: Shape, attributes: Mapping[str, Any]) -> dict[str, TensorSpec]:
-        groups, outputs, inputs = shape
-        width_a = bounded(attributes, "input_directions", 0, inputs)
-        width_g = bounded(attributes, "output_directions", 0, outputs)
-        return {
-            "input_basis": TensorSpec((groups, inputs, width_a), orthonormal=True, padded=True),
-            "output_basis": TensorSpec((groups, outputs, width_g), orthonormal=True, padded=True),
-            "eigenvalues": TensorSpec((groups, width_g, width_a), non_negative=True),
-            "diagonal": TensorSpec(shape, non_negative=True),
-        }
-
-    @classmethod
-    def most_numbers(cls, shape: Shape) -> int:
-        _, outputs, inputs = shape
-        all_directions = {"correction": "rescale", "input_directions": inputs, "output_directions": outputs}
-        return sum(spec.numbers for spec in cls.specs(shape, all_directions).values())
+        return LowRankDiagonal(self.input_basis, self.output_basis, roots, shrink, precision)
 
     def fault(self) -> str | None:
         nonzero = self.eigenvalues != 0
@@ -345,16 +614,6 @@ class InformationBlock(Block):
 
     def largest_value(self, settings: Settings) -> float:
         return reached(settings, largest_of(self.eigenvalues, self.diagonal))
-
-    @classmethod
-    def restore(cls, attributes: Mapping[str, Any], tensors: Mapping[str, Tensor]) -> InformationBlock:
-        return cls(
-            tensors["input_basis"],
-            tensors["output_basis"],
-            tensors["eigenvalues"],
-            tensors["diagonal"],
-            attributes["correction"],
-        )
 
     def combined(self, part: Mapping[str, Tensor], weights: Weights) -> InformationBlock:
         return InformationBlock(

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import dataclass
 from functools import cached_property
-from typing import Any, ClassVar
+from typing import Annotated, Any, ClassVar
 
 import torch
 from torch import Tensor
@@ -15,91 +16,45 @@ from posthoc_uq.core.numerics import cholesky, eigh_descending, positive_part
 from posthoc_uq.core.options import Count
 from posthoc_uq.core.records import Record
 from posthoc_uq.posteriors.block import (
+    BITS,
+    GROUPS,
+    INPUTS,
+    OUTPUTS,
+    WEIGHTS,
     Block,
-    Factor,
     Settings,
     Shape,
+    Size,
+    Stored,
     TensorSpec,
     Weights,
-    bounded,
     combined,
     combined_matrices,
     largest_of,
-    log_sum,
     reached,
 )
-from posthoc_uq.posteriors.covariance import (
-    CovarianceForm,
-    DenseRows,
-    EigenbasisRows,
-    IndependentRows,
-    RowCovariance,
-)
+from posthoc_uq.posteriors.covariance import Covariance, Dense, Diagonal, Kronecker
 from posthoc_uq.posteriors.variational import unpacked
 
 # The diagonal posterior: ``P = scale * d + prior_precision`` with the exact diagonal ``d`` of the Fisher.
 
 
-class DiagonalFactor(Factor):
-    """A diagonal precision ``(G, m, n)``."""
-
-    def __init__(self, precision: Tensor, like: Tensor) -> None:
-        self.precision = precision.to(like)
-        self._log_determinant = log_sum(precision)
-
-    def transform(self, normals: Tensor) -> Tensor:
-        return normals * self.precision.rsqrt()
-
-    def independent(self, generator: torch.Generator) -> tuple[None, Tensor]:
-        return None, self.variance()
-
-    def variance(self) -> Tensor:
-        return self.precision.reciprocal()
-
-    def quadratic(self, jacobians: Tensor) -> Tensor:
-        rows = (jacobians * self.precision.rsqrt()).flatten(1)
-        return rows @ rows.T
-
-    def form(self) -> CovarianceForm:
-        return CovarianceForm(self.precision.reciprocal())
-
-    def log_determinant(self) -> Tensor:
-        return self._log_determinant
-
-    def rows(self, start: int, shape: Shape) -> RowCovariance:
-        return IndependentRows(self.variance())
-
-
+@dataclass(eq=False, repr=False)
 class DiagonalBlock(Block):
     """Keeps ``d``, the mean square of the per-sample gradients, ``(G, m, n)``."""
 
     kind = "diagonal"
-    makes = DiagonalFactor
+    makes = Diagonal
     per_weight_prior = True
 
-    def __init__(self, diagonal: Tensor) -> None:
-        self.diagonal = diagonal
+    diagonal: Annotated[Tensor, Stored(GROUPS, OUTPUTS, INPUTS, non_negative=True)]
 
-    def factor(self, settings: Settings) -> DiagonalFactor:
+    def covariance(self, settings: Settings) -> Diagonal:
         precision = settings.scale * as_double(self.diagonal) + settings.prior_precision
-        return DiagonalFactor(precision, self.diagonal)
-
-    def tensors(self) -> dict[str, Tensor]:
-        return {"diagonal": self.diagonal}
-
-    def attributes(self) -> dict[str, Any]:
-        return {}
-
-    @classmethod
-    def specs(cls, shape: Shape, attributes: Mapping[str, Any]) -> dict[str, TensorSpec]:
-        return {"diagonal": TensorSpec(shape, non_negative=True)}
+        return Diagonal(precision, self.diagonal)
 
     def largest_value(self, settings: Settings) -> float:
         return reached(settings, largest_of(self.diagonal))
-
-    @classmethod
-    def restore(cls, attributes: Mapping[str, Any], tensors: Mapping[str, Tensor]) -> DiagonalBlock:
-        return cls(tensors["diagonal"])
 
     def combined(self, part: Mapping[str, Tensor], weights: Weights) -> DiagonalBlock:
         return DiagonalBlock(combined(self.diagonal, part["diagonal"], weights, "diagonal"))
@@ -115,61 +70,22 @@ class DiagonalBlock(Block):
 # et al. 2018) takes the exact second moments in that basis.
 
 
-class KroneckerFactor(Factor):
-    """A precision with eigenvalues ``(G, m, n)`` in the basis ``output_basis x input_basis``."""
-
-    def __init__(self, input_basis: Tensor, output_basis: Tensor, precision: Tensor) -> None:
-        self._input_basis = input_basis
-        self._output_basis = output_basis
-        self.precision = precision.to(input_basis)
-        self._log_determinant = log_sum(precision)
-
-    def transform(self, normals: Tensor) -> Tensor:
-        return self._output_basis @ (normals * self.precision.rsqrt()) @ self._input_basis.transpose(-1, -2)
-
-    def variance(self) -> Tensor:
-        inner = self._output_basis.square() @ self.precision.reciprocal()
-        return inner @ self._input_basis.square().transpose(-1, -2)
-
-    def quadratic(self, jacobians: Tensor) -> Tensor:
-        rotated = self._output_basis.transpose(-1, -2) @ jacobians @ self._input_basis
-        rows = (rotated * self.precision.rsqrt()).flatten(1)
-        return rows @ rows.T
-
-    def form(self) -> CovarianceForm:
-        return CovarianceForm(self.precision.reciprocal(), (self._input_basis, self._output_basis))
-
-    def log_determinant(self) -> Tensor:
-        return self._log_determinant
-
-    def rows(self, start: int, shape: Shape) -> RowCovariance:
-        return EigenbasisRows(
-            self.variance(), self._input_basis, self._output_basis, self.precision.reciprocal()
-        )
-
-    def bytes(self) -> int:
-        return self.precision.numel() * self.precision.element_size()
-
-
+@dataclass(eq=False, repr=False)
 class _EigenbasisBlock(Block):
     """Shared by KFAC and EFB: full eigenbases of both Grams."""
 
-    makes = KroneckerFactor
+    makes = Kronecker
 
-    def __init__(self, input_basis: Tensor, output_basis: Tensor) -> None:
-        self.input_basis = input_basis
-        self.output_basis = output_basis
+    input_basis: Annotated[Tensor, Stored(GROUPS, INPUTS, INPUTS, orthonormal=True)]
+    output_basis: Annotated[Tensor, Stored(GROUPS, OUTPUTS, OUTPUTS, orthonormal=True)]
 
     def eigenvalues_matrix(self) -> Tensor:
         """Eigenvalues of the Fisher approximation, ``(G, m, n)``."""
         raise AssertionError("each family defines its own eigenvalues")
 
-    def factor(self, settings: Settings) -> KroneckerFactor:
+    def covariance(self, settings: Settings) -> Kronecker:
         precision = settings.scale * as_double(self.eigenvalues_matrix()) + settings.prior_precision
-        return KroneckerFactor(self.input_basis, self.output_basis, precision)
-
-    def attributes(self) -> dict[str, Any]:
-        return {}
+        return Kronecker(self.input_basis, self.output_basis, precision)
 
     def dense(self, scale: float = 1.0, residual_weight: float = 1.0) -> Tensor:
         vectors = torch.einsum("gop,giq->goipq", self.output_basis, self.input_basis)
@@ -179,15 +95,6 @@ class _EigenbasisBlock(Block):
         )
 
 
-def _bases(shape: Shape) -> dict[str, TensorSpec]:
-    groups, outputs, inputs = shape
-    return {
-        "input_basis": TensorSpec((groups, inputs, inputs), orthonormal=True),
-        "output_basis": TensorSpec((groups, outputs, outputs), orthonormal=True),
-    }
-
-
-_GRAMS = ("input_gram", "output_gram", "positions")
 _TINY = torch.finfo(torch.float64).tiny
 
 
@@ -197,138 +104,65 @@ class KroneckerFields(Record):
     grams: bool = False
 
 
+@dataclass(eq=False, repr=False)
 class KroneckerBlock(_EigenbasisBlock):
     """KFAC: eigenvectors and eigenvalues of the input Gram ``A`` and of the gradient Gram ``G``.
 
-    Args:
-        input_basis: ``(G, n, n)``.
-        output_basis: ``(G, m, m)``.
-        input_values: ``(G, n)``.
-        output_values: ``(G, m)``.
-        grams: None, or ``input_gram`` (G, n, n), ``output_gram`` (G, m, m) and ``positions``, the mean number of
-            positions of a sample, over which the second one is a mean; by these data can come in and go out.
+    Where it keeps both Grams, data can come in and go out. ``positions`` is the mean number of positions of a sample,
+    over which the second Gram is a mean.
     """
 
-    kind: ClassVar[str] = "kfac"
+    kind = "kfac"
     fields: ClassVar[type[Record]] = KroneckerFields
 
-    def __init__(
-        self,
-        input_basis: Tensor,
-        output_basis: Tensor,
-        input_values: Tensor,
-        output_values: Tensor,
-        grams: Mapping[str, Tensor] | None = None,
-    ) -> None:
-        super().__init__(input_basis, output_basis)
-        self.input_values = input_values
-        self.output_values = output_values
-        self.grams = None if grams is None else {name: grams[name] for name in _GRAMS}
+    input_eigenvalues: Annotated[Tensor, Stored(GROUPS, INPUTS, non_negative=True)]
+    output_eigenvalues: Annotated[Tensor, Stored(GROUPS, OUTPUTS, non_negative=True)]
+    input_gram: Annotated[
+        Tensor | None, Stored(GROUPS, INPUTS, INPUTS, optional="grams", symmetric=True, exact=True)
+    ] = None
+    output_gram: Annotated[
+        Tensor | None, Stored(GROUPS, OUTPUTS, OUTPUTS, optional="grams", symmetric=True, exact=True)
+    ] = None
+    positions: Annotated[Tensor | None, Stored(optional="grams", non_negative=True, exact=True)] = None
 
     def eigenvalues_matrix(self) -> Tensor:
-        return self.output_values.unsqueeze(-1) * self.input_values.unsqueeze(-2)
-
-    def tensors(self) -> dict[str, Tensor]:
-        return {
-            "input_basis": self.input_basis,
-            "output_basis": self.output_basis,
-            "input_eigenvalues": self.input_values,
-            "output_eigenvalues": self.output_values,
-            **(self.grams or {}),
-        }
-
-    def attributes(self) -> dict[str, Any]:
-        return {} if self.grams is None else {"grams": True}
-
-    @classmethod
-    def specs(cls, shape: Shape, attributes: Mapping[str, Any]) -> dict[str, TensorSpec]:
-        groups, outputs, inputs = shape
-        grams = {
-            "input_gram": TensorSpec((groups, inputs, inputs), symmetric=True, exact=True),
-            "output_gram": TensorSpec((groups, outputs, outputs), symmetric=True, exact=True),
-            "positions": TensorSpec((), non_negative=True, exact=True),
-        }
-        return {
-            **_bases(shape),
-            "input_eigenvalues": TensorSpec((groups, inputs), non_negative=True),
-            "output_eigenvalues": TensorSpec((groups, outputs), non_negative=True),
-            **(grams if attributes.get("grams") else {}),
-        }
-
-    @classmethod
-    def most_numbers(cls, shape: Shape) -> int:
-        return sum(spec.numbers for spec in cls.specs(shape, {"grams": True}).values())
-
-    @classmethod
-    def restore(cls, attributes: Mapping[str, Any], tensors: Mapping[str, Tensor]) -> KroneckerBlock:
-        return cls(
-            tensors["input_basis"],
-            tensors["output_basis"],
-            tensors["input_eigenvalues"],
-            tensors["output_eigenvalues"],
-            tensors if attributes.get("grams") else None,
-        )
+        return self.output_eigenvalues.unsqueeze(-1) * self.input_eigenvalues.unsqueeze(-2)
 
     def combined(self, part: Mapping[str, Tensor], weights: Weights) -> KroneckerBlock:
-        kept = self.grams
-        if kept is None:
+        if self.input_gram is None or self.output_gram is None or self.positions is None:
             return super().combined(part, weights)  # type: ignore[return-value]
-        positions = combined(kept["positions"], part["positions"], weights, "number of positions")
+        positions = combined(self.positions, part["positions"], weights, "number of positions")
         whole = as_double(positions).clamp(min=_TINY)
         by_positions = Weights(  # the second Gram is a mean over positions
-            weights.kept * float(as_double(kept["positions"]) / whole),
+            weights.kept * float(as_double(self.positions) / whole),
             weights.part * float(as_double(part["positions"]) / whole),
             weights.precision,
         )
-        grams = {
-            "input_gram": combined_matrices(
-                kept["input_gram"], part["input_gram"], weights, "Gram of the inputs"
-            ),
-            "output_gram": combined_matrices(
-                kept["output_gram"],
-                part["output_gram"],
-                by_positions,
-                "Gram of the output gradients",
-            ),
-            "positions": positions,
-        }
-        input_values, input_basis = eigh_descending(grams["input_gram"])
-        output_values, output_basis = eigh_descending(grams["output_gram"])
-        return KroneckerBlock(input_basis, output_basis, input_values, output_values, grams)
+        input_gram = combined_matrices(self.input_gram, part["input_gram"], weights, "Gram of the inputs")
+        output_gram = combined_matrices(
+            self.output_gram, part["output_gram"], by_positions, "Gram of the output gradients"
+        )
+        input_values, input_basis = eigh_descending(input_gram)
+        output_values, output_basis = eigh_descending(output_gram)
+        return KroneckerBlock(
+            input_basis, output_basis, input_values, output_values, input_gram, output_gram, positions
+        )
 
     def largest_value(self, settings: Settings) -> float:
-        largest = largest_of(self.input_values) * largest_of(self.output_values)
+        largest = largest_of(self.input_eigenvalues) * largest_of(self.output_eigenvalues)
         return reached(settings, largest)
 
 
+@dataclass(eq=False, repr=False)
 class EigenvalueCorrectedBlock(_EigenbasisBlock):
     """EFB: the Kronecker-factored eigenbasis with exact second moments ``(G, m, n)``."""
 
-    kind: ClassVar[str] = "efb"
+    kind = "efb"
 
-    def __init__(self, input_basis: Tensor, output_basis: Tensor, eigenvalues: Tensor) -> None:
-        super().__init__(input_basis, output_basis)
-        self.eigenvalues = eigenvalues
+    eigenvalues: Annotated[Tensor, Stored(GROUPS, OUTPUTS, INPUTS, non_negative=True)]
 
     def eigenvalues_matrix(self) -> Tensor:
         return self.eigenvalues
-
-    def tensors(self) -> dict[str, Tensor]:
-        return {
-            "input_basis": self.input_basis,
-            "output_basis": self.output_basis,
-            "eigenvalues": self.eigenvalues,
-        }
-
-    @classmethod
-    def specs(cls, shape: Shape, attributes: Mapping[str, Any]) -> dict[str, TensorSpec]:
-        return {**_bases(shape), "eigenvalues": TensorSpec(shape, non_negative=True)}
-
-    @classmethod
-    def restore(
-        cls, attributes: Mapping[str, Any], tensors: Mapping[str, Tensor]
-    ) -> EigenvalueCorrectedBlock:
-        return cls(tensors["input_basis"], tensors["output_basis"], tensors["eigenvalues"])
 
     def combined(self, part: Mapping[str, Tensor], weights: Weights) -> EigenvalueCorrectedBlock:
         eigenvalues = combined(self.eigenvalues, part["eigenvalues"], weights, "eigenvalues")
@@ -350,68 +184,18 @@ class EigenvalueCorrectedBlock(_EigenbasisBlock):
 LARGEST_BYTES = 4 * 2**30  # the most that the Fisher may take in float64
 
 
-class DenseFactor(Factor):
-    """``P = R R^T`` over the parameters of all layers, flattened one after the other; tensors are ``(..., 1,
-    1, parameters)``.
-    """
-
-    def __init__(self, root: Tensor, like: Tensor) -> None:
-        self.root = root
-        self._like = like
-
-    def _solve(self, rows: Tensor) -> Tensor:
-        """``R^-1`` applied to rows ``(q, parameters)``."""
-        return torch.linalg.solve_triangular(self.root, rows.to(self.root).T, upper=False).T
-
-    def whiten(self, jacobians: Tensor) -> Tensor:
-        return self._solve(jacobians.flatten(1))
-
-    def transform(self, normals: Tensor) -> Tensor:
-        rows = normals.flatten(1).to(self.root)
-        return (
-            torch.linalg.solve_triangular(self.root.T, rows.T, upper=True)
-            .T.to(normals)
-            .reshape(normals.shape)
-        )
-
-    def covariance(self) -> Tensor:
-        """``P^-1``, ``(parameters, parameters)``."""
-        return torch.cholesky_inverse(self.root)
-
-    def variance(self) -> Tensor:
-        return self.covariance().diagonal().to(self._like).reshape(1, 1, -1)
-
-    def quadratic(self, jacobians: Tensor) -> Tensor:
-        rows = self._solve(jacobians.flatten(1))
-        return (rows @ rows.T).to(jacobians)
-
-    def log_determinant(self) -> Tensor:
-        return 2 * self.root.diagonal().log().sum()
-
-    def rows(self, start: int, shape: Shape) -> RowCovariance:
-        groups, outputs, inputs = shape
-        covariance = self.covariance()[
-            start : start + groups * outputs * inputs, start : start + groups * outputs * inputs
-        ]
-        covariance = covariance.to(self._like)
-        return DenseRows(covariance.diagonal().reshape(shape), covariance)
-
-    def bytes(self) -> int:
-        return self.root.numel() * self.root.element_size()
-
-
+@dataclass(eq=False, repr=False)
 class DenseBlock(Block):
     """Keeps the Fisher ``(parameters, parameters)`` of all layers together."""
 
     kind = "dense"
-    makes = DenseFactor
+    makes = Dense
     per_weight_prior = True
     joint = True
 
-    def __init__(self, fisher: Tensor) -> None:
-        self.fisher = fisher
+    fisher: Annotated[Tensor, Stored(WEIGHTS, WEIGHTS, max_numbers=LARGEST_BYTES // 8, symmetric=True)]
 
-    def factor(self, settings: Settings) -> DenseFactor:
+    def covariance(self, settings: Settings) -> Dense:
         fisher = as_double(self.fisher)
         prior = host_double(settings.prior_precision).to(fisher.device)
         prior = prior.expand(1, 1, fisher.shape[0]).flatten()
@@ -419,28 +203,10 @@ class DenseBlock(Block):
             root = cholesky(settings.scale * fisher + prior.diag())
         except NonFiniteError:  # rounding of the summed Fisher left an eigenvalue below -prior_precision
             root = cholesky(settings.scale * positive_part(fisher) + prior.diag())
-        return DenseFactor(root, self.fisher)
-
-    def tensors(self) -> dict[str, Tensor]:
-        return {"fisher": self.fisher}
-
-    def attributes(self) -> dict[str, Any]:
-        return {}
-
-    @classmethod
-    def specs(cls, shape: Shape, attributes: Mapping[str, Any]) -> dict[str, TensorSpec]:
-        return {"fisher": TensorSpec((shape[-1], shape[-1]), symmetric=True)}
-
-    @classmethod
-    def most_numbers(cls, shape: Shape) -> int:
-        return min(shape[-1] ** 2, LARGEST_BYTES // 8)
+        return Dense(root[None, None], self.fisher)
 
     def largest_value(self, settings: Settings) -> float:
         return reached(settings, largest_of(self.fisher))
-
-    @classmethod
-    def restore(cls, attributes: Mapping[str, Any], tensors: Mapping[str, Tensor]) -> DenseBlock:
-        return cls(tensors["fisher"])
 
     def combined(self, part: Mapping[str, Tensor], weights: Weights) -> DenseBlock:
         return DenseBlock(combined_matrices(self.fisher, part["fisher"], weights, "matrix"))
@@ -452,10 +218,10 @@ class DenseBlock(Block):
 # A dense posterior over some single weights; all others are certain (Daxberger et al. 2021).
 
 
-class SubnetworkFactor(Factor):
+class Subnetwork(Covariance):
     """``N(0, P^-1)`` over the chosen weights, and zero for the others; tensors are ``(..., 1, 1, weights)``."""
 
-    def __init__(self, chosen: DenseFactor, index: Tensor, weights: int) -> None:
+    def __init__(self, chosen: Dense, index: Tensor, weights: int) -> None:
         self._chosen, self._index, self._weights = chosen, index, weights
 
     def _of_chosen(self, matrix: Tensor) -> Tensor:
@@ -494,6 +260,10 @@ class SubnetworkFields(Record):
     weights: Count
 
 
+_CHOSEN = Size("chosen", 1, WEIGHTS)
+
+
+@dataclass(eq=False, repr=False)
 class SubnetworkBlock(Block):
     """Keeps the Fisher ``(chosen, chosen)`` of the chosen weights of all layers together, and which they are.
 
@@ -504,21 +274,22 @@ class SubnetworkBlock(Block):
     """
 
     kind = "subnetwork"
-    makes = SubnetworkFactor
+    makes = Subnetwork
     per_weight_prior = True
     joint = True
     fields: ClassVar[type[Record]] = SubnetworkFields
     heads_note = "head='moments' takes the chosen weights as independent, with their exact variances"
 
-    def __init__(self, fisher: Tensor, kept: Tensor, weights: int) -> None:
-        self.fisher, self.kept, self.weights = fisher, kept, weights
+    fisher: Annotated[Tensor, Stored(_CHOSEN, _CHOSEN, max_numbers=LARGEST_BYTES // 8, symmetric=True)]
+    kept: Annotated[Tensor, Stored(BITS, bits=True, largest=255.0)]
+    weights: int
 
     @cached_property
     def index(self) -> Tensor:
         """The places of the chosen weights, ascending, ``(chosen,)``."""
         return unpacked(self.kept, self.weights).nonzero().flatten()
 
-    def factor(self, settings: Settings) -> SubnetworkFactor:
+    def covariance(self, settings: Settings) -> Subnetwork:
         fisher = as_double(self.fisher)
         prior = host_double(settings.prior_precision).expand(1, 1, self.weights).flatten()
         own = prior[self.index.cpu()].to(fisher.device).diag()
@@ -528,28 +299,15 @@ class SubnetworkBlock(Block):
             NonFiniteError
         ):  # as for the dense posterior: rounding left an eigenvalue below -prior_precision
             root = cholesky(settings.scale * positive_part(fisher) + own)
-        return SubnetworkFactor(DenseFactor(root, self.fisher), self.index, self.weights)
-
-    def tensors(self) -> dict[str, Tensor]:
-        return {"fisher": self.fisher, "kept": self.kept}
-
-    def attributes(self) -> dict[str, Any]:
-        return {"chosen": len(self.fisher), "weights": self.weights}
+        return Subnetwork(Dense(root[None, None], self.fisher), self.index, self.weights)
 
     @classmethod
     def specs(cls, shape: Shape, attributes: Mapping[str, Any]) -> dict[str, TensorSpec]:
-        weights = shape[-1]
-        chosen = bounded(attributes, "chosen", 1, weights)
-        if attributes.get("weights") != weights:
-            raise CorruptPosteriorError(f"A subnetwork of {weights} weights is described by another number.")
-        return {
-            "fisher": TensorSpec((chosen, chosen), symmetric=True),
-            "kept": TensorSpec((-(-weights // 8),), bits=True, largest=255.0),
-        }
-
-    @classmethod
-    def most_numbers(cls, shape: Shape) -> int:
-        return min(shape[-1] ** 2, LARGEST_BYTES // 8) + shape[-1]
+        if attributes.get("weights") != shape[-1]:
+            raise CorruptPosteriorError(
+                f"A subnetwork of {shape[-1]} weights is described by another number."
+            )
+        return super().specs(shape, attributes)
 
     def dense(self, scale: float = 1.0, residual_weight: float = 1.0) -> Tensor:
         whole = self.fisher.new_zeros(self.weights, self.weights)
@@ -570,7 +328,7 @@ class SubnetworkBlock(Block):
 
     @classmethod
     def restore(cls, attributes: Mapping[str, Any], tensors: Mapping[str, Tensor]) -> SubnetworkBlock:
-        block = cls(tensors["fisher"], tensors["kept"], int(attributes["weights"]))
+        block: SubnetworkBlock = super().restore(attributes, tensors)  # type: ignore[assignment]
         fault = block.fault()
         if fault is not None:
             raise CorruptPosteriorError(f"A subnetwork {fault}.")

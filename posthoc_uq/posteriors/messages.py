@@ -8,8 +8,11 @@ correlated. The posterior is over ``W`` and ``b = b' - W shift`` all the same.
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Mapping
-from typing import Any, ClassVar
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Annotated, Any, ClassVar, cast
 
 import torch
 from torch import Tensor
@@ -20,15 +23,16 @@ from posthoc_uq.core.numerics import cholesky
 from posthoc_uq.core.options import Count
 from posthoc_uq.core.records import Record
 from posthoc_uq.posteriors.block import (
+    GROUPS,
+    INPUTS,
+    OUTPUTS,
     Block,
-    Factor,
     Settings,
     Shape,
-    TensorSpec,
+    Stored,
     largest_of,
-    log_sum,
 )
-from posthoc_uq.posteriors.covariance import IndependentRows, RowCovariance
+from posthoc_uq.posteriors.covariance import Covariance, Dense, DenseLayer, Variances
 from posthoc_uq.posteriors.laplace import LARGEST_BYTES
 
 
@@ -51,107 +55,74 @@ def _with_shift(variances: Tensor, shift: Tensor) -> Tensor:
     return torch.cat([variances[..., :-1], bias.unsqueeze(-1)], -1)
 
 
-class MovedRows(RowCovariance):
-    """The rows of weights with a moved bias."""
+class Moved(Covariance):
+    """The covariance of weights with a moved bias, as that of the layer's weights.
 
-    shift: Tensor
+    Args:
+        inner: of the weights with the moved bias.
+        shift: ``(n,)``.
+    """
 
-    def __init__(self, marginal: Tensor, shift: Tensor, inner: RowCovariance) -> None:
-        super().__init__(marginal)
-        self.register_buffer("shift", shift)
-        self.inner = inner
-
-    def quadratic(self, mean: Tensor) -> Tensor:
-        return self.inner.quadratic(moved(mean, self.shift))
-
-    def covariance(self, mean: Tensor, covariance: Tensor | None) -> Tensor:
-        return self.inner.covariance(
-            moved(mean, self.shift), covariance
-        )  # a bias is certain to be multiplied with 1
-
-
-class FullRows(RowCovariance):
-    """Independent rows, each with a covariance ``(G, m, n, n)``."""
-
-    matrices: Tensor
-
-    def __init__(self, matrices: Tensor) -> None:
-        super().__init__(matrices.diagonal(dim1=-2, dim2=-1).contiguous())
-        self.register_buffer("matrices", matrices)
-
-    def quadratic(self, mean: Tensor) -> Tensor:
-        wide = as_double(mean)
-        return torch.einsum("rgi,goij,rgj->rgo", wide, as_double(self.matrices), wide).to(mean)
-
-    def covariance(self, mean: Tensor, covariance: Tensor | None) -> Tensor:
-        matrices = self.matrices[0].to(mean)
-        variances = torch.einsum("ri,oij,rj->ro", mean, matrices, mean)
-        if covariance is not None:
-            variances = variances + torch.einsum("oij,rij->ro", matrices, covariance)
-        return torch.diag_embed(variances)
-
-
-class MessageFactor(Factor):
-    """Independent weights of variances ``(G, m, n)``, with a moved bias."""
-
-    def __init__(self, variances: Tensor, shift: Tensor) -> None:
-        self.variances, self._shift = variances, shift
+    def __init__(self, inner: Covariance, shift: Tensor) -> None:
+        self._inner, self._shift = inner, shift
 
     def transform(self, normals: Tensor) -> Tensor:
-        return _returned(normals * self.variances.sqrt(), self._shift)
+        return _returned(self._inner.transform(normals), self._shift)
 
     def variance(self) -> Tensor:
-        return _with_shift(self.variances, self._shift)
+        return _with_shift(self._inner.variance(), self._shift)
 
     def quadratic(self, jacobians: Tensor) -> Tensor:
-        rows = (moved(jacobians, self._shift) * self.variances.sqrt().to(jacobians)).flatten(1)
-        return rows @ rows.T
+        return self._inner.quadratic(moved(jacobians, self._shift))
+
+    def whiten(self, jacobians: Tensor) -> Tensor:
+        return self._inner.whiten(moved(jacobians, self._shift))
 
     def log_determinant(self) -> Tensor:
-        return -log_sum(self.variances)  # moving the bias has the determinant 1
+        return self._inner.log_determinant()  # moving the bias has the determinant 1
 
-    def rows(self, start: int, shape: Shape) -> RowCovariance:
-        return MovedRows(self.variance(), self._shift, IndependentRows(self.variances))
+    def of_layer(self, start: int, shape: Shape, whole: Shape) -> Covariance:
+        outputs = copy.copy(self)
+        outputs._inner = self._inner.of_layer(start, shape, whole)
+        return outputs
+
+    @cached_property
+    def _marginal(self) -> Tensor:
+        return self.variance()
+
+    # A bias is certain to be multiplied with 1, so that moving it leaves the inputs' variances.
+
+    def output_variance(self, mean: Tensor, variance: Tensor | None = None) -> Tensor:
+        result = self._inner.output_variance(moved(mean, self._shift))
+        if variance is None:
+            return result
+        return result + torch.einsum("goi,rgi->rgo", self._marginal.to(variance), variance)
+
+    def output_covariance(
+        self, mean: Tensor, covariance: Tensor | None = None, *, joint: bool = False
+    ) -> Tensor:
+        return self._inner.output_covariance(moved(mean, self._shift), covariance, joint=joint)
+
+    def bytes(self) -> int:
+        return self._inner.bytes()
 
 
-class JointFactor(Factor):
-    """Rows with full precisions ``R R^T``, ``(G, m, n, n)`` in float64, with a moved bias."""
-
-    def __init__(self, root: Tensor, shift: Tensor, like: Tensor) -> None:
-        self.root = root
-        self._shift, self._like = shift, like
-
-    def transform(self, normals: Tensor) -> Tensor:
-        columns = normals.to(self.root).unsqueeze(-1)
-        drawn = torch.linalg.solve_triangular(self.root.transpose(-1, -2), columns, upper=True)
-        return _returned(drawn.squeeze(-1), self._shift).to(normals)
-
-    def _covariance(self) -> Tensor:
-        return torch.cholesky_inverse(self.root)
+class MovedRows(Moved):
+    """The same of rows with full covariances, `Dense`."""
 
     def variance(self) -> Tensor:
         """The diagonal of ``T S T^T``, where T gives the layer's weights from those with the moved bias."""
-        covariance, shift = self._covariance(), self._shift.to(self.root)
+        matrices, shift = self._matrices(), as_double(self._shift)
         direction = -shift
         direction[-1] = 1.0
-        bias = torch.einsum("i,goij,j->go", direction, covariance, direction)
-        own = covariance.diagonal(dim1=-2, dim2=-1)
-        return torch.cat([own[..., :-1], bias.unsqueeze(-1)], -1).to(self._like)
+        bias = torch.einsum("i,goij,j->go", direction, matrices, direction)
+        own = matrices.diagonal(dim1=-2, dim2=-1)
+        return torch.cat([own[..., :-1], bias.unsqueeze(-1)], -1).to(self._shift)
 
-    def whiten(self, jacobians: Tensor) -> Tensor:
-        columns = moved(jacobians.to(self.root), self._shift).permute(1, 2, 3, 0)
-        return torch.linalg.solve_triangular(self.root, columns, upper=False).flatten(0, 2).T
-
-    def quadratic(self, jacobians: Tensor) -> Tensor:
-        rows = self.whiten(jacobians)
-        return (rows @ rows.T).to(jacobians)
-
-    def log_determinant(self) -> Tensor:
-        return 2 * self.root.diagonal(dim1=-2, dim2=-1).log().sum()
-
-    def rows(self, start: int, shape: Shape) -> RowCovariance:
-        inner = FullRows(self._covariance().to(self._like))
-        return MovedRows(self.variance(), self._shift, inner)
+    def _matrices(self) -> Tensor:
+        return (
+            self._inner.rows if isinstance(self._inner, DenseLayer) else cast(Dense, self._inner).matrices()
+        )
 
 
 class MessagesFields(Record):
@@ -160,6 +131,7 @@ class MessagesFields(Record):
     samples: Count
 
 
+@dataclass(eq=False, repr=False)
 class MessagesBlock(Block):
     """Independent weights: all tensors ``(G, m, n)``, but for `shift`.
 
@@ -175,7 +147,7 @@ class MessagesBlock(Block):
     """
 
     kind = "messages"
-    makes = MessageFactor
+    makes = Moved
     fields: ClassVar[type[Record]] = MessagesFields
     trained = True
     tunable: ClassVar[frozenset[str]] = frozenset({"scale"})
@@ -185,19 +157,12 @@ class MessagesBlock(Block):
         "from the data"
     }
 
-    def __init__(
-        self,
-        prior_mean: Tensor,
-        prior_precision: Tensor,
-        field: Tensor,
-        precision: Tensor,
-        shift: Tensor,
-        samples: int,
-    ) -> None:
-        self.prior_mean, self.prior_precision = prior_mean, prior_precision
-        self.field, self.precision = field, precision
-        self.shift, self.samples = shift, samples
-        self._mean: Tensor | None = None
+    prior_mean: Annotated[Tensor, Stored(GROUPS, OUTPUTS, INPUTS)]
+    prior_precision: Annotated[Tensor, Stored(GROUPS, OUTPUTS, INPUTS, non_negative=True)]
+    field: Annotated[Tensor, Stored(GROUPS, OUTPUTS, INPUTS)]
+    precision: Annotated[Tensor, Stored(GROUPS, OUTPUTS, INPUTS, non_negative=True)]
+    shift: Annotated[Tensor, Stored(INPUTS)]
+    samples: int
 
     def _ratio(self, settings: Settings) -> float:
         return self.samples / float(settings.scale)
@@ -211,39 +176,15 @@ class MessagesBlock(Block):
         pull = as_double(self.prior_precision) * as_double(self.prior_mean)
         return (pull + as_double(self.field)) / self.total()
 
-    def factor(self, settings: Settings) -> Factor:
-        return MessageFactor((self._ratio(settings) / self.total()).to(self.field), self.shift)
+    def covariance(self, settings: Settings) -> Moved:
+        return Moved(Variances((self._ratio(settings) / self.total()).to(self.field)), self.shift)
+
+    @cached_property
+    def _mean(self) -> Tensor:
+        return _returned(self.moved_mean(), as_double(self.shift))
 
     def stored_mean(self) -> Tensor:
-        if self._mean is None:
-            self._mean = _returned(self.moved_mean(), as_double(self.shift))
         return self._mean
-
-    def tensors(self) -> dict[str, Tensor]:
-        return {
-            "prior_mean": self.prior_mean,
-            "prior_precision": self.prior_precision,
-            "field": self.field,
-            "precision": self.precision,
-            "shift": self.shift,
-        }
-
-    def attributes(self) -> dict[str, Any]:
-        return {"samples": self.samples}
-
-    @classmethod
-    def specs(cls, shape: Shape, attributes: Mapping[str, Any]) -> dict[str, TensorSpec]:
-        return {
-            "prior_mean": TensorSpec(shape),
-            "prior_precision": TensorSpec(shape, non_negative=True),
-            "field": TensorSpec(shape),
-            "precision": TensorSpec(shape, non_negative=True),
-            "shift": TensorSpec(shape[-1:]),
-        }
-
-    @classmethod
-    def restore(cls, attributes: Mapping[str, Any], tensors: Mapping[str, Tensor]) -> MessagesBlock:
-        return cls(**tensors, samples=attributes["samples"])
 
     def largest_value(self, settings: Settings) -> float:
         total = self.total()
@@ -259,11 +200,16 @@ class MessagesBlock(Block):
         return {"median sd": float(deviations.median()), "learned": float(learned.median())}
 
 
+@dataclass(eq=False, repr=False)
 class JointMessagesBlock(MessagesBlock):
     """One full Gaussian an output: as `MessagesBlock`, with a `precision` of ``(G, m, n, n)``."""
 
     kind = "joint_messages"
-    makes = JointFactor
+    makes = MovedRows
+
+    precision: Annotated[
+        Tensor, Stored(GROUPS, OUTPUTS, INPUTS, INPUTS, max_numbers=LARGEST_BYTES // 8, symmetric=True)
+    ]
 
     def total(self) -> Tensor:
         return as_double(self.precision) + torch.diag_embed(as_double(self.prior_precision))
@@ -272,18 +218,9 @@ class JointMessagesBlock(MessagesBlock):
         pull = as_double(self.prior_precision) * as_double(self.prior_mean) + as_double(self.field)
         return torch.cholesky_solve(pull.unsqueeze(-1), cholesky(self.total())).squeeze(-1)
 
-    def factor(self, settings: Settings) -> Factor:
+    def covariance(self, settings: Settings) -> MovedRows:
         root = cholesky(self.total()) / self._ratio(settings) ** 0.5
-        return JointFactor(root, self.shift, self.field)
-
-    @classmethod
-    def specs(cls, shape: Shape, attributes: Mapping[str, Any]) -> dict[str, TensorSpec]:
-        own = TensorSpec((*shape, shape[-1]), symmetric=True)
-        return super().specs(shape, attributes) | {"precision": own}
-
-    @classmethod
-    def most_numbers(cls, shape: Shape) -> int:
-        return min(super().most_numbers(shape), LARGEST_BYTES // 8)
+        return MovedRows(Dense(root, self.field), self.shift)
 
     def largest_value(self, settings: Settings) -> float:
         precision = largest_of(self.precision) * float(settings.scale) / self.samples
@@ -291,7 +228,7 @@ class JointMessagesBlock(MessagesBlock):
             root = cholesky(self.total()) / self._ratio(settings) ** 0.5
         except NonFiniteError:
             return precision  # and `fault` says what is wrong
-        wide = JointFactor(root, as_double(self.shift), root)
+        wide = MovedRows(Dense(root, root), as_double(self.shift))
         return max(precision, largest_of(wide.variance(), self.stored_mean()))
 
     def fault(self) -> str | None:

@@ -11,15 +11,15 @@ from typing import Any, Generic, TypeVar, cast
 import torch
 from torch import Tensor, nn
 
-from posthoc_uq.core.devices import KEPT_BYTES, as_double, host_double
+from posthoc_uq.core.devices import KEPT_BYTES, TEMPORARY_BYTES, as_double, host_double
 from posthoc_uq.core.errors import PosthocUQError
 from posthoc_uq.core.options import Count, check_option, shown
 from posthoc_uq.core.randomness import mixed_seed
 from posthoc_uq.layers.layer import Layer
 from posthoc_uq.likelihoods import Likelihood
 from posthoc_uq.posteriors import block as can
-from posthoc_uq.posteriors.block import Block, Factor, Settings
-from posthoc_uq.posteriors.covariance import RowCovariance
+from posthoc_uq.posteriors.block import Block, Settings
+from posthoc_uq.posteriors.covariance import Covariance
 from posthoc_uq.posteriors.features import FeatureGrams
 from posthoc_uq.posteriors.report import Report, build_report
 from posthoc_uq.posteriors.settings import (
@@ -162,7 +162,7 @@ class Layout:
 
 Value = TypeVar("Value")
 
-FACTOR_BYTES = 16 * 2**20  # the most that all kept factors of a posterior take
+COVARIANCE_BYTES = 16 * 2**20  # the most that all kept covariances of a posterior take
 
 
 class Cache(Generic[Value]):
@@ -205,7 +205,7 @@ class Posterior(Adjustable):
 
     ``P = scale / noise_scale * I + prior_precision`` per block (the square of `noise_scale` for the empirical
     Fisher), with the Fisher information ``I`` in the form of the method. Hyperparameters are plain attributes, and
-    `tunable` names those that may be set. Setting one never needs the data again; factors are made anew when next used.
+    `tunable` names those that may be set. Setting one never needs the data again.
     Every computation uses the settings of one moment, whatever other threads set meanwhile; see `snapshot`.
 
     A method that optimises the variances themselves has its prior and its noise in what it optimises. There
@@ -251,8 +251,8 @@ class Posterior(Adjustable):
         self.members = {name: list(inner) for name, inner in members.items()}
         self.original = {name: mean[name] for layer in self.layers.values() for name in layer.parameter_names}
         self.original |= {name: mean[name] for name in trained_mean or {}}
-        self._layout = Layout(self.layers, self.members)
-        self.trained_mean = dict(trained_mean or {}) | self._layout.means(self.blocks, self.original)
+        self.layout = Layout(self.layers, self.members)
+        self.trained_mean = dict(trained_mean or {}) | self.layout.means(self.blocks, self.original)
         self.mean = {
             name: self.trained_mean.get(name, parameter) for name, parameter in self.original.items()
         }
@@ -264,7 +264,7 @@ class Posterior(Adjustable):
         self.weight_prior = WeightPrior()
         self.fingerprint: str | None = None
         self.buffers_fingerprint: str | None = None
-        by_block = [type(block).makes.capabilities() for block in self.blocks.values()]
+        by_block = [type(block).capabilities() for block in self.blocks.values()]
         self.capabilities = by_block[0].intersection(*by_block) if by_block else frozenset[str]()
         outputs = {"noise_scale"} if likelihood.has_noise else set[str]()
         outputs |= {"temperature"} if likelihood.logits else set()
@@ -272,9 +272,9 @@ class Posterior(Adjustable):
         self.settled = frozenset[str]().union(*(block.settled for block in self.blocks.values()))
         self.warned_heads: set[str] = set()
         self._begin(settings or Hyperparameters(evidence.total))
-        self._cache = Cache[Factor](FACTOR_BYTES)
+        self._cache = Cache[Covariance](COVARIANCE_BYTES)
         self._variances = Cache[Tensor](KEPT_BYTES)
-        self._rows = Cache[RowCovariance](KEPT_BYTES)
+        self._of_layers = Cache[Covariance](KEPT_BYTES)
 
     def require(self, needs: Collection[str], what: str, way_out: str = "") -> None:
         """Refuse what the blocks cannot do; see `posthoc_uq.posteriors.block.required`."""
@@ -328,7 +328,7 @@ class Posterior(Adjustable):
 
     def block_shape(self, block: str) -> tuple[int, int, int]:
         """``(groups, outputs, inputs)`` of a block; of several layers ``(1, 1, weights)``."""
-        return self._layout.shape(block)
+        return self.layout.shape(block)
 
     @property
     def device(self) -> torch.device:
@@ -387,7 +387,7 @@ class Posterior(Adjustable):
         seeds: Sequence[int],
         *,
         signs: Sequence[int] | None = None,
-        factors: Mapping[str, Factor] | None = None,
+        covariances: Mapping[str, Covariance] | None = None,
         dtype: torch.dtype | None = None,
     ) -> dict[str, Tensor]:
         """The draws of these seeds; each is the same, bit for bit, whatever other draws are made with it.
@@ -396,7 +396,7 @@ class Posterior(Adjustable):
             seeds: one per draw. A repeated seed gives the same deviation from the mean and is drawn only once.
             signs: 1 or -1 per draw, by which its deviation is multiplied: ``mean - deviation`` is as likely
                 as ``mean + deviation``, and such a pair is antithetic (Hammersley, Morton 1956). None for 1.
-            factors: from `factors`, for draws at the settings of that moment; the present ones if None.
+            covariances: from `covariances`, for draws at the settings of that moment; the present ones if None.
             dtype: of the draws; the parameters' own if None.
 
         Returns:
@@ -409,7 +409,7 @@ class Posterior(Adjustable):
         index = torch.tensor([places[seed] for seed in seeds], device="cpu")
         draws: dict[str, Tensor] = {}
         frozen = self.snapshot()
-        for layer, matrix, centred in frozen._drawn(unique, factors):
+        for layer, matrix, centred in frozen._drawn(unique, covariances):
             for name, values in layer.to_parameters(matrix).items():
                 mean = frozen.mean[name]
                 # A bias is a column of its layer's matrix: a view of it would keep the whole matrix in memory.
@@ -423,28 +423,28 @@ class Posterior(Adjustable):
                 draws[name] = draw.to(dtype=mean.dtype if dtype is None else dtype)
         return draws
 
-    def factors(self) -> dict[str, Factor]:
-        """Every block's precision at the present settings, factorised, by block name.
+    def covariances(self) -> dict[str, Covariance]:
+        """Every block's covariance at the present settings, ready for use, by block name.
 
         For repeated draws: it takes the memory of about one more set of weights (for INF also the systems of its
         directions), and saves factorising at every draw the blocks that are too large for the posterior's own cache.
         """
-        return dict(self.snapshot()._each_factor())
+        return dict(self.snapshot()._each_covariance())
 
     def _drawn(
-        self, seeds: Sequence[int], factors: Mapping[str, Factor] | None = None
+        self, seeds: Sequence[int], covariances: Mapping[str, Covariance] | None = None
     ) -> Iterator[tuple[Layer, Tensor, bool]]:
         """Draws layer by layer, ``(n, G, m, n)``, and whether they are deviations from the mean."""
         settings = self._settings
         for index, (name, block) in enumerate(self.blocks.items()):
-            factor = self._factor(name, settings) if factors is None else factors[name]
-            shape, like = self._layout.shape(name), next(iter(block.tensors().values()))
+            covariance = self._covariance(name, settings) if covariances is None else covariances[name]
+            shape, like = self.layout.shape(name), next(iter(block.tensors().values()))
             out = like.new_empty(len(seeds), *shape)
             # One at a time, which is as fast: a triangular solve rounds several columns differently from one.
             for row, seed in zip(out, seeds, strict=True):
-                row.copy_(factor.draw(torch.Generator().manual_seed(mixed_seed(seed, index)), row))
-            for layer, matrix in self._layout.split(name, out):
-                yield layer, matrix, factor.centred
+                row.copy_(covariance.draw(torch.Generator().manual_seed(mixed_seed(seed, index)), row))
+            for layer, matrix in self.layout.split(name, out):
+                yield layer, matrix, covariance.centred
 
     def variance(self) -> dict[str, Tensor]:
         """Marginal variance of every parameter, by name and in its shape.
@@ -460,9 +460,10 @@ class Posterior(Adjustable):
             key = frozen._key(name, settings)
             matrices = frozen._variances.get(name, key)
             if matrices is None:
-                matrices = frozen._factor(name, settings).variance()
+                of_layer = frozen._of_layers.get(name, key) if name in frozen.layers else None
+                matrices = (of_layer or frozen._covariance(name, settings)).variance()
                 frozen._variances.put(name, key, matrices, matrices.nbytes)
-            for layer, matrix in frozen._layout.split(name, matrices.clone()):
+            for layer, matrix in frozen.layout.split(name, matrices.clone()):
                 variances |= layer.to_parameters(matrix)
         return variances
 
@@ -484,7 +485,7 @@ class Posterior(Adjustable):
         for name, inner in frozen.members.items():
             if not any(layer in jacobians for layer in inner):
                 continue
-            part = frozen.factor(name).quadratic(frozen._layout.join(name, jacobians))
+            part = frozen.covariance(name).quadratic(frozen.layout.join(name, jacobians))
             total = part if total is None else total + part
         assert total is not None
         return total
@@ -509,32 +510,27 @@ class Posterior(Adjustable):
         if spec.bias is not None:
             means = torch.nn.functional.pad(means, (0, 1), value=1.0)
             spread = None if spread is None else torch.nn.functional.pad(spread, (0, 1))
-        variances = self.rows(layer).variance(means, spread)
+        covariance = self.of_layer(layer).prepared(means.dtype, means.device, TEMPORARY_BYTES)
+        variances = covariance.output_variance(means, spread)
         return variances if grouped else variances.squeeze(1)
 
-    def rows(self, layer: str, *, across: bool = True) -> RowCovariance:
-        """The covariance of one layer's rows, ready for many inputs; kept for the next use while memory allows.
-
-        Args:
-            layer: its name.
-            across: whether it is to know the covariance across outputs too, and not their variances alone.
+    def of_layer(self, layer: str) -> Covariance:
+        """The covariance of one layer's weights, for its own outputs; kept for the next use while memory allows.
 
         Raises:
             PosthocUQError: the posterior has no such layer, or its blocks know no such covariance.
         """
-        self.require([can.ROWS], "posterior.rows()")
-        block, start = self._layout.home(layer)
+        self.require([can.ROWS], "The covariance of one layer's rows")
+        block, start = self.layout.home(layer)
         frozen = self.snapshot()
         settings = frozen.settings
-        own = frozen._key(block, settings)
-        rows = frozen._rows.get(layer, (own, across))
-        if rows is None:
-            rows = frozen._factor(block, settings).rows(start, frozen.layers[layer].matrix_shape)
-            rows = rows if across else rows.variances_only()
-            frozen._rows.put(layer, (own, across), rows, rows.bytes())
-            if rows.marginal.shape == frozen._layout.shape(block):  # the layer is the whole block
-                frozen._variances.put(block, own, rows.marginal, rows.marginal.nbytes)
-        return rows.twin()
+        key = frozen._key(block, settings)
+        found = frozen._of_layers.get(layer, key)
+        if found is None:
+            shape, whole = frozen.layers[layer].matrix_shape, frozen.layout.shape(block)
+            found = frozen._covariance(block, settings).of_layer(start, shape, whole)
+            frozen._of_layers.put(layer, key, found, found.bytes())
+        return found
 
     def log_determinant(self) -> Tensor:
         """``log det P`` over all blocks, a scalar.
@@ -543,7 +539,9 @@ class Posterior(Adjustable):
             PosthocUQError: the blocks know none.
         """
         self.require([can.LOG_DETERMINANT], "posterior.log_determinant()")
-        return torch.stack([factor.log_determinant() for _, factor in self.snapshot()._each_factor()]).sum()
+        return torch.stack(
+            [covariance.log_determinant() for _, covariance in self.snapshot()._each_covariance()]
+        ).sum()
 
     def log_marginal_likelihood(
         self,
@@ -585,32 +583,32 @@ class Posterior(Adjustable):
         prior = settings.prior_precision if prior_precision is None else prior_precision
         noise_factor = settings.noise_scale if noise_scale is None else noise_scale
         if prior_precision is None and noise_scale is None:
-            factor = self._factor(block, settings)
+            covariance = self._covariance(block, settings)
         else:
-            factor = self.blocks[block].factor(self._of_block(block, settings, prior, noise_factor))
+            covariance = self.blocks[block].covariance(self._of_block(block, settings, prior, noise_factor))
         own = self.blocks[block].uncertain()
-        return factor.log_determinant() + self._layout.prior_terms(
+        return covariance.log_determinant() + self.layout.prior_terms(
             block, own, self.mean, self.weight_prior, prior
         )
 
-    def factor(self, block: str) -> Factor:
-        """A block's precision at the present settings, factorised; kept while memory allows."""
-        return self._factor(block, self._settings)
+    def covariance(self, block: str) -> Covariance:
+        """A block's covariance at the present settings, ready for use; kept while memory allows."""
+        return self._covariance(block, self._settings)
 
-    def _each_factor(self) -> Iterator[tuple[str, Factor]]:
-        """Every block's name and factor, one after the other, at the settings of one moment."""
+    def _each_covariance(self) -> Iterator[tuple[str, Covariance]]:
+        """Every block's name and covariance, one after the other, at the settings of one moment."""
         settings = self._settings
         for name in self.blocks:
-            yield name, self._factor(name, settings)
+            yield name, self._covariance(name, settings)
 
-    def _factor(self, block: str, settings: Hyperparameters) -> Factor:
+    def _covariance(self, block: str, settings: Hyperparameters) -> Covariance:
         key = self._key(block, settings)
-        factor = self._cache.get(block, key)
-        if factor is None:
+        covariance = self._cache.get(block, key)
+        if covariance is None:
             block_settings = self._of_block(block, settings, settings.prior_precision, settings.noise_scale)
-            factor = self.blocks[block].factor(block_settings)
-            self._cache.put(block, key, factor, factor.bytes())
-        return factor
+            covariance = self.blocks[block].covariance(block_settings)
+            self._cache.put(block, key, covariance, covariance.bytes())
+        return covariance
 
     def _key(self, block: str, settings: Hyperparameters) -> tuple[Any, ...]:
         """All on which a block's precision depends; the prior of single weights is compared by identity, and held."""
@@ -622,7 +620,7 @@ class Posterior(Adjustable):
         # of other likelihoods the noise scale is a factor on the dispersion of predictions alone
         power = 0 if self.likelihood.noise_variance is None else self.evidence.noise_power
         scale = settings.scale / noise_scale**power
-        precision = self._layout.prior(block, prior, self.weight_prior)
+        precision = self.layout.prior(block, prior, self.weight_prior)
         return Settings(scale, precision, settings.residual_weight)
 
     def reported(self) -> dict[str, Any]:

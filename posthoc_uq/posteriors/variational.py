@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 from abc import abstractmethod
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from math import log, pi, prod
 from typing import Annotated, Any, ClassVar, Literal, cast
 
@@ -19,47 +19,23 @@ from posthoc_uq.core.errors import CorruptPosteriorError, PosthocUQError
 from posthoc_uq.core.options import Count, Natural
 from posthoc_uq.core.records import Record
 from posthoc_uq.posteriors.block import (
+    BITS,
+    GROUPS,
+    INPUTS,
+    OUTPUTS,
+    WEIGHTS,
     Block,
-    Factor,
     Settings,
     Shape,
+    Size,
+    Stored,
     TensorSpec,
     bounded,
     largest_of,
-    log_sum,
 )
-from posthoc_uq.posteriors.covariance import CovarianceForm, IndependentRows, RowCovariance
+from posthoc_uq.posteriors.covariance import Independent, Variances
 
 # The mean-field posterior: independent weights with variances that were optimised, not derived from a Fisher.
-
-
-class MeanFieldFactor(Factor):
-    """Independent variances ``(G, m, n)``; a weight whose variance is zero is certain."""
-
-    def __init__(self, variances: Tensor) -> None:
-        self.variances = variances
-
-    def transform(self, normals: Tensor) -> Tensor:
-        return normals * self.variances.sqrt()
-
-    def independent(self, generator: torch.Generator) -> tuple[None, Tensor]:
-        return None, self.variance()
-
-    def variance(self) -> Tensor:
-        return self.variances
-
-    def quadratic(self, jacobians: Tensor) -> Tensor:
-        rows = (jacobians * self.variances.sqrt()).flatten(1)
-        return rows @ rows.T
-
-    def form(self) -> CovarianceForm:
-        return CovarianceForm(self.variances)
-
-    def log_determinant(self) -> Tensor:
-        return -log_sum(self.variances)
-
-    def rows(self, start: int, shape: Shape) -> RowCovariance:
-        return IndependentRows(self.variances)
 
 
 class MeanFieldFields(Record):
@@ -68,6 +44,7 @@ class MeanFieldFields(Record):
     samples: Count
 
 
+@dataclass(eq=False, repr=False)
 class MeanFieldBlock(Block):
     """Keeps the variances ``(G, m, n)`` of a variational posterior as they were found.
 
@@ -81,7 +58,7 @@ class MeanFieldBlock(Block):
     """
 
     kind = "mean_field"
-    makes = MeanFieldFactor
+    makes = Variances
     fields: ClassVar[type[Record]] = MeanFieldFields
     trained = True
     tunable: ClassVar[frozenset[str]] = frozenset({"scale"})
@@ -90,32 +67,17 @@ class MeanFieldBlock(Block):
         "median sd, largest sd": "standard deviations of the layer's weights"
     }
 
-    def __init__(self, variances: Tensor, samples: int) -> None:
-        self.variances = variances
-        self.samples = samples
+    variances: Annotated[Tensor, Stored(GROUPS, OUTPUTS, INPUTS, non_negative=True)]
+    samples: int
 
-    def factor(self, settings: Settings) -> MeanFieldFactor:
+    def covariance(self, settings: Settings) -> Variances:
         if settings.scale == self.samples:
-            return MeanFieldFactor(self.variances)
+            return Variances(self.variances)
         scaled = as_double(self.variances) * (self.samples / settings.scale)
-        return MeanFieldFactor(scaled.to(self.variances))
-
-    def tensors(self) -> dict[str, Tensor]:
-        return {"variances": self.variances}
-
-    def attributes(self) -> dict[str, Any]:
-        return {"samples": self.samples}
-
-    @classmethod
-    def specs(cls, shape: Shape, attributes: Mapping[str, Any]) -> dict[str, TensorSpec]:
-        return {"variances": TensorSpec(shape, non_negative=True)}
+        return Variances(scaled.to(self.variances))
 
     def largest_value(self, settings: Settings) -> float:
         return largest_of(self.variances) * self.samples / float(settings.scale)
-
-    @classmethod
-    def restore(cls, attributes: Mapping[str, Any], tensors: Mapping[str, Tensor]) -> MeanFieldBlock:
-        return cls(tensors["variances"], attributes["samples"])
 
     def dense(self, scale: float = 1.0, residual_weight: float = 1.0) -> Tensor:
         raise PosthocUQError(
@@ -399,7 +361,7 @@ def most_of_scale(shape: Shape) -> int:
 # flow that all weights of an input (linear layers), or of an output channel (convolutions), have in common.
 
 
-class SpikeFactor(Factor):
+class SpikeAndSlab(Independent):
     """Independent inclusions and slabs, and what is random in common."""
 
     centred = False
@@ -435,8 +397,8 @@ class SpikeFactor(Factor):
         mean = self._inclusion * self._mean
         return mean if self._scale is None else mean * self._over("z_mean", 1.0)
 
-    def variance(self) -> Tensor:
-        """``a (v + (1 - a) mu^2 E[z]^2 + mu^2 Var z)``."""
+    def weights(self) -> Tensor:
+        """Their variances, ``a (v + (1 - a) mu^2 E[z]^2 + mu^2 Var z)``."""
         slab = self._mean if self._scale is None else self._mean * self._over("z_mean", 1.0)
         inside = self._variances + (1 - self._inclusion) * slab.square()
         if self._scale is not None:
@@ -447,17 +409,8 @@ class SpikeFactor(Factor):
         assert self._scale is not None
         return self._scale.matrix(self._scale.tensors[name], cast(Shape, tuple(self._mean.shape)), rest)
 
-    def quadratic(self, jacobians: Tensor) -> Tensor:
-        rows = (jacobians * self.variance().sqrt()).flatten(1)
-        return rows @ rows.T
 
-    def form(self) -> CovarianceForm:
-        return CovarianceForm(self.variance())
-
-    def rows(self, start: int, shape: Shape) -> RowCovariance:
-        return IndependentRows(self.variance())
-
-
+@dataclass(eq=False, repr=False)
 class LatentBlock(Block):
     """What both kinds have in common: a mean of their own, no hyperparameter that could be set, perhaps a flow.
 
@@ -473,12 +426,13 @@ class LatentBlock(Block):
         "drawn weights are exact; the moments and the linearised head match the mean and the variance of every weight"
     )
 
-    makes = SpikeFactor
+    makes = SpikeAndSlab
     trained = True
     tunable: ClassVar[frozenset[str]] = frozenset()
     settled: ClassVar[frozenset[str]] = frozenset({"prior_precision"})
-    bias: bool
-    scale: RandomScale | None
+
+    bias: bool = field(kw_only=True)
+    scale: RandomScale | None = field(default=None, kw_only=True)
 
     @abstractmethod
     def slabs(self) -> tuple[Tensor, Tensor]:
@@ -493,24 +447,44 @@ class LatentBlock(Block):
         inclusion = self.inclusions()
         return inclusion[..., : inclusion.shape[-1] - self.bias]
 
-    def factor(self, settings: Settings) -> SpikeFactor:
-        return SpikeFactor(*self.slabs(), self.inclusions(), self.scale)
+    def covariance(self, settings: Settings) -> SpikeAndSlab:
+        return SpikeAndSlab(*self.slabs(), self.inclusions(), self.scale)
 
     def stored_mean(self) -> Tensor:
-        return self.factor(Settings(1.0, 1.0)).mean()
+        return self.covariance(Settings(1.0, 1.0)).mean()
 
     def summary(self) -> dict[str, Any]:
         chances = self.probabilities()
         return {"density": float((chances > 0.5).float().mean()), "mean inclusion": float(chances.mean())}
 
+    def tensors(self) -> dict[str, Tensor]:
+        return super().tensors() | ({} if self.scale is None else dict(self.scale.tensors))
+
     def attributes(self) -> dict[str, Any]:
-        return {"bias": self.bias} | (WITHOUT if self.scale is None else self.scale.attributes())
+        values = super().attributes() | (WITHOUT if self.scale is None else self.scale.attributes())
+        del values["scale"]
+        return values
 
-    def scale_tensors(self) -> dict[str, Tensor]:
-        """Those of the factor ``z``."""
-        return {} if self.scale is None else dict(self.scale.tensors)
+    @classmethod
+    def specs(cls, shape: Shape, attributes: Mapping[str, Any]) -> dict[str, TensorSpec]:
+        return super().specs(shape, attributes) | scale_specs(shape, attributes)
+
+    @classmethod
+    def most_numbers(cls, shape: Shape) -> int:
+        return super().most_numbers(shape) + most_of_scale(shape)
+
+    @classmethod
+    def restore(cls, attributes: Mapping[str, Any], tensors: Mapping[str, Tensor]) -> Block:
+        shape = tuple(attributes["shape"] if "shape" in attributes else tensors["means"].shape)
+        scale = restored_scale(cast(Shape, shape), attributes, tensors)
+        return super().restore({**attributes, "scale": scale}, tensors)
+
+    def largest_value(self, settings: Settings) -> float:
+        means, variances = self.slabs()
+        return max(largest_of(variances), largest_of(means) ** 2)
 
 
+@dataclass(eq=False, repr=False)
 class LatentBinaryBlock(LatentBlock):
     """Means, variances and inclusion probabilities of all weights, ``(G, m, n)``; those of biases are 1.
 
@@ -523,48 +497,15 @@ class LatentBinaryBlock(LatentBlock):
     kind = "latent_binary"
     fields: ClassVar[type[Record]] = ScaleFields
 
-    def __init__(
-        self,
-        means: Tensor,
-        variances: Tensor,
-        inclusion: Tensor,
-        bias: bool,
-        scale: RandomScale | None = None,
-    ) -> None:
-        self.means, self.variances, self.inclusion = means, variances, inclusion
-        self.bias, self.scale = bias, scale
+    means: Annotated[Tensor, Stored(GROUPS, OUTPUTS, INPUTS)]
+    variances: Annotated[Tensor, Stored(GROUPS, OUTPUTS, INPUTS, non_negative=True)]
+    inclusion: Annotated[Tensor, Stored(GROUPS, OUTPUTS, INPUTS, non_negative=True, largest=1.0)]
 
     def slabs(self) -> tuple[Tensor, Tensor]:
         return self.means, self.variances
 
     def inclusions(self) -> Tensor:
         return self.inclusion
-
-    def tensors(self) -> dict[str, Tensor]:
-        tensors = {"means": self.means, "variances": self.variances, "inclusion": self.inclusion}
-        return tensors | self.scale_tensors()
-
-    @classmethod
-    def specs(cls, shape: Shape, attributes: Mapping[str, Any]) -> dict[str, TensorSpec]:
-        specs = {
-            "means": TensorSpec(shape),
-            "variances": TensorSpec(shape, non_negative=True),
-            "inclusion": TensorSpec(shape, non_negative=True, largest=1.0),
-        }
-        return specs | scale_specs(shape, attributes)
-
-    @classmethod
-    def most_numbers(cls, shape: Shape) -> int:
-        return super().most_numbers(shape) + most_of_scale(shape)
-
-    @classmethod
-    def restore(cls, attributes: Mapping[str, Any], tensors: Mapping[str, Tensor]) -> LatentBinaryBlock:
-        means = tensors["means"]
-        scale = restored_scale(cast(Shape, tuple(means.shape)), attributes, tensors)
-        return cls(means, tensors["variances"], tensors["inclusion"], bool(attributes["bias"]), scale)
-
-    def largest_value(self, settings: Settings) -> float:
-        return max(largest_of(self.variances), largest_of(self.means) ** 2)
 
 
 # The median probability model: the weights of a spike-and-slab posterior whose inclusion is above one half,
@@ -579,6 +520,10 @@ class MedianFields(ScaleFields):
     certain: bool
 
 
+_KEPT = Size("kept", 0, WEIGHTS)
+
+
+@dataclass(eq=False, repr=False)
 class MedianBlock(LatentBlock):
     """The median probability model: means and variances of the weights that are kept, and which they are.
 
@@ -592,17 +537,13 @@ class MedianBlock(LatentBlock):
     kind = "median_model"
     fields: ClassVar[type[Record]] = MedianFields
 
-    def __init__(
-        self,
-        means: Tensor,
-        variances: Tensor,
-        kept: Tensor,
-        bias: bool,
-        scale: RandomScale | None,
-        shape: tuple[int, ...],
-    ) -> None:
-        self.means, self.variances, self.kept = means, variances, kept
-        self.bias, self.scale, self.shape = bias, scale, cast(Shape, shape)
+    means: Annotated[Tensor, Stored(_KEPT)]
+    variances: Annotated[Tensor, Stored(_KEPT, non_negative=True)]
+    kept: Annotated[Tensor, Stored(BITS, bits=True, largest=255.0)]
+    shape: tuple[int, ...]
+
+    def __post_init__(self) -> None:
+        self.shape = tuple(self.shape)
 
     def mask(self) -> Tensor:
         """Which weights are kept, ``(G, m, n)``."""
@@ -619,35 +560,20 @@ class MedianBlock(LatentBlock):
     def inclusions(self) -> Tensor:
         return self.mask().to(self.means)
 
-    def tensors(self) -> dict[str, Tensor]:
-        tensors = {"means": self.means, "variances": self.variances, "kept": self.kept}
-        return tensors | self.scale_tensors()
-
     def attributes(self) -> dict[str, Any]:
-        attributes = {"shape": list(self.shape), "kept": len(self.means), "certain": not len(self.variances)}
-        return super().attributes() | attributes
+        own = {"shape": list(self.shape), "kept": len(self.means), "certain": not len(self.variances)}
+        return super().attributes() | own
 
     @classmethod
     def specs(cls, shape: Shape, attributes: Mapping[str, Any]) -> dict[str, TensorSpec]:
-        kept = bounded(attributes, "kept", 0, prod(shape))
         if tuple(attributes.get("shape", ())) != tuple(shape):
             raise CorruptPosteriorError(f"A median model of shape {shape} is described by another shape.")
-        specs = {
-            "means": TensorSpec((kept,)),
-            "variances": TensorSpec((0 if attributes.get("certain") else kept,), non_negative=True),
-            "kept": TensorSpec((-(-prod(shape) // 8),), bits=True, largest=255.0),
-        }
-        return specs | scale_specs(shape, attributes)
-
-    @classmethod
-    def most_numbers(cls, shape: Shape) -> int:
-        return 3 * prod(shape) + most_of_scale(shape)
+        specs = super().specs(shape, attributes)
+        return specs | ({"variances": TensorSpec((0,))} if attributes.get("certain") else {})
 
     @classmethod
     def restore(cls, attributes: Mapping[str, Any], tensors: Mapping[str, Tensor]) -> MedianBlock:
-        shape, bias = cast(Shape, tuple(attributes["shape"])), bool(attributes["bias"])
-        scale = restored_scale(shape, attributes, tensors)
-        block = cls(tensors["means"], tensors["variances"], tensors["kept"], bias, scale, shape)
+        block: MedianBlock = super().restore(attributes, tensors)  # type: ignore[assignment]
         fault = block.fault()
         if fault is not None:  # before anything spreads its numbers over the matrix
             raise CorruptPosteriorError(f"A median model {fault}.")
@@ -658,9 +584,6 @@ class MedianBlock(LatentBlock):
         if not counted == int(mask.sum()) == len(self.means):
             return "keeps another number of weights than it says"
         return "leaves out biases, which are always on" if self.bias and not mask[..., -1].all() else None
-
-    def largest_value(self, settings: Settings) -> float:
-        return max(largest_of(self.variances), largest_of(self.means) ** 2)
 
 
 def median_of(block: LatentBlock, *, certain: bool = False) -> MedianBlock:
@@ -674,9 +597,14 @@ def median_of(block: LatentBlock, *, certain: bool = False) -> MedianBlock:
     if certain and block.scale is not None:
         shape = cast(Shape, tuple(means.shape))
         means = means * block.scale.matrix(block.scale.tensors["z_mean"], shape, 1.0)
-    kept_variances = variances.new_zeros(0) if certain else variances[kept]
-    scale = None if certain else block.scale
-    return MedianBlock(means[kept], kept_variances, packed(kept), block.bias, scale, tuple(means.shape))
+    return MedianBlock(
+        means[kept],
+        variances.new_zeros(0) if certain else variances[kept],
+        packed(kept),
+        tuple(means.shape),
+        bias=block.bias,
+        scale=None if certain else block.scale,
+    )
 
 
 def packed(mask: Tensor) -> Tensor:
