@@ -8,9 +8,9 @@ import pytest
 import torch
 
 from posthoc_uq.core.errors import PosthocUQError
-from posthoc_uq.likelihoods.class_prediction import ClassPrediction
-from posthoc_uq.likelihoods.draws import ClassStatistics, Moments, gathered
-from posthoc_uq.likelihoods.value_prediction import RegressionPrediction
+from posthoc_uq.likelihoods.class_prediction import ClassPrediction, ClassStatistics
+from posthoc_uq.likelihoods.draws import Moments, gathered
+from posthoc_uq.likelihoods.gaussian import RegressionPrediction
 
 SAMPLES, BATCH, CLASSES = 7, 5, 4
 
@@ -404,7 +404,7 @@ def test_wrong_regression_input_is_one_clear_error() -> None:
     without_noise = RegressionPrediction.from_samples(torch.zeros(1, 4), 0.0)
     column = RegressionPrediction(torch.zeros(4, 1), torch.zeros(4, 1), 0.1)
     cases = [
-        (lambda: RegressionPrediction.from_samples(torch.zeros(3), 0.1), "outputs must be"),
+        (lambda: RegressionPrediction.from_samples(torch.zeros(3), 0.1), "mean must be"),
         (lambda: RegressionPrediction.from_samples(torch.zeros(0, 3), 0.1), "at least one weight sample"),
         (lambda: RegressionPrediction.from_samples(torch.zeros(2, 3), -0.1), "at least 0"),
         (lambda: RegressionPrediction.from_samples(torch.zeros(2, 3), math.nan), "at least 0"),
@@ -415,7 +415,7 @@ def test_wrong_regression_input_is_one_clear_error() -> None:
         (lambda: without_noise.log_prob(torch.zeros(4)), "positive variance"),
         (lambda: prediction.sample(0), "at least 1"),
         (lambda: RegressionPrediction.cat([]), "at least one prediction"),
-        (lambda: RegressionPrediction.cat([prediction, column]), "different output shapes"),
+        (lambda: RegressionPrediction.cat([prediction, column]), "different shapes"),
         *[(lambda level=level: prediction.interval(level), "between 0 and 1") for level in (0, 1, 95, -0.5)],
         *[(lambda q=q: prediction.quantile(q), "between 0 and 1") for q in (0, 1, math.nan)],
     ]

@@ -26,7 +26,7 @@ from torch import Tensor, nn
 from torch.func import functional_call, vmap
 
 import posthoc_uq as uq
-from posthoc_uq.likelihoods.value_prediction import RegressionPrediction
+from posthoc_uq.likelihoods.gaussian import RegressionPrediction
 
 sys.path.append(str(Path(__file__).resolve().parents[1]))  # what all recipes share
 
