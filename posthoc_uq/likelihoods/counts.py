@@ -69,18 +69,13 @@ class LogMean(Likelihood, ABC):
                 f"likelihood={self.name!r} needs outputs of shape (samples,) or (samples, outputs), logarithms of "
                 f"means, and the model gives {tuple(outputs.shape)}."
             )
-        if targets is None:
+        not_finite = super().wrong_values(outputs, targets)
+        if targets is None or not_finite is None:
             return None
-        if targets.numel() != outputs.numel() or targets.shape[:1] != outputs.shape[:1]:
-            raise PosthocUQError(
-                f"Targets of shape {tuple(targets.shape)} do not fit outputs of shape {tuple(outputs.shape)}."
-            )
-        if self.counts:
-            wrong = (
-                (targets < 0) | (targets != targets.round()) if targets.is_floating_point() else targets < 0
-            )
-            return (wrong | ~torch.isfinite(targets)).any()
-        return ((targets <= 0) | ~torch.isfinite(targets)).any()
+        if not self.counts:
+            return not_finite | (targets <= 0).any()
+        fraction = targets.is_floating_point() and (targets != targets.round()).any()
+        return not_finite | (targets < 0).any() | fraction
 
     def draw(self, outputs: Tensor, keys: Tensor, draw: int) -> Tensor:
         """By the inverse of the distribution function; a mean above 1e15 counts as 1e15."""

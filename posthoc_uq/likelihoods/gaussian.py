@@ -8,14 +8,14 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from math import log, pi
 from statistics import NormalDist
-from typing import Annotated, Any, ClassVar
+from typing import TYPE_CHECKING, Annotated, Any, ClassVar
 
 import torch
 from pydantic import Field
 from torch import Tensor
 from torch.distributions import Normal, kl_divergence
 
-from posthoc_uq.core.devices import as_double, has_double, host_double
+from posthoc_uq.core.devices import as_double, host_double
 from posthoc_uq.core.errors import PosthocUQError
 from posthoc_uq.core.options import LARGEST, Magnitude
 from posthoc_uq.core.records import Record
@@ -101,7 +101,7 @@ class Gaussian(_Normals):
     def noise(self, outputs: Tensor) -> Tensor:
         """The noise variance, shaped to broadcast against outputs ``(..., outputs)``."""
         noise = self.noise_variance.to(device=outputs.device, dtype=at_least_float32(outputs).dtype)
-        return noise.squeeze(0) if noise.numel() == 1 else noise
+        return noise.reshape(()) if noise.numel() == 1 else noise
 
     def wrong_values(self, outputs: Tensor, targets: Tensor | None) -> Tensor | None:
         if outputs.ndim not in (1, 2):
@@ -114,13 +114,7 @@ class Gaussian(_Normals):
                 f"noise_variance has {self.noise_variance.numel()} entries, but the model has "
                 f"{outputs[0].numel()} outputs."
             )
-        if targets is None:
-            return None
-        if targets.numel() != outputs.numel():
-            raise PosthocUQError(
-                f"Targets of shape {tuple(targets.shape)} do not fit outputs of shape {tuple(outputs.shape)}."
-            )
-        return ~torch.isfinite(targets).all()
+        return super().wrong_values(outputs, targets)
 
     def takes(self, outputs: int) -> bool:
         return self.noise_variance.numel() in (1, outputs)
@@ -161,16 +155,10 @@ class Gaussian(_Normals):
 
     def from_blocks(self, blocks: Iterable[Tensor]) -> RegressionPrediction:
         mean, variance = moments_of(map(at_least_float32, blocks))
-        return RegressionPrediction(mean, variance, self._placed_noise(mean.device))
+        return RegressionPrediction(mean, variance, self.noise(mean))
 
     def of_gaussian(self, outputs: OutputGaussian) -> RegressionPrediction:
-        return RegressionPrediction(outputs.mean, outputs.variance, self._placed_noise(outputs.mean.device))
-
-    def _placed_noise(self, device: torch.device) -> Tensor:
-        """The noise variance on a device, in a precision that it has; a scalar where there is only one."""
-        noise = self.noise_variance
-        noise = noise.to(device, noise.dtype if has_double(device) else torch.float32)
-        return noise.squeeze(0) if noise.numel() == 1 else noise
+        return RegressionPrediction(outputs.mean, outputs.variance, self.noise(outputs.mean))
 
 
 class Heteroscedastic(_Normals):
@@ -308,6 +296,17 @@ class RegressionPrediction(Prediction):
     epistemic_variance: Annotated[Tensor, "batch *outputs"]
     noise_variance: Annotated[Tensor, "batch *outputs"]
 
+    if TYPE_CHECKING:  # the noise variance may be a number, and is a tensor then
+
+        def __init__(
+            self,
+            mean: Tensor,
+            epistemic_variance: Tensor,
+            noise_variance: Tensor | float,
+            *,
+            novelty_ratio: Tensor | None = None,
+        ) -> None: ...
+
     def __post_init__(self) -> None:
         noise, mean = self.noise_variance, at_least_float32(self.mean)
         if mean.ndim not in (1, 2):
@@ -335,7 +334,7 @@ class RegressionPrediction(Prediction):
         Raises:
             PosthocUQError: wrong number of dimensions, no sample, or a noise variance that does not fit.
         """
-        return RegressionPrediction(*moments_of([at_least_float32(outputs)]), noise_variance)  # type: ignore[arg-type]
+        return RegressionPrediction(*moments_of([at_least_float32(outputs)]), noise_variance)
 
     @property
     def outputs_mean(self) -> Tensor:

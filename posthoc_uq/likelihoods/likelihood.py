@@ -86,6 +86,19 @@ class Likelihood:
     def _missing(self, method: str, purpose: str) -> PosthocUQError:
         return PosthocUQError(f"Likelihood {self.name!r} {purpose}; give it a method {method}.")
 
+    def _distribution_for(self, method: str, outputs: Tensor) -> Distribution:
+        """The `distribution`, from which a method follows that the subclass does not give.
+
+        Raises:
+            PosthocUQError: the subclass gives neither.
+        """
+        if not self.defines("distribution"):
+            raise PosthocUQError(
+                f"Likelihood {self.name!r} has no method {method}, which this needs; give it that, or "
+                f"distribution(outputs)."
+            )
+        return self.distribution(at_least_float32(outputs))
+
     # Checks of outputs and targets
 
     def check(self, outputs: Tensor, targets: Tensor | None) -> None:
@@ -109,11 +122,11 @@ class Likelihood:
 
         Raises:
             PosthocUQError: a shape or a type is wrong; by default where there are not as many targets as samples, or,
-                with a `distribution`, as outputs.
+                where each has a density (`log_terms`), as outputs.
         """
         if targets is None:
             return None
-        one_an_output = self.defines("distribution")
+        one_an_output = self.defines("log_terms")
         if targets.shape[:1] != outputs.shape[:1] or (one_an_output and targets.numel() != outputs.numel()):
             raise PosthocUQError(
                 f"Targets of shape {tuple(targets.shape)} do not fit outputs of shape {tuple(outputs.shape)}."
@@ -144,11 +157,12 @@ class Likelihood:
 
     def distribution(self, outputs: Tensor) -> Distribution:
         """The distribution of targets that are independent given the outputs, in one batch of torch's distributions,
-        such as ``torch.distributions.Poisson(outputs.exp())``.
+        such as ``torch.distributions.Poisson(outputs.exp(), validate_args=False)``: a look at all numbers, which torch
+        takes by default, waits for the device and cannot be exported.
 
         `log_prob`, `log_terms`, `cdf`, `mean`, `variance` and `entropy` follow from it.
         """
-        raise self._missing("distribution(outputs) or log_prob(outputs, targets)", "has no density")
+        raise self._missing("distribution(outputs)", "has no distribution of targets")
 
     def like(self, outputs: Tensor, targets: Tensor) -> Tensor:
         """The targets in the shape of the outputs and in their precision."""
@@ -156,6 +170,8 @@ class Likelihood:
 
     def log_prob(self, outputs: Tensor, targets: Tensor) -> Tensor:
         """``log p(y | outputs)`` of every sample, ``(samples,)``, in nats; differentiable in the outputs."""
+        if not self.defines("log_terms"):
+            raise self._missing("distribution(outputs) or log_prob(outputs, targets)", "has no density")
         terms = self.log_terms(at_least_float32(outputs), self.like(outputs, targets))
         return terms.reshape(outputs.shape[0], -1).sum(1)
 
@@ -171,15 +187,11 @@ class Likelihood:
         """``log p(y_k | f_k)`` of every single output, shaped like them, where targets are independent given the
         outputs. Outputs may have dimensions before those of the targets.
         """
-        if not self.defines("log_terms"):
-            raise self._missing("log_terms(outputs, targets)", "has no density of single outputs")
-        return self.distribution(outputs).log_prob(targets)
+        return self._distribution_for("log_terms", outputs).log_prob(targets)
 
     def cdf(self, outputs: Tensor, targets: Tensor) -> Tensor:
         """``P(Y_k <= y_k | f_k)`` of every single output, shaped like them."""
-        if not self.defines("cdf"):
-            raise self._missing("cdf(outputs, targets)", "has no distribution function")
-        return self.distribution(outputs).cdf(targets)
+        return self._distribution_for("cdf", outputs).cdf(targets)
 
     def score(self, outputs: Tensor, targets: Tensor) -> Tensor:
         """Gradient of ``-log p(y | outputs)`` by the outputs, shaped like them; by default by autograd."""
@@ -290,21 +302,16 @@ class Likelihood:
 
     def mean(self, outputs: Tensor) -> Tensor:
         """``E[y | outputs]``, ``(samples, ...)``, in units of the targets."""
-        if not self.defines("mean"):
-            raise self._missing("mean(outputs)", "does not say what mean the target has")
-        return self.distribution(at_least_float32(outputs)).mean
+        return self._distribution_for("mean", outputs).mean
 
     def variance(self, outputs: Tensor) -> Tensor:
         """``Var[y | outputs]``, shaped like `mean`, in squared units of the targets."""
-        if not self.defines("variance"):
-            raise self._missing("variance(outputs)", "does not say what variance the target has")
-        return self.distribution(at_least_float32(outputs)).variance
+        return self._distribution_for("variance", outputs).variance
 
     def entropy(self, outputs: Tensor) -> Tensor:
         """``H[y | outputs]`` of every sample, ``(samples,)``, in nats; by which a temperature is matched."""
-        if not self.defines("entropy"):
-            raise self._missing("entropy(outputs)", "does not say how undecided the network is")
-        return self.distribution(as_double(outputs)).entropy().reshape(len(outputs), -1).sum(1)
+        entropies = self._distribution_for("entropy", as_double(outputs)).entropy()
+        return entropies.reshape(len(outputs), -1).sum(1)
 
     def measures(self, mean: Tensor, targets: Tensor) -> dict[str, float]:
         """Measures of how good predicted means are, by name, which `posthoc_uq.evaluate` shows beside its own."""
@@ -324,7 +331,10 @@ class Likelihood:
         """`from_draws` for outputs that come block by block, ``(draws, samples, ...)`` each. By default a
         `DrawnPrediction`, which keeps all draws; other predictions sum them up.
         """
-        return DrawnPrediction.from_draws(torch.cat(list(blocks)), self)
+        outputs = torch.cat(list(blocks))
+        if self.defines("from_draws"):
+            return self.from_draws(outputs)
+        return DrawnPrediction.from_draws(outputs, self)
 
     def from_gaussian(
         self,
