@@ -52,9 +52,12 @@ class LogMean(Likelihood, ABC):
         """
         return None
 
-    @abstractmethod
     def unit_deviance(self, mean: Tensor, targets: Tensor) -> float:
         """Twice the log-likelihood ratio of the best mean of each target and `mean`, per dispersion; the mean."""
+        from torchmetrics.functional.regression import tweedie_deviance_score
+
+        power = 1.0 if self.counts else 2.0
+        return float(tweedie_deviance_score(mean.double().flatten(), targets.double().flatten(), power=power))
 
     def wrong_text(self, outputs: Tensor, targets: Tensor) -> str:
         values = "whole numbers of at least 0" if self.counts else "finite numbers above 0"
@@ -126,7 +129,7 @@ class LogMean(Likelihood, ABC):
         )
 
 
-def count_quantile(cdf: Callable[[Tensor], Tensor], mean: Tensor, variance: Tensor, u: Tensor) -> Tensor:
+def _count_quantile(cdf: Callable[[Tensor], Tensor], mean: Tensor, variance: Tensor, u: Tensor) -> Tensor:
     """The smallest whole number whose distribution function is at least `u`, by bisection.
 
     Args:
@@ -173,12 +176,7 @@ class Poisson(LogMean):
         return _cdf(outputs.exp(), targets.floor())
 
     def quantile(self, mean: Tensor, u: Tensor) -> Tensor:
-        return count_quantile(lambda counts: _cdf(mean, counts), mean, mean, u)
-
-    def unit_deviance(self, mean: Tensor, targets: Tensor) -> float:
-        from torchmetrics.functional.regression import tweedie_deviance_score
-
-        return float(tweedie_deviance_score(mean.double().flatten(), targets.double().flatten(), power=1.0))
+        return _count_quantile(lambda counts: _cdf(mean, counts), mean, mean, u)
 
 
 def _cdf(rates: Tensor, counts: Tensor) -> Tensor:
@@ -245,7 +243,7 @@ class NegativeBinomial(LogMean):
 
     def quantile(self, mean: Tensor, u: Tensor) -> Tensor:
         variance = mean + self.dispersion * mean.square()
-        return count_quantile(lambda counts: self._cdf(mean, counts), mean, variance, u)
+        return _count_quantile(lambda counts: self._cdf(mean, counts), mean, variance, u)
 
     def unit_deviance(self, mean: Tensor, targets: Tensor) -> float:
         """``2 (y log(y / mu) - (y + 1 / alpha) log((1 + alpha y) / (1 + alpha mu)))``, mean over targets."""
@@ -322,8 +320,3 @@ class Gamma(LogMean):
         units = host_double(gammaincinv(self.shape, as_double(u).cpu().numpy())).to(mean)
         # a small shape has quantiles that underflow, and zero has no density
         return (mean / self.shape * units).clamp(min=torch.finfo(torch.float32).tiny)
-
-    def unit_deviance(self, mean: Tensor, targets: Tensor) -> float:
-        from torchmetrics.functional.regression import tweedie_deviance_score
-
-        return float(tweedie_deviance_score(mean.double().flatten(), targets.double().flatten(), power=2.0))

@@ -86,18 +86,21 @@ class Likelihood:
     def _missing(self, method: str, purpose: str) -> PosthocUQError:
         return PosthocUQError(f"Likelihood {self.name!r} {purpose}; give it a method {method}.")
 
-    def _distribution_for(self, method: str, outputs: Tensor) -> Distribution:
-        """The `distribution`, from which a method follows that the subclass does not give.
+    def _by_distribution(self, method: str, outputs: Tensor, of: Callable[[Distribution], Tensor]) -> Tensor:
+        """What the `distribution` gives in place of a method that the subclass does not give.
 
         Raises:
-            PosthocUQError: the subclass gives neither.
+            PosthocUQError: the subclass gives neither, or torch's distribution does not have it.
         """
-        if not self.defines("distribution"):
-            raise PosthocUQError(
-                f"Likelihood {self.name!r} has no method {method}, which this needs; give it that, or "
-                f"distribution(outputs)."
-            )
-        return self.distribution(at_least_float32(outputs))
+        if self.defines("distribution"):
+            try:
+                return of(self.distribution(at_least_float32(outputs)))
+            except NotImplementedError:
+                pass
+        raise PosthocUQError(
+            f"Likelihood {self.name!r} has no method {method}, which this needs; give it that, or a "
+            f"distribution(outputs) that has it."
+        )
 
     # Checks of outputs and targets
 
@@ -187,11 +190,11 @@ class Likelihood:
         """``log p(y_k | f_k)`` of every single output, shaped like them, where targets are independent given the
         outputs. Outputs may have dimensions before those of the targets.
         """
-        return self._distribution_for("log_terms", outputs).log_prob(targets)
+        return self._by_distribution("log_terms", outputs, lambda law: law.log_prob(targets))
 
     def cdf(self, outputs: Tensor, targets: Tensor) -> Tensor:
         """``P(Y_k <= y_k | f_k)`` of every single output, shaped like them."""
-        return self._distribution_for("cdf", outputs).cdf(targets)
+        return self._by_distribution("cdf", outputs, lambda law: law.cdf(targets))
 
     def score(self, outputs: Tensor, targets: Tensor) -> Tensor:
         """Gradient of ``-log p(y | outputs)`` by the outputs, shaped like them; by default by autograd."""
@@ -302,15 +305,15 @@ class Likelihood:
 
     def mean(self, outputs: Tensor) -> Tensor:
         """``E[y | outputs]``, ``(samples, ...)``, in units of the targets."""
-        return self._distribution_for("mean", outputs).mean
+        return self._by_distribution("mean", outputs, lambda law: law.mean)
 
     def variance(self, outputs: Tensor) -> Tensor:
         """``Var[y | outputs]``, shaped like `mean`, in squared units of the targets."""
-        return self._distribution_for("variance", outputs).variance
+        return self._by_distribution("variance", outputs, lambda law: law.variance)
 
     def entropy(self, outputs: Tensor) -> Tensor:
         """``H[y | outputs]`` of every sample, ``(samples,)``, in nats; by which a temperature is matched."""
-        entropies = self._distribution_for("entropy", as_double(outputs)).entropy()
+        entropies = self._by_distribution("entropy", as_double(outputs), lambda law: law.entropy())
         return entropies.reshape(len(outputs), -1).sum(1)
 
     def measures(self, mean: Tensor, targets: Tensor) -> dict[str, float]:
@@ -546,9 +549,9 @@ def at_nodes(function: Callable[[Tensor], Tensor], mean: Tensor, variance: Tenso
 # The prediction of a likelihood without one of its own
 
 _MAX_NUMBERS = 2**18  # that a likelihood gets in one call
-_OBSERVATIONS = 1000  # targets drawn for each input, at least, for an interval
-_FEWER = 250  # where the intervals of many inputs are only counted
-_IN_ALL = 2_000_000  # targets drawn for counted intervals, as long as each input has `_FEWER`
+_MIN_OBSERVATIONS = 1000  # targets drawn for each input, at least, for an interval
+_MIN_COUNTED = 250  # where the intervals of many inputs are only counted
+_MAX_COUNTED = 2_000_000  # targets drawn for counted intervals, as long as each input has `_MIN_COUNTED`
 
 
 def by_draw(function: Callable[..., Tensor], outputs: Tensor, *like: Tensor) -> Tensor:
@@ -719,7 +722,7 @@ class DrawnPrediction(Prediction):
         Raises:
             PosthocUQError: `level` is not strictly between 0 and 1, or the likelihood draws no targets.
         """
-        return self._intervals((check_probability("level", level),), _OBSERVATIONS)[level]
+        return self._intervals((check_probability("level", level),), _MIN_OBSERVATIONS)[level]
 
     def quantile(self, q: float) -> Tensor:
         """Shaped like the target: the value below which it falls with probability `q`, a quantile of at least a
@@ -729,7 +732,7 @@ class DrawnPrediction(Prediction):
             PosthocUQError: `q` is not strictly between 0 and 1, or the likelihood draws no targets.
         """
         level = abs(2 * check_probability("q", q) - 1)
-        return self._intervals((level,), _OBSERVATIONS)[level][int(q > 0.5)]
+        return self._intervals((level,), _MIN_OBSERVATIONS)[level][int(q > 0.5)]
 
     def probability(self, value: Tensor | float) -> Tensor:
         """Shaped like the outputs: the probability of a value of each output, as of a count; a density where targets
@@ -800,7 +803,7 @@ class DrawnPrediction(Prediction):
             measures |= {"RMSE": metrics.rmse(mean, values), **self.likelihood.measures(mean, values)}
         measures["NLL"] = -float(self.log_prob(targets).double().mean())
         if self.likelihood.defines("draw"):
-            drawn = min(_OBSERVATIONS, max(_FEWER, _IN_ALL // max(1, len(self))))
+            drawn = min(_MIN_OBSERVATIONS, max(_MIN_COUNTED, _MAX_COUNTED // max(1, len(self))))
             bounds = self._intervals(LEVELS, drawn)
             shape = bounds[LEVELS[0]][0].shape
             if shape.numel() == targets.numel():
