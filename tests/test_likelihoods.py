@@ -339,18 +339,6 @@ def test_the_evidence_by_quadrature(name: str) -> None:
 # Predictions
 
 
-@CASE
-def test_functional_covariance_is_the_dense_one(name: str, fitted: Any) -> None:
-    model, posterior = fitted(name)
-    x = data(name, model, 5, seed=2)[0]
-    own = jacobian(model, x)
-    fisher = dense_fisher(name, model, data(name, model)[0])
-    covariance = (SAMPLES * fisher + TAU * torch.eye(own.shape[-1], dtype=torch.float64)).inverse()
-    truth = torch.einsum("nkp,pq,nlq->nkl", own, covariance, own)
-    found = uq.wrap(model, posterior, "linearized").functional_covariance(x)
-    torch.testing.assert_close(found, truth, rtol=1e-6, atol=1e-9)
-
-
 def drawn_outputs(predictor: Any, x: Tensor, head: str) -> Tensor:
     """`DRAWS` draws of the head's Gaussian outputs, pseudo-random."""
     mean, variance = predictor.functional_mean(x), predictor.functional_variance(x)
@@ -480,8 +468,8 @@ def prediction_row(prediction: Any, row: int) -> Any:
 # Files, tuning, evaluation
 
 
-@CASE
-def test_a_file(name: str, fitted: Any, tmp_path: Path) -> None:
+@pytest.mark.parametrize("name", ["ordinal, thresholds", "ordinal, cumulative", "negative_binomial", "gamma"])
+def test_a_file_keeps_the_attributes(name: str, fitted: Any, tmp_path: Path) -> None:
     model, posterior = fitted(name)
     path = tmp_path / "p.h5"
     uq.save(posterior, path)

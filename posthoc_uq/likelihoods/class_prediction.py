@@ -66,16 +66,7 @@ class TopK(NamedTuple):
 
 @dataclass(frozen=True, eq=False, repr=False)
 class LogitsPrediction(Prediction):
-    """What predictions of one of several classes, and of several labels at once, have in common.
-
-    Attributes:
-        probs: (batch, classes), the predictive probabilities.
-        logits_mean: (batch, logits), mean of the logits over the weights.
-        logits_variance: same shape, their variance.
-        sample_entropy: mean over the weights of the entropy in nats; None without draws.
-        log_probs: logarithms of the probabilities, which stay finite where `probs` underflow.
-        probs_variance: (batch, classes), unbiased variance of the probabilities over draws; None without draws.
-    """
+    """What predictions of one of several classes, and of several labels at once, have in common; see there."""
 
     default_score: ClassVar[str] = "entropy"
     _over_draws: ClassVar[tuple[str, ...]] = ("sample_entropy", "probs_variance")

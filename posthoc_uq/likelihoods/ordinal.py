@@ -188,16 +188,6 @@ class Ordinal(Likelihood):
 
         return at_nodes(at, mean.flatten(), variance.flatten())
 
-    def mean(self, outputs: Tensor) -> Tensor:
-        """``(samples,)``, with classes counted 0, 1, ..."""
-        probs = self.log_probs(outputs).exp()
-        return (probs * torch.arange(probs.shape[1], device=probs.device)).sum(1)
-
-    def variance(self, outputs: Tensor) -> Tensor:
-        probs = self.log_probs(outputs).exp()
-        ranks = torch.arange(probs.shape[1], device=probs.device)
-        return (probs * (ranks - self.mean(outputs).unsqueeze(1)).square()).sum(1)
-
     def entropy(self, outputs: Tensor) -> Tensor:
         return entropy_of(self.log_probs(as_double(outputs)))
 
