@@ -14,14 +14,8 @@ from torch import Tensor
 
 import posthoc_uq as uq
 from posthoc_uq.heads.predictor import from_gaussian
-from posthoc_uq.likelihoods.draws import (
-    LINKS,
-    checked_link,
-    log_logistic_normal,
-    normals,
-    of_covariance,
-    of_product,
-)
+from posthoc_uq.likelihoods.class_prediction import log_logistic_normal
+from posthoc_uq.likelihoods.draws import LINKS, checked_link, normals, of_covariance, of_product
 from posthoc_uq.likelihoods.prediction import cat
 
 

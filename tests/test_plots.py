@@ -20,7 +20,7 @@ from torch import Tensor
 from posthoc_uq.core.errors import PosthocUQError
 from posthoc_uq.evaluation import metrics, plots
 from posthoc_uq.likelihoods.class_prediction import ClassPrediction
-from posthoc_uq.likelihoods.value_prediction import RegressionPrediction
+from posthoc_uq.likelihoods.gaussian import RegressionPrediction
 
 
 def classified(scale: float) -> tuple[Tensor, Tensor]:

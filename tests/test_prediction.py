@@ -8,9 +8,9 @@ import pytest
 import torch
 
 from posthoc_uq.core.errors import PosthocUQError
-from posthoc_uq.likelihoods.class_prediction import ClassPrediction
-from posthoc_uq.likelihoods.draws import ClassStatistics, Moments, gathered
-from posthoc_uq.likelihoods.value_prediction import RegressionPrediction
+from posthoc_uq.likelihoods.class_prediction import ClassPrediction, ClassStatistics
+from posthoc_uq.likelihoods.draws import Moments, gathered
+from posthoc_uq.likelihoods.gaussian import RegressionPrediction
 
 SAMPLES, BATCH, CLASSES = 7, 5, 4
 
@@ -100,15 +100,11 @@ def test_classification_matches_the_definitions(
     assert len(prediction) == BATCH
 
 
-@pytest.mark.parametrize("streamed", [False, True])
 @pytest.mark.parametrize("trailing", [False, True])
-def test_binary_is_two_class_softmax_of_zero_and_the_logit(trailing: bool, streamed: bool) -> None:
+def test_binary_is_two_class_softmax_of_zero_and_the_logit(trailing: bool) -> None:
     odds = _logits(torch.float64)[:, :, 0]
     logits = odds.unsqueeze(-1) if trailing else odds
-    if streamed:
-        prediction = _streamed(logits, 2, binary=True)
-    else:
-        prediction = ClassPrediction.from_logits(logits, binary=True)
+    prediction = _streamed(logits, 2, binary=True)
     expected = _by_hand(torch.stack([torch.zeros_like(odds), odds], dim=-1))
     _close(prediction.probs, expected["probs"], 1e-12)
     _close(prediction.entropy(), expected["entropy"], 1e-12)
@@ -131,14 +127,8 @@ def test_top_k_is_sorted_and_names_its_parts() -> None:
             prediction.top_k(k)
 
 
-def _both(logits: torch.Tensor) -> list[ClassPrediction]:
-    """All draws at once, and one after the other."""
-    return [ClassPrediction.from_logits(logits), _streamed(logits, 1)]
-
-
-@pytest.mark.parametrize("way", [0, 1])
-def test_one_sample_has_no_epistemic_part(way: int) -> None:
-    prediction = _both(_logits()[:1])[way]
+def test_one_sample_has_no_epistemic_part() -> None:
+    prediction = ClassPrediction.from_logits(_logits()[:1])
     assert prediction.variation_ratio().eq(0).all()
     assert prediction.probs_variance is not None and prediction.probs_variance.eq(0).all()
     assert prediction.logits_variance.eq(0).all()
@@ -146,11 +136,10 @@ def test_one_sample_has_no_epistemic_part(way: int) -> None:
     assert prediction.entropy().gt(0).all()
 
 
-@pytest.mark.parametrize("way", [0, 1])
-def test_probability_exactly_zero_gives_no_nan(way: int) -> None:
+def test_probability_exactly_zero_gives_no_nan() -> None:
     logits = _logits()
     logits[..., 1] = -math.inf
-    prediction, rest = _both(logits)[way], ClassPrediction.from_logits(logits[..., [0, 2, 3]])
+    prediction, rest = _streamed(logits, 2), ClassPrediction.from_logits(logits[..., [0, 2, 3]])
     assert prediction.logits_mean[:, 1].eq(-math.inf).all()
     assert prediction.probs[:, 1].eq(0).all()
     torch.testing.assert_close(prediction.entropy(), rest.entropy())
@@ -159,9 +148,8 @@ def test_probability_exactly_zero_gives_no_nan(way: int) -> None:
     assert prediction.log_prob(torch.ones(BATCH, dtype=torch.int64)).eq(-math.inf).all()
 
 
-@pytest.mark.parametrize("way", [0, 1])
-def test_log_prob_survives_probabilities_that_underflow(way: int) -> None:
-    prediction = _both(torch.tensor([[[0.0, 500.0]], [[0.0, 400.0]]]))[way]
+def test_log_prob_survives_probabilities_that_underflow() -> None:
+    prediction = _streamed(torch.tensor([[[0.0, 500.0]], [[0.0, 400.0]]]), 1)
     assert prediction.probs[0, 0] == 0
     # log((e^-500 + e^-400) / 2)
     expected = -400 + math.log1p(math.exp(-100)) - math.log(2)
@@ -171,10 +159,9 @@ def test_log_prob_survives_probabilities_that_underflow(way: int) -> None:
 
 
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
-@pytest.mark.parametrize("way", [0, 1])
-def test_half_precision_is_raised_to_float32_before_any_sum(dtype: torch.dtype, way: int) -> None:
+def test_half_precision_is_raised_to_float32_before_any_sum(dtype: torch.dtype) -> None:
     logits = _logits(dtype)
-    prediction, expected = _both(logits)[way], _by_hand(logits)
+    prediction, expected = _streamed(logits, 2), _by_hand(logits)
     assert all(t.dtype == torch.float32 for t in prediction.to_dict().values() if t.is_floating_point())
     _close(prediction.probs, expected["probs"], 2e-5)
     _close(prediction.logits_variance, expected["variance"], 2e-5)
@@ -183,11 +170,10 @@ def test_half_precision_is_raised_to_float32_before_any_sum(dtype: torch.dtype, 
     _close(regression.epistemic_variance, expected["variance"], 2e-5)
 
 
-@pytest.mark.parametrize("way", [0, 1])
-def test_a_nan_stays_in_its_row(way: int) -> None:
+def test_a_nan_stays_in_its_row() -> None:
     logits = _logits()
     logits[2, 1, 0] = math.nan
-    values = _both(logits)[way].to_dict()
+    values = _streamed(logits, 2).to_dict()
     for name, tensor in values.items():
         if name in ("predicted", "votes"):
             continue
@@ -203,7 +189,7 @@ def test_a_masked_class_that_is_nan_once_is_nan() -> None:
     logits[:, 0, 2] = -math.inf
     logits[4, 0, 2] = math.nan
     logits[1, 3, 1] = -math.inf  # masked by a single draw
-    together, streamed = (prediction.to_dict() for prediction in _both(logits))
+    together, streamed = (_streamed(logits, step).to_dict() for step in (SAMPLES, 1))
     assert streamed["logits_mean"][0, 2].isnan() and streamed["logits_mean"][3, 1] == -math.inf
     for name, tensor in together.items():
         torch.testing.assert_close(streamed[name], tensor, equal_nan=True, atol=1e-6, rtol=1e-5)
@@ -404,7 +390,7 @@ def test_wrong_regression_input_is_one_clear_error() -> None:
     without_noise = RegressionPrediction.from_samples(torch.zeros(1, 4), 0.0)
     column = RegressionPrediction(torch.zeros(4, 1), torch.zeros(4, 1), 0.1)
     cases = [
-        (lambda: RegressionPrediction.from_samples(torch.zeros(3), 0.1), "outputs must be"),
+        (lambda: RegressionPrediction.from_samples(torch.zeros(3), 0.1), "mean must be"),
         (lambda: RegressionPrediction.from_samples(torch.zeros(0, 3), 0.1), "at least one weight sample"),
         (lambda: RegressionPrediction.from_samples(torch.zeros(2, 3), -0.1), "at least 0"),
         (lambda: RegressionPrediction.from_samples(torch.zeros(2, 3), math.nan), "at least 0"),
@@ -415,7 +401,7 @@ def test_wrong_regression_input_is_one_clear_error() -> None:
         (lambda: without_noise.log_prob(torch.zeros(4)), "positive variance"),
         (lambda: prediction.sample(0), "at least 1"),
         (lambda: RegressionPrediction.cat([]), "at least one prediction"),
-        (lambda: RegressionPrediction.cat([prediction, column]), "different output shapes"),
+        (lambda: RegressionPrediction.cat([prediction, column]), "different shapes"),
         *[(lambda level=level: prediction.interval(level), "between 0 and 1") for level in (0, 1, 95, -0.5)],
         *[(lambda q=q: prediction.quantile(q), "between 0 and 1") for q in (0, 1, math.nan)],
     ]

@@ -25,10 +25,11 @@ from posthoc_uq.core.paths import IMAGE_ENDINGS, folder_files
 from posthoc_uq.core.tables import csv_text
 from posthoc_uq.files.atomic import checked_target, remove_leftovers, replacing
 from posthoc_uq.heads.predictor import Predictor
-from posthoc_uq.likelihoods.class_prediction import ClassPrediction, MultilabelPrediction
+from posthoc_uq.likelihoods.bernoulli import MultilabelPrediction
+from posthoc_uq.likelihoods.class_prediction import ClassPrediction
+from posthoc_uq.likelihoods.gaussian import RegressionPrediction
 from posthoc_uq.likelihoods.positions import PositionPrediction
 from posthoc_uq.likelihoods.prediction import Prediction
-from posthoc_uq.likelihoods.value_prediction import RegressionPrediction
 from posthoc_uq.posteriors.referral import thresholds_of
 
 _Identity = tuple[int, int]

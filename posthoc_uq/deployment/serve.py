@@ -52,7 +52,8 @@ from posthoc_uq.deployment.requests import (
     shortened,
 )
 from posthoc_uq.heads.predictor import Predictor
-from posthoc_uq.likelihoods.class_prediction import ClassPrediction, MultilabelPrediction
+from posthoc_uq.likelihoods.bernoulli import MultilabelPrediction
+from posthoc_uq.likelihoods.class_prediction import ClassPrediction
 from posthoc_uq.likelihoods.positions import PositionPrediction
 from posthoc_uq.likelihoods.prediction import Prediction
 from posthoc_uq.posteriors.referral import rule_of, thresholds_of

@@ -213,7 +213,9 @@ class _Plain:
                 f"The model has one output an input, {tuple(outputs.shape)}, and without a predictor evaluate takes "
                 f"outputs for the logits of classes; pass likelihood='regression', or 'binary' for one logit."
             )
-        return self.likelihood.from_draws(outputs.unsqueeze(0), self.noise_variance).of_one_network()
+        noise, likelihood = self.noise_variance, self.likelihood
+        likelihood = likelihood if noise is None else likelihood.with_noise(noise)
+        return likelihood.from_draws(outputs.unsqueeze(0)).of_one_network()
 
 
 def _compared(compared: Any, likelihood: str | Likelihood | None) -> list[_Row]:

@@ -29,9 +29,9 @@ from posthoc_uq.evaluation.measurements import (
     words,
 )
 from posthoc_uq.likelihoods.class_prediction import ClassPrediction
+from posthoc_uq.likelihoods.gaussian import RegressionPrediction
 from posthoc_uq.likelihoods.positions import PositionPrediction
 from posthoc_uq.likelihoods.prediction import Prediction
-from posthoc_uq.likelihoods.value_prediction import RegressionPrediction
 
 # Figures.
 

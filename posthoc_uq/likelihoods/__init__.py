@@ -1,12 +1,17 @@
 """What targets are (the likelihoods), what a prediction is, and how good it is; a family a file."""
 
-from posthoc_uq.likelihoods.class_prediction import ClassPrediction, MultilabelPrediction, OrdinalPrediction
-from posthoc_uq.likelihoods.classes import Bernoulli, Categorical, Multilabel
+from posthoc_uq.likelihoods.bernoulli import Bernoulli, Multilabel, MultilabelPrediction
+from posthoc_uq.likelihoods.class_prediction import ClassPrediction
+from posthoc_uq.likelihoods.classes import Categorical
 from posthoc_uq.likelihoods.counts import Gamma, NegativeBinomial, Poisson
-from posthoc_uq.likelihoods.drawn_prediction import DrawnPrediction
-from posthoc_uq.likelihoods.gaussian import Gaussian, Heteroscedastic
-from posthoc_uq.likelihoods.likelihood import Fisher, Likelihood
-from posthoc_uq.likelihoods.ordinal import Ordinal
+from posthoc_uq.likelihoods.gaussian import (
+    Gaussian,
+    Heteroscedastic,
+    HeteroscedasticPrediction,
+    RegressionPrediction,
+)
+from posthoc_uq.likelihoods.likelihood import DrawnPrediction, Fisher, Likelihood
+from posthoc_uq.likelihoods.ordinal import Ordinal, OrdinalPrediction
 from posthoc_uq.likelihoods.positions import PositionPrediction, sequence_scores
 from posthoc_uq.likelihoods.prediction import SCORES, Prediction
 from posthoc_uq.likelihoods.registry import (
@@ -15,7 +20,6 @@ from posthoc_uq.likelihoods.registry import (
     likelihood_from_attributes,
     resolve_likelihood,
 )
-from posthoc_uq.likelihoods.value_prediction import HeteroscedasticPrediction, RegressionPrediction
 
 __all__ = [
     "LIKELIHOODS",

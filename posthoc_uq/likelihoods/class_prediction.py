@@ -1,42 +1,53 @@
-"""Predictions of classes: one of several, several at once, and classes with an order."""
+"""Class probabilities with their uncertainty, from draws of the logits and from Gaussian logits."""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
-from dataclasses import dataclass, fields, replace
-from typing import ClassVar, NamedTuple
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, replace
+from math import log, log1p, pi, sqrt
+from typing import Annotated, ClassVar, NamedTuple
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
-from posthoc_uq.core.devices import moved
+from posthoc_uq.core.devices import widest
 from posthoc_uq.core.errors import PosthocUQError
-from posthoc_uq.likelihoods import metrics
-from posthoc_uq.likelihoods.labels import are_soft, binary_labels, checked_soft, hard_labels, soft_log_prob
-from posthoc_uq.likelihoods.prediction import (
-    ClassTensors,
-    Prediction,
-    at_least_float32,
-    cat_known,
-    class_quality,
-    class_votes,
-    entropy_from,
-    entropy_of,
-    log_probabilities,
-    mean_and_variance,
-    retained_classes,
-    retained_losses,
-    shape_text,
-    smallest_counts,
+from posthoc_uq.likelihoods import metrics, selective
+from posthoc_uq.likelihoods.draws import (
+    Moments,
+    OutputGaussian,
+    Spread,
+    gathered,
+    independent,
+    normals,
+    of_covariance,
+    placed_normals,
 )
+from posthoc_uq.likelihoods.labels import are_soft, binary_labels, checked_soft, soft_log_prob
+from posthoc_uq.likelihoods.prediction import ClassTensors, Prediction, at_least_float32
 
-# Class probabilities together with their uncertainty.
-#
-# A prediction keeps a few tensors per input and never the weight samples it came from, so predictions of many
-# batches can be collected with `cat`. Numbers are kept in float32 at least, whatever the model ran in. A NaN
-# from the model stays a NaN in its row and does not affect other rows: every score of such a row is NaN; only
-# `predicted` and the labels of `top_k` still name some class.
+
+def entropy_of(log_probs: Tensor, probs: Tensor | None = None) -> Tensor:
+    """Entropy in nats over the last dimension, from logarithms of probabilities; a probability of 0 adds nothing.
+
+    Args:
+        log_probs: of any shape.
+        probs: their exponentials, where these are there already.
+    """
+    # 0 * -inf would be NaN
+    finite = log_probs.clamp(min=torch.finfo(log_probs.dtype).min)
+    return -((log_probs.exp() if probs is None else probs) * finite).sum(dim=-1)
+
+
+def divergence_of_classes(log_probs: Tensor, predicted: Tensor) -> Tensor:
+    """``sum_c p_c (log p_c - log q_c)`` over the last dimension, from logarithms of the network's probabilities and of
+    the predicted ones; a class that the network gives probability zero adds nothing.
+    """
+    probs = log_probs.exp()
+    terms = torch.where(probs > 0, probs * (log_probs - predicted), torch.zeros_like(probs))
+    return terms.sum(-1)
 
 
 class TopK(NamedTuple):
@@ -45,25 +56,116 @@ class TopK(NamedTuple):
     Attributes:
         probabilities: of the classes.
         labels: their indices, int64.
-        standard_deviations: of the classes' probabilities over the weights; None from a head or link that does not
-            know them.
+        standard_deviations: of the classes' probabilities over the weights; None without draws.
     """
 
     probabilities: Tensor
     labels: Tensor
     standard_deviations: Tensor | None = None
 
-    @classmethod
-    def of(cls, probs: Tensor, variance: Tensor | None, k: int, what: str) -> TopK:
-        """From (batch, n) probabilities and their variances; `what` names them in the error of a `k` that is none."""
-        if not 1 <= k <= probs.shape[1]:
-            raise PosthocUQError(f"top_k needs k between 1 and the {probs.shape[1]} {what}, not {k}.")
-        highest, labels = probs.topk(k, dim=1)
-        return cls(highest, labels, None if variance is None else variance.gather(1, labels).sqrt())
+
+@dataclass(frozen=True, eq=False, repr=False)
+class LogitsPrediction(Prediction):
+    """What predictions of one of several classes, and of several labels at once, have in common; see there."""
+
+    default_score: ClassVar[str] = "entropy"
+    _over_draws: ClassVar[tuple[str, ...]] = ("sample_entropy", "probs_variance")
+
+    probs: Annotated[Tensor, "batch classes"]
+    logits_mean: Annotated[Tensor, "batch logits"]
+    logits_variance: Annotated[Tensor, "batch logits"]
+    sample_entropy: Annotated[Tensor | None, "batch"] = None
+    log_probs: Annotated[Tensor, "batch classes"] = None  # type: ignore[assignment]  # log(probs)
+    probs_variance: Annotated[Tensor | None, "batch classes"] = None
+
+    @property
+    def outputs_mean(self) -> Tensor:
+        """The mean of the logits."""
+        return self.logits_mean
+
+    def expected_entropy(self) -> Tensor:
+        """(batch,), in nats: the uncertainty of the label for known weights, E_w[H(p(y | x, w))].
+
+        Raises:
+            PosthocUQError: the prediction was made without draws.
+        """
+        if self.sample_entropy is None:
+            raise PosthocUQError(
+                'This prediction holds no expected entropy, because it was made without draws; use link="mc" (the '
+                'default) or head="sampling" for expected entropy and mutual information.'
+            )
+        return self.sample_entropy if self.sample_entropy.ndim == 1 else self.sample_entropy.sum(-1)
+
+    def mutual_information(self) -> Tensor:
+        """(batch,), in nats: the information that the weights hold about the label, I[y; w | x].
+
+        The difference of `entropy` and `expected_entropy`, never below 0 (Houlsby et al., "Bayesian Active
+        Learning for Classification and Preference Learning", 2011; there called BALD).
+
+        Raises:
+            PosthocUQError: the prediction was made without draws.
+        """
+        return (self.entropy() - self.expected_entropy()).clamp(min=0)
+
+    def epistemic(self) -> Tensor:
+        """(batch,): epistemic uncertainty, the mean over classes of the variance of the logits."""
+        return self.logits_variance.mean(dim=-1)
+
+    def max_probability(self) -> Tensor:
+        """(batch,): the probability of what is predicted, the usual confidence."""
+        return self.probs.amax(dim=-1)
+
+    def predicted(self) -> Tensor:
+        """(batch,), int64: the most probable class."""
+        return self.probs.argmax(dim=-1)
+
+    def top_k(self, k: int) -> TopK:
+        """The `k` most probable classes, most probable first, with the spread of their probabilities if known.
+
+        Raises:
+            PosthocUQError: `k` is below 1 or above the number of classes.
+        """
+        if not 1 <= k <= self.probs.shape[1]:
+            raise PosthocUQError(
+                f"top_k needs k between 1 and the {self.probs.shape[1]} {self.kind}, not {k}."
+            )
+        highest, labels = self.probs.topk(k, dim=1)
+        variance = self.probs_variance
+        return TopK(highest, labels, None if variance is None else variance.gather(1, labels).sqrt())
+
+    def scores(self) -> dict[str, Tensor]:
+        """See `Prediction`: entropy, mutual information, 1 - `max_probability`, the logits' variance, novelty."""
+        scores = {
+            "entropy": self.entropy(),
+            "mutual_information": None if self.sample_entropy is None else self.mutual_information(),
+            "max_probability": 1 - self.max_probability(),
+            "functional_variance": self.epistemic(),
+            "novelty": self.novelty_ratio,
+        }
+        return {name: score for name, score in scores.items() if score is not None}
+
+    def tensors(self) -> ClassTensors:
+        """See `Prediction`."""
+        entropy = self.entropy()
+        known = self.sample_entropy is not None
+        information = self.mutual_information() if known else torch.full_like(entropy, float("nan"))
+        return ClassTensors(self.probs, self.logits_mean, self.logits_variance, entropy, information)
+
+    def to_dict(self) -> dict[str, Tensor]:
+        """The tensors by name, and the scores computed from them; unknown ones are left out."""
+        values = super().to_dict() | {
+            "predicted": self.predicted(),
+            "entropy": self.entropy(),
+            "epistemic": self.epistemic(),
+        }
+        if values.pop("sample_entropy", None) is not None:
+            values["mutual_information"] = self.mutual_information()
+        del values["log_probs"]
+        return values
 
 
 @dataclass(frozen=True, eq=False, repr=False)
-class ClassPrediction(Prediction):
+class ClassPrediction(LogitsPrediction):
     """Class probabilities of a batch and how far the weights disagree about them.
 
     Attributes:
@@ -71,68 +173,44 @@ class ClassPrediction(Prediction):
         logits_mean: (batch, classes), mean of the logits over the weights; (batch, 1) for a binary model,
             which has a single logit.
         logits_variance: same shape, the functional variance of the logits.
-        sample_entropy: (batch,), mean over the weights of the entropy in nats, or None from a head or link that
-            makes no draws.
-        log_probs: (batch, classes), log of `probs` where a head computes it more accurately than from float32
-            probabilities (which underflow below 1e-45); None means log(probs).
+        sample_entropy: (batch,), mean over the weights of the entropy in nats, or None without draws.
+        log_probs: (batch, classes), log of `probs`, where a head computes it more accurately than from float32
+            probabilities (which underflow below 1e-45).
         probs_variance: (batch, classes), unbiased variance over draws of the probabilities softmax(logits): draws of
             the weights, or of the logits where a head knows their distribution (``link="mc"``); None without draws.
         votes: (batch, classes), integer: how many draws put each class first; None without draws.
-        novelty_ratio: (batch,), in (0, 1], the share of the prior's uncertainty that the data left; None where it was
-            not asked for, or the posterior keeps nothing to tell it by.
+        novelty_ratio: (batch,), see `Prediction`.
 
     Raises:
         PosthocUQError: the shapes do not fit each other, or votes that are no integers.
     """
 
     kind: ClassVar[str] = "classes"
+    loss_name: ClassVar[str] = "accuracy"
+    _over_draws: ClassVar[tuple[str, ...]] = ("sample_entropy", "probs_variance", "votes")
 
-    probs: Tensor
-    logits_mean: Tensor
-    logits_variance: Tensor
-    sample_entropy: Tensor | None = None
-    log_probs: Tensor | None = None
-    probs_variance: Tensor | None = None
-    votes: Tensor | None = None
-    novelty_ratio: Tensor | None = None
+    votes: Annotated[Tensor | None, "batch classes", int] = None
 
     def __post_init__(self) -> None:
-        if self.probs.ndim != 2 or self.probs.shape[1] < 2:
+        if self.log_probs is None:  # pyright: ignore[reportUnnecessaryComparison]
+            object.__setattr__(self, "log_probs", at_least_float32(self.probs).log())
+        super().__post_init__()
+        classes, logits = self.probs.shape[1], self.logits_mean.shape[1]
+        if classes < 2:
             raise PosthocUQError(
-                f"probs must be (batch, classes) with at least 2 classes, not {shape_text(self.probs)}; "
+                f"probs must be (batch, classes) with at least 2 classes, not {tuple(self.probs.shape)}; "
                 "a binary model has the columns 1 - p and p."
             )
-        inputs, classes = self.probs.shape
-        logits_shape = self._logits_shape()
-        for name, tensor, expected in (
-            ("logits_mean", self.logits_mean, logits_shape),
-            ("logits_variance", self.logits_variance, logits_shape),
-            ("sample_entropy", self.sample_entropy, (inputs,)),
-            ("log_probs", self.log_probs, (inputs, classes)),
-            ("probs_variance", self.probs_variance, (inputs, classes)),
-            ("votes", self.votes, (inputs, classes)),
-            ("novelty_ratio", self.novelty_ratio, (inputs,)),
-        ):
-            if tensor is not None and tensor.shape != expected:
-                raise PosthocUQError(
-                    f"{name} has shape {shape_text(tensor)} where {expected} is needed, "
-                    f"because probs has {shape_text(self.probs)}."
-                )
-        if self.votes is not None and (self.votes.is_floating_point() or self.votes.is_complex()):
-            raise PosthocUQError(f"votes must be integers, not {self.votes.dtype}.")
-        for name in _CLASS_FIELDS:
-            value: Tensor | None = getattr(self, name)
-            if value is not None and name != "votes":
-                object.__setattr__(self, name, at_least_float32(value))
+        if not self._fits(logits, classes):
+            raise PosthocUQError(
+                f"logits_mean has {logits} logits an input, which do not fit {classes} classes."
+            )
 
-    def _logits_shape(self) -> tuple[int, ...]:
-        """The shape that the logits must have."""
-        inputs, classes = self.probs.shape
-        binary = classes == 2 and self.logits_mean.shape == (inputs, 1)
-        return (inputs, 1) if binary else (inputs, classes)
+    def _fits(self, logits: int, classes: int) -> bool:
+        return logits == classes or (logits == 1 and classes == 2)
 
-    @classmethod
-    def from_logits(cls, logits: Tensor, *, binary: bool = False) -> ClassPrediction:
+    @staticmethod
+    def from_logits(logits: Tensor, *, binary: bool = False) -> ClassPrediction:
         """Average over weight samples (Monte Carlo estimate of the predictive distribution).
 
         `probs = 1/S sum_s softmax(logits_s)`. The variance of the logits is the unbiased estimate (divided
@@ -147,71 +225,16 @@ class ClassPrediction(Prediction):
         Raises:
             PosthocUQError: wrong number of dimensions, no sample, fewer than two classes, integer logits.
         """
-        logits, log_probs = log_probabilities(logits, binary)
-        mean, variance = mean_and_variance(logits)
-        probs = log_probs.exp()
-        probs_mean, probs_variance = mean_and_variance(probs)
-        samples = logits.shape[0]
-        return cls(
-            probs=probs_mean,
-            logits_mean=mean,
-            # minus infinity in every sample gives the NaN of inf - inf
-            logits_variance=torch.where(torch.isneginf(mean), torch.zeros_like(variance), variance),
-            sample_entropy=entropy_from(probs, log_probs).mean(dim=0),
-            log_probs=torch.logsumexp(log_probs, dim=0) - math.log(samples),
-            probs_variance=probs_variance,
-            votes=smallest_counts(class_votes(log_probs), samples),
-        )
-
-    def __len__(self) -> int:
-        """Number of inputs."""
-        return self.probs.shape[0]
-
-    def __repr__(self) -> str:
-        return f"ClassPrediction(inputs={len(self)}, classes={self.probs.shape[1]})"
+        return classes_of_draws([logits], binary=binary)
 
     @property
     def classes(self) -> int:
         """The number of classes; 2 for a binary model."""
         return self.probs.shape[1]
 
-    @property
-    def outputs_mean(self) -> Tensor:
-        """The mean of the logits."""
-        return self.logits_mean
-
-    @property
-    def default_score(self) -> str:
-        """The entropy."""
-        return "entropy"
-
     def entropy(self) -> Tensor:
         """(batch,), in nats: total uncertainty, the entropy of the mean probabilities, -sum_c p_c log p_c."""
-        return entropy_of(self.probs)
-
-    def expected_entropy(self) -> Tensor:
-        """(batch,), in nats: the uncertainty of the label for known weights, E_w[H(p(y | x, w))].
-
-        Raises:
-            PosthocUQError: the head that made this prediction does not give it.
-        """
-        if self.sample_entropy is None:
-            raise PosthocUQError(
-                'This prediction holds no expected entropy, because it was made without draws; use link="mc" (the '
-                'default) or head="sampling" for expected entropy and mutual information.'
-            )
-        return self.sample_entropy
-
-    def mutual_information(self) -> Tensor:
-        """(batch,), in nats: the information that the weights hold about the label, I[y; w | x].
-
-        The difference of `entropy` and `expected_entropy`, never below 0 (Houlsby et al., "Bayesian Active
-        Learning for Classification and Preference Learning", 2011; there called BALD).
-
-        Raises:
-            PosthocUQError: the head that made this prediction gives no expected entropy.
-        """
-        return (self.entropy() - self.expected_entropy()).clamp(min=0)
+        return entropy_of(self.log_probs)
 
     def variation_ratio(self) -> Tensor:
         """(batch,), in [0, 1 - 1 / classes]: the share of draws whose most probable class is not the majority's.
@@ -231,26 +254,6 @@ class ClassPrediction(Prediction):
         ratio = 1 - votes.amax(dim=-1) / votes.sum(dim=-1)
         return ratio.masked_fill(self.probs.isnan().any(dim=-1), math.nan)
 
-    def epistemic(self) -> Tensor:
-        """(batch,): epistemic uncertainty, the mean over classes of the variance of the logits."""
-        return self.logits_variance.mean(dim=-1)
-
-    def max_probability(self) -> Tensor:
-        """(batch,): the probability of the predicted class, the usual confidence."""
-        return self.probs.amax(dim=-1)
-
-    def predicted(self) -> Tensor:
-        """(batch,), int64: the most probable class."""
-        return self.probs.argmax(dim=-1)
-
-    def top_k(self, k: int) -> TopK:
-        """The `k` most probable classes, most probable first, with the spread of their probabilities if known.
-
-        Raises:
-            PosthocUQError: `k` is below 1 or above the number of classes.
-        """
-        return TopK.of(self.probs, self.probs_variance, k, "classes")
-
     def log_prob(self, targets: Tensor) -> Tensor:
         """(batch,), in nats: log of the mean probability of the given classes.
 
@@ -262,21 +265,20 @@ class ClassPrediction(Prediction):
             PosthocUQError: wrong shape, labels that are not integers or out of range.
         """
         inputs, classes = self.probs.shape
-        log_probs = self.probs.log() if self.log_probs is None else self.log_probs
         if are_soft(targets, self.probs):
-            return soft_log_prob(targets, log_probs)
+            return soft_log_prob(targets, self.log_probs)
         if self.logits_mean.shape[1] == 1:
             targets = binary_labels(targets)
         if targets.shape != (inputs,) or targets.is_floating_point() or targets.is_complex():
             raise PosthocUQError(
                 f"log_prob needs {inputs} integer labels of shape ({inputs},), not {targets.dtype} of shape "
-                f"{shape_text(targets)}."
+                f"{tuple(targets.shape)}."
             )
         # checked here: an index out of range makes a GPU unusable for the rest of the process
         if inputs and not bool(((targets >= 0) & (targets < classes)).all()):
             raise PosthocUQError(f"log_prob needs labels between 0 and {classes - 1}.")
-        index = targets.to(device=log_probs.device, dtype=torch.int64).unsqueeze(-1)
-        return log_probs.gather(-1, index).squeeze(-1)
+        index = targets.to(device=self.log_probs.device, dtype=torch.int64).unsqueeze(-1)
+        return self.log_probs.gather(-1, index).squeeze(-1)
 
     def fitting(self, targets: Tensor) -> Tensor:
         """Labels (batch,), int64, of labels with more dimensions or in another type; soft labels as they are.
@@ -291,32 +293,35 @@ class ClassPrediction(Prediction):
         if len(labels) != len(self) or not integral:
             raise PosthocUQError(
                 f"Classification needs one label an input; there are {len(self)} inputs and targets of shape "
-                f"{shape_text(targets)}."
+                f"{tuple(targets.shape)}."
             )
         return labels.long()
 
     def labels(self, targets: Tensor) -> Tensor:
         """Labels (batch,) of targets as `fitting` gives them: of soft labels the most probable class."""
-        return hard_labels(targets, self.probs)
+        return targets.argmax(-1) if are_soft(targets, self.probs) else targets
 
     def scores(self) -> dict[str, Tensor]:
         """See `Prediction`: the scores of classes."""
-        scores = {
-            "entropy": self.entropy(),
-            "mutual_information": None if self.sample_entropy is None else self.mutual_information(),
-            "max_probability": 1 - self.max_probability(),
-            "functional_variance": self.epistemic(),
-            "variation_ratio": None if self.votes is None else self.variation_ratio(),
-            "novelty": self.novelty_ratio,
-        }
-        return {name: score for name, score in scores.items() if score is not None}
+        scores = super().scores()
+        return scores if self.votes is None else scores | {"variation_ratio": self.variation_ratio()}
 
     def quality(self, targets: Tensor, bins: int = 15) -> dict[str, float]:
         """Accuracy, NLL, Brier score, calibration errors and the mean entropy; but for the NLL, of soft labels those of
         the most probable class.
         """
-        labels = self.labels(targets)
-        return class_quality(self.probs, lambda _: self.log_prob(targets), self.entropy(), labels, bins)
+        probs, labels = self.probs, self.labels(targets)
+        measures = {"accuracy": metrics.accuracy(probs, labels)}
+        if probs.shape[1] > 5:
+            measures["top-5 accuracy"] = metrics.top_k_accuracy(probs, labels, 5)
+        return measures | {
+            "NLL": -float(self.log_prob(targets).double().mean()),
+            "Brier": metrics.brier_score(probs, labels),
+            "ECE": metrics.expected_calibration_error(probs, labels, bins),
+            "ECE (equal mass)": metrics.expected_calibration_error(probs, labels, bins, binning="equal_mass"),
+            "classwise ECE": metrics.classwise_calibration_error(probs, labels, bins),
+            "mean entropy": float(self.entropy().double().mean()),
+        }
 
     def losses(self, targets: Tensor) -> Tensor:
         """(batch,): 1 where the predicted class is wrong."""
@@ -324,423 +329,279 @@ class ClassPrediction(Prediction):
 
     def retained_quality(self, scores: Tensor, targets: Tensor, rates: Sequence[float]) -> dict[str, float]:
         """Accuracies, and for two classes areas under the ROC curve."""
-        return retained_classes(scores, self.probs, self.labels(targets), rates)
-
-    def of_one_network(self) -> ClassPrediction:
-        """The same without expected entropy, votes and the variance of the probabilities."""
-        return replace(self, sample_entropy=None, probs_variance=None, votes=None)
-
-    def tensors(self) -> ClassTensors:
-        """See `Prediction`."""
-        entropy = self.entropy()
-        known = self.sample_entropy is not None
-        information = self.mutual_information() if known else torch.full_like(entropy, float("nan"))
-        return ClassTensors(self.probs, self.logits_mean, self.logits_variance, entropy, information)
+        measures = super().retained_quality(scores, targets, rates)
+        if self.classes == 2:
+            areas = selective.selective_auc(scores, self.probs, self.labels(targets), rates)
+            measures |= {f"AUC at {rate:g}": float(a) for rate, a in zip(rates, areas, strict=True)}
+        return measures
 
     def to_dict(self) -> dict[str, Tensor]:
         """The tensors by name, and the scores computed from them; unknown ones are left out."""
-        values = {
-            "probs": self.probs,
-            "logits_mean": self.logits_mean,
-            "logits_variance": self.logits_variance,
-            "predicted": self.predicted(),
-            "entropy": self.entropy(),
-            "epistemic": self.epistemic(),
-        }
+        values = super().to_dict()
         if self.sample_entropy is not None:
             values["expected_entropy"] = self.sample_entropy
-            values["mutual_information"] = self.mutual_information()
-        if self.probs_variance is not None:
-            values["probs_variance"] = self.probs_variance
         if self.votes is not None:
-            values["votes"] = self.votes
             values["variation_ratio"] = self.variation_ratio()
-        if self.novelty_ratio is not None:
-            values["novelty"] = self.novelty_ratio
         return values
 
-    def to(self, device: torch.device | str) -> ClassPrediction:
-        """The same prediction with its tensors on `device`."""
-        known = self._known()
-        return replace(self, **dict(zip(known, moved(known.values(), device), strict=True)))
 
-    def picked(self, chosen: Tensor) -> ClassPrediction:
-        """The inputs where `chosen` (batch,) is true."""
-        return replace(self, **{name: value[chosen] for name, value in self._known().items()})
+# From draws of the logits
 
-    def _known(self) -> dict[str, Tensor]:
-        return {name: getattr(self, name) for name in _CLASS_FIELDS if getattr(self, name) is not None}
 
-    @staticmethod
-    def cat(predictions: Sequence[ClassPrediction]) -> ClassPrediction:
-        """Predictions of several batches as one, in order; a field that one of them lacks is None in the result.
+class ClassStatistics:
+    """The sums that a `ClassPrediction` needs of draws of the logits, in float64 where the device has it.
+
+    Args:
+        binary: the model has one Bernoulli logit.
+    """
+
+    def __init__(self, binary: bool = False) -> None:
+        self._binary = binary
+        self._logits, self._probs = Moments(), Moments()
+        self._dtype = torch.float32
+        self._sums: tuple[Tensor, Tensor, Tensor] | None = None
+
+    def add(self, logits: Tensor) -> None:
+        """Add logits ``(draws, batch, classes)``; with `binary` ``(draws, batch)`` or ``(draws, batch, 1)``.
 
         Raises:
-            PosthocUQError: nothing to join, or numbers of classes or of logits that differ.
+            PosthocUQError: another number of dimensions, fewer than two classes, or no floating-point numbers.
         """
-        if not predictions:
-            raise PosthocUQError("cat needs at least one prediction.")
-        widths = {(p.probs.shape[1], p.logits_mean.shape[1]) for p in predictions}
-        if len(widths) > 1:
-            raise PosthocUQError(f"cat got predictions of different (classes, logits): {sorted(widths)}.")
-        exact = any(p.log_probs is not None for p in predictions)
-        log_probs = [p.probs.log() if p.log_probs is None else p.log_probs for p in predictions]
-        return type(predictions[0])(
-            torch.cat([p.probs for p in predictions]),
-            torch.cat([p.logits_mean for p in predictions]),
-            torch.cat([p.logits_variance for p in predictions]),
-            cat_known([p.sample_entropy for p in predictions]),
-            torch.cat(log_probs) if exact else None,
-            cat_known([p.probs_variance for p in predictions]),
-            cat_known([p.votes for p in predictions]),
-            cat_known([p.novelty_ratio for p in predictions]),
+        logits, log_probs = self._log_probabilities(logits)
+        if logits.shape[0] == 0:
+            return
+        self._dtype = logits.dtype
+        self._logits.add(logits)
+        probs = log_probs.exp()
+        self._probs.add(probs)
+        wide = widest(logits.device)
+        log_sum = torch.logsumexp(log_probs, dim=0).to(wide)
+        entropy = entropy_of(log_probs, probs).to(wide).sum(dim=0)
+        votes = _votes(log_probs.argmax(dim=-1), log_probs.shape[-1])
+        if self._sums is not None:
+            previous = self._sums
+            log_sum, entropy = torch.logaddexp(previous[0], log_sum), previous[1] + entropy
+            votes = previous[2] + votes
+        self._sums = log_sum, entropy, votes
+
+    def _log_probabilities(self, logits: Tensor) -> tuple[Tensor, Tensor]:
+        """The logits with a dimension of classes, and logarithms of probabilities."""
+        logits = at_least_float32(logits)
+        if not self._binary:
+            if logits.ndim != 3 or logits.shape[-1] < 2:
+                raise PosthocUQError(
+                    "logits must be (samples, batch, classes) with at least 2 classes, not "
+                    f"{tuple(logits.shape)}; for one Bernoulli logit pass binary=True."
+                )
+            return logits, torch.log_softmax(logits, dim=-1)
+        logits = logits.unsqueeze(-1) if logits.ndim == 2 else logits
+        if logits.ndim != 3 or logits.shape[-1] != 1:
+            raise PosthocUQError(
+                f"binary logits must be (samples, batch) or (samples, batch, 1), not {tuple(logits.shape)}."
+            )
+        return logits, torch.cat([F.logsigmoid(-logits), F.logsigmoid(logits)], dim=-1)
+
+    def prediction(self) -> ClassPrediction:
+        """The prediction of all draws so far.
+
+        Raises:
+            PosthocUQError: no draw was added.
+        """
+        mean, variance = self._logits.result()
+        probs, probs_variance = self._probs.result()
+        assert self._sums is not None
+        log_sum, entropy, votes = self._sums
+        count, dtype = self._logits.count, self._dtype
+        return ClassPrediction(
+            probs=probs.to(dtype),
+            logits_mean=mean.to(dtype),
+            logits_variance=variance.to(dtype),
+            sample_entropy=(entropy / count).to(dtype),
+            log_probs=(log_sum - log(count)).to(dtype),
+            probs_variance=probs_variance.to(dtype),
+            votes=_smallest(votes, count),
         )
 
 
-_CLASS_FIELDS = tuple(field.name for field in fields(ClassPrediction))
-
-
-# Probabilities of several labels that an input may have together, with their uncertainty.
-
-
-@dataclass(frozen=True, eq=False, repr=False)
-class MultilabelPrediction(Prediction):
-    """The probability of every label, and how far the weights disagree about it.
-
-    Labels count as independent: what is said of all labels of an input together (`entropy`, `log_prob`) is the sum over
-    labels, without what the weights make them have in common.
-
-    Attributes:
-        probs: (batch, labels), the predictive probabilities of having the label: means over the weights of
-            sigmoid(logit).
-        logits_mean: (batch, labels), mean of the logits over the weights.
-        logits_variance: same shape, their variance.
-        log_probs: (batch, labels, 2), logarithms of the probabilities of not having and of having the label.
-        sample_entropy: (batch, labels), mean over the weights of the label's entropy in nats; None without draws.
-        probs_variance: (batch, labels), variance over draws of sigmoid(logit); None without draws.
-        novelty_ratio: (batch,), see `Prediction`.
+def classes_of_draws(blocks: Iterable[Tensor], *, binary: bool = False) -> ClassPrediction:
+    """The prediction from blocks ``(draws, batch, ...)`` of logits.
 
     Raises:
-        PosthocUQError: the shapes do not fit each other.
+        PosthocUQError: there is no draw, or the logits do not fit.
     """
-
-    kind: ClassVar[str] = "labels"
-
-    probs: Tensor
-    logits_mean: Tensor
-    logits_variance: Tensor
-    log_probs: Tensor
-    sample_entropy: Tensor | None = None
-    probs_variance: Tensor | None = None
-    novelty_ratio: Tensor | None = None
-
-    def __post_init__(self) -> None:
-        if self.probs.ndim != 2:
-            raise PosthocUQError(f"probs must be (batch, labels), not {shape_text(self.probs)}.")
-        shape = tuple(self.probs.shape)
-        for name in _MULTILABEL_FIELDS:
-            value: Tensor | None = getattr(self, name)
-            expected = {"log_probs": (*shape, 2), "novelty_ratio": shape[:1]}.get(name, shape)
-            if value is None:
-                continue
-            if value.shape != expected:
-                raise PosthocUQError(
-                    f"{name} has shape {shape_text(value)} where {expected} is needed, because probs has "
-                    f"{shape_text(self.probs)}."
-                )
-            object.__setattr__(self, name, at_least_float32(value))
-
-    @classmethod
-    def of_pairs(cls, binary: ClassPrediction, labels: int) -> MultilabelPrediction:
-        """From the prediction of every label by itself.
-
-        Args:
-            binary: of ``batch * labels`` single logits, the labels of one input side by side.
-            labels: how many an input has.
-        """
-
-        def shaped(column: Tensor | None) -> Tensor | None:
-            return None if column is None else column.reshape(-1, labels)
-
-        pairs = binary.probs.log() if binary.log_probs is None else binary.log_probs
-        spread = binary.probs_variance
-        return cls(
-            binary.probs[:, 1].reshape(-1, labels),
-            binary.logits_mean.reshape(-1, labels),
-            binary.logits_variance.reshape(-1, labels),
-            pairs.reshape(-1, labels, 2),
-            shaped(binary.sample_entropy),
-            None if spread is None else shaped(spread[:, 1]),
-        )
-
-    def __len__(self) -> int:
-        """Number of inputs."""
-        return self.probs.shape[0]
-
-    def __repr__(self) -> str:
-        return f"MultilabelPrediction(inputs={len(self)}, labels={self.probs.shape[1]})"
-
-    @property
-    def outputs_mean(self) -> Tensor:
-        """The mean of the logits."""
-        return self.logits_mean
-
-    @property
-    def default_score(self) -> str:
-        """The entropy."""
-        return "entropy"
-
-    def label_entropy(self) -> Tensor:
-        """(batch, labels), in nats: the entropy of every label's mean probability."""
-        return -(self.log_probs.exp() * self.log_probs.clamp(min=torch.finfo(self.probs.dtype).min)).sum(-1)
-
-    def entropy(self) -> Tensor:
-        """(batch,), in nats: the sum of the labels' entropies."""
-        return self.label_entropy().sum(-1)
-
-    def expected_label_entropy(self) -> Tensor:
-        """(batch, labels), in nats: the entropy of every label for known weights, mean over the weights.
-
-        Raises:
-            PosthocUQError: the prediction was made without draws.
-        """
-        if self.sample_entropy is None:
-            raise PosthocUQError(
-                'This prediction holds no expected entropy, because it was made without draws; use link="mc" (the '
-                'default) or head="sampling" for expected entropy and mutual information.'
-            )
-        return self.sample_entropy
-
-    def expected_entropy(self) -> Tensor:
-        """(batch,), in nats: the sum over labels of `expected_label_entropy`."""
-        return self.expected_label_entropy().sum(-1)
-
-    def label_mutual_information(self) -> Tensor:
-        """(batch, labels), in nats: the information that the weights hold about each label; never below 0.
-
-        Raises:
-            PosthocUQError: the prediction was made without draws.
-        """
-        return (self.label_entropy() - self.expected_label_entropy()).clamp(min=0)
-
-    def mutual_information(self) -> Tensor:
-        """(batch,), in nats: the sum over labels of `label_mutual_information`."""
-        return self.label_mutual_information().sum(-1)
-
-    def epistemic(self) -> Tensor:
-        """(batch,): the mean over labels of the variance of the logits."""
-        return self.logits_variance.mean(dim=-1)
-
-    def max_probability(self) -> Tensor:
-        """(batch,): the probability that all decisions of `predicted` are right, the product over labels."""
-        return self.log_probs.amax(-1).sum(-1).exp()
-
-    def predicted(self, threshold: float = 0.5) -> Tensor:
-        """(batch, labels), boolean: the labels whose probability is above the threshold."""
-        return self.probs > threshold
-
-    def top_k(self, k: int) -> TopK:
-        """The `k` most probable labels, most probable first, with the spread of their probabilities if known.
-
-        Raises:
-            PosthocUQError: `k` is below 1 or above the number of labels.
-        """
-        return TopK.of(self.probs, self.probs_variance, k, "labels")
-
-    def log_prob(self, targets: Tensor) -> Tensor:
-        """(batch,), in nats: the sum over labels of the log of the mean probability.
-
-        Args:
-            targets: (batch, labels), 0 or 1.
-
-        Raises:
-            PosthocUQError: wrong shape, or other values.
-        """
-        targets = self.fitting(targets).to(self.probs.device)
-        return self.log_probs.gather(-1, targets.unsqueeze(-1)).squeeze(-1).sum(-1)
-
-    def fitting(self, targets: Tensor) -> Tensor:
-        """The labels as int64.
-
-        Raises:
-            PosthocUQError: wrong shape, or values other than 0 and 1.
-        """
-        if targets.shape != self.probs.shape:
-            raise PosthocUQError(
-                f"Labels must be shaped like the probabilities, {shape_text(self.probs)}, not {shape_text(targets)}."
-            )
-        if not bool(((targets == 0) | (targets == 1)).all()):
-            raise PosthocUQError("Labels must be 0 or 1.")
-        return targets.long()
-
-    def scores(self) -> dict[str, Tensor]:
-        """See `Prediction`: those of classes, each a sum over labels, or for the variance a mean."""
-        scores = {
-            "entropy": self.entropy(),
-            "mutual_information": None if self.sample_entropy is None else self.mutual_information(),
-            "max_probability": 1 - self.max_probability(),
-            "functional_variance": self.epistemic(),
-            "novelty": self.novelty_ratio,
-        }
-        return {name: score for name, score in scores.items() if score is not None}
-
-    def quality(self, targets: Tensor, bins: int = 15) -> dict[str, float]:
-        """Mean average precision, F1, Hamming loss, NLL (sum over labels), Brier score, ECE, mean entropy."""
-        return {
-            "mAP": metrics.mean_average_precision(self.probs, targets),
-            "F1 (macro)": metrics.f1_score(self.probs, targets),
-            "F1 (micro)": metrics.f1_score(self.probs, targets, "micro"),
-            "Hamming loss": metrics.hamming_loss(self.probs, targets),
-            "NLL": -float(self.log_prob(targets).double().mean()),
-            "Brier": metrics.multilabel_brier_score(self.probs, targets),
-            "ECE": metrics.multilabel_calibration_error(self.probs, targets, bins),
-            "mean entropy": float(self.entropy().double().mean()),
-        }
-
-    def losses(self, targets: Tensor) -> Tensor:
-        """(batch,): the share of the labels that are decided wrongly."""
-        return (self.predicted() != targets.bool()).double().mean(-1)
-
-    def retained_quality(self, scores: Tensor, targets: Tensor, rates: Sequence[float]) -> dict[str, float]:
-        """Hamming losses."""
-        return retained_losses("Hamming loss", scores, self.losses(targets), rates)
-
-    def of_one_network(self) -> MultilabelPrediction:
-        """The same without expected entropy and the variance of the probabilities."""
-        return replace(self, sample_entropy=None, probs_variance=None)
-
-    def tensors(self) -> ClassTensors:
-        """See `Prediction`; entropy and mutual information are sums over labels."""
-        entropy = self.entropy()
-        known = self.sample_entropy is not None
-        information = self.mutual_information() if known else torch.full_like(entropy, float("nan"))
-        return ClassTensors(self.probs, self.logits_mean, self.logits_variance, entropy, information)
-
-    def to_dict(self) -> dict[str, Tensor]:
-        """The tensors by name, and the scores computed from them; unknown ones are left out."""
-        values = {
-            "probs": self.probs,
-            "logits_mean": self.logits_mean,
-            "logits_variance": self.logits_variance,
-            "predicted": self.predicted(),
-            "label_entropy": self.label_entropy(),
-            "entropy": self.entropy(),
-            "epistemic": self.epistemic(),
-        }
-        if self.sample_entropy is not None:
-            values["label_mutual_information"] = self.label_mutual_information()
-            values["mutual_information"] = self.mutual_information()
-        for name, value in (("probs_variance", self.probs_variance), ("novelty", self.novelty_ratio)):
-            if value is not None:
-                values[name] = value
-        return values
-
-    def to(self, device: torch.device | str) -> MultilabelPrediction:
-        """The same prediction with its tensors on `device`."""
-        known = {name: getattr(self, name) for name in _MULTILABEL_FIELDS if getattr(self, name) is not None}
-        return replace(self, **dict(zip(known, moved(known.values(), device), strict=True)))
-
-    @staticmethod
-    def cat(predictions: Sequence[MultilabelPrediction]) -> MultilabelPrediction:
-        """Predictions of several batches as one, in order; a field that one of them lacks is None in the result.
-
-        Raises:
-            PosthocUQError: nothing to join, or numbers of labels that differ.
-        """
-        if not predictions:
-            raise PosthocUQError("cat needs at least one prediction.")
-        widths = {p.probs.shape[1] for p in predictions}
-        if len(widths) > 1:
-            raise PosthocUQError(f"cat got predictions of different numbers of labels: {sorted(widths)}.")
-        joined = {name: cat_known([getattr(p, name) for p in predictions]) for name in _MULTILABEL_FIELDS}
-        return replace(predictions[0], **joined)
+    statistics = ClassStatistics(binary)
+    for block in gathered(blocks):
+        statistics.add(block)
+    return statistics.prediction()
 
 
-_MULTILABEL_FIELDS = tuple(field.name for field in fields(MultilabelPrediction))
+def _votes(winners: Tensor, classes: int) -> Tensor:
+    """How often each class wins, ``(batch, classes)`` int64, from the winners ``(draws, batch)``."""
+    draws, inputs = winners.shape
+    rows = torch.arange(inputs, device=winners.device).expand(draws, inputs)
+    # by `index_put`, whose sums have a deterministic form on every device
+    counts = torch.zeros(inputs, classes, dtype=torch.int64, device=winners.device)
+    return counts.index_put((rows, winners), torch.ones_like(winners), accumulate=True)
 
 
-# Probabilities of classes that have an order.
+def _smallest(votes: Tensor, draws: int) -> Tensor:
+    """The votes in the smallest integer type that fits, since predictions are kept for whole data sets."""
+    return votes.to(next(k for k in (torch.int16, torch.int32, torch.int64) if draws <= torch.iinfo(k).max))
 
 
-@dataclass(frozen=True, eq=False, repr=False)
-class OrdinalPrediction(ClassPrediction):
-    """A `ClassPrediction` of classes 0, 1, ... that have an order. `logits_mean` and `logits_variance` are of the
-    model's own outputs: (batch, classes - 1), or (batch, 1) with thresholds.
+# From Gaussian logits
+
+_MAX_NUMBERS = 2**18  # of the draws that are computed at once, so that they stay in the cache
+_UNDERFLOW = -1e4  # a logit this far below the largest has probability zero
+# Constants of `log_logistic_normal`, fitted to quadrature for variances up to 400.
+_LOGISTIC, _PROBIT, _TURN, _POWER = 0.03632, 3.5463, 0.1193, 3.175
+
+
+def classes_of_gaussian(outputs: OutputGaussian, *, binary: bool = False) -> ClassPrediction:
+    """The prediction of Gaussian logits, by the link of `outputs`.
+
+    * ``"mc"`` averages the softmax over `n_draws` quasi-random draws of the logits, the same for every input, and is
+      the only link with expected entropy, votes and the variance of the probabilities; see `_by_draws`.
+    * ``"probit"`` is ``softmax(m / sqrt(1 + pi v / 8))`` (MacKay 1992; Spiegelhalter, Lauritzen 1990). Where the
+      covariance is known, ``v`` is the variance of the centred logits, ``v_c = C / (C - 1) Var(f_c - mean_d f_d)``,
+      which for independent logits of one variance is that variance. Without a covariance it is the logits' own
+      variance. A part of it that all logits share, which softmax ignores, then makes the prediction too cautious.
+    * ``"bridge"`` is the mean of a Dirichlet by Laplace's approximation in the softmax basis (Hobbhahn, Kristiadi,
+      Hennig 2022).
+
+    Args:
+        outputs: logits ``(batch, classes)``, in float32 at least; with `binary` ``(batch,)`` or ``(batch, 1)``. Without
+            a covariance they count as independent. With two classes ``"probit"`` uses the variance of the logits'
+            difference, ``v_0 + v_1 - 2 c_01``. ``"bridge"`` takes no `Spread`, and one logit has no covariance.
+        binary: one Bernoulli logit.
     """
+    mean, variance, covariance, link, n_draws = outputs
+    if binary:  # one logit z is the difference of two whose sum is zero, -z / 2 and z / 2
+        mean, variance = mean.reshape(-1, 1), variance.reshape(-1, 1)
+        pair = torch.cat([-mean, mean], dim=1) / 2
+        sign = torch.tensor([[1.0, -1.0], [-1.0, 1.0]], dtype=mean.dtype, device=mean.device) / 4
+        matrix = variance.unsqueeze(-1) * sign
+        covariance = independent(variance.expand_as(pair) / 2) if link == "mc" else matrix
+        of_pair = outputs._replace(mean=pair, variance=variance.expand_as(pair) / 4, covariance=covariance)
+        return replace(classes_of_gaussian(of_pair), logits_mean=mean, logits_variance=variance)
+    if link == "mc":
+        if not isinstance(covariance, Spread):
+            covariance = independent(variance) if covariance is None else of_covariance(mean, covariance)
+        return _by_draws(mean, variance, covariance, n_draws)
+    full = isinstance(covariance, Tensor)
+    if link == "bridge":
+        log_probs = _bridge(mean, covariance if full else torch.diag_embed(variance)).log()
+    elif mean.shape[1] == 2 and full:
+        spread = (variance.sum(1, keepdim=True) - 2 * covariance[:, 0, 1:2]).clamp(min=0)
+        scaled = (mean[:, 1:] - mean[:, :1]) / (1 + pi * spread / 8).sqrt()
+        log_probs = torch.cat([F.logsigmoid(-scaled), F.logsigmoid(scaled)], dim=1)
+    else:
+        centred = variance if covariance is None else _centred_variance(covariance)
+        log_probs = (mean / (1 + pi * centred / 8).sqrt()).log_softmax(1)
+    return ClassPrediction(log_probs.exp(), mean, variance, None, log_probs)
 
-    @classmethod
-    def from_log_probs(
-        cls, log_probs: Tensor, outputs: Tensor, functional: tuple[Tensor, Tensor] | None = None
-    ) -> OrdinalPrediction:
-        """Average over draws.
 
-        Args:
-            log_probs: (draws, batch, classes), of the classes under each draw.
-            outputs: (draws, batch, outputs), from which they were computed.
-            functional: mean and variance of the outputs, where they are known more accurately than from the draws.
-        """
-        drawn = ClassPrediction.from_logits(log_probs)  # whose softmax they are themselves
-        mean, variance = mean_and_variance(outputs) if functional is None else functional
-        known = vars(drawn) | {"logits_mean": mean, "logits_variance": variance}
-        return cls(**known)
+def _by_draws(mean: Tensor, variance: Tensor, spread: Spread, n_draws: int) -> ClassPrediction:
+    """The prediction by draws of the logits ``f = mean + root z + sqrt(rest) e``.
 
-    def _logits_shape(self) -> tuple[int, ...]:
-        inputs, classes = self.probs.shape
-        return (inputs, 1) if self.logits_mean.shape == (inputs, 1) else (inputs, classes - 1)
+    Each draw's probability of class ``c`` is integrated over its own ``e_c``, with ``g_c = mean_c + (root z)_c``
+    (Rao-Blackwell):
 
-    def __repr__(self) -> str:
-        return f"OrdinalPrediction(inputs={len(self)}, classes={self.probs.shape[1]})"
+    ``E[softmax(f)_c | z, e_d for d != c] = E[sigmoid(N(g_c - log sum_(d != c) exp f_d, rest_c))]``
 
-    def cdf(self) -> Tensor:
-        """(batch, classes): the probability that the class is at most each of them."""
-        return self.probs.cumsum(-1).clamp(max=1)
+    Expected entropy, votes and the variance of the probabilities are those of the draws themselves. Draws are points
+    of a scrambled Sobol sequence (Owen 1998), the directions of `root` first.
+    """
+    width = spread.root.shape[2] + mean.shape[1]
+    if torch.compiler.is_compiling():
+        return _from_points(mean, variance, spread, normals(n_draws, width).to(mean))
+    points = placed_normals(n_draws, width, mean.dtype, mean.device)
+    rows = max(1, _MAX_NUMBERS // (n_draws * mean.shape[1]))
+    parts = zip(*(tensor.split(rows) for tensor in (mean, variance, *spread)), strict=True)
+    return ClassPrediction.cat([_from_points(m, v, Spread(root, rest), points) for m, v, root, rest in parts])
 
-    @property
-    def mean(self) -> Tensor:
-        """(batch,): the mean class, with classes counted 0, 1, ..."""
-        ranks = torch.arange(self.probs.shape[1], device=self.probs.device)
-        return (self.probs * ranks).sum(-1)
 
-    @property
-    def variance(self) -> Tensor:
-        """(batch,): the variance of the class, with classes counted 0, 1, ..."""
-        ranks = torch.arange(self.probs.shape[1], device=self.probs.device)
-        return (self.probs * (ranks - self.mean.unsqueeze(-1)).square()).sum(-1)
+def _from_points(mean: Tensor, variance: Tensor, spread: Spread, points: Tensor) -> ClassPrediction:
+    directions = spread.root.shape[2]
+    common = mean
+    if directions > 0:
+        common = mean + torch.einsum("bcr,sr->sbc", spread.root, points[:, :directions])
+    logits = common + spread.rest.sqrt() * points[:, directions:].unsqueeze(1)
+    # Relative to the largest, which is left out of the sum: it is 1, and subtracting it from the total would cancel.
+    largest, winner = logits.max(-1, keepdim=True)
+    shifted = (logits - largest).scatter(-1, winner, float("-inf"))
+    scaled = shifted.exp()
+    runners = scaled.sum(-1, keepdim=True)
+    total = 1 + runners
+    others = (total - scaled).scatter(-1, winner, runners.clamp(min=torch.finfo(mean.dtype).tiny)).log()
+    log_probs = log_logistic_normal(common - largest - others, spread.rest)
+    log_probs = (torch.logsumexp(log_probs, 0) - log(len(points))).log_softmax(-1)
+    # 0 * -inf would be NaN
+    weighted_logits = (scaled * shifted.clamp(min=_UNDERFLOW)).sum(-1, keepdim=True)
+    probs = (scaled / total).scatter(-1, winner, 1 / total)
+    return ClassPrediction(
+        probs=log_probs.exp(),
+        logits_mean=mean,
+        logits_variance=variance,
+        sample_entropy=(total.log() - weighted_logits / total).mean(0).squeeze(-1),
+        log_probs=log_probs,
+        # `Tensor.var` over the first dimension takes several times as long
+        probs_variance=(probs - probs.mean(0)).square().sum(0) / max(1, len(points) - 1),
+        votes=_smallest(_votes(winner.squeeze(-1), mean.shape[1]), len(points)),
+    )
 
-    def quantile(self, q: float) -> Tensor:
-        """(batch,), int64: the first class at which `cdf` reaches `q`.
 
-        Raises:
-            PosthocUQError: `q` is not strictly between 0 and 1.
-        """
-        if not 0 < q < 1:
-            raise PosthocUQError(f"quantile needs a probability strictly between 0 and 1, not {q}.")
-        return (self.cdf()[:, :-1] < q).sum(-1)
+def log_logistic_normal(mean: Tensor, variance: Tensor) -> Tensor:
+    """``log E[sigmoid(x)]`` for ``x ~ N(mean, variance)``, to 0.008 for any mean and variance, exact at variance 0.
 
-    def interval(self, level: float = 0.95) -> tuple[Tensor, Tensor]:
-        """Classes (batch,) between which, both included, the class falls with probability `level` or more.
+    ``E[sigmoid(x)] = exp(m + v / 2) E[sigmoid(y)]`` with ``y ~ N(-m - v, v)`` is exact, and leaves means of at least
+    ``-v / 2``. For these it is a mixture of the two limits, a logistic curve and a normal one, whose weight and widths
+    depend on the variance (the widths as in MacKay 1992, the constants fitted to quadrature).
 
-        Raises:
-            PosthocUQError: `level` is not strictly between 0 and 1.
-        """
-        if not 0 < level < 1:
-            raise PosthocUQError(f"interval needs a level strictly between 0 and 1, not {level}.")
-        return self.quantile((1 - level) / 2), self.quantile((1 + level) / 2)
+    Args:
+        mean: of any shape.
+        variance: not negative, of a shape that fits.
+    """
+    steep = (variance / (variance + _TURN)) ** _POWER
+    logistic = (1 + _LOGISTIC * variance).rsqrt()
+    probit = (variance + _PROBIT).rsqrt() / sqrt(2)
+    moved = mean + variance / 2
+    inner = moved.abs() - variance / 2
+    mixture = (1 - steep) * torch.sigmoid(logistic * inner) + steep / 2 * torch.erfc(-probit * inner)
+    return moved.clamp(max=0) + mixture.clamp(min=torch.finfo(mean.dtype).tiny).log()
 
-    def quality(self, targets: Tensor, bins: int = 15) -> dict[str, float]:
-        """The measures of classes; the ranked probability score, the mean absolute error of the median class, and
-        Cohen's kappa with quadratic weights.
-        """
-        return super().quality(targets, bins) | {
-            "RPS": metrics.ranked_probability_score(self.probs, targets),
-            "MAE": float((self.quantile(0.5) - targets.to(self.probs.device)).abs().double().mean()),
-            "quadratic kappa": metrics.quadratic_kappa(self.predicted(), targets, self.probs.shape[1]),
-        }
 
-    def to_dict(self) -> dict[str, Tensor]:
-        """As of a `ClassPrediction`, with the mean class."""
-        return super().to_dict() | {"mean": self.mean}
+def _centred_variance(covariance: Tensor | Spread) -> Tensor:
+    """``C / (C - 1) Var(f_c - mean_d f_d)``, ``(batch, classes)``."""
+    if isinstance(covariance, Spread):  # `rest` already holds the variance of independent logits
+        classes = covariance.rest.shape[1]
+        return covariance.root.square().sum(-1) * (classes / (classes - 1)) + covariance.rest
+    classes = covariance.shape[1]
+    sums = covariance.mean(2)
+    variance = covariance.diagonal(dim1=1, dim2=2) - 2 * sums + sums.mean(1, keepdim=True)
+    return variance.clamp(min=0) * (classes / (classes - 1))
 
-    def of_one_network(self) -> OrdinalPrediction:
-        """The same without expected entropy, votes and the variance of the probabilities."""
-        return replace(self, sample_entropy=None, probs_variance=None, votes=None)
+
+def _bridge(mean: Tensor, covariance: Tensor) -> Tensor:
+    """Mean of the Dirichlet, ``(batch, classes)``; logits are first projected to the sum zero, on which softmax does
+    not depend.
+
+    ``alpha_c = (1 - 2 / C + exp(f_c) / C^2 sum_d exp(-f_d)) / v_c``.
+    """
+    classes = mean.shape[1]
+    sums = covariance.sum(-1)
+    total = sums.sum(-1, keepdim=True)
+    # Logits whose sum has no variance are projected by subtracting their mean.
+    trace = covariance.diagonal(dim1=-2, dim2=-1).sum(-1, keepdim=True)
+    certain_sum = total <= 100 * torch.finfo(mean.dtype).eps * trace
+    total = torch.where(certain_sum, torch.ones_like(total), total)
+    plain = mean - mean.mean(-1, keepdim=True)
+    projected = torch.where(certain_sum, plain, mean - sums * mean.sum(-1, keepdim=True) / total)
+    removed = torch.where(certain_sum, torch.zeros_like(sums), sums.square() / total)
+    spread = covariance.diagonal(dim1=-2, dim2=-1) - removed
+    exponent = projected + torch.logsumexp(-projected, -1, keepdim=True) - 2 * log(classes)
+    share = exponent
+    if classes > 2:
+        share = torch.logaddexp(exponent, torch.full_like(exponent, log1p(-2 / classes)))
+    smallest = torch.finfo(mean.dtype).tiny
+    return (share - spread.clamp(min=smallest).log()).softmax(-1)

@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-from abc import abstractmethod
-from collections.abc import Callable, Iterator, Mapping
+from abc import ABC, abstractmethod
+from collections.abc import Callable
 from dataclasses import replace
 from math import lgamma, log
-from typing import Annotated, Any, ClassVar
+from typing import Annotated, ClassVar
 
 import torch
-import torch.nn.functional as F
 from annotated_types import Ge, Le
 from torch import Tensor
 
@@ -17,18 +16,15 @@ from posthoc_uq.core.devices import as_double, host_double
 from posthoc_uq.core.errors import PosthocUQError
 from posthoc_uq.core.options import check_option
 from posthoc_uq.core.records import Record
-from posthoc_uq.likelihoods.drawn_prediction import DrawnPrediction
-from posthoc_uq.likelihoods.draws import LINK_DRAWS, Spread
-from posthoc_uq.likelihoods.likelihood import SeparateOutputs, wide
+from posthoc_uq.likelihoods.draws import LINK_DRAWS, OutputGaussian
+from posthoc_uq.likelihoods.likelihood import DrawnPrediction, Likelihood
+from posthoc_uq.likelihoods.prediction import at_least_float32
 
-# What regressions have in common whose outputs are the logarithms of the targets' means: counts, positive
-# values.
-
-_LEAST, _MOST = 1e-6, 1e6  # dispersion of a negative binomial, shape of a gamma distribution
-_LARGEST_OUTPUT = 1e15  # mean up to which targets are drawn: above it float64 does not hold all whole numbers
+_SMALLEST, _LARGEST = 1e-6, 1e6  # dispersion of a negative binomial, shape of a gamma distribution
+_LARGEST_MEAN = 1e15  # up to which targets are drawn: above it float64 does not hold all whole numbers
 
 
-class LogMean(SeparateOutputs):
+class LogMean(Likelihood, ABC):
     """Outputs ``f``, ``(samples,)`` or ``(samples, outputs)``, are logarithms of means ``mu = exp f``; targets have the
     variance ``V(mu) = a mu + b mu^2`` and are independent given the outputs.
 
@@ -56,78 +52,57 @@ class LogMean(SeparateOutputs):
         """
         return None
 
-    @abstractmethod
     def unit_deviance(self, mean: Tensor, targets: Tensor) -> float:
         """Twice the log-likelihood ratio of the best mean of each target and `mean`, per dispersion; the mean."""
+        from torchmetrics.functional.regression import tweedie_deviance_score
 
-    # Checks
+        power = 1.0 if self.counts else 2.0
+        return float(tweedie_deviance_score(mean.double().flatten(), targets.double().flatten(), power=power))
 
-    def check(self, outputs: Tensor, targets: Tensor | None) -> None:
-        fault = LogMean.fault(self, outputs, targets)
-        if fault is not None and targets is not None and bool(fault):
-            values = "whole numbers of at least 0" if self.counts else "finite numbers above 0"
-            raise PosthocUQError(
-                f"Targets for likelihood={self.name!r} must be {values}; these run from {float(targets.min()):g} to "
-                f"{float(targets.max()):g}."
-            )
+    def wrong_text(self, outputs: Tensor, targets: Tensor) -> str:
+        values = "whole numbers of at least 0" if self.counts else "finite numbers above 0"
+        return (
+            f"Targets for likelihood={self.name!r} must be {values}; these run from {float(targets.min()):g} to "
+            f"{float(targets.max()):g}."
+        )
 
-    def fault(self, outputs: Tensor, targets: Tensor | None) -> Tensor | None:
+    def wrong_values(self, outputs: Tensor, targets: Tensor | None) -> Tensor | None:
         if outputs.ndim not in (1, 2):
             raise PosthocUQError(
                 f"likelihood={self.name!r} needs outputs of shape (samples,) or (samples, outputs), logarithms of "
                 f"means, and the model gives {tuple(outputs.shape)}."
             )
-        if targets is None:
+        not_finite = super().wrong_values(outputs, targets)
+        if targets is None or not_finite is None:
             return None
-        if targets.numel() != outputs.numel() or targets.shape[:1] != outputs.shape[:1]:
-            raise PosthocUQError(
-                f"Targets of shape {tuple(targets.shape)} do not fit outputs of shape {tuple(outputs.shape)}."
-            )
-        if self.counts:
-            wrong = (
-                (targets < 0) | (targets != targets.round()) if targets.is_floating_point() else targets < 0
-            )
-            return (wrong | ~torch.isfinite(targets)).any()
-        return ((targets <= 0) | ~torch.isfinite(targets)).any()
-
-    # The density and its gradients
-
-    def _by_mean(self, outputs: Tensor) -> Tensor:
-        """``mu / V(mu)``."""
-        a, b = self.variance_terms
-        return (-wide(outputs)).exp() / b if a == 0 else 1 / (a + b * wide(outputs).exp())
-
-    def score(self, outputs: Tensor, targets: Tensor) -> Tensor:
-        return (wide(outputs).exp() - self.like(outputs, targets)) * self._by_mean(outputs)
+        if not self.counts:
+            return not_finite | (targets <= 0).any()
+        fraction = targets.is_floating_point() and (targets != targets.round()).any()
+        return not_finite | (targets < 0).any() | fraction
 
     def draw(self, outputs: Tensor, keys: Tensor, draw: int) -> Tensor:
         """By the inverse of the distribution function; a mean above 1e15 counts as 1e15."""
         u = as_double(self.uniforms(outputs, keys, draw, outputs[0].numel()).reshape(outputs.shape))
-        mean = as_double(outputs).to(u.device).exp().clamp(max=_LARGEST_OUTPUT)
-        return self.quantile(mean, u).to(wide(outputs))
+        mean = as_double(outputs).to(u.device).exp().clamp(max=_LARGEST_MEAN)
+        return self.quantile(mean, u).to(at_least_float32(outputs))
 
-    def exact_factors(self, outputs: Tensor) -> Iterator[Tensor]:
-        root = (wide(outputs).exp() * self._by_mean(outputs)).sqrt().reshape(outputs.shape[0], -1)
-        for index in range(root.shape[1]):
-            factor = torch.zeros_like(root)
-            factor[:, index] = root[:, index]
-            yield factor.reshape(outputs.shape)
-
-    # The target
+    def fisher_root(self, outputs: Tensor) -> Tensor:
+        """The root of ``mu^2 / V(mu)``."""
+        outputs, (a, b) = at_least_float32(outputs), self.variance_terms
+        by_mean = (-outputs).exp() / b if a == 0 else 1 / (a + b * outputs.exp())
+        return (outputs.exp() * by_mean).sqrt()
 
     def mean(self, outputs: Tensor) -> Tensor:
-        return wide(outputs).exp()
+        return at_least_float32(outputs).exp()
 
     def variance(self, outputs: Tensor) -> Tensor:
         a, b = self.variance_terms
-        mean = wide(outputs).exp()
+        mean = at_least_float32(outputs).exp()
         return a * mean + b * mean.square()
 
     def measures(self, mean: Tensor, targets: Tensor) -> dict[str, float]:
         """The mean unit deviance, beside the RMSE."""
         return {"mean deviance": self.unit_deviance(mean, targets)}
-
-    # Predictions
 
     def divergence(self, outputs: Tensor, prediction: DrawnPrediction) -> Tensor:
         """By drawn targets; the mean over outputs."""
@@ -138,20 +113,11 @@ class LogMean(SeparateOutputs):
         squares = (draws.exp().mean(0) - outputs.exp()).square().mean(0)
         return not bool((squares > self.variance(outputs).mean(0)).any())
 
-    def from_gaussian(
-        self,
-        mean: Tensor,
-        variance: Tensor,
-        *,
-        covariance: Tensor | Spread | None = None,
-        link: str = "mc",
-        n_draws: int = LINK_DRAWS,
-        noise: Tensor | None = None,
-    ) -> DrawnPrediction:
+    def of_gaussian(self, outputs: OutputGaussian) -> DrawnPrediction:
         """Mean and variance of the target in closed form, ``E mu = exp(m + v / 2)`` and ``E mu^2 = exp(2 m + 2 v)``;
         all else by quasi-random draws of the outputs.
         """
-        drawn = super().from_gaussian(mean, variance, covariance=covariance, link=link, n_draws=n_draws)
+        drawn, mean, variance = super().of_gaussian(outputs), outputs.mean, outputs.variance
         assert isinstance(drawn, DrawnPrediction)
         a, b = self.variance_terms
         rate = (mean + variance / 2).exp()
@@ -163,7 +129,7 @@ class LogMean(SeparateOutputs):
         )
 
 
-def count_quantile(cdf: Callable[[Tensor], Tensor], mean: Tensor, variance: Tensor, u: Tensor) -> Tensor:
+def _count_quantile(cdf: Callable[[Tensor], Tensor], mean: Tensor, variance: Tensor, u: Tensor) -> Tensor:
     """The smallest whole number whose distribution function is at least `u`, by bisection.
 
     Args:
@@ -184,9 +150,6 @@ def count_quantile(cdf: Callable[[Tensor], Tensor], mean: Tensor, variance: Tens
     return high
 
 
-# Counts: logarithms of rates.
-
-
 class Poisson(LogMean):
     """Counts: outputs ``(samples,)`` or ``(samples, outputs)`` are logarithms of rates, targets of the same shape are
     whole numbers from 0 on.
@@ -205,20 +168,15 @@ class Poisson(LogMean):
         self, mean: Tensor, variance: Tensor, targets: Tensor, n_draws: int = LINK_DRAWS
     ) -> Tensor:
         """In closed form: ``y m - exp(m + v / 2) - log y!``, summed over outputs."""
-        counts, mean = self.like(mean, targets), wide(mean)
-        terms = counts * mean - (mean + wide(variance) / 2).exp() - torch.lgamma(counts + 1)
+        counts, mean = self.like(mean, targets), at_least_float32(mean)
+        terms = counts * mean - (mean + at_least_float32(variance) / 2).exp() - torch.lgamma(counts + 1)
         return terms.reshape(mean.shape[0], -1).sum(1)
 
     def cdf(self, outputs: Tensor, targets: Tensor) -> Tensor:
         return _cdf(outputs.exp(), targets.floor())
 
     def quantile(self, mean: Tensor, u: Tensor) -> Tensor:
-        return count_quantile(lambda counts: _cdf(mean, counts), mean, mean, u)
-
-    def unit_deviance(self, mean: Tensor, targets: Tensor) -> float:
-        from torchmetrics.functional.regression import tweedie_deviance_score
-
-        return float(tweedie_deviance_score(mean.double().flatten(), targets.double().flatten(), power=1.0))
+        return _count_quantile(lambda counts: _cdf(mean, counts), mean, mean, u)
 
 
 def _cdf(rates: Tensor, counts: Tensor) -> Tensor:
@@ -226,9 +184,7 @@ def _cdf(rates: Tensor, counts: Tensor) -> Tensor:
     return torch.where(counts < 0, torch.zeros_like(values), values)
 
 
-# Counts that vary more than those of a Poisson distribution: logarithms of means, one dispersion.
-
-Dispersion = Annotated[float, Ge(_LEAST), Le(_MOST)]
+Dispersion = Annotated[float, Ge(_SMALLEST), Le(_LARGEST)]
 
 
 class NegativeBinomialFields(Record):
@@ -252,23 +208,15 @@ class NegativeBinomial(LogMean):
     def __init__(self, dispersion: float = 1.0) -> None:
         self.dispersion = check_option("dispersion", dispersion, Dispersion)
 
-    @classmethod
-    def restore(cls, attributes: Mapping[str, Any]) -> NegativeBinomial:
-        return cls(attributes["dispersion"])
-
     @property
     def variance_terms(self) -> tuple[float, float]:
         return 1.0, self.dispersion
-
-    @property
-    def has_noise(self) -> bool:
-        return True
 
     def at_noise_scale(self, factor: float) -> NegativeBinomial:
         """With `factor` times the dispersion."""
         if factor == 1.0:
             return self
-        return NegativeBinomial(min(max(self.dispersion * factor, _LEAST), _MOST))
+        return NegativeBinomial(min(max(self.dispersion * factor, _SMALLEST), _LARGEST))
 
     def by_moments(self, outputs: Tensor, targets: Tensor) -> tuple[str, float, float]:
         mean = as_double(outputs).exp()
@@ -277,12 +225,10 @@ class NegativeBinomial(LogMean):
         return "dispersion", self.dispersion, suggested
 
     def log_terms(self, outputs: Tensor, targets: Tensor) -> Tensor:
-        size = 1 / self.dispersion
-        counts = as_double(targets)
-        # in float64: the first two cancel where the size is large
-        constant = torch.lgamma(counts + size) - torch.lgamma(host_double(size)) - torch.lgamma(counts + 1)
-        logits = outputs + log(self.dispersion)  # of the probability dispersion mu / (1 + dispersion mu)
-        return constant.to(outputs) + targets * logits - (targets + size) * F.softplus(logits)
+        # in float64: two terms cancel where the dispersion is small
+        logits = as_double(outputs) + log(self.dispersion)  # of dispersion mu / (1 + dispersion mu)
+        counts = torch.distributions.NegativeBinomial(1 / self.dispersion, logits=logits, validate_args=False)
+        return counts.log_prob(as_double(targets)).to(outputs)
 
     def cdf(self, outputs: Tensor, targets: Tensor) -> Tensor:
         return self._cdf(outputs.exp(), targets.floor())
@@ -297,7 +243,7 @@ class NegativeBinomial(LogMean):
 
     def quantile(self, mean: Tensor, u: Tensor) -> Tensor:
         variance = mean + self.dispersion * mean.square()
-        return count_quantile(lambda counts: self._cdf(mean, counts), mean, variance, u)
+        return _count_quantile(lambda counts: self._cdf(mean, counts), mean, variance, u)
 
     def unit_deviance(self, mean: Tensor, targets: Tensor) -> float:
         """``2 (y log(y / mu) - (y + 1 / alpha) log((1 + alpha y) / (1 + alpha mu)))``, mean over targets."""
@@ -308,9 +254,7 @@ class NegativeBinomial(LogMean):
         return float(2 * (first - second).mean())
 
 
-# Positive values whose deviation grows with their mean: logarithms of means, one shape.
-
-Shape = Annotated[float, Ge(_LEAST), Le(_MOST)]
+Shape = Annotated[float, Ge(_SMALLEST), Le(_LARGEST)]
 
 
 class GammaFields(Record):
@@ -335,21 +279,13 @@ class Gamma(LogMean):
     def __init__(self, shape: float = 1.0) -> None:
         self.shape = check_option("shape", shape, Shape)
 
-    @classmethod
-    def restore(cls, attributes: Mapping[str, Any]) -> Gamma:
-        return cls(attributes["shape"])
-
     @property
     def variance_terms(self) -> tuple[float, float]:
         return 0.0, 1 / self.shape
 
-    @property
-    def has_noise(self) -> bool:
-        return True
-
     def at_noise_scale(self, factor: float) -> Gamma:
         """With `factor` times the dispersion, which is the inverse of the shape."""
-        return self if factor == 1.0 else Gamma(min(max(self.shape / factor, _LEAST), _MOST))
+        return self if factor == 1.0 else Gamma(min(max(self.shape / factor, _SMALLEST), _LARGEST))
 
     def by_moments(self, outputs: Tensor, targets: Tensor) -> tuple[str, float, float]:
         ratios = as_double(self.like(outputs, targets)) / as_double(outputs).exp()
@@ -361,20 +297,17 @@ class Gamma(LogMean):
         constant = k * log(k) - lgamma(k)
         return constant + (k - 1) * targets.log() - k * outputs - k * targets * (-outputs).exp()
 
-    def score(self, outputs: Tensor, targets: Tensor) -> Tensor:
-        return self.shape * (1 - self.like(outputs, targets) * (-wide(outputs)).exp())
-
-    def exact_factors(self, outputs: Tensor) -> Iterator[Tensor]:
-        # the Fisher is the shape whatever the outputs, which no overflow of the mean may spoil
-        yield from super().exact_factors(torch.zeros_like(outputs))
+    def fisher_root(self, outputs: Tensor) -> Tensor:
+        """The root of the shape, whatever the outputs, which no overflow of the mean may spoil."""
+        return torch.full_like(at_least_float32(outputs), self.shape**0.5)
 
     def expected_log_prob(
         self, mean: Tensor, variance: Tensor, targets: Tensor, n_draws: int = LINK_DRAWS
     ) -> Tensor:
         """In closed form, with ``E[exp(-f)] = exp(-m + v / 2)``."""
-        k, values, mean = self.shape, self.like(mean, targets), wide(mean)
+        k, values, mean = self.shape, self.like(mean, targets), at_least_float32(mean)
         # E log p(y | f) is log p(y | m) with a larger last term
-        more = k * values * (-mean).exp() * torch.expm1(wide(variance) / 2)
+        more = k * values * (-mean).exp() * torch.expm1(at_least_float32(variance) / 2)
         return (self.log_terms(mean, values) - more).reshape(mean.shape[0], -1).sum(1)
 
     def cdf(self, outputs: Tensor, targets: Tensor) -> Tensor:
@@ -387,8 +320,3 @@ class Gamma(LogMean):
         units = host_double(gammaincinv(self.shape, as_double(u).cpu().numpy())).to(mean)
         # a small shape has quantiles that underflow, and zero has no density
         return (mean / self.shape * units).clamp(min=torch.finfo(torch.float32).tiny)
-
-    def unit_deviance(self, mean: Tensor, targets: Tensor) -> float:
-        from torchmetrics.functional.regression import tweedie_deviance_score
-
-        return float(tweedie_deviance_score(mean.double().flatten(), targets.double().flatten(), power=2.0))

@@ -1,31 +1,56 @@
-"""Gaussian targets: with one noise variance, or with a variance that the network predicts."""
+"""Gaussian targets: with one noise variance an output, or with a variance that the network predicts."""
 
 from __future__ import annotations
 
 import copy
-from collections.abc import Iterable, Iterator, Mapping
+from abc import ABC, abstractmethod
+from collections.abc import Iterable
+from dataclasses import dataclass
 from math import log, pi
-from typing import Annotated, Any, ClassVar
+from statistics import NormalDist
+from typing import TYPE_CHECKING, Annotated, Any, ClassVar
 
 import torch
 from pydantic import Field
 from torch import Tensor
+from torch.distributions import Normal, kl_divergence
 
-from posthoc_uq.core.devices import host_double
+from posthoc_uq.core.devices import as_double, host_double
 from posthoc_uq.core.errors import PosthocUQError
 from posthoc_uq.core.options import LARGEST, Magnitude
-from posthoc_uq.core.randomness import uniforms
 from posthoc_uq.core.records import Record
-from posthoc_uq.likelihoods.draws import LINK_DRAWS, Moments, Spread, gathered, values_of_draws
-from posthoc_uq.likelihoods.likelihood import Likelihood, gaussian_log_mean_exp, wide
-from posthoc_uq.likelihoods.prediction import at_least_float32, mean_and_variance
-from posthoc_uq.likelihoods.value_prediction import (
-    HeteroscedasticPrediction,
-    RegressionPrediction,
-    placed_noise_variance,
+from posthoc_uq.likelihoods import metrics
+from posthoc_uq.likelihoods.draws import LINK_DRAWS, Moments, OutputGaussian, gathered, moments_of
+from posthoc_uq.likelihoods.likelihood import Likelihood, at_nodes
+from posthoc_uq.likelihoods.prediction import (
+    Prediction,
+    ValueTensors,
+    at_least_float32,
+    by_input,
+    check_probability,
+    interval_quality,
+    squared_errors,
 )
 
-# Regression: means with Gaussian observation noise.
+
+class _Normals(Likelihood, ABC):
+    """Targets that are normal given the outputs."""
+
+    joint: ClassVar[bool] = False  # mean and variance of the target need no covariance of the outputs
+    links: ClassVar[tuple[str, ...] | None] = None
+
+    @abstractmethod
+    def distribution(self, outputs: Tensor) -> Normal: ...
+
+    def draw(self, outputs: Tensor, keys: Tensor, draw: int) -> Tensor:
+        normal = self.distribution(outputs)
+        u = self.uniforms(outputs, keys, draw, normal.loc[0].numel())
+        return normal.loc + normal.scale * torch.special.ndtri(u).reshape(normal.loc.shape).to(normal.loc)
+
+    def agrees(self, outputs: Tensor, draws: Tensor) -> bool:
+        """The mean of the draws is not further from the trained means, in mean square, than the mean noise variance."""
+        squares = (self.mean(draws).mean(0) - self.mean(outputs)).square().mean(0)
+        return not bool((squares > self.variance(outputs).mean(0)).any())
 
 
 class GaussianFields(Record):
@@ -34,7 +59,7 @@ class GaussianFields(Record):
     noise_variance: Annotated[list[Magnitude], Field(min_length=1)]
 
 
-class Gaussian(Likelihood):
+class Gaussian(_Normals):
     """Regression: outputs ``(samples,)`` or ``(samples, outputs)`` are means, the noise variance is one
     number an output.
 
@@ -43,7 +68,6 @@ class Gaussian(Likelihood):
     """
 
     name = "regression"
-    joint: ClassVar[bool] = False
     fields: ClassVar[type[Record]] = GaussianFields
     noise_variance: Tensor  # pyright: ignore[reportIncompatibleVariableOverride]
 
@@ -68,10 +92,6 @@ class Gaussian(Likelihood):
     def identity(self) -> dict[str, Any]:
         return {**super().identity(), "noise_variance": self.noise_variance.tolist()}
 
-    @classmethod
-    def restore(cls, attributes: Mapping[str, Any]) -> Gaussian:
-        return cls(host_double(attributes["noise_variance"]))
-
     def residual_sums(self, log_likelihood: float, samples: float, outputs: int) -> tuple[float, float]:
         noise_variance = self.noise_variance.expand(outputs)
         constant = float((noise_variance.log() + log(2 * pi)).sum()) * samples
@@ -80,19 +100,13 @@ class Gaussian(Likelihood):
 
     def noise(self, outputs: Tensor) -> Tensor:
         """The noise variance, shaped to broadcast against outputs ``(..., outputs)``."""
-        noise = self.noise_variance.to(device=outputs.device, dtype=wide(outputs).dtype)
-        return noise.squeeze(0) if noise.numel() == 1 else noise
+        noise = self.noise_variance.to(device=outputs.device, dtype=at_least_float32(outputs).dtype)
+        return noise.reshape(()) if noise.numel() == 1 else noise
 
-    def check(self, outputs: Tensor, targets: Tensor | None) -> None:
-        fault = Gaussian.fault(self, outputs, targets)
-        if fault is not None and bool(fault):
-            raise PosthocUQError("Some targets are not finite.")
-
-    def fault(self, outputs: Tensor, targets: Tensor | None) -> Tensor | None:
+    def wrong_values(self, outputs: Tensor, targets: Tensor | None) -> Tensor | None:
         if outputs.ndim not in (1, 2):
             raise PosthocUQError(
-                f"likelihood='regression' needs outputs of shape (samples,) or (samples, outputs), and the "
-                f"model gives "
+                f"likelihood='regression' needs outputs of shape (samples,) or (samples, outputs), and the model gives "
                 f"{tuple(outputs.shape)}."
             )
         if self.noise_variance.numel() not in (1, outputs[0].numel()):
@@ -100,106 +114,54 @@ class Gaussian(Likelihood):
                 f"noise_variance has {self.noise_variance.numel()} entries, but the model has "
                 f"{outputs[0].numel()} outputs."
             )
-        if targets is None:
-            return None
-        if targets.numel() != outputs.numel():
-            raise PosthocUQError(
-                f"Targets of shape {tuple(targets.shape)} do not fit outputs of shape {tuple(outputs.shape)}."
-            )
-        return ~torch.isfinite(targets).all()
-
-    def residuals(self, outputs: Tensor, targets: Tensor) -> Tensor:
-        """``outputs - targets``, shaped like the outputs."""
-        return wide(outputs) - targets.to(device=outputs.device, dtype=wide(outputs).dtype).reshape(
-            outputs.shape
-        )
+        return super().wrong_values(outputs, targets)
 
     def takes(self, outputs: int) -> bool:
         return self.noise_variance.numel() in (1, outputs)
 
-    def log_prob(self, outputs: Tensor, targets: Tensor) -> Tensor:
-        noise_variance = self.noise(outputs)
-        terms = -0.5 * (
-            self.residuals(outputs, targets) ** 2 / noise_variance + noise_variance.log() + log(2 * pi)
-        )
-        return terms.reshape(outputs.shape[0], -1).sum(1)
+    def distribution(self, outputs: Tensor) -> Normal:
+        outputs = at_least_float32(outputs)
+        return Normal(outputs, self.noise(outputs).sqrt().expand(outputs.shape), validate_args=False)
+
+    def residuals(self, outputs: Tensor, targets: Tensor) -> Tensor:
+        """``outputs - targets``, shaped like the outputs."""
+        return at_least_float32(outputs) - self.like(outputs, targets)
+
+    def score(self, outputs: Tensor, targets: Tensor) -> Tensor:
+        return self.residuals(outputs, targets) / self.noise(outputs)
+
+    def fisher_root(self, outputs: Tensor) -> Tensor:
+        return self.noise(outputs).rsqrt().expand(outputs.shape)
 
     def divergence(self, outputs: Tensor, prediction: Any) -> Tensor:
-        # KL(N(f, s) || N(m, s + v)) of every output, with the prediction's noise variance s
-        noise_variance, total = prediction.noise_variance, prediction.variance
-        squares = (prediction.mean - wide(outputs)).square()
-        terms = 0.5 * ((noise_variance + squares) / total - 1 + (total / noise_variance).log())
-        return terms.reshape(outputs.shape[0], -1).mean(1)
+        """In closed form, with the prediction's noise variance; the mean over outputs."""
+        network = Normal(at_least_float32(outputs), prediction.noise_variance.sqrt(), validate_args=False)
+        return kl_divergence(network, prediction.normal).reshape(outputs.shape[0], -1).mean(1)
 
     def expected_log_prob(
         self, mean: Tensor, variance: Tensor, targets: Tensor, n_draws: int = LINK_DRAWS
     ) -> Tensor:
         """In closed form: ``log p(y | mean) - variance / (2 noise)``, summed over outputs."""
-        penalty = 0.5 * wide(variance) / self.noise(mean)
+        penalty = 0.5 * at_least_float32(variance) / self.noise(mean)
         return self.log_prob(mean, targets) - penalty.reshape(mean.shape[0], -1).sum(1)
 
     def predictive_log_prob(
         self, mean: Tensor, variance: Tensor, targets: Tensor, n_draws: int = LINK_DRAWS
     ) -> Tensor:
         """In closed form: the log density of ``N(mean, variance + noise)``, summed over outputs."""
-        total = wide(variance) + self.noise(mean)
-        terms = -0.5 * (self.residuals(mean, targets) ** 2 / total + total.log() + log(2 * pi))
-        return terms.reshape(mean.shape[0], -1).sum(1)
+        total = (at_least_float32(variance) + self.noise(mean)).sqrt()
+        logs = Normal(at_least_float32(mean), total, validate_args=False).log_prob(self.like(mean, targets))
+        return logs.reshape(mean.shape[0], -1).sum(1)
 
-    def mean(self, outputs: Tensor) -> Tensor:
-        return outputs
+    def from_blocks(self, blocks: Iterable[Tensor]) -> RegressionPrediction:
+        mean, variance = moments_of(map(at_least_float32, blocks))
+        return RegressionPrediction(mean, variance, self.noise(mean))
 
-    def variance(self, outputs: Tensor) -> Tensor:
-        return self.noise(outputs).expand(outputs.shape)
-
-    def agrees(self, outputs: Tensor, draws: Tensor) -> bool:
-        """The mean of the draws is not further from the trained outputs, in mean square, than the noise variance."""
-        squares = (draws.mean(0) - outputs).square().mean(0)
-        return not bool((squares > self.noise(outputs)).any())
-
-    def from_draws(self, outputs: Tensor, noise: Tensor | None = None) -> RegressionPrediction:
-        variance = self.noise_variance if noise is None else noise
-        return RegressionPrediction.from_samples(outputs, placed_noise_variance(variance, outputs.device))
-
-    def from_blocks(self, blocks: Iterable[Tensor], noise: Tensor | None = None) -> RegressionPrediction:
-        return values_of_draws(blocks, self.noise_variance if noise is None else noise)
-
-    def from_gaussian(
-        self,
-        mean: Tensor,
-        variance: Tensor,
-        *,
-        covariance: Tensor | Spread | None = None,
-        link: str = "mc",
-        n_draws: int = LINK_DRAWS,
-        noise: Tensor | None = None,
-    ) -> RegressionPrediction:
-        """In closed form, whatever the link."""
-        noise_variance = self.noise_variance if noise is None else noise
-        return RegressionPrediction(mean, variance, placed_noise_variance(noise_variance, mean.device))
-
-    def score(self, outputs: Tensor, targets: Tensor) -> Tensor:
-        return self.residuals(outputs, targets) / self.noise(outputs)
-
-    def draw(self, outputs: Tensor, keys: Tensor, draw: int) -> Tensor:
-        size = outputs[0].numel()
-        u = uniforms(keys, (draw + 1) * size)[:, draw * size :]
-        normals = torch.special.ndtri(u).reshape(outputs.shape)
-        normals = normals.to(device=outputs.device, dtype=wide(outputs).dtype)
-        return wide(outputs) + normals * self.noise(outputs).sqrt()
-
-    def exact_factors(self, outputs: Tensor) -> Iterator[Tensor]:
-        scale = self.noise(outputs).rsqrt().expand(outputs.shape)
-        for index in range(outputs[0].numel()):
-            factor = torch.zeros_like(scale.reshape(outputs.shape[0], -1))
-            factor[:, index] = scale.reshape(outputs.shape[0], -1)[:, index]
-            yield factor.reshape(outputs.shape)
+    def of_gaussian(self, outputs: OutputGaussian) -> RegressionPrediction:
+        return RegressionPrediction(outputs.mean, outputs.variance, self.noise(outputs.mean))
 
 
-# Regression with a noise that the network predicts beside the mean.
-
-
-class Heteroscedastic(Likelihood):
+class Heteroscedastic(_Normals):
     """Regression with a noise of each input (Nix, Weigend 1994; Kendall, Gal 2017): outputs ``(samples, 2 targets)``
     are the means of all targets and, after them, the logarithms of their noise variances. Targets are
     ``(samples, targets)``; of one target also ``(samples,)``.
@@ -210,12 +172,7 @@ class Heteroscedastic(Likelihood):
     """
 
     name = "heteroscedastic"
-    joint: ClassVar[bool] = False  # mean and variance of the target need no covariance of the outputs
     _log_factor = 0.0  # of `at_noise_scale`
-
-    @property
-    def has_noise(self) -> bool:
-        return True
 
     def at_noise_scale(self, factor: float) -> Heteroscedastic:
         """With `factor` times every predicted noise variance."""
@@ -225,12 +182,7 @@ class Heteroscedastic(Likelihood):
         likelihood._log_factor = self._log_factor + log(factor)
         return likelihood
 
-    def check(self, outputs: Tensor, targets: Tensor | None) -> None:
-        fault = Heteroscedastic.fault(self, outputs, targets)
-        if fault is not None and bool(fault):
-            raise PosthocUQError("Some targets are not finite.")
-
-    def fault(self, outputs: Tensor, targets: Tensor | None) -> Tensor | None:
+    def wrong_values(self, outputs: Tensor, targets: Tensor | None) -> Tensor | None:
         if outputs.ndim != 2 or outputs.shape[1] % 2 or outputs.shape[1] == 0:
             raise PosthocUQError(
                 f"likelihood='heteroscedastic' needs outputs of shape (samples, 2 * targets), all means and after them "
@@ -251,7 +203,7 @@ class Heteroscedastic(Likelihood):
     @staticmethod
     def _halves(outputs: Tensor) -> tuple[Tensor, Tensor]:
         """Means and log variances, ``(..., targets)`` each."""
-        means, log_variances = wide(outputs).chunk(2, dim=-1)
+        means, log_variances = at_least_float32(outputs).chunk(2, dim=-1)
         return means, log_variances
 
     def _means_and_logs(self, outputs: Tensor) -> tuple[Tensor, Tensor]:
@@ -259,45 +211,28 @@ class Heteroscedastic(Likelihood):
         means, log_variances = self._halves(outputs)
         return means, log_variances + self._log_factor
 
-    @staticmethod
-    def _like(means: Tensor, targets: Tensor) -> Tensor:
-        return targets.to(device=means.device, dtype=means.dtype).reshape(means.shape)
+    def like(self, outputs: Tensor, targets: Tensor) -> Tensor:
+        """The targets in the shape of the means and in their precision."""
+        return super().like(self._halves(outputs)[0], targets)
 
-    def log_prob(self, outputs: Tensor, targets: Tensor) -> Tensor:
+    def distribution(self, outputs: Tensor) -> Normal:
         means, logs = self._means_and_logs(outputs)
-        squares = (self._like(means, targets) - means).square()
-        return -0.5 * (squares * (-logs).exp() + logs + log(2 * pi)).sum(1)
+        return Normal(means, (logs / 2).exp(), validate_args=False)
 
-    def score(self, outputs: Tensor, targets: Tensor) -> Tensor:
-        means, logs = self._means_and_logs(outputs)
-        residuals, precision = means - self._like(means, targets), (-logs).exp()
-        return torch.cat([residuals * precision, 0.5 * (1 - residuals.square() * precision)], dim=1)
-
-    def draw(self, outputs: Tensor, keys: Tensor, draw: int) -> Tensor:
-        means, logs = self._means_and_logs(outputs)
-        normals = torch.special.ndtri(self.uniforms(outputs, keys, draw, means.shape[1])).to(means)
-        return means + (logs / 2).exp() * normals
-
-    def exact_factors(self, outputs: Tensor) -> Iterator[Tensor]:
+    def fisher_root(self, outputs: Tensor) -> Tensor:
         _, logs = self._means_and_logs(outputs)
-        roots = torch.cat([(-logs / 2).exp(), torch.full_like(logs, 0.5**0.5)], dim=1)
-        for index in range(roots.shape[1]):
-            factor = torch.zeros_like(roots)
-            factor[:, index] = roots[:, index]
-            yield factor
+        return torch.cat([(-logs / 2).exp(), torch.full_like(logs, 0.5**0.5)], dim=1)
 
     def divergence(self, outputs: Tensor, prediction: Any) -> Tensor:
         """Of the Gaussian with the prediction's mean and variance, in closed form; the mean over targets."""
-        means, logs = self._means_and_logs(outputs)
-        squares, total = (prediction.mean - means).square(), prediction.variance
-        return (0.5 * ((logs.exp() + squares) / total - 1 + total.log() - logs)).mean(1)
+        return kl_divergence(self.distribution(outputs), prediction.normal).mean(1)
 
     def expected_log_prob(
         self, mean: Tensor, variance: Tensor, targets: Tensor, n_draws: int = LINK_DRAWS
     ) -> Tensor:
         """In closed form, with ``E[exp(-s)] = exp(-m_s + v_s / 2)`` for the log variance s."""
         (means, logs), (spread, log_spread) = self._means_and_logs(mean), self._halves(variance)
-        squares = (self._like(means, targets) - means).square() + spread
+        squares = (self.like(mean, targets) - means).square() + spread
         return -0.5 * (squares * (log_spread / 2 - logs).exp() + logs + log(2 * pi)).sum(1)
 
     def predictive_log_prob(
@@ -305,37 +240,22 @@ class Heteroscedastic(Likelihood):
     ) -> Tensor:
         """In closed form over the means, by Gauss-Hermite quadrature over the log variances."""
         (means, logs), (spread, log_spread) = self._means_and_logs(mean), self._halves(variance)
-        squares = (self._like(means, targets) - means).square()
+        squares = (self.like(mean, targets) - means).square()
 
         def log_density(log_variances: Tensor) -> Tensor:
             total = spread + log_variances.exp()
             return -0.5 * (squares / total + total.log() + log(2 * pi))
 
-        return gaussian_log_mean_exp(log_density, logs, log_spread).sum(1)
+        densities, weights = at_nodes(log_density, logs, log_spread)
+        return torch.logsumexp(densities + weights.log(), 0).sum(1)
 
-    def mean(self, outputs: Tensor) -> Tensor:
-        return self._halves(outputs)[0]
-
-    def variance(self, outputs: Tensor) -> Tensor:
-        return self._means_and_logs(outputs)[1].exp()
-
-    def agrees(self, outputs: Tensor, draws: Tensor) -> bool:
-        """The mean of the draws is not further from the trained means, in mean square, than the mean noise variance."""
-        means, logs = self._means_and_logs(outputs)
-        squares = (self._halves(draws)[0].mean(0) - means).square().mean(0)
-        return not bool((squares > logs.exp().mean(0)).any())
-
-    def from_draws(self, outputs: Tensor, noise: Tensor | None = None) -> HeteroscedasticPrediction:
-        """By the draws' moments."""
-        if outputs.ndim != 3 or outputs.shape[-1] % 2:
-            raise PosthocUQError(f"outputs must be (draws, batch, 2 * targets), not {tuple(outputs.shape)}.")
-        outputs = at_least_float32(outputs)
-        moments = mean_and_variance(outputs)
-        return self._prediction(*moments, self.variance(outputs).mean(0))
-
-    def from_blocks(self, blocks: Iterable[Tensor], noise: Tensor | None = None) -> HeteroscedasticPrediction:
+    def from_blocks(self, blocks: Iterable[Tensor]) -> HeteroscedasticPrediction:
         outputs, noises, dtype = Moments(), Moments(), torch.float32
         for block in gathered(blocks):
+            if block.ndim != 3 or block.shape[-1] % 2:
+                raise PosthocUQError(
+                    f"outputs must be (draws, batch, 2 * targets), not {tuple(block.shape)}."
+                )
             block = at_least_float32(block)
             dtype = block.dtype
             outputs.add(block)
@@ -343,20 +263,221 @@ class Heteroscedastic(Likelihood):
         mean, variance = (moment.to(dtype) for moment in outputs.result())
         return self._prediction(mean, variance, noises.result()[0].to(dtype))
 
-    def from_gaussian(
-        self,
-        mean: Tensor,
-        variance: Tensor,
-        *,
-        covariance: Tensor | Spread | None = None,
-        link: str = "mc",
-        n_draws: int = LINK_DRAWS,
-        noise: Tensor | None = None,
-    ) -> HeteroscedasticPrediction:
-        """In closed form, whatever the link: the mean noise variance is ``exp(m_s + v_s / 2)``."""
-        logs, log_spread = self._means_and_logs(mean)[1], self._halves(variance)[1]
-        return self._prediction(mean, variance, (logs + log_spread / 2).exp())
+    def of_gaussian(self, outputs: OutputGaussian) -> HeteroscedasticPrediction:
+        """In closed form: the mean noise variance is ``exp(m_s + v_s / 2)``."""
+        logs, log_spread = self._means_and_logs(outputs.mean)[1], self._halves(outputs.variance)[1]
+        return self._prediction(outputs.mean, outputs.variance, (logs + log_spread / 2).exp())
 
     def _prediction(self, mean: Tensor, variance: Tensor, noise: Tensor) -> HeteroscedasticPrediction:
         (means, logs), (spread, log_spread) = self._means_and_logs(mean), self._halves(variance)
         return HeteroscedasticPrediction(means, spread, noise, logs, log_spread)
+
+
+@dataclass(frozen=True, eq=False, repr=False)
+class RegressionPrediction(Prediction):
+    """A Gaussian over each output, its variance split into the part by the weights and that by observation noise.
+
+    Attributes:
+        mean: (batch,) or (batch, outputs), as the model gave it.
+        epistemic_variance: same shape, in squared units of the output: variance over the weights.
+        noise_variance: same shape once stored; a number, a tensor of shape (outputs,) or anything else that
+            broadcasts to `mean` is accepted. Variance of the observation noise.
+        novelty_ratio: (batch,), see `Prediction`.
+
+    Raises:
+        PosthocUQError: the shapes do not fit, or the noise variance is a negative number.
+    """
+
+    kind: ClassVar[str] = "values"
+    default_score: ClassVar[str] = "standard_deviation"
+    loss_name: ClassVar[str] = "RMSE"
+
+    mean: Annotated[Tensor, "batch *outputs"]
+    epistemic_variance: Annotated[Tensor, "batch *outputs"]
+    noise_variance: Annotated[Tensor, "batch *outputs"]
+
+    if TYPE_CHECKING:  # the noise variance may be a number, and is a tensor then
+
+        def __init__(
+            self,
+            mean: Tensor,
+            epistemic_variance: Tensor,
+            noise_variance: Tensor | float,
+            *,
+            novelty_ratio: Tensor | None = None,
+        ) -> None: ...
+
+    def __post_init__(self) -> None:
+        noise, mean = self.noise_variance, at_least_float32(self.mean)
+        if mean.ndim not in (1, 2):
+            raise PosthocUQError(f"mean must be (batch,) or (batch, outputs), not {tuple(mean.shape)}.")
+        if not isinstance(noise, Tensor) and not noise >= 0:  # pyright: ignore[reportUnnecessaryIsInstance]
+            raise PosthocUQError(f"noise_variance must be at least 0, not {noise}.")
+        noise = torch.as_tensor(noise, dtype=mean.dtype, device=mean.device)
+        try:
+            noise = noise.expand(mean.shape)
+        except RuntimeError:
+            raise PosthocUQError(
+                f"noise_variance of shape {tuple(noise.shape)} does not broadcast to the mean's {tuple(mean.shape)}."
+            ) from None
+        object.__setattr__(self, "noise_variance", noise)
+        super().__post_init__()
+
+    @staticmethod
+    def from_samples(outputs: Tensor, noise_variance: Tensor | float) -> RegressionPrediction:
+        """Mean and unbiased variance over weight samples; with a single sample the variance is 0.
+
+        Args:
+            outputs: (samples, batch) or (samples, batch, outputs), of the model under each weight sample.
+            noise_variance: see the class.
+
+        Raises:
+            PosthocUQError: wrong number of dimensions, no sample, or a noise variance that does not fit.
+        """
+        return RegressionPrediction(*moments_of([at_least_float32(outputs)]), noise_variance)
+
+    @property
+    def outputs_mean(self) -> Tensor:
+        """The mean."""
+        return self.mean
+
+    @property
+    def normal(self) -> Normal:
+        """The Gaussian over each output, with the total variance."""
+        return Normal(self.mean, self.standard_deviation, validate_args=False)
+
+    @property
+    def variance(self) -> Tensor:
+        """Shape of `mean`: total predictive variance, epistemic plus noise variance."""
+        return self.epistemic_variance + self.noise_variance
+
+    @property
+    def standard_deviation(self) -> Tensor:
+        """Shape of `mean`, in units of the output: square root of the total variance."""
+        return self.variance.sqrt()
+
+    def epistemic(self) -> Tensor:
+        """(batch,): the mean over outputs of the epistemic variance."""
+        return by_input(self.epistemic_variance)
+
+    def quantile(self, q: float) -> Tensor:
+        """Shape of `mean`: the value below which an observation falls with probability `q`.
+
+        Raises:
+            PosthocUQError: `q` is not strictly between 0 and 1.
+        """
+        return self.mean + NormalDist().inv_cdf(check_probability("q", q)) * self.standard_deviation
+
+    def interval(self, level: float = 0.95) -> tuple[Tensor, Tensor]:
+        """Bounds, shaped like `mean`, between which an observation falls with probability `level`.
+
+        Raises:
+            PosthocUQError: `level` is not strictly between 0 and 1.
+        """
+        # by the lower tail, which is accurate even where (1 + level) / 2 rounds to 1
+        half_width = (
+            -NormalDist().inv_cdf((1 - check_probability("level", level)) / 2) * self.standard_deviation
+        )
+        return self.mean - half_width, self.mean + half_width
+
+    def sample(self, n: int, generator: torch.Generator | None = None) -> Tensor:
+        """`n` observations of every output, (n, *shape of `mean`), from the Gaussian with the total variance.
+
+        Outputs are drawn independently of each other. Normals are drawn on the generator's device, so that every
+        device gets the same; the global random state is not touched.
+
+        Args:
+            n: observations per output.
+            generator: of the normals; without one they differ from call to call.
+
+        Raises:
+            PosthocUQError: `n` is below 1.
+        """
+        if n < 1:
+            raise PosthocUQError(f"sample needs n of at least 1, not {n}.")
+        if generator is None:
+            generator = torch.Generator()
+            generator.seed()
+        normals = torch.randn(
+            n, *self.mean.shape, generator=generator, device=generator.device, dtype=self.mean.dtype
+        )
+        return self.mean + self.standard_deviation * normals.to(self.mean.device)
+
+    def log_prob(self, targets: Tensor) -> Tensor:
+        """(batch,), in nats: log density of the Gaussian with the total variance, summed over outputs.
+
+        Args:
+            targets: exactly the shape of `mean`, so that nothing broadcasts by accident.
+
+        Raises:
+            PosthocUQError: the shape differs, or the total variance is not positive somewhere.
+        """
+        if targets.shape != self.mean.shape:
+            raise PosthocUQError(
+                f"log_prob needs targets of shape {tuple(self.mean.shape)}, not {tuple(targets.shape)}."
+            )
+        if bool((self.variance <= 0).any()):
+            raise PosthocUQError("log_prob needs a positive variance; give a noise_variance above 0.")
+        density = self.normal.log_prob(targets.to(self.mean))
+        return density if density.ndim == 1 else density.sum(dim=-1)
+
+    def fitting(self, targets: Tensor) -> Tensor:
+        """Values in the shape of `mean`, float64.
+
+        Raises:
+            PosthocUQError: there is another number of them.
+        """
+        if targets.numel() != self.mean.numel():
+            raise PosthocUQError(
+                f"The targets have shape {tuple(targets.shape)} and the predictions {tuple(self.mean.shape)}; "
+                f"take them apart with batch_to_targets."
+            )
+        return as_double(targets.reshape(self.mean.shape))
+
+    def scores(self) -> dict[str, Tensor]:
+        """See `Prediction`: the scores of values."""
+        novelty = {} if self.novelty_ratio is None else {"novelty": self.novelty_ratio}
+        deviation = by_input(self.standard_deviation)
+        return {"standard_deviation": deviation, "epistemic_variance": self.epistemic()} | novelty
+
+    def quality(self, targets: Tensor, bins: int = 15) -> dict[str, float]:
+        """RMSE, and where all variances are positive log density, CRPS, coverage and sharpness of intervals."""
+        measures = {"RMSE": metrics.rmse(self.mean, targets)}
+        if bool((self.variance > 0).all()):
+            measures["log density"] = metrics.gaussian_log_density(self.mean, self.variance, targets)
+            measures["CRPS"] = metrics.crps_gaussian(self.mean, self.variance, targets)
+            measures |= interval_quality(self.interval, targets)
+        return measures
+
+    def losses(self, targets: Tensor) -> Tensor:
+        """(batch,): the squared error, mean over outputs."""
+        return squared_errors(self.mean, targets)
+
+    def tensors(self) -> ValueTensors:
+        """See `Prediction`."""
+        return ValueTensors(self.mean, self.variance, self.epistemic_variance)
+
+    def to_dict(self) -> dict[str, Tensor]:
+        """The tensors by name, with the total variance, each in the shape of `mean`; and the novelty if it is known."""
+        return super().to_dict() | {"variance": self.variance}
+
+
+@dataclass(frozen=True, eq=False, repr=False)
+class HeteroscedasticPrediction(RegressionPrediction):
+    """A `RegressionPrediction` whose noise differs between inputs, and how certain the weights are of that noise.
+
+    Mean and variance are those of the mixture over the weights (law of total variance); quantiles, intervals and
+    densities are those of the Gaussian with these two.
+
+    Attributes:
+        log_noise_mean: (batch, targets), mean over the weights of the logarithm of the noise variance.
+        log_noise_variance: same shape, its variance over the weights.
+    """
+
+    log_noise_mean: Annotated[Tensor, "batch *outputs"]
+    log_noise_variance: Annotated[Tensor, "batch *outputs"]
+
+    @property
+    def outputs_mean(self) -> Tensor:
+        """(batch, 2 targets): the means, and the means of the logarithms of noise variances."""
+        return torch.cat([self.mean, self.log_noise_mean], dim=1)

@@ -1,4 +1,6 @@
-"""Labels of classes in every form that loaders give, and where outputs and labels have their positions."""
+"""Labels of classes in the forms that loaders give (indices, floats 0 and 1 of one logit, soft labels), and `Layout`:
+where outputs and labels have their positions.
+"""
 
 from __future__ import annotations
 
@@ -11,14 +13,12 @@ from torch import Tensor
 
 from posthoc_uq.core.errors import PosthocUQError
 
-# Labels of classes in the forms that loaders give: indices, floats 0 and 1 of one logit, soft labels.
-
-_TOLERANCE = 1e-4  # how far a sum of probabilities may be from 1; more in half precision
+MAX_SUM_ERROR = 1e-4  # how far a sum of probabilities may be from 1; more in half precision
 
 
 def are_probabilities(rows: Tensor) -> Tensor:
     """A flag on the device, true where all rows ``(batch, classes)`` are probabilities of sum 1, up to rounding."""
-    tolerance = max(_TOLERANCE, 4 * torch.finfo(rows.dtype).eps)
+    tolerance = max(MAX_SUM_ERROR, 4 * torch.finfo(rows.dtype).eps)
     sums = rows.sum(1, dtype=torch.promote_types(rows.dtype, torch.float32))
     return ((rows >= 0).all(1) & ((sums - 1).abs() <= tolerance)).all()
 
@@ -26,11 +26,6 @@ def are_probabilities(rows: Tensor) -> Tensor:
 def are_soft(targets: Tensor, probs: Tensor) -> bool:
     """Whether targets are probabilities of the classes, shaped like the predicted ones."""
     return targets.is_floating_point() and targets.shape == probs.shape
-
-
-def hard_labels(targets: Tensor, probs: Tensor) -> Tensor:
-    """Labels ``(batch,)``: of soft ones the most probable class."""
-    return targets.argmax(-1) if are_soft(targets, probs) else targets
 
 
 def soft_log_prob(targets: Tensor, log_probs: Tensor) -> Tensor:
@@ -66,9 +61,6 @@ def binary_labels(targets: Tensor) -> Tensor:
     flat = targets.squeeze(1) if targets.ndim == 2 and targets.shape[1] == 1 else targets
     integral = flat.is_floating_point() and bool((flat == flat.round()).all())
     return flat.long() if integral else flat
-
-
-# Outputs with positions: where their classes are, which labels count, and the same as rows of classes.
 
 
 @dataclass(frozen=True)
@@ -184,7 +176,7 @@ class Layout:
             counted = torch.ones_like(labels, dtype=torch.bool)
         else:
             labels = targets.to(outputs.device).long().reshape(samples, positions)
-            counted = labels != self.ignore_index
+            counted = labels != self.ignore_index if outputs.ndim > 2 else torch.ones_like(labels).bool()
         labels, counted = self.shifted(labels), self.shifted(counted)
         # clamped: `fault` may not have been read yet, and on CUDA an index out of range ends the process
         return labels.clamp(0, self.classes(outputs) - 1).masked_fill(~counted, 0), counted

@@ -1,101 +1,52 @@
-"""`Likelihood`, the base class: what targets are, and what a prediction is."""
+"""`Likelihood`, the base class: what targets are; and `DrawnPrediction`, the prediction where it gives no other."""
 
 from __future__ import annotations
 
 import copy
-from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterable, Iterator, Mapping
+import math
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
 from functools import lru_cache
-from math import log
-from typing import Any, ClassVar, Literal, TypeVar, cast
+from typing import Annotated, Any, ClassVar, Literal, TypeVar, cast
 
 import numpy as np
 import torch
 from torch import Tensor
+from torch.distributions import Distribution
 
-from posthoc_uq.core.devices import host_double, widest
+from posthoc_uq.core.devices import as_double, host_double, widest
 from posthoc_uq.core.errors import PosthocUQError
-from posthoc_uq.core.randomness import sample_keys, uniforms
+from posthoc_uq.core.randomness import mix, sample_keys, uniforms
 from posthoc_uq.core.records import Record
-from posthoc_uq.likelihoods.drawn_prediction import DrawnPrediction
-from posthoc_uq.likelihoods.draws import LINK_DRAWS, Spread, output_draws
+from posthoc_uq.likelihoods import metrics
+from posthoc_uq.likelihoods.draws import LINK_DRAWS, OutputGaussian, Spread, moments_of
 from posthoc_uq.likelihoods.labels import Layout
-from posthoc_uq.likelihoods.prediction import Prediction
-
-# Helpers of likelihoods: precision of outputs, divergences, plain values, the last node of an autograd graph.
-
-# Autograd nodes that do not change values, by the start of their names.
-_PASSING = ("View", "UnsafeView", "Reshape", "Squeeze", "Unsqueeze", "Select", "Slice", "Clone", "ToCopy")
-
-
-def wide(outputs: Tensor) -> Tensor:
-    """Half precision outputs as float32: in half precision a softmax loses its tail."""
-    return outputs.float() if outputs.dtype in (torch.float16, torch.bfloat16) else outputs
-
-
-def divergence_of_classes(log_probs: Tensor, prediction: Any) -> Tensor:
-    """``sum_c p_c (log p_c - log q_c)``; a class that the network gives probability zero adds nothing."""
-    predicted = prediction.probs.log() if prediction.log_probs is None else prediction.log_probs
-    probs = log_probs.exp()
-    terms = torch.where(probs > 0, probs * (log_probs - predicted), torch.zeros_like(probs))
-    return terms.sum(1)
-
-
-def entropy_of_logits(logits: Tensor) -> Tensor:
-    """Entropy in nats of the softmax of logits ``(samples, classes)`` in float64, ``(samples,)``."""
-    logs = logits.log_softmax(1)
-    return -torch.where(logs.isneginf(), 0.0, logs.exp() * logs).sum(1)
-
-
-def last_function(outputs: Tensor) -> str:
-    """The name of the autograd node that made the outputs, before any changes of shape or type."""
-    node: Any = outputs.grad_fn
-    while node is not None and node.name().startswith(_PASSING):
-        node = node.next_functions[0][0]
-    return "" if node is None else node.name()
-
-
-def plain_value(likelihood: str, name: str, value: Any) -> Any:
-    """A likelihood's attribute as a file keeps it: a number, a text, a list of them, a dictionary of them by text.
-
-    Raises:
-        PosthocUQError: it is none of these.
-    """
-    if isinstance(value, Tensor):
-        return value.tolist()
-    if value is None or isinstance(value, (bool, int, float, str)):
-        return value
-    if isinstance(value, (list, tuple)):
-        return [plain_value(likelihood, name, item) for item in cast(list[Any], value)]
-    if isinstance(value, dict) and all(isinstance(key, str) for key in cast(dict[Any, Any], value)):
-        items = cast(dict[str, Any], value).items()
-        return {key: plain_value(likelihood, name, item) for key, item in items}
-    raise PosthocUQError(
-        f"Likelihood {likelihood!r} has an attribute {name!r} of the type {type(value).__name__}, which no file can "
-        f"keep; give it plain numbers and texts, a name that begins with an underscore, or a method attributes()."
-    )
-
-
-# The base class of likelihoods: the loss of a sample, the gradients whose squares are the Fisher, the
-# prediction.
-#
-# The Fisher information is an expectation over labels drawn from the model's own predictive. It is delivered
-# here as one or more tensors ``v``, shaped like the outputs, to pull back through the network: the Fisher of
-# a sample is the sum over the tensors of the outer products of the pulled-back gradients (losses are summed
-# over the batch, never averaged).
+from posthoc_uq.likelihoods.prediction import (
+    LEVELS,
+    Prediction,
+    ValueTensors,
+    at_least_float32,
+    by_input,
+    check_probability,
+    check_rows,
+    interval_quality,
+    squared_errors,
+)
 
 Fisher = Literal["mc", "exact", "empirical"]
 Self = TypeVar("Self", bound="Likelihood")
 
-_CERTAIN = 50.0  # log ratios of densities are clamped here: larger ones add nothing
+MIN_AGREEMENT = 0.75  # share of the trained model's decisions that drawn models should share
+_MAX_LOG_RATIO = 50.0  # of densities in a divergence by draws: larger ones add nothing
+_BY_DISTRIBUTION = ("log_prob", "log_terms", "mean", "variance", "entropy", "cdf")  # what follows from it
 
 
-class Likelihood(ABC):
+class Likelihood:
     """``p(y | outputs)`` for one sample; subclass it to add one.
 
-    Only `log_prob` must be written. Every other method has a default, or raises an error that names the missing method;
-    `docs/guides/new_likelihood.md` says which method is for what. Outputs are
-    ``(samples, ...)``, the first dimension counts the samples, and a sample's outputs and targets depend on no other's.
+    Either `distribution` or `log_prob` must be written. Every other method has a default, or raises an error that names
+    the missing method; `docs/guides/new_likelihood.md` says which method is for what. Outputs are ``(samples, ...)``,
+    the first dimension counts the samples, and a sample's outputs and targets depend on no other's.
 
     Attributes:
         name: in reports, messages and files; by default that of the class.
@@ -103,6 +54,7 @@ class Likelihood(ABC):
         softmax: outputs are logits of several classes. Adding a number to all of them changes nothing, and heads may
             use those of the most probable classes alone.
         joint: whether a prediction from Gaussian outputs needs the covariance of a sample's outputs.
+        links: the links that `from_gaussian` takes; None where it is in closed form whatever the link.
         fields: what a file may hold of the `attributes` besides the name; for the likelihoods of this package.
         noise_variance: of Gaussian observation noise, ``(outputs,)`` or ``(1,)`` float64, in squared units of the
             targets; None where there is no such noise. Tuning scales it.
@@ -113,6 +65,7 @@ class Likelihood(ABC):
     logits: ClassVar[bool] = False
     softmax: ClassVar[bool] = False
     joint: ClassVar[bool] = True
+    links: ClassVar[tuple[str, ...] | None] = ("mc",)
     fields: ClassVar[type[Record]] = Record
     noise_variance: Tensor | None = None
 
@@ -120,37 +73,72 @@ class Likelihood(ABC):
         super().__init_subclass__(**kwargs)
         if not cls.name:
             cls.name = cls.__name__
-        if "check" in cls.__dict__ and "fault" not in cls.__dict__:
-            cls.fault = Likelihood.fault  # its own check must run
 
-    def defines(self, *methods: str) -> bool:
-        """Whether these methods are the subclass's own, rather than the defaults here."""
-        return all(getattr(type(self), name) is not getattr(Likelihood, name) for name in methods)
+    def defines(self, method: str) -> bool:
+        """Whether the subclass gives this method, itself or by its `distribution` or `fisher_root`."""
+
+        def given(name: str) -> bool:
+            return getattr(type(self), name) is not getattr(Likelihood, name)
+
+        by_distribution = method in _BY_DISTRIBUTION and given("distribution")
+        return given(method) or by_distribution or (method == "exact_factors" and given("fisher_root"))
 
     def _missing(self, method: str, purpose: str) -> PosthocUQError:
         return PosthocUQError(f"Likelihood {self.name!r} {purpose}; give it a method {method}.")
 
+    def _by_distribution(self, method: str, outputs: Tensor, of: Callable[[Distribution], Tensor]) -> Tensor:
+        """What the `distribution` gives in place of a method that the subclass does not give.
+
+        Raises:
+            PosthocUQError: the subclass gives neither, or torch's distribution does not have it.
+        """
+        if self.defines("distribution"):
+            try:
+                return of(self.distribution(at_least_float32(outputs)))
+            except NotImplementedError:
+                pass
+        raise PosthocUQError(
+            f"Likelihood {self.name!r} has no method {method}, which this needs; give it that, or a "
+            f"distribution(outputs) that has it."
+        )
+
     # Checks of outputs and targets
 
     def check(self, outputs: Tensor, targets: Tensor | None) -> None:
-        """Raise `PosthocUQError` where outputs or targets have the wrong shape, type or range. By default there must be
-        a target for every sample, and all of them finite.
-        """
-        if targets is None:
-            return
-        if targets.shape[:1] != outputs.shape[:1]:
-            raise PosthocUQError(
-                f"Targets of shape {tuple(targets.shape)} do not fit outputs of shape {tuple(outputs.shape)}."
-            )
-        if not bool(torch.isfinite(targets).all()):
-            raise PosthocUQError("Some targets are not finite.")
+        """Raise `PosthocUQError` where outputs or targets have the wrong shape, type or range."""
+        wrong = self.wrong_values(outputs, targets)
+        if wrong is not None and targets is not None and bool(wrong):
+            raise PosthocUQError(self.wrong_text(outputs, targets))
 
     def fault(self, outputs: Tensor, targets: Tensor | None) -> Tensor | None:
         """`check` for a loop that must not wait for the device at every batch. Shapes and types are checked at once.
         The result is a flag on the device, true where `check` would raise for the range, or None where all is checked.
         """
+        if type(self).check is Likelihood.check:
+            return self.wrong_values(outputs, targets)
         self.check(outputs, targets)
         return None
+
+    def wrong_values(self, outputs: Tensor, targets: Tensor | None) -> Tensor | None:
+        """A flag on the device, true where a target is out of range; by default where one is not finite. None without
+        targets.
+
+        Raises:
+            PosthocUQError: a shape or a type is wrong; by default where there are not as many targets as samples, or,
+                where each has a density (`log_terms`), as outputs.
+        """
+        if targets is None:
+            return None
+        one_an_output = self.defines("log_terms")
+        if targets.shape[:1] != outputs.shape[:1] or (one_an_output and targets.numel() != outputs.numel()):
+            raise PosthocUQError(
+                f"Targets of shape {tuple(targets.shape)} do not fit outputs of shape {tuple(outputs.shape)}."
+            )
+        return ~torch.isfinite(targets).all()
+
+    def wrong_text(self, outputs: Tensor, targets: Tensor) -> str:
+        """What `check` says of targets that are out of range."""
+        return "Some targets are not finite."
 
     def takes(self, outputs: int) -> bool:
         """Whether a model may have so many outputs a sample."""
@@ -170,9 +158,25 @@ class Likelihood(ABC):
 
     # The density and its gradients
 
-    @abstractmethod
+    def distribution(self, outputs: Tensor) -> Distribution:
+        """The distribution of targets that are independent given the outputs, in one batch of torch's distributions,
+        such as ``torch.distributions.Poisson(outputs.exp(), validate_args=False)``: a look at all numbers, which torch
+        takes by default, waits for the device and cannot be exported.
+
+        `log_prob`, `log_terms`, `cdf`, `mean`, `variance` and `entropy` follow from it.
+        """
+        raise self._missing("distribution(outputs)", "has no distribution of targets")
+
+    def like(self, outputs: Tensor, targets: Tensor) -> Tensor:
+        """The targets in the shape of the outputs and in their precision."""
+        return targets.to(device=outputs.device, dtype=at_least_float32(outputs).dtype).reshape(outputs.shape)
+
     def log_prob(self, outputs: Tensor, targets: Tensor) -> Tensor:
         """``log p(y | outputs)`` of every sample, ``(samples,)``, in nats; differentiable in the outputs."""
+        if not self.defines("log_terms"):
+            raise self._missing("distribution(outputs) or log_prob(outputs, targets)", "has no density")
+        terms = self.log_terms(at_least_float32(outputs), self.like(outputs, targets))
+        return terms.reshape(outputs.shape[0], -1).sum(1)
 
     def weighted_log_prob(self, outputs: Tensor, targets: Tensor, weights: Tensor) -> Tensor:
         """``sum_t w_t log p(y_t | f_t)`` of every sample, ``(samples,)``, in nats, for weights of positions
@@ -184,18 +188,18 @@ class Likelihood(ABC):
 
     def log_terms(self, outputs: Tensor, targets: Tensor) -> Tensor:
         """``log p(y_k | f_k)`` of every single output, shaped like them, where targets are independent given the
-        outputs; for the probabilities of counts.
+        outputs. Outputs may have dimensions before those of the targets.
         """
-        raise self._missing("log_terms(outputs, targets)", "has no density of single outputs")
+        return self._by_distribution("log_terms", outputs, lambda law: law.log_prob(targets))
 
     def cdf(self, outputs: Tensor, targets: Tensor) -> Tensor:
         """``P(Y_k <= y_k | f_k)`` of every single output, shaped like them."""
-        raise self._missing("cdf(outputs, targets)", "has no distribution function")
+        return self._by_distribution("cdf", outputs, lambda law: law.cdf(targets))
 
     def score(self, outputs: Tensor, targets: Tensor) -> Tensor:
         """Gradient of ``-log p(y | outputs)`` by the outputs, shaped like them; by default by autograd."""
         with torch.inference_mode(False), torch.enable_grad():
-            inputs = wide(outputs.detach()).clone().requires_grad_()
+            inputs = at_least_float32(outputs.detach()).clone().requires_grad_()
             (gradient,) = torch.autograd.grad(-self.log_prob(inputs, targets).sum(), inputs)
         return gradient
 
@@ -213,18 +217,35 @@ class Likelihood(ABC):
         numbers_of_draw = uniforms(keys, (draw + 1) * numbers)[:, draw * numbers :]
         return numbers_of_draw.to(device=outputs.device, dtype=widest(outputs.device))
 
+    def fisher_root(self, outputs: Tensor) -> Tensor:
+        """The root of the Fisher by the outputs where that is diagonal, shaped like them: of ``Var(d log p / d f_k)``
+        for every output.
+        """
+        raise self._missing("fisher_root(outputs) or exact_factors(outputs)", "has no exact Fisher")
+
     def exact_factors(self, outputs: Tensor) -> Iterator[Tensor]:
         """Tensors ``v`` like the outputs with ``sum v v^T`` = the Fisher of a sample by its outputs; as few as
-        possible, since each costs a backward pass. Without this method the Fisher is by drawn labels.
+        possible, since each costs a backward pass. By default one an output, by `fisher_root`; where neither is given,
+        the Fisher is by drawn labels.
         """
-        raise self._missing(
-            "exact_factors(outputs)", "has no exact expectation over labels, take fisher='mc'"
-        )
+        if not self.defines("exact_factors"):
+            raise self._missing(
+                "fisher_root(outputs) or exact_factors(outputs)",
+                "has no exact expectation over labels, take fisher='mc'",
+            )
+        root = self.fisher_root(outputs)
+        flat = root.reshape(outputs.shape[0], -1)
+        for index in range(flat.shape[1]):
+            factor = torch.zeros_like(flat)
+            factor[:, index] = flat[:, index]
+            yield factor.reshape(root.shape)
 
     def gradients(
         self, outputs: Tensor, targets: Tensor | None, keys: Tensor, fisher: Fisher, n_samples: int = 1
     ) -> Iterator[Tensor]:
-        """The tensors to pull back for one batch; see the module's docstring."""
+        """Tensors ``v``, shaped like the outputs, to pull back through the network: the Fisher of a sample is the sum
+        over them of the outer products of the pulled-back gradients (losses are summed over the batch).
+        """
         outputs = outputs.detach()
         if fisher == "exact":
             yield from self.exact_factors(outputs)
@@ -242,46 +263,58 @@ class Likelihood(ABC):
         self, mean: Tensor, variance: Tensor, targets: Tensor, n_draws: int = LINK_DRAWS
     ) -> Tensor:
         """``E[log p(y | f)]`` of every sample for outputs ``f ~ N(mean, variance)``, ``(samples,)``, in nats; by
-        default over quasi-random draws of independent outputs.
-
-        Args:
-            mean: ``(samples, ...)``.
-            variance: of the same shape.
-            targets: as in `log_prob`.
-            n_draws: of the outputs, where there is no closed form.
+        default as for `predictive_log_prob`. Arguments are the same.
         """
-        draws = output_draws(mean, variance, None, n_draws)
-        return torch.stack([self.log_prob(outputs, targets) for outputs in draws]).mean(0)
+        logs, weights = self._at_nodes(mean, variance, targets, n_draws)
+        return (logs * weights).sum(0).sum(1)
 
     def predictive_log_prob(
         self, mean: Tensor, variance: Tensor, targets: Tensor, n_draws: int = LINK_DRAWS
     ) -> Tensor:
         """``log E[p(y | f)]`` of every sample for outputs ``f ~ N(mean, variance)``, ``(samples,)``, in nats: how the
-        prediction rates the targets. By default over quasi-random draws of independent outputs; differentiable.
+        prediction rates the targets. Outputs count as independent: by default by Gauss-Hermite quadrature for each
+        where there are `log_terms`, else over quasi-random draws. Differentiable.
 
         Args:
             mean: ``(samples, ...)``.
             variance: of the same shape.
             targets: as in `log_prob`.
-            n_draws: of the outputs, where there is no closed form.
+            n_draws: of the outputs, where neither a closed form nor quadrature is used.
         """
-        draws = output_draws(mean, variance, None, n_draws)
-        logs = torch.stack([self.log_prob(outputs, targets) for outputs in draws])
-        return torch.logsumexp(logs, 0) - log(n_draws)
+        logs, weights = self._at_nodes(mean, variance, targets, n_draws)
+        return torch.logsumexp(logs + weights.log(), 0).sum(1)
+
+    def _at_nodes(
+        self, mean: Tensor, variance: Tensor, targets: Tensor, n_draws: int
+    ) -> tuple[Tensor, Tensor]:
+        """Log probabilities ``(nodes, samples, terms)`` at nodes of the outputs, and the nodes' weights."""
+        if self.defines("log_terms"):
+            values = self.like(mean, targets)
+            return at_nodes(lambda outputs: self.log_terms(outputs, values), mean, variance)
+        return self._at_draws(mean, variance, targets, n_draws)
+
+    def _at_draws(
+        self, mean: Tensor, variance: Tensor, targets: Tensor, n_draws: int
+    ) -> tuple[Tensor, Tensor]:
+        """The same at quasi-random draws of the outputs, one term a sample."""
+        draws = OutputGaussian(mean, variance, n_draws=n_draws).draws()
+        logs = torch.stack([self.log_prob(outputs, targets) for outputs in draws]).unsqueeze(2)
+        return logs, torch.full_like(logs[:, :1, :1], 1 / n_draws)
 
     # The target
 
     def mean(self, outputs: Tensor) -> Tensor:
         """``E[y | outputs]``, ``(samples, ...)``, in units of the targets."""
-        raise self._missing("mean(outputs)", "does not say what mean the target has")
+        return self._by_distribution("mean", outputs, lambda law: law.mean)
 
     def variance(self, outputs: Tensor) -> Tensor:
         """``Var[y | outputs]``, shaped like `mean`, in squared units of the targets."""
-        raise self._missing("variance(outputs)", "does not say what variance the target has")
+        return self._by_distribution("variance", outputs, lambda law: law.variance)
 
     def entropy(self, outputs: Tensor) -> Tensor:
         """``H[y | outputs]`` of every sample, ``(samples,)``, in nats; by which a temperature is matched."""
-        raise self._missing("entropy(outputs)", "does not say how undecided the network is")
+        entropies = self._by_distribution("entropy", as_double(outputs), lambda law: law.entropy())
+        return entropies.reshape(len(outputs), -1).sum(1)
 
     def measures(self, mean: Tensor, targets: Tensor) -> dict[str, float]:
         """Measures of how good predicted means are, by name, which `posthoc_uq.evaluate` shows beside its own."""
@@ -289,23 +322,22 @@ class Likelihood(ABC):
 
     # Predictions
 
-    def from_draws(self, outputs: Tensor, noise: Tensor | None = None) -> Prediction:
-        """The prediction from outputs of several draws of the weights; by default a `DrawnPrediction`.
-
-        Args:
-            outputs: ``(draws, samples, ...)``.
-            noise: a `noise_variance` in place of the likelihood's own.
+    def from_draws(self, outputs: Tensor) -> Prediction:
+        """The prediction from outputs of several draws of the weights, ``(draws, samples, ...)``.
 
         Raises:
             PosthocUQError: the outputs do not fit.
         """
-        return DrawnPrediction.from_draws(outputs, self if noise is None else self.with_noise(noise))
+        return self.from_blocks([outputs])
 
-    def from_blocks(self, blocks: Iterable[Tensor], noise: Tensor | None = None) -> Prediction:
-        """`from_draws` for outputs that come block by block, ``(draws, samples, ...)`` each; a likelihood whose
-        prediction needs each draw only once sums them up instead of keeping them.
+    def from_blocks(self, blocks: Iterable[Tensor]) -> Prediction:
+        """`from_draws` for outputs that come block by block, ``(draws, samples, ...)`` each. By default a
+        `DrawnPrediction`, which keeps all draws; other predictions sum them up.
         """
-        return self.from_draws(torch.cat(list(blocks)), noise)
+        outputs = torch.cat(list(blocks))
+        if self.defines("from_draws"):
+            return self.from_draws(outputs)
+        return DrawnPrediction.from_draws(outputs, self)
 
     def from_gaussian(
         self,
@@ -315,35 +347,27 @@ class Likelihood(ABC):
         covariance: Tensor | Spread | None = None,
         link: str = "mc",
         n_draws: int = LINK_DRAWS,
-        noise: Tensor | None = None,
     ) -> Prediction:
-        """The prediction of Gaussian outputs ``N(mean, variance)``; by default from quasi-random draws of them.
-
-        Args:
-            mean: ``(samples, ...)``, in float32 at least.
-            variance: of the same shape.
-            covariance: ``(samples, outputs, outputs)`` where the head knows it, or the `Spread` of many classes;
-                without it outputs count as independent.
-            link: ``"mc"``, or another one that this likelihood has.
-            n_draws: of the outputs, for ``"mc"``.
-            noise: a `noise_variance` in place of the likelihood's own.
+        """The prediction of Gaussian outputs ``N(mean, variance)``; the arguments are those of `OutputGaussian`.
 
         Raises:
             PosthocUQError: the likelihood has no such link.
         """
-        if link != "mc":
+        if self.links is not None and link not in self.links:
             raise PosthocUQError(
                 f"link={link!r} makes probabilities of Gaussian logits; likelihood {self.name!r} predicts by draws of "
                 f"the outputs: link='mc'."
             )
-        likelihood = self if noise is None else self.with_noise(noise)
-        return DrawnPrediction.from_gaussian(mean, variance, likelihood, covariance, n_draws)
+        return self.of_gaussian(OutputGaussian(mean, variance, covariance, link, n_draws))
+
+    def of_gaussian(self, outputs: OutputGaussian) -> Prediction:
+        """The prediction of Gaussian outputs; by default a `DrawnPrediction` from quasi-random draws of them."""
+        return DrawnPrediction.from_draws(outputs.draws(), self, (outputs.mean, outputs.variance))
 
     def divergence(self, outputs: Tensor, prediction: Any) -> Tensor:
         """``KL(p(y | outputs) || prediction)`` of every sample, ``(samples,)``, in nats; for a
         regression of several outputs, their mean. Without this method there is no faithful prior, and a fit uses the
-        evidence;
-        `drawn_divergence` estimates it.
+        evidence; `drawn_divergence` estimates it.
 
         Args:
             outputs: of the network, divided by the posterior's temperature where they are logits.
@@ -376,7 +400,7 @@ class Likelihood(ABC):
         drawn += prediction.sample(half, torch.Generator().manual_seed(0)).unbind()
         total = outputs.new_zeros(len(outputs))
         for targets in drawn:
-            ratio = (prediction.log_prob(targets) - self.log_prob(outputs, targets)).clamp(max=_CERTAIN)
+            ratio = (prediction.log_prob(targets) - self.log_prob(outputs, targets)).clamp(max=_MAX_LOG_RATIO)
             total = total + 2 * (ratio.exp() - 1 - ratio) / (1 + ratio.exp())
         return total / len(drawn)
 
@@ -415,7 +439,7 @@ class Likelihood(ABC):
 
     @property
     def has_noise(self) -> bool:
-        return self.noise_variance is not None
+        return self.noise_variance is not None or self.defines("at_noise_scale")
 
     def at_noise_scale(self: Self, factor: float) -> Self:
         """This likelihood with an observation noise `factor` times as large: its noise variance, or a dispersion that
@@ -444,21 +468,55 @@ class Likelihood(ABC):
         values = {name: value for name, value in vars(self).items() if not name.startswith("_")}
         return {
             "name": self.name,
-            **{name: plain_value(self.name, name, value) for name, value in values.items()},
+            **{name: _plain_value(self.name, name, value) for name, value in values.items()},
         }
 
     @classmethod
     def restore(cls: type[Self], attributes: Mapping[str, Any]) -> Self:
-        """The likelihood with these `attributes`; only called for the likelihoods of this package."""
-        noise_variance = attributes.get("noise_variance")
-        return cls() if noise_variance is None else cls().with_noise(host_double(noise_variance))
+        """The likelihood with these `attributes`, which are options of the constructor; only called for the likelihoods
+        of this package.
+        """
+        return cls(**{name: attributes[name] for name in cls.fields.model_fields if name in attributes})
 
     def identity(self) -> dict[str, Any]:
         """What must be the same for a fit to go on where another one stopped."""
         return {"name": self.name, **vars(self)}
 
 
-# Expectations over one Gaussian output by Gauss-Hermite quadrature.
+def _plain_value(likelihood: str, name: str, value: Any) -> Any:
+    """A likelihood's attribute as a file keeps it: a number, a text, a list of them, a dictionary of them by text.
+
+    Raises:
+        PosthocUQError: it is none of these.
+    """
+    if isinstance(value, Tensor):
+        return value.tolist()
+    if value is None or isinstance(value, (bool, int, float, str)):
+        return value
+    if isinstance(value, (list, tuple)):
+        return [_plain_value(likelihood, name, item) for item in cast(list[Any], value)]
+    if isinstance(value, dict) and all(isinstance(key, str) for key in cast(dict[Any, Any], value)):
+        items = cast(dict[str, Any], value).items()
+        return {key: _plain_value(likelihood, name, item) for key, item in items}
+    raise PosthocUQError(
+        f"Likelihood {likelihood!r} has an attribute {name!r} of the type {type(value).__name__}, which no file can "
+        f"keep; give it plain numbers and texts, a name that begins with an underscore, or a method attributes()."
+    )
+
+
+# Autograd nodes that do not change values, by the start of their names.
+_PASSING = ("View", "UnsafeView", "Reshape", "Squeeze", "Unsqueeze", "Select", "Slice", "Clone", "ToCopy")
+
+
+def last_function(outputs: Tensor) -> str:
+    """The name of the autograd node that made the outputs, before any changes of shape or type."""
+    node: Any = outputs.grad_fn
+    while node is not None and node.name().startswith(_PASSING):
+        node = node.next_functions[0][0]
+    return "" if node is None else node.name()
+
+
+# Gauss-Hermite quadrature over single Gaussian outputs
 
 NODES = 64  # exact for polynomials of degree 127 in the output
 
@@ -471,70 +529,322 @@ def _rule() -> tuple[Tensor, Tensor]:
         return host_double(nodes.tolist()), host_double((weights / weights.sum()).tolist())
 
 
-def _at_nodes(function: Callable[[Tensor], Tensor], mean: Tensor, variance: Tensor) -> tuple[Tensor, Tensor]:
-    """The function's values ``(NODES, ...)``, and the weights in a shape that fits."""
+def at_nodes(function: Callable[[Tensor], Tensor], mean: Tensor, variance: Tensor) -> tuple[Tensor, Tensor]:
+    """A function's values at the nodes of outputs ``f ~ N(mean, variance)``, each by itself, ``(NODES, samples,
+    outputs)``, and the nodes' weights ``(NODES, 1, 1)``, of sum 1.
+
+    Args:
+        function: from ``(NODES, samples, ...)`` to the same shape, number by number.
+        mean: ``(samples, ...)``.
+        variance: of the same shape.
+    """
+    mean, variance = at_least_float32(mean), at_least_float32(variance)
     nodes, weights = (numbers.to(mean.device, mean.dtype) for numbers in _rule())
     # the root of a variance of 0 has an infinite derivative
     deviation = variance.clamp(min=torch.finfo(variance.dtype).tiny).sqrt()
     values = function(mean + deviation * nodes.reshape(-1, *[1] * mean.ndim))
-    return values, weights.reshape(-1, *[1] * (values.ndim - 1))
+    return values.reshape(len(nodes), len(mean), -1), weights.reshape(-1, 1, 1)
 
 
-def gaussian_mean(function: Callable[[Tensor], Tensor], mean: Tensor, variance: Tensor) -> Tensor:
-    """``E[function(f)]`` for every single output ``f ~ N(mean, variance)``.
+# The prediction of a likelihood without one of its own
+
+_MAX_NUMBERS = 2**18  # that a likelihood gets in one call
+_MIN_OBSERVATIONS = 1000  # targets drawn for each input, at least, for an interval
+_MIN_COUNTED = 250  # where the intervals of many inputs are only counted
+_MAX_COUNTED = 2_000_000  # targets drawn for counted intervals, as long as each input has `_MIN_COUNTED`
+
+
+def by_draw(function: Callable[..., Tensor], outputs: Tensor, *like: Tensor) -> Tensor:
+    """A function of outputs ``(batch, ...)``, applied to each of ``(draws, batch, ...)``: ``(draws, batch, ...)``.
 
     Args:
-        function: from ``(NODES, ...)`` to the same shape, number by number.
-        mean: of any shape, in float32 at least.
-        variance: of the same shape.
+        function: of outputs and the others.
+        outputs: ``(draws, batch, ...)``.
+        like: other arguments ``(batch, ...)``, the same for each draw.
     """
-    values, weights = _at_nodes(function, mean, variance)
-    return (values * weights).sum(0)
+    draws, batch = outputs.shape[:2]
+    step = draws
+    if not torch.compiler.is_compiling():
+        step = max(1, _MAX_NUMBERS // max(1, outputs[0].numel()))
+    blocks: list[Tensor] = []
+    for part in outputs.split(step):
+        copies = [other.unsqueeze(0).expand(len(part), *other.shape).flatten(0, 1) for other in like]
+        values = function(part.flatten(0, 1), *copies)
+        if values.ndim == 0 or values.shape[0] != part.shape[0] * batch:
+            raise PosthocUQError(
+                f"A likelihood gives a row for each of {part.shape[0] * batch} rows of outputs, not the shape "
+                f"{tuple(values.shape)}."
+            )
+        blocks.append(values.reshape(part.shape[0], batch, *values.shape[1:]))
+    return torch.cat(blocks)
 
 
-def gaussian_log_mean_exp(function: Callable[[Tensor], Tensor], mean: Tensor, variance: Tensor) -> Tensor:
-    """``log E[exp function(f)]``; see `gaussian_mean`."""
-    values, weights = _at_nodes(function, mean, variance)
-    return torch.logsumexp(values + weights.log(), 0)
+@dataclass(frozen=True, eq=False, repr=False)
+class DrawnPrediction(Prediction):
+    """Draws of a batch's outputs under the posterior, and the likelihood of the targets: the prediction of a likelihood
+    without another.
 
+    The predictive is the mixture ``1/S sum_s p(y | f_s)`` over draws ``f_s`` of the model's outputs. Its density needs
+    all draws, so this prediction, unlike others, keeps them: ``draws`` times the memory of the outputs.
 
-# What likelihoods have in common whose targets are independent given the outputs, each of one output.
+    Attributes:
+        outputs: (batch, draws, ...), of the model under each draw.
+        likelihood: of the targets given the outputs.
+        functional_mean: (batch, ...), mean of the outputs over the weights.
+        functional_variance: same shape, their variance.
+        mean: (batch, ...), of the target; None where the likelihood has no ``mean``.
+        epistemic_variance: same shape, variance over the weights of the target's mean, in squared units of the target;
+            None without ``mean``.
+        noise_variance: same shape, mean over the weights of the target's own variance; None where the likelihood has
+            no ``variance``. Its sum with `epistemic_variance` is the total (law of total variance).
+        novelty_ratio: (batch,), see `Prediction`.
+    """
 
+    kind: ClassVar[str] = "draws"
 
-class SeparateOutputs(Likelihood):
-    """``log p(y | f) = sum_k log p(y_k | f_k)``: `log_terms` has the terms, and expectations are taken one by one."""
+    outputs: Annotated[Tensor, "batch draws *outputs"]
+    likelihood: Likelihood
+    functional_mean: Annotated[Tensor, "batch *outputs"]
+    functional_variance: Annotated[Tensor, "batch *outputs"]
+    mean: Annotated[Tensor | None, "batch *targets"] = None
+    epistemic_variance: Annotated[Tensor | None, "batch *targets"] = None
+    noise_variance: Annotated[Tensor | None, "batch *targets"] = None
 
-    @abstractmethod
-    def log_terms(self, outputs: Tensor, targets: Tensor) -> Tensor:
-        """See `Likelihood`; outputs may have dimensions before those of the targets."""
+    @classmethod
+    def from_draws(
+        cls, outputs: Tensor, likelihood: Likelihood, functional: tuple[Tensor, Tensor] | None = None
+    ) -> DrawnPrediction:
+        """From outputs under several draws of the weights.
 
-    def like(self, outputs: Tensor, targets: Tensor) -> Tensor:
-        """The targets in the shape of the outputs and in their precision."""
-        return targets.to(device=outputs.device, dtype=wide(outputs).dtype).reshape(outputs.shape)
+        Args:
+            outputs: (draws, batch, ...).
+            likelihood: of the targets.
+            functional: mean and variance of the outputs, where they are known more accurately than from the draws.
 
-    def log_prob(self, outputs: Tensor, targets: Tensor) -> Tensor:
-        terms = self.log_terms(wide(outputs), self.like(outputs, targets))
-        return terms.reshape(outputs.shape[0], -1).sum(1)
+        Raises:
+            PosthocUQError: there is no draw, or the outputs are no floating-point numbers.
+        """
+        outputs = at_least_float32(outputs)
+        functional = moments_of([outputs]) if functional is None else functional
+        mean = epistemic = noise_variance = None
+        if likelihood.defines("mean"):
+            mean, epistemic = moments_of([by_draw(likelihood.mean, outputs)])
+            if likelihood.defines("variance"):
+                noise_variance = by_draw(likelihood.variance, outputs).mean(0)
+        return cls(outputs.transpose(0, 1), likelihood, *functional, mean, epistemic, noise_variance)
 
-    def expected_log_prob(
-        self, mean: Tensor, variance: Tensor, targets: Tensor, n_draws: int = LINK_DRAWS
-    ) -> Tensor:
-        """By Gauss-Hermite quadrature for each output."""
-        return self._expected(gaussian_mean, mean, variance, targets)
+    def __repr__(self) -> str:
+        return f"{super().__repr__()[:-1]}, likelihood={self.likelihood.name!r})"
 
-    def predictive_log_prob(
-        self, mean: Tensor, variance: Tensor, targets: Tensor, n_draws: int = LINK_DRAWS
-    ) -> Tensor:
-        """By Gauss-Hermite quadrature for each output; outputs count as independent."""
-        return self._expected(gaussian_log_mean_exp, mean, variance, targets)
+    @property
+    def outputs_mean(self) -> Tensor:
+        """The functional mean."""
+        return self.functional_mean
 
-    def _expected(
-        self,
-        expectation: Callable[[Callable[[Tensor], Tensor], Tensor, Tensor], Tensor],
-        mean: Tensor,
-        variance: Tensor,
-        targets: Tensor,
-    ) -> Tensor:
-        values = self.like(mean, targets)
-        terms = expectation(lambda outputs: self.log_terms(outputs, values), wide(mean), wide(variance))
-        return terms.reshape(mean.shape[0], -1).sum(1)
+    @property
+    def default_score(self) -> str:  # pyright: ignore[reportIncompatibleVariableOverride]
+        """The standard deviation where it is known, else the functional variance."""
+        return "functional_variance" if self.noise_variance is None else "standard_deviation"
+
+    @property
+    def variance(self) -> Tensor:
+        """Shape of `mean`: total variance of the target, in its squared units.
+
+        Raises:
+            PosthocUQError: the likelihood has no ``mean`` or no ``variance``.
+        """
+        if self.epistemic_variance is None or self.noise_variance is None:
+            raise PosthocUQError(
+                f"Likelihood {self.likelihood.name!r} does not say what mean and variance the target has; give it the "
+                f"methods mean(outputs) and variance(outputs)."
+            )
+        return self.epistemic_variance + self.noise_variance
+
+    @property
+    def standard_deviation(self) -> Tensor:
+        """Shape of `mean`, in units of the target: square root of the total variance."""
+        return self.variance.sqrt()
+
+    def epistemic(self) -> Tensor:
+        """(batch,): the epistemic variance where it is known, else the functional one, mean over outputs."""
+        variance = self.epistemic_variance
+        return by_input(self.functional_variance if variance is None else variance)
+
+    def log_prob(self, targets: Tensor) -> Tensor:
+        """(batch,), in nats: log of the mean over the draws of the likelihood of the targets.
+
+        Args:
+            targets: as the likelihood takes them.
+
+        Raises:
+            PosthocUQError: the likelihood refuses them.
+        """
+        self.likelihood.check(self.functional_mean, targets)
+        outputs = self.outputs.transpose(0, 1)
+        targets = targets.to(outputs.device)
+        if targets.shape != outputs.shape[1:] and not torch.compiler.is_compiling():  # they could broadcast
+            check_rows(self.likelihood.log_prob, outputs[0], targets, self.likelihood.name)
+        logs = by_draw(self.likelihood.log_prob, outputs, targets)
+        return torch.logsumexp(logs, dim=0) - math.log(outputs.shape[0])
+
+    def sample(self, n: int, generator: torch.Generator | None = None) -> Tensor:
+        """`n` targets of every input, (n, batch, ...), each from the likelihood of one of the draws, chosen evenly.
+
+        Args:
+            n: targets per input.
+            generator: of the random numbers; without one they differ from call to call.
+
+        Raises:
+            PosthocUQError: `n` is below 1, or the likelihood draws no targets.
+        """
+        if n < 1:
+            raise PosthocUQError(f"sample needs n of at least 1, not {n}.")
+        if generator is None:
+            generator = torch.Generator()
+            generator.seed()
+        draws, device = self.outputs.shape[1], generator.device
+        keys = torch.randint(-(2**63), 2**63 - 1, (draws, len(self)), generator=generator, device=device)
+        targets = self._observations(keys.to(self.outputs.device), -(-n // draws))
+        return targets[
+            torch.randperm(len(targets), generator=generator, device=device)[:n].to(targets.device)
+        ]
+
+    def _observations(self, keys: Tensor, rounds: int) -> Tensor:
+        """Targets ``(rounds * draws, batch, ...)`` by keys ``(draws, batch)``."""
+        flat = self.outputs.transpose(0, 1).flatten(0, 1)
+        drawn = [self.likelihood.draw(flat, keys.flatten(), number) for number in range(rounds)]
+        return torch.cat([targets.unflatten(0, tuple(keys.shape)) for targets in drawn])
+
+    def interval(self, level: float = 0.95) -> tuple[Tensor, Tensor]:
+        """Bounds, shaped like the target, between which it falls with probability `level` or a little more: quantiles
+        of at least a thousand drawn targets, with the same random numbers for every input and call.
+
+        Raises:
+            PosthocUQError: `level` is not strictly between 0 and 1, or the likelihood draws no targets.
+        """
+        return self._intervals((check_probability("level", level),), _MIN_OBSERVATIONS)[level]
+
+    def quantile(self, q: float) -> Tensor:
+        """Shaped like the target: the value below which it falls with probability `q`, a quantile of at least a
+        thousand drawn targets, as for `interval`.
+
+        Raises:
+            PosthocUQError: `q` is not strictly between 0 and 1, or the likelihood draws no targets.
+        """
+        level = abs(2 * check_probability("q", q) - 1)
+        return self._intervals((level,), _MIN_OBSERVATIONS)[level][int(q > 0.5)]
+
+    def probability(self, value: Tensor | float) -> Tensor:
+        """Shaped like the outputs: the probability of a value of each output, as of a count; a density where targets
+        are continuous. The mean over the draws.
+
+        Args:
+            value: one for all outputs, or a tensor that broadcasts to ``(batch, ...)``.
+
+        Raises:
+            PosthocUQError: the likelihood has no density of single outputs.
+        """
+        return self._mean_over_draws(lambda *pair: self.likelihood.log_terms(*pair).exp(), value)
+
+    def cdf(self, value: Tensor | float) -> Tensor:
+        """Shaped like the outputs: the probability that each is at most `value`; as `probability`.
+
+        Raises:
+            PosthocUQError: the likelihood has no distribution function.
+        """
+        return self._mean_over_draws(self.likelihood.cdf, value)
+
+    def _mean_over_draws(self, function: Callable[..., Tensor], value: Tensor | float) -> Tensor:
+        outputs = self.outputs.transpose(0, 1)
+        values = torch.as_tensor(value, device=outputs.device).to(outputs.dtype).expand(outputs.shape[1:])
+        return by_draw(function, outputs, values).mean(0)
+
+    def _intervals(self, levels: Sequence[float], targets: int) -> dict[float, tuple[Tensor, Tensor]]:
+        """The bounds by level, all from the same drawn targets, at least so many an input."""
+        draws, device = self.outputs.shape[1], self.outputs.device
+        rounds = -(-targets // draws)
+        keys = mix(torch.arange(1, draws + 1, device=device)).unsqueeze(1)
+        rows = max(1, _MAX_NUMBERS // (rounds * draws * max(1, math.prod(self.outputs.shape[2:]))))
+        shares = [share for level in levels for share in ((1 - level) / 2, (1 + level) / 2)]
+        index = torch.tensor(
+            [max(0, math.ceil(share * rounds * draws) - 1) for share in shares], device=device
+        )
+        parts = [self.picked(slice(start, start + rows)) for start in range(0, max(1, len(self)), rows)]
+        quantiles = [
+            part._observations(keys.expand(-1, len(part)), rounds).to(part.outputs).sort(0).values[index]
+            for part in parts
+        ]
+        bounds = torch.cat(quantiles, 1).unbind()
+        return {level: (bounds[2 * i], bounds[2 * i + 1]) for i, level in enumerate(levels)}
+
+    def fitting(self, targets: Tensor) -> Tensor:
+        """The targets as they are, once the likelihood has checked them."""
+        self.likelihood.check(self.functional_mean, targets)
+        return targets
+
+    def scores(self) -> dict[str, Tensor]:
+        """See `Prediction`: the scores of values that are known, and the functional variance."""
+        scores: dict[str, Tensor] = {}
+        if self.noise_variance is not None:
+            scores["standard_deviation"] = by_input(self.standard_deviation)
+        if self.epistemic_variance is not None:
+            scores["epistemic_variance"] = by_input(self.epistemic_variance)
+        scores["functional_variance"] = by_input(self.functional_variance)
+        return scores | ({} if self.novelty_ratio is None else {"novelty": self.novelty_ratio})
+
+    def quality(self, targets: Tensor, bins: int = 15) -> dict[str, float]:
+        """NLL; RMSE where the mean is known; coverage and sharpness of intervals where targets can be drawn. More than
+        2,000 inputs have intervals from fewer drawn targets each, at least 250.
+        """
+        measures: dict[str, float] = {}
+        values = self._like_mean(targets)
+        if values is not None:
+            mean = cast(Tensor, self.mean)
+            measures |= {"RMSE": metrics.rmse(mean, values), **self.likelihood.measures(mean, values)}
+        measures["NLL"] = -float(self.log_prob(targets).double().mean())
+        if self.likelihood.defines("draw"):
+            drawn = min(_MIN_OBSERVATIONS, max(_MIN_COUNTED, _MAX_COUNTED // max(1, len(self))))
+            bounds = self._intervals(LEVELS, drawn)
+            shape = bounds[LEVELS[0]][0].shape
+            if shape.numel() == targets.numel():
+                measures |= interval_quality(bounds.__getitem__, targets.reshape(shape).double())
+        return measures
+
+    def _like_mean(self, targets: Tensor) -> Tensor | None:
+        """Targets in the shape of the mean, where there is one and they fit it."""
+        if self.mean is None or targets.numel() != self.mean.numel():
+            return None
+        return as_double(targets.reshape(self.mean.shape))
+
+    def losses(self, targets: Tensor) -> Tensor:
+        """(batch,): the squared error, mean over outputs; without a mean the negative log-likelihood."""
+        values = self._like_mean(targets)
+        if values is None:
+            return -self.log_prob(targets).double()
+        return squared_errors(cast(Tensor, self.mean), values)
+
+    @property
+    def loss_name(self) -> str:  # pyright: ignore[reportIncompatibleVariableOverride]
+        """What `losses` are."""
+        return "NLL" if self.mean is None else "RMSE"
+
+    def retained_quality(self, scores: Tensor, targets: Tensor, rates: Sequence[float]) -> dict[str, float]:
+        """Root mean squared errors; without a mean of the targets' shape negative log-likelihoods."""
+        fits = self.mean is None or self._like_mean(targets) is not None
+        found = self if fits else replace(self, mean=None)
+        return super(DrawnPrediction, found).retained_quality(scores, targets, rates)
+
+    def tensors(self) -> ValueTensors:
+        """See `Prediction`.
+
+        Raises:
+            PosthocUQError: the likelihood has no ``mean`` or no ``variance``.
+        """
+        variance = self.variance
+        return ValueTensors(cast(Tensor, self.mean), variance, cast(Tensor, self.epistemic_variance))
+
+    def to_dict(self) -> dict[str, Tensor]:
+        """The tensors by name, with the total variance, and the novelty if it is known; without the draws."""
+        values = super().to_dict()
+        del values["outputs"]
+        return values if self.noise_variance is None else values | {"variance": self.variance}

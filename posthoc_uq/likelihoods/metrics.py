@@ -5,7 +5,16 @@ that only predicts should not wait for. Everything is computed on the CPU in flo
 
 All functions raise a `PosthocUQError` for shapes or values that do not fit, and a `NonFiniteError` for a NaN, which is
 neither a wrong answer nor a right one. Users find them, and those of `posthoc_uq.likelihoods.selective`, in
-`posthoc_uq.evaluation.metrics`.
+`posthoc_uq.evaluation.metrics`. Arguments of one name have the same shapes everywhere:
+
+* `probs` (inputs, classes) and `labels` (inputs,), integers; of several labels at once (names with "multilabel", mAP,
+  F1, Hamming loss) both (inputs, labels), the labels 0 and 1.
+* `mean`, `variance` (the total one), `lower`, `upper` and `targets` (inputs,) or (inputs, outputs), all of exactly one
+  shape, so that nothing broadcasts by accident.
+* `scores_in` and `scores_out`: a score of inputs like the training data, and of foreign ones; larger means stranger.
+  Only the order counts, so scores may be infinite and of any scale.
+* `bins`: how many. Bins of equal width are [k / bins, (k + 1) / bins), the last one closed. Bins of equal mass hold the
+  same number of inputs, up to one; inputs of equal confidence share the bin of the first of them in ascending order.
 """
 
 from __future__ import annotations
@@ -20,11 +29,8 @@ from torch import Tensor
 from posthoc_uq.core.errors import NonFiniteError, PosthocUQError
 from posthoc_uq.core.options import one_of
 
+# torchmetrics puts a confidence of exactly 1 into a bin of its own, and takes numbers above 1 for logits
 _BELOW_ONE = 1 - torch.finfo(torch.float32).eps / 2
-"""torchmetrics puts a confidence of exactly 1 into a bin of its own, and takes numbers above 1 for logits."""
-
-
-# Checks of inputs, and their conversion.
 
 
 def plain(tensor: Tensor) -> Tensor:
@@ -95,9 +101,6 @@ def _check_probabilities(probs: Tensor, function: str) -> None:
         )
 
 
-# Probabilities of classes: `probs` is (inputs, classes), `labels` (inputs,), integers.
-
-
 def accuracy(probs: Tensor, labels: Tensor) -> float:
     """Share of inputs whose most probable class is the label."""
     from torchmetrics.functional.classification import multiclass_accuracy
@@ -163,12 +166,6 @@ def quadratic_kappa(predicted: Tensor, labels: Tensor, classes: int) -> float:
     return float(multiclass_cohen_kappa(predicted, labels, num_classes=classes, weights="quadratic"))
 
 
-# Calibration errors of class probabilities.
-#
-# Bins of equal width are [k / bins, (k + 1) / bins), the last one closed. Bins of equal mass hold the same
-# number of inputs, up to one; inputs of equal confidence always share the bin of the first of them in
-# ascending order, so that the order of the inputs does not matter.
-
 Binning = Literal["equal_width", "equal_mass"]
 """How confidences are cut into bins."""
 BINNINGS: tuple[str, ...] = get_args(Binning)
@@ -191,12 +188,6 @@ def expected_calibration_error(
     "On Calibration of Modern Neural Networks", ICML 2017). Where most confidences are near 1, bins of equal
     width leave most bins nearly empty; those of equal mass do not (Nixon et al., "Measuring Calibration in
     Deep Learning", CVPR workshops 2019).
-
-    Args:
-        probs: (inputs, classes).
-        labels: (inputs,), integers.
-        bins: number of bins.
-        binning: "equal_width" or "equal_mass".
     """
     from torchmetrics.functional.classification import multiclass_calibration_error
 
@@ -213,7 +204,7 @@ def expected_calibration_error(
 def calibration_bins(
     probs: Tensor, labels: Tensor, bins: int = 15, binning: Binning = "equal_width"
 ) -> CalibrationBins:
-    """The bins behind `expected_calibration_error`, for reliability diagrams; the same arguments."""
+    """The bins behind `expected_calibration_error`, for reliability diagrams."""
     probs, labels = classified(probs, labels)
     _check_bins(bins, binning)
     confidence, predicted = probs.max(dim=-1)
@@ -229,7 +220,7 @@ def classwise_calibration_error(
     probabilities of class c of all n inputs: the static calibration error of Nixon et al. (2019), the
     classwise-ECE of Kull et al. ("Beyond temperature scaling", NeurIPS 2019); with bins of equal mass Nixon's
     adaptive calibration error. With many classes it is small because most probabilities are small: compare
-    models on the same data only. The arguments are those of `expected_calibration_error`.
+    models on the same data only.
     """
     probs, labels = classified(probs, labels)
     _check_bins(bins, binning)
@@ -261,10 +252,6 @@ def _check_bins(bins: int, binning: str = "equal_width") -> None:
     if bins < 1:
         raise PosthocUQError(f"A calibration needs at least one bin, not {bins}.")
     one_of("binning", binning, BINNINGS)
-
-
-# Probabilities of several labels that an input may have together: `probs` and `labels` are (inputs, labels), the
-# latter 0 and 1.
 
 
 def _multilabel(probs: Tensor, labels: Tensor) -> tuple[Tensor, Tensor]:
@@ -326,10 +313,6 @@ def multilabel_brier_score(probs: Tensor, labels: Tensor) -> float:
     """Squared distance of a label's probability to 0 or 1, mean over labels and inputs."""
     probs, labels = _multilabel(probs, labels)
     return (probs - labels).square().mean().item()
-
-
-# Real values and intervals: `mean`, `variance` (the total one), `lower`, `upper` and `targets` are (inputs,) or
-# (inputs, outputs), all of exactly one shape, so that nothing broadcasts by accident.
 
 
 def rmse(mean: Tensor, targets: Tensor) -> float:
@@ -416,12 +399,7 @@ def coverage_curve(
     `y <= mean + Phi^-1(level) s` (Kuleshov et al., "Accurate Uncertainties for Deep Learning Using Calibrated
     Regression", ICML 2018), which shows a bias of the mean as well. A calibrated model has observed = nominal.
 
-    Args:
-        mean: (inputs,) or (inputs, outputs).
-        variance: the total variance, of the same shape.
-        targets: of the same shape.
-        levels: (levels,), each strictly between 0 and 1; without them 0.05, 0.10, ..., 0.95.
-        kind: "interval" or "quantile".
+    `levels` are strictly between 0 and 1; without them 0.05, 0.10, ..., 0.95.
     """
     mean, variance, targets = same_shape(mean=mean, variance=variance, targets=targets)
     values = [k / 20 for k in range(1, 20)] if levels is None else [float(level) for level in levels]
@@ -443,19 +421,8 @@ def _standardised(name: str, mean: Tensor, variance: Tensor, targets: Tensor) ->
     return z.masked_fill(targets == mean, 0)
 
 
-# How well a score tells foreign (out-of-distribution) inputs from familiar ones.
-#
-# Larger values must mean stranger inputs. Only the order of the scores counts, so they may be infinite and of any
-# scale. The foreign inputs are always the positive class.
-
-
 def ood_auroc(scores_in: Tensor, scores_out: Tensor) -> float:
-    """Probability that a foreign input scores higher than a familiar one, ties counting half.
-
-    Args:
-        scores_in: (inputs,), of inputs like the training data.
-        scores_out: (foreign inputs,), the same score of out-of-distribution inputs.
-    """
+    """Probability that a foreign input scores higher than a familiar one, ties counting half."""
     from torchmetrics.functional.classification import binary_auroc
 
     return binary_auroc(*_ranked("ood_auroc", scores_in, scores_out)).item()

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Annotated, Any, ClassVar
 
 import torch
@@ -14,21 +15,15 @@ from posthoc_uq.core.devices import as_double, host_double
 from posthoc_uq.core.errors import PosthocUQError
 from posthoc_uq.core.options import LARGEST, check_option
 from posthoc_uq.core.records import Record
-from posthoc_uq.likelihoods.class_prediction import OrdinalPrediction
-from posthoc_uq.likelihoods.classes import AGREEMENT
-from posthoc_uq.likelihoods.draws import LINK_DRAWS, Spread, output_draws
+from posthoc_uq.likelihoods import metrics
+from posthoc_uq.likelihoods.class_prediction import ClassPrediction, divergence_of_classes, entropy_of
+from posthoc_uq.likelihoods.draws import OutputGaussian, moments_of
 from posthoc_uq.likelihoods.labels import in_whole_numbers
-from posthoc_uq.likelihoods.likelihood import (
-    Likelihood,
-    divergence_of_classes,
-    gaussian_log_mean_exp,
-    gaussian_mean,
-    wide,
-)
-from posthoc_uq.likelihoods.prediction import at_least_float32
+from posthoc_uq.likelihoods.likelihood import MIN_AGREEMENT, Likelihood, at_nodes
+from posthoc_uq.likelihoods.prediction import at_least_float32, check_probability
 
-_LEAST_DISTANCE = (
-    1e-4  # of neighbouring cumulative logits; a draw's that are nearer, or cross, are moved to it
+_MIN_DISTANCE = (
+    1e-4  # of neighbouring cumulative logits; those of a draw that are nearer, or cross, are moved to it
 )
 
 
@@ -77,25 +72,26 @@ class Ordinal(Likelihood):
     def restore(cls, attributes: Mapping[str, Any]) -> Ordinal:
         return cls(attributes["thresholds"] or None, attributes["cumulative"])
 
-    # Checks
-
     def check(self, outputs: Tensor, targets: Tensor | None) -> None:
-        fault = Ordinal.fault(self, outputs, targets)
-        if fault is None or not bool(fault):
-            return
+        super().check(outputs, targets)
         if self._misordered(outputs):
             raise PosthocUQError(
                 "likelihood=Ordinal(cumulative=True) takes logits of P(y > k) that do not increase from one step to "
                 "the next, and the model's do; logits of P(y > k | y >= k), as of CORN, are those of Ordinal()."
             )
-        assert targets is not None
+
+    def fault(self, outputs: Tensor, targets: Tensor | None) -> Tensor | None:
+        wrong, misordered = self.wrong_values(outputs, targets), self._misordered(outputs)
+        return misordered if wrong is None else wrong if misordered is None else wrong | misordered
+
+    def wrong_text(self, outputs: Tensor, targets: Tensor) -> str:
         classes = self.classes(outputs[0].numel())
-        raise PosthocUQError(
+        return (
             f"Labels run from {int(targets.min())} to {int(targets.max())}, but there are {classes} ordered classes; "
             f"labels must lie in 0..{classes - 1}."
         )
 
-    def fault(self, outputs: Tensor, targets: Tensor | None) -> Tensor | None:
+    def wrong_values(self, outputs: Tensor, targets: Tensor | None) -> Tensor | None:
         if self.thresholds and outputs.numel() != outputs.shape[0]:
             raise PosthocUQError(
                 f"likelihood='ordinal' with thresholds needs outputs of shape (samples,) or (samples, 1), and the "
@@ -106,33 +102,29 @@ class Ordinal(Likelihood):
                 f"likelihood='ordinal' needs outputs of shape (samples, classes - 1), and the model gives "
                 f"{tuple(outputs.shape)}."
             )
-        misordered = torch.as_tensor(self._misordered(outputs), device=outputs.device)
         if targets is None:
-            return misordered
+            return None
         if targets.shape != outputs.shape[:1] or targets.is_floating_point():
             raise PosthocUQError(
                 f"Labels must be integers of shape ({outputs.shape[0]},), not {targets.dtype} of shape "
                 f"{tuple(targets.shape)}.{in_whole_numbers(targets)}"
             )
         classes = self.classes(outputs[0].numel())
-        wrong = ((targets < 0) | (targets >= classes)).any().to(outputs.device)
-        return wrong | misordered
+        return ((targets < 0) | (targets >= classes)).any().to(outputs.device)
 
-    def _misordered(self, outputs: Tensor) -> Tensor | bool:
-        """Whether cumulative logits increase."""
+    def _misordered(self, outputs: Tensor) -> Tensor | None:
+        """Whether cumulative logits increase; None where there are none."""
         if not self.cumulative or outputs.shape[1] < 2:
-            return False
+            return None
         return (outputs.diff(dim=1) > 0).any()
 
     def takes(self, outputs: int) -> bool:
         return outputs == 1 if self.thresholds else outputs >= 1
 
-    # The density and its gradients
-
     def log_probs(self, outputs: Tensor) -> Tensor:
         """``log P(y = k | outputs)`` of every class, ``(samples, classes)``."""
         if not self.thresholds and not self.cumulative:
-            logits = wide(outputs)
+            logits = at_least_float32(outputs)
             zero = logits.new_zeros(logits.shape[0], 1)
             passed = torch.cat([zero, F.logsigmoid(logits).cumsum(1)], 1)
             return passed + torch.cat([F.logsigmoid(-logits), zero], 1)
@@ -144,105 +136,69 @@ class Ordinal(Likelihood):
 
     def _cumulative(self, outputs: Tensor) -> Tensor:
         """Logits of ``P(y > k)``, decreasing, ``(samples, classes - 1)``."""
-        outputs = wide(outputs)
+        outputs = at_least_float32(outputs)
         if self.thresholds:
             return outputs.reshape(-1, 1) - host_double(self.thresholds).to(outputs)
-        places = _LEAST_DISTANCE * torch.arange(outputs.shape[1], device=outputs.device)
+        places = _MIN_DISTANCE * torch.arange(outputs.shape[1], device=outputs.device)
         return (outputs + places).cummin(dim=1).values - places
 
-    def _of_labels(self, outputs: Tensor, targets: Tensor) -> Tensor:
+    def log_prob(self, outputs: Tensor, targets: Tensor) -> Tensor:
         log_probs = self.log_probs(outputs)
         # clamped: `fault` may not have been read yet
         labels = targets.long().to(log_probs.device).clamp(0, log_probs.shape[1] - 1)
         return log_probs.gather(1, labels.unsqueeze(1)).squeeze(1)
-
-    def log_prob(self, outputs: Tensor, targets: Tensor) -> Tensor:
-        return self._of_labels(outputs, targets)
 
     def draw(self, outputs: Tensor, keys: Tensor, draw: int) -> Tensor:
         u = self.uniforms(outputs, keys, draw)
         cumulative = self.log_probs(outputs).exp().to(u.dtype).cumsum(1)
         return torch.searchsorted(cumulative[:, :-1].contiguous(), u.contiguous()).squeeze(1)
 
-    def exact_factors(self, outputs: Tensor) -> Iterator[Tensor]:
-        """One for a latent output; one a logit where they are conditional, whose Fisher is diagonal; one a class where
-        they are cumulative.
-        """
+    def fisher_root(self, outputs: Tensor) -> Tensor:
+        """Of one latent output, or of conditional logits, whose Fisher is diagonal."""
         if self.thresholds:
             scores = torch.stack([self._score_of(outputs, label) for label in range(self.classes(1))], dim=1)
             probs = self.log_probs(outputs).exp()
-            yield (probs * scores.reshape(probs.shape).square()).sum(1).sqrt().reshape(outputs.shape)
-        elif self.cumulative:
-            probs = self.log_probs(outputs).exp()
-            for label in range(probs.shape[1]):
-                yield probs[:, label : label + 1].sqrt() * self._score_of(outputs, label)
-        else:
-            logits = wide(outputs)
-            passed = F.logsigmoid(logits).cumsum(1) - F.logsigmoid(logits)  # of P(y >= k)
-            roots = (0.5 * (passed + F.logsigmoid(logits) + F.logsigmoid(-logits))).exp()
-            for index in range(roots.shape[1]):
-                factor = torch.zeros_like(roots)
-                factor[:, index] = roots[:, index]
-                yield factor
+            return (probs * scores.reshape(probs.shape).square()).sum(1).sqrt().reshape(outputs.shape)
+        logits = at_least_float32(outputs)
+        passed = F.logsigmoid(logits).cumsum(1) - F.logsigmoid(logits)  # of P(y >= k)
+        return (0.5 * (passed + F.logsigmoid(logits) + F.logsigmoid(-logits))).exp()
+
+    def exact_factors(self, outputs: Tensor) -> Iterator[Tensor]:
+        """One an output; of cumulative logits one a class."""
+        if not self.cumulative:
+            yield from super().exact_factors(outputs)
+            return
+        probs = self.log_probs(outputs).exp()
+        for label in range(probs.shape[1]):
+            yield probs[:, label : label + 1].sqrt() * self._score_of(outputs, label)
 
     def _score_of(self, outputs: Tensor, label: int) -> Tensor:
         return self.score(outputs, torch.full((len(outputs),), label, device=outputs.device))
 
-    def expected_log_prob(
-        self, mean: Tensor, variance: Tensor, targets: Tensor, n_draws: int = LINK_DRAWS
-    ) -> Tensor:
+    def _at_nodes(
+        self, mean: Tensor, variance: Tensor, targets: Tensor, n_draws: int
+    ) -> tuple[Tensor, Tensor]:
         """By Gauss-Hermite quadrature for one output, by quasi-random draws for several."""
         if mean[0].numel() > 1:
-            return super().expected_log_prob(mean, variance, targets, n_draws)
-        return self._expected(gaussian_mean, mean, variance, targets)
+            return self._at_draws(mean, variance, targets, n_draws)
 
-    def predictive_log_prob(
-        self, mean: Tensor, variance: Tensor, targets: Tensor, n_draws: int = LINK_DRAWS
-    ) -> Tensor:
-        """By Gauss-Hermite quadrature for one output, by quasi-random draws for several."""
-        if mean[0].numel() > 1:
-            return super().predictive_log_prob(mean, variance, targets, n_draws)
-        return self._expected(gaussian_log_mean_exp, mean, variance, targets)
-
-    def _expected(
-        self,
-        expectation: Callable[[Callable[[Tensor], Tensor], Tensor, Tensor], Tensor],
-        mean: Tensor,
-        variance: Tensor,
-        targets: Tensor,
-    ) -> Tensor:
         def at(outputs: Tensor) -> Tensor:  # (nodes, samples)
             labels = targets.flatten().expand(outputs.shape).flatten()
-            return self._of_labels(outputs.reshape(-1, 1), labels).reshape(outputs.shape)
+            return self.log_prob(outputs.reshape(-1, 1), labels).reshape(outputs.shape)
 
-        return expectation(at, wide(mean).flatten(), wide(variance).flatten())
-
-    # The target
-
-    def mean(self, outputs: Tensor) -> Tensor:
-        """``(samples,)``, with classes counted 0, 1, ..."""
-        probs = self.log_probs(outputs).exp()
-        return (probs * torch.arange(probs.shape[1], device=probs.device)).sum(1)
-
-    def variance(self, outputs: Tensor) -> Tensor:
-        probs = self.log_probs(outputs).exp()
-        ranks = torch.arange(probs.shape[1], device=probs.device)
-        return (probs * (ranks - self.mean(outputs).unsqueeze(1)).square()).sum(1)
+        return at_nodes(at, mean.flatten(), variance.flatten())
 
     def entropy(self, outputs: Tensor) -> Tensor:
-        logs = self.log_probs(as_double(outputs))
-        return -torch.where(logs.isneginf(), 0.0, logs.exp() * logs).sum(1)
-
-    # Predictions
+        return entropy_of(self.log_probs(as_double(outputs)))
 
     def divergence(self, outputs: Tensor, prediction: Any) -> Tensor:
-        return divergence_of_classes(self.log_probs(outputs), prediction)
+        return divergence_of_classes(self.log_probs(outputs), prediction.log_probs)
 
     def agrees(self, outputs: Tensor, draws: Tensor) -> bool:
         """At least three quarters of the samples keep their most probable class."""
         probs = self._by_draw(draws).exp().mean(0)
         same = probs.argmax(-1) == self.predicted_class(outputs)
-        return not bool(same.float().mean() < AGREEMENT)
+        return not bool(same.float().mean() < MIN_AGREEMENT)
 
     def classes(self, outputs: int) -> int:
         return len(self.thresholds) + 1 if self.thresholds else outputs + 1
@@ -256,30 +212,17 @@ class Ordinal(Likelihood):
         flat = self.log_probs(outputs.flatten(0, 1))
         return flat.reshape(draws, -1, flat.shape[1])
 
-    def from_draws(self, outputs: Tensor, noise: Tensor | None = None) -> OrdinalPrediction:
-        outputs = at_least_float32(outputs)
+    def from_blocks(self, blocks: Iterable[Tensor]) -> OrdinalPrediction:
+        outputs = at_least_float32(torch.cat(list(blocks)))
         outputs = outputs.unsqueeze(-1) if outputs.ndim == 2 else outputs
-        return OrdinalPrediction.from_log_probs(self._by_draw(outputs), outputs)
+        return OrdinalPrediction.from_log_probs(self._by_draw(outputs), *moments_of([outputs]))
 
-    def from_gaussian(
-        self,
-        mean: Tensor,
-        variance: Tensor,
-        *,
-        covariance: Tensor | Spread | None = None,
-        link: str = "mc",
-        n_draws: int = LINK_DRAWS,
-        noise: Tensor | None = None,
-    ) -> OrdinalPrediction:
-        """By quasi-random draws of the outputs, with their covariance where the head knows it."""
-        if link != "mc":
-            raise PosthocUQError(
-                f"link={link!r} makes probabilities of the logits of classes; likelihood 'ordinal' predicts by draws "
-                f"of the outputs: link='mc'."
-            )
-        mean, variance = mean.reshape(mean.shape[0], -1), variance.reshape(mean.shape[0], -1)
-        draws = output_draws(mean, variance, covariance, n_draws)
-        return OrdinalPrediction.from_log_probs(self._by_draw(draws), draws, (mean, variance))
+    def of_gaussian(self, outputs: OutputGaussian) -> OrdinalPrediction:
+        """By quasi-random draws of the outputs, with their covariance where it is known."""
+        mean = outputs.mean.reshape(outputs.mean.shape[0], -1)
+        variance = outputs.variance.reshape(mean.shape)
+        draws = outputs._replace(mean=mean, variance=variance).draws()
+        return OrdinalPrediction.from_log_probs(self._by_draw(draws), mean, variance)
 
 
 def _increasing(thresholds: Sequence[float] | Tensor) -> tuple[float, ...]:
@@ -298,3 +241,72 @@ def _increasing(thresholds: Sequence[float] | Tensor) -> tuple[float, ...]:
     if numbers.numel() == 0 or not finite or bool((numbers.diff() <= 0).any()):
         raise PosthocUQError(f"thresholds must be finite and increase, not {numbers.tolist()}.")
     return tuple(numbers.tolist())
+
+
+@dataclass(frozen=True, eq=False, repr=False)
+class OrdinalPrediction(ClassPrediction):
+    """A `ClassPrediction` of classes 0, 1, ... that have an order. `logits_mean` and `logits_variance` are of the
+    model's own outputs: (batch, classes - 1), or (batch, 1) with thresholds.
+    """
+
+    @classmethod
+    def from_log_probs(cls, log_probs: Tensor, mean: Tensor, variance: Tensor) -> OrdinalPrediction:
+        """Average over draws.
+
+        Args:
+            log_probs: (draws, batch, classes), of the classes under each draw.
+            mean: (batch, outputs), of the outputs.
+            variance: same shape, of the outputs.
+        """
+        drawn = ClassPrediction.from_logits(log_probs)  # whose softmax they are themselves
+        return cls(**vars(drawn) | {"logits_mean": mean, "logits_variance": variance})
+
+    def _fits(self, logits: int, classes: int) -> bool:
+        return logits in (1, classes - 1)
+
+    def cdf(self) -> Tensor:
+        """(batch, classes): the probability that the class is at most each of them."""
+        return self.probs.cumsum(-1).clamp(max=1)
+
+    @property
+    def mean(self) -> Tensor:
+        """(batch,): the mean class, with classes counted 0, 1, ..."""
+        ranks = torch.arange(self.probs.shape[1], device=self.probs.device)
+        return (self.probs * ranks).sum(-1)
+
+    @property
+    def variance(self) -> Tensor:
+        """(batch,): the variance of the class, with classes counted 0, 1, ..."""
+        ranks = torch.arange(self.probs.shape[1], device=self.probs.device)
+        return (self.probs * (ranks - self.mean.unsqueeze(-1)).square()).sum(-1)
+
+    def quantile(self, q: float) -> Tensor:
+        """(batch,), int64: the first class at which `cdf` reaches `q`.
+
+        Raises:
+            PosthocUQError: `q` is not strictly between 0 and 1.
+        """
+        return (self.cdf()[:, :-1] < check_probability("q", q)).sum(-1)
+
+    def interval(self, level: float = 0.95) -> tuple[Tensor, Tensor]:
+        """Classes (batch,) between which, both included, the class falls with probability `level` or more.
+
+        Raises:
+            PosthocUQError: `level` is not strictly between 0 and 1.
+        """
+        check_probability("level", level)
+        return self.quantile((1 - level) / 2), self.quantile((1 + level) / 2)
+
+    def quality(self, targets: Tensor, bins: int = 15) -> dict[str, float]:
+        """The measures of classes; the ranked probability score, the mean absolute error of the median class, and
+        Cohen's kappa with quadratic weights.
+        """
+        return super().quality(targets, bins) | {
+            "RPS": metrics.ranked_probability_score(self.probs, targets),
+            "MAE": float((self.quantile(0.5) - targets.to(self.probs.device)).abs().double().mean()),
+            "quadratic kappa": metrics.quadratic_kappa(self.predicted(), targets, self.probs.shape[1]),
+        }
+
+    def to_dict(self) -> dict[str, Tensor]:
+        """As of a `ClassPrediction`, with the mean class."""
+        return super().to_dict() | {"mean": self.mean}

@@ -1,30 +1,23 @@
-"""Outputs with positions (pixels, tokens): their likelihood, their prediction, and scores of whole sequences."""
+"""Predictions at positions (pixels, tokens), and scores of whole sequences."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 from math import prod
-from typing import Any, ClassVar, cast
+from typing import Annotated, Any, ClassVar, cast
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from posthoc_uq.core.devices import widest
 from posthoc_uq.core.errors import PosthocUQError
 from posthoc_uq.core.options import did_you_mean
-from posthoc_uq.core.randomness import uniforms
-from posthoc_uq.likelihoods.class_prediction import ClassPrediction, TopK
-from posthoc_uq.likelihoods.draws import ClassStatistics, Spread, classes_of_gaussian
+from posthoc_uq.likelihoods.class_prediction import ClassPrediction, ClassStatistics, TopK
 from posthoc_uq.likelihoods.labels import Layout
-from posthoc_uq.likelihoods.likelihood import wide
-from posthoc_uq.likelihoods.prediction import ClassTensors, Prediction, class_quality
+from posthoc_uq.likelihoods.prediction import ClassTensors, Prediction
 
-# Predictions with positions: a class at every pixel or token, with maps of uncertainty and numbers of each
-# input.
-
-_NUMBERS = 2**17  # logits of one draw that are summed at once
+_MAX_LOGITS = 2**17  # of one draw that are summed at once
 
 
 @dataclass(frozen=True, eq=False, repr=False)
@@ -44,12 +37,13 @@ class PositionPrediction(Prediction):
     """
 
     kind: ClassVar[str] = "positions"
+    default_score: ClassVar[str] = "entropy"
+    loss_name: ClassVar[str] = "accuracy"
 
     rows: ClassPrediction
     positions: tuple[int, ...]
     layout: Layout
-    novelty_ratio: Tensor | None = None
-    mask: Tensor | None = None
+    mask: Annotated[Tensor | None, "batch *positions", int] = None
 
     def __len__(self) -> int:
         """Number of inputs."""
@@ -86,11 +80,6 @@ class PositionPrediction(Prediction):
         """In the layout of the outputs: the variance of the logits over the weights."""
         return self._whole(self.rows.logits_variance)
 
-    @property
-    def default_score(self) -> str:
-        """The entropy."""
-        return "entropy"
-
     def entropy(self) -> Tensor:
         """(batch, *positions), in nats; see `ClassPrediction`."""
         return self._map(self.rows.entropy())
@@ -121,9 +110,12 @@ class PositionPrediction(Prediction):
 
     def top_k(self, k: int) -> TopK:
         """The `k` most probable classes of every position, each tensor (batch, *positions, k)."""
-        found = self.rows.top_k(k)
+        found, shape = self.rows.top_k(k), (-1, *self.positions, k)
+        spread = found.standard_deviations
         return TopK(
-            *(None if part is None else part.reshape(-1, *self.positions, k) for part in found)  # type: ignore[arg-type]
+            found.probabilities.reshape(shape),
+            found.labels.reshape(shape),
+            None if spread is None else spread.reshape(shape),
         )
 
     def scores_by_position(self) -> dict[str, Tensor]:
@@ -261,20 +253,13 @@ class PositionPrediction(Prediction):
     def quality(self, targets: Tensor, bins: int = 15) -> dict[str, float]:
         """Accuracy, NLL, Brier score, calibration errors and mean entropy over all positions that count."""
         rows, labels = self.counted(targets)
-        return class_quality(rows.probs, rows.log_prob, rows.entropy(), labels, bins)
+        return rows.quality(labels, bins)
 
     def losses(self, targets: Tensor) -> Tensor:
         """(batch,): the share of an input's counted positions at which the predicted class is wrong."""
         labels, counted = self._labels(targets)
         wrong = ((self.rows.predicted() != labels) & counted).reshape(len(self), -1).double()
         return wrong.sum(1) / counted.reshape(len(self), -1).sum(1).clamp(min=1)
-
-    def retained_quality(self, scores: Tensor, targets: Tensor, rates: Sequence[float]) -> dict[str, float]:
-        """The mean accuracy of the inputs that are not referred."""
-        losses = self.losses(targets)
-        order = scores.argsort(stable=True).to(losses.device)
-        kept = {rate: max(1, len(losses) - int(rate * len(losses))) for rate in rates}
-        return {f"accuracy at {rate:g}": 1 - float(losses[order[:n]].mean()) for rate, n in kept.items()}
 
     def with_novelty(self, ratio: Tensor | None) -> PositionPrediction:
         """The same prediction with the novelty of its positions (batch, *positions), of a coarser grid, whose nearest
@@ -295,7 +280,7 @@ class PositionPrediction(Prediction):
     def numbers(self) -> dict[str, Tensor]:
         """See `Prediction`; those of the rows, as (batch, ...)."""
         values = {name: value.reshape(len(self), -1) for name, value in self.rows.numbers().items()}
-        return values | ({} if self.novelty_ratio is None else {"novelty_ratio": self.novelty_ratio})
+        return values | self._stored()
 
     def tensors(self) -> ClassTensors:
         """See `Prediction`; entropy and mutual information are maps."""
@@ -314,9 +299,12 @@ class PositionPrediction(Prediction):
 
     def to(self, device: torch.device | str) -> PositionPrediction:
         """The same prediction with its tensors on `device`."""
-        ratio = None if self.novelty_ratio is None else self.novelty_ratio.to(device)
-        mask = None if self.mask is None else self.mask.to(device)
-        return replace(self, rows=self.rows.to(device), novelty_ratio=ratio, mask=mask)
+        return replace(super().to(device), rows=self.rows.to(device))
+
+    def picked(self, chosen: Tensor | slice) -> PositionPrediction:
+        """The inputs where `chosen` (batch,) is true, or those of a slice."""
+        places = torch.arange(len(self.rows), device=self.rows.probs.device).reshape(len(self), -1)
+        return replace(super().picked(chosen), rows=self.rows.picked(places[chosen].flatten()))
 
     @staticmethod
     def cat(predictions: Sequence[PositionPrediction]) -> PositionPrediction:
@@ -333,20 +321,10 @@ class PositionPrediction(Prediction):
                 f"Predictions with positions {sizes} cannot be one; pad all inputs to one size, or predict batch by "
                 f"batch: [predictor(batch) for batch in loader]."
             )
-        first, ratios = predictions[0], [p.novelty_ratio for p in predictions]
-        known = [ratio for ratio in ratios if ratio is not None]
-        masks = [
-            torch.ones(len(p), *p.positions, dtype=torch.bool, device=p.rows.probs.device)
-            if p.mask is None
-            else p.mask
-            for p in predictions
-        ]
-        return replace(
-            first,
-            mask=torch.cat(masks) if any(p.mask is not None for p in predictions) else None,
-            rows=ClassPrediction.cat([p.rows for p in predictions]),
-            novelty_ratio=torch.cat(known) if len(known) == len(ratios) else None,
-        )
+        if any(p.mask is not None for p in predictions):
+            predictions = [p if p.mask is not None else p.masked(p.predicted() >= 0) for p in predictions]
+        rows = ClassPrediction.cat([p.rows for p in predictions])
+        return replace(Prediction.cat(predictions), rows=rows)
 
 
 def positions_of_draws(blocks: Iterable[Tensor], layout: Layout) -> PositionPrediction:
@@ -365,7 +343,7 @@ def positions_of_draws(blocks: Iterable[Tensor], layout: Layout) -> PositionPred
         positions = layout.positions(block[0])
         for outputs in block:
             rows = layout.rows(outputs)
-            split = rows.split(max(1, _NUMBERS // rows.shape[1]))
+            split = rows.split(max(1, _MAX_LOGITS // rows.shape[1]))
             parts = parts or [ClassStatistics() for _ in split]
             for statistics, part in zip(parts, split, strict=True):
                 statistics.add(part.unsqueeze(0))
@@ -375,33 +353,6 @@ def positions_of_draws(blocks: Iterable[Tensor], layout: Layout) -> PositionPred
     while parts:  # each part's sums are freed before the next part's numbers are made
         predictions.append(parts.pop(0).prediction())
     return PositionPrediction(ClassPrediction.cat(predictions), positions, layout)
-
-
-def positions_of_gaussian(
-    mean: Tensor,
-    variance: Tensor,
-    covariance: Tensor | Spread | None,
-    layout: Layout,
-    link: str,
-    n_draws: int,
-) -> PositionPrediction:
-    """The prediction of Gaussian logits with positions, each by itself; see `classes_of_gaussian`.
-
-    Args:
-        mean: logits in the layout of the outputs.
-        variance: of the same shape.
-        covariance: of rows, ``(samples * positions, classes, classes)``, or their `Spread`; None for independent
-            logits.
-        layout: of the outputs.
-        link: see `classes_of_gaussian`.
-        n_draws: of the logits.
-    """
-    layout.check(mean)
-    rows = classes_of_gaussian(layout.rows(mean), layout.rows(variance), covariance, link, n_draws)
-    return PositionPrediction(rows, layout.positions(mean), layout)
-
-
-# Scores of whole sequences, from those of their tokens.
 
 
 def sequence_scores(
@@ -440,121 +391,3 @@ def sequence_scores(
         found[name] = prediction.per_input(score, mask=mask)
         found[f"largest_{name}"] = prediction.per_input(score, "largest", mask=mask)
     return found
-
-
-# The categorical likelihood of outputs with positions: pixels, tokens.
-#
-# Given the outputs, positions are independent. So the log-probability of a sample is the sum over its
-# positions that count, and its Fisher ``sum_t J_t^T (diag(p_t) - p_t p_t^T) J_t``. Drawn labels need one
-# backward pass for all positions together: with independent scores ``s_t`` of mean 0, ``E[(sum_t J_t^T
-# s_t)(sum_t J_t^T s_t)^T] = sum_t J_t^T E[s_t s_t^T] J_t``.
-
-_AT_ONCE = 2**19  # numbers that are worked on at once; more are not faster
-
-
-def log_probs(
-    outputs: Tensor,
-    targets: Tensor,
-    layout: Layout,
-    label_smoothing: float = 0.0,
-    weights: Tensor | None = None,
-) -> Tensor:
-    """``log p(labels | outputs)`` of every sample, ``(samples,)``: the sum over the positions that count, each times
-    its weight ``(samples, positions)`` where there are weights.
-    """
-    labels, counted = layout.labels(outputs, targets)
-    rows, labels = layout.rows(outputs), labels.flatten()
-    step = max(1, _AT_ONCE // rows.shape[1])
-    losses = torch.cat(
-        [
-            F.cross_entropy(wide(part), own, reduction="none", label_smoothing=label_smoothing)
-            for part, own in zip(rows.split(step), labels.split(step), strict=True)
-        ]
-    )
-    losses = losses.reshape(counted.shape).masked_fill(~counted, 0.0)
-    return -(losses if weights is None else losses * weights.to(losses)).sum(1)
-
-
-def scores(outputs: Tensor, targets: Tensor, layout: Layout, label_smoothing: float = 0.0) -> Tensor:
-    """Gradient of minus that sum by the outputs, shaped like them: ``softmax - one_hot`` where a position counts, less
-    the share of the label that is spread over all classes.
-    """
-    labels, counted = layout.labels(outputs, targets)
-    rows = wide(layout.rows(outputs)).softmax(1)
-    rows = rows - label_smoothing / rows.shape[1]
-    shares = torch.full_like(rows[:, :1], label_smoothing - 1)
-    rows = rows.scatter_add(1, labels.reshape(-1, 1), shares).masked_fill(~counted.reshape(-1, 1), 0.0)
-    return layout.whole(rows, layout.positions(outputs))
-
-
-def drawn(outputs: Tensor, keys: Tensor, draw: int, layout: Layout) -> Tensor:
-    """One label a position drawn from the softmax, ``(samples, *positions)``: a function of outputs, keys and the
-    number of the draw.
-    """
-    labels = _drawn_rows(outputs, keys, range(draw, draw + 1), layout)[1][:, 0]
-    return layout.targets(labels.reshape(outputs.shape[0], -1), layout.positions(outputs))
-
-
-def drawn_scores(
-    outputs: Tensor, targets: Tensor | None, keys: Tensor, n_samples: int, layout: Layout
-) -> Iterator[Tensor]:
-    """`scores` of the labels of each of the first draws, divided by the root of their number; positions that the
-    targets ignore do not count. The softmax is computed once.
-    """
-    probs, labels = _drawn_rows(outputs, keys, range(n_samples), layout)
-    _, counted = layout.labels(outputs, targets)
-    weight = counted.reshape(-1, 1).to(probs) * n_samples**-0.5
-    probs *= weight
-    for draw in range(n_samples):
-        last = draw == n_samples - 1  # which writes into the probabilities
-        rows = probs if last else probs.clone()
-        yield layout.whole(
-            rows.scatter_add_(1, labels[:, draw : draw + 1], -weight), layout.positions(outputs)
-        )
-
-
-def _drawn_rows(outputs: Tensor, keys: Tensor, draws: range, layout: Layout) -> tuple[Tensor, Tensor]:
-    """Probabilities ``(samples * positions, classes)``, and the labels of these draws, ``(samples * positions,
-    draws)``; a few positions at a time, since the sums of probabilities are in float64.
-    """
-    size = prod(layout.positions(outputs))
-    u = uniforms(keys, draws.stop * size)[:, draws.start * size :].to(outputs.device, widest(outputs.device))
-    places = u.reshape(-1, len(draws), size).transpose(1, 2).reshape(-1, len(draws))
-    rows = wide(layout.rows(outputs))
-    probs, labels = torch.empty_like(rows), list[Tensor]()
-    step = max(1, _AT_ONCE // rows.shape[1])
-    for start in range(0, len(rows), step):
-        part = slice(start, start + step)
-        torch.softmax(rows[part], 1, out=probs[part])
-        sums = probs[part].to(places.dtype).cumsum(1)
-        found = torch.searchsorted(sums, (places[part] * sums[:, -1:]).contiguous())
-        labels.append(found.clamp_(max=rows.shape[1] - 1))
-    return probs, torch.cat(labels)
-
-
-def exact_factors(
-    outputs: Tensor, targets: Tensor | None, layout: Layout, of_rows: Callable[[Tensor], Iterator[Tensor]]
-) -> Iterator[Tensor]:
-    """The factors of every position by itself, shaped like the outputs: a position's factors come after each other.
-
-    Args:
-        outputs: with positions.
-        targets: say which positions count; None where all do.
-        layout: of the outputs.
-        of_rows: gives the factors of outputs without positions, ``(rows, classes)``.
-    """
-    positions = layout.positions(outputs)
-    samples, size = outputs.shape[0], prod(positions)
-    _, counted = layout.labels(outputs, targets)
-    rows = layout.rows(outputs).reshape(samples, size, -1)
-    for position in range(size):
-        if bool(counted[:, position].any()):
-            for factor in of_rows(rows[:, position]):
-                whole = factor.new_zeros(samples, size, factor.shape[1])
-                whole[:, position] = factor.masked_fill(~counted[:, position : position + 1], 0.0)
-                yield layout.whole(whole, positions)
-
-
-def by_sample(of_rows: Tensor, outputs: Tensor) -> Tensor:
-    """The mean over a sample's positions of one number a row, ``(samples,)``."""
-    return of_rows.reshape(outputs.shape[0], -1).mean(1)

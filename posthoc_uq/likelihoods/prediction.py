@@ -1,174 +1,128 @@
-"""`Prediction`, the base class: moments, votes and scores over draws, and how good a prediction is."""
+"""`Prediction`, the base class: tensors of a batch, declared once, and how good and how certain the prediction is."""
 
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
-from dataclasses import fields, replace
-from typing import Any, ClassVar, NamedTuple, TypeVar, cast
+from dataclasses import dataclass, field, replace
+from typing import Annotated, Any, ClassVar, NamedTuple, TypeVar, get_type_hints
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 from torch.utils import _pytree as pytree
 
-from posthoc_uq.core.devices import as_double
+from posthoc_uq.core.devices import as_double, moved
 from posthoc_uq.core.errors import PosthocUQError
 from posthoc_uq.core.options import did_you_mean
 from posthoc_uq.likelihoods import metrics, selective
 
-# What the predictions share: moments, entropies and votes over weight samples.
-
-AT_ONCE = 2**18  # numbers that a likelihood gets in one call
+AnyPrediction = TypeVar("AnyPrediction", bound="Prediction")
 
 
-def at_least_float32(tensor: Tensor) -> Tensor:
-    """The tensor in float32 if it is of half precision, itself otherwise.
-
-    Raises:
-        PosthocUQError: the numbers are no real floating-point ones.
-    """
-    if not tensor.is_floating_point():
-        raise PosthocUQError(f"Expected floating-point numbers, got {tensor.dtype}.")
-    return tensor.float() if tensor.dtype in (torch.float16, torch.bfloat16) else tensor
-
-
-def mean_and_variance(samples: Tensor) -> tuple[Tensor, Tensor]:
-    """Mean and unbiased variance over the leading dimension; variance 0 for a single sample.
-
-    Raises:
-        PosthocUQError: there is no sample.
-    """
-    if samples.shape[0] == 0:
-        raise PosthocUQError("A prediction needs at least one weight sample.")
-    if samples.shape[0] == 1:
-        return samples[0], torch.zeros_like(samples[0])
-    return samples.mean(dim=0), samples.var(dim=0, correction=1)
-
-
-def entropy_of(probs: Tensor) -> Tensor:
-    """Entropy in nats over the last dimension, with 0 log 0 = 0."""
-    return -torch.special.xlogy(probs, probs).sum(dim=-1)
-
-
-def entropy_from(probs: Tensor, log_probs: Tensor) -> Tensor:
-    """The same from probabilities and their logarithms, which saves computing these again."""
-    # 0 * -inf would be NaN
-    return -(probs * log_probs.clamp(min=torch.finfo(log_probs.dtype).min)).sum(dim=-1)
-
-
-def class_votes(scores: Tensor) -> Tensor:
-    """How many samples put each class first: ``(samples, batch, classes)`` to int64 ``(batch, classes)``.
-
-    Where classes tie, the first gets the vote.
-    """
-    winners = scores.argmax(dim=-1, keepdim=True)
-    # by comparison: adding at an index has no deterministic form on some devices
-    return (winners == torch.arange(scores.shape[-1], device=scores.device)).sum(dim=0)
-
-
-def smallest_counts(votes: Tensor, samples: int) -> Tensor:
-    """Counts up to `samples` in the smallest integer type, since predictions are kept for whole data sets."""
-    fits = next(kind for kind in (torch.int16, torch.int32, torch.int64) if samples <= torch.iinfo(kind).max)
-    return votes.to(fits)
-
-
-def log_probabilities(logits: Tensor, binary: bool) -> tuple[Tensor, Tensor]:
-    """Logits of several samples, at least float32 and with their class dimension, and the log-probabilities.
-
-    Args:
-        logits: (samples, batch, classes); with `binary` (samples, batch) or (samples, batch, 1).
-        binary: one Bernoulli logit, whose classes are 0 and 1.
-
-    Raises:
-        PosthocUQError: wrong number of dimensions, fewer than two classes, integer logits.
-    """
-    logits = at_least_float32(logits)
-    if not binary:
-        if logits.ndim != 3 or logits.shape[-1] < 2:
-            raise PosthocUQError(
-                "logits must be (samples, batch, classes) with at least 2 classes, not "
-                f"{shape_text(logits)}; for one Bernoulli logit pass binary=True."
-            )
-        return logits, torch.log_softmax(logits, dim=-1)
-    if logits.ndim == 2:
-        logits = logits.unsqueeze(-1)
-    if logits.ndim != 3 or logits.shape[-1] != 1:
-        raise PosthocUQError(
-            f"binary logits must be (samples, batch) or (samples, batch, 1), not {shape_text(logits)}."
-        )
-    return logits, torch.cat([F.logsigmoid(-logits), F.logsigmoid(logits)], dim=-1)
-
-
-def shape_text(tensor: Tensor) -> str:
-    """The shape as a tuple, for messages."""
-    return str(tuple(tensor.shape))
-
-
-def cat_known(tensors: Sequence[Tensor | None]) -> Tensor | None:
-    """The tensors of several predictions as one, or None where one of them lacks it."""
-    known = [tensor for tensor in tensors if tensor is not None]
-    return torch.cat(known) if len(known) == len(tensors) else None
-
-
-def known_novelty(ratio: Tensor | None) -> Tensor:
-    """A prediction's novelty.
-
-    Raises:
-        PosthocUQError: it has none.
-    """
-    if ratio is None:
-        raise PosthocUQError(
-            "This prediction has no novelty: the predictor was made with novelty=False, or the posterior has no "
-            "statistics of the last layer's inputs. Fit again, or ask for predictor.novelty(x, of='top')."
-        )
-    return ratio
-
-
-def by_draw(function: Callable[[Tensor], Tensor], outputs: Tensor) -> Tensor:
-    """A function of outputs ``(batch, ...)``, applied to each of ``(draws, batch, ...)``: ``(draws, batch, ...)``."""
-    draws, batch = outputs.shape[:2]
-    step = draws
-    if not torch.compiler.is_compiling():
-        step = max(1, AT_ONCE // max(1, outputs[0].numel()))
-    blocks: list[Tensor] = []
-    for part in outputs.split(step):
-        values = function(part.flatten(0, 1))
-        if values.ndim == 0 or values.shape[0] != part.shape[0] * batch:
-            raise PosthocUQError(
-                f"A likelihood gives a row for each of {part.shape[0] * batch} rows of outputs, not the shape "
-                f"{shape_text(values)}."
-            )
-        blocks.append(values.reshape(part.shape[0], batch, *values.shape[1:]))
-    return torch.cat(blocks)
-
-
-def by_input(values: Tensor) -> Tensor:
-    """One number an input, ``(batch,)``: the mean over all other dimensions."""
-    return values if values.ndim == 1 else values.flatten(1).mean(dim=-1)
-
-
-# The methods and attributes that all predictions share.
-
-Self = TypeVar("Self", bound="Prediction")
-
-
+@dataclass(frozen=True, eq=False, repr=False)
 class Prediction(ABC):
-    """The predictive distribution of a batch's targets. Subclasses are frozen dataclasses of tensors whose first
-    dimension counts the inputs.
+    """The predictive distribution of a batch's targets.
+
+    A subclass is a frozen dataclass whose tensors are declared with the names of their dimensions, the inputs first:
+    ``Annotated[Tensor | None, "batch classes"]``, where ``*name`` stands for any number of dimensions, and ``int``
+    after the text says that the numbers are whole. Checks of shapes, `to`, `cat`, `picked`, `numbers` and ``repr``
+    follow from that. Numbers are kept in float32 at least, whatever the model ran in. A NaN from the model stays a NaN
+    in its row, and does not affect other rows.
 
     Attributes:
-        kind: ``"classes"``, ``"values"`` or ``"draws"``: which of the subclasses it is.
-        novelty_ratio: (batch,), in (0, 1], the share of the prior's uncertainty that the data left; None where it was
-            not asked for, or the posterior keeps nothing to tell it by.
+        kind: ``"classes"``, ``"labels"``, ``"positions"``, ``"values"`` or ``"draws"``.
+        default_score: the name of the score used where none is named.
+        loss_name: what the mean of `losses` is called; of ``"RMSE"`` its root is shown, of ``"accuracy"`` 1 less it.
+        novelty_ratio: (batch,), in (0, 1], the share of the prior's uncertainty that the data left; with positions also
+            (batch, *positions). None where it was not asked for, or the posterior has nothing to compute it from.
+
+    Raises:
+        PosthocUQError: the shapes do not fit each other, or numbers are of the wrong type.
     """
 
     kind: ClassVar[str]
-    novelty_ratio: Tensor | None
+    default_score: ClassVar[str]
+    loss_name: ClassVar[str]
+    _dims: ClassVar[dict[str, tuple[list[str], bool]]]
+    _over_draws: ClassVar[tuple[str, ...]] = ()  # fields that one network alone does not have
 
-    @abstractmethod
+    novelty_ratio: Annotated[Tensor | None, "batch *novelty"] = field(default=None, kw_only=True)
+
+    def __init_subclass__(cls) -> None:
+        super().__init_subclass__()
+        hints = get_type_hints(cls, include_extras=True)
+        hints["novelty_ratio"] = hints.pop("novelty_ratio")  # last
+        declared = {name: getattr(hint, "__metadata__", ()) for name, hint in hints.items()}
+        cls._dims = {name: (found[0].split(), int in found) for name, found in declared.items() if found}
+
+    def __post_init__(self) -> None:
+        sizes: dict[str, tuple[int, ...]] = {}
+        for name, value in self._stored().items():
+            dims, whole = self._dims[name]
+            for place, dim in enumerate(dims):
+                found = tuple(value.shape[place:] if dim.startswith("*") else value.shape[place : place + 1])
+                fits = sizes.setdefault(dim, found) == found and (len(found) == 1 or dim.startswith("*"))
+                if not fits or (dim == dims[-1] and len(found) + place < value.ndim):
+                    known = ", ".join(f"{key}: {size}" for key, size in sizes.items())
+                    raise PosthocUQError(
+                        f"{name} must be ({', '.join(dims)}) with {known}, not {tuple(value.shape)}."
+                    )
+            if whole and (value.is_floating_point() or value.is_complex()):
+                raise PosthocUQError(f"{name} must be integers, not {value.dtype}.")
+            object.__setattr__(self, name, value if whole else at_least_float32(value))
+
     def __len__(self) -> int:
         """Number of inputs."""
+        return next(iter(self._stored().values())).shape[0]
+
+    def __repr__(self) -> str:
+        """The class, the number of inputs and the other sizes of the first tensor."""
+        name, (dims, _) = next(iter(self._dims.items()))
+        shape, words = getattr(self, name).shape, [f"inputs={len(self)}"]
+        for place, dim in enumerate(dims[1:], 1):
+            size = tuple(shape[place:]) if dim.startswith("*") else tuple(shape[place : place + 1])
+            if size:
+                words.append(f"{dim.strip('*')}={size[0] if len(size) == 1 else size}")
+        return f"{type(self).__name__}({', '.join(words)})"
+
+    def _stored(self) -> dict[str, Tensor]:
+        """The tensors of the fields that are not None."""
+        known = {name: getattr(self, name) for name in self._dims}
+        return {name: value for name, value in known.items() if value is not None}
+
+    def numbers(self) -> dict[str, Tensor]:
+        """All tensors, by the names of their fields, (batch, ...) each."""
+        return self._stored()
+
+    def to(self: AnyPrediction, device: torch.device | str) -> AnyPrediction:
+        """The same prediction with its tensors on `device`."""
+        known = self._stored()
+        return replace(self, **dict(zip(known, moved(known.values(), device), strict=True)))
+
+    def picked(self: AnyPrediction, chosen: Tensor | slice) -> AnyPrediction:
+        """The inputs where `chosen` (batch,) is true, or those of a slice."""
+        return replace(self, **{name: value[chosen] for name, value in self._stored().items()})
+
+    @staticmethod
+    def cat(predictions: Sequence[Any]) -> Any:
+        """Predictions of several batches as one, in order; a field that one of them lacks is None in the result.
+
+        Raises:
+            PosthocUQError: nothing to join, or tensors of different shapes.
+        """
+        if not predictions:
+            raise PosthocUQError("cat needs at least one prediction.")
+        joined: dict[str, Tensor | None] = {}
+        for name in predictions[0]._dims:
+            parts: list[Tensor] = [getattr(prediction, name) for prediction in predictions]
+            whole = all(part is not None for part in parts)
+            shapes = {tuple(part.shape[1:]) for part in parts if whole}
+            if len(shapes) > 1:
+                raise PosthocUQError(
+                    f"cat got predictions whose {name} have different shapes: {sorted(shapes)}."
+                )
+            joined[name] = torch.cat(parts) if whole else None
+        return replace(predictions[0], **joined)
 
     @property
     def classes(self) -> int | None:
@@ -179,11 +133,6 @@ class Prediction(ABC):
     @abstractmethod
     def outputs_mean(self) -> Tensor:
         """(batch, ...), mean of the model's outputs over the weights, in the units and the shape of the outputs."""
-
-    @property
-    @abstractmethod
-    def default_score(self) -> str:
-        """The name of the score used where none is named."""
 
     @abstractmethod
     def epistemic(self) -> Tensor:
@@ -203,9 +152,7 @@ class Prediction(ABC):
 
     @abstractmethod
     def scores(self) -> dict[str, Tensor]:
-        """All known uncertainty scores by name, each (batch,), larger where the prediction is less certain; see
-        `posthoc_uq.likelihoods.prediction.SCORES`.
-        """
+        """All known uncertainty scores by name (`SCORES`), each (batch,), larger where it is less certain."""
 
     @abstractmethod
     def quality(self, targets: Tensor, bins: int = 15) -> dict[str, float]:
@@ -220,36 +167,32 @@ class Prediction(ABC):
     def losses(self, targets: Tensor) -> Tensor:
         """(batch,), float64: the loss of each input's prediction, by which selective prediction is judged."""
 
-    @abstractmethod
     def retained_quality(self, scores: Tensor, targets: Tensor, rates: Sequence[float]) -> dict[str, float]:
-        """The quality on the remaining inputs when those with the largest scores are referred, by name.
+        """The mean loss on the remaining inputs when those with the largest scores are referred, by name.
 
         Args:
             scores: (batch,).
             targets: of all inputs.
             rates: shares of the inputs that are referred.
         """
+        risk, measures = selective.risk_coverage(scores, self.losses(targets)).risk, dict[str, float]()
+        for rate, count in zip(rates, selective.retained(rates, len(risk)), strict=True):
+            mean = float(risk[count - 1])
+            shown = (
+                mean**0.5 if self.loss_name == "RMSE" else 1 - mean if self.loss_name == "accuracy" else mean
+            )
+            measures[f"{self.loss_name} at {rate:g}"] = shown
+        return measures
 
     @abstractmethod
     def tensors(self) -> NamedTuple:
         """The main tensors as a named tuple, the form in which an exported program gives them."""
 
-    @abstractmethod
     def to_dict(self) -> dict[str, Tensor]:
-        """Tensors by name, and the scores computed from them; unknown ones are left out."""
-
-    @abstractmethod
-    def to(self: Self, device: torch.device | str) -> Self:
-        """The same prediction with its tensors on `device`."""
-
-    @staticmethod
-    @abstractmethod
-    def cat(predictions: Sequence[Any]) -> Any:
-        """Predictions of several batches as one, in order.
-
-        Raises:
-            PosthocUQError: nothing to join, or predictions that do not belong together.
-        """
+        """Tensors by name, and what is computed from them; unknown ones are left out."""
+        values = self._stored()
+        ratio = values.pop("novelty_ratio", None)
+        return values if ratio is None else values | {"novelty": ratio}
 
     def entropy(self) -> Tensor:
         """(batch,), in nats: the entropy of the target.
@@ -266,26 +209,22 @@ class Prediction(ABC):
         those of the training. See `Predictor.novelty`.
 
         Raises:
-            PosthocUQError: the prediction does not know it.
+            PosthocUQError: it is not known.
         """
-        return known_novelty(self.novelty_ratio)
+        if self.novelty_ratio is None:
+            raise PosthocUQError(
+                "This prediction has no novelty: the predictor was made with novelty=False, or the posterior has no "
+                "statistics of the last layer's inputs. Fit again, or ask for predictor.novelty(x, of='top')."
+            )
+        return self.novelty_ratio
 
-    def with_novelty(self: Self, ratio: Tensor | None) -> Self:
+    def with_novelty(self: AnyPrediction, ratio: Tensor | None) -> AnyPrediction:
         """The same prediction with its novelty (batch,), or itself where that is None."""
-        return self if ratio is None else replace(cast(Any, self), novelty_ratio=ratio)
+        return self if ratio is None else replace(self, novelty_ratio=ratio)
 
-    def numbers(self) -> dict[str, Tensor]:
-        """The tensors that it keeps, by name, (batch, ...) each."""
-        values = {field.name: getattr(self, field.name) for field in fields(cast(Any, self))}
-        return {
-            name: value
-            for name, value in values.items()
-            if isinstance(value, Tensor) and value.ndim and len(value) == len(self)
-        }
-
-    def of_one_network(self: Self) -> Self:
+    def of_one_network(self: AnyPrediction) -> AnyPrediction:
         """The same without the parts that need several sets of weights."""
-        return self
+        return replace(self, **dict.fromkeys(self._over_draws))
 
 
 def cat(predictions: Sequence[Prediction]) -> Prediction:
@@ -294,18 +233,15 @@ def cat(predictions: Sequence[Prediction]) -> Prediction:
     Raises:
         PosthocUQError: nothing to join, or predictions that do not belong together.
     """
-    if not predictions:
-        raise PosthocUQError("cat needs at least one prediction.")
-    kinds = {prediction.kind for prediction in predictions}
+    kinds = sorted({prediction.kind for prediction in predictions})
     if len(kinds) > 1:
         raise PosthocUQError(
-            f"cat got predictions of {' and of '.join(sorted(kinds))}; they cannot be one prediction."
+            f"cat got predictions of {' and of '.join(kinds)}; they cannot be one prediction."
         )
-    return predictions[0].cat(predictions)
+    return (type(predictions[0]) if predictions else Prediction).cat(predictions)
 
 
-# One number an input that says how far to trust a prediction: the scores by name, higher meaning less
-# certain.
+# Scores
 
 CLASS_SCORES = (
     "entropy",
@@ -328,7 +264,7 @@ def score_of(prediction: Prediction, name: str) -> Tensor:
     """One score ``(batch,)`` of a prediction.
 
     Raises:
-        PosthocUQError: there is no such score, or this prediction does not know it.
+        PosthocUQError: there is no such score, or this prediction does not have it.
     """
     known = prediction.scores()
     if name in known:
@@ -342,34 +278,39 @@ def score_of(prediction: Prediction, name: str) -> Tensor:
     )
 
 
-# Measures of how good predictions are, by name: `Prediction.quality` and `retained_quality`, from plain
-# tensors.
+# What several kinds of predictions compute
 
 
-def class_quality(
-    probs: Tensor, log_prob: Callable[[Tensor], Tensor], entropy: Tensor, targets: Tensor, bins: int
-) -> dict[str, float]:
-    """Measures of class probabilities ``(batch, classes)``.
+def at_least_float32(tensor: Tensor) -> Tensor:
+    """The tensor in float32 if it is of half precision, itself otherwise.
 
-    Args:
-        probs: of the classes.
-        log_prob: from targets to their log probabilities, ``(batch,)``.
-        entropy: of the predictions, ``(batch,)``, in nats.
-        targets: labels ``(batch,)``.
-        bins: of the calibration errors.
+    Raises:
+        PosthocUQError: the numbers are no real floating-point ones.
     """
-    measures = {"accuracy": metrics.accuracy(probs, targets)}
-    if probs.shape[1] > 5:
-        measures["top-5 accuracy"] = metrics.top_k_accuracy(probs, targets, 5)
-    measures["NLL"] = -float(log_prob(targets).double().mean())
-    measures["Brier"] = metrics.brier_score(probs, targets)
-    measures["ECE"] = metrics.expected_calibration_error(probs, targets, bins)
-    measures["ECE (equal mass)"] = metrics.expected_calibration_error(
-        probs, targets, bins, binning="equal_mass"
-    )
-    measures["classwise ECE"] = metrics.classwise_calibration_error(probs, targets, bins)
-    measures["mean entropy"] = float(entropy.double().mean())
-    return measures
+    if not tensor.is_floating_point():
+        raise PosthocUQError(f"Expected floating-point numbers, got {tensor.dtype}.")
+    return tensor.float() if tensor.dtype in (torch.float16, torch.bfloat16) else tensor
+
+
+def by_input(values: Tensor) -> Tensor:
+    """One number an input, ``(batch,)``: the mean over all other dimensions."""
+    return values if values.ndim == 1 else values.flatten(1).mean(dim=-1)
+
+
+def squared_errors(mean: Tensor, targets: Tensor) -> Tensor:
+    """``(batch,)``, float64: the squared error, mean over outputs."""
+    return by_input((mean.double() - targets.double()).square())
+
+
+def check_probability(name: str, value: float) -> float:
+    """The level of an interval, or of a quantile.
+
+    Raises:
+        PosthocUQError: it is not strictly between 0 and 1.
+    """
+    if not 0 < value < 1:
+        raise PosthocUQError(f"{name} must be strictly between 0 and 1, not {value}.")
+    return value
 
 
 LEVELS = (0.5, 0.9, 0.95)
@@ -377,7 +318,7 @@ LEVELS = (0.5, 0.9, 0.95)
 
 
 def interval_quality(interval: Callable[[float], tuple[Tensor, Tensor]], targets: Tensor) -> dict[str, float]:
-    """Measures of prediction intervals: how often they contain the target, and how wide they are.
+    """How often prediction intervals contain the target, and how wide they are.
 
     Args:
         interval: from a level, one of `LEVELS`, to lower and upper bounds.
@@ -393,38 +334,7 @@ def interval_quality(interval: Callable[[float], tuple[Tensor, Tensor]], targets
     }
 
 
-def retained_classes(
-    scores: Tensor, probs: Tensor, targets: Tensor, rates: Sequence[float]
-) -> dict[str, float]:
-    """The accuracy, and for two classes the area under the ROC curve, on inputs that are not referred."""
-    accuracies = selective.selective_accuracy(scores, probs, targets, rates)
-    measures = {f"accuracy at {rate:g}": float(a) for rate, a in zip(rates, accuracies, strict=True)}
-    if probs.shape[1] == 2:
-        areas = selective.selective_auc(scores, probs, targets, rates)
-        measures |= {f"AUC at {rate:g}": float(a) for rate, a in zip(rates, areas, strict=True)}
-    return measures
-
-
-def retained_losses(
-    name: str, scores: Tensor, losses: Tensor, rates: Sequence[float], *, root: bool = False
-) -> dict[str, float]:
-    """The mean loss, or its square root, on inputs that are not referred."""
-    risk = selective.risk_coverage(scores, losses).risk
-    counts = selective.retained(rates, len(losses))
-    risks = {rate: risk[count - 1] for rate, count in zip(rates, counts, strict=True)}
-    return {
-        f"{name} at {rate:g}": float(mean_loss.sqrt() if root else mean_loss)
-        for rate, mean_loss in risks.items()
-    }
-
-
-def squared_errors(mean: Tensor, targets: Tensor) -> Tensor:
-    """``(batch,)``, float64: the squared error, mean over outputs."""
-    squares = (mean.double() - targets.double()).square()
-    return squares if squares.ndim == 1 else squares.flatten(1).mean(dim=-1)
-
-
-# Predictions at the boundary of an exported program: named tuples of tensors.
+# Predictions at the boundary of an exported program
 
 
 class ClassTensors(NamedTuple):
@@ -465,9 +375,9 @@ for _kind in (ClassTensors, ValueTensors):  # so that an exported program can na
     )
 
 
-# The check that a likelihood's ``log_prob`` gives one number a sample, which depends on no other sample.
+# A check of a user's `log_prob`
 
-_SAMPLES = 32  # of a batch
+_MAX_SAMPLES = 32  # of a batch that are looked at
 _TOLERANCE = 1e-3  # relative above 1, absolute below
 
 
@@ -489,28 +399,25 @@ def check_rows(
         PosthocUQError: the result has another shape than ``(samples,)``, or depends on the other samples.
     """
     shapes = f"outputs of shape {tuple(outputs.shape)} and targets of shape {tuple(targets.shape)}"
-    outputs, targets = outputs.detach()[:_SAMPLES], targets[:_SAMPLES]
+    outputs, targets = outputs.detach()[:_MAX_SAMPLES], targets[:_MAX_SAMPLES]
     samples = len(outputs)
     way_out = (
-        "give each sample's targets the shape of its outputs, in the data or at the start of log_prob "
-        "(targets = targets.reshape(outputs.shape)), and let log_prob reduce every dimension but the first"
+        "give targets the shape of the outputs, in the data or by targets.reshape(outputs.shape) in log_prob, and sum "
+        "over every dimension but the first"
     )
     with torch.no_grad():
         together = log_prob(outputs, targets)
         if tuple(together.shape) != (samples,):
             raise PosthocUQError(
                 f"log_prob of likelihood {name!r} gives {samples} samples the shape {tuple(together.shape)} and not "
-                f"({samples},), one number a sample, for {shapes}; {way_out}."
+                f"({samples},), for {shapes}; {way_out}."
             )
         for row in {0, samples - 1} if samples > 1 else ():
-            alone = log_prob(outputs[row : row + 1], targets[row : row + 1])
-            if alone.numel() != 1 or not _same(alone.reshape(()), together[row]):
+            alone = as_double(log_prob(outputs[row : row + 1], targets[row : row + 1]))
+            if alone.numel() != 1 or not torch.isclose(
+                alone.reshape(()), as_double(together[row]), rtol=_TOLERANCE, atol=_TOLERANCE, equal_nan=True
+            ):
                 raise PosthocUQError(
                     f"log_prob of likelihood {name!r} gives a sample another value alone than among others, for "
                     f"{shapes}, which seem to broadcast against each other; {way_out}."
                 )
-
-
-def _same(one: Tensor, other: Tensor) -> bool:
-    a, b = as_double(one), as_double(other)
-    return bool(torch.isclose(a, b, rtol=_TOLERANCE, atol=_TOLERANCE, equal_nan=True))

@@ -9,7 +9,8 @@ from torch import Tensor
 
 from posthoc_uq.core.errors import PosthocUQError
 from posthoc_uq.core.options import did_you_mean
-from posthoc_uq.likelihoods.classes import Bernoulli, Categorical, Multilabel
+from posthoc_uq.likelihoods.bernoulli import Bernoulli, Multilabel
+from posthoc_uq.likelihoods.classes import Categorical
 from posthoc_uq.likelihoods.counts import Gamma, NegativeBinomial, Poisson
 from posthoc_uq.likelihoods.gaussian import Gaussian, Heteroscedastic
 from posthoc_uq.likelihoods.likelihood import Likelihood

@@ -1,7 +1,11 @@
 """Referring the most uncertain inputs to a person: what remains then, thresholds, and how extreme an input is.
 
-A score is an uncertainty, (inputs,): inputs with higher ones are referred sooner. What does not fit raises a
-`PosthocUQError`, a NaN a `NonFiniteError`.
+A score is an uncertainty, (inputs,): inputs with higher ones are referred sooner. Where scores tie, every number here
+is the mean over all orders of the tied inputs (for `selective_auc`, tied inputs at the border are retained in part), so
+that the order of the inputs never matters. A referral rate leaves `floor(rate * inputs)` inputs to the expert, as in
+the protocol of Rudner et al. ("Tractable Function-Space Variational Inference in Bayesian Neural Networks", NeurIPS
+2022, appendix D.4). What does not fit raises a `PosthocUQError`, a NaN a `NonFiniteError`. `probs` is (inputs,
+classes), `labels` (inputs,) integers, `rates` (rates,) shares referred, each in [0, 1).
 """
 
 from __future__ import annotations
@@ -15,14 +19,6 @@ from torch import Tensor
 
 from posthoc_uq.core.errors import NonFiniteError, PosthocUQError
 from posthoc_uq.likelihoods.metrics import classified, plain, row
-
-# Selective prediction: the quality of the predictions that remain.
-#
-# Where scores tie, every number here is the mean over all orders of the tied inputs (for `selective_auc`, tied
-# inputs at the border are retained in part), so that the order of the inputs never matters.
-#
-# A referral rate leaves `floor(rate * inputs)` inputs to the expert, as in the protocol of Rudner et al.
-# ("Tractable Function-Space Variational Inference in Bayesian Neural Networks", NeurIPS 2022, appendix D.4).
 
 
 class RiskCoverage(NamedTuple):
@@ -66,17 +62,7 @@ def risk_coverage(scores: Tensor, losses: Tensor) -> RiskCoverage:
 def selective_accuracy(
     scores: Tensor, probs: Tensor, labels: Tensor, rates: Sequence[float] | Tensor
 ) -> Tensor:
-    """Accuracy on the inputs that remain when a share of them, the most uncertain, is referred.
-
-    Args:
-        scores: (inputs,).
-        probs: (inputs, classes).
-        labels: (inputs,), integers.
-        rates: (rates,), shares referred, each in [0, 1).
-
-    Returns:
-        (rates,), float64.
-    """
+    """(rates,), float64: accuracy on the inputs that remain when a share of them, the most uncertain, is referred."""
     probs, labels = classified(probs, labels)
     curve = _miss_curve(scores, probs, labels)
     return 1 - curve.risk[[count - 1 for count in retained(rates, len(labels))]]
@@ -92,14 +78,14 @@ def selective_accuracy_area(scores: Tensor, probs: Tensor, labels: Tensor) -> fl
 
 
 def selective_auc(scores: Tensor, probs: Tensor, labels: Tensor, rates: Sequence[float] | Tensor) -> Tensor:
-    """ROC AUC of the class probabilities on the inputs that remain, for each referral rate.
+    """(rates,), float64: ROC AUC of the class probabilities on the inputs that remain.
 
     With two classes this is the area under the ROC curve of P(class 1). With more it is the plain mean over
     classes of the AUC of that class against the rest (macro, one versus rest), over the classes that some but
     not all of the retained inputs have. Where there is no such class, the entry is NaN.
 
     Inputs that tie at the border are retained in part: the weight of each in the AUC is the share of them that the
-    rate leaves. The arguments are those of `selective_accuracy`.
+    rate leaves.
     """
     probs, labels = classified(probs, labels)
     scores = row("scores", scores, len(labels))
@@ -150,19 +136,16 @@ def _weighted_auc(values: Tensor, positive: Tensor, weights: Tensor) -> float:
     return ((up * (down.cumsum(0) - down / 2)).sum() / pairs).item() if pairs > 0 else math.nan
 
 
-# Tail probabilities: how extreme an input is among familiar ones, by several scores at once.
-#
-# The tail probability of a score is the share of familiar inputs whose score is at least as large. It has no
-# units, so those of different scores can be compared. An input is judged by the smallest of its tail
-# probabilities, that is, by the score that finds it most extreme.
-
 QUANTILES = 200
 """The number of points of a tail that are kept at most."""
 _LINE_FROM = 0.1  # the tail is extrapolated from this share of familiar inputs with the largest scores
 
 
 class Tail(NamedTuple):
-    """Points of the tail probability of one score; both are (points,), float64.
+    """Points of the tail probability of one score: the share of familiar inputs whose score is at least as large.
+
+    It has no units, so those of different scores can be compared. An input is judged by the smallest of its tail
+    probabilities, that is, by the score that finds it most extreme. Both are (points,), float64.
 
     Attributes:
         values: scores in descending order, the largest familiar one first, the smallest last.
@@ -256,9 +239,6 @@ def _surprise(tail: Tail, scores: Tensor) -> Tensor:
     # a step lost in rounding still counts as beyond
     outside = torch.maximum(start + slope * excess, start.nextafter(start + 1))
     return torch.where(beyond, outside, -tail_probability(tail, scores).log())
-
-
-# Thresholds.
 
 
 def referral_threshold(scores: Tensor, rate: float) -> float:

@@ -1,4 +1,10 @@
-"""Weights of samples and of positions; which of them count, and how many labels a batch has."""
+"""Weights of samples and of positions; which of them count, and how many labels a batch has.
+
+The log-likelihood of weighted data is ``sum_n w_n log p(y_n | f_n)``; with positions ``sum_n sum_t w_nt log p(y_nt |
+f_nt)``. So the Fisher of the outputs counts w times: gradients by the outputs, of drawn labels, of the expectation or
+of targets, are multiplied with the root of w before they are pulled back. A whole weight is as good as so many copies
+of the sample.
+"""
 
 from __future__ import annotations
 
@@ -11,13 +17,6 @@ from posthoc_uq.core.batches import Batch
 from posthoc_uq.core.errors import PosthocUQError
 from posthoc_uq.likelihoods.labels import Layout
 from posthoc_uq.likelihoods.likelihood import Likelihood
-
-# Weights of samples and of positions: how often each counts.
-#
-# The log-likelihood of weighted data is ``sum_n w_n log p(y_n | f_n)``; with positions ``sum_n sum_t w_nt log
-# p(y_nt | f_nt)``. So the Fisher of the outputs counts w times: gradients by the outputs, of drawn labels, of
-# the expectation or of targets, are multiplied with the root of w before they are pulled back. A whole weight
-# is as good as so many copies of the sample.
 
 
 @dataclass(frozen=True)
@@ -128,9 +127,6 @@ def weighed_targets(
     kept = targets if found is None else found.targets(targets)
     assert kept is not None
     return kept, found
-
-
-# What counts of a batch: labels that are not ignored, weights that are not 0, tokens that are attended to.
 
 
 def layout_of(likelihood: Likelihood, targets: Tensor) -> Layout | None:

@@ -167,7 +167,7 @@ def alone(fitted: Fitted, inputs: Tensor) -> uq.Prediction:
     """What the network says without a posterior."""
     with torch.no_grad():
         outputs = fitted.model(inputs).unsqueeze(0)
-    return fitted.likelihood.from_draws(outputs, fitted.likelihood.noise_variance).of_one_network()
+    return fitted.likelihood.from_draws(outputs).of_one_network()
 
 
 def compared(part: Split, name: str, fitted: Fitted) -> dict[str, Numbers]:

@@ -1,0 +1,300 @@
+"""Labels 0 and 1 of one logit each: one a sample (binary), or several that a sample may have together (multilabel)."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Iterable
+from dataclasses import dataclass
+from math import pi
+from typing import Annotated, Any, ClassVar
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+from torch.distributions import Distribution
+
+from posthoc_uq.core.errors import PosthocUQError
+from posthoc_uq.likelihoods import metrics
+from posthoc_uq.likelihoods.class_prediction import (
+    ClassPrediction,
+    ClassStatistics,
+    LogitsPrediction,
+    classes_of_draws,
+    classes_of_gaussian,
+    divergence_of_classes,
+    entropy_of,
+)
+from posthoc_uq.likelihoods.draws import LINK_DRAWS, LINKS, OutputGaussian, gathered
+from posthoc_uq.likelihoods.likelihood import MIN_AGREEMENT, Likelihood, last_function
+from posthoc_uq.likelihoods.prediction import at_least_float32
+
+
+class _Labels(Likelihood, ABC):
+    """Independent labels 0 and 1, each of one logit."""
+
+    logits: ClassVar[bool] = True
+    joint: ClassVar[bool] = False
+    links: ClassVar[tuple[str, ...] | None] = LINKS
+
+    def distribution(self, outputs: Tensor) -> Distribution:
+        return torch.distributions.Bernoulli(logits=outputs, validate_args=False)
+
+    def fisher_root(self, outputs: Tensor) -> Tensor:
+        # E_y (p - y)^2 = p (1 - p)
+        logits = at_least_float32(outputs)
+        return (logits.sigmoid() * (-logits).sigmoid()).sqrt()
+
+    @abstractmethod
+    def takes(self, outputs: int) -> bool: ...
+
+    def wrong_text(self, outputs: Tensor, targets: Tensor) -> str:
+        return f"Labels for likelihood={self.name!r} must be 0 or 1."
+
+    def seems_applied(self, outputs: Tensor) -> bool:
+        """The outputs come out of a sigmoid."""
+        return last_function(outputs).startswith("Sigmoid")
+
+    def divergence(self, outputs: Tensor, prediction: Any) -> Tensor:
+        """In closed form; the mean over labels, so that a budget does not depend on their number."""
+        logits = at_least_float32(outputs).reshape(len(outputs), -1)
+        logs = torch.stack([F.logsigmoid(-logits), F.logsigmoid(logits)], dim=-1)
+        return divergence_of_classes(logs, prediction.log_probs.reshape(logs.shape)).mean(1)
+
+    def agrees(self, outputs: Tensor, draws: Tensor) -> bool:
+        """At least three quarters of all decisions, label by label, stay."""
+        same = (draws.sigmoid().mean(0) > 0.5) == (outputs > 0)
+        return not bool(same.float().mean() < MIN_AGREEMENT)
+
+
+class Bernoulli(_Labels):
+    """One logit a sample: outputs ``(samples,)`` or ``(samples, 1)``, targets 0 or 1 of either shape."""
+
+    name = "binary"
+    _at_nodes = Likelihood._at_draws  # quasi-random draws, as for several classes
+
+    def wrong_values(self, outputs: Tensor, targets: Tensor | None) -> Tensor | None:
+        if outputs.numel() != outputs.shape[0]:
+            raise PosthocUQError(
+                f"likelihood='binary' needs outputs of shape (samples,) or (samples, 1), and the model gives "
+                f"{tuple(outputs.shape)}."
+            )
+        if targets is None:
+            return None
+        if targets.numel() != outputs.shape[0]:
+            raise PosthocUQError(
+                f"{outputs.shape[0]} samples need as many labels, not {tuple(targets.shape)}."
+            )
+        return ((targets != 0) & (targets != 1)).any()
+
+    def takes(self, outputs: int) -> bool:
+        return outputs == 1
+
+    def draw(self, outputs: Tensor, keys: Tensor, draw: int) -> Tensor:
+        u = self.uniforms(outputs, keys, draw).squeeze(1)
+        return (u < at_least_float32(outputs).sigmoid().flatten()).long()
+
+    def predictive_log_prob(
+        self, mean: Tensor, variance: Tensor, targets: Tensor, n_draws: int = LINK_DRAWS
+    ) -> Tensor:
+        """By the probit approximation, ``sigmoid(m / sqrt(1 + pi v / 8))``; see `classes_of_gaussian`."""
+        return self.log_prob(
+            at_least_float32(mean) * (1 + pi / 8 * at_least_float32(variance)).rsqrt(), targets
+        )
+
+    def classes(self, outputs: int) -> int:
+        return 2
+
+    def predicted_class(self, outputs: Tensor) -> Tensor:
+        return (outputs.reshape(outputs.shape[0]) > 0).long()
+
+    def from_blocks(self, blocks: Iterable[Tensor]) -> ClassPrediction:
+        return classes_of_draws(blocks, binary=True)
+
+    def of_gaussian(self, outputs: OutputGaussian) -> ClassPrediction:
+        return classes_of_gaussian(outputs, binary=True)
+
+
+class Multilabel(_Labels):
+    """Independent labels: outputs ``(samples, labels)`` are logits, targets 0 or 1 of the same shape."""
+
+    name = "multilabel"
+
+    def wrong_values(self, outputs: Tensor, targets: Tensor | None) -> Tensor | None:
+        if outputs.ndim != 2:
+            raise PosthocUQError(
+                f"likelihood='multilabel' needs outputs of shape (samples, labels), and the model gives "
+                f"{tuple(outputs.shape)}."
+            )
+        if targets is None:
+            return None
+        if targets.shape != outputs.shape:
+            raise PosthocUQError(
+                f"Labels must be 0 or 1 for each of {outputs.shape[1]} labels, shaped {tuple(outputs.shape)} like the "
+                f"outputs, not {tuple(targets.shape)}; one class an input is likelihood='classification'."
+            )
+        return ((targets != 0) & (targets != 1)).any()
+
+    def takes(self, outputs: int) -> bool:
+        return outputs >= 1
+
+    def draw(self, outputs: Tensor, keys: Tensor, draw: int) -> Tensor:
+        u = self.uniforms(outputs, keys, draw, outputs.shape[1])
+        return (u < at_least_float32(outputs).sigmoid()).long()
+
+    def from_blocks(self, blocks: Iterable[Tensor]) -> MultilabelPrediction:
+        statistics, labels = ClassStatistics(binary=True), 0
+        for block in gathered(blocks):
+            if block.ndim != 3:
+                raise PosthocUQError(f"logits must be (draws, batch, labels), not {tuple(block.shape)}.")
+            labels = block.shape[2]
+            statistics.add(block.flatten(1))
+        return MultilabelPrediction.of_pairs(statistics.prediction(), labels)
+
+    def of_gaussian(self, outputs: OutputGaussian) -> MultilabelPrediction:
+        """Every label by itself."""
+        flat = outputs._replace(mean=outputs.mean.reshape(-1), variance=outputs.variance.reshape(-1))
+        return MultilabelPrediction.of_pairs(classes_of_gaussian(flat, binary=True), outputs.mean.shape[1])
+
+
+@dataclass(frozen=True, eq=False, repr=False)
+class MultilabelPrediction(LogitsPrediction):
+    """The probability of every label, and how far the weights disagree about it.
+
+    Labels count as independent: what concerns all labels of an input together (`entropy`, `log_prob`) is the sum over
+    labels, without what the weights make them have in common.
+
+    Attributes:
+        probs: (batch, labels), the predictive probabilities of having the label: means over the weights of
+            sigmoid(logit).
+        logits_mean: (batch, labels), mean of the logits over the weights.
+        logits_variance: same shape, their variance.
+        sample_entropy: (batch, labels), mean over the weights of the label's entropy in nats; None without draws.
+        log_probs: (batch, labels, 2), logarithms of the probabilities of not having and of having the label.
+        probs_variance: (batch, labels), variance over draws of sigmoid(logit); None without draws.
+        novelty_ratio: (batch,), see `Prediction`.
+
+    Raises:
+        PosthocUQError: the shapes do not fit each other.
+    """
+
+    kind: ClassVar[str] = "labels"
+    loss_name: ClassVar[str] = "Hamming loss"
+
+    probs: Annotated[Tensor, "batch labels"]
+    logits_mean: Annotated[Tensor, "batch labels"]
+    logits_variance: Annotated[Tensor, "batch labels"]
+    sample_entropy: Annotated[Tensor | None, "batch labels"] = None
+    log_probs: Annotated[Tensor, "batch labels pair"] = None  # type: ignore[assignment]  # of `probs`
+    probs_variance: Annotated[Tensor | None, "batch labels"] = None
+
+    def __post_init__(self) -> None:
+        if self.log_probs is None:  # pyright: ignore[reportUnnecessaryComparison]
+            pairs = torch.stack([1 - self.probs, self.probs], dim=-1)
+            object.__setattr__(self, "log_probs", at_least_float32(pairs).log())
+        super().__post_init__()
+
+    @classmethod
+    def of_pairs(cls, binary: ClassPrediction, labels: int) -> MultilabelPrediction:
+        """From the prediction of every label by itself.
+
+        Args:
+            binary: of ``batch * labels`` single logits, the labels of one input side by side.
+            labels: how many an input has.
+        """
+        entropy, variance = binary.sample_entropy, binary.probs_variance
+        return cls(
+            binary.probs[:, 1].reshape(-1, labels),
+            binary.logits_mean.reshape(-1, labels),
+            binary.logits_variance.reshape(-1, labels),
+            None if entropy is None else entropy.reshape(-1, labels),
+            binary.log_probs.reshape(-1, labels, 2),
+            None if variance is None else variance[:, 1].reshape(-1, labels),
+        )
+
+    def label_entropy(self) -> Tensor:
+        """(batch, labels), in nats: the entropy of every label's mean probability."""
+        return entropy_of(self.log_probs)
+
+    def entropy(self) -> Tensor:
+        """(batch,), in nats: the sum of the labels' entropies."""
+        return self.label_entropy().sum(-1)
+
+    def expected_label_entropy(self) -> Tensor:
+        """(batch, labels), in nats: the entropy of every label for known weights, mean over the weights.
+
+        Raises:
+            PosthocUQError: the prediction was made without draws.
+        """
+        self.expected_entropy()
+        assert self.sample_entropy is not None
+        return self.sample_entropy
+
+    def label_mutual_information(self) -> Tensor:
+        """(batch, labels), in nats: the information that the weights hold about each label; never below 0.
+
+        Raises:
+            PosthocUQError: the prediction was made without draws.
+        """
+        return (self.label_entropy() - self.expected_label_entropy()).clamp(min=0)
+
+    def mutual_information(self) -> Tensor:
+        """(batch,), in nats: the sum over labels of `label_mutual_information`."""
+        return self.label_mutual_information().sum(-1)
+
+    def max_probability(self) -> Tensor:
+        """(batch,): the probability that all decisions of `predicted` are right, the product over labels."""
+        return self.log_probs.amax(-1).sum(-1).exp()
+
+    def predicted(self, threshold: float = 0.5) -> Tensor:
+        """(batch, labels), boolean: the labels whose probability is above the threshold."""
+        return self.probs > threshold
+
+    def log_prob(self, targets: Tensor) -> Tensor:
+        """(batch,), in nats: the sum over labels of the log of the mean probability.
+
+        Args:
+            targets: (batch, labels), 0 or 1.
+
+        Raises:
+            PosthocUQError: wrong shape, or other values.
+        """
+        targets = self.fitting(targets).to(self.probs.device)
+        return self.log_probs.gather(-1, targets.unsqueeze(-1)).squeeze(-1).sum(-1)
+
+    def fitting(self, targets: Tensor) -> Tensor:
+        """The labels as int64.
+
+        Raises:
+            PosthocUQError: wrong shape, or values other than 0 and 1.
+        """
+        if targets.shape != self.probs.shape:
+            raise PosthocUQError(
+                f"Labels must be shaped like the probabilities, {tuple(self.probs.shape)}, not {tuple(targets.shape)}."
+            )
+        if not bool(((targets == 0) | (targets == 1)).all()):
+            raise PosthocUQError("Labels must be 0 or 1.")
+        return targets.long()
+
+    def quality(self, targets: Tensor, bins: int = 15) -> dict[str, float]:
+        """Mean average precision, F1, Hamming loss, NLL (sum over labels), Brier score, ECE, mean entropy."""
+        return {
+            "mAP": metrics.mean_average_precision(self.probs, targets),
+            "F1 (macro)": metrics.f1_score(self.probs, targets),
+            "F1 (micro)": metrics.f1_score(self.probs, targets, "micro"),
+            "Hamming loss": metrics.hamming_loss(self.probs, targets),
+            "NLL": -float(self.log_prob(targets).double().mean()),
+            "Brier": metrics.multilabel_brier_score(self.probs, targets),
+            "ECE": metrics.multilabel_calibration_error(self.probs, targets, bins),
+            "mean entropy": float(self.entropy().double().mean()),
+        }
+
+    def losses(self, targets: Tensor) -> Tensor:
+        """(batch,): the share of the labels that are decided wrongly."""
+        return (self.predicted() != targets.bool()).double().mean(-1)
+
+    def to_dict(self) -> dict[str, Tensor]:
+        """The tensors by name, and the scores computed from them; unknown ones are left out."""
+        values = super().to_dict() | {"label_entropy": self.label_entropy()}
+        if self.sample_entropy is not None:
+            values["label_mutual_information"] = self.label_mutual_information()
+        return values
