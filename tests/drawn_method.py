@@ -14,7 +14,7 @@ from torch import Tensor
 import posthoc_uq as uq
 from posthoc_uq.core.options import Share
 from posthoc_uq.layers.layer import Layer
-from posthoc_uq.methods import Curvature
+from posthoc_uq.methods import Laplace
 from posthoc_uq.methods.laplace import Basis, squares_of
 from posthoc_uq.methods.task import Task
 from posthoc_uq.posteriors.block import Block, Factor, Settings, Shape, TensorSpec
@@ -71,7 +71,7 @@ class SpikeBlock(Block):
 
 @uq.register_method
 @dataclass(frozen=True, kw_only=True)
-class SpikeAndSlab(Curvature):
+class SpikeAndSlab(Laplace):
     """Every weight is zero with the same probability, and else a Gaussian around the trained one, ``N(w, 1 / (N F +
     1))`` with the diagonal of the Fisher.
 
@@ -88,9 +88,6 @@ class SpikeAndSlab(Curvature):
     @property
     def head(self) -> str:
         return "sampling"
-
-    def passes(self) -> int:
-        return 1
 
     def blocks(self, task: Task) -> dict[str, Block]:
         parameters = {name: parameter.detach() for name, parameter in task.model.named_parameters()}

@@ -21,14 +21,14 @@ from networks import batches, inputs_of, mlp, registries_restored, targets_of
 
 import posthoc_uq as uq
 from posthoc_uq.fitting.wrap import HEADS
-from posthoc_uq.methods import METHODS, Curvature
+from posthoc_uq.methods import METHODS, Laplace
 from posthoc_uq.posteriors.block import FAMILIES
 
 TESTS = Path(__file__).parent
 
 
 @pytest.fixture
-def isotropic() -> Iterator[type[Curvature]]:
+def isotropic() -> Iterator[type[Laplace]]:
     """The method, registered for a test."""
     with registries_restored():
         sys.modules.pop("isotropic_method", None)

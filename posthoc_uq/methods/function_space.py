@@ -24,7 +24,7 @@ from posthoc_uq.methods.function_objective import (
     IndependentPrior,
 )
 from posthoc_uq.methods.inf import INF
-from posthoc_uq.methods.laplace import EFB, KFAC, Curvature, Diagonal
+from posthoc_uq.methods.laplace import EFB, KFAC, Diagonal, Laplace
 from posthoc_uq.methods.mean_field import FeatureNetwork, MeanField
 from posthoc_uq.methods.task import Task
 from posthoc_uq.methods.trained import check_trainable, initialised, show_to_context
@@ -188,7 +188,7 @@ def _prior_notes(options: FunctionSpaceOptions) -> dict[str, Any]:
 # Variational inference over functions, begun at the trained network.
 
 _CONSTANT = "constant"
-_STARTS: dict[str, type[Curvature]] = {kind.name: kind for kind in (Diagonal, KFAC, EFB, INF)}
+_STARTS: dict[str, type[Laplace]] = {kind.name: kind for kind in (Diagonal, KFAC, EFB, INF)}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -206,8 +206,8 @@ class FunctionSpace(FunctionSpaceOptions, Training[FunctionSpaceObjective]):
 
     Attributes:
         prior_precision: of the last layer's weights in the prior by features; 1 by default.
-        fisher: labels of the curvature that the training begins with; see `Curvature`.
-        n_samples: see `Curvature`.
+        fisher: labels of the curvature that the training begins with; see `Laplace`.
+        n_samples: see `Laplace`.
     """
 
     name: ClassVar[str] = FUNCTION_SPACE
@@ -243,7 +243,7 @@ class FunctionSpace(FunctionSpaceOptions, Training[FunctionSpaceObjective]):
         return self.least_epochs > 0
 
     @property
-    def curvature(self) -> Curvature | None:
+    def curvature(self) -> Laplace | None:
         """The method whose variances the training begins with, or whose posterior it is without a training."""
         initial = self.initial or ("inf" if not self.trains else _CONSTANT)
         if not isinstance(initial, str) or initial == _CONSTANT:
