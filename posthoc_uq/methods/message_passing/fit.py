@@ -23,7 +23,6 @@ from posthoc_uq.core.randomness import mixed_seed
 from posthoc_uq.curvature.features import FeatureSource, find_features
 from posthoc_uq.layers.layer import Layer
 from posthoc_uq.layers.proof import Selection
-from posthoc_uq.methods.features import features_of_rows
 from posthoc_uq.methods.message_passing import joint
 from posthoc_uq.methods.message_passing.joint import Joint, as_layer_message, as_matrix
 from posthoc_uq.methods.message_passing.messages import (
@@ -60,7 +59,7 @@ from posthoc_uq.methods.message_passing.train import (
     weight_variance,
 )
 from posthoc_uq.methods.method import Method
-from posthoc_uq.methods.task import Task
+from posthoc_uq.methods.task import Task, features_of_rows
 from posthoc_uq.posteriors.block import NotContainedError, Weights, check_resolved, largest_of
 from posthoc_uq.posteriors.features import FeatureGrams
 from posthoc_uq.posteriors.laplace import LARGEST_BYTES
