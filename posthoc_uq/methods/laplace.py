@@ -37,7 +37,7 @@ from posthoc_uq.posteriors.laplace import (
     KroneckerBlock,
 )
 from posthoc_uq.posteriors.posterior import Posterior
-from posthoc_uq.posteriors.settings import Evidence, History
+from posthoc_uq.posteriors.settings import Evidence
 
 Basis = tuple[Tensor, Tensor]
 """Orthonormal directions of a layer's inputs ``(G, n, a)`` and of its outputs ``(G, m, g)``."""
@@ -158,18 +158,8 @@ class Laplace(Method):
                 summary.log_likelihood, summary.weight, summary.outputs
             )
             evidence.targets = summary.samples * summary.outputs if targets else 0
-        posterior = Posterior(
-            self.name,
-            task.layers,
-            blocks,
-            {JOINT: list(task.layers)} if self.joint else {name: [name] for name in task.layers},
-            {name: parameter.detach() for name, parameter in task.model.named_parameters()},
-            settings.likelihood,
-            evidence,
-            History(fit=facts, deterministic=dict(task.prepared.deterministic)),
-        )
-        posterior.model = task.model
-        return posterior
+        members = {JOINT: list(task.layers)} if self.joint else None
+        return task.posterior(self.name, blocks, evidence, facts, members=members)
 
     def added(self, posterior: Posterior, task: Task) -> Tensors:
         """Means over the samples of a task, by block and name of the tensor, in the form and in the bases of the

@@ -150,13 +150,13 @@ def begun_field(
     """
     names = [name for layer in layers for name in layer.parameter_names]
     check_trainable(method.name, parameters, names)
-    own = {name: parameters[name].detach() for name in dict.fromkeys([*names, *certain])}
+    trained = {name: parameters[name].detach() for name in dict.fromkeys([*names, *certain])}
     initial = log_variance if isinstance(log_variance, Posterior) else None
     if initial is not None:
         for name in names:
             original = initial.original.get(name)
-            same = original is not None and original.shape == own[name].shape
-            if original is None or not same or not torch.equal(original.to(own[name]), own[name]):
+            same = original is not None and original.shape == trained[name].shape
+            if original is None or not same or not torch.equal(original.to(trained[name]), trained[name]):
                 raise PosteriorMismatchError(
                     f"initial= is no posterior of this model's '{name}': fit it on the same model, with the same "
                     f"layers."
@@ -166,7 +166,7 @@ def begun_field(
                 "A posterior with a mean of its own cannot begin a training with train_mean=False."
             )
         start = initial.mean
-    means = {name: (start or {}).get(name, value).to(value) for name, value in own.items()}
+    means = {name: (start or {}).get(name, value).to(value) for name, value in trained.items()}
     if train_mean:
         means = {name: mean.clone() for name, mean in means.items()}
     uncertain = [name for name in names if name not in certain]

@@ -87,7 +87,7 @@ class Subnetwork(Laplace):
         else:
             squares = {name: [squares_of(layer, task)] for name, layer in task.layers.items()}
             samples = task.sweep(squares, "diagonal")
-            scores = -torch.cat([own.diagonal(samples).flatten().cpu() for (own,) in squares.values()])
+            scores = -torch.cat([sums.diagonal(samples).flatten().cpu() for (sums,) in squares.values()])
         first = torch.argsort(as_double(scores), descending=True, stable=True)[: self.n]
         return torch.zeros(len(scores), dtype=torch.bool, device="cpu").index_fill(0, first, True)
 
@@ -99,13 +99,13 @@ def _masked(mask: Mapping[str, Tensor], task: Task) -> Tensor:
         shapes[layer.weight] = layer.weight_shape
         if layer.bias is not None:
             shapes[layer.bias] = (layer.groups * layer.outputs,)
-    for name, own in mask.items():
+    for name, part in mask.items():
         if name not in shapes:
             raise PosthocUQError(
                 f"The mask names '{name}', no parameter of the layers; those are {list(shapes)[:6]}."
                 f"{did_you_mean(name, shapes)}"
             )
-        if not isinstance(own, Tensor) or own.dtype != torch.bool or tuple(own.shape) != shapes[name]:
+        if not isinstance(part, Tensor) or part.dtype != torch.bool or tuple(part.shape) != shapes[name]:
             raise PosthocUQError(f"The mask of '{name}' must be a bool tensor of shape {shapes[name]}.")
     whole = {
         name: mask[name].cpu() if name in mask else torch.zeros(shape, dtype=torch.bool, device="cpu")

@@ -34,10 +34,13 @@ from posthoc_uq.curvature.sweep import (
 from posthoc_uq.layers.capture import Capture
 from posthoc_uq.layers.layer import Layer
 from posthoc_uq.layers.proof import Prepared, count_samples
+from posthoc_uq.likelihoods import Likelihood
 from posthoc_uq.methods.checkpoint import Checkpoint, State, load_tensors
 from posthoc_uq.methods.contexts import Context, single_input
+from posthoc_uq.posteriors.block import Block
 from posthoc_uq.posteriors.features import ClassGrams, FeatureGrams
 from posthoc_uq.posteriors.posterior import Posterior
+from posthoc_uq.posteriors.settings import Evidence, History, Hyperparameters
 
 Tensors = dict[str, dict[str, Tensor]]
 """By the name of a layer or block, and by their own."""
@@ -139,8 +142,8 @@ class Task:
         values: list[State | None] = gather(None if saved is None else saved[1], reading)
         ranks = [number for number, found in enumerate(values) if found is not None]
         if ranks:
-            own = None if saved is None else saved[0]
-            tensors = broadcast(own, ranks[0], torch.device("cpu"), f"handing out {name}")
+            here = None if saved is None else saved[0]
+            tensors = broadcast(here, ranks[0], torch.device("cpu"), f"handing out {name}")
             result: tuple[Tensors, State] = tensors, values[ranks[0]] or {}
         else:
             result = work()
@@ -285,6 +288,45 @@ class Task:
         """The batches of one pass over so many samples, by the loader's length, or else by its first batch."""
         return known_length(self.loader) or ceil(samples / max(1, count_samples(self.batch)))
 
+    def posterior(
+        self,
+        method: str,
+        blocks: Mapping[str, Block],
+        evidence: Evidence,
+        notes: dict[str, Any],
+        *,
+        members: Mapping[str, list[str]] | None = None,
+        likelihood: Likelihood | None = None,
+        trained_mean: Mapping[str, Tensor] | None = None,
+        settings: Hyperparameters | None = None,
+    ) -> Posterior:
+        """The posterior of a fit, which knows its model.
+
+        Args:
+            method: its name.
+            blocks: by name.
+            evidence: what was seen of the data.
+            notes: lines of the report.
+            members: the layers of every block; by default each is that of one layer.
+            likelihood: with its parameters, where these are not those of the start.
+            trained_mean: the means that were trained, by parameter.
+            settings: hyperparameters, where they are not the usual ones at the start.
+        """
+        posterior = Posterior(
+            method,
+            self.layers,
+            blocks,
+            {name: [name] for name in self.layers} if members is None else members,
+            {name: parameter.detach() for name, parameter in self.model.named_parameters()},
+            likelihood or self.settings.likelihood,
+            evidence,
+            History(notes, dict(self.prepared.deterministic)),
+            trained_mean=trained_mean,
+            settings=settings,
+        )
+        posterior.model = self.model
+        return posterior
+
     def forget_sweeps(self) -> None:
         """Leave the sweeps out of the checkpoint, where a training that began with their result follows."""
         if self.checkpoint is not None:
@@ -405,7 +447,7 @@ def _merged(summary: Summary) -> Summary:
 # The statistics of the last layer's inputs, by which novelty goes: from the first sweep of a fit, or from a pass at its
 # end.
 
-_ROWS_AT_ONCE = 4096
+_MAX_ROWS = 4096
 _NO_FEATURES = "by the posterior itself, top class: no layer with one row a sample comes last"
 
 
@@ -461,6 +503,6 @@ def features_of_rows(task: Task, source: FeatureSource, rows: Tensor, outputs: T
         outputs: of the network that the posterior predicts with, ``(samples, outputs)``.
     """
     grams = ClassGrams(source, task.settings.likelihood, task.device, task.memory_budget)
-    for features, given in zip(rows.split(_ROWS_AT_ONCE), outputs.split(_ROWS_AT_ONCE), strict=True):
+    for features, given in zip(rows.split(_MAX_ROWS), outputs.split(_MAX_ROWS), strict=True):
         grams.add(features.to(task.device), given.to(task.device))
     return grams.result(task.settings.dtype)

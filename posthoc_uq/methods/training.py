@@ -35,7 +35,7 @@ from posthoc_uq.methods.method import Method
 from posthoc_uq.methods.task import Task
 from posthoc_uq.posteriors.block import Block
 from posthoc_uq.posteriors.posterior import Posterior
-from posthoc_uq.posteriors.settings import Evidence, History, Hyperparameters, LayerPriors
+from posthoc_uq.posteriors.settings import Evidence, Hyperparameters, LayerPriors
 
 Group = dict[str, Any]
 """A group of parameters for an optimiser, ``params`` among its entries."""
@@ -335,20 +335,16 @@ class Training(Method, Generic[Trained]):
             **{name: [entry[name] for entry in history] for name in history[0] if name != "seconds"},
             **{f"seconds, {what}": value for what, value in task.seconds.items()},
         }
-        posterior = Posterior(
+        posterior = task.posterior(
             self.name,
-            task.layers,
             blocks,
-            {name: [name] for name in task.layers},
-            {name: parameter.detach() for name, parameter in task.model.named_parameters()},
-            trained.likelihood(),
             # the variances do not follow a later change of the noise variance
             Evidence(samples, noise_power=0),
-            History(notes, dict(task.prepared.deterministic)),
+            notes,
+            likelihood=trained.likelihood(),
             trained_mean=trained.trained_mean(),
             settings=Hyperparameters(float(samples), self.prior_of(trained)),
         )
-        posterior.model = task.model
         tuning = posterior.history.tuning
         tuning["prior precision"] = self.default_prior if self.prior_precision is None else "given"
         if trained.learns_noise:
