@@ -1,23 +1,93 @@
-"""A method whose posteriors can be drawn from and nothing else, as somebody who uses the package would write it; see
-`test_new_method` and `test_blocks`.
+"""A method that trains, with posteriors that can be drawn from and nothing else, as somebody who uses the package would
+write it: options, loss and blocks; see `test_new_method` and `test_blocks`.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import math
 from dataclasses import dataclass
 from typing import Annotated, Any, ClassVar
 
 import torch
 from torch import Tensor
+from torch.func import functional_call
 
 import posthoc_uq as uq
-from posthoc_uq.core.options import Share
-from posthoc_uq.layers.layer import Layer
-from posthoc_uq.methods import Curvature
-from posthoc_uq.methods.laplace import Basis, squares_of
+from posthoc_uq.core.batches import Batch
+from posthoc_uq.core.devices import DeferredChecks
+from posthoc_uq.core.model import replicate
+from posthoc_uq.core.options import Count, Share
+from posthoc_uq.core.outputs import output_tensor
+from posthoc_uq.core.randomness import mixed_seed
 from posthoc_uq.methods.task import Task
+from posthoc_uq.methods.training import Group, Objective, Step, Training, check_trainable
 from posthoc_uq.posteriors import GROUPS, INPUTS, OUTPUTS, Block, Covariance, Settings, Stored
+
+
+@uq.register_method
+@dataclass(frozen=True, kw_only=True)
+class SpikeAndSlab(Training["Spikes"]):
+    """Every weight is zero with the same probability, and else a Gaussian around the trained one with a variance that
+    is trained: ``E[-log p(y | x)] + KL(N(w, v) || N(w, 1 / prior_precision)) / N``.
+
+    Attributes:
+        kept: the probability of not being zero, above 0 and at most 1.
+    """
+
+    name: ClassVar[str] = "spike_slab"
+    block_kinds: ClassVar[tuple[str, ...]] = ("spike_slab",)
+    tunable: ClassVar[frozenset[str]] = frozenset({"noise_scale", "temperature"})
+
+    epochs: Count | None = None
+    kept: Share = 0.9
+
+    def begin(self, task: Task) -> Spikes:
+        return Spikes(self, task)
+
+    def blocks(self, task: Task, trained: Spikes) -> dict[str, Block]:
+        made: dict[str, Block] = {}
+        for name, layer in task.layers.items():
+            mean, log = (
+                layer.to_matrix(held[layer.weight], None if layer.bias is None else held[layer.bias])
+                for held in (trained.means, trained.logs)
+            )
+            made[name] = SpikeBlock(mean, log.detach().exp(), torch.full_like(mean, self.kept))
+        return made
+
+
+class Spikes(Objective):
+    """The variances of the slabs; the means stay where they are."""
+
+    def __init__(self, method: SpikeAndSlab, task: Task) -> None:
+        super().__init__(replicate(task.model), task.settings.likelihood, task.count())
+        held = dict(task.model.named_parameters())
+        names = [name for layer in task.layers.values() for name in layer.parameter_names]
+        check_trainable(method.name, held, names)
+        self.method, self.means = method, {name: held[name].detach() for name in names}
+        self.logs = {n: torch.full_like(mean, -6.0).requires_grad_() for n, mean in self.means.items()}
+
+    def groups(self) -> list[Group]:
+        return [{"params": self.logs, "lr": self.method.log_variance_lr, "name": "log variances"}]
+
+    def drawn(self, batch: Batch, *seed: int) -> Tensor:
+        generator, weights = torch.Generator().manual_seed(mixed_seed(*seed)), dict[str, Tensor]()
+        for name, mean in self.means.items():
+            normals = torch.randn(mean.shape, generator=generator).to(mean)
+            kept = torch.rand(mean.shape, generator=generator).to(mean) < self.method.kept
+            weights[name] = (mean + (0.5 * self.logs[name]).exp() * normals) * kept
+        copied = batch.copied()
+        return output_tensor(functional_call(self.network, weights, copied.args, copied.kwargs))
+
+    def loss(self, batch: Batch, step: Step, checks: DeferredChecks) -> dict[str, Tensor]:
+        outputs = self.drawn(batch, step.seed)
+        fit = self.log_prob(outputs, *self.targets(batch, outputs, checks)).mean()
+        tau = self.method.precision
+        parts = [0.5 * (tau * log.exp() - 1 - log - math.log(tau)).sum() for log in self.logs.values()]
+        divergence = torch.stack(parts).sum()
+        return {"loss": divergence / self.samples - fit, "log likelihood": fit, "KL": divergence}
+
+    def outputs(self, batch: Batch, draw: int) -> Tensor:
+        return self.drawn(batch, 0, draw)
 
 
 class SpikeAndSlabWeights(Covariance):
@@ -51,41 +121,3 @@ class SpikeBlock(Block):
 
     def summary(self) -> dict[str, Any]:
         return {"included": float(self.inclusion.mean())}
-
-
-@uq.register_method
-@dataclass(frozen=True, kw_only=True)
-class SpikeAndSlab(Curvature):
-    """Every weight is zero with the same probability, and else a Gaussian around the trained one, ``N(w, 1 / (N F +
-    1))`` with the diagonal of the Fisher.
-
-    Attributes:
-        kept: the probability of not being zero, above 0 and at most 1.
-    """
-
-    name: ClassVar[str] = "spike_slab"
-    block_kinds: ClassVar[tuple[str, ...]] = ("spike_slab",)
-    tunable: ClassVar[frozenset[str]] = frozenset({"noise_scale", "temperature"})
-
-    kept: Share = 0.9
-
-    @property
-    def head(self) -> str:
-        return "sampling"
-
-    def passes(self) -> int:
-        return 1
-
-    def blocks(self, task: Task) -> dict[str, Block]:
-        parameters = {name: parameter.detach() for name, parameter in task.model.named_parameters()}
-        sums, samples = self.sweep(task, {})
-        made: dict[str, Block] = {}
-        for name, layer in task.layers.items():
-            fisher = sums[name][0].diagonal(samples)
-            mean = layer.to_matrix(parameters[layer.weight], parameters[layer.bias] if layer.bias else None)
-            variances = 1 / (task.summary.samples * fisher + 1)
-            made[name] = SpikeBlock(mean.to(fisher), variances, torch.full_like(fisher, self.kept))
-        return made
-
-    def accumulators(self, layer: Layer, task: Task, basis: Basis | None) -> Sequence[Any]:
-        return [squares_of(layer, task)]

@@ -9,7 +9,7 @@ from typing import Any, ClassVar
 import posthoc_uq as uq
 from posthoc_uq.core.options import Positive
 from posthoc_uq.layers.layer import Layer
-from posthoc_uq.methods import Curvature
+from posthoc_uq.methods import Laplace
 from posthoc_uq.methods.laplace import Basis, squares_of
 from posthoc_uq.methods.task import Task
 from posthoc_uq.posteriors import Block, DiagonalBlock
@@ -17,7 +17,7 @@ from posthoc_uq.posteriors import Block, DiagonalBlock
 
 @uq.register_method
 @dataclass(frozen=True, kw_only=True)
-class Isotropic(Curvature):
+class Isotropic(Laplace):
     """An isotropic Gaussian for every layer, fitted to the trace of the Fisher.
 
     ``I ~ share * tr(E[g g^T]) / size * 1``: one number a layer, in one sweep.
@@ -30,9 +30,6 @@ class Isotropic(Curvature):
     block_kinds: ClassVar[tuple[str, ...]] = ("diagonal",)
 
     share: Positive = 1.0
-
-    def passes(self) -> int:
-        return 1
 
     def accumulators(self, layer: Layer, task: Task, basis: Basis | None) -> Sequence[Any]:
         return [squares_of(layer, task)]

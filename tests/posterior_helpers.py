@@ -4,7 +4,7 @@ import torch
 
 from posthoc_uq.layers.layer import Layer
 from posthoc_uq.likelihoods import Categorical
-from posthoc_uq.methods.bases import sparsify
+from posthoc_uq.methods.inf import sparsify
 from posthoc_uq.posteriors.block import Block
 from posthoc_uq.posteriors.information import InformationBlock
 from posthoc_uq.posteriors.laplace import DenseBlock, DiagonalBlock, EigenvalueCorrectedBlock, KroneckerBlock

@@ -14,7 +14,7 @@ from posthoc_uq.core.batches import Batch
 from posthoc_uq.core.errors import PosthocUQError
 from posthoc_uq.core.randomness import sample_keys, share_of
 from posthoc_uq.curvature.sweep import Picked
-from posthoc_uq.methods import bases
+from posthoc_uq.methods import inf
 
 OPTIONS: dict[str, Any] = {"prior_precision": 1.0, "rank": 12, "dtype": torch.float64, "progress": False}
 
@@ -97,7 +97,7 @@ def test_batches_that_differ_beside_their_samples_are_not_joined() -> None:
 def test_the_size_of_batches_does_not_change_bases_from_a_share(
     inputs: Tensor, model: nn.Module, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(bases, "BASIS_SAMPLES", 36)
+    monkeypatch.setattr(inf, "BASIS_SAMPLES", 36)
     small, large = (
         uq.fit(model, list(inputs.split(size)), basis_fraction=fraction, **OPTIONS)
         for size, fraction in ((7, 0.4), (45, "auto"))
@@ -113,7 +113,7 @@ def test_auto_takes_all_samples_of_small_data_and_of_loaders_that_do_not_say_how
     batches = list(inputs.split(30))
     whole = uq.fit(model, batches, basis_fraction=1.0, **OPTIONS)
     few = uq.fit(model, batches, **OPTIONS)
-    monkeypatch.setattr(bases, "BASIS_SAMPLES", 10)
+    monkeypatch.setattr(inf, "BASIS_SAMPLES", 10)
 
     class Unsized:
         def __iter__(self) -> Iterator[Tensor]:

@@ -11,12 +11,14 @@ import torch
 from scipy.stats import chisquare
 from torch import Tensor
 from torch.utils.data import DataLoader, TensorDataset
+from torchvision.transforms.v2 import functional as transforms
 
-from posthoc_uq.core.batches import Batch, BatchReader
+from posthoc_uq.core.batches import Batch
 from posthoc_uq.core.errors import PosthocUQError
 from posthoc_uq.methods.contexts import (
     Callback,
     Context,
+    Corrupted,
     Mixture,
     Monochrome,
     Pool,
@@ -25,9 +27,8 @@ from posthoc_uq.methods.contexts import (
     default_context,
     resolve_context,
 )
-from posthoc_uq.methods.trained import show_to_context
 
-READER = BatchReader(torch.device("cpu"))
+IMAGES = 0.5 * torch.rand(16, 2, 9, 8, generator=torch.Generator().manual_seed(1)).round(decimals=2)
 
 
 def generator(seed: int = 0) -> torch.Generator:
@@ -41,8 +42,9 @@ def images(samples: int = 40, channels: int = 3, size: int = 5, seed: int = 0) -
 
 
 def shown(context: Context, inputs: Tensor, batch: int = 8, seed: int = 0) -> Context:
-    loader = DataLoader(TensorDataset(inputs, torch.zeros(len(inputs))), batch_size=batch)
-    assert show_to_context(loader, READER, context, seed, False) == len(inputs)
+    draws = generator(seed)
+    for part in inputs.split(batch):
+        context.observe(part, draws)
     return context
 
 
@@ -167,6 +169,10 @@ def test_mixture_has_fixed_shares() -> None:
     assert (found.count(1.0), found.count(0.0), found.count(-1.0)) == (8, 4, 4)
     assert [sum(context.counts(n)) for n in range(1, 40)] == list(range(1, 40))
     assert all(abs(c - s * 33) < 1 for c, s in zip(context.counts(33), (0.5, 0.25, 0.25), strict=True))
+    counted = Mixture([(2, "batch"), (5, torch.ones(3, 1))])  # whole numbers are counts
+    assert counted.points == 7 and counted.fresh().points == 7 and counted.counts(7) == [2, 5]
+    assert counted.counts(14) == [4, 10]  # proportions, where another number is asked for
+    assert Mixture([(1, "batch"), (0.5, "uniform")]).points is None
     for wrong in ([], [(0.0, "batch")], [(float("inf"), "batch")]):
         with pytest.raises(PosthocUQError, match="pairs"):
             Mixture(wrong)
@@ -198,7 +204,7 @@ def test_what_a_user_may_give() -> None:
         default_context(Batch((torch.zeros(2, 3, dtype=torch.long),)))
 
 
-@pytest.mark.parametrize("name", ["monochrome", "uniform", "batch", "pool", "mixture"])
+@pytest.mark.parametrize("name", ["monochrome", "uniform", "batch", "corrupted", "pool", "mixture"])
 def test_seed_settles_a_draw_and_global_state_stays(name: str) -> None:
     x = images(24, 1, 4)
     batch = Batch((x[:8],))
@@ -235,5 +241,99 @@ def test_a_context_serves_several_fits() -> None:
 
 def test_classes_are_known_by_the_name_that_users_import_them_by() -> None:
     # checkpoints hold it
-    kinds = (Callback, Context, Mixture, Monochrome, Pool, TrainingBatch, UniformBox)
+    kinds = (Callback, Context, Corrupted, Mixture, Monochrome, Pool, TrainingBatch, UniformBox)
     assert {kind.__module__ for kind in kinds} == {"posthoc_uq.methods.contexts"}
+
+
+# Corrupted images
+
+
+def corrupted(images: Tensor = IMAGES, n: int = 16, seed: int = 0, **given: Any) -> Tensor:
+    context = Corrupted(**given)
+    context.observe(images, generator())
+    return context.draw(n, Batch((images,)), generator(seed))
+
+
+def test_corrupted_images_are_in_range() -> None:
+    found = corrupted(n=40)
+    assert found.shape == (40, 2, 9, 8) and found.dtype == IMAGES.dtype
+    for channel in range(2):
+        assert float(found[:, channel].min()) >= float(IMAGES[:, channel].min())
+        assert float(found[:, channel].max()) <= float(IMAGES[:, channel].max())
+
+
+def test_the_range_is_that_of_all_batches_and_of_each_channel() -> None:
+    """Another scale and offset of each channel are those of what is drawn, too."""
+    scale, offset = torch.tensor([2.0, 5.0])[:, None, None], torch.tensor([-1.0, 3.0])[:, None, None]
+    split, whole = Corrupted(contrast=0.0), Corrupted(contrast=0.0)
+    for part in IMAGES.split(3):
+        split.observe(part, generator())
+    whole.observe(scale * IMAGES + offset, generator())
+    first = split.draw(16, Batch((IMAGES,)), generator(3))
+    second = whole.draw(16, Batch((scale * IMAGES + offset,)), generator(3))
+    torch.testing.assert_close(scale * first + offset, second, rtol=1e-5, atol=1e-5)
+
+
+def test_without_any_change_the_images_are_the_batchs_or_mirrored() -> None:
+    found = corrupted(padding=0, solarised=0.0, brightness=0.0, contrast=0.0, n=16)
+    both = torch.cat([IMAGES, IMAGES.flip(3)])
+    same = (found.unsqueeze(1) - both).abs().flatten(2).amax(2) < 1e-6
+    assert same.any(1).all() and 2 <= int(same[:, :16].any(1).sum()) <= 14
+    assert same[:, :16].logical_or(same[:, 16:]).any(0).all()  # each of the batch once
+
+
+def test_crops_are_shifts_with_darkness_around() -> None:
+    image = torch.rand(1, 1, 6, 6, generator=generator()) + 1
+    found = corrupted(image, n=60, padding=2, solarised=0.0, brightness=0.0, contrast=0.0)
+    padded = torch.nn.functional.pad(image, [2] * 4, value=float(image.min()))
+    shifts = [padded[0, :, i : i + 6, j : j + 6] for i in range(5) for j in range(5)]
+    shifts = torch.stack([*shifts, *(shift.flip(2) for shift in shifts)])
+    same = (found.unsqueeze(1) - shifts).abs().flatten(2).amax(2) < 1e-6
+    assert same.any(1).all() and int(same.any(0).sum()) > 20
+
+
+@pytest.mark.parametrize("share", [0.0, 0.5, 1.0])
+def test_solarised_images_are_torchvisions_and_as_many_as_asked_for(share: float) -> None:
+    image = torch.rand(1, 3, 8, 8, generator=generator())
+    image[0, :, 0, 0], image[0, :, 0, 7] = 0, 1
+    found = corrupted(image, n=400, padding=0, solarised=share, brightness=0.0, contrast=0.0)
+    inverted = transforms.solarize(image, 0.5)
+    both = torch.cat([inverted, inverted.flip(3)])
+    same = ((found.unsqueeze(1) - both).abs().flatten(2).amax(2) < 1e-6).any(1).double().mean()
+    assert float(same) == pytest.approx(share, abs=0.1 if share == 0.5 else 0.0)
+
+
+def test_tones_are_torchvisions_at_some_factor() -> None:
+    image = torch.rand(1, 1, 8, 8, generator=generator()) * 0.9 + 0.05
+    image[0, 0, 0, 0], image[0, 0, 0, 1] = 0, 1  # the range is [0, 1]
+    plain = {"padding": 0, "solarised": 0.0}
+    for option, adjust in (
+        ("brightness", transforms.adjust_brightness),
+        ("contrast", transforms.adjust_contrast),
+    ):
+        rest = {"brightness": 0.0, "contrast": 0.0} | {option: 0.5}
+        found = corrupted(image, n=30, **plain, **rest)
+        factors = torch.linspace(0.5, 1.5, 1001)
+        table = torch.cat([adjust(image, float(f)) for f in factors])
+        table = torch.stack([table, table.flip(3)]).flatten(0, 1)
+        nearest, index = (found.unsqueeze(1) - table).abs().flatten(2).amax(2).min(1)
+        assert float(nearest.max()) < 2e-3
+        assert float(factors[index % 1001].std()) > 0.15
+
+
+def test_a_channel_of_one_value_stays() -> None:
+    images = torch.cat([torch.rand(4, 1, 5, 5, generator=generator()), torch.full((4, 1, 5, 5), 3.0)], 1)
+    found = corrupted(images, n=8)
+    assert torch.equal(found[:, 1], torch.full((8, 5, 5), 3.0)) and bool(torch.isfinite(found).all())
+
+
+def test_corrupted_is_for_images_and_needs_data() -> None:
+    with pytest.raises(PosthocUQError, match=r"is for images.*\(8, 2\)"):
+        Corrupted().observe(torch.zeros(8, 2), generator())
+    with pytest.raises(PosthocUQError, match="has seen none"):
+        Corrupted().draw(3, Batch((IMAGES,)), generator())
+    with pytest.raises(PosthocUQError, match="solarised must be"):
+        Corrupted(solarised=2.0)
+    context = Corrupted(padding=3)
+    context.observe(IMAGES, generator())
+    assert context.fresh() is not context and context.identity() == Corrupted(padding=3).identity()

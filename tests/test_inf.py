@@ -11,7 +11,7 @@ from torch import nn
 import posthoc_uq as uq
 from posthoc_uq.core.errors import PosthocUQError
 from posthoc_uq.core.numerics import eigh_descending
-from posthoc_uq.methods.bases import kept_entries, sparsify
+from posthoc_uq.methods.inf import kept_entries, sparsify
 from posthoc_uq.posteriors.evidence import maximise_evidence
 from posthoc_uq.posteriors.information import InformationBlock
 

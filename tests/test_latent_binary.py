@@ -26,7 +26,7 @@ from posthoc_uq.methods.latent_binary import (
     LatentObjective,
     SlabPrior,
     SpikeMoments,
-    begin,
+    begun_layer,
 )
 from posthoc_uq.methods.mean_field import gaussian_divergence
 from posthoc_uq.methods.training import Step
@@ -374,8 +374,8 @@ def objective_of(model: nn.Module, samples: int = 24, **options: Any) -> LatentO
         if isinstance(module, nn.Linear):
             bias = (f"{name}.bias", module.bias)
             layer = describe(name, "linear", (f"{name}.weight", module.weight), bias, 1)
-            layers[name] = begin(layer, index, module.weight.detach(), module.bias.detach(), method, None, 0)
-    return LatentObjective(copy.deepcopy(model), layers, Categorical(), samples, method)
+            layers[name] = begun_layer(method, layer, module.weight.detach(), module.bias.detach(), index)
+    return LatentObjective(method, copy.deepcopy(model), layers, Categorical(), samples)
 
 
 @pytest.mark.parametrize("flow", [False, True])
@@ -459,6 +459,8 @@ def test_a_fit_with_every_kind_of_layer(flow: bool, tmp_path: Path) -> None:
     method = uq.LatentBinary(flow=flow, flow_units=5, epochs=2, checkpoint_every=1)
     posterior = uq.fit(model, data, method, progress=False)
     assert all(torch.equal(tensor, before[name]) for name, tensor in model.state_dict().items())
+    covered = {name for layer in posterior.layers.values() for name in layer.parameter_names}
+    assert set(posterior.trained_mean) == covered  # normalisations keep their numbers
     with pytest.raises(RuntimeError, match="stopped"):
         uq.fit(model, Stops(data, 8), method, progress=False, checkpoint=tmp_path / "c.h5")
     resumed = uq.fit(model, data, method, progress=False, checkpoint=tmp_path / "c.h5")

@@ -109,7 +109,7 @@ def test_t19_truncation() -> None:
         near(torch.stack([mirrored.mean, mirrored.variance]), -expected[0], expected[1])
 
 
-@pytest.mark.parametrize("x", [-25.0, -39.9, -40.1, -100.0, -1e4])
+@pytest.mark.parametrize("x", [-25.0, -39.9, -40.1, -1e4])
 def test_moments_far_in_the_tail(x: float) -> None:
     """With ``z = s / |x|`` the density is ``exp(-s - s^2 / (2 x^2))``, which any quadrature can do."""
     s = torch.linspace(0, 60, 600_001, dtype=D)
@@ -117,7 +117,7 @@ def test_moments_far_in_the_tail(x: float) -> None:
     total = torch.trapezoid(weight, s)
     mean = torch.trapezoid(weight * s, s) / total
     variance = torch.trapezoid(weight * (s - mean) ** 2, s) / total
-    found = messages.positive_part(t(2 * x), t(2.0))
+    found = messages.truncated_moments(t(2 * x), t(2.0))
     near(found[0] * abs(x) / 2, mean, tolerance=3e-7)
     near(found[1] * x**2 / 4, variance, tolerance=3e-6)
     message = messages.truncation_message(pair(x, 1.0))
@@ -145,21 +145,6 @@ def test_t3_weighted_sum() -> None:
         near(torch.stack([found.mean[i], found.variance[i]]), means[i], exact[i, i], tolerance=1e-12)
     quiet = messages.sum_backward(t(0.0, 1.0), t(1.0, 2.0), t(1.0, 1.0), Message(t(0.0), t(0.0)))
     is_message(quiet, (0.0, 0.0), (0.0, 0.0), 0)
-
-
-def test_t4_product() -> None:
-    a, b, back = (t(0.8), t(0.5)), (t(-0.4), t(0.3)), Message(t(0.6), t(0.7))
-    near(torch.stack(product_forward(*a, *b)), -0.32, 0.422)
-    natural = pair(0.6, 0.7)
-    is_message(product_backward(*a, natural), 0.685714, 1.628571)
-    is_message(product_backward(*b, natural), -0.342857, 0.657143)
-    # exp E_q(a) log G(a b; tau, rho): a quadratic in b by draws of a
-    draws = 0.8 + 0.5**0.5 * torch.randn(2_000_000, dtype=D, generator=torch.Generator().manual_seed(0))
-    found = product_backward(*a, back)
-    (
-        near(found.tau, (0.6 * draws).mean(), tolerance=2e-3),
-        near(found.rho, (0.7 * draws**2).mean(), tolerance=3e-3),
-    )
 
 
 HIDDEN = messages.Hidden(
@@ -435,7 +420,7 @@ def test_softargmax_over_wide_logits_and_many_at_once() -> None:
     is_message(certain, (0.0, 0.0), (0.0, 0.0), 0)  # a label of no weight at all
 
 
-@pytest.mark.parametrize("deviation", [0.3, 1.0, 3.0, 8.0, 30.0])
+@pytest.mark.parametrize("deviation", [0.3, 3.0, 30.0])
 def test_softargmax_of_outputs_far_from_their_label(deviation: float) -> None:
     """Where the label is unlikely, the match is far out; by a sum over many nodes of a wide interval."""
     mean = torch.tensor([[0.0, 4.0 * deviation, -2.0]], dtype=D)
@@ -466,11 +451,6 @@ def test_a_single_logit_by_its_sigmoid() -> None:
         near(torch.stack([found.mean, found.variance]), mean, variance)
 
 
-def test_t16_argmax_forward() -> None:
-    found = messages.winning_shares(LOGITS.mean, LOGITS.variance)
-    near(found, 0.238303, 0.744880, 0.016817), near(found.sum(), 1.0)
-
-
 def test_regression_signal() -> None:
     is_message(Regression(0.25).message(uniform_like(t(0.5, -2.0)), t(0.5, -2.0)), (2.0, -8.0), (4.0, 4.0))
 
@@ -482,7 +462,8 @@ BACK = pair([[[[1.3]]]], [[[[0.4]]]])
 TWO = network.Windows((2, 2), (2, 2))
 
 
-def test_t17_max_pool() -> None:
+def test_t16_and_t17_max_pool() -> None:
+    near(messages.winning_shares(LOGITS.mean, LOGITS.variance), 0.238303, 0.744880, 0.016817)
     near(
         messages.winning_shares(WINDOW.mean.flatten(), WINDOW.variance.flatten()),
         (0.052208, 0.551235, 0.001627, 0.394929),
@@ -572,6 +553,6 @@ def test_no_precision_behind_gives_no_message() -> None:
 
 
 def test_a_clearly_negative_precision_is_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(messages, "_LEAST_PRECISION", 1.0)
+    monkeypatch.setattr(messages, "_NEGATIVE_BY_ROUNDING", 1.0)
     with pytest.raises(uq.PosthocUQError, match="must not be negative"):
         Softargmax().message(LOGITS, LABEL)

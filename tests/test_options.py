@@ -30,7 +30,7 @@ from posthoc_uq.core.options import (
 )
 from posthoc_uq.fitting.wrap import head_class
 from posthoc_uq.methods import METHODS
-from posthoc_uq.methods.bases import Rank
+from posthoc_uq.methods.inf import Rank
 from posthoc_uq.posteriors.settings import HEADS
 
 

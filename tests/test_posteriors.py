@@ -25,7 +25,7 @@ from posthoc_uq.core.errors import PosthocUQError
 from posthoc_uq.layers.layer import Layer
 from posthoc_uq.likelihoods import Categorical
 from posthoc_uq.methods import METHODS
-from posthoc_uq.methods.bases import sparsify
+from posthoc_uq.methods.inf import sparsify
 from posthoc_uq.posteriors.block import Settings
 from posthoc_uq.posteriors.information import InformationBlock, LowRankDiagonal
 from posthoc_uq.posteriors.laplace import DenseBlock

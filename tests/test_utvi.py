@@ -4,6 +4,8 @@ known, its gradients, its options.
 
 from __future__ import annotations
 
+import copy
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -21,7 +23,8 @@ from posthoc_uq.layers.layer import Layer
 from posthoc_uq.likelihoods import LIKELIHOODS, Likelihood, resolve_likelihood
 from posthoc_uq.methods.mean_field import MeanField, gaussian_divergence
 from posthoc_uq.methods.training import Step
-from posthoc_uq.methods.utvi import MomentObjective, MomentOptions, kl_weight
+from posthoc_uq.methods.utvi import MomentObjective, certain_parameters
+from posthoc_uq.moments import InverseCDF
 
 pytestmark = pytest.mark.filterwarnings("ignore::UserWarning")
 
@@ -57,10 +60,9 @@ def objective_for(
         name: log_variance + torch.rand(mean.shape, generator=generator, dtype=mean.dtype)
         for name, mean in means.items()
     }
+    method = uq.UTVI(prior_precision=2.0, **options)
     field = MeanField(means, logs, True)
-    return MomentObjective(
-        replicate(model), layers, field, {}, 2.0, likelihood, samples, MomentOptions(**options)
-    )
+    return MomentObjective(method, replicate(model), layers, field, likelihood, samples, prior_means={})
 
 
 INPUTS = {"Sequential": (4,), "ConvNet": (1, 4, 4)}
@@ -73,15 +75,6 @@ def loss_of(objective: MomentObjective, batch: Batch, epoch: int = 1) -> dict[st
 
 
 # Terms
-
-
-def test_the_weight_of_the_divergence() -> None:
-    """``2^(M - l) / 2^(M - 1)`` for the epochs ``l = 1 ... M``, and a floor."""
-    epochs = 6
-    printed = [2 ** (epochs - n) / 2 ** (epochs - 1) for n in range(1, epochs + 1)]
-    assert [kl_weight(epoch) for epoch in range(epochs)] == printed
-    assert [kl_weight(epoch, 0.2) for epoch in range(4)] == [1.0, 0.5, 0.25, 0.2]
-    assert kl_weight(5000) == 0.0 and kl_weight(5000, 1.0) == 1.0
 
 
 def test_the_divergence_is_that_of_torch() -> None:
@@ -100,6 +93,11 @@ def test_the_divergence_is_that_of_torch() -> None:
             for n in means
         )
         torch.testing.assert_close(gaussian_divergence(means, logs, variances, trained_mean, 2.5), expected)
+    certain = {"scale": torch.ones(2, dtype=torch.float64)}  # without a variance, and so without a prior
+    torch.testing.assert_close(
+        gaussian_divergence(means | certain, logs, variances, {}, 2.5),
+        gaussian_divergence(means, logs, variances, {}, 2.5),
+    )
 
 
 @pytest.mark.parametrize("name", [name for name in LIKELIHOODS if resolve_likelihood(name).takes(1)])
@@ -134,20 +132,22 @@ def test_the_density_of_classes_by_draws() -> None:
 
 
 def test_the_loss_is_the_sum_of_its_terms() -> None:
+    """The divergence counts ``2^(M - l) / 2^(M - 1)`` in the epochs ``l = 1 ... M``, and no less than the floor."""
     model, likelihood = mlp(dtype=torch.float64), uq.Categorical()
     x, y = inputs_of(4, dtype=torch.float64), torch.arange(24) % 3
     for choice, score in (
         ("expected", likelihood.expected_log_prob),
         ("predictive", likelihood.predictive_log_prob),
     ):
-        objective = objective_of(model, likelihood, objective=choice)
-        terms = loss_of(objective, Batch((x,), y), epoch=2)
-        variances = {n: v.exp() for n, v in objective.field.log_variances.items()}
-        with torch.no_grad():
-            mean, variance = objective.moments(Batch((x,), y), variances)
-            fit = score(mean, variance, y, 64).mean()
-        torch.testing.assert_close(terms["log likelihood"], fit)
-        torch.testing.assert_close(terms["loss"], terms["KL"] * 0.1 * 0.25 / 50 - fit)
+        for floor, epoch, share in ((0.0, 0, 1.0), (0.0, 2, 2.0**3 / 2.0**5), (0.2, 5, 0.2), (1.0, 9, 1.0)):
+            objective = objective_of(model, likelihood, objective=choice, kl_floor=floor)
+            terms = loss_of(objective, Batch((x,), y), epoch=epoch)
+            variances = {n: v.exp() for n, v in objective.field.log_variances.items()}
+            with torch.no_grad():
+                mean, variance = objective.moments(Batch((x,), y), variances)
+                fit = score(mean, variance, y, 64).mean()
+            torch.testing.assert_close(terms["log likelihood"], fit)
+            torch.testing.assert_close(terms["loss"], terms["KL"] * 0.1 * share / 50 - fit)
 
 
 @pytest.mark.parametrize(
@@ -473,3 +473,152 @@ def test_a_training_without_a_noise_leaves_a_start_of_no_variance(start: float) 
     )  # fmt: skip
     posterior = fit(model, batches(x, y, 100), method, likelihood="regression", noise_variance=1.0)
     assert -float(uq.wrap(model, posterior)(x).log_prob(y).mean()) < 1.5
+
+
+# What has no uncertainty: scales of activations and normalisations
+
+
+class Net(nn.Module):
+    """Normalisations before and after the first layer, one parameter of the module itself, and a prior's activation."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        with torch.random.fork_rng():
+            torch.manual_seed(0)
+            self.early, self.first = nn.LayerNorm(4), nn.Linear(4, 8)
+            self.norm, self.middle = nn.BatchNorm1d(8), nn.Linear(8, 8)
+            self.late, self.last = nn.LayerNorm(8), nn.Linear(8, 2)
+        self.gain = nn.Parameter(torch.ones(8))
+        self.prior = InverseCDF(deviation=2.0)
+        self.eval()
+
+    def forward(self, x: Tensor) -> Tensor:
+        hidden = torch.tanh(self.norm(self.first(self.early(x))))
+        hidden = self.late(self.middle(hidden)).relu() * self.gain
+        return self.prior(self.last(hidden))
+
+
+REST = {"norm.weight", "norm.bias", "late.weight", "late.bias", "gain", "prior.log_scale"}
+
+
+def data_of_net() -> list[tuple[Tensor, Tensor]]:
+    x = inputs_of(4, samples=64)
+    return batches(x, torch.stack([x.sum(1), x[:, 0] * x[:, 1]], 1), 16)
+
+
+def fit_net(model: nn.Module, **options: Any) -> uq.Posterior:
+    more = {name: options.pop(name) for name in ("layers", "checkpoint") if name in options}
+    given: dict[str, Any] = {"epochs": 3, "lr": 0.02} | options
+    method = uq.UTVI(**given)
+    return uq.fit(
+        model, data_of_net(), method, likelihood="regression", divergence=None, progress=False, **more
+    )
+
+
+def test_what_is_trained_beside_the_layers() -> None:
+    """By names: what comes after the first chosen weight, and no affine layer that was left out."""
+    model, batch = Net(), Batch((inputs_of(4),))
+    for chosen, expected in (
+        (["first.weight", "first.bias"], REST),
+        (["middle.weight"], REST - {"norm.weight", "norm.bias"}),
+        (["last.weight", "last.bias"], {"prior.log_scale"}),
+    ):
+        assert set(certain_parameters(replicate(model), chosen, batch)) == expected
+    assert certain_parameters(replicate(model.half().float()), ["last.weight"], batch) == ["prior.log_scale"]
+
+
+def test_it_moves_them_and_the_posterior_carries_them(tmp_path: Path) -> None:
+    """The model stays; file, copy and every head predict with the trained numbers."""
+    model, x = Net(), inputs_of(4)
+    before = copy.deepcopy(model.state_dict())
+    posterior = fit_net(model)
+    assert all(torch.equal(tensor, before[name]) for name, tensor in model.state_dict().items())
+    covered = {name for layer in posterior.layers.values() for name in layer.parameter_names}
+    assert set(posterior.trained_mean) == covered | REST and set(posterior.sample(1)) == covered
+    assert set(posterior.history.fit["trained without uncertainty"]) == REST
+    for name in REST:
+        assert not torch.equal(posterior.trained_mean[name], before[name]), name
+    uq.save(posterior, tmp_path / "p.h5")
+    for untrusted in (False, True):
+        loaded = uq.load(tmp_path / "p.h5", model, untrusted=untrusted)
+        assert all(
+            torch.equal(tensor, loaded.trained_mean[name]) for name, tensor in posterior.trained_mean.items()
+        )
+        for head in ("moments", "sampling", "linearized"):
+            first, second = (uq.wrap(model, p, head)(x) for p in (posterior, loaded))
+            assert torch.equal(first.mean, second.mean)  # type: ignore[attr-defined]
+    assert set(uq.inspect(tmp_path / "p.h5")["trained_mean"]) == covered | REST
+    # the mean of the sampling head's draws, with no spread, is the network with the trained mean's numbers
+    for block in posterior.blocks.values():
+        block.variances.zero_()  # type: ignore[attr-defined]
+    expected = torch.func.functional_call(model, {**before, **posterior.trained_mean}, (x,))
+    for head in ("moments", "sampling"):
+        torch.testing.assert_close(uq.wrap(model, posterior, head)(x).mean, expected, rtol=1e-4, atol=1e-5)  # type: ignore[attr-defined]
+
+
+def test_it_begins_there_and_can_be_left_alone(tmp_path: Path) -> None:
+    model = Net()
+    for options in ({"train_rest": False}, {"train_mean": False}):
+        posterior = fit_net(model, **options)
+        assert not set(posterior.original) & REST and not posterior.history.fit["trained without uncertainty"]
+    first = fit_net(model)
+    again = fit_net(model, initial=first, lr=1e-12, log_variance_lr=1e-12, weight_decay=0.0)
+    for name in REST:
+        torch.testing.assert_close(again.trained_mean[name], first.trained_mean[name])
+    last = fit_net(model, layers="last")
+    assert set(last.trained_mean) == {"last.weight", "last.bias", "prior.log_scale"}
+    fresh = fit_net(model, start="random", lr=1e-12, weight_decay=0.0)
+    assert float(fresh.trained_mean["prior.log_scale"]) == pytest.approx(float(model.prior.log_scale))
+
+
+def test_a_model_with_other_numbers_is_refused(tmp_path: Path) -> None:
+    model = Net()
+    uq.save(fit_net(model), tmp_path / "p.h5")
+    other = Net()
+    with torch.no_grad():
+        other.prior.log_scale.add_(1.0)
+    with pytest.raises(uq.PosteriorMismatchError, match="names and shapes agree, the numbers"):
+        uq.load(tmp_path / "p.h5", other)
+    with pytest.raises(uq.PosteriorMismatchError, match=r"'prior.log_scale'"):
+        uq.wrap(other, fit_net(model))
+    other.gain = nn.Parameter(torch.ones(3))
+    with pytest.raises(
+        uq.PosteriorMismatchError, match=r"'gain' of shape \(8,\), which the model has in shape"
+    ):
+        uq.load(tmp_path / "p.h5", other)
+    del other.gain
+    with pytest.raises(uq.PosteriorMismatchError, match=r"'gain' of shape \(8,\), which the model lacks"):
+        uq.load(tmp_path / "p.h5", other)
+
+
+def test_gradients_of_them_are_those_of_finite_differences() -> None:
+    """In float64, through the whole loss: every certain parameter by central differences."""
+    model = Net().double()
+    x = inputs_of(4, dtype=torch.float64)
+    batch = Batch((x,), x[:, :2] * 0.3)
+    posterior = uq.fit(
+        model, [(x, x[:, :2])], "diag", likelihood="regression", prior_precision=1.0, progress=False
+    )
+    names = [name for layer in posterior.layers.values() for name in layer.parameter_names]
+    parameters = {name: p.detach().clone() for name, p in model.named_parameters()}
+    field = MeanField(
+        {name: parameters[name] for name in [*names, *sorted(REST)]},
+        {name: torch.full_like(parameters[name], -3.0) for name in names},
+        True,
+    )
+    given = uq.UTVI(), replicate(model), posterior.layers, field, uq.Gaussian(0.1), 24
+    objective = MomentObjective(*given, prior_means={})
+    loss_of(objective, batch)
+    gradients = {name: field.means[name].grad.clone() for name in REST}
+    groups = objective.groups()
+    assert [group["name"] for group in groups] == ["means", "log variances", "certain"]
+    assert [group["weight_decay"] for group in groups] == [0.01, 0.0, 0.0]
+    for name, gradient in gradients.items():
+        flat, entry, step = field.means[name].data.view(-1), int(gradient.abs().argmax()), 1e-5
+        value, losses = float(flat[entry]), list[float]()
+        for sign in (1, -1):
+            flat[entry] = value + sign * step
+            losses.append(float(loss_of(objective, batch)["loss"]))
+        flat[entry] = value
+        slope = (losses[0] - losses[1]) / (2 * step)
+        assert float(gradient.view(-1)[entry]) == pytest.approx(slope, rel=1e-5, abs=1e-8)

@@ -51,8 +51,14 @@ from posthoc_uq.layers.proof import PROBE_SAMPLES, Selection, check_selection, c
 from posthoc_uq.likelihoods import Likelihood, resolve_likelihood
 from posthoc_uq.methods import METHODS, Method, method_of
 from posthoc_uq.methods.checkpoint import Checkpoint, State, identified
-from posthoc_uq.methods.features import keep_features, trained_features, watch_features
-from posthoc_uq.methods.task import Task, Tensors, check_common
+from posthoc_uq.methods.task import (
+    Task,
+    Tensors,
+    check_common,
+    keep_features,
+    trained_features,
+    watch_features,
+)
 from posthoc_uq.posteriors.block import BLOCKS, VARIANCES
 from posthoc_uq.posteriors.evidence import maximise_evidence
 from posthoc_uq.posteriors.posterior import Posterior
@@ -584,9 +590,9 @@ def _run_method(task: Task, request: _FitRequest) -> Posterior:
     """The method's posterior, with the statistics of the last layer's inputs."""
     if request.method.trains:
         posterior = request.method.fit(task)
-        trained_features(task, task.features, posterior, replicate(task.model, posterior.trained_mean))
+        trained_features(task, posterior, replicate(task.model, posterior.trained_mean))
         return posterior
-    grams = watch_features(task, task.features)
+    grams = watch_features(task)
     posterior = request.method.fit(task)
     keep_features(task, grams, posterior)
     return posterior

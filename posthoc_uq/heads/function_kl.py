@@ -10,7 +10,7 @@ from torch import Tensor
 
 from posthoc_uq.core.errors import PosthocUQError
 from posthoc_uq.heads.linearized import LinearizedPredictor
-from posthoc_uq.methods.function_objective import FunctionKL, gaussian_kl, relative_function_noise
+from posthoc_uq.methods.function_space import FunctionKL, gaussian_kl, relative_function_noise
 from posthoc_uq.posteriors import Posterior
 from posthoc_uq.posteriors.prior import weight_prior
 

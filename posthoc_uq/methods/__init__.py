@@ -1,6 +1,7 @@
 """The methods by which a posterior is fitted, one file each.
 
-To add one, write a subclass of `Method` (or of `Curvature`, if it sums up gradients) in its own file, and a row below.
+To add one, write a subclass of `Laplace` if it sums over the data, of `Training` if it optimises, or else of `Method`,
+in its own file, and a row below.
 """
 
 from __future__ import annotations
@@ -14,7 +15,7 @@ from posthoc_uq.core.errors import PosthocUQError
 from posthoc_uq.core.options import check_names, did_you_mean, shown
 from posthoc_uq.methods.function_space import FunctionSpace
 from posthoc_uq.methods.inf import INF
-from posthoc_uq.methods.laplace import EFB, KFAC, Curvature, Dense, Diagonal
+from posthoc_uq.methods.laplace import EFB, KFAC, Dense, Diagonal, Laplace
 from posthoc_uq.methods.latent_binary import LatentBinary
 from posthoc_uq.methods.message_passing.fit import MessagePassing
 from posthoc_uq.methods.method import Method
@@ -28,10 +29,10 @@ __all__ = [
     "KFAC",
     "METHODS",
     "UTVI",
-    "Curvature",
     "Dense",
     "Diagonal",
     "FunctionSpace",
+    "Laplace",
     "LatentBinary",
     "MessagePassing",
     "Method",

@@ -85,9 +85,9 @@ class Checkpoint:
         except (AttributeError, LookupError, RuntimeError, TypeError, ValueError) as error:
             if out_of_memory(error):
                 raise
-            said = f"no {error}" if isinstance(error, KeyError) else error
+            reason = f"no {error}" if isinstance(error, KeyError) else error
             raise CorruptPosteriorError(
-                f"'{self._target}' is no checkpoint that this fit could go on from: {what} ({said}). Delete it to "
+                f"'{self._target}' is no checkpoint that this fit could go on from: {what} ({reason}). Delete it to "
                 f"begin anew."
             ) from None
 
@@ -162,12 +162,12 @@ def load_tensors(wanted: Mapping[str, Any], saved: Any) -> None:
     """
     if not isinstance(saved, dict) or saved.keys() != wanted.keys():
         raise ValueError("it has other tensors")
-    own = cast(dict[str, Any], saved)
+    found = cast(dict[str, Any], saved)
     for name, tensor in wanted.items():
         if isinstance(tensor, Mapping):
-            load_tensors(cast(Mapping[str, Any], tensor), own[name])
+            load_tensors(cast(Mapping[str, Any], tensor), found[name])
             continue
-        value: Any = own[name]
+        value: Any = found[name]
         if not isinstance(value, Tensor) or (value.shape, value.dtype) != (tensor.shape, tensor.dtype):
             raise ValueError(f"'{name}' is of another shape or number format")
         tensor.detach().copy_(value)

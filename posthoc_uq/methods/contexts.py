@@ -90,7 +90,7 @@ def single_input(batch: Batch) -> Tensor:
 PIXELS = 100_000  # values of each channel that `Monochrome` keeps
 POOL = 10_000  # inputs that `Pool` keeps
 POOL_BYTES = 256 * 2**20  # bytes that these may take
-_PIXELS_AT_ONCE = 1024  # values of each channel of an image that are looked at
+_MAX_PIXELS = 1024  # values of each channel of an image that are looked at
 
 
 class TrainingBatch(Context):
@@ -134,11 +134,11 @@ class Monochrome(Context):
             )
         pixels = inputs.detach().flatten(2)
         size = pixels.shape[2]
-        if size > _PIXELS_AT_ONCE:
+        if size > _MAX_PIXELS:
             pixels = pixels[
                 :,
                 :,
-                torch.randint(size, (_PIXELS_AT_ONCE,), generator=generator, device="cpu").to(pixels.device),
+                torch.randint(size, (_MAX_PIXELS,), generator=generator, device="cpu").to(pixels.device),
             ]
         values = pixels.transpose(0, 1).flatten(1).cpu()  # (channels, samples * positions)
         if self._seen == 0:

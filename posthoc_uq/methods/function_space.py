@@ -1,198 +1,59 @@
-"""`FunctionSpace`: variational inference over functions."""
+"""`FunctionSpace`: variational inference over functions, begun at a trained network.
+
+After Rudner, Chen, Teh, Gal 2022, "Tractable function-space variational inference in Bayesian neural networks":
+
+    E_q[log p(y | f(x; theta))] - max_s KL(q(f(X_s)) || p(f(X_s)))
+
+The first term runs the network itself with weights drawn from q. In the second, both distributions are Gaussians of the
+network linearised in its weights, at context points ``X_s``. The last layer's weights ``W phi + b`` are integrated
+exactly, which gives one covariance an output; all others (the body) are drawn once, which moves the mean by ``J_body
+(sigma o e)``. The divergence counts ``w`` times for the whole data set, so with ``w / N`` per sample; the bound has
+``w = 1``. Samples with weights of their own count as often in the first term.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
-from math import exp
-from typing import Any, ClassVar, cast
+from typing import Any, ClassVar, Literal, cast
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
+from torch.distributions import Normal, kl_divergence
+from torch.func import functional_call  # pyright: ignore[reportPrivateImportUsage]
 
-from posthoc_uq.core.errors import PosteriorMismatchError, PosthocUQError, warn_user
-from posthoc_uq.core.model import replicate
-from posthoc_uq.core.options import Count, Magnitude, one_of
-from posthoc_uq.core.randomness import isolated_random_state
+from posthoc_uq.core.batches import Batch
+from posthoc_uq.core.devices import DeferredChecks, as_double
+from posthoc_uq.core.errors import NonFiniteError, PosthocUQError, warn_user
+from posthoc_uq.core.model import jvp, replicate
+from posthoc_uq.core.options import Count, LogVariance, NotNegative, Positive, one_of
+from posthoc_uq.core.outputs import output_tensor
+from posthoc_uq.core.randomness import isolated_random_state, mixed_seed
 from posthoc_uq.curvature.labels import FisherChoice
+from posthoc_uq.layers.calls import PlainAttention
+from posthoc_uq.layers.layer import Layer
 from posthoc_uq.layers.proof import count_samples
+from posthoc_uq.likelihoods import Likelihood
 from posthoc_uq.methods.contexts import Context, Mixture, default_context, resolve_context
-from posthoc_uq.methods.function_objective import (
-    FunctionPrior,
-    FunctionSpaceObjective,
-    FunctionSpaceOptions,
-    IndependentPrior,
-)
 from posthoc_uq.methods.inf import INF
-from posthoc_uq.methods.laplace import EFB, KFAC, Curvature, Diagonal
-from posthoc_uq.methods.mean_field import FeatureNetwork, MeanField
+from posthoc_uq.methods.laplace import EFB, KFAC, Diagonal, Laplace
+from posthoc_uq.methods.mean_field import MeanField, begun_field
 from posthoc_uq.methods.task import Task
-from posthoc_uq.methods.trained import check_trainable, initialised, show_to_context
-from posthoc_uq.methods.training import TRAINING, Training
+from posthoc_uq.methods.training import TRAINING, Group, Objective, Step, Training, initialised
 from posthoc_uq.posteriors.block import Block
 from posthoc_uq.posteriors.evidence import maximise_evidence
 from posthoc_uq.posteriors.posterior import Posterior
 
-# ``method="function_space"``: variational inference over functions, begun at a trained network (Rudner, Chen,
-# Teh, Gal 2022).
+BODY_LOG_VARIANCE = -20.0  # where none is given
 
-FUNCTION_SPACE = "function_space"  # the method's name
-PRIOR_PRECISION = 1.0  # the default
-N_CONTEXT = 32
-N_INDEPENDENT = 16  # context points of an independent prior
-_FAR_WEIGHT = 10  # a weight that far from the one that belongs to a prior is warned of
-_LARGE_NOISE = 1e-2  # the function noise from which on a prior by features goes with a large weight
-
-
-def _look_at_data(task: Task, context: Context) -> int:
-    """Show the data to the context; the number of samples."""
-    samples, settings = task.summary.seen, task.settings
-    if context.needs_data or not samples:
-        samples = show_to_context(task.loader, settings.reader, context, settings.seed, settings.progress)
-    return samples
-
-
-def _with_points(
-    network: FeatureNetwork, options: FunctionSpaceOptions, context: Context
-) -> FunctionSpaceOptions:
-    """The options with a number of context points. By default that of the context itself; or 32, but no more than the
-    functions of a prior by features have dimensions, and more than these are warned of; or 16 for an independent prior.
-    """
-    rank = network.last.inputs  # the features, and the bias if there is one
-    if options.n_context is None:
-        usual = N_INDEPENDENT if options.prior == "independent" else min(N_CONTEXT, rank)
-        options = replace(options, n_context=context.points or usual)
-    points = cast(int, options.n_context)
-    if points > rank and options.prior == "features":
-        warn_user(
-            f"n_context={points} is more than the {rank} dimensions of functions of the last layer "
-            f"'{network.last.name}': what the mean has outside of them costs by function_noise="
-            f"{options.noise_share:g} alone. Take at most {rank} context points, or a larger function_noise."
-        )
-    return options
-
-
-def _with_weight(options: FunctionSpaceOptions, samples: int, batch: int) -> FunctionSpaceOptions:
-    """The options with a number as the divergence's weight; weights that the prior does not go with are warned of."""
-    independent, minibatch = options.prior == "independent", max(1.0, samples / max(1, batch))
-    given = options.divergence_weight
-    if given is None:
-        given = "minibatch" if independent else 1.0
-    weight = minibatch if isinstance(given, str) else given
-    if independent and weight * _FAR_WEIGHT < minibatch:
-        warn_user(
-            f"An independent prior at divergence_weight={weight:g} says next to nothing beside {samples} samples; "
-            f"leave divergence_weight out, which is 'minibatch' (here {minibatch:g}) with this prior."
-        )
-    if not independent and weight > _FAR_WEIGHT and options.noise_share < _LARGE_NOISE:
-        warn_user(
-            f"A prior by features at divergence_weight={weight:g} and function_noise={options.noise_share:g} costs "
-            f"accuracy and calibration; take divergence_weight=1, a function_noise of {_LARGE_NOISE:g} or more, or "
-            f"prior='independent'."
-        )
-    return replace(options, divergence_weight=weight)
-
-
-def _field(
-    network: FeatureNetwork,
-    options: FunctionSpaceOptions,
-    task: Task,
-    start: Callable[[], Posterior | None],
-) -> MeanField:
-    """The means and variances that the training begins with."""
-    parameters = dict(network.twin.named_parameters())
-    names = [name for layer in task.layers.values() for name in layer.parameter_names]
-    check_trainable(FUNCTION_SPACE, parameters, names)
-    means = {name: parameters[name].detach() for name in names}
-    if options.train_mean:
-        means = {name: mean.clone() for name, mean in means.items()}
-    last = network.last.parameter_names
-    uncertain = list(last) if options.body == "certain" else names
-    resumed = task.checkpoint is not None and task.checkpoint.is_running(TRAINING)
-    initial = None if resumed else start()  # else the checkpoint's tensors are put in place later
-    if initial is None:
-        first = {
-            n: options.initial_log_variance if n in last else options.initial_body_log_variance for n in names
-        }
-        logs = {name: torch.full_like(means[name], first[name]) for name in uncertain}
-        return MeanField(means, logs, options.train_mean)
-    _check_initial(initial, means)
-    if initial.trained_mean:
-        if not options.train_mean:
-            raise PosthocUQError(
-                "A posterior with a mean of its own cannot begin a training with train_mean=False."
-            )
-        means = {name: initial.mean[name].to(mean).clone() for name, mean in means.items()}
-    variances = initial.variance()
-    floor = exp(-80.0)
-    logs = {name: variances[name].to(means[name]).clamp(min=floor).log() for name in uncertain}
-    return MeanField(means, logs, options.train_mean)
-
-
-def _check_initial(initial: Posterior, means: Mapping[str, Tensor]) -> None:
-    for name, mean in means.items():
-        trained = initial.original.get(name)
-        if trained is None:
-            raise PosteriorMismatchError(
-                f"initial= is a posterior without parameter '{name}', which is to have a variance; fit it with the "
-                f"same layers."
-            )
-        if trained.shape != mean.shape or not torch.equal(trained.to(mean), mean):
-            raise PosteriorMismatchError(
-                f"initial= was fitted on another model: '{name}' is not the same there."
-            )
-
-
-def _prior(
-    network: FeatureNetwork,
-    options: FunctionSpaceOptions,
-    task: Task,
-    field: MeanField,
-    precision: float,
-) -> tuple[FunctionPrior, bool]:
-    """The prior, and whether its outputs and features are those at the field's own means."""
-    pretrained = {name: p.detach() for name, p in network.twin.named_parameters()}
-    if options.prior_mean == "random_init":
-        seed = task.settings.seed
-        parameters = initialised(task.model, pretrained, seed, "prior_mean='random_init'")
-    else:
-        parameters = pretrained
-    if options.prior == "independent":
-        return IndependentPrior(network, parameters, options.prior_mean, options.value_variance), False
-    frozen = (
-        not field.train_mean
-        and options.prior_mean != "random_init"
-        and not options.prior_body_variance
-        and options.body == "linearized"
-    )
-    return FunctionPrior(
-        network, parameters, options.prior_mean, precision, options.prior_body_variance, options.noise_share
-    ), frozen
-
-
-def _prior_notes(options: FunctionSpaceOptions) -> dict[str, Any]:
-    """Of the prior over functions, and the weight of the divergence from it."""
-    shared = {
-        "prior": options.prior,
-        "prior mean": options.prior_mean,
-        "divergence weight": options.divergence_weight,
-    }
-    if options.prior == "independent":
-        return shared | {"prior variance": options.value_variance}
-    return shared | {
-        "prior body variance": float(options.prior_body_variance),
-        "function noise": options.noise_share,
-    }
-
-
-# Variational inference over functions, begun at the trained network.
-
-_CONSTANT = "constant"
-_STARTS: dict[str, type[Curvature]] = {kind.name: kind for kind in (Diagonal, KFAC, EFB, INF)}
+_CURVATURES: dict[str, type[Laplace]] = {kind.name: kind for kind in (Diagonal, KFAC, EFB, INF)}
+_WARNED_RATIO = 10  # of a weight of the divergence to the one that belongs to a prior
+_NOISE_FOR_LARGE_WEIGHTS = 1e-2  # function noise with which a prior by features takes a larger weight
+_WEIGHTS, _CONTEXT, _VALIDATION = 1, 2, 3  # streams of random numbers from a step's seed
 
 
 @dataclass(frozen=True, kw_only=True)
-class FunctionSpace(FunctionSpaceOptions, Training[FunctionSpaceObjective]):
+class FunctionSpace(Training["FunctionSpaceObjective"]):
     """Variational inference over functions, begun at the trained network.
 
     A Gaussian over the weights, trained by its distribution over functions: it maximises ``E_q[log p(y | f)] -
@@ -205,31 +66,96 @@ class FunctionSpace(FunctionSpaceOptions, Training[FunctionSpaceObjective]):
     `initial`, for the linearised head.
 
     Attributes:
+        context: where the network is to be uncertain: ``"monochrome"`` images, a ``"uniform"`` box, the training
+            ``"batch"`` as it is or ``"corrupted"``; from Python also a loader or a tensor of unlabelled inputs, a
+            callable ``(n, generator)``, one of `methods.contexts`, or a list of several: pairs ``(share, context)``,
+            or ``(count, context)`` where all numbers are whole, ``[(2, "batch"), (14, "corrupted")]``. By default half
+            batch, half monochrome for images (with an independent prior the counts above), the box for vectors.
+        n_context: context points a step; by default as many as a list of counts has; or 32, or the last layer's
+            dimensions where these are fewer; or 16 with an independent prior.
+        n_sets: sets of context points a step; the one with the largest divergence counts.
+        n_draws: draws of the weights a step.
+        train_mean: False moves the variances only, and predictions at the mean stay what they were to the bit.
+        initial: starting variances: ``"constant"``, those of ``"diag"``, ``"kfac"``, ``"efb"`` or ``"inf"`` at the
+            prior precision of the evidence, or those of a fitted posterior. By default ``"constant"``, and ``"inf"``
+            with ``epochs=0``.
+        learn_noise: train the noise variance of a regression, from its value at the start.
+        initial_log_variance: where the variances of the last layer begin.
+        initial_body_log_variance: where all others begin.
+        prior: over functions: ``"features"``, what a prior over the last layer's weights says, or ``"independent"``,
+            every function value by itself.
+        prior_variance: of a function value in the independent prior; 10 by default.
+        divergence_weight: by which the divergence is multiplied, where 1 is the evidence lower bound; ``"minibatch"``
+            divides it by the size of a batch (of the loader's first one) in place of the number of samples. By default
+            1 with a prior by features, and ``"minibatch"`` with an independent one.
+        prior_mean: of the functions: ``"zero"``, ``"pretrained"`` or ``"random_init"``.
+        prior_body_variance: prior variance of all weights but the last layer's.
+        function_noise: a variance added to all function values, as a share of their mean variance in the prior by
+            features; 1e-6 by default.
+        body: how a draw of all layers but the last enters the divergence: ``"linearized"``, or ``"sample"`` to run the
+            network with it; or ``"certain"``: these layers are trained and have no variances.
         prior_precision: of the last layer's weights in the prior by features; 1 by default.
-        fisher: labels of the curvature that the training begins with; see `Curvature`.
-        n_samples: see `Curvature`.
+        fisher: labels of the curvature that the training begins with; see `Laplace`.
+        n_samples: see `Laplace`.
     """
 
-    name: ClassVar[str] = FUNCTION_SPACE
+    name: ClassVar[str] = "function_space"
     block_kinds: ClassVar[tuple[str, ...]] = ("mean_field", "diagonal", "kfac", "efb", "inf")
-    tunable: ClassVar[frozenset[str]] = frozenset({"scale", "noise_scale", "temperature"})
 
-    prior_precision: Magnitude | None = None
+    context: Any = None
+    n_context: Count | None = None
+    n_sets: Count = 1
+    n_draws: Count = 1
+    train_mean: bool = True
+    initial: str | Posterior | None = None
+    learn_noise: bool = False
+    initial_log_variance: LogVariance = -5.0
+    initial_body_log_variance: LogVariance = BODY_LOG_VARIANCE
+    prior: Literal["features", "independent"] = "features"
+    prior_variance: Positive | None = None
+    divergence_weight: Positive | Literal["minibatch"] | None = None
+    prior_mean: Literal["zero", "pretrained", "random_init"] = "zero"
+    prior_body_variance: NotNegative = 0.0
+    function_noise: Positive | None = None
+    body: Literal["linearized", "sample", "certain"] = "linearized"
     fisher: FisherChoice = "auto"
     n_samples: Count = 1
 
     def __post_init__(self) -> None:
         super().__post_init__()
+        if self.prior == "features" and self.prior_variance is not None:
+            raise PosthocUQError(
+                "prior_variance is of prior='independent'; a prior by features has prior_precision."
+            )
+        if self.prior == "independent" and self.function_noise is not None:
+            raise PosthocUQError(
+                "function_noise is of prior='features': with prior='independent' there is no covariance to add it to."
+            )
+        if self.prior == "independent" and self.prior_body_variance:
+            raise PosthocUQError(
+                "prior_body_variance is of prior='features': prior='independent' has prior_variance alone."
+            )
         if self.prior == "independent" and self.prior_precision is not None:
             raise PosthocUQError(
                 "prior_precision is of prior='features'; with prior='independent' give prior_variance, that of a "
                 "function value."
             )
+        certain = self.body == "certain"
+        if certain and (self.prior_body_variance or self.initial_body_log_variance != BODY_LOG_VARIANCE):
+            raise PosthocUQError(
+                "body='certain' leaves all layers but the last without variances, so that prior_body_variance and "
+                "initial_body_log_variance have no effect; leave them out."
+            )
+        if certain and not self.train_mean:
+            raise PosthocUQError(
+                "body='certain' with train_mean=False trains nothing but the last layer's variances; choose "
+                "layers='last'."
+            )
         if isinstance(self.initial, str):
-            one_of("initial", self.initial, (_CONSTANT, *_STARTS) if self.trains else tuple(_STARTS))
+            one_of("initial", self.initial, (*(["constant"] if self.trains else []), *_CURVATURES))
         elif self.initial is not None and not (isinstance(self.initial, Posterior) and self.trains):
             raise PosthocUQError(
-                f"initial must be one of {(_CONSTANT, *_STARTS)} or a fitted posterior to train on from; without "
+                f"initial must be one of {('constant', *_CURVATURES)} or a fitted posterior to train on from; without "
                 f"epochs the posterior comes from the curvature itself: initial='inf'."
             )
         if self.curvature is None and (self.fisher, self.n_samples) != ("auto", 1):
@@ -243,36 +169,36 @@ class FunctionSpace(FunctionSpaceOptions, Training[FunctionSpaceObjective]):
         return self.least_epochs > 0
 
     @property
-    def curvature(self) -> Curvature | None:
+    def curvature(self) -> Laplace | None:
         """The method whose variances the training begins with, or whose posterior it is without a training."""
-        initial = self.initial or ("inf" if not self.trains else _CONSTANT)
-        if not isinstance(initial, str) or initial == _CONSTANT:
+        initial = self.initial or ("constant" if self.trains else "inf")
+        if not isinstance(initial, str) or initial == "constant":
             return None
         shared: dict[str, Any] = {"dtype": self.dtype, "unsupported": self.unsupported}
-        return _STARTS[initial](fisher=self.fisher, n_samples=self.n_samples, **shared)
+        return _CURVATURES[initial](fisher=self.fisher, n_samples=self.n_samples, **shared)
+
+    @property
+    def noise_share(self) -> float:
+        """The function noise that is meant."""
+        return 1e-6 if self.function_noise is None else self.function_noise
+
+    @property
+    def value_variance(self) -> float:
+        """The variance of a function value in an independent prior that is meant."""
+        return 10.0 if self.prior_variance is None else self.prior_variance
 
     def passes(self) -> int:
         first = 0 if self.curvature is None else self.curvature.passes()
-        # once for the context, once for the features of the last layer
-        return first + self.least_epochs + 2 * self.trains
+        return first + (super().passes() if self.trains else 0)
 
     def fit(self, task: Task) -> Posterior:
-        curvature = self.curvature
         if self.trains:
             return super().fit(task)
+        curvature = self.curvature
         assert curvature is not None
         posterior = curvature.fit(task)
         posterior.method = self.name
         posterior.history.fit["curvature"] = curvature.name
-        return posterior
-
-    def _start(self, task: Task) -> Posterior | None:
-        """The posterior whose variances the training begins with; None for constant ones."""
-        if isinstance(self.initial, Posterior) or self.curvature is None:
-            return self.initial if isinstance(self.initial, Posterior) else None
-        posterior = self.curvature.fit(task)
-        maximise_evidence(posterior)
-        task.forget_sweeps()
         return posterior
 
     def begin(self, task: Task) -> FunctionSpaceObjective:
@@ -282,49 +208,637 @@ class FunctionSpace(FunctionSpaceOptions, Training[FunctionSpaceObjective]):
             context = default_context(task.batch, corrupted=self.prior == "independent")
         else:
             context = resolve_context(self.context)
-        options = _with_points(network, self, context)
-        field = _field(network, options, task, lambda: self._start(task))
-        samples = _look_at_data(task, context)
-        options = _with_weight(options, samples, count_samples(task.batch))
-        prior, frozen = _prior(network, options, task, field, self._precision)
-        likelihood = task.settings.likelihood
-        return FunctionSpaceObjective(network, field, prior, likelihood, context, samples, options, frozen)
+        method = self._with_points(context, network)
+        field = self._field(task, network)
+        samples = task.summary.seen
+        if context.needs_data or not samples:
+            samples = task.count(context)
+        method = method._with_weight(samples, count_samples(task.batch))
+        pretrained = {name: p.detach() for name, p in network.twin.named_parameters()}
+        if self.prior_mean == "random_init":
+            seed = task.settings.seed
+            pretrained = initialised(task.model, pretrained, seed, "prior_mean='random_init'")
+        return FunctionSpaceObjective(
+            method, network, field, task.settings.likelihood, samples, context, pretrained
+        )
+
+    def _with_points(self, context: Context, network: FeatureNetwork) -> FunctionSpace:
+        """With a number of context points. By default that of the context itself; or 32, but no more than the functions
+        of a prior by features have dimensions, and more than these are warned of; or 16 for an independent prior.
+        """
+        rank = network.last.inputs  # the features, and the bias if there is one
+        usual = 16 if self.prior == "independent" else min(32, rank)
+        points = self.n_context or context.points or usual
+        if points > rank and self.prior == "features":
+            warn_user(
+                f"n_context={points} is more than the {rank} dimensions of functions of the last layer "
+                f"'{network.last.name}': what the mean has outside of them costs by function_noise="
+                f"{self.noise_share:g} alone. Take at most {rank} context points, or a larger function_noise."
+            )
+        return replace(self, n_context=points)
+
+    def _with_weight(self, samples: int, batch: int) -> FunctionSpace:
+        """With a number as the divergence's weight; weights that the prior does not go with are warned of."""
+        independent, minibatch = self.prior == "independent", max(1.0, samples / max(1, batch))
+        given = self.divergence_weight or ("minibatch" if independent else 1.0)
+        weight = minibatch if isinstance(given, str) else given
+        if independent and weight * _WARNED_RATIO < minibatch:
+            warn_user(
+                f"An independent prior at divergence_weight={weight:g} says next to nothing beside {samples} samples; "
+                f"leave divergence_weight out, which is 'minibatch' (here {minibatch:g}) with this prior."
+            )
+        if not independent and weight > _WARNED_RATIO and self.noise_share < _NOISE_FOR_LARGE_WEIGHTS:
+            warn_user(
+                f"A prior by features at divergence_weight={weight:g} and function_noise={self.noise_share:g} costs "
+                f"accuracy and calibration; take divergence_weight=1, a function_noise of "
+                f"{_NOISE_FOR_LARGE_WEIGHTS:g} or more, or prior='independent'."
+            )
+        return replace(self, divergence_weight=weight)
+
+    def _field(self, task: Task, network: FeatureNetwork) -> MeanField:
+        """The means and variances that the training begins with."""
+        names = [name for layer in task.layers.values() for name in layer.parameter_names]
+        body = [name for name in names if name not in network.last.parameter_names]
+        start: Posterior | Mapping[str, float] = {
+            name: self.initial_body_log_variance if name in body else self.initial_log_variance
+            for name in names
+        }
+        resumed = task.checkpoint is not None and task.checkpoint.is_running(TRAINING)
+        if not resumed:  # else the checkpoint's tensors are put in place later
+            if isinstance(self.initial, Posterior):
+                start = self.initial
+            elif self.curvature is not None:
+                start = self.curvature.fit(task)
+                maximise_evidence(start)
+                task.forget_sweeps()
+        return begun_field(
+            self,
+            dict(network.twin.named_parameters()),
+            task.layers.values(),
+            start,
+            train_mean=self.train_mean,
+            certain=body if self.body == "certain" else (),
+        )
 
     def blocks(self, task: Task, trained: FunctionSpaceObjective) -> Mapping[str, Block]:
         return trained.field.blocks(task.layers, trained.samples)
 
-    @property
-    def _precision(self) -> float:
-        return PRIOR_PRECISION if self.prior_precision is None else self.prior_precision
-
-    def prior_of(self, trained: FunctionSpaceObjective) -> float:
-        return self._precision
-
     def check_steps(self, steps: int) -> None:
         """Adam moves a number by its rate a step, so few steps hardly move the variances."""
-        reach = self.reach(steps, self.log_variance_lr)
-        if self.optimizer is None and reach < 0.25:
+        moved = self.moved_by(steps, self.log_variance_lr)
+        if self.optimizer is None and moved < 0.25:
             warn_user(
-                f"{steps} steps at log_variance_lr={self.log_variance_lr:g} move a log variance by {reach:.2g} at "
+                f"{steps} steps at log_variance_lr={self.log_variance_lr:g} move a log variance by {moved:.2g} at "
                 f"most, so the variances are nearly those of the start; raise log_variance_lr and lr={self.lr:g}, or "
                 f"epochs."
             )
 
     def described(self, trained: FunctionSpaceObjective, blocks: Mapping[str, Any]) -> dict[str, Any]:
-        options, context = trained.options, trained.context
-        context_name = options.context if isinstance(options.context, str) else type(context).__name__
-        if options.context is None:
-            foreign = "corrupted" if options.prior == "independent" else "monochrome"
-            context_name = f"batch and {foreign}" if isinstance(context, Mixture) else "uniform"
+        method, independent = trained.method, self.prior == "independent"
+        context = self.context if isinstance(self.context, str) else type(trained.context).__name__
+        if self.context is None:
+            foreign = "corrupted" if independent else "monochrome"
+            context = f"batch and {foreign}" if isinstance(trained.context, Mixture) else "uniform"
+        if independent:
+            prior = {"prior variance": self.value_variance}
+        else:
+            prior = {
+                "prior body variance": float(self.prior_body_variance),
+                "function noise": self.noise_share,
+            }
         return {
-            "mean": "trained" if options.train_mean else "frozen",
-            "context": context_name,
-            "n_context": options.n_context,
-            "n_sets": options.n_sets,
-            "n_draws": options.n_draws,
-            **_prior_notes(options),
+            "mean": "trained" if self.train_mean else "frozen",
+            "context": context,
+            "n_context": method.n_context,
+            "n_sets": self.n_sets,
+            "n_draws": self.n_draws,
+            "prior": self.prior,
+            "prior mean": self.prior_mean,
+            "divergence weight": method.divergence_weight,
+            **prior,
             "last layer": trained.feature_network.last.name,
-            "initial": "a posterior"
-            if isinstance(options.initial, Posterior)
-            else options.initial or "constant",
+            "initial": "a posterior" if isinstance(self.initial, Posterior) else self.initial or "constant",
         }
+
+
+class FunctionSpaceObjective(Objective):
+    """The loss of a step, ``-log p(y | x) + w KL / N`` a sample, and its gradients.
+
+    Args:
+        method: with its options, and numbers for `n_context` and `divergence_weight`.
+        network: of the model.
+        field: the means and variances that are trained.
+        likelihood: of the targets.
+        samples: N.
+        context: gives the points at which the divergence is taken.
+        prior_parameters: at which the network is linearised for the prior.
+    """
+
+    def __init__(
+        self,
+        method: FunctionSpace,
+        network: FeatureNetwork,
+        field: MeanField,
+        likelihood: Likelihood,
+        samples: int,
+        context: Context,
+        prior_parameters: Mapping[str, Tensor],
+    ) -> None:
+        noise_like = next(iter(field.means.values())) if method.learn_noise else None
+        super().__init__(network.twin, likelihood, samples, noise_like)
+        self.method, self.feature_network, self.field = method, network, field
+        self.context, self._prior_parameters = context, prior_parameters
+        # whether the prior's outputs and features are those at the means of q, which are at hand
+        self._prior_at_means = (
+            method.prior == "features"
+            and method.prior_mean != "random_init"
+            and not (method.train_mean or method.prior_body_variance)
+            and method.body == "linearized"
+        )
+        self._weight = cast(float, method.divergence_weight or 1.0) / samples
+        self._last = network.last.parameter_names
+        self._body = [name for name in field.log_variances if name not in self._last]
+        self._warned = False  # that a step needed more function noise
+
+    def groups(self) -> list[Group]:
+        return self.field.groups(self.method.lr, self.method.log_variance_lr)
+
+    def trained_mean(self) -> dict[str, Tensor] | None:
+        return self.field.trained_mean()
+
+    def backward(self, batch: Batch, step: Step, checks: DeferredChecks) -> dict[str, Tensor]:
+        seed = step.seed
+        generator, shares = self.generator(seed, _WEIGHTS), list[Tensor]()
+        deviations: dict[str, Tensor] = {}
+        for _ in range(self.method.n_draws):  # one graph at a time: each is freed before the next
+            deviations = self.field.deviations(generator)
+            shares.append(self._fit(batch, deviations, checks if not shares else None))
+        log_likelihood = torch.stack(shares).sum()
+        # The last draw of the body serves both terms: each stays unbiased, and nothing is drawn twice.
+        body = {name: deviations[name].requires_grad_() for name in self._body}
+        del deviations
+        self.field.on_backward(body, mean=False)
+        contexts = self._contexts(batch, seed)
+        try:
+            divergences, largest = self.divergence(contexts, body)
+        except RuntimeError as error:
+            _raise_of_shapes(contexts, batch, error)
+            raise
+        # by index_select, which reads the index on the device; plain indexing would bring it to the host
+        total, mean_part, covariance_part = (
+            part.index_select(0, largest).squeeze(0)
+            for part in (divergences.total, divergences.mean_part, divergences.covariance_part)
+        )
+        (total * self._weight).backward()
+        body.clear()
+        divergence = total.detach() * self._weight
+        return {
+            "loss": divergence - log_likelihood.to(divergence),
+            "log likelihood": log_likelihood,
+            "KL mean part": mean_part.detach(),
+            "KL covariance part": covariance_part.detach(),
+        }
+
+    def _fit(self, batch: Batch, deviations: Mapping[str, Tensor], checks: DeferredChecks | None) -> Tensor:
+        """One draw's share of the mean log likelihood; adds its gradients."""
+        weights = {
+            n: (mean.detach() + deviations[n] if n in deviations else mean.detach()).requires_grad_()
+            for n, mean in self.field.means.items()
+        }
+        self.field.on_backward(weights, deviations, mean=True)
+        outputs = self.feature_network.outputs(weights, batch)
+        share = self.log_prob(outputs, *self.targets(batch, outputs, checks)).mean() / self.method.n_draws
+        (-share).backward()
+        weights.clear()
+        return share.detach()
+
+    def _contexts(self, batch: Batch, seed: int) -> Batch:
+        """All context sets as one batch, set by set."""
+        generator = torch.Generator().manual_seed(mixed_seed(seed, _CONTEXT))
+        points, sets = cast(int, self.method.n_context), self.method.n_sets
+        device = batch.tensors()[0].device
+        contexts = _joined(
+            [_as_batch(self.context.draw(points, batch, generator), device) for _ in range(sets)]
+        )
+        if count_samples(contexts) != points * sets:
+            raise PosthocUQError(
+                f"The context gave {count_samples(contexts)} inputs in place of {points * sets}; a callable is asked "
+                f"for n inputs, and gives a tensor (n, ...)."
+            )
+        return contexts
+
+    def divergence(self, contexts: Batch, deviations: Mapping[str, Tensor]) -> tuple[FunctionKL, Tensor]:
+        """``KL(q(f(X)) || p(f(X)))`` of all context sets, one differentiable number a set, and the index of the
+        largest, ``(1,)``.
+
+        Args:
+            contexts: all sets, one after the other.
+            deviations: ``sigma e`` of the body's parameters; empty where they are certain.
+        """
+        method, means = self.method, self.field.means
+        if not deviations or method.body == "sample":
+            drawn = {name: means[name] + deviation for name, deviation in deviations.items()}
+            outputs, features = self.feature_network({**means, **drawn}, contexts)
+            mean = outputs
+        else:
+            outputs, features, change = linearised_draw(self.feature_network, means, deviations, contexts)
+            mean = outputs + change
+        at_means = (outputs.detach(), features.detach()) if self._prior_at_means else None
+
+        def by_set(values: Tensor) -> Tensor:
+            return values.reshape(method.n_sets, -1, values.shape[1])
+
+        mean, features = by_set(mean), by_set(features)
+        weight, *bias = (self.field.log_variances[name].exp() for name in self._last)
+        variances = weight.flatten(1), bias[0] if bias else None
+        if method.prior == "independent":
+            zero = method.prior_mean == "zero"  # so that the network need not run
+            prior_mean = torch.zeros_like(mean) if zero else by_set(self._prior_moments(contexts, {})[0])
+            found = marginal_kl(
+                mean, last_layer_variances(features, *variances), prior_mean, method.value_variance
+            )
+        else:
+            prior_mean, prior_features = self._prior_moments(contexts, deviations, at_means)
+            wide = as_double(by_set(prior_features))
+            prior_variances = wide.new_full((1, wide.shape[-1]), 1 / method.precision)
+            prior = last_layer_covariance(wide, prior_variances, prior_variances[:, 0] if bias else None)
+            found = gaussian_kl(
+                mean.transpose(1, 2),
+                last_layer_covariance(features, *variances),
+                by_set(prior_mean).transpose(1, 2),
+                prior,
+                relative_function_noise(prior, method.noise_share),
+            )
+        if found.raised > 1 and not self._warned:
+            self._warned = True
+            warn_user(
+                f"A covariance at the context points had no Cholesky factor at "
+                f"function_noise={method.noise_share:g}, and was given {found.raised} times as much; such a "
+                f"step weighs the means less. A larger function_noise, or fewer or less alike context points, makes "
+                f"all steps alike."
+            )
+        return found, found.total.detach().argmax().reshape(1)
+
+    @torch.no_grad()
+    def _prior_moments(
+        self,
+        contexts: Batch,
+        deviations: Mapping[str, Tensor],
+        at_hand: tuple[Tensor, Tensor] | None = None,
+    ) -> tuple[Tensor, Tensor]:
+        """Means ``(inputs, outputs)`` and features ``(inputs, H)`` of the prior.
+
+        Args:
+            contexts: the inputs.
+            deviations: by q, whose standard normals are those of the prior's body, if that has a variance.
+            at_hand: outputs and features at the prior's parameters, where they are known already.
+        """
+        variance = self.method.prior_body_variance
+        if variance and deviations:
+            logs = self.field.log_variances
+            scaled = {n: d / (0.5 * logs[n]).exp() * variance**0.5 for n, d in deviations.items()}
+            outputs, features, change = linearised_draw(
+                self.feature_network, self._prior_parameters, scaled, contexts
+            )
+        else:
+            outputs, features = at_hand or self.feature_network(self._prior_parameters, contexts)
+            change = torch.zeros_like(outputs)
+        return (change if self.method.prior_mean == "zero" else outputs + change), features
+
+    def outputs(self, batch: Batch, draw: int) -> Tensor:
+        weights = self.field.sample(self.generator(0, _VALIDATION, draw))
+        return self.feature_network.outputs(weights, batch)
+
+
+def _raise_of_shapes(contexts: Batch, batch: Batch, error: RuntimeError) -> None:
+    """Raise an error that says so where the context points do not have the shapes of the data."""
+    shapes = [[tuple(tensor.shape[1:]) for tensor in each.tensors()] for each in (contexts, batch)]
+    if shapes[0] != shapes[1]:
+        raise PosthocUQError(
+            f"The model does not run on the context's inputs, of shapes {shapes[0]} a sample, where the data have "
+            f"{shapes[1]} ({str(error).partition(chr(10))[0]}); give context inputs like the data's."
+        ) from error
+
+
+def _as_batch(inputs: Any, device: torch.device) -> Batch:
+    """The inputs that a context gave, as a batch on the device."""
+
+    def move(value: Any) -> Any:
+        return value.to(device) if isinstance(value, Tensor) else value
+
+    if isinstance(inputs, Tensor):
+        return Batch((move(inputs),))
+    if isinstance(inputs, Mapping):
+        return Batch((), None, {str(k): move(v) for k, v in cast(Mapping[str, Any], inputs).items()})
+    if isinstance(inputs, tuple):
+        return Batch(tuple(move(v) for v in cast(tuple[Any, ...], inputs)))
+    raise PosthocUQError(
+        f"A context must give a tensor of inputs, a tuple of the model's arguments or a mapping of named ones, not a "
+        f"{type(inputs).__name__}."
+    )
+
+
+def _joined(batches: list[Batch]) -> Batch:
+    if len(batches) == 1:
+        return batches[0]
+
+    def joined(values: list[Any]) -> Any:
+        return torch.cat(values) if isinstance(values[0], Tensor) else values[0]
+
+    args = tuple(joined(list(values)) for values in zip(*(batch.args for batch in batches), strict=True))
+    named = {name: joined([batch.kwargs[name] for batch in batches]) for name in batches[0].kwargs}
+    return Batch(args, None, named)
+
+
+# The network
+
+
+class FeatureNetwork:
+    """A replica of a model that runs with given weights, and also gives the inputs of its last layer.
+
+    Args:
+        twin: a replica for this network alone, in eval mode.
+        layers: the candidates for its last layer.
+        batch: a few samples by which the last layer is found.
+
+    Attributes:
+        last: the layer ``W phi + b`` whose outputs are the model's.
+
+    Raises:
+        PosthocUQError: no layer's outputs are the model's.
+    """
+
+    def __init__(self, twin: nn.Module, layers: Mapping[str, Layer], batch: Batch) -> None:
+        self.twin = twin
+        self._features: Tensor | None = None
+        self.last = self._last_layer(layers, batch)
+        self._owner_of(self.last).register_forward_pre_hook(self._catch)
+
+    def _owner_of(self, layer: Layer) -> nn.Module:
+        """The module that holds a layer's weight."""
+        return self.twin.get_submodule(layer.weight.rpartition(".")[0])
+
+    def _catch(self, module: nn.Module, args: tuple[Any, ...]) -> None:
+        self._features = args[0]
+
+    def _last_layer(self, layers: Mapping[str, Layer], batch: Batch) -> Layer:
+        inputs: dict[str, list[Tensor]] = {name: [] for name in layers}
+        handles: list[Any] = []
+        for name, layer in layers.items():
+
+            def catch(module: nn.Module, args: tuple[Any, ...], name: str = name) -> None:
+                inputs[name].append(args[0].detach().clone())
+
+            handles.append(self._owner_of(layer).register_forward_pre_hook(catch))
+        with torch.no_grad():
+            outputs = batch.copied().call(self.twin)
+        for handle in handles:
+            handle.remove()
+        expected = outputs.flatten(1) if outputs.ndim > 1 else outputs.unsqueeze(1)
+        parameters = dict(self.twin.named_parameters())
+        for name, layer in reversed(list(layers.items())):
+            if len(inputs[name]) != 1 or layer.groups != 1 or layer.outputs != expected.shape[1]:
+                continue
+            rows = inputs[name][0].flatten(1)
+            weight = parameters[layer.weight].detach().flatten(1)
+            if rows.shape != (len(expected), weight.shape[1]):
+                continue
+            affine = rows @ weight.T
+            affine = affine if layer.bias is None else affine + parameters[layer.bias].detach()
+            rounding = {torch.float64: 1e-8, torch.float32: 1e-4}.get(affine.dtype, 1e-2)
+            if bool((affine - expected).abs().max() <= rounding * affine.abs().max().clamp(min=1e-6)):
+                return layer
+        raise PosthocUQError(
+            f"method='function_space' treats the last layer exactly, and none of {list(layers)[-3:]} gives the model's "
+            f"outputs as W phi + b. Let the model return what its last Linear layer gives, and have that layer among "
+            f"the chosen ones."
+        )
+
+    def outputs(self, weights: Mapping[str, Tensor], batch: Batch) -> Tensor:
+        """The model's outputs with these weights, in their own shape."""
+        copy = batch.copied()
+        outputs = output_tensor(functional_call(self.twin, dict(weights), copy.args, copy.kwargs))
+        self._features = None
+        return outputs
+
+    def __call__(self, weights: Mapping[str, Tensor], batch: Batch) -> tuple[Tensor, Tensor]:
+        """Outputs ``(samples, outputs)`` and features ``(samples, H)``."""
+        copy = batch.copied()
+        outputs = output_tensor(functional_call(self.twin, dict(weights), copy.args, copy.kwargs))
+        features, self._features = self._features, None
+        assert features is not None
+        return outputs.reshape(len(features), -1), features.flatten(1)
+
+
+def linearised_draw(
+    network: FeatureNetwork,
+    parameters: Mapping[str, Tensor],
+    deviations: Mapping[str, Tensor],
+    batch: Batch,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Outputs and features at these parameters, and the derivative of the outputs along the deviations, by one
+    forward-mode pass; differentiable in parameters and deviations.
+
+    Raises:
+        PosthocUQError: some operation of the model has no forward derivative.
+    """
+    varied = {name: parameters[name] for name in deviations}
+    fixed = {name: value for name, value in parameters.items() if name not in deviations}
+
+    def run(weights: dict[str, Tensor]) -> tuple[Tensor, Tensor]:
+        return network({**fixed, **weights}, batch)
+
+    try:
+        with PlainAttention():
+            values, tangents = cast(
+                tuple[tuple[Tensor, Tensor], tuple[Tensor, Tensor]], jvp(run, (varied,), (dict(deviations),))
+            )
+    except RuntimeError as error:
+        reason = str(error).partition("\n")[0]
+        if not any(word in reason for word in ("forward AD", "forward mode", "autograd.Function")):
+            raise
+        raise PosthocUQError(
+            f"body='linearized' needs forward derivatives, and the model has an operation without one ({reason}); use "
+            f"body='sample'."
+        ) from error
+    return values[0], values[1], tangents[0]
+
+
+# Divergences between Gaussians over function values, and their covariance by a network's last layer
+
+# All in float64: a covariance of K function values has rank H + 1 at most, and the result depends on its smallest
+# eigenvalues.
+
+_MAX_TRIES = 5  # of the Cholesky factors; the function noise grows tenfold with each
+
+
+@dataclass(frozen=True)
+class FunctionKL:
+    """``KL(q || p)`` over the function values at some inputs, in nats.
+
+    Attributes:
+        mean_part: ``(m_q - m_p)^T C_p^-1 (m_q - m_p) / 2``, a scalar or one number a set.
+        covariance_part: ``(tr C_p^-1 C_q - K + log det C_p - log det C_q) / 2``, likewise.
+        function_noise: the variance that was added to every function value, likewise.
+        raised: that variance as a multiple of the one that was asked for.
+    """
+
+    mean_part: Tensor
+    covariance_part: Tensor
+    function_noise: Tensor
+    raised: int = 1
+
+    @property
+    def total(self) -> Tensor:
+        """Both parts."""
+        return self.mean_part + self.covariance_part
+
+    def __str__(self) -> str:
+        total, mean, covariance, noise = (
+            float(part.detach())
+            for part in (self.total, self.mean_part, self.covariance_part, self.function_noise)
+        )
+        return (
+            f"KL {total:.4g} nats: mean part {mean:.4g}, covariance part {covariance:.4g}, at a function noise of "
+            f"{noise:.2g}"
+        )
+
+
+def last_layer_covariance(
+    features: Tensor, weight_variances: Tensor, bias_variances: Tensor | None = None
+) -> Tensor:
+    """Covariance of the function values by an independent Gaussian over the weights of a last layer ``W phi + b``.
+
+    Values of different outputs are independent, so there is one matrix an output: ``C_q = Phi diag(s_q) Phi^T + b_q 1
+    1^T`` (Rudner et al. 2022, eq. 13; one bias is shared by all inputs, so its variance enters every entry).
+
+    Args:
+        features: ``(*sets, inputs, H)``.
+        weight_variances: ``(outputs, H)``.
+        bias_variances: ``(outputs,)``, or None for a layer without bias.
+
+    Returns:
+        ``(*sets, outputs, inputs, inputs)`` in float64, differentiable in all of them.
+    """
+    wide, weights = as_double(features), as_double(weight_variances)
+    inputs = wide.shape[-2]
+    if len(weights) <= inputs:
+        wide = wide.unsqueeze(-3)
+        covariance = (wide * weights.unsqueeze(-2)) @ wide.transpose(-1, -2)
+    else:  # many outputs: (pairs of inputs, H) is smaller than (outputs, inputs, H), and one product does all outputs
+        first, second = torch.tril_indices(inputs, inputs, device=wide.device)
+        products = wide.index_select(-2, first) * wide.index_select(-2, second)
+        place = torch.empty(inputs, inputs, dtype=torch.long, device=wide.device)
+        place[first, second] = place[second, first] = torch.arange(len(first), device=wide.device)
+        pairs = weights @ products.transpose(-1, -2)
+        covariance = pairs.index_select(-1, place.flatten()).unflatten(-1, (inputs, inputs))
+    return covariance if bias_variances is None else covariance + as_double(bias_variances)[:, None, None]
+
+
+def last_layer_variances(
+    features: Tensor, weight_variances: Tensor, bias_variances: Tensor | None = None
+) -> Tensor:
+    """The diagonals of `last_layer_covariance`: ``(*sets, inputs, outputs)`` in float64, differentiable likewise."""
+    variances = as_double(features).square() @ as_double(weight_variances).T
+    return variances if bias_variances is None else variances + as_double(bias_variances)
+
+
+_MIN_RATIO = 1e-12
+"""Function values that no weight moves, as those of a black image without biases, are as good as certain: their
+divergence is this one's, and has no gradient."""
+
+
+def marginal_kl(mean: Tensor, variances: Tensor, prior_mean: Tensor, prior_variance: float) -> FunctionKL:
+    """``sum_kq KL(N(m_kq, v_kq) || N(p_kq, s))`` over inputs and outputs, from the marginals alone.
+
+    Args:
+        mean: ``(sets, inputs, outputs)``.
+        variances: likewise, positive.
+        prior_mean: likewise.
+        prior_variance: s.
+
+    Returns:
+        One divergence a set, without a function noise.
+    """
+    difference = as_double(mean) - as_double(prior_mean)
+    zero = torch.zeros_like(difference)
+    deviations = variances.clamp(min=_MIN_RATIO * prior_variance).sqrt()
+    q, p = (Normal(zero, d, validate_args=False) for d in (deviations, prior_variance**0.5))
+    covariance_part = kl_divergence(q, p)
+    return FunctionKL(
+        0.5 * (difference.square() / prior_variance).sum(dim=(-2, -1)),
+        covariance_part.sum(dim=(-2, -1)),
+        zero[:, 0, 0],
+    )
+
+
+def relative_function_noise(prior_covariance: Tensor, share: float) -> Tensor:
+    """A share of the mean prior variance of the function values, one number a set: ``(*sets, 1, 1, 1)``."""
+    diagonal = prior_covariance.detach().diagonal(dim1=-2, dim2=-1)
+    return share * diagonal.mean(dim=(-2, -1))[..., None, None, None]
+
+
+def gaussian_kl(
+    mean: Tensor, covariance: Tensor, prior_mean: Tensor, prior_covariance: Tensor, noise: Tensor | float
+) -> FunctionKL:
+    """``KL(N(m_q, C_q + e I) || N(m_p, C_p + e I))``, summed over independent outputs.
+
+    Where a matrix has no Cholesky factor at the function noise ``e``, ten times as much is tried, four times at most.
+    ``e`` is a variance of the function values: a difference of means that no function of the prior can have costs its
+    square times ``1 / (2 e)``.
+
+    Args:
+        mean: ``(*sets, outputs, inputs)``.
+        covariance: ``(*sets, outputs, inputs, inputs)``.
+        prior_mean: broadcasts to `mean`.
+        prior_covariance: broadcasts to `covariance`; one output stands for all.
+        noise: ``e``, broadcasts to ``(*sets, 1, 1, 1)``.
+
+    Returns:
+        One divergence a set.
+
+    Raises:
+        NonFiniteError: the matrices have no Cholesky factor after all.
+    """
+    mean, covariance = as_double(mean), as_double(covariance)
+    prior_mean, prior_covariance = as_double(prior_mean), as_double(prior_covariance)
+    inputs = covariance.shape[-1]
+    eye = torch.eye(inputs, dtype=torch.float64, device=covariance.device)
+    noise = torch.as_tensor(noise, dtype=torch.float64, device=covariance.device)
+    raised = 1
+    for _ in range(_MAX_TRIES):
+        root, failed = torch.linalg.cholesky_ex(covariance + noise * eye)
+        prior_root, prior_failed = torch.linalg.cholesky_ex(prior_covariance + noise * eye)
+        if not bool(failed.any() | prior_failed.any()):
+            break
+        noise, raised = noise * 10, raised * 10
+    else:
+        finite = bool(torch.isfinite(covariance).all() & torch.isfinite(prior_covariance).all())
+        raise NonFiniteError(
+            "The covariance of the function values at the context points "
+            + (
+                "has no Cholesky factor; give a larger function_noise, fewer or less alike context points or, if the "
+                "loss has grown before, smaller learning rates."
+                if finite
+                else "is not finite; look at the context points and the learning rates."
+            )
+        )
+    whitened = torch.linalg.solve_triangular(prior_root, root, upper=False)
+    difference = (prior_mean - mean).unsqueeze(-1)
+    shifted = torch.linalg.solve_triangular(
+        prior_root.expand(*difference.shape[:-2], inputs, inputs), difference, upper=False
+    )
+    log_determinants = _log_diagonal(prior_root).expand(covariance.shape[:-2]) - _log_diagonal(root)
+    covariance_part = 0.5 * (whitened.square().sum(dim=(-2, -1)) - inputs) + log_determinants
+    mean_part = 0.5 * shifted.square().sum(dim=(-2, -1))
+    sets = covariance_part.shape[:-1]
+    return FunctionKL(
+        mean_part.sum(-1),
+        covariance_part.sum(-1),
+        noise.detach().reshape(-1).expand(max(1, sets.numel())).reshape(sets),
+        raised,
+    )
+
+
+def _log_diagonal(root: Tensor) -> Tensor:
+    return root.diagonal(dim1=-2, dim2=-1).log().sum(-1)

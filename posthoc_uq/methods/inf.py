@@ -1,38 +1,42 @@
-"""The sparse information form."""
+"""`INF`: the sparse information form, low rank and diagonal (Lee et al. 2020)."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import partial
-from typing import Any, ClassVar, Literal
+from math import ceil, prod
+from typing import Annotated, Any, ClassVar, Literal, cast
 
+import torch
+from annotated_types import Gt, Lt
 from torch import Tensor
 
-from posthoc_uq.core.errors import warn_user
-from posthoc_uq.core.options import Share, Unit
+from posthoc_uq.core.errors import PosthocUQError, warn_user
+from posthoc_uq.core.numerics import eigh_descending, nystrom
+from posthoc_uq.core.options import Count, Share, Unit, check_option
+from posthoc_uq.core.randomness import mixed_seed
+from posthoc_uq.curvature.statistics import GradientGram, InputGram, RangeSketch
 from posthoc_uq.layers.layer import Layer
-from posthoc_uq.methods.bases import (
-    BasisChoice,
-    Rank,
-    basis_share,
-    earlier_bases,
-    kept_bases,
-    kept_entries,
-    sides,
-    sparsify,
-)
-from posthoc_uq.methods.laplace import Basis, Curvature, squares_of
+from posthoc_uq.methods.laplace import Basis, Laplace, kept_bases, squares_of
 from posthoc_uq.methods.task import Task, Tensors
 from posthoc_uq.posteriors.block import Block
-from posthoc_uq.posteriors.information import Correction
+from posthoc_uq.posteriors.information import Correction, InformationBlock
 from posthoc_uq.posteriors.posterior import Posterior
 
+Rank = Count | Annotated[float, Gt(0), Lt(1)]
+"""Eigenvalues that are kept of a layer: their number, or a share of the layer's weights."""
+
+BASIS_SAMPLES = 5_000  # samples that the bases come from with basis_fraction="auto"; see docs/methods
+_OVERSAMPLING = 10  # directions of a sketch beyond those wanted (Halko, Martinsson, Tropp 2011)
+_SKETCH_FACTOR = 2.5  # with basis="auto", a side is sketched from this many times the sketch's width on
 _GRID_LIMIT = 2 * 2**30  # bytes that the small linear system of one layer may take
+
+_Side = InputGram | GradientGram | RangeSketch
 
 
 @dataclass(frozen=True, kw_only=True)
-class INF(Curvature):
+class INF(Laplace):
     """The sparse information form: low rank and diagonal.
 
     ``I ~ V_K Lambda_K V_K^T + omega D``: the directions of the largest eigenvalues in a Kronecker-factored eigenbasis,
@@ -57,11 +61,11 @@ class INF(Curvature):
 
     name: ClassVar[str] = "inf"
     block_kinds: ClassVar[tuple[str, ...]] = ("inf",)
-    tunable: ClassVar[frozenset[str]] = Curvature.tunable | {"residual_weight"}
+    tunable: ClassVar[frozenset[str]] = Laplace.tunable | {"residual_weight"}
     description: ClassVar[str] = "eigenvalues and diagonal"
 
     rank: Rank = 100
-    basis: BasisChoice = "auto"
+    basis: Literal["auto", "exact", "sketch"] = "auto"
     basis_fraction: Share | Literal["auto"] = "auto"
     bases: Posterior | None = None
     correction: Correction = "rescale"
@@ -77,30 +81,55 @@ class INF(Curvature):
         return lines | ({} if self.basis_fraction in ("auto", 1) else {"basis fraction": self.basis_fraction})
 
     def fit(self, task: Task) -> Posterior:
-        share = basis_share(self.basis_fraction, task.samples_in_all)
-        posterior = Curvature.fit(replace(self, basis_fraction=share), task)
+        share = self.basis_fraction
+        if share == "auto":
+            samples = task.samples_in_all
+            share = 1.0 if samples is None else min(1.0, BASIS_SAMPLES / max(1, samples))
+        posterior = Laplace.fit(replace(self, basis_fraction=share), task)
         posterior.residual_weight = self.residual_weight
         return posterior
 
     def find_bases(self, task: Task) -> dict[str, Basis]:
         """Of an earlier posterior, or found in one sweep."""
         if self.bases is not None:
-            return earlier_bases(self.bases, task)
-        sides_of = {
-            name: sides(index, layer, task, self.rank, self.basis)
-            for index, (name, layer) in enumerate(task.layers.items())
-        }
-        accumulators = {name: [side.accumulator for side in pair] for name, pair in sides_of.items()}
-        share = basis_share(self.basis_fraction, task.samples_in_all)
-        samples = task.sweep(accumulators, "bases", share=share)
-        del accumulators
+            return _earlier_bases(self.bases, task)
+        sums = {name: self._sides(index, task) for index, name in enumerate(task.layers)}
+        share = cast(float, self.basis_fraction)  # `fit` has put a number in the place of "auto"
+        samples = task.sweep(sums, "bases", share=share)
 
         def basis(name: str) -> dict[str, Tensor]:
-            inputs, outputs = sides_of.pop(name)
-            return {"inputs": inputs.basis(samples), "outputs": outputs.basis(samples)}
+            inputs, outputs = sums.pop(name)
+            return {"inputs": _directions(inputs, samples), "outputs": _directions(outputs, samples)}
 
         found = task.divided({name: partial(basis, name) for name in task.layers}, "eigenbases")
         return {name: (directions["inputs"], directions["outputs"]) for name, directions in found.items()}
+
+    def _sides(self, index: int, task: Task) -> list[_Side]:
+        """What sums up the inputs and the output gradients of the layer of this number, which seeds its sketches.
+
+        A side of size ``n`` is described by its Gram, ``n x n``, or by a sketch, ``n x l``, with ``l`` the directions
+        wanted and some more. Summing costs ``n^2`` and ``2 n l`` multiply-adds a position, and finding the basis
+        ``O(n^3)`` and ``O(n l^2)``; docs/methods/fit_cost.md has where they cross.
+        """
+        layer, settings = list(task.layers.values())[index], task.settings
+        groups, outputs, inputs = layer.matrix_shape
+        wanted = kept_entries(self.rank, layer.matrix_shape) + _OVERSAMPLING
+        sides: list[_Side] = []
+        for side, size, gram in (("inputs", inputs, InputGram), ("outputs", outputs, GradientGram)):
+            width = min(size, wanted)
+            if self.basis == "auto":
+                sketched = size >= _SKETCH_FACTOR * width
+            else:
+                sketched = self.basis == "sketch" and width < size
+            if sketched:
+                generator = torch.Generator().manual_seed(mixed_seed(settings.seed, index, len(sides)))
+                normals = torch.randn(
+                    groups, size, width, generator=generator, dtype=settings.dtype, device="cpu"
+                )
+                sides.append(RangeSketch(side, normals.to(task.device), task.memory_budget))
+            else:
+                sides.append(gram(groups, size, settings.dtype, task.device, task.memory_budget))
+        return sides
 
     def accumulators(self, layer: Layer, task: Task, basis: Basis | None) -> Sequence[Any]:
         return [squares_of(layer, task, basis)]
@@ -130,3 +159,106 @@ class INF(Curvature):
             name: {"eigenvalues": squares.eigenvalues(samples), "diagonal": squares.diagonal(samples)}
             for name, (squares,) in sums.items()
         }
+
+
+def _directions(side: _Side, samples: float) -> Tensor:
+    """Orthonormal leading directions of one side of a layer, ``(groups, size, width)``."""
+    mean = side.mean(samples)
+    return (
+        nystrom(mean, side.test_matrix)[1]
+        if isinstance(side, RangeSketch)
+        else eigh_descending(mean, side.rows)[1]
+    )
+
+
+def _earlier_bases(posterior: Posterior, task: Task) -> dict[str, Basis]:
+    """The bases of an earlier posterior for the layers of a task.
+
+    Raises:
+        PosthocUQError: it keeps none, or not of these layers.
+    """
+    way_out = "leave bases= out, and they are computed from the data."
+    kept = posterior.blocks
+    if not all({"input_basis", "output_basis"} <= set(block.tensors()) for block in kept.values()):
+        raise PosthocUQError(
+            f"bases= takes a posterior by 'inf' or 'efb', and one by {posterior.method!r} has no eigenbases; {way_out}"
+        )
+    for name, layer in task.layers.items():
+        if name not in kept:
+            raise PosthocUQError(f"The posterior in bases= has no layer '{name}'; {way_out}")
+        if posterior.layers[name].matrix_shape != layer.matrix_shape:
+            raise PosthocUQError(
+                f"Layer '{name}' has weights of {tuple(layer.matrix_shape)} (groups, outputs, inputs), and "
+                f"{tuple(posterior.layers[name].matrix_shape)} in the posterior in bases=; {way_out}"
+            )
+    found = kept_bases(posterior, task)
+    return {name: found[name] for name in task.layers}
+
+
+def kept_entries(rank: int | float, shape: tuple[int, int, int]) -> int:
+    """How many eigenvalues of a layer ``(groups, outputs, inputs)`` a rank keeps; a number in (0, 1) is a share of the
+    layer's weights.
+
+    Raises:
+        PosthocUQError: the rank is neither a positive whole number nor a share.
+    """
+    size, number = prod(shape), check_option("rank", rank, Rank)
+    return max(1, ceil(number * size)) if number < 1 else min(int(number), size)
+
+
+def sparsify(
+    input_basis: Tensor,
+    output_basis: Tensor,
+    eigenvalues: Tensor,
+    diagonal: Tensor,
+    rank: int | float,
+    correction: Correction = "rescale",
+) -> InformationBlock:
+    """The information form of the largest eigenvalues in a Kronecker-factored eigenbasis and an exact diagonal
+    (algorithm 1 of the paper).
+
+    Each of the ``K`` largest eigenvalues belongs to one input and one output direction. The full grid of these
+    directions is kept, so that the eigenvectors stay a Kronecker product. A grouped convolution shares ``K`` between
+    its groups, and groups that keep fewer directions are padded with zeros. Eigenvalues that are zero up to rounding
+    do not count: their directions are arbitrary.
+
+    Args:
+        input_basis: ``(G, n, p)``, orthonormal columns.
+        output_basis: ``(G, m, q)``, orthonormal columns.
+        eigenvalues: ``Lambda`` in these bases, ``(G, q, p)``.
+        diagonal: exact diagonal of the Fisher, ``(G, m, n)``.
+        rank: ``K``, or a share in (0, 1) of the layer's weights.
+        correction: what to do where the low-rank part exceeds the diagonal; see `InformationBlock`.
+    """
+    shape = (diagonal.shape[0], diagonal.shape[1], diagonal.shape[2])
+    count = min(kept_entries(rank, shape), eigenvalues.numel())
+    values, order = eigenvalues.flatten().topk(count)
+    floor = torch.finfo(eigenvalues.dtype).eps * values[:1]
+    selected = torch.zeros(eigenvalues.numel(), dtype=torch.bool, device=eigenvalues.device)
+    selected[order[values > floor]] = True
+    selected = selected.reshape(eigenvalues.shape)
+    inputs, outputs = selected.any(dim=1), selected.any(dim=2)
+    index_a, mask_a = _front(inputs)
+    index_g, mask_g = _front(outputs)
+    grid = eigenvalues.gather(1, index_g.unsqueeze(2).expand(-1, -1, eigenvalues.shape[2]))
+    grid = grid.gather(2, index_a.unsqueeze(1).expand(-1, grid.shape[1], -1))
+    return InformationBlock(
+        input_basis=_columns(input_basis, index_a) * mask_a.unsqueeze(1),
+        output_basis=_columns(output_basis, index_g) * mask_g.unsqueeze(1),
+        eigenvalues=(grid * mask_g.unsqueeze(2) * mask_a.unsqueeze(1)).contiguous(),
+        diagonal=diagonal,
+        correction=correction,
+    )
+
+
+def _front(selected: Tensor) -> tuple[Tensor, Tensor]:
+    """Indices of each group's selected columns, moved to the front in their order; and a mask that is False for
+    padding.
+    """
+    width = int(selected.sum(dim=1).max())
+    index = torch.argsort((~selected).to(torch.uint8), dim=1, stable=True)[:, :width]
+    return index, selected.gather(1, index)
+
+
+def _columns(basis: Tensor, index: Tensor) -> Tensor:
+    return basis.gather(2, index.unsqueeze(1).expand(-1, basis.shape[1], -1))

@@ -1,4 +1,9 @@
-"""`Curvature`, the base of the Laplace methods, and its diagonal, Kronecker and dense forms."""
+"""`Laplace`, the base of the methods that sum over the data, and its diagonal, Kronecker and dense forms.
+
+Laplace's approximation is ``N(theta, (scale I + prior_precision)^-1)`` around the trained weights, with the Fisher
+information ``I`` of the data as the precision (MacKay 1992, "A practical Bayesian framework for backpropagation
+networks"). The methods differ in the form of ``I`` that they keep.
+"""
 
 from __future__ import annotations
 
@@ -21,7 +26,6 @@ from posthoc_uq.curvature.statistics import GradientGram, InputGram, JointFisher
 from posthoc_uq.curvature.sweep import Summary
 from posthoc_uq.layers.layer import Layer
 from posthoc_uq.likelihoods import Fisher, Likelihood
-from posthoc_uq.methods.bases import kept_bases
 from posthoc_uq.methods.method import Method
 from posthoc_uq.methods.task import Task, Tensors, checked_finite
 from posthoc_uq.posteriors.block import Block, NotContainedError, Weights, check_resolved, largest_of
@@ -33,150 +37,22 @@ from posthoc_uq.posteriors.laplace import (
     KroneckerBlock,
 )
 from posthoc_uq.posteriors.posterior import Posterior
-from posthoc_uq.posteriors.settings import Evidence, History
-
-# A Laplace posterior with the statistics of other data added up, or taken out.
-
-_GRAMS = ("input_gram", "output_gram")  # of KFAC, whose product is a Fisher
-_LEAST = 1e-9  # of the weight before: what is less, is rounding
-
-
-def _combined(posterior: Posterior, part: Tensors, summary: Summary, sign: int) -> Posterior:
-    """A posterior of the same layers and hyperparameters with other data. Only the scale follows the number of samples;
-    where it was tuned, it keeps its ratio to that number.
-
-    Args:
-        posterior: stays as it is.
-        part: means over the other data, by block and name.
-        summary: of the sweep over these data.
-        sign: 1 where they come in, -1 where they go out.
-
-    Raises:
-        NotContainedError: the data cannot all be among those of the posterior; names the layer.
-        PosthocUQError: no sample would be left, or what is known would be lost beside the new data.
-    """
-    before, change = posterior.evidence.total, sign * summary.weight
-    evidence = _combined_evidence(posterior.evidence, summary, posterior.likelihood, sign)
-    weights = Weights.of(before, change, _precision(posterior))
-    blocks: dict[str, Block] = {}
-    for name, block in posterior.blocks.items():
-        device = next(iter(block.tensors().values())).device
-        means = {key: placed(tensor, device) for key, tensor in part[name].items()}
-        if sign > 0:
-            _check_resolved(posterior, name, means, weights)
-        try:
-            blocks[name] = block.combined(means, weights)
-        except NotContainedError as error:
-            raise NotContainedError(f"{error} of the Fisher of '{name}'") from None
-    history = replace(posterior.history, changes=dict(posterior.history.changes))
-    history.changes |= _outside(posterior.blocks, part) if sign > 0 else {}
-    settings, after = posterior.settings, evidence.total
-    scale = after if settings.scale == before else settings.scale * after / before
-    return posterior.with_blocks(
-        blocks, evidence=evidence, history=history, settings=replace(settings, scale=scale)
-    )
-
-
-def _check_resolved(
-    posterior: Posterior, name: str, means: Mapping[str, torch.Tensor], weights: Weights
-) -> None:
-    """See `check_resolved`. A Fisher is compared as a part of the precision, which has the prior's, too."""
-    settings, tensors = posterior.settings, posterior.blocks[name].tensors()
-    prior = min(settings.layer_prior(layer) for layer in posterior.members[name]) / settings.scale
-    sizes = {
-        key: (largest_of(tensors[key]), largest_of(part), torch.finfo(tensors[key].dtype).eps)
-        for key, part in means.items()
-        if key in tensors and tensors[key].numel()
-    }
-    grams = [sizes.pop(key) for key in _GRAMS if key in sizes]
-    if grams:  # the Fisher is their product
-        kept, part, precision = zip(*grams, strict=True)
-        sizes["Fisher"] = prod(kept), prod(part), max(precision)
-    for kept, part, precision in sizes.values():
-        check_resolved(kept + prior, part, weights, precision, f"'{name}'")
-
-
-def _precision(posterior: Posterior) -> float:
-    """The relative precision of the model's gradients, in mixed precision if that is on."""
-    formats = {parameter.dtype for parameter in posterior.original.values()}
-    device = next(iter(posterior.original.values())).device.type
-    formats |= {torch.get_autocast_dtype(device)} if torch.is_autocast_enabled(device) else set()
-    return max(torch.finfo(number_format).eps for number_format in formats)
-
-
-def weight_of(summary: Summary) -> float | None:
-    """The sum of the weights of a sweep's samples; None where each counted once."""
-    return None if summary.weight == summary.samples else summary.weight
-
-
-def _combined_evidence(evidence: Evidence, summary: Summary, likelihood: Likelihood, sign: int) -> Evidence:
-    """What the fit and a later sweep saw of the data, together, or what is left of it. Without labels on either side
-    the log likelihood is unknown.
-
-    Raises:
-        NotContainedError: the sum of the squared residuals would be negative.
-        PosthocUQError: no sample would be left.
-    """
-    samples, total = evidence.samples + sign * summary.samples, evidence.total + sign * summary.weight
-    weight = None
-    if evidence.weight is not None or weight_of(summary) is not None:
-        # with weights a sample can go out in part, so that its number may be less than those that are left
-        weight, samples = total, max(1, samples)
-    if samples < 1 or total < _LEAST * evidence.total:
-        raise PosthocUQError(
-            f"The posterior has {evidence.samples} samples and {summary.samples} are to go out, which leaves none."
-        )
-    if evidence.log_likelihood is None or summary.log_likelihood is None:
-        return replace(
-            evidence, samples=samples, log_likelihood=None, squared_residuals=0.0, targets=0, weight=weight
-        )
-    residuals, targets = likelihood.residual_sums(summary.log_likelihood, summary.weight, summary.outputs)
-    squared = evidence.squared_residuals + sign * residuals
-    if squared < -1e-4 * evidence.squared_residuals:
-        raise NotContainedError("sum of the squared residuals")
-    return replace(
-        evidence,
-        samples=samples,
-        log_likelihood=evidence.log_likelihood + sign * summary.log_likelihood,
-        squared_residuals=max(0.0, squared),
-        targets=samples * summary.outputs if targets else 0,
-        weight=weight,
-    )
-
-
-def _outside(blocks: Mapping[str, Block], part: Tensors) -> dict[str, float]:
-    """The shares of two Fishers that are outside of the kept bases, of all layers together: of the new data, and of
-    what was kept before, as far as it is known; nothing for blocks that keep all of it.
-    """
-    shares: dict[str, float] = {}
-    for name, statistics in (
-        ("outside", part),
-        ("outside before", {name: block.tensors() for name, block in blocks.items()}),
-    ):
-        covered = [blocks[block].covered(statistics[block]) for block in blocks]
-        known = [of_block for of_block in covered if of_block is not None]
-        whole = sum(total for _, total in known)
-        if known and whole > 0:
-            shares[name] = min(1.0, max(0.0, 1 - sum(inside for inside, _ in known) / whole))
-    return shares
-
+from posthoc_uq.posteriors.settings import Evidence
 
 Basis = tuple[Tensor, Tensor]
 """Orthonormal directions of a layer's inputs ``(G, n, a)`` and of its outputs ``(G, m, g)``."""
 
-# The base of the methods whose Gaussian has the Fisher information of the data as its precision.
-#
-# This is Laplace's approximation: ``N(theta, (scale I + prior_precision)^-1)`` around the trained weights
-# (MacKay 1992, "A practical Bayesian framework for backpropagation networks"). The methods differ in the form
-# of ``I`` that they keep.
+JOINT = "joint"
+"""The name of the block that holds all layers."""
 
 
 @dataclass(frozen=True, kw_only=True)
-class Curvature(Method):
+class Laplace(Method):
     """A Laplace posterior from sweeps over the data.
 
-    A subclass says what sums up the gradients of a layer (`accumulators`) and which block comes of the sums (`block`).
-    Resuming, several processes, weights of samples and all that is known of a fit are written once, here and in `Task`.
+    A subclass gives what sums up the gradients of a layer (`accumulators`), and the block that comes of the sums
+    (`block`). The fit, several processes, resuming, weights of samples and updates are written once, here and in
+    `Task`.
 
     Attributes:
         fisher: labels ``"mc"`` drawn from the model's predictive, ``"exact"`` expectation over them, ``"empirical"``
@@ -186,10 +62,9 @@ class Curvature(Method):
     """
 
     tunable: ClassVar[frozenset[str]] = frozenset({"scale", "prior_precision", "noise_scale", "temperature"})
-
     weighs_samples: ClassVar[bool] = True
     joint: ClassVar[bool] = False
-    """Whether the Fisher is that of all layers together."""
+    """Whether one block holds all layers."""
     description: ClassVar[str] = "curvature"
     """What the sweep is for, in progress bars, reports and errors; a method with several sweeps names each."""
 
@@ -203,6 +78,9 @@ class Curvature(Method):
                 f"n_samples is the number of labels drawn with fisher='mc', and with fisher={self.fisher!r} none are; "
                 f"leave it out."
             )
+
+    def passes(self) -> int:
+        return 1
 
     def find_bases(self, task: Task) -> dict[str, Basis]:
         """The basis that the sums over each layer are taken in, by a sweep of its own; empty where there is none."""
@@ -231,7 +109,7 @@ class Curvature(Method):
 
     def blocks(self, task: Task) -> dict[str, Block]:
         """The form of the Fisher's mean over the samples that is kept: one block a layer, by the layer's name. A method
-        whose blocks hold several layers (see `members`) overrides it.
+        with one block for all layers overrides it.
         """
         bases = self.find_bases(task)
         sums, samples = self.sweep(task, bases)
@@ -249,13 +127,39 @@ class Curvature(Method):
         sums = {name: self.accumulators(layer, task, bases.get(name)) for name, layer in task.layers.items()}
         return sums, task.sweep(sums, self.description)
 
-    def members(self, task: Task) -> dict[str, list[str]]:
-        """The layers of every block, by the block's name."""
-        return {name: [name] for name in task.layers}
-
     def described(self) -> dict[str, Any]:
         """Lines of the report on how the posterior was fitted, as plain values."""
         return {}
+
+    def fit(self, task: Task) -> Posterior:
+        task.take_labels(self.fisher, self.n_samples, self.joint)
+        blocks, settings, summary = self.blocks(task), task.settings, task.summary
+        checked_finite({name: block.tensors() for name, block in blocks.items()}, self.name)
+        tracked = task.prepared.capture.tracked.values()
+        served = sum(t.engine == "backpack" for t in tracked)
+        weight = _weight_of(summary)
+        facts: dict[str, Any] = {
+            "fisher": settings.fisher,
+            "seed": settings.seed,
+            "samples": summary.samples,
+            **({} if weight is None else {"sum of the weights": weight}),
+            "layers caught by BackPACK": served,
+            "layers caught by call interception": len(tracked) - served,
+            **{f"seconds, {what}": value for what, value in task.seconds.items()},
+        }
+        facts |= {"labels drawn per sample": settings.n_samples} if settings.fisher == "mc" else {}
+        facts |= self.described()
+        facts |= {"processes": world()} if world() > 1 else {}
+        facts |= {"fisher chosen": "auto"} if self.fisher == "auto" else {}
+        evidence = Evidence(summary.samples, summary.log_likelihood, weight=weight)
+        evidence.noise_power = 2 if settings.fisher == "empirical" else 1
+        if summary.log_likelihood is not None:
+            evidence.squared_residuals, targets = settings.likelihood.residual_sums(
+                summary.log_likelihood, summary.weight, summary.outputs
+            )
+            evidence.targets = summary.samples * summary.outputs if targets else 0
+        members = {JOINT: list(task.layers)} if self.joint else None
+        return task.posterior(self.name, blocks, evidence, facts, members=members)
 
     def added(self, posterior: Posterior, task: Task) -> Tensors:
         """Means over the samples of a task, by block and name of the tensor, in the form and in the bases of the
@@ -268,7 +172,7 @@ class Curvature(Method):
         raise self.not_a_sum()
 
     def check_update(self, posterior: Posterior) -> None:
-        if type(self).added is Curvature.added:
+        if type(self).added is Laplace.added:
             raise self.not_a_sum()
         if posterior.history.fit.get("fisher") not in get_args(Fisher):
             raise PosthocUQError(
@@ -277,54 +181,36 @@ class Curvature(Method):
             )
 
     def update(self, posterior: Posterior, task: Task, remove: bool) -> Posterior:
-        facts = posterior.history.fit
+        """Only the scale follows the number of samples; where it was tuned, it keeps its ratio to that number."""
+        facts, sign = posterior.history.fit, -1 if remove else 1
         labels = int(facts.get("labels drawn per sample", 1))
         task.settings = replace(task.settings, fisher=facts["fisher"], n_samples=labels)
-        return _combined(posterior, self.added(posterior, task), task.summary, -1 if remove else 1)
-
-    def fit(self, task: Task) -> Posterior:
-        task.take_labels(self.fisher, self.n_samples, self.joint)
-        blocks, settings = self.blocks(task), task.settings
-        checked_finite({name: block.tensors() for name, block in blocks.items()}, self.name)
-        tracked = task.prepared.capture.tracked.values()
-        served = sum(t.engine == "backpack" for t in tracked)
-        facts: dict[str, Any] = {
-            "fisher": settings.fisher,
-            "seed": settings.seed,
-            "samples": task.summary.samples,
-            **({} if weight_of(task.summary) is None else {"sum of the weights": task.summary.weight}),
-            "layers caught by BackPACK": served,
-            "layers caught by call interception": len(tracked) - served,
-            **{f"seconds, {what}": value for what, value in task.seconds.items()},
-        }
-        facts |= {"labels drawn per sample": settings.n_samples} if settings.fisher == "mc" else {}
-        facts |= self.described()
-        facts |= {"processes": world()} if world() > 1 else {}
-        facts |= {"fisher chosen": "auto"} if self.fisher == "auto" else {}
-        posterior = Posterior(
-            self.name,
-            task.layers,
-            blocks,
-            self.members(task),
-            {name: parameter.detach() for name, parameter in task.model.named_parameters()},
-            settings.likelihood,
-            _evidence(task),
-            History(fit=facts, deterministic=dict(task.prepared.deterministic)),
+        part = self.added(posterior, task)
+        before, summary = posterior.evidence.total, task.summary
+        evidence = _combined_evidence(posterior.evidence, summary, posterior.likelihood, sign)
+        weights = Weights.of(before, sign * summary.weight, _gradient_precision(posterior))
+        blocks: dict[str, Block] = {}
+        for name, block in posterior.blocks.items():
+            device = next(iter(block.tensors().values())).device
+            means = {key: placed(tensor, device) for key, tensor in part[name].items()}
+            if not remove:
+                _check_resolved(posterior, name, means, weights)
+            try:
+                blocks[name] = block.combined(means, weights)
+            except NotContainedError as error:
+                raise NotContainedError(f"{error} of the Fisher of '{name}'") from None
+        history = replace(posterior.history, changes=dict(posterior.history.changes))
+        history.changes |= {} if remove else _shares_outside(posterior.blocks, part)
+        settings, after = posterior.settings, evidence.total
+        scale = after if settings.scale == before else settings.scale * after / before
+        return posterior.with_blocks(
+            blocks, evidence=evidence, history=history, settings=replace(settings, scale=scale)
         )
-        posterior.model = task.model
-        return posterior
 
 
-def _evidence(task: Task) -> Evidence:
-    summary, likelihood = task.summary, task.settings.likelihood
-    evidence = Evidence(summary.samples, summary.log_likelihood, weight=weight_of(summary))
-    evidence.noise_power = 2 if task.settings.fisher == "empirical" else 1
-    if summary.log_likelihood is not None:
-        evidence.squared_residuals, targets = likelihood.residual_sums(
-            summary.log_likelihood, summary.weight, summary.outputs
-        )
-        evidence.targets = summary.samples * summary.outputs if targets else 0
-    return evidence
+def _weight_of(summary: Summary) -> float | None:
+    """The sum of the weights of a sweep's samples; None where each counted once."""
+    return None if summary.weight == summary.samples else summary.weight
 
 
 def squares_of(
@@ -351,11 +237,106 @@ def grams_of(layer: Layer, task: Task) -> tuple[InputGram, GradientGram]:
     )
 
 
-# The exact diagonal of the Fisher.
+def kept_bases(posterior: Posterior, task: Task) -> dict[str, Basis]:
+    """The bases that a posterior keeps of every layer, for a sweep of the task."""
+    device, dtype = task.device, task.settings.dtype
+    kept = {name: block.tensors() for name, block in posterior.blocks.items()}
+    return {
+        name: (tensors["input_basis"].to(device, dtype), tensors["output_basis"].to(device, dtype))
+        for name, tensors in kept.items()
+    }
+
+
+# Updates
+
+_GRAMS = ("input_gram", "output_gram")  # of KFAC, whose product is a Fisher
+_SMALLEST_REST = 1e-9  # of the weight before: what is less is rounding
+
+
+def _check_resolved(
+    posterior: Posterior, name: str, means: Mapping[str, torch.Tensor], weights: Weights
+) -> None:
+    """See `check_resolved`. A Fisher is compared as a part of the precision, which has the prior's, too."""
+    settings, tensors = posterior.settings, posterior.blocks[name].tensors()
+    prior = min(settings.layer_prior(layer) for layer in posterior.members[name]) / settings.scale
+    sizes = {
+        key: (largest_of(tensors[key]), largest_of(part), torch.finfo(tensors[key].dtype).eps)
+        for key, part in means.items()
+        if key in tensors and tensors[key].numel()
+    }
+    grams = [sizes.pop(key) for key in _GRAMS if key in sizes]
+    if grams:  # the Fisher is their product
+        kept, part, precision = zip(*grams, strict=True)
+        sizes["Fisher"] = prod(kept), prod(part), max(precision)
+    for kept, part, precision in sizes.values():
+        check_resolved(kept + prior, part, weights, precision, f"'{name}'")
+
+
+def _gradient_precision(posterior: Posterior) -> float:
+    """The relative precision of the model's gradients, in mixed precision if that is on."""
+    formats = {parameter.dtype for parameter in posterior.original.values()}
+    device = next(iter(posterior.original.values())).device.type
+    formats |= {torch.get_autocast_dtype(device)} if torch.is_autocast_enabled(device) else set()
+    return max(torch.finfo(number_format).eps for number_format in formats)
+
+
+def _combined_evidence(evidence: Evidence, summary: Summary, likelihood: Likelihood, sign: int) -> Evidence:
+    """What the fit and a later sweep saw of the data, together (`sign` 1), or what is left of it (-1). Without labels
+    on either side the log likelihood is unknown.
+
+    Raises:
+        NotContainedError: the sum of the squared residuals would be negative.
+        PosthocUQError: no sample would be left.
+    """
+    samples, total = evidence.samples + sign * summary.samples, evidence.total + sign * summary.weight
+    weight = None
+    if evidence.weight is not None or _weight_of(summary) is not None:
+        # with weights a sample can go out in part, so that its number may be less than those that are left
+        weight, samples = total, max(1, samples)
+    if samples < 1 or total < _SMALLEST_REST * evidence.total:
+        raise PosthocUQError(
+            f"The posterior has {evidence.samples} samples and {summary.samples} are to go out, which leaves none."
+        )
+    if evidence.log_likelihood is None or summary.log_likelihood is None:
+        return replace(
+            evidence, samples=samples, log_likelihood=None, squared_residuals=0.0, targets=0, weight=weight
+        )
+    residuals, targets = likelihood.residual_sums(summary.log_likelihood, summary.weight, summary.outputs)
+    squared = evidence.squared_residuals + sign * residuals
+    if squared < -1e-4 * evidence.squared_residuals:
+        raise NotContainedError("sum of the squared residuals")
+    return replace(
+        evidence,
+        samples=samples,
+        log_likelihood=evidence.log_likelihood + sign * summary.log_likelihood,
+        squared_residuals=max(0.0, squared),
+        targets=samples * summary.outputs if targets else 0,
+        weight=weight,
+    )
+
+
+def _shares_outside(blocks: Mapping[str, Block], part: Tensors) -> dict[str, float]:
+    """The shares of two Fishers that are outside of the kept bases, of all layers together: of the new data, and of
+    what was kept before, as far as it is known; nothing for blocks that keep all of it.
+    """
+    shares: dict[str, float] = {}
+    for name, statistics in (
+        ("outside", part),
+        ("outside before", {name: block.tensors() for name, block in blocks.items()}),
+    ):
+        covered = [blocks[block].covered(statistics[block]) for block in blocks]
+        known = [of_block for of_block in covered if of_block is not None]
+        whole = sum(total for _, total in known)
+        if known and whole > 0:
+            shares[name] = min(1.0, max(0.0, 1 - sum(inside for inside, _ in known) / whole))
+    return shares
+
+
+# The methods
 
 
 @dataclass(frozen=True, kw_only=True)
-class Diagonal(Curvature):
+class Diagonal(Laplace):
     """The diagonal of the Fisher: independent weights.
 
     ``I ~ diag(E[g^2])``, with ``g`` a sample's gradient of its negative log-likelihood.
@@ -368,9 +349,6 @@ class Diagonal(Curvature):
     block_kinds: ClassVar[tuple[str, ...]] = ("diagonal",)
     description: ClassVar[str] = "diagonal"
 
-    def passes(self) -> int:
-        return 1
-
     def accumulators(self, layer: Layer, task: Task, basis: Basis | None) -> Sequence[Any]:
         return [squares_of(layer, task)]
 
@@ -382,13 +360,8 @@ class Diagonal(Curvature):
         return {name: {"diagonal": squares.diagonal(samples)} for name, (squares,) in sums.items()}
 
 
-# Kronecker factors of the Fisher.
-
-_FACTORS = "Kronecker factors"
-
-
 @dataclass(frozen=True, kw_only=True)
-class KFAC(Curvature):
+class KFAC(Laplace):
     """Kronecker factors of every layer.
 
     ``I ~ E[a a^T] (x) E[g g^T]`` of inputs ``a`` and output gradients ``g``
@@ -408,11 +381,8 @@ class KFAC(Curvature):
 
     keep_grams: bool = False
 
-    def passes(self) -> int:
-        return 1
-
     def blocks(self, task: Task) -> dict[str, Block]:
-        factors = kronecker_factors(task, self.keep_grams)
+        factors = _kronecker_factors(task, self.keep_grams)
         return {name: KroneckerBlock(**of_layer) for name, of_layer in factors.items()}
 
     def check_update(self, posterior: Posterior) -> None:
@@ -427,9 +397,14 @@ class KFAC(Curvature):
             )
 
     def added(self, posterior: Posterior, task: Task) -> Tensors:
-        grams = {name: grams_of(layer, task) for name, layer in task.layers.items()}
-        samples = task.sweep({name: list(pair) for name, pair in grams.items()}, _FACTORS)
+        grams, samples = _sweep_for_grams(task)
         return {name: _means(*pair, samples) for name, pair in grams.items()}
+
+
+def _sweep_for_grams(task: Task) -> tuple[dict[str, tuple[InputGram, GradientGram]], float]:
+    """Both Grams of every layer after a sweep, and the sum of the samples' weights."""
+    grams = {name: grams_of(layer, task) for name, layer in task.layers.items()}
+    return grams, task.sweep(grams, "Kronecker factors")
 
 
 def _means(inputs: InputGram, outputs: GradientGram, samples: float) -> dict[str, Tensor]:
@@ -438,10 +413,9 @@ def _means(inputs: InputGram, outputs: GradientGram, samples: float) -> dict[str
     return {**grams, "positions": outputs.positions(samples).to(grams["input_gram"])}
 
 
-def kronecker_factors(task: Task, keep_grams: bool = False) -> Tensors:
+def _kronecker_factors(task: Task, keep_grams: bool = False) -> Tensors:
     """Eigenvectors and eigenvalues of both Grams, in one sweep; the Grams as well if they are to be kept."""
-    grams = {name: grams_of(layer, task) for name, layer in task.layers.items()}
-    samples = task.sweep({name: list(pair) for name, pair in grams.items()}, _FACTORS)
+    grams, samples = _sweep_for_grams(task)
 
     def decompose(name: str) -> dict[str, Tensor]:
         inputs, outputs = grams.pop(name)
@@ -459,11 +433,8 @@ def kronecker_factors(task: Task, keep_grams: bool = False) -> Tensors:
     return task.divided({name: partial(decompose, name) for name in task.layers}, "eigenbases")
 
 
-# The eigenvalue-corrected Kronecker basis.
-
-
 @dataclass(frozen=True, kw_only=True)
-class EFB(Curvature):
+class EFB(Laplace):
     """The eigenvectors of the Kronecker factors with corrected eigenvalues.
 
     ``I ~ (U_A (x) U_G) Lambda (U_A (x) U_G)^T``, with ``Lambda`` the second moments of the gradients in that basis
@@ -480,7 +451,7 @@ class EFB(Curvature):
         return 2
 
     def find_bases(self, task: Task) -> dict[str, Basis]:
-        factors = kronecker_factors(task)
+        factors = _kronecker_factors(task)
         return {name: (sides["input_basis"], sides["output_basis"]) for name, sides in factors.items()}
 
     def accumulators(self, layer: Layer, task: Task, basis: Basis | None) -> Sequence[Any]:
@@ -492,18 +463,18 @@ class EFB(Curvature):
 
     def added(self, posterior: Posterior, task: Task) -> Tensors:
         bases = kept_bases(posterior, task)
-        squares = {
-            name: squares_of(layer, task, bases[name], diagonal=False) for name, layer in task.layers.items()
+        sums: dict[str, list[Any]] = {
+            name: [*self.accumulators(layer, task, bases[name]), *grams_of(layer, task)]
+            for name, layer in task.layers.items()
         }
-        grams = {name: grams_of(layer, task) for name, layer in task.layers.items()}
-        samples = task.sweep({name: [s, *grams[name]] for name, s in squares.items()}, "eigenvalues")
+        samples = task.sweep(sums, self.description)
         return {
             name: {
-                "eigenvalues": s.eigenvalues(samples),
-                "inside": _on_diagonal(grams[name][0].mean(samples), bases[name][0])
-                * _on_diagonal(grams[name][1].mean(samples), bases[name][1]),
+                "eigenvalues": squares.eigenvalues(samples),
+                "inside": _on_diagonal(inputs.mean(samples), bases[name][0])
+                * _on_diagonal(outputs.mean(samples), bases[name][1]),
             }
-            for name, s in squares.items()
+            for name, (squares, inputs, outputs) in sums.items()
         }
 
 
@@ -516,13 +487,8 @@ def _on_diagonal(gram: Tensor, basis: Tensor) -> Tensor:
     return (inside / whole.clamp(min=1e-300)).clamp(max=1) if bool(whole > 0) else whole + 1
 
 
-# The full Fisher as one matrix.
-
-_JOINT = "joint"  # name of the block of all layers
-
-
 @dataclass(frozen=True, kw_only=True)
-class Dense(Curvature):
+class Dense(Laplace):
     """The full Fisher of all chosen weights together.
 
     ``I = E[g g^T]``, with nothing left out (MacKay 1992).
@@ -535,21 +501,14 @@ class Dense(Curvature):
     joint: ClassVar[bool] = True
     block_kinds: ClassVar[tuple[str, ...]] = ("dense",)
 
-    def passes(self) -> int:
-        return 1
-
-    def members(self, task: Task) -> dict[str, list[str]]:
-        return {_JOINT: list(task.layers)}
-
     def blocks(self, task: Task) -> dict[str, Block]:
-        parameters = sum(layer.parameters for layer in task.layers.values())
-        if 8 * parameters**2 > LARGEST_BYTES:
+        weights = sum(layer.parameters for layer in task.layers.values())
+        if 8 * weights**2 > LARGEST_BYTES:
             raise PosthocUQError(
-                f"method='full' needs a dense {parameters} x {parameters} matrix "
-                f"({8 * parameters**2 / 2**30:.0f} GiB); use method='inf', or layers='last'."
+                f"method='full' needs a dense {weights} x {weights} matrix ({8 * weights**2 / 2**30:.0f} GiB); use "
+                f"method='inf', or layers='last'."
             )
-
-        return {_JOINT: DenseBlock(_fisher(task)[_JOINT]["fisher"])}
+        return {JOINT: DenseBlock(_fisher(task)[JOINT]["fisher"])}
 
     def added(self, posterior: Posterior, task: Task) -> Tensors:
         return _fisher(task)
@@ -558,4 +517,4 @@ class Dense(Curvature):
 def _fisher(task: Task) -> Tensors:
     """The Fisher of all layers together, in one sweep."""
     joint = JointFisher(sum(layer.parameters for layer in task.layers.values()), task.device)
-    return {_JOINT: {"fisher": joint.mean(task.sweep({}, "Fisher", joint=joint))}}
+    return {JOINT: {"fisher": joint.mean(task.sweep({}, "Fisher", joint=joint))}}

@@ -1,26 +1,23 @@
-"""Independent Gaussians over a network's parameters as tensors to train, and a network that runs with them."""
+"""Independent Gaussians over a network's parameters as tensors to train."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Collection, Iterable, Mapping
 from functools import partial
-from math import log
+from math import exp, log
 from typing import Any
 
 import torch
-from torch import Tensor, nn
-from torch.func import functional_call  # pyright: ignore[reportPrivateImportUsage]
+from torch import Tensor
 
-from posthoc_uq.core.batches import Batch
-from posthoc_uq.core.errors import PosthocUQError
-from posthoc_uq.core.outputs import output_tensor
+from posthoc_uq.core.errors import PosteriorMismatchError, PosthocUQError
 from posthoc_uq.layers.layer import Layer
+from posthoc_uq.methods.training import Group, Training, check_trainable
 from posthoc_uq.posteriors.block import Block
+from posthoc_uq.posteriors.posterior import Posterior
 from posthoc_uq.posteriors.variational import MeanFieldBlock
 
 LOG_VARIANCE = "log variance "  # followed by the name of a parameter
-
-_AGREE = {torch.float64: 1e-8, torch.float32: 1e-4}  # relative difference by rounding
 
 
 class MeanField:
@@ -37,22 +34,14 @@ class MeanField:
         self.log_variances = {name: value.requires_grad_() for name, value in log_variances.items()}
         self.train_mean = train_mean
 
-    def tensors(self) -> dict[str, Tensor]:
-        """Everything that is trained, by name."""
-        means = {f"mean {name}": t for name, t in self.means.items()} if self.train_mean else {}
-        return means | {f"{LOG_VARIANCE}{name}": t for name, t in self.log_variances.items()}
-
-    def groups(self, lr: float, log_variance_lr: float) -> list[dict[str, Any]]:
-        """The optimiser's groups: the means, if they are trained, and the log variances; certain parameters apart."""
-        variances = {
-            "params": list(self.log_variances.values()),
-            "lr": log_variance_lr,
-            "name": "log variances",
-        }
+    def groups(self, lr: float, log_variance_lr: float) -> list[Group]:
+        """The means, if they are trained, and the log variances, as an objective's groups; certain means apart."""
+        logs = {f"{LOG_VARIANCE}{name}": value for name, value in self.log_variances.items()}
+        variances = {"params": logs, "lr": log_variance_lr, "name": "log variances"}
         if not self.train_mean:
             return [variances]
-        uncertain = [mean for name, mean in self.means.items() if name in self.log_variances]
-        certain = [mean for name, mean in self.means.items() if name not in self.log_variances]
+        uncertain = {f"mean {n}": mean for n, mean in self.means.items() if n in self.log_variances}
+        certain = {f"mean {n}": mean for n, mean in self.means.items() if n not in self.log_variances}
         groups = [{"params": uncertain, "lr": lr, "name": "means"}, variances]
         return groups + ([{"params": certain, "lr": lr, "name": "certain"}] if certain else [])
 
@@ -133,6 +122,63 @@ class MeanField:
         return blocks
 
 
+def begun_field(
+    method: Training[Any],
+    parameters: Mapping[str, Tensor],
+    layers: Iterable[Layer],
+    log_variance: Mapping[str, float] | Posterior,
+    *,
+    train_mean: bool,
+    certain: Collection[str] = (),
+    start: Mapping[str, Tensor] | None = None,
+) -> MeanField:
+    """The means and variances that a training begins with.
+
+    Args:
+        method: that trains.
+        parameters: of the model.
+        layers: whose weights are trained.
+        log_variance: of every parameter of the layers; or a posterior whose variances, and means, are those of the
+            start.
+        train_mean: whether the means are trained.
+        certain: names of parameters without a variance; those of no layer are trained with the means.
+        start: where the means begin, where that is not at the model's parameters.
+
+    Raises:
+        PosteriorMismatchError: the posterior belongs to another model, or to other layers.
+        PosthocUQError: a parameter cannot be trained, or the posterior has means that are not to be trained.
+    """
+    names = [name for layer in layers for name in layer.parameter_names]
+    check_trainable(method.name, parameters, names)
+    trained = {name: parameters[name].detach() for name in dict.fromkeys([*names, *certain])}
+    initial = log_variance if isinstance(log_variance, Posterior) else None
+    if initial is not None:
+        for name in names:
+            original = initial.original.get(name)
+            same = original is not None and original.shape == trained[name].shape
+            if original is None or not same or not torch.equal(original.to(trained[name]), trained[name]):
+                raise PosteriorMismatchError(
+                    f"initial= is no posterior of this model's '{name}': fit it on the same model, with the same "
+                    f"layers."
+                )
+        if initial.trained_mean and not train_mean:
+            raise PosthocUQError(
+                "A posterior with a mean of its own cannot begin a training with train_mean=False."
+            )
+        start = initial.mean
+    means = {name: (start or {}).get(name, value).to(value) for name, value in trained.items()}
+    if train_mean:
+        means = {name: mean.clone() for name, mean in means.items()}
+    uncertain = [name for name in names if name not in certain]
+    if isinstance(log_variance, Posterior):
+        variances = log_variance.variance()
+        smallest = exp(-80.0)
+        logs = {name: variances[name].to(means[name]).clamp(min=smallest).log() for name in uncertain}
+    else:
+        logs = {name: torch.full_like(means[name], log_variance[name]) for name in uncertain}
+    return MeanField(means, logs, train_mean)
+
+
 def gaussian_divergence(
     means: Mapping[str, Tensor],
     log_variances: Mapping[str, Tensor],
@@ -154,95 +200,11 @@ def gaussian_divergence(
     parts: list[Tensor] = []
     for name, variance in variances.items():
         mean = means[name]
-        moved = mean - prior_means[name] if name in prior_means else mean
-        spread = variance.sum() + moved.square().sum()
+        distance = mean - prior_means[name] if name in prior_means else mean
+        spread = variance.sum() + distance.square().sum()
         parts.append(precision * spread - log_variances[name].sum() - mean.numel() * (1 + log(precision)))
     return 0.5 * torch.stack(parts).sum()
 
 
-class FeatureNetwork:
-    """A replica of a model that runs with given weights, and also gives the inputs of its last layer.
-
-    Args:
-        twin: a replica for this network alone, in eval mode.
-        layers: the candidates for its last layer.
-        batch: a few samples by which the last layer is found.
-
-    Attributes:
-        last: the layer ``W phi + b`` whose outputs are the model's.
-
-    Raises:
-        PosthocUQError: no layer's outputs are the model's.
-    """
-
-    def __init__(self, twin: nn.Module, layers: Mapping[str, Layer], batch: Batch) -> None:
-        self.twin = twin
-        self._features: Tensor | None = None
-        self.last = self._last_layer(layers, batch)
-        dict(twin.named_modules())[_owner(self.last)].register_forward_pre_hook(self._catch)
-
-    def _catch(self, module: nn.Module, args: tuple[Any, ...]) -> None:
-        self._features = args[0]
-
-    def _last_layer(self, layers: Mapping[str, Layer], batch: Batch) -> Layer:
-        modules = dict(self.twin.named_modules())
-        inputs: dict[str, list[Tensor]] = {name: [] for name in layers}
-        handles: list[Any] = []
-        for name, layer in layers.items():
-
-            def catch(module: nn.Module, args: tuple[Any, ...], name: str = name) -> None:
-                inputs[name].append(args[0].detach().clone())
-
-            if _owner(layer) in modules:
-                handles.append(modules[_owner(layer)].register_forward_pre_hook(catch))
-        with torch.no_grad():
-            outputs = batch.copied().call(self.twin)
-        for handle in handles:
-            handle.remove()
-        expected, parameters = (
-            outputs.flatten(1) if outputs.ndim > 1 else outputs.unsqueeze(1),
-            dict(self.twin.named_parameters()),
-        )
-        for name, layer in reversed(list(layers.items())):
-            if len(inputs[name]) != 1 or layer.groups != 1 or layer.outputs != expected.shape[1]:
-                continue
-            rows = inputs[name][0].flatten(1)
-            weight = parameters[layer.weight].detach().flatten(1)
-            if rows.shape != (len(expected), weight.shape[1]):
-                continue
-            affine = rows @ weight.T
-            affine = affine if layer.bias is None else affine + parameters[layer.bias].detach()
-            if bool(
-                (affine - expected).abs().max()
-                <= _AGREE.get(affine.dtype, 1e-2) * affine.abs().max().clamp(min=1e-6)
-            ):
-                return layer
-        raise PosthocUQError(
-            f"method='function_space' treats the last layer exactly, and none of {list(layers)[-3:]} gives the model's "
-            f"outputs as W phi + b. Let the model return what its last Linear layer gives, and have that layer among "
-            f"the chosen ones."
-        )
-
-    def outputs(self, weights: Mapping[str, Tensor], batch: Batch) -> Tensor:
-        """The model's outputs with these weights, in their own shape."""
-        copy = batch.copied()
-        outputs = output_tensor(functional_call(self.twin, dict(weights), copy.args, copy.kwargs))
-        self._features = None
-        return outputs
-
-    def __call__(self, weights: Mapping[str, Tensor], batch: Batch) -> tuple[Tensor, Tensor]:
-        """Outputs ``(samples, outputs)`` and features ``(samples, H)``."""
-        copy = batch.copied()
-        outputs = output_tensor(functional_call(self.twin, dict(weights), copy.args, copy.kwargs))
-        features, self._features = self._features, None
-        assert features is not None
-        return outputs.reshape(len(features), -1), features.flatten(1)
-
-
 def _add(leaf: Tensor, gradient: Tensor) -> None:
     leaf.grad = gradient if leaf.grad is None else leaf.grad.add_(gradient)
-
-
-def _owner(layer: Layer) -> str:
-    """The name of the module that holds a layer's weight."""
-    return layer.weight.rpartition(".")[0]

@@ -1,4 +1,4 @@
-"""The full Fisher of single weights that are chosen."""
+"""`Subnetwork`: the full Fisher of single weights that are chosen."""
 
 from __future__ import annotations
 
@@ -13,18 +13,16 @@ from posthoc_uq.core.devices import as_double
 from posthoc_uq.core.errors import PosthocUQError
 from posthoc_uq.core.options import Count, did_you_mean
 from posthoc_uq.curvature.statistics import ChosenFisher
-from posthoc_uq.methods.laplace import Curvature, squares_of
+from posthoc_uq.methods.laplace import JOINT, Laplace, squares_of
 from posthoc_uq.methods.task import Task, Tensors
 from posthoc_uq.posteriors.block import Block
 from posthoc_uq.posteriors.laplace import LARGEST_BYTES, SubnetworkBlock
 from posthoc_uq.posteriors.posterior import Posterior
 from posthoc_uq.posteriors.variational import packed
 
-_JOINT = "joint"  # name of the block of all layers
-
 
 @dataclass(frozen=True, kw_only=True)
-class Subnetwork(Curvature):
+class Subnetwork(Laplace):
     """The full Fisher of a few single weights, with all others certain.
 
     ``I_S = E[g_S g_S^T]`` over the chosen weights S of the chosen layers (Daxberger, Nalisnick, Allingham, Antoran,
@@ -52,9 +50,6 @@ class Subnetwork(Curvature):
     def passes(self) -> int:
         return 2 if self.by == "variance" and self.mask is None else 1
 
-    def members(self, task: Task) -> dict[str, list[str]]:
-        return {_JOINT: list(task.layers)}
-
     def described(self) -> dict[str, Any]:
         return {"weights chosen": "by a mask" if self.mask is not None else f"at most {self.n}, by {self.by}"}
 
@@ -66,11 +61,11 @@ class Subnetwork(Curvature):
                 f"method='subnetwork' needs a dense matrix over the {count} chosen weights "
                 f"({8 * count**2 / 2**30:.0f} GiB); choose fewer."
             )
-        fisher = _fisher(task, chosen)[_JOINT]["fisher"]
-        return {_JOINT: SubnetworkBlock(fisher, packed(chosen).to(fisher.device), len(chosen))}
+        fisher = _fisher(task, chosen)[JOINT]["fisher"]
+        return {JOINT: SubnetworkBlock(fisher, packed(chosen).to(fisher.device), len(chosen))}
 
     def added(self, posterior: Posterior, task: Task) -> Tensors:
-        block = posterior.blocks[_JOINT]
+        block = posterior.blocks[JOINT]
         assert isinstance(block, SubnetworkBlock)
         chosen = torch.zeros(block.weights, dtype=torch.bool, device="cpu")
         chosen[block.index.cpu()] = True
@@ -92,7 +87,7 @@ class Subnetwork(Curvature):
         else:
             squares = {name: [squares_of(layer, task)] for name, layer in task.layers.items()}
             samples = task.sweep(squares, "diagonal")
-            scores = -torch.cat([own.diagonal(samples).flatten().cpu() for (own,) in squares.values()])
+            scores = -torch.cat([sums.diagonal(samples).flatten().cpu() for (sums,) in squares.values()])
         first = torch.argsort(as_double(scores), descending=True, stable=True)[: self.n]
         return torch.zeros(len(scores), dtype=torch.bool, device="cpu").index_fill(0, first, True)
 
@@ -104,13 +99,13 @@ def _masked(mask: Mapping[str, Tensor], task: Task) -> Tensor:
         shapes[layer.weight] = layer.weight_shape
         if layer.bias is not None:
             shapes[layer.bias] = (layer.groups * layer.outputs,)
-    for name, own in mask.items():
+    for name, part in mask.items():
         if name not in shapes:
             raise PosthocUQError(
                 f"The mask names '{name}', no parameter of the layers; those are {list(shapes)[:6]}."
                 f"{did_you_mean(name, shapes)}"
             )
-        if not isinstance(own, Tensor) or own.dtype != torch.bool or tuple(own.shape) != shapes[name]:
+        if not isinstance(part, Tensor) or part.dtype != torch.bool or tuple(part.shape) != shapes[name]:
             raise PosthocUQError(f"The mask of '{name}' must be a bool tensor of shape {shapes[name]}.")
     whole = {
         name: mask[name].cpu() if name in mask else torch.zeros(shape, dtype=torch.bool, device="cpu")
@@ -129,4 +124,4 @@ def _masked(mask: Mapping[str, Tensor], task: Task) -> Tensor:
 def _fisher(task: Task, chosen: Tensor) -> Tensors:
     """The Fisher of the chosen weights of all layers together, in one sweep."""
     joint = ChosenFisher(chosen.nonzero().flatten(), task.device)
-    return {_JOINT: {"fisher": joint.mean(task.sweep({}, "chosen Fisher", joint=joint))}}
+    return {JOINT: {"fisher": joint.mean(task.sweep({}, "chosen Fisher", joint=joint))}}

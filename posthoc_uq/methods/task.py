@@ -1,4 +1,4 @@
-"""One running fit: its sweeps over the data, shared by several processes and resumed after interruptions."""
+"""One running fit: its passes over the data, shared by several processes and resumed after interruptions."""
 
 from __future__ import annotations
 
@@ -6,23 +6,41 @@ import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
+from math import ceil
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from posthoc_uq.core.batches import Batch
+from posthoc_uq.core.batches import Bar, Batch, known_length
 from posthoc_uq.core.distributed import all_reduce_sum, broadcast, gather, rank, run_on_all_ranks, world
 from posthoc_uq.core.errors import NonFiniteError, PosthocUQError, warn_user
 from posthoc_uq.core.numerics import all_finite
-from posthoc_uq.core.randomness import isolated_random_state
+from posthoc_uq.core.randomness import isolated_random_state, mixed_seed
 from posthoc_uq.curvature.features import FeatureSource
 from posthoc_uq.curvature.labels import FisherChoice, own_samples_of, resolve_fisher, samples_in_all
 from posthoc_uq.curvature.statistics import Accumulator, JointFisher
-from posthoc_uq.curvature.sweep import WORD, Content, Observer, Summary, SweepSettings, no_weight, show, sweep
+from posthoc_uq.curvature.sweep import (
+    WORD,
+    Content,
+    Observer,
+    Summary,
+    SweepSettings,
+    no_weight,
+    own_batches,
+    show,
+    sweep,
+)
+from posthoc_uq.layers.capture import Capture
 from posthoc_uq.layers.layer import Layer
-from posthoc_uq.layers.proof import Prepared
+from posthoc_uq.layers.proof import Prepared, count_samples
+from posthoc_uq.likelihoods import Likelihood
 from posthoc_uq.methods.checkpoint import Checkpoint, State, load_tensors
+from posthoc_uq.methods.contexts import Context, single_input
+from posthoc_uq.posteriors.block import Block
+from posthoc_uq.posteriors.features import ClassGrams, FeatureGrams
+from posthoc_uq.posteriors.posterior import Posterior
+from posthoc_uq.posteriors.settings import Evidence, History, Hyperparameters
 
 Tensors = dict[str, dict[str, Tensor]]
 """By the name of a layer or block, and by their own."""
@@ -85,10 +103,8 @@ class Task:
         samples, positions = None, 1 if joint else self._separate_positions()
         if fisher == "auto":
             samples = self.samples_in_all
-        likelihood, has_targets = (
-            self.settings.likelihood,
-            all(gather(self.batch.targets is not None, "looking for targets")),
-        )
+        likelihood = self.settings.likelihood
+        has_targets = all(gather(self.batch.targets is not None, "looking for targets"))
         kind, labels = resolve_fisher(
             fisher, n_samples, self.prepared.outputs, samples, likelihood, has_targets, positions
         )
@@ -126,8 +142,8 @@ class Task:
         values: list[State | None] = gather(None if saved is None else saved[1], reading)
         ranks = [number for number, found in enumerate(values) if found is not None]
         if ranks:
-            own = None if saved is None else saved[0]
-            tensors = broadcast(own, ranks[0], torch.device("cpu"), f"handing out {name}")
+            here = None if saved is None else saved[0]
+            tensors = broadcast(here, ranks[0], torch.device("cpu"), f"handing out {name}")
             result: tuple[Tensors, State] = tensors, values[ranks[0]] or {}
         else:
             result = work()
@@ -163,7 +179,7 @@ class Task:
             raise ValueError(
                 f"Two sweeps of one fit are called {description!r}; give each a name of its own."
             )
-        start = time.perf_counter()
+        start, checkpoint = time.perf_counter(), self.checkpoint
         sums = {
             f"{name}/{index}": accumulator.state_dict()
             for name, of_layer in accumulators.items()
@@ -172,39 +188,57 @@ class Task:
         if joint is not None:
             sums["joint/0"] = joint.state_dict()
 
-        def work() -> tuple[Tensors, State]:
-            return sums, self._swept(accumulators, joint, share, description, sums).state_dict()
+        def after_batch(summary: Summary) -> None:
+            if checkpoint is not None:
+                checkpoint.after_batch(description, lambda: {"sums": sums, "summary": summary.state_dict()})
 
-        saved, summary = self.part(description, work)
-        if saved is not sums and self.checkpoint is not None:
-            with self.checkpoint.reading(f"its sums for {description} are of another kind"):
+        def in_this_process() -> Summary:
+            done = None
+            running = None if checkpoint is None else checkpoint.take_running(description)
+            if checkpoint is not None and running is not None:
+                with checkpoint.reading(f"its state of the sweep for {description} is of another kind"):
+                    load_tensors(sums, running["sums"])
+                    done = Summary.restored(running["summary"])
+            with isolated_random_state(self.settings.seed):
+                return sweep(
+                    self.prepared.capture,
+                    self.loader,
+                    self.settings,
+                    accumulators,
+                    joint=joint,
+                    share=share,
+                    description=description,
+                    done=done,
+                    after_batch=after_batch,
+                    observers=() if self.observed or share < 1 else self.observers,
+                )
+
+        def in_all_processes() -> tuple[Tensors, State]:
+            summary = run_on_all_ranks(in_this_process, f"the sweep for {description}")
+            all_reduce_sum(
+                {(a, b): tensor for a, group in sums.items() for b, tensor in group.items()},
+                f"the sum for {description}",
+            )
+            repetitive = all(gather(summary.repetitive, f"the sum for {description}"))
+            summary = _merged(summary)
+            self._check_seen(summary, share, repetitive)
+            self.observed = self.observed or share == 1
+            return sums, summary.state_dict()
+
+        saved, summary = self.part(description, in_all_processes)
+        self.restored = saved is not sums
+        if self.restored and checkpoint is not None:
+            with checkpoint.reading(f"its sums for {description} are of another kind"):
                 load_tensors(sums, saved)
                 self.summary = Summary.restored(summary)
         else:
             self.summary = Summary.restored(summary)
-        self.restored = saved is not sums
         self.swept.append(description)
         self.seconds[description] = time.perf_counter() - start
         return self.summary.weight
 
-    def _swept(
-        self,
-        accumulators: Mapping[str, Sequence[Accumulator]],
-        joint: JointFisher | None,
-        share: float,
-        description: str,
-        sums: Tensors,
-    ) -> Summary:
-        """The summary of a sweep of all processes, whose sums are then in the accumulators of each."""
-        summary = run_on_all_ranks(
-            lambda: self._sweep(accumulators, joint, share, description, sums), f"the sweep for {description}"
-        )
-        all_reduce_sum(
-            {(a, b): tensor for a, group in sums.items() for b, tensor in group.items()},
-            f"the sum for {description}",
-        )
-        repetitive = all(gather(summary.repetitive, f"the sum for {description}"))
-        summary = _merged(summary)
+    def _check_seen(self, summary: Summary, share: float, repetitive: bool) -> None:
+        """Refuse what a sweep saw of the data where it is not what the last one saw, or nothing."""
         if self.summary.seen and summary.seen != self.summary.seen:
             raise PosthocUQError(
                 f"The loader gave {self.summary.seen} samples in the first sweep and {summary.seen} in the next; "
@@ -222,42 +256,76 @@ class Task:
                 "Most inputs are copies of others. A drawn label (fisher='mc') belongs to its input, so that copies "
                 "share one and the Fisher is noisier than the number of samples suggests; use fisher='exact'."
             )
-        self.observed = self.observed or share == 1
-        return summary
 
-    def _sweep(
+    def count(self, context: Context | None = None) -> int:
+        """The samples of the data, by one pass without the model, which shows the inputs to a context if there is one.
+
+        Raises:
+            NonFiniteError: inputs that the context is shown are not finite.
+            PosthocUQError: the context does not work for this kind of inputs, or all weights are 0.
+        """
+        settings = self.settings
+        generator = torch.Generator().manual_seed(mixed_seed(settings.seed, 1))
+        samples, counted = 0, False
+        title = "counting" if context is None else "context"
+        with isolated_random_state(settings.seed), Bar(self.loader, title, settings.progress) as bar:
+            for index, (batch, count) in enumerate(own_batches(self.loader, settings.reader)):
+                if context is not None and context.needs_data:
+                    shown = single_input(batch)
+                    if not bool(torch.isfinite(shown).all()):
+                        raise NonFiniteError(
+                            f"Batch {index}: the inputs are not finite. Check the input data for NaN or infinity."
+                        )
+                    context.observe(shown, generator)
+                samples += count
+                counted = counted or batch.weights is None or bool((batch.weights > 0).any())
+                bar.advance(count)
+        if samples and not counted:
+            raise no_weight()
+        return samples
+
+    def batches_of(self, samples: int) -> int:
+        """The batches of one pass over so many samples, by the loader's length, or else by its first batch."""
+        return known_length(self.loader) or ceil(samples / max(1, count_samples(self.batch)))
+
+    def posterior(
         self,
-        accumulators: Mapping[str, Sequence[Accumulator]],
-        joint: JointFisher | None,
-        share: float,
-        description: str,
-        sums: Tensors,
-    ) -> Summary:
-        """The sweep of this process, from where its checkpoint left it."""
-        checkpoint, done = self.checkpoint, None
-        running = None if checkpoint is None else checkpoint.take_running(description)
-        if checkpoint is not None and running is not None:
-            with checkpoint.reading(f"its state of the sweep for {description} is of another kind"):
-                load_tensors(sums, running["sums"])
-                done = Summary.restored(running["summary"])
+        method: str,
+        blocks: Mapping[str, Block],
+        evidence: Evidence,
+        notes: dict[str, Any],
+        *,
+        members: Mapping[str, list[str]] | None = None,
+        likelihood: Likelihood | None = None,
+        trained_mean: Mapping[str, Tensor] | None = None,
+        settings: Hyperparameters | None = None,
+    ) -> Posterior:
+        """The posterior of a fit, which knows its model.
 
-        def after_batch(summary: Summary) -> None:
-            if checkpoint is not None:
-                checkpoint.after_batch(description, lambda: {"sums": sums, "summary": summary.state_dict()})
-
-        with isolated_random_state(self.settings.seed):
-            return sweep(
-                self.prepared.capture,
-                self.loader,
-                self.settings,
-                accumulators,
-                joint=joint,
-                share=share,
-                description=description,
-                done=done,
-                after_batch=after_batch,
-                observers=() if self.observed or share < 1 else self.observers,
-            )
+        Args:
+            method: its name.
+            blocks: by name.
+            evidence: what was seen of the data.
+            notes: lines of the report.
+            members: the layers of every block; by default each is that of one layer.
+            likelihood: with its parameters, where these are not those of the start.
+            trained_mean: the means that were trained, by parameter.
+            settings: hyperparameters, where they are not the usual ones at the start.
+        """
+        posterior = Posterior(
+            method,
+            self.layers,
+            blocks,
+            {name: [name] for name in self.layers} if members is None else members,
+            {name: parameter.detach() for name, parameter in self.model.named_parameters()},
+            likelihood or self.settings.likelihood,
+            evidence,
+            History(notes, dict(self.prepared.deterministic)),
+            trained_mean=trained_mean,
+            settings=settings,
+        )
+        posterior.model = self.model
+        return posterior
 
     def forget_sweeps(self) -> None:
         """Leave the sweeps out of the checkpoint, where a training that began with their result follows."""
@@ -271,7 +339,6 @@ class Task:
         """
         if self.observed or not self.observers:
             return
-
         content = Content()
 
         def work() -> None:
@@ -375,3 +442,67 @@ def _merged(summary: Summary) -> Summary:
         outputs=max(part.outputs for part in summaries),
         content=sum(part.content for part in summaries) % WORD,
     )
+
+
+# The statistics of the last layer's inputs, by which novelty goes: from the first sweep of a fit, or from a pass at its
+# end.
+
+_MAX_ROWS = 4096
+_NO_FEATURES = "by the posterior itself, top class: no layer with one row a sample comes last"
+
+
+def watch_features(task: Task) -> ClassGrams | None:
+    """Let the sweeps of a fit show the data to new feature statistics; None without a layer that has features."""
+    source, sources = task.features, gather(task.features, "looking for features")
+    if source is None or any(other != source for other in sources):
+        return None
+    task.prepared.capture.watched = source.layer
+    grams = ClassGrams(source, task.settings.likelihood, task.device, task.memory_budget)
+    task.observers.append(grams)
+    return grams
+
+
+def keep_features(task: Task, grams: ClassGrams | None, posterior: Posterior) -> None:
+    """Give a Laplace posterior the feature statistics of all data, by an extra pass where no sweep showed the data."""
+    if grams is None:
+        posterior.history.fit["novelty"], posterior.history.novelty = _NO_FEATURES, "posterior"
+        return
+    task.observe()
+    posterior.features = grams.result(task.settings.dtype)
+
+
+def trained_features(task: Task, posterior: Posterior, network: nn.Module) -> None:
+    """Give a trained posterior the feature statistics of the network that it predicts with, by one pass over the data,
+    unless its method has kept them.
+    """
+    source, settings = task.features, task.settings
+    if posterior.features is not None:
+        return
+    if source is None:
+        posterior.history.fit["novelty"], posterior.history.novelty = _NO_FEATURES, "posterior"
+        return
+    grams = ClassGrams(source, settings.likelihood, task.device, task.memory_budget)
+    capture = Capture(network)
+    capture.watched = source.layer
+
+    def work() -> None:
+        with isolated_random_state(settings.seed):
+            show(capture, task.loader, settings, [grams])
+
+    run_on_all_ranks(work, "the novelty's statistics")
+    posterior.features = grams.result(settings.dtype)
+
+
+def features_of_rows(task: Task, source: FeatureSource, rows: Tensor, outputs: Tensor) -> FeatureGrams:
+    """The feature statistics of data whose features are at hand.
+
+    Args:
+        task: the fit.
+        source: where the features come from.
+        rows: ``(samples, features)``, the 1 of a bias among them.
+        outputs: of the network that the posterior predicts with, ``(samples, outputs)``.
+    """
+    grams = ClassGrams(source, task.settings.likelihood, task.device, task.memory_budget)
+    for features, given in zip(rows.split(_MAX_ROWS), outputs.split(_MAX_ROWS), strict=True):
+        grams.add(features.to(task.device), given.to(task.device))
+    return grams.result(task.settings.dtype)

@@ -1,4 +1,8 @@
-"""The training loop of variational methods, and its optimisers."""
+"""`Training`, the base of the methods that optimise: the loop, learned noise, early stopping and resuming.
+
+What is trained is an `Objective`. All its randomness comes from the seed and the number of the step, and the order of
+the data from the seed and the number of the epoch, so that a run that was killed goes on to the same result.
+"""
 
 from __future__ import annotations
 
@@ -7,8 +11,8 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Mapping
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import asdict, dataclass, field, replace
-from math import ceil, cos, inf, isfinite, pi
-from typing import Any, ClassVar, Generic, TypeVar
+from math import ceil, cos, inf, isfinite, log, pi
+from typing import Any, ClassVar, Generic, TypeVar, cast
 
 import torch
 from torch import Tensor, nn
@@ -17,107 +21,31 @@ from torch.optim import Optimizer
 from posthoc_uq.core.batches import LOADER, Batch, BatchReader, batches, explained, known_length
 from posthoc_uq.core.devices import DeferredChecks, as_double, host_double
 from posthoc_uq.core.distributed import world
-from posthoc_uq.core.errors import NonFiniteError, PosthocUQError
-from posthoc_uq.core.options import Count, Natural, Options, Positive
+from posthoc_uq.core.errors import NonFiniteError, PosthocUQError, warn_user
+from posthoc_uq.core.model import model_device, replicate
+from posthoc_uq.core.options import Count, Magnitude, Natural, Positive
 from posthoc_uq.core.progress import Progress
 from posthoc_uq.core.randomness import isolated_random_state, mixed_seed
 from posthoc_uq.curvature.sweep import batch_hash, other_batches
 from posthoc_uq.layers.proof import count_samples
 from posthoc_uq.likelihoods import Likelihood
-from posthoc_uq.likelihoods.weights import labelled, mean_of_labels
+from posthoc_uq.likelihoods.weights import SampleWeights, labelled, mean_of_labels, weighed_targets
 from posthoc_uq.methods.checkpoint import Checkpoint, State, load_tensors
 from posthoc_uq.methods.method import Method
 from posthoc_uq.methods.task import Task
-from posthoc_uq.methods.trained import batches_of
 from posthoc_uq.posteriors.block import Block
 from posthoc_uq.posteriors.posterior import Posterior
-from posthoc_uq.posteriors.settings import Evidence, History, Hyperparameters, LayerPriors
-
-# The default optimiser and its schedule.
-
-
-def cosine(progress: float, floor: float = 0.05) -> float:
-    """From 1 down to `floor` as `progress` goes from 0 to 1: the default schedule of learning rates."""
-    return floor + (1 - floor) * 0.5 * (1 + cos(pi * min(1.0, progress)))
-
-
-def adam(groups: list[dict[str, Any]]) -> Optimizer:
-    """The default optimiser: Adam with betas (0.9, 0.99), fused where the device has that."""
-    device = groups[0]["params"][0].device.type
-    return torch.optim.Adam(
-        groups, betas=(0.9, 0.99), eps=1e-8, fused=True if device in ("cpu", "cuda") else None
-    )
-
-
-# The training loop of the variational methods: any torch optimiser, progress, checkpoints, early stopping.
-#
-# What is trained is an `Objective`. All its randomness comes from the seed and the number of the step, and
-# the order of the data from the seed and the number of the epoch, so that a run that was killed goes on to
-# the same result.
+from posthoc_uq.posteriors.settings import Evidence, Hyperparameters, LayerPriors
 
 Group = dict[str, Any]
-OptimizerFactory = Callable[[list[Group]], Optimizer]
+"""A group of parameters for an optimiser, ``params`` among its entries."""
 
 EPOCHS = 10  # where none are given
 LEAST_STEPS = 4000  # of a training on few data where no epochs are given
 FEW_SAMPLES = 50_000  # below which these count
 
 TRAINING = "training"  # the name of this part of a fit
-_DATA, _STEP = 101, 102  # streams of random numbers from the seed
-
-
-@dataclass(frozen=True, kw_only=True)
-class TrainingOptions(Options):
-    """The options that all training methods have in common.
-
-    Attributes:
-        epochs: passes over the data; by default 10, and below 50,000 samples as many more as 4,000 steps take, but no
-            more than show half a million samples.
-        lr: learning rate of the means.
-        log_variance_lr: learning rate of the log variances.
-        optimizer: a callable from parameter groups to a torch optimiser; Adam by default.
-        schedule: a callable from progress in [0, 1) to a factor on the rates; a cosine down to 0.05 by default.
-        clip: largest size of a gradient's entries; None for no limit.
-        patience: epochs without a better validation NLL after which to stop.
-        val_draws: draws of the weights for that NLL.
-    """
-
-    epochs: Natural | None = None
-    lr: Positive = 1e-4
-    log_variance_lr: Positive = 1e-3
-    optimizer: OptimizerFactory | None = None
-    schedule: Callable[[float], float] | None = None
-    clip: Positive | None = 1.0
-    patience: Count | None = None
-    val_draws: Count = 10
-
-    def optimiser_over(self, groups: list[Group]) -> Optimizer:
-        """The optimiser of these groups, by default Adam."""
-        return (self.optimizer or adam)(groups)
-
-    def reach(self, steps: int, rate: float) -> float:
-        """How far Adam can move a number in so many steps: by about its rate in each."""
-        schedule = self.schedule or cosine
-        return steps * rate * sum(schedule((i + 0.5) / 100) for i in range(100)) / 100
-
-    @property
-    def least_epochs(self) -> int:
-        """The epochs that are given, or the fewest that are taken without."""
-        return EPOCHS if self.epochs is None else self.epochs
-
-    def epochs_over(self, samples: int, batches: int) -> int:
-        """The epochs of a training on these data.
-
-        The optimiser moves a number by about its rate a step, so it is steps that a training needs, not epochs.
-
-        Args:
-            samples: of the data.
-            batches: of one epoch.
-        """
-        if self.epochs is not None:
-            return self.epochs
-        most = ceil(EPOCHS * FEW_SAMPLES / max(1, samples))  # no more passes of samples than large data take
-        return max(EPOCHS, min(ceil(LEAST_STEPS / max(1, batches)), most))
+_DATA, _STEP, _INITIALISATION = 101, 102, 201  # streams of random numbers from the seed
 
 
 @dataclass(frozen=True)
@@ -140,9 +68,13 @@ class Step:
 
 
 class Objective(ABC):
-    """What is trained: named tensors, and a loss whose stochastic gradients can be computed for a batch.
+    """What is trained: tensors, and the loss of a batch.
+
+    A subclass gives the tensors (`groups`), the loss (`loss`, or `backward` where it computes gradients itself), and
+    one draw of the network's outputs (`outputs`), by which held-out data are scored.
 
     Args:
+        network: the model, for this objective alone; run after a step failed, to tell whether it accepts the batch.
         likelihood: of the targets.
         samples: of the training data.
         noise_like: None for a noise variance that stays what it is; to train its logarithm with the rest, a tensor on
@@ -152,8 +84,10 @@ class Objective(ABC):
         PosthocUQError: a noise is to be learned, and the likelihood has none.
     """
 
-    def __init__(self, likelihood: Likelihood, samples: int, noise_like: Tensor | None = None) -> None:
-        self.samples, self._likelihood = samples, likelihood
+    def __init__(
+        self, network: nn.Module, likelihood: Likelihood, samples: int, noise_like: Tensor | None = None
+    ) -> None:
+        self.network, self.samples, self._likelihood = network, samples, likelihood
         self._log_noise: Tensor | None = None
         if noise_like is not None:
             if likelihood.noise_variance is None:
@@ -162,41 +96,62 @@ class Objective(ABC):
                 )
             self._log_noise = likelihood.noise_variance.log().to(noise_like.detach()).requires_grad_()
 
-    @property
-    @abstractmethod
-    def network(self) -> nn.Module:
-        """The model; run alone after a step failed, to tell whether it accepts the batch at all."""
-
     @abstractmethod
     def groups(self) -> list[Group]:
-        """The optimiser's parameter groups: ``params`` (leaf tensors), ``lr``, ``name``."""
-
-    @abstractmethod
-    def tensors(self) -> dict[str, Tensor]:
-        """Every tensor that is trained, by name."""
-
-    @abstractmethod
-    def backward(self, batch: Batch, step: Step, checks: DeferredChecks) -> dict[str, Tensor]:
-        """Add the gradients of one step's loss to the tensors' ``grad``; return the loss (``"loss"``) and its parts,
-        scalars, for the record. Values that the host must see go to `checks`, which are looked at afterwards.
+        """What is trained, as groups of parameters for an optimiser: ``params`` (leaf tensors by name), ``lr`` and
+        ``name``.
         """
 
-    @abstractmethod
+    def loss(self, batch: Batch, step: Step, checks: DeferredChecks) -> dict[str, Tensor]:
+        """The loss of a step (``"loss"``) and its parts, scalars, for the record. Values that the host must see go to
+        `checks`, which run afterwards.
+        """
+        raise NotImplementedError(f"{type(self).__name__} needs loss, or backward.")
+
+    def backward(self, batch: Batch, step: Step, checks: DeferredChecks) -> dict[str, Tensor]:
+        """Add the gradients of one step's loss to the tensors' ``grad``; returns what `loss` does."""
+        terms = self.loss(batch, step, checks)
+        terms["loss"].backward()
+        return {name: term.detach() for name, term in terms.items()}
+
+    def outputs(self, batch: Batch, draw: int) -> Tensor:
+        """The network's outputs by the draw of this number, which is always the same."""
+        raise NotImplementedError(f"{type(self).__name__} needs outputs, or log_predictive.")
+
     def log_predictive(self, batch: Batch, draws: int) -> Tensor:
-        """``log p(y | x)`` of held-out samples, ``(samples,)`` in nats, by as many draws, always the same."""
+        """``log p(y | x)`` of held-out samples, ``(samples,)`` in nats, by as many draws."""
+        targets, log_probs = cast(Tensor, batch.targets), list[Tensor]()
+        for draw in range(draws):
+            outputs = self.outputs(batch, draw)
+            if draw == 0:
+                self._likelihood.check(outputs, targets)
+            log_probs.append(self.log_prob(outputs, targets))
+        return torch.logsumexp(torch.stack(log_probs), dim=0) - log(draws)
 
     def trained_mean(self) -> dict[str, Tensor] | None:
-        """The means by parameter, if they were trained."""
+        """The means by parameter, if they were trained and the blocks do not hold them."""
         return None
+
+    def all_groups(self, noise_lr: float) -> list[Group]:
+        """`groups`, and one for the logarithm of the noise variance if it is trained."""
+        if self._log_noise is None:
+            return self.groups()
+        noise = {
+            "params": {"log noise": self._log_noise},
+            "lr": noise_lr,
+            "name": "noise",
+            "weight_decay": 0.0,
+        }
+        return [*self.groups(), noise]
+
+    def tensors(self) -> dict[str, Tensor]:
+        """Every tensor that is trained, by name."""
+        return {name: tensor for group in self.all_groups(0.0) for name, tensor in group["params"].items()}
 
     @property
     def learns_noise(self) -> bool:
         """Whether the noise variance is trained with the rest."""
         return self._log_noise is not None
-
-    def noise(self) -> dict[str, Tensor]:
-        """The logarithm of the noise variance by its name, if it is trained; a part of `tensors` and `groups`."""
-        return {} if self._log_noise is None else {"log noise": self._log_noise}
 
     def likelihood(self) -> Likelihood:
         """With the noise as it is now."""
@@ -206,19 +161,208 @@ class Objective(ABC):
 
     def likelihood_in_training(self) -> Likelihood:
         """With a noise that gradients reach, if it is trained."""
-        return (
-            self._likelihood
-            if self._log_noise is None
-            else self._likelihood.with_noise(self._log_noise.exp())
-        )
+        if self._log_noise is None:
+            return self._likelihood
+        return self._likelihood.with_noise(self._log_noise.exp())
 
-    def check_targets(self, outputs: Tensor, targets: Tensor, checks: DeferredChecks) -> None:
-        """Refuse targets that do not fit the outputs: wrong shapes now, wrong values when `checks` are looked at."""
-        fault = self._likelihood.fault(outputs, targets)
-        if fault is not None:
+    def targets(
+        self, batch: Batch, outputs: Tensor, checks: DeferredChecks | None
+    ) -> tuple[Tensor, SampleWeights | None]:
+        """The targets of a training batch, and the weights of its samples if they have some. Targets that do not fit
+        the outputs are refused: wrong shapes now, wrong values when `checks` run.
+        """
+        outputs = outputs.detach()
+        targets, weights = weighed_targets(
+            self._likelihood, outputs, cast(Tensor, batch.targets), batch.weights
+        )
+        fault = None if checks is None else self._likelihood.fault(outputs, targets)
+        if checks is not None and fault is not None:
             checks.add(
                 fault, lambda faulty: self._likelihood.check(outputs, targets) if bool(faulty) else None
             )
+        return targets, weights
+
+    def log_prob(self, outputs: Tensor, targets: Tensor, weights: SampleWeights | None = None) -> Tensor:
+        """The log-likelihood of every sample, times its weight if it has one."""
+        likelihood = self.likelihood_in_training()
+        if weights is None:
+            return likelihood.log_prob(outputs, targets)
+        return weights.log_prob(likelihood, outputs, targets)
+
+    def generator(self, *words: int) -> torch.Generator:
+        """A generator on the device of what is trained, seeded by some numbers."""
+        device = next(iter(self.tensors().values())).device
+        return torch.Generator(device).manual_seed(mixed_seed(*words))
+
+
+# The method
+
+
+Trained = TypeVar("Trained", bound=Objective)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Training(Method, Generic[Trained]):
+    """A method that optimises.
+
+    A subclass gives what is trained (`begin`), and the blocks that come of it (`blocks`). The loop, learned noise,
+    early stopping by held-out data, resuming and the record of the fit are written once, here.
+
+    Attributes:
+        epochs: passes over the data; by default 10, and below 50,000 samples as many more as 4,000 steps take, but no
+            more than show half a million samples.
+        lr: learning rate of the means.
+        log_variance_lr: learning rate of the log variances.
+        optimizer: a callable from parameter groups to a torch optimiser; Adam by default.
+        schedule: a callable from progress in [0, 1) to a factor on the rates; a cosine down to 0.05 by default.
+        clip: largest size of a gradient's entries; None for no limit.
+        patience: epochs without a better validation NLL after which to stop.
+        val_draws: draws of the weights for that NLL.
+        prior_precision: of the weights; 1 by default.
+    """
+
+    weighs_samples: ClassVar[bool] = True
+    tunable: ClassVar[frozenset[str]] = frozenset({"scale", "noise_scale", "temperature"})
+    default_prior: ClassVar[str] = "the default"
+    """In words, for the report, which prior precision it takes where none is given."""
+
+    epochs: Natural | None = None
+    lr: Positive = 1e-4
+    log_variance_lr: Positive = 1e-3
+    optimizer: Callable[[list[Group]], Optimizer] | None = None
+    schedule: Callable[[float], float] | None = None
+    clip: Positive | None = 1.0
+    patience: Count | None = None
+    val_draws: Count = 10
+    prior_precision: Magnitude | None = None
+
+    @property
+    def trains(self) -> bool:
+        return True
+
+    @property
+    def precision(self) -> float:
+        """The prior precision that is meant: the given one, or 1."""
+        return 1.0 if self.prior_precision is None else self.prior_precision
+
+    @property
+    def least_epochs(self) -> int:
+        """The epochs that are given, or the fewest that are taken without."""
+        return EPOCHS if self.epochs is None else self.epochs
+
+    def epochs_over(self, samples: int, batches: int) -> int:
+        """The epochs of a training on these data.
+
+        The optimiser moves a number by about its rate a step, so it is steps that a training needs, not epochs.
+
+        Args:
+            samples: of the data.
+            batches: of one epoch.
+        """
+        if self.epochs is not None:
+            return self.epochs
+        most = ceil(EPOCHS * FEW_SAMPLES / max(1, samples))  # no more passes of samples than large data take
+        return max(EPOCHS, min(ceil(LEAST_STEPS / max(1, batches)), most))
+
+    def passes(self) -> int:
+        return self.least_epochs + 2  # once to count the samples, once for what enters the last layer
+
+    def optimiser_over(self, groups: list[Group]) -> Optimizer:
+        """The optimiser of these groups: Adam with betas (0.9, 0.99), fused where the device has that."""
+        if self.optimizer is not None:
+            return self.optimizer(groups)
+        return torch.optim.Adam(groups, betas=(0.9, 0.99), eps=1e-8, fused=fused(groups))
+
+    def moved_by(self, steps: int, rate: float) -> float:
+        """How far Adam can move a number in so many steps: by about its rate in each."""
+        schedule = self.schedule or cosine
+        return steps * rate * sum(schedule((i + 0.5) / 100) for i in range(100)) / 100
+
+    @abstractmethod
+    def begin(self, task: Task) -> Trained:
+        """What is trained, at its start.
+
+        Raises:
+            PosthocUQError: options, data or model do not fit; the message says how to go on.
+        """
+
+    @abstractmethod
+    def blocks(self, task: Task, trained: Trained) -> Mapping[str, Block]:
+        """The blocks of the posterior after the training, by layer."""
+
+    def prior_of(self, trained: Trained) -> float | LayerPriors:
+        """The prior precision that the training used."""
+        return self.precision
+
+    def described(self, trained: Trained, blocks: Mapping[str, Any]) -> dict[str, Any]:
+        """Lines of the report on how the posterior was fitted, as plain values."""
+        return {}
+
+    def check_steps(self, steps: int) -> None:
+        """Warn where so many steps of the optimiser are too few."""
+
+    def fit(self, task: Task) -> Posterior:
+        if world() > 1:
+            raise PosthocUQError(f"method={self.name!r} trains in one process.")
+        settings, began = task.settings, time.perf_counter()
+        trained = self.begin(task)
+        samples, batches_an_epoch = trained.samples, task.batches_of(trained.samples)
+        history = train(
+            trained,
+            task.loader,
+            settings.reader,
+            replace(self, epochs=self.epochs_over(samples, batches_an_epoch)),
+            seed=settings.seed,
+            val_loader=task.val_loader,
+            checkpoint=task.checkpoint,
+            progress=settings.progress,
+        )
+        task.seconds["training"] = time.perf_counter() - began
+        blocks = self.blocks(task, trained)
+        for name, block in blocks.items():
+            if not all(bool(torch.isfinite(tensor).all()) for tensor in block.tensors().values()):
+                raise NonFiniteError(
+                    f"The training ended with means or variances of '{name}' that are not finite; lower the learning "
+                    f"rates, or bring the inputs to about unit size."
+                )
+        self.check_steps(len(history) * batches_an_epoch)
+        notes = {
+            "samples": samples,
+            "seed": settings.seed,
+            "epochs": len(history),
+            "epoch taken": best_epoch(history),
+            **self.described(trained, blocks),
+            **{name: [entry[name] for entry in history] for name in history[0] if name != "seconds"},
+            **{f"seconds, {what}": value for what, value in task.seconds.items()},
+        }
+        posterior = task.posterior(
+            self.name,
+            blocks,
+            # the variances do not follow a later change of the noise variance
+            Evidence(samples, noise_power=0),
+            notes,
+            likelihood=trained.likelihood(),
+            trained_mean=trained.trained_mean(),
+            settings=Hyperparameters(float(samples), self.prior_of(trained)),
+        )
+        tuning = posterior.history.tuning
+        tuning["prior precision"] = self.default_prior if self.prior_precision is None else "given"
+        if trained.learns_noise:
+            tuning["noise variance"] = "learned with the posterior"
+        return posterior
+
+
+def cosine(progress: float, floor: float = 0.05) -> float:
+    """From 1 down to `floor` as `progress` goes from 0 to 1: the default schedule of learning rates."""
+    return floor + (1 - floor) * 0.5 * (1 + cos(pi * min(1.0, progress)))
+
+
+def fused(groups: list[Group]) -> bool | None:
+    """Whether the parameters' device has fused optimisers."""
+    return True if groups[0]["params"][0].device.type in ("cpu", "cuda") else None
+
+
+# The loop
 
 
 @dataclass
@@ -263,7 +407,7 @@ def train(
     objective: Objective,
     loader: Iterable[Any],
     reader: BatchReader,
-    options: TrainingOptions,
+    options: Training[Any],
     *,
     seed: int,
     val_loader: Iterable[Any] | None = None,
@@ -279,7 +423,7 @@ def train(
         objective: what is trained.
         loader: the training data.
         reader: reads its batches.
-        options: of the training; `TrainingOptions.least_epochs` is how many epochs there are.
+        options: of the training; its `least_epochs` is how many epochs there are.
         seed: of all random numbers.
         val_loader: held-out data.
         checkpoint: keeps the state of the training, or holds the one to go on from.
@@ -314,7 +458,7 @@ class _Run:
         objective: Objective,
         loader: Iterable[Any],
         reader: BatchReader,
-        options: TrainingOptions,
+        options: Training[Any],
         seed: int,
         val_loader: Iterable[Any] | None,
         checkpoint: Checkpoint | None,
@@ -322,7 +466,8 @@ class _Run:
         self._objective, self._loader, self._reader, self._options = objective, loader, reader, options
         self._seed, self._val_loader, self._checkpoint = seed, val_loader, checkpoint
         with isolated_random_state(seed):
-            groups = objective.groups()
+            groups = objective.all_groups(options.log_variance_lr)
+            groups = [{**group, "params": list(group["params"].values())} for group in groups]
             self._optimiser = options.optimiser_over(groups)
         for group in self._optimiser.param_groups:
             group["initial_lr"] = group["lr"]
@@ -384,7 +529,7 @@ class _Run:
                 self._step(batch, samples)
                 progress.batch, self._last = seen, batch
                 progress.seconds = seconds_before + time.perf_counter() - start
-                bar.note(self._shown())
+                bar.note({name: f"{value / progress.samples:.4g}" for name, value in progress.sums.items()})
                 if self._checkpoint is not None:
                     self._checkpoint.after_batch(TRAINING, self.state_dict)
         if seen < done:
@@ -401,8 +546,15 @@ class _Run:
             raise PosthocUQError("This method trains on targets, and the loader yields inputs alone.")
         self._optimiser.zero_grad(set_to_none=True)
         checks, values = DeferredChecks(), dict[str, float]()
+        step = Step(
+            mixed_seed(self._seed, _STEP, progress.step),
+            progress.epoch,
+            progress.batch,
+            progress.length,
+            self._share_done(),
+        )
         with self._explained(batch, f"batch {progress.batch} of the loader"):
-            terms = self._objective.backward(batch, self._present_step(), checks)
+            terms = self._objective.backward(batch, step, checks)
         gradients = [
             t.grad for group in self._optimiser.param_groups for t in group["params"] if t.grad is not None
         ]
@@ -423,7 +575,7 @@ class _Run:
             torch.nn.utils.clip_grad_value_(
                 (t for group in self._optimiser.param_groups for t in group["params"]), self._options.clip
             )
-        factor = self._schedule(self._progress())
+        factor = self._schedule(step.progress)
         with self._reading_the_state():
             for group in self._optimiser.param_groups:
                 group["lr"] = group["initial_lr"] * factor
@@ -443,19 +595,11 @@ class _Run:
     def _explained(self, batch: Batch, what: str) -> AbstractContextManager[None]:
         return explained(lambda: self._objective.network, batch, what, LOADER)
 
-    def _present_step(self) -> Step:
-        progress = self.progress
-        seed = mixed_seed(self._seed, _STEP, progress.step)
-        return Step(seed, progress.epoch, progress.batch, progress.length, self._progress())
-
-    def _progress(self) -> float:
+    def _share_done(self) -> float:
         """How much of the training is over, in [0, 1)."""
         progress = self.progress
         part = min(progress.batch / progress.length, 1.0) if progress.length else 0.0
         return (progress.epoch + part) / self._options.least_epochs
-
-    def _shown(self) -> dict[str, str]:
-        return {name: f"{value / self.progress.samples:.4g}" for name, value in self.progress.sums.items()}
 
     def _end_epoch(self, length: int) -> None:
         progress = self.progress
@@ -509,110 +653,58 @@ def _restore(optimiser: Optimizer, state: State) -> None:
                 optimiser.state[value][name] = saved.to(loaded.device)
 
 
-# The base of the methods that train.
-
-Trained = TypeVar("Trained", bound=Objective)
+# Where a training begins
 
 
-@dataclass(frozen=True, kw_only=True)
-class Training(TrainingOptions, Method, Generic[Trained]):
-    """A method that optimises. The loop, learned noise, early stopping by held-out data, resuming and what a posterior
-    says of its fit are written once, here.
+def check_trainable(method: str, parameters: Mapping[str, Tensor], names: Iterable[str]) -> None:
+    """Refuse parameters of a number format that no optimiser moves by small steps.
 
-    A subclass says what is trained (`begin`), and the blocks that come of it (`blocks`).
+    Args:
+        method: its name.
+        parameters: of the model.
+        names: of those that are to be trained.
 
-    Attributes:
-        prior_precision: of the weights; None for the method's own.
+    Raises:
+        PosthocUQError: one is of half precision.
     """
-
-    weighs_samples: ClassVar[bool] = True
-    default_prior: ClassVar[str] = "the default"
-    """In words, for the report, which prior precision it takes where none is given."""
-
-    prior_precision: float | None = None
-
-    @property
-    def trains(self) -> bool:
-        return True
-
-    @abstractmethod
-    def begin(self, task: Task) -> Trained:
-        """What is trained, at its start.
-
-        Raises:
-            PosthocUQError: options, data or model do not fit; the message says how to go on.
-        """
-
-    @abstractmethod
-    def blocks(self, task: Task, trained: Trained) -> Mapping[str, Block]:
-        """The blocks of the posterior after the training, by layer."""
-
-    @abstractmethod
-    def prior_of(self, trained: Trained) -> float | LayerPriors:
-        """The prior precision that the training used."""
-
-    def described(self, trained: Trained, blocks: Mapping[str, Any]) -> dict[str, Any]:
-        """Lines of the report on how the posterior was fitted, as plain values."""
-        return {}
-
-    def check_steps(self, steps: int) -> None:
-        """Warn where so many steps of the optimiser are too few."""
-
-    def fit(self, task: Task) -> Posterior:
-        if world() > 1:
-            raise PosthocUQError(f"method={self.name!r} trains in one process.")
-        settings, began = task.settings, time.perf_counter()
-        trained = self.begin(task)
-        samples, batches_an_epoch = trained.samples, batches_of(task, trained.samples)
-        history = train(
-            trained,
-            task.loader,
-            settings.reader,
-            replace(self, epochs=self.epochs_over(samples, batches_an_epoch)),
-            seed=settings.seed,
-            val_loader=task.val_loader,
-            checkpoint=task.checkpoint,
-            progress=settings.progress,
+    narrow = [name for name in names if parameters[name].dtype not in (torch.float32, torch.float64)]
+    if narrow:
+        raise PosthocUQError(
+            f"method={method!r} trains parameters in float32 or float64, and '{narrow[0]}' is of "
+            f"{parameters[narrow[0]].dtype}; convert the model, for instance with model.float()."
         )
-        task.seconds["training"] = time.perf_counter() - began
-        blocks = self.blocks(task, trained)
-        _check_finite(blocks)
-        self.check_steps(len(history) * batches_an_epoch)
-        notes = {
-            "samples": samples,
-            "seed": settings.seed,
-            "epochs": len(history),
-            "epoch taken": best_epoch(history),
-            **self.described(trained, blocks),
-            **{name: [entry[name] for entry in history] for name in history[0] if name != "seconds"},
-            **{f"seconds, {what}": value for what, value in task.seconds.items()},
-        }
-        posterior = Posterior(
-            self.name,
-            task.layers,
-            blocks,
-            {name: [name] for name in task.layers},
-            {name: parameter.detach() for name, parameter in task.model.named_parameters()},
-            trained.likelihood(),
-            Evidence(
-                samples, noise_power=0
-            ),  # the variances do not follow a later change of the noise variance
-            History(notes, dict(task.prepared.deterministic)),
-            trained_mean=trained.trained_mean(),
-            settings=Hyperparameters(float(samples), self.prior_of(trained)),
-        )
-        posterior.model = task.model
-        tuning = posterior.history.tuning
-        tuning["prior precision"] = self.default_prior if self.prior_precision is None else "given"
-        if trained.learns_noise:
-            tuning["noise variance"] = "learned with the posterior"
-        return posterior
 
 
-def _check_finite(blocks: Mapping[str, Block]) -> None:
-    for name, block in blocks.items():
-        if not all(bool(torch.isfinite(tensor).all()) for tensor in block.tensors().values()):
-            raise NonFiniteError(
-                f"The training ended with means or variances of '{name}' that are not finite; lower the learning "
-                f"rates, or bring the inputs to about unit size."
+def initialised(model: nn.Module, trained: Mapping[str, Tensor], seed: int, option: str) -> dict[str, Tensor]:
+    """Parameters and buffers of a new initialisation; batch normalisations lose the data's statistics.
+
+    Args:
+        model: whose modules say how they begin.
+        trained: its parameters, which modules without ``reset_parameters`` keep, with a warning.
+        seed: of the random numbers, which do not depend on the device.
+        option: which was given for this, for the warning.
+    """
+    device = model_device(model)
+    not_reset: list[str] = []
+    with isolated_random_state(mixed_seed(seed, _INITIALISATION)):
+        twin = replicate(model, {name: p.clone() for name, p in trained.items()})
+        twin = twin.to("cpu")  # its random numbers do not depend on the device
+        for prefix, module in twin.named_modules():
+            for name, buffer in list(module.named_buffers(recurse=False)):
+                setattr(module, name, buffer.clone())
+            reset: Any = getattr(module, "reset_parameters", None) or getattr(
+                module, "_reset_parameters", None
             )
+            if callable(reset):
+                reset()
+            else:
+                not_reset += [
+                    f"{prefix}.{name}".lstrip(".") for name, _ in module.named_parameters(recurse=False)
+                ]
+    if not_reset:
+        warn_user(
+            f"{option} keeps {len(not_reset)} trained parameters whose modules have no reset_parameters(), "
+            f"{not_reset[0]!r} among them."
+        )
+    tensors = {name: p.detach().to(device) for name, p in twin.named_parameters()}
+    return tensors | {name: buffer.detach().to(device) for name, buffer in twin.named_buffers()}

@@ -1,57 +1,68 @@
-"""`UTVI`: variational inference by moments that the unscented transform carries through the network."""
+"""`UTVI`: variational inference by moments that the unscented transform carries through the network.
+
+After Schodt 2024, "Few-sample variational inference of Bayesian neural networks with arbitrary nonlinearities":
+
+    sum_n log-likelihood(m_n, s_n^2) - phi KL(q || p),    q = N(mu, diag sigma^2),    p = N(mu_p, I / tau)
+
+``m_n, s_n^2`` are the mean and the variance of the outputs, carried through the network in one pass, so that a step
+draws nothing. The first term is ``E[log p(y | f)]``, ``f ~ N(m, s^2)``, or ``log E[p(y | f)]``, times a sample's weight
+where it has one. A step takes a sample's share: the mean over the batch, and the divergence over N.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass
-from math import exp
 from typing import Any, ClassVar, Literal, cast
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.func import functional_call
 from torch.optim import Optimizer
+from torch.overrides import TorchFunctionMode
+from torch.utils._pytree import tree_leaves
 
 from posthoc_uq.core.batches import Batch
 from posthoc_uq.core.devices import DeferredChecks
-from posthoc_uq.core.errors import PosteriorMismatchError, PosthocUQError, warn_user
+from posthoc_uq.core.errors import PosthocUQError, warn_user
 from posthoc_uq.core.model import replicate
-from posthoc_uq.core.options import Count, LogVariance, Magnitude, NotNegative, Positive, Unit
+from posthoc_uq.core.options import Count, LogVariance, NotNegative, Positive, Unit
 from posthoc_uq.core.randomness import isolated_random_state
+from posthoc_uq.layers.calls import affine_call, open_attention
 from posthoc_uq.layers.layer import Layer
 from posthoc_uq.likelihoods import Likelihood
-from posthoc_uq.likelihoods.weights import weighed_targets
-from posthoc_uq.methods.mean_field import MeanField, gaussian_divergence
+from posthoc_uq.methods.mean_field import MeanField, begun_field, gaussian_divergence
 from posthoc_uq.methods.task import Task
-from posthoc_uq.methods.trained import (
-    batches_of,
-    certain_parameters,
-    check_trainable,
-    count_data,
-    initialised,
-)
-from posthoc_uq.methods.training import EPOCHS, Group, Objective, Step, Training, TrainingOptions
+from posthoc_uq.methods.training import EPOCHS, Group, Objective, Step, Training, fused, initialised
 from posthoc_uq.moments.propagation import independent_weights, propagate, running_module
 from posthoc_uq.moments.tensor import MaxPool, Relu, Rules, Unknown
 from posthoc_uq.posteriors.block import Block
 from posthoc_uq.posteriors.posterior import Posterior
 from posthoc_uq.posteriors.prior import ONE_PRIOR
 
-# The options of a training by propagated moments, checked before any work is done.
-
-Start = Literal["trained", "random"]
-ObjectiveName = Literal["expected", "predictive"]
-Noise = Literal["fixed", "learned", "none"]
-PriorMean = Literal["zero", "trained"]
+_DRAWS = (
+    64  # of the outputs in a step, where the likelihood has no closed form; always the same, quasi-random
+)
+_MAX_RESIDUAL = 10.0  # that gradients see where noise="none", in deviations of the prediction
+_NO_NOISE = 1e-10  # the noise of noise="none", as a share of the noise of the fit
 
 
 @dataclass(frozen=True, kw_only=True)
-class MomentOptions(TrainingOptions):
-    """What a training by propagated moments can be told; `posthoc_uq.UTVI` is the method.
+class UTVI(Training["MomentObjective"]):
+    """Mean-field variational inference without draws: moments pass through the network in training too.
+
+    ``q = N(mu, diag sigma^2)`` over the weights, trained by ``sum_n E[log p(y_n | f)] - phi KL(q || N(mu_p, I / tau))``
+    with ``f ~ N(m_n, s_n^2)``, the moments of the outputs, which one pass carries through the network by the unscented
+    transform; ``phi`` is halved from epoch to epoch (Schodt 2024, "Few-sample variational inference of Bayesian neural
+    networks with arbitrary nonlinearities"). Its head is ``"moments"``, whose rules are those of the training.
+
+    Every step is a pass of moments and its gradients, about four to six plain steps, and draws nothing. It is the one
+    to take where the moments head is to predict: the variances are found for that head's own approximation. With
+    ``noise="none"`` and ``objective="predictive"`` they also learn a noise that depends on the input. For other heads,
+    take a Laplace method or `FunctionSpace`.
 
     Attributes:
-        lr: learning rate of the means.
-        log_variance_lr: learning rate of the log variances.
         optimizer: a callable from parameter groups to a torch optimiser; AdamW by default.
         val_draws: draws of the outputs for the validation NLL, where the likelihood has no closed form.
         start: ``"trained"``, or ``"random"`` for a new initialisation of the covered layers by their
@@ -80,21 +91,25 @@ class MomentOptions(TrainingOptions):
         pool_rho: correlation assumed between the cells of an average, in [0, 1].
         unknown: what to do with a function that has no rule: ``"error"`` or ``"unscented"``; see
             `MomentsPredictor`.
+        prior_precision: tau, of every weight; 1 by default.
     """
+
+    name: ClassVar[str] = "utvi"
+    block_kinds: ClassVar[tuple[str, ...]] = ("mean_field",)
 
     epochs: Count | None = None
     lr: Positive = 1e-3
     log_variance_lr: Positive = 3e-2
-    start: Start = "trained"
+    start: Literal["trained", "random"] = "trained"
     initial: Posterior | None = None
     initial_log_variance: LogVariance = -10.0
     train_mean: bool = True
     train_rest: bool = True
-    objective: ObjectiveName = "expected"
-    noise: Noise = "fixed"
+    objective: Literal["expected", "predictive"] = "expected"
+    noise: Literal["fixed", "learned", "none"] = "fixed"
     kl_weight: NotNegative | None = None
     kl_floor: Unit = 0.0
-    prior_mean: PriorMean = "zero"
+    prior_mean: Literal["zero", "trained"] = "zero"
     weight_decay: NotNegative = 0.01
     relu: Relu = "unscented"
     max_pool: MaxPool = "clark"
@@ -113,279 +128,6 @@ class MomentOptions(TrainingOptions):
                 "not go with it."
             )
 
-    def optimiser_over(self, groups: list[Group]) -> Optimizer:
-        return (self.optimizer or adamw)(groups)
-
-    @property
-    def first_kl_weight(self) -> float:
-        """The factor on the divergence in the first epoch."""
-        by_start = 0.1 if self.start == "trained" else 1.0
-        return by_start if self.kl_weight is None else self.kl_weight
-
-    def rules(self) -> Rules:
-        """The choices between forms of the rules by which moments pass through the network."""
-        return Rules(self.relu, self.max_pool, self.pool_rho, "diag", self.unknown)
-
-
-# The objective of unscented-transform variational inference (Schodt 2024, "Few-sample variational inference
-# of Bayesian neural networks with arbitrary nonlinearities").
-#
-#     sum_n log-likelihood(m_n, s_n^2) - phi KL(q || p),    q = N(mu, diag sigma^2),    p = N(mu_p, I / tau)
-#
-# ``m_n, s_n^2`` are the mean and the variance of the outputs, carried through the network in one pass, so
-# that a step draws nothing. The first term is ``E[log p(y | f)]``, ``f ~ N(m, s^2)``, or ``log E[p(y | f)]``,
-# times a sample's weight where it has one. A step takes a sample's share: the mean over the batch, and the
-# divergence over N.
-
-MOST_RESIDUAL = (
-    10.0  # in deviations of the prediction, where noise="none": what gradients see of a larger one
-)
-DRAWS = 64  # of the outputs in a step, where the likelihood has no closed form; always the same, quasi-random
-
-
-def kl_weight(halvings: int, floor: float = 0.0) -> float:
-    """``max(2^-halvings, floor)``, the share of the divergence's weight after so many epochs: the paper's
-    ``2^(M - l) / 2^(M - 1)`` for ``l = halvings + 1``, without its large numbers.
-    """
-    return max(2.0**-halvings, floor)
-
-
-class MomentObjective(Objective):
-    """The loss of a step, ``-log-likelihood + phi KL / N`` a sample, and its gradients.
-
-    Args:
-        network: a replica in eval mode, for this objective alone.
-        layers: those whose weights are uncertain.
-        field: what is trained.
-        prior_means: of the weights, by parameter; zero where there is none.
-        precision: of the prior.
-        likelihood: of the targets.
-        samples: N.
-        options: of the method.
-    """
-
-    def __init__(
-        self,
-        network: nn.Module,
-        layers: Mapping[str, Layer],
-        field: MeanField,
-        prior_means: Mapping[str, Tensor],
-        precision: float,
-        likelihood: Likelihood,
-        samples: int,
-        options: MomentOptions,
-        halved: float = 1.0,
-    ) -> None:
-        """
-        Args:
-            halved: how often the divergence's weight is halved in an epoch.
-        """
-        learned = options.noise == "learned"
-        super().__init__(likelihood, samples, next(iter(field.means.values())) if learned else None)
-        self._halved = halved
-        self._network, self._layers, self.field = network.requires_grad_(False), layers, field
-        self._prior_means, self.precision = prior_means, precision
-        self._options = options
-        self._rules = options.rules()
-        self._checked = False
-
-    @property
-    def network(self) -> nn.Module:
-        return self._network
-
-    def groups(self) -> list[Group]:
-        groups = self.field.groups(self._options.lr, self._options.log_variance_lr)
-        for group in groups:
-            group["weight_decay"] = self._options.weight_decay if group["name"] == "means" else 0.0
-        rate = self._options.log_variance_lr
-        noise = [{"params": [t], "lr": rate, "name": n, "weight_decay": 0.0} for n, t in self.noise().items()]
-        return groups + noise
-
-    def tensors(self) -> dict[str, Tensor]:
-        return self.field.tensors() | self.noise()
-
-    def trained_mean(self) -> dict[str, Tensor] | None:
-        return self.field.trained_mean()
-
-    def moments(self, batch: Batch, variances: Mapping[str, Tensor]) -> tuple[Tensor, Tensor]:
-        """Mean and variance of the outputs, differentiable in the weights' means and variances.
-
-        Args:
-            batch: of inputs.
-            variances: of all weights, by parameter.
-
-        Raises:
-            PosthocUQError: a function has no rule, or no uncertain weight reaches the outputs.
-        """
-        means, copied = self.field.means, batch.copied()
-        outputs = propagate(
-            lambda: functional_call(self._network, means, copied.args, copied.kwargs),
-            independent_weights(self._layers, means, variances),
-            self._rules,
-            lambda: running_module(self._network),
-        )
-        self._check_used(outputs.used)
-        return outputs.mean, outputs.variance
-
-    def _check_used(self, used: set[str]) -> None:
-        if self._checked:
-            return
-        unused = [name for name in self._layers if name not in used]
-        if len(unused) == len(self._layers):
-            raise PosthocUQError(
-                f"Moments of none of the layers {unused[:5]} reach the outputs, so there is nothing to train: their "
-                f"weights are computed anew at every call, or other code than torch's functions uses them."
-            )
-        if unused:
-            warn_user(
-                f"The pass of moments did not use the weights of {unused[:8]}, which the divergence alone will move; "
-                f"leave them out with layers=..."
-            )
-        self._checked = True
-
-    def _score(self, mean: Tensor, variance: Tensor, targets: Tensor) -> Tensor:
-        """The log-likelihood of every sample, ``(samples,)``, in nats."""
-        likelihood = self.likelihood_in_training()
-        if self._options.objective == "expected":
-            return likelihood.expected_log_prob(mean, variance, targets, DRAWS)
-        return likelihood.predictive_log_prob(mean, variance, targets, DRAWS)
-
-    def backward(self, batch: Batch, step: Step, checks: DeferredChecks) -> dict[str, Tensor]:
-        targets, field = cast(Tensor, batch.targets), self.field
-        variances = {name: value.exp() for name, value in field.log_variances.items()}
-        mean, variance = self.moments(batch, variances)
-        targets, weights = weighed_targets(self._likelihood, mean.detach(), targets, batch.weights)
-        self.check_targets(mean.detach(), targets, checks)
-        if self._options.noise == "none":
-            self._bound_gradients(mean, variance, None if weights is None else weights.samples)
-        scores = self._score(mean, variance, targets)
-        fit = (scores if weights is None else weights.of_samples(scores)).mean()
-        divergence = gaussian_divergence(
-            field.means, field.log_variances, variances, self._prior_means, self.precision
-        )
-        halvings = int(step.epoch * self._halved + 1e-9)
-        weight = self._options.first_kl_weight * kl_weight(halvings, self._options.kl_floor)
-        loss = divergence * (weight / self.samples) - fit
-        loss.backward()
-        return {"loss": loss.detach(), "log likelihood": fit.detach(), "KL": divergence.detach()}
-
-    def _bound_gradients(self, mean: Tensor, variance: Tensor, weights: Tensor | None) -> None:
-        """Have gradients see no residual above `MOST_RESIDUAL` deviations.
-
-        Without a noise nothing else bounds them: by a log density of variance V and residual r they are ``r / V`` and
-        ``(r^2 / V - 1) / (2 V)``, which at a V of nearly zero leave an optimiser with second moments by which the entry
-        moves no more. With ``|r| <= k sqrt(V)`` they are at most ``k / sqrt(V)`` and ``(k^2 + 1) / (2 V)``.
-        """
-        total = variance.detach() + self._likelihood.variance(mean.detach()).to(variance)
-        share = torch.full_like(total, 1 / mean.shape[0])  # of a sample in the mean over the batch
-        if weights is not None:
-            share = share * weights.to(share).reshape(-1, *[1] * (share.ndim - 1))
-        for tensor, most in (
-            (mean, MOST_RESIDUAL * share * total.rsqrt()),
-            (variance, (MOST_RESIDUAL**2 + 1) / 2 * share / total),
-        ):
-            if tensor.requires_grad:
-                tensor.register_hook(lambda gradient, most=most: gradient.clamp(-most, most))
-
-    def log_predictive(self, batch: Batch, draws: int) -> Tensor:
-        variances: dict[str, Any] = {name: value.exp() for name, value in self.field.log_variances.items()}
-        mean, variance = self.moments(batch, variances)
-        self._likelihood.check(mean, batch.targets)
-        return self.likelihood().predictive_log_prob(mean, variance, cast(Tensor, batch.targets), draws)
-
-
-# ``method="utvi"``: mean-field variational inference by propagated moments (Schodt 2024).
-
-_METHOD_NAME = "utvi"  # the method's name
-PRIOR_PRECISION = 1.0  # the default
-_NO_NOISE = 1e-10  # the noise of noise="none", as a share of the noise of the fit
-
-
-def adamw(groups: list[Group]) -> Optimizer:
-    """The default optimiser: AdamW with betas (0.9, 0.999), fused where the device has that."""
-    device = groups[0]["params"][0].device.type
-    return torch.optim.AdamW(
-        groups, betas=(0.9, 0.999), eps=1e-8, fused=True if device in ("cpu", "cuda") else None
-    )
-
-
-def _likelihood(likelihood: Likelihood, options: MomentOptions) -> Likelihood:
-    """The likelihood that the training begins with."""
-    noise = likelihood.noise_variance
-    if options.noise == "fixed":
-        return likelihood
-    if noise is None:
-        raise PosthocUQError(
-            f"noise={options.noise!r} is for likelihood='regression'; {likelihood.name!r} has no noise. Leave it at "
-            f"'fixed'."
-        )
-    return likelihood.with_noise(noise * _NO_NOISE) if options.noise == "none" else likelihood
-
-
-def _field(task: Task, options: MomentOptions, rest: list[str]) -> MeanField:
-    """The means and variances that the training begins with; the parameters of `rest` have means alone."""
-    parameters = dict(task.model.named_parameters())
-    names = [name for layer in task.layers.values() for name in layer.parameter_names]
-    check_trainable(_METHOD_NAME, parameters, names)
-    trained = {name: parameters[name].detach() for name in names}
-    begin: Mapping[str, Tensor] = trained
-    if options.start == "random":
-        every = {name: parameter.detach() for name, parameter in parameters.items()}
-        begin = initialised(task.model, every, task.settings.seed, "start='random'")
-    elif options.initial is not None:
-        _check_initial(options.initial, trained, options.train_mean)
-        begin = options.initial.mean
-    trained |= {name: parameters[name].detach() for name in rest}
-    means = {name: begin.get(name, own).to(own) for name, own in trained.items()}
-    if options.train_mean:
-        means = {name: mean.clone() for name, mean in means.items()}
-    if options.initial is None:
-        logs = {name: torch.full_like(means[name], options.initial_log_variance) for name in names}
-    else:
-        variances = options.initial.variance()
-        logs = {name: variances[name].to(means[name]).clamp(min=exp(-80.0)).log() for name in names}
-    return MeanField(means, logs, options.train_mean)
-
-
-def _check_initial(initial: Posterior, trained: Mapping[str, Tensor], train_mean: bool) -> None:
-    if initial.trained_mean and not train_mean:
-        raise PosthocUQError(
-            "A posterior with a mean of its own cannot begin a training with train_mean=False."
-        )
-    for name, own in trained.items():
-        original = initial.original.get(name)
-        if original is None or original.shape != own.shape or not torch.equal(original.to(own), own):
-            raise PosteriorMismatchError(
-                f"initial= is no posterior of this model's '{name}': fit it on the same model, with the same layers."
-            )
-
-
-# Unscented-transform variational inference, begun at the trained network.
-
-
-@dataclass(frozen=True, kw_only=True)
-class UTVI(MomentOptions, Training[MomentObjective]):
-    """Mean-field variational inference without draws: moments pass through the network in training too.
-
-    ``q = N(mu, diag sigma^2)`` over the weights, trained by ``sum_n E[log p(y_n | f)] - phi KL(q || N(mu_p, I / tau))``
-    with ``f ~ N(m_n, s_n^2)``, the moments of the outputs, which one pass carries through the network by the unscented
-    transform; ``phi`` is halved from epoch to epoch (Schodt 2024, "Few-sample variational inference of Bayesian neural
-    networks with arbitrary nonlinearities"). Its head is ``"moments"``, whose rules are those of the training.
-
-    Every step is a pass of moments and its gradients, about four to six plain steps, and draws nothing. It is the one
-    to take where the moments head is to predict: the variances are found for that head's own approximation. With
-    ``noise="none"`` and ``objective="predictive"`` they also learn a noise that depends on the input. For other heads,
-    take a Laplace method or `FunctionSpace`.
-
-    Attributes:
-        prior_precision: tau, of every weight; 1 by default.
-    """
-
-    name: ClassVar[str] = _METHOD_NAME
-    block_kinds: ClassVar[tuple[str, ...]] = ("mean_field",)
-    tunable: ClassVar[frozenset[str]] = frozenset({"scale", "noise_scale", "temperature"})
-    prior_precision: Magnitude | None = None
-
     @property
     def head(self) -> str:
         return "moments"
@@ -394,39 +136,59 @@ class UTVI(MomentOptions, Training[MomentObjective]):
     def calibrates_prior(self) -> bool:
         return self.objective == "expected"  # else the propagated variance is what was trained to predict
 
-    def passes(self) -> int:
-        return self.least_epochs + 2  # once to count the samples, once for what enters the last layer
+    def optimiser_over(self, groups: list[Group]) -> Optimizer:
+        """By default AdamW with betas (0.9, 0.999), fused where the device has that."""
+        if self.optimizer is not None:
+            return self.optimizer(groups)
+        return torch.optim.AdamW(groups, betas=(0.9, 0.999), eps=1e-8, fused=fused(groups))
+
+    @property
+    def first_kl_weight(self) -> float:
+        """The factor on the divergence in the first epoch."""
+        by_start = 0.1 if self.start == "trained" else 1.0
+        return by_start if self.kl_weight is None else self.kl_weight
 
     def begin(self, task: Task) -> MomentObjective:
-        likelihood = _likelihood(task.settings.likelihood, self)
+        likelihood = task.settings.likelihood
+        noise = likelihood.noise_variance
+        if self.noise != "fixed" and noise is None:
+            raise PosthocUQError(
+                f"noise={self.noise!r} is for likelihood='regression'; {likelihood.name!r} has no noise. Leave it at "
+                f"'fixed'."
+            )
+        if self.noise == "none" and noise is not None:
+            likelihood = likelihood.with_noise(noise * _NO_NOISE)
         with isolated_random_state(task.settings.seed):
             network = replicate(task.model)
+        parameters = dict(task.model.named_parameters())
+        trained = {name: parameter.detach() for name, parameter in parameters.items()}
+        names = [name for layer in task.layers.values() for name in layer.parameter_names]
         rest: list[str] = []
         if self.train_mean and self.train_rest:
-            chosen = [name for layer in task.layers.values() for name in layer.parameter_names]
-            rest = certain_parameters(network, chosen, task.batch)
-        field = _field(task, self, rest)
-        samples = count_data(task)
-        trained = {name: parameter.detach() for name, parameter in task.model.named_parameters()}
-        epochs = self.epochs_over(samples, batches_of(task, samples))
-        return MomentObjective(
-            network,
-            task.layers,
-            field,
-            trained if self.prior_mean == "trained" else {},
-            PRIOR_PRECISION if self.prior_precision is None else self.prior_precision,
-            likelihood,
-            samples,
+            rest = certain_parameters(network, names, task.batch)
+        start = None
+        if self.start == "random":
+            start = initialised(task.model, trained, task.settings.seed, "start='random'")
+        field = begun_field(
             self,
-            # many short epochs halve the divergence's weight as often as the usual number of epochs does
-            1.0 if self.epochs is not None else EPOCHS / epochs,
+            parameters,
+            task.layers.values(),
+            dict.fromkeys(names, self.initial_log_variance) if self.initial is None else self.initial,
+            train_mean=self.train_mean,
+            certain=rest,
+            start=start,
+        )
+        samples = task.count()
+        epochs = self.epochs_over(samples, task.batches_of(samples))
+        # many short epochs halve the divergence's weight as often as the usual number of epochs does
+        halved = 1.0 if self.epochs is not None else EPOCHS / epochs
+        prior_means = trained if self.prior_mean == "trained" else {}
+        return MomentObjective(
+            self, network, task.layers, field, likelihood, samples, prior_means=prior_means, halved=halved
         )
 
     def blocks(self, task: Task, trained: MomentObjective) -> Mapping[str, Block]:
         return trained.field.blocks(task.layers, trained.samples)
-
-    def prior_of(self, trained: MomentObjective) -> float:
-        return trained.precision
 
     def described(self, trained: MomentObjective, blocks: Mapping[str, Any]) -> dict[str, Any]:
         return {
@@ -449,3 +211,185 @@ class UTVI(MomentOptions, Training[MomentObjective]):
         if self.noise == "none":
             posterior.history.tuning["noise variance"] = "none: the propagated variance is all"
         return posterior
+
+
+class MomentObjective(Objective):
+    """The loss of a step, ``-log-likelihood + phi KL / N`` a sample.
+
+    Args:
+        method: with its options.
+        network: a replica in eval mode, for this objective alone.
+        layers: those whose weights are uncertain.
+        field: what is trained.
+        likelihood: of the targets.
+        samples: N.
+        prior_means: of the weights, by parameter; zero where there is none.
+        halved: how often the divergence's weight is halved in an epoch.
+    """
+
+    def __init__(
+        self,
+        method: UTVI,
+        network: nn.Module,
+        layers: Mapping[str, Layer],
+        field: MeanField,
+        likelihood: Likelihood,
+        samples: int,
+        *,
+        prior_means: Mapping[str, Tensor],
+        halved: float = 1.0,
+    ) -> None:
+        noise_like = next(iter(field.means.values())) if method.noise == "learned" else None
+        super().__init__(network.requires_grad_(False), likelihood, samples, noise_like)
+        self._method, self._layers, self.field = method, layers, field
+        self._prior_means, self._halved = prior_means, halved
+        self._rules = Rules(method.relu, method.max_pool, method.pool_rho, "diag", method.unknown)
+        self._checked = False  # that moments reach the outputs
+
+    def groups(self) -> list[Group]:
+        groups = self.field.groups(self._method.lr, self._method.log_variance_lr)
+        for group in groups:
+            group["weight_decay"] = self._method.weight_decay if group["name"] == "means" else 0.0
+        return groups
+
+    def trained_mean(self) -> dict[str, Tensor] | None:
+        return self.field.trained_mean()
+
+    def moments(self, batch: Batch, variances: Mapping[str, Tensor]) -> tuple[Tensor, Tensor]:
+        """Mean and variance of the outputs, differentiable in the weights' means and variances.
+
+        Args:
+            batch: of inputs.
+            variances: of all weights, by parameter.
+
+        Raises:
+            PosthocUQError: a function has no rule, or no uncertain weight reaches the outputs.
+        """
+        means, copied = self.field.means, batch.copied()
+        outputs = propagate(
+            lambda: functional_call(self.network, means, copied.args, copied.kwargs),
+            independent_weights(self._layers, means, variances),
+            self._rules,
+            lambda: running_module(self.network),
+        )
+        self._check_used(outputs.used)
+        return outputs.mean, outputs.variance
+
+    def _check_used(self, used: set[str]) -> None:
+        if self._checked:
+            return
+        unused = [name for name in self._layers if name not in used]
+        if len(unused) == len(self._layers):
+            raise PosthocUQError(
+                f"Moments of none of the layers {unused[:5]} reach the outputs, so there is nothing to train: their "
+                f"weights are computed anew at every call, or other code than torch's functions uses them."
+            )
+        if unused:
+            warn_user(
+                f"The pass of moments did not use the weights of {unused[:8]}, which the divergence alone will move; "
+                f"leave them out with layers=..."
+            )
+        self._checked = True
+
+    def loss(self, batch: Batch, step: Step, checks: DeferredChecks) -> dict[str, Tensor]:
+        method, field = self._method, self.field
+        variances = {name: value.exp() for name, value in field.log_variances.items()}
+        mean, variance = self.moments(batch, variances)
+        targets, weights = self.targets(batch, mean, checks)
+        if method.noise == "none":
+            self._bound_gradients(mean, variance, None if weights is None else weights.samples)
+        likelihood = self.likelihood_in_training()
+        if method.objective == "expected":
+            scores = likelihood.expected_log_prob(mean, variance, targets, _DRAWS)
+        else:
+            scores = likelihood.predictive_log_prob(mean, variance, targets, _DRAWS)
+        fit = (scores if weights is None else weights.of_samples(scores)).mean()
+        divergence = gaussian_divergence(
+            field.means, field.log_variances, variances, self._prior_means, method.precision
+        )
+        # after l epochs max(2^-l, floor): the paper's 2^(M - l) / 2^(M - 1), l = 1 ... M, without its large numbers
+        share = max(2.0 ** -int(step.epoch * self._halved + 1e-9), method.kl_floor)
+        loss = divergence * (method.first_kl_weight * share / self.samples) - fit
+        return {"loss": loss, "log likelihood": fit, "KL": divergence}
+
+    def _bound_gradients(self, mean: Tensor, variance: Tensor, weights: Tensor | None) -> None:
+        """Have gradients see no residual above `_MAX_RESIDUAL` deviations.
+
+        Without a noise nothing else bounds them: by a log density of variance V and residual r they are ``r / V`` and
+        ``(r^2 / V - 1) / (2 V)``, which at a V of nearly zero leave an optimiser with second moments by which the entry
+        moves no more. With ``|r| <= k sqrt(V)`` they are at most ``k / sqrt(V)`` and ``(k^2 + 1) / (2 V)``.
+        """
+        total = variance.detach() + self._likelihood.variance(mean.detach()).to(variance)
+        share = torch.full_like(total, 1 / mean.shape[0])  # of a sample in the mean over the batch
+        if weights is not None:
+            share = share * weights.to(share).reshape(-1, *[1] * (share.ndim - 1))
+        for tensor, most in (
+            (mean, _MAX_RESIDUAL * share * total.rsqrt()),
+            (variance, (_MAX_RESIDUAL**2 + 1) / 2 * share / total),
+        ):
+            if tensor.requires_grad:
+                tensor.register_hook(lambda gradient, most=most: gradient.clamp(-most, most))
+
+    def log_predictive(self, batch: Batch, draws: int) -> Tensor:
+        variances: dict[str, Any] = {name: value.exp() for name, value in self.field.log_variances.items()}
+        mean, variance = self.moments(batch, variances)
+        self._likelihood.check(mean, batch.targets)
+        return self.likelihood().predictive_log_prob(mean, variance, cast(Tensor, batch.targets), draws)
+
+
+class _Uses(TorchFunctionMode):
+    """Notes the tensors that functions take after the first use of a chosen weight.
+
+    Args:
+        chosen: the identities of these weights.
+
+    Attributes:
+        later: the identities of the tensors.
+        affine: those of the weights and biases of affine maps, chosen or not.
+    """
+
+    def __init__(self, chosen: Collection[int]) -> None:
+        super().__init__()
+        self._chosen, self._began = chosen, False
+        self.later: set[int] = set()
+        self.affine: set[int] = set()
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        if func is F.multi_head_attention_forward:
+            with self:
+                return open_attention(*args, **kwargs)
+        tensors = [leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, Tensor)]
+        if self._began:
+            self.later |= {id(tensor) for tensor in tensors}
+        call = affine_call(func, args, kwargs)
+        if call is not None:
+            self.affine |= {id(tensor) for tensor in (call.parameter, call.bias) if tensor is not None}
+            self._began = self._began or id(call.parameter) in self._chosen
+        return func(*args, **kwargs)
+
+
+def certain_parameters(network: nn.Module, chosen: Collection[str], batch: Batch) -> list[str]:
+    """What a network uses after the first of some weights and that no affine map owns: scales and shifts of
+    normalisations, scales of activations. Other affine layers were left out by choice, and what comes before the first
+    chosen one would cost a longer backward pass.
+
+    Args:
+        network: a replica in eval mode, which is run once.
+        chosen: names of the parameters that are uncertain.
+        batch: a few inputs.
+
+    Returns:
+        Names of parameters in float32 or float64.
+    """
+    held = dict(network.named_parameters())
+    copied = batch.copied()
+    with torch.no_grad(), isolated_random_state(), _Uses({id(held[name]) for name in chosen}) as uses:
+        network(*copied.args, **copied.kwargs)
+    return [
+        name
+        for name, parameter in held.items()
+        if id(parameter) in uses.later - uses.affine
+        and name not in chosen
+        and parameter.dtype in (torch.float32, torch.float64)
+    ]

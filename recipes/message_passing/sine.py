@@ -26,7 +26,6 @@ from posthoc_uq.methods.message_passing.messages import Regression, from_moments
 from posthoc_uq.methods.message_passing.network import Activation, LayerMessage, Stage, Weighted, outputs_of
 from posthoc_uq.methods.message_passing.train import (
     BIAS_VARIANCE,
-    Schedule,
     Trainer,
     drawn_means,
     weight_variance,
@@ -79,8 +78,7 @@ def trained(
         offsets = from_moments(bias, torch.full_like(bias, BIAS_VARIANCE))
         prior[len(stages)] = LayerMessage(from_moments(means, variance), offsets)
         stages.append(Weighted(f"linear {number + 1}", inputs, outputs))
-    schedule = Schedule(epochs=1, iterations=iterations)
-    trainer = Trainer(stages, prior, [data], Regression(NOISE**2), schedule, seed=seed)
+    trainer = Trainer(stages, prior, [data], Regression(NOISE**2), iterations=iterations, seed=seed)
     return Networks(stages, trainer.run())
 
 

@@ -17,7 +17,7 @@ from posthoc_uq.core.devices import as_double
 from posthoc_uq.core.errors import NonFiniteError, PosthocUQError
 from posthoc_uq.core.numerics import cholesky
 from posthoc_uq.methods.message_passing.messages import (
-    FLOOR,
+    MIN_PRECISION,
     Message,
     Regression,
     Signal,
@@ -32,11 +32,11 @@ from posthoc_uq.posteriors.laplace import LARGEST_BYTES
 
 SWEEPS = 200
 TOLERANCE = 1e-6  # change of a site, relative to the largest one, at which expectation propagation ends
-_UNSETTLED = 1e-2  # change of the sites in the last sweep from which on it is an error
-_LEAST_SHARE = 0.05
-_RISES = 3  # of the change, after which sites are damped more
-_NUMBERS = 2**22  # in a temporary
-_ROWS = 4096  # at once
+_MAX_LAST_CHANGE = 1e-2  # change of the sites in the last sweep from which on it is an error
+_MIN_SHARE = 0.05
+_MAX_RISES = 3  # of the change, after which sites are damped more
+_MAX_NUMBERS = 2**22  # in a temporary
+_MAX_ROWS = 4096  # at once
 
 
 class Joint(NamedTuple):
@@ -74,9 +74,9 @@ def independent(mean: Tensor, precision: Tensor) -> Joint:
 def marginals(features: Tensor, posterior: Joint) -> Message:
     """The marginals of the logits ``(N, J)`` of features ``(N, I)``."""
     mean, covariance = posterior.moments()
-    step = max(1, _NUMBERS // features.shape[1])
+    step = max(1, _MAX_NUMBERS // features.shape[1])
     variance = [
-        torch.stack([((part @ own) * part).sum(-1) for own in covariance], -1)
+        torch.stack([((part @ matrix) * part).sum(-1) for matrix in covariance], -1)
         for part in features.split(step)
     ]
     return from_moments(features @ mean.T, torch.cat(variance))
@@ -85,7 +85,7 @@ def marginals(features: Tensor, posterior: Joint) -> Message:
 def site_to_weight_messages(features: Tensor, sites: Message) -> Joint:
     """The messages of sites ``(N, J)`` to the weights, multiplied."""
     size, outputs = features.shape[1], sites.rho.shape[1]
-    step = max(1, _NUMBERS // size)
+    step = max(1, _MAX_NUMBERS // size)
     precision = features.new_zeros(outputs, size, size)
     for part, rho in zip(features.split(step), sites.rho.split(step), strict=True):
         for index in range(outputs):
@@ -151,12 +151,12 @@ def expectation_propagation(
         new = _renewed(marginals_for(sites), sites, targets, signal)
         change = _change(sites, new)
         rises += change > last
-        if rises == _RISES:
-            share, rises = max(share / 2, _LEAST_SHARE), 0
+        if rises == _MAX_RISES:
+            share, rises = max(share / 2, _MIN_SHARE), 0
         sites, last = damped(sites, new, share), change
         if change <= TOLERANCE:
             return sites
-    if last > _UNSETTLED:
+    if last > _MAX_LAST_CHANGE:
         raise PosthocUQError(
             f"The messages of the targets did not settle in {sweeps} sweeps (the last changed them by {last:.2g}); "
             f"bring the features to about unit size, raise the prior precision, or take posterior='diagonal'."
@@ -167,7 +167,7 @@ def expectation_propagation(
 def _renewed(marginal: Message, sites: Message, targets: Tensor, signal: Signal) -> Message:
     """The messages of the targets under the cavities, ``(N, J)``."""
     cavity = divided(marginal, sites)
-    if not bool((cavity.rho >= FLOOR).all()) or not bool(cavity.finite.all()):
+    if not bool((cavity.rho >= MIN_PRECISION).all()) or not bool(cavity.finite.all()):
         least = float(cavity.rho.min())
         raise PosthocUQError(
             f"Without the target of one of these samples, an output of the layer would have the precision "
@@ -223,8 +223,8 @@ def group_message(
         sites = Message(*(part.squeeze(0).T for part in message))
         root, logits = _group_posterior(prior, start, sites)
     half = sites.rho.sqrt()
-    known = half.unsqueeze(2) * torch.cholesky_inverse(root) * half.unsqueeze(1)
-    lost = variance.square() * ((known @ rows) * rows).sum(1)
+    reduction = half.unsqueeze(2) * torch.cholesky_inverse(root) * half.unsqueeze(1)
+    lost = variance.square() * ((reduction @ rows) * rows).sum(1)
     after = from_moments(
         mean + variance * ((sites.tau - sites.rho * logits.mean) @ rows),
         torch.maximum(variance - lost, 1e-12 * variance),
@@ -288,7 +288,7 @@ def with_exact_means(
     if 8 * size**2 > LARGEST_BYTES // 2:
         return message
     gram = rows.new_zeros(size, size)
-    for part in rows.split(_ROWS):
+    for part in rows.split(_MAX_ROWS):
         gram.addmm_(part.T, part)
     gram = (gram + gram.T) / 2
     noise = as_double(torch.as_tensor(signal.noise_variance, device=rows.device)).expand(targets.shape[1])

@@ -17,7 +17,7 @@ from torch import Tensor
 
 from posthoc_uq.core.errors import PosthocUQError
 
-FLOOR = 1e-8
+MIN_PRECISION = 1e-8
 """The least precision of a message that is passed on."""
 NOISE_VARIANCE = 0.3
 """Of the noise in the comparison of two outputs (argmax) or in that of one with zero."""
@@ -69,9 +69,11 @@ def divided(a: Message, b: Message) -> Message:
 
 
 def clamped(message: Message) -> Message:
-    """Precisions below `FLOOR` raised to it, with the same means."""
-    low = message.rho < FLOOR
-    return Message(torch.where(low, message.mean * FLOOR, message.tau), message.rho.clamp(min=FLOOR))
+    """Precisions below `MIN_PRECISION` raised to it, with the same means."""
+    low = message.rho < MIN_PRECISION
+    return Message(
+        torch.where(low, message.mean * MIN_PRECISION, message.tau), message.rho.clamp(min=MIN_PRECISION)
+    )
 
 
 def damped(old: Message, new: Message, share: float) -> Message:
@@ -81,19 +83,19 @@ def damped(old: Message, new: Message, share: float) -> Message:
     return Message(old.tau.lerp(new.tau, share), old.rho.lerp(new.rho, share))
 
 
-def chosen(condition: Tensor, a: Message, b: Message) -> Message:
+def select(condition: Tensor, a: Message, b: Message) -> Message:
     """`a` where the condition holds, else `b`."""
     return Message(torch.where(condition, a.tau, b.tau), torch.where(condition, a.rho, b.rho))
 
 
-def log_normal(x: Tensor, mean: Tensor | float, variance: Tensor) -> Tensor:
+def log_density(x: Tensor, mean: Tensor | float, variance: Tensor) -> Tensor:
     """The log density of ``N(mean, variance)``."""
     return -0.5 * ((x - mean).square() / variance + variance.log() + log(2 * pi))
 
 
 def log_overlap(a: Message, b: Message) -> Tensor:
     """The logarithm of the integral of the product of two densities, ``N(mu_a; mu_b, v_a + v_b)``."""
-    return log_normal(a.mean, b.mean, a.variance + b.variance)
+    return log_density(a.mean, b.mean, a.variance + b.variance)
 
 
 # Gaussians cut at zero, in a form that is exact far out in the tails, and mixtures of two of them.
@@ -120,7 +122,7 @@ def hazard(x: Tensor) -> Tensor:
     return sqrt(2 / pi) / torch.special.erfcx(-x / sqrt(2))
 
 
-def positive_part(mean: Tensor, deviation: Tensor) -> tuple[Tensor, Tensor]:
+def truncated_moments(mean: Tensor, deviation: Tensor) -> tuple[Tensor, Tensor]:
     """Mean and variance of ``N(mean, deviation^2)`` restricted to ``(0, inf)``."""
     x = mean / deviation
     ratio = hazard(x)
@@ -136,7 +138,7 @@ def above_zero(mean: Tensor, variance: Tensor, log_prefactor: Tensor | float = 0
     """``N(mean, variance)`` restricted to ``(0, inf)``, with the log of its mass on top of `log_prefactor`."""
     deviation = variance.sqrt()
     log_mass = torch.special.log_ndtr(mean / deviation)
-    return Branch(*positive_part(mean, deviation), log_mass + log_prefactor)
+    return Branch(*truncated_moments(mean, deviation), log_mass + log_prefactor)
 
 
 def below_zero(mean: Tensor, variance: Tensor, log_prefactor: Tensor | float = 0.0) -> Branch:
@@ -158,13 +160,13 @@ def mixed(a: Branch, b: Branch) -> Branch:
 # LeakyReLU, ``a = z`` for positive ``z`` and ``a = slope z`` for negative; a ReLU has the slope 0. ``before`` is the
 # message to the input ``z``, of positive precision; ``after`` is the one to the output ``a`` from the layers behind.
 
-LEAST_MASS = 1e-8
+MIN_MASS = 1e-8
 """The integral below which the paper takes the direct forward message; it is a density, so it depends on the scale of
 the data."""
-_LEAST_VARIANCE = (
+_MIN_VARIANCE = (
     1e-12  # of a match, as a share of the input's: where all mass is at an atom the variance vanishes
 )
-_LEAST = 1e-300  # in place of a precision of 0, whose results are not used
+_TINY = 1e-300  # in place of a precision of 0, whose results are not used
 
 
 def moments_of_output(mean: Tensor, variance: Tensor, slope: float) -> tuple[Tensor, Tensor]:
@@ -176,7 +178,7 @@ def moments_of_output(mean: Tensor, variance: Tensor, slope: float) -> tuple[Ten
         lower = below_zero(mean, variance)
         lower = Branch(slope * lower.mean, slope**2 * lower.variance, lower.log_weight)
     match = mixed(upper, lower)
-    return match.mean, torch.maximum(match.variance, _LEAST_VARIANCE * variance)
+    return match.mean, torch.maximum(match.variance, _MIN_VARIANCE * variance)
 
 
 def direct_forward(before: Message, slope: float) -> Message:
@@ -189,7 +191,7 @@ def forward_match(before: Message, after: Message, slope: float) -> Branch:
     product = multiplied(before, after)
     upper = above_zero(product.mean, product.variance, log_overlap(before, after))
     if slope == 0:
-        at_zero = log_normal(torch.zeros_like(after.tau), after.mean, after.variance)
+        at_zero = log_density(torch.zeros_like(after.tau), after.mean, after.variance)
         return mixed(upper, _atom(at_zero + torch.special.log_ndtr(-before.mean * before.rho.sqrt())))
     steep = Message(before.tau / slope, before.rho / slope**2)
     product = multiplied(steep, after)
@@ -201,7 +203,7 @@ def backward_match(before: Message, after: Message, slope: float) -> Branch:
     product = multiplied(before, after)
     upper = above_zero(product.mean, product.variance, log_overlap(before, after))
     if slope == 0:
-        at_zero = log_normal(torch.zeros_like(after.tau), after.mean, after.variance)
+        at_zero = log_density(torch.zeros_like(after.tau), after.mean, after.variance)
         return mixed(upper, below_zero(before.mean, before.variance, at_zero))
     flat = Message(slope * after.tau, slope**2 * after.rho)
     steep = Message(before.tau / slope, before.rho / slope**2)
@@ -211,24 +213,24 @@ def backward_match(before: Message, after: Message, slope: float) -> Branch:
 
 def activation_forward(before: Message, after: Message, slope: float) -> Message:
     """The message to the output: the marginal divided by `after`, or the direct one where that is not safe."""
-    partner = Message(after.tau, after.rho.clamp(min=_LEAST))
+    partner = Message(after.tau, after.rho.clamp(min=_TINY))
     match = forward_match(before, partner, slope)
     # a match that is almost an atom keeps a variance of its own
-    variance = torch.maximum(match.variance, _LEAST_VARIANCE * before.variance)
+    variance = torch.maximum(match.variance, _MIN_VARIANCE * before.variance)
     message = divided(from_moments(match.mean, variance), after)
     unsafe = (after.rho <= 0) | ~message.finite | (message.rho < before.rho)
-    unsafe = unsafe | ~(match.log_weight >= log(LEAST_MASS))
-    return chosen(unsafe, direct_forward(before, slope), _without_nan(message))
+    unsafe = unsafe | ~(match.log_weight >= log(MIN_MASS))
+    return select(unsafe, direct_forward(before, slope), _without_nan(message))
 
 
 def activation_backward(before: Message, after: Message, slope: float) -> Message:
     """The message to the input, with a precision of 1e-8 at least."""
-    partner = Message(after.tau, after.rho.clamp(min=_LEAST))
+    partner = Message(after.tau, after.rho.clamp(min=_TINY))
     match = backward_match(before, partner, slope)
-    rho = torch.maximum(before.rho + FLOOR, match.variance.reciprocal())
+    rho = torch.maximum(before.rho + MIN_PRECISION, match.variance.reciprocal())
     message = divided(Message(match.mean * rho, rho), before)
-    uniform = (after.rho <= 0) | ((after.tau < 0) & (after.rho < 2 * FLOOR)) | ~message.finite
-    return clamped(chosen(uniform, uniform_like(before.tau), _without_nan(message)))
+    uniform = (after.rho <= 0) | ((after.tau < 0) & (after.rho < 2 * MIN_PRECISION)) | ~message.finite
+    return clamped(select(uniform, uniform_like(before.tau), _without_nan(message)))
 
 
 def _atom(log_weight: Tensor) -> Branch:
@@ -237,7 +239,7 @@ def _atom(log_weight: Tensor) -> Branch:
 
 
 def _without_nan(message: Message) -> Message:
-    """Numbers that are not finite replaced, so that they cannot spoil what is chosen in their place."""
+    """Numbers that are not finite replaced, so that they cannot spoil what is select in their place."""
     return Message(*(torch.nan_to_num(part, nan=0.0, posinf=0.0, neginf=0.0) for part in message))
 
 
@@ -305,8 +307,8 @@ def hidden_backward(layer: Hidden, mean: Tensor, variance: Tensor, back: Message
     w_mean, w_variance = layer.weight_mean[:, None, None], layer.weight_variance[:, None, None]
     w_second = w_variance + w_mean.square()
     tau, rho = back.tau.unsqueeze(-2), back.rho.unsqueeze(-2)
-    own = a_variance * w_second + a_mean.square() * w_variance
-    scale = 1 + rho * (variance.unsqueeze(-2) - own)
+    product_variance = a_variance * w_second + a_mean.square() * w_variance
+    scale = 1 + rho * (variance.unsqueeze(-2) - product_variance)
     precision = rho / scale
     field = (tau - rho * (mean.unsqueeze(-2) - a_mean * w_mean)) / scale
     to_inputs = Message((w_mean * field).sum(-1), (w_second * precision).sum(-1))
@@ -354,12 +356,12 @@ def bias_backward(
 # for a regression and labels ``(N,)`` otherwise.
 
 _WIDTH = 8.0  # standard deviations to each side of the match that the quadrature covers
-_FARTHEST = 7.0  # standard deviations that a match whose integral counts is moved at most
+_MAX_SHIFT = 7.0  # standard deviations that a match whose integral counts is moved at most
 _SPACING = 0.4  # of the nodes, in deviations of the output and in units of it; closer ones change nothing
-_WIDEST = 1e4  # deviation of an output, from which on its nodes are farther apart
-_NUMBERS = 2**17  # in a temporary of the quadrature: what a processor's cache holds
-_LEAST_INTEGRAL = 1e-12  # of a label's likelihood; below it the message is uniform
-_LEAST_PRECISION = -0.1  # of a label's message: rounding
+_MAX_DEVIATION = 1e4  # deviation of an output, from which on its nodes are farther apart
+_MAX_NUMBERS = 2**17  # in a temporary of the quadrature: what a processor's cache holds
+_MIN_INTEGRAL = 1e-12  # of a label's likelihood; below it the message is uniform
+_NEGATIVE_BY_ROUNDING = -0.1  # of a label's message: rounding
 
 
 class Signal(Protocol):
@@ -448,7 +450,7 @@ class Argmax(_Labels):
         winner = Message(*(part.masked_fill(target, 0.0).sum(-1, keepdim=True) for part in to_top))
         to_other = _from_sum(back, gap + mean, spread - variance)
         share = torch.special.ndtr(gap / spread.sqrt())
-        message = chosen(target, winner, Message(-to_other.tau * share, to_other.rho * share))
+        message = select(target, winner, Message(-to_other.tau * share, to_other.rho * share))
         if self.regularize:
             drawn = torch.where(target, 1.0, -1.0).to(mean)
             message = multiplied(message, from_moments(drawn, torch.full_like(drawn, 0.1)))
@@ -468,9 +470,9 @@ class Softargmax(_Labels):
             return _by_quadrature(before, zero, zero, positive)
         soft = softened(mean, before.variance)
         target = F.one_hot(targets, mean.shape[-1]).bool().expand(mean.shape)
-        own = torch.eye(mean.shape[-1], dtype=torch.bool, device=mean.device)
+        diagonal = torch.eye(mean.shape[-1], dtype=torch.bool, device=mean.device)
         spread = soft.unsqueeze(-2).expand(*soft.shape, soft.shape[-1])
-        rest = spread.masked_fill(own, -torch.inf).logsumexp(-1)  # of all but each
+        rest = spread.masked_fill(diagonal, -torch.inf).logsumexp(-1)  # of all but each
         top = soft.gather(-1, targets.unsqueeze(-1).expand(*mean.shape[:-1], 1))
         return _by_quadrature(before, rest, torch.where(target, torch.zeros_like(soft), top), target)
 
@@ -485,15 +487,15 @@ def winning_shares(mean: Tensor, variance: Tensor) -> Tensor:
     gap = mean.unsqueeze(-1) - mean.unsqueeze(-2)
     spread = variance.unsqueeze(-1) + variance.unsqueeze(-2) + NOISE_VARIANCE
     logs = torch.special.log_ndtr(gap / spread.sqrt())
-    own = torch.eye(mean.shape[-1], dtype=torch.bool, device=mean.device)
-    return logs.masked_fill(own, 0.0).sum(-1).softmax(-1)
+    diagonal = torch.eye(mean.shape[-1], dtype=torch.bool, device=mean.device)
+    return logs.masked_fill(diagonal, 0.0).sum(-1).softmax(-1)
 
 
 def truncation_message(before: Message) -> Message:
     """The message of ``d > 0`` to ``d``: the match of the cut Gaussian, divided by the message from ``d``."""
     root = before.rho.sqrt()
     t = before.tau / root
-    ratio, (mean, left) = hazard(t), positive_part(t, torch.ones_like(t))
+    ratio, (mean, left) = hazard(t), truncated_moments(t, torch.ones_like(t))
     lost = torch.where(t < 0, 1 - left, ratio * (ratio + t))
     # mean / left - t; for positive t, where both are large, without their difference
     field = torch.where(t < 0, mean / left - t, (t * lost + ratio) / left)
@@ -521,9 +523,9 @@ def _by_quadrature(before: Message, rest: Tensor, top: Tensor, target: Tensor) -
     gain = torch.where(target, torch.zeros_like(mean), top - rest).exp()
     mass, shift, width = _sigmoid_moments(sign * (mean - rest), sign * deviation)
     message = divided(from_moments(mean + deviation * shift, deviation.square() * width), before)
-    counts = (gain * mass >= _LEAST_INTEGRAL) & message.finite
-    message = chosen(counts, message, uniform_like(mean))
-    if bool((message.rho < _LEAST_PRECISION).any()):
+    counts = (gain * mass >= _MIN_INTEGRAL) & message.finite
+    message = select(counts, message, uniform_like(mean))
+    if bool((message.rho < _NEGATIVE_BY_ROUNDING).any()):
         raise PosthocUQError(
             f"A label gives an output a message of precision {float(message.rho.min()):.3g}, which must not be "
             f"negative; bring the features to about unit size, or use signal='argmax'."
@@ -534,7 +536,7 @@ def _by_quadrature(before: Message, rest: Tensor, top: Tensor, target: Tensor) -
 def _sigmoid_moments(center: Tensor, slope: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     """The integral of ``sigmoid(center + slope x) N(x; 0, 1)``, and mean and variance of x under it."""
     flat = [part.reshape(-1) for part in (center, slope)]
-    step = max(1, _NUMBERS // _grid(slope)[1])
+    step = max(1, _MAX_NUMBERS // _grid(slope)[1])
     pieces = zip(*(part.split(step) for part in flat), strict=True)
     found = [_moments_of_piece(*piece) for piece in pieces] or [(flat[0],) * 3]
     mass, mean, variance = (torch.cat(parts).reshape(center.shape) for parts in zip(*found, strict=True))
@@ -556,6 +558,6 @@ def _grid(slope: Tensor) -> tuple[float, int]:
     mean by its deviation at most.
     """
     widest = float(slope.abs().max()) if slope.numel() else 1.0
-    widest = min(widest, _WIDEST) if widest == widest else 1.0
-    width = _WIDTH + min(widest, _FARTHEST)
+    widest = min(widest, _MAX_DEVIATION) if widest == widest else 1.0
+    width = _WIDTH + min(widest, _MAX_SHIFT)
     return width, 2 * ceil(width * max(widest, 1.0) / _SPACING) + 1

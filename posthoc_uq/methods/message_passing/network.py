@@ -20,14 +20,14 @@ from posthoc_uq.core.outputs import chosen_in
 from posthoc_uq.layers.layer import Layer
 from posthoc_uq.methods.message_passing import messages as factors
 from posthoc_uq.methods.message_passing.messages import (
-    FLOOR,
+    MIN_PRECISION,
     Message,
-    chosen,
     clamped,
     damped,
     divided,
     from_moments,
     multiplied,
+    select,
     sum_backward,
     sum_forward,
     uniform_like,
@@ -345,7 +345,7 @@ def _add_layer(
         return ", a subclass of a known layer"
     if layer is None:
         return ", which gets no posterior; select all layers"
-    if any(own.name == layer.name for own in chain.layers.values()):
+    if any(other.name == layer.name for other in chain.layers.values()):
         return ", which is used twice"
     windows = None
     if isinstance(module, nn.Conv2d):
@@ -475,12 +475,12 @@ def folded_parameters(
     weight = as_double(parameters[layer.weight].detach())
     bias = None if layer.bias is None else as_double(parameters[layer.bias].detach())
     matrix = layer.to_matrix(weight, None).transpose(1, 2)
-    own = None if bias is None else bias.reshape(layer.groups, layer.outputs)
+    biases = None if bias is None else bias.reshape(layer.groups, layer.outputs)
     if fold is not None:
         factor, offset = (part.reshape(layer.groups, layer.outputs) for part in (fold.factor, fold.offset))
         matrix = matrix * factor.unsqueeze(1)
-        own = None if own is None else own * factor + offset
-    return matrix, own
+        biases = None if biases is None else biases * factor + offset
+    return matrix, biases
 
 
 def unfolding(layer: Layer, fold: Fold | None, device: torch.device) -> tuple[Tensor, Tensor]:
@@ -584,9 +584,9 @@ class Pass:
 
     def _first(self, index: int, stage: Weighted, x: Tensor, trace: _Trace) -> Message:
         rows = stage.rows(x)
-        weights, told = _by_example(self._marginals[index].weights), self._memory.weights.get(index)
-        if told is not None:
-            weights = divided(weights, _by_example(told.weights))
+        weights, sent = _by_example(self._marginals[index].weights), self._memory.weights.get(index)
+        if sent is not None:
+            weights = divided(weights, _by_example(sent.weights))
         weights = self._cavity(weights)
         trace.inputs, trace.weights = rows, weights
         trace.bias = self._bias_cavity(index, stage, x.shape[0], rows)
@@ -608,15 +608,15 @@ class Pass:
         offset = stage.offset_rows(networks)
         if not stage.bias:
             return torch.as_tensor(offset, dtype=like.dtype, device=like.device), like.new_zeros(())
-        cavity, told = self._marginals[index].bias, self._memory.weights.get(index)
-        cavity = self._cavity(_by_example(cavity if told is None else divided(cavity, told.bias)))
+        cavity, sent = self._marginals[index].bias, self._memory.weights.get(index)
+        cavity = self._cavity(_by_example(cavity if sent is None else divided(cavity, sent.bias)))
         return cavity.mean.unsqueeze(2) + offset, cavity.variance.unsqueeze(2)
 
     def _cavity(self, cavity: Message) -> Message:
         """The cavity with a precision of 1e-8 at least; the least is noted."""
-        least = cavity.rho.min()
-        known = self.least_precision
-        self.least_precision = least if known is None else torch.minimum(known, least)
+        smallest = cavity.rho.min()
+        so_far = self.least_precision
+        self.least_precision = smallest if so_far is None else torch.minimum(so_far, smallest)
         return clamped(cavity)
 
     def backward(self, index: int, back: Message) -> tuple[Message | None, LayerMessage | None]:
@@ -651,8 +651,8 @@ class Pass:
             to_weights = factors.first_backward(trace.inputs, trace.weights, *trace.outputs, rows)
             return None, _of_layer(stage, to_weights, to_bias)
         to_rows, to_weights = factors.hidden_backward(trace.layer, *trace.outputs, rows)
-        informed = (trace.outputs[1].reciprocal() > 2 * FLOOR) | (rows.rho > 2 * FLOOR)
-        to_rows = chosen(informed.any(-1, keepdim=True), to_rows, uniform_like(to_rows.rho))
+        informed = (trace.outputs[1].reciprocal() > 2 * MIN_PRECISION) | (rows.rho > 2 * MIN_PRECISION)
+        to_rows = select(informed.any(-1, keepdim=True), to_rows, uniform_like(to_rows.rho))
         to_inputs = clamped(Message(*(stage.from_rows(part, trace.shape) for part in to_rows)))
         self._memory.back[index] = to_inputs
         return to_inputs, _of_layer(stage, to_weights, to_bias)

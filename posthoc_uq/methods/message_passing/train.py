@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from math import ceil, exp, sqrt
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, cast
 
 import torch
 from torch import Tensor
@@ -18,7 +18,7 @@ from torch.utils._pytree import tree_flatten, tree_leaves, tree_unflatten
 
 from posthoc_uq.core import interrupts
 from posthoc_uq.core.batches import Batch
-from posthoc_uq.core.devices import DeferredChecks, as_double, has_double, host_double
+from posthoc_uq.core.devices import DeferredChecks, as_double, has_double
 from posthoc_uq.core.errors import NonFiniteError, PosthocUQError
 from posthoc_uq.core.randomness import isolated_random_state
 from posthoc_uq.curvature.features import feature_rows
@@ -29,7 +29,7 @@ from posthoc_uq.likelihoods import Likelihood
 from posthoc_uq.methods.checkpoint import State
 from posthoc_uq.methods.contexts import single_input
 from posthoc_uq.methods.message_passing.joint import group_message
-from posthoc_uq.methods.message_passing.messages import FLOOR, Signal
+from posthoc_uq.methods.message_passing.messages import MIN_PRECISION, Signal
 from posthoc_uq.methods.message_passing.network import (
     LayerMessage,
     Memory,
@@ -42,8 +42,6 @@ from posthoc_uq.methods.message_passing.network import (
     uniform_message,
 )
 from posthoc_uq.methods.task import Task
-
-# The data of message passing: one pass over the loader that keeps what enters the layers, and the targets.
 
 
 class Examples(NamedTuple):
@@ -142,25 +140,34 @@ def examples_of(task: Task, layer: Layer | None) -> Examples:
         inputs = inputs.cpu()
     targets = targets.to(inputs.device)
     if layer is not None and layer.bias is None:
-        speaking = inputs.ne(0).any(1)  # without a bias, the output for an input of zeros is known
-        if bool(speaking.any()):
-            inputs, targets = inputs[speaking], targets[speaking]
+        informative = inputs.ne(0).any(1)  # without a bias, the output for an input of zeros is known
+        if bool(informative.any()):
+            inputs, targets = inputs[informative], targets[informative]
     return Examples(inputs, targets, kept.outputs)
 
 
 class Units:
-    """Inputs and values of mean 0 and deviation 1, and messages to weights in these units as those to the weights.
+    """Inputs and values of mean 0 and deviation 1, and messages to weights in these units as those to a last layer's.
 
     Attributes:
+        bias: whether the layer has one, so that means can be subtracted.
         shift: ``(I,)``, subtracted from the inputs.
         spread: ``(I,)``, by which they are divided.
         value_shift: ``(J,)``, subtracted from the targets of a regression.
         value_spread: ``(J,)``, by which they are divided.
+        factors: by which weights in these units are multiplied to become those of the layer, ``(J, n)``.
+        offset: what is added to them then, ``(J, n)``.
     """
 
-    def __init__(self, shift: Tensor, spread: Tensor, value_shift: Tensor, value_spread: Tensor) -> None:
-        self.shift, self.spread = shift, spread
+    def __init__(
+        self, bias: bool, shift: Tensor, spread: Tensor, value_shift: Tensor, value_spread: Tensor
+    ) -> None:
+        self.bias, self.shift, self.spread = bias, shift, spread
         self.value_shift, self.value_spread = value_shift, value_spread
+        factors = value_spread.unsqueeze(1) / spread
+        zero = torch.zeros_like(factors)
+        self.factors = torch.cat([factors, value_spread.unsqueeze(1)], 1) if bias else factors
+        self.offset = torch.cat([zero, value_shift.unsqueeze(1)], 1) if bias else zero
 
     @classmethod
     def of(cls, examples: Examples, bias: bool, shift: Tensor | None = None) -> Units:
@@ -168,7 +175,7 @@ class Units:
 
         Args:
             examples: features and targets.
-            bias: whether the layer has one, so that means can be subtracted.
+            bias: of the layer.
             shift: to subtract from the inputs; their means if None.
         """
         total = as_double(examples.inputs.new_zeros(()))
@@ -178,33 +185,37 @@ class Units:
         squares = [(as_double(part) - mean).square().sum(0) for part in examples.inputs.split(4096)]
         variance = torch.stack(squares).sum(0) / len(examples.inputs)
         usual = variance.mean().clamp(min=1e-30)
-        spread = variance.clamp(
-            min=1e-6 * usual
-        ).sqrt()  # an input that never changes is no reason for a division by 0
+        spread = variance.clamp(min=1e-6 * usual).sqrt()  # an input that never changes divides nothing by 0
         center, scale = total.new_zeros(examples.outputs), total.new_ones(examples.outputs)
         if examples.targets.is_floating_point():
             center = examples.targets.mean(0) if bias else center
             width = (examples.targets - center).square().mean(0).sqrt()
             scale = torch.where(width > 0, width, torch.ones_like(width))
-        return cls(mean, spread, center, scale)
+        return cls(bias, mean, spread, center, scale)
 
     def inputs(self, rows: Tensor) -> Tensor:
         """In these units, in float64."""
         return (as_double(rows) - self.shift) / self.spread
 
+    def rows(self, rows: Tensor) -> Tensor:
+        """Inputs in these units, with a 1 for the bias, ``(N, n)``."""
+        rows = self.inputs(rows)
+        return torch.cat([rows, torch.ones_like(rows[:, :1])], 1) if self.bias else rows
+
     def targets(self, targets: Tensor) -> Tensor:
         """In these units; labels stay."""
         return (targets - self.value_shift) / self.value_spread if targets.is_floating_point() else targets
 
-    def factors(self, bias: bool) -> Tensor:
-        """By which weights in these units are multiplied to become those of the layer, ``(J, n)``."""
-        own = self.value_spread.unsqueeze(1) / self.spread
-        return torch.cat([own, self.value_spread.unsqueeze(1)], 1) if bias else own
-
-    def offset(self, bias: bool) -> Tensor:
-        """What is added to them then, ``(J, n)``."""
-        zero = torch.zeros_like(self.factors(False))
-        return torch.cat([zero, self.value_shift.unsqueeze(1)], 1) if bias else zero
+    def of_layer(self, field: Tensor, precision: Tensor) -> tuple[Tensor, Tensor]:
+        """Field and precision of the layer's weights from those in these units: ``(J, n)``, the precision ``(J, n,
+        n)`` where the weights of an output correlate.
+        """
+        factors, offset = self.factors, self.offset
+        if precision.ndim == 3:
+            precision = precision / (factors.unsqueeze(2) * factors.unsqueeze(1))
+            return field / factors + torch.einsum("jab,jb->ja", precision, offset), precision
+        precision = precision / factors.square()
+        return field / factors + precision * offset, precision
 
 
 class Batches(Sequence[tuple[Tensor, Tensor]]):
@@ -223,11 +234,6 @@ class Batches(Sequence[tuple[Tensor, Tensor]]):
         order = torch.randperm(len(examples.inputs), generator=generator, device="cpu")
         self._parts = order.to(examples.inputs.device).split(size)
 
-    @property
-    def samples(self) -> int:
-        """In all batches."""
-        return len(self._examples.inputs)
-
     def __len__(self) -> int:
         return len(self._parts)
 
@@ -239,13 +245,6 @@ class Batches(Sequence[tuple[Tensor, Tensor]]):
         if self._units is None:
             return as_double(inputs), targets
         return self._units.inputs(inputs), self._units.targets(targets)
-
-
-def noise_of(likelihood: Likelihood, units: Units | None) -> Tensor:
-    """The noise variance of a regression, ``(J,)`` or one number, in these units."""
-    assert likelihood.noise_variance is not None
-    noise = host_double(likelihood.noise_variance)
-    return noise if units is None else noise.to(units.value_spread) / units.value_spread.square()
 
 
 # Priors over the weights of a layer: the size of the drawn means, and variances that keep the size of activations. The
@@ -292,35 +291,12 @@ Data = Sequence[tuple[Tensor, Tensor]]
 ByStage = dict[int, LayerMessage]
 """By the place of the stage in the network."""
 
-_GROWTH = 10.0  # times the error at the start, from which on messages diverge
-_RETRIES = (
-    4  # of a visit whose messages diverge, each with half of the share of a new message; then it is an error
-)
+_MAX_GROWTH = 10.0  # times the error at the start, from which on messages diverge
+_MAX_RETRIES = 4  # of a visit whose messages diverge, each with half of the share of a new message
 
 
 class Diverged(Exception):
     """The messages of a visit diverge; the text says how."""
-
-
-@dataclass(frozen=True)
-class Schedule:
-    """How often and in which order batches are visited.
-
-    Attributes:
-        epochs: visits of every batch.
-        iterations: in a visit; None for ``ceil(epoch / 2)``.
-        shuffle: visit the batches in another order in every epoch.
-        random: go through the examples of a batch in another order in every visit, else in that of the data.
-    """
-
-    epochs: int = 1
-    iterations: int | None = None
-    shuffle: bool = False
-    random: bool = True
-
-    def iterations_of(self, epoch: int) -> int:
-        """In the visits of an epoch, which are counted from 1."""
-        return ceil(epoch / 2) if self.iterations is None else self.iterations
 
 
 def batch_damping(epoch: int) -> float:
@@ -337,7 +313,8 @@ class Trainer:
         prior: of its weights, by stage.
         data: the batches.
         signal: of the targets.
-        schedule: of the visits.
+        epochs: visits of every batch.
+        iterations: in a visit; None for ``ceil(epoch / 2)``.
         grouped: make the messages of a batch together, for a network of one linear layer (`group_message`); else one
             example after the other.
         seed: of all orders.
@@ -354,7 +331,8 @@ class Trainer:
     prior: ByStage
     data: Data
     signal: Signal
-    schedule: Schedule = field(default_factory=Schedule)
+    epochs: int = 1
+    iterations: int | None = None
     grouped: bool = False
     seed: int = 0
     evidence: list[ByStage] = field(init=False)
@@ -365,7 +343,7 @@ class Trainer:
     left: list[int] | None = field(init=False, default=None)
 
     def __post_init__(self) -> None:
-        empty = {index: uniform_message(own) for index, own in self.prior.items()}
+        empty = {index: uniform_message(like) for index, like in self.prior.items()}
         self.evidence = [empty for _ in self.data]
         self.posterior = self.prior
         self._generator = torch.Generator().manual_seed(self.seed)
@@ -380,18 +358,16 @@ class Trainer:
         Raises:
             PosthocUQError: messages diverge, with any damping.
         """
-        while self.epoch < self.schedule.epochs:
+        while self.epoch < self.epochs:
             if self.left is None:
-                self.left = list(range(len(self.data)))
-                if self.schedule.shuffle:
-                    order = torch.randperm(len(self.data), generator=self._generator, device="cpu")
-                    self.left = order.tolist()
+                order = torch.randperm(len(self.data), generator=self._generator, device="cpu")
+                self.left = cast("list[int]", order.tolist())
             while self.left:
                 self.visit(self.left[0], self.epoch + 1)
                 self.left = self.left[1:]
                 if after_visit is not None:
                     after_visit()
-            if self.schedule.epochs > 1:
+            if self.epochs > 1:
                 self.posterior = self.assembled()
             self.epoch, self.left = self.epoch + 1, None
         return self.posterior
@@ -406,7 +382,7 @@ class Trainer:
             "start": self._start,
             "generator": self._generator.get_state(),
             "posterior": tree_leaves(self.posterior),
-            "evidence": tree_leaves(self.evidence) if self.schedule.epochs > 1 else [],
+            "evidence": tree_leaves(self.evidence) if self.epochs > 1 else [],
         }
 
     def load_state_dict(self, state: State) -> None:
@@ -421,7 +397,7 @@ class Trainer:
         self._start = None if state["start"] is None else state["start"].to(device)
         self._generator.set_state(state["generator"])
         self.posterior = _restored(self.posterior, state["posterior"])
-        if self.schedule.epochs > 1:
+        if self.epochs > 1:
             self.evidence = _restored(self.evidence, state["evidence"])
 
     def assembled(self) -> ByStage:
@@ -441,13 +417,12 @@ class Trainer:
         old = self.evidence[place]
         cavity = {index: quotient(self.posterior[index], old[index]) for index in old}
         inputs, targets = self.data[place]
-        if self.schedule.random:
-            order = torch.randperm(len(targets), generator=self._generator, device="cpu").to(inputs.device)
-            inputs, targets = inputs[order], targets[order]
-        new = self._batch_message(inputs, targets, cavity, self.schedule.iterations_of(epoch))
+        order = torch.randperm(len(targets), generator=self._generator, device="cpu").to(inputs.device)
+        iterations = ceil(epoch / 2) if self.iterations is None else self.iterations
+        new = self._batch_message(inputs[order], targets[order], cavity, iterations)
         share = batch_damping(epoch)
         message = {index: damped_message(old[index], new[index], share) for index in old}
-        if self.schedule.epochs > 1:
+        if self.epochs > 1:
             self.evidence[place] = message
         self.posterior = {index: product(cavity[index], message[index]) for index in old}
 
@@ -461,7 +436,7 @@ class Trainer:
                 )
             return {index: message}
         why: Exception = Diverged("no visit was made")
-        for _ in range(_RETRIES + 1):
+        for _ in range(_MAX_RETRIES + 1):
             try:
                 return self._one_by_one(inputs, targets, prior, iterations)
             except Diverged as reason:
@@ -486,16 +461,16 @@ class Trainer:
         if self._start is None:
             outputs = [(Pass(self.stages, prior, Memory()).forward(x), y) for x, y, _ in examples]
             self._start = torch.stack([self.signal.error(*each) for each in outputs]).sum(0) / len(targets)
-        marginals, message = prior, {index: uniform_message(own) for index, own in prior.items()}
+        marginals, message = prior, {index: uniform_message(like) for index, like in prior.items()}
         for _ in range(iterations):
             seen: list[tuple[Tensor, Tensor]] = []
             for x, y, memory in examples:
                 marginals, error, least = self._example(x, y, memory, marginals)
                 seen.append((error, least))
             self._check(seen, targets)
-            message = {index: uniform_message(own) for index, own in prior.items()}
+            message = {index: uniform_message(part) for index, part in prior.items()}
             for _, _, memory in examples:
-                message = {index: product(message[index], own) for index, own in memory.weights.items()}
+                message = {index: product(message[index], part) for index, part in memory.weights.items()}
             marginals = {index: product(prior[index], message[index]) for index in prior}
         return message
 
@@ -526,16 +501,16 @@ class Trainer:
             raise Diverged("outputs are not finite")
         assert self._start is not None
         start = self._start.clamp(min=self.signal.uninformed_error(targets))
-        if bool((error > _GROWTH * start).any()):
+        if bool((error > _MAX_GROWTH * start).any()):
             raise Diverged(f"the error grew from {float(start.max()):.3g} to {float(error.max()):.3g}")
         least = float(torch.stack([each for _, each in seen]).min())
-        if not least >= FLOOR:
+        if not least >= MIN_PRECISION:
             raise Diverged(f"a cavity has the precision {least:.3g}")
 
 
 def _restored(like: Any, saved: list[Tensor]) -> Any:
     """Saved tensors in the form of `like`, in the order in memory that they had."""
-    own, form = tree_flatten(like)
-    if [(t.shape, t.dtype) for t in own] != [(t.shape, t.dtype) for t in saved]:
+    present, form = tree_flatten(like)
+    if [(t.shape, t.dtype) for t in present] != [(t.shape, t.dtype) for t in saved]:
         raise ValueError("it has messages of other shapes")
-    return tree_unflatten([t.to(like.device) for t, like in zip(saved, own, strict=True)], form)
+    return tree_unflatten([t.to(like.device) for t, like in zip(saved, present, strict=True)], form)

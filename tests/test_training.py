@@ -1,8 +1,9 @@
-"""The training loop of variational methods: optimisers and schedules, resuming to the bit, early stopping, errors."""
+"""The base of the methods that train: optimisers and schedules, resuming to the bit, early stopping, errors."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -23,43 +24,46 @@ from posthoc_uq.methods.training import (
     Group,
     Objective,
     Step,
-    TrainingOptions,
+    Training,
+    best_epoch,
     cosine,
+    initialised,
     train,
 )
 
 READER = BatchReader(torch.device("cpu"))
 
 
+@dataclass(frozen=True, kw_only=True)
+class Plain(Training["Quadratic"]):
+    """Options of a training, by plain gradient descent unless they say more."""
+
+    name = "plain"
+
+    def begin(self, task: Any) -> Quadratic:
+        raise NotImplementedError
+
+    def blocks(self, task: Any, trained: Quadratic) -> dict[str, Any]:
+        raise NotImplementedError
+
+
 class Quadratic(Objective):
     """``(w - mean of the targets)^2 / 2``: its gradient is known, and so is every step of SGD."""
 
     def __init__(self, start: float = 1.0, losses: list[float] | None = None) -> None:
+        super().__init__(nn.Identity(), uq.Gaussian(1.0), 1)
         self.w = torch.tensor([start], requires_grad=True)
         self.losses = list(losses or [])
         self.seeds: list[int] = []
         self.broken: int | None = None
 
-    @property
-    def network(self) -> nn.Module:
-        return nn.Identity()
-
     def groups(self) -> list[Group]:
-        return [{"params": [self.w], "lr": 0.1, "name": "w"}]
+        return [{"params": {"w": self.w}, "lr": 0.1, "name": "w"}]
 
-    def tensors(self) -> dict[str, Tensor]:
-        return {"w": self.w}
-
-    def backward(self, batch: Batch, step: Step, checks: DeferredChecks) -> dict[str, Tensor]:
+    def loss(self, batch: Batch, step: Step, checks: DeferredChecks) -> dict[str, Tensor]:
         self.seeds.append(step.seed)
         loss = 0.5 * (self.w - batch.targets.float().mean()).square().sum()
-        if len(self.seeds) - 1 == self.broken:
-            loss = loss * float("nan")
-        loss.backward()
-        return {"loss": loss}
-
-    def likelihood(self) -> uq.Gaussian:
-        return uq.Gaussian(1.0)
+        return {"loss": loss * float("nan") if len(self.seeds) - 1 == self.broken else loss}
 
     def log_predictive(self, batch: Batch, draws: int) -> Tensor:
         return torch.full((len(batch.targets),), -self.losses.pop(0))
@@ -70,11 +74,19 @@ def loader_of(targets: list[float], batch: int = 1) -> list[tuple[Tensor, Tensor
     return [(torch.zeros(len(part), 1), part) for part in values.split(batch)]
 
 
-def options(**given: Any) -> TrainingOptions:
+def options(**given: Any) -> Plain:
     def sgd(groups: list[Group]) -> Optimizer:
         return torch.optim.SGD(groups)
 
-    return TrainingOptions(**({"optimizer": sgd, "clip": None, "schedule": lambda progress: 1.0} | given))
+    return Plain(**({"optimizer": sgd, "clip": None, "schedule": lambda progress: 1.0} | given))
+
+
+def trained(
+    objective: Quadratic, loader: Any, val_loader: Any = None, checkpoint: Any = None, **given: Any
+) -> Any:
+    """The history of a training."""
+    more = {"seed": 0, "val_loader": val_loader, "checkpoint": checkpoint, "progress": False}
+    return train(objective, loader, READER, options(**given), **more)
 
 
 def test_steps_are_those_of_the_optimiser_and_the_schedule() -> None:
@@ -85,9 +97,7 @@ def test_steps_are_those_of_the_optimiser_and_the_schedule() -> None:
         return 1 - progress
 
     objective = Quadratic()
-    history = train(
-        objective, loader_of([0.0, 2.0]), READER, options(epochs=3, schedule=schedule), seed=0, progress=False
-    )
+    history = trained(objective, loader_of([0.0, 2.0]), epochs=3, schedule=schedule)
     w, losses = 1.0, []
     for step, target in enumerate([0.0, 2.0] * 3):
         losses.append(0.5 * (w - target) ** 2)
@@ -111,7 +121,7 @@ def test_a_loader_of_unknown_length_is_counted() -> None:
         seen.append(progress)
         return 1.0
 
-    train(Quadratic(), Unknown(), READER, options(epochs=2, schedule=schedule), seed=0, progress=False)
+    trained(Quadratic(), Unknown(), epochs=2, schedule=schedule)
     assert seen == pytest.approx([0.0] * 4 + [0.5, 0.625, 0.75, 0.875])
 
 
@@ -129,8 +139,8 @@ def test_a_loader_of_unknown_length_is_counted() -> None:
 def test_small_data_take_more_epochs_and_large_ones_the_usual(
     samples: int, batches: int, epochs: int
 ) -> None:
-    assert TrainingOptions().epochs_over(samples, batches) == epochs
-    assert TrainingOptions(epochs=3).epochs_over(samples, batches) == 3
+    assert Plain().epochs_over(samples, batches) == epochs
+    assert Plain(epochs=3).epochs_over(samples, batches) == 3
 
 
 @pytest.mark.parametrize("method", ["function_space", "latent_binary", "utvi"])
@@ -164,7 +174,7 @@ def test_default_schedule() -> None:
 
 def test_entries_of_a_gradient_are_clipped() -> None:
     objective = Quadratic(start=100.0)
-    train(objective, loader_of([0.0]), READER, options(epochs=1, clip=0.5), seed=0, progress=False)
+    trained(objective, loader_of([0.0]), epochs=1, clip=0.5)
     assert float(objective.w.detach()) == pytest.approx(100 - 0.1 * 0.5)
 
 
@@ -173,41 +183,32 @@ def test_the_best_epoch_is_kept(patience: int | None, epochs: int) -> None:
     """Held-out losses 3, 1, 2, 2, 2: the weights are those after the second epoch, and patience ends the training."""
     objective = Quadratic(losses=[3.0, 1.0, 2.0, 2.0, 2.0])
     data = loader_of([0.0])
-    history = train(
-        objective, data, READER, options(epochs=5, patience=patience), seed=0, val_loader=data, progress=False
-    )
-    assert len(history) == epochs
+    history = trained(objective, data, data, epochs=5, patience=patience)
+    assert len(history) == epochs and best_epoch(history) == 2
     assert [entry["validation NLL"] for entry in history] == [3.0, 1.0, 2.0, 2.0, 2.0][:epochs]
     assert float(objective.w.detach()) == pytest.approx(0.9**2)
 
 
 def test_a_loss_that_is_no_number_is_never_the_best() -> None:
     objective, data = Quadratic(losses=[float("nan"), 3.0, float("nan"), 2.0, 2.5]), loader_of([0.0])
-    train(objective, data, READER, options(epochs=5), seed=0, val_loader=data, progress=False)
-    assert float(objective.w.detach()) == pytest.approx(0.9**4)
+    history = trained(objective, data, data, epochs=5)
+    assert float(objective.w.detach()) == pytest.approx(0.9**4) and best_epoch(history) == 4
+    assert best_epoch([{"loss": 1.0}] * 3) == 3  # without held-out data the last one is kept
 
 
 def test_what_is_not_finite_names_its_step() -> None:
     objective = Quadratic()
     objective.broken = 5
     with pytest.raises(NonFiniteError, match=r"Step 5 \(epoch 2, batch 1\): the loss is not finite"):
-        train(objective, loader_of([0.0] * 4), READER, options(epochs=3), seed=0, progress=False)
+        trained(objective, loader_of([0.0] * 4), epochs=3)
     assert bool(torch.isfinite(objective.w).all())  # stopped before the step was taken
 
 
 def test_targets_are_needed() -> None:
     with pytest.raises(PosthocUQError, match="trains on targets"):
-        train(Quadratic(), [torch.zeros(2, 1)], READER, options(epochs=1), seed=0, progress=False)
+        trained(Quadratic(), [torch.zeros(2, 1)], epochs=1)
     with pytest.raises(PosthocUQError, match="Early stopping needs targets"):
-        train(
-            Quadratic(),
-            loader_of([0.0]),
-            READER,
-            options(epochs=1),
-            seed=0,
-            val_loader=[torch.zeros(2, 1)],
-            progress=False,
-        )
+        trained(Quadratic(), loader_of([0.0]), [torch.zeros(2, 1)], epochs=1)
 
 
 # Interruptions
@@ -228,11 +229,7 @@ def test_a_training_goes_on_with_any_optimiser(name: str, dtype: torch.dtype, tm
         objective.w = torch.ones(3, dtype=dtype).requires_grad_()
         objective.losses = [3.0, 1.0, 2.0]
         checkpoint = Checkpoint(tmp_path / "c", 1, {})
-        given = options(epochs=3, optimizer=OPTIMISERS[name])
-        data = loader_of([0.0])
-        train(
-            objective, loader, READER, given, seed=0, val_loader=data, checkpoint=checkpoint, progress=False
-        )
+        trained(objective, loader, loader_of([0.0]), checkpoint, epochs=3, optimizer=OPTIMISERS[name])
         checkpoint.remove()
         return objective.w.detach()
 
@@ -253,26 +250,22 @@ def test_a_training_goes_on_with_any_optimiser(name: str, dtype: torch.dtype, tm
 
 
 def test_another_optimiser_cannot_go_on(tmp_path: Path) -> None:
-    given: dict[str, Any] = {"seed": 0, "progress": False}
-    given["checkpoint"] = Checkpoint(tmp_path / "c", 1, {})
-    train(Quadratic(), loader_of([0.0]), READER, options(epochs=1), **given)
-    given["checkpoint"] = Checkpoint(tmp_path / "c", 1, {})
-    with pytest.raises(uq.CorruptPosteriorError, match="its optimiser is SGD, and that of this fit Adam"):
-        train(Quadratic(), loader_of([0.0]), READER, options(epochs=1, optimizer=None), **given)
-
-
-def test_an_optimiser_whose_state_has_other_names_cannot_go_on(tmp_path: Path) -> None:
+    """Nor one whose state has other names."""
     path, loader = tmp_path / "c", loader_of([0.0, 1.0])
-    given: dict[str, Any] = {"seed": 0, "progress": False}
-    own = options(epochs=1, optimizer=None)
-    train(Quadratic(), loader, READER, own, checkpoint=Checkpoint(path, 1, {}), **given)
+
+    def run(**given: Any) -> None:
+        trained(Quadratic(), loader, None, Checkpoint(path, 1, {}), **given)
+
+    run(epochs=1)
+    with pytest.raises(uq.CorruptPosteriorError, match="its optimiser is SGD, and that of this fit Adam"):
+        run(epochs=1, optimizer=None)
+    path.unlink()
+    run(epochs=1, optimizer=None)
     state = read_snapshot(path)
-    training = state["running"][1]
-    training["optimiser"][1]["state"] = {0: {"step": torch.ones(()), "evil": torch.zeros(3)}}
+    state["running"][1]["optimiser"][1]["state"] = {0: {"step": torch.ones(()), "evil": torch.zeros(3)}}
     write_snapshot(path, state)
     with pytest.raises(uq.CorruptPosteriorError, match=r"the state of its optimiser.*no .exp_avg.*Delete it"):
-        longer = options(epochs=2, optimizer=None)
-        train(Quadratic(), loader, READER, longer, checkpoint=Checkpoint(path, 1, {}), **given)
+        run(epochs=2, optimizer=None)
 
 
 def net() -> nn.Module:
@@ -421,3 +414,31 @@ def test_epochs_that_draw_their_data_go_on(tmp_path: Path) -> None:
         fitted("plain", path, Drawn(1 + 4 + 8 + 2))
     assert path.exists()
     assert same(fitted("plain", None, Drawn()), fitted("plain", path, Drawn()))
+
+
+# A new start
+
+
+def test_a_new_initialisation_is_one_of_the_statistics_too() -> None:
+    class Positioned(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.position = nn.Parameter(torch.full((1, 4, 6), 5.0))
+            self.attention = nn.MultiheadAttention(6, 2, batch_first=True)
+            self.norm = nn.BatchNorm1d(4)
+
+    model = Positioned()
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.fill_(5.0)
+        model.norm.running_mean.fill_(3.0)
+    with torch.random.fork_rng(), pytest.warns(UserWarning, match=r"keeps 1 trained parameters.*'position'"):
+        trained = {name: p.detach() for name, p in model.named_parameters()}
+        found = initialised(model, trained, 0, "prior_mean='random_init'")
+    assert (
+        float(model.norm.running_mean.mean()) == 3.0 and float(found["norm.running_mean"].abs().max()) == 0.0
+    )
+    assert all(float(p.detach().mean()) == 5.0 for p in model.parameters())
+    assert all(
+        not bool((found[name] == 5).any()) for name, _ in model.named_parameters() if name != "position"
+    )
