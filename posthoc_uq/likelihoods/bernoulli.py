@@ -188,7 +188,7 @@ class MultilabelPrediction(LogitsPrediction):
     probs_variance: Annotated[Tensor | None, "batch labels"] = None
 
     def __post_init__(self) -> None:
-        if self.log_probs is None:  # pyright: ignore[reportUnnecessaryComparison]
+        if self.log_probs is None:
             pairs = torch.stack([1 - self.probs, self.probs], dim=-1)
             object.__setattr__(self, "log_probs", at_least_float32(pairs).log())
         super().__post_init__()
