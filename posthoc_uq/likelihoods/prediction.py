@@ -76,8 +76,7 @@ class Prediction(ABC):
     def __repr__(self) -> str:
         """The class, the number of inputs and the other sizes of the first tensor."""
         name, (dims, _) = next(iter(self._dims.items()))
-        sizes = _named_sizes(dims, getattr(self, name)) or {}
-        del sizes["batch"]
+        sizes = (_named_sizes(dims, getattr(self, name)) or {}) | {"batch": ()}
         words = [f"{dim.strip('*')}={s[0] if len(s) == 1 else s}" for dim, s in sizes.items() if s]
         return f"{type(self).__name__}({', '.join([f'inputs={len(self)}', *words])})"
 
@@ -224,7 +223,7 @@ class Prediction(ABC):
 
 
 def _named_sizes(dims: Sequence[str], tensor: Tensor) -> dict[str, tuple[int, ...]] | None:
-    """The sizes of a tensor by the names of its dimensions, ``*name`` for all that are left; None if they do not fit."""
+    """The sizes of a tensor by the names of its dimensions, ``*name`` for all others; None if they do not fit."""
     single = [dim for dim in dims if not dim.startswith("*")]
     shape, rest = tuple(tensor.shape[: len(single)]), tuple(tensor.shape[len(single) :])
     if len(shape) < len(single) or (rest and len(single) == len(dims)):
