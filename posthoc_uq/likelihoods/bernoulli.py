@@ -39,6 +39,9 @@ class _Labels(Likelihood, ABC):
     def distribution(self, outputs: Tensor) -> Distribution:
         return torch.distributions.Bernoulli(logits=outputs, validate_args=False)
 
+    def score(self, outputs: Tensor, targets: Tensor) -> Tensor:
+        return at_least_float32(outputs).sigmoid() - self.like(outputs, targets)
+
     def fisher_root(self, outputs: Tensor) -> Tensor:
         # E_y (p - y)^2 = p (1 - p)
         logits = at_least_float32(outputs)
