@@ -43,7 +43,7 @@ def test_probit_bridge_and_draws_of_three_classes() -> None:
     own = posterior("classification")
 
     def probs(link: str, **more: Any) -> list[float]:
-        return from_gaussian(mean, variance, own, link=link, **more).probs[0].tolist()  # type: ignore[union-attr]
+        return from_gaussian(mean, variance, own, link=link, **more).probs[0].tolist()
 
     assert probs("probit") == pytest.approx([0.613010, 0.262700, 0.124290], abs=2e-6)
     assert probs("bridge") == pytest.approx([0.475470, 0.398050, 0.126479], abs=2e-6)
@@ -54,10 +54,10 @@ def test_one_logit_against_quadrature() -> None:
     own = posterior("binary")
     for mean, variance, expected in ((1.0, 2.0, 0.678829), (-2.0, 0.5, 0.138414)):
         found = from_gaussian(numbers(mean), numbers(variance), own, link="probit")
-        assert found.probs[0, 1].item() == pytest.approx(expected, abs=1e-6)  # type: ignore[union-attr]
+        assert found.probs[0, 1].item() == pytest.approx(expected, abs=1e-6)
         exact, _ = quad(lambda z, m=mean, v=variance: norm.pdf(z, m, sqrt(v)) * expit(z), -30, 30)
         drawn = from_gaussian(numbers(mean), numbers(variance), own, link="mc", n_draws=50_000)
-        assert drawn.probs[0, 1].item() == pytest.approx(exact, abs=3e-3)  # type: ignore[union-attr]
+        assert drawn.probs[0, 1].item() == pytest.approx(exact, abs=3e-3)
 
 
 def test_two_classes_use_the_variance_of_their_difference() -> None:
@@ -66,12 +66,12 @@ def test_two_classes_use_the_variance_of_their_difference() -> None:
     own = posterior("classification")
     variance = covariance.diagonal(dim1=1, dim2=2)
     with_covariance = from_gaussian(mean, variance, own, covariance=covariance, link="probit")
-    assert with_covariance.probs[0, 0].item() == pytest.approx(0.249491, abs=2e-6)  # type: ignore[union-attr]
+    assert with_covariance.probs[0, 0].item() == pytest.approx(0.249491, abs=2e-6)
     alone = from_gaussian(mean, variance, own, link="probit")
-    assert alone.probs[0, 0].item() == pytest.approx(0.232112, abs=2e-6)  # type: ignore[union-attr]
+    assert alone.probs[0, 0].item() == pytest.approx(0.232112, abs=2e-6)
     # One logit with the difference's moments is the same prediction.
     difference = from_gaussian(numbers(1.639129), numbers(3.094205), posterior("binary"), link="probit")
-    assert difference.probs[0, 0].item() == pytest.approx(0.249491, abs=2e-6)  # type: ignore[union-attr]
+    assert difference.probs[0, 0].item() == pytest.approx(0.249491, abs=2e-6)
 
 
 def test_draws_follow_the_covariance() -> None:
@@ -84,10 +84,10 @@ def test_draws_follow_the_covariance() -> None:
     found = from_gaussian(mean, variance, own, covariance=covariance, link="mc", n_draws=40_000)
     normals = torch.randn(40_000, 4, 2, generator=generator, dtype=torch.float64)
     reference = (mean + torch.einsum("bci,sbi->sbc", root, normals)).softmax(-1)
-    torch.testing.assert_close(found.probs, reference.mean(0), atol=0.01, rtol=0)  # type: ignore[union-attr]
+    torch.testing.assert_close(found.probs, reference.mean(0), atol=0.01, rtol=0)
     expected = -(reference * reference.log()).sum(-1).mean(0)
-    torch.testing.assert_close(found.expected_entropy(), expected, atol=0.01, rtol=0)  # type: ignore[union-attr]
-    assert (found.mutual_information() >= 0).all()  # type: ignore[union-attr]
+    torch.testing.assert_close(found.expected_entropy(), expected, atol=0.01, rtol=0)
+    assert (found.mutual_information() >= 0).all()
 
 
 @pytest.mark.parametrize("link", LINKS)
@@ -96,12 +96,12 @@ def test_extreme_logits_stay_finite_and_certain_ones_are_softmax(link: str) -> N
     mean = torch.tensor([[200.0, 0.0, -200.0], [1.0, 0.0, -1.0]])
     for variance in (torch.zeros(2, 3), torch.full((2, 3), 1e8)):
         found = from_gaussian(mean, variance, own, link=link)
-        assert torch.isfinite(found.probs).all()  # type: ignore[union-attr]
-        torch.testing.assert_close(found.probs.sum(1), torch.ones(2))  # type: ignore[union-attr]
+        assert torch.isfinite(found.probs).all()
+        torch.testing.assert_close(found.probs.sum(1), torch.ones(2))
     if link != "bridge":
         torch.testing.assert_close(
             from_gaussian(mean, torch.zeros(2, 3), own, link=link).probs, mean.softmax(1)
-        )  # type: ignore[union-attr]
+        )
 
 
 @pytest.mark.parametrize("link", LINKS)
@@ -114,15 +114,15 @@ def test_a_prediction_does_not_depend_on_its_batch(link: str) -> None:
     parts = cat(
         [from_gaussian(m, v, own, link=link) for m, v in zip(mean.split(2), variance.split(2), strict=True)]
     )
-    torch.testing.assert_close(whole.probs, parts.probs)  # type: ignore[union-attr]
-    torch.testing.assert_close(whole.logits_mean, mean / 1.7)  # type: ignore[union-attr]
-    torch.testing.assert_close(whole.logits_variance, variance / 1.7**2)  # type: ignore[union-attr]
+    torch.testing.assert_close(whole.probs, parts.probs)
+    torch.testing.assert_close(whole.logits_mean, mean / 1.7)
+    torch.testing.assert_close(whole.logits_variance, variance / 1.7**2)
 
 
 def test_a_regression_adds_the_noise() -> None:
     own = posterior("regression", noise_variance=0.25)
     found = from_gaussian(numbers(1.0), numbers(2.0), own)
-    assert found.variance.item() == pytest.approx(2.25)  # type: ignore[union-attr]
+    assert found.variance.item() == pytest.approx(2.25)
 
 
 def test_unknown_links_are_refused() -> None:
@@ -213,8 +213,8 @@ def test_probit_does_not_count_a_common_variance() -> None:
     for common in (0.0, 1e4):
         covariance = torch.diag_embed(variance) + common
         found = from_gaussian(mean, variance + common, own, covariance=covariance, link="probit")
-        torch.testing.assert_close(found.probs, plain.probs, rtol=1e-6, atol=0)  # type: ignore[union-attr]
-    assert from_gaussian(mean, variance + 1e4, own, link="probit").probs.max() < 0.4  # type: ignore[union-attr]
+        torch.testing.assert_close(found.probs, plain.probs, rtol=1e-6, atol=0)
+    assert from_gaussian(mean, variance + 1e4, own, link="probit").probs.max() < 0.4
 
 
 @pytest.mark.parametrize("options", [{"method": "kfac"}, {"method": "inf", "rank": 8}, {"method": "diag"}])
@@ -234,7 +234,7 @@ def test_heads_agree_on_a_last_layer(options: dict[str, Any], classes: int) -> N
     drawn = uq.ClassPrediction.from_logits(logits)
     torch.testing.assert_close(
         uq.wrap(net, own, "sampling", n_samples=50)(x).probs, drawn.probs, atol=0.1, rtol=0
-    )  # type: ignore[union-attr]
+    )
     heads: dict[str, dict[str, Any]] = {
         "closed form": {"head": "linearized"},
         "backward passes": {"head": "linearized", "engine": "exact", "outputs": "all"},
@@ -303,7 +303,7 @@ def test_inputs_that_are_not_finite_disturb_no_other() -> None:
         masked = mean[::2].clone()
         masked[:, 2] = float("-inf")
         found = from_gaussian(masked, torch.ones(2, classes), own, covariance=covariance[::2])
-        assert bool((found.probs[:, 2] == 0).all()) and bool(torch.isfinite(found.entropy()).all())  # type: ignore[union-attr]
+        assert bool((found.probs[:, 2] == 0).all()) and bool(torch.isfinite(found.entropy()).all())
 
 
 def test_points_are_kept_and_serve_any_mode() -> None:

@@ -353,6 +353,8 @@ def test_reductions() -> None:
         prediction.per_input(mask=mask[:2])
     again = PositionPrediction.cat([prediction, prediction])
     assert len(again) == 12 and torch.equal(again.probs[6:], prediction.probs)
+    assert torch.equal(again.picked(torch.arange(12) == 7).probs[0], prediction.probs[1])
+    assert torch.equal(again.picked(slice(6, 12)).logits_mean, prediction.logits_mean)
     assert torch.equal(prediction.to("cpu").to_dict()["entropy"], entropy)
     with pytest.raises(uq.PosthocUQError, match="pad all inputs to one size"):
         PositionPrediction.cat([prediction, positions_of_draws([torch.randn(2, 3, 3, 5)], Layout())])

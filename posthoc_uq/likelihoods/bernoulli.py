@@ -39,6 +39,9 @@ class _Labels(Likelihood, ABC):
     def distribution(self, outputs: Tensor) -> Distribution:
         return torch.distributions.Bernoulli(logits=outputs, validate_args=False)
 
+    def score(self, outputs: Tensor, targets: Tensor) -> Tensor:
+        return at_least_float32(outputs).sigmoid() - self.like(outputs, targets)
+
     def fisher_root(self, outputs: Tensor) -> Tensor:
         # E_y (p - y)^2 = p (1 - p)
         logits = at_least_float32(outputs)
@@ -188,7 +191,7 @@ class MultilabelPrediction(LogitsPrediction):
     probs_variance: Annotated[Tensor | None, "batch labels"] = None
 
     def __post_init__(self) -> None:
-        if self.log_probs is None:  # pyright: ignore[reportUnnecessaryComparison]
+        if self.log_probs is None:
             pairs = torch.stack([1 - self.probs, self.probs], dim=-1)
             object.__setattr__(self, "log_probs", at_least_float32(pairs).log())
         super().__post_init__()

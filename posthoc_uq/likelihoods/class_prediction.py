@@ -192,7 +192,7 @@ class ClassPrediction(LogitsPrediction):
     votes: Annotated[Tensor | None, "batch classes", int] = None
 
     def __post_init__(self) -> None:
-        if self.log_probs is None:  # pyright: ignore[reportUnnecessaryComparison]
+        if self.log_probs is None:
             object.__setattr__(self, "log_probs", at_least_float32(self.probs).log())
         super().__post_init__()
         classes, logits = self.probs.shape[1], self.logits_mean.shape[1]

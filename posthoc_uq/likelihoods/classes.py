@@ -289,7 +289,9 @@ class Categorical(Likelihood):
         return probs, torch.cat(labels)
 
     def exact_factors(self, outputs: Tensor) -> Iterator[Tensor]:
-        yield from self._factors(outputs, None)
+        if outputs.ndim == 2:
+            return _softmax_factors(at_least_float32(outputs))
+        return self._factors(outputs, None)
 
     def _factors(self, outputs: Tensor, targets: Tensor | None) -> Iterator[Tensor]:
         """The factors of every position that counts by itself, shaped like the outputs, one after the other."""

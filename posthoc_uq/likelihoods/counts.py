@@ -9,6 +9,7 @@ from math import lgamma, log
 from typing import Annotated, ClassVar
 
 import torch
+import torch.nn.functional as F
 from annotated_types import Ge, Le
 from torch import Tensor
 
@@ -86,11 +87,17 @@ class LogMean(Likelihood, ABC):
         mean = as_double(outputs).to(u.device).exp().clamp(max=_LARGEST_MEAN)
         return self.quantile(mean, u).to(at_least_float32(outputs))
 
+    def _by_mean(self, outputs: Tensor) -> Tensor:
+        """``mu / V(mu)``."""
+        outputs, (a, b) = at_least_float32(outputs), self.variance_terms
+        return (-outputs).exp() / b if a == 0 else 1 / (a + b * outputs.exp())
+
+    def score(self, outputs: Tensor, targets: Tensor) -> Tensor:
+        return (self.mean(outputs) - self.like(outputs, targets)) * self._by_mean(outputs)
+
     def fisher_root(self, outputs: Tensor) -> Tensor:
         """The root of ``mu^2 / V(mu)``."""
-        outputs, (a, b) = at_least_float32(outputs), self.variance_terms
-        by_mean = (-outputs).exp() / b if a == 0 else 1 / (a + b * outputs.exp())
-        return (outputs.exp() * by_mean).sqrt()
+        return (self.mean(outputs) * self._by_mean(outputs)).sqrt()
 
     def mean(self, outputs: Tensor) -> Tensor:
         return at_least_float32(outputs).exp()
@@ -225,10 +232,12 @@ class NegativeBinomial(LogMean):
         return "dispersion", self.dispersion, suggested
 
     def log_terms(self, outputs: Tensor, targets: Tensor) -> Tensor:
-        # in float64: two terms cancel where the dispersion is small
-        logits = as_double(outputs) + log(self.dispersion)  # of dispersion mu / (1 + dispersion mu)
-        counts = torch.distributions.NegativeBinomial(1 / self.dispersion, logits=logits, validate_args=False)
-        return counts.log_prob(as_double(targets)).to(outputs)
+        size = 1 / self.dispersion
+        counts = as_double(targets)
+        # in float64: the first two cancel where the size is large
+        constant = torch.lgamma(counts + size) - torch.lgamma(host_double(size)) - torch.lgamma(counts + 1)
+        logits = outputs + log(self.dispersion)  # of the probability dispersion mu / (1 + dispersion mu)
+        return constant.to(outputs) + targets * logits - (targets + size) * F.softplus(logits)
 
     def cdf(self, outputs: Tensor, targets: Tensor) -> Tensor:
         return self._cdf(outputs.exp(), targets.floor())
@@ -296,6 +305,9 @@ class Gamma(LogMean):
         k = self.shape
         constant = k * log(k) - lgamma(k)
         return constant + (k - 1) * targets.log() - k * outputs - k * targets * (-outputs).exp()
+
+    def score(self, outputs: Tensor, targets: Tensor) -> Tensor:
+        return self.shape * (1 - self.like(outputs, targets) * (-at_least_float32(outputs)).exp())
 
     def fisher_root(self, outputs: Tensor) -> Tensor:
         """The root of the shape, whatever the outputs, which no overflow of the mean may spoil."""

@@ -311,7 +311,7 @@ class RegressionPrediction(Prediction):
         noise, mean = self.noise_variance, at_least_float32(self.mean)
         if mean.ndim not in (1, 2):
             raise PosthocUQError(f"mean must be (batch,) or (batch, outputs), not {tuple(mean.shape)}.")
-        if not isinstance(noise, Tensor) and not noise >= 0:  # pyright: ignore[reportUnnecessaryIsInstance]
+        if not isinstance(noise, Tensor) and not noise >= 0:
             raise PosthocUQError(f"noise_variance must be at least 0, not {noise}.")
         noise = torch.as_tensor(noise, dtype=mean.dtype, device=mean.device)
         try:

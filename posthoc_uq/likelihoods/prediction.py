@@ -59,14 +59,12 @@ class Prediction(ABC):
         sizes: dict[str, tuple[int, ...]] = {}
         for name, value in self._stored().items():
             dims, whole = self._dims[name]
-            for place, dim in enumerate(dims):
-                found = tuple(value.shape[place:] if dim.startswith("*") else value.shape[place : place + 1])
-                fits = sizes.setdefault(dim, found) == found and (len(found) == 1 or dim.startswith("*"))
-                if not fits or (dim == dims[-1] and len(found) + place < value.ndim):
-                    known = ", ".join(f"{key}: {size}" for key, size in sizes.items())
-                    raise PosthocUQError(
-                        f"{name} must be ({', '.join(dims)}) with {known}, not {tuple(value.shape)}."
-                    )
+            found = _named_sizes(dims, value)
+            if found is None or any(sizes.setdefault(dim, size) != size for dim, size in found.items()):
+                known = ", ".join(f"{dim}: {size}" for dim, size in sizes.items())
+                raise PosthocUQError(
+                    f"{name} must be ({', '.join(dims)}) with {known}, not {tuple(value.shape)}."
+                )
             if whole and (value.is_floating_point() or value.is_complex()):
                 raise PosthocUQError(f"{name} must be integers, not {value.dtype}.")
             object.__setattr__(self, name, value if whole else at_least_float32(value))
@@ -78,12 +76,9 @@ class Prediction(ABC):
     def __repr__(self) -> str:
         """The class, the number of inputs and the other sizes of the first tensor."""
         name, (dims, _) = next(iter(self._dims.items()))
-        shape, words = getattr(self, name).shape, [f"inputs={len(self)}"]
-        for place, dim in enumerate(dims[1:], 1):
-            size = tuple(shape[place:]) if dim.startswith("*") else tuple(shape[place : place + 1])
-            if size:
-                words.append(f"{dim.strip('*')}={size[0] if len(size) == 1 else size}")
-        return f"{type(self).__name__}({', '.join(words)})"
+        sizes = (_named_sizes(dims, getattr(self, name)) or {}) | {"batch": ()}
+        words = [f"{dim.strip('*')}={s[0] if len(s) == 1 else s}" for dim, s in sizes.items() if s]
+        return f"{type(self).__name__}({', '.join([f'inputs={len(self)}', *words])})"
 
     def _stored(self) -> dict[str, Tensor]:
         """The tensors of the fields that are not None."""
@@ -225,6 +220,16 @@ class Prediction(ABC):
     def of_one_network(self: AnyPrediction) -> AnyPrediction:
         """The same without the parts that need several sets of weights."""
         return replace(self, **dict.fromkeys(self._over_draws))
+
+
+def _named_sizes(dims: Sequence[str], tensor: Tensor) -> dict[str, tuple[int, ...]] | None:
+    """The sizes of a tensor by the names of its dimensions, ``*name`` for all others; None if they do not fit."""
+    single = [dim for dim in dims if not dim.startswith("*")]
+    shape, rest = tuple(tensor.shape[: len(single)]), tuple(tensor.shape[len(single) :])
+    if len(shape) < len(single) or (rest and len(single) == len(dims)):
+        return None
+    sizes = {dim: (size,) for dim, size in zip(single, shape, strict=True)}
+    return sizes if len(single) == len(dims) else sizes | {dims[-1]: rest}
 
 
 def cat(predictions: Sequence[Prediction]) -> Prediction:
