@@ -18,7 +18,7 @@ from posthoc_uq.posteriors.referral import rule_of
 from posthoc_uq.posteriors.settings import History, Hyperparameters
 
 _SECONDS = "seconds, "  # begins the names of timings
-_LISTED = 8  # names that a line lists
+_MAX_LISTED = 8  # names that a line lists
 # What columns of the table mean that every posterior has; blocks explain their own.
 COLUMNS = {
     "shape": "groups x outputs x inputs of the layer's weights; a bias counts as one more input",
@@ -98,8 +98,8 @@ def _shown(value: Any) -> str:
     """A value in words; of several numbers, such as one per epoch, only the first and the last; of names the first."""
     if isinstance(value, list) and value and all(isinstance(v, str) for v in cast(list[Any], value)):
         names = cast(list[str], value)
-        shown = ", ".join(names[:_LISTED])
-        return shown + (f", ... ({len(names)} in all)" if len(names) > _LISTED else "")
+        shown = ", ".join(names[:_MAX_LISTED])
+        return shown + (f", ... ({len(names)} in all)" if len(names) > _MAX_LISTED else "")
     if isinstance(value, list) and value and all(isinstance(v, float) for v in cast(list[Any], value)):
         first, *others = (cell_text(v) for v in cast(list[Any], value))
         return f"{first} ... {others[-1]} ({len(others) + 1} values)" if others else first
