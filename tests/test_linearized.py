@@ -221,20 +221,6 @@ def test_the_closed_form_of_the_last_layer(name: str, options: dict[str, Any]) -
         torch.testing.assert_close(predictor.functional_variance(x), variances_of(expected, len(x)), **size)
 
 
-@pytest.mark.parametrize("options", FAMILIES, ids=family_name)
-def test_products_with_the_covariance_of_a_last_layer(options: dict[str, Any]) -> None:
-    with torch.random.fork_rng():
-        torch.manual_seed(0)
-        model = nn.Sequential(nn.Linear(4, 5), nn.Tanh(), nn.Linear(5, 7)).double()
-        x = torch.randn(6, 4, dtype=torch.float64)
-    posterior = fitted(model, x, layers="last", **options)
-    weights = WeightCovariance(posterior, torch.float64, x.device, 2**20)
-    rows = nn.functional.pad(model[:2](x).detach(), (0, 1), value=1.0)
-    eye = torch.eye(7, dtype=torch.float64).repeat(6, 1, 1)
-    expected = blocks_of(dense_covariance(model, posterior, x), 6)
-    torch.testing.assert_close(weights.of_layer("2").output_product(rows)(eye), expected)
-
-
 @pytest.mark.parametrize(
     ("scale", "rank"), [(1.0, 4), (1e6, 4), (1e6, 1000)], ids=["subtracted", "cancelling", "roots"]
 )

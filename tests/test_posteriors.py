@@ -1,6 +1,4 @@
-"""Every family against dense matrices in float64: covariance, variances, quadratic forms, determinants,
-output variances.
-"""
+"""Posteriors of every family against dense matrices in float64: variances, quadratic forms, evidence, draws."""
 
 import math
 
@@ -57,16 +55,6 @@ def _case(kind: str, correction: str, rank: float, omega: float) -> tuple[Poster
 
 @pytest.mark.parametrize(("kind", "correction", "rank", "omega"), CASES)
 class TestAgainstDense:
-    def test_covariance_of_the_sampler(self, kind, correction, rank, omega):
-        """The sampler is a linear map of its noise; map the identity and form its exact covariance."""
-        posterior, covariance = _case(kind, correction, rank, omega)
-        (name,) = posterior.blocks
-        shape = (1, 1, GROUPS * SIZE) if kind == "dense" else (GROUPS, OUTPUTS, INPUTS)
-        unit = torch.eye(GROUPS * SIZE, dtype=torch.float64).reshape(-1, *shape)
-        linear_map = posterior.covariance(name).transform(unit).reshape(GROUPS * SIZE, GROUPS * SIZE).T
-        found = linear_map @ linear_map.T
-        torch.testing.assert_close(found, torch.block_diag(*covariance), atol=1e-12, rtol=1e-8)
-
     def test_variance(self, kind, correction, rank, omega):
         posterior, covariance = _case(kind, correction, rank, omega)
         expected = covariance.diagonal(dim1=1, dim2=2).reshape(GROUPS * OUTPUTS, INPUTS, 1, 1)
@@ -96,23 +84,6 @@ class TestAgainstDense:
         step = 1e-4
         high, low = (posterior.log_marginal_likelihood(prior_precision=TAU + sign * step) for sign in (1, -1))
         torch.testing.assert_close(slope, (high - low) / (2 * step), atol=1e-5, rtol=1e-5)
-
-    def test_output_variance(self, kind, correction, rank, omega):
-        """m^T S_oo m + sum_k v_k [S_oo]_kk, row by row from the dense covariance."""
-        posterior, covariance = _case(kind, correction, rank, omega)
-        generator = torch.Generator().manual_seed(4)
-        mean = torch.randn(3, GROUPS, INPUTS, dtype=torch.float64, generator=generator)
-        spread = torch.rand(3, GROUPS, INPUTS, dtype=torch.float64, generator=generator)
-        found = posterior.output_variance("layer", mean, spread)
-        for row in range(3):
-            for group in range(GROUPS):
-                for output in range(OUTPUTS):
-                    part = slice(output * INPUTS, (output + 1) * INPUTS)
-                    own = covariance[group][part, part]
-                    m, v = mean[row, group], spread[row, group]
-                    torch.testing.assert_close(
-                        found[row, group, output], m @ own @ m + v @ own.diagonal(), atol=1e-12, rtol=1e-8
-                    )
 
     def test_dense_view(self, kind, correction, rank, omega):
         block = build(kind, STATISTICS, rank, correction)
@@ -198,7 +169,8 @@ def test_numbers_of_the_moment_study():
     variance = torch.tensor([[0.405594, 0.258741, 0.25], [0.309732, 0.405594, 0.2]], dtype=torch.float64)
     torch.testing.assert_close(posterior.variance()["layer.weight"], variance, atol=6e-7, rtol=0)
     x = torch.tensor([[1.0, 2.0, -1.0]], dtype=torch.float64)
-    found = posterior.output_variance("layer", x)
+    ready = posterior.of_layer("layer").prepared(torch.float64, x.device, 2**20)
+    found = ready.output_variance(x.unsqueeze(1)).squeeze(1)
     torch.testing.assert_close(
         found, torch.tensor([[1.354895, 1.943298]], dtype=torch.float64), atol=6e-7, rtol=0
     )
@@ -286,7 +258,8 @@ def test_dense_posterior_over_two_layers():
     )
     x = torch.tensor([[0.3, -2.0]], dtype=torch.float64)
     row = covariance[8:10, 8:10]
-    assert posterior.output_variance("b", x)[0, 0].item() == pytest.approx(
+    ready = posterior.of_layer("b").prepared(torch.float64, x.device, 2**20)
+    assert ready.output_variance(x.unsqueeze(1))[0, 0, 0].item() == pytest.approx(
         (x[0] @ row @ x[0]).item(), rel=1e-9
     )
     n_theta = 8 * math.log(2.0) + 4 * math.log(5.0)

@@ -26,7 +26,7 @@ from posthoc_uq.likelihoods import Likelihood
 from posthoc_uq.likelihoods.labels import Layout
 from posthoc_uq.posteriors import Posterior
 from posthoc_uq.posteriors.covariance import (
-    LEAST_SHARE,
+    MIN_SHARE,
     Checked,
     Covariance,
     LayerRows,
@@ -158,7 +158,7 @@ class WeightCovariance:
         if self._dtype == torch.float64 or not any(block.cancels for block in self._blocks.values()):
             return sums
         posterior_sums, prior_sums = (tensor.to(sums[0].device) for tensor in sums)
-        imprecise = (posterior_sums < LEAST_SHARE * prior_sums).nonzero().flatten()
+        imprecise = (posterior_sums < MIN_SHARE * prior_sums).nonzero().flatten()
         if imprecise.numel() == 0:
             return posterior_sums, prior_sums
         if imprecise.numel() < samples:

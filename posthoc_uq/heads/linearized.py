@@ -8,7 +8,7 @@ from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from functools import cached_property
 from math import prod
-from typing import Any, Literal, TypeVar
+from typing import Any, Literal
 
 import torch
 from torch import Tensor, nn
@@ -260,15 +260,21 @@ class Linearization(_Outputs):
 
     def gaussian(self) -> GaussianOutputs:
         """Mean, variance, and as much of the covariance as the link can use."""
+        chosen = self._engine.chosen
+        covariance: Tensor | Spread | None = None
         if self._closed is not None:
             with torch.autocast(self._device.type, enabled=False):
-                variance = self._closed_variance()
-                return GaussianOutputs(self.mean, self._whole(variance), self._closed_covariance_of(variance))
+                if chosen.wants_covariance(self._rows) and (self.layout is None or chosen.link == "bridge"):
+                    covariance = self._closed_covariance()  # of many positions it would be large
+                    variance = covariance.diagonal(dim1=1, dim2=2)
+                else:
+                    variance = self._closed_variance()
+                    covariance = self._closed_spread(variance) if chosen.wants_spread() else None
+                return GaussianOutputs(self.mean, self._whole(variance), covariance)
         parts = [self._gaussian_at(place) for place in in_parts(range(len(self._places)))]
         variance = torch.stack([variance for variance, _ in parts], 1).flatten(0, 1)
         spreads = [spread for _, spread in parts if isinstance(spread, Spread)]
         covariances = [covariance for _, covariance in parts if isinstance(covariance, Tensor)]
-        covariance: Tensor | Spread | None = None
         if spreads:
             covariance = Spread(*(torch.stack(each, 1).flatten(0, 1) for each in zip(*spreads, strict=True)))
         elif covariances:
@@ -366,16 +372,12 @@ class Linearization(_Outputs):
         layer = self._weights.of_layer(self._closed[0])
         return torch.cat([self._as_result(layer.output_covariance(part)) for part in self._closed_parts()])
 
-    def _closed_covariance_of(self, variance: Tensor) -> Tensor | Spread | None:
-        """As much of the rows' covariance as the link can use; of many positions not the matrices."""
+    def _closed_spread(self, variance: Tensor) -> Spread:
+        """What the link takes of the covariance of rows with these variances."""
         assert self._closed is not None
-        chosen, (name, activations) = self._engine.chosen, self._closed
-        if chosen.wants_covariance(self._rows) and (self.layout is None or chosen.link == "bridge"):
-            return self._closed_covariance()
-        if not chosen.wants_spread():
-            return None
-        layer, classes = self._weights.of_layer(name), variance.shape[1]
-        if chosen.link == "probit":  # which takes the variances of the centred logits alone
+        (name, activations), classes = self._closed, variance.shape[1]
+        layer = self._weights.of_layer(name)
+        if self._engine.chosen.link == "probit":  # which takes the variances of the centred logits alone
             means: list[Tensor] = []
             for part in self._closed_parts():
                 ones = part.new_ones(len(part), classes, 1)
@@ -745,12 +747,6 @@ def _products(deviations: Tensor) -> Tensor:
     return torch.einsum("drc,dre->rce", deviations, deviations) / len(deviations)
 
 
-# What the linearised head prepares and keeps: copies of the network, tracked layers, weights' covariance and
-# draws.
-
-Self = TypeVar("Self", bound="Linearizing")
-
-
 class _Networks:
     """Copies of the network at one mean.
 
@@ -788,146 +784,6 @@ class _Networks:
         return kept
 
 
-class Linearizing(Predictor):
-    """A predictor that linearises a network in its weights, batch by batch.
-
-    Attributes:
-        _engine: see `LinearizedPredictor`, and so the others.
-        _n_probes: draws of the weights that the engine ``"jvp"`` keeps.
-        _tells_novelty: whether the inputs of the last layer are watched.
-        _positions: of outputs with positions, those that are used; None for all.
-        _budget: bytes of a temporary.
-        _chosen: which outputs are used.
-    """
-
-    _engine: Any
-    _n_probes: int
-    _tells_novelty: bool
-    _positions: Tensor | None
-    _budget: int
-    _chosen: ChosenOutputs
-
-    def _copy_network(self, model: nn.Module) -> None:
-        """Copy the network, once its options are set; nothing is prepared yet."""
-        check_differentiable(unwrap(model))
-        self._dtype = statistics_dtype(unwrap(model), None)
-        with isolated_random_state():  # copying a module may run its code
-            twin = replicate(self._model[0], self._posterior.trained_mean)
-        self._networks = _Networks(twin, self._posterior)
-        self._weights: tuple[Hyperparameters, WeightCovariance] | None = None
-        self._drawn: tuple[Hyperparameters, dict[str, Tensor]] | None = None
-
-    def _apply(self: Self, fn: Any, recurse: bool = True) -> Self:
-        """Move, or change the precision of, the network; all preparations are made anew."""
-        super()._apply(fn, recurse)
-        twin = self._networks.twin._apply(fn)
-        self._networks = _Networks(twin, self._posterior)
-        self._dtype = statistics_dtype(twin, None)
-        self._weights = self._drawn = None
-        return self
-
-    @property
-    def device(self) -> torch.device:
-        """Where it predicts."""
-        return model_device(self._networks.twin)
-
-    def _linearized(
-        self, posterior: Posterior, batch: Batch, features: Features | None = None
-    ) -> Linearization | Probes:
-        """The linearisation of one batch under a posterior's settings, or from features, with `batch` theirs."""
-        samples = count_samples(batch) if features is None else features.samples
-        networks = self._networks
-        if self._engine == "jvp":
-            return self._probed(networks, posterior, batch, features)
-        self._prepare(networks, batch, features)
-        engine = Engine(
-            self._engine,
-            networks.tracked(features),
-            tuple(posterior.layers),
-            lambda device: self._covariances(posterior, device),
-            self._chosen,
-            self._dtype,
-            self._budget,
-        )
-        found = Linearization(engine, batch, samples, self._layout, self._positions)
-        if self._engine == "auto" and found.layout is not None and found.backward_passes > _MAX_BACKWARD:
-            return self._probed(networks, posterior, batch, features, found.watched)
-        return found
-
-    def _layout(self, outputs: Tensor) -> Layout | None:
-        """The layout of outputs with positions, or None.
-
-        Raises:
-            PosthocUQError: positions were asked for, and there are none.
-        """
-        layout = self._posterior.likelihood.positions_of(outputs)
-        if layout is None and self._positions is not None:
-            raise PosthocUQError(
-                f"positions= picks positions of outputs that have some, such as pixels or tokens, and these outputs "
-                f"are of shape {tuple(outputs.shape)}; leave it out."
-            )
-        return layout
-
-    def _probed(
-        self,
-        networks: _Networks,
-        posterior: Posterior,
-        batch: Batch,
-        features: Features | None,
-        watched: Sequence[Call] = (),
-    ) -> Probes:
-        """The linearisation by draws of the function."""
-        if features is None:
-            features = networks.frozen.features(batch.args, batch.kwargs, self._n_probes)
-        work = batch if features is None else features.batch
-        with networks.twins(features).lent() as twin:
-            outputs, deviations = function_draws(twin, work, self._deviations(posterior))
-        layout, deviations = self._layout(outputs), deviations.to(self._dtype)
-        probes = Probes(outputs, deviations, self._chosen, layout, self._positions)
-        probes.watched = list(watched)
-        return probes
-
-    def _covariances(self, posterior: Posterior, device: torch.device) -> WeightCovariance:
-        """The covariance of the weights, cached until settings or data change."""
-        settings, cached = posterior.settings.of_weights(), self._weights
-        if cached is None or cached[0] != settings:
-            with self._lock:
-                cached = self._weights
-                if cached is None or cached[0] != settings:
-                    limit = temporary_limit(self._budget, device)
-                    covariance = WeightCovariance(posterior, self._dtype, device, limit)
-                    self._weights = cached = (settings, covariance)
-        return cached[1]
-
-    def _deviations(self, posterior: Posterior) -> dict[str, Tensor]:
-        """Draws of the weights' deviation from the trained ones, by parameter, kept until settings or data change."""
-        settings, cached = posterior.settings.of_weights(), self._drawn
-        if cached is None or cached[0] != settings:
-            with self._lock:
-                cached = self._drawn
-                if cached is None or cached[0] != settings:
-                    draws = posterior.sample(self._n_probes, torch.Generator().manual_seed(0))
-                    device = model_device(self._networks.twin)
-                    deviations = {
-                        name: (drawn - posterior.mean[name]).to(device) for name, drawn in draws.items()
-                    }
-                    self._drawn = cached = (settings, deviations)
-        return cached[1]
-
-    def _prepare(self, networks: _Networks, batch: Batch, features: Features | None = None) -> None:
-        """Find the layers in a first batch, which features cannot be."""
-        if networks.ready is not None:
-            return
-        if features is not None:
-            raise PosthocUQError("The features are those of another predictor.")
-        with self._lock, isolated_random_state():
-            if networks.ready is None:
-                ready = track_layers(networks.twin, self._posterior, batch.copied(), self._dtype)
-                if self._tells_novelty and self._posterior.features is not None:
-                    ready.capture.watched = self._posterior.features.layer
-                networks.ready = ready
-
-
 @contextmanager
 def without_gradients() -> Generator[None]:
     """No inference mode and no gradients, whatever the caller's mode: autograd is used inside."""
@@ -940,7 +796,7 @@ def without_gradients() -> Generator[None]:
 EngineName = Literal["auto", "exact", "jvp", "last_layer"]
 
 
-class LinearizedPredictor(Linearizing):
+class LinearizedPredictor(Predictor):
     """Predicts with the network linearised in its weights: outputs ``N(f(x; theta), J(x) Sigma J(x)^T)``.
 
     For a Laplace posterior this is the predictive that the Gauss-Newton approximation stands for (Khan, Immer, Abedi,
@@ -1033,7 +889,28 @@ class LinearizedPredictor(Linearizing):
                 f"backpropagate=True forms the Jacobian of all outputs, and engine={engine!r}, outputs={outputs!r} "
                 f"forms less; leave these out."
             )
-        self._copy_network(model)
+        check_differentiable(unwrap(model))
+        self._dtype = statistics_dtype(unwrap(model), None)
+        with isolated_random_state():  # copying a module may run its code
+            twin = replicate(self._model[0], posterior.trained_mean)
+        # prepared for the first batch, and for the settings and the data of the posterior
+        self._networks = _Networks(twin, posterior)
+        self._weights: tuple[Hyperparameters, WeightCovariance] | None = None
+        self._drawn: tuple[Hyperparameters, dict[str, Tensor]] | None = None
+
+    def _apply(self, fn: Any, recurse: bool = True) -> LinearizedPredictor:
+        """Move, or change the precision of, the network; all preparations are made anew."""
+        super()._apply(fn, recurse)
+        twin = self._networks.twin._apply(fn)
+        self._networks = _Networks(twin, self._posterior)
+        self._dtype = statistics_dtype(twin, None)
+        self._weights = self._drawn = None
+        return self
+
+    @property
+    def device(self) -> torch.device:
+        """Where it predicts."""
+        return model_device(self._networks.twin)
 
     def extra_repr(self) -> str:
         """The choices that change its predictions, and the engine."""
@@ -1205,3 +1082,99 @@ class LinearizedPredictor(Linearizing):
             trace = self._linearized(self._snapshot(), batch).trace(probes)
             check_finite({"trace": trace}, "functional trace", self.head)
             return trace
+
+    def _linearized(
+        self, posterior: Posterior, batch: Batch, features: Features | None = None
+    ) -> Linearization | Probes:
+        """The linearisation of one batch under a posterior's settings, or from features, with `batch` theirs."""
+        samples = count_samples(batch) if features is None else features.samples
+        networks = self._networks
+        if self._engine == "jvp":
+            return self._probed(networks, posterior, batch, features)
+        self._prepare(networks, batch, features)
+        engine = Engine(
+            self._engine,
+            networks.tracked(features),
+            tuple(posterior.layers),
+            lambda device: self._covariances(posterior, device),
+            self._chosen,
+            self._dtype,
+            self._budget,
+        )
+        found = Linearization(engine, batch, samples, self._layout, self._positions)
+        if self._engine == "auto" and found.layout is not None and found.backward_passes > _MAX_BACKWARD:
+            return self._probed(networks, posterior, batch, features, found.watched)
+        return found
+
+    def _layout(self, outputs: Tensor) -> Layout | None:
+        """The layout of outputs with positions, or None.
+
+        Raises:
+            PosthocUQError: positions were asked for, and there are none.
+        """
+        layout = self._posterior.likelihood.positions_of(outputs)
+        if layout is None and self._positions is not None:
+            raise PosthocUQError(
+                f"positions= picks positions of outputs that have some, such as pixels or tokens, and these outputs "
+                f"are of shape {tuple(outputs.shape)}; leave it out."
+            )
+        return layout
+
+    def _probed(
+        self,
+        networks: _Networks,
+        posterior: Posterior,
+        batch: Batch,
+        features: Features | None,
+        watched: Sequence[Call] = (),
+    ) -> Probes:
+        """The linearisation by draws of the function."""
+        if features is None:
+            features = networks.frozen.features(batch.args, batch.kwargs, self._n_probes)
+        work = batch if features is None else features.batch
+        with networks.twins(features).lent() as twin:
+            outputs, deviations = function_draws(twin, work, self._deviations(posterior))
+        layout, deviations = self._layout(outputs), deviations.to(self._dtype)
+        probes = Probes(outputs, deviations, self._chosen, layout, self._positions)
+        probes.watched = list(watched)
+        return probes
+
+    def _covariances(self, posterior: Posterior, device: torch.device) -> WeightCovariance:
+        """The covariance of the weights, cached until settings or data change."""
+        settings, cached = posterior.settings.of_weights(), self._weights
+        if cached is None or cached[0] != settings:
+            with self._lock:
+                cached = self._weights
+                if cached is None or cached[0] != settings:
+                    limit = temporary_limit(self._budget, device)
+                    covariance = WeightCovariance(posterior, self._dtype, device, limit)
+                    self._weights = cached = (settings, covariance)
+        return cached[1]
+
+    def _deviations(self, posterior: Posterior) -> dict[str, Tensor]:
+        """Draws of the weights' deviation from the trained ones, by parameter, kept until settings or data change."""
+        settings, cached = posterior.settings.of_weights(), self._drawn
+        if cached is None or cached[0] != settings:
+            with self._lock:
+                cached = self._drawn
+                if cached is None or cached[0] != settings:
+                    draws = posterior.sample(self._n_probes, torch.Generator().manual_seed(0))
+                    device = model_device(self._networks.twin)
+                    deviations = {
+                        name: (drawn - posterior.mean[name]).to(device) for name, drawn in draws.items()
+                    }
+                    self._drawn = cached = (settings, deviations)
+        return cached[1]
+
+    def _prepare(self, networks: _Networks, batch: Batch, features: Features | None = None) -> None:
+        """Find the layers in a first batch, which features cannot be."""
+        if networks.ready is not None:
+            return
+        if features is not None:
+            raise PosthocUQError("The features are those of another predictor.")
+        with self._lock, isolated_random_state():
+            if networks.ready is None:
+                ready = track_layers(networks.twin, self._posterior, batch.copied(), self._dtype)
+                if self._tells_novelty and self._posterior.features is not None:
+                    ready.capture.watched = self._posterior.features.layer
+                networks.ready = ready

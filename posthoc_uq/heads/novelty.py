@@ -23,7 +23,7 @@ from posthoc_uq.posteriors.prior import training_precisions
 
 Of = Literal["class", "top", "all"]
 
-_ROWS_AT_ONCE = 2**14  # samples or positions whose novelty is computed at once
+_MAX_ROWS = 2**14  # samples or positions whose novelty is computed at once
 
 NOT_KEPT = (
     "This posterior has no statistics of the last layer's inputs: its data changed after the fit (uq.update), or it "
@@ -68,7 +68,7 @@ def novelty_of_calls(
     by_position = features.source == "positions"
     rows = feature_rows(calls, features.layer, samples, by_position)
     with torch.inference_mode(False), torch.no_grad():
-        parts = rows.split(_ROWS_AT_ONCE)
+        parts = rows.split(_MAX_ROWS)
         novelty = torch.cat([features.novelty(part, smoothing).to(part) for part in parts])
         return novelty.reshape(samples, *grid_of(calls[0])) if by_position else novelty
 

@@ -260,7 +260,7 @@ class Ensemble(nn.Module):
 # Draws of a model's outputs by local reparametrisation: every layer's outputs are drawn, in place of its
 # weights.
 
-_OUTPUTS = 401  # stream of a draw's seed
+_OUTPUTS_STREAM = 401  # stream of a draw's seed
 
 
 class OutputDraws(nn.Module):
@@ -353,7 +353,7 @@ class OutputDraws(nn.Module):
             PosthocUQError: it did not use every layer once.
         """
         held, moments = dict(model.named_parameters()), self._moments(seed)
-        generator = torch.Generator(model_device(model)).manual_seed(mixed_seed(seed, _OUTPUTS))
+        generator = torch.Generator(model_device(model)).manual_seed(mixed_seed(seed, _OUTPUTS_STREAM))
         names = {id(held[layer.weight]): name for name, layer in self._posterior.layers.items()}
         outputs_of = {
             key: partial(drawn_outputs, weights=moments[name], generator=generator)

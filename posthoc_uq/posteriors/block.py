@@ -165,11 +165,11 @@ def required(
 # Blocks keep means over the samples. With N samples before and n that come in or go out, the new mean is
 # ``N / (N + n) kept + n / (N + n) part``, or ``N / (N - n) kept - n / (N - n) part``; both are weighted sums.
 
-_SLACK = 1e3
+_ROUNDING_UNITS = 1e3
 """Rounding errors of a sum over a data set, in units of its number format's precision, relative to its size."""
 
 
-_LOST = 1e-2
+_MAX_LOST_SHARE = 1e-2
 """The share of what was known before that rounding may take when data come in, relative to its largest number."""
 
 
@@ -188,7 +188,7 @@ def check_resolved(kept: float, part: float, weights: Weights, precision: float,
         PosthocUQError: more than 1 % of `kept` would be lost.
     """
     share = min(1.0, weights.part / weights.kept)
-    if kept > 0 and not max(precision, weights.precision) * share * part <= _LOST * kept:
+    if kept > 0 and not max(precision, weights.precision) * share * part <= _MAX_LOST_SHARE * kept:
         raise PosthocUQError(
             f"These data cannot come in: what they say of {what} is {part / kept:.2g} times as large as what all data "
             f"before said, which would be lost to rounding. Look for inputs or targets that are out of range, or fit "
@@ -269,7 +269,7 @@ def _rounding(kept: Tensor, size: float, weights: Weights) -> float:
     """
     smallest = torch.finfo(torch.float64).tiny  # so that an empty statistic stays one
     precision = max(weights.precision, torch.finfo(kept.dtype).eps)
-    return _SLACK * precision * weights.kept * size + smallest
+    return _ROUNDING_UNITS * precision * weights.kept * size + smallest
 
 
 # The block protocol: what a posterior stores of one layer (`Block`), and that made ready for use at a scale

@@ -91,10 +91,10 @@ def _weighted_jointly(activations: Tensor, gradients: Tensor, weights: Tensor, l
 
 # Contractions in float32 whose samples are computed again in float64 where two large numbers cancelled.
 
-LEAST_SHARE = 1e-2
+MIN_SHARE = 1e-2
 """Share of the diagonal's part that must be left: below it float32 has lost too many digits."""
 
-_MAX_PARTS = 1000  # of more samples, all are repeated where a quarter is imprecise
+_MIN_REPEATED = 1000  # of more samples, all are repeated where a quarter is imprecise
 
 
 class Contracted(NamedTuple):
@@ -132,7 +132,7 @@ def precise_values(layers: Sequence[Checked]) -> list[Tensor]:
     for value, imprecise, repeat in layers:
         which: list[int] = [] if imprecise is None else next(flags).nonzero().flatten().tolist()
         if imprecise is not None and (
-            len(which) == len(imprecise) or 4 * len(which) > len(imprecise) > _MAX_PARTS
+            len(which) == len(imprecise) or 4 * len(which) > len(imprecise) > _MIN_REPEATED
         ):
             value = repeat(slice(0, len(imprecise)))
         else:
@@ -437,7 +437,7 @@ class _LayerOfBlock(Covariance):
 # * more positions (weight sharing): ``J`` is formed for a few rows of a few samples at a time and summed away. Bases
 #   turn the activations and output gradients beforehand, not ``J``.
 
-_CACHED = (
+_CACHE_BYTES = (
     2**20
 )  # bytes of the products of many rows that are computed at once: they stay in a processor's cache
 
@@ -662,7 +662,7 @@ class Independent(Covariance):
 
     def _column_parts(self, columns: Tensor, numbers: int) -> Iterator[slice]:
         """Slices of the columns, with so many numbers for each."""
-        limit = min(self.limit, _CACHED) if columns.device.type == "cpu" else self.limit
+        limit = min(self.limit, _CACHE_BYTES) if columns.device.type == "cpu" else self.limit
         return chunks(columns.shape[1], numbers, columns.element_size(), limit)
 
     def output_product(self, activations: Tensor) -> Callable[[Tensor], Tensor]:
@@ -738,7 +738,7 @@ class Variances(Diagonal):
         return -log_sum(self.variances)
 
 
-_ROTATED = 8  # rotated activations may take this many times the memory limit of one temporary
+_ROTATED_LIMITS = 8  # rotated activations may take this many times the memory limit of one temporary
 
 
 class Kronecker(Independent):
@@ -767,6 +767,10 @@ class Kronecker(Independent):
         return self._output_basis @ (normals * self.roots()) @ self._input_basis.transpose(-1, -2)
 
     def variance(self) -> Tensor:
+        return self._variances
+
+    @cached_property
+    def _variances(self) -> Tensor:
         inner = self._output_basis.square() @ self.weights()
         return inner @ self._input_basis.square().transpose(-1, -2)
 
@@ -813,7 +817,7 @@ class Kronecker(Independent):
         """
         samples = gradients.shape[0]
         numbers = activations.positions * self.bases[0][..., 0].numel() * gradients.element_size()
-        step = samples if mode == "joint" else max(1, _ROTATED * self.limit // numbers)
+        step = samples if mode == "joint" else max(1, _ROTATED_LIMITS * self.limit // numbers)
         parts: list[Contracted] = []
         for start in range(0, samples, step):
             part = slice(start, start + step)

@@ -24,12 +24,12 @@ from posthoc_uq.posteriors.posterior import Posterior
 from posthoc_uq.posteriors.search import SearchBar, Trial, Trials, search_decades
 from posthoc_uq.posteriors.settings import LayerPriors
 
-_START = (-4.0, 6.0)  # decades of the prior precision that are searched first
-_LIMITS = (-10.0, 12.0)  # decades beyond which the search gives up
+_START_DECADES = (-4.0, 6.0)  # decades of the prior precision that are searched first
+_LIMIT_DECADES = (-10.0, 12.0)  # decades beyond which the search gives up
 _NOISE_START, _NOISE_LIMITS = (-2.0, 2.0), (-6.0, 6.0)  # the same for the noise scale
-_EDGE = 0.02  # decades from a limit at which a prior precision is at the edge
-_USUAL = 16  # evaluations of a search, for what a bar shows
-_BUDGETS = 2  # what blocks keep between evaluations may take so many memory budgets
+_EDGE_DECADES = 0.02  # decades from a limit at which a prior precision is at the edge
+_USUAL_EVALUATIONS = 16  # evaluations of a search, for what a bar shows
+_KEPT_BUDGETS = 2  # what blocks keep between evaluations may take so many memory budgets
 
 
 def maximise_evidence(
@@ -71,8 +71,10 @@ class _EvidenceSearch:
         self._posterior, self._per_layer = posterior, per_layer
         # Where every block is one layer, the evidence is a sum over layers, and each has a search of its own.
         self._apart = per_layer and all(block in posterior.layers for block in posterior.blocks)
-        whole = (_USUAL, len(posterior.blocks))
-        searches = [(_USUAL, 1)] * len(posterior.layers) if self._apart else [whole] * (1 + per_layer)
+        whole = (_USUAL_EVALUATIONS, len(posterior.blocks))
+        searches = (
+            [(_USUAL_EVALUATIONS, 1)] * len(posterior.layers) if self._apart else [whole] * (1 + per_layer)
+        )
         several = noise or (per_layer and len(searches) > 1)
         self.trials = Trials(
             "evidence", ("prior_precision", "noise_scale") if noise else ("prior_precision",), several=several
@@ -131,7 +133,7 @@ class _EvidenceSearch:
             self.trials.trials.append(Trial(replace(posterior.settings, prior_precision=tried), -value))
             return value
 
-        tau, edge = search_decades(objective, _START, _LIMITS)
+        tau, edge = search_decades(objective, _START_DECADES, _LIMIT_DECADES)
         if failure is not None and objective(tau) == float("inf"):
             raise NonFiniteError(
                 "No prior precision gives a precision matrix that can be factorised; rescale the targets or inputs "
@@ -162,12 +164,12 @@ class _EvidenceSearch:
             np.full(len(names), np.log10(common)),
             jac=True,
             method="L-BFGS-B",
-            bounds=[_LIMITS] * len(names),
+            bounds=[_LIMIT_DECADES] * len(names),
             options={"maxiter": 100},
         )
         found = dict(zip(names, map(float, result.x), strict=True))
         for name, decade in found.items():
-            if min(decade - _LIMITS[0], _LIMITS[1] - decade) < _EDGE:
+            if min(decade - _LIMIT_DECADES[0], _LIMIT_DECADES[1] - decade) < _EDGE_DECADES:
                 edges.append(f"prior precision of {name!r} = {10.0**decade:.3g}")
         return {name: 10.0**decade for name, decade in found.items()}
 
@@ -175,7 +177,7 @@ class _EvidenceSearch:
 @contextmanager
 def _kept_parts(posterior: Posterior) -> Generator[None]:
     """Blocks keep what no setting changes, as many of them as memory allows."""
-    left = _BUDGETS * TEMPORARY_BYTES
+    left = _KEPT_BUDGETS * TEMPORARY_BYTES
     with ExitStack() as stack:
         for block in posterior.blocks.values():
             needed = block.kept_bytes()

@@ -42,7 +42,7 @@ from posthoc_uq.posteriors.block import (
     reached,
 )
 from posthoc_uq.posteriors.covariance import (
-    LEAST_SHARE,
+    MIN_SHARE,
     Checked,
     Contracted,
     Covariance,
@@ -57,10 +57,10 @@ from posthoc_uq.posteriors.covariance import (
 
 Correction = Literal["rescale", "clamp", "none"]
 
-_STIFF = 1e4  # largest entry of I + M from which on draws are made in float64
+_MIN_STIFF = 1e4  # largest entry of I + M from which on draws are made in float64
 _MAX_PRODUCT = 400  # directions up to which a product with R^-1 is 2 to 5 times faster than a solve
 _ROOT_BLOCKS = 4  # of rows of a triangular root, of which each leaves out the columns that are 0
-_ROWS_PER_INPUT = (
+_MIN_ROWS_PER_INPUT = (
     4  # with more rows than this for each of a layer's inputs, covariances are formed for the variances
 )
 _MAX_NUMBERS = 2**24  # of these covariances
@@ -146,7 +146,7 @@ class LowRankDiagonal(Independent):
         # (I - W K W^T)(I - W K W^T)^T = (I + W W^T)^-1. Rounding errors of W^T e are relative to the stiffest
         # direction and reach all others, so that stiff layers are drawn in float64.
         diagonal = self._root.diagonal(dim1=-2, dim2=-1)
-        stiff = diagonal.numel() > 0 and float(diagonal.max()) ** 2 > _STIFF
+        stiff = diagonal.numel() > 0 and float(diagonal.max()) ** 2 > _MIN_STIFF
         wide = as_double(normals) if stiff else normals
         half = self._inverse.to(wide).sqrt()
         columns = self._columns(self._project(half * wide))
@@ -199,6 +199,10 @@ class LowRankDiagonal(Independent):
         return torch.cat(roots, dim=1)
 
     def variance(self) -> Tensor:
+        return self._variances
+
+    @cached_property
+    def _variances(self) -> Tensor:
         inverse, roots = as_double(self._inverse), self.row_roots
         variances, basis, scaled = inverse.clone(), as_double(self._input_basis), self._scaled(inverse)
         step = max(1, CHUNK // max(1, scaled.shape[0] * scaled.shape[2] * basis.shape[-1]))
@@ -229,6 +233,12 @@ class LowRankDiagonal(Independent):
     def marginal(self) -> Tensor:
         """The weights' variances in the activations' precision."""
         return self.variance().to(self.dtype)
+
+    @cached_property
+    def _wide(self) -> tuple[Tensor, Tensor]:
+        """``w`` and ``s w`` in float64."""
+        weights = as_double(self.wide_weights)
+        return weights, self._scaled(weights)
 
     @cached_property
     def narrow_reduction(self) -> Tensor:
@@ -292,7 +302,7 @@ class LowRankDiagonal(Independent):
             left, whole = (t.diagonal(dim1=1, dim2=2) for t in (value, diagonal))
         else:
             left, whole = value, diagonal
-        return Checked(value, (left < LEAST_SHARE * whole).any(dim=1), lambda part: work(part, True).value)
+        return Checked(value, (left < MIN_SHARE * whole).any(dim=1), lambda part: work(part, True).value)
 
     def _pairs_are_cheaper(self, positions: int, functions: int, mode: Mode, width: int = 0) -> bool:
         return super()._pairs_are_cheaper(positions, functions, mode, self.width)
@@ -398,12 +408,11 @@ class LowRankDiagonal(Independent):
 
     def _certain_variance(self, inputs: Tensor, double: bool) -> Contracted:
         """Variances of outputs ``(rows, G, m)`` for certain inputs ``(rows, G, n)``."""
-        weights = self.weight_rows(slice(None), double)
+        weights, shrunk = self._wide if double else (self.narrow_weights, self._scaled(self.narrow_weights))
         inputs = as_double(inputs) if double else inputs
         diagonal = as_double(torch.einsum("goi,rgi->rgo", weights, inputs.square()))
         if not self.width:
             return Contracted(diagonal, diagonal)
-        shrunk = self._scaled(weights)
         directions = as_double(self._directions(inputs.unsqueeze(2), shrunk)[:, :, 0])  # (rows, G, a, m)
         reduction = torch.matmul(self.row_roots.to(directions), directions.permute(1, 3, 2, 0))
         return Contracted(diagonal - reduction.square().sum(2).permute(2, 0, 1), diagonal)
@@ -412,7 +421,7 @@ class LowRankDiagonal(Independent):
         outputs, inputs = self.wide_weights.shape[1:]
         if not self.width:
             return super().variances_of(activations)
-        if len(activations) > _ROWS_PER_INPUT * inputs and outputs * inputs**2 <= _MAX_NUMBERS:
+        if len(activations) > _MIN_ROWS_PER_INPUT * inputs and outputs * inputs**2 <= _MAX_NUMBERS:
             return self._of_many(activations.T).T
 
         def of_rows(rows: Tensor) -> Tensor:
@@ -437,7 +446,7 @@ class LowRankDiagonal(Independent):
         for part in self._column_parts(columns, len(self.subtracted_rows)):
             chunk, found = columns[:, part], result[:, part]
             torch.mm(self.square_weights[0], chunk.square(), out=found)
-            least = LEAST_SHARE * found
+            least = MIN_SHARE * found
             found -= _sums_of_squares(self.subtracted_rows @ chunk, len(found))
             short[part] = (found < least).any(0)
         again = short.nonzero().flatten()

@@ -184,6 +184,17 @@ class EigenvalueCorrectedBlock(_EigenbasisBlock):
 LARGEST_BYTES = 4 * 2**30  # the most that the Fisher may take in float64
 
 
+def _dense(fisher: Tensor, scale: float | Tensor, prior: Tensor) -> Dense:
+    """The covariance for a Fisher ``(weights, weights)`` and prior precisions ``(weights,)``."""
+    wide = as_double(fisher)
+    own = prior.to(wide.device).diag()
+    try:
+        root = cholesky(scale * wide + own)
+    except NonFiniteError:  # rounding of the summed Fisher left an eigenvalue below -prior_precision
+        root = cholesky(scale * positive_part(wide) + own)
+    return Dense(root[None, None], fisher)
+
+
 @dataclass(eq=False, repr=False)
 class DenseBlock(Block):
     """Keeps the Fisher ``(parameters, parameters)`` of all layers together."""
@@ -196,14 +207,8 @@ class DenseBlock(Block):
     fisher: Annotated[Tensor, Stored(WEIGHTS, WEIGHTS, max_numbers=LARGEST_BYTES // 8, symmetric=True)]
 
     def covariance(self, settings: Settings) -> Dense:
-        fisher = as_double(self.fisher)
-        prior = host_double(settings.prior_precision).to(fisher.device)
-        prior = prior.expand(1, 1, fisher.shape[0]).flatten()
-        try:
-            root = cholesky(settings.scale * fisher + prior.diag())
-        except NonFiniteError:  # rounding of the summed Fisher left an eigenvalue below -prior_precision
-            root = cholesky(settings.scale * positive_part(fisher) + prior.diag())
-        return Dense(root[None, None], self.fisher)
+        prior = host_double(settings.prior_precision).expand(1, 1, len(self.fisher)).flatten()
+        return _dense(self.fisher, settings.scale, prior)
 
     def largest_value(self, settings: Settings) -> float:
         return reached(settings, largest_of(self.fisher))
@@ -290,16 +295,9 @@ class SubnetworkBlock(Block):
         return unpacked(self.kept, self.weights).nonzero().flatten()
 
     def covariance(self, settings: Settings) -> Subnetwork:
-        fisher = as_double(self.fisher)
         prior = host_double(settings.prior_precision).expand(1, 1, self.weights).flatten()
-        own = prior[self.index.cpu()].to(fisher.device).diag()
-        try:
-            root = cholesky(settings.scale * fisher + own)
-        except (
-            NonFiniteError
-        ):  # as for the dense posterior: rounding left an eigenvalue below -prior_precision
-            root = cholesky(settings.scale * positive_part(fisher) + own)
-        return Subnetwork(Dense(root[None, None], self.fisher), self.index, self.weights)
+        chosen = _dense(self.fisher, settings.scale, prior[self.index.cpu()])
+        return Subnetwork(chosen, self.index, self.weights)
 
     @classmethod
     def specs(cls, shape: Shape, attributes: Mapping[str, Any]) -> dict[str, TensorSpec]:

@@ -11,7 +11,7 @@ from typing import Any, Generic, TypeVar, cast
 import torch
 from torch import Tensor, nn
 
-from posthoc_uq.core.devices import KEPT_BYTES, TEMPORARY_BYTES, as_double, host_double
+from posthoc_uq.core.devices import KEPT_BYTES, as_double, host_double
 from posthoc_uq.core.errors import PosthocUQError
 from posthoc_uq.core.options import Count, check_option, shown
 from posthoc_uq.core.randomness import mixed_seed
@@ -489,30 +489,6 @@ class Posterior(Adjustable):
             total = part if total is None else total + part
         assert total is not None
         return total
-
-    def output_variance(self, layer: str, mean: Tensor, variance: Tensor | None = None) -> Tensor:
-        """Variance that one layer's weights give to its outputs ``W x``, for inputs of given mean and
-        variance.
-
-        Args:
-            layer: its name.
-            mean: input means ``(rows, inputs)``, or ``(rows, groups, inputs)``; without the bias column,
-                which is added.
-            variance: input variances of the same shape; None for certain inputs.
-
-        Returns:
-            ``(rows, outputs)``, or ``(rows, groups, outputs)``.
-        """
-        spec = self.layers[layer]
-        grouped = mean.ndim == 3
-        means = mean if grouped else mean.unsqueeze(1)
-        spread = None if variance is None else variance.reshape(means.shape)
-        if spec.bias is not None:
-            means = torch.nn.functional.pad(means, (0, 1), value=1.0)
-            spread = None if spread is None else torch.nn.functional.pad(spread, (0, 1))
-        covariance = self.of_layer(layer).prepared(means.dtype, means.device, TEMPORARY_BYTES)
-        variances = covariance.output_variance(means, spread)
-        return variances if grouped else variances.squeeze(1)
 
     def of_layer(self, layer: str) -> Covariance:
         """The covariance of one layer's weights, for its own outputs; kept for the next use while memory allows.

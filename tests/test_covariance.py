@@ -1,0 +1,173 @@
+"""Every covariance of weights, as an operator, against a dense matrix in float64 written from the definition."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import pytest
+import torch
+from posterior_helpers import SCALE, TAU, build, dense_fisher, random_gradients, statistics
+from torch import Tensor
+
+from posthoc_uq.layers.layer import Layer
+from posthoc_uq.layers.operands import Rows
+from posthoc_uq.posteriors import Covariance, MeanFieldBlock, Settings, SubnetworkBlock
+from posthoc_uq.posteriors.covariance import LayerRows, Mode, precise_values
+from posthoc_uq.posteriors.variational import packed
+
+OUTPUTS, INPUTS, SAMPLES, FUNCTIONS = 4, 5, 3, 2
+DOUBLE = torch.float64
+OMEGA = 0.7
+CLOSE = {"rtol": 1e-8, "atol": 1e-11}
+
+
+class Hidden(Covariance):
+    """One that is known by its quadratic forms alone."""
+
+    def __init__(self, inner: Covariance) -> None:
+        self._inner = inner
+
+    def quadratic(self, jacobians: Tensor) -> Tensor:
+        return self._inner.quadratic(jacobians)
+
+
+def of_block(kind: str, groups: int) -> tuple[Covariance, Tensor]:
+    """A covariance, and the dense matrix ``(weights, weights)``."""
+    stats = statistics(random_gradients(groups, OUTPUTS, INPUTS))
+    settings = Settings(SCALE, TAU, OMEGA)
+    weights = groups * OUTPUTS * INPUTS
+    if kind == "mean_field":
+        variances = stats["d"] + 0.1
+        block = MeanFieldBlock(variances, 10)
+        return block.covariance(Settings(20.0, 1.0)), (variances / 2).flatten().diag()
+    if kind == "subnetwork":
+        chosen = torch.arange(weights) % 3 == 0
+        fisher = torch.block_diag(*stats["fisher"])[chosen][:, chosen]
+        sigma = torch.zeros(weights, weights, dtype=DOUBLE)
+        places = chosen.nonzero().flatten()
+        sigma[places.unsqueeze(1), places] = torch.linalg.inv(
+            SCALE * fisher + TAU * torch.eye(len(fisher), dtype=DOUBLE)
+        )
+        return SubnetworkBlock(fisher, packed(chosen), weights).covariance(settings), sigma
+    name, *choices = kind.split()
+    correction, rank = choices or ("rescale", 12)
+    block = build(name, stats, int(rank), correction)
+    fisher = torch.block_diag(*dense_fisher(name, block, stats, OMEGA))
+    sigma = torch.linalg.inv(SCALE * fisher + TAU * torch.eye(weights, dtype=DOUBLE))
+    return block.covariance(settings), sigma
+
+
+CASES: dict[str, Callable[[int], tuple[Covariance, Tensor]]] = {
+    kind: lambda groups, kind=kind: of_block(kind, groups)
+    for kind in (
+        "diagonal",
+        "kfac",
+        "efb",
+        "inf rescale 1",
+        "inf rescale 12",
+        "inf clamp 12",
+        "inf none 12",
+        "inf rescale 126",
+        "dense",
+        "mean_field",
+        "subnetwork",
+    )
+}
+
+
+def hidden(groups: int) -> tuple[Covariance, Tensor]:
+    covariance, sigma = of_block("efb", groups)
+    return Hidden(covariance), sigma
+
+
+CASES["quadratic forms"] = hidden
+
+
+def made(case: str, groups: int) -> tuple[Covariance, Tensor, Layer, tuple[int, int, int]]:
+    """A covariance ready for float64, the dense matrix, the layer, and the shape of the block."""
+    covariance, sigma = CASES[case](groups)
+    layer = Layer("layer", "conv2d", "w", None, groups, OUTPUTS, INPUTS, (groups * OUTPUTS, INPUTS, 1, 1))
+    whole = (1, 1, layer.parameters) if case in ("dense", "subnetwork") else layer.matrix_shape
+    return covariance.prepared(DOUBLE, torch.device("cpu"), 2000), sigma, layer, whole
+
+
+def normals(*shape: int, seed: int = 0) -> Tensor:
+    return torch.randn(*shape, dtype=DOUBLE, generator=torch.Generator().manual_seed(seed))
+
+
+@pytest.mark.parametrize("groups", [1, 2])
+@pytest.mark.parametrize("case", CASES)
+def test_numbers_of_the_weights(case: str, groups: int) -> None:
+    covariance, sigma, layer, whole = made(case, groups)
+    jacobians = normals(6, *whole)
+    expected = jacobians.flatten(1) @ sigma @ jacobians.flatten(1).T
+    torch.testing.assert_close(covariance.quadratic(jacobians), expected, **CLOSE)
+    whitened = covariance.whiten(jacobians)
+    torch.testing.assert_close(whitened @ whitened.T, expected, **CLOSE)
+    if case == "quadratic forms":
+        return
+    torch.testing.assert_close(covariance.variance().flatten(), sigma.diagonal(), **CLOSE)
+    drawn = covariance.transform(torch.eye(layer.parameters, dtype=DOUBLE).reshape(-1, *whole)).flatten(1)
+    torch.testing.assert_close(drawn.T @ drawn, sigma, **CLOSE)
+    uncertain = sigma.diagonal() > 0
+    expected = -torch.logdet(sigma[uncertain][:, uncertain])
+    torch.testing.assert_close(covariance.log_determinant(), expected, **CLOSE)
+
+
+@pytest.mark.parametrize("mode", ["variance", "covariance", "joint"])
+@pytest.mark.parametrize("positions", [1, 2, 40])
+@pytest.mark.parametrize("groups", [1, 2])
+@pytest.mark.parametrize("case", CASES)
+def test_contractions_of_jacobians(case: str, groups: int, positions: int, mode: Mode) -> None:
+    """Of one position, by pairs of a few, and by the Jacobian of many; and beside a prior."""
+    covariance, sigma, layer, _ = made(case, groups)
+    activations = normals(SAMPLES, groups, positions, INPUTS, seed=1)
+    gradients = normals(SAMPLES, groups, FUNCTIONS, OUTPUTS, positions, seed=2)
+    jacobian = torch.einsum("sgkot,sgti->skgoi", gradients, activations).flatten(2)
+    rows = {"layer": LayerRows(Rows(activations), gradients)}
+    (found,) = precise_values([covariance.contract([layer], rows, mode)])
+    pairs = torch.einsum("skp,pq,tlq->sktl", jacobian, sigma, jacobian)
+    own = torch.stack([pairs[s, :, s] for s in range(SAMPLES)])
+    expected = {
+        "variance": own.diagonal(dim1=1, dim2=2),
+        "covariance": own,
+        "joint": pairs.reshape(SAMPLES * FUNCTIONS, -1),
+    }
+    torch.testing.assert_close(found, expected[mode], **CLOSE)
+    if mode == "variance":
+        sums = covariance.against_prior([layer], rows, {"layer": 3.0}, False)
+        torch.testing.assert_close(sums[0], expected[mode].sum(1), **CLOSE)
+        torch.testing.assert_close(sums[1], 3 * jacobian.square().sum((1, 2)), **CLOSE)
+
+
+@pytest.mark.parametrize("groups", [1, 2])
+@pytest.mark.parametrize("case", [case for case in CASES if case not in ("subnetwork", "quadratic forms")])
+def test_variances_of_a_layers_outputs(case: str, groups: int) -> None:
+    covariance, sigma, layer, whole = made(case, groups)
+    of_layer = covariance.of_layer(0, layer.matrix_shape, whole).prepared(DOUBLE, torch.device("cpu"), 2000)
+    mean, variance = normals(7, groups, INPUTS), normals(7, groups, INPUTS, seed=3).square()
+    square = sigma.reshape(*layer.matrix_shape, *layer.matrix_shape)
+    own = torch.einsum("goigoj->goij", square)
+    by_mean = torch.einsum("rgi,goij,rgj->rgo", mean, own, mean)
+    torch.testing.assert_close(of_layer.output_variance(mean), by_mean, **CLOSE)
+    by_both = by_mean + torch.einsum("goii,rgi->rgo", own, variance)
+    torch.testing.assert_close(of_layer.output_variance(mean, variance), by_both, **CLOSE)
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_covariances_of_a_layers_outputs(case: str) -> None:
+    covariance, sigma, layer, whole = made(case, 1)
+    of_layer = covariance.of_layer(0, layer.matrix_shape, whole).prepared(DOUBLE, torch.device("cpu"), 2000)
+    mean, root = normals(30, INPUTS), normals(30, INPUTS, INPUTS, seed=3)
+    square = sigma.reshape(OUTPUTS, INPUTS, OUTPUTS, INPUTS)
+    pairs = torch.einsum("ri,oipj,tj->rotp", mean, square, mean)
+    own = torch.stack([pairs[r, :, r] for r in range(30)])
+    torch.testing.assert_close(of_layer.output_covariance(mean), own, **CLOSE)
+    torch.testing.assert_close(of_layer.output_covariance(mean, joint=True), pairs.reshape(30 * OUTPUTS, -1))
+    torch.testing.assert_close(of_layer.variances_of(mean), own.diagonal(dim1=1, dim2=2), **CLOSE)
+    columns = normals(30, OUTPUTS, 2, seed=4)
+    torch.testing.assert_close(of_layer.output_product(mean)(columns), own @ columns, **CLOSE)
+    if case not in ("subnetwork", "quadratic forms"):
+        inputs = root @ root.mT
+        expected = own + torch.einsum("oipj,rij->rop", square, inputs)
+        torch.testing.assert_close(of_layer.output_covariance(mean, inputs), expected, **CLOSE)
