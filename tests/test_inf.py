@@ -147,7 +147,7 @@ def test_share_of_the_rank():
     assert kept_entries(1e9, (1, 10, 20)) == 200
     for wrong in (0, -1, 2.5, True):
         with pytest.raises(PosthocUQError, match="rank"):
-            kept_entries(wrong, (1, 10, 20))
+            uq.INF(rank=wrong)
 
 
 def test_groups_share_the_rank():
