@@ -171,30 +171,6 @@ def test_many_sets_and_priors_of_their_own(sets: int) -> None:
         assert float(found.mean_part[index]) == pytest.approx(float(parts), rel=1e-8)
 
 
-@pytest.mark.parametrize(("points", "offset"), [(5, False), (10, True)])
-def test_what_the_noise_does_beyond_the_rank(points: int, offset: bool) -> None:
-    """With more points than dimensions the covariance part stays, and a mean outside costs d^2 / 2 noise."""
-    generator = torch.Generator().manual_seed(0)
-    features = torch.randn(points, 2, generator=generator, dtype=F64)
-    prior = last_layer_covariance(features, torch.ones(1, 2, dtype=F64), torch.ones(1, dtype=F64))
-    shift = (
-        0.01 * torch.randn(1, points, generator=generator, dtype=F64)
-        if offset
-        else torch.zeros(1, points, dtype=F64)
-    )
-    expected = 3 / 2 * (0.05 - 1 - np.log(0.05))  # of the three dimensions there are
-    for noise in (1e-6, 1e-4):
-        found = gaussian_kl(shift, 0.05 * prior, torch.zeros_like(shift), prior, noise)
-        # What the noise adds to 0.05 C_p is not 0.05 of what it adds to C_p: the loss is of the noise's own size.
-        assert float(found.covariance_part) == pytest.approx(expected, abs=20 * noise)
-        if offset:
-            columns = torch.cat([features, torch.ones(points, 1, dtype=F64)], 1)
-            outside = shift[0] - columns @ torch.linalg.lstsq(columns, shift[0][:, None]).solution[:, 0]
-            assert float(found.mean_part) == pytest.approx(
-                float(outside.square().sum()) / 2 / noise, rel=0.05
-            )
-
-
 def test_noise_grows_until_there_is_a_factor() -> None:
     ones = torch.ones(1, 20, 20, dtype=F64)
     indefinite = ones - 3e-5 * torch.eye(20, dtype=F64)  # not positive definite at 1e-6 nor 1e-5
@@ -502,7 +478,7 @@ def test_outputs_that_no_layer_gives_are_refused() -> None:
 # The diagnostic of any posterior
 
 
-@pytest.mark.parametrize("method", ["diag", "kfac", "inf", "full"])
+@pytest.mark.parametrize("method", ["diag", "full"])
 @pytest.mark.parametrize("prior_mean", ["zero", "pretrained"])
 def test_diagnostic_against_dense_jacobians(method: str, prior_mean: str) -> None:
     net, y = random_net(2, 2, 2), torch.tensor([0, 1, 0])
@@ -944,16 +920,6 @@ def test_more_noise_than_was_asked_for_is_said_once() -> None:
     assert sum("no Cholesky factor" in str(one.message) for one in caught) == 1
 
 
-def test_advice_for_a_mean_that_predicts_worse() -> None:
-    model = net(2)
-    right = [(x, model(x).detach()) for x, _ in batches()]
-    wrong = [(x, y + 3) for x, y in right]
-    settings: dict[str, Any] = {"likelihood": "regression", "noise_variance": 0.05}
-    posterior = fitted(model, loader=wrong, lr=0.05, epochs=20, **settings)
-    with pytest.warns(UserWarning, match=r"worse than the model's own.*train_mean=False"):
-        uq.tune(posterior, right, parameters=("scale",), progress=False)
-
-
 def regression_data(samples: int = 200) -> list[tuple[Tensor, Tensor]]:
     generator = torch.Generator().manual_seed(0)
     x = torch.randn(samples, 2, generator=generator)
@@ -963,7 +929,8 @@ def regression_data(samples: int = 200) -> list[tuple[Tensor, Tensor]]:
     return list(zip(x.split(20), y.split(20), strict=True))
 
 
-def test_noise_is_given_estimated_or_learned() -> None:
+def test_the_noise_can_be_learned() -> None:
+    """From ten times too much it comes close to the residuals' variance, output by output."""
     with torch.random.fork_rng():
         torch.manual_seed(0)
         model = nn.Sequential(nn.Linear(2, 2)).eval()
@@ -971,18 +938,10 @@ def test_noise_is_given_estimated_or_learned() -> None:
         model[0].weight.copy_(torch.eye(2))
         model[0].bias.zero_()
     data = regression_data()
-    settings: dict[str, Any] = {"loader": data, "likelihood": "regression", "n_context": 3}
-    residuals = torch.cat([model(x) - y for x, y in data]).square().mean(0)
-    given = fitted(model, noise_variance=0.7, **settings)
-    assert given.noise_variance.tolist() == [0.7]
-    estimated = fitted(model, **settings)
-    torch.testing.assert_close(estimated.noise_variance.float(), residuals.detach())
-    assert "mean squared residual" in estimated.history.tuning["noise variance"]
-    # From ten times too much, learning comes close to the residuals' variance, output by output.
-    learned = fitted(
-        model, noise_variance=residuals * 10, learn_noise=True, epochs=20, layers="last", **settings
-    )
-    torch.testing.assert_close(learned.noise_variance.float(), residuals.detach(), rtol=0.3, atol=0)
+    residuals = torch.cat([model(x) - y for x, y in data]).square().mean(0).detach()
+    settings: dict[str, Any] = {"loader": data, "likelihood": "regression", "n_context": 3, "epochs": 20}
+    learned = fitted(model, noise_variance=residuals * 10, learn_noise=True, layers="last", **settings)
+    torch.testing.assert_close(learned.noise_variance.float(), residuals, rtol=0.3, atol=0)
     assert learned.history.tuning["noise variance"] == "learned with the posterior"
     before = learned.variance()
     learned.noise_scale = 4.0  # of the predictive alone
@@ -1024,27 +983,17 @@ def test_uncertainty_grows_where_the_context_is() -> None:
     assert torch.equal(head(x).probs.argmax(1), model(x).argmax(1))
 
 
-@pytest.mark.parametrize("name", ["resnet18", "vit_tiny"])
-def test_real_architectures(name: str) -> None:
-    torch.manual_seed(0)
-    if name == "resnet18":
-        import torchvision
+def test_a_vision_transformer() -> None:
+    import timm
 
-        model = torchvision.models.resnet18(num_classes=5)
-    else:
-        import timm
-
-        model = timm.create_model("vit_tiny_patch16_224", img_size=32, num_classes=5)
-    model.eval()
-    generator = torch.Generator().manual_seed(1)
-    x = torch.randn(4, 3, 32, 32, generator=generator)
+    with torch.random.fork_rng():
+        torch.manual_seed(0)
+        model = timm.create_model("vit_tiny_patch16_224", img_size=32, num_classes=5).eval()
+    x = torch.randn(4, 3, 32, 32, generator=torch.Generator().manual_seed(1))
     data = [(x[:2], torch.tensor([0, 1])), (x[2:], torch.tensor([2, 3]))]
-    posterior = fitted(
-        model, loader=data, epochs=1, n_context=4, divergence=None
-    )  # the search takes a minute
+    posterior = fitted(model, loader=data, epochs=1, n_context=4, divergence=None)
     assert all(bool(torch.isfinite(v).all()) for v in posterior.variance().values())
-    moved = [n for n, m in posterior.mean.items() if not torch.equal(m, posterior.original[n])]
-    assert len(moved) == len(posterior.mean)
+    assert all(not torch.equal(mean, posterior.original[n]) for n, mean in posterior.mean.items())
     assert bool(torch.isfinite(uq.wrap(model, posterior, n_samples=2)(x).probs).all())
 
 

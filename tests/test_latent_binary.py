@@ -17,7 +17,6 @@ from torch.func import functional_call
 import posthoc_uq as uq
 from posthoc_uq.core.batches import Batch
 from posthoc_uq.core.devices import DeferredChecks
-from posthoc_uq.layers.calls import AffineCall
 from posthoc_uq.layers.layer import describe
 from posthoc_uq.likelihoods import Categorical
 from posthoc_uq.methods import latent_binary
@@ -89,22 +88,12 @@ def test_moments_of_a_linear_layer(z: Tensor | None, means: Any, variances: Any)
     close(outputs.var(0), variances, digits=0.006)
 
 
-def test_local_reparametrisation_draws_from_these_moments() -> None:
-    layer, generator = linear_layer(), torch.Generator().manual_seed(0)
-    draw = layer.draw(generator)
-    inputs = O.expand(100_000, 3)
-    call = AffineCall("linear", inputs, MU, MU, BIAS, False)
-    outputs = layer.outputs(call, draw, generator).detach()
-    close(outputs.mean(0), (0.615, -0.471), digits=0.009)
-    close(outputs.var(0), (0.275075, 0.305922), digits=0.007)
-
-
 @pytest.mark.parametrize(
     ("z", "prior", "total"),
     [
         (None, SlabPrior(0.1), 10.034440),
         (Z, SlabPrior(0.1), 10.106290),
-        (Z, SlabPrior(0.25, 0.1, 0.5), 7.018003),
+        (Z, SlabPrior(0.25, 0.5), 7.399483),
     ],
     ids=["L3", "L4", "L5"],
 )
@@ -114,7 +103,7 @@ def test_divergence_of_the_weights(z: Tensor | None, prior: SlabPrior, total: fl
     count, generator = 100_000, torch.Generator().manual_seed(1)
     on = torch.rand(count, 2, 3, generator=generator, dtype=torch.float64) < ALPHA
     slab = torch.distributions.Normal(MU * (1.0 if z is None else z), SIGMA)
-    wanted = torch.distributions.Normal(prior.mean, prior.deviation)
+    wanted = torch.distributions.Normal(0.0, prior.deviation)
     with torch.random.fork_rng():
         torch.manual_seed(2)
         weights = slab.sample((count,))
@@ -131,10 +120,10 @@ def test_divergence_of_the_biases() -> None:
 
 
 def test_no_divergence_where_the_posterior_is_the_prior() -> None:
-    prior = SlabPrior(0.3, 0.2, 0.7)
+    prior = SlabPrior(0.3, 0.7)
     same = torch.full((4, 5), 1.0, dtype=torch.float64)
     logs, logits = same * 2 * torch.log(wide(0.7)), same * torch.logit(wide(0.3))
-    close(SpikeMoments.apply(0.2 * same, logs, logits, None, prior)[2], 0.0, digits=1e-12)
+    close(SpikeMoments.apply(0.0 * same, logs, logits, None, prior)[2], 0.0, digits=1e-12)
 
 
 @pytest.mark.parametrize("axis", [0, 1])
@@ -146,7 +135,7 @@ def test_gradients_of_moments_and_divergence(axis: int, monkeypatch: pytest.Monk
     arguments = [t.clone().requires_grad_() for t in (MU, 2 * SIGMA.log(), logits, z)]
 
     def run(*tensors: Tensor) -> tuple[Tensor, ...]:
-        return SpikeMoments.apply(*tensors, SlabPrior(0.25, 0.1, 0.5))[:3]  # type: ignore[no-any-return]
+        return SpikeMoments.apply(*tensors, SlabPrior(0.25, 0.5))[:3]  # type: ignore[no-any-return]
 
     for piece in (latent_binary._PIECE, 3):
         monkeypatch.setattr(latent_binary, "_PIECE", piece)
@@ -155,7 +144,7 @@ def test_gradients_of_moments_and_divergence(axis: int, monkeypatch: pytest.Monk
         assert bool((by_logit != 0).all()) and bool(torch.isfinite(by_logit).all())
         # the same by autograd, written from the definition
         a, v, c = torch.sigmoid(arguments[2]), arguments[1].exp(), arguments[0] * arguments[3]
-        gaussian = 0.5 * (v + (c - 0.1).square()) / 0.25 - 0.5 + torch.log(wide(0.5)) - 0.5 * arguments[1]
+        gaussian = 0.5 * (v + c.square()) / 0.25 - 0.5 + torch.log(wide(0.5)) - 0.5 * arguments[1]
         total = a * (gaussian + (a / 0.25).log()) + (1 - a) * ((1 - a) / 0.75).log()
         for index, (one, other) in enumerate(
             zip(
@@ -199,17 +188,6 @@ def test_autoregressive_steps() -> None:
     second, two = gated_step(turned, *affine(turned))
     close(second, (-0.012942, -0.581982, 0.143221))
     close(one + two, -2.272132)
-
-
-def test_a_step_whose_network_is_not_autoregressive_has_another_determinant() -> None:
-    z, mix = wide(0.7, -1.1, 0.4), wide([0.3, 0.2, 0.1], [0.5, -0.4, 0.2], [-0.6, 0.1, 0.7])
-
-    def step(z: Tensor) -> Tensor:
-        return gated_step(z, mix @ z, 2 * mix.T @ z + 1)[0]
-
-    claimed = gated_step(z, mix @ z, 2 * mix.T @ z + 1)[1]
-    true = torch.linalg.slogdet(torch.autograd.functional.jacobian(step, z))[1]
-    assert abs(float(claimed - true)) > 0.1
 
 
 def test_a_coupling_step() -> None:
@@ -599,38 +577,3 @@ def test_functional_weights_and_attention_are_latent_too() -> None:
     assert len(posterior.layers) == 5
     drawn = posterior.sample(1, torch.Generator().manual_seed(0))
     assert functional_call(model, {n: t[0] for n, t in drawn.items()}, (x,)).shape == (24, 3)
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("name", ["resnet18", "vit"])
-def test_networks_of_torchvision(name: str, tmp_path: Path) -> None:
-    """Convert, train a step, save, load, predict; statistics of normalisations stay as they are."""
-    from torchvision.models import VisionTransformer, resnet18
-
-    with torch.random.fork_rng():
-        torch.manual_seed(0)
-        if name == "resnet18":
-            model: nn.Module = resnet18(num_classes=5)
-        else:
-            model = VisionTransformer(
-                image_size=32,
-                patch_size=8,
-                num_layers=2,
-                num_heads=2,
-                hidden_dim=16,
-                mlp_dim=32,
-                num_classes=5,
-            )
-            nn.init.normal_(model.heads.head.weight, std=0.1)  # torchvision begins with zeros
-    model.eval()
-    x = inputs_of(3, 32, 32, samples=4)
-    before = copy.deepcopy(model.state_dict())
-    method = uq.LatentBinary(flow=True, flow_units=4, epochs=1)
-    posterior = uq.fit(model, [(x, torch.arange(4))], method, progress=False)
-    assert all(torch.equal(tensor, before[key]) for key, tensor in model.state_dict().items())
-    assert len(posterior.layers) == (21 if name == "resnet18" else 10)
-    uq.save(posterior, tmp_path / "p.h5")
-    loaded = uq.load(tmp_path / "p.h5", model)
-    probs = uq.wrap(model, loaded, n_samples=2)(x).probs
-    assert torch.equal(probs, uq.wrap(model, posterior, n_samples=2)(x).probs)
-    torch.testing.assert_close(probs.sum(1), torch.ones(4))

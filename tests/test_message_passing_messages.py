@@ -15,6 +15,7 @@ from posthoc_uq.methods.message_passing.messages import (
     Argmax,
     Message,
     Regression,
+    Signal,
     Softargmax,
     divided,
     from_moments,
@@ -366,17 +367,6 @@ def test_t13_argmax() -> None:
     near(torch.stack([mean, (own * (x - mean) ** 2).sum()]), 0.929919, 0.307768)
 
 
-def test_threshold_is_exact() -> None:
-    for label in (0, 1):
-        before = pair([0.4], [0.9])
-        found = multiplied(before, Argmax().message(before, torch.tensor(label)))
-        sign = 2 * label - 1
-        _, mean, variance = integral_moments(
-            lambda x, s=sign: normal(x, 0.4, 0.9) * torch.special.ndtr(s * x / 0.3**0.5), -12, 12
-        )
-        near(torch.stack([found.mean, found.variance]), mean, variance)
-
-
 def test_t14_softargmax_forward() -> None:
     near(messages.softened(LOGITS.mean, LOGITS.variance), 0.464824, 1.079540, -0.288870)
     found = messages.softened(LOGITS.mean, LOGITS.variance).softmax(-1)
@@ -440,14 +430,22 @@ def test_softargmax_of_outputs_far_from_their_label(deviation: float) -> None:
         same(found.tau[0, d] + mean[0, d] / deviation**2, (mean[0, d] + shift) / spread)
 
 
-def test_a_single_logit_by_its_sigmoid() -> None:
-    before = pair([0.6], [1.4])
+@pytest.mark.parametrize("signal", [Argmax(), Softargmax()])
+def test_a_single_logit_by_quadrature(signal: Signal) -> None:
+    """By its sigmoid, or by whether it is above zero with a noise of variance 0.3: both are exact."""
+    before = pair([0.4], [0.9])
     for label in (0, 1):
-        found = multiplied(before, Softargmax().message(before, torch.tensor(label)))
-        sign = 2 * label - 1
-        _, mean, variance = integral_moments(
-            lambda x, s=sign: normal(x, 0.6, 1.4) * torch.sigmoid(s * x), -14, 14
-        )
+        found = multiplied(before, signal.message(before, torch.tensor(label)))
+
+        def density(x: Tensor, sign: int = 2 * label - 1) -> Tensor:
+            chance = (
+                torch.special.ndtr(sign * x / 0.3**0.5)
+                if isinstance(signal, Argmax)
+                else (sign * x).sigmoid()
+            )
+            return normal(x, 0.4, 0.9) * chance
+
+        _, mean, variance = integral_moments(density, -12, 12)
         near(torch.stack([found.mean, found.variance]), mean, variance)
 
 

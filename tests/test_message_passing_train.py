@@ -292,29 +292,6 @@ def test_divergence_is_seen() -> None:
 # Convolutions
 
 
-def test_a_convolution_of_one_cell_is_a_linear_layer_for_every_cell() -> None:
-    generator = torch.Generator().manual_seed(0)
-    x = torch.randn(1, 3, 4, 2, 3, generator=generator, dtype=D)
-    mean = torch.randn(1, 4, 2, generator=generator, dtype=D)
-    weights = {0: belief(mean, 0.3, 2, True), 2: belief(mean[:, :2], 0.2, 2, True)}
-    back = Message(*(torch.rand(1, 3, 2, 2, 3, generator=generator, dtype=D) for _ in range(2)))
-    one = Windows((1, 1))
-    stages: list[Stage] = [Weighted("a", 4, 2, one), Activation(0.1), Weighted("b", 2, 2, one)]
-    flat: list[Stage] = [Weighted("a", 4, 2), Activation(0.1), Weighted("b", 2, 2)]
-    image, cell = (Pass(own, weights, Memory()) for own in (stages, flat))
-    cells = x.movedim(2, -1).reshape(1, -1, 4)
-    out, rows = image.forward(x), cell.forward(cells)
-    near(out.mean.movedim(2, -1).flatten(), rows.mean, 1e-12)
-    near(out.variance.movedim(2, -1).flatten(), rows.variance, 1e-12)
-    told = image.backward(2, back)
-    flat_back = Message(*(part.movedim(2, -1).reshape(1, -1, 2) for part in back))
-    expected = cell.backward(2, flat_back)
-    assert told[0] and told[1] and expected[0] and expected[1]
-    near(told[0].tau.movedim(2, -1).flatten(), expected[0].tau, 1e-12)
-    near(told[1].weights.rho, expected[1].weights.rho, 1e-12)
-    near(told[1].bias.tau, expected[1].bias.tau.reshape(told[1].bias.tau.shape), 1e-12)
-
-
 @pytest.mark.parametrize("groups", [1, 2])
 def test_a_convolution_cell_by_cell(groups: int) -> None:
     """Stride, padding and groups, against loops over patches with the plain sum and product factors."""

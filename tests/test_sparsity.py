@@ -194,18 +194,6 @@ def test_the_median_model_draws_the_kept_weights_alone(flow: bool) -> None:
     assert posterior.history.fit == {"samples": 50, "seed": 0}  # the source stays as it was
 
 
-def test_the_certain_median_model_predicts_in_one_pass() -> None:
-    model = mlp()
-    posterior = posterior_of(model, random_chances(model))
-    predictor = uq.wrap(model, uq.sparse.median(posterior, certain=True))
-    assert predictor.n_samples == 1
-    x = inputs_of(4)
-    by_state = mlp()
-    by_state.load_state_dict(uq.sparse.state_dict(posterior))
-    with torch.no_grad():
-        torch.testing.assert_close(predictor(x).probs, by_state(x).softmax(-1))
-
-
 def test_what_was_measured_on_the_full_posterior_does_not_come_along() -> None:
     model = mlp()
     x = inputs_of(4)
@@ -408,6 +396,7 @@ def test_every_head_serves_the_median_model(flow: bool, certain: bool) -> None:
     posterior = posterior_of(model, random_chances(model), flow=flow)
     median, x = uq.sparse.median(posterior, certain=certain), inputs_of(4, dtype=torch.float64)
     masked = uq.sparse.model(model, posterior, "masked")
+    assert not certain or uq.wrap(model, median).n_samples == 1  # one pass, since all draws are the same
     for head in ("sampling", "moments", "linearized"):
         prediction = uq.wrap(model, median, head=head)(x)
         expected = masked(x).softmax(-1)

@@ -22,13 +22,13 @@ from posthoc_uq.files.snapshot import read_snapshot, write_snapshot
 from posthoc_uq.methods.checkpoint import Checkpoint
 from posthoc_uq.methods.training import (
     Group,
+    Loop,
     Objective,
     Step,
     Training,
     best_epoch,
     cosine,
     initialised,
-    train,
 )
 
 READER = BatchReader(torch.device("cpu"))
@@ -85,8 +85,8 @@ def trained(
     objective: Quadratic, loader: Any, val_loader: Any = None, checkpoint: Any = None, **given: Any
 ) -> Any:
     """The history of a training."""
-    more = {"seed": 0, "val_loader": val_loader, "checkpoint": checkpoint, "progress": False}
-    return train(objective, loader, READER, options(**given), **more)
+    more = {"seed": 0, "val_loader": val_loader, "checkpoint": checkpoint}
+    return Loop(objective, options(**given), loader, READER, **more).run(progress=False)
 
 
 def test_steps_are_those_of_the_optimiser_and_the_schedule() -> None:

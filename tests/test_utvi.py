@@ -11,7 +11,6 @@ from typing import Any
 import pytest
 import torch
 from networks import batches, cnn, inputs_of, mlp, outputs_for, steady, targets_of
-from scipy.integrate import quad
 from torch import Tensor, nn
 from torch.distributions import Normal, kl_divergence
 
@@ -98,37 +97,6 @@ def test_the_divergence_is_that_of_torch() -> None:
         gaussian_divergence(means | certain, logs, variances, {}, 2.5),
         gaussian_divergence(means, logs, variances, {}, 2.5),
     )
-
-
-@pytest.mark.parametrize("name", [name for name in LIKELIHOODS if resolve_likelihood(name).takes(1)])
-def test_the_density_of_a_prediction_by_quadrature(name: str) -> None:
-    """Exact for a regression; for logits the probit approximation, within its known error."""
-    likelihood = resolve_likelihood(name, 0.3 if name == "regression" else None)
-    mean, variance = torch.tensor([[0.7]]).double(), torch.tensor([[1.6]]).double()
-    target = likelihood.draw(mean, torch.arange(1), 0)
-
-    def integrand(f: float) -> float:
-        value = torch.tensor([[f]], dtype=torch.float64)
-        return float(
-            (likelihood.log_prob(value, target) + Normal(mean, variance.sqrt()).log_prob(value)).exp()
-        )
-
-    expected = torch.tensor(quad(integrand, -12, 12)[0]).log()
-    found = likelihood.predictive_log_prob(mean, variance, target)
-    tolerance = 1e-7 if name == "regression" else 0.01
-    assert float(found - expected) == pytest.approx(0.0, abs=tolerance)
-    draws = Likelihood.predictive_log_prob(likelihood, mean, variance, target, 4096)
-    assert float(draws - expected) == pytest.approx(0.0, abs=2e-3)
-
-
-def test_the_density_of_classes_by_draws() -> None:
-    likelihood, labels = uq.Categorical(), torch.tensor([0, 2])
-    mean = torch.tensor([[1.0, 0.0, -1.0], [0.5, 0.2, 0.1]]).double()
-    variance = torch.tensor([[1.0, 0.5, 2.0], [0.1, 0.4, 0.2]]).double()
-    found = likelihood.predictive_log_prob(mean, variance, labels)
-    assert float(found[0].exp()) == pytest.approx(0.613010, abs=1e-6)  # the spec's number
-    drawn = Likelihood.predictive_log_prob(likelihood, mean, variance, labels, 4096)
-    torch.testing.assert_close(found, drawn, rtol=0, atol=0.06)
 
 
 def test_the_loss_is_the_sum_of_its_terms() -> None:

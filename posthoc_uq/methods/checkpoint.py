@@ -173,9 +173,6 @@ def load_tensors(wanted: Mapping[str, Any], saved: Any) -> None:
         tensor.detach().copy_(value)
 
 
-# What two fits must have in common for one to go on from the checkpoint of the other, as plain values.
-
-
 def identified(values: Mapping[str, Any]) -> dict[str, str]:
     """The values of a fit's options, each as a text that is the same in another process."""
     return {name: json.dumps(as_plain(value)) for name, value in values.items()}

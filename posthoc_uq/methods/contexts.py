@@ -32,8 +32,10 @@ __all__ = [
     "UniformBox",
 ]
 
-
-# What a distribution of context points is.
+PIXELS = 100_000  # values of each channel that `Monochrome` keeps
+POOL = 10_000  # inputs that `Pool` keeps
+POOL_BYTES = 256 * 2**20  # bytes that these may take
+_MAX_PIXELS = 1024  # values of each channel of an image that are looked at
 
 
 class Context(ABC):
@@ -85,12 +87,12 @@ def single_input(batch: Batch) -> Tensor:
     return argument
 
 
-# Context points from data: the present minibatch, colours of the training images, or a pool of other inputs.
-
-PIXELS = 100_000  # values of each channel that `Monochrome` keeps
-POOL = 10_000  # inputs that `Pool` keeps
-POOL_BYTES = 256 * 2**20  # bytes that these may take
-_MAX_PIXELS = 1024  # values of each channel of an image that are looked at
+def _check_images(context: str, inputs: Tensor) -> None:
+    if inputs.ndim != 4:
+        raise PosthocUQError(
+            f"context={context!r} is for images (samples, channels, height, width), not for inputs of shape "
+            f"{tuple(inputs.shape)}; use context='uniform', a loader of inputs, or a callable (n, generator)."
+        )
 
 
 class TrainingBatch(Context):
@@ -98,12 +100,8 @@ class TrainingBatch(Context):
 
     def draw(self, n: int, batch: Batch, generator: torch.Generator) -> Tensor:
         inputs = single_input(batch)
-        order = torch.cat(
-            [
-                torch.randperm(len(inputs), generator=generator, device="cpu")
-                for _ in range(-(-n // len(inputs)))
-            ]
-        )
+        rounds = range(-(-n // len(inputs)))
+        order = torch.cat([torch.randperm(len(inputs), generator=generator, device="cpu") for _ in rounds])
         return inputs[sent(order[:n], inputs.device)]
 
 
@@ -127,19 +125,12 @@ class Monochrome(Context):
         return Monochrome(self._kept)
 
     def observe(self, inputs: Tensor, generator: torch.Generator) -> None:
-        if inputs.ndim != 4:
-            raise PosthocUQError(
-                f"context='monochrome' is for images (samples, channels, height, width), not for inputs of shape "
-                f"{tuple(inputs.shape)}; use context='uniform', a loader of inputs, or a callable (n, generator)."
-            )
+        _check_images("monochrome", inputs)
         pixels = inputs.detach().flatten(2)
         size = pixels.shape[2]
         if size > _MAX_PIXELS:
-            pixels = pixels[
-                :,
-                :,
-                torch.randint(size, (_MAX_PIXELS,), generator=generator, device="cpu").to(pixels.device),
-            ]
+            picked = torch.randint(size, (_MAX_PIXELS,), generator=generator, device="cpu")
+            pixels = pixels[:, :, picked.to(pixels.device)]
         values = pixels.transpose(0, 1).flatten(1).cpu()  # (channels, samples * positions)
         if self._seen == 0:
             self.values = values.new_empty(len(values), 0)
@@ -233,9 +224,6 @@ def _smallest(keys: Tensor, inputs: list[Tensor], count: int) -> tuple[Tensor, l
     return keys[indices], [inputs[index].clone() for index in indices.tolist()]
 
 
-# Training images that are shifted, mirrored, partly inverted and in other tones.
-
-
 class Corrupted(Context):
     """Images of the present minibatch that are no longer of the data, as in the published configurations of Rudner et
     al. (2022) for FashionMNIST. Each is, in turn and by chance of its own:
@@ -275,11 +263,7 @@ class Corrupted(Context):
         return Corrupted(self._padding, self._solarised, self._brightness, self._contrast)
 
     def observe(self, inputs: Tensor, generator: torch.Generator) -> None:
-        if inputs.ndim != 4:
-            raise PosthocUQError(
-                f"context='corrupted' is for images (samples, channels, height, width), not for inputs of shape "
-                f"{tuple(inputs.shape)}; use context='uniform', a loader of inputs, or a callable (n, generator)."
-            )
+        _check_images("corrupted", inputs)
         low, high = (extreme(inputs.detach(), dim=(0, 2, 3)).cpu() for extreme in (torch.amin, torch.amax))
         if self._range is not None:
             low, high = torch.minimum(low, self._range[0]), torch.maximum(high, self._range[1])
@@ -294,10 +278,10 @@ class Corrupted(Context):
         low, high = (sent(bound.to(images.dtype), images.device)[:, None, None] for bound in self._range)
         width = torch.where(high > low, high - low, torch.ones_like(high))
         unit = ((images - low) / width).clamp(0, 1)
-        corrupted = self._tones(self._moved(unit, generator), generator)
+        corrupted = self._tones(self._shifted(unit, generator), generator)
         return low + (high - low) * corrupted
 
-    def _moved(self, images: Tensor, generator: torch.Generator) -> Tensor:
+    def _shifted(self, images: Tensor, generator: torch.Generator) -> Tensor:
         """Crops of the padded images, some of them mirrored."""
         n, channels, height, width = images.shape
         offsets = torch.randint(2 * self._padding + 1, (2, n, 1), generator=generator, device="cpu")
@@ -324,13 +308,6 @@ class Corrupted(Context):
         return (middle + contrast * (images - middle)).clamp(0, 1)
 
 
-# Context points that are in no data: uniform in a box, or given by a function.
-
-Draw = Callable[[int, torch.Generator], Any]
-
-_EXPAND = 2.0
-
-
 class UniformBox(Context):
     """Uniform in a box, one interval a dimension of the input.
 
@@ -345,7 +322,7 @@ class UniformBox(Context):
         self,
         low: float | Tensor | None = None,
         high: float | Tensor | None = None,
-        expand: float = _EXPAND,
+        expand: float = 2.0,
     ) -> None:
         if (low is None) != (high is None):
             raise PosthocUQError("A uniform context needs both bounds, or none: low=... and high=....")
@@ -402,14 +379,11 @@ class Callback(Context):
     a mapping of named ones.
     """
 
-    def __init__(self, function: Draw) -> None:
+    def __init__(self, function: Callable[[int, torch.Generator], Any]) -> None:
         self._function = function
 
     def draw(self, n: int, batch: Batch, generator: torch.Generator) -> Any:
         return self._function(n, generator)
-
-
-# Mixtures of contexts, and contexts from the forms that a user may give.
 
 
 class Mixture(Context):
@@ -514,7 +488,7 @@ def resolve_context(context: Any) -> Context:
                 "A callable context takes two arguments, (n, generator): how many inputs to give, and a "
                 "torch.Generator."
             )
-        return Callback(cast(Draw, context))
+        return Callback(cast(Any, context))
     if isinstance(context, Tensor):
         if context.ndim == 0 or not len(context):
             raise PosthocUQError(

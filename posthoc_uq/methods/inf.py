@@ -14,7 +14,7 @@ from torch import Tensor
 
 from posthoc_uq.core.errors import PosthocUQError, warn_user
 from posthoc_uq.core.numerics import eigh_descending, nystrom
-from posthoc_uq.core.options import Count, Share, Unit, check_option
+from posthoc_uq.core.options import Count, Share, Unit
 from posthoc_uq.core.randomness import mixed_seed
 from posthoc_uq.curvature.statistics import GradientGram, InputGram, RangeSketch
 from posthoc_uq.layers.layer import Layer
@@ -198,12 +198,9 @@ def _earlier_bases(posterior: Posterior, task: Task) -> dict[str, Basis]:
 def kept_entries(rank: int | float, shape: tuple[int, int, int]) -> int:
     """How many eigenvalues of a layer ``(groups, outputs, inputs)`` a rank keeps; a number in (0, 1) is a share of the
     layer's weights.
-
-    Raises:
-        PosthocUQError: the rank is neither a positive whole number nor a share.
     """
-    size, number = prod(shape), check_option("rank", rank, Rank)
-    return max(1, ceil(number * size)) if number < 1 else min(int(number), size)
+    size = prod(shape)
+    return max(1, ceil(rank * size)) if rank < 1 else min(int(rank), size)
 
 
 def sparsify(

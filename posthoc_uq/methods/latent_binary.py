@@ -488,7 +488,7 @@ def begun_layer(
         tensors |= _of_flow(flow, weight, trained, generator)
     by_size = size if trained else 1.0
     deviation = by_size if method.prior_precision is None else method.prior_precision**-0.5
-    slab = SlabPrior(method.prior_inclusion, 0.0, deviation)
+    slab = SlabPrior(method.prior_inclusion, deviation)
     return LatentLayer(layer, tensors, slab, max(slab.deviation, 1.0), flow)
 
 
@@ -563,10 +563,9 @@ def _normal(like: Tensor, generator: torch.Generator) -> Tensor:
 
 @dataclass(frozen=True)
 class SlabPrior:
-    """``p(g = 1) = inclusion``, ``s ~ N(mean, deviation^2)``."""
+    """``p(g = 1) = inclusion``, ``s ~ N(0, deviation^2)``."""
 
     inclusion: float
-    mean: float = 0.0
     deviation: float = 1.0
 
 
@@ -575,7 +574,7 @@ class SpikeMoments(torch.autograd.Function):
     ``c = mu z``,
 
     ``E w = a c``, ``Var w = a (v + (1 - a) c^2)``, and
-    ``KL = a (log(s0 / sd) - 1/2 + (v + (c - m0)^2) / (2 s0^2) + log(a / p)) + (1 - a) log((1 - a) / (1 - p))``.
+    ``KL = a (log(s0 / sd) - 1/2 + (v + c^2) / (2 s0^2) + log(a / p)) + (1 - a) log((1 - a) / (1 - p))``.
 
     The gradients are written by hand: autograd would keep some twenty tensors of the layer's size, and make as many
     passes over memory. Both passes go over the weights piece by piece, so that what they compute on the way stays in
@@ -658,7 +657,7 @@ def _moments(
     excluded = torch.sigmoid(-logit)  # 1 - inclusion has no digits left where the inclusion is near 1
     torch.mul(inclusion, slab, out=means)
     torch.mul(slab, slab, out=spreads).mul_(excluded).add_(variance).mul_(inclusion)
-    squares = _squares(slab, variance, prior).mul_(0.5 / prior.deviation**2)
+    squares = torch.addcmul(variance, slab, slab).mul_(0.5 / prior.deviation**2)
     gaussian = squares.add_(log_variance, alpha=-0.5).add_(log(prior.deviation) - 0.5).mul_(inclusion)
     # log a and log(1 - a) = log a - logit, which keep their digits at both ends
     gaussian.add_(F.logsigmoid(logit)).addcmul_(excluded, logit, value=-1)
@@ -684,7 +683,7 @@ def _gradients(
     excluded, precision = torch.sigmoid(-logit), 1 / prior.deviation**2
     # by the inclusion probability, and through it by its logit
     torch.add(logit, log_variance, alpha=-0.5, out=by_logit)
-    by_logit.add_(_squares(slab, variance, prior), alpha=0.5 * precision)
+    by_logit.add_(torch.addcmul(variance, slab, slab), alpha=0.5 * precision)
     by_logit.add_(log(prior.deviation) - 0.5 - _logit(prior)).mul_(by_total).addcmul_(by_mean, slab)
     spread = torch.addcmul(variance, slab * slab, excluded - inclusion)
     by_logit.addcmul_(by_spread, spread).mul_(inclusion).mul_(excluded)
@@ -693,16 +692,8 @@ def _gradients(
     by_log.mul_(variance).sub_(0.5 * by_total).mul_(inclusion)
     # by the slab's mean
     torch.mul(slab, precision * by_total, out=by_slab).add_(by_mean)
-    if prior.mean:
-        by_slab.sub_(prior.mean * precision * by_total)
     by_slab.addcmul_(by_spread, excluded.mul_(slab), value=2).mul_(inclusion)
 
 
 def _logit(prior: SlabPrior) -> float:
     return log(prior.inclusion / (1 - prior.inclusion))
-
-
-def _squares(slab: Tensor, variance: Tensor, prior: SlabPrior) -> Tensor:
-    """``v + (c - m0)^2``."""
-    centred = slab - prior.mean if prior.mean else slab
-    return torch.addcmul(variance, centred, centred)

@@ -9,7 +9,6 @@ from __future__ import annotations
 import time
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Mapping
-from contextlib import AbstractContextManager, nullcontext
 from dataclasses import asdict, dataclass, field, replace
 from math import ceil, cos, inf, isfinite, log, pi
 from typing import Any, ClassVar, Generic, TypeVar, cast
@@ -307,16 +306,16 @@ class Training(Method, Generic[Trained]):
         settings, began = task.settings, time.perf_counter()
         trained = self.begin(task)
         samples, batches_an_epoch = trained.samples, task.batches_of(trained.samples)
-        history = train(
+        loop = Loop(
             trained,
+            replace(self, epochs=self.epochs_over(samples, batches_an_epoch)),
             task.loader,
             settings.reader,
-            replace(self, epochs=self.epochs_over(samples, batches_an_epoch)),
             seed=settings.seed,
             val_loader=task.val_loader,
             checkpoint=task.checkpoint,
-            progress=settings.progress,
         )
+        history = loop.run(settings.progress)
         task.seconds["training"] = time.perf_counter() - began
         blocks = self.blocks(task, trained)
         for name, block in blocks.items():
@@ -403,65 +402,30 @@ def best_epoch(history: list[dict[str, float]]) -> int:
     return finite.index(min(finite)) + 1 if "validation NLL" in history[0] else len(history)
 
 
-def train(
-    objective: Objective,
-    loader: Iterable[Any],
-    reader: BatchReader,
-    options: Training[Any],
-    *,
-    seed: int,
-    val_loader: Iterable[Any] | None = None,
-    checkpoint: Checkpoint | None = None,
-    progress: bool = True,
-) -> list[dict[str, float]]:
-    """Train `objective` in place.
-
-    With `val_loader` the tensors end as they were after the epoch with the least validation NLL, and the training stops
-    after `patience` epochs without a better one.
+class Loop:
+    """Trains an objective in place. With held-out data its tensors end as they were after the epoch with the least
+    validation NLL, and the training stops after `patience` epochs without a better one.
 
     Args:
         objective: what is trained.
+        options: of the training; its `least_epochs` is how many epochs there are.
         loader: the training data.
         reader: reads its batches.
-        options: of the training; its `least_epochs` is how many epochs there are.
         seed: of all random numbers.
         val_loader: held-out data.
         checkpoint: keeps the state of the training, or holds the one to go on from.
-        progress: whether to show a bar.
-
-    Returns:
-        One dictionary an epoch: the means of the loss and its parts over the epoch's samples, ``validation NLL`` with
-        held-out data, ``seconds``.
-
-    Raises:
-        NonFiniteError: a loss or a gradient is not finite (names the step), or a trained tensor is not.
-        PosthocUQError: the loader yields no targets, or other data than those that the checkpoint was made from.
     """
-    run = _Run(objective, loader, reader, options, seed, val_loader, checkpoint)
-    saved = None if checkpoint is None else checkpoint.take_running(TRAINING)
-    if checkpoint is not None and saved is not None:
-        with checkpoint.reading("its state of the training is of another kind"):
-            run.load_state_dict(saved)
-    with Progress("train", "samples", progress) as bar:
-        while not run.finished:
-            run.epoch(bar)
-    run.take_best()
-    broken = [name for name, tensor in objective.tensors().items() if not bool(torch.isfinite(tensor).all())]
-    if broken:
-        raise NonFiniteError(f"The training ended with '{broken[0]}' not finite; lower the learning rates.")
-    return run.progress.history
 
-
-class _Run:
     def __init__(
         self,
         objective: Objective,
+        options: Training[Any],
         loader: Iterable[Any],
         reader: BatchReader,
-        options: Training[Any],
+        *,
         seed: int,
-        val_loader: Iterable[Any] | None,
-        checkpoint: Checkpoint | None,
+        val_loader: Iterable[Any] | None = None,
+        checkpoint: Checkpoint | None = None,
     ) -> None:
         self._objective, self._loader, self._reader, self._options = objective, loader, reader, options
         self._seed, self._val_loader, self._checkpoint = seed, val_loader, checkpoint
@@ -477,6 +441,34 @@ class _Run:
         self._resumed = False  # and no step was taken since
         self._resumed_at = 0  # hash of the last batch before the checkpoint was written
         self.progress = _Progress(length=known_length(loader))
+
+    def run(self, progress: bool) -> list[dict[str, float]]:
+        """All epochs, with a bar if `progress` is set.
+
+        Returns:
+            One dictionary an epoch: the means of the loss and its parts over the epoch's samples, ``validation NLL``
+            with held-out data, ``seconds``.
+
+        Raises:
+            NonFiniteError: a loss or a gradient is not finite (names the step), or a trained tensor is not.
+            PosthocUQError: the loader yields no targets, or other data than those that the checkpoint was made from.
+        """
+        checkpoint = self._checkpoint
+        saved = None if checkpoint is None else checkpoint.take_running(TRAINING)
+        if checkpoint is not None and saved is not None:
+            with checkpoint.reading("its state of the training is of another kind"):
+                self.load_state_dict(saved)
+        with Progress("train", "samples", progress) as bar:
+            while not self.finished:
+                self._epoch(bar)
+        for name, tensor in self._objective.tensors().items():
+            if name in self._best:
+                tensor.detach().copy_(self._best[name])
+            if not bool(torch.isfinite(tensor).all()):
+                raise NonFiniteError(
+                    f"The training ended with '{name}' not finite; lower the learning rates."
+                )
+        return self.progress.history
 
     @property
     def finished(self) -> bool:
@@ -512,7 +504,7 @@ class _Run:
         self.progress, self._resumed_at = _Progress(**state["progress"]), state["last batch"]
         self._resumed = True
 
-    def epoch(self, bar: Progress) -> None:
+    def _epoch(self, bar: Progress) -> None:
         """One epoch, or what is left of it."""
         progress, done, start = self.progress, self.progress.batch, time.perf_counter()
         seconds_before, seen = progress.seconds, 0
@@ -553,7 +545,8 @@ class _Run:
             progress.length,
             self._share_done(),
         )
-        with self._explained(batch, f"batch {progress.batch} of the loader"):
+        what = f"batch {progress.batch} of the loader"
+        with explained(lambda: self._objective.network, batch, what, LOADER):
             terms = self._objective.backward(batch, step, checks)
         gradients = [
             t.grad for group in self._optimiser.param_groups for t in group["params"] if t.grad is not None
@@ -576,24 +569,19 @@ class _Run:
                 (t for group in self._optimiser.param_groups for t in group["params"]), self._options.clip
             )
         factor = self._schedule(step.progress)
-        with self._reading_the_state():
-            for group in self._optimiser.param_groups:
-                group["lr"] = group["initial_lr"] * factor
+        for group in self._optimiser.param_groups:
+            group["lr"] = group["initial_lr"] * factor
+        checkpoint = self._checkpoint
+        if checkpoint is None or not self._resumed:
             self._optimiser.step()
+        else:  # no optimiser looks at the names in its state before
+            with checkpoint.reading("the state of its optimiser is of another kind"):
+                self._optimiser.step()
         self._resumed = False
         for name, value in values.items():
             progress.sums[name] = progress.sums.get(name, 0.0) + value * samples
         progress.samples += samples
         progress.step += 1
-
-    def _reading_the_state(self) -> AbstractContextManager[None]:
-        """For the first step after a resume: no optimiser looks at the names in its state before."""
-        if self._checkpoint is None or not self._resumed:
-            return nullcontext()
-        return self._checkpoint.reading("the state of its optimiser is of another kind")
-
-    def _explained(self, batch: Batch, what: str) -> AbstractContextManager[None]:
-        return explained(lambda: self._objective.network, batch, what, LOADER)
 
     def _share_done(self) -> float:
         """How much of the training is over, in [0, 1)."""
@@ -629,17 +617,11 @@ class _Run:
             for batch in batches(self._val_loader, replace(self._reader, batch_to_weights=None)):
                 if batch.targets is None:
                     raise PosthocUQError("Early stopping needs targets; val_loader yields inputs alone.")
-                with self._explained(batch, "a batch of val_loader"):
+                with explained(lambda: self._objective.network, batch, "a batch of val_loader", LOADER):
                     log_probabilities = self._objective.log_predictive(batch, self._options.val_draws)
                 total -= float(as_double(log_probabilities).sum())
                 count += labelled(self._objective.likelihood(), batch.targets)
         return mean_of_labels(total, count)
-
-    def take_best(self) -> None:
-        """Put the tensors of the best epoch back."""
-        for name, tensor in self._objective.tensors().items():
-            if name in self._best:
-                tensor.detach().copy_(self._best[name])
 
 
 def _restore(optimiser: Optimizer, state: State) -> None:
