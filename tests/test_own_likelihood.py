@@ -352,6 +352,20 @@ class TestPredict:
         with pytest.raises(uq.PosthocUQError, match="link='mc'"):
             uq.wrap(network, posterior, link="probit")(data()[0])
 
+    def test_a_distribution_of_all_outputs_together(self):
+        covariance = torch.tensor([[1.0, 0.8], [0.8, 2.0]])
+
+        class Correlated(uq.Likelihood):
+            def distribution(self, outputs: Tensor) -> torch.distributions.MultivariateNormal:
+                return torch.distributions.MultivariateNormal(outputs, covariance, validate_args=False)
+
+        mean, variance, y = torch.randn(6, 2), torch.rand(6, 2), torch.randn(6, 2)
+        logs = torch.distributions.MultivariateNormal(mean, covariance).log_prob(y)
+        torch.testing.assert_close(Correlated().log_prob(mean, y), logs)
+        truth = logs - 0.5 * (variance * covariance.inverse().diagonal()).sum(1)
+        found = Correlated().expected_log_prob(mean, variance, y, n_draws=4096)
+        torch.testing.assert_close(found, truth, rtol=1e-2, atol=1e-2)
+
     def test_expected_log_probability(self):
         mean, variance, counts = torch.randn(6, 1), torch.rand(6, 1), torch.arange(6.0).unsqueeze(1)
         found = Poisson().expected_log_prob(mean, variance, counts, n_draws=4096)

@@ -55,10 +55,6 @@ class Spread(NamedTuple):
     root: Tensor
     rest: Tensor
 
-    def variance(self) -> Tensor:
-        """Variances of the logits, ``(batch, classes)``."""
-        return self.root.square().sum(-1) + self.rest
-
     def over(self, temperature: float) -> Spread:
         """The same for logits divided by a temperature."""
         return Spread(self.root / temperature, self.rest / temperature**2)

@@ -290,7 +290,9 @@ class Likelihood:
         """Log probabilities ``(nodes, samples, terms)`` at nodes of the outputs, and the nodes' weights."""
         if self.defines("log_terms"):
             values = self.like(mean, targets)
-            return at_nodes(lambda outputs: self.log_terms(outputs, values), mean, variance)
+            logs, weights = at_nodes(lambda outputs: self.log_terms(outputs, values), mean, variance)
+            if logs.shape[2] == mean[0].numel():  # not so for a distribution of all outputs together
+                return logs, weights
         return self._at_draws(mean, variance, targets, n_draws)
 
     def _at_draws(
