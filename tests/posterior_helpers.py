@@ -1,6 +1,8 @@
 """Small blocks with known statistics, and their precisions as dense matrices written from the definitions."""
 
 import torch
+from torch import Tensor, nn
+from torch.func import functional_call, jacrev
 
 from posthoc_uq.layers.layer import Layer
 from posthoc_uq.likelihoods import Categorical
@@ -125,3 +127,51 @@ def posterior_of(
     )
     posterior.scale, posterior.prior_precision = SCALE, TAU
     return posterior
+
+
+def dense_jacobian(model: nn.Module, posterior: Posterior, x: Tensor) -> dict[str, Tensor]:
+    """Layer name to ``(samples * outputs, G m n)``, by reverse-mode differentiation through autograd."""
+    twin = {name: p.detach() for name, p in model.named_parameters()}
+    names = [name for layer in posterior.layers.values() for name in layer.parameter_names]
+
+    def run(parameters: dict[str, Tensor]) -> Tensor:
+        return functional_call(model, twin | parameters, (x,)).flatten()
+
+    found = jacrev(run)({name: twin[name] for name in names})
+    rows: dict[str, Tensor] = {}
+    for name, layer in posterior.layers.items():
+        weight = found[layer.weight]
+        bias = found[layer.bias] if layer.bias is not None else None
+        rows[name] = layer.to_matrix(weight, bias).flatten(1)
+    return rows
+
+
+def dense_covariance(model: nn.Module, posterior: Posterior, x: Tensor) -> Tensor:
+    """``J Sigma J^T``, ``(samples * outputs, samples * outputs)``, with every precision inverted as a dense matrix."""
+    jacobian = dense_jacobian(model, posterior, x)
+    total = torch.zeros(())
+    for name, block in posterior.blocks.items():
+        members = posterior.members[name]
+        rows = torch.cat([jacobian[member] for member in members], dim=1)
+        prior = torch.cat(
+            [
+                torch.full((posterior.layers[m].parameters,), posterior.layer_prior(m), dtype=torch.float64)
+                for m in members
+            ]
+        )
+        tensors = {key: t.double() if t.is_floating_point() else t for key, t in block.tensors().items()}
+        wide = block.restore(block.attributes(), tensors)
+        fisher = wide.dense(posterior.scale, posterior.residual_weight)
+        precision = torch.block_diag(*fisher) + prior.diag()
+        covariance, uncertain = torch.linalg.inv(precision), block.uncertain()
+        if uncertain is not None:
+            covariance = covariance * (uncertain.flatten() & uncertain.flatten().unsqueeze(1))
+        total = total + rows.double() @ covariance @ rows.double().T
+    return total
+
+
+def blocks_of(joint: Tensor, samples: int) -> Tensor:
+    """The samples' own blocks ``(samples, outputs, outputs)`` of a joint covariance."""
+    outputs = joint.shape[0] // samples
+    square = joint.reshape(samples, outputs, samples, outputs)
+    return torch.stack([square[i, :, i] for i in range(samples)])

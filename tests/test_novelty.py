@@ -9,6 +9,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from networks import short, short_options, without_training
+from posterior_helpers import blocks_of, dense_covariance, dense_jacobian
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, TensorDataset
 
@@ -374,26 +375,16 @@ def jacobian(model: nn.Module, x: Tensor, names: list[str]) -> Tensor:
 def dense_ratio(
     model: nn.Module, posterior: Posterior, x: Tensor, of: str, tau: float, omega: float
 ) -> Tensor:
-    kept = {name: getattr(posterior, name) for name in ("scale", "prior_precision", "residual_weight")}
-    posterior.scale, posterior.prior_precision = posterior.evidence.samples, tau
-    if "residual_weight" in posterior.tunable:
-        posterior.residual_weight = omega
-    names = [name for layer in posterior.layers.values() for name in layer.parameter_names]
-    rows = jacobian(model, x, names)
-    sizes = [posterior.mean[n].numel() for n in names]
+    own = posterior.snapshot()
+    own.scale, own.prior_precision = own.evidence.samples, tau
+    if "residual_weight" in own.tunable:
+        own.residual_weight = omega
+    wide = make(model.last.out_features).double()  # type: ignore[union-attr, arg-type]
+    wide.load_state_dict(model.state_dict())
+    rows = torch.cat([*dense_jacobian(wide, own, x.double()).values()], dim=1)
+    rows = rows.reshape(len(x), -1, rows.shape[1])
     outputs = rows.shape[1]
-    cross = torch.empty(len(x), outputs, outputs, dtype=torch.float64)
-    for i, own in enumerate(rows):
-        parts = dict(zip(names, own.split(sizes, dim=1), strict=True))
-        matrices = {}
-        for name, layer in posterior.layers.items():
-            weight = parts[layer.weight].reshape(outputs, *layer.weight_shape)
-            matrices[name] = layer.to_matrix(weight, parts[layer.bias] if layer.bias else None).to(
-                posterior.dtype
-            )
-        cross[i] = posterior.quadratic(matrices).double()
-    for name, value in kept.items():
-        setattr(posterior, name, value)
+    cross = blocks_of(dense_covariance(wide, own, x.double()), len(x))
     prior = rows @ rows.transpose(1, 2) / tau
     size = outputs
     logits = model(x).detach()

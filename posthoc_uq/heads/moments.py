@@ -49,6 +49,8 @@ class LayerPosterior(nn.Module):
         joined: ``[W o W + S, S]`` along the input channels of a convolution without groups, or None.
         rows: the covariance of rows, or None.
         row: whether `rows` gives the variance.
+
+    With `across`, the covariance across outputs is to be had too.
     """
 
     variances: Tensor
@@ -63,11 +65,12 @@ class LayerPosterior(nn.Module):
         variances: Mapping[str, Tensor],
         covariance: Covariance | None,
         row: bool,
+        across: bool,
     ) -> None:
         super().__init__()
         self.layer = layer.name
         self.row = row
-        self._given = covariance
+        self._given, self._across, self._shape = covariance, across, layer.matrix_shape
         self.rows = self._prepared(weight)
         self._has_bias = layer.bias is not None
         marginals, summed, joined = products_of(layer, weight.detach(), variances[layer.weight])
@@ -83,7 +86,15 @@ class LayerPosterior(nn.Module):
     def _prepared(self, like: Tensor) -> Covariance | None:
         if self._given is None:
             return None
-        return self._given.prepared(like.dtype, like.device, temporary_limit(TEMPORARY_BYTES, like.device))
+        limit = temporary_limit(TEMPORARY_BYTES, like.device)
+        # what it needs is made here: later there may be a tracer, or a caller's inference mode
+        with torch.inference_mode(False), torch.no_grad():
+            ready = self._given.prepared(like.dtype, like.device, limit)
+            zeros = torch.zeros(1, self._shape[0], self._shape[2], dtype=like.dtype, device=like.device)
+            ready.output_variance(zeros, zeros)
+            if self._across:
+                ready.output_covariance(zeros[:, 0], torch.diag_embed(zeros[:, 0]))
+        return ready
 
     def _apply(self, fn: Any, recurse: bool = True) -> LayerPosterior:
         super()._apply(fn, recurse)
@@ -137,7 +148,8 @@ def layer_posteriors(model: nn.Module, posterior: Posterior, weights: str, cov: 
         of_layer = rows.get(name)
         # independent rows have the marginal variances alone
         row = rows_wanted and of_layer is not None and of_layer.correlated
-        found.append(LayerPosterior(layer, parameters[layer.weight], variances, of_layer, row))
+        weight = parameters[layer.weight]
+        found.append(LayerPosterior(layer, weight, variances, of_layer, row, cov == "full"))
     return found
 
 

@@ -8,7 +8,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass, fields
 from functools import cache
 from math import prod
-from typing import Any, ClassVar, get_type_hints
+from typing import Any, ClassVar, TypeVar, get_type_hints
 
 import torch
 from torch import Tensor
@@ -307,6 +307,8 @@ _CAPABILITIES: dict[str, tuple[str, ...]] = {
 """The capabilities of a covariance that overrides a method, by the method's name."""
 
 
+AnyBlock = TypeVar("AnyBlock", bound="Block")
+
 BLOCKS: dict[str, type[Block]] = {}
 """Every class of blocks by its kind; a class that names its `kind` registers itself."""
 
@@ -455,7 +457,9 @@ class Block(ABC):
         return 0.0
 
     @classmethod
-    def restore(cls, attributes: Mapping[str, Any], tensors: Mapping[str, Tensor]) -> Block:
+    def restore(
+        cls: type[AnyBlock], attributes: Mapping[str, Any], tensors: Mapping[str, Tensor]
+    ) -> AnyBlock:
         """The block that `tensors` and `attributes` described."""
         plain = {name: attributes[name] for name in cls._plain()}
         return cls(**{name: tensors[name] for name in cls._stored() if name in tensors}, **plain)

@@ -98,8 +98,9 @@ class LowRankDiagonal(Independent):
         self._shrink = shrink  # s, or None for 1
         self._root = cholesky(self._identity_plus_m())
 
-    def _scaled(self, tensor: Tensor) -> Tensor:
-        return tensor if self._shrink is None else tensor * self._shrink.to(tensor)
+    def _scaled(self, tensor: Tensor, rows: slice = slice(None)) -> Tensor:
+        """Some rows ``(..., rows, n)`` times ``s``."""
+        return tensor if self._shrink is None else tensor * self._shrink[:, rows].to(tensor)
 
     def _project(self, matrices: Tensor) -> Tensor:
         """``V^T x`` for matrices ``(q, G, m, n)``: ``(q, G, L)``."""
@@ -312,7 +313,7 @@ class LowRankDiagonal(Independent):
             return None
         input_basis, output_basis = self._input_basis.to(jacobian), self._output_basis.to(jacobian)
         weights = self.root_weight_rows(rows, double) if scaled else self.weight_rows(rows, double)
-        jacobian.mul_(self._scaled_rows(weights, rows).unsqueeze(1))
+        jacobian.mul_(self._scaled(weights, rows).unsqueeze(1))
         flat = jacobian.flatten(2, 3)
         if flat.shape[1] == 1:
             inner = flat.reshape(-1, flat.shape[-1]) @ input_basis[0]
@@ -326,11 +327,8 @@ class LowRankDiagonal(Independent):
     ) -> Tensor | None:
         if not self.width:
             return None
-        shrunk = self._scaled_rows(self.weight_rows(rows, double), rows)
+        shrunk = self._scaled(self.weight_rows(rows, double), rows)
         return self._cores(self._directions(activations, shrunk), gradients, rows)
-
-    def _scaled_rows(self, tensor: Tensor, rows: slice) -> Tensor:
-        return tensor if self._shrink is None else tensor * self._shrink[:, rows].to(tensor)
 
     def _directions(self, activations: Tensor, shrunk: Tensor) -> Tensor:
         """``h = U_a^T diag(s w)_o a`` for every row ``o`` of `shrunk`, which is ``s w``: ``(samples, G, T, a, rows)``

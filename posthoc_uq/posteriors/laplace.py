@@ -326,7 +326,7 @@ class SubnetworkBlock(Block):
 
     @classmethod
     def restore(cls, attributes: Mapping[str, Any], tensors: Mapping[str, Tensor]) -> SubnetworkBlock:
-        block: SubnetworkBlock = super().restore(attributes, tensors)  # type: ignore[assignment]
+        block = super().restore(attributes, tensors)
         fault = block.fault()
         if fault is not None:
             raise CorruptPosteriorError(f"A subnetwork {fault}.")

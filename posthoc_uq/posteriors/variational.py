@@ -24,6 +24,7 @@ from posthoc_uq.posteriors.block import (
     INPUTS,
     OUTPUTS,
     WEIGHTS,
+    AnyBlock,
     Block,
     Settings,
     Shape,
@@ -474,7 +475,9 @@ class LatentBlock(Block):
         return super().most_numbers(shape) + most_of_scale(shape)
 
     @classmethod
-    def restore(cls, attributes: Mapping[str, Any], tensors: Mapping[str, Tensor]) -> Block:
+    def restore(
+        cls: type[AnyBlock], attributes: Mapping[str, Any], tensors: Mapping[str, Tensor]
+    ) -> AnyBlock:
         shape = tuple(attributes["shape"] if "shape" in attributes else tensors["means"].shape)
         scale = restored_scale(cast(Shape, shape), attributes, tensors)
         return super().restore({**attributes, "scale": scale}, tensors)
@@ -573,7 +576,7 @@ class MedianBlock(LatentBlock):
 
     @classmethod
     def restore(cls, attributes: Mapping[str, Any], tensors: Mapping[str, Tensor]) -> MedianBlock:
-        block: MedianBlock = super().restore(attributes, tensors)  # type: ignore[assignment]
+        block = super().restore(attributes, tensors)
         fault = block.fault()
         if fault is not None:  # before anything spreads its numbers over the matrix
             raise CorruptPosteriorError(f"A median model {fault}.")
