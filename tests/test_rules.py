@@ -156,8 +156,8 @@ class UNet(nn.Module):
     def __init__(self) -> None:
         super().__init__()
         self.down = nn.Conv2d(1, 4, 3, stride=2, padding=1)
-        self.up = nn.ConvTranspose2d(4, 4, 2, stride=2, groups=2)
-        self.end = nn.Conv2d(5, 2, 1)
+        self.up = nn.ConvTranspose2d(4, 6, 2, stride=2, groups=2)
+        self.end = nn.Conv2d(7, 2, 1)
 
     def forward(self, x: Tensor) -> Tensor:
         return self.end(torch.cat([x, self.up(torch.tanh(self.down(x)))], dim=1))

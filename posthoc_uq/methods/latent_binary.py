@@ -368,14 +368,20 @@ class LatentLayer:
 
     def along_weights(self, z: Tensor) -> Tensor:
         """``z`` in a shape that broadcasts to the weight's."""
-        sides = [1] * len(self.layer.weight_shape)
-        sides[self._axis] = -1
-        return z.reshape(sides)
+        layer, (first, *_) = self.layer, self.layer.weight_shape
+        ones = [1] * len(layer.kernel)
+        if not layer.convolutional:
+            return z if layer.rule.input_axis == 1 else z.unsqueeze(1)
+        if layer.rule.input_axis == 1:
+            return z.reshape(-1, 1, *ones)
+        by_group = z.reshape(layer.groups, 1, -1).expand(-1, first // layer.groups, -1)
+        return by_group.reshape(first, -1, *ones)
 
-    @property
-    def _axis(self) -> int:
-        """The side of the weight that ``z`` goes along."""
-        return 1 if self.layer.kind == "linear" else 0
+    def _sharing(self, weight: Tensor) -> Tensor:
+        """A tensor in the weight's shape as ``(..., I)``, with the numbers that have a ``z`` of their own last."""
+        if self.layer.convolutional:
+            return self.layer.to_matrix(weight, None).flatten(0, 1).T
+        return weight.movedim(self.layer.rule.input_axis, -1)
 
     def log_reverse(self, z: Tensor, mean: Tensor, variance: Tensor, generator: torch.Generator) -> Tensor:
         """``log r(z | W, G)`` of the auxiliary distribution, a scalar, for weights drawn by local reparametrisation.
@@ -390,9 +396,9 @@ class LatentLayer:
             generator: of the weights.
         """
         assert self.flow is not None
-        along, axis = self.tensors["along"], self._axis
-        drawn = (mean.movedim(axis, -1) @ along).flatten()
-        spread = (variance.movedim(axis, -1) @ along.square()).flatten()
+        along = self.tensors["along"]
+        drawn = (self._sharing(mean) @ along).flatten()
+        spread = (self._sharing(variance) @ along.square()).flatten()
         drawn = drawn + spread.clamp(min=LEAST_VARIANCE).sqrt() * normal(drawn, generator)
         return self.log_reverse_of(z, drawn)
 
