@@ -649,11 +649,11 @@ def check_trainable(method: str, parameters: Mapping[str, Tensor], names: Iterab
     Raises:
         PosthocUQError: one is of half precision.
     """
-    narrow = [name for name in names if parameters[name].dtype not in (torch.float32, torch.float64)]
-    if narrow:
+    half = [name for name in names if parameters[name].dtype not in (torch.float32, torch.float64)]
+    if half:
         raise PosthocUQError(
-            f"method={method!r} trains parameters in float32 or float64, and '{narrow[0]}' is of "
-            f"{parameters[narrow[0]].dtype}; convert the model, for instance with model.float()."
+            f"method={method!r} trains parameters in float32 or float64, and '{half[0]}' is of "
+            f"{parameters[half[0]].dtype}; convert the model, for instance with model.float()."
         )
 
 
