@@ -577,3 +577,25 @@ def test_functional_weights_and_attention_are_latent_too() -> None:
     assert len(posterior.layers) == 5
     drawn = posterior.sample(1, torch.Generator().manual_seed(0))
     assert functional_call(model, {n: t[0] for n, t in drawn.items()}, (x,)).shape == (24, 3)
+
+
+def test_a_transposed_convolution_is_the_convolution_that_it_equals() -> None:
+    """The factors ``z`` and the rows of the auxiliary distribution, with groups."""
+    generator = torch.Generator().manual_seed(0)
+    weight = torch.randn(4, 3, 2, 2, dtype=torch.float64, generator=generator)
+    up = describe("c", "conv_transpose2d", ("c.weight", weight), None, 2)
+    plain = up.to_matrix(weight, None).reshape(6, 2, 2, 2)
+    down = describe("c", "conv2d", ("c.weight", plain), None, 2)
+    z = torch.randn(6, dtype=torch.float64, generator=generator)
+    of_both = []
+    for layer, mean in ((up, weight), (down, plain)):
+        tensors = {"mean": mean, "along": z, "reverse mean": z, "reverse log variance": z}
+        latent = LatentLayer(layer, tensors, SlabPrior(0.1), 1.0, Flow(6, 2, 1))
+        scaled = layer.to_matrix(mean * latent.along_weights(z), None)
+        latent.tensors |= {
+            f"reverse_{n}": t for n, t in Flow(6, 2, 1).initial(torch.Generator().manual_seed(1), z).items()
+        }
+        seed = torch.Generator().manual_seed(2)
+        of_both.append((scaled, latent.log_reverse(z, mean, mean.square(), seed)))
+    for found, expected in zip(*of_both, strict=True):
+        torch.testing.assert_close(found, expected)
