@@ -2,7 +2,8 @@
 
 Every method on four tiny float64 networks (linear layers, grouped convolutions, attention, a layer that is used twice)
 and every likelihood on the first of them, through every head. Kept are variances, log-determinants, evidence, draws,
-predictions, novelty and the hyperparameters that searches find.
+predictions, novelty and the hyperparameters that searches find. ``tests/golden/files.zip`` has files of format 1 as the
+first code that wrote it wrote them.
 
 ``python tests/test_golden.py`` writes the file anew: for a change that is meant to change numbers, whose commit says
 which ones and why.
@@ -13,6 +14,7 @@ from __future__ import annotations
 import functools
 import sys
 import warnings
+import zipfile
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -240,6 +242,24 @@ def test_the_numbers_are_as_they_were(case: str) -> None:
     assert found.keys() == expected.keys()
     for key, value in expected.items():
         np.testing.assert_allclose(found[key], value, rtol=TOLERANCE, atol=TOLERANCE, err_msg=key)
+
+
+FILES = Path(__file__).parent / "golden" / "files.zip"
+
+
+@pytest.mark.parametrize("case", [f"linear, {method}" for method in METHODS] + ["grouped, inf"])
+def test_files_of_the_first_format_predict_as_they_did(case: str, tmp_path: Path) -> None:
+    name, method = case.split(", ")
+    model, shape = network(name)
+    with zipfile.ZipFile(FILES) as files:
+        path = files.extract(f"{name}_{method}.h5", tmp_path)
+    other = inputs_of(*shape, samples=3, seed=7, dtype=torch.float64)
+    found = of_heads(model, uq.load(path, model), other)
+    assert found
+    for key, value in found.items():
+        expected = kept()[f"{case}: {key}"]
+        numbers = torch.as_tensor(value, dtype=torch.float64).numpy().ravel()
+        np.testing.assert_allclose(numbers, expected, rtol=TOLERANCE, atol=TOLERANCE, err_msg=key)
 
 
 def main() -> None:
