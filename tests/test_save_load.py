@@ -130,7 +130,7 @@ def test_any_name_is_safe(name: str, tmp_path: Path) -> None:
     model = make_model()
     posterior = make("full", model)
     posterior.blocks, posterior.members = {name: posterior.blocks["all"]}, {name: posterior.members["all"]}
-    posterior._layout = Layout(posterior.layers, posterior.members)
+    posterior.layout = Layout(posterior.layers, posterior.members)
     save(posterior, tmp_path / "p.h5")
     assert same_bits(tensors_of(load(tmp_path / "p.h5", model)), tensors_of(posterior))
 

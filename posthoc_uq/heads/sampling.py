@@ -61,7 +61,7 @@ from posthoc_uq.posteriors import ABOUT, INDEPENDENT, SYMMETRY, Posterior
 
 BATCHED_FLOPS = 500_000  # per operation of one draw's forward pass: up to here "auto" batches over draws
 CHUNK_BYTES = 64 * 2**20  # weights and activations of the draws that run in one pass
-LEAST_CHUNK = 8  # draws that must fit into CHUNK_BYTES for "auto": fewer do not pay for vmap
+MIN_CHUNK = 8  # draws that must fit into CHUNK_BYTES for "auto": fewer do not pay for vmap
 LIVE_TENSORS = 3  # tensors of the largest size that are alive at once
 
 Batched = Literal["auto"] | bool
@@ -241,7 +241,7 @@ class Ensemble(nn.Module):
         held = dict(self.template.named_parameters()) if work.whole else self._weights(0)
         weight_bytes = sum(p.numel() * p.element_size() for p in held.values())
         chunk = min(len(self), max(2, CHUNK_BYTES // (weight_bytes + LIVE_TENSORS * cost.largest)))
-        too_dear = cost.flops > BATCHED_FLOPS * cost.operations or chunk < min(len(self), LEAST_CHUNK)
+        too_dear = cost.flops > BATCHED_FLOPS * cost.operations or chunk < min(len(self), MIN_CHUNK)
         if self._batched == "auto" and too_dear:
             return 1
         with torch.inference_mode(False), torch.no_grad():

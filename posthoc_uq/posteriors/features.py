@@ -211,11 +211,11 @@ def _checked_smoothing(value: Any) -> float:
 # over the samples: they depend neither on the batches nor on the order, and several processes can add up
 # theirs. Where samples have weights, each counts w times, as so many copies of it would.
 
-MOST_NUMBERS = 2**20  # kept for all classes together, 4 MiB in float32
-MOST_DIRECTIONS = 32  # kept for one class
-FEW = 10  # classes with fewer samples share one Gram
+_MAX_NUMBERS = 2**20  # kept for all classes together, 4 MiB in float32
+_MAX_DIRECTIONS = 32  # kept for one class
+_MIN_SAMPLES = 10  # of a class; those with fewer share one Gram
 _ROUNDING = 1e-9  # variances up to this are rounding, where the mean variance is 1
-_WIDTHS = (8, 16)  # of a class's sketch, at least and at most
+_SKETCH_WIDTHS = (8, 16)  # of a class's sketch, at least and at most
 
 
 class ClassGrams:
@@ -243,11 +243,11 @@ class ClassGrams:
         by_class = source.by_class
         size, classes = source.size, 1 if by_class is False else likelihood.classes(source.outputs)
         zero = as_double(torch.zeros((), device=device))
-        width = min(_WIDTHS[1], budget // (16 * classes * size))
+        width = min(_SKETCH_WIDTHS[1], budget // (16 * classes * size))
         if by_class is None:
-            by_class = classes * size**2 * 8 <= budget or width >= _WIDTHS[0]
+            by_class = classes * size**2 * 8 <= budget or width >= _SKETCH_WIDTHS[0]
         classes = classes if by_class else 1  # too many classes even for sketches
-        width = max(width, _WIDTHS[0])
+        width = max(width, _SKETCH_WIDTHS[0])
         self._test: Tensor | None = None
         self.sums = {"counts": zero.new_zeros(classes)}
         if classes == 1 or classes * size**2 * 8 <= budget:
@@ -346,7 +346,7 @@ class ClassGrams:
         counts: list[float] = self.sums["counts"].tolist()
         if not any(counts):
             raise nothing_counts()
-        frequent = [c for c, count in enumerate(counts) if count >= FEW] if len(counts) > 1 else [0]
+        frequent = [c for c, count in enumerate(counts) if count >= _MIN_SAMPLES] if len(counts) > 1 else [0]
         rare = [c for c, count in enumerate(counts) if count and c not in frequent]
         device = self.sums["counts"].device
         places = torch.tensor([*range(len(frequent)), *[len(frequent)] * len(rare)], device=device)
@@ -420,20 +420,20 @@ class _Sketched(Grams):
         return of_roots + self._remaining_traces.unsqueeze(1) * remainder
 
 
-def room(classes: int, size: int, most: int = MOST_NUMBERS) -> tuple[int, int]:
+def room(classes: int, size: int, most: int = _MAX_NUMBERS) -> tuple[int, int]:
     """The width of the shared basis and the directions of each class that fit into `most` numbers."""
     most -= 4 * classes  # residuals, with some room
     width = max(1, min(size, most // (size + classes)))
     left = most - width * (size + classes)
-    return width, max(0, min(width, MOST_DIRECTIONS, left // (classes * width)))
+    return width, max(0, min(width, _MAX_DIRECTIONS, left // (classes * width)))
 
 
-def compressed(grams: Grams, total: Tensor, most: int = MOST_NUMBERS) -> dict[str, Tensor]:
+def compressed(grams: Grams, total: Tensor, most: int = _MAX_NUMBERS) -> dict[str, Tensor]:
     """The tensors of `FeatureGrams` in at most `most` numbers.
 
     The basis is the eigenbasis of the sum of all Grams, as wide as there is room for. In it every class keeps its exact
     diagonal S and the leading directions of its correlations ``S^-1/2 U^T G_c U S^-1/2``: as many as there is room for,
-    but at most `MOST_DIRECTIONS`.
+    but at most `_MAX_DIRECTIONS`.
     """
     classes, size = len(grams.traces), total.shape[0]
     width, rank = room(classes, size, most)

@@ -217,6 +217,7 @@ class Posterior(Adjustable):
         layers: the layers by name.
         blocks: block name to `Block`; a block has the name of its layer, except in the dense posterior.
         members: block name to the names of its layers.
+        layout: where the layers are in the blocks.
         original: the model's own parameters by name, a view of them: of the layers, and those of `trained_mean`.
         trained_mean: trained parameters by name, which replace the model's own; some may be of no layer, and certain.
         mean: the parameters that the Gaussian is centred on: those of `trained_mean`, and else of `original`.

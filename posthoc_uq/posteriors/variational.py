@@ -15,7 +15,7 @@ from pydantic import Field
 from torch import Tensor
 
 from posthoc_uq.core.devices import as_double
-from posthoc_uq.core.errors import CorruptPosteriorError, PosthocUQError
+from posthoc_uq.core.errors import CorruptPosteriorError
 from posthoc_uq.core.options import Count, Natural
 from posthoc_uq.core.records import Record
 from posthoc_uq.posteriors.block import (
@@ -79,11 +79,6 @@ class MeanFieldBlock(Block):
 
     def largest_value(self, settings: Settings) -> float:
         return largest_of(self.variances) * self.samples / float(settings.scale)
-
-    def dense(self, scale: float = 1.0, residual_weight: float = 1.0) -> Tensor:
-        raise PosthocUQError(
-            "A mean-field posterior keeps variances, not a Fisher information; see Posterior.variance()."
-        )
 
     def summary(self) -> dict[str, Any]:
         deviations = self.variances.detach().sqrt().flatten()
