@@ -89,7 +89,7 @@ def from_gaussian(
         posterior: gives likelihood, temperature and noise variance.
         covariance: ``(batch, outputs, outputs)`` where the head knows it, or the `Spread` of many classes. Without it
             outputs count as independent.
-        link: one of `posthoc_uq.likelihoods.draws.LINKS`; see `posthoc_uq.likelihoods.class_prediction.classes_of_gaussian`.
+        link: one of `posthoc_uq.likelihoods.draws.LINKS`; see `classes_of_gaussian` in `class_prediction` there.
         n_draws: of the outputs, for ``"mc"``.
 
     Raises:
