@@ -145,7 +145,7 @@ def test_small_data_take_more_epochs_and_large_ones_the_usual(
 
 @pytest.mark.parametrize("method", ["function_space", "latent_binary", "utvi"])
 def test_a_fit_without_epochs_takes_the_least_steps(method: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("posthoc_uq.methods.training.LEAST_STEPS", 28)
+    monkeypatch.setattr("posthoc_uq.methods.training.MIN_STEPS", 28)
     model, x = mlp(), inputs_of(4, samples=20)
     data = batches(x, targets_of(model, x, "classification"))
     plain: dict[str, Any] = (
@@ -153,7 +153,7 @@ def test_a_fit_without_epochs_takes_the_least_steps(method: str, monkeypatch: py
     )
     fitted = uq.fit(model, data, method, **plain)
     assert fitted.history.fit["epochs"] == 10  # as 28 / 3, rounded up
-    monkeypatch.setattr("posthoc_uq.methods.training.LEAST_STEPS", 37)
+    monkeypatch.setattr("posthoc_uq.methods.training.MIN_STEPS", 37)
     # the batches of a loader without a length are reckoned from the first one
     fitted = uq.fit(model, WithoutLength(data), method, **plain)
     assert fitted.history.fit["epochs"] == 13

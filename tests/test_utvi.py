@@ -125,7 +125,7 @@ def test_without_given_epochs_the_divergence_is_halved_ten_times(
     epochs: int | None, shares: list[float], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Over 20 short epochs as over 10 long ones; with given epochs in each of them, as ever."""
-    monkeypatch.setattr("posthoc_uq.methods.training.LEAST_STEPS", 40)
+    monkeypatch.setattr("posthoc_uq.methods.training.MIN_STEPS", 40)
     model, x = mlp(), inputs_of(4, samples=16)
     still = uq.UTVI(epochs=epochs, lr=1e-30, log_variance_lr=1e-30, train_rest=False)
     fit_notes = fit(model, batches(x, targets_of(model, x, "classification")), still).history.fit

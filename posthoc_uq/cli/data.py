@@ -23,7 +23,7 @@ from posthoc_uq.core.errors import PosthocUQError, out_of_memory
 from posthoc_uq.core.options import did_you_mean
 
 _SPLIT = re.compile(r"^([A-Za-z_]\w*)?(?:\[(-?\d+)?:(-?\d+)?\])?$")
-_SMALL = 256  # items that are read faster than worker processes start
+_MIN_ITEMS_FOR_WORKERS = 256  # items that are read faster than worker processes start
 
 
 @dataclass(frozen=True)
@@ -226,7 +226,7 @@ def _workers(workers: int | None, items: int, device: torch.device) -> int:
     """Processes that read images while the model runs; on a CPU they share the cores with it."""
     if workers is not None:
         return workers
-    if items <= _SMALL:
+    if items <= _MIN_ITEMS_FOR_WORKERS:
         return 0
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
     cores = max(1, cores // int(os.environ.get("LOCAL_WORLD_SIZE", "1")))

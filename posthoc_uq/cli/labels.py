@@ -10,7 +10,7 @@ from typing import Any
 from posthoc_uq.core.errors import PosthocUQError
 from posthoc_uq.core.paths import check_regular
 
-_SHOWN = 3  # class folders that an error names
+_MAX_NAMED = 3  # class folders that an error names
 
 
 def _entries(path: str, option: str) -> list[tuple[int, list[str]]]:
@@ -103,7 +103,7 @@ def folder_labels(classes: Sequence[str], outputs: int, path: str | None, folder
     if missing:
         raise PosthocUQError(
             f"--class_map: '{path}' lacks {len(missing)} of the class folders of '{folder}': "
-            f"{', '.join(missing[:_SHOWN])}{', ...' if len(missing) > _SHOWN else ''}."
+            f"{', '.join(missing[:_MAX_NAMED])}{', ...' if len(missing) > _MAX_NAMED else ''}."
         )
     beyond = next((name for name in classes if mapped[name] >= outputs), None)
     if beyond is not None:

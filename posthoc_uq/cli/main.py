@@ -30,7 +30,7 @@ from posthoc_uq.version import __version__
 
 ERROR, USAGE, INTERRUPTED = 1, 2, 130
 COMMANDS = ("fit", "tune", "predict", "evaluate", "update", "serve", "monitor", "inspect", "demo")
-_LONGEST = 600  # characters of an error that is not the library's own
+_MAX_CHARACTERS = 600  # characters of an error that is not the library's own
 _FAITHFUL = re.compile(r"uq\.tune\(posterior, \w+, criterion='faithful', head='(\w+)'\)")
 _LIKELIHOOD = re.compile(r"likelihood=uq\.(\w+)\(([^()]*)\)")
 _SETTING = re.compile(r"\b([a-z][a-z_]*)=(?:'([^']*)'|\"([^\"]*)\"|(-?[\w.+-]*\w)\b(?![\w(.]))")
@@ -176,7 +176,7 @@ def _one_line(text: str) -> str:
 
 
 def _cut(text: str) -> str:
-    return text if len(text) <= _LONGEST else text[:_LONGEST] + " ..."
+    return text if len(text) <= _MAX_CHARACTERS else text[:_MAX_CHARACTERS] + " ..."
 
 
 def plain(value: Any) -> Any:

@@ -245,7 +245,7 @@ _WRAPPERS = ("state_dict", "model_state_dict", "model", "weights")
 _PREFIX = "model."  # of a module that holds the model, as trainers have it
 _AUXILIARY = "aux_classifier."  # torchvision's second classifier, which only the training uses
 _COUNTER = "num_batches_tracked"  # of BatchNorm; old files lack it and eval mode does not read it
-_SHOWN = 3
+_MAX_NAMED = 3
 
 
 def read_state(path: str) -> dict[str, Tensor]:
@@ -305,7 +305,7 @@ def load_weights(model: nn.Module, path: str) -> None:
     missing = [name for name in missing if not name.endswith(_COUNTER)]
     unexpected = [name for name in unexpected if not name.startswith(_AUXILIARY)]
     parts = [
-        f"{verb} {len(names)} ({', '.join(names[:_SHOWN])}{', ...' if len(names) > _SHOWN else ''})"
+        f"{verb} {len(names)} ({', '.join(names[:_MAX_NAMED])}{', ...' if len(names) > _MAX_NAMED else ''})"
         for verb, names in (("the file lacks", missing), ("the model does not have", unexpected))
         if names
     ]

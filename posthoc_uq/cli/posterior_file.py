@@ -41,10 +41,10 @@ _PREPARED = {
 _OF_DATA = (COLUMNS, TARGETS, CLASSES, IGNORED, NAMES)
 _LIBRARIES = ("timm", "torchvision")
 _NAME = re.compile(r"\w+(\.\w+)*", re.ASCII)
-_LONGEST = 200  # characters of the name of a model
+_MAX_NAME = 200  # characters of the name of a model
 _LONGEST_PATH = 1024
-_MOST_CLASSES = 100_000  # a stranger's file shall not fill the memory
-_SHOWN = 80
+_MAX_CLASSES = 100_000  # a stranger's file shall not fill the memory
+_MAX_SHOWN = 80
 _HALF = {"float16": torch.float16, "bfloat16": torch.bfloat16}
 
 
@@ -151,13 +151,13 @@ def _library_model(path: str, spec: Any) -> str:
     if not isinstance(spec, str) or not spec:
         raise PosthocUQError(f"'{path}' names no model; give --model MODEL.")
     library, _, name = spec.partition(":")
-    shown = spec if len(spec) <= _SHOWN else spec[:_SHOWN] + "..."
+    shown = spec if len(spec) <= _MAX_SHOWN else spec[:_MAX_SHOWN] + "..."
     if library not in _LIBRARIES:
         raise PosthocUQError(
             f"'{path}' names the model '{shown}', which is code, and code is run only if you name it yourself; give "
             f"--model PLACE:FUNCTION."
         )
-    if len(name) > _LONGEST or _NAME.fullmatch(name) is None:
+    if len(name) > _MAX_NAME or _NAME.fullmatch(name) is None:
         raise PosthocUQError(
             f"'{path}' names the model '{shown}', which {library} has not; give --model MODEL."
         )
@@ -166,7 +166,7 @@ def _library_model(path: str, spec: Any) -> str:
 
 def _classes(path: str, classes: Any) -> int | None:
     """A number of outputs."""
-    if classes is None or (type(classes) is int and 1 <= classes <= _MOST_CLASSES):
+    if classes is None or (type(classes) is int and 1 <= classes <= _MAX_CLASSES):
         return classes
     raise PosthocUQError(f"'{path}' names no possible number of classes for its model; give --num_classes N.")
 

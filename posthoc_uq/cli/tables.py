@@ -24,7 +24,7 @@ from posthoc_uq.core.paths import check_regular
 
 ENDINGS = (".csv", ".tsv")
 _MISSING = "? NA Na na N/A n/a #N/A #NA <NA> NaN nan None none NULL Null null".split()
-_SHOWN = 6  # names that a message lists
+_MAX_NAMED = 6  # names that a message lists
 
 
 class TableRows(Dataset[Any]):
@@ -320,7 +320,7 @@ def _is_number(word: str) -> bool:
 
 
 def _listed(names: Sequence[str]) -> str:
-    return ", ".join(names[:_SHOWN]) + (f", ... ({len(names)} in all)" if len(names) > _SHOWN else "")
+    return ", ".join(names[:_MAX_NAMED]) + (f", ... ({len(names)} in all)" if len(names) > _MAX_NAMED else "")
 
 
 def _cut(text: str) -> str:

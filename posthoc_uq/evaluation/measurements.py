@@ -121,7 +121,7 @@ MEASURES = {
     ),
     "AUC": Measure("Area under the ROC curve of the two classes. Larger is better.", True),
 }
-_LEVEL = re.compile(r" of \d+ %$")
+_LEVEL_IN_NAME = re.compile(r" of \d+ %$")
 _REFERRED = re.compile(r"^(.+) at ([\d.e-]+)$")
 
 
@@ -146,7 +146,7 @@ def meanings(names: Iterable[str]) -> dict[str, str]:
 
 def _plain(name: str) -> str:
     referred = _REFERRED.match(name)
-    return _LEVEL.sub("", referred[1] if referred else name)
+    return _LEVEL_IN_NAME.sub("", referred[1] if referred else name)
 
 
 def foreignness(

@@ -73,7 +73,7 @@ from posthoc_uq.posteriors.posterior import Posterior
 from posthoc_uq.posteriors.settings import Evidence, WeightPrior
 from posthoc_uq.version import __version__
 
-_WIDER = "save with dtype=torch.bfloat16 or torch.float32"
+_WIDER_DTYPE = "save with dtype=torch.bfloat16 or torch.float32"
 _MAX_LOST_SHARE = 0.01  # of a tensor's absolute sum, by a narrower number format
 
 
@@ -155,7 +155,7 @@ def _check_storable(slot: Slot, tensor: Tensor, dtype: torch.dtype) -> None:
     limit, largest = torch.finfo(dtype).max, float(tensor.abs().max()) if tensor.numel() else 0.0
     if not bool(torch.isfinite(stored).all()):
         raise PosthocUQError(
-            f"{which} reaches {largest:.3g}, more than {dtype} holds ({limit:.3g}); {_WIDER}."
+            f"{which} reaches {largest:.3g}, more than {dtype} holds ({limit:.3g}); {_WIDER_DTYPE}."
         )
     # the features are scaled to fit any number format; numbers that become zero are below the smoothing
     total = 0.0 if slot.group == FEATURES else float(tensor.abs().sum())
@@ -163,7 +163,7 @@ def _check_storable(slot: Slot, tensor: Tensor, dtype: torch.dtype) -> None:
     if lost > _MAX_LOST_SHARE * total > 0:
         raise PosthocUQError(
             f"{which} (at most {largest:.3g}) would lose {lost / total:.0%} of its sum to {dtype}, whose smallest "
-            f"number is {torch.finfo(dtype).smallest_normal:.3g}; {_WIDER}."
+            f"number is {torch.finfo(dtype).smallest_normal:.3g}; {_WIDER_DTYPE}."
         )
 
 

@@ -136,7 +136,7 @@ class Score(ABC):
 TOLERANCE = 0.05  # decades of the prior precision
 _SLOPES = (0.3, 2.0)  # decades of divergence for each decade of prior precision that a step may assume
 _MARGIN = 0.4 * TOLERANCE  # decades by which a step ends above the place where the budget should be met
-_ROUNDING = 1e-9  # nats below which a divergence may be rounding
+_ROUNDING_NATS = 1e-9  # nats below which a divergence may be rounding
 _MAX_SLOPE_DISTANCE = 1.0  # decades: a slope seen across more may not hold at its end
 
 
@@ -169,7 +169,7 @@ def widest_within(
     """
 
     def excess(decade: float) -> float:
-        return log10(max(divergence(decade), min(_ROUNDING, budget / 10)) / budget)
+        return log10(max(divergence(decade), min(_ROUNDING_NATS, budget / 10)) / budget)
 
     def slope_between(below: float, above: float) -> float:
         return (excess(below) - excess(above)) / (above - below) if isfinite(below) else inf

@@ -148,7 +148,7 @@ class PlainAttention(AffineCalls):
         super().__init__({}, {F.scaled_dot_product_attention: _attend})
 
 
-LEAST_VARIANCE = 1e-16
+MIN_VARIANCE = 1e-16
 """Below it the variance of an output is not taken to its root, whose gradient is infinite at 0."""
 
 
@@ -185,7 +185,7 @@ def drawn_outputs(call: AffineCall, weights: WeightMoments, generator: torch.Gen
     mean = call.applied(call.input, weights.mean, bias)
     with torch.autocast(mean.device.type, enabled=False):  # squares leave the range of half precision
         squares = call.input.to(weights.variance).square()
-        variance = call.applied(squares, weights.variance, weights.bias_variance).clamp(min=LEAST_VARIANCE)
+        variance = call.applied(squares, weights.variance, weights.bias_variance).clamp(min=MIN_VARIANCE)
     return mean + (variance.sqrt_() * normal(variance, generator)).to(mean)
 
 

@@ -27,7 +27,7 @@ from posthoc_uq.core.options import Count, NotNegative, Positive, Unit
 from posthoc_uq.core.outputs import output_tensor
 from posthoc_uq.core.randomness import isolated_random_state, mixed_seed
 from posthoc_uq.layers.calls import (
-    LEAST_VARIANCE,
+    MIN_VARIANCE,
     AffineCall,
     AffineCalls,
     WeightMoments,
@@ -42,8 +42,8 @@ from posthoc_uq.methods.training import Group, Objective, Step, Training, check_
 from posthoc_uq.posteriors.prior import ONE_PRIOR
 from posthoc_uq.posteriors.settings import LayerPriors
 from posthoc_uq.posteriors.variational import (
-    MOST_STEPS,
-    MOST_UNITS,
+    MAX_STEPS,
+    MAX_UNITS,
     Flow,
     Form,
     LatentBinaryBlock,
@@ -131,8 +131,8 @@ class LatentBinary(Training["LatentObjective"]):
     flow_lr: NotNegative = 1e-3
     kl_weight: NotNegative | None = None
     warm_up: Unit = 0.2
-    flow_steps: Annotated[int, Ge(1), Le(MOST_STEPS)] = 2
-    flow_units: Annotated[int, Ge(1), Le(MOST_UNITS)] = 100
+    flow_steps: Annotated[int, Ge(1), Le(MAX_STEPS)] = 2
+    flow_units: Annotated[int, Ge(1), Le(MAX_UNITS)] = 100
     flow_form: Form = "autoregressive"
     learn_noise: bool = False
 
@@ -399,7 +399,7 @@ class LatentLayer:
         along = self.tensors["along"]
         drawn = (self._sharing(mean) @ along).flatten()
         spread = (self._sharing(variance) @ along.square()).flatten()
-        drawn = drawn + spread.clamp(min=LEAST_VARIANCE).sqrt() * normal(drawn, generator)
+        drawn = drawn + spread.clamp(min=MIN_VARIANCE).sqrt() * normal(drawn, generator)
         return self.log_reverse_of(z, drawn)
 
     def log_reverse_of(self, z: Tensor, drawn: Tensor) -> Tensor:

@@ -40,7 +40,7 @@ Group = dict[str, Any]
 """A group of parameters for an optimiser, ``params`` among its entries."""
 
 EPOCHS = 10  # where none are given
-LEAST_STEPS = 4000  # of a training on few data where no epochs are given
+MIN_STEPS = 4000  # of a training on few data where no epochs are given
 FEW_SAMPLES = 50_000  # below which these count
 
 TRAINING = "training"  # the name of this part of a fit
@@ -261,7 +261,7 @@ class Training(Method, Generic[Trained]):
         if self.epochs is not None:
             return self.epochs
         most = ceil(EPOCHS * FEW_SAMPLES / max(1, samples))  # no more passes of samples than large data take
-        return max(EPOCHS, min(ceil(LEAST_STEPS / max(1, batches)), most))
+        return max(EPOCHS, min(ceil(MIN_STEPS / max(1, batches)), most))
 
     def passes(self) -> int:
         return self.least_epochs + 2  # once to count the samples, once for what enters the last layer

@@ -19,13 +19,13 @@ Moments = tuple[Tensor, Tensor]
 ROOT3 = sqrt(3.0)
 GRAIN = 2**15  # numbers in a block for each thread
 _SMALLEST = 1e-15  # spread below which a slope is taken as a derivative
-_LEAST_VARIANCE = 1e-20  # below which a root has no gradient
+_MIN_VARIANCE = 1e-20  # below which a root has no gradient
 
 
 def root(variance: Tensor) -> Tensor:
     """``sqrt(v)``, whose gradient at zero, where autograd records it, is zero in place of infinite."""
     if torch.is_grad_enabled() and variance.requires_grad:
-        variance = variance.clamp(min=_LEAST_VARIANCE)
+        variance = variance.clamp(min=_MIN_VARIANCE)
     return variance.sqrt()
 
 

@@ -214,7 +214,7 @@ def _checked_smoothing(value: Any) -> float:
 _MAX_NUMBERS = 2**20  # kept for all classes together, 4 MiB in float32
 _MAX_DIRECTIONS = 32  # kept for one class
 _MIN_SAMPLES = 10  # of a class; those with fewer share one Gram
-_ROUNDING = 1e-9  # variances up to this are rounding, where the mean variance is 1
+_ROUNDING_VARIANCE = 1e-9  # variances up to this are rounding, where the mean variance is 1
 _SKETCH_WIDTHS = (8, 16)  # of a class's sketch, at least and at most
 
 
@@ -461,9 +461,9 @@ def _leading(matrices: Tensor, diagonal: Tensor, rank: int) -> Tensor:
     the excess of its eigenvalue over the mean of all others (as in probabilistic principal components, Tipping, Bishop
     1999), so that without correlations all are zero.
     """
-    varies = diagonal > _ROUNDING
+    varies = diagonal > _ROUNDING_VARIANCE
     deviations = torch.where(varies, diagonal, torch.zeros_like(diagonal)).sqrt()
-    inverse = torch.where(varies, diagonal.clamp(min=_ROUNDING).rsqrt(), torch.zeros_like(diagonal))
+    inverse = torch.where(varies, diagonal.clamp(min=_ROUNDING_VARIANCE).rsqrt(), torch.zeros_like(diagonal))
     values, vectors = eigh_descending(inverse.unsqueeze(2) * matrices * inverse.unsqueeze(1))
     dimensions = varies.sum(1)
     mean = (dimensions - values[:, :rank].sum(1)).clamp(min=0) / (dimensions - rank).clamp(min=1)

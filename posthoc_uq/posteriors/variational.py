@@ -228,7 +228,7 @@ _LOG_2PI = log(2 * pi)
 
 Along = Literal["inputs", "outputs"]
 
-MOST_UNITS, MOST_STEPS = 2000, 16
+MAX_UNITS, MAX_STEPS = 2000, 16
 """The largest flow: hidden units, and steps."""
 
 _MOMENT_DRAWS = 4096  # of z, for its mean and variance
@@ -294,8 +294,8 @@ class ScaleFields(Record):
     along: Literal["", "inputs", "outputs"]
     bias: bool
     form: Form
-    units: Annotated[int, Field(ge=0, le=MOST_UNITS)]
-    steps: Annotated[int, Field(ge=0, le=MOST_STEPS)]
+    units: Annotated[int, Field(ge=0, le=MAX_UNITS)]
+    steps: Annotated[int, Field(ge=0, le=MAX_STEPS)]
 
 
 WITHOUT: dict[str, Any] = {"along": "", "form": "autoregressive", "units": 0, "steps": 0}
@@ -309,8 +309,8 @@ def _flow_of(shape: Shape, attributes: Mapping[str, Any]) -> Flow | None:
     groups, outputs, inputs = shape
     size = groups * outputs if along == "outputs" else inputs - bool(attributes.get("bias"))
     steps, units = (
-        bounded(attributes, "steps", 1, MOST_STEPS),
-        bounded(attributes, "units", 1, MOST_UNITS),
+        bounded(attributes, "steps", 1, MAX_STEPS),
+        bounded(attributes, "units", 1, MAX_UNITS),
     )
     if size < 1 or (along == "inputs" and groups != 1):
         raise CorruptPosteriorError(f"A flow along the {along} does not fit a layer of shape {shape}.")
@@ -347,7 +347,7 @@ def most_of_scale(shape: Shape) -> int:
     """The numbers of the largest one for a layer of this shape."""
     groups, outputs, inputs = shape
     size = max(groups * outputs, inputs)
-    return 4 * size + MOST_STEPS * (3 * size * MOST_UNITS + MOST_UNITS**2 + 2 * MOST_UNITS + 2 * size)
+    return 4 * size + MAX_STEPS * (3 * size * MAX_UNITS + MAX_UNITS**2 + 2 * MAX_UNITS + 2 * size)
 
 
 # Spike-and-slab posteriors of latent binary networks: weights that are off with some probability, and else
