@@ -73,6 +73,7 @@ from posthoc_uq.likelihoods.prediction import Prediction
 from posthoc_uq.methods import METHODS
 from posthoc_uq.posteriors.referral import rule_of
 from posthoc_uq.posteriors.report import described_changes
+from posthoc_uq.posteriors.search import CRITERIA, Criterion
 
 INCOMPLETE = 3
 HeadName = Literal["sampling", "moments", "linearized"]
@@ -265,7 +266,7 @@ def tune(
     data: DataName | None = None,
     output: Written | None = None,
     force: bool = False,
-    criterion: Literal["faithful", "likelihood", "evidence"] | None = None,
+    criterion: Criterion | None = None,
     divergence: Positive | None = None,
     temperature: bool | None = None,
     per_layer: bool = False,
@@ -314,7 +315,8 @@ def tune(
     )
 
     criterion = criterion or ("likelihood" if data is not None else "evidence")
-    labels = search and criterion == "likelihood"
+    of_criterion = CRITERIA[criterion]
+    labels = search and of_criterion.labels
     model, posterior = opened(file, source)
     loaded = None
     if data is not None:
@@ -334,7 +336,7 @@ def tune(
             chosen = None if parameters is None else tuple(one for one in parameters if one != "none")
             trials = uq.tune(
                 posterior,
-                None if loaded is None or criterion == "evidence" else loaded.loader,
+                loaded.loader if loaded is not None and of_criterion.data else None,
                 criterion=criterion,
                 divergence=divergence,
                 temperature=temperature,
@@ -344,15 +346,15 @@ def tune(
                 max_evaluations=max_evaluations,
                 seed=seed,
                 progress=_progress(console),
-                head=None if criterion == "evidence" else name,
-                **({} if criterion == "evidence" else through),
+                head=name if of_criterion.by_predictions else None,
+                **(through if of_criterion.by_predictions else {}),
             )
             facts |= {"criterion": criterion, "given up": trials.given_up, "model alone": trials.model_alone}
             if criterion == "likelihood":
                 facts["validation NLL"] = None if trials.chosen is None else trials.chosen.objective
             if criterion == "faithful":
                 facts |= {key: posterior.history.faithful[key] for key in ("divergence", "budget")}
-            if criterion != "evidence" and "n_samples" in options:
+            if of_criterion.by_predictions and "n_samples" in options:
                 # the draws of predictions, not of the search
                 posterior.history.head["options"]["n_samples"] = options["n_samples"]
         if loaded is not None and needs_data:
@@ -409,7 +411,12 @@ def _tuning_in_words(facts: Mapping[str, Any]) -> str:
 
 
 def _check_tuning(
-    criterion: str | None, divergence: float | None, data: bool, needs_data: bool, looks: bool, search: bool
+    criterion: Criterion | None,
+    divergence: float | None,
+    data: bool,
+    needs_data: bool,
+    looks: bool,
+    search: bool,
 ) -> None:
     """Refuse options that do not fit together."""
     if not search and not looks:
@@ -418,12 +425,12 @@ def _check_tuning(
         raise WrongUsage("--criterion and --divergence are of the search, which --no-search leaves out.")
     if not data and needs_data:
         raise WrongUsage("--temperature, --referral_rate and --calibrate need held-out data: --data DATA.")
-    if not data and criterion in ("faithful", "likelihood"):
-        kind = "held-out data with labels" if criterion == "likelihood" else "training images"
-        raise WrongUsage(f"--criterion {criterion} needs {kind}: --data DATA.")
-    if criterion == "evidence" and data and not looks:
-        raise WrongUsage("--criterion evidence needs no data; leave --data out.")
-    if divergence is not None and (criterion == "evidence" or (criterion is None and not data)):
+    chosen = criterion or ("likelihood" if data else "evidence")
+    if not data and CRITERIA[chosen].data and search:
+        raise WrongUsage(f"--criterion {chosen} needs {CRITERIA[chosen].data}: --data DATA.")
+    if criterion is not None and data and not CRITERIA[criterion].data and not looks:
+        raise WrongUsage(f"--criterion {criterion} needs no data; leave --data out.")
+    if divergence is not None and not CRITERIA[chosen].by_predictions:
         raise WrongUsage("--divergence is of the criteria faithful and likelihood, which need --data DATA.")
 
 

@@ -63,7 +63,7 @@ class _Sample:
         )
 
     def united(self, twin: _Sample | None) -> _Sample:
-        """The same input where it occurs twice: what counts in either counts."""
+        """The same input where it occurs twice, with the positions that count in either."""
         if twin is None or self.counts is None or twin.counts is None or self.kind() != twin.kind():
             return self
         return replace(self, counts=self.counts | twin.counts)

@@ -199,8 +199,8 @@ class Accumulator(Protocol):
     """Sums over the batches of one layer's activations and output gradients ``(samples, groups, positions, outputs)``.
 
     Its mean divides the sums by the number of samples (the sum of their weights) or of positions. Where samples have
-    weights, output gradients come times their roots, so that every square counts w times; activations come as they are,
-    and `SampleWeights` has how often they count.
+    weights, output gradients come multiplied by their square roots, so that every square counts w times; activations
+    come as they are, and `SampleWeights` has how often they count.
     """
 
     def add(
@@ -237,7 +237,7 @@ class _Gram(_Sums):
 
     @property
     def rows(self) -> int:
-        """How many rows were added: no more eigenvalues are positive."""
+        """How many rows were added, which bounds the rank."""
         return int(self._sums["rows"])
 
 

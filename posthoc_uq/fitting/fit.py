@@ -253,7 +253,8 @@ class _FitRequest:
         by_name: whether the likelihood was given by its name, so that its parameters are its defaults.
         finds_noise: whether the noise variance of a regression comes from the data.
         layers: which were asked for; None for those that the method is for.
-        prior: a prior precision, or how it is found; of a training always ``"faithful"``.
+        prior: a prior precision, or how it is found; ``"faithful"`` for a training, where it counts only with a
+            `divergence`.
         divergence: the budget of the faithful prior in nats; None where no faithful prior is to be found.
         weight_precisions: by the name of a parameter, still unchecked; or None.
         weight_mean: a number, or by the name of a parameter, still unchecked; or None.

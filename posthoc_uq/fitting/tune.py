@@ -1,6 +1,6 @@
 """`tune`: hyperparameters by faithfulness to the network, by held-out labels, or by the log marginal likelihood.
 
-A change of them factorises small matrices again, and never needs the training data.
+A change of hyperparameters factorises the posterior's small matrices again; the training data are not needed.
 """
 
 from __future__ import annotations
@@ -87,8 +87,8 @@ def tune(
       fit may also cost at most a tenth of the best, and another width than that of a fit must predict the labels better
       than the untuned posterior, by the standard error of the gain. Held-out data of the training distribution
       cannot judge uncertainty about foreign inputs, so the widest posterior that they allow is taken. Where outputs
-      are logits every prior precision has the temperature that predicts best, under a prior that is firm below 1, so
-      that a few labels sharpen nothing, and has a heavy tail above it; what that prior costs counts for the width too.
+      are logits every prior precision has the temperature that predicts best, under a prior that falls fast below 1, so
+      that a few labels do not sharpen predictions, and slowly above it; what that prior costs counts for the width too.
       The observation noise of a regression is searched after it. `scale` and `residual_weight` are searched if asked
       for, one after the other.
     * ``"evidence"``, the default without a loader: the prior precision of the largest log marginal likelihood. It is

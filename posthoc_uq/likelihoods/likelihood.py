@@ -426,8 +426,8 @@ class Likelihood:
         return torch.zeros(outputs.shape[0], dtype=torch.int64, device=outputs.device)
 
     def of_targets(self: Self) -> Self:
-        """The likelihood of the targets as they are, where `log_prob` is a training loss that is not; by default
-        itself.
+        """The likelihood by which predictions are scored, where `log_prob` is another one, of training;
+        by default itself.
         """
         return self
 
@@ -453,8 +453,8 @@ class Likelihood:
 
     def residual_sums(self, log_likelihood: float, samples: float, outputs: int) -> tuple[float, float]:
         """The sum of squared residuals over their noise variance, and the number of residuals, by a sum of `log_prob`
-        over so many samples, or over weights of that sum. The log marginal likelihood needs them when the noise
-        variance changes. Zeros where there is no noise variance.
+        over so many samples, or over samples whose weights have this sum. The log marginal likelihood needs them when
+        the noise variance changes. Zeros where there is no noise variance.
         """
         return 0.0, 0.0
 

@@ -83,7 +83,7 @@ class Laplace(Method):
         return 1
 
     def find_bases(self, task: Task) -> dict[str, Basis]:
-        """The basis that the sums over each layer are taken in, by a sweep of its own; empty where there is none."""
+        """The basis in which each layer's sums are taken, by an earlier pass over the data; or empty."""
         return {}
 
     def accumulators(self, layer: Layer, task: Task, basis: Basis | None) -> Sequence[Any]:

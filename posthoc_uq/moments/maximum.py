@@ -35,8 +35,8 @@ def larger(first: Moments, second: Moments) -> Moments:
 
 
 def _in_deviations(difference: Tensor, spread: Tensor) -> Tensor:
-    """A difference over its deviation. Beyond twelve deviations nothing is left of the smaller one, and what is finite
-    stays so, its gradient included.
+    """A difference over its deviation, at most 12 in size, where the smaller one has no effect any more: so neither the
+    result nor its gradient overflows.
     """
     if is_recorded(difference, spread):
         far = difference.abs() >= 12.0 * spread

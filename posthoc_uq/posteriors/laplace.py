@@ -108,8 +108,8 @@ class KroneckerFields(Record):
 class KroneckerBlock(_EigenbasisBlock):
     """KFAC: eigenvectors and eigenvalues of the input Gram ``A`` and of the gradient Gram ``G``.
 
-    Where it keeps both Grams, data can come in and go out. ``positions`` is the mean number of positions of a sample,
-    over which the second Gram is a mean.
+    Where it keeps both Grams, data can come in and go out. The Gram of the output gradients is a mean over
+    positions as well as samples; ``positions`` is the mean number of positions of a sample.
     """
 
     kind = "kfac"

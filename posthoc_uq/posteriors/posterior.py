@@ -588,7 +588,8 @@ class Posterior(Adjustable):
         return covariance
 
     def _key(self, block: str, settings: Hyperparameters) -> tuple[Any, ...]:
-        """All on which a block's precision depends; the prior of single weights is compared by identity, and held."""
+        """All on which a block's precision depends; the prior of single weights as an object, which the key keeps
+        alive."""
         priors = tuple(settings.layer_prior(name) for name in self.members[block])
         return settings.scale, settings.noise_scale, settings.residual_weight, priors, self.weight_prior
 

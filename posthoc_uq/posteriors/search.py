@@ -25,19 +25,23 @@ class CriterionFacts:
         objective: what the trials are compared by.
         best: which trial is the best: ``min`` or ``max`` of the objective; None where the goal is another one.
         data: what it needs, in words; empty for nothing.
+        labels: whether these data need their targets.
         by_predictions: whether it chooses by the predictions of a head, to which the hyperparameters then belong.
     """
 
     objective: str
     best: Callable[..., Any] | None
     data: str
+    labels: bool
     by_predictions: bool
 
 
 CRITERIA: dict[Criterion, CriterionFacts] = {
-    "faithful": CriterionFacts("divergence", None, "training inputs", True),  # the widest within a budget
-    "likelihood": CriterionFacts("validation NLL", min, "held-out data with targets", True),
-    "evidence": CriterionFacts("log marginal likelihood", max, "", False),
+    "faithful": CriterionFacts(
+        "divergence", None, "training inputs", False, True
+    ),  # the widest within a budget
+    "likelihood": CriterionFacts("validation NLL", min, "held-out data with targets", True, True),
+    "evidence": CriterionFacts("log marginal likelihood", max, "", False, False),
 }
 
 
@@ -46,7 +50,7 @@ class Trial:
     """One evaluation of a search.
 
     Attributes:
-        settings: the hyperparameters that were tried; of the search for one layer's prior precision, that one alone.
+        settings: the hyperparameters that were tried; in a search for one layer's prior precision, that value alone.
         objective: ``"faithful"``: the divergence from the network in nats. ``"likelihood"``: the validation NLL, a mean
             over all labels that count, as in `posthoc_uq.evaluate`. ``"evidence"``: the log marginal likelihood; for a
             prior precision less the log likelihood, which does not depend on it.
