@@ -159,7 +159,7 @@ def test_a_file_is_checked_by_what_its_block_declares(
         uq.inspect(path)
     monkeypatch.delitem(FAMILIES, SPIKE)
     for read in (lambda: uq.load(path, model), lambda: uq.inspect(path)):
-        with pytest.raises(CorruptPosteriorError, match=f"a method that is not known here.*'{SPIKE}'"):
+        with pytest.raises(CorruptPosteriorError, match=f"a method that is not registered.*'{SPIKE}'"):
             read()
 
 

@@ -211,7 +211,7 @@ def prepared(files: Sequence[bytes], transform: Callable[[Image.Image], Any], li
         Refused: `opened_image` refuses one, the transform fails on it, or they differ in size afterwards, or are too
             large together.
     """
-    batch = torch.empty(0)
+    batch = torch.empty(0, device="cpu")
     pixels = 0
     for index, file in enumerate(files):
         image = opened_image(file, limits)
