@@ -282,7 +282,7 @@ def test_words_become_values() -> None:
         ("tune m --data x --referral-rate 0.1 --referral-score entropy,entropy", "nor different scores"),
         ("tune m --data x --referral-rate 0.1 --referral-score entropy,", "nor different scores"),
         ("tune m --referral-rate 1", "--referral_rate must be >=0 and <1, not 1"),
-        ("tune m --criterion faithful", "needs training images"),
+        ("tune m --criterion faithful", "needs training inputs"),
         ("tune m --divergence 0.1", "--divergence is of the criteria"),
         ("evaluate m x --ood textures", "not of the form NAME=DATA"),
         ("evaluate m x --ood a=x --ood a=y", "a name of its own"),
