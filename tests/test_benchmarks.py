@@ -125,7 +125,7 @@ def test_predict_cost_gives_multiples_of_a_forward_pass(tmp_path: Path) -> None:
         assert "note" not in row and 0 < row["least"] <= row["multiple"] <= row["most"]
 
 
-@pytest.mark.slow
+@pytest.mark.study
 @pytest.mark.skipif(not (BENCHMARKS.parent / ".git").exists(), reason="this is no checkout of the repository")
 def test_two_commits_are_compared(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     path = tmp_path / "costs.json"

@@ -687,7 +687,7 @@ def test_what_does_not_apply_says_so() -> None:
             call()
     with pytest.raises(PosthocUQError, match=r"parameters must be among \['scale'\]"):
         uq.tune(posterior, batches(), parameters=("prior_precision",), progress=False)
-    with pytest.raises(PosthocUQError, match="variances, not a Fisher"):
+    with pytest.raises(PosthocUQError, match="keeps no Fisher"):
         next(iter(posterior.blocks.values())).dense()
 
 

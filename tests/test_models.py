@@ -59,7 +59,12 @@ MODELS = {
 }  # fmt: skip
 
 
-@pytest.mark.parametrize("name", MODELS)
+LARGE = ("densenet121", "tf_efficientnet_lite0", "convnext_atto")  # nothing in them that smaller ones lack
+
+
+@pytest.mark.parametrize(
+    "name", [pytest.param(name, marks=[pytest.mark.study] * (name in LARGE)) for name in MODELS]
+)
 def test_main_job(name, tmp_path):
     make, size, deterministic = MODELS[name]
     with torch.random.fork_rng():

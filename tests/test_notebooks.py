@@ -116,7 +116,7 @@ def executed(name: str, claims: str, folder: Path, monkeypatch: pytest.MonkeyPat
     nbclient.NotebookClient(notebook, timeout=1800, kernel_name="python3", resources=resources).execute()
 
 
-@pytest.mark.slow
+@pytest.mark.study
 def test_the_quickstart_runs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     executed("quickstart", "assert same", tmp_path, monkeypatch)
 
