@@ -780,3 +780,21 @@ def test_another_dispersion_than_the_default_is_said_aloud(name: str, drawn: Any
         uq.fit(model, [(x, y)], likelihood=kind(wanted), **options)
         if name == "gamma":
             uq.fit(model, [(x, like_default)], likelihood=name, **options)
+
+
+@pytest.mark.parametrize("likelihood", [uq.Bernoulli(), uq.Multilabel(), uq.Heteroscedastic(), uq.Poisson()])
+def test_no_samples_have_no_densities(likelihood: Any) -> None:
+    outputs = torch.zeros(0, 2)
+    targets = torch.zeros(0, 1 if isinstance(likelihood, uq.Heteroscedastic) else 2)
+    if isinstance(likelihood, uq.Bernoulli):
+        outputs, targets = outputs[:, :1], targets[:, :1]
+    assert likelihood.log_prob(outputs, targets).shape == (0,)
+
+
+def test_noise_beyond_float32_has_a_finite_density_and_score() -> None:
+    """exp(90) is no number of float32; the density and its gradient are, by the logarithm of the noise variance."""
+    outputs, targets = torch.tensor([[0.3, 90.0]]), torch.tensor([[0.5]])
+    likelihood = uq.Heteroscedastic()
+    expected = -0.5 * (0.04 * math.exp(-90) + 90 + math.log(2 * math.pi))
+    torch.testing.assert_close(likelihood.log_prob(outputs, targets), torch.tensor([expected]))
+    torch.testing.assert_close(likelihood.score(outputs, targets), torch.tensor([[0.0, 0.5]]))

@@ -59,7 +59,8 @@ class _Labels(Likelihood, ABC):
 
     def divergence(self, outputs: Tensor, prediction: Any) -> Tensor:
         """In closed form; the mean over labels, so that a budget does not depend on their number."""
-        logits = at_least_float32(outputs).reshape(len(outputs), -1)
+        logits = at_least_float32(outputs)
+        logits = logits.flatten(1) if logits.ndim > 1 else logits.unsqueeze(1)
         logs = torch.stack([F.logsigmoid(-logits), F.logsigmoid(logits)], dim=-1)
         return divergence_of_classes(logs, prediction.log_probs.reshape(logs.shape)).mean(1)
 

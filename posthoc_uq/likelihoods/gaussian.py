@@ -219,6 +219,16 @@ class Heteroscedastic(_Normals):
         means, logs = self._means_and_logs(outputs)
         return Normal(means, (logs / 2).exp(), validate_args=False)
 
+    def log_terms(self, outputs: Tensor, targets: Tensor) -> Tensor:
+        """By the logarithm of the noise variance, whose exponential may leave the range of float32."""
+        means, logs = self._means_and_logs(outputs)
+        return -0.5 * ((targets - means).square() * (-logs).exp() + logs + log(2 * pi))
+
+    def score(self, outputs: Tensor, targets: Tensor) -> Tensor:
+        means, logs = self._means_and_logs(outputs)
+        residuals, precision = means - self.like(outputs, targets), (-logs).exp()
+        return torch.cat([residuals * precision, 0.5 * (1 - residuals.square() * precision)], dim=1)
+
     def fisher_root(self, outputs: Tensor) -> Tensor:
         _, logs = self._means_and_logs(outputs)
         return torch.cat([(-logs / 2).exp(), torch.full_like(logs, 0.5**0.5)], dim=1)

@@ -176,7 +176,7 @@ class Likelihood:
         if not self.defines("log_terms"):
             raise self._missing("distribution(outputs) or log_prob(outputs, targets)", "has no density")
         terms = self.log_terms(at_least_float32(outputs), self.like(outputs, targets))
-        return terms.reshape(outputs.shape[0], -1).sum(1)
+        return terms.flatten(1).sum(1) if terms.ndim > 1 else terms
 
     def weighted_log_prob(self, outputs: Tensor, targets: Tensor, weights: Tensor) -> Tensor:
         """``sum_t w_t log p(y_t | f_t)`` of every sample, ``(samples,)``, in nats, for weights of positions
@@ -234,7 +234,7 @@ class Likelihood:
                 "has no exact expectation over labels, take fisher='mc'",
             )
         root = self.fisher_root(outputs)
-        flat = root.reshape(outputs.shape[0], -1)
+        flat = root.flatten(1) if root.ndim > 1 else root.unsqueeze(1)
         for index in range(flat.shape[1]):
             factor = torch.zeros_like(flat)
             factor[:, index] = flat[:, index]
@@ -316,7 +316,7 @@ class Likelihood:
     def entropy(self, outputs: Tensor) -> Tensor:
         """``H[y | outputs]`` of every sample, ``(samples,)``, in nats; by which a temperature is matched."""
         entropies = self._by_distribution("entropy", as_double(outputs), lambda law: law.entropy())
-        return entropies.reshape(len(outputs), -1).sum(1)
+        return entropies.flatten(1).sum(1) if entropies.ndim > 1 else entropies
 
     def measures(self, mean: Tensor, targets: Tensor) -> dict[str, float]:
         """Measures of how good predicted means are, by name, which `posthoc_uq.evaluate` shows beside its own."""
