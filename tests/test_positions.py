@@ -616,3 +616,17 @@ def test_masked_positions_do_not_count_in_the_numbers_of_an_input() -> None:
     assert predictor.referral(masked).shape == (len(masked),)
     with pytest.raises(uq.PosthocUQError, match=r"mask has shape .* is needed"):
         prediction.masked(mask[:2])
+
+
+@pytest.mark.parametrize("link", ["mc", "probit", "bridge"])
+def test_both_engines_give_one_prediction_at_positions(link: str) -> None:
+    """By backward passes and by probes, whose error is Monte Carlo's: 0.02 at 3,000 probes."""
+    torch.manual_seed(1)
+    model = nn.Sequential(nn.Conv2d(2, 4, 3, padding=1), nn.ReLU(), nn.Conv2d(4, 3, 1)).eval()
+    x, labels = torch.randn(12, 2, 4, 4), torch.randint(0, 3, (12, 4, 4))
+    posterior = uq.fit(model, [(x, labels)], "kfac", prior_precision=0.2, progress=False)
+    exact, probed = (
+        uq.wrap(model, posterior, link=link, engine=engine, **more)(x[:2]).probs
+        for engine, more in (("exact", {}), ("jvp", {"n_probes": 3000}))
+    )
+    torch.testing.assert_close(probed, exact, rtol=0, atol=0.04)

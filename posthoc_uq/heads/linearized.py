@@ -723,7 +723,8 @@ class Probes(_Outputs):
         """Mean, variance, and as much of the covariance as the link can use; of many positions not the matrices."""
         draws, rows, classes = self._deviations.shape
         variance, spreads = self._deviations.square().mean(0), list[Spread]()
-        if self.layout is None and self._chosen.wants_covariance(self._rows):
+        whole = self.layout is None or self._chosen.link == "bridge"  # which needs the matrices
+        if whole and self._chosen.wants_covariance(self._rows):
             return GaussianOutputs(self.mean, self._whole(variance), _products(self._deviations))
         if not self._chosen.wants_spread():
             return GaussianOutputs(self.mean, self._whole(variance))
