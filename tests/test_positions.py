@@ -7,6 +7,7 @@ import weakref
 from dataclasses import dataclass
 from pathlib import Path
 
+import posterior_helpers
 import pytest
 import torch
 from torch import Tensor, nn
@@ -274,8 +275,7 @@ def test_closed_form_is_that_of_backward_passes(method: str) -> None:
             uq.wrap(own.model, posterior, head="linearized", engine=engine, link=link)(own.x)
             for engine in ("last_layer", "exact")
         ]
-        if link != "bridge":  # backward passes give leading directions, the closed form the full covariance
-            torch.testing.assert_close(predictions[0].probs, predictions[1].probs, rtol=1e-5, atol=1e-7)
+        torch.testing.assert_close(predictions[0].probs, predictions[1].probs, rtol=1e-5, atol=1e-7)
 
 
 @EVERY
@@ -630,3 +630,24 @@ def test_both_engines_give_one_prediction_at_positions(link: str) -> None:
         for engine, more in (("exact", {}), ("jvp", {"n_probes": 3000}))
     )
     torch.testing.assert_close(probed, exact, rtol=0, atol=0.04)
+
+
+def test_the_bridge_at_positions_is_that_of_the_dense_covariance() -> None:
+    """Logits of one position with the covariance J Sigma J^T, given that their sum is zero, and the Laplace bridge
+    (Hobbhahn, Kristiadi, Hennig 2022, equation 9) written out.
+    """
+    torch.manual_seed(1)
+    model = nn.Sequential(nn.Conv2d(2, 4, 3, padding=1), nn.ReLU(), nn.Conv2d(4, 3, 1)).double().eval()
+    x, labels = torch.randn(8, 2, 3, 4, dtype=torch.float64), torch.randint(0, 3, (8, 3, 4))
+    posterior = uq.fit(model, [(x, labels)], "kfac", prior_precision=0.2, progress=False)
+    found = uq.wrap(model, posterior, link="bridge", engine="exact")(x[:2]).probs.flatten(2)
+    logits = model(x[:2]).detach().flatten(2)
+    joint = posterior_helpers.dense_covariance(model, posterior, x[:2]).reshape(2, 3, 12, 2, 3, 12)
+    for sample in range(2):
+        for place in range(12):
+            mean, covariance = logits[sample, :, place], joint[sample, :, place, sample, :, place]
+            along, total = covariance.sum(1), covariance.sum()
+            mean = mean - along * mean.sum() / total
+            spread = (covariance - torch.outer(along, along) / total).diagonal()
+            alpha = (1 - 2 / 3 + mean.exp() / 9 * (-mean).exp().sum()) / spread
+            torch.testing.assert_close(found[sample, :, place], alpha / alpha.sum(), rtol=1e-8, atol=1e-10)
