@@ -1,0 +1,167 @@
+"""The tangent kernel of a network before its training: which inputs it could tell apart when it had seen no label.
+
+The kernel of two inputs is the inner product of the network's gradients there (Jacot, Gabriel, Hongler, "Neural tangent
+kernel", NeurIPS 2018). Kernel ridge regression with it stands for the training of the network, and its leave-one-out
+predictions have a closed form: `posthoc_uq.fitting.leave_one_out`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+
+import torch
+from torch import Tensor, nn
+
+from posthoc_uq.core.batches import Batch, explained
+from posthoc_uq.core.devices import as_double
+from posthoc_uq.core.errors import NonFiniteError, PosthocUQError, UnsupportedLayerError
+from posthoc_uq.core.model import replicate
+from posthoc_uq.core.randomness import isolated_random_state
+from posthoc_uq.layers.capture import LayerGradients
+from posthoc_uq.layers.operands import temporary_limit
+from posthoc_uq.layers.proof import count_samples, prepare
+
+MAX_GRADIENT_BYTES = 4 * 2**30  # of the gradients of all samples, in layers that are used at several positions
+
+
+def untrained(model: nn.Module, batches: Sequence[Batch], seed: int) -> nn.Module:
+    """A copy of a model with the weights that it could have had before its training.
+
+    Every module that has `reset_parameters` is initialised anew. Parameters of other modules keep their values where
+    they need no gradient. Normalisation by batch statistics takes those of one pass over `batches`.
+
+    Args:
+        model: the trained model, which is not changed.
+        batches: of its training data.
+        seed: of the initial weights; the global random state is left as it is.
+
+    Raises:
+        PosthocUQError: a parameter was trained, and no `reset_parameters` sets it.
+    """
+    twin = replicate(model, {name: p.detach().clone() for name, p in model.named_parameters()})
+    trained = {name for name, parameter in model.named_parameters() if parameter.requires_grad}
+    with isolated_random_state(seed), torch.no_grad():
+        # modules before those that hold them, as nn.Module.apply does
+        for name, module in reversed(list(twin.named_modules())):
+            own = [f"{name}.{each}".lstrip(".") for each, _ in module.named_parameters(recurse=False)]
+            reset = getattr(module, "reset_parameters", None) or getattr(module, "_reset_parameters", None)
+            if callable(reset):
+                reset()
+            elif missed := [each for each in own if each in trained]:
+                raise PosthocUQError(
+                    f"'{missed[0]}' belongs to a {type(module).__name__} without reset_parameters, so that its value "
+                    f"before the training is not known; pass the untrained network, initial=model_or_state_dict."
+                )
+        set_batch_statistics(twin, batches)
+    return twin
+
+
+def with_state(model: nn.Module, initial: nn.Module | Mapping[str, Tensor]) -> nn.Module:
+    """A copy of a model with the parameters and buffers of `initial`, a model or a state dict.
+
+    Raises:
+        PosthocUQError: they are not those of this model.
+    """
+    state = initial.state_dict() if isinstance(initial, nn.Module) else dict(initial)
+    twin = replicate(model, {name: p.detach().clone() for name, p in model.named_parameters()})
+    try:
+        twin.load_state_dict(state)
+    except (RuntimeError, TypeError, AttributeError) as error:
+        message = " ".join(str(error).split())
+        raise PosthocUQError(f"initial= does not fit the model: {message[:300]}") from None
+    return twin
+
+
+def set_batch_statistics(model: nn.Module, batches: Sequence[Batch]) -> None:
+    """Set the running means and variances of all normalisation layers to those of one pass, the mean over batches."""
+    layers = [m for m in model.modules() if isinstance(m, nn.modules.batchnorm._BatchNorm)]  # pyright: ignore[reportPrivateUsage]
+    layers = [layer for layer in layers if layer.track_running_stats]
+    if not layers:
+        return
+    momenta = [layer.momentum for layer in layers]
+    for layer in layers:
+        layer.reset_running_stats()
+        layer.momentum = None  # a cumulative average
+        layer.train()
+    for batch in batches:
+        batch.copied().call(model)
+    for layer, momentum in zip(layers, momenta, strict=True):
+        layer.momentum = momentum
+        layer.eval()
+
+
+def tangent_kernel(network: nn.Module, batches: Sequence[Batch], seed: int) -> Tensor:
+    """The tangent kernel of a network along one random direction of its outputs, ``(samples, samples)`` in float64 on
+    the CPU.
+
+    With ``u ~ N(0, I / C)`` for C outputs and ``g_n`` the gradient of ``u^T f(x_n)`` with respect to all weights of
+    linear layers and convolutions, ``K_nm = g_n^T g_m``: one backward pass a batch. A layer that is used at one position
+    adds ``(a_n^T a_m) (b_n^T b_m)`` from its inputs a (with a 1 for the bias) and output gradients b, so that no
+    gradient is formed. A layer with several positions adds the products of its gradients.
+
+    Args:
+        network: in eval mode; not changed.
+        batches: all samples.
+        seed: of the direction.
+
+    Raises:
+        NonFiniteError: the kernel is not finite.
+        PosthocUQError: the outputs have positions, or the gradients take too much memory.
+        UnsupportedLayerError: the gradients of no layer can be caught.
+    """
+    prepared = prepare(network, batches[0], unsupported="skip")
+    capture = prepared.capture
+    generator = torch.Generator().manual_seed(seed)
+    direction: Tensor | None = None
+    rows: dict[str, list[tuple[Tensor, Tensor]]] = {}
+    gradients: dict[str, list[Tensor]] = {}
+    kept = 0
+    for index, batch in enumerate(batches):
+        samples = count_samples(batch)
+        with explained(lambda: capture.twin, batch, f"batch {index} of the loader"):
+            recording = capture.run(batch, samples)
+        outputs = recording.outputs
+        if outputs.ndim > 2:
+            raise PosthocUQError(
+                f"Leave-one-out needs one row of outputs a sample, and these have shape {tuple(outputs.shape)}; use "
+                f"held-out data, uq.calibrate(posterior, val_loader)."
+            )
+        if direction is None:
+            count = outputs[0].numel()
+            direction = torch.randn(outputs.shape[1:], generator=generator, dtype=torch.float64) / count**0.5
+        pulled = direction.to(outputs.device, outputs.dtype).expand_as(outputs)
+
+        def keep(caught: LayerGradients) -> None:
+            nonlocal kept
+            activations, output_gradients = caught.operands(caught.calls[0].input.dtype)
+            name = caught.layer.name
+            if activations.positions == 1:
+                a, b = activations.rows().squeeze(2), output_gradients.squeeze(2)  # (samples, groups, width)
+                rows.setdefault(name, []).append((a.cpu(), b.cpu()))
+                return
+            limit = temporary_limit(MAX_GRADIENT_BYTES, output_gradients.device)
+            each = activations.gradients(output_gradients, limit).flatten(1)
+            kept += each.numel() * each.element_size()
+            if kept > MAX_GRADIENT_BYTES:
+                raise PosthocUQError(
+                    f"The gradients of all samples take more than {MAX_GRADIENT_BYTES >> 30} GiB; pass a loader of "
+                    f"fewer of them, or use held-out data, uq.calibrate(posterior, val_loader)."
+                )
+            gradients.setdefault(name, []).append(each.cpu())
+
+        recording.pull_back(pulled, keep, last=True)
+    if not rows and not gradients:
+        raise UnsupportedLayerError("The gradients of no layer of the untrained network could be caught.")
+    kernel: Tensor | float = 0.0
+    for pairs in rows.values():
+        a, b = (as_double(torch.cat(parts)).transpose(0, 1) for parts in zip(*pairs, strict=True))
+        kernel = kernel + ((a @ a.mT) * (b @ b.mT)).sum(0)
+    for parts in gradients.values():
+        every = torch.cat(parts)
+        for columns in every.split(1 << 14, dim=1):
+            wide = as_double(columns)
+            kernel = kernel + wide @ wide.T
+    assert isinstance(kernel, Tensor)
+    if not bool(kernel.isfinite().all()):
+        raise NonFiniteError("The tangent kernel of the untrained network is not finite.")
+    return kernel

@@ -1,0 +1,131 @@
+"""Leave-one-out by the tangent kernel, against gradients by autograd and against regressions fitted again and again."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import posthoc_uq as uq
+from posthoc_uq.core.batches import Batch
+from posthoc_uq.curvature.tangent_kernel import tangent_kernel, untrained, with_state
+from posthoc_uq.fitting.leave_one_out import RIDGES, leave_one_out, temperature_for
+
+
+def batches_of(inputs: Tensor, size: int = 7) -> list[Batch]:
+    return [Batch((part,)) for part in inputs.split(size)]
+
+
+def networks() -> dict[str, tuple[nn.Module, Tensor]]:
+    torch.manual_seed(0)
+    image = torch.randn(9, 2, 6, 6, dtype=torch.float64)
+    convolutional = nn.Sequential(
+        nn.Conv2d(2, 4, 3, groups=2), nn.Tanh(), nn.Conv2d(4, 3, 2, stride=2, bias=False), nn.Flatten(), nn.Linear(12, 3)
+    )
+    perceptron = nn.Sequential(nn.Linear(5, 8), nn.ReLU(), nn.Linear(8, 3))
+    shared = nn.Linear(5, 5)
+    return {
+        "perceptron": (perceptron.double(), torch.randn(15, 5, dtype=torch.float64)),
+        "convolutions with groups": (convolutional.double(), image),
+        "a layer used twice": (
+            nn.Sequential(shared, nn.Tanh(), shared, nn.Linear(5, 1), nn.Flatten(0)).double(),
+            torch.randn(11, 5, dtype=torch.float64),
+        ),
+        "tokens": (
+            nn.Sequential(nn.Linear(5, 4), nn.Tanh(), nn.Flatten(), nn.Linear(12, 2)).double(),
+            torch.randn(8, 3, 5, dtype=torch.float64),
+        ),
+    }
+
+
+@pytest.mark.parametrize("name", list(networks()))
+def test_kernel_is_that_of_autograds_gradients(name: str) -> None:
+    network, inputs = networks()[name]
+    network.eval()
+    kernel = tangent_kernel(network, batches_of(inputs), seed=3)
+    outputs = network(inputs)
+    generator = torch.Generator().manual_seed(3)
+    direction = torch.randn(outputs.shape[1:], generator=generator, dtype=torch.float64) / outputs[0].numel() ** 0.5
+    rows = []
+    for output in outputs:
+        gradients = torch.autograd.grad((output * direction).sum(), list(network.parameters()), retain_graph=True)
+        rows.append(torch.cat([gradient.flatten() for gradient in gradients]))
+    jacobian = torch.stack(rows)
+    torch.testing.assert_close(kernel, jacobian @ jacobian.T, rtol=1e-10, atol=1e-12)
+
+
+@pytest.mark.parametrize("grouped", [False, True])
+def test_predictions_are_those_of_regressions_fitted_without_the_samples(grouped: bool) -> None:
+    torch.manual_seed(1)
+    features = torch.cat((torch.randn(24, 6), torch.ones(24, 1)), 1).double()
+    targets = torch.randn(24, 2, dtype=torch.float64)
+    groups = torch.arange(24) // 3 if grouped else None
+    kernel = features @ features.T
+    found = leave_one_out(kernel, targets, groups)
+    scaled, centre = kernel / kernel.diagonal().mean(), targets.mean(0)
+    for left in torch.arange(24).split(3 if grouped else 1):
+        rest = torch.tensor([n for n in range(24) if n not in left.tolist()])
+        solved = torch.linalg.solve(
+            scaled[rest][:, rest] + found.ridge * torch.eye(len(rest), dtype=torch.float64), targets[rest] - centre
+        )
+        torch.testing.assert_close(
+            found.predictions[left], centre + scaled[left][:, rest] @ solved, rtol=1e-10, atol=1e-10
+        )
+    errors = []
+    for ridge in RIDGES:  # the ridge is the best of all of them, by the same definition
+        inverse = torch.linalg.inv(scaled + ridge * torch.eye(24, dtype=torch.float64))
+        if groups is None:
+            residual = inverse @ (targets - centre) / inverse.diagonal().unsqueeze(1)
+            errors.append(float(residual.square().mean()))
+    if errors:
+        assert RIDGES[min(range(len(errors)), key=errors.__getitem__)] == found.ridge
+
+
+def test_the_temperature_gives_the_confidence_and_never_sharpens() -> None:
+    torch.manual_seed(2)
+    logits = 6 * torch.randn(200, 4)
+    temperature = temperature_for(logits, 0.6)
+    assert temperature > 1
+    assert float((logits / temperature).softmax(1).amax(1).mean()) == pytest.approx(0.6, abs=1e-4)
+    assert temperature_for(logits / 10, 0.99) == 1.0
+    two = torch.randn(100) * 9
+    binary = temperature_for(two, 0.7, binary=True)
+    probability = torch.sigmoid(two.double() / binary)
+    assert float(torch.maximum(probability, 1 - probability).mean()) == pytest.approx(0.7, abs=1e-4)
+
+
+class WithToken(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.token = nn.Parameter(torch.zeros(4))
+        self.layer = nn.Linear(4, 2)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.layer(x + self.token)
+
+
+def test_an_untrained_copy_has_new_weights_and_the_model_keeps_its_own() -> None:
+    torch.manual_seed(3)
+    model = nn.Sequential(nn.Linear(4, 6), nn.BatchNorm1d(6), nn.ReLU(), nn.Linear(6, 2))
+    inputs = 3 + 2 * torch.randn(40, 4)
+    before, state = {n: p.clone() for n, p in model.state_dict().items()}, torch.get_rng_state()
+    twin = untrained(model, batches_of(inputs, 40), seed=5)
+    assert all(torch.equal(before[name], value) for name, value in model.state_dict().items())
+    assert torch.equal(torch.get_rng_state(), state) and model.training
+    assert not torch.equal(twin[0].weight, model[0].weight)  # type: ignore[union-attr]
+    hidden = inputs @ twin[0].weight.T + twin[0].bias  # type: ignore[union-attr,operator]
+    torch.testing.assert_close(twin[1].running_mean, hidden.mean(0))  # type: ignore[union-attr]
+    torch.testing.assert_close(twin[1].running_var, hidden.var(0))  # type: ignore[union-attr]
+    assert torch.equal(untrained(model, batches_of(inputs, 40), seed=5)[0].weight, twin[0].weight)  # type: ignore[index]
+
+
+def test_a_trained_parameter_that_nothing_initialises_needs_the_initial_state() -> None:
+    model = WithToken()
+    with pytest.raises(uq.PosthocUQError, match="initial="):
+        untrained(model, [], seed=0)
+    model.token.requires_grad_(False)  # was never trained
+    assert torch.equal(untrained(model, [], seed=0).token, model.token)  # type: ignore[arg-type]
+    started = {name: torch.full_like(value, 0.5) for name, value in model.state_dict().items()}
+    assert all(bool((value == 0.5).all()) for value in with_state(model, started).state_dict().values())
+    with pytest.raises(uq.PosthocUQError, match="does not fit"):
+        with_state(model, {"token": torch.zeros(4)})
