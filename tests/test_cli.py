@@ -45,7 +45,7 @@ from posthoc_uq.cli.main import COMMANDS, plain, sentence
 from posthoc_uq.cli.options import Choice
 from posthoc_uq.cli.outputs import role_of
 from posthoc_uq.cli.parser import Command, kinds_of, options_of, summary
-from posthoc_uq.fitting.prior import DIVERGENCE
+from posthoc_uq.fitting.faithful import DIVERGENCE
 from posthoc_uq.fitting.wrap import HEADS
 from posthoc_uq.methods import METHODS
 from posthoc_uq.posteriors.block import FAMILIES, Block

@@ -20,8 +20,8 @@ from posthoc_uq.core.numerics import eigh_descending
 from posthoc_uq.core.randomness import sample_keys, share_of
 from posthoc_uq.curvature.sweep import Picked
 from posthoc_uq.methods.inf import kept_entries, sparsify
-from posthoc_uq.posteriors.evidence import maximise_evidence
 from posthoc_uq.posteriors.information import InformationBlock
+from posthoc_uq.posteriors.search import maximise_evidence
 
 
 def _digits(width: int = 16) -> tuple[nn.Module, torch.Tensor, torch.Tensor]:
@@ -349,7 +349,7 @@ def test_a_search_by_the_evidence_computes_what_no_prior_changes_once(trained, m
     )
     for budget in (2**28, 0):
         posterior = _fit(trained, "inf", rank=6)
-        monkeypatch.setattr("posthoc_uq.posteriors.evidence.TEMPORARY_BYTES", budget)
+        monkeypatch.setattr("posthoc_uq.posteriors.search.TEMPORARY_BYTES", budget)
         called.clear()
         trials = maximise_evidence(posterior)
         assert len(called) == len(posterior.blocks) * (1 if budget else len(trials.trials))

@@ -19,7 +19,6 @@ from posthoc_uq.layers.layer import Call
 from posthoc_uq.layers.operands import temporary_limit
 from posthoc_uq.layers.proof import count_samples
 from posthoc_uq.posteriors import FeatureGrams, Posterior, WeightPrior
-from posthoc_uq.posteriors.prior import training_precisions
 
 Of = Literal["class", "top", "all"]
 
@@ -121,7 +120,7 @@ class PosteriorRatio:
         if posterior.has_free_prior_precision:
             precisions = dict.fromkeys(posterior.layers, settings.prior_precision)
         else:
-            precisions = training_precisions(posterior)
+            precisions = posterior.training_precisions()
         smooth = {
             "scale": posterior.evidence.total,
             "prior_precision": settings.prior_precision,

@@ -20,7 +20,7 @@ from posthoc_uq.likelihoods.selective import (
     tail_probability,
 )
 from posthoc_uq.posteriors import Posterior
-from posthoc_uq.posteriors.referral import rule_of, thresholds_of
+from posthoc_uq.posteriors.report import rule_of, thresholds_of
 
 Rate = Annotated[float, Ge(0), Lt(1)]
 

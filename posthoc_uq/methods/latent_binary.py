@@ -39,8 +39,7 @@ from posthoc_uq.likelihoods import Likelihood
 from posthoc_uq.methods.mean_field import LOG_VARIANCE, gaussian_divergence
 from posthoc_uq.methods.task import Task
 from posthoc_uq.methods.training import Group, Objective, Step, Training, check_trainable
-from posthoc_uq.posteriors.prior import ONE_PRIOR
-from posthoc_uq.posteriors.settings import LayerPriors
+from posthoc_uq.posteriors.settings import ONE_PRIOR, LayerPriors
 from posthoc_uq.posteriors.variational import (
     MAX_STEPS,
     MAX_UNITS,

@@ -39,7 +39,7 @@ from posthoc_uq.moments.propagation import independent_weights, propagate, runni
 from posthoc_uq.moments.tensor import MaxPool, Relu, Rules, Unknown
 from posthoc_uq.posteriors.block import Block
 from posthoc_uq.posteriors.posterior import Posterior
-from posthoc_uq.posteriors.prior import ONE_PRIOR
+from posthoc_uq.posteriors.settings import ONE_PRIOR
 
 _DRAWS = (
     64  # of the outputs in a step, where the likelihood has no closed form; always the same, quasi-random

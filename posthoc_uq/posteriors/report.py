@@ -14,7 +14,6 @@ from posthoc_uq.core.tables import cell_text, text_table
 from posthoc_uq.layers.layer import Layer
 from posthoc_uq.posteriors.block import Block
 from posthoc_uq.posteriors.features import FeatureGrams
-from posthoc_uq.posteriors.referral import rule_of
 from posthoc_uq.posteriors.settings import History, Hyperparameters
 
 _SECONDS = "seconds, "  # begins the names of timings
@@ -197,6 +196,18 @@ def described_changes(changes: Mapping[str, Any]) -> str:
             f"{changes['outside']:.1%} of the last update's Fisher is outside of the kept bases{before}"
         )
     return ", ".join([*parts, f"digest {changes['digest'][:12]}"])
+
+
+def thresholds_of(referral: Mapping[str, Any]) -> dict[str, float]:
+    """The threshold of each score in the record of a referral; an input with any score above its own is referred. Empty
+    where no threshold was set.
+    """
+    return {name: score["threshold"] for name, score in referral.get("scores", {}).items()}
+
+
+def rule_of(referral: Mapping[str, Any], digits: int = 6) -> str:
+    """The rule in words: ``entropy above 0.3 or mutual_information above 0.02``."""
+    return " or ".join(f"{name} above {value:.{digits}g}" for name, value in thresholds_of(referral).items())
 
 
 def described_output(output: Mapping[str, Any]) -> str:

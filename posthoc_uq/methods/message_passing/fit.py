@@ -71,8 +71,7 @@ from posthoc_uq.posteriors.features import FeatureGrams
 from posthoc_uq.posteriors.laplace import LARGEST_BYTES
 from posthoc_uq.posteriors.messages import JointMessagesBlock, MessagesBlock, moved
 from posthoc_uq.posteriors.posterior import Posterior
-from posthoc_uq.posteriors.prior import ONE_PRIOR
-from posthoc_uq.posteriors.settings import Evidence, Hyperparameters, LayerPriors
+from posthoc_uq.posteriors.settings import ONE_PRIOR, Evidence, Hyperparameters, LayerPriors
 
 _LARGE_DATA = 20_000  # samples from which on a last layer's batches are visited once
 _LAST_EPOCHS, _ALL_EPOCHS = 4, 18  # visits of every batch where none are given
