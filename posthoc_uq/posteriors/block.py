@@ -301,6 +301,7 @@ _CAPABILITIES: dict[str, tuple[str, ...]] = {
     "independent": (INDEPENDENT,),
     "variance": (VARIANCES,),
     "quadratic": (QUADRATIC,),
+    "whiten": (QUADRATIC,),
     "of_layer": (ROWS,),
     "log_determinant": (LOG_DETERMINANT,),
 }

@@ -247,9 +247,6 @@ class Subnetwork(Covariance):
     def variance(self) -> Tensor:
         return self._spread(self._chosen.variance())
 
-    def quadratic(self, jacobians: Tensor) -> Tensor:
-        return self._chosen.quadratic(self._of_chosen(jacobians))
-
     def log_determinant(self) -> Tensor:
         """Over the chosen weights."""
         return self._chosen.log_determinant()

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-import functools
 from abc import abstractmethod
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from functools import cached_property, lru_cache
 from math import log, pi, prod
 from typing import Annotated, Any, ClassVar, Literal, cast
 
@@ -34,7 +34,7 @@ from posthoc_uq.posteriors.block import (
     bounded,
     largest_of,
 )
-from posthoc_uq.posteriors.covariance import Independent, Variances
+from posthoc_uq.posteriors.covariance import Covariance, Independent, Variances
 
 # The mean-field posterior: independent weights with variances that were optimised, not derived from a Fisher.
 
@@ -193,7 +193,7 @@ def gated_step(z: Tensor, m: Tensor, s: Tensor, moved: Tensor | None = None) -> 
     return torch.where(moved > 0, moving, z), (logs * moved).sum(-1)
 
 
-@functools.lru_cache(maxsize=64)
+@lru_cache(maxsize=64)
 def _masks(flow: Flow, step: int, device: str) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     size, hidden = flow.size, flow.hidden
     degrees = torch.arange(1, size + 1, device=device)
@@ -393,6 +393,9 @@ class SpikeAndSlab(Independent):
         mean = self._inclusion * self._mean
         return mean if self._scale is None else mean * self._over("z_mean", 1.0)
 
+    log_determinant = Covariance.log_determinant  # there is none
+
+    @cached_property
     def weights(self) -> Tensor:
         """Their variances, ``a (v + (1 - a) mu^2 E[z]^2 + mu^2 Var z)``."""
         slab = self._mean if self._scale is None else self._mean * self._over("z_mean", 1.0)
