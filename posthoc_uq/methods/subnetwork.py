@@ -15,10 +15,9 @@ from posthoc_uq.core.options import Count, did_you_mean
 from posthoc_uq.curvature.statistics import ChosenFisher
 from posthoc_uq.methods.laplace import JOINT, Laplace, squares_of
 from posthoc_uq.methods.task import Task, Tensors
-from posthoc_uq.posteriors.block import Block
+from posthoc_uq.posteriors.block import Block, packed
 from posthoc_uq.posteriors.laplace import LARGEST_BYTES, SubnetworkBlock
 from posthoc_uq.posteriors.posterior import Posterior
-from posthoc_uq.posteriors.variational import packed
 
 
 @dataclass(frozen=True, kw_only=True)

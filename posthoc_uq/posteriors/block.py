@@ -3,14 +3,15 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Collection, Generator, Mapping, Sequence
+from collections.abc import Generator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, fields, replace
 from functools import cache
 from math import prod
 from typing import Any, ClassVar, TypeVar, get_type_hints
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from posthoc_uq.core.devices import as_double
@@ -21,8 +22,6 @@ from posthoc_uq.posteriors.covariance import Covariance
 
 Shape = tuple[int, int, int]
 """Groups, outputs and inputs of a layer, or ``(1, 1, weights)`` of several."""
-
-# What a tensor must be: blocks declare it for theirs, and files and checkpoints are checked by it.
 
 
 @dataclass(frozen=True)
@@ -67,8 +66,6 @@ class TensorSpec:
         return prod(self.sizes)
 
 
-# How a block declares its tensors: each as a field with its sizes.
-
 GROUPS, OUTPUTS, INPUTS, WEIGHTS = "groups", "outputs", "inputs", "weights"
 """Sizes of a layer's matrix, and their product."""
 BITS = "bits"
@@ -96,6 +93,8 @@ class Stored:
     Args:
         *sizes: `GROUPS`, `OUTPUTS`, `INPUTS`, `WEIGHTS`, `BITS`, or a `Size`.
         optional: an attribute of a file that is true where the block has this tensor; else the tensor is None.
+        mean_of: the statistic in words, where it is a mean over the samples that other data can come into; it is then
+            non-negative, or symmetric and positive semidefinite.
         max_numbers: that it may have, whatever its sizes.
         **properties: those of `TensorSpec`.
     """
@@ -104,15 +103,12 @@ class Stored:
         self,
         *sizes: str | Size,
         optional: str | None = None,
+        mean_of: str = "",
         max_numbers: int | None = None,
         **properties: Any,
     ) -> None:
-        self.sizes, self.optional, self.max_numbers = sizes, optional, max_numbers
-        self._properties = properties
-
-    def spec(self, sizes: Sequence[int]) -> TensorSpec:
-        """What the tensor must be, by its sizes as numbers."""
-        return TensorSpec(tuple(sizes), **self._properties)
+        self.sizes, self.optional, self.mean_of, self.max_numbers = sizes, optional, mean_of, max_numbers
+        self.properties = properties
 
 
 def layer_sizes(shape: Shape) -> dict[str, int]:
@@ -135,29 +131,6 @@ QUADRATIC = "quadratic forms"  # J Sigma J^T of Jacobians
 ROWS = "row covariances"  # for the variance that a layer's weights give to its outputs
 LOG_DETERMINANT = "a log-determinant"  # of the precision
 INDEPENDENT = "moments of independent weights"  # once what they have in common is drawn
-
-
-def required(
-    needs: Collection[str], known: Collection[str], method: str, what: str, way_out: str = ""
-) -> None:
-    """Refuse what the blocks of a posterior cannot do.
-
-    Args:
-        needs: names of capabilities.
-        known: capabilities of the posterior.
-        method: the posterior's.
-        what: the request that needs them, as the subject of a sentence.
-        way_out: what to do instead, as the end of that sentence.
-
-    Raises:
-        PosthocUQError: one is missing.
-    """
-    missing = sorted(set(needs) - set(known))
-    if missing:
-        end = f"; {way_out}." if way_out else "."
-        raise PosthocUQError(
-            f"{what} needs {' and '.join(missing)}, which the blocks of method={method!r} do not have{end}"
-        )
 
 
 # Statistics of two parts of the data added up, or those of one part taken out again.
@@ -272,13 +245,6 @@ def _rounding(kept: Tensor, size: float, weights: Weights) -> float:
     return _ROUNDING_UNITS * precision * weights.kept * size + smallest
 
 
-# The block protocol: what a posterior stores of one layer (`Block`), and that made ready for use at a scale
-# and a prior precision (`Covariance`).
-#
-# The first dimensions of all tensors are the layer's groups, outputs and inputs, ``(G, m, n)``; groups are
-# independent.
-
-
 @dataclass(frozen=True)
 class Settings:
     """What turns a Fisher information into a precision: ``P = scale * (low rank + residual_weight * D) +
@@ -293,6 +259,15 @@ class Settings:
     scale: float | Tensor
     prior_precision: float | Tensor
     residual_weight: float = 1.0
+
+    def precision(self, information: Tensor) -> Tensor:
+        """``scale * information + prior_precision``, in float64, for an information that is diagonal in some basis."""
+        return self.scale * as_double(information) + self.prior_precision
+
+    def largest_precision(self, information: float) -> float:
+        """The same for the largest number of an information."""
+        prior = self.prior_precision
+        return float(self.scale) * information + (float(prior.max()) if isinstance(prior, Tensor) else prior)
 
 
 _CAPABILITIES: dict[str, tuple[str, ...]] = {
@@ -348,12 +323,20 @@ class Block(ABC):
 
     def __init_subclass__(cls, **kwargs: Any) -> None:
         super().__init_subclass__(**kwargs)
-        if "kind" in vars(cls):
-            if not hasattr(cls, "makes"):
-                raise PosthocUQError(
-                    f"{cls.__qualname__} must say in 'makes' which class its covariances are of."
-                )
-            _register(cls)
+        if "kind" not in vars(cls):
+            return
+        if not hasattr(cls, "makes"):
+            raise PosthocUQError(
+                f"{cls.__qualname__} must say in 'makes' which class its covariances are of."
+            )
+        registered = BLOCKS.setdefault(cls.kind, cls)
+        # the same name again is the same class: a reloaded module, or a notebook cell that ran again
+        if (registered.__module__, registered.__qualname__) != (cls.__module__, cls.__qualname__):
+            raise PosthocUQError(
+                f"{cls.__qualname__} cannot be a block of the kind {cls.kind!r}, which {registered.__module__}."
+                f"{registered.__qualname__} is already; give it another kind."
+            )
+        BLOCKS[cls.kind] = cls
 
     @classmethod
     def capabilities(cls) -> frozenset[str]:
@@ -423,7 +406,7 @@ class Block(ABC):
             return bounded(attributes, size.name, size.low, of_layer[size.most])
 
         return {
-            name: declared.spec([number(size) for size in declared.sizes])
+            name: TensorSpec(tuple(number(size) for size in declared.sizes), **declared.properties)
             for name, declared in cls._stored().items()
             if declared.optional is None or attributes.get(declared.optional)
         }
@@ -455,7 +438,8 @@ class Block(ABC):
         """The largest precision at these settings, or the largest variance of a block that stores variances. Files that
         reach more than float32 can compute with are refused. 0 where the bounds in `specs` exclude that already.
         """
-        return 0.0
+        means = [getattr(self, name) for name, declared in self._stored().items() if declared.mean_of]
+        return settings.largest_precision(largest_of(*means)) if means else 0.0
 
     @classmethod
     def restore(
@@ -484,7 +468,14 @@ class Block(ABC):
             NotContainedError: data were to be taken out that cannot all have been in.
             PosthocUQError: such blocks cannot be added up.
         """
-        raise PosthocUQError(f"Blocks of the kind {self.kind!r} cannot be added up.")
+        means = {name: declared for name, declared in self._stored().items() if declared.mean_of}
+        if not means:
+            raise PosthocUQError(f"Blocks of the kind {self.kind!r} cannot be added up.")
+        changed: dict[str, Tensor] = {}
+        for name, declared in means.items():
+            add = combined_matrices if declared.properties.get("symmetric") else combined
+            changed[name] = add(getattr(self, name), part[name], weights, declared.mean_of)
+        return replace(self, **changed)
 
     def covered(self, part: Mapping[str, Tensor]) -> tuple[float, float] | None:
         """How much of a Fisher's trace is inside of the block's bases, and the whole trace; None for a block that keeps
@@ -512,29 +503,9 @@ class Block(ABC):
         return {}
 
 
-def _register(cls: type[Block]) -> None:
-    registered = BLOCKS.get(cls.kind)
-    # the same name again is the same class: a reloaded module, or a notebook cell that ran again
-    if registered is not None and (registered.__module__, registered.__qualname__) != (
-        cls.__module__,
-        cls.__qualname__,
-    ):
-        raise PosthocUQError(
-            f"{cls.__qualname__} cannot be a block of the kind {cls.kind!r}, which {registered.__module__}."
-            f"{registered.__qualname__} is already; give it another kind."
-        )
-    BLOCKS[cls.kind] = cls
-
-
 def largest_of(*tensors: Tensor) -> float:
     """The largest absolute number of several tensors, 0 if they are empty."""
     return max((float(tensor.abs().max()) for tensor in tensors if tensor.numel()), default=0.0)
-
-
-def reached(settings: Settings, information: float) -> float:
-    """The largest precision ``scale * I + prior_precision`` for the largest number of ``I``."""
-    prior = settings.prior_precision
-    return float(settings.scale) * information + (float(prior.max()) if isinstance(prior, Tensor) else prior)
 
 
 def bounded(attributes: Mapping[str, Any], name: str, low: int, high: int) -> int:
@@ -549,9 +520,22 @@ def bounded(attributes: Mapping[str, Any], name: str, low: int, high: int) -> in
     return value
 
 
-# Which kinds of blocks the posteriors of a method are made of, by the method's name.
-#
-# Storage must know the names of the methods, but may not import ``methods``, which stands above it; so
-# ``methods`` fills this table.
-
 FAMILIES: dict[str, tuple[str, ...]] = {}
+"""The kinds of blocks that the posteriors of a method are made of, by the method's name. Files need it, and `methods`,
+which stands above them, fills it."""
+
+
+def packed(mask: Tensor) -> Tensor:
+    """A mask as bytes of eight bits, the first the highest; zeros fill the last byte."""
+    bits = mask.flatten().to(torch.uint8)
+    bits = F.pad(bits, (0, -len(bits) % 8)).reshape(-1, 8)
+    return (bits << _places(bits)).sum(1, dtype=torch.uint8)
+
+
+def unpacked(kept: Tensor, count: int) -> Tensor:
+    """The first `count` bits of packed bytes, as a mask."""
+    return ((kept.unsqueeze(1) >> _places(kept)) & 1).flatten()[:count].bool()
+
+
+def _places(like: Tensor) -> Tensor:
+    return torch.arange(7, -1, -1, dtype=torch.uint8, device=like.device)

@@ -36,10 +36,6 @@ from posthoc_uq.posteriors.block import (
     Settings,
     Size,
     Stored,
-    Weights,
-    combined,
-    largest_of,
-    reached,
 )
 from posthoc_uq.posteriors.covariance import (
     MIN_SHARE,
@@ -591,8 +587,10 @@ class InformationBlock(Block):
     output_basis: Annotated[
         Tensor, Stored(GROUPS, OUTPUTS, _OUTPUT_DIRECTIONS, orthonormal=True, padded=True)
     ]
-    eigenvalues: Annotated[Tensor, Stored(GROUPS, _OUTPUT_DIRECTIONS, _INPUT_DIRECTIONS, non_negative=True)]
-    diagonal: Annotated[Tensor, Stored(GROUPS, OUTPUTS, INPUTS, non_negative=True)]
+    eigenvalues: Annotated[
+        Tensor, Stored(GROUPS, _OUTPUT_DIRECTIONS, _INPUT_DIRECTIONS, mean_of="low rank", non_negative=True)
+    ]
+    diagonal: Annotated[Tensor, Stored(GROUPS, OUTPUTS, INPUTS, mean_of="diagonal", non_negative=True)]
     correction: Correction
 
     def __post_init__(self) -> None:
@@ -641,7 +639,7 @@ class InformationBlock(Block):
 
     def covariance(self, settings: Settings) -> LowRankDiagonal:
         shrink, residual = self._parts()
-        precision = settings.scale * (residual * settings.residual_weight) + settings.prior_precision
+        precision = settings.precision(residual * settings.residual_weight)
         roots = self.eigenvalues.sqrt() * settings.scale**0.5
         return LowRankDiagonal(self.input_basis, self.output_basis, roots, shrink, precision)
 
@@ -654,18 +652,6 @@ class InformationBlock(Block):
             if bool((needed & (basis == 0).all(-2)).any()):
                 return f"has an eigenvalue along a direction of '{name}' that is zero"
         return None
-
-    def largest_value(self, settings: Settings) -> float:
-        return reached(settings, largest_of(self.eigenvalues, self.diagonal))
-
-    def combined(self, part: Mapping[str, Tensor], weights: Weights) -> InformationBlock:
-        return InformationBlock(
-            self.input_basis,
-            self.output_basis,
-            combined(self.eigenvalues, part["eigenvalues"], weights, "low rank"),
-            combined(self.diagonal, part["diagonal"], weights, "diagonal"),
-            self.correction,
-        )
 
     def covered(self, part: Mapping[str, Tensor]) -> tuple[float, float] | None:
         return float(as_double(part["eigenvalues"]).sum()), float(as_double(part["diagonal"]).sum())

@@ -31,10 +31,9 @@ from posthoc_uq.posteriors.block import (
     combined,
     combined_matrices,
     largest_of,
-    reached,
+    unpacked,
 )
 from posthoc_uq.posteriors.covariance import Covariance, Dense, Diagonal, Kronecker
-from posthoc_uq.posteriors.variational import unpacked
 
 # The diagonal posterior: ``P = scale * d + prior_precision`` with the exact diagonal ``d`` of the Fisher.
 
@@ -47,17 +46,10 @@ class DiagonalBlock(Block):
     makes = Diagonal
     per_weight_prior = True
 
-    diagonal: Annotated[Tensor, Stored(GROUPS, OUTPUTS, INPUTS, non_negative=True)]
+    diagonal: Annotated[Tensor, Stored(GROUPS, OUTPUTS, INPUTS, mean_of="diagonal", non_negative=True)]
 
     def covariance(self, settings: Settings) -> Diagonal:
-        precision = settings.scale * as_double(self.diagonal) + settings.prior_precision
-        return Diagonal(precision, self.diagonal)
-
-    def largest_value(self, settings: Settings) -> float:
-        return reached(settings, largest_of(self.diagonal))
-
-    def combined(self, part: Mapping[str, Tensor], weights: Weights) -> DiagonalBlock:
-        return DiagonalBlock(combined(self.diagonal, part["diagonal"], weights, "diagonal"))
+        return Diagonal(settings.precision(self.diagonal), self.diagonal)
 
     def dense(self, scale: float = 1.0, residual_weight: float = 1.0) -> Tensor:
         return scale * torch.diag_embed(self.diagonal.flatten(1))
@@ -84,8 +76,7 @@ class _EigenbasisBlock(Block):
         raise AssertionError("each family defines its own eigenvalues")
 
     def covariance(self, settings: Settings) -> Kronecker:
-        precision = settings.scale * as_double(self.eigenvalues_matrix()) + settings.prior_precision
-        return Kronecker(self.input_basis, self.output_basis, precision)
+        return Kronecker(self.input_basis, self.output_basis, settings.precision(self.eigenvalues_matrix()))
 
     def dense(self, scale: float = 1.0, residual_weight: float = 1.0) -> Tensor:
         vectors = torch.einsum("gop,giq->goipq", self.output_basis, self.input_basis)
@@ -150,7 +141,7 @@ class KroneckerBlock(_EigenbasisBlock):
 
     def largest_value(self, settings: Settings) -> float:
         largest = largest_of(self.input_eigenvalues) * largest_of(self.output_eigenvalues)
-        return reached(settings, largest)
+        return settings.largest_precision(largest)
 
 
 @dataclass(eq=False, repr=False)
@@ -159,23 +150,16 @@ class EigenvalueCorrectedBlock(_EigenbasisBlock):
 
     kind = "efb"
 
-    eigenvalues: Annotated[Tensor, Stored(GROUPS, OUTPUTS, INPUTS, non_negative=True)]
+    eigenvalues: Annotated[Tensor, Stored(GROUPS, OUTPUTS, INPUTS, mean_of="eigenvalues", non_negative=True)]
 
     def eigenvalues_matrix(self) -> Tensor:
         return self.eigenvalues
-
-    def combined(self, part: Mapping[str, Tensor], weights: Weights) -> EigenvalueCorrectedBlock:
-        eigenvalues = combined(self.eigenvalues, part["eigenvalues"], weights, "eigenvalues")
-        return EigenvalueCorrectedBlock(self.input_basis, self.output_basis, eigenvalues)
 
     def covered(self, part: Mapping[str, Tensor]) -> tuple[float, float] | None:
         if "inside" not in part:
             return None
         whole = float(as_double(part["eigenvalues"]).sum())
         return whole * float(part["inside"]), whole
-
-    def largest_value(self, settings: Settings) -> float:
-        return reached(settings, largest_of(self.eigenvalues))
 
 
 # The dense posterior: the full Fisher over all parameters of its layers, with the correlations between
@@ -204,17 +188,13 @@ class DenseBlock(Block):
     per_weight_prior = True
     joint = True
 
-    fisher: Annotated[Tensor, Stored(WEIGHTS, WEIGHTS, max_numbers=LARGEST_BYTES // 8, symmetric=True)]
+    fisher: Annotated[
+        Tensor, Stored(WEIGHTS, WEIGHTS, mean_of="matrix", max_numbers=LARGEST_BYTES // 8, symmetric=True)
+    ]
 
     def covariance(self, settings: Settings) -> Dense:
         prior = host_double(settings.prior_precision).expand(1, 1, len(self.fisher)).flatten()
         return _dense(self.fisher, settings.scale, prior)
-
-    def largest_value(self, settings: Settings) -> float:
-        return reached(settings, largest_of(self.fisher))
-
-    def combined(self, part: Mapping[str, Tensor], weights: Weights) -> DenseBlock:
-        return DenseBlock(combined_matrices(self.fisher, part["fisher"], weights, "matrix"))
 
     def dense(self, scale: float = 1.0, residual_weight: float = 1.0) -> Tensor:
         return scale * self.fisher.unsqueeze(0)
@@ -282,7 +262,9 @@ class SubnetworkBlock(Block):
     fields: ClassVar[type[Record]] = SubnetworkFields
     heads_note = "head='moments' takes the chosen weights as independent, with their exact variances"
 
-    fisher: Annotated[Tensor, Stored(_CHOSEN, _CHOSEN, max_numbers=LARGEST_BYTES // 8, symmetric=True)]
+    fisher: Annotated[
+        Tensor, Stored(_CHOSEN, _CHOSEN, mean_of="matrix", max_numbers=LARGEST_BYTES // 8, symmetric=True)
+    ]
     kept: Annotated[Tensor, Stored(BITS, bits=True, largest=255.0)]
     weights: int
 
@@ -318,9 +300,6 @@ class SubnetworkBlock(Block):
             None if counted == len(self.index) == len(self.fisher) else "has another number of chosen weights"
         )
 
-    def largest_value(self, settings: Settings) -> float:
-        return reached(settings, largest_of(self.fisher))
-
     @classmethod
     def restore(cls, attributes: Mapping[str, Any], tensors: Mapping[str, Tensor]) -> SubnetworkBlock:
         block = super().restore(attributes, tensors)
@@ -328,7 +307,3 @@ class SubnetworkBlock(Block):
         if fault is not None:
             raise CorruptPosteriorError(f"A subnetwork {fault}.")
         return block
-
-    def combined(self, part: Mapping[str, Tensor], weights: Weights) -> SubnetworkBlock:
-        fisher = combined_matrices(self.fisher, part["fisher"], weights, "matrix")
-        return SubnetworkBlock(fisher, self.kept, self.weights)

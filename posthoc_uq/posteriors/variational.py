@@ -33,6 +33,8 @@ from posthoc_uq.posteriors.block import (
     TensorSpec,
     bounded,
     largest_of,
+    packed,
+    unpacked,
 )
 from posthoc_uq.posteriors.covariance import Covariance, Independent, Variances
 
@@ -606,19 +608,3 @@ def median_of(block: LatentBlock, *, certain: bool = False) -> MedianBlock:
         bias=block.bias,
         scale=None if certain else block.scale,
     )
-
-
-def packed(mask: Tensor) -> Tensor:
-    """A mask as bytes of eight bits, the first the highest; zeros fill the last byte."""
-    bits = mask.flatten().to(torch.uint8)
-    bits = F.pad(bits, (0, -len(bits) % 8)).reshape(-1, 8)
-    return (bits << _places(bits)).sum(1, dtype=torch.uint8)
-
-
-def unpacked(kept: Tensor, count: int) -> Tensor:
-    """The first `count` bits of packed bytes, as a mask."""
-    return ((kept.unsqueeze(1) >> _places(kept)) & 1).flatten()[:count].bool()
-
-
-def _places(like: Tensor) -> Tensor:
-    return torch.arange(7, -1, -1, dtype=torch.uint8, device=like.device)
