@@ -294,7 +294,7 @@ class Block(ABC):
     """What is stored of one layer: statistics as plain tensors and plain attributes.
 
     A subclass is a dataclass: its fields annotated as `Stored` are the tensors, all others are the attributes, which
-    `fields` checks in files. What is written, checked, read, moved, copied and counted follows from them. A class that
+    `fields` checks in files. What is written, checked, read, added up and counted follows from them. A class that
     sets `kind` is known by it from then on: files of posteriors with such blocks can be written and read wherever it is
     defined. An attribute ``samples`` is the number of training samples, which files check.
     """
@@ -492,11 +492,7 @@ class Block(ABC):
 
     def bytes(self) -> int:
         """Bytes stored."""
-        return sum(t.numel() * t.element_size() for t in self.tensors().values())
-
-    def to(self, device: torch.device | str) -> Block:
-        """The block on another device."""
-        return self.restore(self.attributes(), {name: t.to(device) for name, t in self.tensors().items()})
+        return sum(t.nbytes for t in self.tensors().values())
 
     def summary(self) -> dict[str, Any]:
         """Columns of the report; `columns` explains them."""

@@ -28,7 +28,13 @@ from posthoc_uq.posteriors import block as can
 from posthoc_uq.posteriors.block import Block, Settings
 from posthoc_uq.posteriors.covariance import Covariance
 from posthoc_uq.posteriors.features import FeatureGrams
-from posthoc_uq.posteriors.report import Report, build_report, rule_of
+from posthoc_uq.posteriors.report import (
+    Report,
+    described_history,
+    described_novelty,
+    described_output,
+    rule_of,
+)
 from posthoc_uq.posteriors.settings import ABOUT, ONE_PRIOR, Evidence, History, Hyperparameters, LayerPriors
 from posthoc_uq.posteriors.variational import MeanFieldBlock
 
@@ -814,14 +820,34 @@ class Posterior:
     def report(self) -> Report:
         """What was fitted and how, with a table of the layers; prints itself. See `Report` for its lines."""
         frozen = self.snapshot()
-        return build_report(
-            frozen.method,
-            frozen.likelihood.name,
-            frozen.layers,
-            frozen.blocks,
-            frozen.history,
-            settings=frozen._settings,
-            shown=frozen.reported(),
-            features=frozen.features,
-            noise_variance=frozen.noise_variance,
+        blocks, history = frozen.blocks, frozen.history
+        rows: list[dict[str, Any]] = []
+        for name, layer in frozen.layers.items():
+            row = {"layer": name, "kind": layer.kind, "shape": "x".join(map(str, layer.matrix_shape))}
+            row |= {"prior precision": frozen.layer_prior(name)}
+            block = blocks.get(name)  # of this layer alone
+            if block is not None:
+                row |= {"numbers": block.numbers(), "bytes": block.bytes(), **block.summary()}
+            rows.append(row)
+        summary: dict[str, Any] = {
+            "method": frozen.method,
+            "likelihood": frozen.likelihood.name,
+            "layers": len(frozen.layers),
+            "parameters with a posterior": sum(layer.parameters for layer in frozen.layers.values()),
+            "numbers stored": sum(block.numbers() for block in blocks.values()),
+            "bytes stored": sum(block.bytes() for block in blocks.values()),
+            **frozen.reported(),
+        }
+        if frozen.features is not None:
+            summary["novelty"] = described_novelty(frozen.features)
+        if frozen.noise_variance is not None:
+            summary["noise variance"] = [float(f"{value:.4g}") for value in frozen.noise_variance.tolist()]
+        notes = dict.fromkeys(block.heads_note for block in blocks.values() if block.heads_note)
+        if notes:
+            summary["heads"] = "; ".join(notes)
+        if history.output:
+            summary["outputs"] = described_output(history.output)
+        columns = {name: text for block in blocks.values() for name, text in block.columns.items()}
+        return Report(
+            summary | history.fit, rows, dict(history.deterministic), described_history(history), columns
         )
