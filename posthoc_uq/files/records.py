@@ -125,7 +125,7 @@ class BlockRecord(Record):
 
     @model_validator(mode="after")
     def _check_attributes(self) -> BlockRecord:
-        BLOCKS[self.kind].fields.model_validate(self.attributes)
+        BLOCKS[self.kind].record().model_validate(self.attributes)
         return self
 
 

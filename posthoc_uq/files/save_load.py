@@ -143,7 +143,7 @@ def _check_storable(slot: Slot, tensor: Tensor, dtype: torch.dtype) -> None:
     which = f"Tensor '{slot.name}' of {slot.owner}"
     if tensor.dtype not in STORED:
         raise PosthocUQError(f"{which} is of {tensor.dtype}, which a file does not hold.")
-    if not slot.spec.fits(tensor.shape):
+    if slot.spec.shape != tensor.shape:
         raise PosthocUQError(f"{which} has shape {tuple(tensor.shape)}, and should have {slot.spec.shape}.")
     fault = complaint(slot.spec, tensor)
     if fault is not None:
@@ -374,10 +374,10 @@ def _described(structure: Structure, head: header.Header) -> tuple[Description, 
         stored = structure.datasets.get(dataset)
         if stored is None:
             raise CorruptPosteriorError(f"{slot.owner} lacks the dataset '{dataset}'")
-        if stored.shape != slot.spec.sizes or (FORMATS[stored.dtype] == torch.uint8) != slot.spec.bits:
+        if stored.shape != slot.spec.shape or (FORMATS[stored.dtype] == torch.uint8) != slot.spec.bits:
             raise CorruptPosteriorError(
                 f"dataset '{dataset}' of {slot.owner} has shape {stored.shape} and type {stored.dtype}, and should "
-                f"have shape {slot.spec.sizes}"
+                f"have shape {slot.spec.shape}"
             )
     stray = sorted(structure.datasets.keys() - wanted.keys())
     if stray:

@@ -3,15 +3,17 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Generator, Mapping, Sequence
+from collections.abc import Generator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, fields, replace
 from functools import cache
 from math import prod
-from typing import Any, ClassVar, TypeVar, get_type_hints
+from typing import Annotated, Any, ClassVar, TypeVar, get_type_hints
 
 import torch
 import torch.nn.functional as F
+from annotated_types import Ge
+from pydantic import create_model
 from torch import Tensor
 
 from posthoc_uq.core.devices import as_double
@@ -29,7 +31,7 @@ class TensorSpec:
     """What a tensor must be; its numbers are always finite.
 
     Attributes:
-        shape: its sizes; None for a dimension of any size.
+        shape: its sizes.
         non_negative: whether it has no negative number, as variances and eigenvalues.
         orthonormal: whether it has orthonormal columns, up to the rounding to bfloat16.
         padded: whether columns of zeros may stand among the orthonormal ones.
@@ -40,7 +42,7 @@ class TensorSpec:
         bits: whether it holds bytes of packed bits (uint8), which are kept as they are, rather than numbers.
     """
 
-    shape: tuple[int | None, ...]
+    shape: tuple[int, ...]
     non_negative: bool = False
     orthonormal: bool = False
     padded: bool = False
@@ -48,22 +50,6 @@ class TensorSpec:
     largest: float = LARGEST
     bits: bool = False
     exact: bool = False
-
-    def fits(self, shape: Sequence[int]) -> bool:
-        """Whether a tensor of this shape has the right one."""
-        return len(shape) == len(self.shape) and all(
-            wanted in (None, size) for size, wanted in zip(shape, self.shape, strict=True)
-        )
-
-    @property
-    def sizes(self) -> tuple[int, ...]:
-        """The shape, where every dimension has a size."""
-        return tuple(size for size in self.shape if size is not None)
-
-    @property
-    def numbers(self) -> int:
-        """How many numbers such a tensor has, where every dimension has a size."""
-        return prod(self.sizes)
 
 
 GROUPS, OUTPUTS, INPUTS, WEIGHTS = "groups", "outputs", "inputs", "weights"
@@ -293,8 +279,8 @@ BLOCKS: dict[str, type[Block]] = {}
 class Block(ABC):
     """What is stored of one layer: statistics as plain tensors and plain attributes.
 
-    A subclass is a dataclass: its fields annotated as `Stored` are the tensors, all others are the attributes, which
-    `fields` checks in files. What is written, checked, read, added up and counted follows from them. A class that
+    A subclass is a dataclass: its fields annotated as `Stored` are the tensors, all others are the attributes, whose
+    types check those of files. What is written, checked, read, added up and counted follows from them. A class that
     sets `kind` is known by it from then on: files of posteriors with such blocks can be written and read wherever it is
     defined. An attribute ``samples`` is the number of training samples, which files check.
     """
@@ -304,7 +290,7 @@ class Block(ABC):
     makes: ClassVar[type[Covariance]]
     """The class of what `covariance` makes; it determines what posteriors of such blocks can do."""
     fields: ClassVar[type[Record]] = Record
-    """What its `attributes` may be in a file."""
+    """What is in a file's attributes beside the plain fields and the sizes of tensors, for a class that writes more."""
     joint: ClassVar[bool] = False
     """Whether it may hold several layers, one after the other and each flattened: its shape is then (1, 1, weights)."""
     trained: ClassVar[bool] = False
@@ -370,9 +356,24 @@ class Block(ABC):
         return {name: own for name, own in found.items() if isinstance(own, Stored)}
 
     @classmethod
+    @cache
     def _plain(cls) -> list[str]:
-        """The fields that are attributes."""
-        return [each.name for each in fields(cls) if each.name not in cls._stored()]
+        """The fields that are attributes, without those that a class writes itself (metadata ``in_file=False``)."""
+        others = [each for each in fields(cls) if each.name not in cls._stored()]
+        return [each.name for each in others if each.metadata.get("in_file", True)]
+
+    @classmethod
+    @cache
+    def record(cls) -> type[Record]:
+        """What `attributes` may be in a file."""
+        hints = get_type_hints(cls, include_extras=True)
+        declared: dict[str, Any] = {name: (hints[name], ...) for name in cls._plain()}
+        for tensor in cls._stored().values():
+            sizes = [size for size in tensor.sizes if isinstance(size, Size)]
+            declared |= {size.name: (Annotated[int, Ge(size.low)], ...) for size in sizes}
+            declared |= {} if tensor.optional is None else {tensor.optional: (bool, False)}
+        new = {name: kind for name, kind in declared.items() if name not in cls.fields.model_fields}
+        return create_model(f"{cls.__name__}Attributes", __base__=cls.fields, **new)
 
     def tensors(self) -> dict[str, Tensor]:
         """The block's tensors by name: all that storage writes, with `attributes`."""

@@ -26,8 +26,6 @@ from torch import Tensor
 
 from posthoc_uq.core.devices import as_double, placed
 from posthoc_uq.core.numerics import cholesky
-from posthoc_uq.core.options import Natural
-from posthoc_uq.core.records import Record
 from posthoc_uq.posteriors.block import (
     GROUPS,
     INPUTS,
@@ -553,14 +551,6 @@ def _contracted_pairs(weights: Tensor, basis: Tensor) -> Tensor:
     return total
 
 
-class InformationFields(Record):
-    """The correction, and how many directions are kept on each side."""
-
-    correction: Correction
-    input_directions: Natural
-    output_directions: Natural
-
-
 _INPUT_DIRECTIONS = Size("input_directions", 0, INPUTS)
 _OUTPUT_DIRECTIONS = Size("output_directions", 0, OUTPUTS)
 
@@ -581,7 +571,6 @@ class InformationBlock(Block):
     makes = LowRankDiagonal
     per_weight_prior = True
     tunable: ClassVar[frozenset[str]] = Block.tunable | {"residual_weight"}
-    fields: ClassVar[type[Record]] = InformationFields
 
     input_basis: Annotated[Tensor, Stored(GROUPS, INPUTS, _INPUT_DIRECTIONS, orthonormal=True, padded=True)]
     output_basis: Annotated[

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import cached_property
-from typing import Annotated, Any, ClassVar
+from typing import Annotated, Any
 
 import torch
 from torch import Tensor
@@ -14,7 +14,6 @@ from posthoc_uq.core.devices import as_double, host_double
 from posthoc_uq.core.errors import CorruptPosteriorError, NonFiniteError
 from posthoc_uq.core.numerics import cholesky, eigh_descending, positive_part
 from posthoc_uq.core.options import Count
-from posthoc_uq.core.records import Record
 from posthoc_uq.posteriors.block import (
     BITS,
     GROUPS,
@@ -89,12 +88,6 @@ class _EigenbasisBlock(Block):
 _TINY = torch.finfo(torch.float64).tiny
 
 
-class KroneckerFields(Record):
-    """Whether the block keeps its Grams."""
-
-    grams: bool = False
-
-
 @dataclass(eq=False, repr=False)
 class KroneckerBlock(_EigenbasisBlock):
     """KFAC: eigenvectors and eigenvalues of the input Gram ``A`` and of the gradient Gram ``G``.
@@ -104,7 +97,6 @@ class KroneckerBlock(_EigenbasisBlock):
     """
 
     kind = "kfac"
-    fields: ClassVar[type[Record]] = KroneckerFields
 
     input_eigenvalues: Annotated[Tensor, Stored(GROUPS, INPUTS, non_negative=True)]
     output_eigenvalues: Annotated[Tensor, Stored(GROUPS, OUTPUTS, non_negative=True)]
@@ -235,13 +227,6 @@ class Subnetwork(Covariance):
         return self._chosen.bytes()
 
 
-class SubnetworkFields(Record):
-    """How many weights are uncertain, and how many the layers have."""
-
-    chosen: Count
-    weights: Count
-
-
 _CHOSEN = Size("chosen", 1, WEIGHTS)
 
 
@@ -259,14 +244,13 @@ class SubnetworkBlock(Block):
     makes = Subnetwork
     per_weight_prior = True
     joint = True
-    fields: ClassVar[type[Record]] = SubnetworkFields
     heads_note = "head='moments' takes the chosen weights as independent, with their exact variances"
 
     fisher: Annotated[
         Tensor, Stored(_CHOSEN, _CHOSEN, mean_of="matrix", max_numbers=LARGEST_BYTES // 8, symmetric=True)
     ]
     kept: Annotated[Tensor, Stored(BITS, bits=True, largest=255.0)]
-    weights: int
+    weights: Count
 
     @cached_property
     def index(self) -> Tensor:
