@@ -169,9 +169,6 @@ def joined(parts: list[Contracted]) -> Contracted:
     )
 
 
-# The operators.
-
-
 class LayerRows(NamedTuple):
     """One layer's part of the Jacobian of several functions of each sample's outputs.
 
@@ -390,10 +387,6 @@ class Covariance:
         covariance = self.output_covariance(activations).to(activations)
         return lambda x: covariance @ x
 
-    def bytes(self) -> int:
-        """Memory that it holds beyond its block."""
-        return sum(t.nbytes for t in vars(self).values() if isinstance(t, Tensor))
-
     def _cannot(self, what: str) -> PosthocUQError:
         return PosthocUQError(f"A {type(self).__name__} has no {what}.")
 
@@ -493,6 +486,11 @@ class Independent(Covariance):
         return self.weights.sqrt().to(self.dtype)
 
     @cached_property
+    def marginal(self) -> Tensor:
+        """The weights' variances in the activations' precision, where `w` are not these."""
+        return self.variance().to(self.dtype)
+
+    @cached_property
     def square_weights(self) -> Tensor:
         """The weights of squared activations that give the diagonal's part of each output's variance, ``(G, m, n)``."""
         return self.narrow_weights
@@ -578,14 +576,14 @@ class Independent(Covariance):
             for rows in self._row_chunks((part.stop - start) * numbers, item):
                 jacobian = _jacobian(part_activations, part_gradients[:, :, :, rows], self.limit)
                 jacobian = as_double(jacobian) if double else jacobian
-                row_lengths = _row_norms(jacobian, "variance") if norms else None
+                row_lengths = gram(jacobian.transpose(1, 2).flatten(2), "variance") if norms else None
                 lengths = row_lengths if lengths is None or row_lengths is None else lengths + row_lengths
                 if row_lengths is not None and self.equal_weight is not None:
                     squares = row_lengths * self.equal_weight
                     core = self._core_of_jacobian(jacobian, rows, double, scaled=False)
                 else:
                     jacobian.mul_(self.root_weight_rows(rows, double).unsqueeze(1))
-                    squares = _row_norms(jacobian, mode)
+                    squares = gram(jacobian.transpose(1, 2).flatten(2), mode)
                     core = self._core_of_jacobian(jacobian, rows, double, scaled=True)
                 diagonal = squares if diagonal is None else diagonal + squares
                 cores = core if cores is None or core is None else cores + core
@@ -676,11 +674,6 @@ class Independent(Covariance):
         return lambda x: diagonal * x
 
 
-def _row_norms(jacobian: Tensor, mode: Mode) -> Tensor:
-    """`gram` of Jacobians ``(samples, G, functions, rows, n)``."""
-    return gram(jacobian.transpose(1, 2).flatten(2), mode)
-
-
 def _squared_norms(activations: Tensor, gradients: Tensor) -> Tensor:
     """``|sum_t g_ct a_t^T|^2``, ``(samples, functions)``, by the Grams of positions: of activations
     ``(samples, G, T, n)`` and gradients ``(samples, G, functions, m, T)``.
@@ -753,18 +746,10 @@ class Kronecker(Independent):
         bases = self._output_basis.to(jacobians), self._input_basis.to(jacobians)
         return super().whiten(bases[0].transpose(-1, -2) @ jacobians @ bases[1])
 
-    def bytes(self) -> int:
-        return self.weights.nbytes
-
     @cached_property
     def bases(self) -> tuple[Tensor, Tensor]:
         """``U_A`` and ``U_G`` in the activations' precision."""
         return self._input_basis.to(self.dtype), self._output_basis.to(self.dtype)
-
-    @cached_property
-    def marginal(self) -> Tensor:
-        """The weights' variances in the activations' precision."""
-        return self.variance().to(self.dtype)
 
     @cached_property
     def square_weights(self) -> Tensor:
@@ -818,9 +803,6 @@ class Kronecker(Independent):
         return lambda x: output_basis @ (variances * (output_basis.T @ x))
 
 
-# Dense covariances: of the weights of all layers of a block together, or of each row of one layer.
-
-
 class Dense(Covariance):
     """``P = R R^T`` of independent rows, each of one Gaussian: ``R`` is ``(G, m, n, n)``, in float64. Of a block of
     several layers there is one row, ``(1, 1, weights)``.
@@ -855,9 +837,6 @@ class Dense(Covariance):
 
     def log_determinant(self) -> Tensor:
         return 2 * self.root.diagonal(dim1=-2, dim2=-1).log().sum()
-
-    def bytes(self) -> int:
-        return self.root.nbytes
 
     def of_layer(self, start: int, shape: tuple[int, int, int], whole: tuple[int, int, int]) -> Covariance:
         matrices = self.matrices()

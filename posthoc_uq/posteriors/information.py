@@ -210,15 +210,7 @@ class LowRankDiagonal(Independent):
         floor = 1 / (1 / inverse + self._scaled(self._scaled(low_rank)))
         return torch.maximum(variances, floor).to(self.weights)
 
-    def bytes(self) -> int:
-        return self.weights.nbytes + self._root.nbytes
-
     # What is prepared once
-
-    @cached_property
-    def marginal(self) -> Tensor:
-        """The weights' variances in the activations' precision."""
-        return self.variance().to(self.dtype)
 
     @cached_property
     def _wide(self) -> tuple[Tensor, Tensor]:

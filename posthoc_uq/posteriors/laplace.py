@@ -34,12 +34,12 @@ from posthoc_uq.posteriors.block import (
 )
 from posthoc_uq.posteriors.covariance import Covariance, Dense, Diagonal, Kronecker
 
-# The diagonal posterior: ``P = scale * d + prior_precision`` with the exact diagonal ``d`` of the Fisher.
-
 
 @dataclass(eq=False, repr=False)
 class DiagonalBlock(Block):
-    """Keeps ``d``, the mean square of the per-sample gradients, ``(G, m, n)``."""
+    """Keeps ``d``, the mean square of the per-sample gradients, ``(G, m, n)``: the exact diagonal of the Fisher. ``P =
+    scale * d + prior_precision``.
+    """
 
     kind = "diagonal"
     makes = Diagonal
@@ -54,16 +54,13 @@ class DiagonalBlock(Block):
         return scale * torch.diag_embed(self.diagonal.flatten(1))
 
 
-# KFAC and EFB: precisions that are diagonal in a Kronecker-factored eigenbasis.
-#
-# ``P = (U_G x U_A) diag(scale * lambda + prior_precision) (U_G x U_A)^T``. KFAC (Martens, Grosse 2015;
-# Ritter, Botev, Barber 2018) takes ``lambda = s_G s_A^T`` from the eigenvalues of the two Grams; EFB (George
-# et al. 2018) takes the exact second moments in that basis.
-
-
 @dataclass(eq=False, repr=False)
 class _EigenbasisBlock(Block):
-    """Shared by KFAC and EFB: full eigenbases of both Grams."""
+    """Full eigenbases of both Grams, in which the precision is diagonal: ``P = (U_G x U_A) diag(scale * lambda +
+    prior_precision) (U_G x U_A)^T``. KFAC (Martens, Grosse 2015; Ritter, Botev, Barber 2018) takes ``lambda = s_G
+    s_A^T`` from the eigenvalues of the two Grams; EFB (George et al. 2018) takes the exact second moments in that
+    basis.
+    """
 
     makes = Kronecker
 
@@ -85,15 +82,20 @@ class _EigenbasisBlock(Block):
         )
 
 
-_TINY = torch.finfo(torch.float64).tiny
-
-
 @dataclass(eq=False, repr=False)
 class KroneckerBlock(_EigenbasisBlock):
-    """KFAC: eigenvectors and eigenvalues of the input Gram ``A`` and of the gradient Gram ``G``.
+    """KFAC: eigenvectors and eigenvalues of the input Gram ``A = E[a a^T]`` and of the gradient Gram ``G = E[g g^T]``.
 
-    Where it keeps both Grams, data can come in and go out. The Gram of the output gradients is a mean over
-    positions as well as samples; ``positions`` is the mean number of positions of a sample.
+    With both Grams, which doubles its size, data can come in and go out.
+
+    Attributes:
+        input_basis: ``U_A``, ``(groups, inputs, inputs)``; inputs include the bias's column.
+        output_basis: ``U_G``, ``(groups, outputs, outputs)``.
+        input_eigenvalues: ``s_A``, ``(groups, inputs)``.
+        output_eigenvalues: ``s_G``, ``(groups, outputs)``.
+        input_gram: ``A``, as `input_basis`, or None.
+        output_gram: ``G``, as `output_basis`, or None; a mean over positions as well as samples.
+        positions: how many positions a sample has on average, a scalar, or None.
     """
 
     kind = "kfac"
@@ -115,7 +117,7 @@ class KroneckerBlock(_EigenbasisBlock):
         if self.input_gram is None or self.output_gram is None or self.positions is None:
             return super().combined(part, weights)  # type: ignore[return-value]
         positions = combined(self.positions, part["positions"], weights, "number of positions")
-        whole = as_double(positions).clamp(min=_TINY)
+        whole = as_double(positions).clamp(min=torch.finfo(torch.float64).tiny)
         by_positions = Weights(  # the second Gram is a mean over positions
             weights.kept * float(as_double(self.positions) / whole),
             weights.part * float(as_double(part["positions"]) / whole),
@@ -154,9 +156,6 @@ class EigenvalueCorrectedBlock(_EigenbasisBlock):
         return whole * float(part["inside"]), whole
 
 
-# The dense posterior: the full Fisher over all parameters of its layers, with the correlations between
-# layers.
-
 LARGEST_BYTES = 4 * 2**30  # the most that the Fisher may take in float64
 
 
@@ -173,7 +172,7 @@ def _dense(fisher: Tensor, scale: float | Tensor, prior: Tensor) -> Dense:
 
 @dataclass(eq=False, repr=False)
 class DenseBlock(Block):
-    """Keeps the Fisher ``(parameters, parameters)`` of all layers together."""
+    """Keeps the Fisher ``(parameters, parameters)`` of all layers together, with the correlations between them."""
 
     kind = "dense"
     makes = Dense
@@ -190,9 +189,6 @@ class DenseBlock(Block):
 
     def dense(self, scale: float = 1.0, residual_weight: float = 1.0) -> Tensor:
         return scale * self.fisher.unsqueeze(0)
-
-
-# A dense posterior over some single weights; all others are certain (Daxberger et al. 2021).
 
 
 class Subnetwork(Covariance):
@@ -223,16 +219,14 @@ class Subnetwork(Covariance):
         """Over the chosen weights."""
         return self._chosen.log_determinant()
 
-    def bytes(self) -> int:
-        return self._chosen.bytes()
-
 
 _CHOSEN = Size("chosen", 1, WEIGHTS)
 
 
 @dataclass(eq=False, repr=False)
 class SubnetworkBlock(Block):
-    """Keeps the Fisher ``(chosen, chosen)`` of the chosen weights of all layers together, and which they are.
+    """Keeps the Fisher ``(chosen, chosen)`` of the chosen weights of all layers together, and which they are; all
+    others are certain (Daxberger et al. 2021).
 
     Attributes:
         fisher: ``(chosen, chosen)``.

@@ -175,6 +175,15 @@ class Cache(Generic[Value]):
                 self._entries[name] = key, value, size
 
 
+def _bytes_beyond(covariance: Covariance, block: Block) -> int:
+    """Memory that a covariance holds beyond its block."""
+    stored = {tensor.data_ptr() for tensor in block.tensors().values()}
+    values = vars(covariance).values()
+    own = [value for value in values if isinstance(value, Tensor) and value.data_ptr() not in stored]
+    inner = [_bytes_beyond(value, block) for value in values if isinstance(value, Covariance)]
+    return sum(tensor.nbytes for tensor in own) + sum(inner)
+
+
 class _Hyperparameter(Generic[Value]):
     """One hyperparameter as an attribute of a posterior."""
 
@@ -659,7 +668,7 @@ class Posterior:
         if found is None:
             shape, whole = frozen.layers[layer].matrix_shape, frozen.layout.shape(block)
             found = frozen.covariance(block).of_layer(start, shape, whole)
-            frozen._of_layers.put(layer, key, found, found.bytes())
+            frozen._of_layers.put(layer, key, found, _bytes_beyond(found, frozen.blocks[block]))
         return found
 
     def log_determinant(self) -> Tensor:
@@ -733,7 +742,7 @@ class Posterior:
         covariance = self._cache.get(block, key)
         if covariance is None:
             covariance = self.blocks[block].covariance(frozen.block_settings(block))
-            self._cache.put(block, key, covariance, covariance.bytes())
+            self._cache.put(block, key, covariance, _bytes_beyond(covariance, self.blocks[block]))
         return covariance
 
     def _key(self, block: str) -> tuple[Any, ...]:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field, fields, replace
+from dataclasses import dataclass, field, replace
 from math import log
 from typing import Any, Literal, NoReturn
 
@@ -138,10 +138,6 @@ class About:
     reported: Literal["always", "own", "never"] = "own"
 
 
-def _about(*args: Any, **kwargs: Any) -> dict[str, About]:
-    return {"about": About(*args, **kwargs)}
-
-
 @dataclass(frozen=True)
 class Hyperparameters:
     """What a posterior and its predictions depend on besides the blocks; see `posterior.Posterior`.
@@ -149,32 +145,11 @@ class Hyperparameters:
     `ABOUT` has the facts about each, by its name.
     """
 
-    scale: float = field(metadata=_about("scale", Magnitude, "its draws follow no scale"))
-    prior_precision: float | LayerPriors = field(
-        default=1.0,
-        metadata=_about("prior precision", Magnitude, "no prior enters its weights", by_layer=True),
-    )
-    residual_weight: float = field(
-        default=1.0,
-        metadata=_about("residual weight", Unit, "only the low rank of method='inf' leaves a residual"),
-    )
-    noise_scale: float = field(
-        default=1.0,
-        metadata=_about(
-            "noise scale", Magnitude, "its likelihood has no noise", of_outputs=True, reported="never"
-        ),  # the noise variance is reported in its place
-    )
-    temperature: float = field(
-        default=1.0,
-        metadata=_about(
-            "temperature",
-            Temperature,
-            "it divides logits, and this likelihood's outputs are none",
-            of_weights=False,
-            of_outputs=True,
-            reported="always",
-        ),
-    )
+    scale: float
+    prior_precision: float | LayerPriors = 1.0
+    residual_weight: float = 1.0
+    noise_scale: float = 1.0
+    temperature: float = 1.0
 
     def layer_prior(self, layer: str) -> float:
         """The prior precision of one layer."""
@@ -190,5 +165,21 @@ class Hyperparameters:
         return {name: dict(value) if isinstance(value, dict) else value for name, value in vars(self).items()}
 
 
-ABOUT: dict[str, About] = {each.name: each.metadata["about"] for each in fields(Hyperparameters)}
+ABOUT = {
+    "scale": About("scale", Magnitude, "its draws follow no scale"),
+    "prior_precision": About("prior precision", Magnitude, "no prior enters its weights", by_layer=True),
+    "residual_weight": About("residual weight", Unit, "only the low rank of method='inf' leaves a residual"),
+    # reported by the noise variance
+    "noise_scale": About(
+        "noise scale", Magnitude, "its likelihood has no noise", of_outputs=True, reported="never"
+    ),
+    "temperature": About(
+        "temperature",
+        Temperature,
+        "it divides logits, and this likelihood's outputs are none",
+        of_weights=False,
+        of_outputs=True,
+        reported="always",
+    ),
+}
 """The facts about every hyperparameter, by its name."""
