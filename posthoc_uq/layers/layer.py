@@ -69,6 +69,20 @@ class LayerRule(ABC):
         """The activations of a convolutional layer's input ``(samples, channels, *spatial)``."""
         raise NotImplementedError
 
+    def unfold(self, x: Tensor, layer: Layer, geometry: Geometry) -> Tensor:
+        """The rows that the layer's matrices multiply, without the bias's 1: ``(samples, groups, positions, inputs)``
+        from inputs ``(samples, ...)``. Each number is one of the inputs or 0, so that `Unfolding` goes back.
+        """
+        return x.reshape(len(x), 1, -1, x.shape[-1])
+
+    def output_rows(self, outputs: Tensor, layer: Layer) -> Tensor:
+        """Outputs ``(samples, ...)`` as rows ``(samples, groups, positions, outputs)``."""
+        return outputs.reshape(len(outputs), 1, -1, layer.outputs)
+
+    def outputs_of_rows(self, rows: Tensor, shape: Sequence[int]) -> Tensor:
+        """The inverse of `output_rows`, for outputs of this shape a sample."""
+        return rows.reshape(len(rows), *shape)
+
 
 RULES: dict[str, LayerRule] = {}
 """The rules by kind; `posthoc_uq.layers.rules` fills it."""

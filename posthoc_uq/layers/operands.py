@@ -598,3 +598,37 @@ def _unfold(padded: Tensor, kernel: Sequence[int], stride: Sequence[int], dilati
     # (samples, channels, *positions, *kernel): the kernel comes before the positions
     order = [0, 1, *range(2 + dims, 2 + 2 * dims), *range(2, 2 + dims)]
     return windows.permute(order).reshape(padded.shape[0], padded.shape[1] * prod(kernel), -1)
+
+
+class Unfolding:
+    """Inputs of one shape as rows, and rows added up into inputs, where every number of a row is an input or 0.
+
+    Args:
+        unfold: inputs ``(samples, *shape)`` as rows ``(samples, ...)``, as in `LayerRule.unfold`.
+        shape: of one sample's input.
+        device: of the inputs.
+    """
+
+    def __init__(
+        self, unfold: Callable[[Tensor], Tensor], shape: Sequence[int], device: torch.device
+    ) -> None:
+        self._shape, self._size = tuple(shape), prod(shape)
+        numbers = torch.arange(1, self._size + 1, device=device)  # 0 is what is not an input, such as padding
+        rows = unfold(numbers.reshape(1, *self._shape))[0]
+        self._row_shape, self._source = rows.shape, rows.flatten()
+        self._same_order = torch.equal(self._source, numbers)
+
+    def rows(self, x: Tensor) -> Tensor:
+        """The rows of inputs ``(samples, *shape)``."""
+        if self._same_order:
+            return x.reshape(len(x), *self._row_shape)
+        flat = F.pad(x.flatten(1), (1, 0))
+        return flat.index_select(1, self._source).unflatten(1, self._row_shape)
+
+    def fold(self, rows: Tensor) -> Tensor:
+        """The transpose of `rows`: what belongs to one input is added up, what belongs to none is dropped."""
+        if self._same_order:
+            return rows.reshape(len(rows), *self._shape)
+        flat = rows.flatten(1)
+        total = flat.new_zeros(len(flat), self._size + 1)
+        return total.scatter_add_(1, self._source.expand_as(flat), flat)[:, 1:].unflatten(1, self._shape)

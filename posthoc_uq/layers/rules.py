@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from dataclasses import dataclass, field
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from math import prod
 from typing import Any, ClassVar
 
@@ -130,6 +130,15 @@ class Convolution(LayerRule):
             ones = columns.new_ones(1, 1, 1, 1).expand(*columns.shape[:2], 1, columns.shape[3])
             columns = torch.cat((columns, ones), 2)
         return Rows(columns.transpose(2, 3))
+
+    def unfold(self, x: Tensor, layer: Layer, geometry: Geometry) -> Tensor:
+        return self.activations(x, replace(layer, bias=None), geometry).rows()
+
+    def output_rows(self, outputs: Tensor, layer: Layer) -> Tensor:
+        return outputs.reshape(len(outputs), layer.groups, layer.outputs, -1).transpose(2, 3)
+
+    def outputs_of_rows(self, rows: Tensor, shape: Sequence[int]) -> Tensor:
+        return rows.transpose(2, 3).reshape(len(rows), *shape)
 
 
 class TransposedConvolution(Convolution):

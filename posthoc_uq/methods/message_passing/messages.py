@@ -37,7 +37,7 @@ class Message(NamedTuple):
     @property
     def mean(self) -> Tensor:
         """``tau / rho``; 0 where the precision is 0."""
-        return torch.where(self.rho == 0, torch.zeros_like(self.tau), self.tau / self.rho)
+        return torch.where(self.rho == 0, 0.0, self.tau / self.rho)
 
     @property
     def variance(self) -> Tensor:
@@ -243,9 +243,9 @@ def _without_nan(message: Message) -> Message:
     return Message(*(torch.nan_to_num(part, nan=0.0, posinf=0.0, neginf=0.0) for part in message))
 
 
-# Sums and linear layers. A linear layer is seen as ``(L, N, P, I) x (L, I, J) -> (L, N, P, J)``: L networks (times
-# groups of a convolution), N examples, P positions of an example (1 but for convolutions), I inputs, J outputs. All
-# weights are independent.
+# Sums and layers with weights. A layer multiplies rows ``(K, N, G, P, I)`` by matrices ``(K, 1, G, J, I)``: K networks,
+# N examples, G groups of a convolution, P positions of an example (1 but for convolutions), I inputs, J outputs. The
+# bias is the last column of a matrix, and its input the constant 1. All weights are independent.
 
 
 def sum_forward(coefficients: Tensor, mean: Tensor, variance: Tensor) -> tuple[Tensor, Tensor]:
@@ -266,90 +266,56 @@ def sum_backward(coefficients: Tensor, mean: Tensor, variance: Tensor, back: Mes
     return Message(coefficients * (tau - rho * others) / scale, coefficients.square() * rho / scale)
 
 
-class Hidden(NamedTuple):
-    """What a linear layer over uncertain inputs works with.
+class Products(NamedTuple):
+    """Inputs of a layer, and its weights.
 
     Attributes:
-        input_mean: of the input marginals, ``(L, N, P, I)``.
-        input_variance: likewise.
-        weight_mean: of the weight marginals, ``(L, I, J)``.
+        input_mean: of the inputs' marginals as rows ``(K, N, G, P, I)``; constants have no variance.
+        input_variance: likewise; None where all inputs are constants.
+        weight_mean: ``(K, 1, G, J, I)``, or ``(K, N, ...)``: of the marginals of weights whose inputs are uncertain, of
+            the cavities of those whose inputs are constants, as a bias.
         weight_variance: likewise.
-        bias_mean: of the bias cavities, broadcasting against ``(L, N, P, J)``.
-        bias_variance: likewise.
     """
 
     input_mean: Tensor
-    input_variance: Tensor
+    input_variance: Tensor | None
     weight_mean: Tensor
     weight_variance: Tensor
-    bias_mean: Tensor
-    bias_variance: Tensor
 
+    def forward(self) -> tuple[Tensor, Tensor]:
+        """Mean and variance of the outputs, ``(K, N, G, P, J)``."""
+        mean = self.input_mean @ self.weight_mean.mT
+        variance = self.input_mean.square() @ self.weight_variance.mT
+        if self.input_variance is None:
+            return mean, variance
+        second = self.weight_variance + self.weight_mean.square()
+        return mean, variance + self.input_variance @ second.mT
 
-def hidden_forward(layer: Hidden) -> tuple[Tensor, Tensor]:
-    """Mean and variance of the outputs, ``(L, N, P, J)``."""
-    weight_mean, weight_variance = layer.weight_mean.unsqueeze(1), layer.weight_variance.unsqueeze(1)
-    mean = layer.input_mean @ weight_mean + layer.bias_mean
-    variance = layer.input_variance @ (weight_variance + weight_mean.square())
-    return mean, variance + layer.input_mean.square() @ weight_variance + layer.bias_variance
+    def backward(self, mean: Tensor, variance: Tensor, back: Message) -> tuple[Message | None, Message]:
+        """Messages to the rows of uncertain inputs ``(K, N, G, P, I)``, not clamped, and to the weights
+        ``(K, N, G, J, I)``, summed over positions.
 
-
-def hidden_backward(layer: Hidden, mean: Tensor, variance: Tensor, back: Message) -> tuple[Message, Message]:
-    """Messages to the inputs ``(L, N, P, I)``, not clamped, and to the weights ``(L, N, I, J)``, summed over positions.
-
-    Args:
-        layer: as in the forward pass.
-        mean: of the outputs, from `hidden_forward`.
-        variance: likewise.
-        back: the messages to the outputs, ``(L, N, P, J)``.
-    """
-    a_mean, a_variance = layer.input_mean.unsqueeze(-1), layer.input_variance.unsqueeze(-1)
-    w_mean, w_variance = layer.weight_mean[:, None, None], layer.weight_variance[:, None, None]
-    w_second = w_variance + w_mean.square()
-    tau, rho = back.tau.unsqueeze(-2), back.rho.unsqueeze(-2)
-    product_variance = a_variance * w_second + a_mean.square() * w_variance
-    scale = 1 + rho * (variance.unsqueeze(-2) - product_variance)
-    precision = rho / scale
-    field = (tau - rho * (mean.unsqueeze(-2) - a_mean * w_mean)) / scale
-    to_inputs = Message((w_mean * field).sum(-1), (w_second * precision).sum(-1))
-    a_second = a_variance + a_mean.square()
-    return to_inputs, Message((a_mean * field).sum(2), (a_second * precision).sum(2))
-
-
-def first_forward(
-    inputs: Tensor, weights: Message, bias_mean: Tensor, bias_variance: Tensor
-) -> tuple[Tensor, Tensor]:
-    """Mean and variance ``(L, N, P, J)`` of a linear layer over constant inputs ``(L, N, P, I)``.
-
-    Args:
-        inputs: the constants.
-        weights: cavities by example ``(L, N, I, J)``, or ``(L, 1, I, J)`` for all examples.
-        bias_mean: of the bias cavities, broadcasting against ``(L, N, P, J)``.
-        bias_variance: likewise.
-    """
-    mean = inputs @ weights.mean + bias_mean
-    return mean, inputs.square() @ weights.variance + bias_variance
-
-
-def first_backward(
-    inputs: Tensor, weights: Message, mean: Tensor, variance: Tensor, back: Message
-) -> Message:
-    """Messages to the weights of a layer over constant inputs, summed over positions, ``(L, N, I, J)``."""
-    x = inputs.unsqueeze(-1)
-    tau, rho = back.tau.unsqueeze(-2), back.rho.unsqueeze(-2)
-    spread = variance.unsqueeze(-2) - x.square() * weights.variance.unsqueeze(2)
-    others = mean.unsqueeze(-2) - x * weights.mean.unsqueeze(2)
-    scale = 1 + rho * spread
-    return Message((x * (tau - rho * others) / scale).sum(2), (x.square() * rho / scale).sum(2))
-
-
-def bias_backward(
-    bias_mean: Tensor, bias_variance: Tensor, mean: Tensor, variance: Tensor, back: Message
-) -> Message:
-    """Messages to the biases, ``(L, N, J)``: a bias is a part of the sum."""
-    scale = 1 + back.rho * (variance - bias_variance)
-    tau = (back.tau - back.rho * (mean - bias_mean)) / scale
-    return Message(tau.sum(2), (back.rho / scale).sum(2))
+        Args:
+            mean: of the outputs, from `forward`.
+            variance: likewise.
+            back: the messages to the outputs, ``(K, N, G, P, J)``.
+        """
+        x, w, w_variance = self.input_mean.unsqueeze(-2), *(part.unsqueeze(-3) for part in self[2:])
+        x_second = x.square()
+        product_variance = x_second * w_variance
+        w_second = None
+        if self.input_variance is not None:
+            x_variance, w_second = self.input_variance.unsqueeze(-2), w_variance + w.square()
+            product_variance = product_variance + x_variance * w_second
+            x_second = x_second + x_variance
+        tau, rho = back.tau.unsqueeze(-1), back.rho.unsqueeze(-1)
+        scale = 1 + rho * (variance.unsqueeze(-1) - product_variance)
+        precision = rho / scale
+        field = (tau - rho * (mean.unsqueeze(-1) - x * w)) / scale
+        to_weights = Message((x * field).sum(-3), (x_second * precision).sum(-3))
+        if w_second is None:
+            return None, to_weights
+        return Message((w * field).sum(-2), (w_second * precision).sum(-2)), to_weights
 
 
 # Targets: the messages that a batch of them sends to the outputs ``(K, N, J)`` of K networks. Targets are ``(N, J)``
