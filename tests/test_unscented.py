@@ -14,7 +14,7 @@ from scipy.integrate import quad
 from scipy.stats import norm
 from torch import Tensor
 
-from posthoc_uq.moments.maximum import along, larger, pooled
+from posthoc_uq.moments.rules.pooling import along, larger, pooled
 from posthoc_uq.moments.unscented import (
     block_size,
     blockwise,

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from posthoc_uq.core.batches import Batch
 from posthoc_uq.core.errors import PosthocUQError, check_refused
 from posthoc_uq.core.model import replicate
-from posthoc_uq.layers.calls import CallInterceptor
+from posthoc_uq.layers.calls import CallWatcher
 from posthoc_uq.layers.capture import Capture, LayerGradients
 from posthoc_uq.layers.layer import Call, Layer
 from posthoc_uq.layers.operands import CPU_TEMPORARY
@@ -105,7 +105,7 @@ def watching(model: nn.Module, layer: Layer) -> Generator[list[Call]]:
     def note(use: AffineCall, _: Tensor) -> None:
         calls.append(Call(layer, use.input.detach().clone(), use.geometry))
 
-    with CallInterceptor({id(weight)}, note, anchored=False):
+    with CallWatcher({id(weight)}, note, anchored=False):
         yield calls
 
 

@@ -27,7 +27,7 @@ from posthoc_uq.core.batches import Batch
 from posthoc_uq.core.errors import UnsupportedLayerError
 from posthoc_uq.core.model import EMBEDDINGS, parameter_names, replicate
 from posthoc_uq.core.outputs import chosen_in
-from posthoc_uq.layers.calls import CallInterceptor
+from posthoc_uq.layers.calls import CallWatcher
 from posthoc_uq.layers.layer import INTERLEAVED, Call, Layer, describe
 from posthoc_uq.layers.operands import Geometry, Operand, Rows, Several
 from posthoc_uq.layers.rules import WEIGHTED_MODULES, AffineCall
@@ -255,7 +255,7 @@ class Capture:
             entry[1].append((use, use.input._version, output, output._version))
             seen[key] = entry
 
-        with torch.enable_grad(), CallInterceptor(set(names), note):
+        with torch.enable_grad(), CallWatcher(set(names), note):
             outputs = batch.call(self.twin)
         if part:
             before = _nodes_before(outputs)
@@ -381,7 +381,7 @@ class Recording:
         self.numbers = 0
         self._sink: Sink | None = None
         ids = set(self._hooked) if self._watched_id is None else {*self._hooked, self._watched_id}
-        with torch.enable_grad(), CallInterceptor(ids, self._note):
+        with torch.enable_grad(), CallWatcher(ids, self._note):
             self.outputs = batch.copied().call(capture.twin)
 
     def pull_back(self, gradient: Tensor, sink: Sink, *, last: bool) -> None:

@@ -14,10 +14,10 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
+import posthoc_uq.moments.rules  # noqa: F401  # fills the table of rules
 from posthoc_uq.core.outputs import output_tensor
 from posthoc_uq.layers.layer import Layer
-from posthoc_uq.moments.rules import MomentTensor, Pass, Rules, WeightPosteriors
-from posthoc_uq.moments.tensor import WeightPosterior, variance_dtype
+from posthoc_uq.moments.tensor import MomentTensor, Pass, Rules, WeightPosterior, variance_dtype
 
 
 class OutputMoments(NamedTuple):
@@ -53,12 +53,11 @@ def propagate(
     Raises:
         PosthocUQError: a function has no rule, or writes into an activation.
     """
-    known = WeightPosteriors({id(weight): posterior for weight, posterior in posteriors})
-    with Pass(rules, known, where):
+    with Pass(rules, {id(weight): posterior for weight, posterior in posteriors}, where) as state:
         outputs: Any = output_tensor(run())
     if not isinstance(outputs, MomentTensor):
-        return OutputMoments(outputs, torch.zeros_like(outputs), None, known.used)
-    return OutputMoments(outputs.moment_mean, outputs.moment_variance, outputs.moment_covariance, known.used)
+        return OutputMoments(outputs, torch.zeros_like(outputs), None, state.used)
+    return OutputMoments(outputs.moment_mean, outputs.moment_variance, outputs.moment_covariance, state.used)
 
 
 def running_module(network: nn.Module) -> str:
