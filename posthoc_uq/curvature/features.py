@@ -14,11 +14,11 @@ from posthoc_uq.core.batches import Batch
 from posthoc_uq.core.errors import PosthocUQError, check_refused
 from posthoc_uq.core.model import replicate
 from posthoc_uq.layers.calls import CallWatcher
-from posthoc_uq.layers.capture import Capture, LayerGradients
+from posthoc_uq.layers.capture import Capture
 from posthoc_uq.layers.layer import Call, Layer
 from posthoc_uq.layers.operands import CPU_TEMPORARY
 from posthoc_uq.layers.proof import count_samples
-from posthoc_uq.layers.rules import AffineCall
+from posthoc_uq.layers.rules import AffineCall, LayerGradients
 from posthoc_uq.likelihoods import Likelihood
 
 MAX_FEATURES = 8192  # numbers a sample; up to here their Gram is a small statistic

@@ -17,9 +17,10 @@ from posthoc_uq.core.distributed import check_items, own_samples
 from posthoc_uq.core.errors import NonFiniteError, PosthocUQError
 from posthoc_uq.core.randomness import mix, mixed_seed, sample_keys, share_of
 from posthoc_uq.curvature.statistics import Accumulator, JointFisher
-from posthoc_uq.layers.capture import Capture, LayerGradients, Recording
+from posthoc_uq.layers.capture import Capture, Recording
 from posthoc_uq.layers.operands import CPU_TEMPORARY, Rows, separate_positions, weighted
 from posthoc_uq.layers.proof import count_samples
+from posthoc_uq.layers.rules import LayerGradients
 from posthoc_uq.likelihoods import Fisher, Gaussian, Likelihood
 from posthoc_uq.likelihoods.weights import SampleWeights, weights_of
 

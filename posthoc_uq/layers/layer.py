@@ -65,9 +65,11 @@ class LayerRule(ABC):
         """How a call with these options moves its kernel; empty for a linear layer."""
         return Geometry()
 
+    @abstractmethod
     def activations(self, x: Tensor, layer: Layer, geometry: Geometry) -> Operand:
-        """The activations of a convolutional layer's input ``(samples, channels, *spatial)``."""
-        raise NotImplementedError
+        """The rows that the matrices multiply, of a layer's input: ``(samples, channels, *spatial)`` of a convolution,
+        ``(samples, positions, features)`` elsewhere.
+        """
 
 
 RULES: dict[str, LayerRule] = {}

@@ -10,6 +10,7 @@ from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from fnmatch import fnmatchcase
 from itertools import accumulate
+from math import prod
 from typing import Any
 
 import torch
@@ -20,10 +21,10 @@ from posthoc_uq.core.errors import NonFiniteError, PosthocUQError, UnsupportedLa
 from posthoc_uq.core.model import parameter_names, replicate, unshared_copy
 from posthoc_uq.core.options import did_you_mean, shown
 from posthoc_uq.core.outputs import chosen_in
-from posthoc_uq.layers.capture import Capture, LayerGradients, Owner, TrackedLayer, owners
+from posthoc_uq.layers.capture import Capture, Owner, TrackedLayer, owners
 from posthoc_uq.layers.layer import BATCH_AXES, Layer
 from posthoc_uq.layers.operands import CPU_TEMPORARY
-from posthoc_uq.layers.rules import WEIGHTED_MODULES
+from posthoc_uq.layers.rules import WEIGHTED_MODULES, LayerGradients
 
 _MAX_NAMED = 5  # parameters that a message names
 # Suffixes that torch's hooks give the parameters a weight is computed from, and the functions that undo the hooks.
@@ -532,7 +533,7 @@ def _failing(capture: Capture, probe: Batch, reference: Reference, tolerance: fl
         per_sample = activations.gradients(gradients, CPU_TEMPORARY)
         of_batch, of_last = per_sample.sum(0), per_sample[-1]
         # Terms may cancel in the sum, but rounding is relative to the terms.
-        terms_bound = float(torch.linalg.vector_norm(gradients)) * layer_gradients.norm_bound()
+        terms_bound = float(torch.linalg.vector_norm(gradients)) * _norm_bound(layer_gradients)
         if _agrees(layer, of_batch, reference.total, terms_bound, tolerance) and _agrees(
             layer, of_last, reference.last, terms_bound, tolerance
         ):
@@ -544,6 +545,16 @@ def _failing(capture: Capture, probe: Batch, reference: Reference, tolerance: fl
         if all(reference.total[p] is None for p in layer.parameter_names):
             failing.discard(name)
     return failing
+
+
+def _norm_bound(of_layer: LayerGradients) -> float:
+    """An upper bound of the norm of all activations: an input is in at most ``prod(kernel)`` patches."""
+    layer, squares, ones = of_layer.layer, 0.0, 0
+    for call in of_layer.calls:
+        assert call.output_gradient is not None
+        squares += float(torch.linalg.vector_norm(call.input.detach().float())) ** 2
+        ones += call.output_gradient.numel() // layer.outputs
+    return (prod(layer.kernel) * squares + ones * (layer.bias is not None)) ** 0.5
 
 
 def _agrees(
