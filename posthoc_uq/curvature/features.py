@@ -146,7 +146,7 @@ def _found(
 ) -> FeatureSource | None:
     capture = Capture(model)
     layers = capture.discover(pair, autocast)
-    if not layers or layers[-1].uses != 1 or _features(layers[-1].layer) > MAX_FEATURES:
+    if not layers or layers[-1].uses != 1 or layers[-1].layer.groups * layers[-1].layer.inputs > MAX_FEATURES:
         return None
     layer = layers[-1].layer
     source = _of_positions(capture.twin, layer, pair, likelihood)
@@ -185,10 +185,6 @@ def _of_positions(
     if not fits:
         return None
     return FeatureSource(layer, "positions", layout.classes(outputs), pointwise=grid == positions)
-
-
-def _features(layer: Layer) -> int:
-    return layer.groups * layer.inputs
 
 
 def _probe(

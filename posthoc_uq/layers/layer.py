@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from math import prod
 from typing import Any, ClassVar
 
@@ -160,29 +160,15 @@ class Layer:
 
     def attributes(self) -> dict[str, Any]:
         """Plain values from which `from_attributes` rebuilds the layer."""
-        return {
-            "kind": self.kind,
-            "weight": self.weight,
-            "bias": self.bias or "",
-            "groups": self.groups,
-            "outputs": self.outputs,
-            "inputs": self.inputs,
-            "weight_shape": list(self.weight_shape),
-        }
+        values = asdict(self) | {"bias": self.bias or "", "weight_shape": list(self.weight_shape)}
+        del values["name"]
+        return values
 
     @classmethod
     def from_attributes(cls, name: str, attributes: Mapping[str, Any]) -> Layer:
         """The layer that `attributes` described."""
-        return cls(
-            name=name,
-            kind=str(attributes["kind"]),
-            weight=str(attributes["weight"]),
-            bias=str(attributes["bias"]) or None,
-            groups=int(attributes["groups"]),
-            outputs=int(attributes["outputs"]),
-            inputs=int(attributes["inputs"]),
-            weight_shape=tuple(int(size) for size in attributes["weight_shape"]),
-        )
+        shape = tuple(attributes["weight_shape"])
+        return cls(**{**attributes, "name": name, "bias": attributes["bias"] or None, "weight_shape": shape})
 
 
 @dataclass

@@ -38,16 +38,15 @@ class WeightPosterior(Protocol):
         row: whether correlations inside a row of the weight matrix are kept.
         variances: marginal variances, in the weight's shape, outputs first.
         bias_variances: of the bias, or None.
-        summed: ``W o W + S`` (W the means, S the variances), or None where every call computes it.
-        joined: ``[W o W + S, S]`` along the input channels of a convolution, or None.
+        summed: ``W o W + S`` (W the means, S the variances), by which the input's variance is multiplied; of a
+            convolution without groups ``[W o W + S, S]`` along its input channels.
     """
 
     layer: str
     row: bool
     variances: Tensor
     bias_variances: Tensor | None
-    summed: Tensor | None
-    joined: Tensor | None
+    summed: Tensor
 
     def row_variance(self, mean: Tensor, variance: Tensor | None) -> Tensor:
         """Variance by the weights alone of ``W x + b``, ``(rows, outputs)``, for inputs ``(rows, inputs)``."""

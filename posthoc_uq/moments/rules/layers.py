@@ -17,7 +17,7 @@ from torch import Tensor
 
 from posthoc_uq.core.errors import PosthocUQError
 from posthoc_uq.layers import RULES as LAYER_RULES
-from posthoc_uq.layers import AffineCall, LayerRule
+from posthoc_uq.layers import AffineCall
 from posthoc_uq.moments.rules.elementwise import add, times
 from posthoc_uq.moments.tensor import (
     RULES,
@@ -48,7 +48,7 @@ def affine(state: Pass, call: AffineCall) -> MomentTensor:
         return _linear(state, call, m, v, kind.to_matrix(call.parameter, 1).squeeze(0), posterior)
     if m.ndim == kind.dimensions - 1:
         raise state.refusal("a convolution was called on an input without a batch dimension", "add one")
-    return _convolution(call, kind, m, v, posterior)
+    return _convolution(call, m, v, posterior)
 
 
 def _linear(
@@ -74,7 +74,7 @@ def _linear(
         elif v is None:
             variance = F.linear(wide.square(), posterior.variances, posterior.bias_variances)
         else:
-            variance = F.linear(v, _summed(posterior, weight), posterior.bias_variances)
+            variance = F.linear(v, posterior.summed, posterior.bias_variances)
             rows = variance.reshape(-1, variance.shape[-1])
             rows = torch.addmm(
                 rows, wide.square().reshape(-1, wide.shape[-1]), posterior.variances.T, out=_reused(rows)
@@ -109,14 +109,8 @@ def _full(
     return MomentTensor(mean, total.diagonal(dim1=1, dim2=2).clamp(min=0), total)
 
 
-def _summed(posterior: WeightPosterior, weight: Tensor) -> Tensor:
-    """``W o W + S``, prepared or computed now."""
-    prepared = posterior.summed
-    return posterior.variances + weight.square() if prepared is None else prepared
-
-
 def _convolution(
-    call: AffineCall, kind: LayerRule, m: Tensor, v: Tensor | None, posterior: WeightPosterior | None
+    call: AffineCall, m: Tensor, v: Tensor | None, posterior: WeightPosterior | None
 ) -> MomentTensor:
     weight = call.parameter
     mean = call.applied(m, weight, call.bias)
@@ -128,13 +122,9 @@ def _convolution(
         if v is None:
             variance = call.applied(wide.square(), posterior.variances, posterior.bias_variances)
         elif call.groups == 1:
-            joined = posterior.joined
-            if joined is None:
-                parts = [_summed(posterior, weight), posterior.variances]
-                joined = torch.cat(parts, dim=kind.input_axis)
-            variance = call.applied(_beside(v, wide), joined, posterior.bias_variances)
+            variance = call.applied(_beside(v, wide), posterior.summed, posterior.bias_variances)
         else:
-            variance = call.applied(v, _summed(posterior, weight), posterior.bias_variances)
+            variance = call.applied(v, posterior.summed, posterior.bias_variances)
             by_weights = call.applied(wide.square(), posterior.variances, None)
             variance = torch.add(variance, by_weights, out=_reused(variance))
     return MomentTensor(mean, variance)
