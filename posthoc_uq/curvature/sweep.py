@@ -258,7 +258,8 @@ def sweep(
         weights = batch_weights(likelihood, outputs, batch, place)
         targets = batch.targets if weights is None else weights.targets(batch.targets)
         _check_targets(likelihood, outputs, targets, place, checks)
-        _show(observers, batch, keys, recording, checks)
+        for observer in observers:
+            observer.see(batch, keys, recording, checks)
         sums: dict[str, Tensor] = {}
         rows: dict[str, Tensor] = {}
         first = True
@@ -313,7 +314,7 @@ def sweep(
             bar.advance(samples)
             if done is not None and index < skipped:
                 if observers:
-                    _show(observers, batch, keys, _run(capture, batch, samples, str(index)), checks)
+                    _show(capture, batch, keys, str(index), observers, checks)
                 checks.run()
                 if index == skipped - 1:
                     if (summary.digest, summary.seen) != (done.digest, done.seen):
@@ -341,7 +342,7 @@ def show(
         for index, (batch, samples) in enumerate(own_batches(loader, settings.reader)):
             keys = sample_keys(batch.tensors(), samples, settings.seed)
             checks = DeferredChecks()
-            _show(observers, batch, keys, _run(capture, batch, samples, str(index)), checks)
+            _show(capture, batch, keys, str(index), observers, checks)
             checks.run()
             bar.advance(samples)
 
@@ -353,8 +354,15 @@ def _run(capture: Capture, batch: Batch, samples: int, place: str) -> Recording:
 
 
 def _show(
-    observers: Sequence[Observer], batch: Batch, keys: Tensor, recording: Recording, checks: DeferredChecks
+    capture: Capture,
+    batch: Batch,
+    keys: Tensor,
+    place: str,
+    observers: Sequence[Observer],
+    checks: DeferredChecks,
 ) -> None:
+    """Show a batch to observers by a forward pass alone."""
+    recording = _run(capture, batch, keys.shape[0], place)
     for observer in observers:
         observer.see(batch, keys, recording, checks)
 

@@ -46,10 +46,6 @@ class LayerRule(ABC):
     convolutional: ClassVar[bool] = False
 
     @abstractmethod
-    def sides(self, shape: tuple[int, ...], groups: int) -> tuple[int, int]:
-        """Outputs of all groups, and inputs of one group without the bias, of a weight of this shape."""
-
-    @abstractmethod
     def to_matrix(self, weight: Tensor, groups: int) -> Tensor:
         """Weights ``(*lead, *shape)`` as ``(*lead, groups, outputs, inputs)``."""
 
@@ -167,8 +163,8 @@ class Layer:
     @classmethod
     def from_attributes(cls, name: str, attributes: Mapping[str, Any]) -> Layer:
         """The layer that `attributes` described."""
-        shape = tuple(attributes["weight_shape"])
-        return cls(**{**attributes, "name": name, "bias": attributes["bias"] or None, "weight_shape": shape})
+        values: dict[str, Any] = {**attributes, "name": name, "bias": attributes["bias"] or None}
+        return cls(**values | {"weight_shape": tuple(attributes["weight_shape"])})
 
 
 @dataclass
@@ -186,14 +182,14 @@ def describe(
 ) -> Layer:
     """The `Layer` of a named weight, in the shape that its kind has, and its bias."""
     weight_name, tensor = weight
-    outputs, inputs = RULES[kind].sides(tuple(tensor.shape), groups)
+    _, outputs, inputs = _matrix_shape(kind, tuple(tensor.shape), groups)
     return Layer(
         name=name,
         kind=kind,
         weight=weight_name,
         bias=bias[0] if bias is not None else None,
         groups=groups,
-        outputs=outputs // groups,
+        outputs=outputs,
         inputs=inputs + (bias is not None),
         weight_shape=tuple(tensor.shape),
     )
@@ -201,5 +197,14 @@ def describe(
 
 def fits(kind: str, shape: Sequence[int], groups: int, outputs: int, inputs: int) -> bool:
     """Whether a weight of this kind and shape is `groups` matrices ``(outputs, inputs)``, the bias not counted."""
-    rule, sizes = RULES[kind], tuple(shape)
-    return len(sizes) == rule.dimensions and rule.sides(sizes, groups) == (groups * outputs, inputs)
+    if len(shape) != RULES[kind].dimensions:
+        return False
+    try:
+        return _matrix_shape(kind, tuple(shape), groups) == (groups, outputs, inputs)
+    except RuntimeError:  # the groups do not divide it
+        return False
+
+
+def _matrix_shape(kind: str, shape: tuple[int, ...], groups: int) -> tuple[int, ...]:
+    """Shape ``(groups, outputs, inputs)`` of a weight as matrices, without the bias."""
+    return tuple(RULES[kind].to_matrix(torch.empty(shape, device="meta"), groups).shape)

@@ -32,9 +32,6 @@ class Linear(LayerRule):
     def __init__(self) -> None:
         self.functions = {F.linear: {name: name for name in ("input", "weight", "bias")}}
 
-    def sides(self, shape: tuple[int, ...], groups: int) -> tuple[int, int]:
-        return shape[0], shape[1]
-
     def to_matrix(self, weight: Tensor, groups: int) -> Tensor:
         return weight.unsqueeze(-3)
 
@@ -69,9 +66,6 @@ class Product(Linear):
             Tensor.addmm: added,
         }
 
-    def sides(self, shape: tuple[int, ...], groups: int) -> tuple[int, int]:
-        return shape[1], shape[0]
-
     def to_matrix(self, weight: Tensor, groups: int) -> Tensor:
         return weight.transpose(-2, -1).unsqueeze(-3)
 
@@ -99,9 +93,6 @@ class Convolution(LayerRule):
         self.modules = ({1: nn.Conv1d, 2: nn.Conv2d, 3: nn.Conv3d}[spatial],)
         self.function = CONVOLUTIONS[spatial]
         self.functions = {self.function: {name: name for name in self._names}}
-
-    def sides(self, shape: tuple[int, ...], groups: int) -> tuple[int, int]:
-        return shape[0], prod(shape[1:])
 
     def to_matrix(self, weight: Tensor, groups: int) -> Tensor:
         lead = weight.shape[: weight.ndim - self.dimensions]
@@ -158,9 +149,6 @@ class TransposedConvolution(Convolution):
         self.modules = ({1: nn.ConvTranspose1d, 2: nn.ConvTranspose2d, 3: nn.ConvTranspose3d}[spatial],)
         self.function = {1: F.conv_transpose1d, 2: F.conv_transpose2d, 3: F.conv_transpose3d}[spatial]
         self.functions = {self.function: {name: name for name in self._names}}
-
-    def sides(self, shape: tuple[int, ...], groups: int) -> tuple[int, int]:
-        return shape[1] * groups, shape[0] // groups * prod(shape[2:])
 
     def to_matrix(self, weight: Tensor, groups: int) -> Tensor:
         lead = weight.shape[: weight.ndim - self.dimensions]

@@ -14,7 +14,6 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
-import posthoc_uq.moments.rules  # noqa: F401  # fills the table of rules
 from posthoc_uq.core.outputs import output_tensor
 from posthoc_uq.layers.layer import Layer
 from posthoc_uq.moments.tensor import MomentTensor, Pass, Rules, WeightPosterior, variance_dtype

@@ -60,11 +60,6 @@ def largest(parts: list[Moments]) -> Moments:
     return parts[0]
 
 
-def along(mean: Tensor, variance: Tensor, dim: int) -> Moments:
-    """The largest along a dimension, which is removed."""
-    return largest(list(zip(mean.unbind(dim), variance.unbind(dim), strict=True)))
-
-
 def pooled(
     mean: Tensor,
     variance: Tensor,
@@ -305,7 +300,7 @@ def amax(state: Pass, input: Any, dim: Any = (), keepdim: bool = False) -> Momen
             where = mean.argmax(d, keepdim=True)
             mean, variance = mean.gather(d, where).squeeze(d), variance.gather(d, where).squeeze(d)
         else:
-            mean, variance = along(mean, variance, d)
+            mean, variance = largest(list(zip(mean.unbind(d), variance.unbind(d), strict=True)))
         if keepdim:
             mean, variance = mean.unsqueeze(d), variance.unsqueeze(d)
     return MomentTensor(mean.to(kind), variance)
