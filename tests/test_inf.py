@@ -18,7 +18,7 @@ from posthoc_uq.core.batches import Batch
 from posthoc_uq.core.errors import PosthocUQError
 from posthoc_uq.core.numerics import eigh_descending
 from posthoc_uq.core.randomness import sample_keys, share_of
-from posthoc_uq.curvature.sweep import Picked
+from posthoc_uq.curvature.kept_inputs import Picked
 from posthoc_uq.methods.inf import kept_entries, sparsify
 from posthoc_uq.posteriors.information import InformationBlock
 from posthoc_uq.posteriors.search import maximise_evidence
@@ -403,7 +403,7 @@ def test_picked_samples_come_in_batches_no_larger_than_the_loaders(inputs: Tenso
         for index, part in enumerate(inputs.split(size)):
             batch = Batch((part,), part[:, 0], {"mask": mask}, part[:, 1].abs())
             parts += picked.add(batch, sample_keys([part], len(part), 0), index)
-        waiting = picked.waiting
+        waiting = bool(picked.waiting)
         rest = list(picked.rest())
         assert waiting == bool(rest) and not picked.waiting
         return parts + rest

@@ -338,12 +338,12 @@ def test_gradients_by_the_posteriors_variances() -> None:
     net = small_net().double()
     predictor = MomentsPredictor(net, fitted(net, "diag", 50.0, (2, 8, 8), 4), weights="marginal")
     layer = predictor.noises[1]
+    weight = net.get_submodule(layer.layer).weight.detach()
     x = torch.randn(2, 2, 8, 8, dtype=torch.float64)
     start = layer.variances.detach().clone()
 
     def loss(variances: Tensor) -> Tensor:
-        layer.joined = layer.summed = None
-        layer.variances = variances
+        layer.variances, layer.summed = variances, torch.cat([weight.square() + variances, variances], dim=1)
         mean, variance, _ = predictor.propagate(x)
         return mean.sum() + variance.log().sum()
 

@@ -69,7 +69,7 @@ def built(case: str) -> tuple[Layer, AffineCall]:
     """The layer, and one call of it."""
     kind, shape, input, groups, bias, options = CASES[case]
     weight, x = normal(*shape), normal(SAMPLES, *input, seed=1)
-    outputs, _ = RULES[kind].sides(shape, groups)
+    outputs = torch.empty(RULES[kind].to_matrix(torch.empty(shape), groups).shape[:2]).numel()
     offset = normal(outputs, seed=2) if bias else None
     layer = describe("layer", kind, ("w", weight), None if offset is None else ("b", offset), groups)
     if RULES[kind].convolutional:

@@ -14,7 +14,7 @@ from scipy.integrate import quad
 from scipy.stats import norm
 from torch import Tensor
 
-from posthoc_uq.moments.maximum import along, larger, pooled
+from posthoc_uq.moments.rules.pooling import larger, largest, pooled
 from posthoc_uq.moments.unscented import (
     block_size,
     blockwise,
@@ -183,7 +183,7 @@ def test_the_larger_of_two_and_of_many() -> None:
     apart = larger((torch.tensor([1e4]), torch.tensor([1e-4])), (torch.tensor([-1e4]), torch.tensor([1.0])))
     assert apart[0].item() == 1e4 and apart[1].item() == pytest.approx(1e-4)
     m, v = torch.zeros(1, 4, dtype=torch.float64), torch.full((1, 4), 0.7, dtype=torch.float64)
-    many = along(m, v, 1)
+    many = largest(list(zip(m.unbind(1), v.unbind(1), strict=True)))
     best = (torch.randn(1_000_000, 4, generator=generator, dtype=torch.float64) * sqrt(0.7)).amax(1)
     assert many[0].item() == pytest.approx(best.mean().item(), abs=5e-3)
     assert many[1].item() == pytest.approx(best.var().item(), rel=0.08)  # maxima are not Gaussian

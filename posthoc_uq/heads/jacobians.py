@@ -18,10 +18,11 @@ from posthoc_uq.core.errors import PosteriorMismatchError, warn_user
 from posthoc_uq.core.model import model_device
 from posthoc_uq.core.progress import in_parts, tell
 from posthoc_uq.curvature.features import grid_of
-from posthoc_uq.layers.capture import Capture, LayerGradients, Recording
+from posthoc_uq.layers.capture import Capture, Recording
 from posthoc_uq.layers.layer import Call, Layer
 from posthoc_uq.layers.operands import Operand
 from posthoc_uq.layers.proof import count_samples, prepare
+from posthoc_uq.layers.rules import LayerGradients
 from posthoc_uq.likelihoods import Likelihood
 from posthoc_uq.likelihoods.labels import Layout
 from posthoc_uq.posteriors import Posterior

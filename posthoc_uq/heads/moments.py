@@ -45,8 +45,7 @@ class LayerPosterior(nn.Module):
     Attributes:
         variances: in the weight's shape, outputs first.
         bias_variances: of the bias, or None.
-        summed: ``W o W + S`` (W the means, S the variances), by which the input's variance is multiplied, or None.
-        joined: ``[W o W + S, S]`` along the input channels of a convolution without groups, or None.
+        summed: see `moments.tensor.WeightPosterior`.
         rows: the covariance of rows, or None.
         row: whether `rows` gives the variance.
 
@@ -55,8 +54,7 @@ class LayerPosterior(nn.Module):
 
     variances: Tensor
     bias_variances: Tensor | None
-    summed: Tensor | None
-    joined: Tensor | None
+    summed: Tensor
 
     def __init__(
         self,
@@ -73,13 +71,12 @@ class LayerPosterior(nn.Module):
         self._given, self._across, self._shape = covariance, across, layer.matrix_shape
         self.rows = self._prepared(weight)
         self._has_bias = layer.bias is not None
-        marginals, summed, joined = products_of(layer, weight.detach(), variances[layer.weight])
+        marginals, summed = products_of(layer, weight.detach(), variances[layer.weight])
         bias = variances[layer.bias].to(marginals) if layer.bias is not None else None
         for name, tensor in (
             ("variances", marginals),
             ("bias_variances", bias),
             ("summed", summed),
-            ("joined", joined),
         ):
             self.register_buffer(name, tensor, persistent=False)
 

@@ -21,7 +21,7 @@ from posthoc_uq.core.progress import tell
 from posthoc_uq.core.randomness import isolated_random_state, mixed_seed
 from posthoc_uq.curvature.features import watching
 from posthoc_uq.heads.predictor import Predictor, divisor_of, summarise
-from posthoc_uq.layers.calls import AffineCalls, PlainAttention, WeightMoments, drawn_outputs
+from posthoc_uq.layers.calls import CallReplacer, PlainAttention, WeightMoments, drawn_outputs
 from posthoc_uq.layers.frozen import (
     MAX_SHAPES,
     USUAL_PASSES,
@@ -359,7 +359,7 @@ class OutputDraws(nn.Module):
             key: partial(drawn_outputs, weights=moments[name], generator=generator)
             for key, name in names.items()
         }
-        with AffineCalls(outputs_of) as calls:
+        with CallReplacer(outputs_of) as calls:
             yield
         uses = {name: calls.used.count(key) for key, name in names.items()}
         wrong = next((name for name, count in uses.items() if count != 1), None)

@@ -21,7 +21,6 @@ from typing import Any, cast
 import numpy as np
 import torch
 from torch import Tensor, nn
-from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves, tree_map
 
@@ -30,6 +29,7 @@ from posthoc_uq.core.errors import check_refused
 from posthoc_uq.core.model import replicate
 from posthoc_uq.core.outputs import output_tensor
 from posthoc_uq.core.randomness import device_generators, isolated_random_state
+from posthoc_uq.layers.calls import CallWatcher
 
 MAX_SHAPES = 256  # input shapes whose proof is remembered
 PROVED_SAMPLES = 8  # that a proof runs on
@@ -327,7 +327,7 @@ FORM_QUERIES = {
 """Functions that ask for the form of a tensor and not for its numbers."""
 
 
-class _Walk(TorchFunctionMode):
+class _Walk:
     """Watches a pass in which modules should run one after the other.
 
     Attributes:
@@ -337,7 +337,6 @@ class _Walk(TorchFunctionMode):
     """
 
     def __init__(self, modules: int) -> None:
-        super().__init__()
         self.inputs: tuple[tuple[Any, ...], dict[str, Any]] | None = None
         self.intact = True
         self.dimensions: list[int | None] = []
@@ -395,14 +394,13 @@ class _Walk(TorchFunctionMode):
         self.intact = self.intact and same
         self.dimensions.append(dimensions)
 
-    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        result = func(*args, **(kwargs or {}))
+    def see(self, func: Any, args: Any, kwargs: dict[str, Any], result: Any) -> None:
+        """Look at a call of torch's functions."""
         last = self._returned
         if last is not None and not self._running and func not in FORM_QUERIES:
             read = any(_share_memory(x, last) for x in tree_leaves((args, kwargs)))
             if read and not _share_memory(result, last):
                 self.intact = False
-        return result
 
 
 def _record(twin: nn.Module, names: tuple[str, ...], batch: Batch) -> Features | None:
@@ -416,7 +414,7 @@ def _record(twin: nn.Module, names: tuple[str, ...], batch: Batch) -> Features |
             )
             handles.append(module.register_forward_hook(walk.leave(place)))
         args, kwargs = tree_map(_clone, (batch.args, batch.kwargs))
-        with walk:
+        with CallWatcher(every=walk.see, anchored=False):
             returned = twin(*args, **kwargs)
     finally:
         for handle in handles:

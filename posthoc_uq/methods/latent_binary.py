@@ -29,7 +29,7 @@ from posthoc_uq.core.randomness import isolated_random_state, mixed_seed
 from posthoc_uq.layers.calls import (
     MIN_VARIANCE,
     AffineCall,
-    AffineCalls,
+    CallReplacer,
     WeightMoments,
     drawn_outputs,
     normal,
@@ -267,7 +267,7 @@ class LatentObjective(Objective):
             key: partial(layer.outputs, draw=draws[key], generator=generator)
             for key, layer in self._by_weight.items()
         }
-        with AffineCalls(outputs_of):
+        with CallReplacer(outputs_of):
             outputs = output_tensor(self.network(*copied.args, **copied.kwargs))
         targets, weights = self.targets(batch, outputs, checks)
         fit = self.log_prob(outputs, targets, weights).mean()

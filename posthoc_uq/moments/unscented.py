@@ -147,6 +147,11 @@ def blockwise(rule: Callable[..., Moments], mean: Tensor, variance: Tensor) -> M
     return out_mean.as_strided(size, stride), out_variance.as_strided(size, stride)
 
 
+def written(moments: Moments, out: Moments | None) -> Moments:
+    """Moments, copied to `out` where that is given."""
+    return moments if out is None else (out[0].copy_(moments[0]), out[1].copy_(moments[1]))
+
+
 def blockwise_scaled(
     rule: Callable[..., Moments], mean: Tensor, variance: Tensor, scale: Tensor, shift: Tensor
 ) -> Moments:
