@@ -18,8 +18,7 @@ import posthoc_uq as uq
 from posthoc_uq.core.batches import Batch, BatchReader
 from posthoc_uq.core.devices import DeferredChecks
 from posthoc_uq.core.errors import NonFiniteError, PosthocUQError
-from posthoc_uq.files.snapshot import read_snapshot, write_snapshot
-from posthoc_uq.methods.checkpoint import Checkpoint
+from posthoc_uq.methods.checkpoint import Checkpoint, read_snapshot, write_snapshot
 from posthoc_uq.methods.training import (
     Group,
     Loop,
