@@ -367,7 +367,7 @@ CONTEXTS: dict[str, Any] = {
     "loader": [images(8, 6)[0]],
 }
 TRAININGS = {
-    **{name: fits("function_space", context=context, initial="diag") for name, context in CONTEXTS.items()},
+    **{name: fits("function_space", context=context) for name, context in CONTEXTS.items()},
     "initialised": fits("function_space", prior_mean="random_init"),
 }
 

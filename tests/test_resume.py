@@ -56,7 +56,7 @@ SCENARIOS: list[dict[str, Any]] = [
     },
     {
         "name": "function_space",
-        "options": {"method": "function_space", "initial": "diag", "epochs": 3, "n_context": 8, "lr": 1e-2},
+        "options": {"method": "function_space", "epochs": 3, "n_context": 8, "lr": 1e-2},
         "kills": [BATCHES - 2, 3 * BATCHES, "write 5", 2 * BATCHES + 2],
     },
     {

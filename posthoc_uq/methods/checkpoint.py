@@ -116,10 +116,6 @@ class Checkpoint:
             tensors, values = self._finished[part]
             return dict(tensors), dict(values)
 
-    def is_running(self, part: str) -> bool:
-        """Whether the file holds the state of a part that is not finished."""
-        return self._running is not None and self._running[0] == part
-
     def take_running(self, part: str) -> State | None:
         """Hand over the state of an unfinished part, which is then no longer in memory here; None without one."""
         if self._running is None or self._running[0] != part:
@@ -141,10 +137,6 @@ class Checkpoint:
         """Write the state at the end of a part, whose tensors the caller may then change."""
         self._finished[part] = _on_cpu((tensors, values), copy=True)
         self._write(None)
-
-    def drop(self, part: str) -> None:
-        """Leave a finished part that nothing needs any more out of the file, from the next write on."""
-        self._finished.pop(part, None)
 
     def drop_running(self) -> None:
         """Write the finished parts alone."""

@@ -23,7 +23,7 @@ from posthoc_uq.core.batches import Batch
 from posthoc_uq.core.devices import DeferredChecks, as_double, widest
 from posthoc_uq.core.errors import PosthocUQError, warn_user
 from posthoc_uq.core.model import replicate
-from posthoc_uq.core.options import Count, NotNegative, Positive, Unit
+from posthoc_uq.core.options import NotNegative, Positive, Unit
 from posthoc_uq.core.outputs import output_tensor
 from posthoc_uq.core.randomness import isolated_random_state, mixed_seed
 from posthoc_uq.layers.calls import (
@@ -120,7 +120,6 @@ class LatentBinary(Training["LatentObjective"]):
 
     flow: bool = False
     start: Literal["trained", "random"] = "trained"
-    epochs: Count | None = None
     prior_inclusion: Annotated[float, Gt(0), Lt(1)] = 0.1
     initial_inclusion: Literal["high", "snr", "polarised", "mild", "sparse", "dense", "balanced"] | None = (
         None

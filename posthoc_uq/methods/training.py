@@ -22,7 +22,7 @@ from posthoc_uq.core.devices import DeferredChecks, as_double, host_double
 from posthoc_uq.core.distributed import world
 from posthoc_uq.core.errors import NonFiniteError, PosthocUQError, warn_user
 from posthoc_uq.core.model import model_device, replicate
-from posthoc_uq.core.options import Count, Magnitude, Natural, Positive
+from posthoc_uq.core.options import Count, Magnitude, Positive
 from posthoc_uq.core.progress import Progress
 from posthoc_uq.core.randomness import isolated_random_state, mixed_seed
 from posthoc_uq.curvature.sweep import batch_hash, other_batches
@@ -225,7 +225,7 @@ class Training(Method, Generic[Trained]):
     default_prior: ClassVar[str] = "the default"
     """In words, for the report, which prior precision it takes where none is given."""
 
-    epochs: Natural | None = None
+    epochs: Count | None = None
     lr: Positive = 1e-4
     log_variance_lr: Positive = 1e-3
     optimizer: Callable[[list[Group]], Optimizer] | None = None
