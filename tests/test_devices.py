@@ -309,7 +309,7 @@ def thins(device: torch.device) -> dict[str, Any]:
     posterior = uq.fit(model, batched(images()), short("latent_binary"), progress=False)
     median = uq.sparse.median(posterior)
     return {
-        "summary": uq.sparse.summary(posterior).to_dict(),
+        "kept": uq.sparse.summary(posterior).kept,
         "median": uq.wrap(model, median)(x[:6].to(device)).to_dict(),
         "masked": uq.sparse.model(model, posterior, "masked")(x[:6].to(device)),
     }
