@@ -49,11 +49,17 @@ from posthoc_uq.heads.sampling import SamplingPredictor
 from posthoc_uq.layers.proof import PROBE_SAMPLES, Selection, check_selection, count_samples, prepare
 from posthoc_uq.likelihoods import Likelihood, resolve_likelihood
 from posthoc_uq.methods import METHODS, Method, method_of
-from posthoc_uq.methods.checkpoint import Checkpoint, State, data_identity, fit_identity, identified
+from posthoc_uq.methods.checkpoint import (
+    Checkpoint,
+    State,
+    check_common,
+    data_identity,
+    fit_identity,
+    identified,
+)
 from posthoc_uq.methods.task import (
     Task,
     Tensors,
-    check_common,
     keep_features,
     trained_features,
     watch_features,

@@ -29,7 +29,7 @@ from torch import Tensor, nn
 from torch.utils._pytree import tree_map_only
 
 from posthoc_uq.core.batches import Batch, BatchReader, batches
-from posthoc_uq.core.distributed import rank, world
+from posthoc_uq.core.distributed import gather, rank, world
 from posthoc_uq.core.errors import CorruptPosteriorError, PosthocUQError, out_of_memory
 from posthoc_uq.core.model import model_device
 from posthoc_uq.core.randomness import isolated_random_state
@@ -230,6 +230,22 @@ def data_identity(
     return {"first batch": batch_hash(first)} | ({} if samples is None else {"number of samples": samples})
 
 
+def check_common(identity: Mapping[str, Any]) -> None:
+    """Check that all processes do the same fit.
+
+    Raises:
+        PosthocUQError: they do not; names what differs.
+    """
+    first, *others = gather(dict(identity), "comparing the fits")
+    for number, other in enumerate(others, 1):
+        for name, value in first.items():
+            if other[name] != value:
+                raise PosthocUQError(
+                    f"Rank {number} has another {name} than rank 0 ({other[name]!r:.200}, and {value!r:.200}); all "
+                    f"processes must hold the same model and ask for the same fit."
+                )
+
+
 def identified(values: Mapping[str, Any]) -> dict[str, str]:
     """The values of a fit's options, each as a text that is the same in another process."""
     return {name: json.dumps(as_plain(value)) for name, value in values.items()}
@@ -323,8 +339,10 @@ def read_snapshot(path: Path) -> Any:
             if file.read(len(SNAPSHOT_MAGIC)) != SNAPSHOT_MAGIC:
                 raise CorruptPosteriorError(f"'{path}' is no checkpoint of a fit; give another path.")
             expected = file.read(_DIGEST)
-            start = file.tell()
-            if _digest_of_rest(file) != expected:
+            start, digest = file.tell(), hashlib.sha256()
+            while data := file.read(2**20):
+                digest.update(data)
+            if digest.digest() != expected:
                 raise CorruptPosteriorError(f"The checkpoint '{path}' is damaged; delete it to begin anew.")
             file.seek(start)
             return _load(file)
@@ -338,13 +356,6 @@ def read_snapshot(path: Path) -> Any:
         raise CorruptPosteriorError(
             f"'{path}' holds what no checkpoint holds ({type(error).__name__}); delete it to begin anew."
         ) from None
-
-
-def _digest_of_rest(file: BinaryIO) -> bytes:
-    digest = hashlib.sha256()
-    while data := file.read(2**20):
-        digest.update(data)
-    return digest.digest()
 
 
 def _load(file: BinaryIO) -> Any:

@@ -21,6 +21,7 @@ import torch
 from torch import Tensor, nn
 from torch.distributions import Normal, kl_divergence
 from torch.func import functional_call  # pyright: ignore[reportPrivateImportUsage]
+from torch.utils._pytree import tree_map
 
 from posthoc_uq.core.batches import Batch
 from posthoc_uq.core.devices import DeferredChecks, as_double
@@ -329,10 +330,9 @@ class FunctionSpaceObjective(Objective):
         """All context sets as one batch, set by set."""
         generator = torch.Generator().manual_seed(mixed_seed(seed, _CONTEXT))
         points, sets = cast(int, self.method.n_context), self.method.n_sets
-        device = batch.tensors()[0].device
-        contexts = _joined(
-            [_as_batch(self.context.draw(points, batch, generator), device) for _ in range(sets)]
-        )
+        drawn = [_as_batch(self.context.draw(points, batch, generator)) for _ in range(sets)]
+        args, kwargs = tree_map(_joined, *((one.args, one.kwargs) for one in drawn))
+        contexts = Batch(args, None, kwargs).to(batch.tensors()[0].device)
         if count_samples(contexts) != points * sets:
             raise PosthocUQError(
                 f"The context gave {count_samples(contexts)} inputs in place of {points * sets}; a callable is asked "
@@ -408,34 +408,22 @@ def _raise_of_shapes(contexts: Batch, batch: Batch, error: RuntimeError) -> None
         ) from error
 
 
-def _as_batch(inputs: Any, device: torch.device) -> Batch:
-    """The inputs that a context gave, as a batch on the device."""
-
-    def move(value: Any) -> Any:
-        return value.to(device) if isinstance(value, Tensor) else value
-
-    if isinstance(inputs, Tensor):
-        return Batch((move(inputs),))
+def _as_batch(inputs: Any) -> Batch:
+    """The inputs that a context gave: a tensor, a tuple of the model's arguments or a mapping of named ones."""
     if isinstance(inputs, Mapping):
-        return Batch((), None, {str(k): move(v) for k, v in cast(Mapping[str, Any], inputs).items()})
-    if isinstance(inputs, tuple):
-        return Batch(tuple(move(v) for v in cast(tuple[Any, ...], inputs)))
-    raise PosthocUQError(
-        f"A context must give a tensor of inputs, a tuple of the model's arguments or a mapping of named ones, not a "
-        f"{type(inputs).__name__}."
-    )
+        batch = Batch((), None, {str(k): v for k, v in cast(Mapping[Any, Any], inputs).items()})
+    else:
+        batch = Batch(cast(tuple[Any, ...], inputs) if isinstance(inputs, tuple) else (inputs,))
+    if not batch.tensors():
+        raise PosthocUQError(
+            f"A context must give a tensor of inputs, a tuple of the model's arguments or a mapping of named ones, not "
+            f"a {type(inputs).__name__}."
+        )
+    return batch
 
 
-def _joined(batches: list[Batch]) -> Batch:
-    if len(batches) == 1:
-        return batches[0]
-
-    def joined(values: list[Any]) -> Any:
-        return torch.cat(values) if isinstance(values[0], Tensor) else values[0]
-
-    args = tuple(joined(list(values)) for values in zip(*(batch.args for batch in batches), strict=True))
-    named = {name: joined([batch.kwargs[name] for batch in batches]) for name in batches[0].kwargs}
-    return Batch(args, None, named)
+def _joined(first: Any, *others: Any) -> Any:
+    return torch.cat([first, *others]) if isinstance(first, Tensor) else first
 
 
 class FeatureNetwork:

@@ -517,6 +517,11 @@ class SlabPrior:
     inclusion: float
     deviation: float = 1.0
 
+    @property
+    def logit(self) -> float:
+        """Of the inclusion."""
+        return log(self.inclusion / (1 - self.inclusion))
+
 
 class SpikeMoments(torch.autograd.Function):
     """Mean and variance of every weight, and the sum of their divergences from the prior, for a given ``z``; with
@@ -553,7 +558,7 @@ class SpikeMoments(torch.autograd.Function):
             parts = mean[piece], log_variance[piece], logit[piece], _part(z, piece)
             totals.append(_moments(*parts, prior, means[piece], spreads[piece]))
         divergence, included = torch.stack(totals).sum(0, dtype=widest(mean.device))
-        divergence = divergence - logit.numel() * log(1 - prior.inclusion) - included * _logit(prior)
+        divergence = divergence - logit.numel() * log(1 - prior.inclusion) - included * prior.logit
         included = included.to(mean)
         ctx.mark_non_differentiable(included)
         return means, spreads, divergence.to(mean), included
@@ -633,7 +638,7 @@ def _gradients(
     # by the inclusion probability, and through it by its logit
     torch.add(logit, log_variance, alpha=-0.5, out=by_logit)
     by_logit.add_(torch.addcmul(variance, slab, slab), alpha=0.5 * precision)
-    by_logit.add_(log(prior.deviation) - 0.5 - _logit(prior)).mul_(by_total).addcmul_(by_mean, slab)
+    by_logit.add_(log(prior.deviation) - 0.5 - prior.logit).mul_(by_total).addcmul_(by_mean, slab)
     spread = torch.addcmul(variance, slab * slab, excluded - inclusion)
     by_logit.addcmul_(by_spread, spread).mul_(inclusion).mul_(excluded)
     # by the logarithm of the slab's variance
@@ -642,7 +647,3 @@ def _gradients(
     # by the slab's mean
     torch.mul(slab, precision * by_total, out=by_slab).add_(by_mean)
     by_slab.addcmul_(by_spread, excluded.mul_(slab), value=2).mul_(inclusion)
-
-
-def _logit(prior: SlabPrior) -> float:
-    return log(prior.inclusion / (1 - prior.inclusion))

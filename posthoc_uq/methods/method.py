@@ -114,7 +114,8 @@ class Method(Options, ABC):
 
     def update(self, posterior: Posterior, task: Task, remove: bool) -> Posterior:
         """A new posterior with the data of the task added to those of `posterior`, or taken out of them. See
-        `posthoc_uq.update`, which calls this.
+        `posthoc_uq.update`, which calls this on a method with default options: what depends on those of the fit is read
+        from the posterior.
 
         Raises:
             NotContainedError: data are to go out that cannot all have been in.

@@ -394,22 +394,6 @@ def checked_finite(results: Tensors, part: str) -> Tensors:
     return results
 
 
-def check_common(identity: Mapping[str, Any]) -> None:
-    """Check that all processes do the same fit.
-
-    Raises:
-        PosthocUQError: they do not; names what differs.
-    """
-    identities = gather(dict(identity), "comparing the fits")
-    for number, other in enumerate(identities):
-        for name, value in identities[0].items():
-            if other[name] != value:
-                raise PosthocUQError(
-                    f"Rank {number} has another {name} than rank 0 ({other[name]!r:.200}, and {value!r:.200}); all "
-                    f"processes must hold the same model and ask for the same fit."
-                )
-
-
 def _merged(summary: Summary) -> Summary:
     """The summary of the sweeps of all processes.
 
