@@ -309,7 +309,7 @@ def thins(device: torch.device) -> dict[str, Any]:
     posterior = uq.fit(model, batched(images()), short("latent_binary"), progress=False)
     median = uq.sparse.median(posterior)
     return {
-        "summary": uq.sparse.summary(posterior).to_dict(),
+        "kept": uq.sparse.summary(posterior).kept,
         "median": uq.wrap(model, median)(x[:6].to(device)).to_dict(),
         "masked": uq.sparse.model(model, posterior, "masked")(x[:6].to(device)),
     }
@@ -367,7 +367,7 @@ CONTEXTS: dict[str, Any] = {
     "loader": [images(8, 6)[0]],
 }
 TRAININGS = {
-    **{name: fits("function_space", context=context, initial="diag") for name, context in CONTEXTS.items()},
+    **{name: fits("function_space", context=context) for name, context in CONTEXTS.items()},
     "initialised": fits("function_space", prior_mean="random_init"),
 }
 

@@ -41,17 +41,22 @@ from posthoc_uq.curvature.sweep import SweepSettings, no_weight, squared_residua
 from posthoc_uq.files import buffers_fingerprint, check_numbers, check_settings, fingerprint
 from posthoc_uq.fitting.first_batch import check_first_batch, on_few_samples
 from posthoc_uq.fitting.prior import Prior, check_weight_prior, prior_and_budget, set_prior, weight_prior_of
-from posthoc_uq.fitting.resume import data_identity, fit_identity
 from posthoc_uq.fitting.tune import has_something_to_tune, nothing_to_tune, tune
 from posthoc_uq.fitting.wrap import head_class
 from posthoc_uq.layers.proof import PROBE_SAMPLES, Selection, check_selection, count_samples, prepare
 from posthoc_uq.likelihoods import Likelihood, resolve_likelihood
 from posthoc_uq.methods import METHODS, Method, method_of
-from posthoc_uq.methods.checkpoint import Checkpoint, State, identified
+from posthoc_uq.methods.checkpoint import (
+    Checkpoint,
+    State,
+    check_common,
+    data_identity,
+    fit_identity,
+    identified,
+)
 from posthoc_uq.methods.task import (
     Task,
     Tensors,
-    check_common,
     keep_features,
     trained_features,
     watch_features,
@@ -282,10 +287,9 @@ class _FitRequest:
     output: Output | None
     progress: bool
 
-    def identity(self) -> dict[str, Any]:
-        """What must be the same, besides model and data, for one fit to go on where another stopped."""
+    def arguments(self) -> dict[str, Any]:
+        """What must be the same, besides method, model and data, for one fit to go on where another stopped."""
         return {
-            "method": self.method.name,
             "likelihood": self.likelihood,
             "noise": "found from the data" if self.finds_noise else "given",
             "head": self.head,
@@ -294,7 +298,7 @@ class _FitRequest:
             "prior_mean": self.weight_mean,
             "divergence": self.divergence,
             "output": self.output,
-        } | self.method.identity()
+        }
 
 
 def takes_layers(method: str) -> bool:
@@ -440,11 +444,16 @@ def _open_checkpoint(task: Task, request: _FitRequest, file: str | os.PathLike[s
     """Check that all processes do the same fit, and read the checkpoint of an interrupted one."""
     if file is None and world() == 1:
         return
-    identity = fit_identity(request.identity(), task, request.method.trains)
+    reader, seed, held_out = task.settings.reader, task.settings.seed, task.val_loader
+    compared: Any = held_out is not None
+    if held_out is not None and request.method.trains:  # it chooses the epoch
+        compared = data_identity(held_out, reader, seed)
+    arguments = request.arguments() | {"held-out data": compared}
+    identity = fit_identity(arguments, request.method, task.model, task.layers)
     check_common(identity | {"checkpoint": "none" if file is None else "given"})
     if file is None:
         return
-    data = identified(data_identity(task.loader, task.settings.reader, task.batch))
+    data = identified(data_identity(task.loader, reader, seed, task.batch))
     task.checkpoint = run_on_all_ranks(
         lambda: Checkpoint(file, request.method.checkpoint_every, identity | data),
         "opening the checkpoint",

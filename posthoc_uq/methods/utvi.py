@@ -25,7 +25,7 @@ from posthoc_uq.core.batches import Batch
 from posthoc_uq.core.devices import DeferredChecks
 from posthoc_uq.core.errors import PosthocUQError, warn_user
 from posthoc_uq.core.model import replicate
-from posthoc_uq.core.options import Count, LogVariance, NotNegative, Positive, Unit
+from posthoc_uq.core.options import LogVariance, NotNegative, Positive, Unit
 from posthoc_uq.core.randomness import isolated_random_state
 from posthoc_uq.layers.calls import CallWatcher
 from posthoc_uq.layers.layer import Layer
@@ -96,7 +96,6 @@ class UTVI(Training["MomentObjective"]):
     name: ClassVar[str] = "utvi"
     block_kinds: ClassVar[tuple[str, ...]] = ("mean_field",)
 
-    epochs: Count | None = None
     lr: Positive = 1e-3
     log_variance_lr: Positive = 3e-2
     start: Literal["trained", "random"] = "trained"
