@@ -105,7 +105,7 @@ def test_every_method_by_definition(method: str) -> None:
     posterior = fitted(model, x, method)
     predictor = uq.wrap(model, posterior, head="linearized")
     # with the mean that a training found; message passing sorts by the classes of the trained network
-    network = model if method == "message_passing" else predictor._network()
+    network = model if method == "message_passing" else predictor._network
     test = inputs(20, seed=2)
     for smoothing in (1e-4, 3e-3):
         found = predictor.novelty(test, smoothing=smoothing)

@@ -21,7 +21,6 @@ from posthoc_uq.moments.unscented import (
     rectified,
     slope,
     unscented,
-    unscented_map,
     unscented_positive,
 )
 
@@ -223,21 +222,3 @@ def test_pooled_variance_against_monte_carlo(spread: float, ratio: float) -> Non
     )
     assert (variance / draws.var(0)).mean().item() == pytest.approx(ratio, abs=0.02)
     assert ((mean - draws.mean(0)).abs() / draws.std(0)).mean().item() < 0.03
-
-
-def test_a_map_of_several_outputs() -> None:
-    generator = torch.Generator().manual_seed(0)
-    for size in (2, 3, 6):
-        root = torch.randn(5, size, size, generator=generator, dtype=torch.float64)
-        covariance = root @ root.transpose(1, 2) * 0.05
-        mean = torch.randn(5, size, generator=generator, dtype=torch.float64)
-        weight = torch.randn(4, size, generator=generator, dtype=torch.float64)
-        found = unscented_map(lambda x, w=weight: x @ w.T, mean, covariance)
-        torch.testing.assert_close(found[0], mean @ weight.T)
-        torch.testing.assert_close(found[1], weight @ covariance @ weight.T)
-    # a product of two independent Gaussians: exact mean, and a singular covariance is no trouble
-    mean = torch.tensor([[2.0, -1.0]], dtype=torch.float64)
-    found = unscented_map(
-        lambda x: x[:, :1] * x[:, 1:], mean, torch.diag_embed(torch.tensor([[0.5, 0.0]]).double())
-    )
-    assert found[0].item() == pytest.approx(-2.0) and found[1].item() == pytest.approx(0.5)

@@ -40,7 +40,6 @@ from posthoc_uq.methods.task import Task
 from posthoc_uq.methods.training import Group, Objective, Step, Training, initialised
 from posthoc_uq.posteriors.block import Block
 from posthoc_uq.posteriors.posterior import Posterior
-from posthoc_uq.posteriors.search import maximise_evidence
 
 BODY_LOG_VARIANCE = -20.0  # where none is given
 

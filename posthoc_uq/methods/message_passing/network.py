@@ -19,7 +19,7 @@ from posthoc_uq.core.errors import PosthocUQError, UnsupportedLayerError
 from posthoc_uq.core.model import replicate
 from posthoc_uq.core.outputs import chosen_in
 from posthoc_uq.layers import WEIGHTED_MODULES, AffineCall, Geometry, Layer
-from posthoc_uq.layers.calls import CallInterceptor
+from posthoc_uq.layers.calls import CallWatcher
 from posthoc_uq.layers.operands import Patches, Unfolding
 from posthoc_uq.methods.message_passing.messages import (
     MIN_PRECISION,
@@ -385,7 +385,7 @@ def _weighted(layer: Layer, module: nn.Module, inputs: Tensor, held: Mapping[str
     calls: list[AffineCall] = []
     generator = torch.Generator().manual_seed(0)
     probe = torch.randn(inputs.shape, generator=generator, device="cpu").to(inputs)
-    with CallInterceptor(
+    with CallWatcher(
         {id(p) for p in module.parameters()}, lambda call, _: calls.append(call), anchored=False
     ):
         outputs = as_double(module(probe))
