@@ -747,8 +747,6 @@ def test_settings_that_are_refused() -> None:
             uq.NegativeBinomial(wrong)
         with pytest.raises(uq.PosthocUQError, match="shape must be"):
             uq.Gamma(wrong)
-    with pytest.raises(uq.PosthocUQError, match="link='mc'"):
-        uq.Ordinal().from_gaussian(torch.zeros(1, 2), torch.ones(1, 2), link="probit")
 
 
 @pytest.mark.parametrize(

@@ -17,7 +17,7 @@ from posthoc_uq.core.batches import Batch
 from posthoc_uq.core.devices import TEMPORARY_BYTES
 from posthoc_uq.core.errors import PosthocUQError
 from posthoc_uq.core.model import check_differentiable, model_device, replicate, statistics_dtype, unwrap
-from posthoc_uq.core.options import Count, check_option
+from posthoc_uq.core.options import Count, check_option, one_of
 from posthoc_uq.core.progress import in_parts, share
 from posthoc_uq.core.randomness import isolated_random_state
 from posthoc_uq.heads.functions import differentiable_outputs, function_draws
@@ -39,7 +39,7 @@ from posthoc_uq.layers.frozen import Features, FrozenPart, Twins
 from posthoc_uq.layers.layer import Call
 from posthoc_uq.layers.operands import temporary_limit
 from posthoc_uq.layers.proof import count_samples
-from posthoc_uq.likelihoods.draws import LINK_DRAWS, Link, Spread, checked_link, of_product
+from posthoc_uq.likelihoods.draws import LINK_DRAWS, Spread, of_product
 from posthoc_uq.likelihoods.labels import Layout, novelty_at
 from posthoc_uq.likelihoods.positions import PositionPrediction
 from posthoc_uq.likelihoods.prediction import Prediction, at_least_float32
@@ -829,8 +829,9 @@ class LinearizedPredictor(Predictor):
     Args:
         model: the model the posterior was fitted on.
         posterior: of any method.
-        link: from Gaussian logits to probabilities; see `from_gaussian`. It gets the covariance of all classes where
-            all are used and there are at most 50. With more, ``"mc"`` and ``"probit"`` get that of a posterior of the
+        link: from Gaussian outputs to a prediction: ``"mc"``, of logits ``"probit"`` or ``"bridge"``, or another of
+            the likelihood's `links`. It gets the covariance of all classes where all are used and there are at most 50.
+            With more, ``"mc"`` and ``"probit"`` get that of a posterior of the
             last layer by its leading directions, or that of the top classes, with the others as independent;
             ``"bridge"``, and ``outputs="all"`` of several layers, the variances alone.
         n_draws: of the logits, for ``"mc"``.
@@ -859,7 +860,7 @@ class LinearizedPredictor(Predictor):
         model: nn.Module,
         posterior: Posterior,
         *,
-        link: Link = "mc",
+        link: str = "mc",
         n_draws: Count = LINK_DRAWS,
         outputs: str | int = "auto",
         engine: EngineName = "auto",
@@ -871,7 +872,8 @@ class LinearizedPredictor(Predictor):
     ) -> None:
         super().__init__(model, posterior)
         self._tells_novelty = check_option("novelty", novelty, bool)
-        self._link, self._n_draws = checked_link(link, n_draws)
+        self._link = one_of("link", link, posterior.likelihood.links)
+        self._n_draws = check_option("n_draws", n_draws, Count)
         self._engine = check_option("engine", engine, EngineName)
         self._n_probes = check_option("n_probes", n_probes, Count)
         self._positions = checked_positions(positions)

@@ -15,7 +15,7 @@ from posthoc_uq.core.batches import Bar, Batch, BatchFunction, BatchReader, batc
 from posthoc_uq.core.devices import TEMPORARY_BYTES, as_double
 from posthoc_uq.core.errors import PosthocUQError, warn_user
 from posthoc_uq.core.model import replicate
-from posthoc_uq.core.options import Count, Unit, check_option
+from posthoc_uq.core.options import Count, Unit, check_option, one_of
 from posthoc_uq.core.randomness import isolated_random_state
 from posthoc_uq.heads.predictor import (
     GaussianOutputs,
@@ -28,7 +28,7 @@ from posthoc_uq.heads.sampling import SamplingPredictor
 from posthoc_uq.layers.frozen import Features, FrozenPart, fresh
 from posthoc_uq.layers.layer import Layer
 from posthoc_uq.layers.operands import temporary_limit
-from posthoc_uq.likelihoods.draws import LINK_DRAWS, Link, checked_link
+from posthoc_uq.likelihoods.draws import LINK_DRAWS
 from posthoc_uq.likelihoods.prediction import Prediction
 from posthoc_uq.moments.propagation import products_of, propagate, running_module
 from posthoc_uq.moments.tensor import Covariances, MaxPool, Relu, Rules, Unknown
@@ -302,9 +302,9 @@ class MomentsPredictor(Predictor):
         pool_rho: correlation assumed between the cells of an average, in [0, 1].
         unknown: what to do with a function that has no rule: ``"error"``, or ``"unscented"``, the unscented rule along
             32 random directions of its inputs.
-        link: from logits to probabilities: ``"mc"``, ``"probit"`` or ``"bridge"``; see `from_gaussian`. With
-            ``cov="diag"`` there are variances alone: logits count as independent, also where they vary together, which
-            makes predictions too cautious.
+        link: from Gaussian outputs to a prediction: ``"mc"``, of logits ``"probit"`` or ``"bridge"``, or another of
+            the likelihood's `links`. With ``cov="diag"`` there are variances alone: outputs count as independent, also
+            where they vary together, which makes predictions too cautious.
         n_draws: of the logits, for ``link="mc"``.
         novelty: whether predictions know their novelty, if the posterior does: one plain forward pass more.
         output_map: a final map of the outputs, ``(batch, outputs)`` to ``(batch, mapped)``, taken by a many-dimensional
@@ -328,7 +328,7 @@ class MomentsPredictor(Predictor):
         max_pool: MaxPool = "clark",
         pool_rho: Unit = 0.0,
         unknown: Unknown = "error",
-        link: Link = "mc",
+        link: str = "mc",
         n_draws: Count = LINK_DRAWS,
         output_map: Callable[[Tensor], Tensor] | None = None,
         novelty: bool = True,
@@ -336,7 +336,8 @@ class MomentsPredictor(Predictor):
         super().__init__(model, posterior)
         self._weights = check_option("weights", weights, WeightsForm)
         self._output_map = check_option("output_map", output_map, Callable[..., Any] | None)
-        self._link, self._n_draws = checked_link(link, n_draws)
+        self._link = one_of("link", link, posterior.likelihood.links)
+        self._n_draws = check_option("n_draws", n_draws, Count)
         self._rules = Rules(
             check_option("relu", relu, Relu),
             check_option("max_pool", max_pool, MaxPool),

@@ -39,7 +39,7 @@ from posthoc_uq.heads.weight_watch import WeightWatch
 from posthoc_uq.layers.frozen import Features
 from posthoc_uq.layers.layer import Call
 from posthoc_uq.layers.proof import count_samples
-from posthoc_uq.likelihoods.draws import LINK_DRAWS, Spread, symmetric_root
+from posthoc_uq.likelihoods.draws import LINK_DRAWS, OutputGaussian, Spread, symmetric_root
 from posthoc_uq.likelihoods.prediction import Prediction, at_least_float32, cat
 from posthoc_uq.posteriors import DRAWS, QUADRATIC, Posterior
 
@@ -89,11 +89,8 @@ def from_gaussian(
         posterior: gives likelihood, temperature and noise variance.
         covariance: ``(batch, outputs, outputs)`` where the head knows it, or the `Spread` of many classes. Without it
             outputs count as independent.
-        link: one of `posthoc_uq.likelihoods.draws.LINKS`; see `classes_of_gaussian` in `class_prediction` there.
+        link: one of the likelihood's `links`.
         n_draws: of the outputs, for ``"mc"``.
-
-    Raises:
-        PosthocUQError: the likelihood has no such link.
     """
     mean, variance = at_least_float32(mean), at_least_float32(variance).clamp(min=0)
     temperature = divisor_of(posterior)
@@ -103,9 +100,7 @@ def from_gaussian(
             covariance = covariance.over(temperature)
         elif covariance is not None:
             covariance = covariance / temperature**2
-    return posterior.observation.from_gaussian(
-        mean, variance, covariance=covariance, link=link, n_draws=n_draws
-    )
+    return posterior.observation.from_gaussian(OutputGaussian(mean, variance, covariance, link, n_draws))
 
 
 # Predictions with numbers that are not finite are refused: nobody is to rank or refer inputs by a NaN.

@@ -34,7 +34,7 @@ class _Labels(Likelihood, ABC):
 
     logits: ClassVar[bool] = True
     joint: ClassVar[bool] = False
-    links: ClassVar[tuple[str, ...] | None] = LINKS
+    links: ClassVar[tuple[str, ...]] = LINKS
 
     def distribution(self, outputs: Tensor) -> Distribution:
         return torch.distributions.Bernoulli(logits=outputs, validate_args=False)
@@ -114,7 +114,7 @@ class Bernoulli(_Labels):
     def from_blocks(self, blocks: Iterable[Tensor]) -> ClassPrediction:
         return classes_of_draws(blocks, binary=True)
 
-    def of_gaussian(self, outputs: OutputGaussian) -> ClassPrediction:
+    def from_gaussian(self, outputs: OutputGaussian) -> ClassPrediction:
         return classes_of_gaussian(outputs, binary=True)
 
 
@@ -154,7 +154,7 @@ class Multilabel(_Labels):
             statistics.add(block.flatten(1))
         return MultilabelPrediction.of_pairs(statistics.prediction(), labels)
 
-    def of_gaussian(self, outputs: OutputGaussian) -> MultilabelPrediction:
+    def from_gaussian(self, outputs: OutputGaussian) -> MultilabelPrediction:
         """Every label by itself."""
         flat = outputs._replace(mean=outputs.mean.reshape(-1), variance=outputs.variance.reshape(-1))
         return MultilabelPrediction.of_pairs(classes_of_gaussian(flat, binary=True), outputs.mean.shape[1])

@@ -86,7 +86,7 @@ class Categorical(Likelihood):
     name = "classification"
     logits: ClassVar[bool] = True
     softmax: ClassVar[bool] = True
-    links: ClassVar[tuple[str, ...] | None] = LINKS
+    links: ClassVar[tuple[str, ...]] = LINKS
     fields: ClassVar[type[Record]] = CategoricalFields
     label_smoothing: float = 0.0  # of subclasses, too, whose constructor is their own
     layout: Layout = Layout()
@@ -337,7 +337,7 @@ class Categorical(Likelihood):
             return classes_of_draws(remaining if first is None else chain([first], remaining))
         return positions_of_draws(chain([first], remaining), self.layout)
 
-    def of_gaussian(self, outputs: OutputGaussian) -> ClassPrediction | PositionPrediction:
+    def from_gaussian(self, outputs: OutputGaussian) -> ClassPrediction | PositionPrediction:
         """With positions a covariance is one of rows of classes, ``(samples * positions, classes, classes)``, or the
         `Spread` of rows.
         """

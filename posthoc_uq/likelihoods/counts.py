@@ -120,11 +120,11 @@ class LogMean(Likelihood, ABC):
         squares = (draws.exp().mean(0) - outputs.exp()).square().mean(0)
         return not bool((squares > self.variance(outputs).mean(0)).any())
 
-    def of_gaussian(self, outputs: OutputGaussian) -> DrawnPrediction:
+    def from_gaussian(self, outputs: OutputGaussian) -> DrawnPrediction:
         """Mean and variance of the target in closed form, ``E mu = exp(m + v / 2)`` and ``E mu^2 = exp(2 m + 2 v)``;
         all else by quasi-random draws of the outputs.
         """
-        drawn, mean, variance = super().of_gaussian(outputs), outputs.mean, outputs.variance
+        drawn, mean, variance = super().from_gaussian(outputs), outputs.mean, outputs.variance
         assert isinstance(drawn, DrawnPrediction)
         a, b = self.variance_terms
         rate = (mean + variance / 2).exp()

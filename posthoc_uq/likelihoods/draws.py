@@ -6,7 +6,7 @@ import math
 from collections.abc import Callable, Iterable, Iterator
 from functools import lru_cache
 from math import pi
-from typing import Literal, NamedTuple
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -14,22 +14,10 @@ from torch.quasirandom import SobolEngine
 
 from posthoc_uq.core.devices import as_double, widest
 from posthoc_uq.core.errors import PosthocUQError
-from posthoc_uq.core.options import Count, check_option, one_of
 
-Link = Literal["probit", "mc", "bridge"]
-LINKS: tuple[str, ...] = ("probit", "mc", "bridge")
+LINKS: tuple[str, ...] = ("mc", "probit", "bridge")
 """From Gaussian logits to class probabilities; see `posthoc_uq.likelihoods.class_prediction.classes_of_gaussian`."""
 LINK_DRAWS = 256  # default number of draws of the outputs
-
-
-def checked_link(link: str, n_draws: int) -> tuple[str, int]:
-    """A link and its number of draws.
-
-    Raises:
-        PosthocUQError: the link is none of `LINKS`, or there would be no draw.
-    """
-    return one_of("link", link, LINKS), check_option("n_draws", n_draws, Count)
-
 
 Product = Callable[[Tensor], Tensor]
 """A covariance by its products: ``(batch, classes, columns)`` to the same shape."""
@@ -68,7 +56,7 @@ class OutputGaussian(NamedTuple):
         variance: of the same shape.
         covariance: ``(batch, outputs, outputs)`` where it is known, or the `Spread` of many classes; None for
             independent outputs.
-        link: ``"mc"``, or another one that the likelihood has.
+        link: one of the likelihood's `links`.
         n_draws: of the outputs, for ``"mc"``.
     """
 

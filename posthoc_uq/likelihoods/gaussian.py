@@ -20,7 +20,7 @@ from posthoc_uq.core.errors import PosthocUQError
 from posthoc_uq.core.options import LARGEST, Magnitude
 from posthoc_uq.core.records import Record
 from posthoc_uq.likelihoods import metrics
-from posthoc_uq.likelihoods.draws import LINK_DRAWS, Moments, OutputGaussian, gathered, moments_of
+from posthoc_uq.likelihoods.draws import LINK_DRAWS, LINKS, Moments, OutputGaussian, gathered, moments_of
 from posthoc_uq.likelihoods.likelihood import Likelihood, at_nodes
 from posthoc_uq.likelihoods.prediction import (
     Prediction,
@@ -37,7 +37,7 @@ class _Normals(Likelihood, ABC):
     """Targets that are normal given the outputs."""
 
     joint: ClassVar[bool] = False  # mean and variance of the target need no covariance of the outputs
-    links: ClassVar[tuple[str, ...] | None] = None
+    links: ClassVar[tuple[str, ...]] = LINKS  # one closed form for all
 
     @abstractmethod
     def distribution(self, outputs: Tensor) -> Normal: ...
@@ -157,7 +157,7 @@ class Gaussian(_Normals):
         mean, variance = moments_of(map(at_least_float32, blocks))
         return RegressionPrediction(mean, variance, self.noise(mean))
 
-    def of_gaussian(self, outputs: OutputGaussian) -> RegressionPrediction:
+    def from_gaussian(self, outputs: OutputGaussian) -> RegressionPrediction:
         return RegressionPrediction(outputs.mean, outputs.variance, self.noise(outputs.mean))
 
 
@@ -273,7 +273,7 @@ class Heteroscedastic(_Normals):
         mean, variance = (moment.to(dtype) for moment in outputs.result())
         return self._prediction(mean, variance, noises.result()[0].to(dtype))
 
-    def of_gaussian(self, outputs: OutputGaussian) -> HeteroscedasticPrediction:
+    def from_gaussian(self, outputs: OutputGaussian) -> HeteroscedasticPrediction:
         """In closed form: the mean noise variance is ``exp(m_s + v_s / 2)``."""
         logs, log_spread = self._means_and_logs(outputs.mean)[1], self._halves(outputs.variance)[1]
         return self._prediction(outputs.mean, outputs.variance, (logs + log_spread / 2).exp())

@@ -19,7 +19,7 @@ from posthoc_uq.core.errors import PosthocUQError
 from posthoc_uq.core.randomness import mix, sample_keys, uniforms
 from posthoc_uq.core.records import Record
 from posthoc_uq.likelihoods import metrics
-from posthoc_uq.likelihoods.draws import LINK_DRAWS, OutputGaussian, Spread, moments_of
+from posthoc_uq.likelihoods.draws import LINK_DRAWS, OutputGaussian, moments_of
 from posthoc_uq.likelihoods.labels import Layout
 from posthoc_uq.likelihoods.prediction import (
     LEVELS,
@@ -54,7 +54,7 @@ class Likelihood:
         softmax: outputs are logits of several classes. Adding a number to all of them changes nothing, and heads may
             use those of the most probable classes alone.
         joint: whether a prediction from Gaussian outputs needs the covariance of a sample's outputs.
-        links: the links that `from_gaussian` takes; None where it is in closed form whatever the link.
+        links: the names that a head takes as ``link=``; what each of them means, `from_gaussian` says.
         fields: what a file may hold of the `attributes` besides the name; for the likelihoods of this package.
         noise_variance: of Gaussian observation noise, ``(outputs,)`` or ``(1,)`` float64, in squared units of the
             targets; None where there is no such noise. Tuning scales it.
@@ -65,7 +65,7 @@ class Likelihood:
     logits: ClassVar[bool] = False
     softmax: ClassVar[bool] = False
     joint: ClassVar[bool] = True
-    links: ClassVar[tuple[str, ...] | None] = ("mc",)
+    links: ClassVar[tuple[str, ...]] = ("mc",)
     fields: ClassVar[type[Record]] = Record
     noise_variance: Tensor | None = None
 
@@ -325,45 +325,22 @@ class Likelihood:
     # Predictions
 
     def from_draws(self, outputs: Tensor) -> Prediction:
-        """The prediction from outputs of several draws of the weights, ``(draws, samples, ...)``.
-
-        Raises:
-            PosthocUQError: the outputs do not fit.
-        """
+        """The prediction from outputs of several draws of the weights, ``(draws, samples, ...)``, by `from_blocks`."""
         return self.from_blocks([outputs])
 
     def from_blocks(self, blocks: Iterable[Tensor]) -> Prediction:
-        """`from_draws` for outputs that come block by block, ``(draws, samples, ...)`` each. By default a
-        `DrawnPrediction`, which keeps all draws; other predictions sum them up.
-        """
-        outputs = torch.cat(list(blocks))
-        if self.defines("from_draws"):
-            return self.from_draws(outputs)
-        return DrawnPrediction.from_draws(outputs, self)
-
-    def from_gaussian(
-        self,
-        mean: Tensor,
-        variance: Tensor,
-        *,
-        covariance: Tensor | Spread | None = None,
-        link: str = "mc",
-        n_draws: int = LINK_DRAWS,
-    ) -> Prediction:
-        """The prediction of Gaussian outputs ``N(mean, variance)``; the arguments are those of `OutputGaussian`.
+        """The prediction from outputs of drawn weights that come block by block, ``(draws, samples, ...)`` each. By
+        default a `DrawnPrediction`, which keeps all draws; other predictions sum them up.
 
         Raises:
-            PosthocUQError: the likelihood has no such link.
+            PosthocUQError: there is no draw, or the outputs do not fit.
         """
-        if self.links is not None and link not in self.links:
-            raise PosthocUQError(
-                f"link={link!r} makes probabilities of Gaussian logits; likelihood {self.name!r} predicts by draws of "
-                f"the outputs: link='mc'."
-            )
-        return self.of_gaussian(OutputGaussian(mean, variance, covariance, link, n_draws))
+        return DrawnPrediction.from_draws(torch.cat(list(blocks)), self)
 
-    def of_gaussian(self, outputs: OutputGaussian) -> Prediction:
-        """The prediction of Gaussian outputs; by default a `DrawnPrediction` from quasi-random draws of them."""
+    def from_gaussian(self, outputs: OutputGaussian) -> Prediction:
+        """The prediction of Gaussian outputs, by their ``link``, one of `links`. By default, and for ``"mc"``, a
+        `DrawnPrediction` from quasi-random draws of them.
+        """
         return DrawnPrediction.from_draws(outputs.draws(), self, (outputs.mean, outputs.variance))
 
     def divergence(self, outputs: Tensor, prediction: Any) -> Tensor:

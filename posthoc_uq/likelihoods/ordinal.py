@@ -217,7 +217,7 @@ class Ordinal(Likelihood):
         outputs = outputs.unsqueeze(-1) if outputs.ndim == 2 else outputs
         return OrdinalPrediction.from_log_probs(self._by_draw(outputs), *moments_of([outputs]))
 
-    def of_gaussian(self, outputs: OutputGaussian) -> OrdinalPrediction:
+    def from_gaussian(self, outputs: OutputGaussian) -> OrdinalPrediction:
         """By quasi-random draws of the outputs, with their covariance where it is known."""
         mean = outputs.mean.reshape(outputs.mean.shape[0], -1)
         variance = outputs.variance.reshape(mean.shape)
