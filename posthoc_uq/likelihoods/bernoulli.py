@@ -285,9 +285,9 @@ class MultilabelPrediction(LogitsPrediction):
             "mAP": metrics.mean_average_precision(self.probs, targets),
             "F1 (macro)": metrics.f1_score(self.probs, targets),
             "F1 (micro)": metrics.f1_score(self.probs, targets, "micro"),
-            "Hamming loss": metrics.hamming_loss(self.probs, targets),
+            "Hamming loss": float(self.losses(targets).mean()),
             "NLL": -float(self.log_prob(targets).double().mean()),
-            "Brier": metrics.multilabel_brier_score(self.probs, targets),
+            "Brier": float((self.probs.double() - targets.to(self.probs.device)).square().mean()),
             "ECE": metrics.multilabel_calibration_error(self.probs, targets, bins),
             "mean entropy": float(self.entropy().double().mean()),
         }
