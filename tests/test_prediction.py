@@ -60,8 +60,8 @@ def _close(actual: torch.Tensor, expected: np.ndarray, tolerance: float) -> None
     np.testing.assert_allclose(actual.double().numpy(), expected, rtol=tolerance, atol=tolerance)
 
 
-def _streamed(logits: torch.Tensor, step: int, binary: bool = False) -> ClassPrediction:
-    statistics = ClassStatistics(binary)
+def _streamed(logits: torch.Tensor, step: int) -> ClassPrediction:
+    statistics = ClassStatistics()
     for block in logits.split(step):
         statistics.add(block)
     return statistics.prediction()
@@ -104,7 +104,7 @@ def test_classification_matches_the_definitions(
 def test_binary_is_two_class_softmax_of_zero_and_the_logit(trailing: bool) -> None:
     odds = _logits(torch.float64)[:, :, 0]
     logits = odds.unsqueeze(-1) if trailing else odds
-    prediction = _streamed(logits, 2, binary=True)
+    prediction = ClassPrediction.from_logits(logits, binary=True)
     expected = _by_hand(torch.stack([torch.zeros_like(odds), odds], dim=-1))
     _close(prediction.probs, expected["probs"], 1e-12)
     _close(prediction.entropy(), expected["entropy"], 1e-12)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from math import pi
 from typing import Annotated, Any, ClassVar
@@ -17,14 +17,13 @@ from posthoc_uq.core.errors import PosthocUQError
 from posthoc_uq.likelihoods import metrics
 from posthoc_uq.likelihoods.class_prediction import (
     ClassPrediction,
-    ClassStatistics,
     LogitsPrediction,
     classes_of_draws,
     classes_of_gaussian,
     divergence_of_classes,
     entropy_of,
 )
-from posthoc_uq.likelihoods.draws import LINK_DRAWS, LINKS, OutputGaussian, gathered
+from posthoc_uq.likelihoods.draws import LINK_DRAWS, LINKS, OutputGaussian
 from posthoc_uq.likelihoods.likelihood import MIN_AGREEMENT, Likelihood, last_function
 from posthoc_uq.likelihoods.prediction import at_least_float32
 
@@ -146,13 +145,17 @@ class Multilabel(_Labels):
         return (u < at_least_float32(outputs).sigmoid()).long()
 
     def from_blocks(self, blocks: Iterable[Tensor]) -> MultilabelPrediction:
-        statistics, labels = ClassStatistics(binary=True), 0
-        for block in gathered(blocks):
-            if block.ndim != 3:
-                raise PosthocUQError(f"logits must be (draws, batch, labels), not {tuple(block.shape)}.")
-            labels = block.shape[2]
-            statistics.add(block.flatten(1))
-        return MultilabelPrediction.of_pairs(statistics.prediction(), labels)
+        labels = 1
+
+        def rows() -> Iterator[Tensor]:
+            nonlocal labels
+            for block in blocks:
+                if block.ndim != 3:
+                    raise PosthocUQError(f"logits must be (draws, batch, labels), not {tuple(block.shape)}.")
+                labels = block.shape[2]
+                yield block.flatten(1)
+
+        return MultilabelPrediction.of_pairs(classes_of_draws(rows(), binary=True), labels)
 
     def from_gaussian(self, outputs: OutputGaussian) -> MultilabelPrediction:
         """Every label by itself."""
@@ -183,6 +186,11 @@ class MultilabelPrediction(LogitsPrediction):
 
     kind: ClassVar[str] = "labels"
     loss_name: ClassVar[str] = "Hamming loss"
+    _computed: ClassVar[tuple[str, ...]] = (
+        *LogitsPrediction._computed,
+        "label_entropy",
+        "label_mutual_information",
+    )
 
     probs: Annotated[Tensor, "batch labels"]
     logits_mean: Annotated[Tensor, "batch labels"]
@@ -223,23 +231,13 @@ class MultilabelPrediction(LogitsPrediction):
         """(batch,), in nats: the sum of the labels' entropies."""
         return self.label_entropy().sum(-1)
 
-    def expected_label_entropy(self) -> Tensor:
-        """(batch, labels), in nats: the entropy of every label for known weights, mean over the weights.
-
-        Raises:
-            PosthocUQError: the prediction was made without draws.
-        """
-        self.expected_entropy()
-        assert self.sample_entropy is not None
-        return self.sample_entropy
-
     def label_mutual_information(self) -> Tensor:
         """(batch, labels), in nats: the information that the weights hold about each label; never below 0.
 
         Raises:
             PosthocUQError: the prediction was made without draws.
         """
-        return (self.label_entropy() - self.expected_label_entropy()).clamp(min=0)
+        return (self.label_entropy() - self._known_sample_entropy()).clamp(min=0)
 
     def mutual_information(self) -> Tensor:
         """(batch,), in nats: the sum over labels of `label_mutual_information`."""
@@ -295,10 +293,3 @@ class MultilabelPrediction(LogitsPrediction):
     def losses(self, targets: Tensor) -> Tensor:
         """(batch,): the share of the labels that are decided wrongly."""
         return (self.predicted() != targets.bool()).double().mean(-1)
-
-    def to_dict(self) -> dict[str, Tensor]:
-        """The tensors by name, and the scores computed from them; unknown ones are left out."""
-        values = super().to_dict() | {"label_entropy": self.label_entropy()}
-        if self.sample_entropy is not None:
-            values["label_mutual_information"] = self.label_mutual_information()
-        return values

@@ -78,10 +78,7 @@ class OutputGaussian(NamedTuple):
             spread = Spread(symmetric_root(covariance).to(flat), torch.zeros_like(flat))
         directions = spread.root.shape[2]
         width = directions + flat.shape[1]
-        if torch.compiler.is_compiling():
-            points = normals(self.n_draws, width).to(flat)
-        else:
-            points = placed_normals(self.n_draws, width, flat.dtype, flat.device)
+        points = normals_like(self.n_draws, width, flat)
         # the root of a variance of 0 has an infinite derivative
         deviations = spread.rest.clamp(min=torch.finfo(spread.rest.dtype).tiny).sqrt()
         draws = flat + deviations * points[:, directions:].unsqueeze(1)
@@ -202,10 +199,16 @@ def normals(n_draws: int, width: int) -> Tensor:
 
 
 @lru_cache(maxsize=8)
-def placed_normals(n_draws: int, width: int, dtype: torch.dtype, device: torch.device) -> Tensor:
-    """`normals` in a given precision and on a given device."""
+def _placed_normals(n_draws: int, width: int, dtype: torch.dtype, device: torch.device) -> Tensor:
     with torch.inference_mode(False):
         return normals(n_draws, width).to(device, dtype)
+
+
+def normals_like(n_draws: int, width: int, like: Tensor) -> Tensor:
+    """`normals` in the precision and on the device of `like`."""
+    if torch.compiler.is_compiling():
+        return normals(n_draws, width).to(like)
+    return _placed_normals(n_draws, width, like.dtype, like.device)
 
 
 def symmetric_root(covariance: Tensor) -> Tensor:
@@ -217,9 +220,7 @@ def symmetric_root(covariance: Tensor) -> Tensor:
     return root.masked_fill(not_finite, float("nan"))
 
 
-_MAX_BLOCK_BYTES = (
-    2**17
-)  # of outputs summed at once, so that they stay in the cache (a single draw may be larger)
+_MAX_BLOCK_BYTES = 2**17  # of outputs summed at once, so that they stay in the cache (one draw may be larger)
 
 
 class Moments:

@@ -301,6 +301,7 @@ class RegressionPrediction(Prediction):
     kind: ClassVar[str] = "values"
     default_score: ClassVar[str] = "standard_deviation"
     loss_name: ClassVar[str] = "RMSE"
+    _computed: ClassVar[tuple[str, ...]] = ("variance",)
 
     mean: Annotated[Tensor, "batch *outputs"]
     epistemic_variance: Annotated[Tensor, "batch *outputs"]
@@ -466,10 +467,6 @@ class RegressionPrediction(Prediction):
     def tensors(self) -> ValueTensors:
         """See `Prediction`."""
         return ValueTensors(self.mean, self.variance, self.epistemic_variance)
-
-    def to_dict(self) -> dict[str, Tensor]:
-        """The tensors by name, with the total variance, each in the shape of `mean`; and the novelty if it is known."""
-        return super().to_dict() | {"variance": self.variance}
 
 
 @dataclass(frozen=True, eq=False, repr=False)

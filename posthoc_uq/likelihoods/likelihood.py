@@ -580,6 +580,8 @@ class DrawnPrediction(Prediction):
     """
 
     kind: ClassVar[str] = "draws"
+    _not_shown: ClassVar[tuple[str, ...]] = ("outputs",)
+    _computed: ClassVar[tuple[str, ...]] = ("variance",)
 
     outputs: Annotated[Tensor, "batch draws *outputs"]
     likelihood: Likelihood
@@ -821,9 +823,3 @@ class DrawnPrediction(Prediction):
         """
         variance = self.variance
         return ValueTensors(cast(Tensor, self.mean), variance, cast(Tensor, self.epistemic_variance))
-
-    def to_dict(self) -> dict[str, Tensor]:
-        """The tensors by name, with the total variance, and the novelty if it is known; without the draws."""
-        values = super().to_dict()
-        del values["outputs"]
-        return values if self.noise_variance is None else values | {"variance": self.variance}

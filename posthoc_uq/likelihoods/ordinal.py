@@ -249,6 +249,8 @@ class OrdinalPrediction(ClassPrediction):
     model's own outputs: (batch, classes - 1), or (batch, 1) with thresholds.
     """
 
+    _computed: ClassVar[tuple[str, ...]] = (*ClassPrediction._computed, "mean")
+
     @classmethod
     def from_log_probs(cls, log_probs: Tensor, mean: Tensor, variance: Tensor) -> OrdinalPrediction:
         """Average over draws.
@@ -306,7 +308,3 @@ class OrdinalPrediction(ClassPrediction):
             "MAE": float((self.quantile(0.5) - targets.to(self.probs.device)).abs().double().mean()),
             "quadratic kappa": metrics.quadratic_kappa(self.predicted(), targets, self.probs.shape[1]),
         }
-
-    def to_dict(self) -> dict[str, Tensor]:
-        """As of a `ClassPrediction`, with the mean class."""
-        return super().to_dict() | {"mean": self.mean}
