@@ -542,7 +542,8 @@ def _feed(
             check = check + sum(call.input.detach().sum(dtype=dtype) for call in layer_gradients.calls)
         counts = weights
         if name == apart:
-            counts = None if weights is None else weights.repeated(activations.positions)
+            if weights is not None:  # positions count as samples of their own
+                counts = SampleWeights(weights.samples.repeat_interleave(activations.positions))
             activations, gradients = (
                 Rows(separate_positions(activations.rows())),
                 separate_positions(gradients),

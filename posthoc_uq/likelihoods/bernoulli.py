@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from abc import ABC, abstractmethod
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from math import pi
@@ -24,11 +23,11 @@ from posthoc_uq.likelihoods.class_prediction import (
     entropy_of,
 )
 from posthoc_uq.likelihoods.draws import LINK_DRAWS, LINKS, OutputGaussian
-from posthoc_uq.likelihoods.likelihood import MIN_AGREEMENT, Likelihood, last_function
+from posthoc_uq.likelihoods.likelihood import Faults, Likelihood, last_function
 from posthoc_uq.likelihoods.prediction import at_least_float32
 
 
-class _Labels(Likelihood, ABC):
+class _Labels(Likelihood):
     """Independent labels 0 and 1, each of one logit."""
 
     logits: ClassVar[bool] = True
@@ -46,11 +45,11 @@ class _Labels(Likelihood, ABC):
         logits = at_least_float32(outputs)
         return (logits.sigmoid() * (-logits).sigmoid()).sqrt()
 
-    @abstractmethod
-    def takes(self, outputs: int) -> bool: ...
-
-    def wrong_text(self, outputs: Tensor, targets: Tensor) -> str:
-        return f"Labels for likelihood={self.name!r} must be 0 or 1."
+    def _not_labels(self, targets: Tensor) -> Faults:
+        yield (
+            ((targets != 0) & (targets != 1)).any(),
+            lambda: f"Labels for likelihood={self.name!r} must be 0 or 1.",
+        )
 
     def seems_applied(self, outputs: Tensor) -> bool:
         """The outputs come out of a sigmoid."""
@@ -63,11 +62,6 @@ class _Labels(Likelihood, ABC):
         logs = torch.stack([F.logsigmoid(-logits), F.logsigmoid(logits)], dim=-1)
         return divergence_of_classes(logs, prediction.log_probs.reshape(logs.shape)).mean(1)
 
-    def agrees(self, outputs: Tensor, draws: Tensor) -> bool:
-        """At least three quarters of all decisions, label by label, stay."""
-        same = (draws.sigmoid().mean(0) > 0.5) == (outputs > 0)
-        return not bool(same.float().mean() < MIN_AGREEMENT)
-
 
 class Bernoulli(_Labels):
     """One logit a sample: outputs ``(samples,)`` or ``(samples, 1)``, targets 0 or 1 of either shape."""
@@ -75,22 +69,19 @@ class Bernoulli(_Labels):
     name = "binary"
     _at_nodes = Likelihood._at_draws  # quasi-random draws, as for several classes
 
-    def wrong_values(self, outputs: Tensor, targets: Tensor | None) -> Tensor | None:
+    def faults(self, outputs: Tensor, targets: Tensor | None) -> Faults:
         if outputs.numel() != outputs.shape[0]:
             raise PosthocUQError(
                 f"likelihood='binary' needs outputs of shape (samples,) or (samples, 1), and the model gives "
                 f"{tuple(outputs.shape)}."
             )
         if targets is None:
-            return None
+            return
         if targets.numel() != outputs.shape[0]:
             raise PosthocUQError(
                 f"{outputs.shape[0]} samples need as many labels, not {tuple(targets.shape)}."
             )
-        return ((targets != 0) & (targets != 1)).any()
-
-    def takes(self, outputs: int) -> bool:
-        return outputs == 1
+        yield from self._not_labels(targets)
 
     def draw(self, outputs: Tensor, keys: Tensor, draw: int) -> Tensor:
         u = self.uniforms(outputs, keys, draw).squeeze(1)
@@ -122,23 +113,20 @@ class Multilabel(_Labels):
 
     name = "multilabel"
 
-    def wrong_values(self, outputs: Tensor, targets: Tensor | None) -> Tensor | None:
+    def faults(self, outputs: Tensor, targets: Tensor | None) -> Faults:
         if outputs.ndim != 2:
             raise PosthocUQError(
                 f"likelihood='multilabel' needs outputs of shape (samples, labels), and the model gives "
                 f"{tuple(outputs.shape)}."
             )
         if targets is None:
-            return None
+            return
         if targets.shape != outputs.shape:
             raise PosthocUQError(
                 f"Labels must be 0 or 1 for each of {outputs.shape[1]} labels, shaped {tuple(outputs.shape)} like the "
                 f"outputs, not {tuple(targets.shape)}; one class an input is likelihood='classification'."
             )
-        return ((targets != 0) & (targets != 1)).any()
-
-    def takes(self, outputs: int) -> bool:
-        return outputs >= 1
+        yield from self._not_labels(targets)
 
     def draw(self, outputs: Tensor, keys: Tensor, draw: int) -> Tensor:
         u = self.uniforms(outputs, keys, draw, outputs.shape[1])

@@ -150,7 +150,6 @@ class LogitsPrediction(Prediction):
         return {name: score for name, score in scores.items() if score is not None}
 
     def tensors(self) -> ClassTensors:
-        """See `Prediction`."""
         entropy = self.entropy()
         known = self.sample_entropy is not None
         information = self.mutual_information() if known else torch.full_like(entropy, float("nan"))
@@ -345,23 +344,24 @@ class ClassStatistics:
         self._dtype = torch.float32
         self._sums: tuple[Tensor, Tensor, Tensor] | None = None
 
-    def add(self, logits: Tensor) -> None:
-        """Add logits ``(draws, batch, classes)``.
+    def add(self, logits: Tensor, log_probs: Tensor | None = None) -> None:
+        """Add logits ``(draws, batch, classes)``; or others, with the logarithms of the probabilities.
 
         Raises:
             PosthocUQError: another number of dimensions, fewer than two classes, or no floating-point numbers.
         """
-        logits = at_least_float32(logits)
-        if logits.ndim != 3 or logits.shape[-1] < 2:
-            raise PosthocUQError(
-                f"logits must be (samples, batch, classes) with at least 2 classes, not {tuple(logits.shape)}; for one "
-                f"Bernoulli logit pass binary=True."
-            )
+        if log_probs is None:
+            logits = at_least_float32(logits)
+            if logits.ndim != 3 or logits.shape[-1] < 2:
+                raise PosthocUQError(
+                    f"logits must be (samples, batch, classes) with at least 2 classes, not {tuple(logits.shape)}; for "
+                    f"one Bernoulli logit pass binary=True."
+                )
+            log_probs = logits.log_softmax(-1)
         if logits.shape[0] == 0:
             return
         self._dtype = logits.dtype
         self._logits.add(logits)
-        log_probs = logits.log_softmax(-1)
         probs = log_probs.exp()
         self._probs.add(probs)
         wide = widest(logits.device)
@@ -405,21 +405,16 @@ def classes_of_draws(blocks: Iterable[Tensor], *, binary: bool = False) -> Class
     """
     statistics = ClassStatistics()
     for block in gathered(blocks):
-        statistics.add(_with_zeros(block) if binary else block)
-    found = statistics.prediction()
-    if not binary:
-        return found
-    return replace(found, logits_mean=found.logits_mean[:, 1:], logits_variance=found.logits_variance[:, 1:])
-
-
-def _with_zeros(logits: Tensor) -> Tensor:
-    """One Bernoulli logit as two of classes, zero and itself, whose softmax has its sigmoid."""
-    logits = logits.unsqueeze(-1) if logits.ndim == 2 else logits
-    if logits.ndim != 3 or logits.shape[-1] != 1:
-        raise PosthocUQError(
-            f"binary logits must be (samples, batch) or (samples, batch, 1), not {tuple(logits.shape)}."
-        )
-    return torch.cat([torch.zeros_like(logits), logits], -1)
+        if not binary:
+            statistics.add(block)
+            continue
+        logits = at_least_float32(block.unsqueeze(-1) if block.ndim == 2 else block)
+        if logits.ndim != 3 or logits.shape[-1] != 1:
+            raise PosthocUQError(
+                f"binary logits must be (samples, batch) or (samples, batch, 1), not {tuple(logits.shape)}."
+            )
+        statistics.add(logits, torch.cat([F.logsigmoid(-logits), F.logsigmoid(logits)], dim=-1))
+    return statistics.prediction()
 
 
 def _votes(winners: Tensor, classes: int) -> Tensor:

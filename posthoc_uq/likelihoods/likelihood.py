@@ -6,7 +6,7 @@ import copy
 import math
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
-from functools import lru_cache
+from functools import lru_cache, reduce
 from typing import Annotated, Any, ClassVar, Literal, TypeVar, cast
 
 import numpy as np
@@ -34,9 +34,11 @@ from posthoc_uq.likelihoods.prediction import (
 )
 
 Fisher = Literal["mc", "exact", "empirical"]
+Faults = Iterator[tuple[Tensor, Callable[[], str]]]
+"""What may be wrong with numbers: a flag on their device, and a sentence about it."""
 Self = TypeVar("Self", bound="Likelihood")
 
-MIN_AGREEMENT = 0.75  # share of the trained model's decisions that drawn models should share
+_MIN_AGREEMENT = 0.75  # share of the trained model's decisions that drawn models should share
 _MAX_LOG_RATIO = 50.0  # of densities in a divergence by draws: larger ones add nothing
 _BY_DISTRIBUTION = ("log_prob", "log_terms", "mean", "variance", "entropy", "cdf")  # what follows from it
 
@@ -106,43 +108,45 @@ class Likelihood:
 
     def check(self, outputs: Tensor, targets: Tensor | None) -> None:
         """Raise `PosthocUQError` where outputs or targets have the wrong shape, type or range."""
-        wrong = self.wrong_values(outputs, targets)
-        if wrong is not None and targets is not None and bool(wrong):
-            raise PosthocUQError(self.wrong_text(outputs, targets))
+        for wrong, text in self.faults(outputs, targets):
+            if bool(wrong):
+                raise PosthocUQError(text())
 
     def fault(self, outputs: Tensor, targets: Tensor | None) -> Tensor | None:
         """`check` for a loop that must not wait for the device at every batch. Shapes and types are checked at once.
         The result is a flag on the device, true where `check` would raise for the range, or None where all is checked.
         """
         if type(self).check is Likelihood.check:
-            return self.wrong_values(outputs, targets)
+            flags = [wrong for wrong, _ in self.faults(outputs, targets)]
+            return reduce(torch.logical_or, flags) if flags else None
         self.check(outputs, targets)
         return None
 
-    def wrong_values(self, outputs: Tensor, targets: Tensor | None) -> Tensor | None:
-        """A flag on the device, true where a target is out of range; by default where one is not finite. None without
-        targets.
+    def faults(self, outputs: Tensor, targets: Tensor | None) -> Faults:
+        """What may be out of range: a flag on the device, true where it is, and what `check` says then. By default
+        whether targets are not finite. Nothing is asked of the targets where they are None.
 
         Raises:
             PosthocUQError: a shape or a type is wrong; by default where there are not as many targets as samples, or,
                 where each has a density (`log_terms`), as outputs.
         """
         if targets is None:
-            return None
+            return
         one_an_output = self.defines("log_terms")
         if targets.shape[:1] != outputs.shape[:1] or (one_an_output and targets.numel() != outputs.numel()):
             raise PosthocUQError(
                 f"Targets of shape {tuple(targets.shape)} do not fit outputs of shape {tuple(outputs.shape)}."
             )
-        return ~torch.isfinite(targets).all()
-
-    def wrong_text(self, outputs: Tensor, targets: Tensor) -> str:
-        """What `check` says of targets that are out of range."""
-        return "Some targets are not finite."
+        yield ~torch.isfinite(targets).all(), lambda: "Some targets are not finite."
 
     def takes(self, outputs: int) -> bool:
         """Whether a model may have so many outputs a sample."""
-        return True
+        try:
+            return not any(
+                bool(wrong) for wrong, _ in self.faults(torch.zeros(1, outputs, device="cpu"), None)
+            )
+        except PosthocUQError:
+            return False
 
     def seems_applied(self, outputs: Tensor) -> bool:
         """Whether the outputs look as if the model had applied the link already, as a softmax at its end does.
@@ -384,13 +388,21 @@ class Likelihood:
         return total / len(drawn)
 
     def agrees(self, outputs: Tensor, draws: Tensor) -> bool:
-        """Whether models with drawn weights decide as the trained one does; a fit by the evidence warns if not.
+        """Whether models with drawn weights decide as the trained one does; a fit by the evidence warns if not: at
+        least three quarters of the decisions stay, label by label and position by position. Of values the mean of the
+        draws is not further from the trained mean, in mean square, than the mean noise variance.
 
         Args:
             outputs: of the trained network, ``(samples, ...)``.
             draws: outputs of models with drawn weights, ``(draws, samples, ...)``.
         """
-        return True
+        trained, drawn = (cast(Any, self.from_draws(each)) for each in (outputs.unsqueeze(0), draws))
+        if hasattr(trained, "predicted"):
+            return not bool((trained.predicted() == drawn.predicted()).float().mean() < _MIN_AGREEMENT)
+        if getattr(trained, "noise_variance", None) is None:
+            return True
+        squares = (drawn.mean - trained.mean).square().mean(0)
+        return not bool((squares > trained.noise_variance.mean(0)).any())
 
     # Classes, for the novelty of inputs
 

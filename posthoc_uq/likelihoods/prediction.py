@@ -6,7 +6,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
-from typing import Annotated, Any, ClassVar, NamedTuple, TypeVar, get_type_hints
+from typing import Annotated, Any, ClassVar, NamedTuple, TypeVar, cast, get_type_hints
 
 import torch
 from torch import Tensor
@@ -193,8 +193,8 @@ class Prediction(ABC):
             values["novelty"] = values.pop("novelty_ratio")
         for name in self._computed:
             with suppress(PosthocUQError):
-                found = getattr(self, name)
-                values[name] = found() if callable(found) else found
+                found: Any = getattr(self, name)
+                values[name] = cast(Tensor, found() if callable(found) else found)
         return values
 
     def entropy(self) -> Tensor:
