@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from math import pi
@@ -27,7 +28,7 @@ from posthoc_uq.likelihoods.likelihood import Faults, Likelihood, last_function
 from posthoc_uq.likelihoods.prediction import at_least_float32
 
 
-class _Labels(Likelihood):
+class _Labels(Likelihood, ABC):
     """Independent labels 0 and 1, each of one logit."""
 
     logits: ClassVar[bool] = True
@@ -45,11 +46,12 @@ class _Labels(Likelihood):
         logits = at_least_float32(outputs)
         return (logits.sigmoid() * (-logits).sigmoid()).sqrt()
 
-    def _not_labels(self, targets: Tensor) -> Faults:
-        yield (
-            ((targets != 0) & (targets != 1)).any(),
-            lambda: f"Labels for likelihood={self.name!r} must be 0 or 1.",
-        )
+    @abstractmethod
+    def faults(self, outputs: Tensor, targets: Tensor | None) -> Faults:
+        """Labels that are neither 0 nor 1; a subclass checks the shapes first."""
+        if targets is not None:
+            wrong = ((targets != 0) & (targets != 1)).any()
+            yield wrong, lambda: f"Labels for likelihood={self.name!r} must be 0 or 1."
 
     def seems_applied(self, outputs: Tensor) -> bool:
         """The outputs come out of a sigmoid."""
@@ -75,13 +77,11 @@ class Bernoulli(_Labels):
                 f"likelihood='binary' needs outputs of shape (samples,) or (samples, 1), and the model gives "
                 f"{tuple(outputs.shape)}."
             )
-        if targets is None:
-            return
-        if targets.numel() != outputs.shape[0]:
+        if targets is not None and targets.numel() != outputs.shape[0]:
             raise PosthocUQError(
                 f"{outputs.shape[0]} samples need as many labels, not {tuple(targets.shape)}."
             )
-        yield from self._not_labels(targets)
+        yield from super().faults(outputs, targets)
 
     def draw(self, outputs: Tensor, keys: Tensor, draw: int) -> Tensor:
         u = self.uniforms(outputs, keys, draw).squeeze(1)
@@ -119,14 +119,12 @@ class Multilabel(_Labels):
                 f"likelihood='multilabel' needs outputs of shape (samples, labels), and the model gives "
                 f"{tuple(outputs.shape)}."
             )
-        if targets is None:
-            return
-        if targets.shape != outputs.shape:
+        if targets is not None and targets.shape != outputs.shape:
             raise PosthocUQError(
                 f"Labels must be 0 or 1 for each of {outputs.shape[1]} labels, shaped {tuple(outputs.shape)} like the "
                 f"outputs, not {tuple(targets.shape)}; one class an input is likelihood='classification'."
             )
-        yield from self._not_labels(targets)
+        yield from super().faults(outputs, targets)
 
     def draw(self, outputs: Tensor, keys: Tensor, draw: int) -> Tensor:
         u = self.uniforms(outputs, keys, draw, outputs.shape[1])
