@@ -19,7 +19,7 @@ import posthoc_uq as uq
 from posthoc_uq.core.devices import DeferredChecks, has_double, on_host
 from posthoc_uq.core.randomness import device_generators
 from posthoc_uq.likelihoods import Categorical, resolve_likelihood
-from posthoc_uq.likelihoods.draws import normals, placed_normals
+from posthoc_uq.likelihoods.draws import _placed_normals, normals
 from posthoc_uq.methods import METHODS
 from posthoc_uq.methods.contexts import UniformBox
 
@@ -373,7 +373,7 @@ TRAININGS = {
 
 
 def forget_draws() -> None:
-    for kept in (normals, placed_normals):
+    for kept in (normals, _placed_normals):
         kept.cache_clear()
 
 

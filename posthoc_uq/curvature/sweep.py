@@ -273,7 +273,8 @@ def sweep(
             sums[name] = check if name not in sums else sums[name] + check
             counts = weights
             if name == by_position:
-                counts = None if weights is None else weights.repeated(activations.positions)
+                if weights is not None:  # positions count as samples of their own
+                    counts = SampleWeights(weights.samples.repeat_interleave(activations.positions))
                 activations = Rows(separate_positions(activations.rows()))
                 gradients = separate_positions(gradients)
             for accumulator in accumulators.get(name, ()):

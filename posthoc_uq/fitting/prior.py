@@ -245,8 +245,6 @@ def _warn_if_draws_differ(posterior: Posterior, batch: Batch, seed: int, progres
     Laplace's evidence relies on a linear approximation, which does not hold for weights drawn at its optimum where
     there are far more weights than data. With `progress` a bar is shown.
     """
-    if not posterior.likelihood.defines("agrees"):
-        return
     samples = count_samples(batch)
     # Fewer draws and inputs are less reliable, but draws of a large network take memory, and its passes time.
     large = sum(mean.numel() for mean in posterior.mean.values()) > _LARGE_NETWORK

@@ -40,7 +40,7 @@ from posthoc_uq.layers.frozen import Features, FrozenPart, called
 from posthoc_uq.layers.layer import Call
 from posthoc_uq.layers.operands import temporary_limit
 from posthoc_uq.layers.proof import count_samples
-from posthoc_uq.likelihoods.draws import LINK_DRAWS, Link, Product, Spread, of_product
+from posthoc_uq.likelihoods.draws import LINK_DRAWS, Product, Spread, of_product
 from posthoc_uq.likelihoods.labels import Layout, novelty_at
 from posthoc_uq.likelihoods.positions import PositionPrediction
 from posthoc_uq.likelihoods.prediction import Prediction, at_least_float32
@@ -788,8 +788,9 @@ class LinearizedPredictor(GaussianPredictor):
     Args:
         model: the model the posterior was fitted on.
         posterior: of any method.
-        link: from Gaussian logits to probabilities; see `from_gaussian`. It gets the covariance of all classes where
-            all are used and there are at most 50. With more, ``"mc"`` and ``"probit"`` get that of a posterior of the
+        link: from Gaussian outputs to a prediction: ``"mc"``, of logits ``"probit"`` or ``"bridge"``, or another of
+            the likelihood's `links`. It gets the covariance of all classes where all are used and there are at most 50.
+            With more, ``"mc"`` and ``"probit"`` get that of a posterior of the
             last layer by its leading directions, or that of the top classes, with the others as independent;
             ``"bridge"``, and ``outputs="all"`` of several layers, the variances alone.
         n_draws: of the logits, for ``"mc"``.
@@ -818,7 +819,7 @@ class LinearizedPredictor(GaussianPredictor):
         model: nn.Module,
         posterior: Posterior,
         *,
-        link: Link = "mc",
+        link: str = "mc",
         n_draws: Count = LINK_DRAWS,
         outputs: str | int = "auto",
         engine: EngineName = "auto",

@@ -22,7 +22,7 @@ from posthoc_uq.heads.sampling import SamplingPredictor
 from posthoc_uq.layers.frozen import Features, FrozenPart, fresh
 from posthoc_uq.layers.layer import Layer
 from posthoc_uq.layers.operands import temporary_limit
-from posthoc_uq.likelihoods.draws import LINK_DRAWS, Link, symmetric_root
+from posthoc_uq.likelihoods.draws import LINK_DRAWS, symmetric_root
 from posthoc_uq.likelihoods.prediction import Prediction, at_least_float32
 from posthoc_uq.moments.propagation import products_of, propagate, running_module
 from posthoc_uq.moments.tensor import Covariances, MaxPool, Relu, Rules, Unknown
@@ -257,9 +257,9 @@ class MomentsPredictor(GaussianPredictor):
         pool_rho: correlation assumed between the cells of an average, in [0, 1].
         unknown: what to do with a function that has no rule: ``"error"``, or ``"unscented"``, the unscented rule along
             32 random directions of its inputs.
-        link: from logits to probabilities: ``"mc"``, ``"probit"`` or ``"bridge"``; see `from_gaussian`. With
-            ``cov="diag"`` there are variances alone: logits count as independent, also where they vary together, which
-            makes predictions too cautious.
+        link: from Gaussian outputs to a prediction: ``"mc"``, of logits ``"probit"`` or ``"bridge"``, or another of
+            the likelihood's `links`. With ``cov="diag"`` there are variances alone: outputs count as independent, also
+            where they vary together, which makes predictions too cautious.
         n_draws: of the logits, for ``link="mc"``.
         novelty: whether predictions know their novelty, if the posterior does: one plain forward pass more.
 
@@ -281,7 +281,7 @@ class MomentsPredictor(GaussianPredictor):
         max_pool: MaxPool = "clark",
         pool_rho: Unit = 0.0,
         unknown: Unknown = "error",
-        link: Link = "mc",
+        link: str = "mc",
         n_draws: Count = LINK_DRAWS,
         novelty: bool = True,
     ) -> None:

@@ -24,7 +24,7 @@ from posthoc_uq.core.batches import (
 )
 from posthoc_uq.core.errors import NonFiniteError, PosthocUQError
 from posthoc_uq.core.model import model_device, model_dtype, unshared_copy, unwrap
-from posthoc_uq.core.options import Count, check_option
+from posthoc_uq.core.options import Count, check_option, one_of
 from posthoc_uq.core.outputs import Choice, choice_of, chosen_in, with_choice
 from posthoc_uq.core.randomness import isolated_random_state
 from posthoc_uq.heads.novelty import PosteriorRatio, checked_of, class_novelty, novelty_of_calls
@@ -33,7 +33,7 @@ from posthoc_uq.heads.weight_watch import WeightWatch
 from posthoc_uq.layers.frozen import Features
 from posthoc_uq.layers.layer import Call
 from posthoc_uq.layers.proof import count_samples
-from posthoc_uq.likelihoods.draws import LINK_DRAWS, Spread, checked_link
+from posthoc_uq.likelihoods.draws import LINK_DRAWS, OutputGaussian, Spread
 from posthoc_uq.likelihoods.prediction import Prediction, at_least_float32, cat
 from posthoc_uq.posteriors import DRAWS, QUADRATIC, Posterior
 
@@ -62,11 +62,8 @@ def from_gaussian(
         posterior: gives likelihood, temperature and noise variance.
         covariance: ``(batch, outputs, outputs)`` where the head knows it, or the `Spread` of many classes. Without it
             outputs count as independent.
-        link: one of `posthoc_uq.likelihoods.draws.LINKS`; see `classes_of_gaussian` in `class_prediction` there.
+        link: one of the likelihood's `links`.
         n_draws: of the outputs, for ``"mc"``.
-
-    Raises:
-        PosthocUQError: the likelihood has no such link.
     """
     mean, variance = at_least_float32(mean), at_least_float32(variance).clamp(min=0)
     temperature = divisor_of(posterior)
@@ -76,9 +73,7 @@ def from_gaussian(
             covariance = covariance.over(temperature)
         elif covariance is not None:
             covariance = covariance / temperature**2
-    return posterior.observation.from_gaussian(
-        mean, variance, covariance=covariance, link=link, n_draws=n_draws
-    )
+    return posterior.observation.from_gaussian(OutputGaussian(mean, variance, covariance, link, n_draws))
 
 
 _MASKED = ("logits_mean", "log_probs")  # minus infinity marks a class that is masked out
@@ -602,7 +597,8 @@ class GaussianPredictor(Predictor):
         self, model: nn.Module, posterior: Posterior, novelty: bool, link: str, n_draws: int
     ) -> None:
         super().__init__(model, posterior, novelty)
-        self._link, self._n_draws = checked_link(link, n_draws)
+        self._link = one_of("link", link, posterior.likelihood.links)
+        self._n_draws = check_option("n_draws", n_draws, Count)
 
     def identity(self) -> dict[str, Any]:
         """See `Predictor`."""
