@@ -724,15 +724,13 @@ class Posterior:
             covariance = self.blocks[block].covariance(self.block_settings(block, prior, noise_scale))
         total: Any = covariance.log_determinant()
         uncertain = self.blocks[block].uncertain()
-        masks = (
-            {} if uncertain is None else {la.name: mask for la, mask in self.layout.split(block, uncertain)}
-        )
+        chosen = [] if uncertain is None else self.layout.split(block, uncertain)
+        masks = {layer.name: mask for layer, mask in chosen}
         for name in self.members[block]:
             count, logs, squares = self.weight_prior.sums(self.layers[name], self.mean, masks.get(name))
             tau: Any = prior[name] if isinstance(prior, Mapping) else prior
-            total = (
-                total - count * (tau.log() if isinstance(tau, Tensor) else log(tau)) - logs + tau * squares
-            )
+            logarithm = tau.log() if isinstance(tau, Tensor) else log(tau)
+            total = total - count * logarithm - logs + tau * squares
         return total
 
     def covariance(self, block: str) -> Covariance:
