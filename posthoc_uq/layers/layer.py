@@ -164,7 +164,8 @@ class Layer:
     def from_attributes(cls, name: str, attributes: Mapping[str, Any]) -> Layer:
         """The layer that `attributes` described."""
         values: dict[str, Any] = {**attributes, "name": name, "bias": attributes["bias"] or None}
-        return cls(**values | {"weight_shape": tuple(attributes["weight_shape"])})
+        values["weight_shape"] = tuple(attributes["weight_shape"])
+        return cls(**values)
 
 
 @dataclass
