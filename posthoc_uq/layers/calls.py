@@ -78,7 +78,8 @@ class CallWatcher(CallMode):
         call = affine_call(func, args, kwargs)
         if call is not None and (self._tracked is None or id(call.parameter) in self._tracked):
             if self._anchored and not output.requires_grad:
-                output = _anchor(output)  # the first layer: nothing before it needs a gradient
+                # the first layer: nothing before it needs a gradient
+                output = _Anchor.apply(output, torch.empty((), device=output.device, requires_grad=True))
             self._handler(call, output)
         return output
 
@@ -94,10 +95,6 @@ class _Anchor(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor) -> tuple[None, None]:
         return None, None
-
-
-def _anchor(tensor: Tensor) -> Tensor:
-    return _Anchor.apply(tensor, torch.empty((), device=tensor.device, requires_grad=True))  # type: ignore[no-any-return]
 
 
 class CallReplacer(CallMode):

@@ -25,7 +25,7 @@ from posthoc_uq.core.numerics import CONVOLUTIONS
 # the arithmetic that fills it.
 CPU_TEMPORARY = 16 * 2**20
 
-COPIED = 4 * 2**20  # bytes up to which a copy stays in the cache
+MAX_CACHED_BYTES = 4 * 2**20  # up to which a copy stays in the cache
 
 
 @dataclass(frozen=True)
@@ -143,7 +143,7 @@ def _copying_pays(rows: Tensor, p: int, q: int) -> bool:
     """
     samples, _, positions, _ = rows.shape
     copied = positions * (p + q)
-    return samples * copied * rows.element_size() <= COPIED or 8 * copied < p * q
+    return samples * copied * rows.element_size() <= MAX_CACHED_BYTES or 8 * copied < p * q
 
 
 def separate_positions(rows: Tensor) -> Tensor:
@@ -233,26 +233,25 @@ class Several(Operand):
         return total
 
 
-# The input Gram of a convolution of stride 1 from shifted copies of its input, without unfolding.
-#
-# The Gram is ``A = sum_{s,t} a_st a_st^T`` over the patches ``a_st``. With output positions ``t`` in a grid O
-# and the dilation ``d``, its block (channels x channels) of the kernel's positions ``k`` and ``k'`` is
-#
-#     A_kk' = sum_s sum_{t in O} x_s(t + k d) x_s(t + k' d)^T = sum_s sum_{p in O + k d} x_s(p) x_s(p + (k' - k) d)^T,
-#
-# a correlation of the input with itself at the shift ``k' - k``. Blocks of one shift differ only in their
-# windows ``O + k d``, so only at the border. Along an axis of ``w`` outputs and a kernel of size ``K``, the
-# positions ``(K - 1) d <= p < w`` (the core) are in every window and are summed once a shift; the other
-# positions of each window (its rim) are summed once a block. Nothing is subtracted, so nothing cancels.
-# Blocks of ``k > k'`` are transposes.
-
 Sizes = tuple[int, ...]  # along the spatial axes
 
 _COPY_COST = 50  # of one number, in multiply-adds; measured on two x86 cores
 
 
 def add_patch_gram(total: Tensor, x: Tensor, kernel: Sizes, dilation: Sizes, limit: int) -> None:
-    """``total += sum_{s,t} a_st a_st^T`` over the patches of a convolution of stride 1.
+    """``total += sum_{s,t} a_st a_st^T`` over the patches of a convolution of stride 1, from shifted copies of its
+    input, without unfolding.
+
+    With output positions ``t`` in a grid O and the dilation ``d``, the block (channels x channels) of the kernel's
+    positions ``k`` and ``k'`` is
+
+        A_kk' = sum_s sum_{t in O} x_s(t + k d) x_s(t + k' d)^T = sum_s sum_{p in O + k d} x_s(p) x_s(p + (k' - k) d)^T,
+
+    a correlation of the input with itself at the shift ``k' - k``. Blocks of one shift differ only in their windows
+    ``O + k d``, so only at the border. Along an axis of ``w`` outputs and a kernel of size ``K``, the positions
+    ``(K - 1) d <= p < w`` (the core) are in every window and are summed once a shift; the other positions of each
+    window (its rim) are summed once a block. Nothing is subtracted, so nothing cancels. Blocks of ``k > k'`` are
+    transposes.
 
     Args:
         total: ``(n, n)`` with ``n = channels * prod(kernel)``, the kernel's positions varying fastest.
