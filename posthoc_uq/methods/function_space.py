@@ -258,8 +258,7 @@ class FunctionSpaceObjective(Objective):
         context: Context,
         prior_parameters: Mapping[str, Tensor],
     ) -> None:
-        noise_like = next(iter(field.means.values())) if method.learn_noise else None
-        super().__init__(network.twin, likelihood, samples, noise_like)
+        super().__init__(network.twin, likelihood, samples, method.learn_noise)
         self.method, self.feature_network, self.field = method, network, field
         self.context, self._prior_parameters = context, prior_parameters
         # whether the prior's outputs and features are those at the means of q, so that no pass of their own is needed

@@ -214,8 +214,7 @@ class LatentObjective(Objective):
         likelihood: Likelihood,
         samples: int,
     ) -> None:
-        like = next(iter(next(iter(layers.values())).tensors.values()))
-        super().__init__(network, likelihood, samples, like if method.learn_noise else None)
+        super().__init__(network, likelihood, samples, method.learn_noise)
         self._method, self.layers = method, layers
         held = dict(network.named_parameters())
         self._by_weight = {id(held[one.layer.weight]): one for one in layers.values()}

@@ -73,25 +73,26 @@ class Objective(ABC):
         network: the model, for this objective alone; run after a step failed, to tell whether it accepts the batch.
         likelihood: of the targets.
         samples: of the training data.
-        noise_like: None for a noise variance that stays what it is; to train its logarithm with the rest, a tensor on
-            the device and in the number format that it is to have.
+        learns_noise: whether the logarithm of the noise variance is trained with the rest.
 
     Raises:
         PosthocUQError: a noise is to be learned, and the likelihood has none.
     """
 
     def __init__(
-        self, network: nn.Module, likelihood: Likelihood, samples: int, noise_like: Tensor | None = None
+        self, network: nn.Module, likelihood: Likelihood, samples: int, learns_noise: bool = False
     ) -> None:
         self.network, self.samples, self._likelihood = network, samples, likelihood
-        self.learns_noise = noise_like is not None
+        self.learns_noise = learns_noise
         self._log_noise: Tensor | None = None
-        if noise_like is not None:
+        if learns_noise:
             if likelihood.noise_variance is None:
                 raise PosthocUQError(
                     f"A noise variance can be learned with likelihood='regression', and {likelihood.name!r} has none."
                 )
-            self._log_noise = likelihood.noise_variance.log().to(noise_like.detach()).requires_grad_()
+            like = next(network.parameters())
+            dtype = torch.promote_types(like.dtype, torch.float32)
+            self._log_noise = likelihood.noise_variance.log().to(like.device, dtype).requires_grad_()
 
     @abstractmethod
     def groups(self) -> list[Group]:

@@ -237,8 +237,7 @@ class MomentObjective(Objective):
         prior_means: Mapping[str, Tensor],
         halved: float = 1.0,
     ) -> None:
-        noise_like = next(iter(field.means.values())) if method.noise == "learned" else None
-        super().__init__(network.requires_grad_(False), likelihood, samples, noise_like)
+        super().__init__(network.requires_grad_(False), likelihood, samples, method.noise == "learned")
         self._method, self._layers, self.field = method, layers, field
         self._prior_means, self._halved = prior_means, halved
         self._rules = Rules(method.relu, method.max_pool, method.pool_rho, "diag", method.unknown)
