@@ -1017,15 +1017,15 @@ class LinearizedPredictor(GaussianPredictor):
             return OutputsWithGraph(replicate(prepared.twin), posterior, batch, self._chosen)
         if self._engine == "jvp":
             return self._probed(prepared, posterior, batch, features)
-        device = model_device(prepared.twin)
-        limit = temporary_limit(self._budget, device)
-        tracked = self._tracked(prepared, batch, features)
+
+        def covariance() -> WeightCovariance:
+            device = model_device(prepared.twin)
+            limit = temporary_limit(self._budget, device)
+            return WeightCovariance(posterior, prepared.dtype, device, limit)
+
         engine = Engine(
-            tracked,
-            prepared.weights.get(
-                posterior.settings.of_weights(),
-                lambda: WeightCovariance(posterior, prepared.dtype, device, limit),
-            ),
+            self._tracked(prepared, batch, features),
+            prepared.weights.get(posterior.settings.of_weights(), covariance),
             self._engine != "exact" and len(posterior.layers) == 1,
             self._chosen,
             self._layout,

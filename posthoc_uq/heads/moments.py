@@ -384,11 +384,11 @@ class MomentsPredictor(GaussianPredictor):
             batch: of the network, or features.
             rest: what takes features, or None.
         """
+        if self._rules.cov == "diag" or torch.compiler.is_compiling():
+            return self._propagate(posterior, batch, rest)
         samples = next((t.shape[0] for t in batch.tensors() if t.ndim > 0), 1)
         widths = [m.out_features for m in self.network.modules() if isinstance(m, nn.Linear)]
         step = max(1, TEMPORARY_BYTES // (8 * 4 * max(widths, default=1) ** 2))
-        if self._rules.cov == "diag" or torch.compiler.is_compiling() or step >= samples:
-            return self._propagate(posterior, batch, rest)
         parts = [
             self._propagate(posterior, batch.narrow(start, min(step, samples - start), samples))
             for start in range(0, samples, step)
