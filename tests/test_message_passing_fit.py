@@ -406,6 +406,9 @@ def test_what_cannot_be_fitted() -> None:
         fit(Wrapped(model), x, y)
     with pytest.raises(uq.UnsupportedLayerError, match=r"is for '2'.*\['0'\] were selected"):
         uq.fit(model, [(x, y)], uq.MessagePassing(), layers="0", progress=False)
+    around = network(nn.Conv1d(1, 2, 3, padding=1, padding_mode="circular"), nn.Flatten(), nn.Linear(4, 3))
+    with pytest.raises(uq.UnsupportedLayerError, match=r"'0' \(Conv1d, which does more than"):
+        fit(around, x.unsqueeze(1), y, layers="all")
     with pytest.raises(uq.PosthocUQError, match="loader gives none"):
         uq.fit(model, [x], uq.MessagePassing(), progress=False)
     with pytest.raises(uq.PosthocUQError, match=r"posterior='full' is for the last layer"):

@@ -257,7 +257,7 @@ def test_t9_and_t12_forward_marginal(
     slope: float, mass: float | None, match: tuple[float, float], message: tuple[float, float]
 ) -> None:
     z, a = pair(0.3, 0.8), pair(0.7, 1.5)
-    found = messages.forward_match(z, a, slope)
+    found = messages.match_of(z, a, slope, output=True)
     if mass is not None:
         near(found.log_weight.exp(), mass)
     near(torch.stack([found.mean, found.variance]), *match)
@@ -285,7 +285,7 @@ def test_t11_and_t12_backward_marginal(
     match: tuple[float, float] | None,
     message: tuple[float, float],
 ) -> None:
-    found = messages.backward_match(pair(*z), pair(*a), slope)
+    found = messages.match_of(pair(*z), pair(*a), slope, output=False)
     if match is not None:
         near(torch.stack([found.mean, found.variance]), *match)
     is_message(messages.activation_backward(pair(*z), pair(*a), slope), *message)
@@ -295,12 +295,12 @@ def test_t11_and_t12_backward_marginal(
 
 def test_t22_guardrails() -> None:
     z, a = pair(-2.0, 4.0), pair(3.0, 1.0)
-    match = messages.forward_match(z, a, 0.1)
+    match = messages.match_of(z, a, 0.1, output=True)
     near(match.log_weight.exp(), 0.016317), near(1 / match.variance, 0.866782)
     is_message(messages.activation_forward(z, a, 0.1), -0.133120, 2.660690)
     z, a = pair(-8.0, 0.04), pair(8.0, 0.04)
     is_message(messages.activation_forward(z, a, 0.1), -2000.0, 2500.0, 1e-6)
-    assert float(messages.forward_match(z, a, 0.1).log_weight.exp()) < 1e-200
+    assert float(messages.match_of(z, a, 0.1, output=True).log_weight.exp()) < 1e-200
     for slope in (0.1, 0.0):
         z = Message(*(part.repeat(4) for part in pair(-3.0, 0.5)))
         a = Message(t(0.0, -1e-9, 1e3, -1e4), t(0.0, 1e-8, 1e3, 1e3))

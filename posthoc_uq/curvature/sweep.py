@@ -249,7 +249,7 @@ def sweep(
         outputs = recording.outputs.detach()
         # a sum is read once, and has no temporary; one that overflows is looked at again
         total = outputs.sum(dtype=torch.promote_types(outputs.dtype, torch.float32))
-        checks.add(total, lambda host_total: _require_outputs(host_total, outputs, place))
+        checks.add(total, lambda host_total: require_outputs(host_total, outputs, place))
         if outputs.ndim == 0 or outputs.shape[0] != samples:
             raise PosthocUQError(
                 f"Batch {place}: {samples} inputs gave outputs of shape {tuple(outputs.shape)}; the first dimension "
@@ -257,7 +257,7 @@ def sweep(
             )
         weights = batch_weights(likelihood, outputs, batch, place)
         targets = batch.targets if weights is None else weights.targets(batch.targets)
-        _check_targets(likelihood, outputs, targets, place, checks)
+        check_targets(likelihood, outputs, targets, place, checks)
         for observer in observers:
             observer.see(batch, keys, recording, checks)
         sums: dict[str, Tensor] = {}
@@ -413,7 +413,7 @@ def no_weight() -> PosthocUQError:
     )
 
 
-def _check_targets(
+def check_targets(
     likelihood: Likelihood, outputs: Tensor, targets: Tensor | None, place: str, checks: DeferredChecks
 ) -> None:
     """Refuse targets that do not fit: wrong shapes and types now, wrong values when the checks are looked at."""
@@ -432,7 +432,8 @@ def _check_targets(
 _NOT_FINITE = "Check the input data and the model's weights for NaN or infinity."
 
 
-def _require_outputs(total: Tensor, outputs: Tensor, place: str) -> None:
+def require_outputs(total: Tensor, outputs: Tensor, place: str) -> None:
+    """Refuse outputs that are not finite, where their sum `total` on the host is not."""
     if not bool(torch.isfinite(total)) and not bool(torch.isfinite(outputs).all()):
         raise NonFiniteError(f"Batch {place}: the model's outputs are not finite. {_NOT_FINITE}")
 

@@ -21,7 +21,7 @@ from posthoc_uq.core.errors import NonFiniteError, PosthocUQError, UnsupportedLa
 from posthoc_uq.core.options import Count, Magnitude
 from posthoc_uq.core.randomness import isolated_random_state, mixed_seed
 from posthoc_uq.curvature.features import FeatureSource, feature_rows, find_features
-from posthoc_uq.curvature.sweep import show
+from posthoc_uq.curvature.sweep import check_targets, require_outputs, show
 from posthoc_uq.layers.capture import Capture, Recording
 from posthoc_uq.layers.layer import Layer
 from posthoc_uq.layers.proof import Selection, count_samples
@@ -81,18 +81,14 @@ class Examples(NamedTuple):
     inputs: Tensor
     targets: Tensor
 
-    def batches(self, size: int, seed: int) -> Batches:
-        """In a random order."""
-        generator = torch.Generator().manual_seed(seed % 2**63)
-        order = torch.randperm(len(self.inputs), generator=generator, device="cpu")
-        return Batches(self, order.to(self.inputs.device).split(size))
-
 
 class Batches(Sequence[tuple[Tensor, Tensor]]):
-    """Parts of the examples, each in float64 when it is asked for."""
+    """Examples in a random order as batches, each in float64 when it is asked for."""
 
-    def __init__(self, examples: Examples, parts: Sequence[Tensor]) -> None:
-        self._examples, self._parts = examples, parts
+    def __init__(self, examples: Examples, size: int, seed: int) -> None:
+        self._examples, generator = examples, torch.Generator().manual_seed(mixed_seed(seed, _ORDER) % 2**63)
+        order = torch.randperm(len(examples.inputs), generator=generator, device="cpu")
+        self._parts = order.to(examples.inputs.device).split(size)
 
     def __len__(self) -> int:
         return len(self._parts)
@@ -112,43 +108,22 @@ class _Observer:
 
     def see(self, batch: Batch, keys: Tensor, recording: Recording, checks: DeferredChecks) -> None:
         """Keep a batch; see `posthoc_uq.curvature.sweep.Observer`."""
-        index, outputs = len(self.inputs), recording.outputs.detach()
-        if batch.targets is None:
+        place, outputs, targets = str(len(self.inputs)), recording.outputs.detach(), batch.targets
+        if targets is None:
             raise PosthocUQError(
                 "method='message_passing' learns from the targets, and the loader gives none; pass a loader of "
                 "(inputs, targets)."
             )
-        targets = batch.targets
-        checks.add(torch.isfinite(outputs).all(), lambda finite: _require(finite, index))
-        try:
-            fault = self._likelihood.fault(outputs, targets)
-        except PosthocUQError as error:
-            raise PosthocUQError(f"Batch {index}: {error}") from None
+        checks.add(outputs.sum(), lambda total: require_outputs(total, outputs, place))
+        check_targets(self._likelihood, outputs, targets, place, checks)
         if self._likelihood.softmax and targets.is_floating_point():
             raise PosthocUQError(
-                f"method='message_passing' learns from labels that are class indices, and batch {index} has soft ones "
+                f"method='message_passing' learns from labels that are class indices, and batch {place} has soft ones "
                 f"of shape {tuple(targets.shape)}; take a Laplace method for them."
             )
-        if fault is not None:
-            checks.add(fault, lambda faulty: self._refuse(faulty, outputs, targets, index))
         samples, calls = len(keys), recording.watched
         self.inputs.append(feature_rows(calls, self._layer, samples) if self._as_rows else calls[0].input)
         self.targets.append(targets.detach().reshape(samples, -1))
-
-    def _refuse(self, faulty: Tensor, outputs: Tensor, targets: Tensor, index: int) -> None:
-        if bool(faulty):
-            try:
-                self._likelihood.check(outputs, targets)
-            except PosthocUQError as error:
-                raise PosthocUQError(f"Batch {index}: {error}") from None
-
-
-def _require(finite: Tensor, index: int) -> None:
-    if not bool(finite):
-        raise NonFiniteError(
-            f"Batch {index}: the model's outputs are not finite. Check the input data and the model's weights for NaN "
-            f"or infinity."
-        )
 
 
 def examples_of(task: Task, layer: Layer, as_rows: bool) -> Examples:
@@ -503,7 +478,7 @@ class MessagePassing(Method):
             mean, precision = self._prior(task, layer, outputs, not priors, factors, offset, generator)
             priors[place] = mean, precision
             start[place] = Message((mean * precision).unsqueeze(0), precision.unsqueeze(0))
-        data = examples.batches(self.batch_size, mixed_seed(task.settings.seed, _ORDER))
+        data = Batches(examples, self.batch_size, task.settings.seed)
         trainer, notes = self._trained(task, stages, start, data, signal, _ALL_EPOCHS)
         blocks: dict[str, MessagesBlock] = {}
         for place, stage in layers.items():
@@ -537,7 +512,7 @@ class MessagePassing(Method):
             kind, joint = JointMessagesBlock, Message(start.tau, torch.diag_embed(precision))
             message = fit_sites(*data, signal, joint)[1]
         else:
-            kind, batches = MessagesBlock, data.batches(_GROUP_SIZE, mixed_seed(task.settings.seed, _ORDER))
+            kind, batches = MessagesBlock, Batches(data, _GROUP_SIZE, task.settings.seed)
             usual = 1 if len(data.inputs) >= _LARGE_DATA else _LAST_EPOCHS
             trainer, notes = self._trained(task, None, {0: start}, batches, signal, usual)
             message = divided(trainer.posterior[0], start)
@@ -577,7 +552,10 @@ class MessagePassing(Method):
         variance = torch.full_like(factors, weight_variance(inputs, outputs, first=first))
         variance[..., inputs:] = BIAS_VARIANCE
         if self.means == "pretrained":
-            variance, mean = _PRETRAINED_FACTOR * variance, _trained_matrix(task, layer).to(factors)
+            variance, mean = (
+                _PRETRAINED_FACTOR * variance,
+                _trained_matrix(task, layer).to(factors, copy=True),
+            )
             if layer.bias is not None and shift is not None:
                 mean[..., -1] += mean @ shift
         else:

@@ -141,10 +141,16 @@ def above_zero(mean: Tensor, variance: Tensor, log_prefactor: Tensor | float = 0
     return Branch(*truncated_moments(mean, deviation), log_mass + log_prefactor)
 
 
-def below_zero(mean: Tensor, variance: Tensor, log_prefactor: Tensor | float = 0.0) -> Branch:
-    """The same for ``(-inf, 0)``."""
+def below_zero(
+    mean: Tensor, variance: Tensor, log_prefactor: Tensor | float = 0.0, slope: float = 1.0
+) -> Branch:
+    """The same for ``(-inf, 0)``, of `slope` times the variable; with the slope 0 all mass is at 0."""
+    if slope == 0:
+        log_weight = torch.special.log_ndtr(-mean / variance.sqrt()) + log_prefactor
+        zero = torch.zeros_like(log_weight)
+        return Branch(zero, zero, log_weight)
     mirrored = above_zero(-mean, variance, log_prefactor)
-    return Branch(-mirrored.mean, mirrored.variance, mirrored.log_weight)
+    return Branch(-slope * mirrored.mean, slope**2 * mirrored.variance, mirrored.log_weight)
 
 
 def mixed(a: Branch, b: Branch) -> Branch:
@@ -171,13 +177,7 @@ _TINY = 1e-300  # in place of a precision of 0, whose results are not used
 
 def moments_of_output(mean: Tensor, variance: Tensor, slope: float) -> tuple[Tensor, Tensor]:
     """Mean and variance of the output for an input ``N(mean, variance)``."""
-    upper = above_zero(mean, variance)
-    if slope == 0:
-        lower = _atom(torch.special.log_ndtr(-mean / variance.sqrt()))
-    else:
-        lower = below_zero(mean, variance)
-        lower = Branch(slope * lower.mean, slope**2 * lower.variance, lower.log_weight)
-    match = mixed(upper, lower)
+    match = mixed(above_zero(mean, variance), below_zero(mean, variance, slope=slope))
     return match.mean, torch.maximum(match.variance, _MIN_VARIANCE * variance)
 
 
@@ -186,35 +186,21 @@ def direct_forward(before: Message, slope: float) -> Message:
     return from_moments(*moments_of_output(before.mean, before.variance, slope))
 
 
-def forward_match(before: Message, after: Message, slope: float) -> Branch:
-    """Mean, variance and log mass of the output's marginal."""
-    product = multiplied(before, after)
-    upper = above_zero(product.mean, product.variance, log_overlap(before, after))
-    if slope == 0:
-        at_zero = log_density(torch.zeros_like(after.tau), after.mean, after.variance)
-        return mixed(upper, _atom(at_zero + torch.special.log_ndtr(-before.mean * before.rho.sqrt())))
-    steep = Message(before.tau / slope, before.rho / slope**2)
-    product = multiplied(steep, after)
-    return mixed(upper, below_zero(product.mean, product.variance, log_overlap(steep, after)))
-
-
-def backward_match(before: Message, after: Message, slope: float) -> Branch:
-    """Mean, variance and log mass of the input's marginal; the mass is that of the output's."""
-    product = multiplied(before, after)
-    upper = above_zero(product.mean, product.variance, log_overlap(before, after))
-    if slope == 0:
-        at_zero = log_density(torch.zeros_like(after.tau), after.mean, after.variance)
-        return mixed(upper, below_zero(before.mean, before.variance, at_zero))
-    flat = Message(slope * after.tau, slope**2 * after.rho)
-    steep = Message(before.tau / slope, before.rho / slope**2)
-    product = multiplied(before, flat)
-    return mixed(upper, below_zero(product.mean, product.variance, log_overlap(steep, after)))
+def match_of(before: Message, after: Message, slope: float, *, output: bool) -> Branch:
+    """Mean, variance and log mass of the marginal of the output, or of the input; the mass of both is the same."""
+    above, below = (
+        multiplied(before, after),
+        multiplied(before, Message(slope * after.tau, slope**2 * after.rho)),
+    )
+    upper = above_zero(above.mean, above.variance, log_overlap(before, after))
+    overlap = log_density(slope * before.mean, after.mean, slope**2 * before.variance + after.variance)
+    return mixed(upper, below_zero(below.mean, below.variance, overlap, slope if output else 1.0))
 
 
 def activation_forward(before: Message, after: Message, slope: float) -> Message:
     """The message to the output: the marginal divided by `after`, or the direct one where that is not safe."""
     partner = Message(after.tau, after.rho.clamp(min=_TINY))
-    match = forward_match(before, partner, slope)
+    match = match_of(before, partner, slope, output=True)
     # a match that is almost an atom keeps a variance of its own
     variance = torch.maximum(match.variance, _MIN_VARIANCE * before.variance)
     message = divided(from_moments(match.mean, variance), after)
@@ -226,16 +212,11 @@ def activation_forward(before: Message, after: Message, slope: float) -> Message
 def activation_backward(before: Message, after: Message, slope: float) -> Message:
     """The message to the input, with a precision of 1e-8 at least."""
     partner = Message(after.tau, after.rho.clamp(min=_TINY))
-    match = backward_match(before, partner, slope)
+    match = match_of(before, partner, slope, output=False)
     rho = torch.maximum(before.rho + MIN_PRECISION, match.variance.reciprocal())
     message = divided(Message(match.mean * rho, rho), before)
     uniform = (after.rho <= 0) | ((after.tau < 0) & (after.rho < 2 * MIN_PRECISION)) | ~message.finite
     return clamped(select(uniform, uniform_like(before.tau), _without_nan(message)))
-
-
-def _atom(log_weight: Tensor) -> Branch:
-    zero = torch.zeros_like(log_weight)
-    return Branch(zero, zero, log_weight)
 
 
 def _without_nan(message: Message) -> Message:
@@ -254,16 +235,20 @@ def sum_forward(coefficients: Tensor, mean: Tensor, variance: Tensor) -> tuple[T
 
 
 def sum_backward(coefficients: Tensor, mean: Tensor, variance: Tensor, back: Message) -> Message:
-    """Messages from a sum to its parts, ``(..., parts)``; `back`, ``(...)``, is the message to the sum.
-
-    Neither the inverse of the precision of `back` nor that of a coefficient is formed, so both may be 0.
-    """
+    """Messages from a sum to its parts, ``(..., parts)``; `back`, ``(...)``, is the message to the sum."""
     whole_mean, whole_variance = sum_forward(coefficients, mean, variance)
     others = whole_mean.unsqueeze(-1) - coefficients * mean
     spread = whole_variance.unsqueeze(-1) - coefficients.square() * variance
-    tau, rho = back.tau.unsqueeze(-1), back.rho.unsqueeze(-1)
-    scale = 1 + rho * spread
-    return Message(coefficients * (tau - rho * others) / scale, coefficients.square() * rho / scale)
+    part = sum_to_part(Message(back.tau.unsqueeze(-1), back.rho.unsqueeze(-1)), others, spread)
+    return Message(coefficients * part.tau, coefficients.square() * part.rho)
+
+
+def sum_to_part(back: Message, others: Tensor, spread: Tensor) -> Message:
+    """The message from a sum to a part with the coefficient 1, where `others` and `spread` are the mean and the
+    variance of all other parts. The inverse of the precision of `back` is not formed, so that it may be 0.
+    """
+    scale = 1 + back.rho * spread
+    return Message((back.tau - back.rho * others) / scale, back.rho / scale)
 
 
 class Products(NamedTuple):
@@ -308,10 +293,11 @@ class Products(NamedTuple):
             x_variance, w_second = self.input_variance.unsqueeze(-2), w_variance + w.square()
             product_variance = product_variance + x_variance * w_second
             x_second = x_second + x_variance
-        tau, rho = back.tau.unsqueeze(-1), back.rho.unsqueeze(-1)
-        scale = 1 + rho * (variance.unsqueeze(-1) - product_variance)
-        precision = rho / scale
-        field = (tau - rho * (mean.unsqueeze(-1) - x * w)) / scale
+        field, precision = sum_to_part(
+            Message(back.tau.unsqueeze(-1), back.rho.unsqueeze(-1)),
+            mean.unsqueeze(-1) - x * w,
+            variance.unsqueeze(-1) - product_variance,
+        )
         to_weights = Message((x * field).sum(-3), (x_second * precision).sum(-3))
         if w_second is None:
             return None, to_weights
@@ -405,16 +391,16 @@ class Argmax(_Labels):
         if mean.shape[-1] == 1:
             sign = 2.0 * targets.to(mean).unsqueeze(-1) - 1
             back = truncation_message(from_moments(sign * mean, variance + NOISE_VARIANCE))
-            message = _from_sum(back, torch.zeros_like(mean), torch.full_like(mean, NOISE_VARIANCE))
+            message = sum_to_part(back, torch.zeros_like(mean), torch.full_like(mean, NOISE_VARIANCE))
             return Message(sign * message.tau, message.rho)
         target = F.one_hot(targets, mean.shape[-1]).bool().expand(mean.shape)
         index = targets.unsqueeze(-1).expand(*mean.shape[:-1], 1)
         top_mean, top_variance = mean.gather(-1, index), variance.gather(-1, index)
         gap, spread = top_mean - mean, top_variance + variance + NOISE_VARIANCE
         back = truncation_message(from_moments(gap, spread))
-        to_top = _from_sum(back, gap - top_mean, spread - top_variance)
+        to_top = sum_to_part(back, gap - top_mean, spread - top_variance)
         winner = Message(*(part.masked_fill(target, 0.0).sum(-1, keepdim=True) for part in to_top))
-        to_other = _from_sum(back, gap + mean, spread - variance)
+        to_other = sum_to_part(back, gap + mean, spread - variance)
         share = torch.special.ndtr(gap / spread.sqrt())
         message = select(target, winner, Message(-to_other.tau * share, to_other.rho * share))
         if self.regularize:
@@ -466,14 +452,6 @@ def truncation_message(before: Message) -> Message:
     # mean / left - t; for positive t, where both are large, without their difference
     field = torch.where(t < 0, mean / left - t, (t * lost + ratio) / left)
     return Message(root * field, before.rho * lost / left)
-
-
-def _from_sum(back: Message, others: Tensor, spread: Tensor) -> Message:
-    """The message from a sum, of which `others` and `spread` are the mean and the variance without the part in
-    question, whose coefficient is 1.
-    """
-    scale = 1 + back.rho * spread
-    return Message((back.tau - back.rho * others) / scale, back.rho / scale)
 
 
 def _by_quadrature(before: Message, rest: Tensor, top: Tensor, target: Tensor) -> Message:

@@ -393,16 +393,16 @@ def _weighted(layer: Layer, module: nn.Module, inputs: Tensor, held: Mapping[str
         return ", which is not one use of its weight"
     if len(inputs) != 1 or len(outputs) != 1:
         return ", whose inputs or outputs do not count the samples"
+    more = ", which does more than to apply its weight (padding with other numbers than 0, for instance)"
+    if calls[0].input.numel() != probe.numel():
+        return more
     stage = Weighted(layer, calls[0].geometry, inputs.shape[1:], outputs.shape[1:], outputs.device)
-    matrix = layer.to_matrix(held[layer.weight], None if layer.bias is None else held[layer.bias]).unsqueeze(
-        0
-    )
-    certain = Message(
-        matrix, torch.ones_like(matrix)
-    )  # the mean of the outputs does not depend on the precision
+    bias = None if layer.bias is None else held[layer.bias]
+    matrix = layer.to_matrix(held[layer.weight], bias).unsqueeze(0)
+    certain = Message(matrix, torch.ones_like(matrix))  # means do not depend on the precision
     found = stage.forward(as_double(probe).unsqueeze(0), certain, Kept())[0].mean
     if not float((found[0] - outputs).abs().max()) <= _MAX_ERROR * float(outputs.abs().max()):
-        return ", which does more than to apply its weight (padding with other numbers than 0, for instance)"
+        return more
     return stage
 
 
