@@ -16,7 +16,7 @@ import posthoc_uq as uq
 from posthoc_uq.core.batches import Batch
 from posthoc_uq.core.devices import DeferredChecks
 from posthoc_uq.core.model import replicate
-from posthoc_uq.core.options import Count, Share
+from posthoc_uq.core.options import Share
 from posthoc_uq.core.outputs import output_tensor
 from posthoc_uq.core.randomness import mixed_seed
 from posthoc_uq.methods.task import Task
@@ -38,7 +38,6 @@ class SpikeAndSlab(Training["Spikes"]):
     block_kinds: ClassVar[tuple[str, ...]] = ("spike_slab",)
     tunable: ClassVar[frozenset[str]] = frozenset({"noise_scale", "temperature"})
 
-    epochs: Count | None = None
     kept: Share = 0.9
 
     def begin(self, task: Task) -> Spikes:

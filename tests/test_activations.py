@@ -14,7 +14,7 @@ from torch import Tensor, nn
 import posthoc_uq as uq
 from posthoc_uq.moments import ConditionalInverseCDF, InverseCDF
 from posthoc_uq.moments.activations import elementwise, jointly, normal_quantile_of_sigmoid
-from posthoc_uq.moments.rules import MomentTensor, Pass, Rules, WeightPosteriors
+from posthoc_uq.moments.tensor import MomentTensor, Pass, Rules
 from posthoc_uq.moments.unscented import unscented
 
 BLOB, FIELD, PHOTONS = 1.05, 8.0, 100.0
@@ -32,7 +32,7 @@ def photons(x: Tensor, y: Tensor) -> tuple[Tensor, Tensor]:
 
 def moments(module: nn.Module, *inputs: Tensor) -> tuple[Tensor, Tensor]:
     """Mean and variance after a module, of pairs ``(mean, variance)`` stacked along the first dimension."""
-    with Pass(Rules(), WeightPosteriors({})):
+    with Pass(Rules(), {}):
         found = module(*(MomentTensor(x[0], x[1]) for x in inputs))
     return found.moment_mean, found.moment_variance
 

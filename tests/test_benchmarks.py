@@ -76,7 +76,7 @@ def test_quality_is_exact_at_its_reference(quality: tuple[ModuleType, list[dict[
     assert max(posterior.divergences(exact[output])) < 1e-10
 
 
-@pytest.mark.slow
+@pytest.mark.study
 def test_fit_cost_gives_multiples_of_the_plain_pass(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -93,6 +93,7 @@ def test_fit_cost_gives_multiples_of_the_plain_pass(
     assert inf["allowed, MiB"] == round(3 * inf["saved, MiB"] + 256) and inf["within"]
 
 
+@pytest.mark.study
 @pytest.mark.skipif(find_spec("laplace") is not None, reason="a peer is installed here")
 def test_fit_cost_reports_a_peer_that_fails_or_takes_too_long(tmp_path: Path) -> None:
     path = tmp_path / "lenet.npz"
@@ -267,13 +268,14 @@ def test_the_server_answers_as_the_library_under_load(tmp_path: Path) -> None:
     assert row["memory after, MiB"] < 1.2 * row["memory before, MiB"]
 
 
-@pytest.mark.slow
+@pytest.mark.study
 def test_attacks_on_the_server_find_nothing(capsys: pytest.CaptureFixture[str]) -> None:
     script = _script("serve_attack")
     assert script.main(["--smoke", "--only", "names"]) == 0, capsys.readouterr().out
     assert "bad outcomes" in capsys.readouterr().out
 
 
+@pytest.mark.study
 def test_tuning_is_held_against_the_untuned_fit(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     _script("tuning").main(["--smoke", "--output", str(tmp_path)])
     found = json.loads((tmp_path / "tuning.json").read_text())

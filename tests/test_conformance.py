@@ -48,6 +48,7 @@ from posthoc_uq.fitting.tune import CRITERIA, PARAMETERS
 from posthoc_uq.fitting.wrap import HEADS
 from posthoc_uq.likelihoods import resolve_likelihood
 from posthoc_uq.methods import METHODS, Method
+from posthoc_uq.methods.checkpoint import fit_identity
 from posthoc_uq.posteriors.block import BLOCKS, LOG_DETERMINANT, QUADRATIC, VARIANCES
 
 pytestmark = pytest.mark.filterwarnings("ignore::UserWarning")  # of trainings that are too short to settle
@@ -115,13 +116,14 @@ def test_a_row_of_the_registry(name: str) -> None:
     assert method.head in HEADS and method.passes() >= 1
     assert kind.block_kinds and set(kind.block_kinds) <= BLOCKS.keys()
     assert kind.tunable <= {"scale", "prior_precision", "residual_weight", "noise_scale", "temperature"}
-    said = method.identity()
-    assert json.loads(json.dumps(said)) == said and said["method"] == name
+    model = mlp()
+    said = fit_identity({}, method, model, {})
+    assert json.loads(json.dumps(said)) == said and json.loads(said["method"]) == name
     with_effect = {field.name for field in fields(kind) if not field.metadata.get("without effect")}
-    assert said.keys() == {"method"} | with_effect
+    assert said.keys() >= {"method"} | with_effect and "checkpoint_every" not in said
     for option in with_effect & SHORT.keys():
         if isinstance(SHORT[option], int):
-            assert short(name, **{option: SHORT[option] + 1}).identity() != said, option
+            assert fit_identity({}, short(name, **{option: SHORT[option] + 1}), model, {}) != said, option
 
 
 # The fit

@@ -86,7 +86,8 @@ def _all_of(predictor: Any) -> dict[str, Tensor]:
         found["functional covariance"] = predictor.functional_covariance(x)
     features = predictor.features(x)
     if features is not None:
-        found |= {f"{k} from features": v for k, v in predictor.from_features(features).to_dict().items()}
+        prediction = predictor.prediction_of(predictor.distribution_from(features))
+        found |= {f"{k} from features": v for k, v in prediction.to_dict().items()}
     return found
 
 
@@ -137,7 +138,7 @@ def test_a_copy_takes_the_way_that_was_settled() -> None:
     predictor = _predictor("diag", "last", "sampling")
     predictor(_data(7))
     frozen = predictor.ensemble.frozen
-    frozen._shares = dict.fromkeys(frozen._shares)
+    frozen._usable = dict.fromkeys(frozen._usable, False)
     predictor(_data(7))
     predictor.ensemble._chunks = dict.fromkeys(predictor.ensemble._chunks, 1)
     for copied in (copy.deepcopy(predictor), _saved(predictor)):

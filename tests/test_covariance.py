@@ -12,8 +12,8 @@ from torch import Tensor
 from posthoc_uq.layers.layer import Layer
 from posthoc_uq.layers.operands import Rows
 from posthoc_uq.posteriors import Covariance, MeanFieldBlock, Settings, SubnetworkBlock
+from posthoc_uq.posteriors.block import packed
 from posthoc_uq.posteriors.covariance import LayerRows, Mode, precise_values
-from posthoc_uq.posteriors.variational import packed
 
 OUTPUTS, INPUTS, SAMPLES, FUNCTIONS = 4, 5, 3, 2
 DOUBLE = torch.float64

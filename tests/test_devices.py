@@ -19,7 +19,7 @@ import posthoc_uq as uq
 from posthoc_uq.core.devices import DeferredChecks, has_double, on_host
 from posthoc_uq.core.randomness import device_generators
 from posthoc_uq.likelihoods import Categorical, resolve_likelihood
-from posthoc_uq.likelihoods.draws import normals, placed_normals
+from posthoc_uq.likelihoods.draws import _placed_normals, normals
 from posthoc_uq.methods import METHODS
 from posthoc_uq.methods.contexts import UniformBox
 
@@ -309,7 +309,7 @@ def thins(device: torch.device) -> dict[str, Any]:
     posterior = uq.fit(model, batched(images()), short("latent_binary"), progress=False)
     median = uq.sparse.median(posterior)
     return {
-        "summary": uq.sparse.summary(posterior).to_dict(),
+        "kept": uq.sparse.summary(posterior).kept,
         "median": uq.wrap(model, median)(x[:6].to(device)).to_dict(),
         "masked": uq.sparse.model(model, posterior, "masked")(x[:6].to(device)),
     }
@@ -367,13 +367,13 @@ CONTEXTS: dict[str, Any] = {
     "loader": [images(8, 6)[0]],
 }
 TRAININGS = {
-    **{name: fits("function_space", context=context, initial="diag") for name, context in CONTEXTS.items()},
+    **{name: fits("function_space", context=context) for name, context in CONTEXTS.items()},
     "initialised": fits("function_space", prior_mean="random_init"),
 }
 
 
 def forget_draws() -> None:
-    for kept in (normals, placed_normals):
+    for kept in (normals, _placed_normals):
         kept.cache_clear()
 
 

@@ -214,14 +214,13 @@ def test_the_divergence_of_independent_values() -> None:
 # The objective
 
 
-@pytest.mark.parametrize("prior_body_variance", [0.0, 0.02])
-def test_divergence_against_dense_jacobians(prior_body_variance: float) -> None:
+def test_divergence_against_dense_jacobians() -> None:
     """Mean and covariance of both sides from the Jacobian of the whole network, and the dense divergence of all outputs
     together, with the body's draw put in by hand.
     """
     net = random_net(3, 6, 5, 4)
     points = torch.randn(5, 3, generator=torch.Generator().manual_seed(2), dtype=F64)
-    objective, field = objective_of(net, points, prior_body_variance=prior_body_variance, prior_precision=0.7)
+    objective, field = objective_of(net, points, prior_precision=0.7)
     normals, deviations = drawn(objective)
     found, _ = objective.divergence(Batch((points,)), deviations)
 
@@ -247,11 +246,8 @@ def test_divergence_against_dense_jacobians(prior_body_variance: float) -> None:
     for q in range(4):
         for r in range(4):
             assert q == r or float(blocks[:, q, :, r].abs().max()) == 0.0
-    prior_mean = prior_body_variance**0.5 * sum(
-        at_prior[n].flatten(1) @ normals[n].flatten() for n in normals
-    ) + torch.zeros(20, dtype=F64)
     noise = 1e-6 * float(prior.diagonal().mean()) * torch.eye(20, dtype=F64)
-    expected = dense_kl(mean, covariance + noise, prior_mean, prior + noise)
+    expected = dense_kl(mean, covariance + noise, torch.zeros(20), prior + noise)
     assert float(found.total) == pytest.approx(expected, rel=1e-8)
 
 
@@ -582,14 +578,15 @@ def test_frozen_mean_leaves_predictions_at_the_mean_untouched() -> None:
 
 
 @pytest.mark.parametrize("prior_mean", ["zero", "pretrained"])
-def test_moments_at_hand_are_those_of_a_pass_of_its_own(prior_mean: str) -> None:
-    """With a frozen mean the prior's features are taken from the posterior's pass; the result is the same."""
-    model = net(dtype=torch.float64)
-    settings = {"loader": batches(dtype=torch.float64), "train_mean": False, "prior_mean": prior_mean}
-    first = fitted(model, **settings)
-    second = fitted(model, body="linearized", prior_body_variance=1e-30, **settings)  # a pass of its own
-    for name, block in first.blocks.items():
-        torch.testing.assert_close(block.variances, second.blocks[name].variances, rtol=1e-6, atol=0)
+def test_a_prior_at_the_means_is_that_of_a_pass_of_its_own(prior_mean: str) -> None:
+    """With a frozen mean the prior's outputs and features are taken from the posterior's pass."""
+    net, points = random_net(2, 4, 3), normals(4, 2, seed=5)
+    found = []
+    for train_mean in (False, True):
+        objective, field = objective_of(net, points, train_mean=train_mean, prior_mean=prior_mean)
+        field.means = {name: p.detach() for name, p in net.named_parameters()}
+        found.append(objective.divergence(Batch((points,)), drawn(objective)[1])[0].total)
+    torch.testing.assert_close(found[0], found[1], rtol=1e-12, atol=0)
 
 
 @pytest.mark.parametrize("fails", [False, True])
@@ -703,18 +700,15 @@ def test_chosen_layers_alone_are_variational(layers: Any) -> None:
 
 
 @pytest.mark.filterwarnings("ignore:At the prior precision")
-@pytest.mark.parametrize("initial", ["inf", "posterior", "trained"])
-def test_initial_variances_of_a_fitted_posterior(initial: str) -> None:
+@pytest.mark.parametrize("method", ["inf", "kfac", "function_space"])
+def test_initial_variances_of_a_fitted_posterior(method: str) -> None:
     """Without a step that matters, the variances are those that the training began from."""
     model = net()
-    if initial == "posterior":
-        start = uq.fit(model, batches(), method="kfac", prior_precision=3.0, progress=False)
-    elif initial == "trained":
+    if method == "function_space":
         start = fitted(model, divergence=None)
     else:
-        start = uq.fit(model, batches(), method=initial, prior_precision="evidence", progress=False)
-    given = start if initial in ("posterior", "trained") else initial
-    found = fitted(model, initial=given, epochs=1, lr=1e-9, log_variance_lr=1e-9, divergence=None)
+        start = uq.fit(model, batches(), method=method, prior_precision="evidence", progress=False)
+    found = fitted(model, initial=start, epochs=1, lr=1e-9, log_variance_lr=1e-9, divergence=None)
     for name, variance in found.variance().items():
         torch.testing.assert_close(variance, start.variance()[name], rtol=1e-4, atol=0)
         torch.testing.assert_close(found.mean[name], start.mean[name], rtol=0, atol=1e-6)
@@ -734,29 +728,11 @@ def test_initial_variances_of_another_model_are_refused() -> None:
         fitted(model, initial=fitted(model), train_mean=False)
 
 
-@pytest.mark.filterwarnings("ignore:At the prior precision")
-@pytest.mark.parametrize("curvature", [None, "kfac"])
-def test_without_epochs_the_curvature_s_own(curvature: str | None) -> None:
-    model = net()
-    options: dict[str, Any] = {"epochs": 0, "initial": curvature, "n_context": 6, "progress": False}
-    posterior = uq.fit(model, batches(), method="function_space", fisher="exact", **options)
-    expected = uq.fit(model, batches(), method=curvature or "inf", fisher="exact", progress=False)
-    assert posterior.method == "function_space" and posterior.prior_precision == expected.prior_precision
-    assert posterior.history.fit["curvature"] == (curvature or "inf")
-    first, second = (
-        uq.wrap(model, p, "linearized").functional_covariance(probe(), joint=True)
-        for p in (posterior, expected)
-    )
-    assert torch.equal(first, second) and first.shape == (15, 15)
-    found = function_space_kl(posterior, probe())
-    assert float(found.covariance_part) > 0 and float(found.mean_part) > 0
-
-
 @pytest.mark.parametrize(
     "options",
     [
-        {"prior_mean": "random_init", "body": "sample", "prior_body_variance": 1e-4, "n_sets": 2},
-        {"prior_mean": "pretrained", "prior_body_variance": 1e-4, "n_draws": 2},
+        {"prior_mean": "random_init", "body": "sample", "n_sets": 2},
+        {"prior_mean": "pretrained", "n_draws": 2},
         {"prior": "independent", "prior_mean": "random_init"},
     ],
 )
@@ -826,8 +802,7 @@ OPTIONS: list[tuple[dict[str, Any], str]] = [
     ({"prior_variance": 2.0}, "prior_variance is of prior='independent'"),
     ({"prior": "independent", "prior_precision": 2.0}, "prior_precision is of prior='features'"),
     ({"prior": "independent", "function_noise": 1e-3}, "function_noise is of prior='features'"),
-    ({"prior": "independent", "prior_body_variance": 0.1}, "prior_body_variance is of"),
-    ({"body": "certain", "initial_body_log_variance": -8.0}, "have no effect"),
+    ({"body": "certain", "initial_body_log_variance": -8.0}, "no effect"),
     ({"body": "certain", "train_mean": False}, "choose layers='last'"),
     ({"divergence_weight": "batch"}, "divergence_weight must be"),
     ({"divergence_weight": 0.0}, "divergence_weight must be"),
@@ -847,8 +822,8 @@ WRONG: dict[str, tuple[dict[str, Any], str]] = {
     "context": ({"context": "grey"}, "context must be one of"),
     "vectors": ({"context": lambda n, g: torch.zeros(n - 1, 1, 6, 6)}, "gave 5 inputs in place of 6"),
     "no tensor": ({"context": lambda n, g: None}, "must give a tensor"),
-    "initial": ({"initial": "full"}, "initial must be one of"),
-    "initial, no epochs": ({"initial": "constant", "epochs": 0}, "initial must be one of"),
+    "initial": ({"initial": "full"}, "initial must be"),
+    "no epochs": ({"epochs": 0}, "epochs must be"),
     "evidence": ({"prior_precision": "evidence"}, "give prior_precision a number"),
     "noise": ({"learn_noise": True}, "can be learned"),
     "one argument": (
@@ -862,7 +837,6 @@ WRONG: dict[str, tuple[dict[str, Any], str]] = {
         r"of shapes \[\(2, 6, 6\)\] .* have \[\(1, 6, 6\)\]",
     ),
     "another's hyperparameter": ({"residual_weight": 0.5}, "does not take .*residual_weight"),
-    "a curvature's labels": ({"fisher": "exact"}, "begin with a curvature's variances: initial='inf'"),
     "not the last layer": ({"layers": ["0", "5"]}, "have that layer among"),
 }
 

@@ -18,10 +18,10 @@ from posthoc_uq.core.batches import Batch
 from posthoc_uq.core.errors import PosthocUQError
 from posthoc_uq.core.numerics import eigh_descending
 from posthoc_uq.core.randomness import sample_keys, share_of
-from posthoc_uq.curvature.sweep import Picked
+from posthoc_uq.curvature.kept_inputs import Picked
 from posthoc_uq.methods.inf import kept_entries, sparsify
-from posthoc_uq.posteriors.evidence import maximise_evidence
 from posthoc_uq.posteriors.information import InformationBlock
+from posthoc_uq.posteriors.search import maximise_evidence
 
 
 def _digits(width: int = 16) -> tuple[nn.Module, torch.Tensor, torch.Tensor]:
@@ -325,21 +325,6 @@ def test_few_samples_of_a_wide_layer_leave_kronecker_factors_exact():
     torch.testing.assert_close(rebuilt[0], wide.T @ wide / 40, atol=1e-12, rtol=1e-9)
 
 
-def test_parts_kept_for_trials_change_nothing_and_are_let_go(trained):
-    posterior = _fit(trained, "inf", rank=6)
-
-    def values() -> list[float]:
-        return [
-            float(posterior.occam_factor(name, tau)) for name in posterior.blocks for tau in (0.01, 300.0)
-        ]
-
-    fresh, block = values(), next(iter(posterior.blocks.values()))
-    with block.kept_parts():
-        assert values() == fresh
-        assert block._kept is not None
-    assert block._kept is None
-
-
 def test_a_search_by_the_evidence_computes_what_no_prior_changes_once(trained, monkeypatch):
     """Once for each block where memory allows, and at every trial where not; the result is the same."""
     called, found = list[InformationBlock](), list[float]()
@@ -349,10 +334,11 @@ def test_a_search_by_the_evidence_computes_what_no_prior_changes_once(trained, m
     )
     for budget in (2**28, 0):
         posterior = _fit(trained, "inf", rank=6)
-        monkeypatch.setattr("posthoc_uq.posteriors.evidence.TEMPORARY_BYTES", budget)
+        monkeypatch.setattr("posthoc_uq.posteriors.search.TEMPORARY_BYTES", budget)
         called.clear()
         trials = maximise_evidence(posterior)
         assert len(called) == len(posterior.blocks) * (1 if budget else len(trials.trials))
+        assert all(block._kept is None for block in posterior.blocks.values())  # let go
         found.append(posterior.prior_precision)
     assert found[0] == found[1] and len(trials.trials) > 3
 
@@ -417,7 +403,7 @@ def test_picked_samples_come_in_batches_no_larger_than_the_loaders(inputs: Tenso
         for index, part in enumerate(inputs.split(size)):
             batch = Batch((part,), part[:, 0], {"mask": mask}, part[:, 1].abs())
             parts += picked.add(batch, sample_keys([part], len(part), 0), index)
-        waiting = picked.waiting
+        waiting = bool(picked.waiting)
         rest = list(picked.rest())
         assert waiting == bool(rest) and not picked.waiting
         return parts + rest

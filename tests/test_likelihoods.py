@@ -361,9 +361,7 @@ def assert_predicts(name: str, found: Any, outputs: Tensor, y: Tensor, rough: fl
         total = -(mean * mean.log() + (1 - mean) * (1 - mean).log())
         torch.testing.assert_close(found.probs, mean, rtol=0, atol=4e-3 * rough)
         torch.testing.assert_close(found.label_entropy(), total, rtol=0, atol=4e-3 * rough)
-        torch.testing.assert_close(
-            found.expected_label_entropy(), entropies.mean(0), rtol=0, atol=4e-3 * rough
-        )
+        torch.testing.assert_close(found.sample_entropy, entropies.mean(0), rtol=0, atol=4e-3 * rough)
         information = found.label_mutual_information()
         torch.testing.assert_close(information, total - entropies.mean(0), rtol=0, atol=2e-3 * rough)
         torch.testing.assert_close(found.mutual_information(), information.sum(1))
@@ -747,8 +745,6 @@ def test_settings_that_are_refused() -> None:
             uq.NegativeBinomial(wrong)
         with pytest.raises(uq.PosthocUQError, match="shape must be"):
             uq.Gamma(wrong)
-    with pytest.raises(uq.PosthocUQError, match="link='mc'"):
-        uq.Ordinal().from_gaussian(torch.zeros(1, 2), torch.ones(1, 2), link="probit")
 
 
 @pytest.mark.parametrize(
@@ -798,3 +794,23 @@ def test_noise_beyond_float32_has_a_finite_density_and_score() -> None:
     expected = -0.5 * (0.04 * math.exp(-90) + 90 + math.log(2 * math.pi))
     torch.testing.assert_close(likelihood.log_prob(outputs, targets), torch.tensor([expected]))
     torch.testing.assert_close(likelihood.score(outputs, targets), torch.tensor([[0.0, 0.5]]))
+
+
+@pytest.mark.parametrize(
+    ("own", "shape", "shift"),
+    [
+        (uq.Categorical(), (9, 3), 0.0),
+        (uq.Categorical(), (9, 3, 4), 0.0),
+        (uq.Categorical(class_dim=-1), (9, 4, 3), 0.0),
+        (uq.Bernoulli(), (9,), 0.0),
+        (uq.Multilabel(), (9, 4), 0.0),
+        (uq.Ordinal(), (9, 2), 0.0),
+        (uq.Gaussian(0.5), (9,), 2.0),
+        (uq.Heteroscedastic(), (9, 2), 5.0),
+        (uq.Poisson(), (9, 1), 5.0),
+    ],
+)
+def test_drawn_models_that_decide_otherwise(own: uq.Likelihood, shape: tuple[int, ...], shift: float) -> None:
+    outputs = torch.randn(shape, generator=torch.Generator().manual_seed(1))
+    assert own.agrees(outputs, outputs + 1e-3 * torch.randn(5, *shape))
+    assert not own.agrees(outputs, (shift - outputs) * torch.ones(5, *shape))

@@ -15,9 +15,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 import posthoc_uq as uq
 from posthoc_uq.core.batches import Batch
-from posthoc_uq.core.model import replicate
-from posthoc_uq.heads.functions import function_draws
-from posthoc_uq.heads.jacobians import WeightCovariance
+from posthoc_uq.heads.jacobians import WeightCovariance, function_draws
 from posthoc_uq.heads.linearized import LinearizedPredictor
 from posthoc_uq.layers.layer import Layer
 from posthoc_uq.likelihoods import Bernoulli, Categorical
@@ -492,9 +490,9 @@ def test_many_classes_by_forward_derivatives() -> None:
 
 
 def predictor_covariance(predictor: LinearizedPredictor, x: Tensor) -> Tensor:
-    """Of all outputs, from the kept draws."""
-    drawn = predictor._deviations(predictor.posterior)  # pyright: ignore[reportPrivateUsage]
-    deviations = function_draws(replicate(predictor.model), Batch((x,)), drawn)[1]
+    """Of all outputs, from draws of the function that it keeps."""
+    drawn = predictor.functional_samples(x, n_samples=40, generator=torch.Generator().manual_seed(0))
+    deviations = drawn - predictor.functional_mean(x)
     return torch.einsum("rsc,rsd->scd", deviations, deviations) / len(deviations)
 
 

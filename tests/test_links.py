@@ -15,7 +15,7 @@ from torch import Tensor
 import posthoc_uq as uq
 from posthoc_uq.heads.predictor import from_gaussian
 from posthoc_uq.likelihoods.class_prediction import log_logistic_normal
-from posthoc_uq.likelihoods.draws import LINKS, checked_link, normals, of_covariance, of_product
+from posthoc_uq.likelihoods.draws import LINKS, normals, of_covariance, of_product
 from posthoc_uq.likelihoods.prediction import cat
 
 
@@ -125,11 +125,19 @@ def test_a_regression_adds_the_noise() -> None:
     assert found.variance.item() == pytest.approx(2.25)
 
 
-def test_unknown_links_are_refused() -> None:
-    with pytest.raises(uq.PosthocUQError, match="link must be one of"):
-        checked_link("logit", 10)
+@pytest.mark.parametrize("head", ["linearized", "moments"])
+def test_unknown_links_are_refused(head: str) -> None:
+    net = torch.nn.Linear(3, 1)
+    data = [(torch.randn(4, 3), torch.ones(4, 1))]
+    counts, values = (
+        uq.fit(net, data, "diag", likelihood=name, prior_precision=1.0, progress=False)
+        for name in ("poisson", "regression")
+    )
+    for own, link in ((values, "logit"), (counts, "probit")):
+        with pytest.raises(uq.PosthocUQError, match="link must be one of 'mc'"):
+            uq.wrap(net, own, head, link=link)
     with pytest.raises(uq.PosthocUQError, match=r"n_draws must be"):
-        checked_link("mc", 0)
+        uq.wrap(net, values, head, n_draws=0)
 
 
 # The battery: covariances of C classes, for confident and undecided means.

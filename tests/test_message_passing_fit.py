@@ -10,11 +10,11 @@ from sklearn.datasets import load_digits
 from torch import Tensor, nn
 
 import posthoc_uq as uq
+from posthoc_uq.layers import Geometry, describe
 from posthoc_uq.methods.message_passing import fit as message_fit
-from posthoc_uq.methods.message_passing.joint import group_message
 from posthoc_uq.methods.message_passing.messages import Argmax, Message, Regression, Signal, Softargmax
-from posthoc_uq.methods.message_passing.network import LayerMessage, Weighted
-from posthoc_uq.methods.message_passing.train import Trainer
+from posthoc_uq.methods.message_passing.network import Weighted
+from posthoc_uq.methods.message_passing.train import Trainer, group_message
 from posthoc_uq.posteriors.block import Settings
 from posthoc_uq.posteriors.messages import JointMessagesBlock, MessagesBlock
 
@@ -132,40 +132,29 @@ def test_a_group_of_one_sends_the_messages_of_the_paper(signal: Signal) -> None:
     x = normals(1, 4)
     values = normals(1, 3, seed=1)
     y = values if isinstance(signal, Regression) else values.argmax(1)
+    weight = torch.empty(3, 4)
     for bias in (True, False):
-        prior = {
-            0: LayerMessage(
-                Message(normals(1, 4, 3, seed=2), torch.full((1, 4, 3), 2.0, dtype=D)),
-                Message(*(torch.ones(1, 3 if bias else 0, dtype=D) for _ in range(2))),
-            )
-        }
-        stages = [Weighted("last", 4, 3, bias=bias)]
-        single, group = (
-            Trainer(stages, prior, [(x, y)], signal, iterations=1, grouped=grouped).run()[0]
-            for grouped in (False, True)
-        )
-        for a, b in zip(single, group, strict=True):
-            torch.testing.assert_close(a.tau, b.tau, rtol=1e-8, atol=1e-8)
-            torch.testing.assert_close(a.rho, b.rho, rtol=1e-8, atol=1e-8)
+        layer = describe("", "linear", ("w", weight), ("b", weight[:, 0]) if bias else None, 1)
+        cavity = Message(normals(3, 4 + bias, seed=2), torch.full((3, 4 + bias), 2.0, dtype=D))
+        stages = [Weighted(layer, Geometry(), (4,), (3,), torch.device("cpu"))]
+        prior = {0: Message(*(part[None, None] for part in cavity))}
+        single = Trainer(stages, prior, [(x, y)], signal, iterations=1).run()[0]
+        rows = torch.cat([x, torch.ones(1, int(bias), dtype=D)], 1)
+        group = Trainer(None, {0: cavity}, [(rows, y)], signal, iterations=1).run()[0]
+        torch.testing.assert_close(single.tau[0, 0], group.tau, rtol=1e-8, atol=1e-8)
+        torch.testing.assert_close(single.rho[0, 0], group.rho, rtol=1e-8, atol=1e-8)
 
 
 def test_a_group_of_a_regression_is_exact() -> None:
-    x, y = normals(9, 4), normals(9, 2, seed=1)
-    cavity = LayerMessage(
-        Message(normals(1, 4, 2, seed=2), 1 + normals(1, 4, 2, seed=3).square()),
-        Message(normals(1, 2, seed=4), torch.full((1, 2), 2.0, dtype=D)),
-    )
-    told = group_message(x, y, cavity, Regression(0.25), 1)
-    rows = torch.cat([x, torch.ones(9, 1, dtype=D)], 1)
+    rows, y = normals(9, 5), normals(9, 2, seed=1)
+    cavity = Message(normals(2, 5, seed=2), 1 + normals(2, 5, seed=3).square())
+    told = group_message(rows, y, cavity, Regression(0.25), 1)
     for j in range(2):
-        tau = torch.cat([cavity.weights.tau[0, :, j], cavity.bias.tau[0, j : j + 1]])
-        rho = torch.cat([cavity.weights.rho[0, :, j], cavity.bias.rho[0, j : j + 1]])
-        covariance = torch.linalg.inv(rho.diag() + rows.T @ rows / 0.25)
-        mean, variance = covariance @ (tau + rows.T @ y[:, j] / 0.25), covariance.diagonal()
-        after_tau = tau + torch.cat([told.weights.tau[0, :, j], told.bias.tau[0, j : j + 1]])
-        after_rho = rho + torch.cat([told.weights.rho[0, :, j], told.bias.rho[0, j : j + 1]])
-        torch.testing.assert_close(1 / after_rho, variance, rtol=1e-10, atol=0)
-        torch.testing.assert_close(after_tau / after_rho, mean, rtol=1e-9, atol=1e-10)
+        covariance = torch.linalg.inv(cavity.rho[j].diag() + rows.T @ rows / 0.25)
+        mean, variance = covariance @ (cavity.tau[j] + rows.T @ y[:, j] / 0.25), covariance.diagonal()
+        torch.testing.assert_close(1 / (cavity.rho + told.rho)[j], variance, rtol=1e-10, atol=0)
+        after = (cavity.tau + told.tau)[j] / (cavity.rho + told.rho)[j]
+        torch.testing.assert_close(after, mean, rtol=1e-9, atol=1e-10)
 
 
 def classes(samples: int = 120) -> tuple[nn.Sequential, Tensor, Tensor]:
@@ -338,6 +327,49 @@ def test_batch_norm_is_folded() -> None:
     assert all(bool((variance > 0).all()) for variance in posterior.variance().values())
 
 
+def test_layers_of_every_kind_that_are_the_same_layer_have_the_same_posterior() -> None:
+    """Another kind for the same products: convolutions over one axis and over two, transposed or not, or pointwise; and
+    what comes before the first layer, which runs as it is.
+    """
+    x = normals(24, 2, 6)
+    y = (x.mean((1, 2)) > 0).long()
+
+    def end(inputs: int) -> list[nn.Module]:
+        return [nn.LeakyReLU(0.1), nn.Flatten(), nn.Linear(inputs, 2)]
+
+    models = {
+        "conv1d": (nn.Conv1d(2, 4, 3, groups=2), nn.ReLU(), nn.Conv1d(4, 2, 2, padding=1), *end(10)),
+        "transposed": (
+            nn.Conv1d(2, 4, 3, groups=2),
+            nn.ReLU(),
+            nn.ConvTranspose1d(4, 2, 2),  # of stride 1, so that only the order of its weights differs
+            *end(10),
+        ),
+        "conv2d": (
+            nn.Unflatten(1, (2, 1)),
+            nn.Conv2d(2, 4, (1, 3), groups=2),
+            nn.ReLU(),
+            nn.Conv2d(4, 2, (1, 2), padding=(0, 1)),
+            *end(10),
+        ),
+    }
+    found = []
+    for modules in models.values():
+        posterior = fit(network(*modules), x, y, layers="all", epochs=2, batch_size=12, dtype=D)
+        layers = posterior.layers.values()
+        named = [(posterior.mean, posterior.variance())[k] for k in (0, 1)]
+        found.append(
+            [
+                layer.to_matrix(values[layer.weight], values[layer.bias])
+                for values in named
+                for layer in layers
+            ]
+        )
+    for other in found[1:]:
+        for a, b in zip(found[0], other, strict=True):
+            torch.testing.assert_close(b, a, rtol=1e-7, atol=1e-9)
+
+
 # What it refuses
 
 
@@ -349,9 +381,9 @@ def test_unsupported_modules_are_all_named_before_any_work() -> None:
     x, y = normals(10, 4), torch.arange(10) % 2
     inner = nn.Sequential(nn.Linear(4, 4), nn.GELU())
     model = network(
-        inner, nn.LayerNorm(4), nn.Linear(4, 4), nn.ReLU(), nn.BatchNorm1d(4), Odd(), nn.Linear(4, 2)
+        inner, nn.LayerNorm(4), nn.Linear(4, 4), nn.LeakyReLU(2.0), nn.BatchNorm1d(4), Odd(), nn.Linear(4, 2)
     )
-    pattern = r"'0.1' \(GELU\), '1' \(LayerNorm\), '4' \(BatchNorm1d, not directly after.*'5' \(Odd\).*layers='last'"
+    pattern = r"'0.1' \(GELU\), '1' \(LayerNorm\), '3' \(LeakyReLU with the slope.*'5' \(Odd\).*layers='last'"
     with pytest.raises(uq.UnsupportedLayerError, match=pattern):
         fit(model, x, y, layers="all")
     assert fit(model, x, y).layers.keys() == {"6"}
@@ -374,6 +406,9 @@ def test_what_cannot_be_fitted() -> None:
         fit(Wrapped(model), x, y)
     with pytest.raises(uq.UnsupportedLayerError, match=r"is for '2'.*\['0'\] were selected"):
         uq.fit(model, [(x, y)], uq.MessagePassing(), layers="0", progress=False)
+    around = network(nn.Conv1d(1, 2, 3, padding=1, padding_mode="circular"), nn.Flatten(), nn.Linear(4, 3))
+    with pytest.raises(uq.UnsupportedLayerError, match=r"'0' \(Conv1d, which does more than"):
+        fit(around, x.unsqueeze(1), y, layers="all")
     with pytest.raises(uq.PosthocUQError, match="loader gives none"):
         uq.fit(model, [x], uq.MessagePassing(), progress=False)
     with pytest.raises(uq.PosthocUQError, match=r"posterior='full' is for the last layer"):

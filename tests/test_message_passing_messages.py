@@ -148,106 +148,90 @@ def test_t3_weighted_sum() -> None:
     is_message(quiet, (0.0, 0.0), (0.0, 0.0), 0)
 
 
-HIDDEN = messages.Hidden(
-    t([[0.5, -1.0]]).reshape(1, 1, 1, 2),
-    t([[0.2, 0.6]]).reshape(1, 1, 1, 2),
-    t([[0.3, -0.5], [0.8, 0.1]]).unsqueeze(0),
-    t([[0.1, 0.2], [0.3, 0.05]]).unsqueeze(0),
-    t([0.1, -0.2]).reshape(1, 1, 1, 2),
-    t([0.5, 0.4]).reshape(1, 1, 1, 2),
+# one network, example, group and position; two inputs and a bias, two outputs
+PRODUCTS = messages.Products(
+    t([0.5, -1.0, 1.0]).reshape(1, 1, 1, 1, 3),
+    t([0.2, 0.6, 0.0]).reshape(1, 1, 1, 1, 3),
+    t([[0.3, 0.8, 0.1], [-0.5, 0.1, -0.2]]).reshape(1, 1, 1, 2, 3),
+    t([[0.1, 0.3, 0.5], [0.2, 0.05, 0.4]]).reshape(1, 1, 1, 2, 3),
 )
-OUTPUTS = pair([1.0, -0.3], [0.4, 0.25])
-OUTPUTS = Message(*(part.reshape(1, 1, 1, 2) for part in OUTPUTS))
+OUTPUTS = Message(*(part.reshape(1, 1, 1, 1, 2) for part in pair([1.0, -0.3], [0.4, 0.25])))
 
 
 def test_t5_and_t6_hidden_layer() -> None:
-    mean, variance = messages.hidden_forward(HIDDEN)
+    mean, variance = PRODUCTS.forward()
     near(mean, -0.55, -0.55), near(variance, 1.427, 0.626)
-    to_inputs, to_weights = messages.hidden_backward(HIDDEN, mean, variance, OUTPUTS)
+    to_inputs, to_weights = PRODUCTS.backward(mean, variance, OUTPUTS)
+    assert to_inputs is not None
     is_message(
         to_weights,
-        (0.481859, 0.0, -0.778816, -0.189873),
-        (0.255102, 0.611413, 1.661475, 2.025316),
+        (0.481859, -0.778816, 1.243406, 0.0, -0.189873, 0.105042),
+        (0.255102, 1.661475, 0.753580, 0.611413, 2.025316, 2.100840),
     )
-    is_message(to_inputs, (0.289116, 0.642040), (0.719123, 1.052066))
-    to_bias = messages.bias_backward(HIDDEN.bias_mean, HIDDEN.bias_variance, mean, variance, OUTPUTS)
-    is_message(to_bias, (1.243406, 0.105042), (0.753580, 2.100840))
+    is_message(Message(*(p[..., :2] for p in to_inputs)), (0.289116, 0.642040), (0.719123, 1.052066))
 
 
-def random_hidden(n: int, i: int, j: int, seed: int, networks: int = 2) -> tuple[messages.Hidden, Message]:
+def random_products(positions: int, seed: int) -> tuple[messages.Products, Message]:
+    """Two networks, three examples, two groups, four inputs and a bias, two outputs."""
     g = torch.Generator().manual_seed(seed)
 
     def normals(*shape: int) -> Tensor:
         return torch.randn(*shape, generator=g, dtype=D)
 
-    layer = messages.Hidden(
-        normals(networks, n, 1, i),
-        normals(networks, n, 1, i).exp(),
-        normals(networks, i, j) / i**0.5,
-        normals(networks, i, j).exp() / i,
-        normals(networks, n, 1, j),
-        normals(networks, n, 1, j).exp(),
-    )
-    return layer, Message(normals(networks, n, 1, j), normals(networks, n, 1, j).exp())
+    rows, weights, outputs = (2, 3, 2, positions, 5), (2, 1, 2, 2, 5), (2, 3, 2, positions, 2)
+    mean, variance = normals(*rows), normals(*rows).exp()
+    mean[..., -1], variance[..., -1] = 1.0, 0.0
+    layer = messages.Products(mean, variance, normals(*weights) / 2, normals(*weights).exp() / 4)
+    return layer, Message(normals(*outputs), normals(*outputs).exp())
 
 
-def test_the_batched_layer_is_products_and_a_sum() -> None:
+def test_a_layer_is_products_and_a_sum() -> None:
     """Element by element, with the factors of sections 3.1 and 3.2 one by one."""
-    layer, back = random_hidden(3, 4, 2, 0)
-    mean, variance = messages.hidden_forward(layer)
-    to_inputs, to_weights = messages.hidden_backward(layer, mean, variance, back)
-    to_bias = messages.bias_backward(layer.bias_mean, layer.bias_variance, mean, variance, back)
-    for k in range(2):
-        for n in range(3):
-            a = layer.input_mean[k, n, 0], layer.input_variance[k, n, 0]
-            to_a_tau, to_a_rho = torch.zeros(4, dtype=D), torch.zeros(4, dtype=D)
+    layer, back = random_products(2, 0)
+    mean, variance = layer.forward()
+    to_inputs, to_weights = layer.backward(mean, variance, back)
+    assert to_inputs is not None
+    ones = torch.ones(5, dtype=D)
+    for k, n, g in torch.cartesian_prod(*map(torch.arange, (2, 3, 2))).tolist():
+        to_w = Message(*(torch.zeros(2, 5, dtype=D) for _ in range(2)))
+        for p in range(2):
+            a = layer.input_mean[k, n, g, p], layer.input_variance[k, n, g, p]
+            to_a = uniform_like(a[0])
             for j in range(2):
-                w = layer.weight_mean[k, :, j], layer.weight_variance[k, :, j]
-                products = product_forward(*a, *w)
-                parts = (
-                    torch.cat([products[0], layer.bias_mean[k, n, 0, j : j + 1]]),
-                    torch.cat([products[1], layer.bias_variance[k, n, 0, j : j + 1]]),
-                )
-                ones = torch.ones(5, dtype=D)
-                near(mean[k, n, 0, j], messages.sum_forward(ones, *parts)[0], tolerance=1e-12)
-                near(variance[k, n, 0, j], messages.sum_forward(ones, *parts)[1], tolerance=1e-12)
-                own = Message(back.tau[k, n, 0, j], back.rho[k, n, 0, j])
+                w = layer.weight_mean[k, 0, g, j], layer.weight_variance[k, 0, g, j]
+                parts = product_forward(*a, *w)
+                near(mean[k, n, g, p, j], messages.sum_forward(ones, *parts)[0], tolerance=1e-12)
+                near(variance[k, n, g, p, j], messages.sum_forward(ones, *parts)[1], tolerance=1e-12)
+                own = Message(back.tau[k, n, g, p, j], back.rho[k, n, g, p, j])
                 to_parts = messages.sum_backward(ones, *parts, own)
-                to_products = Message(to_parts.tau[:4], to_parts.rho[:4])
-                to_w = product_backward(*a, to_products)
-                near(to_weights.tau[k, n, :, j], to_w.tau, tolerance=1e-12)
-                near(to_weights.rho[k, n, :, j], to_w.rho, tolerance=1e-12)
-                near(to_bias.tau[k, n, j], to_parts.tau[4], tolerance=1e-12)
-                near(to_bias.rho[k, n, j], to_parts.rho[4], tolerance=1e-12)
-                to_a = product_backward(*w, to_products)
-                to_a_tau, to_a_rho = to_a_tau + to_a.tau, to_a_rho + to_a.rho
-            near(to_inputs.tau[k, n, 0], to_a_tau, tolerance=1e-12)
-            near(to_inputs.rho[k, n, 0], to_a_rho, tolerance=1e-12)
+                for total, part in zip(to_w, product_backward(*a, to_parts), strict=True):
+                    total[j] += part
+                to_a = multiplied(to_a, product_backward(*w, to_parts))
+            is_message(Message(*(part[k, n, g, p] for part in to_inputs)), *to_a, tolerance=1e-12)
+        is_message(Message(*(part[k, n, g] for part in to_weights)), *to_w, tolerance=1e-12)
 
 
 def test_t7_constant_inputs() -> None:
-    x = t(0.7, -1.5).reshape(1, 1, 1, 2)
-    cavity = from_moments(HIDDEN.weight_mean, HIDDEN.weight_variance)
-    cavity = Message(*(part.unsqueeze(1) for part in cavity))
-    mean, variance = messages.first_forward(x, cavity, HIDDEN.bias_mean, HIDDEN.bias_variance)
+    x = t(0.7, -1.5, 1.0).reshape(1, 1, 1, 1, 3)
+    layer = PRODUCTS._replace(input_mean=x, input_variance=None)
+    mean, variance = layer.forward()
     near(mean, -0.89, -0.70), near(variance, 1.224, 0.6105)
-    told = messages.first_backward(x, cavity, mean, variance, OUTPUTS)
-    is_message(told, (0.933333, 0.045902, -1.090622, -0.501337), (0.311111, 0.642623, 2.370917, 3.008021))
-    posterior = multiplied(cavity, told)
-    near(posterior.mean[0, 0, :, 0], 0.381466, 0.276293)
-    near(posterior.variance[0, 0, :, 0], 0.096983, 0.175308)
+    to_inputs, told = layer.backward(mean, variance, OUTPUTS)
+    assert to_inputs is None
+    of_weights = Message(*(part[..., :2] for part in told))
+    is_message(
+        of_weights, (0.933333, -1.090622, 0.045902, -0.501337), (0.311111, 2.370917, 0.642623, 3.008021)
+    )
+    posterior = multiplied(from_moments(layer.weight_mean, layer.weight_variance), told)
+    near(posterior.mean[0, 0, 0, 0, :2], 0.381466, 0.276293)
+    near(posterior.variance[0, 0, 0, 0, :2], 0.096983, 0.175308)
+    row = x.flatten()
     for j in range(2):  # the exact conjugate update of both weights and the bias
-        row = torch.cat([x.flatten(), t(1.0).reshape(1)])
-        before = torch.cat([HIDDEN.weight_variance[0, :, j], HIDDEN.bias_variance[0, 0, 0, j : j + 1]])
-        start = torch.cat([HIDDEN.weight_mean[0, :, j], HIDDEN.bias_mean[0, 0, 0, j : j + 1]])
-        tau, rho = OUTPUTS.tau[0, 0, 0, j], OUTPUTS.rho[0, 0, 0, j]
+        start, before = layer.weight_mean[0, 0, 0, j], layer.weight_variance[0, 0, 0, j]
+        tau, rho = OUTPUTS.tau[0, 0, 0, 0, j], OUTPUTS.rho[0, 0, 0, 0, j]
         covariance = torch.linalg.inv((1 / before).diag() + rho * torch.outer(row, row))
-        exact = covariance @ (start / before + tau * row)
-        near(posterior.mean[0, 0, :, j], exact[:2], tolerance=1e-12)
-        near(posterior.variance[0, 0, :, j], covariance.diagonal()[:2], tolerance=1e-12)
-        bias = messages.bias_backward(HIDDEN.bias_mean, HIDDEN.bias_variance, mean, variance, OUTPUTS)
-        own = multiplied(from_moments(start[2], before[2]), Message(bias.tau[0, 0, j], bias.rho[0, 0, j]))
-        near(own.mean, exact[2], tolerance=1e-12), near(own.variance, covariance[2, 2], tolerance=1e-12)
+        near(posterior.mean[0, 0, 0, j], covariance @ (start / before + tau * row), tolerance=1e-12)
+        near(posterior.variance[0, 0, 0, j], covariance.diagonal(), tolerance=1e-12)
 
 
 # Activations
@@ -273,7 +257,7 @@ def test_t9_and_t12_forward_marginal(
     slope: float, mass: float | None, match: tuple[float, float], message: tuple[float, float]
 ) -> None:
     z, a = pair(0.3, 0.8), pair(0.7, 1.5)
-    found = messages.forward_match(z, a, slope)
+    found = messages.match_of(z, a, slope, output=True)
     if mass is not None:
         near(found.log_weight.exp(), mass)
     near(torch.stack([found.mean, found.variance]), *match)
@@ -301,7 +285,7 @@ def test_t11_and_t12_backward_marginal(
     match: tuple[float, float] | None,
     message: tuple[float, float],
 ) -> None:
-    found = messages.backward_match(pair(*z), pair(*a), slope)
+    found = messages.match_of(pair(*z), pair(*a), slope, output=False)
     if match is not None:
         near(torch.stack([found.mean, found.variance]), *match)
     is_message(messages.activation_backward(pair(*z), pair(*a), slope), *message)
@@ -311,12 +295,12 @@ def test_t11_and_t12_backward_marginal(
 
 def test_t22_guardrails() -> None:
     z, a = pair(-2.0, 4.0), pair(3.0, 1.0)
-    match = messages.forward_match(z, a, 0.1)
+    match = messages.match_of(z, a, 0.1, output=True)
     near(match.log_weight.exp(), 0.016317), near(1 / match.variance, 0.866782)
     is_message(messages.activation_forward(z, a, 0.1), -0.133120, 2.660690)
     z, a = pair(-8.0, 0.04), pair(8.0, 0.04)
     is_message(messages.activation_forward(z, a, 0.1), -2000.0, 2500.0, 1e-6)
-    assert float(messages.forward_match(z, a, 0.1).log_weight.exp()) < 1e-200
+    assert float(messages.match_of(z, a, 0.1, output=True).log_weight.exp()) < 1e-200
     for slope in (0.1, 0.0):
         z = Message(*(part.repeat(4) for part in pair(-3.0, 0.5)))
         a = Message(t(0.0, -1e-9, 1e3, -1e4), t(0.0, 1e-8, 1e3, 1e3))
@@ -453,11 +437,14 @@ def test_regression_signal() -> None:
     is_message(Regression(0.25).message(uniform_like(t(0.5, -2.0)), t(0.5, -2.0)), (2.0, -8.0), (4.0, 4.0))
 
 
-# Pooling, convolution
+# Pooling
 
-WINDOW = pair([[[[0.2, 1.0], [-0.4, 0.8]]]], [[[[0.3, 0.5], [0.2, 0.1]]]])
-BACK = pair([[[[1.3]]]], [[[[0.4]]]])
-TWO = network.Windows((2, 2), (2, 2))
+WINDOW = pair([[[[[0.2, 1.0], [-0.4, 0.8]]]]], [[[[[0.3, 0.5], [0.2, 0.1]]]]])
+BACK = pair([[[[[1.3]]]]], [[[[[0.4]]]]])
+
+
+def pool(maximum: bool, *inputs: int) -> network.Pool:
+    return network.Pool(maximum, (2, 2), (2, 2), inputs, torch.device("cpu"))
 
 
 def test_t16_and_t17_max_pool() -> None:
@@ -466,53 +453,40 @@ def test_t16_and_t17_max_pool() -> None:
         messages.winning_shares(WINDOW.mean.flatten(), WINDOW.variance.flatten()),
         (0.052208, 0.551235, 0.001627, 0.394929),
     )
-    found = network.pool_forward(WINDOW, TWO, "max")
+    found, back = pool(True, 1, 2, 2).forward(WINDOW, network.Kept())
     near(torch.cat([found.mean, found.variance]), 0.876969, 0.168345)
-    is_message(
-        network.pool_backward(WINDOW, BACK, TWO, "max"),
-        (0.039876, 1.289697, 0.001209, 0.527985),
-        (0.004803, 0.729704, 0.000005, 0.282171),
-    )
+    to_inputs = back(BACK)[0]
+    assert to_inputs is not None
+    is_message(to_inputs, (0.039876, 1.289697, 0.001209, 0.527985), (0.004803, 0.729704, 0.000005, 0.282171))
 
 
 def test_t18_average_pool() -> None:
-    found = network.pool_forward(WINDOW, TWO, "average")
+    found, back = pool(False, 1, 2, 2).forward(WINDOW, network.Kept())
     near(torch.cat([found.mean, found.variance]), 0.4, 0.06875)
-    is_message(
-        network.pool_backward(WINDOW, BACK, TWO, "average"),
-        (0.527778, 0.657143, 0.438356, 0.594595),
-        (0.138889, 0.142857, 0.136986, 0.135135),
-    )
+    to_inputs = back(BACK)[0]
+    assert to_inputs is not None
+    is_message(to_inputs, (0.527778, 0.657143, 0.438356, 0.594595), (0.138889, 0.142857, 0.136986, 0.135135))
 
 
 def test_rows_and_columns_without_a_window() -> None:
     g = torch.Generator().manual_seed(1)
     image = from_moments(
-        torch.randn(2, 3, 5, 4, generator=g, dtype=D), torch.rand(2, 3, 5, 4, generator=g, dtype=D) + 0.1
+        torch.randn(1, 2, 3, 5, 4, generator=g, dtype=D),
+        torch.rand(1, 2, 3, 5, 4, generator=g, dtype=D) + 0.1,
     )
-    for kind in ("max", "average"):
-        found = network.pool_forward(image, TWO, kind)
-        assert found.rho.shape == (2, 3, 2, 2)
-        to_image = network.pool_backward(image, found, TWO, kind)
-        is_message(
-            Message(*(p[:, :, 4] for p in to_image)),
-            torch.zeros(2, 3, 4, dtype=D),
-            torch.full((2, 3, 4), 1e-8, dtype=D),
-            0,
-        )
-        whole = Message(*(part[1:, 2:, 2:4, 2:] for part in image))
-        one = network.pool_forward(whole, TWO, kind)
-        near(found.tau[1, 2, 1, 1], one.tau, tolerance=1e-12)
-        own = network.pool_backward(whole, Message(*(p[1:, 2:, 1:, 1:] for p in found)), TWO, kind)
-        near(to_image.tau[1, 2, 2:4, 2:], own.tau, tolerance=1e-12)
-
-
-def test_padding_is_known_and_overlaps_add_up() -> None:
-    view = network.Windows((3, 3), (1, 1), (1, 1))
-    ones = torch.ones(1, 1, 3, 3, dtype=D)
-    rows = view.unfolded(ones)
-    assert rows.shape == (1, 1, 9, 9) and float(rows[0, 0, 0].sum()) == 4
-    near(view.folded(torch.ones_like(rows), 3, 3), (4, 6, 4, 6, 9, 6, 4, 6, 4))
+    for maximum in (True, False):
+        found, back = pool(maximum, 3, 5, 4).forward(image, network.Kept())
+        assert found.rho.shape == (1, 2, 3, 2, 2)
+        to_image = back(found)[0]
+        assert to_image is not None
+        edge = torch.zeros(2, 3, 4, dtype=D)
+        is_message(Message(*(p[0, :, :, 4] for p in to_image)), edge, edge + 1e-8, 0)
+        window = Message(*(part[:, 1:, 2:, 2:4, 2:] for part in image))
+        one, back = pool(maximum, 1, 2, 2).forward(window, network.Kept())
+        near(found.tau[0, 1, 2, 1, 1], one.tau, tolerance=1e-12)
+        own = back(Message(*(p[:, 1:, 2:, 1:, 1:] for p in found)))[0]
+        assert own is not None
+        near(to_image.tau[0, 1, 2, 2:4, 2:], own.tau, tolerance=1e-12)
 
 
 # Priors
@@ -537,17 +511,14 @@ def test_t23_priors(inputs: int, outputs: int, deviation: float, variance: float
 
 
 def test_no_precision_behind_gives_no_message() -> None:
-    layer, back = random_hidden(3, 4, 2, 5)
-    mean, variance = messages.hidden_forward(layer)
-    quiet = uniform_like(back.tau)
-    to_bias = messages.bias_backward(layer.bias_mean, layer.bias_variance, mean, variance, quiet)
-    for message in (*messages.hidden_backward(layer, mean, variance, quiet), to_bias):
-        assert not bool(message.tau.any()) and not bool(message.rho.any())
+    layer, back = random_products(2, 5)
+    for message in layer.backward(*layer.forward(), uniform_like(back.tau)):
+        assert message is not None and not bool(message.tau.any()) and not bool(message.rho.any())
     for slope in (0.1, 0.0):
         is_message(messages.activation_backward(pair(0.3, 0.8), uniform_like(t(0.0)), slope), 0.0, 1e-8, 0)
-    for kind in ("max", "average"):
-        told = network.pool_backward(WINDOW, uniform_like(BACK.tau), TWO, kind)
-        assert not bool(told.tau.any()) and bool((told.rho == 1e-8).all())
+    for maximum in (True, False):
+        told = pool(maximum, 1, 2, 2).forward(WINDOW, network.Kept())[1](uniform_like(BACK.tau))[0]
+        assert told is not None and not bool(told.tau.any()) and bool((told.rho == 1e-8).all())
 
 
 def test_a_clearly_negative_precision_is_an_error(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -2,37 +2,44 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from itertools import pairwise
+from math import prod
 
 import pytest
 import torch
-from torch import Tensor
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.func import functional_call
 
 import posthoc_uq as uq
-from posthoc_uq.methods.message_passing import joint, network, train
+from posthoc_uq.layers import RULES, Geometry, Layer, describe, rules
+from posthoc_uq.layers.rules import Linear, register
+from posthoc_uq.methods.message_passing import train
 from posthoc_uq.methods.message_passing.messages import (
     Argmax,
     Message,
     Regression,
     Signal,
     Softargmax,
+    divided,
     from_moments,
+    multiplied,
     sum_backward,
+    uniform_like,
 )
 from posthoc_uq.methods.message_passing.network import (
     Activation,
-    Flat,
-    LayerMessage,
-    Memory,
-    Pass,
-    Pool,
+    ByStage,
+    Kept,
+    Scale,
     Stage,
     Weighted,
-    Windows,
     outputs_of,
+    passed,
+    stages_of,
 )
-from posthoc_uq.methods.message_passing.train import ByStage, Trainer, batch_damping
+from posthoc_uq.methods.message_passing.train import Trainer, batch_damping
 
 D = torch.float64
 ROWS = torch.tensor([[1, 0.5, -0.3], [0.2, -1, 0.4], [-0.6, 0.3, 1], [0.8, 0.7, 0.2]], dtype=D)
@@ -46,34 +53,39 @@ def near(found: Tensor, expected: object, tolerance: float = 1.5e-6) -> None:
     torch.testing.assert_close(found.flatten(), wanted.flatten(), rtol=0, atol=tolerance)
 
 
-def belief(mean: Tensor, variance: float, outputs: int, bias: bool) -> LayerMessage:
-    """A prior of weights ``(L, I, J)`` and a bias of variance 0.5."""
-    own = torch.zeros(len(mean), outputs if bias else 0, dtype=D)
-    return LayerMessage(
-        from_moments(mean, torch.full_like(mean, variance)), from_moments(own, torch.full_like(own, 0.5))
-    )
+def normals(*shape: int, seed: int = 0) -> Tensor:
+    return torch.randn(*shape, generator=torch.Generator().manual_seed(seed), dtype=D)
 
 
-def one_layer(
-    inputs: int, outputs: int = 1, *, bias: bool = False, networks: int = 1
-) -> tuple[list[Stage], ByStage]:
-    mean = torch.zeros(networks, inputs, outputs, dtype=D)
-    return [Weighted("last", inputs, outputs, bias=bias)], {0: belief(mean, 1.0, outputs, bias)}
+def linear(inputs: int, outputs: int, bias: bool = True) -> Weighted:
+    weight = torch.empty(outputs, inputs)
+    layer = describe("", "linear", ("w", weight), ("b", weight[:, 0]) if bias else None, 1)
+    return Weighted(layer, Geometry(), (inputs,), (outputs,), torch.device("cpu"))
+
+
+def belief(mean: Tensor, variance: float, bias: bool) -> Message:
+    """A prior of weights ``(K, J, I)`` of one group, and of a bias around 0 with a variance of 0.5."""
+    variances = torch.full_like(mean, variance)
+    if bias:
+        mean, variances = F.pad(mean, (0, 1)), F.pad(variances, (0, 1), value=0.5)
+    return from_moments(mean.unsqueeze(1), variances.unsqueeze(1))
+
+
+def one_layer(inputs: int, outputs: int = 1, *, bias: bool = False) -> tuple[list[Weighted | Stage], ByStage]:
+    return [linear(inputs, outputs, bias)], {0: belief(torch.zeros(1, outputs, inputs, dtype=D), 1.0, bias)}
 
 
 def perceptron(
-    widths: Sequence[int], networks: int = 1, seed: int = 0, slope: float = 0.1
-) -> tuple[list[Stage], ByStage]:
-    generator, stages, prior = torch.Generator().manual_seed(seed), list[Stage](), ByStage()
+    widths: Sequence[int], networks: int = 1, slope: float = 0.1
+) -> tuple[list[Weighted | Stage], ByStage]:
+    generator, stages, prior = torch.Generator().manual_seed(0), list[Weighted | Stage](), ByStage()
     for number, (inputs, outputs) in enumerate(pairwise(widths)):
         if number:
             stages.append(Activation(slope))
-        shape = (networks, inputs, outputs)
-        means = train.drawn_means(shape, inputs, outputs, generator, torch.device("cpu"))
-        prior[len(stages)] = belief(
-            means, train.weight_variance(inputs, outputs, first=number == 0), outputs, True
-        )
-        stages.append(Weighted(str(number), inputs, outputs))
+        means = train.drawn_means(networks, outputs, inputs, outputs, generator, torch.device("cpu"))
+        variance = train.weight_variance(inputs, outputs, first=number == 0)
+        prior[len(stages)] = belief(means, variance, True)
+        stages.append(linear(inputs, outputs))
     return stages, prior
 
 
@@ -85,7 +97,7 @@ def sine(samples: int, seed: int = 1) -> tuple[Tensor, Tensor, Tensor]:
 
 
 def moments(trainer: Trainer, index: int = 0) -> tuple[Tensor, Tensor]:
-    weights = trainer.posterior[index].weights
+    weights = trainer.posterior[index]
     return weights.mean, weights.variance
 
 
@@ -94,8 +106,7 @@ def assert_assembled(trainer: Trainer) -> None:
     parts = trainer.assembled()
     for index, own in trainer.posterior.items():
         for found, expected in zip(own, parts[index], strict=True):
-            for a, b in zip(found, expected, strict=True):
-                torch.testing.assert_close(a, b, rtol=1e-10, atol=1e-10)
+            torch.testing.assert_close(found, expected, rtol=1e-10, atol=1e-10)
 
 
 # Exact answers
@@ -122,15 +133,14 @@ def test_a_single_observation_is_exact() -> None:
     covariance = torch.linalg.inv(precision)
     for j in range(2):
         exact = covariance @ (row * y[0, j] / 0.25)
-        near(moments(trainer)[0][0, :, j], exact[:3], 1e-12)
-        near(moments(trainer)[1][0, :, j], covariance.diagonal()[:3], 1e-12)
-        near(trainer.posterior[0].bias.mean[0, j], exact[3], 1e-12)
+        near(moments(trainer)[0][0, 0, j], exact, 1e-12)
+        near(moments(trainer)[1][0, 0, j], covariance.diagonal(), 1e-12)
 
 
 def test_t21_joint_posterior_of_a_probit() -> None:
-    prior = joint.independent(torch.zeros(1, 2, dtype=D), torch.ones(1, 2, dtype=D))
-    _, told = joint.fit_sites(PROBIT_ROWS, SIGNS, Argmax(), prior)
-    mean, covariance = joint.plus(prior, told).moments()
+    prior = Message(torch.zeros(1, 2, dtype=D), torch.eye(2, dtype=D).unsqueeze(0))
+    _, told = train.fit_sites(PROBIT_ROWS, SIGNS, Argmax(), prior)
+    mean, covariance = train.joint_moments(multiplied(prior, told))
     near(mean, (0.601863, 0.915609))
     near(covariance, (0.234925, 0.052648, 0.052648, 0.376380))
     stages, own = one_layer(2)
@@ -164,16 +174,16 @@ def test_joint_sites_of_classes_can_be_found_again(signal: Signal) -> None:
     """The targets' sites are those that hold under the posterior of all, by which data can be taken out."""
     x, y = random_rows(60, 4, 3)
     labels = y.argmax(1)
-    prior = joint.independent(torch.zeros(3, 4, dtype=D), torch.ones(3, 4, dtype=D))
-    sites, told = joint.fit_sites(x, labels, signal, prior)
-    posterior = joint.plus(prior, told)
-    found = joint.sites_within(x[:20], labels[:20], signal, posterior)
-    part = joint.site_to_weight_messages(x[:20], found)
-    own = joint.site_to_weight_messages(x[:20], Message(sites.tau[:20], sites.rho[:20]))
-    near(part.precision, own.precision, 5e-3), near(part.field, own.field, 5e-3)
-    cavity = joint.Joint(posterior.field - part.field, posterior.precision - part.precision)
-    _, again = joint.fit_sites(x[:20], labels[:20], signal, cavity)
-    near(joint.plus(cavity, again).precision, posterior.precision, 5e-3)
+    prior = Message(torch.zeros(3, 4, dtype=D), torch.eye(4, dtype=D).expand(3, 4, 4))
+    sites, told = train.fit_sites(x, labels, signal, prior)
+    posterior = multiplied(prior, told)
+    found = train.sites_within(x[:20], labels[:20], signal, posterior)
+    part = train.site_to_weight_messages(x[:20], found)
+    own = train.site_to_weight_messages(x[:20], Message(sites.tau[:20], sites.rho[:20]))
+    near(part.rho, own.rho, 5e-3), near(part.tau, own.tau, 5e-3)
+    cavity = divided(posterior, part)
+    _, again = train.fit_sites(x[:20], labels[:20], signal, cavity)
+    near(multiplied(cavity, again).rho, posterior.rho, 5e-3)
 
 
 # No double counting
@@ -193,7 +203,7 @@ def test_nothing_is_counted_twice() -> None:
     trainer.run(after_visit)
     assert len(seen) == 12
     for message in trainer.evidence:
-        assert all(bool((part.weights.rho >= 0).all()) for part in message.values())
+        assert all(bool((part.rho >= 0).all()) for part in message.values())
 
 
 def test_the_fixed_point_stays() -> None:
@@ -224,10 +234,7 @@ def test_several_networks_at_once_are_each_alone() -> None:
     together = Trainer(stages, prior, [(x, y)], Regression(0.01), iterations=3)
     together.run()
     for k in range(3):
-        own = {
-            index: LayerMessage(*(Message(*(part[k : k + 1] for part in message)) for message in each))
-            for index, each in prior.items()
-        }
+        own = {index: Message(*(part[k : k + 1] for part in each)) for index, each in prior.items()}
         alone = Trainer(stages, own, [(x, y)], Regression(0.01), iterations=3)
         alone.run()
         for index in own:
@@ -243,7 +250,7 @@ def test_a_sine_is_learned() -> None:
     x, truth, y = sine(60)
     stages, prior = perceptron((1, 16, 16, 1), networks=2)
     for slope in (0.1, 0.0):
-        own: list[Stage] = [Activation(slope) if isinstance(s, Activation) else s for s in stages]
+        own = [Activation(slope) if isinstance(s, Activation) else s for s in stages]
         trainer = Trainer(own, prior, [(x, y)], Regression(0.0025), iterations=4)
         trainer.run()
         mean, variance = outputs_of(own, trainer.posterior, x)
@@ -289,61 +296,154 @@ def test_divergence_is_seen() -> None:
             trainer._check([bad], y)
 
 
-# Convolutions
+# Kinds of layers
 
 
-@pytest.mark.parametrize("groups", [1, 2])
-def test_a_convolution_cell_by_cell(groups: int) -> None:
-    """Stride, padding and groups, against loops over patches with the plain sum and product factors."""
-    generator = torch.Generator().manual_seed(1)
-    view = Windows((3, 2), (2, 1), (1, 0), (1, 2), groups)
-    size, outputs = 4 // groups * 6, 2
-    prior = {1: belief(torch.randn(groups, size, outputs, generator=generator, dtype=D), 0.3, outputs, False)}
-    message = from_moments(
-        torch.randn(1, 2, 4, 5, 4, generator=generator, dtype=D),
-        torch.rand(1, 2, 4, 5, 4, generator=generator, dtype=D) + 0.2,
+class Factor(nn.Module):
+    """As transformers' ``Conv1D``, and ``torch.inner(x, W)`` where the library knows that."""
+
+    def __init__(self, inner: bool = False) -> None:
+        super().__init__()
+        self.inner, shape = inner, (3, 4) if inner else (4, 3)
+        self.weight = nn.Parameter(torch.empty(shape))
+        if not inner:
+            self.bias = nn.Parameter(torch.empty(3))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return torch.inner(x, self.weight) if self.inner else torch.addmm(self.bias, x, self.weight)
+
+
+class Inner(Linear):
+    """A kind from outside of the package."""
+
+    kind = "inner"
+    modules = ()
+
+    def __init__(self) -> None:
+        self.functions = {torch.inner: {"input": "input", "other": "weight"}}
+
+
+@pytest.fixture
+def inner() -> Iterator[None]:
+    register(Inner())
+    yield
+    del RULES["inner"], rules._BY_FUNCTION[torch.inner]
+
+
+KINDS: dict[str, tuple[nn.Module, tuple[int, ...], int]] = {  # with the shape of an input, and groups
+    "linear": (nn.Linear(4, 3), (2, 4), 1),
+    "matmul": (Factor(), (4,), 1),
+    "inner": (Factor(inner=True), (4,), 1),
+    "conv1d": (nn.Conv1d(4, 6, 3, stride=2, padding=2, dilation=2, groups=2), (4, 5), 2),
+    "conv2d": (nn.Conv2d(2, 3, (3, 2), (2, 1), (1, 0), (1, 2), bias=False), (2, 4, 4), 1),
+    "conv3d": (nn.Conv3d(1, 2, 2, stride=(1, 2, 1), padding=(0, 1, 0)), (1, 2, 2, 3), 1),
+    "conv_transpose1d": (nn.ConvTranspose1d(2, 3, 3, padding=1, bias=False), (2, 4), 1),
+    "conv_transpose2d": (
+        nn.ConvTranspose2d(4, 4, (3, 2), stride=(2, 1), padding=(1, 0), output_padding=(1, 0), groups=2),
+        (4, 2, 2),
+        2,
+    ),
+}
+
+
+@pytest.mark.usefixtures("inner")
+@pytest.mark.parametrize("constant", [False, True], ids=["uncertain inputs", "constants"])
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_kind_of_layer_edge_by_edge(kind: str, constant: bool) -> None:
+    """Which products make an output, torch's own function shows for one input and one weight at a time; then the plain
+    factors of products and sums for each output.
+    """
+    module, shape, groups = KINDS[kind]
+    with torch.no_grad():
+        for seed, parameter in enumerate(module.parameters()):
+            parameter.copy_(normals(*parameter.shape, seed=seed))
+    parameters = dict(module.double().named_parameters())
+    bias = ("0.bias", parameters["bias"]) if parameters.get("bias") is not None else None
+    layer = describe("0", kind, ("0.weight", parameters["weight"]), bias, groups)
+    model = nn.Sequential(module, nn.Flatten())
+    stage = stages_of(model, {"0": layer}, normals(1, *shape))[0]
+    assert isinstance(stage, Weighted)
+    # of torch's function: (outputs, inputs, weights), 1 where the product of the two is in the output
+    zero = {name: torch.zeros_like(parameter) for name, parameter in parameters.items()}
+    places, weights = torch.eye(prod(shape), dtype=D), torch.eye(zero["weight"].numel(), dtype=D)
+    with torch.no_grad():
+        edges = torch.stack(
+            [
+                functional_call(
+                    module,
+                    zero | {"weight": weight.reshape(zero["weight"].shape)},
+                    places.reshape(-1, *shape),
+                )
+                for weight in weights
+            ],
+            -1,
+        )
+    outputs, edges = edges.shape[1:-1], edges.flatten(1, -2).movedim(1, 0)
+    assert bool(((edges == 0) | (edges == 1)).all())
+    marginal = from_moments(
+        normals(1, *layer.matrix_shape, seed=2), normals(1, *layer.matrix_shape, seed=3).exp()
     )
-    stage = Weighted("b", size, outputs, view, bias=False)
-    step = Pass([Flat(), stage], prior, Memory())
-    step._traces.append(None)  # type: ignore[arg-type]
-    trace = network._Trace(message.rho.shape, message)
-    step._traces.append(trace)
-    out = step._hidden(1, stage, message, trace)
-    back = Message(*(torch.rand(out.rho.shape, generator=generator, dtype=D) for _ in range(2)))
-    to_inputs, told = step.backward(1, back)
-    assert to_inputs is not None and told is not None
-    tau, rho = torch.zeros(2, 4, 5, 4, dtype=D), torch.zeros(2, 4, 5, 4, dtype=D)
-    to_w = torch.zeros(groups, 2, size, outputs, dtype=D)
-    mean, variance = message.mean[0], message.variance[0]
-    for n, g, row, col in torch.cartesian_prod(*map(torch.arange, (2, groups, *out.rho.shape[-2:]))).tolist():
-        places = [
-            (c, 2 * row + dy - 1, col + 2 * dx, index)
-            for index, (c, dy, dx) in enumerate(
-                torch.cartesian_prod(torch.arange(4 // groups), torch.arange(3), torch.arange(2)).tolist()
-            )
-            if 0 <= 2 * row + dy - 1 < 5
-        ]
-        cells = [(g * (4 // groups) + c, y, x) for c, y, x, _ in places]
-        picked = [index for *_, index in places]
-        a = torch.stack([mean[n][cell] for cell in cells]), torch.stack([variance[n][cell] for cell in cells])
-        for j in range(outputs):
-            w = prior[1].weights.mean[g, picked, j], prior[1].weights.variance[g, picked, j]
-            second = w[1] + w[0].square()
-            parts = a[0] * w[0], a[1] * second + a[0].square() * w[1]
-            ones = torch.ones(len(cells), dtype=D)
-            channel = g * outputs + j
-            near(out.mean[0, n, channel, row, col], parts[0].sum(), 1e-12)
-            near(out.variance[0, n, channel, row, col], parts[1].sum(), 1e-12)
-            own = Message(*(part[0, n, channel, row, col] for part in back))
-            to_parts = sum_backward(ones, *parts, own)
-            to_a, to_weight = (Message(to_parts.tau * m, to_parts.rho * (v + m.square())) for m, v in (w, a))
-            to_w[g, n, picked, j] += to_weight.tau  # once summed, below
-            for cell, own_tau, own_rho in zip(cells, to_a.tau, to_a.rho, strict=True):
-                tau[n][cell] += own_tau
-                rho[n][cell] += own_rho
-    heard = rho > 1e-8
-    near(to_inputs.tau[0][heard], tau[heard], 1e-10), near(to_inputs.rho[0], rho.clamp(min=1e-8), 1e-10)
-    near(told.weights.tau, to_w.sum(1), 1e-10)
+    sent = Message(0.1 * normals(1, *layer.matrix_shape, seed=8), 0.1 * marginal.rho)
+    mean, variance = normals(*shape, seed=4), normals(*shape, seed=5).exp()
+    back = Message(normals(1, 1, *outputs, seed=6), normals(1, 1, *outputs, seed=7).exp())
+    inputs = mean[None, None] if constant else from_moments(mean[None, None], variance[None, None])
+    found, way_back = stage.forward(inputs, marginal, Kept(sent))
+    to_inputs, to_weights = way_back(back)
+    assert to_weights is not None
+    # the weights of uncertain inputs enter by their marginals, those of constants, as biases are, by their cavities
+    cavity = divided(marginal, sent)
+    of_weights = cavity if constant else marginal
+    w = [
+        layer.to_parameters(part[0])["0.weight"].flatten() for part in (of_weights.mean, of_weights.variance)
+    ]
+    a = [mean.flatten(), torch.zeros_like(mean).flatten() if constant else variance.flatten()]
+    to_a, to_w = uniform_like(a[0]), uniform_like(w[0])
+    to_b = uniform_like(torch.zeros(layer.groups * layer.outputs, dtype=D))
+    after = len(outputs) - 1 if layer.convolutional else 0  # axes after the channels
+    channels = torch.arange(len(to_b.rho)).reshape(-1, *[1] * after).expand(outputs)
+    for place, channel in enumerate(channels.flatten().tolist()):
+        i, k = edges[place].nonzero().T
+        parts = [a[0][i] * w[0][k], a[1][i] * (w[1][k] + w[0][k].square()) + a[0][i].square() * w[1][k]]
+        if layer.bias is not None:
+            own = [part[..., -1].flatten()[channel : channel + 1] for part in (cavity.mean, cavity.variance)]
+            parts = [torch.cat(pair) for pair in zip(parts, own, strict=True)]
+        near(found.mean.flatten()[place], parts[0].sum(), 1e-12)
+        near(found.variance.flatten()[place], parts[1].sum(), 1e-12)
+        message = Message(*(part.flatten()[place] for part in back))
+        to_parts = sum_backward(torch.ones_like(parts[0]), *parts, message)
+        for total, index, other in ((to_a, i, [m[k] for m in w]), (to_w, k, [m[i] for m in a])):
+            total.tau.index_add_(0, index, to_parts.tau[: len(i)] * other[0])
+            total.rho.index_add_(0, index, to_parts.rho[: len(i)] * (other[1] + other[0].square()))
+        if layer.bias is not None:
+            to_b.tau[channel] += to_parts.tau[-1]
+            to_b.rho[channel] += to_parts.rho[-1]
+    for part, of_w, of_b in zip(to_weights, to_w, to_b, strict=True):
+        by_name = layer.to_parameters(part[0])
+        near(by_name["0.weight"], of_w, 1e-10)
+        if layer.bias is not None:
+            near(by_name["0.bias"], of_b, 1e-10)
+    if constant:
+        assert to_inputs is None
+    else:
+        assert to_inputs is not None
+        heard = to_a.rho > 1e-8
+        near(to_inputs.tau.flatten()[heard], to_a.tau[heard], 1e-10)
+        near(to_inputs.rho, to_a.rho.clamp(min=1e-8), 1e-10)
+
+
+def layers_of(model: nn.Module) -> dict[str, Layer]:
+    kinds = {module: rule.kind for rule in RULES.values() for module in rule.modules}
+    return {
+        name: describe(
+            name,
+            kinds[type(module)],
+            (f"{name}.weight", module.weight),
+            (f"{name}.bias", module.bias),
+            1,
+        )
+        for name, module in model.named_modules()
+        if type(module) in kinds
+    }
 
 
 def test_a_small_convolutional_network_learns() -> None:
@@ -353,23 +453,23 @@ def test_a_small_convolutional_network_learns() -> None:
     x = 0.3 * torch.randn(40, 1, 7, 6, generator=generator, dtype=D)
     x[labels == 0, :, :, :3] += 1.0
     x[labels == 1, :, :, 3:] += 1.0
-    view = Windows((2, 3))
-    stages: list[Stage] = [
-        Weighted("a", 6, 4, view),
-        Activation(0.1),
-        Pool("max", Windows((2, 2), (2, 2))),
-        Weighted("b", 16, 3, Windows((2, 2))),
-        Activation(0.1),
-        Pool("average"),
-        Flat(),
-        Weighted("c", 3, 2),
-    ]
-    prior = ByStage()
-    for index, (inputs, outputs) in {0: (6, 4), 3: (16, 3), 7: (3, 2)}.items():
-        means = train.drawn_means((2, inputs, outputs), inputs, 12 * outputs, generator, torch.device("cpu"))
-        prior[index] = belief(
-            means, train.weight_variance(inputs, 12 * outputs, first=index == 0), outputs, True
-        )
+    model = nn.Sequential(
+        nn.Conv2d(1, 4, (2, 3)),
+        nn.LeakyReLU(0.1),
+        nn.MaxPool2d(2),
+        nn.Conv2d(4, 3, 2),
+        nn.LeakyReLU(0.1),
+        nn.AdaptiveAvgPool2d(1),
+        nn.Flatten(),
+        nn.Linear(3, 2),
+    ).double()
+    stages, prior = stages_of(model, layers_of(model), x[:1]), ByStage()
+    for index, stage in enumerate(stages):
+        if isinstance(stage, Weighted):
+            _, outputs, inputs = stage.layer.matrix_shape
+            means = train.drawn_means(2, outputs, inputs - 1, 12 * outputs, generator, torch.device("cpu"))
+            variance = train.weight_variance(inputs - 1, 12 * outputs, first=index == 0)
+            prior[index] = belief(means, variance, True)
     data = [(x[:20], labels[:20]), (x[20:], labels[20:])]
     trainer = Trainer(stages, prior, data, Argmax(), epochs=3, iterations=3)
     trainer.run(lambda: assert_assembled(trainer))
@@ -378,15 +478,21 @@ def test_a_small_convolutional_network_learns() -> None:
     assert float((mean.argmax(-1) == labels).double().mean()) > 0.9
 
 
-def test_constants_that_are_added() -> None:
-    """A layer without a bias whose outputs are moved by known numbers is that layer over moved targets."""
+def test_outputs_that_are_scaled_and_moved() -> None:
+    """As BatchNorm does: the same layer over targets that are moved and scaled back."""
     x, y = random_rows(12, 3, 2)
-    offset = torch.tensor([0.7, -2.0], dtype=D)
-    _, prior = one_layer(3, 2)
+    factor, offset = torch.tensor([0.5, -3.0], dtype=D), torch.tensor([0.7, -2.0], dtype=D)
+    stages, prior = one_layer(3, 2)
+    scaled = [*stages, Scale(factor, offset)]
     found: list[Tensor] = []
-    for own, targets in ((None, y), (offset, y + offset)):
-        stages: list[Stage] = [Weighted("last", 3, 2, bias=False, offset=own)]
-        trainer = Trainer(stages, prior, [(x, targets)], Regression(0.25), iterations=3)
+    for own, targets, noise in (
+        (stages, y, torch.full((2,), 0.25, dtype=D)),
+        (scaled, factor * y + offset, 0.25 * factor.square()),
+    ):
+        trainer = Trainer(own, prior, [(x, targets)], Regression(noise), iterations=3)
         trainer.run()
         found.append(moments(trainer)[0])
     near(found[1], found[0], 1e-10)
+    outputs = [passed(own, trainer.posterior, [Kept() for _ in own], x[None])[0] for own in (stages, scaled)]
+    near(outputs[1].mean, factor * outputs[0].mean + offset, 1e-10)
+    near(outputs[1].variance, factor.square() * outputs[0].variance, 1e-10)

@@ -32,9 +32,7 @@ class TestClasses:
         pairs = list(zip(probs.tolist(), labels.tolist(), strict=True))
         hits = [row.index(max(row)) == label for row, label in pairs]
         brier = [sum((p - (c == label)) ** 2 for c, p in enumerate(row)) for row, label in pairs]
-        nll = [-math.log(row[label]) for row, label in pairs]
         assert metrics.accuracy(probs, labels) == pytest.approx(sum(hits) / 200, abs=1e-6)
-        assert metrics.negative_log_likelihood(probs, labels) == pytest.approx(sum(nll) / 200, abs=1e-12)
         assert metrics.brier_score(probs, labels) == pytest.approx(sum(brier) / 200, abs=1e-12)
         for k in (1, 2, 4):
             expected = top_k_accuracy_score(labels.numpy(), probs.numpy(), k=k, labels=range(5))
@@ -48,8 +46,6 @@ class TestClasses:
     def test_edge_probabilities(self) -> None:
         sure = torch.tensor([[1.0, 0.0], [0.0, 1.0]])
         right, wrong = torch.tensor([0, 1]), torch.tensor([1, 0])
-        assert metrics.negative_log_likelihood(sure, right) == 0
-        assert metrics.negative_log_likelihood(sure, wrong) == math.inf
         assert (metrics.brier_score(sure, right), metrics.brier_score(sure, wrong)) == (0, 2)
 
 
@@ -120,7 +116,6 @@ class TestValues:
         density = sum(math.log(NormalDist(m, math.sqrt(v)).pdf(y)) for m, v, y in flat) / shape[0]
         for found, expected in (
             (metrics.rmse(mean, targets), math.sqrt(sum((m - y) ** 2 for m, _, y in flat) / 400)),
-            (metrics.mae(mean, targets), sum(abs(m - y) for m, _, y in flat) / 400),
             (metrics.gaussian_log_density(mean, variance, targets), density),
             (
                 metrics.interval_coverage(lower, upper, targets),
@@ -376,7 +371,7 @@ def test_wrong_input_is_one_clear_error() -> None:
         (lambda: metrics.accuracy(probs[:0], labels[:0]), "at least one input"),
         (lambda: metrics.brier_score(probs, labels[:2]), "3 integers"),
         (lambda: metrics.brier_score(probs, labels.float()), "3 integers"),
-        (lambda: metrics.negative_log_likelihood(probs, labels - 1), "between 0 and 1"),
+        (lambda: metrics.brier_score(probs, labels - 1), "between 0 and 1"),
         (lambda: metrics.calibration_bins(4 * probs, labels), "softmax"),
         (lambda: metrics.top_k_accuracy(probs, labels), "k between"),
         (lambda: metrics.expected_calibration_error(probs, labels, 0), "at least one bin"),

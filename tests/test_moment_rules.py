@@ -10,9 +10,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-import posthoc_uq.moments.rules  # noqa: F401
 from posthoc_uq.core.errors import PosthocUQError
-from posthoc_uq.moments.tensor import MomentTensor, Pass, Rules, WeightPosteriors, moments_of
+from posthoc_uq.moments.tensor import MomentTensor, Pass, Rules, moments_of
 from posthoc_uq.moments.unscented import unscented
 
 Function = Callable[[Tensor], Any]
@@ -23,7 +22,7 @@ def randn(*shape: int, seed: int = 0) -> Tensor:
 
 
 def run(function: Callable[..., Any], *pairs: tuple[Tensor, Tensor], **rules: Any) -> Any:
-    with Pass(Rules(**rules), WeightPosteriors({})):
+    with Pass(Rules(**rules), {}):
         return function(*(MomentTensor(m, v) for m, v in pairs))
 
 
@@ -623,7 +622,7 @@ def test_gradients_flow_through_factors_that_depend_on_the_input() -> None:
     m, v = randn(3), torch.rand(3, generator=torch.Generator().manual_seed(2), dtype=torch.float64)
 
     def loss(x: Tensor) -> Tensor:
-        with Pass(Rules(), WeightPosteriors({})):
+        with Pass(Rules(), {}):
             found = MomentTensor(x, v) * torch.sin(x) @ torch.cos(x).unsqueeze(1)
         return found.moment_variance.sum() + found.moment_mean.sum()
 

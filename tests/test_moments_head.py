@@ -21,6 +21,7 @@ from posthoc_uq.core.batches import Batch
 from posthoc_uq.heads.moments import MomentsPredictor
 from posthoc_uq.layers.capture import Capture
 from posthoc_uq.likelihoods import resolve_likelihood
+from posthoc_uq.moments.propagation import propagate
 from posthoc_uq.posteriors.block import Block
 from posthoc_uq.posteriors.information import InformationBlock, LowRankDiagonal
 from posthoc_uq.posteriors.laplace import DiagonalBlock, EigenvalueCorrectedBlock
@@ -338,12 +339,12 @@ def test_gradients_by_the_posteriors_variances() -> None:
     net = small_net().double()
     predictor = MomentsPredictor(net, fitted(net, "diag", 50.0, (2, 8, 8), 4), weights="marginal")
     layer = predictor.noises[1]
+    weight = net.get_submodule(layer.layer).weight.detach()
     x = torch.randn(2, 2, 8, 8, dtype=torch.float64)
     start = layer.variances.detach().clone()
 
     def loss(variances: Tensor) -> Tensor:
-        layer.joined = layer.summed = None
-        layer.variances = variances
+        layer.variances, layer.summed = variances, torch.cat([weight.square() + variances, variances], dim=1)
         mean, variance, _ = predictor.propagate(x)
         return mean.sum() + variance.log().sum()
 
@@ -418,7 +419,7 @@ def _plain(net: Any) -> nn.Module:
     return Plain()
 
 
-def test_covariances_reach_probabilities_and_maps() -> None:
+def test_covariances_reach_probabilities_and_linear_maps() -> None:
     net = mlp(2, nn.ReLU())
     own = fitted(net, "kfac", 2000.0, (20,), 10)
     x = torch.randn(30, 20)
@@ -427,8 +428,10 @@ def test_covariances_reach_probabilities_and_maps() -> None:
     found = full(x)
     torch.testing.assert_close(found.probs, drawn.probs, atol=0.03, rtol=0)  # type: ignore[union-attr]
     assert bool((found.mutual_information() >= 0).all())  # type: ignore[union-attr]
-    mapped = MomentsPredictor(net, own, cov="full", output_map=lambda f: f[:, :3] - f[:, 3:6])
-    mean, variance = mapped.functional_mean(x), mapped.functional_variance(x)
+    logits, _, covariance = full.propagate(x)
+    assert covariance is not None
+    map_of = torch.eye(10)[:3] - torch.eye(10)[3:6]
+    mean, variance = logits @ map_of.T, (map_of @ covariance @ map_of.T).diagonal(dim1=1, dim2=2)
     outputs = uq.wrap(net, own, n_samples=2000).outputs(x)  # type: ignore[attr-defined]
     difference = outputs[:, :, :3] - outputs[:, :, 3:6]
     torch.testing.assert_close(mean, difference.mean(0), atol=0.02, rtol=0.05)
@@ -473,9 +476,16 @@ def test_a_budget_cuts_batches_of_covariances(monkeypatch: pytest.MonkeyPatch) -
     x = torch.randn(7, 20)
     expected = MomentsPredictor(net, own, cov="full")(x)
     monkeypatch.setattr("posthoc_uq.heads.moments.TEMPORARY_BYTES", 3 * 8 * 4 * 128**2)
-    cut = MomentsPredictor(net, own, cov="full")
-    assert cut._step(7) == 3
-    torch.testing.assert_close(cut(x).probs, expected.probs)  # type: ignore[union-attr]
+    passes: list[Any] = []
+
+    def counted(*args: Any) -> Any:
+        passes.append(propagate(*args))
+        return passes[-1]
+
+    monkeypatch.setattr("posthoc_uq.heads.moments.propagate", counted)
+    found = MomentsPredictor(net, own, cov="full")(x)
+    assert [len(part.mean) for part in passes] == [3, 3, 1]
+    torch.testing.assert_close(found.probs, expected.probs)  # type: ignore[union-attr]
 
 
 def test_messages_name_the_module() -> None:

@@ -105,7 +105,7 @@ def test_every_method_by_definition(method: str) -> None:
     posterior = fitted(model, x, method)
     predictor = uq.wrap(model, posterior, head="linearized")
     # with the mean that a training found; message passing sorts by the classes of the trained network
-    network = model if method == "message_passing" else predictor._network()
+    network = model if method == "message_passing" else predictor._network
     test = inputs(20, seed=2)
     for smoothing in (1e-4, 3e-3):
         found = predictor.novelty(test, smoothing=smoothing)
@@ -278,7 +278,7 @@ def test_compression(budget: int) -> None:
     wanted = (other.unsqueeze(1) > familiar).double().mean()
     got = (found.novelty(foreign).unsqueeze(1) > found.novelty(test)).double().mean()
     assert wanted > 0.95 and abs(float(got - wanted)) < 0.02
-    kept = found.numbers()
+    kept = sum(tensor.numel() for tensor in found.tensors().values())
     assert kept < classes * size**2 * 0.7
 
 
@@ -303,7 +303,7 @@ def test_one_gram_is_kept_exactly_and_fewer_samples_than_features_do_no_harm() -
 def test_many_classes_stay_within_bounds(most: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """In turn less than the whole shared basis, all of it with diagonals alone, and with directions of every class."""
     classes, size = 200, 130
-    monkeypatch.setattr(features.compressed, "__defaults__", (most,))
+    monkeypatch.setattr(features, "_MAX_NUMBERS", most)
     layer = Layer("fc", "linear", "fc.weight", None, 1, classes, size, (classes, size))
     grams = ClassGrams(FeatureSource(layer, "outputs", classes), Categorical(), torch.device("cpu"), 2**23)
     assert "sketches" in grams.sums
@@ -312,8 +312,8 @@ def test_many_classes_stay_within_bounds(most: int, monkeypatch: pytest.MonkeyPa
         part = slice(start, start + 1000)
         grams.add(phi[part], F.one_hot(labels[part], classes).float())
     found = grams.result(torch.float32)
-    width, rank = features.room(classes, size, most)
-    assert found.numbers() <= most and found.classes == classes
+    width, rank = features.room(classes, size)
+    assert sum(tensor.numel() for tensor in found.tensors().values()) <= most and found.classes == classes
     assert (found.basis.shape[1], found.factors.shape[2]) == (width, rank)
     assert (width < size) == (most == 30_000) and rank == {30_000: 0, 60_000: 0, 200_000: 6}[most]
     test, _ = clusters(classes, size, 200, seed=2)
@@ -435,7 +435,8 @@ def test_ratio_of_other_likelihoods(likelihood: str, outputs: int, of: str) -> N
 @pytest.mark.parametrize("body", [0.0, 0.5])
 def test_ratio_of_a_training(body: float) -> None:
     model, x = make(), inputs(60)
-    posterior = fitted(model, x, "function_space", prior_body_variance=body, train_mean=False)
+    posterior = fitted(model, x, "function_space", train_mean=False)
+    posterior.history.fit["prior body variance"] = body  # as files of earlier versions may have it
     test = inputs(5, seed=4)
     posterior.scale = 7.0
     found = uq.wrap(model, posterior, head="linearized").novelty(test, of="top")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from itertools import product
+from math import prod
 from typing import Any
 
 import pytest
@@ -260,3 +261,81 @@ def test_chunks_cover_all_samples_within_the_limit() -> None:
             len(range(samples)[part]) == 1 or 4 * numbers * len(range(samples)[part]) <= limit
             for part in parts
         )
+
+
+# samples, channels, spatial sizes (padding included), kernel, dilation
+STRIDE_ONE: dict[str, tuple] = {
+    "1d": (3, 3, (9,), (3,), (1,)),
+    "1d, dilated": (2, 2, (11,), (3,), (2,)),
+    "1d, kernel as large as the input": (1, 2, (5,), (5,), (1,)),
+    "2d": (3, 4, (9, 8), (3, 3), (1, 1)),
+    "2d, one sample": (1, 3, (7, 7), (3, 3), (1, 1)),
+    "2d, one channel": (3, 1, (6, 7), (3, 3), (1, 1)),
+    "2d, even and uneven sizes": (2, 3, (8, 9), (2, 5), (1, 1)),
+    "2d, 5 x 5": (2, 2, (12, 11), (5, 5), (1, 1)),
+    "2d, dilated": (2, 2, (10, 12), (3, 3), (2, 3)),
+    "2d, dilated, fewer outputs than the kernel reaches": (2, 2, (8, 9), (3, 3), (3, 3)),
+    "2d, kernel as large as the input": (2, 3, (5, 4), (5, 4), (1, 1)),
+    "2d, kernel as large as the input along one axis": (2, 3, (9, 3), (3, 3), (1, 1)),
+    "2d, one output row": (2, 3, (3, 9), (3, 3), (1, 1)),
+    "2d, as many outputs as the kernel reaches": (2, 3, (4, 4), (3, 3), (1, 1)),
+    "2d, along rows only": (2, 3, (6, 7), (1, 3), (1, 2)),
+    "2d, along columns only": (2, 3, (6, 7), (3, 1), (2, 1)),
+    "2d, pointwise": (2, 3, (4, 5), (1, 1), (1, 1)),
+    "3d": (2, 2, (6, 7, 5), (3, 3, 3), (1, 1, 1)),
+    "3d, uneven and dilated": (2, 2, (6, 8, 7), (2, 3, 3), (1, 1, 2)),
+    "3d, kernel as large as the input": (1, 2, (3, 2, 3), (3, 2, 3), (1, 1, 1)),
+}
+
+
+def _all_patches(x: Tensor, kernel: tuple, dilation: tuple) -> Tensor:
+    """``(samples * positions, channels * kernel)``, by the definition."""
+    weight = torch.ones(1, x.shape[1], *kernel)
+    layer = describe("layer", f"conv{len(kernel)}d", ("w", weight), None, 1)
+    return _cut(x, layer, kernel, (1,) * len(kernel), dilation).flatten(0, 2)
+
+
+@pytest.mark.parametrize("limit", [1, 3000, 2**24], ids=["one row at a time", "parts", "at once"])
+@pytest.mark.parametrize("case", STRIDE_ONE)
+def test_the_gram_by_correlation_is_that_of_patches(case: str, limit: int) -> None:
+    samples, channels, spatial, kernel, dilation = STRIDE_ONE[case]
+    x = torch.randn(
+        samples, channels, *spatial, dtype=torch.float64, generator=torch.Generator().manual_seed(0)
+    )
+    rows = _all_patches(x, kernel, dilation)
+    before = torch.randn(rows.shape[1], rows.shape[1], dtype=torch.float64)
+    total = before.clone()
+    add_patch_gram(total, x, kernel, dilation, limit)
+    expected = rows.T @ rows
+    assert (total - before - expected).abs().max() <= 1e-12 * expected.abs().max()
+
+
+def test_inputs_need_not_be_contiguous_and_the_total_may_be_part_of_a_larger_one() -> None:
+    x = torch.randn(7, 6, 3, 4, dtype=torch.float64).permute(3, 2, 0, 1)  # 4 samples of 3 channels, 7 x 6
+    rows = _all_patches(x, (3, 3), (1, 1))
+    larger = torch.zeros(28, 28, dtype=torch.float64)
+    add_patch_gram(larger[:27, :27], x, (3, 3), (1, 1), 2**24)
+    torch.testing.assert_close(larger[:27, :27], rows.T @ rows, rtol=1e-12, atol=1e-12)
+    assert not larger[27].any() and not larger[:, 27].any()
+
+
+def test_large_values_at_the_border_do_not_spoil_the_blocks_that_leave_them_out() -> None:
+    x = torch.randn(2, 2, 9, 9, generator=torch.Generator().manual_seed(0))
+    x[:, :, 0] = x[:, :, :, 0] = 1e6  # in the windows of the kernel's first row and first column alone
+    rows = _all_patches(x.double(), (3, 3), (1, 1))
+    total = torch.zeros(18, 18)
+    add_patch_gram(total, x, (3, 3), (1, 1), 2**24)
+    inner = [c * 9 + k for c in range(2) for k in (4, 5, 7, 8)]
+    expected = (rows.T @ rows)[inner][:, inner]
+    torch.testing.assert_close(total[inner][:, inner].double(), expected, rtol=1e-4, atol=1e-4)
+
+
+@pytest.mark.parametrize("limit", [2**16, 2**20])
+@pytest.mark.parametrize("spatial", [(20, 10), (9, 6, 5)])
+def test_temporaries_of_a_correlation_stay_within_the_limit(spatial: tuple[int, ...], limit: int) -> None:
+    kernel, dilation = ((3, 3), (1, 1)) if len(spatial) == 2 else ((2, 2, 2), (1, 1, 1))
+    size = 16 * prod(kernel)
+    x, total = torch.randn(5, 16, *spatial), torch.zeros(size, size)
+    with _Largest() as largest:
+        add_patch_gram(total, x, kernel, dilation, limit)
+    assert limit / 8 < largest.bytes <= limit

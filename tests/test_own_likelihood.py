@@ -14,12 +14,14 @@ import numpy as np
 import pytest
 import torch
 from hostile_files import Image
-from scipy.stats import poisson
+from scipy.integrate import quad
+from scipy.stats import norm, poisson
 from torch import Tensor, nn
 
 import posthoc_uq as uq
 from posthoc_uq.curvature.labels import resolve_fisher
 from posthoc_uq.likelihoods import DrawnPrediction
+from posthoc_uq.likelihoods.draws import OutputGaussian
 from posthoc_uq.likelihoods.prediction import cat
 from posthoc_uq.methods.checkpoint import as_plain
 
@@ -55,6 +57,22 @@ class Bare(uq.Likelihood):
 
     def log_prob(self, outputs: Tensor, targets: Tensor) -> Tensor:
         return -(outputs - targets.reshape(outputs.shape)).abs().sum(1) - math.log(2)
+
+
+class Probit(uq.Likelihood):
+    """Labels 0 and 1 with ``p(1 | f) = Phi(f)``, and the link that is exact then."""
+
+    links = ("mc", "closed form")
+
+    def log_prob(self, outputs: Tensor, targets: Tensor) -> Tensor:
+        signs = 2 * self.like(outputs, targets) - 1
+        return torch.special.log_ndtr(signs * outputs).flatten(1).sum(1)
+
+    def from_gaussian(self, outputs: OutputGaussian) -> uq.Prediction:
+        if outputs.link == "mc":
+            return super().from_gaussian(outputs)
+        probs = torch.special.ndtr(outputs.mean * (1 + outputs.variance).rsqrt())
+        return uq.ClassPrediction(torch.cat([1 - probs, probs], 1), outputs.mean, outputs.variance)
 
 
 class Broadcasting(Poisson):
@@ -349,8 +367,35 @@ class TestPredict:
             torch.testing.assert_close(getattr(found, name), getattr(expected, name), rtol=1e-4, atol=1e-6)
 
     def test_links_of_classes_are_refused(self, network, posterior):
-        with pytest.raises(uq.PosthocUQError, match="link='mc'"):
-            uq.wrap(network, posterior, link="probit")(data()[0])
+        with pytest.raises(uq.PosthocUQError, match="link must be one of 'mc'"):
+            uq.wrap(network, posterior, link="probit")
+
+    @pytest.mark.parametrize("head", ["linearized", "moments"])
+    def test_a_link_of_its_own(self, head):
+        """The closed form against adaptive quadrature of the expectation, and against draws of the same outputs."""
+        torch.manual_seed(2)
+        net, x = (
+            nn.Sequential(nn.Linear(2, 4), nn.Tanh(), nn.Linear(4, 1)).double(),
+            torch.randn(20, 2).double(),
+        )
+        labels = (x[:, 0] > 0).double()
+        options = {"fisher": "empirical", "prior_precision": 1.0, "progress": False}
+        own = uq.fit(net, [(x, labels)], likelihood=Probit(), **options)
+        exact, drawn = (uq.wrap(net, own, head, link=link, n_draws=4096) for link in ("closed form", "mc"))
+        assert "closed form" in str(exact.identity())
+        mean, variance = exact.functional_mean(x), exact.functional_variance(x)
+        truth = [
+            quad(lambda f, m=m, v=v: norm.pdf(f, m, v**0.5) * norm.cdf(f), -20, 20, points=[m])[0]
+            for m, v in zip(mean.flatten().tolist(), variance.flatten().tolist(), strict=True)
+        ]
+        prediction = exact(x)
+        assert isinstance(prediction, uq.ClassPrediction) and min(variance) > 0.01
+        assert prediction.probs[:, 1].tolist() == pytest.approx(truth, abs=1e-6)
+        torch.testing.assert_close(prediction.log_prob(labels), drawn(x).log_prob(labels), rtol=0, atol=2e-3)
+        found = uq.evaluate(exact, [(x, labels)], progress=False)
+        assert next(iter(found.metrics.values()))["NLL"] == pytest.approx(
+            -float(prediction.log_prob(labels).mean())
+        )
 
     def test_a_distribution_of_all_outputs_together(self):
         covariance = torch.tensor([[1.0, 0.8], [0.8, 2.0]])

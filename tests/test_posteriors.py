@@ -60,15 +60,6 @@ class TestAgainstDense:
         expected = covariance.diagonal(dim1=1, dim2=2).reshape(GROUPS * OUTPUTS, INPUTS, 1, 1)
         torch.testing.assert_close(posterior.variance()["layer.weight"], expected, atol=1e-12, rtol=1e-8)
 
-    def test_quadratic(self, kind, correction, rank, omega):
-        posterior, covariance = _case(kind, correction, rank, omega)
-        jacobians = torch.randn(
-            5, GROUPS, OUTPUTS, INPUTS, dtype=torch.float64, generator=torch.Generator().manual_seed(3)
-        )
-        rows = jacobians.flatten(1)
-        expected = rows @ torch.block_diag(*covariance) @ rows.T
-        torch.testing.assert_close(posterior.quadratic({"layer": jacobians}), expected, atol=1e-12, rtol=1e-8)
-
     def test_log_determinant_and_evidence(self, kind, correction, rank, omega):
         posterior, covariance = _case(kind, correction, rank, omega)
         expected = -torch.linalg.slogdet(covariance).logabsdet.sum()

@@ -9,7 +9,7 @@ import torch
 
 from posthoc_uq.core.errors import PosthocUQError
 from posthoc_uq.likelihoods.class_prediction import ClassPrediction, ClassStatistics
-from posthoc_uq.likelihoods.draws import Moments, gathered
+from posthoc_uq.likelihoods.draws import Moments, gathered, moments_of
 from posthoc_uq.likelihoods.gaussian import RegressionPrediction
 
 SAMPLES, BATCH, CLASSES = 7, 5, 4
@@ -60,8 +60,12 @@ def _close(actual: torch.Tensor, expected: np.ndarray, tolerance: float) -> None
     np.testing.assert_allclose(actual.double().numpy(), expected, rtol=tolerance, atol=tolerance)
 
 
-def _streamed(logits: torch.Tensor, step: int, binary: bool = False) -> ClassPrediction:
-    statistics = ClassStatistics(binary)
+def _regression(outputs: torch.Tensor, noise_variance: torch.Tensor | float) -> RegressionPrediction:
+    return RegressionPrediction(*moments_of([outputs]), noise_variance)
+
+
+def _streamed(logits: torch.Tensor, step: int) -> ClassPrediction:
+    statistics = ClassStatistics()
     for block in logits.split(step):
         statistics.add(block)
     return statistics.prediction()
@@ -104,7 +108,7 @@ def test_classification_matches_the_definitions(
 def test_binary_is_two_class_softmax_of_zero_and_the_logit(trailing: bool) -> None:
     odds = _logits(torch.float64)[:, :, 0]
     logits = odds.unsqueeze(-1) if trailing else odds
-    prediction = _streamed(logits, 2, binary=True)
+    prediction = ClassPrediction.from_logits(logits, binary=True)
     expected = _by_hand(torch.stack([torch.zeros_like(odds), odds], dim=-1))
     _close(prediction.probs, expected["probs"], 1e-12)
     _close(prediction.entropy(), expected["entropy"], 1e-12)
@@ -165,7 +169,7 @@ def test_half_precision_is_raised_to_float32_before_any_sum(dtype: torch.dtype) 
     assert all(t.dtype == torch.float32 for t in prediction.to_dict().values() if t.is_floating_point())
     _close(prediction.probs, expected["probs"], 2e-5)
     _close(prediction.logits_variance, expected["variance"], 2e-5)
-    regression = RegressionPrediction.from_samples(logits, 0.1)
+    regression = _regression(logits, 0.1)
     assert regression.mean.dtype == regression.variance.dtype == torch.float32
     _close(regression.epistemic_variance, expected["variance"], 2e-5)
 
@@ -299,7 +303,7 @@ def test_regression_matches_the_definitions(flat: bool) -> None:
     noise: torch.Tensor | float = 0.3 if flat else torch.tensor([0.1, 0.2, 0.3, 0.4])
     if flat:
         outputs = outputs[:, :, 0]
-    prediction = RegressionPrediction.from_samples(outputs, noise)
+    prediction = _regression(outputs, noise)
     values = outputs.numpy().reshape(SAMPLES, BATCH, -1)
     width = values.shape[2]
     noises = [0.3] if flat else [0.1, 0.2, 0.3, 0.4]
@@ -330,7 +334,7 @@ def test_regression_matches_the_definitions(flat: bool) -> None:
 
 
 def test_interval_stays_finite_next_to_one_and_single_sample_is_noise_only() -> None:
-    prediction = RegressionPrediction.from_samples(torch.zeros(1, 3), 4.0)
+    prediction = _regression(torch.zeros(1, 3), 4.0)
     assert prediction.epistemic_variance.eq(0).all()
     lower, upper = prediction.interval(math.nextafter(1, 0))
     # the two-sided 2^-53 tail of a normal lies 8.29 standard deviations out
@@ -341,8 +345,8 @@ def test_interval_stays_finite_next_to_one_and_single_sample_is_noise_only() -> 
 def test_regression_cat_and_to_keep_everything() -> None:
     outputs = _logits()
     parts = [
-        RegressionPrediction.from_samples(outputs[:, :2], 0.1),
-        RegressionPrediction.from_samples(outputs[:, 2:], 0.2),
+        _regression(outputs[:, :2], 0.1),
+        _regression(outputs[:, 2:], 0.2),
     ]
     joined = RegressionPrediction.cat(parts)
     assert set(joined.to_dict()) == {"mean", "epistemic_variance", "noise_variance", "variance"}
@@ -377,7 +381,7 @@ def test_regression_samples_follow_the_predictive_gaussian() -> None:
 def test_a_nan_stays_with_its_output() -> None:
     outputs = _logits()
     outputs[3, 2, 1] = math.nan
-    prediction = RegressionPrediction.from_samples(outputs, 0.1)
+    prediction = _regression(outputs, 0.1)
     low, high = prediction.interval(0.5)
     sample = prediction.sample(2)[1]
     for tensor in (prediction.mean, prediction.variance, low, high, prediction.quantile(0.2), sample):
@@ -386,15 +390,15 @@ def test_a_nan_stays_with_its_output() -> None:
 
 
 def test_wrong_regression_input_is_one_clear_error() -> None:
-    prediction = RegressionPrediction.from_samples(torch.randn(3, 4), 0.1)
-    without_noise = RegressionPrediction.from_samples(torch.zeros(1, 4), 0.0)
+    prediction = _regression(torch.randn(3, 4), 0.1)
+    without_noise = _regression(torch.zeros(1, 4), 0.0)
     column = RegressionPrediction(torch.zeros(4, 1), torch.zeros(4, 1), 0.1)
     cases = [
-        (lambda: RegressionPrediction.from_samples(torch.zeros(3), 0.1), "mean must be"),
-        (lambda: RegressionPrediction.from_samples(torch.zeros(0, 3), 0.1), "at least one weight sample"),
-        (lambda: RegressionPrediction.from_samples(torch.zeros(2, 3), -0.1), "at least 0"),
-        (lambda: RegressionPrediction.from_samples(torch.zeros(2, 3), math.nan), "at least 0"),
-        (lambda: RegressionPrediction.from_samples(torch.zeros(2, 3), torch.ones(2)), "broadcast"),
+        (lambda: _regression(torch.zeros(3), 0.1), "mean must be"),
+        (lambda: _regression(torch.zeros(0, 3), 0.1), "at least one weight sample"),
+        (lambda: _regression(torch.zeros(2, 3), -0.1), "at least 0"),
+        (lambda: _regression(torch.zeros(2, 3), math.nan), "at least 0"),
+        (lambda: _regression(torch.zeros(2, 3), torch.ones(2)), "broadcast"),
         (lambda: RegressionPrediction(torch.zeros(3), torch.zeros(3, 1), 0.1), "epistemic_variance"),
         (lambda: RegressionPrediction(torch.zeros(3, 1, 1), torch.zeros(3, 1, 1), 0.1), "mean must be"),
         (lambda: prediction.log_prob(torch.zeros(4, 1)), r"shape \(4,\), not \(4, 1\)"),
@@ -412,6 +416,4 @@ def test_wrong_regression_input_is_one_clear_error() -> None:
 
 def test_repr_is_short() -> None:
     assert repr(ClassPrediction.from_logits(_logits())) == "ClassPrediction(inputs=5, classes=4)"
-    assert repr(RegressionPrediction.from_samples(_logits(), 0.1)) == (
-        "RegressionPrediction(inputs=5, outputs=4)"
-    )
+    assert repr(_regression(_logits(), 0.1)) == ("RegressionPrediction(inputs=5, outputs=4)")

@@ -17,7 +17,7 @@ import posthoc_uq as uq
 from posthoc_uq.core.batches import Batch
 from posthoc_uq.core.randomness import sample_keys
 from posthoc_uq.curvature.kept_inputs import KeptInputs
-from posthoc_uq.fitting.prior import TOLERANCE, FaithfulSearch, widest_within
+from posthoc_uq.fitting.faithful import TOLERANCE, FaithfulSearch, widest_within
 from posthoc_uq.likelihoods import Bernoulli, Categorical, Gaussian
 
 HEADS = ("linearized", "sampling", "moments")

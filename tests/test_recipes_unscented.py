@@ -27,12 +27,12 @@ def localization() -> Namespace:
 
 
 def test_draws_at_an_activation_are_its_moments(regression: Namespace) -> None:
-    from posthoc_uq.moments.rules import MomentTensor, Pass, Rules, WeightPosteriors
+    from posthoc_uq.moments.tensor import MomentTensor, Pass, Rules
 
     mean = torch.tensor([-1.0, 0.0, 2.0], dtype=torch.float64)
     variance = torch.tensor([0.5, 2.0, 0.1], dtype=torch.float64)
     torch.manual_seed(0)
-    with Pass(Rules(), WeightPosteriors({})):
+    with Pass(Rules(), {}):
         drawn = regression.problem.Drawn(200_000)(MomentTensor(mean, variance))
     exact = rectified(mean, variance, 0.01)
     torch.testing.assert_close((drawn.moment_mean, drawn.moment_variance), exact, rtol=0.02, atol=0.005)

@@ -29,11 +29,10 @@ from posthoc_uq.core.errors import CorruptPosteriorError, PosthocUQError
 from posthoc_uq.core.randomness import sample_keys
 from posthoc_uq.curvature.sweep import Content, batch_hash
 from posthoc_uq.files.header import SNAPSHOT_MAGIC
-from posthoc_uq.files.snapshot import read_snapshot, write_snapshot
 from posthoc_uq.layers.proof import count_samples
 from posthoc_uq.likelihoods import Gaussian
 from posthoc_uq.methods import contexts
-from posthoc_uq.methods.checkpoint import Checkpoint, identified
+from posthoc_uq.methods.checkpoint import Checkpoint, identified, read_snapshot, write_snapshot
 
 BATCHES = -(-SAMPLES // BATCH)
 
@@ -57,7 +56,7 @@ SCENARIOS: list[dict[str, Any]] = [
     },
     {
         "name": "function_space",
-        "options": {"method": "function_space", "initial": "diag", "epochs": 3, "n_context": 8, "lr": 1e-2},
+        "options": {"method": "function_space", "epochs": 3, "n_context": 8, "lr": 1e-2},
         "kills": [BATCHES - 2, 3 * BATCHES, "write 5", 2 * BATCHES + 2],
     },
     {
@@ -250,7 +249,7 @@ def test_buffers_and_the_library_belong_to_a_fit(tmp_path: Path, monkeypatch: py
     other[-1].running_var *= 100
     with pytest.raises(PosthocUQError, match="model"):
         uq.fit(other, _loader(), checkpoint=path, progress=False)
-    monkeypatch.setattr("posthoc_uq.fitting.resume.__version__", "99.0")
+    monkeypatch.setattr("posthoc_uq.methods.checkpoint.__version__", "99.0")
     with pytest.raises(PosthocUQError, match="library version"):
         uq.fit(norm(), _loader(), checkpoint=path, progress=False)
 

@@ -13,6 +13,7 @@ from torch import Tensor, nn
 
 import posthoc_uq as uq
 from posthoc_uq.layers import RULES, AffineCall, Layer, affine_call, describe, rules
+from posthoc_uq.layers.operands import Unfolding
 from posthoc_uq.layers.rules import Linear, register
 from posthoc_uq.methods import METHODS
 
@@ -68,7 +69,7 @@ def built(case: str) -> tuple[Layer, AffineCall]:
     """The layer, and one call of it."""
     kind, shape, input, groups, bias, options = CASES[case]
     weight, x = normal(*shape), normal(SAMPLES, *input, seed=1)
-    outputs, _ = RULES[kind].sides(shape, groups)
+    outputs = torch.empty(RULES[kind].to_matrix(torch.empty(shape), groups).shape[:2]).numel()
     offset = normal(outputs, seed=2) if bias else None
     layer = describe("layer", kind, ("w", weight), None if offset is None else ("b", offset), groups)
     if RULES[kind].convolutional:
@@ -99,6 +100,24 @@ def test_outputs_are_rows_times_the_matrix(case: str) -> None:
     assert matrix.shape == layer.matrix_shape
     product = torch.einsum("sgti,goi->sgto", rows_of(layer, call), matrix)
     torch.testing.assert_close(product, as_rows(layer, outputs), **TIGHT)
+
+
+@CASE
+def test_rows_and_outputs_go_back(case: str) -> None:
+    """Rows without the bias, their transpose by autograd, and rows of outputs there and back."""
+    layer, call = built(case)
+    rule = layer.rule
+    x = call.input.clone().requires_grad_()
+    rows = rule.unfold(x, layer, call.geometry)
+    assert torch.equal(rows, rows_of(layer, call)[..., : rows.shape[-1]])
+    unfolding = Unfolding(lambda x: rule.unfold(x, layer, call.geometry), x.shape[1:], x.device)
+    assert torch.equal(unfolding.rows(call.input), rows)
+    back = normal(*rows.shape, seed=7)
+    torch.testing.assert_close(unfolding.fold(back), torch.autograd.grad(rows, x, back)[0], **TIGHT)
+    outputs = call.applied(call.input, call.parameter, call.bias)
+    output_rows = rule.output_rows(outputs, layer)
+    assert torch.equal(output_rows, as_rows(layer, outputs))
+    assert torch.equal(rule.outputs_of_rows(output_rows, outputs.shape[1:]), outputs)
 
 
 @CASE

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import itertools
-import json
 from pathlib import Path
 
 import h5py
@@ -113,7 +112,6 @@ def test_density_is_what_one_counts() -> None:
     assert first.expected == pytest.approx((12 * 0.05 + 2.0) / 15, rel=1e-6)
     assert (first.undecided, last.undecided) == (pytest.approx(2 / 15), pytest.approx(0.4))
     assert "8 weights kept" in str(table) and "undecided" in str(table)
-    json.dumps(table.to_dict())
 
 
 # Inclusion
@@ -154,7 +152,6 @@ def test_inclusion_of_units_by_brute_force() -> None:
     assert torch.equal(linear.selected, linear.inputs > 0.5)
     assert torch.equal(linear.kept_inputs, (chances["2"] > 0.5).any(0))
     assert "selected" in str(known)
-    json.dumps(known.to_dict())
 
 
 def test_inclusion_of_units_keeps_its_digits_at_both_ends() -> None:

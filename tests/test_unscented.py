@@ -14,14 +14,13 @@ from scipy.integrate import quad
 from scipy.stats import norm
 from torch import Tensor
 
-from posthoc_uq.moments.maximum import along, larger, pooled
+from posthoc_uq.moments.rules.pooling import larger, largest, pooled
 from posthoc_uq.moments.unscented import (
     block_size,
     blockwise,
     rectified,
     slope,
     unscented,
-    unscented_map,
     unscented_positive,
 )
 
@@ -183,7 +182,7 @@ def test_the_larger_of_two_and_of_many() -> None:
     apart = larger((torch.tensor([1e4]), torch.tensor([1e-4])), (torch.tensor([-1e4]), torch.tensor([1.0])))
     assert apart[0].item() == 1e4 and apart[1].item() == pytest.approx(1e-4)
     m, v = torch.zeros(1, 4, dtype=torch.float64), torch.full((1, 4), 0.7, dtype=torch.float64)
-    many = along(m, v, 1)
+    many = largest(list(zip(m.unbind(1), v.unbind(1), strict=True)))
     best = (torch.randn(1_000_000, 4, generator=generator, dtype=torch.float64) * sqrt(0.7)).amax(1)
     assert many[0].item() == pytest.approx(best.mean().item(), abs=5e-3)
     assert many[1].item() == pytest.approx(best.var().item(), rel=0.08)  # maxima are not Gaussian
@@ -223,21 +222,3 @@ def test_pooled_variance_against_monte_carlo(spread: float, ratio: float) -> Non
     )
     assert (variance / draws.var(0)).mean().item() == pytest.approx(ratio, abs=0.02)
     assert ((mean - draws.mean(0)).abs() / draws.std(0)).mean().item() < 0.03
-
-
-def test_a_map_of_several_outputs() -> None:
-    generator = torch.Generator().manual_seed(0)
-    for size in (2, 3, 6):
-        root = torch.randn(5, size, size, generator=generator, dtype=torch.float64)
-        covariance = root @ root.transpose(1, 2) * 0.05
-        mean = torch.randn(5, size, generator=generator, dtype=torch.float64)
-        weight = torch.randn(4, size, generator=generator, dtype=torch.float64)
-        found = unscented_map(lambda x, w=weight: x @ w.T, mean, covariance)
-        torch.testing.assert_close(found[0], mean @ weight.T)
-        torch.testing.assert_close(found[1], weight @ covariance @ weight.T)
-    # a product of two independent Gaussians: exact mean, and a singular covariance is no trouble
-    mean = torch.tensor([[2.0, -1.0]], dtype=torch.float64)
-    found = unscented_map(
-        lambda x: x[:, :1] * x[:, 1:], mean, torch.diag_embed(torch.tensor([[0.5, 0.0]]).double())
-    )
-    assert found[0].item() == pytest.approx(-2.0) and found[1].item() == pytest.approx(0.5)

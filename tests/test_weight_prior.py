@@ -13,7 +13,7 @@ from torch import Tensor, nn
 import posthoc_uq as uq
 from posthoc_uq.core.errors import PosthocUQError
 from posthoc_uq.heads import function_space_kl
-from posthoc_uq.posteriors.settings import WeightPrior
+from posthoc_uq.posteriors import WeightPrior
 
 OWN = {
     "diag": uq.Diagonal(dtype=torch.float64),

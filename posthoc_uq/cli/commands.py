@@ -71,8 +71,7 @@ from posthoc_uq.heads.moments import MomentsPredictor
 from posthoc_uq.likelihoods import LIKELIHOODS
 from posthoc_uq.likelihoods.prediction import Prediction
 from posthoc_uq.methods import METHODS
-from posthoc_uq.posteriors.referral import rule_of
-from posthoc_uq.posteriors.report import described_changes
+from posthoc_uq.posteriors.report import described_changes, rule_of
 from posthoc_uq.posteriors.search import CRITERIA, Criterion
 
 INCOMPLETE = 3

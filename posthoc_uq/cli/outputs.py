@@ -30,7 +30,7 @@ from posthoc_uq.likelihoods.class_prediction import ClassPrediction
 from posthoc_uq.likelihoods.gaussian import RegressionPrediction
 from posthoc_uq.likelihoods.positions import PositionPrediction
 from posthoc_uq.likelihoods.prediction import Prediction
-from posthoc_uq.posteriors.referral import thresholds_of
+from posthoc_uq.posteriors.report import thresholds_of
 
 _Identity = tuple[int, int]
 

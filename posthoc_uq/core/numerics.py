@@ -19,13 +19,9 @@ _MAX_FLOAT64_EIGH = 1024
 # A Gram of few rows is decomposed in its range where it has at least this size, and the rows are at most this share.
 _MIN_RANGE_SIZE, _MAX_RANGE_SHARE = 512, 0.3
 _OVERSAMPLING = 10  # directions beyond the rows, so that the range is met by all of its directions
-_SOLVED_ROWS = 256  # in one step of `solved_plus_one`
 
 CONVOLUTIONS: dict[int, Callable[..., Tensor]] = {1: F.conv1d, 2: F.conv2d, 3: F.conv3d}
 """The convolution over so many dimensions."""
-
-CHUNK = 2**20
-"""Numbers in a temporary of the contractions of INF."""
 
 
 def all_finite(tensor: Tensor) -> bool:
@@ -175,52 +171,3 @@ def positive_part(matrix: Tensor) -> Tensor:
     """The nearest positive semidefinite matrix to a symmetric one, in the Frobenius norm."""
     values, vectors = torch.linalg.eigh((matrix + matrix.transpose(-1, -2)) / 2)
     return (vectors * values.clamp(min=0).unsqueeze(-2)) @ vectors.transpose(-1, -2)
-
-
-def solved_plus_one(root: Tensor, columns: Tensor) -> Tensor:
-    """``(I + R)^-1 c`` for lower triangular R, ``(G, L, L)``, and columns ``(G, L, q)``, block by block: the sum takes
-    longer than the solve, and as much memory as R.
-    """
-    solved = torch.empty_like(columns)
-    for start in range(0, columns.shape[1], _SOLVED_ROWS):
-        part = slice(start, start + _SOLVED_ROWS)
-        block = root[:, part, part].clone()
-        block.diagonal(dim1=-2, dim2=-1).add_(1.0)
-        left = columns[:, part] - root[:, part, :start] @ solved[:, :start]
-        solved[:, part] = torch.linalg.solve_triangular(block, left, upper=False)
-    return solved
-
-
-def pairs(basis: Tensor) -> Tensor:
-    """Products ``U[j a] U[j a']`` over ``a <= a'``: ``(G, n, a)`` to ``(G, n, a (a + 1) / 2)``, outside of autograd."""
-    width = basis.shape[-1]
-    products = basis.new_empty(*basis.shape[:-1], width * (width + 1) // 2)
-    start = 0
-    for first in range(width):
-        stop = start + width - first
-        torch.mul(basis[..., first : first + 1], basis[..., first:], out=products[..., start:stop])
-        start = stop
-    return products
-
-
-def pair_index(width: int, device: torch.device) -> Tensor:
-    """Where the pair of two directions stands in the packed order, ``(width, width)``."""
-    first, second = torch.triu_indices(width, width, device=device)
-    index = torch.empty(width, width, dtype=torch.long, device=device)
-    order = torch.arange(first.shape[0], device=device)
-    index[first, second] = order
-    index[second, first] = order
-    return index
-
-
-def contracted_pairs(weights: Tensor, basis: Tensor) -> Tensor:
-    """``sum_j weights[i, j] U[j a] U[j a']`` over ``a <= a'``: ``(G, m, a (a + 1) / 2)``, in chunks of
-    inputs.
-    """
-    width = basis.shape[-1] * (basis.shape[-1] + 1) // 2
-    step = max(1, CHUNK // max(1, basis.shape[0] * width))
-    total = weights.new_zeros(*weights.shape[:2], width)
-    for start in range(0, basis.shape[1], step):
-        part = slice(start, start + step)
-        total = total + weights[:, :, part] @ pairs(basis[:, part])
-    return total

@@ -13,12 +13,12 @@ from torch import Tensor, nn
 from posthoc_uq.core.batches import Batch
 from posthoc_uq.core.errors import PosthocUQError, check_refused
 from posthoc_uq.core.model import replicate
-from posthoc_uq.layers.calls import CallInterceptor
-from posthoc_uq.layers.capture import Capture, LayerGradients
+from posthoc_uq.layers.calls import CallWatcher
+from posthoc_uq.layers.capture import Capture
 from posthoc_uq.layers.layer import Call, Layer
 from posthoc_uq.layers.operands import CPU_TEMPORARY
 from posthoc_uq.layers.proof import count_samples
-from posthoc_uq.layers.rules import AffineCall
+from posthoc_uq.layers.rules import AffineCall, LayerGradients
 from posthoc_uq.likelihoods import Likelihood
 
 MAX_FEATURES = 8192  # numbers a sample; up to here their Gram is a small statistic
@@ -105,7 +105,7 @@ def watching(model: nn.Module, layer: Layer) -> Generator[list[Call]]:
     def note(use: AffineCall, _: Tensor) -> None:
         calls.append(Call(layer, use.input.detach().clone(), use.geometry))
 
-    with CallInterceptor({id(weight)}, note, anchored=False):
+    with CallWatcher({id(weight)}, note, anchored=False):
         yield calls
 
 
@@ -146,7 +146,7 @@ def _found(
 ) -> FeatureSource | None:
     capture = Capture(model)
     layers = capture.discover(pair, autocast)
-    if not layers or layers[-1].uses != 1 or _features(layers[-1].layer) > MAX_FEATURES:
+    if not layers or layers[-1].uses != 1 or layers[-1].layer.groups * layers[-1].layer.inputs > MAX_FEATURES:
         return None
     layer = layers[-1].layer
     source = _of_positions(capture.twin, layer, pair, likelihood)
@@ -185,10 +185,6 @@ def _of_positions(
     if not fits:
         return None
     return FeatureSource(layer, "positions", layout.classes(outputs), pointwise=grid == positions)
-
-
-def _features(layer: Layer) -> int:
-    return layer.groups * layer.inputs
 
 
 def _probe(

@@ -1,19 +1,21 @@
-"""A few hundred training inputs, kept during a sweep for what is decided after it."""
+"""Samples that a sweep picks by hashes of their inputs: a share of all to sweep over, and a few hundred training inputs
+that are kept for what is decided after it. Neither depends on the order of the samples or the size of batches.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
 from torch import Tensor
-from torch.utils._pytree import tree_flatten, tree_unflatten
+from torch.utils._pytree import TreeSpec, tree_flatten, tree_unflatten
 
 from posthoc_uq.core.batches import Bar, Batch, BatchReader, batches, holds_samples
 from posthoc_uq.core.devices import DeferredChecks, on_host
 from posthoc_uq.core.distributed import gather
-from posthoc_uq.core.randomness import sample_keys
+from posthoc_uq.core.randomness import sample_keys, share_of
 from posthoc_uq.layers.capture import Recording
 from posthoc_uq.layers.layer import Layer
 from posthoc_uq.layers.proof import count_samples
@@ -32,41 +34,102 @@ def inputs_to_keep(layers: Iterable[Layer]) -> int:
 
 
 @dataclass(frozen=True)
-class _Sample:
-    """One input, on the CPU, in memory of its own.
+class _Samples:
+    """Samples cut out of a batch.
 
     Attributes:
-        leaves: the tensors and other values of the model's arguments; tensors with one row a sample have one row.
-        form: the tree that makes the arguments from the leaves.
-        counted: which leaves are tensors with one row a sample.
-        bytes: memory that it takes.
-        counts: whether it counts, ``(1,)`` of booleans, or which of its positions, ``(1, *positions)``; None where
-            all do.
+        leaves: arguments, targets and weights of the batch, cut to these samples.
+        form: the tree that they are leaves of.
+        counted: which of the leaves have one row a sample; the others, such as a mask for all, are shared.
     """
 
     leaves: list[Any]
-    form: Any
-    counted: tuple[bool, ...]
-    bytes: int
-    counts: Tensor | None = None
+    form: TreeSpec
+    counted: list[bool]
 
-    def kind(self) -> Any:
-        """Equal for samples that fit into one batch."""
-        shape = None if self.counts is None else tuple(self.counts.shape)
-        return (
-            str(self.form),
-            shape,
-            tuple(
-                (tuple(leaf.shape), leaf.dtype) if counted else _fingerprint(leaf)
-                for leaf, counted in zip(self.leaves, self.counted, strict=True)
-            ),
-        )
+    @staticmethod
+    def of(batch: Batch, samples: int, places: Tensor) -> _Samples:
+        """The samples at `places` of a batch of `samples`."""
+        leaves, form = tree_flatten((batch.args, batch.kwargs, batch.targets, batch.weights))
+        counted = [holds_samples(value, samples) for value in leaves]
+        cut = [v[places.to(v.device)] if c else v for v, c in zip(leaves, counted, strict=True)]
+        return _Samples(cut, form, counted)
 
-    def united(self, twin: _Sample | None) -> _Sample:
-        """The same input where it occurs twice, with the positions that count in either."""
-        if twin is None or self.counts is None or twin.counts is None or self.kind() != twin.kind():
-            return self
-        return replace(self, counts=self.counts | twin.counts)
+    def joins(self, other: _Samples) -> bool:
+        """Whether one batch can hold both: samples of one shape, and all else the same."""
+        if self.form != other.form or self.counted != other.counted:
+            return False
+        return all(map(_alike, self.counted, self.leaves, other.leaves))
+
+    @staticmethod
+    def joined(parts: Sequence[_Samples], device: torch.device | None = None) -> Batch:
+        """One batch of several parts that join, its tensors but the weights on `device` if that is given."""
+        columns = zip(parts[0].counted, *(part.leaves for part in parts), strict=True)
+        leaves = [torch.cat(values) if counted else values[0] for counted, *values in columns]
+        if device is not None:
+            leaves[:-1] = [leaf.to(device) if isinstance(leaf, Tensor) else leaf for leaf in leaves[:-1]]
+        args, kwargs, targets, weights = tree_unflatten(leaves, parts[0].form)
+        return Batch(args, targets, kwargs, weights)
+
+
+def _alike(counted: bool, first: Any, second: Any) -> bool:
+    if not isinstance(first, Tensor) or not isinstance(second, Tensor):
+        return type(first) is type(second) and repr(first) == repr(second)
+    if counted:
+        return first.shape[1:] == second.shape[1:] and first.dtype == second.dtype
+    return first.dtype == second.dtype and torch.equal(first, second)
+
+
+Part = tuple[Batch, Tensor, str]
+"""A batch to sweep over, the hashes of its samples, and the batches of the loader that they are from, in words."""
+
+
+@dataclass
+class Picked:
+    """Picks samples by a hash of their inputs, so that neither their order nor the size of batches matters.
+
+    A tenth of a small batch would cost nearly as much as the whole of it; what is picked therefore waits until it makes
+    a batch.
+
+    Args:
+        share: of the samples, in (0, 1].
+
+    Attributes:
+        waiting: what was picked and not handed out: samples, their hashes, and the number of their batch.
+    """
+
+    share: float
+    waiting: list[tuple[_Samples, Tensor, int]] = field(
+        default_factory=lambda: list[tuple[_Samples, Tensor, int]](), init=False
+    )
+
+    def add(self, batch: Batch, keys: Tensor, index: int) -> Iterator[Part]:
+        """Take the batch `index` of the loader with the hashes of its samples, ``(samples,)``; gives the batches that
+        are ready, none larger than the largest of the loader.
+        """
+        if self.share >= 1:
+            yield batch, keys, str(index)
+            return
+        samples = keys.shape[0]
+        places = share_of(keys, self.share).nonzero().flatten()
+        if not places.shape[0]:
+            return
+        picks = _Samples.of(batch, samples, places)
+        if self.waiting and (self._count() + len(places) > samples or not self.waiting[0][0].joins(picks)):
+            yield from self.rest()
+        self.waiting.append((picks, keys[places], index))
+        if self._count() + self.share * samples > samples:
+            yield from self.rest()
+
+    def rest(self) -> Iterator[Part]:
+        """All that waits, as one batch."""
+        if self.waiting:
+            (parts, keys, numbers), self.waiting = zip(*self.waiting, strict=True), []
+            place = str(numbers[0]) if len(numbers) == 1 else f"{numbers[0]} to {numbers[-1]}"
+            yield _Samples.joined(parts), torch.cat(keys), place
+
+    def _count(self) -> int:
+        return sum(len(keys) for _, keys, _ in self.waiting)
 
 
 class KeptInputs:
@@ -82,7 +145,10 @@ class KeptInputs:
 
     def __init__(self, memory_budget: int, likelihood: Likelihood, wanted: int = MAX_KEPT) -> None:
         self._budget, self._likelihood, self._wanted = memory_budget, likelihood, wanted
-        self._samples: dict[int, _Sample] = {}
+        self._samples: dict[
+            int, _Samples
+        ] = {}  # each of one sample, by its hash; its weights are what counts of it
+        self._bytes: dict[int, int] = {}
 
     def see(
         self,
@@ -117,13 +183,24 @@ class KeptInputs:
         if counted is None:
             chosen = [key for key in chosen if key not in self._samples]
         if chosen:
-            of_key = None if counted is None else [counted[places[key]].any(0) for key in chosen]
-            picked = _samples_at(batch, [places[key][0] for key in chosen], samples, of_key)
-            for key, sample in zip(chosen, picked, strict=True):
-                self._samples[key] = sample.united(self._samples.get(key))
-            sizes = {key: sample.bytes for key, sample in self._samples.items()}
-            fitting = self._within(sizes, self._budget)
+            first = torch.tensor([places[key][0] for key in chosen], device="cpu")
+            picks = _Samples.of(Batch(batch.args, None, batch.kwargs), samples, first)
+            tensors = [place for place, value in enumerate(picks.leaves) if isinstance(value, Tensor)]
+            on_cpu = dict(
+                zip(tensors, on_host(*(picks.leaves[place].detach() for place in tensors)), strict=True)
+            )
+            for row, key in enumerate(chosen):
+                leaves, counted_leaves = list(picks.leaves), list(picks.counted)
+                for place, value in on_cpu.items():  # in memory of its own
+                    leaves[place] = (value[row : row + 1] if picks.counted[place] else value).clone()
+                self._bytes[key] = sum(leaves[place].nbytes for place in tensors)
+                if counted is not None:
+                    leaves[-1], counted_leaves[-1] = counted[places[key]].any(0).unsqueeze(0), True
+                sample = _Samples(leaves, picks.form, counted_leaves)
+                self._samples[key] = _united(sample, self._samples.get(key))
+            fitting = self._within(self._bytes, self._budget)
             self._samples = {key: self._samples[key] for key in fitting}
+            self._bytes = {key: self._bytes[key] for key in fitting}
 
     def read(self, loader: Iterable[Any], reader: BatchReader, seed: int, progress: bool) -> None:
         """Look at every batch of a loader, without running a model."""
@@ -148,65 +225,32 @@ class KeptInputs:
 
     def batches(self, device: torch.device) -> list[Batch]:
         """The inputs of all processes on `device`, in the order of their hashes, in batches of equal shapes."""
-        sizes, budgets = zip(
-            *gather(({key: sample.bytes for key, sample in self._samples.items()}, self._budget), _CHOOSING),
-            strict=True,
-        )
+        sizes, budgets = zip(*gather((self._bytes, self._budget), _CHOOSING), strict=True)
         # All processes must choose the same inputs; with the least budget, none chosen was dropped by its process.
         chosen = self._within({key: size for part in sizes for key, size in part.items()}, min(budgets))
-        parts = gather({key: self._samples[key] for key in chosen if key in self._samples}, _CHOOSING)
-        samples: dict[int, _Sample] = {}
-        for part in parts:
-            samples |= {key: sample.united(samples.get(key)) for key, sample in part.items()}
-        groups: dict[Any, list[_Sample]] = {}
-        for key in chosen:
-            groups.setdefault(samples[key].kind(), []).append(samples[key])
-        return [
-            _joined(group[start : start + _BATCH_SIZE], device)
-            for group in groups.values()
+        samples: dict[int, _Samples] = {}
+        for part in gather({key: self._samples[key] for key in chosen if key in self._samples}, _CHOOSING):
+            samples |= {key: _united(sample, samples.get(key)) for key, sample in part.items()}
+        groups: list[list[_Samples]] = []
+        for sample in (samples[key] for key in chosen):
+            group = next((group for group in groups if group[0].joins(sample)), None)
+            if group is None:
+                groups.append([sample])
+            else:
+                group.append(sample)
+        found = [
+            _Samples.joined(group[start : start + _BATCH_SIZE], device)
+            for group in groups
             for start in range(0, len(group), _BATCH_SIZE)
+        ]
+        return [
+            batch if batch.weights is None else replace(batch, weights=batch.weights.double())
+            for batch in found
         ]
 
 
-def _samples_at(
-    batch: Batch, indices: Sequence[int], samples: int, of_sample: Sequence[Tensor] | None
-) -> list[_Sample]:
-    """The samples of a batch at these indices, copied to the CPU together, with what counts of each."""
-    leaves, form = tree_flatten((batch.args, batch.kwargs))
-    counted = tuple(holds_samples(value, samples) for value in leaves)
-    positions = [position for position, value in enumerate(leaves) if isinstance(value, Tensor)]
-    rows = [
-        torch.stack([leaves[position].detach()[index] for index in indices])
-        if counted[position]
-        else leaves[position].detach()
-        for position in positions
-    ]
-    on_cpu = dict(zip(positions, on_host(*rows), strict=True))
-    picked: list[_Sample] = []
-    for row in range(len(indices)):
-        sample = list(leaves)
-        for position, value in on_cpu.items():
-            sample[position] = (value[row : row + 1] if counted[position] else value).clone()
-        size = sum(sample[position].numel() * sample[position].element_size() for position in positions)
-        own = None if of_sample is None else of_sample[row].unsqueeze(0)
-        picked.append(_Sample(sample, form, counted, size, own))
-    return picked
-
-
-def _fingerprint(value: Any) -> Any:
-    """Equal for equal values; for values that all samples of a batch share."""
-    if not isinstance(value, Tensor):
-        return repr(value)
-    numbers = sample_keys([value.reshape(1, -1)], 1, 0) if value.numel() else None
-    return tuple(value.shape), value.dtype, None if numbers is None else int(numbers)
-
-
-def _joined(samples: list[_Sample], device: torch.device) -> Batch:
-    first = samples[0]
-    leaves: list[Any] = []
-    for place, (value, counted) in enumerate(zip(first.leaves, first.counted, strict=True)):
-        joined = torch.cat([sample.leaves[place] for sample in samples]) if counted else value
-        leaves.append(joined.to(device) if isinstance(joined, Tensor) else joined)
-    args, kwargs = tree_unflatten(leaves, first.form)
-    own = [sample.counts for sample in samples if sample.counts is not None]
-    return Batch(args, None, kwargs, torch.cat(own).double() if own else None)
+def _united(sample: _Samples, twin: _Samples | None) -> _Samples:
+    """The same input where it occurs twice, with the positions that count in either."""
+    if twin is None or sample.leaves[-1] is None or twin.leaves[-1] is None or not sample.joins(twin):
+        return sample
+    return replace(sample, leaves=[*sample.leaves[:-1], sample.leaves[-1] | twin.leaves[-1]])

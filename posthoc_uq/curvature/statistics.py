@@ -13,8 +13,9 @@ The costs, in multiply-adds and numbers touched, are known beforehand, and the c
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from dataclasses import dataclass
-from typing import NamedTuple, Protocol
+from typing import NamedTuple
 
 import torch
 from torch import Tensor, einsum, matmul, triu_indices, where
@@ -195,45 +196,43 @@ def _add_pairs(total: Tensor, activations: Tensor, gradients: Tensor) -> None:
         total += einsum("sgpo,sgpi->goi", pairs_g, pairs_a)
 
 
-class Accumulator(Protocol):
+class Accumulator(ABC):
     """Sums over the batches of one layer's activations and output gradients ``(samples, groups, positions, outputs)``.
 
     Its mean divides the sums by the number of samples (the sum of their weights) or of positions. Where samples have
     weights, output gradients come multiplied by their square roots, so that every square counts w times; activations
     come as they are, and `SampleWeights` has how often they count.
+
+    Args:
+        sums: by name; those over two parts of the data can be added.
+        budget: bytes that one temporary may take.
     """
 
+    def __init__(self, sums: dict[str, Tensor], budget: int) -> None:
+        self._sums, self._budget = sums, budget
+
+    @abstractmethod
     def add(
         self, activations: Operand, gradients: Tensor, first_pass: bool, weights: SampleWeights | None = None
     ) -> None:
         """Take one backward pass. Passes over the same batch have the same activations; `first_pass` marks the first of
         them. The gradients have the roots of the samples' `weights` in them already.
         """
-        ...
 
     def state_dict(self) -> dict[str, Tensor]:
-        """The sums themselves, by name. Those over two parts of the data can be added, and a fit that goes on after an
-        interruption writes into them.
-        """
-        ...
-
-
-class _Sums:
-    """Sums kept as named tensors."""
-
-    def __init__(self, sums: dict[str, Tensor], budget: int = 0) -> None:
-        self._sums = sums
-        self._budget = budget
-
-    def state_dict(self) -> dict[str, Tensor]:
+        """The sums themselves, into which a fit that goes on after an interruption writes."""
         return self._sums
 
     def _limit(self, tensor: Tensor) -> int:
         return temporary_limit(self._budget, tensor.device)
 
 
-class _Gram(_Sums):
-    """Sums with a Gram, and with the number of rows in it."""
+class _Gram(Accumulator):
+    """A Gram ``(groups, size, size)``, and the number of rows in it."""
+
+    def __init__(self, groups: int, size: int, dtype: torch.dtype, device: torch.device, budget: int) -> None:
+        gram = torch.zeros(groups, size, size, dtype=dtype, device=device)
+        super().__init__({"gram": gram, "rows": _count()}, budget)
 
     @property
     def rows(self) -> int:
@@ -243,12 +242,6 @@ class _Gram(_Sums):
 
 class InputGram(_Gram):
     """``A = 1/N sum_{s,t} a a^T``, ``(groups, inputs, inputs)``."""
-
-    def __init__(
-        self, groups: int, inputs: int, dtype: torch.dtype, device: torch.device, budget: int
-    ) -> None:
-        gram = torch.zeros(groups, inputs, inputs, dtype=dtype, device=device)
-        super().__init__({"gram": gram, "rows": _count()}, budget)
 
     def add(
         self, activations: Operand, gradients: Tensor, first_pass: bool, weights: SampleWeights | None = None
@@ -268,8 +261,8 @@ class GradientGram(_Gram):
     def __init__(
         self, groups: int, outputs: int, dtype: torch.dtype, device: torch.device, budget: int
     ) -> None:
-        gram = torch.zeros(groups, outputs, outputs, dtype=dtype, device=device)
-        super().__init__({"gram": gram, "rows": _count(), "positions": _count()}, budget)
+        super().__init__(groups, outputs, dtype, device, budget)
+        self._sums["positions"] = _count()
 
     def add(
         self, activations: Operand, gradients: Tensor, first_pass: bool, weights: SampleWeights | None = None
@@ -288,7 +281,7 @@ class GradientGram(_Gram):
         return self._sums["positions"] / samples
 
 
-class RangeSketch(_Sums):
+class RangeSketch(Accumulator):
     """``Y = sum a (a^T Omega)``, ``(groups, size, width)``: the range of a Gram that is never formed.
 
     `side` is what is sketched: ``"inputs"``, or ``"outputs"`` for output gradients. See Halko, Martinsson, Tropp 2011.
@@ -318,7 +311,7 @@ class RangeSketch(_Sums):
         return self._sums["sketch"] / count
 
 
-class SquaredGradients(_Sums):
+class SquaredGradients(Accumulator):
     """The exact diagonal of the Fisher, the eigenvalues in a Kronecker-factored basis, or both.
 
     ``d_ij = 1/N sum_s (G_s)_ij^2``, ``(groups, outputs, inputs)``; with bases ``(groups, inputs, a)`` and
@@ -382,7 +375,7 @@ def _mean_squares(total: Tensor, samples: float) -> Tensor:
     return total.div_(samples).clamp_(min=0)
 
 
-class JointFisher(_Sums):
+class JointFisher:
     """The dense Fisher over all parameters of several layers, ``(parameters, parameters)``; for small nets.
 
     Fed once per backward pass with the per-sample gradients of all layers side by side. Summed in float64 where the
@@ -392,7 +385,11 @@ class JointFisher(_Sums):
 
     def __init__(self, parameters: int, device: torch.device) -> None:
         fisher = torch.zeros(parameters, parameters, dtype=widest(device), device=device)
-        super().__init__({"fisher": fisher})
+        self._sums = {"fisher": fisher}
+
+    def state_dict(self) -> dict[str, Tensor]:
+        """See `Accumulator`."""
+        return self._sums
 
     def add_rows(self, gradients: Tensor) -> None:
         """Take ``(samples, parameters)`` per-sample gradients."""

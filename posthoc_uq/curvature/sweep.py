@@ -9,120 +9,21 @@ from typing import Any, Protocol
 
 import torch
 from torch import Tensor
-from torch.utils._pytree import TreeSpec, tree_flatten, tree_unflatten
+from torch.utils._pytree import tree_flatten
 
 from posthoc_uq.core.batches import LOADER, Bar, Batch, BatchReader, batches, explained, holds_samples
 from posthoc_uq.core.devices import DeferredChecks, as_double, on_host
 from posthoc_uq.core.distributed import check_items, own_samples
 from posthoc_uq.core.errors import NonFiniteError, PosthocUQError
-from posthoc_uq.core.randomness import mix, mixed_seed, sample_keys, share_of
+from posthoc_uq.core.randomness import mix, mixed_seed, sample_keys
+from posthoc_uq.curvature.kept_inputs import Picked
 from posthoc_uq.curvature.statistics import Accumulator, JointFisher
-from posthoc_uq.layers.capture import Capture, LayerGradients, Recording
+from posthoc_uq.layers.capture import Capture, Recording
 from posthoc_uq.layers.operands import CPU_TEMPORARY, Rows, separate_positions, weighted
 from posthoc_uq.layers.proof import count_samples
+from posthoc_uq.layers.rules import LayerGradients
 from posthoc_uq.likelihoods import Fisher, Gaussian, Likelihood
 from posthoc_uq.likelihoods.weights import SampleWeights, weights_of
-
-Part = tuple[Batch, Tensor, str]
-"""A batch to sweep over, the hashes of its samples, and the batches of the loader that they are from, in words."""
-
-
-@dataclass
-class Picked:
-    """Picks samples by a hash of their inputs, so that neither their order nor the size of batches matters.
-
-    A tenth of a small batch would cost nearly as much as the whole of it; what is picked therefore waits until it makes
-    a batch.
-
-    Args:
-        share: of the samples, in (0, 1].
-    """
-
-    share: float
-    _waiting: list[_SampleBuffer] = field(default_factory=lambda: list[_SampleBuffer](), init=False)
-
-    @property
-    def waiting(self) -> bool:
-        """Whether something was picked that has not been handed out."""
-        return bool(self._waiting)
-
-    def add(self, batch: Batch, keys: Tensor, index: int) -> Iterator[Part]:
-        """Take the batch `index` of the loader with the hashes of its samples, ``(samples,)``; gives the batches that
-        are ready, none larger than the largest of the loader.
-        """
-        if self.share >= 1:
-            yield batch, keys, str(index)
-            return
-        samples = keys.shape[0]
-        places = share_of(keys, self.share).nonzero().flatten()
-        if not places.shape[0]:
-            return
-        picks = _SampleBuffer.of(batch, samples, places, keys[places], index)
-        if self._waiting and (self._count() + len(picks.keys) > samples or not self._waiting[0].joins(picks)):
-            yield from self.rest()
-        self._waiting.append(picks)
-        if self._count() + self.share * samples > samples:
-            yield from self.rest()
-
-    def rest(self) -> Iterator[Part]:
-        """All that waits, as one batch."""
-        if self._waiting:
-            together, self._waiting = self._waiting, []
-            yield _joined(together)
-
-    def _count(self) -> int:
-        return sum(len(picks.keys) for picks in self._waiting)
-
-
-@dataclass
-class _SampleBuffer:
-    """Samples of one batch.
-
-    Attributes:
-        leaves: all that the batch holds, cut to these samples.
-        spec: how that is nested.
-        counted: which of the leaves belong to the samples; the others, such as a mask for all, are shared.
-        keys: hashes of these samples.
-        index: the number of the batch.
-    """
-
-    leaves: list[Any]
-    spec: TreeSpec
-    counted: list[bool]
-    keys: Tensor
-    index: int
-
-    @staticmethod
-    def of(batch: Batch, samples: int, places: Tensor, keys: Tensor, index: int) -> _SampleBuffer:
-        """The samples at `places` of a batch of `samples`."""
-        leaves, spec = tree_flatten((batch.args, batch.kwargs, batch.targets, batch.weights))
-        counted = [holds_samples(value, samples) for value in leaves]
-        cut = [v[places.to(v.device)] if c else v for v, c in zip(leaves, counted, strict=True)]
-        return _SampleBuffer(cut, spec, counted, keys, index)
-
-    def joins(self, other: _SampleBuffer) -> bool:
-        """Whether one batch can hold both: samples of one shape, and all else the same."""
-        if self.spec != other.spec or self.counted != other.counted:
-            return False
-        return all(map(_alike, self.counted, self.leaves, other.leaves))
-
-
-def _alike(counted: bool, first: Any, second: Any) -> bool:
-    if not isinstance(first, Tensor) or not isinstance(second, Tensor):
-        return type(first) is type(second) and first == second
-    if counted:
-        return first.shape[1:] == second.shape[1:] and first.dtype == second.dtype
-    return first.dtype == second.dtype and torch.equal(first, second)
-
-
-def _joined(parts: Sequence[_SampleBuffer]) -> Part:
-    first, last = parts[0], parts[-1]
-    columns = zip(first.counted, *(picks.leaves for picks in parts), strict=True)
-    leaves = [torch.cat(values) if counted else values[0] for counted, *values in columns]
-    args, kwargs, targets, weights = tree_unflatten(leaves, first.spec)
-    place = str(first.index) if first is last else f"{first.index} to {last.index}"
-    return Batch(args, targets, kwargs, weights), torch.cat([picks.keys for picks in parts]), place
-
 
 WORD = 1 << 64
 _PLAIN_TYPES = (bool, int, float, complex, str, type(None))
@@ -138,7 +39,9 @@ def sample_hashes(batch: Batch, keys: Tensor) -> Tensor:
         keys: hashes of their inputs, ``(samples,)`` int64.
     """
     samples = keys.shape[0]
-    parts = [keys, *(sample_keys([v], samples, 0) for v in _nested(batch) if holds_samples(v, samples))]
+    covered = {id(tensor) for tensor in batch.tensors()}  # by the keys; the others are inside of other values
+    nested = [leaf for leaf in tree_flatten((batch.args, batch.kwargs))[0] if id(leaf) not in covered]
+    parts = [keys, *(sample_keys([v], samples, 0) for v in nested if holds_samples(v, samples))]
     if batch.targets is not None and holds_samples(batch.targets, samples):
         parts.append(sample_keys([batch.targets], samples, 0))
     if batch.weights is not None and holds_samples(batch.weights, samples):
@@ -198,13 +101,6 @@ class Content:
 
     def _add(self, total: Tensor) -> None:
         self.total = (self.total + int(total)) % WORD
-
-
-def _nested(batch: Batch) -> list[Tensor]:
-    """Tensors inside of other values among the inputs; the keys cover all other tensors."""
-    outer = {id(tensor) for tensor in batch.tensors()}
-    leaves = tree_flatten((batch.args, batch.kwargs))[0]
-    return [leaf for leaf in leaves if isinstance(leaf, Tensor) and id(leaf) not in outer]
 
 
 def _described(leaf: Any) -> Any:
@@ -344,9 +240,73 @@ def sweep(
     """
     summary, skipped = Summary(), 0 if done is None else done.batches
     picked, checks = Picked(share), DeferredChecks()
+    likelihood, dtype = settings.likelihood, settings.dtype
+    by_position = settings.by_position if settings.fisher == "mc" and joint is None else None
 
     def sweep_over(batch: Batch, keys: Tensor, place: str) -> None:
-        _sweep_batch(capture, batch, keys, place, settings, accumulators, joint, summary, observers, checks)
+        samples = keys.shape[0]
+        recording = _run(capture, batch, samples, place)
+        outputs = recording.outputs.detach()
+        # a sum is read once, and has no temporary; one that overflows is looked at again
+        total = outputs.sum(dtype=torch.promote_types(outputs.dtype, torch.float32))
+        checks.add(total, lambda host_total: require_outputs(host_total, outputs, place))
+        if outputs.ndim == 0 or outputs.shape[0] != samples:
+            raise PosthocUQError(
+                f"Batch {place}: {samples} inputs gave outputs of shape {tuple(outputs.shape)}; the first dimension "
+                f"must count the samples."
+            )
+        weights = batch_weights(likelihood, outputs, batch, place)
+        targets = batch.targets if weights is None else weights.targets(batch.targets)
+        check_targets(likelihood, outputs, targets, place, checks)
+        for observer in observers:
+            observer.see(batch, keys, recording, checks)
+        sums: dict[str, Tensor] = {}
+        rows: dict[str, Tensor] = {}
+        first = True
+
+        def sink(of_layer: LayerGradients) -> None:
+            name = of_layer.layer.name
+            activations, gradients = of_layer.operands(dtype)
+            check = gradients.sum()
+            if first:
+                check = check + sum(call.input.detach().sum(dtype=dtype) for call in of_layer.calls)
+            sums[name] = check if name not in sums else sums[name] + check
+            counts = weights
+            if name == by_position:
+                if weights is not None:  # positions count as samples of their own
+                    counts = SampleWeights(weights.samples.repeat_interleave(activations.positions))
+                activations = Rows(separate_positions(activations.rows()))
+                gradients = separate_positions(gradients)
+            for accumulator in accumulators.get(name, ()):
+                accumulator.add(activations, gradients, first, counts)
+            if joint is not None:
+                rows[name] = activations.gradients(gradients, CPU_TEMPORARY).flatten(1)
+
+        pulled = likelihood.gradients(outputs, targets, keys, settings.fisher, settings.n_samples)
+        if weights is not None:
+            pulled = map(weights.gradients, pulled)
+        gradient = next(pulled, None)
+        while gradient is not None:
+            # one ahead, to know the last; no more, since there may be one for every class
+            following = next(pulled, None)
+            recording.pull_back(gradient, sink, last=following is None)
+            if joint is not None:
+                with torch.autocast(outputs.device.type, enabled=False):
+                    joint.add_rows(_side_by_side(capture, rows, samples))
+                rows.clear()
+            first, gradient = False, following
+        if sums:
+            names = list(sums)
+            checks.add(torch.stack(list(sums.values())), lambda totals: _require_finite(names, totals, place))
+        summary.samples += samples
+        summary.weight += samples if weights is None else weights.total
+        summary.outputs = outputs[0].numel()
+        if targets is None or summary.log_likelihood is None:
+            summary.log_likelihood = None
+        elif weights is None:
+            checks.add(likelihood.log_prob(outputs, targets), summary.add_log_likelihood)
+        else:
+            checks.add(weights.log_prob(likelihood, outputs, targets), summary.add_log_likelihood)
 
     with Bar(loader, f"{description}, {len(capture.tracked)} layers", settings.progress) as bar:
         for index, (batch, samples) in enumerate(own_batches(loader, settings.reader)):
@@ -355,10 +315,12 @@ def sweep(
             bar.advance(samples)
             if done is not None and index < skipped:
                 if observers:
-                    _show(observers, batch, keys, _run(capture, batch, samples, str(index)), checks)
+                    _show(capture, batch, keys, str(index), observers, checks)
                 checks.run()
                 if index == skipped - 1:
-                    summary = _resumed(summary, done)
+                    if (summary.digest, summary.seen) != (done.digest, done.seen):
+                        raise other_batches()
+                    summary = done
                 continue
             for part in picked.add(batch, keys, index):
                 sweep_over(*part)
@@ -381,7 +343,7 @@ def show(
         for index, (batch, samples) in enumerate(own_batches(loader, settings.reader)):
             keys = sample_keys(batch.tensors(), samples, settings.seed)
             checks = DeferredChecks()
-            _show(observers, batch, keys, _run(capture, batch, samples, str(index)), checks)
+            _show(capture, batch, keys, str(index), observers, checks)
             checks.run()
             bar.advance(samples)
 
@@ -393,8 +355,15 @@ def _run(capture: Capture, batch: Batch, samples: int, place: str) -> Recording:
 
 
 def _show(
-    observers: Sequence[Observer], batch: Batch, keys: Tensor, recording: Recording, checks: DeferredChecks
+    capture: Capture,
+    batch: Batch,
+    keys: Tensor,
+    place: str,
+    observers: Sequence[Observer],
+    checks: DeferredChecks,
 ) -> None:
+    """Show a batch to observers by a forward pass alone."""
+    recording = _run(capture, batch, keys.shape[0], place)
     for observer in observers:
         observer.see(batch, keys, recording, checks)
 
@@ -421,75 +390,12 @@ def own_batches(loader: Iterable[Any], reader: BatchReader) -> Iterator[tuple[Ba
             yield batch, samples
 
 
-def _resumed(repeated: Summary, done: Summary) -> Summary:
-    """The summary to go on from, once the batches that were read again are those of `done`."""
-    if (repeated.digest, repeated.seen) != (done.digest, done.seen):
-        raise other_batches()
-    return done
-
-
 def other_batches() -> PosthocUQError:
     """The error of a loader that begins otherwise than when the checkpoint was made."""
     return PosthocUQError(
         "The loader does not begin with the batches that the checkpoint was made from, so the fit cannot go on from "
         "it; pass the same data in the same order, or delete the checkpoint."
     )
-
-
-def _sweep_batch(
-    capture: Capture,
-    batch: Batch,
-    keys: Tensor,
-    place: str,
-    settings: SweepSettings,
-    accumulators: Mapping[str, Sequence[Accumulator]],
-    joint: JointFisher | None,
-    summary: Summary,
-    observers: Sequence[Observer],
-    checks: DeferredChecks,
-) -> None:
-    likelihood, samples = settings.likelihood, keys.shape[0]
-    recording = _run(capture, batch, samples, place)
-    outputs = recording.outputs.detach()
-    # a sum is read once, and has no temporary; one that overflows is looked at again
-    total = outputs.sum(dtype=torch.promote_types(outputs.dtype, torch.float32))
-    checks.add(total, lambda host_total: _require_outputs(host_total, outputs, place))
-    if outputs.ndim == 0 or outputs.shape[0] != samples:
-        raise PosthocUQError(
-            f"Batch {place}: {samples} inputs gave outputs of shape {tuple(outputs.shape)}; the first dimension must "
-            f"count the samples."
-        )
-    weights = batch_weights(likelihood, outputs, batch, place)
-    targets = batch.targets if weights is None else weights.targets(batch.targets)
-    _check_targets(likelihood, outputs, targets, place, checks)
-    _show(observers, batch, keys, recording, checks)
-    gradients = likelihood.gradients(outputs, targets, keys, settings.fisher, settings.n_samples)
-    if weights is not None:
-        gradients = map(weights.gradients, gradients)
-    sums: dict[str, Tensor] = {}
-    first, gradient = True, next(gradients, None)
-    while gradient is not None:
-        # one ahead, to know the last; no more, since there may be one for every class
-        following = next(gradients, None)
-        rows: dict[str, Tensor] = {}
-        sink = _feed(accumulators, settings, sums, first, rows if joint is not None else None, weights)
-        recording.pull_back(gradient, sink, last=following is None)
-        if joint is not None:
-            with torch.autocast(outputs.device.type, enabled=False):
-                joint.add_rows(_side_by_side(capture, rows, samples))
-        first, gradient = False, following
-    if sums:
-        names = list(sums)
-        checks.add(torch.stack(list(sums.values())), lambda totals: _require_finite(names, totals, place))
-    summary.samples += samples
-    summary.weight += samples if weights is None else weights.total
-    summary.outputs = outputs[0].numel()
-    if targets is None or summary.log_likelihood is None:
-        summary.log_likelihood = None
-    elif weights is None:
-        checks.add(likelihood.log_prob(outputs, targets), summary.add_log_likelihood)
-    else:
-        checks.add(weights.log_prob(likelihood, outputs, targets), summary.add_log_likelihood)
 
 
 def batch_weights(likelihood: Likelihood, outputs: Tensor, batch: Batch, place: str) -> SampleWeights | None:
@@ -507,7 +413,7 @@ def no_weight() -> PosthocUQError:
     )
 
 
-def _check_targets(
+def check_targets(
     likelihood: Likelihood, outputs: Tensor, targets: Tensor | None, place: str, checks: DeferredChecks
 ) -> None:
     """Refuse targets that do not fit: wrong shapes and types now, wrong values when the checks are looked at."""
@@ -523,49 +429,22 @@ def _check_targets(
         checks.add(fault, lambda faulty: named(likelihood.check) if bool(faulty) else None)
 
 
-def _feed(
-    accumulators: Mapping[str, Sequence[Accumulator]],
-    settings: SweepSettings,
-    sums: dict[str, Tensor],
-    first_pass: bool,
-    rows: dict[str, Tensor] | None,
-    weights: SampleWeights | None,
-) -> Callable[[LayerGradients], None]:
-    dtype = settings.dtype
-    apart = settings.by_position if settings.fisher == "mc" and rows is None else None
-
-    def sink(layer_gradients: LayerGradients) -> None:
-        name = layer_gradients.layer.name
-        activations, gradients = layer_gradients.operands(dtype)
-        check = gradients.sum()
-        if first_pass:
-            check = check + sum(call.input.detach().sum(dtype=dtype) for call in layer_gradients.calls)
-        counts = weights
-        if name == apart:
-            counts = None if weights is None else weights.repeated(activations.positions)
-            activations, gradients = (
-                Rows(separate_positions(activations.rows())),
-                separate_positions(gradients),
-            )
-        sums[name] = check if name not in sums else sums[name] + check
-        for accumulator in accumulators.get(name, ()):
-            accumulator.add(activations, gradients, first_pass, counts)
-        if rows is not None:
-            rows[name] = activations.gradients(gradients, CPU_TEMPORARY).flatten(1)
-
-    return sink
+_NOT_FINITE = "Check the input data and the model's weights for NaN or infinity."
 
 
-def _require_outputs(total: Tensor, outputs: Tensor, place: str) -> None:
+def require_outputs(total: Tensor, outputs: Tensor, place: str) -> None:
+    """Refuse outputs that are not finite, where their sum `total` on the host is not."""
     if not bool(torch.isfinite(total)) and not bool(torch.isfinite(outputs).all()):
-        raise _not_finite(f"Batch {place}: the model's outputs are not finite.")
+        raise NonFiniteError(f"Batch {place}: the model's outputs are not finite. {_NOT_FINITE}")
 
 
 def _require_finite(names: Sequence[str], sums: Tensor, place: str) -> None:
     # A backward pass goes from the last layer to the first, so the first layer that is not finite is the cause.
     for name, finite in zip(names, torch.isfinite(sums).tolist(), strict=True):
         if not finite:
-            raise _not_finite(f"Batch {place}: layer '{name}' has non-finite activations or gradients.")
+            raise NonFiniteError(
+                f"Batch {place}: layer '{name}' has non-finite activations or gradients. {_NOT_FINITE}"
+            )
 
 
 def _side_by_side(capture: Capture, rows: dict[str, Tensor], samples: int) -> Tensor:
@@ -574,10 +453,6 @@ def _side_by_side(capture: Capture, rows: dict[str, Tensor], samples: int) -> Te
     for name, tracked in capture.tracked.items():
         columns.append(rows[name] if name in rows else reference.new_zeros(samples, tracked.layer.parameters))
     return torch.cat(columns, dim=1)
-
-
-def _not_finite(message: str) -> NonFiniteError:
-    return NonFiniteError(message + " Check the input data and the model's weights for NaN or infinity.")
 
 
 def squared_residuals(

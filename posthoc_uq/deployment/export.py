@@ -19,7 +19,7 @@ from posthoc_uq.core.model import unwrap
 from posthoc_uq.core.outputs import output_tensor
 from posthoc_uq.files import atomic
 from posthoc_uq.heads.moments import MomentsPredictor
-from posthoc_uq.heads.predictor import Predictor, divisor_of, predict
+from posthoc_uq.heads.predictor import Predictor, divisor_of
 from posthoc_uq.heads.sampling import SamplingPredictor
 
 _MAX_BATCH = (
@@ -50,7 +50,7 @@ class _Sampling(nn.Module):
         divisor = divisor_of(posterior)
         if divisor != 1.0:
             outputs = outputs / divisor
-        return predict(outputs, posterior).tensors()
+        return posterior.observation.from_draws(outputs).tensors()
 
 
 def exportable(predictor: Predictor) -> nn.Module:

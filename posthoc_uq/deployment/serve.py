@@ -56,7 +56,7 @@ from posthoc_uq.likelihoods.bernoulli import MultilabelPrediction
 from posthoc_uq.likelihoods.class_prediction import ClassPrediction
 from posthoc_uq.likelihoods.positions import PositionPrediction
 from posthoc_uq.likelihoods.prediction import Prediction
-from posthoc_uq.posteriors.referral import rule_of, thresholds_of
+from posthoc_uq.posteriors.report import rule_of, thresholds_of
 
 log = logging.getLogger("posthoc_uq.serve")
 

@@ -34,7 +34,7 @@ from posthoc_uq.likelihoods.prediction import SCORES
 from posthoc_uq.likelihoods.selective import QUANTILES
 from posthoc_uq.posteriors.block import BLOCKS, FAMILIES, TensorSpec
 from posthoc_uq.posteriors.features import SOURCES, FeatureGrams
-from posthoc_uq.posteriors.posterior import Posterior
+from posthoc_uq.posteriors.posterior import Posterior, WeightPrior
 from posthoc_uq.posteriors.search import CRITERIA
 from posthoc_uq.posteriors.settings import (
     ABOUT,
@@ -43,7 +43,6 @@ from posthoc_uq.posteriors.settings import (
     History,
     Hyperparameters,
     LayerPriors,
-    WeightPrior,
 )
 
 _MAX_DEPTH = 6  # levels of nested values that are kept unread
@@ -126,7 +125,7 @@ class BlockRecord(Record):
 
     @model_validator(mode="after")
     def _check_attributes(self) -> BlockRecord:
-        BLOCKS[self.kind].fields.model_validate(self.attributes)
+        BLOCKS[self.kind].record().model_validate(self.attributes)
         return self
 
 

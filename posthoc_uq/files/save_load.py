@@ -69,8 +69,8 @@ from posthoc_uq.files.untrusted import ChildReader
 from posthoc_uq.likelihoods import LIKELIHOODS, Likelihood, likelihood_from_attributes
 from posthoc_uq.posteriors.block import BLOCKS, LOG_DETERMINANT
 from posthoc_uq.posteriors.features import FeatureGrams
-from posthoc_uq.posteriors.posterior import Posterior
-from posthoc_uq.posteriors.settings import Evidence, WeightPrior
+from posthoc_uq.posteriors.posterior import Posterior, WeightPrior
+from posthoc_uq.posteriors.settings import Evidence
 from posthoc_uq.version import __version__
 
 _WIDER_DTYPE = "save with dtype=torch.bfloat16 or torch.float32"
@@ -143,7 +143,7 @@ def _check_storable(slot: Slot, tensor: Tensor, dtype: torch.dtype) -> None:
     which = f"Tensor '{slot.name}' of {slot.owner}"
     if tensor.dtype not in STORED:
         raise PosthocUQError(f"{which} is of {tensor.dtype}, which a file does not hold.")
-    if not slot.spec.fits(tensor.shape):
+    if slot.spec.shape != tensor.shape:
         raise PosthocUQError(f"{which} has shape {tuple(tensor.shape)}, and should have {slot.spec.shape}.")
     fault = complaint(slot.spec, tensor)
     if fault is not None:
@@ -374,10 +374,10 @@ def _described(structure: Structure, head: header.Header) -> tuple[Description, 
         stored = structure.datasets.get(dataset)
         if stored is None:
             raise CorruptPosteriorError(f"{slot.owner} lacks the dataset '{dataset}'")
-        if stored.shape != slot.spec.sizes or (FORMATS[stored.dtype] == torch.uint8) != slot.spec.bits:
+        if stored.shape != slot.spec.shape or (FORMATS[stored.dtype] == torch.uint8) != slot.spec.bits:
             raise CorruptPosteriorError(
                 f"dataset '{dataset}' of {slot.owner} has shape {stored.shape} and type {stored.dtype}, and should "
-                f"have shape {slot.spec.sizes}"
+                f"have shape {slot.spec.shape}"
             )
     stray = sorted(structure.datasets.keys() - wanted.keys())
     if stray:

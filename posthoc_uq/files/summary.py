@@ -9,8 +9,7 @@ from typing import Any, cast
 from posthoc_uq.core.errors import printable
 from posthoc_uq.core.tables import text_table
 from posthoc_uq.posteriors.block import BLOCKS
-from posthoc_uq.posteriors.referral import rule_of
-from posthoc_uq.posteriors.report import described_changes, described_output
+from posthoc_uq.posteriors.report import described_changes, described_output, rule_of
 
 _MAX_LISTED = 8  # names that a line lists
 

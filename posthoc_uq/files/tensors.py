@@ -93,7 +93,7 @@ def tensors_of(posterior: Posterior) -> list[tuple[Slot, Tensor]]:
         found.extend((slot, tensors[slot.name]) for slot in slots(group, owner, specs))
 
     for name, block in posterior.blocks.items():
-        specs = block.specs(posterior.block_shape(name), block.attributes())
+        specs = block.specs(posterior.layout.shape(name), block.attributes())
         add(block_group(name), f"block '{name}'", specs, block.tensors())
     mean = stored_mean(posterior)
     add(MEAN, "the trained mean", _like(mean), mean)

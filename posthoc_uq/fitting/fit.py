@@ -7,11 +7,10 @@ from __future__ import annotations
 
 import inspect
 import os
-import time
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, fields, replace
 from itertools import chain
-from typing import Any, Literal, cast
+from typing import Any, Literal
 
 import torch
 from torch import Tensor, nn
@@ -33,43 +32,41 @@ from posthoc_uq.core.distributed import all_reduce_sum, gather, is_divided, run_
 from posthoc_uq.core.errors import NonFiniteError, PosthocUQError, warn_user
 from posthoc_uq.core.interrupts import orderly
 from posthoc_uq.core.model import check_differentiable, check_not_meta, replicate, statistics_dtype, unwrap
-from posthoc_uq.core.options import LARGEST, Magnitude, Positive, Seed, check_option
+from posthoc_uq.core.options import LARGEST, Seed, check_option
 from posthoc_uq.core.outputs import Choice, Output, checked_output, chosen_in, guessed_choice, with_choice
-from posthoc_uq.core.progress import Progress, counted
 from posthoc_uq.core.randomness import isolated_random_state
 from posthoc_uq.curvature.features import find_features
 from posthoc_uq.curvature.kept_inputs import KeptInputs, inputs_to_keep
 from posthoc_uq.curvature.sweep import SweepSettings, no_weight, squared_residuals
 from posthoc_uq.files import buffers_fingerprint, check_numbers, check_settings, fingerprint
 from posthoc_uq.fitting.first_batch import check_first_batch, on_few_samples
-from posthoc_uq.fitting.prior import DIVERGENCE, set_faithful
-from posthoc_uq.fitting.resume import data_identity, fit_identity
+from posthoc_uq.fitting.prior import Prior, check_weight_prior, prior_and_budget, set_prior, weight_prior_of
 from posthoc_uq.fitting.tune import has_something_to_tune, nothing_to_tune, tune
-from posthoc_uq.fitting.wrap import head_class, wrap
-from posthoc_uq.heads.sampling import SamplingPredictor
+from posthoc_uq.fitting.wrap import head_class
 from posthoc_uq.layers.proof import PROBE_SAMPLES, Selection, check_selection, count_samples, prepare
 from posthoc_uq.likelihoods import Likelihood, resolve_likelihood
 from posthoc_uq.methods import METHODS, Method, method_of
-from posthoc_uq.methods.checkpoint import Checkpoint, State, identified
+from posthoc_uq.methods.checkpoint import (
+    Checkpoint,
+    State,
+    check_common,
+    data_identity,
+    fit_identity,
+    identified,
+)
 from posthoc_uq.methods.task import (
     Task,
     Tensors,
-    check_common,
     keep_features,
     trained_features,
     watch_features,
 )
-from posthoc_uq.posteriors.block import BLOCKS, VARIANCES
-from posthoc_uq.posteriors.evidence import maximise_evidence
+from posthoc_uq.posteriors.block import VARIANCES
 from posthoc_uq.posteriors.posterior import Posterior
-from posthoc_uq.posteriors.settings import checked_prior
-
-Prior = float | Literal["faithful", "evidence"]
 
 # Effective parameters for each training target, beyond which its residual means little, where that is not a half: a
 # diagonal takes what correlated weights have in common for several parameters.
 _MAX_PARAMETERS_PER_TARGET = {"diag": 1.0}
-_LARGE_NETWORK = 2_000_000  # weights, from which fewer models are drawn to look at
 
 
 @orderly
@@ -167,9 +164,9 @@ def fit(
         resolved, by_name = resolve_likelihood(likelihood, noise_variance), isinstance(likelihood, str)
         finds_noise = resolved.noise_variance is not None and by_name and noise_variance is None
         chosen, weight_mean = _method_with_options(method, options, layers, prior_mean)
-        _check_weight_prior(chosen, prior_precision, weight_mean)
+        check_weight_prior(chosen, prior_precision, weight_mean)
         of_weights = prior_precision if isinstance(prior_precision, Mapping) else None
-        chosen, prior, budget = _prior_and_budget(
+        chosen, prior, budget = prior_and_budget(
             chosen, resolved, prior_precision if of_weights is None else 1.0, divergence
         )
         head_class(head or chosen.head)
@@ -210,7 +207,7 @@ def fit(
         task = _dry_run(request)
         parameters = dict(task.model.named_parameters())
         weight_prior = run_on_all_ranks(
-            lambda: checked_prior(task.layers, parameters, request.weight_precisions, request.weight_mean),
+            lambda: weight_prior_of(task.layers, parameters, request.weight_precisions, request.weight_mean),
             "checking the prior",
         )
         _open_checkpoint(task, request, checkpoint)
@@ -225,7 +222,14 @@ def fit(
         _record(posterior, request, task, noise_origin)
         if request.finds_noise and val_loader is None:
             _warn_if_memorised(posterior)
-        _set_prior(posterior, request, task, kept_inputs)
+        set_prior(
+            posterior,
+            request.prior,
+            request.divergence,
+            task,
+            kept_inputs,
+            tuned_after=val_loader is not None,
+        )
         if val_loader is not None and not request.method.trains:
             _tune(posterior, request, val_loader)
         # a faithful prior was found by predictions, which factorised the precision
@@ -283,10 +287,9 @@ class _FitRequest:
     output: Output | None
     progress: bool
 
-    def identity(self) -> dict[str, Any]:
-        """What must be the same, besides model and data, for one fit to go on where another stopped."""
+    def arguments(self) -> dict[str, Any]:
+        """What must be the same, besides method, model and data, for one fit to go on where another stopped."""
         return {
-            "method": self.method.name,
             "likelihood": self.likelihood,
             "noise": "found from the data" if self.finds_noise else "given",
             "head": self.head,
@@ -295,7 +298,7 @@ class _FitRequest:
             "prior_mean": self.weight_mean,
             "divergence": self.divergence,
             "output": self.output,
-        } | self.method.identity()
+        }
 
 
 def takes_layers(method: str) -> bool:
@@ -319,97 +322,6 @@ def _method_with_options(
             of_method["prior_mean"], prior_mean = prior_mean, None
     arguments = [name for name in inspect.signature(fit).parameters if name != "options"]
     return method_of(method, of_method, arguments), prior_mean
-
-
-def _check_weight_prior(method: Method, precision: Any, mean: Any) -> None:
-    """Refuse a prior of single weights that posteriors of the method cannot have."""
-    kinds = [BLOCKS[kind] for kind in method.block_kinds if kind in BLOCKS]
-    with_prior = all("prior_precision" in kind.tunable for kind in kinds) and not method.trains
-    if mean is not None and not with_prior:
-        raise PosthocUQError(
-            f"prior_mean enters the log marginal likelihood of a Laplace posterior alone, and method={method.name!r} "
-            f"has none; leave it out of the fit."
-        )
-    if not isinstance(precision, Mapping):
-        return
-    if not with_prior:
-        raise PosthocUQError(
-            f"method={method.name!r} takes one number as prior_precision, not one a weight; take method='diag', 'full' "
-            f"or 'inf'."
-        )
-    numbers: Any = cast(Mapping[Any, Any], precision).values()
-    by_layer = all(isinstance(value, (int, float)) for value in numbers)  # refused when the layers are known
-    if not by_layer and not all(kind.per_weight_prior for kind in kinds):
-        raise PosthocUQError(
-            f"A prior precision of each weight is not diagonal in the Kronecker basis of method={method.name!r}. Take "
-            f"method='diag', 'full' or 'inf', or fit with one number and then set posterior.prior_precision = "
-            f"{{layer: number, ...}}."
-        )
-
-
-def _prior_and_budget(
-    method: Method, likelihood: Likelihood, prior_precision: Any, divergence: Any
-) -> tuple[Method, Prior, float | None]:
-    """The method, with its prior precision if it is a training; the prior precision of other methods, or how it is
-    found; and the budget of a faithful prior, None where none is to be found.
-    """
-    prior = _checked_prior(prior_precision)
-    if isinstance(divergence, str) and divergence == "auto":
-        given, budget = False, DIVERGENCE if method.calibrates_prior or prior == "faithful" else None
-    else:
-        given, budget = True, divergence
-        if budget is not None:
-            budget = check_option("divergence, a budget in nats,", divergence, Positive)
-    if prior == "faithful" and not likelihood.has_divergence:
-        raise PosthocUQError(
-            f"Likelihood {likelihood.name!r} has no prediction that could be faithful to the network's; give "
-            f"prior_precision a number or 'evidence'."
-        )
-    if method.trains:
-        asked = given or prior == "faithful"
-        if asked and budget is not None and "scale" not in method.tunable:
-            raise PosthocUQError(
-                f"method={method.name!r} keeps the variances of its training, which cannot be narrowed until "
-                f"predictions are faithful; leave {'divergence' if given else 'prior_precision'} out of the fit."
-            )
-        method, prior = _with_prior(method, prior), "faithful"
-    elif prior is None:
-        prior = _checked_prior(getattr(method, "prior_precision", None)) or "faithful"
-    if prior == "faithful" and budget is None and not method.trains:
-        raise PosthocUQError(
-            "divergence=None leaves the variances that a training found as they are, and this method trains none; "
-            "choose prior_precision='evidence' or a number."
-        )
-    return method, prior, budget if prior == "faithful" and likelihood.has_divergence else None
-
-
-def _checked_prior(prior_precision: Any) -> Prior | None:
-    if prior_precision is None:
-        return None
-    if isinstance(prior_precision, str):
-        if prior_precision in ("faithful", "evidence"):
-            return prior_precision
-        raise PosthocUQError(
-            f"prior_precision must be a positive number, 'faithful' or 'evidence', not {prior_precision!r}."
-        )
-    return check_option("prior_precision", prior_precision, Magnitude)
-
-
-def _with_prior(method: Method, prior: Prior | None) -> Method:
-    """A training method with the prior precision that is given to the fit, if it is a number."""
-    if prior == "evidence":
-        raise PosthocUQError(
-            "A training has no log marginal likelihood to find the prior precision by; give prior_precision a number."
-        )
-    if not isinstance(prior, float):
-        return method
-    if getattr(method, "prior_precision", 0.0) is not None:  # there is no such field, or it has a value
-        raise PosthocUQError(
-            f"prior_precision is given to the fit, and method={method.name!r} has one of its own or takes none; leave "
-            f"it out of the fit."
-        )
-    changed: dict[str, Any] = {"prior_precision": prior}
-    return replace(method, **changed)
 
 
 def _dry_run(request: _FitRequest) -> Task:
@@ -532,11 +444,16 @@ def _open_checkpoint(task: Task, request: _FitRequest, file: str | os.PathLike[s
     """Check that all processes do the same fit, and read the checkpoint of an interrupted one."""
     if file is None and world() == 1:
         return
-    identity = fit_identity(request.identity(), task, request.method.trains)
+    reader, seed, held_out = task.settings.reader, task.settings.seed, task.val_loader
+    compared: Any = held_out is not None
+    if held_out is not None and request.method.trains:  # it chooses the epoch
+        compared = data_identity(held_out, reader, seed)
+    arguments = request.arguments() | {"held-out data": compared}
+    identity = fit_identity(arguments, request.method, task.model, task.layers)
     check_common(identity | {"checkpoint": "none" if file is None else "given"})
     if file is None:
         return
-    data = identified(data_identity(task.loader, task.settings.reader, task.batch))
+    data = identified(data_identity(task.loader, reader, seed, task.batch))
     task.checkpoint = run_on_all_ranks(
         lambda: Checkpoint(file, request.method.checkpoint_every, identity | data),
         "opening the checkpoint",
@@ -650,55 +567,6 @@ def _warn_if_memorised(posterior: Posterior) -> None:
 
 def _times(values: Tensor, factor: Tensor | None) -> Tensor:
     return values if factor is None else values * as_double(factor).to(values.device)
-
-
-def _set_prior(posterior: Posterior, request: _FitRequest, task: Task, kept_inputs: KeptInputs) -> None:
-    """Set the prior precision that was asked for, or the scale of a training."""
-    head, seed, progress = posterior.history.head, request.seed, request.progress
-    if posterior.width_parameter is not None and request.divergence is not None:
-        head["criterion"] = "faithful"
-        inputs, predictor = kept_inputs.batches(task.device), wrap(task.model, posterior)
-        began = time.perf_counter()
-        set_faithful(posterior, inputs, predictor, request.divergence, seed=seed, progress=progress)
-        posterior.history.fit["seconds, faithful prior"] = time.perf_counter() - began
-    elif not posterior.has_free_prior_precision:
-        head["criterion"] = "given"
-    elif isinstance(request.prior, float):
-        head["criterion"] = "given"
-        posterior.prior_precision = request.prior
-        posterior.history.tuning["prior precision"] = "given"
-    else:  # also where the likelihood measures no divergence
-        head["criterion"] = "evidence"
-        maximise_evidence(posterior, progress=progress)
-        if request.val_loader is None:
-            _warn_if_draws_differ(posterior, task.batch, seed, progress)
-
-
-def _warn_if_draws_differ(posterior: Posterior, batch: Batch, seed: int, progress: bool) -> None:
-    """Warn where models drawn at the prior precision of the evidence no longer predict what the trained model does.
-
-    Laplace's evidence relies on a linear approximation, which does not hold for weights drawn at its optimum where
-    there are far more weights than data. With `progress` a bar is shown.
-    """
-    if not posterior.likelihood.defines("agrees"):
-        return
-    samples = count_samples(batch)
-    # Fewer draws and inputs are less reliable, but draws of a large network take memory, and its passes time.
-    large = sum(mean.numel() for mean in posterior.mean.values()) > _LARGE_NETWORK
-    draws, inputs = (5, 16) if large else (20, 64)
-    few = batch.narrow(0, min(samples, inputs), samples)
-    bar = Progress("drawn models", "models", progress, draws)
-    with torch.no_grad(), bar, counted(draws, bar.advance):
-        trained = few.call(replicate(cast(nn.Module, posterior.model)))
-        drawn = SamplingPredictor(cast(nn.Module, posterior.model), posterior, draws, seed).outputs(
-            *few.args, **few.kwargs
-        )
-    if not posterior.likelihood.agrees(trained, drawn):
-        warn_user(
-            "At the prior precision of the log marginal likelihood, models drawn from this posterior no longer predict "
-            "what the trained one does: it has few data for its weights. Leave prior_precision at its default "
-            "('faithful'), pass val_loader=..., or predict with head='linearized'."
-        )
 
 
 def _tune(posterior: Posterior, request: _FitRequest, val_loader: Iterable[Any]) -> None:

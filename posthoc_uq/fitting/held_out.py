@@ -16,7 +16,7 @@ from posthoc_uq.core.devices import as_double
 from posthoc_uq.core.errors import PosthocUQError, warn_user
 from posthoc_uq.core.model import replicate
 from posthoc_uq.core.randomness import isolated_random_state
-from posthoc_uq.fitting.prior import Score, model_of, width_of, width_parameter_of, with_width
+from posthoc_uq.fitting.faithful import Score, model_of, width_of, width_parameter_of, with_width
 from posthoc_uq.heads.predictor import Predictor
 from posthoc_uq.likelihoods.weights import labelled, mean_of_labels
 from posthoc_uq.posteriors.posterior import Posterior

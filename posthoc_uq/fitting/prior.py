@@ -1,603 +1,264 @@
-"""The faithful prior: smallest prior precision for which KL(network, predictive) on training inputs is within a budget.
+"""The prior of a fit: what a user may ask for, and the prior precision that comes of it.
 
-There are two other criteria: the likelihood of held-out labels (`posthoc_uq.fitting.held_out`), and the log marginal
-likelihood, which needs no predictions (`posthoc_uq.posteriors.evidence`). All three set the posterior's
-`width_parameter`: its prior precision, or the `scale` of one whose variances were trained.
+`set_prior` sets `Posterior.prior_precision`: to a given number, to the faithful one (`posthoc_uq.fitting.faithful`), or
+to that of the largest marginal likelihood (`posthoc_uq.posteriors.search`). What it means for every weight is in
+`posthoc_uq.posteriors.posterior`.
 """
 
 from __future__ import annotations
 
-from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import dataclass, replace
-from functools import cache, partial
-from math import ceil, inf, isfinite, log10
-from typing import Any
+import time
+from collections.abc import Mapping
+from dataclasses import replace
+from typing import Annotated, Any, Literal, cast
 
 import torch
-from scipy.optimize import brentq
+from annotated_types import Ge, Le
 from torch import Tensor, nn
 
 from posthoc_uq.core.batches import Batch
-from posthoc_uq.core.devices import as_double, host_double
-from posthoc_uq.core.errors import NonFiniteError, PosthocUQError, warn_user
+from posthoc_uq.core.errors import PosthocUQError, warn_user
 from posthoc_uq.core.model import replicate
-from posthoc_uq.core.progress import counted
-from posthoc_uq.heads.features import FeatureCache
-from posthoc_uq.heads.predictor import Predictor, divisor_of
-from posthoc_uq.layers.proof import PROBE_SAMPLES, count_samples
-from posthoc_uq.likelihoods.labels import Layout
-from posthoc_uq.likelihoods.prediction import at_least_float32, by_input
-from posthoc_uq.likelihoods.weights import counted_positions, nothing_counts
-from posthoc_uq.posteriors.posterior import Posterior
-from posthoc_uq.posteriors.search import SearchBar, Trial, Trials
-from posthoc_uq.posteriors.settings import ABOUT, Hyperparameters
+from posthoc_uq.core.options import LARGEST, Magnitude, Positive, check_option, did_you_mean
+from posthoc_uq.core.progress import Progress, counted
+from posthoc_uq.curvature.kept_inputs import KeptInputs
+from posthoc_uq.fitting.faithful import DIVERGENCE, set_faithful
+from posthoc_uq.fitting.wrap import wrap
+from posthoc_uq.heads.sampling import SamplingPredictor
+from posthoc_uq.layers.layer import Layer
+from posthoc_uq.layers.proof import count_samples
+from posthoc_uq.likelihoods import Likelihood
+from posthoc_uq.methods import Method
+from posthoc_uq.methods.task import Task
+from posthoc_uq.posteriors.block import BLOCKS
+from posthoc_uq.posteriors.posterior import Posterior, WeightPrior
+from posthoc_uq.posteriors.search import maximise_evidence
+
+Prior = float | Literal["faithful", "evidence"]
+
+_LARGE_NETWORK = 2_000_000  # weights, from which fewer models are drawn to look at
 
 
-def model_of(posterior: Posterior) -> nn.Module:
-    """The model of a posterior.
-
-    Raises:
-        PosthocUQError: it has none.
-    """
-    if posterior.model is None:
+def check_weight_prior(method: Method, precision: Any, mean: Any) -> None:
+    """Refuse a prior of single weights that posteriors of the method cannot have."""
+    kinds = [BLOCKS[kind] for kind in method.block_kinds if kind in BLOCKS]
+    with_prior = all("prior_precision" in kind.tunable for kind in kinds) and not method.trains
+    if mean is not None and not with_prior:
         raise PosthocUQError(
-            "The posterior has lost its model; set posterior.model to the model it was fitted on."
+            f"prior_mean enters the log marginal likelihood of a Laplace posterior alone, and method={method.name!r} "
+            f"has none; leave it out of the fit."
         )
-    return posterior.model
-
-
-def width_parameter_of(posterior: Posterior) -> str:
-    """The hyperparameter by which a posterior is made wider or narrower.
-
-    Raises:
-        PosthocUQError: it has none.
-    """
-    name = posterior.width_parameter
-    if name is None:
-        instead = " Held-out data can tune its temperature, by criterion='likelihood'."
+    if not isinstance(precision, Mapping):
+        return
+    if not with_prior:
         raise PosthocUQError(
-            f"A posterior by method={posterior.method!r} has neither a prior precision nor a scale by which it could "
-            f"be made wider or narrower.{instead if posterior.likelihood.logits else ''}"
+            f"method={method.name!r} takes one number as prior_precision, not one a weight; take method='diag', 'full' "
+            f"or 'inf'."
         )
-    return name
+    numbers: Any = cast(Mapping[Any, Any], precision).values()
+    by_layer = all(isinstance(value, (int, float)) for value in numbers)  # refused when the layers are known
+    if not by_layer and not all(kind.per_weight_prior for kind in kinds):
+        raise PosthocUQError(
+            f"A prior precision of each weight is not diagonal in the Kronecker basis of method={method.name!r}. Take "
+            f"method='diag', 'full' or 'inf', or fit with one number and then set posterior.prior_precision = "
+            f"{{layer: number, ...}}."
+        )
 
 
-def width_of(settings: Hyperparameters, name: str) -> float:
-    """The value of a width parameter; of prior precisions by layer their geometric mean."""
-    value: Any = getattr(settings, name)
-    values = host_double(list(value.values()) if isinstance(value, dict) else [value])
-    return float(values.log().mean().exp())
+def prior_and_budget(
+    method: Method, likelihood: Likelihood, prior_precision: Any, divergence: Any
+) -> tuple[Method, Prior, float | None]:
+    """The method, with its prior precision if it is a training; the prior precision of other methods, or how it is
+    found; and the budget of a faithful prior, None where none is to be found.
+    """
+    prior = _checked_prior(prior_precision)
+    if isinstance(divergence, str) and divergence == "auto":
+        given, budget = False, DIVERGENCE if method.calibrates_prior or prior == "faithful" else None
+    else:
+        given, budget = True, divergence
+        if budget is not None:
+            budget = check_option("divergence, a budget in nats,", divergence, Positive)
+    if prior == "faithful" and not likelihood.has_divergence:
+        raise PosthocUQError(
+            f"Likelihood {likelihood.name!r} has no prediction that could be faithful to the network's; give "
+            f"prior_precision a number or 'evidence'."
+        )
+    if method.trains:
+        asked = given or prior == "faithful"
+        if asked and budget is not None and "scale" not in method.tunable:
+            raise PosthocUQError(
+                f"method={method.name!r} keeps the variances of its training, which cannot be narrowed until "
+                f"predictions are faithful; leave {'divergence' if given else 'prior_precision'} out of the fit."
+            )
+        method, prior = _with_prior(method, prior), "faithful"
+    elif prior is None:
+        prior = _checked_prior(getattr(method, "prior_precision", None)) or "faithful"
+    if prior == "faithful" and budget is None and not method.trains:
+        raise PosthocUQError(
+            "divergence=None leaves the variances that a training found as they are, and this method trains none; "
+            "choose prior_precision='evidence' or a number."
+        )
+    return method, prior, budget if prior == "faithful" and likelihood.has_divergence else None
 
 
-def with_width(settings: Hyperparameters, name: str, factor: float) -> Hyperparameters:
-    """Settings whose width parameter, or each of its values by layer, is multiplied by a factor."""
-    value: Any = getattr(settings, name)
-    if isinstance(value, dict):
-        return replace(settings, **{name: {layer: number * factor for layer, number in value.items()}})
-    return replace(settings, **{name: value * factor})
+def _checked_prior(prior_precision: Any) -> Prior | None:
+    if prior_precision is None:
+        return None
+    if isinstance(prior_precision, str):
+        if prior_precision in ("faithful", "evidence"):
+            return prior_precision
+        raise PosthocUQError(
+            f"prior_precision must be a positive number, 'faithful' or 'evidence', not {prior_precision!r}."
+        )
+    return check_option("prior_precision", prior_precision, Magnitude)
 
 
-class Score(ABC):
-    """A score of predictions of the same batches, as a function of the posterior's present settings.
+def _with_prior(method: Method, prior: Prior | None) -> Method:
+    """A training method with the prior precision that is given to the fit, if it is a number."""
+    if prior == "evidence":
+        raise PosthocUQError(
+            "A training has no log marginal likelihood to find the prior precision by; give prior_precision a number."
+        )
+    if not isinstance(prior, float):
+        return method
+    if getattr(method, "prior_precision", 0.0) is not None:  # there is no such field, or it has a value
+        raise PosthocUQError(
+            f"prior_precision is given to the fit, and method={method.name!r} has one of its own or takes none; leave "
+            f"it out of the fit."
+        )
+    changed: dict[str, Any] = {"prior_precision": prior}
+    return replace(method, **changed)
 
-    What comes before the posterior in the model runs once for each batch, and all evaluations draw with the same seed.
+
+def weight_prior_of(
+    layers: Mapping[str, Layer], parameters: Mapping[str, Tensor], precision: Any, mean: Any
+) -> WeightPrior:
+    """The prior of single weights that a user asked for.
 
     Args:
-        posterior: whose settings change between evaluations.
-        predictor: predicts the batches.
-        read: gives the batches, in the same order at every call, each with what its prediction is compared with.
-        seed: of the draws.
-        tempered: whether every evaluation first sets the temperature.
+        layers: of the posterior.
+        parameters: of the model, by name.
+        precision: a tensor or a number by the name of every parameter of the layers; None for 1.
+        mean: a number, or tensors or numbers by name, 0 for parameters without one; None for 0.
+
+    Raises:
+        PosthocUQError: a name, a shape or a number is not valid.
     """
+    shapes = {name: parameters[name] for layer in layers.values() for name in layer.parameter_names}
+    precisions: dict[str, Tensor] = {}
+    if precision is not None:
+        given = cast(Mapping[str, Any], precision)
+        if given and set(given) <= set(layers) - set(shapes):
+            raise PosthocUQError(
+                "prior_precision of a fit is one number for all layers, or tensors by the names of parameters. For one "
+                "number a layer, fit with prior_precision=1.0 and then set posterior.prior_precision = {layer: number, "
+                "...}, which takes no new fit."
+            )
+        missing = [name for name in shapes if name not in given]
+        if missing:
+            raise PosthocUQError(
+                f"A prior precision of single weights must be given for every parameter of the layers; there is none "
+                f"for {missing[:5]}."
+            )
+        precisions = _tensors("prior_precision", given, shapes)
+        for name, tensor in precisions.items():
+            if not bool((tensor > 1 / LARGEST).all()):
+                raise PosthocUQError(f"prior_precision of '{name}' must be positive everywhere.")
+    means: float | dict[str, Tensor] = 0.0
+    if isinstance(mean, Mapping):
+        means = _tensors("prior_mean", dict.fromkeys(shapes, 0.0) | cast(dict[str, Any], mean), shapes)
+    elif mean is not None:
+        means = check_option("prior_mean", mean, Annotated[float, Ge(-LARGEST), Le(LARGEST)])
+    return WeightPrior(precisions, means)
 
-    def __init__(
-        self,
-        posterior: Posterior,
-        predictor: Predictor,
-        read: Callable[[], Iterator[tuple[Batch, Any]]],
-        seed: int,
-        tempered: bool,
-    ) -> None:
-        self.posterior, self._predictor, self._seed, self._tempered = posterior, predictor, seed, tempered
-        self._cache = FeatureCache(predictor, read)
 
-    def evaluate(self) -> float:
-        """The score at the present settings, infinite where there is none; sets the temperature if that is searched."""
+def _tensors(what: str, given: Mapping[str, Any], like: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """Tensors or numbers by name as tensors of the parameters' shapes, on their devices."""
+    odd = [name for name in given if name not in like]
+    if odd:
+        raise PosthocUQError(
+            f"{what} names {odd[:5]}, no parameters of the posterior's layers; those are {list(like)[:6]}."
+            f"{did_you_mean(odd, like)}"
+        )
+    tensors: dict[str, Tensor] = {}
+    for name, value in given.items():
+        own = like[name]
+        wide = torch.promote_types(own.dtype, torch.float32)
         try:
-            self._predictor.refresh(self._seed)
-            with torch.no_grad():
-                pairs: Iterable[tuple[Any, Any]] = self._pairs()
-                if self._tempered:
-                    pairs = list(pairs)
-                    self.posterior.temperature = self._best_temperature(pairs)
-                value = self._mean(pairs)
-        except NonFiniteError:  # draws of extreme weights, or a precision that cannot be factorised
-            return inf
-        return value if isfinite(value) else inf
-
-    def _pairs(self) -> Iterator[tuple[Any, Any]]:
-        """The distribution of the outputs of each batch, with what its prediction is compared with."""
-        return self._cache.distributions()
-
-    def _network_outputs(self) -> Iterator[tuple[Tensor, Any]]:
-        """Outputs of the network at the posterior's mean for each batch, with what predictions are compared with."""
-        network = replicate(model_of(self.posterior), self.posterior.trained_mean)
-        return self._cache.outputs(lambda batch: batch.copied().call(network))
-
-    @abstractmethod
-    def _mean(self, pairs: Iterable[tuple[Any, Any]]) -> float:
-        """The score of these distributions at the present temperature."""
-
-    @abstractmethod
-    def _best_temperature(self, pairs: Sequence[tuple[Any, Any]]) -> float: ...
-
-
-TOLERANCE = 0.05  # decades of the prior precision
-_SLOPES = (0.3, 2.0)  # decades of divergence for each decade of prior precision that a step may assume
-_MARGIN = 0.4 * TOLERANCE  # decades by which a step ends above the place where the budget should be met
-_ROUNDING_NATS = 1e-9  # nats below which a divergence may be rounding
-_MAX_SLOPE_DISTANCE = 1.0  # decades: a slope seen across more may not hold at its end
-
-
-def widest_within(
-    divergence: Callable[[float], float],
-    budget: float,
-    start: float,
-    low: float,
-    high: float,
-    *,
-    slope: float | None = None,
-    upwards: float = 1.0,
-) -> tuple[float, float | None]:
-    """The lowest decade, to `TOLERANCE`, down to which the divergence stays within the budget; and the slope of the
-    last step that ended within it, None where it was longer than a decade.
-
-    Near the trained weights a divergence grows at most as the square of the variances, so that its logarithm falls by
-    at most 2 for each decade of the prior precision. A step that assumes this slope never passes the budget there;
-    later steps take the slope that was seen. Root finders for any function need about twice as many evaluations: they
-    also close in on the root from the other side, and cannot use infinite values.
-
-    Args:
-        divergence: in nats, of a decade; it remembers its values.
-        budget: the largest divergence allowed.
-        start: the decade that is tried first; where it is outside the budget, those above it follow.
-        low: the lowest decade that is tried.
-        high: the decade at which the search upwards gives up, and which is returned although it is outside.
-        slope: decades by which the divergence is known to fall for each decade, near `start`.
-        upwards: the first step upwards, in decades; the following ones are longer.
-    """
-
-    def excess(decade: float) -> float:
-        return log10(max(divergence(decade), min(_ROUNDING_NATS, budget / 10)) / budget)
-
-    def slope_between(below: float, above: float) -> float:
-        return (excess(below) - excess(above)) / (above - below) if isfinite(below) else inf
-
-    def assumed(slope: float) -> float:
-        return min(max(slope, _SLOPES[0]), _SLOPES[1])
-
-    flat, steep = (0.0, _SLOPES[1]) if slope is None else (slope, assumed(slope))
-    inside, outside = start, -inf
-    while not divergence(inside) <= budget:
-        if inside >= high:
-            return inside, slope
-        step = max(upwards, min(excess(inside) / steep + _MARGIN, 1.0))
-        inside, outside, upwards = min(high, inside + step), inside, 2 * upwards
-    bracketed = 0
-    while inside > low and inside - outside > TOLERANCE:
-        left, across = -excess(inside), slope_between(outside, inside)
-        if left <= TOLERANCE * min(flat, across):
-            break
-        if not isfinite(outside):
-            # where it hardly grows, a whole decade
-            least = 1.0 if flat < _SLOPES[0] else TOLERANCE / 2
-            point = max(low, inside - max(left / steep - _MARGIN, least))
-        elif bracketed % 3 == 2 or left / across <= 0:  # also where it is infinite outside
-            point = (inside + outside) / 2
-        else:  # by the slope between both ends, but not near either of them
-            tenth = 0.1 * (inside - outside)
-            point = min(max(inside - left / across + _MARGIN, outside + tenth), inside - tenth)
-        if divergence(point) <= budget:
-            flat = slope_between(point, inside)
-            steep, slope = assumed(flat), flat if inside - point <= _MAX_SLOPE_DISTANCE else None
-            inside = point
-        else:
-            outside = point
-        bracketed += isfinite(outside)
-    return inside, slope
-
-
-TEMPERATURES = (0.3, 3.0)  # the interval in which a matched temperature is searched, times the network's
-_TEMPERATURE_TOLERANCE = 1e-4  # decades of a matched temperature
-_MAX_FLAT_SPREAD = 0.05  # standard deviation of logits over inputs, worth a thousandth of a nat
-_MAX_POSITIONS, _MAX_OUTPUTS = 4096, 2**22  # in all, of inputs whose outputs have positions ...
-_MIN_INPUTS = 16  # ... but so many inputs in any case
-
-
-class Divergence(Score):
-    """The mean divergence of predictions from those of the network, on given inputs.
-
-    Args:
-        posterior: its present temperature is the network's.
-        inputs: batches, on the model's device.
-        predictor: predicts them.
-        seed: of the draws of a head that draws weights.
-        matched: whether predictions have the temperature at which their mean entropy is the network's.
-        advance: called with the numbers of inputs that were predicted, as the work on them goes on.
-
-    Attributes:
-        samples: how many inputs there are.
-        rows: how many predictions count: one for each input, or for each of its positions that counts.
-        inputs: as given, or the first of them where outputs have many positions.
-    """
-
-    def __init__(
-        self,
-        posterior: Posterior,
-        inputs: Sequence[Batch],
-        predictor: Predictor,
-        *,
-        seed: int,
-        matched: bool,
-        advance: Callable[[int], None],
-    ) -> None:
-        with torch.no_grad():
-            network = replicate(model_of(posterior), posterior.trained_mean)
-            self.inputs = inputs = _enough(inputs, network, predictor)
-            super().__init__(
-                posterior, predictor, lambda: ((batch, batch) for batch in inputs), seed, matched
+            tensor = torch.as_tensor(value, dtype=wide, device=own.device).detach()
+        except (TypeError, ValueError, RuntimeError):
+            raise PosthocUQError(
+                f"{what} of '{name}' must be a tensor or a number, not a {type(value).__name__}."
+            ) from None
+        if tensor.ndim and tensor.shape != own.shape:
+            raise PosthocUQError(
+                f"{what} of '{name}' must have the shape {tuple(own.shape)}, not {tuple(tensor.shape)}."
             )
-            self._compared = [
-                _NetworkOutputs.of(outputs, batch, posterior) for outputs, batch in self._network_outputs()
-            ]
-        self._advance, self._temperature = advance, posterior.temperature
-        self.rows = sum(network.rows for network in self._compared)
-        self.samples = sum(len(network.outputs) for network in self._compared)
-
-    @property
-    def runs_the_model(self) -> bool:
-        """Whether a prediction of the inputs runs all of the model, and not only the part that has a posterior."""
-        return self._cache.nbytes == 0
-
-    @property
-    def flat(self) -> bool:
-        """Whether the network's logits hardly differ from input to input, so that its predictions bound no prior."""
-        if not self.posterior.likelihood.logits or self.samples < 2:
-            return False
-        logits = [network.outputs for network in self._compared if network.layout is None]
-        if not logits or len({outputs.shape[1:] for outputs in logits}) > 1:
-            return False
-        return float(as_double(torch.cat(logits)).std(0).max()) < _MAX_FLAT_SPREAD
-
-    def current_divergence(self) -> float:
-        """The mean divergence in nats at the posterior's present settings but the temperature, which is the network's,
-        or the matched one, from then on.
-        """
-        self.posterior.temperature = self._temperature
-        value = self.evaluate()
-        if not isfinite(value):
-            self.posterior.temperature = self._temperature
-        return value
-
-    def _pairs(self) -> Iterator[tuple[Any, Any]]:
-        of_batches = self._cache.distributions()
-        for network in self._compared:
-            with counted(len(network.outputs), self._advance):
-                distribution, _ = next(of_batches)
-            yield distribution, network
-
-    def _mean(self, pairs: Iterable[tuple[Any, Any]]) -> float:
-        return self._mean_of(self.posterior.observation.divergence, pairs)
-
-    def _mean_of(self, score: Callable[[Tensor, Any], Tensor], pairs: Iterable[tuple[Any, Any]]) -> float:
-        """Mean of a score of outputs and predictions over all inputs, or positions that count."""
-        total = 0.0
-        for distribution, network in pairs:
-            if network.rows:
-                prediction = self._predictor.prediction_of(distribution)
-                total += network.rows * float(network.mean(score, prediction))
-        return total / self.rows
-
-    def _best_temperature(self, pairs: Sequence[tuple[Any, Any]]) -> float:
-        """The temperature at which the mean entropy is the network's, or the network's temperature if there is none."""
-        entropy = self.posterior.likelihood.entropy
-        network_entropy = sum(
-            network.rows * float(network.mean(lambda outputs, _: entropy(outputs), None))
-            for network in self._compared
-            if network.rows
-        )
-
-        @cache
-        def excess(decade: float) -> float:
-            self.posterior.temperature = self._temperature * 10.0**decade
-            return self._mean_of(lambda _, p: by_input(p.entropy()), pairs) - network_entropy / self.rows
-
-        low, high = (log10(bound) for bound in TEMPERATURES)
-        if not (excess(low) <= 0.0 <= excess(high)):  # NaN included
-            return self._temperature
-        root: Any = brentq(excess, low, high, xtol=_TEMPERATURE_TOLERANCE)
-        return self._temperature * 10.0 ** float(root)
+        if not bool((tensor.abs() <= LARGEST).all()):
+            raise PosthocUQError(f"{what} of '{name}' must be finite and at most {LARGEST:g} in size.")
+        tensors[name] = tensor.expand(own.shape).clone()
+    return tensors
 
 
-def _enough(inputs: Sequence[Batch], network: nn.Module, predictor: Predictor) -> Sequence[Batch]:
-    """The first of the inputs, with some thousand positions in all that count: each position's prediction counts by
-    itself, and all outputs are kept in memory and predicted many times. Without positions all inputs.
-    """
-    chosen: list[Batch] = []
-    taken = positions = numbers = 0
-    for batch in inputs:
-        samples = count_samples(batch)
-        probe = batch.narrow(0, min(samples, PROBE_SAMPLES), samples)
-        with predictor.explaining(batch):
-            outputs = probe.copied().call(network)
-        layout = predictor.posterior.likelihood.positions_of(outputs)
-        if layout is None:
-            return inputs
-        whole = outputs[:1].expand(samples, *outputs.shape[1:])
-        sums = counted_positions(layout, whole, batch).sum(1).cumsum(0).cpu() + positions
-        places = torch.arange(1, samples + 1, device="cpu")
-        enough = (sums <= _MAX_POSITIONS) & (places * outputs[0].numel() + numbers <= _MAX_OUTPUTS)
-        fitting = int((enough | (places + taken <= _MIN_INPUTS)).sum())
-        if fitting:
-            chosen.append(batch if fitting == samples else batch.narrow(0, fitting, samples))
-        if fitting < samples:
-            break
-        taken, positions, numbers = taken + samples, int(sums[-1]), numbers + samples * outputs[0].numel()
-    return chosen
-
-
-@dataclass(frozen=True)
-class _NetworkOutputs:
-    """The network's outputs for one batch.
-
-    Attributes:
-        outputs: at least in float32, divided by the temperature.
-        layout: where they have positions.
-        counted: which of their rows count; None for all.
-        rows: how many predictions count: the positions, or the samples.
-    """
-
-    outputs: Tensor
-    layout: Layout | None
-    counted: Tensor | None
-    rows: int
-
-    @classmethod
-    def of(cls, outputs: Tensor, batch: Batch, posterior: Posterior) -> _NetworkOutputs:
-        outputs = at_least_float32(outputs.detach()) / divisor_of(posterior)
-        layout = posterior.likelihood.positions_of(outputs)
-        if layout is None:
-            return cls(outputs, None, None, len(outputs))
-        counting = counted_positions(layout, outputs, batch).flatten()
-        rows = int(counting.sum())
-        return cls(outputs, layout, None if rows == len(counting) else counting, rows)
-
-    def mean(self, score: Callable[[Tensor, Any], Tensor], prediction: Any) -> Tensor:
-        """The mean of a score of outputs and predictions, over what counts."""
-        outputs = self.outputs
-        if self.counted is not None and self.layout is not None:
-            outputs = self.layout.rows(outputs)[self.counted]
-            prediction = None if prediction is None else prediction.rows.picked(self.counted)
-        return as_double(score(outputs, prediction)).mean()
-
-
-DIVERGENCE = 0.002  # nats: the default budget
-DIVERGENCE_WITH_LABELS = 0.02  # nats: the default where the likelihood of held-out data guards against harm
-_START_ABOVE = 3  # decades above the precision of the weights' size at which a search begins
-_END_BELOW = 2  # decades below it at which a search ends: weights of ten times their size
-_GIVE_UP_ABOVE = 12  # decades above it at which a search gives up
-_FEW_INPUTS = 8  # on which a search begins where each prediction runs the whole model
-# How many evaluations a search mostly takes, for what a bar shows: on all inputs without a look at a few, and with it.
-_USUAL_EVALUATIONS, _USUAL_AFTER_FEW, _USUAL_ON_FEW = 4, 2, 4
-_MAX_ZERO_SQUARE = 1e-12  # mean square up to which weights count as zero
-
-
-class FaithfulSearch:
-    """Finds the faithful prior of a posterior, and sets it::
-
-        tau* = inf {tau : D(tau') <= budget for every tau' >= tau},
-        D(tau) = mean over training inputs of KL(p_network(. | x) || p_posterior(. | x; tau)),
-
-    where p_posterior is the prediction of the head that will be used. Where outputs have positions the mean is over all
-    positions that count. Neither labels nor held-out data are needed. Where no prior precision can be set (the
-    variances of a training), the `scale` is set instead. With a matched temperature, every tau has the temperature at
-    which the mean entropy over the same inputs is the network's: confidence is kept on average, and moves from inputs
-    where the weights disagree to inputs where they agree. Where every prediction runs the whole model, a few of the
-    inputs determine where the search on all of them begins.
-
-    Args:
-        posterior: its prior precision, or scale, is set; its present temperature is the network's.
-        inputs: batches of training inputs, on the model's device.
-        predictor: predicts them.
-        seed: of the draws of a head that draws weights.
-        matched: whether each prior precision has a temperature that matches the entropy.
-        progress: whether a search shows a bar.
-
-    Attributes:
-        parameter: the hyperparameter that is set.
-        samples: how many inputs the divergence is measured on.
-        tried: the trial at every decade, on all inputs, of the last search.
-    """
-
-    def __init__(
-        self,
-        posterior: Posterior,
-        inputs: Sequence[Batch],
-        predictor: Predictor,
-        *,
-        seed: int = 0,
-        matched: bool = False,
-        progress: bool = False,
-    ) -> None:
-        self.posterior, self.tried, self._progress = posterior, dict[float, Trial](), progress
-        self.parameter = width_parameter_of(posterior)
-        self._of_prior = self.parameter == "prior_precision"
-        # at decade 0: a prior precision of 1, or the scale as it is
-        self._unit = posterior.settings
-        if self._of_prior and isinstance(self._unit.prior_precision, float):
-            self._unit = replace(self._unit, prior_precision=1.0)
-        elif self._of_prior:
-            self._unit = with_width(self._unit, self.parameter, 1 / width_of(self._unit, self.parameter))
-        self._bar = SearchBar("faithful prior", "samples", False, [])
-        measure = partial(
-            Divergence,
-            posterior,
-            predictor=predictor,
-            seed=seed,
-            matched=matched and posterior.likelihood.logits,
-            advance=lambda inputs: self._bar.advance(inputs),
-        )
-        self._all, self._few = measure(inputs), None
-        self.samples = self._all.samples
-        if not self._all.rows:
-            raise nothing_counts()
-        if self._all.runs_the_model and self.samples >= 4 * _FEW_INPUTS:
-            few = measure(_first(self._all.inputs, _FEW_INPUTS))
-            self._few = few if few.rows else None
-
-    @property
-    def label(self) -> str:
-        return ABOUT[self.parameter].label
-
-    def set_widest(self, budget: float) -> float:
-        """Set the widest posterior within the budget, or the narrowest tried, and return its decade."""
-        searches = [(_USUAL_EVALUATIONS, self.samples)]
-        if self._few is not None:
-            searches = [(_USUAL_ON_FEW, self._few.samples), (_USUAL_AFTER_FEW, self.samples)]
-        weights = self._weights_decade()
-        # never wider than a training made it
-        low, high = weights - (_END_BELOW if self._of_prior else 0), weights + _GIVE_UP_ABOVE
-        start, slope, upwards = float(weights + _START_ABOVE), None, 1.0
-        self._bar = SearchBar("faithful prior", "samples", self._progress, searches)
-        with self._bar:
-            if self._few is not None:
-                self._bar.begin_search()
-                of_few = partial(self._divergence, on=self._few, tried={})
-                start, slope = widest_within(of_few, budget, start, low, high)
-                upwards = TOLERANCE
-            self._bar.begin_search()
-            self.tried = {}
-            of_all = partial(self._divergence, on=self._all, tried=self.tried)
-            decade, _ = widest_within(of_all, budget, start, low, high, slope=slope, upwards=upwards)
-        self.posterior.settings = self.tried[decade].settings
-        return decade
-
-    def run(self, budget: float) -> Trials:
-        """Set the widest posterior within the budget; if there is none, warn and set the narrowest tried."""
-        decade = self.set_widest(budget)
-        divergence, edges = self.tried[decade].objective, list[str]()
-        if not divergence <= budget:
-            warn_user(
-                f"No {self.label} keeps the predictions within {budget:g} nats of the network's own: the narrowest "
-                f"posterior that was tried is {divergence:.3g} nats from them, and is kept. Where any change of the "
-                f"weights breaks a model, layers='last' or head='linearized' serves it better."
-            )
-        if self._of_prior and decade <= self._weights_decade() - _END_BELOW:
-            if self._all.flat:
-                decade = self._set_to_size_of_weights()
-            else:
-                edges.append(f"{self.label} = 10^{decade:g}")
-        trials = Trials("faithful", (self.parameter, "temperature"), list(self.tried.values()), at_edge=edges)
-        trials.chosen = self.tried[decade]
-        return trials
-
-    def _set_to_size_of_weights(self) -> float:
-        """The decade of the weights' size, for where nothing bounds the prior; warns."""
-        decade = self._weights_decade()
-        divergence = self._divergence(decade, self._all, self.tried)
-        self.posterior.settings = self.tried[decade].settings
-        warn_user(
-            f"The model's outputs hardly depend on its inputs, so that the size of the trained weights set the "
-            f"{self.label} ({divergence:.1g} nats from the network's own predictions). Check that the weights are the "
-            f"trained ones and that the inputs are scaled as in the training, or give prior_precision a number."
-        )
-        return decade
-
-    def _weights_decade(self) -> float:
-        """The decade of the inverse mean square of the trained weights; 0 for a scale, as the training left it."""
-        if not self._of_prior:
-            return 0.0
-        means = self.posterior.mean.values()
-        mean_square = sum(float(as_double(m.detach()).square().sum()) for m in means)
-        mean_square /= sum(m.numel() for m in means)
-        return float(ceil(-log10(mean_square))) if mean_square > _MAX_ZERO_SQUARE else 0.0
-
-    def _divergence(self, decade: float, on: Divergence, tried: dict[float, Trial]) -> float:
-        """The divergence at a decade on some inputs; the trial is remembered."""
-        if decade not in tried:
-            self._bar.begin_evaluation()
-            self.posterior.settings = with_width(self._unit, self.parameter, 10.0**decade)
-            divergence = on.current_divergence()
-            tried[decade] = Trial(self.posterior.settings, divergence)
-        return tried[decade].objective
-
-
-def _first(inputs: Sequence[Batch], number: int) -> list[Batch]:
-    """The first so many of the inputs, or all."""
-    chosen, taken = list[Batch](), 0
-    for batch in inputs:
-        samples = count_samples(batch)
-        part = min(samples, number - taken)
-        chosen.append(batch.narrow(0, part, samples))
-        taken += part
-        if taken == number:
-            break
-    return chosen
-
-
-def set_faithful(
+def set_prior(
     posterior: Posterior,
-    inputs: Sequence[Batch],
-    predictor: Predictor,
-    budget: float,
+    prior: Prior,
+    divergence: float | None,
+    task: Task,
+    kept_inputs: KeptInputs,
     *,
-    seed: int = 0,
-    matched: bool = False,
-    progress: bool = False,
-) -> Trials:
-    """Set the faithful prior (or scale) and its temperature, and record how far the predictions moved.
+    tuned_after: bool,
+) -> None:
+    """Set the prior precision that was asked for, or the scale of a training.
 
     Args:
-        posterior: its record names the head of the predictor.
-        inputs: training inputs.
-        predictor: predicts them.
-        budget: the largest divergence, in nats.
-        seed: of the draws.
-        matched: whether each prior precision has a temperature that matches the entropy.
-        progress: whether to show a bar.
+        posterior: of the fit; its record names the head that predicts.
+        prior: a number, or how it is found.
+        divergence: the budget of the faithful prior in nats; None where none is to be found.
+        task: of the fit.
+        kept_inputs: training inputs for a faithful prior.
+        tuned_after: whether held-out data follow, so that predictions at the prior of the evidence are not looked at.
     """
-    history, earlier = posterior.history, posterior.history.faithful
-    if earlier and posterior.temperature == earlier["temperature"]:  # matched by that search: take it back
-        posterior.temperature = earlier["network_temperature"]
-    network_temperature = posterior.temperature
-    search = FaithfulSearch(posterior, inputs, predictor, seed=seed, matched=matched, progress=progress)
-    trials = search.run(budget)
-    assert trials.chosen is not None
-    divergence, evaluations = trials.chosen.objective, len(trials.trials)
-    history.tuning[search.label] = (
-        f"faithful through head={predictor.head!r}: divergence {divergence:.3g} of at most {budget:g} nats, on "
-        f"{search.samples} training inputs predicted {'once' if evaluations == 1 else f'{evaluations} times'}"
-        f"{'; the widest prior that is looked at' if trials.at_edge else ''}"
-    )
-    history.tuning.pop("temperature", None)
-    if posterior.temperature != network_temperature:
-        history.tuning["temperature"] = (
-            "the one at which the mean entropy on the same inputs is the network's"
+    head, seed, progress = posterior.history.head, task.settings.seed, task.settings.progress
+    if posterior.width_parameter is not None and divergence is not None:
+        head["criterion"] = "faithful"
+        inputs, predictor = kept_inputs.batches(task.device), wrap(task.model, posterior)
+        began = time.perf_counter()
+        set_faithful(posterior, inputs, predictor, divergence, seed=seed, progress=progress)
+        posterior.history.fit["seconds, faithful prior"] = time.perf_counter() - began
+    elif not posterior.has_free_prior_precision:
+        head["criterion"] = "given"
+    elif isinstance(prior, float):
+        head["criterion"] = "given"
+        posterior.prior_precision = prior
+        posterior.history.tuning["prior precision"] = "given"
+    else:  # also where the likelihood measures no divergence
+        head["criterion"] = "evidence"
+        maximise_evidence(posterior, progress=progress)
+        if not tuned_after:
+            _warn_if_draws_differ(posterior, task.batch, seed, progress)
+
+
+def _warn_if_draws_differ(posterior: Posterior, batch: Batch, seed: int, progress: bool) -> None:
+    """Warn where models drawn at the prior precision of the evidence no longer predict what the trained model does.
+
+    Laplace's evidence relies on a linear approximation, which does not hold for weights drawn at its optimum where
+    there are far more weights than data. With `progress` a bar is shown.
+    """
+    samples = count_samples(batch)
+    # Fewer draws and inputs are less reliable, but draws of a large network take memory, and its passes time.
+    large = sum(mean.numel() for mean in posterior.mean.values()) > _LARGE_NETWORK
+    draws, inputs = (5, 16) if large else (20, 64)
+    few = batch.narrow(0, min(samples, inputs), samples)
+    bar = Progress("drawn models", "models", progress, draws)
+    with torch.no_grad(), bar, counted(draws, bar.advance):
+        trained = few.call(replicate(cast(nn.Module, posterior.model)))
+        drawn = SamplingPredictor(cast(nn.Module, posterior.model), posterior, draws, seed).outputs(
+            *few.args, **few.kwargs
         )
-    history.faithful = {
-        "head": predictor.head,
-        "value": posterior.settings.plain()[search.parameter],
-        "temperature": posterior.temperature,
-        "network_temperature": network_temperature,
-        "divergence": divergence,
-        "budget": float(budget),
-        "settings": other_settings(posterior),
-    }
-    return trials
-
-
-def other_settings(posterior: Posterior) -> dict[str, float]:
-    """The hyperparameters that a faithful prior (or scale) belongs to."""
-    names = [name for name, about in ABOUT.items() if about.of_weights and not about.by_layer]
-    return {name: float(getattr(posterior, name)) for name in names if name != posterior.width_parameter}
+    if not posterior.likelihood.agrees(trained, drawn):
+        warn_user(
+            "At the prior precision of the log marginal likelihood, models drawn from this posterior no longer predict "
+            "what the trained one does: it has few data for its weights. Leave prior_precision at its default "
+            "('faithful'), pass val_loader=..., or predict with head='linearized'."
+        )

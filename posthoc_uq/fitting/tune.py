@@ -28,8 +28,7 @@ from posthoc_uq.core.options import (
 )
 from posthoc_uq.core.randomness import isolated_random_state
 from posthoc_uq.curvature.kept_inputs import KeptInputs, inputs_to_keep
-from posthoc_uq.fitting.held_out import HeldOutLoss, HeldOutSearch
-from posthoc_uq.fitting.prior import (
+from posthoc_uq.fitting.faithful import (
     DIVERGENCE,
     DIVERGENCE_WITH_LABELS,
     FaithfulSearch,
@@ -37,12 +36,12 @@ from posthoc_uq.fitting.prior import (
     other_settings,
     set_faithful,
 )
+from posthoc_uq.fitting.held_out import HeldOutLoss, HeldOutSearch
 from posthoc_uq.fitting.wrap import head_class, options_of, recorded_head, wrap
 from posthoc_uq.heads.predictor import Predictor
 from posthoc_uq.posteriors.block import LOG_DETERMINANT
-from posthoc_uq.posteriors.evidence import maximise_evidence
 from posthoc_uq.posteriors.posterior import Posterior
-from posthoc_uq.posteriors.search import CRITERIA, Criterion, Trials
+from posthoc_uq.posteriors.search import CRITERIA, Criterion, Trials, maximise_evidence
 from posthoc_uq.posteriors.settings import ABOUT, HEADS
 
 PARAMETERS = {

@@ -27,7 +27,7 @@ from posthoc_uq.methods import Method, method_of
 from posthoc_uq.methods.task import Task
 from posthoc_uq.posteriors.block import NotContainedError
 from posthoc_uq.posteriors.posterior import Posterior
-from posthoc_uq.posteriors.referral import rule_of
+from posthoc_uq.posteriors.report import rule_of
 from posthoc_uq.posteriors.settings import History
 
 _GIVEN = "given"  # in the record of how a hyperparameter was found: by the user

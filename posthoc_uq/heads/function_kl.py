@@ -12,7 +12,6 @@ from posthoc_uq.core.errors import PosthocUQError
 from posthoc_uq.heads.linearized import LinearizedPredictor
 from posthoc_uq.methods.function_space import FunctionKL, gaussian_kl, relative_function_noise
 from posthoc_uq.posteriors import Posterior
-from posthoc_uq.posteriors.prior import weight_prior
 
 
 def function_space_kl(
@@ -52,7 +51,7 @@ def function_space_kl(
         raise PosthocUQError(f"prior_mean must be 'zero' or 'pretrained', not {prior_mean!r}.")
     if not 0 < function_noise < float("inf"):
         raise PosthocUQError(f"function_noise must be positive and finite, not {function_noise}.")
-    prior = weight_prior(posterior, posterior.prior_precision if prior_precision is None else prior_precision)
+    prior = posterior.without_data(posterior.prior_precision if prior_precision is None else prior_precision)
     moments: list[tuple[Tensor, Tensor]] = []
     for distribution in (posterior, prior):
         head = LinearizedPredictor(posterior.model, distribution, outputs="all", engine="exact")

@@ -1,7 +1,11 @@
-"""Output covariances of a linearised model, from backward passes whose gradients are contracted block by block.
+"""Jacobians of a model's outputs by its weights, in products with a posterior's covariance.
 
-``Cov = sum_b J_b Sigma_b J_b^T`` over the posterior's blocks, with J of any functions of the outputs. One backward pass
-gives the gradient of one function for every sample, as each layer's activations and output gradients.
+* ``Cov = sum_b J_b Sigma_b J_b^T`` over the posterior's blocks, with J of any functions of the outputs. One backward
+  pass gives the gradient of one function for every sample, as each layer's activations and output gradients (`pull`),
+  which `WeightCovariance` contracts.
+* Where one layer's outputs are the model's, its activations are enough (`output_rows`).
+* ``J (theta_r - theta)`` for draws of the weights, by forward mode (`function_draws`).
+* J as a tensor, with its graph back to the inputs (`jacobians`), for a few inputs at a time.
 """
 
 from __future__ import annotations
@@ -12,16 +16,22 @@ from math import prod
 
 import torch
 from torch import Tensor, nn
+from torch.func import functional_call, jacrev, vmap
+from torch.utils._pytree import tree_map
 
-from posthoc_uq.core.batches import Batch
-from posthoc_uq.core.errors import PosteriorMismatchError, warn_user
-from posthoc_uq.core.model import model_device
+from posthoc_uq.core.batches import Batch, holds_samples
+from posthoc_uq.core.errors import PosteriorMismatchError, PosthocUQError, check_refused, warn_user
+from posthoc_uq.core.model import jvp, model_device
+from posthoc_uq.core.outputs import output_tensor
 from posthoc_uq.core.progress import in_parts, tell
 from posthoc_uq.curvature.features import grid_of
-from posthoc_uq.layers.capture import Capture, LayerGradients, Recording
-from posthoc_uq.layers.layer import Call, Layer
+from posthoc_uq.layers.calls import PlainAttention
+from posthoc_uq.layers.capture import Capture, Recording
+from posthoc_uq.layers.frozen import called
+from posthoc_uq.layers.layer import Layer
 from posthoc_uq.layers.operands import Operand
 from posthoc_uq.layers.proof import count_samples, prepare
+from posthoc_uq.layers.rules import LayerGradients
 from posthoc_uq.likelihoods import Likelihood
 from posthoc_uq.likelihoods.labels import Layout
 from posthoc_uq.posteriors import Posterior
@@ -35,6 +45,7 @@ from posthoc_uq.posteriors.covariance import (
 )
 
 Gradient = Callable[[int], Tensor]
+Weights = dict[str, Tensor]
 
 
 @dataclass
@@ -95,7 +106,11 @@ def pull(
                 layers[name] = Pulled(layer_gradients.layer, activations)
             layers[name].gradients[place] = gradients
 
-        recording.pull_back(gradient(number), collect, last=last and place == len(numbers) - 1)
+        recording.pull_back(
+            gradient(number).reshape(recording.outputs.shape),
+            collect,
+            last=last and place == len(numbers) - 1,
+        )
     return list(layers.values())
 
 
@@ -191,7 +206,8 @@ class WeightCovariance:
         return self._of_layers[layer]
 
 
-# Which of a posterior's layers a model uses, and which of them is its last.
+ONE_POSITION = Layout(class_dim=-1)
+"""The layout of outputs ``(samples, outputs)``."""
 
 _COMPARED_POSITIONS = 256  # positions at which a layer's outputs are compared with the model's
 
@@ -244,15 +260,43 @@ def track_layers(model: nn.Module, posterior: Posterior, batch: Batch, dtype: to
     return TrackedModel(capture, _find_last(capture, batch, dtype, posterior.likelihood))
 
 
+def layout_of(likelihood: Likelihood, outputs: Tensor, samples: int) -> Layout:
+    """Where a model's outputs, `with_classes`, have their classes and positions.
+
+    Raises:
+        PosthocUQError: the outputs do not fit the layout, or have more dimensions than a likelihood without one takes.
+    """
+    layout = likelihood.positions_of(outputs)
+    if layout is None:
+        check_shape(outputs, samples)
+        return ONE_POSITION
+    layout.check(outputs)
+    return layout
+
+
+def with_classes(outputs: Tensor) -> Tensor:
+    """Outputs ``(samples,)`` with a dimension that counts them; others as they are."""
+    return outputs.unsqueeze(1) if outputs.ndim == 1 else outputs
+
+
+def check_shape(outputs: Tensor, samples: int) -> None:
+    """Refuse outputs that are not ``(batch,)`` or ``(batch, outputs)``."""
+    if outputs.ndim not in (1, 2) or outputs.shape[0] != samples:
+        raise PosthocUQError(
+            f"The linearised model needs outputs of shape (batch,) or (batch, outputs), and {samples} inputs gave "
+            f"{tuple(outputs.shape)}."
+        )
+
+
 def _find_last(capture: Capture, batch: Batch, dtype: torch.dtype, likelihood: Likelihood) -> str | None:
-    """The layer whose outputs are the model's, or None: the numbers agree, and a gradient reaches it unchanged. Where
-    outputs have positions, those of every position are the layer's at that position.
+    """The layer whose outputs are the model's at every position, or None: the numbers agree, and a gradient reaches it
+    unchanged.
     """
     samples = count_samples(batch)
     batch, samples = batch.narrow(0, min(samples, 2), samples), min(samples, 2)
     recording = capture.run(batch, samples)
     outputs = recording.outputs.detach()
-    layout = likelihood.positions_of(outputs)
+    layout = layout_of(likelihood, outputs, samples)
     with torch.autocast(outputs.device.type, enabled=False):
         for name in reversed(list(capture.tracked)):
             if output_rows(recording, capture, name, dtype, layout) is not None:
@@ -265,68 +309,36 @@ def _find_last(capture: Capture, batch: Batch, dtype: torch.dtype, likelihood: L
 
         def compare(layer_gradients: LayerGradients) -> None:
             if layer_gradients.layer.name == name:
-                gradient = layer_gradients.calls[0].output_gradient
-                assert gradient is not None
-                rows = sent.flatten() if layout is None else layout.rows(sent).flatten()
-                if layout is not None and gradient.numel() == sent.numel():
-                    gradient = layer_gradients.operands(dtype)[1]
-                arrived.append(
-                    gradient.numel() == rows.numel() and torch.allclose(gradient.flatten().to(rows), rows)
-                )
+                rows = layout.rows(with_classes(sent)).flatten()
+                gradient = layer_gradients.gradients(dtype).flatten()
+                arrived.append(len(gradient) == len(rows) and torch.allclose(gradient.to(rows), rows))
 
         recording.pull_back(sent, compare, last=True)
     return name if arrived == [True] else None
 
 
 def output_rows(
-    recording: Recording, capture: Capture, name: str, dtype: torch.dtype, layout: Layout | None
-) -> Tensor | None:
-    """The activations ``(rows, n)`` of a layer in this pass if its outputs are the model's, with a row for each sample
-    or position; else None. That is decided by numbers: ``W a`` is recomputed from the layer's input and compared.
-    """
-    if layout is None:
-        return _sample_rows(recording, capture, name, dtype)
-    return _position_rows(recording, capture, name, dtype, layout)
-
-
-def _sample_rows(recording: Recording, capture: Capture, name: str, dtype: torch.dtype) -> Tensor | None:
-    """See `output_rows`."""
-    calls, tracked = recording.calls.get(name, []), capture.tracked[name]
-    outputs, layer = recording.outputs.detach(), tracked.layer
-    samples, size = outputs.shape[0], outputs[0].numel()
-    if len(calls) != 1 or layer.groups != 1 or layer.outputs != size or tracked.batch_axis != 0:
-        return None
-    model_outputs = outputs.to(dtype).reshape(samples, size)
-    if not layer.convolutional:
-        if calls[0].input.numel() != samples * calls[0].input.shape[-1]:
-            return None
-    elif calls[0].input.shape[0] != samples:
-        return None
-    call = Call(layer, calls[0].input, calls[0].geometry, model_outputs)
-    activations, _ = LayerGradients(layer, [call], samples, tracked.batch_axis).operands(dtype)
-    if activations.positions != 1:
-        return None
-    rows = activations.rows()[:, 0, 0]
-    return rows if _gives(layer, capture, rows, model_outputs, recording) else None
-
-
-def _position_rows(
     recording: Recording, capture: Capture, name: str, dtype: torch.dtype, layout: Layout
 ) -> Tensor | None:
-    """See `output_rows`: of a linear layer, or of a pointwise convolution, on the grid of the outputs."""
+    """The activations ``(rows, n)`` of a layer in this pass if its outputs are the model's, with a row for each sample
+    and position; else None. That is decided by numbers: ``W a`` is recomputed from the layer's input and compared.
+
+    With positions it is a linear layer, or a pointwise convolution, on the grid of the outputs.
+    """
     calls, tracked = recording.calls.get(name, []), capture.tracked[name]
-    outputs, layer = recording.outputs.detach(), tracked.layer
+    outputs, layer = with_classes(recording.outputs.detach()), tracked.layer
+    samples, positions = len(outputs), layout.positions(outputs)
     if len(calls) != 1 or layer.groups != 1 or layer.outputs != layout.classes(outputs):
         return None
-    if tracked.batch_axis != 0 or not layer.pointwise:
+    if tracked.batch_axis != 0 or calls[0].input.shape[0] != samples:
         return None
-    if grid_of(calls[0]) != layout.positions(outputs) or calls[0].input.shape[0] != outputs.shape[0]:
+    if positions and not (layer.pointwise and grid_of(calls[0]) == positions):
         return None
-    activations = LayerGradients(layer, calls, outputs.shape[0], tracked.batch_axis).activations(dtype)[0]
-    if activations.positions != prod(layout.positions(outputs)):
+    activations = LayerGradients(layer, calls, samples, tracked.batch_axis).activations(dtype)[0]
+    if activations.positions != prod(positions):
         return None
     rows = activations.rows().flatten(0, 2)
-    step = max(1, len(rows) // _COMPARED_POSITIONS)
+    step = max(1, len(rows) // max(samples, _COMPARED_POSITIONS))
     compared = layout.rows(outputs)[::step].to(dtype)
     return rows if _gives(layer, capture, rows[::step], compared, recording) else None
 
@@ -341,3 +353,97 @@ def _gives(layer: Layer, capture: Capture, rows: Tensor, outputs: Tensor, record
     narrow = torch.finfo(recording.outputs.dtype).eps > 1e-5 or outputs.device.type == "cuda"
     scale = recomputed.abs().amax().clamp(min=torch.finfo(rows.dtype).tiny)
     return bool((recomputed - outputs).abs().amax() <= (2e-2 if narrow else 1e-5) * scale)
+
+
+def function_draws(model: nn.Module, batch: Batch, deviations: Mapping[str, Tensor]) -> tuple[Tensor, Tensor]:
+    """Outputs, and their derivatives ``J (theta_r - theta)`` along deviations of the weights, by forward mode.
+
+    Args:
+        model: in eval mode; nothing else may run it meanwhile.
+        batch: its inputs.
+        deviations: parameter name to ``(draws, *shape)``.
+
+    Returns:
+        Outputs ``(samples, ...)`` and derivatives ``(draws, samples, ...)``.
+
+    Raises:
+        PosthocUQError: some operation of the model has no forward derivative.
+    """
+    parameters = dict(model.named_parameters())
+    centre = {name: parameters[name].detach() for name in deviations}
+    draws = len(next(iter(deviations.values())))
+
+    def run(weights: dict[str, Tensor]) -> Tensor:
+        return output_tensor(
+            batch.copied().call_any(lambda *args, **kwargs: functional_call(model, weights, args, kwargs))
+        )
+
+    outputs, derivatives = None, list[Tensor]()
+    with torch.no_grad(), PlainAttention():
+        for draw in in_parts(range(draws)):
+            tangent = {name: deviation[draw] for name, deviation in deviations.items()}
+            try:
+                value_and_derivative = jvp(run, (centre,), (tangent,))
+            except RuntimeError as error:
+                reason = str(error).partition("\n")[0]
+                if not any(word in reason for word in ("forward AD", "forward mode", "autograd.Function")):
+                    raise
+                raise PosthocUQError(
+                    f"engine='jvp', and draws of functions, need forward derivatives, and the model has an operation "
+                    f"without one ({reason}); use engine='exact', and draw functions with head='sampling'."
+                ) from error
+            outputs, derivative = value_and_derivative[0], value_and_derivative[1]
+            derivatives.append(derivative)
+    assert outputs is not None
+    return outputs, torch.stack(derivatives)
+
+
+def jacobians(model: nn.Module, weights: Weights, batch: Batch, samples: int) -> Weights:
+    """The Jacobian of every sample's outputs by each parameter, ``(samples, outputs, *shape)``, with its graph back to
+    the inputs: all samples in one `vmap`, or one by one for a model that cannot run in it.
+
+    Args:
+        model: in eval mode; nothing else may run it meanwhile.
+        weights: at which it is linearised, by name.
+        batch: the model's arguments.
+        samples: in the batch.
+    """
+
+    def of_one(weights: Weights, args: tuple[object, ...], kwargs: Mapping[str, object]) -> Tensor:
+        return called(model, weights, Batch(args, None, dict(kwargs))).flatten()
+
+    def one_by_one() -> Weights:
+        rows = [batch.narrow(row, 1, samples) for row in range(samples)]
+        parts = [_by_autograd(lambda w, b=one: of_one(w, b.args, b.kwargs), weights) for one in rows]
+        return {name: torch.stack([part[name] for part in parts]) for name in weights}
+
+    def in_one_vmap() -> Weights:
+        dims = tree_map(
+            lambda value: 0 if holds_samples(value, samples) else None, (batch.args, batch.kwargs)
+        )
+
+        def in_vmap(args: tuple[object, ...], kwargs: dict[str, object]) -> Weights:
+            places = tree_map(lambda v, d: v.unsqueeze(0) if d == 0 else v, (args, kwargs), dims)
+            return jacrev(of_one)(weights, *places)
+
+        return vmap(in_vmap, in_dims=dims)(batch.args, batch.kwargs)
+
+    with PlainAttention():
+        try:
+            return in_one_vmap()
+        except Exception as error:  # the model's code decides what vmap makes of it
+            check_refused(error, in_one_vmap, one_by_one)
+            return one_by_one()
+
+
+def _by_autograd(run: Callable[[Weights], Tensor], weights: Weights) -> Weights:
+    """The Jacobian of ``run`` by the weights, one backward pass an output, with its graph."""
+    leaves = {name: weight.clone().requires_grad_() for name, weight in weights.items()}
+    outputs = run(leaves)
+    rows = [
+        torch.autograd.grad(
+            output, list(leaves.values()), create_graph=True, allow_unused=True, materialize_grads=True
+        )
+        for output in outputs
+    ]
+    return {name: torch.stack(parts) for name, parts in zip(leaves, zip(*rows, strict=True), strict=True)}

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Generator, Iterator, Sequence
-from contextlib import contextmanager, nullcontext
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Generator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
-from functools import cached_property
+from functools import cached_property, partial
 from math import prod
 from typing import Any, Literal
 
@@ -20,37 +21,41 @@ from posthoc_uq.core.model import check_differentiable, model_device, replicate,
 from posthoc_uq.core.options import Count, check_option
 from posthoc_uq.core.progress import in_parts, share
 from posthoc_uq.core.randomness import isolated_random_state
-from posthoc_uq.heads.functions import differentiable_outputs, function_draws
 from posthoc_uq.heads.jacobians import (
+    ONE_POSITION,
     Gradient,
     TrackedModel,
     WeightCovariance,
+    check_shape,
+    function_draws,
+    jacobians,
+    layout_of,
     output_rows,
     pull,
     track_layers,
+    with_classes,
 )
-from posthoc_uq.heads.predictor import (
-    GaussianOutputs,
-    Predictor,
-    check_finite,
-    from_gaussian,
-)
-from posthoc_uq.layers.frozen import Features, FrozenPart, Twins
+from posthoc_uq.heads.predictor import GaussianOutputs, GaussianPredictor, Latest, check_finite
+from posthoc_uq.layers.frozen import Features, FrozenPart, called
 from posthoc_uq.layers.layer import Call
 from posthoc_uq.layers.operands import temporary_limit
 from posthoc_uq.layers.proof import count_samples
-from posthoc_uq.likelihoods.draws import LINK_DRAWS, Link, Spread, checked_link, of_product
+from posthoc_uq.likelihoods.draws import LINK_DRAWS, Product, Spread, of_product
 from posthoc_uq.likelihoods.labels import Layout, novelty_at
 from posthoc_uq.likelihoods.positions import PositionPrediction
 from posthoc_uq.likelihoods.prediction import Prediction, at_least_float32
-from posthoc_uq.posteriors import QUADRATIC, Hyperparameters, Posterior
-from posthoc_uq.posteriors.covariance import Mode
-
-# Which of a model's outputs the linearised head uses, and how much of their covariance its link gets.
+from posthoc_uq.posteriors import QUADRATIC, Posterior
+from posthoc_uq.posteriors.covariance import Covariance, Mode
 
 ALL_OUTPUTS = 20  # up to which `outputs="auto"` takes all of them
 TOP = 10  # classes that "topk" takes
 _COVARIANCE_CLASSES = 50  # up to which the link gets a covariance of all
+_MAX_BACKWARD = (
+    256  # passes for outputs with positions; `engine="auto"` draws the function where more are needed
+)
+_MAX_SPREAD = 2**16  # logits whose covariance is reduced to its leading directions at once
+_MAX_ROW_BYTES = 2**24  # of the temporaries of rows that are computed at once
+_STORED_BUDGETS = 4  # output gradients of more than this many memory budgets split the batch
 
 
 @dataclass(frozen=True)
@@ -69,24 +74,27 @@ class ChosenOutputs:
     joint: bool
     link: str
 
-    def number(self, outputs: Tensor) -> int | None:
-        """How many of a sample's outputs are used, or None for all."""
-        size = outputs[0].numel()
+    def number(self, size: int) -> int | None:
+        """How many of `size` outputs are used, or None for all."""
         if self.top == "all":
             return None
         if isinstance(self.top, int):
             return None if self.top >= size else self.top
         return TOP if size > ALL_OUTPUTS and self.classes else None
 
-    def indices(self, outputs: Tensor) -> Tensor | None:
-        """The outputs used, ``(samples, k)``, the largest first; or None for all."""
-        used = self.number(outputs)
-        return None if used is None else outputs.flatten(1).topk(used).indices
+    def indices(self, rows: Tensor) -> Tensor | None:
+        """The outputs used of each row, ``(rows, k)``, the largest first; or None for all."""
+        used = self.number(rows.shape[1])
+        return None if used is None else rows.topk(used).indices
 
-    def wants_covariance(self, mean: Tensor) -> bool:
-        """Whether the link gets the full covariance of the outputs."""
-        return self.joint and mean[0].numel() <= _COVARIANCE_CLASSES and self.number(mean) is None
+    def wants_covariance(self, size: int, many_rows: bool) -> bool:
+        """Whether the link gets the full covariance of `size` outputs. Of many rows, such as an image's pixels, it
+        would be large, and only the bridge cannot do without.
+        """
+        fits = self.joint and size <= _COVARIANCE_CLASSES and self.number(size) is None
+        return fits and (not many_rows or self.link == "bridge")
 
+    @property
     def wants_spread(self) -> bool:
         """Whether the link can use a `Spread`: an approximate covariance of many classes."""
         return self.classes and self.link != "bridge"
@@ -112,83 +120,46 @@ def checked_outputs(outputs: str | int) -> int | str:
     return number
 
 
-def check_shape(outputs: Tensor, samples: int) -> None:
-    """Refuse outputs of more dimensions than the linearised head can serve.
-
-    Raises:
-        PosthocUQError: they are not ``(batch,)`` or ``(batch, outputs)``.
-    """
-    if outputs.ndim not in (1, 2) or outputs.shape[0] != samples:
-        raise PosthocUQError(
-            f"The linearised head needs outputs of shape (batch,) or (batch, outputs), and {samples} inputs gave "
-            f"{tuple(outputs.shape)}."
-        )
-
-
-# The linearisation of one batch. Outputs without positions (pixels, tokens) are those of one position.
-
-_MAX_BACKWARD = (
-    256  # passes that `engine="auto"` takes for outputs with positions; of more it draws the function
-)
-_MAX_SPREAD = 2**16  # logits whose covariance is reduced to its leading directions at once
-_MAX_PROBED = 2**20  # numbers of draws that are reduced to leading directions at once
-_MAX_ROW_BYTES = 2**24  # of the temporaries of rows that are computed at once
-_STORED_BUDGETS = 4  # output gradients of more than this many memory budgets split the batch
-
-
-@dataclass(frozen=True)
-class Engine:
-    """What the linearisations of all batches share.
-
-    Attributes:
-        name: ``"auto"``, ``"exact"`` or ``"last_layer"``.
-        tracked: the posterior's layers in the model.
-        layers: their names.
-        covariance: gives that of the weights on a device.
-        chosen: the outputs that are used.
-        dtype: of activations and output gradients.
-        budget: bytes that one temporary may take.
-    """
-
-    name: str
-    tracked: TrackedModel
-    layers: tuple[str, ...]
-    covariance: Callable[[torch.device], WeightCovariance]
-    chosen: ChosenOutputs
-    dtype: torch.dtype
-    budget: int
-
-
-class _Outputs:
-    """The outputs of a batch as rows, one for each sample and place: the positions that are used, or the one place of
-    outputs without positions.
+class LinearizedOutputs(ABC):
+    """The outputs of a batch as rows, one for each sample and position, and the covariance of every row. Outputs
+    without positions (pixels, tokens) are those of one position.
 
     Attributes:
         mean: the outputs used, in the shape of the model's, the positions that were picked as one dimension.
-        layout: of outputs with positions; None without.
         sizes: of the dimensions that count the model's positions.
         picked: the positions used, ``(k,)``, or None for all.
         watched: the calls of the layer whose inputs novelty is measured by.
     """
 
     def __init__(
-        self, outputs: Tensor, samples: int, layout: Layout | None, chosen_positions: Tensor | None
+        self,
+        outputs: Tensor,
+        samples: int,
+        chosen: ChosenOutputs,
+        layout: Layout,
+        positions: Tensor | None,
+        watched: Sequence[Call],
     ) -> None:
-        self.layout, self._outputs, self._samples = layout, outputs, samples
-        self.watched: list[Call] = []
-        self.sizes: tuple[int, ...] = ()
-        if layout is None:
-            check_shape(outputs, samples)
-        else:
-            layout.check(outputs)
-            self.sizes = layout.positions(outputs)
-        self.picked = picked_positions(chosen_positions, self.sizes)
+        """
+        Args:
+            outputs: of the model.
+            samples: in the batch.
+            chosen: the outputs that are used.
+            layout: of the outputs.
+            positions: those that are used, from `checked_positions`.
+            watched: see above.
+        """
+        self.watched, self._single = list(watched), outputs.ndim == 1
+        outputs = with_classes(outputs)
+        self.sizes = layout.positions(outputs)
+        self.picked = picked_positions(positions, self.sizes)
+        self._chosen, self._layout, self._samples = chosen, layout, samples
         self._places = torch.arange(prod(self.sizes), device="cpu") if self.picked is None else self.picked
-        self._rows = self._used(outputs.reshape(samples, -1) if layout is None else layout.rows(outputs))
+        self._rows = self._used(layout.rows(outputs))
         self.mean = self._whole(self._rows)
 
     def _used(self, rows: Tensor) -> Tensor:
-        """Rows of all positions ``(samples * positions, ...)``, of those that are used."""
+        """Of rows of all positions, ``(samples * positions, ...)``, those of the positions that are used."""
         if self.picked is None:
             return rows
         chosen = rows.reshape(self._samples, -1, rows.shape[-1])[:, self.picked.to(rows.device)]
@@ -196,15 +167,347 @@ class _Outputs:
 
     def _whole(self, rows: Tensor) -> Tensor:
         """Rows in the shape of `mean`."""
-        if self.layout is None:
-            return rows.reshape(self._outputs.shape)
-        return self.layout.whole(rows, self.sizes if self.picked is None else (len(self.picked),))
+        whole = self._layout.whole(rows, self.sizes if self.picked is None else (len(self.picked),))
+        return whole.squeeze(1) if self._single else whole
 
-    def _by_place(self, covariances: Tensor) -> Tensor:
-        """Covariances of rows, ``(samples * places, ...)``, as `functional_covariance` gives them."""
-        if self.layout is None:
-            return covariances
-        return covariances.reshape(self._samples, len(self._places), *covariances.shape[1:])
+    # What an engine gives, at all rows
+
+    @abstractmethod
+    def _variances(self) -> Tensor:
+        """``(rows, classes)``."""
+
+    @abstractmethod
+    def _covariances(self, indices: Tensor | None) -> Tensor:
+        """``(rows, k, k)``, of all classes or of those at `indices`, ``(rows, k)``."""
+
+    @abstractmethod
+    def _joint_covariance(self, indices: Tensor | None) -> Tensor:
+        """``(rows * k, rows * k)``."""
+
+    @abstractmethod
+    def _spread(self) -> tuple[Tensor, Spread | None]:
+        """Variances, and what a link can use of a covariance of many classes."""
+
+    @property
+    def _many_rows(self) -> bool:
+        """Whether there may be too many rows for a matrix each."""
+        return bool(self.sizes)
+
+    # What follows from it. Only the model itself runs under the caller's autocast.
+
+    def gaussian(self) -> GaussianOutputs:
+        """Mean, variance, and as much of the covariance as the link can use."""
+        with torch.autocast(self.mean.device.type, enabled=False):
+            covariance: Tensor | Spread | None = None
+            if self._chosen.wants_covariance(self._rows.shape[1], self._many_rows):
+                covariance = self._covariances(None)
+                variance = covariance.diagonal(dim1=1, dim2=2)
+            elif self._chosen.wants_spread:
+                variance, covariance = self._spread()
+            else:
+                variance = self._variances()
+            return GaussianOutputs(self.mean, self._whole(variance), covariance)
+
+    def variance(self) -> Tensor:
+        """Variance of every output that is used, shaped like `mean`."""
+        with torch.autocast(self.mean.device.type, enabled=False):
+            return self._whole(self._variances())
+
+    def covariance(self, joint: bool) -> Tensor:
+        """Covariance of the outputs that are used; see `LinearizedPredictor.functional_covariance`."""
+        with torch.autocast(self.mean.device.type, enabled=False):
+            indices = self._chosen.indices(self._rows)
+            if joint:
+                return self._joint_covariance(indices)
+            found = self._covariances(indices)
+            return found.unflatten(0, (self._samples, len(self._places))) if self.sizes else found
+
+    def trace(self, probes: int) -> Tensor:
+        """The sum of the variances of all outputs that are used, ``(samples,)``.
+
+        Args:
+            probes: random vectors, if more outputs than this are to be estimated.
+        """
+        return self.variance().reshape(self._samples, -1).sum(1)
+
+
+@dataclass(frozen=True)
+class Engine:
+    """What the linearisations of all batches share.
+
+    Attributes:
+        tracked: the posterior's layers in the model.
+        weights: their covariance.
+        closed: whether the closed form may be used: one layer has a posterior.
+        chosen: the outputs that are used.
+        layout: gives that of outputs of so many samples.
+        positions: those that are used, from `checked_positions`.
+        dtype: of activations and output gradients.
+        budget: bytes that one temporary may take.
+    """
+
+    tracked: TrackedModel
+    weights: WeightCovariance
+    closed: bool
+    chosen: ChosenOutputs
+    layout: Callable[[Tensor, int], Layout]
+    positions: Tensor | None
+    dtype: torch.dtype
+    budget: int
+
+
+class Linearization(LinearizedOutputs):
+    """One forward pass of a batch, and the backward passes for the covariance of its outputs; none where the last layer
+    has a closed form.
+
+    Attributes:
+        closed: the last layer, if the posterior covers no other and the engine may use it.
+    """
+
+    def __init__(self, engine: Engine, batch: Batch, samples: int) -> None:
+        """
+        Args:
+            engine: what all batches share.
+            batch: the model's arguments.
+            samples: in the batch.
+        """
+        self._engine, self._batch, self._weights = engine, batch, engine.weights
+        self._recording = engine.tracked.capture.run(batch, samples)
+        outputs = self._recording.outputs.detach()
+        layout = engine.layout(outputs, samples)
+        super().__init__(outputs, samples, engine.chosen, layout, engine.positions, self._recording.watched)
+        self._autocast = torch.is_autocast_enabled(outputs.device.type)
+        self.closed = self._last_layer if engine.closed else None
+
+    @property
+    def backward_passes(self) -> int:
+        """How many the covariances of this batch take."""
+        classes = self._rows.shape[1]
+        return 0 if self.closed else len(self._places) * (self._chosen.number(classes) or classes)
+
+    @property
+    def _many_rows(self) -> bool:
+        return self.closed is not None and super()._many_rows  # backward passes are for few positions
+
+    @cached_property
+    def _last_layer(self) -> _LastLayer | None:
+        """The layer whose outputs are the model's, if the posterior covers it."""
+        engine = self._engine
+        name, capture = engine.tracked.last, engine.tracked.capture
+        if name is None:
+            return None
+        with torch.autocast(self.mean.device.type, enabled=False):
+            rows = output_rows(self._recording, capture, name, engine.dtype, self._layout)
+        if rows is None:
+            return None
+        return _LastLayer(self._weights.of_layer(name), self._used(rows), self._result, engine.budget)
+
+    def _result(self, computed: Tensor) -> Tensor:
+        """On the device and in the number format of results."""
+        return computed.to(self.mean.device, self._engine.dtype)
+
+    def _variances(self) -> Tensor:
+        if self.closed:
+            return self.closed.variances()
+        indices = self._chosen.indices(self._rows)
+        number = self._rows.shape[1] if indices is None else indices.shape[1]
+        variance = self._result(self._variances_at_places(indices, number).clamp(min=0))
+        if indices is None:
+            return variance
+        if self._last_layer is None:
+            others = variance.mean(1, keepdim=True).expand(self._rows.shape)
+        else:
+            others = self._last_layer.variances()
+        return others.scatter(1, indices, variance)
+
+    def _variances_at_places(self, indices: Tensor | None, number: int) -> Tensor:
+        parts = [
+            self._variances_of(self._one_class(place, indices), number, place == len(self._places) - 1)
+            for place in in_parts(range(len(self._places)))
+        ]
+        return torch.stack(parts, 1).flatten(0, 1)
+
+    def _covariances(self, indices: Tensor | None) -> Tensor:
+        # without positions, backward passes for a few of many classes are cheaper
+        if self.closed and (indices is None or self.sizes):
+            return _selected(self.closed.covariances(self._rows.shape[1]), indices, False)
+        return self._contracted(indices)
+
+    def _joint_covariance(self, indices: Tensor | None) -> Tensor:
+        """By sample, place and class."""
+        if self.closed and (indices is None or self.sizes):
+            found = self.closed.covariance.output_covariance(self.closed.rows, joint=True)
+            return self._result(_selected(found, indices, True))
+        gradients = [self._one_class(place, indices) for place in range(len(self._places))]
+        each = self._rows.shape[1] if indices is None else indices.shape[1]
+        number = each * len(gradients)
+        return self._of_functions(lambda n: gradients[n // each](n % each), number, "joint", last=True)
+
+    def _spread(self) -> tuple[Tensor, Spread | None]:
+        if self.closed:
+            variance = self.closed.variances()
+            return variance, self.closed.spread(self._rows, variance, self._chosen.link)
+        indices, last = self._chosen.indices(self._rows), self._last_layer
+        if indices is None:
+            return self._variances(), None
+        # with the mean of all logits, for the covariance of the centred ones
+        return top_spread(self._rows, indices, self._contracted(indices, centre=True), last)
+
+    def trace(self, probes: int) -> Tensor:
+        """By random signs if the outputs outnumber `probes`."""
+        classes = self._rows.shape[1]
+        size = len(self._places) * classes
+        if self.closed:
+            return super().trace(probes)
+        with torch.autocast(self.mean.device.type, enabled=False):
+            if size <= probes:
+                total = self._variances_at_places(None, classes).reshape(self._samples, -1).sum(1)
+            else:
+                signs = self._random_signs(probes, torch.Generator().manual_seed(0))
+                total = self._variances_of(signs, probes).sum(1) / probes
+            return self._result(total)
+
+    # Backward passes
+
+    def _one_class(self, place: int, indices: Tensor | None) -> Gradient:
+        """Gradients of single outputs at one place: number i is the i-th class, or with `indices` each row's
+        ``indices[:, i]``; the number after the last is the mean of all classes.
+        """
+        rows, position, size = self._rows, int(self._places[place]), prod(self.sizes)
+        classes = rows.shape[1]
+        count = classes if indices is None else indices.shape[1]
+        here = None if indices is None else indices.reshape(self._samples, -1, count)[:, place]
+
+        def gradient(number: int) -> Tensor:
+            unit = torch.zeros(self._samples, size, classes, dtype=rows.dtype, device=rows.device)
+            if number == count:
+                unit[:, position] = 1 / classes
+            elif here is None:
+                unit[:, position, number] = 1
+            else:
+                unit[:, position].scatter_(1, here[:, number : number + 1], 1)
+            return self._layout.whole(unit.flatten(0, 1), self.sizes)
+
+        return gradient
+
+    def _random_signs(self, numbers: int, generator: torch.Generator) -> Gradient:
+        """Gradients of sums of all outputs that are used with random signs, the same for every sample (Rademacher
+        vectors).
+        """
+        shape = numbers, len(self._places), self._rows.shape[1]
+        signs = torch.randint(0, 2, shape, generator=generator, device="cpu").to(self._rows) * 2 - 1
+
+        def gradient(number: int) -> Tensor:
+            unit = signs.new_zeros(self._samples, prod(self.sizes), shape[2])
+            unit[:, self._places.to(unit.device)] = signs[number]
+            return self._layout.whole(unit.flatten(0, 1), self.sizes)
+
+        return gradient
+
+    def _variances_of(self, gradient: Gradient, number: int, last_place: bool = True) -> Tensor:
+        """Variances of functions of the outputs, ``(samples, functions)``, as many at once as memory allows."""
+        step = max(1, self._passes_at_once)
+        variances: list[Tensor] = []
+        for start in in_parts(range(0, number, step)):
+            numbers = range(start, min(number, start + step))
+            last = numbers.stop == number and last_place
+            with share(0, 0.5):
+                pulled = pull(self._recording, gradient, numbers, self._engine.dtype, last=last)
+            with share(0.5, 1):
+                variances.append(self._weights.contract(pulled, self._samples, len(numbers), "variance"))
+        return torch.cat(variances, dim=1)
+
+    def _contracted(self, indices: Tensor | None, centre: bool = False) -> Tensor:
+        """Covariances of all outputs, or of those at `indices`, at each place; with `centre` the mean of all outputs
+        comes last, as one more. A batch whose output gradients take too much memory is split in two.
+        """
+        number = (self._rows.shape[1] if indices is None else indices.shape[1]) + centre
+        places, samples = len(self._places), self._samples
+        if samples == 1 or number <= self._passes_at_once:
+            gradients = [self._one_class(place, indices) for place in range(places)]
+            parts = [
+                self._of_functions(gradients[place], number, "covariance", place == places - 1)
+                for place in in_parts(range(places))
+            ]
+            return torch.stack(parts, 1).flatten(0, 1)
+        del self._recording  # its graph is not needed any more
+        halves: list[Tensor] = []
+        for start, stop in in_parts(((0, samples // 2), (samples // 2, samples))):
+            with torch.autocast(self.mean.device.type, enabled=self._autocast):
+                half = Linearization(
+                    self._engine, self._batch.narrow(start, stop - start, samples), stop - start
+                )
+            part = None if indices is None else indices[start * places : stop * places]
+            halves.append(half._contracted(part, centre))
+        return torch.cat(halves)
+
+    def _of_functions(self, gradient: Gradient, number: int, mode: Mode, last: bool) -> Tensor:
+        with share(0, 0.5):
+            pulled = pull(self._recording, gradient, range(number), self._engine.dtype, last=last)
+        with share(0.5, 1):
+            return self._result(self._weights.contract(pulled, self._samples, number, mode))
+
+    @property
+    def _passes_at_once(self) -> int:
+        """How many backward passes' output gradients fit into memory; none where not even one fits."""
+        pass_bytes = self._recording.numbers * torch.finfo(self._engine.dtype).bits // 8
+        return _STORED_BUDGETS * self._engine.budget // max(1, pass_bytes)
+
+
+class _LastLayer:
+    """The layer whose outputs are the model's.
+
+    Attributes:
+        covariance: of its weights.
+        rows: its activations, ``(rows, n)``.
+    """
+
+    def __init__(
+        self, covariance: Covariance, rows: Tensor, result: Callable[[Tensor], Tensor], budget: int
+    ) -> None:
+        """
+        Args:
+            covariance: see above.
+            rows: see above.
+            result: gives a tensor the number format of results.
+            budget: bytes that one temporary may take.
+        """
+        self.covariance, self.rows = covariance, rows
+        self._result, self._budget = result, budget
+
+    def _parts(self, classes: int) -> tuple[Tensor, ...]:
+        """The activations, a few rows at a time."""
+        limit = min(_MAX_ROW_BYTES, self._budget)
+        return self.rows.split(max(1, limit // (8 * classes * (4 + self.rows.shape[1]))))
+
+    def variances(self) -> Tensor:
+        """Of the outputs by its own weights."""
+        return self._result(self.covariance.variances_of(self.rows).clamp(min=0))
+
+    def centred_variances(self, variance: Tensor) -> Tensor:
+        """Of the outputs less their mean, for outputs of these variances."""
+        classes = variance.shape[1]
+        sums: list[Tensor] = []
+        for part in self._parts(classes):
+            ones = part.new_ones(len(part), classes, 1)
+            sums.append(self.covariance.output_product(part)(ones)[:, :, 0])
+        means = self._result(torch.cat(sums)) / classes
+        return (variance - 2 * means + means.mean(1, keepdim=True)).clamp(min=0)
+
+    def covariances(self, classes: int) -> Tensor:
+        """``(rows, m, m)``."""
+        parts = self._parts(classes)
+        return torch.cat([self._result(self.covariance.output_covariance(part)) for part in parts])
+
+    def spread(self, mean: Tensor, variance: Tensor, link: str) -> Spread:
+        """What a link takes of the covariance of outputs with this mean and these variances."""
+        classes = variance.shape[1]
+        if link == "probit":  # which takes the variances of the centred logits alone
+            centred = self.centred_variances(variance)
+            # as of independent logits; two classes go by their difference
+            factor = 4.0 if classes == 2 else classes / (classes - 1)
+            return Spread(centred.new_zeros(*centred.shape, 0), centred * factor)
+        return spread_of(mean, variance, lambda part: self.covariance.output_product(self.rows[part]))
 
 
 def _selected(covariance: Tensor, indices: Tensor | None, joint: bool) -> Tensor:
@@ -221,385 +524,105 @@ def _selected(covariance: Tensor, indices: Tensor | None, joint: bool) -> Tensor
     return covariance[rows, indices.unsqueeze(2), indices.unsqueeze(1)]
 
 
-class Linearization(_Outputs):
-    """One forward pass of a batch, and the backward passes for the covariance of its outputs; none where the last layer
-    has a closed form.
-    """
-
-    def __init__(
-        self,
-        engine: Engine,
-        batch: Batch,
-        samples: int,
-        layout: Callable[[Tensor], Layout | None],
-        positions: Tensor | None,
-    ) -> None:
-        """
-        Args:
-            engine: what all batches share.
-            batch: the model's arguments.
-            samples: in the batch.
-            layout: gives that of outputs with positions.
-            positions: those that are used.
-        """
-        self._engine, self._batch, self._given = engine, batch, (layout, positions)
-        self._recording = engine.tracked.capture.run(batch, samples)
-        outputs = self._recording.outputs.detach()
-        super().__init__(outputs, samples, layout(outputs), positions)
-        self.watched = self._recording.watched
-        self._device = outputs.device
-        self._weights = engine.covariance(self._device)
-        self._closed = self._closed_form()
-
-    @property
-    def backward_passes(self) -> int:
-        """How many the covariances of this batch take."""
-        if self._closed is not None:
-            return 0
-        return len(self._places) * (self._engine.chosen.number(self._rows) or self._rows.shape[1])
-
-    def gaussian(self) -> GaussianOutputs:
-        """Mean, variance, and as much of the covariance as the link can use."""
-        chosen = self._engine.chosen
-        covariance: Tensor | Spread | None = None
-        if self._closed is not None:
-            with torch.autocast(self._device.type, enabled=False):
-                if chosen.wants_covariance(self._rows) and (self.layout is None or chosen.link == "bridge"):
-                    covariance = self._closed_covariance()  # of many positions it would be large
-                    variance = covariance.diagonal(dim1=1, dim2=2)
-                else:
-                    variance = self._closed_variance()
-                    covariance = self._closed_spread(variance) if chosen.wants_spread() else None
-                return GaussianOutputs(self.mean, self._whole(variance), covariance)
-        parts = [self._gaussian_at(place) for place in in_parts(range(len(self._places)))]
-        variance = torch.stack([variance for variance, _ in parts], 1).flatten(0, 1)
-        spreads = [spread for _, spread in parts if isinstance(spread, Spread)]
-        covariances = [covariance for _, covariance in parts if isinstance(covariance, Tensor)]
-        if spreads:
-            covariance = Spread(*(torch.stack(each, 1).flatten(0, 1) for each in zip(*spreads, strict=True)))
-        elif covariances:
-            covariance = torch.stack(covariances, 1).flatten(0, 1)
-        return GaussianOutputs(self.mean, self._whole(variance), covariance)
-
-    def variance(self) -> Tensor:
-        """Variance of every output that is used, shaped like `mean`."""
-        if self._closed is not None:
-            with torch.autocast(self._device.type, enabled=False):
-                return self._whole(self._closed_variance())
-        parts = [self._variance_at(place) for place in in_parts(range(len(self._places)))]
-        return self._whole(torch.stack(parts, 1).flatten(0, 1))
-
-    def covariance(self, joint: bool) -> Tensor:
-        """Covariance of the outputs that are used; see `LinearizedPredictor.functional_covariance`."""
-        indices = self._engine.chosen.indices(self._rows)
-        if self._closed is not None and (indices is None or self.layout is not None):
-            with torch.autocast(self._device.type, enabled=False):
-                if joint:
-                    name, rows = self._closed
-                    found = self._weights.of_layer(name).output_covariance(rows, joint=True)
-                    return self._as_result(_selected(found, indices, True))
-                return self._by_place(_selected(self._closed_covariance(), indices, False))
-        if joint:
-            return self._joint()
-        parts: list[Tensor] = []
-        for place in in_parts(range(len(self._places))):
-            parts.append(self._contracted(place, self._engine.chosen.indices(self._at(place))))
-        return self._by_place(torch.stack(parts, 1).flatten(0, 1))
-
-    def trace(self, probes: int) -> Tensor:
-        """The sum of the variances of all outputs that are used, ``(samples,)``; by random signs if these outnumber
-        probes.
-        """
-        size = len(self._places) * self._rows.shape[1]
-        if self._closed is not None or (size <= probes and self.layout is not None):
-            return self.variance().reshape(self._samples, -1).sum(1)
-        with torch.autocast(self._device.type, enabled=False):
-            if size <= probes:
-                return self._as_result(self._variances(self._one_class(0, None), size).sum(1))
-            signs = self._random_signs(probes, torch.Generator().manual_seed(0))
-            return self._as_result(self._variances(signs, probes).sum(1) / probes)
-
-    def _as_result(self, computed: Tensor) -> Tensor:
-        return computed.to(self._device, self._engine.dtype)
-
-    # The closed form
-
-    def _closed_form(self) -> tuple[str, Tensor] | None:
-        """Name and activations ``(rows, n)`` of the last layer, if the posterior covers no other and the engine may use
-        it.
-        """
-        name, layers = self._engine.name, self._engine.layers
-        if name == "exact":
-            return None
-        last = self._last_layer if len(layers) == 1 else None
-        if last is None and name == "last_layer":
-            what = (
-                "whose outputs are the model's"
-                if self.layout is None
-                else "that gives every position its outputs"
-            )
-            raise PosthocUQError(
-                f"engine='last_layer' needs a posterior of one layer {what}; this one has {len(layers)} layers "
-                f"({list(layers)[-3:]}). Fit with layers='last', or use engine='exact'."
-            )
-        return last
-
-    @cached_property
-    def _last_layer(self) -> tuple[str, Tensor] | None:
-        """Name and activations of the layer whose outputs are the model's, if the posterior covers it."""
-        tracked = self._engine.tracked
-        if tracked.last is None:
-            return None
-        with torch.autocast(self._device.type, enabled=False):
-            rows = output_rows(
-                self._recording, tracked.capture, tracked.last, self._engine.dtype, self.layout
-            )
-        return None if rows is None else (tracked.last, self._used(rows))
-
-    def _closed_parts(self) -> Iterator[Tensor]:
-        """The last layer's activations, a few rows at a time."""
-        assert self._closed is not None
-        rows = self._closed[1]
-        limit = min(_MAX_ROW_BYTES, self._engine.budget)
-        yield from rows.split(max(1, limit // (8 * self._rows.shape[1] * (4 + rows.shape[1]))))
-
-    def _closed_variance(self) -> Tensor:
-        assert self._closed is not None
-        return self._as_result(last_variance(self._weights, self._closed))
-
-    def _closed_covariance(self) -> Tensor:
-        assert self._closed is not None
-        layer = self._weights.of_layer(self._closed[0])
-        return torch.cat([self._as_result(layer.output_covariance(part)) for part in self._closed_parts()])
-
-    def _closed_spread(self, variance: Tensor) -> Spread:
-        """What the link takes of the covariance of rows with these variances."""
-        assert self._closed is not None
-        (name, activations), classes = self._closed, variance.shape[1]
-        layer = self._weights.of_layer(name)
-        if self._engine.chosen.link == "probit":  # which takes the variances of the centred logits alone
-            means: list[Tensor] = []
-            for part in self._closed_parts():
-                ones = part.new_ones(len(part), classes, 1)
-                means.append(self._as_result(layer.output_product(part)(ones)[:, :, 0]))
-            sums = torch.cat(means) / classes
-            centred = (variance - 2 * sums + sums.mean(1, keepdim=True)).clamp(min=0)
-            return Spread(centred.new_zeros(*centred.shape, 0), centred * _independent(classes))
-        # a few samples at a time: products with a covariance of many classes are large
-        step = max(1, _MAX_SPREAD // classes)
-        parts = [
-            of_product(m.to(v.dtype), v, layer.output_product(a))
-            for a, m, v in zip(
-                activations.split(step), self._rows.split(step), variance.split(step), strict=True
-            )
-        ]
-        return Spread(torch.cat([part.root for part in parts]), torch.cat([part.rest for part in parts]))
-
-    # Backward passes
-
-    def _at(self, place: int) -> Tensor:
-        """The outputs at one place, ``(samples, classes)``."""
-        return self._rows.reshape(self._samples, len(self._places), -1)[:, place]
-
-    def _one_class(self, place: int, indices: Tensor | None) -> Gradient:
-        """Gradients of single outputs at one place: number i is the i-th class, or with `indices` each sample's
-        ``indices[:, i]``; the number after the last is the mean of all classes.
-        """
-        rows, position, size = self._rows, int(self._places[place]), prod(self.sizes)
-        classes = rows.shape[1]
-        count = classes if indices is None else indices.shape[1]
-
-        def gradient(number: int) -> Tensor:
-            unit = torch.zeros(self._samples, size, classes, dtype=rows.dtype, device=rows.device)
-            if number == count:
-                unit[:, position] = 1 / classes
-            elif indices is None:
-                unit[:, position, number] = 1
-            else:
-                unit[:, position].scatter_(1, indices[:, number : number + 1], 1)
-            return self._of_all_places(unit)
-
-        return gradient
-
-    def _of_all_places(self, values: Tensor) -> Tensor:
-        """Numbers ``(samples, positions, classes)`` in the shape of the model's outputs."""
-        if self.layout is None:
-            return values.reshape(self._outputs.shape)
-        return self.layout.whole(values.flatten(0, 1), self.sizes)
-
-    def _random_signs(self, numbers: int, generator: torch.Generator) -> Gradient:
-        """Gradients of sums of all outputs that are used with random signs, the same for every sample (Rademacher
-        vectors).
-        """
-        shape = numbers, len(self._places), self._rows.shape[1]
-        signs = torch.randint(0, 2, shape, generator=generator, device="cpu").to(self._rows) * 2 - 1
-
-        def gradient(number: int) -> Tensor:
-            whole = signs.new_zeros(self._samples, prod(self.sizes), shape[2])
-            whole[:, self._places.to(whole.device)] = signs[number]
-            return self._of_all_places(whole)
-
-        return gradient
-
-    def _gaussian_at(self, place: int) -> tuple[Tensor, Tensor | Spread | None]:
-        """Variances of the outputs at one place, ``(samples, classes)``, and what the link uses of their covariance."""
-        mean, chosen = self._at(place), self._engine.chosen
-        if chosen.wants_covariance(mean):
-            covariance = self._contracted(place, None)
-            return covariance.diagonal(dim1=1, dim2=2), covariance
-        indices = chosen.indices(mean)
-        if indices is None or not chosen.wants_spread():
-            return self._variance_at(place), None
-        last = self._last_at(place)
-        # with the mean of all logits, for the covariance of the centred ones
-        top = self._contracted(place, indices, centre=True)
-        with torch.autocast(self._device.type, enabled=False):
-            return top_spread(mean, indices, top, *other_variances(self._weights, last, mean, top))
-
-    def _last_at(self, place: int) -> tuple[str, Tensor] | None:
-        """`_last_layer` at one place."""
-        if self._last_layer is None:
-            return None
-        name, rows = self._last_layer
-        return name, rows.reshape(self._samples, len(self._places), -1)[:, place]
-
-    def _variance_at(self, place: int) -> Tensor:
-        """Variances of the outputs at one place, ``(samples, classes)``."""
-        mean = self._at(place)
-        indices, last = self._engine.chosen.indices(mean), None
-        with torch.autocast(self._device.type, enabled=False):
-            if indices is not None:
-                last = self._last_at(place)
-            number = mean.shape[1] if indices is None else indices.shape[1]
-            gradient = self._one_class(place, indices)
-            variance = self._as_result(self._variances(gradient, number, place).clamp(min=0))
-            if indices is None:
-                return variance
-            if last is None:
-                others = variance.mean(1, keepdim=True).expand(mean.shape)
-            else:
-                others = last_variance(self._weights, last).to(variance)
-            return others.scatter(1, indices, variance)
-
-    def _variances(self, gradient: Gradient, number: int, place: int = -1) -> Tensor:
-        """Variances of functions of the outputs, ``(samples, functions)``, as many at once as memory allows."""
-        step = max(1, self._stored() // max(1, self._size()))
-        variances: list[Tensor] = []
-        for start in in_parts(range(0, number, step)):
-            numbers = range(start, min(number, start + step))
-            last = numbers.stop == number and self._is_last(place)
-            with share(0, 0.5):
-                pulled = pull(self._recording, gradient, numbers, self._engine.dtype, last=last)
-            with share(0.5, 1):
-                variances.append(self._weights.contract(pulled, self._samples, len(numbers), "variance"))
-        return torch.cat(variances, dim=1)
-
-    def _contracted(self, place: int, indices: Tensor | None, centre: bool = False) -> Tensor:
-        """Covariance of all outputs at one place, or of those at `indices`; with `centre` the mean of all outputs comes
-        last, as one more. A batch whose output gradients take too much memory is split in two.
-        """
-        number = (self._rows.shape[1] if indices is None else indices.shape[1]) + centre
-        if self._samples > 1 and self._size() * number > self._stored():
-            return self._in_halves(place, indices, centre)
-        gradient = self._one_class(place, indices)
-        return self._of_functions(gradient, number, "covariance", self._is_last(place))
-
-    def _of_functions(self, gradient: Gradient, number: int, mode: Mode, last: bool) -> Tensor:
-        with torch.autocast(self._device.type, enabled=False):
-            with share(0, 0.5):
-                pulled = pull(self._recording, gradient, range(number), self._engine.dtype, last=last)
-            with share(0.5, 1):
-                return self._as_result(self._weights.contract(pulled, self._samples, number, mode))
-
-    def _is_last(self, place: int) -> bool:
-        """Whether no other place follows; -1 is the last one."""
-        return place in (-1, len(self._places) - 1)
-
-    def _in_halves(self, place: int, indices: Tensor | None, centre: bool) -> Tensor:
-        samples, parts = self._samples, list[Tensor]()
-        if self._is_last(place):
-            del self._recording  # its graph is not needed any more
-        for start, stop in in_parts(((0, samples // 2), (samples // 2, samples))):
-            part = self._batch.narrow(start, stop - start, samples)
-            half = Linearization(self._engine, part, stop - start, *self._given)
-            half_indices = None if indices is None else indices[start:stop]
-            parts.append(half._contracted(place, half_indices, centre))
-        return torch.cat(parts)
-
-    def _joint(self) -> Tensor:
-        """Covariance of all outputs that are used, by sample, place and class."""
-        gradients: list[Gradient] = []
-        for place in range(len(self._places)):
-            indices = self._engine.chosen.indices(self._at(place))
-            gradients.append(self._one_class(place, indices))
-        each = self._engine.chosen.number(self._rows) or self._rows.shape[1]
-        number = each * len(gradients)
-        return self._of_functions(lambda n: gradients[n // each](n % each), number, "joint", True)
-
-    def _size(self) -> int:
-        """Bytes of output gradients that one backward pass hands over."""
-        return self._recording.numbers * torch.finfo(self._engine.dtype).bits // 8
-
-    def _stored(self) -> int:
-        return _STORED_BUDGETS * self._engine.budget
-
-
-def last_variance(weights: WeightCovariance, last: tuple[str, Tensor]) -> Tensor:
-    """Variances of a layer's outputs by its own weights, by its name and activations."""
-    return weights.of_layer(last[0]).variances_of(last[1]).clamp(min=0)
-
-
-def other_variances(
-    weights: WeightCovariance, last: tuple[str, Tensor] | None, mean: Tensor, top: Tensor
-) -> tuple[Tensor, Tensor]:
-    """Variances of the logits without a backward pass, and of the same logits centred, each ``(samples, outputs)``: by
-    the last layer's weights, or the mean over the logits that had one.
+def spread_of(mean: Tensor, variance: Tensor, product: Callable[[slice], Product]) -> Spread:
+    """`of_product` for a few rows at a time: products with a covariance of many classes are large.
 
     Args:
-        weights: the covariance of the weights.
-        last: name and activations of the last layer, or None.
-        mean: all logits.
-        top: covariance of the logits with a backward pass and, last, of the mean of all logits.
+        mean: ``(rows, classes)``.
+        variance: of the same shape.
+        product: gives the multiplication by the covariance of some rows.
     """
-    size = mean[0].numel()
-    if last is not None:
-        variance = last_variance(weights, last)
-        ones = torch.ones(*variance.shape, 1, dtype=last[1].dtype, device=last[1].device)
-        sums = weights.of_layer(last[0]).output_product(last[1])(ones)[:, :, 0].to(variance) / size
-        return variance, (variance - 2 * sums + sums.mean(1, keepdim=True)).clamp(min=0)
-    diagonal = top.diagonal(dim1=1, dim2=2)
-    centred = diagonal[:, :-1] - 2 * top[:, :-1, -1] + diagonal[:, -1:]
-    return tuple(v.clamp(min=0).mean(1, keepdim=True).expand(-1, size) for v in (diagonal[:, :-1], centred))  # type: ignore[return-value]
+    step = max(1, _MAX_SPREAD // mean.shape[1])
+    slices = [slice(start, start + step) for start in range(0, len(mean), step)]
+    parts = [of_product(mean[part].to(variance), variance[part], product(part)) for part in slices]
+    return Spread(torch.cat([part.root for part in parts]), torch.cat([part.rest for part in parts]))
 
 
-def top_spread(
-    mean: Tensor, indices: Tensor, top: Tensor, variance: Tensor, centred: Tensor
-) -> tuple[Tensor, Spread]:
+def top_spread(mean: Tensor, indices: Tensor, top: Tensor, last: _LastLayer | None) -> tuple[Tensor, Spread]:
     """Variances of all logits, and the covariance of the centred ones: exact between those at `indices`; the others
-    count as independent.
+    count as independent, with the variances that the last layer's weights give them, or the mean of the exact ones.
 
     Args:
         mean: all logits.
-        indices: of those with a backward pass, ``(samples, k)``.
+        indices: of those with a backward pass, ``(rows, k)``.
         top: their covariance and, last, that with the mean of all logits.
-        variance: of all logits without a backward pass.
-        centred: of the centred logits without one.
+        last: the last layer, if it has a posterior.
     """
     number = indices.shape[1]
     top_variance = top.diagonal(dim1=1, dim2=2)[:, :number].clamp(min=0)
-    variance = variance.to(top_variance).scatter(1, indices, top_variance)
     differences = top[:, :number] - top[:, number:]
     block = differences[:, :, :number] - differences[:, :, number:]
-    centred = centred.to(top_variance).scatter(1, indices, block.diagonal(dim1=1, dim2=2).clamp(min=0))
+    top_centred = block.diagonal(dim1=1, dim2=2).clamp(min=0)
+    if last is None:
+        others, others_centred = (
+            v.mean(1, keepdim=True).expand(mean.shape) for v in (top_variance, top_centred)
+        )
+    else:
+        others = last.variances()
+        others_centred = last.centred_variances(others)
+    variance = others.scatter(1, indices, top_variance)
+    centred = others_centred.scatter(1, indices, top_centred)
 
-    def multiply(x: Tensor) -> Tensor:
-        rows = indices.unsqueeze(-1).expand(-1, -1, x.shape[2])
-        return (centred.unsqueeze(-1) * x).scatter(1, rows, block.to(x) @ x.gather(1, rows))
+    def product(part: slice) -> Product:
+        def multiply(x: Tensor) -> Tensor:
+            rows = indices[part].unsqueeze(-1).expand(-1, -1, x.shape[2])
+            return (centred[part].unsqueeze(-1) * x).scatter(1, rows, block[part].to(x) @ x.gather(1, rows))
 
-    return variance, of_product(mean.to(centred), centred, multiply)
+        return multiply
+
+    return variance, spread_of(mean.to(centred), centred, product)
 
 
-# Which positions of its outputs the linearised head uses.
+class Probes(LinearizedOutputs):
+    """The outputs of one batch by draws of its function, the engine ``"jvp"``."""
+
+    def __init__(
+        self,
+        outputs: Tensor,
+        deviations: Tensor,
+        chosen: ChosenOutputs,
+        layout: Layout,
+        positions: Tensor | None,
+        watched: Sequence[Call],
+    ) -> None:
+        """
+        Args:
+            outputs: of the model.
+            deviations: draws of ``J (theta_r - theta)``, ``(draws, *outputs)``.
+            chosen: see `LinearizedOutputs`, as what follows.
+            layout: of the outputs.
+            positions: those that are used.
+            watched: calls.
+        """
+        super().__init__(outputs, deviations.shape[1], chosen, layout, positions, watched)
+        rows = [self._used(layout.rows(with_classes(of_draw))) for of_draw in deviations]
+        self._deviations = torch.stack(rows)
+
+    def _variances(self) -> Tensor:
+        return self._deviations.square().mean(0)
+
+    def _covariances(self, indices: Tensor | None) -> Tensor:
+        deviations = self._selected(indices)
+        return torch.einsum("drc,dre->rce", deviations, deviations) / len(deviations)
+
+    def _joint_covariance(self, indices: Tensor | None) -> Tensor:
+        flat = self._selected(indices).flatten(1)
+        return flat.T @ flat / len(flat)
+
+    def _selected(self, indices: Tensor | None) -> Tensor:
+        if indices is None:
+            return self._deviations
+        return self._deviations.gather(2, indices.expand(len(self._deviations), -1, -1))
+
+    def _spread(self) -> tuple[Tensor, Spread | None]:
+        variance = self._variances()
+
+        def product(part: slice) -> Product:
+            root = self._deviations[:, part].permute(1, 2, 0) / len(self._deviations) ** 0.5
+            return lambda x: root.to(x) @ (root.to(x).transpose(1, 2) @ x)
+
+        return variance, spread_of(self._rows, variance, product)
+
 
 Positions = int | Sequence[int] | Tensor | None
 
@@ -622,13 +645,7 @@ def checked_positions(positions: Any) -> Tensor | None:
             f"booleans, and not empty; not {positions!r:.100}."
         )
     tensor = tensor.detach().cpu()
-    return (
-        tensor
-        if tensor.dtype == torch.bool
-        else tensor.long().reshape(-1)
-        if tensor.ndim < 2
-        else tensor.long()
-    )
+    return tensor if tensor.dtype == torch.bool else torch.atleast_1d(tensor.long())
 
 
 def picked_positions(chosen: Tensor | None, positions: tuple[int, ...]) -> Tensor | None:
@@ -643,161 +660,103 @@ def picked_positions(chosen: Tensor | None, positions: tuple[int, ...]) -> Tenso
     """
     if chosen is None:
         return None
+    numbers = torch.arange(prod(positions), device="cpu")
     if chosen.dtype == torch.bool:
         if tuple(chosen.shape) != positions:
             raise PosthocUQError(
                 f"positions is a mask of shape {tuple(chosen.shape)}, and the outputs have the positions {positions}."
             )
-        found = chosen.flatten().nonzero().flatten()
-        if not len(found):
+        if not bool(chosen.any()):
             raise PosthocUQError("positions is a mask of no position; make at least one true.")
-        return found
-    sizes = torch.tensor(positions if chosen.ndim == 2 else (prod(positions),), device="cpu")
-    indices = chosen if chosen.ndim == 2 else chosen.unsqueeze(1)
-    if indices.shape[1] != len(sizes):
+        return numbers[chosen.flatten()]
+    if chosen.ndim > 1 and chosen.shape[1:] != (len(positions),):
         raise PosthocUQError(
-            f"positions has {indices.shape[1]} numbers each, and the outputs have the positions {positions}."
+            f"positions has {chosen.shape[-1]} numbers each, and the outputs have the positions {positions}."
         )
-    if bool(((indices < -sizes) | (indices >= sizes)).any()):
+    try:
+        return numbers[chosen] if chosen.ndim == 1 else numbers.reshape(positions)[tuple(chosen.T)]
+    except IndexError as error:
         raise PosthocUQError(
-            f"positions go beyond the outputs, which have the positions {positions}: "
-            f"{indices[((indices < -sizes) | (indices >= sizes)).any(1)][0].tolist()} is none of them."
-        )
-    indices = torch.where(indices < 0, indices + sizes, indices)
-    strides = torch.tensor([prod(sizes[place + 1 :].tolist()) for place in range(len(sizes))], device="cpu")
-    return (indices * strides).sum(1)
+            f"positions go beyond the outputs, which have the positions {positions}: {error}."
+        ) from error
 
 
-def _independent(classes: int) -> float:
-    """From the variance of a centred logit to that of independent logits; of two classes, to that of their difference,
-    by which the probit link of two classes goes.
+class OutputsWithGraph(LinearizedOutputs):
+    """The outputs of one batch with their graphs back to the inputs: the Jacobian of every sample is a tensor. For
+    acquisition functions, of a few inputs at a time.
     """
-    return 4.0 if classes == 2 else classes / (classes - 1)
 
-
-# The linearisation of one batch by draws of its function: the engine ``"jvp"``.
-
-
-class Probes(_Outputs):
-    """The outputs of one batch, and draws of their deviations ``J (theta_r - theta)``."""
-
-    def __init__(
-        self,
-        outputs: Tensor,
-        deviations: Tensor,
-        chosen: ChosenOutputs,
-        layout: Layout | None,
-        positions: Tensor | None,
-    ) -> None:
+    def __init__(self, model: nn.Module, posterior: Posterior, batch: Batch, chosen: ChosenOutputs) -> None:
         """
         Args:
-            outputs: of the model.
-            deviations: ``(draws, *outputs)``.
+            model: at the posterior's mean, in eval mode; nothing else may run it meanwhile.
+            posterior: a snapshot.
+            batch: the model's arguments.
             chosen: the outputs that are used.
-            layout: of outputs with positions.
-            positions: those that are used.
         """
-        super().__init__(outputs, deviations.shape[1], layout, positions)
-        rows = [d.reshape(len(d), -1) if layout is None else layout.rows(d) for d in deviations]
-        self._deviations, self._chosen = torch.stack([self._used(of_draw) for of_draw in rows]), chosen
+        names = {name for layer in posterior.layers.values() for name in layer.parameter_names}
+        weights = {name: p.detach() for name, p in model.named_parameters() if name in names}
+        samples, outputs = count_samples(batch), called(model, weights, batch)
+        check_shape(outputs, samples)
+        super().__init__(outputs, samples, chosen, ONE_POSITION, None, ())
+        self._jacobians = partial(jacobians, model, weights, batch, samples)
+        self._posterior = posterior
 
-    def variance(self) -> Tensor:
-        """Variance of every output that is used, shaped like `mean`."""
-        return self._whole(self._deviations.square().mean(0))
+    def _by_layer(self) -> dict[str, Tensor]:
+        """The Jacobian by each layer's matrix, ``(samples, outputs, G, m, n)``."""
+        found = self._jacobians()
+        return {
+            name: layer.to_matrix(found[layer.weight], None if layer.bias is None else found[layer.bias])
+            for name, layer in self._posterior.layers.items()
+        }
 
-    def trace(self, probes: int) -> Tensor:
-        """The sum of the variances of all outputs that are used, ``(samples,)``, from all draws."""
-        return self.variance().reshape(self._samples, -1).sum(1)
+    def _variances(self) -> Tensor:
+        return self._covariances(None).diagonal(dim1=1, dim2=2)
 
-    def covariance(self, joint: bool) -> Tensor:
-        """See `Linearization.covariance`."""
-        deviations, indices = self._deviations, self._chosen.indices(self._rows)
-        if indices is not None:
-            deviations = deviations.gather(2, indices.expand(len(deviations), -1, -1))
-        if joint:
-            flat = deviations.flatten(1)
-            return flat.T @ flat / len(flat)
-        return self._by_place(_products(deviations))
+    def _covariances(self, indices: Tensor | None) -> Tensor:
+        by_layer = self._by_layer()
+        rows = [{name: j[row] for name, j in by_layer.items()} for row in range(self._samples)]
+        return torch.stack([self._posterior.quadratic(row) for row in rows])
 
-    def gaussian(self) -> GaussianOutputs:
-        """Mean, variance, and as much of the covariance as the link can use; of many positions not the matrices."""
-        draws, rows, classes = self._deviations.shape
-        variance, spreads = self._deviations.square().mean(0), list[Spread]()
-        whole = self.layout is None or self._chosen.link == "bridge"  # which needs the matrices
-        if whole and self._chosen.wants_covariance(self._rows):
-            return GaussianOutputs(self.mean, self._whole(variance), _products(self._deviations))
-        if not self._chosen.wants_spread():
-            return GaussianOutputs(self.mean, self._whole(variance))
-        step = max(1, _MAX_PROBED // (draws * classes))
-        for start in range(0, rows, step):
-            part = slice(start, start + step)
-            root = self._deviations[:, part].permute(1, 2, 0) / draws**0.5
-            spreads.append(
-                of_product(
-                    self._rows[part].to(root),
-                    variance[part],
-                    lambda x, root=root: root.to(x) @ (root.to(x).transpose(1, 2) @ x),
-                )
-            )
-        spread = Spread(torch.cat([s.root for s in spreads]), torch.cat([s.rest for s in spreads]))
-        return GaussianOutputs(self.mean, self._whole(variance), spread)
+    def _joint_covariance(self, indices: Tensor | None) -> Tensor:
+        return self._posterior.quadratic({name: j.flatten(0, 1) for name, j in self._by_layer().items()})
+
+    def _spread(self) -> tuple[Tensor, Spread | None]:
+        return self._variances(), None
 
 
-def _products(deviations: Tensor) -> Tensor:
-    """Mean over the draws of all products of two outputs, ``(rows, outputs, outputs)``."""
-    return torch.einsum("drc,dre->rce", deviations, deviations) / len(deviations)
-
-
-class _Networks:
-    """Copies of the network at one mean.
+class _Prepared:
+    """A copy of the network, and what is prepared for it: for its first batch, and for the posterior's settings.
 
     Attributes:
         twin: the copy.
+        dtype: of activations and output gradients.
         frozen: the part of the network before the weights with a posterior.
-        ready: the copy whose layers are tracked, once the first batch is there.
+        tracked: the posterior's layers in it.
+        tracked_rest: those of the rest of it that takes features.
+        weights: the covariance of the weights.
+        deviations: draws of the weights' deviation from the trained ones, by parameter.
     """
 
     def __init__(self, twin: nn.Module, posterior: Posterior) -> None:
-        self.twin = twin
+        self.twin, self.dtype = twin, statistics_dtype(twin, None)
         self.frozen = FrozenPart(twin, posterior.mean)
-        self.ready: TrackedModel | None = None
-        self._whole = Twins(twin)
-        self._rest: tuple[nn.Module, TrackedModel | None, Twins] | None = None
-
-    def tracked(self, features: Features | None) -> TrackedModel:
-        """The layers as the network uses them, or the rest of it that takes features."""
-        assert self.ready is not None
-        if features is None:
-            return self.ready
-        tracked = self._of_rest(features)[1]
-        assert tracked is not None
-        return tracked
-
-    def twins(self, features: Features | None) -> Twins:
-        """Copies for functional calls: of the network, or of the rest of it."""
-        return self._whole if features is None else self._of_rest(features)[2]
-
-    def _of_rest(self, features: Features) -> tuple[nn.Module, TrackedModel | None, Twins]:
-        rest, kept = self.frozen.rest(features), self._rest
-        if kept is None or kept[0] is not rest or (kept[1] is None and self.ready is not None):
-            tracked = None if self.ready is None else self.ready.within(rest)
-            self._rest = kept = rest, tracked, Twins(rest)
-        return kept
+        self.tracked, self.tracked_rest = Latest[TrackedModel](), Latest[TrackedModel]()
+        self.weights, self.deviations = Latest[WeightCovariance](), Latest[dict[str, Tensor]]()
 
 
-@contextmanager
-def without_gradients() -> Generator[None]:
-    """No inference mode and no gradients, whatever the caller's mode: autograd is used inside."""
-    with torch.inference_mode(False), torch.no_grad():
-        yield
+def deviations_of(
+    posterior: Posterior, draws: int, generator: torch.Generator, device: torch.device
+) -> dict[str, Tensor]:
+    """Draws of the weights' deviations from the trained ones, by parameter, ``(draws, *shape)``."""
+    drawn = posterior.sample(draws, generator)
+    return {name: (weights - posterior.mean[name]).to(device) for name, weights in drawn.items()}
 
-
-# The linearised head: the mean is the trained network's output, the covariance that of its linearisation.
 
 EngineName = Literal["auto", "exact", "jvp", "last_layer"]
 
 
-class LinearizedPredictor(Predictor):
+class LinearizedPredictor(GaussianPredictor):
     """Predicts with the network linearised in its weights: outputs ``N(f(x; theta), J(x) Sigma J(x)^T)``.
 
     For a Laplace posterior this is the predictive that the Gauss-Newton approximation stands for (Khan, Immer, Abedi,
@@ -829,8 +788,9 @@ class LinearizedPredictor(Predictor):
     Args:
         model: the model the posterior was fitted on.
         posterior: of any method.
-        link: from Gaussian logits to probabilities; see `from_gaussian`. It gets the covariance of all classes where
-            all are used and there are at most 50. With more, ``"mc"`` and ``"probit"`` get that of a posterior of the
+        link: from Gaussian outputs to a prediction: ``"mc"``, of logits ``"probit"`` or ``"bridge"``, or another of
+            the likelihood's `links`. It gets the covariance of all classes where all are used and there are at most 50.
+            With more, ``"mc"`` and ``"probit"`` get that of a posterior of the
             last layer by its leading directions, or that of the top classes, with the others as independent;
             ``"bridge"``, and ``outputs="all"`` of several layers, the variances alone.
         n_draws: of the logits, for ``"mc"``.
@@ -859,7 +819,7 @@ class LinearizedPredictor(Predictor):
         model: nn.Module,
         posterior: Posterior,
         *,
-        link: Link = "mc",
+        link: str = "mc",
         n_draws: Count = LINK_DRAWS,
         outputs: str | int = "auto",
         engine: EngineName = "auto",
@@ -869,9 +829,7 @@ class LinearizedPredictor(Predictor):
         backpropagate: bool = False,
         positions: Positions = None,
     ) -> None:
-        super().__init__(model, posterior)
-        self._tells_novelty = check_option("novelty", novelty, bool)
-        self._link, self._n_draws = checked_link(link, n_draws)
+        super().__init__(model, posterior, novelty, link, n_draws)
         self._engine = check_option("engine", engine, EngineName)
         self._n_probes = check_option("n_probes", n_probes, Count)
         self._positions = checked_positions(positions)
@@ -891,27 +849,18 @@ class LinearizedPredictor(Predictor):
                 f"forms less; leave these out."
             )
         check_differentiable(unwrap(model))
-        self._dtype = statistics_dtype(unwrap(model), None)
         with isolated_random_state():  # copying a module may run its code
-            twin = replicate(self._model[0], posterior.trained_mean)
-        # prepared for the first batch, and for the settings and the data of the posterior
-        self._networks = _Networks(twin, posterior)
-        self._weights: tuple[Hyperparameters, WeightCovariance] | None = None
-        self._drawn: tuple[Hyperparameters, dict[str, Tensor]] | None = None
+            self._prepared = _Prepared(replicate(self._model[0], posterior.trained_mean), posterior)
 
     def _apply(self, fn: Any, recurse: bool = True) -> LinearizedPredictor:
         """Move, or change the precision of, the network; all preparations are made anew."""
         super()._apply(fn, recurse)
-        twin = self._networks.twin._apply(fn)
-        self._networks = _Networks(twin, self._posterior)
-        self._dtype = statistics_dtype(twin, None)
-        self._weights = self._drawn = None
+        self._prepared = _Prepared(self._prepared.twin._apply(fn), self._posterior)
         return self
 
     @property
-    def device(self) -> torch.device:
-        """Where it predicts."""
-        return model_device(self._networks.twin)
+    def _network(self) -> nn.Module:
+        return self._prepared.twin
 
     def extra_repr(self) -> str:
         """The choices that change its predictions, and the engine."""
@@ -920,18 +869,14 @@ class LinearizedPredictor(Predictor):
 
     def identity(self) -> dict[str, Any]:
         """See `Predictor`."""
-        options: dict[str, Any] = {"head": self.head, "link": self._link}
-        options |= {"n_draws": self._n_draws} if self._link == "mc" else {}
-        options |= {"n_probes": self._n_probes} if self._engine == "jvp" else {}
-        return options | {"outputs": str(self._chosen.top), "engine": self._engine}
+        probes = {"n_probes": self._n_probes} if self._engine == "jvp" else {}
+        return {**super().identity(), **probes, "outputs": str(self._chosen.top), "engine": self._engine}
 
     def _functions(self, posterior: Posterior, batch: Batch, n: int, generator: torch.Generator) -> Tensor:
         """See `Predictor`."""
-        with without_gradients():
-            drawn = posterior.sample(n, generator)
-            network = replicate(self._networks.twin)
-            place = model_device(network)
-            deviations = {name: (d - posterior.mean[name]).to(place) for name, d in drawn.items()}
+        with self._gradients(False):
+            network = replicate(self._prepared.twin)
+            deviations = deviations_of(posterior, n, generator, model_device(network))
             outputs, derivatives = function_draws(network, batch, deviations)
             return at_least_float32(outputs) + derivatives.to(at_least_float32(outputs))
 
@@ -940,47 +885,32 @@ class LinearizedPredictor(Predictor):
         """Whether this call keeps the graph back to its inputs."""
         return self._backpropagate and torch.is_grad_enabled() and not torch.is_inference_mode_enabled()
 
-    def _with_graph(self, posterior: Posterior, batch: Batch, joint: bool = False) -> tuple[Tensor, Tensor]:
-        """Outputs and their covariance, differentiable in the inputs."""
-        samples = count_samples(batch)
-        mean, covariance = differentiable_outputs(
-            replicate(self._networks.twin), posterior, batch, samples, joint
-        )
-        check_shape(mean, samples)
-        return mean, covariance
+    @contextmanager
+    def _gradients(self, kept: bool = True) -> Generator[None]:
+        """No inference mode and no gradients, whatever the caller's mode, since autograd is used inside; the caller's
+        where this call keeps its graph.
+        """
+        if kept and self._differentiated:
+            yield
+        else:
+            with torch.inference_mode(False), torch.no_grad():
+                yield
 
     def _predict(self, posterior: Posterior, batch: Batch) -> Prediction:
-        if self._differentiated:
-            ratio = self._known_novelty(posterior, batch)
-            return self._prediction_of(posterior, self._distribution(posterior, batch)).with_novelty(ratio)
-        with without_gradients():
-            linearization = self._linearized(posterior, batch)
-            outputs, calls = linearization.gaussian(), linearization.watched
-        ratio = self._known_novelty(posterior, batch, calls)
-        if linearization.layout is not None:
-            ratio = novelty_at(ratio, linearization.sizes, linearization.picked)
+        with self._gradients():
+            found = self._linearized(posterior, batch)
+            outputs = found.gaussian()
+        ratio = self._known_novelty(posterior, batch, found.watched)
+        ratio = novelty_at(ratio, found.sizes, found.picked)
         return self._prediction_of(posterior, outputs).with_novelty(ratio)
 
     def _distribution(self, posterior: Posterior, batch: Batch) -> GaussianOutputs:
-        if self._differentiated:
-            mean, covariance = self._with_graph(posterior, batch)
-            variance = covariance.diagonal(dim1=1, dim2=2).reshape(mean.shape)
-            return GaussianOutputs(
-                mean, variance, covariance if self._chosen.wants_covariance(mean) else None
-            )
-        with without_gradients():
+        with self._gradients():
             return self._linearized(posterior, batch).gaussian()
 
     def _prediction_of(self, posterior: Posterior, distribution: GaussianOutputs) -> Prediction:
-        with nullcontext() if self._differentiated else without_gradients():
-            prediction = from_gaussian(
-                distribution.mean,
-                distribution.variance,
-                posterior,
-                covariance=distribution.covariance,
-                link=self._link,
-                n_draws=self._n_draws,
-            )
+        with self._gradients():
+            prediction = super()._prediction_of(posterior, distribution)
         if self._positions is not None and isinstance(prediction, PositionPrediction):
             return prediction.unshifted()
         return prediction
@@ -998,27 +928,25 @@ class LinearizedPredictor(Predictor):
 
     def features(self, *args: Any, **kwargs: Any) -> Features | None:
         """See `Predictor`."""
-        with without_gradients():
-            networks = self._networks
-            features = networks.frozen.features(args, kwargs)
+        with self._gradients(False):
+            prepared = self._prepared
+            features = prepared.frozen.features(args, kwargs)
             if features is not None and self._engine != "jvp":
-                self._prepare(networks, Batch(args, None, kwargs))
+                self._tracked(prepared, Batch(args, None, kwargs), None)
             return features
 
     def distribution_from(self, features: Features) -> GaussianOutputs:
         """See `Predictor`."""
-        with without_gradients():
+        with self._gradients(False):
             return self._linearized(self._snapshot(), features.batch, features).gaussian()
 
     def functional_mean(self, *args: Any, **kwargs: Any) -> Tensor:
         """``f(x; theta)``, the trained network's own outputs, at all positions."""
         batch = self._batch(args, kwargs)
-        with self.explaining(batch):
+        with self._gradients(), self.explaining(batch):
             if self._differentiated:
-                return self._with_graph(self._snapshot(), batch)[0]
-            networks = self._networks
-            with without_gradients():
-                return batch.copied().call(networks.twin)
+                return self._linearized(self._snapshot(), batch).mean
+            return batch.copied().call(self._prepared.twin)
 
     def functional_variance(self, *args: Any, **kwargs: Any) -> Tensor:
         """Variance of every output by the weights, shaped like the outputs; logits are not divided by the temperature.
@@ -1027,14 +955,7 @@ class LinearizedPredictor(Predictor):
             NonFiniteError: it is not finite.
             PosthocUQError: the engine cannot serve this model.
         """
-        batch = self._batch(args, kwargs)
-        if self._differentiated:
-            with self.explaining(batch):
-                return self._distribution(self._snapshot(), batch).variance
-        with without_gradients(), self.explaining(batch):
-            variance = self._linearized(self._snapshot(), batch).variance()
-            check_finite({"variance": variance}, "functional variance", self.head)
-            return variance
+        return self._functional("variance", args, kwargs, lambda found: found.variance())
 
     def functional_covariance(self, *args: Any, joint: bool = False, **kwargs: Any) -> Tensor:
         """Covariance of the outputs by the weights.
@@ -1052,14 +973,7 @@ class LinearizedPredictor(Predictor):
             NonFiniteError: it is not finite.
             PosthocUQError: the engine cannot serve this model.
         """
-        batch = self._batch(args, kwargs)
-        if self._differentiated:
-            with self.explaining(batch):
-                return self._with_graph(self._snapshot(), batch, joint)[1]
-        with without_gradients(), self.explaining(batch):
-            covariance = self._linearized(self._snapshot(), batch).covariance(joint)
-            check_finite({"covariance": covariance}, "functional covariance", self.head)
-            return covariance
+        return self._functional("covariance", args, kwargs, lambda found: found.covariance(joint))
 
     def functional_trace(self, *args: Any, n_probes: int | None = None, **kwargs: Any) -> Tensor:
         """The sum of all outputs' variances for every input, ``(batch,)``: one number for the uncertainty of a sample.
@@ -1078,43 +992,67 @@ class LinearizedPredictor(Predictor):
         probes = self._n_probes if n_probes is None else n_probes
         if probes < 1:
             raise PosthocUQError(f"n_probes must be at least 1, not {probes}.")
+        return self._functional("trace", args, kwargs, lambda found: found.trace(probes))
+
+    def _functional(
+        self,
+        name: str,
+        args: tuple[Any, ...],
+        kwargs: dict[str, Any],
+        compute: Callable[[LinearizedOutputs], Tensor],
+    ) -> Tensor:
+        """What is computed of the linearisation of a call's arguments, once its numbers are checked."""
         batch = self._batch(args, kwargs)
-        with without_gradients(), self.explaining(batch):
-            trace = self._linearized(self._snapshot(), batch).trace(probes)
-            check_finite({"trace": trace}, "functional trace", self.head)
-            return trace
+        with self._gradients(), self.explaining(batch):
+            computed = compute(self._linearized(self._snapshot(), batch))
+            check_finite({name: computed}, f"functional {name}", self.head)
+            return computed
 
     def _linearized(
         self, posterior: Posterior, batch: Batch, features: Features | None = None
-    ) -> Linearization | Probes:
-        """The linearisation of one batch under a posterior's settings, or from features, with `batch` theirs."""
-        samples = count_samples(batch) if features is None else features.samples
-        networks = self._networks
+    ) -> LinearizedOutputs:
+        """The linearisation of one batch under a posterior's settings, or from its features."""
+        prepared = self._prepared
+        if self._differentiated and features is None:
+            return OutputsWithGraph(replicate(prepared.twin), posterior, batch, self._chosen)
         if self._engine == "jvp":
-            return self._probed(networks, posterior, batch, features)
-        self._prepare(networks, batch, features)
+            return self._probed(prepared, posterior, batch, features)
+
+        def covariance() -> WeightCovariance:
+            device = model_device(prepared.twin)
+            limit = temporary_limit(self._budget, device)
+            return WeightCovariance(posterior, prepared.dtype, device, limit)
+
         engine = Engine(
-            self._engine,
-            networks.tracked(features),
-            tuple(posterior.layers),
-            lambda device: self._covariances(posterior, device),
+            self._tracked(prepared, batch, features),
+            prepared.weights.get(posterior.settings.of_weights(), covariance),
+            self._engine != "exact" and len(posterior.layers) == 1,
             self._chosen,
-            self._dtype,
+            self._layout,
+            self._positions,
+            prepared.dtype,
             self._budget,
         )
-        found = Linearization(engine, batch, samples, self._layout, self._positions)
-        if self._engine == "auto" and found.layout is not None and found.backward_passes > _MAX_BACKWARD:
-            return self._probed(networks, posterior, batch, features, found.watched)
+        samples = count_samples(batch) if features is None else features.samples
+        found = Linearization(engine, batch if features is None else features.batch, samples)
+        if self._engine == "last_layer" and found.closed is None:
+            raise PosthocUQError(
+                f"engine='last_layer' needs a posterior of one layer whose outputs are the model's, at every position; "
+                f"this one has {len(posterior.layers)} layers ({list(posterior.layers)[-3:]}). Fit with "
+                f"layers='last', or use engine='exact'."
+            )
+        if self._engine == "auto" and found.sizes and found.backward_passes > _MAX_BACKWARD:
+            return self._probed(prepared, posterior, batch, features, found.watched)
         return found
 
-    def _layout(self, outputs: Tensor) -> Layout | None:
-        """The layout of outputs with positions, or None.
+    def _layout(self, outputs: Tensor, samples: int) -> Layout:
+        """The layout of outputs.
 
         Raises:
-            PosthocUQError: positions were asked for, and there are none.
+            PosthocUQError: the outputs do not fit, or positions were asked for, and there are none.
         """
-        layout = self._posterior.likelihood.positions_of(outputs)
-        if layout is None and self._positions is not None:
+        layout = layout_of(self._posterior.likelihood, outputs, samples)
+        if self._positions is not None and layout is ONE_POSITION:
             raise PosthocUQError(
                 f"positions= picks positions of outputs that have some, such as pixels or tokens, and these outputs "
                 f"are of shape {tuple(outputs.shape)}; leave it out."
@@ -1123,59 +1061,40 @@ class LinearizedPredictor(Predictor):
 
     def _probed(
         self,
-        networks: _Networks,
+        prepared: _Prepared,
         posterior: Posterior,
         batch: Batch,
         features: Features | None,
         watched: Sequence[Call] = (),
     ) -> Probes:
         """The linearisation by draws of the function."""
+        deviations = prepared.deviations.get(
+            posterior.settings.of_weights(),
+            lambda: deviations_of(
+                posterior, self._n_probes, torch.Generator().manual_seed(0), model_device(prepared.twin)
+            ),
+        )
         if features is None:
-            features = networks.frozen.features(batch.args, batch.kwargs, self._n_probes)
-        work = batch if features is None else features.batch
-        with networks.twins(features).lent() as twin:
-            outputs, deviations = function_draws(twin, work, self._deviations(posterior))
-        layout, deviations = self._layout(outputs), deviations.to(self._dtype)
-        probes = Probes(outputs, deviations, self._chosen, layout, self._positions)
-        probes.watched = list(watched)
-        return probes
+            features = prepared.frozen.features(batch.args, batch.kwargs)
+        with prepared.frozen.twins(features).lent() as twin:
+            work = batch if features is None else features.batch
+            outputs, draws = function_draws(twin, work, deviations)
+        layout = self._layout(outputs, draws.shape[1])
+        return Probes(outputs, draws.to(prepared.dtype), self._chosen, layout, self._positions, watched)
 
-    def _covariances(self, posterior: Posterior, device: torch.device) -> WeightCovariance:
-        """The covariance of the weights, cached until settings or data change."""
-        settings, cached = posterior.settings.of_weights(), self._weights
-        if cached is None or cached[0] != settings:
-            with self._lock:
-                cached = self._weights
-                if cached is None or cached[0] != settings:
-                    limit = temporary_limit(self._budget, device)
-                    covariance = WeightCovariance(posterior, self._dtype, device, limit)
-                    self._weights = cached = (settings, covariance)
-        return cached[1]
+    def _tracked(self, prepared: _Prepared, batch: Batch, features: Features | None) -> TrackedModel:
+        """The layers with a posterior, found in a first batch, in the network or in the rest that takes features."""
 
-    def _deviations(self, posterior: Posterior) -> dict[str, Tensor]:
-        """Draws of the weights' deviation from the trained ones, by parameter, kept until settings or data change."""
-        settings, cached = posterior.settings.of_weights(), self._drawn
-        if cached is None or cached[0] != settings:
-            with self._lock:
-                cached = self._drawn
-                if cached is None or cached[0] != settings:
-                    draws = posterior.sample(self._n_probes, torch.Generator().manual_seed(0))
-                    device = model_device(self._networks.twin)
-                    deviations = {
-                        name: (drawn - posterior.mean[name]).to(device) for name, drawn in draws.items()
-                    }
-                    self._drawn = cached = (settings, deviations)
-        return cached[1]
+        def track() -> TrackedModel:
+            if features is not None:
+                raise PosthocUQError("The features are those of another predictor.")
+            tracked = track_layers(prepared.twin, self._posterior, batch.copied(), prepared.dtype)
+            if self._tells_novelty and self._posterior.features is not None:
+                tracked.capture.watched = self._posterior.features.layer
+            return tracked
 
-    def _prepare(self, networks: _Networks, batch: Batch, features: Features | None = None) -> None:
-        """Find the layers in a first batch, which features cannot be."""
-        if networks.ready is not None:
-            return
-        if features is not None:
-            raise PosthocUQError("The features are those of another predictor.")
-        with self._lock, isolated_random_state():
-            if networks.ready is None:
-                ready = track_layers(networks.twin, self._posterior, batch.copied(), self._dtype)
-                if self._tells_novelty and self._posterior.features is not None:
-                    ready.capture.watched = self._posterior.features.layer
-                networks.ready = ready
+        tracked = prepared.tracked.get(None, track)
+        if features is None:
+            return tracked
+        rest = prepared.frozen.rest(features)
+        return prepared.tracked_rest.get(rest, lambda: tracked.within(rest))

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping
-from dataclasses import asdict, dataclass, replace
+from collections.abc import Iterable, Mapping
+from dataclasses import asdict, dataclass, fields
 from functools import partial
 from math import exp
-from typing import Any, Literal
+from typing import Any, Literal, cast
 
 import torch
 from torch import Tensor, nn
@@ -17,23 +17,16 @@ from posthoc_uq.core.errors import PosthocUQError, warn_user
 from posthoc_uq.core.model import replicate
 from posthoc_uq.core.options import Count, Unit, check_option
 from posthoc_uq.core.randomness import isolated_random_state
-from posthoc_uq.heads.predictor import (
-    GaussianOutputs,
-    Predictor,
-    check_finite,
-    from_gaussian,
-    gaussian_draws,
-)
+from posthoc_uq.heads.predictor import GaussianOutputs, GaussianPredictor, Latest, check_finite
 from posthoc_uq.heads.sampling import SamplingPredictor
 from posthoc_uq.layers.frozen import Features, FrozenPart, fresh
 from posthoc_uq.layers.layer import Layer
 from posthoc_uq.layers.operands import temporary_limit
-from posthoc_uq.likelihoods.draws import LINK_DRAWS, Link, checked_link
-from posthoc_uq.likelihoods.prediction import Prediction
+from posthoc_uq.likelihoods.draws import LINK_DRAWS, symmetric_root
+from posthoc_uq.likelihoods.prediction import Prediction, at_least_float32
 from posthoc_uq.moments.propagation import products_of, propagate, running_module
 from posthoc_uq.moments.tensor import Covariances, MaxPool, Relu, Rules, Unknown
-from posthoc_uq.moments.unscented import unscented_map
-from posthoc_uq.posteriors import ABOUT, ROWS, VARIANCES, Covariance, Hyperparameters, Posterior
+from posthoc_uq.posteriors import ABOUT, ROWS, VARIANCES, Covariance, Posterior
 
 # The posterior of each layer as the rules of the moments head need it: marginal variances in the weight's
 # shape, and the covariance of each row of weights where it is used.
@@ -45,8 +38,7 @@ class LayerPosterior(nn.Module):
     Attributes:
         variances: in the weight's shape, outputs first.
         bias_variances: of the bias, or None.
-        summed: ``W o W + S`` (W the means, S the variances), by which the input's variance is multiplied, or None.
-        joined: ``[W o W + S, S]`` along the input channels of a convolution without groups, or None.
+        summed: see `moments.tensor.WeightPosterior`.
         rows: the covariance of rows, or None.
         row: whether `rows` gives the variance.
 
@@ -55,8 +47,7 @@ class LayerPosterior(nn.Module):
 
     variances: Tensor
     bias_variances: Tensor | None
-    summed: Tensor | None
-    joined: Tensor | None
+    summed: Tensor
 
     def __init__(
         self,
@@ -73,13 +64,12 @@ class LayerPosterior(nn.Module):
         self._given, self._across, self._shape = covariance, across, layer.matrix_shape
         self.rows = self._prepared(weight)
         self._has_bias = layer.bias is not None
-        marginals, summed, joined = products_of(layer, weight.detach(), variances[layer.weight])
+        marginals, summed = products_of(layer, weight.detach(), variances[layer.weight])
         bias = variances[layer.bias].to(marginals) if layer.bias is not None else None
         for name, tensor in (
             ("variances", marginals),
             ("bias_variances", bias),
             ("summed", summed),
-            ("joined", joined),
         ):
             self.register_buffer(name, tensor, persistent=False)
 
@@ -186,18 +176,6 @@ class Calibration:
         scaled = variance if self.beta == 1.0 else variance.clamp(min=0) ** self.beta
         return scaled * exp(2 * self.alpha)
 
-    def attributes(self, posterior: Posterior, settings: Mapping[str, Any]) -> dict[str, Any]:
-        """The fields as plain values, with the settings of the posterior and the head that they hold for."""
-        return {
-            "alpha": self.alpha,
-            "beta": self.beta,
-            "residual": self.residual,
-            "before": self.before,
-            "n_mc": self.n_mc,
-            "head": dict(settings),
-            "posterior": posterior_settings(posterior),
-        }
-
 
 def posterior_settings(posterior: Posterior) -> dict[str, Any]:
     """What a propagated variance depends on beside the blocks: all but the temperature, which divides it afterwards."""
@@ -218,13 +196,7 @@ def fitting_calibration(posterior: Posterior, settings: Mapping[str, Any]) -> Ca
             "Calibrate again."
         )
         return None
-    return Calibration(
-        float(recorded["alpha"]),
-        float(recorded["beta"]),
-        float(recorded["residual"]),
-        float(recorded["before"]),
-        int(recorded["n_mc"]),
-    )
+    return Calibration(**{field.name: recorded[field.name] for field in fields(Calibration)})
 
 
 def compared(head_sd: Tensor, drawn_sd: Tensor, n_mc: int, slope: bool) -> Calibration:
@@ -255,24 +227,7 @@ def compared(head_sd: Tensor, drawn_sd: Tensor, n_mc: int, slope: bool) -> Calib
 WeightsForm = Literal["auto", "row", "marginal"]
 
 
-@dataclass(frozen=True)
-class _Prepared:
-    """What was computed from a posterior at certain settings.
-
-    Attributes:
-        settings: the hyperparameters of the weights (`Hyperparameters.of_weights`).
-        network: at the posterior's mean.
-        layer_posteriors: one for each layer.
-        calibration: the one made for these settings, or None.
-    """
-
-    settings: Hyperparameters
-    network: nn.Module
-    layer_posteriors: list[LayerPosterior]
-    calibration: Calibration | None
-
-
-class MomentsPredictor(Predictor):
+class MomentsPredictor(GaussianPredictor):
     """Propagates mean and variance of every activation through the network.
 
     It does so by the unscented transform at its nonlinearities (Schodt 2024, "Few-sample variational inference of
@@ -302,13 +257,11 @@ class MomentsPredictor(Predictor):
         pool_rho: correlation assumed between the cells of an average, in [0, 1].
         unknown: what to do with a function that has no rule: ``"error"``, or ``"unscented"``, the unscented rule along
             32 random directions of its inputs.
-        link: from logits to probabilities: ``"mc"``, ``"probit"`` or ``"bridge"``; see `from_gaussian`. With
-            ``cov="diag"`` there are variances alone: logits count as independent, also where they vary together, which
-            makes predictions too cautious.
+        link: from Gaussian outputs to a prediction: ``"mc"``, of logits ``"probit"`` or ``"bridge"``, or another of
+            the likelihood's `links`. With ``cov="diag"`` there are variances alone: outputs count as independent, also
+            where they vary together, which makes predictions too cautious.
         n_draws: of the logits, for ``link="mc"``.
         novelty: whether predictions know their novelty, if the posterior does: one plain forward pass more.
-        output_map: a final map of the outputs, ``(batch, outputs)`` to ``(batch, mapped)``, taken by a many-dimensional
-            unscented transform (``2 outputs + 1`` points).
 
     Raises:
         PosthocUQError: an option has another value than those listed.
@@ -328,15 +281,12 @@ class MomentsPredictor(Predictor):
         max_pool: MaxPool = "clark",
         pool_rho: Unit = 0.0,
         unknown: Unknown = "error",
-        link: Link = "mc",
+        link: str = "mc",
         n_draws: Count = LINK_DRAWS,
-        output_map: Callable[[Tensor], Tensor] | None = None,
         novelty: bool = True,
     ) -> None:
-        super().__init__(model, posterior)
+        super().__init__(model, posterior, novelty, link, n_draws)
         self._weights = check_option("weights", weights, WeightsForm)
-        self._output_map = check_option("output_map", output_map, Callable[..., Any] | None)
-        self._link, self._n_draws = checked_link(link, n_draws)
         self._rules = Rules(
             check_option("relu", relu, Relu),
             check_option("max_pool", max_pool, MaxPool),
@@ -344,30 +294,38 @@ class MomentsPredictor(Predictor):
             check_option("cov", cov, Covariances),
             check_option("unknown", unknown, Unknown),
         )
-        self._tells_novelty = check_option("novelty", novelty, bool)
         with isolated_random_state():  # copying a module may run its code
             self.network = replicate(self._model[0], posterior.trained_mean)
         self._frozen = FrozenPart(self.network, posterior.mean)
         self._checked = False
-        self._prepared = self._prepare(posterior.snapshot())
+        self._layers, self._calibrated = Latest[list[LayerPosterior]](), Latest[Calibration | None]()
+        self._layer_posteriors(posterior.snapshot())
 
     def _apply(self, fn: Any, recurse: bool = True) -> MomentsPredictor:
         super()._apply(fn, recurse)
         self._frozen = FrozenPart(self.network, self._posterior.mean)
         return self
 
-    def _prepare(self, posterior: Posterior) -> _Prepared:
-        layers = layer_posteriors(self.network, posterior, self._weights, self._rules.cov)
-        self.noises = nn.ModuleList(layers)  # moves with this module; the name is in its state dict
-        calibration = fitting_calibration(posterior, self.settings())
-        return _Prepared(posterior.settings.of_weights(), self.network, layers, calibration)
+    def _layer_posteriors(self, posterior: Posterior) -> list[LayerPosterior]:
+        """Those of a posterior's settings; predictions under way in other threads keep the old ones."""
+
+        def make() -> list[LayerPosterior]:
+            layers = layer_posteriors(self.network, posterior, self._weights, self._rules.cov)
+            self.noises = nn.ModuleList(layers)  # moves with this module; the name is in its state dict
+            return layers
+
+        return self._layers.get(posterior.settings.of_weights(), make)
+
+    def _calibration(self, posterior: Posterior) -> Calibration | None:
+        return self._calibrated.get(
+            posterior.settings.of_weights(), lambda: fitting_calibration(posterior, self.settings())
+        )
 
     def identity(self) -> dict[str, Any]:
         """See `Predictor`."""
         calibration = self.calibration
-        choices: dict[str, Any] = {"head": self.head, "link": self._link, **self.settings()}
-        choices |= {"n_draws": self._n_draws} if self._link == "mc" else {}
-        return choices | {"calibrated": [] if calibration is None else [calibration.alpha, calibration.beta]}
+        calibrated = [] if calibration is None else [calibration.alpha, calibration.beta]
+        return {**super().identity(), **self.settings(), "calibrated": calibrated}
 
     def settings(self) -> dict[str, Any]:
         """The choices that change the propagated variance, as plain values."""
@@ -376,24 +334,12 @@ class MomentsPredictor(Predictor):
     @property
     def calibration(self) -> Calibration | None:
         """How the variance is corrected, or None."""
-        return self._follow(self._snapshot()).calibration
-
-    def _follow(self, posterior: Posterior) -> _Prepared:
-        """The preparations for a posterior's settings; predictions under way in other threads keep the old ones."""
-        settings, prepared = posterior.settings.of_weights(), self._prepared
-        if prepared.settings != settings:
-            with self._lock:
-                prepared = self._prepared
-                if prepared.settings != settings:
-                    self._prepared = prepared = self._prepare(posterior)
-        return prepared
+        return self._calibration(self._snapshot())
 
     def extra_repr(self) -> str:
         """The choices, and the calibration with the error it leaves."""
         text = ", ".join(f"{name}={value!r}" for name, value in self.settings().items())
-        if self._prepared.calibration is None:
-            return text + ", not calibrated"
-        return text + f", {self._prepared.calibration}"
+        return f"{text}, {self._calibration(self._posterior.snapshot()) or 'not calibrated'}"
 
     def propagate(self, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor, Tensor | None]:
         """Mean, variance and, with ``cov="full"`` where the last layers allow it, covariance of the outputs, before
@@ -404,62 +350,49 @@ class MomentsPredictor(Predictor):
         Raises:
             PosthocUQError: a function has no rule, or writes into an activation.
         """
-        return self._propagate(self._follow(self._snapshot()), self._batch(args, kwargs))
+        return self._propagate(self._snapshot(), self._batch(args, kwargs))
 
     def _propagate(
-        self, prepared: _Prepared, batch: Batch, network: nn.Module | None = None
+        self, posterior: Posterior, batch: Batch, rest: nn.Module | None = None
     ) -> tuple[Tensor, Tensor, Tensor | None]:
         """`propagate`, through the whole network or the rest of it."""
-        network = prepared.network if network is None else network
-        parameters = dict(network.named_parameters())
-        layers = self._posterior.layers
-        posteriors = [(parameters[layers[p.layer].weight], p) for p in prepared.layer_posteriors]
+        network, layers = self.network if rest is None else rest, posterior.layers
+        parameters, of_layers = dict(network.named_parameters()), self._layer_posteriors(posterior)
         outputs = propagate(
-            partial(fresh(batch).call_any, network), posteriors, self._rules, partial(running_module, network)
+            partial(fresh(batch).call_any, network),
+            [(parameters[layers[p.layer].weight], p) for p in of_layers],
+            self._rules,
+            partial(running_module, network),
         )
-        self._check_used(prepared, outputs.used)
+        if not self._checked:
+            self._checked = True
+            unused = [p.layer for p in of_layers if p.layer not in outputs.used]
+            if unused:
+                warn_user(
+                    f"The pass did not use the posterior of {unused[:8]}, as far as the rules can see (weights that "
+                    f"are computed anew at every call, or layers that did not run); their uncertainty is missing."
+                )
         return outputs.mean, outputs.variance, outputs.covariance
 
-    def _check_used(self, prepared: _Prepared, used: set[str]) -> None:
-        if self._checked:
-            return
-        unused = [p.layer for p in prepared.layer_posteriors if p.layer not in used]
-        if unused:
-            warn_user(
-                f"The pass did not use the posterior of {unused[:8]}, as far as the rules can see (weights that are "
-                f"computed anew at every call, or layers that did not run); their uncertainty is missing."
-            )
-        self._checked = True
-
     def _moments(
-        self, prepared: _Prepared, batch: Batch, rest: nn.Module | None = None
+        self, posterior: Posterior, batch: Batch, rest: nn.Module | None = None
     ) -> tuple[Tensor, Tensor, Tensor | None]:
-        """`propagate`, in parts of the batch where covariances do not fit into memory, followed by the output map.
+        """`propagate`, in parts of the batch where covariances do not fit into memory.
 
         Args:
-            prepared: for the posterior's settings.
+            posterior: a snapshot.
             batch: of the network, or features.
             rest: what takes features, or None.
         """
-        if self._rules.cov == "full" and not torch.compiler.is_compiling():
-            mean, variance, covariance = self._in_parts(prepared, batch)
-        else:
-            mean, variance, covariance = self._propagate(prepared, batch, rest)
-        if self._output_map is not None:
-            full = covariance if covariance is not None else torch.diag_embed(variance)
-            mean, covariance = unscented_map(self._output_map, mean.to(full.dtype), full)
-            variance = covariance.diagonal(dim1=1, dim2=2)
-        return mean, variance, covariance
-
-    def _in_parts(self, prepared: _Prepared, batch: Batch) -> tuple[Tensor, Tensor, Tensor | None]:
+        if self._rules.cov == "diag" or torch.compiler.is_compiling():
+            return self._propagate(posterior, batch, rest)
         samples = next((t.shape[0] for t in batch.tensors() if t.ndim > 0), 1)
-        step = self._step(samples)
-        if step >= samples:
-            return self._propagate(prepared, batch)
-        sub_batches = [
-            batch.narrow(start, min(step, samples - start), samples) for start in range(0, samples, step)
+        widths = [m.out_features for m in self.network.modules() if isinstance(m, nn.Linear)]
+        step = max(1, TEMPORARY_BYTES // (8 * 4 * max(widths, default=1) ** 2))
+        parts = [
+            self._propagate(posterior, batch.narrow(start, min(step, samples - start), samples))
+            for start in range(0, samples, step)
         ]
-        parts = [self._propagate(prepared, part) for part in sub_batches]
         covariances = [covariance for _, _, covariance in parts if covariance is not None]
         return (
             torch.cat([mean for mean, _, _ in parts]),
@@ -467,17 +400,11 @@ class MomentsPredictor(Predictor):
             torch.cat(covariances) if len(covariances) == len(parts) else None,
         )
 
-    def _step(self, samples: int) -> int:
-        """The number of samples whose covariances fit the memory budget together."""
-        widths = [m.out_features for m in self.network.modules() if isinstance(m, nn.Linear)]
-        numbers = 4 * max(widths, default=1) ** 2
-        return max(1, min(samples, TEMPORARY_BYTES // (8 * numbers)))
-
     def functional_mean(self, *args: Any, **kwargs: Any) -> Tensor:
         """The propagated mean of the outputs."""
         batch = self._batch(args, kwargs)
         with self.explaining(batch):
-            return self._moments(self._follow(self._snapshot()), batch)[0]
+            return self._moments(self._snapshot(), batch)[0]
 
     def functional_variance(self, *args: Any, **kwargs: Any) -> Tensor:
         """The variance of the outputs, shaped like them; calibrated where there is a calibration for these settings.
@@ -485,16 +412,27 @@ class MomentsPredictor(Predictor):
         Raises:
             NonFiniteError: it is not finite.
         """
-        prepared, batch = self._follow(self._snapshot()), self._batch(args, kwargs)
+        batch = self._batch(args, kwargs)
         with self.explaining(batch):
-            _, variance, _ = self._moments(prepared, batch)
-        variance = variance if prepared.calibration is None else prepared.calibration.apply(variance)
+            variance = self._distribution(self._snapshot(), batch).variance
         check_finite({"variance": variance}, "functional variance", self.head)
         return variance
 
     def _functions(self, posterior: Posterior, batch: Batch, n: int, generator: torch.Generator) -> Tensor:
-        """See `Predictor`."""
-        return gaussian_draws(self._distribution(posterior, batch), n, generator)
+        """See `Predictor`; independent between inputs."""
+        outputs = self._distribution(posterior, batch)
+        mean, variance = at_least_float32(outputs.mean), at_least_float32(outputs.variance)
+
+        def normals(*shape: int) -> Tensor:
+            drawn = torch.randn(n, *shape, generator=generator, dtype=torch.float64, device=generator.device)
+            return drawn.to(mean)
+
+        if outputs.covariance is None:
+            deviations = variance.clamp(min=torch.finfo(variance.dtype).tiny).sqrt() * normals(*mean.shape)
+        else:
+            root = symmetric_root(cast(Tensor, outputs.covariance)).to(mean)
+            deviations = torch.einsum("bkr,sbr->sbk", root, normals(len(mean), root.shape[2]))
+        return mean + deviations.reshape(n, *mean.shape)
 
     def _predict(self, posterior: Posterior, batch: Batch) -> Prediction:
         ratio = self._known_novelty(posterior, batch)
@@ -504,25 +442,15 @@ class MomentsPredictor(Predictor):
         self, posterior: Posterior, batch: Batch, rest: nn.Module | None = None
     ) -> GaussianOutputs:
         """Calibrated where there is a calibration for these settings."""
-        prepared = self._follow(posterior)
-        mean, variance, covariance = self._moments(prepared, batch, rest)
-        if prepared.calibration is not None:
-            corrected = prepared.calibration.apply(variance)
+        mean, variance, covariance = self._moments(posterior, batch, rest)
+        calibration = self._calibration(posterior)
+        if calibration is not None:
+            corrected = calibration.apply(variance)
             if covariance is not None:
                 ratio = (corrected / variance.clamp(min=torch.finfo(variance.dtype).tiny)).sqrt()
                 covariance = covariance * ratio.unsqueeze(2) * ratio.unsqueeze(1)
             variance = corrected
         return GaussianOutputs(mean, variance, covariance)
-
-    def _prediction_of(self, posterior: Posterior, distribution: GaussianOutputs) -> Prediction:
-        return from_gaussian(
-            distribution.mean,
-            distribution.variance,
-            posterior,
-            covariance=distribution.covariance,
-            link=self._link,
-            n_draws=self._n_draws,
-        )
 
     def features(self, *args: Any, **kwargs: Any) -> Features | None:
         """See `Predictor`; None with ``cov="full"``, which cuts batches into parts."""
@@ -532,9 +460,9 @@ class MomentsPredictor(Predictor):
         """See `Predictor`."""
         return self._distribution(self._snapshot(), features.batch, self._frozen.rest(features))
 
-    def _network(self, posterior: Posterior | None = None) -> nn.Module:
-        """See `Predictor`; this network moves with the predictor."""
-        return self._prepared.network if posterior is None else self._follow(posterior).network
+    @property
+    def _network(self) -> nn.Module:
+        return self.network
 
     def calibrate(
         self,
@@ -568,7 +496,7 @@ class MomentsPredictor(Predictor):
             )
         check_loader(loader)
         posterior = self._snapshot()
-        prepared, model = self._follow(posterior), self._model[0]
+        model = self._model[0]
         sampler = SamplingPredictor(model, posterior, n_samples=1)
         by_head, by_draws, seen = list[Tensor](), list[Tensor](), 0
         reader = BatchReader.of(model, batch_to_inputs)
@@ -577,13 +505,11 @@ class MomentsPredictor(Predictor):
                 count = next((t.shape[0] for t in batch.tensors() if t.ndim > 0), 0)
                 if seen + count > samples:
                     batch = batch.narrow(0, samples - seen, count)
-                by_head.append(as_double(self._moments(prepared, batch)[1]).cpu())
+                by_head.append(as_double(self._moments(posterior, batch)[1]).cpu())
                 seed = torch.Generator().manual_seed(0)  # the same draws for all batches
                 outputs = sampler.functional_samples(
                     *batch.args, n_samples=n_mc, generator=seed, **batch.kwargs
                 )
-                if self._output_map is not None:
-                    outputs = torch.stack([self._output_map(draw) for draw in outputs])
                 by_draws.append(as_double(outputs).var(0).cpu())
                 seen += by_head[-1].shape[0]
                 bar.advance(by_head[-1].shape[0])
@@ -594,6 +520,7 @@ class MomentsPredictor(Predictor):
         head_sd, drawn_sd = (torch.cat(parts).reshape(seen, -1).sqrt() for parts in (by_head, by_draws))
         calibration = compared(head_sd, drawn_sd, n_mc, slope)
         with self._posterior.searching():
-            posterior.history.calibration = calibration.attributes(posterior, self.settings())
-        self._prepared = replace(prepared, calibration=calibration)
+            made_for = {"head": self.settings(), "posterior": posterior_settings(posterior)}
+            posterior.history.calibration = {**asdict(calibration), **made_for}
+        self._calibrated = Latest()
         return calibration

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import Literal, get_args
 
 import torch
@@ -11,15 +11,19 @@ from torch import Tensor, nn
 from posthoc_uq.core.batches import Batch
 from posthoc_uq.core.devices import TEMPORARY_BYTES
 from posthoc_uq.core.errors import PosthocUQError
-from posthoc_uq.core.model import statistics_dtype
-from posthoc_uq.core.randomness import isolated_random_state
+from posthoc_uq.core.model import model_device, statistics_dtype
 from posthoc_uq.curvature.features import feature_rows, grid_of, watching
-from posthoc_uq.heads.jacobians import Gradient, TrackedModel, WeightCovariance, pull, track_layers
+from posthoc_uq.heads.jacobians import (
+    Gradient,
+    WeightCovariance,
+    check_shape,
+    pull,
+    track_layers,
+)
 from posthoc_uq.layers.layer import Call
 from posthoc_uq.layers.operands import temporary_limit
 from posthoc_uq.layers.proof import count_samples
 from posthoc_uq.posteriors import FeatureGrams, Posterior, WeightPrior
-from posthoc_uq.posteriors.prior import training_precisions
 
 Of = Literal["class", "top", "all"]
 
@@ -73,21 +77,6 @@ def novelty_of_calls(
         return novelty.reshape(samples, *grid_of(calls[0])) if by_position else novelty
 
 
-@dataclass(frozen=True)
-class RatioSettings:
-    """The smoothing of the ratio through the posterior, independent of the posterior's own hyperparameters.
-
-    Attributes:
-        of: ``"top"`` or ``"all"``.
-        prior_precision: tau.
-        residual_weight: omega of the information form.
-    """
-
-    of: Of
-    prior_precision: float
-    residual_weight: float
-
-
 class PosteriorRatio:
     """``nu(x) = sum_v v^T J Sigma J^T v / sum_v v^T J Sigma_0 J^T v`` through a posterior, J of a network linearised in
     its weights, with ``Sigma^-1 = N I + tau 1`` and ``Sigma_0 = 1 / tau``, N the number of training samples.
@@ -100,44 +89,43 @@ class PosteriorRatio:
     Args:
         network: the network at the posterior's mean.
         posterior: of any method.
-        settings: the smoothing.
+        of: ``"top"`` or ``"all"``.
+        prior_precision: tau, which is not the posterior's own.
+        residual_weight: omega of the information form.
         batch: by which the layers in use are found.
-        device: of the model.
 
     Raises:
-        PosthocUQError: a setting is out of range, or a layer is used otherwise than in the fit.
+        PosthocUQError: a layer is used otherwise than in the fit.
     """
 
     def __init__(
         self,
         network: nn.Module,
         posterior: Posterior,
-        settings: RatioSettings,
+        of: Of,
+        prior_precision: float,
+        residual_weight: float,
         batch: Batch,
-        device: torch.device,
     ) -> None:
-        self._settings = settings
+        self._of = of
         self._centred = posterior.likelihood.softmax
         if posterior.has_free_prior_precision:
-            precisions = dict.fromkeys(posterior.layers, settings.prior_precision)
+            precisions = dict.fromkeys(posterior.layers, prior_precision)
         else:
-            precisions = training_precisions(posterior)
+            precisions = posterior.training_precisions()
         smooth = {
             "scale": posterior.evidence.total,
-            "prior_precision": settings.prior_precision,
-            "residual_weight": settings.residual_weight,
+            "prior_precision": prior_precision,
+            "residual_weight": residual_weight,
         }
         smooth = {name: value for name, value in smooth.items() if name in posterior.tunable}
         smoothed = posterior.snapshot(replace(posterior.settings, **smooth))
         smoothed.weight_prior = WeightPrior()  # the novelty's own is the same for all weights
         self._prior = {name: 1 / precision for name, precision in precisions.items()}
-        self._dtype = statistics_dtype(network, None)
-        self._budget = TEMPORARY_BYTES
-        self._posterior = WeightCovariance(
-            smoothed, self._dtype, device, temporary_limit(self._budget, device)
-        )
-        with isolated_random_state():
-            self._tracked: TrackedModel = track_layers(network, posterior, batch.copied(), self._dtype)
+        self._dtype, device = statistics_dtype(network, None), model_device(network)
+        limit = temporary_limit(TEMPORARY_BYTES, device)
+        self._posterior = WeightCovariance(smoothed, self._dtype, device, limit)
+        self._tracked = track_layers(network, posterior, batch.copied(), self._dtype)
 
     def __call__(self, batch: Batch) -> Tensor:
         """``(samples,)`` in (0, 1].
@@ -149,15 +137,11 @@ class PosteriorRatio:
         with torch.inference_mode(False), torch.no_grad():
             recording = self._tracked.capture.run(batch, samples)
             outputs = recording.outputs.detach()
-            if outputs.ndim not in (1, 2) or outputs.shape[0] != samples:
-                raise PosthocUQError(
-                    f"Novelty through the posterior needs outputs of shape (batch,) or (batch, outputs), and {samples} "
-                    f"inputs gave {tuple(outputs.shape)}."
-                )
-            number = outputs[0].numel() if self._settings.of == "all" else 1
+            check_shape(outputs, samples)
+            number = outputs[0].numel() if self._of == "all" else 1
             gradient = self._directions(outputs)
             item = torch.finfo(self._dtype).bits // 8
-            step = max(1, 4 * self._budget // max(1, recording.numbers * item))
+            step = max(1, 4 * TEMPORARY_BYTES // max(1, recording.numbers * item))
             total = prior_total = torch.zeros(samples, dtype=torch.float64, device="cpu")
             with torch.autocast(outputs.device.type, enabled=False):
                 for start in range(0, number, step):
@@ -177,7 +161,7 @@ class PosteriorRatio:
 
         def gradient(number: int) -> Tensor:
             direction = torch.zeros_like(flat)
-            if self._settings.of == "all":
+            if self._of == "all":
                 direction[:, number] = 1
             elif self._centred:
                 direction.scatter_(1, flat.argmax(1, keepdim=True), 1)

@@ -6,7 +6,7 @@ import threading
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Mapping
 from contextlib import AbstractContextManager
-from typing import Any, ClassVar, NamedTuple, cast
+from typing import Any, ClassVar, Generic, NamedTuple, TypeVar
 
 import torch
 from torch import Tensor, nn
@@ -23,51 +23,24 @@ from posthoc_uq.core.batches import (
     explained,
 )
 from posthoc_uq.core.errors import NonFiniteError, PosthocUQError
-from posthoc_uq.core.model import model_device, model_dtype, replicate, unshared_copy, unwrap
-from posthoc_uq.core.options import Count, check_option
+from posthoc_uq.core.model import model_device, model_dtype, unshared_copy, unwrap
+from posthoc_uq.core.options import Count, check_option, one_of
 from posthoc_uq.core.outputs import Choice, choice_of, chosen_in, with_choice
 from posthoc_uq.core.randomness import isolated_random_state
-from posthoc_uq.heads.novelty import (
-    PosteriorRatio,
-    RatioSettings,
-    checked_of,
-    class_novelty,
-    novelty_of_calls,
-)
+from posthoc_uq.heads.novelty import PosteriorRatio, checked_of, class_novelty, novelty_of_calls
 from posthoc_uq.heads.referral import Referral
 from posthoc_uq.heads.weight_watch import WeightWatch
 from posthoc_uq.layers.frozen import Features
 from posthoc_uq.layers.layer import Call
 from posthoc_uq.layers.proof import count_samples
-from posthoc_uq.likelihoods.draws import LINK_DRAWS, Spread, symmetric_root
+from posthoc_uq.likelihoods.draws import LINK_DRAWS, OutputGaussian, Spread
 from posthoc_uq.likelihoods.prediction import Prediction, at_least_float32, cat
 from posthoc_uq.posteriors import DRAWS, QUADRATIC, Posterior
-
-# From a model's outputs under a posterior to the likelihood's prediction, at the posterior's temperature and
-# noise variance.
 
 
 def divisor_of(posterior: Posterior) -> float:
     """What outputs are divided by: the temperature where they are logits, 1 elsewhere."""
     return posterior.temperature if posterior.likelihood.logits else 1.0
-
-
-def predict(outputs: Tensor, posterior: Posterior) -> Prediction:
-    """The prediction from outputs of several draws at once, ``(draws, batch, ...)``, logits divided by the temperature.
-
-    Raises:
-        PosthocUQError: the outputs do not fit the likelihood.
-    """
-    return posterior.observation.from_draws(outputs)
-
-
-def summarise(blocks: Iterable[Tensor], posterior: Posterior) -> Prediction:
-    """The prediction from blocks ``(draws, batch, ...)`` of outputs, logits divided by the temperature.
-
-    Raises:
-        PosthocUQError: the outputs do not fit the likelihood.
-    """
-    return posterior.observation.from_blocks(blocks)
 
 
 def from_gaussian(
@@ -89,11 +62,8 @@ def from_gaussian(
         posterior: gives likelihood, temperature and noise variance.
         covariance: ``(batch, outputs, outputs)`` where the head knows it, or the `Spread` of many classes. Without it
             outputs count as independent.
-        link: one of `posthoc_uq.likelihoods.draws.LINKS`; see `classes_of_gaussian` in `class_prediction` there.
+        link: one of the likelihood's `links`.
         n_draws: of the outputs, for ``"mc"``.
-
-    Raises:
-        PosthocUQError: the likelihood has no such link.
     """
     mean, variance = at_least_float32(mean), at_least_float32(variance).clamp(min=0)
     temperature = divisor_of(posterior)
@@ -103,18 +73,14 @@ def from_gaussian(
             covariance = covariance.over(temperature)
         elif covariance is not None:
             covariance = covariance / temperature**2
-    return posterior.observation.from_gaussian(
-        mean, variance, covariance=covariance, link=link, n_draws=n_draws
-    )
+    return posterior.observation.from_gaussian(OutputGaussian(mean, variance, covariance, link, n_draws))
 
-
-# Predictions with numbers that are not finite are refused: nobody is to rank or refer inputs by a NaN.
 
 _MASKED = ("logits_mean", "log_probs")  # minus infinity marks a class that is masked out
 
 
 def checked(prediction: Prediction, head: str, own: Callable[[], Tensor | None] = lambda: None) -> Prediction:
-    """The prediction of a head itself, once its numbers are checked.
+    """The prediction of a head itself, once its numbers are checked: nobody is to rank or refer inputs by a NaN.
 
     Args:
         prediction: of the head.
@@ -157,9 +123,10 @@ def check_finite(
                 f"head={head!r}), or take {way_out}."
             )
     others = " or layers='last'" if linearized else ", layers='last' or head='linearized'"
+    dtype = str(next(iter(answers.values())).dtype).removeprefix("torch.")
     raise NonFiniteError(
         f"The {what} of {len(bad)} of {len(rows)} inputs (number {bad[0]} first) is not finite: they, or the model's "
-        f"outputs for them, are not finite or too large for {_dtype(answers)}. Check the inputs, or take a larger "
+        f"outputs for them, are not finite or too large for {dtype}. Check the inputs, or take a larger "
         f"prior_precision or scale{others}."
     )
 
@@ -170,11 +137,7 @@ def _finite(name: str, tensor: Tensor) -> Tensor:
     return ~(tensor.isnan() | tensor.isposinf()) if name in _MASKED else torch.isfinite(tensor)
 
 
-def _dtype(answers: Mapping[str, Tensor]) -> str:
-    return str(next(iter(answers.values())).dtype).removeprefix("torch.")
-
-
-def _given(generator: torch.Generator | None) -> torch.Generator:
+def _or_new(generator: torch.Generator | None) -> torch.Generator:
     """The generator, or a new one that nobody else has."""
     if generator is None:
         generator = torch.Generator()
@@ -182,32 +145,8 @@ def _given(generator: torch.Generator | None) -> torch.Generator:
     return generator
 
 
-def gaussian_draws(outputs: Any, n: int, generator: torch.Generator) -> Tensor:
-    """Draws ``(n, batch, ...)`` of Gaussian outputs, independent between inputs.
-
-    Args:
-        outputs: mean, variance and covariance, as `GaussianOutputs`.
-        n: how many.
-        generator: of the draws.
-    """
-    mean, variance = at_least_float32(outputs.mean), at_least_float32(outputs.variance)
-
-    def normals(*shape: int) -> Tensor:
-        drawn = torch.randn(n, *shape, generator=generator, dtype=torch.float64, device=generator.device)
-        return drawn.to(mean.device, mean.dtype)
-
-    covariance = outputs.covariance
-    if covariance is None:
-        deviations = variance.clamp(min=torch.finfo(variance.dtype).tiny).sqrt() * normals(*mean.shape)
-    else:
-        root = symmetric_root(cast(Tensor, covariance)).to(mean)
-        deviations = torch.einsum("bkr,sbr->sbk", root, normals(len(mean), root.shape[2]))
-    return mean + deviations.reshape(n, *mean.shape)
-
-
-# What all heads share: a model and a posterior as one module that predicts batches and whole loaders.
-
 FUNCTION_DRAWS = 100  # by default
+Made = TypeVar("Made")
 
 
 class GaussianOutputs(NamedTuple):
@@ -233,20 +172,27 @@ def _view(model: nn.Module, posterior: Posterior) -> nn.Module:
     return model if choice is None else with_choice(unwrap(model), choice)
 
 
-class Lock:
-    """A lock for what a predictor prepares once; a copy of the predictor gets one of its own."""
+class Latest(Generic[Made]):
+    """What was made last, kept while its key stays the same. One thread makes it, others wait; copies and pickles make
+    it anew.
+    """
 
     def __init__(self) -> None:
         self._lock = threading.RLock()
+        self._made: tuple[Any, Made] | None = None
 
-    def __enter__(self) -> None:
-        self._lock.acquire()
+    def get(self, key: Any, make: Callable[[], Made]) -> Made:
+        """What was made for this key, or now by `make`; the global random state is left alone."""
+        made = self._made
+        if made is None or made[0] != key:
+            with self._lock, isolated_random_state():
+                made = self._made
+                if made is None or made[0] != key:
+                    self._made = made = key, make()
+        return made[1]
 
-    def __exit__(self, *error: object) -> None:
-        self._lock.release()
-
-    def __reduce__(self) -> tuple[type[Lock], tuple[()]]:
-        return Lock, ()
+    def __reduce__(self) -> tuple[type[Latest[Any]], tuple[()]]:
+        return Latest, ()
 
 
 class Predictor(nn.Module, ABC):
@@ -259,6 +205,7 @@ class Predictor(nn.Module, ABC):
     Args:
         model: the model the posterior was fitted on.
         posterior: of any method.
+        novelty: whether predictions know their novelty, if the posterior does.
     """
 
     head: ClassVar[str]
@@ -266,17 +213,15 @@ class Predictor(nn.Module, ABC):
     needs: ClassVar[frozenset[str]] = frozenset({DRAWS})
     """What a posterior's blocks must be able to do, by the names in `posthoc_uq.posteriors.block`."""
 
-    def __init__(self, model: nn.Module, posterior: Posterior) -> None:
+    def __init__(self, model: nn.Module, posterior: Posterior, novelty: bool = False) -> None:
         super().__init__()
         posterior.require(self.needs, f"head={self.head!r}")
         # tuples hide them from `nn.Module`
         self._given: tuple[nn.Module] = (model,)
         self._model: tuple[nn.Module] = (_view(model, posterior),)
         self._posterior = posterior
-        self._tells_novelty = False
-        self._plain: tuple[tuple[torch.device, torch.dtype], tuple[nn.Module]] | None = None
-        self._ratio: tuple[Any, PosteriorRatio] | None = None
-        self._watch, self._lock = WeightWatch(model), Lock()
+        self._tells_novelty = check_option("novelty", novelty, bool)
+        self._ratio, self._watch = Latest[PosteriorRatio](), WeightWatch(model)
 
     def __repr__(self) -> str:
         posterior, settings = self._posterior, self.hyperparameters()
@@ -322,8 +267,8 @@ class Predictor(nn.Module, ABC):
 
     @property
     def device(self) -> torch.device:
-        """Where it predicts: the device of its own weights, or of the user's model if it has none."""
-        return next((p.device for p in self.parameters()), None) or model_device(self._model[0])
+        """Where it predicts."""
+        return model_device(self._network)
 
     def forward(self, *args: Any, **kwargs: Any) -> Prediction:
         """The prediction for a batch, made under the posterior's settings of one moment: a `ClassPrediction` or a
@@ -357,9 +302,8 @@ class Predictor(nn.Module, ABC):
         Raises:
             PosteriorMismatchError: they did.
         """
-        if not torch.compiler.is_compiling() and not self._watch.unchanged():
-            with self._lock:
-                self._watch.check()
+        if not torch.compiler.is_compiling():
+            self._watch.check()
 
     def _batch(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Batch:
         """The arguments of a call; arrays become tensors, as in a loader."""
@@ -381,15 +325,15 @@ class Predictor(nn.Module, ABC):
         return checked(
             prediction.to("cpu") if on_cpu else prediction,
             self.head,
-            lambda: self._own_outputs(posterior, batch),
+            lambda: self._own_outputs(batch),
         )
 
-    def _own_outputs(self, posterior: Posterior, batch: Batch) -> Tensor | None:
+    def _own_outputs(self, batch: Batch) -> Tensor | None:
         """What the network gives for a batch at the posterior's mean, for the message of an error; None where it gives
         no tensor.
         """
         with torch.no_grad(), isolated_random_state():
-            outputs = batch.copied().call(replicate(self._model[0], posterior.trained_mean))
+            outputs = batch.copied().call(self._network)
         return outputs if isinstance(outputs, Tensor) else None
 
     @abstractmethod
@@ -425,7 +369,7 @@ class Predictor(nn.Module, ABC):
 
     def explaining(self, batch: Batch) -> AbstractContextManager[None]:
         """A context in which an error of the model itself on `batch` becomes one that says what the model got."""
-        return explained(self._network, batch)
+        return explained(lambda: self._network, batch)
 
     def features(self, *args: Any, **kwargs: Any) -> Features | None:
         """What enters the part of the model that has a posterior, for a batch. It does not depend on the posterior's
@@ -439,14 +383,6 @@ class Predictor(nn.Module, ABC):
     def distribution_from(self, features: Features) -> GaussianOutputs | Tensor:
         """The `distribution` that the batch itself would give."""
         raise PosthocUQError(f"The head {self.head!r} makes no features.")
-
-    def from_features(self, features: Features) -> Prediction:
-        """The prediction that the batch itself would give.
-
-        Raises:
-            NonFiniteError: an input's prediction is not finite.
-        """
-        return checked(self.prediction_of(self.distribution_from(features)), self.head)
 
     def functional_samples(
         self,
@@ -476,7 +412,12 @@ class Predictor(nn.Module, ABC):
             NonFiniteError: a draw is not finite.
             PosthocUQError: no draw is asked for, or an operation of the model has no forward derivative.
         """
-        return self._checked_draws(self._batch(args, kwargs), n_samples, _given(generator))
+        count, generator = check_option("n_samples", n_samples, Count), _or_new(generator)
+        posterior, batch = self._snapshot(), self._batch(args, kwargs)
+        with self.explaining(batch):
+            functions = at_least_float32(self._functions(posterior, batch, count, generator))
+        check_finite({"samples": functions.transpose(0, 1)}, "functional samples", self.head)
+        return functions
 
     def predictive_samples(
         self,
@@ -504,11 +445,9 @@ class Predictor(nn.Module, ABC):
             NonFiniteError: a draw is not finite.
             PosthocUQError: as for `functional_samples`; or the likelihood does not say what it predicts.
         """
-        generator, posterior = _given(generator), self.posterior
-        functions = self._checked_draws(self._batch(args, kwargs), n_samples, generator) / divisor_of(
-            posterior
-        )
-        likelihood = posterior.observation
+        generator, posterior = _or_new(generator), self.posterior
+        functions = self.functional_samples(*args, n_samples=n_samples, generator=generator, **kwargs)
+        functions, likelihood = functions / divisor_of(posterior), posterior.observation
         if not targets:
             predictions: list[Any] = [likelihood.from_draws(f[None]) for f in functions]
             return torch.stack([p.probs if hasattr(p, "probs") else p.mean for p in predictions])
@@ -517,13 +456,6 @@ class Predictor(nn.Module, ABC):
         return torch.stack(
             [likelihood.draw(f, own.to(f.device), 0) for f, own in zip(functions, keys, strict=True)]
         )
-
-    def _checked_draws(self, batch: Batch, n_samples: int, generator: torch.Generator) -> Tensor:
-        count, posterior = check_option("n_samples", n_samples, Count), self._snapshot()
-        with self.explaining(batch):
-            functions = at_least_float32(self._functions(posterior, batch, count, generator))
-        check_finite({"samples": functions.transpose(0, 1)}, "functional samples", self.head)
-        return functions
 
     def novelty(
         self,
@@ -566,7 +498,7 @@ class Predictor(nn.Module, ABC):
         if form != "class":
             remedy = "ask for of='class'" if posterior.features is not None else ""
             posterior.require([QUADRATIC], f"Novelty of={form!r}", remedy)
-        network = self._network()
+        network = self._network
         if form == "class":
             with self.explaining(batch):
                 novelty = class_novelty(network, posterior, batch, smoothing)
@@ -577,20 +509,13 @@ class Predictor(nn.Module, ABC):
                 f"prior_precision must be positive and residual_weight in [0, 1], not {prior_precision} and "
                 f"{residual_weight}."
             )
-        settings = RatioSettings(form, float(prior_precision), float(residual_weight))
-        novelty = self._posterior_ratio(posterior, settings, batch)(batch)
+        ratio = self._ratio.get(
+            (form, prior_precision, residual_weight, posterior.noise_scale, model_device(network)),
+            lambda: PosteriorRatio(network, posterior, form, prior_precision, residual_weight, batch),
+        )
+        novelty = ratio(batch)
         check_finite({"novelty": novelty}, "novelty", self.head)
         return novelty
-
-    def _posterior_ratio(self, posterior: Posterior, settings: RatioSettings, batch: Batch) -> PosteriorRatio:
-        """The ratio for these settings; the last one made is kept."""
-        network = self._network()
-        key = (settings, posterior.noise_scale, model_device(network))
-        with self._lock:
-            if self._ratio is None or self._ratio[0] != key:
-                ratio = PosteriorRatio(network, posterior, settings, batch, model_device(network))
-                self._ratio = key, ratio
-            return self._ratio[1]
 
     def _known_novelty(
         self, posterior: Posterior, batch: Batch, calls: list[Call] | None = None
@@ -608,22 +533,12 @@ class Predictor(nn.Module, ABC):
             return None
         if calls:
             return novelty_of_calls(features, calls, count_samples(batch))
-        return class_novelty(self._network(), posterior, batch)
+        return class_novelty(self._network, posterior, batch)
 
+    @property
+    @abstractmethod
     def _network(self) -> nn.Module:
-        """The model at the posterior's mean, on the predictor's device."""
-        place, cached = (self.device, self._network_dtype()), self._plain
-        if cached is None or cached[0] != place:
-            with self._lock, isolated_random_state():
-                network = replicate(self._model[0], self._posterior.trained_mean)
-                if (model_device(network), model_dtype(network)) != place:
-                    network = network.to(*place)
-                self._plain = cached = place, (network,)
-        return cached[1][0]
-
-    def _network_dtype(self) -> torch.dtype:
-        """The number type that the model's own weights have here."""
-        return model_dtype(self._model[0])
+        """The model at the posterior's mean, which moves with the predictor."""
 
     def train(self, mode: bool = True) -> Predictor:
         """Does nothing: predictors stay in eval mode."""
@@ -665,3 +580,33 @@ class Predictor(nn.Module, ABC):
                 bar.advance(len(predictions[-1]))
         self.check_weights()  # once at each end: a look at each batch would make a GPU wait
         return cat(predictions)
+
+
+class GaussianPredictor(Predictor):
+    """A head whose outputs are Gaussian.
+
+    Args:
+        model: see `Predictor`, as `posterior` and `novelty`.
+        posterior: of any method.
+        novelty: whether predictions know theirs.
+        link: from logits to probabilities; see `from_gaussian`.
+        n_draws: of the logits, for ``link="mc"``.
+    """
+
+    def __init__(
+        self, model: nn.Module, posterior: Posterior, novelty: bool, link: str, n_draws: int
+    ) -> None:
+        super().__init__(model, posterior, novelty)
+        self._link = one_of("link", link, posterior.likelihood.links)
+        self._n_draws = check_option("n_draws", n_draws, Count)
+
+    def identity(self) -> dict[str, Any]:
+        """See `Predictor`."""
+        draws = {"n_draws": self._n_draws} if self._link == "mc" else {}
+        return {**super().identity(), "link": self._link, **draws}
+
+    def _prediction_of(self, posterior: Posterior, distribution: GaussianOutputs) -> Prediction:
+        mean, variance, covariance = distribution
+        return from_gaussian(
+            mean, variance, posterior, covariance=covariance, link=self._link, n_draws=self._n_draws
+        )

@@ -20,7 +20,7 @@ from posthoc_uq.likelihoods.selective import (
     tail_probability,
 )
 from posthoc_uq.posteriors import Posterior
-from posthoc_uq.posteriors.referral import rule_of, thresholds_of
+from posthoc_uq.posteriors.report import rule_of, thresholds_of
 
 Rate = Annotated[float, Ge(0), Lt(1)]
 
@@ -160,11 +160,14 @@ class Referral:
             (batch,), float64 in [0, 1], on the CPU; NaN where a score is.
         """
         self._check(prediction)
-        shares = _numbers64(self._record["shares"])
-        tails = {name: Tail(_numbers64(s["quantiles"]), shares) for name, s in self._record["scores"].items()}
-        return torch.stack(
-            [tail_probability(tail, score_of(prediction, name)) for name, tail in tails.items()]
-        ).amin(dim=0)
+        tails: list[Tensor] = []
+        for name, stored in self._record["scores"].items():
+            values, shares = (
+                torch.tensor(numbers, dtype=torch.float64, device="cpu")
+                for numbers in (stored["quantiles"], self._record["shares"])
+            )
+            tails.append(tail_probability(Tail(values, shares), score_of(prediction, name)))
+        return torch.stack(tails).amin(dim=0)
 
     def __repr__(self) -> str:
         scores = f", score={self._scores!r}" if self._scores else ""
@@ -225,10 +228,6 @@ def _numbers(prediction: Prediction, score: str) -> Tensor:
             f"that are numbers."
         )
     return scores
-
-
-def _numbers64(values: Sequence[float]) -> Tensor:
-    return torch.tensor(values, dtype=torch.float64, device="cpu")
 
 
 def _shown(identity: Mapping[str, Any]) -> str:

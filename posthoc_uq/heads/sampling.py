@@ -2,35 +2,35 @@
 
 from __future__ import annotations
 
-from collections.abc import Generator, Iterator, Sequence
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Generator, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from functools import partial
-from typing import Any, Literal
+from functools import cache, partial
+from typing import Any, Literal, cast
 
 import torch
 from torch import Tensor, nn
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from posthoc_uq.core import interrupts
 from posthoc_uq.core.batches import Batch
 from posthoc_uq.core.devices import TEMPORARY_BYTES
 from posthoc_uq.core.errors import PosthocUQError, check_refused
-from posthoc_uq.core.model import model_device, model_dtype, replicate
+from posthoc_uq.core.model import model_device, replicate
 from posthoc_uq.core.options import Count, Seed, check_option, shown
 from posthoc_uq.core.progress import tell
 from posthoc_uq.core.randomness import isolated_random_state, mixed_seed
 from posthoc_uq.curvature.features import watching
-from posthoc_uq.heads.predictor import Predictor, divisor_of, summarise
-from posthoc_uq.layers.calls import AffineCalls, PlainAttention, WeightMoments, drawn_outputs
+from posthoc_uq.heads.predictor import Predictor, divisor_of
+from posthoc_uq.layers.calls import CallReplacer, PlainAttention, WeightMoments, drawn_outputs
 from posthoc_uq.layers.frozen import (
     MAX_SHAPES,
-    USUAL_PASSES,
     Features,
     FrozenPart,
     Twins,
     agree,
     called,
-    cost_of,
     described,
     fresh,
 )
@@ -38,7 +38,7 @@ from posthoc_uq.layers.layer import Call
 from posthoc_uq.likelihoods.prediction import Prediction, at_least_float32
 from posthoc_uq.posteriors import ABOUT, INDEPENDENT, SYMMETRY, Posterior
 
-# Draws of a model's weights as an ensemble that runs: one draw after another, or many in one pass.
+# An ensemble runs one draw after another, or many in one pass.
 #
 # **The loop** has one replica of the model per draw. Replicas share all parameters without a posterior; nothing is
 # written, so they run in any number of threads and under autograd, and a weight that a module holds in several places
@@ -87,19 +87,131 @@ class _Work:
         return self.whole, tuple((tuple(t.shape), t.dtype, t.device) for t in self.batch.tensors())
 
 
-class Ensemble(nn.Module):
-    """Models with drawn weights.
+class Draws(nn.Module, ABC):
+    """Passes of a model in which something is drawn from a posterior.
 
     Args:
         model: the model the posterior was fitted on; never written.
         posterior: what is drawn from.
         seeds: one per draw, from `Posterior.draw_seeds`.
-        signs: of the draws' deviations from the mean, or None.
-        batched: True, False or ``"auto"``.
 
     Attributes:
-        refused: why the batched route is not taken although it was wanted, or None.
-        frozen: the part of the model that the drawn weights do not influence.
+        template: the model at the posterior's mean.
+        refused: why draws do not run in one pass although that was wanted, or None.
+        frozen: the part of the model that the draws do not influence, which runs once for a batch.
+    """
+
+    template: nn.Module
+    refused: str | None = None
+
+    def __init__(self, model: nn.Module, posterior: Posterior, seeds: Sequence[int]) -> None:
+        super().__init__()
+        self._changing, self._seeds = tuple(posterior.mean), list(seeds)
+        with isolated_random_state():  # copying a module may run its code
+            self.template = replicate(model, posterior.trained_mean)
+        self.eval()
+
+    def __len__(self) -> int:
+        """Number of draws."""
+        return len(self._seeds)
+
+    def _set_up(self) -> None:
+        """Prepare for the model where it is now."""
+        self.frozen = FrozenPart(self.template, self._changing)
+
+    def _apply(self, fn: Any, recurse: bool = True) -> Draws:
+        super()._apply(fn, recurse)
+        self._set_up()
+        return self
+
+    def features(self, batch: Batch) -> Features | None:
+        """What enters the part of the model that the draws change; None where whole models are to run."""
+        return None if len(self) == 1 else self.frozen.features(batch.args, batch.kwargs)
+
+    @abstractmethod
+    def members(self) -> list[nn.Module]:
+        """The models of all draws."""
+
+    @abstractmethod
+    def blocks(self, batch: Batch, features: Features | None = None) -> Iterator[Tensor]:
+        """The outputs of all draws in order, as blocks ``(draws, batch, ...)``, by whole models or from features."""
+
+    def outputs(self, batch: Batch, features: Features | None = None) -> Tensor:
+        """The outputs of all draws, ``(draws, batch, ...)``, in float32 at least."""
+        return torch.cat([at_least_float32(block) for block in self.blocks(batch, features)])
+
+
+@cache
+def _formulas() -> dict[Any, Callable[..., int]]:
+    """Torch's, loaded with the first count: they bring a compiler with them."""
+    from torch.utils.flop_counter import flop_registry
+
+    return cast("dict[Any, Callable[..., int]]", flop_registry)
+
+
+class Cost(TorchDispatchMode):
+    """Counts the operations inside of ``with Cost() as cost``, in this thread only.
+
+    Attributes:
+        operations: calls of torch's kernels, views included.
+        flops: floating-point operations of products (matrices, convolutions, attention); a multiply-add counts two.
+        largest: bytes of the largest tensor that an operation made; views do not count.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.operations = 0
+        self.flops = 0
+        self.largest = 0
+
+    def __torch_dispatch__(
+        self,
+        func: Any,
+        types: Any,
+        args: tuple[Any, ...] = (),
+        kwargs: dict[str, Any] | None = None,
+    ) -> Any:
+        kwargs = kwargs or {}
+        out = func(*args, **kwargs)
+        self.operations += 1
+        formula = _formulas().get(getattr(func, "_overloadpacket", None))
+        if formula is not None:
+            self.flops += int(formula(*args, **kwargs, out_val=out))
+        outputs = out if isinstance(out, (tuple, list)) else (out,)
+        for output, declared in zip(outputs, func._schema.returns, strict=False):
+            if isinstance(output, Tensor) and declared.alias_info is None:
+                self.largest = max(self.largest, output.numel() * output.element_size())
+        return out
+
+
+def cost_of(run: Callable[[], Any]) -> Cost | None:
+    """The cost of `run` without gradients, or None where it cannot be counted; an error of `run` itself is raised.
+
+    Inference mode is switched off meanwhile: in it, operations reach the counter undivided.
+    """
+
+    def counted() -> Cost:
+        with Cost() as cost:
+            run()
+        return cost
+
+    with torch.inference_mode(False), torch.no_grad():
+        try:
+            return counted()
+        except Exception as error:
+            check_refused(error, counted, run)  # returns where it was the counting that failed
+            return None
+
+
+class Ensemble(Draws):
+    """Models with drawn weights.
+
+    Args:
+        model: see `Draws`.
+        posterior: see `Draws`.
+        seeds: see `Draws`.
+        signs: of the draws' deviations from the mean, or None.
+        batched: True, False or ``"auto"``.
     """
 
     def __init__(
@@ -111,38 +223,25 @@ class Ensemble(nn.Module):
         signs: Sequence[int] | None = None,
         batched: Batched = "auto",
     ) -> None:
-        super().__init__()
+        super().__init__(model, posterior, seeds)
         self._batched: Batched = batched
-        self._names, self._size = tuple(posterior.mean), len(seeds)
-        self.refused: str | None = None
-        with isolated_random_state():  # copying a module may run its code
-            self.template = replicate(model, posterior.trained_mean)
         held = dict(self.template.named_parameters())
         drawn = posterior.sample_from(seeds, signs=signs)
         self._draws = {name: draws.to(held[name]) for name, draws in drawn.items()}
         self._set_up()
-        self.eval()
-
-    def __len__(self) -> int:
-        """Number of draws."""
-        return self._size
 
     def _set_up(self) -> None:
+        super()._set_up()
         self._members: dict[int, nn.Module] = {}
         self._chunks: dict[Any, int] = {}
-        self.frozen = FrozenPart(self.template, self._names)
-        self._twins = Twins(self.template)
-        self._rests: Twins | None = None
 
-    def _apply(self, fn: Any, recurse: bool = True) -> Ensemble:
-        super()._apply(fn, recurse)
+    def _apply(self, fn: Any, recurse: bool = True) -> Draws:
         self._draws = {name: fn(draws) for name, draws in self._draws.items()}
-        self._set_up()
-        return self
+        return super()._apply(fn, recurse)
 
     def __getstate__(self) -> dict[str, Any]:
         # members are views of the draws, which pickle would write once for each
-        return {**self.__dict__, "_members": {}, "_rests": None}
+        return {**self.__dict__, "_members": {}}
 
     def _weights(self, index: int) -> dict[str, Tensor]:
         return {name: draws[index] for name, draws in self._draws.items()}
@@ -156,27 +255,11 @@ class Ensemble(nn.Module):
         return self._members[index]
 
     def members(self) -> list[nn.Module]:
-        """The models of all draws."""
         return [self._member(index) for index in range(len(self))]
 
-    def features(self, batch: Batch, passes: int | None = None) -> Features | None:
-        """What enters the part of the model that the draws change; None where whole models are to run.
-
-        Args:
-            batch: the model's arguments.
-            passes: that are to follow; by default as many as there are draws.
-        """
-        return self.frozen.features(batch.args, batch.kwargs, len(self) if passes is None else passes)
-
     def blocks(self, batch: Batch, features: Features | None = None) -> Iterator[Tensor]:
-        """The outputs of all draws in order, as blocks ``(draws, batch, ...)``, by whole models or from features."""
-        if features is None:
-            work = _Work(batch, self._twins, whole=True)
-        else:
-            rest, twins = self.frozen.rest(features), self._rests
-            if twins is None or twins.model is not rest:
-                self._rests = twins = Twins(rest)
-            work = _Work(features.batch, twins, whole=False)
+        twins = self.frozen.twins(features)
+        work = _Work(batch if features is None else features.batch, twins, whole=features is None)
         start = 0
         for block in self._batches(work):
             yield block
@@ -257,13 +340,10 @@ class Ensemble(nn.Module):
         return chunk if same else 1
 
 
-# Draws of a model's outputs by local reparametrisation: every layer's outputs are drawn, in place of its
-# weights.
-
 _OUTPUTS_STREAM = 401  # stream of a draw's seed
 
 
-class OutputDraws(nn.Module):
+class OutputDraws(Draws):
     """Passes of one model, in each of which the outputs of all layers with a posterior are drawn by local
     reparametrisation; see `posthoc_uq.layers.calls`.
 
@@ -271,40 +351,21 @@ class OutputDraws(nn.Module):
     factor of a flow, is drawn once for each draw; the rest is drawn anew for every sample and position.
 
     Args:
-        model: the model that the posterior was fitted on; never written.
+        model: see `Draws`.
         posterior: its blocks know moments of independent weights.
-        seeds: one for each draw.
-
-    Attributes:
-        refused: why draws do not run in one pass; always None, since that was not asked for.
-        frozen: the part of the model before the first layer with a posterior, which runs once for a batch.
+        seeds: see `Draws`.
     """
 
-    refused: str | None = None
-
     def __init__(self, model: nn.Module, posterior: Posterior, seeds: Sequence[int]) -> None:
-        super().__init__()
-        self._posterior, self._seeds = posterior, list(seeds)
-        self._covariances = posterior.covariances()
-        with isolated_random_state():  # copying a module may run its code
-            self.template = replicate(model, posterior.trained_mean)
+        super().__init__(model, posterior, seeds)
+        self._posterior, self._covariances = posterior, posterior.covariances()
         self._set_up()
-        self.eval()
-
-    def __len__(self) -> int:
-        """Number of draws."""
-        return len(self._seeds)
 
     def _set_up(self) -> None:
-        """The moments that are the same in all draws, on the model's device; and no features of another one."""
+        """Prepare the moments that are the same in all draws."""
+        super()._set_up()
         self._kept: dict[str, WeightMoments] = {}
         self._kept = {name: m for name, m in self._moments(0).items() if not self._covariances[name].shared}
-        self.frozen = FrozenPart(self.template, self._posterior.mean)
-
-    def _apply(self, fn: Any, recurse: bool = True) -> OutputDraws:
-        super()._apply(fn, recurse)
-        self._set_up()
-        return self
 
     def _moments(self, seed: int) -> dict[str, WeightMoments]:
         """Means and variances of all layers' weights in one draw."""
@@ -332,12 +393,8 @@ class OutputDraws(nn.Module):
             "drawn='weights', or with head='moments'."
         )
 
-    def features(self, batch: Batch, passes: int | None = None) -> Features | None:
-        """See `Ensemble.features`."""
-        return self.frozen.features(batch.args, batch.kwargs, len(self) if passes is None else passes)
-
     def blocks(self, batch: Batch, features: Features | None = None) -> Iterator[Tensor]:
-        """See `Ensemble.blocks`; of one draw each."""
+        """See `Draws.blocks`; of one draw each."""
         model = self.template if features is None else self.frozen.rest(features)
         for place, seed in enumerate(self._seeds, 1):
             with self._drawing(model, seed):
@@ -359,7 +416,7 @@ class OutputDraws(nn.Module):
             key: partial(drawn_outputs, weights=moments[name], generator=generator)
             for key, name in names.items()
         }
-        with AffineCalls(outputs_of) as calls:
+        with CallReplacer(outputs_of) as calls:
             yield
         uses = {name: calls.used.count(key) for key, name in names.items()}
         wrong = next((name for name, count in uses.items() if count != 1), None)
@@ -370,14 +427,11 @@ class OutputDraws(nn.Module):
             )
 
 
-# The sampling head: the Monte Carlo estimate ``p(y | x) = 1/S sum_s p(y | x, w_s)`` with draws of the
-# weights.
-
 Drawn = Literal["weights", "outputs"]
 
 
 class SamplingPredictor(Predictor):
-    """Predicts with `n_samples` draws of the weights.
+    """Predicts with `n_samples` draws of the weights: ``p(y | x) = 1/S sum_s p(y | x, w_s)``.
 
     The draws are those of `Posterior.sample`, made at construction with the posterior's settings of that moment;
     later changes of its prior precision have no effect until `redraw`. Temperature and noise variance are read
@@ -410,7 +464,7 @@ class SamplingPredictor(Predictor):
         PosthocUQError: no draws, or an option with another value than those listed.
     """
 
-    ensemble: Ensemble | OutputDraws
+    ensemble: Draws
 
     head = "sampling"
 
@@ -426,8 +480,7 @@ class SamplingPredictor(Predictor):
         novelty: bool = True,
         drawn: Drawn = "weights",
     ) -> None:
-        super().__init__(model, posterior)
-        self._tells_novelty = check_option("novelty", novelty, bool)
+        super().__init__(model, posterior, novelty)
         if antithetic:
             posterior.require([SYMMETRY], "antithetic=True", "leave it out")
         if not isinstance(batched, (bool, str)) or batched not in (True, False, "auto"):
@@ -462,16 +515,14 @@ class SamplingPredictor(Predictor):
         self._drawn_with = posterior.settings.plain()
         self.ensemble = self._drawn(posterior, seeds, signs)
 
-    def _drawn(
-        self, posterior: Posterior, seeds: Sequence[int], signs: Sequence[int] | None = None
-    ) -> Ensemble | OutputDraws:
+    def _drawn(self, posterior: Posterior, seeds: Sequence[int], signs: Sequence[int] | None = None) -> Draws:
         if self._drawn_outputs:
             return OutputDraws(self._model[0], posterior, seeds)
         return Ensemble(self._model[0], posterior, seeds, signs=signs, batched=self._batched)
 
-    def _network_dtype(self) -> torch.dtype:
-        """That of the drawn models, which may have been moved."""
-        return model_dtype(self.ensemble.template)
+    @property
+    def _network(self) -> nn.Module:
+        return self.ensemble.template
 
     def identity(self) -> dict[str, Any]:
         """See `Predictor`; without the seed."""
@@ -503,7 +554,7 @@ class SamplingPredictor(Predictor):
         """
         batch, divisor = self._batch(args, kwargs), divisor_of(self._snapshot())
         with self.explaining(batch):
-            outputs = _all_draws(self.ensemble, batch)
+            outputs = self._distribution(self.posterior, batch)
         return outputs if divisor == 1.0 else outputs / divisor
 
     def _functions(self, posterior: Posterior, batch: Batch, n: int, generator: torch.Generator) -> Tensor:
@@ -513,7 +564,7 @@ class SamplingPredictor(Predictor):
         seeds, found = posterior.draw_seeds(n, generator), list[Tensor]()
         for start in range(0, n, at_once):
             ensemble = self._drawn(posterior, seeds[start : start + at_once]).to(self.device)
-            found.append(_all_draws(ensemble, batch))
+            found.append(ensemble.outputs(batch, ensemble.features(batch)))
         return torch.cat(found)
 
     def _predict(self, posterior: Posterior, batch: Batch) -> Prediction:
@@ -525,7 +576,7 @@ class SamplingPredictor(Predictor):
         blocks = (at_least_float32(block) for block in ensemble.blocks(batch, features))
         if divisor != 1.0:
             blocks = (block / divisor for block in blocks)
-        return summarise(blocks, posterior).with_novelty(ratio)
+        return posterior.observation.from_blocks(blocks).with_novelty(ratio)
 
     def _last_calls(self, posterior: Posterior, frozen: FrozenPart, features: Features) -> list[Call] | None:
         """The calls of the last layer at the posterior's mean, from the features of the draws, which saves a whole
@@ -540,21 +591,16 @@ class SamplingPredictor(Predictor):
         return calls
 
     def _distribution(self, posterior: Posterior, batch: Batch) -> Tensor:
-        return _all_draws(self.ensemble, batch)
+        ensemble = self.ensemble
+        return ensemble.outputs(batch, ensemble.features(batch))
 
     def _prediction_of(self, posterior: Posterior, distribution: Tensor) -> Prediction:
-        return summarise(iter([distribution / divisor_of(posterior)]), posterior)
+        return posterior.observation.from_blocks(iter([distribution / divisor_of(posterior)]))
 
     def features(self, *args: Any, **kwargs: Any) -> Features | None:
         """See `Predictor`; features do not change when the weights are drawn anew."""
-        return self.ensemble.features(Batch(args, None, kwargs), USUAL_PASSES)
+        return self.ensemble.frozen.features(args, kwargs)
 
     def distribution_from(self, features: Features) -> Tensor:
         """See `Predictor`."""
-        return torch.cat([at_least_float32(b) for b in self.ensemble.blocks(features.batch, features)])
-
-
-def _all_draws(ensemble: Ensemble | OutputDraws, batch: Batch) -> Tensor:
-    """The outputs of all draws, ``(draws, batch, ...)``."""
-    features = ensemble.features(batch)
-    return torch.cat([at_least_float32(block) for block in ensemble.blocks(batch, features)])
+        return self.ensemble.outputs(features.batch, features)

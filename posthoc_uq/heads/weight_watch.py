@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
@@ -9,16 +10,12 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from posthoc_uq.core.devices import on_host
 from posthoc_uq.core.errors import PosteriorMismatchError
 from posthoc_uq.core.model import statistics_of, unwrap
-from posthoc_uq.core.randomness import mixed_seed, sample_keys
 from posthoc_uq.files import fingerprint
 
 COMPARED_NUMBERS = 64  # of a tensor that are compared every time, evenly spaced; of a smaller one all
-HASHED_TOGETHER = 2**12  # numbers on a device that are hashed together
 _INTEGERS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
-_Hash = tuple[str, int | str]  # the kind of device that it was computed on, and the hash
 
 
 class _Place(NamedTuple):
@@ -79,24 +76,25 @@ class WeightWatch:
         self._held = [None] * len(self._places)
 
     def _find(self) -> None:
+        self._lock = threading.Lock()
         self._places = [place for place in _places(self._model) if _watchable(place.tensor())]
         self._names = [place.name for place in self._places]
 
-    def unchanged(self) -> bool:
-        """Whether nothing was written since the last look. Costs next to nothing, and on a GPU one wait for it."""
-        return self._as_seen(self._seen)
-
     def check(self) -> None:
-        """Refuse a model whose weights changed; threads take turns.
+        """Refuse a model whose weights changed. Costs next to nothing where nothing was written since the last time,
+        and on a GPU one wait for it.
 
         Raises:
             PosteriorMismatchError: they did; names the first of them.
         """
-        if not self.unchanged():
-            self._compare()
-            self._take()
+        if not self._unchanged():
+            with self._lock:
+                if not self._unchanged():
+                    self._compare()
+                    self._take()
 
-    def _as_seen(self, seen: _Seen) -> bool:
+    def _unchanged(self) -> bool:
+        seen = self._seen
         return seen.marks == [_mark(place.tensor()) for place in self._places] and seen.numbers == [
             _read(views) for views in seen.views
         ]
@@ -120,12 +118,9 @@ class WeightWatch:
         shared = _hashes(self._held)
         for index, name in enumerate(self._names):
             tensor, held = tensors[index], self._held[index]
-            expected, own = self._hashes[index], found[index]
+            expected = self._hashes[index]
             as_before = held is None or shared[index] == expected
-            same = own == expected or _is_moved(tensor, held)
-            if held is None and own is not None and expected is not None and own[0] != expected[0]:
-                same = True  # unpickled on another device, where nothing is left to compare with
-            if not (as_before and same):
+            if not (as_before and (found[index] == expected or _is_moved(tensor, held))):
                 raise PosteriorMismatchError(
                     f"'{name}' of the model changed after uq.wrap, and the posterior belongs to the weights of the "
                     f"fit. Load these back with model.load_state_dict, or fit and wrap again."
@@ -181,29 +176,10 @@ def _read(samples: list[Any]) -> Any:
     return np.concatenate(samples).tobytes()
 
 
-def _hashes(tensors: Sequence[Tensor | None]) -> list[_Hash | None]:
-    """A hash of the numbers of each tensor, computed where they are: of those on a device one read gets all."""
+def _hashes(tensors: Sequence[Tensor | None]) -> list[str | None]:
+    """A hash of the numbers of each tensor."""
     with torch.inference_mode(False), torch.no_grad():
-        elsewhere = [tensor for tensor in tensors if tensor is not None and tensor.device.type != "cpu"]
-        found = iter([int(value) for value in on_host(*map(_device_hash, elsewhere))])
-        return [
-            None
-            if tensor is None
-            else ("cpu", fingerprint({"": tensor}))
-            if tensor.device.type == "cpu"
-            else (tensor.device.type, mixed_seed(next(found), *tensor.shape, tensor.element_size()))
-            for tensor in tensors
-        ]
-
-
-def _device_hash(tensor: Tensor) -> Tensor:
-    flat = tensor.detach().reshape(-1)
-    whole = flat.numel() // HASHED_TOGETHER * HASHED_TOGETHER
-    rest = sample_keys([flat[whole:].reshape(1, -1)], 1, 0)
-    if not whole:
-        return rest
-    rows = sample_keys([flat[:whole].reshape(-1, HASHED_TOGETHER)], whole // HASHED_TOGETHER, 0)
-    return sample_keys([torch.cat([rows, rest]).reshape(1, -1)], 1, 0)
+        return [None if tensor is None else fingerprint({"": tensor}) for tensor in tensors]
 
 
 def _is_moved(tensor: Tensor | None, held: Tensor | None) -> bool:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import types
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass
 from math import sqrt
 from typing import Any
@@ -31,37 +31,55 @@ def _opened() -> Callable[..., Any]:
 open_attention: Callable[..., Any] = _opened()
 
 
-UseHandler = Callable[[AffineCall, Tensor], None]
-
-
-class CallInterceptor(TorchFunctionMode):
-    """Reports every ``linear``, ``conv`` or product whose weight is tracked to `handler`, with the call's output.
-
-    Args:
-        tracked: identities of the parameters to look for.
-        handler: called with the call and its output while the forward pass runs.
-        anchored: whether a backward pass will follow: then only calls with gradients enabled count, and their outputs
-            are made part of the graph.
-    """
-
-    def __init__(self, tracked: set[int], handler: UseHandler, *, anchored: bool = True) -> None:
-        super().__init__()
-        self._tracked = tracked
-        self._handler = handler
-        self._anchored = anchored
+class CallMode(TorchFunctionMode):
+    """Shows torch's functions to `called` while a model runs; attention as the functions that it consists of."""
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
         if func is F.multi_head_attention_forward:
             with self:
                 return open_attention(*args, **kwargs)
+        return self.called(func, types, args, kwargs)
+
+    def called(self, func: Any, types: Any, args: Any, kwargs: dict[str, Any]) -> Any:
+        """What the model gets from a call."""
+        raise NotImplementedError
+
+
+class CallWatcher(CallMode):
+    """Reports calls while they run, and changes none.
+
+    Args:
+        tracked: identities of weights; None for all.
+        handler: called with every ``linear``, ``conv`` or product of a tracked weight, and its output.
+        every: called with each of torch's functions, its arguments and its result.
+        anchored: whether a backward pass will follow: then `handler` sees calls with gradients enabled only, and their
+            outputs are made part of the graph.
+    """
+
+    def __init__(
+        self,
+        tracked: Collection[int] | None = (),
+        handler: Callable[[AffineCall, Tensor], None] | None = None,
+        *,
+        every: Callable[[Any, Any, dict[str, Any], Any], None] | None = None,
+        anchored: bool = True,
+    ) -> None:
+        super().__init__()
+        self._tracked, self._handler = tracked, handler
+        self._every, self._anchored = every, anchored
+
+    def called(self, func: Any, types: Any, args: Any, kwargs: dict[str, Any]) -> Any:
         output = func(*args, **kwargs)
-        if self._anchored and not torch.is_grad_enabled():
+        if self._every is not None:
+            self._every(func, args, kwargs, output)
+        if self._handler is None or (self._anchored and not torch.is_grad_enabled()):
             return output
         call = affine_call(func, args, kwargs)
-        if call is not None and id(call.parameter) in self._tracked:
+        if call is not None and (self._tracked is None or id(call.parameter) in self._tracked):
             if self._anchored and not output.requires_grad:
-                output = _anchor(output)  # the first layer: nothing before it needs a gradient
+                # the first layer: nothing before it needs a gradient
+                output = _Anchor.apply(output, torch.empty((), device=output.device, requires_grad=True))
             self._handler(call, output)
         return output
 
@@ -79,11 +97,7 @@ class _Anchor(torch.autograd.Function):
         return None, None
 
 
-def _anchor(tensor: Tensor) -> Tensor:
-    return _Anchor.apply(tensor, torch.empty((), device=tensor.device, requires_grad=True))  # type: ignore[no-any-return]
-
-
-class AffineCalls(TorchFunctionMode):
+class CallReplacer(CallMode):
     """Replaces the calls of layers, wherever a weight is used, and of chosen torch functions.
 
     Args:
@@ -96,18 +110,14 @@ class AffineCalls(TorchFunctionMode):
 
     def __init__(
         self,
-        outputs: Mapping[int, Callable[[AffineCall], Tensor]],
+        outputs: Mapping[int, Callable[[AffineCall], Any]],
         functions: Mapping[Any, Callable[..., Any]] | None = None,
     ) -> None:
         super().__init__()
         self._outputs, self._functions = outputs, functions or {}
         self.used: list[int] = []
 
-    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        kwargs = kwargs or {}
-        if func is F.multi_head_attention_forward:
-            with self:
-                return open_attention(*args, **kwargs)
+    def called(self, func: Any, types: Any, args: Any, kwargs: dict[str, Any]) -> Any:
         if func in self._functions:
             return self._functions[func](*args, **kwargs)
         call = affine_call(func, args, kwargs) if self._outputs else None
@@ -141,7 +151,7 @@ def _attend(
     return scores.softmax(-1) @ value
 
 
-class PlainAttention(AffineCalls):
+class PlainAttention(CallReplacer):
     """Replaces fused attention, which does not support `vmap` and forward differentiation, by plain operations."""
 
     def __init__(self) -> None:

@@ -13,11 +13,9 @@ import threading
 import weakref
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
-from math import prod
 from typing import Any, Literal
 
 import torch
-import torch.nn.functional as F
 from backpack import backpack, extend
 from backpack.context import CTX
 from backpack.extensions.firstorder.base import FirstOrderBackpropExtension, FirstOrderModuleExtension
@@ -27,12 +25,10 @@ from posthoc_uq.core.batches import Batch
 from posthoc_uq.core.errors import UnsupportedLayerError
 from posthoc_uq.core.model import EMBEDDINGS, parameter_names, replicate
 from posthoc_uq.core.outputs import chosen_in
-from posthoc_uq.layers.calls import CallInterceptor
-from posthoc_uq.layers.layer import INTERLEAVED, Call, Layer, describe
-from posthoc_uq.layers.operands import Geometry, Operand, Rows, Several
-from posthoc_uq.layers.rules import WEIGHTED_MODULES, AffineCall
-
-Handler = Callable[[nn.Module, Tensor, Tensor], None]
+from posthoc_uq.layers.calls import CallWatcher
+from posthoc_uq.layers.layer import Call, Layer, describe
+from posthoc_uq.layers.operands import Geometry
+from posthoc_uq.layers.rules import WEIGHTED_MODULES, AffineCall, LayerGradients
 
 # BackPACK keeps its active extensions in a global variable, so fits in two threads take turns with backward passes.
 _CONTEXT_LOCK = threading.RLock()
@@ -47,127 +43,18 @@ class _HandOver(FirstOrderModuleExtension):
         extension.handler(module, module.input0, g_out[0])
 
 
-class ActivationsAndGradients(FirstOrderBackpropExtension):
+class _ActivationsAndGradients(FirstOrderBackpropExtension):
     """Calls ``handler(module, input, output_gradient)`` for every extended weighted module, in backward
     order.
     """
 
-    def __init__(self, handler: Handler) -> None:
+    def __init__(self, handler: Callable[[nn.Module, Tensor, Tensor], None]) -> None:
         super().__init__(
             savefield="posthoc_uq",
             module_exts={kind: _HandOver() for kind in WEIGHTED_MODULES},
             fail_mode="ERROR",
         )
         self.handler = handler
-
-
-def extend_modules(modules: list[nn.Module]) -> None:
-    """Let BackPACK see these leaf modules. They must be a replica's, since BackPACK leaves hooks and attributes."""
-    with _CONTEXT_LOCK:
-        # BackPACK keeps the handles of its hooks for good, also those of modules that are gone
-        CTX.hook_handles = [handle for handle in CTX.hook_handles if handle.hooks_dict_ref() is not None]
-        for module in modules:
-            extend(module)
-
-
-def backward(outputs: Tensor, gradient: Tensor, handler: Handler, retain_graph: bool) -> None:
-    """Pull `gradient` back from `outputs`; every extended module's input and output gradient go to `handler`."""
-    with _CONTEXT_LOCK, backpack(ActivationsAndGradients(handler), retain_graph=retain_graph):
-        outputs.backward(gradient, retain_graph=retain_graph)
-
-
-@dataclass
-class LayerGradients:
-    """All uses of one layer in one backward pass."""
-
-    layer: Layer
-    calls: list[Call]
-    samples: int
-    batch_axis: int
-
-    def operands(self, dtype: torch.dtype) -> tuple[Operand, Tensor]:
-        """Activations, and output gradients ``(samples, groups, positions, outputs)``, in `dtype`.
-
-        Further calls of a layer count as further positions: their weight gradients add up within a sample.
-
-        Raises:
-            UnsupportedLayerError: the samples cannot be told apart in the layer's input.
-        """
-        activations = self.activations(dtype)
-        return activations[0] if len(activations) == 1 else Several(activations), self.gradients(dtype)
-
-    def gradients(self, dtype: torch.dtype) -> Tensor:
-        """The output gradients of `operands` alone.
-
-        Raises:
-            UnsupportedLayerError: the calls do not fit together.
-        """
-        gradients = [self._gradients(call, dtype) for call in self.calls]
-        if len(gradients) == 1:
-            return gradients[0]
-        if any(g.shape[1::2] != gradients[0].shape[1::2] for g in gradients):
-            raise UnsupportedLayerError(
-                f"Layer '{self.layer.name}' uses its weight both as it is and transposed."
-            )
-        return torch.cat(gradients, dim=2)
-
-    def activations(self, dtype: torch.dtype) -> list[Operand]:
-        """Activations in `dtype`, one operand a call.
-
-        Raises:
-            UnsupportedLayerError: the samples cannot be told apart in the layer's input.
-        """
-        return [self._activations(call, dtype) for call in self.calls]
-
-    def norm_bound(self) -> float:
-        """An upper bound of the norm of all activations: an input is in at most ``prod(kernel)`` patches."""
-        kernel = prod(self.layer.kernel)
-        squares = [
-            kernel * float(torch.linalg.vector_norm(call.input.detach().float())) ** 2 for call in self.calls
-        ]
-        ones = sum(
-            g.numel() // self.layer.outputs for call in self.calls if (g := call.output_gradient) is not None
-        )
-        return (sum(squares) + ones * (self.layer.bias is not None)) ** 0.5
-
-    def _activations(self, call: Call, dtype: torch.dtype) -> Operand:
-        layer, x = call.layer, call.input.detach()
-        if not layer.convolutional:
-            rows = self._rows(x).to(dtype)
-            return Rows((F.pad(rows, (0, 1), value=1.0) if layer.bias is not None else rows).unsqueeze(1))
-        if x.shape[0] != self.samples:
-            raise UnsupportedLayerError(
-                f"Layer '{layer.name}' got an input of shape {tuple(x.shape)} for a batch of {self.samples} "
-                f"samples; leave it out with layers=... or unsupported='skip'."
-            )
-        return layer.rule.activations(x.to(dtype), layer, call.geometry)
-
-    def _gradients(self, call: Call, dtype: torch.dtype) -> Tensor:
-        layer, gradient = call.layer, call.output_gradient
-        assert gradient is not None
-        gradient = gradient.detach().to(dtype)
-        if not layer.convolutional:
-            return self._rows(gradient).unsqueeze(1)
-        return gradient.reshape(self.samples, layer.groups, layer.outputs, -1).transpose(2, 3)
-
-    def _rows(self, tensor: Tensor) -> Tensor:
-        """A linear layer's ``(..., features)`` tensor as ``(samples, positions, features)``."""
-        features, axis, samples = tensor.shape[-1], self.batch_axis, self.samples
-        if (
-            tensor.ndim > 1
-            and axis in (0, INTERLEAVED)
-            and tensor.shape[0]
-            and tensor.shape[0] % samples == 0
-        ):
-            if axis == 0:
-                return tensor.reshape(samples, -1, features)
-            return tensor.reshape(-1, samples, *tensor.shape[1:]).movedim(1, 0).reshape(samples, -1, features)
-        if 0 < axis < tensor.ndim - 1 and tensor.shape[axis] == samples:
-            return tensor.movedim(axis, 0).reshape(samples, -1, features)
-        raise UnsupportedLayerError(
-            f"Layer '{self.layer.name}' got an input of shape {tuple(tensor.shape)}, in which the {samples} "
-            f"samples of the batch cannot be told apart; leave it out with layers=... or unsupported='skip'."
-        )
 
 
 Engine = Literal["backpack", "hooks"]
@@ -229,6 +116,8 @@ class Capture:
     Attributes:
         twin: the copy.
         tracked: the layers by name.
+        by_module: those of them that BackPACK serves. Without any, runs in several threads do not interfere: the
+            interceptor keeps everything in the `Recording`.
         watched: a layer, tracked or not, whose inputs every `Recording` also keeps.
     """
 
@@ -236,7 +125,7 @@ class Capture:
         self.twin = replicate(model)
         self.tracked: dict[str, TrackedLayer] = {}
         self.watched: Layer | None = None
-        self._by_module: dict[nn.Module, TrackedLayer] = {}
+        self.by_module: dict[nn.Module, TrackedLayer] = {}
 
     def discover(self, batch: Batch, autocast: bool) -> list[TrackedLayer]:
         """Run one batch and return every weighted layer it uses, in the order of their last calls.
@@ -255,7 +144,7 @@ class Capture:
             entry[1].append((use, use.input._version, output, output._version))
             seen[key] = entry
 
-        with torch.enable_grad(), CallInterceptor(set(names), note):
+        with torch.enable_grad(), CallWatcher(set(names), note):
             outputs = batch.call(self.twin)
         if part:
             before = _nodes_before(outputs)
@@ -284,24 +173,16 @@ class Capture:
     def track(self, layers: list[TrackedLayer]) -> None:
         """Track these layers, and let BackPACK see those that it serves."""
         self.tracked = {tracked.layer.name: tracked for tracked in layers}
-        served = [t for t in layers if t.engine == "backpack" and t.module is not None]
-        self._by_module = {t.module: t for t in served if t.module is not None}
-        extend_modules([t.module for t in served if t.module is not None])
+        self.by_module = {t.module: t for t in layers if t.engine == "backpack" and t.module is not None}
+        with _CONTEXT_LOCK:
+            # BackPACK keeps the handles of its hooks for good, also those of modules that are gone
+            CTX.hook_handles = [handle for handle in CTX.hook_handles if handle.hooks_dict_ref() is not None]
+            for module in self.by_module:
+                extend(module)
 
     def run(self, batch: Batch, samples: int) -> Recording:
         """A forward pass, ready to be pulled back through."""
         return Recording(self, batch, samples)
-
-    @property
-    def uses_backpack(self) -> bool:
-        """Whether BackPACK serves any layer. If not, runs in several threads do not interfere: the interceptor keeps
-        everything in the `Recording`.
-        """
-        return bool(self._by_module)
-
-    def served_by_backpack(self, module: nn.Module) -> TrackedLayer | None:
-        """The layer that BackPACK serves through this module, if it does."""
-        return self._by_module.get(module)
 
     def weight_ids(self) -> dict[int, TrackedLayer]:
         """The tracked layers that the interceptor serves, by the identity of their weights. Looked up each time, since
@@ -309,10 +190,6 @@ class Capture:
         """
         served = (t for t in self.tracked.values() if t.engine == "hooks")
         return {id(self.twin.get_parameter(t.layer.weight)): t for t in served}
-
-    def watched_id(self) -> int | None:
-        """The identity of the watched layer's weight, or None."""
-        return None if self.watched is None else id(self.twin.get_parameter(self.watched.weight))
 
 
 def _nodes_before(outputs: Tensor) -> set[Any]:
@@ -375,13 +252,14 @@ class Recording:
         self._capture = capture
         self._samples = samples
         self._hooked = capture.weight_ids()
-        self._watched_id = capture.watched_id()
+        watched = capture.watched
+        self._watched_id = None if watched is None else id(capture.twin.get_parameter(watched.weight))
         self.calls: dict[str, list[Call]] = {}
         self.watched: list[Call] = []
         self.numbers = 0
         self._sink: Sink | None = None
         ids = set(self._hooked) if self._watched_id is None else {*self._hooked, self._watched_id}
-        with torch.enable_grad(), CallInterceptor(ids, self._note):
+        with torch.enable_grad(), CallWatcher(ids, self._note):
             self.outputs = batch.copied().call(capture.twin)
 
     def pull_back(self, gradient: Tensor, sink: Sink, *, last: bool) -> None:
@@ -397,8 +275,10 @@ class Recording:
         # The user's autocast is for the forward pass; the statistics have their own precision.
         with torch.autocast(self.outputs.device.type, enabled=False):
             gradient = gradient.to(self.outputs.dtype)
-            if self._capture.uses_backpack:
-                backward(self.outputs, gradient, self._from_backpack, retain_graph=not last)
+            if self._capture.by_module:
+                extension = _ActivationsAndGradients(self._from_backpack)
+                with _CONTEXT_LOCK, backpack(extension, retain_graph=not last):
+                    self.outputs.backward(gradient, retain_graph=not last)
             else:
                 self.outputs.backward(gradient, retain_graph=not last)
             for calls in self.calls.values():
@@ -437,7 +317,7 @@ class Recording:
         output.register_hook(receive)
 
     def _from_backpack(self, module: nn.Module, x: Tensor, gradient: Tensor) -> None:
-        tracked = self._capture.served_by_backpack(module)
+        tracked = self._capture.by_module.get(module)
         if tracked is not None:
             self._emit([Call(tracked.layer, x, tracked.geometry, gradient)])
 

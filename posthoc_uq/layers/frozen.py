@@ -15,14 +15,11 @@ from collections import deque
 from collections.abc import Callable, Collection, Generator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
-from functools import cache
 from typing import Any, cast
 
 import numpy as np
 import torch
 from torch import Tensor, nn
-from torch.overrides import TorchFunctionMode
-from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves, tree_map
 
 from posthoc_uq.core.batches import Batch
@@ -30,10 +27,10 @@ from posthoc_uq.core.errors import check_refused
 from posthoc_uq.core.model import replicate
 from posthoc_uq.core.outputs import output_tensor
 from posthoc_uq.core.randomness import device_generators, isolated_random_state
+from posthoc_uq.layers.calls import CallWatcher
 
 MAX_SHAPES = 256  # input shapes whose proof is remembered
 PROVED_SAMPLES = 8  # that a proof runs on
-USUAL_PASSES = 10  # that a search makes with the features of a batch
 # How far outputs of two routes may differ, relative to the largest. CUDA's float32 products may be TF32.
 TOLERANCES = {torch.float64: 1e-8, torch.float32: 1e-3, torch.float16: 5e-2, torch.bfloat16: 2e-1}
 TF32_TOLERANCE = 2e-2
@@ -122,9 +119,9 @@ class FrozenPart:
         self._model, self._changing = model, frozenset(changing)
         self._candidates = _tails(model, self._changing)
         self._tail: Tail | None = None
-        self._shares: dict[Any, float | None] = {}
+        self._usable: dict[Any, bool] = {}
         self._twins = Twins(model)
-        self._rest: tuple[Tail, nn.Module] | None = None
+        self._rest: tuple[Tail, Twins] | None = None
         self.refused: str | None = None
 
     def __getstate__(self) -> dict[str, Any]:
@@ -132,34 +129,33 @@ class FrozenPart:
 
     def rest(self, features: Features) -> nn.Module:
         """The rest of the model: a replica on the same weights, under the same names, that takes features."""
+        return self.twins(features).model
+
+    def twins(self, features: Features | None) -> Twins:
+        """Copies for functional calls, of the whole model or of the rest of it that takes features."""
+        if features is None:
+            return self._twins
         rest = self._rest
         if rest is None or rest[0] != features.tail:
             with isolated_random_state():  # copying a module may run its code
-                self._rest = rest = features.tail, features.tail.of(self._model)
+                self._rest = rest = features.tail, Twins(features.tail.of(self._model))
         return rest[1]
 
-    def features(
-        self, args: tuple[Any, ...], kwargs: dict[str, Any], passes: int = USUAL_PASSES
-    ) -> Features | None:
+    def features(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Features | None:
         """What enters the rest of the model for these inputs; None where whole passes are to run.
 
         Where autograd is on, gradients with respect to the inputs flow through the features.
-
-        Args:
-            args: of the model.
-            kwargs: of the model.
-            passes: that are to follow.
         """
         if torch.compiler.is_compiling() or not self._candidates:
             return None
         batch, key = Batch(args, None, kwargs), _situation(args, kwargs)
-        if key not in self._shares:
-            share = self._share(batch)
-            if len(self._shares) >= MAX_SHAPES:
-                self._shares.clear()
-            self._shares[key] = share
-        share, tail = self._shares.get(key), self._tail
-        if share is None or tail is None or 1 + passes * share >= passes:
+        if key not in self._usable:
+            usable = self._find_tail(batch)
+            if len(self._usable) >= MAX_SHAPES:
+                self._usable.clear()
+            self._usable[key] = usable
+        tail = self._tail
+        if tail is None or not self._usable.get(key):
             return None
         gradients = torch.is_grad_enabled()
         # tensors of inference mode do not count how often they are written
@@ -167,8 +163,8 @@ class FrozenPart:
             found = _record(twin, tail.names, batch)
         return found if found is not None and found.tail == tail else None
 
-    def _share(self, batch: Batch) -> float | None:
-        """The rest's share of a whole pass, for inputs like these; None where whole passes are to run."""
+    def _find_tail(self, batch: Batch) -> bool:
+        """Whether the rest can run alone for inputs like these."""
         samples = _samples(batch)
         few = batch.doubled() if samples == 1 else batch.narrow(0, min(samples, PROVED_SAMPLES), samples)
 
@@ -178,7 +174,7 @@ class FrozenPart:
 
         for names in self._candidates if self._tail is None else [self._tail.names]:
 
-            def attempt(names: tuple[str, ...] = names) -> tuple[Tail, float] | str:
+            def attempt(names: tuple[str, ...] = names) -> Tail | str:
                 with isolated_random_state(), torch.inference_mode(False), torch.no_grad():
                     return self._proof(names, few)
 
@@ -187,14 +183,14 @@ class FrozenPart:
             except Exception as error:  # of the model, which may take no part of its batch
                 check_refused(error, attempt, plainly)
                 found = described(error)
-            if not isinstance(found, str) and self._tail in (None, found[0]):
-                (self._tail, share), self.refused = found, None
-                return share
+            if not isinstance(found, str) and self._tail in (None, found):
+                self._tail, self.refused = found, None
+                return True
             self.refused = found if isinstance(found, str) else "other inputs take another way through it"
-        return None
+        return False
 
-    def _proof(self, names: tuple[str, ...], batch: Batch) -> tuple[Tail, float] | str:
-        """How these modules run alone and their share of a whole pass, or why they cannot."""
+    def _proof(self, names: tuple[str, ...], batch: Batch) -> Tail | str:
+        """How these modules run alone, or why they cannot."""
         samples, random_before = _samples(batch), _random_state()
         twin = replicate(self._model)
         found, again = _record(twin, names, batch), _record(twin, names, batch)
@@ -209,14 +205,11 @@ class FrozenPart:
         if half is None or not _same_inputs(features.narrow(0, samples // 2, samples), half.batch):
             return "what enters the layers with a posterior cannot be told apart by samples"
         weights = {n: _moved(p) for n, p in self._model.named_parameters() if n in self._changing}
-        expected, outputs = list[Tensor](), list[Tensor]()
-        whole_model, rest = replicate(self._model, weights), tail.of(self._model)
-        whole = cost_of(lambda: expected.append(batch.copied().call(whole_model)))
+        expected, rest = batch.copied().call(replicate(self._model, weights)), tail.of(self._model)
         half.batch.copied().call_any(rest)  # a rest that keeps something of a pass differs in the next one
-        part = cost_of(lambda: outputs.append(called(rest, weights, features)))
-        if not agree(outputs[-1], expected[-1]):
+        if not agree(called(rest, weights, features), expected):
             return "the layers with a posterior alone give other outputs than the whole model"
-        return tail, 0.0 if whole is None or part is None else part.flops / max(1, whole.flops)
+        return tail
 
 
 class Twins:
@@ -327,7 +320,7 @@ FORM_QUERIES = {
 """Functions that ask for the form of a tensor and not for its numbers."""
 
 
-class _Walk(TorchFunctionMode):
+class _Walk:
     """Watches a pass in which modules should run one after the other.
 
     Attributes:
@@ -337,7 +330,6 @@ class _Walk(TorchFunctionMode):
     """
 
     def __init__(self, modules: int) -> None:
-        super().__init__()
         self.inputs: tuple[tuple[Any, ...], dict[str, Any]] | None = None
         self.intact = True
         self.dimensions: list[int | None] = []
@@ -395,14 +387,13 @@ class _Walk(TorchFunctionMode):
         self.intact = self.intact and same
         self.dimensions.append(dimensions)
 
-    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        result = func(*args, **(kwargs or {}))
+    def see(self, func: Any, args: Any, kwargs: dict[str, Any], result: Any) -> None:
+        """Look at a call of torch's functions."""
         last = self._returned
         if last is not None and not self._running and func not in FORM_QUERIES:
             read = any(_share_memory(x, last) for x in tree_leaves((args, kwargs)))
             if read and not _share_memory(result, last):
                 self.intact = False
-        return result
 
 
 def _record(twin: nn.Module, names: tuple[str, ...], batch: Batch) -> Features | None:
@@ -416,7 +407,7 @@ def _record(twin: nn.Module, names: tuple[str, ...], batch: Batch) -> Features |
             )
             handles.append(module.register_forward_hook(walk.leave(place)))
         args, kwargs = tree_map(_clone, (batch.args, batch.kwargs))
-        with walk:
+        with CallWatcher(every=walk.see, anchored=False):
             returned = twin(*args, **kwargs)
     finally:
         for handle in handles:
@@ -494,65 +485,3 @@ def agree(outputs: Tensor, expected: Tensor) -> bool:
         tolerance = TF32_TOLERANCE
     size = float(expected.nan_to_num(0.0, 0.0, 0.0).abs().amax()) if expected.numel() else 0.0
     return torch.allclose(outputs, expected, rtol=tolerance, atol=tolerance * size, equal_nan=True)
-
-
-@cache
-def _formulas() -> dict[Any, Callable[..., int]]:
-    """Torch's, loaded with the first count: they bring a compiler with them."""
-    from torch.utils.flop_counter import flop_registry
-
-    return cast("dict[Any, Callable[..., int]]", flop_registry)
-
-
-class Cost(TorchDispatchMode):
-    """Counts the operations inside of ``with Cost() as cost``, in this thread only.
-
-    Attributes:
-        operations: calls of torch's kernels, views included.
-        flops: floating-point operations of products (matrices, convolutions, attention); a multiply-add counts two.
-        largest: bytes of the largest tensor that an operation made; views do not count.
-    """
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.operations = 0
-        self.flops = 0
-        self.largest = 0
-
-    def __torch_dispatch__(
-        self,
-        func: Any,
-        types: Any,
-        args: tuple[Any, ...] = (),
-        kwargs: dict[str, Any] | None = None,
-    ) -> Any:
-        kwargs = kwargs or {}
-        out = func(*args, **kwargs)
-        self.operations += 1
-        formula = _formulas().get(getattr(func, "_overloadpacket", None))
-        if formula is not None:
-            self.flops += int(formula(*args, **kwargs, out_val=out))
-        outputs = out if isinstance(out, (tuple, list)) else (out,)
-        for output, declared in zip(outputs, func._schema.returns, strict=False):
-            if isinstance(output, Tensor) and declared.alias_info is None:
-                self.largest = max(self.largest, output.numel() * output.element_size())
-        return out
-
-
-def cost_of(run: Callable[[], Any]) -> Cost | None:
-    """The cost of `run` without gradients, or None where it cannot be counted; an error of `run` itself is raised.
-
-    Inference mode is switched off meanwhile: in it, operations reach the counter undivided.
-    """
-
-    def counted() -> Cost:
-        with Cost() as cost:
-            run()
-        return cost
-
-    with torch.inference_mode(False), torch.no_grad():
-        try:
-            return counted()
-        except Exception as error:
-            check_refused(error, counted, run)  # returns where it was the counting that failed
-            return None

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from math import prod
 from typing import Any, ClassVar
 
@@ -46,10 +46,6 @@ class LayerRule(ABC):
     convolutional: ClassVar[bool] = False
 
     @abstractmethod
-    def sides(self, shape: tuple[int, ...], groups: int) -> tuple[int, int]:
-        """Outputs of all groups, and inputs of one group without the bias, of a weight of this shape."""
-
-    @abstractmethod
     def to_matrix(self, weight: Tensor, groups: int) -> Tensor:
         """Weights ``(*lead, *shape)`` as ``(*lead, groups, outputs, inputs)``."""
 
@@ -65,9 +61,25 @@ class LayerRule(ABC):
         """How a call with these options moves its kernel; empty for a linear layer."""
         return Geometry()
 
+    @abstractmethod
     def activations(self, x: Tensor, layer: Layer, geometry: Geometry) -> Operand:
-        """The activations of a convolutional layer's input ``(samples, channels, *spatial)``."""
-        raise NotImplementedError
+        """The rows that the matrices multiply, of a layer's input: ``(samples, channels, *spatial)`` of a convolution,
+        ``(samples, positions, features)`` elsewhere.
+        """
+
+    def unfold(self, x: Tensor, layer: Layer, geometry: Geometry) -> Tensor:
+        """The rows that the layer's matrices multiply, without the bias's 1: ``(samples, groups, positions, inputs)``
+        from inputs ``(samples, ...)``. Each number is one of the inputs or 0, so that `Unfolding` goes back.
+        """
+        return x.reshape(len(x), 1, -1, x.shape[-1])
+
+    def output_rows(self, outputs: Tensor, layer: Layer) -> Tensor:
+        """Outputs ``(samples, ...)`` as rows ``(samples, groups, positions, outputs)``."""
+        return outputs.reshape(len(outputs), 1, -1, layer.outputs)
+
+    def outputs_of_rows(self, rows: Tensor, shape: Sequence[int]) -> Tensor:
+        """The inverse of `output_rows`, for outputs of this shape a sample."""
+        return rows.reshape(len(rows), *shape)
 
 
 RULES: dict[str, LayerRule] = {}
@@ -158,29 +170,16 @@ class Layer:
 
     def attributes(self) -> dict[str, Any]:
         """Plain values from which `from_attributes` rebuilds the layer."""
-        return {
-            "kind": self.kind,
-            "weight": self.weight,
-            "bias": self.bias or "",
-            "groups": self.groups,
-            "outputs": self.outputs,
-            "inputs": self.inputs,
-            "weight_shape": list(self.weight_shape),
-        }
+        values = asdict(self) | {"bias": self.bias or "", "weight_shape": list(self.weight_shape)}
+        del values["name"]
+        return values
 
     @classmethod
     def from_attributes(cls, name: str, attributes: Mapping[str, Any]) -> Layer:
         """The layer that `attributes` described."""
-        return cls(
-            name=name,
-            kind=str(attributes["kind"]),
-            weight=str(attributes["weight"]),
-            bias=str(attributes["bias"]) or None,
-            groups=int(attributes["groups"]),
-            outputs=int(attributes["outputs"]),
-            inputs=int(attributes["inputs"]),
-            weight_shape=tuple(int(size) for size in attributes["weight_shape"]),
-        )
+        values: dict[str, Any] = {**attributes, "name": name, "bias": attributes["bias"] or None}
+        values["weight_shape"] = tuple(attributes["weight_shape"])
+        return cls(**values)
 
 
 @dataclass
@@ -198,14 +197,14 @@ def describe(
 ) -> Layer:
     """The `Layer` of a named weight, in the shape that its kind has, and its bias."""
     weight_name, tensor = weight
-    outputs, inputs = RULES[kind].sides(tuple(tensor.shape), groups)
+    _, outputs, inputs = _matrix_shape(kind, tuple(tensor.shape), groups)
     return Layer(
         name=name,
         kind=kind,
         weight=weight_name,
         bias=bias[0] if bias is not None else None,
         groups=groups,
-        outputs=outputs // groups,
+        outputs=outputs,
         inputs=inputs + (bias is not None),
         weight_shape=tuple(tensor.shape),
     )
@@ -213,5 +212,14 @@ def describe(
 
 def fits(kind: str, shape: Sequence[int], groups: int, outputs: int, inputs: int) -> bool:
     """Whether a weight of this kind and shape is `groups` matrices ``(outputs, inputs)``, the bias not counted."""
-    rule, sizes = RULES[kind], tuple(shape)
-    return len(sizes) == rule.dimensions and rule.sides(sizes, groups) == (groups * outputs, inputs)
+    if len(shape) != RULES[kind].dimensions:
+        return False
+    try:
+        return _matrix_shape(kind, tuple(shape), groups) == (groups, outputs, inputs)
+    except RuntimeError:  # the groups do not divide it
+        return False
+
+
+def _matrix_shape(kind: str, shape: tuple[int, ...], groups: int) -> tuple[int, ...]:
+    """Shape ``(groups, outputs, inputs)`` of a weight as matrices, without the bias."""
+    return tuple(RULES[kind].to_matrix(torch.empty(shape, device="meta"), groups).shape)

@@ -7,11 +7,12 @@ but products with patches are themselves convolutions, and so is the per-sample 
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from itertools import product
 from math import prod
-from typing import NamedTuple, Protocol
+from typing import NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -24,7 +25,7 @@ from posthoc_uq.core.numerics import CONVOLUTIONS
 # the arithmetic that fills it.
 CPU_TEMPORARY = 16 * 2**20
 
-COPIED = 4 * 2**20  # bytes up to which a copy stays in the cache
+MAX_CACHED_BYTES = 4 * 2**20  # up to which a copy stays in the cache
 
 
 @dataclass(frozen=True)
@@ -59,48 +60,46 @@ def pad_input(x: Tensor, kernel: Sequence[int], geometry: Geometry) -> Tensor:
     return F.pad(x, [side for pair in reversed(pads) for side in pair])
 
 
-class Operand(Protocol):
-    """Activations of one layer in one batch."""
+class Operand(ABC):
+    """Activations of one layer in one batch.
 
-    @property
-    def samples(self) -> int:
-        """Samples of the batch."""
-        ...
+    Attributes:
+        samples: of the batch.
+        positions: of a sample.
+    """
 
-    @property
-    def positions(self) -> int:
-        """Positions of a sample."""
-        ...
+    samples: int
+    positions: int
 
+    @abstractmethod
     def part(self, samples: slice | Tensor) -> Operand:
         """Some of the samples, by a slice or by their indices."""
-        ...
 
+    @abstractmethod
     def rows(self) -> Tensor:
         """The activations themselves, ``(samples, groups, positions, inputs)``."""
-        ...
 
+    @abstractmethod
     def project(self, basis: Tensor) -> Tensor:
         """``a^T U`` for ``U`` ``(groups, inputs, width)``: ``(samples, groups, positions, width)``."""
-        ...
 
+    @abstractmethod
     def add_gram(self, total: Tensor, limit: int, weights: Tensor | None = None) -> None:
         """``total += sum w a a^T``, ``(groups, inputs, inputs)``, with temporaries of at most `limit` bytes; with
         weights of the samples, ``(samples,)`` on the device, or 1.
         """
-        ...
 
+    @abstractmethod
     def add_sketch(
         self, total: Tensor, test_matrix: Tensor, limit: int, weights: Tensor | None = None
     ) -> None:
         """``total += sum w a (a^T Omega)``, ``(groups, inputs, width)``."""
-        ...
 
+    @abstractmethod
     def gradients(self, output_gradients: Tensor, limit: int) -> Tensor:
         """Per-sample weight gradients ``sum_t g a^T``, ``(samples, groups, outputs, inputs)``, from output gradients
         ``(samples, groups, positions, outputs)``; temporaries beside them take at most `limit` bytes.
         """
-        ...
 
 
 def chunks(samples: int, numbers: int, element_size: int, limit: int) -> Iterator[slice]:
@@ -144,7 +143,7 @@ def _copying_pays(rows: Tensor, p: int, q: int) -> bool:
     """
     samples, _, positions, _ = rows.shape
     copied = positions * (p + q)
-    return samples * copied * rows.element_size() <= COPIED or 8 * copied < p * q
+    return samples * copied * rows.element_size() <= MAX_CACHED_BYTES or 8 * copied < p * q
 
 
 def separate_positions(rows: Tensor) -> Tensor:
@@ -154,19 +153,12 @@ def separate_positions(rows: Tensor) -> Tensor:
     return rows.transpose(1, 2).flatten(0, 1).contiguous().unsqueeze(2)
 
 
-class Rows:
+class Rows(Operand):
     """Activations that have the form of rows already (linear layer, pointwise convolution), or output gradients."""
 
     def __init__(self, tensor: Tensor) -> None:
         self._rows = tensor
-
-    @property
-    def samples(self) -> int:
-        return self._rows.shape[0]
-
-    @property
-    def positions(self) -> int:
-        return self._rows.shape[2]
+        self.samples, self.positions = tensor.shape[0], tensor.shape[2]
 
     def part(self, samples: slice | Tensor) -> Rows:
         return Rows(self._rows[samples])
@@ -206,19 +198,13 @@ class Rows:
         return torch.matmul(output_gradients.transpose(2, 3), self._rows)
 
 
-class Several:
+class Several(Operand):
     """Activations of a layer used several times; each use adds positions, whose gradients add up within a sample."""
 
     def __init__(self, operands: list[Operand]) -> None:
         self._operands = operands
-
-    @property
-    def samples(self) -> int:
-        return self._operands[0].samples
-
-    @property
-    def positions(self) -> int:
-        return sum(operand.positions for operand in self._operands)
+        self.samples = operands[0].samples
+        self.positions = sum(operand.positions for operand in operands)
 
     def part(self, samples: slice | Tensor) -> Several:
         return Several([operand.part(samples) for operand in self._operands])
@@ -247,26 +233,25 @@ class Several:
         return total
 
 
-# The input Gram of a convolution of stride 1 from shifted copies of its input, without unfolding.
-#
-# The Gram is ``A = sum_{s,t} a_st a_st^T`` over the patches ``a_st``. With output positions ``t`` in a grid O
-# and the dilation ``d``, its block (channels x channels) of the kernel's positions ``k`` and ``k'`` is
-#
-#     A_kk' = sum_s sum_{t in O} x_s(t + k d) x_s(t + k' d)^T = sum_s sum_{p in O + k d} x_s(p) x_s(p + (k' - k) d)^T,
-#
-# a correlation of the input with itself at the shift ``k' - k``. Blocks of one shift differ only in their
-# windows ``O + k d``, so only at the border. Along an axis of ``w`` outputs and a kernel of size ``K``, the
-# positions ``(K - 1) d <= p < w`` (the core) are in every window and are summed once a shift; the other
-# positions of each window (its rim) are summed once a block. Nothing is subtracted, so nothing cancels.
-# Blocks of ``k > k'`` are transposes.
-
 Sizes = tuple[int, ...]  # along the spatial axes
 
 _COPY_COST = 50  # of one number, in multiply-adds; measured on two x86 cores
 
 
 def add_patch_gram(total: Tensor, x: Tensor, kernel: Sizes, dilation: Sizes, limit: int) -> None:
-    """``total += sum_{s,t} a_st a_st^T`` over the patches of a convolution of stride 1.
+    """``total += sum_{s,t} a_st a_st^T`` over the patches of a convolution of stride 1, from shifted copies of its
+    input, without unfolding.
+
+    With output positions ``t`` in a grid O and the dilation ``d``, the block (channels x channels) of the kernel's
+    positions ``k`` and ``k'`` is
+
+        A_kk' = sum_s sum_{t in O} x_s(t + k d) x_s(t + k' d)^T = sum_s sum_{p in O + k d} x_s(p) x_s(p + (k' - k) d)^T,
+
+    a correlation of the input with itself at the shift ``k' - k``. Blocks of one shift differ only in their windows
+    ``O + k d``, so only at the border. Along an axis of ``w`` outputs and a kernel of size ``K``, the positions
+    ``(K - 1) d <= p < w`` (the core) are in every window and are summed once a shift; the other positions of each
+    window (its rim) are summed once a block. Nothing is subtracted, so nothing cancels. Blocks of ``k > k'`` are
+    transposes.
 
     Args:
         total: ``(n, n)`` with ``n = channels * prod(kernel)``, the kernel's positions varying fastest.
@@ -399,7 +384,7 @@ _WEIGHT_GRADIENTS: dict[int, Callable[..., Tensor]] = {
 }
 
 
-class Patches:
+class Patches(Operand):
     """Activations that a convolution would unfold.
 
     Args:
@@ -418,24 +403,18 @@ class Patches:
             x, padding = pad_input(x, kernel, geometry), (0,) * len(geometry.stride)
         self._x = x
         self._groups, self._bias = groups, bias
-        self._padding = padding
-        self._stride, self._dilation = geometry.stride, geometry.dilation
+        self._padding, self._stride, self._dilation = padding, geometry.stride, geometry.dilation
+        self._geometry = Geometry(geometry.stride, padding, geometry.dilation)
+        self._arguments = geometry.stride, padding, geometry.dilation, groups
         self._kernel = tuple(kernel)
         self._convolve = CONVOLUTIONS[len(self._kernel)]
         self._weight_gradient = _WEIGHT_GRADIENTS[len(self._kernel)]
         reach = [d * (k - 1) + 1 for d, k in zip(self._dilation, self._kernel, strict=True)]
         padded = [size + 2 * p for size, p in zip(x.shape[2:], padding, strict=True)]
         self._grid = [(size - r) // s + 1 for size, r, s in zip(padded, reach, self._stride, strict=True)]
+        self.samples, self.positions = x.shape[0], prod(self._grid)
         self._channels = x.shape[1] // groups
         self._fan_in = self._channels * prod(self._kernel)
-
-    @property
-    def samples(self) -> int:
-        return self._x.shape[0]
-
-    @property
-    def positions(self) -> int:
-        return prod(self._grid)
 
     def _with(self, x: Tensor, padding: tuple[int, ...]) -> Patches:
         geometry = Geometry(self._stride, padding, self._dilation)
@@ -452,22 +431,16 @@ class Patches:
 
     def _columns(self) -> Tensor:
         """Unfolded patches without the bias, ``(samples, groups, fan-in, positions)``."""
-        padded = pad_input(self._x, self._kernel, self._geometry())
+        padded = pad_input(self._x, self._kernel, self._geometry)
         columns = _unfold(padded, self._kernel, self._stride, self._dilation)
         return columns.reshape(self.samples, self._groups, self._fan_in, -1)
-
-    def _geometry(self) -> Geometry:
-        return Geometry(self._stride, self._padding, self._dilation)
-
-    def _arguments(self) -> tuple[Sequence[int], Sequence[int], Sequence[int], int]:
-        return self._stride, self._padding, self._dilation, self._groups
 
     def project(self, basis: Tensor) -> Tensor:
         groups, _, width = basis.shape
         filters = basis[:, : self._fan_in].transpose(1, 2)
         filters = filters.reshape(groups * width, self._channels, *self._kernel)
         bias = basis[:, self._fan_in].reshape(-1) if self._bias else None
-        projected = self._convolve(self._x, filters, bias, *self._arguments())
+        projected = self._convolve(self._x, filters, bias, *self._arguments)
         return projected.reshape(self.samples, groups, width, -1).transpose(2, 3)
 
     def add_sketch(
@@ -483,7 +456,7 @@ class Patches:
         groups, width = rows.shape[1], rows.shape[3]
         image = rows.transpose(2, 3).reshape(rows.shape[0], groups * width, *self._grid)
         shape = (groups * width, self._channels, *self._kernel)
-        correlation = self._weight_gradient(self._x, shape, image, *self._arguments())
+        correlation = self._weight_gradient(self._x, shape, image, *self._arguments)
         total[:, : self._fan_in] += correlation.reshape(groups, width, -1).transpose(1, 2)
         if self._bias:
             total[:, self._fan_in] += rows.sum((0, 2))
@@ -498,7 +471,7 @@ class Patches:
         """The part of the Gram without the bias."""
         size = self._fan_in
         if self._correlates():
-            x = pad_input(self._x, self._kernel, self._geometry())
+            x = pad_input(self._x, self._kernel, self._geometry)
             add_patch_gram(total[0, :size, :size], x, self._kernel, self._dilation, limit)
         else:
             self._add_unfolded(total[:, :size, :size], limit)
@@ -534,7 +507,7 @@ class Patches:
 
     def _bands(self, count: int) -> Iterator[Patches]:
         """The same patches in bands along the first spatial dimension."""
-        x, no_padding = pad_input(self._x, self._kernel, self._geometry()), (0,) * len(self._kernel)
+        x, no_padding = pad_input(self._x, self._kernel, self._geometry), (0,) * len(self._kernel)
         step = max(1, self._grid[0] // count)
         reach = self._dilation[0] * (self._kernel[0] - 1) + 1
         for start in range(0, self._grid[0], step):
@@ -572,7 +545,7 @@ class Patches:
         shape = (image.shape[1], self._channels, *self._kernel)
         return torch.stack(
             [
-                self._weight_gradient(self._x[s : s + 1], shape, image[s : s + 1], *self._arguments())
+                self._weight_gradient(self._x[s : s + 1], shape, image[s : s + 1], *self._arguments)
                 for s in range(self.samples)
             ]
         )
@@ -583,7 +556,7 @@ class Patches:
         x = self._x.reshape(1, -1, *self._x.shape[2:])
         image = columns.reshape(1, -1, *self._grid)
         shape = (samples * groups * outputs, 1, *self._kernel)
-        stride, padding, dilation, _ = self._arguments()
+        stride, padding, dilation, _ = self._arguments
         return self._weight_gradient(x, shape, image, stride, padding, dilation, samples * groups)
 
 
@@ -598,3 +571,37 @@ def _unfold(padded: Tensor, kernel: Sequence[int], stride: Sequence[int], dilati
     # (samples, channels, *positions, *kernel): the kernel comes before the positions
     order = [0, 1, *range(2 + dims, 2 + 2 * dims), *range(2, 2 + dims)]
     return windows.permute(order).reshape(padded.shape[0], padded.shape[1] * prod(kernel), -1)
+
+
+class Unfolding:
+    """Inputs of one shape as rows, and rows added up into inputs, where every number of a row is an input or 0.
+
+    Args:
+        unfold: inputs ``(samples, *shape)`` as rows ``(samples, ...)``, as in `LayerRule.unfold`.
+        shape: of one sample's input.
+        device: of the inputs.
+    """
+
+    def __init__(
+        self, unfold: Callable[[Tensor], Tensor], shape: Sequence[int], device: torch.device
+    ) -> None:
+        self._shape, self._size = tuple(shape), prod(shape)
+        numbers = torch.arange(1, self._size + 1, device=device)  # 0 is what is not an input, such as padding
+        rows = unfold(numbers.reshape(1, *self._shape))[0]
+        self._row_shape, self._source = rows.shape, rows.flatten()
+        self._same_order = torch.equal(self._source, numbers)
+
+    def rows(self, x: Tensor) -> Tensor:
+        """The rows of inputs ``(samples, *shape)``."""
+        if self._same_order:
+            return x.reshape(len(x), *self._row_shape)
+        flat = F.pad(x.flatten(1), (1, 0))
+        return flat.index_select(1, self._source).unflatten(1, self._row_shape)
+
+    def fold(self, rows: Tensor) -> Tensor:
+        """The transpose of `rows`: what belongs to one input is added up, what belongs to none is dropped."""
+        if self._same_order:
+            return rows.reshape(len(rows), *self._shape)
+        flat = rows.flatten(1)
+        total = flat.new_zeros(len(flat), self._size + 1)
+        return total.scatter_add_(1, self._source.expand_as(flat), flat)[:, 1:].unflatten(1, self._shape)

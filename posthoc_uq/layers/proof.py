@@ -10,6 +10,7 @@ from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from fnmatch import fnmatchcase
 from itertools import accumulate
+from math import prod
 from typing import Any
 
 import torch
@@ -20,39 +21,14 @@ from posthoc_uq.core.errors import NonFiniteError, PosthocUQError, UnsupportedLa
 from posthoc_uq.core.model import parameter_names, replicate, unshared_copy
 from posthoc_uq.core.options import did_you_mean, shown
 from posthoc_uq.core.outputs import chosen_in
-from posthoc_uq.layers.capture import Capture, LayerGradients, Owner, TrackedLayer, owners
+from posthoc_uq.layers.capture import Capture, TrackedLayer, owners
 from posthoc_uq.layers.layer import BATCH_AXES, Layer
 from posthoc_uq.layers.operands import CPU_TEMPORARY
-from posthoc_uq.layers.rules import WEIGHTED_MODULES
+from posthoc_uq.layers.rules import WEIGHTED_MODULES, LayerGradients
 
 _MAX_NAMED = 5  # parameters that a message names
 # Suffixes that torch's hooks give the parameters a weight is computed from, and the functions that undo the hooks.
 _HOOKS = {"_g": "remove_weight_norm", "_v": "remove_weight_norm", "_orig": "remove_spectral_norm"}
-
-
-def home_of(owner: Owner, modules: Mapping[str, nn.Module]) -> tuple[str, nn.Module]:
-    """The module that a parameter belongs to; with a parametrization, the module whose weight is computed from it."""
-    name, _, module = owner
-    parent, parametrized, _ = f".{name}".rpartition(".parametrizations.")
-    return (parent[1:], modules[parent[1:]]) if parametrized else (name, module)
-
-
-def why_not_caught(parameter: str, owner: Owner, modules: Mapping[str, nn.Module]) -> str:
-    """Why no use of a layer's weight was seen, and what to do about it."""
-    name, attribute, _ = owner
-    layer = f"model.get_submodule('{home_of(owner, modules)[0]}')"
-    _, parametrized, tensor = f".{name}".rpartition(".parametrizations.")
-    hook = next((_HOOKS[suffix] for suffix in _HOOKS if attribute == f"weight{suffix}"), None)
-    if parametrized:
-        remedy = f"torch.nn.utils.parametrize.remove_parametrizations({layer}, '{tensor}')"
-    elif hook is not None:
-        remedy = f"torch.nn.utils.{hook}({layer})"
-    else:
-        return f"its weight '{parameter}' is used in a way that cannot be caught"
-    return (
-        f"its weight is computed from '{parameter}' in every pass, and a posterior belongs on the weight itself; call "
-        f"model.eval() and {remedy}, which keeps the weight as it is"
-    )
 
 
 def why_not_rebuilt(parameter: str, holders: Sequence[tuple[str, str]], both_ways: bool) -> str:
@@ -89,30 +65,24 @@ def without_posterior(
         kinds: parameters that were used in the forward pass and asked for, with the type of their module.
         covered: parameters with a posterior.
     """
-    missing = [name for name in kinds if name not in covered and _is_matrix(parameters[name])]
+    matrices = {name for name, p in parameters.items() if sum(size > 1 for size in p.shape) >= 2}
+    numbers = {name: p.numel() for name, p in parameters.items() if p.is_floating_point()}
+    missing = [name for name in kinds if name in matrices & numbers.keys() and name not in covered]
     if not missing:
         return None
-    total = sum(p.numel() for p in parameters.values() if p.is_floating_point())
-    missing.sort(key=lambda name: -parameters[name].numel())
-    shown = [
-        f"'{name}' ({kinds[name]}, {_share(parameters[name].numel(), total)})"
-        for name in missing[:_MAX_NAMED]
-    ]
+
+    def share(*names: str) -> str:
+        part, total = sum(numbers[name] for name in names), sum(numbers.values())
+        return f"{100 * part / total:.2g}%" if part < total else "100%"
+
+    missing.sort(key=lambda name: -numbers[name])
+    shown = [f"'{name}' ({kinds[name]}, {share(name)})" for name in missing[:_MAX_NAMED]]
     more = f" and {len(missing) - _MAX_NAMED} more" if len(missing) > _MAX_NAMED else ""
-    summed = _share(sum(parameters[name].numel() for name in missing), total)
     return (
-        f"Weights without a posterior, {summed} of all weights: {', '.join(shown)}{more}. Predictions take them for "
-        f"certain. What is used through torch.nn.functional.linear, a convolution or a product x @ weight gets a "
-        f"posterior; choosing layers by layers=[...] leaves out what is not to have one."
+        f"Weights without a posterior, {share(*missing)} of all weights: {', '.join(shown)}{more}. Predictions take "
+        f"them for certain. What is used through torch.nn.functional.linear, a convolution or a product x @ weight "
+        f"gets a posterior; choosing layers by layers=[...] leaves out what is not to have one."
     )
-
-
-def _is_matrix(parameter: Tensor) -> bool:
-    return parameter.is_floating_point() and sum(size > 1 for size in parameter.shape) >= 2
-
-
-def _share(part: int, total: int) -> str:
-    return f"{100 * part / total:.2g}%" if part < total else "100%"
 
 
 Selection = str | Sequence[str] | Callable[[str, nn.Module], bool]
@@ -185,7 +155,13 @@ class Reference:
         self.order = {name: index for index, name in enumerate(self.names.values())}
         self.parameters = dict(twin.named_parameters())
         self._owners = owners(twin)
-        self._modules = dict(twin.named_modules())
+        modules = dict(twin.named_modules())
+        # by parameter, the module that it belongs to; with a parametrization the one whose weight is computed from it
+        self._home: dict[str, tuple[str, nn.Module]] = {}
+        for name, parameter in self.parameters.items():
+            holder, _, module = self._owners[id(parameter)][0]
+            parent, parametrized, _ = f".{holder}".rpartition(".parametrizations.")
+            self._home[name] = (parent[1:], modules[parent[1:]]) if parametrized else (holder, module)
         try:
             self._differentiate(twin, probe)
         except RuntimeError as error:
@@ -227,28 +203,28 @@ class Reference:
         gradients = torch.autograd.grad(outputs, parameters, pull, retain_graph=retain, allow_unused=True)
         return {self.names[id(p)]: g for p, g in zip(parameters, gradients, strict=True)}
 
-    def _owner(self, parameter: str) -> Owner:
-        return self._owners[id(self.parameters[parameter])][0]
-
-    def _home(self, parameter: str) -> tuple[str, nn.Module]:
-        return home_of(self._owner(parameter), self._modules)
-
-    def _names_of(self, parameter: str) -> list[str]:
-        """The modules that hold a parameter."""
-        return [name for name, _, _ in self._owners[id(self.parameters[parameter])]]
-
     def why_not_caught(self, parameter: str) -> str:
-        """See the function `why_not_caught`."""
-        return why_not_caught(parameter, self._owner(parameter), self._modules)
+        """Why no use of a layer's weight was seen, and what to do about it."""
+        holder, attribute, _ = self._owners[id(self.parameters[parameter])][0]
+        layer = f"model.get_submodule('{self._home[parameter][0]}')"
+        _, parametrized, tensor = f".{holder}".rpartition(".parametrizations.")
+        hook = next((_HOOKS[suffix] for suffix in _HOOKS if attribute == f"weight{suffix}"), None)
+        if parametrized:
+            remedy = f"torch.nn.utils.parametrize.remove_parametrizations({layer}, '{tensor}')"
+        elif hook is not None:
+            remedy = f"torch.nn.utils.{hook}({layer})"
+        else:
+            return f"its weight '{parameter}' is used in a way that cannot be caught"
+        return (
+            f"its weight is computed from '{parameter}' in every pass, and a posterior belongs on the weight itself; "
+            f"call model.eval() and {remedy}, which keeps the weight as it is"
+        )
 
-    def _used(self, name: str) -> bool:
-        gradient = self.total[name]
-        return gradient is not None and bool((gradient != 0).any())
-
-    def _missed(self, reached: set[str]) -> list[tuple[str, str]]:
-        missed: list[tuple[str, str]] = []
+    def missed(self, reached: Collection[str] = ()) -> list[tuple[str, str]]:
+        """The weights that have a gradient but are not among those seen in use, each after its module's name."""
+        found: list[tuple[str, str]] = []
         for name, gradient in self.total.items():
-            module_name, module = self._home(name)
+            module_name, module = self._home[name]
             if (
                 gradient is None
                 or gradient.ndim < 2
@@ -256,13 +232,13 @@ class Reference:
                 or not isinstance(module, HOLD_WEIGHTS)
             ):
                 continue
-            if self._used(name):
-                missed.append((module_name or name, name))
-        return missed
+            if bool((gradient != 0).any()):
+                found.append((module_name or name, name))
+        return found
 
     def missed_weights(self, reached: set[str], selection: Selection) -> list[tuple[str, str]]:
-        """The weights asked for that have a gradient but were not seen in use, each after its module's name."""
-        missed = self._missed(reached)
+        """Those of `missed` that are asked for."""
+        missed = self.missed(reached)
         if selection == "all":
             return missed
         if selection == "last":  # a missed layer after all caught ones would be the last
@@ -270,23 +246,19 @@ class Reference:
             return [
                 (module, name)
                 for module, name in missed
-                if self.order[name] > last_reached and isinstance(self._home(name)[1], WEIGHTED_MODULES)
+                if self.order[name] > last_reached and isinstance(self._home[name][1], WEIGHTED_MODULES)
             ]
         if callable(selection):
-            return [(module, name) for module, name in missed if selection(module, self._home(name)[1])]
+            return [(module, name) for module, name in missed if selection(module, self._home[name][1])]
         names = wanted_names(selection) or []
         return [(module, name) for module, name in missed if asked_by_name(names, [module])]
-
-    def holds_missed(self, want: str) -> bool:
-        """Whether a module of that name, prefix or pattern holds weights that were not seen in use."""
-        return any(asked_by_name([want], [module]) for module, _ in self._missed(set()))
 
     def asked_for(self, selection: Selection) -> dict[str, str]:
         """The used parameters that the selection covers (for ``"all"`` and names), with the types of their modules."""
         wanted = wanted_names(selection)
         kinds: dict[str, str] = {}
         for name, gradient in self.total.items():
-            module_name, module = self._home(name)
+            module_name, module = self._home[name]
             selected = selection == "all" if wanted is None else asked_by_name(wanted, [module_name, name])
             if selected and gradient is not None:
                 kinds[name] = type(module).__name__
@@ -298,12 +270,11 @@ class Reference:
         for name, gradient in self.total.items():
             if name in covered:
                 continue
-            module_name, module = self._home(name)
+            module_name, module = self._home[name]
+            holders = [holder for holder, _, _ in self._owners[id(self.parameters[name])]]
             if gradient is None:
                 reasons[name] = self._unused
-            elif failing := next(
-                (n for n in (module_name, name, *self._names_of(name)) if n in failures), None
-            ):
+            elif failing := next((n for n in (module_name, name, *holders) if n in failures), None):
                 reasons[name] = f"skipped: {failures[failing]}"
             elif isinstance(module, WEIGHTED_MODULES):
                 reasons[name] = "not among the chosen layers"
@@ -452,7 +423,7 @@ def select(discovered: list[TrackedLayer], selection: Selection, reference: Refe
                     f"'{name}' is an embedding, and stays certain; '{sharing.layer.name}', which shares its weight, "
                     f"can have a posterior: layers=['{sharing.layer.name}']."
                 )
-            if not known and not reference.holds_missed(name):
+            if not known and not any(asked_by_name([name], [module]) for module, _ in reference.missed()):
                 raise no_such_layer(name, [t.layer.name for t in discovered])
         chosen = [t for t in discovered if asked_by_name(names, t.names)]
     return sorted(chosen, key=lambda t: reference.order[t.layer.weight])
@@ -532,7 +503,7 @@ def _failing(capture: Capture, probe: Batch, reference: Reference, tolerance: fl
         per_sample = activations.gradients(gradients, CPU_TEMPORARY)
         of_batch, of_last = per_sample.sum(0), per_sample[-1]
         # Terms may cancel in the sum, but rounding is relative to the terms.
-        terms_bound = float(torch.linalg.vector_norm(gradients)) * layer_gradients.norm_bound()
+        terms_bound = float(torch.linalg.vector_norm(gradients)) * _norm_bound(layer_gradients)
         if _agrees(layer, of_batch, reference.total, terms_bound, tolerance) and _agrees(
             layer, of_last, reference.last, terms_bound, tolerance
         ):
@@ -544,6 +515,16 @@ def _failing(capture: Capture, probe: Batch, reference: Reference, tolerance: fl
         if all(reference.total[p] is None for p in layer.parameter_names):
             failing.discard(name)
     return failing
+
+
+def _norm_bound(of_layer: LayerGradients) -> float:
+    """An upper bound of the norm of all activations: an input is in at most ``prod(kernel)`` patches."""
+    layer, squares, ones = of_layer.layer, 0.0, 0
+    for call in of_layer.calls:
+        assert call.output_gradient is not None
+        squares += float(torch.linalg.vector_norm(call.input.detach().float())) ** 2
+        ones += call.output_gradient.numel() // layer.outputs
+    return (prod(layer.kernel) * squares + ones * (layer.bias is not None)) ** 0.5
 
 
 def _agrees(

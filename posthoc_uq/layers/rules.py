@@ -1,9 +1,14 @@
-"""The kinds of layers: linear, products with a matrix, convolutions and transposed convolutions."""
+"""The kinds of layers: linear, products with a matrix, convolutions and transposed convolutions.
+
+A kind settles what a weight is as matrices ``(groups, outputs, inputs)`` and which rows of activations they multiply.
+`LayerGradients` makes of what a backward pass caught of a layer these rows and those of its output gradients: what the
+accumulators of `curvature.statistics` sum, and blocks of posteriors are made of.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from dataclasses import dataclass, field
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from math import prod
 from typing import Any, ClassVar
 
@@ -11,9 +16,10 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from posthoc_uq.core.errors import UnsupportedLayerError
 from posthoc_uq.core.numerics import CONVOLUTIONS
-from posthoc_uq.layers.layer import RULES, Layer, LayerRule
-from posthoc_uq.layers.operands import Geometry, Operand, Patches, Rows
+from posthoc_uq.layers.layer import INTERLEAVED, RULES, Call, Layer, LayerRule
+from posthoc_uq.layers.operands import Geometry, Operand, Patches, Rows, Several
 
 
 class Linear(LayerRule):
@@ -26,9 +32,6 @@ class Linear(LayerRule):
     def __init__(self) -> None:
         self.functions = {F.linear: {name: name for name in ("input", "weight", "bias")}}
 
-    def sides(self, shape: tuple[int, ...], groups: int) -> tuple[int, int]:
-        return shape[0], shape[1]
-
     def to_matrix(self, weight: Tensor, groups: int) -> Tensor:
         return weight.unsqueeze(-3)
 
@@ -38,12 +41,15 @@ class Linear(LayerRule):
     def apply(self, input: Tensor, weight: Tensor, bias: Tensor | None, options: Mapping[str, Any]) -> Tensor:
         return F.linear(input, weight, bias)
 
+    def activations(self, x: Tensor, layer: Layer, geometry: Geometry) -> Operand:
+        return Rows((F.pad(x, (0, 1), value=1.0) if layer.bias is not None else x).unsqueeze(1))
 
-class Product(LayerRule):
+
+class Product(Linear):
     """``x @ W`` with a weight ``(inputs, outputs)``, in any of torch's ways to write it; transformers' ``Conv1D``."""
 
     kind = "matmul"
-    dimensions = 2
+    modules = ()
     input_axis = 0
 
     def __init__(self) -> None:
@@ -59,9 +65,6 @@ class Product(LayerRule):
             torch.addmm: added,
             Tensor.addmm: added,
         }
-
-    def sides(self, shape: tuple[int, ...], groups: int) -> tuple[int, int]:
-        return shape[1], shape[0]
 
     def to_matrix(self, weight: Tensor, groups: int) -> Tensor:
         return weight.transpose(-2, -1).unsqueeze(-3)
@@ -90,9 +93,6 @@ class Convolution(LayerRule):
         self.modules = ({1: nn.Conv1d, 2: nn.Conv2d, 3: nn.Conv3d}[spatial],)
         self.function = CONVOLUTIONS[spatial]
         self.functions = {self.function: {name: name for name in self._names}}
-
-    def sides(self, shape: tuple[int, ...], groups: int) -> tuple[int, int]:
-        return shape[0], prod(shape[1:])
 
     def to_matrix(self, weight: Tensor, groups: int) -> Tensor:
         lead = weight.shape[: weight.ndim - self.dimensions]
@@ -131,6 +131,15 @@ class Convolution(LayerRule):
             columns = torch.cat((columns, ones), 2)
         return Rows(columns.transpose(2, 3))
 
+    def unfold(self, x: Tensor, layer: Layer, geometry: Geometry) -> Tensor:
+        return self.activations(x, replace(layer, bias=None), geometry).rows()
+
+    def output_rows(self, outputs: Tensor, layer: Layer) -> Tensor:
+        return outputs.reshape(len(outputs), layer.groups, layer.outputs, -1).transpose(2, 3)
+
+    def outputs_of_rows(self, rows: Tensor, shape: Sequence[int]) -> Tensor:
+        return rows.transpose(2, 3).reshape(len(rows), *shape)
+
 
 class TransposedConvolution(Convolution):
     """A transposed convolution with a weight ``(inputs, outputs / groups, *kernel)``.
@@ -149,9 +158,6 @@ class TransposedConvolution(Convolution):
         self.modules = ({1: nn.ConvTranspose1d, 2: nn.ConvTranspose2d, 3: nn.ConvTranspose3d}[spatial],)
         self.function = {1: F.conv_transpose1d, 2: F.conv_transpose2d, 3: F.conv_transpose3d}[spatial]
         self.functions = {self.function: {name: name for name in self._names}}
-
-    def sides(self, shape: tuple[int, ...], groups: int) -> tuple[int, int]:
-        return shape[1] * groups, shape[0] // groups * prod(shape[2:])
 
     def to_matrix(self, weight: Tensor, groups: int) -> Tensor:
         lead = weight.shape[: weight.ndim - self.dimensions]
@@ -292,3 +298,84 @@ def _transposed_of(weight: Tensor) -> Tensor | None:
             return None
         transposed = weight.shape == base.shape[::-1] and weight.stride() == base.stride()[::-1]
         return base if transposed and weight.storage_offset() == base.storage_offset() else None
+
+
+@dataclass
+class LayerGradients:
+    """All uses of one layer in one backward pass."""
+
+    layer: Layer
+    calls: list[Call]
+    samples: int
+    batch_axis: int
+
+    def operands(self, dtype: torch.dtype) -> tuple[Operand, Tensor]:
+        """Activations, and output gradients ``(samples, groups, positions, outputs)``, in `dtype`.
+
+        Further calls of a layer count as further positions: their weight gradients add up within a sample.
+
+        Raises:
+            UnsupportedLayerError: the samples cannot be told apart in the layer's input.
+        """
+        activations = self.activations(dtype)
+        return activations[0] if len(activations) == 1 else Several(activations), self.gradients(dtype)
+
+    def gradients(self, dtype: torch.dtype) -> Tensor:
+        """The output gradients of `operands` alone.
+
+        Raises:
+            UnsupportedLayerError: the calls do not fit together.
+        """
+        gradients = [self._gradients(call, dtype) for call in self.calls]
+        if len(gradients) == 1:
+            return gradients[0]
+        if any(g.shape[1::2] != gradients[0].shape[1::2] for g in gradients):
+            raise UnsupportedLayerError(
+                f"Layer '{self.layer.name}' uses its weight both as it is and transposed."
+            )
+        return torch.cat(gradients, dim=2)
+
+    def activations(self, dtype: torch.dtype) -> list[Operand]:
+        """Activations in `dtype`, one operand a call.
+
+        Raises:
+            UnsupportedLayerError: the samples cannot be told apart in the layer's input.
+        """
+        return [self._activations(call, dtype) for call in self.calls]
+
+    def _activations(self, call: Call, dtype: torch.dtype) -> Operand:
+        layer, x = call.layer, call.input.detach()
+        if not layer.convolutional:
+            x = self._by_sample(x)
+        elif x.shape[0] != self.samples:
+            raise UnsupportedLayerError(
+                f"Layer '{layer.name}' got an input of shape {tuple(x.shape)} for a batch of {self.samples} "
+                f"samples; leave it out with layers=... or unsupported='skip'."
+            )
+        return layer.rule.activations(x.to(dtype), layer, call.geometry)
+
+    def _gradients(self, call: Call, dtype: torch.dtype) -> Tensor:
+        assert call.output_gradient is not None
+        gradient, layer = call.output_gradient.detach().to(dtype), call.layer
+        if not layer.convolutional:
+            return self._by_sample(gradient).unsqueeze(1)
+        return gradient.reshape(self.samples, layer.groups, layer.outputs, -1).transpose(2, 3)
+
+    def _by_sample(self, tensor: Tensor) -> Tensor:
+        """A linear layer's ``(..., features)`` tensor as ``(samples, positions, features)``."""
+        features, axis, samples = tensor.shape[-1], self.batch_axis, self.samples
+        if (
+            tensor.ndim > 1
+            and axis in (0, INTERLEAVED)
+            and tensor.shape[0]
+            and tensor.shape[0] % samples == 0
+        ):
+            if axis == 0:
+                return tensor.reshape(samples, -1, features)
+            return tensor.reshape(-1, samples, *tensor.shape[1:]).movedim(1, 0).reshape(samples, -1, features)
+        if 0 < axis < tensor.ndim - 1 and tensor.shape[axis] == samples:
+            return tensor.movedim(axis, 0).reshape(samples, -1, features)
+        raise UnsupportedLayerError(
+            f"Layer '{self.layer.name}' got an input of shape {tuple(tensor.shape)}, in which the {samples} "
+            f"samples of the batch cannot be told apart; leave it out with layers=... or unsupported='skip'."
+        )

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from math import pi
 from typing import Annotated, Any, ClassVar
@@ -17,15 +17,14 @@ from posthoc_uq.core.errors import PosthocUQError
 from posthoc_uq.likelihoods import metrics
 from posthoc_uq.likelihoods.class_prediction import (
     ClassPrediction,
-    ClassStatistics,
     LogitsPrediction,
     classes_of_draws,
     classes_of_gaussian,
     divergence_of_classes,
     entropy_of,
 )
-from posthoc_uq.likelihoods.draws import LINK_DRAWS, LINKS, OutputGaussian, gathered
-from posthoc_uq.likelihoods.likelihood import MIN_AGREEMENT, Likelihood, last_function
+from posthoc_uq.likelihoods.draws import LINK_DRAWS, LINKS, OutputGaussian
+from posthoc_uq.likelihoods.likelihood import Faults, Likelihood, last_function
 from posthoc_uq.likelihoods.prediction import at_least_float32
 
 
@@ -34,7 +33,7 @@ class _Labels(Likelihood, ABC):
 
     logits: ClassVar[bool] = True
     joint: ClassVar[bool] = False
-    links: ClassVar[tuple[str, ...] | None] = LINKS
+    links: ClassVar[tuple[str, ...]] = LINKS
 
     def distribution(self, outputs: Tensor) -> Distribution:
         return torch.distributions.Bernoulli(logits=outputs, validate_args=False)
@@ -48,10 +47,11 @@ class _Labels(Likelihood, ABC):
         return (logits.sigmoid() * (-logits).sigmoid()).sqrt()
 
     @abstractmethod
-    def takes(self, outputs: int) -> bool: ...
-
-    def wrong_text(self, outputs: Tensor, targets: Tensor) -> str:
-        return f"Labels for likelihood={self.name!r} must be 0 or 1."
+    def faults(self, outputs: Tensor, targets: Tensor | None) -> Faults:
+        """Labels that are neither 0 nor 1; a subclass checks the shapes first."""
+        if targets is not None:
+            wrong = ((targets != 0) & (targets != 1)).any()
+            yield wrong, lambda: f"Labels for likelihood={self.name!r} must be 0 or 1."
 
     def seems_applied(self, outputs: Tensor) -> bool:
         """The outputs come out of a sigmoid."""
@@ -64,11 +64,6 @@ class _Labels(Likelihood, ABC):
         logs = torch.stack([F.logsigmoid(-logits), F.logsigmoid(logits)], dim=-1)
         return divergence_of_classes(logs, prediction.log_probs.reshape(logs.shape)).mean(1)
 
-    def agrees(self, outputs: Tensor, draws: Tensor) -> bool:
-        """At least three quarters of all decisions, label by label, stay."""
-        same = (draws.sigmoid().mean(0) > 0.5) == (outputs > 0)
-        return not bool(same.float().mean() < MIN_AGREEMENT)
-
 
 class Bernoulli(_Labels):
     """One logit a sample: outputs ``(samples,)`` or ``(samples, 1)``, targets 0 or 1 of either shape."""
@@ -76,22 +71,17 @@ class Bernoulli(_Labels):
     name = "binary"
     _at_nodes = Likelihood._at_draws  # quasi-random draws, as for several classes
 
-    def wrong_values(self, outputs: Tensor, targets: Tensor | None) -> Tensor | None:
+    def faults(self, outputs: Tensor, targets: Tensor | None) -> Faults:
         if outputs.numel() != outputs.shape[0]:
             raise PosthocUQError(
                 f"likelihood='binary' needs outputs of shape (samples,) or (samples, 1), and the model gives "
                 f"{tuple(outputs.shape)}."
             )
-        if targets is None:
-            return None
-        if targets.numel() != outputs.shape[0]:
+        if targets is not None and targets.numel() != outputs.shape[0]:
             raise PosthocUQError(
                 f"{outputs.shape[0]} samples need as many labels, not {tuple(targets.shape)}."
             )
-        return ((targets != 0) & (targets != 1)).any()
-
-    def takes(self, outputs: int) -> bool:
-        return outputs == 1
+        yield from super().faults(outputs, targets)
 
     def draw(self, outputs: Tensor, keys: Tensor, draw: int) -> Tensor:
         u = self.uniforms(outputs, keys, draw).squeeze(1)
@@ -114,7 +104,7 @@ class Bernoulli(_Labels):
     def from_blocks(self, blocks: Iterable[Tensor]) -> ClassPrediction:
         return classes_of_draws(blocks, binary=True)
 
-    def of_gaussian(self, outputs: OutputGaussian) -> ClassPrediction:
+    def from_gaussian(self, outputs: OutputGaussian) -> ClassPrediction:
         return classes_of_gaussian(outputs, binary=True)
 
 
@@ -123,38 +113,37 @@ class Multilabel(_Labels):
 
     name = "multilabel"
 
-    def wrong_values(self, outputs: Tensor, targets: Tensor | None) -> Tensor | None:
+    def faults(self, outputs: Tensor, targets: Tensor | None) -> Faults:
         if outputs.ndim != 2:
             raise PosthocUQError(
                 f"likelihood='multilabel' needs outputs of shape (samples, labels), and the model gives "
                 f"{tuple(outputs.shape)}."
             )
-        if targets is None:
-            return None
-        if targets.shape != outputs.shape:
+        if targets is not None and targets.shape != outputs.shape:
             raise PosthocUQError(
                 f"Labels must be 0 or 1 for each of {outputs.shape[1]} labels, shaped {tuple(outputs.shape)} like the "
                 f"outputs, not {tuple(targets.shape)}; one class an input is likelihood='classification'."
             )
-        return ((targets != 0) & (targets != 1)).any()
-
-    def takes(self, outputs: int) -> bool:
-        return outputs >= 1
+        yield from super().faults(outputs, targets)
 
     def draw(self, outputs: Tensor, keys: Tensor, draw: int) -> Tensor:
         u = self.uniforms(outputs, keys, draw, outputs.shape[1])
         return (u < at_least_float32(outputs).sigmoid()).long()
 
     def from_blocks(self, blocks: Iterable[Tensor]) -> MultilabelPrediction:
-        statistics, labels = ClassStatistics(binary=True), 0
-        for block in gathered(blocks):
-            if block.ndim != 3:
-                raise PosthocUQError(f"logits must be (draws, batch, labels), not {tuple(block.shape)}.")
-            labels = block.shape[2]
-            statistics.add(block.flatten(1))
-        return MultilabelPrediction.of_pairs(statistics.prediction(), labels)
+        labels = 1
 
-    def of_gaussian(self, outputs: OutputGaussian) -> MultilabelPrediction:
+        def rows() -> Iterator[Tensor]:
+            nonlocal labels
+            for block in blocks:
+                if block.ndim != 3:
+                    raise PosthocUQError(f"logits must be (draws, batch, labels), not {tuple(block.shape)}.")
+                labels = block.shape[2]
+                yield block.flatten(1)
+
+        return MultilabelPrediction.of_pairs(classes_of_draws(rows(), binary=True), labels)
+
+    def from_gaussian(self, outputs: OutputGaussian) -> MultilabelPrediction:
         """Every label by itself."""
         flat = outputs._replace(mean=outputs.mean.reshape(-1), variance=outputs.variance.reshape(-1))
         return MultilabelPrediction.of_pairs(classes_of_gaussian(flat, binary=True), outputs.mean.shape[1])
@@ -183,6 +172,11 @@ class MultilabelPrediction(LogitsPrediction):
 
     kind: ClassVar[str] = "labels"
     loss_name: ClassVar[str] = "Hamming loss"
+    _computed: ClassVar[tuple[str, ...]] = (
+        *LogitsPrediction._computed,
+        "label_entropy",
+        "label_mutual_information",
+    )
 
     probs: Annotated[Tensor, "batch labels"]
     logits_mean: Annotated[Tensor, "batch labels"]
@@ -223,23 +217,13 @@ class MultilabelPrediction(LogitsPrediction):
         """(batch,), in nats: the sum of the labels' entropies."""
         return self.label_entropy().sum(-1)
 
-    def expected_label_entropy(self) -> Tensor:
-        """(batch, labels), in nats: the entropy of every label for known weights, mean over the weights.
-
-        Raises:
-            PosthocUQError: the prediction was made without draws.
-        """
-        self.expected_entropy()
-        assert self.sample_entropy is not None
-        return self.sample_entropy
-
     def label_mutual_information(self) -> Tensor:
         """(batch, labels), in nats: the information that the weights hold about each label; never below 0.
 
         Raises:
             PosthocUQError: the prediction was made without draws.
         """
-        return (self.label_entropy() - self.expected_label_entropy()).clamp(min=0)
+        return (self.label_entropy() - self._known_sample_entropy()).clamp(min=0)
 
     def mutual_information(self) -> Tensor:
         """(batch,), in nats: the sum over labels of `label_mutual_information`."""
@@ -285,9 +269,9 @@ class MultilabelPrediction(LogitsPrediction):
             "mAP": metrics.mean_average_precision(self.probs, targets),
             "F1 (macro)": metrics.f1_score(self.probs, targets),
             "F1 (micro)": metrics.f1_score(self.probs, targets, "micro"),
-            "Hamming loss": metrics.hamming_loss(self.probs, targets),
+            "Hamming loss": float(self.losses(targets).mean()),
             "NLL": -float(self.log_prob(targets).double().mean()),
-            "Brier": metrics.multilabel_brier_score(self.probs, targets),
+            "Brier": float((self.probs.double() - targets.to(self.probs.device)).square().mean()),
             "ECE": metrics.multilabel_calibration_error(self.probs, targets, bins),
             "mean entropy": float(self.entropy().double().mean()),
         }
@@ -295,10 +279,3 @@ class MultilabelPrediction(LogitsPrediction):
     def losses(self, targets: Tensor) -> Tensor:
         """(batch,): the share of the labels that are decided wrongly."""
         return (self.predicted() != targets.bool()).double().mean(-1)
-
-    def to_dict(self) -> dict[str, Tensor]:
-        """The tensors by name, and the scores computed from them; unknown ones are left out."""
-        values = super().to_dict() | {"label_entropy": self.label_entropy()}
-        if self.sample_entropy is not None:
-            values["label_mutual_information"] = self.label_mutual_information()
-        return values

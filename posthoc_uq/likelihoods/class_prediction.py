@@ -21,9 +21,8 @@ from posthoc_uq.likelihoods.draws import (
     Spread,
     gathered,
     independent,
-    normals,
+    normals_like,
     of_covariance,
-    placed_normals,
 )
 from posthoc_uq.likelihoods.labels import are_soft, binary_labels, checked_soft, soft_log_prob
 from posthoc_uq.likelihoods.prediction import ClassTensors, Prediction, at_least_float32
@@ -70,6 +69,8 @@ class LogitsPrediction(Prediction):
 
     default_score: ClassVar[str] = "entropy"
     _over_draws: ClassVar[tuple[str, ...]] = ("sample_entropy", "probs_variance")
+    _not_shown: ClassVar[tuple[str, ...]] = ("sample_entropy", "log_probs")
+    _computed: ClassVar[tuple[str, ...]] = ("predicted", "entropy", "epistemic", "mutual_information")
 
     probs: Annotated[Tensor, "batch classes"]
     logits_mean: Annotated[Tensor, "batch logits"]
@@ -89,12 +90,16 @@ class LogitsPrediction(Prediction):
         Raises:
             PosthocUQError: the prediction was made without draws.
         """
+        found = self._known_sample_entropy()
+        return found if found.ndim == 1 else found.sum(-1)
+
+    def _known_sample_entropy(self) -> Tensor:
         if self.sample_entropy is None:
             raise PosthocUQError(
                 'This prediction holds no expected entropy, because it was made without draws; use link="mc" (the '
                 'default) or head="sampling" for expected entropy and mutual information.'
             )
-        return self.sample_entropy if self.sample_entropy.ndim == 1 else self.sample_entropy.sum(-1)
+        return self.sample_entropy
 
     def mutual_information(self) -> Tensor:
         """(batch,), in nats: the information that the weights hold about the label, I[y; w | x].
@@ -145,23 +150,10 @@ class LogitsPrediction(Prediction):
         return {name: score for name, score in scores.items() if score is not None}
 
     def tensors(self) -> ClassTensors:
-        """See `Prediction`."""
         entropy = self.entropy()
         known = self.sample_entropy is not None
         information = self.mutual_information() if known else torch.full_like(entropy, float("nan"))
         return ClassTensors(self.probs, self.logits_mean, self.logits_variance, entropy, information)
-
-    def to_dict(self) -> dict[str, Tensor]:
-        """The tensors by name, and the scores computed from them; unknown ones are left out."""
-        values = super().to_dict() | {
-            "predicted": self.predicted(),
-            "entropy": self.entropy(),
-            "epistemic": self.epistemic(),
-        }
-        if values.pop("sample_entropy", None) is not None:
-            values["mutual_information"] = self.mutual_information()
-        del values["log_probs"]
-        return values
 
 
 @dataclass(frozen=True, eq=False, repr=False)
@@ -188,6 +180,11 @@ class ClassPrediction(LogitsPrediction):
     kind: ClassVar[str] = "classes"
     loss_name: ClassVar[str] = "accuracy"
     _over_draws: ClassVar[tuple[str, ...]] = ("sample_entropy", "probs_variance", "votes")
+    _computed: ClassVar[tuple[str, ...]] = (
+        *LogitsPrediction._computed,
+        "expected_entropy",
+        "variation_ratio",
+    )
 
     votes: Annotated[Tensor | None, "batch classes", int] = None
 
@@ -335,39 +332,32 @@ class ClassPrediction(LogitsPrediction):
             measures |= {f"AUC at {rate:g}": float(a) for rate, a in zip(rates, areas, strict=True)}
         return measures
 
-    def to_dict(self) -> dict[str, Tensor]:
-        """The tensors by name, and the scores computed from them; unknown ones are left out."""
-        values = super().to_dict()
-        if self.sample_entropy is not None:
-            values["expected_entropy"] = self.sample_entropy
-        if self.votes is not None:
-            values["variation_ratio"] = self.variation_ratio()
-        return values
-
 
 # From draws of the logits
 
 
 class ClassStatistics:
-    """The sums that a `ClassPrediction` needs of draws of the logits, in float64 where the device has it.
+    """The sums that a `ClassPrediction` needs of draws of the logits, in float64 where the device has it."""
 
-    Args:
-        binary: the model has one Bernoulli logit.
-    """
-
-    def __init__(self, binary: bool = False) -> None:
-        self._binary = binary
+    def __init__(self) -> None:
         self._logits, self._probs = Moments(), Moments()
         self._dtype = torch.float32
         self._sums: tuple[Tensor, Tensor, Tensor] | None = None
 
-    def add(self, logits: Tensor) -> None:
-        """Add logits ``(draws, batch, classes)``; with `binary` ``(draws, batch)`` or ``(draws, batch, 1)``.
+    def add(self, logits: Tensor, log_probs: Tensor | None = None) -> None:
+        """Add logits ``(draws, batch, classes)``; or others, with the logarithms of the probabilities.
 
         Raises:
             PosthocUQError: another number of dimensions, fewer than two classes, or no floating-point numbers.
         """
-        logits, log_probs = self._log_probabilities(logits)
+        if log_probs is None:
+            logits = at_least_float32(logits)
+            if logits.ndim != 3 or logits.shape[-1] < 2:
+                raise PosthocUQError(
+                    f"logits must be (samples, batch, classes) with at least 2 classes, not {tuple(logits.shape)}; for "
+                    f"one Bernoulli logit pass binary=True."
+                )
+            log_probs = logits.log_softmax(-1)
         if logits.shape[0] == 0:
             return
         self._dtype = logits.dtype
@@ -383,23 +373,6 @@ class ClassStatistics:
             log_sum, entropy = torch.logaddexp(previous[0], log_sum), previous[1] + entropy
             votes = previous[2] + votes
         self._sums = log_sum, entropy, votes
-
-    def _log_probabilities(self, logits: Tensor) -> tuple[Tensor, Tensor]:
-        """The logits with a dimension of classes, and logarithms of probabilities."""
-        logits = at_least_float32(logits)
-        if not self._binary:
-            if logits.ndim != 3 or logits.shape[-1] < 2:
-                raise PosthocUQError(
-                    "logits must be (samples, batch, classes) with at least 2 classes, not "
-                    f"{tuple(logits.shape)}; for one Bernoulli logit pass binary=True."
-                )
-            return logits, torch.log_softmax(logits, dim=-1)
-        logits = logits.unsqueeze(-1) if logits.ndim == 2 else logits
-        if logits.ndim != 3 or logits.shape[-1] != 1:
-            raise PosthocUQError(
-                f"binary logits must be (samples, batch) or (samples, batch, 1), not {tuple(logits.shape)}."
-            )
-        return logits, torch.cat([F.logsigmoid(-logits), F.logsigmoid(logits)], dim=-1)
 
     def prediction(self) -> ClassPrediction:
         """The prediction of all draws so far.
@@ -424,14 +397,23 @@ class ClassStatistics:
 
 
 def classes_of_draws(blocks: Iterable[Tensor], *, binary: bool = False) -> ClassPrediction:
-    """The prediction from blocks ``(draws, batch, ...)`` of logits.
+    """The prediction from blocks ``(draws, batch, classes)`` of logits; with `binary` ``(draws, batch)`` or ``(draws,
+    batch, 1)``.
 
     Raises:
         PosthocUQError: there is no draw, or the logits do not fit.
     """
-    statistics = ClassStatistics(binary)
+    statistics = ClassStatistics()
     for block in gathered(blocks):
-        statistics.add(block)
+        if not binary:
+            statistics.add(block)
+            continue
+        logits = at_least_float32(block.unsqueeze(-1) if block.ndim == 2 else block)
+        if logits.ndim != 3 or logits.shape[-1] != 1:
+            raise PosthocUQError(
+                f"binary logits must be (samples, batch) or (samples, batch, 1), not {tuple(logits.shape)}."
+            )
+        statistics.add(logits, torch.cat([F.logsigmoid(-logits), F.logsigmoid(logits)], dim=-1))
     return statistics.prediction()
 
 
@@ -513,9 +495,9 @@ def _by_draws(mean: Tensor, variance: Tensor, spread: Spread, n_draws: int) -> C
     of a scrambled Sobol sequence (Owen 1998), the directions of `root` first.
     """
     width = spread.root.shape[2] + mean.shape[1]
+    points = normals_like(n_draws, width, mean)
     if torch.compiler.is_compiling():
-        return _from_points(mean, variance, spread, normals(n_draws, width).to(mean))
-    points = placed_normals(n_draws, width, mean.dtype, mean.device)
+        return _from_points(mean, variance, spread, points)
     rows = max(1, _MAX_NUMBERS // (n_draws * mean.shape[1]))
     parts = zip(*(tensor.split(rows) for tensor in (mean, variance, *spread)), strict=True)
     return ClassPrediction.cat([_from_points(m, v, Spread(root, rest), points) for m, v, root, rest in parts])

@@ -28,13 +28,13 @@ from posthoc_uq.likelihoods.class_prediction import (
 from posthoc_uq.likelihoods.draws import LINK_DRAWS, LINKS, OutputGaussian
 from posthoc_uq.likelihoods.labels import (
     MAX_SUM_ERROR,
+    NOT_SOFT,
     Layout,
     are_probabilities,
-    checked_soft,
     in_whole_numbers,
     soft_log_prob,
 )
-from posthoc_uq.likelihoods.likelihood import MIN_AGREEMENT, Fisher, Likelihood, last_function
+from posthoc_uq.likelihoods.likelihood import Faults, Fisher, Likelihood, last_function
 from posthoc_uq.likelihoods.positions import PositionPrediction, positions_of_draws
 from posthoc_uq.likelihoods.prediction import at_least_float32
 
@@ -86,7 +86,7 @@ class Categorical(Likelihood):
     name = "classification"
     logits: ClassVar[bool] = True
     softmax: ClassVar[bool] = True
-    links: ClassVar[tuple[str, ...] | None] = LINKS
+    links: ClassVar[tuple[str, ...]] = LINKS
     fields: ClassVar[type[Record]] = CategoricalFields
     label_smoothing: float = 0.0  # of subclasses, too, whose constructor is their own
     layout: Layout = Layout()
@@ -109,9 +109,6 @@ class Categorical(Likelihood):
         defaults = {name: field.default for name, field in CategoricalFields.model_fields.items()}
         return {"name": self.name} | {name: v for name, v in options.items() if v != defaults[name]}
 
-    def identity(self) -> dict[str, Any]:
-        return self.attributes()
-
     def of_targets(self) -> Categorical:
         """Without the smoothing of labels."""
         plain = copy.copy(self)
@@ -122,14 +119,16 @@ class Categorical(Likelihood):
         """The layout of outputs that have positions, else None."""
         return self.layout if outputs.ndim > 2 else None
 
-    def wrong_values(self, outputs: Tensor, targets: Tensor | None) -> Tensor | None:
+    def faults(self, outputs: Tensor, targets: Tensor | None) -> Faults:
         layout = self.positions_of(outputs)
         if layout is not None:
             layout.check(outputs)
             if targets is None:
-                return None
+                return
             layout.check_labels(outputs, targets)
-            return layout.fault(outputs, targets)
+            classes = layout.classes(outputs)
+            yield layout.fault(outputs, targets), lambda: layout.wrong_labels(targets, classes)
+            return
         if self.layout.next_token:
             raise PosthocUQError(
                 f"next_token=True needs outputs with one dimension of tokens, and the model gives "
@@ -141,27 +140,24 @@ class Categorical(Likelihood):
                 f"{tuple(outputs.shape)}; use likelihood='binary' for one logit, 'regression' for means."
             )
         if targets is None:
-            return None
+            return
         if targets.is_floating_point() and targets.shape == outputs.shape:
-            return ~are_probabilities(targets)
+            yield ~are_probabilities(targets), lambda: NOT_SOFT
+            return
         if targets.shape != outputs.shape[:1] or targets.is_floating_point():
             raise PosthocUQError(
                 f"Labels must be integers of shape ({outputs.shape[0]},), or probabilities of shape "
                 f"{tuple(outputs.shape)}, not {targets.dtype} of shape {tuple(targets.shape)}."
                 f"{in_whole_numbers(targets)}"
             )
-        return ((targets < 0) | (targets >= outputs.shape[1])).any()
-
-    def wrong_text(self, outputs: Tensor, targets: Tensor) -> str:
-        if targets.is_floating_point():
-            checked_soft(targets)  # which raises
-        if outputs.ndim > 2:
-            return self.layout.wrong_labels(targets, self.layout.classes(outputs))
         classes = outputs.shape[1]
-        return (
-            f"Labels run from {int(targets.min())} to {int(targets.max())}, but the model has {classes} outputs; they "
-            f"must lie in 0..{classes - 1}. Leave samples without a label out of the loader: ignore_index= is for "
-            f"outputs with positions."
+        yield (
+            ((targets < 0) | (targets >= classes)).any(),
+            lambda: (
+                f"Labels run from {int(targets.min())} to {int(targets.max())}, but the model has {classes} outputs; "
+                f"they must lie in 0..{classes - 1}. Leave samples without a label out of the loader: ignore_index= is "
+                f"for outputs with positions."
+            ),
         )
 
     def takes(self, outputs: int) -> bool:
@@ -289,8 +285,6 @@ class Categorical(Likelihood):
         return probs, torch.cat(labels)
 
     def exact_factors(self, outputs: Tensor) -> Iterator[Tensor]:
-        if outputs.ndim == 2:
-            return _softmax_factors(at_least_float32(outputs))
         return self._factors(outputs, None)
 
     def _factors(self, outputs: Tensor, targets: Tensor | None) -> Iterator[Tensor]:
@@ -317,12 +311,6 @@ class Categorical(Likelihood):
         logs = as_double(self.layout.rows(outputs)).log_softmax(1)
         return entropy_of(logs).reshape(len(outputs), -1).mean(1)
 
-    def agrees(self, outputs: Tensor, draws: Tensor) -> bool:
-        """At least three quarters of the samples, or positions, keep their most probable class."""
-        rows = torch.stack([self.layout.rows(draw) for draw in draws])
-        same = rows.softmax(-1).mean(0).argmax(-1) == self.predicted_class(outputs)
-        return not bool(same.float().mean() < MIN_AGREEMENT)
-
     def classes(self, outputs: int) -> int:
         return outputs
 
@@ -337,7 +325,7 @@ class Categorical(Likelihood):
             return classes_of_draws(remaining if first is None else chain([first], remaining))
         return positions_of_draws(chain([first], remaining), self.layout)
 
-    def of_gaussian(self, outputs: OutputGaussian) -> ClassPrediction | PositionPrediction:
+    def from_gaussian(self, outputs: OutputGaussian) -> ClassPrediction | PositionPrediction:
         """With positions a covariance is one of rows of classes, ``(samples * positions, classes, classes)``, or the
         `Spread` of rows.
         """

@@ -18,7 +18,7 @@ from posthoc_uq.core.errors import PosthocUQError
 from posthoc_uq.core.options import check_option
 from posthoc_uq.core.records import Record
 from posthoc_uq.likelihoods.draws import LINK_DRAWS, OutputGaussian
-from posthoc_uq.likelihoods.likelihood import DrawnPrediction, Likelihood
+from posthoc_uq.likelihoods.likelihood import DrawnPrediction, Faults, Likelihood
 from posthoc_uq.likelihoods.prediction import at_least_float32
 
 _SMALLEST, _LARGEST = 1e-6, 1e6  # dispersion of a negative binomial, shape of a gamma distribution
@@ -37,11 +37,7 @@ class LogMean(Likelihood, ABC):
     """
 
     counts: ClassVar[bool] = True
-
-    @property
-    @abstractmethod
-    def variance_terms(self) -> tuple[float, float]:
-        """``a`` and ``b``."""
+    _variance_terms: tuple[float, float] = (1.0, 0.0)  # a and b
 
     @abstractmethod
     def quantile(self, mean: Tensor, u: Tensor) -> Tensor:
@@ -53,33 +49,26 @@ class LogMean(Likelihood, ABC):
         """
         return None
 
-    def unit_deviance(self, mean: Tensor, targets: Tensor) -> float:
-        """Twice the log-likelihood ratio of the best mean of each target and `mean`, per dispersion; the mean."""
-        from torchmetrics.functional.regression import tweedie_deviance_score
-
-        power = 1.0 if self.counts else 2.0
-        return float(tweedie_deviance_score(mean.double().flatten(), targets.double().flatten(), power=power))
-
-    def wrong_text(self, outputs: Tensor, targets: Tensor) -> str:
-        values = "whole numbers of at least 0" if self.counts else "finite numbers above 0"
-        return (
-            f"Targets for likelihood={self.name!r} must be {values}; these run from {float(targets.min()):g} to "
-            f"{float(targets.max()):g}."
-        )
-
-    def wrong_values(self, outputs: Tensor, targets: Tensor | None) -> Tensor | None:
+    def faults(self, outputs: Tensor, targets: Tensor | None) -> Faults:
         if outputs.ndim not in (1, 2):
             raise PosthocUQError(
                 f"likelihood={self.name!r} needs outputs of shape (samples,) or (samples, outputs), logarithms of "
                 f"means, and the model gives {tuple(outputs.shape)}."
             )
-        not_finite = super().wrong_values(outputs, targets)
-        if targets is None or not_finite is None:
-            return None
-        if not self.counts:
-            return not_finite | (targets <= 0).any()
-        fraction = targets.is_floating_point() and (targets != targets.round()).any()
-        return not_finite | (targets < 0).any() | fraction
+        yield from super().faults(outputs, targets)
+        if targets is None:
+            return
+        allowed = "whole numbers of at least 0" if self.counts else "finite numbers above 0"
+        wrong = targets < 0 if self.counts else targets <= 0
+        if self.counts and targets.is_floating_point():
+            wrong = wrong | (targets != targets.round())
+        yield (
+            wrong.any(),
+            lambda: (
+                f"Targets for likelihood={self.name!r} must be {allowed}; these run from {float(targets.min()):g} to "
+                f"{float(targets.max()):g}."
+            ),
+        )
 
     def draw(self, outputs: Tensor, keys: Tensor, draw: int) -> Tensor:
         """By the inverse of the distribution function; a mean above 1e15 counts as 1e15."""
@@ -89,7 +78,7 @@ class LogMean(Likelihood, ABC):
 
     def _by_mean(self, outputs: Tensor) -> Tensor:
         """``mu / V(mu)``."""
-        outputs, (a, b) = at_least_float32(outputs), self.variance_terms
+        outputs, (a, b) = at_least_float32(outputs), self._variance_terms
         return (-outputs).exp() / b if a == 0 else 1 / (a + b * outputs.exp())
 
     def score(self, outputs: Tensor, targets: Tensor) -> Tensor:
@@ -103,30 +92,31 @@ class LogMean(Likelihood, ABC):
         return at_least_float32(outputs).exp()
 
     def variance(self, outputs: Tensor) -> Tensor:
-        a, b = self.variance_terms
+        a, b = self._variance_terms
         mean = at_least_float32(outputs).exp()
         return a * mean + b * mean.square()
 
     def measures(self, mean: Tensor, targets: Tensor) -> dict[str, float]:
-        """The mean unit deviance, beside the RMSE."""
-        return {"mean deviance": self.unit_deviance(mean, targets)}
+        """The mean unit deviance, beside the RMSE: twice the log-likelihood ratio of each target's best mean, itself,
+        and `mean`; per dispersion.
+        """
+        mean, targets = as_double(mean), as_double(targets)
+        best = targets.clamp(min=torch.finfo(targets.dtype).tiny).log()
+        ratios = self.log_terms(best, targets) - self.log_terms(mean.log(), targets)
+        a, b = self._variance_terms
+        return {"mean deviance": 2 * float(ratios.mean()) * (b if a == 0 else 1.0)}
 
     def divergence(self, outputs: Tensor, prediction: DrawnPrediction) -> Tensor:
         """By drawn targets; the mean over outputs."""
         return self.drawn_divergence(outputs, prediction) / outputs[0].numel()
 
-    def agrees(self, outputs: Tensor, draws: Tensor) -> bool:
-        """The mean target over draws is not further from the trained one, in mean square, than its variance."""
-        squares = (draws.exp().mean(0) - outputs.exp()).square().mean(0)
-        return not bool((squares > self.variance(outputs).mean(0)).any())
-
-    def of_gaussian(self, outputs: OutputGaussian) -> DrawnPrediction:
+    def from_gaussian(self, outputs: OutputGaussian) -> DrawnPrediction:
         """Mean and variance of the target in closed form, ``E mu = exp(m + v / 2)`` and ``E mu^2 = exp(2 m + 2 v)``;
         all else by quasi-random draws of the outputs.
         """
-        drawn, mean, variance = super().of_gaussian(outputs), outputs.mean, outputs.variance
+        drawn, mean, variance = super().from_gaussian(outputs), outputs.mean, outputs.variance
         assert isinstance(drawn, DrawnPrediction)
-        a, b = self.variance_terms
+        a, b = self._variance_terms
         rate = (mean + variance / 2).exp()
         return replace(
             drawn,
@@ -163,10 +153,6 @@ class Poisson(LogMean):
     """
 
     name = "poisson"
-
-    @property
-    def variance_terms(self) -> tuple[float, float]:
-        return 1.0, 0.0
 
     def log_terms(self, outputs: Tensor, targets: Tensor) -> Tensor:
         return targets * outputs - outputs.exp() - torch.lgamma(targets + 1)
@@ -214,16 +200,15 @@ class NegativeBinomial(LogMean):
 
     def __init__(self, dispersion: float = 1.0) -> None:
         self.dispersion = check_option("dispersion", dispersion, Dispersion)
-
-    @property
-    def variance_terms(self) -> tuple[float, float]:
-        return 1.0, self.dispersion
+        self._variance_terms = 1.0, self.dispersion
 
     def at_noise_scale(self, factor: float) -> NegativeBinomial:
         """With `factor` times the dispersion."""
-        if factor == 1.0:
-            return self
-        return NegativeBinomial(min(max(self.dispersion * factor, _SMALLEST), _LARGEST))
+        return (
+            self
+            if factor == 1.0
+            else NegativeBinomial(min(max(self.dispersion * factor, _SMALLEST), _LARGEST))
+        )
 
     def by_moments(self, outputs: Tensor, targets: Tensor) -> tuple[str, float, float]:
         mean = as_double(outputs).exp()
@@ -254,14 +239,6 @@ class NegativeBinomial(LogMean):
         variance = mean + self.dispersion * mean.square()
         return _count_quantile(lambda counts: self._cdf(mean, counts), mean, variance, u)
 
-    def unit_deviance(self, mean: Tensor, targets: Tensor) -> float:
-        """``2 (y log(y / mu) - (y + 1 / alpha) log((1 + alpha y) / (1 + alpha mu)))``, mean over targets."""
-        mean, counts = as_double(mean).flatten(), as_double(targets).flatten()
-        alpha = self.dispersion
-        first = torch.special.xlogy(counts, counts / mean)
-        second = (counts + 1 / alpha) * (torch.log1p(alpha * counts) - torch.log1p(alpha * mean))
-        return float(2 * (first - second).mean())
-
 
 Shape = Annotated[float, Ge(_SMALLEST), Le(_LARGEST)]
 
@@ -287,10 +264,7 @@ class Gamma(LogMean):
 
     def __init__(self, shape: float = 1.0) -> None:
         self.shape = check_option("shape", shape, Shape)
-
-    @property
-    def variance_terms(self) -> tuple[float, float]:
-        return 0.0, 1 / self.shape
+        self._variance_terms = 0.0, 1 / self.shape
 
     def at_noise_scale(self, factor: float) -> Gamma:
         """With `factor` times the dispersion, which is the inverse of the shape."""

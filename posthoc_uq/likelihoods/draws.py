@@ -6,7 +6,7 @@ import math
 from collections.abc import Callable, Iterable, Iterator
 from functools import lru_cache
 from math import pi
-from typing import Literal, NamedTuple
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -14,22 +14,10 @@ from torch.quasirandom import SobolEngine
 
 from posthoc_uq.core.devices import as_double, widest
 from posthoc_uq.core.errors import PosthocUQError
-from posthoc_uq.core.options import Count, check_option, one_of
 
-Link = Literal["probit", "mc", "bridge"]
-LINKS: tuple[str, ...] = ("probit", "mc", "bridge")
+LINKS: tuple[str, ...] = ("mc", "probit", "bridge")
 """From Gaussian logits to class probabilities; see `posthoc_uq.likelihoods.class_prediction.classes_of_gaussian`."""
 LINK_DRAWS = 256  # default number of draws of the outputs
-
-
-def checked_link(link: str, n_draws: int) -> tuple[str, int]:
-    """A link and its number of draws.
-
-    Raises:
-        PosthocUQError: the link is none of `LINKS`, or there would be no draw.
-    """
-    return one_of("link", link, LINKS), check_option("n_draws", n_draws, Count)
-
 
 Product = Callable[[Tensor], Tensor]
 """A covariance by its products: ``(batch, classes, columns)`` to the same shape."""
@@ -68,7 +56,7 @@ class OutputGaussian(NamedTuple):
         variance: of the same shape.
         covariance: ``(batch, outputs, outputs)`` where it is known, or the `Spread` of many classes; None for
             independent outputs.
-        link: ``"mc"``, or another one that the likelihood has.
+        link: one of the likelihood's `links`.
         n_draws: of the outputs, for ``"mc"``.
     """
 
@@ -90,10 +78,7 @@ class OutputGaussian(NamedTuple):
             spread = Spread(symmetric_root(covariance).to(flat), torch.zeros_like(flat))
         directions = spread.root.shape[2]
         width = directions + flat.shape[1]
-        if torch.compiler.is_compiling():
-            points = normals(self.n_draws, width).to(flat)
-        else:
-            points = placed_normals(self.n_draws, width, flat.dtype, flat.device)
+        points = normals_like(self.n_draws, width, flat)
         # the root of a variance of 0 has an infinite derivative
         deviations = spread.rest.clamp(min=torch.finfo(spread.rest.dtype).tiny).sqrt()
         draws = flat + deviations * points[:, directions:].unsqueeze(1)
@@ -214,10 +199,16 @@ def normals(n_draws: int, width: int) -> Tensor:
 
 
 @lru_cache(maxsize=8)
-def placed_normals(n_draws: int, width: int, dtype: torch.dtype, device: torch.device) -> Tensor:
-    """`normals` in a given precision and on a given device."""
+def _placed_normals(n_draws: int, width: int, dtype: torch.dtype, device: torch.device) -> Tensor:
     with torch.inference_mode(False):
         return normals(n_draws, width).to(device, dtype)
+
+
+def normals_like(n_draws: int, width: int, like: Tensor) -> Tensor:
+    """`normals` in the precision and on the device of `like`."""
+    if torch.compiler.is_compiling():
+        return normals(n_draws, width).to(like)
+    return _placed_normals(n_draws, width, like.dtype, like.device)
 
 
 def symmetric_root(covariance: Tensor) -> Tensor:
@@ -229,9 +220,7 @@ def symmetric_root(covariance: Tensor) -> Tensor:
     return root.masked_fill(not_finite, float("nan"))
 
 
-_MAX_BLOCK_BYTES = (
-    2**17
-)  # of outputs summed at once, so that they stay in the cache (a single draw may be larger)
+_MAX_BLOCK_BYTES = 2**17  # of outputs summed at once, so that they stay in the cache (one draw may be larger)
 
 
 class Moments:

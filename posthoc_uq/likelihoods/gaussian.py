@@ -20,8 +20,8 @@ from posthoc_uq.core.errors import PosthocUQError
 from posthoc_uq.core.options import LARGEST, Magnitude
 from posthoc_uq.core.records import Record
 from posthoc_uq.likelihoods import metrics
-from posthoc_uq.likelihoods.draws import LINK_DRAWS, Moments, OutputGaussian, gathered, moments_of
-from posthoc_uq.likelihoods.likelihood import Likelihood, at_nodes
+from posthoc_uq.likelihoods.draws import LINK_DRAWS, LINKS, Moments, OutputGaussian, gathered, moments_of
+from posthoc_uq.likelihoods.likelihood import Faults, Likelihood, at_nodes
 from posthoc_uq.likelihoods.prediction import (
     Prediction,
     ValueTensors,
@@ -37,7 +37,7 @@ class _Normals(Likelihood, ABC):
     """Targets that are normal given the outputs."""
 
     joint: ClassVar[bool] = False  # mean and variance of the target need no covariance of the outputs
-    links: ClassVar[tuple[str, ...] | None] = None
+    links: ClassVar[tuple[str, ...]] = LINKS  # one closed form for all
 
     @abstractmethod
     def distribution(self, outputs: Tensor) -> Normal: ...
@@ -46,11 +46,6 @@ class _Normals(Likelihood, ABC):
         normal = self.distribution(outputs)
         u = self.uniforms(outputs, keys, draw, normal.loc[0].numel())
         return normal.loc + normal.scale * torch.special.ndtri(u).reshape(normal.loc.shape).to(normal.loc)
-
-    def agrees(self, outputs: Tensor, draws: Tensor) -> bool:
-        """The mean of the draws is not further from the trained means, in mean square, than the mean noise variance."""
-        squares = (self.mean(draws).mean(0) - self.mean(outputs)).square().mean(0)
-        return not bool((squares > self.variance(outputs).mean(0)).any())
 
 
 class GaussianFields(Record):
@@ -89,9 +84,6 @@ class Gaussian(_Normals):
             )
         self.noise_variance = noise_variances  # pyright: ignore[reportIncompatibleVariableOverride]
 
-    def identity(self) -> dict[str, Any]:
-        return {**super().identity(), "noise_variance": self.noise_variance.tolist()}
-
     def residual_sums(self, log_likelihood: float, samples: float, outputs: int) -> tuple[float, float]:
         noise_variance = self.noise_variance.expand(outputs)
         constant = float((noise_variance.log() + log(2 * pi)).sum()) * samples
@@ -103,7 +95,7 @@ class Gaussian(_Normals):
         noise = self.noise_variance.to(device=outputs.device, dtype=at_least_float32(outputs).dtype)
         return noise.reshape(()) if noise.numel() == 1 else noise
 
-    def wrong_values(self, outputs: Tensor, targets: Tensor | None) -> Tensor | None:
+    def faults(self, outputs: Tensor, targets: Tensor | None) -> Faults:
         if outputs.ndim not in (1, 2):
             raise PosthocUQError(
                 f"likelihood='regression' needs outputs of shape (samples,) or (samples, outputs), and the model gives "
@@ -114,10 +106,7 @@ class Gaussian(_Normals):
                 f"noise_variance has {self.noise_variance.numel()} entries, but the model has "
                 f"{outputs[0].numel()} outputs."
             )
-        return super().wrong_values(outputs, targets)
-
-    def takes(self, outputs: int) -> bool:
-        return self.noise_variance.numel() in (1, outputs)
+        yield from super().faults(outputs, targets)
 
     def distribution(self, outputs: Tensor) -> Normal:
         outputs = at_least_float32(outputs)
@@ -157,7 +146,7 @@ class Gaussian(_Normals):
         mean, variance = moments_of(map(at_least_float32, blocks))
         return RegressionPrediction(mean, variance, self.noise(mean))
 
-    def of_gaussian(self, outputs: OutputGaussian) -> RegressionPrediction:
+    def from_gaussian(self, outputs: OutputGaussian) -> RegressionPrediction:
         return RegressionPrediction(outputs.mean, outputs.variance, self.noise(outputs.mean))
 
 
@@ -182,23 +171,20 @@ class Heteroscedastic(_Normals):
         likelihood._log_factor = self._log_factor + log(factor)
         return likelihood
 
-    def wrong_values(self, outputs: Tensor, targets: Tensor | None) -> Tensor | None:
+    def faults(self, outputs: Tensor, targets: Tensor | None) -> Faults:
         if outputs.ndim != 2 or outputs.shape[1] % 2 or outputs.shape[1] == 0:
             raise PosthocUQError(
                 f"likelihood='heteroscedastic' needs outputs of shape (samples, 2 * targets), all means and after them "
                 f"the logarithms of all noise variances, and the model gives {tuple(outputs.shape)}."
             )
         if targets is None:
-            return None
+            return
         if 2 * targets.numel() != outputs.numel() or targets.shape[:1] != outputs.shape[:1]:
             raise PosthocUQError(
                 f"Targets of shape {tuple(targets.shape)} do not fit outputs of shape {tuple(outputs.shape)}, which "
                 f"have a mean and a log variance for each of {outputs.shape[1] // 2} targets."
             )
-        return ~torch.isfinite(targets).all()
-
-    def takes(self, outputs: int) -> bool:
-        return outputs % 2 == 0
+        yield ~torch.isfinite(targets).all(), lambda: "Some targets are not finite."
 
     @staticmethod
     def _halves(outputs: Tensor) -> tuple[Tensor, Tensor]:
@@ -273,7 +259,7 @@ class Heteroscedastic(_Normals):
         mean, variance = (moment.to(dtype) for moment in outputs.result())
         return self._prediction(mean, variance, noises.result()[0].to(dtype))
 
-    def of_gaussian(self, outputs: OutputGaussian) -> HeteroscedasticPrediction:
+    def from_gaussian(self, outputs: OutputGaussian) -> HeteroscedasticPrediction:
         """In closed form: the mean noise variance is ``exp(m_s + v_s / 2)``."""
         logs, log_spread = self._means_and_logs(outputs.mean)[1], self._halves(outputs.variance)[1]
         return self._prediction(outputs.mean, outputs.variance, (logs + log_spread / 2).exp())
@@ -301,6 +287,7 @@ class RegressionPrediction(Prediction):
     kind: ClassVar[str] = "values"
     default_score: ClassVar[str] = "standard_deviation"
     loss_name: ClassVar[str] = "RMSE"
+    _computed: ClassVar[tuple[str, ...]] = ("variance",)
 
     mean: Annotated[Tensor, "batch *outputs"]
     epistemic_variance: Annotated[Tensor, "batch *outputs"]
@@ -332,19 +319,6 @@ class RegressionPrediction(Prediction):
             ) from None
         object.__setattr__(self, "noise_variance", noise)
         super().__post_init__()
-
-    @staticmethod
-    def from_samples(outputs: Tensor, noise_variance: Tensor | float) -> RegressionPrediction:
-        """Mean and unbiased variance over weight samples; with a single sample the variance is 0.
-
-        Args:
-            outputs: (samples, batch) or (samples, batch, outputs), of the model under each weight sample.
-            noise_variance: see the class.
-
-        Raises:
-            PosthocUQError: wrong number of dimensions, no sample, or a noise variance that does not fit.
-        """
-        return RegressionPrediction(*moments_of([at_least_float32(outputs)]), noise_variance)
 
     @property
     def outputs_mean(self) -> Tensor:
@@ -385,10 +359,8 @@ class RegressionPrediction(Prediction):
             PosthocUQError: `level` is not strictly between 0 and 1.
         """
         # by the lower tail, which is accurate even where (1 + level) / 2 rounds to 1
-        half_width = (
-            -NormalDist().inv_cdf((1 - check_probability("level", level)) / 2) * self.standard_deviation
-        )
-        return self.mean - half_width, self.mean + half_width
+        below = NormalDist().inv_cdf((1 - check_probability("level", level)) / 2) * self.standard_deviation
+        return self.mean + below, self.mean - below
 
     def sample(self, n: int, generator: torch.Generator | None = None) -> Tensor:
         """`n` observations of every output, (n, *shape of `mean`), from the Gaussian with the total variance.
@@ -464,12 +436,7 @@ class RegressionPrediction(Prediction):
         return squared_errors(self.mean, targets)
 
     def tensors(self) -> ValueTensors:
-        """See `Prediction`."""
         return ValueTensors(self.mean, self.variance, self.epistemic_variance)
-
-    def to_dict(self) -> dict[str, Tensor]:
-        """The tensors by name, with the total variance, each in the shape of `mean`; and the novelty if it is known."""
-        return super().to_dict() | {"variance": self.variance}
 
 
 @dataclass(frozen=True, eq=False, repr=False)

@@ -13,6 +13,7 @@ from torch import Tensor
 
 from posthoc_uq.core.errors import PosthocUQError
 
+NOT_SOFT = "Soft labels must be probabilities: not negative, and of sum 1 in every row; some are not."
 MAX_SUM_ERROR = 1e-4  # how far a sum of probabilities may be from 1; more in half precision
 
 
@@ -50,9 +51,7 @@ def checked_soft(targets: Tensor) -> Tensor:
         PosthocUQError: they are no probabilities.
     """
     if not bool(are_probabilities(targets)):
-        raise PosthocUQError(
-            "Soft labels must be probabilities: not negative, and of sum 1 in every row; some are not."
-        )
+        raise PosthocUQError(NOT_SOFT)
     return targets
 
 
@@ -99,10 +98,6 @@ class Layout:
         """Rows ``(samples * positions, classes)`` in the shape of the outputs; the reverse of `rows`."""
         spread = rows.reshape(-1, *positions, rows.shape[-1])
         return spread.movedim(-1, 1) if self.class_dim == 1 else spread
-
-    def maps(self, values: Tensor, positions: tuple[int, ...]) -> Tensor:
-        """One number a row, ``(samples * positions,)``, as ``(samples, *positions)``."""
-        return values.reshape(-1, *positions)
 
     def check(self, outputs: Tensor) -> None:
         """Refuse outputs of a shape that has no positions in this layout.

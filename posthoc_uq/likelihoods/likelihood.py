@@ -6,7 +6,7 @@ import copy
 import math
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
-from functools import lru_cache
+from functools import lru_cache, reduce
 from typing import Annotated, Any, ClassVar, Literal, TypeVar, cast
 
 import numpy as np
@@ -19,7 +19,7 @@ from posthoc_uq.core.errors import PosthocUQError
 from posthoc_uq.core.randomness import mix, sample_keys, uniforms
 from posthoc_uq.core.records import Record
 from posthoc_uq.likelihoods import metrics
-from posthoc_uq.likelihoods.draws import LINK_DRAWS, OutputGaussian, Spread, moments_of
+from posthoc_uq.likelihoods.draws import LINK_DRAWS, OutputGaussian, moments_of
 from posthoc_uq.likelihoods.labels import Layout
 from posthoc_uq.likelihoods.prediction import (
     LEVELS,
@@ -34,9 +34,11 @@ from posthoc_uq.likelihoods.prediction import (
 )
 
 Fisher = Literal["mc", "exact", "empirical"]
+Faults = Iterator[tuple[Tensor, Callable[[], str]]]
+"""What may be wrong with numbers: a flag on their device, and a sentence about it."""
 Self = TypeVar("Self", bound="Likelihood")
 
-MIN_AGREEMENT = 0.75  # share of the trained model's decisions that drawn models should share
+_MIN_AGREEMENT = 0.75  # share of the trained model's decisions that drawn models should share
 _MAX_LOG_RATIO = 50.0  # of densities in a divergence by draws: larger ones add nothing
 _BY_DISTRIBUTION = ("log_prob", "log_terms", "mean", "variance", "entropy", "cdf")  # what follows from it
 
@@ -54,7 +56,7 @@ class Likelihood:
         softmax: outputs are logits of several classes. Adding a number to all of them changes nothing, and heads may
             use those of the most probable classes alone.
         joint: whether a prediction from Gaussian outputs needs the covariance of a sample's outputs.
-        links: the links that `from_gaussian` takes; None where it is in closed form whatever the link.
+        links: the names that a head takes as ``link=``; what each of them means, `from_gaussian` says.
         fields: what a file may hold of the `attributes` besides the name; for the likelihoods of this package.
         noise_variance: of Gaussian observation noise, ``(outputs,)`` or ``(1,)`` float64, in squared units of the
             targets; None where there is no such noise. Tuning scales it.
@@ -65,7 +67,7 @@ class Likelihood:
     logits: ClassVar[bool] = False
     softmax: ClassVar[bool] = False
     joint: ClassVar[bool] = True
-    links: ClassVar[tuple[str, ...] | None] = ("mc",)
+    links: ClassVar[tuple[str, ...]] = ("mc",)
     fields: ClassVar[type[Record]] = Record
     noise_variance: Tensor | None = None
 
@@ -106,43 +108,45 @@ class Likelihood:
 
     def check(self, outputs: Tensor, targets: Tensor | None) -> None:
         """Raise `PosthocUQError` where outputs or targets have the wrong shape, type or range."""
-        wrong = self.wrong_values(outputs, targets)
-        if wrong is not None and targets is not None and bool(wrong):
-            raise PosthocUQError(self.wrong_text(outputs, targets))
+        for wrong, text in self.faults(outputs, targets):
+            if bool(wrong):
+                raise PosthocUQError(text())
 
     def fault(self, outputs: Tensor, targets: Tensor | None) -> Tensor | None:
         """`check` for a loop that must not wait for the device at every batch. Shapes and types are checked at once.
         The result is a flag on the device, true where `check` would raise for the range, or None where all is checked.
         """
         if type(self).check is Likelihood.check:
-            return self.wrong_values(outputs, targets)
+            flags = [wrong for wrong, _ in self.faults(outputs, targets)]
+            return reduce(torch.logical_or, flags) if flags else None
         self.check(outputs, targets)
         return None
 
-    def wrong_values(self, outputs: Tensor, targets: Tensor | None) -> Tensor | None:
-        """A flag on the device, true where a target is out of range; by default where one is not finite. None without
-        targets.
+    def faults(self, outputs: Tensor, targets: Tensor | None) -> Faults:
+        """What may be out of range: a flag on the device, true where it is, and what `check` says then. By default
+        whether targets are not finite. Nothing is asked of the targets where they are None.
 
         Raises:
             PosthocUQError: a shape or a type is wrong; by default where there are not as many targets as samples, or,
                 where each has a density (`log_terms`), as outputs.
         """
         if targets is None:
-            return None
+            return
         one_an_output = self.defines("log_terms")
         if targets.shape[:1] != outputs.shape[:1] or (one_an_output and targets.numel() != outputs.numel()):
             raise PosthocUQError(
                 f"Targets of shape {tuple(targets.shape)} do not fit outputs of shape {tuple(outputs.shape)}."
             )
-        return ~torch.isfinite(targets).all()
-
-    def wrong_text(self, outputs: Tensor, targets: Tensor) -> str:
-        """What `check` says of targets that are out of range."""
-        return "Some targets are not finite."
+        yield ~torch.isfinite(targets).all(), lambda: "Some targets are not finite."
 
     def takes(self, outputs: int) -> bool:
         """Whether a model may have so many outputs a sample."""
-        return True
+        try:
+            return not any(
+                bool(wrong) for wrong, _ in self.faults(torch.zeros(1, outputs, device="cpu"), None)
+            )
+        except PosthocUQError:
+            return False
 
     def seems_applied(self, outputs: Tensor) -> bool:
         """Whether the outputs look as if the model had applied the link already, as a softmax at its end does.
@@ -325,45 +329,22 @@ class Likelihood:
     # Predictions
 
     def from_draws(self, outputs: Tensor) -> Prediction:
-        """The prediction from outputs of several draws of the weights, ``(draws, samples, ...)``.
-
-        Raises:
-            PosthocUQError: the outputs do not fit.
-        """
+        """The prediction from outputs of several draws of the weights, ``(draws, samples, ...)``, by `from_blocks`."""
         return self.from_blocks([outputs])
 
     def from_blocks(self, blocks: Iterable[Tensor]) -> Prediction:
-        """`from_draws` for outputs that come block by block, ``(draws, samples, ...)`` each. By default a
-        `DrawnPrediction`, which keeps all draws; other predictions sum them up.
-        """
-        outputs = torch.cat(list(blocks))
-        if self.defines("from_draws"):
-            return self.from_draws(outputs)
-        return DrawnPrediction.from_draws(outputs, self)
-
-    def from_gaussian(
-        self,
-        mean: Tensor,
-        variance: Tensor,
-        *,
-        covariance: Tensor | Spread | None = None,
-        link: str = "mc",
-        n_draws: int = LINK_DRAWS,
-    ) -> Prediction:
-        """The prediction of Gaussian outputs ``N(mean, variance)``; the arguments are those of `OutputGaussian`.
+        """The prediction from outputs of drawn weights that come block by block, ``(draws, samples, ...)`` each. By
+        default a `DrawnPrediction`, which keeps all draws; other predictions sum them up.
 
         Raises:
-            PosthocUQError: the likelihood has no such link.
+            PosthocUQError: there is no draw, or the outputs do not fit.
         """
-        if self.links is not None and link not in self.links:
-            raise PosthocUQError(
-                f"link={link!r} makes probabilities of Gaussian logits; likelihood {self.name!r} predicts by draws of "
-                f"the outputs: link='mc'."
-            )
-        return self.of_gaussian(OutputGaussian(mean, variance, covariance, link, n_draws))
+        return DrawnPrediction.from_draws(torch.cat(list(blocks)), self)
 
-    def of_gaussian(self, outputs: OutputGaussian) -> Prediction:
-        """The prediction of Gaussian outputs; by default a `DrawnPrediction` from quasi-random draws of them."""
+    def from_gaussian(self, outputs: OutputGaussian) -> Prediction:
+        """The prediction of Gaussian outputs, by their ``link``, one of `links`. By default, and for ``"mc"``, a
+        `DrawnPrediction` from quasi-random draws of them.
+        """
         return DrawnPrediction.from_draws(outputs.draws(), self, (outputs.mean, outputs.variance))
 
     def divergence(self, outputs: Tensor, prediction: Any) -> Tensor:
@@ -407,13 +388,21 @@ class Likelihood:
         return total / len(drawn)
 
     def agrees(self, outputs: Tensor, draws: Tensor) -> bool:
-        """Whether models with drawn weights decide as the trained one does; a fit by the evidence warns if not.
+        """Whether models with drawn weights decide as the trained one does; a fit by the evidence warns if not: at
+        least three quarters of the decisions stay, label by label and position by position. Of values the mean of the
+        draws is not further from the trained mean, in mean square, than the mean noise variance.
 
         Args:
             outputs: of the trained network, ``(samples, ...)``.
             draws: outputs of models with drawn weights, ``(draws, samples, ...)``.
         """
-        return True
+        trained, drawn = (cast(Any, self.from_draws(each)) for each in (outputs.unsqueeze(0), draws))
+        if hasattr(trained, "predicted"):
+            return not bool((trained.predicted() == drawn.predicted()).float().mean() < _MIN_AGREEMENT)
+        if getattr(trained, "noise_variance", None) is None:
+            return True
+        squares = (drawn.mean - trained.mean).square().mean(0)
+        return not bool((squares > trained.noise_variance.mean(0)).any())
 
     # Classes, for the novelty of inputs
 
@@ -603,6 +592,8 @@ class DrawnPrediction(Prediction):
     """
 
     kind: ClassVar[str] = "draws"
+    _not_shown: ClassVar[tuple[str, ...]] = ("outputs",)
+    _computed: ClassVar[tuple[str, ...]] = ("variance",)
 
     outputs: Annotated[Tensor, "batch draws *outputs"]
     likelihood: Likelihood
@@ -844,9 +835,3 @@ class DrawnPrediction(Prediction):
         """
         variance = self.variance
         return ValueTensors(cast(Tensor, self.mean), variance, cast(Tensor, self.epistemic_variance))
-
-    def to_dict(self) -> dict[str, Tensor]:
-        """The tensors by name, with the total variance, and the novelty if it is known; without the draws."""
-        values = super().to_dict()
-        del values["outputs"]
-        return values if self.noise_variance is None else values | {"variance": self.variance}

@@ -8,7 +8,7 @@ neither a wrong answer nor a right one. Users find them, and those of `posthoc_u
 `posthoc_uq.evaluation.metrics`. Arguments of one name have the same shapes everywhere:
 
 * `probs` (inputs, classes) and `labels` (inputs,), integers; of several labels at once (names with "multilabel", mAP,
-  F1, Hamming loss) both (inputs, labels), the labels 0 and 1.
+  F1) both (inputs, labels), the labels 0 and 1.
 * `mean`, `variance` (the total one), `lower`, `upper` and `targets` (inputs,) or (inputs, outputs), all of exactly one
   shape, so that nothing broadcasts by accident.
 * `scores_in` and `scores_out`: a score of inputs like the training data, and of foreign ones; larger means stranger.
@@ -25,12 +25,10 @@ from typing import Literal, NamedTuple, get_args
 
 import torch
 from torch import Tensor
+from torch.distributions import Normal
 
 from posthoc_uq.core.errors import NonFiniteError, PosthocUQError
 from posthoc_uq.core.options import one_of
-
-# torchmetrics puts a confidence of exactly 1 into a bin of its own, and takes numbers above 1 for logits
-_BELOW_ONE = 1 - torch.finfo(torch.float32).eps / 2
 
 
 def plain(tensor: Tensor) -> Tensor:
@@ -103,13 +101,7 @@ def _check_probabilities(probs: Tensor, function: str) -> None:
 
 def accuracy(probs: Tensor, labels: Tensor) -> float:
     """Share of inputs whose most probable class is the label."""
-    from torchmetrics.functional.classification import multiclass_accuracy
-
-    probs, labels = classified(probs, labels)
-    with probs.device:  # torchmetrics before 1.9 makes a tensor on torch's default device
-        return multiclass_accuracy(
-            probs.argmax(dim=-1), labels, num_classes=probs.shape[1], average="micro"
-        ).item()
+    return top_k_accuracy(probs, labels, 1)
 
 
 def top_k_accuracy(probs: Tensor, labels: Tensor, k: int = 5) -> float:
@@ -122,14 +114,6 @@ def top_k_accuracy(probs: Tensor, labels: Tensor, k: int = 5) -> float:
     earlier = torch.arange(probs.shape[1], device="cpu") < labels.unsqueeze(-1)
     ahead = ((probs > of_label) | ((probs == of_label) & earlier)).sum(dim=-1)
     return (ahead < k).double().mean().item()
-
-
-def negative_log_likelihood(probs: Tensor, labels: Tensor) -> float:
-    """Mean of -log p(label) in nats; infinite as soon as one label has probability 0, where the `log_prob` of a
-    prediction stays finite.
-    """
-    probs, labels = classified(probs, labels)
-    return -probs.gather(-1, labels.unsqueeze(-1)).log().mean().item()
 
 
 def brier_score(probs: Tensor, labels: Tensor) -> float:
@@ -189,16 +173,7 @@ def expected_calibration_error(
     width leave most bins nearly empty; those of equal mass do not (Nixon et al., "Measuring Calibration in
     Deep Learning", CVPR workshops 2019).
     """
-    from torchmetrics.functional.classification import multiclass_calibration_error
-
-    probs, labels = classified(probs, labels)
-    _check_bins(bins, binning)
-    if binning == "equal_mass":
-        confidence, predicted = probs.max(dim=-1)
-        return _gap(_binned(confidence, predicted == labels, bins, binning))
-    return multiclass_calibration_error(
-        probs.clamp(0, _BELOW_ONE), labels, num_classes=probs.shape[1], n_bins=bins, norm="l1"
-    ).item()
+    return _gap(calibration_bins(probs, labels, bins, binning))
 
 
 def calibration_bins(
@@ -289,46 +264,19 @@ def f1_score(probs: Tensor, labels: Tensor, average: Literal["macro", "micro"] =
     return float(multilabel_f1_score(probs, labels, num_labels=probs.shape[1], average=average))
 
 
-def hamming_loss(probs: Tensor, labels: Tensor) -> float:
-    """The share of decisions, label by label, that are wrong."""
-    from torchmetrics.functional.classification import multilabel_hamming_distance
-
-    probs, labels = _multilabel(probs, labels)
-    return float(multilabel_hamming_distance(probs, labels, num_labels=probs.shape[1], average="micro"))
-
-
 def multilabel_calibration_error(probs: Tensor, labels: Tensor, bins: int = 15) -> float:
     """The expected calibration error of all labels' probabilities together, in bins of equal width: the gap between the
     mean probability in a bin and how often these labels are there.
     """
-    from torchmetrics.functional.classification import binary_calibration_error
-
     probs, labels = _multilabel(probs, labels)
     _check_bins(bins)
-    confidence = probs.clamp(0, _BELOW_ONE).flatten()
-    return float(binary_calibration_error(confidence, labels.flatten(), n_bins=bins, norm="l1"))
-
-
-def multilabel_brier_score(probs: Tensor, labels: Tensor) -> float:
-    """Squared distance of a label's probability to 0 or 1, mean over labels and inputs."""
-    probs, labels = _multilabel(probs, labels)
-    return (probs - labels).square().mean().item()
+    return _gap(_binned(probs.flatten(), labels.flatten(), bins, "equal_width"))
 
 
 def rmse(mean: Tensor, targets: Tensor) -> float:
     """Root of the mean squared error over all inputs and outputs, in units of the output."""
-    from torchmetrics.functional.regression import mean_squared_error
-
     mean, targets = same_shape(mean=mean, targets=targets)
-    return mean_squared_error(mean.flatten(), targets.flatten(), squared=False).item()
-
-
-def mae(mean: Tensor, targets: Tensor) -> float:
-    """Mean absolute error over all inputs and outputs, in units of the output."""
-    from torchmetrics.functional.regression import mean_absolute_error
-
-    mean, targets = same_shape(mean=mean, targets=targets)
-    return mean_absolute_error(mean.flatten(), targets.flatten()).item()
+    return (mean - targets).square().mean().sqrt().item()
 
 
 def gaussian_log_density(mean: Tensor, variance: Tensor, targets: Tensor) -> float:
@@ -336,8 +284,7 @@ def gaussian_log_density(mean: Tensor, variance: Tensor, targets: Tensor) -> flo
     mean, variance, targets = same_shape(mean=mean, variance=variance, targets=targets)
     if bool((variance <= 0).any()):
         raise PosthocUQError("gaussian_log_density needs a positive variance everywhere.")
-    density = -0.5 * ((targets - mean).square() / variance + variance.log() + math.log(2 * math.pi))
-    return density.reshape(len(density), -1).sum(dim=-1).mean().item()
+    return Normal(mean, variance.sqrt()).log_prob(targets).reshape(len(mean), -1).sum(dim=-1).mean().item()
 
 
 def crps_gaussian(mean: Tensor, variance: Tensor, targets: Tensor) -> float:
@@ -423,9 +370,22 @@ def _standardised(name: str, mean: Tensor, variance: Tensor, targets: Tensor) ->
 
 def ood_auroc(scores_in: Tensor, scores_out: Tensor) -> float:
     """Probability that a foreign input scores higher than a familiar one, ties counting half."""
-    from torchmetrics.functional.classification import binary_auroc
+    familiar, foreign = _both("ood_auroc", scores_in, scores_out)
+    scores = torch.cat([familiar, foreign])
+    return roc_area(scores, torch.arange(len(scores), device="cpu") >= len(familiar))
 
-    return binary_auroc(*_ranked("ood_auroc", scores_in, scores_out)).item()
+
+def roc_area(values: Tensor, positive: Tensor, weights: Tensor | None = None) -> float:
+    """Weighted share of (positive, negative) pairs in the right order, ties counting half; NaN without pairs. All are
+    (inputs,) on the CPU.
+    """
+    rank = torch.unique(values, return_inverse=True)[1]
+    weights = torch.ones(len(rank), dtype=torch.float64, device="cpu") if weights is None else weights
+    size = int(rank.max()) + 1
+    up = torch.bincount(rank, weights=weights * positive, minlength=size)
+    down = torch.bincount(rank, weights=weights * ~positive, minlength=size)
+    pairs = up.sum() * down.sum()
+    return ((up * (down.cumsum(0) - down / 2)).sum() / pairs).item() if pairs > 0 else math.nan
 
 
 def ood_aupr(scores_in: Tensor, scores_out: Tensor) -> float:
@@ -437,7 +397,12 @@ def ood_aupr(scores_in: Tensor, scores_out: Tensor) -> float:
     """
     from torchmetrics.functional.classification import binary_average_precision
 
-    return binary_average_precision(*_ranked("ood_aupr", scores_in, scores_out)).item()
+    familiar, foreign = _both("ood_aupr", scores_in, scores_out)
+    scores = torch.cat([familiar, foreign])
+    # by ranks in (0, 1): torchmetrics squeezes scores outside [0, 1] through a sigmoid, where large ones tie
+    ranks = torch.unique(scores, return_inverse=True)[1].double() / len(scores)
+    is_foreign = torch.arange(len(scores), device="cpu") >= len(familiar)
+    return binary_average_precision(ranks, is_foreign.long()).item()
 
 
 def ood_fpr(scores_in: Tensor, scores_out: Tensor, tpr: float = 0.95) -> float:
@@ -464,12 +429,3 @@ def _both(name: str, scores_in: Tensor, scores_out: Tensor) -> tuple[Tensor, Ten
     if bool(familiar.isnan().any()) or bool(foreign.isnan().any()):
         raise NonFiniteError(f"{name} got scores that are NaN.")
     return familiar, foreign
-
-
-def _ranked(name: str, scores_in: Tensor, scores_out: Tensor) -> tuple[Tensor, Tensor]:
-    """Ranks in (0, 1), and 1 for foreign: torchmetrics squeezes scores outside [0, 1] through a sigmoid, where
-    large ones tie."""
-    familiar, foreign = _both(name, scores_in, scores_out)
-    scores = torch.cat([familiar, foreign])
-    ranks = torch.unique(scores, return_inverse=True)[1].double() / scores.numel()
-    return ranks, (torch.arange(scores.numel(), device="cpu") >= familiar.numel()).long()

@@ -19,11 +19,11 @@ from posthoc_uq.likelihoods import metrics
 from posthoc_uq.likelihoods.class_prediction import ClassPrediction, divergence_of_classes, entropy_of
 from posthoc_uq.likelihoods.draws import OutputGaussian, moments_of
 from posthoc_uq.likelihoods.labels import in_whole_numbers
-from posthoc_uq.likelihoods.likelihood import MIN_AGREEMENT, Likelihood, at_nodes
+from posthoc_uq.likelihoods.likelihood import Faults, Likelihood, at_nodes
 from posthoc_uq.likelihoods.prediction import at_least_float32, check_probability
 
 _MIN_DISTANCE = (
-    1e-4  # of neighbouring cumulative logits; those of a draw that are nearer, or cross, are moved to it
+    1e-4  # of neighbouring cumulative logits; nearer ones of a draw, or crossing ones, are moved to it
 )
 
 
@@ -72,26 +72,7 @@ class Ordinal(Likelihood):
     def restore(cls, attributes: Mapping[str, Any]) -> Ordinal:
         return cls(attributes["thresholds"] or None, attributes["cumulative"])
 
-    def check(self, outputs: Tensor, targets: Tensor | None) -> None:
-        super().check(outputs, targets)
-        if self._misordered(outputs):
-            raise PosthocUQError(
-                "likelihood=Ordinal(cumulative=True) takes logits of P(y > k) that do not increase from one step to "
-                "the next, and the model's do; logits of P(y > k | y >= k), as of CORN, are those of Ordinal()."
-            )
-
-    def fault(self, outputs: Tensor, targets: Tensor | None) -> Tensor | None:
-        wrong, misordered = self.wrong_values(outputs, targets), self._misordered(outputs)
-        return misordered if wrong is None else wrong if misordered is None else wrong | misordered
-
-    def wrong_text(self, outputs: Tensor, targets: Tensor) -> str:
-        classes = self.classes(outputs[0].numel())
-        return (
-            f"Labels run from {int(targets.min())} to {int(targets.max())}, but there are {classes} ordered classes; "
-            f"labels must lie in 0..{classes - 1}."
-        )
-
-    def wrong_values(self, outputs: Tensor, targets: Tensor | None) -> Tensor | None:
+    def faults(self, outputs: Tensor, targets: Tensor | None) -> Faults:
         if self.thresholds and outputs.numel() != outputs.shape[0]:
             raise PosthocUQError(
                 f"likelihood='ordinal' with thresholds needs outputs of shape (samples,) or (samples, 1), and the "
@@ -102,24 +83,29 @@ class Ordinal(Likelihood):
                 f"likelihood='ordinal' needs outputs of shape (samples, classes - 1), and the model gives "
                 f"{tuple(outputs.shape)}."
             )
+        if self.cumulative and outputs.shape[1] > 1:
+            yield (
+                (outputs.diff(dim=1) > 0).any(),
+                lambda: (
+                    "likelihood=Ordinal(cumulative=True) takes logits of P(y > k) that do not increase from one step "
+                    "to the next, and the model's do; logits of P(y > k | y >= k), as of CORN, are those of Ordinal()."
+                ),
+            )
         if targets is None:
-            return None
+            return
         if targets.shape != outputs.shape[:1] or targets.is_floating_point():
             raise PosthocUQError(
                 f"Labels must be integers of shape ({outputs.shape[0]},), not {targets.dtype} of shape "
                 f"{tuple(targets.shape)}.{in_whole_numbers(targets)}"
             )
         classes = self.classes(outputs[0].numel())
-        return ((targets < 0) | (targets >= classes)).any().to(outputs.device)
-
-    def _misordered(self, outputs: Tensor) -> Tensor | None:
-        """Whether cumulative logits increase; None where there are none."""
-        if not self.cumulative or outputs.shape[1] < 2:
-            return None
-        return (outputs.diff(dim=1) > 0).any()
-
-    def takes(self, outputs: int) -> bool:
-        return outputs == 1 if self.thresholds else outputs >= 1
+        yield (
+            ((targets < 0) | (targets >= classes)).any().to(outputs.device),
+            lambda: (
+                f"Labels run from {int(targets.min())} to {int(targets.max())}, but there are {classes} ordered "
+                f"classes; labels must lie in 0..{classes - 1}."
+            ),
+        )
 
     def log_probs(self, outputs: Tensor) -> Tensor:
         """``log P(y = k | outputs)`` of every class, ``(samples, classes)``."""
@@ -194,35 +180,28 @@ class Ordinal(Likelihood):
     def divergence(self, outputs: Tensor, prediction: Any) -> Tensor:
         return divergence_of_classes(self.log_probs(outputs), prediction.log_probs)
 
-    def agrees(self, outputs: Tensor, draws: Tensor) -> bool:
-        """At least three quarters of the samples keep their most probable class."""
-        probs = self._by_draw(draws).exp().mean(0)
-        same = probs.argmax(-1) == self.predicted_class(outputs)
-        return not bool(same.float().mean() < MIN_AGREEMENT)
-
     def classes(self, outputs: int) -> int:
         return len(self.thresholds) + 1 if self.thresholds else outputs + 1
 
     def predicted_class(self, outputs: Tensor) -> Tensor:
         return self.log_probs(outputs).argmax(1)
 
-    def _by_draw(self, outputs: Tensor) -> Tensor:
-        """Log probabilities ``(draws, batch, classes)``."""
-        draws = outputs.shape[0]
-        flat = self.log_probs(outputs.flatten(0, 1))
-        return flat.reshape(draws, -1, flat.shape[1])
-
     def from_blocks(self, blocks: Iterable[Tensor]) -> OrdinalPrediction:
         outputs = at_least_float32(torch.cat(list(blocks)))
         outputs = outputs.unsqueeze(-1) if outputs.ndim == 2 else outputs
-        return OrdinalPrediction.from_log_probs(self._by_draw(outputs), *moments_of([outputs]))
+        return self._averaged(outputs, *moments_of([outputs]))
 
-    def of_gaussian(self, outputs: OutputGaussian) -> OrdinalPrediction:
+    def from_gaussian(self, outputs: OutputGaussian) -> OrdinalPrediction:
         """By quasi-random draws of the outputs, with their covariance where it is known."""
         mean = outputs.mean.reshape(outputs.mean.shape[0], -1)
         variance = outputs.variance.reshape(mean.shape)
-        draws = outputs._replace(mean=mean, variance=variance).draws()
-        return OrdinalPrediction.from_log_probs(self._by_draw(draws), mean, variance)
+        return self._averaged(outputs._replace(mean=mean, variance=variance).draws(), mean, variance)
+
+    def _averaged(self, draws: Tensor, mean: Tensor, variance: Tensor) -> OrdinalPrediction:
+        """The prediction from draws ``(draws, batch, outputs)``, and mean and variance of the outputs."""
+        log_probs = self.log_probs(draws.flatten(0, 1)).unflatten(0, draws.shape[:2])
+        drawn = ClassPrediction.from_logits(log_probs)  # whose softmax they are themselves
+        return OrdinalPrediction(**vars(drawn) | {"logits_mean": mean, "logits_variance": variance})
 
 
 def _increasing(thresholds: Sequence[float] | Tensor) -> tuple[float, ...]:
@@ -249,17 +228,7 @@ class OrdinalPrediction(ClassPrediction):
     model's own outputs: (batch, classes - 1), or (batch, 1) with thresholds.
     """
 
-    @classmethod
-    def from_log_probs(cls, log_probs: Tensor, mean: Tensor, variance: Tensor) -> OrdinalPrediction:
-        """Average over draws.
-
-        Args:
-            log_probs: (draws, batch, classes), of the classes under each draw.
-            mean: (batch, outputs), of the outputs.
-            variance: same shape, of the outputs.
-        """
-        drawn = ClassPrediction.from_logits(log_probs)  # whose softmax they are themselves
-        return cls(**vars(drawn) | {"logits_mean": mean, "logits_variance": variance})
+    _computed: ClassVar[tuple[str, ...]] = (*ClassPrediction._computed, "mean")
 
     def _fits(self, logits: int, classes: int) -> bool:
         return logits in (1, classes - 1)
@@ -306,7 +275,3 @@ class OrdinalPrediction(ClassPrediction):
             "MAE": float((self.quantile(0.5) - targets.to(self.probs.device)).abs().double().mean()),
             "quadratic kappa": metrics.quadratic_kappa(self.predicted(), targets, self.probs.shape[1]),
         }
-
-    def to_dict(self) -> dict[str, Tensor]:
-        """As of a `ClassPrediction`, with the mean class."""
-        return super().to_dict() | {"mean": self.mean}

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
+from functools import wraps
 from math import prod
 from typing import Annotated, Any, ClassVar, cast
 
@@ -13,11 +14,21 @@ from torch import Tensor
 
 from posthoc_uq.core.errors import PosthocUQError
 from posthoc_uq.core.options import did_you_mean
-from posthoc_uq.likelihoods.class_prediction import ClassPrediction, ClassStatistics, TopK
+from posthoc_uq.likelihoods.class_prediction import ClassPrediction, ClassStatistics
 from posthoc_uq.likelihoods.labels import Layout
 from posthoc_uq.likelihoods.prediction import ClassTensors, Prediction
 
 _MAX_LOGITS = 2**17  # of one draw that are summed at once
+
+
+def _by_position(of_rows: Callable[[ClassPrediction], Tensor]) -> Callable[..., Tensor]:
+    """A method of `ClassPrediction` that gives one number an input, as one that gives it ``(batch, *positions)``."""
+
+    @wraps(of_rows)
+    def by_position(self: PositionPrediction) -> Tensor:
+        return of_rows(self.rows).reshape(-1, *self.positions)
+
+    return by_position
 
 
 @dataclass(frozen=True, eq=False, repr=False)
@@ -53,7 +64,7 @@ class PositionPrediction(Prediction):
         return f"PositionPrediction(inputs={len(self)}, positions={self.positions}, classes={self.classes})"
 
     def _map(self, values: Tensor) -> Tensor:
-        return self.layout.maps(values, self.positions)
+        return values.reshape(-1, *self.positions)
 
     def _whole(self, values: Tensor) -> Tensor:
         return self.layout.whole(values, self.positions)
@@ -80,43 +91,14 @@ class PositionPrediction(Prediction):
         """In the layout of the outputs: the variance of the logits over the weights."""
         return self._whole(self.rows.logits_variance)
 
-    def entropy(self) -> Tensor:
-        """(batch, *positions), in nats; see `ClassPrediction`."""
-        return self._map(self.rows.entropy())
-
-    def expected_entropy(self) -> Tensor:
-        """(batch, *positions), in nats; see `ClassPrediction`."""
-        return self._map(self.rows.expected_entropy())
-
-    def mutual_information(self) -> Tensor:
-        """(batch, *positions), in nats; see `ClassPrediction`."""
-        return self._map(self.rows.mutual_information())
-
-    def variation_ratio(self) -> Tensor:
-        """(batch, *positions), in [0, 1 - 1 / classes]; see `ClassPrediction`."""
-        return self._map(self.rows.variation_ratio())
-
-    def epistemic(self) -> Tensor:
-        """(batch, *positions): the mean over classes of the variance of the logits."""
-        return self._map(self.rows.epistemic())
-
-    def max_probability(self) -> Tensor:
-        """(batch, *positions): the probability of the predicted class."""
-        return self._map(self.rows.max_probability())
-
-    def predicted(self) -> Tensor:
-        """(batch, *positions), int64: the most probable class."""
-        return self._map(self.rows.predicted())
-
-    def top_k(self, k: int) -> TopK:
-        """The `k` most probable classes of every position, each tensor (batch, *positions, k)."""
-        found, shape = self.rows.top_k(k), (-1, *self.positions, k)
-        spread = found.standard_deviations
-        return TopK(
-            found.probabilities.reshape(shape),
-            found.labels.reshape(shape),
-            None if spread is None else spread.reshape(shape),
-        )
+    # each (batch, *positions); see `ClassPrediction`
+    entropy = _by_position(ClassPrediction.entropy)
+    expected_entropy = _by_position(ClassPrediction.expected_entropy)
+    mutual_information = _by_position(ClassPrediction.mutual_information)
+    variation_ratio = _by_position(ClassPrediction.variation_ratio)
+    epistemic = _by_position(ClassPrediction.epistemic)
+    max_probability = _by_position(ClassPrediction.max_probability)
+    predicted = _by_position(ClassPrediction.predicted)
 
     def scores_by_position(self) -> dict[str, Tensor]:
         """All known uncertainty scores by name, each (batch, *positions)."""
@@ -155,12 +137,9 @@ class PositionPrediction(Prediction):
             values = known[score]
         else:
             values = score
-        shape = (len(self), *self.positions)
-        for name, tensor in (("score", values), ("mask", mask)):
-            if tensor is not None and tuple(tensor.shape) != shape:
-                raise PosthocUQError(
-                    f"{name} has shape {tuple(tensor.shape)} where (batch, *positions), {shape}, is needed."
-                )
+        self._check_shape("score", values)
+        if mask is not None:
+            self._check_shape("mask", mask)
         if how not in ("mean", "largest"):
             raise PosthocUQError(f"how must be 'mean' or 'largest', not {how!r}.")
         values = values.flatten(1)
@@ -172,6 +151,13 @@ class PositionPrediction(Prediction):
             return largest.masked_fill(~counted.any(1), float("nan"))
         return values.masked_fill(~counted, 0.0).sum(1) / counted.sum(1)
 
+    def _check_shape(self, name: str, tensor: Tensor) -> None:
+        shape = (len(self), *self.positions)
+        if tuple(tensor.shape) != shape:
+            raise PosthocUQError(
+                f"{name} has shape {tuple(tensor.shape)} where (batch, *positions), {shape}, is needed."
+            )
+
     def masked(self, mask: Tensor) -> PositionPrediction:
         """The same prediction, in whose numbers of an input the other positions, such as padding, do not count: in
         `per_input` and `scores`, and so in `posthoc_uq.Referral`.
@@ -182,11 +168,7 @@ class PositionPrediction(Prediction):
         Raises:
             PosthocUQError: another shape.
         """
-        shape = (len(self), *self.positions)
-        if tuple(mask.shape) != shape:
-            raise PosthocUQError(
-                f"mask has shape {tuple(mask.shape)} where (batch, *positions), {shape}, is needed."
-            )
+        self._check_shape("mask", mask)
         return replace(self, mask=mask.to(self.rows.probs.device).bool())
 
     def scores(self) -> dict[str, Tensor]:
@@ -241,7 +223,6 @@ class PositionPrediction(Prediction):
         return (-self.log_prob(targets) / counted).exp()
 
     def fitting(self, targets: Tensor) -> Tensor:
-        """The labels themselves, once they are checked."""
         self._labels(targets)
         return targets
 
@@ -278,7 +259,7 @@ class PositionPrediction(Prediction):
         return replace(self, rows=self.rows.of_one_network())
 
     def numbers(self) -> dict[str, Tensor]:
-        """See `Prediction`; those of the rows, as (batch, ...)."""
+        """Those of the rows, as (batch, ...)."""
         values = {name: value.reshape(len(self), -1) for name, value in self.rows.numbers().items()}
         return values | self._stored()
 

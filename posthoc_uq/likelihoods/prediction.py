@@ -4,8 +4,9 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field, replace
-from typing import Annotated, Any, ClassVar, NamedTuple, TypeVar, get_type_hints
+from typing import Annotated, Any, ClassVar, NamedTuple, TypeVar, cast, get_type_hints
 
 import torch
 from torch import Tensor
@@ -45,6 +46,8 @@ class Prediction(ABC):
     loss_name: ClassVar[str]
     _dims: ClassVar[dict[str, tuple[list[str], bool]]]
     _over_draws: ClassVar[tuple[str, ...]] = ()  # fields that one network alone does not have
+    _not_shown: ClassVar[tuple[str, ...]] = ()  # fields that `to_dict` leaves out
+    _computed: ClassVar[tuple[str, ...]] = ()  # properties and methods that it has besides
 
     novelty_ratio: Annotated[Tensor | None, "batch *novelty"] = field(default=None, kw_only=True)
 
@@ -185,9 +188,14 @@ class Prediction(ABC):
 
     def to_dict(self) -> dict[str, Tensor]:
         """Tensors by name, and what is computed from them; unknown ones are left out."""
-        values = self._stored()
-        ratio = values.pop("novelty_ratio", None)
-        return values if ratio is None else values | {"novelty": ratio}
+        values = {name: value for name, value in self._stored().items() if name not in self._not_shown}
+        if "novelty_ratio" in values:
+            values["novelty"] = values.pop("novelty_ratio")
+        for name in self._computed:
+            with suppress(PosthocUQError):
+                found: Any = getattr(self, name)
+                values[name] = cast(Tensor, found() if callable(found) else found)
+        return values
 
     def entropy(self) -> Tensor:
         """(batch,), in nats: the entropy of the target.

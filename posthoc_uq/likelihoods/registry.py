@@ -94,7 +94,7 @@ def likelihood_from_attributes(description: Mapping[str, Any], given: Likelihood
         raise PosthocUQError(
             f"it was fitted with the likelihood {_named(description)}, which is not this package's, and nothing is "
             f"imported because a file names it; pass an object of that class: "
-            f"uq.load(path, model, likelihood={_short(description['class'])}(...))."
+            f"uq.load(path, model, likelihood={description['class'].rpartition(':')[2].rpartition('.')[2]}(...))."
         )
     return LIKELIHOODS[str(description["name"])].restore(description)
 
@@ -104,34 +104,25 @@ def _check_same(description: Mapping[str, Any], given: Likelihood) -> None:
     or is, defined in a script.
     """
     offered = described(given)
-    file_class, given_class = description.get("class"), offered.get("class")
-    if file_class is None or given_class is None:
-        same = file_class == given_class
-    else:
-        (module, name), (given_module, given_name) = file_class.split(":"), given_class.split(":")
-        same = name == given_name and (module == given_module or "__main__" in (module, given_module))
-    if not same:
+    classes = [each.get("class", "").split(":") for each in (description, offered)]
+    modules = {module for module, *_ in classes}
+    if classes[0][1:] != classes[1][1:] or (len(modules) > 1 and "__main__" not in modules):
         raise PosthocUQError(
             f"it was fitted with the likelihood {_named(description)}, and likelihood= is {_named(offered)}; pass an "
             f"object of the same class."
         )
-    fitted = description if file_class is None else description["attributes"]
-    new = given.attributes()
+    fitted, new = description.get("attributes", description), given.attributes()
     different = sorted(name for name in {*fitted, *new} if fitted.get(name) != new.get(name))
     if different:
+        was, now = (
+            ", ".join(f"{name} {verb} {values.get(name)!r}" for name in different)
+            for verb, values in (("was", fitted), ("is", new))
+        )
         raise PosthocUQError(
-            f"it was fitted with the likelihood {_named(description)}, whose "
-            + ", ".join(f"{name} was {fitted.get(name)!r}" for name in different)
-            + "; of likelihood= "
-            + ", ".join(f"{name} is {new.get(name)!r}" for name in different)
-            + "."
+            f"it was fitted with the likelihood {_named(description)}, whose {was}; of likelihood= {now}."
         )
 
 
 def _named(description: Mapping[str, Any]) -> str:
     class_name = description.get("class")
     return repr(description["name"]) + ("" if class_name is None else f" of the class '{class_name}'")
-
-
-def _short(qualified: str) -> str:
-    return qualified.rpartition(":")[2].rpartition(".")[2]

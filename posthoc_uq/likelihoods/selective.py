@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 
 from posthoc_uq.core.errors import NonFiniteError, PosthocUQError
-from posthoc_uq.likelihoods.metrics import classified, plain, row
+from posthoc_uq.likelihoods.metrics import classified, plain, roc_area, row
 
 
 class RiskCoverage(NamedTuple):
@@ -64,8 +64,8 @@ def selective_accuracy(
 ) -> Tensor:
     """(rates,), float64: accuracy on the inputs that remain when a share of them, the most uncertain, is referred."""
     probs, labels = classified(probs, labels)
-    curve = _miss_curve(scores, probs, labels)
-    return 1 - curve.risk[[count - 1 for count in retained(rates, len(labels))]]
+    risk = risk_coverage(scores, (probs.argmax(dim=-1) != labels).double()).risk
+    return 1 - risk[[count - 1 for count in retained(rates, len(labels))]]
 
 
 def selective_accuracy_area(scores: Tensor, probs: Tensor, labels: Tensor) -> float:
@@ -74,7 +74,8 @@ def selective_accuracy_area(scores: Tensor, probs: Tensor, labels: Tensor) -> fl
     The mean over the rates 0, 1 / n, ..., (n - 1) / n at which the curve changes, which is its integral over
     [0, 1): 1 - AURC of the 0/1 loss.
     """
-    return 1 - _miss_curve(scores, *classified(probs, labels)).area
+    probs, labels = classified(probs, labels)
+    return 1 - risk_coverage(scores, (probs.argmax(dim=-1) != labels).double()).area
 
 
 def selective_auc(scores: Tensor, probs: Tensor, labels: Tensor, rates: Sequence[float] | Tensor) -> Tensor:
@@ -89,14 +90,16 @@ def selective_auc(scores: Tensor, probs: Tensor, labels: Tensor, rates: Sequence
     """
     probs, labels = classified(probs, labels)
     scores = row("scores", scores, len(labels))
-    ascending = scores.sort().values
+    ascending, classes = scores.sort().values, range(probs.shape[1]) if probs.shape[1] > 2 else [1]
     values: list[float] = []
     for count in retained(rates, len(labels)):
         border = ascending[count - 1]
         inside, tied = scores < border, scores == border
         weights = inside.double() + tied * ((count - inside.sum()) / tied.sum().double())
         used = weights > 0
-        values.append(_macro_auc(probs[used], labels[used], weights[used]))
+        areas = [roc_area(probs[used, c], labels[used] == c, weights[used]) for c in classes]
+        known = [area for area in areas if not math.isnan(area)]
+        values.append(sum(known) / len(known) if known else math.nan)
     return torch.tensor(values, dtype=torch.float64, device="cpu")
 
 
@@ -113,27 +116,6 @@ def retained(rates: Sequence[float] | Tensor, inputs: int) -> list[int]:
 def _referred_count(rate: float, inputs: int) -> int:
     # a rate in float32 may be up to 6e-8 too small, and 0.7 of 10 must be 7
     return math.floor(rate * inputs + min(1e-7 * inputs, 0.1))
-
-
-def _miss_curve(scores: Tensor, probs: Tensor, labels: Tensor) -> RiskCoverage:
-    return risk_coverage(row("scores", scores, len(labels)), (probs.argmax(dim=-1) != labels).double())
-
-
-def _macro_auc(probs: Tensor, labels: Tensor, weights: Tensor) -> float:
-    classes = [1] if probs.shape[1] == 2 else range(probs.shape[1])
-    areas = [_weighted_auc(probs[:, c], labels == c, weights) for c in classes]
-    known = [area for area in areas if not math.isnan(area)]
-    return sum(known) / len(known) if known else math.nan
-
-
-def _weighted_auc(values: Tensor, positive: Tensor, weights: Tensor) -> float:
-    """Weighted share of (positive, negative) pairs in the right order, ties counting half; NaN without pairs."""
-    rank = torch.unique(values, return_inverse=True)[1]
-    size = int(rank.max()) + 1
-    up = torch.bincount(rank, weights=weights * positive, minlength=size)
-    down = torch.bincount(rank, weights=weights * ~positive, minlength=size)
-    pairs = up.sum() * down.sum()
-    return ((up * (down.cumsum(0) - down / 2)).sum() / pairs).item() if pairs > 0 else math.nan
 
 
 QUANTILES = 200

@@ -43,10 +43,6 @@ class SampleWeights:
         """The sum of the samples' weights."""
         return float(self.samples.sum())
 
-    def repeated(self, positions: int) -> SampleWeights:
-        """Those of samples whose positions count as samples of their own."""
-        return SampleWeights(self.samples.repeat_interleave(positions))
-
     def targets(self, targets: Tensor | None) -> Tensor | None:
         """The targets, ignored where a position has the weight 0."""
         if targets is None or self.ignored is None or self.layout is None:

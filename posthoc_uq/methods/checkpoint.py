@@ -4,31 +4,48 @@ A fit is a sequence of *parts* by name: the pass for the noise variance, each sw
 state of each, as nested dicts of plain values and tensors: the sums of finished sweeps, and how far the running part
 is. What is computed between parts, as an eigendecomposition, is computed again from their sums. A method declares
 nothing for this: sweeps and trainings save themselves.
+
+Here is also what two fits are compared by (`fit_identity`, `data_identity`), and how the file is written and read
+(`write_snapshot`, `read_snapshot`).
 """
 
 from __future__ import annotations
 
 import functools
+import hashlib
 import json
 import os
-from collections.abc import Callable, Generator, Mapping
+import zipfile
+from collections.abc import Callable, Generator, Iterable, Mapping
 from contextlib import contextmanager
 from dataclasses import fields, is_dataclass
-from hashlib import sha256
 from itertools import chain
-from typing import Any, cast
+from pathlib import Path
+from typing import Any, BinaryIO, cast
 
 import numpy as np
 import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_map_only
 
-from posthoc_uq.core.distributed import rank, world
+from posthoc_uq.core.batches import Batch, BatchReader, batches
+from posthoc_uq.core.distributed import gather, rank, world
 from posthoc_uq.core.errors import CorruptPosteriorError, PosthocUQError, out_of_memory
+from posthoc_uq.core.model import model_device
+from posthoc_uq.core.randomness import isolated_random_state
+from posthoc_uq.curvature.labels import own_samples_of
+from posthoc_uq.curvature.sweep import batch_hash
 from posthoc_uq.files import atomic, fingerprint
-from posthoc_uq.files.snapshot import read_snapshot, write_snapshot
+from posthoc_uq.files.header import SNAPSHOT_MAGIC, open_regular
 from posthoc_uq.files.tensors import tensors_of
+from posthoc_uq.layers.layer import Layer
 from posthoc_uq.posteriors.posterior import Posterior
+from posthoc_uq.version import __version__
+
+WITHOUT_EFFECT = {"without effect": True}
+"""Metadata of a method's field that does not change the result, and so is no part of a fit's identity."""
+
+_DIGEST = hashlib.sha256().digest_size
 
 State = dict[str, Any]
 """Of a part of a fit: nested dicts of plain values and tensors."""
@@ -99,10 +116,6 @@ class Checkpoint:
             tensors, values = self._finished[part]
             return dict(tensors), dict(values)
 
-    def is_running(self, part: str) -> bool:
-        """Whether the file holds the state of a part that is not finished."""
-        return self._running is not None and self._running[0] == part
-
     def take_running(self, part: str) -> State | None:
         """Hand over the state of an unfinished part, which is then no longer in memory here; None without one."""
         if self._running is None or self._running[0] != part:
@@ -124,10 +137,6 @@ class Checkpoint:
         """Write the state at the end of a part, whose tensors the caller may then change."""
         self._finished[part] = _on_cpu((tensors, values), copy=True)
         self._write(None)
-
-    def drop(self, part: str) -> None:
-        """Leave a finished part that nothing needs any more out of the file, from the next write on."""
-        self._finished.pop(part, None)
 
     def drop_running(self) -> None:
         """Write the finished parts alone."""
@@ -173,6 +182,70 @@ def load_tensors(wanted: Mapping[str, Any], saved: Any) -> None:
         tensor.detach().copy_(value)
 
 
+# What a fit is compared by
+
+
+def fit_identity(
+    arguments: Mapping[str, Any], method: Any, model: nn.Module, layers: Mapping[str, Layer]
+) -> dict[str, str]:
+    """All that can change the result of a fit but its training data, as texts by name; a fit goes on from the
+    checkpoint of another only where all of them are the same.
+
+    Args:
+        arguments: of the fit, by name, as far as they change its result; but for the model and the training data.
+        method: whose fields count, but for those that are `WITHOUT_EFFECT`.
+        model: the user's.
+        layers: those that get a posterior.
+    """
+    kind = model_device(model).type
+    values = dict(arguments) | {"method": method.name}
+    values |= {f.name: getattr(method, f.name) for f in fields(method) if f.metadata != WITHOUT_EFFECT}
+    values |= {
+        "library version": __version__,
+        "layers": {name: list(layer.matrix_shape) for name, layer in layers.items()},
+        "model": model,
+        "autocast": str(torch.get_autocast_dtype(kind)) if torch.is_autocast_enabled(kind) else "off",
+        "processes": world(),
+    }
+    return identified(values)
+
+
+def data_identity(
+    loader: Iterable[Any], reader: BatchReader, seed: int, first: Batch | None = None
+) -> dict[str, Any]:
+    """A hash of the first batch of a loader, and the number of its samples, where it has a length.
+
+    Args:
+        loader: the data.
+        reader: of their batches.
+        seed: of the random numbers that reading the first batch may draw.
+        first: that batch, where it is at hand.
+    """
+    if first is None:
+        with isolated_random_state(seed):
+            first = next(iter(batches(loader, reader)), None)
+    if first is None:
+        return {}
+    samples = own_samples_of(loader, reader, first)
+    return {"first batch": batch_hash(first)} | ({} if samples is None else {"number of samples": samples})
+
+
+def check_common(identity: Mapping[str, Any]) -> None:
+    """Check that all processes do the same fit.
+
+    Raises:
+        PosthocUQError: they do not; names what differs.
+    """
+    first, *others = gather(dict(identity), "comparing the fits")
+    for number, other in enumerate(others, 1):
+        for name, value in first.items():
+            if other[name] != value:
+                raise PosthocUQError(
+                    f"Rank {number} has another {name} than rank 0 ({other[name]!r:.200}, and {value!r:.200}); all "
+                    f"processes must hold the same model and ask for the same fit."
+                )
+
+
 def identified(values: Mapping[str, Any]) -> dict[str, str]:
     """The values of a fit's options, each as a text that is the same in another process."""
     return {name: json.dumps(as_plain(value)) for name, value in values.items()}
@@ -188,7 +261,7 @@ def as_plain(value: Any) -> Any:
         return value
     if isinstance(value, np.ndarray):
         array = cast("np.ndarray[Any, Any]", value)
-        return ["array", str(array.dtype), list(array.shape), sha256(array.tobytes()).hexdigest()]
+        return ["array", str(array.dtype), list(array.shape), hashlib.sha256(array.tobytes()).hexdigest()]
     if isinstance(value, (torch.dtype, torch.device)):
         return str(value)
     if isinstance(value, Tensor):
@@ -215,3 +288,84 @@ def as_plain(value: Any) -> Any:
 
 def _name(value: Any) -> str:
     return f"{value.__module__}.{value.__qualname__}"
+
+
+# The file
+
+
+class _HashingWriter:
+    """Hands on what is written to a file, and hashes it, so that no copy of a snapshot is made in memory."""
+
+    def __init__(self, file: BinaryIO) -> None:
+        self._file = file
+        self.digest = hashlib.sha256()
+
+    def write(self, data: bytes) -> int:
+        self.digest.update(data)
+        return self._file.write(data)
+
+    def flush(self) -> None:
+        self._file.flush()
+
+
+def write_snapshot(target: Path, state: Any) -> None:
+    """Put a snapshot in place, whole or not at all: magic word, SHA-256 of what follows, and what `torch.save` writes.
+
+    Raises:
+        PosthocUQError: the file could not be written.
+    """
+    try:
+        with atomic.replacing(target) as file:
+            file.write(SNAPSHOT_MAGIC + bytes(_DIGEST))
+            writer = _HashingWriter(file)
+            torch.save(state, writer)  # pyright: ignore[reportArgumentType]
+            file.seek(len(SNAPSHOT_MAGIC))
+            file.write(writer.digest.digest())
+    except OSError as error:
+        raise PosthocUQError(f"'{target}' could not be written: {error.strerror or error}.") from error
+
+
+def read_snapshot(path: Path) -> Any:
+    """What `write_snapshot` wrote, on the CPU.
+
+    No code of the file is run (``weights_only``), and the tensors take no more memory than the file has bytes.
+
+    Raises:
+        PosthocUQError: it cannot be read, or does not fit into memory.
+        CorruptPosteriorError: it is no snapshot, or a damaged one.
+    """
+    try:
+        with open_regular(path) as file:
+            if file.read(len(SNAPSHOT_MAGIC)) != SNAPSHOT_MAGIC:
+                raise CorruptPosteriorError(f"'{path}' is no checkpoint of a fit; give another path.")
+            expected = file.read(_DIGEST)
+            start, digest = file.tell(), hashlib.sha256()
+            while data := file.read(2**20):
+                digest.update(data)
+            if digest.digest() != expected:
+                raise CorruptPosteriorError(f"The checkpoint '{path}' is damaged; delete it to begin anew.")
+            file.seek(start)
+            return _load(file)
+    except OSError as error:
+        raise PosthocUQError(f"'{path}' cannot be read: {error.strerror or error}.") from error
+    except Exception as error:  # whatever torch raises for a file that somebody made
+        if isinstance(error, PosthocUQError):
+            raise
+        if out_of_memory(error):
+            raise PosthocUQError(f"'{path}' does not fit into memory.") from None
+        raise CorruptPosteriorError(
+            f"'{path}' holds what no checkpoint holds ({type(error).__name__}); delete it to begin anew."
+        ) from None
+
+
+def _load(file: BinaryIO) -> Any:
+    start = file.tell()
+    with zipfile.ZipFile(file) as archive:
+        entries = archive.infolist()
+    # torch compresses nothing; a compressed entry may be a thousand times as large in memory
+    if any(entry.compress_type != zipfile.ZIP_STORED for entry in entries):
+        raise ValueError
+    if sum(entry.file_size for entry in entries) > file.seek(0, 2) - start:
+        raise ValueError
+    file.seek(start)
+    return torch.load(file, map_location="cpu", weights_only=True)

@@ -6,6 +6,7 @@ on the seed and the step alone, and nothing is remembered between steps.
 
 from __future__ import annotations
 
+import copy
 import inspect
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Sequence
@@ -18,8 +19,8 @@ from torch import Tensor
 from posthoc_uq.core.batches import Batch, BatchReader, batches, check_loader
 from posthoc_uq.core.devices import host_double, sent
 from posthoc_uq.core.errors import PosthocUQError
-from posthoc_uq.core.options import Count, Natural, Positive, Seed, Unit, check_option, did_you_mean
-from posthoc_uq.core.randomness import isolated_random_state, mixed_seed
+from posthoc_uq.core.options import did_you_mean
+from posthoc_uq.core.randomness import isolated_random_state
 
 __all__ = [
     "Callback",
@@ -32,10 +33,10 @@ __all__ = [
     "UniformBox",
 ]
 
-PIXELS = 100_000  # values of each channel that `Monochrome` keeps
-POOL = 10_000  # inputs that `Pool` keeps
-POOL_BYTES = 256 * 2**20  # bytes that these may take
-_MAX_PIXELS = 1024  # values of each channel of an image that are looked at
+_MAX_KEPT = 100_000  # inputs, or colours, of which a context keeps a random choice
+_MAX_KEPT_BYTES = 256 * 2**20
+_MAX_PIXELS = 1024  # of an image that are looked at
+_BOX_GROWTH = 2.0  # of the box of the training inputs, about its middle
 
 
 class Context(ABC):
@@ -54,12 +55,12 @@ class Context(ABC):
         raise NotImplementedError
 
     def fresh(self) -> Context:
-        """A context of the same settings that has seen no data. Each fit uses its own, so one may serve many fits."""
-        return self
+        """A copy for one fit. Fits show data to copies alone, so that one context may serve many fits."""
+        return copy.copy(self)
 
     def identity(self) -> dict[str, Any]:
         """The settings that its draws depend on: its attributes before it has seen data."""
-        return dict(vars(self.fresh()))
+        return dict(vars(self))
 
     @abstractmethod
     def draw(self, n: int, batch: Batch, generator: torch.Generator) -> Any:
@@ -105,24 +106,47 @@ class TrainingBatch(Context):
         return inputs[sent(order[:n], inputs.device)]
 
 
+class _Reservoir:
+    """A uniform random choice of the rows that it is shown, on the CPU (algorithm R, Vitter 1985)."""
+
+    def __init__(self) -> None:
+        self._seen, self._kept = 0, torch.empty(0, device="cpu")
+
+    @property
+    def rows(self) -> Tensor:
+        return self._kept[: self._seen]
+
+    def add(self, rows: Tensor, generator: torch.Generator) -> None:
+        """Show it rows, ``(rows, ...)``. The i-th row ever replaces a kept one with probability (number kept) / i."""
+        if not self._seen:
+            fitting = _MAX_KEPT_BYTES // max(1, rows[0].numel() * rows.element_size())
+            self._kept = rows.new_empty(max(1, min(_MAX_KEPT, fitting)), *rows.shape[1:])
+        kept = len(self._kept)
+        first = rows[: max(0, kept - self._seen)]
+        self._kept[self._seen : self._seen + len(first)] = first
+        further = rows[len(first) :]
+        self._seen += len(rows)
+        if not len(further):
+            return
+        ranks = torch.arange(self._seen - len(further) + 1, self._seen + 1, dtype=torch.float64, device="cpu")
+        places = torch.rand(len(ranks), generator=generator, dtype=torch.float64, device="cpu") * ranks
+        chosen = (places < kept).nonzero().flatten()
+        # of several rows for one place the last one stays, which plain indexing does not guarantee
+        last = torch.full((kept,), -1, device="cpu")
+        last.scatter_reduce_(0, places.long()[chosen], chosen, "amax")
+        replaced = last >= 0
+        self._kept[replaced] = further[last[replaced]]
+
+
 class Monochrome(Context):
     """Images of one colour: one value for every channel, drawn from all training pixels of that channel, independently
     of the other channels (Rudner et al. 2022, appendix D.8).
 
     Values are those of the loader, after its normalisation. One pass over the data fills a reservoir of them.
-
-    Args:
-        kept: values of each channel in the reservoir.
     """
 
     needs_data = True
-
-    def __init__(self, kept: int = PIXELS) -> None:
-        self._kept, self._seen = check_option("kept", kept, Count), 0
-        self.values = torch.empty(0, 0, device="cpu")
-
-    def fresh(self) -> Context:
-        return Monochrome(self._kept)
+    _colours: _Reservoir | None = None
 
     def observe(self, inputs: Tensor, generator: torch.Generator) -> None:
         _check_images("monochrome", inputs)
@@ -131,97 +155,43 @@ class Monochrome(Context):
         if size > _MAX_PIXELS:
             picked = torch.randint(size, (_MAX_PIXELS,), generator=generator, device="cpu")
             pixels = pixels[:, :, picked.to(pixels.device)]
-        values = pixels.transpose(0, 1).flatten(1).cpu()  # (channels, samples * positions)
-        if self._seen == 0:
-            self.values = values.new_empty(len(values), 0)
-        # Algorithm R (Vitter 1985), for many values at once: the i-th value seen replaces one of those kept, with
-        # probability (number kept) / i.
-        room = min(self._kept - self.values.shape[1], values.shape[1])
-        self.values = torch.cat([self.values, values[:, :room]], dim=1)
-        further = values[:, room:]
-        self._seen += values.shape[1]
-        if not further.numel():
-            return
-        ranks = torch.arange(
-            self._seen - further.shape[1] + 1, self._seen + 1, dtype=torch.float64, device="cpu"
-        )
-        for reservoir, candidates in zip(self.values, further, strict=True):
-            slots = (
-                torch.rand(len(ranks), generator=generator, dtype=torch.float64, device="cpu") * ranks
-            ).long()
-            accepted = (slots < self._kept).nonzero().flatten()
-            # Of several values for one place the last one stays, which plain indexing does not guarantee.
-            final = torch.full((self._kept,), -1, device="cpu")
-            final.scatter_reduce_(0, slots[accepted], accepted, "amax")
-            replaced = final >= 0
-            reservoir[replaced] = candidates[final[replaced]]
+        self._colours = self._colours or _Reservoir()
+        self._colours.add(pixels.transpose(1, 2).flatten(0, 1).cpu(), generator)
 
     def draw(self, n: int, batch: Batch, generator: torch.Generator) -> Tensor:
         like = single_input(batch)
-        channels, size = self.values.shape
-        if size == 0:
+        if self._colours is None:
             raise PosthocUQError("A monochrome context draws from training pixels, and has seen none yet.")
+        values = self._colours.rows
+        size, channels = values.shape
         chosen = torch.randint(size, (channels, n), generator=generator, device="cpu")
-        colours = sent(self.values.gather(1, chosen).T.to(like.dtype), like.device)
-        # In the present batch's image size: a convolutional network may be trained on images of several sizes.
+        colours = sent(values.T.gather(1, chosen).T.to(like.dtype), like.device)
+        # in the present batch's image size: a convolutional network may be trained on images of several sizes
         return colours[:, :, None, None].expand(n, channels, *like.shape[2:]).contiguous()
 
 
 class Pool(Context):
-    """Inputs of a loader of unlabelled data. It is read once, and a uniform random choice is kept on the CPU.
+    """Inputs of a loader of unlabelled data. It is read once a fit, and a uniform random choice is kept on the CPU.
 
     Args:
         loader: yields inputs, or pairs whose targets are ignored.
-        kept: number of inputs to keep, within `POOL_BYTES`.
-        batch_to_inputs: as in `fit`.
-        seed: of the random choice.
     """
 
-    def __init__(
-        self,
-        loader: Iterable[Any],
-        *,
-        kept: int = POOL,
-        batch_to_inputs: Callable[[Any], Any] | None = None,
-        seed: int = 0,
-    ) -> None:
+    _inputs: _Reservoir | None = None
+
+    def __init__(self, loader: Iterable[Any]) -> None:
         check_loader(loader)
-        self._loader, self._kept = loader, check_option("kept", kept, Count)
-        self._seed: int = check_option("seed", seed, Seed)
-        self._reader = BatchReader(torch.device("cpu"), batch_to_inputs)
-        self._inputs: Tensor | None = None
-
-    def identity(self) -> dict[str, Any]:
-        return {name: value for name, value in vars(self).items() if name != "_inputs"}
-
-    def _read(self) -> Tensor:
-        if self._inputs is not None:
-            return self._inputs
-        generator = torch.Generator().manual_seed(mixed_seed(self._seed))
-        keys, inputs, most = torch.empty(0, dtype=torch.float64, device="cpu"), list[Tensor](), self._kept
-        with isolated_random_state(self._seed):
-            for batch in batches(self._loader, self._reader):
-                new = single_input(batch)
-                new_keys = torch.rand(len(new), generator=generator, dtype=torch.float64, device="cpu")
-                most = max(1, min(self._kept, POOL_BYTES // max(1, new[0].numel() * new.element_size())))
-                keys, inputs = torch.cat([keys, new_keys]), [*inputs, *new.unbind()]
-                # the inputs with the smallest random keys stay, so that all are equally likely
-                if len(keys) > 2 * most:
-                    keys, inputs = _smallest(keys, inputs, most)
-            keys, inputs = _smallest(keys, inputs, min(len(keys), most))
-        self._inputs = torch.stack(inputs)
-        return self._inputs
+        self._loader = loader
 
     def draw(self, n: int, batch: Batch, generator: torch.Generator) -> Tensor:
-        pool = self._read()
-        like = single_input(batch)
+        if self._inputs is None:
+            self._inputs, choice = _Reservoir(), torch.Generator().manual_seed(0)
+            with isolated_random_state(0):
+                for unlabelled in batches(self._loader, BatchReader(torch.device("cpu"))):
+                    self._inputs.add(single_input(unlabelled), choice)
+        like, pool = single_input(batch), self._inputs.rows
         drawn = pool[torch.randint(len(pool), (n,), generator=generator, device="cpu")]
         return sent(drawn.to(like.dtype), like.device)
-
-
-def _smallest(keys: Tensor, inputs: list[Tensor], count: int) -> tuple[Tensor, list[Tensor]]:
-    indices = keys.topk(count, largest=False).indices.sort().values
-    return keys[indices], [inputs[index].clone() for index in indices.tolist()]
 
 
 class Corrupted(Context):
@@ -237,7 +207,7 @@ class Corrupted(Context):
     The range of each channel is that of the training images as the loader gives them, so they may be normalised. (The
     configurations also blur, with a deviation of a tenth of a pixel, which changes nothing.)
 
-    Args:
+    Attributes:
         padding: of the crop, in pixels.
         solarised: share of the images that are.
         brightness: largest relative change.
@@ -245,29 +215,13 @@ class Corrupted(Context):
     """
 
     needs_data = True
-
-    def __init__(
-        self,
-        padding: int = 4,
-        solarised: float = 0.5,
-        brightness: float = 0.5,
-        contrast: float = 0.5,
-    ) -> None:
-        self._padding: int = check_option("padding", padding, Natural)
-        self._solarised: float = check_option("solarised", solarised, Unit)
-        self._brightness: float = check_option("brightness", brightness, Unit)
-        self._contrast: float = check_option("contrast", contrast, Unit)
-        self._range: tuple[Tensor, Tensor] | None = None
-
-    def fresh(self) -> Context:
-        return Corrupted(self._padding, self._solarised, self._brightness, self._contrast)
+    padding, solarised, brightness, contrast = 4, 0.5, 0.5, 0.5
+    _range: tuple[Tensor, Tensor] | None = None
 
     def observe(self, inputs: Tensor, generator: torch.Generator) -> None:
         _check_images("corrupted", inputs)
         low, high = (extreme(inputs.detach(), dim=(0, 2, 3)).cpu() for extreme in (torch.amin, torch.amax))
-        if self._range is not None:
-            low, high = torch.minimum(low, self._range[0]), torch.maximum(high, self._range[1])
-        self._range = low, high
+        self._range = _covering(self._range, low, high)
 
     def draw(self, n: int, batch: Batch, generator: torch.Generator) -> Tensor:
         if self._range is None:
@@ -284,12 +238,12 @@ class Corrupted(Context):
     def _shifted(self, images: Tensor, generator: torch.Generator) -> Tensor:
         """Crops of the padded images, some of them mirrored."""
         n, channels, height, width = images.shape
-        offsets = torch.randint(2 * self._padding + 1, (2, n, 1), generator=generator, device="cpu")
+        offsets = torch.randint(2 * self.padding + 1, (2, n, 1), generator=generator, device="cpu")
         mirrored = torch.rand(n, 1, generator=generator, device="cpu") < 0.5
         rows, columns = torch.arange(height, device="cpu"), torch.arange(width, device="cpu")
         columns = torch.where(mirrored, columns.flip(0), columns)
         down, across = (sent(offset, images.device) for offset in (rows + offsets[0], columns + offsets[1]))
-        padded = torch.nn.functional.pad(images, [self._padding] * 4)
+        padded = torch.nn.functional.pad(images, [self.padding] * 4)
         sample = torch.arange(n, device=images.device)[:, None, None, None]
         channel = torch.arange(channels, device=images.device)[:, None, None]
         return padded[sample, channel, down[:, None, :, None], across[:, None, None, :]]
@@ -297,10 +251,10 @@ class Corrupted(Context):
     def _tones(self, images: Tensor, generator: torch.Generator) -> Tensor:
         """Some solarised, all of another brightness and contrast; values from 0 to 1."""
         chances = torch.rand(3, len(images), 1, 1, 1, generator=generator, dtype=torch.float64, device="cpu")
-        inverted = sent(chances[0] < self._solarised, images.device)
+        inverted = sent(chances[0] < self.solarised, images.device)
         brightness, contrast = (
             sent((1 + change * (2 * chance - 1)).to(images.dtype), images.device)
-            for change, chance in ((self._brightness, chances[1]), (self._contrast, chances[2]))
+            for change, chance in ((self.brightness, chances[1]), (self.contrast, chances[2]))
         )
         images = torch.where(inverted & (images >= 0.5), 1 - images, images)
         images = (images * brightness).clamp(0, 1)
@@ -308,52 +262,41 @@ class Corrupted(Context):
         return (middle + contrast * (images - middle)).clamp(0, 1)
 
 
+def _covering(bounds: tuple[Tensor, Tensor] | None, low: Tensor, high: Tensor) -> tuple[Tensor, Tensor]:
+    """Lower and upper bounds that cover the given ones, if there are any, and others."""
+    return (low, high) if bounds is None else (torch.minimum(low, bounds[0]), torch.maximum(high, bounds[1]))
+
+
 class UniformBox(Context):
     """Uniform in a box, one interval a dimension of the input.
 
     Args:
-        low: lower bounds, a number or a tensor that broadcasts to one input; by default those of the training inputs,
-            moved out by `expand`.
+        low: lower bounds, a number or a tensor that broadcasts to one input; by default the box is that of the training
+            inputs, twice as large about its middle.
         high: upper bounds, likewise.
-        expand: factor by which the box of the training inputs grows about its middle; bounds that are given stay.
     """
 
-    def __init__(
-        self,
-        low: float | Tensor | None = None,
-        high: float | Tensor | None = None,
-        expand: float = 2.0,
-    ) -> None:
+    def __init__(self, low: float | Tensor | None = None, high: float | Tensor | None = None) -> None:
         if (low is None) != (high is None):
             raise PosthocUQError("A uniform context needs both bounds, or none: low=... and high=....")
         self.needs_data = low is None
-        self._expand: float = check_option("expand", expand, Positive)
         self._bounds: tuple[Tensor, Tensor] | None = None
         if low is not None and high is not None:
-            self._bounds = host_double(low), host_double(high)
-            smallest, largest = self._bounds
+            smallest, largest = self._bounds = host_double(low), host_double(high)
             if not bool((torch.isfinite(largest - smallest) & (smallest < largest)).all()):
                 raise PosthocUQError(
                     f"A uniform context needs finite bounds low < high, not {low} and {high}."
                 )
 
-    def fresh(self) -> Context:
-        return UniformBox(expand=self._expand) if self.needs_data else self
-
     def observe(self, inputs: Tensor, generator: torch.Generator) -> None:
-        if not self.needs_data:
-            return
         inputs = host_double(inputs.detach())
-        low, high = inputs.amin(0), inputs.amax(0)
-        if self._bounds is not None and self._bounds[0].shape != low.shape:
+        if self._bounds is not None and self._bounds[0].shape != inputs.shape[1:]:
             raise PosthocUQError(
                 f"context='uniform' takes its box from training inputs of one shape, and after inputs of shape "
-                f"{tuple(self._bounds[0].shape)} the loader gave one of {tuple(low.shape)}; give the bounds, "
+                f"{tuple(self._bounds[0].shape)} the loader gave one of {tuple(inputs.shape[1:])}; give the bounds, "
                 f"UniformBox(low, high), or another context."
             )
-        if self._bounds is not None:
-            low, high = torch.minimum(low, self._bounds[0]), torch.maximum(high, self._bounds[1])
-        self._bounds = low, high
+        self._bounds = _covering(self._bounds, inputs.amin(0), inputs.amax(0))
 
     def bounds(self) -> tuple[Tensor, Tensor]:
         """The lower and upper bounds of the box, in float64."""
@@ -364,7 +307,7 @@ class UniformBox(Context):
         low, high = self._bounds
         if not self.needs_data:
             return low, high
-        middle, half = (low + high) / 2, (high - low) / 2 * self._expand
+        middle, half = (low + high) / 2, (high - low) / 2 * _BOX_GROWTH
         return middle - half, middle + half
 
     def draw(self, n: int, batch: Batch, generator: torch.Generator) -> Tensor:
@@ -408,10 +351,8 @@ class Mixture(Context):
         self.needs_data = any(context.needs_data for context in self._contexts)
 
     def fresh(self) -> Context:
-        fresh = Mixture(
-            [(share, part.fresh()) for share, part in zip(self._shares, self._contexts, strict=True)]
-        )
-        fresh.points = self.points
+        fresh = copy.copy(self)
+        fresh._contexts = [context.fresh() for context in self._contexts]
         return fresh
 
     def observe(self, inputs: Tensor, generator: torch.Generator) -> None:
@@ -445,6 +386,14 @@ class Mixture(Context):
         return torch.cat([part.to(device) for part in parts])
 
 
+_BY_NAME: dict[str, type[Context]] = {
+    "monochrome": Monochrome,
+    "uniform": UniformBox,
+    "batch": TrainingBatch,
+    "corrupted": Corrupted,
+}
+
+
 def default_context(batch: Batch, corrupted: bool = False) -> Context:
     """The context of Rudner et al.: half training inputs and half monochrome images, or a uniform box for vectors. With
     `corrupted` two training images beside fourteen corrupted ones.
@@ -464,24 +413,16 @@ def resolve_context(context: Any) -> Context:
     Raises:
         PosthocUQError: it is none of these.
     """
-    named: dict[str, type[Context]] = {
-        "monochrome": Monochrome,
-        "uniform": UniformBox,
-        "batch": TrainingBatch,
-        "corrupted": Corrupted,
-    }
     if isinstance(context, Context):
         return context.fresh()
     if isinstance(context, str):
-        if context not in named:
+        if context not in _BY_NAME:
             raise PosthocUQError(
-                f"context must be one of {sorted(named)}, a loader or tensor of inputs, a callable (n, generator), a "
-                f"list of pairs (share, context), or a Context, not {context!r}."
-                f"{did_you_mean(context, named)}"
+                f"context must be one of {sorted(_BY_NAME)}, a loader or tensor of inputs, a callable (n, generator), "
+                f"a list of pairs (share, context), or a Context, not {context!r}."
+                f"{did_you_mean(context, _BY_NAME)}"
             )
-        return named[context]()
-    if isinstance(context, (list, tuple)) and context and all(_is_share(part) for part in cast(Any, context)):
-        return Mixture(cast(Any, context))
+        return _BY_NAME[context]()
     if callable(context):
         if not _takes_two(context):
             raise PosthocUQError(
@@ -494,12 +435,16 @@ def resolve_context(context: Any) -> Context:
             raise PosthocUQError(
                 f"A tensor as context holds inputs (inputs, ...), not {tuple(context.shape)}."
             )
-        return Pool([context], kept=len(context))
-    if isinstance(context, (list, tuple)) and any(isinstance(part, str) for part in cast(Any, context)):
-        raise PosthocUQError(
-            f"A mixture of contexts is a list of pairs (share, context), for instance [(0.5, 'batch'), (0.5, "
-            f"'monochrome')], not {context!r}."
-        )
+        return Pool([context])
+    if isinstance(context, (list, tuple)) and context:
+        parts = cast(Sequence[Any], context)
+        if all(_is_share(part) for part in parts):
+            return Mixture(parts)
+        if any(isinstance(part, str) for part in parts):
+            raise PosthocUQError(
+                f"A mixture of contexts is a list of pairs (share, context), for instance [(0.5, 'batch'), (0.5, "
+                f"'monochrome')], not {context!r}."
+            )
     return Pool(context)
 
 
@@ -516,7 +461,3 @@ def _takes_two(function: Callable[..., Any]) -> bool:
     except ValueError:
         return True
     return True
-
-
-def __dir__() -> list[str]:
-    return sorted(__all__)

@@ -14,39 +14,41 @@ exactly, which gives one covariance an output; all others (the body) are drawn o
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, fields, replace
 from typing import Any, ClassVar, Literal, cast
 
 import torch
 from torch import Tensor, nn
 from torch.distributions import Normal, kl_divergence
 from torch.func import functional_call  # pyright: ignore[reportPrivateImportUsage]
+from torch.utils._pytree import tree_map
 
 from posthoc_uq.core.batches import Batch
 from posthoc_uq.core.devices import DeferredChecks, as_double
 from posthoc_uq.core.errors import NonFiniteError, PosthocUQError, warn_user
 from posthoc_uq.core.model import jvp, replicate
-from posthoc_uq.core.options import Count, LogVariance, NotNegative, Positive, one_of
+from posthoc_uq.core.options import Count, LogVariance, Positive
 from posthoc_uq.core.outputs import output_tensor
 from posthoc_uq.core.randomness import isolated_random_state, mixed_seed
-from posthoc_uq.curvature.labels import FisherChoice
 from posthoc_uq.layers.calls import PlainAttention
 from posthoc_uq.layers.layer import Layer
 from posthoc_uq.layers.proof import count_samples
 from posthoc_uq.likelihoods import Likelihood
 from posthoc_uq.methods.contexts import Context, Mixture, default_context, resolve_context
-from posthoc_uq.methods.inf import INF
-from posthoc_uq.methods.laplace import EFB, KFAC, Diagonal, Laplace
 from posthoc_uq.methods.mean_field import MeanField, begun_field
 from posthoc_uq.methods.task import Task
-from posthoc_uq.methods.training import TRAINING, Group, Objective, Step, Training, initialised
+from posthoc_uq.methods.training import Group, Objective, Step, Training, initialised
 from posthoc_uq.posteriors.block import Block
-from posthoc_uq.posteriors.evidence import maximise_evidence
 from posthoc_uq.posteriors.posterior import Posterior
 
 BODY_LOG_VARIANCE = -20.0  # where none is given
 
-_CURVATURES: dict[str, type[Laplace]] = {kind.name: kind for kind in (Diagonal, KFAC, EFB, INF)}
+_OF_THE_OTHER_PRIOR = {
+    "features": ("independent", {"prior_variance"}),
+    "independent": ("features", {"prior_precision", "function_noise"}),
+}
+"""By prior: the other one, and the options that only that has."""
+
 _WARNED_RATIO = 10  # of a weight of the divergence to the one that belongs to a prior
 _NOISE_FOR_LARGE_WEIGHTS = 1e-2  # function noise with which a prior by features takes a larger weight
 _WEIGHTS, _CONTEXT, _VALIDATION = 1, 2, 3  # streams of random numbers from a step's seed
@@ -62,8 +64,7 @@ class FunctionSpace(Training["FunctionSpaceObjective"]):
     ``docs/methods/function_space.md``.
 
     An epoch costs about two to four epochs of plain training. Take it where foreign inputs resemble inputs that can be
-    shown to it as context. With ``epochs=0`` there is no training: the posterior is that of the curvature named by
-    `initial`, for the linearised head.
+    shown to it as context.
 
     Attributes:
         context: where the network is to be uncertain: ``"monochrome"`` images, a ``"uniform"`` box, the training
@@ -76,130 +77,62 @@ class FunctionSpace(Training["FunctionSpaceObjective"]):
         n_sets: sets of context points a step; the one with the largest divergence counts.
         n_draws: draws of the weights a step.
         train_mean: False moves the variances only, and predictions at the mean stay what they were to the bit.
-        initial: starting variances: ``"constant"``, those of ``"diag"``, ``"kfac"``, ``"efb"`` or ``"inf"`` at the
-            prior precision of the evidence, or those of a fitted posterior. By default ``"constant"``, and ``"inf"``
-            with ``epochs=0``.
+        initial: a fitted posterior whose variances, and mean if it has one of its own, are those of the start, in place
+            of constant variances.
         learn_noise: train the noise variance of a regression, from its value at the start.
         initial_log_variance: where the variances of the last layer begin.
         initial_body_log_variance: where all others begin.
         prior: over functions: ``"features"``, what a prior over the last layer's weights says, or ``"independent"``,
             every function value by itself.
-        prior_variance: of a function value in the independent prior; 10 by default.
+        prior_variance: of a function value in the independent prior.
         divergence_weight: by which the divergence is multiplied, where 1 is the evidence lower bound; ``"minibatch"``
             divides it by the size of a batch (of the loader's first one) in place of the number of samples. By default
             1 with a prior by features, and ``"minibatch"`` with an independent one.
         prior_mean: of the functions: ``"zero"``, ``"pretrained"`` or ``"random_init"``.
-        prior_body_variance: prior variance of all weights but the last layer's.
         function_noise: a variance added to all function values, as a share of their mean variance in the prior by
-            features; 1e-6 by default.
+            features.
         body: how a draw of all layers but the last enters the divergence: ``"linearized"``, or ``"sample"`` to run the
             network with it; or ``"certain"``: these layers are trained and have no variances.
         prior_precision: of the last layer's weights in the prior by features; 1 by default.
-        fisher: labels of the curvature that the training begins with; see `Laplace`.
-        n_samples: see `Laplace`.
     """
 
     name: ClassVar[str] = "function_space"
-    block_kinds: ClassVar[tuple[str, ...]] = ("mean_field", "diagonal", "kfac", "efb", "inf")
+    block_kinds: ClassVar[tuple[str, ...]] = ("mean_field",)
 
     context: Any = None
     n_context: Count | None = None
     n_sets: Count = 1
     n_draws: Count = 1
     train_mean: bool = True
-    initial: str | Posterior | None = None
+    initial: Posterior | None = None
     learn_noise: bool = False
     initial_log_variance: LogVariance = -5.0
     initial_body_log_variance: LogVariance = BODY_LOG_VARIANCE
     prior: Literal["features", "independent"] = "features"
-    prior_variance: Positive | None = None
+    prior_variance: Positive = 10.0
     divergence_weight: Positive | Literal["minibatch"] | None = None
     prior_mean: Literal["zero", "pretrained", "random_init"] = "zero"
-    prior_body_variance: NotNegative = 0.0
-    function_noise: Positive | None = None
+    function_noise: Positive = 1e-6
     body: Literal["linearized", "sample", "certain"] = "linearized"
-    fisher: FisherChoice = "auto"
-    n_samples: Count = 1
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        if self.prior == "features" and self.prior_variance is not None:
+        other, of_other = _OF_THE_OTHER_PRIOR[self.prior]
+        for field in fields(self):
+            if field.name in of_other and getattr(self, field.name) != field.default:
+                raise PosthocUQError(
+                    f"{field.name} is of prior={other!r}, and prior={self.prior!r} does without; leave it out."
+                )
+        if self.body == "certain" and self.initial_body_log_variance != BODY_LOG_VARIANCE:
             raise PosthocUQError(
-                "prior_variance is of prior='independent'; a prior by features has prior_precision."
+                "body='certain' leaves all layers but the last without variances, so that initial_body_log_variance "
+                "has no effect; leave it out."
             )
-        if self.prior == "independent" and self.function_noise is not None:
-            raise PosthocUQError(
-                "function_noise is of prior='features': with prior='independent' there is no covariance to add it to."
-            )
-        if self.prior == "independent" and self.prior_body_variance:
-            raise PosthocUQError(
-                "prior_body_variance is of prior='features': prior='independent' has prior_variance alone."
-            )
-        if self.prior == "independent" and self.prior_precision is not None:
-            raise PosthocUQError(
-                "prior_precision is of prior='features'; with prior='independent' give prior_variance, that of a "
-                "function value."
-            )
-        certain = self.body == "certain"
-        if certain and (self.prior_body_variance or self.initial_body_log_variance != BODY_LOG_VARIANCE):
-            raise PosthocUQError(
-                "body='certain' leaves all layers but the last without variances, so that prior_body_variance and "
-                "initial_body_log_variance have no effect; leave them out."
-            )
-        if certain and not self.train_mean:
+        if self.body == "certain" and not self.train_mean:
             raise PosthocUQError(
                 "body='certain' with train_mean=False trains nothing but the last layer's variances; choose "
                 "layers='last'."
             )
-        if isinstance(self.initial, str):
-            one_of("initial", self.initial, (*(["constant"] if self.trains else []), *_CURVATURES))
-        elif self.initial is not None and not (isinstance(self.initial, Posterior) and self.trains):
-            raise PosthocUQError(
-                f"initial must be one of {('constant', *_CURVATURES)} or a fitted posterior to train on from; without "
-                f"epochs the posterior comes from the curvature itself: initial='inf'."
-            )
-        if self.curvature is None and (self.fisher, self.n_samples) != ("auto", 1):
-            raise PosthocUQError(
-                "fisher and n_samples are about the curvature of the data, which this training has none of; leave them "
-                "out, or begin with a curvature's variances: initial='inf'."
-            )
-
-    @property
-    def trains(self) -> bool:
-        return self.least_epochs > 0
-
-    @property
-    def curvature(self) -> Laplace | None:
-        """The method whose variances the training begins with, or whose posterior it is without a training."""
-        initial = self.initial or ("constant" if self.trains else "inf")
-        if not isinstance(initial, str) or initial == "constant":
-            return None
-        shared: dict[str, Any] = {"dtype": self.dtype, "unsupported": self.unsupported}
-        return _CURVATURES[initial](fisher=self.fisher, n_samples=self.n_samples, **shared)
-
-    @property
-    def noise_share(self) -> float:
-        """The function noise that is meant."""
-        return 1e-6 if self.function_noise is None else self.function_noise
-
-    @property
-    def value_variance(self) -> float:
-        """The variance of a function value in an independent prior that is meant."""
-        return 10.0 if self.prior_variance is None else self.prior_variance
-
-    def passes(self) -> int:
-        first = 0 if self.curvature is None else self.curvature.passes()
-        return first + (super().passes() if self.trains else 0)
-
-    def fit(self, task: Task) -> Posterior:
-        if self.trains:
-            return super().fit(task)
-        curvature = self.curvature
-        assert curvature is not None
-        posterior = curvature.fit(task)
-        posterior.method = self.name
-        posterior.history.fit["curvature"] = curvature.name
-        return posterior
 
     def begin(self, task: Task) -> FunctionSpaceObjective:
         with isolated_random_state(task.settings.seed):
@@ -208,12 +141,24 @@ class FunctionSpace(Training["FunctionSpaceObjective"]):
             context = default_context(task.batch, corrupted=self.prior == "independent")
         else:
             context = resolve_context(self.context)
-        method = self._with_points(context, network)
-        field = self._field(task, network)
-        samples = task.summary.seen
-        if context.needs_data or not samples:
-            samples = task.count(context)
-        method = method._with_weight(samples, count_samples(task.batch))
+        names = [name for layer in task.layers.values() for name in layer.parameter_names]
+        body = [name for name in names if name not in network.last.parameter_names]
+        constant = dict.fromkeys(names, self.initial_log_variance)
+        constant |= dict.fromkeys(body, self.initial_body_log_variance)
+        field = begun_field(
+            self,
+            dict(network.twin.named_parameters()),
+            task.layers.values(),
+            constant if self.initial is None else self.initial,
+            train_mean=self.train_mean,
+            certain=body if self.body == "certain" else (),
+        )
+        samples = task.count(context)
+        method = replace(
+            self,
+            n_context=self._points(context, network.last),
+            divergence_weight=self._weight(samples, count_samples(task.batch)),
+        )
         pretrained = {name: p.detach() for name, p in network.twin.named_parameters()}
         if self.prior_mean == "random_init":
             seed = task.settings.seed
@@ -222,23 +167,23 @@ class FunctionSpace(Training["FunctionSpaceObjective"]):
             method, network, field, task.settings.likelihood, samples, context, pretrained
         )
 
-    def _with_points(self, context: Context, network: FeatureNetwork) -> FunctionSpace:
-        """With a number of context points. By default that of the context itself; or 32, but no more than the functions
-        of a prior by features have dimensions, and more than these are warned of; or 16 for an independent prior.
+    def _points(self, context: Context, last: Layer) -> int:
+        """The number of context points. By default that of the context itself; or 32, but no more than the functions of
+        a prior by features have dimensions, and more than these are warned of; or 16 for an independent prior.
         """
-        rank = network.last.inputs  # the features, and the bias if there is one
+        rank = last.inputs  # the features, and the bias if there is one
         usual = 16 if self.prior == "independent" else min(32, rank)
         points = self.n_context or context.points or usual
         if points > rank and self.prior == "features":
             warn_user(
-                f"n_context={points} is more than the {rank} dimensions of functions of the last layer "
-                f"'{network.last.name}': what the mean has outside of them costs by function_noise="
-                f"{self.noise_share:g} alone. Take at most {rank} context points, or a larger function_noise."
+                f"n_context={points} is more than the {rank} dimensions of functions of the last layer '{last.name}': "
+                f"what the mean has outside of them costs by function_noise={self.function_noise:g} alone. Take at "
+                f"most {rank} context points, or a larger function_noise."
             )
-        return replace(self, n_context=points)
+        return points
 
-    def _with_weight(self, samples: int, batch: int) -> FunctionSpace:
-        """With a number as the divergence's weight; weights that the prior does not go with are warned of."""
+    def _weight(self, samples: int, batch: int) -> float:
+        """The divergence's weight; one that the prior does not go with is warned of."""
         independent, minibatch = self.prior == "independent", max(1.0, samples / max(1, batch))
         given = self.divergence_weight or ("minibatch" if independent else 1.0)
         weight = minibatch if isinstance(given, str) else given
@@ -247,38 +192,13 @@ class FunctionSpace(Training["FunctionSpaceObjective"]):
                 f"An independent prior at divergence_weight={weight:g} says next to nothing beside {samples} samples; "
                 f"leave divergence_weight out, which is 'minibatch' (here {minibatch:g}) with this prior."
             )
-        if not independent and weight > _WARNED_RATIO and self.noise_share < _NOISE_FOR_LARGE_WEIGHTS:
+        if not independent and weight > _WARNED_RATIO and self.function_noise < _NOISE_FOR_LARGE_WEIGHTS:
             warn_user(
-                f"A prior by features at divergence_weight={weight:g} and function_noise={self.noise_share:g} costs "
+                f"A prior by features at divergence_weight={weight:g} and function_noise={self.function_noise:g} costs "
                 f"accuracy and calibration; take divergence_weight=1, a function_noise of "
                 f"{_NOISE_FOR_LARGE_WEIGHTS:g} or more, or prior='independent'."
             )
-        return replace(self, divergence_weight=weight)
-
-    def _field(self, task: Task, network: FeatureNetwork) -> MeanField:
-        """The means and variances that the training begins with."""
-        names = [name for layer in task.layers.values() for name in layer.parameter_names]
-        body = [name for name in names if name not in network.last.parameter_names]
-        start: Posterior | Mapping[str, float] = {
-            name: self.initial_body_log_variance if name in body else self.initial_log_variance
-            for name in names
-        }
-        resumed = task.checkpoint is not None and task.checkpoint.is_running(TRAINING)
-        if not resumed:  # else the checkpoint's tensors are put in place later
-            if isinstance(self.initial, Posterior):
-                start = self.initial
-            elif self.curvature is not None:
-                start = self.curvature.fit(task)
-                maximise_evidence(start)
-                task.forget_sweeps()
-        return begun_field(
-            self,
-            dict(network.twin.named_parameters()),
-            task.layers.values(),
-            start,
-            train_mean=self.train_mean,
-            certain=body if self.body == "certain" else (),
-        )
+        return weight
 
     def blocks(self, task: Task, trained: FunctionSpaceObjective) -> Mapping[str, Block]:
         return trained.field.blocks(task.layers, trained.samples)
@@ -299,13 +219,7 @@ class FunctionSpace(Training["FunctionSpaceObjective"]):
         if self.context is None:
             foreign = "corrupted" if independent else "monochrome"
             context = f"batch and {foreign}" if isinstance(trained.context, Mixture) else "uniform"
-        if independent:
-            prior = {"prior variance": self.value_variance}
-        else:
-            prior = {
-                "prior body variance": float(self.prior_body_variance),
-                "function noise": self.noise_share,
-            }
+        option = "prior_variance" if independent else "function_noise"
         return {
             "mean": "trained" if self.train_mean else "frozen",
             "context": context,
@@ -315,9 +229,9 @@ class FunctionSpace(Training["FunctionSpaceObjective"]):
             "prior": self.prior,
             "prior mean": self.prior_mean,
             "divergence weight": method.divergence_weight,
-            **prior,
+            option.replace("_", " "): getattr(self, option),
             "last layer": trained.feature_network.last.name,
-            "initial": "a posterior" if isinstance(self.initial, Posterior) else self.initial or "constant",
+            "initial": "constant" if self.initial is None else "a posterior",
         }
 
 
@@ -344,15 +258,14 @@ class FunctionSpaceObjective(Objective):
         context: Context,
         prior_parameters: Mapping[str, Tensor],
     ) -> None:
-        noise_like = next(iter(field.means.values())) if method.learn_noise else None
-        super().__init__(network.twin, likelihood, samples, noise_like)
+        super().__init__(network.twin, likelihood, samples, method.learn_noise)
         self.method, self.feature_network, self.field = method, network, field
         self.context, self._prior_parameters = context, prior_parameters
-        # whether the prior's outputs and features are those at the means of q, which are at hand
+        # whether the prior's outputs and features are those at the means of q, so that no pass of their own is needed
         self._prior_at_means = (
             method.prior == "features"
             and method.prior_mean != "random_init"
-            and not (method.train_mean or method.prior_body_variance)
+            and not method.train_mean
             and method.body == "linearized"
         )
         self._weight = cast(float, method.divergence_weight or 1.0) / samples
@@ -406,7 +319,7 @@ class FunctionSpaceObjective(Objective):
             for n, mean in self.field.means.items()
         }
         self.field.on_backward(weights, deviations, mean=True)
-        outputs = self.feature_network.outputs(weights, batch)
+        outputs = self.feature_network.run(weights, batch)[0]
         share = self.log_prob(outputs, *self.targets(batch, outputs, checks)).mean() / self.method.n_draws
         (-share).backward()
         weights.clear()
@@ -416,10 +329,9 @@ class FunctionSpaceObjective(Objective):
         """All context sets as one batch, set by set."""
         generator = torch.Generator().manual_seed(mixed_seed(seed, _CONTEXT))
         points, sets = cast(int, self.method.n_context), self.method.n_sets
-        device = batch.tensors()[0].device
-        contexts = _joined(
-            [_as_batch(self.context.draw(points, batch, generator), device) for _ in range(sets)]
-        )
+        drawn = [_as_batch(self.context.draw(points, batch, generator)) for _ in range(sets)]
+        args, kwargs = tree_map(_joined, *((one.args, one.kwargs) for one in drawn))
+        contexts = Batch(args, None, kwargs).to(batch.tensors()[0].device)
         if count_samples(contexts) != points * sets:
             raise PosthocUQError(
                 f"The context gave {count_samples(contexts)} inputs in place of {points * sets}; a callable is asked "
@@ -443,71 +355,46 @@ class FunctionSpaceObjective(Objective):
         else:
             outputs, features, change = linearised_draw(self.feature_network, means, deviations, contexts)
             mean = outputs + change
-        at_means = (outputs.detach(), features.detach()) if self._prior_at_means else None
+        independent, zero = method.prior == "independent", method.prior_mean == "zero"
+        prior_outputs, prior_features = outputs.detach(), features.detach()
+        if not (self._prior_at_means or (independent and zero)):
+            with torch.no_grad():
+                prior_outputs, prior_features = self.feature_network(self._prior_parameters, contexts)
+        if zero:
+            prior_outputs = torch.zeros_like(prior_outputs)
 
         def by_set(values: Tensor) -> Tensor:
             return values.reshape(method.n_sets, -1, values.shape[1])
 
-        mean, features = by_set(mean), by_set(features)
+        mean, features, prior_mean = by_set(mean), by_set(features), by_set(prior_outputs)
         weight, *bias = (self.field.log_variances[name].exp() for name in self._last)
         variances = weight.flatten(1), bias[0] if bias else None
-        if method.prior == "independent":
-            zero = method.prior_mean == "zero"  # so that the network need not run
-            prior_mean = torch.zeros_like(mean) if zero else by_set(self._prior_moments(contexts, {})[0])
-            found = marginal_kl(
-                mean, last_layer_variances(features, *variances), prior_mean, method.value_variance
-            )
+        if independent:
+            values = last_layer_variances(features, *variances)
+            found = marginal_kl(mean, values, prior_mean, method.prior_variance)
         else:
-            prior_mean, prior_features = self._prior_moments(contexts, deviations, at_means)
             wide = as_double(by_set(prior_features))
             prior_variances = wide.new_full((1, wide.shape[-1]), 1 / method.precision)
             prior = last_layer_covariance(wide, prior_variances, prior_variances[:, 0] if bias else None)
             found = gaussian_kl(
                 mean.transpose(1, 2),
                 last_layer_covariance(features, *variances),
-                by_set(prior_mean).transpose(1, 2),
+                prior_mean.transpose(1, 2),
                 prior,
-                relative_function_noise(prior, method.noise_share),
+                relative_function_noise(prior, method.function_noise),
             )
         if found.raised > 1 and not self._warned:
             self._warned = True
             warn_user(
                 f"A covariance at the context points had no Cholesky factor at "
-                f"function_noise={method.noise_share:g}, and was given {found.raised} times as much; such a "
-                f"step weighs the means less. A larger function_noise, or fewer or less alike context points, makes "
-                f"all steps alike."
+                f"function_noise={method.function_noise:g}, and was given {found.raised} times as much; such a step "
+                f"weighs the means less. Take a larger function_noise, or fewer or less alike context points."
             )
         return found, found.total.detach().argmax().reshape(1)
 
-    @torch.no_grad()
-    def _prior_moments(
-        self,
-        contexts: Batch,
-        deviations: Mapping[str, Tensor],
-        at_hand: tuple[Tensor, Tensor] | None = None,
-    ) -> tuple[Tensor, Tensor]:
-        """Means ``(inputs, outputs)`` and features ``(inputs, H)`` of the prior.
-
-        Args:
-            contexts: the inputs.
-            deviations: by q, whose standard normals are those of the prior's body, if that has a variance.
-            at_hand: outputs and features at the prior's parameters, where they are known already.
-        """
-        variance = self.method.prior_body_variance
-        if variance and deviations:
-            logs = self.field.log_variances
-            scaled = {n: d / (0.5 * logs[n]).exp() * variance**0.5 for n, d in deviations.items()}
-            outputs, features, change = linearised_draw(
-                self.feature_network, self._prior_parameters, scaled, contexts
-            )
-        else:
-            outputs, features = at_hand or self.feature_network(self._prior_parameters, contexts)
-            change = torch.zeros_like(outputs)
-        return (change if self.method.prior_mean == "zero" else outputs + change), features
-
     def outputs(self, batch: Batch, draw: int) -> Tensor:
         weights = self.field.sample(self.generator(0, _VALIDATION, draw))
-        return self.feature_network.outputs(weights, batch)
+        return self.feature_network.run(weights, batch)[0]
 
 
 def _raise_of_shapes(contexts: Batch, batch: Batch, error: RuntimeError) -> None:
@@ -520,37 +407,22 @@ def _raise_of_shapes(contexts: Batch, batch: Batch, error: RuntimeError) -> None
         ) from error
 
 
-def _as_batch(inputs: Any, device: torch.device) -> Batch:
-    """The inputs that a context gave, as a batch on the device."""
-
-    def move(value: Any) -> Any:
-        return value.to(device) if isinstance(value, Tensor) else value
-
-    if isinstance(inputs, Tensor):
-        return Batch((move(inputs),))
+def _as_batch(inputs: Any) -> Batch:
+    """The inputs that a context gave: a tensor, a tuple of the model's arguments or a mapping of named ones."""
     if isinstance(inputs, Mapping):
-        return Batch((), None, {str(k): move(v) for k, v in cast(Mapping[str, Any], inputs).items()})
-    if isinstance(inputs, tuple):
-        return Batch(tuple(move(v) for v in cast(tuple[Any, ...], inputs)))
-    raise PosthocUQError(
-        f"A context must give a tensor of inputs, a tuple of the model's arguments or a mapping of named ones, not a "
-        f"{type(inputs).__name__}."
-    )
+        batch = Batch((), None, {str(k): v for k, v in cast(Mapping[Any, Any], inputs).items()})
+    else:
+        batch = Batch(cast(tuple[Any, ...], inputs) if isinstance(inputs, tuple) else (inputs,))
+    if not batch.tensors():
+        raise PosthocUQError(
+            f"A context must give a tensor of inputs, a tuple of the model's arguments or a mapping of named ones, not "
+            f"a {type(inputs).__name__}."
+        )
+    return batch
 
 
-def _joined(batches: list[Batch]) -> Batch:
-    if len(batches) == 1:
-        return batches[0]
-
-    def joined(values: list[Any]) -> Any:
-        return torch.cat(values) if isinstance(values[0], Tensor) else values[0]
-
-    args = tuple(joined(list(values)) for values in zip(*(batch.args for batch in batches), strict=True))
-    named = {name: joined([batch.kwargs[name] for batch in batches]) for name in batches[0].kwargs}
-    return Batch(args, None, named)
-
-
-# The network
+def _joined(first: Any, *others: Any) -> Any:
+    return torch.cat([first, *others]) if isinstance(first, Tensor) else first
 
 
 class FeatureNetwork:
@@ -614,20 +486,18 @@ class FeatureNetwork:
             f"the chosen ones."
         )
 
-    def outputs(self, weights: Mapping[str, Tensor], batch: Batch) -> Tensor:
-        """The model's outputs with these weights, in their own shape."""
-        copy = batch.copied()
-        outputs = output_tensor(functional_call(self.twin, dict(weights), copy.args, copy.kwargs))
-        self._features = None
-        return outputs
-
-    def __call__(self, weights: Mapping[str, Tensor], batch: Batch) -> tuple[Tensor, Tensor]:
-        """Outputs ``(samples, outputs)`` and features ``(samples, H)``."""
+    def run(self, weights: Mapping[str, Tensor], batch: Batch) -> tuple[Tensor, Tensor]:
+        """Outputs with these weights, in the model's own shape, and features ``(samples, H)``."""
         copy = batch.copied()
         outputs = output_tensor(functional_call(self.twin, dict(weights), copy.args, copy.kwargs))
         features, self._features = self._features, None
         assert features is not None
-        return outputs.reshape(len(features), -1), features.flatten(1)
+        return outputs, features.flatten(1)
+
+    def __call__(self, weights: Mapping[str, Tensor], batch: Batch) -> tuple[Tensor, Tensor]:
+        """Outputs ``(samples, outputs)`` and features ``(samples, H)``."""
+        outputs, features = self.run(weights, batch)
+        return outputs.reshape(len(features), -1), features
 
 
 def linearised_draw(
@@ -664,10 +534,8 @@ def linearised_draw(
     return values[0], values[1], tangents[0]
 
 
-# Divergences between Gaussians over function values, and their covariance by a network's last layer
-
-# All in float64: a covariance of K function values has rank H + 1 at most, and the result depends on its smallest
-# eigenvalues.
+# Divergences between Gaussians over function values, and their covariance by a network's last layer: in float64, since
+# a covariance of K function values has rank H + 1 at most, and the result depends on its smallest eigenvalues.
 
 _MAX_TRIES = 5  # of the Cholesky factors; the function noise grows tenfold with each
 

@@ -23,24 +23,23 @@ from posthoc_uq.core.batches import Batch
 from posthoc_uq.core.devices import DeferredChecks, as_double, widest
 from posthoc_uq.core.errors import PosthocUQError, warn_user
 from posthoc_uq.core.model import replicate
-from posthoc_uq.core.options import Count, NotNegative, Positive, Unit
+from posthoc_uq.core.options import NotNegative, Positive, Unit
 from posthoc_uq.core.outputs import output_tensor
 from posthoc_uq.core.randomness import isolated_random_state, mixed_seed
 from posthoc_uq.layers.calls import (
     MIN_VARIANCE,
     AffineCall,
-    AffineCalls,
+    CallReplacer,
     WeightMoments,
     drawn_outputs,
     normal,
 )
 from posthoc_uq.layers.layer import Layer
 from posthoc_uq.likelihoods import Likelihood
-from posthoc_uq.methods.mean_field import LOG_VARIANCE, gaussian_divergence
+from posthoc_uq.methods.mean_field import gaussian_divergence
 from posthoc_uq.methods.task import Task
 from posthoc_uq.methods.training import Group, Objective, Step, Training, check_trainable
-from posthoc_uq.posteriors.prior import ONE_PRIOR
-from posthoc_uq.posteriors.settings import LayerPriors
+from posthoc_uq.posteriors.settings import ONE_PRIOR, LayerPriors
 from posthoc_uq.posteriors.variational import (
     MAX_STEPS,
     MAX_UNITS,
@@ -51,23 +50,12 @@ from posthoc_uq.posteriors.variational import (
     log_normal,
 )
 
-_PRESETS = {
-    "polarised": (-10.0, 10.0),
-    "mild": (-3.0, 3.0),
-    "sparse": (-2.5, -1.5),
-    "dense": (1.5, 2.5),
-    "balanced": (-1.0, 1.0),
-}
-"""Bounds between which the logits of the inclusion probabilities are drawn at the start."""
-
-HIGH_LOGIT = 5.0
-"""Where logits begin with ``initial_inclusion="high"``: a probability of 0.9933."""
-
+_HIGH_LOGIT = 5.0  # where the logits of inclusions begin with "high": a probability of 0.9933
+_BALANCED_LOGITS = -1.0, 1.0  # the bounds between which they begin with "balanced"
+_DEVIATION = 0.05  # at the start, as a share of that of the layer's trained weights
 _NOISE, _VALIDATION = 1, 2  # streams of a step's seed
 _START, _MOMENTS = 301, 302  # streams of the fit's seed
-_HALF_SIZE = 0.5  # of a weight, in root mean squares of its layer, at which its inclusion begins at one half
 _MAX_ROOT_MEAN_SQUARE = 1e12  # of a layer's weights, and of its inverse: float32 holds their fourth powers
-_MAX_LOGIT_BY_SIZE = 6.0
 _SMALL_LOG = -9.0  # of the deviations of weights and of the variances of z_0
 _PIECE = 2**16  # numbers that are computed with together, of which a core's cache holds some
 
@@ -92,11 +80,9 @@ class LatentBinary(Training["LatentObjective"]):
             independent (LBBNN-LRT).
         start: at the ``"trained"`` weights, or at ``"random"`` ones.
         prior_inclusion: prior probability of a weight to be on; the smaller, the sparser.
-        initial_inclusion: where the inclusion probabilities begin: ``"high"`` (0.993), ``"snr"`` (the larger the
-            weight, the higher; from trained weights alone), or drawn with logits between the bounds of
-            ``"polarised"``, ``"mild"``, ``"sparse"``, ``"dense"`` or ``"balanced"``. By default high from trained
-            weights and balanced from random ones.
-        initial_deviation: of the weights, as a share of the deviation of their layer's trained ones.
+        initial_inclusion: where the inclusion probabilities begin: ``"high"`` (0.993), from trained weights alone; or
+            ``"balanced"``, with logits drawn between -1 and 1. By default high from trained weights and balanced from
+            random ones.
         lr: rate of the means.
         inclusion_lr: rate of the logits of the inclusion probabilities.
         flow_lr: rate of what belongs to the flow.
@@ -120,12 +106,8 @@ class LatentBinary(Training["LatentObjective"]):
 
     flow: bool = False
     start: Literal["trained", "random"] = "trained"
-    epochs: Count | None = None
     prior_inclusion: Annotated[float, Gt(0), Lt(1)] = 0.1
-    initial_inclusion: Literal["high", "snr", "polarised", "mild", "sparse", "dense", "balanced"] | None = (
-        None
-    )
-    initial_deviation: Positive = 0.05
+    initial_inclusion: Literal["high", "balanced"] | None = None
     lr: Positive = 1e-3
     inclusion_lr: NotNegative = 2e-2
     flow_lr: NotNegative = 1e-3
@@ -138,10 +120,9 @@ class LatentBinary(Training["LatentObjective"]):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        if self.start == "random" and self.initial_inclusion in ("high", "snr"):
+        if self.start == "random" and self.initial_inclusion == "high":
             raise PosthocUQError(
-                f"initial_inclusion={self.initial_inclusion!r} goes by trained weights, and start='random' has none; "
-                f"take one of {tuple(_PRESETS)}."
+                "initial_inclusion='high' goes by trained weights, and start='random' has none; take 'balanced'."
             )
 
     @property
@@ -190,13 +171,13 @@ class LatentBinary(Training["LatentObjective"]):
         """Adam moves a number by its rate a step, so that few steps cannot take a weight from on to off."""
         moved = self.moved_by(steps, self.inclusion_lr)
         high = self.start == "trained" and self.initial_inclusion in (None, "high")
-        if self.optimizer is None and high and moved < 1.5 * HIGH_LOGIT:
+        if self.optimizer is None and high and moved < 1.5 * _HIGH_LOGIT:
             end = (
-                "hardly a weight is found to be off" if moved < HIGH_LOGIT else "many weights stay undecided"
+                "hardly a weight is found to be off" if moved < _HIGH_LOGIT else "many weights stay undecided"
             )
             warn_user(
                 f"{steps} steps at inclusion_lr={self.inclusion_lr:g} move the logit of an inclusion probability by "
-                f"{moved:.2g} at most, and all begin at {HIGH_LOGIT:g}, so {end}; raise inclusion_lr or epochs."
+                f"{moved:.2g} at most, and all begin at {_HIGH_LOGIT:g}, so {end}; raise inclusion_lr or epochs."
             )
 
     def described(self, trained: LatentObjective, blocks: Mapping[str, Any]) -> dict[str, Any]:
@@ -233,8 +214,7 @@ class LatentObjective(Objective):
         likelihood: Likelihood,
         samples: int,
     ) -> None:
-        like = next(iter(next(iter(layers.values())).tensors.values()))
-        super().__init__(network, likelihood, samples, like if method.learn_noise else None)
+        super().__init__(network, likelihood, samples, method.learn_noise)
         self._method, self.layers = method, layers
         held = dict(network.named_parameters())
         self._by_weight = {id(held[one.layer.weight]): one for one in layers.values()}
@@ -247,9 +227,10 @@ class LatentObjective(Objective):
         }
         groups: dict[str, dict[str, Tensor]] = {}
         for layer in self.layers.values():
-            for (role, tensor), name in zip(layer.tensors.items(), layer.names(), strict=True):
-                group = role.removeprefix("bias ")
-                groups.setdefault(group if group in rates else "flow", {})[name] = tensor
+            for role, tensor in layer.tensors.items():
+                owner = layer.layer.bias if role.startswith("bias ") else layer.layer.weight
+                name = role.removeprefix("bias ")
+                groups.setdefault(name if name in rates else "flow", {})[f"{name} {owner}"] = tensor
         return [
             {"params": params, "lr": rates.get(name, self._method.flow_lr), "name": name}
             for name, params in groups.items()
@@ -268,7 +249,7 @@ class LatentObjective(Objective):
             key: partial(layer.outputs, draw=draws[key], generator=generator)
             for key, layer in self._by_weight.items()
         }
-        with AffineCalls(outputs_of):
+        with CallReplacer(outputs_of):
             outputs = output_tensor(self.network(*copied.args, **copied.kwargs))
         targets, weights = self.targets(batch, outputs, checks)
         fit = self.log_prob(outputs, targets, weights).mean()
@@ -282,9 +263,6 @@ class LatentObjective(Objective):
         generator, copied = self.generator(0, _VALIDATION, draw), batch.copied()
         weights = {n: t for layer in self.layers.values() for n, t in layer.sample(generator).items()}
         return output_tensor(functional_call(self.network, weights, copied.args, copied.kwargs))
-
-
-# One layer
 
 
 @dataclass(frozen=True)
@@ -328,15 +306,6 @@ class LatentLayer:
     ) -> None:
         self.layer, self.prior, self.bias_deviation, self.flow = layer, prior, bias_deviation, flow
         self.tensors = {role: tensor.requires_grad_() for role, tensor in tensors.items()}
-
-    def names(self) -> list[str]:
-        """Names of its tensors that no other layer has."""
-        names: list[str] = []
-        for role in self.tensors:
-            owner = self.layer.bias if role.startswith("bias ") else self.layer.weight
-            role = LOG_VARIANCE.strip() if role == "bias log variance" else role.removeprefix("bias ")
-            names.append(f"{role} {owner}")
-        return names
 
     def draw_z(self, generator: torch.Generator) -> tuple[Tensor | None, Tensor | None]:
         """``z``, ``(I,)``, and ``log q(z)``; None for both without a flow."""
@@ -483,10 +452,27 @@ def begun_layer(
             f"The weights of layer '{layer.name}' have a root mean square of {size:.3g}, by which no training in "
             f"float32 can compute; leave it out with layers=, or take start='random'."
         )
-    if trained:
-        tensors = _from_trained(weight, bias, method, size, generator)
+    tensors: dict[str, Tensor] = {}
+    if not trained:
+        wide, spread = (0.2, 0.1) if layer.convolutional else (0.01, 1.0)
+        tensors["mean"] = _between((-wide, wide), weight, generator)
+        tensors["log variance"] = 2 * (_SMALL_LOG + spread * _normal(weight, generator))
+        tensors["logit"] = _between(_BALANCED_LOGITS, weight, generator)
+        if bias is not None:
+            tensors["bias mean"] = _between((-0.2, 0.2), bias, generator)
+            tensors["bias log variance"] = 2 * (_SMALL_LOG + _normal(bias, generator))
     else:
-        tensors = _from_random(layer, weight, bias, method, generator)
+        if method.initial_inclusion == "balanced":
+            tensors["mean"] = weight.detach().clone()
+            tensors["logit"] = _between(_BALANCED_LOGITS, weight, generator)
+        else:  # the mean weight a mu is the trained one, or the signal would shrink from layer to layer
+            tensors["logit"] = torch.full_like(weight, _HIGH_LOGIT)
+            tensors["mean"] = weight.detach() / tensors["logit"].sigmoid()
+        spread = _DEVIATION * max(float(weight.detach().std(correction=0)), 1e-3 * size)
+        tensors["log variance"] = torch.full_like(weight, 2 * log(spread))
+        if bias is not None:
+            tensors["bias mean"] = bias.detach().clone()
+            tensors["bias log variance"] = torch.full_like(bias, 2 * log(spread))
     flow = None
     if method.flow:
         units = layer.groups * layer.outputs if layer.convolutional else layer.inputs - (bias is not None)
@@ -496,48 +482,6 @@ def begun_layer(
     deviation = by_size if method.prior_precision is None else method.prior_precision**-0.5
     slab = SlabPrior(method.prior_inclusion, deviation)
     return LatentLayer(layer, tensors, slab, max(slab.deviation, 1.0), flow)
-
-
-def _from_trained(
-    weight: Tensor, bias: Tensor | None, method: LatentBinary, size: float, generator: torch.Generator
-) -> dict[str, Tensor]:
-    inclusion = method.initial_inclusion or "high"
-    if inclusion == "high":
-        logit = torch.full_like(weight, HIGH_LOGIT)
-    elif inclusion == "snr":
-        ratio = (weight.detach().abs() / (_HALF_SIZE * size)).clamp(min=1e-12)
-        logit = (2 * ratio.log()).clamp(-_MAX_LOGIT_BY_SIZE, _MAX_LOGIT_BY_SIZE)
-    else:
-        logit = _between(_PRESETS[inclusion], weight, generator)
-    # the mean weight a mu is the trained one, or the signal would shrink from layer to layer
-    mean = weight.detach() / logit.sigmoid() if inclusion == "high" else weight.detach().clone()
-    spread = method.initial_deviation * max(float(weight.detach().std(correction=0)), 1e-3 * size)
-    tensors = {"mean": mean, "log variance": torch.full_like(weight, 2 * log(spread)), "logit": logit}
-    if bias is not None:
-        tensors |= {
-            "bias mean": bias.detach().clone(),
-            "bias log variance": torch.full_like(bias, 2 * log(spread)),
-        }
-    return tensors
-
-
-def _from_random(
-    layer: Layer,
-    weight: Tensor,
-    bias: Tensor | None,
-    method: LatentBinary,
-    generator: torch.Generator,
-) -> dict[str, Tensor]:
-    wide, spread = (0.2, 0.1) if layer.convolutional else (0.01, 1.0)
-    tensors = {
-        "mean": _between((-wide, wide), weight, generator),
-        "log variance": 2 * (_SMALL_LOG + spread * _normal(weight, generator)),
-        "logit": _between(_PRESETS[method.initial_inclusion or "balanced"], weight, generator),
-    }
-    if bias is not None:
-        tensors["bias mean"] = _between((-0.2, 0.2), bias, generator)
-        tensors["bias log variance"] = 2 * (_SMALL_LOG + _normal(bias, generator))
-    return tensors
 
 
 def _of_flow(flow: Flow, like: Tensor, trained: bool, generator: torch.Generator) -> dict[str, Tensor]:
@@ -564,15 +508,17 @@ def _normal(like: Tensor, generator: torch.Generator) -> Tensor:
     return torch.randn(like.shape, generator=generator, device="cpu").to(like)
 
 
-# Moments and divergence of spike-and-slab weights
-
-
 @dataclass(frozen=True)
 class SlabPrior:
     """``p(g = 1) = inclusion``, ``s ~ N(0, deviation^2)``."""
 
     inclusion: float
     deviation: float = 1.0
+
+    @property
+    def logit(self) -> float:
+        """Of the inclusion."""
+        return log(self.inclusion / (1 - self.inclusion))
 
 
 class SpikeMoments(torch.autograd.Function):
@@ -610,7 +556,7 @@ class SpikeMoments(torch.autograd.Function):
             parts = mean[piece], log_variance[piece], logit[piece], _part(z, piece)
             totals.append(_moments(*parts, prior, means[piece], spreads[piece]))
         divergence, included = torch.stack(totals).sum(0, dtype=widest(mean.device))
-        divergence = divergence - logit.numel() * log(1 - prior.inclusion) - included * _logit(prior)
+        divergence = divergence - logit.numel() * log(1 - prior.inclusion) - included * prior.logit
         included = included.to(mean)
         ctx.mark_non_differentiable(included)
         return means, spreads, divergence.to(mean), included
@@ -690,7 +636,7 @@ def _gradients(
     # by the inclusion probability, and through it by its logit
     torch.add(logit, log_variance, alpha=-0.5, out=by_logit)
     by_logit.add_(torch.addcmul(variance, slab, slab), alpha=0.5 * precision)
-    by_logit.add_(log(prior.deviation) - 0.5 - _logit(prior)).mul_(by_total).addcmul_(by_mean, slab)
+    by_logit.add_(log(prior.deviation) - 0.5 - prior.logit).mul_(by_total).addcmul_(by_mean, slab)
     spread = torch.addcmul(variance, slab * slab, excluded - inclusion)
     by_logit.addcmul_(by_spread, spread).mul_(inclusion).mul_(excluded)
     # by the logarithm of the slab's variance
@@ -699,7 +645,3 @@ def _gradients(
     # by the slab's mean
     torch.mul(slab, precision * by_total, out=by_slab).add_(by_mean)
     by_slab.addcmul_(by_spread, excluded.mul_(slab), value=2).mul_(inclusion)
-
-
-def _logit(prior: SlabPrior) -> float:
-    return log(prior.inclusion / (1 - prior.inclusion))

@@ -17,8 +17,6 @@ from posthoc_uq.posteriors.block import Block
 from posthoc_uq.posteriors.posterior import Posterior
 from posthoc_uq.posteriors.variational import MeanFieldBlock
 
-LOG_VARIANCE = "log variance "  # followed by the name of a parameter
-
 
 class MeanField:
     """``N(mean, diag exp(log_variance))`` over parameters by name.
@@ -36,7 +34,7 @@ class MeanField:
 
     def groups(self, lr: float, log_variance_lr: float) -> list[Group]:
         """The means, if they are trained, and the log variances, as an objective's groups; certain means apart."""
-        logs = {f"{LOG_VARIANCE}{name}": value for name, value in self.log_variances.items()}
+        logs = {f"log variance {name}": value for name, value in self.log_variances.items()}
         variances = {"params": logs, "lr": log_variance_lr, "name": "log variances"}
         if not self.train_mean:
             return [variances]

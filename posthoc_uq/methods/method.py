@@ -8,8 +8,8 @@ line, to files and to the tests.
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from dataclasses import dataclass, field, fields
-from typing import Annotated, Any, ClassVar, Literal
+from dataclasses import dataclass, field
+from typing import Annotated, ClassVar, Literal
 
 import torch
 from annotated_types import Ge, Lt
@@ -17,12 +17,9 @@ from annotated_types import Ge, Lt
 from posthoc_uq.core.errors import PosthocUQError
 from posthoc_uq.core.options import Count, Options
 from posthoc_uq.layers.proof import Selection
-from posthoc_uq.methods.checkpoint import as_plain
+from posthoc_uq.methods.checkpoint import WITHOUT_EFFECT
 from posthoc_uq.methods.task import Task
 from posthoc_uq.posteriors.posterior import Posterior
-
-WITHOUT_EFFECT = {"without effect": True}
-"""Metadata of a field that does not change the result, and so is no part of a fit's identity."""
 
 Unsupported = Literal["raise", "skip"]
 
@@ -117,7 +114,8 @@ class Method(Options, ABC):
 
     def update(self, posterior: Posterior, task: Task, remove: bool) -> Posterior:
         """A new posterior with the data of the task added to those of `posterior`, or taken out of them. See
-        `posthoc_uq.update`, which calls this.
+        `posthoc_uq.update`, which calls this on a method with default options: what depends on those of the fit is read
+        from the posterior.
 
         Raises:
             NotContainedError: data are to go out that cannot all have been in.
@@ -131,12 +129,3 @@ class Method(Options, ABC):
             f"Data cannot be added to a posterior of method={self.name!r}, or taken out of it, since it is no sum over "
             f"its data; fit again on the data that it is to hold."
         )
-
-    def identity(self) -> dict[str, Any]:
-        """Its name and all fields that change the result, as plain values; two fits that differ in one of them are
-        different fits.
-        """
-        options = {
-            f.name: getattr(self, f.name) for f in fields(self) if not f.metadata.get("without effect")
-        }
-        return {"method": self.name} | {name: as_plain(value) for name, value in options.items()}

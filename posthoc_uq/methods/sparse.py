@@ -120,23 +120,6 @@ class Summary:
         """The share of all weights that the median model keeps."""
         return self.kept / sum(layer.weights.numel() for layer in self.layers.values())
 
-    def to_dict(self) -> dict[str, Any]:
-        """Plain values, fit for JSON: of inputs and outputs of every layer, not of every weight."""
-        return {
-            name: {
-                "parameter": layer.parameter,
-                "weights": layer.weights.numel(),
-                "kept": layer.kept,
-                "density": layer.density,
-                "expected density": layer.expected,
-                "undecided": layer.undecided,
-                "inputs": layer.inputs.tolist(),
-                "kept inputs": layer.kept_inputs.tolist(),
-                "outputs": layer.outputs.tolist(),
-            }
-            for name, layer in self.layers.items()
-        }
-
     def __str__(self) -> str:
         rows = [
             {

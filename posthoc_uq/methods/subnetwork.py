@@ -13,12 +13,12 @@ from posthoc_uq.core.devices import as_double
 from posthoc_uq.core.errors import PosthocUQError
 from posthoc_uq.core.options import Count, did_you_mean
 from posthoc_uq.curvature.statistics import ChosenFisher
+from posthoc_uq.files.tensors import parameter_shapes
 from posthoc_uq.methods.laplace import JOINT, Laplace, squares_of
 from posthoc_uq.methods.task import Task, Tensors
-from posthoc_uq.posteriors.block import Block
+from posthoc_uq.posteriors.block import Block, packed
 from posthoc_uq.posteriors.laplace import LARGEST_BYTES, SubnetworkBlock
-from posthoc_uq.posteriors.posterior import Posterior
-from posthoc_uq.posteriors.variational import packed
+from posthoc_uq.posteriors.posterior import Posterior, layer_matrix
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -77,13 +77,8 @@ class Subnetwork(Laplace):
             return _masked(self.mask, task)
         if self.by == "magnitude":
             parameters = dict(task.model.named_parameters())
-            parts = [
-                layer.to_matrix(
-                    parameters[layer.weight], None if layer.bias is None else parameters[layer.bias]
-                )
-                for layer in task.layers.values()
-            ]
-            scores = torch.cat([part.detach().abs().flatten().cpu() for part in parts])
+            parts = [layer_matrix(layer, parameters) for layer in task.layers.values()]
+            scores = torch.cat([part.abs().flatten().cpu() for part in parts])
         else:
             squares = {name: [squares_of(layer, task)] for name, layer in task.layers.items()}
             samples = task.sweep(squares, "diagonal")
@@ -94,11 +89,7 @@ class Subnetwork(Laplace):
 
 def _masked(mask: Mapping[str, Tensor], task: Task) -> Tensor:
     """The user's mask in the order of the layers' weights."""
-    shapes: dict[str, tuple[int, ...]] = {}
-    for layer in task.layers.values():
-        shapes[layer.weight] = layer.weight_shape
-        if layer.bias is not None:
-            shapes[layer.bias] = (layer.groups * layer.outputs,)
+    shapes = parameter_shapes(task.layers.values())
     for name, part in mask.items():
         if name not in shapes:
             raise PosthocUQError(
@@ -111,11 +102,7 @@ def _masked(mask: Mapping[str, Tensor], task: Task) -> Tensor:
         name: mask[name].cpu() if name in mask else torch.zeros(shape, dtype=torch.bool, device="cpu")
         for name, shape in shapes.items()
     }
-    parts = [
-        layer.to_matrix(whole[layer.weight], None if layer.bias is None else whole[layer.bias]).flatten()
-        for layer in task.layers.values()
-    ]
-    chosen = torch.cat(parts)
+    chosen = torch.cat([layer_matrix(layer, whole).flatten() for layer in task.layers.values()])
     if not bool(chosen.any()):
         raise PosthocUQError("The mask chooses no weight; make some of it True.")
     return chosen

@@ -67,7 +67,6 @@ class Task:
         seconds: how long each part took, by its description.
         observers: see all the data once, in the first sweep that goes over all of them.
         observed: whether they have.
-        swept: the names of the sweeps that are finished.
     """
 
     model: nn.Module
@@ -85,7 +84,6 @@ class Task:
     seconds: dict[str, float] = field(default_factory=lambda: dict[str, float]())
     observers: list[Observer] = field(default_factory=lambda: list[Observer]())
     observed: bool = False
-    swept: list[str] = field(default_factory=lambda: list[str]())
 
     @property
     def layers(self) -> dict[str, Layer]:
@@ -175,7 +173,7 @@ class Task:
             PosthocUQError: the loader gave another number of samples than in the last sweep, or other data than those
                 that the checkpoint was made from; none are of the share, or all weights are 0.
         """
-        if description in self.swept:  # a checkpoint would take the one for the other
+        if description in self.seconds:  # a checkpoint would take the one for the other
             raise ValueError(
                 f"Two sweeps of one fit are called {description!r}; give each a name of its own."
             )
@@ -233,7 +231,6 @@ class Task:
                 self.summary = Summary.restored(summary)
         else:
             self.summary = Summary.restored(summary)
-        self.swept.append(description)
         self.seconds[description] = time.perf_counter() - start
         return self.summary.weight
 
@@ -327,12 +324,6 @@ class Task:
         posterior.model = self.model
         return posterior
 
-    def forget_sweeps(self) -> None:
-        """Leave the sweeps out of the checkpoint, where a training that began with their result follows."""
-        if self.checkpoint is not None:
-            for description in self.swept:
-                self.checkpoint.drop(description)
-
     def observe(self) -> None:
         """Show the data to the observers in an extra pass, unless a sweep did so: a resumed fit may begin after its
         sweeps, and a training has none.
@@ -401,22 +392,6 @@ def checked_finite(results: Tensors, part: str) -> Tensors:
                     f"fit with dtype=torch.float64."
                 )
     return results
-
-
-def check_common(identity: Mapping[str, Any]) -> None:
-    """Check that all processes do the same fit.
-
-    Raises:
-        PosthocUQError: they do not; names what differs.
-    """
-    identities = gather(dict(identity), "comparing the fits")
-    for number, other in enumerate(identities):
-        for name, value in identities[0].items():
-            if other[name] != value:
-                raise PosthocUQError(
-                    f"Rank {number} has another {name} than rank 0 ({other[name]!r:.200}, and {value!r:.200}); all "
-                    f"processes must hold the same model and ask for the same fit."
-                )
 
 
 def _merged(summary: Summary) -> Summary:

@@ -9,6 +9,7 @@ from __future__ import annotations
 import time
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Mapping
+from contextlib import nullcontext
 from dataclasses import asdict, dataclass, field, replace
 from math import ceil, cos, inf, isfinite, log, pi
 from typing import Any, ClassVar, Generic, TypeVar, cast
@@ -22,7 +23,7 @@ from posthoc_uq.core.devices import DeferredChecks, as_double, host_double
 from posthoc_uq.core.distributed import world
 from posthoc_uq.core.errors import NonFiniteError, PosthocUQError, warn_user
 from posthoc_uq.core.model import model_device, replicate
-from posthoc_uq.core.options import Count, Magnitude, Natural, Positive
+from posthoc_uq.core.options import Count, Magnitude, Positive
 from posthoc_uq.core.progress import Progress
 from posthoc_uq.core.randomness import isolated_random_state, mixed_seed
 from posthoc_uq.curvature.sweep import batch_hash, other_batches
@@ -54,15 +55,11 @@ class Step:
     Attributes:
         seed: of all random numbers of the step.
         epoch: number of the epoch, from 0.
-        batch: number of the batch in the epoch, from 0.
-        batches: batches of an epoch; 0 while unknown.
         progress: the share of the training that is over, in [0, 1).
     """
 
     seed: int
     epoch: int = 0
-    batch: int = 0
-    batches: int = 0
     progress: float = 0.0
 
 
@@ -76,24 +73,26 @@ class Objective(ABC):
         network: the model, for this objective alone; run after a step failed, to tell whether it accepts the batch.
         likelihood: of the targets.
         samples: of the training data.
-        noise_like: None for a noise variance that stays what it is; to train its logarithm with the rest, a tensor on
-            the device and in the number format that it is to have.
+        learns_noise: whether the logarithm of the noise variance is trained with the rest.
 
     Raises:
         PosthocUQError: a noise is to be learned, and the likelihood has none.
     """
 
     def __init__(
-        self, network: nn.Module, likelihood: Likelihood, samples: int, noise_like: Tensor | None = None
+        self, network: nn.Module, likelihood: Likelihood, samples: int, learns_noise: bool = False
     ) -> None:
         self.network, self.samples, self._likelihood = network, samples, likelihood
+        self.learns_noise = learns_noise
         self._log_noise: Tensor | None = None
-        if noise_like is not None:
+        if learns_noise:
             if likelihood.noise_variance is None:
                 raise PosthocUQError(
                     f"A noise variance can be learned with likelihood='regression', and {likelihood.name!r} has none."
                 )
-            self._log_noise = likelihood.noise_variance.log().to(noise_like.detach()).requires_grad_()
+            like = next(network.parameters())
+            dtype = torch.promote_types(like.dtype, torch.float32)
+            self._log_noise = likelihood.noise_variance.log().to(like.device, dtype).requires_grad_()
 
     @abstractmethod
     def groups(self) -> list[Group]:
@@ -147,11 +146,6 @@ class Objective(ABC):
         """Every tensor that is trained, by name."""
         return {name: tensor for group in self.all_groups(0.0) for name, tensor in group["params"].items()}
 
-    @property
-    def learns_noise(self) -> bool:
-        """Whether the noise variance is trained with the rest."""
-        return self._log_noise is not None
-
     def likelihood(self) -> Likelihood:
         """With the noise as it is now."""
         if self._log_noise is None:
@@ -194,9 +188,6 @@ class Objective(ABC):
         return torch.Generator(device).manual_seed(mixed_seed(*words))
 
 
-# The method
-
-
 Trained = TypeVar("Trained", bound=Objective)
 
 
@@ -225,7 +216,7 @@ class Training(Method, Generic[Trained]):
     default_prior: ClassVar[str] = "the default"
     """In words, for the report, which prior precision it takes where none is given."""
 
-    epochs: Natural | None = None
+    epochs: Count | None = None
     lr: Positive = 1e-4
     log_variance_lr: Positive = 1e-3
     optimizer: Callable[[list[Group]], Optimizer] | None = None
@@ -318,12 +309,6 @@ class Training(Method, Generic[Trained]):
         history = loop.run(settings.progress)
         task.seconds["training"] = time.perf_counter() - began
         blocks = self.blocks(task, trained)
-        for name, block in blocks.items():
-            if not all(bool(torch.isfinite(tensor).all()) for tensor in block.tensors().values()):
-                raise NonFiniteError(
-                    f"The training ended with means or variances of '{name}' that are not finite; lower the learning "
-                    f"rates, or bring the inputs to about unit size."
-                )
         self.check_steps(len(history) * batches_an_epoch)
         notes = {
             "samples": samples,
@@ -359,9 +344,6 @@ def cosine(progress: float, floor: float = 0.05) -> float:
 def fused(groups: list[Group]) -> bool | None:
     """Whether the parameters' device has fused optimisers."""
     return True if groups[0]["params"][0].device.type in ("cpu", "cuda") else None
-
-
-# The loop
 
 
 @dataclass
@@ -533,24 +515,18 @@ class Loop:
 
     def _step(self, batch: Batch, samples: int) -> None:
         progress = self.progress
-        where = f"Step {progress.step} (epoch {progress.epoch + 1}, batch {progress.batch})"
         if batch.targets is None:
             raise PosthocUQError("This method trains on targets, and the loader yields inputs alone.")
         self._optimiser.zero_grad(set_to_none=True)
         checks, values = DeferredChecks(), dict[str, float]()
-        step = Step(
-            mixed_seed(self._seed, _STEP, progress.step),
-            progress.epoch,
-            progress.batch,
-            progress.length,
-            self._share_done(),
-        )
+        part = min(progress.batch / progress.length, 1.0) if progress.length else 0.0
+        done = (progress.epoch + part) / self._options.least_epochs
+        step = Step(mixed_seed(self._seed, _STEP, progress.step), progress.epoch, done)
         what = f"batch {progress.batch} of the loader"
         with explained(lambda: self._objective.network, batch, what, LOADER):
             terms = self._objective.backward(batch, step, checks)
-        gradients = [
-            t.grad for group in self._optimiser.param_groups for t in group["params"] if t.grad is not None
-        ]
+        trained = [t for group in self._optimiser.param_groups for t in group["params"]]
+        gradients = [tensor.grad for tensor in trained if tensor.grad is not None]
         terms = terms | {"gradient": torch.stack([g.sum() for g in gradients]).sum()}
         for name, term in terms.items():
             checks.add(term, lambda value, name=name: values.update({name: float(value)}))
@@ -561,33 +537,27 @@ class Loop:
             broken.remove("gradient")  # it only follows from a loss that is not finite
         if broken:
             raise NonFiniteError(
-                f"{where}: the {' and the '.join(broken)} is not finite; lower the learning rates, or look at the data "
-                f"and the starting variances."
+                f"Step {progress.step} (epoch {progress.epoch + 1}, batch {progress.batch}): the "
+                f"{' and the '.join(broken)} is not finite; lower the learning rates, or look at the data."
             )
         if self._options.clip is not None:
-            torch.nn.utils.clip_grad_value_(
-                (t for group in self._optimiser.param_groups for t in group["params"]), self._options.clip
-            )
+            torch.nn.utils.clip_grad_value_(trained, self._options.clip)
         factor = self._schedule(step.progress)
         for group in self._optimiser.param_groups:
             group["lr"] = group["initial_lr"] * factor
-        checkpoint = self._checkpoint
-        if checkpoint is None or not self._resumed:
+        # no optimiser looks at the names in a state that it was given before it takes a step
+        resumed = self._checkpoint if self._resumed else None
+        with (
+            nullcontext()
+            if resumed is None
+            else resumed.reading("the state of its optimiser is of another kind")
+        ):
             self._optimiser.step()
-        else:  # no optimiser looks at the names in its state before
-            with checkpoint.reading("the state of its optimiser is of another kind"):
-                self._optimiser.step()
         self._resumed = False
         for name, value in values.items():
             progress.sums[name] = progress.sums.get(name, 0.0) + value * samples
         progress.samples += samples
         progress.step += 1
-
-    def _share_done(self) -> float:
-        """How much of the training is over, in [0, 1)."""
-        progress = self.progress
-        part = min(progress.batch / progress.length, 1.0) if progress.length else 0.0
-        return (progress.epoch + part) / self._options.least_epochs
 
     def _end_epoch(self, length: int) -> None:
         progress = self.progress
@@ -601,11 +571,8 @@ class Loop:
         entry["seconds"] = progress.seconds
         progress.history.append(entry)
         waited = progress.epoch - progress.best
-        progress.done = (
-            self._val_loader is not None
-            and self._options.patience is not None
-            and waited >= self._options.patience
-        )
+        patience = self._options.patience if self._val_loader is not None else None
+        progress.done = patience is not None and waited >= patience
         progress.epoch, progress.batch, progress.length = progress.epoch + 1, 0, length
         progress.sums, progress.samples, progress.seconds = {}, 0, 0.0
 
@@ -633,9 +600,6 @@ def _restore(optimiser: Optimizer, state: State) -> None:
             loaded = optimiser.state[value][name]
             if isinstance(loaded, Tensor) and loaded.dtype != saved.dtype:
                 optimiser.state[value][name] = saved.to(loaded.device)
-
-
-# Where a training begins
 
 
 def check_trainable(method: str, parameters: Mapping[str, Tensor], names: Iterable[str]) -> None:

@@ -16,21 +16,20 @@ from dataclasses import dataclass
 from typing import Any, ClassVar, Literal, cast
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.func import functional_call
 from torch.optim import Optimizer
-from torch.overrides import TorchFunctionMode
 from torch.utils._pytree import tree_leaves
 
 from posthoc_uq.core.batches import Batch
 from posthoc_uq.core.devices import DeferredChecks
 from posthoc_uq.core.errors import PosthocUQError, warn_user
 from posthoc_uq.core.model import replicate
-from posthoc_uq.core.options import Count, LogVariance, NotNegative, Positive, Unit
+from posthoc_uq.core.options import LogVariance, NotNegative, Positive, Unit
 from posthoc_uq.core.randomness import isolated_random_state
-from posthoc_uq.layers.calls import affine_call, open_attention
+from posthoc_uq.layers.calls import CallWatcher
 from posthoc_uq.layers.layer import Layer
+from posthoc_uq.layers.rules import AffineCall
 from posthoc_uq.likelihoods import Likelihood
 from posthoc_uq.methods.mean_field import MeanField, begun_field, gaussian_divergence
 from posthoc_uq.methods.task import Task
@@ -39,7 +38,7 @@ from posthoc_uq.moments.propagation import independent_weights, propagate, runni
 from posthoc_uq.moments.tensor import MaxPool, Relu, Rules, Unknown
 from posthoc_uq.posteriors.block import Block
 from posthoc_uq.posteriors.posterior import Posterior
-from posthoc_uq.posteriors.prior import ONE_PRIOR
+from posthoc_uq.posteriors.settings import ONE_PRIOR
 
 _DRAWS = (
     64  # of the outputs in a step, where the likelihood has no closed form; always the same, quasi-random
@@ -97,7 +96,6 @@ class UTVI(Training["MomentObjective"]):
     name: ClassVar[str] = "utvi"
     block_kinds: ClassVar[tuple[str, ...]] = ("mean_field",)
 
-    epochs: Count | None = None
     lr: Positive = 1e-3
     log_variance_lr: Positive = 3e-2
     start: Literal["trained", "random"] = "trained"
@@ -239,8 +237,7 @@ class MomentObjective(Objective):
         prior_means: Mapping[str, Tensor],
         halved: float = 1.0,
     ) -> None:
-        noise_like = next(iter(field.means.values())) if method.noise == "learned" else None
-        super().__init__(network.requires_grad_(False), likelihood, samples, noise_like)
+        super().__init__(network.requires_grad_(False), likelihood, samples, method.noise == "learned")
         self._method, self._layers, self.field = method, layers, field
         self._prior_means, self._halved = prior_means, halved
         self._rules = Rules(method.relu, method.max_pool, method.pool_rho, "diag", method.unknown)
@@ -337,38 +334,6 @@ class MomentObjective(Objective):
         return self.likelihood().predictive_log_prob(mean, variance, cast(Tensor, batch.targets), draws)
 
 
-class _Uses(TorchFunctionMode):
-    """Notes the tensors that functions take after the first use of a chosen weight.
-
-    Args:
-        chosen: the identities of these weights.
-
-    Attributes:
-        later: the identities of the tensors.
-        affine: those of the weights and biases of affine maps, chosen or not.
-    """
-
-    def __init__(self, chosen: Collection[int]) -> None:
-        super().__init__()
-        self._chosen, self._began = chosen, False
-        self.later: set[int] = set()
-        self.affine: set[int] = set()
-
-    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        kwargs = kwargs or {}
-        if func is F.multi_head_attention_forward:
-            with self:
-                return open_attention(*args, **kwargs)
-        tensors = [leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, Tensor)]
-        if self._began:
-            self.later |= {id(tensor) for tensor in tensors}
-        call = affine_call(func, args, kwargs)
-        if call is not None:
-            self.affine |= {id(tensor) for tensor in (call.parameter, call.bias) if tensor is not None}
-            self._began = self._began or id(call.parameter) in self._chosen
-        return func(*args, **kwargs)
-
-
 def certain_parameters(network: nn.Module, chosen: Collection[str], batch: Batch) -> list[str]:
     """What a network uses after the first of some weights and that no affine map owns: scales and shifts of
     normalisations, scales of activations. Other affine layers were left out by choice, and what comes before the first
@@ -383,13 +348,25 @@ def certain_parameters(network: nn.Module, chosen: Collection[str], batch: Batch
         Names of parameters in float32 or float64.
     """
     held = dict(network.named_parameters())
+    first, later, affine = {id(held[name]) for name in chosen}, set[int](), set[int]()
+    began = False
+
+    def note(call: AffineCall, output: Tensor) -> None:
+        nonlocal began
+        affine.update(id(tensor) for tensor in (call.parameter, call.bias) if tensor is not None)
+        began = began or id(call.parameter) in first
+
+    def every(func: Any, args: Any, kwargs: dict[str, Any], result: Any) -> None:
+        if began:
+            later.update(id(leaf) for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, Tensor))
+
     copied = batch.copied()
-    with torch.no_grad(), isolated_random_state(), _Uses({id(held[name]) for name in chosen}) as uses:
+    with torch.no_grad(), isolated_random_state(), CallWatcher(None, note, every=every, anchored=False):
         network(*copied.args, **copied.kwargs)
     return [
         name
         for name, parameter in held.items()
-        if id(parameter) in uses.later - uses.affine
+        if id(parameter) in later - affine
         and name not in chosen
         and parameter.dtype in (torch.float32, torch.float64)
     ]

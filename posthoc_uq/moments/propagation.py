@@ -16,8 +16,7 @@ from torch import Tensor, nn
 
 from posthoc_uq.core.outputs import output_tensor
 from posthoc_uq.layers.layer import Layer
-from posthoc_uq.moments.rules import MomentTensor, Pass, Rules, WeightPosteriors
-from posthoc_uq.moments.tensor import WeightPosterior, variance_dtype
+from posthoc_uq.moments.tensor import MomentTensor, Pass, Rules, WeightPosterior, variance_dtype
 
 
 class OutputMoments(NamedTuple):
@@ -53,12 +52,11 @@ def propagate(
     Raises:
         PosthocUQError: a function has no rule, or writes into an activation.
     """
-    known = WeightPosteriors({id(weight): posterior for weight, posterior in posteriors})
-    with Pass(rules, known, where):
+    with Pass(rules, {id(weight): posterior for weight, posterior in posteriors}, where) as state:
         outputs: Any = output_tensor(run())
     if not isinstance(outputs, MomentTensor):
-        return OutputMoments(outputs, torch.zeros_like(outputs), None, known.used)
-    return OutputMoments(outputs.moment_mean, outputs.moment_variance, outputs.moment_covariance, known.used)
+        return OutputMoments(outputs, torch.zeros_like(outputs), None, state.used)
+    return OutputMoments(outputs.moment_mean, outputs.moment_variance, outputs.moment_covariance, state.used)
 
 
 def running_module(network: nn.Module) -> str:
@@ -73,22 +71,8 @@ def running_module(network: nn.Module) -> str:
     return ""
 
 
-class Products(NamedTuple):
-    """A layer's variances as the affine rules multiply with them.
-
-    Attributes:
-        variances: S, in the weight's shape; a matrix with its outputs first.
-        summed: ``W o W + S``, or None where `joined` has it.
-        joined: ``[W o W + S, S]`` along the input channels of a convolution without groups, transposed or not, or None.
-    """
-
-    variances: Tensor
-    summed: Tensor | None
-    joined: Tensor | None
-
-
-def products_of(layer: Layer, weight: Tensor, variances: Tensor) -> Products:
-    """What the rules need of a layer, differentiable in both.
+def products_of(layer: Layer, weight: Tensor, variances: Tensor) -> tuple[Tensor, Tensor]:
+    """A layer's variances in the two forms that `WeightPosterior` has, differentiable in both arguments.
 
     Args:
         layer: whose weight it is.
@@ -101,9 +85,9 @@ def products_of(layer: Layer, weight: Tensor, variances: Tensor) -> Products:
         own, square = own.T, square.T
     if layer.convolutional and layer.groups == 1:
         axis = layer.rule.input_axis
-        joined = torch.cat([square + own, own], dim=axis)
-        return Products(joined.narrow(axis, own.shape[axis], own.shape[axis]), None, joined)
-    return Products(own, square + own, None)
+        summed = torch.cat([square + own, own], dim=axis)
+        return summed.narrow(axis, own.shape[axis], own.shape[axis]), summed
+    return own, square + own
 
 
 @dataclass
@@ -114,16 +98,14 @@ class IndependentWeights:
         layer: its name.
         variances: in the weight's shape, outputs first.
         bias_variances: of the bias, or None.
-        summed: see `Products`.
-        joined: see `Products`.
+        summed: see `WeightPosterior`.
         row: False: there are no correlations inside a row.
     """
 
     layer: str
     variances: Tensor
     bias_variances: Tensor | None
-    summed: Tensor | None
-    joined: Tensor | None
+    summed: Tensor
     row: bool = False
 
     def row_variance(self, mean: Tensor, variance: Tensor | None) -> Tensor:
@@ -150,9 +132,7 @@ def independent_weights(
     weights: list[tuple[Tensor, IndependentWeights]] = []
     for name, layer in layers.items():
         mean = means[layer.weight]
-        products = products_of(layer, mean, variances[layer.weight])
-        bias = None if layer.bias is None else variances[layer.bias].to(products.variances)
-        weights.append(
-            (mean, IndependentWeights(name, products.variances, bias, products.summed, products.joined))
-        )
+        own, summed = products_of(layer, mean, variances[layer.weight])
+        bias = None if layer.bias is None else variances[layer.bias].to(own)
+        weights.append((mean, IndependentWeights(name, own, bias, summed)))
     return weights

@@ -9,16 +9,18 @@ from __future__ import annotations
 import weakref
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass, field
+from dataclasses import dataclass
+from math import sqrt
 from typing import Any, Literal, Protocol, cast
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
-from torch.overrides import TorchFunctionMode, resolve_name
+from torch.overrides import resolve_name
+from torch.utils import _pytree as pytree
 
 from posthoc_uq.core.errors import PosthocUQError
-from posthoc_uq.layers.calls import open_attention
+from posthoc_uq.layers.calls import CallMode
 from posthoc_uq.layers.rules import AffineCall, affine_call
 from posthoc_uq.moments.unscented import Moments
 
@@ -36,16 +38,15 @@ class WeightPosterior(Protocol):
         row: whether correlations inside a row of the weight matrix are kept.
         variances: marginal variances, in the weight's shape, outputs first.
         bias_variances: of the bias, or None.
-        summed: ``W o W + S`` (W the means, S the variances), or None where every call computes it.
-        joined: ``[W o W + S, S]`` along the input channels of a convolution, or None.
+        summed: ``W o W + S`` (W the means, S the variances), by which the input's variance is multiplied; of a
+            convolution without groups ``[W o W + S, S]`` along its input channels.
     """
 
     layer: str
     row: bool
     variances: Tensor
     bias_variances: Tensor | None
-    summed: Tensor | None
-    joined: Tensor | None
+    summed: Tensor
 
     def row_variance(self, mean: Tensor, variance: Tensor | None) -> Tensor:
         """Variance by the weights alone of ``W x + b``, ``(rows, outputs)``, for inputs ``(rows, inputs)``."""
@@ -153,7 +154,6 @@ Rule = Callable[..., Any]
 RULES: dict[Any, Rule] = {}
 QUERIES: set[Any] = set()
 COMPARISONS: set[Any] = set()
-FALLBACKS: dict[str, Callable[[Any, Any, Any], Any]] = {}
 
 
 def rule(*functions: Any) -> Callable[[Rule], Rule]:
@@ -234,45 +234,32 @@ def full_precision(tensor: Tensor) -> AbstractContextManager[Any]:
     return nullcontext()
 
 
-@dataclass
-class WeightPosteriors:
-    """The posteriors of a model's layers by the identity of their weights, and the names of those that a pass used."""
-
-    by_weight: Mapping[int, WeightPosterior]
-    used: set[str] = field(default_factory=lambda: set[str]())
-
-    def of(self, weight: Any) -> WeightPosterior | None:
-        """The posterior of a weight, which is marked as used; None if it has none."""
-        posterior = self.by_weight.get(id(weight))
-        if posterior is not None:
-            self.used.add(posterior.layer)
-        return posterior
-
-
-class Pass(TorchFunctionMode):
+class Pass(CallMode):
     """One run of a model on tensors with moments; a context that lasts as long as the model runs.
 
     Args:
         rules: choices between forms of rules.
-        posteriors: of the layers' weights.
-        stack: gives the name of the module that is running, for messages.
+        posteriors: of the layers' weights, by the identity of the weight that the model's code uses.
+        where: gives the name of the module that is running, for messages.
+
+    Attributes:
+        used: the names of the layers whose weights were used.
     """
 
     def __init__(
-        self, rules: Rules, posteriors: WeightPosteriors, stack: Callable[[], str] = lambda: ""
+        self,
+        rules: Rules,
+        posteriors: Mapping[int, WeightPosterior],
+        where: Callable[[], str] = lambda: "",
     ) -> None:
         super().__init__()
-        self.rules = rules
-        self.posteriors = posteriors
-        self.where = stack
+        self.rules, self.posteriors, self.where = rules, posteriors, where
+        self.used: set[str] = set()
 
-    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        kwargs = kwargs or {}
-        if func is F.multi_head_attention_forward:
-            with self:
-                return open_attention(*args, **kwargs)
+    def called(self, func: Any, types: Any, args: Any, kwargs: dict[str, Any]) -> Any:
         call = affine_call(func, args, kwargs)
-        if call is not None and id(call.parameter) in self.posteriors.by_weight:
+        if call is not None and id(call.parameter) in self.posteriors:
+            self.used.add(self.posteriors[id(call.parameter)].layer)
             return RULES[AffineCall](self, call)
         if not any(issubclass(kind, MomentTensor) for kind in types):
             return func(*args, **kwargs)
@@ -296,9 +283,8 @@ class Pass(TorchFunctionMode):
 
     def unknown(self, func: Any, args: Any, kwargs: Any) -> Any:
         """The result of a function without a rule, by the policy of the pass."""
-        fallback = FALLBACKS.get(self.rules.unknown)
-        if fallback is not None:
-            return fallback(func, args, kwargs)
+        if self.rules.unknown == "unscented":
+            return along_directions(func, args, kwargs)
         raise self.refusal(
             f"no rule carries mean and variance through {function_name(func)}",
             "pass unknown='unscented' (its values at points around the mean)",
@@ -338,3 +324,79 @@ def as_view(base: Any, view: Any) -> Any:
                 base.moment_aliases.append(weakref.ref(part))
                 part.moment_aliases = base.moment_aliases
     return view
+
+
+DIRECTIONS = 32  # of the inputs, along which a function without a rule is taken
+
+
+def along_directions(func: Any, args: Any, kwargs: Any) -> Any:
+    """Mean and variance of the function's outputs by the three points of the unscented rule along each of `DIRECTIONS`
+    random directions, the same in every call, in which every input moves up or down in units of its deviation.
+
+    Of an element-wise function that is the unscented rule itself. Of several inputs, a variance has a relative error of
+    about ``sqrt(2 / DIRECTIONS)``.
+    """
+    name = getattr(func, "__name__", "")
+    if (name.endswith("_") and not name.endswith("__")) or name in ("__setitem__", "__set__"):
+        raise PosthocUQError(
+            f"{function_name(func)} works in place and has no rule, so that its variance would be lost; use the form "
+            f"that returns a new tensor, or predict with head='sampling'."
+        )
+    inputs, build = _inputs(args, kwargs)
+
+    def at(steps: list[Tensor] | None, sign: float) -> tuple[list[Tensor], Any]:
+        means = [x.moment_mean for x in inputs]
+        moved = (
+            means if steps is None else [mean + sign * step for mean, step in zip(means, steps, strict=True)]
+        )
+        moved_args, moved_kwargs = build(moved)
+        leaves, spec = pytree.tree_flatten(func(*moved_args, **moved_kwargs))
+        return [_checked(func, leaf) for leaf in leaves], spec
+
+    centres, spec = at(None, 0.0)
+    bends, squares = [0.0 * centre for centre in centres], [0.0 * centre for centre in centres]
+    generator = torch.Generator().manual_seed(0)
+    for _ in range(DIRECTIONS):
+        steps: list[Tensor] = []
+        for x in inputs:
+            # all samples get the same signs, so that none depends on its place in the batch
+            signs = (
+                torch.randint(0, 2, x.moment_mean.shape[1:], generator=generator, device="cpu") * 2.0 - 1.0
+            )
+            deviation = x.moment_variance.sqrt()
+            steps.append((sqrt(3.0) * signs.to(deviation) * deviation).to(x.moment_mean))
+        (ups, _), (downs, _) = at(steps, 1.0), at(steps, -1.0)
+        for place, (centre, up, down) in enumerate(zip(centres, ups, downs, strict=True)):
+            bend = up + down - 2.0 * centre
+            bends[place] = bends[place] + bend / DIRECTIONS
+            squares[place] = squares[place] + ((up - down).square() / 12 + bend.square() / 18) / DIRECTIONS
+    parts = [
+        MomentTensor(centre + bend / 6, square.to(variance_dtype(centre.dtype)))
+        for centre, bend, square in zip(centres, bends, squares, strict=True)
+    ]
+    return pytree.tree_unflatten(parts, spec)
+
+
+def _inputs(args: Any, kwargs: Any) -> tuple[list[MomentTensor], Callable[[list[Tensor]], tuple[Any, Any]]]:
+    """The moment tensors among the arguments, and a function that puts plain tensors in their places."""
+    leaves, spec = pytree.tree_flatten((args, kwargs))
+    positions = [index for index, leaf in enumerate(leaves) if isinstance(leaf, MomentTensor)]
+
+    def build(values: list[Tensor]) -> tuple[Any, Any]:
+        filled = list(leaves)
+        for position, value in zip(positions, values, strict=True):
+            filled[position] = value
+        return cast(tuple[Any, Any], pytree.tree_unflatten(filled, spec))
+
+    return [leaves[position] for position in positions], build
+
+
+def _checked(func: Any, output: Any) -> Tensor:
+    """An output, if it can have a variance."""
+    if not isinstance(output, Tensor) or not output.is_floating_point():
+        kind = str(output.dtype) if isinstance(output, Tensor) else f"a {type(output).__name__}"
+        raise PosthocUQError(
+            f"{function_name(func)} makes {kind} of an uncertain activation, which has no variance; keep it out of the "
+            f"model's forward pass, or predict with head='sampling'."
+        )
+    return output

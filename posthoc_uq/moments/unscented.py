@@ -147,6 +147,11 @@ def blockwise(rule: Callable[..., Moments], mean: Tensor, variance: Tensor) -> M
     return out_mean.as_strided(size, stride), out_variance.as_strided(size, stride)
 
 
+def written(moments: Moments, out: Moments | None) -> Moments:
+    """Moments, copied to `out` where that is given."""
+    return moments if out is None else (out[0].copy_(moments[0]), out[1].copy_(moments[1]))
+
+
 def blockwise_scaled(
     rule: Callable[..., Moments], mean: Tensor, variance: Tensor, scale: Tensor, shift: Tensor
 ) -> Moments:
@@ -218,34 +223,3 @@ def unscented_joint(
     shift = weight * (points - centre).sum(0)
     about = weight * (points - centre - shift).square().sum(0) + (1 - size / reach) * shift.square()
     return centre + shift, about
-
-
-def unscented_map(function: Function, mean: Tensor, covariance: Tensor) -> tuple[Tensor, Tensor]:
-    """Mean and covariance of ``h(f)``, ``f ~ N(mean, covariance)``, for a map of d dimensions by ``2 d + 1`` points.
-
-    Points ``f +- sqrt(d + kappa) chol(C)_i`` with ``kappa = max(3 - d, 0)``, so that no weight is negative.
-
-    Args:
-        function: maps ``(points, d)`` to ``(points, outputs)``.
-        mean: ``(batch, d)``.
-        covariance: ``(batch, d, d)``; may be singular.
-
-    Returns:
-        Mean ``(batch, outputs)`` and covariance ``(batch, outputs, outputs)``.
-    """
-    batch, size = mean.shape
-    kappa = max(3.0 - size, 0.0)
-    values, vectors = torch.linalg.eigh(covariance)
-    # Any root gives valid points, but the transform takes the triangular one; qr gives it also for a singular
-    # matrix.
-    root = torch.linalg.qr(
-        (vectors * values.clamp(min=0).sqrt().unsqueeze(-2)).transpose(-1, -2)
-    ).R.transpose(-1, -2)
-    steps = (size + kappa) ** 0.5 * root.transpose(-1, -2)  # rows are points
-    points = torch.cat([mean.unsqueeze(1), mean.unsqueeze(1) + steps, mean.unsqueeze(1) - steps], dim=1)
-    images = function(points.reshape(-1, size)).reshape(batch, 2 * size + 1, -1)
-    weights = images.new_full((2 * size + 1,), 1 / (2 * (size + kappa)))
-    weights[0] = kappa / (size + kappa)
-    expected = torch.einsum("p,bpo->bo", weights, images)
-    centred = images - expected.unsqueeze(1)
-    return expected, torch.einsum("p,bpo,bpq->boq", weights, centred, centred)

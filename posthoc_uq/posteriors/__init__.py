@@ -34,8 +34,8 @@ from posthoc_uq.posteriors.laplace import (
     SubnetworkBlock,
 )
 from posthoc_uq.posteriors.messages import JointMessagesBlock, MessagesBlock
-from posthoc_uq.posteriors.posterior import Posterior
-from posthoc_uq.posteriors.settings import ABOUT, Evidence, History, Hyperparameters, LayerPriors, WeightPrior
+from posthoc_uq.posteriors.posterior import Posterior, WeightPrior
+from posthoc_uq.posteriors.settings import ABOUT, Evidence, History, Hyperparameters, LayerPriors
 from posthoc_uq.posteriors.variational import LatentBinaryBlock, MeanFieldBlock, MedianBlock
 
 __all__ = [

@@ -3,14 +3,17 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Collection, Generator, Mapping, Sequence
+from collections.abc import Generator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, fields, replace
 from functools import cache
 from math import prod
-from typing import Any, ClassVar, TypeVar, get_type_hints
+from typing import Annotated, Any, ClassVar, TypeVar, get_type_hints
 
 import torch
+import torch.nn.functional as F
+from annotated_types import Ge
+from pydantic import create_model
 from torch import Tensor
 
 from posthoc_uq.core.devices import as_double
@@ -22,15 +25,13 @@ from posthoc_uq.posteriors.covariance import Covariance
 Shape = tuple[int, int, int]
 """Groups, outputs and inputs of a layer, or ``(1, 1, weights)`` of several."""
 
-# What a tensor must be: blocks declare it for theirs, and files and checkpoints are checked by it.
-
 
 @dataclass(frozen=True)
 class TensorSpec:
     """What a tensor must be; its numbers are always finite.
 
     Attributes:
-        shape: its sizes; None for a dimension of any size.
+        shape: its sizes.
         non_negative: whether it has no negative number, as variances and eigenvalues.
         orthonormal: whether it has orthonormal columns, up to the rounding to bfloat16.
         padded: whether columns of zeros may stand among the orthonormal ones.
@@ -41,7 +42,7 @@ class TensorSpec:
         bits: whether it holds bytes of packed bits (uint8), which are kept as they are, rather than numbers.
     """
 
-    shape: tuple[int | None, ...]
+    shape: tuple[int, ...]
     non_negative: bool = False
     orthonormal: bool = False
     padded: bool = False
@@ -50,24 +51,6 @@ class TensorSpec:
     bits: bool = False
     exact: bool = False
 
-    def fits(self, shape: Sequence[int]) -> bool:
-        """Whether a tensor of this shape has the right one."""
-        return len(shape) == len(self.shape) and all(
-            wanted in (None, size) for size, wanted in zip(shape, self.shape, strict=True)
-        )
-
-    @property
-    def sizes(self) -> tuple[int, ...]:
-        """The shape, where every dimension has a size."""
-        return tuple(size for size in self.shape if size is not None)
-
-    @property
-    def numbers(self) -> int:
-        """How many numbers such a tensor has, where every dimension has a size."""
-        return prod(self.sizes)
-
-
-# How a block declares its tensors: each as a field with its sizes.
 
 GROUPS, OUTPUTS, INPUTS, WEIGHTS = "groups", "outputs", "inputs", "weights"
 """Sizes of a layer's matrix, and their product."""
@@ -96,6 +79,8 @@ class Stored:
     Args:
         *sizes: `GROUPS`, `OUTPUTS`, `INPUTS`, `WEIGHTS`, `BITS`, or a `Size`.
         optional: an attribute of a file that is true where the block has this tensor; else the tensor is None.
+        mean_of: the statistic in words, where it is a mean over the samples that other data can come into; it is then
+            non-negative, or symmetric and positive semidefinite.
         max_numbers: that it may have, whatever its sizes.
         **properties: those of `TensorSpec`.
     """
@@ -104,15 +89,12 @@ class Stored:
         self,
         *sizes: str | Size,
         optional: str | None = None,
+        mean_of: str = "",
         max_numbers: int | None = None,
         **properties: Any,
     ) -> None:
-        self.sizes, self.optional, self.max_numbers = sizes, optional, max_numbers
-        self._properties = properties
-
-    def spec(self, sizes: Sequence[int]) -> TensorSpec:
-        """What the tensor must be, by its sizes as numbers."""
-        return TensorSpec(tuple(sizes), **self._properties)
+        self.sizes, self.optional, self.mean_of, self.max_numbers = sizes, optional, mean_of, max_numbers
+        self.properties = properties
 
 
 def layer_sizes(shape: Shape) -> dict[str, int]:
@@ -135,29 +117,6 @@ QUADRATIC = "quadratic forms"  # J Sigma J^T of Jacobians
 ROWS = "row covariances"  # for the variance that a layer's weights give to its outputs
 LOG_DETERMINANT = "a log-determinant"  # of the precision
 INDEPENDENT = "moments of independent weights"  # once what they have in common is drawn
-
-
-def required(
-    needs: Collection[str], known: Collection[str], method: str, what: str, way_out: str = ""
-) -> None:
-    """Refuse what the blocks of a posterior cannot do.
-
-    Args:
-        needs: names of capabilities.
-        known: capabilities of the posterior.
-        method: the posterior's.
-        what: the request that needs them, as the subject of a sentence.
-        way_out: what to do instead, as the end of that sentence.
-
-    Raises:
-        PosthocUQError: one is missing.
-    """
-    missing = sorted(set(needs) - set(known))
-    if missing:
-        end = f"; {way_out}." if way_out else "."
-        raise PosthocUQError(
-            f"{what} needs {' and '.join(missing)}, which the blocks of method={method!r} do not have{end}"
-        )
 
 
 # Statistics of two parts of the data added up, or those of one part taken out again.
@@ -272,13 +231,6 @@ def _rounding(kept: Tensor, size: float, weights: Weights) -> float:
     return _ROUNDING_UNITS * precision * weights.kept * size + smallest
 
 
-# The block protocol: what a posterior stores of one layer (`Block`), and that made ready for use at a scale
-# and a prior precision (`Covariance`).
-#
-# The first dimensions of all tensors are the layer's groups, outputs and inputs, ``(G, m, n)``; groups are
-# independent.
-
-
 @dataclass(frozen=True)
 class Settings:
     """What turns a Fisher information into a precision: ``P = scale * (low rank + residual_weight * D) +
@@ -294,6 +246,15 @@ class Settings:
     prior_precision: float | Tensor
     residual_weight: float = 1.0
 
+    def precision(self, information: Tensor) -> Tensor:
+        """``scale * information + prior_precision``, in float64, for an information that is diagonal in some basis."""
+        return self.scale * as_double(information) + self.prior_precision
+
+    def largest_precision(self, information: float) -> float:
+        """The same for the largest number of an information."""
+        prior = self.prior_precision
+        return float(self.scale) * information + (float(prior.max()) if isinstance(prior, Tensor) else prior)
+
 
 _CAPABILITIES: dict[str, tuple[str, ...]] = {
     "draw": (DRAWS,),
@@ -301,6 +262,7 @@ _CAPABILITIES: dict[str, tuple[str, ...]] = {
     "independent": (INDEPENDENT,),
     "variance": (VARIANCES,),
     "quadratic": (QUADRATIC,),
+    "whiten": (QUADRATIC,),
     "of_layer": (ROWS,),
     "log_determinant": (LOG_DETERMINANT,),
 }
@@ -317,8 +279,8 @@ BLOCKS: dict[str, type[Block]] = {}
 class Block(ABC):
     """What is stored of one layer: statistics as plain tensors and plain attributes.
 
-    A subclass is a dataclass: its fields annotated as `Stored` are the tensors, all others are the attributes, which
-    `fields` checks in files. What is written, checked, read, moved, copied and counted follows from them. A class that
+    A subclass is a dataclass: its fields annotated as `Stored` are the tensors, all others are the attributes, whose
+    types check those of files. What is written, checked, read, added up and counted follows from them. A class that
     sets `kind` is known by it from then on: files of posteriors with such blocks can be written and read wherever it is
     defined. An attribute ``samples`` is the number of training samples, which files check.
     """
@@ -328,7 +290,7 @@ class Block(ABC):
     makes: ClassVar[type[Covariance]]
     """The class of what `covariance` makes; it determines what posteriors of such blocks can do."""
     fields: ClassVar[type[Record]] = Record
-    """What its `attributes` may be in a file."""
+    """What is in a file's attributes beside the plain fields and the sizes of tensors, for a class that writes more."""
     joint: ClassVar[bool] = False
     """Whether it may hold several layers, one after the other and each flattened: its shape is then (1, 1, weights)."""
     trained: ClassVar[bool] = False
@@ -347,12 +309,20 @@ class Block(ABC):
 
     def __init_subclass__(cls, **kwargs: Any) -> None:
         super().__init_subclass__(**kwargs)
-        if "kind" in vars(cls):
-            if not hasattr(cls, "makes"):
-                raise PosthocUQError(
-                    f"{cls.__qualname__} must say in 'makes' which class its covariances are of."
-                )
-            _register(cls)
+        if "kind" not in vars(cls):
+            return
+        if not hasattr(cls, "makes"):
+            raise PosthocUQError(
+                f"{cls.__qualname__} must say in 'makes' which class its covariances are of."
+            )
+        registered = BLOCKS.setdefault(cls.kind, cls)
+        # the same name again is the same class: a reloaded module, or a notebook cell that ran again
+        if (registered.__module__, registered.__qualname__) != (cls.__module__, cls.__qualname__):
+            raise PosthocUQError(
+                f"{cls.__qualname__} cannot be a block of the kind {cls.kind!r}, which {registered.__module__}."
+                f"{registered.__qualname__} is already; give it another kind."
+            )
+        BLOCKS[cls.kind] = cls
 
     @classmethod
     def capabilities(cls) -> frozenset[str]:
@@ -386,9 +356,24 @@ class Block(ABC):
         return {name: own for name, own in found.items() if isinstance(own, Stored)}
 
     @classmethod
+    @cache
     def _plain(cls) -> list[str]:
-        """The fields that are attributes."""
-        return [each.name for each in fields(cls) if each.name not in cls._stored()]
+        """The fields that are attributes, without those that a class writes itself (metadata ``in_file=False``)."""
+        others = [each for each in fields(cls) if each.name not in cls._stored()]
+        return [each.name for each in others if each.metadata.get("in_file", True)]
+
+    @classmethod
+    @cache
+    def record(cls) -> type[Record]:
+        """What `attributes` may be in a file."""
+        hints = get_type_hints(cls, include_extras=True)
+        declared: dict[str, Any] = {name: (hints[name], ...) for name in cls._plain()}
+        for tensor in cls._stored().values():
+            sizes = [size for size in tensor.sizes if isinstance(size, Size)]
+            declared |= {size.name: (Annotated[int, Ge(size.low)], ...) for size in sizes}
+            declared |= {} if tensor.optional is None else {tensor.optional: (bool, False)}
+        new = {name: kind for name, kind in declared.items() if name not in cls.fields.model_fields}
+        return create_model(f"{cls.__name__}Attributes", __base__=cls.fields, **new)
 
     def tensors(self) -> dict[str, Tensor]:
         """The block's tensors by name: all that storage writes, with `attributes`."""
@@ -422,7 +407,7 @@ class Block(ABC):
             return bounded(attributes, size.name, size.low, of_layer[size.most])
 
         return {
-            name: declared.spec([number(size) for size in declared.sizes])
+            name: TensorSpec(tuple(number(size) for size in declared.sizes), **declared.properties)
             for name, declared in cls._stored().items()
             if declared.optional is None or attributes.get(declared.optional)
         }
@@ -454,7 +439,8 @@ class Block(ABC):
         """The largest precision at these settings, or the largest variance of a block that stores variances. Files that
         reach more than float32 can compute with are refused. 0 where the bounds in `specs` exclude that already.
         """
-        return 0.0
+        means = [getattr(self, name) for name, declared in self._stored().items() if declared.mean_of]
+        return settings.largest_precision(largest_of(*means)) if means else 0.0
 
     @classmethod
     def restore(
@@ -483,7 +469,14 @@ class Block(ABC):
             NotContainedError: data were to be taken out that cannot all have been in.
             PosthocUQError: such blocks cannot be added up.
         """
-        raise PosthocUQError(f"Blocks of the kind {self.kind!r} cannot be added up.")
+        means = {name: declared for name, declared in self._stored().items() if declared.mean_of}
+        if not means:
+            raise PosthocUQError(f"Blocks of the kind {self.kind!r} cannot be added up.")
+        changed: dict[str, Tensor] = {}
+        for name, declared in means.items():
+            add = combined_matrices if declared.properties.get("symmetric") else combined
+            changed[name] = add(getattr(self, name), part[name], weights, declared.mean_of)
+        return replace(self, **changed)
 
     def covered(self, part: Mapping[str, Tensor]) -> tuple[float, float] | None:
         """How much of a Fisher's trace is inside of the block's bases, and the whole trace; None for a block that keeps
@@ -500,40 +493,16 @@ class Block(ABC):
 
     def bytes(self) -> int:
         """Bytes stored."""
-        return sum(t.numel() * t.element_size() for t in self.tensors().values())
-
-    def to(self, device: torch.device | str) -> Block:
-        """The block on another device."""
-        return self.restore(self.attributes(), {name: t.to(device) for name, t in self.tensors().items()})
+        return sum(t.nbytes for t in self.tensors().values())
 
     def summary(self) -> dict[str, Any]:
         """Columns of the report; `columns` explains them."""
         return {}
 
 
-def _register(cls: type[Block]) -> None:
-    registered = BLOCKS.get(cls.kind)
-    # the same name again is the same class: a reloaded module, or a notebook cell that ran again
-    if registered is not None and (registered.__module__, registered.__qualname__) != (
-        cls.__module__,
-        cls.__qualname__,
-    ):
-        raise PosthocUQError(
-            f"{cls.__qualname__} cannot be a block of the kind {cls.kind!r}, which {registered.__module__}."
-            f"{registered.__qualname__} is already; give it another kind."
-        )
-    BLOCKS[cls.kind] = cls
-
-
 def largest_of(*tensors: Tensor) -> float:
     """The largest absolute number of several tensors, 0 if they are empty."""
     return max((float(tensor.abs().max()) for tensor in tensors if tensor.numel()), default=0.0)
-
-
-def reached(settings: Settings, information: float) -> float:
-    """The largest precision ``scale * I + prior_precision`` for the largest number of ``I``."""
-    prior = settings.prior_precision
-    return float(settings.scale) * information + (float(prior.max()) if isinstance(prior, Tensor) else prior)
 
 
 def bounded(attributes: Mapping[str, Any], name: str, low: int, high: int) -> int:
@@ -548,9 +517,22 @@ def bounded(attributes: Mapping[str, Any], name: str, low: int, high: int) -> in
     return value
 
 
-# Which kinds of blocks the posteriors of a method are made of, by the method's name.
-#
-# Storage must know the names of the methods, but may not import ``methods``, which stands above it; so
-# ``methods`` fills this table.
-
 FAMILIES: dict[str, tuple[str, ...]] = {}
+"""The kinds of blocks that the posteriors of a method are made of, by the method's name. Files need it, and `methods`,
+which stands above them, fills it."""
+
+
+def packed(mask: Tensor) -> Tensor:
+    """A mask as bytes of eight bits, the first the highest; zeros fill the last byte."""
+    bits = mask.flatten().to(torch.uint8)
+    bits = F.pad(bits, (0, -len(bits) % 8)).reshape(-1, 8)
+    return (bits << _places(bits)).sum(1, dtype=torch.uint8)
+
+
+def unpacked(kept: Tensor, count: int) -> Tensor:
+    """The first `count` bits of packed bytes, as a mask."""
+    return ((kept.unsqueeze(1) >> _places(kept)) & 1).flatten()[:count].bool()
+
+
+def _places(like: Tensor) -> Tensor:
+    return torch.arange(7, -1, -1, dtype=torch.uint8, device=like.device)

@@ -169,9 +169,6 @@ def joined(parts: list[Contracted]) -> Contracted:
     )
 
 
-# The operators.
-
-
 class LayerRows(NamedTuple):
     """One layer's part of the Jacobian of several functions of each sample's outputs.
 
@@ -244,11 +241,16 @@ class Covariance:
         raise self._cannot("log-determinant")
 
     def quadratic(self, jacobians: Tensor) -> Tensor:
-        """``J Sigma J^T``, ``(q, q)``, of Jacobians ``(q, G, m, n)`` in any number format."""
-        raise self._cannot("quadratic forms")
+        """``J Sigma J^T``, ``(q, q)``, of Jacobians ``(q, G, m, n)`` in any number format. A subclass overrides this or
+        `whiten`.
+        """
+        rows = self.whiten(jacobians)
+        return (rows @ rows.T).to(jacobians)
 
     def whiten(self, jacobians: Tensor) -> Tensor:
-        """Rows ``r`` in float64, ``(q, any)``, with ``r r^T = J Sigma J^T`` of Jacobians ``(q, G, m, n)``."""
+        """Rows ``r``, ``(q, any)``, with ``r r^T = J Sigma J^T`` of Jacobians ``(q, G, m, n)``; of wider numbers where
+        that is needed.
+        """
         values, vectors = torch.linalg.eigh(as_double(self.quadratic(jacobians)))
         return vectors * values.clamp(min=0).sqrt()
 
@@ -385,10 +387,6 @@ class Covariance:
         covariance = self.output_covariance(activations).to(activations)
         return lambda x: covariance @ x
 
-    def bytes(self) -> int:
-        """Memory that it holds beyond its block."""
-        return sum(t.numel() * t.element_size() for t in vars(self).values() if isinstance(t, Tensor))
-
     def _cannot(self, what: str) -> PosthocUQError:
         return PosthocUQError(f"A {type(self).__name__} has no {what}.")
 
@@ -439,31 +437,38 @@ class _LayerOfBlock(Covariance):
 
 _CACHE_BYTES = (
     2**20
-)  # bytes of the products of many rows that are computed at once: they stay in a processor's cache
+)  # of the products of many rows that are computed at once: they stay in a processor's cache
 
 
 class Independent(Covariance):
-    """Independent weights of one layer; in subclasses a part of what their covariance is made of."""
+    """Independent weights of one layer; in subclasses a part of what their covariance is made of.
+
+    Args:
+        precision: ``1 / w``, ``(G, m, n)``, in float64.
+        like: has the number format of the block.
+    """
 
     correlated = False
+    width = 0
+    """How many input directions a low rank has that is subtracted."""
 
+    def __init__(self, precision: Tensor, like: Tensor) -> None:
+        self.weights = precision.reciprocal().to(like)
+        self._log_determinant = log_sum(precision)
+
+    @cached_property
     def weights(self) -> Tensor:
         """``w``, ``(G, m, n)``: the variances."""
-        raise AssertionError("each covariance defines its own")
-
-    def roots(self) -> Tensor:
-        """``sqrt w``."""
-        return self.weights().sqrt()
+        raise AssertionError("set, or computed by a subclass")
 
     def variance(self) -> Tensor:
-        return self.weights()
+        return self.weights
 
-    def quadratic(self, jacobians: Tensor) -> Tensor:
-        rows = (jacobians * self.roots()).flatten(1)
-        return rows @ rows.T
+    def log_determinant(self) -> Tensor:
+        return self._log_determinant
 
     def whiten(self, jacobians: Tensor) -> Tensor:
-        return as_double(jacobians * self.roots().to(jacobians)).flatten(1)
+        return (jacobians * self.weights.sqrt().to(jacobians)).flatten(1)
 
     def of_layer(self, start: int, shape: tuple[int, int, int], whole: tuple[int, int, int]) -> Covariance:
         return self
@@ -471,19 +476,19 @@ class Independent(Covariance):
     # What is prepared once
 
     @cached_property
-    def wide_weights(self) -> Tensor:
-        """``w``, in the precision of the block."""
-        return placed(self.weights(), self.device)
-
-    @cached_property
     def narrow_weights(self) -> Tensor:
         """``w`` in the activations' precision."""
-        return self.wide_weights.to(self.dtype)
+        return self.weights.to(self.dtype)
 
     @cached_property
     def root_weights(self) -> Tensor:
         """``sqrt w``, which turns J into the rows of its diagonal part."""
-        return self.wide_weights.sqrt().to(self.dtype)
+        return self.weights.sqrt().to(self.dtype)
+
+    @cached_property
+    def marginal(self) -> Tensor:
+        """The weights' variances in the activations' precision, where `w` are not these."""
+        return self.variance().to(self.dtype)
 
     @cached_property
     def square_weights(self) -> Tensor:
@@ -495,16 +500,16 @@ class Independent(Covariance):
         """``w`` where it is the same for all weights, as in INF without a residual; the diagonal's part is then ``w``
         times the squared norm of J.
         """
-        least, most = (float(extreme) for extreme in self.wide_weights.aminmax())
+        least, most = (float(extreme) for extreme in self.weights.aminmax())
         return most if least == most else None
 
     def weight_rows(self, rows: slice, double: bool) -> Tensor:
         """``w`` of some rows, ``(G, rows, n)``."""
-        return as_double(self.wide_weights[:, rows]) if double else self.narrow_weights[:, rows]
+        return as_double(self.weights[:, rows]) if double else self.narrow_weights[:, rows]
 
     def root_weight_rows(self, rows: slice, double: bool) -> Tensor:
         """``sqrt w`` of some rows, ``(G, rows, n)``; in float64 of the numbers that a low rank was computed with."""
-        return as_double(self.wide_weights[:, rows]).sqrt() if double else self.root_weights[:, rows]
+        return as_double(self.weights[:, rows]).sqrt() if double else self.root_weights[:, rows]
 
     # Jacobians
 
@@ -536,19 +541,18 @@ class Independent(Covariance):
             return self._by_pairs_of_positions(activations.rows(), gradients, mode, double, norms)
         return self._by_jacobian(activations, gradients, mode, double, norms)
 
-    def _pairs_are_cheaper(self, positions: int, functions: int, mode: Mode, width: int = 0) -> bool:
-        """Whether pairs of positions cost less than forming J, in multiply-adds per weight and sample; `width` is the
-        number of a low rank's input directions.
-        """
+    def _pairs_are_cheaper(self, positions: int, functions: int, mode: Mode) -> bool:
+        """Whether pairs of positions cost less than forming J, in multiply-adds per weight and sample."""
+        width = self.width
         if positions == 1 or mode == "joint":
             return positions == 1
         pairs = positions * (positions + 1) / 2 + positions * width
-        pairs += positions * width * functions * TOUCH_COST / self.wide_weights.shape[2]
+        pairs += positions * width * functions * TOUCH_COST / self.weights.shape[2]
         return pairs < functions * (positions + width + TOUCH_COST)
 
     def _row_chunks(self, numbers: int, item: int) -> Iterator[slice]:
         """Slices of the layer's rows, so small that `numbers` numbers of `item` bytes a row stay within the limit."""
-        outputs = self.wide_weights.shape[1]
+        outputs = self.weights.shape[1]
         step = max(1, min(outputs, self.limit // max(1, numbers * item)))
         for start in range(0, outputs, step):
             yield slice(start, min(outputs, start + step))
@@ -558,7 +562,7 @@ class Independent(Covariance):
     ) -> Contracted:
         """For weights shared by many positions: J in chunks of samples (all at once for ``"joint"``) and of rows."""
         samples, groups, functions, outputs, _ = gradients.shape
-        inputs = self.wide_weights.shape[2]
+        inputs = self.weights.shape[2]
         item = 8 if double else gradients.element_size()
         numbers = groups * functions * inputs
         step = samples if mode == "joint" else max(1, self.limit // max(1, numbers * outputs * item))
@@ -572,14 +576,14 @@ class Independent(Covariance):
             for rows in self._row_chunks((part.stop - start) * numbers, item):
                 jacobian = _jacobian(part_activations, part_gradients[:, :, :, rows], self.limit)
                 jacobian = as_double(jacobian) if double else jacobian
-                row_lengths = _row_norms(jacobian, "variance") if norms else None
+                row_lengths = gram(jacobian.transpose(1, 2).flatten(2), "variance") if norms else None
                 lengths = row_lengths if lengths is None or row_lengths is None else lengths + row_lengths
                 if row_lengths is not None and self.equal_weight is not None:
                     squares = row_lengths * self.equal_weight
                     core = self._core_of_jacobian(jacobian, rows, double, scaled=False)
                 else:
                     jacobian.mul_(self.root_weight_rows(rows, double).unsqueeze(1))
-                    squares = _row_norms(jacobian, mode)
+                    squares = gram(jacobian.transpose(1, 2).flatten(2), mode)
                     core = self._core_of_jacobian(jacobian, rows, double, scaled=True)
                 diagonal = squares if diagonal is None else diagonal + squares
                 cores = core if cores is None or core is None else cores + core
@@ -597,7 +601,7 @@ class Independent(Covariance):
         by_norms = None if lengths is None or self.equal_weight is None else lengths * self.equal_weight
         diagonal: Tensor | None = by_norms
         cores: Tensor | None = None
-        numbers = self.wide_weights.shape[0] * self.wide_weights.shape[2] if double else 0
+        numbers = self.weights.shape[0] * self.weights.shape[2] if double else 0
         for rows in self._row_chunks(numbers, 8):
             row_gradients = gradients[:, :, :, rows].transpose(-1, -2)  # (samples, G, functions, T, rows)
             if by_norms is None:
@@ -651,7 +655,7 @@ class Independent(Covariance):
     def variances_of(self, activations: Tensor) -> Tensor:
         """Many rows pass a few at a time."""
         columns = activations.T
-        result = columns.new_empty(self.wide_weights.shape[1], columns.shape[1])
+        result = columns.new_empty(self.weights.shape[1], columns.shape[1])
         for part in self._column_parts(columns, columns.shape[0]):
             torch.mm(self.square_weights[0], self._squares(columns[:, part]), out=result[:, part])
         return result.T
@@ -668,11 +672,6 @@ class Independent(Covariance):
     def output_product(self, activations: Tensor) -> Callable[[Tensor], Tensor]:
         diagonal = (activations.square() @ self.narrow_weights[0].T).unsqueeze(-1)
         return lambda x: diagonal * x
-
-
-def _row_norms(jacobian: Tensor, mode: Mode) -> Tensor:
-    """`gram` of Jacobians ``(samples, G, functions, rows, n)``."""
-    return gram(jacobian.transpose(1, 2).flatten(2), mode)
 
 
 def _squared_norms(activations: Tensor, gradients: Tensor) -> Tensor:
@@ -695,47 +694,23 @@ def joined_rows(covariances: Tensor, joint: bool) -> Tensor:
 
 
 class Diagonal(Independent):
-    """A diagonal precision ``(G, m, n)``.
-
-    Args:
-        precision: in float64.
-        like: has the number format of the block.
-    """
-
-    def __init__(self, precision: Tensor, like: Tensor) -> None:
-        self.precision = precision.to(like)
-        self._log_determinant = log_sum(precision)
-
-    def weights(self) -> Tensor:
-        return self.precision.reciprocal()
-
-    def roots(self) -> Tensor:
-        return self.precision.rsqrt()
+    """A diagonal precision ``(G, m, n)``."""
 
     def transform(self, normals: Tensor) -> Tensor:
-        return normals * self.roots()
+        return normals * self.weights.sqrt()
 
     def independent(self, generator: torch.Generator) -> tuple[None, Tensor]:
-        return None, self.variance()
-
-    def log_determinant(self) -> Tensor:
-        return self._log_determinant
+        return None, self.weights
 
 
 class Variances(Diagonal):
     """Independent weights of variances ``(G, m, n)``; a weight whose variance is zero is certain."""
 
     def __init__(self, variances: Tensor) -> None:
-        self.variances = variances
-
-    def weights(self) -> Tensor:
-        return self.variances
-
-    def roots(self) -> Tensor:
-        return self.variances.sqrt()
+        self.weights = variances
 
     def log_determinant(self) -> Tensor:
-        return -log_sum(self.variances)
+        return -log_sum(self.weights)
 
 
 _ROTATED_LIMITS = 8  # rotated activations may take this many times the memory limit of one temporary
@@ -753,52 +728,28 @@ class Kronecker(Independent):
     correlated = True
 
     def __init__(self, input_basis: Tensor, output_basis: Tensor, precision: Tensor) -> None:
+        super().__init__(precision, input_basis)
         self._input_basis, self._output_basis = input_basis, output_basis
-        self.precision = precision.to(input_basis)
-        self._log_determinant = log_sum(precision)
-
-    def weights(self) -> Tensor:
-        return self.precision.reciprocal()
-
-    def roots(self) -> Tensor:
-        return self.precision.rsqrt()
 
     def transform(self, normals: Tensor) -> Tensor:
-        return self._output_basis @ (normals * self.roots()) @ self._input_basis.transpose(-1, -2)
+        return self._output_basis @ (normals * self.weights.sqrt()) @ self._input_basis.transpose(-1, -2)
 
     def variance(self) -> Tensor:
         return self._variances
 
     @cached_property
     def _variances(self) -> Tensor:
-        inner = self._output_basis.square() @ self.weights()
+        inner = self._output_basis.square() @ self.weights
         return inner @ self._input_basis.square().transpose(-1, -2)
 
-    def _rotated(self, jacobians: Tensor) -> Tensor:
-        bases = self._output_basis.to(jacobians), self._input_basis.to(jacobians)
-        return bases[0].transpose(-1, -2) @ jacobians @ bases[1]
-
-    def quadratic(self, jacobians: Tensor) -> Tensor:
-        return super().quadratic(self._rotated(jacobians))
-
     def whiten(self, jacobians: Tensor) -> Tensor:
-        return super().whiten(self._rotated(jacobians))
-
-    def log_determinant(self) -> Tensor:
-        return self._log_determinant
-
-    def bytes(self) -> int:
-        return self.precision.numel() * self.precision.element_size()
+        bases = self._output_basis.to(jacobians), self._input_basis.to(jacobians)
+        return super().whiten(bases[0].transpose(-1, -2) @ jacobians @ bases[1])
 
     @cached_property
     def bases(self) -> tuple[Tensor, Tensor]:
         """``U_A`` and ``U_G`` in the activations' precision."""
         return self._input_basis.to(self.dtype), self._output_basis.to(self.dtype)
-
-    @cached_property
-    def marginal(self) -> Tensor:
-        """The weights' variances in the activations' precision."""
-        return self.variance().to(self.dtype)
 
     @cached_property
     def square_weights(self) -> Tensor:
@@ -852,9 +803,6 @@ class Kronecker(Independent):
         return lambda x: output_basis @ (variances * (output_basis.T @ x))
 
 
-# Dense covariances: of the weights of all layers of a block together, or of each row of one layer.
-
-
 class Dense(Covariance):
     """``P = R R^T`` of independent rows, each of one Gaussian: ``R`` is ``(G, m, n, n)``, in float64. Of a block of
     several layers there is one row, ``(1, 1, weights)``.
@@ -875,10 +823,6 @@ class Dense(Covariance):
         columns = self._columns(jacobians)
         return torch.linalg.solve_triangular(self.root, columns, upper=False).flatten(0, 2).T
 
-    def quadratic(self, jacobians: Tensor) -> Tensor:
-        rows = self.whiten(jacobians)
-        return (rows @ rows.T).to(jacobians)
-
     def transform(self, normals: Tensor) -> Tensor:
         roots, columns = self.root.transpose(-1, -2), self._columns(normals)
         drawn = torch.linalg.solve_triangular(roots, columns, upper=True)
@@ -893,9 +837,6 @@ class Dense(Covariance):
 
     def log_determinant(self) -> Tensor:
         return 2 * self.root.diagonal(dim1=-2, dim2=-1).log().sum()
-
-    def bytes(self) -> int:
-        return self.root.numel() * self.root.element_size()
 
     def of_layer(self, start: int, shape: tuple[int, int, int], whole: tuple[int, int, int]) -> Covariance:
         matrices = self.matrices()

@@ -10,7 +10,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from posthoc_uq.core.batches import Batch
-from posthoc_uq.core.devices import DeferredChecks, as_double, placed
+from posthoc_uq.core.devices import DeferredChecks, as_double
 from posthoc_uq.core.distributed import all_reduce_sum
 from posthoc_uq.core.errors import NonFiniteError, PosthocUQError
 from posthoc_uq.core.numerics import eigh_descending, nystrom, positive_part
@@ -21,9 +21,6 @@ from posthoc_uq.layers.operands import weighted
 from posthoc_uq.likelihoods import Likelihood
 from posthoc_uq.likelihoods.weights import SampleWeights, nothing_counts, weights_of
 from posthoc_uq.posteriors.block import TensorSpec, bounded
-
-# Statistics of the last layer's inputs, one compressed Gram per class, and how novel other inputs are by
-# them.
 
 SMOOTHING = 3e-4
 SOURCES = ("outputs", "positions", "pooled")
@@ -141,13 +138,9 @@ class FeatureGrams:
         """What is stored, by name."""
         return {name: getattr(self, name) for name in ("basis", "diagonal", "factors", "residual")}
 
-    def numbers(self) -> int:
-        """Numbers stored."""
-        return sum(tensor.numel() for tensor in self.tensors().values())
-
     def bytes(self) -> int:
         """Bytes that these take."""
-        return sum(tensor.numel() * tensor.element_size() for tensor in self.tensors().values())
+        return sum(tensor.nbytes for tensor in self.tensors().values())
 
     def attributes(self) -> dict[str, Any]:
         """Plain values from which, with the tensors, `restore` rebuilds it."""
@@ -168,7 +161,7 @@ class FeatureGrams:
         Raises:
             CorruptPosteriorError: an attribute is out of range.
         """
-        layer = _layer(attributes)
+        layer = Layer.from_attributes(attributes["layer"]["name"], attributes["layer"])
         features = layer.groups * layer.inputs
         classes = attributes["classes"]
         width = bounded(attributes, "width", 1, features)
@@ -183,17 +176,9 @@ class FeatureGrams:
     @classmethod
     def restore(cls, attributes: Mapping[str, Any], tensors: Mapping[str, Tensor]) -> FeatureGrams:
         """The statistics that these attributes and tensors describe."""
+        layer = Layer.from_attributes(attributes["layer"]["name"], attributes["layer"])
         source, samples, smoothing = (attributes[name] for name in ("source", "samples", "smoothing"))
-        return cls(_layer(attributes), source, samples, tensors, smoothing)
-
-    def to(self, device: torch.device) -> FeatureGrams:
-        """The same on another device."""
-        tensors = {name: placed(tensor, device) for name, tensor in self.tensors().items()}
-        return FeatureGrams(self.layer, self.source, self.samples, tensors, self.smoothing)
-
-
-def _layer(attributes: Mapping[str, Any]) -> Layer:
-    return Layer.from_attributes(attributes["layer"]["name"], attributes["layer"])
+        return cls(layer, source, samples, tensors, smoothing)
 
 
 def _checked_smoothing(value: Any) -> float:
@@ -356,7 +341,7 @@ class ClassGrams:
             return start.index_add_(0, places, sums[[*frequent, *rare]])
 
         if self._test is None:
-            grams: Grams = _Exact(grouped(self.sums["grams"]))
+            grams: _Exact | _Sketched = _Exact(grouped(self.sums["grams"]))
             total = self.sums["grams"].sum(0)
         else:
             total = self.sums["total"]
@@ -371,34 +356,26 @@ class ClassGrams:
         return FeatureGrams(layer, self.source.source, max(1, round(sum(counts))), tensors)
 
 
-class Grams:
+class _Exact:
     """One positive semidefinite matrix a class, with its trace."""
 
-    traces: Tensor
-
-    def rotated(self, part: Tensor, basis: Tensor) -> Tensor:
-        """``U^T G_c U`` of some classes, by their numbers, ``(classes, width, width)``."""
-        raise NotImplementedError
-
-    def diagonals(self, basis: Tensor) -> Tensor:
-        """The diagonals of ``U^T G_c U`` of all classes, ``(classes, width)``."""
-        raise NotImplementedError
-
-
-class _Exact(Grams):
     def __init__(self, matrices: Tensor) -> None:
         self._matrices = matrices
         self.traces = matrices.diagonal(dim1=1, dim2=2).sum(1)
 
     def rotated(self, part: Tensor, basis: Tensor) -> Tensor:
+        """``U^T G_c U`` of some classes, by their numbers, ``(classes, width, width)``."""
         return basis.T @ self._matrices[part] @ basis
 
     def diagonals(self, basis: Tensor) -> Tensor:
+        """The diagonals of ``U^T G_c U`` of all classes, ``(classes, width)``."""
         return torch.stack([((matrix @ basis) * basis).sum(0) for matrix in self._matrices])
 
 
-class _Sketched(Grams):
-    """Each Gram by its leading directions; the rest of its trace is spread like the rest of the total Gram."""
+class _Sketched:
+    """The same of sketches: each Gram by its leading directions; the rest of its trace is spread like that of the total
+    Gram.
+    """
 
     def __init__(self, sketches: Tensor, test: Tensor, traces: Tensor, total: Tensor) -> None:
         self.traces = traces
@@ -420,23 +397,23 @@ class _Sketched(Grams):
         return of_roots + self._remaining_traces.unsqueeze(1) * remainder
 
 
-def room(classes: int, size: int, most: int = _MAX_NUMBERS) -> tuple[int, int]:
-    """The width of the shared basis and the directions of each class that fit into `most` numbers."""
-    most -= 4 * classes  # residuals, with some room
+def room(classes: int, size: int) -> tuple[int, int]:
+    """The width of the shared basis and the directions of each class that fit into `_MAX_NUMBERS` numbers."""
+    most = _MAX_NUMBERS - 4 * classes  # residuals, with some room
     width = max(1, min(size, most // (size + classes)))
     left = most - width * (size + classes)
     return width, max(0, min(width, _MAX_DIRECTIONS, left // (classes * width)))
 
 
-def compressed(grams: Grams, total: Tensor, most: int = _MAX_NUMBERS) -> dict[str, Tensor]:
-    """The tensors of `FeatureGrams` in at most `most` numbers.
+def compressed(grams: _Exact | _Sketched, total: Tensor) -> dict[str, Tensor]:
+    """The tensors of `FeatureGrams` in at most `_MAX_NUMBERS` numbers.
 
     The basis is the eigenbasis of the sum of all Grams, as wide as there is room for. In it every class keeps its exact
     diagonal S and the leading directions of its correlations ``S^-1/2 U^T G_c U S^-1/2``: as many as there is room for,
     but at most `_MAX_DIRECTIONS`.
     """
     classes, size = len(grams.traces), total.shape[0]
-    width, rank = room(classes, size, most)
+    width, rank = room(classes, size)
     basis = eigh_descending(total.unsqueeze(0))[1][0][:, :width]
     scale = (grams.traces / size).unsqueeze(1).clamp(min=torch.finfo(total.dtype).tiny)
     diagonal = grams.diagonals(basis).clamp(min=0) / scale

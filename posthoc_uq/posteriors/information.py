@@ -25,9 +25,7 @@ import torch
 from torch import Tensor
 
 from posthoc_uq.core.devices import as_double, placed
-from posthoc_uq.core.numerics import CHUNK, cholesky, contracted_pairs, pair_index, pairs, solved_plus_one
-from posthoc_uq.core.options import Natural
-from posthoc_uq.core.records import Record
+from posthoc_uq.core.numerics import cholesky
 from posthoc_uq.posteriors.block import (
     GROUPS,
     INPUTS,
@@ -36,10 +34,6 @@ from posthoc_uq.posteriors.block import (
     Settings,
     Size,
     Stored,
-    Weights,
-    combined,
-    largest_of,
-    reached,
 )
 from posthoc_uq.posteriors.covariance import (
     MIN_SHARE,
@@ -50,7 +44,6 @@ from posthoc_uq.posteriors.covariance import (
     Mode,
     gram,
     joined_rows,
-    log_sum,
     precise,
     precise_values,
 )
@@ -60,11 +53,12 @@ Correction = Literal["rescale", "clamp", "none"]
 _MIN_STIFF = 1e4  # largest entry of I + M from which on draws are made in float64
 _MAX_PRODUCT = 400  # directions up to which a product with R^-1 is 2 to 5 times faster than a solve
 _ROOT_BLOCKS = 4  # of rows of a triangular root, of which each leaves out the columns that are 0
-_MIN_ROWS_PER_INPUT = (
-    4  # with more rows than this for each of a layer's inputs, covariances are formed for the variances
-)
-_MAX_NUMBERS = 2**24  # of these covariances
+# with more rows than this for each of a layer's inputs, covariances are formed for the variances, if ...
+_MIN_ROWS_PER_INPUT = 4
+_MAX_NUMBERS = 2**24  # ... they have at most so many numbers
 _MAX_ROW_BYTES = 2**24  # of the temporaries of rows that are computed at once
+_CHUNK = 2**20  # numbers in a temporary of a contraction
+_SOLVED_ROWS = 256  # in one step of `_solved_plus_one`
 
 
 class LowRankDiagonal(Independent):
@@ -90,13 +84,12 @@ class LowRankDiagonal(Independent):
         shrink: Tensor | None,
         precision: Tensor,
     ) -> None:
-        self._input_basis = input_basis
-        self._output_basis = output_basis
+        super().__init__(precision, input_basis)  # its weights are H, (G, m, n)
+        self._input_basis, self._output_basis = input_basis, output_basis
         self._roots = roots  # sqrt(scale * lambda), (G, g, a)
-        self._inverse = precision.reciprocal().to(input_basis)  # H, (G, m, n)
-        self._log_diagonal = log_sum(precision)
         self._shrink = shrink  # s, or None for 1
         self._root = cholesky(self._identity_plus_m())
+        self.width = roots.shape[-1] if self._root.numel() else 0
 
     def _scaled(self, tensor: Tensor, rows: slice = slice(None)) -> Tensor:
         """Some rows ``(..., rows, n)`` times ``s``."""
@@ -121,15 +114,15 @@ class LowRankDiagonal(Independent):
         ``a <= a'`` and ``g <= g'``.
         """
         groups, width_g, width_a = self._roots.shape
-        weights = as_double(self._inverse)
+        weights = as_double(self.weights)
         if self._shrink is not None:
             weights = weights * as_double(self._shrink).square()
-        first = contracted_pairs(weights, as_double(self._input_basis))
+        first = _contracted_pairs(weights, as_double(self._input_basis))
         # Unpacked on the small side, so that the loop below copies whole (a, a) blocks.
-        first = first[..., pair_index(width_a, first.device).flatten()]
-        packed = pairs(as_double(self._output_basis)).transpose(-1, -2) @ first
+        first = first[..., _pair_index(width_a, first.device).flatten()]
+        packed = _pairs(as_double(self._output_basis)).transpose(-1, -2) @ first
         packed = packed.reshape(groups, packed.shape[1], width_a, width_a)
-        index, roots = pair_index(width_g, packed.device), as_double(self._roots)
+        index, roots = _pair_index(width_g, packed.device), as_double(self._roots)
         full = packed.new_empty(groups, width_g, width_a, width_g, width_a)
         for row in range(width_g):
             block = packed[:, index[row]] * roots.unsqueeze(-2) * roots[:, row].reshape(groups, 1, -1, 1)
@@ -149,9 +142,9 @@ class LowRankDiagonal(Independent):
         diagonal = self._root.diagonal(dim1=-2, dim2=-1)
         stiff = diagonal.numel() > 0 and float(diagonal.max()) ** 2 > _MIN_STIFF
         wide = as_double(normals) if stiff else normals
-        half = self._inverse.to(wide).sqrt()
+        half = self.weights.to(wide).sqrt()
         columns = self._columns(self._project(half * wide))
-        columns = solved_plus_one(self._root, columns)
+        columns = _solved_plus_one(self._root, columns)
         columns = torch.linalg.solve_triangular(self._root.transpose(-1, -2), columns, upper=True)
         drawn = self._lift(columns.permute(2, 0, 1).to(wide))
         # half * (wide - half * drawn), in place: these are the largest temporaries when a prediction is set up
@@ -159,7 +152,7 @@ class LowRankDiagonal(Independent):
 
     def quadratic(self, jacobians: Tensor) -> Tensor:
         # In float64, as M is: along stiff directions two large numbers cancel.
-        wide, inverse = as_double(jacobians), as_double(self._inverse)
+        wide, inverse = as_double(jacobians), as_double(self.weights)
         weighted = wide * inverse
         columns = torch.linalg.solve_triangular(
             self._root, self._columns(self._project(weighted)), upper=False
@@ -169,7 +162,7 @@ class LowRankDiagonal(Independent):
 
     def log_determinant(self) -> Tensor:
         small = 2 * self._root.diagonal(dim1=-2, dim2=-1).log().sum()
-        return small.to(self._log_diagonal) + self._log_diagonal
+        return small.to(self._log_determinant) + self._log_determinant
 
     def _inverse_columns(self) -> Tensor:
         """``R^-1 diag(sqrt(scale lambda))``, ``(G, L, g, a)``."""
@@ -193,7 +186,7 @@ class LowRankDiagonal(Independent):
         basis = as_double(self._output_basis)
         roots: list[Tensor] = []
         by_output = inverse.transpose(1, 2).flatten(2)  # (G, g, L a): one product makes all rows of a chunk
-        step = max(1, CHUNK // max(1, groups * size * width_a))
+        step = max(1, _CHUNK // max(1, groups * size * width_a))
         for start in range(0, basis.shape[1], step):
             rows = (basis[:, start : start + step] @ by_output).unflatten(2, (size, width_a))
             roots.append(torch.linalg.qr(rows, mode="r").R)
@@ -204,9 +197,9 @@ class LowRankDiagonal(Independent):
 
     @cached_property
     def _variances(self) -> Tensor:
-        inverse, roots = as_double(self._inverse), self.row_roots
+        inverse, roots = as_double(self.weights), self.row_roots
         variances, basis, scaled = inverse.clone(), as_double(self._input_basis), self._scaled(inverse)
-        step = max(1, CHUNK // max(1, scaled.shape[0] * scaled.shape[2] * basis.shape[-1]))
+        step = max(1, _CHUNK // max(1, scaled.shape[0] * scaled.shape[2] * basis.shape[-1]))
         for start in range(0, scaled.shape[1], step):
             rows = slice(start, start + step)
             lifted = basis.unsqueeze(1) @ roots[:, rows].transpose(-1, -2)  # T_o U_a^T, (G, rows, n, a)
@@ -215,30 +208,14 @@ class LowRankDiagonal(Independent):
         low_rank = as_double(self._output_basis).square() @ as_double(self._roots).square()
         low_rank = low_rank @ as_double(self._input_basis).square().transpose(-1, -2)
         floor = 1 / (1 / inverse + self._scaled(self._scaled(low_rank)))
-        return torch.maximum(variances, floor).to(self._inverse)
-
-    def weights(self) -> Tensor:
-        return self._inverse
-
-    def bytes(self) -> int:
-        return sum(t.numel() * t.element_size() for t in (self._inverse, self._root))
+        return torch.maximum(variances, floor).to(self.weights)
 
     # What is prepared once
 
     @cached_property
-    def width(self) -> int:
-        """The input directions."""
-        return self._roots.shape[-1] if self._root.numel() else 0
-
-    @cached_property
-    def marginal(self) -> Tensor:
-        """The weights' variances in the activations' precision."""
-        return self.variance().to(self.dtype)
-
-    @cached_property
     def _wide(self) -> tuple[Tensor, Tensor]:
         """``w`` and ``s w`` in float64."""
-        weights = as_double(self.wide_weights)
+        weights = as_double(self.weights)
         return weights, self._scaled(weights)
 
     @cached_property
@@ -289,8 +266,7 @@ class LowRankDiagonal(Independent):
 
     # Jacobians
 
-    def whiten(self, jacobians: Tensor) -> Tensor:
-        return Covariance.whiten(self, jacobians)
+    whiten = Covariance.whiten
 
     def _checked(self, work: Callable[[slice, bool], Contracted], samples: int, mode: Mode) -> Checked:
         everything = slice(0, samples)
@@ -304,9 +280,6 @@ class LowRankDiagonal(Independent):
         else:
             left, whole = value, diagonal
         return Checked(value, (left < MIN_SHARE * whole).any(dim=1), lambda part: work(part, True).value)
-
-    def _pairs_are_cheaper(self, positions: int, functions: int, mode: Mode, width: int = 0) -> bool:
-        return super()._pairs_are_cheaper(positions, functions, mode, self.width)
 
     def _core_of_jacobian(self, jacobian: Tensor, rows: slice, double: bool, scaled: bool) -> Tensor | None:
         if not self.width:
@@ -416,7 +389,7 @@ class LowRankDiagonal(Independent):
         return Contracted(diagonal - reduction.square().sum(2).permute(2, 0, 1), diagonal)
 
     def variances_of(self, activations: Tensor) -> Tensor:
-        outputs, inputs = self.wide_weights.shape[1:]
+        outputs, inputs = self.weights.shape[1:]
         if not self.width:
             return super().variances_of(activations)
         if len(activations) > _MIN_ROWS_PER_INPUT * inputs and outputs * inputs**2 <= _MAX_NUMBERS:
@@ -439,7 +412,7 @@ class LowRankDiagonal(Independent):
         """
         if 2 * self.width > columns.shape[0]:
             return self._by_roots(columns)
-        result = columns.new_empty(self.wide_weights.shape[1], columns.shape[1])
+        result = columns.new_empty(self.weights.shape[1], columns.shape[1])
         short = torch.zeros_like(result[0], dtype=torch.bool)
         for part in self._column_parts(columns, len(self.subtracted_rows)):
             chunk, found = columns[:, part], result[:, part]
@@ -454,7 +427,7 @@ class LowRankDiagonal(Independent):
 
     def _by_roots(self, columns: Tensor) -> Tensor:
         """Variances ``(m, rows)`` as sums of squares, for activations ``(n, rows)``."""
-        result = columns.new_zeros(self.wide_weights.shape[1], columns.shape[1])
+        result = columns.new_zeros(self.weights.shape[1], columns.shape[1])
         for part in self._column_parts(columns, len(self.variance_roots[0])):
             for block in self.variance_roots:
                 inside = block @ columns[-block.shape[1] :, part]
@@ -479,7 +452,7 @@ class LowRankDiagonal(Independent):
             return result - gram(reduced, "joint" if joint else "covariance").to(result)
         moments = inputs.unsqueeze(2) * inputs.unsqueeze(1) + as_double(covariance)
         columns, input_basis = self._inverse_columns()[0], as_double(self._input_basis[0])
-        step = max(1, CHUNK // max(1, shrunk[0].numel()))
+        step = max(1, _CHUNK // max(1, shrunk[0].numel()))
         for start in range(0, columns.shape[0], step):
             # Rows q_ol of the low-rank part: S_oo' has - sum_l q_ol q_o'l^T.
             mixed = torch.einsum("og,lga->loa", basis, columns[start : start + step])
@@ -521,12 +494,53 @@ def _sums_of_squares(products: Tensor, outputs: int) -> Tensor:
     return products.square_().reshape(outputs, -1, products.shape[1]).sum(1)
 
 
-class InformationFields(Record):
-    """The correction, and how many directions are kept on each side."""
+def _solved_plus_one(root: Tensor, columns: Tensor) -> Tensor:
+    """``(I + R)^-1 c`` for lower triangular R, ``(G, L, L)``, and columns ``(G, L, q)``, block by block: the sum takes
+    longer than the solve, and as much memory as R.
+    """
+    solved = torch.empty_like(columns)
+    for start in range(0, columns.shape[1], _SOLVED_ROWS):
+        part = slice(start, start + _SOLVED_ROWS)
+        block = root[:, part, part].clone()
+        block.diagonal(dim1=-2, dim2=-1).add_(1.0)
+        left = columns[:, part] - root[:, part, :start] @ solved[:, :start]
+        solved[:, part] = torch.linalg.solve_triangular(block, left, upper=False)
+    return solved
 
-    correction: Correction
-    input_directions: Natural
-    output_directions: Natural
+
+def _pairs(basis: Tensor) -> Tensor:
+    """Products ``U[j a] U[j a']`` over ``a <= a'``: ``(G, n, a)`` to ``(G, n, a (a + 1) / 2)``, outside of autograd."""
+    width = basis.shape[-1]
+    products = basis.new_empty(*basis.shape[:-1], width * (width + 1) // 2)
+    start = 0
+    for first in range(width):
+        stop = start + width - first
+        torch.mul(basis[..., first : first + 1], basis[..., first:], out=products[..., start:stop])
+        start = stop
+    return products
+
+
+def _pair_index(width: int, device: torch.device) -> Tensor:
+    """Where the pair of two directions stands in the packed order, ``(width, width)``."""
+    first, second = torch.triu_indices(width, width, device=device)
+    index = torch.empty(width, width, dtype=torch.long, device=device)
+    order = torch.arange(first.shape[0], device=device)
+    index[first, second] = order
+    index[second, first] = order
+    return index
+
+
+def _contracted_pairs(weights: Tensor, basis: Tensor) -> Tensor:
+    """``sum_j weights[i, j] U[j a] U[j a']`` over ``a <= a'``: ``(G, m, a (a + 1) / 2)``, in chunks of
+    inputs.
+    """
+    width = basis.shape[-1] * (basis.shape[-1] + 1) // 2
+    step = max(1, _CHUNK // max(1, basis.shape[0] * width))
+    total = weights.new_zeros(*weights.shape[:2], width)
+    for start in range(0, basis.shape[1], step):
+        part = slice(start, start + step)
+        total = total + weights[:, :, part] @ _pairs(basis[:, part])
+    return total
 
 
 _INPUT_DIRECTIONS = Size("input_directions", 0, INPUTS)
@@ -549,14 +563,15 @@ class InformationBlock(Block):
     makes = LowRankDiagonal
     per_weight_prior = True
     tunable: ClassVar[frozenset[str]] = Block.tunable | {"residual_weight"}
-    fields: ClassVar[type[Record]] = InformationFields
 
     input_basis: Annotated[Tensor, Stored(GROUPS, INPUTS, _INPUT_DIRECTIONS, orthonormal=True, padded=True)]
     output_basis: Annotated[
         Tensor, Stored(GROUPS, OUTPUTS, _OUTPUT_DIRECTIONS, orthonormal=True, padded=True)
     ]
-    eigenvalues: Annotated[Tensor, Stored(GROUPS, _OUTPUT_DIRECTIONS, _INPUT_DIRECTIONS, non_negative=True)]
-    diagonal: Annotated[Tensor, Stored(GROUPS, OUTPUTS, INPUTS, non_negative=True)]
+    eigenvalues: Annotated[
+        Tensor, Stored(GROUPS, _OUTPUT_DIRECTIONS, _INPUT_DIRECTIONS, mean_of="low rank", non_negative=True)
+    ]
+    diagonal: Annotated[Tensor, Stored(GROUPS, OUTPUTS, INPUTS, mean_of="diagonal", non_negative=True)]
     correction: Correction
 
     def __post_init__(self) -> None:
@@ -605,7 +620,7 @@ class InformationBlock(Block):
 
     def covariance(self, settings: Settings) -> LowRankDiagonal:
         shrink, residual = self._parts()
-        precision = settings.scale * (residual * settings.residual_weight) + settings.prior_precision
+        precision = settings.precision(residual * settings.residual_weight)
         roots = self.eigenvalues.sqrt() * settings.scale**0.5
         return LowRankDiagonal(self.input_basis, self.output_basis, roots, shrink, precision)
 
@@ -618,18 +633,6 @@ class InformationBlock(Block):
             if bool((needed & (basis == 0).all(-2)).any()):
                 return f"has an eigenvalue along a direction of '{name}' that is zero"
         return None
-
-    def largest_value(self, settings: Settings) -> float:
-        return reached(settings, largest_of(self.eigenvalues, self.diagonal))
-
-    def combined(self, part: Mapping[str, Tensor], weights: Weights) -> InformationBlock:
-        return InformationBlock(
-            self.input_basis,
-            self.output_basis,
-            combined(self.eigenvalues, part["eigenvalues"], weights, "low rank"),
-            combined(self.diagonal, part["diagonal"], weights, "diagonal"),
-            self.correction,
-        )
 
     def covered(self, part: Mapping[str, Tensor]) -> tuple[float, float] | None:
         return float(as_double(part["eigenvalues"]).sum()), float(as_double(part["diagonal"]).sum())

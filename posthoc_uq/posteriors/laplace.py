@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import cached_property
-from typing import Annotated, Any, ClassVar
+from typing import Annotated, Any
 
 import torch
 from torch import Tensor
@@ -14,7 +14,6 @@ from posthoc_uq.core.devices import as_double, host_double
 from posthoc_uq.core.errors import CorruptPosteriorError, NonFiniteError
 from posthoc_uq.core.numerics import cholesky, eigh_descending, positive_part
 from posthoc_uq.core.options import Count
-from posthoc_uq.core.records import Record
 from posthoc_uq.posteriors.block import (
     BITS,
     GROUPS,
@@ -31,48 +30,37 @@ from posthoc_uq.posteriors.block import (
     combined,
     combined_matrices,
     largest_of,
-    reached,
+    unpacked,
 )
 from posthoc_uq.posteriors.covariance import Covariance, Dense, Diagonal, Kronecker
-from posthoc_uq.posteriors.variational import unpacked
-
-# The diagonal posterior: ``P = scale * d + prior_precision`` with the exact diagonal ``d`` of the Fisher.
 
 
 @dataclass(eq=False, repr=False)
 class DiagonalBlock(Block):
-    """Keeps ``d``, the mean square of the per-sample gradients, ``(G, m, n)``."""
+    """Keeps ``d``, the mean square of the per-sample gradients, ``(G, m, n)``: the exact diagonal of the Fisher. ``P =
+    scale * d + prior_precision``.
+    """
 
     kind = "diagonal"
     makes = Diagonal
     per_weight_prior = True
 
-    diagonal: Annotated[Tensor, Stored(GROUPS, OUTPUTS, INPUTS, non_negative=True)]
+    diagonal: Annotated[Tensor, Stored(GROUPS, OUTPUTS, INPUTS, mean_of="diagonal", non_negative=True)]
 
     def covariance(self, settings: Settings) -> Diagonal:
-        precision = settings.scale * as_double(self.diagonal) + settings.prior_precision
-        return Diagonal(precision, self.diagonal)
-
-    def largest_value(self, settings: Settings) -> float:
-        return reached(settings, largest_of(self.diagonal))
-
-    def combined(self, part: Mapping[str, Tensor], weights: Weights) -> DiagonalBlock:
-        return DiagonalBlock(combined(self.diagonal, part["diagonal"], weights, "diagonal"))
+        return Diagonal(settings.precision(self.diagonal), self.diagonal)
 
     def dense(self, scale: float = 1.0, residual_weight: float = 1.0) -> Tensor:
         return scale * torch.diag_embed(self.diagonal.flatten(1))
 
 
-# KFAC and EFB: precisions that are diagonal in a Kronecker-factored eigenbasis.
-#
-# ``P = (U_G x U_A) diag(scale * lambda + prior_precision) (U_G x U_A)^T``. KFAC (Martens, Grosse 2015;
-# Ritter, Botev, Barber 2018) takes ``lambda = s_G s_A^T`` from the eigenvalues of the two Grams; EFB (George
-# et al. 2018) takes the exact second moments in that basis.
-
-
 @dataclass(eq=False, repr=False)
 class _EigenbasisBlock(Block):
-    """Shared by KFAC and EFB: full eigenbases of both Grams."""
+    """Full eigenbases of both Grams, in which the precision is diagonal: ``P = (U_G x U_A) diag(scale * lambda +
+    prior_precision) (U_G x U_A)^T``. KFAC (Martens, Grosse 2015; Ritter, Botev, Barber 2018) takes ``lambda = s_G
+    s_A^T`` from the eigenvalues of the two Grams; EFB (George et al. 2018) takes the exact second moments in that
+    basis.
+    """
 
     makes = Kronecker
 
@@ -84,8 +72,7 @@ class _EigenbasisBlock(Block):
         raise AssertionError("each family defines its own eigenvalues")
 
     def covariance(self, settings: Settings) -> Kronecker:
-        precision = settings.scale * as_double(self.eigenvalues_matrix()) + settings.prior_precision
-        return Kronecker(self.input_basis, self.output_basis, precision)
+        return Kronecker(self.input_basis, self.output_basis, settings.precision(self.eigenvalues_matrix()))
 
     def dense(self, scale: float = 1.0, residual_weight: float = 1.0) -> Tensor:
         vectors = torch.einsum("gop,giq->goipq", self.output_basis, self.input_basis)
@@ -95,25 +82,23 @@ class _EigenbasisBlock(Block):
         )
 
 
-_TINY = torch.finfo(torch.float64).tiny
-
-
-class KroneckerFields(Record):
-    """Whether the block keeps its Grams."""
-
-    grams: bool = False
-
-
 @dataclass(eq=False, repr=False)
 class KroneckerBlock(_EigenbasisBlock):
-    """KFAC: eigenvectors and eigenvalues of the input Gram ``A`` and of the gradient Gram ``G``.
+    """KFAC: eigenvectors and eigenvalues of the input Gram ``A = E[a a^T]`` and of the gradient Gram ``G = E[g g^T]``.
 
-    Where it keeps both Grams, data can come in and go out. The Gram of the output gradients is a mean over
-    positions as well as samples; ``positions`` is the mean number of positions of a sample.
+    With both Grams, which doubles its size, data can come in and go out.
+
+    Attributes:
+        input_basis: ``U_A``, ``(groups, inputs, inputs)``; inputs include the bias's column.
+        output_basis: ``U_G``, ``(groups, outputs, outputs)``.
+        input_eigenvalues: ``s_A``, ``(groups, inputs)``.
+        output_eigenvalues: ``s_G``, ``(groups, outputs)``.
+        input_gram: ``A``, as `input_basis`, or None.
+        output_gram: ``G``, as `output_basis`, or None; a mean over positions as well as samples.
+        positions: how many positions a sample has on average, a scalar, or None.
     """
 
     kind = "kfac"
-    fields: ClassVar[type[Record]] = KroneckerFields
 
     input_eigenvalues: Annotated[Tensor, Stored(GROUPS, INPUTS, non_negative=True)]
     output_eigenvalues: Annotated[Tensor, Stored(GROUPS, OUTPUTS, non_negative=True)]
@@ -132,7 +117,7 @@ class KroneckerBlock(_EigenbasisBlock):
         if self.input_gram is None or self.output_gram is None or self.positions is None:
             return super().combined(part, weights)  # type: ignore[return-value]
         positions = combined(self.positions, part["positions"], weights, "number of positions")
-        whole = as_double(positions).clamp(min=_TINY)
+        whole = as_double(positions).clamp(min=torch.finfo(torch.float64).tiny)
         by_positions = Weights(  # the second Gram is a mean over positions
             weights.kept * float(as_double(self.positions) / whole),
             weights.part * float(as_double(part["positions"]) / whole),
@@ -150,7 +135,7 @@ class KroneckerBlock(_EigenbasisBlock):
 
     def largest_value(self, settings: Settings) -> float:
         largest = largest_of(self.input_eigenvalues) * largest_of(self.output_eigenvalues)
-        return reached(settings, largest)
+        return settings.largest_precision(largest)
 
 
 @dataclass(eq=False, repr=False)
@@ -159,14 +144,10 @@ class EigenvalueCorrectedBlock(_EigenbasisBlock):
 
     kind = "efb"
 
-    eigenvalues: Annotated[Tensor, Stored(GROUPS, OUTPUTS, INPUTS, non_negative=True)]
+    eigenvalues: Annotated[Tensor, Stored(GROUPS, OUTPUTS, INPUTS, mean_of="eigenvalues", non_negative=True)]
 
     def eigenvalues_matrix(self) -> Tensor:
         return self.eigenvalues
-
-    def combined(self, part: Mapping[str, Tensor], weights: Weights) -> EigenvalueCorrectedBlock:
-        eigenvalues = combined(self.eigenvalues, part["eigenvalues"], weights, "eigenvalues")
-        return EigenvalueCorrectedBlock(self.input_basis, self.output_basis, eigenvalues)
 
     def covered(self, part: Mapping[str, Tensor]) -> tuple[float, float] | None:
         if "inside" not in part:
@@ -174,12 +155,6 @@ class EigenvalueCorrectedBlock(_EigenbasisBlock):
         whole = float(as_double(part["eigenvalues"]).sum())
         return whole * float(part["inside"]), whole
 
-    def largest_value(self, settings: Settings) -> float:
-        return reached(settings, largest_of(self.eigenvalues))
-
-
-# The dense posterior: the full Fisher over all parameters of its layers, with the correlations between
-# layers.
 
 LARGEST_BYTES = 4 * 2**30  # the most that the Fisher may take in float64
 
@@ -197,30 +172,23 @@ def _dense(fisher: Tensor, scale: float | Tensor, prior: Tensor) -> Dense:
 
 @dataclass(eq=False, repr=False)
 class DenseBlock(Block):
-    """Keeps the Fisher ``(parameters, parameters)`` of all layers together."""
+    """Keeps the Fisher ``(parameters, parameters)`` of all layers together, with the correlations between them."""
 
     kind = "dense"
     makes = Dense
     per_weight_prior = True
     joint = True
 
-    fisher: Annotated[Tensor, Stored(WEIGHTS, WEIGHTS, max_numbers=LARGEST_BYTES // 8, symmetric=True)]
+    fisher: Annotated[
+        Tensor, Stored(WEIGHTS, WEIGHTS, mean_of="matrix", max_numbers=LARGEST_BYTES // 8, symmetric=True)
+    ]
 
     def covariance(self, settings: Settings) -> Dense:
         prior = host_double(settings.prior_precision).expand(1, 1, len(self.fisher)).flatten()
         return _dense(self.fisher, settings.scale, prior)
 
-    def largest_value(self, settings: Settings) -> float:
-        return reached(settings, largest_of(self.fisher))
-
-    def combined(self, part: Mapping[str, Tensor], weights: Weights) -> DenseBlock:
-        return DenseBlock(combined_matrices(self.fisher, part["fisher"], weights, "matrix"))
-
     def dense(self, scale: float = 1.0, residual_weight: float = 1.0) -> Tensor:
         return scale * self.fisher.unsqueeze(0)
-
-
-# A dense posterior over some single weights; all others are certain (Daxberger et al. 2021).
 
 
 class Subnetwork(Covariance):
@@ -247,22 +215,9 @@ class Subnetwork(Covariance):
     def variance(self) -> Tensor:
         return self._spread(self._chosen.variance())
 
-    def quadratic(self, jacobians: Tensor) -> Tensor:
-        return self._chosen.quadratic(self._of_chosen(jacobians))
-
     def log_determinant(self) -> Tensor:
         """Over the chosen weights."""
         return self._chosen.log_determinant()
-
-    def bytes(self) -> int:
-        return self._chosen.bytes()
-
-
-class SubnetworkFields(Record):
-    """How many weights are uncertain, and how many the layers have."""
-
-    chosen: Count
-    weights: Count
 
 
 _CHOSEN = Size("chosen", 1, WEIGHTS)
@@ -270,7 +225,8 @@ _CHOSEN = Size("chosen", 1, WEIGHTS)
 
 @dataclass(eq=False, repr=False)
 class SubnetworkBlock(Block):
-    """Keeps the Fisher ``(chosen, chosen)`` of the chosen weights of all layers together, and which they are.
+    """Keeps the Fisher ``(chosen, chosen)`` of the chosen weights of all layers together, and which they are; all
+    others are certain (Daxberger et al. 2021).
 
     Attributes:
         fisher: ``(chosen, chosen)``.
@@ -282,12 +238,13 @@ class SubnetworkBlock(Block):
     makes = Subnetwork
     per_weight_prior = True
     joint = True
-    fields: ClassVar[type[Record]] = SubnetworkFields
     heads_note = "head='moments' takes the chosen weights as independent, with their exact variances"
 
-    fisher: Annotated[Tensor, Stored(_CHOSEN, _CHOSEN, max_numbers=LARGEST_BYTES // 8, symmetric=True)]
+    fisher: Annotated[
+        Tensor, Stored(_CHOSEN, _CHOSEN, mean_of="matrix", max_numbers=LARGEST_BYTES // 8, symmetric=True)
+    ]
     kept: Annotated[Tensor, Stored(BITS, bits=True, largest=255.0)]
-    weights: int
+    weights: Count
 
     @cached_property
     def index(self) -> Tensor:
@@ -321,9 +278,6 @@ class SubnetworkBlock(Block):
             None if counted == len(self.index) == len(self.fisher) else "has another number of chosen weights"
         )
 
-    def largest_value(self, settings: Settings) -> float:
-        return reached(settings, largest_of(self.fisher))
-
     @classmethod
     def restore(cls, attributes: Mapping[str, Any], tensors: Mapping[str, Tensor]) -> SubnetworkBlock:
         block = super().restore(attributes, tensors)
@@ -331,7 +285,3 @@ class SubnetworkBlock(Block):
         if fault is not None:
             raise CorruptPosteriorError(f"A subnetwork {fault}.")
         return block
-
-    def combined(self, part: Mapping[str, Tensor], weights: Weights) -> SubnetworkBlock:
-        fisher = combined_matrices(self.fisher, part["fisher"], weights, "matrix")
-        return SubnetworkBlock(fisher, self.kept, self.weights)

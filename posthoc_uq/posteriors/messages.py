@@ -103,9 +103,6 @@ class Moved(Covariance):
     ) -> Tensor:
         return self._inner.output_covariance(moved(mean, self._shift), covariance, joint=joint)
 
-    def bytes(self) -> int:
-        return self._inner.bytes()
-
 
 class MovedRows(Moved):
     """The same of rows with full covariances, `Dense`."""

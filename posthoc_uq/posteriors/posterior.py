@@ -1,10 +1,17 @@
-"""`Posterior`: a distribution over the weights, a dict of blocks."""
+"""`Posterior`: a distribution over the weights of some layers, as blocks, with its hyperparameters and its prior.
+
+What the prior precision means for every weight stands here: `Posterior.prior_precision` is the number, or one a layer;
+`WeightPrior` has factors of single weights; `Posterior.block_settings` hands their product to a block, whose
+`covariance` adds it to the Fisher information; `Posterior.occam_factor` has its terms in the marginal likelihood.
+"""
 
 from __future__ import annotations
 
 import copy
 import threading
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Collection, Generator, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field, replace
 from math import log
 from typing import Any, Generic, TypeVar, cast
 
@@ -12,8 +19,8 @@ import torch
 from torch import Tensor, nn
 
 from posthoc_uq.core.devices import KEPT_BYTES, as_double, host_double
-from posthoc_uq.core.errors import PosthocUQError
-from posthoc_uq.core.options import Count, check_option, shown
+from posthoc_uq.core.errors import PosthocUQError, warn_user
+from posthoc_uq.core.options import Count, Magnitude, check_option, did_you_mean, shown
 from posthoc_uq.core.randomness import mixed_seed
 from posthoc_uq.layers.layer import Layer
 from posthoc_uq.likelihoods import Likelihood
@@ -21,19 +28,18 @@ from posthoc_uq.posteriors import block as can
 from posthoc_uq.posteriors.block import Block, Settings
 from posthoc_uq.posteriors.covariance import Covariance
 from posthoc_uq.posteriors.features import FeatureGrams
-from posthoc_uq.posteriors.report import Report, build_report
-from posthoc_uq.posteriors.settings import (
-    ABOUT,
-    Adjustable,
-    Evidence,
-    History,
-    Hyperparameters,
-    WeightPrior,
-    layer_matrix,
+from posthoc_uq.posteriors.report import (
+    Report,
+    described_history,
+    described_novelty,
+    described_output,
+    rule_of,
 )
+from posthoc_uq.posteriors.settings import ABOUT, ONE_PRIOR, Evidence, History, Hyperparameters, LayerPriors
+from posthoc_uq.posteriors.variational import MeanFieldBlock
 
-# Where layers are in the blocks of a posterior: a block of one layer has its shape, one of several layers is
-# a row.
+Value = TypeVar("Value")
+Self = TypeVar("Self", bound="Posterior")
 
 
 class Layout:
@@ -66,72 +72,6 @@ class Layout:
                 return block, sum(self._layers[name].parameters for name in inner[: inner.index(layer)])
         raise PosthocUQError(f"The posterior has no layer '{layer}'; it has {list(self._layers)[:8]}.")
 
-    def prior(self, block: str, prior: Any, weight_prior: WeightPrior) -> Any:
-        """The prior precision of a block's weights, from one number for all layers or one by layer, and from factors of
-        single weights.
-        """
-        inner = self._members[block]
-        precision = prior
-        if isinstance(prior, Mapping):
-            by_layer = cast(Mapping[str, Any], prior)
-            parts = [host_double(by_layer[name]).expand(self._layers[name].parameters) for name in inner]
-            precision = by_layer[inner[0]] if len(inner) == 1 else torch.cat(parts).reshape(1, 1, -1)
-        if not weight_prior.precision:
-            return precision
-        own = as_double(self._matrix(block, weight_prior.precision))
-        return own * (precision.to(own) if isinstance(precision, Tensor) else precision)
-
-    def _matrix(self, block: str, parameters: Mapping[str, Tensor]) -> Tensor:
-        """Parameters by name as a block's matrix ``(G, m, n)``."""
-        parts = [layer_matrix(self._layers[name], parameters) for name in self._members[block]]
-        return (
-            parts[0] if block in self._layers else torch.cat([p.flatten() for p in parts]).reshape(1, 1, -1)
-        )
-
-    def means(self, blocks: Mapping[str, Block], like: Mapping[str, Tensor]) -> dict[str, Tensor]:
-        """What blocks know themselves that their weights are on average, by parameter name.
-
-        Args:
-            blocks: by name; as a rule they know nothing of it.
-            like: parameters of the same number format and device.
-        """
-        means: dict[str, Tensor] = {}
-        for name, block in blocks.items():
-            mean = block.stored_mean()
-            for layer, matrix in [] if mean is None else self.split(name, mean):
-                for parameter, tensor in layer.to_parameters(matrix).items():
-                    means[parameter] = tensor.to(like[parameter])
-        return means
-
-    def prior_terms(
-        self,
-        block: str,
-        uncertain: Tensor | None,
-        mean: Mapping[str, Tensor],
-        weight_prior: WeightPrior,
-        prior: Any,
-    ) -> Any:
-        """``sum tau r_i (theta_i - mu_i)^2 - sum log(tau r_i)`` over the uncertain weights of a block.
-
-        Args:
-            block: its name.
-            uncertain: which weights are, ``(G, m, n)``; None for all.
-            mean: theta, parameters by name.
-            weight_prior: r and mu.
-            prior: tau, one number or one by layer, differentiable where it is a tensor.
-        """
-        layers = [self._layers[name] for name in self._members[block]]
-        chosen = (
-            [None] * len(layers) if uncertain is None else [mask for _, mask in self.split(block, uncertain)]
-        )
-        total: Any = 0.0
-        for layer, mask in zip(layers, chosen, strict=True):
-            count, logs, squares = weight_prior.occam(layer, mean, mask)
-            tau = cast(Any, prior[layer.name] if isinstance(prior, Mapping) else prior)
-            logarithm = tau.log() if isinstance(tau, Tensor) else log(tau)
-            total = total - count * logarithm - logs + tau * squares
-        return total
-
     def split(self, block: str, matrix: Tensor) -> Iterator[tuple[Layer, Tensor]]:
         """A block's matrix ``(*lead, G, m, n)`` as its layers' matrices."""
         if block in self._layers:
@@ -158,9 +98,50 @@ class Layout:
         return torch.cat(parts, dim=1).reshape(like.shape[0], 1, 1, -1)
 
 
-# What was computed from blocks at certain settings, and is kept for the next use.
+@dataclass(frozen=True, eq=False)
+class WeightPrior:
+    """The prior of single weights, ``N(mu_i, 1 / (tau r_i))`` with the posterior's prior precision tau.
 
-Value = TypeVar("Value")
+    ``r`` is 1 and ``mu`` is 0 unless a fit was given others. The covariance of a Laplace posterior depends on ``tau r``
+    alone, and its log marginal likelihood on ``mu``, too (MacKay 1992).
+
+    Attributes:
+        precision: ``r`` of every parameter of the layers by name, positive; empty where all are 1.
+        mean: ``mu``: one number, or a tensor of every parameter of the layers by name.
+    """
+
+    precision: Mapping[str, Tensor] = field(default_factory=lambda: dict[str, Tensor]())
+    mean: float | Mapping[str, Tensor] = 0.0
+
+    def sums(
+        self, layer: Layer, weights: Mapping[str, Tensor], chosen: Tensor | None
+    ) -> tuple[int, float, float]:
+        """How many weights a layer has, ``sum log r_i``, and ``sum r_i (theta_i - mu_i)^2``.
+
+        Args:
+            layer: whose weights.
+            weights: theta, parameters by name.
+            chosen: which are uncertain, ``(groups, outputs, inputs)``; None for all.
+        """
+        moved: dict[str, Tensor] = {}
+        for name in layer.parameter_names:
+            wide = as_double(weights[name].detach())
+            mean = self.mean[name].to(wide) if isinstance(self.mean, Mapping) else self.mean
+            moved[name] = wide - mean
+        matrix = layer_matrix(layer, moved)
+        matrix = matrix if chosen is None else matrix[chosen.to(matrix.device)]
+        if not self.precision:
+            return matrix.numel(), 0.0, float(matrix.square().sum())
+        ratios = layer_matrix(layer, self.precision).to(matrix)
+        ratios = ratios if chosen is None else ratios[chosen.to(ratios.device)]
+        return matrix.numel(), float(ratios.log().sum()), float((ratios * matrix.square()).sum())
+
+
+def layer_matrix(layer: Layer, parameters: Mapping[str, Tensor]) -> Tensor:
+    """A layer's parameters by name as its matrix ``(groups, outputs, inputs)``, detached."""
+    bias = None if layer.bias is None else parameters[layer.bias].detach()
+    return layer.to_matrix(parameters[layer.weight].detach(), bias)
+
 
 COVARIANCE_BYTES = 16 * 2**20  # the most that all kept covariances of a posterior take
 
@@ -194,19 +175,43 @@ class Cache(Generic[Value]):
                 self._entries[name] = key, value, size
 
 
-# The posterior over a model's weights: one block for each layer, or one for several.
+def _bytes_beyond(covariance: Covariance, block: Block) -> int:
+    """Memory that a covariance holds beyond its block."""
+    stored = {tensor.data_ptr() for tensor in block.tensors().values()}
+    values = vars(covariance).values()
+    own = [value for value in values if isinstance(value, Tensor) and value.data_ptr() not in stored]
+    inner = [_bytes_beyond(value, block) for value in values if isinstance(value, Covariance)]
+    return sum(tensor.nbytes for tensor in own) + sum(inner)
 
-_Number = float | Tensor
+
+class _Hyperparameter(Generic[Value]):
+    """One hyperparameter as an attribute of a posterior."""
+
+    def __set_name__(self, owner: type, name: str) -> None:
+        self._name = name
+
+    def __get__(self, posterior: Posterior, owner: type | None = None) -> Value:
+        return getattr(posterior.settings, self._name)
+
+    def __set__(self, posterior: Posterior, value: Any) -> None:
+        posterior.adjust(**{self._name: value})
+
+
+_SETTING = threading.Lock()  # one for all posteriors: a lock in a posterior could not be copied or pickled
+_SEARCHED = ("tuning", "head", "faithful", "calibration")
+"""The records of a history that a search for hyperparameters writes."""
+_SET_AGAIN = "set it again on held-out data, with uq.Referral(rate).fit(predictor, loader)"
 _TUNE = "tune on held-out data: uq.tune(posterior, val_loader)"
 
 
-class Posterior(Adjustable):
+class Posterior:
     """A distribution over the weights of some layers, independent between blocks; as a rule ``N(mean, P^-1)``.
 
     ``P = scale / noise_scale * I + prior_precision`` per block (the square of `noise_scale` for the empirical
     Fisher), with the Fisher information ``I`` in the form of the method. Hyperparameters are plain attributes, and
     `tunable` names those that may be set. Setting one never needs the data again.
-    Every computation uses the settings of one moment, whatever other threads set meanwhile; see `snapshot`.
+    Setting one replaces the value that holds all of them, `settings`: every computation uses those of one moment,
+    whatever other threads set meanwhile; see `snapshot`.
 
     A method that optimises the variances themselves has its prior and its noise in what it optimises. There
     `prior_precision` says which prior that was and cannot be set, and only `scale`, where there is one, enters the
@@ -226,11 +231,26 @@ class Posterior(Adjustable):
         features: statistics of the last layer's inputs in training, for novelty; None where the fit took none.
         weight_prior: the prior of single weights, a factor on `prior_precision` and a mean; as given to the fit.
         capabilities: what all of its blocks can do, by the names in `posthoc_uq.posteriors.block`.
+        tunable: names of the hyperparameters that have a meaning here and may be set.
+        settled: names of those that were a part of what the method optimised: they are known, and cannot be set.
         fingerprint: digest of `original` at the fit; that is the model's own memory, which later training changes.
         buffers_fingerprint: digest of the model's buffers at the fit (`model.statistics_of`); None where
             it has none.
         warned_heads: heads for which `wrap` has said that the posterior was tuned for another; no part of the state.
     """
+
+    _searching = False  # while many settings are tried: thresholds are checked only at the end
+
+    scale = _Hyperparameter[float]()
+    """What the mean Fisher is multiplied with; starts at the number of samples."""
+    prior_precision = _Hyperparameter[float | dict[str, float]]()
+    """A number, or one number per layer name."""
+    residual_weight = _Hyperparameter[float]()
+    """Omega in [0, 1], the weight of INF's diagonal residual."""
+    noise_scale = _Hyperparameter[float]()
+    """Factor on the noise variance, or the dispersion, of the likelihood (regression)."""
+    temperature = _Hyperparameter[float]()
+    """Divides the logits in prediction (classification)."""
 
     def __init__(
         self,
@@ -253,7 +273,12 @@ class Posterior(Adjustable):
         self.original = {name: mean[name] for layer in self.layers.values() for name in layer.parameter_names}
         self.original |= {name: mean[name] for name in trained_mean or {}}
         self.layout = Layout(self.layers, self.members)
-        self.trained_mean = dict(trained_mean or {}) | self.layout.means(self.blocks, self.original)
+        self.trained_mean = dict(trained_mean or {})
+        for name, block in self.blocks.items():
+            stored = block.stored_mean()  # of blocks that keep what their weights are on average
+            for layer, matrix in [] if stored is None else self.layout.split(name, stored):
+                for parameter, tensor in layer.to_parameters(matrix).items():
+                    self.trained_mean[parameter] = tensor.to(self.original[parameter])
         self.mean = {
             name: self.trained_mean.get(name, parameter) for name, parameter in self.original.items()
         }
@@ -272,14 +297,11 @@ class Posterior(Adjustable):
         self.tunable = frozenset(outputs).union(*(block.tunable for block in self.blocks.values()))
         self.settled = frozenset[str]().union(*(block.settled for block in self.blocks.values()))
         self.warned_heads: set[str] = set()
-        self._begin(settings or Hyperparameters(evidence.total))
+        first = vars(settings or Hyperparameters(evidence.total))  # including those that cannot be set later
+        self._settings = Hyperparameters(**{name: self._valid(name, value) for name, value in first.items()})
         self._cache = Cache[Covariance](COVARIANCE_BYTES)
         self._variances = Cache[Tensor](KEPT_BYTES)
         self._of_layers = Cache[Covariance](KEPT_BYTES)
-
-    def require(self, needs: Collection[str], what: str, way_out: str = "") -> None:
-        """Refuse what the blocks cannot do; see `posthoc_uq.posteriors.block.required`."""
-        can.required(needs, self.capabilities, self.method, what, way_out)
 
     def __repr__(self) -> str:
         count = sum(layer.parameters for layer in self.layers.values())
@@ -327,9 +349,171 @@ class Posterior(Adjustable):
             frozen.settings = settings
         return frozen
 
-    def block_shape(self, block: str) -> tuple[int, int, int]:
-        """``(groups, outputs, inputs)`` of a block; of several layers ``(1, 1, weights)``."""
-        return self.layout.shape(block)
+    @property
+    def settings(self) -> Hyperparameters:
+        """All hyperparameters as one value."""
+        return self._settings
+
+    @settings.setter
+    def settings(self, value: Hyperparameters) -> None:
+        self.adjust(**vars(value))
+
+    def layer_prior(self, layer: str) -> float:
+        """The prior precision of one layer."""
+        return self._settings.layer_prior(layer)
+
+    @property
+    def has_free_prior_precision(self) -> bool:
+        """Whether a prior precision can be set."""
+        return "prior_precision" in self.tunable
+
+    @property
+    def width_parameter(self) -> str | None:
+        """The hyperparameter by which the posterior is made wider or narrower: ``"prior_precision"``, ``"scale"`` where
+        the prior is settled, or None.
+        """
+        return next((name for name in ("prior_precision", "scale") if name in self.tunable), None)
+
+    def reported(self) -> dict[str, Any]:
+        """Label to value of the hyperparameters that reports show; ``"per layer"`` for prior precisions by layer."""
+        known, shown = self.tunable | self.settled, dict[str, Any]()
+        for name, value in self._settings.plain().items():
+            about = ABOUT[name]
+            if about.reported == "always" or (about.reported == "own" and name in known):
+                shown[about.label] = "per layer" if isinstance(value, dict) else value
+        if self.likelihood.has_noise and self.likelihood.noise_variance is None:  # else that is reported
+            shown[ABOUT["noise_scale"].label] = self.noise_scale
+        return shown
+
+    def adjust(self, **values: Any) -> None:
+        """Set some hyperparameters by name, all at one moment.
+
+        Raises:
+            PosthocUQError: a value is out of range, or differs from the present one and cannot be set here.
+        """
+        checked = {name: self._checked(name, value) for name, value in values.items()}
+        with _SETTING:
+            old_settings = self._settings
+            self._settings = replace(self._settings, **checked)
+        if self.history.referral:
+            self._warn_of_thresholds(self._basis_of_thresholds(old_settings))
+
+    def _checked(self, name: str, value: Any) -> Any:
+        """A value that may be set; where the hyperparameter cannot be set, only its present value."""
+        present, valid = getattr(self._settings, name), self._valid(name, value)
+        if name in self.tunable:
+            return valid
+        if name in self.settled and present != valid:
+            instead = ", or set scale to widen or narrow the posterior" if "scale" in self.tunable else ""
+            raise PosthocUQError(
+                f"The {ABOUT[name].label} was a part of what method={self.method!r} optimised, and is {present}; fit "
+                f"again with {name}={value}{instead}."
+            )
+        if present != valid:
+            about = ABOUT[name]
+            raise PosthocUQError(
+                f"This posterior by method={self.method!r} has no {about.label}: {about.lacking}. Leave {name} at "
+                f"{present}."
+            )
+        return present
+
+    def _valid(self, name: str, value: Any) -> Any:
+        about = ABOUT[name]
+        if not about.by_layer or not isinstance(value, Mapping):
+            return check_option(name, value, about.kind)
+        priors = {
+            str(layer): check_option(f"{name} of layer '{layer}'", number, Magnitude)
+            for layer, number in cast(Mapping[str, Any], value).items()
+        }
+        if priors.keys() != self.layers.keys():
+            stray = [layer for layer in priors if layer not in self.layers]
+            missing = sorted(self.layers.keys() ^ priors.keys())
+            raise PosthocUQError(
+                f"{name} per layer must name every layer once; these do not match: {missing[:5]}."
+                f"{did_you_mean(stray, self.layers)}"
+            )
+        return LayerPriors(priors)
+
+    @contextmanager
+    def searching(self, way_out: str | None = None) -> Generator[None]:
+        """For trying many settings: one warning at its end if referral thresholds that applied before no longer do. In
+        nested contexts the outermost one warns.
+
+        Args:
+            way_out: how to set them again, in words; by default from Python.
+        """
+        if self._searching:
+            yield
+            return
+        referral, basis = self.history.referral, self._basis_of_thresholds(self._settings)
+        self._searching = True
+        try:
+            yield
+        finally:
+            self._searching = False
+        if self.history.referral is referral:  # no new ones were set meanwhile
+            self._warn_of_thresholds(basis, way_out)
+
+    def trial(self: Self) -> Self:
+        """A copy on which settings can be tried and recorded while others predict from this one and save it; see
+        `adopt`. The blocks are shared.
+        """
+        copied = copy.copy(self)
+        copied._searching = True  # no warnings: nobody chose the settings that are tried
+        records = {name: dict(getattr(self.history, name)) for name in _SEARCHED}
+        copied.history = replace(self.history, **records)
+        return copied
+
+    def adopt(self, found: Posterior) -> None:
+        """Take the settings of a `trial`, and the records of how they were found, all at one moment."""
+        with self.searching():
+            records = {name: getattr(found.history, name) for name in _SEARCHED}
+            with _SETTING:  # both at once, so that a copy made meanwhile has the old ones or the new ones
+                self.__dict__.update(_settings=found.settings, history=replace(self.history, **records))
+
+    def _basis_of_thresholds(self, settings: Hyperparameters) -> dict[str, Any]:
+        """What the thresholds of a referral depend on: these settings and, with the moments head, its calibration."""
+        referral = self.history.referral
+        calibrated = bool(referral) and referral["head"].get("head") == "moments"
+        return settings.plain() | ({"calibration": dict(self.history.calibration)} if calibrated else {})
+
+    def _warn_of_thresholds(self, old_basis: dict[str, Any], way_out: str | None = None) -> None:
+        """Warn if the thresholds of a referral applied before and no longer do.
+
+        Args:
+            old_basis: from `_basis_of_thresholds`, before the change.
+            way_out: see `searching`.
+        """
+        referral = self.history.referral
+        if (
+            self._searching
+            or not referral
+            or any(old_basis[name] != value for name, value in referral["posterior"].items())
+        ):
+            return
+        if self._basis_of_thresholds(self._settings) != old_basis:
+            warn_user(
+                f"The referral threshold ({rule_of(referral, 4)}) was set for other hyperparameters and no longer "
+                f"applies; {way_out or _SET_AGAIN}."
+            )
+
+    def require(self, needs: Collection[str], what: str, way_out: str = "") -> None:
+        """Refuse what the blocks cannot do.
+
+        Args:
+            needs: names of capabilities.
+            what: the request that needs them, as the subject of a sentence.
+            way_out: what to do instead, as the end of that sentence.
+
+        Raises:
+            PosthocUQError: a capability is missing.
+        """
+        missing = sorted(set(needs) - self.capabilities)
+        if missing:
+            end = f"; {way_out}." if way_out else "."
+            raise PosthocUQError(
+                f"{what} needs {' and '.join(missing)}, which the blocks of method={self.method!r} do not have{end}"
+            )
 
     @property
     def device(self) -> torch.device:
@@ -383,25 +567,16 @@ class Posterior(Adjustable):
             raise PosthocUQError(f"generator must be a torch.Generator, not {shown(generator)}.")
         return torch.randint(0, 2**63 - 1, (n,), generator=generator, device=generator.device).tolist()
 
-    def sample_from(
-        self,
-        seeds: Sequence[int],
-        *,
-        signs: Sequence[int] | None = None,
-        covariances: Mapping[str, Covariance] | None = None,
-        dtype: torch.dtype | None = None,
-    ) -> dict[str, Tensor]:
+    def sample_from(self, seeds: Sequence[int], *, signs: Sequence[int] | None = None) -> dict[str, Tensor]:
         """The draws of these seeds; each is the same, bit for bit, whatever other draws are made with it.
 
         Args:
             seeds: one per draw. A repeated seed gives the same deviation from the mean and is drawn only once.
             signs: 1 or -1 per draw, by which its deviation is multiplied: ``mean - deviation`` is as likely
                 as ``mean + deviation``, and such a pair is antithetic (Hammersley, Morton 1956). None for 1.
-            covariances: from `covariances`, for draws at the settings of that moment; the present ones if None.
-            dtype: of the draws; the parameters' own if None.
 
         Returns:
-            Parameter name to ``(draws, *shape)``, on the parameters' device.
+            Parameter name to ``(draws, *shape)``, in the parameters' dtype and on their device.
         """
         if signs is not None:
             self.require([can.SYMMETRY], "A draw with a sign")
@@ -410,9 +585,15 @@ class Posterior(Adjustable):
         index = torch.tensor([places[seed] for seed in seeds], device="cpu")
         draws: dict[str, Tensor] = {}
         frozen = self.snapshot()
-        for layer, matrix, centred in frozen._drawn(unique, covariances):
-            for name, values in layer.to_parameters(matrix).items():
-                mean = frozen.mean[name]
+        for number, (name, block) in enumerate(frozen.blocks.items()):
+            covariance, like = frozen.covariance(name), next(iter(block.tensors().values()))
+            drawn = like.new_empty(len(unique), *frozen.layout.shape(name))
+            # One at a time, which is as fast: a triangular solve rounds several columns differently from one.
+            for row, seed in zip(drawn, unique, strict=True):
+                row.copy_(covariance.draw(torch.Generator().manual_seed(mixed_seed(seed, number)), row))
+            parts = [layer.to_parameters(matrix) for layer, matrix in frozen.layout.split(name, drawn)]
+            for parameter, values in ((key, values) for part in parts for key, values in part.items()):
+                mean = frozen.mean[parameter]
                 # A bias is a column of its layer's matrix: a view of it would keep the whole matrix in memory.
                 draw = values.to(device=mean.device, dtype=mean.dtype).contiguous()
                 if signs is not None:
@@ -420,32 +601,15 @@ class Posterior(Adjustable):
                     draw = draw[index.to(draw.device)] * sign
                 elif len(unique) < len(seeds):
                     draw = draw[index.to(draw.device)]
-                draw = draw.add_(mean) if centred else draw
-                draws[name] = draw.to(dtype=mean.dtype if dtype is None else dtype)
+                draws[parameter] = draw.add_(mean) if covariance.centred else draw
         return draws
 
     def covariances(self) -> dict[str, Covariance]:
-        """Every block's covariance at the present settings, ready for use, by block name.
-
-        For repeated draws: it takes the memory of about one more set of weights (for INF also the systems of its
-        directions), and saves factorising at every draw the blocks that are too large for the posterior's own cache.
+        """Every block's covariance at the present settings, ready for use, by block name; the caller keeps them,
+        however large they are.
         """
-        return dict(self.snapshot()._each_covariance())
-
-    def _drawn(
-        self, seeds: Sequence[int], covariances: Mapping[str, Covariance] | None = None
-    ) -> Iterator[tuple[Layer, Tensor, bool]]:
-        """Draws layer by layer, ``(n, G, m, n)``, and whether they are deviations from the mean."""
-        settings = self._settings
-        for index, (name, block) in enumerate(self.blocks.items()):
-            covariance = self._covariance(name, settings) if covariances is None else covariances[name]
-            shape, like = self.layout.shape(name), next(iter(block.tensors().values()))
-            out = like.new_empty(len(seeds), *shape)
-            # One at a time, which is as fast: a triangular solve rounds several columns differently from one.
-            for row, seed in zip(out, seeds, strict=True):
-                row.copy_(covariance.draw(torch.Generator().manual_seed(mixed_seed(seed, index)), row))
-            for layer, matrix in self.layout.split(name, out):
-                yield layer, matrix, covariance.centred
+        frozen = self.snapshot()
+        return {name: frozen.covariance(name) for name in frozen.blocks}
 
     def variance(self) -> dict[str, Tensor]:
         """Marginal variance of every parameter, by name and in its shape.
@@ -456,13 +620,12 @@ class Posterior(Adjustable):
         self.require([can.VARIANCES], "posterior.variance()")
         variances: dict[str, Tensor] = {}
         frozen = self.snapshot()
-        settings = frozen.settings
         for name in frozen.blocks:
-            key = frozen._key(name, settings)
+            key = frozen._key(name)
             matrices = frozen._variances.get(name, key)
             if matrices is None:
                 of_layer = frozen._of_layers.get(name, key) if name in frozen.layers else None
-                matrices = (of_layer or frozen._covariance(name, settings)).variance()
+                matrices = (of_layer or frozen.covariance(name)).variance()
                 frozen._variances.put(name, key, matrices, matrices.nbytes)
             for layer, matrix in frozen.layout.split(name, matrices.clone()):
                 variances |= layer.to_parameters(matrix)
@@ -500,13 +663,12 @@ class Posterior(Adjustable):
         self.require([can.ROWS], "The covariance of one layer's rows")
         block, start = self.layout.home(layer)
         frozen = self.snapshot()
-        settings = frozen.settings
-        key = frozen._key(block, settings)
+        key = frozen._key(block)
         found = frozen._of_layers.get(layer, key)
         if found is None:
             shape, whole = frozen.layers[layer].matrix_shape, frozen.layout.shape(block)
-            found = frozen._covariance(block, settings).of_layer(start, shape, whole)
-            frozen._of_layers.put(layer, key, found, found.bytes())
+            found = frozen.covariance(block).of_layer(start, shape, whole)
+            frozen._of_layers.put(layer, key, found, _bytes_beyond(found, frozen.blocks[block]))
         return found
 
     def log_determinant(self) -> Tensor:
@@ -516,9 +678,8 @@ class Posterior(Adjustable):
             PosthocUQError: the blocks know none.
         """
         self.require([can.LOG_DETERMINANT], "posterior.log_determinant()")
-        return torch.stack(
-            [covariance.log_determinant() for _, covariance in self.snapshot()._each_covariance()]
-        ).sum()
+        frozen = self.snapshot()
+        return torch.stack([frozen.covariance(name).log_determinant() for name in frozen.blocks]).sum()
 
     def log_marginal_likelihood(
         self,
@@ -556,67 +717,144 @@ class Posterior(Adjustable):
                 f"method={self.method!r} has no log marginal likelihood: it found its posterior for one given prior "
                 f"(see report()). Fit again with another prior_precision{tuned and f', or {tuned}'}."
             )
-        settings = self._settings
-        prior = settings.prior_precision if prior_precision is None else prior_precision
-        noise_factor = settings.noise_scale if noise_scale is None else noise_scale
+        prior = self.prior_precision if prior_precision is None else prior_precision
         if prior_precision is None and noise_scale is None:
-            covariance = self._covariance(block, settings)
+            covariance = self.covariance(block)
         else:
-            covariance = self.blocks[block].covariance(self._of_block(block, settings, prior, noise_factor))
-        own = self.blocks[block].uncertain()
-        return covariance.log_determinant() + self.layout.prior_terms(
-            block, own, self.mean, self.weight_prior, prior
-        )
+            covariance = self.blocks[block].covariance(self.block_settings(block, prior, noise_scale))
+        total: Any = covariance.log_determinant()
+        uncertain = self.blocks[block].uncertain()
+        chosen = [] if uncertain is None else self.layout.split(block, uncertain)
+        masks = {layer.name: mask for layer, mask in chosen}
+        for name in self.members[block]:
+            count, logs, squares = self.weight_prior.sums(self.layers[name], self.mean, masks.get(name))
+            tau: Any = prior[name] if isinstance(prior, Mapping) else prior
+            logarithm = tau.log() if isinstance(tau, Tensor) else log(tau)
+            total = total - count * logarithm - logs + tau * squares
+        return total
 
     def covariance(self, block: str) -> Covariance:
         """A block's covariance at the present settings, ready for use; kept while memory allows."""
-        return self._covariance(block, self._settings)
-
-    def _each_covariance(self) -> Iterator[tuple[str, Covariance]]:
-        """Every block's name and covariance, one after the other, at the settings of one moment."""
-        settings = self._settings
-        for name in self.blocks:
-            yield name, self._covariance(name, settings)
-
-    def _covariance(self, block: str, settings: Hyperparameters) -> Covariance:
-        key = self._key(block, settings)
+        frozen = self.snapshot()
+        key = frozen._key(block)
         covariance = self._cache.get(block, key)
         if covariance is None:
-            block_settings = self._of_block(block, settings, settings.prior_precision, settings.noise_scale)
-            covariance = self.blocks[block].covariance(block_settings)
-            self._cache.put(block, key, covariance, covariance.bytes())
+            covariance = self.blocks[block].covariance(frozen.block_settings(block))
+            self._cache.put(block, key, covariance, _bytes_beyond(covariance, self.blocks[block]))
         return covariance
 
-    def _key(self, block: str, settings: Hyperparameters) -> tuple[Any, ...]:
+    def _key(self, block: str) -> tuple[Any, ...]:
         """All on which a block's precision depends; the prior of single weights as an object, which the key keeps
         alive."""
+        settings = self._settings
         priors = tuple(settings.layer_prior(name) for name in self.members[block])
         return settings.scale, settings.noise_scale, settings.residual_weight, priors, self.weight_prior
 
-    def _of_block(self, block: str, settings: Hyperparameters, prior: Any, noise_scale: _Number) -> Settings:
-        """The settings on which a block's precision depends, at this prior precision and noise scale."""
+    def block_settings(
+        self, block: str, prior_precision: Any = None, noise_scale: float | Tensor | None = None
+    ) -> Settings:
+        """What a block's precision ``scale * I + prior_precision`` depends on.
+
+        Args:
+            block: its name.
+            prior_precision: tau, one number or one by layer; the present one if None.
+            noise_scale: factor on the noise variance, likewise.
+        """
+        settings, members = self._settings, self.members[block]
+        prior = settings.prior_precision if prior_precision is None else prior_precision
+        noise_factor = settings.noise_scale if noise_scale is None else noise_scale
+        if isinstance(prior, Mapping):
+            by_layer = cast(Mapping[str, Any], prior)
+            parts = [host_double(by_layer[name]).expand(self.layers[name].parameters) for name in members]
+            prior = by_layer[members[0]] if len(members) == 1 else torch.cat(parts).reshape(1, 1, -1)
+        if self.weight_prior.precision:
+            matrices = [layer_matrix(self.layers[name], self.weight_prior.precision) for name in members]
+            joined = torch.cat([matrix.flatten() for matrix in matrices]).reshape(self.layout.shape(block))
+            factors = as_double(joined)
+            prior = factors * (prior.to(factors) if isinstance(prior, Tensor) else prior)
         # of other likelihoods the noise scale is a factor on the dispersion of predictions alone
         power = 0 if self.likelihood.noise_variance is None else self.evidence.noise_power
-        scale = settings.scale / noise_scale**power
-        precision = self.layout.prior(block, prior, self.weight_prior)
-        return Settings(scale, precision, settings.residual_weight)
+        return Settings(settings.scale / noise_factor**power, prior, settings.residual_weight)
 
-    def reported(self) -> dict[str, Any]:
-        """Of a likelihood without a noise variance of its own, the noise scale too."""
-        own = self.likelihood.has_noise and self.likelihood.noise_variance is None
-        return super().reported() | ({ABOUT["noise_scale"].label: self.noise_scale} if own else {})
+    def without_data(self, precision: float | Mapping[str, float]) -> Posterior:
+        """The prior as a posterior that saw nothing: ``N(., 1 / precision)`` over the weights of the same layers, with
+        the factors that the prior has on the precisions of single weights.
+
+        Args:
+            precision: one number, or one by layer; layers that it does not name are left out.
+
+        Raises:
+            PosthocUQError: a precision is not positive and finite.
+        """
+        blocks: dict[str, Block] = {}
+        for name, layer in self.layers.items():
+            if isinstance(precision, Mapping) and name not in precision:
+                continue
+            layer_precision = precision[name] if isinstance(precision, Mapping) else precision
+            if not 0 < layer_precision < float("inf"):
+                raise PosthocUQError(f"prior_precision must be positive and finite, not {layer_precision}.")
+            like = self.original[layer.weight]
+            kind = torch.float64 if like.dtype == torch.float64 else torch.float32
+            variance = torch.full(layer.matrix_shape, 1.0 / layer_precision, dtype=kind, device=like.device)
+            if self.weight_prior.precision:
+                variance = variance / layer_matrix(layer, self.weight_prior.precision).to(variance)
+            blocks[name] = MeanFieldBlock(variance, 1)
+        layers, members = {name: self.layers[name] for name in blocks}, {name: [name] for name in blocks}
+        evidence = Evidence(1, noise_power=0)
+        return Posterior(self.method, layers, blocks, members, self.original, self.likelihood, evidence)
+
+    def training_precisions(self) -> dict[str, float]:
+        """The prior precisions by layer that a training used: of all weights alike, or for the last layer's weights the
+        posterior's prior precision, and for the others the one of the training's body variance, if it had any. A weight
+        that may be off has the variance of one that is on times the probability of that.
+
+        Raises:
+            PosthocUQError: the posterior does not say which layer that was.
+        """
+        fitted = self.history.fit
+        if fitted.get(ONE_PRIOR):
+            share = float(fitted.get("prior inclusion", 1.0))  # of the weights are on
+            return {name: self.layer_prior(name) / share for name in self.layers}
+        last, body = fitted.get("last layer"), fitted.get("prior body variance", 0.0)
+        if last not in self.layers:
+            raise PosthocUQError(
+                "This trained posterior does not say what its prior was; fit again, or ask "
+                "for predictor.novelty(..., of='class')."
+            )
+        precisions = {name: 1 / body for name in self.layers if name != last and body > 0}
+        return precisions | {last: self.layer_prior(last)}
 
     def report(self) -> Report:
         """What was fitted and how, with a table of the layers; prints itself. See `Report` for its lines."""
         frozen = self.snapshot()
-        return build_report(
-            frozen.method,
-            frozen.likelihood.name,
-            frozen.layers,
-            frozen.blocks,
-            frozen.history,
-            settings=frozen._settings,
-            shown=frozen.reported(),
-            features=frozen.features,
-            noise_variance=frozen.noise_variance,
+        blocks, history = frozen.blocks, frozen.history
+        rows: list[dict[str, Any]] = []
+        for name, layer in frozen.layers.items():
+            row = {"layer": name, "kind": layer.kind, "shape": "x".join(map(str, layer.matrix_shape))}
+            row |= {"prior precision": frozen.layer_prior(name)}
+            block = blocks.get(name)  # of this layer alone
+            if block is not None:
+                row |= {"numbers": block.numbers(), "bytes": block.bytes(), **block.summary()}
+            rows.append(row)
+        summary: dict[str, Any] = {
+            "method": frozen.method,
+            "likelihood": frozen.likelihood.name,
+            "layers": len(frozen.layers),
+            "parameters with a posterior": sum(layer.parameters for layer in frozen.layers.values()),
+            "numbers stored": sum(block.numbers() for block in blocks.values()),
+            "bytes stored": sum(block.bytes() for block in blocks.values()),
+            **frozen.reported(),
+        }
+        if frozen.features is not None:
+            summary["novelty"] = described_novelty(frozen.features)
+        if frozen.noise_variance is not None:
+            summary["noise variance"] = [float(f"{value:.4g}") for value in frozen.noise_variance.tolist()]
+        notes = dict.fromkeys(block.heads_note for block in blocks.values() if block.heads_note)
+        if notes:
+            summary["heads"] = "; ".join(notes)
+        if history.output:
+            summary["outputs"] = described_output(history.output)
+        columns = {name: text for block in blocks.values() for name, text in block.columns.items()}
+        return Report(
+            summary | history.fit, rows, dict(history.deterministic), described_history(history), columns
         )

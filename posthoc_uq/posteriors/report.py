@@ -7,15 +7,10 @@ from dataclasses import dataclass, field
 from math import exp
 from typing import Any, cast
 
-from torch import Tensor
-
 from posthoc_uq.core.errors import printable
 from posthoc_uq.core.tables import cell_text, text_table
-from posthoc_uq.layers.layer import Layer
-from posthoc_uq.posteriors.block import Block
 from posthoc_uq.posteriors.features import FeatureGrams
-from posthoc_uq.posteriors.referral import rule_of
-from posthoc_uq.posteriors.settings import History, Hyperparameters
+from posthoc_uq.posteriors.settings import History
 
 _SECONDS = "seconds, "  # begins the names of timings
 _MAX_NAMES = 8  # that a line lists
@@ -118,69 +113,6 @@ def _shown(value: Any) -> str:
     return cell_text(value)
 
 
-def build_report(
-    method: str,
-    likelihood: str,
-    layers: Mapping[str, Layer],
-    blocks: Mapping[str, Block],
-    history: History,
-    *,
-    settings: Hyperparameters,
-    shown: Mapping[str, Any],
-    features: FeatureGrams | None,
-    noise_variance: Tensor | None,
-) -> Report:
-    """The report of a posterior with these parts; see `Report`.
-
-    Args:
-        method: its name.
-        likelihood: its name.
-        layers: by name.
-        blocks: by name; a block of one layer has the layer's name.
-        history: how it was fitted and tuned.
-        settings: its hyperparameters.
-        shown: those that a report shows, by label.
-        features: statistics of the last layer's inputs, or None.
-        noise_variance: noise variance of each output, or None.
-    """
-    rows: list[dict[str, Any]] = []
-    for name, layer in layers.items():
-        row: dict[str, Any] = {
-            "layer": name,
-            "kind": layer.kind,
-            "shape": "x".join(map(str, layer.matrix_shape)),
-        }
-        row["prior precision"] = settings.layer_prior(name)
-        block = blocks.get(name)
-        if block is not None:
-            row |= {"numbers": block.numbers(), "bytes": block.bytes(), **block.summary()}
-        rows.append(row)
-    summary: dict[str, Any] = {
-        "method": method,
-        "likelihood": likelihood,
-        "layers": len(layers),
-        "parameters with a posterior": sum(layer.parameters for layer in layers.values()),
-        "numbers stored": sum(block.numbers() for block in blocks.values()),
-        "bytes stored": sum(block.bytes() for block in blocks.values()),
-        **shown,
-    }
-    if features is not None:
-        summary["novelty"] = _novelty(features)
-    if noise_variance is not None:
-        summary["noise variance"] = [float(f"{value:.4g}") for value in noise_variance.tolist()]
-    notes = dict.fromkeys(block.heads_note for block in blocks.values() if block.heads_note)
-    if notes:
-        summary["heads"] = "; ".join(notes)
-    changed = {"data since the fit": described_changes(history.changes)} if history.changes else {}
-    return Report(
-        summary | _outputs(history.output) | history.fit,
-        rows,
-        dict(history.deterministic),
-        {**history.tuning, **_calibrated(history.calibration), **_referred(history.referral), **changed},
-        {name: text for block in blocks.values() for name, text in block.columns.items()},
-    )
-
-
 def described_changes(changes: Mapping[str, Any]) -> str:
     """What came in and went out since the fit, in words."""
     parts: list[str] = []
@@ -199,6 +131,18 @@ def described_changes(changes: Mapping[str, Any]) -> str:
     return ", ".join([*parts, f"digest {changes['digest'][:12]}"])
 
 
+def thresholds_of(referral: Mapping[str, Any]) -> dict[str, float]:
+    """The threshold of each score in the record of a referral; an input with any score above its own is referred. Empty
+    where no threshold was set.
+    """
+    return {name: score["threshold"] for name, score in referral.get("scores", {}).items()}
+
+
+def rule_of(referral: Mapping[str, Any], digits: int = 6) -> str:
+    """The rule in words: ``entropy above 0.3 or mutual_information above 0.02``."""
+    return " or ".join(f"{name} above {value:.{digits}g}" for name, value in thresholds_of(referral).items())
+
+
 def described_output(output: Mapping[str, Any]) -> str:
     """Which part of what the model returns its outputs are, in words."""
     if "function" in output:
@@ -207,11 +151,7 @@ def described_output(output: Mapping[str, Any]) -> str:
     return f"{part} of what the model returns{', found by itself' if output.get('guessed') else ''}"
 
 
-def _outputs(output: Mapping[str, Any]) -> dict[str, str]:
-    return {"outputs": described_output(output)} if output else {}
-
-
-def _novelty(features: FeatureGrams) -> str:
+def described_novelty(features: FeatureGrams) -> str:
     """How novelty is measured, in words."""
     what = {"outputs": "inputs", "positions": "the inputs of each position"}.get(
         features.source, "pooled inputs"
@@ -223,19 +163,19 @@ def _novelty(features: FeatureGrams) -> str:
     )
 
 
-def _referred(referral: Mapping[str, Any]) -> dict[str, str]:
-    if not referral:
-        return {}
-    return {
-        "referral": f"{rule_of(referral, 4)}, {referral['rate']:.3g} of "
-        f"{referral['inputs']} familiar inputs, head {referral['head']['head']!r}"
-    }
-
-
-def _calibrated(calibration: Mapping[str, Any]) -> dict[str, str]:
-    if not calibration:
-        return {}
-    return {
-        "moments head": f"standard deviations times {exp(calibration['alpha']):.3g} (power {calibration['beta']:.3g}), "
-        f"error left {calibration['residual']:.0%}, by {calibration['n_mc']} draws"
-    }
+def described_history(history: History) -> dict[str, str]:
+    """Label to text of what was tuned, calibrated, set and changed since the fit."""
+    lines, calibration, referral = dict(history.tuning), history.calibration, history.referral
+    if calibration:
+        lines["moments head"] = (
+            f"standard deviations times {exp(calibration['alpha']):.3g} (power {calibration['beta']:.3g}), error left "
+            f"{calibration['residual']:.0%}, by {calibration['n_mc']} draws"
+        )
+    if referral:
+        lines["referral"] = (
+            f"{rule_of(referral, 4)}, {referral['rate']:.3g} of {referral['inputs']} familiar inputs, head "
+            f"{referral['head']['head']!r}"
+        )
+    if history.changes:
+        lines["data since the fit"] = described_changes(history.changes)
+    return lines

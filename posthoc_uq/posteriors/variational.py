@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-import functools
 from abc import abstractmethod
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from functools import cached_property, lru_cache
 from math import log, pi, prod
 from typing import Annotated, Any, ClassVar, Literal, cast
 
@@ -16,7 +16,7 @@ from torch import Tensor
 
 from posthoc_uq.core.devices import as_double
 from posthoc_uq.core.errors import CorruptPosteriorError
-from posthoc_uq.core.options import Count, Natural
+from posthoc_uq.core.options import Count
 from posthoc_uq.core.records import Record
 from posthoc_uq.posteriors.block import (
     BITS,
@@ -33,16 +33,10 @@ from posthoc_uq.posteriors.block import (
     TensorSpec,
     bounded,
     largest_of,
+    packed,
+    unpacked,
 )
-from posthoc_uq.posteriors.covariance import Independent, Variances
-
-# The mean-field posterior: independent weights with variances that were optimised, not derived from a Fisher.
-
-
-class MeanFieldFields(Record):
-    """The number of training samples."""
-
-    samples: Count
+from posthoc_uq.posteriors.covariance import Covariance, Independent, Variances
 
 
 @dataclass(eq=False, repr=False)
@@ -60,7 +54,6 @@ class MeanFieldBlock(Block):
 
     kind = "mean_field"
     makes = Variances
-    fields: ClassVar[type[Record]] = MeanFieldFields
     trained = True
     tunable: ClassVar[frozenset[str]] = frozenset({"scale"})
     settled: ClassVar[frozenset[str]] = frozenset({"prior_precision"})
@@ -69,7 +62,7 @@ class MeanFieldBlock(Block):
     }
 
     variances: Annotated[Tensor, Stored(GROUPS, OUTPUTS, INPUTS, non_negative=True)]
-    samples: int
+    samples: Count
 
     def covariance(self, settings: Settings) -> Variances:
         if settings.scale == self.samples:
@@ -85,23 +78,20 @@ class MeanFieldBlock(Block):
         return {"median sd": float(torch.median(deviations)), "largest sd": float(deviations.max())}
 
 
-# Normalising flows of gated steps over a vector, as plain tensors.
-#
-# A step takes ``z`` to ``k * z + (1 - k) * m`` with ``k = sigmoid(s)`` and ``(m, s) = g(z)`` (Kingma et al.
-# 2016, "Improving variational inference with inverse autoregressive flow", eq. 13 and 14). Where a
-# coordinate's ``m`` and ``s`` depend on none of its own and later coordinates, the Jacobian is triangular,
-# and its log-determinant is ``sum log k``. ``g`` is a network of two hidden layers whose weights are masked
-# so (Germain et al. 2015, "MADE"). The order of the coordinates turns round from step to step.
-
 Form = Literal["autoregressive", "coupling"]
 
-KEEPS = 2.0
-"""The bias of ``s`` at the start: a step begins by keeping 0.88 of its input."""
+_START_BIAS = 2.0  # of ``s``: a step begins by keeping 0.88 of its input
 
 
 @dataclass(frozen=True)
 class Flow:
-    """What tells one flow from another; its tensors are given to `forward`.
+    """A normalising flow of gated steps over a vector; its tensors are given to `forward`.
+
+    A step takes ``z`` to ``k * z + (1 - k) * m`` with ``k = sigmoid(s)`` and ``(m, s) = g(z)`` (Kingma et al. 2016,
+    "Improving variational inference with inverse autoregressive flow", eq. 13 and 14). Where a coordinate's ``m`` and
+    ``s`` depend on none of its own and later coordinates, the Jacobian is triangular, and its log-determinant is ``sum
+    log k``. ``g`` is a network of two hidden layers whose weights are masked so (Germain et al. 2015, "MADE"). The
+    order of the coordinates turns round from step to step.
 
     Attributes:
         size: of the vector, I.
@@ -126,12 +116,6 @@ class Flow:
                 shapes[f"step{step}_bias{layer}"] = (sizes[layer + 1],)
         return shapes
 
-    def masks(self, step: int, device: torch.device) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-        """For the three weights of a step, 1 where an entry may differ from zero; and 1 for the coordinates that the
-        step moves, ``(I,)``.
-        """
-        return _masks(self, step, str(device))
-
     def initial(
         self, generator: torch.Generator, like: Tensor, *, shift: float | None = None
     ) -> dict[str, Tensor]:
@@ -148,7 +132,7 @@ class Flow:
             tensors[name] = (torch.rand(shape, generator=generator, device="cpu") * 2 - 1) / inputs**0.5
         for step in range(self.steps):
             weight, bias = tensors[f"step{step}_weight2"], tensors[f"step{step}_bias2"]
-            bias[self.size :] = KEEPS
+            bias[self.size :] = _START_BIAS
             if shift is not None:
                 bias[: self.size] = shift
                 weight.zero_()
@@ -163,7 +147,7 @@ class Flow:
         """
         total = z.new_zeros(z.shape[:-1])
         for step in range(self.steps):
-            *masks, moved = self.masks(step, z.device)
+            *masks, moved = _masks(self, step, z.device)
             kept = z if self.form == "autoregressive" else z * (1 - moved).to(z)
             for layer, mask in enumerate(masks):
                 weight = tensors[f"step{step}_weight{layer}"]
@@ -193,8 +177,11 @@ def gated_step(z: Tensor, m: Tensor, s: Tensor, moved: Tensor | None = None) -> 
     return torch.where(moved > 0, moving, z), (logs * moved).sum(-1)
 
 
-@functools.lru_cache(maxsize=64)
-def _masks(flow: Flow, step: int, device: str) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+@lru_cache(maxsize=64)
+def _masks(flow: Flow, step: int, device: torch.device) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """For the three weights of a step, true where an entry may differ from zero; and 1 for the coordinates that the
+    step moves, ``(I,)``.
+    """
     size, hidden = flow.size, flow.hidden
     degrees = torch.arange(1, size + 1, device=device)
     if flow.form == "coupling":
@@ -223,8 +210,6 @@ def log_normal(x: Tensor, mean: Tensor, log_variance: Tensor) -> Tensor:
 
 _LOG_2PI = log(2 * pi)
 
-
-# The random factor of the means of one layer's weights, made by a flow; how files describe it.
 
 Along = Literal["inputs", "outputs"]
 
@@ -261,11 +246,6 @@ class RandomScale:
         moments = {"z_mean": draws.mean(0), "z_variance": draws.var(0)}
         return cls(along, bias, flow, {**tensors, **moments})
 
-    def attributes(self) -> dict[str, Any]:
-        """Plain values that describe it beside its tensors."""
-        flow = {"form": self.flow.form, "units": self.flow.hidden, "steps": self.flow.steps}
-        return {"along": self.along} | flow
-
     def draws(self, generator: torch.Generator, count: int) -> Tensor:
         """``(count, I)``, from a generator of the CPU."""
         mean = self.tensors["start_mean"]
@@ -289,76 +269,43 @@ class RandomScale:
 
 
 class ScaleFields(Record):
-    """What a file says of it; and whether the layer has biases, which it needs."""
+    """What a file says of it."""
 
     along: Literal["", "inputs", "outputs"]
-    bias: bool
     form: Form
     units: Annotated[int, Field(ge=0, le=MAX_UNITS)]
     steps: Annotated[int, Field(ge=0, le=MAX_STEPS)]
 
 
-WITHOUT: dict[str, Any] = {"along": "", "form": "autoregressive", "units": 0, "steps": 0}
-"""What a file says where there is none."""
-
-
 def _flow_of(shape: Shape, attributes: Mapping[str, Any]) -> Flow | None:
+    """The flow that attributes describe for a layer of this shape; None where they describe none.
+
+    Raises:
+        CorruptPosteriorError: it does not fit the layer.
+    """
     along = attributes.get("along", "")
     if along not in ("inputs", "outputs"):
         return None
     groups, outputs, inputs = shape
     size = groups * outputs if along == "outputs" else inputs - bool(attributes.get("bias"))
-    steps, units = (
-        bounded(attributes, "steps", 1, MAX_STEPS),
-        bounded(attributes, "units", 1, MAX_UNITS),
-    )
+    steps, units = bounded(attributes, "steps", 1, MAX_STEPS), bounded(attributes, "units", 1, MAX_UNITS)
     if size < 1 or (along == "inputs" and groups != 1):
         raise CorruptPosteriorError(f"A flow along the {along} does not fit a layer of shape {shape}.")
     return Flow(size, units, steps, cast(Form, attributes.get("form")))
 
 
-def scale_specs(shape: Shape, attributes: Mapping[str, Any]) -> dict[str, TensorSpec]:
-    """What its tensors must be for a layer of this shape; none where the attributes describe none.
-
-    Raises:
-        CorruptPosteriorError: they do not fit the layer.
-    """
-    flow = _flow_of(shape, attributes)
-    if flow is None:
-        return {}
+def _scale_specs(flow: Flow) -> dict[str, TensorSpec]:
     one = (flow.size,)
     specs = {"start_mean": TensorSpec(one), "start_log_variance": TensorSpec(one, largest=60.0)}
     specs |= {"z_mean": TensorSpec(one), "z_variance": TensorSpec(one, non_negative=True)}
     return specs | {f"flow_{name}": TensorSpec(sides) for name, sides in flow.shapes().items()}
 
 
-def restored_scale(
-    shape: Shape, attributes: Mapping[str, Any], tensors: Mapping[str, Tensor]
-) -> RandomScale | None:
-    """The factor that attributes and tensors described, or None."""
-    flow = _flow_of(shape, attributes)
-    if flow is None:
-        return None
-    kept = {name: tensors[name] for name in scale_specs(shape, attributes)}
-    return RandomScale(cast(Along, attributes["along"]), bool(attributes["bias"]), flow, kept)
-
-
-def most_of_scale(shape: Shape) -> int:
-    """The numbers of the largest one for a layer of this shape."""
-    groups, outputs, inputs = shape
-    size = max(groups * outputs, inputs)
-    return 4 * size + MAX_STEPS * (3 * size * MAX_UNITS + MAX_UNITS**2 + 2 * MAX_UNITS + 2 * size)
-
-
-# Spike-and-slab posteriors of latent binary networks: weights that are off with some probability, and else
-# Gaussian.
-#
-# ``w = g (mu z + sd e)`` with ``g ~ Bernoulli(inclusion)``. The factor ``z`` is 1, or a random vector from a
-# flow that all weights of an input (linear layers), or of an output channel (convolutions), have in common.
-
-
 class SpikeAndSlab(Independent):
-    """Independent inclusions and slabs, and what is random in common."""
+    """Weights that are off with some probability, and else Gaussian: ``w = g (mu z + sd e)`` with ``g ~
+    Bernoulli(inclusion)``. The factor ``z`` is 1, or a random vector from a flow that all weights of an input (linear
+    layers), or of an output channel (convolutions), have in common.
+    """
 
     centred = False
 
@@ -393,6 +340,9 @@ class SpikeAndSlab(Independent):
         mean = self._inclusion * self._mean
         return mean if self._scale is None else mean * self._over("z_mean", 1.0)
 
+    log_determinant = Covariance.log_determinant  # there is none
+
+    @cached_property
     def weights(self) -> Tensor:
         """Their variances, ``a (v + (1 - a) mu^2 E[z]^2 + mu^2 Var z)``."""
         slab = self._mean if self._scale is None else self._mean * self._over("z_mean", 1.0)
@@ -428,7 +378,7 @@ class LatentBlock(Block):
     settled: ClassVar[frozenset[str]] = frozenset({"prior_precision"})
 
     bias: bool = field(kw_only=True)
-    scale: RandomScale | None = field(default=None, kw_only=True)
+    scale: RandomScale | None = field(default=None, kw_only=True, metadata={"in_file": False})
 
     @abstractmethod
     def slabs(self) -> tuple[Tensor, Tensor]:
@@ -457,25 +407,39 @@ class LatentBlock(Block):
         return super().tensors() | ({} if self.scale is None else dict(self.scale.tensors))
 
     def attributes(self) -> dict[str, Any]:
-        values = super().attributes() | (WITHOUT if self.scale is None else self.scale.attributes())
-        del values["scale"]
-        return values
+        of_scale: dict[str, Any] = {"along": "", "form": "autoregressive", "units": 0, "steps": 0}
+        if self.scale is not None:
+            flow = self.scale.flow
+            of_scale = {
+                "along": self.scale.along,
+                "form": flow.form,
+                "units": flow.hidden,
+                "steps": flow.steps,
+            }
+        return super().attributes() | of_scale
 
     @classmethod
     def specs(cls, shape: Shape, attributes: Mapping[str, Any]) -> dict[str, TensorSpec]:
-        return super().specs(shape, attributes) | scale_specs(shape, attributes)
+        flow = _flow_of(shape, attributes)
+        return super().specs(shape, attributes) | ({} if flow is None else _scale_specs(flow))
 
     @classmethod
     def most_numbers(cls, shape: Shape) -> int:
-        return super().most_numbers(shape) + most_of_scale(shape)
+        groups, outputs, inputs = shape
+        size = max(groups * outputs, inputs)
+        of_flow = MAX_STEPS * (3 * size * MAX_UNITS + MAX_UNITS**2 + 2 * MAX_UNITS + 2 * size)
+        return super().most_numbers(shape) + 4 * size + of_flow
 
     @classmethod
     def restore(
         cls: type[AnyBlock], attributes: Mapping[str, Any], tensors: Mapping[str, Tensor]
     ) -> AnyBlock:
         shape = tuple(attributes["shape"] if "shape" in attributes else tensors["means"].shape)
-        scale = restored_scale(cast(Shape, shape), attributes, tensors)
-        return super().restore({**attributes, "scale": scale}, tensors)
+        flow, block = _flow_of(cast(Shape, shape), attributes), super().restore(attributes, tensors)
+        if flow is not None:
+            kept = {name: tensors[name] for name in _scale_specs(flow)}
+            cast(LatentBlock, block).scale = RandomScale(attributes["along"], block.bias, flow, kept)
+        return block
 
     def largest_value(self, settings: Settings) -> float:
         means, variances = self.slabs()
@@ -506,15 +470,10 @@ class LatentBinaryBlock(LatentBlock):
         return self.inclusion
 
 
-# The median probability model: the weights of a spike-and-slab posterior whose inclusion is above one half,
-# kept by these alone (Barbieri, Berger 2004, "Optimal predictive model selection").
-
-
 class MedianFields(ScaleFields):
-    """Also the shape of the layer's matrix, how many of its weights are kept, and whether these are certain."""
+    """Also the shape of the layer's matrix, and whether the weights that are kept are certain."""
 
     shape: Annotated[list[Count], Field(min_length=3, max_length=3)]
-    kept: Natural
     certain: bool
 
 
@@ -523,7 +482,8 @@ _KEPT = Size("kept", 0, WEIGHTS)
 
 @dataclass(eq=False, repr=False)
 class MedianBlock(LatentBlock):
-    """The median probability model: means and variances of the weights that are kept, and which they are.
+    """The median probability model: the weights of a spike-and-slab posterior whose inclusion is above one half, and
+    no others (Barbieri, Berger 2004, "Optimal predictive model selection").
 
     Attributes:
         means: ``(kept,)``, in row-major order.
@@ -603,19 +563,3 @@ def median_of(block: LatentBlock, *, certain: bool = False) -> MedianBlock:
         bias=block.bias,
         scale=None if certain else block.scale,
     )
-
-
-def packed(mask: Tensor) -> Tensor:
-    """A mask as bytes of eight bits, the first the highest; zeros fill the last byte."""
-    bits = mask.flatten().to(torch.uint8)
-    bits = F.pad(bits, (0, -len(bits) % 8)).reshape(-1, 8)
-    return (bits << _places(bits)).sum(1, dtype=torch.uint8)
-
-
-def unpacked(kept: Tensor, count: int) -> Tensor:
-    """The first `count` bits of packed bytes, as a mask."""
-    return ((kept.unsqueeze(1) >> _places(kept)) & 1).flatten()[:count].bool()
-
-
-def _places(like: Tensor) -> Tensor:
-    return torch.arange(7, -1, -1, dtype=torch.uint8, device=like.device)

@@ -19,11 +19,13 @@ from itertools import pairwise
 from typing import Any, NamedTuple
 
 import torch
+import torch.nn.functional as F
 from matplotlib.figure import Figure
 from torch import Tensor
 
-from posthoc_uq.methods.message_passing.messages import Regression, from_moments
-from posthoc_uq.methods.message_passing.network import Activation, LayerMessage, Stage, Weighted, outputs_of
+from posthoc_uq.layers import Geometry, describe
+from posthoc_uq.methods.message_passing.messages import Message, Regression, from_moments
+from posthoc_uq.methods.message_passing.network import Activation, Stages, Weighted, outputs_of
 from posthoc_uq.methods.message_passing.train import (
     BIAS_VARIANCE,
     Trainer,
@@ -52,8 +54,8 @@ def sampled(low: float, high: float, seed: int, count: int = 200) -> tuple[Tenso
 class Networks(NamedTuple):
     """Networks of one shape, with the posterior of their weights."""
 
-    stages: list[Stage]
-    posterior: dict[int, LayerMessage]
+    stages: Stages
+    posterior: dict[int, Message]
 
     def predict(self, x: Tensor) -> tuple[Tensor, Tensor]:
         """Mean and standard deviation of a new observation, ``(networks, points)``."""
@@ -66,18 +68,18 @@ def trained(
 ) -> Networks:
     """Networks of these widths after so many iterations over one batch, in the paper's schedule."""
     generator = torch.Generator().manual_seed(seed)
-    stages: list[Stage] = []
-    prior: dict[int, LayerMessage] = {}
+    stages: list[Activation | Weighted] = []
+    prior: dict[int, Message] = {}
     for number, (inputs, outputs) in enumerate(pairwise(widths)):
         if stages:
             stages.append(Activation(0.1))
-        shape = (networks, inputs, outputs)
-        means = drawn_means(shape, inputs, outputs, generator, torch.device("cpu"))
-        variance = torch.full(shape, weight_variance(inputs, outputs, first=number == 0), dtype=torch.float64)
-        bias = torch.zeros(networks, outputs, dtype=torch.float64)
-        offsets = from_moments(bias, torch.full_like(bias, BIAS_VARIANCE))
-        prior[len(stages)] = LayerMessage(from_moments(means, variance), offsets)
-        stages.append(Weighted(f"linear {number + 1}", inputs, outputs))
+        weight, device = torch.empty(outputs, inputs), torch.device("cpu")
+        layer = describe("", "linear", ("weight", weight), ("bias", weight[:, 0]), 1)
+        means = drawn_means(networks, outputs, inputs, outputs, generator, device)
+        variance = torch.full_like(means, weight_variance(inputs, outputs, first=number == 0))
+        means, variance = F.pad(means, (0, 1)), F.pad(variance, (0, 1), value=BIAS_VARIANCE)
+        prior[len(stages)] = from_moments(means.unsqueeze(1), variance.unsqueeze(1))
+        stages.append(Weighted(layer, Geometry(), (inputs,), (outputs,), device))
     trainer = Trainer(stages, prior, [data], Regression(NOISE**2), iterations=iterations, seed=seed)
     return Networks(stages, trainer.run())
 

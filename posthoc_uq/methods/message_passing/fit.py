@@ -3,36 +3,29 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from copy import deepcopy
 from dataclasses import dataclass, replace
-from math import log, log10
-from typing import Any, ClassVar, Literal, cast
+from math import log, log10, prod
+from typing import Any, ClassVar, Literal, NamedTuple, cast
 
 import torch
 import torch.nn.functional as F
 from scipy.optimize import minimize_scalar
 from torch import Tensor
 
-from posthoc_uq.core.devices import as_double, host_double, placed
+from posthoc_uq.core.batches import Batch
+from posthoc_uq.core.devices import DeferredChecks, as_double, has_double, host_double, placed
 from posthoc_uq.core.distributed import world
 from posthoc_uq.core.errors import NonFiniteError, PosthocUQError, UnsupportedLayerError, warn_user
 from posthoc_uq.core.options import Count, Magnitude
-from posthoc_uq.core.randomness import mixed_seed
-from posthoc_uq.curvature.features import FeatureSource, find_features
+from posthoc_uq.core.randomness import isolated_random_state, mixed_seed
+from posthoc_uq.curvature.features import FeatureSource, feature_rows, find_features
+from posthoc_uq.curvature.sweep import check_targets, require_outputs, show
+from posthoc_uq.layers.capture import Capture, Recording
 from posthoc_uq.layers.layer import Layer
-from posthoc_uq.layers.proof import Selection
-from posthoc_uq.methods.message_passing.joint import (
-    Joint,
-    as_layer_message,
-    as_matrix,
-    fit_sites,
-    independent,
-    marginals,
-    site_to_weight_messages,
-    sites_within,
-    with_exact_means,
-)
+from posthoc_uq.layers.proof import Selection, count_samples
+from posthoc_uq.likelihoods import Likelihood
 from posthoc_uq.methods.message_passing.messages import (
     NOISE_VARIANCE,
     Argmax,
@@ -40,39 +33,27 @@ from posthoc_uq.methods.message_passing.messages import (
     Regression,
     Signal,
     Softargmax,
-    from_moments,
+    divided,
 )
-from posthoc_uq.methods.message_passing.network import (
-    Chain,
-    LayerMessage,
-    Stage,
-    Weighted,
-    chain_of,
-    folded_parameters,
-    output_counts,
-    quotient,
-    unfolding,
-)
+from posthoc_uq.methods.message_passing.network import ByStage, Scale, Stages, Weighted, stages_of
 from posthoc_uq.methods.message_passing.train import (
     BIAS_VARIANCE,
-    Batches,
-    ByStage,
-    Examples,
     Trainer,
-    Units,
     drawn_means,
-    examples_of,
+    fit_sites,
+    marginals,
+    site_to_weight_messages,
+    sites_within,
     weight_variance,
+    with_exact_means,
 )
 from posthoc_uq.methods.method import Method
 from posthoc_uq.methods.task import Task, features_of_rows
 from posthoc_uq.posteriors.block import NotContainedError, Weights, check_resolved, largest_of
-from posthoc_uq.posteriors.features import FeatureGrams
 from posthoc_uq.posteriors.laplace import LARGEST_BYTES
 from posthoc_uq.posteriors.messages import JointMessagesBlock, MessagesBlock, moved
 from posthoc_uq.posteriors.posterior import Posterior
-from posthoc_uq.posteriors.prior import ONE_PRIOR
-from posthoc_uq.posteriors.settings import Evidence, Hyperparameters, LayerPriors
+from posthoc_uq.posteriors.settings import ONE_PRIOR, Evidence, Hyperparameters, LayerPriors
 
 _LARGE_DATA = 20_000  # samples from which on a last layer's batches are visited once
 _LAST_EPOCHS, _ALL_EPOCHS = 4, 18  # visits of every batch where none are given
@@ -83,6 +64,160 @@ _PART = "messages"  # the name of this part of a fit
 _PRIOR, _ORDER, _VISITS, _TEMPERATURE = 401, 402, 403, 404  # streams of the seed
 _LOGISTIC = 1.702  # a standard normal distribution function is close to a logistic one of this slope
 _MATCHED = "nearest to the network's predictions of the fit's data"
+
+
+# The data of a fit, and the units in which a last layer sees them.
+
+
+class Examples(NamedTuple):
+    """All data.
+
+    Attributes:
+        inputs: of the first layer that gets a posterior: rows ``(N, I)`` with the bias's 1 for a last layer, or
+            ``(N, ...)`` as they come in.
+        targets: values ``(N, J)`` in float64, or labels ``(N,)``.
+    """
+
+    inputs: Tensor
+    targets: Tensor
+
+
+class Batches(Sequence[tuple[Tensor, Tensor]]):
+    """Examples in a random order as batches, each in float64 when it is asked for."""
+
+    def __init__(self, examples: Examples, size: int, seed: int) -> None:
+        self._examples, generator = examples, torch.Generator().manual_seed(mixed_seed(seed, _ORDER) % 2**63)
+        order = torch.randperm(len(examples.inputs), generator=generator, device="cpu")
+        self._parts = order.to(examples.inputs.device).split(size)
+
+    def __len__(self) -> int:
+        return len(self._parts)
+
+    def __getitem__(self, index: int) -> tuple[Tensor, Tensor]:  # pyright: ignore[reportIncompatibleMethodOverride]
+        part = self._parts[index]
+        return as_double(self._examples.inputs[part]), self._examples.targets[part]
+
+
+class _Observer:
+    """Watches a pass and keeps what enters a layer, and the targets."""
+
+    def __init__(self, likelihood: Likelihood, layer: Layer, as_rows: bool) -> None:
+        self._likelihood, self._layer, self._as_rows = likelihood, layer, as_rows
+        self.inputs: list[Tensor] = []
+        self.targets: list[Tensor] = []
+
+    def see(self, batch: Batch, keys: Tensor, recording: Recording, checks: DeferredChecks) -> None:
+        """Keep a batch; see `posthoc_uq.curvature.sweep.Observer`."""
+        place, outputs, targets = str(len(self.inputs)), recording.outputs.detach(), batch.targets
+        if targets is None:
+            raise PosthocUQError(
+                "method='message_passing' learns from the targets, and the loader gives none; pass a loader of "
+                "(inputs, targets)."
+            )
+        checks.add(outputs.sum(), lambda total: require_outputs(total, outputs, place))
+        check_targets(self._likelihood, outputs, targets, place, checks)
+        if self._likelihood.softmax and targets.is_floating_point():
+            raise PosthocUQError(
+                f"method='message_passing' learns from labels that are class indices, and batch {place} has soft ones "
+                f"of shape {tuple(targets.shape)}; take a Laplace method for them."
+            )
+        samples, calls = len(keys), recording.watched
+        self.inputs.append(feature_rows(calls, self._layer, samples) if self._as_rows else calls[0].input)
+        self.targets.append(targets.detach().reshape(samples, -1))
+
+
+def examples_of(task: Task, layer: Layer, as_rows: bool) -> Examples:
+    """All data of a fit, by one pass.
+
+    Args:
+        task: the fit.
+        layer: whose inputs are kept.
+        as_rows: as one row a sample.
+
+    Raises:
+        PosthocUQError: there are no targets, or they do not fit the outputs.
+        NonFiniteError: outputs are not finite.
+    """
+    settings, kept = task.settings, _Observer(task.settings.likelihood, layer, as_rows)
+    capture = Capture(task.model)
+    capture.watched = layer
+    with isolated_random_state(settings.seed):
+        show(capture, task.loader, settings, [kept])
+    targets = torch.cat(kept.targets)
+    if settings.likelihood.noise_variance is None:
+        targets = targets[:, 0].long()
+    else:
+        targets = as_double(targets)
+    inputs = torch.cat(kept.inputs)
+    if not has_double(inputs.device):  # all messages are in float64, and where they are their data must be
+        inputs = inputs.cpu()
+    targets = targets.to(inputs.device)
+    if as_rows and layer.bias is None:
+        informative = inputs.ne(0).any(1)  # without a bias, the output for an input of zeros is known
+        if bool(informative.any()):
+            inputs, targets = inputs[informative], targets[informative]
+    return Examples(inputs, targets)
+
+
+class Units:
+    """Inputs and values of mean 0 and deviation 1, and messages to weights in these units as those to a last layer's.
+
+    Args:
+        examples: features, with the bias's 1, and targets.
+        layer: of the model, the last; without a bias no means are subtracted.
+        shift: ``(I,)``, what to subtract from the inputs; their means if None.
+
+    Attributes:
+        shift: subtracted from the inputs, ``(I,)``; 0 for the bias.
+        value_spread: ``(J,)``, by which the targets of a regression are divided.
+        factors: by which weights in these units are multiplied to become those of the layer, ``(J, I)``.
+        offset: what is added to them then, ``(J, I)``.
+    """
+
+    def __init__(self, examples: Examples, layer: Layer, shift: Tensor | None = None) -> None:
+        inputs, targets = examples
+        bias, samples = layer.bias is not None, len(inputs)
+        total = as_double(inputs.new_zeros(()))
+        if shift is None:
+            shift = torch.stack([as_double(part).sum(0) for part in inputs.split(4096)]).sum(0) / samples
+            shift = F.pad(shift[:-1], (0, 1)) if bias else torch.zeros_like(shift)
+        self.shift = shift.to(total)
+        squares = [(as_double(part) - self.shift).square().sum(0) for part in inputs.split(4096)]
+        variance = torch.stack(squares).sum(0)[: layer.inputs - bias] / samples
+        usual = variance.mean().clamp(min=1e-30)
+        spread = variance.clamp(min=1e-6 * usual).sqrt()  # an input that never changes divides nothing by 0
+        self._spread = F.pad(spread, (0, int(bias)), value=1.0)
+        self._value_shift = total.new_zeros(layer.outputs)
+        self.value_spread = total.new_ones(layer.outputs)
+        if targets.is_floating_point():
+            self._value_shift = targets.mean(0) if bias else self._value_shift
+            width = (targets - self._value_shift).square().mean(0).sqrt()
+            self.value_spread = torch.where(width > 0, width, self.value_spread)
+        self.factors = self.value_spread.unsqueeze(1) / self._spread
+        self.offset = torch.zeros_like(self.factors)
+        if bias:
+            self.offset[:, -1] = self._value_shift
+
+    def of(self, examples: Examples) -> Examples:
+        """Rows and values in these units, in float64; labels stay."""
+        inputs, targets = (as_double(examples.inputs) - self.shift) / self._spread, examples.targets
+        if targets.is_floating_point():
+            targets = (targets - self._value_shift) / self.value_spread
+        return Examples(inputs, targets)
+
+    def of_layer(self, message: Message) -> Message:
+        """Messages to the layer's weights from those in these units: a precision ``(J, I)``, or ``(J, I, I)`` where the
+        weights of an output correlate.
+        """
+        factors, offset = self.factors, self.offset
+        if message.rho.ndim == 3:
+            rho = message.rho / (factors.unsqueeze(2) * factors.unsqueeze(1))
+            return Message(message.tau / factors + torch.einsum("jab,jb->ja", rho, offset), rho)
+        rho = message.rho / factors.square()
+        return Message(message.tau / factors + rho * offset, rho)
+
+
+# The method.
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -101,7 +236,8 @@ class MessagePassing(Method):
 
     Attributes:
         layers: the ``"last"`` linear layer, over the inputs that the trained network gives it, or ``"all"`` layers of a
-            sequential network.
+            sequential network: linear ones, convolutions, transposed or not, and every other kind that the library
+            knows.
         posterior: ``"diagonal"``, with independent weights; or ``"full"``, for a last layer: one Gaussian with all
             correlations for every output, which is exact for a regression and costs ``N n^2`` a sweep and output for n
             inputs.
@@ -183,23 +319,28 @@ class MessagePassing(Method):
                 f"method='message_passing' knows what the targets of 'classification', 'binary' and 'regression' say "
                 f"of the outputs, not those of likelihood={likelihood.name!r}; take a Laplace method for it."
             )
-        chain = chain_of(task.model, task.layers) if self.layers == "all" else None
-        source = None if chain is not None else last_layer(task)
+        source: FeatureSource | None = None
+        stages: Stages = ()
+        if self.layers == "last":
+            source = last_layer(task)
+            first = source.layer
+        else:
+            example = task.batch.narrow(0, 1, count_samples(task.batch)).copied()
+            stages = example.call_any(lambda input: stages_of(task.model, task.layers, input))
+            first = next(stage.layer for stage in stages if isinstance(stage, Weighted))
         if self.means == "pretrained":
             warn_user(
                 "With prior='pretrained' the data of the fit must not be those that the model was trained on: the "
                 "trained weights hold what these say already, and would count it twice. Pass held-out data, or take "
                 "prior='zero'."
             )
-        layer = None if source is None else source.layer
-        examples = task.timed("reading the data", lambda: examples_of(task, layer))
+        examples = task.timed("reading the data", lambda: examples_of(task, first, source is not None))
         began = time.perf_counter()
-        if chain is not None:
-            blocks, notes = self._whole_network(task, chain, examples)
+        if source is None:
+            blocks, notes = self._whole_network(task, stages, examples)
         else:
-            assert layer is not None
-            block, notes = self._last_layer(task, layer, examples)
-            blocks = {layer.name: block}
+            block, notes = self._last_layer(task, first, examples)
+            blocks = {first.name: block}
         task.seconds["message passing"] = time.perf_counter() - began
         for name, block in blocks.items():
             if not all(
@@ -211,12 +352,16 @@ class MessagePassing(Method):
                     f"size, or fit with dtype=torch.float64."
                 )
         posterior = self._posterior(task, blocks, len(examples.inputs), notes)
-        if source is not None:
-            posterior.features = _features(task, source, examples.inputs)
-        if layer is not None and likelihood.noise_variance is None:
+        if source is None:
+            return posterior
+        # what entered the last layer, with the trained network's classes, which no change of the data moves
+        with torch.no_grad():
+            outputs = examples.inputs @ _trained_matrix(task, first)[0].to(examples.inputs).T
+            posterior.features = features_of_rows(task, source, examples.inputs, outputs)
+        if likelihood.noise_variance is None:
             highest, tuning = posterior.temperature, posterior.history.tuning
             with torch.no_grad():
-                temperature, share = _matched(task, layer, blocks[layer.name], examples, highest)
+                temperature, share = _matched(task, first, blocks[first.name], examples.inputs, highest)
             posterior.temperature, posterior.scale = temperature, posterior.scale / share
             tuning |= {"temperature": _MATCHED} if temperature < highest else {}
             tuning |= {"scale": _MATCHED} if share < 1 else {}
@@ -262,31 +407,28 @@ class MessagePassing(Method):
         noise = task.settings.likelihood.noise_variance
         if noise is None:
             return Argmax(regularize=self.regularize) if self.signal == "argmax" else Softargmax()
-        noise = host_double(noise)
-        if units is None:
-            noise = placed(noise, task.device)
-        else:
+        noise = placed(host_double(noise), task.device)
+        if units is not None:
             noise = noise.to(units.value_spread) / units.value_spread.square()
         return Regression(noise if noise.numel() > 1 else float(noise))
 
     def _trained(
         self,
         task: Task,
-        stages: list[Stage],
+        stages: Stages | None,
         prior: ByStage,
         data: Batches,
         signal: Signal,
         usual_epochs: int,
-        grouped: bool = False,
     ) -> tuple[Trainer, dict[str, Any]]:
         """A trainer that has run, and lines of the report."""
         epochs = self.epochs or usual_epochs
-        numbers = sum(part.rho.numel() for message in prior.values() for part in message)
+        numbers = sum(message.rho.numel() for message in prior.values())
         size = 16 * numbers * len(data)
         if epochs > 1 and size > LARGEST_BYTES:
             raise PosthocUQError(
                 f"The messages of {len(data)} batches to {numbers:,} weights take {size / 2**30:.1f} GiB, more than "
-                f"{LARGEST_BYTES / 2**30:.0f}; {'' if grouped else 'raise batch_size, or '}take epochs=1."
+                f"{LARGEST_BYTES / 2**30:.0f}; {'' if stages is None else 'raise batch_size, or '}take epochs=1."
             )
         trainer = Trainer(
             stages,
@@ -294,8 +436,7 @@ class MessagePassing(Method):
             data,
             signal,
             epochs=epochs,
-            iterations=_GROUP_ITERATIONS if grouped else None,
-            grouped=grouped,
+            iterations=_GROUP_ITERATIONS if stages is None else None,
             seed=mixed_seed(task.settings.seed, _VISITS) % 2**63,
         )
         checkpoint = task.checkpoint
@@ -320,62 +461,47 @@ class MessagePassing(Method):
         }
 
     def _whole_network(
-        self, task: Task, chain: Chain, examples: Examples
+        self, task: Task, stages: Stages, examples: Examples
     ) -> tuple[dict[str, MessagesBlock], dict[str, Any]]:
-        prior = self._prior_of_all(task, chain, tuple(examples.inputs.shape[1:]))
-        data = Batches(examples, None, self.batch_size, mixed_seed(task.settings.seed, _ORDER))
-        signal = self._signal(task, None)
-        trainer, notes = self._trained(task, chain.stages, prior, data, signal, _ALL_EPOCHS)
+        generator, signal = self._generator(task), self._signal(task, None)
+        layers = {place: stage for place, stage in enumerate(stages) if isinstance(stage, Weighted)}
+        priors, start = dict[int, tuple[Tensor, Tensor]](), ByStage()
+        for place, stage in layers.items():
+            layer, after = stage.layer, stages[place + 1] if place + 1 < len(stages) else None
+            factors = as_double(torch.ones(layer.matrix_shape, device=examples.targets.device))
+            offset = torch.zeros_like(factors)
+            if isinstance(after, Scale):  # the prior is of the layer and its BatchNorm together
+                factors = factors / after.factor.reshape(layer.groups, layer.outputs, 1)
+                if layer.bias is not None:
+                    offset[..., -1] = -(after.offset / after.factor).reshape(layer.groups, layer.outputs)
+            outputs = prod(stage.outputs) // layer.groups
+            mean, precision = self._prior(task, layer, outputs, not priors, factors, offset, generator)
+            priors[place] = mean, precision
+            start[place] = Message((mean * precision).unsqueeze(0), precision.unsqueeze(0))
+        data = Batches(examples, self.batch_size, task.settings.seed)
+        trainer, notes = self._trained(task, stages, start, data, signal, _ALL_EPOCHS)
         blocks: dict[str, MessagesBlock] = {}
-        for place, layer in chain.layers.items():
-            factor, offset = unfolding(layer, chain.folds.get(place), task.device)
-            before = _unfolded(prior[place], layer, factor, offset)
-            after = _unfolded(trainer.posterior[place], layer, factor, offset)
-            parts = before.mean, before.rho, after.tau - before.tau, (after.rho - before.rho).clamp(min=0)
-            mean, precision, field, evidence = (
-                part.to(task.device, task.settings.dtype).contiguous() for part in parts
-            )
-            shift = mean.new_zeros(layer.inputs)
-            samples = len(examples.inputs)
-            blocks[layer.name] = MessagesBlock(mean, precision, field, evidence, shift, samples)
+        for place, stage in layers.items():
+            found = divided(trainer.posterior[place], start[place])
+            message = Message(found.tau[0], found.rho[0].clamp(min=0))
+            shift = message.tau.new_zeros(stage.layer.inputs)
+            blocks[stage.layer.name] = _block(task, MessagesBlock, priors[place], message, shift, examples)
         return blocks, notes
-
-    def _prior_of_all(self, task: Task, chain: Chain, shape: tuple[int, ...]) -> ByStage:
-        """Of all weights, for inputs of this shape."""
-        generator = torch.Generator().manual_seed(mixed_seed(task.settings.seed, _PRIOR) % 2**63)
-        parameters, first = dict(task.model.named_parameters()), min(chain.layers)
-        counts, prior = output_counts(chain.stages, shape), ByStage()
-        for place, layer in chain.layers.items():
-            inputs, outputs = layer.inputs - (layer.bias is not None), counts[place]
-            variance, bias_variance = weight_variance(inputs, outputs, first=place == first), BIAS_VARIANCE
-            fold = chain.folds.get(place)
-            mean, bias_mean = folded_parameters(layer, fold, parameters)
-            if self.means == "pretrained":
-                variance, bias_variance = _PRETRAINED_FACTOR * variance, _PRETRAINED_FACTOR * bias_variance
-            else:
-                mean = drawn_means(tuple(mean.shape), inputs, outputs, generator, mean.device)
-                bias_mean = None if bias_mean is None else torch.zeros_like(bias_mean)
-            if bias_mean is None:
-                bias_mean = mean.new_zeros(layer.groups, 0)
-            variances = torch.full_like(mean, variance)
-            bias_variances = torch.full_like(bias_mean, bias_variance)
-            if self.prior_precision is not None:
-                factor = unfolding(layer, fold, mean.device)[0].transpose(1, 2)
-                variances = 1 / (self.prior_precision * factor.square()).expand(mean.shape)
-                bias_variances = variances[:, 0, : bias_mean.shape[1]]
-            prior[place] = LayerMessage(
-                from_moments(mean, variances), from_moments(bias_mean, bias_variances)
-            )
-        return prior
 
     def _last_layer(
         self, task: Task, layer: Layer, examples: Examples
     ) -> tuple[MessagesBlock, dict[str, Any]]:
         """A last linear layer, over the inputs that the trained network gives it."""
-        units = Units.of(examples, layer.bias is not None)
-        prior, signal, notes = self._prior_of_last(task, layer, units), self._signal(task, units), {}
-        mean, precision = prior
-        rows, targets = units.rows(examples.inputs), units.targets(examples.targets)
+        units, notes = Units(examples, layer), dict[str, Any]()
+        factors, offset = units.factors.unsqueeze(0), units.offset.unsqueeze(0)
+        generator = self._generator(task)
+        prior = self._prior(task, layer, layer.outputs, True, factors, offset, generator, units.shift)
+        mean, precision = (prior[0][0] - units.offset) / units.factors, prior[1][0] * units.factors.square()
+        start, signal, data = (
+            Message(mean * precision, precision),
+            self._signal(task, units),
+            units.of(examples),
+        )
         if self.posterior == "full":
             size = 16 * layer.outputs * layer.inputs**2
             if size > LARGEST_BYTES:
@@ -383,50 +509,64 @@ class MessagePassing(Method):
                     f"posterior='full' of '{layer.name}' takes {size / 2**30:.1f} GiB ({layer.outputs} outputs, "
                     f"{layer.inputs} inputs), more than {LARGEST_BYTES / 2**30:.0f}; take posterior='diagonal'."
                 )
-            kind, (field, evidence) = (
-                JointMessagesBlock,
-                fit_sites(rows, targets, signal, independent(*prior))[1],
-            )
+            kind, joint = JointMessagesBlock, Message(start.tau, torch.diag_embed(precision))
+            message = fit_sites(*data, signal, joint)[1]
         else:
-            inputs = layer.inputs - units.bias
-            stages: list[Stage] = [Weighted(layer.name, inputs, layer.outputs, bias=units.bias)]
-            start = as_layer_message(Message(mean * precision, precision), units.bias)
-            data = Batches(examples, units, _GROUP_SIZE, mixed_seed(task.settings.seed, _ORDER))
-            usual = 1 if len(rows) >= _LARGE_DATA else _LAST_EPOCHS
-            trainer, notes = self._trained(task, stages, {0: start}, data, signal, usual, grouped=True)
-            message = as_matrix(quotient(trainer.posterior[0], start), units.bias)
+            kind, batches = MessagesBlock, Batches(data, _GROUP_SIZE, task.settings.seed)
+            usual = 1 if len(data.inputs) >= _LARGE_DATA else _LAST_EPOCHS
+            trainer, notes = self._trained(task, None, {0: start}, batches, signal, usual)
+            message = divided(trainer.posterior[0], start)
             if isinstance(signal, Regression):
-                message = with_exact_means(rows, targets, prior, message, signal)
-            kind, (field, evidence) = MessagesBlock, message
-        of_layer = mean * units.factors + units.offset, precision / units.factors.square()
-        prior_mean, prior_precision, field, evidence = (
-            part.unsqueeze(0).to(task.device, task.settings.dtype).contiguous()
-            for part in (*of_layer, *units.of_layer(field, evidence))
-        )
-        shift = F.pad(units.shift, (0, int(units.bias))).to(task.device, task.settings.dtype)
-        return kind(prior_mean, prior_precision, field, evidence, shift, len(rows)), notes
+                message = with_exact_means(*data, (mean, precision), message, signal)
+        message = Message(*(part.unsqueeze(0) for part in units.of_layer(message)))
+        return _block(task, kind, prior, message, units.shift, examples), notes
 
-    def _prior_of_last(self, task: Task, layer: Layer, units: Units) -> tuple[Tensor, Tensor]:
-        """Means and precisions ``(J, n)`` in the units of the data, of the weights with the moved bias."""
-        factors, inputs = units.factors, layer.inputs - units.bias
-        mean = torch.zeros_like(factors)
-        variance = torch.full_like(factors, weight_variance(inputs, layer.outputs, first=True))
-        if units.bias:
-            variance[:, -1] = BIAS_VARIANCE
-        if self.means == "spectral":
-            generator = torch.Generator().manual_seed(mixed_seed(task.settings.seed, _PRIOR) % 2**63)
-            drawn = drawn_means((inputs, layer.outputs), inputs, layer.outputs, generator, mean.device)
-            mean[:, :inputs] = drawn.T
-        elif self.means == "pretrained":
-            weights, bias = folded_parameters(layer, None, dict(task.model.named_parameters()))
-            trained = weights[0].T
-            if bias is not None:
-                trained = torch.cat([trained, (bias[0] + trained @ units.shift).unsqueeze(1)], 1)
-            mean = (trained.to(factors) - units.offset) / factors
-            variance = _PRETRAINED_FACTOR * variance
+    def _generator(self, task: Task) -> torch.Generator:
+        """Of the drawn means."""
+        return torch.Generator().manual_seed(mixed_seed(task.settings.seed, _PRIOR) % 2**63)
+
+    def _prior(
+        self,
+        task: Task,
+        layer: Layer,
+        outputs: int,
+        first: bool,
+        factors: Tensor,
+        offset: Tensor,
+        generator: torch.Generator,
+        shift: Tensor | None = None,
+    ) -> tuple[Tensor, Tensor]:
+        """Means and precisions ``(G, J, I)`` of a layer's weights, in float64.
+
+        Args:
+            task: the fit.
+            layer: the layer.
+            outputs: of a group, with all their positions.
+            first: whether its inputs are constants.
+            factors: by which weights that have the usual prior are multiplied to become the layer's.
+            offset: what is added to them then.
+            generator: of the drawn means.
+            shift: subtracted from the inputs, ``(I,)``, which changes the bias; None for none.
+        """
+        inputs = layer.inputs - (layer.bias is not None)
+        variance = torch.full_like(factors, weight_variance(inputs, outputs, first=first))
+        variance[..., inputs:] = BIAS_VARIANCE
+        if self.means == "pretrained":
+            variance, mean = (
+                _PRETRAINED_FACTOR * variance,
+                _trained_matrix(task, layer).to(factors, copy=True),
+            )
+            if layer.bias is not None and shift is not None:
+                mean[..., -1] += mean @ shift
+        else:
+            mean = torch.zeros_like(factors)
+            if self.means == "spectral":
+                groups, units = factors.shape[:2]
+                mean[..., :inputs] = drawn_means(groups, units, inputs, outputs, generator, mean.device)
+            mean = mean * factors + offset
         if self.prior_precision is not None:
-            return mean, self.prior_precision * factors.square()
-        return mean, variance.reciprocal()
+            return mean, torch.full_like(mean, self.prior_precision)
+        return mean, (variance * factors.square()).reciprocal()
 
     def check_update(self, posterior: Posterior) -> None:
         if not all(isinstance(block, JointMessagesBlock) for block in posterior.blocks.values()):
@@ -441,9 +581,8 @@ class MessagePassing(Method):
         """
         ((name, layer),) = posterior.layers.items()
         block = cast(JointMessagesBlock, posterior.blocks[name])
-        examples = examples_of(task, layer)
         place = as_double(block.field).device  # the posterior may lie on another device than the model
-        examples = examples._replace(inputs=examples.inputs.to(place), targets=examples.targets.to(place))
+        examples = Examples(*(part.to(place) for part in examples_of(task, layer, True)))
         samples = block.samples + (-1 if remove else 1) * len(examples.inputs)
         if samples < 1:
             raise PosthocUQError(
@@ -455,19 +594,17 @@ class MessagePassing(Method):
             regularize=bool(posterior.history.fit.get("regularize", False)),
         )
         task.settings = replace(task.settings, likelihood=posterior.likelihood)
-        bias, shift = layer.bias is not None, as_double(block.shift)
-        units = Units.of(examples, bias, shift[:-1] if bias else shift)
-        signal, factors = fitted_by._signal(task, units), units.factors
+        units = Units(examples, layer, as_double(block.shift))
+        signal, factors, data = fitted_by._signal(task, units), units.factors, units.of(examples)
         mean = (block.moved_mean()[0].to(factors) - units.offset) / factors
         precision = block.total()[0].to(factors) * factors.unsqueeze(2) * factors.unsqueeze(1)
-        present = Joint((precision @ mean.unsqueeze(2)).squeeze(2), precision)
-        rows, targets = units.rows(examples.inputs), units.targets(examples.targets)
+        present = Message((precision @ mean.unsqueeze(2)).squeeze(2), precision)
         if remove:
-            messages = site_to_weight_messages(rows, sites_within(rows, targets, signal, present))
+            messages = site_to_weight_messages(data.inputs, sites_within(*data, signal, present))
         else:
-            messages = fit_sites(rows, targets, signal, present)[1]
+            messages = fit_sites(*data, signal, present)[1]
         like = as_double(block.field)
-        field, precision = (part.unsqueeze(0).to(like) for part in units.of_layer(*messages))
+        field, precision = (part.unsqueeze(0).to(like) for part in units.of_layer(messages))
         if remove:
             field, precision = -field, -precision
         else:
@@ -491,16 +628,26 @@ class MessagePassing(Method):
         return posterior.with_blocks({name: new}, evidence=evidence, history=history, settings=settings)
 
 
-def _unfolded(message: LayerMessage, layer: Layer, factor: Tensor, offset: Tensor) -> Message:
-    """Messages to folded weights as those to the layer's, ``(G, m, n)``."""
-    weights = Message(*(part.transpose(1, 2) for part in message.weights))
-    weights = Message(weights.tau / factor, weights.rho / factor.square())
-    if layer.bias is None:
-        return weights
-    scale = factor.squeeze(2)
-    rho = message.bias.rho / scale.square()
-    bias = Message(message.bias.tau / scale + offset * rho, rho)
-    return Message(*(torch.cat([w, b.unsqueeze(2)], 2) for w, b in zip(weights, bias, strict=True)))
+def _trained_matrix(task: Task, layer: Layer) -> Tensor:
+    """The trained weights with the biases as the last column, ``(G, J, I)`` in float64."""
+    held = dict(task.model.named_parameters())
+    weight, bias = held[layer.weight].detach(), None if layer.bias is None else held[layer.bias].detach()
+    return as_double(layer.to_matrix(weight, bias))
+
+
+def _block(
+    task: Task,
+    kind: type[MessagesBlock],
+    prior: tuple[Tensor, Tensor],
+    message: Message,
+    shift: Tensor,
+    examples: Examples,
+) -> MessagesBlock:
+    """The block of means and precisions before the data, and of the data's messages."""
+    mean, precision, field, evidence, shift = (
+        part.to(task.device, task.settings.dtype).contiguous() for part in (*prior, *message, shift)
+    )
+    return kind(mean, precision, field, evidence, shift, len(examples.inputs))
 
 
 def last_layer(task: Task) -> FeatureSource:
@@ -524,18 +671,6 @@ def last_layer(task: Task) -> FeatureSource:
     return source
 
 
-def _features(task: Task, source: FeatureSource, rows: Tensor) -> FeatureGrams:
-    """What entered the last layer, with the trained network's classes, which no change of the data moves: the pass that
-    kept it is enough.
-    """
-    layer = source.layer
-    rows = rows if layer.bias is None else torch.cat([rows, torch.ones_like(rows[:, :1])], 1)
-    held = dict(task.model.named_parameters())
-    weights = layer.to_matrix(held[layer.weight], None if layer.bias is None else held[layer.bias])[0]
-    with torch.no_grad():
-        return features_of_rows(task, source, rows, rows @ weights.to(rows).T)
-
-
 # The temperature and the width at which a last layer's posterior predicts as the network does.
 #
 # The means are not the trained ones: the prior draws them to its own, and the variances of the logits are those of
@@ -556,7 +691,7 @@ _HALVINGS = 4  # of the interval in which the widest posterior lies
 
 
 def _matched(
-    task: Task, layer: Layer, block: MessagesBlock, examples: Examples, highest: float
+    task: Task, layer: Layer, block: MessagesBlock, inputs: Tensor, highest: float
 ) -> tuple[float, float]:
     """The temperature of the least mean divergence ``KL(p_network || p_posterior)`` over up to 512 samples of a fit,
     for the largest share of the posterior's variances at which it is within 0.005 nats of the least of all; and that
@@ -569,18 +704,16 @@ def _matched(
         task: the fit.
         layer: the model's last.
         block: its posterior.
-        examples: the data.
+        inputs: of the layer, ``(N, I)`` with the bias's 1.
         highest: the temperature of the posterior's own.
     """
-    samples, outputs = len(examples.inputs), layer.outputs
+    samples, outputs = len(inputs), layer.outputs
     wanted = max(1, min(samples, _SAMPLES, _MAX_LOGITS // (_DRAWS * outputs)))
     generator = torch.Generator().manual_seed(mixed_seed(task.settings.seed, _TEMPERATURE) % 2**63)
     picked = torch.randperm(samples, generator=generator, device="cpu")[:wanted]
-    rows = as_double(examples.inputs[picked.to(examples.inputs.device)])
-    weights, bias = folded_parameters(layer, None, dict(task.model.named_parameters()))
-    trained = rows @ weights[0] if bias is None else rows @ weights[0] + bias[0]
-    network = _with_zero(trained).log_softmax(-1)
-    mean, variance = _logits(block, layer, rows)
+    rows = as_double(inputs[picked.to(inputs.device)])
+    network = _with_zero(rows @ _trained_matrix(task, layer)[0].to(rows).T).log_softmax(-1)
+    mean, variance = _logits(block, moved(rows, as_double(block.shift)))
     normals = torch.randn(_DRAWS, 1, outputs, generator=generator, dtype=torch.float64, device="cpu")
     deviation = variance.sqrt() * normals.to(mean)
     top = log10(highest)
@@ -622,12 +755,10 @@ def _with_zero(logits: Tensor) -> Tensor:
     return logits if logits.shape[-1] > 1 else F.pad(logits, (1, 0))
 
 
-def _logits(block: MessagesBlock, layer: Layer, rows: Tensor) -> tuple[Tensor, Tensor]:
-    """Means and variances of the logits, ``(N, J)``."""
-    if layer.bias is not None:
-        rows = moved(torch.cat([rows, torch.ones_like(rows[:, :1])], 1), as_double(block.shift))
+def _logits(block: MessagesBlock, rows: Tensor) -> tuple[Tensor, Tensor]:
+    """Means and variances of the logits, ``(N, J)``, of rows for the weights with the moved bias."""
     mean, total = block.moved_mean()[0].to(rows), block.total()[0].to(rows)
     if not isinstance(block, JointMessagesBlock):
         return rows @ mean.T, rows.square() @ total.reciprocal().T
-    found = marginals(rows, Joint((total @ mean.unsqueeze(2)).squeeze(2), total))
+    found = marginals(rows, Message((total @ mean.unsqueeze(2)).squeeze(2), total))
     return found.mean, found.variance

@@ -37,7 +37,7 @@ class Message(NamedTuple):
     @property
     def mean(self) -> Tensor:
         """``tau / rho``; 0 where the precision is 0."""
-        return torch.where(self.rho == 0, torch.zeros_like(self.tau), self.tau / self.rho)
+        return torch.where(self.rho == 0, 0.0, self.tau / self.rho)
 
     @property
     def variance(self) -> Tensor:
@@ -141,10 +141,16 @@ def above_zero(mean: Tensor, variance: Tensor, log_prefactor: Tensor | float = 0
     return Branch(*truncated_moments(mean, deviation), log_mass + log_prefactor)
 
 
-def below_zero(mean: Tensor, variance: Tensor, log_prefactor: Tensor | float = 0.0) -> Branch:
-    """The same for ``(-inf, 0)``."""
+def below_zero(
+    mean: Tensor, variance: Tensor, log_prefactor: Tensor | float = 0.0, slope: float = 1.0
+) -> Branch:
+    """The same for ``(-inf, 0)``, of `slope` times the variable; with the slope 0 all mass is at 0."""
+    if slope == 0:
+        log_weight = torch.special.log_ndtr(-mean / variance.sqrt()) + log_prefactor
+        zero = torch.zeros_like(log_weight)
+        return Branch(zero, zero, log_weight)
     mirrored = above_zero(-mean, variance, log_prefactor)
-    return Branch(-mirrored.mean, mirrored.variance, mirrored.log_weight)
+    return Branch(-slope * mirrored.mean, slope**2 * mirrored.variance, mirrored.log_weight)
 
 
 def mixed(a: Branch, b: Branch) -> Branch:
@@ -171,13 +177,7 @@ _TINY = 1e-300  # in place of a precision of 0, whose results are not used
 
 def moments_of_output(mean: Tensor, variance: Tensor, slope: float) -> tuple[Tensor, Tensor]:
     """Mean and variance of the output for an input ``N(mean, variance)``."""
-    upper = above_zero(mean, variance)
-    if slope == 0:
-        lower = _atom(torch.special.log_ndtr(-mean / variance.sqrt()))
-    else:
-        lower = below_zero(mean, variance)
-        lower = Branch(slope * lower.mean, slope**2 * lower.variance, lower.log_weight)
-    match = mixed(upper, lower)
+    match = mixed(above_zero(mean, variance), below_zero(mean, variance, slope=slope))
     return match.mean, torch.maximum(match.variance, _MIN_VARIANCE * variance)
 
 
@@ -186,35 +186,21 @@ def direct_forward(before: Message, slope: float) -> Message:
     return from_moments(*moments_of_output(before.mean, before.variance, slope))
 
 
-def forward_match(before: Message, after: Message, slope: float) -> Branch:
-    """Mean, variance and log mass of the output's marginal."""
-    product = multiplied(before, after)
-    upper = above_zero(product.mean, product.variance, log_overlap(before, after))
-    if slope == 0:
-        at_zero = log_density(torch.zeros_like(after.tau), after.mean, after.variance)
-        return mixed(upper, _atom(at_zero + torch.special.log_ndtr(-before.mean * before.rho.sqrt())))
-    steep = Message(before.tau / slope, before.rho / slope**2)
-    product = multiplied(steep, after)
-    return mixed(upper, below_zero(product.mean, product.variance, log_overlap(steep, after)))
-
-
-def backward_match(before: Message, after: Message, slope: float) -> Branch:
-    """Mean, variance and log mass of the input's marginal; the mass is that of the output's."""
-    product = multiplied(before, after)
-    upper = above_zero(product.mean, product.variance, log_overlap(before, after))
-    if slope == 0:
-        at_zero = log_density(torch.zeros_like(after.tau), after.mean, after.variance)
-        return mixed(upper, below_zero(before.mean, before.variance, at_zero))
-    flat = Message(slope * after.tau, slope**2 * after.rho)
-    steep = Message(before.tau / slope, before.rho / slope**2)
-    product = multiplied(before, flat)
-    return mixed(upper, below_zero(product.mean, product.variance, log_overlap(steep, after)))
+def match_of(before: Message, after: Message, slope: float, *, output: bool) -> Branch:
+    """Mean, variance and log mass of the marginal of the output, or of the input; the mass of both is the same."""
+    above, below = (
+        multiplied(before, after),
+        multiplied(before, Message(slope * after.tau, slope**2 * after.rho)),
+    )
+    upper = above_zero(above.mean, above.variance, log_overlap(before, after))
+    overlap = log_density(slope * before.mean, after.mean, slope**2 * before.variance + after.variance)
+    return mixed(upper, below_zero(below.mean, below.variance, overlap, slope if output else 1.0))
 
 
 def activation_forward(before: Message, after: Message, slope: float) -> Message:
     """The message to the output: the marginal divided by `after`, or the direct one where that is not safe."""
     partner = Message(after.tau, after.rho.clamp(min=_TINY))
-    match = forward_match(before, partner, slope)
+    match = match_of(before, partner, slope, output=True)
     # a match that is almost an atom keeps a variance of its own
     variance = torch.maximum(match.variance, _MIN_VARIANCE * before.variance)
     message = divided(from_moments(match.mean, variance), after)
@@ -226,16 +212,11 @@ def activation_forward(before: Message, after: Message, slope: float) -> Message
 def activation_backward(before: Message, after: Message, slope: float) -> Message:
     """The message to the input, with a precision of 1e-8 at least."""
     partner = Message(after.tau, after.rho.clamp(min=_TINY))
-    match = backward_match(before, partner, slope)
+    match = match_of(before, partner, slope, output=False)
     rho = torch.maximum(before.rho + MIN_PRECISION, match.variance.reciprocal())
     message = divided(Message(match.mean * rho, rho), before)
     uniform = (after.rho <= 0) | ((after.tau < 0) & (after.rho < 2 * MIN_PRECISION)) | ~message.finite
     return clamped(select(uniform, uniform_like(before.tau), _without_nan(message)))
-
-
-def _atom(log_weight: Tensor) -> Branch:
-    zero = torch.zeros_like(log_weight)
-    return Branch(zero, zero, log_weight)
 
 
 def _without_nan(message: Message) -> Message:
@@ -243,9 +224,9 @@ def _without_nan(message: Message) -> Message:
     return Message(*(torch.nan_to_num(part, nan=0.0, posinf=0.0, neginf=0.0) for part in message))
 
 
-# Sums and linear layers. A linear layer is seen as ``(L, N, P, I) x (L, I, J) -> (L, N, P, J)``: L networks (times
-# groups of a convolution), N examples, P positions of an example (1 but for convolutions), I inputs, J outputs. All
-# weights are independent.
+# Sums and layers with weights. A layer multiplies rows ``(K, N, G, P, I)`` by matrices ``(K, 1, G, J, I)``: K networks,
+# N examples, G groups of a convolution, P positions of an example (1 but for convolutions), I inputs, J outputs. The
+# bias is the last column of a matrix, and its input the constant 1. All weights are independent.
 
 
 def sum_forward(coefficients: Tensor, mean: Tensor, variance: Tensor) -> tuple[Tensor, Tensor]:
@@ -254,102 +235,73 @@ def sum_forward(coefficients: Tensor, mean: Tensor, variance: Tensor) -> tuple[T
 
 
 def sum_backward(coefficients: Tensor, mean: Tensor, variance: Tensor, back: Message) -> Message:
-    """Messages from a sum to its parts, ``(..., parts)``; `back`, ``(...)``, is the message to the sum.
-
-    Neither the inverse of the precision of `back` nor that of a coefficient is formed, so both may be 0.
-    """
+    """Messages from a sum to its parts, ``(..., parts)``; `back`, ``(...)``, is the message to the sum."""
     whole_mean, whole_variance = sum_forward(coefficients, mean, variance)
     others = whole_mean.unsqueeze(-1) - coefficients * mean
     spread = whole_variance.unsqueeze(-1) - coefficients.square() * variance
-    tau, rho = back.tau.unsqueeze(-1), back.rho.unsqueeze(-1)
-    scale = 1 + rho * spread
-    return Message(coefficients * (tau - rho * others) / scale, coefficients.square() * rho / scale)
+    part = sum_to_part(Message(back.tau.unsqueeze(-1), back.rho.unsqueeze(-1)), others, spread)
+    return Message(coefficients * part.tau, coefficients.square() * part.rho)
 
 
-class Hidden(NamedTuple):
-    """What a linear layer over uncertain inputs works with.
+def sum_to_part(back: Message, others: Tensor, spread: Tensor) -> Message:
+    """The message from a sum to a part with the coefficient 1, where `others` and `spread` are the mean and the
+    variance of all other parts. The inverse of the precision of `back` is not formed, so that it may be 0.
+    """
+    scale = 1 + back.rho * spread
+    return Message((back.tau - back.rho * others) / scale, back.rho / scale)
+
+
+class Products(NamedTuple):
+    """Inputs of a layer, and its weights.
 
     Attributes:
-        input_mean: of the input marginals, ``(L, N, P, I)``.
-        input_variance: likewise.
-        weight_mean: of the weight marginals, ``(L, I, J)``.
+        input_mean: of the inputs' marginals as rows ``(K, N, G, P, I)``; constants have no variance.
+        input_variance: likewise; None where all inputs are constants.
+        weight_mean: ``(K, 1, G, J, I)``, or ``(K, N, ...)``: of the marginals of weights whose inputs are uncertain, of
+            the cavities of those whose inputs are constants, as a bias.
         weight_variance: likewise.
-        bias_mean: of the bias cavities, broadcasting against ``(L, N, P, J)``.
-        bias_variance: likewise.
     """
 
     input_mean: Tensor
-    input_variance: Tensor
+    input_variance: Tensor | None
     weight_mean: Tensor
     weight_variance: Tensor
-    bias_mean: Tensor
-    bias_variance: Tensor
 
+    def forward(self) -> tuple[Tensor, Tensor]:
+        """Mean and variance of the outputs, ``(K, N, G, P, J)``."""
+        mean = self.input_mean @ self.weight_mean.mT
+        variance = self.input_mean.square() @ self.weight_variance.mT
+        if self.input_variance is None:
+            return mean, variance
+        second = self.weight_variance + self.weight_mean.square()
+        return mean, variance + self.input_variance @ second.mT
 
-def hidden_forward(layer: Hidden) -> tuple[Tensor, Tensor]:
-    """Mean and variance of the outputs, ``(L, N, P, J)``."""
-    weight_mean, weight_variance = layer.weight_mean.unsqueeze(1), layer.weight_variance.unsqueeze(1)
-    mean = layer.input_mean @ weight_mean + layer.bias_mean
-    variance = layer.input_variance @ (weight_variance + weight_mean.square())
-    return mean, variance + layer.input_mean.square() @ weight_variance + layer.bias_variance
+    def backward(self, mean: Tensor, variance: Tensor, back: Message) -> tuple[Message | None, Message]:
+        """Messages to the rows of uncertain inputs ``(K, N, G, P, I)``, not clamped, and to the weights
+        ``(K, N, G, J, I)``, summed over positions.
 
-
-def hidden_backward(layer: Hidden, mean: Tensor, variance: Tensor, back: Message) -> tuple[Message, Message]:
-    """Messages to the inputs ``(L, N, P, I)``, not clamped, and to the weights ``(L, N, I, J)``, summed over positions.
-
-    Args:
-        layer: as in the forward pass.
-        mean: of the outputs, from `hidden_forward`.
-        variance: likewise.
-        back: the messages to the outputs, ``(L, N, P, J)``.
-    """
-    a_mean, a_variance = layer.input_mean.unsqueeze(-1), layer.input_variance.unsqueeze(-1)
-    w_mean, w_variance = layer.weight_mean[:, None, None], layer.weight_variance[:, None, None]
-    w_second = w_variance + w_mean.square()
-    tau, rho = back.tau.unsqueeze(-2), back.rho.unsqueeze(-2)
-    product_variance = a_variance * w_second + a_mean.square() * w_variance
-    scale = 1 + rho * (variance.unsqueeze(-2) - product_variance)
-    precision = rho / scale
-    field = (tau - rho * (mean.unsqueeze(-2) - a_mean * w_mean)) / scale
-    to_inputs = Message((w_mean * field).sum(-1), (w_second * precision).sum(-1))
-    a_second = a_variance + a_mean.square()
-    return to_inputs, Message((a_mean * field).sum(2), (a_second * precision).sum(2))
-
-
-def first_forward(
-    inputs: Tensor, weights: Message, bias_mean: Tensor, bias_variance: Tensor
-) -> tuple[Tensor, Tensor]:
-    """Mean and variance ``(L, N, P, J)`` of a linear layer over constant inputs ``(L, N, P, I)``.
-
-    Args:
-        inputs: the constants.
-        weights: cavities by example ``(L, N, I, J)``, or ``(L, 1, I, J)`` for all examples.
-        bias_mean: of the bias cavities, broadcasting against ``(L, N, P, J)``.
-        bias_variance: likewise.
-    """
-    mean = inputs @ weights.mean + bias_mean
-    return mean, inputs.square() @ weights.variance + bias_variance
-
-
-def first_backward(
-    inputs: Tensor, weights: Message, mean: Tensor, variance: Tensor, back: Message
-) -> Message:
-    """Messages to the weights of a layer over constant inputs, summed over positions, ``(L, N, I, J)``."""
-    x = inputs.unsqueeze(-1)
-    tau, rho = back.tau.unsqueeze(-2), back.rho.unsqueeze(-2)
-    spread = variance.unsqueeze(-2) - x.square() * weights.variance.unsqueeze(2)
-    others = mean.unsqueeze(-2) - x * weights.mean.unsqueeze(2)
-    scale = 1 + rho * spread
-    return Message((x * (tau - rho * others) / scale).sum(2), (x.square() * rho / scale).sum(2))
-
-
-def bias_backward(
-    bias_mean: Tensor, bias_variance: Tensor, mean: Tensor, variance: Tensor, back: Message
-) -> Message:
-    """Messages to the biases, ``(L, N, J)``: a bias is a part of the sum."""
-    scale = 1 + back.rho * (variance - bias_variance)
-    tau = (back.tau - back.rho * (mean - bias_mean)) / scale
-    return Message(tau.sum(2), (back.rho / scale).sum(2))
+        Args:
+            mean: of the outputs, from `forward`.
+            variance: likewise.
+            back: the messages to the outputs, ``(K, N, G, P, J)``.
+        """
+        x, w, w_variance = self.input_mean.unsqueeze(-2), *(part.unsqueeze(-3) for part in self[2:])
+        x_second = x.square()
+        product_variance = x_second * w_variance
+        w_second = None
+        if self.input_variance is not None:
+            x_variance, w_second = self.input_variance.unsqueeze(-2), w_variance + w.square()
+            product_variance = product_variance + x_variance * w_second
+            x_second = x_second + x_variance
+        field, precision = sum_to_part(
+            Message(back.tau.unsqueeze(-1), back.rho.unsqueeze(-1)),
+            mean.unsqueeze(-1) - x * w,
+            variance.unsqueeze(-1) - product_variance,
+        )
+        to_weights = Message((x * field).sum(-3), (x_second * precision).sum(-3))
+        if w_second is None:
+            return None, to_weights
+        return Message((w * field).sum(-2), (w_second * precision).sum(-2)), to_weights
 
 
 # Targets: the messages that a batch of them sends to the outputs ``(K, N, J)`` of K networks. Targets are ``(N, J)``
@@ -439,16 +391,16 @@ class Argmax(_Labels):
         if mean.shape[-1] == 1:
             sign = 2.0 * targets.to(mean).unsqueeze(-1) - 1
             back = truncation_message(from_moments(sign * mean, variance + NOISE_VARIANCE))
-            message = _from_sum(back, torch.zeros_like(mean), torch.full_like(mean, NOISE_VARIANCE))
+            message = sum_to_part(back, torch.zeros_like(mean), torch.full_like(mean, NOISE_VARIANCE))
             return Message(sign * message.tau, message.rho)
         target = F.one_hot(targets, mean.shape[-1]).bool().expand(mean.shape)
         index = targets.unsqueeze(-1).expand(*mean.shape[:-1], 1)
         top_mean, top_variance = mean.gather(-1, index), variance.gather(-1, index)
         gap, spread = top_mean - mean, top_variance + variance + NOISE_VARIANCE
         back = truncation_message(from_moments(gap, spread))
-        to_top = _from_sum(back, gap - top_mean, spread - top_variance)
+        to_top = sum_to_part(back, gap - top_mean, spread - top_variance)
         winner = Message(*(part.masked_fill(target, 0.0).sum(-1, keepdim=True) for part in to_top))
-        to_other = _from_sum(back, gap + mean, spread - variance)
+        to_other = sum_to_part(back, gap + mean, spread - variance)
         share = torch.special.ndtr(gap / spread.sqrt())
         message = select(target, winner, Message(-to_other.tau * share, to_other.rho * share))
         if self.regularize:
@@ -500,14 +452,6 @@ def truncation_message(before: Message) -> Message:
     # mean / left - t; for positive t, where both are large, without their difference
     field = torch.where(t < 0, mean / left - t, (t * lost + ratio) / left)
     return Message(root * field, before.rho * lost / left)
-
-
-def _from_sum(back: Message, others: Tensor, spread: Tensor) -> Message:
-    """The message from a sum, of which `others` and `spread` are the mean and the variance without the part in
-    question, whose coefficient is 1.
-    """
-    scale = 1 + back.rho * spread
-    return Message((back.tau - back.rho * others) / scale, back.rho / scale)
 
 
 def _by_quadrature(before: Message, rest: Tensor, top: Tensor, target: Tensor) -> Message:

@@ -1,14 +1,14 @@
-"""A sequential network as stages, and one pass of messages through them.
+"""A sequential network as stages, and passes of messages through them.
 
-Messages between stages are ``(K, N, ...)``: K networks, N examples, and features or channels, height and width.
+Messages between stages are ``(K, N, ...)``: K networks, N examples, and the shape of an example; messages to the
+weights of a layer have the shape of its matrices, ``(K, groups, outputs, inputs)``, the bias as the last column.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
-from math import prod
-from typing import Any, NamedTuple
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, Protocol
 
 import torch
 import torch.nn.functional as F
@@ -16,14 +16,19 @@ from torch import Tensor, nn
 
 from posthoc_uq.core.devices import as_double
 from posthoc_uq.core.errors import PosthocUQError, UnsupportedLayerError
+from posthoc_uq.core.model import replicate
 from posthoc_uq.core.outputs import chosen_in
-from posthoc_uq.layers.layer import Layer
-from posthoc_uq.methods.message_passing import messages as factors
+from posthoc_uq.layers import WEIGHTED_MODULES, AffineCall, Geometry, Layer
+from posthoc_uq.layers.calls import CallWatcher
+from posthoc_uq.layers.operands import Patches, Unfolding
 from posthoc_uq.methods.message_passing.messages import (
     MIN_PRECISION,
     Message,
+    Products,
+    activation_backward,
+    activation_forward,
     clamped,
-    damped,
+    direct_forward,
     divided,
     from_moments,
     multiplied,
@@ -34,145 +39,111 @@ from posthoc_uq.methods.message_passing.messages import (
     winning_shares,
 )
 
-# Convolutions as linear layers over patches, and pooling. Images are ``(B, C, H, W)``.
+Backward = Callable[[Message], tuple[Message | None, Message | None]]
+"""From the message to a stage's outputs to that to its inputs (None for constants), and that to its weights, if any."""
 
-Pair = tuple[int, int]
 
-
-@dataclass(frozen=True)
-class Windows:
-    """Which patches of an image a convolution sees.
+@dataclass
+class Kept:
+    """What an example keeps of a stage from one pass to the next.
 
     Attributes:
-        kernel: height and width.
-        stride: in both directions.
-        padding: zeros on each side, which are known: zero mean, zero variance, and no message goes to them.
-        dilation: distance of a patch's cells.
-        groups: of channels that do not mix.
+        to_weights: its present message to the weights, ``(K, G, J, I)``.
+        back: its last message back: to the inputs of a layer, or to the outputs of an activation.
+        least_precision: of a weight without this example, in the last pass.
     """
 
-    kernel: Pair
-    stride: Pair = (1, 1)
-    padding: Pair = (0, 0)
-    dilation: Pair = (1, 1)
-    groups: int = 1
-
-    def size(self, height: int, width: int) -> Pair:
-        """Height and width of the output."""
-        sides = zip((height, width), self.kernel, self.stride, self.padding, self.dilation, strict=True)
-        down, across = ((n + 2 * p - d * (k - 1) - 1) // s + 1 for n, k, s, p, d in sides)
-        return down, across
-
-    def unfolded(self, image: Tensor) -> Tensor:
-        """Patches as rows, ``(B, G, P, I)``."""
-        columns = F.unfold(image, self.kernel, self.dilation, self.padding, self.stride)
-        return columns.unflatten(1, (self.groups, -1)).transpose(2, 3)
-
-    def folded(self, rows: Tensor, height: int, width: int) -> Tensor:
-        """Rows added up where patches overlap, ``(B, C, height, width)``; what belongs to the padding is dropped."""
-        columns = rows.transpose(2, 3).flatten(1, 2)
-        return F.fold(columns, (height, width), self.kernel, self.dilation, self.padding, self.stride)
+    to_weights: Message | None = None
+    back: Message | None = None
+    least_precision: Tensor | None = None
 
 
-def _cells(image: Message, windows: Windows, kind: str) -> tuple[Tensor, Tensor, Tensor]:
-    """What the cells of every pooling window are weighted with, their means and their variances, each ``(B, C, P,
-    cells)``.
-    """
-
-    def cut(part: Tensor) -> Tensor:
-        rows = windows.unfolded(part)  # (B, 1, P, C cells)
-        return rows.squeeze(1).unflatten(2, (part.shape[1], -1)).transpose(1, 2)
-
-    mean, variance = cut(image.mean), cut(image.variance)
-    average = torch.full_like(mean, 1 / mean.shape[-1])
-    return average if kind == "average" else winning_shares(mean, variance), mean, variance
-
-
-def pool_forward(image: Message, windows: Windows, kind: str) -> Message:
-    """Average pooling, or a soft selection of the largest, with weights by `winning_shares`.
-
-    The mean of the selection is not the mean of the maximum: it is a weighted mean of the cells.
+class Weighted:
+    """A layer with weights: rows of its inputs times matrices, as the rule of its kind has them.
 
     Args:
-        image: ``(B, C, H, W)``.
-        windows: that do not overlap; rows and columns that fill no window are dropped.
-        kind: ``"average"`` or ``"max"``.
-    """
-    size = (*image.rho.shape[:2], *windows.size(*image.rho.shape[-2:]))
-    mean, variance = sum_forward(*_cells(image, windows, kind))
-    return clamped(from_moments(mean.reshape(size), variance.reshape(size)))
-
-
-def pool_backward(image: Message, back: Message, windows: Windows, kind: str) -> Message:
-    """Messages to the image, where `back` is to the outputs; cells without a window get a precision of 1e-8."""
-    flat = Message(*(part.flatten(2) for part in back))
-    to_cells = sum_backward(*_cells(image, windows, kind), flat)
-    rows = (part.transpose(1, 2).flatten(2, 3).unsqueeze(1) for part in to_cells)
-    return clamped(Message(*(windows.folded(part, *image.rho.shape[-2:]) for part in rows)))
-
-
-# Stages
-
-
-@dataclass(frozen=True, eq=False)
-class Weighted:
-    """A linear layer or a convolution.
-
-    Attributes:
-        name: for errors.
-        inputs: of a group, those of a patch for a convolution; without the bias.
-        outputs: of a group.
-        windows: of a convolution; None for a linear layer.
-        bias: whether it has a random bias.
-        offset: constants that are added to the outputs, ``(groups * outputs,)``, or None.
+        layer: the layer.
+        geometry: how its kernel moves.
+        inputs: shape of an example's inputs.
+        outputs: shape of an example's outputs.
+        device: of the messages.
     """
 
-    name: str
-    inputs: int
-    outputs: int
-    windows: Windows | None = None
-    bias: bool = True
-    offset: Tensor | None = None
+    def __init__(
+        self,
+        layer: Layer,
+        geometry: Geometry,
+        inputs: Sequence[int],
+        outputs: Sequence[int],
+        device: torch.device,
+    ) -> None:
+        self.layer, self.outputs = layer, tuple(outputs)
+        self._unfolding = Unfolding(lambda x: layer.rule.unfold(x, layer, geometry), inputs, device)
+
+    def forward(self, inputs: Message | Tensor, marginal: Message, kept: Kept) -> tuple[Message, Backward]:
+        """Messages to the outputs, and the way back.
+
+        Args:
+            inputs: messages ``(K, N, ...)`` to them, or constants.
+            marginal: of the weights.
+            kept: of one example, or empty; the way back changes it.
+        """
+        sent = kept.to_weights
+        if isinstance(inputs, Tensor):
+            mean, variance = self._rows(inputs, 1.0), None
+        else:
+            clear = clamped(inputs if kept.back is None else multiplied(inputs, kept.back))
+            mean, variance = self._rows(clear.mean, 1.0), self._rows(clear.variance, 0.0)
+            if sent is not None:  # only the bias has an input that is a constant
+                sent = Message(*(F.pad(part[..., self._inputs :], (self._inputs, 0)) for part in sent))
+        weights = marginal if sent is None else divided(marginal, sent)
+        kept.least_precision = weights.rho.min()
+        weights = Message(*(part.unsqueeze(1) for part in clamped(weights)))
+        products = Products(mean, variance, weights.mean, weights.variance)
+        outputs = products.forward()
+
+        def backward(back: Message) -> tuple[Message | None, Message | None]:
+            rows = Message(*(self._output_rows(part) for part in back))
+            to_rows, to_weights = products.backward(*outputs, rows)
+            to_weights = Message(*(part.sum(1) for part in to_weights))
+            if to_rows is None:
+                return None, to_weights
+            informed = (outputs[1].reciprocal() > 2 * MIN_PRECISION) | (rows.rho > 2 * MIN_PRECISION)
+            to_rows = select(informed.any(-1, keepdim=True), to_rows, uniform_like(to_rows.rho))
+            kept.back = clamped(Message(*(self._folded(part) for part in to_rows)))
+            return kept.back, to_weights
+
+        return from_moments(*(self._from_output_rows(part) for part in outputs)), backward
 
     @property
-    def groups(self) -> int:
-        """Of channels that do not mix."""
-        return 1 if self.windows is None else self.windows.groups
+    def _inputs(self) -> int:
+        """Of a row, the bias not counted."""
+        return self.layer.inputs - (self.layer.bias is not None)
 
-    def rows(self, x: Tensor) -> Tensor:
-        """Inputs ``(K, N, ...)`` as rows ``(K G, N, P, I)``."""
-        if self.windows is None:
-            return x.unsqueeze(2)
-        rows = self.windows.unfolded(x.flatten(0, 1)).unflatten(0, x.shape[:2])
-        return rows.transpose(1, 2).flatten(0, 1)
+    def _rows(self, x: Tensor, of_bias: float) -> Tensor:
+        """Inputs ``(K, N, ...)`` as rows ``(K, N, G, P, I)``, with that number for the bias's input."""
+        rows = self._unfolding.rows(x.flatten(0, 1)).unflatten(0, x.shape[:2])
+        return rows if self.layer.bias is None else F.pad(rows, (0, 1), value=of_bias)
 
-    def from_rows(self, rows: Tensor, shape: torch.Size) -> Tensor:
-        """The same back, ``(K, N, ...)`` of the shape of the inputs; what overlaps is added up."""
-        if self.windows is None:
-            return rows.squeeze(2)
-        blocks = rows.unflatten(0, (shape[0], self.groups)).transpose(1, 2).flatten(0, 1)
-        return self.windows.folded(blocks, *shape[-2:]).reshape(shape)
+    def _folded(self, rows: Tensor) -> Tensor:
+        folded = self._unfolding.fold(rows[..., : self._inputs].flatten(0, 1))
+        return folded.unflatten(0, rows.shape[:2])
 
-    def outputs_of(self, rows: Tensor, shape: torch.Size) -> Tensor:
-        """Rows of outputs ``(K G, N, P, J)`` as ``(K, N, ...)``, for inputs of this shape."""
-        if self.windows is None:
-            return rows.squeeze(2)
-        sides = self.windows.size(*shape[-2:])
-        channels = rows.unflatten(0, (shape[0], self.groups)).permute(0, 2, 1, 4, 3).flatten(2, 3)
-        return channels.unflatten(3, sides)
+    def _output_rows(self, outputs: Tensor) -> Tensor:
+        rows = self.layer.rule.output_rows(outputs.flatten(0, 1), self.layer)
+        return rows.unflatten(0, outputs.shape[:2])
 
-    def output_rows(self, outputs: Tensor) -> Tensor:
-        """Outputs ``(K, N, ...)`` as rows ``(K G, N, P, J)``."""
-        if self.windows is None:
-            return outputs.unsqueeze(2)
-        channels = outputs.flatten(3).unflatten(2, (self.groups, self.outputs))
-        return channels.permute(0, 2, 1, 4, 3).flatten(0, 1)
+    def _from_output_rows(self, rows: Tensor) -> Tensor:
+        outputs = self.layer.rule.outputs_of_rows(rows.flatten(0, 1), self.outputs)
+        return outputs.unflatten(0, rows.shape[:2])
 
-    def offset_rows(self, networks: int) -> Tensor | float:
-        """The constants, to be added to rows of outputs."""
-        if self.offset is None:
-            return 0.0
-        return self.offset.reshape(1, self.groups, 1, 1, -1).expand(networks, -1, -1, -1, -1).flatten(0, 1)
+
+class Stage(Protocol):
+    """A stage without weights."""
+
+    def forward(self, inputs: Message, kept: Kept) -> tuple[Message, Backward]:
+        """As `Weighted.forward`."""
+        ...
 
 
 @dataclass(frozen=True)
@@ -185,114 +156,172 @@ class Activation:
 
     slope: float
 
+    def forward(self, inputs: Message, kept: Kept) -> tuple[Message, Backward]:
+        def backward(back: Message) -> tuple[Message, None]:
+            kept.back = back
+            return activation_backward(inputs, back, self.slope), None
 
-@dataclass(frozen=True)
-class Pool:
-    """Average or maximum over windows.
-
-    Attributes:
-        kind: ``"average"`` or ``"max"``.
-        windows: None for one over the whole image.
-    """
-
-    kind: str
-    windows: Windows | None = None
-
-    def over(self, shape: Sequence[int]) -> Windows:
-        """The windows in images of this shape."""
-        side = (shape[-2], shape[-1])
-        return Windows(side, side) if self.windows is None else self.windows
+        if kept.back is None:
+            return direct_forward(inputs, self.slope), backward
+        return activation_forward(inputs, kept.back, self.slope), backward
 
 
-@dataclass(frozen=True)
-class Flat:
-    """All numbers of an example in one row."""
-
-
-Stage = Weighted | Activation | Pool | Flat
-"""A stage of a network."""
-
-
-class LayerMessage(NamedTuple):
-    """Messages to the weights of a layer.
-
-    Attributes:
-        weights: ``(K G, I, J)``.
-        bias: ``(K G, J)``; of a layer without a bias the tensors have no element.
-    """
-
-    weights: Message
-    bias: Message
-
-
-def product(a: LayerMessage, b: LayerMessage) -> LayerMessage:
-    """Of densities."""
-    return LayerMessage(multiplied(a.weights, b.weights), multiplied(a.bias, b.bias))
-
-
-def quotient(a: LayerMessage, b: LayerMessage) -> LayerMessage:
-    """Of densities."""
-    return LayerMessage(divided(a.weights, b.weights), divided(a.bias, b.bias))
-
-
-def uniform_message(like: LayerMessage) -> LayerMessage:
-    """Messages without information, in the shapes of others."""
-    return LayerMessage(uniform_like(like.weights.rho), uniform_like(like.bias.rho))
-
-
-def damped_message(old: LayerMessage, new: LayerMessage, share: float) -> LayerMessage:
-    """``(1 - share) old + share new`` in natural parameters."""
-    return LayerMessage(damped(old.weights, new.weights, share), damped(old.bias, new.bias, share))
-
-
-# A sequential model as a chain of stages for message passing; BatchNorm is folded into the layer before it.
-
-_SUPPORTED = (
-    "Linear, Conv2d, ReLU, LeakyReLU, MaxPool2d (stride = kernel, no padding), AvgPool2d (no padding), "
-    "AdaptiveAvgPool2d(1), Flatten, Dropout, Identity, BatchNorm after a Linear or Conv2d"
-)
-_NORMS = (nn.BatchNorm1d, nn.BatchNorm2d)
-_DROPOUTS = (nn.Dropout, nn.Dropout1d, nn.Dropout2d, nn.AlphaDropout)
-
-
-@dataclass(frozen=True)
-class Fold:
-    """How a layer's weights become those with the BatchNorm after it: ``W' = factor W``, ``b' = factor b + offset``.
-
-    Attributes:
-        factor: ``(outputs,)`` in float64.
-        offset: likewise; of a layer without a bias it is a constant of the network.
-    """
+@dataclass(frozen=True, eq=False)
+class Scale:
+    """A BatchNorm: every channel times a factor, plus an offset; both ``(channels, 1, ...)`` in float64."""
 
     factor: Tensor
     offset: Tensor
 
+    def forward(self, inputs: Message, kept: Kept) -> tuple[Message, Backward]:
+        def backward(back: Message) -> tuple[Message, None]:
+            tau = self.factor * (back.tau - self.offset * back.rho)
+            return Message(tau, self.factor.square() * back.rho), None
 
-@dataclass(frozen=True)
-class Chain:
-    """A model as stages.
+        rho = inputs.rho / self.factor.square()
+        return Message(inputs.tau / self.factor + self.offset * rho, rho), backward
 
-    Attributes:
-        stages: in their order.
-        layers: by stage, the layer of the model.
-        folds: by stage, where a BatchNorm follows.
+
+class Pool:
+    """Average pooling, or a soft selection of the largest, with weights by `winning_shares`.
+
+    The mean of the selection is not the mean of the maximum: it is a weighted mean of the cells. Cells without a window
+    get messages of precision 1e-8.
+
+    Args:
+        maximum: whether it selects.
+        kernel: of the windows.
+        stride: of the windows.
+        inputs: shape of an example's inputs.
+        device: of the messages.
     """
 
-    stages: list[Stage]
-    layers: dict[int, Layer]
-    folds: dict[int, Fold]
+    def __init__(
+        self,
+        maximum: bool,
+        kernel: Sequence[int],
+        stride: Sequence[int],
+        inputs: Sequence[int],
+        device: torch.device,
+    ) -> None:
+        none, ones = (0,) * len(kernel), (1,) * len(kernel)
+        geometry = Geometry(tuple(stride), none, ones)
+        self._maximum, self._channels = maximum, inputs[0]
+        self._outputs = (
+            inputs[0],
+            *((n - k) // s + 1 for n, k, s in zip(inputs[1:], kernel, stride, strict=True)),
+        )
+        self._unfolding = Unfolding(
+            lambda x: Patches(x, kernel, geometry, groups=inputs[0]).rows(), inputs, device
+        )
+
+    def forward(self, inputs: Message, kept: Kept) -> tuple[Message, Backward]:
+        lead = inputs.rho.shape[:2]
+        mean, variance = (self._unfolding.rows(part.flatten(0, 1)) for part in (inputs.mean, inputs.variance))
+        shares = (
+            winning_shares(mean, variance) if self._maximum else torch.full_like(mean, 1 / mean.shape[-1])
+        )
+
+        def backward(back: Message) -> tuple[Message, None]:
+            to_cells = sum_backward(
+                shares, mean, variance, Message(*(p.flatten(3).flatten(0, 1) for p in back))
+            )
+            to_inputs = Message(*(self._unfolding.fold(part).unflatten(0, lead) for part in to_cells))
+            return clamped(to_inputs), None
+
+        found = from_moments(*sum_forward(shares, mean, variance))
+        return clamped(Message(*(part.reshape(*lead, *self._outputs) for part in found))), backward
 
 
-def chain_of(model: nn.Module, layers: Mapping[str, Layer]) -> Chain:
-    """The stages of a model.
+@dataclass(frozen=True)
+class Reshape:
+    """The numbers of an example in another shape."""
+
+    outputs: tuple[int, ...]
+
+    def forward(self, inputs: Message, kept: Kept) -> tuple[Message, Backward]:
+        shape = inputs.rho.shape
+
+        def backward(back: Message) -> tuple[Message, None]:
+            return Message(*(part.reshape(shape) for part in back)), None
+
+        return Message(*(part.reshape(*shape[:2], *self.outputs) for part in inputs)), backward
+
+
+Stages = Sequence[Weighted | Stage]
+ByStage = dict[int, Message]
+"""Messages to weights, by the place of the stage in the network."""
+
+
+def passed(
+    stages: Stages, marginals: Mapping[int, Message], memory: Sequence[Kept], x: Tensor
+) -> tuple[Message, list[Backward]]:
+    """Messages to the outputs, ``(K, N, J)``, and by stage the way back, which begins with the last.
+
+    Args:
+        stages: of the network; the first has weights.
+        marginals: of the weights, by stage.
+        memory: of the example, by stage.
+        x: constant inputs ``(K, N, ...)``.
+    """
+    message: Message | Tensor = x
+    ways_back: list[Backward] = []
+    for index, (stage, kept) in enumerate(zip(stages, memory, strict=True)):
+        if isinstance(stage, Weighted):
+            message, back = stage.forward(message, marginals[index], kept)
+        else:
+            assert isinstance(message, Message)
+            message, back = stage.forward(message, kept)
+        ways_back.append(back)
+    assert isinstance(message, Message)
+    return message, ways_back
+
+
+def outputs_of(
+    stages: Stages, posterior: Mapping[int, Message], inputs: Tensor, *, chunk: int = 256
+) -> tuple[Tensor, Tensor]:
+    """Mean and variance of the outputs, ``(K, N, J)``, for inputs ``(N, ...)`` of the first layer.
+
+    Args:
+        stages: of the network.
+        posterior: of the weights, by stage.
+        inputs: in float64.
+        chunk: examples that pass at the same time.
+    """
+    networks = len(posterior[0].rho)
+    found = [
+        passed(stages, posterior, [Kept() for _ in stages], part.expand(networks, *part.shape))[0]
+        for part in inputs.split(chunk)
+    ]
+    return torch.cat([m.mean for m in found], 1), torch.cat([m.variance for m in found], 1)
+
+
+# A sequential model as stages.
+
+_SUPPORTED = (
+    "layers with weights that the library knows, ReLU, LeakyReLU, max pooling (stride = kernel, no padding), average "
+    "pooling (no padding; adaptive to size 1), Flatten, Unflatten, Dropout, Identity, BatchNorm, and anything before "
+    "the first layer with weights"
+)
+_NORMS = (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d)
+_IDENTITIES = (nn.Identity, nn.Dropout, nn.Dropout1d, nn.Dropout2d, nn.Dropout3d, nn.AlphaDropout)
+_MAXIMA = (nn.MaxPool1d, nn.MaxPool2d, nn.MaxPool3d)
+_AVERAGES = (nn.AvgPool1d, nn.AvgPool2d, nn.AvgPool3d)
+_WHOLE_AVERAGES = (nn.AdaptiveAvgPool1d, nn.AdaptiveAvgPool2d, nn.AdaptiveAvgPool3d)
+_MAX_ERROR = 1e-2  # of a layer's outputs by its matrices, relative to the largest of them
+
+
+def stages_of(model: nn.Module, layers: Mapping[str, Layer], x: Tensor) -> list[Weighted | Stage]:
+    """The stages of a model from its first layer with weights on; what comes before gives that layer constants.
 
     Args:
         model: `torch.nn.Sequential`, which may hold others.
         layers: those with a posterior, which must be all.
+        x: inputs of one example, ``(1, ...)``.
 
     Raises:
         UnsupportedLayerError: the model is no chain, or has modules that messages cannot pass; names all of them.
-        PosthocUQError: a weighted layer is to have no posterior.
+        PosthocUQError: a weighted layer is to have no posterior, or the outputs are more than one row.
     """
     if type(model) is not nn.Sequential:
         raise UnsupportedLayerError(
@@ -304,30 +333,43 @@ def chain_of(model: nn.Module, layers: Mapping[str, Layer]) -> Chain:
             f"layers='all' of method='message_passing' cannot pass output={chosen_in(model)}, which is applied to what "
             f"the model returns; take layers='last'."
         )
-    chain, faults = Chain([], {}, {}), list[str]()
-    for path, module in _flattened(model):
-        if isinstance(module, (nn.Linear, nn.Conv2d)):
-            fault = _add_layer(chain, path, module, layers)
-        elif isinstance(module, _NORMS):
-            fault = _fold(chain, module)
-        else:
-            fault = _add(chain, module)
-        faults += [f"'{path}' ({type(module).__name__}{fault})"] if fault is not None else []
+    stages, faults, left = list[Weighted | Stage](), list[str](), dict(layers)
+    twin = replicate(model)
+    held = {name: as_double(parameter) for name, parameter in twin.named_parameters()}
+    with torch.no_grad():
+        for path, module in _flattened(twin):
+            inputs, x = x, module(x)
+            stage: Weighted | Stage | str | None
+            if path in layers:
+                layer = left.pop(path, None)
+                stage = ", which is used twice" if layer is None else _weighted(layer, module, inputs, held)
+            elif isinstance(module, WEIGHTED_MODULES):
+                stage = ", which gets no posterior; select all layers"
+            else:
+                stage = _unweighted(module, inputs, x) if stages else None
+            if isinstance(stage, str):
+                faults.append(f"'{path}' ({type(module).__name__}{stage})")
+            elif stage is not None:
+                stages.append(stage)
     if faults:
         raise UnsupportedLayerError(
             f"Messages cannot pass {', '.join(faults)}; they pass {_SUPPORTED}. Take layers='last' for a posterior of "
             f"the last layer alone."
         )
-    left = sorted(set(layers) - {layer.name for layer in chain.layers.values()})
-    if left or not chain.layers:
+    if left or not stages:
         raise PosthocUQError(
-            f"layers='all' of method='message_passing' treats every weighted layer once, which leaves out {left}; use "
-            f"each module once, and select none of them."
+            f"layers='all' of method='message_passing' treats every weighted layer once, which leaves out "
+            f"{sorted(left)}; use each module once, and select none of them."
         )
-    return chain
+    if x.ndim != 2:
+        raise PosthocUQError(
+            f"The model gives outputs of shape {tuple(x.shape[1:])} for a sample; message passing needs one row, so "
+            f"end it with a Flatten or a Linear."
+        )
+    return stages
 
 
-def _flattened(model: nn.Sequential, path: str = "") -> Iterator[tuple[str, nn.Module]]:
+def _flattened(model: nn.Module, path: str = "") -> Iterator[tuple[str, nn.Module]]:
     for name, module in model._modules.items():  # pyright: ignore[reportPrivateUsage]  # also one that is used twice
         here = f"{path}.{name}" if path else name
         if type(module) is nn.Sequential:
@@ -336,370 +378,81 @@ def _flattened(model: nn.Sequential, path: str = "") -> Iterator[tuple[str, nn.M
             yield here, module
 
 
-def _add_layer(
-    chain: Chain, path: str, module: nn.Linear | nn.Conv2d, layers: Mapping[str, Layer]
-) -> str | None:
-    """Add a weighted layer; returns what is wrong with it, as a part of a sentence."""
-    layer = layers.get(path)
-    if type(module) not in (nn.Linear, nn.Conv2d):
-        return ", a subclass of a known layer"
-    if layer is None:
-        return ", which gets no posterior; select all layers"
-    if any(other.name == layer.name for other in chain.layers.values()):
-        return ", which is used twice"
-    windows = None
-    if isinstance(module, nn.Conv2d):
-        padding: Any = module.padding
-        if isinstance(padding, str) or module.padding_mode != "zeros":
-            return f" with padding={padding!r}, padding_mode={module.padding_mode!r}"
-        windows = Windows(
-            _pair(module.kernel_size),
-            _pair(module.stride),
-            _pair(padding),
-            _pair(module.dilation),
-            module.groups,
-        )
-    place = len(chain.stages)
-    inputs = layer.inputs - (layer.bias is not None)
-    chain.stages.append(Weighted(path, inputs, layer.outputs, windows, bias=layer.bias is not None))
-    chain.layers[place] = layer
-    return None
+def _weighted(layer: Layer, module: nn.Module, inputs: Tensor, held: Mapping[str, Tensor]) -> Weighted | str:
+    """The stage of a layer, or what is wrong with it, as a part of a sentence: random inputs show whether the module is
+    the layer's matrices alone.
+    """
+    calls: list[AffineCall] = []
+    generator = torch.Generator().manual_seed(0)
+    probe = torch.randn(inputs.shape, generator=generator, device="cpu").to(inputs)
+    with CallWatcher(
+        {id(p) for p in module.parameters()}, lambda call, _: calls.append(call), anchored=False
+    ):
+        outputs = as_double(module(probe))
+    if len(calls) != 1 or calls[0].kind != layer.kind:
+        return ", which is not one use of its weight"
+    if len(inputs) != 1 or len(outputs) != 1:
+        return ", whose inputs or outputs do not count the samples"
+    more = ", which does more than to apply its weight (padding with other numbers than 0, for instance)"
+    if calls[0].input.numel() != probe.numel():
+        return more
+    stage = Weighted(layer, calls[0].geometry, inputs.shape[1:], outputs.shape[1:], outputs.device)
+    bias = None if layer.bias is None else held[layer.bias]
+    matrix = layer.to_matrix(held[layer.weight], bias).unsqueeze(0)
+    certain = Message(matrix, torch.ones_like(matrix))  # means do not depend on the precision
+    found = stage.forward(as_double(probe).unsqueeze(0), certain, Kept())[0].mean
+    if not float((found[0] - outputs).abs().max()) <= _MAX_ERROR * float(outputs.abs().max()):
+        return more
+    return stage
 
 
-def _fold(chain: Chain, module: nn.BatchNorm1d | nn.BatchNorm2d) -> str | None:
-    place = len(chain.stages) - 1
-    stage = chain.stages[place] if chain.stages else None
-    if not isinstance(stage, Weighted) or place in chain.folds:
-        return ", not directly after a Linear or Conv2d"
+def _unweighted(module: nn.Module, inputs: Tensor, outputs: Tensor) -> Stage | str | None:
+    """The stage of a module without weights, None where it does nothing, or what is wrong with it."""
+    axes = inputs.ndim - 2
+    if isinstance(module, _IDENTITIES):
+        return None
+    if isinstance(module, (nn.Flatten, nn.Unflatten)) and len(outputs) == 1:
+        return Reshape(tuple(outputs.shape[1:]))
+    if type(module) is nn.ReLU:
+        return Activation(0.0)
+    if type(module) is nn.LeakyReLU:
+        slope = float(module.negative_slope)
+        return Activation(slope) if 0 <= slope <= 1 else f" with the slope {slope}"
+    if isinstance(module, _NORMS):
+        return _scale(module, axes)
+    device = as_double(outputs).device
+    if isinstance(module, _WHOLE_AVERAGES):
+        if outputs[0, 0].numel() != 1:
+            return f" of size {module.output_size}"
+        return Pool(False, inputs.shape[2:], inputs.shape[2:], inputs.shape[1:], device)
+    if not isinstance(module, (*_MAXIMA, *_AVERAGES)):
+        return ""
+    kernel, stride = _each_axis(module.kernel_size, axes), _each_axis(module.stride, axes)
+    if any(_each_axis(module.padding, axes)) or module.ceil_mode:
+        return " with padding or ceil_mode"
+    if isinstance(module, _AVERAGES):
+        if getattr(module, "divisor_override", None) is not None:
+            return " with divisor_override"
+    elif stride != kernel or _each_axis(module.dilation, axes) != (1,) * axes:
+        return " whose windows overlap or are dilated"
+    return Pool(isinstance(module, _MAXIMA), kernel, stride, inputs.shape[1:], device)
+
+
+def _scale(module: nn.BatchNorm1d | nn.BatchNorm2d | nn.BatchNorm3d, axes: int) -> Scale | str:
     mean, variance = module.running_mean, module.running_var
     if mean is None or variance is None:
         return " without running statistics"
     factor = (as_double(variance) + module.eps).rsqrt()
     if module.weight is not None:
-        factor = factor * as_double(module.weight.detach())
+        factor = factor * as_double(module.weight)
     offset = -as_double(mean) * factor
     if module.bias is not None:
-        offset = offset + as_double(module.bias.detach())
+        offset = offset + as_double(module.bias)
     if not bool((factor.abs() > 1e-12).all()):
         return " with a weight of 0"
-    chain.folds[place] = Fold(factor, offset)
-    if not stage.bias:
-        chain.stages[place] = Weighted(
-            stage.name, stage.inputs, stage.outputs, stage.windows, bias=False, offset=offset
-        )
-    return None
+    return Scale(factor.reshape(-1, *[1] * axes), offset.reshape(-1, *[1] * axes))
 
 
-def _add(chain: Chain, module: nn.Module) -> str | None:
-    """Add a stage without weights; returns what is wrong with it, as a part of a sentence."""
-    stage: Stage
-    if isinstance(module, (nn.Identity, *_DROPOUTS)):
-        return None
-    if isinstance(module, nn.Flatten):
-        if (module.start_dim, module.end_dim) != (1, -1):
-            return f" from {module.start_dim} to {module.end_dim}"
-        chain.stages.append(Flat())
-        return None
-    if type(module) is nn.ReLU:
-        stage = Activation(0.0)
-    elif type(module) is nn.LeakyReLU:
-        if not 0 <= module.negative_slope <= 1:
-            return f" with the slope {module.negative_slope}"
-        stage = Activation(float(module.negative_slope))
-    else:
-        pool = _pool(module)
-        if isinstance(pool, str):
-            return pool
-        stage = pool
-    if not chain.layers:
-        return ", before the first weighted layer"
-    chain.stages.append(stage)
-    return None
-
-
-def _pool(module: nn.Module) -> Pool | str:
-    if isinstance(module, nn.AdaptiveAvgPool2d):
-        return Pool("average") if _pair(module.output_size) == (1, 1) else f" of size {module.output_size}"
-    if not isinstance(module, (nn.MaxPool2d, nn.AvgPool2d)):
-        return ""
-    kernel, stride, padding = _pair(module.kernel_size), _pair(module.stride), _pair(module.padding)
-    if padding != (0, 0) or module.ceil_mode:
-        return " with padding or ceil_mode"
-    if isinstance(module, nn.AvgPool2d):
-        if module.divisor_override is not None:
-            return " with divisor_override"
-        return Pool("average", Windows(kernel, stride))
-    if stride != kernel or _pair(module.dilation) != (1, 1):
-        return " whose windows overlap or are dilated"
-    return Pool("max", Windows(kernel, stride))
-
-
-def _pair(value: Any) -> Pair:
-    return (value, value) if isinstance(value, int) else (int(value[0]), int(value[1]))
-
-
-def output_counts(stages: list[Stage], shape: tuple[int, ...]) -> dict[int, int]:
-    """Outputs of every weighted stage with all their positions, for inputs ``(...)`` of this shape.
-
-    Raises:
-        PosthocUQError: a layer gets inputs that it cannot take.
-    """
-    counts: dict[int, int] = {}
-    for index, stage in enumerate(stages):
-        if isinstance(stage, Weighted):
-            spatial = stage.windows is not None
-            if len(shape) != (3 if spatial else 1):
-                raise PosthocUQError(
-                    f"Layer '{stage.name}' gets inputs of shape {shape} in message passing; a Linear takes one row a "
-                    f"sample (put a Flatten before it), a Conv2d images of channels, height and width."
-                )
-            sides = () if stage.windows is None else stage.windows.size(shape[1], shape[2])
-            shape = (stage.groups * stage.outputs, *sides)
-            counts[index] = prod(shape) // stage.groups
-        elif isinstance(stage, Pool):
-            shape = (shape[0], *stage.over(shape).size(shape[1], shape[2]))
-        elif isinstance(stage, Flat):
-            shape = tuple([prod(shape)])
-    if len(shape) != 1:
-        raise PosthocUQError(
-            f"The model gives outputs of shape {shape} for a sample; message passing needs one row, so end it with a "
-            f"Flatten or a Linear."
-        )
-    return counts
-
-
-def folded_parameters(
-    layer: Layer, fold: Fold | None, parameters: Mapping[str, Tensor]
-) -> tuple[Tensor, Tensor | None]:
-    """A layer's trained weights ``(G, I, J)`` and biases ``(G, J)`` with what is folded into them, in float64."""
-    weight = as_double(parameters[layer.weight].detach())
-    bias = None if layer.bias is None else as_double(parameters[layer.bias].detach())
-    matrix = layer.to_matrix(weight, None).transpose(1, 2)
-    biases = None if bias is None else bias.reshape(layer.groups, layer.outputs)
-    if fold is not None:
-        factor, offset = (part.reshape(layer.groups, layer.outputs) for part in (fold.factor, fold.offset))
-        matrix = matrix * factor.unsqueeze(1)
-        biases = None if biases is None else biases * factor + offset
-    return matrix, biases
-
-
-def unfolding(layer: Layer, fold: Fold | None, device: torch.device) -> tuple[Tensor, Tensor]:
-    """By what folded weights are multiplied to become the layer's, and what is added to them then, ``(G, J, 1)`` and
-    ``(G, J)`` (the latter to biases alone).
-    """
-    shape = layer.groups, layer.outputs
-    if fold is None:
-        one = as_double(torch.ones(shape, device=device))
-        return one.unsqueeze(2), torch.zeros_like(one)
-    factor = fold.factor.reciprocal()
-    return factor.reshape(*shape, 1), (-fold.offset * factor).reshape(shape)
-
-
-# One pass of messages through the stages, forward and back.
-
-
-@dataclass
-class Memory:
-    """What an example keeps from one pass to the next.
-
-    Attributes:
-        weights: by stage, its present messages to the weights.
-        back: by stage, the last message back: to its inputs (a layer), or to its outputs (an activation).
-    """
-
-    weights: dict[int, LayerMessage] = field(default_factory=lambda: dict[int, LayerMessage]())
-    back: dict[int, Message] = field(default_factory=lambda: dict[int, Message]())
-
-
-@dataclass
-class _Trace:
-    """What the way forward leaves for the way back, of a stage.
-
-    Attributes:
-        shape: of the inputs.
-        message: to the inputs; None where they are constant.
-        layer: what the outputs of a layer over uncertain inputs were computed from.
-        inputs: of a layer over constant ones, as rows.
-        weights: the cavities of that layer's weights.
-        bias: mean and variance of the biases' cavities.
-        outputs: mean and variance of a layer's rows of outputs.
-    """
-
-    shape: torch.Size
-    message: Message | None
-    layer: factors.Hidden | None = None
-    inputs: Tensor | None = None
-    weights: Message | None = None
-    bias: tuple[Tensor, Tensor] | None = None
-    outputs: tuple[Tensor, Tensor] | None = None
-
-
-class Pass:
-    """One pass; `forward` and then, for a single example, `backward` stage by stage.
-
-    Args:
-        stages: of the network.
-        marginals: of the weights, by stage.
-        memory: of the example; changed by `backward`.
-    """
-
-    def __init__(
-        self, stages: Sequence[Stage], marginals: Mapping[int, LayerMessage], memory: Memory
-    ) -> None:
-        self._stages, self._marginals, self._memory = stages, marginals, memory
-        self._traces: list[_Trace] = []
-        self.least_precision: Tensor | None = None
-
-    def forward(self, x: Tensor) -> Message:
-        """Messages to the outputs, ``(K, N, J)``, for constant inputs ``(K, N, ...)``."""
-        constant: Tensor | None = x
-        message: Message | None = None
-        for index, stage in enumerate(self._stages):
-            shape = x.shape if message is None else message.rho.shape
-            trace = _Trace(shape, message)
-            self._traces.append(trace)
-            if constant is not None:
-                if isinstance(stage, Weighted):
-                    message = self._first(index, stage, constant, trace)
-                    constant = None
-                else:  # only a flattening comes before the first layer
-                    constant = x = constant.flatten(2)
-                continue
-            assert message is not None
-            if isinstance(stage, Weighted):
-                message = self._hidden(index, stage, message, trace)
-            elif isinstance(stage, Activation):
-                after = self._memory.back.get(index)
-                if after is None:
-                    message = factors.direct_forward(message, stage.slope)
-                else:
-                    message = factors.activation_forward(message, after, stage.slope)
-            elif isinstance(stage, Pool):
-                images, windows = _merged(message), stage.over(shape)
-                message = _split(pool_forward(images, windows, stage.kind), shape)
-            else:
-                message = Message(*(part.flatten(2) for part in message))
-        assert message is not None
-        return message
-
-    def _first(self, index: int, stage: Weighted, x: Tensor, trace: _Trace) -> Message:
-        rows = stage.rows(x)
-        weights, sent = _by_example(self._marginals[index].weights), self._memory.weights.get(index)
-        if sent is not None:
-            weights = divided(weights, _by_example(sent.weights))
-        weights = self._cavity(weights)
-        trace.inputs, trace.weights = rows, weights
-        trace.bias = self._bias_cavity(index, stage, x.shape[0], rows)
-        trace.outputs = factors.first_forward(rows, weights, *trace.bias)
-        return from_moments(*(stage.outputs_of(part, trace.shape) for part in trace.outputs))
-
-    def _hidden(self, index: int, stage: Weighted, message: Message, trace: _Trace) -> Message:
-        back = self._memory.back.get(index)  # this layer's last message to its inputs
-        inputs = clamped(message if back is None else multiplied(message, back))
-        weights = self._marginals[index].weights
-        mean, variance = stage.rows(inputs.mean), stage.rows(inputs.variance)
-        trace.bias = self._bias_cavity(index, stage, message.rho.shape[0], mean)
-        trace.layer = factors.Hidden(mean, variance, weights.mean, weights.variance, *trace.bias)
-        trace.outputs = factors.hidden_forward(trace.layer)
-        return from_moments(*(stage.outputs_of(part, trace.shape) for part in trace.outputs))
-
-    def _bias_cavity(self, index: int, stage: Weighted, networks: int, like: Tensor) -> tuple[Tensor, Tensor]:
-        """Mean and variance of the biases without this example, with the constants that are added."""
-        offset = stage.offset_rows(networks)
-        if not stage.bias:
-            return torch.as_tensor(offset, dtype=like.dtype, device=like.device), like.new_zeros(())
-        cavity, sent = self._marginals[index].bias, self._memory.weights.get(index)
-        cavity = self._cavity(_by_example(cavity if sent is None else divided(cavity, sent.bias)))
-        return cavity.mean.unsqueeze(2) + offset, cavity.variance.unsqueeze(2)
-
-    def _cavity(self, cavity: Message) -> Message:
-        """The cavity with a precision of 1e-8 at least; the least is noted."""
-        smallest = cavity.rho.min()
-        so_far = self.least_precision
-        self.least_precision = smallest if so_far is None else torch.minimum(so_far, smallest)
-        return clamped(cavity)
-
-    def backward(self, index: int, back: Message) -> tuple[Message | None, LayerMessage | None]:
-        """The message before a stage, and the one to its weights, where it has any.
-
-        Args:
-            index: of the stage; stages are called from the last to the first.
-            back: the message to its outputs.
-        """
-        stage, trace = self._stages[index], self._traces[index]
-        if isinstance(stage, Weighted):
-            return self._weighted_backward(index, stage, trace, back)
-        if trace.message is None:
-            return None, None
-        if isinstance(stage, Activation):
-            self._memory.back[index] = back
-            return factors.activation_backward(trace.message, back, stage.slope), None
-        if isinstance(stage, Pool):
-            windows = stage.over(trace.shape)
-            message = pool_backward(_merged(trace.message), _merged(back), windows, stage.kind)
-            return _split(message, trace.shape), None
-        return Message(*(part.reshape(trace.shape) for part in back)), None
-
-    def _weighted_backward(
-        self, index: int, stage: Weighted, trace: _Trace, back: Message
-    ) -> tuple[Message | None, LayerMessage]:
-        assert trace.outputs is not None and trace.bias is not None
-        rows = Message(*(stage.output_rows(part) for part in back))
-        to_bias = factors.bias_backward(*trace.bias, *trace.outputs, rows)
-        if trace.layer is None:
-            assert trace.inputs is not None and trace.weights is not None
-            to_weights = factors.first_backward(trace.inputs, trace.weights, *trace.outputs, rows)
-            return None, _of_layer(stage, to_weights, to_bias)
-        to_rows, to_weights = factors.hidden_backward(trace.layer, *trace.outputs, rows)
-        informed = (trace.outputs[1].reciprocal() > 2 * MIN_PRECISION) | (rows.rho > 2 * MIN_PRECISION)
-        to_rows = select(informed.any(-1, keepdim=True), to_rows, uniform_like(to_rows.rho))
-        to_inputs = clamped(Message(*(stage.from_rows(part, trace.shape) for part in to_rows)))
-        self._memory.back[index] = to_inputs
-        return to_inputs, _of_layer(stage, to_weights, to_bias)
-
-
-def _of_layer(stage: Weighted, to_weights: Message, to_bias: Message) -> LayerMessage:
-    """Messages by example as those of all examples; without numbers for the bias of a layer that has none."""
-    weights = Message(*(part.sum(1) for part in to_weights))
-    bias = Message(*(part.sum(1)[..., : None if stage.bias else 0] for part in to_bias))
-    return LayerMessage(weights, bias)
-
-
-def _by_example(message: Message) -> Message:
-    """With a dimension for examples after the first."""
-    return Message(message.tau.unsqueeze(1), message.rho.unsqueeze(1))
-
-
-def _merged(message: Message) -> Message:
-    return Message(*(part.flatten(0, 1) for part in message))
-
-
-def _split(message: Message, shape: torch.Size) -> Message:
-    return Message(*(part.unflatten(0, shape[:2]) for part in message))
-
-
-def networks_of(stages: Sequence[Stage], weights: Mapping[int, LayerMessage]) -> int:
-    """The number of networks that messages to weights belong to."""
-    first = min(weights)
-    stage = stages[first]
-    assert isinstance(stage, Weighted)
-    return weights[first].weights.rho.shape[0] // stage.groups
-
-
-def outputs_of(
-    stages: Sequence[Stage], posterior: Mapping[int, LayerMessage], inputs: Tensor, *, chunk: int = 256
-) -> tuple[Tensor, Tensor]:
-    """Mean and variance of the outputs, ``(K, N, J)``, for inputs ``(N, ...)``: messages forward alone.
-
-    Args:
-        stages: of the network.
-        posterior: of the weights, by stage.
-        inputs: in float64.
-        chunk: examples that pass at the same time.
-    """
-    networks = networks_of(stages, posterior)
-    found = [
-        Pass(stages, posterior, Memory()).forward(part.unsqueeze(0).expand(networks, *part.shape))
-        for part in inputs.split(chunk)
-    ]
-    return torch.cat([m.mean for m in found], 1), torch.cat([m.variance for m in found], 1)
+def _each_axis(value: Any, axes: int) -> tuple[int, ...]:
+    values = (value,) if isinstance(value, int) else tuple(value)
+    return values * axes if len(values) == 1 else values

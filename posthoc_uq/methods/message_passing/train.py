@@ -1,4 +1,4 @@
-"""The data of message passing, its priors, and the trainer that counts every example once.
+"""Training by messages: the trainer that counts every example once, and the messages of many examples to one layer.
 
 The posterior is ``Q = prior * prod_b G_b`` with one aggregated message a batch. To work on a batch, its old ``G_b`` is
 divided out; the messages of its examples begin without information, so that inside of the batch all evidence is new;
@@ -10,242 +10,31 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from math import ceil, exp, sqrt
-from typing import Any, NamedTuple, cast
+from typing import Any, cast
 
 import torch
 from torch import Tensor
 from torch.utils._pytree import tree_flatten, tree_leaves, tree_unflatten
 
 from posthoc_uq.core import interrupts
-from posthoc_uq.core.batches import Batch
-from posthoc_uq.core.devices import DeferredChecks, as_double, has_double
+from posthoc_uq.core.devices import as_double
 from posthoc_uq.core.errors import NonFiniteError, PosthocUQError
-from posthoc_uq.core.randomness import isolated_random_state
-from posthoc_uq.curvature.features import feature_rows
-from posthoc_uq.curvature.sweep import show
-from posthoc_uq.layers.capture import Capture, Recording
-from posthoc_uq.layers.layer import Layer
-from posthoc_uq.likelihoods import Likelihood
+from posthoc_uq.core.numerics import cholesky
 from posthoc_uq.methods.checkpoint import State
-from posthoc_uq.methods.contexts import single_input
-from posthoc_uq.methods.message_passing.joint import group_message
-from posthoc_uq.methods.message_passing.messages import MIN_PRECISION, Signal
-from posthoc_uq.methods.message_passing.network import (
-    LayerMessage,
-    Memory,
-    Pass,
-    Stage,
-    damped_message,
-    networks_of,
-    product,
-    quotient,
-    uniform_message,
+from posthoc_uq.methods.message_passing.messages import (
+    MIN_PRECISION,
+    Message,
+    Regression,
+    Signal,
+    clamped,
+    damped,
+    divided,
+    from_moments,
+    multiplied,
+    uniform_like,
 )
-from posthoc_uq.methods.task import Task
-
-
-class Examples(NamedTuple):
-    """All data.
-
-    Attributes:
-        inputs: features ``(N, I)`` without the bias's 1, or the model's inputs ``(N, ...)``.
-        targets: values ``(N, J)`` in float64, or labels ``(N,)``.
-        outputs: numbers that the model gives for a sample.
-    """
-
-    inputs: Tensor
-    targets: Tensor
-    outputs: int
-
-
-class _Kept:
-    """Watches a pass and keeps inputs and targets."""
-
-    def __init__(self, likelihood: Likelihood, layer: Layer | None) -> None:
-        self._likelihood, self._layer = likelihood, layer
-        self.inputs: list[Tensor] = []
-        self.targets: list[Tensor] = []
-        self.outputs = 0
-
-    def see(self, batch: Batch, keys: Tensor, recording: Recording, checks: DeferredChecks) -> None:
-        """Keep a batch; see `posthoc_uq.curvature.sweep.Observer`."""
-        index, outputs = len(self.inputs), recording.outputs.detach()
-        if batch.targets is None:
-            raise PosthocUQError(
-                "method='message_passing' learns from the targets, and the loader gives none; pass a loader of "
-                "(inputs, targets)."
-            )
-        targets = batch.targets
-        checks.add(torch.isfinite(outputs).all(), lambda finite: _require(finite, index))
-        try:
-            fault = self._likelihood.fault(outputs, targets)
-        except PosthocUQError as error:
-            raise PosthocUQError(f"Batch {index}: {error}") from None
-        if self._likelihood.softmax and targets.is_floating_point():
-            raise PosthocUQError(
-                f"method='message_passing' learns from labels that are class indices, and batch {index} has soft ones "
-                f"of shape {tuple(targets.shape)}; take a Laplace method for them."
-            )
-        if fault is not None:
-            checks.add(fault, lambda faulty: self._refuse(faulty, outputs, targets, index))
-        samples, layer = keys.shape[0], self._layer
-        if layer is None:
-            rows = single_input(batch).detach().clone()
-        else:
-            rows = feature_rows(recording.watched, layer, samples)
-            rows = rows if layer.bias is None else rows[:, :-1]
-        self.outputs = outputs[0].numel()
-        self.inputs.append(rows)
-        self.targets.append(targets.detach().reshape(samples, -1))
-
-    def _refuse(self, faulty: Tensor, outputs: Tensor, targets: Tensor, index: int) -> None:
-        if bool(faulty):
-            try:
-                self._likelihood.check(outputs, targets)
-            except PosthocUQError as error:
-                raise PosthocUQError(f"Batch {index}: {error}") from None
-
-
-def _require(finite: Tensor, index: int) -> None:
-    if not bool(finite):
-        raise NonFiniteError(
-            f"Batch {index}: the model's outputs are not finite. Check the input data and the model's weights for NaN "
-            f"or infinity."
-        )
-
-
-def examples_of(task: Task, layer: Layer | None) -> Examples:
-    """All data of a fit, by one pass.
-
-    Args:
-        task: the fit.
-        layer: whose inputs are kept; None for those of the model.
-
-    Raises:
-        PosthocUQError: there are no targets, or they do not fit the outputs.
-        NonFiniteError: outputs are not finite.
-    """
-    settings, kept = task.settings, _Kept(task.settings.likelihood, layer)
-    capture = Capture(task.model)
-    capture.watched = layer
-    with isolated_random_state(settings.seed):
-        show(capture, task.loader, settings, [kept])
-    targets = torch.cat(kept.targets)
-    if settings.likelihood.noise_variance is None:
-        targets = targets[:, 0].long()
-    else:
-        targets = as_double(targets)
-    inputs = torch.cat(kept.inputs)
-    if not has_double(inputs.device):  # all messages are in float64, and where they are their data must be
-        inputs = inputs.cpu()
-    targets = targets.to(inputs.device)
-    if layer is not None and layer.bias is None:
-        informative = inputs.ne(0).any(1)  # without a bias, the output for an input of zeros is known
-        if bool(informative.any()):
-            inputs, targets = inputs[informative], targets[informative]
-    return Examples(inputs, targets, kept.outputs)
-
-
-class Units:
-    """Inputs and values of mean 0 and deviation 1, and messages to weights in these units as those to a last layer's.
-
-    Attributes:
-        bias: whether the layer has one, so that means can be subtracted.
-        shift: ``(I,)``, subtracted from the inputs.
-        spread: ``(I,)``, by which they are divided.
-        value_shift: ``(J,)``, subtracted from the targets of a regression.
-        value_spread: ``(J,)``, by which they are divided.
-        factors: by which weights in these units are multiplied to become those of the layer, ``(J, n)``.
-        offset: what is added to them then, ``(J, n)``.
-    """
-
-    def __init__(
-        self, bias: bool, shift: Tensor, spread: Tensor, value_shift: Tensor, value_spread: Tensor
-    ) -> None:
-        self.bias, self.shift, self.spread = bias, shift, spread
-        self.value_shift, self.value_spread = value_shift, value_spread
-        factors = value_spread.unsqueeze(1) / spread
-        zero = torch.zeros_like(factors)
-        self.factors = torch.cat([factors, value_spread.unsqueeze(1)], 1) if bias else factors
-        self.offset = torch.cat([zero, value_shift.unsqueeze(1)], 1) if bias else zero
-
-    @classmethod
-    def of(cls, examples: Examples, bias: bool, shift: Tensor | None = None) -> Units:
-        """Those of some data.
-
-        Args:
-            examples: features and targets.
-            bias: of the layer.
-            shift: to subtract from the inputs; their means if None.
-        """
-        total = as_double(examples.inputs.new_zeros(()))
-        mean = torch.stack([as_double(part).sum(0) for part in examples.inputs.split(4096)]).sum(0)
-        mean = mean / len(examples.inputs) if shift is None else shift.to(total)
-        mean = mean if bias else torch.zeros_like(mean)
-        squares = [(as_double(part) - mean).square().sum(0) for part in examples.inputs.split(4096)]
-        variance = torch.stack(squares).sum(0) / len(examples.inputs)
-        usual = variance.mean().clamp(min=1e-30)
-        spread = variance.clamp(min=1e-6 * usual).sqrt()  # an input that never changes divides nothing by 0
-        center, scale = total.new_zeros(examples.outputs), total.new_ones(examples.outputs)
-        if examples.targets.is_floating_point():
-            center = examples.targets.mean(0) if bias else center
-            width = (examples.targets - center).square().mean(0).sqrt()
-            scale = torch.where(width > 0, width, torch.ones_like(width))
-        return cls(bias, mean, spread, center, scale)
-
-    def inputs(self, rows: Tensor) -> Tensor:
-        """In these units, in float64."""
-        return (as_double(rows) - self.shift) / self.spread
-
-    def rows(self, rows: Tensor) -> Tensor:
-        """Inputs in these units, with a 1 for the bias, ``(N, n)``."""
-        rows = self.inputs(rows)
-        return torch.cat([rows, torch.ones_like(rows[:, :1])], 1) if self.bias else rows
-
-    def targets(self, targets: Tensor) -> Tensor:
-        """In these units; labels stay."""
-        return (targets - self.value_shift) / self.value_spread if targets.is_floating_point() else targets
-
-    def of_layer(self, field: Tensor, precision: Tensor) -> tuple[Tensor, Tensor]:
-        """Field and precision of the layer's weights from those in these units: ``(J, n)``, the precision ``(J, n,
-        n)`` where the weights of an output correlate.
-        """
-        factors, offset = self.factors, self.offset
-        if precision.ndim == 3:
-            precision = precision / (factors.unsqueeze(2) * factors.unsqueeze(1))
-            return field / factors + torch.einsum("jab,jb->ja", precision, offset), precision
-        precision = precision / factors.square()
-        return field / factors + precision * offset, precision
-
-
-class Batches(Sequence[tuple[Tensor, Tensor]]):
-    """Examples in a random order as batches, each in float64 when it is asked for.
-
-    Args:
-        examples: the data.
-        units: of the batches, or None to leave them as they are.
-        size: of a batch.
-        seed: of the order.
-    """
-
-    def __init__(self, examples: Examples, units: Units | None, size: int, seed: int) -> None:
-        self._examples, self._units = examples, units
-        generator = torch.Generator().manual_seed(seed % 2**63)
-        order = torch.randperm(len(examples.inputs), generator=generator, device="cpu")
-        self._parts = order.to(examples.inputs.device).split(size)
-
-    def __len__(self) -> int:
-        return len(self._parts)
-
-    def __getitem__(self, index: int) -> tuple[Tensor, Tensor]:  # pyright: ignore[reportIncompatibleMethodOverride]
-        if not 0 <= index < len(self):
-            raise IndexError(index)
-        part = self._parts[index]
-        inputs, targets = self._examples.inputs[part], self._examples.targets[part]
-        if self._units is None:
-            return as_double(inputs), targets
-        return self._units.inputs(inputs), self._units.targets(targets)
-
+from posthoc_uq.methods.message_passing.network import ByStage, Kept, Stages, passed
+from posthoc_uq.posteriors.laplace import LARGEST_BYTES
 
 # Priors over the weights of a layer: the size of the drawn means, and variances that keep the size of activations. The
 # constants are moments of a LeakyReLU with the slope 0.1 of ``z ~ N(mu, 2)``, ``mu ~ N(0, 1)``: the mean variance of
@@ -277,19 +66,27 @@ def weight_variance(inputs: int, outputs: int, *, first: bool = False) -> float:
 
 
 def drawn_means(
-    shape: tuple[int, ...], inputs: int, outputs: int, generator: torch.Generator, device: torch.device
+    matrices: int, units: int, inputs: int, outputs: int, generator: torch.Generator, device: torch.device
 ) -> Tensor:
-    """Prior means of weights, drawn once, in float64. With all means 0 hidden units would stay alike for ever."""
-    normals = torch.randn(shape, generator=generator, dtype=torch.float64, device="cpu")
-    return (normals * mean_deviation(inputs, outputs)).to(device)
+    """Prior means of so many matrices, ``(matrices, units, inputs)`` in float64, drawn once. With all means 0 hidden
+    units would stay alike for ever.
+
+    Args:
+        matrices: one a network and group.
+        units: outputs of a matrix.
+        inputs: of a matrix, the bias not counted.
+        outputs: as in `weight_variance`.
+        generator: on the CPU.
+        device: of the means.
+    """
+    normals = torch.randn(matrices, inputs, units, generator=generator, dtype=torch.float64, device="cpu")
+    return (normals.mT * mean_deviation(inputs, outputs)).to(device)
 
 
 # The trainer
 
 Data = Sequence[tuple[Tensor, Tensor]]
-"""Batches: inputs ``(N, ...)`` in float64 and targets."""
-ByStage = dict[int, LayerMessage]
-"""By the place of the stage in the network."""
+"""Batches: inputs ``(N, ...)`` of the first layer in float64, and targets."""
 
 _MAX_GROWTH = 10.0  # times the error at the start, from which on messages diverge
 _MAX_RETRIES = 4  # of a visit whose messages diverge, each with half of the share of a new message
@@ -309,14 +106,13 @@ class Trainer:
     """Trains K networks that share the data.
 
     Attributes:
-        stages: of the network.
-        prior: of its weights, by stage.
+        stages: of the network, whose examples pass one after the other; None for one linear layer whose batches send
+            their messages together (`group_message`).
+        prior: of its weights, by stage: ``(K, G, J, I)``, or ``(J, I)`` for one linear layer.
         data: the batches.
         signal: of the targets.
         epochs: visits of every batch.
         iterations: in a visit; None for ``ceil(epoch / 2)``.
-        grouped: make the messages of a batch together, for a network of one linear layer (`group_message`); else one
-            example after the other.
         seed: of all orders.
         evidence: the aggregated message of every batch, ``G_b``; in a single epoch nothing divides it out again, and
             it is not kept.
@@ -327,13 +123,12 @@ class Trainer:
         left: batches that are still to be visited in the present epoch, in their order; None before it begins.
     """
 
-    stages: Sequence[Stage]
+    stages: Stages | None
     prior: ByStage
     data: Data
     signal: Signal
     epochs: int = 1
     iterations: int | None = None
-    grouped: bool = False
     seed: int = 0
     evidence: list[ByStage] = field(init=False)
     posterior: ByStage = field(init=False)
@@ -343,7 +138,7 @@ class Trainer:
     left: list[int] | None = field(init=False, default=None)
 
     def __post_init__(self) -> None:
-        empty = {index: uniform_message(like) for index, like in self.prior.items()}
+        empty = {index: uniform_like(like.rho) for index, like in self.prior.items()}
         self.evidence = [empty for _ in self.data]
         self.posterior = self.prior
         self._generator = torch.Generator().manual_seed(self.seed)
@@ -393,7 +188,7 @@ class Trainer:
         """
         self.epoch, self.left = state["epoch"], state["left"]
         self.share, self.restarts = state["share"], state["restarts"]
-        device = min(self.prior.items())[1].weights.rho.device
+        device = self.prior[0].rho.device
         self._start = None if state["start"] is None else state["start"].to(device)
         self._generator.set_state(state["generator"])
         self.posterior = _restored(self.posterior, state["posterior"])
@@ -404,7 +199,7 @@ class Trainer:
         """The prior times the aggregated messages of all batches."""
         total = self.prior
         for message in self.evidence:
-            total = {index: product(total[index], message[index]) for index in total}
+            total = {index: multiplied(total[index], message[index]) for index in total}
         return total
 
     def visit(self, place: int, epoch: int) -> None:
@@ -415,30 +210,29 @@ class Trainer:
         """
         interrupts.check()
         old = self.evidence[place]
-        cavity = {index: quotient(self.posterior[index], old[index]) for index in old}
+        cavity = {index: divided(self.posterior[index], old[index]) for index in old}
         inputs, targets = self.data[place]
         order = torch.randperm(len(targets), generator=self._generator, device="cpu").to(inputs.device)
         iterations = ceil(epoch / 2) if self.iterations is None else self.iterations
         new = self._batch_message(inputs[order], targets[order], cavity, iterations)
         share = batch_damping(epoch)
-        message = {index: damped_message(old[index], new[index], share) for index in old}
+        message = {index: damped(old[index], new[index], share) for index in old}
         if self.epochs > 1:
             self.evidence[place] = message
-        self.posterior = {index: product(cavity[index], message[index]) for index in old}
+        self.posterior = {index: multiplied(cavity[index], message[index]) for index in old}
 
     def _batch_message(self, inputs: Tensor, targets: Tensor, prior: ByStage, iterations: int) -> ByStage:
-        if self.grouped:
-            (index,) = prior
-            message = group_message(inputs, targets, prior[index], self.signal, iterations)
-            if not all(bool(part.finite.all()) for part in message):
+        if self.stages is None:
+            message = group_message(inputs, targets, prior[0], self.signal, iterations)
+            if not bool(message.finite.all()):
                 raise NonFiniteError(
                     "The messages to the weights are not finite; bring the inputs to about unit size."
                 )
-            return {index: message}
+            return {0: message}
         why: Exception = Diverged("no visit was made")
         for _ in range(_MAX_RETRIES + 1):
             try:
-                return self._one_by_one(inputs, targets, prior, iterations)
+                return self._one_by_one(self.stages, inputs, targets, prior, iterations)
             except Diverged as reason:
                 why = reason
                 self.share, self.restarts = self.share / 2, self.restarts + 1
@@ -447,52 +241,57 @@ class Trainer:
             f"inputs, or take layers='last'."
         )
 
-    def _one_by_one(self, inputs: Tensor, targets: Tensor, prior: ByStage, iterations: int) -> ByStage:
+    def _one_by_one(
+        self, stages: Stages, inputs: Tensor, targets: Tensor, prior: ByStage, iterations: int
+    ) -> ByStage:
         """The message of a batch to all weights, under the cavity without it.
 
         Raises:
             Diverged: numbers are not finite, a precision vanishes or the error grows tenfold.
         """
-        networks = networks_of(self.stages, prior)
+        networks = len(prior[0].rho)
         examples = [
-            (x.unsqueeze(0).expand(networks, *x.shape), y, Memory())
+            (x.expand(networks, *x.shape), y, [Kept() for _ in stages])
             for x, y in zip(inputs.split(1), targets.split(1), strict=True)
         ]
         if self._start is None:
-            outputs = [(Pass(self.stages, prior, Memory()).forward(x), y) for x, y, _ in examples]
+            outputs = [(passed(stages, prior, [Kept() for _ in stages], x)[0], y) for x, y, _ in examples]
             self._start = torch.stack([self.signal.error(*each) for each in outputs]).sum(0) / len(targets)
-        marginals, message = prior, {index: uniform_message(like) for index, like in prior.items()}
+        marginals, message = prior, {index: uniform_like(like.rho) for index, like in prior.items()}
         for _ in range(iterations):
             seen: list[tuple[Tensor, Tensor]] = []
             for x, y, memory in examples:
-                marginals, error, least = self._example(x, y, memory, marginals)
+                marginals, error, least = self._example(stages, x, y, memory, marginals)
                 seen.append((error, least))
             self._check(seen, targets)
-            message = {index: uniform_message(part) for index, part in prior.items()}
+            message = {index: uniform_like(part.rho) for index, part in prior.items()}
             for _, _, memory in examples:
-                message = {index: product(message[index], part) for index, part in memory.weights.items()}
-            marginals = {index: product(prior[index], message[index]) for index in prior}
+                for index, so_far in message.items():
+                    sent = memory[index].to_weights
+                    assert sent is not None
+                    message[index] = multiplied(so_far, sent)
+            marginals = {index: multiplied(prior[index], message[index]) for index in prior}
         return message
 
     def _example(
-        self, inputs: Tensor, targets: Tensor, memory: Memory, marginals: ByStage
+        self, stages: Stages, x: Tensor, target: Tensor, memory: Sequence[Kept], marginals: ByStage
     ) -> tuple[ByStage, Tensor, Tensor]:
         """One example forward and back: the new marginals, its error, and the least precision of a cavity."""
-        one = Pass(self.stages, marginals, memory)
-        outputs = one.forward(inputs)
-        error, message = self.signal.error(outputs, targets), self.signal.message(outputs, targets)
-        new = dict(marginals)
-        for index in reversed(range(len(self.stages))):
-            before, to_weights = one.backward(index, message)
+        outputs, ways_back = passed(stages, marginals, memory, x)
+        error, back = self.signal.error(outputs, target), self.signal.message(outputs, target)
+        new, least = dict(marginals), list[Tensor]()
+        for index in reversed(range(len(stages))):
+            before, to_weights = ways_back[index](back)
             if to_weights is not None:
-                old = memory.weights.get(index, uniform_message(to_weights))
-                memory.weights[index] = damped_message(old, to_weights, self.share)
-                new[index] = quotient(product(new[index], memory.weights[index]), old)
-            if before is None:
-                break
-            message = before
-        assert one.least_precision is not None
-        return new, error, one.least_precision
+                kept = memory[index]
+                old = uniform_like(to_weights.rho) if kept.to_weights is None else kept.to_weights
+                kept.to_weights = damped(old, to_weights, self.share)
+                new[index] = divided(multiplied(new[index], kept.to_weights), old)
+                assert kept.least_precision is not None
+                least.append(kept.least_precision)
+            if before is not None:
+                back = before
+        return new, error, torch.stack(least).min()
 
     def _check(self, seen: list[tuple[Tensor, Tensor]], targets: Tensor) -> None:
         """Compare the error with that under the prior, and the least precision of a cavity with 1e-8."""
@@ -514,3 +313,238 @@ def _restored(like: Any, saved: list[Tensor]) -> Any:
     if [(t.shape, t.dtype) for t in present] != [(t.shape, t.dtype) for t in saved]:
         raise ValueError("it has messages of other shapes")
     return tree_unflatten([t.to(like.device) for t, like in zip(saved, present, strict=True)], form)
+
+
+# One linear layer over constant rows, whose outputs are jointly Gaussian: expectation propagation with scalar sites.
+#
+# With one full Gaussian an output, ``N(m_j, S_j)``, ``S_j^-1 = P_j + sum_n rho_nj f_n f_n^T``; the messages of the
+# targets to the logits, ``(tau_nj, rho_nj)``, are its sites. A regression has sites that do not depend on the
+# posterior, so that it is exact. Such a Gaussian is a `Message` too: its ``tau`` is ``(J, I)`` and its ``rho``
+# ``(J, I, I)``.
+
+SWEEPS = 200
+TOLERANCE = 1e-6  # change of a site, relative to the largest one, at which expectation propagation ends
+_MAX_LAST_CHANGE = 1e-2  # change of the sites in the last sweep from which on it is an error
+_MIN_SHARE = 0.05
+_MAX_RISES = 3  # of the change, after which sites are damped more
+_MAX_NUMBERS = 2**22  # in a temporary
+_MAX_ROWS = 4096  # at once
+
+
+def joint_moments(message: Message) -> tuple[Tensor, Tensor]:
+    """Means ``(J, I)`` and covariances ``(J, I, I)``.
+
+    Raises:
+        NonFiniteError: a precision is not positive definite.
+    """
+    root = cholesky(message.rho)
+    mean = torch.cholesky_solve(message.tau.unsqueeze(-1), root).squeeze(-1)
+    return mean, torch.cholesky_inverse(root)
+
+
+def marginals(features: Tensor, posterior: Message) -> Message:
+    """The marginals of the logits ``(N, J)`` of features ``(N, I)``."""
+    mean, covariance = joint_moments(posterior)
+    step = max(1, _MAX_NUMBERS // features.shape[1])
+    variance = [
+        torch.stack([((part @ matrix) * part).sum(-1) for matrix in covariance], -1)
+        for part in features.split(step)
+    ]
+    return from_moments(features @ mean.T, torch.cat(variance))
+
+
+def site_to_weight_messages(features: Tensor, sites: Message) -> Message:
+    """The messages of sites ``(N, J)`` to the weights, multiplied."""
+    size, outputs = features.shape[1], sites.rho.shape[1]
+    step = max(1, _MAX_NUMBERS // size)
+    precision = features.new_zeros(outputs, size, size)
+    for part, rho in zip(features.split(step), sites.rho.split(step), strict=True):
+        for index in range(outputs):
+            precision[index].addmm_((part * rho[:, index : index + 1]).T, part)
+    return Message(sites.tau.T @ features, precision)
+
+
+def fit_sites(features: Tensor, targets: Tensor, signal: Signal, prior: Message) -> tuple[Message, Message]:
+    """The sites of all targets, and their messages to the weights; covariances are refreshed once a sweep.
+
+    Args:
+        features: ``(N, I)`` in float64, a 1 for the bias included.
+        targets: as `signal` takes them.
+        signal: of the targets.
+        prior: of the weights, without these targets.
+
+    Raises:
+        PosthocUQError: the sites do not settle.
+        NonFiniteError: numbers are not finite.
+    """
+
+    def marginals_for(sites: Message) -> Message:
+        return marginals(features, multiplied(prior, site_to_weight_messages(features, sites)))
+
+    start = uniform_like(features.new_zeros(len(features), prior.tau.shape[0]))
+    sites = expectation_propagation(marginals_for, start, targets, signal, SWEEPS)
+    return sites, site_to_weight_messages(features, sites)
+
+
+def sites_within(features: Tensor, targets: Tensor, signal: Signal, posterior: Message) -> Message:
+    """The sites ``(N, J)`` of targets that `posterior` already holds: those with which it is in balance.
+
+    Args:
+        features: ``(N, I)`` in float64, a 1 for the bias included.
+        targets: as `signal` takes them.
+        signal: of the targets.
+        posterior: of all data.
+
+    Raises:
+        PosthocUQError: the sites do not settle, or carry more information than the posterior.
+    """
+    marginal = marginals(features, posterior)
+    return expectation_propagation(
+        lambda _: marginal, uniform_like(marginal.tau), targets, signal, 5 * SWEEPS
+    )
+
+
+def expectation_propagation(
+    marginals_for: Callable[[Message], Message],
+    sites: Message,
+    targets: Tensor,
+    signal: Signal,
+    sweeps: int,
+) -> Message:
+    """The sites that are the targets' messages under their own cavities, where `marginals_for` gives the marginals of
+    the logits for sites.
+
+    Raises:
+        PosthocUQError: they still change in the last sweep.
+    """
+    share, last, rises = 1.0, torch.inf, 0
+    for _ in range(sweeps):
+        new = _renewed(marginals_for(sites), sites, targets, signal)
+        change = _change(sites, new)
+        rises += change > last
+        if rises == _MAX_RISES:
+            share, rises = max(share / 2, _MIN_SHARE), 0
+        sites, last = damped(sites, new, share), change
+        if change <= TOLERANCE:
+            return sites
+    if last > _MAX_LAST_CHANGE:
+        raise PosthocUQError(
+            f"The messages of the targets did not settle in {sweeps} sweeps (the last changed them by {last:.2g}); "
+            f"bring the features to about unit size, raise the prior precision, or take posterior='diagonal'."
+        )
+    return sites
+
+
+def _renewed(marginal: Message, sites: Message, targets: Tensor, signal: Signal) -> Message:
+    """The messages of the targets under the cavities, ``(N, J)``."""
+    cavity = divided(marginal, sites)
+    if not bool((cavity.rho >= MIN_PRECISION).all()) or not bool(cavity.finite.all()):
+        least = float(cavity.rho.min())
+        raise PosthocUQError(
+            f"Without the target of one of these samples, an output of the layer would have the precision "
+            f"{least:.3g}, which must be positive. Either data go out that never came in, or the layer's inputs are "
+            f"too large: bring them to about unit size."
+        )
+    message = signal.message(Message(*(part.unsqueeze(0) for part in cavity)), targets)
+    return Message(*(part.squeeze(0) for part in message))
+
+
+def _change(old: Message, new: Message) -> float:
+    """The largest difference of a site, relative to the largest site."""
+    parts = [(b - a).abs().max() / b.abs().max().clamp(min=1e-30) for a, b in zip(old, new, strict=True)]
+    change = float(torch.stack(parts).max())
+    if not change < torch.inf:
+        raise NonFiniteError(
+            "The messages of the targets are not finite; bring the features to about unit size."
+        )
+    return change
+
+
+# Independent weights: messages of a group of examples together. The logits of a group are jointly Gaussian under the
+# cavity, ``N(X m, X diag(v) X^T)``. Their sites are found by expectation propagation, and the message to a weight is
+# its exact marginal under cavity and sites, divided by the cavity. A group of one example sends the messages of the
+# paper. Larger groups need no damping, since the correlations of their logits are in the covariance.
+
+
+def group_message(rows: Tensor, targets: Tensor, before: Message, signal: Signal, iterations: int) -> Message:
+    """The messages of a group to the weights, ``(J, I)``.
+
+    Args:
+        rows: ``(N, I)`` in float64, with the bias's 1.
+        targets: as `signal` takes them.
+        before: the cavity, ``(J, I)``.
+        signal: of the targets.
+        iterations: in which the sites of the group settle.
+    """
+    mean, variance = before.mean, before.variance
+    weighted = rows * variance.unsqueeze(1)  # (J, N, I)
+    prior = weighted @ rows.T
+    start = mean @ rows.T
+    sites = uniform_like(start)
+    logits = from_moments(start, prior.diagonal(dim1=-2, dim2=-1))
+    root = torch.eye(len(rows), dtype=rows.dtype, device=rows.device).expand_as(prior)
+    for _ in range(iterations):
+        cavities = clamped(divided(logits, sites))
+        message = signal.message(Message(*(part.T.unsqueeze(0) for part in cavities)), targets)
+        sites = Message(*(part.squeeze(0).T for part in message))
+        root, logits = _group_posterior(prior, start, sites)
+    half = sites.rho.sqrt()
+    reduction = half.unsqueeze(2) * torch.cholesky_inverse(root) * half.unsqueeze(1)
+    lost = variance.square() * ((reduction @ rows) * rows).sum(1)
+    after = from_moments(
+        mean + variance * ((sites.tau - sites.rho * logits.mean) @ rows),
+        torch.maximum(variance - lost, 1e-12 * variance),
+    )
+    message = divided(after, before)
+    return Message(message.tau, message.rho.clamp(min=0))
+
+
+def _group_posterior(prior: Tensor, start: Tensor, sites: Message) -> tuple[Tensor, Message]:
+    """The Cholesky factor of ``1 + S K S`` with ``S^2`` the sites' precisions, ``(J, N, N)``, and the marginals of the
+    logits, ``(J, N)``.
+    """
+    half = sites.rho.sqrt()
+    scaled = half.unsqueeze(2) * prior
+    system = scaled * half.unsqueeze(1)
+    system.diagonal(dim1=-2, dim2=-1).add_(1.0)
+    root = cholesky(system)
+    solved = torch.linalg.solve_triangular(root, scaled, upper=False)
+    variance = prior.diagonal(dim1=-2, dim2=-1) - solved.square().sum(1)
+    pull = (sites.tau - sites.rho * start).unsqueeze(2)
+    change = prior @ pull - solved.transpose(1, 2) @ (solved @ pull)
+    floor = 1e-12 * prior.diagonal(dim1=-2, dim2=-1)
+    return root, from_moments(start + change.squeeze(2), torch.maximum(variance, floor))
+
+
+def with_exact_means(
+    rows: Tensor,
+    targets: Tensor,
+    prior: tuple[Tensor, Tensor],
+    message: Message,
+    signal: Regression,
+) -> Message:
+    """The messages of a regression to independent weights, with the means to which they converge: those of the exact
+    posterior, ``(diag P + X^T X / s^2)^-1 (P mu + X^T y / s^2)``, which takes many epochs where inputs correlate. Where
+    ``X^T X`` would take more than 2 GiB, they stay as they are.
+
+    Args:
+        rows: ``X``, ``(N, n)`` in float64, with the bias's 1.
+        targets: ``(N, J)``.
+        prior: means and precisions ``(J, n)``.
+        message: the messages, ``(J, n)``.
+        signal: of the targets.
+    """
+    size = rows.shape[1]
+    if 8 * size**2 > LARGEST_BYTES // 2:
+        return message
+    gram = rows.new_zeros(size, size)
+    for part in rows.split(_MAX_ROWS):
+        gram.addmm_(part.T, part)
+    gram = (gram + gram.T) / 2
+    noise = as_double(torch.as_tensor(signal.noise_variance, device=rows.device)).expand(targets.shape[1])
+    means: list[Tensor] = []
+    for mean, precision, variance, pull in zip(*prior, noise, targets.T @ rows, strict=True):
+        system = torch.diag(precision) + gram / variance
+        field = (precision * mean + pull / variance).unsqueeze(1)
+        means.append(torch.cholesky_solve(field, cholesky(system)).squeeze(1))
+    return Message(torch.stack(means) * (prior[1] + message.rho) - prior[1] * prior[0], message.rho)

@@ -1,4 +1,9 @@
-"""Element-wise functions: the unscented transform, or a closed form where that is chosen."""
+"""Functions of one entry, or of several at the same place: nonlinearities, sums and products.
+
+A nonlinearity goes by the unscented transform, or by a closed form where that is chosen. The operands of a sum or a
+product are taken to be independent of each other. A model's function that is handed over as a whole
+(`moments.activations`) has its rule here too.
+"""
 
 from __future__ import annotations
 
@@ -9,7 +14,18 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from posthoc_uq.moments.tensor import RULES, MomentTensor, Pass, Rule, named, rule, variance_dtype
+from posthoc_uq.moments.activations import at_mean, elementwise, jointly
+from posthoc_uq.moments.tensor import (
+    RULES,
+    MomentTensor,
+    Pass,
+    Rule,
+    mean_of,
+    moments_of,
+    named,
+    rule,
+    variance_dtype,
+)
 from posthoc_uq.moments.unscented import (
     Function,
     Moments,
@@ -19,7 +35,9 @@ from posthoc_uq.moments.unscented import (
     rectified,
     slope,
     unscented,
+    unscented_joint,
     unscented_positive,
+    written,
 )
 
 _SMOOTH = (
@@ -36,54 +54,58 @@ Run = Callable[[Tensor, Tensor, "Moments | None"], Moments]
 
 
 def apply(
-    state: Pass,
-    function: Function,
-    x: MomentTensor,
-    positive: bool = False,
-    blocks: bool = True,
-    edge: float = 0.0,
+    x: MomentTensor, function: Function, *, positive: bool = False, blocks: bool = True, edge: float = 0.0
 ) -> MomentTensor:
     """An element-wise function of a moment tensor, by three points; its covariance by the slopes between them.
 
     Args:
+        x: what it is applied to.
+        function: of a plain tensor.
         positive: the function exists above an edge only.
         blocks: the function may be called on parts of the tensor.
         edge: that edge.
     """
 
     def run(a: Tensor, b: Tensor, out: Moments | None) -> Moments:
-        if not positive:
-            return unscented(function, a, b, out)
-        moments = unscented_positive(function, a, b, edge)
-        return moments if out is None else (out[0].copy_(moments[0]), out[1].copy_(moments[1]))
+        return (
+            written(unscented_positive(function, a, b, edge), out)
+            if positive
+            else unscented(function, a, b, out)
+        )
 
-    return _by_blocks(x, run, function) if blocks else _at_once(x, run, function)
-
-
-def _at_once(x: MomentTensor, run: Run, function: Function) -> MomentTensor:
-    m, v = x.moment_mean, x.moment_variance
-    mean, variance = run(m.to(v.dtype), v, None)
-    return _with_covariance(x, function, mean.to(m.dtype), variance)
+    return _transformed(x, run, function, blocks)
 
 
-def _by_blocks(x: MomentTensor, run: Run, function: Function) -> MomentTensor:
+def _transformed(x: MomentTensor, run: Run, function: Function, blocks: bool = True) -> MomentTensor:
+    """What `run` makes of mean and variance, in blocks where it may be."""
     (m, v), scaling = x.moment_parts, x.moment_scaling
     dense = m.is_contiguous() and v.is_contiguous() and m.dtype == v.dtype and not is_recorded(m, v)
-    if scaling is not None and dense and x.moment_covariance is None and not is_recorded(*scaling):
-        mean, variance = blockwise_scaled(run, m, v, *scaling)
-        return MomentTensor(mean, variance)
+    if blocks and scaling is not None and dense and x.moment_covariance is None and not is_recorded(*scaling):
+        return MomentTensor(*blockwise_scaled(run, m, v, *scaling))
     m, v = x.moment_mean, x.moment_variance
-    mean, variance = blockwise(run, m.to(v.dtype), v)
-    return _with_covariance(x, function, mean.to(m.dtype), variance)
-
-
-def _with_covariance(x: MomentTensor, function: Function, mean: Tensor, variance: Tensor) -> MomentTensor:
+    wide = m.to(v.dtype)
+    mean, variance = blockwise(run, wide, v) if blocks else run(wide, v, None)
     if x.moment_covariance is None:
-        return MomentTensor(mean, variance)
-    slopes = slope(function, x.moment_mean.to(x.moment_variance.dtype), x.moment_variance)
+        return MomentTensor(mean.to(m.dtype), variance)
+    slopes = slope(function, wide, v)
     covariance = x.moment_covariance * slopes.unsqueeze(2) * slopes.unsqueeze(1)
     eye = torch.eye(variance.shape[1], dtype=torch.bool, device=variance.device)
-    return MomentTensor(mean, variance, torch.where(eye, torch.diag_embed(variance), covariance))
+    covariance = torch.where(eye, torch.diag_embed(variance), covariance)
+    return MomentTensor(mean.to(m.dtype), variance, covariance)
+
+
+def _in_place(function: Any, operation: Rule) -> None:
+    """Register the in-place form of an operation."""
+
+    def run(state: Pass, input: Any, *args: Any, **kwargs: Any) -> Any:
+        if not isinstance(input, MomentTensor):
+            raise state.refusal(
+                "an uncertain activation is written in place into a plain tensor",
+                "make the operation out of place",
+            )
+        return state.replace(input, operation(state, input, *args, **kwargs))
+
+    RULES[function] = run
 
 
 def _register(name: str, positive: bool) -> None:
@@ -97,19 +119,18 @@ def _register(name: str, positive: bool) -> None:
             ):
                 return state.unknown(_call, (input, *args), kwargs)
             result = apply(
-                state, lambda x: _call(x, *args, **kwargs), input, positive, not others, _EDGES.get(name, 0.0)
+                input,
+                lambda x: _call(x, *args, **kwargs),
+                positive=positive,
+                blocks=not others,
+                edge=_EDGES.get(name, 0.0),
             )
             return state.replace(input, result) if inplace else result
 
         RULES[function] = run
-    in_place = getattr(Tensor, name + "_", None)
     operation = getattr(Tensor, name, None) or getattr(torch, name, None) or getattr(F, name)
-    for variant in {in_place, getattr(torch, name + "_", None), getattr(F, name + "_", None)} - {None}:
-
-        def change(state: Pass, input: Any, *args: Any, _call: Any = operation, **kwargs: Any) -> Any:
-            return state.replace(input, RULES[_call](state, input, *args, **kwargs))
-
-        RULES[variant] = change
+    for variant in {getattr(place, name + "_", None) for place in (Tensor, torch, F)} - {None}:
+        _in_place(variant, RULES[operation])
 
 
 for _name in _SMOOTH:
@@ -120,10 +141,9 @@ for _name in _ONE_SIDED:
 
 def _rectified(x: MomentTensor, negative: float) -> MomentTensor:
     def run(a: Tensor, b: Tensor, out: Moments | None) -> Moments:
-        moments = rectified(a, b, negative)
-        return moments if out is None else (out[0].copy_(moments[0]), out[1].copy_(moments[1]))
+        return written(rectified(a, b, negative), out)
 
-    return _by_blocks(x, run, lambda y: torch.nn.functional.leaky_relu(y, negative))
+    return _transformed(x, run, lambda y: F.leaky_relu(y, negative))
 
 
 def _rectifier(original: Rule) -> Rule:
@@ -145,7 +165,7 @@ def leaky_relu(state: Pass, input: Any, negative_slope: float = 0.01, inplace: b
     if state.rules.relu == "exact" and input.moment_covariance is None:
         result = _rectified(input, negative_slope)
     else:
-        result = apply(state, lambda x: F.leaky_relu(x, negative_slope), input)
+        result = apply(input, lambda x: F.leaky_relu(x, negative_slope))
     return state.replace(input, result) if inplace else result
 
 
@@ -197,3 +217,159 @@ for _function in named(
     "to", "type", "float", "double", "half", "bfloat16", "type_as", "cpu", "cuda", places=(Tensor,)
 ):
     RULES[_function] = _conversion(_function)
+
+
+@rule(elementwise)
+def of_one_entry(state: Pass, function: Callable[[Tensor], Tensor], x: MomentTensor) -> MomentTensor:
+    return apply(x, function, blocks=False)
+
+
+@rule(jointly)
+def of_several_entries(state: Pass, function: Callable[..., Tensor], *inputs: Any) -> MomentTensor:
+    kind = next(x.moment_mean.dtype for x in inputs if isinstance(x, MomentTensor))
+    wide = next(x.moment_variance.dtype for x in inputs if isinstance(x, MomentTensor))
+    means = [mean.to(wide) for mean in mean_of(list(inputs))]
+    variances = [x.moment_variance if isinstance(x, MomentTensor) else None for x in inputs]
+    mean, variance = unscented_joint(function, means, variances)
+    return MomentTensor(mean.to(kind), variance)
+
+
+@rule(at_mean)
+def certain(state: Pass, x: MomentTensor) -> Tensor:
+    return x.moment_mean
+
+
+@rule(*named("add"), Tensor.__add__, Tensor.__radd__)
+def add(state: Pass, input: Any, other: Any, *, alpha: float = 1) -> MomentTensor:
+    (m1, v1), (m2, v2) = moments_of(input), moments_of(other)
+    mean = _typed(torch.add(m1, m2, alpha=alpha) if alpha != 1 else m1 + m2, input, other)
+    if input is other:  # x + x, x - x
+        return MomentTensor(mean, v1 * (1 + alpha) ** 2)
+    covariance: Tensor | None = None
+    if not isinstance(other, MomentTensor):
+        variance, covariance = v1.expand(mean.shape), _covariance_of(input, mean)
+    elif not isinstance(input, MomentTensor):
+        variance = (v2 if alpha**2 == 1 else v2 * alpha**2).expand(mean.shape)
+        covariance = _covariance_of(other, mean)
+        covariance = None if covariance is None else covariance * alpha**2
+    else:
+        variance = v1 + (v2 if alpha**2 == 1 else v2 * alpha**2)
+    return MomentTensor(mean, variance, covariance)
+
+
+def _typed(mean: Tensor, first: Any, second: Any) -> Tensor:
+    """The mean in the dtype of the moment tensor, where the other operand is a plain number."""
+    for number, other in ((first, second), (second, first)):
+        if not isinstance(number, Tensor) and isinstance(other, MomentTensor):
+            return mean.to(other.moment_mean.dtype)
+    return mean
+
+
+def _covariance_of(x: MomentTensor, result: Tensor) -> Tensor | None:
+    """The covariance, unless the result was broadcast to another shape."""
+    return x.moment_covariance if x.moment_mean.shape == result.shape else None
+
+
+@rule(*named("sub", "subtract"), Tensor.__sub__)
+def sub(state: Pass, input: Any, other: Any, *, alpha: float = 1) -> Any:
+    return add(state, input, other, alpha=-alpha)
+
+
+@rule(*named("rsub"), Tensor.__rsub__)
+def rsub(state: Pass, input: Any, other: Any) -> Any:
+    return add(state, other, input, alpha=-1)
+
+
+@rule(*named("mul", "multiply"), Tensor.__mul__, Tensor.__rmul__)
+def mul(state: Pass, input: Any, other: Any) -> MomentTensor:
+    if input is other:
+        return apply(input, torch.square)
+    (m1, v1), (m2, v2) = moments_of(input), moments_of(other)
+    mean = _typed(m1 * m2, input, other)
+    if not isinstance(other, MomentTensor):
+        return _scaled(input, m2, mean)
+    if not isinstance(input, MomentTensor):
+        return _scaled(other, m1, mean)
+    w1, w2 = m1.to(v1.dtype), m2.to(v2.dtype)
+    return MomentTensor(mean, torch.addcmul(w1.square() * v2, v1, v2 + w2.square()))
+
+
+def _scaled(x: MomentTensor, factor: Tensor, mean: Tensor) -> MomentTensor:
+    """A moment tensor times a factor without variance."""
+    wide = factor.to(x.moment_variance)
+    variance = x.moment_variance * wide.square()
+    covariance = _covariance_of(x, mean)
+    if covariance is not None:
+        rows = wide.expand(mean.shape)
+        covariance = covariance * rows.unsqueeze(2) * rows.unsqueeze(1)
+    return MomentTensor(mean, variance, covariance)
+
+
+@rule(*named("div", "divide", "true_divide"), Tensor.__truediv__)
+def div(state: Pass, input: Any, other: Any, *, rounding_mode: Any = None) -> Any:
+    if rounding_mode is not None:
+        return state.unknown(torch.div, (input, other), {"rounding_mode": rounding_mode})
+    if isinstance(other, MomentTensor):
+        return mul(state, input, apply(other, torch.reciprocal, positive=True))
+    divisor = torch.as_tensor(other, dtype=input.moment_variance.dtype, device=input.moment_variance.device)
+    return _scaled(input, divisor.reciprocal(), input.moment_mean / other)
+
+
+@rule(Tensor.__rtruediv__, Tensor.__rdiv__)
+def rdiv(state: Pass, input: Any, other: Any) -> Any:
+    return mul(state, other, apply(input, torch.reciprocal, positive=True))
+
+
+@rule(*named("neg", "negative"), Tensor.__neg__)
+def neg(state: Pass, input: Any) -> Any:
+    return MomentTensor(-input.moment_mean, input.moment_variance, input.moment_covariance)
+
+
+@rule(*named("positive"), Tensor.__pos__)
+def positive(state: Pass, input: Any) -> Any:
+    return input
+
+
+@rule(*named("pow"), Tensor.__pow__)
+def power(state: Pass, input: Any, exponent: Any) -> Any:
+    if not isinstance(input, MomentTensor) or isinstance(exponent, Tensor):
+        return state.unknown(torch.pow, (input, exponent), {})
+    polynomial = float(exponent).is_integer() and exponent >= 0
+    return apply(input, lambda x: x.pow(exponent), positive=not polynomial)
+
+
+@rule(*named("addcmul"))
+def addcmul(state: Pass, input: Any, tensor1: Any, tensor2: Any, *, value: float = 1) -> Any:
+    certain = not isinstance(tensor1, MomentTensor) and not isinstance(tensor2, MomentTensor)
+    product = tensor1 * tensor2 if certain else mul(state, tensor1, tensor2)
+    return add(state, input, product, alpha=value)
+
+
+@rule(*named("lerp"))
+def lerp(state: Pass, input: Any, end: Any, weight: Any) -> Any:
+    if isinstance(weight, MomentTensor):
+        return state.unknown(torch.lerp, (input, end, weight), {})
+    return add(state, times(state, input, 1 - weight), times(state, end, weight))
+
+
+def times(state: Pass, x: Any, factor: Any) -> Any:
+    """Anything times a certain factor."""
+    return mul(state, x, factor) if isinstance(x, MomentTensor) else x * factor
+
+
+for _name, _operation in {
+    "add_": add,
+    "__iadd__": add,
+    "sub_": sub,
+    "__isub__": sub,
+    "mul_": mul,
+    "__imul__": mul,
+    "div_": div,
+    "__itruediv__": div,
+    "__idiv__": div,
+    "pow_": power,
+    "__ipow__": power,
+    "neg_": neg,
+    "addcmul_": addcmul,
+}.items():
+    _in_place(getattr(Tensor, _name), _operation)
