@@ -138,6 +138,26 @@ class LogitsPrediction(Prediction):
         variance = self.probs_variance
         return TopK(highest, labels, None if variance is None else variance.gather(1, labels).sqrt())
 
+    def set(self, level: float = 0.9, *, allow_empty: bool = False) -> Tensor:
+        """The classes that a set holds which contains the label with a probability of at least `level`, over inputs
+        like the held-out ones: those whose score is at most the ``ceil((n + 1) level)``-th smallest of the held-out
+        labels' scores. See `posthoc_uq.calibrate`; of a likelihood of several labels, each label that applies is in the
+        set with that probability.
+
+        Args:
+            level: in (0, 1).
+            allow_empty: whether a set may be empty; otherwise it then holds the most probable class. A set of several
+                labels always may.
+
+        Returns:
+            (batch, classes), bool.
+
+        Raises:
+            PosthocUQError: the posterior has no held-out scores for this head and these hyperparameters, or too few for
+                the level.
+        """
+        return self.known_promises().sets(self.probs, level, allow_empty, self.sample_keys)
+
     def scores(self) -> dict[str, Tensor]:
         """See `Prediction`: entropy, mutual information, 1 - `max_probability`, the logits' variance, novelty."""
         scores = {

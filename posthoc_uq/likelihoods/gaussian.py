@@ -20,6 +20,7 @@ from posthoc_uq.core.errors import PosthocUQError
 from posthoc_uq.core.options import LARGEST, Magnitude
 from posthoc_uq.core.records import Record
 from posthoc_uq.likelihoods import metrics
+from posthoc_uq.likelihoods.conformal import Promises
 from posthoc_uq.likelihoods.draws import LINK_DRAWS, LINKS, Moments, OutputGaussian, gathered, moments_of
 from posthoc_uq.likelihoods.likelihood import Faults, Likelihood, at_nodes
 from posthoc_uq.likelihoods.prediction import (
@@ -302,6 +303,8 @@ class RegressionPrediction(Prediction):
             noise_variance: Tensor | float,
             *,
             novelty_ratio: Tensor | None = None,
+            promises: Promises | str | None = None,
+            sample_keys: Tensor | None = None,
         ) -> None: ...
 
     def __post_init__(self) -> None:
@@ -355,9 +358,23 @@ class RegressionPrediction(Prediction):
     def interval(self, level: float = 0.95) -> tuple[Tensor, Tensor]:
         """Bounds, shaped like `mean`, between which an observation falls with probability `level`.
 
+        Where the posterior has held-out scores that apply (`posthoc_uq.calibrate`), the bounds of each output are
+        ``m(x) -+ q s(x)`` with the predictive deviation s and the ``ceil((n + 1) level)``-th smallest q of the held-out
+        ``|y - m| / s``: they then cover with at least this probability, over inputs like those, whatever the model.
+        Elsewhere they are the Gaussian's.
+
         Raises:
-            PosthocUQError: `level` is not strictly between 0 and 1.
+            PosthocUQError: `level` is not strictly between 0 and 1, or there are too few held-out scores for it.
         """
+        if isinstance(self.promises, Promises):
+            outputs = 1 if self.mean.ndim == 1 else self.mean.shape[1]
+            factors = self.promises.bounds("deviation", level, outputs)
+            width = self.standard_deviation * factors.to(self.mean)
+            return self.mean - width, self.mean + width
+        return self._gaussian_interval(level)
+
+    def _gaussian_interval(self, level: float) -> tuple[Tensor, Tensor]:
+        """The bounds that the posterior gives by itself."""
         # by the lower tail, which is accurate even where (1 + level) / 2 rounds to 1
         below = NormalDist().inv_cdf((1 - check_probability("level", level)) / 2) * self.standard_deviation
         return self.mean + below, self.mean - below
@@ -428,7 +445,7 @@ class RegressionPrediction(Prediction):
         if bool((self.variance > 0).all()):
             measures["log density"] = metrics.gaussian_log_density(self.mean, self.variance, targets)
             measures["CRPS"] = metrics.crps_gaussian(self.mean, self.variance, targets)
-            measures |= interval_quality(self.interval, targets)
+            measures |= interval_quality(self._gaussian_interval, targets)
         return measures
 
     def losses(self, targets: Tensor) -> Tensor:

@@ -1,0 +1,381 @@
+"""`calibrate`: one part of held-out data tunes a posterior, the other gives the scores by which predictions promise."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass, field
+from typing import Annotated, Any, Literal, NamedTuple, cast, get_args
+
+import torch
+from annotated_types import Gt, Lt
+from torch import Tensor
+
+from posthoc_uq.core.batches import (
+    Bar,
+    Batch,
+    BatchFunction,
+    BatchReader,
+    batches,
+    check_loader,
+    check_reusable,
+)
+from posthoc_uq.core.devices import as_double
+from posthoc_uq.core.errors import PosthocUQError
+from posthoc_uq.core.interrupts import orderly
+from posthoc_uq.core.options import Seed, check_option, one_of
+from posthoc_uq.core.randomness import isolated_random_state, mixed_seed, sample_keys, uniforms
+from posthoc_uq.fitting.faithful import model_of
+from posthoc_uq.fitting.tune import has_something_to_tune, tune
+from posthoc_uq.fitting.wrap import recorded_head, wrap
+from posthoc_uq.heads.predictor import Predictor, promise_keys
+from posthoc_uq.heads.referral import default_referral_scores
+from posthoc_uq.layers.proof import count_samples
+from posthoc_uq.likelihoods.bernoulli import MultilabelPrediction
+from posthoc_uq.likelihoods.class_prediction import ClassPrediction
+from posthoc_uq.likelihoods.conformal import (
+    JOINT,
+    SetScore,
+    TargetScore,
+    class_scores,
+    held_out_scores,
+)
+from posthoc_uq.likelihoods.gaussian import RegressionPrediction
+from posthoc_uq.likelihoods.likelihood import DrawnPrediction
+from posthoc_uq.likelihoods.prediction import Prediction, score_of
+from posthoc_uq.likelihoods.selective import QUANTILES, joint_surprise, tail_of
+from posthoc_uq.posteriors.posterior import Posterior
+from posthoc_uq.posteriors.report import described_promises
+from posthoc_uq.posteriors.search import Trials
+
+
+@dataclass(frozen=True)
+class Calibration:
+    """What `calibrate` did; prints itself.
+
+    Attributes:
+        trials: of the hyperparameters; None where there was nothing to tune.
+        tuned: the number of samples that tuned.
+        samples: the number of samples whose scores are stored.
+        approximate: whether they are the same ones, so that promises hold approximately.
+        promises: what is promised, in words.
+    """
+
+    trials: Trials | None = field(repr=False)
+    tuned: int
+    samples: int
+    approximate: bool
+    promises: str
+
+    def __str__(self) -> str:
+        trials = self.trials
+        chosen = "nothing to tune" if trials is None else str(trials).partition("\n")[0]
+        return f"tuned by {self.tuned:,} samples: {chosen}\npromised: {self.promises}"
+
+
+@orderly
+def calibrate(
+    posterior: Posterior,
+    loader: Iterable[Any],
+    *,
+    share: float | None = 0.5,
+    sets: Literal["lac", "aps", "raps"] = "lac",
+    by_class: bool = False,
+    head: str | None = None,
+    seed: int = 0,
+    batch_to_inputs: BatchFunction | None = None,
+    batch_to_targets: BatchFunction | None = None,
+    progress: bool = True,
+    **options: Any,
+) -> Calibration:
+    """Tune a posterior on one part of held-out data, and store the scores of the other, by which predictions promise.
+
+    ``prediction.set(0.9)``, ``prediction.interval(0.9)`` and ``prediction.familiarity()`` then hold on average over new
+    inputs like the held-out ones, whatever the model, by split conformal prediction (Vovk, Gammerman, Shafer,
+    "Algorithmic learning in a random world", 2005; Angelopoulos and Bates, "A gentle introduction to conformal
+    prediction", 2021): coverage is at least the level and, without ties, at most ``1 / (n + 1)`` more, with n samples of
+    the second part. They hold for the head and the hyperparameters at the end of this call; a later change of these
+    makes them void, and warns of it.
+
+    The scores, all of one prediction of each sample:
+
+    * Of targets that are classes, `sets` (`posthoc_uq.likelihoods.conformal.class_scores`); of several labels
+      ``1 - p`` of those that apply, with one threshold a label; of a regression ``|y - m| / s`` with the predictive
+      deviation s, by output; of other likelihoods with a distribution function ``|F(y) - 1/2|``. Outputs with positions
+      are refused, since positions are not exchangeable.
+    * Of inputs novelty, the default score (entropy, or the standard deviation), and the larger surprise of the two,
+      measured by their tails on the first part and calibrated by its own values on the second.
+
+    Args:
+        posterior: from `fit` or `load`. It is changed at the end, all at once; after an error it is as it was.
+        loader: batches with targets that chose nothing else: neither weights nor the time to stop. Read several times,
+            and every time with the same inputs.
+        share: of the samples that tune; which, depends on their inputs and the seed alone, and copies of an input are
+            in one part. None: all samples do both, and promises hold approximately.
+        sets: ``"lac"`` gives the smallest sets; ``"aps"`` and ``"raps"`` sets whose size adapts to the input, with
+            random numbers that depend on the input alone.
+        by_class: promise coverage for every class by itself, which needs samples of each.
+        head: that predicts, as in `tune`.
+        seed: of the split, the draws and the randomised sets.
+        batch_to_inputs: as in `fit`.
+        batch_to_targets: as in `fit`.
+        progress: show a bar.
+        **options: of the head, as in `wrap`.
+
+    Raises:
+        PosthocUQError: no targets, too few samples, outputs with positions, or a loader of other inputs each time.
+        NonFiniteError: a score is not finite.
+    """
+    if not isinstance(cast(Any, posterior), Posterior):
+        raise PosthocUQError(
+            f"calibrate takes a posterior from uq.fit or uq.load(path, model), not a {type(posterior).__name__}."
+        )
+    share = check_option("share", share, Annotated[float, Gt(0), Lt(1)] | None)
+    sets = cast(SetScore, one_of("sets", sets, get_args(SetScore)))
+    by_class, seed = check_option("by_class", by_class, bool), check_option("seed", seed, Seed)
+    check_loader(loader)
+    check_reusable(loader, 3)
+    reader = BatchReader.of(model_of(posterior), batch_to_inputs, batch_to_targets)
+    trial = posterior.trial()
+    data = _HeldOut(loader, reader, seed)
+    if share is not None:
+        data.split(share)
+    trials = None
+    if has_something_to_tune(trial):
+        trials = tune(
+            trial,
+            data,
+            criterion="likelihood",
+            head=head,
+            seed=seed,
+            batch_to_inputs=_inputs_of,
+            batch_to_targets=_targets_of,
+            progress=progress,
+            **options,
+        )
+        predictor = wrap(model_of(trial), trial)
+    else:
+        name = head or recorded_head(trial)[0]
+        predictor = wrap(model_of(trial), trial, name, **options)
+        kept = {key: value for key, value in options.items() if isinstance(value, (bool, int, float, str))}
+        trial.history.head = {"name": name, "options": kept, "criterion": "given"}
+    trial.history.promises = {}  # so that predictions are made without those that are replaced
+    measured = _measured(predictor, data, sets, by_class, progress)
+    record = measured | {
+        "seed": seed,
+        "head": dict(predictor.identity()),
+        "posterior": predictor.hyperparameters(),
+    }
+    trial.history.promises = record if share is None else record | {"share": share}
+    posterior.adopt(trial)
+    posterior.warned_heads |= trial.warned_heads
+    tuned = record["samples"] if share is None else data.samples - record["samples"]
+    return Calibration(
+        trials, tuned, record["samples"], share is None, described_promises(posterior.history.promises)
+    )
+
+
+class _HeldOut:
+    """Held-out data in two parts; iterated over, the batches of those that tune.
+
+    Args:
+        loader: of all.
+        reader: takes batches apart.
+        seed: of the split.
+
+    Attributes:
+        samples: how many there are, once they were split.
+        tuning: how many of them tune.
+    """
+
+    def __init__(self, loader: Iterable[Any], reader: BatchReader, seed: int) -> None:
+        self.loader, self._reader = loader, reader
+        self.seed, self._split_seed = seed, mixed_seed(seed, 1)  # not the labels or sets of this seed
+        self._bound: int | None = None
+        self.samples = self.tuning = 0
+
+    @property
+    def all_in_both(self) -> bool:
+        """Whether all samples tune and are measured."""
+        return self._bound is None
+
+    def __len__(self) -> int:
+        return len(cast(Any, self.loader))  # batches; a bar shows it
+
+    def __iter__(self) -> Iterator[Batch]:
+        for batch, tunes in self.batches():
+            yield batch if self.all_in_both else batch.select(tunes, len(tunes))
+
+    def batches(self) -> Iterator[tuple[Batch, Tensor]]:
+        """All batches, each with which of its samples ``(samples,)`` tune."""
+        for batch in batches(self.loader, self._reader):
+            if batch.targets is None:
+                raise PosthocUQError(
+                    "Calibration needs targets, and the loader yields inputs alone; yield (inputs, targets)."
+                )
+            keys = self._keys(batch)
+            yield (
+                batch,
+                torch.ones_like(keys, dtype=torch.bool) if self._bound is None else keys < self._bound,
+            )
+
+    def _keys(self, batch: Batch) -> Tensor:
+        return sample_keys(batch.tensors(), count_samples(batch), self._split_seed).cpu()
+
+    def split(self, share: float) -> None:
+        """Let those samples tune whose hashes are the smallest: the share of them, less copies at the border.
+
+        Raises:
+            PosthocUQError: there are too few different samples for two parts.
+        """
+        with isolated_random_state(self.seed):
+            keys = torch.cat([self._keys(batch) for batch, _ in self.batches()])
+        self.samples = len(keys)
+        ordered = keys.sort().values
+        place = min(max(1, round(share * len(keys))), len(keys) - 1)
+        if len(keys) < 2 or int(ordered[place]) == int(ordered[0]):
+            raise PosthocUQError(
+                f"share={share:g} leaves one of the two parts of {len(keys)} held-out samples empty (copies of an input "
+                f"are in one part); give more samples, or share=None for all in both."
+            )
+        self._bound = int(ordered[place])
+        self.tuning = int((keys < self._bound).sum())
+
+
+def _inputs_of(batch: Batch) -> Any:
+    return batch.kwargs or batch.args
+
+
+def _targets_of(batch: Batch) -> Any:
+    return batch.targets
+
+
+def _measured(
+    predictor: Predictor, data: _HeldOut, sets: SetScore, by_class: bool, progress: bool
+) -> dict[str, Any]:
+    """The record of the scores, but for what they were measured with; one pass over all data.
+
+    Raises:
+        PosthocUQError: the predictions have positions, the samples are others than those that were split, or a class or
+            label has none.
+    """
+    of_inputs: dict[str, list[Tensor]] = {}
+    of_targets, tuning = list[_TargetScores](), list[Tensor]()
+    kind: TargetScore | None = None
+    classes: int | None = None
+    with torch.no_grad(), isolated_random_state(data.seed), Bar(data.loader, "calibrate", progress) as bar:
+        for batch, tunes in data.batches():
+            prediction = predictor(*batch.args, **batch.kwargs).to("cpu")
+            if prediction.kind == "positions":
+                raise PosthocUQError(
+                    "The outputs have positions, which are not exchangeable, so that their scores promise nothing; tune "
+                    "with uq.tune(posterior, loader) instead."
+                )
+            classes = prediction.classes
+            if by_class and (classes is None or prediction.kind != "classes"):
+                raise PosthocUQError(
+                    "by_class=True promises coverage for each class, and no classes are predicted."
+                )
+            for name in default_referral_scores(prediction):
+                of_inputs.setdefault(name, []).append(as_double(score_of(prediction, name)))
+            tuning.append(tunes)
+            kept = tunes if data.all_in_both else ~tunes
+            targets = prediction.fitting(cast(Tensor, batch.targets).cpu())
+            keys = promise_keys(batch, len(prediction), data.seed).cpu()
+            found = _target_scores(prediction, targets, sets, keys)
+            if found is not None:
+                kind = found.kind
+                of_targets.append(_TargetScores(kind, found.scores[kept], found.groups[kept]))
+            bar.advance(len(prediction))
+    first = torch.cat(tuning)
+    if not data.all_in_both and (len(first), int(first.sum())) != (data.samples, data.tuning):
+        raise PosthocUQError(
+            "The loader gave other inputs than in the pass before, so that no two parts of them exist; leave random "
+            "changes of inputs out."
+        )
+    second = first if data.all_in_both else ~first
+    scores = {name: torch.cat(parts) for name, parts in of_inputs.items()}
+    tails = {name: tail_of(values[first], QUANTILES) for name, values in scores.items()}
+    scores[JOINT] = joint_surprise(tails, scores).clamp(max=_MAX_SURPRISE)
+    record: dict[str, Any] = {
+        "samples": int(second.sum()),
+        "inputs": {name: held_out_scores(values[second]).record() for name, values in scores.items()},
+        "tails": {
+            name: {part: numbers.tolist() for part, numbers in tail._asdict().items()}
+            for name, tail in tails.items()
+        },
+    }
+    if kind is not None:
+        all_scores = torch.cat([found.scores for found in of_targets])
+        groups = torch.cat([found.groups for found in of_targets])
+        columns = _columns(kind, all_scores, groups, classes if by_class else None)
+        record["targets"] = {"kind": kind, "scores": [held_out_scores(each).record() for each in columns]}
+    return record
+
+
+_MAX_SURPRISE = 1e300  # of a score that is the same for all tuning samples; it stands for infinity in a file
+
+
+class _TargetScores(NamedTuple):
+    """Scores of the targets of some samples.
+
+    Attributes:
+        kind: of them.
+        scores: (samples, columns), float64: by output, or by label.
+        groups: (samples, columns), int64: the class; of a label whether it applies; else 0.
+    """
+
+    kind: TargetScore
+    scores: Tensor
+    groups: Tensor
+
+
+def _target_scores(
+    prediction: Prediction, targets: Tensor, sets: SetScore, keys: Tensor
+) -> _TargetScores | None:
+    """The scores of the targets by the kind of the prediction; None where that has none.
+
+    Args:
+        prediction: of a batch, on the CPU.
+        targets: as its `fitting` gives them.
+        sets: the score of classes.
+        keys: (batch,), of the inputs.
+    """
+    if isinstance(prediction, ClassPrediction):
+        prediction.log_prob(targets)  # refuses labels out of range
+        labels = prediction.labels(targets).unsqueeze(-1)
+        scores = class_scores(as_double(prediction.probs), sets, uniforms(keys, 1).squeeze(1))
+        return _TargetScores(sets, scores.gather(-1, labels), labels)
+    if isinstance(prediction, MultilabelPrediction):
+        return _TargetScores("label", 1 - as_double(prediction.probs), targets)
+    if isinstance(prediction, RegressionPrediction):
+        scores = (as_double(targets) - as_double(prediction.mean)).abs()
+        scores = (scores / as_double(prediction.standard_deviation)).reshape(len(prediction), -1)
+        return _TargetScores("deviation", scores, torch.zeros_like(scores, dtype=torch.int64))
+    if isinstance(prediction, DrawnPrediction) and prediction.likelihood.defines("cdf"):
+        scores = (as_double(prediction.cdf(targets.reshape(prediction.functional_mean.shape))) - 0.5).abs()
+        scores = scores.reshape(len(prediction), -1)
+        return _TargetScores("cdf", scores, torch.zeros_like(scores, dtype=torch.int64))
+    return None
+
+
+def _columns(kind: TargetScore, scores: Tensor, groups: Tensor, classes: int | None) -> list[Tensor]:
+    """The scores apart: by class, by label, where it applies, or by output.
+
+    Args:
+        kind: of the scores.
+        scores: (samples, columns).
+        groups: as in `_TargetScores`.
+        classes: their number, where scores are to be kept by class.
+    """
+    if kind == "label":
+        names, found = "label", [scores[groups[:, each] == 1, each] for each in range(scores.shape[1])]
+    elif classes is None:
+        return list(scores.unbind(1))
+    else:
+        names, found = "class", [scores[groups == each] for each in range(classes)]
+    empty = [each for each, part in enumerate(found) if len(part) == 0]
+    if empty:
+        raise PosthocUQError(
+            f"A promise for every {names} needs held-out samples of each, and there are none of {empty[:8]}; give more."
+        )
+    return found

@@ -1,0 +1,271 @@
+"""`calibrate`: promises end to end, in files, and what makes them void."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import posthoc_uq as uq
+from posthoc_uq.core.errors import CorruptPosteriorError
+from posthoc_uq.files.records import HeldOutRecord, PromisesRecord
+from posthoc_uq.core.records import validate_record
+
+
+def _batches(x: Tensor, y: Tensor, size: int = 100) -> list[tuple[Tensor, Tensor]]:
+    return list(zip(x.split(size), y.split(size), strict=True))
+
+
+def _trained(model: nn.Module, loss: nn.Module, x: Tensor, y: Tensor) -> nn.Module:
+    optimiser = torch.optim.Adam(model.parameters(), 0.02)
+    for _ in range(60):
+        optimiser.zero_grad()
+        loss(model(x), y).backward()
+        optimiser.step()
+    return model
+
+
+@pytest.fixture(scope="module")
+def classes() -> tuple[nn.Module, Tensor, Tensor]:
+    generator = torch.Generator().manual_seed(0)
+    x = torch.randn(3400, 4, generator=generator)
+    y = (x[:, :3] + 0.7 * torch.randn(3400, 3, generator=generator)).argmax(1)
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(4, 12), nn.ReLU(), nn.Linear(12, 3))
+    return _trained(model, nn.CrossEntropyLoss(), x[:100], y[:100]), x, y
+
+
+@pytest.fixture
+def fitted(classes) -> uq.Posterior:
+    model, x, y = classes
+    return uq.fit(model, [(x[:100], y[:100])], "diag", layers="last", progress=False)
+
+
+def _band(rate: float, held_out: int, new: int) -> float:
+    """3.5 standard deviations of the share of new samples by one calibration."""
+    return 3.5 * (rate * (1 - rate) * (1 / (held_out + 2) + 1 / new)) ** 0.5
+
+
+@pytest.mark.parametrize("sets", ["lac", "aps", "raps"])
+def test_classes(classes, fitted, sets: str) -> None:
+    model, x, y = classes
+    result = uq.calibrate(fitted, _batches(x[100:900], y[100:900]), sets=sets, progress=False)
+    assert result.samples == result.tuned == 400 and "99.75 %" in str(result) and "temperature" in str(result)
+    prediction, labels = uq.wrap(model, fitted)(x[900:]), y[900:]
+    for level in (0.8, 0.9, 0.95):
+        chosen = prediction.set(level, allow_empty=sets != "lac")
+        covered = float(chosen[torch.arange(len(labels)), labels].double().mean())
+        assert abs(covered - level) < _band(level, 400, len(labels)) + 0.0025
+    for score in ("novelty", "entropy", "joint"):
+        p = prediction.familiarity(score)
+        assert bool((p > 0).all()) and bool((p <= 1).all())
+        assert abs(float((p <= 0.1).double().mean()) - 0.1) < _band(0.1, 400, len(labels)) + 0.0025
+    assert float(uq.wrap(model, fitted)(50 + x[:50]).familiarity().max()) < 0.01
+    part = prediction.picked(slice(3, 9))
+    assert torch.equal(part.set(0.9), prediction.set(0.9)[3:9]) and "sample_keys" not in part.to_dict()
+    with pytest.raises(uq.PosthocUQError, match="needs 999 held-out samples"):
+        prediction.set(0.999)
+
+
+def test_batches_and_order_do_not_matter_and_files_keep_all(classes, fitted, tmp_path: Path) -> None:
+    model, x, y = classes
+    x_held, y_held = x[100:400].repeat(2, 1), y[100:400].repeat(2)  # copies of an input are in one part
+    order = torch.randperm(600, generator=torch.Generator().manual_seed(1))
+    records = []
+    for held_out in (_batches(x_held, y_held), _batches(x_held[order], y_held[order], 37)):
+        uq.calibrate(fitted, held_out, sets="aps", head="linearized", progress=False)
+        records.append(fitted.history.promises)
+    first, second = records
+    assert first["samples"] == second["samples"] and first["samples"] % 2 == 0
+    for a, b in zip(first["targets"]["scores"], second["targets"]["scores"], strict=True):
+        assert torch.allclose(torch.tensor(a["values"]), torch.tensor(b["values"]), atol=2e-3)
+
+    uq.save(fitted, tmp_path / "p.h5")
+    loaded = uq.load(tmp_path / "p.h5", model)
+    assert loaded.history.promises == second
+    mine, again = uq.wrap(model, fitted), uq.wrap(model, loaded)
+    assert torch.equal(mine(x).set(0.9), again(x).set(0.9))
+    assert torch.equal(mine(x).familiarity("joint"), again(x).familiarity("joint"))
+    whole = again.predict([x[:50], x[50:90]], progress=False)
+    assert torch.equal(whole.set(0.9), again(x[:90]).set(0.9))
+    assert "sets by 'aps'" in str(loaded.report()) and "sets by 'aps'" in str(uq.inspect(tmp_path / "p.h5"))
+
+
+def test_what_makes_promises_void(classes, fitted) -> None:
+    model, x, y = classes
+    predictor = uq.wrap(model, fitted)
+    with pytest.raises(uq.PosthocUQError, match="uq.calibrate"):
+        predictor(x).set(0.9)
+    uq.calibrate(fitted, _batches(x[100:300], y[100:300]), progress=False)
+    predictor(x).set(0.9)
+    with pytest.raises(uq.PosthocUQError, match="calibrate for this one"):
+        uq.wrap(model, fitted, "linearized", link="probit")(x).set(0.9)
+    with pytest.warns(UserWarning, match="no longer hold"):
+        fitted.temperature = 3.0
+    for call in (lambda p: p.set(0.9), lambda p: p.familiarity()):
+        with pytest.raises(uq.PosthocUQError, match="hyperparameters changed"):
+            call(predictor(x))
+    with pytest.warns(UserWarning, match="cleared"):
+        updated = uq.update(
+            uq.fit(model, [(x[:100], y[:100])], "diag", prior_precision=1.0, progress=False)
+            if not fitted.history.promises
+            else fitted,
+            [(x[:20], y[:20])],
+            progress=False,
+        )
+    assert not updated.history.promises
+
+
+def test_an_error_leaves_the_posterior_as_it_was(classes, fitted) -> None:
+    model, x, y = classes
+    before, held_out = fitted.settings, _batches(x[100:300], y[100:300])
+    noisy = torch.utils.data.DataLoader(
+        torch.utils.data.TensorDataset(x[100:300], y[100:300]),
+        batch_size=50,
+        collate_fn=lambda rows: (
+            torch.stack([row[0] for row in rows]) + torch.randn(len(rows), 4),
+            torch.stack([row[1] for row in rows]),
+        ),
+    )
+    for loader, options, words in (
+        ([x[100:300]], {}, "targets"),
+        ([(x[100:101], y[100:101])], {}, "empty"),
+        (held_out, {"sets": "ips"}, "sets"),
+        (held_out, {"share": 1.0}, "share"),
+        (iter(held_out), {}, "only once"),
+        (_batches(x[100:300], y[100:300].clamp(max=1)), {"by_class": True}, "none of"),
+        (held_out, {"n_sample": 3}, "n_sample"),
+    ):
+        with pytest.raises(uq.PosthocUQError, match=words):
+            uq.calibrate(fitted, loader, progress=False, **options)
+    torch.manual_seed(0)
+    generator = torch.Generator().manual_seed(0)
+    changing = _Changing(x[100:300], y[100:300], generator)
+    with pytest.raises(uq.PosthocUQError, match="other inputs"):
+        uq.calibrate(fitted, changing, progress=False)
+    assert fitted.settings == before and not fitted.history.promises and noisy is not None
+
+
+class _Changing:
+    """A loader that changes its inputs at random, by a generator of its own."""
+
+    def __init__(self, x: Tensor, y: Tensor, generator: torch.Generator) -> None:
+        self.x, self.y, self.generator = x, y, generator
+
+    def __iter__(self):
+        yield self.x + torch.randn(self.x.shape, generator=self.generator), self.y
+
+
+def test_each_class_and_all_samples_in_both_parts(classes, fitted) -> None:
+    model, x, y = classes
+    held_out = _batches(x[100:1900], y[100:1900])
+    result = uq.calibrate(fitted, held_out, by_class=True, progress=False)
+    prediction, labels = uq.wrap(model, fitted)(x[1900:]), y[1900:]
+    assert len(fitted.history.promises["targets"]["scores"]) == 3 and not result.approximate
+    chosen = prediction.set(0.9)[torch.arange(len(labels)), labels].double()
+    for each in range(3):
+        assert float(chosen[labels == each].mean()) > 0.9 - _band(0.9, 300, 500)
+    result = uq.calibrate(fitted, held_out, share=None, progress=False)
+    assert result.approximate and result.samples == result.tuned == 1800 and "approximately" in str(result)
+
+
+@pytest.mark.parametrize("outputs", [1, 2])
+def test_values(outputs: int) -> None:
+    generator = torch.Generator().manual_seed(3)
+    x = torch.randn(2500, 3, generator=generator)
+    y = x[:, :outputs] + (0.2 + x[:, 2:].abs()) * torch.randn(2500, outputs, generator=generator)
+    torch.manual_seed(0)
+    model = _trained(nn.Sequential(nn.Linear(3, 12), nn.Tanh(), nn.Linear(12, outputs)), nn.MSELoss(), x[:60], y[:60])
+    posterior = uq.fit(model, [(x[:60], y[:60])], "diag", likelihood="regression", progress=False)
+    before = uq.wrap(model, posterior)(x[1000:]).interval(0.9)
+    uq.calibrate(posterior, _batches(x[60:660], y[60:660]), progress=False)
+    prediction, targets = uq.wrap(model, posterior)(x[1000:]), y[1000:].reshape(before[0].shape)
+    for level in (0.5, 0.9, 0.99):
+        low, high = prediction.interval(level)
+        covered = ((low <= targets) & (targets <= high)).double().reshape(1500, -1).mean(0)
+        assert float((covered - level).abs().max()) < _band(level, 300, 1500) + 0.0034
+    assert len(posterior.history.promises["targets"]["scores"]) == outputs
+    with pytest.raises(uq.PosthocUQError, match="held-out samples"):
+        prediction.interval(0.9999)
+    with pytest.raises(uq.PosthocUQError, match="no scores of such"):
+        uq.ClassPrediction.from_logits(torch.randn(1, 4, 3)).__class__(
+            probs=torch.full((4, 2), 0.5), logits_mean=torch.zeros(4, 2), logits_variance=torch.zeros(4, 2),
+            promises=prediction.promises,
+        ).set(0.9)
+
+
+@pytest.mark.parametrize("likelihood", ["poisson", "gamma", "heteroscedastic", "ordinal", "multilabel"])
+def test_other_likelihoods(likelihood: str) -> None:
+    generator = torch.Generator().manual_seed(4)
+    x = 0.5 * torch.randn(1700, 2, generator=generator)
+    outputs = {"heteroscedastic": 2, "ordinal": 4, "multilabel": 3}.get(likelihood, 1)
+    torch.manual_seed(0)
+    model = nn.Linear(2, outputs)
+    if likelihood == "heteroscedastic":
+        y = x[:, :1] + 0.3 * torch.randn(1700, 1, generator=generator)
+    elif likelihood == "ordinal":
+        y = (x[:, 0] + 0.5 * torch.randn(1700, generator=generator)).mul(2).round().clamp(-2, 1).long() + 2
+        y = y.clamp(0, 3)
+    elif likelihood == "multilabel":
+        y = (x[:, [0, 1, 0]] + 0.5 * torch.randn(1700, 3, generator=generator) > 0).float()
+    else:
+        rate = (1 + x[:, :1]).exp()
+        y = torch.poisson(rate, generator=generator) if likelihood == "poisson" else rate * torch.rand(
+            1700, 1, generator=generator
+        ).add(0.05)
+    spec = uq.Ordinal(cumulative=False) if likelihood == "ordinal" else likelihood
+    posterior = uq.fit(model, [(x[:100], y[:100])], "diag", likelihood=spec, prior_precision=10.0, progress=False)
+    uq.calibrate(posterior, _batches(x[100:700], y[100:700], 300), progress=False, n_samples=20, head="sampling")
+    prediction = uq.wrap(model, posterior)(x[700:])
+    if likelihood == "multilabel":
+        kept = prediction.set(0.9)[y[700:] > 0]
+        assert abs(float(kept.double().mean()) - 0.9) < _band(0.9, 140, 1000)
+        return
+    low, high = prediction.interval(0.9)
+    targets = y[700:].reshape(low.shape)
+    covered = float(((low <= targets) & (targets <= high)).double().mean())
+    assert covered > 0.9 - _band(0.9, 300, 1000)
+    if likelihood in ("gamma", "heteroscedastic"):
+        assert covered < 0.9 + _band(0.9, 300, 1000) + 0.0034
+    if likelihood == "poisson":
+        assert torch.equal(low, low.round()) and bool(low.isfinite().all())
+
+
+def test_positions_are_refused() -> None:
+    generator = torch.Generator().manual_seed(5)
+    x = torch.randn(40, 3, 4, 4, generator=generator)
+    y = x[:, :3].argmax(1)
+    torch.manual_seed(0)
+    model = nn.Conv2d(3, 3, 1)
+    posterior = uq.fit(model, [(x[:20], y[:20])], "diag", prior_precision=1.0, progress=False)
+    with pytest.raises(uq.PosthocUQError, match="positions"):
+        uq.calibrate(posterior, [(x[20:], y[20:])], progress=False)
+
+
+def test_records_that_contradict_themselves() -> None:
+    scores = {"values": [0.0, 1.0], "count": 2}
+    tail = {"values": [1.0, 0.0], "shares": [0.5, 1.0]}
+    record = {
+        "samples": 2,
+        "seed": 0,
+        "head": {"head": "linearized"},
+        "posterior": {"temperature": 1.0},
+        "inputs": {"entropy": scores, "joint": scores},
+        "tails": {"entropy": tail},
+    }
+    validate_record(PromisesRecord, record, "it")
+    for broken in ({"values": [1.0, 0.0], "count": 2}, {"values": [0.0], "count": 2}, {"values": [], "count": 0}):
+        with pytest.raises(CorruptPosteriorError):
+            validate_record(HeldOutRecord, broken, "it")
+    for name, value in (
+        ("tails", {}),
+        ("tails", {"entropy": tail | {"shares": [0.5, 0.5]}}),
+        ("tails", {"entropy": tail | {"values": [0.0, 1.0]}}),
+        ("share", 1.0),
+        ("head", {"head": "linearized", "n_samples": 10**9}),
+        ("targets", {"kind": "entropy", "scores": [scores]}),
+    ):
+        with pytest.raises(CorruptPosteriorError):
+            validate_record(PromisesRecord, record | {name: value}, "it")
