@@ -92,8 +92,8 @@ def calibrate(
     ``prediction.set(0.9)``, ``prediction.interval(0.9)`` and ``prediction.familiarity()`` then hold on average over new
     inputs like the held-out ones, whatever the model, by split conformal prediction (Vovk, Gammerman, Shafer,
     "Algorithmic learning in a random world", 2005; Angelopoulos and Bates, "A gentle introduction to conformal
-    prediction", 2021): coverage is at least the level and, without ties, at most ``1 / (n + 1)`` more, with n samples of
-    the second part. They hold for the head and the hyperparameters at the end of this call; a later change of these
+    prediction", 2021): coverage is at least the level and, without ties, at most ``1 / (n + 1)`` more, with n samples
+    in the second part. They hold for the head and the hyperparameters at the end of this call; a later change of these
     makes them void, and warns of it.
 
     The scores, all of one prediction of each sample:
@@ -234,8 +234,8 @@ class _HeldOut:
         place = min(max(1, round(share * len(keys))), len(keys) - 1)
         if len(keys) < 2 or int(ordered[place]) == int(ordered[0]):
             raise PosthocUQError(
-                f"share={share:g} leaves one of the two parts of {len(keys)} held-out samples empty (copies of an input "
-                f"are in one part); give more samples, or share=None for all in both."
+                f"share={share:g} leaves one of the two parts of {len(keys)} held-out samples empty (copies of an "
+                f"input are in one part); give more samples, or share=None for all in both."
             )
         self._bound = int(ordered[place])
         self.tuning = int((keys < self._bound).sum())
@@ -267,8 +267,8 @@ def _measured(
             prediction = predictor(*batch.args, **batch.kwargs).to("cpu")
             if prediction.kind == "positions":
                 raise PosthocUQError(
-                    "The outputs have positions, which are not exchangeable, so that their scores promise nothing; tune "
-                    "with uq.tune(posterior, loader) instead."
+                    "The outputs have positions, which are not exchangeable, so that their scores promise nothing; "
+                    "tune with uq.tune(posterior, loader) instead."
                 )
             classes = prediction.classes
             if by_class and (classes is None or prediction.kind != "classes"):

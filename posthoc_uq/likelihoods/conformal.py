@@ -150,7 +150,7 @@ def class_scores(
     if uniform is not None:
         total = total - uniform.to(probs).unsqueeze(-1) * ordered
     if kind == "raps":
-        ranks = torch.arange(1, probs.shape[-1] + 1, device=probs.device)
+        ranks = torch.arange(1, probs.shape[-1] + 1, dtype=probs.dtype, device=probs.device)
         total = total + penalty * (ranks - free_classes).clamp(min=0)
     return torch.empty_like(total).scatter_(-1, order, total)
 

@@ -767,8 +767,10 @@ class DrawnPrediction(Prediction):
         high = torch.ones_like(self.functional_mean)
         low = -high
         for _ in range(_DOUBLINGS):
-            low = torch.where(self.cdf(low) >= probability, 2 * low, low)
-            high = torch.where(self.cdf(high) < probability, 2 * high, high)
+            below, above = self.cdf(low) >= probability, self.cdf(high) < probability
+            if not bool((below | above).any()):
+                break
+            low, high = torch.where(below, 2 * low, low), torch.where(above, 2 * high, high)
         below, above = self.cdf(low) >= probability, self.cdf(high) < probability
         for _ in range(_HALVINGS):
             middle = (low + high) / 2
