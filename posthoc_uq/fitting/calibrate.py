@@ -71,9 +71,10 @@ class Calibration:
     promises: str
 
     def __str__(self) -> str:
-        trials = self.trials
-        chosen = "nothing to tune" if trials is None else str(trials).partition("\n")[0]
-        return f"tuned by {self.tuned:,} samples: {chosen}\npromised: {self.promises}"
+        chosen = "nothing to tune"
+        if self.trials is not None:
+            chosen = f"tuned by {self.tuned:,} samples: {str(self.trials).splitlines()[0]}"
+        return f"{chosen}\npromised: {self.promises}"
 
 
 @orderly
