@@ -85,7 +85,9 @@ def p_values(scores: HeldOutScores, new: Tensor) -> Tensor:
     an upper bound, so that this holds.
     """
     wanted = new.detach().double().cpu()
-    below = torch.searchsorted(scores.values, wanted.contiguous(), right=False)  # kept scores that are smaller
+    below = torch.searchsorted(
+        scores.values, wanted.contiguous(), right=False
+    )  # kept scores that are smaller
     ranks = torch.cat((torch.zeros(1, dtype=torch.int64), scores.ranks))
     at_least = scores.count - ranks[below]
     return torch.where(wanted.isnan(), torch.nan, (1 + at_least).double() / (scores.count + 1))
@@ -138,5 +140,7 @@ def set_of(probs: Tensor, scores: Tensor, thresholds: Tensor | float, allow_empt
     chosen = scores <= thresholds
     if not allow_empty:
         empty = ~chosen.any(-1, keepdim=True)
-        chosen = chosen | (empty & torch.zeros_like(chosen).scatter_(-1, probs.argmax(-1, keepdim=True), True))
+        chosen = chosen | (
+            empty & torch.zeros_like(chosen).scatter_(-1, probs.argmax(-1, keepdim=True), True)
+        )
     return chosen

@@ -414,6 +414,12 @@ class Likelihood:
         """The class of every sample, ``(samples,)`` int64, below `classes`."""
         return torch.zeros(outputs.shape[0], dtype=torch.int64, device=outputs.device)
 
+    def columns(self, outputs: Tensor, targets: Tensor) -> Tensor | None:
+        """Targets as the columns of a least-squares regression, ``(samples, columns)``: one-hot classes, one column of
+        two classes, or values. None where the likelihood has no such form, or outputs have positions.
+        """
+        return None
+
     def of_targets(self: Self) -> Self:
         """The likelihood by which predictions are scored, where `log_prob` is another one, of training;
         by default itself.
