@@ -20,6 +20,7 @@ def test_texts() -> None:
     assert pieces.shape == (5, 16) and text.decoded(pieces[0]) == texts.code[:16]
 
 
+@pytest.mark.study
 def test_smoke(tmp_path: Path) -> None:
     smoke("language.run", "--output", tmp_path)
     assert (tmp_path / "novelty.png").exists()
