@@ -12,12 +12,11 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader, TensorDataset
 
 import posthoc_uq as uq
-from posthoc_uq.core.batches import Batch, BatchReader
+from posthoc_uq.core.batches import Batch
 from posthoc_uq.curvature.tangent_kernel import tangent_kernel, untrained, with_state
 from posthoc_uq.fitting.leave_one_out import (
     RIDGES,
     LeaveOneOut,
-    calibrate_by_leave_one_out,
     leave_one_out,
     temperature_for,
 )
@@ -73,8 +72,9 @@ def memorised_classes() -> tuple[uq.Posterior, Data, tuple[Tensor, Tensor]]:
 
 
 def calibrate(posterior: uq.Posterior, data: Any, **options: Any) -> LeaveOneOut:
-    reader = BatchReader.of(posterior.model)  # type: ignore[arg-type]
-    return calibrate_by_leave_one_out(posterior, data, reader, progress=False, **options)
+    found = uq.calibrate(posterior, data, criterion="leave_one_out", progress=False, **options)
+    assert isinstance(found, LeaveOneOut)
+    return found
 
 
 def coverage(bounds: tuple[Tensor, Tensor], targets: Tensor) -> float:

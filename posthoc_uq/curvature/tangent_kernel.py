@@ -114,7 +114,7 @@ def tangent_kernel(network: nn.Module, batches: Sequence[Batch], seed: int) -> T
     prepared = prepare(network, batches[0], unsupported="skip")
     capture = prepared.capture
     generator = torch.Generator().manual_seed(seed)
-    direction: Tensor | None = None
+    direction = torch.empty(0, dtype=torch.float64, device="cpu")
     rows: dict[str, list[tuple[Tensor, Tensor]]] = {}
     gradients: dict[str, list[Tensor]] = {}
     kept = 0
@@ -128,7 +128,7 @@ def tangent_kernel(network: nn.Module, batches: Sequence[Batch], seed: int) -> T
                 f"Leave-one-out needs one row of outputs a sample, and these have shape {tuple(outputs.shape)}; use "
                 f"held-out data, uq.calibrate(posterior, val_loader)."
             )
-        if direction is None:
+        if index == 0:
             count = outputs[0].numel()
             direction = torch.randn(outputs.shape[1:], generator=generator, dtype=torch.float64) / count**0.5
         pulled = direction.to(outputs.device, outputs.dtype).expand_as(outputs)

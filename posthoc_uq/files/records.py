@@ -30,6 +30,7 @@ from posthoc_uq.files.tensors import (
 )
 from posthoc_uq.layers import RULES, Layer, fits
 from posthoc_uq.likelihoods import LIKELIHOODS, described, likelihood_from_attributes
+from posthoc_uq.likelihoods.conformal import MAX_KEPT
 from posthoc_uq.likelihoods.prediction import SCORES
 from posthoc_uq.likelihoods.selective import QUANTILES
 from posthoc_uq.posteriors.block import BLOCKS, FAMILIES, TensorSpec
@@ -333,6 +334,26 @@ class ReferralRecord(Record):
         return self
 
 
+class PromisesRecord(Record):
+    """Scores of held-out samples in ascending order, thinned to at most `MAX_KEPT`."""
+
+    samples: Count
+    shared: bool
+    scores: Annotated[dict[Name, list[Sum]], Field(max_length=2**16)]
+    head: Annotated[dict[Name, Plain], AfterValidator(_check_head)]
+    posterior: SettingsRecord
+
+    @model_validator(mode="after")
+    def _check_scores(self) -> PromisesRecord:
+        count = min(self.samples, MAX_KEPT)
+        for values in self.scores.values():
+            if len(values) != count:
+                raise ValueError(f"must have {count} values of each score")
+            if any(a > b for a, b in pairwise(values)):
+                raise ValueError("has scores that do not ascend")
+        return self
+
+
 class ChangesRecord(Record):
     """The data that came in and went out since the fit."""
 
@@ -374,6 +395,7 @@ class HistoryRecord(Record):
     faithful: FaithfulRecord | None = None
     calibration: CalibrationRecord | None = None
     referral: ReferralRecord | None = None
+    promises: PromisesRecord | None = None
     novelty: Annotated[str, among(NOVELTIES)] = ""
     changes: ChangesRecord | None = None
     output: OutputRecord | None = None

@@ -453,7 +453,7 @@ def inspect(path: str | os.PathLike[str]) -> Inspection:
         description, slots = _described(structure, head)
     plain = description.plain()
     history: dict[str, Any] = plain["history"]
-    optional = ("head", "faithful", "calibration", "referral", "changes", "output")
+    optional = ("head", "faithful", "calibration", "referral", "promises", "changes", "output")
     contents = {
         "format_version": header.FORMAT,
         "library_version": head.release,

@@ -302,8 +302,7 @@ def _starts(
     """What makes each network before its training, one at a time."""
     if initial is None:
         return [lambda n=n: untrained(model, data, mixed_seed(seed, n, 1)) for n in range(initialisations)]
-    single = isinstance(initial, (nn.Module, Mapping))
-    several = cast(Sequence[Initial], (initial,) if single else tuple(cast(Sequence[Initial], initial)))
+    several = (initial,) if isinstance(initial, (nn.Module, Mapping)) else tuple(initial)
     if not several:
         raise PosthocUQError("initial= is empty; pass the network before its training, or leave it out.")
     return [lambda each=each: with_state(model, each) for each in several]

@@ -195,6 +195,6 @@ def _cleared(history: History) -> list[str]:
         warnings.append(
             "The moments head was calibrated before the data changed, and its calibration is cleared; calibrate again."
         )
-    history.referral, history.calibration, history.faithful = {}, {}, {}
+    history.referral, history.promises, history.calibration, history.faithful = {}, {}, {}, {}
     history.tuning = {name: how if how == _GIVEN else _BEFORE for name, how in history.tuning.items()}
     return warnings

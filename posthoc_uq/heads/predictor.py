@@ -6,6 +6,7 @@ import threading
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Mapping
 from contextlib import AbstractContextManager
+from dataclasses import replace
 from typing import Any, ClassVar, Generic, NamedTuple, TypeVar
 
 import torch
@@ -321,6 +322,9 @@ class Predictor(nn.Module, ABC):
     def _answer(self, posterior: Posterior, batch: Batch, *, on_cpu: bool = False) -> Prediction:
         with self.explaining(batch):
             prediction = self._predict(posterior, batch)
+        kept = posterior.history.promises
+        if kept and kept["head"] == self.identity() and kept["posterior"] == posterior.settings.plain():
+            prediction = replace(prediction, promises=kept)
         # on the CPU the check waits for no device
         return checked(
             prediction.to("cpu") if on_cpu else prediction,

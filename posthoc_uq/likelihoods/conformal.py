@@ -8,6 +8,7 @@ Angelopoulos and Bates, "A gentle introduction to conformal prediction", 2021). 
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from math import ceil
 from typing import Literal, NamedTuple
 
@@ -27,18 +28,13 @@ class HeldOutScores(NamedTuple):
 
     Attributes:
         values: (kept,), float64, ascending; the last is the largest of all.
-        ranks: (kept,), int64: how many of all scores come at most at this place, ascending; the last is `count`.
-        count: of all samples.
+        ranks: (kept,), int64: how many of all scores come at most at this place, ascending; the last is `samples`.
+        samples: the number of all.
     """
 
     values: Tensor
     ranks: Tensor
-    count: int
-
-    @property
-    def least_error(self) -> float:
-        """One less the highest level that can be promised: ``1 / (n + 1)``."""
-        return 1 / (self.count + 1)
+    samples: int
 
 
 def held_out_scores(scores: Tensor) -> HeldOutScores:
@@ -54,9 +50,18 @@ def held_out_scores(scores: Tensor) -> HeldOutScores:
         raise PosthocUQError("A promise needs held-out samples, and there are none.")
     if bool(values.isnan().any()):
         raise NonFiniteError("A held-out score is NaN; a promise needs predictions that are numbers.")
-    steps = torch.arange(1, min(count, MAX_KEPT) + 1, dtype=torch.int64)
-    ranks = (steps * count + len(steps) - 1) // len(steps)
+    ranks = _ranks(count)
     return HeldOutScores(values[ranks - 1], ranks, count)
+
+
+def kept_scores(values: Sequence[float], count: int) -> HeldOutScores:
+    """The scores of `count` samples again, from the values that were kept."""
+    return HeldOutScores(torch.tensor(values, dtype=torch.float64, device="cpu"), _ranks(count), count)
+
+
+def _ranks(count: int) -> Tensor:
+    steps = torch.arange(1, min(count, MAX_KEPT) + 1, dtype=torch.int64, device="cpu")
+    return (steps * count + len(steps) - 1) // len(steps)
 
 
 def quantile(scores: HeldOutScores, level: float) -> float:
@@ -67,14 +72,14 @@ def quantile(scores: HeldOutScores, level: float) -> float:
     """
     if not 0 < level < 1:
         raise PosthocUQError(f"The level of a promise must be strictly between 0 and 1, not {level}.")
-    rank = ceil((scores.count + 1) * level - 1e-9)
-    if rank > scores.count:
+    rank = ceil((scores.samples + 1) * level - 1e-9)
+    if rank > scores.samples:
         needed = ceil(level / (1 - level) - 1e-9)
         raise PosthocUQError(
-            f"A level of {level:g} needs {needed:,} held-out samples, and {scores.count:,} were kept for promises; ask "
-            f"for at most {scores.count / (scores.count + 1):.4g}, or calibrate with more."
+            f"A level of {level:g} needs {needed:,} held-out samples, and {scores.samples:,} were kept for promises; "
+            f"ask for at most {scores.samples / (scores.samples + 1):.4g}, or calibrate with more."
         )
-    place = int(torch.searchsorted(scores.ranks, torch.tensor(rank)))
+    place = int(torch.searchsorted(scores.ranks, rank))
     return float(scores.values[place])
 
 
@@ -85,12 +90,10 @@ def p_values(scores: HeldOutScores, new: Tensor) -> Tensor:
     an upper bound, so that this holds.
     """
     wanted = new.detach().double().cpu()
-    below = torch.searchsorted(
-        scores.values, wanted.contiguous(), right=False
-    )  # kept scores that are smaller
-    ranks = torch.cat((torch.zeros(1, dtype=torch.int64), scores.ranks))
-    at_least = scores.count - ranks[below]
-    return torch.where(wanted.isnan(), torch.nan, (1 + at_least).double() / (scores.count + 1))
+    below = torch.searchsorted(scores.values, wanted.contiguous())  # kept scores that are smaller
+    ranks = torch.cat((torch.zeros(1, dtype=torch.int64, device="cpu"), scores.ranks))
+    at_least = scores.samples - ranks[below]
+    return torch.where(wanted.isnan(), torch.nan, (1 + at_least).double() / (scores.samples + 1))
 
 
 def class_scores(
@@ -124,7 +127,7 @@ def class_scores(
         total = total - uniform.to(probs).unsqueeze(-1) * ordered
     if kind == "raps":
         ranks = torch.arange(1, probs.shape[-1] + 1, device=probs.device)
-        total = total + penalty * (ranks - free_classes).clamp(min=0)
+        total = total + penalty * (ranks - free_classes).clamp(min=0).to(total)
     return torch.empty_like(total).scatter_(-1, order, total)
 
 

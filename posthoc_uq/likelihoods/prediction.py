@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from typing import Annotated, Any, ClassVar, NamedTuple, TypeVar, cast, get_type_hints
@@ -15,7 +15,7 @@ from torch.utils import _pytree as pytree
 from posthoc_uq.core.devices import as_double, moved
 from posthoc_uq.core.errors import PosthocUQError
 from posthoc_uq.core.options import did_you_mean
-from posthoc_uq.likelihoods import metrics, selective
+from posthoc_uq.likelihoods import conformal, metrics, selective
 
 AnyPrediction = TypeVar("AnyPrediction", bound="Prediction")
 
@@ -36,6 +36,8 @@ class Prediction(ABC):
         loss_name: what the mean of `losses` is called; of ``"RMSE"`` its root is shown, of ``"accuracy"`` 1 less it.
         novelty_ratio: (batch,), in (0, 1], the share of the prior's uncertainty that the data left; with positions also
             (batch, *positions). None where it was not asked for, or the posterior has nothing to compute it from.
+        promises: the record of held-out scores that `posthoc_uq.calibrate` keeps; None without one for this head and
+            these hyperparameters.
 
     Raises:
         PosthocUQError: the shapes do not fit each other, or numbers are of the wrong type.
@@ -50,6 +52,7 @@ class Prediction(ABC):
     _computed: ClassVar[tuple[str, ...]] = ()  # properties and methods that it has besides
 
     novelty_ratio: Annotated[Tensor | None, "batch *novelty"] = field(default=None, kw_only=True)
+    promises: Mapping[str, Any] | None = field(default=None, kw_only=True)
 
     def __init_subclass__(cls) -> None:
         super().__init_subclass__()
@@ -220,6 +223,39 @@ class Prediction(ABC):
                 "statistics of the last layer's inputs. Fit again, or ask for predictor.novelty(x, of='top')."
             )
         return self.novelty_ratio
+
+    def target_scores(self, targets: Tensor) -> dict[str, Tensor]:
+        """How badly targets (as `fitting` gives them) fit, (batch,) each, larger where worse: by what sets or intervals
+        are promised. Empty where this kind of prediction promises neither.
+        """
+        return {}
+
+    def familiarity(self) -> Tensor:
+        """(batch,), float64 in (0, 1]: p-values of the novelty. Of inputs like the held-out ones of `uq.calibrate` at
+        most a share a has one of at most a; of foreign inputs many have.
+
+        Raises:
+            PosthocUQError: the posterior was not calibrated for this head and these hyperparameters.
+        """
+        return conformal.p_values(self.held_out("novelty"), self.novelty())
+
+    def held_out(self, score: str) -> conformal.HeldOutScores:
+        """The held-out scores of this name.
+
+        Raises:
+            PosthocUQError: there are none.
+        """
+        if self.promises is None:
+            raise PosthocUQError(
+                "This prediction has no held-out scores for its head and hyperparameters, so it promises nothing; "
+                "call uq.calibrate(posterior, val_loader) after the last change of the posterior."
+            )
+        if score not in self.promises["scores"]:
+            raise PosthocUQError(
+                f"The held-out scores of this posterior are {tuple(self.promises['scores'])}; there are none of "
+                f"{score!r}."
+            )
+        return conformal.kept_scores(self.promises["scores"][score], self.promises["samples"])
 
     def with_novelty(self: AnyPrediction, ratio: Tensor | None) -> AnyPrediction:
         """The same prediction with its novelty (batch,), or itself where that is None."""

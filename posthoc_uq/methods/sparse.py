@@ -199,7 +199,7 @@ def median(posterior: Posterior, certain: bool = False) -> Posterior:
     """
     blocks, certain = _latent_blocks(posterior, "median"), check_option("certain", certain, bool)
     history = copy.deepcopy(posterior.history)
-    history.calibration, history.referral, history.faithful = {}, {}, {}
+    history.calibration, history.referral, history.promises, history.faithful = {}, {}, {}, {}
     history.fit[MEDIAN] = "weights of inclusion above 0.5"
     if certain or history.fit.get(CERTAIN):
         history.fit[CERTAIN] = True  # all draws are the same

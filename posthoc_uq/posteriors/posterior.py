@@ -198,7 +198,7 @@ class _Hyperparameter(Generic[Value]):
 
 
 _SETTING = threading.Lock()  # one for all posteriors: a lock in a posterior could not be copied or pickled
-_SEARCHED = ("tuning", "head", "faithful", "calibration")
+_SEARCHED = ("tuning", "head", "faithful", "calibration", "promises")
 """The records of a history that a search for hyperparameters writes."""
 _SET_AGAIN = "set it again on held-out data, with uq.Referral(rate).fit(predictor, loader)"
 _TUNE = "tune on held-out data: uq.tune(posterior, val_loader)"

@@ -176,6 +176,12 @@ def described_history(history: History) -> dict[str, str]:
             f"{rule_of(referral, 4)}, {referral['rate']:.3g} of {referral['inputs']} familiar inputs, head "
             f"{referral['head']['head']!r}"
         )
+    if history.promises:
+        kept, word = history.promises["samples"], "approximately, " if history.promises["shared"] else ""
+        lines["promises"] = (
+            f"{word}up to a level of {kept / (kept + 1):.4g}, by {kept} held-out samples, head "
+            f"{history.promises['head']['head']!r}"
+        )
     if history.changes:
         lines["data since the fit"] = described_changes(history.changes)
     return lines

@@ -77,6 +77,8 @@ class History:
         calibration: the moments head's correction as plain values, with the settings it was made for; or empty.
         referral: the thresholds above which inputs are handed to a person, with the settings they were set for
             (`posthoc_uq.files.records.ReferralRecord`); or empty.
+        promises: the scores of held-out samples by which predictions promise, with the settings they were made for
+            (`posthoc_uq.files.records.PromisesRecord`); or empty.
         novelty: ``"posterior"`` where the fit found no layer to measure novelty by, so that the posterior itself is
             used; or empty.
         changes: of the data since the fit: how many ``updates`` and ``removals`` there were, and how many samples were
@@ -95,6 +97,7 @@ class History:
     faithful: dict[str, Any] = field(default_factory=lambda: dict[str, Any]())
     calibration: dict[str, Any] = field(default_factory=lambda: dict[str, Any]())
     referral: dict[str, Any] = field(default_factory=lambda: dict[str, Any]())
+    promises: dict[str, Any] = field(default_factory=lambda: dict[str, Any]())
     novelty: str = ""
     changes: dict[str, Any] = field(default_factory=lambda: dict[str, Any]())
     output: dict[str, Any] = field(default_factory=lambda: dict[str, Any]())
