@@ -174,7 +174,7 @@ def test_sets_of_classes_keep_their_promise(tmp_path: Path) -> None:
     assert abs(float((p <= 0.1).double().mean()) - 0.1) < 0.09
     foreign = 6 * torch.randn(2000, 5, generator=torch.Generator().manual_seed(3))
     unfamiliar = uq.wrap(posterior.model, posterior)(foreign).familiarity()
-    assert float((unfamiliar <= 0.1).double().mean()) > 3 * float((p <= 0.1).double().mean())
+    assert float((unfamiliar <= 0.1).double().mean()) > 2 * float((p <= 0.1).double().mean())
     # the file, parts and other devices' copies keep it
     uq.save(posterior, tmp_path / "p.h5")
     loaded = uq.wrap(posterior.model, uq.load(tmp_path / "p.h5", posterior.model))

@@ -201,7 +201,8 @@ class Ordinal(Likelihood):
         """The prediction from draws ``(draws, batch, outputs)``, and mean and variance of the outputs."""
         log_probs = self.log_probs(draws.flatten(0, 1)).unflatten(0, draws.shape[:2])
         drawn = ClassPrediction.from_logits(log_probs)  # whose softmax they are themselves
-        return OrdinalPrediction(**drawn.numbers() | {"logits_mean": mean, "logits_variance": variance})
+        known: dict[str, Any] = drawn.numbers() | {"logits_mean": mean, "logits_variance": variance}
+        return OrdinalPrediction(**known)
 
 
 def _increasing(thresholds: Sequence[float] | Tensor) -> tuple[float, ...]:
