@@ -1,7 +1,7 @@
 """Honest uncertainty for trained PyTorch models, after the fact.
 
-``fit`` a posterior over the weights, ``tune`` it, ``save`` and ``load`` it as one safe file, and ``wrap`` the
-model so that every prediction comes with its uncertainty, which ``evaluate`` puts to the test.
+``fit`` a posterior over the weights, ``tune`` or ``calibrate`` it, ``save`` and ``load`` it as one safe file, and
+``wrap`` the model so that every prediction comes with its uncertainty, which ``evaluate`` puts to the test.
 
 What fewer users need is imported from its room: `posthoc_uq.evaluation` (metrics and plots), `posthoc_uq.likelihoods`
 (all kinds of predictions), `posthoc_uq.heads`, `posthoc_uq.methods`, `posthoc_uq.fitting`, `posthoc_uq.deployment`.
@@ -18,7 +18,7 @@ from posthoc_uq.core.model import untied
 from posthoc_uq.deployment import export
 from posthoc_uq.evaluation import Evaluation, evaluate
 from posthoc_uq.files import inspect, load, save
-from posthoc_uq.fitting import calibrate, fit, tune, update, wrap
+from posthoc_uq.fitting import Calibration, calibrate, fit, tune, update, wrap
 from posthoc_uq.heads import Predictor, Referral
 from posthoc_uq.likelihoods import (
     Bernoulli,
@@ -61,6 +61,7 @@ __all__ = [
     "KFAC",
     "UTVI",
     "Bernoulli",
+    "Calibration",
     "Categorical",
     "ClassPrediction",
     "CorruptPosteriorError",

@@ -1,9 +1,7 @@
-"""Promises by held-out data: ranks against their definition, coverage, the file, what makes them void."""
+"""`calibrate`: promises end to end, in files, and what makes them void."""
 
 from __future__ import annotations
 
-import functools
-import math
 from pathlib import Path
 from typing import Any
 
@@ -12,247 +10,259 @@ import torch
 from torch import Tensor, nn
 
 import posthoc_uq as uq
-from posthoc_uq.fitting.calibrate import Calibration
-from posthoc_uq.likelihoods.conformal import (
-    MAX_KEPT,
-    class_scores,
-    held_out_scores,
-    kept_scores,
-    p_values,
-    quantile,
-    set_of,
-)
+from posthoc_uq.core.errors import CorruptPosteriorError
+from posthoc_uq.core.records import validate_record
+from posthoc_uq.files.records import HeldOutRecord, PromisesRecord
 
-# Ranks
+FAST: dict[str, Any] = {"head": "linearized", "link": "probit", "progress": False}
 
 
-@pytest.mark.parametrize("samples", [1, 7, 19, 500])
-def test_a_quantile_is_the_score_of_the_rank_that_the_level_asks_for(samples: int) -> None:
-    scores = torch.randn(samples, generator=torch.Generator().manual_seed(samples))
-    kept = held_out_scores(scores)
-    assert torch.equal(kept_scores(kept.values.tolist(), samples).values, kept.values)
-    for rank in range(1, samples + 1):
-        level = rank / (samples + 1)
-        assert quantile(kept, level) == float(scores.double().sort().values[rank - 1])
-        below = level - 0.5 / (samples + 1)  # between two ranks the larger one counts
-        assert below <= 0 or quantile(kept, below) == quantile(kept, level)
-    with pytest.raises(uq.PosthocUQError, match="held-out samples"):
-        quantile(kept, (samples + 0.5) / (samples + 1))
-    for level in (0.0, 1.0, math.nan):
-        with pytest.raises(uq.PosthocUQError, match="between 0 and 1"):
-            quantile(kept, level)
+def _batches(x: Tensor, y: Tensor, size: int = 100) -> list[tuple[Tensor, Tensor]]:
+    return list(zip(x.split(size), y.split(size), strict=True))
 
 
-def test_as_many_samples_are_asked_for_as_are_needed() -> None:
-    for level, needed in ((0.9, 9), (0.95, 19), (0.99, 99)):
-        with pytest.raises(uq.PosthocUQError, match=f" {needed} held-out"):
-            quantile(held_out_scores(torch.arange(needed - 1.0)), level)
-        assert quantile(held_out_scores(torch.arange(float(needed))), level) == needed - 1
-
-
-def test_p_values_count_the_scores_that_are_as_large() -> None:
-    scores = torch.tensor([1.0, 2.0, 2.0, 5.0])
-    new = torch.tensor([0.0, 1.0, 2.0, 3.0, 5.0, 6.0, math.nan])
-    expected = torch.tensor([5, 5, 4, 2, 2, 1, math.nan], dtype=torch.float64) / 5
-    torch.testing.assert_close(p_values(held_out_scores(scores), new), expected, equal_nan=True)
-
-
-def test_thinned_scores_err_on_the_safe_side_and_by_little() -> None:
-    scores = torch.randn(20_001, generator=torch.Generator().manual_seed(0))
-    kept = held_out_scores(scores)
-    assert len(kept.values) == MAX_KEPT and kept.samples == 20_001
-    assert float(kept.values[-1]) == float(scores.double().max())
-    ordered = scores.double().sort().values
-    for level in (0.001, 0.1, 0.5, 0.9, 0.999):
-        rank = math.ceil(20_002 * level)
-        found = int((ordered <= quantile(kept, level)).sum())
-        assert rank <= found <= rank + 20_001 / MAX_KEPT + 1
-    new = torch.linspace(-5, 5, 200)
-    exact = (1 + (scores.double() >= new.double().unsqueeze(1)).sum(1)).double() / 20_002
-    p = p_values(kept, new)
-    assert bool((p >= exact).all()) and float((p - exact).max()) <= 1 / MAX_KEPT
-
-
-@pytest.mark.parametrize("samples", [19, 100, 1000])
-def test_scores_that_are_exchangeable_are_covered(samples: int) -> None:
-    """The mean coverage of 400 divisions is in [level, level + 1 / (n + 1)], within four standard errors."""
-    generator = torch.Generator().manual_seed(samples)
-    for alpha in (0.01, 0.05, 0.1, 0.2):
-        if 1 - alpha > samples / (samples + 1):
-            continue
-        covered = []
-        for _ in range(400):
-            scores = torch.randn(samples + 200, generator=generator)
-            kept = held_out_scores(scores[:samples])
-            covered.append(float((scores[samples:] <= quantile(kept, 1 - alpha)).double().mean()))
-            if alpha == 0.05:
-                assert float((p_values(kept, scores[samples:]) <= 0.05).double().mean()) <= 0.3
-        found = torch.tensor(covered)
-        error = 4 * float(found.std()) / 20
-        assert 1 - alpha - error <= float(found.mean()) <= 1 - alpha + 1 / (samples + 1) + error
-
-
-def test_scores_of_classes_are_those_of_their_papers() -> None:
-    generator = torch.Generator().manual_seed(0)
-    probs = torch.rand(20, 6, generator=generator, dtype=torch.float64).softmax(1)
-    uniform = torch.rand(20, generator=generator, dtype=torch.float64)
-    for kind in ("lac", "aps", "raps"):
-        found = class_scores(probs, kind, uniform, penalty=0.1, free_classes=2)
-        for row, p in enumerate(probs.tolist()):
-            for label in range(6):
-                larger = sum(q for q in p if q > p[label])
-                rank = 1 + sum(q > p[label] for q in p)
-                expected = 1 - p[label] if kind == "lac" else larger + (1 - float(uniform[row])) * p[label]
-                expected += 0.1 * max(0, rank - 2) if kind == "raps" else 0.0
-                assert float(found[row, label]) == pytest.approx(expected, abs=1e-12)
-    chosen = set_of(probs, 1 - probs, -1.0)
-    assert torch.equal(chosen.int().argmax(1), probs.argmax(1)) and bool((chosen.sum(1) == 1).all())
-    assert not set_of(probs, 1 - probs, -1.0, allow_empty=True).any()
-
-
-# From data to promises
-
-Data = list[tuple[Tensor, Tensor]]
-
-
-@functools.cache
-def classes() -> tuple[nn.Module, Data, Data, tuple[Tensor, Tensor]]:
-    generator = torch.Generator().manual_seed(0)
-    y = torch.randint(0, 3, (2500,), generator=generator)
-    x = torch.randn(2500, 5, generator=generator) + 1.3 * nn.functional.one_hot(y, 5)
-    return trained(3, x, y, nn.functional.cross_entropy)
-
-
-@functools.cache
-def values() -> tuple[nn.Module, Data, Data, tuple[Tensor, Tensor]]:
-    generator = torch.Generator().manual_seed(0)
-    x = torch.randn(2500, 3, generator=generator)
-    y = torch.stack((x[:, 0].sin(), x[:, 1]), 1) + torch.tensor([0.3, 1.0]) * torch.randn(
-        2500, 2, generator=generator
-    )
-    return trained(2, x, y, nn.functional.mse_loss)
-
-
-def trained(
-    outputs: int, x: Tensor, y: Tensor, loss: Any
-) -> tuple[nn.Module, Data, Data, tuple[Tensor, Tensor]]:
-    """A network that has memorised 100 samples, these, 400 held-out ones, and 2,000 new ones."""
-    torch.manual_seed(0)
-    model = nn.Sequential(nn.Linear(x.shape[1], 40), nn.ReLU(), nn.Linear(40, outputs))
-    optimiser = torch.optim.Adam(model.parameters(), 2e-2)
-    for _ in range(300):
+def _trained(model: nn.Module, loss: nn.Module, x: Tensor, y: Tensor) -> nn.Module:
+    optimiser = torch.optim.Adam(model.parameters(), 0.02)
+    for _ in range(60):
         optimiser.zero_grad()
-        loss(model(x[:100]), y[:100]).backward()
+        loss(model(x), y).backward()
         optimiser.step()
-    held_out = list(zip(x[100:500].split(64), y[100:500].split(64), strict=True))
-    return model.eval(), [(x[:100], y[:100])], held_out, (x[500:], y[500:])
+    return model
 
 
-def fitted(case: Any, **options: Any) -> tuple[uq.Posterior, Data, tuple[Tensor, Tensor]]:
-    model, data, held_out, new = case()
-    likelihood = "regression" if data[0][1].is_floating_point() else "classification"
-    arguments: dict[str, Any] = {"layers": "last", "likelihood": likelihood, "noise_variance": 0.5}
-    if likelihood == "classification":
-        del arguments["noise_variance"]
-    return uq.fit(model, data, "diag", progress=False, **arguments, **options), held_out, new
+@pytest.fixture(scope="module")
+def classes() -> tuple[nn.Module, Tensor, Tensor]:
+    generator = torch.Generator().manual_seed(0)
+    x = torch.randn(3400, 4, generator=generator)
+    y = (x[:, :3] + 0.7 * torch.randn(3400, 3, generator=generator)).argmax(1)
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(4, 12), nn.ReLU(), nn.Linear(12, 3))
+    return _trained(model, nn.CrossEntropyLoss(), x[:100], y[:100]), x, y
 
 
-def test_sets_of_classes_keep_their_promise(tmp_path: Path) -> None:
-    posterior, held_out, (x, y) = fitted(classes)
-    with pytest.raises(uq.PosthocUQError, match="calibrate"):
-        uq.wrap(posterior.model, posterior)(x).set(0.9)
-    found = uq.calibrate(posterior, held_out, progress=False)
-    assert isinstance(found, Calibration) and (found.tuned, found.promised) == (200, 200)
-    assert "promises up to a level of 0.995" in str(found)
-    prediction = uq.wrap(posterior.model, posterior)(x)
-    for level in (0.8, 0.9, 0.99):
-        sets = prediction.set(level)
-        covered = float(sets.gather(1, y.unsqueeze(1)).double().mean())
-        assert abs(covered - level) < 4 * (level * (1 - level) / 200) ** 0.5 + 1 / 201
-    assert 1 <= float(prediction.set(0.9).sum(1).double().mean()) < 2.5
-    p = prediction.familiarity()
-    assert abs(float((p <= 0.1).double().mean()) - 0.1) < 0.09
-    foreign = 6 * torch.randn(2000, 5, generator=torch.Generator().manual_seed(3))
-    unfamiliar = uq.wrap(posterior.model, posterior)(foreign).familiarity()
-    assert float((unfamiliar <= 0.1).double().mean()) > 2 * float((p <= 0.1).double().mean())
-    # the file, parts and other devices' copies keep it
-    uq.save(posterior, tmp_path / "p.h5")
-    loaded = uq.wrap(posterior.model, uq.load(tmp_path / "p.h5", posterior.model))
-    assert torch.equal(loaded(x).set(0.9), prediction.set(0.9))
-    assert torch.equal(loaded(x).familiarity(), p)
-    assert "promises" in str(uq.inspect(tmp_path / "p.h5")) and "promises" in str(posterior.report())
-    whole = loaded.predict([(x[:900],), (x[900:],)], progress=False)
-    assert torch.equal(whole.set(0.9), prediction.set(0.9))
-    assert torch.equal(whole.picked(slice(3, 9)).set(0.9), prediction.set(0.9)[3:9])
+@pytest.fixture
+def fitted(classes) -> uq.Posterior:
+    model, x, y = classes
+    return uq.fit(model, [(x[:100], y[:100])], "diag", layers="last", progress=False)
 
 
-def test_intervals_of_every_output_keep_their_promise() -> None:
-    posterior, held_out, (x, y) = fitted(values)
-    before = uq.wrap(posterior.model, posterior)(x).interval(0.9)
-    uq.calibrate(posterior, held_out, progress=False)
-    prediction = uq.wrap(posterior.model, posterior)(x)
-    for level in (0.8, 0.9, 0.99):
-        low, high = prediction.interval(level)
-        covered = ((y >= low) & (y <= high)).double().mean(0)
-        assert float((covered - level).abs().max()) < 4 * (level * (1 - level) / 200) ** 0.5 + 1 / 201
-    assert not torch.equal(prediction.interval(0.9)[0], before[0])
-    low, high = prediction.interval(0.9, promised=False)
-    torch.testing.assert_close((high - low) / 2, 1.6448536 * prediction.standard_deviation)
-    with pytest.raises(uq.PosthocUQError, match="999 held-out"):
-        prediction.interval(0.999)
-    assert prediction.quality(y)["coverage of 90 %"] == pytest.approx(0.9, abs=0.1)
+def _band(rate: float, held_out: int, new: int) -> float:
+    """3.5 standard deviations of the share of new samples by one calibration."""
+    return 3.5 * (rate * (1 - rate) * (1 / (held_out + 2) + 1 / new)) ** 0.5
 
 
-def test_neither_the_batches_nor_the_order_matter_and_seeds_divide() -> None:
-    posterior, held_out, _ = fitted(classes)
-    uq.calibrate(posterior, held_out, progress=False)
-    first = posterior.history.promises["scores"]["class"]
-    inputs, labels = (torch.cat(parts) for parts in zip(*held_out, strict=True))
-    order = torch.randperm(len(inputs), generator=torch.Generator().manual_seed(1))
-    again, _, _ = fitted(classes)
-    uq.calibrate(again, [(inputs[order], labels[order])], progress=False)
-    torch.testing.assert_close(again.history.promises["scores"]["class"], first, rtol=1e-4, atol=1e-6)
-    uq.calibrate(again, held_out, seed=1, progress=False)
-    assert again.history.promises["scores"]["class"] != first
+@pytest.mark.parametrize("sets", ["lac", "aps", "raps"])
+def test_classes(classes, fitted, sets: str) -> None:
+    model, x, y = classes
+    result = uq.calibrate(fitted, _batches(x[100:900], y[100:900]), sets=sets, **FAST)
+    assert result.samples == result.tuned == 400 and "99.75 %" in str(result) and "temperature" in str(result)
+    prediction, labels = uq.wrap(model, fitted)(x[900:]), y[900:]
+    for level in (0.8, 0.9, 0.95):
+        chosen = prediction.set(level, allow_empty=sets != "lac")
+        covered = float(chosen[torch.arange(len(labels)), labels].double().mean())
+        assert abs(covered - level) < _band(level, 400, len(labels)) + 0.0025
+    for score in ("novelty", "entropy", "joint"):
+        p = prediction.familiarity(score)
+        assert bool((p > 0).all()) and bool((p <= 1).all())
+        assert abs(float((p <= 0.1).double().mean()) - 0.1) < _band(0.1, 400, len(labels)) + 0.0025
+    assert float(uq.wrap(model, fitted)(50 + x[:50]).familiarity().max()) < 0.05
+    part = prediction.picked(slice(3, 9))
+    assert torch.equal(part.set(0.9), prediction.set(0.9)[3:9]) and "sample_keys" not in part.to_dict()
+    with pytest.raises(uq.PosthocUQError, match="needs 999 held-out samples"):
+        prediction.set(0.999)
 
 
-def test_all_data_for_both_is_an_approximate_promise() -> None:
-    posterior, held_out, _ = fitted(classes)
-    found = uq.calibrate(posterior, held_out, share=None, progress=False)
-    assert isinstance(found, Calibration) and (found.tuned, found.promised, found.shared) == (400, 400, True)
-    assert "approximate" in str(found) and "approximately" in str(posterior.report())
+def test_batches_and_order_do_not_matter_and_files_keep_all(classes, fitted, tmp_path: Path) -> None:
+    model, x, y = classes
+    x_held, y_held = x[100:400].repeat(2, 1), y[100:400].repeat(2)  # copies of an input are in one part
+    order = torch.randperm(600, generator=torch.Generator().manual_seed(1))
+    records = []
+    for held_out in (_batches(x_held, y_held), _batches(x_held[order], y_held[order], 37)):
+        uq.calibrate(fitted, held_out, sets="aps", **FAST)
+        records.append(fitted.history.promises)
+    first, second = records
+    assert first["samples"] == second["samples"] and first["samples"] % 2 == 0
+    for a, b in zip(first["targets"]["scores"], second["targets"]["scores"], strict=True):
+        assert torch.allclose(torch.tensor(a["values"]), torch.tensor(b["values"]), atol=2e-3)
+
+    uq.save(fitted, tmp_path / "p.h5")
+    loaded = uq.load(tmp_path / "p.h5", model)
+    assert loaded.history.promises == second
+    mine, again = uq.wrap(model, fitted), uq.wrap(model, loaded)
+    assert torch.equal(mine(x).set(0.9), again(x).set(0.9))
+    assert torch.equal(mine(x).familiarity("joint"), again(x).familiarity("joint"))
+    whole = again.predict([x[:50], x[50:90]], progress=False)
+    assert torch.equal(whole.set(0.9), again(x[:90]).set(0.9))
+    assert "sets by 'aps'" in str(loaded.report()) and "sets by 'aps'" in str(uq.inspect(tmp_path / "p.h5"))
 
 
-def test_another_posterior_or_head_promises_nothing() -> None:
-    posterior, held_out, (x, _) = fitted(classes)
-    uq.calibrate(posterior, held_out, progress=False)
-    with pytest.raises(uq.PosthocUQError, match="calibrate"):
-        uq.wrap(posterior.model, posterior, "sampling")(x).set(0.9)
-    temperature = posterior.temperature
-    posterior.temperature = 3.0
-    with pytest.raises(uq.PosthocUQError, match="calibrate"):
-        uq.wrap(posterior.model, posterior)(x).familiarity()
-    posterior.temperature = temperature
-    assert uq.wrap(posterior.model, posterior)(x).set(0.9).any()
-    updated = uq.update(posterior, held_out[:1], progress=False)
-    assert not updated.history.promises
+def test_what_makes_promises_void(classes, fitted) -> None:
+    model, x, y = classes
+    predictor = uq.wrap(model, fitted)
+    with pytest.raises(uq.PosthocUQError, match="held-out scores"):
+        predictor(x).set(0.9)
+    uq.calibrate(fitted, _batches(x[100:300], y[100:300]), **FAST)
+    predictor = uq.wrap(model, fitted)
+    predictor(x).set(0.9)
+    with pytest.raises(uq.PosthocUQError, match="calibrate for this one"):
+        uq.wrap(model, fitted, "linearized", link="mc")(x).set(0.9)
+    with pytest.warns(UserWarning, match="no longer hold"):
+        fitted.temperature = 3.0
+    for call in (lambda p: p.set(0.9), lambda p: p.familiarity()):
+        with pytest.raises(uq.PosthocUQError, match="hyperparameters changed"):
+            call(predictor(x))
+    with pytest.warns(UserWarning, match="cleared"):
+        assert not uq.update(fitted, [(x[:20], y[:20])], progress=False).history.promises
 
 
-def test_what_cannot_be_calibrated_is_refused_and_changes_nothing() -> None:
-    posterior, held_out, _ = fitted(classes)
-    settings, history = posterior.settings, dict(posterior.history.promises)
-    x, y = held_out[0]
-    for arguments, options, words in (
-        ([x], {}, "targets"),
-        ([(x[:1], y[:1])], {}, "share=None"),
+def test_an_error_leaves_the_posterior_as_it_was(classes, fitted) -> None:
+    _, x, y = classes
+    before, held_out = fitted.settings, _batches(x[100:300], y[100:300])
+    for loader, options, words in (
+        ([x[100:300]], {}, "targets"),
+        ([(x[100:101], y[100:101])], {}, "empty"),
+        (held_out, {"sets": "ips"}, "sets"),
         (held_out, {"share": 1.0}, "share"),
-        (held_out, {"criterion": "evidence"}, "criterion"),
-        (held_out, {"groups": [0]}, "leave_one_out"),
-        (held_out, {"criterion": "leave_one_out", "head": "sampling"}, "head"),
-        (held_out, {"n_draw": 3}, "n_draw"),
+        (iter(held_out), {}, "only once"),
+        (_batches(x[100:300], y[100:300].clamp(max=1)), {"by_class": True}, "none of"),
+        (held_out, {"n_sample": 3}, "n_sample"),
     ):
         with pytest.raises(uq.PosthocUQError, match=words):
-            uq.calibrate(posterior, arguments, progress=False, **options)
-    assert posterior.settings == settings and posterior.history.promises == history
-    with pytest.raises(uq.PosthocUQError, match="posterior"):
-        uq.calibrate(posterior.model, held_out)  # type: ignore[arg-type]
+            uq.calibrate(fitted, loader, **FAST | options)
+    changing = _Changing(x[100:300], y[100:300])
+    with pytest.raises(uq.PosthocUQError, match="other inputs"):
+        uq.calibrate(fitted, changing, **FAST)
+    assert fitted.settings == before and not fitted.history.promises
+
+
+class _Changing:
+    """A loader that changes its inputs at random."""
+
+    def __init__(self, x: Tensor, y: Tensor) -> None:
+        self.x, self.y, self.generator = x, y, torch.Generator().manual_seed(0)
+
+    def __iter__(self):
+        yield self.x + torch.randn(self.x.shape, generator=self.generator), self.y
+
+
+def test_each_class_and_all_samples_in_both_parts(classes, fitted) -> None:
+    model, x, y = classes
+    held_out = _batches(x[100:1900], y[100:1900], 600)
+    result = uq.calibrate(fitted, held_out, by_class=True, **FAST)
+    prediction, labels = uq.wrap(model, fitted)(x[1900:]), y[1900:]
+    assert len(fitted.history.promises["targets"]["scores"]) == 3 and not result.approximate
+    chosen = prediction.set(0.9)[torch.arange(len(labels)), labels].double()
+    for each in range(3):
+        assert float(chosen[labels == each].mean()) > 0.9 - _band(0.9, 300, 500)
+    result = uq.calibrate(fitted, held_out, share=None, **FAST)
+    assert result.approximate and result.samples == result.tuned == 1800 and "approximately" in str(result)
+
+
+@pytest.mark.parametrize("outputs", [1, 2])
+def test_values(outputs: int) -> None:
+    generator = torch.Generator().manual_seed(3)
+    x = torch.randn(2500, 3, generator=generator)
+    y = x[:, :outputs] + (0.2 + x[:, 2:].abs()) * torch.randn(2500, outputs, generator=generator)
+    torch.manual_seed(0)
+    model = _trained(
+        nn.Sequential(nn.Linear(3, 12), nn.Tanh(), nn.Linear(12, outputs)), nn.MSELoss(), x[:60], y[:60]
+    )
+    posterior = uq.fit(model, [(x[:60], y[:60])], "diag", likelihood="regression", progress=False)
+    before = uq.wrap(model, posterior)(x[1000:]).interval(0.9)
+    uq.calibrate(posterior, _batches(x[60:660], y[60:660]), progress=False)
+    prediction, targets = uq.wrap(model, posterior)(x[1000:]), y[1000:].reshape(before[0].shape)
+    for level in (0.5, 0.9, 0.99):
+        low, high = prediction.interval(level)
+        covered = ((low <= targets) & (targets <= high)).double().reshape(1500, -1).mean(0)
+        assert float((covered - level).abs().max()) < _band(level, 300, 1500) + 0.0034
+    assert len(posterior.history.promises["targets"]["scores"]) == outputs
+    with pytest.raises(uq.PosthocUQError, match="held-out samples"):
+        prediction.interval(0.9999)
+    half = torch.full((4, 2), 0.5)
+    with pytest.raises(uq.PosthocUQError, match="no scores of such"):
+        uq.ClassPrediction(half, half, half, promises=prediction.promises).set(0.9)
+
+
+@pytest.mark.parametrize("likelihood", ["poisson", "gamma", "heteroscedastic", "ordinal", "multilabel"])
+def test_other_likelihoods(likelihood: str) -> None:
+    generator = torch.Generator().manual_seed(4)
+    x = 0.5 * torch.randn(1700, 2, generator=generator)
+    outputs = {"heteroscedastic": 2, "ordinal": 4, "multilabel": 3}.get(likelihood, 1)
+    torch.manual_seed(0)
+    model = nn.Linear(2, outputs)
+    if likelihood == "heteroscedastic":
+        y = x[:, :1] + 0.3 * torch.randn(1700, 1, generator=generator)
+    elif likelihood == "ordinal":
+        y = (x[:, 0] + 0.5 * torch.randn(1700, generator=generator)).mul(2).round().clamp(-2, 1).long() + 2
+        y = y.clamp(0, 3)
+    elif likelihood == "multilabel":
+        y = (x[:, [0, 1, 0]] + 0.5 * torch.randn(1700, 3, generator=generator) > 0).float()
+    else:
+        rate = (1 + x[:, :1]).exp()
+        y = (
+            torch.poisson(rate, generator=generator)
+            if likelihood == "poisson"
+            else rate * torch.rand(1700, 1, generator=generator).add(0.05)
+        )
+    spec = uq.Ordinal(cumulative=False) if likelihood == "ordinal" else likelihood
+    posterior = uq.fit(
+        model, [(x[:100], y[:100])], "diag", likelihood=spec, prior_precision=10.0, progress=False
+    )
+    uq.calibrate(
+        posterior, _batches(x[100:700], y[100:700], 300), progress=False, n_samples=20, head="sampling"
+    )
+    prediction = uq.wrap(model, posterior)(x[700:])
+    if likelihood == "multilabel":
+        kept = prediction.set(0.9)[y[700:] > 0]
+        assert abs(float(kept.double().mean()) - 0.9) < _band(0.9, 140, 1000)
+        return
+    low, high = prediction.interval(0.9)
+    targets = y[700:].reshape(low.shape)
+    covered = float(((low <= targets) & (targets <= high)).double().mean())
+    assert covered > 0.9 - _band(0.9, 300, 1000)
+    if likelihood in ("gamma", "heteroscedastic"):
+        assert covered < 0.9 + _band(0.9, 300, 1000) + 0.0034
+    if likelihood == "poisson":
+        assert torch.equal(low, low.round()) and bool(low.isfinite().all())
+
+
+def test_positions_are_refused() -> None:
+    generator = torch.Generator().manual_seed(5)
+    x = torch.randn(40, 3, 4, 4, generator=generator)
+    y = x[:, :3].argmax(1)
+    torch.manual_seed(0)
+    model = nn.Conv2d(3, 3, 1)
+    posterior = uq.fit(model, [(x[:20], y[:20])], "diag", prior_precision=1.0, progress=False)
+    with pytest.raises(uq.PosthocUQError, match="positions"):
+        uq.calibrate(posterior, [(x[20:], y[20:])], progress=False)
+
+
+def test_records_that_contradict_themselves() -> None:
+    scores = {"values": [0.0, 1.0], "count": 2}
+    tail = {"values": [1.0, 0.0], "shares": [0.5, 1.0]}
+    record = {
+        "samples": 2,
+        "seed": 0,
+        "head": {"head": "linearized"},
+        "posterior": {"temperature": 1.0},
+        "inputs": {"entropy": scores, "joint": scores},
+        "tails": {"entropy": tail},
+    }
+    validate_record(PromisesRecord, record, "it")
+    for broken in (
+        {"values": [1.0, 0.0], "count": 2},
+        {"values": [0.0], "count": 2},
+        {"values": [], "count": 0},
+    ):
+        with pytest.raises(CorruptPosteriorError):
+            validate_record(HeldOutRecord, broken, "it")
+    for name, value in (
+        ("tails", {}),
+        ("tails", {"entropy": tail | {"shares": [0.5, 0.5]}}),
+        ("tails", {"entropy": tail | {"values": [0.0, 1.0]}}),
+        ("share", 1.0),
+        ("head", {"head": "linearized", "n_samples": 10**9}),
+        ("targets", {"kind": "entropy", "scores": [scores]}),
+    ):
+        with pytest.raises(CorruptPosteriorError):
+            validate_record(PromisesRecord, record | {name: value}, "it")

@@ -186,13 +186,11 @@ class BatchReader(Options):
         return cls(model_device(model), *functions, model_dtype(model), argument_names(model))
 
     def read(self, batch: Any) -> Batch:
-        """A `Batch` on the device; one that was read before as it is.
+        """A `Batch` on the device.
 
         Raises:
             PosthocUQError: the batch has a form that needs `batch_to_inputs`, or its weights are none.
         """
-        if isinstance(batch, Batch):
-            return batch
         inputs, targets = self._split(batch)
         if self.batch_to_inputs is None:
             inputs = with_tensors(inputs, self.dtype)

@@ -8,12 +8,12 @@ from collections.abc import Callable, Mapping
 from dataclasses import asdict
 from itertools import pairwise
 from math import inf, isfinite, isnan
-from typing import Annotated, Any, cast
+from typing import Annotated, Any, cast, get_args
 
 from pydantic import AfterValidator, ConfigDict, Discriminator, Field, Tag, model_validator
 
 from posthoc_uq.core.errors import CorruptPosteriorError, PosthocUQError
-from posthoc_uq.core.options import LARGEST, Count, Magnitude, Natural, Temperature, Unit
+from posthoc_uq.core.options import LARGEST, Count, Magnitude, Natural, Seed, Temperature, Unit
 from posthoc_uq.core.records import Name, Record, among, validate_record
 from posthoc_uq.files.hdf5 import state_text, state_values
 from posthoc_uq.files.match import fingerprint
@@ -30,7 +30,7 @@ from posthoc_uq.files.tensors import (
 )
 from posthoc_uq.layers import RULES, Layer, fits
 from posthoc_uq.likelihoods import LIKELIHOODS, described, likelihood_from_attributes
-from posthoc_uq.likelihoods.conformal import MAX_KEPT
+from posthoc_uq.likelihoods.conformal import JOINT, MAX_KEPT, TargetScore
 from posthoc_uq.likelihoods.prediction import SCORES
 from posthoc_uq.likelihoods.selective import QUANTILES
 from posthoc_uq.posteriors.block import BLOCKS, FAMILIES, TensorSpec
@@ -334,23 +334,61 @@ class ReferralRecord(Record):
         return self
 
 
-class PromisesRecord(Record):
-    """Scores of held-out samples in ascending order, thinned to at most `MAX_KEPT`."""
+class HeldOutRecord(Record):
+    """Scores of held-out samples in ascending order, thinned (`posthoc_uq.likelihoods.conformal.HeldOutScores`)."""
 
-    samples: Count
-    shared: bool
-    scores: Annotated[dict[Name, list[Sum]], Field(max_length=2**16)]
-    head: Annotated[dict[Name, Plain], AfterValidator(_check_head)]
-    posterior: SettingsRecord
+    values: Annotated[list[Sum], Field(min_length=1, max_length=MAX_KEPT)]
+    count: Count
 
     @model_validator(mode="after")
-    def _check_scores(self) -> PromisesRecord:
-        count = min(self.samples, MAX_KEPT)
-        for values in self.scores.values():
-            if len(values) != count:
-                raise ValueError(f"must have {count} values of each score")
-            if any(a > b for a, b in pairwise(values)):
-                raise ValueError("has scores that do not ascend")
+    def _check_values(self) -> HeldOutRecord:
+        if len(self.values) != min(self.count, MAX_KEPT):
+            raise ValueError(f"must have {min(self.count, MAX_KEPT)} values, not {len(self.values)}")
+        if any(a > b for a, b in pairwise(self.values)):
+            raise ValueError("has values that do not ascend")
+        return self
+
+
+class TargetsRecord(Record):
+    """How badly held-out targets fit: one record, or one a class, a label or an output."""
+
+    kind: Annotated[str, among(get_args(TargetScore))]
+    scores: Annotated[list[HeldOutRecord], Field(min_length=1, max_length=2**20)]
+
+
+class TailRecord(Record):
+    """The tail of one score, by which the joint one is measured (`posthoc_uq.likelihoods.selective.Tail`)."""
+
+    values: Annotated[list[Sum], Field(min_length=1, max_length=QUANTILES)]
+    shares: list[Unit]
+
+    @model_validator(mode="after")
+    def _check_order(self) -> TailRecord:
+        if len(self.shares) != len(self.values) or any(a < b for a, b in pairwise(self.values)):
+            raise ValueError("must have as many descending values as shares")
+        if any(a >= b for a, b in pairwise([0.0, *self.shares])) or self.shares[-1] != 1:
+            raise ValueError("has shares that do not ascend from above 0 to 1")
+        return self
+
+
+class PromisesRecord(Record):
+    """Held-out scores by which predictions promise: of targets, where the likelihood has a score, and of inputs.
+    Without `share`, the samples tuned the posterior too, and promises hold approximately.
+    """
+
+    samples: Count
+    share: Annotated[float, Field(gt=0, lt=1)] | None = None
+    seed: Seed
+    head: Annotated[dict[Name, Plain], AfterValidator(_check_head)]
+    posterior: SettingsRecord
+    targets: TargetsRecord | None = None
+    inputs: Annotated[dict[Annotated[str, among((*SCORES, JOINT))], HeldOutRecord], Field(max_length=8)]
+    tails: Annotated[dict[ScoreName, TailRecord], Field(max_length=8)]
+
+    @model_validator(mode="after")
+    def _check_tails(self) -> PromisesRecord:
+        if {*self.inputs} != {*self.tails, JOINT} or not self.tails:
+            raise ValueError(f"must have scores of inputs of the names of its tails, and {JOINT!r}")
         return self
 
 

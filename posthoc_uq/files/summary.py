@@ -9,7 +9,7 @@ from typing import Any, cast
 from posthoc_uq.core.errors import printable
 from posthoc_uq.core.tables import text_table
 from posthoc_uq.posteriors.block import BLOCKS
-from posthoc_uq.posteriors.report import described_changes, described_output, rule_of
+from posthoc_uq.posteriors.report import described_changes, described_output, described_promises, rule_of
 
 _MAX_LISTED = 8  # names that a line lists
 
@@ -98,6 +98,8 @@ def _history(contents: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
         options = dict(referral["head"])
         share = f"a share {referral['rate']:g} of {referral['inputs']:,} inputs"
         yield "referral", f"{rule_of(referral)} ({share}), head {_with_options(options.pop('head'), options)}"
+    if contents["promises"]:
+        yield "promises", described_promises(contents["promises"])
     if contents["output"]:
         yield "outputs", described_output(contents["output"])
     if contents["changes"]:

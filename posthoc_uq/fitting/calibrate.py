@@ -1,10 +1,10 @@
-"""`calibrate`: what held-out data are for, tuning and promises; or without them, leave-one-out on the training data."""
+"""`calibrate`: one part of held-out data tunes a posterior, the other gives the scores by which predictions promise."""
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass
-from typing import Annotated, Any, Literal, cast
+from dataclasses import dataclass, field
+from typing import Annotated, Any, Literal, NamedTuple, cast, get_args
 
 import torch
 from annotated_types import Gt, Lt
@@ -19,46 +19,58 @@ from posthoc_uq.core.batches import (
     check_loader,
     check_reusable,
 )
+from posthoc_uq.core.devices import as_double
 from posthoc_uq.core.errors import PosthocUQError
 from posthoc_uq.core.interrupts import orderly
 from posthoc_uq.core.options import Count, Seed, check_option, one_of
-from posthoc_uq.core.randomness import isolated_random_state, sample_keys
+from posthoc_uq.core.randomness import isolated_random_state, mixed_seed, sample_keys, uniforms
 from posthoc_uq.fitting.faithful import model_of
 from posthoc_uq.fitting.leave_one_out import Groups, Initial, LeaveOneOut, calibrate_by_leave_one_out
 from posthoc_uq.fitting.tune import has_something_to_tune, tune
-from posthoc_uq.fitting.wrap import wrap
-from posthoc_uq.heads.predictor import Predictor
+from posthoc_uq.fitting.wrap import recorded_head, wrap
+from posthoc_uq.heads.predictor import Predictor, promise_keys
+from posthoc_uq.heads.referral import default_referral_scores
 from posthoc_uq.layers.proof import count_samples
-from posthoc_uq.likelihoods.conformal import held_out_scores
-from posthoc_uq.likelihoods.prediction import Prediction, cat
+from posthoc_uq.likelihoods.bernoulli import MultilabelPrediction
+from posthoc_uq.likelihoods.class_prediction import ClassPrediction
+from posthoc_uq.likelihoods.conformal import (
+    JOINT,
+    SetScore,
+    TargetScore,
+    class_scores,
+    held_out_scores,
+)
+from posthoc_uq.likelihoods.gaussian import RegressionPrediction
+from posthoc_uq.likelihoods.likelihood import DrawnPrediction
+from posthoc_uq.likelihoods.prediction import Prediction, score_of
+from posthoc_uq.likelihoods.selective import QUANTILES, joint_surprise, tail_of
 from posthoc_uq.posteriors.posterior import Posterior
+from posthoc_uq.posteriors.report import described_promises
 from posthoc_uq.posteriors.search import Trials
-
-Share = Annotated[float, Gt(0), Lt(1)]
-BY = ("likelihood", "leave_one_out")
 
 
 @dataclass(frozen=True)
 class Calibration:
-    """What held-out data were used for; prints itself.
+    """What `calibrate` did; prints itself.
 
     Attributes:
-        trials: of the tuning; None where there was nothing to tune.
-        tuned: samples that tuned.
-        promised: samples whose scores are kept, which tuned nothing unless `shared`.
-        shared: whether the same samples did both, so that promises hold approximately.
+        trials: of the hyperparameters; None where there was nothing to tune.
+        tuned: the number of samples that tuned.
+        samples: the number of samples whose scores are stored.
+        approximate: whether they are the same ones, so that promises hold approximately.
+        promises: what is promised, in words.
     """
 
-    trials: Trials | None
+    trials: Trials | None = field(repr=False)
     tuned: int
-    promised: int
-    shared: bool
+    samples: int
+    approximate: bool
+    promises: str
 
     def __str__(self) -> str:
-        found = "nothing to tune" if self.trials is None or self.trials.chosen is None else str(self.trials)
-        word = "approximate promises" if self.shared else "promises"
-        level = self.promised / (self.promised + 1)
-        return f"{word} up to a level of {level:.4g}, from {self.promised:,} samples; {self.tuned:,} tuned\n{found}"
+        trials = self.trials
+        chosen = "nothing to tune" if trials is None else str(trials).partition("\n")[0]
+        return f"tuned by {self.tuned:,} samples: {chosen}\npromised: {self.promises}"
 
 
 @orderly
@@ -68,6 +80,8 @@ def calibrate(
     *,
     criterion: Literal["likelihood", "leave_one_out"] = "likelihood",
     share: float | None = 0.5,
+    sets: Literal["lac", "aps", "raps"] = "lac",
+    by_class: bool = False,
     head: str | None = None,
     initial: Initial | Sequence[Initial] | None = None,
     groups: Groups | None = None,
@@ -78,59 +92,68 @@ def calibrate(
     progress: bool = True,
     **options: Any,
 ) -> Calibration | LeaveOneOut:
-    """Calibrate the predictions of a posterior: by held-out data, or by its training data alone.
+    """Tune a posterior on one part of held-out data, and store the scores of the other, by which predictions promise;
+    or estimate temperature or noise without held-out data.
 
-    ``criterion="likelihood"`` takes held-out data. The seed divides them at random: one part tunes (see `tune`), and
-    the scores of the other part are kept with the posterior, so that predictions can promise by split conformal
-    prediction, for new data like the held-out ones:
+    ``prediction.set(0.9)``, ``prediction.interval(0.9)`` and ``prediction.familiarity()`` then hold on average over new
+    inputs like the held-out ones, whatever the model, by split conformal prediction (Vovk, Gammerman, Shafer,
+    "Algorithmic learning in a random world", 2005; Angelopoulos and Bates, "A gentle introduction to conformal
+    prediction", 2021): coverage is at least the level and, without ties, at most ``1 / (n + 1)`` more, with n samples
+    in the second part. They hold for the head and the hyperparameters at the end of this call; a later change of these
+    makes them void, and warns of it.
 
-    * ``prediction.set(0.9)``: sets of classes that contain the label with a probability of at least 0.9;
-    * ``prediction.interval(0.9)``: intervals of a regression that cover with at least that probability;
-    * ``prediction.familiarity()``: p-values of the novelty: at most a share a of inputs like these has one of at most
-      a.
+    The scores, all of one prediction of each sample:
 
-    A promise holds on average over held-out and new data, not for every input. Save the posterior afterwards. A change
-    of its hyperparameters, data or head makes the promises void.
+    * Of targets that are classes, `sets` (`posthoc_uq.likelihoods.conformal.class_scores`); of several labels
+      ``1 - p`` of those that apply, with one threshold a label; of a regression ``|y - m| / s`` with the predictive
+      deviation s, by output; of other likelihoods with a distribution function ``|F(y) - 1/2|``. Outputs with positions
+      are refused, since positions are not exchangeable.
+    * Of inputs novelty, the default score (entropy, or the standard deviation), and the larger surprise of the two,
+      measured by their tails on the first part and calibrated by its own values on the second.
 
     ``criterion="leave_one_out"`` takes the training data, where none are held out: the temperature of classes, or the
-    noise of a regression, then follows from leave-one-out predictions by the tangent kernel of the untrained network.
-    It is for networks that were trained from scratch on these data (of a fine-tuned one pass `initial`), and was found
-    right for perceptrons; convolutional networks learn features that this kernel lacks.
+    noise of a regression, follows from leave-one-out predictions by the tangent kernel of the untrained network
+    (`posthoc_uq.fitting.leave_one_out`). It is for networks that were trained from scratch on these data (of a
+    fine-tuned one pass `initial`), and was found right for perceptrons; convolutional networks learn features that this
+    kernel lacks. It promises nothing.
 
     Args:
-        posterior: from `fit` or `load`.
-        loader: batches with targets, read several times (once for leave-one-out): held-out data, or the training data.
+        posterior: from `fit` or `load`. It is changed at the end, all at once; after an error it is as it was.
+        loader: batches with targets that chose nothing else: neither weights nor the time to stop. Read several times,
+            and every time with the same inputs. For leave-one-out the training data, read once.
         criterion: see above.
-        share: of the held-out samples that tune; None for all of them to tune and to promise, approximately.
+        share: of the samples that tune; which, depends on their inputs and the seed alone, and copies of an input are
+            in one part. None: all samples do both, and promises hold approximately.
+        sets: ``"lac"`` gives the smallest sets; ``"aps"`` and ``"raps"`` sets whose size adapts to the input, with
+            random numbers that depend on the input alone.
+        by_class: promise coverage for every class by itself, which needs samples of each.
         head: that predicts, as in `tune`.
         initial: of leave-one-out: the network before its training as a model or a state dict, or several. Without it
             every module is initialised anew by its `reset_parameters`.
         groups: of leave-one-out: which samples are left out together, in the order of the loader, or a function of a
             batch.
         initialisations: of leave-one-out: untrained networks to average.
-        seed: of the division, the draws, the initial weights.
+        seed: of the split, the draws and the randomised sets.
         batch_to_inputs: as in `fit`.
         batch_to_targets: as in `fit`.
-        progress: whether to show bars.
-        **options: of `tune`, such as ``noise`` and ``temperature``, and of the head.
-
-    Returns:
-        What was found. Printed, it says what was tuned and what can be promised.
+        progress: show a bar.
+        **options: of the head, as in `wrap`.
 
     Raises:
-        PosthocUQError: no targets, too few or (for leave-one-out) too many data, an untrained network that is not
-            known, or options that do not fit.
+        PosthocUQError: no targets, too few samples, outputs with positions, or a loader of other inputs each time.
+        NonFiniteError: a score is not finite.
     """
     if not isinstance(cast(Any, posterior), Posterior):
         raise PosthocUQError(
             f"calibrate takes a posterior from uq.fit or uq.load(path, model), not a {type(posterior).__name__}."
         )
+    share = check_option("share", share, Annotated[float, Gt(0), Lt(1)] | None)
+    sets = cast(SetScore, one_of("sets", sets, get_args(SetScore)))
+    by_class, seed = check_option("by_class", by_class, bool), check_option("seed", seed, Seed)
     check_loader(loader)
-    seed, progress = check_option("seed", seed, Seed), check_option("progress", progress, bool)
-    share = check_option("share", share, Share | None)
     reader = BatchReader.of(model_of(posterior), batch_to_inputs, batch_to_targets)
     trial = posterior.trial()
-    if one_of("criterion", criterion, BY) == "leave_one_out":
+    if one_of("criterion", criterion, ("likelihood", "leave_one_out")) == "leave_one_out":
         if head is not None or options:
             names = ["head"] * (head is not None) + list(options)
             raise PosthocUQError(f"Leave-one-out needs no head and no search; leave {', '.join(names)} out.")
@@ -150,91 +173,247 @@ def calibrate(
         raise PosthocUQError(
             "initial and groups are for criterion='leave_one_out'; held-out data need neither."
         )
-    check_reusable(loader, 4)
-    border, tuned, kept = _division(loader, reader, share, seed)
+    check_reusable(loader, 3)
+    data = _HeldOut(loader, reader, seed)
+    if share is not None:
+        data.split(share)
     trials = None
     if has_something_to_tune(trial):
-        part = loader if border is None else _Part(loader, reader, border, seed, tunes=True)
-        functions = {"batch_to_inputs": batch_to_inputs, "batch_to_targets": batch_to_targets}
-        trials = tune(trial, part, head=head, seed=seed, progress=progress, **functions, **options)
-    # a search records the head and its options
-    predictor = (
-        wrap(model_of(trial), trial, head, **options) if trials is None else wrap(model_of(trial), trial)
-    )
-    others = _Part(loader, reader, border, seed, tunes=False)
-    trial.history.promises = _promises(predictor, others, share is None, progress)
-    posterior.adopt(trial)
-    posterior.warned_heads |= trial.warned_heads
-    return Calibration(trials, tuned, kept, share is None)
-
-
-def _keyed(loader: Iterable[Any], reader: BatchReader, seed: int) -> Iterator[tuple[Batch, Tensor]]:
-    """Batches with a hash of each sample's inputs."""
-    with isolated_random_state(seed):
-        for batch in batches(loader, reader):
-            if batch.targets is None:
-                raise PosthocUQError("Held-out data need targets, and the loader yields inputs alone.")
-            yield batch, sample_keys(batch.tensors(), count_samples(batch), seed).cpu()
-
-
-def _division(
-    loader: Iterable[Any], reader: BatchReader, share: float | None, seed: int
-) -> tuple[int | None, int, int]:
-    """The largest hash of the samples that tune, their number, and the number of the others. Copies of a sample have
-    one hash, so that they are on one side.
-    """
-    keys = torch.cat([keys for _, keys in _keyed(loader, reader, seed)]).sort().values
-    if share is None:
-        return None, len(keys), len(keys)
-    border = int(keys[max(0, round(share * len(keys)) - 1)])
-    tuned = int((keys <= border).sum())
-    if tuned == len(keys):
-        raise PosthocUQError(
-            f"Of {len(keys)} held-out samples none is left to promise by; pass more, or share=None to use all of them "
-            f"twice."
+        trials = tune(
+            trial,
+            data,
+            criterion="likelihood",
+            head=head,
+            seed=seed,
+            batch_to_inputs=_inputs_of,
+            batch_to_targets=_targets_of,
+            progress=progress,
+            **options,
         )
-    return border, tuned, len(keys) - tuned
-
-
-class _Part:
-    """The samples of a loader that tune, or the others; all of them without a border."""
-
-    def __init__(
-        self, loader: Iterable[Any], reader: BatchReader, border: int | None, seed: int, *, tunes: bool
-    ) -> None:
-        self._loader, self._reader, self._border = loader, reader, border
-        self._seed, self._tunes = seed, tunes
-
-    def __iter__(self) -> Iterator[Batch]:
-        for batch, keys in _keyed(self._loader, self._reader, self._seed):
-            if self._border is None:
-                yield batch
-                continue
-            chosen = (keys <= self._border) == self._tunes
-            if bool(chosen.any()):
-                yield batch.select(chosen, len(keys))
-
-
-def _promises(predictor: Predictor, data: _Part, shared: bool, progress: bool) -> dict[str, Any]:
-    """The record of the scores of held-out samples."""
-    likelihood = predictor.posterior.likelihood
-    predictions, targets = list[Prediction](), list[Tensor]()
-    with torch.no_grad(), Bar(data, "held-out scores", progress) as bar:
-        for batch in data:
-            prediction = predictor(*batch.args, **batch.kwargs).to("cpu")
-            assert batch.targets is not None
-            likelihood.check(prediction.outputs_mean, batch.targets.cpu())
-            predictions.append(prediction)
-            targets.append(prediction.fitting(batch.targets.cpu()))
-            bar.advance(len(prediction))
-    prediction = cat(predictions)
-    scores = {name: held_out_scores(s) for name, s in prediction.target_scores(torch.cat(targets)).items()}
-    if "novelty" in prediction.scores():
-        scores["novelty"] = held_out_scores(prediction.novelty())
-    return {
-        "samples": len(prediction),
-        "shared": shared,
-        "scores": {name: found.values.tolist() for name, found in scores.items()},
+        predictor = wrap(model_of(trial), trial)
+    else:
+        name = head or recorded_head(trial)[0]
+        predictor = wrap(model_of(trial), trial, name, **options)
+        kept = {key: value for key, value in options.items() if isinstance(value, (bool, int, float, str))}
+        trial.history.head = {"name": name, "options": kept, "criterion": "given"}
+    trial.history.promises = {}  # so that predictions are made without those that are replaced
+    measured = _measured(predictor, data, sets, by_class, progress)
+    record = measured | {
+        "seed": seed,
         "head": dict(predictor.identity()),
         "posterior": predictor.hyperparameters(),
     }
+    trial.history.promises = record if share is None else record | {"share": share}
+    posterior.adopt(trial)
+    posterior.warned_heads |= trial.warned_heads
+    tuned = record["samples"] if share is None else data.samples - record["samples"]
+    return Calibration(
+        trials, tuned, record["samples"], share is None, described_promises(posterior.history.promises)
+    )
+
+
+class _HeldOut:
+    """Held-out data in two parts; iterated over, the batches of those that tune.
+
+    Args:
+        loader: of all.
+        reader: takes batches apart.
+        seed: of the split.
+
+    Attributes:
+        samples: how many there are, once they were split.
+        tuning: how many of them tune.
+    """
+
+    def __init__(self, loader: Iterable[Any], reader: BatchReader, seed: int) -> None:
+        self.loader, self._reader = loader, reader
+        self.seed, self._split_seed = seed, mixed_seed(seed, 1)  # not the labels or sets of this seed
+        self._bound: int | None = None
+        self.samples = self.tuning = 0
+
+    @property
+    def all_in_both(self) -> bool:
+        """Whether all samples tune and are measured."""
+        return self._bound is None
+
+    def __len__(self) -> int:
+        return len(cast(Any, self.loader))  # batches; a bar shows it
+
+    def __iter__(self) -> Iterator[Batch]:
+        for batch, tunes in self.batches():
+            yield batch if self.all_in_both else batch.select(tunes, len(tunes))
+
+    def batches(self) -> Iterator[tuple[Batch, Tensor]]:
+        """All batches, each with which of its samples ``(samples,)`` tune."""
+        for batch in batches(self.loader, self._reader):
+            if batch.targets is None:
+                raise PosthocUQError(
+                    "Calibration needs targets, and the loader yields inputs alone; yield (inputs, targets)."
+                )
+            keys = self._keys(batch)
+            yield (
+                batch,
+                torch.ones_like(keys, dtype=torch.bool) if self._bound is None else keys < self._bound,
+            )
+
+    def _keys(self, batch: Batch) -> Tensor:
+        return sample_keys(batch.tensors(), count_samples(batch), self._split_seed).cpu()
+
+    def split(self, share: float) -> None:
+        """Let those samples tune whose hashes are the smallest: the share of them, less copies at the border.
+
+        Raises:
+            PosthocUQError: there are too few different samples for two parts.
+        """
+        with isolated_random_state(self.seed):
+            keys = torch.cat([self._keys(batch) for batch, _ in self.batches()])
+        self.samples = len(keys)
+        ordered = keys.sort().values
+        place = min(max(1, round(share * len(keys))), len(keys) - 1)
+        if len(keys) < 2 or int(ordered[place]) == int(ordered[0]):
+            raise PosthocUQError(
+                f"share={share:g} leaves one of the two parts of {len(keys)} held-out samples empty (copies of an "
+                f"input are in one part); give more samples, or share=None for all in both."
+            )
+        self._bound = int(ordered[place])
+        self.tuning = int((keys < self._bound).sum())
+
+
+def _inputs_of(batch: Batch) -> Any:
+    return batch.kwargs or batch.args
+
+
+def _targets_of(batch: Batch) -> Any:
+    return batch.targets
+
+
+def _measured(
+    predictor: Predictor, data: _HeldOut, sets: SetScore, by_class: bool, progress: bool
+) -> dict[str, Any]:
+    """The record of the scores, but for what they were measured with; one pass over all data.
+
+    Raises:
+        PosthocUQError: the predictions have positions, the samples are others than those that were split, or a class or
+            label has none.
+    """
+    of_inputs: dict[str, list[Tensor]] = {}
+    of_targets, tuning = list[_TargetScores](), list[Tensor]()
+    kind: TargetScore | None = None
+    classes: int | None = None
+    with torch.no_grad(), isolated_random_state(data.seed), Bar(data.loader, "calibrate", progress) as bar:
+        for batch, tunes in data.batches():
+            prediction = predictor(*batch.args, **batch.kwargs).to("cpu")
+            if prediction.kind == "positions":
+                raise PosthocUQError(
+                    "The outputs have positions, which are not exchangeable, so that their scores promise nothing; "
+                    "tune with uq.tune(posterior, loader) instead."
+                )
+            classes = prediction.classes
+            if by_class and (classes is None or prediction.kind != "classes"):
+                raise PosthocUQError(
+                    "by_class=True promises coverage for each class, and no classes are predicted."
+                )
+            for name in default_referral_scores(prediction):
+                of_inputs.setdefault(name, []).append(as_double(score_of(prediction, name)))
+            tuning.append(tunes)
+            kept = tunes if data.all_in_both else ~tunes
+            targets = prediction.fitting(cast(Tensor, batch.targets).cpu())
+            keys = promise_keys(batch, len(prediction), data.seed).cpu()
+            found = _target_scores(prediction, targets, sets, keys)
+            if found is not None:
+                kind = found.kind
+                of_targets.append(_TargetScores(kind, found.scores[kept], found.groups[kept]))
+            bar.advance(len(prediction))
+    first = torch.cat(tuning)
+    if not data.all_in_both and (len(first), int(first.sum())) != (data.samples, data.tuning):
+        raise PosthocUQError(
+            "The loader gave other inputs than in the pass before, so that no two parts of them exist; leave random "
+            "changes of inputs out."
+        )
+    second = first if data.all_in_both else ~first
+    scores = {name: torch.cat(parts) for name, parts in of_inputs.items()}
+    tails = {name: tail_of(values[first], QUANTILES) for name, values in scores.items()}
+    scores[JOINT] = joint_surprise(tails, scores).clamp(max=_MAX_SURPRISE)
+    record: dict[str, Any] = {
+        "samples": int(second.sum()),
+        "inputs": {name: held_out_scores(values[second]).record() for name, values in scores.items()},
+        "tails": {
+            name: {part: numbers.tolist() for part, numbers in tail._asdict().items()}
+            for name, tail in tails.items()
+        },
+    }
+    if kind is not None:
+        all_scores = torch.cat([found.scores for found in of_targets])
+        groups = torch.cat([found.groups for found in of_targets])
+        columns = _columns(kind, all_scores, groups, classes if by_class else None)
+        record["targets"] = {"kind": kind, "scores": [held_out_scores(each).record() for each in columns]}
+    return record
+
+
+_MAX_SURPRISE = 1e300  # of a score that is the same for all tuning samples; it stands for infinity in a file
+
+
+class _TargetScores(NamedTuple):
+    """Scores of the targets of some samples.
+
+    Attributes:
+        kind: of them.
+        scores: (samples, columns), float64: by output, or by label.
+        groups: (samples, columns), int64: the class; of a label whether it applies; else 0.
+    """
+
+    kind: TargetScore
+    scores: Tensor
+    groups: Tensor
+
+
+def _target_scores(
+    prediction: Prediction, targets: Tensor, sets: SetScore, keys: Tensor
+) -> _TargetScores | None:
+    """The scores of the targets by the kind of the prediction; None where that has none.
+
+    Args:
+        prediction: of a batch, on the CPU.
+        targets: as its `fitting` gives them.
+        sets: the score of classes.
+        keys: (batch,), of the inputs.
+    """
+    if isinstance(prediction, ClassPrediction):
+        prediction.log_prob(targets)  # refuses labels out of range
+        labels = prediction.labels(targets).unsqueeze(-1)
+        scores = class_scores(as_double(prediction.probs), sets, uniforms(keys, 1).squeeze(1))
+        return _TargetScores(sets, scores.gather(-1, labels), labels)
+    if isinstance(prediction, MultilabelPrediction):
+        return _TargetScores("label", 1 - as_double(prediction.probs), targets)
+    if isinstance(prediction, RegressionPrediction):
+        scores = (as_double(targets) - as_double(prediction.mean)).abs()
+        scores = (scores / as_double(prediction.standard_deviation)).reshape(len(prediction), -1)
+        return _TargetScores("deviation", scores, torch.zeros_like(scores, dtype=torch.int64))
+    if isinstance(prediction, DrawnPrediction) and prediction.likelihood.defines("cdf"):
+        scores = (as_double(prediction.cdf(targets.reshape(prediction.functional_mean.shape))) - 0.5).abs()
+        scores = scores.reshape(len(prediction), -1)
+        return _TargetScores("cdf", scores, torch.zeros_like(scores, dtype=torch.int64))
+    return None
+
+
+def _columns(kind: TargetScore, scores: Tensor, groups: Tensor, classes: int | None) -> list[Tensor]:
+    """The scores apart: by class, by label, where it applies, or by output.
+
+    Args:
+        kind: of the scores.
+        scores: (samples, columns).
+        groups: as in `_TargetScores`.
+        classes: their number, where scores are to be kept by class.
+    """
+    if kind == "label":
+        names, found = "label", [scores[groups[:, each] == 1, each] for each in range(scores.shape[1])]
+    elif classes is None:
+        return list(scores.unbind(1))
+    else:
+        names, found = "class", [scores[groups == each] for each in range(classes)]
+    empty = [each for each, part in enumerate(found) if len(part) == 0]
+    if empty:
+        raise PosthocUQError(
+            f"A promise for every {names} needs held-out samples of each, and there are none of {empty[:8]}; give more."
+        )
+    return found

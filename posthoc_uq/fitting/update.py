@@ -195,6 +195,11 @@ def _cleared(history: History) -> list[str]:
         warnings.append(
             "The moments head was calibrated before the data changed, and its calibration is cleared; calibrate again."
         )
+    if history.promises:
+        warnings.append(
+            "The held-out scores were measured before the data changed, and are cleared; calibrate again: "
+            "uq.calibrate(posterior, val_loader)."
+        )
     history.referral, history.promises, history.calibration, history.faithful = {}, {}, {}, {}
     history.tuning = {name: how if how == _GIVEN else _BEFORE for name, how in history.tuning.items()}
     return warnings

@@ -27,13 +27,14 @@ from posthoc_uq.core.errors import NonFiniteError, PosthocUQError
 from posthoc_uq.core.model import model_device, model_dtype, unshared_copy, unwrap
 from posthoc_uq.core.options import Count, check_option, one_of
 from posthoc_uq.core.outputs import Choice, choice_of, chosen_in, with_choice
-from posthoc_uq.core.randomness import isolated_random_state
+from posthoc_uq.core.randomness import isolated_random_state, mixed_seed, sample_keys
 from posthoc_uq.heads.novelty import PosteriorRatio, checked_of, class_novelty, novelty_of_calls
-from posthoc_uq.heads.referral import Referral
+from posthoc_uq.heads.referral import Referral, shown_identity
 from posthoc_uq.heads.weight_watch import WeightWatch
 from posthoc_uq.layers.frozen import Features
 from posthoc_uq.layers.layer import Call
 from posthoc_uq.layers.proof import count_samples
+from posthoc_uq.likelihoods.conformal import Promises
 from posthoc_uq.likelihoods.draws import LINK_DRAWS, OutputGaussian, Spread
 from posthoc_uq.likelihoods.prediction import Prediction, at_least_float32, cat
 from posthoc_uq.posteriors import DRAWS, QUADRATIC, Posterior
@@ -132,6 +133,11 @@ def check_finite(
     )
 
 
+def promise_keys(batch: Batch, samples: int, seed: int) -> Tensor:
+    """The hashes of inputs, ``(samples,)``, that randomised sets depend on; they are none of a fit's or a split's."""
+    return sample_keys(batch.tensors(), samples, mixed_seed(seed, 2))
+
+
 def _finite(name: str, tensor: Tensor) -> Tensor:
     """Elementwise, ``(samples, 1 or more)``."""
     tensor = tensor.reshape(len(tensor), -1)
@@ -223,6 +229,7 @@ class Predictor(nn.Module, ABC):
         self._posterior = posterior
         self._tells_novelty = check_option("novelty", novelty, bool)
         self._ratio, self._watch = Latest[PosteriorRatio](), WeightWatch(model)
+        self._promises = Latest[Promises]()
 
     def __repr__(self) -> str:
         posterior, settings = self._posterior, self.hyperparameters()
@@ -322,15 +329,39 @@ class Predictor(nn.Module, ABC):
     def _answer(self, posterior: Posterior, batch: Batch, *, on_cpu: bool = False) -> Prediction:
         with self.explaining(batch):
             prediction = self._predict(posterior, batch)
-        kept = posterior.history.promises
-        if kept and kept["head"] == self.identity() and kept["posterior"] == posterior.settings.plain():
-            prediction = replace(prediction, promises=kept)
         # on the CPU the check waits for no device
-        return checked(
+        prediction = checked(
             prediction.to("cpu") if on_cpu else prediction,
             self.head,
             lambda: self._own_outputs(batch),
         )
+        record = posterior.history.promises
+        return self._with_promises(prediction, record, batch) if record else prediction
+
+    def _with_promises(self, prediction: Prediction, record: dict[str, Any], batch: Batch) -> Prediction:
+        """The prediction with the held-out scores of a record where that was made with this head and the present
+        hyperparameters; elsewhere with a text that says why it promises nothing.
+        """
+        if torch.compiler.is_compiling():
+            return prediction
+        if record["head"] != self.identity():
+            made, present = record["head"], self.identity()
+            return replace(
+                prediction,
+                promises=f"The held-out scores are of {shown_identity(made)}, and this predictor is "
+                f"{shown_identity(present)}; calibrate for this one: uq.calibrate(posterior, val_loader, head=...).",
+            )
+        if record["posterior"] != self.hyperparameters():
+            return replace(
+                prediction,
+                promises="The posterior's hyperparameters changed after the held-out scores were measured; calibrate "
+                "again: uq.calibrate(posterior, val_loader).",
+            )
+        promises = self._promises.get(record, lambda: Promises.restored(record))
+        keys = None
+        if promises.randomised:
+            keys = promise_keys(batch, len(prediction), promises.seed).to(prediction.outputs_mean.device)
+        return replace(prediction, promises=promises, sample_keys=keys)
 
     def _own_outputs(self, batch: Batch) -> Tensor | None:
         """What the network gives for a batch at the posterior's mean, for the message of an error; None where it gives

@@ -190,8 +190,8 @@ class Referral:
             return "No referral threshold was set; set one with uq.Referral(rate).fit(predictor, held_out_loader)."
         if self._record["head"] != self._predictor.identity():
             return (
-                f"The referral threshold was set for {_shown(self._record['head'])}, and this predictor is "
-                f"{_shown(self._predictor.identity())}; set it again for this one."
+                f"The referral threshold was set for {shown_identity(self._record['head'])}, and this predictor is "
+                f"{shown_identity(self._predictor.identity())}; set it again for this one."
             )
         if self._record["posterior"] != self._predictor.hyperparameters():
             return (
@@ -230,5 +230,6 @@ def _numbers(prediction: Prediction, score: str) -> Tensor:
     return scores
 
 
-def _shown(identity: Mapping[str, Any]) -> str:
+def shown_identity(identity: Mapping[str, Any]) -> str:
+    """The identity of a predictor in words: the head and its options."""
     return ", ".join(f"{name}={value!r}" for name, value in identity.items())

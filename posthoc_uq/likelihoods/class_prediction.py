@@ -14,7 +14,7 @@ from torch import Tensor
 
 from posthoc_uq.core.devices import widest
 from posthoc_uq.core.errors import PosthocUQError
-from posthoc_uq.likelihoods import conformal, metrics, selective
+from posthoc_uq.likelihoods import metrics, selective
 from posthoc_uq.likelihoods.draws import (
     Moments,
     OutputGaussian,
@@ -137,6 +137,26 @@ class LogitsPrediction(Prediction):
         highest, labels = self.probs.topk(k, dim=1)
         variance = self.probs_variance
         return TopK(highest, labels, None if variance is None else variance.gather(1, labels).sqrt())
+
+    def set(self, level: float = 0.9, *, allow_empty: bool = False) -> Tensor:
+        """The classes that a set holds which contains the label with a probability of at least `level`, over inputs
+        like the held-out ones: those whose score is at most the ``ceil((n + 1) level)``-th smallest of the held-out
+        labels' scores. See `posthoc_uq.calibrate`; of a likelihood of several labels, each label that applies is in the
+        set with that probability.
+
+        Args:
+            level: in (0, 1).
+            allow_empty: whether a set may be empty; otherwise it then holds the most probable class. A set of several
+                labels always may.
+
+        Returns:
+            (batch, classes), bool.
+
+        Raises:
+            PosthocUQError: the posterior has no held-out scores for this head and these hyperparameters, or too few for
+                the level.
+        """
+        return self.known_promises().sets(self.probs, level, allow_empty, self.sample_keys)
 
     def scores(self) -> dict[str, Tensor]:
         """See `Prediction`: entropy, mutual information, 1 - `max_probability`, the logits' variance, novelty."""
@@ -297,26 +317,6 @@ class ClassPrediction(LogitsPrediction):
     def labels(self, targets: Tensor) -> Tensor:
         """Labels (batch,) of targets as `fitting` gives them: of soft labels the most probable class."""
         return targets.argmax(-1) if are_soft(targets, self.probs) else targets
-
-    def target_scores(self, targets: Tensor) -> dict[str, Tensor]:
-        """Of the label, ``1 - p_y``; of soft labels that of the most probable class."""
-        return {"class": 1 - self.probs.gather(-1, self.labels(targets).unsqueeze(-1)).squeeze(-1)}
-
-    def set(self, level: float = 0.9, allow_empty: bool = False) -> Tensor:
-        """(batch, classes) of booleans: sets of classes that contain the label with a probability of at least `level`,
-        on average over new inputs like the held-out ones of `uq.calibrate`: the classes with ``1 - p`` at most the
-        ``ceil((n + 1) level)``-th smallest of the n held-out labels' (Sadinle, Lei, Wasserman, 2019).
-
-        Args:
-            level: of the promise, at most ``n / (n + 1)``.
-            allow_empty: whether a set may be empty; otherwise it then holds the most probable class.
-
-        Raises:
-            PosthocUQError: the posterior was not calibrated for this head and these hyperparameters, or the level needs
-                more held-out samples.
-        """
-        threshold = conformal.quantile(self.held_out("class"), level)
-        return conformal.set_of(self.probs, 1 - self.probs, threshold, allow_empty)
 
     def scores(self) -> dict[str, Tensor]:
         """See `Prediction`: the scores of classes."""

@@ -8,19 +8,29 @@ Angelopoulos and Bates, "A gentle introduction to conformal prediction", 2021). 
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping
+from dataclasses import dataclass
 from math import ceil
-from typing import Literal, NamedTuple
+from typing import Any, Literal, NamedTuple, get_args
 
 import torch
 from torch import Tensor
 
+from posthoc_uq.core.devices import as_double
 from posthoc_uq.core.errors import NonFiniteError, PosthocUQError
+from posthoc_uq.core.options import one_of
+from posthoc_uq.core.randomness import uniforms
+from posthoc_uq.likelihoods.selective import Tail, joint_surprise
 
 MAX_KEPT = 4096
 """Scores that are kept at most, so that every level is met within 1/4096."""
 
 SetScore = Literal["lac", "aps", "raps"]
+TargetScore = Literal["lac", "aps", "raps", "label", "deviation", "cdf"]
+"""What a record of targets holds: the score of a class (`class_scores`), ``1 - p`` of the labels that apply, the
+distance from the mean in predictive standard deviations, or the distance of the distribution function from 1/2."""
+JOINT = "joint"
+"""The name of the score of an input that joins all others (`posthoc_uq.likelihoods.selective.joint_surprise`)."""
 
 
 class HeldOutScores(NamedTuple):
@@ -28,40 +38,52 @@ class HeldOutScores(NamedTuple):
 
     Attributes:
         values: (kept,), float64, ascending; the last is the largest of all.
-        ranks: (kept,), int64: how many of all scores come at most at this place, ascending; the last is `samples`.
-        samples: the number of all.
+        ranks: (kept,), int64: how many of all scores come at most at this place, ascending; the last is `count`.
+        count: of all samples.
     """
 
     values: Tensor
     ranks: Tensor
-    samples: int
+    count: int
+
+    @classmethod
+    def restored(cls, record: Mapping[str, Any]) -> HeldOutScores:
+        """From the plain values that a posterior stores."""
+        count = int(record["count"])
+        values = torch.tensor(record["values"], dtype=torch.float64, device="cpu")
+        return cls(values, _ranks(count), count)
+
+    def record(self) -> dict[str, Any]:
+        """The plain values that a posterior stores."""
+        return {"values": self.values.tolist(), "count": self.count}
+
+    @property
+    def highest_level(self) -> float:
+        """The highest level that can be promised: ``n / (n + 1)``."""
+        return self.count / (self.count + 1)
 
 
 def held_out_scores(scores: Tensor) -> HeldOutScores:
     """The scores of held-out samples ``(samples,)``, in the form that is kept.
 
     Raises:
-        NonFiniteError: a score is NaN.
+        NonFiniteError: a score is not finite.
         PosthocUQError: there are none.
     """
-    values = scores.detach().double().cpu().flatten().sort().values
+    values = as_double(scores.detach()).cpu().flatten().sort().values
     count = len(values)
     if count == 0:
         raise PosthocUQError("A promise needs held-out samples, and there are none.")
-    if bool(values.isnan().any()):
-        raise NonFiniteError("A held-out score is NaN; a promise needs predictions that are numbers.")
+    if not bool(values.isfinite().all()):
+        raise NonFiniteError("A held-out score is not finite; a promise needs predictions that are finite.")
     ranks = _ranks(count)
     return HeldOutScores(values[ranks - 1], ranks, count)
 
 
-def kept_scores(values: Sequence[float], count: int) -> HeldOutScores:
-    """The scores of `count` samples again, from the values that were kept."""
-    return HeldOutScores(torch.tensor(values, dtype=torch.float64, device="cpu"), _ranks(count), count)
-
-
 def _ranks(count: int) -> Tensor:
-    steps = torch.arange(1, min(count, MAX_KEPT) + 1, dtype=torch.int64, device="cpu")
-    return (steps * count + len(steps) - 1) // len(steps)
+    """The ranks of those of `count` ordered scores that are kept."""
+    kept = min(count, MAX_KEPT)
+    return (torch.arange(1, kept + 1, dtype=torch.int64, device="cpu") * count + kept - 1) // kept
 
 
 def quantile(scores: HeldOutScores, level: float) -> float:
@@ -72,14 +94,14 @@ def quantile(scores: HeldOutScores, level: float) -> float:
     """
     if not 0 < level < 1:
         raise PosthocUQError(f"The level of a promise must be strictly between 0 and 1, not {level}.")
-    rank = ceil((scores.samples + 1) * level - 1e-9)
-    if rank > scores.samples:
+    rank = ceil((scores.count + 1) * level - 1e-9)
+    if rank > scores.count:
         needed = ceil(level / (1 - level) - 1e-9)
         raise PosthocUQError(
-            f"A level of {level:g} needs {needed:,} held-out samples, and {scores.samples:,} were kept for promises; "
-            f"ask for at most {scores.samples / (scores.samples + 1):.4g}, or calibrate with more."
+            f"A level of {level:g} needs {needed:,} held-out samples, and {scores.count:,} were kept for promises; ask "
+            f"for at most {scores.highest_level:.4g}, or calibrate with more."
         )
-    place = int(torch.searchsorted(scores.ranks, rank))
+    place = int(torch.searchsorted(scores.ranks, torch.tensor(rank)))
     return float(scores.values[place])
 
 
@@ -89,11 +111,13 @@ def p_values(scores: HeldOutScores, new: Tensor) -> Tensor:
     Of new inputs like the held-out ones at most a share a has a p-value of at most a. Of thinned scores the number is
     an upper bound, so that this holds.
     """
-    wanted = new.detach().double().cpu()
-    below = torch.searchsorted(scores.values, wanted.contiguous())  # kept scores that are smaller
+    wanted = as_double(new.detach()).cpu()
+    below = torch.searchsorted(
+        scores.values, wanted.contiguous(), right=False
+    )  # kept scores that are smaller
     ranks = torch.cat((torch.zeros(1, dtype=torch.int64, device="cpu"), scores.ranks))
-    at_least = scores.samples - ranks[below]
-    return torch.where(wanted.isnan(), torch.nan, (1 + at_least).double() / (scores.samples + 1))
+    at_least = scores.count - ranks[below]
+    return torch.where(wanted.isnan(), torch.nan, (1 + at_least).double() / (scores.count + 1))
 
 
 def class_scores(
@@ -126,8 +150,8 @@ def class_scores(
     if uniform is not None:
         total = total - uniform.to(probs).unsqueeze(-1) * ordered
     if kind == "raps":
-        ranks = torch.arange(1, probs.shape[-1] + 1, device=probs.device)
-        total = total + penalty * (ranks - free_classes).clamp(min=0).to(total)
+        ranks = torch.arange(1, probs.shape[-1] + 1, dtype=probs.dtype, device=probs.device)
+        total = total + penalty * (ranks - free_classes).clamp(min=0)
     return torch.empty_like(total).scatter_(-1, order, total)
 
 
@@ -147,3 +171,96 @@ def set_of(probs: Tensor, scores: Tensor, thresholds: Tensor | float, allow_empt
             empty & torch.zeros_like(chosen).scatter_(-1, probs.argmax(-1, keepdim=True), True)
         )
     return chosen
+
+
+@dataclass(frozen=True)
+class Promises:
+    """The held-out scores that a posterior stores, by which its predictions make promises.
+
+    Attributes:
+        kind: of the scores of targets; None where the likelihood has none.
+        targets: the scores of targets: one record, or one a class, a label or an output.
+        inputs: the scores of inputs by name, and ``"joint"``.
+        tails: of the single scores of inputs, by which the joint one is measured.
+        seed: of the random numbers of ``"aps"`` and ``"raps"``.
+    """
+
+    kind: TargetScore | None
+    targets: tuple[HeldOutScores, ...]
+    inputs: Mapping[str, HeldOutScores]
+    tails: Mapping[str, Tail]
+    seed: int
+
+    @classmethod
+    def restored(cls, record: Mapping[str, Any]) -> Promises:
+        """From the record that a posterior stores (`posthoc_uq.files.records.PromisesRecord`)."""
+        targets: Mapping[str, Any] = record.get("targets", {})
+        tails = {
+            name: Tail(
+                *(torch.tensor(tail[part], dtype=torch.float64, device="cpu") for part in Tail._fields)
+            )
+            for name, tail in record["tails"].items()
+        }
+        return cls(
+            targets.get("kind"),
+            tuple(HeldOutScores.restored(each) for each in targets.get("scores", ())),
+            {name: HeldOutScores.restored(each) for name, each in record["inputs"].items()},
+            tails,
+            record["seed"],
+        )
+
+    @property
+    def randomised(self) -> bool:
+        """Whether sets depend on a random number of each input."""
+        return self.kind in ("aps", "raps")
+
+    def sets(self, probs: Tensor, level: float, allow_empty: bool, keys: Tensor | None) -> Tensor:
+        """The classes, or labels, that belong to the set of each input, ``(batch, classes)`` of booleans.
+
+        Args:
+            probs: ``(batch, classes)``.
+            level: of the promise.
+            allow_empty: as in `set_of`; a set of labels may always be empty.
+            keys: ``(batch,)``, the hashes of the inputs, where sets are randomised.
+        """
+        thresholds = self._thresholds((*get_args(SetScore), "label"), level, probs.shape[1])
+        if self.kind == "label":
+            return set_of(probs, 1 - as_double(probs), thresholds.to(probs.device), allow_empty=True)
+        kind: SetScore = self.kind  # pyright: ignore[reportAssignmentType]  # checked above
+        uniform = uniforms(keys, 1).squeeze(1) if keys is not None and self.randomised else None
+        scores = class_scores(as_double(probs), kind, uniform)
+        return set_of(probs, scores.to(probs.device), thresholds.to(probs.device), allow_empty)
+
+    def bounds(self, kind: TargetScore, level: float, outputs: int) -> Tensor:
+        """The largest score of each output's target that belongs to an interval, ``(outputs,)``, float64."""
+        return self._thresholds((kind,), level, outputs)
+
+    def _thresholds(self, kinds: tuple[str, ...], level: float, columns: int) -> Tensor:
+        if self.kind not in kinds or len(self.targets) not in (1, columns):
+            raise PosthocUQError(
+                f"The held-out scores that are stored are no scores of such predictions ({self.kind}, "
+                f"{len(self.targets)}); calibrate again: uq.calibrate(posterior, val_loader)."
+            )
+        found = [quantile(scores, level) for scores in self.targets]
+        return torch.tensor(found, dtype=torch.float64, device="cpu")
+
+    def p_values(self, scores: Mapping[str, Tensor], name: str) -> Tensor:
+        """`p_values` of one of the scores of inputs, ``(batch,)``.
+
+        Args:
+            scores: of the inputs, by name.
+            name: of the score.
+
+        Raises:
+            PosthocUQError: it is none of those that are stored, or the prediction does not have it.
+        """
+        name = one_of("score", name, tuple(self.inputs))
+        needed = tuple(self.tails) if name == JOINT else (name,)
+        missing = [each for each in needed if each not in scores]
+        if missing:
+            raise PosthocUQError(
+                f"This prediction does not know its {missing[0]}; wrap without novelty=False."
+            )
+        if name == JOINT:
+            return p_values(self.inputs[name], joint_surprise(self.tails, scores))
+        return p_values(self.inputs[name], scores[name])

@@ -19,7 +19,8 @@ from posthoc_uq.core.devices import as_double, host_double
 from posthoc_uq.core.errors import PosthocUQError
 from posthoc_uq.core.options import LARGEST, Magnitude
 from posthoc_uq.core.records import Record
-from posthoc_uq.likelihoods import conformal, metrics
+from posthoc_uq.likelihoods import metrics
+from posthoc_uq.likelihoods.conformal import Promises
 from posthoc_uq.likelihoods.draws import LINK_DRAWS, LINKS, Moments, OutputGaussian, gathered, moments_of
 from posthoc_uq.likelihoods.likelihood import Faults, Likelihood, at_nodes
 from posthoc_uq.likelihoods.prediction import (
@@ -305,6 +306,8 @@ class RegressionPrediction(Prediction):
             noise_variance: Tensor | float,
             *,
             novelty_ratio: Tensor | None = None,
+            promises: Promises | str | None = None,
+            sample_keys: Tensor | None = None,
         ) -> None: ...
 
     def __post_init__(self) -> None:
@@ -355,32 +358,26 @@ class RegressionPrediction(Prediction):
         """
         return self.mean + NormalDist().inv_cdf(check_probability("q", q)) * self.standard_deviation
 
-    def target_scores(self, targets: Tensor) -> dict[str, Tensor]:
-        """Of every output the distance from the mean over the standard deviation."""
-        scaled = ((targets - self.mean).abs() / self.standard_deviation).reshape(len(self), -1)
-        return {f"output {number}": scaled[:, number] for number in range(scaled.shape[1])}
-
-    def interval(self, level: float = 0.95, promised: bool | None = None) -> tuple[Tensor, Tensor]:
+    def interval(self, level: float = 0.95) -> tuple[Tensor, Tensor]:
         """Bounds, shaped like `mean`, between which an observation falls with probability `level`.
 
-        Where the posterior was calibrated (`uq.calibrate`), they are ``mean +- q standard deviations`` with the
-        ``ceil((n + 1) level)``-th smallest q of n held-out samples: of new data like these an observation of an output
-        is inside with at least this probability. Otherwise q is that of a Gaussian.
-
-        Args:
-            level: strictly between 0 and 1, and of a promise at most ``n / (n + 1)``.
-            promised: True for a promise, False for a Gaussian; by default a promise where the posterior has one.
+        Where the posterior has held-out scores that apply (`posthoc_uq.calibrate`), the bounds of each output are
+        ``m(x) -+ q s(x)`` with the predictive deviation s and the ``ceil((n + 1) level)``-th smallest q of the held-out
+        ``|y - m| / s``: they then cover with at least this probability, over inputs like those, whatever the model.
+        Elsewhere they are the Gaussian's.
 
         Raises:
-            PosthocUQError: the level is out of its range, or there is nothing to promise by.
+            PosthocUQError: `level` is not strictly between 0 and 1, or there are too few held-out scores for it.
         """
-        check_probability("level", level)
-        if promised or (promised is None and self.promises is not None):
-            outputs = self.mean.reshape(len(self), -1).shape[1]
-            q = [conformal.quantile(self.held_out(f"output {number}"), level) for number in range(outputs)]
-            factors = torch.tensor(q, dtype=torch.float64, device="cpu").reshape(self.mean.shape[1:])
-            reach = factors.to(self.mean) * self.standard_deviation
-            return self.mean - reach, self.mean + reach
+        if isinstance(self.promises, Promises):
+            outputs = 1 if self.mean.ndim == 1 else self.mean.shape[1]
+            factors = self.promises.bounds("deviation", level, outputs)
+            width = self.standard_deviation * factors.to(self.mean)
+            return self.mean - width, self.mean + width
+        return self._gaussian_interval(level)
+
+    def _gaussian_interval(self, level: float) -> tuple[Tensor, Tensor]:
+        """The bounds that the posterior gives by itself."""
         # by the lower tail, which is accurate even where (1 + level) / 2 rounds to 1
         below = NormalDist().inv_cdf((1 - check_probability("level", level)) / 2) * self.standard_deviation
         return self.mean + below, self.mean - below
@@ -451,13 +448,8 @@ class RegressionPrediction(Prediction):
         if bool((self.variance > 0).all()):
             measures["log density"] = metrics.gaussian_log_density(self.mean, self.variance, targets)
             measures["CRPS"] = metrics.crps_gaussian(self.mean, self.variance, targets)
-            measures |= interval_quality(self._interval_if_possible, targets)
+            measures |= interval_quality(self._gaussian_interval, targets)
         return measures
-
-    def _interval_if_possible(self, level: float) -> tuple[Tensor, Tensor]:
-        """The interval, with a promise where there are held-out samples enough for the level."""
-        kept = 0 if self.promises is None else self.promises["samples"]
-        return self.interval(level, promised=level <= kept / (kept + 1))
 
     def losses(self, targets: Tensor) -> Tensor:
         """(batch,): the squared error, mean over outputs."""

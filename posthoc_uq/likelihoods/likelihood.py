@@ -19,6 +19,7 @@ from posthoc_uq.core.errors import PosthocUQError
 from posthoc_uq.core.randomness import mix, sample_keys, uniforms
 from posthoc_uq.core.records import Record
 from posthoc_uq.likelihoods import metrics
+from posthoc_uq.likelihoods.conformal import Promises
 from posthoc_uq.likelihoods.draws import LINK_DRAWS, OutputGaussian, moments_of
 from posthoc_uq.likelihoods.labels import Layout
 from posthoc_uq.likelihoods.prediction import (
@@ -546,6 +547,7 @@ def at_nodes(function: Callable[[Tensor], Tensor], mean: Tensor, variance: Tenso
 # The prediction of a likelihood without one of its own
 
 _MAX_NUMBERS = 2**18  # that a likelihood gets in one call
+_DOUBLINGS, _HALVINGS = 40, 60  # of the numbers at which a distribution function is inverted
 _MIN_OBSERVATIONS = 1000  # targets drawn for each input, at least, for an interval
 _MIN_COUNTED = 250  # where the intervals of many inputs are only counted
 _MAX_COUNTED = 2_000_000  # targets drawn for counted intervals, as long as each input has `_MIN_COUNTED`
@@ -718,9 +720,20 @@ class DrawnPrediction(Prediction):
         """Bounds, shaped like the target, between which it falls with probability `level` or a little more: quantiles
         of at least a thousand drawn targets, with the same random numbers for every input and call.
 
+        Where the posterior has held-out scores that apply (`posthoc_uq.calibrate`), all values y with
+        ``|F(y | x) - 1/2| <= q`` lie within the bounds, with the predictive distribution function F and the
+        ``ceil((n + 1) level)``-th smallest q of the held-out targets' (Chernozhukov, Wuethrich, Zhu, "Distributional
+        conformal prediction", 2021). A bound is infinite where F was 0 or 1 at that many held-out targets.
+
         Raises:
-            PosthocUQError: `level` is not strictly between 0 and 1, or the likelihood draws no targets.
+            PosthocUQError: `level` is not strictly between 0 and 1, there are too few held-out scores for it, or the
+                likelihood draws no targets.
         """
+        if isinstance(self.promises, Promises) and self.promises.kind == "cdf":
+            outputs = self.outputs.shape[2:]
+            reach = self.promises.bounds("cdf", level, math.prod(outputs)).reshape(outputs or (1,))
+            reach = (reach if outputs else reach.squeeze(0)).to(self.outputs)
+            return self._first_value(0.5 - reach), self._first_value(0.5 + reach)
         return self._intervals((check_probability("level", level),), _MIN_OBSERVATIONS)[level]
 
     def quantile(self, q: float) -> Tensor:
@@ -752,6 +765,26 @@ class DrawnPrediction(Prediction):
             PosthocUQError: the likelihood has no distribution function.
         """
         return self._mean_over_draws(self.likelihood.cdf, value)
+
+    def _first_value(self, probability: Tensor) -> Tensor:
+        """Shaped like the outputs: the smallest value at which `cdf` reaches a probability, by bisection; infinite
+        where it does not, or everywhere does, within the numbers that are searched.
+        """
+        high = torch.ones_like(self.functional_mean)
+        low = -high
+        for _ in range(_DOUBLINGS):
+            below, above = self.cdf(low) >= probability, self.cdf(high) < probability
+            if not bool((below | above).any()):
+                break
+            low, high = torch.where(below, 2 * low, low), torch.where(above, 2 * high, high)
+        below, above = self.cdf(low) >= probability, self.cdf(high) < probability
+        for _ in range(_HALVINGS):
+            middle = (low + high) / 2
+            reached = self.cdf(middle) >= probability
+            low, high = torch.where(reached, low, middle), torch.where(reached, middle, high)
+        whole = high.round()
+        value = torch.where((whole >= low) & (whole <= high), whole, high)  # of counts, whose steps are there
+        return value.masked_fill(below, -math.inf).masked_fill(above, math.inf)
 
     def _mean_over_draws(self, function: Callable[..., Tensor], value: Tensor | float) -> Tensor:
         outputs = self.outputs.transpose(0, 1)

@@ -17,6 +17,7 @@ from posthoc_uq.core.options import LARGEST, check_option
 from posthoc_uq.core.records import Record
 from posthoc_uq.likelihoods import metrics
 from posthoc_uq.likelihoods.class_prediction import ClassPrediction, divergence_of_classes, entropy_of
+from posthoc_uq.likelihoods.conformal import Promises
 from posthoc_uq.likelihoods.draws import OutputGaussian, moments_of
 from posthoc_uq.likelihoods.labels import in_whole_numbers
 from posthoc_uq.likelihoods.likelihood import Faults, Likelihood, at_nodes
@@ -201,8 +202,7 @@ class Ordinal(Likelihood):
         """The prediction from draws ``(draws, batch, outputs)``, and mean and variance of the outputs."""
         log_probs = self.log_probs(draws.flatten(0, 1)).unflatten(0, draws.shape[:2])
         drawn = ClassPrediction.from_logits(log_probs)  # whose softmax they are themselves
-        known: dict[str, Any] = drawn.numbers() | {"logits_mean": mean, "logits_variance": variance}
-        return OrdinalPrediction(**known)
+        return OrdinalPrediction(**vars(drawn) | {"logits_mean": mean, "logits_variance": variance})
 
 
 def _increasing(thresholds: Sequence[float] | Tensor) -> tuple[float, ...]:
@@ -259,11 +259,15 @@ class OrdinalPrediction(ClassPrediction):
         return (self.cdf()[:, :-1] < check_probability("q", q)).sum(-1)
 
     def interval(self, level: float = 0.95) -> tuple[Tensor, Tensor]:
-        """Classes (batch,) between which, both included, the class falls with probability `level` or more.
+        """Classes (batch,) between which, both included, the class falls with probability `level` or more; where the
+        posterior has held-out scores that apply, the lowest and the highest class of the `set`, which promise it.
 
         Raises:
-            PosthocUQError: `level` is not strictly between 0 and 1.
+            PosthocUQError: `level` is not strictly between 0 and 1, or there are too few held-out scores for it.
         """
+        if isinstance(self.promises, Promises):
+            chosen = self.set(level).long()
+            return chosen.argmax(-1), chosen.shape[-1] - 1 - chosen.flip(-1).argmax(-1)
         check_probability("level", level)
         return self.quantile((1 - level) / 2), self.quantile((1 + level) / 2)
 

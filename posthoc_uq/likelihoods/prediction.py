@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from typing import Annotated, Any, ClassVar, NamedTuple, TypeVar, cast, get_type_hints
@@ -15,7 +15,8 @@ from torch.utils import _pytree as pytree
 from posthoc_uq.core.devices import as_double, moved
 from posthoc_uq.core.errors import PosthocUQError
 from posthoc_uq.core.options import did_you_mean
-from posthoc_uq.likelihoods import conformal, metrics, selective
+from posthoc_uq.likelihoods import metrics, selective
+from posthoc_uq.likelihoods.conformal import Promises
 
 AnyPrediction = TypeVar("AnyPrediction", bound="Prediction")
 
@@ -36,8 +37,9 @@ class Prediction(ABC):
         loss_name: what the mean of `losses` is called; of ``"RMSE"`` its root is shown, of ``"accuracy"`` 1 less it.
         novelty_ratio: (batch,), in (0, 1], the share of the prior's uncertainty that the data left; with positions also
             (batch, *positions). None where it was not asked for, or the posterior has nothing to compute it from.
-        promises: the record of held-out scores that `posthoc_uq.calibrate` keeps; None without one for this head and
-            these hyperparameters.
+        promises: the held-out scores by which sets, intervals and p-values keep their promise; a text where they do not
+            apply, which says why; None where `posthoc_uq.calibrate` stored none.
+        sample_keys: (batch,), hashes of the inputs, where sets are randomised.
 
     Raises:
         PosthocUQError: the shapes do not fit each other, or numbers are of the wrong type.
@@ -52,12 +54,14 @@ class Prediction(ABC):
     _computed: ClassVar[tuple[str, ...]] = ()  # properties and methods that it has besides
 
     novelty_ratio: Annotated[Tensor | None, "batch *novelty"] = field(default=None, kw_only=True)
-    promises: Mapping[str, Any] | None = field(default=None, kw_only=True)
+    promises: Promises | str | None = field(default=None, kw_only=True)
+    sample_keys: Annotated[Tensor | None, "batch", int] = field(default=None, kw_only=True)
 
     def __init_subclass__(cls) -> None:
         super().__init_subclass__()
         hints = get_type_hints(cls, include_extras=True)
-        hints["novelty_ratio"] = hints.pop("novelty_ratio")  # last
+        for name in ("novelty_ratio", "sample_keys"):  # last
+            hints[name] = hints.pop(name)
         declared = {name: getattr(hint, "__metadata__", ()) for name, hint in hints.items()}
         cls._dims = {name: (found[0].split(), int in found) for name, found in declared.items() if found}
 
@@ -192,6 +196,7 @@ class Prediction(ABC):
     def to_dict(self) -> dict[str, Tensor]:
         """Tensors by name, and what is computed from them; unknown ones are left out."""
         values = {name: value for name, value in self._stored().items() if name not in self._not_shown}
+        values.pop("sample_keys", None)
         if "novelty_ratio" in values:
             values["novelty"] = values.pop("novelty_ratio")
         for name in self._computed:
@@ -224,42 +229,39 @@ class Prediction(ABC):
             )
         return self.novelty_ratio
 
-    def target_scores(self, targets: Tensor) -> dict[str, Tensor]:
-        """How badly targets (as `fitting` gives them) fit, (batch,) each, larger where worse: by what sets or intervals
-        are promised. Empty where this kind of prediction promises neither.
-        """
-        return {}
-
-    def familiarity(self) -> Tensor:
-        """(batch,), float64 in (0, 1]: p-values of the novelty. Of inputs like the held-out ones of `uq.calibrate` at
-        most a share a has one of at most a; of foreign inputs many have.
-
-        Raises:
-            PosthocUQError: the posterior was not calibrated for this head and these hyperparameters.
-        """
-        return conformal.p_values(self.held_out("novelty"), self.novelty())
-
-    def held_out(self, score: str) -> conformal.HeldOutScores:
-        """The held-out scores of this name.
-
-        Raises:
-            PosthocUQError: there are none.
-        """
-        if self.promises is None:
-            raise PosthocUQError(
-                "This prediction has no held-out scores for its head and hyperparameters, so it promises nothing; "
-                "call uq.calibrate(posterior, val_loader) after the last change of the posterior."
-            )
-        if score not in self.promises["scores"]:
-            raise PosthocUQError(
-                f"The held-out scores of this posterior are {tuple(self.promises['scores'])}; there are none of "
-                f"{score!r}."
-            )
-        return conformal.kept_scores(self.promises["scores"][score], self.promises["samples"])
-
     def with_novelty(self: AnyPrediction, ratio: Tensor | None) -> AnyPrediction:
         """The same prediction with its novelty (batch,), or itself where that is None."""
         return self if ratio is None else replace(self, novelty_ratio=ratio)
+
+    def familiarity(self, score: str = "novelty") -> Tensor:
+        """How usual an input is among the held-out ones, as a p-value: of new inputs like them at most a share a has
+        one of at most a, whatever the model. ``(1 + #{held-out scores >= its score}) / (n + 1)`` (Vovk, Gammerman,
+        Shafer 2005); see `posthoc_uq.calibrate`.
+
+        Args:
+            score: ``"novelty"``, the score by which predictions are uncertain (``"entropy"``, or of values
+                ``"standard_deviation"``), or ``"joint"``: the most surprising of the two.
+
+        Returns:
+            (batch,), float64 in (0, 1], on the CPU; NaN where a score is.
+
+        Raises:
+            PosthocUQError: there are no held-out scores that apply, or the score is none of them.
+        """
+        return self.known_promises().p_values(self.scores(), score)
+
+    def known_promises(self) -> Promises:
+        """The held-out scores by which promises are made.
+
+        Raises:
+            PosthocUQError: there are none that apply.
+        """
+        if isinstance(self.promises, Promises):
+            return self.promises
+        raise PosthocUQError(
+            self.promises
+            or "A promise needs held-out scores; store them by uq.calibrate(posterior, val_loader), and predict again."
+        )
 
     def of_one_network(self: AnyPrediction) -> AnyPrediction:
         """The same without the parts that need several sets of weights."""

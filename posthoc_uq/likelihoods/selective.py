@@ -203,9 +203,12 @@ def joint_tail(familiar: Mapping[str, Tensor], scores: Mapping[str, Tensor]) -> 
             f"joint_tail needs the same scores on both sides, not {sorted(familiar)} and {sorted(scores)}."
         )
     familiar_columns, columns = _columns(familiar), _columns(scores)
-    return torch.stack(
-        [_surprise(tail_of(familiar_columns[name]), columns[name]) for name in familiar_columns]
-    ).amax(0)
+    return joint_surprise({name: tail_of(values) for name, values in familiar_columns.items()}, columns)
+
+
+def joint_surprise(tails: Mapping[str, Tail], scores: Mapping[str, Tensor]) -> Tensor:
+    """`joint_tail` by tails that are known: the largest of the surprises of single scores, (inputs,)."""
+    return torch.stack([_surprise(tail, plain(scores[name])) for name, tail in tails.items()]).amax(0)
 
 
 def _surprise(tail: Tail, scores: Tensor) -> Tensor:

@@ -186,8 +186,8 @@ def median(posterior: Posterior, certain: bool = False) -> Posterior:
     """The median probability model: the weights whose inclusion is above one half, on for certain; all others are zero.
 
     It is a posterior like any other, with the hyperparameters of the full one; tune a temperature again on held-out
-    data. What was measured on predictions of the full posterior is cleared: the calibration of the moments head and the
-    thresholds of a referral.
+    data. What was measured on predictions of the full posterior is cleared: the calibration of the moments head, the
+    thresholds of a referral, and promises.
 
     Args:
         posterior: by ``method="latent_binary"``, or such a median model.

@@ -198,7 +198,7 @@ class _Hyperparameter(Generic[Value]):
 
 
 _SETTING = threading.Lock()  # one for all posteriors: a lock in a posterior could not be copied or pickled
-_SEARCHED = ("tuning", "head", "faithful", "calibration", "promises")
+_SEARCHED = ("tuning", "head", "faithful", "calibration")
 """The records of a history that a search for hyperparameters writes."""
 _SET_AGAIN = "set it again on held-out data, with uq.Referral(rate).fit(predictor, loader)"
 _TUNE = "tune on held-out data: uq.tune(posterior, val_loader)"
@@ -395,8 +395,8 @@ class Posterior:
         with _SETTING:
             old_settings = self._settings
             self._settings = replace(self._settings, **checked)
-        if self.history.referral:
-            self._warn_of_thresholds(self._basis_of_thresholds(old_settings))
+        for name, record in self._held_out_records().items():
+            self._warn_if_void(name, self._basis_of(record, old_settings))
 
     def _checked(self, name: str, value: Any) -> Any:
         """A value that may be set; where the hyperparameter cannot be set, only its present value."""
@@ -436,23 +436,27 @@ class Posterior:
 
     @contextmanager
     def searching(self, way_out: str | None = None) -> Generator[None]:
-        """For trying many settings: one warning at its end if referral thresholds that applied before no longer do. In
-        nested contexts the outermost one warns.
+        """For trying many settings: one warning at its end if referral thresholds, or promises, that applied before no
+        longer do. In nested contexts the outermost one warns.
 
         Args:
-            way_out: how to set them again, in words; by default from Python.
+            way_out: how to set thresholds again, in words; by default from Python.
         """
         if self._searching:
             yield
             return
-        referral, basis = self.history.referral, self._basis_of_thresholds(self._settings)
+        before = {
+            name: (record, self._basis_of(record, self._settings))
+            for name, record in self._held_out_records().items()
+        }
         self._searching = True
         try:
             yield
         finally:
             self._searching = False
-        if self.history.referral is referral:  # no new ones were set meanwhile
-            self._warn_of_thresholds(basis, way_out)
+        for name, (record, basis) in before.items():
+            if getattr(self.history, name) is record:  # no new one was set meanwhile
+                self._warn_if_void(name, basis, way_out)
 
     def trial(self: Self) -> Self:
         """A copy on which settings can be tried and recorded while others predict from this one and save it; see
@@ -467,34 +471,42 @@ class Posterior:
     def adopt(self, found: Posterior) -> None:
         """Take the settings of a `trial`, and the records of how they were found, all at one moment."""
         with self.searching():
-            records = {name: getattr(found.history, name) for name in _SEARCHED}
+            records = {name: getattr(found.history, name) for name in (*_SEARCHED, "promises")}
             with _SETTING:  # both at once, so that a copy made meanwhile has the old ones or the new ones
                 self.__dict__.update(_settings=found.settings, history=replace(self.history, **records))
 
-    def _basis_of_thresholds(self, settings: Hyperparameters) -> dict[str, Any]:
-        """What the thresholds of a referral depend on: these settings and, with the moments head, its calibration."""
-        referral = self.history.referral
-        calibrated = bool(referral) and referral["head"].get("head") == "moments"
+    def _held_out_records(self) -> dict[str, dict[str, Any]]:
+        """The records of held-out scores by name, those that there are: each holds for a head and hyperparameters."""
+        records = {"referral": self.history.referral, "promises": self.history.promises}
+        return {name: record for name, record in records.items() if record}
+
+    def _basis_of(self, record: Mapping[str, Any], settings: Hyperparameters) -> dict[str, Any]:
+        """What a record of held-out scores depends on: these settings and, with the moments head, its calibration."""
+        calibrated = record["head"].get("head") == "moments"
         return settings.plain() | ({"calibration": dict(self.history.calibration)} if calibrated else {})
 
-    def _warn_of_thresholds(self, old_basis: dict[str, Any], way_out: str | None = None) -> None:
-        """Warn if the thresholds of a referral applied before and no longer do.
+    def _warn_if_void(self, name: str, old_basis: dict[str, Any], way_out: str | None = None) -> None:
+        """Warn if a record of held-out scores applied before and no longer does.
 
         Args:
-            old_basis: from `_basis_of_thresholds`, before the change.
+            name: of the record.
+            old_basis: from `_basis_of`, before the change.
             way_out: see `searching`.
         """
-        referral = self.history.referral
-        if (
-            self._searching
-            or not referral
-            or any(old_basis[name] != value for name, value in referral["posterior"].items())
-        ):
+        record: dict[str, Any] = getattr(self.history, name)
+        if self._searching or any(old_basis[key] != value for key, value in record["posterior"].items()):
             return
-        if self._basis_of_thresholds(self._settings) != old_basis:
+        if self._basis_of(record, self._settings) == old_basis:
+            return
+        if name == "referral":
             warn_user(
-                f"The referral threshold ({rule_of(referral, 4)}) was set for other hyperparameters and no longer "
+                f"The referral threshold ({rule_of(record, 4)}) was set for other hyperparameters and no longer "
                 f"applies; {way_out or _SET_AGAIN}."
+            )
+        else:
+            warn_user(
+                f"The promises by {record['samples']:,} held-out samples were made for other hyperparameters and no "
+                f"longer hold; calibrate again: uq.calibrate(posterior, val_loader)."
             )
 
     def require(self, needs: Collection[str], what: str, way_out: str = "") -> None:

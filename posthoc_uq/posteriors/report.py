@@ -143,6 +143,26 @@ def rule_of(referral: Mapping[str, Any], digits: int = 6) -> str:
     return " or ".join(f"{name} above {value:.{digits}g}" for name, value in thresholds_of(referral).items())
 
 
+def described_promises(promises: Mapping[str, Any]) -> str:
+    """What the predictions of a posterior promise by held-out scores, in words."""
+    targets: Mapping[str, Any] = promises.get("targets", {})
+    parts: list[str] = []
+    if targets:
+        kind, scores = targets["kind"], targets["scores"]
+        what = "intervals" if kind in ("deviation", "cdf") else "sets"
+        fewest = min(score["count"] for score in scores)
+        level = f"{1e4 * fewest / (fewest + 1) // 1 / 100:.4g} %"
+        parts.append(
+            f"{what} by {kind!r} up to a level of {level}{'' if len(scores) == 1 else f' for each of {len(scores)}'}"
+        )
+    parts.append(f"p-values of {', '.join(promises['inputs'])}")
+    approximately = "" if "share" in promises else ", approximately: they tuned it too"
+    return (
+        f"{'; '.join(parts)}; by {promises['samples']:,} held-out samples{approximately}, head "
+        f"{promises['head']['head']!r}"
+    )
+
+
 def described_output(output: Mapping[str, Any]) -> str:
     """Which part of what the model returns its outputs are, in words."""
     if "function" in output:
@@ -177,11 +197,7 @@ def described_history(history: History) -> dict[str, str]:
             f"{referral['head']['head']!r}"
         )
     if history.promises:
-        kept, word = history.promises["samples"], "approximately, " if history.promises["shared"] else ""
-        lines["promises"] = (
-            f"{word}up to a level of {kept / (kept + 1):.4g}, by {kept} held-out samples, head "
-            f"{history.promises['head']['head']!r}"
-        )
+        lines["promises"] = described_promises(history.promises)
     if history.changes:
         lines["data since the fit"] = described_changes(history.changes)
     return lines

@@ -77,7 +77,7 @@ class History:
         calibration: the moments head's correction as plain values, with the settings it was made for; or empty.
         referral: the thresholds above which inputs are handed to a person, with the settings they were set for
             (`posthoc_uq.files.records.ReferralRecord`); or empty.
-        promises: the scores of held-out samples by which predictions promise, with the settings they were made for
+        promises: the held-out scores by which predictions promise, with the settings they were measured with
             (`posthoc_uq.files.records.PromisesRecord`); or empty.
         novelty: ``"posterior"`` where the fit found no layer to measure novelty by, so that the posterior itself is
             used; or empty.

@@ -1,0 +1,108 @@
+"""Promises by ranks of held-out scores, against their definitions, and their coverage on exchangeable scores."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+import torch
+
+from posthoc_uq.core.errors import NonFiniteError, PosthocUQError
+from posthoc_uq.likelihoods.conformal import (
+    MAX_KEPT,
+    HeldOutScores,
+    class_scores,
+    held_out_scores,
+    p_values,
+    quantile,
+    set_of,
+)
+
+
+def test_quantile_and_p_value_by_their_definitions() -> None:
+    generator = torch.Generator().manual_seed(0)
+    for count in (1, 9, 10, 57, 4096):
+        values = torch.randn(count, generator=generator, dtype=torch.float64).round(decimals=2)  # with ties
+        kept = held_out_scores(values)
+        ordered = sorted(values.tolist())
+        for level in (0.01, 0.3, 0.5, 0.9, 0.95):
+            rank = math.ceil(round((count + 1) * level, 6))
+            if rank <= count:
+                assert quantile(kept, level) == ordered[rank - 1]
+            else:
+                needed = next(n for n in range(1, 10**4) if math.ceil(round((n + 1) * level, 6)) <= n)
+                with pytest.raises(PosthocUQError, match=f"needs {needed} held-out"):
+                    quantile(kept, level)
+        new = torch.cat(
+            (values[:20], torch.randn(20, generator=generator), torch.tensor([math.inf, -math.inf]))
+        )
+        expected = [(1 + sum(old >= score for old in ordered)) / (count + 1) for score in new.tolist()]
+        assert p_values(kept, new).tolist() == expected
+        assert HeldOutScores.restored(kept.record()).ranks.equal(kept.ranks)
+    assert p_values(kept, torch.tensor([math.nan])).isnan().all()
+    with pytest.raises(PosthocUQError, match="between 0 and 1"):
+        quantile(kept, 1.0)
+    with pytest.raises(NonFiniteError):
+        held_out_scores(torch.tensor([1.0, math.inf]))
+    with pytest.raises(PosthocUQError, match="there are none"):
+        held_out_scores(torch.zeros(0))
+
+
+def test_thinned_scores_are_conservative_within_a_step() -> None:
+    values = torch.randn(30_011, generator=torch.Generator().manual_seed(1), dtype=torch.float64)
+    kept, ordered = held_out_scores(values), values.sort().values
+    count = len(values)
+    assert len(kept.values) == MAX_KEPT and kept.values[-1] == ordered[-1] and int(kept.ranks[-1]) == count
+    for level in (1e-5, 0.1, 0.5, 0.9, 0.99, 0.9999):
+        rank = math.ceil((count + 1) * level)
+        found = int((ordered <= quantile(kept, level)).sum())
+        assert rank <= found <= rank + count / MAX_KEPT + 1
+    new = torch.linspace(-5, 5, 301, dtype=torch.float64)
+    exact = (1 + (values >= new[:, None]).sum(1)).double() / (count + 1)
+    assert bool((p_values(kept, new) >= exact).all())
+    assert float((p_values(kept, new) - exact).max()) <= 1 / MAX_KEPT + 1e-4
+
+
+@pytest.mark.parametrize("kind", ["lac", "aps", "raps"])
+def test_sets_against_a_loop_from_the_papers(kind: str) -> None:
+    generator = torch.Generator().manual_seed(2)
+    probs = (2 * torch.randn(40, 9, generator=generator, dtype=torch.float64)).softmax(-1)
+    uniform, threshold, penalty, free = torch.rand(40, generator=generator), 0.8, 0.03, 2
+    scores = class_scores(probs, kind, uniform, penalty, free)
+    expected = torch.zeros(40, 9, dtype=torch.bool)
+    for row in range(40):
+        for label in range(9):
+            p = probs[row].tolist()
+            if kind == "lac":
+                score = 1 - p[label]
+            else:
+                above = sum(other for other in p if other > p[label])
+                score = above + (1 - float(uniform[row])) * p[label]
+                if kind == "raps":
+                    score += penalty * max(0, 1 + sum(other > p[label] for other in p) - free)
+            expected[row, label] = score <= threshold
+            assert abs(score - float(scores[row, label])) < 1e-12
+    assert torch.equal(set_of(probs, scores, threshold, allow_empty=True), expected)
+    filled = set_of(probs, scores, -1.0)
+    assert torch.equal(filled.nonzero()[:, 1], probs.argmax(-1))
+    assert not bool(set_of(probs, scores, -1.0, allow_empty=True).any())
+
+
+@pytest.mark.parametrize("count", [19, 100, 1000])
+def test_coverage_over_random_splits_of_one_table(count: int) -> None:
+    """Mean coverage is in [level, level + 1 / (n + 1)] and p-values are super-uniform, within 4 standard errors."""
+    generator, splits, new = torch.Generator().manual_seed(count), 200, 500
+    table = torch.randn(count + new, generator=generator, dtype=torch.float64).exp()
+    for miss in (0.01, 0.05, 0.1, 0.2):
+        if count < 1 / miss - 1:
+            continue
+        covered, small = list[float](), list[float]()
+        for _ in range(splits):
+            order = torch.randperm(count + new, generator=generator)
+            kept, fresh = held_out_scores(table[order[:count]]), table[order[count:]]
+            covered.append(float((fresh <= quantile(kept, 1 - miss)).double().mean()))
+            small.append(float((p_values(kept, fresh) <= miss).double().mean()))
+        error = 4 * float(torch.tensor(covered, dtype=torch.float64).std()) / splits**0.5
+        mean = sum(covered) / splits
+        assert 1 - miss - error <= mean <= 1 - miss + 1 / (count + 1) + error
+        assert miss - 1 / (count + 1) - error <= sum(small) / splits <= miss + error
