@@ -18,7 +18,7 @@ from posthoc_uq.core.model import untied
 from posthoc_uq.deployment import export
 from posthoc_uq.evaluation import Evaluation, evaluate
 from posthoc_uq.files import inspect, load, save
-from posthoc_uq.fitting import Calibration, calibrate, fit, tune, update, wrap
+from posthoc_uq.fitting import calibrate, fit, tune, update, wrap
 from posthoc_uq.heads import Predictor, Referral
 from posthoc_uq.likelihoods import (
     Bernoulli,
@@ -61,7 +61,6 @@ __all__ = [
     "KFAC",
     "UTVI",
     "Bernoulli",
-    "Calibration",
     "Categorical",
     "ClassPrediction",
     "CorruptPosteriorError",

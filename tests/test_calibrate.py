@@ -51,7 +51,7 @@ def _band(rate: float, held_out: int, new: int) -> float:
     return 3.5 * (rate * (1 - rate) * (1 / (held_out + 2) + 1 / new)) ** 0.5
 
 
-@pytest.mark.parametrize("sets", ["lac", "aps", "raps"])
+@pytest.mark.parametrize("sets", ["lac", "aps"])
 def test_classes(classes, fitted, sets: str) -> None:
     model, x, y = classes
     result = uq.calibrate(fitted, _batches(x[100:900], y[100:900]), sets=sets, **FAST)
@@ -186,42 +186,43 @@ def test_values(outputs: int) -> None:
 @pytest.mark.parametrize("likelihood", ["poisson", "gamma", "heteroscedastic", "ordinal", "multilabel"])
 def test_other_likelihoods(likelihood: str) -> None:
     generator = torch.Generator().manual_seed(4)
-    x = 0.5 * torch.randn(1700, 2, generator=generator)
+    x = 0.5 * torch.randn(1300, 2, generator=generator)
     outputs = {"heteroscedastic": 2, "ordinal": 4, "multilabel": 3}.get(likelihood, 1)
     torch.manual_seed(0)
     model = nn.Linear(2, outputs)
     if likelihood == "heteroscedastic":
-        y = x[:, :1] + 0.3 * torch.randn(1700, 1, generator=generator)
+        y = x[:, :1] + 0.3 * torch.randn(1300, 1, generator=generator)
     elif likelihood == "ordinal":
-        y = (x[:, 0] + 0.5 * torch.randn(1700, generator=generator)).mul(2).round().clamp(-2, 1).long() + 2
+        y = (x[:, 0] + 0.5 * torch.randn(1300, generator=generator)).mul(2).round().clamp(-2, 1).long() + 2
         y = y.clamp(0, 3)
     elif likelihood == "multilabel":
-        y = (x[:, [0, 1, 0]] + 0.5 * torch.randn(1700, 3, generator=generator) > 0).float()
+        y = (x[:, [0, 1, 0]] + 0.5 * torch.randn(1300, 3, generator=generator) > 0).float()
     else:
         rate = (1 + x[:, :1]).exp()
         y = (
             torch.poisson(rate, generator=generator)
             if likelihood == "poisson"
-            else rate * torch.rand(1700, 1, generator=generator).add(0.05)
+            else rate * torch.rand(1300, 1, generator=generator).add(0.05)
         )
     spec = uq.Ordinal(cumulative=False) if likelihood == "ordinal" else likelihood
     posterior = uq.fit(
         model, [(x[:100], y[:100])], "diag", likelihood=spec, prior_precision=10.0, progress=False
     )
     uq.calibrate(
-        posterior, _batches(x[100:700], y[100:700], 300), progress=False, n_samples=20, head="sampling"
+        posterior, _batches(x[100:700], y[100:700], 300), progress=False, n_samples=8, head="sampling"
     )
+    assert uq.wrap(model, posterior).identity()["n_samples"] == 8
     prediction = uq.wrap(model, posterior)(x[700:])
     if likelihood == "multilabel":
         kept = prediction.set(0.9)[y[700:] > 0]
-        assert abs(float(kept.double().mean()) - 0.9) < _band(0.9, 140, 1000)
+        assert abs(float(kept.double().mean()) - 0.9) < _band(0.9, 140, 900)
         return
     low, high = prediction.interval(0.9)
     targets = y[700:].reshape(low.shape)
     covered = float(((low <= targets) & (targets <= high)).double().mean())
-    assert covered > 0.9 - _band(0.9, 300, 1000)
+    assert covered > 0.9 - _band(0.9, 300, 600)
     if likelihood in ("gamma", "heteroscedastic"):
-        assert covered < 0.9 + _band(0.9, 300, 1000) + 0.0034
+        assert covered < 0.9 + _band(0.9, 300, 600) + 0.0034
     if likelihood == "poisson":
         assert torch.equal(low, low.round()) and bool(low.isfinite().all())
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
+from inspect import signature
 from typing import Annotated, Any, Literal, NamedTuple, cast, get_args
 
 import torch
@@ -22,12 +23,12 @@ from posthoc_uq.core.batches import (
 from posthoc_uq.core.devices import as_double
 from posthoc_uq.core.errors import PosthocUQError
 from posthoc_uq.core.interrupts import orderly
-from posthoc_uq.core.options import Count, Seed, check_option, one_of
+from posthoc_uq.core.options import Count, Seed, check_names, check_option, one_of
 from posthoc_uq.core.randomness import isolated_random_state, mixed_seed, sample_keys, uniforms
 from posthoc_uq.fitting.faithful import model_of
 from posthoc_uq.fitting.leave_one_out import Groups, Initial, LeaveOneOut, calibrate_by_leave_one_out
 from posthoc_uq.fitting.tune import has_something_to_tune, tune
-from posthoc_uq.fitting.wrap import recorded_head, wrap
+from posthoc_uq.fitting.wrap import head_class, options_of, recorded_head, wrap
 from posthoc_uq.heads.predictor import Predictor, promise_keys
 from posthoc_uq.heads.referral import default_referral_scores
 from posthoc_uq.layers.proof import count_samples
@@ -47,6 +48,9 @@ from posthoc_uq.likelihoods.selective import QUANTILES, joint_surprise, tail_of
 from posthoc_uq.posteriors.posterior import Posterior
 from posthoc_uq.posteriors.report import described_promises
 from posthoc_uq.posteriors.search import Trials
+from posthoc_uq.posteriors.settings import HEADS
+
+Share = Annotated[float, Gt(0), Lt(1)]
 
 
 @dataclass(frozen=True)
@@ -137,7 +141,7 @@ def calibrate(
         batch_to_inputs: as in `fit`.
         batch_to_targets: as in `fit`.
         progress: show a bar.
-        **options: of the head, as in `wrap`.
+        **options: of the head, as in `wrap`, which takes them by default from then on.
 
     Raises:
         PosthocUQError: no targets, too few samples, outputs with positions, or a loader of other inputs each time.
@@ -147,9 +151,11 @@ def calibrate(
         raise PosthocUQError(
             f"calibrate takes a posterior from uq.fit or uq.load(path, model), not a {type(posterior).__name__}."
         )
-    share = check_option("share", share, Annotated[float, Gt(0), Lt(1)] | None)
+    share = check_option("share", share, Share | None)
     sets = cast(SetScore, one_of("sets", sets, get_args(SetScore)))
     by_class, seed = check_option("by_class", by_class, bool), check_option("seed", seed, Seed)
+    of_heads = {option for name in HEADS for option in options_of(head_class(name))}
+    check_names("calibrate", options, sorted(of_heads), signature(calibrate).parameters)
     check_loader(loader)
     reader = BatchReader.of(model_of(posterior), batch_to_inputs, batch_to_targets)
     trial = posterior.trial()
@@ -190,15 +196,17 @@ def calibrate(
             progress=progress,
             **options,
         )
-        predictor = wrap(model_of(trial), trial)
     else:
-        name = head or recorded_head(trial)[0]
-        predictor = wrap(model_of(trial), trial, name, **options)
-        kept = {key: value for key, value in options.items() if isinstance(value, (bool, int, float, str))}
-        trial.history.head = {"name": name, "options": kept, "criterion": "given"}
+        name, recorded = recorded_head(trial)
+        kept = recorded if head in (None, name) else {}
+        trial.history.head = {"name": head or name, "options": kept, "criterion": "given"}
+    plain = {key: value for key, value in options.items() if isinstance(value, (bool, int, float, str))}
+    trial.history.head["options"] = trial.history.head["options"] | plain  # `wrap` takes them by default
+    predictor = wrap(model_of(trial), trial, **options)
     trial.history.promises = {}  # so that predictions are made without those that are replaced
     measured = _measured(predictor, data, sets, by_class, progress)
-    record = measured | {
+    samples: int = measured["samples"]
+    record: dict[str, Any] = measured | {
         "seed": seed,
         "head": dict(predictor.identity()),
         "posterior": predictor.hyperparameters(),
@@ -206,10 +214,8 @@ def calibrate(
     trial.history.promises = record if share is None else record | {"share": share}
     posterior.adopt(trial)
     posterior.warned_heads |= trial.warned_heads
-    tuned = record["samples"] if share is None else data.samples - record["samples"]
-    return Calibration(
-        trials, tuned, record["samples"], share is None, described_promises(posterior.history.promises)
-    )
+    tuned = samples if share is None else data.tuning
+    return Calibration(trials, tuned, samples, share is None, described_promises(trial.history.promises))
 
 
 class _HeldOut:

@@ -11,7 +11,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass
 from math import ceil
-from typing import Any, Literal, NamedTuple, get_args
+from typing import Any, Literal, get_args
 
 import torch
 from torch import Tensor
@@ -33,7 +33,8 @@ JOINT = "joint"
 """The name of the score of an input that joins all others (`posthoc_uq.likelihoods.selective.joint_surprise`)."""
 
 
-class HeldOutScores(NamedTuple):
+@dataclass(frozen=True, eq=False)
+class HeldOutScores:
     """The scores of held-out samples in ascending order, thinned to `MAX_KEPT`.
 
     Attributes:

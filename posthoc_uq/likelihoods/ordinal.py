@@ -202,7 +202,8 @@ class Ordinal(Likelihood):
         """The prediction from draws ``(draws, batch, outputs)``, and mean and variance of the outputs."""
         log_probs = self.log_probs(draws.flatten(0, 1)).unflatten(0, draws.shape[:2])
         drawn = ClassPrediction.from_logits(log_probs)  # whose softmax they are themselves
-        return OrdinalPrediction(**vars(drawn) | {"logits_mean": mean, "logits_variance": variance})
+        fields: dict[str, Any] = vars(drawn) | {"logits_mean": mean, "logits_variance": variance}
+        return OrdinalPrediction(**fields)
 
 
 def _increasing(thresholds: Sequence[float] | Tensor) -> tuple[float, ...]:
