@@ -16,7 +16,7 @@ from _zoo import CLASSIFIERS, REGRESSORS, SEEDS, Pair, loader, trained
 import posthoc_uq as uq
 from recipes.common import markdown
 
-OURS = "fit and wrap"
+OURS, LEFT_OUT = "fit and wrap", "leave-one-out"
 VARIANTS: dict[str, dict[str, Any]] = {
     OURS: {},
     "last layer": {"layers": "last"},
@@ -25,8 +25,9 @@ VARIANTS: dict[str, dict[str, Any]] = {
     "diagonal": {"method": "diag"},
     "full": {"method": "full"},
     "function space": {"method": "function_space"},
+    LEFT_OUT: {},
 }
-"""What is given to `uq.fit` beside model and loader, by row."""
+"""What is given to `uq.fit` beside model and loader, by row. `LEFT_OUT` calibrates afterwards, on the same data."""
 
 LARGE = ("digits 28, lenet", "fashion 1000, cnn", "digits 28, resnet", "fashion 3000, vit")
 """Picture networks on which all variants are run, beside all of the tables."""
@@ -43,6 +44,8 @@ def wanted(pair: Pair, seed: int) -> list[str]:
     values, table = pair in REGRESSORS, pair.data not in ("fashion", "digits 28", "reviews")
     found = [PLAIN] if values else [PLAIN, TEMPERED]
     found.append(OURS)
+    if table and not pair.options:
+        found.append(LEFT_OUT)
     found.append("laplace, last layer")
     if table or pair.name in LARGE:
         names = ["EFB", "KFAC", "diagonal"]
@@ -72,6 +75,8 @@ def measured(pair: Pair, seed: int, name: str) -> dict[str, Any]:
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
         fitting, posterior = timed(lambda: uq.fit(model, loader(split.train), progress=False, **options))
+        if name == LEFT_OUT:
+            uq.calibrate(posterior, loader(split.train), criterion="leave_one_out", seed=seed, progress=False)
         predictor = uq.wrap(model, posterior)
         predicting, prediction = timed(lambda: predicted(predictor, split.test.inputs))
     return prediction_scores(prediction, split.test) | {
@@ -150,7 +155,7 @@ def tables(found: Mapping[str, Mapping[str, Any]]) -> str:
         "### Classifiers\n",
         _pairs_table(found, classifiers, MEASURES),
         "\n### Regression\n",
-        _pairs_table(found, regressors, ("RMSE", "NLL")),
+        _pairs_table(found, regressors, ("RMSE", "NLL", "coverage")),
         "\n### Every method and every peer\n",
         _methods_table(found, classifiers, regressors),
         "\n### What did harm\n",
@@ -161,7 +166,7 @@ def tables(found: Mapping[str, Mapping[str, Any]]) -> str:
 
 def _pairs_table(found: Mapping[str, Any], pairs: Sequence[Pair], measures: Sequence[str]) -> str:
     """A line a pair: the network alone and the default, beside what others make of the NLL."""
-    others = [TEMPERED, *LAPLACE] if "ECE" in measures else list(LAPLACE)
+    others = [TEMPERED, LEFT_OUT, *LAPLACE] if "ECE" in measures else [LEFT_OUT, *LAPLACE]
     header = ["pair", "", *(f"{m}, network" for m in measures), *measures, "harm"]
     header += [f"NLL, {name}" for name in others]
     lines: list[list[str]] = []

@@ -5,7 +5,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Mapping, Sequence
 from math import exp, isfinite
-from statistics import mean
+from statistics import NormalDist, mean
 from typing import Any
 
 import torch
@@ -40,9 +40,16 @@ def class_scores(log_probs: Tensor, labels: Tensor) -> dict[str, float]:
 
 
 def value_scores(mean_: Tensor, variance: Tensor, targets: Tensor) -> dict[str, float]:
-    """Root mean squared error and NLL of a Gaussian, in units of the training targets' deviation."""
-    density = metrics.gaussian_log_density(mean_.double(), variance.double(), targets.double())
-    return {"RMSE": metrics.rmse(mean_.double(), targets.double()), "NLL": -density}
+    """Root mean squared error and NLL of a Gaussian, in units of the training targets' deviation, and the coverage of
+    its intervals of 90 %.
+    """
+    mean_, variance, targets = mean_.double(), variance.double(), targets.double()
+    inside = (targets - mean_).abs() <= NormalDist().inv_cdf(0.95) * variance.sqrt()
+    return {
+        "RMSE": metrics.rmse(mean_, targets),
+        "NLL": -metrics.gaussian_log_density(mean_, variance, targets),
+        "coverage": float(inside.double().mean()),
+    }
 
 
 def plain_scores(model: nn.Module, train: Labelled, test: Labelled) -> dict[str, float]:

@@ -179,7 +179,9 @@ STAGES: dict[str, tuple[Callable[[int, Fault], None], int]] = {
     "evaluation, summary": (evaluated("summary"), 0),
 }
 """What is done, and which rank has the fault."""
-LATE = ("first sweep", "update, sweep", "evaluation, predictions")
+KILLED = ("dry run", "second sweep", "update, sweep")
+"""Stages in which a rank is killed."""
+LATE = ("first sweep",)
 """Stages in which a rank is late: each waits for the group's timeout."""
 
 
@@ -268,7 +270,7 @@ def main() -> None:
             f"{stage}: {fault}": said(stage, fault, Path(place) / f"{number}{fault}")
             for number, stage in enumerate(STAGES)
             for fault in FAULTS
-            if fault != "late" or stage in LATE
+            if fault == "raises" or stage in {"late": LATE, "killed": KILLED}[fault]
         }
     print(json.dumps(found))
 

@@ -104,7 +104,7 @@ def flat(place: Path) -> torch.Tensor:
     arrays = [
         np.asarray(Image.open(path)).astype(np.float32) / 255 for path in sorted((place / "flat").iterdir())
     ]
-    return torch.from_numpy(np.stack(arrays)).permute(0, 3, 1, 2)
+    return torch.from_numpy(np.stack(arrays)).permute(0, 3, 1, 2).contiguous()
 
 
 def assert_same_posterior(found: uq.Posterior, expected: uq.Posterior, tolerance: float = 0.0) -> None:

@@ -9,6 +9,7 @@ import io
 import multiprocessing
 import pickle
 from collections.abc import Callable
+from itertools import cycle
 from typing import Any
 
 import pytest
@@ -156,7 +157,7 @@ def _in_process(predictors: dict[Any, Any], queue: Any) -> None:
 @pytest.mark.slow
 @pytest.mark.filterwarnings("ignore:.*log_variance_lr.*")
 def test_predictors_in_a_new_process_predict_the_same_bits() -> None:
-    keys = [(method, head) for method in CHOSEN for head in HEADS]
+    keys = list(zip(CHOSEN, cycle(HEADS), strict=False))
     predictors = {key: _predictor(key[0], "all", key[1]) for key in keys}
     expected = {key: _all_of(predictor) for key, predictor in predictors.items()}
     context = multiprocessing.get_context("spawn")

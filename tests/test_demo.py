@@ -11,12 +11,19 @@ from posthoc_uq.cli import demo
 
 
 @pytest.mark.slow
-def test_end_to_end(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+@pytest.mark.parametrize("trained", [(), pytest.param(tuple(demo.TRAINED), marks=pytest.mark.study)])
+def test_end_to_end(
+    trained: tuple[str, ...],
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(demo, "TRAINED", {name: demo.TRAINED[name] for name in trained})
     evaluation, identical = demo.run(tmp_path, seed=0, epochs=5)
     assert identical, "a fresh process must predict bit for bit the same"
     plain = evaluation.metrics[demo.PLAIN]
     assert plain["accuracy"] > 0.9
-    for name in (demo.FITTED, demo.TUNED, "UTVI", "latent binary"):
+    for name in (demo.FITTED, demo.TUNED, *trained):
         found = evaluation.metrics[name]
         assert found["accuracy"] > plain["accuracy"] - 0.005
         assert found["NLL"] < plain["NLL"] + 0.02 and found["ECE"] < plain["ECE"] + 0.02

@@ -400,8 +400,14 @@ def assert_same(found: Any, expected: Any, where: str, exact: bool) -> None:
         assert found == expected, where
 
 
+# likelihoods that share their code with another one here
+ALIKE = {f"likelihood {name}" for name in ("binary", "multilabel", "regression", "poisson", "gamma")}
+
+
 @pytest.mark.filterwarnings("ignore::UserWarning")
-@pytest.mark.parametrize("name", WORKS | TRAININGS)
+@pytest.mark.parametrize(
+    "name", [pytest.param(name, marks=[pytest.mark.study] * (name in ALIKE)) for name in WORKS | TRAININGS]
+)
 def test_torchs_default_device_changes_nothing(name: str) -> None:
     """Tensors of the default device ``meta`` have no numbers: nothing may be computed with one."""
     work = (WORKS | TRAININGS)[name]

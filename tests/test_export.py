@@ -50,8 +50,7 @@ HEADS: dict[str, dict[str, Any]] = {
 }
 
 
-@pytest.mark.parametrize("head", HEADS)
-@pytest.mark.parametrize("build", [cnn, vit])
+@pytest.mark.parametrize(("build", "head"), [*((cnn, head) for head in HEADS), (vit, "moments")])
 def test_exported_programs_give_equal_results_from_their_file(build: Any, head: str, tmp_path: Path) -> None:
     net = build()
     predictor = uq.wrap(net, fitted(net), **HEADS[head])
@@ -137,7 +136,7 @@ def test_an_onnx_file_of_a_regression_names_its_outputs(tmp_path: Path) -> None:
     assert [value.name for value in session.get_outputs()] == list(ValueTensors._fields)
 
 
-@pytest.mark.parametrize("ending", ["onnx", "pt2"])
+@pytest.mark.parametrize("ending", ["onnx", pytest.param("pt2", marks=pytest.mark.study)])
 def test_a_failed_export_leaves_the_old_files(
     ending: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -163,3 +162,15 @@ def test_a_file_of_another_kind_is_refused(tmp_path: Path) -> None:
         uq.export(
             uq.wrap(net, fitted(net), head="moments"), torch.randn(2, 3, 32, 32), path=tmp_path / "p.tf"
         )
+
+
+def test_the_draws_of_a_link_are_there_after_other_numbers_of_draws() -> None:
+    """The points of a link are constants of the program, however many other predictors were called before."""
+    model, x = nn.Sequential(nn.Linear(4, 8), nn.ReLU(), nn.Linear(8, 3)), torch.randn(20, 4)
+    posterior = uq.fit(model, [(x, torch.arange(20) % 3)], "diag", prior_precision=5.0, progress=False)
+    first = uq.wrap(model, posterior, "moments")
+    for n_draws in range(10, 20):
+        uq.wrap(model, posterior, "moments", n_draws=n_draws)(x)
+        first(x)
+    program = uq.export(first, x)
+    torch.testing.assert_close(program.module()(x)[0], first(x).tensors()[0])

@@ -2,14 +2,83 @@
 
 from __future__ import annotations
 
+import functools
+import warnings
+from typing import Any
+
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.utils.data import DataLoader, TensorDataset
 
 import posthoc_uq as uq
 from posthoc_uq.core.batches import Batch
 from posthoc_uq.curvature.tangent_kernel import tangent_kernel, untrained, with_state
-from posthoc_uq.fitting.leave_one_out import RIDGES, leave_one_out, temperature_for
+from posthoc_uq.fitting.leave_one_out import (
+    RIDGES,
+    LeaveOneOut,
+    leave_one_out,
+    temperature_for,
+)
+
+
+def trained(outputs: int, x: Tensor, loss: Any, epochs: int) -> nn.Module:
+    torch.manual_seed(0)
+    model = nn.Sequential(
+        nn.Linear(x.shape[1], 64), nn.ReLU(), nn.Linear(64, 64), nn.ReLU(), nn.Linear(64, outputs)
+    )
+    optimiser = torch.optim.Adam(model.parameters(), 1e-2)
+    for _ in range(epochs):
+        optimiser.zero_grad()
+        loss(model(x)).backward()
+        optimiser.step()
+    return model.eval()
+
+
+Data = list[tuple[Tensor, Tensor]]
+
+
+@functools.cache
+def regression_network() -> tuple[nn.Module, Data, tuple[Tensor, Tensor]]:
+    """A network that has memorised 150 points of a smooth function with a noise variance of .25."""
+    generator = torch.Generator().manual_seed(0)
+    x = torch.randn(550, 4, generator=generator)
+    y = torch.sin(x[:, :1]) + x[:, 1:2] + 0.5 * torch.randn(550, 1, generator=generator)
+    model = trained(1, x[:150], lambda outputs: nn.functional.mse_loss(outputs, y[:150]), 600)
+    return model, [(x[:150], y[:150])], (x[150:], y[150:])
+
+
+def memorised_regression() -> tuple[uq.Posterior, Data, tuple[Tensor, Tensor]]:
+    model, data, new = regression_network()
+    options: dict[str, Any] = {"likelihood": "regression", "layers": "last", "progress": False}
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # of residuals that underestimate the noise
+        return uq.fit(model, data, "diag", **options), data, new
+
+
+@functools.cache
+def class_network() -> tuple[nn.Module, Data, tuple[Tensor, Tensor]]:
+    """A network that has memorised 150 points of three classes that overlap."""
+    generator = torch.Generator().manual_seed(0)
+    y = torch.randint(0, 3, (650,), generator=generator)
+    x = torch.randn(650, 6, generator=generator) + 1.2 * nn.functional.one_hot(y, 6)
+    model = trained(3, x[:150], lambda outputs: nn.functional.cross_entropy(outputs, y[:150]), 200)
+    return model, [(x[:150], y[:150])], (x[150:], y[150:])
+
+
+def memorised_classes() -> tuple[uq.Posterior, Data, tuple[Tensor, Tensor]]:
+    model, data, new = class_network()
+    return uq.fit(model, data, "diag", layers="last", progress=False), data, new
+
+
+def calibrate(posterior: uq.Posterior, data: Any, **options: Any) -> LeaveOneOut:
+    found = uq.calibrate(posterior, data, criterion="leave_one_out", progress=False, **options)
+    assert isinstance(found, LeaveOneOut)
+    return found
+
+
+def coverage(bounds: tuple[Tensor, Tensor], targets: Tensor) -> float:
+    return float(((targets >= bounds[0]) & (targets <= bounds[1])).double().mean())
 
 
 def batches_of(inputs: Tensor, size: int = 7) -> list[Batch]:
@@ -20,7 +89,11 @@ def networks() -> dict[str, tuple[nn.Module, Tensor]]:
     torch.manual_seed(0)
     image = torch.randn(9, 2, 6, 6, dtype=torch.float64)
     convolutional = nn.Sequential(
-        nn.Conv2d(2, 4, 3, groups=2), nn.Tanh(), nn.Conv2d(4, 3, 2, stride=2, bias=False), nn.Flatten(), nn.Linear(12, 3)
+        nn.Conv2d(2, 4, 3, groups=2),
+        nn.Tanh(),
+        nn.Conv2d(4, 3, 2, stride=2, bias=False),
+        nn.Flatten(),
+        nn.Linear(12, 3),
     )
     perceptron = nn.Sequential(nn.Linear(5, 8), nn.ReLU(), nn.Linear(8, 3))
     shared = nn.Linear(5, 5)
@@ -45,10 +118,14 @@ def test_kernel_is_that_of_autograds_gradients(name: str) -> None:
     kernel = tangent_kernel(network, batches_of(inputs), seed=3)
     outputs = network(inputs)
     generator = torch.Generator().manual_seed(3)
-    direction = torch.randn(outputs.shape[1:], generator=generator, dtype=torch.float64) / outputs[0].numel() ** 0.5
+    direction = (
+        torch.randn(outputs.shape[1:], generator=generator, dtype=torch.float64) / outputs[0].numel() ** 0.5
+    )
     rows = []
     for output in outputs:
-        gradients = torch.autograd.grad((output * direction).sum(), list(network.parameters()), retain_graph=True)
+        gradients = torch.autograd.grad(
+            (output * direction).sum(), list(network.parameters()), retain_graph=True
+        )
         rows.append(torch.cat([gradient.flatten() for gradient in gradients]))
     jacobian = torch.stack(rows)
     torch.testing.assert_close(kernel, jacobian @ jacobian.T, rtol=1e-10, atol=1e-12)
@@ -66,7 +143,8 @@ def test_predictions_are_those_of_regressions_fitted_without_the_samples(grouped
     for left in torch.arange(24).split(3 if grouped else 1):
         rest = torch.tensor([n for n in range(24) if n not in left.tolist()])
         solved = torch.linalg.solve(
-            scaled[rest][:, rest] + found.ridge * torch.eye(len(rest), dtype=torch.float64), targets[rest] - centre
+            scaled[rest][:, rest] + found.ridge * torch.eye(len(rest), dtype=torch.float64),
+            targets[rest] - centre,
         )
         torch.testing.assert_close(
             found.predictions[left], centre + scaled[left][:, rest] @ solved, rtol=1e-10, atol=1e-10
@@ -89,7 +167,7 @@ def test_the_temperature_gives_the_confidence_and_never_sharpens() -> None:
     assert float((logits / temperature).softmax(1).amax(1).mean()) == pytest.approx(0.6, abs=1e-4)
     assert temperature_for(logits / 10, 0.99) == 1.0
     two = torch.randn(100) * 9
-    binary = temperature_for(two, 0.7, binary=True)
+    binary = temperature_for(two, 0.7)
     probability = torch.sigmoid(two.double() / binary)
     assert float(torch.maximum(probability, 1 - probability).mean()) == pytest.approx(0.7, abs=1e-4)
 
@@ -129,3 +207,84 @@ def test_a_trained_parameter_that_nothing_initialises_needs_the_initial_state() 
     assert all(bool((value == 0.5).all()) for value in with_state(model, started).state_dict().values())
     with pytest.raises(uq.PosthocUQError, match="does not fit"):
         with_state(model, {"token": torch.zeros(4)})
+
+
+def test_a_memorised_regression_gets_the_noise_of_new_data() -> None:
+    posterior, data, (x, y) = memorised_regression()
+    before = uq.wrap(posterior.model, posterior)(x).interval(0.9)
+    assert coverage(before, y) < 0.3
+    found = calibrate(posterior, data)
+    assert found.noise_variance is not None and found.temperature is None
+    assert 0.6 < float(found.noise_variance) / 0.25 < 1.8  # the noise that the data were made with, and more
+    assert 0.7 < coverage(uq.wrap(posterior.model, posterior)(x).interval(0.9), y) < 0.99
+    assert float(posterior.noise_variance) == pytest.approx(float(found.noise_variance), rel=1e-6)
+    assert "leave-one-out" in posterior.history.tuning["noise variance"]
+    # batches and their order change nothing; another seed changes little
+    inputs, targets = data[0]
+    order = torch.randperm(len(inputs), generator=torch.Generator().manual_seed(4))
+    parts = list(zip(inputs[order].split(13), targets[order].split(13), strict=True))
+    again = calibrate(posterior, parts)
+    torch.testing.assert_close(again.noise_variance, found.noise_variance, rtol=1e-5, atol=0)
+    other = calibrate(posterior, data, seed=9)
+    torch.testing.assert_close(other.noise_variance, found.noise_variance, rtol=0.2, atol=0)
+
+
+def test_memorised_classes_get_the_confidence_of_new_data() -> None:
+    posterior, data, (x, y) = memorised_classes()
+    network = posterior.model
+    assert network is not None
+    with torch.no_grad():
+        alone = float(nn.functional.cross_entropy(network(x), y))
+        confidence = float(network(data[0][0]).softmax(1).amax(1).mean())
+    found = calibrate(posterior, data)
+    true = float((uq.wrap(network, posterior)(x).probs.argmax(1) == y).double().mean())
+    assert confidence > 0.97 and abs(found.accuracy - true) < 0.08
+    assert float(-uq.wrap(network, posterior)(x).log_prob(y).mean()) < 0.7 * alone
+    with torch.no_grad():
+        tempered = (network(data[0][0]) / posterior.temperature).softmax(1).amax(1).mean()
+    assert float(tempered) == pytest.approx(found.accuracy, abs=1e-4)
+
+
+def test_groups_are_left_out_together_and_the_initial_network_is_taken() -> None:
+    posterior, data, _ = memorised_classes()
+    twice = [(torch.cat((x, x)), torch.cat((y, y))) for x, y in data]
+    assert calibrate(posterior, twice).accuracy > 0.97  # every sample is predicted by its copy
+    groups = torch.arange(len(data[0][0])).repeat(2)
+    grouped = calibrate(posterior, twice, groups=groups)
+    assert grouped.accuracy < 0.9
+    assert calibrate(posterior, twice, groups=lambda _: groups).accuracy == grouped.accuracy
+    start = untrained(posterior.model, batches_of(data[0][0]), seed=1)  # type: ignore[arg-type]
+    found = calibrate(posterior, data, initial=start)
+    assert found.initialisations == 1
+    assert calibrate(posterior, data, initial=[start.state_dict()]).accuracy == found.accuracy
+
+
+def test_what_cannot_be_left_out_is_refused() -> None:
+    posterior, data, _ = memorised_classes()
+    x, y = data[0]
+    settings = posterior.settings
+    for arguments, words in (
+        (([(x, None)],), "targets"),
+        (([x],), "targets"),
+        (([(x.repeat(40, 1), y.repeat(40))],), "held-out"),
+        (([(x[:2], y[:2])],), "at least 3"),
+    ):
+        with pytest.raises(uq.PosthocUQError, match=words):
+            calibrate(posterior, *arguments)
+    with pytest.raises(uq.PosthocUQError, match="entries"):
+        calibrate(posterior, data, groups=[0, 1])
+    with pytest.raises(uq.PosthocUQError, match="one group"):
+        calibrate(posterior, data, groups=[0] * len(x))
+    shuffled = DataLoader(TensorDataset(x, y), batch_size=50, shuffle=True)
+    with pytest.raises(uq.PosthocUQError, match="shuffle"):
+        calibrate(posterior, shuffled, groups=list(range(len(x))))
+    assert posterior.settings == settings
+    counts = uq.fit(
+        nn.Linear(3, 1),
+        [(torch.randn(20, 3), torch.ones(20, 1))],
+        "diag",
+        likelihood="poisson",
+        progress=False,
+    )
+    with pytest.raises(uq.PosthocUQError, match="poisson"):
+        calibrate(counts, [(torch.randn(20, 3), torch.ones(20, 1))])

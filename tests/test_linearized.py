@@ -190,12 +190,12 @@ def test_variances_of_many_rows(scale: float, rank: int) -> None:
     layer: Any = WeightCovariance(posterior, torch.float32, x.device, 2**12).of_layer("2")
     assert (2 * layer.width > 13) == (rank == 1000)
     if scale > 1:  # some rows along the direction that the data settled best, for the first output
-        deviations = layer.wide_weights[0, 0].sqrt()
+        deviations = layer.weights[0, 0].sqrt()
         share = layer.subtracted_rows.reshape(3, -1, 13)[0] / deviations
         rows[::3] = torch.linalg.svd(share).Vh[0] / deviations
     exact = WeightCovariance(posterior, torch.float64, x.device, 2**20).of_layer("2")
     truth = exact.output_variance(rows.double().unsqueeze(1)).squeeze(1)
-    left = truth / (rows.double().square() @ layer.wide_weights[0].double().T)
+    left = truth / (rows.double().square() @ layer.weights[0].double().T)
     assert bool((left < 0.01).any()) == (scale > 1)
     torch.testing.assert_close(layer.variances_of(rows).double(), truth, rtol=1e-4, atol=0)
 

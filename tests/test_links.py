@@ -194,7 +194,7 @@ def divergence(probs: Tensor, log_probs: Tensor) -> float:
 
 
 @pytest.mark.parametrize("confident", [True, False])
-@pytest.mark.parametrize("classes", SIZES)
+@pytest.mark.parametrize("classes", SIZES[:-1])
 def test_default_draws_agree_with_many(classes: int, confident: bool) -> None:
     """To .01 nats, for standard deviations of .3 to 3 of the centred logits."""
     own = posterior("classification")

@@ -59,7 +59,8 @@ MODELS = {
 }  # fmt: skip
 
 
-LARGE = ("densenet121", "tf_efficientnet_lite0", "convnext_atto")  # nothing in them that smaller ones lack
+# nothing in them that smaller ones lack
+LARGE = ("densenet121", "tf_efficientnet_lite0", "convnext_atto", "vit_tiny_patch16_224")
 
 
 @pytest.mark.parametrize(

@@ -553,3 +553,12 @@ class TestFile:
         image.write(tmp_path / "other.h5")
         with pytest.raises(uq.PosthocUQError, match=sentence):
             uq.load(tmp_path / "other.h5", network)
+
+
+def test_the_methods_of_an_earlier_release_are_refused() -> None:
+    for methods in (
+        {"from_draws": lambda self, outputs: None},
+        {"from_gaussian": lambda self, mean, variance: None},
+    ):
+        with pytest.raises(uq.PosthocUQError, match="from_blocks"):
+            type("Old", (uq.Likelihood,), methods)

@@ -85,6 +85,7 @@ class TestAgainstDense:
         torch.testing.assert_close(found, expected, atol=1e-12, rtol=1e-10)
 
 
+@pytest.mark.study
 def test_forty_thousand_samples():
     """The empirical covariance of draws; its entries have a standard error of at most sqrt(2 / n) of the
     variances.

@@ -218,7 +218,7 @@ def _from_pickle(predictor, queue):
     queue.put(_of(predictor, _images()))
 
 
-@pytest.mark.parametrize("start", ["spawn", "fork"])
+@pytest.mark.parametrize("start", [pytest.param("spawn", marks=pytest.mark.study), "fork"])
 def test_two_processes_are_as_good_as_one(setting, tmp_path, start):
     """From a saved posterior, and with the predictors themselves handed over; new processes, and forked ones."""
     model, posterior, x = setting

@@ -34,7 +34,7 @@ def test_files_are_read_as_they_were_written(recipe, folder, tmp_path):
     assert float(found.train.images.max()) == pytest.approx(high, abs=1e-5)
 
 
-@pytest.mark.slow
+@pytest.mark.study
 def test_smoke(folder, tmp_path):
     patterns = [
         "plain",

@@ -22,8 +22,10 @@ def recipe() -> Namespace:
     )
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize(("script", "rows"), [("regression", 6), ("two_moons", 7), ("rotated_digits", 5)])
+@pytest.mark.parametrize(
+    ("script", "rows"),
+    [("regression", 6), ("two_moons", 7), pytest.param("rotated_digits", 5, marks=pytest.mark.study)],
+)
 def test_smoke(script: str, rows: int, tmp_path: Path) -> None:
     printed = smoke(f"function_space.{script}", "--output", tmp_path)
     (results,) = json.loads((tmp_path / f"{script}.json").read_text())

@@ -91,7 +91,7 @@ def _files(folder: Path) -> list[Path]:
 # The smoke mode
 
 
-@pytest.mark.slow
+@pytest.mark.study
 def test_smoke_leaves_tables_and_figures(smoke: tuple[Path, str]) -> None:
     folder, printed = smoke
     for name in ("figure6.png", "figure7.png", "search.png"):
@@ -106,6 +106,7 @@ def test_smoke_leaves_tables_and_figures(smoke: tuple[Path, str]) -> None:
     assert not list((folder / "evaluations").glob("*part*"))
 
 
+@pytest.mark.study
 def test_the_network_s_row_against_other_libraries(smoke: tuple[Path, str], recipe: Namespace) -> None:
     folder, _ = smoke
     found = json.loads((folder / "results.json").read_text())["rows"]["network"]
@@ -126,6 +127,7 @@ def test_the_network_s_row_against_other_libraries(smoke: tuple[Path, str], reci
     assert auroc == pytest.approx(roc_auc_score(foreign, entropies), abs=1e-6)
 
 
+@pytest.mark.study
 def test_the_network_knows_the_photographs(smoke: tuple[Path, str]) -> None:
     """The class map's wnids are the outputs of the real weights: at its own size the network tells most crops."""
     folder, _ = smoke
@@ -138,6 +140,7 @@ def test_the_network_knows_the_photographs(smoke: tuple[Path, str]) -> None:
     assert len(wnids) == 1000 and {name: wnids.index(name) for name in INDICES} == INDICES
 
 
+@pytest.mark.study
 def test_sizes_follow_from_the_last_layer(smoke: tuple[Path, str]) -> None:
     folder, _ = smoke
     sizes = json.loads((folder / "results.json").read_text())["posteriors"]
@@ -152,6 +155,7 @@ def test_sizes_follow_from_the_last_layer(smoke: tuple[Path, str]) -> None:
         assert 4 * size["numbers"] < size["bytes"] < 4 * (size["numbers"] + 2**20) + 2**18
 
 
+@pytest.mark.study
 def test_the_best_trial_is_kept_in_the_file(smoke: tuple[Path, str], recipe: Namespace) -> None:
     folder, _ = smoke
     options = Namespace(budget=2, select="NLL")

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from pathlib import Path
 
+import pytest
 from recipe_helpers import recipe_modules, smoke
 
 
@@ -20,6 +21,7 @@ def test_texts() -> None:
     assert pieces.shape == (5, 16) and text.decoded(pieces[0]) == texts.code[:16]
 
 
+@pytest.mark.study
 def test_smoke(tmp_path: Path) -> None:
     smoke("language.run", "--output", tmp_path)
     assert (tmp_path / "novelty.png").exists()

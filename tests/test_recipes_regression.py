@@ -421,6 +421,7 @@ def test_distances_from_the_truth(toy: Namespace) -> None:
         assert found[f"log density {part}"] == pytest.approx(density, rel=1e-8)
 
 
+@pytest.mark.study
 def test_toy_regression(toy: Namespace, tmp_path: Path) -> None:
     printed = smoke("toy_regression.compare", "--output", tmp_path)
     assert "R-hat" in printed and "| INF, linearised |" in printed

@@ -77,7 +77,7 @@ def test_without_the_package_it_is_named(tabular: Namespace, tmp_path: Path) -> 
         tabular.tables.load("counts", tmp_path)
 
 
-@pytest.mark.slow
+@pytest.mark.study
 def test_tabular(tmp_path: Path) -> None:
     printed = smoke("tabular.run", "--output", tmp_path, "--rows", 60)
     assert "| Poisson, INF tuned |" in printed and "| heteroscedastic, INF |" in printed

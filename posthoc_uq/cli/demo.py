@@ -181,6 +181,10 @@ class DigitsResult(NamedTuple):
     identical: bool
 
 
+TRAINED = {"UTVI": uq.UTVI(epochs=2), "latent binary": uq.LatentBinary(epochs=3, inclusion_lr=0.1)}
+"""Methods that train on from the network."""
+
+
 def run(output: Path, seed: int = 0, epochs: int = 15) -> DigitsResult:
     """Run the demo; leaves the page, its figures, the posterior and the network's weights in ``output``."""
     output.mkdir(parents=True, exist_ok=True)
@@ -199,15 +203,8 @@ def run(output: Path, seed: int = 0, epochs: int = 15) -> DigitsResult:
         with _step("uq.tune(posterior, val_loader)"):
             uq.tune(posterior, _loader(data.validation), progress=False)
         compared[TUNED] = uq.wrap(model, posterior)
-        for name, method, written in (  # methods that train on from the network
-            ("UTVI", uq.UTVI(epochs=2), "uq.UTVI(epochs=2)"),
-            (
-                "latent binary",
-                uq.LatentBinary(epochs=3, inclusion_lr=0.1),
-                "uq.LatentBinary(epochs=3, inclusion_lr=0.1)",
-            ),
-        ):
-            with _step(f"uq.fit(model, train_loader, {written})"):
+        for name, method in TRAINED.items():
+            with _step(f"uq.fit(model, train_loader, uq.{type(method).__name__}(...))"):
                 trained = uq.fit(model, _loader(training, shuffle=True), method, seed=seed, progress=False)
             compared[name] = uq.wrap(model, trained)
         with _step("uq.evaluate(models, test_loader, ood_loaders=...)"):

@@ -21,7 +21,9 @@ from posthoc_uq.layers.capture import LayerGradients
 from posthoc_uq.layers.operands import temporary_limit
 from posthoc_uq.layers.proof import count_samples, prepare
 
-MAX_GRADIENT_BYTES = 4 * 2**30  # of the gradients of all samples, in layers that are used at several positions
+MAX_GRADIENT_BYTES = (
+    4 * 2**30
+)  # of the gradients of all samples, in layers that are used at several positions
 
 
 def untrained(model: nn.Module, batches: Sequence[Batch], seed: int) -> nn.Module:
@@ -95,9 +97,9 @@ def tangent_kernel(network: nn.Module, batches: Sequence[Batch], seed: int) -> T
     the CPU.
 
     With ``u ~ N(0, I / C)`` for C outputs and ``g_n`` the gradient of ``u^T f(x_n)`` with respect to all weights of
-    linear layers and convolutions, ``K_nm = g_n^T g_m``: one backward pass a batch. A layer that is used at one position
-    adds ``(a_n^T a_m) (b_n^T b_m)`` from its inputs a (with a 1 for the bias) and output gradients b, so that no
-    gradient is formed. A layer with several positions adds the products of its gradients.
+    linear layers and convolutions, ``K_nm = g_n^T g_m``: one backward pass a batch. A layer that is used at one
+    position adds ``(a_n^T a_m) (b_n^T b_m)`` from its inputs a (with a 1 for the bias) and output gradients b, so that
+    no gradient is formed. A layer with several positions adds the products of its gradients.
 
     Args:
         network: in eval mode; not changed.
@@ -112,7 +114,7 @@ def tangent_kernel(network: nn.Module, batches: Sequence[Batch], seed: int) -> T
     prepared = prepare(network, batches[0], unsupported="skip")
     capture = prepared.capture
     generator = torch.Generator().manual_seed(seed)
-    direction: Tensor | None = None
+    direction = torch.empty(0, dtype=torch.float64, device="cpu")
     rows: dict[str, list[tuple[Tensor, Tensor]]] = {}
     gradients: dict[str, list[Tensor]] = {}
     kept = 0
@@ -126,7 +128,7 @@ def tangent_kernel(network: nn.Module, batches: Sequence[Batch], seed: int) -> T
                 f"Leave-one-out needs one row of outputs a sample, and these have shape {tuple(outputs.shape)}; use "
                 f"held-out data, uq.calibrate(posterior, val_loader)."
             )
-        if direction is None:
+        if index == 0:
             count = outputs[0].numel()
             direction = torch.randn(outputs.shape[1:], generator=generator, dtype=torch.float64) / count**0.5
         pulled = direction.to(outputs.device, outputs.dtype).expand_as(outputs)

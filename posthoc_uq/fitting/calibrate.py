@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from inspect import signature
 from typing import Annotated, Any, Literal, NamedTuple, cast, get_args
@@ -23,9 +23,10 @@ from posthoc_uq.core.batches import (
 from posthoc_uq.core.devices import as_double
 from posthoc_uq.core.errors import PosthocUQError
 from posthoc_uq.core.interrupts import orderly
-from posthoc_uq.core.options import Seed, check_names, check_option, one_of
+from posthoc_uq.core.options import Count, Seed, check_names, check_option, one_of
 from posthoc_uq.core.randomness import isolated_random_state, mixed_seed, sample_keys, uniforms
 from posthoc_uq.fitting.faithful import model_of
+from posthoc_uq.fitting.leave_one_out import Groups, Initial, LeaveOneOut, calibrate_by_leave_one_out
 from posthoc_uq.fitting.tune import has_something_to_tune, tune
 from posthoc_uq.fitting.wrap import head_class, options_of, recorded_head, wrap
 from posthoc_uq.heads.predictor import Predictor, promise_keys
@@ -82,17 +83,22 @@ def calibrate(
     posterior: Posterior,
     loader: Iterable[Any],
     *,
+    criterion: Literal["likelihood", "leave_one_out"] = "likelihood",
     share: float | None = 0.5,
     sets: Literal["lac", "aps", "raps"] = "lac",
     by_class: bool = False,
     head: str | None = None,
+    initial: Initial | Sequence[Initial] | None = None,
+    groups: Groups | None = None,
+    initialisations: int = 3,
     seed: int = 0,
     batch_to_inputs: BatchFunction | None = None,
     batch_to_targets: BatchFunction | None = None,
     progress: bool = True,
     **options: Any,
-) -> Calibration:
-    """Tune a posterior on one part of held-out data, and store the scores of the other, by which predictions promise.
+) -> Calibration | LeaveOneOut:
+    """Tune a posterior on one part of held-out data, and store the scores of the other, by which predictions promise;
+    or estimate temperature or noise without held-out data.
 
     ``prediction.set(0.9)``, ``prediction.interval(0.9)`` and ``prediction.familiarity()`` then hold on average over new
     inputs like the held-out ones, whatever the model, by split conformal prediction (Vovk, Gammerman, Shafer,
@@ -110,16 +116,28 @@ def calibrate(
     * Of inputs novelty, the default score (entropy, or the standard deviation), and the larger surprise of the two,
       measured by their tails on the first part and calibrated by its own values on the second.
 
+    ``criterion="leave_one_out"`` takes the training data, where none are held out: the temperature of classes, or the
+    noise of a regression, follows from leave-one-out predictions by the tangent kernel of the untrained network
+    (`posthoc_uq.fitting.leave_one_out`). It is for networks that were trained from scratch on these data (of a
+    fine-tuned one pass `initial`), and was found right for perceptrons; convolutional networks learn features that this
+    kernel lacks. It promises nothing.
+
     Args:
         posterior: from `fit` or `load`. It is changed at the end, all at once; after an error it is as it was.
         loader: batches with targets that chose nothing else: neither weights nor the time to stop. Read several times,
-            and every time with the same inputs.
+            and every time with the same inputs. For leave-one-out the training data, read once.
+        criterion: see above.
         share: of the samples that tune; which, depends on their inputs and the seed alone, and copies of an input are
             in one part. None: all samples do both, and promises hold approximately.
         sets: ``"lac"`` gives the smallest sets; ``"aps"`` and ``"raps"`` sets whose size adapts to the input, with
             random numbers that depend on the input alone.
         by_class: promise coverage for every class by itself, which needs samples of each.
         head: that predicts, as in `tune`.
+        initial: of leave-one-out: the network before its training as a model or a state dict, or several. Without it
+            every module is initialised anew by its `reset_parameters`.
+        groups: of leave-one-out: which samples are left out together, in the order of the loader, or a function of a
+            batch.
+        initialisations: of leave-one-out: untrained networks to average.
         seed: of the split, the draws and the randomised sets.
         batch_to_inputs: as in `fit`.
         batch_to_targets: as in `fit`.
@@ -140,9 +158,29 @@ def calibrate(
     of_heads = {option for name in HEADS for option in options_of(head_class(name))}
     check_names("calibrate", options, sorted(of_heads), signature(calibrate).parameters)
     check_loader(loader)
-    check_reusable(loader, 3)
     reader = BatchReader.of(model_of(posterior), batch_to_inputs, batch_to_targets)
     trial = posterior.trial()
+    if one_of("criterion", criterion, ("likelihood", "leave_one_out")) == "leave_one_out":
+        if head is not None or options:
+            names = ["head"] * (head is not None) + list(options)
+            raise PosthocUQError(f"Leave-one-out needs no head and no search; leave {', '.join(names)} out.")
+        found = calibrate_by_leave_one_out(
+            trial,
+            loader,
+            reader,
+            initial=initial,
+            groups=groups,
+            initialisations=check_option("initialisations", initialisations, Count),
+            seed=seed,
+            progress=progress,
+        )
+        posterior.adopt(trial)
+        return found
+    if initial is not None or groups is not None:
+        raise PosthocUQError(
+            "initial and groups are for criterion='leave_one_out'; held-out data need neither."
+        )
+    check_reusable(loader, 3)
     data = _HeldOut(loader, reader, seed)
     if share is not None:
         data.split(share)

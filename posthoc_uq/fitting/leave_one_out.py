@@ -1,16 +1,40 @@
-"""Leave-one-out predictions by the tangent kernel of the untrained network: accuracy and noise without held-out data."""
+"""Calibration without held-out data: leave-one-out predictions by the tangent kernel of the untrained network.
+
+A network knows its training labels, so that its residuals and its confidence on the training inputs say little of new
+ones. The untrained network of the same architecture has seen no label. Kernel ridge regression with its tangent kernel
+stands for training it (Jacot, Gabriel, Hongler 2018), and its leave-one-out predictions have a closed form: they
+estimate the accuracy of a classifier, and the noise variance of a regression.
+"""
 
 from __future__ import annotations
 
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import cast
+from math import log10
+from typing import Any, cast
 
 import torch
-from torch import Tensor
+from scipy.optimize import brentq
+from torch import Tensor, nn
+from torch.utils.data import RandomSampler
 
+from posthoc_uq.core.batches import Batch, BatchReader, batches, check_loader
 from posthoc_uq.core.errors import PosthocUQError
+from posthoc_uq.core.model import replicate
+from posthoc_uq.core.progress import Progress
+from posthoc_uq.core.randomness import isolated_random_state, mixed_seed
+from posthoc_uq.curvature.tangent_kernel import tangent_kernel, untrained, with_state
+from posthoc_uq.fitting.faithful import model_of
+from posthoc_uq.layers.proof import count_samples
+from posthoc_uq.posteriors.posterior import Posterior
+
+Initial = nn.Module | Mapping[str, Tensor]
+"""The network before its training: a model, or a state dict."""
+Groups = Sequence[Any] | Tensor | Callable[[Any], Any]
+"""Of every sample the group that is left out together: in the order of the loader, or from a batch."""
 
 RIDGES = tuple(10.0 ** (0.25 * step) for step in range(-24, 9))  # 1e-6 to 1e2
+MAX_TEMPERATURE = 1e4
 MAX_SAMPLES = 4096  # the kernel has a number for every pair, and its eigenvectors take some seconds at 4,000
 
 
@@ -65,7 +89,9 @@ def leave_one_out(kernel: Tensor, targets: Tensor, groups: Tensor | None = None)
     if groups is not None:
         members = [(groups == each).nonzero().flatten() for each in groups.unique()]
         if len(members) < 2:
-            raise PosthocUQError("groups= puts all samples into one group, which leaves none to predict it by.")
+            raise PosthocUQError(
+                "groups= puts all samples into one group, which leaves none to predict it by."
+            )
     targets = targets.double()
     values, vectors = torch.linalg.eigh(kernel / kernel.diagonal().mean())
     values = values.clamp(min=0)
@@ -87,18 +113,15 @@ def leave_one_out(kernel: Tensor, targets: Tensor, groups: Tensor | None = None)
     return cast(LeftOut, best)
 
 
-def temperature_for(logits: Tensor, confidence: float, binary: bool = False) -> float:
-    """The temperature, at least 1, at which the mean of the largest probability is `confidence`.
+def temperature_for(logits: Tensor, confidence: float) -> float:
+    """The temperature, from 1 to 10,000, at which the mean of the largest probability is `confidence`.
 
     Args:
-        logits: ``(samples, classes)``, or ``(samples,)`` of two classes with `binary`.
+        logits: ``(samples, classes)``, or ``(samples,)`` of two classes.
         confidence: in (0, 1).
-        binary: whether a logit is that of the second of two classes.
     """
-    from scipy.optimize import brentq
-
-    wide = logits.double()
-    if binary:
+    wide = logits.detach().double()
+    if wide.ndim == 1:
         wide = torch.stack((torch.zeros_like(wide), wide), -1)
 
     def excess(decade: float) -> float:
@@ -106,6 +129,180 @@ def temperature_for(logits: Tensor, confidence: float, binary: bool = False) -> 
 
     if excess(0.0) <= 0:
         return 1.0
-    if excess(4.0) >= 0:  # no more confident than chance: probabilities become equal
-        return 1e4
-    return 10.0 ** float(brentq(excess, 0.0, 4.0, xtol=1e-6))
+    highest = log10(MAX_TEMPERATURE)
+    if excess(highest) >= 0:  # no better than chance, where all probabilities are equal
+        return MAX_TEMPERATURE
+    return 10.0 ** float(cast(float, brentq(excess, 0.0, highest, xtol=1e-6)))
+
+
+@dataclass(frozen=True)
+class LeaveOneOut:
+    """What leave-one-out found and set; prints itself.
+
+    Attributes:
+        accuracy: the estimated accuracy on new inputs, of classes; None of a regression.
+        noise_variance: the estimated squared error of each output on new inputs, ``(outputs,)``; None of classes.
+        temperature: that was set; None of a regression.
+        noise_scale: that was set: the factor on the noise variance of the fit; None of classes.
+        samples: of the training data.
+        initialisations: how many untrained networks were averaged.
+        ridge: of the kernel regression, in units of the kernel's mean diagonal.
+    """
+
+    accuracy: float | None
+    noise_variance: Tensor | None
+    temperature: float | None
+    noise_scale: float | None
+    samples: int
+    initialisations: int
+    ridge: float
+
+    def __str__(self) -> str:
+        if self.temperature is not None:
+            found = f"temperature {self.temperature:.4g} from an estimated accuracy of {self.accuracy:.4g}"
+        else:
+            assert self.noise_variance is not None
+            values = ", ".join(f"{value:.4g}" for value in self.noise_variance[:3].tolist())
+            more = ", ..." if len(self.noise_variance) > 3 else ""
+            found = f"noise variance from an estimated squared error of {values}{more}"
+        return (
+            f"leave-one-out: {found}, by the tangent kernel of {self.initialisations} untrained networks on "
+            f"{self.samples:,} samples; it assumes training from scratch on these data"
+        )
+
+
+def calibrate_by_leave_one_out(
+    posterior: Posterior,
+    loader: Iterable[Any],
+    reader: BatchReader,
+    *,
+    initial: Initial | Sequence[Initial] | None = None,
+    groups: Groups | None = None,
+    initialisations: int = 3,
+    seed: int = 0,
+    progress: bool = True,
+) -> LeaveOneOut:
+    """Set the temperature of classes, or the noise of a regression, from the training data alone.
+
+    The temperature is that at which the network's mean confidence on its training inputs is the accuracy that
+    leave-one-out estimates, and never below 1. The noise scale is the mean over outputs of the larger of the training
+    residuals' mean square and the leave-one-out error, over the noise variance of the fit. The prior stays.
+
+    Args:
+        posterior: of a network that was trained from scratch on these data, or else with `initial`.
+        loader: the training data, at most `MAX_SAMPLES` samples, read once.
+        reader: of its batches.
+        initial: the network before its training, or several. Without it the modules are initialised anew.
+        groups: samples that belong together, such as those of one patient, are left out together.
+        initialisations: how many untrained networks are averaged, where `initial` is not given.
+        seed: of the initial weights and the directions.
+        progress: whether to show a bar.
+
+    Raises:
+        PosthocUQError: the likelihood is none of classes or of a regression with one noise variance an output, the data
+            are too many or have no targets, or the untrained network is not known.
+    """
+    check_loader(loader)
+    model, likelihood = model_of(posterior), posterior.likelihood
+    data, members = _read(loader, reader, seed, groups)
+    network = replicate(model, posterior.trained_mean)
+    columns, outputs = list[Tensor](), list[Tensor]()
+    with torch.no_grad():
+        for batch in data:
+            given = batch.copied().call(network)
+            likelihood.check(given, batch.targets)
+            assert batch.targets is not None
+            found = likelihood.columns(given, batch.targets)
+            if found is None:
+                raise PosthocUQError(
+                    f"criterion='leave_one_out' is for classes and for regressions with one noise variance an output, "
+                    f"without positions, and not for likelihood={likelihood.name!r}; pass held-out data."
+                )
+            columns.append(found.double().cpu())
+            outputs.append(given.double().cpu())
+    targets, given = torch.cat(columns), torch.cat(outputs)
+    starts = _starts(model, data, initial, initialisations, seed)
+    kernel = torch.zeros(len(targets), len(targets), dtype=torch.float64)
+    with Progress("untrained networks", "networks", progress, len(starts)) as bar:
+        for number, start in enumerate(starts):
+            part = tangent_kernel(start(), data, mixed_seed(seed, number))
+            kernel += part / part.diagonal().mean()
+            bar.advance()
+    left_out = leave_one_out(kernel / len(starts), targets, members)
+    facts = (len(targets), len(starts), left_out.ridge)
+    if likelihood.logits:
+        logits = given.reshape(len(given)) if targets.shape[1] == 1 else given
+        temperature = temperature_for(logits, left_out.accuracy)
+        posterior.temperature = temperature
+        report = LeaveOneOut(left_out.accuracy, None, temperature, None, *facts)
+        posterior.history.tuning["temperature"] = str(report)
+        return report
+    residuals = (given.reshape(targets.shape) - targets).square().mean(0)
+    error = left_out.squared_error
+    assert likelihood.noise_variance is not None
+    scale = float((torch.maximum(error, residuals) / likelihood.noise_variance.cpu()).mean())
+    posterior.noise_scale = scale
+    report = LeaveOneOut(None, error, None, scale, *facts)
+    posterior.history.tuning["noise variance"] = str(report)
+    return report
+
+
+def _read(
+    loader: Iterable[Any], reader: BatchReader, seed: int, groups: Groups | None
+) -> tuple[list[Batch], Tensor | None]:
+    """All batches, and the group of every sample as a number."""
+    data, samples, named = list[Batch](), 0, list[Any]()
+    if (
+        groups is not None
+        and not callable(groups)
+        and isinstance(getattr(loader, "sampler", None), RandomSampler)
+    ):
+        raise PosthocUQError(
+            "groups= lists the samples in the order of the loader, which shuffles; take shuffle=False, or pass a "
+            "function from a batch to the groups of its samples."
+        )
+
+    def noted(items: Iterable[Any]) -> Iterable[Any]:
+        for item in items:
+            if callable(groups):
+                named.extend(torch.as_tensor(groups(item)).tolist())
+            yield item
+
+    with isolated_random_state(seed):
+        for batch in batches(noted(loader), reader):
+            if batch.targets is None:
+                raise PosthocUQError(
+                    "Leave-one-out needs the training targets, and the loader yields inputs alone."
+                )
+            samples += count_samples(batch)
+            if samples > MAX_SAMPLES:
+                raise PosthocUQError(
+                    f"Leave-one-out takes a number for every pair of samples, so that there may be at most "
+                    f"{MAX_SAMPLES:,}. Pass a loader of some of them, whose estimate is pessimistic, or use held-out "
+                    f"data."
+                )
+            data.append(batch)
+    if groups is None:
+        return data, None
+    if not callable(groups):
+        named = torch.as_tensor(groups).tolist() if isinstance(groups, Tensor) else list(groups)
+    if len(named) != samples:
+        raise PosthocUQError(f"groups= has {len(named)} entries for {samples} samples.")
+    numbers = {name: number for number, name in enumerate(dict.fromkeys(named))}
+    return data, torch.tensor([numbers[name] for name in named])
+
+
+def _starts(
+    model: nn.Module,
+    data: Sequence[Batch],
+    initial: Initial | Sequence[Initial] | None,
+    initialisations: int,
+    seed: int,
+) -> list[Callable[[], nn.Module]]:
+    """What makes each network before its training, one at a time."""
+    if initial is None:
+        return [lambda n=n: untrained(model, data, mixed_seed(seed, n, 1)) for n in range(initialisations)]
+    several = (initial,) if isinstance(initial, (nn.Module, Mapping)) else tuple(initial)
+    if not several:
+        raise PosthocUQError("initial= is empty; pass the network before its training, or leave it out.")
+    return [lambda each=each: with_state(model, each) for each in several]

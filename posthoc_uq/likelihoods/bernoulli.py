@@ -95,6 +95,9 @@ class Bernoulli(_Labels):
             at_least_float32(mean) * (1 + pi / 8 * at_least_float32(variance)).rsqrt(), targets
         )
 
+    def columns(self, outputs: Tensor, targets: Tensor) -> Tensor:
+        return targets.reshape(len(outputs), 1)
+
     def classes(self, outputs: int) -> int:
         return 2
 

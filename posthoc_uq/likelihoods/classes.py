@@ -115,6 +115,13 @@ class Categorical(Likelihood):
         plain.label_smoothing = 0.0
         return plain
 
+    def columns(self, outputs: Tensor, targets: Tensor) -> Tensor | None:
+        if outputs.ndim != 2:
+            return None
+        if targets.is_floating_point() and targets.shape == outputs.shape:
+            return targets
+        return F.one_hot(targets.reshape(len(outputs)).long(), outputs.shape[1])
+
     def positions_of(self, outputs: Tensor) -> Layout | None:
         """The layout of outputs that have positions, else None."""
         return self.layout if outputs.ndim > 2 else None

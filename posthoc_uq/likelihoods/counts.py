@@ -100,11 +100,13 @@ class LogMean(Likelihood, ABC):
         """The mean unit deviance, beside the RMSE: twice the log-likelihood ratio of each target's best mean, itself,
         and `mean`; per dispersion.
         """
-        mean, targets = as_double(mean), as_double(targets)
-        best = targets.clamp(min=torch.finfo(targets.dtype).tiny).log()
-        ratios = self.log_terms(best, targets) - self.log_terms(mean.log(), targets)
-        a, b = self._variance_terms
-        return {"mean deviance": 2 * float(ratios.mean()) * (b if a == 0 else 1.0)}
+        from torchmetrics.functional.regression import tweedie_deviance_score
+
+        power = 1.0 if self.counts else 2.0
+        deviance = tweedie_deviance_score(
+            as_double(mean).flatten(), as_double(targets).flatten(), power=power
+        )
+        return {"mean deviance": float(deviance)}
 
     def divergence(self, outputs: Tensor, prediction: DrawnPrediction) -> Tensor:
         """By drawn targets; the mean over outputs."""
@@ -238,6 +240,13 @@ class NegativeBinomial(LogMean):
     def quantile(self, mean: Tensor, u: Tensor) -> Tensor:
         variance = mean + self.dispersion * mean.square()
         return _count_quantile(lambda counts: self._cdf(mean, counts), mean, variance, u)
+
+    def measures(self, mean: Tensor, targets: Tensor) -> dict[str, float]:
+        """``2 (y log(y / mu) - (y + 1 / alpha) log((1 + alpha y) / (1 + alpha mu)))``, mean over targets."""
+        mean, counts, alpha = as_double(mean).flatten(), as_double(targets).flatten(), self.dispersion
+        first = torch.special.xlogy(counts, counts / mean)
+        second = (counts + 1 / alpha) * (torch.log1p(alpha * counts) - torch.log1p(alpha * mean))
+        return {"mean deviance": float(2 * (first - second).mean())}
 
 
 Shape = Annotated[float, Ge(_SMALLEST), Le(_LARGEST)]

@@ -206,8 +206,9 @@ def _placed_normals(n_draws: int, width: int, dtype: torch.dtype, device: torch.
 
 def normals_like(n_draws: int, width: int, like: Tensor) -> Tensor:
     """`normals` in the precision and on the device of `like`."""
+    points = normals(n_draws, width)  # also where they are placed already, so that a tracer finds them later
     if torch.compiler.is_compiling():
-        return normals(n_draws, width).to(like)
+        return points.to(like)
     return _placed_normals(n_draws, width, like.dtype, like.device)
 
 

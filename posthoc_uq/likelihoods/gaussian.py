@@ -113,6 +113,9 @@ class Gaussian(_Normals):
         outputs = at_least_float32(outputs)
         return Normal(outputs, self.noise(outputs).sqrt().expand(outputs.shape), validate_args=False)
 
+    def columns(self, outputs: Tensor, targets: Tensor) -> Tensor:
+        return self.like(outputs, targets).reshape(len(outputs), -1)
+
     def residuals(self, outputs: Tensor, targets: Tensor) -> Tensor:
         """``outputs - targets``, shaped like the outputs."""
         return at_least_float32(outputs) - self.like(outputs, targets)

@@ -7,6 +7,7 @@ import math
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import lru_cache, reduce
+from inspect import signature
 from typing import Annotated, Any, ClassVar, Literal, TypeVar, cast
 
 import numpy as np
@@ -74,6 +75,15 @@ class Likelihood:
 
     def __init_subclass__(cls, **kwargs: Any) -> None:
         super().__init_subclass__(**kwargs)
+        given = vars(cls)
+        if (
+            "from_draws" in given
+            or len(signature(given.get("from_gaussian", cls.from_gaussian)).parameters) != 2
+        ):
+            raise PosthocUQError(
+                f"Likelihood {cls.__name__} overrides from_draws, or from_gaussian with other arguments than (self, "
+                f"outputs), as of 0.2.0; override from_blocks(self, blocks) and from_gaussian(self, outputs) instead."
+            )
         if not cls.name:
             cls.name = cls.__name__
 
@@ -414,6 +424,12 @@ class Likelihood:
     def predicted_class(self, outputs: Tensor) -> Tensor:
         """The class of every sample, ``(samples,)`` int64, below `classes`."""
         return torch.zeros(outputs.shape[0], dtype=torch.int64, device=outputs.device)
+
+    def columns(self, outputs: Tensor, targets: Tensor) -> Tensor | None:
+        """Targets as the columns of a least-squares regression, ``(samples, columns)``: one-hot classes, one column of
+        two classes, or values. None where the likelihood has no such form, or outputs have positions.
+        """
+        return None
 
     def of_targets(self: Self) -> Self:
         """The likelihood by which predictions are scored, where `log_prob` is another one, of training;

@@ -30,6 +30,9 @@ from torch.distributions import Normal
 from posthoc_uq.core.errors import NonFiniteError, PosthocUQError
 from posthoc_uq.core.options import one_of
 
+# torchmetrics puts a confidence of exactly 1 into a bin of its own, and takes numbers above 1 for logits
+_BELOW_ONE = 1 - torch.finfo(torch.float32).eps / 2
+
 
 def plain(tensor: Tensor) -> Tensor:
     """The values in float64 on the CPU, without a graph."""
@@ -101,7 +104,13 @@ def _check_probabilities(probs: Tensor, function: str) -> None:
 
 def accuracy(probs: Tensor, labels: Tensor) -> float:
     """Share of inputs whose most probable class is the label."""
-    return top_k_accuracy(probs, labels, 1)
+    from torchmetrics.functional.classification import multiclass_accuracy
+
+    probs, labels = classified(probs, labels)
+    with probs.device:  # torchmetrics before 1.9 makes a tensor on torch's default device
+        return multiclass_accuracy(
+            probs.argmax(dim=-1), labels, num_classes=probs.shape[1], average="micro"
+        ).item()
 
 
 def top_k_accuracy(probs: Tensor, labels: Tensor, k: int = 5) -> float:
@@ -173,7 +182,15 @@ def expected_calibration_error(
     width leave most bins nearly empty; those of equal mass do not (Nixon et al., "Measuring Calibration in
     Deep Learning", CVPR workshops 2019).
     """
-    return _gap(calibration_bins(probs, labels, bins, binning))
+    from torchmetrics.functional.classification import multiclass_calibration_error
+
+    if binning != "equal_width":
+        return _gap(calibration_bins(probs, labels, bins, binning))
+    probs, labels = classified(probs, labels)
+    _check_bins(bins)
+    return multiclass_calibration_error(
+        probs.clamp(0, _BELOW_ONE), labels, num_classes=probs.shape[1], n_bins=bins, norm="l1"
+    ).item()
 
 
 def calibration_bins(
@@ -268,15 +285,20 @@ def multilabel_calibration_error(probs: Tensor, labels: Tensor, bins: int = 15) 
     """The expected calibration error of all labels' probabilities together, in bins of equal width: the gap between the
     mean probability in a bin and how often these labels are there.
     """
+    from torchmetrics.functional.classification import binary_calibration_error
+
     probs, labels = _multilabel(probs, labels)
     _check_bins(bins)
-    return _gap(_binned(probs.flatten(), labels.flatten(), bins, "equal_width"))
+    confidence = probs.clamp(0, _BELOW_ONE).flatten()
+    return float(binary_calibration_error(confidence, labels.flatten(), n_bins=bins, norm="l1"))
 
 
 def rmse(mean: Tensor, targets: Tensor) -> float:
     """Root of the mean squared error over all inputs and outputs, in units of the output."""
+    from torchmetrics.functional.regression import mean_squared_error
+
     mean, targets = same_shape(mean=mean, targets=targets)
-    return (mean - targets).square().mean().sqrt().item()
+    return mean_squared_error(mean.flatten(), targets.flatten(), squared=False).item()
 
 
 def gaussian_log_density(mean: Tensor, variance: Tensor, targets: Tensor) -> float:
@@ -370,22 +392,9 @@ def _standardised(name: str, mean: Tensor, variance: Tensor, targets: Tensor) ->
 
 def ood_auroc(scores_in: Tensor, scores_out: Tensor) -> float:
     """Probability that a foreign input scores higher than a familiar one, ties counting half."""
-    familiar, foreign = _both("ood_auroc", scores_in, scores_out)
-    scores = torch.cat([familiar, foreign])
-    return roc_area(scores, torch.arange(len(scores), device="cpu") >= len(familiar))
+    from torchmetrics.functional.classification import binary_auroc
 
-
-def roc_area(values: Tensor, positive: Tensor, weights: Tensor | None = None) -> float:
-    """Weighted share of (positive, negative) pairs in the right order, ties counting half; NaN without pairs. All are
-    (inputs,) on the CPU.
-    """
-    rank = torch.unique(values, return_inverse=True)[1]
-    weights = torch.ones(len(rank), dtype=torch.float64, device="cpu") if weights is None else weights
-    size = int(rank.max()) + 1
-    up = torch.bincount(rank, weights=weights * positive, minlength=size)
-    down = torch.bincount(rank, weights=weights * ~positive, minlength=size)
-    pairs = up.sum() * down.sum()
-    return ((up * (down.cumsum(0) - down / 2)).sum() / pairs).item() if pairs > 0 else math.nan
+    return binary_auroc(*_ranked("ood_auroc", scores_in, scores_out)).item()
 
 
 def ood_aupr(scores_in: Tensor, scores_out: Tensor) -> float:
@@ -397,12 +406,7 @@ def ood_aupr(scores_in: Tensor, scores_out: Tensor) -> float:
     """
     from torchmetrics.functional.classification import binary_average_precision
 
-    familiar, foreign = _both("ood_aupr", scores_in, scores_out)
-    scores = torch.cat([familiar, foreign])
-    # by ranks in (0, 1): torchmetrics squeezes scores outside [0, 1] through a sigmoid, where large ones tie
-    ranks = torch.unique(scores, return_inverse=True)[1].double() / len(scores)
-    is_foreign = torch.arange(len(scores), device="cpu") >= len(familiar)
-    return binary_average_precision(ranks, is_foreign.long()).item()
+    return binary_average_precision(*_ranked("ood_aupr", scores_in, scores_out)).item()
 
 
 def ood_fpr(scores_in: Tensor, scores_out: Tensor, tpr: float = 0.95) -> float:
@@ -429,3 +433,13 @@ def _both(name: str, scores_in: Tensor, scores_out: Tensor) -> tuple[Tensor, Ten
     if bool(familiar.isnan().any()) or bool(foreign.isnan().any()):
         raise NonFiniteError(f"{name} got scores that are NaN.")
     return familiar, foreign
+
+
+def _ranked(name: str, scores_in: Tensor, scores_out: Tensor) -> tuple[Tensor, Tensor]:
+    """Ranks in (0, 1), and 1 for foreign: torchmetrics squeezes scores outside [0, 1] through a sigmoid, where
+    large ones tie.
+    """
+    familiar, foreign = _both(name, scores_in, scores_out)
+    scores = torch.cat([familiar, foreign])
+    ranks = torch.unique(scores, return_inverse=True)[1].double() / len(scores)
+    return ranks, (torch.arange(len(scores), device="cpu") >= len(familiar)).long()

@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 
 from posthoc_uq.core.errors import NonFiniteError, PosthocUQError
-from posthoc_uq.likelihoods.metrics import classified, plain, roc_area, row
+from posthoc_uq.likelihoods.metrics import classified, plain, row
 
 
 class RiskCoverage(NamedTuple):
@@ -97,7 +97,7 @@ def selective_auc(scores: Tensor, probs: Tensor, labels: Tensor, rates: Sequence
         inside, tied = scores < border, scores == border
         weights = inside.double() + tied * ((count - inside.sum()) / tied.sum().double())
         used = weights > 0
-        areas = [roc_area(probs[used, c], labels[used] == c, weights[used]) for c in classes]
+        areas = [_weighted_auc(probs[used, c], labels[used] == c, weights[used]) for c in classes]
         known = [area for area in areas if not math.isnan(area)]
         values.append(sum(known) / len(known) if known else math.nan)
     return torch.tensor(values, dtype=torch.float64, device="cpu")
@@ -116,6 +116,16 @@ def retained(rates: Sequence[float] | Tensor, inputs: int) -> list[int]:
 def _referred_count(rate: float, inputs: int) -> int:
     # a rate in float32 may be up to 6e-8 too small, and 0.7 of 10 must be 7
     return math.floor(rate * inputs + min(1e-7 * inputs, 0.1))
+
+
+def _weighted_auc(values: Tensor, positive: Tensor, weights: Tensor) -> float:
+    """Weighted share of (positive, negative) pairs in the right order, ties counting half; NaN without pairs."""
+    rank = torch.unique(values, return_inverse=True)[1]
+    size = int(rank.max()) + 1
+    up = torch.bincount(rank, weights=weights * positive, minlength=size)
+    down = torch.bincount(rank, weights=weights * ~positive, minlength=size)
+    pairs = up.sum() * down.sum()
+    return ((up * (down.cumsum(0) - down / 2)).sum() / pairs).item() if pairs > 0 else math.nan
 
 
 QUANTILES = 200

@@ -265,7 +265,7 @@ class Covariance:
             limit: bytes that one temporary may take.
         """
         ready = copy.copy(self)
-        for name, value in vars(self).items():
+        for name, value in dict(vars(self)).items():  # a copy, since other threads keep values meanwhile
             if isinstance(value, Tensor):
                 setattr(ready, name, placed(value, device))
             elif isinstance(value, Covariance):
