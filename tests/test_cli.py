@@ -424,6 +424,7 @@ def _commands(place: Path, data: Any, model: list[str], file: str = "m.h5") -> d
     return {
         "fit": ["fit", data, *model, "-o", place / "new.h5"],
         "tune": ["tune", place / file, "--data", data, *model, "-o", place / "new.h5"],
+        "calibrate": ["calibrate", place / file, data, *model, "-o", place / "new.h5"],
         "predict": ["predict", place / file, data, *model, "-o", place / "new.csv"],
         "evaluate": ["evaluate", place / file, data, *model, "--csv", place / "new.csv"],
     }
@@ -620,6 +621,34 @@ class TestFit:
         one, two = (uq.load(place / name, trained(place)) for name in ("one.h5", "two.h5"))
         assert two.scale == one.scale == 35
         assert_same_posterior(two, one, 1e-5)
+
+
+class TestCalibrate:
+    def test_by_held_out_data(self, place: Path, copied: Path) -> None:
+        options = ["--head linearized --share 0.4 --sets aps --seed 1"]
+        said = run_json("calibrate", copied, place / "val", *model_options(place), *options)
+        expected = uq.load(place / "m.h5", trained(place))
+        found = uq.calibrate(
+            expected, loader(place, "val"), share=0.4, sets="aps", head="linearized", seed=1, progress=False
+        )
+        assert said["samples"] == found.samples and said["criterion"] == "likelihood"
+        assert said["promises"] in str(found)
+        kept, wanted = (p.history.promises for p in (uq.load(copied, trained(place)), expected))
+        assert kept["targets"]["kind"] == "aps" and kept["samples"] == wanted["samples"]
+        for one, other in zip(kept["targets"]["scores"], wanted["targets"]["scores"], strict=True):
+            assert one["values"] == pytest.approx(other["values"], rel=1e-4)
+        assert "promised" in run("calibrate", copied, place / "val", *model_options(place)).stdout
+
+    def test_by_the_training_data(self, place: Path, copied: Path) -> None:
+        line = [copied, place / "train", *model_options(place), "--criterion leave_one_out"]
+        said = run_json("calibrate", *line, "--initialisations 2")
+        expected = uq.load(place / "m.h5", trained(place))
+        found = uq.calibrate(
+            expected, loader(place, "train"), criterion="leave_one_out", initialisations=2, progress=False
+        )
+        assert said["samples"] == found.samples and said["promises"] is None
+        assert said["hyperparameters"]["temperature"] == pytest.approx(found.temperature, rel=1e-4)
+        assert "no head" in misuse("calibrate", *line, "--head sampling")
 
 
 class TestTune:

@@ -71,7 +71,7 @@ from posthoc_uq.heads.moments import MomentsPredictor
 from posthoc_uq.likelihoods import LIKELIHOODS
 from posthoc_uq.likelihoods.prediction import Prediction
 from posthoc_uq.methods import METHODS
-from posthoc_uq.posteriors.report import described_changes, rule_of
+from posthoc_uq.posteriors.report import described_changes, described_promises, rule_of
 from posthoc_uq.posteriors.search import CRITERIA, Criterion
 
 INCOMPLETE = 3
@@ -431,6 +431,72 @@ def _check_tuning(
         raise WrongUsage(f"--criterion {criterion} needs no data; leave --data out.")
     if divergence is not None and not CRITERIA[chosen].by_predictions:
         raise WrongUsage("--divergence is of the criteria faithful and likelihood, which need --data DATA.")
+
+
+def calibrate(
+    file: Read,
+    data: DataName,
+    /,
+    *,
+    head: Choice,
+    source: ModelSource,
+    reading: Data,
+    console: Console,
+    output: Written | None = None,
+    force: bool = False,
+    criterion: Literal["likelihood", "leave_one_out"] = "likelihood",
+    share: Share = 0.5,
+    sets: Literal["lac", "aps", "raps"] = "lac",
+    by_class: bool = False,
+    initialisations: Count = 3,
+    seed: int = 0,
+) -> Done:
+    """Calibrate the posterior in FILE by DATA, held-out data with labels, and rewrite it.
+
+    One part of DATA tunes, as tune does; the scores of the other part are kept in FILE, so that sets of classes,
+    intervals and familiarity in Python hold with a promised probability. With --criterion leave_one_out DATA are the
+    training data, from which temperature or noise is estimated; it is for networks that were trained from scratch on
+    them.
+
+    Examples:
+      posthoc-uq calibrate model.h5 photos/val --model timm:resnet18 --weights w.pt
+      posthoc-uq calibrate model.h5 houses.csv --model nets.py:mlp --weights w.pt --criterion leave_one_out
+
+    Args:
+        output: write here instead of over FILE.
+        criterion: held-out data (likelihood), or the training data (leave_one_out).
+        share: of DATA that tunes.
+        sets: the score of sets of classes.
+        by_class: promise for every class by itself.
+        initialisations: untrained networks to average, of leave_one_out.
+    """
+    held_out = criterion == "likelihood"
+    model, posterior = opened(file, source)
+    info, split = dataset_info(posterior), "val" if held_out else "train"
+    loaded = load_data(data, model, reading, info, labels=True, split=split, needs="calibrate")
+    chosen: dict[str, Any] = {"initialisations": initialisations}
+    if held_out:
+        name, options = _head(posterior, head, seed, of_threshold=False)
+        options = {key: value for key, value in options.items() if key != "seed"}
+        chosen = {"share": share, "sets": sets, "by_class": by_class, "head": name, **options}
+    elif head.name or head.options:
+        raise WrongUsage("--criterion leave_one_out needs no head; leave --head and its options out.")
+    with posterior.searching("set it again with --referral_rate"):
+        found = uq.calibrate(
+            posterior, loaded.loader, criterion=criterion, seed=seed, progress=_progress(console), **chosen
+        )
+    rewrite(posterior, file, output, source, stored_dtype(file))
+    shown: dict[str, Any] = dict(posterior.reported())
+    if posterior.noise_variance is not None:
+        shown["noise variance"] = posterior.noise_variance.tolist()
+    facts = {
+        "output": output or file,
+        "criterion": criterion,
+        "samples": found.samples,
+        "hyperparameters": shown,
+        "promises": described_promises(posterior.history.promises) if held_out else None,
+    }
+    return Done(f"{found}\nWritten to {facts['output']}.", facts)
 
 
 def predict(

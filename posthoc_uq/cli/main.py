@@ -29,7 +29,18 @@ from posthoc_uq.core.options import did_you_mean
 from posthoc_uq.version import __version__
 
 ERROR, USAGE, INTERRUPTED = 1, 2, 130
-COMMANDS = ("fit", "tune", "predict", "evaluate", "update", "serve", "monitor", "inspect", "demo")
+COMMANDS = (
+    "fit",
+    "tune",
+    "calibrate",
+    "predict",
+    "evaluate",
+    "update",
+    "serve",
+    "monitor",
+    "inspect",
+    "demo",
+)
 _MAX_CHARACTERS = 600  # characters of an error that is not the library's own
 _FAITHFUL = re.compile(r"uq\.tune\(posterior, \w+, criterion='faithful', head='(\w+)'\)")
 _LIKELIHOOD = re.compile(r"likelihood=uq\.(\w+)\(([^()]*)\)")
