@@ -130,7 +130,8 @@ def tangent_kernel(network: nn.Module, batches: Sequence[Batch], seed: int) -> T
             )
         if index == 0:
             count = outputs[0].numel()
-            direction = torch.randn(outputs.shape[1:], generator=generator, dtype=torch.float64) / count**0.5
+            direction = torch.randn(outputs.shape[1:], generator=generator, dtype=torch.float64, device="cpu")
+            direction = direction / count**0.5
         pulled = direction.to(outputs.device, outputs.dtype).expand_as(outputs)
 
         def keep(caught: LayerGradients) -> None:

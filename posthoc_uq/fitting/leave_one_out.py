@@ -222,7 +222,7 @@ def calibrate_by_leave_one_out(
             outputs.append(given.double().cpu())
     targets, given = torch.cat(columns), torch.cat(outputs)
     starts = _starts(model, data, initial, initialisations, seed)
-    kernel = torch.zeros(len(targets), len(targets), dtype=torch.float64)
+    kernel = torch.zeros(len(targets), len(targets), dtype=torch.float64, device="cpu")
     with Progress("untrained networks", "networks", progress, len(starts)) as bar:
         for number, start in enumerate(starts):
             part = tangent_kernel(start(), data, mixed_seed(seed, number))
@@ -265,7 +265,7 @@ def _read(
     def noted(items: Iterable[Any]) -> Iterable[Any]:
         for item in items:
             if callable(groups):
-                named.extend(torch.as_tensor(groups(item)).tolist())
+                named.extend(torch.as_tensor(groups(item), device="cpu").tolist())
             yield item
 
     with isolated_random_state(seed):
@@ -285,11 +285,11 @@ def _read(
     if groups is None:
         return data, None
     if not callable(groups):
-        named = torch.as_tensor(groups).tolist() if isinstance(groups, Tensor) else list(groups)
+        named = groups.tolist() if isinstance(groups, Tensor) else list(groups)
     if len(named) != samples:
         raise PosthocUQError(f"groups= has {len(named)} entries for {samples} samples.")
     numbers = {name: number for number, name in enumerate(dict.fromkeys(named))}
-    return data, torch.tensor([numbers[name] for name in named])
+    return data, torch.tensor([numbers[name] for name in named], device="cpu")
 
 
 def _starts(

@@ -102,7 +102,7 @@ def quantile(scores: HeldOutScores, level: float) -> float:
             f"A level of {level:g} needs {needed:,} held-out samples, and {scores.count:,} were kept for promises; ask "
             f"for at most {scores.highest_level:.4g}, or calibrate with more."
         )
-    place = int(torch.searchsorted(scores.ranks, torch.tensor(rank)))
+    place = int(torch.searchsorted(scores.ranks, torch.tensor(rank, device="cpu")))
     return float(scores.values[place])
 
 
