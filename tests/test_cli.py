@@ -649,6 +649,7 @@ class TestCalibrate:
         assert said["samples"] == found.samples and said["promises"] is None
         assert said["hyperparameters"]["temperature"] == pytest.approx(found.temperature, rel=1e-4)
         assert "no head" in misuse("calibrate", *line, "--head sampling")
+        assert "leave sets, by_class out" in failure("calibrate", *line, "--sets aps --by-class")
 
 
 class TestTune:

@@ -95,7 +95,8 @@ def test_forward_derivatives_leave_no_warning_of_torchs_own() -> None:
     code = (
         "import warnings; warnings.simplefilter('error')\n"
         f"import runpy; jvp = runpy.run_path({model_file.__file__!r})['jvp']; import torch\n"
-        "outputs, derivative = jvp(torch.sin, (torch.zeros(2),), (torch.ones(2),))\n"
+        "words = {'needed_by': 'a test needs', 'way_out': 'take another function'}\n"
+        "outputs, derivative = jvp(torch.sin, (torch.zeros(2),), (torch.ones(2),), **words)\n"
         "assert derivative.tolist() == [1.0, 1.0]"
     )
     subprocess.run([sys.executable, "-c", code], check=True)

@@ -474,16 +474,25 @@ def calibrate(
     model, posterior = opened(file, source)
     info, split = dataset_info(posterior), "val" if held_out else "train"
     loaded = load_data(data, model, reading, info, labels=True, split=split, needs="calibrate")
-    chosen: dict[str, Any] = {"initialisations": initialisations}
+    chosen: dict[str, Any] = {}
     if held_out:
         name, options = _head(posterior, head, seed, of_threshold=False)
         options = {key: value for key, value in options.items() if key != "seed"}
-        chosen = {"share": share, "sets": sets, "by_class": by_class, "head": name, **options}
+        chosen = {"head": name, **options}
     elif head.name or head.options:
         raise WrongUsage("--criterion leave_one_out needs no head; leave --head and its options out.")
     with posterior.searching("set it again with --referral_rate"):
         found = uq.calibrate(
-            posterior, loaded.loader, criterion=criterion, seed=seed, progress=_progress(console), **chosen
+            posterior,
+            loaded.loader,
+            criterion=criterion,
+            share=share,
+            sets=sets,
+            by_class=by_class,
+            initialisations=initialisations,
+            seed=seed,
+            progress=_progress(console),
+            **chosen,
         )
     rewrite(posterior, file, output, source, stored_dtype(file))
     shown: dict[str, Any] = dict(posterior.reported())

@@ -280,11 +280,30 @@ def statistics_dtype(model: nn.Module, dtype: torch.dtype | None) -> torch.dtype
 _FORWARD_LEVELS = threading.RLock()
 
 
-def jvp(function: Callable[..., Any], primals: tuple[Any, ...], tangents: tuple[Any, ...]) -> tuple[Any, Any]:
-    """`torch.func.jvp`: what a function gives, and its derivative along the tangents."""
+def jvp(
+    function: Callable[..., Any],
+    primals: tuple[Any, ...],
+    tangents: tuple[Any, ...],
+    *,
+    needed_by: str,
+    way_out: str,
+) -> tuple[Any, Any]:
+    """`torch.func.jvp`: what a function gives, and its derivative along the tangents.
+
+    Raises:
+        PosthocUQError: an operation has no forward derivative; it names what needs one, and the way out.
+    """
     _load_forward_rules()
-    with _FORWARD_LEVELS:
-        return cast(Any, torch.func.jvp(function, primals, tangents))  # pyright: ignore[reportPrivateImportUsage]
+    try:
+        with _FORWARD_LEVELS:
+            return cast(Any, torch.func.jvp(function, primals, tangents))  # pyright: ignore[reportPrivateImportUsage]
+    except RuntimeError as error:
+        reason = str(error).partition("\n")[0]
+        if not any(word in reason for word in ("forward AD", "forward mode", "autograd.Function")):
+            raise
+        raise PosthocUQError(
+            f"{needed_by} forward derivatives, and the model has an operation without one ({reason}); {way_out}."
+        ) from error
 
 
 @cache

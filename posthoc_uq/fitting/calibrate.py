@@ -161,9 +161,13 @@ def calibrate(
     reader = BatchReader.of(model_of(posterior), batch_to_inputs, batch_to_targets)
     trial = posterior.trial()
     if one_of("criterion", criterion, ("likelihood", "leave_one_out")) == "leave_one_out":
-        if head is not None or options:
-            names = ["head"] * (head is not None) + list(options)
-            raise PosthocUQError(f"Leave-one-out needs no head and no search; leave {', '.join(names)} out.")
+        of_promises = {"share": share != 0.5, "sets": sets != "lac", "by_class": by_class}
+        if given := [name for name, said in {"head": head is not None, **of_promises}.items() if said] + list(
+            options
+        ):
+            raise PosthocUQError(
+                f"Leave-one-out needs no head and promises nothing; leave {', '.join(given)} out."
+            )
         found = calibrate_by_leave_one_out(
             trial,
             loader,

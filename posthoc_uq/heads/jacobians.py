@@ -382,17 +382,13 @@ def function_draws(model: nn.Module, batch: Batch, deviations: Mapping[str, Tens
     with torch.no_grad(), PlainAttention():
         for draw in in_parts(range(draws)):
             tangent = {name: deviation[draw] for name, deviation in deviations.items()}
-            try:
-                value_and_derivative = jvp(run, (centre,), (tangent,))
-            except RuntimeError as error:
-                reason = str(error).partition("\n")[0]
-                if not any(word in reason for word in ("forward AD", "forward mode", "autograd.Function")):
-                    raise
-                raise PosthocUQError(
-                    f"engine='jvp', and draws of functions, need forward derivatives, and the model has an operation "
-                    f"without one ({reason}); use engine='exact', and draw functions with head='sampling'."
-                ) from error
-            outputs, derivative = value_and_derivative[0], value_and_derivative[1]
+            outputs, derivative = jvp(
+                run,
+                (centre,),
+                (tangent,),
+                needed_by="engine='jvp', and draws of functions, need",
+                way_out="use engine='exact', and draw functions with head='sampling'",
+            )
             derivatives.append(derivative)
     assert outputs is not None
     return outputs, torch.stack(derivatives)

@@ -518,19 +518,14 @@ def linearised_draw(
     def run(weights: dict[str, Tensor]) -> tuple[Tensor, Tensor]:
         return network({**fixed, **weights}, batch)
 
-    try:
-        with PlainAttention():
-            values, tangents = cast(
-                tuple[tuple[Tensor, Tensor], tuple[Tensor, Tensor]], jvp(run, (varied,), (dict(deviations),))
-            )
-    except RuntimeError as error:
-        reason = str(error).partition("\n")[0]
-        if not any(word in reason for word in ("forward AD", "forward mode", "autograd.Function")):
-            raise
-        raise PosthocUQError(
-            f"body='linearized' needs forward derivatives, and the model has an operation without one ({reason}); use "
-            f"body='sample'."
-        ) from error
+    with PlainAttention():
+        values, tangents = jvp(
+            run,
+            (varied,),
+            (dict(deviations),),
+            needed_by="body='linearized' needs",
+            way_out="use body='sample'",
+        )
     return values[0], values[1], tangents[0]
 
 
