@@ -286,3 +286,11 @@ def test_tuning_is_held_against_the_untuned_fit(tmp_path: Path, capsys: pytest.C
     assert (untuned["row"], tuned["row"]) == ("untuned", "tuned")
     assert untuned["coverage"] < 0.1 < 0.6 < tuned["coverage"] and tuned["NLL"] < untuned["NLL"]
     assert "coverage of 90%" in capsys.readouterr().out
+
+
+@pytest.mark.study
+def test_promises_are_kept_within_what_so_few_splits_show(tmp_path: Path) -> None:
+    _script("promises").main(["--smoke", "--output", str(tmp_path)])
+    rows = json.loads((tmp_path / "promises.json").read_text())["rows"]
+    assert [row["table"] for row in rows] == ["moons"] * 3 + ["diabetes"] * 3
+    assert all(row["coverage, familiar"] > row["level"] - 0.15 for row in rows)
