@@ -117,6 +117,7 @@ def _compare(found: dict[str, Tensor], expected: dict[str, Tensor], where: Any) 
 @pytest.mark.parametrize("layers", ["all", "last"])
 @pytest.mark.parametrize("head", HEADS)
 @pytest.mark.parametrize("method", CHOSEN)
+@pytest.mark.covering(1)
 def test_copies_predict_the_same_bits(method: str, head: str, layers: str) -> None:
     predictor = _predictor(method, layers, head)
     unused = copy.deepcopy(predictor)

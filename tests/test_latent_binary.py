@@ -520,6 +520,7 @@ def test_a_training_too_short_to_drop_a_weight_warns() -> None:
 
 
 @pytest.mark.slow
+@pytest.mark.study
 def test_by_default_a_small_table_loses_weights_and_no_accuracy() -> None:
     """Inputs beside those that decide are noise; after ten epochs alone every weight would still be on."""
     generator = torch.Generator().manual_seed(0)

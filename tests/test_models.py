@@ -60,7 +60,7 @@ MODELS = {
 
 
 # nothing in them that smaller ones lack
-LARGE = ("densenet121", "tf_efficientnet_lite0", "convnext_atto", "vit_tiny_patch16_224")
+LARGE = ("resnet18", "densenet121", "tf_efficientnet_lite0", "convnext_atto", "vit_tiny_patch16_224")
 
 
 @pytest.mark.parametrize(

@@ -85,6 +85,7 @@ def _answers(head: str, posterior: uq.Posterior, x: Tensor) -> int:
 @pytest.mark.filterwarnings("ignore")
 @pytest.mark.parametrize("head", HEADS)
 @pytest.mark.parametrize("method", METHODS)
+@pytest.mark.covering(1)
 def test_predictions_of_huge_inputs(method: str, head: str) -> None:
     if (method, head) == ("subnetwork", "full covariance"):  # it knows no covariance of rows
         with pytest.raises(uq.PosthocUQError, match="take cov='diag'"):

@@ -312,7 +312,7 @@ def test_the_fit_is_kept_also_where_the_search_begins_narrower() -> None:
     assert min(trial.settings.prior_precision for trial in trials.trials) > 2 * own
 
 
-@pytest.mark.parametrize("prior", [None, 5.0])
+@pytest.mark.parametrize("prior", [None, pytest.param(5.0, marks=pytest.mark.study)])
 def test_a_second_call_finds_the_same_as_the_first(tmp_path: Path, prior: float | None) -> None:
     """Also after the file was read; the record of the fit's own prior stays."""
     model, train, held_out = overfitted_network()
