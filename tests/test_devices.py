@@ -401,7 +401,10 @@ def assert_same(found: Any, expected: Any, where: str, exact: bool) -> None:
 
 
 # likelihoods that share their code with another one here
-ALIKE = {f"likelihood {name}" for name in ("binary", "multilabel", "regression", "poisson", "gamma", "negative_binomial", "ordinal")}
+ALIKE = {
+    f"likelihood {name}"
+    for name in ("binary", "multilabel", "regression", "poisson", "gamma", "negative_binomial", "ordinal")
+}
 
 
 @pytest.mark.filterwarnings("ignore::UserWarning")

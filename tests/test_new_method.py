@@ -61,11 +61,11 @@ def in_a_process(*arguments: str) -> subprocess.CompletedProcess[str]:
 def test_they_pass_the_conformance_suite() -> None:
     files = sorted(str(path) for path in TESTS.glob("test_conformance*.py"))
     options = ["-p", "isotropic_method", "-p", "drawn_method", "-p", "no:xdist", "-p", "no:cacheprovider"]
-    options += ["-q", "-k", "isotropic or spike_slab"]
+    options += ["-q", "-m", "not study", "-k", "isotropic or spike_slab"]
     done = in_a_process("-m", "pytest", *options, *files)
     assert done.returncode == 0, done.stdout[-5000:]
     last = done.stdout.strip().splitlines()[-1]
-    assert int(last.split(" passed")[0].split()[-1]) >= 80, last
+    assert int(last.split(" passed")[0].split()[-1]) >= 40, last
     assert "failed" not in last and "error" not in last
 
 

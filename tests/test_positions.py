@@ -614,7 +614,9 @@ def test_masked_positions_do_not_count_in_the_numbers_of_an_input() -> None:
         prediction.masked(mask[:2])
 
 
-@pytest.mark.parametrize("link", [*(pytest.param(link, marks=pytest.mark.study) for link in ("mc", "probit")), "bridge"])
+@pytest.mark.parametrize(
+    "link", [*(pytest.param(link, marks=pytest.mark.study) for link in ("mc", "probit")), "bridge"]
+)
 def test_both_engines_give_one_prediction_at_positions(link: str) -> None:
     """By backward passes and by probes, whose error is Monte Carlo's: 0.02 at 3,000 probes."""
     torch.manual_seed(1)

@@ -34,7 +34,9 @@ def both(labels: Tensor) -> list[tuple[uq.Categorical, Tensor]]:
     ]
 
 
-@pytest.mark.parametrize("fisher", ["empirical", "mc", "exact"])
+@pytest.mark.parametrize(
+    "fisher", [*(pytest.param(kind, marks=pytest.mark.study) for kind in ("empirical", "exact")), "mc"]
+)
 def test_any_label_can_be_ignored(fisher: str, tmp_path: Path) -> None:
     model, x, y = pixels()
     found = []
