@@ -48,6 +48,9 @@ def _covering(items: list[pytest.Item], strength: int) -> list[pytest.Item]:
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     grids = dict[tuple[int, Any], list[pytest.Item]]()
     for item in items:
+        only = item.get_closest_marker("only")
+        if only is not None and getattr(item, "callspec").id not in only.args:  # noqa: B009
+            item.add_marker(pytest.mark.study)
         mark = item.get_closest_marker("covering")
         if mark is not None and item.get_closest_marker("study") is None:
             grids.setdefault((mark.args[0], getattr(item, "obj", None)), []).append(item)

@@ -131,6 +131,7 @@ def test_a_row_of_the_registry(name: str) -> None:
 
 @pytest.mark.parametrize("likelihood", LIKELIHOODS)
 @METHOD
+@pytest.mark.covering(1)
 def test_a_fit(name: str, likelihood: str) -> None:
     if refuses(name, likelihood):
         return

@@ -181,6 +181,7 @@ def of_tokens(name: str) -> tuple[nn.Module, uq.Posterior] | None:
 
 @METHOD
 @HEAD
+@pytest.mark.covering(1)
 def test_positions(name: str, head: str) -> None:
     fitted = of_tokens(name)
     if fitted is None or head not in heads_of(fitted[1]):

@@ -157,6 +157,7 @@ def _in_process(predictors: dict[Any, Any], queue: Any) -> None:
 
 @pytest.mark.slow
 @pytest.mark.filterwarnings("ignore:.*log_variance_lr.*")
+@pytest.mark.study
 def test_predictors_in_a_new_process_predict_the_same_bits() -> None:
     keys = list(zip(CHOSEN, cycle(HEADS), strict=False))
     predictors = {key: _predictor(key[0], "all", key[1]) for key in keys}

@@ -453,6 +453,7 @@ def test_a_fit_with_every_kind_of_layer(flow: bool, tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("flow", [False, True])
+@pytest.mark.only("False")
 def test_draws_have_the_mean_and_the_variance_that_the_block_says(flow: bool) -> None:
     model, x = mlp(), inputs_of(4)
     data = batches(x, targets_of(model, x, "classification"))
