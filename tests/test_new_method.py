@@ -128,7 +128,7 @@ def test_two_methods_cannot_have_one_name(isotropic: Any) -> None:
 
 
 @pytest.mark.filterwarnings("error")
-def test_held_out_data_that_tune_nothing_lose_no_fit() -> None:
+def test_held_out_data_that_tune_nothing_are_kept_for_promises() -> None:
     """A posterior that can only be drawn from, of counts: no width, no temperature, no noise."""
     model, x = mlp(), inputs_of(4)
     data = batches(x, targets_of(model, x, "poisson"))
@@ -155,9 +155,10 @@ def test_held_out_data_that_tune_nothing_lose_no_fit() -> None:
                 return "sampling"
 
         uq.register_method(Still)
-        with pytest.warns(UserWarning, match="val_loader was not used. There is nothing to tune: .*'still'"):
-            posterior = uq.fit(model, data, "still", likelihood="poisson", val_loader=data, progress=False)
-        assert uq.wrap(model, posterior)(x).mean.shape == (24, 3)
+        posterior = uq.fit(model, data, "still", likelihood="poisson", val_loader=data, progress=False)
+        prediction = uq.wrap(model, posterior)(x)
+        assert prediction.mean.shape == (24, 3) and not posterior.history.tuning
+        assert prediction.interval(0.5)[0].shape == (24, 3)  # by the scores of the other half of the data
 
 
 def test_a_training_of_ones_own_narrows_what_it_can() -> None:
