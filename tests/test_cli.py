@@ -593,9 +593,10 @@ class TestFit:
         fit(place, "tuned.h5", "--val-data", place / "val")
         found = uq.load(place / "tuned.h5", trained(place))
         assert found.history.tuning["prior precision"].startswith("the widest")
+        assert found.history.promises
         assert found.history.head == {"name": "linearized", "options": {}, "criterion": "likelihood"}
         options = [*model_options(place), "-o", place / "x.h5", "--val-data", place / "flat"]
-        assert "For tuning data need labels" in failure("fit", place / "train", *options)
+        assert "For calibration data need labels" in failure("fit", place / "train", *options)
         assert not (place / "x.h5").exists()
 
     def test_a_summary_for_people(self, place: Path) -> None:
