@@ -1,5 +1,8 @@
 """Settings that all tests share, and the device of those that need one."""
 
+from itertools import combinations
+from typing import Any
+
 import pytest
 import torch
 
@@ -22,7 +25,40 @@ def device() -> torch.device:
     return found
 
 
+Combination = frozenset[tuple[str, int]]
+"""Values of some parameters of a test: their names, and which objects they are."""
+
+
+def _covering(items: list[pytest.Item], strength: int) -> list[pytest.Item]:
+    """Few cases of a parametrized test in which every combination of `strength` values occurs."""
+    found: dict[pytest.Item, set[Combination]] = {}
+    for item in items:
+        params: dict[str, Any] = getattr(item, "callspec").params  # noqa: B009
+        values = [(name, id(value)) for name, value in params.items()]
+        found[item] = {frozenset(some) for some in combinations(values, strength)}
+    missing = set[Combination]().union(*found.values())
+    kept = list[pytest.Item]()
+    while missing:
+        kept.append(max(items, key=lambda item: len(found[item] & missing)))
+        missing -= found[kept[-1]]
+    return kept
+
+
+@pytest.hookimpl(tryfirst=True)
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    grids = dict[tuple[int, Any], list[pytest.Item]]()
+    for item in items:
+        only = item.get_closest_marker("only")
+        if only is not None and getattr(item, "callspec").id not in only.args:  # noqa: B009
+            item.add_marker(pytest.mark.study)
+        mark = item.get_closest_marker("covering")
+        if mark is not None and item.get_closest_marker("study") is None:
+            grids.setdefault((mark.args[0], getattr(item, "obj", None)), []).append(item)
+    for (strength, _), cases in grids.items():
+        kept = _covering(cases, strength)
+        for item in cases:
+            if item not in kept:
+                item.add_marker(pytest.mark.study)
     if found_device() is None:
         skipped = pytest.mark.skip(reason="needs a device beside the CPU, and torch finds none")
         for item in items:

@@ -18,6 +18,7 @@ from importlib import import_module
 from pathlib import Path
 from typing import Any, NoReturn
 
+import sympy  # noqa: F401  # torch loads it with the first gradient; here once for all children
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn

@@ -116,6 +116,7 @@ def test_fit_cost_reports_a_peer_that_fails_or_takes_too_long(tmp_path: Path) ->
     assert row["fit"] is None and "ModuleNotFoundError" in fit_cost.printed([row])
 
 
+@pytest.mark.study
 def test_predict_cost_gives_multiples_of_a_forward_pass(tmp_path: Path) -> None:
     path = tmp_path / "cost.json"
     script = _script("predict_cost")

@@ -741,6 +741,9 @@ def batch_of(y: torch.Tensor) -> list[Any]:
         ("binary", "one", ["tall"], "accuracy"),
     ],
 )
+@pytest.mark.only(
+    "regression-two-columns0-RMSE", "classification-three-columns4-accuracy", "multilabel-two-columns2-mAP"
+)
 def test_a_table_is_what_python_gives(
     desk: Path, likelihood: str, name: str, columns: list[str], measure: str
 ) -> None:

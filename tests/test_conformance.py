@@ -131,6 +131,7 @@ def test_a_row_of_the_registry(name: str) -> None:
 
 @pytest.mark.parametrize("likelihood", LIKELIHOODS)
 @METHOD
+@pytest.mark.covering(1)
 def test_a_fit(name: str, likelihood: str) -> None:
     if refuses(name, likelihood):
         return
@@ -285,6 +286,7 @@ def test_copies_of_a_posterior(name: str) -> None:
 
 @pytest.mark.parametrize("criterion", CRITERIA)
 @METHOD
+@pytest.mark.covering(1)
 def test_tuning(name: str, criterion: str) -> None:
     posterior = fitted(name)
     model = posterior.model
@@ -319,6 +321,7 @@ def test_tuning(name: str, criterion: str) -> None:
 
 @pytest.mark.parametrize("parameter", PARAMETERS)
 @METHOD
+@pytest.mark.covering(1)
 def test_what_can_be_tuned_is_what_the_method_says(name: str, parameter: str) -> None:
     posterior = fitted(name, "regression")
     assert posterior.model is not None
@@ -345,6 +348,7 @@ def test_what_can_be_tuned_is_what_the_method_says(name: str, parameter: str) ->
 
 @pytest.mark.parametrize("likelihood", LIKELIHOODS)
 @METHOD
+@pytest.mark.covering(1)
 def test_a_file(name: str, likelihood: str, tmp_path: Path) -> None:
     if refuses(name, likelihood):
         return

@@ -85,6 +85,7 @@ def assert_same(found: dict[str, Tensor], expected: dict[str, Tensor], where: An
 @LIKELIHOOD
 @HEAD
 @METHOD
+@pytest.mark.covering(2)
 def test_predictions(name: str, head: str, likelihood: str) -> None:
     if not takes_likelihood(name, likelihood) or refuses(name, head):
         return
@@ -118,6 +119,7 @@ def test_the_head_that_it_is_made_for_is_the_default(name: str) -> None:
 
 @HEAD
 @METHOD
+@pytest.mark.covering(1)
 def test_copies_predict_the_same_bits(name: str, head: str) -> None:
     if refuses(name, head):
         return
@@ -179,6 +181,7 @@ def of_tokens(name: str) -> tuple[nn.Module, uq.Posterior] | None:
 
 @METHOD
 @HEAD
+@pytest.mark.covering(1)
 def test_positions(name: str, head: str) -> None:
     fitted = of_tokens(name)
     if fitted is None or head not in heads_of(fitted[1]):

@@ -117,6 +117,7 @@ def _compare(found: dict[str, Tensor], expected: dict[str, Tensor], where: Any) 
 @pytest.mark.parametrize("layers", ["all", "last"])
 @pytest.mark.parametrize("head", HEADS)
 @pytest.mark.parametrize("method", CHOSEN)
+@pytest.mark.covering(1)
 def test_copies_predict_the_same_bits(method: str, head: str, layers: str) -> None:
     predictor = _predictor(method, layers, head)
     unused = copy.deepcopy(predictor)
@@ -156,6 +157,7 @@ def _in_process(predictors: dict[Any, Any], queue: Any) -> None:
 
 @pytest.mark.slow
 @pytest.mark.filterwarnings("ignore:.*log_variance_lr.*")
+@pytest.mark.study
 def test_predictors_in_a_new_process_predict_the_same_bits() -> None:
     keys = list(zip(CHOSEN, cycle(HEADS), strict=False))
     predictors = {key: _predictor(key[0], "all", key[1]) for key in keys}

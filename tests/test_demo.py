@@ -1,6 +1,7 @@
 """The demo from beginning to end in a reduced form, and the images whose mistakes would not show in its tables."""
 
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -10,8 +11,34 @@ pytest.importorskip("sklearn")
 from posthoc_uq.cli import demo
 
 
+@pytest.fixture
+def few(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A tenth of the digits."""
+    load = demo.load_digits
+
+    def load_few(seed: int) -> Any:
+        data = load(seed)
+        return data._make(type(part)(*(tensor[::10] for tensor in part)) for part in data)
+
+    monkeypatch.setattr(demo, "load_digits", load_few)
+
+
+LEFT = {"digits.cnn.pt", "digits.inf.h5", "digits.html"} | {
+    f"digits.{name}.png" for name in ("familiar", "reliability", "risk")
+}
+
+
 @pytest.mark.slow
-@pytest.mark.parametrize("trained", [(), pytest.param(tuple(demo.TRAINED), marks=pytest.mark.study)])
+def test_what_it_leaves(few: None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(demo, "TRAINED", {})
+    evaluation, identical = demo.run(tmp_path, seed=0, epochs=2)
+    assert identical, "a fresh process must predict bit for bit the same"
+    assert list(evaluation.metrics) == [demo.PLAIN, demo.FITTED, demo.TUNED]
+    assert {path.name for path in tmp_path.iterdir()} == LEFT
+
+
+@pytest.mark.study
+@pytest.mark.parametrize("trained", [(), tuple(demo.TRAINED)])
 def test_end_to_end(
     trained: tuple[str, ...],
     tmp_path: Path,
@@ -33,9 +60,7 @@ def test_end_to_end(
             assert min(scores[score]["AUROC"] for score in certain) > 0.7
     printed = capsys.readouterr().out
     assert "Test digits" in printed and "mutual information" in printed
-    left = {path.name for path in tmp_path.iterdir()}
-    figures = {f"digits.{name}.png" for name in ("familiar", "reliability", "risk")}
-    assert left == {"digits.cnn.pt", "digits.inf.h5", "digits.html", *figures}
+    assert {path.name for path in tmp_path.iterdir()} == LEFT
 
 
 def test_digits_are_split_without_overlap() -> None:

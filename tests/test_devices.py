@@ -400,8 +400,18 @@ def assert_same(found: Any, expected: Any, where: str, exact: bool) -> None:
         assert found == expected, where
 
 
-# likelihoods that share their code with another one here
-ALIKE = {f"likelihood {name}" for name in ("binary", "multilabel", "regression", "poisson", "gamma")}
+# which share their code with another one here
+ALIKE = {f"changes {method}" for method in ("efb", "kfac", "full")} | {
+    "positions diag",
+    "message_passing, regression",
+    "message_passing, all layers",
+    "utvi, regression",
+    "latent_binary, regression",
+}
+ALIKE |= {
+    f"likelihood {name}"
+    for name in ("binary", "multilabel", "regression", "poisson", "gamma", "negative_binomial", "ordinal")
+}
 
 
 @pytest.mark.filterwarnings("ignore::UserWarning")

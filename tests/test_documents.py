@@ -42,6 +42,10 @@ ELSEWHERE = {
 """Pages whose code other tests run: they check what it gives, too."""
 
 
+LARGE = ("docs/guides/images.md", "docs/methods/likelihoods.md")
+"""Pages whose code builds large networks."""
+
+
 def fences(page: str) -> list[tuple[str, str]]:
     """The language and the content of every block of a page, with as many empty lines before it as the page has."""
     text = (ROOT / page).read_text(encoding="utf-8")
@@ -102,7 +106,14 @@ BESIDE: dict[str, Callable[[], dict[str, Any]]] = {
 
 
 @pytest.mark.filterwarnings("ignore::UserWarning")
-@pytest.mark.parametrize("page", [page for page in PAGES if blocks(page) and page not in ELSEWHERE])
+@pytest.mark.parametrize(
+    "page",
+    [
+        pytest.param(page, marks=[pytest.mark.study] * (page in LARGE))
+        for page in PAGES
+        if blocks(page) and page not in ELSEWHERE
+    ],
+)
 def test_the_code_of_a_page_runs(page: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     monkeypatch.syspath_prepend(str(tmp_path))

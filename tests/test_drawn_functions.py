@@ -177,6 +177,7 @@ OPTIONS: dict[str, dict[str, Any]] = {
 
 @pytest.mark.parametrize("head", HEADS)
 @pytest.mark.parametrize("method", ["full", "inf", "kfac", "diag"])
+@pytest.mark.covering(1)
 def test_gradients_of_predictions_by_the_inputs(head: str, method: str) -> None:
     model, posterior = _fitted(method)
     predictor = uq.wrap(model, posterior, head, **OPTIONS[head])

@@ -50,7 +50,17 @@ HEADS: dict[str, dict[str, Any]] = {
 }
 
 
-@pytest.mark.parametrize(("build", "head"), [*((cnn, head) for head in HEADS), (vit, "moments")])
+@pytest.mark.parametrize(
+    ("build", "head"),
+    [
+        (cnn, "sampling"),
+        (cnn, "moments"),
+        *(
+            pytest.param(*case, marks=pytest.mark.study)
+            for case in ((cnn, "moments, probit"), (vit, "moments"))
+        ),
+    ],
+)
 def test_exported_programs_give_equal_results_from_their_file(build: Any, head: str, tmp_path: Path) -> None:
     net = build()
     predictor = uq.wrap(net, fitted(net), **HEADS[head])
@@ -124,6 +134,7 @@ def test_onnx_files_give_equal_results(tmp_path: Path) -> None:
         )
 
 
+@pytest.mark.study
 def test_an_onnx_file_of_a_regression_names_its_outputs(tmp_path: Path) -> None:
     torch.manual_seed(0)
     net, x = nn.Sequential(nn.Linear(3, 4), nn.Tanh(), nn.Linear(4, 2)), torch.randn(8, 3)
@@ -140,8 +151,12 @@ def test_an_onnx_file_of_a_regression_names_its_outputs(tmp_path: Path) -> None:
 def test_a_failed_export_leaves_the_old_files(
     ending: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    net, x = cnn(), torch.randn(2, 3, 32, 32)
-    predictor, path = uq.wrap(net, fitted(net), head="moments"), tmp_path / f"p.{ending}"
+    torch.manual_seed(0)
+    net, x = nn.Sequential(nn.AvgPool2d(8), nn.Flatten(), nn.Linear(48, 5)), torch.randn(2, 3, 32, 32)
+    predictor, path = (
+        uq.wrap(net, fitted(net), head="sampling", n_samples=2),
+        tmp_path / f"p.{ending}",
+    )
     uq.export(predictor, x, path=path)
     before = {file.name: file.read_bytes() for file in tmp_path.iterdir()}
 

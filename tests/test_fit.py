@@ -41,11 +41,12 @@ def regression(samples: int) -> tuple[nn.Module, list[Data]]:
     return model, [(x, y)]
 
 
-def test_a_fit_tunes_at_once() -> None:
+def test_a_fit_calibrates_at_once() -> None:
     held_out = [(x + 0.1, y) for x, y in classifier()[1]]
     one, two = fit(val_loader=held_out), fit()
-    uq.tune(two, held_out, progress=False)
+    uq.calibrate(two, held_out, progress=False)
     assert one.settings == two.settings and one.history.tuning == two.history.tuning
+    assert one.history.promises == two.history.promises != {}
     assert one.history.head["criterion"] == "likelihood"
 
 

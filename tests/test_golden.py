@@ -236,6 +236,7 @@ def kept() -> dict[str, np.ndarray]:
 
 
 @pytest.mark.parametrize("case", CASES)
+@pytest.mark.study
 def test_the_numbers_are_as_they_were(case: str) -> None:
     found = arrays_of(case)
     expected = {key: value for key, value in kept().items() if key.startswith(f"{case}: ")}

@@ -421,8 +421,8 @@ def test_a_stranger_cannot_hang_or_crash_us(
     monkeypatch.setattr(untrusted, "SECONDS", 20.0)  # of two busy processors
     generator, outcomes = np.random.default_rng(1), list[bool]()
     # anywhere; in the records that HDF5 begins with, where it stumbles most; in the last digits of numbers
-    damaged = mutations(data, 20, 512, generator)
-    damaged += [d + data[2560:] for d in mutations(data[:2560], 40, 512, generator) if len(d) == 2560]
+    damaged = mutations(data, 10, 512, generator)
+    damaged += [d + data[2560:] for d in mutations(data[:2560], 20, 512, generator) if len(d) == 2560]
     with h5py.File(files / "inf.h5") as file:
         numbers = data.index(file["blocks/3/diagonal"][()].tobytes())
     damaged += [data[: numbers + 4 * i] + bytes([i]) + data[numbers + 4 * i + 1 :] for i in range(5)]
@@ -435,7 +435,7 @@ def test_a_stranger_cannot_hang_or_crash_us(
         except PosthocUQError:
             outcomes.append(False)
         assert time.monotonic() - start < 30
-    assert outcomes.count(False) > 20 and outcomes.count(True) >= 5
+    assert outcomes.count(False) > 10 and outcomes.count(True) >= 5
 
 
 @pytest.mark.parametrize(

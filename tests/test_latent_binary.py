@@ -453,6 +453,7 @@ def test_a_fit_with_every_kind_of_layer(flow: bool, tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("flow", [False, True])
+@pytest.mark.only("False")
 def test_draws_have_the_mean_and_the_variance_that_the_block_says(flow: bool) -> None:
     model, x = mlp(), inputs_of(4)
     data = batches(x, targets_of(model, x, "classification"))
@@ -520,6 +521,7 @@ def test_a_training_too_short_to_drop_a_weight_warns() -> None:
 
 
 @pytest.mark.slow
+@pytest.mark.study
 def test_by_default_a_small_table_loses_weights_and_no_accuracy() -> None:
     """Inputs beside those that decide are noise; after ten epochs alone every weight would still be on."""
     generator = torch.Generator().manual_seed(0)

@@ -270,6 +270,7 @@ def test_expectations_over_gaussian_outputs(name: str) -> None:
 
 
 @CASE
+@pytest.mark.only("negative_binomial", "ordinal", "heteroscedastic", "multilabel")
 def test_the_fisher_of_three_kinds(name: str, fitted: Any) -> None:
     model, posterior = fitted(name)
     x, y = data(name, model)
@@ -426,6 +427,7 @@ def test_drawn_weights_by_the_definition(name: str, fitted: Any) -> None:
 
 
 @CASE
+@pytest.mark.only("negative_binomial", "ordinal", "heteroscedastic", "multilabel")
 def test_the_faithful_prior_is_the_default(name: str) -> None:
     model = network(name)
     posterior = fit(name, model, "kfac", prior_precision=None, divergence=0.005)
@@ -481,6 +483,7 @@ def test_a_file_keeps_the_attributes(name: str, fitted: Any, tmp_path: Path) -> 
 
 
 @CASE
+@pytest.mark.only("gamma", "ordinal", "heteroscedastic", "multilabel")
 def test_evaluate_and_tune(name: str, fitted: Any) -> None:
     model, posterior = fitted(name)
     x, y = data(name, model, 24, seed=3)

@@ -202,6 +202,7 @@ def test_variances_of_many_rows(scale: float, rank: int) -> None:
 
 @pytest.mark.parametrize("options", FAMILIES, ids=family_name)
 @pytest.mark.parametrize("name", ["mlp", "cnn", "attention"])
+@pytest.mark.covering(1)
 def test_small_budgets_change_nothing(name: str, options: dict[str, Any]) -> None:
     """Batches cut in two, outputs one by one, Jacobians row by row."""
     model, posterior, x = setting(name, options)
@@ -529,14 +530,14 @@ def test_forward_derivatives(name: str) -> None:
     torch.testing.assert_close(found.flatten(1), expected, rtol=0, atol=1e-12)
 
 
-@pytest.mark.parametrize("options", FAMILIES[2:4], ids=family_name)
+@pytest.mark.parametrize("options", FAMILIES[2:3], ids=family_name)
 def test_sampling_in_function_space_agrees(options: dict[str, Any]) -> None:
     model, posterior, x = setting("shared", options)
     exact = LinearizedPredictor(model, posterior)
-    drawn = LinearizedPredictor(model, posterior, engine="jvp", n_probes=1500)
+    drawn = LinearizedPredictor(model, posterior, engine="jvp", n_probes=500)
     size = exact.functional_variance(x).sqrt()
     error = drawn.functional_covariance(x) - exact.functional_covariance(x)
-    assert float((error / (size.unsqueeze(2) * size.unsqueeze(1))).abs().max()) < 5 * sqrt(2 / 1500)
+    assert float((error / (size.unsqueeze(2) * size.unsqueeze(1))).abs().max()) < 5 * sqrt(2 / 500)
     few = LinearizedPredictor(model, posterior, engine="jvp", n_probes=40)
     covariance, variance = few.functional_covariance(x), few.functional_variance(x)
     torch.testing.assert_close(covariance.diagonal(dim1=1, dim2=2), variance)
@@ -615,6 +616,7 @@ def test_outputs_that_are_direct_for_some_inputs() -> None:
 
 @pytest.mark.parametrize("shape", ["(batch,)", "(batch, 1)", "(batch, 25)"])
 @pytest.mark.parametrize("engine", ["auto", "jvp"])
+@pytest.mark.covering(1)
 def test_regression(shape: str, engine: str) -> None:
     with torch.random.fork_rng():
         torch.manual_seed(0)

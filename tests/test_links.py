@@ -195,6 +195,7 @@ def divergence(probs: Tensor, log_probs: Tensor) -> float:
 
 @pytest.mark.parametrize("confident", [True, False])
 @pytest.mark.parametrize("classes", SIZES[:-1])
+@pytest.mark.covering(1)
 def test_default_draws_agree_with_many(classes: int, confident: bool) -> None:
     """To .01 nats, for standard deviations of .3 to 3 of the centred logits."""
     own = posterior("classification")
@@ -227,6 +228,7 @@ def test_probit_does_not_count_a_common_variance() -> None:
 
 @pytest.mark.parametrize("options", [{"method": "kfac"}, {"method": "inf", "rank": 8}, {"method": "diag"}])
 @pytest.mark.parametrize("classes", [4, 70])
+@pytest.mark.covering(1)
 def test_heads_agree_on_a_last_layer(options: dict[str, Any], classes: int) -> None:
     """A last layer's logits are exactly Gaussian: drawn weights and draws of the logits are the same prediction."""
     with torch.random.fork_rng():

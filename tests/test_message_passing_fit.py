@@ -449,6 +449,7 @@ def digits_network(trained: int) -> tuple[nn.Module, Tensor, Tensor]:
 
 
 @pytest.mark.parametrize("form", ["diagonal", "full"])
+@pytest.mark.only("diagonal")
 def test_by_default_a_last_layer_does_no_harm_on_digits(form: str) -> None:
     """Held-out accuracy and log likelihood beside the network's own; without the matched temperature far worse.
     Independent messages are narrowed too: at their own width no temperature gives the network's predictions.

@@ -446,6 +446,7 @@ def layers_of(model: nn.Module) -> dict[str, Layer]:
     }
 
 
+@pytest.mark.study
 def test_a_small_convolutional_network_learns() -> None:
     """Left or right: which half of an image is bright; one image is one message to the weights."""
     generator = torch.Generator().manual_seed(0)

@@ -91,6 +91,7 @@ def test_a_model_made_in_inference_mode(net: nn.Sequential, posterior: uq.Poster
     assert torch.equal(cast(Any, uq.wrap(fresh, posterior)(inputs())).probs, expected)
 
 
+@pytest.mark.study
 def test_forward_derivatives_leave_no_warning_of_torchs_own() -> None:
     code = (
         "import warnings; warnings.simplefilter('error')\n"

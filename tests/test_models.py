@@ -48,7 +48,7 @@ MODELS = {
     "tf_efficientnet_lite0": (lambda: timm.create_model("tf_efficientnet_lite0"), 128, 98),
     "vit_tiny_patch16_224": (lambda: timm.create_model("vit_tiny_patch16_224"), 224, 52),
     "convnext_atto": (lambda: timm.create_model("convnext_atto"), 128, None),
-    "timm backbone, own head": (lambda: UserHead("mobilenetv3_small_050", 1024), 64, None),
+    "timm backbone, own head": (lambda: UserHead("test_resnet", 96), 32, None),
     "vit_b_16 (in-projection inside attention)": (
         lambda: torchvision.models.VisionTransformer(64, 16, 2, 2, 32, 64, num_classes=10), 64, None,
     ),
@@ -60,7 +60,7 @@ MODELS = {
 
 
 # nothing in them that smaller ones lack
-LARGE = ("densenet121", "tf_efficientnet_lite0", "convnext_atto", "vit_tiny_patch16_224")
+LARGE = ("resnet18", "densenet121", "tf_efficientnet_lite0", "convnext_atto", "vit_tiny_patch16_224")
 
 
 @pytest.mark.parametrize(

@@ -296,7 +296,24 @@ class Outputs(nn.Module):
         return outputs["out"]
 
 
-@pytest.mark.parametrize("name", ARCHITECTURES)
+@pytest.mark.parametrize(
+    "name",
+    [
+        pytest.param(
+            each,
+            marks=[pytest.mark.study]
+            * (
+                each
+                in (
+                    "timm swin",
+                    "densenet121",
+                    "resnet18d",
+                )
+            ),
+        )
+        for each in ARCHITECTURES
+    ],
+)
 def test_without_variance_the_plain_network_is_left(name: str) -> None:
     build, size = ARCHITECTURES[name]
     torch.manual_seed(0)

@@ -24,6 +24,7 @@ from typing import Any
 
 import pytest
 import torch
+from cli_helpers import run
 from networks import batches, inputs_of, mlp, registries_restored, targets_of
 
 import posthoc_uq as uq
@@ -61,11 +62,11 @@ def in_a_process(*arguments: str) -> subprocess.CompletedProcess[str]:
 def test_they_pass_the_conformance_suite() -> None:
     files = sorted(str(path) for path in TESTS.glob("test_conformance*.py"))
     options = ["-p", "isotropic_method", "-p", "drawn_method", "-p", "no:xdist", "-p", "no:cacheprovider"]
-    options += ["-q", "-k", "isotropic or spike_slab"]
+    options += ["-q", "-m", "not study", "-k", "isotropic or spike_slab"]
     done = in_a_process("-m", "pytest", *options, *files)
     assert done.returncode == 0, done.stdout[-5000:]
     last = done.stdout.strip().splitlines()[-1]
-    assert int(last.split(" passed")[0].split()[-1]) >= 80, last
+    assert int(last.split(" passed")[0].split()[-1]) >= 40, last
     assert "failed" not in last and "error" not in last
 
 
@@ -97,13 +98,9 @@ def test_its_file_needs_the_method(isotropic: Any, tmp_path: Path) -> None:
             uq.load(tmp_path / "p.h5", model)
 
 
-def test_the_command_line_shows_it() -> None:
-    done = in_a_process(
-        "-c",
-        "import isotropic_method; from posthoc_uq.cli import main; main(['fit', '--method', 'isotropic', '--help'])",
-    )
-    assert done.returncode == 0, done.stderr
-    assert "isotropic" in done.stdout and "--method.share" in done.stdout
+def test_the_command_line_shows_it(isotropic: Any) -> None:
+    shown = run("fit", "--method", "isotropic", "--help").stdout
+    assert "isotropic" in shown and "--method.share" in shown
 
 
 @pytest.mark.parametrize("name", METHODS)
@@ -131,7 +128,7 @@ def test_two_methods_cannot_have_one_name(isotropic: Any) -> None:
 
 
 @pytest.mark.filterwarnings("error")
-def test_held_out_data_that_tune_nothing_lose_no_fit() -> None:
+def test_held_out_data_that_tune_nothing_are_kept_for_promises() -> None:
     """A posterior that can only be drawn from, of counts: no width, no temperature, no noise."""
     model, x = mlp(), inputs_of(4)
     data = batches(x, targets_of(model, x, "poisson"))
@@ -158,9 +155,10 @@ def test_held_out_data_that_tune_nothing_lose_no_fit() -> None:
                 return "sampling"
 
         uq.register_method(Still)
-        with pytest.warns(UserWarning, match="val_loader was not used. There is nothing to tune: .*'still'"):
-            posterior = uq.fit(model, data, "still", likelihood="poisson", val_loader=data, progress=False)
-        assert uq.wrap(model, posterior)(x).mean.shape == (24, 3)
+        posterior = uq.fit(model, data, "still", likelihood="poisson", val_loader=data, progress=False)
+        prediction = uq.wrap(model, posterior)(x)
+        assert prediction.mean.shape == (24, 3) and not posterior.history.tuning
+        assert prediction.interval(0.5)[0].shape == (24, 3)  # by the scores of the other half of the data
 
 
 def test_a_training_of_ones_own_narrows_what_it_can() -> None:

@@ -85,6 +85,7 @@ def _answers(head: str, posterior: uq.Posterior, x: Tensor) -> int:
 @pytest.mark.filterwarnings("ignore")
 @pytest.mark.parametrize("head", HEADS)
 @pytest.mark.parametrize("method", METHODS)
+@pytest.mark.covering(1)
 def test_predictions_of_huge_inputs(method: str, head: str) -> None:
     if (method, head) == ("subnetwork", "full covariance"):  # it knows no covariance of rows
         with pytest.raises(uq.PosthocUQError, match="take cov='diag'"):
@@ -137,6 +138,7 @@ def _rectified() -> nn.Sequential:
 
 
 @pytest.mark.parametrize("name", list(METHODS))
+@pytest.mark.only("diag", "inf", "function_space", "utvi")
 def test_what_a_fit_on_extreme_data_gives_is_of_use(name: str, tmp_path: Path) -> None:
     x, y, z = inputs_of(4), torch.arange(24) % 3, inputs_of(3, seed=2)
     few = x.clone()
@@ -171,6 +173,7 @@ def test_what_a_fit_on_extreme_data_gives_is_of_use(name: str, tmp_path: Path) -
 
 
 @pytest.mark.parametrize("name", ["diag", "full", "subnetwork", "kfac", "efb", "inf", "message_passing"])
+@pytest.mark.only("diag", "full", "inf")
 def test_an_update_beside_which_all_else_would_be_lost_is_refused(name: str, tmp_path: Path) -> None:
     net, x, y = _rectified(), inputs_of(4), torch.arange(24) % 3
     own: dict[str, Any] = {"posterior": "full"} if name == "message_passing" else {"fisher": "empirical"}

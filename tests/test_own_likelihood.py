@@ -512,6 +512,7 @@ class TestFile:
             uq.save(own, tmp_path / "p.h5")
         assert not (tmp_path / "p.h5").exists()
 
+    @pytest.mark.study
     def test_a_process_without_the_class(self, network, saved, tmp_path):
         """Neither imported nor guessed; a class of the same name there, given as an object, predicts the same."""
         path, own = saved

@@ -235,6 +235,7 @@ def dense_covariance(own: Case, last: bool, posterior_fisher: Tensor) -> Tensor:
 
 @EVERY
 @pytest.mark.parametrize("layers", ["last", "all"])
+@pytest.mark.covering(1)
 def test_functional_covariance(kind: str, layers: str) -> None:
     own = case(kind)
     posterior = fit(own, fisher="exact", layers=layers)
@@ -407,6 +408,7 @@ def segmentation(samples: int = 12) -> tuple[Tensor, Tensor]:
 
 @pytest.mark.parametrize("head", ["sampling", "linearized", "moments"])
 @pytest.mark.parametrize("kind", [Upsampled, image_net])
+@pytest.mark.covering(1)
 def test_defaults_files_and_evaluation(head: str, kind, tmp_path: Path) -> None:
     torch.manual_seed(0)
     model = kind()
@@ -614,18 +616,20 @@ def test_masked_positions_do_not_count_in_the_numbers_of_an_input() -> None:
         prediction.masked(mask[:2])
 
 
-@pytest.mark.parametrize("link", [pytest.param("mc", marks=pytest.mark.study), "probit", "bridge"])
+@pytest.mark.parametrize(
+    "link", [*(pytest.param(link, marks=pytest.mark.study) for link in ("mc", "probit")), "bridge"]
+)
 def test_both_engines_give_one_prediction_at_positions(link: str) -> None:
-    """By backward passes and by probes, whose error is Monte Carlo's: 0.02 at 3,000 probes."""
+    """By backward passes and by probes, whose error is Monte Carlo's: 0.04 at 1,000 probes."""
     torch.manual_seed(1)
     model = nn.Sequential(nn.Conv2d(2, 4, 3, padding=1), nn.ReLU(), nn.Conv2d(4, 3, 1)).eval()
     x, labels = torch.randn(12, 2, 4, 4), torch.randint(0, 3, (12, 4, 4))
     posterior = uq.fit(model, [(x, labels)], "kfac", prior_precision=0.2, progress=False)
     exact, probed = (
         uq.wrap(model, posterior, link=link, engine=engine, **more)(x[:2]).probs
-        for engine, more in (("exact", {}), ("jvp", {"n_probes": 3000}))
+        for engine, more in (("exact", {}), ("jvp", {"n_probes": 1000}))
     )
-    torch.testing.assert_close(probed, exact, rtol=0, atol=0.04)
+    torch.testing.assert_close(probed, exact, rtol=0, atol=0.07)
 
 
 def test_the_bridge_at_positions_is_that_of_the_dense_covariance() -> None:

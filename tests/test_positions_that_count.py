@@ -34,7 +34,9 @@ def both(labels: Tensor) -> list[tuple[uq.Categorical, Tensor]]:
     ]
 
 
-@pytest.mark.parametrize("fisher", ["empirical", "mc", "exact"])
+@pytest.mark.parametrize(
+    "fisher", [*(pytest.param(kind, marks=pytest.mark.study) for kind in ("empirical", "exact")), "mc"]
+)
 def test_any_label_can_be_ignored(fisher: str, tmp_path: Path) -> None:
     model, x, y = pixels()
     found = []
@@ -142,6 +144,7 @@ def padded(values: Tensor, value: float, length: int) -> Tensor:
 
 @pytest.mark.parametrize("next_token", [False, True])
 @pytest.mark.parametrize("said_by", ["labels", "weights", "attention mask"])
+@pytest.mark.covering(1)
 def test_padding_does_not_move_the_prior(said_by: str, next_token: bool) -> None:
     """The outputs at a token depend on it alone, so predictions of tokens that count are the same however long."""
     plain, x, _ = tokens(samples=20, length=5)

@@ -186,6 +186,7 @@ def test_the_model_is_left_as_it_was(setting, options):
 
 @pytest.mark.parametrize("layers", ["all", "last"])
 @pytest.mark.parametrize("options", WAYS, ids=str)
+@pytest.mark.covering(1)
 def test_two_threads_are_as_good_as_one(options, layers):
     model, x = _model(), _images()
     posterior = uq.fit(model, [x], layers=layers, progress=False, prior_precision=5.0)

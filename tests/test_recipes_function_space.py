@@ -24,7 +24,10 @@ def recipe() -> Namespace:
 
 @pytest.mark.parametrize(
     ("script", "rows"),
-    [("regression", 6), ("two_moons", 7), pytest.param("rotated_digits", 5, marks=pytest.mark.study)],
+    [
+        ("regression", 6),
+        *(pytest.param(*case, marks=pytest.mark.study) for case in (("two_moons", 7), ("rotated_digits", 5))),
+    ],
 )
 def test_smoke(script: str, rows: int, tmp_path: Path) -> None:
     printed = smoke(f"function_space.{script}", "--output", tmp_path)

@@ -9,6 +9,7 @@ import pytest
 from recipe_helpers import recipe_modules, smoke
 
 
+@pytest.mark.study
 def test_texts() -> None:
     text = recipe_modules("language", ["text"]).text
     texts = text.read(20_000)

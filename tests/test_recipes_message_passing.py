@@ -16,6 +16,7 @@ def recipe() -> Namespace:
     return recipe_modules("message_passing", ["sine"])
 
 
+@pytest.mark.study
 def test_smoke_of_the_sines(tmp_path: Path) -> None:
     smoke("message_passing.sine", "--output", tmp_path)
     assert (tmp_path / "depth.png").exists()

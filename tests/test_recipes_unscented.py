@@ -61,6 +61,7 @@ def test_the_least_nll(regression: Namespace) -> None:
     assert regression.problem.least_nll() == pytest.approx(float(score), abs=0.005)
 
 
+@pytest.mark.study
 def test_the_regression(tmp_path: Path) -> None:
     smoke("unscented_regression.compare", "--output", tmp_path)
     content = json.loads((tmp_path / "compare.json").read_text())

@@ -318,7 +318,7 @@ LARGE = nn.Sequential(nn.Conv2d(1, 64, 3), nn.Conv2d(64, 64, 3), nn.Flatten(), n
     ("model", "x", "together"),
     [
         (nn.Linear(4, 3), torch.randn(2, 4), True),
-        (nn.Linear(2000, 2000), torch.randn(2, 2000), False),
+        (nn.Linear(1200, 1200), torch.randn(2, 1200), False),
         (*SMALL, True),
         (LARGE, torch.randn(300, 1, 5, 5), False),
     ],

@@ -194,6 +194,7 @@ def test_every_statistic_equals_brute_force(case: str) -> None:
 
 @pytest.mark.parametrize("fisher", ["exact", "empirical", "mc"])
 @pytest.mark.parametrize("case", ["linear", "tokens", "shared convolution", "conv2d groups"])
+@pytest.mark.covering(1)
 def test_batch_size_and_order_do_not_matter(case: str, fisher: str) -> None:
     model, x, y = _model(case, 33)
     order = torch.randperm(33, generator=torch.Generator().manual_seed(5))

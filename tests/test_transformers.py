@@ -155,6 +155,7 @@ def fitted(model: nn.Module, kind: Kind, method: str = "inf", **options: Any) ->
 
 @pytest.mark.parametrize("layers", ["all", "last"])
 @pytest.mark.parametrize("name", KINDS)
+@pytest.mark.covering(1)
 def test_main_job(name: str, layers: str, tmp_path: Path) -> None:
     kind = KINDS[name]
     model = seeded(kind.make)
@@ -243,6 +244,7 @@ LORA = {
 
 @pytest.mark.parametrize("method", ["inf", "kfac"])
 @pytest.mark.parametrize("name", LORA)
+@pytest.mark.covering(1)
 def test_lora(name: str, method: str, tmp_path: Path) -> None:
     kind, model = KINDS[name], seeded(LORA[name])
     before = {key: value.clone() for key, value in model.state_dict().items()}

@@ -279,6 +279,7 @@ def test_samples_with_positions(method: str, by_position: bool) -> None:
 
 @pytest.mark.parametrize("fisher", ["exact", "empirical", "mc"])
 @pytest.mark.parametrize("next_token", [False, True])
+@pytest.mark.covering(1)
 def test_weights_of_positions_by_the_definition(fisher: str, next_token: bool) -> None:
     model, (x, y, w), kind = token_net(), tokens(), tokens_likelihood(next_token)
     made = uq.Dense(fisher=fisher, dtype=torch.float64, n_samples=4000 if fisher == "mc" else 1)

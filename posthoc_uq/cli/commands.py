@@ -141,7 +141,7 @@ def fit(
         output: the posterior's file.
         method: how the posterior is fitted.
         likelihood: what the model's outputs mean.
-        val_data: held-out data with labels: the fit ends with tuning on them, a training with its best epoch.
+        val_data: held-out data with labels: the fit ends with their calibration, a training with its best epoch.
         val_split: part of the held-out data, such as train[50000:].
         layers: all, last, or names, prefixes and shell patterns; by default those that the method is for.
         prior_precision: a number; faithful (the default), for the widest posterior whose predictions stay near the
@@ -188,7 +188,7 @@ def fit(
         if val_data is not None:
             part, info = replace(reading, split=val_split, limit=None), replace(info, kept=loaded.kept)
             val_loader = load_data(
-                val_data, model, part, info, labels=True, split="val", needs="tuning"
+                val_data, model, part, info, labels=True, split="val", needs="calibration"
             ).loader
         posterior = uq.fit(
             model.model,
@@ -216,7 +216,7 @@ def fit(
         if source.weights is None and not source.pretrained:
             lines.append(f"No --weights were given: '{source.model}' itself must return the trained model.")
         lines.append(f"Written to {output} ({size:,} bytes); posthoc-uq inspect {output} shows all of it.")
-        lines.append(f"Next: posthoc-uq {'tune' if val_data is None else 'evaluate'} --help")
+        lines.append(f"Next: posthoc-uq {'calibrate' if val_data is None else 'evaluate'} --help")
         facts = {"output": output, "bytes": size, "report": report.to_dict(), "processes": world()}
         return Done("\n".join(lines), facts)
 

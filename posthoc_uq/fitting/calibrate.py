@@ -23,6 +23,7 @@ from posthoc_uq.core.batches import (
 from posthoc_uq.core.devices import as_double
 from posthoc_uq.core.errors import PosthocUQError
 from posthoc_uq.core.interrupts import orderly
+from posthoc_uq.core.model import replicate
 from posthoc_uq.core.options import Count, Seed, check_names, check_option, one_of
 from posthoc_uq.core.randomness import isolated_random_state, mixed_seed, sample_keys, uniforms
 from posthoc_uq.fitting.faithful import model_of
@@ -185,6 +186,11 @@ def calibrate(
             "initial and groups are for criterion='leave_one_out'; held-out data need neither."
         )
     check_reusable(loader, 3)
+    if has_positions(posterior, loader, reader):
+        raise PosthocUQError(
+            "The outputs have positions, which are not exchangeable, so that their scores promise nothing; tune with "
+            "uq.tune(posterior, loader) instead."
+        )
     data = _HeldOut(loader, reader, seed)
     if share is not None:
         data.split(share)
@@ -221,6 +227,15 @@ def calibrate(
     posterior.warned_heads |= trial.warned_heads
     tuned = samples if share is None else data.tuning
     return Calibration(trials, tuned, samples, share is None, described_promises(trial.history.promises))
+
+
+def has_positions(posterior: Posterior, loader: Iterable[Any], reader: BatchReader) -> bool:
+    """Whether outputs have positions, each with a prediction of its own, by the first batch of held-out data."""
+    with torch.no_grad(), isolated_random_state(0):
+        for batch in batches(loader, reader):
+            outputs = batch.copied().call(replicate(model_of(posterior)))
+            return posterior.likelihood.positions_of(outputs) is not None
+    return False
 
 
 class _HeldOut:
@@ -304,8 +319,7 @@ def _measured(
     """The record of the scores, but for what they were measured with; one pass over all data.
 
     Raises:
-        PosthocUQError: the predictions have positions, the samples are others than those that were split, or a class or
-            label has none.
+        PosthocUQError: the samples are others than those that were split, or a class or label has none.
     """
     of_inputs: dict[str, list[Tensor]] = {}
     of_targets, tuning = list[_TargetScores](), list[Tensor]()
@@ -314,11 +328,6 @@ def _measured(
     with torch.no_grad(), isolated_random_state(data.seed), Bar(data.loader, "calibrate", progress) as bar:
         for batch, tunes in data.batches():
             prediction = predictor(*batch.args, **batch.kwargs).to("cpu")
-            if prediction.kind == "positions":
-                raise PosthocUQError(
-                    "The outputs have positions, which are not exchangeable, so that their scores promise nothing; "
-                    "tune with uq.tune(posterior, loader) instead."
-                )
             classes = prediction.classes
             if by_class and (classes is None or prediction.kind != "classes"):
                 raise PosthocUQError(

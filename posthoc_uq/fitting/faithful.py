@@ -15,7 +15,6 @@ from math import ceil, inf, isfinite, log10
 from typing import Any
 
 import torch
-from scipy.optimize import brentq
 from torch import Tensor, nn
 
 from posthoc_uq.core.batches import Batch
@@ -316,6 +315,8 @@ class Divergence(Score):
         low, high = (log10(bound) for bound in TEMPERATURES)
         if not (excess(low) <= 0.0 <= excess(high)):  # NaN included
             return self._temperature
+        from scipy.optimize import brentq
+
         root: Any = brentq(excess, low, high, xtol=_TEMPERATURE_TOLERANCE)
         return self._temperature * 10.0 ** float(root)
 

@@ -8,7 +8,6 @@ from math import inf, isfinite, log, log1p, log10
 from typing import Any, NamedTuple
 
 import torch
-from scipy.optimize import minimize_scalar
 from torch import Tensor
 
 from posthoc_uq.core.batches import Batch, BatchReader, batches, check_reusable
@@ -112,6 +111,8 @@ class HeldOutLoss(Score):
         steps = round((high - low) / _GRID_STEP)
         best = min((low + step * _GRID_STEP for step in range(steps + 1)), key=at)
         bounds = max(low, best - _GRID_STEP), min(high, best + _GRID_STEP)
+        from scipy.optimize import minimize_scalar
+
         minimize_scalar(at, bounds=bounds, method="bounded", options={"xatol": 0.005, "maxiter": 25})
         return 10.0 ** min(tried, key=lambda decade: tried[decade])
 
@@ -306,6 +307,8 @@ class HeldOutSearch:
         edge = False
         if name == "residual_weight":  # [0, 1] is its full domain, so its ends are no edges of a search
             options = {"xatol": 0.03, "maxiter": self._max_evaluations}
+            from scipy.optimize import minimize_scalar
+
             minimize_scalar(objective, bounds=(0.0, 1.0), method="bounded", options=options)
             objective(0.0)
             objective(1.0)

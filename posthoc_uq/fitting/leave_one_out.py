@@ -14,7 +14,6 @@ from math import log10
 from typing import Any, cast
 
 import torch
-from scipy.optimize import brentq
 from torch import Tensor, nn
 from torch.utils.data import RandomSampler
 
@@ -132,6 +131,8 @@ def temperature_for(logits: Tensor, confidence: float) -> float:
     highest = log10(MAX_TEMPERATURE)
     if excess(highest) >= 0:  # no better than chance, where all probabilities are equal
         return MAX_TEMPERATURE
+    from scipy.optimize import brentq
+
     return 10.0 ** float(cast(float, brentq(excess, 0.0, highest, xtol=1e-6)))
 
 

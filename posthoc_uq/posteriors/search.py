@@ -13,7 +13,6 @@ from typing import Any, Literal
 
 import numpy as np
 import torch
-from scipy.optimize import minimize, minimize_scalar
 from torch import Tensor
 
 from posthoc_uq.core.devices import TEMPORARY_BYTES
@@ -183,6 +182,8 @@ def search_decades(
     Returns:
         The minimiser, and whether it is at the edge of `limits`.
     """
+    from scipy.optimize import minimize_scalar
+
     low, high = interval
     while True:
         result: Any = minimize_scalar(
@@ -335,6 +336,8 @@ class _EvidenceSearch:
             tried = replace(posterior.settings, prior_precision=priors)
             self.trials.trials.append(Trial(tried, -value.item()))
             return value.item(), gradient.numpy()
+
+        from scipy.optimize import minimize
 
         result: Any = minimize(
             objective,

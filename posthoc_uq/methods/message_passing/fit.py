@@ -11,7 +11,6 @@ from typing import Any, ClassVar, Literal, NamedTuple, cast
 
 import torch
 import torch.nn.functional as F
-from scipy.optimize import minimize_scalar
 from torch import Tensor
 
 from posthoc_uq.core.batches import Batch
@@ -726,6 +725,8 @@ def _matched(
     def at_any_temperature(width: float) -> float:
         """The least divergence."""
         search = {"bounds": (_LOWEST, top), "method": "bounded", "options": {"xatol": _FINE}}
+        from scipy.optimize import minimize_scalar
+
         found: Any = minimize_scalar(divergence, args=(width, _SEARCH_SAMPLES), **search)
         return min(float(found.fun), divergence(top, width, _SEARCH_SAMPLES))
 
