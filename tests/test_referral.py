@@ -210,7 +210,7 @@ def test_one_sentence_says_what_is_missing(digits) -> None:
             call()
     with pytest.warns(UserWarning, match="no longer hold"):
         posterior.temperature *= 2
-    with pytest.raises(uq.PosthocUQError, match="hyperparameters changed.*calibrate again"):
+    with pytest.raises(uq.PosthocUQError, match=r"hyperparameters changed.*calibrate again"):
         uq.Referral()(uq.wrap(model, posterior)(x[:5]))
     posterior.temperature /= 2
     assert repr(uq.Referral(accuracy=0.98, score="entropy")) == "Referral(accuracy=0.98, score='entropy')"
