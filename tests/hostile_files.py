@@ -24,7 +24,7 @@ import h5py
 import numpy as np
 import torch
 from networks import short_options
-from storage_helpers import CALIBRATION, SEVERAL, kind_of, sealed
+from storage_helpers import CALIBRATION, PROMISES, kind_of, sealed
 from torch import Tensor, nn
 
 import posthoc_uq as uq
@@ -246,7 +246,7 @@ def run(count: int, seed: int, folder: Path) -> Counter[tuple[str, str]]:
     for method in METHODS:
         posterior = fit(method)
         posterior.history.calibration = CALIBRATION if method == "inf" else {}
-        posterior.history.referral = SEVERAL if method in ("inf", "kfac") else {}
+        posterior.history.promises = PROMISES if method in ("inf", "kfac") else {}
         uq.save(posterior, folder / f"{method}.h5")
     for number, name in zip(range(count), cycle(METHODS), strict=False):
         target, likelihood = folder / "hostile.h5", METHODS[name]["likelihood"]

@@ -34,16 +34,16 @@ FAITHFUL: dict[str, Any] = {
     "budget": 0.01,
     "settings": {"residual_weight": 1.0, "noise_scale": 1.0, "scale": 40.0},
 }
-SEVERAL: dict[str, Any] = {
-    "scores": {
-        "entropy": {"threshold": 0.5, "quantiles": [2.0, 0.5, 0.1]},
-        "mutual_information": {"threshold": 0.25, "quantiles": [0.25, 0.25, 0.0]},
-    },
-    "shares": [1 / 3, 2 / 3, 1.0],
-    "rate": 0.4,
-    "inputs": 3,
+HELD_OUT: dict[str, Any] = {"values": [0.1, 0.5, 2.0], "count": 3}
+PROMISES: dict[str, Any] = {
+    "samples": 3,
+    "seed": 0,
+    "share": 0.5,
     "head": {"head": "sampling"},
     "posterior": {"scale": 1.0},
+    "inputs": {"entropy": HELD_OUT, "joint": HELD_OUT},
+    "tails": {"entropy": {"values": [2.0, 0.5, 0.1], "shares": [1 / 3, 2 / 3, 1.0]}},
+    "wrong": {"entropy": [0, 1, 1], "joint": [0, 0, 1]},
 }
 CALIBRATION: dict[str, Any] = {
     **{"alpha": 0.1, "beta": 1.0, "residual": 0.1, "before": 0.2, "n_mc": 10},

@@ -227,15 +227,25 @@ def test_other_likelihoods(likelihood: str) -> None:
         assert torch.equal(low, low.round()) and bool(low.isfinite().all())
 
 
-def test_positions_are_refused() -> None:
+def test_positions_have_scores_of_inputs_alone() -> None:
+    """Means over the positions that count; images are exchangeable where pixels are not."""
     generator = torch.Generator().manual_seed(5)
-    x = torch.randn(40, 3, 4, 4, generator=generator)
+    x = torch.randn(90, 3, 4, 4, generator=generator)
     y = x[:, :3].argmax(1)
     torch.manual_seed(0)
     model = nn.Conv2d(3, 3, 1)
     posterior = uq.fit(model, [(x[:20], y[:20])], "diag", prior_precision=1.0, progress=False)
-    with pytest.raises(uq.PosthocUQError, match="positions"):
-        uq.calibrate(posterior, [(x[20:], y[20:])], progress=False)
+    y[:, 0] = -100
+    result = uq.calibrate(posterior, [(x[20:], y[20:])], share=None, **FAST)
+    prediction = uq.wrap(model, posterior)(x[20:])
+    counted = prediction.masked(y[20:] >= 0)
+    assert result.samples == 70 and "intervals" not in str(result) and "sets" not in str(result)
+    kept = torch.tensor(posterior.history.promises["inputs"]["entropy"]["values"]).double()
+    assert torch.allclose(kept, counted.scores()["entropy"].double().sort().values, atol=1e-6)
+    assert int(uq.Referral(0.1, score="entropy")(counted).sum()) == 6
+    assert bool((uq.wrap(model, posterior)(9 + x[:5]).familiarity() < 0.1).all())
+    with pytest.raises(uq.PosthocUQError, match="counted right or wrong"):
+        uq.Referral(accuracy=0.5)(prediction)
 
 
 def test_records_that_contradict_themselves() -> None:
@@ -250,6 +260,7 @@ def test_records_that_contradict_themselves() -> None:
         "tails": {"entropy": tail},
     }
     validate_record(PromisesRecord, record, "it")
+    validate_record(PromisesRecord, record | {"wrong": {"entropy": [0, 2], "joint": [1, 1]}}, "it")
     for broken in (
         {"values": [1.0, 0.0], "count": 2},
         {"values": [0.0], "count": 2},
@@ -264,6 +275,10 @@ def test_records_that_contradict_themselves() -> None:
         ("share", 1.0),
         ("head", {"head": "linearized", "n_samples": 10**9}),
         ("targets", {"kind": "entropy", "scores": [scores]}),
+        ("wrong", {"entropy": [0, 1]}),
+        ("wrong", {"entropy": [0, 1], "joint": [0]}),
+        ("wrong", {"entropy": [0, 1], "joint": [1, 0]}),
+        ("wrong", {"entropy": [0, 1], "joint": [0, 3]}),
     ):
         with pytest.raises(CorruptPosteriorError):
             validate_record(PromisesRecord, record | {name: value}, "it")

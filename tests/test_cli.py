@@ -6,7 +6,6 @@ from __future__ import annotations
 
 import csv
 import json
-import math
 import os
 import signal
 import subprocess
@@ -276,12 +275,9 @@ def test_words_become_values() -> None:
         ("fit x -o y --mean a,b", "--mean: "),
         ("fit x -o y --val-split train", "--val_split is a part of --val_data"),
         ("fit x -o y", "--model must be given"),
-        ("tune m --referral-rate 0.1", "need held-out data"),
+        ("tune m --calibrate", "need held-out data"),
         ("tune m --no-search", "leaves nothing to do"),
-        ("tune m --referral-score entropy", "belongs to --referral_rate"),
-        ("tune m --data x --referral-rate 0.1 --referral-score entropy,entropy", "nor different scores"),
-        ("tune m --data x --referral-rate 0.1 --referral-score entropy,", "nor different scores"),
-        ("tune m --referral-rate 1", "--referral_rate must be >=0 and <1, not 1"),
+        ("predict m x -o y --referral-rate 1", "--referral_rate must be >0 and <1, not 1"),
         ("tune m --criterion faithful", "needs training inputs"),
         ("tune m --divergence 0.1", "--divergence is of the criteria"),
         ("evaluate m x --ood textures", "not of the form NAME=DATA"),
@@ -715,11 +711,10 @@ class TestTune:
 
     def test_labels_are_needed_to_search(self, place: Path, copied: Path) -> None:
         common = ["tune", copied, *model_options(place), "--data", place / "flat"]
-        assert "data need labels" in failure(*common)
-        said = run_json(*common, "--no-search --referral-rate 0.4")
-        assert said["score"] == ["entropy", "novelty"] == list(said["threshold"])
         before = copied.read_bytes()
-        assert failure(*common).count("\n") == 1 and copied.read_bytes() == before, "it voids no threshold"
+        for said in (failure(*common), failure("calibrate", copied, place / "flat", *model_options(place))):
+            assert "data need labels" in said and said.count("\n") == 1
+        assert copied.read_bytes() == before
 
     def test_the_moments_head_is_calibrated(self, place: Path, copied: Path) -> None:
         options = ["--data", place / "train", "--no-search --calibrate"]
@@ -728,21 +723,20 @@ class TestTune:
         found = uq.wrap(trained(place), uq.load(copied, trained(place)), head="moments")
         assert found.calibration is not None and found.calibration.n_mc == 64
 
-    def test_a_threshold_that_a_search_makes_void_is_said(self, place: Path) -> None:
+    def test_promises_that_a_search_makes_void_are_said(self, place: Path) -> None:
         fit(place, "half.h5", "--save-dtype bfloat16")
         file = place / "half.h5"
-        data = ["--data", place / "val", "--head sampling --n-samples 4 --no-search --referral-rate 0.2"]
-        run("tune", file, *model_options(place), *data)
+        data = [place / "val", "--head sampling --n-samples 4"]
+        run("calibrate", file, *data, *model_options(place))
         size = file.stat().st_size
         said = run("tune", file, *model_options(place)).stderr
-        assert said.count("no longer applies; set it again with --referral_rate") == 1
-        assert said.count("threshold") == 1, "the command line's own way out alone"
+        assert said.count("no longer hold; calibrate again") == 1
         assert abs(file.stat().st_size - size) < 1000, "in the same number format"
-        assert run("tune", file, *model_options(place), *data).stderr == ""
+        assert run("calibrate", file, *data, *model_options(place)).stderr == ""
         run("tune", file, *model_options(place), "--per-layer")
         out = file.with_suffix(".csv")
         result = run("predict", file, place / "val", *model_options(place), "-o", out)
-        assert "The column flag stays empty." in result.stderr
+        assert "The column flag stays empty. The posterior's hyperparameters changed" in result.stderr
         assert {row["flag"] for row in table(out)} == {""}
 
 
@@ -750,23 +744,30 @@ class TestPredict:
     def test_every_row_is_the_librarys(self, place: Path, copied: Path) -> None:
         rate, out = 0.25, copied.with_suffix(".csv")
         options = [*model_options(place), "--n-samples 7 --seed 2"]
-        data = ["--data", place / "val", "--referral-rate", rate, "--referral-score entropy --no-search"]
-        threshold = run_json("tune", copied, *options, *data)["threshold"]["entropy"]
-        shown = ["--batch-size 5 --top-k 2 --class-names", place / "train", "-o", out]
+        run("calibrate", copied, place / "val", *options)
+        shown = [
+            "--batch-size 5 --top-k 2 --class-names",
+            place / "train",
+            "-o",
+            out,
+            "--referral-rate",
+            rate,
+        ]
         said = run_json("predict", copied, place / "train", *options, *shown)
         rows = table(out)
         assert said["rows"] == len(rows) == 36 and said["skipped"] == []
-        assert list(rows[0]) == (
-            "file label_1 probability_1 label_2 probability_2 entropy mutual_information novelty flag".split()
-        )
+        columns = "file label_1 probability_1 label_2 probability_2 entropy mutual_information novelty"
+        assert list(rows[0]) == [*columns.split(), "flag", "reason", "tail"]
         files = [row["file"] for row in rows]
         assert files == sorted(f"{name}/{i}.png" for name in CLASSES for i in range(12))
 
         # The draws' outputs by the library, all that follows from them by numpy.
         x, _ = tensors(place / "train")
-        predictor = uq.wrap(trained(place), uq.load(copied, trained(place)), n_samples=7, seed=2)
+        posterior = uq.load(copied, trained(place))
+        predictor = uq.wrap(trained(place), posterior, n_samples=7, seed=2)
         with torch.no_grad():
-            logits = predictor.outputs(x).double().numpy()
+            logits = predictor.outputs(x).double().numpy() / posterior.temperature
+            prediction = predictor(x)
         draws = np.exp(logits) / np.exp(logits).sum(-1, keepdims=True)
         probs = draws.mean(0)
         entropy = -(probs * np.log(probs)).sum(-1)
@@ -778,14 +779,22 @@ class TestPredict:
         assert column(rows, "entropy") == pytest.approx(entropy, rel=1e-4, abs=1e-6)
         assert column(rows, "mutual_information") == pytest.approx(information, rel=1e-2, abs=1e-5)
         assert column(rows, "novelty") == pytest.approx(predictor.novelty(x).numpy(), rel=1e-3)
-        clear = np.abs(entropy - threshold) > 1e-5
-        assert (column(rows, "flag")[clear] == (entropy > threshold)[clear]).all()
-        assert said["flagged"] == column(rows, "flag").sum()
+        referral = uq.Referral(rate)
+        tail, reasons = referral.tail(prediction), referral.reasons(prediction)
+        named = ["+".join(name for name in reasons if reasons[name][i]) for i in range(36)]
+        assert column(rows, "tail") == pytest.approx(tail.numpy(), abs=1e-5)
+        assert [row["reason"] for row in rows] == named and len(set(named)) > 1
+        assert [row["flag"] for row in rows] == ["1" if name else "0" for name in named]
+        assert said["flagged"] == column(rows, "flag").sum() == int(referral(prediction).sum())
 
-        # without a number of draws, that which the threshold was set for
+        # without a number of draws, that of the held-out scores
         again = [*model_options(place), "--seed 2 --force -o", out]
-        said = run_json("predict", copied, place / "val", *again)
-        assert said["head"]["n_samples"] == 7 and said["flagged"] == math.floor(rate * 18)
+        result = run("predict", copied, place / "val", *again)
+        assert "The column flag stays empty. A rate of 0.05 needs more held-out samples" in result.stderr
+        assert run_json("predict", copied, place / "val", *again)["head"]["n_samples"] == 7
+        result = run("predict", copied, place / "val", *again, "--head moments")
+        assert "The column flag stays empty. The held-out scores are of" in result.stderr
+        assert {(row["flag"], row["reason"], row["tail"]) for row in table(out)} == {("", "", "")}
 
     @pytest.mark.parametrize(
         ("head", "options"),
@@ -825,37 +834,6 @@ class TestPredict:
         assert (found["head"], found["n_draws"]) == ("linearized", 40)
         line = misuse(*common, "--force --n-samples 4 --engine exact")  # of no head both
         assert "--n_samples is for sampling (--head sampling), and this is linearized" in line
-
-    def test_flags_by_several_scores_name_the_one(self, place: Path, copied: Path) -> None:
-        names, out = ["entropy", "functional_variance"], copied.with_suffix(".csv")
-        data = ["--data", place / "val", "--no-search --referral-rate 0.4 --head linearized --link mc"]
-        said = run_json("tune", copied, *model_options(place), *data, "--referral-score", ", ".join(names))
-        thresholds = said["threshold"]
-        assert said["score"] == names == list(thresholds)
-        summary = run_json("predict", copied, place / "val", *model_options(place), "-o", out)
-        assert (summary["head"]["head"], summary["head"]["link"]) == ("linearized", "mc")
-        rows = table(out)
-        columns = "entropy mutual_information functional_variance novelty flag reason tail"
-        assert list(rows[0])[-7:] == columns.split()
-
-        predictor = uq.wrap(trained(place), uq.load(copied, trained(place)), "linearized", link="mc")
-        x, _ = tensors(place / "val")
-        with torch.no_grad():
-            prediction = predictor(x)
-            tail, reasons = predictor.referral.tail(prediction), predictor.referral.reasons(prediction)
-        named = ["+".join(name for name in names if reasons[name][i]) for i in range(18)]
-        assert [row["reason"] for row in rows] == named
-        assert column(rows, "tail") == pytest.approx(tail.numpy(), rel=1e-3, abs=1e-3)
-        assert [row["flag"] for row in rows] == ["1" if name else "0" for name in named]
-        assert 6 <= summary["flagged"] == sum(map(bool, named)) <= math.floor(0.4 * 18)
-
-        rule = " or ".join(f"{name} above {thresholds[name]:.6g}" for name in names)
-        assert f"{rule} (a share 0.4 of 18 inputs), head linearized" in run("inspect", copied).stdout
-        result = run(
-            "predict", copied, place / "val", *model_options(place), "-o", out, "--force --head moments"
-        )
-        assert "The column flag stays empty." in result.stderr and result.stderr.count("\n") == 1
-        assert {(row["flag"], row["reason"], row["tail"]) for row in table(out)} == {("", "", "")}
 
     def test_names_of_the_classes(self, place: Path, copied: Path) -> None:
         names, out = copied.with_name("names.json"), copied.with_suffix(".csv")
@@ -900,8 +878,7 @@ def test_a_regression_from_fit_to_intervals(place: Path, tmp_path: Path) -> None
     run("fit", f"{code}:points", *line, "-o", file, "--likelihood regression --method full")
     run("tune", file, *line, "--data", f"{code}:points", "--no-noise")
     assert uq.inspect(file)["tuning"]["noise variance"].startswith("mean squared residual")
-    said = run_json("tune", file, *line, "--data", f"{code}:points", "--referral-rate 0.1")
-    assert said["score"] == ["standard_deviation", "novelty"] == list(said["threshold"])
+    said = run_json("tune", file, *line, "--data", f"{code}:points")
     assert len(said["hyperparameters"]["noise variance"]) == 1
     assert uq.inspect(file)["tuning"]["noise variance"] == "validation NLL"
     options = ["--head sampling --n-samples 5 --level 0.5"]
@@ -947,7 +924,7 @@ class TestEvaluate:
         assert said["quality"]["inf, sampling"]["NLL"] == pytest.approx(expected, rel=1e-5)
         assert said["foreign"]["inf, sampling"].keys() == {"noise", "more"}
         assert said["inputs"] == {"test": 18, "noise": 5, "more": 36}
-        assert said["threshold"] is None and said["written"] == [str(path) for path in files.values()]
+        assert said["referred"] == [] and said["written"] == [str(path) for path in files.values()]
         written = json.loads(files["all.json"].read_text())
         assert written["quality"] == said["quality"]
         assert {row["model"] for row in table(files["rows.csv"])} == {"model alone", "inf, sampling"}
@@ -955,20 +932,20 @@ class TestEvaluate:
         assert page.lstrip().lower().startswith("<!doctype html") and "data:image/" in page
         assert copied.read_bytes() == (place / "m.h5").read_bytes()
 
-    def test_a_table_and_thresholds_on_two_scores(self, place: Path, copied: Path) -> None:
-        options = [*model_options(place), "--n-samples 6 --ood", f"noise={place / 'flat'}"]
-        scores = ["--referral-rate 0.3 --referral-score entropy,mutual_information"]
+    def test_what_is_referred(self, place: Path, copied: Path) -> None:
+        options = [*model_options(place), "--n-samples 6"]
+        run("calibrate", copied, place / "val", *options)
         page = copied.with_suffix(".html")
-        result = run("evaluate", copied, place / "val", *options, *scores, "--report", page)
-        referral = uq.load(copied, trained(place)).history.referral
-        entropy, information = (own["threshold"] for own in referral["scores"].values())
-        rule = f"entropy above {entropy:.6g} or mutual_information above {information:.6g}"
-        assert f"referral: {rule}; kept in {copied}" in result.stdout and "model alone" in result.stdout
-        assert "Referred by the thresholds" in page.read_text()
-        said = run_json("evaluate", copied, place / "val", *options, *scores)
-        assert said["threshold"] == {"entropy": entropy, "mutual_information": information}
-        assert said["score"] == ["entropy", "mutual_information"] and said["rule"] == rule
-        assert "entropy and mutual_information" in said["foreign"]["inf, sampling"]["noise"]
+        common = ["evaluate", copied, place / "train", *options, "--ood", f"noise={place / 'flat'}"]
+        result = run(*common, "--referral-rate 0.3 --report", page)
+        assert "Referred by the held-out scores" in result.stdout and "model alone" in result.stdout
+        assert "Referred by the held-out scores" in page.read_text()
+        said = run_json(*common, "--referral-rate 0.3")["referred"]
+        assert [row["data"] for row in said] == ["test", "noise"]
+        posterior = uq.load(copied, trained(place))
+        flags = uq.Referral(0.3)(uq.wrap(trained(place), posterior)(tensors(place / "train")[0]))
+        assert said[0]["referred"] == pytest.approx(float(flags.double().mean()))
+        assert "Referral is left out. A rate of 0.05 needs more" in run(*common).stderr
 
     def test_labels_are_needed(self, place: Path, copied: Path) -> None:
         said = failure("evaluate", copied, place / "flat", *model_options(place))

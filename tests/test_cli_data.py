@@ -542,7 +542,7 @@ def test_the_fit_is_that_of_the_library(city: Path, tmp_path: Path) -> None:
 
 def test_every_command_and_the_maps(city: Path, tmp_path: Path) -> None:
     path = fitted_scenes(city, tmp_path)
-    run("tune", path, *own(city), "--data", city / "val", "--head linearized --referral-rate 0.25")
+    run("calibrate", path, city / "val", *own(city), "--head linearized")
     said = run_json("evaluate", path, city / "val", *own(city), "--report", tmp_path / "r.html")
     names, x, y = scenes(city / "val")
     model = pixel_net()
@@ -551,7 +551,17 @@ def test_every_command_and_the_maps(city: Path, tmp_path: Path) -> None:
     quality = said["quality"]["kfac, linearized"]
     assert quality["NLL"] == pytest.approx(prediction.quality(y)["NLL"], rel=1e-5)
     out, maps = tmp_path / "out.csv", tmp_path / "deep" / "maps"
-    run("predict", path, city / "val", *own(city), "-o", out, "--maps", maps, "--batch-size 3")
+    run(
+        "predict",
+        path,
+        city / "val",
+        *own(city),
+        "-o",
+        out,
+        "--maps",
+        maps,
+        "--batch-size 3 --referral-rate 0.4",
+    )
     with out.open(newline="") as file:
         rows = list(csv.DictReader(file))
     assert [row["file"] for row in rows] == names
@@ -579,7 +589,6 @@ def test_every_command_and_the_maps(city: Path, tmp_path: Path) -> None:
     assert {row["flag"] for row in rows} <= {"0", "1"}
     assert run_json("update", path, city / "val", *own(city))["samples"] == 10
     assert run_json("update", path, city / "val", *own(city), "--remove")["samples"] == 6
-    run("tune", path, *own(city), "--data", city / "val", "--no-search --referral-rate 0.25")
     run("evaluate", path, city / "val", *own(city))
     run("predict", path, city / "val", *own(city), "-o", out, "--force")
     with out.open(newline="") as file:
@@ -804,7 +813,7 @@ def test_every_command_on_a_table(desk: Path) -> None:
     assert "table columns" in run("inspect", path).stdout
     before = run_json("inspect", path)["fit"]
     assert before["table columns"] == list(NAMES) and before["table targets"] == ["price"]
-    run("tune", path, *own, "--data", data, "--split [30:] --referral-rate 0.2")
+    run("tune", path, *own, "--data", data, "--split [30:]")
     assert run_json("update", path, data, *own, "--split [30:]")["samples"] == ROWS
     assert run_json("update", path, data, *own, "--remove --split [30:]")["samples"] == 30
     assert run_json("inspect", path)["fit"]["table targets"] == ["price"]

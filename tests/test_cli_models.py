@@ -301,7 +301,7 @@ def test_other_commands_take_them(place: Path, monkeypatch: pytest.MonkeyPatch) 
     monkeypatch.chdir(place)
     few = ["few", "--workers 0"]
     run("update", "p.h5", *few, "-o", "u.h5")
-    run("tune", "p.h5", "--data", *few, "--no-search --referral-rate 0.2")
+    run("tune", "p.h5", "--data", *few)
 
 
 def test_they_move_with_the_file(place: Path) -> None:

@@ -131,8 +131,7 @@ MISTAKES: dict[str, tuple[Callable[[], Any], type[PosthocUQError], str]] = {
     "a missing layer": (lambda: uq.wrap(nn.Sequential(net()[0]), POSTERIOR), PosteriorMismatchError, "'2.weight'"),
     "other values": (lambda: uq.wrap(changed(net()), POSTERIOR), PosteriorMismatchError, "values .*'2.weight'"),
     "other precision": (lambda: uq.wrap(net().half(), POSTERIOR), PosteriorMismatchError, "wrap the model as it was"),
-    "referral of inputs": (lambda: PREDICTOR.referral(X), PosthocUQError, "what the predictor returned"),  # type: ignore[arg-type]
-    "referral by a prediction": (lambda: uq.Referral().fit(PREDICTOR(X), [X]), PosthocUQError, "needs a predictor"),
+    "referral of inputs": (lambda: uq.Referral()(X), PosthocUQError, "what a predictor returned"),  # type: ignore[arg-type]
     "export of an array": (lambda: uq.export(PREDICTOR, X.numpy()), PosthocUQError, "example of the model"),  # type: ignore[arg-type]
     "export of nothing": (lambda: uq.export(PREDICTOR), PosthocUQError, "example of the model"),
     "export of a model": (lambda: uq.export(net(), X), PosthocUQError, "not a Sequential"),  # type: ignore[arg-type]

@@ -291,28 +291,49 @@ class TestFiles:
         assert torch.equal(example.image, x[example.index]) and example.label == int(y[example.index])
 
 
-def test_what_several_scores_refer_is_shown(compared, tmp_path):
-    evaluation, predictor = compared
-    evaluation.set_referral(0.2, ("entropy", "functional_variance"))
+def test_what_the_held_out_scores_refer_is_shown(images, tmp_path):
+    model, fitted, (x, y), foreign = images
+    posterior = uq.Posterior.trial(fitted)
+    uq.calibrate(posterior, loader_of(x[:130], y[:130]), progress=False)
+    predictor, referral = uq.wrap(model, posterior), uq.Referral(0.2)
+    kwargs = {"ood_loaders": {"noise": loader_of(foreign)}, "progress": False, "n_examples": 30}
+    evaluation = uq.evaluate(
+        {"network": model, "INF": predictor}, loader_of(x[130:], y[130:]), referral=referral, **kwargs
+    )
     by_data = evaluation.referral_reasons()
     assert list(by_data) == ["test", "noise"] and evaluation.referral_reasons("network") == {}
-    header, rows = evaluation.tables()["Referred by the thresholds of the posterior"]
-    assert header == ["model", "data", "referred", "by entropy", "by functional_variance"]
-    for (data, reasons), row in zip(by_data.items(), rows, strict=True):
-        entropy, variance = reasons["entropy"], reasons["functional_variance"]
-        expected = [float(flags.double().mean()) for flags in (entropy | variance, entropy, variance)]
-        assert row[:2] == ["INF", data] and row[2:] == pytest.approx(expected)
-    page = evaluation.report(tmp_path / "r.html").read_text()
-    assert "Referred by the thresholds" in page and "several may refer one input" in page
-    shown = [example for examples in evaluation.galleries.values() for example in examples]
-    lines = [
-        " and ".join(name.replace("_", " ") for name in by_data[e.data] if by_data[e.data][name][e.index])
-        for e in shown
+    header, rows = evaluation.tables()["Referred by the held-out scores of the posterior"]
+    assert header == [
+        *(
+            "model",
+            "data",
+            "referred",
+            "by entropy",
+            "by novelty",
+            "accuracy of the rest",
+            "mistakes referred",
+        )
     ]
+    for (data, reasons), row in zip(by_data.items(), rows, strict=True):
+        entropy, novelty = reasons["entropy"], reasons["novelty"]
+        expected = [float(flags.double().mean()) for flags in (entropy | novelty, entropy, novelty)]
+        assert row[:2] == ["INF", data] and row[2:5] == pytest.approx(expected)
+    prediction = predictor(x[130:])
+    flags, wrong = referral(prediction), prediction.predicted() != y[130:]
+    assert rows[0][5] == pytest.approx(float((~wrong[~flags]).double().mean()))
+    assert rows[0][6] == pytest.approx(float(flags[wrong].double().mean())) and rows[1][5:] == [None, None]
+    assert evaluation.to_dict()["referred"][1]["referred"] == rows[1][2]
+    page = evaluation.report(tmp_path / "r.html").read_text()
+    assert "Referred by the held-out scores" in page and "several may refer one input" in page
+    shown = [example for examples in evaluation.galleries.values() for example in examples]
+    lines = [" and ".join(name for name in by_data[e.data] if by_data[e.data][name][e.index]) for e in shown]
     assert len(set(lines)) > 1 and {e.data for e in shown} == {"test", "noise"}
     assert re.findall(r"referred by ([a-z ]+)</div>", page) == [line for line in lines if line]
-    predictor.posterior.history.referral = {}
-    assert "Referred by" not in str(evaluation)
+    for referral, word in ((uq.Referral(0.001), "held-out samples"), (uq.Referral(accuracy=0.9999), "best")):
+        with pytest.raises(uq.PosthocUQError, match=word):
+            uq.evaluate(predictor, loader_of(x, y), referral=referral, progress=False)
+    uq.calibrate(posterior, loader_of(x[:30], y[:30]), progress=False)  # too few for the default rate
+    assert "Referred by" not in str(uq.evaluate(uq.wrap(model, posterior), loader_of(x, y), progress=False))
 
 
 class TestJointScores:
@@ -353,6 +374,7 @@ def test_what_cannot_be_evaluated(images):
     data = loader_of(x, y)
     for models, loader, options, word in (
         (model, data, {"referral_rates": (1.5,)}, "referral_rates must be"),
+        (model, data, {"referral": 0.05}, "referral must be"),
         (model, data, {"score": "surprise"}, "score must be one of"),
         (model, data, {"ood_loaders": {"test": []}}, "may not be named"),
         (model, data, {"joint": ["entropy"]}, "joint holds groups"),
@@ -371,18 +393,10 @@ def test_what_cannot_be_evaluated(images):
     for call, word in (
         (lambda: evaluation.threshold(0.1, "mutual_information"), "does not know the score"),
         (lambda: evaluation.threshold(0.1, "surprise"), "A score is one of"),
-        (lambda: evaluation.set_referral(0.1, name="network"), "no posterior"),
-        (lambda: evaluation.set_referral(0.1, name="INFO"), "Did you mean 'INF'"),
+        (lambda: evaluation.threshold(0.1, name="INFO"), "Did you mean 'INF'"),
     ):
         with pytest.raises(uq.PosthocUQError, match=word):
             call()
-    with pytest.warns(UserWarning, match="no longer applies"):
-        evaluation.set_referral(0.1)
-        posterior.prior_precision = 2 * posterior.prior_precision
-    with pytest.raises(uq.PosthocUQError, match="evaluate again"):
-        evaluation.set_referral(0.1)
-    posterior.prior_precision = posterior.prior_precision / 2
-    posterior.history.referral = {}
 
 
 class _Page(HTMLParser):

@@ -24,7 +24,7 @@ import numpy as np
 import pytest
 import torch
 from hostile_files import Image, batches, fit, model
-from storage_helpers import FAITHFUL, SEVERAL, edit, mutations, sealed
+from storage_helpers import FAITHFUL, PROMISES, edit, mutations, sealed
 from torch import nn
 
 import posthoc_uq as uq
@@ -56,7 +56,7 @@ def files(tmp_path_factory: pytest.TempPathFactory) -> Path:
                 "options": {"n_draws": 50},
                 "criterion": "faithful",
             }
-            posterior.history.faithful, posterior.history.referral = FAITHFUL, SEVERAL
+            posterior.history.faithful, posterior.history.promises = FAITHFUL, PROMISES
         uq.save(posterior, folder / f"{method}.h5")
     uq.save(fit("full"), folder / "full.h5")
     return folder
@@ -289,7 +289,8 @@ def test_a_basis_at_the_tolerance_always_loads_or_never() -> None:
 # Records that contradict their declaration, each other, or the tensors
 
 GONE = object()  # the key is deleted
-ENTROPY = ("history", "referral", "scores", "entropy")
+ENTROPY = ("history", "promises", "inputs", "entropy")
+TAIL = ("history", "promises", "tails", "entropy")
 RECORDS: list[tuple[str, tuple[Any, ...], Any, str]] = [
     ("inf", ("method",), GONE, "has no 'method'"),
     ("inf", ("method",), "magic", "method must be one of"),
@@ -367,21 +368,23 @@ RECORDS: list[tuple[str, tuple[Any, ...], Any, str]] = [
     ("inf", ("history", "output"), {"guessed": True}, "one of name, index and function"),
     ("inf", ("history", "output"), {"guessed": True, "name": "a", "index": 1}, "one of name, index"),
     ("inf", ("history", "changes"), {"updates": -1}, "updates must be at least 0"),
-    ("inf", ("history", "referral", "rate"), 2.5, "rate must be below 1"),
-    ("inf", ("history", "referral", "inputs"), 5, "5 shares"),
-    ("inf", ("history", "referral", "head"), {"head": "magic"}, "a head that is none"),
-    ("inf", ("history", "referral", "head", "n_samples"), 50_000_000, "no whole number from 1 to 10000"),
-    ("inf", ("history", "referral", "shares"), [2 / 3, 1 / 3, 1.0], "do not ascend"),
-    ("inf", ("history", "referral", "shares"), [0.5, 1.0, 1.5], "shares"),
-    ("inf", ("history", "referral", "shares"), [0.3, 0.5, 0.9], "do not ascend"),
-    ("inf", ("history", "referral", "shares"), [0.5, 1.0], "3 shares"),
-    ("inf", ("history", "referral", "scores"), {}, "scores"),
-    ("inf", (*ENTROPY[:-1], "magic"), {"threshold": 0.5, "quantiles": [2.0, 0.5, 0.1]}, "must be one of"),
-    ("inf", (*ENTROPY, "threshold"), float("nan"), "threshold must be"),
-    ("inf", (*ENTROPY, "threshold"), 2.5, "outside of its quantiles"),
-    ("inf", (*ENTROPY, "quantiles"), [2.0, 0.1, 0.5], "do not descend"),
-    ("inf", (*ENTROPY, "quantiles"), [1.7e308, 0.5, -1.7e308], "quantiles"),
-    ("inf", (*ENTROPY, "quantiles"), [2.0, 0.5, 0.5, 0.1], "as many quantiles"),
+    ("inf", ("history", "promises", "share"), 2.5, "share must be below 1"),
+    ("inf", ("history", "promises", "head"), {"head": "magic"}, "a head that is none"),
+    ("inf", ("history", "promises", "head", "n_samples"), 50_000_000, "no whole number from 1 to 10000"),
+    ("inf", ("history", "promises", "inputs", "magic"), {"values": [0.5], "count": 1}, "must be one of"),
+    ("inf", (*ENTROPY, "count"), 5, "must have 5 values"),
+    ("inf", (*ENTROPY, "values"), [0.1, 2.0, 0.5], "do not ascend"),
+    ("inf", (*ENTROPY, "values"), [0.1, 0.5, float("nan")], "values"),
+    ("inf", (*ENTROPY, "values"), [-1.7e308, 0.5, 1.7e308], "values"),
+    ("inf", (*TAIL, "shares"), [2 / 3, 1 / 3, 1.0], "do not ascend"),
+    ("inf", (*TAIL, "shares"), [0.5, 1.0, 1.5], "shares"),
+    ("inf", (*TAIL, "shares"), [0.3, 0.5, 0.9], "do not ascend"),
+    ("inf", (*TAIL, "shares"), [0.5, 1.0], "as many"),
+    ("inf", (*TAIL, "values"), [2.0, 0.1, 0.5], "descending"),
+    ("inf", ("history", "promises", "wrong", "joint"), GONE, "every score of inputs"),
+    ("inf", ("history", "promises", "wrong", "joint"), [0, 2, 1], "do not ascend"),
+    ("inf", ("history", "promises", "wrong", "joint"), [0, 1, 4], "do not ascend"),
+    ("inf", ("history", "promises", "wrong", "joint"), [-1, 1, 1], "at least 0"),
 ]
 
 

@@ -501,10 +501,6 @@ def test_evaluate_and_tune(name: str, fitted: Any) -> None:
     assert own[nll] == pytest.approx(sign * each, rel=1e-4)
     assert name != "multilabel" or found.figures()
     assert str(found) and found.foreign["posterior"]["foreign"]
-    first, *others = found.set_referral(0.1).thresholds
-    assert first == found.default_score and others == (
-        ["novelty"] if "novelty" in prediction.scores() else []
-    )
     tuned = fit(name, model, "diag", fisher="exact")
     trials = uq.tune(tuned, [(x, y)], max_evaluations=3, noise=False, progress=False)
     assert trials.model_alone == pytest.approx(

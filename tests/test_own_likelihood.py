@@ -450,11 +450,6 @@ class TestEvaluate:
         selective = found.selective["posterior"]["standard_deviation"]
         assert selective["RMSE at 0.5"] < own["RMSE"]
         assert "coverage of 95 %" in str(found) and "RMSE" in str(found)
-        (threshold,) = found.set_referral(0.1, "standard_deviation").thresholds.values()
-        referred = predictor.referral(predictor(x))
-        assert threshold > 0 and int(referred.sum()) == 5
-        assert list(found.set_referral(0.1).thresholds) == ["standard_deviation", "novelty"]
-        assert 4 <= int(predictor.referral(predictor(x)).sum()) <= 5
 
 
 class TestFile:

@@ -610,8 +610,6 @@ def test_masked_positions_do_not_count_in_the_numbers_of_an_input() -> None:
     parts = PositionPrediction.cat([masked, prediction])
     torch.testing.assert_close(parts.scores()["entropy"][: len(masked)], masked.scores()["entropy"])
     torch.testing.assert_close(parts.scores()["entropy"][len(masked) :], prediction.scores()["entropy"])
-    uq.Referral(0.2, "entropy").fit(predictor, masked)
-    assert predictor.referral(masked).shape == (len(masked),)
     with pytest.raises(uq.PosthocUQError, match=r"mask has shape .* is needed"):
         prediction.masked(mask[:2])
 

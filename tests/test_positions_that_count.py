@@ -224,7 +224,7 @@ def test_padding_does_not_move_an_evaluation(said_by: str) -> None:
         evaluation = uq.evaluate(
             predictor, [(inputs, labels)], ood_loaders={"other": foreign}, progress=False
         )
-        threshold = evaluation.set_referral(0.2, "entropy").thresholds["entropy"]
+        threshold = evaluation.threshold(0.2, "entropy")
         of_scores = {
             **next(iter(evaluation.foreign.values()))["other"],
             **next(iter(evaluation.selective.values())),

@@ -1,11 +1,9 @@
-"""`Referral`: the share that is referred, why, how extreme, in files, and what makes thresholds hold no more."""
+"""`Referral`: p-values and thresholds from the definition, the rate and the accuracy on new data, why, and errors."""
 
 from __future__ import annotations
 
-import warnings
-from collections.abc import Callable
+from collections.abc import Mapping
 from dataclasses import replace
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -14,199 +12,205 @@ from sklearn.datasets import load_digits
 from torch import Tensor, nn
 
 import posthoc_uq as uq
+from posthoc_uq.likelihoods.conformal import JOINT, Promises, held_out_scores, wrong_up_to
+from posthoc_uq.likelihoods.selective import joint_surprise, tail_of
 
-NAMES = ("entropy", "mutual_information", "functional_variance")
+FAST: dict[str, Any] = {"head": "linearized", "link": "probit", "progress": False}
 
 
-@pytest.fixture
-def fitted() -> tuple[nn.Module, uq.Posterior, Tensor]:
-    generator = torch.Generator().manual_seed(0)
-    x = torch.randn(230, 3, generator=generator)
+def _batches(x: Tensor, y: Tensor, size: int = 250) -> list[tuple[Tensor, Tensor]]:
+    return list(zip(x.split(size), y.split(size), strict=True))
+
+
+@pytest.fixture(scope="module")
+def digits() -> tuple[nn.Module, uq.Posterior, Tensor, Tensor]:
+    """A network trained on 500 digits, its posterior, and 1,297 others."""
+    generator, data = torch.Generator().manual_seed(0), load_digits()
+    order = torch.randperm(len(data.target), generator=generator)
+    x = torch.tensor(data.data / 16, dtype=torch.float32)[order]
+    y = torch.tensor(data.target)[order]
     torch.manual_seed(0)
-    model = nn.Sequential(nn.Linear(3, 8), nn.ReLU(), nn.Linear(8, 3))
-    return model, uq.fit(model, [(x, x.argmax(1))], prior_precision=2.0, progress=False), x
+    model = nn.Sequential(nn.Linear(64, 32), nn.ReLU(), nn.Linear(32, 10))
+    optimiser = torch.optim.Adam(model.parameters(), 0.005)
+    for _ in range(60):
+        optimiser.zero_grad()
+        nn.functional.cross_entropy(model(x[:500]), y[:500]).backward()
+        optimiser.step()
+    posterior = uq.fit(model, [(x[:500], y[:500])], "diag", layers="last", progress=False)
+    uq.calibrate(posterior, _batches(x[500:1100], y[500:1100]), **FAST)
+    return model, posterior, x[500:], y[500:]
 
 
-def test_several_scores_share_the_rate_and_stay_in_the_file(fitted, tmp_path: Path) -> None:
-    model, posterior, x = fitted
-    predictor = uq.wrap(model, posterior, "sampling", n_samples=12)
-    assert not predictor.referral.applies and predictor.referral.thresholds == {}
-    prediction = predictor(x)
-    referral = uq.Referral(0.1, NAMES).fit(predictor, prediction)
-    scores, thresholds = prediction.scores(), referral.thresholds
-    reasons, flags, tail = referral.reasons(prediction), referral(prediction), referral.tail(prediction)
-    assert tuple(thresholds) == tuple(reasons) == NAMES and 20 < int(flags.sum()) <= 23
-    for name in NAMES:
-        assert torch.equal(reasons[name], scores[name] > thresholds[name]) and bool(reasons[name].any())
-    assert torch.equal(flags, torch.stack(list(reasons.values())).any(0))
-    shares = torch.stack([(scores[s][:, None] <= scores[s]).double().mean(1) for s in NAMES]).amin(0)
-    assert torch.allclose(tail, shares, atol=0.01) and tail[flags].max() < tail[~flags].min() + 0.005
-    assert bool((referral.tail(predictor(100 * x)) == 0).any())
-
-    uq.save(posterior, tmp_path / "p.h5")
-    loaded = uq.load(tmp_path / "p.h5", model)
-    assert {len(score["quantiles"]) for score in loaded.history.referral["scores"].values()} == {200}
-    again = uq.wrap(model, loaded, "sampling", n_samples=12)
-    assert again.referral.applies and again.referral.thresholds == thresholds
-    assert torch.equal(again.referral(again(x)), flags) and torch.equal(again.referral.tail(again(x)), tail)
-    assert f"entropy above {thresholds['entropy']:.4g} or mutual_information above" in str(loaded.report())
-    assert "entropy above" in repr(again.referral)
+def _surprise(scores: Mapping[str, Tensor], promises: Promises) -> Tensor:
+    return joint_surprise(promises.tails, scores)
 
 
-def test_by_default_hard_and_foreign_inputs() -> None:
-    """White pictures and noise are referred beside digits, at the rate that was set for digits."""
-    generator, digits = torch.Generator().manual_seed(0), load_digits()
-    order = torch.randperm(len(digits.target), generator=generator)
-    inputs = torch.tensor(digits.data / 16, dtype=torch.float32)[order]
-    labels = torch.tensor(digits.target)[order]
-    x, y, held_out, fresh = inputs[:900], labels[:900], inputs[900:1400], inputs[1400:]
-    torch.manual_seed(0)
-    model = nn.Sequential(nn.Linear(64, 64), nn.ReLU(), nn.Linear(64, 32), nn.ReLU(), nn.Linear(32, 10))
-    optimiser = torch.optim.Adam(model.parameters(), 0.003)
-    for _ in range(20):
-        for chosen in torch.randperm(900, generator=generator).split(60):
-            optimiser.zero_grad()
-            nn.functional.cross_entropy(model(x[chosen]), y[chosen]).backward()
-            optimiser.step()
-    noise = torch.rand(200, 64, generator=generator)
-    foreign = {"noise": noise, "white": 1 - 0.05 * noise}
-    posterior = uq.fit(model, [(x, y)], method="diag", layers="last", progress=False)
-    for head in ("linearized", "sampling", "moments"):
-        predictor = uq.wrap(model, posterior, head)
-
-        def share(referral: uq.Referral, data: Tensor, predictor: uq.Predictor = predictor) -> float:
-            return referral(predictor.predict([data], progress=False)).double().mean().item()
-
-        alone = uq.Referral(0.05, "entropy").fit(predictor, [held_out])
-        both = uq.Referral().fit(predictor, [held_out])  # a loader, predicted
-        assert list(both.thresholds) == ["entropy", "novelty"]
-        assert 0.04 < share(both, held_out) <= 0.05 and share(both, fresh) < 0.08
-        assert min(share(both, data) for data in foreign.values()) > 0.75
-        assert min(share(alone, data) for data in foreign.values()) < 0.5
-
-        without = uq.wrap(model, posterior, head, novelty=False)
-        assert list(uq.Referral(0.05).fit(without, [held_out]).thresholds) == ["entropy"]
-        assert int(without.referral(without.predict([held_out], progress=False)).sum()) == 25
-
-    evaluation = uq.evaluate(
-        predictor, [(held_out, labels[900:1400])], score="max_probability", progress=False
-    )
-    assert list(evaluation.set_referral(0.05).thresholds) == ["max_probability", "novelty"]
+@pytest.mark.parametrize("score", ["joint", "entropy", "novelty"])
+def test_p_values_and_reasons_are_those_of_the_definition(digits, score: str) -> None:
+    model, posterior, x, _ = digits
+    prediction = uq.wrap(model, posterior)(torch.cat((x[600:], torch.rand(40, 64), 3 + x[:5])))
+    record, scores = posterior.history.promises, prediction.scores()
+    promises = prediction.known_promises()
+    own = _surprise(scores, promises) if score == JOINT else scores[score].double()
+    held_out = record["inputs"][score]["values"]
+    expected = torch.tensor([(1 + sum(h >= s for h in held_out)) / (1 + len(held_out)) for s in own.tolist()])
+    for rate in (0.01, 0.05, 0.3):
+        referral = uq.Referral(rate, score=score)
+        assert torch.allclose(referral.tail(prediction), expected.double(), atol=1e-7)
+        flags, reasons = referral(prediction), referral.reasons(prediction)
+        assert torch.equal(flags, referral.tail(prediction) <= rate) and 0 < int(flags.sum()) < len(flags)
+        assert torch.equal(flags, torch.stack(list(reasons.values())).any(0))
+        assert list(reasons) == (["entropy", "novelty"] if score == JOINT else [score])
+        for name, its_own in reasons.items() if score == JOINT else ():
+            alone = _surprise({name: scores[name]}, replace(promises, tails={name: promises.tails[name]}))
+            border = alone[its_own].min()
+            assert bool((alone[~its_own] < border).all()) and bool(its_own.any())
+    assert bool(uq.Referral(0.05)(uq.wrap(model, posterior)(3 + x[:5])).all())
 
 
-def test_values_by_several_scores() -> None:
+def test_the_share_of_new_inputs_is_the_rate() -> None:
+    """Over many held-out parts: at most the rate on average, and no less than a rank below it."""
+    generator, n, rate = torch.Generator().manual_seed(1), 60, 0.1
+    shares: list[float] = []
+    for _ in range(400):
+        entropy, novelty = torch.randn(2, n + 60 + 200, generator=generator).double()
+        known = {"entropy": entropy, "novelty": novelty + 0.5 * entropy}
+        tails = {name: tail_of(values[:60]) for name, values in known.items()}
+        joint = joint_surprise(tails, known)
+        promises = _promises(known | {JOINT: joint}, slice(60, 60 + n), tails)
+        new = {name: values[60 + n :] for name, values in known.items()}
+        flags = promises.p_values(new, JOINT) <= uq.Referral(rate).border(promises)
+        shares.append(float(flags.double().mean()))
+    mean = sum(shares) / len(shares)
+    error = 3.5 * (rate * (1 - rate) * (1 / n + 1 / 200) / 400) ** 0.5
+    assert rate - 1 / (n + 1) - error < mean < rate + error
+
+
+def _promises(
+    scores: Mapping[str, Tensor], held_out: slice, tails: Mapping[str, Any], wrong: Tensor | None = None
+) -> Promises:
+    kept = {name: held_out_scores(values[held_out]) for name, values in scores.items()}
+    counts = {
+        name: wrong_up_to(kept[name], scores[name][held_out], wrong) for name in kept if wrong is not None
+    }
+    return Promises(None, (), kept, tails, 0, counts)
+
+
+@pytest.mark.parametrize("ties", [False, True])
+@pytest.mark.parametrize("count", [50, 6000])
+def test_an_accuracy_keeps_the_most_that_have_it(ties: bool, count: int) -> None:
+    generator = torch.Generator().manual_seed(count)
+    score = torch.rand(count, generator=generator, dtype=torch.float64)
+    score = (10 * score).round() if ties else score
+    wrong = torch.rand(count, generator=generator) < 0.4 * (score / score.max()) ** 2
+    tails = {"entropy": tail_of(score)}
+    promises = _promises({"entropy": score}, slice(None), tails, wrong)
+    new = torch.cat((score, score + 1e-9, score.max() + torch.ones(1)))
+    for accuracy in (0.8, 0.9, 0.95):
+        borders = score.unique()
+        kept = score <= borders[:, None]
+        errors = (kept & wrong).sum(1)
+        borders = borders[(errors + 1) / (kept.sum(1) + 1) <= 1 - accuracy + 1e-7].tolist()
+        flags = promises.p_values({"entropy": new}, "entropy") <= promises.rate_for(accuracy, "entropy")
+        if count <= 4096:
+            assert torch.equal(flags, new > max(borders))
+        else:  # of thinned scores the next one below that was kept
+            largest = float(new[~flags].max())
+            between = (score > largest) & (score <= max(borders))
+            assert largest <= max(borders) and int(between.sum()) <= 20
+        assert bool(flags[-1]), "what is beyond all held-out inputs is always referred"
+
+
+def test_the_rest_of_new_inputs_has_the_accuracy() -> None:
+    generator, n, accuracy = torch.Generator().manual_seed(2), 300, 0.95
+    found: list[float] = []
+    for _ in range(200):
+        score = torch.rand(n + 400, generator=generator, dtype=torch.float64)
+        wrong = torch.rand(n + 400, generator=generator) < 0.4 * score**2
+        held_out = slice(0, n)
+        promises = _promises({"entropy": score}, held_out, {"entropy": tail_of(score[:n])}, wrong[:n])
+        border = promises.rate_for(accuracy, "entropy")
+        rest = promises.p_values({"entropy": score[n:]}, "entropy") > border
+        found.append(float((~wrong[n:][rest]).double().mean()))
+        assert 0.2 < float(rest.double().mean()) < 0.9
+    assert abs(sum(found) / len(found) - accuracy) < 0.006
+
+
+def test_an_accuracy_end_to_end(digits) -> None:
+    model, posterior, x, y = digits
+    prediction, labels = uq.wrap(model, posterior)(x[600:]), y[600:]
+    right = prediction.predicted() == labels
+    accuracy = float(right.double().mean())
+    aim = accuracy + 0.6 * (1 - accuracy)
+    referral = uq.Referral(accuracy=aim)
+    rest = ~referral(prediction)
+    assert 0.5 < float(rest.double().mean()) < 1
+    assert float(right[rest].double().mean()) > aim - 3 * ((1 - aim) / 300) ** 0.5
+    counts = posterior.history.promises["wrong"]["joint"]
+    assert counts == sorted(counts) and 0 < counts[-1] < 60
+    posterior.history.promises = {k: v for k, v in posterior.history.promises.items() if k != "wrong"}
+    with pytest.raises(uq.PosthocUQError, match="calibrate again"):
+        referral(uq.wrap(model, posterior)(x[600:]))
+    posterior.history.promises |= {"wrong": {name: counts for name in ("entropy", "novelty", "joint")}}
+
+
+def test_an_input_whose_score_is_nan_is_always_referred(digits) -> None:
+    model, posterior, x, _ = digits
+    prediction = uq.wrap(model, posterior)(x[:40])
+    novelty = prediction.novelty().clone()
+    novelty[7] = float("nan")
+    broken = replace(prediction, novelty_ratio=novelty)  # which somebody made elsewhere
+    for referral in (uq.Referral(0.01), uq.Referral(accuracy=0.9)):
+        assert bool(referral(broken)[7]) and bool(referral.reasons(broken)["novelty"][7])
+        assert referral.tail(broken).isnan().nonzero().tolist() == [[7]]
+        assert torch.equal(referral.reasons(broken)["entropy"], referral.reasons(prediction)["entropy"])
+
+
+def test_values_have_a_rate_and_no_accuracy() -> None:
     generator = torch.Generator().manual_seed(0)
-    x = torch.randn(80, 2, generator=generator)
+    x = torch.randn(300, 2, generator=generator)
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(2, 8), nn.Tanh(), nn.Linear(8, 2))
-    y = x + 0.1 * torch.randn(80, 2, generator=generator)
-    posterior = uq.fit(model, [(x, y)], likelihood="regression", prior_precision=2.0, progress=False)
-    predictor = uq.wrap(model, posterior, "linearized")
-    referral = uq.Referral(0.2, ("standard_deviation", "epistemic_variance")).fit(predictor, [x])
-    assert 15 <= int(referral(predictor(x)).sum()) <= 16
-    assert bool(referral(predictor(100 + x)).all())
+    y = x + 0.1 * torch.randn(300, 2, generator=generator)
+    posterior = uq.fit(
+        model, [(x[:100], y[:100])], likelihood="regression", prior_precision=2.0, progress=False
+    )
+    uq.calibrate(posterior, [(x[100:], y[100:])], progress=False)
+    prediction = uq.wrap(model, posterior)(torch.cat((x[:50], 100 + x[:50])))
+    referral = uq.Referral(rate=0.05)
+    assert list(referral.reasons(prediction)) == ["standard_deviation", "novelty"]
+    assert int(referral(prediction)[:50].sum()) < 15 and bool(referral(prediction)[50:].all())
+    with pytest.raises(uq.PosthocUQError, match="predictions of classes"):
+        uq.Referral(accuracy=0.9)(prediction)
 
 
-def test_an_input_whose_score_is_nan_is_always_referred(fitted) -> None:
-    model, posterior, x = fitted
-    predictor = uq.wrap(model, posterior, "sampling", n_samples=3)
-    prediction = predictor(x)
-    referral = uq.Referral(0.0, ["entropy", "functional_variance"]).fit(predictor, prediction)
-    assert not bool(referral(prediction).any())
-    variance = prediction.logits_variance.clone()
-    variance[1] = float("nan")
-    broken = replace(prediction, logits_variance=variance)  # which somebody made elsewhere
-    assert referral(broken).nonzero().tolist() == [[1]]
-    assert referral.reasons(broken)["functional_variance"].nonzero().tolist() == [[1]]
-    assert not bool(referral.reasons(broken)["entropy"].any())
-    assert referral.tail(broken).isnan().nonzero().tolist() == [[1]]
-    with pytest.raises(uq.NonFiniteError, match="1 of 230"):
-        uq.Referral(0.1, "functional_variance").fit(predictor, broken)
-
-
-def test_another_head_or_setting_is_refused(fitted) -> None:
-    model, posterior, x = fitted
-    predictor = uq.wrap(model, posterior, "sampling", n_samples=12)
-    referral = uq.Referral(0.1).fit(predictor, [x])
-    for other, words in (
-        (uq.wrap(model, posterior, "linearized"), "head='sampling'.*head='linearized'"),
-        (uq.wrap(model, posterior, "sampling", n_samples=3), r"n_samples=12.*n_samples=3"),
-    ):
-        assert not other.referral.applies
-        with pytest.raises(uq.PosthocUQError, match=words):
-            other.referral(other(x))
-    with pytest.warns(UserWarning, match="no longer applies"):
-        posterior.prior_precision = 2 * posterior.prior_precision
-    referral(predictor(x))  # its draws are the ones that the threshold was set for
-    anew = uq.wrap(model, posterior, "sampling", n_samples=12)
-    with pytest.raises(uq.PosthocUQError, match="hyperparameters changed"):
-        anew.referral(anew(x))
-
-
-def test_after_calibrating(fitted) -> None:
-    model, posterior, x = fitted
-    predictor = uq.wrap(model, posterior, "moments")
-    uq.Referral(0.1).fit(predictor, [x])
-    with pytest.warns(UserWarning, match=r"referral threshold \(entropy above .*no longer applies"):
-        predictor.calibrate([x], progress=False)
-    with pytest.raises(uq.PosthocUQError, match="set it again"):
-        predictor.referral(predictor(x))
-
-
-def test_thresholds_that_hold_no_more_are_reported_once(fitted) -> None:
-    model, posterior, x = fitted
-
-    def said(change: Callable[[], object]) -> list[str]:
-        with warnings.catch_warnings(record=True) as found:
-            warnings.simplefilter("always")
-            change()
-        lines = [w for w in found if "referral" in str(w.message)]
-        assert all(w.category is UserWarning and w.filename == __file__ for w in lines)
-        return [str(w.message) for w in lines]
-
-    def set_to(**values: float) -> None:
-        for name, value in values.items():
-            setattr(posterior, name, value)
-
-    def anew() -> None:
-        uq.Referral(0.1, ("entropy", "novelty")).fit(uq.wrap(model, posterior), [x])
-
-    def tune(**options: Any) -> None:
-        uq.tune(posterior, progress=False, **options)
-
-    held_out = {"loader": [(x, x.argmax(1))], "prior_precisions": [1.0, 4.0]}
-    assert said(lambda: set_to(prior_precision=1.0)) == [], "there are none yet"
-    assert said(anew) == []
-    (line,) = said(lambda: set_to(prior_precision=3.0, temperature=2.0))
-    assert "(entropy above " in line and " or novelty above " in line and "set it again" in line
-    assert said(lambda: set_to(prior_precision=4.0)) == [], "said before"
-    assert said(lambda: set_to(prior_precision=1.0, temperature=1.0)) == [], "they apply again"
-    for options in ({}, held_out, {"loader": [x], "criterion": "faithful"}):
-        posterior.prior_precision = 11.0
-        anew()
-        assert len(said(lambda options=options: tune(**options))) == 1, (options, posterior.settings)
-        assert said(lambda options=options: tune(**options)) == []
-    anew()
-    with warnings.catch_warnings(), pytest.raises(uq.PosthocUQError):
-        warnings.filterwarnings("error", ".*referral")
-        tune(loader=[x])
-    assert said(lambda: posterior.snapshot(replace(posterior.settings, scale=2.0))) == []
-    assert said(lambda: set_to(scale=7.0)) != [], "an error leaves them as they were"
-
-
-def test_what_cannot_be(fitted) -> None:
-    model, posterior, x = fitted
-    predictor: Any = uq.wrap(model, posterior, "linearized", link="probit")
-    prediction = predictor(x)
-    for call, word in (
-        (lambda: uq.Referral(0.1, ()), "several different ones"),
-        (lambda: uq.Referral(0.1, ("entropy", "entropy")), "several different ones"),
-        (lambda: uq.Referral(0.1, "novel").fit(predictor, prediction), "A score is one of"),
-        (lambda: uq.Referral(0.1, "mutual_information").fit(predictor, prediction), "does not know"),
+def test_one_sentence_says_what_is_missing(digits) -> None:
+    model, posterior, x, _ = digits
+    prediction = uq.wrap(model, posterior)(x[:5])
+    bare = uq.fit(model, [(x[:50], x[:50].argmax(1) % 10)], "diag", layers="last", progress=False)
+    for call, words in (
         (lambda: uq.Referral(2.5), "rate must be"),
+        (lambda: uq.Referral(0.0), "rate must be"),
         (lambda: uq.Referral("often"), "rate must be"),  # pyright: ignore[reportArgumentType]
-        (lambda: uq.Referral()(prediction), "No referral threshold"),
+        (lambda: uq.Referral(accuracy=1.0), "accuracy must be"),
+        (lambda: uq.Referral(0.1, accuracy=0.9), "one of the two"),
+        (lambda: uq.Referral(score="novel"), "score must be one of"),
+        (lambda: uq.Referral(score="mutual_information")(prediction), "score must be one of"),
+        (lambda: uq.Referral(0.001)(prediction), r"at least 0\.00\d+, or calibrate with more"),
+        (lambda: uq.Referral(accuracy=0.9999)(prediction), r"the best that is reached is 0\.\d+"),
+        (lambda: uq.Referral()(x), "what a predictor returned"),  # pyright: ignore[reportArgumentType]
+        (lambda: uq.Referral()(uq.wrap(model, bare)(x[:5])), "uq.calibrate"),
+        (
+            lambda: uq.Referral()(uq.wrap(model, posterior, "sampling")(x[:5])),
+            "head='sampling'.*uq.calibrate",
+        ),
+        (lambda: uq.Referral()(uq.wrap(model, posterior, novelty=False)(x[:5])), "novelty"),
     ):
-        with pytest.raises(uq.PosthocUQError, match=word):
+        with pytest.raises(uq.PosthocUQError, match=words):
             call()
-    assert not posterior.history.referral
+    with pytest.warns(UserWarning, match="no longer hold"):
+        posterior.temperature *= 2
+    with pytest.raises(uq.PosthocUQError, match=r"hyperparameters changed.*calibrate again"):
+        uq.Referral()(uq.wrap(model, posterior)(x[:5]))
+    posterior.temperature /= 2
+    assert repr(uq.Referral(accuracy=0.98, score="entropy")) == "Referral(accuracy=0.98, score='entropy')"

@@ -24,8 +24,9 @@ from storage_helpers import (
     CALIBRATION,
     FAITHFUL,
     KINDS,
-    SEVERAL,
+    PROMISES,
     draw,
+    edit_state,
     make,
     make_model,
     mutations,
@@ -156,7 +157,7 @@ def test_a_long_record_is_kept_whole(tmp_path: Path) -> None:
     assert plain(load(tmp_path / "p.h5", model)) == plain(posterior)
 
 
-@pytest.mark.parametrize("name", ["head", "faithful", "referral", "changes", "output", "calibration"])
+@pytest.mark.parametrize("name", ["head", "faithful", "promises", "changes", "output", "calibration"])
 def test_the_history_comes_back_and_is_shown(name: str, tmp_path: Path) -> None:
     model, path = make_model(), tmp_path / "p.h5"
     posterior = make("inf", model)
@@ -167,7 +168,7 @@ def test_the_history_comes_back_and_is_shown(name: str, tmp_path: Path) -> None:
             ({"name": "moments", "options": {"n_draws": 50}, "criterion": "evidence"}, "moments (n_draws 50)")
         ],
         "faithful": [(FAITHFUL, "of at most 0.01 nats"), (by_layer, "infinitely many")],
-        "referral": [(SEVERAL, "entropy above 0.5")],
+        "promises": [(PROMISES, "p-values of entropy, joint; by 3 held-out samples")],
         "changes": [({**counts, "digest": "0" * 64, "outside": 0.1, "outside before": 0.2}, "5 samples")],
         "output": [({"name": "logits", "guessed": True}, "'logits'")],
         "calibration": [(CALIBRATION, "error left")],
@@ -181,6 +182,13 @@ def test_the_history_comes_back_and_is_shown(name: str, tmp_path: Path) -> None:
         assert found[name] == {key: v for key, v in value.items() if v != float("inf")}
         save(loaded, tmp_path / "again.h5")
         assert (tmp_path / "again.h5").read_bytes() == path.read_bytes()
+
+
+def test_thresholds_that_an_earlier_version_set_are_left_out(saved: Saved) -> None:
+    path, model, posterior = saved
+    edit_state(path, lambda state: state["history"].update(referral={"rate": 0.05, "scores": {}}))
+    assert plain(load(path, model)) == plain(posterior)
+    assert "referral" not in inspect(path) and not hasattr(load(path, model).history, "referral")
 
 
 def test_inspect_and_h5py_show_what_is_in_it(saved: Saved) -> None:

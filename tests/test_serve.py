@@ -7,7 +7,6 @@ import json
 import re
 import socket
 import threading
-import warnings
 import weakref
 import zlib
 from collections.abc import Iterator
@@ -41,6 +40,7 @@ from posthoc_uq.deployment.requests import Limits
 from posthoc_uq.deployment.serve import LOOPBACK, Connection, Service, application
 
 NAMES = ("cat", "dog", "emu")
+REFERRAL = uq.Referral(0.3)
 LIMITS = Limits(bytes=200_000, batch=8, pixels=10_000)
 
 
@@ -58,11 +58,8 @@ def predictor() -> uq.Predictor:
         model = net()
         x, y = torch.rand(60, 3, 12, 12), torch.randint(3, (60,))
         posterior = uq.fit(model, [(x, y)], progress=False)
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # the prior precision was found for another head
-        made = uq.wrap(model, posterior, head="sampling", n_samples=5)
-    uq.Referral(0.3, ("entropy", "novelty")).fit(made, made.predict([x], progress=False))
-    return made
+        uq.calibrate(posterior, [(x, y)], share=None, head="sampling", n_samples=5, progress=False)
+    return uq.wrap(model, posterior)
 
 
 @pytest.fixture(scope="module")
@@ -72,7 +69,7 @@ def transform(predictor: uq.Predictor) -> Any:
 
 @pytest.fixture
 def service(predictor: uq.Predictor, transform: Any) -> Service:
-    return Service(predictor, transform, names=NAMES, limits=LIMITS)
+    return Service(predictor, transform, names=NAMES, referral=REFERRAL, limits=LIMITS)
 
 
 @pytest.fixture
@@ -84,7 +81,7 @@ def client(service: Service) -> Iterator[TestClient]:
 def _expected(predictor: uq.Predictor, prediction: Any, index: int) -> dict[str, Any]:
     """An answer as the library has it."""
     top = prediction.top_k(3)
-    reasons = predictor.referral.reasons(prediction)
+    reasons = REFERRAL.reasons(prediction)
     labels = top.labels[index].tolist()
     return {
         "prediction": NAMES[labels[0]],
@@ -96,9 +93,9 @@ def _expected(predictor: uq.Predictor, prediction: Any, index: int) -> dict[str,
         "entropy": float(prediction.entropy()[index]),
         "mutual_information": float(prediction.mutual_information()[index]),
         "novelty": float(prediction.novelty()[index]),
-        "referred": bool(predictor.referral(prediction)[index]),
+        "referred": bool(REFERRAL(prediction)[index]),
         "reasons": [name for name, flags in reasons.items() if flags[index]],
-        "tail": float(predictor.referral.tail(prediction)[index]),
+        "tail": float(REFERRAL.tail(prediction)[index]),
     }
 
 
@@ -551,7 +548,7 @@ class TestWhatIsKept:
         assert (
             health["status"] == "ok"
             and health["head"] == "sampling"
-            and "entropy above" in health["referral"]
+            and health["referral"] == "Referral(rate=0.3, score='joint')"
         )
 
     def test_nothing_is_written_without_a_log(
@@ -571,7 +568,7 @@ class TestWhatIsKept:
         path = tmp_path / "log.csv"
         answers: list[dict[str, Any]] = []
         for start in (0, 5):  # the second server goes on with the first one's log
-            service = Service(predictor, transform, names=NAMES, log=str(path))
+            service = Service(predictor, transform, names=NAMES, referral=REFERRAL, log=str(path))
             with TestClient(application(service, None)) as client:
                 for seed in range(start, start + 5):
                     answers.append(
@@ -624,7 +621,7 @@ def test_the_command_serves(place: Path, predictor: uq.Predictor, monkeypatch: p
     monkeypatch.setattr(uvicorn.Server, "run", ask)
     names = place / "names.txt"
     names.write_text("\n".join(NAMES))
-    common = [place / "m.h5", *_model(place), "--port", 0]
+    common = [place / "m.h5", *_model(place), "--port 0 --referral-rate 0.3"]
     printed = run_json("serve", *common, "--class-names", names)
     assert re.fullmatch(r"http://127\.0\.0\.1:\d+", printed["url"])
     image = torch.from_numpy(np.asarray(Image.open(place / "new" / "0.png")).copy()).permute(2, 0, 1)

@@ -197,13 +197,12 @@ def test_what_was_measured_on_the_full_posterior_does_not_come_along() -> None:
     y = targets_of(model, x, "classification")
     posterior = uq.fit(model, batches(x, y), method=short("latent_binary"))
     uq.wrap(model, posterior, head="moments").calibrate(batches(x, y))
-    predictor = uq.wrap(model, posterior)
-    uq.Referral(0.1).fit(predictor, predictor(x))
+    uq.calibrate(posterior, batches(x, y), share=None, progress=False)
     assert posterior.history.calibration
-    assert posterior.history.referral
+    assert posterior.history.promises
     median = uq.sparse.median(posterior)
     assert not median.history.calibration
-    assert not median.history.referral
+    assert not median.history.promises
     assert median.features is posterior.features is not None
     uq.tune(median, batches(x, y), parameters=())
     assert median.temperature != posterior.temperature

@@ -244,19 +244,19 @@ def test_what_efb_says_of_other_bases() -> None:
 def test_what_was_found_for_the_old_data_stays_with_the_old_posterior() -> None:
     model, x = make_net(), OTHERS[0][0]
     posterior = fit(model, OLD, "full")
+    uq.calibrate(posterior, OTHERS, share=None, progress=False)
     linearized, moments = (uq.wrap(model, posterior, head=head) for head in ("linearized", "moments"))
-    uq.Referral(0.2).fit(linearized, linearized(x))
     moments.calibrate(OLD, n_mc=20, progress=False)
     old = linearized(x)
     with pytest.warns(UserWarning) as caught:
         new = update(posterior, OTHERS)
     texts = [str(warning.message) for warning in caught]
-    assert sum("referral" in text for text in texts) == sum("calibration" in text for text in texts) == 1
-    assert not new.history.referral and not new.history.calibration
-    assert posterior.history.referral and posterior.history.calibration
+    assert sum("held-out" in text for text in texts) == sum("calibration" in text for text in texts) == 1
+    assert not new.history.promises and not new.history.calibration
+    assert posterior.history.promises and posterior.history.calibration
     predictor = uq.wrap(model, new, head="linearized")
-    with pytest.raises(uq.PosthocUQError, match="threshold"):
-        predictor.referral(predictor(x))
+    with pytest.raises(uq.PosthocUQError, match="held-out scores"):
+        uq.Referral(0.5)(predictor(x))
     assert torch.equal(linearized(x).probs, old.probs) and torch.equal(linearized(x).novelty(), old.novelty())
     assert (predictor(x).probs - old.probs).abs().max() > 1e-4
 

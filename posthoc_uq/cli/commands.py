@@ -41,7 +41,6 @@ from posthoc_uq.cli.options import (
     Port,
     Positive,
     Read,
-    Referral,
     Share,
     Window,
     Written,
@@ -69,9 +68,8 @@ from posthoc_uq.fitting.fit import takes_layers
 from posthoc_uq.fitting.wrap import HEADS, head_class, options_of, recorded_head
 from posthoc_uq.heads.moments import MomentsPredictor
 from posthoc_uq.likelihoods import LIKELIHOODS
-from posthoc_uq.likelihoods.prediction import Prediction
 from posthoc_uq.methods import METHODS
-from posthoc_uq.posteriors.report import described_changes, described_promises, rule_of
+from posthoc_uq.posteriors.report import described_changes, described_promises
 from posthoc_uq.posteriors.search import CRITERIA, Criterion
 
 INCOMPLETE = 3
@@ -260,7 +258,6 @@ def tune(
     head: Choice,
     source: ModelSource,
     reading: Data,
-    referral: Referral,
     console: Console,
     data: DataName | None = None,
     output: Written | None = None,
@@ -277,7 +274,7 @@ def tune(
     search: bool = True,
     calibrate: bool = False,
 ) -> Done:
-    """Choose the hyperparameters of the posterior in FILE, set its threshold for referral, and rewrite it.
+    """Choose the hyperparameters of the posterior in FILE, and rewrite it.
 
     With --data the widest posterior is kept that predicts held-out data at most 0.01 nats worse than the best (for
     classes, one wider than the fit's own must also be at most a tenth worse). Without --data the log marginal
@@ -288,8 +285,7 @@ def tune(
       posthoc-uq tune model.h5 --model timm:resnet18 --weights w.pt --data val/
       posthoc-uq tune model.h5 --model timm:resnet18 --weights w.pt --data train/ --criterion faithful --head sampling
       posthoc-uq tune model.h5 --model nets.py:cnn --weights w.pt                    (by evidence)
-      posthoc-uq tune model.h5 --model nets.py:cnn --weights w.pt --data val/ --no-search
-          --referral_rate 0.05 --head linearized --link mc --referral_score entropy,mutual_information
+      posthoc-uq tune model.h5 --model nets.py:cnn --weights w.pt --data val/ --head moments --no-search --calibrate
 
     Args:
         data: held-out data with labels; without, the evidence decides.
@@ -307,11 +303,7 @@ def tune(
         search: no-search leaves the hyperparameters as they are.
         calibrate: mend the scale of the moments head by Monte Carlo.
     """
-    score, rate = referral.score(), referral.referral_rate
-    needs_data = rate is not None or calibrate
-    _check_tuning(
-        criterion, divergence, data is not None, needs_data or bool(temperature), needs_data, search
-    )
+    _check_tuning(criterion, divergence, data is not None, calibrate or bool(temperature), calibrate, search)
 
     criterion = criterion or ("likelihood" if data is not None else "evidence")
     of_criterion = CRITERIA[criterion]
@@ -324,10 +316,9 @@ def tune(
         loaded = load_data(data, model, reading, info, labels=labels, split="val", needs=needs)
     named = ("criterion", "validation NLL", "given up", "model alone", "divergence", "budget")
     facts: dict[str, Any] = dict.fromkeys(named)
-    threshold = None
-    with posterior.searching("set it again with --referral_rate"):
+    with posterior.searching():
         if search:
-            name, options = _head(posterior, head, seed, of_threshold=False)
+            name, options = _head(posterior, head, seed)
             through: dict[str, Any] = {
                 key: value for key, value in options.items() if key not in ("seed", "n_samples")
             }
@@ -356,33 +347,23 @@ def tune(
             if of_criterion.by_predictions and "n_samples" in options:
                 # the draws of predictions, not of the search
                 posterior.history.head["options"]["n_samples"] = options["n_samples"]
-        if loaded is not None and needs_data:
-            predictor = _predictor(model, posterior, head, seed, of_threshold=not search)
-            if calibrate:
-                if not isinstance(predictor, MomentsPredictor):
-                    raise PosthocUQError("--calibrate is for the moments head; give --head moments too.")
-                predictor.calibrate(loaded.loader, progress=_progress(console))
-            if rate is not None:
-                prediction = predictor.predict(loaded.loader, progress=_progress(console))
-                threshold = uq.Referral(rate, score).fit(predictor, prediction).thresholds
+        if loaded is not None and calibrate:
+            predictor = _predictor(model, posterior, head, seed)
+            if not isinstance(predictor, MomentsPredictor):
+                raise PosthocUQError("--calibrate is for the moments head; give --head moments too.")
+            predictor.calibrate(loaded.loader, progress=_progress(console))
     rewrite(posterior, file, output, source, stored_dtype(file))
     prior = posterior.prior_precision
     # the prior precision first, if there is one: it is what most searches are about
     shown = dict(sorted(posterior.reported().items(), key=lambda item: item[0] != "prior precision"))
     if posterior.noise_variance is not None:
         shown["noise variance"] = posterior.noise_variance.tolist()
-    of_file: Mapping[str, Any] = posterior.history.referral if threshold is not None else {}
     facts = {
         "output": output or file,
         "hyperparameters": shown,
         "prior precision by layer": dict(prior) if isinstance(prior, dict) else None,
         **facts,
         "searched through": posterior.history.head or None,
-        "threshold": threshold,
-        "score": list(of_file.get("scores", {})) or None,
-        "rule": rule_of(of_file) or None,
-        "rate": of_file.get("rate"),
-        "head": of_file.get("head"),
     }
     return Done(_tuning_in_words(facts), facts)
 
@@ -404,8 +385,6 @@ def _tuning_in_words(facts: Mapping[str, Any]) -> str:
         lines.append(f"given up for a wider posterior: {facts['given up']:.2g} nats")
     if facts["divergence"] is not None:
         lines.append(f"divergence: {facts['divergence']:.3g} of at most {facts['budget']:g} nats")
-    if facts["threshold"] is not None:
-        lines.append(f"referral: {facts['rule']}, for {facts['rate']:g} of the data")
     return "\n".join([*lines, f"Written to {facts['output']}."])
 
 
@@ -419,11 +398,11 @@ def _check_tuning(
 ) -> None:
     """Refuse options that do not fit together."""
     if not search and not looks:
-        raise WrongUsage("--no-search leaves nothing to do without --referral_rate or --calibrate.")
+        raise WrongUsage("--no-search leaves nothing to do without --calibrate.")
     if not search and (criterion is not None or divergence is not None):
         raise WrongUsage("--criterion and --divergence are of the search, which --no-search leaves out.")
     if not data and needs_data:
-        raise WrongUsage("--temperature, --referral_rate and --calibrate need held-out data: --data DATA.")
+        raise WrongUsage("--temperature and --calibrate need held-out data: --data DATA.")
     chosen = criterion or ("likelihood" if data else "evidence")
     if not data and CRITERIA[chosen].data and search:
         raise WrongUsage(f"--criterion {chosen} needs {CRITERIA[chosen].data}: --data DATA.")
@@ -454,7 +433,8 @@ def calibrate(
     """Calibrate the posterior in FILE by DATA, held-out data with labels, and rewrite it.
 
     One part of DATA tunes, as tune does; the scores of the other part are kept in FILE, so that sets of classes,
-    intervals and familiarity in Python hold with a promised probability. With --criterion leave_one_out DATA are the
+    intervals and familiarity in Python hold with a promised probability, and predict, evaluate and serve refer a share
+    of the inputs to a person. With --criterion leave_one_out DATA are the
     training data, from which temperature or noise is estimated; it is for networks that were trained from scratch on
     them.
 
@@ -476,12 +456,12 @@ def calibrate(
     loaded = load_data(data, model, reading, info, labels=True, split=split, needs="calibrate")
     chosen: dict[str, Any] = {}
     if held_out:
-        name, options = _head(posterior, head, seed, of_threshold=False)
+        name, options = _head(posterior, head, seed)
         options = {key: value for key, value in options.items() if key != "seed"}
         chosen = {"head": name, **options}
     elif head.name or head.options:
         raise WrongUsage("--criterion leave_one_out needs no head; leave --head and its options out.")
-    with posterior.searching("set it again with --referral_rate"):
+    with posterior.searching():
         found = uq.calibrate(
             posterior,
             loaded.loader,
@@ -522,6 +502,7 @@ def predict(
     force: bool = False,
     top_k: Count = 3,
     level: Share = 0.95,
+    referral_rate: Share = 0.05,
     skip_unreadable: bool = False,
     maps: str | None = None,
     class_names: Read | None = None,
@@ -530,12 +511,11 @@ def predict(
     """Predict DATA with the posterior in FILE, into a CSV with one row for each image, or row of a table.
 
     Of classes: file, label_1, probability_1, ... of the K most probable, entropy, mutual_information (empty where the
-    head does not know it), and flag: 1 for an image to hand to a person, by the threshold that tune or evaluate set,
-    0 for others, empty without a threshold. Of values: file, mean, standard_deviation, epistemic_sd, lower, upper,
-    flag. Of pixels: file, label_1, share_1, ... of the classes that cover most of the image, means of the scores over
-    its pixels, the largest of each, flag; --maps writes them pixel by pixel. With thresholds on several scores also
-    reason, the scores that refer the image, and tail, the share of familiar inputs that are at least as extreme. The
-    CSV appears under its name when it is complete.
+    head does not know it). Of values: file, mean, standard_deviation, epistemic_sd, lower, upper. Of pixels: file,
+    label_1, share_1, ... of the classes that cover most of the image, means of the scores over its pixels, the largest
+    of each; --maps writes them pixel by pixel. At the end flag, 1 for an image to hand to a person and 0 for others,
+    reason, the scores that refer it, and tail, the share of familiar inputs that are at least as extreme: by
+    the held-out scores that calibrate keeps in FILE, empty without. The CSV appears under its name when complete.
 
     Examples:
       posthoc-uq predict model.h5 photos/ --model timm:resnet18 --weights w.pt -o photos.csv
@@ -565,7 +545,9 @@ def predict(
     names = output_names(model, posterior, class_names, loaded.names)
     start = time.perf_counter()
     rows = flagged = 0
-    applies, table = False, PredictionTable(predictor, names, top_k, level)
+    applies = bool(posterior.history.promises)
+    referral = _referral(predictor, referral_rate, "The column flag stays empty.") if applies else None
+    table = PredictionTable(referral, names, top_k, level)
     with (
         text_file(output) as opened_file,
         torch.no_grad(),
@@ -575,9 +557,8 @@ def predict(
         writer = csv_files.writer(opened_file)
         for batch in batches(loaded.loader, BatchReader(model.device)):
             prediction = predictor(*batch.args, **batch.kwargs).to("cpu")
-            applies = applies if rows else _applies(predictor, prediction)
             items = _items(loaded, batch.targets, rows, len(prediction))
-            columns = table.columns(prediction, items, applies)
+            columns = table.columns(prediction, items)
             if not rows:
                 writer.writerow(columns)
             writer.writerows(zip(*columns.values(), strict=True))
@@ -591,28 +572,33 @@ def predict(
         "output": output,
         "maps": maps,
         "rows": rows,
-        "flagged": flagged if applies else None,
+        "flagged": None if referral is None else flagged,
         "skipped": [trouble.name for trouble in loaded.skipped],
         "seconds": seconds,
         "head": predictor.identity(),
     }
-    text = f"{rows:,} predictions{f', {flagged:,} of them flagged' if applies else ''}, in {seconds:.1f} s "
+    text = f"{rows:,} predictions{'' if referral is None else f', {flagged:,} of them flagged'}, in {seconds:.1f} s "
     text += f"({rows / seconds:.3g} per second), written to {output}."
     text += "" if maps is None else f"\nMaps written to {maps}."
     left_out = [f"Left out, unreadable: {trouble.name}" for trouble in loaded.skipped]
     return Done(text, facts, left_out, INCOMPLETE if left_out else 0)
 
 
-def _applies(predictor: uq.Predictor, prediction: Prediction) -> bool:
-    """Whether there is a threshold to flag by; warns where the file has one that does not apply."""
-    if not predictor.posterior.history.referral:
-        return False
+def _referral(predictor: uq.Predictor, rate: float, without: str) -> uq.Referral | None:
+    """What refers inputs at this rate; None where the file's held-out scores do not allow it, with a warning.
+
+    Args:
+        predictor: of the file's posterior.
+        rate: of familiar inputs.
+        without: what follows where there is none, as a sentence.
+    """
+    referral = uq.Referral(rate)
     try:
-        predictor.referral(prediction)
+        referral.border(predictor.promises)
     except PosthocUQError as error:
-        warnings.warn(f"The column flag stays empty. {error}", stacklevel=2)
-        return False
-    return True
+        warnings.warn(f"{without} {error}", stacklevel=3)
+        return None
+    return referral
 
 
 def _items(loaded: LoadedData, numbers: Any, start: int, count: int) -> list[str]:
@@ -633,13 +619,13 @@ def evaluate(
     head: Choice,
     source: ModelSource,
     reading: Data,
-    referral: Referral,
     console: Console,
     ood: Annotated[list[str], "data"] | None = None,
     report: Written | None = None,
     csv: Written | None = None,
     json_file: Written | None = None,
     force: bool = False,
+    referral_rate: Share = 0.05,
     class_names: Read | None = None,
     seed: int = 0,
 ) -> Done:
@@ -648,7 +634,7 @@ def evaluate(
 
     Examples:
       posthoc-uq evaluate model.h5 test/ --model timm:resnet18 --weights w.pt --ood textures=dtd/
-      posthoc-uq evaluate model.h5 test/ --model nets.py:cnn --weights w.pt --report report.html --referral_rate 0.05
+      posthoc-uq evaluate model.h5 test/ --model nets.py:cnn --weights w.pt --report report.html
       posthoc-uq evaluate model.h5 torchvision:FashionMNIST --model nets.py:cnn --weights w.pt --json
 
     Args:
@@ -658,7 +644,6 @@ def evaluate(
         csv: write all numbers as a table.
         json_file: write all numbers as JSON.
     """
-    score, rate = referral.score(), referral.referral_rate
     foreign = _named_data(ood or [])
 
     model, posterior = opened(file, source)
@@ -671,39 +656,27 @@ def evaluate(
         for name, spec in foreign.items()
     }
     predictor = _predictor(model, posterior, head, seed)
-    several = isinstance(score, tuple)
+    referral = None
+    if posterior.history.promises:
+        referral = _referral(predictor, referral_rate, "Referral is left out.")
     evaluation = uq.evaluate(
         {"model alone": model.model, f"{posterior.method}, {predictor.head}": predictor},
         loaded.loader,
         ood_loaders=ood_loaders,
-        score=None if several else score,
-        joint=[score] if several else (),
+        referral=referral,
         class_names=output_names(model, posterior, class_names, loaded.names),
         display=None if loaded.files is None else model.transform.display,
         progress=_progress(console),
     )
-    threshold = None if rate is None else evaluation.set_referral(rate, score).thresholds
     if csv is not None:
         evaluation.to_csv(csv)
     if json_file is not None:
         evaluation.to_json(json_file)
     if report is not None:
         evaluation.report(report, title=f"How far to trust {model.spec}")
-    text, rule = str(evaluation), None
-    if threshold is not None:
-        rewrite(posterior, file, None, source, stored_dtype(file))
-        rule = rule_of(posterior.history.referral)
-        text += f"\n\nreferral: {rule}; kept in {file}"
     paths = [path for path in (report, csv, json_file) if path is not None]
-    facts = {
-        **evaluation.to_dict(),
-        "threshold": threshold,
-        "score": score or (None if threshold is None else list(threshold)),
-        "rule": rule,
-        "head": predictor.identity(),
-        "written": paths,
-    }
-    return Done("\n".join([text, *(f"Written to {path}." for path in paths)]), facts)
+    facts = {**evaluation.to_dict(), "head": predictor.identity(), "written": paths}
+    return Done("\n".join([str(evaluation), *(f"Written to {path}." for path in paths)]), facts)
 
 
 def _named_data(texts: Sequence[str]) -> dict[str, str]:
@@ -736,7 +709,7 @@ def update(
 
     The result is that of a fit on all data for the methods diag, full, and kfac with --keep_grams. efb and inf keep
     their bases, and it is said how much of the new data's Fisher is outside of them. Prior precision and temperature
-    stay; a threshold for referral is cleared. FILE is replaced when all is done, and stays as it was if anything fails.
+    stay; what calibrate kept is cleared. FILE is replaced when all is done, and stays as it was if anything fails.
 
     With --remove, DATA must be the same samples, unchanged: prepare images as they were prepared then. Data that cannot
     all have been in are refused, as far as the statistics show it.
@@ -782,6 +755,7 @@ def serve(
     allow_host: list[str] | None = None,
     top_k: Count = 3,
     level: Share = 0.95,
+    referral_rate: Share = 0.05,
     integers: bool = False,
     max_bytes: Count = 16 * 2**20,
     max_batch: Count = 64,
@@ -821,18 +795,16 @@ def serve(
 
     model, posterior = opened(file, source)
     predictor = _predictor(model, posterior, head, seed)
-    if not predictor.referral.applies:
-        other = "whose threshold is of another head or tuning"
-        what = other if posterior.history.referral else "without a threshold"
-        warnings.warn(
-            f"'referred' stays null: '{file}' is a file {what} (tune --referral_rate).", stacklevel=2
-        )
+    referral = _referral(
+        predictor, referral_rate, f"'referred' stays null for '{file}' (posthoc-uq calibrate)."
+    )
     service = Service(
         predictor,
         model.transform,
         names=output_names(model, posterior, class_names),
         top_k=top_k,
         level=level,
+        referral=referral,
         limits=Limits(max_bytes, max_batch, max_pixels, shorter=model.transform.shorter),
         integers=integers,
         log=log,
@@ -955,27 +927,17 @@ def _progress(console: Console) -> bool:
     return sys.stderr.isatty() and not console.quiet
 
 
-def _predictor(
-    model: TrainedModel, posterior: uq.Posterior, head: Choice, seed: int, *, of_threshold: bool = True
-) -> uq.Predictor:
+def _predictor(model: TrainedModel, posterior: uq.Posterior, head: Choice, seed: int) -> uq.Predictor:
     """The model with its posterior, by the head that `_head` finds."""
-    name, options = _head(posterior, head, seed, of_threshold=of_threshold)
+    name, options = _head(posterior, head, seed)
     return uq.wrap(model.model, posterior, head=name, **options)
 
 
-def _head(
-    posterior: uq.Posterior, head: Choice, seed: int, *, of_threshold: bool = True
-) -> tuple[str, dict[str, Any]]:
+def _head(posterior: uq.Posterior, head: Choice, seed: int) -> tuple[str, dict[str, Any]]:
     """The head to predict through, and its options. What the user does not choose is taken from the head that the
-    file's threshold was set for, if the threshold still holds and `of_threshold` is set; else from the head that the
     hyperparameters were found for. If the user names no head, but options that only one head has, it is that head.
     """
     file_head, of_file = recorded_head(posterior)
-    referral = posterior.history.referral
-    if of_threshold and referral and referral["posterior"] == posterior.settings.plain():
-        kept: Mapping[str, Any] = referral["head"]
-        file_head = str(kept["head"])
-        of_file = {k: v for k, v in kept.items() if k not in ("head", "calibrated") and v != "own"}
     takers = [name for name in HEADS if set(head.options) <= set(options_of(head_class(name)))]
     name = head.name or (takers[0] if len(takers) == 1 else file_head)
     if name not in takers:

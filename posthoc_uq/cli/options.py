@@ -16,7 +16,7 @@ from posthoc_uq.core.errors import PosthocUQError
 
 if TYPE_CHECKING:
     Count = Natural = Size = Port = Window = int
-    Share = Positive = Rate = float
+    Share = Positive = float
 else:  # jsonargparse refuses other numbers, and names the type in the help
     Count, Natural, Positive, Share = (
         typing.PositiveInt,
@@ -27,7 +27,6 @@ else:  # jsonargparse refuses other numbers, and names the type in the help
     Size = typing.restricted_number_type("Size", int, [(">=", 1), ("<=", 2**14)])
     Port = typing.restricted_number_type("Port", int, [(">=", 0), ("<=", 65535)])
     Window = typing.restricted_number_type("Window", int, (">=", 20))
-    Rate = typing.restricted_number_type("Rate", float, [(">=", 0), ("<", 1)])
 
 Read = Annotated[str, "read"]
 """A file or folder that is read."""
@@ -47,6 +46,7 @@ SHARED = {
     "unlabelled": "leave class folders aside: the model's own labels suffice.",
     "level": "of the interval, for a regression.",
     "class_names": "names of the outputs: one a line, or JSON; or a folder with a folder for each class.",
+    "referral_rate": "share of familiar inputs to refer to a person, by what calibrate keeps in FILE.",
     "seed": "of all random numbers.",
 }
 """The words of options that several commands have, where their docstrings say nothing else."""
@@ -157,32 +157,3 @@ class Data:
     limit: Count | None = None
     batch_size: Count = 32
     workers: Natural | None = None
-
-
-@dataclass(frozen=True, kw_only=True)
-class Referral:
-    """Thresholds above which `predict` flags an input, for a person to look at.
-
-    Attributes:
-        referral_rate: set them so that this share of the held-out data lies above, and keep them in FILE.
-        referral_score: which uncertainty, or several; by default entropy, or standard_deviation of values, and novelty
-            if FILE knows it. Of several, any may refer an input.
-    """
-
-    referral_rate: Rate | None = None
-    referral_score: list[str] | None = None
-
-    def score(self) -> Any:
-        """The scores as the library takes them: one, or a tuple of several.
-
-        Raises:
-            WrongUsage: they are none, or of no threshold.
-        """
-        names = self.referral_score
-        if names is None:
-            return None
-        if self.referral_rate is None:
-            raise WrongUsage("--referral_score belongs to --referral_rate.")
-        if not all(names) or len(set(names)) < len(names):
-            raise WrongUsage(f"--referral_score: {','.join(names)!r} is not a score, nor different scores.")
-        return tuple(names) if len(names) > 1 else names[0]

@@ -24,13 +24,12 @@ from posthoc_uq.core.errors import PosthocUQError
 from posthoc_uq.core.paths import IMAGE_ENDINGS, folder_files
 from posthoc_uq.core.tables import csv_text
 from posthoc_uq.files.atomic import checked_target, remove_leftovers, replacing
-from posthoc_uq.heads.predictor import Predictor
+from posthoc_uq.heads.referral import Referral
 from posthoc_uq.likelihoods.bernoulli import MultilabelPrediction
 from posthoc_uq.likelihoods.class_prediction import ClassPrediction
 from posthoc_uq.likelihoods.gaussian import RegressionPrediction
 from posthoc_uq.likelihoods.positions import PositionPrediction
 from posthoc_uq.likelihoods.prediction import Prediction
-from posthoc_uq.posteriors.report import thresholds_of
 
 _Identity = tuple[int, int]
 
@@ -179,25 +178,19 @@ class PredictionTable:
     """Predictions as columns of a table.
 
     Attributes:
-        predictor: made the predictions; flags by the thresholds in its posterior's file.
+        referral: flags inputs; None where no held-out scores allow it.
         names: of the outputs.
         top_k: classes to name.
         level: of intervals.
     """
 
-    predictor: Predictor
+    referral: Referral | None
     names: Sequence[str] | None
     top_k: int
     level: float
 
-    @property
-    def thresholds(self) -> Mapping[str, float]:
-        return thresholds_of(self.predictor.posterior.history.referral)
-
-    def columns(
-        self, prediction: Prediction, files: Sequence[str], flagged: bool
-    ) -> dict[str, Sequence[str]]:
-        """The columns of one batch by their names, the same for every batch; without flags where no threshold applies.
+    def columns(self, prediction: Prediction, files: Sequence[str]) -> dict[str, Sequence[str]]:
+        """The columns of one batch by their names, the same for every batch.
 
         Raises:
             PosthocUQError: there are more or fewer names than outputs.
@@ -209,20 +202,15 @@ class PredictionTable:
             columns |= self._values(cast(RegressionPrediction, prediction))
         else:
             columns |= self._ranked(prediction, classes)
-        columns |= dict.fromkeys(
-            ("flag", "reason", "tail") if len(self.thresholds) > 1 else ("flag",), [""] * len(files)
-        )
-        if flagged:
-            referral = self.predictor.referral
-            by_score = {name: flags.tolist() for name, flags in referral.reasons(prediction).items()}
-            reasons = [[name for name in by_score if by_score[name][i]] for i in range(len(files))]
-            found = {
-                "flag": [str(int(bool(names))) for names in reasons],
-                "reason": ["+".join(names) for names in reasons],
-                "tail": _numbers(referral.tail(prediction).tolist()),
-            }
-            columns |= {name: cells for name, cells in found.items() if name in columns}
-        return columns
+        if self.referral is None:
+            return columns | dict.fromkeys(("flag", "reason", "tail"), [""] * len(files))
+        by_score = {name: flags.tolist() for name, flags in self.referral.reasons(prediction).items()}
+        reasons = [[name for name in by_score if by_score[name][i]] for i in range(len(files))]
+        return columns | {
+            "flag": [str(int(bool(names))) for names in reasons],
+            "reason": ["+".join(names) for names in reasons],
+            "tail": _numbers(self.referral.tail(prediction).tolist()),
+        }
 
     def _ranked(self, prediction: Prediction, classes: int) -> dict[str, Sequence[str]]:
         """The classes of an input, the most probable or the most frequent first, and its scores."""
@@ -245,14 +233,13 @@ class PredictionTable:
             ]
             columns[f"{'share' if pixels else 'probability'}_{i}"] = _numbers(numbers)
         scores = prediction.scores()
-        # those that decide the flag are shown, too
-        shown = ["entropy", "mutual_information", *self.thresholds]
+        shown = ["entropy", "mutual_information"]
         shown += [] if prediction.novelty_ratio is None else ["novelty"]
-        for name in dict.fromkeys(shown):
+        for name in shown:
             columns[name] = _numbers(scores[name].tolist()) if name in scores else [""] * len(prediction)
         if isinstance(prediction, PositionPrediction):
             known = prediction.scores_by_position()
-            for name in dict.fromkeys(name for name in shown if name in known):
+            for name in (name for name in shown if name in known):
                 columns[f"largest_{name}"] = _numbers(prediction.per_input(name, "largest").tolist())
         return columns
 

@@ -52,11 +52,12 @@ from posthoc_uq.deployment.requests import (
     shortened,
 )
 from posthoc_uq.heads.predictor import Predictor
+from posthoc_uq.heads.referral import Referral
 from posthoc_uq.likelihoods.bernoulli import MultilabelPrediction
 from posthoc_uq.likelihoods.class_prediction import ClassPrediction
+from posthoc_uq.likelihoods.conformal import Promises
 from posthoc_uq.likelihoods.positions import PositionPrediction
 from posthoc_uq.likelihoods.prediction import Prediction
-from posthoc_uq.posteriors.report import rule_of, thresholds_of
 
 log = logging.getLogger("posthoc_uq.serve")
 
@@ -192,6 +193,7 @@ class Service:
         names: of classes or labels, or None for their numbers.
         top_k: classes in an answer.
         level: of intervals.
+        referral: refers inputs; without one, or where the posterior's held-out scores do not apply, none are.
         limits: of one request.
         integers: inputs of JSON are whole numbers, such as tokens.
         log: a CSV file to which every input's scores are added, or None.
@@ -208,13 +210,14 @@ class Service:
         names: Sequence[str] | None = None,
         top_k: int = 3,
         level: float = 0.95,
+        referral: Referral | None = None,
         limits: Limits | None = None,
         integers: bool = False,
         log: str | None = None,
     ) -> None:
         self.predictor, self.transform, self.limits = predictor, transform, limits or Limits()
         self.names, self.top_k, self.level = names, top_k, level
-        self.referral = predictor.referral if predictor.referral.applies else None
+        self.referral = referral
         self.metrics = Metrics()
         self.pool = ThreadPoolExecutor(_THREADS, thread_name_prefix="predict")
         self.places = asyncio.Semaphore(_MAX_WAITING)
@@ -292,7 +295,7 @@ class Service:
             "model": type(self.predictor.model).__name__,
             "head": self.predictor.head,
             "likelihood": self.predictor.posterior.likelihood.name,
-            "referral": rule_of(self.predictor.posterior.history.referral) if self.referral else None,
+            "referral": None if self.referral is None else repr(self.referral),
             "images": self.transform is not None,
             "limits": {"bytes": limits.bytes, "batch": limits.batch, "pixels": limits.pixels},
             "uptime_seconds": round(time.monotonic() - self._started, 1),
@@ -446,8 +449,7 @@ def _answers(service: Service, prediction: Prediction) -> list[tuple[dict[str, A
             f"There are {len(service.names)} class names, and the model has {outputs} outputs."
         )
     scores = {name: values.tolist() for name, values in prediction.scores().items()}
-    shown = dict.fromkeys([*SCORES[:3], *thresholds_of(service.predictor.posterior.history.referral)])
-    referral = service.referral
+    referral = service.referral if isinstance(prediction.promises, Promises) else None
     reasons: Mapping[str, Tensor] = {} if referral is None else referral.reasons(prediction)
     tails = None if referral is None else referral.tail(prediction).tolist()
     answers: list[tuple[dict[str, Any], dict[str, Any]]] = []
@@ -460,7 +462,7 @@ def _answers(service: Service, prediction: Prediction) -> list[tuple[dict[str, A
             "mean": " ".join(f"{value:.6g}" for value in mean) if isinstance(mean, list) else mean,
             **{name: _finite(scores[name][index]) for name in SCORES if name in scores},
         }
-        answer |= {name: _finite(scores[name][index]) for name in shown if name in scores}
+        answer |= {name: _finite(scores[name][index]) for name in SCORES[:3] if name in scores}
         referring = [name for name, flags in reasons.items() if bool(flags[index])]
         answer |= {"referred": None if referral is None else bool(referring), "reasons": referring}
         if tails is not None:

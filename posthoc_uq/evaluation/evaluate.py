@@ -10,9 +10,10 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from io import BytesIO, StringIO
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, cast
+from typing import TYPE_CHECKING, Annotated, Any, cast
 
 import torch
+from annotated_types import Ge, Lt
 from torch import Tensor, nn
 
 from posthoc_uq.core.batches import (
@@ -36,12 +37,12 @@ from posthoc_uq.core.tables import csv_text, text_table
 from posthoc_uq.evaluation.measurements import FAMILIAR, Example, Measurements, column_decimals
 from posthoc_uq.files.atomic import checked_target, write
 from posthoc_uq.heads.predictor import Predictor
-from posthoc_uq.heads.referral import Rate
+from posthoc_uq.heads.referral import Referral
 from posthoc_uq.likelihoods import Likelihood, resolve_likelihood
 from posthoc_uq.likelihoods.class_prediction import ClassPrediction
 from posthoc_uq.likelihoods.positions import PositionPrediction
 from posthoc_uq.likelihoods.prediction import SCORES, Prediction, cat, score_of
-from posthoc_uq.likelihoods.weights import counted_positions
+from posthoc_uq.likelihoods.weights import counting
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
@@ -112,6 +113,7 @@ class Evaluation(Measurements):
             "selective": self.selective,
             "foreign": self.foreign,
             "thresholds": thresholds,
+            "referred": self.referred,
         }
         return cast(dict[str, Any], _finite(values))
 
@@ -156,6 +158,8 @@ def _put(path: str | os.PathLike[str], text: str) -> None:
 def _finite(value: Any) -> Any:
     if isinstance(value, Mapping):
         return {str(k): _finite(v) for k, v in cast(Mapping[Any, Any], value).items()}
+    if isinstance(value, list):
+        return [_finite(v) for v in cast(list[Any], value)]
     return None if isinstance(value, float) and not math.isfinite(value) else value
 
 
@@ -171,7 +175,6 @@ class _Row:
         call: from a batch to its prediction.
         device: where it takes its inputs.
         dtype: of its weights, which arrays of floating-point numbers become.
-        predictor: the predictor, or None for a model without a posterior.
         argument_names: of what it takes; None where that is anything, or not known.
     """
 
@@ -179,7 +182,6 @@ class _Row:
     call: Callable[[Batch], Prediction]
     device: torch.device
     dtype: torch.dtype
-    predictor: Predictor | None
     argument_names: tuple[str, ...] | None = None
 
 
@@ -253,7 +255,6 @@ def _row(name: str, model: Any, plain: _Plain) -> _Row:
             lambda batch: model(*batch.args, **batch.kwargs),
             model.device,
             model_dtype(model.model),
-            model,
             argument_names(model.model),
         )
     if isinstance(model, nn.Module):
@@ -267,9 +268,7 @@ def _row(name: str, model: Any, plain: _Plain) -> _Row:
                 output = choice.of(output)
             return plain.prediction(output)
 
-        return _Row(
-            name or "model", predict, model_device(twin), model_dtype(twin), None, argument_names(twin)
-        )
+        return _Row(name or "model", predict, model_device(twin), model_dtype(twin), argument_names(twin))
     if callable(model):
         return _Row(
             name or "function",
@@ -352,6 +351,7 @@ def evaluate(
     score: str | None = None,
     joint: Sequence[Sequence[str]] = (),
     referral_rates: Sequence[float] = (0.05, 0.1, 0.2, 0.5),
+    referral: Referral | None = None,
     bins: int = 15,
     n_examples: int = 12,
     class_names: Sequence[str] | None = None,
@@ -378,6 +378,8 @@ def evaluate(
         joint: groups of scores, ``[("entropy", "mutual_information")]``, that detect foreign data together, by
             `posthoc_uq.evaluation.metrics.joint_tail`. Rows without one of a group's scores have no such number.
         referral_rates: shares of the inputs to refer, for selective prediction.
+        referral: what it refers is reported for rows whose posterior `posthoc_uq.calibrate` gave held-out scores; by
+            default at a rate of 0.05, where these allow it.
         bins: of the calibration errors.
         n_examples: images to keep of each kind, for the report.
         class_names: by class index, for the report.
@@ -400,10 +402,11 @@ def evaluate(
     if score is not None:
         one_of("score", score, SCORES)
     rates = tuple(
-        check_option("Each of referral_rates", rate, Rate)
+        check_option("Each of referral_rates", rate, Annotated[float, Ge(0), Lt(1)])
         for rate in _listed("referral_rates", referral_rates)
     )
     groups, bins = _groups(joint), check_option("bins", bins, Count)
+    check_option("referral", referral, Referral | None)
     n_examples = check_option("n_examples", n_examples, Natural)
     names = None if class_names is None else _listed("class_names", class_names)
     check_option("display", display, Callable[..., Any] | None)
@@ -430,15 +433,14 @@ def evaluate(
     return Evaluation(
         predictions,
         familiar[first.name].fitting(targets),
-        {row.name: row.predictor for row in rows},
         {title: gallery.examples for title, gallery in galleries.items() if gallery.examples},
         score,
         rates,
         bins,
         names,
         display,
-        {row.name: row.predictor.hyperparameters() for row in rows if row.predictor is not None},
         groups,
+        referral,
     )
 
 
@@ -493,7 +495,7 @@ def _pass(
         for batch in batches(loader, reader):
             for row in rows:
                 moved = batch if row.device == reader.device else batch.to(row.device)
-                parts[row.name].append(_counting(row.call(moved).to("cpu"), batch))
+                parts[row.name].append(counting(row.call(moved).to("cpu"), batch))
             if batch.targets is not None:
                 targets.append(batch.targets.cpu())
             last = parts[rows[-1].name][-1]
@@ -505,16 +507,3 @@ def _pass(
             bar.advance(len(last))
     joined = torch.cat(targets) if targets and sum(map(len, targets)) == seen else None
     return {row: cat(predictions) for row, predictions in parts.items()}, joined
-
-
-def _counting(prediction: Prediction, batch: Batch) -> Prediction:
-    """The prediction, in whose numbers of an input only positions count that labels or the attention mask leave in; of
-    an input without any, all of them.
-    """
-    if not isinstance(prediction, PositionPrediction) or prediction.mask is not None:
-        return prediction
-    counted = counted_positions(prediction.layout, prediction.outputs_mean, batch)
-    counted = counted | ~counted.any(1, keepdim=True)
-    if bool(counted.all()):
-        return prediction
-    return prediction.masked(counted.reshape(len(prediction), *prediction.positions))

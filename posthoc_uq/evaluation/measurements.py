@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from functools import cached_property
 from typing import Any, NamedTuple
 
@@ -15,8 +15,7 @@ from posthoc_uq.core.errors import NonFiniteError, PosthocUQError
 from posthoc_uq.core.options import did_you_mean
 from posthoc_uq.core.tables import decimals
 from posthoc_uq.evaluation import metrics
-from posthoc_uq.heads.predictor import Predictor
-from posthoc_uq.heads.referral import Referral, default_referral_scores
+from posthoc_uq.heads.referral import Referral
 from posthoc_uq.likelihoods.prediction import CLASS_SCORES, Prediction, score_of
 
 FAMILIAR = "test"
@@ -226,28 +225,26 @@ class Measurements:
     Attributes:
         predictions: by row (a compared model), by data set: ``"test"`` and the foreign ones.
         targets: of the test data: labels (inputs,), or values shaped like the mean.
-        predictors: by row, those that have a posterior.
         galleries: images worth a look, by title.
         score: the uncertainty that `threshold` and the figures use if none is named.
         referral_rates: shares of referred inputs.
         bins: of calibration errors.
         class_names: by index, or None.
         display: input image to colours, or None.
-        hyperparameters: by row, those of its posterior when it predicted; without them no threshold can be kept.
         joint: groups of scores by which foreign data are detected, beside each score alone.
+        referral: by which `referred` are counted; None for a rate of 0.05 where held-out scores allow it.
     """
 
     predictions: Mapping[str, Mapping[str, Prediction]]
     targets: Tensor
-    predictors: Mapping[str, Predictor | None]
     galleries: Mapping[str, Sequence[Example]]
     score: str | None
     referral_rates: tuple[float, ...]
     bins: int
     class_names: Sequence[str] | None = None
     display: Callable[[Tensor], Tensor] | None = None
-    hyperparameters: Mapping[str, Mapping[str, Any]] = field(default_factory=lambda: dict[str, Any]())
     joint: tuple[tuple[str, ...], ...] = ()
+    referral: Referral | None = None
 
     def __post_init__(self) -> None:
         for name, by_set in self.predictions.items():
@@ -258,6 +255,9 @@ class Measurements:
                         f"{int(scores.isnan().sum())} of {len(scores)} predictions of {name!r} on {data!r} are NaN; "
                         f"look at the inputs, or at the model in this number format."
                     )
+        if self.referral is not None:
+            for name in self.names:
+                self.referral_reasons(name)
 
     @cached_property
     def metrics(self) -> dict[str, dict[str, float]]:
@@ -331,49 +331,48 @@ class Measurements:
         """
         return metrics.referral_threshold(score_of(self._test(name), score or self.default_score), rate)
 
-    def set_referral(
-        self, rate: float = 0.05, score: str | Sequence[str] | None = None, name: str | None = None
-    ) -> Referral:
-        """A `Referral` of the share `rate`, set on the test data and stored in the posterior of a row; save it
-        afterwards.
-
-        Args:
-            rate: in [0, 1), of all scores together.
-            score: one score, or several. By default the one of `evaluate`, or entropy (standard deviation for values),
-                and novelty where the row knows it.
-            name: the row; by default the last.
-
-        Raises:
-            PosthocUQError: as `threshold`, or the row has no posterior, or its posterior was tuned since.
-        """
-        row = self._row(name)
-        predictor = self.predictors.get(row)
-        if predictor is None:
-            raise PosthocUQError(f"{row!r} has no posterior to keep a threshold in.")
-        if predictor.hyperparameters() != self.hyperparameters.get(row):
-            raise PosthocUQError(
-                "The posterior's hyperparameters changed after these predictions were made; evaluate again."
-            )
-        prediction = self._test(name)
-        scores = score or default_referral_scores(prediction, self.score)
-        return Referral(rate, scores).fit(predictor, prediction)
-
     def referral_reasons(self, name: str | None = None) -> dict[str, dict[str, Tensor]]:
-        """By data set and score, (inputs,) of booleans: which the score refers by the thresholds in a row's posterior.
+        """By data set and score, (inputs,) of booleans: which the score refers by the held-out scores in the posterior
+        of a row.
 
         Args:
             name: the row; by default the last.
 
         Returns:
-            Empty where the row has no posterior, or its posterior no thresholds that hold for these predictions.
+            Empty where the row has no held-out scores.
+
+        Raises:
+            PosthocUQError: it has some, and they do not allow the `referral` of `evaluate`.
         """
-        row = self._row(name)
-        predictor = self.predictors.get(row)
-        if predictor is None or not predictor.referral.applies:
+        predictions, referral = self.predictions[self._row(name)], self.referral or Referral()
+        if self._test(name).promises is None:
             return {}
-        if predictor.hyperparameters() != self.hyperparameters.get(row):
+        try:
+            return {data: referral.reasons(prediction) for data, prediction in predictions.items()}
+        except PosthocUQError:
+            if self.referral is not None:
+                raise
             return {}
-        return {data: predictor.referral.reasons(p) for data, p in self.predictions[row].items()}
+
+    @cached_property
+    def referred(self) -> list[dict[str, Any]]:
+        """By row and data set: the share of inputs that is referred, in all and by each score; of the test inputs also
+        how good the rest is, and of classes the share of the mistakes that is referred.
+        """
+        found: list[dict[str, Any]] = []
+        for row in self.names:
+            for data, reasons in self.referral_reasons(row).items():
+                flags = torch.stack(list(reasons.values())).any(dim=0)
+                shares = {f"by {score}": float(f.double().mean()) for score, f in reasons.items()}
+                found.append({"model": row, "data": data, "referred": float(flags.double().mean()), **shares})
+                if data == FAMILIAR:
+                    prediction, losses = self._test(row), self.losses(row)
+                    if not bool(flags.all()):
+                        rest = prediction.shown_loss(float(losses[~flags].mean()))
+                        found[-1][f"{prediction.loss_name} of the rest"] = rest
+                    if prediction.loss_name == "accuracy" and bool((losses > 0).any()):
+                        found[-1]["mistakes referred"] = float(losses[flags].sum() / losses.sum())
+        return found
 
     def tables(self) -> dict[str, Table]:
         """By title, a header and rows of cells: quality, foreign data, selective prediction, referred shares."""
@@ -395,7 +394,7 @@ class Measurements:
                 rows,
             )
         by_title["Leaving the least certain inputs to a person"] = self._selective_table()
-        by_title["Referred by the thresholds of the posterior"] = self._referred_table()
+        by_title["Referred by the held-out scores of the posterior"] = self._referred_table()
         return {title: table for title, table in by_title.items() if table[1]}
 
     def _selective_table(self) -> Table:
@@ -409,17 +408,8 @@ class Measurements:
         return ["model", "score", *measures], rows
 
     def _referred_table(self) -> Table:
-        """By row and data set, the share of inputs that the posterior's thresholds refer, in all and by each score."""
-        shares: list[dict[str, Any]] = []
-        for row in self.names:
-            for data, reasons in self.referral_reasons(row).items():
-                referred = torch.stack(list(reasons.values())).any(dim=0)
-                by_score = {f"by {score}": float(f.double().mean()) for score, f in reasons.items()}
-                shares.append(
-                    {"model": row, "data": data, "referred": float(referred.double().mean()), **by_score}
-                )
-        columns = _distinct(column for row in shares for column in row)
-        return columns, [[row.get(column) for column in columns] for row in shares]
+        columns = _distinct(column for row in self.referred for column in row)
+        return columns, [[row.get(column) for column in columns] for row in self.referred]
 
     def _row(self, name: str | None) -> str:
         if name is not None and name not in self.predictions:

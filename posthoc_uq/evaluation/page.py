@@ -153,7 +153,8 @@ _TABLES = {
     "the test inputs. Bold: the best of its column.",
     "Leaving": "The inputs with the largest scores are handed to a person. The columns say how good the predictions "
     "are on those that remain. Bold: the best of its column.",
-    "Referred": "Shares of the inputs that are handed to a person, and by which score; several may refer one input.",
+    "Referred": "Shares of the inputs that are handed to a person, whose scores are extreme among held-out ones, "
+    "and by which score; several may refer one input.",
 }
 """Notes on tables, by how their headings start, in the order of the page."""
 

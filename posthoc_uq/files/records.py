@@ -296,44 +296,6 @@ def _check_head(values: dict[str, Any]) -> dict[str, Any]:
     return _check_amounts(values)
 
 
-class ScoreRecord(Record):
-    """One of several scores: its threshold, and quantiles of familiar inputs, descending."""
-
-    threshold: Sum
-    quantiles: list[Sum]
-
-    @model_validator(mode="after")
-    def _check_order(self) -> ScoreRecord:
-        values = self.quantiles
-        if not values or any(a < b for a, b in pairwise(values)):
-            raise ValueError("has quantiles that do not descend")
-        if not values[-1] <= self.threshold <= values[0]:
-            raise ValueError("has a threshold outside of its quantiles")
-        return self
-
-
-class ReferralRecord(Record):
-    """Inputs with any score above its threshold are handed to a person; `shares` has for each quantile the share of
-    held-out inputs that are at least as large.
-    """
-
-    rate: Annotated[float, Field(ge=0, lt=1)]
-    inputs: Count
-    head: Annotated[dict[Name, Plain], AfterValidator(_check_head)]
-    posterior: SettingsRecord
-    scores: Annotated[dict[ScoreName, ScoreRecord], Field(min_length=1)]
-    shares: list[Unit]
-
-    @model_validator(mode="after")
-    def _check_shares(self) -> ReferralRecord:
-        count, shares = min(self.inputs, QUANTILES), self.shares
-        if {len(shares), *(len(score.quantiles) for score in self.scores.values())} != {count}:
-            raise ValueError(f"must have {count} shares, and as many quantiles of each score")
-        if any(a >= b for a, b in pairwise([0.0, *shares])) or shares[-1] != 1:
-            raise ValueError("has shares that do not ascend from above 0 to 1")
-        return self
-
-
 class HeldOutRecord(Record):
     """Scores of held-out samples in ascending order, thinned (`posthoc_uq.likelihoods.conformal.HeldOutScores`)."""
 
@@ -372,8 +334,9 @@ class TailRecord(Record):
 
 
 class PromisesRecord(Record):
-    """Held-out scores by which predictions promise: of targets, where the likelihood has a score, and of inputs.
-    Without `share`, the samples tuned the posterior too, and promises hold approximately.
+    """Held-out scores by which predictions promise: of targets, where the likelihood has a score, and of inputs, of
+    classes with the number of wrong predictions up to each (`posthoc_uq.likelihoods.conformal.Promises`). Without
+    `share`, the samples tuned the posterior too, and promises hold approximately.
     """
 
     samples: Count
@@ -384,11 +347,18 @@ class PromisesRecord(Record):
     targets: TargetsRecord | None = None
     inputs: Annotated[dict[Annotated[str, among((*SCORES, JOINT))], HeldOutRecord], Field(max_length=8)]
     tails: Annotated[dict[ScoreName, TailRecord], Field(max_length=8)]
+    wrong: dict[Name, list[Natural]] | None = None
 
     @model_validator(mode="after")
     def _check_tails(self) -> PromisesRecord:
         if {*self.inputs} != {*self.tails, JOINT} or not self.tails:
             raise ValueError(f"must have scores of inputs of the names of its tails, and {JOINT!r}")
+        wrong = self.wrong
+        if wrong is not None:
+            if {*wrong} != {*self.inputs} or any(len(wrong[n]) != len(self.inputs[n].values) for n in wrong):
+                raise ValueError("must count wrong predictions at every score of inputs")
+            if any(a > b for each in wrong.values() for a, b in pairwise([*each, self.samples])):
+                raise ValueError("has counts of wrong predictions that do not ascend to its samples at most")
         return self
 
 
@@ -422,9 +392,7 @@ class OutputRecord(Record):
 
 
 class HistoryRecord(Record):
-    """How the posterior was fitted, tuned, calibrated and given thresholds
-    (`posthoc_uq.posteriors.settings.History`).
-    """
+    """How the posterior was fitted, tuned and calibrated (`posthoc_uq.posteriors.settings.History`)."""
 
     fit: Annotated[dict[Name, Any], AfterValidator(_check_fit)]
     deterministic: dict[Name, Name]
@@ -432,11 +400,20 @@ class HistoryRecord(Record):
     head: HeadRecord | None = None
     faithful: FaithfulRecord | None = None
     calibration: CalibrationRecord | None = None
-    referral: ReferralRecord | None = None
     promises: PromisesRecord | None = None
     novelty: Annotated[str, among(NOVELTIES)] = ""
     changes: ChangesRecord | None = None
     output: OutputRecord | None = None
+
+    @model_validator(mode="before")
+    @classmethod
+    def _without_thresholds(cls, values: Any) -> Any:
+        """Files of earlier versions may hold thresholds for referral, which promises have replaced."""
+        if isinstance(values, dict):
+            return {
+                name: value for name, value in cast("dict[Any, Any]", values).items() if name != "referral"
+            }
+        return values
 
     def history(self) -> History:
         """The history of a posterior."""

@@ -9,7 +9,7 @@ from typing import Any, cast
 from posthoc_uq.core.errors import printable
 from posthoc_uq.core.tables import text_table
 from posthoc_uq.posteriors.block import BLOCKS
-from posthoc_uq.posteriors.report import described_changes, described_output, described_promises, rule_of
+from posthoc_uq.posteriors.report import described_changes, described_output, described_promises
 
 _MAX_LISTED = 8  # names that a line lists
 
@@ -68,7 +68,7 @@ def _facts(contents: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
 
 
 def _history(contents: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
-    """How it was fitted, tuned, calibrated and given thresholds."""
+    """How it was fitted, tuned and calibrated."""
     regression = bool(contents["evidence"]["targets"])
     for name, value in contents["evidence"].items():
         if regression or name in ("samples", "log_likelihood"):
@@ -90,14 +90,10 @@ def _history(contents: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
             f"{setting} {value}, temperature {_text(faithful['temperature'])}, head {faithful['head']}: {reached} of "
             f"at most {faithful['budget']:g} nats from the model's own",
         )
-    calibration, referral = contents["calibration"], contents["referral"]
+    calibration = contents["calibration"]
     if calibration:
         factor = f"{exp(calibration['alpha']):.3g}"
         yield "moments head", f"standard deviations times {factor}, error left {calibration['residual']:.0%}"
-    if referral:
-        options = dict(referral["head"])
-        share = f"a share {referral['rate']:g} of {referral['inputs']:,} inputs"
-        yield "referral", f"{rule_of(referral)} ({share}), head {_with_options(options.pop('head'), options)}"
     if contents["promises"]:
         yield "promises", described_promises(contents["promises"])
     if contents["output"]:

@@ -23,7 +23,6 @@ from posthoc_uq.core.batches import (
 from posthoc_uq.core.devices import as_double
 from posthoc_uq.core.errors import PosthocUQError
 from posthoc_uq.core.interrupts import orderly
-from posthoc_uq.core.model import replicate
 from posthoc_uq.core.options import Count, Seed, check_names, check_option, one_of
 from posthoc_uq.core.randomness import isolated_random_state, mixed_seed, sample_keys, uniforms
 from posthoc_uq.fitting.faithful import model_of
@@ -31,7 +30,6 @@ from posthoc_uq.fitting.leave_one_out import Groups, Initial, LeaveOneOut, calib
 from posthoc_uq.fitting.tune import has_something_to_tune, tune
 from posthoc_uq.fitting.wrap import head_class, options_of, recorded_head, wrap
 from posthoc_uq.heads.predictor import Predictor, promise_keys
-from posthoc_uq.heads.referral import default_referral_scores
 from posthoc_uq.layers.proof import count_samples
 from posthoc_uq.likelihoods.bernoulli import MultilabelPrediction
 from posthoc_uq.likelihoods.class_prediction import ClassPrediction
@@ -41,11 +39,13 @@ from posthoc_uq.likelihoods.conformal import (
     TargetScore,
     class_scores,
     held_out_scores,
+    wrong_up_to,
 )
 from posthoc_uq.likelihoods.gaussian import RegressionPrediction
 from posthoc_uq.likelihoods.likelihood import DrawnPrediction
-from posthoc_uq.likelihoods.prediction import Prediction, score_of
+from posthoc_uq.likelihoods.prediction import Prediction
 from posthoc_uq.likelihoods.selective import QUANTILES, joint_surprise, tail_of
+from posthoc_uq.likelihoods.weights import counting
 from posthoc_uq.posteriors.posterior import Posterior
 from posthoc_uq.posteriors.report import described_promises
 from posthoc_uq.posteriors.search import Trials
@@ -112,10 +112,12 @@ def calibrate(
 
     * Of targets that are classes, `sets` (`posthoc_uq.likelihoods.conformal.class_scores`); of several labels
       ``1 - p`` of those that apply, with one threshold a label; of a regression ``|y - m| / s`` with the predictive
-      deviation s, by output; of other likelihoods with a distribution function ``|F(y) - 1/2|``. Outputs with positions
-      are refused, since positions are not exchangeable.
+      deviation s, by output; of other likelihoods with a distribution function ``|F(y) - 1/2|``. Of outputs with
+      positions there are none, since positions are not exchangeable.
     * Of inputs novelty, the default score (entropy, or the standard deviation), and the larger surprise of the two,
-      measured by their tails on the first part and calibrated by its own values on the second.
+      measured by their tails on the first part and calibrated by its own values on the second; for
+      `posthoc_uq.Referral` and `Prediction.familiarity`. Of classes it is counted how many predictions up to each score
+      are wrong. Of outputs with positions they are means over those whose label counts.
 
     ``criterion="leave_one_out"`` takes the training data, where none are held out: the temperature of classes, or the
     noise of a regression, follows from leave-one-out predictions by the tangent kernel of the untrained network
@@ -146,7 +148,7 @@ def calibrate(
         **options: of the head, as in `wrap`, which takes them by default from then on.
 
     Raises:
-        PosthocUQError: no targets, too few samples, outputs with positions, or a loader of other inputs each time.
+        PosthocUQError: no targets, too few samples, or a loader of other inputs each time.
         NonFiniteError: a score is not finite.
     """
     if not isinstance(cast(Any, posterior), Posterior):
@@ -186,11 +188,6 @@ def calibrate(
             "initial and groups are for criterion='leave_one_out'; held-out data need neither."
         )
     check_reusable(loader, 3)
-    if has_positions(posterior, loader, reader):
-        raise PosthocUQError(
-            "The outputs have positions, which are not exchangeable, so that their scores promise nothing; tune with "
-            "uq.tune(posterior, loader) instead."
-        )
     data = _HeldOut(loader, reader, seed)
     if share is not None:
         data.split(share)
@@ -227,15 +224,6 @@ def calibrate(
     posterior.warned_heads |= trial.warned_heads
     tuned = samples if share is None else data.tuning
     return Calibration(trials, tuned, samples, share is None, described_promises(trial.history.promises))
-
-
-def has_positions(posterior: Posterior, loader: Iterable[Any], reader: BatchReader) -> bool:
-    """Whether outputs have positions, each with a prediction of its own, by the first batch of held-out data."""
-    with torch.no_grad(), isolated_random_state(0):
-        for batch in batches(loader, reader):
-            outputs = batch.copied().call(replicate(model_of(posterior)))
-            return posterior.likelihood.positions_of(outputs) is not None
-    return False
 
 
 class _HeldOut:
@@ -322,22 +310,26 @@ def _measured(
         PosthocUQError: the samples are others than those that were split, or a class or label has none.
     """
     of_inputs: dict[str, list[Tensor]] = {}
-    of_targets, tuning = list[_TargetScores](), list[Tensor]()
+    of_targets, tuning, wrong = list[_TargetScores](), list[Tensor](), list[Tensor]()
     kind: TargetScore | None = None
     classes: int | None = None
     with torch.no_grad(), isolated_random_state(data.seed), Bar(data.loader, "calibrate", progress) as bar:
         for batch, tunes in data.batches():
-            prediction = predictor(*batch.args, **batch.kwargs).to("cpu")
+            prediction = counting(predictor(*batch.args, **batch.kwargs).to("cpu"), batch)
             classes = prediction.classes
             if by_class and (classes is None or prediction.kind != "classes"):
                 raise PosthocUQError(
                     "by_class=True promises coverage for each class, and no classes are predicted."
                 )
-            for name in default_referral_scores(prediction):
-                of_inputs.setdefault(name, []).append(as_double(score_of(prediction, name)))
+            known = prediction.scores()
+            for name in {prediction.default_score: None, "novelty": None}:
+                if name in known:
+                    of_inputs.setdefault(name, []).append(as_double(known[name]))
             tuning.append(tunes)
             kept = tunes if data.all_in_both else ~tunes
             targets = prediction.fitting(cast(Tensor, batch.targets).cpu())
+            if isinstance(prediction, ClassPrediction):
+                wrong.append(prediction.losses(targets) > 0)
             keys = promise_keys(batch, len(prediction), data.seed).cpu()
             found = _target_scores(prediction, targets, sets, keys)
             if found is not None:
@@ -354,14 +346,21 @@ def _measured(
     scores = {name: torch.cat(parts) for name, parts in of_inputs.items()}
     tails = {name: tail_of(values[first], QUANTILES) for name, values in scores.items()}
     scores[JOINT] = joint_surprise(tails, scores).clamp(max=_MAX_SURPRISE)
+    kept_scores = {name: held_out_scores(values[second]) for name, values in scores.items()}
     record: dict[str, Any] = {
         "samples": int(second.sum()),
-        "inputs": {name: held_out_scores(values[second]).record() for name, values in scores.items()},
+        "inputs": {name: kept.record() for name, kept in kept_scores.items()},
         "tails": {
             name: {part: numbers.tolist() for part, numbers in tail._asdict().items()}
             for name, tail in tails.items()
         },
     }
+    if wrong:
+        errors = torch.cat(wrong)[second]
+        record["wrong"] = {
+            name: wrong_up_to(kept, scores[name][second], errors).tolist()
+            for name, kept in kept_scores.items()
+        }
     if kind is not None:
         all_scores = torch.cat([found.scores for found in of_targets])
         groups = torch.cat([found.groups for found in of_targets])

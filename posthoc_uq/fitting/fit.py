@@ -39,10 +39,9 @@ from posthoc_uq.curvature.features import find_features
 from posthoc_uq.curvature.kept_inputs import KeptInputs, inputs_to_keep
 from posthoc_uq.curvature.sweep import SweepSettings, no_weight, squared_residuals
 from posthoc_uq.files import buffers_fingerprint, check_numbers, check_settings, fingerprint
-from posthoc_uq.fitting.calibrate import calibrate, has_positions
+from posthoc_uq.fitting.calibrate import calibrate
 from posthoc_uq.fitting.first_batch import check_first_batch, on_few_samples
 from posthoc_uq.fitting.prior import Prior, check_weight_prior, prior_and_budget, set_prior, weight_prior_of
-from posthoc_uq.fitting.tune import has_something_to_tune, nothing_to_tune, tune
 from posthoc_uq.fitting.wrap import head_class
 from posthoc_uq.layers.proof import PROBE_SAMPLES, Selection, check_selection, count_samples, prepare
 from posthoc_uq.likelihoods import Likelihood, resolve_likelihood
@@ -103,8 +102,8 @@ def fit(
         loader: batches ``(inputs, targets)``, inputs alone, or mappings; how often it is read depends on the method.
         method: an object with its options (``uq.INF(rank=50)``), or its name (``"inf"``) with the options as further
             arguments. The names are the keys of `posthoc_uq.methods.METHODS`.
-        val_loader: held-out batches; the fit then ends with `calibrate(posterior, val_loader)` (of outputs with
-            positions `tune`), or a training with the weights of the epoch that predicts them best.
+        val_loader: held-out batches; the fit then ends with `calibrate(posterior, val_loader)`, or a training with the
+            weights of the epoch that predicts them best.
         likelihood: ``"classification"``, ``"binary"``, ``"multilabel"``, ``"ordinal"``, ``"regression"``,
             ``"heteroscedastic"``, ``"poisson"``, ``"negative_binomial"``, ``"gamma"``, or a `Likelihood`.
         noise_variance: of a regression, in squared units of the targets, one number or one an output; by default the
@@ -232,7 +231,14 @@ def fit(
             tuned_after=val_loader is not None,
         )
         if val_loader is not None and not request.method.trains:
-            _calibrate(posterior, request, val_loader)
+            calibrate(
+                posterior,
+                val_loader,
+                seed=request.seed,
+                progress=request.progress,
+                batch_to_inputs=request.reader.batch_to_inputs,
+                batch_to_targets=request.reader.batch_to_targets,
+            )
         # a faithful prior was found by predictions, which factorised the precision
         check_settings(posterior, factorised=posterior.history.head["criterion"] != "faithful")
         posterior.fingerprint = fingerprint(posterior.original)
@@ -568,20 +574,3 @@ def _warn_if_memorised(posterior: Posterior) -> None:
 
 def _times(values: Tensor, factor: Tensor | None) -> Tensor:
     return values if factor is None else values * as_double(factor).to(values.device)
-
-
-def _calibrate(posterior: Posterior, request: _FitRequest, val_loader: Iterable[Any]) -> None:
-    """Calibrate by held-out data, or, where outputs have positions, of which nothing can be promised, tune."""
-    reader = request.reader
-    by_position = has_positions(posterior, val_loader, reader)
-    if by_position and not has_something_to_tune(posterior):
-        warn_user(f"val_loader was not used. {nothing_to_tune(posterior)}")
-        return
-    (tune if by_position else calibrate)(
-        posterior,
-        val_loader,
-        seed=request.seed,
-        progress=request.progress,
-        batch_to_inputs=reader.batch_to_inputs,
-        batch_to_targets=reader.batch_to_targets,
-    )

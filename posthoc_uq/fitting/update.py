@@ -27,7 +27,6 @@ from posthoc_uq.methods import Method, method_of
 from posthoc_uq.methods.task import Task
 from posthoc_uq.posteriors.block import NotContainedError
 from posthoc_uq.posteriors.posterior import Posterior
-from posthoc_uq.posteriors.report import rule_of
 from posthoc_uq.posteriors.settings import History
 
 _GIVEN = "given"  # in the record of how a hyperparameter was found: by the user
@@ -54,8 +53,8 @@ def update(
     bases: what they store in them is exact, and `Posterior.report` says how much of the new data is outside. All
     other posteriors are refused.
 
-    Model, bases and hyperparameters stay; only the scale follows the number of samples. Referral thresholds and the
-    moments head's calibration are cleared, with a warning. The new posterior has no novelty by class, which is no sum
+    Model, bases and hyperparameters stay; only the scale follows the number of samples. Promises and the moments
+    head's calibration are cleared, with a warning. The new posterior has no novelty by class, which is no sum
     over the data: ``predictor.novelty(x, of="top")`` asks the posterior itself. `history.changes` counts what came
     and went, with a digest.
 
@@ -186,11 +185,6 @@ def _record(history: History, samples: int, content: int, remove: bool) -> None:
 def _cleared(history: History) -> list[str]:
     """Clear what was found for the posterior as it was; what to warn of."""
     warnings: list[str] = []
-    if history.referral:
-        warnings.append(
-            f"The referral threshold ({rule_of(history.referral, 4)}) was set before the data changed, and is cleared; "
-            f"set it again on held-out data."
-        )
     if history.calibration:
         warnings.append(
             "The moments head was calibrated before the data changed, and its calibration is cleared; calibrate again."
@@ -200,6 +194,6 @@ def _cleared(history: History) -> list[str]:
             "The held-out scores were measured before the data changed, and are cleared; calibrate again: "
             "uq.calibrate(posterior, val_loader)."
         )
-    history.referral, history.promises, history.calibration, history.faithful = {}, {}, {}, {}
+    history.promises, history.calibration, history.faithful = {}, {}, {}
     history.tuning = {name: how if how == _GIVEN else _BEFORE for name, how in history.tuning.items()}
     return warnings

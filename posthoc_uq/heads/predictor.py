@@ -29,7 +29,6 @@ from posthoc_uq.core.options import Count, check_option, one_of
 from posthoc_uq.core.outputs import Choice, choice_of, chosen_in, with_choice
 from posthoc_uq.core.randomness import isolated_random_state, mixed_seed, sample_keys
 from posthoc_uq.heads.novelty import PosteriorRatio, checked_of, class_novelty, novelty_of_calls
-from posthoc_uq.heads.referral import Referral, shown_identity
 from posthoc_uq.heads.weight_watch import WeightWatch
 from posthoc_uq.layers.frozen import Features
 from posthoc_uq.layers.layer import Call
@@ -152,6 +151,11 @@ def _or_new(generator: torch.Generator | None) -> torch.Generator:
     return generator
 
 
+def _shown(identity: Mapping[str, Any]) -> str:
+    """The identity of a predictor in words: the head and its options."""
+    return ", ".join(f"{name}={value!r}" for name, value in identity.items())
+
+
 FUNCTION_DRAWS = 100  # by default
 Made = TypeVar("Made")
 
@@ -259,9 +263,11 @@ class Predictor(nn.Module, ABC):
         return self._posterior
 
     @property
-    def referral(self) -> Referral:
-        """Which inputs to hand to a person, by the thresholds that the posterior stores; see `Referral`."""
-        return Referral.stored(self)
+    def promises(self) -> Promises | str | None:
+        """The held-out scores by which its predictions promise; a text where they do not apply, which says why; None
+        where `posthoc_uq.calibrate` stored none.
+        """
+        return self._promises_of(self._posterior.history.promises)
 
     @property
     def model(self) -> nn.Module:
@@ -335,33 +341,32 @@ class Predictor(nn.Module, ABC):
             self.head,
             lambda: self._own_outputs(batch),
         )
-        record = posterior.history.promises
-        return self._with_promises(prediction, record, batch) if record else prediction
-
-    def _with_promises(self, prediction: Prediction, record: dict[str, Any], batch: Batch) -> Prediction:
-        """The prediction with the held-out scores of a record where that was made with this head and the present
-        hyperparameters; elsewhere with a text that says why it promises nothing.
-        """
-        if torch.compiler.is_compiling():
+        promises = self._promises_of(posterior.history.promises)
+        if promises is None or torch.compiler.is_compiling():
             return prediction
-        if record["head"] != self.identity():
-            made, present = record["head"], self.identity()
-            return replace(
-                prediction,
-                promises=f"The held-out scores are of {shown_identity(made)}, and this predictor is "
-                f"{shown_identity(present)}; calibrate for this one: uq.calibrate(posterior, val_loader, head=...).",
-            )
-        if record["posterior"] != self.hyperparameters():
-            return replace(
-                prediction,
-                promises="The posterior's hyperparameters changed after the held-out scores were measured; calibrate "
-                "again: uq.calibrate(posterior, val_loader).",
-            )
-        promises = self._promises.get(record, lambda: Promises.restored(record))
         keys = None
-        if promises.randomised:
+        if isinstance(promises, Promises) and promises.randomised:
             keys = promise_keys(batch, len(prediction), promises.seed).to(prediction.outputs_mean.device)
         return replace(prediction, promises=promises, sample_keys=keys)
+
+    def _promises_of(self, record: dict[str, Any]) -> Promises | str | None:
+        """The held-out scores of a record where that was made with this head and the present hyperparameters; see
+        `promises`.
+        """
+        if not record:
+            return None
+        made, present = record["head"], self.identity()
+        if made != present:
+            return (
+                f"The held-out scores are of {_shown(made)}, and this predictor is {_shown(present)}; calibrate for "
+                f"this one: uq.calibrate(posterior, val_loader, head=...)."
+            )
+        if record["posterior"] != self.hyperparameters():
+            return (
+                "The posterior's hyperparameters changed after the held-out scores were measured; calibrate again: "
+                "uq.calibrate(posterior, val_loader)."
+            )
+        return self._promises.get(record, lambda: Promises.restored(record))
 
     def _own_outputs(self, batch: Batch) -> Tensor | None:
         """What the network gives for a batch at the posterior's mean, for the message of an error; None where it gives

@@ -1,235 +1,121 @@
-"""Which inputs to hand to a person: `Referral`, thresholds on scores that are set on held-out data."""
+"""Which inputs to hand to a person: `Referral`, by the held-out scores that `posthoc_uq.calibrate` stored."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
-from typing import Annotated, Any, Protocol, runtime_checkable
+from typing import Annotated, Any, cast
 
 import torch
-from annotated_types import Ge, Lt
+from annotated_types import Gt, Lt
 from torch import Tensor
 
-from posthoc_uq.core.errors import NonFiniteError, PosthocUQError
-from posthoc_uq.core.options import check_option
-from posthoc_uq.likelihoods.prediction import Prediction, score_of
-from posthoc_uq.likelihoods.selective import (
-    QUANTILES,
-    Tail,
-    referral_thresholds,
-    tail_of,
-    tail_probability,
-)
-from posthoc_uq.posteriors import Posterior
-from posthoc_uq.posteriors.report import rule_of, thresholds_of
+from posthoc_uq.core.errors import PosthocUQError
+from posthoc_uq.core.options import check_option, one_of
+from posthoc_uq.likelihoods.conformal import JOINT, Promises, applying
+from posthoc_uq.likelihoods.prediction import SCORES, Prediction
 
-Rate = Annotated[float, Ge(0), Lt(1)]
-
-
-@runtime_checkable
-class _Predictor(Protocol):
-    """What a referral needs of a `Predictor`, which imports this module."""
-
-    @property
-    def posterior(self) -> Posterior: ...
-
-    def predict(self, loader: Iterable[Any], *, progress: bool = True) -> Prediction: ...
-
-    def identity(self) -> dict[str, Any]: ...
-
-    def hyperparameters(self) -> dict[str, Any]: ...
+Inside = Annotated[float, Gt(0), Lt(1)]
 
 
 class Referral:
-    """Refers inputs to a person whose scores lie above thresholds, which are set on held-out data and stored with the
-    posterior.
+    """Refers inputs to a person, by how extreme their scores are among the held-out ones of `posthoc_uq.calibrate`.
 
     ```python
-    referral = uq.Referral(rate=0.05).fit(predictor, val_loader)
-    uq.save(predictor.posterior, "model.h5")
+    uq.calibrate(posterior, val_loader)  # once; the posterior's file keeps it
+    prediction = uq.wrap(model, posterior)(x)
+    referral = uq.Referral(rate=0.05)
     referral(prediction)  # True for the inputs that a person should see
     referral.reasons(prediction)  # for each score, the inputs that it refers
-    referral.tail(prediction)  # how extreme an input is; begin with the smallest
-    predictor.referral(prediction)  # the same of a posterior that was loaded
+    referral.tail(prediction)  # p-values; begin with the smallest
     ```
 
-    With several scores, an input is judged by the smallest of its tail probabilities, each the share of the held-out
-    inputs whose score is at least as large; `posthoc_uq.evaluation.metrics.referral_thresholds` has the rule. So the
-    scores share the rate: together they refer at most that share of the held-out inputs. Thresholds hold for the head
-    and the hyperparameters that they were set with, and are refused for others.
+    With a `rate`, inputs whose p-value is at most that are referred: of new inputs like the held-out ones at most this
+    share on average, whatever the model (`Prediction.familiarity` has the formula).
+
+    With an `accuracy`, of classes, as few as possible are referred so that the rest is right with this accuracy: of the
+    n held-out inputs in ascending order of the score the largest number k is kept for which ``(errors among them + 1) /
+    (k + 1) <= 1 - accuracy``, and new inputs beyond the k-th are referred. k is chosen by the same inputs that it is
+    judged on, so this holds approximately and on average, for inputs like the held-out ones; the more of them there
+    are, the better. Inputs beyond all held-out ones are always referred.
 
     Args:
-        rate: the share of inputs like the held-out ones to refer, in [0, 1).
-        score: one of `posthoc_uq.likelihoods.SCORES`, or several. By default entropy, or of values the standard
-            deviation, and novelty where the predictions know it: the first finds inputs that are hard, the second those
-            that are foreign.
+        rate: the share of inputs like the held-out ones to refer, in (0, 1); by default 0.05.
+        accuracy: of the rest, in (0, 1), in place of a rate.
+        score: ``"joint"``, the more surprising of two scores: entropy, or of values the standard deviation, which finds
+            inputs that are hard, and novelty, which finds foreign ones; or one of the two by its name.
+
+    Raises:
+        PosthocUQError: a number out of range, both of them, or no score.
     """
 
-    def __init__(self, rate: float = 0.05, score: str | Sequence[str] | None = None) -> None:
-        scores = None if score is None else (score,) if isinstance(score, str) else tuple(score)
-        if scores is not None and len(set(scores)) < max(1, len(scores)):
-            raise PosthocUQError(f"Referral goes by one score or by several different ones, not {score!r}.")
-        self.rate = check_option("rate", rate, Rate)
-        self._scores = scores
-        self._predictor: _Predictor | None = None
-        self._record: Mapping[str, Any] = {}
-
-    @classmethod
-    def stored(cls, predictor: _Predictor) -> Referral:
-        """The referral that a predictor's posterior stores, as `Predictor.referral`; one without thresholds if none was
-        set.
-        """
-        record = _checked(predictor).posterior.history.referral
-        referral = cls(record["rate"], tuple(record["scores"])) if record else cls()
-        referral._predictor, referral._record = predictor, record
-        return referral
-
-    def fit(self, predictor: _Predictor, data: Prediction | Iterable[Any]) -> Referral:
-        """Set the thresholds and store them with the predictor's posterior; save it afterwards.
-
-        Args:
-            predictor: with the head, options and hyperparameters that will predict.
-            data: held-out data like those in production, as a loader whose targets are ignored, or the predictor's
-                prediction of them. Foreign inputs would raise the thresholds.
-
-        Returns:
-            The referral itself.
-
-        Raises:
-            PosthocUQError: the rate is out of range, or the predictions do not know a score.
-            NonFiniteError: a score is NaN or infinite.
-        """
-        predictor = _checked(predictor)
-        prediction = data if isinstance(data, Prediction) else predictor.predict(data, progress=False)
-        scores = {
-            name: _numbers(prediction, name) for name in self._scores or default_referral_scores(prediction)
-        }
-        thresholds = referral_thresholds(scores, self.rate)
-        tails = {name: tail_of(values, QUANTILES) for name, values in scores.items()}
-        record = {
-            "scores": {
-                name: {"threshold": thresholds[name], "quantiles": tail.values.tolist()}
-                for name, tail in tails.items()
-            },
-            "shares": next(iter(tails.values())).shares.tolist(),
-            "rate": self.rate,
-            "inputs": len(prediction),
-            "head": dict(predictor.identity()),
-            "posterior": predictor.hyperparameters(),
-        }
-        self._predictor, self._record = predictor, record
-        predictor.posterior.history.referral = record
-        return self
-
-    @property
-    def thresholds(self) -> dict[str, float]:
-        """The threshold of each score by name; empty before `fit`."""
-        return thresholds_of(self._record)
-
-    @property
-    def applies(self) -> bool:
-        """Whether the predictor still has the hyperparameters and the head that the thresholds were set with."""
-        return self._trouble() is None
+    def __init__(
+        self, rate: float | None = None, *, accuracy: float | None = None, score: str = JOINT
+    ) -> None:
+        if rate is not None and accuracy is not None:
+            raise PosthocUQError("Referral goes by a rate or by an accuracy; give one of the two.")
+        rate = 0.05 if rate is None and accuracy is None else rate
+        self.rate = check_option("rate", rate, Inside | None)
+        self.accuracy = check_option("accuracy", accuracy, Inside | None)
+        self.score = one_of("score", score, (JOINT, *SCORES))
 
     def __call__(self, prediction: Prediction) -> Tensor:
-        """Which inputs to hand to a person, ``(batch,)`` of booleans; an input with a score that is NaN is always one.
+        """Which inputs to hand to a person, ``(batch,)`` of booleans, on the CPU; one whose score is NaN always is.
 
         Args:
-            prediction: of any inputs by the predictor.
+            prediction: of any inputs, by a predictor whose posterior is calibrated.
 
         Raises:
-            PosthocUQError: no threshold was set, or the posterior was tuned since, or the predictor has another head.
+            PosthocUQError: the prediction has no held-out scores that apply, or not the score; or they are too few for
+                the rate, or do not reach the accuracy.
         """
         return torch.stack(list(self.reasons(prediction).values())).any(dim=0)
 
     def reasons(self, prediction: Prediction) -> dict[str, Tensor]:
-        """For each score, by name, the inputs it refers, ``(batch,)`` of booleans: where it is above its threshold, or
-        NaN. An input is referred if any score refers it.
+        """For each score, by name, the inputs it refers, ``(batch,)`` of booleans. An input is referred if any score
+        refers it.
         """
-        self._check(prediction)
-        return {
-            name: ~(score_of(prediction, name) <= threshold) for name, threshold in self.thresholds.items()
-        }
+        promises, scores = _promises_of(prediction), prediction.scores()
+        border = self.border(promises)
+        return {name: ~(p > border) for name, p in promises.single_p_values(scores, self.score).items()}
 
     def tail(self, prediction: Prediction) -> Tensor:
-        """How extreme inputs are among the held-out ones, so that a person may begin with the most extreme.
-
-        For each input the smallest share, over the scores, of held-out inputs whose score is at least as large: 0
-        beyond the largest one. It is interpolated linearly between the stored quantiles.
+        """How extreme inputs are among the held-out ones, so that a person may begin with the most extreme: the p-value
+        of the score.
 
         Returns:
-            (batch,), float64 in [0, 1], on the CPU; NaN where a score is.
+            (batch,), float64 in (0, 1], on the CPU; NaN where a score is.
         """
-        self._check(prediction)
-        tails: list[Tensor] = []
-        for name, stored in self._record["scores"].items():
-            values, shares = (
-                torch.tensor(numbers, dtype=torch.float64, device="cpu")
-                for numbers in (stored["quantiles"], self._record["shares"])
+        return _promises_of(prediction).p_values(prediction.scores(), self.score)
+
+    def border(self, promises: Promises | str | None) -> float:
+        """The p-value up to which inputs are referred.
+
+        Args:
+            promises: of a prediction, or of a predictor.
+
+        Raises:
+            PosthocUQError: as a call.
+        """
+        held_out = applying(promises)
+        score = one_of("score", self.score, tuple(held_out.inputs))
+        if self.accuracy is not None:
+            return held_out.rate_for(self.accuracy, score)
+        rate, lowest = cast(float, self.rate), held_out.inputs[score].lowest_rate
+        if rate < lowest:
+            raise PosthocUQError(
+                f"A rate of {rate:g} needs more held-out samples than the {held_out.inputs[score].count:,} that were "
+                f"kept; give a rate of at least {lowest:.4g}, or calibrate with more."
             )
-            tails.append(tail_probability(Tail(values, shares), score_of(prediction, name)))
-        return torch.stack(tails).amin(dim=0)
+        return rate
 
     def __repr__(self) -> str:
-        scores = f", score={self._scores!r}" if self._scores else ""
-        rule = f": {rule_of(self._record, 4)}" if self._record else ""
-        return f"Referral(rate={self.rate:g}{scores}){rule}"
-
-    def _check(self, prediction: Any) -> None:
-        if not isinstance(prediction, Prediction):
-            raise PosthocUQError(
-                f"A referral takes what the predictor returned for the inputs, predictor(x) or "
-                f"predictor.predict(loader), not a {type(prediction).__name__}."
-            )
-        trouble = self._trouble()
-        if trouble is not None:
-            raise PosthocUQError(trouble)
-
-    def _trouble(self) -> str | None:
-        """Why no threshold applies, as an error message, or None."""
-        if self._predictor is None or not self._record:
-            return "No referral threshold was set; set one with uq.Referral(rate).fit(predictor, held_out_loader)."
-        if self._record["head"] != self._predictor.identity():
-            return (
-                f"The referral threshold was set for {shown_identity(self._record['head'])}, and this predictor is "
-                f"{shown_identity(self._predictor.identity())}; set it again for this one."
-            )
-        if self._record["posterior"] != self._predictor.hyperparameters():
-            return (
-                "The posterior's hyperparameters changed after the referral threshold was set; set it again."
-            )
-        return None
+        aim = f"rate={self.rate:g}" if self.accuracy is None else f"accuracy={self.accuracy:g}"
+        return f"Referral({aim}, score={self.score!r})"
 
 
-def default_referral_scores(prediction: Prediction, hard: str | None = None) -> tuple[str, ...]:
-    """The scores of a referral where none are named: one that finds hard inputs, and novelty where it is known.
-
-    Args:
-        prediction: of any inputs.
-        hard: the first of them; by default entropy, or of values the standard deviation.
-    """
-    hard = hard or prediction.default_score
-    return (hard, "novelty") if "novelty" in prediction.scores() and hard != "novelty" else (hard,)
-
-
-def _checked(predictor: Any) -> _Predictor:
-    if not isinstance(predictor, _Predictor):
+def _promises_of(prediction: Any) -> Promises:
+    if not isinstance(prediction, Prediction):
         raise PosthocUQError(
-            f"A referral needs a predictor from uq.wrap(model, posterior), not a {type(predictor).__name__}."
+            f"A referral takes what a predictor returned for the inputs, predictor(x) or predictor.predict(loader), "
+            f"not a {type(prediction).__name__}."
         )
-    return predictor
-
-
-def _numbers(prediction: Prediction, score: str) -> Tensor:
-    """A score of every input of a prediction; refuses NaN."""
-    scores = score_of(prediction, score)
-    if bool(scores.isnan().any()):
-        raise NonFiniteError(
-            f"{int(scores.isnan().sum())} of {len(scores)} inputs have the {score} NaN; a threshold needs predictions "
-            f"that are numbers."
-        )
-    return scores
-
-
-def shown_identity(identity: Mapping[str, Any]) -> str:
-    """The identity of a predictor in words: the head and its options."""
-    return ", ".join(f"{name}={value!r}" for name, value in identity.items())
+    return prediction.known_promises()

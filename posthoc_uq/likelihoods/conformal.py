@@ -59,6 +59,11 @@ class HeldOutScores:
         return {"values": self.values.tolist(), "count": self.count}
 
     @property
+    def lowest_rate(self) -> float:
+        """The smallest p-value: ``1 / (n + 1)``."""
+        return 1 / (self.count + 1)
+
+    @property
     def highest_level(self) -> float:
         """The highest level that can be promised: ``n / (n + 1)``."""
         return self.count / (self.count + 1)
@@ -79,6 +84,19 @@ def held_out_scores(scores: Tensor) -> HeldOutScores:
         raise NonFiniteError("A held-out score is not finite; a promise needs predictions that are finite.")
     ranks = _ranks(count)
     return HeldOutScores(values[ranks - 1], ranks, count)
+
+
+def wrong_up_to(scores: HeldOutScores, samples: Tensor, wrong: Tensor) -> Tensor:
+    """For every score that is kept, how many samples with at most this score are wrong, ``(kept,)``, int64.
+
+    Args:
+        scores: that are kept of the samples'.
+        samples: their scores, (samples,).
+        wrong: (samples,), bool.
+    """
+    ordered, order = as_double(samples.detach()).cpu().sort()
+    counts = wrong.cpu().long()[order].cumsum(0)
+    return counts[torch.searchsorted(ordered, scores.values, right=True) - 1]
 
 
 def _ranks(count: int) -> Tensor:
@@ -184,6 +202,8 @@ class Promises:
         inputs: the scores of inputs by name, and ``"joint"``.
         tails: of the single scores of inputs, by which the joint one is measured.
         seed: of the random numbers of ``"aps"`` and ``"raps"``.
+        wrong: of classes, by the name of a score of inputs ``(kept,)``, int64: the held-out samples with at most this
+            score whose predicted class is wrong. Empty where none were counted.
     """
 
     kind: TargetScore | None
@@ -191,6 +211,7 @@ class Promises:
     inputs: Mapping[str, HeldOutScores]
     tails: Mapping[str, Tail]
     seed: int
+    wrong: Mapping[str, Tensor]
 
     @classmethod
     def restored(cls, record: Mapping[str, Any]) -> Promises:
@@ -208,6 +229,10 @@ class Promises:
             {name: HeldOutScores.restored(each) for name, each in record["inputs"].items()},
             tails,
             record["seed"],
+            {
+                name: torch.tensor(counts, dtype=torch.int64, device="cpu")
+                for name, counts in record.get("wrong", {}).items()
+            },
         )
 
     @property
@@ -265,3 +290,64 @@ class Promises:
         if name == JOINT:
             return p_values(self.inputs[name], joint_surprise(self.tails, scores))
         return p_values(self.inputs[name], scores[name])
+
+    def single_p_values(self, scores: Mapping[str, Tensor], name: str) -> dict[str, Tensor]:
+        """By score the p-values, ``(batch,)``, whose smallest are the `p_values`: of the joint score those of each that
+        it joins, at the rates that they share; of another its own.
+        """
+        joined = {name: self.p_values(scores, name)}
+        if name == JOINT:
+            joined = {
+                each: p_values(self.inputs[name], joint_surprise({each: tail}, scores))
+                for each, tail in self.tails.items()
+            }
+        return joined
+
+    def rate_for(self, accuracy: float, name: str) -> float:
+        """The smallest p-value at which an input is kept, less one rank, so that those that are kept are right with
+        this accuracy.
+
+        Of the held-out samples in ascending order of the score the largest number k is kept for which ``(errors among
+        them + 1) / (k + 1) <= 1 - accuracy``; samples of the same score are kept together.
+
+        Args:
+            accuracy: in (0, 1).
+            name: of the score of inputs.
+
+        Returns:
+            ``(n - k + 1) / (n + 1)``: inputs with a p-value of at most this are beyond the k-th.
+
+        Raises:
+            PosthocUQError: no k has this accuracy, or the record has no counts of errors.
+        """
+        if not self.wrong:
+            raise PosthocUQError(
+                "An aimed accuracy needs held-out predictions of classes that were counted right or wrong, and there "
+                "are none: give a rate, or of classes calibrate again: uq.calibrate(posterior, val_loader)."
+            )
+        scores = self.inputs[name]
+        reached = 1 - (self.wrong[name] + 1).double() / (scores.ranks + 1).double()
+        enough = (reached >= accuracy - 1e-12).nonzero().flatten()
+        if len(enough) == 0:
+            raise PosthocUQError(
+                f"No share of the {scores.count:,} held-out inputs can be kept with an accuracy of {accuracy:g} by "
+                f"{name}; the best that is reached is {float(reached.max()):.4g}."
+            )
+        return float(scores.count - scores.ranks[enough[-1]] + 1) / (scores.count + 1)
+
+
+def applying(promises: Promises | str | None) -> Promises:
+    """The held-out scores themselves.
+
+    Args:
+        promises: as `posthoc_uq.likelihoods.prediction.Prediction.promises`.
+
+    Raises:
+        PosthocUQError: there are none that apply.
+    """
+    if isinstance(promises, Promises):
+        return promises
+    raise PosthocUQError(
+        promises
+        or "A promise needs held-out scores; store them by uq.calibrate(posterior, val_loader), and predict again."
+    )

@@ -16,7 +16,7 @@ from posthoc_uq.core.devices import as_double, moved
 from posthoc_uq.core.errors import PosthocUQError
 from posthoc_uq.core.options import did_you_mean
 from posthoc_uq.likelihoods import metrics, selective
-from posthoc_uq.likelihoods.conformal import Promises
+from posthoc_uq.likelihoods.conformal import Promises, applying
 
 AnyPrediction = TypeVar("AnyPrediction", bound="Prediction")
 
@@ -182,12 +182,12 @@ class Prediction(ABC):
         """
         risk, measures = selective.risk_coverage(scores, self.losses(targets)).risk, dict[str, float]()
         for rate, count in zip(rates, selective.retained(rates, len(risk)), strict=True):
-            mean = float(risk[count - 1])
-            shown = (
-                mean**0.5 if self.loss_name == "RMSE" else 1 - mean if self.loss_name == "accuracy" else mean
-            )
-            measures[f"{self.loss_name} at {rate:g}"] = shown
+            measures[f"{self.loss_name} at {rate:g}"] = self.shown_loss(float(risk[count - 1]))
         return measures
+
+    def shown_loss(self, mean: float) -> float:
+        """A mean of `losses` as it is shown under the name `loss_name`."""
+        return mean**0.5 if self.loss_name == "RMSE" else 1 - mean if self.loss_name == "accuracy" else mean
 
     @abstractmethod
     def tensors(self) -> NamedTuple:
@@ -256,12 +256,7 @@ class Prediction(ABC):
         Raises:
             PosthocUQError: there are none that apply.
         """
-        if isinstance(self.promises, Promises):
-            return self.promises
-        raise PosthocUQError(
-            self.promises
-            or "A promise needs held-out scores; store them by uq.calibrate(posterior, val_loader), and predict again."
-        )
+        return applying(self.promises)
 
     def of_one_network(self: AnyPrediction) -> AnyPrediction:
         """The same without the parts that need several sets of weights."""

@@ -253,31 +253,6 @@ def referral_threshold(scores: Tensor, rate: float) -> float:
     return -math.inf if referred == len(scores) else scores.sort(descending=True).values[referred].item()
 
 
-def referral_thresholds(scores: Mapping[str, Tensor], rate: float) -> dict[str, float]:
-    """Thresholds of several scores that together refer at most a share `rate`; any score above its own refers an input.
-
-    Every input gets the smallest of its tail probabilities among these very inputs (ties count in full: inputs whose
-    score is equal or larger). With ``k = floor(rate * inputs)``, the border is the one that ranks ``k + 1`` from below,
-    and inputs strictly below it are referred, at most `k`. The threshold of a score is its largest value whose tail
-    probability is not below the border. With `S` scores up to `S` inputs share a rank, so up to ``S - 1`` fewer than
-    `k` are referred even where no score has ties. Of one score it is `referral_threshold`.
-
-    Args:
-        scores: by name, (inputs,), finite, for instance of validation inputs.
-        rate: in [0, 1).
-    """
-    if not 0 <= rate < 1:
-        raise PosthocUQError(f"A rate of several scores must be from 0 to below 1, not {rate}.")
-    columns = {name: _finite(name, values) for name, values in _columns(scores).items()}
-    count = len(next(iter(columns.values())))
-    ranks = {
-        name: count - torch.searchsorted(values.sort().values, values) for name, values in columns.items()
-    }
-    smallest = torch.stack(list(ranks.values())).amin(0).sort().values
-    border = smallest[min(_referred_count(rate, count), count - 1)]
-    return {name: values[ranks[name] >= border].max().item() for name, values in columns.items()}
-
-
 def _columns(scores: Mapping[str, Tensor]) -> dict[str, Tensor]:
     if not scores:
         raise PosthocUQError("There must be at least one score.")

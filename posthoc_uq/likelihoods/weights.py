@@ -17,6 +17,8 @@ from posthoc_uq.core.batches import Batch
 from posthoc_uq.core.errors import PosthocUQError
 from posthoc_uq.likelihoods.labels import Layout
 from posthoc_uq.likelihoods.likelihood import Likelihood
+from posthoc_uq.likelihoods.positions import PositionPrediction
+from posthoc_uq.likelihoods.prediction import Prediction
 
 
 @dataclass(frozen=True)
@@ -200,6 +202,19 @@ def counted_positions(layout: Layout, outputs: Tensor, batch: Batch) -> Tensor:
     if attended is not None:
         counted = counted & layout.shifted(attended.to(counted.device).reshape(counted.shape))
     return counted
+
+
+def counting(prediction: Prediction, batch: Batch) -> Prediction:
+    """The prediction, in whose numbers of an input only positions count that labels or the attention mask leave in; of
+    an input without any, all of them.
+    """
+    if not isinstance(prediction, PositionPrediction) or prediction.mask is not None:
+        return prediction
+    counted = counted_positions(prediction.layout, prediction.outputs_mean, batch)
+    counted = counted | ~counted.any(1, keepdim=True)
+    if bool(counted.all()):
+        return prediction
+    return prediction.masked(counted.reshape(len(prediction), *prediction.positions))
 
 
 def weights_of(likelihood: Likelihood, outputs: Tensor, batch: Batch) -> SampleWeights | None:

@@ -186,8 +186,8 @@ def median(posterior: Posterior, certain: bool = False) -> Posterior:
     """The median probability model: the weights whose inclusion is above one half, on for certain; all others are zero.
 
     It is a posterior like any other, with the hyperparameters of the full one; tune a temperature again on held-out
-    data. What was measured on predictions of the full posterior is cleared: the calibration of the moments head, the
-    thresholds of a referral, and promises.
+    data. What was measured on predictions of the full posterior is cleared: the calibration of the moments head, and
+    promises.
 
     Args:
         posterior: by ``method="latent_binary"``, or such a median model.
@@ -199,7 +199,7 @@ def median(posterior: Posterior, certain: bool = False) -> Posterior:
     """
     blocks, certain = _latent_blocks(posterior, "median"), check_option("certain", certain, bool)
     history = copy.deepcopy(posterior.history)
-    history.calibration, history.referral, history.promises, history.faithful = {}, {}, {}, {}
+    history.calibration, history.promises, history.faithful = {}, {}, {}
     history.fit[MEDIAN] = "weights of inclusion above 0.5"
     if certain or history.fit.get(CERTAIN):
         history.fit[CERTAIN] = True  # all draws are the same

@@ -33,7 +33,6 @@ from posthoc_uq.posteriors.report import (
     described_history,
     described_novelty,
     described_output,
-    rule_of,
 )
 from posthoc_uq.posteriors.settings import ABOUT, ONE_PRIOR, Evidence, History, Hyperparameters, LayerPriors
 from posthoc_uq.posteriors.variational import MeanFieldBlock
@@ -200,7 +199,6 @@ class _Hyperparameter(Generic[Value]):
 _SETTING = threading.Lock()  # one for all posteriors: a lock in a posterior could not be copied or pickled
 _SEARCHED = ("tuning", "head", "faithful", "calibration")
 """The records of a history that a search for hyperparameters writes."""
-_SET_AGAIN = "set it again on held-out data, with uq.Referral(rate).fit(predictor, loader)"
 _TUNE = "tune on held-out data: uq.tune(posterior, val_loader)"
 
 
@@ -395,8 +393,7 @@ class Posterior:
         with _SETTING:
             old_settings = self._settings
             self._settings = replace(self._settings, **checked)
-        for name, record in self._held_out_records().items():
-            self._warn_if_void(name, self._basis_of(record, old_settings))
+        self._warn_if_void(self._basis_of_promises(old_settings))
 
     def _checked(self, name: str, value: Any) -> Any:
         """A value that may be set; where the hyperparameter cannot be set, only its present value."""
@@ -435,28 +432,21 @@ class Posterior:
         return LayerPriors(priors)
 
     @contextmanager
-    def searching(self, way_out: str | None = None) -> Generator[None]:
-        """For trying many settings: one warning at its end if referral thresholds, or promises, that applied before no
-        longer do. In nested contexts the outermost one warns.
-
-        Args:
-            way_out: how to set thresholds again, in words; by default from Python.
+    def searching(self) -> Generator[None]:
+        """For trying many settings: one warning at its end if promises that held before no longer do. In nested
+        contexts the outermost one warns.
         """
         if self._searching:
             yield
             return
-        before = {
-            name: (record, self._basis_of(record, self._settings))
-            for name, record in self._held_out_records().items()
-        }
+        record, basis = self.history.promises, self._basis_of_promises(self._settings)
         self._searching = True
         try:
             yield
         finally:
             self._searching = False
-        for name, (record, basis) in before.items():
-            if getattr(self.history, name) is record:  # no new one was set meanwhile
-                self._warn_if_void(name, basis, way_out)
+        if self.history.promises is record:  # no new one was set meanwhile
+            self._warn_if_void(basis)
 
     def trial(self: Self) -> Self:
         """A copy on which settings can be tried and recorded while others predict from this one and save it; see
@@ -475,35 +465,19 @@ class Posterior:
             with _SETTING:  # both at once, so that a copy made meanwhile has the old ones or the new ones
                 self.__dict__.update(_settings=found.settings, history=replace(self.history, **records))
 
-    def _held_out_records(self) -> dict[str, dict[str, Any]]:
-        """The records of held-out scores by name, those that there are: each holds for a head and hyperparameters."""
-        records = {"referral": self.history.referral, "promises": self.history.promises}
-        return {name: record for name, record in records.items() if record}
-
-    def _basis_of(self, record: Mapping[str, Any], settings: Hyperparameters) -> dict[str, Any]:
-        """What a record of held-out scores depends on: these settings and, with the moments head, its calibration."""
-        calibrated = record["head"].get("head") == "moments"
+    def _basis_of_promises(self, settings: Hyperparameters) -> dict[str, Any]:
+        """What promises depend on: these settings and, with the moments head, its calibration."""
+        calibrated = self.history.promises.get("head", {}).get("head") == "moments"
         return settings.plain() | ({"calibration": dict(self.history.calibration)} if calibrated else {})
 
-    def _warn_if_void(self, name: str, old_basis: dict[str, Any], way_out: str | None = None) -> None:
-        """Warn if a record of held-out scores applied before and no longer does.
-
-        Args:
-            name: of the record.
-            old_basis: from `_basis_of`, before the change.
-            way_out: see `searching`.
-        """
-        record: dict[str, Any] = getattr(self.history, name)
-        if self._searching or any(old_basis[key] != value for key, value in record["posterior"].items()):
+    def _warn_if_void(self, old_basis: dict[str, Any]) -> None:
+        """Warn if promises held before, by `_basis_of_promises`, and no longer do."""
+        record = self.history.promises
+        if not record or self._searching:
             return
-        if self._basis_of(record, self._settings) == old_basis:
+        if any(old_basis[key] != value for key, value in record["posterior"].items()):
             return
-        if name == "referral":
-            warn_user(
-                f"The referral threshold ({rule_of(record, 4)}) was set for other hyperparameters and no longer "
-                f"applies; {way_out or _SET_AGAIN}."
-            )
-        else:
+        if self._basis_of_promises(self._settings) != old_basis:
             warn_user(
                 f"The promises by {record['samples']:,} held-out samples were made for other hyperparameters and no "
                 f"longer hold; calibrate again: uq.calibrate(posterior, val_loader)."

@@ -131,18 +131,6 @@ def described_changes(changes: Mapping[str, Any]) -> str:
     return ", ".join([*parts, f"digest {changes['digest'][:12]}"])
 
 
-def thresholds_of(referral: Mapping[str, Any]) -> dict[str, float]:
-    """The threshold of each score in the record of a referral; an input with any score above its own is referred. Empty
-    where no threshold was set.
-    """
-    return {name: score["threshold"] for name, score in referral.get("scores", {}).items()}
-
-
-def rule_of(referral: Mapping[str, Any], digits: int = 6) -> str:
-    """The rule in words: ``entropy above 0.3 or mutual_information above 0.02``."""
-    return " or ".join(f"{name} above {value:.{digits}g}" for name, value in thresholds_of(referral).items())
-
-
 def described_promises(promises: Mapping[str, Any]) -> str:
     """What the predictions of a posterior promise by held-out scores, in words."""
     targets: Mapping[str, Any] = promises.get("targets", {})
@@ -184,17 +172,12 @@ def described_novelty(features: FeatureGrams) -> str:
 
 
 def described_history(history: History) -> dict[str, str]:
-    """Label to text of what was tuned, calibrated, set and changed since the fit."""
-    lines, calibration, referral = dict(history.tuning), history.calibration, history.referral
+    """Label to text of what was tuned, calibrated and changed since the fit."""
+    lines, calibration = dict(history.tuning), history.calibration
     if calibration:
         lines["moments head"] = (
             f"standard deviations times {exp(calibration['alpha']):.3g} (power {calibration['beta']:.3g}), error left "
             f"{calibration['residual']:.0%}, by {calibration['n_mc']} draws"
-        )
-    if referral:
-        lines["referral"] = (
-            f"{rule_of(referral, 4)}, {referral['rate']:.3g} of {referral['inputs']} familiar inputs, head "
-            f"{referral['head']['head']!r}"
         )
     if history.promises:
         lines["promises"] = described_promises(history.promises)

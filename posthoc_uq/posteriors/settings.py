@@ -63,7 +63,7 @@ class Evidence:
 
 @dataclass
 class History:
-    """How a posterior was fitted, tuned, calibrated and given thresholds; `report` prints it.
+    """How a posterior was fitted, tuned and calibrated; `report` prints it.
 
     Attributes:
         fit: plain values: method options, seed, timings in seconds.
@@ -75,8 +75,6 @@ class History:
             ``network_temperature`` it was compared with, ``divergence``, ``budget``, ``head``, and the other
             ``settings``; or empty.
         calibration: the moments head's correction as plain values, with the settings it was made for; or empty.
-        referral: the thresholds above which inputs are handed to a person, with the settings they were set for
-            (`posthoc_uq.files.records.ReferralRecord`); or empty.
         promises: the held-out scores by which predictions promise, with the settings they were measured with
             (`posthoc_uq.files.records.PromisesRecord`); or empty.
         novelty: ``"posterior"`` where the fit found no layer to measure novelty by, so that the posterior itself is
@@ -96,7 +94,6 @@ class History:
     head: dict[str, Any] = field(default_factory=lambda: dict[str, Any]())
     faithful: dict[str, Any] = field(default_factory=lambda: dict[str, Any]())
     calibration: dict[str, Any] = field(default_factory=lambda: dict[str, Any]())
-    referral: dict[str, Any] = field(default_factory=lambda: dict[str, Any]())
     promises: dict[str, Any] = field(default_factory=lambda: dict[str, Any]())
     novelty: str = ""
     changes: dict[str, Any] = field(default_factory=lambda: dict[str, Any]())

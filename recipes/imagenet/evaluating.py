@@ -153,8 +153,6 @@ def summary(
     found = Evaluation(
         {row: predictions},
         targets,
-        predictors={row: None},
-        hyperparameters={},
         galleries={},
         score=None,
         referral_rates=(0.05, 0.1, 0.2, 0.5),
