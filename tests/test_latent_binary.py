@@ -581,6 +581,22 @@ def test_functional_weights_and_attention_are_latent_too() -> None:
     assert functional_call(model, {n: t[0] for n, t in drawn.items()}, (x,)).shape == (24, 3)
 
 
+def test_weights_in_pieces_train_like_weights_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Layers of more than 65,536 weights are worked on piece by piece, with the factors of a flow, too."""
+    model, x = cnn(), inputs_of(1, 4, 4)
+    data = batches(x, targets_of(model, x, "classification"))
+    method = uq.LatentBinary(epochs=2, flow=True, flow_units=5)
+    found = []
+    for size in (latent_binary._PIECE, 20):
+        monkeypatch.setattr(latent_binary, "_PIECE", size)
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            found.append(uq.fit(model, data, method, progress=False))
+    for name, block in found[0].blocks.items():
+        for key, tensor in block.tensors().items():
+            torch.testing.assert_close(found[1].blocks[name].tensors()[key], tensor, rtol=1e-4, atol=1e-6)
+
+
 def test_a_transposed_convolution_is_the_convolution_that_it_equals() -> None:
     """The factors ``z`` and the rows of the auxiliary distribution, with groups."""
     generator = torch.Generator().manual_seed(0)

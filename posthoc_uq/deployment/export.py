@@ -14,6 +14,7 @@ import torch
 from torch import Tensor, nn
 
 from posthoc_uq.core.batches import Batch
+from posthoc_uq.core.devices import as_double
 from posthoc_uq.core.errors import PosthocUQError, warn_user
 from posthoc_uq.core.model import unwrap
 from posthoc_uq.core.outputs import output_tensor
@@ -21,46 +22,88 @@ from posthoc_uq.files import atomic
 from posthoc_uq.heads.moments import MomentsPredictor
 from posthoc_uq.heads.predictor import Predictor, divisor_of
 from posthoc_uq.heads.sampling import SamplingPredictor
+from posthoc_uq.likelihoods.class_prediction import ClassPrediction
+from posthoc_uq.likelihoods.conformal import Promises, class_scores, p_values, set_of
+from posthoc_uq.likelihoods.prediction import Prediction, PromisedClassTensors, PromisedValueTensors
 
 _MAX_BATCH = (
     2**16 - 1
 )  # samples of an exported program: the most that torch's batch normalisation takes on a GPU
 
 
-class _Moments(nn.Module):
-    def __init__(self, predictor: MomentsPredictor) -> None:
+class _Program(nn.Module):
+    """A predictor as a module; what it returns begins with the tensors of its predictions, and goes on with what the
+    posterior promises, if it does.
+    """
+
+    def __init__(self, predictor: Predictor, level: float) -> None:
         super().__init__()
-        self.predictor = predictor
+        promises = predictor.promises
+        kept = isinstance(promises, Promises) and promises.kind in ("lac", "deviation")
+        self._promises = promises if kept else None
+        self._thresholds = self._promises.thresholds(level) if self._promises is not None else None
+
+    def predicted(self, *args: Any) -> Prediction:
+        """The prediction for the model's arguments."""
+        raise NotImplementedError
 
     def forward(self, *args: Any) -> NamedTuple:
-        return self.predictor(*args).tensors()
+        prediction = self.predicted(*args)
+        found: Any = prediction.tensors()
+        if self._promises is None or self._thresholds is None:
+            return found
+        held_out = self._promises.inputs[prediction.default_score]
+        if isinstance(prediction, ClassPrediction):
+            chosen = set_of(prediction.probs, class_scores(as_double(prediction.probs)), self._thresholds)
+            return PromisedClassTensors(*found, chosen, p_values(held_out, found.entropy))
+        deviation = found.variance.sqrt()
+        by_output = deviation.reshape(len(deviation), -1)
+        score = by_output.sum(1) / by_output.shape[1]  # a node named "mean" would have the name of an output
+        width = deviation * self._thresholds.to(deviation)
+        return PromisedValueTensors(*found, found.mean - width, found.mean + width, p_values(held_out, score))
 
 
-class _Sampling(nn.Module):
+class _Moments(_Program):
+    def __init__(self, predictor: MomentsPredictor, level: float) -> None:
+        super().__init__(predictor, level)
+        self.predictor = predictor
+
+    def predicted(self, *args: Any) -> Prediction:
+        return self.predictor(*args)
+
+
+class _Sampling(_Program):
     """The ensemble draw by draw, the simplest program, however the predictor itself runs it."""
 
-    def __init__(self, predictor: SamplingPredictor) -> None:
-        super().__init__()
+    def __init__(self, predictor: SamplingPredictor, level: float) -> None:
+        super().__init__(predictor, level)
         self.members = nn.ModuleList(predictor.ensemble.members())
         self._posterior = predictor.posterior
 
-    def forward(self, *args: Any) -> NamedTuple:
+    def predicted(self, *args: Any) -> Prediction:
         outputs = torch.stack([output_tensor(member(*args)).float() for member in self.members])
         posterior = self._posterior.snapshot()
         divisor = divisor_of(posterior)
         if divisor != 1.0:
             outputs = outputs / divisor
-        return posterior.observation.from_draws(outputs).tensors()
+        return posterior.observation.from_draws(outputs)
 
 
-def exportable(predictor: Predictor) -> nn.Module:
+def exportable(predictor: Predictor, level: float = 0.9) -> nn.Module:
     """A predictor as a module for `torch.export.export(module, (x,), strict=False)` and `torch.onnx.export`.
 
-    Its positional arguments are the model's, its output is `ClassTensors` or `ValueTensors`. It shares the predictor's
-    tensors. The moments head becomes one pass with means and variances, the sampling head `n_samples` passes, with all
-    drawn weights in the file. To run a saved program elsewhere, import `posthoc_uq` first, which defines the tuple's
-    class; an ONNX file does not need it. The linearised head needs backward passes, which programs cannot hold: its
-    posterior is exported as the sampling head, with a warning.
+    Its positional arguments are the model's, its output is `ClassTensors` or `ValueTensors`; where the posterior has
+    held-out scores for this head (`posthoc_uq.calibrate`), and sets need no random numbers, `PromisedClassTensors` or
+    `PromisedValueTensors`. It shares the predictor's tensors.
+
+    The moments head becomes one pass with means and variances, the sampling head `n_samples` passes, with all drawn
+    weights in the file. To run a saved program elsewhere, import `posthoc_uq` first, which defines the tuple's class;
+    an ONNX file does not need it. The linearised head needs backward passes, which programs cannot hold: its posterior
+    is exported as the sampling head, with a warning.
+
+    Args:
+        predictor: to be exported.
+        level: of sets and intervals.
     """
     if not isinstance(predictor, Predictor):
         raise PosthocUQError(
@@ -68,7 +111,7 @@ def exportable(predictor: Predictor) -> nn.Module:
         )
     predictor.check_weights()  # programs hold weights, and check none
     if isinstance(predictor, MomentsPredictor):
-        return _Moments(predictor).eval()
+        return _Moments(predictor, level).eval()
     if not isinstance(predictor, SamplingPredictor):
         head, predictor = predictor.head, SamplingPredictor(predictor.model, predictor.posterior)
         warn_user(
@@ -76,25 +119,27 @@ def exportable(predictor: Predictor) -> nn.Module:
             f"{predictor.n_samples} draws of the weights in its place; wrap with head='moments' or head='sampling' to "
             f"choose."
         )
-    return _Sampling(predictor).eval()
+    return _Sampling(predictor, level).eval()
 
 
 def export(
     predictor: Predictor,
     *inputs: Tensor,
     path: str | os.PathLike[str] | None = None,
+    level: float = 0.9,
     dynamic_batch: bool = True,
 ) -> torch.export.ExportedProgram:
     """A predictor as a program without Python, by `torch.export`, and as a file of it.
 
-    The outputs are those of `exportable`. An ONNX file names them by the fields of `ClassTensors` or `ValueTensors`,
-    and its inputs by the arguments of the model's ``forward``.
+    The outputs are those of `exportable`. An ONNX file names them by the fields of their tuple, and its inputs by the
+    arguments of the model's ``forward``.
 
     Args:
         predictor: of the head "moments" or "sampling"; a linearised one is exported as the sampling head, with a
             warning.
         inputs: an example of the model's positional arguments, of at least two samples.
         path: of a file to write: ``"model.onnx"``, or ``"model.pt2"`` for `torch.export.load`.
+        level: of the sets and intervals, where the posterior has held-out scores for this head.
         dynamic_batch: let the exported program take any number of samples.
 
     Raises:
@@ -111,7 +156,7 @@ def export(
         raise PosthocUQError(
             "export takes an example of the model's inputs as tensors: uq.export(predictor, x)."
         )
-    module = exportable(predictor)
+    module = exportable(predictor, level)
     batch = torch.export.Dim("batch", min=1, max=_MAX_BATCH)
     shapes: Any = (tuple({0: batch} for _ in inputs),) if dynamic_batch else None
     with torch.no_grad():

@@ -131,9 +131,7 @@ def p_values(scores: HeldOutScores, new: Tensor) -> Tensor:
     an upper bound, so that this holds.
     """
     wanted = as_double(new.detach()).cpu()
-    below = torch.searchsorted(
-        scores.values, wanted.contiguous(), right=False
-    )  # kept scores that are smaller
+    below = (scores.values < wanted.unsqueeze(-1)).sum(-1)  # kept scores that are smaller; ONNX has no search
     ranks = torch.cat((torch.zeros(1, dtype=torch.int64, device="cpu"), scores.ranks))
     at_least = scores.count - ranks[below]
     return torch.where(wanted.isnan(), torch.nan, (1 + at_least).double() / (scores.count + 1))
@@ -267,6 +265,12 @@ class Promises:
                 f"The held-out scores that are stored are no scores of such predictions ({self.kind}, "
                 f"{len(self.targets)}); calibrate again: uq.calibrate(posterior, val_loader)."
             )
+        return self.thresholds(level)
+
+    def thresholds(self, level: float) -> Tensor:
+        """The largest score of a target that a promise of this level takes: one, or one a class, a label or an output,
+        float64.
+        """
         found = [quantile(scores, level) for scores in self.targets]
         return torch.tensor(found, dtype=torch.float64, device="cpu")
 

@@ -415,7 +415,47 @@ class ValueTensors(NamedTuple):
     epistemic_variance: Tensor
 
 
-for _kind in (ClassTensors, ValueTensors):  # so that an exported program can name its outputs in a file
+class PromisedClassTensors(NamedTuple):
+    """`ClassTensors` of a predictor whose posterior has held-out scores (`posthoc_uq.calibrate`).
+
+    Attributes:
+        set: (batch, classes), bool: see `ClassPrediction.set`; of the level that `export` was given.
+        familiarity: (batch,), float64: the p-value of the entropy, see `Prediction.familiarity`.
+    """
+
+    probs: Tensor
+    logits_mean: Tensor
+    logits_variance: Tensor
+    entropy: Tensor
+    mutual_information: Tensor
+    set: Tensor
+    familiarity: Tensor
+
+
+class PromisedValueTensors(NamedTuple):
+    """`ValueTensors` of a predictor whose posterior has held-out scores (`posthoc_uq.calibrate`).
+
+    Attributes:
+        lower: of the shape of `mean`: the interval's, see `RegressionPrediction.interval`; of the level that `export`
+            was given.
+        upper: of the same shape.
+        familiarity: (batch,), float64: the p-value of the standard deviation, see `Prediction.familiarity`.
+    """
+
+    mean: Tensor
+    variance: Tensor
+    epistemic_variance: Tensor
+    lower: Tensor
+    upper: Tensor
+    familiarity: Tensor
+
+
+for _kind in (
+    ClassTensors,
+    ValueTensors,
+    PromisedClassTensors,
+    PromisedValueTensors,
+):  # so that an exported program can name its outputs in a file
     pytree._register_namedtuple(  # pyright: ignore[reportPrivateUsage]
         _kind, serialized_type_name=f"posthoc_uq.{_kind.__name__}"
     )

@@ -340,7 +340,7 @@ class LatentLayer:
         layer, (first, *_) = self.layer, self.layer.weight_shape
         ones = [1] * len(layer.kernel)
         if not layer.convolutional:
-            return z if layer.rule.input_axis == 1 else z.unsqueeze(1)
+            return z.unsqueeze(1 - layer.rule.input_axis)
         if layer.rule.input_axis == 1:
             return z.reshape(-1, 1, *ones)
         by_group = z.reshape(layer.groups, 1, -1).expand(-1, first // layer.groups, -1)
