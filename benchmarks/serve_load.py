@@ -53,7 +53,7 @@ def resnet():
 def small():
     return nn.Sequential(nn.Conv2d(3, 8, 3), nn.ReLU(), nn.AdaptiveAvgPool2d(2), nn.Flatten(), nn.Linear(32, 5))
 """
-DISTINCT = 16
+DISTINCT, RATE = 16, 0.1
 JSON, PNG = {"Content-Type": "application/json"}, {"Content-Type": "image/png"}
 
 
@@ -70,12 +70,13 @@ def prepared(folder: Path, name: str, size: int) -> tuple[list[str], uq.Predicto
     settle_batchnorm(model, images)
     model.eval()
     posterior = uq.fit(model, [(images, labels)], layers="last", prior_precision=1.0, progress=False)
+    uq.calibrate(posterior, [(images, labels)], share=None, progress=False)
     predictor = uq.wrap(model, posterior)
-    uq.Referral(0.1).fit(predictor, predictor.predict([images], progress=False))
     uq.save(posterior, folder / "m.h5")
     torch.save(model.state_dict(), folder / "w.pt")
     arguments = ["serve", str(folder / "m.h5"), "--model", f"{folder / 'served.py'}:{name}"]
-    return [*arguments, "--weights", str(folder / "w.pt"), "--port", "0", "--json"], predictor, model
+    arguments += ["--weights", str(folder / "w.pt"), "--referral-rate", str(RATE), "--port", "0", "--json"]
+    return arguments, predictor, model
 
 
 def requests_of(
@@ -98,7 +99,7 @@ def requests_of(
             "probabilities": prediction.top_k(3).probabilities[0].tolist(),
             "entropy": float(prediction.entropy()),
             "novelty": float(prediction.novelty()),
-            "referred": bool(predictor.referral(prediction)),
+            "referred": bool(uq.Referral(RATE)(prediction)),
         }
         made.append((path, body, headers, expected))
     return made

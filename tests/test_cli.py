@@ -763,10 +763,9 @@ class TestPredict:
 
         # The draws' outputs by the library, all that follows from them by numpy.
         x, _ = tensors(place / "train")
-        posterior = uq.load(copied, trained(place))
-        predictor = uq.wrap(trained(place), posterior, n_samples=7, seed=2)
+        predictor = uq.wrap(trained(place), uq.load(copied, trained(place)), n_samples=7, seed=2)
         with torch.no_grad():
-            logits = predictor.outputs(x).double().numpy() / posterior.temperature
+            logits = predictor.outputs(x).double().numpy()
             prediction = predictor(x)
         draws = np.exp(logits) / np.exp(logits).sum(-1, keepdims=True)
         probs = draws.mean(0)
