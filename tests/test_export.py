@@ -13,7 +13,12 @@ from torch import nn
 
 import posthoc_uq as uq
 from posthoc_uq.deployment import export, exportable
-from posthoc_uq.likelihoods.prediction import ClassTensors, ValueTensors
+from posthoc_uq.likelihoods.prediction import (
+    ClassTensors,
+    PromisedClassTensors,
+    PromisedValueTensors,
+    ValueTensors,
+)
 
 
 def cnn() -> nn.Module:
@@ -145,6 +150,43 @@ def test_an_onnx_file_of_a_regression_names_its_outputs(tmp_path: Path) -> None:
     assert said[0].filename == __file__
     session = onnxruntime.InferenceSession(str(tmp_path / "p.onnx"))
     assert [value.name for value in session.get_outputs()] == list(ValueTensors._fields)
+
+
+@pytest.mark.parametrize(("likelihood", "head"), [("classification", "sampling"), ("regression", "moments")])
+def test_promises_go_along(likelihood: str, head: str, tmp_path: Path) -> None:
+    """Sets or intervals, and p-values, as the predictor's own; none by another head than the calibrated one."""
+    torch.manual_seed(0)
+    classes = likelihood == "classification"
+    net, x = nn.Sequential(nn.Linear(4, 8), nn.Tanh(), nn.Linear(8, 3)), torch.randn(90, 4)
+    y = x[:, :3].argmax(1) if classes else x[:, :3] + 0.3 * torch.randn(90, 3)
+    options: dict[str, Any] = {
+        "likelihood": likelihood,
+        "prior_precision": 5.0,
+        "head": head,
+        "progress": False,
+    }
+    posterior = uq.fit(net, [(x[:40], y[:40])], "diag", **options)
+    own = {"n_samples": 4} if head == "sampling" else {}
+    uq.calibrate(posterior, [(x[40:], y[40:])], progress=False, **own)
+    predictor = uq.wrap(net, posterior)
+    found: Any = uq.export(predictor, x[:5], level=0.8).module()(x[:7])
+    prediction: Any = predictor(x[:7])
+    torch.testing.assert_close(found.familiarity, prediction.familiarity(prediction.default_score))
+    if classes:
+        assert isinstance(found, PromisedClassTensors) and torch.equal(found.set, prediction.set(0.8))
+    else:
+        assert isinstance(found, PromisedValueTensors)
+        for bound, expected in zip((found.lower, found.upper), prediction.interval(0.8), strict=True):
+            torch.testing.assert_close(bound, expected)
+        uq.export(predictor, x[:5], path=tmp_path / "p.onnx", level=0.8)
+        session = onnxruntime.InferenceSession(str(tmp_path / "p.onnx"))
+        names = [value.name for value in session.get_outputs()]
+        assert names == list(PromisedValueTensors._fields)
+        outputs = dict(zip(names, session.run(None, {"input": x[:7].numpy()}), strict=True))
+        torch.testing.assert_close(torch.from_numpy(outputs["familiarity"]), found.familiarity)
+        torch.testing.assert_close(torch.from_numpy(outputs["upper"]), found.upper, rtol=1e-4, atol=1e-5)
+    other = uq.wrap(net, posterior, "moments" if classes else "sampling")
+    assert not hasattr(uq.export(other, x[:5]).module()(x[:7]), "familiarity")
 
 
 @pytest.mark.parametrize("ending", ["onnx", pytest.param("pt2", marks=pytest.mark.study)])

@@ -96,6 +96,9 @@ def _expected(predictor: uq.Predictor, prediction: Any, index: int) -> dict[str,
         "referred": bool(REFERRAL(prediction)[index]),
         "reasons": [name for name, flags in reasons.items() if flags[index]],
         "tail": float(REFERRAL.tail(prediction)[index]),
+        "set": [NAMES[i] for i, held in enumerate(prediction.set(0.95)[index]) if held],
+        "level": 0.95,
+        "familiarity": float(prediction.familiarity()[index]),
     }
 
 

@@ -57,8 +57,9 @@ class _Program(nn.Module):
             chosen = set_of(prediction.probs, class_scores(as_double(prediction.probs)), self._thresholds)
             return PromisedClassTensors(*found, chosen, p_values(held_out, found.entropy))
         deviation = found.variance.sqrt()
-        by_output = deviation.reshape(len(deviation), -1)
-        score = by_output.sum(1) / by_output.shape[1]  # a node named "mean" would have the name of an output
+        score = deviation
+        if deviation.ndim > 1:  # a node named "mean" would have the name of an output
+            score = deviation.flatten(1).sum(1) / deviation[0].numel()
         width = deviation * self._thresholds.to(deviation)
         return PromisedValueTensors(*found, found.mean - width, found.mean + width, p_values(held_out, score))
 

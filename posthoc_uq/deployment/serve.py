@@ -192,14 +192,14 @@ class Service:
         transform: from a Pillow image to an input; without one, images are refused.
         names: of classes or labels, or None for their numbers.
         top_k: classes in an answer.
-        level: of intervals.
+        level: of intervals and sets.
         referral: refers inputs; without one, or where the posterior's held-out scores do not apply, none are.
         limits: of one request.
         integers: inputs of JSON are whole numbers, such as tokens.
         log: a CSV file to which every input's scores are added, or None.
 
     Raises:
-        PosthocUQError: the log cannot be written.
+        PosthocUQError: the log cannot be written, or the posterior's held-out scores are too few for the level.
     """
 
     def __init__(
@@ -215,6 +215,8 @@ class Service:
         integers: bool = False,
         log: str | None = None,
     ) -> None:
+        if isinstance(predictor.promises, Promises):
+            predictor.promises.thresholds(level)  # refuses a level that cannot be promised
         self.predictor, self.transform, self.limits = predictor, transform, limits or Limits()
         self.names, self.top_k, self.level = names, top_k, level
         self.referral = referral
@@ -452,6 +454,9 @@ def _answers(service: Service, prediction: Prediction) -> list[tuple[dict[str, A
     referral = service.referral if isinstance(prediction.promises, Promises) else None
     reasons: Mapping[str, Tensor] = {} if referral is None else referral.reasons(prediction)
     tails = None if referral is None else referral.tail(prediction).tolist()
+    familiarity = None
+    if isinstance(prediction.promises, Promises) and "novelty" in scores:
+        familiarity = prediction.familiarity().tolist()
     answers: list[tuple[dict[str, Any], dict[str, Any]]] = []
     for index, answer in enumerate(_described(prediction, service)):
         first: Mapping[str, Any] = (answer.get("top") or answer.get("shares") or [{}])[0]
@@ -467,6 +472,8 @@ def _answers(service: Service, prediction: Prediction) -> list[tuple[dict[str, A
         answer |= {"referred": None if referral is None else bool(referring), "reasons": referring}
         if tails is not None:
             answer["tail"] = _finite(tails[index])
+        if familiarity is not None:
+            answer["familiarity"] = _finite(familiarity[index])
         row |= {"flag": answer["referred"], "reason": "+".join(referring), "tail": answer.get("tail")}
         answers.append((answer, row))
     return answers
@@ -498,9 +505,14 @@ def _described(prediction: Prediction, service: Service) -> list[dict[str, Any]]
             for indices, values in zip(found.labels.tolist(), found.probabilities.tolist(), strict=True)
         ]
         if isinstance(prediction, ClassPrediction):
-            return [{"prediction": top[0]["label"], "index": top[0]["index"], "top": top} for top in tops]
-        likely = [[label(i) for i, p in enumerate(row) if p >= 0.5] for row in prediction.probs.tolist()]
-        return [{"prediction": labels, "top": top} for labels, top in zip(likely, tops, strict=True)]
+            answers = [{"prediction": top[0]["label"], "index": top[0]["index"], "top": top} for top in tops]
+        else:
+            likely = [[label(i) for i, p in enumerate(row) if p >= 0.5] for row in prediction.probs.tolist()]
+            answers = [{"prediction": labels, "top": top} for labels, top in zip(likely, tops, strict=True)]
+        if isinstance(prediction.promises, Promises):
+            for answer, row in zip(answers, prediction.set(service.level).tolist(), strict=True):
+                answer |= {"set": [label(i) for i, held in enumerate(row) if held], "level": service.level}
+        return answers
     values = cast(Any, prediction)
     columns: dict[str, Tensor] = {}
     level = {}
