@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -225,6 +226,11 @@ def test_other_likelihoods(likelihood: str) -> None:
         assert covered < 0.9 + _band(0.9, 300, 600) + 0.0034
     if likelihood == "poisson":
         assert torch.equal(low, low.round()) and bool(low.isfinite().all())
+        saturated = prediction.known_promises().targets[0].values.clone()
+        saturated[-20:] = 0.5  # targets where the distribution function rounds to 1
+        scores = replace(prediction.known_promises().targets[0], values=saturated)
+        promises = replace(prediction.known_promises(), targets=(scores,))
+        assert bool(replace(prediction, promises=promises).interval(0.99)[1].isinf().all())
 
 
 def test_positions_have_scores_of_inputs_alone() -> None:

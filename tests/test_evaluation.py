@@ -336,6 +336,76 @@ def test_what_the_held_out_scores_refer_is_shown(images, tmp_path):
     assert "Referred by" not in str(uq.evaluate(uq.wrap(model, posterior), loader_of(x, y), progress=False))
 
 
+def test_what_sets_keep_of_their_promise(images, tmp_path):
+    model, fitted, (x, y), _ = images
+    posterior = uq.Posterior.trial(fitted)
+    uq.calibrate(posterior, loader_of(x[:60], y[:60]), share=None, progress=False)
+    predictor, (x, y) = uq.wrap(model, posterior), (x[60:], y[60:])
+    names = [f"<{letter}>" for letter in "abcdefg"]
+    evaluation = uq.evaluate(
+        {"network": model, "INF": predictor}, loader_of(x, y), class_names=names, progress=False
+    )
+    prediction, found = predictor(x), evaluation.promised
+    assert list(found) == ["INF"] == list(evaluation.promised_by_class)
+    for level in (80, 90, 95):
+        chosen = prediction.set(level / 100)
+        inside = chosen[torch.arange(len(y)), y].double()
+        assert found["INF"][f"promised coverage of {level} %"] == pytest.approx(float(inside.mean()))
+        assert found["INF"][f"set size of {level} %"] == pytest.approx(float(chosen.sum(1).double().mean()))
+        by_class = evaluation.promised_by_class["INF"]["<c>"]
+        assert by_class[f"promised coverage of {level} %"] == pytest.approx(float(inside[y == 2].mean()))
+    assert evaluation.to_dict()["promised"] == found
+    assert {"measure": "set size of 90 %", "value": found["INF"]["set size of 90 %"]}.items() <= next(
+        row for row in evaluation.rows() if row["measure"] == "set size of 90 %"
+    ).items()
+    header, rows = evaluation.tables()["Promised sets by class, the least covered first"]
+    assert header[:2] == ["model", "class"] and len(rows) == 7
+    assert [row[header.index("promised coverage of 95 %")] for row in rows] == sorted(
+        row[header.index("promised coverage of 95 %")] for row in rows
+    )
+    (axes,) = evaluation.figures()["Coverage of promises"].axes
+    levels, observed = axes.lines[1].get_data()
+    at = list(levels).index(0.9)
+    empty = prediction.set(0.9, allow_empty=True)[torch.arange(len(y)), y]
+    assert observed[at] == pytest.approx(float(empty.double().mean())) and levels[-1] == 0.95
+    page = evaluation.report(tmp_path / "r.html").read_text()
+    assert "Promised sets and intervals" in page and "Coverage of promises" in page and "&lt;c&gt;" in page
+    uq.calibrate(posterior, loader_of(x[:12], y[:12]), share=None, progress=False)  # enough for 90 % alone
+    found = uq.evaluate(uq.wrap(model, posterior), loader_of(x, y), progress=False).promised["linearized"]
+    assert "set size of 90 %" in found and "set size of 95 %" not in found
+
+
+@pytest.mark.parametrize("likelihood", ["regression", "poisson", "multilabel"])
+def test_what_intervals_and_labels_keep_of_their_promise(likelihood):
+    generator = torch.Generator().manual_seed(0)
+    x = torch.randn(160, 2, generator=generator)
+    y = x + torch.randn(160, 2, generator=generator)
+    y = {"regression": y, "poisson": (0.5 * y).exp().round(), "multilabel": (y > 0).float()}[likelihood]
+    torch.manual_seed(0)
+    model = nn.Linear(2, 2)
+    posterior = uq.fit(model, [(x, y)], "diag", likelihood=likelihood, prior_precision=5.0, progress=False)
+    uq.calibrate(posterior, loader_of(x[:80], y[:80]), share=None, progress=False)
+    prediction, (x, y) = uq.wrap(model, posterior)(x[80:]), (x[80:], y[80:])
+    evaluation = uq.evaluate(uq.wrap(model, posterior), loader_of(x, y), progress=False)
+    (found,) = evaluation.promised.values()
+    if likelihood == "multilabel":
+        chosen = prediction.set(0.9)
+        assert found["promised coverage of 90 %"] == pytest.approx(float(chosen[y > 0].double().mean()))
+        (by_class,) = evaluation.promised_by_class.values()
+        second = float(chosen[:, 1][y[:, 1] > 0].double().mean())
+        assert by_class["class 1"]["promised coverage of 90 %"] == pytest.approx(second)
+    else:
+        low, high = prediction.interval(0.9)
+        inside, width = ((low <= y) & (y <= high)).double().mean(), (high - low).double().mean()
+        if likelihood == "poisson":  # whose bounds are whole numbers
+            assert 0.8 < found["promised coverage of 90 %"] <= float(inside)
+        else:
+            assert found["promised coverage of 90 %"] == pytest.approx(float(inside))
+        assert found["interval width of 90 %"] == pytest.approx(float(width), rel=1e-5)
+        assert not evaluation.promised_by_class
+    assert "Coverage of promises" in evaluation.figures() and "promised coverage of 80 %" in str(evaluation)
+
+
 class TestJointScores:
     def test_foreign_data_by_two_scores_by_hand(self, images, compared):
         model, _, (x, y), foreign = images

@@ -80,7 +80,7 @@ assert novelty.max() - novelty.min() < 1e-6 and novelty.max() == table.filter(li
 assert table.loc["network alone", "AUROC, entropy"] > 0.75
 """,
     "deploying": """
-assert answer["refer"] == predictor.referral(here).tolist() and 0 < sum(answer["refer"]) < 50
+assert answer["refer"] == referral(here).tolist() and 0 < sum(answer["refer"]) < 50
 assert max(abs(a - b) for a, b in zip(answer["probability"], here.max_probability().tolist())) < 1e-6
 assert times["last layer, linearised"] < 2 * plain < times["all layers, linearised, top 3 classes"]
 assert times["all layers, moments"] < times["all layers, linearised, top 3 classes"]

@@ -74,6 +74,7 @@ class Evaluation(Measurements):
 
         for model in self.names:
             add(model, FAMILIAR, "", self.metrics[model])
+            add(model, FAMILIAR, "", self.promised.get(model, {}))
             for score, values in self.selective[model].items():
                 add(model, FAMILIAR, score, values)
             for data, by_score in self.foreign[model].items():
@@ -110,6 +111,8 @@ class Evaluation(Measurements):
         values = {
             "inputs": {data: len(p) for data, p in next(iter(self.predictions.values())).items()},
             "quality": self.metrics,
+            "promised": self.promised,
+            "promised by class": self.promised_by_class,
             "selective": self.selective,
             "foreign": self.foreign,
             "thresholds": thresholds,
@@ -126,7 +129,7 @@ class Evaluation(Measurements):
         _put(path, json.dumps(self.to_dict(), indent=1) + "\n")
 
     def figures(self) -> dict[str, Figure]:
-        """Figures by name: reliability or coverage, scores on familiar and foreign data, risk over coverage."""
+        """Figures by name: reliability or coverage, promises, scores on familiar and foreign data, risk of the rest."""
         from posthoc_uq.evaluation.page import figures  # with matplotlib
 
         return figures(self)

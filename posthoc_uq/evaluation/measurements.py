@@ -15,6 +15,7 @@ from posthoc_uq.core.errors import NonFiniteError, PosthocUQError
 from posthoc_uq.core.options import did_you_mean
 from posthoc_uq.core.tables import decimals
 from posthoc_uq.evaluation import metrics
+from posthoc_uq.evaluation.promised import promised, promised_by_class
 from posthoc_uq.heads.referral import Referral
 from posthoc_uq.likelihoods.prediction import CLASS_SCORES, Prediction, score_of
 
@@ -80,6 +81,12 @@ MEASURES = {
         None,
     ),
     "sharpness": Measure("Mean width of those intervals, in the target's units.", None),
+    "promised coverage": Measure(
+        "Share of right answers inside promised sets or intervals. On average at least the level.",
+        None,
+    ),
+    "set size": Measure("Mean number of classes in those sets.", None),
+    "interval width": Measure("Mean width of those intervals, in the target's units.", None),
     "mean deviance": Measure(
         "Mean deviance of a target from its predicted mean. Smaller is better; 0 is perfect.",
         False,
@@ -214,6 +221,7 @@ class Example:
     label: int | None
 
 
+_MAX_CLASSES = 10  # in a table
 Table = tuple[list[str], list[list[Any]]]
 """A header and rows of cells."""
 
@@ -287,6 +295,29 @@ class Measurements:
             row: _selection(by_set[FAMILIAR], self.targets, self.referral_rates)
             for row, by_set in self.predictions.items()
         }
+
+    @cached_property
+    def promised(self) -> dict[str, dict[str, float]]:
+        """By row with held-out scores: coverage and mean size of the sets, or width of the intervals, that it promises,
+        at the levels of 80, 90 and 95 % that there are enough scores for.
+        """
+        found = {row: promised(by_set[FAMILIAR], self.targets) for row, by_set in self.predictions.items()}
+        return {row: values for row, values in found.items() if values}
+
+    @cached_property
+    def promised_by_class(self) -> dict[str, dict[str, dict[str, float]]]:
+        """By row with held-out scores, and class: `promised` of its inputs."""
+        found: dict[str, dict[str, dict[str, float]]] = {}
+        for row, by_set in self.predictions.items():
+            by_class = promised_by_class(by_set[FAMILIAR], self.targets)
+            if by_class:
+                found[row] = {self.class_name(own): values for own, values in by_class.items()}
+        return found
+
+    def class_name(self, index: int) -> str:
+        """What a class is called."""
+        names = self.class_names
+        return str(names[index]) if names is not None and index < len(names) else f"class {index}"
 
     @property
     def names(self) -> list[str]:
@@ -375,7 +406,7 @@ class Measurements:
         return found
 
     def tables(self) -> dict[str, Table]:
-        """By title, a header and rows of cells: quality, foreign data, selective prediction, referred shares."""
+        """By title, a header and rows of cells: quality, promises, foreign data, selective prediction, referral."""
         columns = _distinct(measure for values in self.metrics.values() for measure in values)
         quality = [
             [name, *(values.get(column) for column in columns)] for name, values in self.metrics.items()
@@ -393,19 +424,15 @@ class Measurements:
                 ["model", "score", "AUROC", "AUPR", "FPR95"],
                 rows,
             )
-        by_title["Leaving the least certain inputs to a person"] = self._selective_table()
+        by_title["Promised sets and intervals"] = _table(
+            {row: {"": each} for row, each in self.promised.items()}, ""
+        )
+        by_title["Promised sets by class, the least covered first"] = _table(
+            {row: _least_covered(by_class) for row, by_class in self.promised_by_class.items()}, "class"
+        )
+        by_title["Leaving the least certain inputs to a person"] = _table(self.selective, "score")
         by_title["Referred by the held-out scores of the posterior"] = self._referred_table()
         return {title: table for title, table in by_title.items() if table[1]}
-
-    def _selective_table(self) -> Table:
-        by_row = self.selective
-        measures = _distinct(m for by in by_row.values() for values in by.values() for m in values)
-        rows: list[list[Any]] = [
-            [name, score, *(values.get(measure) for measure in measures)]
-            for name in self.names
-            for score, values in by_row[name].items()
-        ]
-        return ["model", "score", *measures], rows
 
     def _referred_table(self) -> Table:
         columns = _distinct(column for row in self.referred for column in row)
@@ -420,6 +447,26 @@ class Measurements:
 
     def _test(self, name: str | None) -> Prediction:
         return self.predictions[self._row(name)][FAMILIAR]
+
+
+def _table(by_row: Mapping[str, Mapping[str, Mapping[str, float]]], second: str) -> Table:
+    """Numbers by row and by what is called `second`, which has no column where it is empty, as a table."""
+    measures = _distinct(m for by in by_row.values() for values in by.values() for m in values)
+    rows: list[list[Any]] = [
+        [row, *([own] if second else []), *(values.get(measure) for measure in measures)]
+        for row, by in by_row.items()
+        for own, values in by.items()
+    ]
+    return ["model", *([second] if second else []), *measures], rows
+
+
+def _least_covered(by_class: Mapping[str, Mapping[str, float]]) -> dict[str, Mapping[str, float]]:
+    """The classes with the smallest coverage at the highest level, of which a table has room for some."""
+
+    def coverage(item: tuple[str, Mapping[str, float]]) -> float:
+        return [value for name, value in item[1].items() if name.startswith("promised coverage")][-1]
+
+    return dict(sorted(by_class.items(), key=coverage)[:_MAX_CLASSES])
 
 
 def column_decimals(header: Sequence[str], rows: Sequence[Sequence[Any]]) -> list[int]:

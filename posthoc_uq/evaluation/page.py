@@ -28,6 +28,7 @@ from posthoc_uq.evaluation.measurements import (
     measure_of,
     words,
 )
+from posthoc_uq.evaluation.promised import promised_curve
 from posthoc_uq.likelihoods.class_prediction import ClassPrediction
 from posthoc_uq.likelihoods.gaussian import RegressionPrediction
 from posthoc_uq.likelihoods.positions import PositionPrediction
@@ -35,7 +36,7 @@ from posthoc_uq.likelihoods.prediction import Prediction
 
 # Figures.
 
-CALIBRATION, COVERAGE = "Reliability", "Coverage of intervals"
+CALIBRATION, COVERAGE, PROMISES = "Reliability", "Coverage of intervals", "Coverage of promises"
 FOREIGN, RISK = "Familiar and foreign inputs", "Risk over coverage"
 _LOGARITHMIC = ("functional_variance", "epistemic_variance", "mutual_information")
 _LIKE_ENTROPY = (
@@ -49,7 +50,18 @@ def figures(evaluation: Measurements) -> dict[str, Figure]:
     """Figures by title: those that the data allow."""
     panels = _panels(evaluation)
     foreign = {FOREIGN: _histograms(panels)} if panels else {}
-    return _quality(evaluation) | foreign | _risk(evaluation)
+    return _quality(evaluation) | _promises(evaluation) | foreign | _risk(evaluation)
+
+
+def _promises(evaluation: Measurements) -> dict[str, Figure]:
+    """Coverage over level, of the rows with held-out scores."""
+    found = {name: by_set[FAMILIAR] for name, by_set in evaluation.predictions.items()}
+    curves = {name: promised_curve(prediction, evaluation.targets) for name, prediction in found.items()}
+    known = {name: curve for name, curve in curves.items() if curve is not None}
+    if not known:
+        return {}
+    labels = "level of the promise", "share of right answers inside"
+    return {PROMISES: plots.coverage_lines(known, len(evaluation.targets), *labels)}
 
 
 def _quality(evaluation: Measurements) -> dict[str, Figure]:
@@ -149,6 +161,9 @@ figure svg * { stroke-linejoin: round; stroke-linecap: butt; }
 _TABLES = {
     "Quality": "Each row is one way to predict, judged on inputs whose right answer is known. Bold: the best of its "
     "column.",
+    "Promised sets and": "Sets of classes, or intervals, that contain the right answer with at least the promised "
+    "probability: by held-out scores, on average over new inputs like the held-out ones.",
+    "Promised sets by": "The same for inputs of one class, which is promised where the scores were kept by class.",
     "Telling": "These inputs are unlike those of the training. A score of uncertainty should be larger on them than on "
     "the test inputs. Bold: the best of its column.",
     "Leaving": "The inputs with the largest scores are handed to a person. The columns say how good the predictions "
@@ -164,12 +179,19 @@ _FIGURES = {
     "many inputs there are.",
     COVERAGE: "How many targets lie inside the predicted intervals, over how many should. On the dashed diagonal the "
     "two agree; below it, the intervals are too narrow.",
+    PROMISES: "How many right answers lie inside the promised sets or intervals, over the promised level. Lines should "
+    "follow the dashed diagonal, up to chance (grey). Sets may be empty here.",
     FOREIGN: "How the scores are spread over the test inputs (filled) and over foreign ones (lines). The less the two "
     "overlap, the better the score tells them apart.",
     RISK: "The mean loss on the inputs that remain when the least certain ones are handed to a person, over the share "
     "that remains. The sooner a line falls from right to left, the better the score knows where the mistakes are.",
 }
-_FIGURES_AFTER = {"Quality": (CALIBRATION, COVERAGE), "Telling": (FOREIGN,), "Leaving": (RISK,)}
+_FIGURES_AFTER = {
+    "Quality": (CALIBRATION, COVERAGE),
+    "Promised sets and": (PROMISES,),
+    "Telling": (FOREIGN,),
+    "Leaving": (RISK,),
+}
 
 _SERIES = {colour.lower(): f"--series-{place}" for place, colour in enumerate(plots.COLOURS[:-1])}
 """By colour of a line in the figures but black, its CSS variable."""
@@ -186,7 +208,10 @@ _MAX_SHOWN = 6  # images of a gallery; the others are folded
 
 def html(evaluation: Measurements, title: str) -> str:
     """The whole page, under a title given as text."""
-    drawn = {name: {name: figure} for name, figure in (_quality(evaluation) | _risk(evaluation)).items()}
+    drawn = {
+        name: {name: figure}
+        for name, figure in (_quality(evaluation) | _promises(evaluation) | _risk(evaluation)).items()
+    }
     # a figure for each panel: the page is as wide as its reader's screen
     panels = {name: _histograms({name: sets}) for name, sets in _panels(evaluation).items()}
     drawn |= {FOREIGN: panels} if panels else {}
@@ -354,8 +379,7 @@ def _gallery(evaluation: Measurements, name: str, examples: Sequence[Example]) -
 
 def _card(evaluation: Measurements, example: Example, reasons: Mapping[str, Tensor]) -> str:
     def named(index: int) -> str:
-        names = evaluation.class_names
-        return escape(names[index] if names is not None and index < len(names) else f"class {index}")
+        return escape(evaluation.class_name(index))
 
     lines = [f"<b>{named(example.predicted)}</b> {example.probability:.2f}"]
     if example.label is not None and example.label != example.predicted:

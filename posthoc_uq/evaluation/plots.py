@@ -175,12 +175,31 @@ def coverage_plot(
         levels: probabilities strictly between 0 and 1; without them 0.05, 0.10, ..., 0.95.
         kind: "interval" for central intervals, "quantile" for the share below each quantile.
     """
-    from scipy.stats import binom
-
     _check_not_empty("coverage_plot", predictions)
     curves = {name: metrics.coverage_curve(*parts, levels, kind=kind) for name, parts in predictions.items()}
-    targets = min(parts[2].numel() for parts in predictions.values())
-    figure = new_figure(5.6, 5.3 + 0.22 * len(predictions))
+    interval = kind == "interval"
+    return coverage_lines(
+        curves,
+        min(parts[2].numel() for parts in predictions.values()),
+        "nominal coverage of the central interval" if interval else "level of the quantile",
+        "share of targets inside" if interval else "share of targets below",
+    )
+
+
+def coverage_lines(
+    curves: Mapping[str, metrics.CoverageCurve], targets: int, nominal: str, observed: str
+) -> Figure:
+    """Observed over nominal coverage with a band of chance.
+
+    Args:
+        curves: by model.
+        targets: independent ones that each stands for, at least.
+        nominal: label of the horizontal axis.
+        observed: label of the vertical axis.
+    """
+    from scipy.stats import binom
+
+    figure = new_figure(5.6, 5.3 + 0.22 * len(curves))
     axes = figure.subplots()
     grid = np.linspace(0, 1, 201)
     low, high = (binom.ppf(tail, targets, grid) / targets for tail in (0.025, 0.975))
@@ -195,14 +214,7 @@ def coverage_plot(
             label=f"{name} (mean gap {curve.error:.3f})",
             **line_style(index, marker_size=4.5),
         )
-    interval = kind == "interval"
-    axes.set(
-        xlim=(-0.02, 1.02),
-        ylim=(-0.02, 1.02),
-        xlabel="nominal coverage of the central interval" if interval else "level of the quantile",
-        ylabel="share of targets inside" if interval else "share of targets below",
-        aspect="equal",
-    )
+    axes.set(xlim=(-0.02, 1.02), ylim=(-0.02, 1.02), xlabel=nominal, ylabel=observed, aspect="equal")
     legend_above(axes)
     clean(axes)
     return figure

@@ -310,7 +310,7 @@ def _measured(
         PosthocUQError: the samples are others than those that were split, or a class or label has none.
     """
     of_inputs: dict[str, list[Tensor]] = {}
-    of_targets, tuning, wrong = list[_TargetScores](), list[Tensor](), list[Tensor]()
+    of_targets, tuning, wrong = list[TargetScores](), list[Tensor](), list[Tensor]()
     kind: TargetScore | None = None
     classes: int | None = None
     with torch.no_grad(), isolated_random_state(data.seed), Bar(data.loader, "calibrate", progress) as bar:
@@ -334,7 +334,7 @@ def _measured(
             found = _target_scores(prediction, targets, sets, keys)
             if found is not None:
                 kind = found.kind
-                of_targets.append(_TargetScores(kind, found.scores[kept], found.groups[kept]))
+                of_targets.append(TargetScores(kind, found.scores[kept], found.groups[kept]))
             bar.advance(len(prediction))
     first = torch.cat(tuning)
     if not data.all_in_both and (len(first), int(first.sum())) != (data.samples, data.tuning):
@@ -372,7 +372,7 @@ def _measured(
 _MAX_SURPRISE = 1e300  # of a score that is the same for all tuning samples; it stands for infinity in a file
 
 
-class _TargetScores(NamedTuple):
+class TargetScores(NamedTuple):
     """Scores of the targets of some samples.
 
     Attributes:
@@ -388,7 +388,7 @@ class _TargetScores(NamedTuple):
 
 def _target_scores(
     prediction: Prediction, targets: Tensor, sets: SetScore, keys: Tensor
-) -> _TargetScores | None:
+) -> TargetScores | None:
     """The scores of the targets by the kind of the prediction; None where that has none.
 
     Args:
@@ -401,17 +401,27 @@ def _target_scores(
         prediction.log_prob(targets)  # refuses labels out of range
         labels = prediction.labels(targets).unsqueeze(-1)
         scores = class_scores(as_double(prediction.probs), sets, uniforms(keys, 1).squeeze(1))
-        return _TargetScores(sets, scores.gather(-1, labels), labels)
+        return TargetScores(sets, scores.gather(-1, labels), labels)
     if isinstance(prediction, MultilabelPrediction):
-        return _TargetScores("label", 1 - as_double(prediction.probs), targets)
+        return TargetScores("label", 1 - as_double(prediction.probs), targets)
+    return value_scores(prediction, targets)
+
+
+def value_scores(prediction: Prediction, targets: Tensor) -> TargetScores | None:
+    """The scores of values as targets; None where the prediction has none.
+
+    Args:
+        prediction: on the CPU.
+        targets: as its `fitting` gives them.
+    """
     if isinstance(prediction, RegressionPrediction):
         scores = (as_double(targets) - as_double(prediction.mean)).abs()
         scores = (scores / as_double(prediction.standard_deviation)).reshape(len(prediction), -1)
-        return _TargetScores("deviation", scores, torch.zeros_like(scores, dtype=torch.int64))
+        return TargetScores("deviation", scores, torch.zeros_like(scores, dtype=torch.int64))
     if isinstance(prediction, DrawnPrediction) and prediction.likelihood.defines("cdf"):
         scores = (as_double(prediction.cdf(targets.reshape(prediction.functional_mean.shape))) - 0.5).abs()
         scores = scores.reshape(len(prediction), -1)
-        return _TargetScores("cdf", scores, torch.zeros_like(scores, dtype=torch.int64))
+        return TargetScores("cdf", scores, torch.zeros_like(scores, dtype=torch.int64))
     return None
 
 
@@ -421,7 +431,7 @@ def _columns(kind: TargetScore, scores: Tensor, groups: Tensor, classes: int | N
     Args:
         kind: of the scores.
         scores: (samples, columns).
-        groups: as in `_TargetScores`.
+        groups: as in `TargetScores`.
         classes: their number, where scores are to be kept by class.
     """
     if kind == "label":

@@ -743,7 +743,9 @@ class DrawnPrediction(Prediction):
             outputs = self.outputs.shape[2:]
             reach = self.promises.bounds("cdf", level, math.prod(outputs)).reshape(outputs or (1,))
             reach = (reach if outputs else reach.squeeze(0)).to(self.outputs)
-            return self._first_value(0.5 - reach), self._first_value(0.5 + reach)
+            lower, upper = self._first_value(0.5 - reach), self._first_value(0.5 + reach)
+            # a distribution function rounds to 1 at some value, and targets beyond it have the same score
+            return lower, upper.masked_fill(reach >= 0.5, math.inf)
         return self._intervals((check_probability("level", level),), _MIN_OBSERVATIONS)[level]
 
     def quantile(self, q: float) -> Tensor:
