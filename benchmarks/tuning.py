@@ -59,6 +59,14 @@ CLASSIFIERS = (
     replace(_overfitted("digits", False, 100), kind="mlp tanh 128 128"),
     _overfitted("moons", False, 60),
     _overfitted("mixture", False, 300),
+    Pair("mlp relu 64 64", "regions", True, 800),
+    _overfitted("regions", True, 400),
+    Pair("cnn", "digits 28", True, 250, train=1000),
+    Pair("cnn", "digits 28", True, 200, train=200),
+    Pair("mlp tanh 64 64", "shells", False, 800),
+    replace(_overfitted("shells", False, 300), kind="mlp gelu layer 64 64"),
+    Pair("strided", "digits 28", False, 400, train=1000),
+    Pair("strided", "digits 28", False, 400, train=200),
 )
 REGRESSORS = (
     Pair("mlp relu 32", "diabetes", True, 150, decay=1.0),

@@ -30,7 +30,6 @@ from posthoc_uq.core.randomness import isolated_random_state
 from posthoc_uq.curvature.kept_inputs import KeptInputs, inputs_to_keep
 from posthoc_uq.fitting.faithful import (
     DIVERGENCE,
-    DIVERGENCE_WITH_LABELS,
     FaithfulSearch,
     model_of,
     other_settings,
@@ -322,8 +321,6 @@ class _ByHeldOutLabels(_Search):
         # The search begins at the posterior of the fit, also where an earlier call of `tune` moved it: labels that were
         # seen before find the same again.
         fitted = posterior.history.faithful
-        same_settings = bool(fitted) and fitted["settings"] == other_settings(posterior)
-        fitted_value = fitted["value"] if same_settings and fitted["head"] == predictor.head else None
         if tempered:
             posterior.temperature = fitted.get("network_temperature", 1.0)
         assert self.loader is not None
@@ -342,7 +339,7 @@ class _ByHeldOutLabels(_Search):
             if first in names:
                 if grid is None:
                     self._set_start(predictor)
-                search.set_width(grid, lambda: self._set_as_fitted(predictor, fitted_value))
+                search.set_width(grid)
             for name in others:
                 search.set_other(name)
             if not names:
@@ -394,39 +391,28 @@ class _ByHeldOutLabels(_Search):
         return [check_option("Each of prior_precisions", value, Magnitude) for value in grid]
 
     def _set_start(self, predictor: Predictor) -> None:
-        """Set the prior from which the search goes upwards: the faithful one, as recorded if it was found with the same
-        head, budget and settings, or else that of the held-out inputs. Where the likelihood measures no divergence, it
-        is that of the evidence.
+        """Set the prior that a fit finds by itself: the faithful one, as recorded if it was found with the same head
+        and settings, and with the budget if one is given, or else that of the held-out inputs. Where the likelihood
+        measures no divergence, it is that of the evidence.
         """
-        posterior = self.posterior
+        posterior, budget = self.posterior, self.divergence
         if not posterior.likelihood.has_divergence:
-            if self.divergence is not None:
+            if budget is not None:
                 raise PosthocUQError(
                     f"Likelihood {posterior.likelihood.name!r} measures no divergence; leave divergence out, or give "
                     f"it a method divergence(outputs, prediction)."
                 )
             self._set_by_evidence()
             return
-        budget = DIVERGENCE_WITH_LABELS if self.divergence is None else self.divergence
-        recorded, wanted = posterior.history.faithful, (predictor.head, budget, other_settings(posterior))
-        if recorded and (recorded["head"], recorded["budget"], recorded["settings"]) == wanted:
+        recorded, wanted = posterior.history.faithful, (predictor.head, other_settings(posterior))
+        known = bool(recorded) and (recorded["head"], recorded["settings"]) == wanted
+        if known and budget in (None, recorded["budget"]):
             posterior.adjust(**{cast(str, posterior.width_parameter): recorded["value"]})
             return
-        inputs = self.sampled_inputs()
-        set_faithful(posterior, inputs, predictor, budget, seed=self.seed, progress=self.progress)
-
-    def _set_as_fitted(self, predictor: Predictor, recorded: Any) -> None:
-        """Set the width that a fit finds by itself; `recorded` if the posterior's record holds it still."""
-        if self.divergence is not None and self.divergence <= DIVERGENCE:
-            return  # nothing wider than what was asked for
-        if not self.posterior.likelihood.has_divergence:
-            self._set_by_evidence()
-        elif recorded is not None:
-            self.posterior.adjust(**{cast(str, self.posterior.width_parameter): recorded})
-        else:
-            inputs = self.sampled_inputs()
-            again = FaithfulSearch(self.posterior, inputs, predictor, seed=self.seed, progress=self.progress)
-            again.set_widest(DIVERGENCE)
+        search = FaithfulSearch(
+            posterior, self.sampled_inputs(), predictor, seed=self.seed, progress=self.progress
+        )
+        search.set_widest(DIVERGENCE if budget is None else budget)
 
     def _set_by_evidence(self) -> None:
         """Set the prior precision by the evidence; a posterior without an evidence stays as it is."""
