@@ -78,17 +78,16 @@ def tune(
     * ``"faithful"``: the smallest prior precision for which the mean KL divergence of predictions from those of the
       network, over a few hundred inputs like the training inputs, is within `divergence` nats. Needs no labels. It is
       the default of `fit`.
-    * ``"likelihood"``, the default with a loader: the widest posterior, but none wider than the faithful one and that
-      of a fit (by the evidence, where the likelihood measures no divergence), whose negative log-likelihood
-      of held-out data (the mean over labels; of outputs with positions, over those whose label counts) is at most 0.01
-      nats above the best; of classes, what is wider than the faithful posterior of a
-      fit may also cost at most a tenth of the best, and another width than that of a fit must predict the labels better
-      than the untuned posterior, by the standard error of the gain. Held-out data of the training distribution
-      cannot judge uncertainty about foreign inputs, so the widest posterior that they allow is taken. Where outputs
-      are logits every prior precision has the temperature that predicts best, under a prior that falls fast below 1, so
-      that a few labels do not sharpen predictions, and slowly above it; what that prior costs counts for the width too.
-      The observation noise of a regression is searched after it. `scale` and `residual_weight` are searched if asked
-      for, one after the other.
+    * ``"likelihood"``, the default with a loader: the widest posterior that held-out labels do not speak against. Its
+      negative log-likelihood (the mean over labels; of outputs with positions, over those whose label counts) is at most
+      0.005 nats above the best that was tried, and what it loses against the posterior of the fit is at most 0.01 nats
+      with two standard errors of that loss added. Held-out data of the training distribution cannot judge uncertainty
+      about foreign inputs, so wider is better where labels leave the choice; few labels leave little, and the fit's
+      width mostly stays. It becomes narrower only where labels speak for that by 3 nats in all. Where outputs are logits
+      every prior precision has the temperature that predicts best, under a prior that falls fast below 1, so that a few
+      labels do not sharpen predictions, and slowly above it; what that prior costs counts for the width too. The
+      observation noise of a regression is searched after it. `scale` and `residual_weight` are searched if asked for,
+      one after the other.
     * ``"evidence"``, the default without a loader: the prior precision of the largest log marginal likelihood. It is
       right for the linearised model of a network with many data, and far too wide for drawn weights of one with few.
 
@@ -100,8 +99,8 @@ def tune(
         loader: held-out batches with targets, read several times; for ``"faithful"`` training inputs, or similar
             ones, read once.
         criterion: see above.
-        divergence: the budget of the faithful prior, in nats; by default 0.002 for ``"faithful"``, and 0.02 for
-            ``"likelihood"``, where held-out data guard against harm.
+        divergence: the budget of the faithful prior, in nats, by default 0.002; for ``"likelihood"`` that of the
+            posterior at which the search begins, by default the fit's.
         temperature: with held-out data: whether a temperature on the logits is searched, by default where outputs are
             logits. With ``"faithful"``: whether the mean entropy on the training inputs is brought back to the
             network's; by default not, since that keeps a network's overconfidence on what it memorised.
