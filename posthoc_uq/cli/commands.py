@@ -281,8 +281,8 @@ def tune(
 
     With --data the widest posterior is kept that held-out labels do not speak against: at most 0.005 nats worse than
     the best that was tried, and with two standard errors at most 0.01 nats worse than the fit's own. Without --data the
-    log marginal likelihood decides; --criterion names another way. The head that was searched through is written into FILE with its
-    options, and predict and evaluate take it from there.
+    log marginal likelihood decides; --criterion names another way. The head that was searched through is written into
+    FILE with its options, and predict and evaluate take it from there.
 
     Examples:
       posthoc-uq tune model.h5 --model timm:resnet18 --weights w.pt --data val/

@@ -79,15 +79,15 @@ def tune(
       network, over a few hundred inputs like the training inputs, is within `divergence` nats. Needs no labels. It is
       the default of `fit`.
     * ``"likelihood"``, the default with a loader: the widest posterior that held-out labels do not speak against. Its
-      negative log-likelihood (the mean over labels; of outputs with positions, over those whose label counts) is at most
-      0.005 nats above the best that was tried, and what it loses against the posterior of the fit is at most 0.01 nats
-      with two standard errors of that loss added. Held-out data of the training distribution cannot judge uncertainty
-      about foreign inputs, so wider is better where labels leave the choice; few labels leave little, and the fit's
-      width mostly stays. It becomes narrower only where labels speak for that by 3 nats in all. Where outputs are logits
-      every prior precision has the temperature that predicts best, under a prior that falls fast below 1, so that a few
-      labels do not sharpen predictions, and slowly above it; what that prior costs counts for the width too. The
-      observation noise of a regression is searched after it. `scale` and `residual_weight` are searched if asked for,
-      one after the other.
+      negative log-likelihood (the mean over labels; of outputs with positions, over those whose label counts) is at
+      most 0.005 nats above the best that was tried, and what it loses against the posterior of the fit is at most 0.01
+      nats with two standard errors of that loss added. Held-out data of the training distribution cannot judge
+      uncertainty about foreign inputs, so wider is better where labels leave the choice; few labels leave little, and
+      the fit's width mostly stays. It becomes narrower only where labels speak for that by 3 nats in all. Where outputs
+      are logits every prior precision has the temperature that predicts best, under a prior that falls fast below 1, so
+      that a few labels do not sharpen predictions, and slowly above it; what that prior costs counts for the width too.
+      The observation noise of a regression is searched after it. `scale` and `residual_weight` are searched if asked
+      for, one after the other.
     * ``"evidence"``, the default without a loader: the prior precision of the largest log marginal likelihood. It is
       right for the linearised model of a network with many data, and far too wide for drawn weights of one with few.
 
