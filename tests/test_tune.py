@@ -194,7 +194,7 @@ def refused(posterior: uq.Posterior, trial: Any, trials: Any, data: list[Data]) 
     harm = losses_of(posterior, trial.settings, data) - losses_of(posterior, untuned, data)
     posterior.settings = chosen
     costs = goals[trials.trials.index(trial)] - min(goals)
-    return bool(costs > 0.005 or float(harm.mean() + 2 * harm.std() / labels**0.5) > 0.01)
+    return bool(costs > 0.003 or float(harm.mean() + 2 * harm.std() / labels**0.5) > 0.01)
 
 
 @pytest.mark.parametrize("head", ["linearized", "sampling"])
@@ -281,7 +281,7 @@ def test_a_good_network_is_made_no_narrower_and_loses_next_to_nothing() -> None:
     own = posterior.prior_precision
     trials = tune(posterior, [held_out])
     best, chosen = trials.best.objective, trials.chosen.objective
-    assert 0.0 < best < 0.08 and best <= chosen <= best + 0.005
+    assert 0.0 < best < 0.08 and best <= chosen <= best + 0.003
     assert max(trial.settings.prior_precision for trial in trials.trials) == own
     assert 0.8 < posterior.temperature < 1.02
 
@@ -308,7 +308,7 @@ def test_a_few_labels_without_a_mistake_make_nothing_narrower_than_the_fit(found
     if grid is None:
         assert by_width[-1].settings.prior_precision == pytest.approx(own, rel=1e-6)
     else:
-        widest = next(trial for trial in by_width if trial.objective <= objectives[-1] + 0.005)
+        widest = next(trial for trial in by_width if trial.objective <= objectives[-1] + 0.003)
         assert trials.chosen is widest is not by_width[0]
 
 
@@ -419,6 +419,23 @@ def test_thirty_labels_find_a_large_temperature_and_many_a_small_one() -> None:
     assert tuned(0.5, 3000) == pytest.approx(0.5, rel=0.1)
 
 
+def test_a_wide_posterior_is_not_made_sharper_than_the_network() -> None:
+    """Its doubts of these inputs would go away with a temperature below 1, which the network alone does not need."""
+    with torch.random.fork_rng():
+        torch.manual_seed(0)
+        x, model = torch.randn(3000, 2), nn.Linear(2, 3)
+        labels = torch.distributions.Categorical(logits=model(x)).sample()
+    posterior = uq.fit(model, [(x[:10], labels[:10])], progress=False)
+    tune(posterior, [(x[10:], labels[10:])], prior_precisions=[0.5])
+    alone = uq.fit(model, [(x[:10], labels[:10])], prior_precision=1e8, progress=False)
+    tune(alone, [(x[10:], labels[10:])], parameters=())
+    assert posterior.temperature == pytest.approx(min(1.0, alone.temperature), rel=0.01)
+    wide = posterior.settings
+    losses = [loss_of(posterior, [(x[10:], labels[10:])])]
+    posterior.settings = dataclasses.replace(wide, temperature=0.8 * wide.temperature)
+    assert loss_of(posterior, [(x[10:], labels[10:])]) < losses[0]  # labels alone would ask for less
+
+
 # The observation noise
 
 
@@ -435,7 +452,7 @@ def test_a_density_gives_up_as_much_whatever_the_unit_of_its_targets() -> None:
         posterior = uq.fit(scaled, [(x[::2], unit * y[::2])], likelihood="regression", progress=False)
         trials = tune(posterior, [(x[1::2], unit * y[1::2])])
         best.append(trials.best.objective)
-        assert 0 <= trials.given_up <= 0.005
+        assert 0 <= trials.given_up <= 0.003
         assert len({trial.settings.prior_precision for trial in trials.trials}) > 1
     assert best[0] < 0 < best[1]
 

@@ -279,7 +279,7 @@ def tune(
 ) -> Done:
     """Choose the hyperparameters of the posterior in FILE, set its threshold for referral, and rewrite it.
 
-    With --data the widest posterior is kept that held-out labels do not speak against: at most 0.005 nats worse than
+    With --data the widest posterior is kept that held-out labels do not speak against: at most 0.003 nats worse than
     the best that was tried, and with two standard errors at most 0.01 nats worse than the fit's own. Without --data the
     log marginal likelihood decides; --criterion names another way. The head that was searched through is written into
     FILE with its options, and predict and evaluate take it from there.

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import replace
+from functools import cached_property
 from math import inf, isfinite, log, log1p, log10
 from typing import Any, NamedTuple
 
@@ -25,7 +26,7 @@ from posthoc_uq.posteriors.posterior import Posterior
 from posthoc_uq.posteriors.search import SearchBar, Trial, Trials, search_decades
 from posthoc_uq.posteriors.settings import ABOUT, Hyperparameters
 
-_MAX_COST = 0.005  # nats above the best NLL that a wider posterior may cost
+_MAX_COST = 0.003  # nats above the best NLL that a wider posterior may cost
 _MAX_HARM = 0.01  # nats that a posterior may lose against that of the fit, with `_ERRORS` ...
 _ERRORS = 2.0  # ... standard errors of that loss added
 _MIN_EVIDENCE = 3.0  # nats over all labels by which a narrower posterior than that of the fit must be better
@@ -51,19 +52,22 @@ def reluctance(factor: float) -> float:
     return x**2 / 2 if x > -1 else -x - 0.5
 
 
-def _most_probable(losses: Sequence[float], labels: int) -> float:
+def _most_probable(losses: Sequence[float], labels: int, sharpest: float = 0.0) -> float:
     """The temperature of the least sum of losses and `reluctance`.
 
     Args:
         losses: means over labels at `_TEMPERATURES`; between these they follow a spline, since they are smooth and the
             prior alone is not.
         labels: how many there are.
+        sharpest: no temperature below this.
     """
     known = [(decade, loss) for decade, loss in zip(_TEMPERATURES, losses, strict=True) if isfinite(loss)]
     if len(known) < 2:
         return 1.0
     curve = CubicSpline(*zip(*known, strict=True))
     decades = np.linspace(known[0][0], known[-1][0], 1001)
+    decades = np.append(decades, log10(sharpest)) if sharpest else decades
+    decades = decades[10.0**decades >= sharpest * (1 - 1e-9)]
     penalties = np.array([reluctance(10.0**decade) for decade in decades]) / max(1, labels)
     return 10.0 ** float(decades[np.argmin(curve(decades) + penalties)])
 
@@ -72,7 +76,9 @@ class HeldOutLoss(Score):
     """Mean negative log-likelihood of the held-out labels that count (one a sample, or one a position), in nats.
 
     Where the temperature is searched, every evaluation first sets the most probable one under the prior of
-    `reluctance`. It is sought with few draws of the outputs; the loss at it is the head's own.
+    `reluctance`. It is sought with few draws of the outputs; the loss at it is the head's own. It is not below 1 unless
+    that of the network alone is, and then not below that: a temperature that makes up for a wide posterior's doubts of
+    familiar inputs makes it too sure of others.
 
     Args:
         posterior: its hyperparameters are set.
@@ -136,7 +142,7 @@ class HeldOutLoss(Score):
             logs = ((draft(), targets) for draft, targets in predictions)
             total = sum(float(as_double(made.log_prob(made.fitting(y))).sum()) for made, y in logs)
             losses.append(-total / max(1, self.labels))
-        return _most_probable(losses, self.labels)
+        return _most_probable(losses, self.labels, min(1.0, self.of_network[1]))
 
     def temperature_penalty(self) -> float:
         """What the prior of the temperature adds to the mean loss of the labels, where the temperature is searched."""
@@ -157,17 +163,19 @@ class HeldOutLoss(Score):
         with torch.no_grad():
             return self._of_outputs(((b.copied().call(network), y) for b, y in self._batches()), 1.0)
 
-    def of_network(self) -> float:
-        """The loss of the network at the posterior's mean, which an ever narrower posterior comes to, at its most
-        probable temperature and with what the prior of that adds.
+    @cached_property
+    def of_network(self) -> tuple[float, float]:
+        """Of the network at the posterior's mean, which an ever narrower posterior comes to: the loss at its most
+        probable temperature, with what the prior of that adds, and that temperature.
         """
         with torch.no_grad():
             pairs = list(self._network_outputs())
         if not self._tempered:
-            return self._of_outputs(pairs, 1.0)
+            return self._of_outputs(pairs, 1.0), 1.0
+        labels = sum(labelled(self.posterior.likelihood, targets) for _, targets in pairs)
         losses = [self._of_outputs(pairs, 10.0 ** float(decade)) for decade in _TEMPERATURES]
-        best = _most_probable(losses, self.labels)
-        return self._of_outputs(pairs, best) + reluctance(best) / max(1, self.labels)
+        best = _most_probable(losses, labels)
+        return self._of_outputs(pairs, best) + reluctance(best) / max(1, labels), best
 
     def _of_outputs(self, pairs: Iterable[tuple[Tensor, Any]], temperature: float) -> float:
         """The loss of outputs without uncertainty."""
@@ -291,7 +299,7 @@ class HeldOutSearch:
 
         for value in (width_of(base, name),) if grid is None else grid:
             at(log10(value / width_of(base, name)))
-        network = self._loss.of_network() if grid is None else inf
+        network = self._loss.of_network[0] if grid is None else inf
         allowed, step = max(_MAX_COST, _MIN_EVIDENCE / max(1, self._loss.labels)), _FIRST_STEP
         if grid is None and accepted(0.0):
             # a training's variances are never made wider than it found them

@@ -30,6 +30,7 @@ from posthoc_uq.core.randomness import isolated_random_state
 from posthoc_uq.curvature.kept_inputs import KeptInputs, inputs_to_keep
 from posthoc_uq.fitting.faithful import (
     DIVERGENCE,
+    DIVERGENCE_WITH_NOISE,
     FaithfulSearch,
     model_of,
     other_settings,
@@ -80,7 +81,7 @@ def tune(
       the default of `fit`.
     * ``"likelihood"``, the default with a loader: the widest posterior that held-out labels do not speak against. Its
       negative log-likelihood (the mean over labels; of outputs with positions, over those whose label counts) is at
-      most 0.005 nats above the best that was tried, and what it loses against the posterior of the fit is at most 0.01
+      most 0.003 nats above the best that was tried, and what it loses against the posterior of the fit is at most 0.01
       nats with two standard errors of that loss added. Held-out data of the training distribution cannot judge
       uncertainty about foreign inputs, so wider is better where labels leave the choice; few labels leave little, and
       the fit's width mostly stays. It becomes narrower only where labels speak for that by 3 nats in all. Where outputs
@@ -391,12 +392,14 @@ class _ByHeldOutLabels(_Search):
 
     def _set_start(self, predictor: Predictor) -> None:
         """Set the prior that a fit finds by itself: the faithful one, as recorded if it was found with the same head
-        and settings, and with the budget if one is given, or else that of the held-out inputs. Where the likelihood
-        measures no divergence, it is that of the evidence.
+        and settings, and with the budget if one is given, or else that of the held-out inputs. Where held-out residuals
+        set the noise, its budget is larger. Where the likelihood measures no divergence, it is that of the evidence.
         """
         posterior, budget = self.posterior, self.divergence
+        if budget is None and "noise" in self.names():
+            budget = DIVERGENCE_WITH_NOISE
         if not posterior.likelihood.has_divergence:
-            if budget is not None:
+            if self.divergence is not None:
                 raise PosthocUQError(
                     f"Likelihood {posterior.likelihood.name!r} measures no divergence; leave divergence out, or give "
                     f"it a method divergence(outputs, prediction)."
