@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import replace
-from functools import cached_property
 from math import inf, isfinite, log, log1p, log10
 from typing import Any, NamedTuple
 
@@ -52,23 +51,21 @@ def reluctance(factor: float) -> float:
     return x**2 / 2 if x > -1 else -x - 0.5
 
 
-def _most_probable(losses: Sequence[float], labels: int, sharpest: float = 0.0) -> float:
+def _most_probable(losses: Sequence[float], labels: int) -> float:
     """The temperature of the least sum of losses and `reluctance`.
 
     Args:
         losses: means over labels at `_TEMPERATURES`; between these they follow a spline, since they are smooth and the
             prior alone is not.
         labels: how many there are.
-        sharpest: no temperature below this.
     """
-    known = [(decade, loss) for decade, loss in zip(_TEMPERATURES, losses, strict=True) if isfinite(loss)]
-    if len(known) < 2:
+    finite = np.isfinite(losses)
+    if finite.sum() < 2:
         return 1.0
-    curve = CubicSpline(*zip(*known, strict=True))
-    decades = np.linspace(known[0][0], known[-1][0], 1001)
-    decades = np.append(decades, log10(sharpest)) if sharpest else decades
-    decades = decades[10.0**decades >= sharpest * (1 - 1e-9)]
+    known = _TEMPERATURES[finite]
+    decades = np.linspace(known[0], known[-1], 1001)
     penalties = np.array([reluctance(10.0**decade) for decade in decades]) / max(1, labels)
+    curve = CubicSpline(known, np.array(losses)[finite])
     return 10.0 ** float(decades[np.argmin(curve(decades) + penalties)])
 
 
@@ -76,9 +73,7 @@ class HeldOutLoss(Score):
     """Mean negative log-likelihood of the held-out labels that count (one a sample, or one a position), in nats.
 
     Where the temperature is searched, every evaluation first sets the most probable one under the prior of
-    `reluctance`. It is sought with few draws of the outputs; the loss at it is the head's own. It is not below 1 unless
-    that of the network alone is, and then not below that: a temperature that makes up for a wide posterior's doubts of
-    familiar inputs makes it too sure of others.
+    `reluctance`. It is sought with few draws of the outputs; the loss at it is the head's own.
 
     Args:
         posterior: its hyperparameters are set.
@@ -92,6 +87,7 @@ class HeldOutLoss(Score):
         labels: how many count, of the last evaluation.
         by_sample: the losses of the last evaluation, ``(samples,)`` float64: the sum over a sample's labels.
         untempered: those of the first evaluation, at the temperature that the posterior had.
+        temperature: that of all evaluations to come, None to search it.
     """
 
     def __init__(
@@ -110,6 +106,7 @@ class HeldOutLoss(Score):
         self.labels = 0
         self.by_sample = torch.zeros(0, dtype=torch.float64, device="cpu")
         self.untempered: Tensor | None = None
+        self.temperature: float | None = None
 
     def _batches(self) -> Iterator[tuple[Batch, Tensor]]:
         with isolated_random_state(self._seed):
@@ -133,6 +130,8 @@ class HeldOutLoss(Score):
         return mean_of_labels(float(self.by_sample.sum()), count)
 
     def _best_temperature(self, pairs: Sequence[tuple[Any, Any]]) -> float:
+        if self.temperature is not None:
+            return self.temperature
         if self.untempered is None:
             self._mean(pairs)
         predictions = [(self._predictor.drafts(distribution), targets) for distribution, targets in pairs]
@@ -142,7 +141,7 @@ class HeldOutLoss(Score):
             logs = ((draft(), targets) for draft, targets in predictions)
             total = sum(float(as_double(made.log_prob(made.fitting(y))).sum()) for made, y in logs)
             losses.append(-total / max(1, self.labels))
-        return _most_probable(losses, self.labels, min(1.0, self.of_network[1]))
+        return _most_probable(losses, self.labels)
 
     def temperature_penalty(self) -> float:
         """What the prior of the temperature adds to the mean loss of the labels, where the temperature is searched."""
@@ -163,19 +162,17 @@ class HeldOutLoss(Score):
         with torch.no_grad():
             return self._of_outputs(((b.copied().call(network), y) for b, y in self._batches()), 1.0)
 
-    @cached_property
-    def of_network(self) -> tuple[float, float]:
-        """Of the network at the posterior's mean, which an ever narrower posterior comes to: the loss at its most
-        probable temperature, with what the prior of that adds, and that temperature.
+    def of_network(self) -> float:
+        """The loss of the network at the posterior's mean, which an ever narrower posterior comes to, at its most
+        probable temperature and with what the prior of that adds.
         """
         with torch.no_grad():
             pairs = list(self._network_outputs())
         if not self._tempered:
-            return self._of_outputs(pairs, 1.0), 1.0
-        labels = sum(labelled(self.posterior.likelihood, targets) for _, targets in pairs)
+            return self._of_outputs(pairs, 1.0)
         losses = [self._of_outputs(pairs, 10.0 ** float(decade)) for decade in _TEMPERATURES]
-        best = _most_probable(losses, labels)
-        return self._of_outputs(pairs, best) + reluctance(best) / max(1, labels), best
+        best = _most_probable(losses, self.labels)
+        return self._of_outputs(pairs, best) + reluctance(best) / max(1, self.labels)
 
     def _of_outputs(self, pairs: Iterable[tuple[Tensor, Any]], temperature: float) -> float:
         """The loss of outputs without uncertainty."""
@@ -270,11 +267,13 @@ class HeldOutSearch:
         `_MAX_COST` above the best that was found, and its loss against the posterior of the fit, which is the present
         one, is at most `_MAX_HARM` with `_ERRORS` standard errors of that loss added.
 
-        The search goes from the present posterior to wider ones, in steps that grow, until one is refused. It goes to
-        narrower ones only where the network alone predicts the labels so much better as `_MIN_EVIDENCE` and `_MAX_COST`
-        say: held-out data of the training distribution cannot judge the width for foreign inputs, and if a few labels
-        are all predicted correctly, every narrower posterior predicts them better, down to certainty. The prior of the
-        temperature counts too; else a width would be chosen for the large temperature that comes with it.
+        The search goes from the present posterior to wider ones, in steps that grow, until one is refused. They keep
+        its temperature: one of their own would take back their doubts of familiar inputs and more of those of others,
+        or leave to the width what a temperature above 1 does for shifted inputs too. It goes to narrower ones only
+        where the network alone predicts the labels so much better as `_MIN_EVIDENCE` and `_MAX_COST` say: held-out data
+        of the training distribution cannot judge the width for foreign inputs, and if a few labels are all predicted
+        correctly, every narrower posterior predicts them better, down to certainty. The prior of the temperature counts
+        too; else a width would be chosen for the large temperature that comes with it.
 
         Args:
             grid: the prior precisions to try in place of the search; losses are then those against the best of them.
@@ -299,13 +298,15 @@ class HeldOutSearch:
 
         for value in (width_of(base, name),) if grid is None else grid:
             at(log10(value / width_of(base, name)))
-        network = self._loss.of_network[0] if grid is None else inf
+        network = self._loss.of_network() if grid is None else inf
         allowed, step = max(_MAX_COST, _MIN_EVIDENCE / max(1, self._loss.labels)), _FIRST_STEP
         if grid is None and accepted(0.0):
             # a training's variances are never made wider than it found them
             widest = _MAX_WIDER if name == "prior_precision" else min(_MAX_WIDER, log10(width_of(base, name)))
+            self._loss.temperature = tried[0.0].trial.settings.temperature
             while step <= widest and accepted(-step):
                 step *= 2
+            self._loss.temperature = None
         elif grid is None:
             while not accepted(step) and step < _MAX_NARROWER:
                 step *= 2

@@ -85,8 +85,8 @@ def tune(
       nats with two standard errors of that loss added. Held-out data of the training distribution cannot judge
       uncertainty about foreign inputs, so wider is better where labels leave the choice; few labels leave little, and
       the fit's width mostly stays. It becomes narrower only where labels speak for that by 3 nats in all. Where outputs
-      are logits every prior precision has the temperature that predicts best, under a prior that falls fast below 1, so
-      that a few labels do not sharpen predictions, and slowly above it; what that prior costs counts for the width too.
+      are logits the posterior of the fit first gets the temperature that predicts best, under a prior that falls fast
+      below 1, so that a few labels do not sharpen predictions, and slowly above it; wider ones keep it.
       The observation noise of a regression is searched after it. `scale` and `residual_weight` are searched if asked
       for, one after the other.
     * ``"evidence"``, the default without a loader: the prior precision of the largest log marginal likelihood. It is
