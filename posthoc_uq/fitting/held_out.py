@@ -299,10 +299,15 @@ class HeldOutSearch:
         for value in (width_of(base, name),) if grid is None else grid:
             at(log10(value / width_of(base, name)))
         network = self._loss.of_network() if grid is None else inf
-        allowed, step = max(_MAX_COST, _MIN_EVIDENCE / max(1, self._loss.labels)), _FIRST_STEP
+        likelihood, step = self.posterior.likelihood, _FIRST_STEP
+        # of a density, certainty about a few labels is no reason
+        allowed = (
+            max(_MAX_COST, _MIN_EVIDENCE / max(1, self._loss.labels)) if likelihood.logits else _MAX_HARM
+        )
         if grid is None and accepted(0.0):
-            # a training's variances are never made wider than it found them
-            widest = _MAX_WIDER if name == "prior_precision" else min(_MAX_WIDER, log10(width_of(base, name)))
+            # no wider than the evidence, which is wide, nor than a training found its variances
+            widest = _MAX_WIDER if likelihood.has_divergence else 0.0
+            widest = widest if name == "prior_precision" else min(widest, log10(width_of(base, name)))
             self._loss.temperature = tried[0.0].trial.settings.temperature
             while step <= widest and accepted(-step):
                 step *= 2
