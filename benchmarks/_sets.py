@@ -138,6 +138,10 @@ TABLES: dict[str, Callable[[], tuple[Any, Any]]] = {
     "mixture": partial(
         _made, "classification", n_samples=1500, n_features=20, n_informative=6, n_classes=5, flip_y=0.1
     ),
+    "regions": partial(
+        _made, "classification", n_samples=5000, n_features=12, n_informative=8, n_classes=4, flip_y=0.05
+    ),
+    "shells": partial(_made, "gaussian_quantiles", n_samples=5000, n_features=6, n_classes=3),
     "diabetes": partial(_sklearn, "diabetes", True),
     "friedman": partial(_made, "friedman1", n_samples=1000, noise=1.0),
     "impedance": partial(_made, "friedman2", n_samples=1000, noise=100.0),
@@ -148,7 +152,7 @@ TABLES: dict[str, Callable[[], tuple[Any, Any]]] = {
     "cars": partial(_modeldata, "car_prices", "Price", log=True),
 }
 """Tables by name: jobs are those of a computing cluster and their four classes of running time (hpc_data), cells those
-of an image segmentation; moons, mixture, friedman, impedance and linear are generated."""
+of an image segmentation; moons, mixture, regions, shells, friedman, impedance and linear are generated."""
 
 
 @cache

@@ -265,8 +265,12 @@ class TestTune:
         assert found.history.head["criterion"] == "likelihood" and found.temperature == 1.0
         x, y = data(40, seed=3)
         own = -float(uq.wrap(network, found)(x).log_prob(y).mean())
+        assert own == pytest.approx(trials.chosen.objective, abs=1e-5)
         best = min(trial.objective for trial in trials.trials)
-        assert own <= best + 0.01 + 1e-5
+        kept = (
+            trials.chosen.settings == trials.trials[0].settings
+        )  # the fit, if labels do not clearly ask for another
+        assert kept or own <= best + 0.01
         alone = -float(Poisson().log_prob(network(x).detach(), y).mean())
         assert trials.model_alone == pytest.approx(alone, abs=1e-5)
         with pytest.raises(uq.PosthocUQError, match="A temperature divides logits"):

@@ -276,10 +276,10 @@ def tune(
 ) -> Done:
     """Choose the hyperparameters of the posterior in FILE, and rewrite it.
 
-    With --data the widest posterior is kept that predicts held-out data at most 0.01 nats worse than the best (for
-    classes, one wider than the fit's own must also be at most a tenth worse). Without --data the log marginal
-    likelihood decides; --criterion names another way. The head that was searched through is written into FILE with its
-    options, and predict and evaluate take it from there.
+    With --data the widest posterior is kept that held-out labels do not speak against: at most 0.003 nats worse than
+    the best that was tried, and with two standard errors at most 0.01 nats worse than the fit's own. Without --data the
+    log marginal likelihood decides; --criterion names another way. The head that was searched through is written into
+    FILE with its options, and predict and evaluate take it from there.
 
     Examples:
       posthoc-uq tune model.h5 --model timm:resnet18 --weights w.pt --data val/
@@ -292,7 +292,7 @@ def tune(
         output: write here instead of over FILE.
         criterion: what decides: closeness to the model's own predictions (needs --data, without labels), the likelihood
             of held-out data, or the log marginal likelihood; by default likelihood with --data, else evidence.
-        divergence: the budget of the faithful prior, in nats; by default 0.002 for faithful, and 0.02 for likelihood.
+        divergence: the budget of the faithful prior, in nats, by default 0.002; for likelihood of the first one tried.
         temperature: whether a temperature on the logits is searched; by default with likelihood, for classes.
         per_layer: one prior precision a layer (evidence only).
         noise: whether the observation noise is searched; by default on held-out data.

@@ -384,7 +384,7 @@ class _NetworkOutputs:
 
 
 DIVERGENCE = 0.002  # nats: the default budget
-DIVERGENCE_WITH_LABELS = 0.02  # nats: the default where the likelihood of held-out data guards against harm
+DIVERGENCE_WITH_NOISE = 0.02  # nats: that where held-out residuals set the noise
 _START_ABOVE = 3  # decades above the precision of the weights' size at which a search begins
 _END_BELOW = 2  # decades below it at which a search ends: weights of ten times their size
 _GIVE_UP_ABOVE = 12  # decades above it at which a search gives up

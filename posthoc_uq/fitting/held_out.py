@@ -1,12 +1,13 @@
-"""Hyperparameters by the likelihood of held-out labels: the widest posterior whose loss is hardly above the best."""
+"""Hyperparameters by the likelihood of held-out labels: the widest posterior that they do not speak against."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import replace
 from math import inf, isfinite, log, log1p, log10
 from typing import Any, NamedTuple
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -22,18 +23,17 @@ from posthoc_uq.posteriors.posterior import Posterior
 from posthoc_uq.posteriors.search import SearchBar, Trial, Trials, search_decades
 from posthoc_uq.posteriors.settings import ABOUT, Hyperparameters
 
-_MAX_COST = 0.01  # nats of held-out likelihood that a wider posterior may cost
-_MAX_TOTAL_COST = 3.0  # nats over all labels that one no wider than a fit's may cost, where that is more
-_MAX_COST_SHARE = 0.1  # of the best NLL that one wider than a fit's may cost, where that is less
-_MIN_GAIN_ERRORS = 1.25  # standard errors by which another width must beat the untuned posterior
+_MAX_COST = 0.003  # nats above the best NLL that a wider posterior may cost
+_MAX_HARM = 0.01  # nats that a posterior may lose against that of the fit, with `_ERRORS` ...
+_ERRORS = 2.0  # ... standard errors of that loss added
+_MIN_EVIDENCE = 3.0  # nats over all labels by which a narrower posterior than that of the fit must be better
+_FIRST_STEP = 0.25  # decades of the prior precision; every following step is as long as all before it
+_MAX_WIDER, _MAX_NARROWER = 1.0, 8.0  # decades from the prior precision of the fit
+_USUAL_WIDTHS = 4  # that are tried, for what a bar shows
 _PRIOR_SPREAD = 0.1  # of the prior of the logarithm of a temperature, or of a noise scale; see `reluctance`
 _MIN_GAIN = 1e-6  # nats: a smaller gain does not move a hyperparameter
-_MIN_CHANGE = 1e-3  # nats: after a smaller change over a decade the search ends
-_MAX_DECADES = 8  # of the prior precision that are searched upwards
-_WIDTH_TOLERANCE = 0.1  # decades of the prior precision
 _NOISES = (-8.0, 16.0)  # decades of the noise scale in which the best one of the network alone is sought
-_TEMPERATURES = (-1.0, 1.5)  # decades of the temperature
-_GRID_STEP = 0.25  # decades between the temperatures from which the search for the best one goes on
+_TEMPERATURES = np.linspace(-1.0, 1.5, 11)  # decades of the temperature at which losses are computed
 
 
 def reluctance(factor: float) -> float:
@@ -49,11 +49,31 @@ def reluctance(factor: float) -> float:
     return x**2 / 2 if x > -1 else -x - 0.5
 
 
+def _most_probable(losses: Sequence[float], labels: int) -> float:
+    """The temperature of the least sum of losses and `reluctance`.
+
+    Args:
+        losses: means over labels at `_TEMPERATURES`; between these they follow a spline, since they are smooth and the
+            prior alone is not.
+        labels: how many there are.
+    """
+    finite = np.isfinite(losses)
+    if finite.sum() < 2:
+        return 1.0
+    known = _TEMPERATURES[finite]
+    decades = np.linspace(known[0], known[-1], 1001)
+    penalties = np.array([reluctance(10.0**decade) for decade in decades]) / max(1, labels)
+    from scipy.interpolate import CubicSpline
+
+    curve = CubicSpline(known, np.array(losses)[finite])
+    return 10.0 ** float(decades[np.argmin(curve(decades) + penalties)])
+
+
 class HeldOutLoss(Score):
     """Mean negative log-likelihood of the held-out labels that count (one a sample, or one a position), in nats.
 
     Where the temperature is searched, every evaluation first sets the most probable one under the prior of
-    `reluctance`.
+    `reluctance`. It is sought with few draws of the outputs; the loss at it is the head's own.
 
     Args:
         posterior: its hyperparameters are set.
@@ -62,6 +82,12 @@ class HeldOutLoss(Score):
         reader: takes batches apart.
         seed: of the draws.
         tempered: whether the temperature is searched.
+
+    Attributes:
+        labels: how many count, of the last evaluation.
+        by_sample: the losses of the last evaluation, ``(samples,)`` float64: the sum over a sample's labels.
+        untempered: those of the first evaluation, at the temperature that the posterior had.
+        temperature: that of all evaluations to come, None to search it.
     """
 
     def __init__(
@@ -77,7 +103,10 @@ class HeldOutLoss(Score):
         check_reusable(loader, 2)
         super().__init__(posterior, predictor, self._batches, seed, tempered)
         self._loader, self._reader = loader, reader
-        self.labels = 0  # that count, of the last evaluation
+        self.labels = 0
+        self.by_sample = torch.zeros(0, dtype=torch.float64, device="cpu")
+        self.untempered: Tensor | None = None
+        self.temperature: float | None = None
 
     def _batches(self) -> Iterator[tuple[Batch, Tensor]]:
         with isolated_random_state(self._seed):
@@ -89,32 +118,30 @@ class HeldOutLoss(Score):
                 yield batch, batch.targets
 
     def _mean(self, pairs: Iterable[tuple[Any, Any]]) -> float:
-        total, count, likelihood = 0.0, 0, self.posterior.likelihood
+        losses, count, likelihood = list[Tensor](), 0, self.posterior.likelihood
         for distribution, targets in pairs:
             prediction = self._predictor.prediction_of(distribution)
             likelihood.check(prediction.outputs_mean, targets)
-            total += float(as_double(prediction.log_prob(prediction.fitting(targets))).sum())
+            losses.append(-as_double(prediction.log_prob(prediction.fitting(targets))).flatten().cpu())
             count += labelled(likelihood, targets)
-        self.labels = count
-        return mean_of_labels(-total, count)
+        self.labels, self.by_sample = count, torch.cat(losses) if losses else self.by_sample
+        if self.untempered is None:
+            self.untempered = self.by_sample
+        return mean_of_labels(float(self.by_sample.sum()), count)
 
     def _best_temperature(self, pairs: Sequence[tuple[Any, Any]]) -> float:
-        """The prior may leave the loss a minimum near 1 and another far above, so that a coarse grid comes first."""
-        tried = dict[float, float]()
-
-        def at(decade: float) -> float:
-            self.posterior.temperature = 10.0**decade
-            tried[decade] = self._mean(pairs) + self.temperature_penalty()
-            return tried[decade]
-
-        low, high = _TEMPERATURES
-        steps = round((high - low) / _GRID_STEP)
-        best = min((low + step * _GRID_STEP for step in range(steps + 1)), key=at)
-        bounds = max(low, best - _GRID_STEP), min(high, best + _GRID_STEP)
-        from scipy.optimize import minimize_scalar
-
-        minimize_scalar(at, bounds=bounds, method="bounded", options={"xatol": 0.005, "maxiter": 25})
-        return 10.0 ** min(tried, key=lambda decade: tried[decade])
+        if self.temperature is not None:
+            return self.temperature
+        if self.untempered is None:
+            self._mean(pairs)
+        predictions = [(self._predictor.drafts(distribution), targets) for distribution, targets in pairs]
+        losses = list[float]()
+        for decade in _TEMPERATURES:
+            self.posterior.temperature = 10.0 ** float(decade)
+            logs = ((draft(), targets) for draft, targets in predictions)
+            total = sum(float(as_double(made.log_prob(made.fitting(y))).sum()) for made, y in logs)
+            losses.append(-total / max(1, self.labels))
+        return _most_probable(losses, self.labels)
 
     def temperature_penalty(self) -> float:
         """What the prior of the temperature adds to the mean loss of the labels, where the temperature is searched."""
@@ -127,27 +154,33 @@ class HeldOutLoss(Score):
         estimated = self.posterior.likelihood.noise_variance is not None
         return reluctance(factor if estimated else max(factor, 1 / factor))
 
-    def of_labels(self, settings: Hyperparameters) -> Tensor:
-        """Negative log-likelihoods of all labels at these settings, which are set; zeros of those that do not count."""
-        self.posterior.settings = settings
-        self._predictor.refresh(self._seed)
-        with torch.no_grad():
-            pairs = [(self._predictor.prediction_of(d), targets) for d, targets in self._pairs()]
-            losses = [-as_double(p.log_prob(p.fitting(targets))).flatten().cpu() for p, targets in pairs]
-            return torch.cat(losses)
-
     def of_model_alone(self) -> float:
         """The loss of the model without a posterior."""
-        network, total, count = replicate(model_of(self.posterior)), 0.0, 0
-        likelihood = self.posterior.observation.of_targets()
+        if not self.posterior.trained_mean:
+            return self._of_outputs(self._network_outputs(), 1.0)
+        network = replicate(model_of(self.posterior))  # another network than that at the posterior's mean
         with torch.no_grad():
-            outputs_of_batches = (  # where the mean was trained, the model alone is another network
-                ((batch.copied().call(network), targets) for batch, targets in self._batches())
-                if self.posterior.trained_mean
-                else self._network_outputs()
-            )
-            for outputs, targets in outputs_of_batches:
-                total -= float(likelihood.log_prob(outputs, targets).sum())
+            return self._of_outputs(((b.copied().call(network), y) for b, y in self._batches()), 1.0)
+
+    def of_network(self) -> float:
+        """The loss of the network at the posterior's mean, which an ever narrower posterior comes to, at its most
+        probable temperature and with what the prior of that adds.
+        """
+        with torch.no_grad():
+            pairs = list(self._network_outputs())
+        if not self._tempered:
+            return self._of_outputs(pairs, 1.0)
+        losses = [self._of_outputs(pairs, 10.0 ** float(decade)) for decade in _TEMPERATURES]
+        best = _most_probable(losses, self.labels)
+        return self._of_outputs(pairs, best) + reluctance(best) / max(1, self.labels)
+
+    def _of_outputs(self, pairs: Iterable[tuple[Tensor, Any]], temperature: float) -> float:
+        """The loss of outputs without uncertainty."""
+        likelihood, total, count = self.posterior.observation.of_targets(), 0.0, 0
+        with torch.no_grad():
+            for outputs, targets in pairs:
+                scaled = outputs if temperature == 1.0 else outputs / temperature
+                total -= float(as_double(likelihood.log_prob(scaled, targets)).sum())
                 count += labelled(self.posterior.likelihood, targets)
         return mean_of_labels(total, count)
 
@@ -182,10 +215,17 @@ class HeldOutLoss(Score):
 
 
 class _Tried(NamedTuple):
-    """A trial, and what is compared: its loss, and what the priors of temperature and noise add to it."""
+    """A trial, and what is compared.
+
+    Attributes:
+        penalised: its loss, and what the priors of temperature and noise add to it.
+        trial: the trial.
+        losses: by sample.
+    """
 
     penalised: float
     trial: Trial
+    losses: Tensor
 
 
 class HeldOutSearch:
@@ -217,30 +257,29 @@ class HeldOutSearch:
         self._best: Trial | None = None  # of the hyperparameters searched so far
         self.trials = Trials("likelihood", (*searched, "temperature") if tempered else tuple(searched))
         searches = [
-            (_MAX_DECADES if name == self.posterior.width_parameter else max_evaluations, 1)
+            (_USUAL_WIDTHS if name == self.posterior.width_parameter else max_evaluations, 1)
             for name in searched
         ]
         self.bar = SearchBar("tuning", "evaluations", progress, searches or [(1, 1)])
 
-    def set_width(self, grid: Sequence[float] | None, set_as_fitted: Callable[[], None]) -> None:
-        """Set the smallest prior precision, not below the present one, whose held-out NLL is hardly above the best: by
-        at most `_MAX_COST`. For classes, a posterior wider than that of `set_as_fitted` must also stay within
-        `_MAX_COST_SHARE` of the best NLL, and one no wider may cost `_MAX_TOTAL_COST` over all labels. Another width
-        than that of `set_as_fitted` gives way to it, at the temperature found for it, unless it predicts the labels
-        better than the untuned posterior by the standard error of the gain. For a posterior without a free prior
-        precision, set the `scale` in the same way.
+    def set_width(self, grid: Sequence[float] | None) -> None:
+        """Set the smallest prior precision, or `scale`, that held-out labels do not speak against: its NLL is at most
+        `_MAX_COST` above the best that was found, and its loss against the posterior of the fit, which is the present
+        one, is at most `_MAX_HARM` with `_ERRORS` standard errors of that loss added.
 
-        The present prior is the faithful one. A posterior no wider is harmless on familiar data, and held-out data of
-        the training distribution cannot judge it for foreign inputs. If a few labels are all predicted correctly, every
-        narrower posterior predicts them better, down to certainty; so they narrow nothing unless they are many. The
-        prior of the temperature counts too; else a width would be chosen for the large temperature that comes with it.
+        The search goes from the present posterior to wider ones, in steps that grow, until one is refused. They keep
+        its temperature: one of their own would take back their doubts of familiar inputs and more of those of others,
+        or leave to the width what a temperature above 1 does for shifted inputs too. It goes to narrower ones only
+        where the network alone predicts the labels so much better as `_MIN_EVIDENCE` and `_MAX_COST` say: held-out data
+        of the training distribution cannot judge the width for foreign inputs, and if a few labels are all predicted
+        correctly, every narrower posterior predicts them better, down to certainty. The prior of the temperature counts
+        too; else a width would be chosen for the large temperature that comes with it.
 
         Args:
-            grid: the prior precisions to try; None for decades and bisection.
-            set_as_fitted: sets the posterior that a fit makes by itself; called for classes.
+            grid: the prior precisions to try in place of the search; losses are then those against the best of them.
         """
         name, base = width_parameter_of(self.posterior), self.posterior.settings
-        tried = dict[float, _Tried]()
+        tried, self._loss.untempered = dict[float, _Tried](), None
         self.bar.begin_search()
 
         def at(decade: float) -> float:
@@ -248,44 +287,40 @@ class HeldOutSearch:
                 tried[decade] = self._try(with_width(base, name, 10.0**decade))
             return tried[decade].penalised
 
-        def smallest_accepted(cost: Callable[[float, float], float]) -> float:
-            """The smallest decade that costs no more than is allowed, which depends on it and on the best objective.
-            The best may change as decades are tried, and the cost need not grow with the width, so that this halves
-            intervals and does not look for a root.
-            """
-            while True:
-                best = min(each.penalised for each in tried.values())
-                accepted = [decade for decade in tried if at(decade) <= best + cost(decade, best)]
-                inside = min(accepted) if isfinite(best) else max(accepted)
-                below = [decade for decade in tried if decade < inside]
-                if not below or grid is not None or inside - max(below) <= _WIDTH_TOLERANCE:
-                    return inside
-                at((inside + max(below)) / 2)
-
-        if grid is not None:
-            for value in grid:
-                at(log10(value / width_of(base, name)))
-        else:
-            for decade in range(_MAX_DECADES):
-                at(float(decade))
-                if decade > 1 and abs(at(float(decade)) - at(decade - 1.0)) < _MIN_CHANGE:
-                    break
-        if not self.posterior.likelihood.logits:
-            inside = smallest_accepted(lambda decade, best: _MAX_COST)
-        else:
-            self.posterior.settings = base
-            set_as_fitted()
-            fitted = log10(width_of(self.posterior.settings, name) / width_of(base, name))
-            if grid is None:  # the widest of all where held-out inputs lie far from those of the training
-                at(fitted)
-            narrower = max(_MAX_COST, _MAX_TOTAL_COST / max(1, self._loss.labels))
-            inside = smallest_accepted(
-                lambda decade, best: narrower if decade >= fitted else self._share_of(best)
+        def accepted(decade: float) -> bool:
+            best = min(tried.values(), key=lambda each: each.penalised)
+            if grid is None and decade >= 0:
+                return at(decade) <= min(best.penalised, network) + allowed
+            reference = self._loss.untempered if grid is None else best.losses
+            return at(decade) <= best.penalised + _MAX_COST and self._harmless(
+                tried[decade].losses, reference
             )
-            moved = grid is None and inside != fitted
-            if moved and not self._gains(tried[inside].trial.settings, tried[fitted].trial.settings):
-                inside = fitted
-        self._best = tried[inside].trial
+
+        for value in (width_of(base, name),) if grid is None else grid:
+            at(log10(value / width_of(base, name)))
+        network = self._loss.of_network() if grid is None else inf
+        likelihood, step = self.posterior.likelihood, _FIRST_STEP
+        # of a density, certainty about a few labels is no reason
+        allowed = (
+            max(_MAX_COST, _MIN_EVIDENCE / max(1, self._loss.labels)) if likelihood.logits else _MAX_HARM
+        )
+        if grid is None and accepted(0.0):
+            # no wider than the evidence, which is wide, nor than a training found its variances
+            widest = _MAX_WIDER if likelihood.has_divergence else 0.0
+            widest = widest if name == "prior_precision" else min(widest, log10(width_of(base, name)))
+            self._loss.temperature = tried[0.0].trial.settings.temperature
+            while step <= widest and accepted(-step):
+                step *= 2
+            self._loss.temperature = None
+        elif grid is None:
+            while not accepted(step) and step < _MAX_NARROWER:
+                step *= 2
+            refused = max(decade for decade in tried if decade < step)
+            while step - refused > _FIRST_STEP:
+                middle = (refused + step) / 2
+                refused, step = (refused, middle) if accepted(middle) else (middle, step)
+        chosen = min(filter(accepted, tried), default=max(tried))
+        self._best = tried[chosen].trial
         self.posterior.settings = self._best.settings
         self._note_width(ABOUT[name].label, min(each.trial.objective for each in tried.values()))
 
@@ -297,7 +332,7 @@ class HeldOutSearch:
         if self._best is None or not isfinite(self._best.objective):
             self._best = self._try(self.posterior.settings).trial
         base = self._best
-        tried = [_Tried(base.objective + self._penalty(name), base)]
+        tried = [_Tried(base.objective + self._penalty(name), base, self._loss.by_sample)]
 
         def objective(x: float) -> float:
             value = min(1.0, max(0.0, x)) if name == "residual_weight" else getattr(base.settings, name) * x
@@ -337,7 +372,7 @@ class HeldOutSearch:
         trials.chosen = best
         trials.warn_of_edges()
         trials.model_alone = self._loss.of_model_alone()
-        if best.objective > trials.model_alone + 2 * _MAX_COST:
+        if best.objective > trials.model_alone + 2 * _MAX_HARM:
             advice = (
                 "Train longer, with a smaller prior_precision, or with train_mean=False."
                 if self.posterior.trained_mean
@@ -357,7 +392,7 @@ class HeldOutSearch:
         self.bar.advance()
         trial = Trial(self.posterior.settings, loss)
         self.trials.trials.append(trial)
-        return _Tried(loss + self._penalty(name), trial)
+        return _Tried(loss + self._penalty(name), trial, self._loss.by_sample)
 
     def _penalty(self, name: str) -> float:
         """What the priors add to the mean loss at the present settings, where `name` is searched."""
@@ -366,35 +401,25 @@ class HeldOutSearch:
             penalty += self._loss.noise_reluctance(self.posterior.noise_scale) / max(1, self._loss.labels)
         return penalty
 
-    def _gains(self, found: Hyperparameters, fitted: Hyperparameters) -> bool:
-        """Whether `found` predicts the labels better than the posterior of a fit, `fitted` at a temperature of 1, by
-        `_MIN_GAIN_ERRORS` times the standard error of the mean gain. A gain by one label alone is 1 such error, and
-        does not generalise to other inputs.
+    def _harmless(self, losses: Tensor, reference: Tensor | None) -> bool:
+        """Whether losses by sample are no worse than those of the reference by more than `_MAX_HARM` a label, and that
+        by `_ERRORS` standard errors.
         """
-        untuned = replace(fitted, temperature=1.0) if self._tempered else fitted
-        gains = self._loss.of_labels(untuned) - self._loss.of_labels(found)
-        count = max(2, self._loss.labels)
-        gain = float(gains.sum()) / count
-        variance = max(0.0, float(gains.square().sum()) / count - gain**2) * count / (count - 1)
-        return gain > _MIN_GAIN_ERRORS * (variance / count) ** 0.5
-
-    def _share_of(self, best: float) -> float:
-        """Nats above the best NLL that a posterior wider than that of a fit may cost. The share does not apply to the
-        NLL of a density, which depends on the unit of the targets.
-        """
-        return min(_MAX_COST, _MAX_COST_SHARE * best) if self.posterior.likelihood.logits else _MAX_COST
+        if reference is None or reference.shape != losses.shape:
+            return False
+        harm, count = losses - reference, max(1, self._loss.labels)
+        if len(harm) < 2:
+            return False
+        error = len(harm) ** 0.5 * float(harm.std()) / count
+        return float(harm.sum()) / count + _ERRORS * error <= _MAX_HARM
 
     def _note_width(self, label: str, best: float) -> None:
         assert self._best is not None
-        given_up = self._best.objective - best
-        allowed = next((slack for slack in (self._share_of(best), _MAX_COST) if given_up <= slack), None)
-        words = (
-            "the widest that held-out labels do not clearly speak against"
-            if allowed is None
-            else f"the widest with a validation NLL of at most {allowed:.2g} above the best"
+        given_up = max(0.0, self._best.objective - best)
+        self.posterior.history.tuning[label] = (
+            f"the widest that held-out labels do not speak against; validation NLL {given_up:.2g} above the best"
         )
-        self.posterior.history.tuning[label] = f"{words}; {given_up:.2g} given up"
-        self.trials.given_up = max(0.0, given_up)
+        self.trials.given_up = given_up
         if self._tempered:
             self._note_temperature()
 
@@ -402,6 +427,6 @@ class HeldOutSearch:
         self.posterior.history.tuning["temperature"] = (
             "validation NLL, and a prior around 1 with a heavy tail above it"
         )
-        low, high = (10.0**decade for decade in _TEMPERATURES)
+        low, high = (10.0 ** float(decade) for decade in _TEMPERATURES[[0, -1]])
         if not 1.05 * low < self.posterior.temperature < high / 1.05:
             self.trials.at_edge.append(f"temperature = {self.posterior.temperature:.3g}")

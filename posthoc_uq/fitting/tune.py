@@ -30,7 +30,7 @@ from posthoc_uq.core.randomness import isolated_random_state
 from posthoc_uq.curvature.kept_inputs import KeptInputs, inputs_to_keep
 from posthoc_uq.fitting.faithful import (
     DIVERGENCE,
-    DIVERGENCE_WITH_LABELS,
+    DIVERGENCE_WITH_NOISE,
     FaithfulSearch,
     model_of,
     other_settings,
@@ -79,15 +79,14 @@ def tune(
     * ``"faithful"``: the smallest prior precision for which the mean KL divergence of predictions from those of the
       network, over a few hundred inputs like the training inputs, is within `divergence` nats. Needs no labels. It is
       the default of `fit`.
-    * ``"likelihood"``, the default with a loader: the widest posterior, but none wider than the faithful one and that
-      of a fit (by the evidence, where the likelihood measures no divergence), whose negative log-likelihood
-      of held-out data (the mean over labels; of outputs with positions, over those whose label counts) is at most 0.01
-      nats above the best; of classes, what is wider than the faithful posterior of a
-      fit may also cost at most a tenth of the best, and another width than that of a fit must predict the labels better
-      than the untuned posterior, by the standard error of the gain. Held-out data of the training distribution
-      cannot judge uncertainty about foreign inputs, so the widest posterior that they allow is taken. Where outputs
-      are logits every prior precision has the temperature that predicts best, under a prior that falls fast below 1, so
-      that a few labels do not sharpen predictions, and slowly above it; what that prior costs counts for the width too.
+    * ``"likelihood"``, the default with a loader: the widest posterior that held-out labels do not speak against. Its
+      negative log-likelihood (the mean over labels; of outputs with positions, over those whose label counts) is at
+      most 0.003 nats above the best that was tried, and what it loses against the posterior of the fit is at most 0.01
+      nats with two standard errors of that loss added. Held-out data of the training distribution cannot judge
+      uncertainty about foreign inputs, so wider is better where labels leave the choice; few labels leave little, and
+      the fit's width mostly stays. It becomes narrower only where labels speak for that by 3 nats in all. Where outputs
+      are logits the posterior of the fit first gets the temperature that predicts best, under a prior that falls fast
+      below 1, so that a few labels do not sharpen predictions, and slowly above it; wider ones keep it.
       The observation noise of a regression is searched after it. `scale` and `residual_weight` are searched if asked
       for, one after the other.
     * ``"evidence"``, the default without a loader: the prior precision of the largest log marginal likelihood. It is
@@ -101,8 +100,8 @@ def tune(
         loader: held-out batches with targets, read several times; for ``"faithful"`` training inputs, or similar
             ones, read once.
         criterion: see above.
-        divergence: the budget of the faithful prior, in nats; by default 0.002 for ``"faithful"``, and 0.02 for
-            ``"likelihood"``, where held-out data guard against harm.
+        divergence: the budget of the faithful prior, in nats, by default 0.002; for ``"likelihood"`` that of the
+            posterior at which the search begins, by default the fit's.
         temperature: with held-out data: whether a temperature on the logits is searched, by default where outputs are
             logits. With ``"faithful"``: whether the mean entropy on the training inputs is brought back to the
             network's; by default not, since that keeps a network's overconfidence on what it memorised.
@@ -322,8 +321,6 @@ class _ByHeldOutLabels(_Search):
         # The search begins at the posterior of the fit, also where an earlier call of `tune` moved it: labels that were
         # seen before find the same again.
         fitted = posterior.history.faithful
-        same_settings = bool(fitted) and fitted["settings"] == other_settings(posterior)
-        fitted_value = fitted["value"] if same_settings and fitted["head"] == predictor.head else None
         if tempered:
             posterior.temperature = fitted.get("network_temperature", 1.0)
         assert self.loader is not None
@@ -342,7 +339,7 @@ class _ByHeldOutLabels(_Search):
             if first in names:
                 if grid is None:
                     self._set_start(predictor)
-                search.set_width(grid, lambda: self._set_as_fitted(predictor, fitted_value))
+                search.set_width(grid)
             for name in others:
                 search.set_other(name)
             if not names:
@@ -394,11 +391,13 @@ class _ByHeldOutLabels(_Search):
         return [check_option("Each of prior_precisions", value, Magnitude) for value in grid]
 
     def _set_start(self, predictor: Predictor) -> None:
-        """Set the prior from which the search goes upwards: the faithful one, as recorded if it was found with the same
-        head, budget and settings, or else that of the held-out inputs. Where the likelihood measures no divergence, it
-        is that of the evidence.
+        """Set the prior that a fit finds by itself: the faithful one, as recorded if it was found with the same head
+        and settings, and with the budget if one is given, or else that of the held-out inputs. Where held-out residuals
+        set the noise, its budget is larger. Where the likelihood measures no divergence, it is that of the evidence.
         """
-        posterior = self.posterior
+        posterior, budget = self.posterior, self.divergence
+        if budget is None and "noise" in self.names():
+            budget = DIVERGENCE_WITH_NOISE
         if not posterior.likelihood.has_divergence:
             if self.divergence is not None:
                 raise PosthocUQError(
@@ -407,26 +406,15 @@ class _ByHeldOutLabels(_Search):
                 )
             self._set_by_evidence()
             return
-        budget = DIVERGENCE_WITH_LABELS if self.divergence is None else self.divergence
-        recorded, wanted = posterior.history.faithful, (predictor.head, budget, other_settings(posterior))
-        if recorded and (recorded["head"], recorded["budget"], recorded["settings"]) == wanted:
+        recorded, wanted = posterior.history.faithful, (predictor.head, other_settings(posterior))
+        known = bool(recorded) and (recorded["head"], recorded["settings"]) == wanted
+        if known and budget in (None, recorded["budget"]):
             posterior.adjust(**{cast(str, posterior.width_parameter): recorded["value"]})
             return
-        inputs = self.sampled_inputs()
-        set_faithful(posterior, inputs, predictor, budget, seed=self.seed, progress=self.progress)
-
-    def _set_as_fitted(self, predictor: Predictor, recorded: Any) -> None:
-        """Set the width that a fit finds by itself; `recorded` if the posterior's record holds it still."""
-        if self.divergence is not None and self.divergence <= DIVERGENCE:
-            return  # nothing wider than what was asked for
-        if not self.posterior.likelihood.has_divergence:
-            self._set_by_evidence()
-        elif recorded is not None:
-            self.posterior.adjust(**{cast(str, self.posterior.width_parameter): recorded})
-        else:
-            inputs = self.sampled_inputs()
-            again = FaithfulSearch(self.posterior, inputs, predictor, seed=self.seed, progress=self.progress)
-            again.set_widest(DIVERGENCE)
+        search = FaithfulSearch(
+            posterior, self.sampled_inputs(), predictor, seed=self.seed, progress=self.progress
+        )
+        search.set_widest(DIVERGENCE if budget is None else budget)
 
     def _set_by_evidence(self) -> None:
         """Set the prior precision by the evidence; a posterior without an evidence stays as it is."""

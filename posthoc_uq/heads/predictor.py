@@ -7,6 +7,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Mapping
 from contextlib import AbstractContextManager
 from dataclasses import replace
+from functools import partial
 from typing import Any, ClassVar, Generic, NamedTuple, TypeVar
 
 import torch
@@ -34,7 +35,7 @@ from posthoc_uq.layers.frozen import Features
 from posthoc_uq.layers.layer import Call
 from posthoc_uq.layers.proof import count_samples
 from posthoc_uq.likelihoods.conformal import Promises
-from posthoc_uq.likelihoods.draws import LINK_DRAWS, OutputGaussian, Spread
+from posthoc_uq.likelihoods.draws import LINK_DRAWS, OutputGaussian, Spread, of_covariance
 from posthoc_uq.likelihoods.prediction import Prediction, at_least_float32, cat
 from posthoc_uq.posteriors import DRAWS, QUADRATIC, Posterior
 
@@ -157,6 +158,7 @@ def _shown(identity: Mapping[str, Any]) -> str:
 
 
 FUNCTION_DRAWS = 100  # by default
+_DRAFT_DRAWS = 32  # of the outputs in `Predictor.drafts`
 Made = TypeVar("Made")
 
 
@@ -308,6 +310,10 @@ class Predictor(nn.Module, ABC):
         Other values of these need no further run of the model.
         """
         return self._prediction_of(self._snapshot(), distribution)
+
+    def drafts(self, distribution: Any) -> Callable[[], Prediction]:
+        """`prediction_of` a distribution for searches that want it at many temperatures, and do with less precision."""
+        return partial(self.prediction_of, distribution)
 
     def check_weights(self) -> None:
         """Refuse a model whose weights, or buffers that predictions depend on, changed after the predictor was made.
@@ -644,6 +650,22 @@ class GaussianPredictor(Predictor):
         """See `Predictor`."""
         draws = {"n_draws": self._n_draws} if self._link == "mc" else {}
         return {**super().identity(), "link": self._link, **draws}
+
+    def drafts(self, distribution: GaussianOutputs) -> Callable[[], Prediction]:
+        """With few draws of the outputs, and the covariance taken apart once."""
+        mean, variance, covariance = distribution
+        if self._link == "mc" and self._posterior.likelihood.softmax and isinstance(covariance, Tensor):
+            rows = self._posterior.likelihood.positions_of(mean)
+            mean_rows = at_least_float32(mean if rows is None else rows.rows(mean))
+            covariance = of_covariance(mean_rows, covariance)
+        return lambda: from_gaussian(
+            mean,
+            variance,
+            self._snapshot(),
+            covariance=covariance,
+            link=self._link,
+            n_draws=min(self._n_draws, _DRAFT_DRAWS),
+        )
 
     def _prediction_of(self, posterior: Posterior, distribution: GaussianOutputs) -> Prediction:
         mean, variance, covariance = distribution
