@@ -39,9 +39,10 @@ class _Program(nn.Module):
     def __init__(self, predictor: Predictor, level: float) -> None:
         super().__init__()
         promises = predictor.promises
-        kept = isinstance(promises, Promises) and promises.kind in ("lac", "deviation")
-        self._promises = promises if kept else None
-        self._thresholds = self._promises.thresholds(level) if self._promises is not None else None
+        self._promises: Promises | None = None
+        if isinstance(promises, Promises) and promises.kind in ("lac", "deviation"):
+            self._promises = promises
+        self._thresholds = None if self._promises is None else self._promises.thresholds(level)
 
     def predicted(self, *args: Any) -> Prediction:
         """The prediction for the model's arguments."""
@@ -55,13 +56,14 @@ class _Program(nn.Module):
         held_out = self._promises.inputs[prediction.default_score]
         if isinstance(prediction, ClassPrediction):
             chosen = set_of(prediction.probs, class_scores(as_double(prediction.probs)), self._thresholds)
-            return PromisedClassTensors(*found, chosen, p_values(held_out, found.entropy))
+            return PromisedClassTensors._make((*found, chosen, p_values(held_out, found.entropy)))
         deviation = found.variance.sqrt()
         score = deviation
         if deviation.ndim > 1:  # a node named "mean" would have the name of an output
             score = deviation.flatten(1).sum(1) / deviation[0].numel()
         width = deviation * self._thresholds.to(deviation)
-        return PromisedValueTensors(*found, found.mean - width, found.mean + width, p_values(held_out, score))
+        bounds = found.mean - width, found.mean + width
+        return PromisedValueTensors._make((*found, *bounds, p_values(held_out, score)))
 
 
 class _Moments(_Program):
