@@ -28,8 +28,7 @@ class Kept(NamedTuple):
 
     Attributes:
         covered: (entries,), float64: whether the target, or a label that applies, is in its set, or of values has a
-            score that belongs to the interval (bounds of counts, which are whole, may hold more); the mean over
-            outputs.
+            score that belongs to the interval (bounds of counts, which are whole, may hold more); mean over outputs.
         sizes: float64: (entries,), the number of classes in the set; or the widths of intervals, of some inputs where
             they take long.
         classes: (entries,), int64: the class or label; None of values.

@@ -127,7 +127,7 @@ def tune(
         progress: show a bar.
         **options: of the head, as in `wrap`.
 
-    Referral thresholds belong to the hyperparameters they were set for; a search that changes these warns of it.
+    Promises belong to the hyperparameters they were measured with; a search that changes these warns of it.
 
     The search works on a copy: until it ends, and if it fails, other threads predict with the posterior as it was, and
     save that. Of two calls at the same time, the one that ends last decides.
