@@ -345,7 +345,7 @@ def _measured(
     second = first if data.all_in_both else ~first
     scores = {name: torch.cat(parts) for name, parts in of_inputs.items()}
     tails = {name: tail_of(values[first], QUANTILES) for name, values in scores.items()}
-    scores[JOINT] = joint_surprise(tails, scores).clamp(max=_MAX_SURPRISE)
+    scores[JOINT] = joint_surprise(tails, scores)
     kept_scores = {name: held_out_scores(values[second]) for name, values in scores.items()}
     record: dict[str, Any] = {
         "samples": int(second.sum()),
@@ -367,9 +367,6 @@ def _measured(
         columns = _columns(kind, all_scores, groups, classes if by_class else None)
         record["targets"] = {"kind": kind, "scores": [held_out_scores(each).record() for each in columns]}
     return record
-
-
-_MAX_SURPRISE = 1e300  # of a score that is the same for all tuning samples; it stands for infinity in a file
 
 
 class TargetScores(NamedTuple):
