@@ -23,6 +23,7 @@ DEMO_FLAGS ?=
 
 BIN       := $(VENV)/bin
 # The stamps are newer than pyproject.toml exactly while the environment is up to date.
+# Without compiling all files of all packages, a third of the time: Python compiles those that it imports.
 DEMO_ENV  := $(VENV)/.installed-demo
 DEV_ENV   := $(VENV)/.installed-dev
 DOCS_ENV  := $(VENV)/.installed-docs
@@ -99,13 +100,13 @@ $(BIN)/python:
 
 $(DEMO_ENV): pyproject.toml | $(BIN)/python
 	@echo "Installing posthoc_uq and its dependencies into $(VENV) (the first time takes some minutes)"
-	$(BIN)/python -m pip install --quiet $(PIP_FLAGS) --editable '.[demo]'
+	$(BIN)/python -m pip install --quiet --no-compile $(PIP_FLAGS) --editable '.[demo]'
 	@touch $@
 
 # dev contains demo, so that one environment serves both.
 $(DEV_ENV): pyproject.toml | $(BIN)/python
 	@echo "Installing posthoc_uq and its development tools into $(VENV) (the first time takes some minutes)"
-	$(BIN)/python -m pip install --quiet $(PIP_FLAGS) --editable '.[dev]'
+	$(BIN)/python -m pip install --quiet --no-compile $(PIP_FLAGS) --editable '.[dev]'
 	@touch $(DEMO_ENV) $@
 
 # Python 3.10, and of everything that pyproject.toml names the lowest version that it allows.

@@ -13,11 +13,12 @@ from posthoc_uq.likelihoods.conformal import (
     HeldOutScores,
     class_scores,
     held_out_scores,
+    joint_score,
     p_values,
     quantile,
     set_of,
 )
-from posthoc_uq.likelihoods.selective import joint_surprise, tail_of
+from posthoc_uq.likelihoods.selective import tail_of
 
 
 def test_quantile_and_p_value_by_their_definitions() -> None:
@@ -111,6 +112,6 @@ def test_coverage_over_random_splits_of_one_table(count: int) -> None:
 
 def test_beyond_a_score_that_was_the_same_for_all_tuning_samples_new_inputs_tie_with_held_out_ones() -> None:
     tails = {"entropy": tail_of(torch.zeros(10), 5)}
-    held_out = held_out_scores(joint_surprise(tails, {"entropy": torch.tensor([0.0, 1.0, 2.0])}))
-    found = p_values(held_out, joint_surprise(tails, {"entropy": torch.tensor([0.0, 5.0])}))
+    held_out = held_out_scores(joint_score(tails, {"entropy": torch.tensor([0.0, 1.0, 2.0])}))
+    found = p_values(held_out, joint_score(tails, {"entropy": torch.tensor([0.0, 5.0])}))
     assert found.tolist() == [1.0, 0.75]

@@ -39,12 +39,13 @@ from posthoc_uq.likelihoods.conformal import (
     TargetScore,
     class_scores,
     held_out_scores,
+    joint_score,
     wrong_up_to,
 )
 from posthoc_uq.likelihoods.gaussian import RegressionPrediction
 from posthoc_uq.likelihoods.likelihood import DrawnPrediction
 from posthoc_uq.likelihoods.prediction import Prediction
-from posthoc_uq.likelihoods.selective import QUANTILES, joint_surprise, tail_of
+from posthoc_uq.likelihoods.selective import QUANTILES, tail_of
 from posthoc_uq.likelihoods.weights import counting
 from posthoc_uq.posteriors.posterior import Posterior
 from posthoc_uq.posteriors.report import described_promises
@@ -345,7 +346,7 @@ def _measured(
     second = first if data.all_in_both else ~first
     scores = {name: torch.cat(parts) for name, parts in of_inputs.items()}
     tails = {name: tail_of(values[first], QUANTILES) for name, values in scores.items()}
-    scores[JOINT] = joint_surprise(tails, scores)
+    scores[JOINT] = joint_score(tails, scores)
     kept_scores = {name: held_out_scores(values[second]) for name, values in scores.items()}
     record: dict[str, Any] = {
         "samples": int(second.sum()),

@@ -137,6 +137,13 @@ def p_values(scores: HeldOutScores, new: Tensor) -> Tensor:
     return torch.where(wanted.isnan(), torch.nan, (1 + at_least).double() / (scores.count + 1))
 
 
+def joint_score(tails: Mapping[str, Tail], scores: Mapping[str, Tensor]) -> Tensor:
+    """The score that joins others, ``(batch,)``: `joint_surprise`, with a number that a file can hold for infinity, to
+    which all inputs rise that are beyond a score that was the same for all tuning samples.
+    """
+    return joint_surprise(tails, scores).clamp(max=1e300)
+
+
 def class_scores(
     probs: Tensor,
     kind: SetScore = "lac",
@@ -292,7 +299,7 @@ class Promises:
                 f"This prediction does not know its {missing[0]}; wrap without novelty=False."
             )
         if name == JOINT:
-            return p_values(self.inputs[name], joint_surprise(self.tails, scores))
+            return p_values(self.inputs[name], joint_score(self.tails, scores))
         return p_values(self.inputs[name], scores[name])
 
     def single_p_values(self, scores: Mapping[str, Tensor], name: str) -> dict[str, Tensor]:
@@ -302,7 +309,7 @@ class Promises:
         joined = {name: self.p_values(scores, name)}
         if name == JOINT:
             joined = {
-                each: p_values(self.inputs[name], joint_surprise({each: tail}, scores))
+                each: p_values(self.inputs[name], joint_score({each: tail}, scores))
                 for each, tail in self.tails.items()
             }
         return joined

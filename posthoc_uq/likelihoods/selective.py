@@ -130,7 +130,6 @@ def _weighted_auc(values: Tensor, positive: Tensor, weights: Tensor) -> float:
 
 QUANTILES = 200
 """The number of points of a tail that are kept at most."""
-_MAX_SURPRISE = 1e300  # of a score that is the same for all familiar inputs; it stands for infinity in a file
 _LINE_FROM = 0.1  # the tail is extrapolated from this share of familiar inputs with the largest scores
 
 
@@ -219,8 +218,7 @@ def joint_tail(familiar: Mapping[str, Tensor], scores: Mapping[str, Tensor]) -> 
 
 def joint_surprise(tails: Mapping[str, Tail], scores: Mapping[str, Tensor]) -> Tensor:
     """`joint_tail` by tails that are known: the largest of the surprises of single scores, (inputs,)."""
-    surprises = torch.stack([_surprise(tail, plain(scores[name])) for name, tail in tails.items()])
-    return surprises.amax(0).clamp(max=_MAX_SURPRISE)
+    return torch.stack([_surprise(tail, plain(scores[name])) for name, tail in tails.items()]).amax(0)
 
 
 def _surprise(tail: Tail, scores: Tensor) -> Tensor:
