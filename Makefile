@@ -79,7 +79,7 @@ clean:
 
 $(DOCS_ENV): pyproject.toml | $(BIN)/python
 	@echo "Installing posthoc_uq and the tools of its site into $(VENV)"
-	$(BIN)/python -m pip install --quiet $(PIP_FLAGS) --editable '.[docs]'
+	$(BIN)/python -m pip install --quiet --no-compile $(PIP_FLAGS) --editable '.[docs]'
 	@touch $@
 
 # A Python of 3.10 or newer that can make environments; PYTHON, where given, is the only one asked.
