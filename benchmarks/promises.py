@@ -24,7 +24,7 @@ import warnings
 from collections.abc import Sequence
 from importlib.util import find_spec
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 from unittest.mock import Mock
 
 import numpy as np
@@ -88,9 +88,9 @@ def run(name: str, splits: int) -> list[dict[str, Any]]:
             x[new].shape, generator=torch.Generator().manual_seed(1000 + seed)
         )
         predictions = {"familiar": predictor(x[new]), "shifted": predictor(shifted)}
-        measure = _values if values else _classes
+        case, measure = Case(model, predictions, (x, y), held_out, new), _values if values else _classes
         for level in LEVELS:
-            found[level].append(measure(model, predictions, (x, y), held_out, new, level))
+            found[level].append(measure(case, level))
     return [{"table": name, "level": level, **_summary(rows, level)} for level, rows in found.items()]
 
 
@@ -99,15 +99,18 @@ def _common(prediction: Any) -> dict[str, float]:
     return {f"p <= {share}": float((p <= share).double().mean()) for share in SHARES}
 
 
-def _classes(
-    model: nn.Module,
-    predictions: dict[str, Any],
-    data: tuple[Tensor, Tensor],
-    held_out: Tensor,
-    new: Tensor,
-    level: float,
-) -> dict[str, float]:
-    x, y = data
+class Case(NamedTuple):
+    """One split: the network, predictions of familiar and shifted new rows, all data, and the places of both parts."""
+
+    model: nn.Module
+    predictions: dict[str, Any]
+    data: tuple[Tensor, Tensor]
+    held_out: Tensor
+    new: Tensor
+
+
+def _classes(case: Case, level: float) -> dict[str, float]:
+    model, predictions, (x, y), held_out, new = case
     row = _common(predictions["familiar"])
     for kind, prediction in predictions.items():
         sets = prediction.set(level)
@@ -179,15 +182,8 @@ def _others(kind: SetScore, softmax: dict[str, Tensor], labels: Tensor, level: f
     return found
 
 
-def _values(
-    model: nn.Module,
-    predictions: dict[str, Any],
-    data: tuple[Tensor, Tensor],
-    held_out: Tensor,
-    new: Tensor,
-    level: float,
-) -> dict[str, float]:
-    x, y = data
+def _values(case: Case, level: float) -> dict[str, float]:
+    model, predictions, (x, y), held_out, new = case
     row = _common(predictions["familiar"])
     for kind, prediction in predictions.items():
         low, high = prediction.interval(level)

@@ -618,16 +618,16 @@ def test_masked_positions_do_not_count_in_the_numbers_of_an_input() -> None:
     "link", [*(pytest.param(link, marks=pytest.mark.study) for link in ("mc", "probit")), "bridge"]
 )
 def test_both_engines_give_one_prediction_at_positions(link: str) -> None:
-    """By backward passes and by probes, whose error is Monte Carlo's: 0.04 at 1,000 probes."""
+    """By backward passes and by probes, whose error is Monte Carlo's: 0.02 at 3,000 probes."""
     torch.manual_seed(1)
     model = nn.Sequential(nn.Conv2d(2, 4, 3, padding=1), nn.ReLU(), nn.Conv2d(4, 3, 1)).eval()
     x, labels = torch.randn(12, 2, 4, 4), torch.randint(0, 3, (12, 4, 4))
     posterior = uq.fit(model, [(x, labels)], "kfac", prior_precision=0.2, progress=False)
     exact, probed = (
         uq.wrap(model, posterior, link=link, engine=engine, **more)(x[:2]).probs
-        for engine, more in (("exact", {}), ("jvp", {"n_probes": 1000}))
+        for engine, more in (("exact", {}), ("jvp", {"n_probes": 3000}))
     )
-    torch.testing.assert_close(probed, exact, rtol=0, atol=0.07)
+    torch.testing.assert_close(probed, exact, rtol=0, atol=0.04)
 
 
 def test_the_bridge_at_positions_is_that_of_the_dense_covariance() -> None:

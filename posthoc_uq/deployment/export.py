@@ -5,6 +5,7 @@ from __future__ import annotations
 import inspect
 import os
 import shutil
+from abc import ABC, abstractmethod
 from importlib.util import find_spec
 from pathlib import Path
 from tempfile import TemporaryDirectory
@@ -31,7 +32,7 @@ _MAX_BATCH = (
 )  # samples of an exported program: the most that torch's batch normalisation takes on a GPU
 
 
-class _Program(nn.Module):
+class _Program(nn.Module, ABC):
     """A predictor as a module; what it returns begins with the tensors of its predictions, and goes on with what the
     posterior promises, if it does.
     """
@@ -44,9 +45,9 @@ class _Program(nn.Module):
             self._promises = promises
         self._thresholds = None if self._promises is None else self._promises.thresholds(level)
 
+    @abstractmethod
     def predicted(self, *args: Any) -> Prediction:
         """The prediction for the model's arguments."""
-        raise NotImplementedError
 
     def forward(self, *args: Any) -> NamedTuple:
         prediction = self.predicted(*args)

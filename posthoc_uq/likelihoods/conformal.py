@@ -131,7 +131,10 @@ def p_values(scores: HeldOutScores, new: Tensor) -> Tensor:
     an upper bound, so that this holds.
     """
     wanted = as_double(new.detach()).cpu()
-    below = (scores.values < wanted.unsqueeze(-1)).sum(-1)  # kept scores that are smaller; ONNX has no search
+    if torch.compiler.is_compiling():  # for an exported program: ONNX has no search
+        below = (scores.values < wanted.unsqueeze(-1)).sum(-1)
+    else:
+        below = torch.searchsorted(scores.values, wanted.contiguous())  # kept scores that are smaller
     ranks = torch.cat((torch.zeros(1, dtype=torch.int64, device="cpu"), scores.ranks))
     at_least = scores.count - ranks[below]
     return torch.where(wanted.isnan(), torch.nan, (1 + at_least).double() / (scores.count + 1))

@@ -450,12 +450,8 @@ class PromisedValueTensors(NamedTuple):
     familiarity: Tensor
 
 
-for _kind in (
-    ClassTensors,
-    ValueTensors,
-    PromisedClassTensors,
-    PromisedValueTensors,
-):  # so that an exported program can name its outputs in a file
+# so that an exported program can name its outputs in a file
+for _kind in (ClassTensors, ValueTensors, PromisedClassTensors, PromisedValueTensors):
     pytree._register_namedtuple(  # pyright: ignore[reportPrivateUsage]
         _kind, serialized_type_name=f"posthoc_uq.{_kind.__name__}"
     )

@@ -722,11 +722,11 @@ def _matched(
         posterior = (drawn / 10**decade).log_softmax(-1).logsumexp(0) - log(_DRAWS)
         return float((network[:few].exp() * (network[:few] - posterior)).sum(-1).mean())
 
+    from scipy.optimize import minimize_scalar
+
     def at_any_temperature(width: float) -> float:
         """The least divergence."""
         search = {"bounds": (_LOWEST, top), "method": "bounded", "options": {"xatol": _FINE}}
-        from scipy.optimize import minimize_scalar
-
         found: Any = minimize_scalar(divergence, args=(width, _SEARCH_SAMPLES), **search)
         return min(float(found.fun), divergence(top, width, _SEARCH_SAMPLES))
 
