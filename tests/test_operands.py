@@ -151,11 +151,10 @@ def test_a_large_map_is_correlated_and_a_small_one_unfolded(
     assert calls == [(3, 24, 42, 42)]
 
 
-@pytest.mark.parametrize("price", [0, 10**12])  # by one convolution a sample, and by unfolding
+@pytest.mark.parametrize("price", [-(10**12), 10**12])  # by one convolution a sample, and by unfolding
 @pytest.mark.parametrize("case", CASES)
 def test_per_sample_gradients(case: str, price: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(operands, "_CALL_COST", price)
-    monkeypatch.setattr(operands, "_WEIGHT_COST", 0)
+    monkeypatch.setattr(operands, "CALL_COST", price)
     for operand, rows, outputs in _operands(case):
         gradients = _gradients(rows, outputs)
         torch.testing.assert_close(operand.gradients(gradients, 2**12), _per_sample(rows, gradients), **TIGHT)

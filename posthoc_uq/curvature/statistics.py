@@ -21,11 +21,8 @@ import torch
 from torch import Tensor, einsum, matmul, triu_indices, where
 
 from posthoc_uq.core.devices import widest
-from posthoc_uq.layers.operands import Operand, Rows, chunks, temporary_limit
+from posthoc_uq.layers.operands import TOUCH_COST, Operand, Rows, chunks, temporary_limit
 from posthoc_uq.likelihoods.weights import SampleWeights
-
-# Writing, squaring and summing one number takes about as long as this many multiply-adds of a matrix product.
-TOUCH_COST = 40
 
 
 @dataclass(frozen=True)

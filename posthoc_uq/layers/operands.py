@@ -27,6 +27,12 @@ CPU_TEMPORARY = 16 * 2**20
 
 MAX_CACHED_BYTES = 4 * 2**20  # up to which a copy stays in the cache
 
+# Of two ways to the same sums the cheaper one is taken. The cost is counted in multiply-adds of a matrix product, and
+# every choice of the library but one (draws one by one or together, `posthoc_uq.heads.sampling`) uses these two prices,
+# measured on x86 cores.
+TOUCH_COST = 50  # of a number that is written and read again
+CALL_COST = 1e8  # of a call of a convolution, with all that it sets up
+
 
 @dataclass(frozen=True)
 class Geometry:
@@ -235,8 +241,6 @@ class Several(Operand):
 
 Sizes = tuple[int, ...]  # along the spatial axes
 
-_COPY_COST = 50  # of one number, in multiply-adds; measured on two x86 cores
-
 
 def add_patch_gram(total: Tensor, x: Tensor, kernel: Sizes, dilation: Sizes, limit: int) -> None:
     """``total += sum_{s,t} a_st a_st^T`` over the patches of a convolution of stride 1, from shifted copies of its
@@ -272,10 +276,7 @@ def add_patch_gram(total: Tensor, x: Tensor, kernel: Sizes, dilation: Sizes, lim
 
 
 def correlation_cost(channels: int, kernel: Sizes, dilation: Sizes, spatial_padded: Sizes) -> float:
-    """The cost of `add_patch_gram` for a sample in multiply-adds, copies included.
-
-    A call adds about ``500 n^2 + 2e8`` (1e9 for three axes). Unfolding takes ``n^2 T + 100 n T`` a sample.
-    """
+    """The multiply-adds of `add_patch_gram` for a sample, copies included."""
     (rows, *lengths), (height, *widths), (spacing, *spacings) = spatial_padded, kernel, dilation
     every = unshifted = 1  # products over all axes but the first: at all shifts, and at shift zero
     for length, k, d in zip(lengths, widths, spacings, strict=True):
@@ -286,7 +287,7 @@ def correlation_cost(channels: int, kernel: Sizes, dilation: Sizes, spatial_padd
     # Rows of the core and the rims for each shift along the rows, from the greatest shift down to none.
     used = [max(0, outputs - spacing * i) + (i + 1) * min(outputs, spacing * i) for i in range(height)]
     products = used.pop() * (every + unshifted) / 2 + sum(used) * every
-    return float(channels) ** 2 * products + _COPY_COST * channels * rows * every
+    return float(channels) ** 2 * products + TOUCH_COST * channels * rows * every
 
 
 def _parts(x: Tensor, kernel: Sizes, dilation: Sizes, most: int) -> Iterator[Tensor]:
@@ -372,10 +373,6 @@ def _add_blocks(total: Tensor, gram: Tensor, part: slice) -> None:
         if k > 0:  # copied first: reading both transposed and in pieces is slow
             total[:, k, part, :k] += gram[:k, k].transpose(1, 2).contiguous().permute(1, 2, 0)
 
-
-# The cost of a convolution's weight gradient for one sample, fixed and for each number of the weight, in numbers that
-# could be unfolded in the same time; measured on two x86 cores.
-_CALL_COST, _WEIGHT_COST = 800_000, 5
 
 _WEIGHT_GRADIENTS: dict[int, Callable[..., Tensor]] = {
     1: convolution_gradients.conv1d_weight,
@@ -477,15 +474,15 @@ class Patches(Operand):
             self._add_unfolded(total[:, :size, :size], limit)
 
     def _correlates(self) -> bool:
-        """Whether correlating the input with itself costs less than unfolding; see `correlation_cost`."""
+        """Whether correlating the input with itself costs less than unfolding."""
         dims, channels = len(self._kernel), self._x.shape[1]
-        if self._groups > 1 or max(self._stride) > 1 or (dims == 3 and channels < 32):
+        if self._groups > 1 or max(self._stride) > 1:
             return False
         padded = tuple(size + 2 * p for size, p in zip(self._x.shape[2:], self._padding, strict=True))
         square = self._fan_in**2
         cost = self.samples * correlation_cost(channels, self._kernel, self._dilation, padded)
-        cost += 500 * square + (1e9 if dims == 3 else 2e8)
-        return cost < self.samples * self.positions * (square + 100 * self._fan_in)
+        cost += 10 * TOUCH_COST * square + (10 if dims == 3 else 2) * CALL_COST
+        return cost < self.samples * self.positions * (square + 2 * TOUCH_COST * self._fan_in)
 
     def _add_unfolded(self, total: Tensor, limit: int) -> None:
         numbers = self._fan_in * self._groups * self.positions
@@ -537,8 +534,8 @@ class Patches(Operand):
         unfolded = self._groups * self._fan_in * self.positions
         if unfolded * self._x.element_size() > limit:
             return True
-        cost = _CALL_COST + _WEIGHT_COST * self._groups * self._fan_in * outputs
-        return self._x.device.type == "cpu" and unfolded > cost
+        cost = CALL_COST + 10 * TOUCH_COST * self._groups * self._fan_in * outputs
+        return self._x.device.type == "cpu" and 2 * TOUCH_COST * unfolded > cost
 
     def _one_by_one(self, columns: Tensor) -> Tensor:
         image = columns.reshape(self.samples, -1, *self._grid)

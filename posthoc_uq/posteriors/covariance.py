@@ -20,9 +20,8 @@ from torch import Tensor
 
 from posthoc_uq.core.devices import as_double, on_host, placed
 from posthoc_uq.core.errors import PosthocUQError
-from posthoc_uq.curvature.statistics import TOUCH_COST
 from posthoc_uq.layers.layer import Layer
-from posthoc_uq.layers.operands import Operand, Rows, chunks
+from posthoc_uq.layers.operands import TOUCH_COST, Operand, Rows, chunks
 
 # Inner products of Jacobian rows: of each function with itself, with all others, or also between samples.
 
