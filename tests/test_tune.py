@@ -110,7 +110,7 @@ def test_one_prior_precision_per_layer(method: str) -> None:
 
 
 def test_noise_by_evidence() -> None:
-    posterior = fit_regression()
+    posterior = fit_regression(prior_precision=1.0)
     assert posterior.noise_scale == 1.0
     before = posterior.log_marginal_likelihood().item()
     trials = tune(posterior, noise=True)
