@@ -284,6 +284,7 @@ def calibrate_by_leave_one_out(
         flattened = confidence(logits) - wanted > least_gap
         temperature = temperature_for(logits, wanted) if flattened else 1.0
         posterior.temperature = temperature
+        posterior.history.left_out = {"temperature": temperature, "noise_scale": 1.0}
         report = LeaveOneOut(left_out.accuracy, None, temperature, None, *facts)
         posterior.history.tuning["temperature"] = str(report)
         return report
@@ -292,6 +293,7 @@ def calibrate_by_leave_one_out(
     assert likelihood.noise_variance is not None
     scale = float((torch.maximum(error, residuals) / likelihood.noise_variance.cpu()).mean())
     posterior.noise_scale = scale
+    posterior.history.left_out = {"temperature": 1.0, "noise_scale": scale}
     report = LeaveOneOut(None, error, None, scale, *facts)
     posterior.history.tuning["noise variance"] = str(report)
     return report

@@ -62,9 +62,8 @@ def main(arguments: Sequence[str] | None = None) -> None:
         filters = 16 if options.smoke else 32
         model = trained(data.train, seed, options.output, options.epochs, options.learning_rate, filters)
         results.append(one_seed(model, data, options.held_out, options.rate, options.foreign, seed))
-        print(f"seed {seed} is done", flush=True)
-    page = table(by_row(results), ".1f", corner="score, all in %")
-    report(options, "referral", page, results)
+        page = table(by_row(results), ".1f", corner="score, all in %")
+        report(options, "referral", page, results)
 
 
 def one_seed(
