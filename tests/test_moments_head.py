@@ -202,7 +202,7 @@ def trained(net: nn.Module) -> nn.Module:
     torch.manual_seed(0)
     teacher = nn.Sequential(nn.Linear(20, 40), nn.Tanh(), nn.Linear(40, 10))
     optimiser = torch.optim.Adam(net.parameters(), lr=2e-3)
-    for _ in range(400):
+    for _ in range(200):
         x = torch.randn(256, 20)
         loss = nn.functional.cross_entropy(net(x), teacher(x).argmax(1))
         optimiser.zero_grad()
