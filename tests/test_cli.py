@@ -497,8 +497,18 @@ def test_an_interrupted_prediction_leaves_no_file(place: Path, tmp_path: Path) -
         f"def slow(image):\n    seen.extend(Path({str(tmp_path)!r}).iterdir())\n"
         "    signal.raise_signal(signal.SIGINT)\n    time.sleep(20)\n"
     )
-    model = ["--model", f"{code}:net", "--weights", place / "w.pt", "--transform", f"{code}:slow", "--workers 0"]
-    before = signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell's, of what runs in the foreground
+    model = [
+        "--model",
+        f"{code}:net",
+        "--weights",
+        place / "w.pt",
+        "--transform",
+        f"{code}:slow",
+        "--workers 0",
+    ]
+    before = signal.signal(
+        signal.SIGINT, signal.default_int_handler
+    )  # a shell's, of what runs in the foreground
     try:
         said = run("predict", place / "m.h5", place / "train", *model, "-o", out, "--batch-size=1", code=130)
     finally:

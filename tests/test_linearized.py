@@ -161,6 +161,7 @@ def test_equals_dense_jacobians_and_covariances(name: str, options: dict[str, An
 
 @pytest.mark.parametrize("name", ["mlp", "cnn1d", "shared", "attention, tokens first"])
 @pytest.mark.parametrize("options", FAMILIES, ids=family_name)
+@pytest.mark.covering(1)
 def test_the_closed_form_of_the_last_layer(name: str, options: dict[str, Any]) -> None:
     model, posterior, x = setting(name, options | {"layers": "last"})
     expected = dense_covariance(model, posterior, x)
@@ -705,6 +706,7 @@ def test_changed_settings_are_seen(engine: str) -> None:
 @pytest.mark.parametrize("name", ["mlp", "cnn", "attention"])
 @pytest.mark.parametrize("layers", ["all", "last"])
 @pytest.mark.parametrize("scale", [1e3, 1e8])
+@pytest.mark.covering(2)
 def test_stiff_posteriors_in_float32(name: str, layers: str, scale: float) -> None:
     """Nearly all of a variance may cancel along directions that the data settled."""
     model, x = build(name, 20, torch.float32)

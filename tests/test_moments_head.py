@@ -254,6 +254,7 @@ def test_one_hidden_layer_agrees_with_monte_carlo(activation: nn.Module) -> None
 
 @pytest.mark.parametrize("hidden", [2, 4])
 @pytest.mark.parametrize("activation", [nn.ReLU(), nn.Tanh()])
+@pytest.mark.covering(1)
 def test_full_covariance_agrees_with_monte_carlo(hidden: int, activation: nn.Module) -> None:
     net = mlp(hidden, activation)
     own = relative(net, torch.randn(2, 20), 0.1)

@@ -79,7 +79,8 @@ def replicate(model: nn.Module, parameters: Mapping[str, Tensor] | None = None) 
             # Left from the last pass, like a feature map or a weight that a hook computes; it has no deep copy.
             memo[id(value)] = value.detach().clone()
         elif type(value) in (OrderedDict, set) and not value and not getattr(value, "__dict__", None):
-            memo[id(value)] = type(value)()  # a module has a dozen tables of hooks: half of a deep copy's time
+            # A module has a dozen empty tables of hooks, whose deep copies would take half of the time.
+            memo[id(value)] = type(value)()
     try:
         twin = copy.deepcopy(model, memo)
     except Exception as error:  # whatever a module may hold: locks, open files
