@@ -286,7 +286,7 @@ def test_samples_with_positions(method: str, by_position: bool) -> None:
 @pytest.mark.covering(1)
 def test_weights_of_positions_by_the_definition(fisher: str, next_token: bool) -> None:
     model, (x, y, w), kind = token_net(), tokens(), tokens_likelihood(next_token)
-    made = uq.Dense(fisher=fisher, dtype=torch.float64, n_samples=4000 if fisher == "mc" else 1)
+    made = uq.Dense(fisher=fisher, dtype=torch.float64, n_samples=2000 if fisher == "mc" else 1)
     posterior = fit(model, weighted(x, y, w, 8), made, likelihood=kind, **READ)
     order, total, log_likelihood = in_order(posterior, model), 0, 0.0
     shift = int(next_token)
