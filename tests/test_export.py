@@ -86,21 +86,6 @@ def check_program_in_a_file(predictor: uq.Predictor, tmp_path: Path) -> None:
         torch.testing.assert_close(loaded(more).probs, predictor(more).probs, rtol=1e-4, atol=1e-6)  # type: ignore[union-attr]
 
 
-def test_a_regression_exports() -> None:
-    net = nn.Sequential(nn.Linear(4, 8), nn.Tanh(), nn.Linear(8, 2))
-    x = torch.randn(20, 4)
-    options = {"likelihood": "regression", "noise_variance": 0.1, "prior_precision": 10.0}
-    own = uq.fit(net, [(x, x[:, :2])], progress=False, **options)
-    for options in ({"head": "moments", "cov": "full"}, {"head": "sampling", "n_samples": 3}):
-        predictor = uq.wrap(net, own, **options)  # type: ignore[arg-type]
-        program = export(predictor, x)
-        found = program.module()(x)
-        assert isinstance(found, ValueTensors)
-        expected = predictor(x)
-        assert isinstance(expected, uq.RegressionPrediction)
-        torch.testing.assert_close(found.variance, expected.variance, rtol=1e-4, atol=1e-7)
-
-
 def test_the_default_head_is_exported_by_drawn_weights_and_says_so() -> None:
     net, x = nn.Sequential(nn.Linear(4, 8), nn.Tanh(), nn.Linear(8, 3)), torch.randn(20, 4)
     data = [(x, torch.arange(20) % 3)]
@@ -187,7 +172,7 @@ def test_promises_go_along(likelihood: str, head: str) -> None:
         "progress": False,
     }
     posterior = uq.fit(net, [(x[:40], y[:40])], "diag", **options)
-    own = {"n_samples": 4} if head == "sampling" else {}
+    own: dict[str, Any] = {"n_samples": 4} if classes else {"cov": "full"}
     uq.calibrate(posterior, [(x[40:], y[40:])], progress=False, **own)
     predictor = uq.wrap(net, posterior)
     found: Any = uq.export(predictor, x[:5], level=0.8).module()(x[:7])
@@ -199,8 +184,14 @@ def test_promises_go_along(likelihood: str, head: str) -> None:
         assert isinstance(found, PromisedValueTensors)
         for bound, expected in zip((found.lower, found.upper), prediction.interval(0.8), strict=True):
             torch.testing.assert_close(bound, expected)
-    other = uq.wrap(net, posterior, "moments" if classes else "sampling")
-    assert not hasattr(uq.export(other, x[:5]).module()(x[:7]), "familiarity")
+        torch.testing.assert_close(found.variance, prediction.variance, rtol=1e-4, atol=1e-7)
+    other = (
+        uq.wrap(net, posterior, "moments") if classes else uq.wrap(net, posterior, "sampling", n_samples=3)
+    )
+    found, prediction = uq.export(other, x[:5]).module()(x[:7]), other(x[:7])
+    assert isinstance(found, ClassTensors if classes else ValueTensors) and not hasattr(found, "familiarity")
+    for one, expected in zip(found, prediction.tensors(), strict=True):
+        torch.testing.assert_close(one, expected, rtol=1e-4, atol=1e-6, equal_nan=True)
 
 
 @pytest.mark.parametrize("ending", ["pt2", pytest.param("onnx", marks=pytest.mark.study)])
