@@ -238,7 +238,7 @@ def test_heads_agree_on_a_last_layer(options: dict[str, Any], classes: int) -> N
     own = uq.fit(net, [(x, y)], layers="last", fisher="exact", prior_precision=1.0, progress=False, **options)
     assert isinstance(own, uq.Posterior)
     x = x[:6]
-    weights = own.sample(4000, torch.Generator().manual_seed(0))
+    weights = own.sample(8000, torch.Generator().manual_seed(0))
     with torch.no_grad():
         logits = torch.einsum("ri,soi->sro", net[:2](x), weights["2.weight"]) + weights["2.bias"].unsqueeze(1)
     drawn = uq.ClassPrediction.from_logits(logits)

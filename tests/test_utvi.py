@@ -271,7 +271,7 @@ def test_noise_that_depends_on_the_input(relu: Any) -> None:
     ).eval()
     held_out = data(4000)
     method = uq.UTVI(
-        epochs=20,
+        epochs=30,
         lr=0.01,
         log_variance_lr=0.02,
         start="random",
