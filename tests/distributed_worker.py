@@ -15,7 +15,8 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, NoReturn
 
-import numpy.random  # noqa: F401  # as the next: loaded with the first gradient; here once for all children
+import numpy.random  # noqa: F401  # as the next: loaded with the first gradient or search; here once for all children
+import scipy.optimize  # noqa: F401
 import sympy  # noqa: F401
 import torch
 import torch.distributed as dist
