@@ -8,6 +8,7 @@ from contextlib import redirect_stderr, redirect_stdout
 from io import StringIO
 from pathlib import Path
 from typing import Any, NamedTuple
+from unittest import mock
 
 import numpy as np
 import torch
@@ -15,6 +16,8 @@ from PIL import Image
 from torch import nn
 
 from posthoc_uq.cli import main
+from posthoc_uq.files import save_load
+from posthoc_uq.files.hdf5 import ImageReader
 
 CLASSES = ("cat", "dog", "emu")
 SIZE = 12
@@ -160,8 +163,14 @@ def words_of(arguments: Sequence[Any]) -> list[str]:
 def run(*arguments: Any, code: int = 0) -> Result:
     """A command in this process; its exit code must be the expected one, and an error, or wrong usage, one line below
     warnings and what was taken from the posterior's file.
+
+    Files are parsed in this process, too: the child that reads them takes longer than most commands.
     """
-    with redirect_stdout(StringIO()) as stdout, redirect_stderr(StringIO()) as stderr:
+    with (
+        mock.patch.object(save_load, "ChildReader", ImageReader),
+        redirect_stdout(StringIO()) as stdout,
+        redirect_stderr(StringIO()) as stderr,
+    ):
         ended = main(words_of(arguments))
     result = Result(ended, stdout.getvalue(), stderr.getvalue())
     assert result.code == code, result

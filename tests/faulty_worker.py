@@ -18,7 +18,9 @@ from importlib import import_module
 from pathlib import Path
 from typing import Any, NoReturn
 
-import sympy  # noqa: F401  # torch loads it with the first gradient; here once for all children
+import numpy.random  # noqa: F401  # as the next: loaded with the first gradient or search; here once for all children
+import scipy.optimize  # noqa: F401
+import sympy  # noqa: F401
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn

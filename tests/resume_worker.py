@@ -16,7 +16,8 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-import sympy  # noqa: F401  # torch loads it with the first gradient; here once for all children
+import numpy.random  # noqa: F401  # as the next: loaded with the first gradient; here once for all children
+import sympy  # noqa: F401
 import torch
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, TensorDataset

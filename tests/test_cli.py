@@ -10,7 +10,6 @@ import os
 import signal
 import subprocess
 import sys
-import time
 import warnings
 from collections.abc import Iterator
 from dataclasses import dataclass, is_dataclass
@@ -44,6 +43,8 @@ from posthoc_uq.cli.main import COMMANDS, main, plain, sentence
 from posthoc_uq.cli.options import Choice
 from posthoc_uq.cli.outputs import role_of
 from posthoc_uq.cli.parser import Command, kinds_of, options_of, summary
+from posthoc_uq.files import save_load
+from posthoc_uq.files.hdf5 import ImageReader
 from posthoc_uq.fitting.faithful import DIVERGENCE
 from posthoc_uq.fitting.wrap import HEADS
 from posthoc_uq.methods import METHODS
@@ -399,14 +400,18 @@ def test_help_imports_nothing_heavy() -> None:
     assert places == sorted(places)
     assert run("--version").stdout.strip() == f"posthoc-uq {uq.__version__}"
     code = (
-        "import sys, posthoc_uq; from posthoc_uq.evaluation import metrics; from posthoc_uq.cli import main;"
+        "import runpy, sys; sys.argv = ['posthoc-uq', '--version']\n"
+        "try: runpy.run_module('posthoc_uq', run_name='__main__')\nexcept SystemExit as end: print(end.code)\n"
+        "import posthoc_uq; from posthoc_uq.evaluation import metrics; from posthoc_uq.cli import main;"
         "[main([*name, '--help']) for name in ([], ['fit'], ['predict'], ['serve'])];"
         "heavy = 'timm torchvision torchmetrics pandas matplotlib starlette scipy'.split();"
         "print([name for name in heavy if name in sys.modules]);"
         "from posthoc_uq.evaluation import plots; plots.coverage_plot; print('torchmetrics' in sys.modules)"
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=180)
-    assert done.returncode == 0 and done.stdout.splitlines()[-2:] == ["[]", "False"], done.stderr
+    lines = done.stdout.splitlines()
+    assert done.returncode == 0 and lines[:2] == [f"posthoc-uq {uq.__version__}", "0"], done.stderr
+    assert lines[-2:] == ["[]", "False"]
 
 
 def test_a_mistake_has_no_traceback_unless_asked_for(place: Path) -> None:
@@ -484,37 +489,44 @@ def test_warnings_are_single_lines_and_an_interruption_ends_with_130(monkeypatch
     assert warnings.showwarning is before
 
 
-@pytest.mark.skipif(os.name != "posix", reason="sends a signal")
 def test_an_interrupted_prediction_leaves_no_file(place: Path, tmp_path: Path) -> None:
-    code = place / "slow.py"
+    code, out = place / "slow.py", tmp_path / "out.csv"
     code.write_text(
-        "import time, torch\nfrom nets import net as fast\n\n\ndef net():\n    return fast()\n\n\n"
-        "def slow(image):\n    time.sleep(20)\n    return torch.zeros(3, 12, 12)\n"
+        "import signal, time\nfrom pathlib import Path\nfrom nets import net as fast\nseen = []\n\n\n"
+        "def net():\n    return fast()\n\n\n"
+        f"def slow(image):\n    seen.extend(Path({str(tmp_path)!r}).iterdir())\n"
+        "    signal.raise_signal(signal.SIGINT)\n    time.sleep(20)\n"
     )
-    model = ["--model", f"{code}:net", "--weights", str(place / "w.pt"), "--transform", f"{code}:slow"]
-    arguments = [place / "m.h5", place / "train", *model, "-o", tmp_path / "out.csv", "--batch-size=1"]
-    command = [sys.executable, "-m", "posthoc_uq", "predict", *map(str, arguments), "--workers", "0"]
-
-    def heed_interrupts() -> None:  # which a shell takes from what it runs in the background
-        signal.signal(signal.SIGINT, signal.SIG_DFL)
-
-    process = subprocess.Popen(command, stderr=subprocess.PIPE, text=True, preexec_fn=heed_interrupts)
-    deadline = time.monotonic() + 120
-    while not list(tmp_path.iterdir()) and time.monotonic() < deadline:
-        time.sleep(0.05)
-    assert list(tmp_path.iterdir()), "the temporary file is there while it runs"
-    process.send_signal(signal.SIGINT)
-    _, said = process.communicate(timeout=180)
-    assert process.returncode == 130 and said.splitlines()[-1] == "Interrupted."
+    model = [
+        "--model",
+        f"{code}:net",
+        "--weights",
+        place / "w.pt",
+        "--transform",
+        f"{code}:slow",
+        "--workers 0",
+    ]
+    before = signal.signal(
+        signal.SIGINT, signal.default_int_handler
+    )  # a shell's, of what runs in the foreground
+    try:
+        said = run("predict", place / "m.h5", place / "train", *model, "-o", out, "--batch-size=1", code=130)
+    finally:
+        signal.signal(signal.SIGINT, before)
+    assert said.stderr.splitlines()[-1] == "Interrupted."
+    assert len(sys.modules["slow"].seen) == 1, "the temporary file is there while it runs"
     assert list(tmp_path.iterdir()) == []
 
 
-def test_inspect_shows_a_file_without_its_model(place: Path) -> None:
+def test_inspect_shows_a_file_without_its_model(place: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     text = run("inspect", place / "m.h5").stdout
     found = run_json("inspect", place / "m.h5")
     assert found == json.loads(json.dumps(uq.inspect(place / "m.h5")))
     for words in ("method", "inf", "prior precision", "conv2d", "4x3x3x3", "3x16", found["fingerprint"]):
         assert words in text
+    children = []
+    monkeypatch.setattr(save_load, "ChildReader", lambda data: children.append(data) or ImageReader(data))
+    assert main(["inspect", str(place / "m.h5")]) == 0 and len(children) == 1
 
 
 def test_the_demo_is_run_as_asked(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:

@@ -93,6 +93,7 @@ def test_data_that_cannot_be_fitted(name: str) -> None:
 
 @pytest.mark.parametrize("error", [ValueError("disk"), KeyboardInterrupt()], ids=["error", "interrupt"])
 @METHOD
+@pytest.mark.covering(1)
 def test_a_loader_that_raises_leaves_no_trace(name: str, error: BaseException) -> None:
     model, method = mlp(), short(name)
     model.train()

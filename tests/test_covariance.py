@@ -118,6 +118,7 @@ def test_numbers_of_the_weights(case: str, groups: int) -> None:
 @pytest.mark.parametrize("positions", [1, 2, 40])
 @pytest.mark.parametrize("groups", [1, 2])
 @pytest.mark.parametrize("case", CASES)
+@pytest.mark.covering(2)
 def test_contractions_of_jacobians(case: str, groups: int, positions: int, mode: Mode) -> None:
     """Of one position, by pairs of a few, and by the Jacobian of many; and beside a prior."""
     covariance, sigma, layer, _ = made(case, groups)

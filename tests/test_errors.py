@@ -274,6 +274,7 @@ def test_a_fit_swallows_no_error_of_the_model(error: Exception) -> None:
 @pytest.mark.parametrize("error", ERRORS, ids=str)
 @pytest.mark.parametrize("layers", ["last", "all"])
 @pytest.mark.parametrize("options", [{"batched": True}, {"batched": False}], ids=str)
+@pytest.mark.covering(2)
 def test_a_prediction_swallows_no_error_and_is_right_after_one(
     error: Exception, layers: str, options: dict[str, Any]
 ) -> None:

@@ -217,9 +217,12 @@ class TestFiles:
         with pytest.raises(uq.PosthocUQError, match="does not exist"):
             evaluation.to_csv(tmp_path / "missing" / "e.csv")
 
-    def test_the_report_stands_alone(self, compared, tmp_path):
+    @pytest.fixture(scope="class")
+    def page(self, compared, tmp_path_factory):
+        return compared[0].report(tmp_path_factory.mktemp("page") / "report.html", title="A & B").read_text()
+
+    def test_the_report_stands_alone(self, compared, page):
         evaluation, _ = compared
-        page = evaluation.report(tmp_path / "report.html", title="A & B").read_text()
         parser = _Page()
         parser.feed(page)
         assert parser.open == [] and parser.headings[0] == "A & B"
@@ -230,8 +233,7 @@ class TestFiles:
         assert len(shown) == sum(map(len, evaluation.galleries.values()))
         assert "<b>&lt;" in page and "<a>" not in page  # class names are text, not markup
 
-    def test_the_report_s_contents_come_first_and_its_details_are_folded(self, compared, tmp_path):
-        page = compared[0].report(tmp_path / "report.html").read_text()
+    def test_the_report_s_contents_come_first_and_its_details_are_folded(self, page):
         parser = _Page()
         parser.feed(page)
         assert parser.linked == parser.headings[1:] and page.index("<nav") < page.index("<h2")
@@ -245,8 +247,7 @@ class TestFiles:
         assert plain.count('<div class="card">') == 18 and page.count('<div class="card">') == 36
         assert "accuracy, 5 % referred" in plain and "1 minus the largest probability" in page
 
-    def test_the_report_s_figures_are_drawn_in_the_page_s_colours(self, compared, tmp_path):
-        page = compared[0].report(tmp_path / "report.html").read_text()
+    def test_the_report_s_figures_are_drawn_in_the_page_s_colours(self, page):
         parser = _Page()
         parser.feed(page)
         panels = [name for name in parser.drawn if name not in ("Reliability", "Risk over coverage")]

@@ -141,6 +141,7 @@ def _members(model: nn.Module, posterior: uq.Posterior, count: int, args: Any, k
 
 @pytest.mark.parametrize("name", CASES)
 @pytest.mark.parametrize("batched", [False, True])
+@pytest.mark.covering(1)
 def test_draws_are_those_of_whole_models(name: str, batched: bool) -> None:
     model, posterior, args, kwargs = _setting(name)
     before = copy.deepcopy(model.state_dict())

@@ -279,7 +279,7 @@ def test_the_fisher_of_three_kinds(name: str, fitted: Any) -> None:
     diagonal = fit(name, model, "diag", fisher="exact").blocks
     own = torch.cat([diagonal[layer].diagonal.flatten() for layer in ("0", "2")])
     torch.testing.assert_close(own, truth.diagonal(), rtol=1e-6, atol=1e-9)
-    drawn = fit(name, model, fisher="mc", n_samples=150).blocks["joint"].fisher
+    drawn = fit(name, model, fisher="mc", n_samples=80).blocks["joint"].fisher
     assert 0 < float((drawn - truth).norm() / truth.norm()) < 0.2
     gradients = torch.einsum(
         "nk,nkp->np",
@@ -399,6 +399,7 @@ def assert_predicts(name: str, found: Any, outputs: Tensor, y: Tensor, rough: fl
 
 @pytest.mark.parametrize("head", ["linearized", "moments"])
 @CASE
+@pytest.mark.covering(1)
 def test_gaussian_outputs_against_many_draws(name: str, head: str, fitted: Any) -> None:
     model, posterior = fitted(name)
     x, y = data(name, model, 4, seed=2)

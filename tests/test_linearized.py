@@ -161,6 +161,7 @@ def test_equals_dense_jacobians_and_covariances(name: str, options: dict[str, An
 
 @pytest.mark.parametrize("name", ["mlp", "cnn1d", "shared", "attention, tokens first"])
 @pytest.mark.parametrize("options", FAMILIES, ids=family_name)
+@pytest.mark.covering(1)
 def test_the_closed_form_of_the_last_layer(name: str, options: dict[str, Any]) -> None:
     model, posterior, x = setting(name, options | {"layers": "last"})
     expected = dense_covariance(model, posterior, x)
@@ -536,7 +537,7 @@ def test_forward_derivatives(name: str) -> None:
 def test_sampling_in_function_space_agrees(options: dict[str, Any]) -> None:
     model, posterior, x = setting("shared", options)
     exact = LinearizedPredictor(model, posterior)
-    drawn = LinearizedPredictor(model, posterior, engine="jvp", n_probes=1500)
+    drawn = LinearizedPredictor(model, posterior, engine="jvp", n_probes=700)
     size = exact.functional_variance(x).sqrt()
     error = drawn.functional_covariance(x) - exact.functional_covariance(x)
     assert float((error / (size.unsqueeze(2) * size.unsqueeze(1))).abs().max()) < 5 * sqrt(2 / 1500)
@@ -550,7 +551,7 @@ def test_sampling_in_function_space_agrees(options: dict[str, Any]) -> None:
 def test_probabilities_by_sampling_in_function_space() -> None:
     model, posterior, x = setting("shared", FAMILIES[-1])
     exact = LinearizedPredictor(model, posterior)
-    drawn = LinearizedPredictor(model, posterior, engine="jvp", n_probes=1500)
+    drawn = LinearizedPredictor(model, posterior, engine="jvp", n_probes=600)
     assert float((drawn(x).probs - exact(x).probs).abs().max()) < 0.02
 
 
@@ -630,7 +631,7 @@ def test_regression(shape: str, engine: str) -> None:
     posterior = uq.fit(
         model, [(x, y)], likelihood="regression", fisher="exact", prior_precision=1.0, progress=False
     )
-    predictor = LinearizedPredictor(model, posterior, engine=engine, n_probes=600)
+    predictor = LinearizedPredictor(model, posterior, engine=engine, n_probes=250)
     expected = variances_of(dense_covariance(model, posterior, x), 10).reshape(y.shape)
     prediction = predictor(x)
     tolerance = {"rtol": 0.35, "atol": 0.0} if engine == "jvp" else {"rtol": 1e-9, "atol": 1e-14}
@@ -705,6 +706,7 @@ def test_changed_settings_are_seen(engine: str) -> None:
 @pytest.mark.parametrize("name", ["mlp", "cnn", "attention"])
 @pytest.mark.parametrize("layers", ["all", "last"])
 @pytest.mark.parametrize("scale", [1e3, 1e8])
+@pytest.mark.covering(2)
 def test_stiff_posteriors_in_float32(name: str, layers: str, scale: float) -> None:
     """Nearly all of a variance may cancel along directions that the data settled."""
     model, x = build(name, 20, torch.float32)

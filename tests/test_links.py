@@ -199,7 +199,7 @@ def divergence(probs: Tensor, log_probs: Tensor) -> float:
 def test_default_draws_agree_with_many(classes: int, confident: bool) -> None:
     """To .01 nats, for standard deviations of .3 to 3 of the centred logits."""
     own = posterior("classification")
-    number = 200_000 if classes <= 10 else 40_000 if classes <= 100 else 10_000
+    number = 100_000 if classes <= 10 else 20_000 if classes <= 100 else 10_000
     for kind in KINDS[:1] + KINDS[3:4] if classes == 2 else KINDS:
         mean, unit = battery(kind, classes, confident)
         for variance in (0.1, 10.0) if classes < 1000 else (10.0,):

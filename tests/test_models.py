@@ -44,7 +44,7 @@ MODELS = {
     "lenet": (LeNet, 32, 0),
     "resnet18": (torchvision.models.resnet18, 128, 40),
     "densenet121": (torchvision.models.densenet121, 96, 242),
-    "mobilenet_v3_small": (torchvision.models.mobilenet_v3_small, 128, 68),
+    "mobilenet_v3_small": (torchvision.models.mobilenet_v3_small, 64, 68),
     "tf_efficientnet_lite0": (lambda: timm.create_model("tf_efficientnet_lite0"), 128, 98),
     "vit_tiny_patch16_224": (lambda: timm.create_model("vit_tiny_patch16_224"), 224, 52),
     "convnext_atto": (lambda: timm.create_model("convnext_atto"), 128, None),

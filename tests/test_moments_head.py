@@ -202,7 +202,7 @@ def trained(net: nn.Module) -> nn.Module:
     torch.manual_seed(0)
     teacher = nn.Sequential(nn.Linear(20, 40), nn.Tanh(), nn.Linear(40, 10))
     optimiser = torch.optim.Adam(net.parameters(), lr=2e-3)
-    for _ in range(400):
+    for _ in range(200):
         x = torch.randn(256, 20)
         loss = nn.functional.cross_entropy(net(x), teacher(x).argmax(1))
         optimiser.zero_grad()
@@ -254,6 +254,7 @@ def test_one_hidden_layer_agrees_with_monte_carlo(activation: nn.Module) -> None
 
 @pytest.mark.parametrize("hidden", [2, 4])
 @pytest.mark.parametrize("activation", [nn.ReLU(), nn.Tanh()])
+@pytest.mark.covering(1)
 def test_full_covariance_agrees_with_monte_carlo(hidden: int, activation: nn.Module) -> None:
     net = mlp(hidden, activation)
     own = relative(net, torch.randn(2, 20), 0.1)
@@ -441,15 +442,14 @@ def test_covariances_reach_probabilities_and_linear_maps() -> None:
     own = fitted(net, "kfac", 2000.0, (20,), 10)
     x = torch.randn(30, 20)
     full = MomentsPredictor(net, own, cov="full", link="mc", n_draws=2000)
-    drawn = uq.wrap(net, own, n_samples=1000)(x)
+    outputs = uq.wrap(net, own, n_samples=2000).outputs(x)  # type: ignore[attr-defined]
     found = full(x)
-    torch.testing.assert_close(found.probs, drawn.probs, atol=0.03, rtol=0)  # type: ignore[union-attr]
+    torch.testing.assert_close(found.probs, outputs.softmax(2).mean(0), atol=0.03, rtol=0)  # type: ignore[union-attr]
     assert bool((found.mutual_information() >= 0).all())  # type: ignore[union-attr]
     logits, _, covariance = full.propagate(x)
     assert covariance is not None
     map_of = torch.eye(10)[:3] - torch.eye(10)[3:6]
     mean, variance = logits @ map_of.T, (map_of @ covariance @ map_of.T).diagonal(dim1=1, dim2=2)
-    outputs = uq.wrap(net, own, n_samples=2000).outputs(x)  # type: ignore[attr-defined]
     difference = outputs[:, :, :3] - outputs[:, :, 3:6]
     torch.testing.assert_close(mean, difference.mean(0), atol=0.02, rtol=0.05)
     assert (variance / difference.var(0)).mean().item() == pytest.approx(1, abs=0.05)

@@ -160,6 +160,7 @@ class Body(nn.Sequential):
 
 @pytest.mark.parametrize("head", ["linearized", "sampling", "moments"])
 @pytest.mark.parametrize("layers", ["last", "all", ["first", "second"]])
+@pytest.mark.covering(1)
 def test_predictions_of_every_head_know_it(layers: Any, head: str) -> None:
     model, x, test = make(), inputs(), inputs(20, seed=2)
     posterior = fitted(model, x, layers=layers)

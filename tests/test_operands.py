@@ -166,6 +166,7 @@ def test_per_sample_gradients(case: str, price: int, monkeypatch: pytest.MonkeyP
 @pytest.mark.parametrize("rotate_gradients", [False, True])
 @pytest.mark.parametrize("budget", [1, 2000, 2**24])
 @pytest.mark.parametrize("case", CASES)
+@pytest.mark.covering(2)
 def test_every_route_to_the_squares(
     case: str, by_pairs: bool, rotate_gradients: bool, budget: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -296,6 +297,7 @@ def _all_patches(x: Tensor, kernel: tuple, dilation: tuple) -> Tensor:
 
 @pytest.mark.parametrize("limit", [1, 3000, 2**24], ids=["one row at a time", "parts", "at once"])
 @pytest.mark.parametrize("case", STRIDE_ONE)
+@pytest.mark.covering(1)
 def test_the_gram_by_correlation_is_that_of_patches(case: str, limit: int) -> None:
     samples, channels, spatial, kernel, dilation = STRIDE_ONE[case]
     x = torch.randn(

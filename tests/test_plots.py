@@ -106,12 +106,12 @@ def coverage() -> Figure:
 
 
 def map_of_two() -> Figure:
-    return plots.class_uncertainty_map(linear(2), *points_of(2), resolution=60)
+    return plots.class_uncertainty_map(linear(2), *points_of(2), resolution=30)
 
 
 def map_of_four() -> Figure:
     return plots.class_uncertainty_map(
-        linear(4), *points_of(4), resolution=60, score="functional_variance", log=True
+        linear(4), *points_of(4), resolution=30, score="functional_variance", log=True
     )
 
 

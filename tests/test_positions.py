@@ -133,7 +133,7 @@ def test_exact_fisher(kind: str) -> None:
 def test_drawn_labels_estimate_it_in_one_backward_pass(kind: str) -> None:
     own = case(kind)
     truth = own.fisher()
-    drawn = found_fisher(fit(own, fisher="mc", n_samples=400))
+    drawn = found_fisher(fit(own, fisher="mc", n_samples=200))
     assert float((drawn - truth).norm() / truth.norm()) < 0.13
     keys = sample_keys([own.x], SAMPLES, 0)
     passes = list(own.likelihood.gradients(own.model(own.x), own.y, keys, "mc", 2))
@@ -256,7 +256,7 @@ def test_functional_covariance(kind: str, layers: str) -> None:
         joint = head.functional_covariance(own.x, joint=True).reshape(SAMPLES, 4, 3, SAMPLES, 4, 3)
         for n, t in ((0, 1), (4, 3)):
             torch.testing.assert_close(joint[n, t, :, n, t], truth[n, t], rtol=1e-8, atol=1e-12)
-    drawn = uq.wrap(own.model, posterior, head="linearized", engine="jvp", n_probes=600)
+    drawn = uq.wrap(own.model, posterior, head="linearized", engine="jvp", n_probes=250)
     found = own.rows(drawn.functional_variance(own.x))
     assert float((found / truth.diagonal(dim1=2, dim2=3) - 1).abs().mean()) < 0.1
 
@@ -618,14 +618,14 @@ def test_masked_positions_do_not_count_in_the_numbers_of_an_input() -> None:
     "link", [*(pytest.param(link, marks=pytest.mark.study) for link in ("mc", "probit")), "bridge"]
 )
 def test_both_engines_give_one_prediction_at_positions(link: str) -> None:
-    """By backward passes and by probes, whose error is Monte Carlo's: 0.02 at 3,000 probes."""
+    """By backward passes and by probes, whose error is Monte Carlo's: 0.03 at 1,200 probes."""
     torch.manual_seed(1)
     model = nn.Sequential(nn.Conv2d(2, 4, 3, padding=1), nn.ReLU(), nn.Conv2d(4, 3, 1)).eval()
     x, labels = torch.randn(12, 2, 4, 4), torch.randint(0, 3, (12, 4, 4))
     posterior = uq.fit(model, [(x, labels)], "kfac", prior_precision=0.2, progress=False)
     exact, probed = (
         uq.wrap(model, posterior, link=link, engine=engine, **more)(x[:2]).probs
-        for engine, more in (("exact", {}), ("jvp", {"n_probes": 3000}))
+        for engine, more in (("exact", {}), ("jvp", {"n_probes": 1200}))
     )
     torch.testing.assert_close(probed, exact, rtol=0, atol=0.04)
 

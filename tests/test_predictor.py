@@ -353,6 +353,7 @@ def _changes(net: nn.Module) -> dict[str, Callable[[], object]]:
 
 @pytest.mark.parametrize("layers", ["all", "last"])
 @pytest.mark.parametrize("head", HEADS)
+@pytest.mark.covering(1)
 def test_weights_that_change_afterwards_are_noticed(head: str, layers: str) -> None:
     net, x = cnn(), inputs_of(1, 4, 4)
     data = batches(x, targets_of(net, x, "classification"))

@@ -83,8 +83,7 @@ def test_the_widest_within_the_budget_by_its_definition() -> None:
     posterior, x, budget = fit(**DENSE), classifier()[1], 0.01
     trials = tuned(posterior, x, divergence=budget, **EXACT)
     found = posterior.prior_precision
-    assert own_divergence(posterior, x)[0] == pytest.approx(budget, rel=0.15)
-    assert own_divergence(posterior, x)[0] < budget * 1.03  # Monte Carlo's own error
+    assert budget * 0.85 < own_divergence(posterior, x)[0] < budget * 1.03  # Monte Carlo's own error
     posterior.prior_precision = found / 10 ** (2 * TOLERANCE)
     assert own_divergence(posterior, x)[0] > budget * 0.97
     assert trials.chosen.settings.prior_precision == found and trials.best is None

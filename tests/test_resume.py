@@ -56,7 +56,7 @@ SCENARIOS: list[dict[str, Any]] = [
     },
     {
         "name": "function_space",
-        "options": {"method": "function_space", "epochs": 3, "n_context": 8, "lr": 1e-2},
+        "options": {"method": "function_space", "epochs": 3, "n_context": 8, "lr": 1e-2, "divergence": None},
         "kills": [3 * BATCHES, "write 5"],
     },
     {

@@ -222,6 +222,7 @@ OPTIMISERS: dict[str, Callable[[Any], Optimizer]] = {
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32, torch.float64])
 @pytest.mark.parametrize("name", OPTIMISERS)
+@pytest.mark.covering(1)
 def test_a_training_goes_on_with_any_optimiser(name: str, dtype: torch.dtype, tmp_path: Path) -> None:
     def result(loader: Any) -> Tensor:
         objective = Quadratic()

@@ -137,6 +137,7 @@ def test_an_embedding_asked_for_by_name_is_refused_with_the_layer_that_shares_it
 @pytest.mark.parametrize("kind", [Tied, TiedFirst])
 @pytest.mark.parametrize("layers", ["last", "all", "head"])
 @pytest.mark.parametrize("head", ["linearized", "sampling", "moments"])
+@pytest.mark.covering(2)
 def test_a_weight_tied_to_an_embedding_is_fitted_where_it_is_a_layer(
     kind: type[Tied], layers: str, head: str, tmp_path: Any
 ) -> None:

@@ -103,6 +103,7 @@ def assert_same(found: uq.Posterior, wanted: uq.Posterior) -> None:
 
 @pytest.mark.parametrize("fisher", ["exact", "mc", "empirical"])
 @pytest.mark.parametrize("method", EXACT)
+@pytest.mark.covering(1)
 def test_an_update_is_a_fit_on_all_data(method: str, fisher: str) -> None:
     """With labels by other options and another seed than the defaults, by which `update` makes the method anew."""
     labels = {"fisher": fisher} | ({"n_samples": 3} if fisher == "mc" else {})
@@ -123,6 +124,7 @@ def test_an_update_is_a_fit_on_all_data(method: str, fisher: str) -> None:
 
 @pytest.mark.parametrize("method", METHODS_THAT_CAN)
 @pytest.mark.parametrize("fisher", ["exact", "mc"])
+@pytest.mark.covering(1)
 def test_removing_gives_the_posterior_before(method: str, fisher: str) -> None:
     model, kind = make_net(), METHODS_THAT_CAN[method](dtype=torch.float64, fisher=fisher)
     before = fit(model, OLD, kind)

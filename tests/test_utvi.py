@@ -183,6 +183,7 @@ INPUTS["Pooled"] = (1, 6, 6)
 
 @pytest.mark.parametrize("relu", ["unscented", "exact"])
 @pytest.mark.parametrize("make", [lambda: mlp(dtype=torch.float64), lambda: cnn(dtype=torch.float64), Pooled])
+@pytest.mark.covering(1)
 def test_gradients_are_those_of_finite_differences(make: Any, relu: str) -> None:
     model = make()
     x = inputs_of(*INPUTS[type(model).__name__], dtype=torch.float64)

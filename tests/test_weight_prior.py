@@ -103,6 +103,7 @@ def test_the_covariance_and_the_evidence(method: str) -> None:
 
 @pytest.mark.parametrize("method", MEANS)
 @pytest.mark.parametrize("mean", [0.4, {"3.weight": torch.full((3, 2), 0.7), "3.bias": -1.0}])
+@pytest.mark.covering(1)
 def test_a_prior_mean_enters_the_evidence_alone(method: str, mean: Any) -> None:
     model = net()
     plain = fit(model, MEANS[method], prior_precision=2.0)
@@ -188,6 +189,7 @@ def test_heads_draws_and_data_that_come_in() -> None:
 
 @pytest.mark.parametrize("untrusted", [False, True])
 @pytest.mark.parametrize("method", ["diag", "inf", "full", "kfac"])
+@pytest.mark.covering(1)
 def test_files_keep_what_is_needed(method: str, untrusted: bool, tmp_path: Path) -> None:
     model, path = net(), tmp_path / "posterior.h5"
     options: dict[str, Any] = {"prior_mean": tensors(model, 3, -1.0, 1.0)}

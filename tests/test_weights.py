@@ -97,6 +97,7 @@ def assert_same(found: uq.Posterior, wanted: uq.Posterior, rtol: float = 1e-9) -
 
 @pytest.mark.parametrize("fisher", ["exact", "mc", "empirical"])
 @pytest.mark.parametrize("method", CURVATURE)
+@pytest.mark.covering(1)
 def test_whole_weights_are_repeated_samples(method: str, fisher: str) -> None:
     model, (x, y, w) = net(), images()
     options = {"n_samples": 2} if fisher == "mc" else {}
@@ -123,6 +124,7 @@ OUTPUTS = {"binary": 1, "multilabel": 2, "heteroscedastic": 4, "ordinal": 1}
 
 @pytest.mark.parametrize("likelihood", TARGETS)
 @pytest.mark.parametrize("method", ["full", "kfac"])
+@pytest.mark.covering(1)
 def test_every_likelihood(likelihood: str, method: str) -> None:
     x, _, w = images()
     u = torch.rand(len(x), OUTPUTS.get(likelihood, 2), generator=torch.Generator().manual_seed(3)).double()
@@ -254,6 +256,7 @@ def tokens_likelihood(next_token: bool) -> uq.Categorical:
 
 @pytest.mark.parametrize("next_token", [False, True])
 @pytest.mark.parametrize("method", CURVATURE)
+@pytest.mark.covering(1)
 def test_the_weight_zero_of_a_position_is_an_ignored_label(method: str, next_token: bool) -> None:
     model, (x, y, _), kind = token_net(), tokens(), tokens_likelihood(next_token)
     mask = torch.rand(y.shape, generator=torch.Generator().manual_seed(0)) < 0.6
@@ -268,6 +271,7 @@ def test_the_weight_zero_of_a_position_is_an_ignored_label(method: str, next_tok
 
 @pytest.mark.parametrize("by_position", [False, True])
 @pytest.mark.parametrize("method", CURVATURE)
+@pytest.mark.covering(1)
 def test_samples_with_positions(method: str, by_position: bool) -> None:
     model, (x, y, _), kind = token_net(), tokens(), tokens_likelihood(False)
     w = torch.tensor([1, 3, 2, 1, 1, 2, 3, 1])
@@ -282,7 +286,7 @@ def test_samples_with_positions(method: str, by_position: bool) -> None:
 @pytest.mark.covering(1)
 def test_weights_of_positions_by_the_definition(fisher: str, next_token: bool) -> None:
     model, (x, y, w), kind = token_net(), tokens(), tokens_likelihood(next_token)
-    made = uq.Dense(fisher=fisher, dtype=torch.float64, n_samples=4000 if fisher == "mc" else 1)
+    made = uq.Dense(fisher=fisher, dtype=torch.float64, n_samples=2000 if fisher == "mc" else 1)
     posterior = fit(model, weighted(x, y, w, 8), made, likelihood=kind, **READ)
     order, total, log_likelihood = in_order(posterior, model), 0, 0.0
     shift = int(next_token)

@@ -8,6 +8,7 @@ from __future__ import annotations
 import copy
 import threading
 import warnings
+from collections import OrderedDict
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from functools import cache
 from itertools import chain
@@ -77,6 +78,9 @@ def replicate(model: nn.Module, parameters: Mapping[str, Tensor] | None = None) 
         if isinstance(value, Tensor) and not value.is_leaf:
             # Left from the last pass, like a feature map or a weight that a hook computes; it has no deep copy.
             memo[id(value)] = value.detach().clone()
+        elif type(value) in (OrderedDict, set) and not value and not getattr(value, "__dict__", None):
+            # A module has a dozen empty tables of hooks, whose deep copies would take half of the time.
+            memo[id(value)] = type(value)()
     try:
         twin = copy.deepcopy(model, memo)
     except Exception as error:  # whatever a module may hold: locks, open files
