@@ -30,14 +30,11 @@ from posthoc_uq.moments.unscented import (
     Function,
     Moments,
     blockwise,
-    blockwise_scaled,
-    is_recorded,
     rectified,
     slope,
     unscented,
     unscented_joint,
     unscented_positive,
-    written,
 )
 
 _SMOOTH = (
@@ -49,8 +46,6 @@ _ONE_SIDED = ["log", "log2", "log10", "log1p", "sqrt", "rsqrt", "reciprocal"]
 
 
 _EDGES = {"log1p": -1.0}
-
-Run = Callable[[Tensor, Tensor, "Moments | None"], Moments]
 
 
 def apply(
@@ -66,25 +61,19 @@ def apply(
         edge: that edge.
     """
 
-    def run(a: Tensor, b: Tensor, out: Moments | None) -> Moments:
-        return (
-            written(unscented_positive(function, a, b, edge), out)
-            if positive
-            else unscented(function, a, b, out)
-        )
+    def run(a: Tensor, b: Tensor) -> Moments:
+        return unscented_positive(function, a, b, edge) if positive else unscented(function, a, b)
 
     return _transformed(x, run, function, blocks)
 
 
-def _transformed(x: MomentTensor, run: Run, function: Function, blocks: bool = True) -> MomentTensor:
+def _transformed(
+    x: MomentTensor, run: Callable[[Tensor, Tensor], Moments], function: Function, blocks: bool = True
+) -> MomentTensor:
     """What `run` makes of mean and variance, in blocks where it may be."""
-    (m, v), scaling = x.moment_parts, x.moment_scaling
-    dense = m.is_contiguous() and v.is_contiguous() and m.dtype == v.dtype and not is_recorded(m, v)
-    if blocks and scaling is not None and dense and x.moment_covariance is None and not is_recorded(*scaling):
-        return MomentTensor(*blockwise_scaled(run, m, v, *scaling))
     m, v = x.moment_mean, x.moment_variance
     wide = m.to(v.dtype)
-    mean, variance = blockwise(run, wide, v) if blocks else run(wide, v, None)
+    mean, variance = blockwise(run, wide, v) if blocks else run(wide, v)
     if x.moment_covariance is None:
         return MomentTensor(mean.to(m.dtype), variance)
     slopes = slope(function, wide, v)
@@ -140,10 +129,7 @@ for _name in _ONE_SIDED:
 
 
 def _rectified(x: MomentTensor, negative: float) -> MomentTensor:
-    def run(a: Tensor, b: Tensor, out: Moments | None) -> Moments:
-        return written(rectified(a, b, negative), out)
-
-    return _transformed(x, run, lambda y: F.leaky_relu(y, negative))
+    return _transformed(x, lambda m, v: rectified(m, v, negative), lambda y: F.leaky_relu(y, negative))
 
 
 def _rectifier(original: Rule) -> Rule:
