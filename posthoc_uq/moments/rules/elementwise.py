@@ -42,27 +42,24 @@ _SMOOTH = (
     "tanhshrink softshrink hardshrink logsigmoid threshold sigmoid tanh exp expm1 erf sin cos atan arctan "
     "sinh asinh clamp clip clamp_min clamp_max abs absolute square nan_to_num"
 ).split()
-_ONE_SIDED = ["log", "log2", "log10", "log1p", "sqrt", "rsqrt", "reciprocal"]
-
-
-_EDGES = {"log1p": -1.0}
+_EDGES = dict.fromkeys(["log", "log2", "log10", "sqrt", "rsqrt", "reciprocal"], 0.0) | {"log1p": -1.0}
+"""Functions that exist above an edge only."""
 
 
 def apply(
-    x: MomentTensor, function: Function, *, positive: bool = False, blocks: bool = True, edge: float = 0.0
+    x: MomentTensor, function: Function, *, edge: float | None = None, blocks: bool = True
 ) -> MomentTensor:
     """An element-wise function of a moment tensor, by three points; its covariance by the slopes between them.
 
     Args:
         x: what it is applied to.
         function: of a plain tensor.
-        positive: the function exists above an edge only.
+        edge: above which alone the function exists; None where it exists everywhere.
         blocks: the function may be called on parts of the tensor.
-        edge: that edge.
     """
 
     def run(a: Tensor, b: Tensor) -> Moments:
-        return unscented_positive(function, a, b, edge) if positive else unscented(function, a, b)
+        return unscented(function, a, b) if edge is None else unscented_positive(function, a, b, edge)
 
     return _transformed(x, run, function, blocks)
 
@@ -97,7 +94,7 @@ def _in_place(function: Any, operation: Rule) -> None:
     RULES[function] = run
 
 
-def _register(name: str, positive: bool) -> None:
+def _register(name: str) -> None:
     for function in named(name, places=(torch, F, Tensor, torch.special)):
 
         def run(state: Pass, input: Any, *args: Any, _call: Any = function, **kwargs: Any) -> Any:
@@ -107,13 +104,8 @@ def _register(name: str, positive: bool) -> None:
                 isinstance(other, MomentTensor) for other in others
             ):
                 return state.unknown(_call, (input, *args), kwargs)
-            result = apply(
-                input,
-                lambda x: _call(x, *args, **kwargs),
-                positive=positive,
-                blocks=not others,
-                edge=_EDGES.get(name, 0.0),
-            )
+            edge = _EDGES.get(name)
+            result = apply(input, lambda x: _call(x, *args, **kwargs), edge=edge, blocks=not others)
             return state.replace(input, result) if inplace else result
 
         RULES[function] = run
@@ -122,10 +114,8 @@ def _register(name: str, positive: bool) -> None:
         _in_place(variant, RULES[operation])
 
 
-for _name in _SMOOTH:
-    _register(_name, False)
-for _name in _ONE_SIDED:
-    _register(_name, True)
+for _name in (*_SMOOTH, *_EDGES):
+    _register(_name)
 
 
 def _rectified(x: MomentTensor, negative: float) -> MomentTensor:
@@ -296,14 +286,14 @@ def div(state: Pass, input: Any, other: Any, *, rounding_mode: Any = None) -> An
     if rounding_mode is not None:
         return state.unknown(torch.div, (input, other), {"rounding_mode": rounding_mode})
     if isinstance(other, MomentTensor):
-        return mul(state, input, apply(other, torch.reciprocal, positive=True))
+        return mul(state, input, apply(other, torch.reciprocal, edge=0.0))
     divisor = torch.as_tensor(other, dtype=input.moment_variance.dtype, device=input.moment_variance.device)
     return _scaled(input, divisor.reciprocal(), input.moment_mean / other)
 
 
 @rule(Tensor.__rtruediv__, Tensor.__rdiv__)
 def rdiv(state: Pass, input: Any, other: Any) -> Any:
-    return mul(state, other, apply(input, torch.reciprocal, positive=True))
+    return mul(state, other, apply(input, torch.reciprocal, edge=0.0))
 
 
 @rule(*named("neg", "negative"), Tensor.__neg__)
@@ -321,7 +311,7 @@ def power(state: Pass, input: Any, exponent: Any) -> Any:
     if not isinstance(input, MomentTensor) or isinstance(exponent, Tensor):
         return state.unknown(torch.pow, (input, exponent), {})
     polynomial = float(exponent).is_integer() and exponent >= 0
-    return apply(input, lambda x: x.pow(exponent), positive=not polynomial)
+    return apply(input, lambda x: x.pow(exponent), edge=None if polynomial else 0.0)
 
 
 @rule(*named("addcmul"))

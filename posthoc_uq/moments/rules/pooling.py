@@ -45,11 +45,9 @@ def _in_deviations(difference: Tensor, spread: Tensor) -> Tensor:
     """A difference over its deviation, at most 12 in size, where the smaller one has no effect any more: so neither the
     result nor its gradient overflows.
     """
-    if is_recorded(difference, spread):
-        far = difference.abs() >= 12.0 * spread
-        inside = torch.where(far, 0.0, difference) / torch.where(far, 1.0, spread)
-        return torch.where(far, 12.0 * difference.sign(), inside)
-    return (difference / spread.clamp(min=torch.finfo(spread.dtype).tiny)).clamp(-12.0, 12.0)
+    far = difference.abs() >= 12.0 * spread
+    inside = torch.where(far, 0.0, difference) / torch.where(far, 1.0, spread)
+    return torch.where(far, 12.0 * difference.sign(), inside)
 
 
 def largest(parts: list[Moments]) -> Moments:

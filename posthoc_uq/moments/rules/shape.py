@@ -92,13 +92,11 @@ def iterate(state: Pass, input: MomentTensor) -> Any:
 
 @rule(*named(*_LIKE, places=(Tensor,)))
 def like(state: Pass, input: Any, other: Any) -> Any:
-    shape = mean_of(other).shape
+    like, (m, v) = mean_of(other), moments_of(input)
+    form = Tensor.reshape if m.numel() == like.numel() else Tensor.expand
     if not isinstance(input, MomentTensor):
-        return input.expand(shape) if input.numel() != mean_of(other).numel() else input.reshape(shape)
-    m, v = moments_of(input)
-    if m.numel() == mean_of(other).numel():
-        return as_view(input, MomentTensor(m.reshape(shape), v.reshape(shape)))
-    return as_view(input, MomentTensor(m.expand(shape), v.expand(shape)))
+        return form(input, like.shape)
+    return as_view(input, MomentTensor(form(m, like.shape), form(v, like.shape)))
 
 
 @rule(Tensor.__getitem__)
