@@ -11,11 +11,8 @@ import torch
 
 
 def printable(text: str, keep: str = "") -> str:
-    """The text with control characters escaped: a terminal would act on them, and names from files may hold them.
-
-    Args:
-        text: of any characters.
-        keep: control characters that stay.
+    """The text with control characters escaped, but for those to keep: a terminal would act on them, and names from
+    files may hold them.
     """
     if text.isprintable():
         return text
@@ -74,7 +71,7 @@ def check_refused(error: Exception, again: Callable[[], Any], plainly: Callable[
 
     Args:
         error: with which the shorter way failed.
-        again: takes the shorter way.
+        again: takes it once more.
         plainly: takes the plain one.
 
     Raises:

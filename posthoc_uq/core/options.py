@@ -182,12 +182,7 @@ def one_of(name: str, value: Any, allowed: Collection[str]) -> str:
     Raises:
         PosthocUQError: it is something else.
     """
-    if not isinstance(value, str) or value not in allowed:
-        raise PosthocUQError(
-            f"{name} must be one of {', '.join(map(repr, allowed))}, not {shown(value)}."
-            f"{did_you_mean(value, allowed)}"
-        )
-    return value
+    return check_option(name, value, Literal[tuple(allowed)])
 
 
 def did_you_mean(value: Any, known: Iterable[str]) -> str:
@@ -234,11 +229,7 @@ def known_arguments(call: Callable[Parameters, Result]) -> Callable[Parameters, 
 
     @wraps(call)
     def named(*args: Parameters.args, **kwargs: Parameters.kwargs) -> Result:
-        stray = [name for name in kwargs if name not in names]
-        if stray:
-            raise PosthocUQError(
-                f"{call.__name__} has no argument {stray[0]!r}.{did_you_mean(stray[0], names)}"
-            )
+        check_names(call.__name__, kwargs, names)
         return call(*args, **kwargs)
 
     return named

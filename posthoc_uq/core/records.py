@@ -33,12 +33,7 @@ AnyRecord = TypeVar("AnyRecord", bound=Record)
 
 
 def validate_record(kind: type[AnyRecord], values: Any, where: str) -> AnyRecord:
-    """The record of these values.
-
-    Args:
-        kind: of record.
-        values: as JSON gives them.
-        where: what they are, for the message.
+    """The record of these values, which JSON gave; `where` says in the message what they are.
 
     Raises:
         CorruptPosteriorError: names the first field that is missing, unknown, of another type or out of range.
