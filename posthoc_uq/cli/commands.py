@@ -58,7 +58,7 @@ from posthoc_uq.cli.posterior_file import (
     stored_dtype,
 )
 from posthoc_uq.core.batches import Bar, BatchReader, batches
-from posthoc_uq.core.distributed import raise_on_any_error, rank, run_on_all_ranks, world
+from posthoc_uq.core.distributed import rank, run_on_all_ranks, world
 from posthoc_uq.core.errors import PosthocUQError
 from posthoc_uq.core.options import check_option
 from posthoc_uq.core.randomness import isolated_random_state
@@ -202,15 +202,9 @@ def fit(
         if loaded.files is not None or data.startswith("torchvision:"):
             posterior.history.fit |= image_facts(source, model)
         dtype = None if save_dtype is None else getattr(torch, save_dtype)
-        failed: Exception | None = None
-        try:
-            uq.save(posterior, output, dtype=dtype, compression="gzip" if compress else None)
-        except Exception as error:  # every process must hear of it
-            failed = error
-        raise_on_any_error(failed, "writing the posterior")
+        uq.save(posterior, output, dtype=dtype, compression="gzip" if compress else None)
         report, size = posterior.report(), os.path.getsize(output) if rank() == 0 else 0
-        lines = [report.brief()]
-        lines.append(f"seconds: {time.perf_counter() - start:.1f}")
+        lines = [report.brief(), f"seconds: {time.perf_counter() - start:.1f}"]
         if source.weights is None and not source.pretrained:
             lines.append(f"No --weights were given: '{source.model}' itself must return the trained model.")
         lines.append(f"Written to {output} ({size:,} bytes); posthoc-uq inspect {output} shows all of it.")
@@ -303,10 +297,20 @@ def tune(
         search: no-search leaves the hyperparameters as they are.
         calibrate: mend the scale of the moments head by Monte Carlo.
     """
-    _check_tuning(criterion, divergence, data is not None, calibrate or bool(temperature), calibrate, search)
-
+    if not search and not calibrate:
+        raise WrongUsage("--no-search leaves nothing to do without --calibrate.")
+    if not search and (criterion is not None or divergence is not None):
+        raise WrongUsage("--criterion and --divergence are of the search, which --no-search leaves out.")
+    if data is None and (calibrate or temperature):
+        raise WrongUsage("--temperature and --calibrate need held-out data: --data DATA.")
     criterion = criterion or ("likelihood" if data is not None else "evidence")
     of_criterion = CRITERIA[criterion]
+    if search and data is None and of_criterion.data:
+        raise WrongUsage(f"--criterion {criterion} needs {of_criterion.data}: --data DATA.")
+    if search and data is not None and not (of_criterion.data or calibrate):
+        raise WrongUsage(f"--criterion {criterion} needs no data; leave --data out.")
+    if divergence is not None and not of_criterion.by_predictions:
+        raise WrongUsage("--divergence is of the criteria faithful and likelihood, which need --data DATA.")
     labels = search and of_criterion.labels
     model, posterior = opened(file, source)
     loaded = None
@@ -354,13 +358,9 @@ def tune(
             predictor.calibrate(loaded.loader, progress=_progress(console))
     rewrite(posterior, file, output, source, stored_dtype(file))
     prior = posterior.prior_precision
-    # the prior precision first, if there is one: it is what most searches are about
-    shown = dict(sorted(posterior.reported().items(), key=lambda item: item[0] != "prior precision"))
-    if posterior.noise_variance is not None:
-        shown["noise variance"] = posterior.noise_variance.tolist()
     facts = {
         "output": output or file,
-        "hyperparameters": shown,
+        "hyperparameters": _hyperparameters(posterior),
         "prior precision by layer": dict(prior) if isinstance(prior, dict) else None,
         **facts,
         "searched through": posterior.history.head or None,
@@ -388,28 +388,11 @@ def _tuning_in_words(facts: Mapping[str, Any]) -> str:
     return "\n".join([*lines, f"Written to {facts['output']}."])
 
 
-def _check_tuning(
-    criterion: Criterion | None,
-    divergence: float | None,
-    data: bool,
-    needs_data: bool,
-    looks: bool,
-    search: bool,
-) -> None:
-    """Refuse options that do not fit together."""
-    if not search and not looks:
-        raise WrongUsage("--no-search leaves nothing to do without --calibrate.")
-    if not search and (criterion is not None or divergence is not None):
-        raise WrongUsage("--criterion and --divergence are of the search, which --no-search leaves out.")
-    if not data and needs_data:
-        raise WrongUsage("--temperature and --calibrate need held-out data: --data DATA.")
-    chosen = criterion or ("likelihood" if data else "evidence")
-    if not data and CRITERIA[chosen].data and search:
-        raise WrongUsage(f"--criterion {chosen} needs {CRITERIA[chosen].data}: --data DATA.")
-    if criterion is not None and data and not CRITERIA[criterion].data and not looks:
-        raise WrongUsage(f"--criterion {criterion} needs no data; leave --data out.")
-    if divergence is not None and not CRITERIA[chosen].by_predictions:
-        raise WrongUsage("--divergence is of the criteria faithful and likelihood, which need --data DATA.")
+def _hyperparameters(posterior: uq.Posterior) -> dict[str, Any]:
+    """By name, the prior precision first, if there is one: it is what most searches are about."""
+    shown = dict(sorted(posterior.reported().items(), key=lambda item: item[0] != "prior precision"))
+    noise = posterior.noise_variance
+    return shown if noise is None else shown | {"noise variance": noise.tolist()}
 
 
 def calibrate(
@@ -475,14 +458,11 @@ def calibrate(
             **chosen,
         )
     rewrite(posterior, file, output, source, stored_dtype(file))
-    shown: dict[str, Any] = dict(posterior.reported())
-    if posterior.noise_variance is not None:
-        shown["noise variance"] = posterior.noise_variance.tolist()
     facts = {
         "output": output or file,
         "criterion": criterion,
         "samples": found.samples,
-        "hyperparameters": shown,
+        "hyperparameters": _hyperparameters(posterior),
         "promises": described_promises(posterior.history.promises) if held_out else None,
     }
     return Done(f"{found}\nWritten to {facts['output']}.", facts)
@@ -585,12 +565,8 @@ def predict(
 
 
 def _referral(predictor: uq.Predictor, rate: float, without: str) -> uq.Referral | None:
-    """What refers inputs at this rate; None where the file's held-out scores do not allow it, with a warning.
-
-    Args:
-        predictor: of the file's posterior.
-        rate: of familiar inputs.
-        without: what follows where there is none, as a sentence.
+    """What refers inputs at this rate; None where the file's held-out scores do not allow it, with a warning that
+    begins with the sentence `without`.
     """
     referral = uq.Referral(rate)
     try:

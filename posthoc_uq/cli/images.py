@@ -149,15 +149,8 @@ class FolderImages(Dataset[Any]):
 
 
 class MaskedImages(FolderImages):
-    """Images, each with the class of every pixel, in the folders ``images`` and ``masks``.
-
-    Args:
-        folder: with both.
-        files: of the images.
-        masks: of each.
-        transform: for images.
-        ignored: value of a mask that counts for nothing.
-        not_counted: the label that such a pixel gets.
+    """Images, each with the class of every pixel, in the folders ``images`` and ``masks``. A mask's value `ignored`
+    counts for nothing, and becomes the label `not_counted`.
     """
 
     def __init__(

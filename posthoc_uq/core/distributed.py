@@ -106,11 +106,7 @@ def raise_on_any_error(error: Exception | None, doing: str) -> None:
 
 
 def gather(value: Any, doing: str) -> list[Any]:
-    """A plain value of every process, in the order of their ranks.
-
-    Args:
-        value: of this process.
-        doing: what the processes meet for, the same in all of them.
+    """A plain value of every process, in the order of their ranks; all must meet for the same.
 
     Raises:
         PosthocUQError: another process failed, did not come, or is at another point; names it.

@@ -205,13 +205,7 @@ def did_you_mean(value: Any, known: Iterable[str]) -> str:
 
 
 def check_names(what: str, given: Iterable[str], known: Iterable[str], others: Iterable[str] = ()) -> None:
-    """Refuse names of options that there are not.
-
-    Args:
-        what: takes the options, for the error.
-        given: the names that were passed.
-        known: the names that there are.
-        others: names that may have been meant, too.
+    """Refuse names of options that `what` does not take; `others` are more names that may have been meant.
 
     Raises:
         PosthocUQError: names the strays, and the one that may have been meant, or else all that there are.

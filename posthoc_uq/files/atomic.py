@@ -69,7 +69,7 @@ def replacing(target: Path) -> Generator[BinaryIO]:
         OSError: it cannot be finished.
     """
     try:
-        replaced = _status(target)
+        replaced = os.stat(target) if target.exists() else None
         descriptor, temporary = _temporary(target, 0o666 if replaced is None else 0o600)
     except OSError as error:
         raise PosthocUQError(f"'{target}' cannot be written: {error.strerror or error}.") from error
@@ -146,13 +146,6 @@ def _stem(target: Path) -> str:
     """The name of a file, or the digest of a long name."""
     name = os.fsencode(target.name)
     return target.name if len(name) <= _MAX_STEM_BYTES else sha256(name).hexdigest()
-
-
-def _status(target: Path) -> os.stat_result | None:
-    try:
-        return os.stat(target)
-    except FileNotFoundError:
-        return None
 
 
 def _permit(descriptor: int, replaced: os.stat_result) -> None:

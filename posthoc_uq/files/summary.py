@@ -15,12 +15,7 @@ _MAX_LISTED = 8  # names that a line lists
 
 
 class Inspection(dict[str, Any]):
-    """What a posterior's file holds: a dictionary of plain values, whose ``print`` is a readable summary.
-
-    Args:
-        path: of the file.
-        values: see `posthoc_uq.files.inspect`.
-    """
+    """What a posterior's file holds: a dictionary of plain values, whose ``print`` is a readable summary."""
 
     def __init__(self, path: str, values: Mapping[str, Any]) -> None:
         super().__init__(values)

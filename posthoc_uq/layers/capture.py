@@ -108,10 +108,7 @@ def owners(model: nn.Module) -> dict[int, list[Owner]]:
 
 
 class Capture:
-    """Runs a model and hands over each tracked layer's activations and output gradients.
-
-    Args:
-        model: the user's model; it is copied, and only the copy is run.
+    """Runs a copy of a model, and hands over each tracked layer's activations and output gradients.
 
     Attributes:
         twin: the copy.
@@ -264,10 +261,7 @@ class Recording:
 
     def pull_back(self, gradient: Tensor, sink: Sink, *, last: bool) -> None:
         """Pull ``gradient``, shaped like the outputs, back; every tracked layer that it reaches goes to
-        `sink` once.
-
-        Args:
-            last: no further pass follows, so the graph is freed.
+        `sink` once. After the `last` one the graph is freed.
         """
         if not self.outputs.requires_grad:
             return

@@ -105,11 +105,7 @@ class Features:
 
 
 class FrozenPart:
-    """The part of a model that runs before the first weight that changes.
-
-    Args:
-        model: in eval mode; it is copied, and never written.
-        changing: names of the parameters that change.
+    """The part of a model, in eval mode, that runs before the first of the parameters that are changing.
 
     Attributes:
         refused: why whole passes run although modules without changing weights come first, or None.
@@ -251,13 +247,8 @@ class Twins:
 
 
 def called(model: nn.Module, weights: Mapping[str, Tensor], batch: Batch, *, tied: bool = True) -> Tensor:
-    """The outputs of a model with other weights; nothing else may run it meanwhile.
-
-    Args:
-        model: any.
-        weights: by name.
-        batch: its arguments.
-        tied: whether a weight that is held under several names is given by one of them.
+    """The outputs of a model with other weights; nothing else may run it meanwhile. If `tied`, a weight with several
+    names is given by one of them.
     """
     call = batch.fresh()
     return output_tensor(

@@ -74,11 +74,7 @@ class Product(Linear):
 
 
 class Convolution(LayerRule):
-    """A convolution with a weight ``(outputs, inputs / groups, *kernel)``.
-
-    Args:
-        spatial: number of spatial dimensions.
-    """
+    """A convolution with a weight ``(outputs, inputs / groups, *kernel)``."""
 
     convolutional: ClassVar[bool] = True
     _names = ("input", "weight", "bias", "stride", "padding", "dilation", "groups")

@@ -26,10 +26,6 @@ PROBIT_SCALE = 1 / 1.702
 def elementwise(function: Callable[[Tensor], Tensor], x: Tensor) -> Tensor:
     """``function(x)``, for a function of one entry at a time which the moments of its input are to pass through as a
     whole, by the unscented transform, rather than through each of its operations.
-
-    Args:
-        function: of a tensor; the same shape comes out.
-        x: of any shape.
     """
     if has_torch_function((x,)):
         return handle_torch_function(elementwise, (x,), function, x)
@@ -39,10 +35,6 @@ def elementwise(function: Callable[[Tensor], Tensor], x: Tensor) -> Tensor:
 def jointly(function: Callable[..., Tensor], *inputs: Tensor) -> Tensor:
     """``function(*inputs)``, for a function of several entries at the same place, whose moments pass through it by one
     unscented transform of as many dimensions; the inputs count as independent of each other.
-
-    Args:
-        function: of as many tensors of one shape; the same shape comes out.
-        inputs: of one shape.
     """
     if has_torch_function(inputs):
         return handle_torch_function(jointly, inputs, function, *inputs)
