@@ -14,7 +14,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from posthoc_uq.moments.activations import at_mean, elementwise, jointly
+from posthoc_uq.moments.activations import elementwise, jointly
 from posthoc_uq.moments.tensor import (
     RULES,
     MomentTensor,
@@ -208,11 +208,6 @@ def of_several_entries(state: Pass, function: Callable[..., Tensor], *inputs: An
     variances = [x.moment_variance if isinstance(x, MomentTensor) else None for x in inputs]
     mean, variance = unscented_joint(function, means, variances)
     return MomentTensor(mean.to(kind), variance)
-
-
-@rule(at_mean)
-def certain(state: Pass, x: MomentTensor) -> Tensor:
-    return x.moment_mean
 
 
 @rule(*named("add"), Tensor.__add__, Tensor.__radd__)
