@@ -262,25 +262,19 @@ def read_folder(
             f"away."
         )
     if reading.class_map is None and all(file.count(os.sep) > 1 for file in files):
-        _warn_of_level(folder, classes, part)
+        # likely the parts of a data set, one level above its classes
+        likely = next((name for name in (part, "train") if name in classes), classes[0])
+        warnings.warn(
+            f"The class folders of '{folder}' hold no images themselves, only folders of them; each counts as one "
+            f"class. Perhaps '{os.path.join(folder, likely)}' is meant?",
+            stacklevel=2,
+        )
     outputs = max(2, model.outputs(images.first()[0]).shape[-1])  # one logit stands for two classes
     index = folder_labels(classes, outputs, reading.class_map, folder)
     images.labels = [index[file.split(os.sep)[0]] for file in files]
     names = sorted(index, key=lambda name: index[name])
     complete = [index[name] for name in names] == list(range(outputs))
     return images, {NAMES: names} if complete else {}
-
-
-def _warn_of_level(folder: str, classes: Sequence[str], part: str) -> None:
-    """Warn of class folders that hold only folders: they are likely the parts of a data set, one level above its
-    classes.
-    """
-    likely = next((name for name in (part, "train") if name in classes), classes[0])
-    warnings.warn(
-        f"The class folders of '{folder}' hold no images themselves, only folders of them; each counts as one class. "
-        f"Perhaps '{os.path.join(folder, likely)}' is meant?",
-        stacklevel=2,
-    )
 
 
 def _has_masks(folder: str) -> bool:

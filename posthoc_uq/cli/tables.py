@@ -81,7 +81,12 @@ def read_table(path: str, model: TrainedModel, labels: bool, reading: Data, info
     frame = _frame(path, header, separator, label)
     last = frame[header[-1]]
     if bool((last.isna() | (last == "")).any()):
-        _check_short_rows(path, separator, len(header))
+        for line, cells in _rows(path, separator):
+            if len(cells) < len(header):  # which pandas fills
+                raise PosthocUQError(
+                    f"'{path}', line {line} has {len(cells)} cell{'s' if len(cells) > 1 else ''}, and the header "
+                    f"{len(header)}; leave the cell of a missing value empty."
+                )
 
     def place(row: int) -> str:
         line, _ = next(islice(_rows(path, separator), row + 1, None))
@@ -240,16 +245,6 @@ def _rows(path: str, separator: str) -> Iterator[tuple[int, list[str]]]:
             if len(cells) > 1 or (cells and cells[0].strip()):
                 yield line, cells
             line = records.line_num + 1
-
-
-def _check_short_rows(path: str, separator: str, width: int) -> None:
-    """Refuse rows with fewer cells than the header, which pandas fills."""
-    for line, cells in _rows(path, separator):
-        if len(cells) < width:
-            raise PosthocUQError(
-                f"'{path}', line {line} has {len(cells)} cell{'s' if len(cells) > 1 else ''}, and the header {width}; "
-                f"leave the cell of a missing value empty."
-            )
 
 
 def _labels(

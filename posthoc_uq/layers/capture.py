@@ -181,13 +181,6 @@ class Capture:
         """A forward pass, ready to be pulled back through."""
         return Recording(self, batch, samples)
 
-    def weight_ids(self) -> dict[int, TrackedLayer]:
-        """The tracked layers that the interceptor serves, by the identity of their weights. Looked up each time, since
-        a copy of the capture has other tensors.
-        """
-        served = (t for t in self.tracked.values() if t.engine == "hooks")
-        return {id(self.twin.get_parameter(t.layer.weight)): t for t in served}
-
 
 def _nodes_before(outputs: Tensor) -> set[Any]:
     """All nodes of the autograd graph that the outputs depend on."""
@@ -248,7 +241,8 @@ class Recording:
     def __init__(self, capture: Capture, batch: Batch, samples: int) -> None:
         self._capture = capture
         self._samples = samples
-        self._hooked = capture.weight_ids()
+        served = (t for t in capture.tracked.values() if t.engine == "hooks")
+        self._hooked = {id(capture.twin.get_parameter(t.layer.weight)): t for t in served}
         watched = capture.watched
         self._watched_id = None if watched is None else id(capture.twin.get_parameter(watched.weight))
         self.calls: dict[str, list[Call]] = {}

@@ -38,7 +38,7 @@ from posthoc_uq.moments.unscented import (
 )
 
 _SMOOTH = (
-    "relu relu6 leaky_relu elu celu selu gelu silu mish hardswish hardsigmoid hardtanh softplus softsign "
+    "relu6 elu celu selu gelu silu mish hardswish hardsigmoid hardtanh softplus softsign "
     "tanhshrink softshrink hardshrink logsigmoid threshold sigmoid tanh exp expm1 erf sin cos atan arctan "
     "sinh asinh clamp clip clamp_min clamp_max abs absolute square nan_to_num"
 ).split()
@@ -109,6 +109,10 @@ def _register(name: str) -> None:
             return state.replace(input, result) if inplace else result
 
         RULES[function] = run
+    _in_place_forms(name)
+
+
+def _in_place_forms(name: str) -> None:
     operation = getattr(Tensor, name, None) or getattr(torch, name, None) or getattr(F, name)
     for variant in {getattr(place, name + "_", None) for place in (Tensor, torch, F)} - {None}:
         _in_place(variant, RULES[operation])
@@ -118,31 +122,25 @@ for _name in (*_SMOOTH, *_EDGES):
     _register(_name)
 
 
-def _rectified(x: MomentTensor, negative: float) -> MomentTensor:
-    return _transformed(x, lambda m, v: rectified(m, v, negative), lambda y: F.leaky_relu(y, negative))
-
-
-def _rectifier(original: Rule) -> Rule:
-    def run(state: Pass, input: Any, inplace: bool = False) -> Any:
-        if state.rules.relu != "exact" or input.moment_covariance is not None:
-            return original(state, input, inplace=inplace)
-        result = _rectified(input, 0.0)
-        return state.replace(input, result) if inplace else result
-
-    return run
-
-
-for _function in named("relu"):
-    RULES[_function] = _rectifier(RULES[_function])
-
-
 @rule(F.leaky_relu)
 def leaky_relu(state: Pass, input: Any, negative_slope: float = 0.01, inplace: bool = False) -> Any:
+    def function(x: Tensor) -> Tensor:
+        return F.leaky_relu(x, negative_slope)
+
     if state.rules.relu == "exact" and input.moment_covariance is None:
-        result = _rectified(input, negative_slope)
+        result = _transformed(input, lambda m, v: rectified(m, v, negative_slope), function)
     else:
-        result = apply(input, lambda x: F.leaky_relu(x, negative_slope))
+        result = apply(input, function)
     return state.replace(input, result) if inplace else result
+
+
+@rule(*named("relu"))
+def relu(state: Pass, input: Any, inplace: bool = False) -> Any:
+    return leaky_relu(state, input, 0.0, inplace)
+
+
+_in_place_forms("leaky_relu")
+_in_place_forms("relu")
 
 
 @rule(*named("prelu"))
