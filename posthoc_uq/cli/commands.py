@@ -33,13 +33,11 @@ from posthoc_uq.cli.models import TrainedModel, device_named, trained_model
 from posthoc_uq.cli.options import (
     Choice,
     Console,
-    Count,
     Data,
     DataName,
     Kept,
     ModelSource,
     Port,
-    Positive,
     Read,
     Share,
     Window,
@@ -60,7 +58,7 @@ from posthoc_uq.cli.posterior_file import (
 from posthoc_uq.core.batches import Bar, BatchReader, batches
 from posthoc_uq.core.distributed import rank, run_on_all_ranks, world
 from posthoc_uq.core.errors import PosthocUQError
-from posthoc_uq.core.options import check_option
+from posthoc_uq.core.options import Count, Positive, check_option
 from posthoc_uq.core.randomness import isolated_random_state
 from posthoc_uq.deployment import drift_figure, drift_table, drifts, newest, read_scores
 from posthoc_uq.files.atomic import checked_target, remove_leftovers, replacing
