@@ -267,7 +267,7 @@ def test_words_become_values() -> None:
         ("fit x -o y --rank z", "--method.rank: 'z' is not a number"),
         ("fit x -o y --rank -1", "--method.rank must be"),
         ("fit x -o y --basis_fraction 7 --rank 3", "basis_fraction"),
-        ("fit x -o y --prior-precision z", "--prior_precision: 'z' is not a number, faithful or evidence"),
+        ("fit x -o y --prior-precision z", "--prior_precision: 'z' is not faithful, evidence or a number"),
         (
             "fit x -o y --prior-precision -1",
             "--prior_precision must be a finite number > 0 or one of 'faithful', 'evidence' or None, not -1",

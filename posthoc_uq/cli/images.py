@@ -359,14 +359,7 @@ def stack(items: list[Read | Trouble]) -> tuple[Tensor | None, Tensor | None, Te
 
 class ImageLoader:
     """Batches of images: ``(inputs, targets)``, inputs alone, or with `indexed` ``(inputs, numbers of the items)``.
-
-    Args:
-        images: what to read.
-        batch_size: images at once.
-        workers: processes that read.
-        sampler: for this process's part, or None for all in order.
-        indexed: give the items' numbers in the place of targets.
-        skip: leave unreadable images out, and keep them in `skipped`.
+    With `skip` unreadable images are left out, and kept in `skipped`.
     """
 
     def __init__(

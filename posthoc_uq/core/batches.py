@@ -374,12 +374,8 @@ def known_length(sized: Any) -> int:
 
 
 class Bar(Progress):
-    """A progress bar in samples, with their rate and the time left.
-
-    Args:
-        loader: its numbers of samples or batches, if known, give the total.
-        description: of the work, in words.
-        visible: whether to show it.
+    """A progress bar in samples, with their rate, and the time left where the loader tells its number of samples or
+    batches.
     """
 
     def __init__(self, loader: Iterable[Any], description: str, visible: bool) -> None:

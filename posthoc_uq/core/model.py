@@ -209,12 +209,8 @@ def tied_to_embedding(model: nn.Module) -> dict[str, list[tuple[str, str]]]:
     """Parameters that an embedding shares with other modules: the embedding's name, and where the others hold it, as
     their names and attributes.
     """
-    holders: dict[int, list[tuple[str, str, nn.Module]]] = {}
-    for name, module in model.named_modules():
-        for attribute, parameter in module.named_parameters(recurse=False):
-            holders.setdefault(id(parameter), []).append((name, attribute, module))
     found: dict[str, list[tuple[str, str]]] = {}
-    for places in holders.values():
+    for places in owners(model).values():
         inside = [name for name, _, module in places if isinstance(module, EMBEDDINGS)]
         others = [
             (name, attribute) for name, attribute, module in places if not isinstance(module, EMBEDDINGS)
@@ -222,6 +218,18 @@ def tied_to_embedding(model: nn.Module) -> dict[str, list[tuple[str, str]]]:
         if inside and others:
             found[inside[0]] = others
     return found
+
+
+Owner = tuple[str, str, nn.Module]  # a module's name, the attribute that holds a parameter, the module
+
+
+def owners(model: nn.Module) -> dict[int, list[Owner]]:
+    """For every parameter's identity, the modules that hold it."""
+    holders: dict[int, list[Owner]] = {}
+    for module_name, module in model.named_modules():
+        for attribute, parameter in module.named_parameters(recurse=False):
+            holders.setdefault(id(parameter), []).append((module_name, attribute, module))
+    return holders
 
 
 def statistics_of(model: nn.Module) -> dict[str, Tensor]:

@@ -23,7 +23,7 @@ from torch import Tensor, nn
 
 from posthoc_uq.core.batches import Batch
 from posthoc_uq.core.errors import UnsupportedLayerError
-from posthoc_uq.core.model import EMBEDDINGS, parameter_names, replicate
+from posthoc_uq.core.model import EMBEDDINGS, Owner, owners, parameter_names, replicate
 from posthoc_uq.core.outputs import chosen_in
 from posthoc_uq.layers.calls import CallWatcher
 from posthoc_uq.layers.layer import Call, Layer, describe
@@ -93,18 +93,6 @@ class TrackedLayer:
         """
         own = [self.layer.name, *(name for name, _ in self.holders)]
         return [name for name in own if name not in self.embeddings]
-
-
-Owner = tuple[str, str, nn.Module]  # a module's name, the attribute that holds a parameter, the module
-
-
-def owners(model: nn.Module) -> dict[int, list[Owner]]:
-    """For every parameter's identity, the modules that hold it."""
-    holders: dict[int, list[Owner]] = {}
-    for module_name, module in model.named_modules():
-        for attribute, parameter in module.named_parameters(recurse=False):
-            holders.setdefault(id(parameter), []).append((module_name, attribute, module))
-    return holders
 
 
 class Capture:

@@ -18,10 +18,10 @@ from torch import Tensor, nn
 
 from posthoc_uq.core.batches import NAMED, Batch, described, whole_mapping
 from posthoc_uq.core.errors import NonFiniteError, PosthocUQError, UnsupportedLayerError, check_refused
-from posthoc_uq.core.model import parameter_names, replicate, unshared_copy
+from posthoc_uq.core.model import owners, parameter_names, replicate, unshared_copy
 from posthoc_uq.core.options import did_you_mean, shown
 from posthoc_uq.core.outputs import chosen_in
-from posthoc_uq.layers.capture import Capture, TrackedLayer, owners
+from posthoc_uq.layers.capture import Capture, TrackedLayer
 from posthoc_uq.layers.layer import BATCH_AXES, Layer
 from posthoc_uq.layers.operands import CPU_TEMPORARY
 from posthoc_uq.layers.rules import WEIGHTED_MODULES, LayerGradients
