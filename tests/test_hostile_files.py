@@ -571,7 +571,6 @@ def test_many_fits_begin_and_write_side_by_side(tmp_path: Path) -> None:
     def work(name: str) -> None:
         try:
             for _ in range(40):
-                atomic.remove_leftovers(tmp_path / name)
                 atomic.write(tmp_path / name, BytesIO(b"x" * 10_000))
         except BaseException as error:
             failed.append(error)

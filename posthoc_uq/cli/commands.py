@@ -21,6 +21,7 @@ from collections.abc import Generator, Iterable, Mapping, Sequence
 from contextlib import contextmanager, redirect_stdout
 from dataclasses import asdict, dataclass, replace
 from importlib.util import find_spec
+from io import BytesIO
 from pathlib import Path
 from typing import Annotated, Any, Literal, get_type_hints
 
@@ -61,7 +62,7 @@ from posthoc_uq.core.errors import PosthocUQError
 from posthoc_uq.core.options import Count, Positive, check_option
 from posthoc_uq.core.randomness import isolated_random_state
 from posthoc_uq.deployment import drift_figure, drift_table, drifts, newest, read_scores
-from posthoc_uq.files.atomic import checked_target, remove_leftovers, replacing
+from posthoc_uq.files.atomic import write
 from posthoc_uq.fitting.fit import takes_layers
 from posthoc_uq.fitting.wrap import HEADS, head_class, options_of, recorded_head
 from posthoc_uq.heads.moments import MomentsPredictor
@@ -823,11 +824,9 @@ def monitor(
     incoming, held_out = read_scores(file, last), read_scores(reference)
     found = drifts(incoming, held_out, window)
     if output is not None:
-        target = checked_target(output)
-        remove_leftovers(target)
-        with replacing(target) as opened:
-            figure = drift_figure(incoming, held_out, window)
-            figure.savefig(opened, format=kind)
+        image = BytesIO()
+        drift_figure(incoming, held_out, window).savefig(image, format=kind)
+        write(output, image)
     newest_tests = newest(found)
     alarms = [test.score for test in newest_tests if test.alarm]
     verdict = "no sign of drift" if newest_tests else "too few for a test"

@@ -36,7 +36,7 @@ UNLABELLED = 255
 """The value of a mask whose pixels count for nothing, where ``--ignore_index`` says nothing else."""
 _MASK_MODES = ("1", "L", "P", "I", "I;16")
 
-Read = tuple[Tensor, Any, int]
+Item = tuple[Tensor, Any, int]
 
 
 @dataclass(frozen=True)
@@ -88,7 +88,7 @@ def opened_image(path: str, mode: str | None, shorter: int) -> Image.Image | Tro
         return Trouble(path, f"{_words(error)}.")
 
 
-def _transformed(image: Any, label: Any, index: int, name: str, transform: ImageTransform) -> Read | Trouble:
+def _transformed(image: Any, label: Any, index: int, name: str, transform: ImageTransform) -> Item | Trouble:
     """An item: the image through the transform, its label and its number."""
     try:
         tensor: Any = transform(image)
@@ -120,7 +120,7 @@ class FolderImages(Dataset[Any]):
     def __len__(self) -> int:
         return len(self.files)
 
-    def __getitem__(self, index: int) -> Read | Trouble:
+    def __getitem__(self, index: int) -> Item | Trouble:
         path = os.path.join(self.folder, self.files[index])
         image = opened_image(path, self.transform.mode, self.transform.shorter)
         if isinstance(image, Trouble):
@@ -130,11 +130,11 @@ class FolderImages(Dataset[Any]):
         )
         return item if isinstance(item, Trouble) else self._with_mask(item, image)
 
-    def _with_mask(self, item: Read, image: Image.Image) -> Read | Trouble:
+    def _with_mask(self, item: Item, image: Image.Image) -> Item | Trouble:
         """The item as it is; subclasses put a mask in the place of the label."""
         return item
 
-    def first(self) -> Read:
+    def first(self) -> Item:
         """The first item that can be read.
 
         Raises:
@@ -167,7 +167,7 @@ class MaskedImages(FolderImages):
         self._ignored, self._not_counted = ignored, not_counted
         self.classes: int | None = None
 
-    def _with_mask(self, item: Read, image: Image.Image) -> Read | Trouble:
+    def _with_mask(self, item: Item, image: Image.Image) -> Item | Trouble:
         inputs, _, index = item
         mask = opened_image(self._masks[index], None, 0)  # as large as the image, or refused
         if isinstance(mask, Trouble):
@@ -214,7 +214,7 @@ class WrappedImages(Dataset[Any]):
     def __len__(self) -> int:
         return len(self._dataset)
 
-    def __getitem__(self, index: int) -> Read | Trouble:
+    def __getitem__(self, index: int) -> Item | Trouble:
         name = f"number {index}"
         try:
             with only_image_formats():  # data sets open their files themselves
@@ -336,7 +336,7 @@ def _by_stem(files: Sequence[str], folder: str) -> dict[str, str]:
     return found
 
 
-def stack(items: list[Read | Trouble]) -> tuple[Tensor | None, Tensor | None, Tensor, list[Trouble]]:
+def stack(items: list[Item | Trouble]) -> tuple[Tensor | None, Tensor | None, Tensor, list[Trouble]]:
     """A batch of what could be read: inputs, targets if there are labels, the items' numbers; and what failed."""
     troubles = [item for item in items if isinstance(item, Trouble)]
     read = [item for item in items if not isinstance(item, Trouble)]

@@ -45,12 +45,14 @@ def checked_target(path: str | os.PathLike[str]) -> Path:
     return target
 
 
-def write(target: Path, image: BytesIO) -> None:
-    """Put a file in place, whole; see `replacing`.
+def write(path: str | os.PathLike[str], image: BytesIO) -> None:
+    """Put a file in place, whole, and delete what killed processes left beside it; see `replacing`.
 
     Raises:
-        PosthocUQError: it could not be written.
+        PosthocUQError: it could not be written; see `checked_target`.
     """
+    target = checked_target(path)
+    remove_leftovers(target)
     try:
         with replacing(target) as file, image.getbuffer() as view:
             file.write(view)

@@ -113,9 +113,8 @@ def save(
         )
     check_unchanged(posterior)
     if rank() == 0:
-        target = atomic.checked_target(path)
-        atomic.remove_leftovers(target)
-        atomic.write(target, _image(posterior.snapshot(), dtype, compression))
+        atomic.checked_target(path)  # before the work
+        atomic.write(path, _image(posterior.snapshot(), dtype, compression))
 
 
 def _image(posterior: Posterior, dtype: torch.dtype | None, compression: str | None) -> BytesIO:
