@@ -443,7 +443,7 @@ def test_every_command_says_what_is_wrong_with_its_inputs(place: Path, tmp_path:
         if name == "fit":
             continue
         for file, words in (
-            ("gone.h5", "does not exist"),
+            ("gone.h5", "There is no file"),
             ("w.pt", "not a posterior"),
             ("val", "is a folder"),
         ):
@@ -535,7 +535,7 @@ def test_the_demo_is_run_as_asked(monkeypatch: pytest.MonkeyPatch, tmp_path: Pat
     result = run("demo", *options, "--force --json")
     assert json.loads(result.stdout)["files"] == [str(tmp_path / "picture.png")]
     assert result.stderr == "a table of seed 3\n"
-    monkeypatch.setattr(commands, "find_spec", lambda _: None)
+    monkeypatch.setattr("posthoc_uq.cli.options.find_spec", lambda _: None)
     assert "needs the extra demo: pip install 'posthoc-uq[demo]'" in failure("demo", *options)
 
 

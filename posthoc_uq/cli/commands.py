@@ -20,7 +20,6 @@ import warnings
 from collections.abc import Generator, Iterable, Mapping, Sequence
 from contextlib import contextmanager, redirect_stdout
 from dataclasses import asdict, dataclass, replace
-from importlib.util import find_spec
 from io import BytesIO
 from pathlib import Path
 from typing import Annotated, Any, Literal, get_type_hints
@@ -44,6 +43,7 @@ from posthoc_uq.cli.options import (
     Window,
     Written,
     WrongUsage,
+    check_extra,
 )
 from posthoc_uq.cli.outputs import Maps, Outputs, PredictionTable, text_file
 from posthoc_uq.cli.posterior_file import (
@@ -887,12 +887,6 @@ def demo(
         identical = run(Path(output), seed).identical
     files = sorted(os.path.join(place, name) for place, _, names in os.walk(output) for name in names)
     return Done("", {"output": output, "succeeded": identical, "files": files}, code=0 if identical else 1)
-
-
-def check_extra(name: str, *modules: str) -> None:
-    """Refuse a command whose extra is not installed."""
-    if any(find_spec(module) is None for module in modules):
-        raise PosthocUQError(f"This needs the extra {name}: pip install 'posthoc-uq[{name}]'.")
 
 
 def _progress(console: Console) -> bool:

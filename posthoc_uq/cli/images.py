@@ -67,9 +67,9 @@ def image_files(folder: str) -> list[str]:
     return paths
 
 
-def opened_image(path: str, mode: str | None, shorter: int) -> Image.Image | Trouble:
-    """The image in a file, in Pillow's mode `mode` if one is given. One that would become huge where its shorter side
-    is resized to `shorter` is not decoded; Pillow's own limit is that for it, too.
+def opened_image(path: str, shorter: int) -> Image.Image | Trouble:
+    """The image in a file. One that would become huge where its shorter side is resized to `shorter` is not decoded;
+    Pillow's own limit is that for it, too.
     """
     if (kind := irregular(path)) is not None:
         return Trouble(path, f"it is {kind}, not a file.")
@@ -79,7 +79,7 @@ def opened_image(path: str, mode: str | None, shorter: int) -> Image.Image | Tro
             if limit is not None and (fault := too_long(opened.width, opened.height, shorter, limit)):
                 return Trouble(path, f"it {fault}.")
             opened.load()
-            return opened if mode in (None, opened.mode) else opened.convert(mode)
+            return opened
     except UnidentifiedImageError:
         return Trouble(path, f"not in an image format that is read: {', '.join(IMAGE_FORMATS)}.")
     except Exception as error:  # decoders raise many types for damaged files
@@ -122,7 +122,7 @@ class FolderImages(Dataset[Any]):
 
     def __getitem__(self, index: int) -> Item | Trouble:
         path = os.path.join(self.folder, self.files[index])
-        image = opened_image(path, self.transform.mode, self.transform.shorter)
+        image = opened_image(path, self.transform.shorter)
         if isinstance(image, Trouble):
             return image
         item = _transformed(
@@ -169,7 +169,7 @@ class MaskedImages(FolderImages):
 
     def _with_mask(self, item: Item, image: Image.Image) -> Item | Trouble:
         inputs, _, index = item
-        mask = opened_image(self._masks[index], None, 0)  # as large as the image, or refused
+        mask = opened_image(self._masks[index], 0)  # as large as the image, or refused
         if isinstance(mask, Trouble):
             return mask
         labels = self._labels(mask, image, inputs)

@@ -8,6 +8,7 @@ what the option's file is for, so that nothing is written over by mistake (`post
 from __future__ import annotations
 
 from dataclasses import dataclass, field
+from importlib.util import find_spec
 from typing import Annotated, Any, TypeVar
 
 from annotated_types import Ge, Gt, Le, Lt
@@ -48,6 +49,12 @@ Kind = TypeVar("Kind")
 
 class WrongUsage(PosthocUQError):
     """A command was called in a way that it does not understand."""
+
+
+def check_extra(name: str, *modules: str) -> None:
+    """Refuse what needs an extra that is not installed."""
+    if any(find_spec(module) is None for module in modules):
+        raise PosthocUQError(f"This needs the extra {name}: pip install 'posthoc-uq[{name}]'.")
 
 
 @dataclass(frozen=True)

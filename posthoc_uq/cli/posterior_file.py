@@ -12,7 +12,7 @@ import re
 import warnings
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from pathlib import Path, PurePath, PurePosixPath
+from pathlib import PurePath, PurePosixPath
 from typing import Any
 
 import torch
@@ -22,8 +22,8 @@ from posthoc_uq.cli.models import TrainedModel, trained_model
 from posthoc_uq.cli.options import ModelSource
 from posthoc_uq.cli.transforms import transform_of
 from posthoc_uq.core.errors import PosthocUQError
-from posthoc_uq.core.paths import check_regular
 from posthoc_uq.files import inspect, load, save
+from posthoc_uq.files.header import open_regular
 from posthoc_uq.likelihoods import Likelihood
 from posthoc_uq.posteriors.posterior import Posterior
 
@@ -184,10 +184,7 @@ def opened(path: str, source: ModelSource) -> tuple[TrainedModel, Posterior]:
     Raises:
         PosthocUQError: there is no such file or model, or they do not belong together.
     """
-    check_regular(path, "The posterior file")
-    if not Path(path).is_file():
-        what = "is a folder, not a posterior file" if Path(path).is_dir() else "does not exist"
-        raise PosthocUQError(f"The posterior file '{path}' {what}.")
+    open_regular(path).close()  # there must be one, before the model is made
     model = trained_model(source)
     posterior = load(path, model.model)
     facts = posterior.history.fit

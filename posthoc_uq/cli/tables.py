@@ -16,7 +16,7 @@ from torch.utils.data import Dataset
 
 from posthoc_uq.cli.labels import read_map
 from posthoc_uq.cli.models import TrainedModel
-from posthoc_uq.cli.options import Data
+from posthoc_uq.cli.options import Data, check_extra
 from posthoc_uq.cli.posterior_file import CLASSES, COLUMNS, TARGETS, DatasetInfo
 from posthoc_uq.core.errors import PosthocUQError
 from posthoc_uq.core.options import did_you_mean
@@ -184,10 +184,9 @@ def _names(given: Sequence[str], header: Sequence[str]) -> list[str]:
 
 def _frame(path: str, header: Sequence[str], separator: str, label: str | None) -> Any:
     """All rows, as a frame of pandas; the column `label` as text."""
-    try:
-        import pandas
-    except ImportError:
-        raise PosthocUQError("Tables need the extra tables: pip install 'posthoc-uq[tables]'.") from None
+    check_extra("tables", "pandas")
+    import pandas
+
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", pandas.errors.DtypeWarning)
         warnings.simplefilter("error", pandas.errors.ParserWarning)  # cells that the header has no column for

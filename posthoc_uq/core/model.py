@@ -158,13 +158,8 @@ def untied(model: nn.Module, layer: str) -> nn.Module:
         raise PosthocUQError(
             f"The model has no module '{layer}'; there are {list(modules)[1:6]}, ...{did_you_mean(layer, modules)}"
         )
-    elsewhere = {
-        id(parameter)
-        for module in twin.modules()
-        if module is not modules[layer]
-        for parameter in module.parameters(recurse=False)
-    }
-    shared = [item for item in modules[layer].named_parameters(recurse=False) if id(item[1]) in elsewhere]
+    holders = owners(twin)
+    shared = [p for p in modules[layer].named_parameters(recurse=False) if len(holders[id(p[1])]) > 1]
     if not shared:
         raise PosthocUQError(
             f"Module '{layer}' shares no parameter with another one; fit the model as it is."

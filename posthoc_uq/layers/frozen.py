@@ -90,9 +90,6 @@ class Features:
     outputs: Tensor
     tail: Tail
 
-    def __repr__(self) -> str:
-        return f"Features({self.nbytes:,} bytes)"
-
     @property
     def samples(self) -> int:
         """The number of samples in the batch."""

@@ -325,8 +325,6 @@ def prepare(
         UnsupportedLayerError: a chosen layer's gradient cannot be rebuilt, and `unsupported` is not ``"skip"``.
         PosthocUQError: the selection names no weighted layer, or the model none at all.
     """
-    if unsupported not in ("raise", "skip"):
-        raise PosthocUQError(f"unsupported must be 'raise' or 'skip', not {unsupported!r}.")
     samples = count_samples(batch)
     probe, reference = _probe(model, batch, samples)
     discovered = Capture(model).discover(probe, autocast)

@@ -181,16 +181,7 @@ def variance_of(value: Any) -> Any:
 
 
 def _mapped(value: Any, take: Callable[[MomentTensor], Tensor]) -> Any:
-    if isinstance(value, MomentTensor):
-        return take(value)
-    if isinstance(value, (tuple, list)):
-        items = [_mapped(item, take) for item in cast(Sequence[Any], value)]
-        if isinstance(value, list):
-            return items
-        return type(value)(*items) if hasattr(value, "_fields") else tuple(items)
-    if isinstance(value, Mapping):
-        return {key: _mapped(item, take) for key, item in cast(Mapping[Any, Any], value).items()}
-    return value
+    return pytree.tree_map(lambda leaf: take(leaf) if isinstance(leaf, MomentTensor) else leaf, value)
 
 
 def variance_dtype(dtype: torch.dtype) -> torch.dtype:
@@ -200,10 +191,7 @@ def variance_dtype(dtype: torch.dtype) -> torch.dtype:
 
 def rewrapped(mean: Any, variance: Any) -> Any:
     """A tensor, or the tensors of a list or tuple, with their variances."""
-    if isinstance(mean, Tensor):
-        return MomentTensor(mean, variance)
-    parts = [rewrapped(m, v) for m, v in zip(mean, variance, strict=True)]
-    return parts if isinstance(mean, list) else tuple(parts)
+    return pytree.tree_map(MomentTensor, mean, variance)
 
 
 def full_precision(tensor: Tensor) -> AbstractContextManager[Any]:

@@ -8,6 +8,7 @@ product are taken to be independent of each other. A model's function that is ha
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import torch
@@ -80,46 +81,20 @@ def _transformed(
     return MomentTensor(mean.to(m.dtype), variance, covariance)
 
 
-def _in_place(function: Any, operation: Rule) -> None:
-    """Register the in-place form of an operation."""
-
-    def run(state: Pass, input: Any, *args: Any, **kwargs: Any) -> Any:
-        if not isinstance(input, MomentTensor):
-            raise state.refusal(
-                "an uncertain activation is written in place into a plain tensor",
-                "make the operation out of place",
-            )
-        return state.replace(input, operation(state, input, *args, **kwargs))
-
-    RULES[function] = run
-
-
-def _register(name: str) -> None:
-    for function in named(name, places=(torch, F, Tensor, torch.special)):
-
-        def run(state: Pass, input: Any, *args: Any, _call: Any = function, **kwargs: Any) -> Any:
-            inplace = kwargs.pop("inplace", False)
-            others = [value for value in (*args, *kwargs.values()) if isinstance(value, Tensor)]
-            if not isinstance(input, MomentTensor) or any(
-                isinstance(other, MomentTensor) for other in others
-            ):
-                return state.unknown(_call, (input, *args), kwargs)
-            edge = _EDGES.get(name)
-            result = apply(input, lambda x: _call(x, *args, **kwargs), edge=edge, blocks=not others)
-            return state.replace(input, result) if inplace else result
-
-        RULES[function] = run
-    _in_place_forms(name)
-
-
-def _in_place_forms(name: str) -> None:
-    operation = getattr(Tensor, name, None) or getattr(torch, name, None) or getattr(F, name)
-    for variant in {getattr(place, name + "_", None) for place in (Tensor, torch, F)} - {None}:
-        _in_place(variant, RULES[operation])
+def _nonlinearity(
+    function: Any, edge: float | None, state: Pass, input: Any, *args: Any, **kwargs: Any
+) -> Any:
+    inplace = kwargs.pop("inplace", False)
+    others = [value for value in (*args, *kwargs.values()) if isinstance(value, Tensor)]
+    if not isinstance(input, MomentTensor) or any(isinstance(other, MomentTensor) for other in others):
+        return state.unknown(function, (input, *args), kwargs)
+    result = apply(input, lambda x: function(x, *args, **kwargs), edge=edge, blocks=not others)
+    return state.replace(input, result) if inplace else result
 
 
 for _name in (*_SMOOTH, *_EDGES):
-    _register(_name)
+    for _function in named(_name, places=(torch, F, Tensor, torch.special)):
+        RULES[_function] = partial(_nonlinearity, _function, _EDGES.get(_name))
 
 
 @rule(F.leaky_relu)
@@ -139,8 +114,19 @@ def relu(state: Pass, input: Any, inplace: bool = False) -> Any:
     return leaky_relu(state, input, 0.0, inplace)
 
 
-_in_place_forms("leaky_relu")
-_in_place_forms("relu")
+def _in_place(operation: Rule, state: Pass, input: Any, *args: Any, **kwargs: Any) -> Any:
+    if not isinstance(input, MomentTensor):
+        raise state.refusal(
+            "an uncertain activation is written in place into a plain tensor",
+            "make the operation out of place",
+        )
+    return state.replace(input, operation(state, input, *args, **kwargs))
+
+
+for _name in (*_SMOOTH, *_EDGES, "relu", "leaky_relu"):
+    _operation = getattr(Tensor, _name, None) or getattr(torch, _name, None) or getattr(F, _name)
+    for _variant in {getattr(place, f"{_name}_", None) for place in (Tensor, torch, F)} - {None}:
+        RULES[_variant] = partial(_in_place, RULES[_operation])
 
 
 @rule(*named("prelu"))
@@ -169,28 +155,23 @@ def dropout(state: Pass, input: Any, p: float = 0.5, training: bool = True, inpl
     return input
 
 
-def _conversion(function: Any) -> Rule:
-    def run(state: Pass, input: Any, *args: Any, **kwargs: Any) -> Any:
-        args = tuple(a.moment_mean if isinstance(a, MomentTensor) else a for a in args)
-        kwargs = {k: a.moment_mean if isinstance(a, MomentTensor) else a for k, a in kwargs.items()}
-        if not isinstance(input, MomentTensor):
-            return function(input, *args, **kwargs)
-        mean = function(input.moment_mean, *args, **kwargs)
-        if not mean.is_floating_point():
-            raise state.refusal(f"activations are converted to {mean.dtype}", "which has no variance")
-        variance = input.moment_variance.to(device=mean.device, dtype=variance_dtype(mean.dtype))
-        covariance = input.moment_covariance
-        result = MomentTensor(mean, variance, None if covariance is None else covariance.to(variance))
-        result.moment_note = input.moment_note
-        return result
-
-    return run
+def _converted(function: Any, state: Pass, input: Any, *args: Any, **kwargs: Any) -> Any:
+    mean = function(mean_of(input), *mean_of(args), **mean_of(kwargs))
+    if not isinstance(input, MomentTensor):
+        return mean
+    if not mean.is_floating_point():
+        raise state.refusal(f"activations are converted to {mean.dtype}", "which has no variance")
+    variance = input.moment_variance.to(device=mean.device, dtype=variance_dtype(mean.dtype))
+    covariance = input.moment_covariance
+    result = MomentTensor(mean, variance, None if covariance is None else covariance.to(variance))
+    result.moment_note = input.moment_note
+    return result
 
 
 for _function in named(
     "to", "type", "float", "double", "half", "bfloat16", "type_as", "cpu", "cuda", places=(Tensor,)
 ):
-    RULES[_function] = _conversion(_function)
+    RULES[_function] = partial(_converted, _function)
 
 
 @rule(elementwise)
@@ -341,4 +322,4 @@ for _name, _operation in {
     "neg_": neg,
     "addcmul_": addcmul,
 }.items():
-    _in_place(getattr(Tensor, _name), _operation)
+    RULES[getattr(Tensor, _name)] = partial(_in_place, _operation)

@@ -8,6 +8,7 @@ softmax go by the delta method with the full Jacobian, in linear time.
 
 from __future__ import annotations
 
+from functools import partial
 from math import prod
 from typing import Any, NamedTuple
 
@@ -351,16 +352,13 @@ def einsum(state: Pass, equation: str, *operands: Any) -> Any:
     return products(state, lambda a, b: torch.einsum(equation, a, b), operands[0], operands[1])
 
 
-def _bilinear(function: Any) -> Any:
-    def run(state: Pass, *args: Any, **kwargs: Any) -> Any:
-        first, second = (*args, *kwargs.values())
-        return products(state, function, first, second)
-
-    return run
+def _bilinear(function: Any, state: Pass, *args: Any, **kwargs: Any) -> MomentTensor:
+    first, second = (*args, *kwargs.values())
+    return products(state, function, first, second)
 
 
 for _function in named("mm", "mv", "dot", "inner", "outer"):
-    RULES[_function] = _bilinear(_function)
+    RULES[_function] = partial(_bilinear, _function)
 
 
 @rule(*named("baddbmm", "addmm"))
