@@ -9,6 +9,7 @@ import copy
 import warnings
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from functools import partial
 from typing import Any
 
 import torch
@@ -34,8 +35,13 @@ def quiet() -> Iterator[None]:
 
 
 def laplace_scores(model: nn.Module, split: Split, subset: str) -> dict[str, Any]:
-    """laplace-torch as its first example has it: Kronecker factors, prior precision by marginal likelihood, the
-    linearised predictive with probit.
+    """Of `laplace_of` on the test inputs."""
+    return laplace_of(model, split, subset)(split.test)
+
+
+def laplace_of(model: nn.Module, split: Split, subset: str) -> Callable[[Labelled], dict[str, Any]]:
+    """What scores data by laplace-torch as its first example has it: Kronecker factors, prior precision by marginal
+    likelihood, the linearised predictive with probit.
 
     A network with BatchNorm or LayerNorm gets a second chance for all weights with everything frozen but its linear
     layers and convolutions.
@@ -48,21 +54,24 @@ def laplace_scores(model: nn.Module, split: Split, subset: str) -> dict[str, Any
         residuals = outputs(model, split.train.inputs) - split.train.targets
         options["sigma_noise"] = float(residuals.square().mean().sqrt())
 
-    def scores(network: nn.Module) -> dict[str, Any]:
+    def fitted(network: nn.Module) -> Callable[[Labelled], dict[str, Any]]:
         found = Laplace(network, subset_of_weights=subset, hessian_structure="kron", **options)
         found.fit(loader(split.train, 100))
         found.optimize_prior_precision(method="marglik")
+        return partial(scores, found)
+
+    def scores(found: Any, data: Labelled) -> dict[str, Any]:
         if values:
-            pairs = [found(batch) for batch in split.test.inputs.split(50)]
+            pairs = [found(batch) for batch in data.inputs.split(50)]
             mean, variance = (torch.cat([pair[i].detach() for pair in pairs]) for i in (0, 1))
             noise = options["sigma_noise"] ** 2
-            return value_scores(mean, variance.reshape(mean.shape) + noise, split.test.targets)
-        probs = [found(batch, link_approx="probit").detach() for batch in split.test.inputs.split(50)]
-        return class_scores(torch.cat(probs).double().log(), split.test.targets)
+            return value_scores(mean, variance.reshape(mean.shape) + noise, data.targets)
+        probs = [found(batch, link_approx="probit").detach() for batch in data.inputs.split(50)]
+        return class_scores(torch.cat(probs).double().log(), data.targets)
 
     with quiet():
         try:
-            return scores(copy.deepcopy(model))
+            return fitted(copy.deepcopy(model))
         except ImportError:
             raise
         except Exception:
@@ -73,7 +82,8 @@ def laplace_scores(model: nn.Module, split: Split, subset: str) -> dict[str, Any
                 if not isinstance(module, WEIGHTED):
                     for parameter in module.parameters(recurse=False):
                         parameter.requires_grad_(False)
-            return scores(network) | {"note": "linear layers and convolutions alone"}
+            only = fitted(network)
+            return lambda data: only(data) | {"note": "linear layers and convolutions alone"}
 
 
 Score = Callable[[Tensor], Tensor]

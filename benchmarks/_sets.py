@@ -105,6 +105,14 @@ def _made(name: str, **options: Any) -> tuple[Any, Any]:
     return getattr(sklearn.datasets, f"make_{name}")(random_state=0, **options)
 
 
+def _waves() -> tuple[Any, Any]:
+    """A sine of one of three columns, with noise that grows along another from a tenth to one and a half."""
+    generator = np.random.default_rng(0)
+    inputs = generator.uniform(-1, 1, (1500, 3))
+    noise = 0.1 * 15 ** ((1 + inputs[:, 1]) / 2)
+    return inputs, np.sin(4 * inputs[:, 0]) + noise * generator.standard_normal(1500)
+
+
 def _modeldata(name: str, target: str, drop: tuple[str, ...] = (), log: bool = False) -> tuple[Any, Any]:
     """A table of modeldata: complete rows, a column for every level of a factor."""
     import pandas as pd
@@ -145,6 +153,7 @@ TABLES: dict[str, Callable[[], tuple[Any, Any]]] = {
     "diabetes": partial(_sklearn, "diabetes", True),
     "friedman": partial(_made, "friedman1", n_samples=1000, noise=1.0),
     "impedance": partial(_made, "friedman2", n_samples=1000, noise=100.0),
+    "waves": _waves,
     "linear": partial(_made, "regression", n_samples=600, n_features=10, n_informative=6, noise=60.0),
     "concrete": partial(_uci, "concrete"),
     "boston": partial(_uci, "boston"),
@@ -152,7 +161,7 @@ TABLES: dict[str, Callable[[], tuple[Any, Any]]] = {
     "cars": partial(_modeldata, "car_prices", "Price", log=True),
 }
 """Tables by name: jobs are those of a computing cluster and their four classes of running time (hpc_data), cells those
-of an image segmentation; moons, mixture, regions, shells, friedman, impedance and linear are generated."""
+of an image segmentation; moons, mixture, regions, shells, friedman, impedance, waves and linear are generated."""
 
 
 @cache

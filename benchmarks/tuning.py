@@ -21,12 +21,14 @@ import time
 import warnings
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
+from importlib.util import find_spec
 from pathlib import Path
 from statistics import mean
 from typing import Any
 
 import torch
 from _harness import machine, write_json
+from _rivals import LAPLACE, laplace_of
 from _scored import (
     averaged,
     best_temperature,
@@ -155,6 +157,10 @@ def measured(pair: Pair, seed: int, labels: Sequence[int] = LABELS) -> list[dict
 
         return scores
 
+    def peer(subset: str) -> Callable[[Labelled], dict[str, float]]:
+        by_peer = laplace_of(model, split, subset)
+        return lambda data: {key: value for key, value in by_peer(data).items() if key != "note"}
+
     rows = [row("network", 0, lambda data: plain_scores(model, split.train, data))]
     numbers = [number for number in labels if number <= len(held_out.targets)]
     for number in () if values else numbers:
@@ -162,9 +168,13 @@ def measured(pair: Pair, seed: int, labels: Sequence[int] = LABELS) -> list[dict
         seconds, factor = processor_time(lambda some=some: temperature_of(model, some))
         rows.append(row("temperature scaling", number, lambda data, t=factor: tempered(model, data, t)))
         rows[-1] |= {"temperature": factor, "seconds": seconds}
+    for name, subset in LAPLACE.items() if find_spec("laplace") else ():
+        rows.append(row(name, 0, peer(subset)))
     for layers, name in (("all", "tuned"), ("last", "tuned, last layer")):
         posterior = uq.fit(model, loader(split.train), layers=layers, progress=False, **options)
         rows.append(row(name.replace("tuned", "untuned"), 0, predictions(posterior)))
+        if values:
+            rows[-1]["noise scale"] = posterior.noise_scale
         for number in numbers:
             some = held_out.first(number)
             seconds, _ = processor_time(
@@ -207,6 +217,7 @@ def tempered(model: nn.Module, test: Labelled, factor: float) -> dict[str, float
 ROWS = (
     "network",
     "temperature scaling",
+    *LAPLACE,
     "untuned",
     "tuned",
     "untuned, last layer",
@@ -288,10 +299,14 @@ def regressor_table(rows: Sequence[Mapping[str, Any]]) -> str:
     header = ["network", "labels", "row", f"coverage of {LEVEL:.0%}", "NLL", "noise scale"]
     lines: list[list[str]] = []
     for pair in dict.fromkeys(row["pair"] for row in rows):
-        for labels, row in ((0, "untuned"), *((number, "tuned") for number in LABELS)):
+        for labels, row in (
+            *((0, name) for name in LAPLACE),
+            (0, "untuned"),
+            *((number, "tuned") for number in LABELS),
+        ):
             own = [r for r in rows if (r["pair"], r["labels"], r["row"]) == (pair, labels, row)]
             if own:
-                scale = mean(r["noise scale"] for r in own) if row == "tuned" else 1.0
+                scale = mean(r.get("noise scale", 1.0) for r in own)
                 cells = [f"{mean(r['coverage'] for r in own):.1%}", f"{mean(r['NLL'] for r in own):.3f}"]
                 kind = "reported" if not own[0]["chooses"] else "choosing"
                 lines.append([f"{pair} ({kind})", str(labels), row, *cells, f"{scale:.3g}"])

@@ -184,6 +184,31 @@ def test_values(outputs: int) -> None:
         uq.ClassPrediction(half, half, half, promises=prediction.promises).set(0.9)
 
 
+@pytest.mark.parametrize("likelihood", ["regression", "poisson"])
+def test_several_values_are_promised_jointly(likelihood: str) -> None:
+    generator = torch.Generator().manual_seed(6)
+    x = 0.5 * torch.randn(2000, 2, generator=generator)
+    model = nn.Linear(2, 3)
+    with torch.no_grad():
+        means = model(x)
+    y = means + torch.randn(2000, 3, generator=generator)
+    y = torch.poisson(means.exp(), generator=generator) if likelihood == "poisson" else y
+    options: dict[str, Any] = {"likelihood": likelihood, "prior_precision": 10.0, "progress": False}
+    posterior = uq.fit(model, [(x[:300], y[:300])], "diag", **options)
+    uq.calibrate(posterior, _batches(x[300:900], y[300:900]), jointly=True, progress=False)
+    predictor = uq.wrap(model, posterior)
+    low, high = predictor(x[900:]).interval(0.9)
+    together = ((low <= y[900:]) & (y[900:] <= high)).all(1).double().mean()
+    assert float(together) > 0.9 - _band(0.9, 300, 1100)
+    if likelihood == "regression":  # counts are whole, so that their intervals hold more
+        assert float(together) < 0.9 + _band(0.9, 300, 1100) + 0.0034
+        found = uq.evaluate(predictor, _batches(x[900:], y[900:]), progress=False).promised["linearized"]
+        assert found["promised coverage of 90 %"] == pytest.approx(float(together))
+    with pytest.raises(uq.PosthocUQError, match="no values are predicted"):
+        classes = uq.fit(nn.Linear(2, 3), [(x[:300], y[:300].argmax(1))], prior_precision=1.0, progress=False)
+        uq.calibrate(classes, _batches(x[300:900], y[300:900].argmax(1)), jointly=True, progress=False)
+
+
 @pytest.mark.parametrize("likelihood", ["poisson", "gamma", "heteroscedastic", "ordinal", "multilabel"])
 def test_other_likelihoods(likelihood: str) -> None:
     generator = torch.Generator().manual_seed(4)

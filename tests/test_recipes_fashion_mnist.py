@@ -68,3 +68,13 @@ def test_smoke(folder, tmp_path):
     assert results["deep ensemble of 2"]["bytes"] == 2 * results["plain"]["bytes"]
     table = (tmp_path / "140-1-0.01" / "table.md").read_text()
     assert all(f"| {name} |" in table for name in results) and table in printed
+
+
+def test_referral(folder, tmp_path):
+    printed = smoke("fashion_mnist.referral", "--data", folder, "--output", tmp_path)
+    (found,) = json.loads((tmp_path / "140-1-0.01" / "referral.json").read_text())
+    assert list(found) == ["largest probability", "joint", "entropy", "novelty"]
+    kinds = ["digits", "letters", "photos", "noise", "one grey", "negatives", "on its side"]
+    assert list(found["joint"]) == ["accuracy", "of the rest", "mistakes referred", "familiar", *kinds]
+    assert all(0 <= share <= 100 for row in found.values() for share in row.values())
+    assert found["novelty"]["negatives"] > found["largest probability"]["negatives"] and "| joint |" in printed

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import dataclasses
+import sys
 from functools import cache
 from pathlib import Path
 from typing import Any, get_args
@@ -57,6 +58,12 @@ def classifier() -> tuple[nn.Module, list[Data], list[Data]]:
 def fit(**options: Any) -> uq.Posterior:
     model, train, _ = classifier()
     return uq.fit(model, train, progress=False, **options)
+
+
+@pytest.fixture(autouse=True)
+def nothing_left_out(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Fits of these small networks leave temperature and noise as they are, so that searches begin at 1."""
+    monkeypatch.setattr(sys.modules["posthoc_uq.fitting.fit"], "FEW_SAMPLES", 0)
 
 
 def fit_regression(**options: Any) -> uq.Posterior:
@@ -363,23 +370,27 @@ def test_a_second_call_finds_the_same_as_the_first(tmp_path: Path, prior: float 
         assert again.settings.plain() == pytest.approx(first, rel=1e-6)
 
 
-# The temperature and its prior: Cauchy above 1, and normal, then exponential below
+# The temperature and its prior: Cauchy above 1, around what was left out, and normal, then exponential below
 
 
-def reluctance(temperature: float) -> float:
-    x = np.log(temperature) / 0.1
-    return np.log1p(x**2) if x > 0 else -x - 0.5 if x < -1 else x**2 / 2
+def reluctance(temperature: float, centre: float = 1.0) -> float:
+    x, shift = np.log(temperature) / 0.1, np.log(centre) / 0.1
+    if x > 0:
+        return np.log1p((x - shift) ** 2)
+    return np.log1p(shift**2) + (-x - 0.5 if x < -1 else x**2 / 2)
 
 
-def test_the_temperature_alone_is_the_best_of_a_grid() -> None:
+@pytest.mark.parametrize("centre", [1.0, 3.0])
+def test_the_temperature_alone_is_the_best_of_a_grid(centre: float) -> None:
     posterior, held_out = fit(), classifier()[2]
+    posterior.history.left_out = {"temperature": centre, "noise_scale": 1.0}
     prior = posterior.prior_precision
     tune(posterior, held_out, parameters=())
     assert posterior.prior_precision == prior and posterior.temperature != 1.0
 
     def goal(temperature: float) -> float:
         posterior.temperature = temperature
-        return loss_of(posterior, held_out) + reluctance(temperature) / 150
+        return loss_of(posterior, held_out) + reluctance(temperature, centre) / 150
 
     best = goal(posterior.temperature)
     assert all(goal(float(temperature)) >= best - 1e-4 for temperature in np.logspace(-1, 1, 21))

@@ -409,6 +409,7 @@ def calibrate(
     share: Share = 0.5,
     sets: Literal["lac", "aps", "raps"] = "lac",
     by_class: bool = False,
+    jointly: bool = False,
     initialisations: Count = 3,
     seed: int = 0,
 ) -> Done:
@@ -430,6 +431,7 @@ def calibrate(
         share: of DATA that tunes.
         sets: the score of sets of classes.
         by_class: promise for every class by itself.
+        jointly: of several values promise all intervals at once.
         initialisations: untrained networks to average, of leave_one_out.
     """
     held_out = criterion == "likelihood"
@@ -451,6 +453,7 @@ def calibrate(
             share=share,
             sets=sets,
             by_class=by_class,
+            jointly=jointly,
             initialisations=initialisations,
             seed=seed,
             progress=_progress(console),

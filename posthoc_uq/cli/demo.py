@@ -1,7 +1,8 @@
 """The library on scikit-learn's handwritten digits: ``posthoc-uq demo``.
 
-It trains a small network, fits and tunes a posterior, saves it, loads it in a fresh process, and measures what it buys:
-two tables, a page and its figures. Needs the extra ``demo``.
+It trains a small network, fits a posterior, calibrates it on held-out digits, saves it, loads it in a fresh process,
+and measures what it buys: two tables, a page and its figures, and a picture of digits with the classes that they may be
+and of foreign images with their familiarity. Needs the extra ``demo``.
 """
 
 from __future__ import annotations
@@ -156,7 +157,7 @@ def train(model: nn.Module, data: Labelled, epochs: int, seed: int) -> None:
 
 # What the library does with it.
 
-PLAIN, FITTED, TUNED = "network alone", "INF as fitted", "INF tuned"
+PLAIN, FITTED, CALIBRATED = "network alone", "INF as fitted", "INF calibrated"
 SCORES = ("entropy", "mutual_information", "novelty")
 """Scores that are shown; a network without a posterior has only its entropy."""
 _DEPLOYMENT = """
@@ -200,9 +201,9 @@ def run(output: Path, seed: int = 0, epochs: int = 15) -> DigitsResult:
         with _step("uq.fit(model, train_loader)"):
             posterior = uq.fit(model, _loader(training), seed=seed, progress=False)
         compared = {PLAIN: model, FITTED: uq.wrap(model, copy.deepcopy(posterior))}
-        with _step("uq.tune(posterior, val_loader)"):
-            uq.tune(posterior, _loader(data.validation), progress=False)
-        compared[TUNED] = uq.wrap(model, posterior)
+        with _step("uq.calibrate(posterior, val_loader)"):
+            uq.calibrate(posterior, _loader(data.validation), seed=seed, progress=False)
+        compared[CALIBRATED] = uq.wrap(model, posterior)
         for name, method in TRAINED.items():
             with _step(f"uq.fit(model, train_loader, uq.{type(method).__name__}(...))"):
                 trained = uq.fit(model, _loader(training, shuffle=True), method, seed=seed, progress=False)
@@ -219,13 +220,50 @@ def run(output: Path, seed: int = 0, epochs: int = 15) -> DigitsResult:
                 display=lambda image: 1 - image,
                 progress=False,
             )
+        draw_promises(compared[CALIBRATED], data.test, output / "digits.promises.png")
         identical = _fresh_process_agrees(output, model, posterior, data.test.images)
     _print(f"\n{_tables(evaluation)}\n")
     page = evaluation.report(output / "digits.html", title="What a posterior buys on digits")
     for title, figure in evaluation.figures().items():
         figure.savefig(output / f"digits.{title.split()[0].lower()}.png")
     _print(f"Tables, figures and images worth a look: {page}")
+    _print(f"Sets and familiarity at a glance: {output / 'digits.promises.png'}")
     return DigitsResult(evaluation, identical)
+
+
+PICTURES = 6
+"""In a row of `draw_promises`."""
+
+
+def draw_promises(predictor: uq.Predictor, test: Labelled, path: Path, level: float = 0.95) -> None:
+    """A picture of what predictions promise: the first test digits with their sets, those of the largest sets, letters,
+    and digits on their side, each with its familiarity.
+    """
+    from matplotlib.figure import Figure
+
+    seen = predictor(test.images)
+    sizes = seen.set(level).sum(1)
+    letters = rendered_letters()
+    rows = {
+        f"test digits, with sets that hold the right class with probability {level:g}": test.images,
+        "the test digits of the largest sets": test.images[sizes.argsort(descending=True, stable=True)],
+        "letters": letters[:: len(LETTERS) // PICTURES],
+        "digits on their side": rotated_digits(test),
+    }
+    figure = Figure(figsize=(1.35 * PICTURES, 7.6), layout="constrained")
+    for part, (title, images) in zip(figure.subfigures(len(rows)), rows.items(), strict=True):
+        part.suptitle(title, fontsize=10, x=0.01, ha="left")
+        prediction = predictor(images[:PICTURES])
+        shown = zip(
+            part.subplots(1, PICTURES), images, prediction.set(level), prediction.familiarity(), strict=False
+        )
+        for axes, image, chosen, familiarity in shown:
+            axes.imshow(image[0], cmap="gray_r")
+            axes.set_axis_off()
+            classes = [str(each) for each in chosen.nonzero().flatten().tolist()]
+            named = f"{{{', '.join(classes)}}}" if len(classes) < 6 else f"{len(classes)} classes"
+            axes.set_title(f"{named}\nfamiliarity {float(familiarity):.2f}", fontsize=9)
+    figure.savefig(path, dpi=100)
 
 
 def _loader(data: Labelled, *, shuffle: bool = False) -> DataLoader[tuple[Tensor, ...]]:

@@ -28,7 +28,8 @@ class Kept(NamedTuple):
 
     Attributes:
         covered: (entries,), float64: whether the target, or a label that applies, is in its set, or of values has a
-            score that belongs to the interval (bounds of counts, which are whole, may hold more); mean over outputs.
+            score that belongs to the interval (bounds of counts, which are whole, may hold more); mean over outputs,
+            or whether all have where they are promised jointly.
         sizes: float64: (entries,), the number of classes in the set; or the widths of intervals, of some inputs where
             they take long.
         classes: (entries,), int64: the class or label; None of values.
@@ -60,8 +61,9 @@ def kept_at(
         return Kept(chosen[inputs, labels].double(), chosen.sum(1).double()[inputs], labels)
     found = value_scores(prediction, targets)
     assert found is not None  # there are promises of targets
-    bounds = prediction.known_promises().bounds(found.kind, level, found.scores.shape[1])
-    covered = (found.scores <= bounds).double().mean(1)
+    promises = prediction.known_promises()
+    within = (found.scores <= promises.bounds(found.kind, level, found.scores.shape[1])).double()
+    covered = within.amin(1) if len(promises.targets) == 1 else within.mean(1)
     if not widths:
         return Kept(covered, covered.new_empty(0), None)
     # bounds by a distribution function are found by bisection

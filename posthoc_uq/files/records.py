@@ -281,6 +281,13 @@ class FaithfulRecord(Record):
         return self
 
 
+class LeftOutRecord(Record):
+    """What leave-one-out found; 1 where it looked for the other."""
+
+    temperature: Temperature
+    noise_scale: Annotated[float, Field(gt=0, le=1e300)]
+
+
 class CalibrationRecord(Record):
     """The correction of the moments head, with the settings it was made for."""
 
@@ -402,6 +409,7 @@ class HistoryRecord(Record):
     tuning: dict[Name, Name]
     head: HeadRecord | None = None
     faithful: FaithfulRecord | None = None
+    left_out: LeftOutRecord | None = None
     calibration: CalibrationRecord | None = None
     promises: PromisesRecord | None = None
     novelty: Annotated[str, among(NOVELTIES)] = ""

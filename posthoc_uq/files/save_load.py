@@ -433,11 +433,11 @@ def inspect(path: str | os.PathLike[str]) -> Inspection:
         A dictionary of plain values, which prints as a summary: ``format_version``, ``library_version``, ``bytes``,
         ``fingerprint``, ``buffers_fingerprint`` (None where the model has no buffers), ``method``, ``likelihood``,
         ``scale``, ``prior_precision``, ``residual_weight``, ``noise_scale``, ``temperature``, ``evidence``, ``fit``,
-        ``tuning``, ``deterministic``, ``head``, ``faithful``, ``calibration``, ``promises`` (held-out scores),
-        ``changes`` (of the data since the fit), ``output`` (the part of what the model returns), ``parameters``,
-        ``trained_mean`` (names of the parameters that it has), ``features`` (what is kept of the last layer's inputs,
-        or None), ``layers`` (name to kind and shapes) and ``blocks`` (name to kind, members, attributes such as ranks
-        and correction, tensors with shape and dtype, and bytes).
+        ``tuning``, ``deterministic``, ``head``, ``faithful``, ``left_out``, ``calibration``, ``promises`` (held-out
+        scores), ``changes`` (of the data since the fit), ``output`` (the part of what the model returns),
+        ``parameters``, ``trained_mean`` (names of the parameters that it has), ``features`` (what is kept of the
+        last layer's inputs, or None), ``layers`` (name to kind and shapes) and ``blocks`` (name to kind, members,
+        attributes such as ranks and correction, tensors with shape and dtype, and bytes).
 
     Raises:
         PosthocUQError: the file is missing or cannot be read.
@@ -450,7 +450,7 @@ def inspect(path: str | os.PathLike[str]) -> Inspection:
         description, slots = _described(structure, head)
     plain = description.plain()
     history: dict[str, Any] = plain["history"]
-    optional = ("head", "faithful", "calibration", "promises", "changes", "output")
+    optional = ("head", "faithful", "left_out", "calibration", "promises", "changes", "output")
     contents = {
         "format_version": header.FORMAT,
         "library_version": head.release,

@@ -89,6 +89,7 @@ def calibrate(
     share: float | None = 0.5,
     sets: Literal["lac", "aps", "raps"] = "lac",
     by_class: bool = False,
+    jointly: bool = False,
     head: str | None = None,
     initial: Initial | Sequence[Initial] | None = None,
     groups: Groups | None = None,
@@ -136,6 +137,8 @@ def calibrate(
         sets: ``"lac"`` gives the smallest sets; ``"aps"`` and ``"raps"`` sets whose size adapts to the input, with
             random numbers that depend on the input alone.
         by_class: promise coverage for every class by itself, which needs samples of each.
+        jointly: of several values promise that the intervals of all of them hold at once, by the largest of their
+            scores; by default each interval by itself.
         head: that predicts, as in `tune`.
         initial: of leave-one-out: the network before its training as a model or a state dict, or several. Without it
             every module is initialised anew by its `reset_parameters`.
@@ -158,14 +161,15 @@ def calibrate(
         )
     share = check_option("share", share, Share | None)
     sets = cast(SetScore, one_of("sets", sets, get_args(SetScore)))
-    by_class, seed = check_option("by_class", by_class, bool), check_option("seed", seed, Seed)
+    by_class, jointly = check_option("by_class", by_class, bool), check_option("jointly", jointly, bool)
+    seed = check_option("seed", seed, Seed)
     of_heads = {option for name in HEADS for option in options_of(head_class(name))}
     check_names("calibrate", options, sorted(of_heads), signature(calibrate).parameters)
     check_loader(loader)
     reader = BatchReader.of(model_of(posterior), batch_to_inputs, batch_to_targets)
     trial = posterior.trial()
     if one_of("criterion", criterion, ("likelihood", "leave_one_out")) == "leave_one_out":
-        of_promises = {"share": share != 0.5, "sets": sets != "lac", "by_class": by_class}
+        of_promises = {"share": share != 0.5, "sets": sets != "lac", "by_class": by_class, "jointly": jointly}
         if given := [name for name, said in {"head": head is not None, **of_promises}.items() if said] + list(
             options
         ):
@@ -213,7 +217,7 @@ def calibrate(
     trial.history.head["options"] = trial.history.head["options"] | plain  # `wrap` takes them by default
     predictor = wrap(model_of(trial), trial, **options)
     trial.history.promises = {}  # so that predictions are made without those that are replaced
-    measured = _measured(predictor, data, sets, by_class, progress)
+    measured = _measured(predictor, data, sets, by_class, jointly, progress)
     samples: int = measured["samples"]
     record: dict[str, Any] = measured | {
         "seed": seed,
@@ -303,7 +307,7 @@ def _targets_of(batch: Batch) -> Any:
 
 
 def _measured(
-    predictor: Predictor, data: _HeldOut, sets: SetScore, by_class: bool, progress: bool
+    predictor: Predictor, data: _HeldOut, sets: SetScore, by_class: bool, jointly: bool, progress: bool
 ) -> dict[str, Any]:
     """The record of the scores, but for what they were measured with; one pass over all data.
 
@@ -365,6 +369,11 @@ def _measured(
     if kind is not None:
         all_scores = torch.cat([found.scores for found in of_targets])
         groups = torch.cat([found.groups for found in of_targets])
+        if jointly and kind not in ("deviation", "cdf"):
+            raise PosthocUQError(
+                "jointly=True promises intervals of several values, and no values are predicted."
+            )
+        all_scores = all_scores.amax(1, keepdim=True) if jointly else all_scores
         columns = _columns(kind, all_scores, groups, classes if by_class else None)
         record["targets"] = {"kind": kind, "scores": [held_out_scores(each).record() for each in columns]}
     return record

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import inspect
 import os
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, fields, replace
 from itertools import chain
 from typing import Any, Literal
@@ -40,7 +40,14 @@ from posthoc_uq.curvature.kept_inputs import KeptInputs, inputs_to_keep
 from posthoc_uq.curvature.sweep import SweepSettings, no_weight, squared_residuals
 from posthoc_uq.files import buffers_fingerprint, check_numbers, check_settings, fingerprint
 from posthoc_uq.fitting.calibrate import calibrate
+from posthoc_uq.fitting.faithful import DIVERGENCE
 from posthoc_uq.fitting.first_batch import check_first_batch, on_few_samples
+from posthoc_uq.fitting.leave_one_out import (
+    FEW_SAMPLES,
+    UNASKED_GAP,
+    calibrate_by_leave_one_out,
+    is_perceptron,
+)
 from posthoc_uq.fitting.prior import Prior, check_weight_prior, prior_and_budget, set_prior, weight_prior_of
 from posthoc_uq.fitting.wrap import head_class
 from posthoc_uq.layers.proof import PROBE_SAMPLES, Selection, check_selection, count_samples, prepare
@@ -93,6 +100,12 @@ def fit(
     **options: Any,
 ) -> Posterior:
     """Fit a posterior over the weights of a trained model. The model is not changed, nor is the global random state.
+
+    With nothing given but the method, the likelihood and at most 2,048 samples, the fit of a perceptron ends like
+    `calibrate(posterior, loader, criterion="leave_one_out")`, since such networks memorise their data: a regression
+    gets the noise variance of new data, and classes a temperature where the network's confidence exceeds the accuracy
+    that is likely at most by more than 0.1. This assumes training from scratch on these data, as the report says;
+    ``posterior.noise_scale = 1`` or ``posterior.temperature = 1`` takes it back.
 
     In a process group of `torch.distributed` every process calls this with its part of the data (a `DataLoader`
     with a `DistributedSampler`) and gets the posterior of all data; a training runs in one process only.
@@ -220,8 +233,7 @@ def fit(
         task.observe()
         del task.prepared  # its copy of the model and its hooks
         _record(posterior, request, task, noise_origin)
-        if request.finds_noise and val_loader is None:
-            _warn_if_memorised(posterior)
+        memorised = _memorised(posterior) if request.finds_noise and val_loader is None else None
         set_prior(
             posterior,
             request.prior,
@@ -239,6 +251,8 @@ def fit(
                 batch_to_inputs=request.reader.batch_to_inputs,
                 batch_to_targets=request.reader.batch_to_targets,
             )
+        elif not _set_by_leave_one_out(posterior, request, task) and memorised is not None:
+            warn_user(memorised)
         # a faithful prior was found by predictions, which factorised the precision
         check_settings(posterior, factorised=posterior.history.head["criterion"] != "faithful")
         posterior.fingerprint = fingerprint(posterior.original)
@@ -541,8 +555,35 @@ def _record(posterior: Posterior, request: _FitRequest, task: Task, noise_origin
     history.output = {} if choice is None else choice.plain()
 
 
-def _warn_if_memorised(posterior: Posterior) -> None:
-    """Warn where the network has more than half as many effective parameters as training targets, so that the mean
+def _set_by_leave_one_out(posterior: Posterior, request: _FitRequest, task: Task) -> bool:
+    """Set the temperature, or the noise of a regression, by leave-one-out, where nobody has to ask for it; see
+    docs/defaults.md. Returns whether it did.
+    """
+    default = request.by_name and request.prior == "faithful" and request.divergence == DIVERGENCE
+    default = default and request.weight_precisions is None
+    given = posterior.likelihood.noise_variance is not None and not request.finds_noise
+    few = posterior.evidence.samples <= FEW_SAMPLES and posterior.evidence.log_likelihood is not None
+    once = isinstance(request.loader, Iterator)
+    if request.method.trains or not default or given or not few or once or world() > 1:
+        return False
+    if request.reader.batch_to_weights is not None or not is_perceptron(task.model, task.batch):
+        return False
+    try:
+        calibrate_by_leave_one_out(
+            posterior,
+            request.loader,
+            request.reader,
+            seed=request.seed,
+            progress=request.progress,
+            least_gap=UNASKED_GAP,
+        )
+    except PosthocUQError:  # data or likelihood that it is not for
+        return False
+    return True
+
+
+def _memorised(posterior: Posterior) -> str | None:
+    """A warning where the network has more than half as many effective parameters as training targets, so that the mean
     squared residual of the training data underestimates the noise.
 
     The effective number of parameters is ``sum_i (1 - tau r_i Sigma_ii)`` (MacKay 1992) at the precision of the
@@ -551,12 +592,12 @@ def _warn_if_memorised(posterior: Posterior) -> None:
     """
     targets = posterior.evidence.targets * posterior.evidence.total / posterior.evidence.samples
     if not targets or not posterior.has_free_prior_precision or VARIANCES not in posterior.capabilities:
-        return
+        return None
     ratios = posterior.weight_prior.precision
     squares = [_times(as_double(w.detach()).square(), ratios.get(name)) for name, w in posterior.mean.items()]
     total = float(sum(square.sum().cpu() for square in squares))
     if total == 0:
-        return
+        return None
     precision = sum(square.numel() for square in squares) / total
     at_precision = posterior.snapshot(replace(posterior.settings, prior_precision=precision))
     effective = 0.0
@@ -564,12 +605,13 @@ def _warn_if_memorised(posterior: Posterior) -> None:
         wide = as_double(variance)
         settled = (1 - precision * _times(wide, ratios.get(name))).clamp(min=0)
         effective += float(settled[wide > 0].sum())  # without variance: no part of the posterior
-    if effective > _MAX_PARAMETERS_PER_TARGET.get(posterior.method, 0.5) * targets:
-        warn_user(
-            f"The network has about {min(effective, targets):,.0f} effective parameters for {targets:,.0f} training "
-            f"targets, so that their residuals underestimate the noise and intervals will be too narrow. Tune the "
-            f"noise on held-out data, uq.tune(posterior, val_loader), or give it, noise_variance=...."
-        )
+    if effective <= _MAX_PARAMETERS_PER_TARGET.get(posterior.method, 0.5) * targets:
+        return None
+    return (
+        f"The network has about {min(effective, targets):,.0f} effective parameters for {targets:,.0f} training "
+        f"targets, so that their residuals underestimate the noise and intervals will be too narrow. Pass held-out "
+        f"data, uq.calibrate(posterior, val_loader), or the noise, noise_variance=...."
+    )
 
 
 def _times(values: Tensor, factor: Tensor | None) -> Tensor:

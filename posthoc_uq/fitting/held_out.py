@@ -36,33 +36,37 @@ _NOISES = (-8.0, 16.0)  # decades of the noise scale in which the best one of th
 _TEMPERATURES = np.linspace(-1.0, 1.5, 11)  # decades of the temperature at which losses are computed
 
 
-def reluctance(factor: float) -> float:
-    """Minus the logarithm of the prior density of a temperature, or of a noise scale, less that at 1, in nats.
+def reluctance(factor: float, centre: float = 1.0) -> float:
+    """Minus the logarithm of the prior density of a temperature, or of a noise scale, less that at its centre, in nats.
 
     Below 1, where predictions become more certain, the logarithm has a normal density with exponential tails: a few
     labels that are all predicted correctly ask for a temperature of zero. Above 1 it has a Cauchy density, since a
     network that has memorised its data needs a temperature of ten, and a noise of thousands of times its residuals.
+
+    Args:
+        factor: the temperature, or the noise scale.
+        centre: the most probable one, at least 1: that of leave-one-out, where it was estimated.
     """
-    x = log(factor) / _PRIOR_SPREAD
-    if x >= 0:
-        return log1p(x**2)
-    return x**2 / 2 if x > -1 else -x - 0.5
+    above = log(max(factor, 1.0) / max(centre, 1.0)) / _PRIOR_SPREAD
+    below = log(min(factor, 1.0)) / _PRIOR_SPREAD
+    return log1p(above**2) + (below**2 / 2 if below > -1 else -below - 0.5)
 
 
-def _most_probable(losses: Sequence[float], labels: int) -> float:
+def _most_probable(losses: Sequence[float], labels: int, centre: float) -> float:
     """The temperature of the least sum of losses and `reluctance`.
 
     Args:
         losses: means over labels at `_TEMPERATURES`; between these they follow a spline, since they are smooth and the
             prior alone is not.
         labels: how many there are.
+        centre: of the prior.
     """
     finite = np.isfinite(losses)
     if finite.sum() < 2:
-        return 1.0
+        return centre
     known = _TEMPERATURES[finite]
     decades = np.linspace(known[0], known[-1], 1001)
-    penalties = np.array([reluctance(10.0**decade) for decade in decades]) / max(1, labels)
+    penalties = np.array([reluctance(10.0**decade, centre) for decade in decades]) / max(1, labels)
     from scipy.interpolate import CubicSpline
 
     curve = CubicSpline(known, np.array(losses)[finite])
@@ -141,18 +145,25 @@ class HeldOutLoss(Score):
             logs = ((draft(), targets) for draft, targets in predictions)
             total = sum(float(as_double(made.log_prob(made.fitting(y))).sum()) for made, y in logs)
             losses.append(-total / max(1, self.labels))
-        return _most_probable(losses, self.labels)
+        return _most_probable(losses, self.labels, self._centre("temperature"))
 
     def temperature_penalty(self) -> float:
         """What the prior of the temperature adds to the mean loss of the labels, where the temperature is searched."""
-        return reluctance(self.posterior.temperature) / max(1, self.labels) if self._tempered else 0.0
+        if not self._tempered:
+            return 0.0
+        return reluctance(self.posterior.temperature, self._centre("temperature")) / max(1, self.labels)
+
+    def _centre(self, name: str) -> float:
+        """The most probable value, before any held-out label is seen: that of leave-one-out, or 1."""
+        found = self.posterior.history.left_out.get(name, 1.0)
+        return min(found, 10.0 ** float(_TEMPERATURES[-1])) if name == "temperature" else found
 
     def noise_reluctance(self, factor: float) -> float:
         """`reluctance` of a noise scale. Where the likelihood has no estimate of its noise, 1 is a dispersion that was
         given, often by default, and a smaller one is as likely as a larger one.
         """
         estimated = self.posterior.likelihood.noise_variance is not None
-        return reluctance(factor if estimated else max(factor, 1 / factor))
+        return reluctance(factor if estimated else max(factor, 1 / factor), self._centre("noise_scale"))
 
     def of_model_alone(self) -> float:
         """The loss of the model without a posterior."""
@@ -171,8 +182,9 @@ class HeldOutLoss(Score):
         if not self._tempered:
             return self._of_outputs(pairs, 1.0)
         losses = [self._of_outputs(pairs, 10.0 ** float(decade)) for decade in _TEMPERATURES]
-        best = _most_probable(losses, self.labels)
-        return self._of_outputs(pairs, best) + reluctance(best) / max(1, self.labels)
+        centre = self._centre("temperature")
+        best = _most_probable(losses, self.labels, centre)
+        return self._of_outputs(pairs, best) + reluctance(best, centre) / max(1, self.labels)
 
     def _of_outputs(self, pairs: Iterable[tuple[Tensor, Any]], temperature: float) -> float:
         """The loss of outputs without uncertainty."""

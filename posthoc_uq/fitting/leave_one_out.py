@@ -37,6 +37,14 @@ MAX_TEMPERATURE = 1e4
 MAX_SAMPLES = 4096  # the kernel has a number for every pair, and its eigenvectors take some seconds at 4,000
 
 
+FEW_SAMPLES = 2048  # up to which a fit does this unasked: it takes two seconds there
+UNASKED_GAP = (
+    0.1  # of the network's confidence over the estimated accuracy, from which a fit changes the temperature
+)
+
+_OF_PERCEPTRONS = (nn.Linear, nn.LayerNorm, nn.BatchNorm1d, nn.PReLU)
+
+
 @dataclass(frozen=True)
 class LeftOut:
     """Predictions of every sample by all others.
@@ -59,6 +67,12 @@ class LeftOut:
         if self.targets.shape[1] == 1:
             return float(((self.predictions > 0.5) == (self.targets > 0.5)).double().mean())
         return float((self.predictions.argmax(1) == self.targets.argmax(1)).double().mean())
+
+    @property
+    def largest_accuracy(self) -> float:
+        """The accuracy and two of its standard errors."""
+        accuracy = self.accuracy
+        return min(1.0, accuracy + 2 * (accuracy * (1 - accuracy) / len(self.targets)) ** 0.5)
 
     @property
     def squared_error(self) -> Tensor:
@@ -112,19 +126,27 @@ def leave_one_out(kernel: Tensor, targets: Tensor, groups: Tensor | None = None)
     return cast(LeftOut, best)
 
 
-def temperature_for(logits: Tensor, confidence: float) -> float:
-    """The temperature, from 1 to 10,000, at which the mean of the largest probability is `confidence`.
+def confidence(logits: Tensor) -> float:
+    """The mean of the largest probability, for logits as `temperature_for` takes them."""
+    return float(_of_classes(logits).softmax(-1).amax(-1).mean())
+
+
+def _of_classes(logits: Tensor) -> Tensor:
+    wide = logits.detach().double()
+    return wide if wide.ndim > 1 else torch.stack((torch.zeros_like(wide), wide), -1)
+
+
+def temperature_for(logits: Tensor, wanted: float) -> float:
+    """The temperature, from 1 to 10,000, at which the mean of the largest probability is `wanted`.
 
     Args:
         logits: ``(samples, classes)``, or ``(samples,)`` of two classes.
-        confidence: in (0, 1).
+        wanted: in (0, 1).
     """
-    wide = logits.detach().double()
-    if wide.ndim == 1:
-        wide = torch.stack((torch.zeros_like(wide), wide), -1)
+    wide = _of_classes(logits)
 
     def excess(decade: float) -> float:
-        return float((wide / 10.0**decade).softmax(-1).amax(-1).mean()) - confidence
+        return confidence(wide / 10.0**decade) - wanted
 
     if excess(0.0) <= 0:
         return 1.0
@@ -172,6 +194,26 @@ class LeaveOneOut:
         )
 
 
+def is_perceptron(model: nn.Module, batch: Batch) -> bool:
+    """Whether a network has hidden layers, and no other weights than those of linear layers on single rows and of their
+    normalisation, all of them trained or none: it was then most likely trained from scratch, and its tangent kernel
+    before the training estimates well what it has learned. Networks of convolutions learn features that the kernel
+    lacks.
+    """
+    owners = [module for module in model.modules() if any(True for _ in module.parameters(recurse=False))]
+    if not owners or not all(type(module) in _OF_PERCEPTRONS for module in owners):
+        return False
+    if len({parameter.requires_grad for parameter in model.parameters()}) > 1:
+        return False
+    twin, single = replicate(model), list[bool]()
+    for module in twin.modules():
+        if isinstance(module, nn.Linear):
+            module.register_forward_pre_hook(lambda _, inputs: single.append(inputs[0].ndim == 2))
+    with torch.no_grad():
+        batch.copied().call(twin)
+    return len(single) > 1 and all(single)
+
+
 def calibrate_by_leave_one_out(
     posterior: Posterior,
     loader: Iterable[Any],
@@ -182,12 +224,15 @@ def calibrate_by_leave_one_out(
     initialisations: int = 3,
     seed: int = 0,
     progress: bool = True,
+    least_gap: float = 0.0,
 ) -> LeaveOneOut:
     """Set the temperature of classes, or the noise of a regression, from the training data alone.
 
     The temperature is that at which the network's mean confidence on its training inputs is the accuracy that
-    leave-one-out estimates, and never below 1. The noise scale is the mean over outputs of the larger of the training
-    residuals' mean square and the leave-one-out error, over the noise variance of the fit. The prior stays.
+    leave-one-out estimates, and two standard errors: the posterior doubts new inputs, too, and few samples know little;
+    with the accuracy itself predictions are worse (docs/defaults.md). It is never below 1. The noise scale is the mean
+    over outputs of the larger of the training residuals' mean square and the leave-one-out error, over the noise
+    variance of the fit. The prior stays.
 
     Args:
         posterior: of a network that was trained from scratch on these data, or else with `initial`.
@@ -198,6 +243,8 @@ def calibrate_by_leave_one_out(
         initialisations: how many untrained networks are averaged, where `initial` is not given.
         seed: of the initial weights and the directions.
         progress: whether to show a bar.
+        least_gap: leave the temperature at 1 where the network's mean confidence exceeds the wanted one by no more than
+            this.
 
     Raises:
         PosthocUQError: the likelihood is none of classes or of a regression with one noise variance an output, the data
@@ -233,8 +280,11 @@ def calibrate_by_leave_one_out(
     facts = (len(targets), len(starts), left_out.ridge)
     if likelihood.logits:
         logits = given.reshape(len(given)) if targets.shape[1] == 1 else given
-        temperature = temperature_for(logits, left_out.accuracy)
+        wanted = left_out.largest_accuracy
+        flattened = confidence(logits) - wanted > least_gap
+        temperature = temperature_for(logits, wanted) if flattened else 1.0
         posterior.temperature = temperature
+        posterior.history.left_out = {"temperature": temperature, "noise_scale": 1.0}
         report = LeaveOneOut(left_out.accuracy, None, temperature, None, *facts)
         posterior.history.tuning["temperature"] = str(report)
         return report
@@ -243,6 +293,7 @@ def calibrate_by_leave_one_out(
     assert likelihood.noise_variance is not None
     scale = float((torch.maximum(error, residuals) / likelihood.noise_variance.cpu()).mean())
     posterior.noise_scale = scale
+    posterior.history.left_out = {"temperature": 1.0, "noise_scale": scale}
     report = LeaveOneOut(None, error, None, scale, *facts)
     posterior.history.tuning["noise variance"] = str(report)
     return report

@@ -322,7 +322,8 @@ class _ByHeldOutLabels(_Search):
         # seen before find the same again.
         fitted = posterior.history.faithful
         if tempered:
-            posterior.temperature = fitted.get("network_temperature", 1.0)
+            first_temperature = fitted.get("network_temperature", 1.0)
+            posterior.temperature = posterior.history.left_out.get("temperature", first_temperature)
         assert self.loader is not None
         loss = HeldOutLoss(posterior, self.loader, predictor, self.reader, seed=self.seed, tempered=tempered)
         if "noise" in names:

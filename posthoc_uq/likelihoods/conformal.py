@@ -267,7 +267,7 @@ class Promises:
 
     def bounds(self, kind: TargetScore, level: float, outputs: int) -> Tensor:
         """The largest score of each output's target that belongs to an interval, ``(outputs,)``, float64."""
-        return self._thresholds((kind,), level, outputs)
+        return self._thresholds((kind,), level, outputs).expand(outputs)
 
     def _thresholds(self, kinds: tuple[str, ...], level: float, columns: int) -> Tensor:
         if self.kind not in kinds or len(self.targets) not in (1, columns):

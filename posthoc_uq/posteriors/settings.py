@@ -74,6 +74,8 @@ class History:
         faithful: the faithful prior precision (or scale) as ``value``, its ``temperature`` and the
             ``network_temperature`` it was compared with, ``divergence``, ``budget``, ``head``, and the other
             ``settings``; or empty.
+        left_out: the ``temperature`` and the ``noise_scale`` that leave-one-out found, around which held-out labels
+            search theirs; or empty.
         calibration: the moments head's correction as plain values, with the settings it was made for; or empty.
         promises: the held-out scores by which predictions promise, with the settings they were measured with
             (`posthoc_uq.files.records.PromisesRecord`); or empty.
@@ -93,6 +95,7 @@ class History:
     tuning: dict[str, str] = field(default_factory=lambda: dict[str, str]())
     head: dict[str, Any] = field(default_factory=lambda: dict[str, Any]())
     faithful: dict[str, Any] = field(default_factory=lambda: dict[str, Any]())
+    left_out: dict[str, float] = field(default_factory=lambda: dict[str, float]())
     calibration: dict[str, Any] = field(default_factory=lambda: dict[str, Any]())
     promises: dict[str, Any] = field(default_factory=lambda: dict[str, Any]())
     novelty: str = ""
