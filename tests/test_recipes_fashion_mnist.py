@@ -77,4 +77,6 @@ def test_referral(folder, tmp_path):
     kinds = ["digits", "letters", "photos", "noise", "one grey", "negatives", "on its side"]
     assert list(found["joint"]) == ["accuracy", "of the rest", "mistakes referred", "familiar", *kinds]
     assert all(0 <= share <= 100 for row in found.values() for share in row.values())
-    assert found["novelty"]["negatives"] > found["largest probability"]["negatives"] and "| joint |" in printed
+    assert (
+        found["novelty"]["negatives"] > found["largest probability"]["negatives"] and "| joint |" in printed
+    )

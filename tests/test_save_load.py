@@ -157,7 +157,9 @@ def test_a_long_record_is_kept_whole(tmp_path: Path) -> None:
     assert plain(load(tmp_path / "p.h5", model)) == plain(posterior)
 
 
-@pytest.mark.parametrize("name", ["head", "faithful", "promises", "changes", "output", "calibration"])
+@pytest.mark.parametrize(
+    "name", ["head", "faithful", "left_out", "promises", "changes", "output", "calibration"]
+)
 def test_the_history_comes_back_and_is_shown(name: str, tmp_path: Path) -> None:
     model, path = make_model(), tmp_path / "p.h5"
     posterior = make("inf", model)
@@ -168,6 +170,7 @@ def test_the_history_comes_back_and_is_shown(name: str, tmp_path: Path) -> None:
             ({"name": "moments", "options": {"n_draws": 50}, "criterion": "evidence"}, "moments (n_draws 50)")
         ],
         "faithful": [(FAITHFUL, "of at most 0.01 nats"), (by_layer, "infinitely many")],
+        "left_out": [({"temperature": 3.0, "noise_scale": 1.0}, "")],
         "promises": [(PROMISES, "p-values of entropy, joint; by 3 held-out samples")],
         "changes": [({**counts, "digest": "0" * 64, "outside": 0.1, "outside before": 0.2}, "5 samples")],
         "output": [({"name": "logits", "guessed": True}, "'logits'")],
