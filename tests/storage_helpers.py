@@ -162,7 +162,9 @@ def draw(posterior: Posterior) -> dict[str, Tensor]:
 
 def sealed(image: bytes, kind: str = "inf", number: int = header.FORMAT) -> bytes:
     """An image with a header that fits, as a stranger would make it."""
-    return header.seal(BytesIO(image), kind, number).getvalue()
+    sealed = bytearray(header.seal(BytesIO(image), kind).getvalue())
+    sealed[16:20] = number.to_bytes(4, "little")
+    return bytes(sealed)
 
 
 def kind_of(image: bytes) -> str:

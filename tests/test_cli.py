@@ -268,17 +268,20 @@ def test_words_become_values() -> None:
         ("fit x -o y --rank z", "--method.rank: 'z' is not a number"),
         ("fit x -o y --rank -1", "--method.rank must be"),
         ("fit x -o y --basis_fraction 7 --rank 3", "basis_fraction"),
-        ("fit x -o y --prior-precision z", "--prior_precision: 'z' is not a number, faithful or evidence"),
-        ("fit x -o y --prior-precision -1", "--prior_precision must be >0, not -1"),
+        ("fit x -o y --prior-precision z", "--prior_precision: 'z' is not faithful, evidence or a number"),
+        (
+            "fit x -o y --prior-precision -1",
+            "--prior_precision must be a finite number > 0 or one of 'faithful', 'evidence' or None, not -1",
+        ),
         ("fit x -o y --dtype number3", "'number3' is not a number format"),
-        ("fit x -o y --batch-size 0", "--batch_size must be >0, not 0"),
-        ("fit x -o y --image-size 20000", "<=16384"),
+        ("fit x -o y --batch-size 0", "--batch_size must be a whole number >= 1, not 0"),
+        ("fit x -o y --image-size 20000", "<= 16384"),
         ("fit x -o y --mean a,b", "--mean: "),
         ("fit x -o y --val-split train", "--val_split is a part of --val_data"),
         ("fit x -o y", "--model must be given"),
         ("tune m --calibrate", "need held-out data"),
         ("tune m --no-search", "leaves nothing to do"),
-        ("predict m x -o y --referral-rate 1", "--referral_rate must be >0 and <1, not 1"),
+        ("predict m x -o y --referral-rate 1", "--referral_rate must be a finite number > 0 and < 1, not 1"),
         ("tune m --criterion faithful", "needs training inputs"),
         ("tune m --divergence 0.1", "--divergence is of the criteria"),
         ("evaluate m x --ood textures", "not of the form NAME=DATA"),
@@ -344,7 +347,7 @@ class TestConfiguration:
         for text, key in (
             ("splti: train", "There is no option --splti in"),
             ("batch_size: many", "--batch_size: 'many' is not a whole number (in"),
-            ("batch-size: 0", "--batch_size must be >0, not 0 (in"),
+            ("batch-size: 0", "--batch_size must be a whole number >= 1, not 0 (in"),
             ("method: imf", "Did you mean 'inf'"),
             ("method: {name: diag, rank: 3}", "--method.rank is for the method inf"),
             ("split: [", "is no YAML"),
@@ -445,7 +448,7 @@ def test_every_command_says_what_is_wrong_with_its_inputs(place: Path, tmp_path:
         if name == "fit":
             continue
         for file, words in (
-            ("gone.h5", "does not exist"),
+            ("gone.h5", "There is no file"),
             ("w.pt", "not a posterior"),
             ("val", "is a folder"),
         ):
@@ -544,7 +547,7 @@ def test_the_demo_is_run_as_asked(monkeypatch: pytest.MonkeyPatch, tmp_path: Pat
     result = run("demo", *options, "--force --json")
     assert json.loads(result.stdout)["files"] == [str(tmp_path / "picture.png")]
     assert result.stderr == "a table of seed 3\n"
-    monkeypatch.setattr(commands, "find_spec", lambda _: None)
+    monkeypatch.setattr("posthoc_uq.cli.options.find_spec", lambda _: None)
     assert "needs the extra demo: pip install 'posthoc-uq[demo]'" in failure("demo", *options)
 
 

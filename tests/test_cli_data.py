@@ -198,9 +198,9 @@ class TestTroubles:
         own = Preprocessing(3).transform().__class__(full, "RGB", "own")
         images = FolderImages(str(folder), image_files(str(folder)), None, own)
         with pytest.MonkeyPatch.context() as patch:
-            patch.setattr(Image.Image, "convert", full)
+            patch.setattr("PIL.ImageFile.ImageFile.load", full)
             for work in (
-                lambda: opened_image(path, "L", 1),
+                lambda: opened_image(path, 1),
                 lambda: images[0],
                 lambda: WrappedImages(Items([1]), False, own)[0],
                 lambda: TrainedModel(Full(), "x:y", own).run(torch.ones(1)),

@@ -352,6 +352,10 @@ RECORDS: list[tuple[str, tuple[Any, ...], Any, str]] = [
     ("inf", ("features", "smoothing"), -1.0, "smoothing must be at least"),
     ("inf", ("history", "fit", "seed"), [[[[[[[[1]]]]]]]], "nested at most"),
     ("inf", ("history", "fit", "image size"), 10**9, "image size"),
+    ("inf", ("history", "fit", "model classes"), 10**12, "model classes"),
+    ("inf", ("history", "fit", "model classes"), True, "model classes"),
+    ("inf", ("history", "fit", "model"), ["timm:resnet18"], "model"),
+    ("inf", ("history", "fit", "model weights"), 3, "model weights"),
     ("function_space", ("history", "fit", "prior body variance"), "x", "prior body variance"),
     ("inf", ("history", "tuning", "x"), 3, "tuning, x must be a text"),
     ("inf", ("history", "novelty"), "magic", "novelty must be one of"),
@@ -566,7 +570,6 @@ def test_many_fits_begin_and_write_side_by_side(tmp_path: Path) -> None:
     def work(name: str) -> None:
         try:
             for _ in range(40):
-                atomic.remove_leftovers(tmp_path / name)
                 atomic.write(tmp_path / name, BytesIO(b"x" * 10_000))
         except BaseException as error:
             failed.append(error)

@@ -134,7 +134,7 @@ def test_unknown_links_are_refused(head: str) -> None:
         for name in ("poisson", "regression")
     )
     for own, link in ((values, "logit"), (counts, "probit")):
-        with pytest.raises(uq.PosthocUQError, match="link must be one of 'mc'"):
+        with pytest.raises(uq.PosthocUQError, match=r"link must be .*'mc'"):
             uq.wrap(net, own, head, link=link)
     with pytest.raises(uq.PosthocUQError, match=r"n_draws must be"):
         uq.wrap(net, values, head, n_draws=0)

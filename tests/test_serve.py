@@ -633,7 +633,7 @@ def test_the_command_serves(place: Path, predictor: uq.Predictor, monkeypatch: p
     names.write_text("a\nb")
     assert "2 class names" in failure("serve", *common, "--class-names", names)
     assert "cannot be listened on" in failure("serve", *common, "--host", "256.0.0.1")
-    assert "does not exist" in failure("serve", place / "no.h5", *_model(place))
+    assert "There is no file" in failure("serve", place / "no.h5", *_model(place))
     assert json.dumps(printed)
 
 

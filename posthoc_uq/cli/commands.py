@@ -20,7 +20,7 @@ import warnings
 from collections.abc import Generator, Iterable, Mapping, Sequence
 from contextlib import contextmanager, redirect_stdout
 from dataclasses import asdict, dataclass, replace
-from importlib.util import find_spec
+from io import BytesIO
 from pathlib import Path
 from typing import Annotated, Any, Literal, get_type_hints
 
@@ -33,18 +33,17 @@ from posthoc_uq.cli.models import TrainedModel, device_named, trained_model
 from posthoc_uq.cli.options import (
     Choice,
     Console,
-    Count,
     Data,
     DataName,
     Kept,
     ModelSource,
     Port,
-    Positive,
     Read,
     Share,
     Window,
     Written,
     WrongUsage,
+    check_extra,
 )
 from posthoc_uq.cli.outputs import Maps, Outputs, PredictionTable, text_file
 from posthoc_uq.cli.posterior_file import (
@@ -58,12 +57,12 @@ from posthoc_uq.cli.posterior_file import (
     stored_dtype,
 )
 from posthoc_uq.core.batches import Bar, BatchReader, batches
-from posthoc_uq.core.distributed import raise_on_any_error, rank, run_on_all_ranks, world
+from posthoc_uq.core.distributed import rank, run_on_all_ranks, world
 from posthoc_uq.core.errors import PosthocUQError
-from posthoc_uq.core.options import check_option
+from posthoc_uq.core.options import Count, Positive, check_option
 from posthoc_uq.core.randomness import isolated_random_state
 from posthoc_uq.deployment import drift_figure, drift_table, drifts, newest, read_scores
-from posthoc_uq.files.atomic import checked_target, remove_leftovers, replacing
+from posthoc_uq.files.atomic import write
 from posthoc_uq.fitting.fit import takes_layers
 from posthoc_uq.fitting.wrap import HEADS, head_class, options_of, recorded_head
 from posthoc_uq.heads.moments import MomentsPredictor
@@ -202,15 +201,9 @@ def fit(
         if loaded.files is not None or data.startswith("torchvision:"):
             posterior.history.fit |= image_facts(source, model)
         dtype = None if save_dtype is None else getattr(torch, save_dtype)
-        failed: Exception | None = None
-        try:
-            uq.save(posterior, output, dtype=dtype, compression="gzip" if compress else None)
-        except Exception as error:  # every process must hear of it
-            failed = error
-        raise_on_any_error(failed, "writing the posterior")
+        uq.save(posterior, output, dtype=dtype, compression="gzip" if compress else None)
         report, size = posterior.report(), os.path.getsize(output) if rank() == 0 else 0
-        lines = [report.brief()]
-        lines.append(f"seconds: {time.perf_counter() - start:.1f}")
+        lines = [report.brief(), f"seconds: {time.perf_counter() - start:.1f}"]
         if source.weights is None and not source.pretrained:
             lines.append(f"No --weights were given: '{source.model}' itself must return the trained model.")
         lines.append(f"Written to {output} ({size:,} bytes); posthoc-uq inspect {output} shows all of it.")
@@ -303,10 +296,20 @@ def tune(
         search: no-search leaves the hyperparameters as they are.
         calibrate: mend the scale of the moments head by Monte Carlo.
     """
-    _check_tuning(criterion, divergence, data is not None, calibrate or bool(temperature), calibrate, search)
-
+    if not search and not calibrate:
+        raise WrongUsage("--no-search leaves nothing to do without --calibrate.")
+    if not search and (criterion is not None or divergence is not None):
+        raise WrongUsage("--criterion and --divergence are of the search, which --no-search leaves out.")
+    if data is None and (calibrate or temperature):
+        raise WrongUsage("--temperature and --calibrate need held-out data: --data DATA.")
     criterion = criterion or ("likelihood" if data is not None else "evidence")
     of_criterion = CRITERIA[criterion]
+    if search and data is None and of_criterion.data:
+        raise WrongUsage(f"--criterion {criterion} needs {of_criterion.data}: --data DATA.")
+    if search and data is not None and not (of_criterion.data or calibrate):
+        raise WrongUsage(f"--criterion {criterion} needs no data; leave --data out.")
+    if divergence is not None and not of_criterion.by_predictions:
+        raise WrongUsage("--divergence is of the criteria faithful and likelihood, which need --data DATA.")
     labels = search and of_criterion.labels
     model, posterior = opened(file, source)
     loaded = None
@@ -354,13 +357,9 @@ def tune(
             predictor.calibrate(loaded.loader, progress=_progress(console))
     rewrite(posterior, file, output, source, stored_dtype(file))
     prior = posterior.prior_precision
-    # the prior precision first, if there is one: it is what most searches are about
-    shown = dict(sorted(posterior.reported().items(), key=lambda item: item[0] != "prior precision"))
-    if posterior.noise_variance is not None:
-        shown["noise variance"] = posterior.noise_variance.tolist()
     facts = {
         "output": output or file,
-        "hyperparameters": shown,
+        "hyperparameters": _hyperparameters(posterior),
         "prior precision by layer": dict(prior) if isinstance(prior, dict) else None,
         **facts,
         "searched through": posterior.history.head or None,
@@ -388,28 +387,11 @@ def _tuning_in_words(facts: Mapping[str, Any]) -> str:
     return "\n".join([*lines, f"Written to {facts['output']}."])
 
 
-def _check_tuning(
-    criterion: Criterion | None,
-    divergence: float | None,
-    data: bool,
-    needs_data: bool,
-    looks: bool,
-    search: bool,
-) -> None:
-    """Refuse options that do not fit together."""
-    if not search and not looks:
-        raise WrongUsage("--no-search leaves nothing to do without --calibrate.")
-    if not search and (criterion is not None or divergence is not None):
-        raise WrongUsage("--criterion and --divergence are of the search, which --no-search leaves out.")
-    if not data and needs_data:
-        raise WrongUsage("--temperature and --calibrate need held-out data: --data DATA.")
-    chosen = criterion or ("likelihood" if data else "evidence")
-    if not data and CRITERIA[chosen].data and search:
-        raise WrongUsage(f"--criterion {chosen} needs {CRITERIA[chosen].data}: --data DATA.")
-    if criterion is not None and data and not CRITERIA[criterion].data and not looks:
-        raise WrongUsage(f"--criterion {criterion} needs no data; leave --data out.")
-    if divergence is not None and not CRITERIA[chosen].by_predictions:
-        raise WrongUsage("--divergence is of the criteria faithful and likelihood, which need --data DATA.")
+def _hyperparameters(posterior: uq.Posterior) -> dict[str, Any]:
+    """By name, the prior precision first, if there is one: it is what most searches are about."""
+    shown = dict(sorted(posterior.reported().items(), key=lambda item: item[0] != "prior precision"))
+    noise = posterior.noise_variance
+    return shown if noise is None else shown | {"noise variance": noise.tolist()}
 
 
 def calibrate(
@@ -478,14 +460,11 @@ def calibrate(
             **chosen,
         )
     rewrite(posterior, file, output, source, stored_dtype(file))
-    shown: dict[str, Any] = dict(posterior.reported())
-    if posterior.noise_variance is not None:
-        shown["noise variance"] = posterior.noise_variance.tolist()
     facts = {
         "output": output or file,
         "criterion": criterion,
         "samples": found.samples,
-        "hyperparameters": shown,
+        "hyperparameters": _hyperparameters(posterior),
         "promises": described_promises(posterior.history.promises) if held_out else None,
     }
     return Done(f"{found}\nWritten to {facts['output']}.", facts)
@@ -588,12 +567,8 @@ def predict(
 
 
 def _referral(predictor: uq.Predictor, rate: float, without: str) -> uq.Referral | None:
-    """What refers inputs at this rate; None where the file's held-out scores do not allow it, with a warning.
-
-    Args:
-        predictor: of the file's posterior.
-        rate: of familiar inputs.
-        without: what follows where there is none, as a sentence.
+    """What refers inputs at this rate; None where the file's held-out scores do not allow it, with a warning that
+    begins with the sentence `without`.
     """
     referral = uq.Referral(rate)
     try:
@@ -852,11 +827,9 @@ def monitor(
     incoming, held_out = read_scores(file, last), read_scores(reference)
     found = drifts(incoming, held_out, window)
     if output is not None:
-        target = checked_target(output)
-        remove_leftovers(target)
-        with replacing(target) as opened:
-            figure = drift_figure(incoming, held_out, window)
-            figure.savefig(opened, format=kind)
+        image = BytesIO()
+        drift_figure(incoming, held_out, window).savefig(image, format=kind)
+        write(output, image)
     newest_tests = newest(found)
     alarms = [test.score for test in newest_tests if test.alarm]
     verdict = "no sign of drift" if newest_tests else "too few for a test"
@@ -917,12 +890,6 @@ def demo(
         identical = run(Path(output), seed).identical
     files = sorted(os.path.join(place, name) for place, _, names in os.walk(output) for name in names)
     return Done("", {"output": output, "succeeded": identical, "files": files}, code=0 if identical else 1)
-
-
-def check_extra(name: str, *modules: str) -> None:
-    """Refuse a command whose extra is not installed."""
-    if any(find_spec(module) is None for module in modules):
-        raise PosthocUQError(f"This needs the extra {name}: pip install 'posthoc-uq[{name}]'.")
 
 
 def _progress(console: Console) -> bool:

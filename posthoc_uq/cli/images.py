@@ -36,7 +36,7 @@ UNLABELLED = 255
 """The value of a mask whose pixels count for nothing, where ``--ignore_index`` says nothing else."""
 _MASK_MODES = ("1", "L", "P", "I", "I;16")
 
-Read = tuple[Tensor, Any, int]
+Item = tuple[Tensor, Any, int]
 
 
 @dataclass(frozen=True)
@@ -67,9 +67,9 @@ def image_files(folder: str) -> list[str]:
     return paths
 
 
-def opened_image(path: str, mode: str | None, shorter: int) -> Image.Image | Trouble:
-    """The image in a file, in Pillow's mode `mode` if one is given. One that would become huge where its shorter side
-    is resized to `shorter` is not decoded; Pillow's own limit is that for it, too.
+def opened_image(path: str, shorter: int) -> Image.Image | Trouble:
+    """The image in a file. One that would become huge where its shorter side is resized to `shorter` is not decoded;
+    Pillow's own limit is that for it, too.
     """
     if (kind := irregular(path)) is not None:
         return Trouble(path, f"it is {kind}, not a file.")
@@ -79,7 +79,7 @@ def opened_image(path: str, mode: str | None, shorter: int) -> Image.Image | Tro
             if limit is not None and (fault := too_long(opened.width, opened.height, shorter, limit)):
                 return Trouble(path, f"it {fault}.")
             opened.load()
-            return opened if mode in (None, opened.mode) else opened.convert(mode)
+            return opened
     except UnidentifiedImageError:
         return Trouble(path, f"not in an image format that is read: {', '.join(IMAGE_FORMATS)}.")
     except Exception as error:  # decoders raise many types for damaged files
@@ -88,7 +88,7 @@ def opened_image(path: str, mode: str | None, shorter: int) -> Image.Image | Tro
         return Trouble(path, f"{_words(error)}.")
 
 
-def _transformed(image: Any, label: Any, index: int, name: str, transform: ImageTransform) -> Read | Trouble:
+def _transformed(image: Any, label: Any, index: int, name: str, transform: ImageTransform) -> Item | Trouble:
     """An item: the image through the transform, its label and its number."""
     try:
         tensor: Any = transform(image)
@@ -120,9 +120,9 @@ class FolderImages(Dataset[Any]):
     def __len__(self) -> int:
         return len(self.files)
 
-    def __getitem__(self, index: int) -> Read | Trouble:
+    def __getitem__(self, index: int) -> Item | Trouble:
         path = os.path.join(self.folder, self.files[index])
-        image = opened_image(path, self.transform.mode, self.transform.shorter)
+        image = opened_image(path, self.transform.shorter)
         if isinstance(image, Trouble):
             return image
         item = _transformed(
@@ -130,11 +130,11 @@ class FolderImages(Dataset[Any]):
         )
         return item if isinstance(item, Trouble) else self._with_mask(item, image)
 
-    def _with_mask(self, item: Read, image: Image.Image) -> Read | Trouble:
+    def _with_mask(self, item: Item, image: Image.Image) -> Item | Trouble:
         """The item as it is; subclasses put a mask in the place of the label."""
         return item
 
-    def first(self) -> Read:
+    def first(self) -> Item:
         """The first item that can be read.
 
         Raises:
@@ -149,15 +149,8 @@ class FolderImages(Dataset[Any]):
 
 
 class MaskedImages(FolderImages):
-    """Images, each with the class of every pixel, in the folders ``images`` and ``masks``.
-
-    Args:
-        folder: with both.
-        files: of the images.
-        masks: of each.
-        transform: for images.
-        ignored: value of a mask that counts for nothing.
-        not_counted: the label that such a pixel gets.
+    """Images, each with the class of every pixel, in the folders ``images`` and ``masks``. A mask's value `ignored`
+    counts for nothing, and becomes the label `not_counted`.
     """
 
     def __init__(
@@ -174,9 +167,9 @@ class MaskedImages(FolderImages):
         self._ignored, self._not_counted = ignored, not_counted
         self.classes: int | None = None
 
-    def _with_mask(self, item: Read, image: Image.Image) -> Read | Trouble:
+    def _with_mask(self, item: Item, image: Image.Image) -> Item | Trouble:
         inputs, _, index = item
-        mask = opened_image(self._masks[index], None, 0)  # as large as the image, or refused
+        mask = opened_image(self._masks[index], 0)  # as large as the image, or refused
         if isinstance(mask, Trouble):
             return mask
         labels = self._labels(mask, image, inputs)
@@ -221,7 +214,7 @@ class WrappedImages(Dataset[Any]):
     def __len__(self) -> int:
         return len(self._dataset)
 
-    def __getitem__(self, index: int) -> Read | Trouble:
+    def __getitem__(self, index: int) -> Item | Trouble:
         name = f"number {index}"
         try:
             with only_image_formats():  # data sets open their files themselves
@@ -269,25 +262,19 @@ def read_folder(
             f"away."
         )
     if reading.class_map is None and all(file.count(os.sep) > 1 for file in files):
-        _warn_of_level(folder, classes, part)
+        # likely the parts of a data set, one level above its classes
+        likely = next((name for name in (part, "train") if name in classes), classes[0])
+        warnings.warn(
+            f"The class folders of '{folder}' hold no images themselves, only folders of them; each counts as one "
+            f"class. Perhaps '{os.path.join(folder, likely)}' is meant?",
+            stacklevel=2,
+        )
     outputs = max(2, model.outputs(images.first()[0]).shape[-1])  # one logit stands for two classes
     index = folder_labels(classes, outputs, reading.class_map, folder)
     images.labels = [index[file.split(os.sep)[0]] for file in files]
     names = sorted(index, key=lambda name: index[name])
     complete = [index[name] for name in names] == list(range(outputs))
     return images, {NAMES: names} if complete else {}
-
-
-def _warn_of_level(folder: str, classes: Sequence[str], part: str) -> None:
-    """Warn of class folders that hold only folders: they are likely the parts of a data set, one level above its
-    classes.
-    """
-    likely = next((name for name in (part, "train") if name in classes), classes[0])
-    warnings.warn(
-        f"The class folders of '{folder}' hold no images themselves, only folders of them; each counts as one class. "
-        f"Perhaps '{os.path.join(folder, likely)}' is meant?",
-        stacklevel=2,
-    )
 
 
 def _has_masks(folder: str) -> bool:
@@ -349,7 +336,7 @@ def _by_stem(files: Sequence[str], folder: str) -> dict[str, str]:
     return found
 
 
-def stack(items: list[Read | Trouble]) -> tuple[Tensor | None, Tensor | None, Tensor, list[Trouble]]:
+def stack(items: list[Item | Trouble]) -> tuple[Tensor | None, Tensor | None, Tensor, list[Trouble]]:
     """A batch of what could be read: inputs, targets if there are labels, the items' numbers; and what failed."""
     troubles = [item for item in items if isinstance(item, Trouble)]
     read = [item for item in items if not isinstance(item, Trouble)]
@@ -372,14 +359,7 @@ def stack(items: list[Read | Trouble]) -> tuple[Tensor | None, Tensor | None, Te
 
 class ImageLoader:
     """Batches of images: ``(inputs, targets)``, inputs alone, or with `indexed` ``(inputs, numbers of the items)``.
-
-    Args:
-        images: what to read.
-        batch_size: images at once.
-        workers: processes that read.
-        sampler: for this process's part, or None for all in order.
-        indexed: give the items' numbers in the place of targets.
-        skip: leave unreadable images out, and keep them in `skipped`.
+    With `skip` unreadable images are left out, and kept in `skipped`.
     """
 
     def __init__(

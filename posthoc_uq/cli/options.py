@@ -8,25 +8,18 @@ what the option's file is for, so that nothing is written over by mistake (`post
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Annotated, Any, TypeVar
+from importlib.util import find_spec
+from typing import Annotated, Any, TypeVar
 
-from jsonargparse import typing
+from annotated_types import Ge, Gt, Le, Lt
 
 from posthoc_uq.core.errors import PosthocUQError
+from posthoc_uq.core.options import Count, Natural
 
-if TYPE_CHECKING:
-    Count = Natural = Size = Port = Window = int
-    Share = Positive = float
-else:  # jsonargparse refuses other numbers, and names the type in the help
-    Count, Natural, Positive, Share = (
-        typing.PositiveInt,
-        typing.NonNegativeInt,
-        typing.PositiveFloat,
-        typing.OpenUnitInterval,
-    )
-    Size = typing.restricted_number_type("Size", int, [(">=", 1), ("<=", 2**14)])
-    Port = typing.restricted_number_type("Port", int, [(">=", 0), ("<=", 65535)])
-    Window = typing.restricted_number_type("Window", int, (">=", 20))
+Share = Annotated[float, Gt(0), Lt(1)]
+Size = Annotated[int, Ge(1), Le(2**14)]
+Port = Annotated[int, Ge(0), Le(65535)]
+Window = Annotated[int, Ge(20)]
 
 Read = Annotated[str, "read"]
 """A file or folder that is read."""
@@ -56,6 +49,12 @@ Kind = TypeVar("Kind")
 
 class WrongUsage(PosthocUQError):
     """A command was called in a way that it does not understand."""
+
+
+def check_extra(name: str, *modules: str) -> None:
+    """Refuse what needs an extra that is not installed."""
+    if any(find_spec(module) is None for module in modules):
+        raise PosthocUQError(f"This needs the extra {name}: pip install 'posthoc-uq[{name}]'.")
 
 
 @dataclass(frozen=True)

@@ -42,13 +42,7 @@ def role_of(hint: Any) -> str | None:
 
 
 class Outputs:
-    """The files that a command reads and writes.
-
-    Args:
-        options: of the command.
-        call: its arguments.
-        configurations: the files that some of these stand in.
-    """
+    """The files that a command reads and writes; in some, the configurations, its arguments stand."""
 
     def __init__(
         self, options: Sequence[Option], call: Mapping[str, Any], configurations: Sequence[str] = ()

@@ -28,7 +28,7 @@ from jsonargparse.typing import register_type
 
 from posthoc_uq.cli.options import SHARED, Choice, WrongUsage
 from posthoc_uq.core.errors import PosthocUQError
-from posthoc_uq.core.options import did_you_mean
+from posthoc_uq.core.options import check_option, did_you_mean
 from posthoc_uq.core.paths import check_regular
 from posthoc_uq.fitting.wrap import HEADS, head_class
 from posthoc_uq.likelihoods import LIKELIHOODS
@@ -186,12 +186,8 @@ def _metavar(option: Option) -> str:
         str(name) for part in _parts(option.kind) if get_origin(part) is Literal for name in get_args(part)
     ]
     if choices:
-        choices += (
-            ["N"]
-            if {int, float} & {base for part in _parts(option.kind) for base in getattr(part, "__mro__", ())}
-            else []
-        )
-        return f"{{{','.join(choices)}}}"
+        numbers = ["N"] if {int, float} & {*_parts(option.kind)} else []
+        return f"{{{','.join(choices + numbers)}}}"
     return "" if _is_flag(option.kind) else option.name.rpartition("_")[2].upper()
 
 
@@ -235,6 +231,7 @@ class Command:
         self.kinds: dict[str, Any] = {"config": str, "print_config": bool, "help": bool}
         self.configurations = _values(words, "--config")
         self._files = {path: _configured(path) for path in self.configurations}
+        self._bounds: dict[str, Any] = {}  # types with the bounds that jsonargparse does not know
         self._chosen: dict[str, str | None] = {}
         text = inspect.cleandoc(function.__doc__ or "").partition("\n\nArgs:")[0]
         description, _, examples = text.partition("\n\nExamples:\n")
@@ -267,6 +264,8 @@ class Command:
     def _add(self, group: Any, prefix: str, option: Option) -> None:
         key = prefix + option.name
         self.kinds[key] = option.kind
+        if not prefix:  # methods, likelihoods and heads check their own
+            self._bounds[key] = option.hint
         needed = option.default is inspect.Parameter.empty  # which `parse` looks for
         flags = [f"--{key}", *([_SHORT[key]] if key in _SHORT else [])]
         group.add_argument(
@@ -317,6 +316,7 @@ class Command:
                 flat[key], places[key] = self._value(key, value), f" (in '{path}')"
         typed = self._typed(words)
         flat |= typed
+        places = {key: place for key, place in places.items() if key not in typed}
         shown, _ = flat.pop("print_config", False), flat.pop("config", None)
         names = {f"{word}.name": name for word, name in self._chosen.items() if name is not None}
         flat = {
@@ -333,8 +333,13 @@ class Command:
                 raise SystemExit(0)
             given: dict[str, Any] = self.parser.parse_object(nested, defaults=False).as_dict()
         except ArgumentError as error:
-            places = {key: place for key, place in places.items() if key not in typed}
             raise WrongUsage(self._in_a_line(str(error.message), places)) from None
+        for key, value in given.items():
+            try:
+                if key in self._bounds and value is not None:
+                    check_option(f"--{key}", value, self._bounds[key])
+            except PosthocUQError as error:
+                raise WrongUsage(f"{str(error).rstrip('.')}{places.get(key, '')}.") from None
         call: dict[str, Any] = {}
         for option in self.options:
             if option.kind is Choice:
@@ -438,11 +443,7 @@ class Command:
         if key is None:
             return " ".join(message.split())
         value = re.search(r"(?:Given value|Got value): (.*)", message)
-        bound = re.search(r"(?:: (\S+))? does not conform to restriction (.*)", message)
         place = places.get(key[1], "")
-        if bound:
-            given = value[1] if value else bound[1]
-            return f"--{key[1]} must be {bound[2].replace('v', '')}, not {given}{place}."
         given = repr(value[1]) if value else "the value"
         return f"--{key[1]}: {given} is not {_in_words(self.kinds[key[1]])}{place}."
 

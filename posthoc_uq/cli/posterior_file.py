@@ -12,7 +12,7 @@ import re
 import warnings
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from pathlib import Path, PurePath, PurePosixPath
+from pathlib import PurePath, PurePosixPath
 from typing import Any
 
 import torch
@@ -22,8 +22,8 @@ from posthoc_uq.cli.models import TrainedModel, trained_model
 from posthoc_uq.cli.options import ModelSource
 from posthoc_uq.cli.transforms import transform_of
 from posthoc_uq.core.errors import PosthocUQError
-from posthoc_uq.core.paths import check_regular
 from posthoc_uq.files import inspect, load, save
+from posthoc_uq.files.header import open_regular
 from posthoc_uq.likelihoods import Likelihood
 from posthoc_uq.posteriors.posterior import Posterior
 
@@ -43,7 +43,6 @@ _LIBRARIES = ("timm", "torchvision")
 _NAME = re.compile(r"\w+(\.\w+)*", re.ASCII)
 _MAX_NAME = 200  # characters of the name of a model
 _LONGEST_PATH = 1024
-_MAX_CLASSES = 100_000  # a stranger's file shall not fill the memory
 _MAX_SHOWN = 80
 _HALF = {"float16": torch.float16, "bfloat16": torch.bfloat16}
 
@@ -105,11 +104,10 @@ def _seen_from(output: str, path: str) -> str | None:
     return relative.as_posix() if _is_inside(relative.as_posix()) else None
 
 
-def _is_inside(name: Any) -> bool:
-    """Whether a value is a path that stays in its folder: relative, without `..`, and a path on every system."""
+def _is_inside(name: str) -> bool:
+    """Whether a text is a path that stays in its folder: relative, without `..`, and a path on every system."""
     return (
-        isinstance(name, str)
-        and 0 < len(name) <= _LONGEST_PATH
+        0 < len(name) <= _LONGEST_PATH
         and name.isprintable()
         and not set(name) & set('\\:*?"<>|')
         and not PurePosixPath(name).is_absolute()
@@ -134,7 +132,7 @@ def taken_from(path: str, source: ModelSource) -> tuple[ModelSource, str | None]
     facts: Mapping[str, Any] = inspect(path)["fit"]
     taken: list[str] = []
     if source.model is None:
-        source = replace(source, model=_library_model(path, facts.get(MODEL)))
+        source = replace(source, model=_library_model(path, facts.get(MODEL, "")))
         taken.append(f"the model {source.model}")
     elif _named(source.model, path) != facts.get(MODEL):
         return source, None  # another model, with weights of its own
@@ -142,13 +140,13 @@ def taken_from(path: str, source: ModelSource) -> tuple[ModelSource, str | None]
         source = replace(source, weights=_beside(path, facts[WEIGHTS]))
         taken.append(f"the weights '{source.weights}'")
     if source.num_classes is None and (source.model or "").partition(":")[0] in _LIBRARIES:
-        source = replace(source, num_classes=_classes(path, facts.get(MODEL_CLASSES)))
+        source = replace(source, num_classes=facts.get(MODEL_CLASSES))
     return source, f"From '{path}': {' with '.join(taken)}." if taken else None
 
 
-def _library_model(path: str, spec: Any) -> str:
+def _library_model(path: str, spec: str) -> str:
     """The name of a model of timm or torchvision."""
-    if not isinstance(spec, str) or not spec:
+    if not spec:
         raise PosthocUQError(f"'{path}' names no model; give --model MODEL.")
     library, _, name = spec.partition(":")
     shown = spec if len(spec) <= _MAX_SHOWN else spec[:_MAX_SHOWN] + "..."
@@ -164,14 +162,7 @@ def _library_model(path: str, spec: Any) -> str:
     return spec
 
 
-def _classes(path: str, classes: Any) -> int | None:
-    """A number of outputs."""
-    if classes is None or (type(classes) is int and 1 <= classes <= _MAX_CLASSES):
-        return classes
-    raise PosthocUQError(f"'{path}' names no possible number of classes for its model; give --num_classes N.")
-
-
-def _beside(path: str, name: Any) -> str:
+def _beside(path: str, name: str) -> str:
     """The path of weights in the folder of a posterior's file, or below."""
     folder = os.path.dirname(os.path.realpath(path) if os.path.islink(path) else path)
     place = os.path.join(folder, name) if _is_inside(name) else ""
@@ -193,10 +184,7 @@ def opened(path: str, source: ModelSource) -> tuple[TrainedModel, Posterior]:
     Raises:
         PosthocUQError: there is no such file or model, or they do not belong together.
     """
-    check_regular(path, "The posterior file")
-    if not Path(path).is_file():
-        what = "is a folder, not a posterior file" if Path(path).is_dir() else "does not exist"
-        raise PosthocUQError(f"The posterior file '{path}' {what}.")
+    open_regular(path).close()  # there must be one, before the model is made
     model = trained_model(source)
     posterior = load(path, model.model)
     facts = posterior.history.fit

@@ -16,7 +16,7 @@ from torch.utils.data import Dataset
 
 from posthoc_uq.cli.labels import read_map
 from posthoc_uq.cli.models import TrainedModel
-from posthoc_uq.cli.options import Data
+from posthoc_uq.cli.options import Data, check_extra
 from posthoc_uq.cli.posterior_file import CLASSES, COLUMNS, TARGETS, DatasetInfo
 from posthoc_uq.core.errors import PosthocUQError
 from posthoc_uq.core.options import did_you_mean
@@ -81,7 +81,12 @@ def read_table(path: str, model: TrainedModel, labels: bool, reading: Data, info
     frame = _frame(path, header, separator, label)
     last = frame[header[-1]]
     if bool((last.isna() | (last == "")).any()):
-        _check_short_rows(path, separator, len(header))
+        for line, cells in _rows(path, separator):
+            if len(cells) < len(header):  # which pandas fills
+                raise PosthocUQError(
+                    f"'{path}', line {line} has {len(cells)} cell{'s' if len(cells) > 1 else ''}, and the header "
+                    f"{len(header)}; leave the cell of a missing value empty."
+                )
 
     def place(row: int) -> str:
         line, _ = next(islice(_rows(path, separator), row + 1, None))
@@ -179,10 +184,9 @@ def _names(given: Sequence[str], header: Sequence[str]) -> list[str]:
 
 def _frame(path: str, header: Sequence[str], separator: str, label: str | None) -> Any:
     """All rows, as a frame of pandas; the column `label` as text."""
-    try:
-        import pandas
-    except ImportError:
-        raise PosthocUQError("Tables need the extra tables: pip install 'posthoc-uq[tables]'.") from None
+    check_extra("tables", "pandas")
+    import pandas
+
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", pandas.errors.DtypeWarning)
         warnings.simplefilter("error", pandas.errors.ParserWarning)  # cells that the header has no column for
@@ -240,16 +244,6 @@ def _rows(path: str, separator: str) -> Iterator[tuple[int, list[str]]]:
             if len(cells) > 1 or (cells and cells[0].strip()):
                 yield line, cells
             line = records.line_num + 1
-
-
-def _check_short_rows(path: str, separator: str, width: int) -> None:
-    """Refuse rows with fewer cells than the header, which pandas fills."""
-    for line, cells in _rows(path, separator):
-        if len(cells) < width:
-            raise PosthocUQError(
-                f"'{path}', line {line} has {len(cells)} cell{'s' if len(cells) > 1 else ''}, and the header {width}; "
-                f"leave the cell of a missing value empty."
-            )
 
 
 def _labels(

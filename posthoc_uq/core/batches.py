@@ -108,23 +108,26 @@ class Batch:
         """The model's return value as it is."""
         return model(*self.args, **self.kwargs)
 
+    def _with_inputs(self, change: Callable[[Tensor], Tensor]) -> Batch:
+        """The same batch with all tensors of its inputs changed; targets and weights stay as they are."""
+
+        def changed(value: Any) -> Any:
+            return change(value) if isinstance(value, Tensor) else value
+
+        args, kwargs = tree_map(changed, (self.args, self.kwargs))
+        return Batch(args, self.targets, kwargs, self.weights)
+
     def to(self, device: torch.device) -> Batch:
-        """The same batch with its inputs on `device`; targets and weights stay where they are."""
+        """The same batch with its inputs on `device`."""
+        return self._with_inputs(lambda tensor: tensor.to(device))
 
-        def move(value: Any) -> Any:
-            return value.to(device) if isinstance(value, Tensor) else value
-
-        kwargs = {k: move(v) for k, v in self.kwargs.items()}
-        return Batch(tuple(map(move, self.args)), self.targets, kwargs, self.weights)
+    def fresh(self) -> Batch:
+        """A copy for one run, with its graph, since a model may change its inputs in place."""
+        return self._with_inputs(torch.clone)
 
     def copied(self) -> Batch:
-        """A copy outside of any graph, for one run, since a model may change its inputs in place."""
-
-        def copy(value: Any) -> Any:
-            return value.detach().clone() if isinstance(value, Tensor) else value
-
-        args, kwargs = tree_map(copy, (self.args, self.kwargs))
-        return Batch(args, self.targets, kwargs, self.weights)
+        """`fresh`, outside of any graph."""
+        return self._with_inputs(lambda tensor: tensor.detach().clone())
 
     def narrow(self, start: int, length: int, samples: int) -> Batch:
         """The samples ``start`` to ``start + length`` of a batch of `samples`."""
@@ -370,14 +373,9 @@ def known_length(sized: Any) -> int:
         return 0
 
 
-class Bar:
-    """A progress bar in samples, with their rate and the time left; hidden if not `visible`, and on all ranks but the
-    first.
-
-    Args:
-        loader: its numbers of samples or batches, if known, give the total.
-        description: of the work, in words.
-        visible: whether to show it.
+class Bar(Progress):
+    """A progress bar in samples, with their rate, and the time left where the loader tells its number of samples or
+    batches.
     """
 
     def __init__(self, loader: Iterable[Any], description: str, visible: bool) -> None:
@@ -385,28 +383,18 @@ class Bar:
         sampler = sampler_of(loader) if visible else None
         total = 0 if sampler is None else known_length(sampler)
         self._batches = known_length(loader) if visible and not total else 0
-        self._bar = Progress(description, "samples", visible, total or None)
+        super().__init__(description, "samples", visible, total or None)
 
-    def __enter__(self) -> Bar:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self._bar.close()
-
-    def advance(self, samples: int) -> None:
+    def advance(self, done: int = 1) -> None:
         """Add to the samples done."""
         if self._batches:  # assume that all batches are as large as the first
-            self._bar.expect(self._batches * samples)
+            self.expect(self._batches * done)
             self._batches = 0
-        self._bar.advance(samples)
+        super().advance(done)
 
 
 def check_loader(loader: Any, name: str = "loader") -> None:
-    """Refuse data that are no loader.
-
-    Args:
-        loader: the value that was passed.
-        name: of the parameter that it was passed as.
+    """Refuse data that are no loader; `name` is that of the parameter.
 
     Raises:
         PosthocUQError: a tensor, an array, a data set, or one pair of inputs and targets.

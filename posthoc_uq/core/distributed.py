@@ -92,25 +92,12 @@ def run_on_all_ranks(work: Callable[[], Result], doing: str) -> Result:
         if _broken_off != before:  # of an inner meeting, after which nobody comes to this one
             raise
         error = failure
-    raise_on_any_error(error, doing)
+    _meet(None, doing, error)
     return cast(Result, result)
 
 
-def raise_on_any_error(error: Exception | None, doing: str) -> None:
-    """Let all processes go on, or none: if one of them failed, all raise.
-
-    Raises:
-        PosthocUQError: another process failed, or did not come; names it.
-    """
-    _meet(None, doing, error)
-
-
 def gather(value: Any, doing: str) -> list[Any]:
-    """A plain value of every process, in the order of their ranks.
-
-    Args:
-        value: of this process.
-        doing: what the processes meet for, the same in all of them.
+    """A plain value of every process, in the order of their ranks; all must meet for the same.
 
     Raises:
         PosthocUQError: another process failed, did not come, or is at another point; names it.

@@ -11,11 +11,8 @@ import torch
 
 
 def printable(text: str, keep: str = "") -> str:
-    """The text with control characters escaped: a terminal would act on them, and names from files may hold them.
-
-    Args:
-        text: of any characters.
-        keep: control characters that stay.
+    """The text with control characters escaped, but for those to keep: a terminal would act on them, and names from
+    files may hold them.
     """
     if text.isprintable():
         return text
@@ -70,12 +67,7 @@ def out_of_memory(error: BaseException) -> bool:
 
 def check_refused(error: Exception, again: Callable[[], Any], plainly: Callable[[], Any]) -> None:
     """Return if a model cannot take a shorter way, and raise an error that its user must see: the plain way must work
-    on the same inputs, and the shorter one fail once more.
-
-    Args:
-        error: with which the shorter way failed.
-        again: takes the shorter way.
-        plainly: takes the plain one.
+    on the same inputs, and the shorter one, which failed with `error`, fail again.
 
     Raises:
         Exception: `error`, where memory ran out or the second attempt succeeds; or that of the plain way.

@@ -162,13 +162,8 @@ def untied(model: nn.Module, layer: str) -> nn.Module:
         raise PosthocUQError(
             f"The model has no module '{layer}'; there are {list(modules)[1:6]}, ...{did_you_mean(layer, modules)}"
         )
-    elsewhere = {
-        id(parameter)
-        for module in twin.modules()
-        if module is not modules[layer]
-        for parameter in module.parameters(recurse=False)
-    }
-    shared = [item for item in modules[layer].named_parameters(recurse=False) if id(item[1]) in elsewhere]
+    holders = owners(twin)
+    shared = [p for p in modules[layer].named_parameters(recurse=False) if len(holders[id(p[1])]) > 1]
     if not shared:
         raise PosthocUQError(
             f"Module '{layer}' shares no parameter with another one; fit the model as it is."
@@ -213,12 +208,8 @@ def tied_to_embedding(model: nn.Module) -> dict[str, list[tuple[str, str]]]:
     """Parameters that an embedding shares with other modules: the embedding's name, and where the others hold it, as
     their names and attributes.
     """
-    holders: dict[int, list[tuple[str, str, nn.Module]]] = {}
-    for name, module in model.named_modules():
-        for attribute, parameter in module.named_parameters(recurse=False):
-            holders.setdefault(id(parameter), []).append((name, attribute, module))
     found: dict[str, list[tuple[str, str]]] = {}
-    for places in holders.values():
+    for places in owners(model).values():
         inside = [name for name, _, module in places if isinstance(module, EMBEDDINGS)]
         others = [
             (name, attribute) for name, attribute, module in places if not isinstance(module, EMBEDDINGS)
@@ -226,6 +217,18 @@ def tied_to_embedding(model: nn.Module) -> dict[str, list[tuple[str, str]]]:
         if inside and others:
             found[inside[0]] = others
     return found
+
+
+Owner = tuple[str, str, nn.Module]  # a module's name, the attribute that holds a parameter, the module
+
+
+def owners(model: nn.Module) -> dict[int, list[Owner]]:
+    """For every parameter's identity, the modules that hold it."""
+    holders: dict[int, list[Owner]] = {}
+    for module_name, module in model.named_modules():
+        for attribute, parameter in module.named_parameters(recurse=False):
+            holders.setdefault(id(parameter), []).append((module_name, attribute, module))
+    return holders
 
 
 def statistics_of(model: nn.Module) -> dict[str, Tensor]:

@@ -182,12 +182,7 @@ def one_of(name: str, value: Any, allowed: Collection[str]) -> str:
     Raises:
         PosthocUQError: it is something else.
     """
-    if not isinstance(value, str) or value not in allowed:
-        raise PosthocUQError(
-            f"{name} must be one of {', '.join(map(repr, allowed))}, not {shown(value)}."
-            f"{did_you_mean(value, allowed)}"
-        )
-    return value
+    return check_option(name, value, Literal[tuple(allowed)])
 
 
 def did_you_mean(value: Any, known: Iterable[str]) -> str:
@@ -210,13 +205,7 @@ def did_you_mean(value: Any, known: Iterable[str]) -> str:
 
 
 def check_names(what: str, given: Iterable[str], known: Iterable[str], others: Iterable[str] = ()) -> None:
-    """Refuse names of options that there are not.
-
-    Args:
-        what: takes the options, for the error.
-        given: the names that were passed.
-        known: the names that there are.
-        others: names that may have been meant, too.
+    """Refuse names of options that `what` does not take; `others` are more names that may have been meant.
 
     Raises:
         PosthocUQError: names the strays, and the one that may have been meant, or else all that there are.
@@ -234,11 +223,7 @@ def known_arguments(call: Callable[Parameters, Result]) -> Callable[Parameters, 
 
     @wraps(call)
     def named(*args: Parameters.args, **kwargs: Parameters.kwargs) -> Result:
-        stray = [name for name in kwargs if name not in names]
-        if stray:
-            raise PosthocUQError(
-                f"{call.__name__} has no argument {stray[0]!r}.{did_you_mean(stray[0], names)}"
-            )
+        check_names(call.__name__, kwargs, names)
         return call(*args, **kwargs)
 
     return named

@@ -123,10 +123,6 @@ def guessed_choice(value: Any, samples: int) -> Choice | None:
     A part is a candidate if it is a tensor of floating-point numbers whose first dimension counts the samples. Of
     several, the one of a known name is taken (`NAMES`).
 
-    Args:
-        value: what the model returned.
-        samples: how many samples it was given.
-
     Raises:
         PosthocUQError: there is no candidate, or there are several.
     """
@@ -176,12 +172,7 @@ def output_tensor(output: Any) -> Tensor:
 
 
 def with_choice(model: nn.Module, choice: Choice | None) -> nn.Module:
-    """A view of `model` whose calls return the chosen part.
-
-    Args:
-        model: any module, or a view.
-        choice: None for the model itself.
-    """
+    """A view of `model` whose calls return the chosen part; without a choice, and of a view, the model itself."""
     if choice is None or chosen_in(model) is not None:
         return model
     view = copy.copy(model)  # its dictionaries of parameters, buffers and modules are the model's own

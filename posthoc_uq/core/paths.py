@@ -37,11 +37,7 @@ def folder_files(folder: str, left_out: list[str] | None = None) -> Iterator[str
 
     A link to a folder elsewhere is followed. One that leads up, to a folder that it lies in, is not: every file would
     be found again below it, without end. Nor is one into the folder itself, or to where another link led: its files
-    would count twice.
-
-    Args:
-        folder: where to begin.
-        left_out: gets the links that were not followed.
+    would count twice. The links that were not followed are added to `left_out`.
     """
     root = os.path.realpath(folder)
     seen = {root}

@@ -19,22 +19,16 @@ Part = TypeVar("Part")
 
 class Progress:
     """A progress bar on standard error; none at all if not `visible`, and on all ranks but the first.
-
-    Args:
-        description: of the work, in words.
-        unit: what is counted.
-        visible: whether to show it.
-        total: how much there is to do; None if that is unknown.
+    Without a `total` it is not known how much there is to do.
 
     Attributes:
-        visible: whether it is shown.
         done: how much is done.
     """
 
     def __init__(self, description: str, unit: str, visible: bool, total: int | None = None) -> None:
-        self.visible, self.done = visible and rank() == 0, 0
+        self.done = 0
         self._bar: Any = None
-        if self.visible:
+        if visible and rank() == 0:
             # Every update looks at the clock, so that no second thread has to redraw a bar that became slow.
             self._bar = _bars()(total=total, desc=description, unit=f" {unit}", leave=False, miniters=1)
 

@@ -7,12 +7,12 @@ number), and numbers are finite unless a field says otherwise. Types of numbers 
 from __future__ import annotations
 
 from collections.abc import Collection
-from reprlib import Repr
 from typing import Annotated, Any, TypeVar
 
 from pydantic import AfterValidator, BaseModel, ConfigDict, Field, ValidationError
 
 from posthoc_uq.core.errors import CorruptPosteriorError
+from posthoc_uq.core.options import shown
 
 Name = Annotated[str, Field(max_length=4096)]
 
@@ -33,12 +33,7 @@ AnyRecord = TypeVar("AnyRecord", bound=Record)
 
 
 def validate_record(kind: type[AnyRecord], values: Any, where: str) -> AnyRecord:
-    """The record of these values.
-
-    Args:
-        kind: of record.
-        values: as JSON gives them.
-        where: what they are, for the message.
+    """The record of these values, which JSON gave; `where` says in the message what they are.
 
     Raises:
         CorruptPosteriorError: names the first field that is missing, unknown, of another type or out of range.
@@ -54,7 +49,7 @@ def among(names: Collection[str]) -> AfterValidator:
 
     def check(value: str) -> str:
         if value not in names:
-            raise ValueError(f"must be one of {tuple(names)}, not {_short(value)}")
+            raise ValueError(f"must be one of {tuple(names)}, not {shown(value)}")
         return value
 
     return AfterValidator(check)
@@ -65,14 +60,14 @@ def fault_of(error: ValidationError, where: str) -> str:
     fault: Any = error.errors(include_url=False)[0]
     # parts in angle brackets are the names of alternatives, not of fields
     parts = [part for part in fault["loc"] if not str(part).startswith("<") and part != "[key]"]
-    kind, context, value = fault["type"], fault.get("ctx", {}), _short(fault["input"])
+    kind, context, value = fault["type"], fault.get("ctx", {}), shown(fault["input"])
     if kind in ("missing", "extra_forbidden"):
         *parts, name = parts
         place = _place(where, parts)
         return (
             f"{place} has no '{name}'"
             if kind == "missing"
-            else f"{place} has {_short(name)}, which does not belong there"
+            else f"{place} has {shown(name)}, which does not belong there"
         )
     place = _place(where, parts)
     if kind == "value_error":
@@ -108,13 +103,5 @@ _WANTED = {
 def _place(where: str, parts: list[Any]) -> str:
     for part in parts:
         plain = isinstance(part, str) and part.replace("_", "").replace(" ", "").isalnum()
-        where += f"[{part}]" if isinstance(part, int) else f", {part if plain else _short(part)}"
+        where += f"[{part}]" if isinstance(part, int) else f", {part if plain else shown(part)}"
     return where
-
-
-_SHORT = Repr()
-_SHORT.maxstring = _SHORT.maxother = _SHORT.maxlong = 60
-
-
-def _short(value: Any) -> str:
-    return _SHORT.repr(value)

@@ -5,7 +5,6 @@ from __future__ import annotations
 import inspect
 import os
 import shutil
-from abc import ABC, abstractmethod
 from importlib.util import find_spec
 from pathlib import Path
 from tempfile import TemporaryDirectory
@@ -32,25 +31,36 @@ _MAX_BATCH = (
 )  # samples of an exported program: the most that torch's batch normalisation takes on a GPU
 
 
-class _Program(nn.Module, ABC):
+class _Program(nn.Module):
     """A predictor as a module; what it returns begins with the tensors of its predictions, and goes on with what the
-    posterior promises, if it does.
+    posterior promises, if it does. A sampling head runs draw by draw, the simplest program, however the predictor
+    itself does it.
     """
 
-    def __init__(self, predictor: Predictor, level: float) -> None:
+    def __init__(self, predictor: MomentsPredictor | SamplingPredictor, level: float) -> None:
         super().__init__()
-        promises = predictor.promises
+        sampling = isinstance(predictor, SamplingPredictor)
+        self.members = nn.ModuleList(predictor.ensemble.members()) if sampling else None
+        self.predictor = None if sampling else predictor
+        self._posterior, promises = predictor.posterior, predictor.promises
         self._promises: Promises | None = None
         if isinstance(promises, Promises) and promises.kind in ("lac", "deviation"):
             self._promises = promises
         self._thresholds = None if self._promises is None else self._promises.thresholds(level)
 
-    @abstractmethod
-    def predicted(self, *args: Any) -> Prediction:
-        """The prediction for the model's arguments."""
+    def _predicted(self, *args: Any) -> Prediction:
+        if self.members is None:
+            assert self.predictor is not None
+            return self.predictor(*args)
+        outputs = torch.stack([output_tensor(member(*args)).float() for member in self.members])
+        posterior = self._posterior.snapshot()
+        divisor = divisor_of(posterior)
+        if divisor != 1.0:
+            outputs = outputs / divisor
+        return posterior.observation.from_draws(outputs)
 
     def forward(self, *args: Any) -> NamedTuple:
-        prediction = self.predicted(*args)
+        prediction = self._predicted(*args)
         found: Any = prediction.tensors()
         if self._promises is None or self._thresholds is None:
             return found
@@ -65,32 +75,6 @@ class _Program(nn.Module, ABC):
         width = deviation * self._thresholds.to(deviation)
         bounds = found.mean - width, found.mean + width
         return PromisedValueTensors._make((*found, *bounds, p_values(held_out, score)))
-
-
-class _Moments(_Program):
-    def __init__(self, predictor: MomentsPredictor, level: float) -> None:
-        super().__init__(predictor, level)
-        self.predictor = predictor
-
-    def predicted(self, *args: Any) -> Prediction:
-        return self.predictor(*args)
-
-
-class _Sampling(_Program):
-    """The ensemble draw by draw, the simplest program, however the predictor itself runs it."""
-
-    def __init__(self, predictor: SamplingPredictor, level: float) -> None:
-        super().__init__(predictor, level)
-        self.members = nn.ModuleList(predictor.ensemble.members())
-        self._posterior = predictor.posterior
-
-    def predicted(self, *args: Any) -> Prediction:
-        outputs = torch.stack([output_tensor(member(*args)).float() for member in self.members])
-        posterior = self._posterior.snapshot()
-        divisor = divisor_of(posterior)
-        if divisor != 1.0:
-            outputs = outputs / divisor
-        return posterior.observation.from_draws(outputs)
 
 
 def exportable(predictor: Predictor, level: float = 0.9) -> nn.Module:
@@ -114,16 +98,14 @@ def exportable(predictor: Predictor, level: float = 0.9) -> nn.Module:
             f"export takes a predictor from uq.wrap(model, posterior), not a {type(predictor).__name__}."
         )
     predictor.check_weights()  # programs hold weights, and check none
-    if isinstance(predictor, MomentsPredictor):
-        return _Moments(predictor, level).eval()
-    if not isinstance(predictor, SamplingPredictor):
+    if not isinstance(predictor, (MomentsPredictor, SamplingPredictor)):
         head, predictor = predictor.head, SamplingPredictor(predictor.model, predictor.posterior)
         warn_user(
             f"head={head!r} cannot be exported, because it needs backward passes: the program has "
             f"{predictor.n_samples} draws of the weights in its place; wrap with head='moments' or head='sampling' to "
             f"choose."
         )
-    return _Sampling(predictor, level).eval()
+    return _Program(predictor, level).eval()
 
 
 def export(

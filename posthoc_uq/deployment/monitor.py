@@ -68,11 +68,7 @@ class Scores:
 
 def read_scores(path: str, last: int | None = None) -> Scores:
     """The scores in a CSV file with a row a line. Rows that are torn or garbled, as a power cut or a full disk leaves
-    them, are left out, with a warning that says how many there are, and where.
-
-    Args:
-        path: of the file.
-        last: rows to take, from the end; None for all.
+    them, are left out, with a warning that says how many there are, and where; of all rows the `last` ones are taken.
 
     Raises:
         PosthocUQError: it cannot be read, or has none of the scores, or no whole row.

@@ -513,18 +513,13 @@ def _described(prediction: Prediction, service: Service) -> list[dict[str, Any]]
             for answer, row in zip(answers, prediction.set(service.level).tolist(), strict=True):
                 answer |= {"set": [label(i) for i, held in enumerate(row) if held], "level": service.level}
         return answers
-    values = cast(Any, prediction)
-    columns: dict[str, Tensor] = {}
-    level = {}
+    values, level = cast(Any, prediction), {}
     # a likelihood of the user's may lack any of these
-    with suppress(AttributeError):
-        columns["mean"] = values.mean
-    with suppress(AttributeError):
-        columns["standard_deviation"] = values.standard_deviation
-    with suppress(AttributeError):
-        columns["epistemic_sd"] = values.epistemic_variance.sqrt()
-    with suppress(AttributeError):
+    columns = {name: getattr(values, name, None) for name in ("mean", "standard_deviation")}
+    if (variance := getattr(values, "epistemic_variance", None)) is not None:
+        columns["epistemic_sd"] = variance.sqrt()
+    if hasattr(values, "interval"):
         columns["lower"], columns["upper"] = values.interval(service.level)
         level = {"level": service.level}
-    lists = {name: column.tolist() for name, column in columns.items()}
+    lists = {name: column.tolist() for name, column in columns.items() if column is not None}
     return [{**{name: c[index] for name, c in lists.items()}, **level} for index in range(len(prediction))]

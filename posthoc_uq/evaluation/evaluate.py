@@ -35,7 +35,7 @@ from posthoc_uq.core.outputs import Choice, output_tensor
 from posthoc_uq.core.randomness import isolated_random_state
 from posthoc_uq.core.tables import csv_text, text_table
 from posthoc_uq.evaluation.measurements import FAMILIAR, Example, Measurements, column_decimals
-from posthoc_uq.files.atomic import checked_target, write
+from posthoc_uq.files.atomic import write
 from posthoc_uq.heads.predictor import Predictor
 from posthoc_uq.heads.referral import Referral
 from posthoc_uq.likelihoods import Likelihood, resolve_likelihood
@@ -155,7 +155,7 @@ class Evaluation(Measurements):
 
 
 def _put(path: str | os.PathLike[str], text: str) -> None:
-    write(checked_target(path), BytesIO(text.encode()))
+    write(path, BytesIO(text.encode()))
 
 
 def _finite(value: Any) -> Any:

@@ -1,6 +1,5 @@
 """Posteriors in files: `save`, `load` and `inspect`; the schema is in ``docs/format.md``."""
 
-from posthoc_uq.files.atomic import checked_target, remove_leftovers, replacing, write
 from posthoc_uq.files.match import buffers_fingerprint, check_match, check_unchanged, fingerprint
 from posthoc_uq.files.save_load import check_numbers, check_settings, inspect, load, save
 
@@ -10,12 +9,8 @@ __all__ = [
     "check_numbers",
     "check_settings",
     "check_unchanged",
-    "checked_target",
     "fingerprint",
     "inspect",
     "load",
-    "remove_leftovers",
-    "replacing",
     "save",
-    "write",
 ]

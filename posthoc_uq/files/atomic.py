@@ -45,12 +45,14 @@ def checked_target(path: str | os.PathLike[str]) -> Path:
     return target
 
 
-def write(target: Path, image: BytesIO) -> None:
-    """Put a file in place, whole; see `replacing`.
+def write(path: str | os.PathLike[str], image: BytesIO) -> None:
+    """Put a file in place, whole, and delete what killed processes left beside it; see `replacing`.
 
     Raises:
-        PosthocUQError: it could not be written.
+        PosthocUQError: it could not be written; see `checked_target`.
     """
+    target = checked_target(path)
+    remove_leftovers(target)
     try:
         with replacing(target) as file, image.getbuffer() as view:
             file.write(view)
@@ -69,7 +71,7 @@ def replacing(target: Path) -> Generator[BinaryIO]:
         OSError: it cannot be finished.
     """
     try:
-        replaced = _status(target)
+        replaced = os.stat(target) if target.exists() else None
         descriptor, temporary = _temporary(target, 0o666 if replaced is None else 0o600)
     except OSError as error:
         raise PosthocUQError(f"'{target}' cannot be written: {error.strerror or error}.") from error
@@ -146,13 +148,6 @@ def _stem(target: Path) -> str:
     """The name of a file, or the digest of a long name."""
     name = os.fsencode(target.name)
     return target.name if len(name) <= _MAX_STEM_BYTES else sha256(name).hexdigest()
-
-
-def _status(target: Path) -> os.stat_result | None:
-    try:
-        return os.stat(target)
-    except FileNotFoundError:
-        return None
 
 
 def _permit(descriptor: int, replaced: os.stat_result) -> None:

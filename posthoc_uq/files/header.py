@@ -40,7 +40,7 @@ class Header(NamedTuple):
     release: str
 
 
-def seal(image: BytesIO, kind: str, number: int = FORMAT) -> BytesIO:
+def seal(image: BytesIO, kind: str) -> BytesIO:
     """Fill the user block of a file in memory.
 
     Raises:
@@ -50,18 +50,14 @@ def seal(image: BytesIO, kind: str, number: int = FORMAT) -> BytesIO:
         raise ValueError(f"a method's name has at most {_MAX_KIND_BYTES} bytes, and {kind!r} has more")
     with image.getbuffer() as view:
         length = len(view) - SIZE
-        packed = _FIELDS.pack(MAGIC, number, length, bytes(32), kind.encode(), __version__.encode())
+        packed = _FIELDS.pack(MAGIC, FORMAT, length, bytes(32), kind.encode(), __version__.encode())
         view[:SIZE] = packed.ljust(SIZE, b"\0")
         view[28:_DIGESTED] = sha256(view[_DIGESTED:]).digest()
     return image
 
 
 def read(path: str | os.PathLike[str], limit: Callable[[str], int]) -> tuple[bytes, Header]:
-    """All bytes of a file, read once and verified, and its header.
-
-    Args:
-        path: the file.
-        limit: the most bytes that a file of a kind may have.
+    """All bytes of a file, read once and verified, and its header; `limit` gives the most for a method's file.
 
     Raises:
         PosthocUQError: the file is missing or cannot be read.

@@ -49,12 +49,7 @@ def parameters_of(model: nn.Module) -> dict[str, Tensor]:
 
 
 def check_shapes(shapes: Mapping[str, tuple[int, ...]], parameters: Mapping[str, Tensor], which: str) -> None:
-    """Refuse a model without certain parameters.
-
-    Args:
-        shapes: of the parameters that it must have, by name.
-        parameters: of the model, by name.
-        which: file or posterior it is that must fit, to begin a sentence.
+    """Refuse a model without parameters of these names and shapes; `which` begins the error: the file, or posterior.
 
     Raises:
         PosteriorMismatchError: one is missing or has another shape.
@@ -91,11 +86,7 @@ def check_unchanged(posterior: Posterior) -> None:
 
 
 def check_buffers(expected: str | None, model: nn.Module) -> None:
-    """Refuse a model with other buffers than that of the fit.
-
-    Args:
-        expected: their fingerprint; None where the fit's model had none.
-        model: to be checked.
+    """Refuse a model with other buffers than that of the fit, whose fingerprint is `expected`, or None if it had none.
 
     Raises:
         PosteriorMismatchError: it has.

@@ -222,6 +222,9 @@ class FitFacts(Record):
 
     model_config = ConfigDict(extra="ignore", alias_generator=lambda name: name.replace("_", " "))
 
+    model: Name = ""
+    model_weights: Name = ""
+    model_classes: Annotated[int, Field(ge=1, le=100_000)] = 1  # a stranger's file shall not fill the memory
     images: Name = ""
     image_size: Annotated[int, Field(ge=1, le=2**14)] = 1
     image_mean: Colour = Field(default_factory=list[float])

@@ -26,7 +26,7 @@ from posthoc_uq.core.errors import (
 )
 from posthoc_uq.core.interrupts import check, orderly
 from posthoc_uq.core.model import check_not_meta, model_device, unshared_copy, unwrap
-from posthoc_uq.core.options import known_arguments
+from posthoc_uq.core.options import check_option, known_arguments
 from posthoc_uq.core.outputs import Output, checked_output, choice_of, with_choice
 from posthoc_uq.core.records import validate_record
 from posthoc_uq.files import atomic, hdf5, header
@@ -60,7 +60,6 @@ from posthoc_uq.files.tensors import (
     block_group,
     check_together,
     complaint,
-    dtype_name,
     parameter_shapes,
     size_limit,
     tensors_of,
@@ -107,17 +106,15 @@ def save(
         raise PosthocUQError(
             f"dtype must be torch.float32, torch.float16, torch.bfloat16 or None, not {dtype}."
         )
-    if compression not in (None, "gzip"):
-        raise PosthocUQError(f"compression must be 'gzip' or None, not {compression!r}.")
+    check_option("compression", compression, Literal["gzip"] | None)
     if not isinstance(cast(Any, posterior), Posterior):
         raise PosthocUQError(
             f"save takes the posterior first and the path second; the first is a {type(posterior).__name__}."
         )
     check_unchanged(posterior)
     if rank() == 0:
-        target = atomic.checked_target(path)
-        atomic.remove_leftovers(target)
-        atomic.write(target, _image(posterior.snapshot(), dtype, compression))
+        atomic.checked_target(path)  # before the work
+        atomic.write(path, _image(posterior.snapshot(), dtype, compression))
 
 
 def _image(posterior: Posterior, dtype: torch.dtype | None, compression: str | None) -> BytesIO:
@@ -482,7 +479,7 @@ def _stored(group: str, slots: list[Slot], structure: Structure) -> dict[str, An
     """The tensors of a block, and the bytes that they take."""
     stored = {slot.name: structure.datasets[slot.path] for slot in slots if slot.group == group}
     tensors = {
-        name: {"shape": list(each.shape), "dtype": dtype_name(FORMATS[each.dtype])}
+        name: {"shape": list(each.shape), "dtype": str(FORMATS[each.dtype]).removeprefix("torch.")}
         for name, each in stored.items()
     }
     size = sum(prod(each.shape) * np.dtype(each.dtype).itemsize for each in stored.values())

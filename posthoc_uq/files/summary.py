@@ -15,12 +15,7 @@ _MAX_LISTED = 8  # names that a line lists
 
 
 class Inspection(dict[str, Any]):
-    """What a posterior's file holds: a dictionary of plain values, whose ``print`` is a readable summary.
-
-    Args:
-        path: of the file.
-        values: see `posthoc_uq.files.inspect`.
-    """
+    """What a posterior's file holds: a dictionary of plain values, whose ``print`` is a readable summary."""
 
     def __init__(self, path: str, values: Mapping[str, Any]) -> None:
         super().__init__(values)
@@ -79,7 +74,8 @@ def _history(contents: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
             yield label, _text(value)
     head, faithful = contents["head"], contents["faithful"]
     if head:
-        yield "head", _with_options(head["name"], head["options"])
+        options = ", ".join(f"{option} {_text(value)}" for option, value in head["options"].items())
+        yield "head", f"{head['name']} ({options})" if options else head["name"]
         yield "criterion", head["criterion"]
     if faithful:
         setting = "prior precision" if "prior_precision" in _tunable(contents) else "scale"
@@ -108,11 +104,6 @@ def _history(contents: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
 def _tunable(contents: Mapping[str, Any]) -> frozenset[str]:
     """The hyperparameters that can be set for the file's blocks."""
     return frozenset[str]().union(*(BLOCKS[block["kind"]].tunable for block in contents["blocks"].values()))
-
-
-def _with_options(name: str, options: Mapping[str, Any]) -> str:
-    shown = ", ".join(f"{option} {_text(value)}" for option, value in options.items())
-    return f"{name} ({shown})" if shown else name
 
 
 def _layers(contents: Mapping[str, Any]) -> tuple[list[str], list[list[Any]]]:

@@ -30,11 +30,6 @@ STORED = {
 FORMATS = {stored: dtype for dtype, stored in STORED.items()}
 
 
-def dtype_name(dtype: torch.dtype) -> str:
-    """``"float32"`` for `torch.float32`."""
-    return str(dtype).removeprefix("torch.")
-
-
 def as_array(tensor: Tensor, dtype: torch.dtype) -> np.ndarray[Any, Any]:
     """A tensor's numbers as the file holds them."""
     tensor = tensor.detach().to(dtype).cpu().contiguous()
@@ -230,11 +225,7 @@ _SPARE = 64 * 2**20  # for the description, HDF5's records, and what is kept of 
 
 
 def size_limit(kind: str, model: nn.Module) -> int:
-    """The most bytes that a file of a model can have, found before any of it is read.
-
-    Args:
-        kind: the method of the posterior.
-        model: whose parameters they are.
+    """The most bytes that a file of this method and model can have, found before any of it is read.
 
     Raises:
         CorruptPosteriorError: no class is known for the blocks of that method.

@@ -19,7 +19,7 @@ from posthoc_uq.core.options import Count, Unit, check_option
 from posthoc_uq.core.randomness import isolated_random_state
 from posthoc_uq.heads.predictor import GaussianOutputs, GaussianPredictor, Latest, check_finite
 from posthoc_uq.heads.sampling import SamplingPredictor
-from posthoc_uq.layers.frozen import Features, FrozenPart, fresh
+from posthoc_uq.layers.frozen import Features, FrozenPart
 from posthoc_uq.layers.layer import Layer
 from posthoc_uq.layers.operands import temporary_limit
 from posthoc_uq.likelihoods.draws import LINK_DRAWS, symmetric_root
@@ -359,7 +359,7 @@ class MomentsPredictor(GaussianPredictor):
         network, layers = self.network if rest is None else rest, posterior.layers
         parameters, of_layers = dict(network.named_parameters()), self._layer_posteriors(posterior)
         outputs = propagate(
-            partial(fresh(batch).call_any, network),
+            partial(batch.fresh().call_any, network),
             [(parameters[layers[p.layer].weight], p) for p in of_layers],
             self._rules,
             partial(running_module, network),

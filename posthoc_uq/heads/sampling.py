@@ -32,7 +32,6 @@ from posthoc_uq.layers.frozen import (
     agree,
     called,
     described,
-    fresh,
 )
 from posthoc_uq.layers.layer import Call
 from posthoc_uq.likelihoods.prediction import Prediction, at_least_float32
@@ -275,7 +274,7 @@ class Ensemble(Draws):
         if not work.whole:
             return work.twins.call(self._weights(index), work.batch)
         try:
-            return fresh(work.batch).call(self._member(index))
+            return work.batch.fresh().call(self._member(index))
         except BaseException:
             self._members.pop(index, None)  # the error may have left it half written; the draws are kept
             raise
@@ -398,7 +397,7 @@ class OutputDraws(Draws):
         model = self.template if features is None else self.frozen.rest(features)
         for place, seed in enumerate(self._seeds, 1):
             with self._drawing(model, seed):
-                outputs = fresh(batch if features is None else features.batch).call(model)
+                outputs = (batch if features is None else features.batch).fresh().call(model)
             yield outputs.unsqueeze(0)
             tell(place / len(self))
 

@@ -185,11 +185,6 @@ def drawn_outputs(call: AffineCall, weights: WeightMoments, generator: torch.Gen
 
     For independent weights with means M and variances V the outputs of an affine map are drawn from ``N(M o + E[b],
     V o^2 + Var[b])``, independently for every sample, output and position. Mean and variance are exact.
-
-    Args:
-        call: the use of the layer's weight.
-        weights: what is drawn in its place.
-        generator: on the device of the outputs.
     """
     bias = call.bias if weights.bias_mean is None else weights.bias_mean
     mean = call.applied(call.input, weights.mean, bias)

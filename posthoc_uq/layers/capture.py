@@ -23,7 +23,7 @@ from torch import Tensor, nn
 
 from posthoc_uq.core.batches import Batch
 from posthoc_uq.core.errors import UnsupportedLayerError
-from posthoc_uq.core.model import EMBEDDINGS, parameter_names, replicate
+from posthoc_uq.core.model import EMBEDDINGS, Owner, owners, parameter_names, replicate
 from posthoc_uq.core.outputs import chosen_in
 from posthoc_uq.layers.calls import CallWatcher
 from posthoc_uq.layers.layer import Call, Layer, describe
@@ -95,23 +95,8 @@ class TrackedLayer:
         return [name for name in own if name not in self.embeddings]
 
 
-Owner = tuple[str, str, nn.Module]  # a module's name, the attribute that holds a parameter, the module
-
-
-def owners(model: nn.Module) -> dict[int, list[Owner]]:
-    """For every parameter's identity, the modules that hold it."""
-    holders: dict[int, list[Owner]] = {}
-    for module_name, module in model.named_modules():
-        for attribute, parameter in module.named_parameters(recurse=False):
-            holders.setdefault(id(parameter), []).append((module_name, attribute, module))
-    return holders
-
-
 class Capture:
-    """Runs a model and hands over each tracked layer's activations and output gradients.
-
-    Args:
-        model: the user's model; it is copied, and only the copy is run.
+    """Runs a copy of a model, and hands over each tracked layer's activations and output gradients.
 
     Attributes:
         twin: the copy.
@@ -184,13 +169,6 @@ class Capture:
         """A forward pass, ready to be pulled back through."""
         return Recording(self, batch, samples)
 
-    def weight_ids(self) -> dict[int, TrackedLayer]:
-        """The tracked layers that the interceptor serves, by the identity of their weights. Looked up each time, since
-        a copy of the capture has other tensors.
-        """
-        served = (t for t in self.tracked.values() if t.engine == "hooks")
-        return {id(self.twin.get_parameter(t.layer.weight)): t for t in served}
-
 
 def _nodes_before(outputs: Tensor) -> set[Any]:
     """All nodes of the autograd graph that the outputs depend on."""
@@ -251,7 +229,8 @@ class Recording:
     def __init__(self, capture: Capture, batch: Batch, samples: int) -> None:
         self._capture = capture
         self._samples = samples
-        self._hooked = capture.weight_ids()
+        served = (t for t in capture.tracked.values() if t.engine == "hooks")
+        self._hooked = {id(capture.twin.get_parameter(t.layer.weight)): t for t in served}
         watched = capture.watched
         self._watched_id = None if watched is None else id(capture.twin.get_parameter(watched.weight))
         self.calls: dict[str, list[Call]] = {}
@@ -264,10 +243,7 @@ class Recording:
 
     def pull_back(self, gradient: Tensor, sink: Sink, *, last: bool) -> None:
         """Pull ``gradient``, shaped like the outputs, back; every tracked layer that it reaches goes to
-        `sink` once.
-
-        Args:
-            last: no further pass follows, so the graph is freed.
+        `sink` once. After the `last` one the graph is freed.
         """
         if not self.outputs.requires_grad:
             return

@@ -20,7 +20,7 @@ from typing import Any, cast
 import numpy as np
 import torch
 from torch import Tensor, nn
-from torch.utils._pytree import tree_leaves, tree_map
+from torch.utils._pytree import tree_leaves
 
 from posthoc_uq.core.batches import Batch
 from posthoc_uq.core.errors import check_refused
@@ -90,9 +90,6 @@ class Features:
     outputs: Tensor
     tail: Tail
 
-    def __repr__(self) -> str:
-        return f"Features({self.nbytes:,} bytes)"
-
     @property
     def samples(self) -> int:
         """The number of samples in the batch."""
@@ -105,11 +102,7 @@ class Features:
 
 
 class FrozenPart:
-    """The part of a model that runs before the first weight that changes.
-
-    Args:
-        model: in eval mode; it is copied, and never written.
-        changing: names of the parameters that change.
+    """The part of a model, in eval mode, that runs before the first of the parameters that are changing.
 
     Attributes:
         refused: why whole passes run although modules without changing weights come first, or None.
@@ -251,28 +244,13 @@ class Twins:
 
 
 def called(model: nn.Module, weights: Mapping[str, Tensor], batch: Batch, *, tied: bool = True) -> Tensor:
-    """The outputs of a model with other weights; nothing else may run it meanwhile.
-
-    Args:
-        model: any.
-        weights: by name.
-        batch: its arguments.
-        tied: whether a weight that is held under several names is given by one of them.
+    """The outputs of a model with other weights; nothing else may run it meanwhile. If `tied`, a weight with several
+    names is given by one of them.
     """
-    call = fresh(batch)
+    call = batch.fresh()
     return output_tensor(
         torch.func.functional_call(model, dict(weights), call.args, call.kwargs, tie_weights=tied)
     )
-
-
-def fresh(batch: Batch) -> Batch:
-    """A copy for one run, with its graph, since a model may write into its inputs."""
-    args, kwargs = tree_map(_clone, (batch.args, batch.kwargs))
-    return Batch(args, None, kwargs)
-
-
-def _clone(value: Any) -> Any:
-    return value.clone() if isinstance(value, Tensor) else value
 
 
 def _tails(model: nn.Module, changing: frozenset[str]) -> list[tuple[str, ...]]:
@@ -330,7 +308,7 @@ class _Walk:
     """
 
     def __init__(self, modules: int) -> None:
-        self.inputs: tuple[tuple[Any, ...], dict[str, Any]] | None = None
+        self.inputs: Batch | None = None
         self.intact = True
         self.dimensions: list[int | None] = []
         self._modules, self._running = modules, False
@@ -343,7 +321,7 @@ class _Walk:
         def hook(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
             self._running = True
             if place == 0 and self.inputs is None:
-                self.inputs = tree_map(_clone, (args, kwargs))
+                self.inputs = Batch(args, None, kwargs).fresh()
             elif place == 0 or place != len(self.dimensions) + 1 or len(args) != 1 or kwargs:
                 self.intact = False
             else:
@@ -406,17 +384,16 @@ def _record(twin: nn.Module, names: tuple[str, ...], batch: Batch) -> Features |
                 module.register_forward_pre_hook(walk.enter(place), prepend=True, with_kwargs=True)
             )
             handles.append(module.register_forward_hook(walk.leave(place)))
-        args, kwargs = tree_map(_clone, (batch.args, batch.kwargs))
         with CallWatcher(every=walk.see, anchored=False):
-            returned = twin(*args, **kwargs)
+            returned = batch.fresh().call_any(twin)
     finally:
         for handle in handles:
             handle.remove()
     outputs = output_tensor(returned)
     if not walk.end(outputs) or walk.inputs is None:
         return None
-    entering, tail = Batch(walk.inputs[0], None, walk.inputs[1]), Tail(names, tuple(walk.dimensions))
-    return Features(entering, outputs.detach(), tail) if _samples(entering) == len(outputs) else None
+    tail = Tail(names, tuple(walk.dimensions))
+    return Features(walk.inputs, outputs.detach(), tail) if _samples(walk.inputs) == len(outputs) else None
 
 
 def _version_of(tensor: Any) -> int:

@@ -49,9 +49,9 @@ class LayerRule(ABC):
     def to_matrix(self, weight: Tensor, groups: int) -> Tensor:
         """Weights ``(*lead, *shape)`` as ``(*lead, groups, outputs, inputs)``."""
 
-    @abstractmethod
     def to_weight(self, matrix: Tensor, shape: tuple[int, ...]) -> Tensor:
         """The inverse of `to_matrix`."""
+        return matrix.reshape(*matrix.shape[:-3], *shape)
 
     @abstractmethod
     def apply(self, input: Tensor, weight: Tensor, bias: Tensor | None, options: Mapping[str, Any]) -> Tensor:

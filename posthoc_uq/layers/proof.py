@@ -18,10 +18,10 @@ from torch import Tensor, nn
 
 from posthoc_uq.core.batches import NAMED, Batch, described, whole_mapping
 from posthoc_uq.core.errors import NonFiniteError, PosthocUQError, UnsupportedLayerError, check_refused
-from posthoc_uq.core.model import parameter_names, replicate, unshared_copy
+from posthoc_uq.core.model import owners, parameter_names, replicate, unshared_copy
 from posthoc_uq.core.options import did_you_mean, shown
 from posthoc_uq.core.outputs import chosen_in
-from posthoc_uq.layers.capture import Capture, TrackedLayer, owners
+from posthoc_uq.layers.capture import Capture, TrackedLayer
 from posthoc_uq.layers.layer import BATCH_AXES, Layer
 from posthoc_uq.layers.operands import CPU_TEMPORARY
 from posthoc_uq.layers.rules import WEIGHTED_MODULES, LayerGradients
@@ -121,15 +121,6 @@ def asked_by_name(wanted: Iterable[str], names: Iterable[str]) -> bool:
     """Whether any of several names of one thing matches any of those wanted."""
     known = list(names)
     return any(matches(want, name) for want in wanted for name in known)
-
-
-def no_such_layer(want: str, names: list[str]) -> PosthocUQError:
-    """The error for a name or pattern that fits no layer."""
-    more = ", ..." if len(names) > 5 else ""
-    close = did_you_mean(want, [*names, "last", "all"])
-    return PosthocUQError(
-        f"There is no weighted layer '{want}' in the forward pass; there are {names[:5]}{more}.{close}"
-    )
 
 
 # Types of modules that are weighted layers, those whose uses cannot be followed included.
@@ -334,8 +325,6 @@ def prepare(
         UnsupportedLayerError: a chosen layer's gradient cannot be rebuilt, and `unsupported` is not ``"skip"``.
         PosthocUQError: the selection names no weighted layer, or the model none at all.
     """
-    if unsupported not in ("raise", "skip"):
-        raise PosthocUQError(f"unsupported must be 'raise' or 'skip', not {unsupported!r}.")
     samples = count_samples(batch)
     probe, reference = _probe(model, batch, samples)
     discovered = Capture(model).discover(probe, autocast)
@@ -363,20 +352,16 @@ def prepare(
     undecided = {t.layer.name for t in broken if unnamed and _may_be_no_layer(t)}
     errors = {name: reason for name, reason in failures.items() if name not in undecided}
     if errors and unsupported == "raise":
-        raise _unsupported(errors)
+        listed = "; ".join(f"'{name}': {reason}" for name, reason in errors.items())
+        raise UnsupportedLayerError(
+            f"Unsupported layers: {listed}. Pass unsupported='skip' to leave them deterministic."
+        )
     if not layers:
         raise PosthocUQError("No weighted layer is left to fit a posterior over.")
     covered = {name for layer in layers.values() for name in layer.parameter_names}
     warning = without_posterior(reference.parameters, reference.asked_for(selection), covered)
     deterministic = reference.deterministic(covered, failures)
     return Prepared(model, capture, layers, deterministic, reference.pull[0].numel(), warning)
-
-
-def _unsupported(errors: dict[str, str]) -> UnsupportedLayerError:
-    listed = "; ".join(f"'{name}': {reason}" for name, reason in errors.items())
-    return UnsupportedLayerError(
-        f"Unsupported layers: {listed}. Pass unsupported='skip' to leave them deterministic."
-    )
 
 
 def _may_be_no_layer(tracked: TrackedLayer) -> bool:
@@ -424,7 +409,11 @@ def select(discovered: list[TrackedLayer], selection: Selection, reference: Refe
                     f"can have a posterior: layers=['{sharing.layer.name}']."
                 )
             if not known and not any(asked_by_name([name], [module]) for module, _ in reference.missed()):
-                raise no_such_layer(name, [t.layer.name for t in discovered])
+                known_names = [t.layer.name for t in discovered]
+                raise PosthocUQError(
+                    f"There is no weighted layer '{name}' in the forward pass; there are {known_names[:5]}"
+                    f"{', ...' if len(known_names) > 5 else ''}.{did_you_mean(name, [*known_names, 'last', 'all'])}"
+                )
         chosen = [t for t in discovered if asked_by_name(names, t.names)]
     return sorted(chosen, key=lambda t: reference.order[t.layer.weight])
 

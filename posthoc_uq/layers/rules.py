@@ -35,9 +35,6 @@ class Linear(LayerRule):
     def to_matrix(self, weight: Tensor, groups: int) -> Tensor:
         return weight.unsqueeze(-3)
 
-    def to_weight(self, matrix: Tensor, shape: tuple[int, ...]) -> Tensor:
-        return matrix.reshape(*matrix.shape[:-3], *shape)
-
     def apply(self, input: Tensor, weight: Tensor, bias: Tensor | None, options: Mapping[str, Any]) -> Tensor:
         return F.linear(input, weight, bias)
 
@@ -77,11 +74,7 @@ class Product(Linear):
 
 
 class Convolution(LayerRule):
-    """A convolution with a weight ``(outputs, inputs / groups, *kernel)``.
-
-    Args:
-        spatial: number of spatial dimensions.
-    """
+    """A convolution with a weight ``(outputs, inputs / groups, *kernel)``."""
 
     convolutional: ClassVar[bool] = True
     _names = ("input", "weight", "bias", "stride", "padding", "dilation", "groups")
@@ -98,9 +91,6 @@ class Convolution(LayerRule):
         lead = weight.shape[: weight.ndim - self.dimensions]
         return weight.reshape(*lead, groups, weight.shape[len(lead)] // groups, -1)
 
-    def to_weight(self, matrix: Tensor, shape: tuple[int, ...]) -> Tensor:
-        return matrix.reshape(*matrix.shape[:-3], *shape)
-
     def apply(self, input: Tensor, weight: Tensor, bias: Tensor | None, options: Mapping[str, Any]) -> Tensor:
         return self.function(input, weight, bias, **options)
 
@@ -110,6 +100,7 @@ class Convolution(LayerRule):
             stride=self._each_axis(options.get("stride", 1)),
             padding=padding if isinstance(padding, str) else self._each_axis(padding),
             dilation=self._each_axis(options.get("dilation", 1)),
+            output_padding=self._each_axis(options.get("output_padding", 0)),
         )
 
     def _each_axis(self, value: Any) -> tuple[int, ...]:
@@ -176,14 +167,6 @@ class TransposedConvolution(Convolution):
     @property
     def _kernel_axes(self) -> tuple[int, ...]:
         return tuple(range(-self.spatial, 0))
-
-    def geometry(self, options: Mapping[str, Any]) -> Geometry:
-        return Geometry(
-            stride=self._each_axis(options.get("stride", 1)),
-            padding=self._each_axis(options.get("padding", 0)),
-            dilation=self._each_axis(options.get("dilation", 1)),
-            output_padding=self._each_axis(options.get("output_padding", 0)),
-        )
 
     def activations(self, x: Tensor, layer: Layer, geometry: Geometry) -> Operand:
         assert not isinstance(geometry.padding, str)
@@ -359,7 +342,7 @@ class LayerGradients:
         gradient, layer = call.output_gradient.detach().to(dtype), call.layer
         if not layer.convolutional:
             return self._by_sample(gradient).unsqueeze(1)
-        return gradient.reshape(self.samples, layer.groups, layer.outputs, -1).transpose(2, 3)
+        return layer.rule.output_rows(gradient, layer)
 
     def _by_sample(self, tensor: Tensor) -> Tensor:
         """A linear layer's ``(..., features)`` tensor as ``(samples, positions, features)``."""

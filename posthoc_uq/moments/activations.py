@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from torch.overrides import handle_torch_function, has_torch_function
 
 from posthoc_uq.core.errors import PosthocUQError
-from posthoc_uq.core.options import Positive, check_option, one_of
+from posthoc_uq.core.options import Positive, check_option
 
 PROBIT_SCALE = 1 / 1.702
 """At this scale the inverse of a normal distribution function after a sigmoid is almost the identity."""
@@ -26,10 +26,6 @@ PROBIT_SCALE = 1 / 1.702
 def elementwise(function: Callable[[Tensor], Tensor], x: Tensor) -> Tensor:
     """``function(x)``, for a function of one entry at a time which the moments of its input are to pass through as a
     whole, by the unscented transform, rather than through each of its operations.
-
-    Args:
-        function: of a tensor; the same shape comes out.
-        x: of any shape.
     """
     if has_torch_function((x,)):
         return handle_torch_function(elementwise, (x,), function, x)
@@ -39,21 +35,10 @@ def elementwise(function: Callable[[Tensor], Tensor], x: Tensor) -> Tensor:
 def jointly(function: Callable[..., Tensor], *inputs: Tensor) -> Tensor:
     """``function(*inputs)``, for a function of several entries at the same place, whose moments pass through it by one
     unscented transform of as many dimensions; the inputs count as independent of each other.
-
-    Args:
-        function: of as many tensors of one shape; the same shape comes out.
-        inputs: of one shape.
     """
     if has_torch_function(inputs):
         return handle_torch_function(jointly, inputs, function, *inputs)
     return function(*inputs)
-
-
-def at_mean(x: Tensor) -> Tensor:
-    """``x`` itself; where moments are carried, its mean as a certain number."""
-    if has_torch_function((x,)):
-        return handle_torch_function(at_mean, (x,), x)
-    return x
 
 
 def normal_quantile_of_sigmoid(t: Tensor) -> Tensor:
@@ -84,7 +69,20 @@ def _quantile_of_sigmoid(t: Tensor) -> Tensor:
     return torch.where(size > border, far, near) * torch.sign(t)
 
 
-class InverseCDF(nn.Module):
+class _Scaled(nn.Module):
+    """A module that divides its input by a learned scale ``a = exp(log_scale)``, which starts at `scale`."""
+
+    def __init__(self, scale: float) -> None:
+        super().__init__()
+        self._start = log(check_option("scale", scale, Positive))
+        self.log_scale = nn.Parameter(torch.tensor(self._start, device=torch.get_default_device()))
+
+    def reset_parameters(self) -> None:
+        """Put the scale back to where it starts."""
+        nn.init.constant_(self.log_scale, self._start)
+
+
+class InverseCDF(_Scaled):
     """An output whose distribution is pushed towards a prior's: ``y = F^-1(sigmoid(x / a))`` (Schodt 2024, section
     4.3.2), as in inverse transform sampling.
 
@@ -114,23 +112,14 @@ class InverseCDF(nn.Module):
         quantile: Callable[[Tensor], Tensor] | None = None,
         scale: float = PROBIT_SCALE,
     ) -> None:
-        super().__init__()
+        super().__init__(scale)
         check_option("quantile", quantile, Callable[..., Any] | None)
         if quantile is not None and (mean, deviation) != (0.0, 1.0):
             raise PosthocUQError(
                 "mean and deviation are those of the normal prior; leave them out with quantile=."
             )
-        self.mean, self.deviation, self.quantile = (
-            float(mean),
-            check_option("deviation", deviation, Positive),
-            quantile,
-        )
-        self._start = log(check_option("scale", scale, Positive))
-        self.log_scale = nn.Parameter(torch.tensor(self._start, device=torch.get_default_device()))
-
-    def reset_parameters(self) -> None:
-        """Put the scale back to where it starts."""
-        nn.init.constant_(self.log_scale, self._start)
+        self.mean, self.quantile = float(mean), quantile
+        self.deviation = check_option("deviation", deviation, Positive)
 
     def forward(self, x: Tensor) -> Tensor:
         """Values of the prior's units, shaped like the input."""
@@ -146,45 +135,32 @@ class InverseCDF(nn.Module):
         return "quantile" if self.quantile is not None else f"mean={self.mean}, deviation={self.deviation}"
 
 
-class ConditionalInverseCDF(nn.Module):
+class ConditionalInverseCDF(_Scaled):
     """An output with a normal prior that depends on other outputs: ``y = m(c) + s(c) Phi^-1(sigmoid(x / a))`` (Schodt
     2024, section 4.3.2: a number of photons, given the position).
 
     Under the moments head the outputs ``c`` are uncertain too. One unscented transform of x and all of c carries this
-    through, by ``2 (1 + d) + 1`` points; ``given="mean"`` takes c at its mean, which loses what c adds to the variance.
+    through, by ``2 (1 + d) + 1`` points.
 
     Args:
         prior: of d tensors ``(batch,)``, the other outputs, to the prior's mean and standard deviation, ``(batch,)``
             each.
-        given: ``"unscented"`` or ``"mean"``.
         scale: where ``a`` starts.
 
     Attributes:
         log_scale: ``log a``, the parameter.
 
     Raises:
-        PosthocUQError: `prior` is no function, a scale is not positive, or `given` is neither of the two.
+        PosthocUQError: `prior` is no function, or a scale is not positive.
     """
 
-    def __init__(
-        self,
-        prior: Callable[..., tuple[Tensor, Tensor]],
-        *,
-        given: str = "unscented",
-        scale: float = PROBIT_SCALE,
-    ) -> None:
-        super().__init__()
+    def __init__(self, prior: Callable[..., tuple[Tensor, Tensor]], *, scale: float = PROBIT_SCALE) -> None:
+        super().__init__(scale)
         if not callable(cast(Any, prior)):
             raise PosthocUQError(
                 "prior must be a function of the other outputs that gives a mean and a deviation."
             )
-        self.prior, self.given = prior, one_of("given", given, ("unscented", "mean"))
-        self._start = log(check_option("scale", scale, Positive))
-        self.log_scale = nn.Parameter(torch.tensor(self._start, device=torch.get_default_device()))
-
-    def reset_parameters(self) -> None:
-        """Put the scale back to where it starts."""
-        nn.init.constant_(self.log_scale, self._start)
+        self.prior = prior
 
     def forward(self, x: Tensor, others: Tensor) -> Tensor:
         """Values ``(batch,)``.
@@ -193,13 +169,8 @@ class ConditionalInverseCDF(nn.Module):
             x: ``(batch,)``, the network's output for this one.
             others: ``(batch, d)``, the outputs that its prior depends on.
         """
-        others = at_mean(others) if self.given == "mean" else others
         return jointly(self._values, x * (-self.log_scale).exp(), *others.unbind(1))
 
     def _values(self, t: Tensor, *others: Tensor) -> Tensor:
         mean, deviation = self.prior(*others)
         return mean + deviation * normal_quantile_of_sigmoid(t)
-
-    def extra_repr(self) -> str:
-        """How the other outputs enter."""
-        return f"given={self.given!r}"

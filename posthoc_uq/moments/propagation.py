@@ -72,13 +72,7 @@ def running_module(network: nn.Module) -> str:
 
 
 def products_of(layer: Layer, weight: Tensor, variances: Tensor) -> tuple[Tensor, Tensor]:
-    """A layer's variances in the two forms that `WeightPosterior` has, differentiable in both arguments.
-
-    Args:
-        layer: whose weight it is.
-        weight: its mean, as the model has it.
-        variances: of the same shape.
-    """
+    """A layer's variances in the two forms that `WeightPosterior` has, differentiable in both arguments."""
     kind = variance_dtype(weight.dtype)
     square, own = weight.to(kind).square(), variances.to(device=weight.device, dtype=kind)
     if layer.kind == "matmul":
@@ -122,12 +116,8 @@ class IndependentWeights:
 def independent_weights(
     layers: Mapping[str, Layer], means: Mapping[str, Tensor], variances: Mapping[str, Tensor]
 ) -> list[tuple[Tensor, IndependentWeights]]:
-    """Every layer's weight with its variances, for `propagate`.
-
-    Args:
-        layers: by name.
-        means: the tensors that the model runs with, by the parameter's name.
-        variances: of the same names and shapes.
+    """Every layer's weight with its variances, for `propagate`; means, which the model runs with, and variances are by
+    the parameters' names.
     """
     weights: list[tuple[Tensor, IndependentWeights]] = []
     for name, layer in layers.items():

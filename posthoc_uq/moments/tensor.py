@@ -85,20 +85,19 @@ class MomentTensor(Tensor):
     The tensor itself holds no numbers: an operation that no rule sees fails instead of losing variance.
 
     Attributes:
+        moment_mean: the means.
+        moment_variance: the variances, of the same shape; in float32 at least.
         moment_covariance: ``(batch, n, n)`` beside a mean ``(batch, n)``, or None.
         moment_note: what a rule leaves for a later rule, or None.
         moment_aliases: weak references to all tensors that share its memory, itself included, in one list for all of
             them; None where it has no views.
-        moment_parts: mean and variance, before `moment_scaling`.
-        moment_scaling: scale and shift by channel that are not applied yet, as BatchNorm leaves them for the next
-            nonlinearity, or None.
     """
 
+    moment_mean: Tensor
+    moment_variance: Tensor
     moment_covariance: Tensor | None
     moment_note: Any
     moment_aliases: list[weakref.ref[MomentTensor]] | None
-    moment_parts: tuple[Tensor, Tensor]
-    moment_scaling: tuple[Tensor, Tensor] | None
 
     @staticmethod
     def __new__(
@@ -107,28 +106,9 @@ class MomentTensor(Tensor):
         kind = variance_dtype(mean.dtype)
         variance = variance if variance.dtype == kind else variance.to(kind)
         made = Tensor._make_wrapper_subclass(cls, mean.shape, dtype=mean.dtype, device=mean.device)  # type: ignore[attr-defined]
-        made.moment_parts, made.moment_covariance = (mean, variance), covariance
-        made.moment_note, made.moment_aliases, made.moment_scaling = None, None, None
+        made.moment_mean, made.moment_variance, made.moment_covariance = mean, variance, covariance
+        made.moment_note, made.moment_aliases = None, None
         return made
-
-    @property
-    def moment_mean(self) -> Tensor:
-        """The means."""
-        return self._with_scaling_applied()[0]
-
-    @property
-    def moment_variance(self) -> Tensor:
-        """The variances, of the same shape; in float32 at least."""
-        return self._with_scaling_applied()[1]
-
-    def _with_scaling_applied(self) -> tuple[Tensor, Tensor]:
-        if self.moment_scaling is not None:
-            (mean, variance), (scale, shift) = self.moment_parts, self.moment_scaling
-            shape = (1, -1, *[1] * (mean.ndim - 2))
-            scaled = torch.addcmul(shift.reshape(shape), mean.to(scale), scale.reshape(shape)).to(mean.dtype)
-            self.moment_parts = scaled, variance * scale.to(variance).square().reshape(shape)
-            self.moment_scaling = None
-        return self.moment_parts
 
     def __init__(self, mean: Tensor, variance: Tensor, covariance: Tensor | None = None) -> None:
         super().__init__()
@@ -201,16 +181,7 @@ def variance_of(value: Any) -> Any:
 
 
 def _mapped(value: Any, take: Callable[[MomentTensor], Tensor]) -> Any:
-    if isinstance(value, MomentTensor):
-        return take(value)
-    if isinstance(value, (tuple, list)):
-        items = [_mapped(item, take) for item in cast(Sequence[Any], value)]
-        if isinstance(value, list):
-            return items
-        return type(value)(*items) if hasattr(value, "_fields") else tuple(items)
-    if isinstance(value, Mapping):
-        return {key: _mapped(item, take) for key, item in cast(Mapping[Any, Any], value).items()}
-    return value
+    return pytree.tree_map(lambda leaf: take(leaf) if isinstance(leaf, MomentTensor) else leaf, value)
 
 
 def variance_dtype(dtype: torch.dtype) -> torch.dtype:
@@ -220,10 +191,7 @@ def variance_dtype(dtype: torch.dtype) -> torch.dtype:
 
 def rewrapped(mean: Any, variance: Any) -> Any:
     """A tensor, or the tensors of a list or tuple, with their variances."""
-    if isinstance(mean, Tensor):
-        return MomentTensor(mean, variance)
-    parts = [rewrapped(m, v) for m, v in zip(mean, variance, strict=True)]
-    return parts if isinstance(mean, list) else tuple(parts)
+    return pytree.tree_map(MomentTensor, mean, variance)
 
 
 def full_precision(tensor: Tensor) -> AbstractContextManager[Any]:
@@ -309,7 +277,7 @@ class Pass(CallMode):
                 "an operation in place changes a view of a tensor that is still in use",
                 "make it out of place",
             )
-        target.moment_parts, target.moment_scaling = result.moment_parts, result.moment_scaling
+        target.moment_mean, target.moment_variance = result.moment_mean, result.moment_variance
         target.moment_covariance, target.moment_note = result.moment_covariance, result.moment_note
         return target
 

@@ -29,23 +29,16 @@ def root(variance: Tensor) -> Tensor:
     return variance.sqrt()
 
 
-def unscented(function: Function, mean: Tensor, variance: Tensor, out: Moments | None = None) -> Moments:
+def unscented(function: Function, mean: Tensor, variance: Tensor) -> Moments:
     """Mean and variance of ``f(x)``, ``x ~ N(mean, variance)`` element by element.
 
     With ``u``, ``c``, ``l`` the upper, central and lower value: ``c + (u + l - 2 c) / 6`` and
     ``(u - l)^2 / 12 + (u + l - 2 c)^2 / 18``, in which only differences of the values cancel.
-
-    Args:
-        out: where to write, or None.
     """
     spread = root(variance * 3.0)
     centre, up, down = function(mean), function(mean + spread), function(mean - spread)
     difference = up - down
     bend = torch.sub(up + down, centre, alpha=2.0)
-    if out is not None:
-        torch.add(centre, bend, alpha=1 / 6, out=out[0])
-        torch.addcmul(difference.square_().mul_(1 / 12), bend, bend, value=1 / 18, out=out[1])
-        return out
     moment_variance = torch.addcmul(difference.square() * (1 / 12), bend, bend, value=1 / 18)
     return torch.add(centre, bend, alpha=1 / 6), moment_variance
 
@@ -128,49 +121,16 @@ def _far_below(z: Tensor) -> Tensor:
     return torch.where(z < -5, -z, 5.0)
 
 
-def blockwise(rule: Callable[..., Moments], mean: Tensor, variance: Tensor) -> Moments:
-    """Apply an element-wise rule ``(mean, variance, out)`` block by block, where its temporaries would not stay in the
-    cache; the result is the same.
+def blockwise(rule: Callable[[Tensor, Tensor], Moments], mean: Tensor, variance: Tensor) -> Moments:
+    """Apply an element-wise rule block by block, where its temporaries would not stay in the cache; the result is the
+    same.
     """
     block = block_size()
-    if is_recorded(mean, variance) or mean.numel() <= block or mean.dtype != variance.dtype:
-        return rule(mean, variance, None)
-    flat_mean, flat_variance = _flat(mean), _flat(variance)
-    if flat_mean is None or flat_variance is None or mean.stride() != variance.stride():
-        mean, variance = mean.contiguous(), variance.contiguous()
-        flat_mean, flat_variance = mean.view(-1), variance.view(-1)
-    out_mean, out_variance = torch.empty_like(flat_mean), torch.empty_like(flat_variance)
-    for start in range(0, flat_mean.numel(), block):
-        part = slice(start, start + block)
-        rule(flat_mean[part], flat_variance[part], (out_mean[part], out_variance[part]))
-    size, stride = mean.shape, mean.stride()
-    return out_mean.as_strided(size, stride), out_variance.as_strided(size, stride)
-
-
-def written(moments: Moments, out: Moments | None) -> Moments:
-    """Moments, copied to `out` where that is given."""
-    return moments if out is None else (out[0].copy_(moments[0]), out[1].copy_(moments[1]))
-
-
-def blockwise_scaled(
-    rule: Callable[..., Moments], mean: Tensor, variance: Tensor, scale: Tensor, shift: Tensor
-) -> Moments:
-    """`blockwise` of ``scale x + shift`` with numbers for each channel, ``(batch, channels, ...)`` contiguous: memory
-    is read once instead of twice.
-    """
-    shape, block = mean.shape, block_size()
-    means, variances = mean.reshape(shape[0], shape[1], -1), variance.reshape(shape[0], shape[1], -1)
-    out_mean, out_variance = torch.empty_like(means), torch.empty_like(variances)
-    columns, squares = scale.unsqueeze(1), scale.square().unsqueeze(1)
-    offsets = shift.unsqueeze(1)
-    samples = max(1, block // max(1, means[0].numel()))
-    channels = shape[1] if means[0].numel() <= block else max(1, block // max(1, means.shape[2]))
-    for i in range(0, shape[0], samples):
-        for j in range(0, shape[1], channels):
-            at, c = (slice(i, i + samples), slice(j, j + channels)), slice(j, j + channels)
-            m = torch.addcmul(offsets[c], means[at], columns[c])
-            rule(m, variances[at] * squares[c], (out_mean[at], out_variance[at]))
-    return out_mean.reshape(shape), out_variance.reshape(shape)
+    if is_recorded(mean, variance) or mean.numel() <= block:
+        return rule(mean, variance)
+    parts = zip(mean.reshape(-1).split(block), variance.reshape(-1).split(block), strict=True)
+    means, variances = zip(*(rule(m, v) for m, v in parts), strict=True)
+    return torch.cat(means).view(mean.shape), torch.cat(variances).view(mean.shape)
 
 
 def block_size() -> int:
@@ -184,19 +144,6 @@ def is_recorded(mean: Tensor, variance: Tensor) -> bool:
         return True
     recorded = torch.is_grad_enabled() and (mean.requires_grad or variance.requires_grad)
     return recorded or torch.compiler.is_compiling()
-
-
-def _flat(tensor: Tensor) -> Tensor | None:
-    """The numbers in the order of memory, or None where they are not contiguous in some order of the dimensions."""
-    if tensor.is_contiguous():
-        return tensor.view(-1)
-    expected = 1
-    for stride, size in sorted(zip(tensor.stride(), tensor.shape, strict=True)):
-        if size != 1:
-            if stride != expected:
-                return None
-            expected *= size
-    return tensor.as_strided((tensor.numel(),), (1,))
 
 
 def unscented_joint(

@@ -8,13 +8,14 @@ product are taken to be independent of each other. A model's function that is ha
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from posthoc_uq.moments.activations import at_mean, elementwise, jointly
+from posthoc_uq.moments.activations import elementwise, jointly
 from posthoc_uq.moments.tensor import (
     RULES,
     MomentTensor,
@@ -30,61 +31,47 @@ from posthoc_uq.moments.unscented import (
     Function,
     Moments,
     blockwise,
-    blockwise_scaled,
-    is_recorded,
     rectified,
     slope,
     unscented,
     unscented_joint,
     unscented_positive,
-    written,
 )
 
 _SMOOTH = (
-    "relu relu6 leaky_relu elu celu selu gelu silu mish hardswish hardsigmoid hardtanh softplus softsign "
+    "relu6 elu celu selu gelu silu mish hardswish hardsigmoid hardtanh softplus softsign "
     "tanhshrink softshrink hardshrink logsigmoid threshold sigmoid tanh exp expm1 erf sin cos atan arctan "
     "sinh asinh clamp clip clamp_min clamp_max abs absolute square nan_to_num"
 ).split()
-_ONE_SIDED = ["log", "log2", "log10", "log1p", "sqrt", "rsqrt", "reciprocal"]
-
-
-_EDGES = {"log1p": -1.0}
-
-Run = Callable[[Tensor, Tensor, "Moments | None"], Moments]
+_EDGES = dict.fromkeys(["log", "log2", "log10", "sqrt", "rsqrt", "reciprocal"], 0.0) | {"log1p": -1.0}
+"""Functions that exist above an edge only."""
 
 
 def apply(
-    x: MomentTensor, function: Function, *, positive: bool = False, blocks: bool = True, edge: float = 0.0
+    x: MomentTensor, function: Function, *, edge: float | None = None, blocks: bool = True
 ) -> MomentTensor:
     """An element-wise function of a moment tensor, by three points; its covariance by the slopes between them.
 
     Args:
         x: what it is applied to.
         function: of a plain tensor.
-        positive: the function exists above an edge only.
+        edge: above which alone the function exists; None where it exists everywhere.
         blocks: the function may be called on parts of the tensor.
-        edge: that edge.
     """
 
-    def run(a: Tensor, b: Tensor, out: Moments | None) -> Moments:
-        return (
-            written(unscented_positive(function, a, b, edge), out)
-            if positive
-            else unscented(function, a, b, out)
-        )
+    def run(a: Tensor, b: Tensor) -> Moments:
+        return unscented(function, a, b) if edge is None else unscented_positive(function, a, b, edge)
 
     return _transformed(x, run, function, blocks)
 
 
-def _transformed(x: MomentTensor, run: Run, function: Function, blocks: bool = True) -> MomentTensor:
+def _transformed(
+    x: MomentTensor, run: Callable[[Tensor, Tensor], Moments], function: Function, blocks: bool = True
+) -> MomentTensor:
     """What `run` makes of mean and variance, in blocks where it may be."""
-    (m, v), scaling = x.moment_parts, x.moment_scaling
-    dense = m.is_contiguous() and v.is_contiguous() and m.dtype == v.dtype and not is_recorded(m, v)
-    if blocks and scaling is not None and dense and x.moment_covariance is None and not is_recorded(*scaling):
-        return MomentTensor(*blockwise_scaled(run, m, v, *scaling))
     m, v = x.moment_mean, x.moment_variance
     wide = m.to(v.dtype)
-    mean, variance = blockwise(run, wide, v) if blocks else run(wide, v, None)
+    mean, variance = blockwise(run, wide, v) if blocks else run(wide, v)
     if x.moment_covariance is None:
         return MomentTensor(mean.to(m.dtype), variance)
     slopes = slope(function, wide, v)
@@ -94,79 +81,52 @@ def _transformed(x: MomentTensor, run: Run, function: Function, blocks: bool = T
     return MomentTensor(mean.to(m.dtype), variance, covariance)
 
 
-def _in_place(function: Any, operation: Rule) -> None:
-    """Register the in-place form of an operation."""
-
-    def run(state: Pass, input: Any, *args: Any, **kwargs: Any) -> Any:
-        if not isinstance(input, MomentTensor):
-            raise state.refusal(
-                "an uncertain activation is written in place into a plain tensor",
-                "make the operation out of place",
-            )
-        return state.replace(input, operation(state, input, *args, **kwargs))
-
-    RULES[function] = run
+def _nonlinearity(
+    function: Any, edge: float | None, state: Pass, input: Any, *args: Any, **kwargs: Any
+) -> Any:
+    inplace = kwargs.pop("inplace", False)
+    others = [value for value in (*args, *kwargs.values()) if isinstance(value, Tensor)]
+    if not isinstance(input, MomentTensor) or any(isinstance(other, MomentTensor) for other in others):
+        return state.unknown(function, (input, *args), kwargs)
+    result = apply(input, lambda x: function(x, *args, **kwargs), edge=edge, blocks=not others)
+    return state.replace(input, result) if inplace else result
 
 
-def _register(name: str, positive: bool) -> None:
-    for function in named(name, places=(torch, F, Tensor, torch.special)):
-
-        def run(state: Pass, input: Any, *args: Any, _call: Any = function, **kwargs: Any) -> Any:
-            inplace = kwargs.pop("inplace", False)
-            others = [value for value in (*args, *kwargs.values()) if isinstance(value, Tensor)]
-            if not isinstance(input, MomentTensor) or any(
-                isinstance(other, MomentTensor) for other in others
-            ):
-                return state.unknown(_call, (input, *args), kwargs)
-            result = apply(
-                input,
-                lambda x: _call(x, *args, **kwargs),
-                positive=positive,
-                blocks=not others,
-                edge=_EDGES.get(name, 0.0),
-            )
-            return state.replace(input, result) if inplace else result
-
-        RULES[function] = run
-    operation = getattr(Tensor, name, None) or getattr(torch, name, None) or getattr(F, name)
-    for variant in {getattr(place, name + "_", None) for place in (Tensor, torch, F)} - {None}:
-        _in_place(variant, RULES[operation])
-
-
-for _name in _SMOOTH:
-    _register(_name, False)
-for _name in _ONE_SIDED:
-    _register(_name, True)
-
-
-def _rectified(x: MomentTensor, negative: float) -> MomentTensor:
-    def run(a: Tensor, b: Tensor, out: Moments | None) -> Moments:
-        return written(rectified(a, b, negative), out)
-
-    return _transformed(x, run, lambda y: F.leaky_relu(y, negative))
-
-
-def _rectifier(original: Rule) -> Rule:
-    def run(state: Pass, input: Any, inplace: bool = False) -> Any:
-        if state.rules.relu != "exact" or input.moment_covariance is not None:
-            return original(state, input, inplace=inplace)
-        result = _rectified(input, 0.0)
-        return state.replace(input, result) if inplace else result
-
-    return run
-
-
-for _function in named("relu"):
-    RULES[_function] = _rectifier(RULES[_function])
+for _name in (*_SMOOTH, *_EDGES):
+    for _function in named(_name, places=(torch, F, Tensor, torch.special)):
+        RULES[_function] = partial(_nonlinearity, _function, _EDGES.get(_name))
 
 
 @rule(F.leaky_relu)
 def leaky_relu(state: Pass, input: Any, negative_slope: float = 0.01, inplace: bool = False) -> Any:
+    def function(x: Tensor) -> Tensor:
+        return F.leaky_relu(x, negative_slope)
+
     if state.rules.relu == "exact" and input.moment_covariance is None:
-        result = _rectified(input, negative_slope)
+        result = _transformed(input, lambda m, v: rectified(m, v, negative_slope), function)
     else:
-        result = apply(input, lambda x: F.leaky_relu(x, negative_slope))
+        result = apply(input, function)
     return state.replace(input, result) if inplace else result
+
+
+@rule(*named("relu"))
+def relu(state: Pass, input: Any, inplace: bool = False) -> Any:
+    return leaky_relu(state, input, 0.0, inplace)
+
+
+def _in_place(operation: Rule, state: Pass, input: Any, *args: Any, **kwargs: Any) -> Any:
+    if not isinstance(input, MomentTensor):
+        raise state.refusal(
+            "an uncertain activation is written in place into a plain tensor",
+            "make the operation out of place",
+        )
+    return state.replace(input, operation(state, input, *args, **kwargs))
+
+
+for _name in (*_SMOOTH, *_EDGES, "relu", "leaky_relu"):
+    _operation = getattr(Tensor, _name, None) or getattr(torch, _name, None) or getattr(F, _name)
+    for _variant in {getattr(place, f"{_name}_", None) for place in (Tensor, torch, F)} - {None}:
+        RULES[_variant] = partial(_in_place, RULES[_operation])
 
 
 @rule(*named("prelu"))
@@ -195,28 +155,23 @@ def dropout(state: Pass, input: Any, p: float = 0.5, training: bool = True, inpl
     return input
 
 
-def _conversion(function: Any) -> Rule:
-    def run(state: Pass, input: Any, *args: Any, **kwargs: Any) -> Any:
-        args = tuple(a.moment_mean if isinstance(a, MomentTensor) else a for a in args)
-        kwargs = {k: a.moment_mean if isinstance(a, MomentTensor) else a for k, a in kwargs.items()}
-        if not isinstance(input, MomentTensor):
-            return function(input, *args, **kwargs)
-        mean = function(input.moment_mean, *args, **kwargs)
-        if not mean.is_floating_point():
-            raise state.refusal(f"activations are converted to {mean.dtype}", "which has no variance")
-        variance = input.moment_variance.to(device=mean.device, dtype=variance_dtype(mean.dtype))
-        covariance = input.moment_covariance
-        result = MomentTensor(mean, variance, None if covariance is None else covariance.to(variance))
-        result.moment_note = input.moment_note
-        return result
-
-    return run
+def _converted(function: Any, state: Pass, input: Any, *args: Any, **kwargs: Any) -> Any:
+    mean = function(mean_of(input), *mean_of(args), **mean_of(kwargs))
+    if not isinstance(input, MomentTensor):
+        return mean
+    if not mean.is_floating_point():
+        raise state.refusal(f"activations are converted to {mean.dtype}", "which has no variance")
+    variance = input.moment_variance.to(device=mean.device, dtype=variance_dtype(mean.dtype))
+    covariance = input.moment_covariance
+    result = MomentTensor(mean, variance, None if covariance is None else covariance.to(variance))
+    result.moment_note = input.moment_note
+    return result
 
 
 for _function in named(
     "to", "type", "float", "double", "half", "bfloat16", "type_as", "cpu", "cuda", places=(Tensor,)
 ):
-    RULES[_function] = _conversion(_function)
+    RULES[_function] = partial(_converted, _function)
 
 
 @rule(elementwise)
@@ -232,11 +187,6 @@ def of_several_entries(state: Pass, function: Callable[..., Tensor], *inputs: An
     variances = [x.moment_variance if isinstance(x, MomentTensor) else None for x in inputs]
     mean, variance = unscented_joint(function, means, variances)
     return MomentTensor(mean.to(kind), variance)
-
-
-@rule(at_mean)
-def certain(state: Pass, x: MomentTensor) -> Tensor:
-    return x.moment_mean
 
 
 @rule(*named("add"), Tensor.__add__, Tensor.__radd__)
@@ -310,14 +260,14 @@ def div(state: Pass, input: Any, other: Any, *, rounding_mode: Any = None) -> An
     if rounding_mode is not None:
         return state.unknown(torch.div, (input, other), {"rounding_mode": rounding_mode})
     if isinstance(other, MomentTensor):
-        return mul(state, input, apply(other, torch.reciprocal, positive=True))
+        return mul(state, input, apply(other, torch.reciprocal, edge=0.0))
     divisor = torch.as_tensor(other, dtype=input.moment_variance.dtype, device=input.moment_variance.device)
     return _scaled(input, divisor.reciprocal(), input.moment_mean / other)
 
 
 @rule(Tensor.__rtruediv__, Tensor.__rdiv__)
 def rdiv(state: Pass, input: Any, other: Any) -> Any:
-    return mul(state, other, apply(input, torch.reciprocal, positive=True))
+    return mul(state, other, apply(input, torch.reciprocal, edge=0.0))
 
 
 @rule(*named("neg", "negative"), Tensor.__neg__)
@@ -335,7 +285,7 @@ def power(state: Pass, input: Any, exponent: Any) -> Any:
     if not isinstance(input, MomentTensor) or isinstance(exponent, Tensor):
         return state.unknown(torch.pow, (input, exponent), {})
     polynomial = float(exponent).is_integer() and exponent >= 0
-    return apply(input, lambda x: x.pow(exponent), positive=not polynomial)
+    return apply(input, lambda x: x.pow(exponent), edge=None if polynomial else 0.0)
 
 
 @rule(*named("addcmul"))
@@ -372,4 +322,4 @@ for _name, _operation in {
     "neg_": neg,
     "addcmul_": addcmul,
 }.items():
-    _in_place(getattr(Tensor, _name), _operation)
+    RULES[getattr(Tensor, _name)] = partial(_in_place, _operation)

@@ -8,6 +8,7 @@ softmax go by the delta method with the full Jacobian, in linear time.
 
 from __future__ import annotations
 
+from functools import partial
 from math import prod
 from typing import Any, NamedTuple
 
@@ -30,7 +31,6 @@ from posthoc_uq.moments.tensor import (
     named,
     rule,
 )
-from posthoc_uq.moments.unscented import is_recorded
 
 
 @rule(AffineCall)
@@ -76,16 +76,9 @@ def _linear(
         else:
             variance = F.linear(v, posterior.summed, posterior.bias_variances)
             rows = variance.reshape(-1, variance.shape[-1])
-            rows = torch.addmm(
-                rows, wide.square().reshape(-1, wide.shape[-1]), posterior.variances.T, out=_reused(rows)
-            )
+            rows = torch.addmm(rows, wide.square().reshape(-1, wide.shape[-1]), posterior.variances.T)
             variance = rows.reshape(variance.shape)
     return MomentTensor(mean, variance)
-
-
-def _reused(tensor: Tensor) -> Tensor | None:
-    """The tensor itself, to be overwritten by a result, or None where that would be recorded."""
-    return None if is_recorded(tensor, tensor) else tensor
 
 
 def _full(
@@ -122,23 +115,13 @@ def _convolution(
         if v is None:
             variance = call.applied(wide.square(), posterior.variances, posterior.bias_variances)
         elif call.groups == 1:
-            variance = call.applied(_beside(v, wide), posterior.summed, posterior.bias_variances)
+            variance = call.applied(
+                torch.cat([v, wide.square()], dim=1), posterior.summed, posterior.bias_variances
+            )
         else:
             variance = call.applied(v, posterior.summed, posterior.bias_variances)
-            by_weights = call.applied(wide.square(), posterior.variances, None)
-            variance = torch.add(variance, by_weights, out=_reused(variance))
+            variance = variance + call.applied(wide.square(), posterior.variances, None)
     return MomentTensor(mean, variance)
-
-
-def _beside(variance: Tensor, mean: Tensor) -> Tensor:
-    """Variances and squared means as channels of one tensor, for one convolution instead of two and a sum."""
-    if is_recorded(mean, variance):
-        return torch.cat([variance, mean.square()], dim=1)
-    channels = mean.shape[1]
-    joined = variance.new_empty(mean.shape[0], 2 * channels, *mean.shape[2:])
-    joined[:, :channels] = variance
-    torch.mul(mean, mean, out=joined[:, channels:])
-    return joined
 
 
 @rule(F.batch_norm, torch.batch_norm)
@@ -170,9 +153,9 @@ def batch_norm(
     covariance = input.moment_covariance
     if covariance is not None:
         covariance = covariance * scale.unsqueeze(1) * scale.unsqueeze(0)
-    result = MomentTensor(m, v, covariance)
-    result.moment_scaling = scale, shift
-    return result
+    scale, shift = _channel(scale, m.ndim), _channel(shift, m.ndim)
+    scaled = torch.addcmul(shift, m.to(scale), scale).to(m.dtype)
+    return MomentTensor(scaled, v * scale.to(v).square(), covariance)
 
 
 def _standardised(mean: Tensor, variance: Tensor, dims: tuple[int, ...], eps: float) -> tuple[Tensor, Tensor]:
@@ -369,16 +352,13 @@ def einsum(state: Pass, equation: str, *operands: Any) -> Any:
     return products(state, lambda a, b: torch.einsum(equation, a, b), operands[0], operands[1])
 
 
-def _bilinear(function: Any) -> Any:
-    def run(state: Pass, *args: Any, **kwargs: Any) -> Any:
-        first, second = (*args, *kwargs.values())
-        return products(state, function, first, second)
-
-    return run
+def _bilinear(function: Any, state: Pass, *args: Any, **kwargs: Any) -> MomentTensor:
+    first, second = (*args, *kwargs.values())
+    return products(state, function, first, second)
 
 
 for _function in named("mm", "mv", "dot", "inner", "outer"):
-    RULES[_function] = _bilinear(_function)
+    RULES[_function] = partial(_bilinear, _function)
 
 
 @rule(*named("baddbmm", "addmm"))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import partial
 from typing import Any, cast
 
 import torch
@@ -15,7 +16,6 @@ from posthoc_uq.moments.tensor import (
     RULES,
     MomentTensor,
     Pass,
-    Rule,
     as_view,
     full_precision,
     mean_of,
@@ -46,34 +46,31 @@ _QUERIES = (
 ).split()
 
 
-def _moved(function: Any, view: bool) -> Rule:
-    def run(state: Pass, *args: Any, **kwargs: Any) -> Any:
-        first = args[0] if args else kwargs.get("input")
-        others = [value for value in (*args[1:], *kwargs.values()) if value is not first]
-        if not isinstance(first, MomentTensor) or any(isinstance(other, MomentTensor) for other in others):
-            return state.unknown(function, args, kwargs)
-        # An index that is a plain tensor or a list stays as it is.
-        result = rewrapped(
-            function(*mean_of(args), **mean_of(kwargs)), function(*variance_of(args), **variance_of(kwargs))
-        )
-        keeps = first.moment_covariance is not None and function in _KEEP_COVARIANCE
-        if keeps and result.moment_mean.shape == first.moment_mean.shape:
-            result.moment_covariance = first.moment_covariance
-        return as_view(first, result) if view else result
-
-    return run
+def _moved(function: Any, view: bool, state: Pass, *args: Any, **kwargs: Any) -> Any:
+    first = args[0] if args else kwargs.get("input")
+    others = [value for value in (*args[1:], *kwargs.values()) if value is not first]
+    if not isinstance(first, MomentTensor) or any(isinstance(other, MomentTensor) for other in others):
+        return state.unknown(function, args, kwargs)
+    # An index that is a plain tensor or a list stays as it is.
+    result = rewrapped(
+        function(*mean_of(args), **mean_of(kwargs)), function(*variance_of(args), **variance_of(kwargs))
+    )
+    keeps = first.moment_covariance is not None and function in _KEEP_COVARIANCE
+    if keeps and result.moment_mean.shape == first.moment_mean.shape:
+        result.moment_covariance = first.moment_covariance
+    return as_view(first, result) if view else result
 
 
 for _function in named(*_VIEWS):
-    RULES[_function] = _moved(_function, True)
+    RULES[_function] = partial(_moved, _function, True)
 for _function in named(*_COPIES):
-    RULES[_function] = _moved(_function, False)
+    RULES[_function] = partial(_moved, _function, False)
 for _function in (F.unfold, F.pixel_shuffle, F.pixel_unshuffle):
-    RULES[_function] = _moved(_function, False)
+    RULES[_function] = partial(_moved, _function, False)
 for _attribute in ("T", "mT", "H", "mH"):
     _getter = getattr(Tensor, _attribute).__get__
-    RULES[_getter] = _moved(_getter, True)
-RULES[Tensor.data.__get__] = _moved(Tensor.detach, True)  # type: ignore[attr-defined]
+    RULES[_getter] = partial(_moved, _getter, True)
+RULES[Tensor.data.__get__] = partial(_moved, Tensor.detach, True)  # type: ignore[attr-defined]
 _KEEP_COVARIANCE = set(named("flatten", "reshape", "view", "contiguous", "clone", "detach"))
 QUERIES.update(named(*_QUERIES))
 COMPARISONS.update(named(*"eq ne lt le gt ge __eq__ __ne__ __lt__ __le__ __gt__ __ge__ is_same_size".split()))
@@ -92,13 +89,11 @@ def iterate(state: Pass, input: MomentTensor) -> Any:
 
 @rule(*named(*_LIKE, places=(Tensor,)))
 def like(state: Pass, input: Any, other: Any) -> Any:
-    shape = mean_of(other).shape
+    like, (m, v) = mean_of(other), moments_of(input)
+    form = Tensor.reshape if m.numel() == like.numel() else Tensor.expand
     if not isinstance(input, MomentTensor):
-        return input.expand(shape) if input.numel() != mean_of(other).numel() else input.reshape(shape)
-    m, v = moments_of(input)
-    if m.numel() == mean_of(other).numel():
-        return as_view(input, MomentTensor(m.reshape(shape), v.reshape(shape)))
-    return as_view(input, MomentTensor(m.expand(shape), v.expand(shape)))
+        return form(input, like.shape)
+    return as_view(input, MomentTensor(form(m, like.shape), form(v, like.shape)))
 
 
 @rule(Tensor.__getitem__)
@@ -122,20 +117,17 @@ def setitem(state: Pass, input: Any, index: Any, value: Any) -> Any:
     )
 
 
-def _join(function: Any) -> Rule:
-    def run(state: Pass, tensors: Any, *args: Any, **kwargs: Any) -> Any:
-        pairs = [moments_of(tensor) for tensor in tensors]
-        kind = next(v.dtype for (_, v), t in zip(pairs, tensors, strict=True) if isinstance(t, MomentTensor))
-        return MomentTensor(
-            function([m for m, _ in pairs], *args, **kwargs),
-            function([v.to(kind) for _, v in pairs], *args, **kwargs),
-        )
-
-    return run
+def _join(function: Any, state: Pass, tensors: Any, *args: Any, **kwargs: Any) -> MomentTensor:
+    pairs = [moments_of(tensor) for tensor in tensors]
+    kind = next(v.dtype for (_, v), t in zip(pairs, tensors, strict=True) if isinstance(t, MomentTensor))
+    return MomentTensor(
+        function([m for m, _ in pairs], *args, **kwargs),
+        function([v.to(kind) for _, v in pairs], *args, **kwargs),
+    )
 
 
 for _function in named(*"cat concat concatenate stack hstack vstack dstack row_stack column_stack".split()):
-    RULES[_function] = _join(_function)
+    RULES[_function] = partial(_join, _function)
 
 
 @rule(torch.constant_pad_nd)
