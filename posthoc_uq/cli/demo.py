@@ -203,7 +203,7 @@ def run(output: Path, seed: int = 0, epochs: int = 15) -> DigitsResult:
         compared = {PLAIN: model, FITTED: uq.wrap(model, copy.deepcopy(posterior))}
         with _step("uq.calibrate(posterior, val_loader)"):
             uq.calibrate(posterior, _loader(data.validation), seed=seed, progress=False)
-        compared[CALIBRATED] = uq.wrap(model, posterior)
+        calibrated = compared[CALIBRATED] = uq.wrap(model, posterior)
         for name, method in TRAINED.items():
             with _step(f"uq.fit(model, train_loader, uq.{type(method).__name__}(...))"):
                 trained = uq.fit(model, _loader(training, shuffle=True), method, seed=seed, progress=False)
@@ -220,7 +220,7 @@ def run(output: Path, seed: int = 0, epochs: int = 15) -> DigitsResult:
                 display=lambda image: 1 - image,
                 progress=False,
             )
-        draw_promises(compared[CALIBRATED], data.test, output / "digits.promises.png")
+        draw_promises(calibrated, data.test, output / "digits.promises.png")
         identical = _fresh_process_agrees(output, model, posterior, data.test.images)
     _print(f"\n{_tables(evaluation)}\n")
     page = evaluation.report(output / "digits.html", title="What a posterior buys on digits")
@@ -251,7 +251,7 @@ def draw_promises(predictor: uq.Predictor, test: Labelled, path: Path, level: fl
         "digits on their side": rotated_digits(test),
     }
     figure = Figure(figsize=(1.35 * PICTURES, 7.6), layout="constrained")
-    for part, (title, images) in zip(figure.subfigures(len(rows)), rows.items(), strict=True):
+    for part, (title, images) in zip(np.ravel(figure.subfigures(len(rows))), rows.items(), strict=True):
         part.suptitle(title, fontsize=10, x=0.01, ha="left")
         prediction = predictor(images[:PICTURES])
         shown = zip(
