@@ -259,7 +259,7 @@ def test_other_likelihoods(likelihood: str) -> None:
 
 
 def test_positions_have_scores_of_inputs_alone() -> None:
-    """Means over the positions that count; images are exchangeable where pixels are not."""
+    """Means over all positions, as predictions without labels have them; images are exchangeable, pixels are not."""
     generator = torch.Generator().manual_seed(5)
     x = torch.randn(90, 3, 4, 4, generator=generator)
     y = x[:, :3].argmax(1)
@@ -269,11 +269,10 @@ def test_positions_have_scores_of_inputs_alone() -> None:
     y[:, 0] = -100
     result = uq.calibrate(posterior, [(x[20:], y[20:])], share=None, **FAST)
     prediction = uq.wrap(model, posterior)(x[20:])
-    counted = prediction.masked(y[20:] >= 0)
     assert result.samples == 70 and "intervals" not in str(result) and "sets" not in str(result)
     kept = torch.tensor(posterior.history.promises["inputs"]["entropy"]["values"]).double()
-    assert torch.allclose(kept, counted.scores()["entropy"].double().sort().values, atol=1e-6)
-    assert int(uq.Referral(0.1, score="entropy")(counted).sum()) == 6
+    assert torch.allclose(kept, prediction.scores()["entropy"].double().sort().values, atol=1e-6)
+    assert int(uq.Referral(0.1, score="entropy")(prediction).sum()) == 6
     assert bool((uq.wrap(model, posterior)(9 + x[:5]).familiarity() < 0.1).all())
     with pytest.raises(uq.PosthocUQError, match="counted right or wrong"):
         uq.Referral(accuracy=0.5)(prediction)

@@ -220,6 +220,10 @@ def test_a_memorised_regression_gets_the_noise_of_new_data() -> None:
     assert 0.6 < float(found.noise_variance) / 0.25 < 1.8  # the noise that the data were made with, and more
     assert 0.7 < coverage(uq.wrap(posterior.model, posterior)(x).interval(0.9), y) < 0.99
     assert float(posterior.noise_variance) == pytest.approx(float(found.noise_variance), rel=1e-6)
+    assert posterior.history.left_out == {"temperature": 1.0, "noise_scale": found.noise_scale}
+    assert (
+        posterior.history.faithful["settings"]["noise_scale"] == found.noise_scale
+    )  # the prior is found again
     assert "leave-one-out" in posterior.history.tuning["noise variance"]
     # batches and their order change nothing; another seed changes little
     inputs, targets = data[0]
@@ -255,6 +259,8 @@ def test_groups_are_left_out_together_and_the_initial_network_is_taken() -> None
     groups = torch.arange(len(data[0][0])).repeat(2)
     grouped = calibrate(posterior, twice, groups=groups)
     assert grouped.accuracy < 0.9
+    single = calibrate(posterior, data)
+    assert grouped.temperature == pytest.approx(single.temperature, rel=0.2)  # copies are no more evidence
     assert calibrate(posterior, twice, groups=lambda _: groups).accuracy == grouped.accuracy
     start = untrained(posterior.model, batches_of(data[0][0]), seed=1)  # type: ignore[arg-type]
     found = calibrate(posterior, data, initial=start)
@@ -346,3 +352,29 @@ def test_a_fit_leaves_out_nothing_for_other_networks(change: str, monkeypatch: p
         monkeypatch.setattr(sys.modules["posthoc_uq.fitting.fit"], "FEW_SAMPLES", 23)
     posterior = uq.fit(model, data, likelihood="regression", progress=False)
     assert posterior.noise_scale == 1.0
+
+
+def test_normalisation_takes_batches_by_their_samples() -> None:
+    """The last batch has one row, which has no variance."""
+    x = torch.randn(41, 3, generator=torch.Generator().manual_seed(0))
+    batches = list(zip(x.split(10), x[:, :1].square().split(10), strict=True))
+    model = nn.Sequential(nn.Linear(3, 16), nn.BatchNorm1d(16), nn.ReLU(), nn.Linear(16, 1)).eval()
+    assert uq.fit(model, batches, likelihood="regression", progress=False).history.left_out
+    with pytest.raises(uq.PosthocUQError, match="more than one sample"):
+        posterior = uq.fit(model, batches, likelihood="regression", prior_precision=1.0, progress=False)
+        calibrate(posterior, list(zip(x.split(1), x[:, :1].split(1), strict=True)))
+
+
+def test_weights_of_a_fit_are_refused() -> None:
+    x = torch.randn(30, 3, generator=torch.Generator().manual_seed(0))
+    model = nn.Sequential(nn.Linear(3, 16), nn.ReLU(), nn.Linear(16, 1))
+    data = [(x, x[:, :1], torch.full((30,), 2.0))]
+    parts: dict[str, Any] = {
+        "batch_to_inputs": lambda batch: batch[0],
+        "batch_to_targets": lambda batch: batch[1],
+    }
+    weights: dict[str, Any] = {"batch_to_weights": lambda batch: batch[2]}
+    posterior = uq.fit(model, data, likelihood="regression", progress=False, **parts, **weights)
+    assert not posterior.history.left_out
+    with pytest.raises(uq.PosthocUQError, match="the fit had weights"):
+        calibrate(posterior, data, **parts)

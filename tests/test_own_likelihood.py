@@ -371,7 +371,7 @@ class TestPredict:
             torch.testing.assert_close(getattr(found, name), getattr(expected, name), rtol=1e-4, atol=1e-6)
 
     def test_links_of_classes_are_refused(self, network, posterior):
-        with pytest.raises(uq.PosthocUQError, match="link must be one of 'mc'"):
+        with pytest.raises(uq.PosthocUQError, match="link must be 'mc'"):
             uq.wrap(network, posterior, link="probit")
 
     @pytest.mark.parametrize("head", ["linearized", "moments"])

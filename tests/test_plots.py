@@ -285,12 +285,12 @@ class TestMaps:
         x_train, labels = points_of(2)
         probability, entropy = left.images[0], right.images[0]
         low, high = x_train.amin(0), x_train.amax(0)
-        x = np.linspace((1.5 * low - 0.5 * high)[0].item(), (1.5 * high - 0.5 * low)[0].item(), 60)
+        x = np.linspace((1.5 * low - 0.5 * high)[0].item(), (1.5 * high - 0.5 * low)[0].item(), 30)
         # the logit is the first input, scaled by 1, 2 and 4
         expected = np.mean([1 / (1 + np.exp(-scale * x)) for scale in (1, 2, 4)], axis=0)
-        np.testing.assert_allclose(probability.get_array(), np.tile(expected, (60, 1)), atol=1e-5)
+        np.testing.assert_allclose(probability.get_array(), np.tile(expected, (30, 1)), atol=1e-5)
         plain = -(expected * np.log(expected) + (1 - expected) * np.log(1 - expected))
-        np.testing.assert_allclose(entropy.get_array(), np.tile(plain, (60, 1)), atol=1e-5)
+        np.testing.assert_allclose(entropy.get_array(), np.tile(plain, (30, 1)), atol=1e-5)
         # pixels are centred on the points of the grid
         step = x[1] - x[0]
         extent = [x[0] - step / 2, x[-1] + step / 2]
@@ -306,12 +306,12 @@ class TestMaps:
         left, right = map_of_four().axes[:2]
         image = np.asarray(left.images[0].get_array())
         # class 0 is at the right, 1 at the left, 2 above, 3 below; each has the hue of its points
-        for c, pixel in enumerate((image[30, -1], image[30, 0], image[-1, 30], image[0, 30])):
+        for c, pixel in enumerate((image[15, -1], image[15, 0], image[-1, 15], image[0, 15])):
             hue, own = 1 - pixel, 1 - np.array(to_rgb(left.lines[c].get_color()))
             np.testing.assert_allclose(hue / hue.max(), own / own.max(), atol=1e-6)
-        assert image[30, 30].min() > image[30, -1].min(), "paler where the classes meet"
+        assert image[15, 15].min() > image[15, -1].min(), "paler where the classes meet"
         extent = right.images[0].get_extent()
-        x, y = np.meshgrid(*(np.linspace(*extent[i : i + 2], 121)[1::2] for i in (0, 2)))
+        x, y = np.meshgrid(*(np.linspace(*extent[i : i + 2], 61)[1::2] for i in (0, 2)))
         # the draws' scales 1, 2, 4 have variance 7 / 3; of the logits x, -x, y, -y the mean square is (x^2 + y^2) / 2
         np.testing.assert_allclose(right.images[0].get_array(), 7 / 3 * (x**2 + y**2) / 2, rtol=1e-3)
 

@@ -383,7 +383,7 @@ def reluctance(temperature: float, centre: float = 1.0) -> float:
 @pytest.mark.parametrize("centre", [1.0, 3.0])
 def test_the_temperature_alone_is_the_best_of_a_grid(centre: float) -> None:
     posterior, held_out = fit(), classifier()[2]
-    posterior.history.left_out = {"temperature": centre, "noise_scale": 1.0}
+    posterior.history.left_out, posterior.temperature = {"temperature": centre, "noise_scale": 1.0}, centre
     prior = posterior.prior_precision
     tune(posterior, held_out, parameters=())
     assert posterior.prior_precision == prior and posterior.temperature != 1.0
@@ -427,6 +427,16 @@ def test_thirty_labels_find_a_large_temperature_and_many_a_small_one() -> None:
     assert 5 < tuned(10.0, 30) < 20
     assert tuned(0.5, 30) > 0.7  # a few labels sharpen little
     assert tuned(0.5, 3000) == pytest.approx(0.5, rel=0.1)
+
+
+def test_what_was_left_out_and_taken_back_centres_no_search() -> None:
+    posterior, held_out = fit(), classifier()[2]
+    tune(posterior, held_out, parameters=())
+    plain = posterior.temperature
+    again = fit()
+    again.history.left_out = {"temperature": 3.0, "noise_scale": 1.0}  # and the temperature is 1
+    tune(again, held_out, parameters=())
+    assert again.temperature == plain
 
 
 def test_a_wider_posterior_keeps_the_temperature_of_the_fit() -> None:

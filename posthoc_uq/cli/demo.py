@@ -15,7 +15,7 @@ from collections.abc import Generator
 from contextlib import contextmanager
 from itertools import pairwise
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -203,7 +203,8 @@ def run(output: Path, seed: int = 0, epochs: int = 15) -> DigitsResult:
         compared = {PLAIN: model, FITTED: uq.wrap(model, copy.deepcopy(posterior))}
         with _step("uq.calibrate(posterior, val_loader)"):
             uq.calibrate(posterior, _loader(data.validation), seed=seed, progress=False)
-        calibrated = compared[CALIBRATED] = uq.wrap(model, posterior)
+        calibrated = uq.wrap(model, posterior)
+        compared[CALIBRATED] = calibrated
         for name, method in TRAINED.items():
             with _step(f"uq.fit(model, train_loader, uq.{type(method).__name__}(...))"):
                 trained = uq.fit(model, _loader(training, shuffle=True), method, seed=seed, progress=False)
@@ -251,7 +252,8 @@ def draw_promises(predictor: uq.Predictor, test: Labelled, path: Path, level: fl
         "digits on their side": rotated_digits(test),
     }
     figure = Figure(figsize=(1.35 * PICTURES, 7.6), layout="constrained")
-    for part, (title, images) in zip(np.ravel(figure.subfigures(len(rows))), rows.items(), strict=True):
+    parts: Any = figure.subfigures(len(rows))
+    for part, (title, images) in zip(parts, rows.items(), strict=True):
         part.suptitle(title, fontsize=10, x=0.01, ha="left")
         prediction = predictor(images[:PICTURES])
         shown = zip(

@@ -96,6 +96,15 @@ def run_on_all_ranks(work: Callable[[], Result], doing: str) -> Result:
     return cast(Result, result)
 
 
+def raise_on_any_error(error: Exception | None, doing: str) -> None:
+    """Let all processes go on, or none: if one of them failed, all raise.
+
+    Raises:
+        PosthocUQError: another process failed, or did not come; names it.
+    """
+    _meet(None, doing, error)
+
+
 def gather(value: Any, doing: str) -> list[Any]:
     """A plain value of every process, in the order of their ranks; all must meet for the same.
 

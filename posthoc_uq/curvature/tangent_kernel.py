@@ -75,17 +75,31 @@ def with_state(model: nn.Module, initial: nn.Module | Mapping[str, Tensor]) -> n
 
 
 def set_batch_statistics(model: nn.Module, batches: Sequence[Batch]) -> None:
-    """Set the running means and variances of all normalisation layers to those of one pass, the mean over batches."""
+    """Set the running means and variances of all normalisation layers to those of one pass, the mean over batches by
+    their samples. Batches of one sample, which have no variance, are left out.
+
+    Raises:
+        PosthocUQError: all are of one sample.
+    """
     layers = [m for m in model.modules() if isinstance(m, nn.modules.batchnorm._BatchNorm)]  # pyright: ignore[reportPrivateUsage]
     layers = [layer for layer in layers if layer.track_running_stats]
     if not layers:
         return
+    several = [(batch, samples) for batch in batches if (samples := count_samples(batch)) > 1]
+    if not several:
+        raise PosthocUQError(
+            "The untrained network's batch normalisation needs batches of more than one sample; give a larger "
+            "batch_size."
+        )
     momenta = [layer.momentum for layer in layers]
     for layer in layers:
         layer.reset_running_stats()
-        layer.momentum = None  # a cumulative average
         layer.train()
-    for batch in batches:
+    seen = 0
+    for batch, samples in several:
+        seen += samples
+        for layer in layers:
+            layer.momentum = samples / seen
         batch.copied().call(model)
     for layer, momentum in zip(layers, momenta, strict=True):
         layer.momentum = momentum

@@ -46,7 +46,6 @@ from posthoc_uq.likelihoods.gaussian import RegressionPrediction
 from posthoc_uq.likelihoods.likelihood import DrawnPrediction
 from posthoc_uq.likelihoods.prediction import Prediction
 from posthoc_uq.likelihoods.selective import QUANTILES, tail_of
-from posthoc_uq.likelihoods.weights import counting
 from posthoc_uq.posteriors.posterior import Posterior
 from posthoc_uq.posteriors.report import described_promises
 from posthoc_uq.posteriors.search import Trials
@@ -119,7 +118,7 @@ def calibrate(
     * Of inputs novelty, the default score (entropy, or the standard deviation), and the larger surprise of the two,
       measured by their tails on the first part and calibrated by its own values on the second; for
       `posthoc_uq.Referral` and `Prediction.familiarity`. Of classes it is counted how many predictions up to each score
-      are wrong. Of outputs with positions they are means over those whose label counts.
+      are wrong. Of outputs with positions they are means over all of them, as in a prediction without labels.
 
     ``criterion="leave_one_out"`` takes the training data, where none are held out: the temperature of classes, or the
     noise of a regression, follows from leave-one-out predictions by the tangent kernel of the untrained network
@@ -130,7 +129,7 @@ def calibrate(
     Args:
         posterior: from `fit` or `load`. It is changed at the end, all at once; after an error it is as it was.
         loader: batches with targets that chose nothing else: neither weights nor the time to stop. Read several times,
-            and every time with the same inputs. For leave-one-out the training data, read once.
+            and every time with the same inputs. For leave-one-out the training data.
         criterion: see above.
         share: of the samples that tune; which, depends on their inputs and the seed alone, and copies of an input are
             in one part. None: all samples do both, and promises hold approximately.
@@ -186,6 +185,18 @@ def calibrate(
             seed=seed,
             progress=progress,
         )
+        if trial.history.faithful and not isinstance(
+            loader, Iterator
+        ):  # faithful at the new noise or temperature
+            tune(
+                trial,
+                loader,
+                criterion="faithful",
+                seed=seed,
+                batch_to_inputs=batch_to_inputs,
+                batch_to_targets=batch_to_targets,
+                progress=progress,
+            )
         posterior.adopt(trial)
         return found
     if initial is not None or groups is not None:
@@ -320,11 +331,18 @@ def _measured(
     classes: int | None = None
     with torch.no_grad(), isolated_random_state(data.seed), Bar(data.loader, "calibrate", progress) as bar:
         for batch, tunes in data.batches():
-            prediction = counting(predictor(*batch.args, **batch.kwargs).to("cpu"), batch)
+            prediction = predictor(*batch.args, **batch.kwargs).to("cpu")
             classes = prediction.classes
             if by_class and (classes is None or prediction.kind != "classes"):
                 raise PosthocUQError(
                     "by_class=True promises coverage for each class, and no classes are predicted."
+                )
+            if (
+                jointly
+                and value_scores(prediction, prediction.fitting(cast(Tensor, batch.targets).cpu())) is None
+            ):
+                raise PosthocUQError(
+                    "jointly=True promises intervals of several values, and no values are predicted."
                 )
             known = prediction.scores()
             for name in {prediction.default_score: None, "novelty": None}:

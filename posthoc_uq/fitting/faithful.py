@@ -571,6 +571,7 @@ def set_faithful(
     history, earlier = posterior.history, posterior.history.faithful
     if earlier and posterior.temperature == earlier["temperature"]:  # matched by that search: take it back
         posterior.temperature = earlier["network_temperature"]
+        history.tuning.pop("temperature", None)
     network_temperature = posterior.temperature
     search = FaithfulSearch(posterior, inputs, predictor, seed=seed, matched=matched, progress=progress)
     trials = search.run(budget)
@@ -581,7 +582,6 @@ def set_faithful(
         f"{search.samples} training inputs predicted {'once' if evaluations == 1 else f'{evaluations} times'}"
         f"{'; the widest prior that is looked at' if trials.at_edge else ''}"
     )
-    history.tuning.pop("temperature", None)
     if posterior.temperature != network_temperature:
         history.tuning["temperature"] = (
             "the one at which the mean entropy on the same inputs is the network's"

@@ -233,7 +233,8 @@ def fit(
         task.observe()
         del task.prepared  # its copy of the model and its hooks
         _record(posterior, request, task, noise_origin)
-        memorised = _memorised(posterior) if request.finds_noise and val_loader is None else None
+        if val_loader is None and not _set_by_leave_one_out(posterior, request, task) and request.finds_noise:
+            _warn_if_memorised(posterior)
         set_prior(
             posterior,
             request.prior,
@@ -251,8 +252,6 @@ def fit(
                 batch_to_inputs=request.reader.batch_to_inputs,
                 batch_to_targets=request.reader.batch_to_targets,
             )
-        elif not _set_by_leave_one_out(posterior, request, task) and memorised is not None:
-            warn_user(memorised)
         # a faithful prior was found by predictions, which factorised the precision
         check_settings(posterior, factorised=posterior.history.head["criterion"] != "faithful")
         posterior.fingerprint = fingerprint(posterior.original)
@@ -582,8 +581,8 @@ def _set_by_leave_one_out(posterior: Posterior, request: _FitRequest, task: Task
     return True
 
 
-def _memorised(posterior: Posterior) -> str | None:
-    """A warning where the network has more than half as many effective parameters as training targets, so that the mean
+def _warn_if_memorised(posterior: Posterior) -> None:
+    """Warn where the network has more than half as many effective parameters as training targets, so that the mean
     squared residual of the training data underestimates the noise.
 
     The effective number of parameters is ``sum_i (1 - tau r_i Sigma_ii)`` (MacKay 1992) at the precision of the
@@ -592,12 +591,12 @@ def _memorised(posterior: Posterior) -> str | None:
     """
     targets = posterior.evidence.targets * posterior.evidence.total / posterior.evidence.samples
     if not targets or not posterior.has_free_prior_precision or VARIANCES not in posterior.capabilities:
-        return None
+        return
     ratios = posterior.weight_prior.precision
     squares = [_times(as_double(w.detach()).square(), ratios.get(name)) for name, w in posterior.mean.items()]
     total = float(sum(square.sum().cpu() for square in squares))
     if total == 0:
-        return None
+        return
     precision = sum(square.numel() for square in squares) / total
     at_precision = posterior.snapshot(replace(posterior.settings, prior_precision=precision))
     effective = 0.0
@@ -605,13 +604,12 @@ def _memorised(posterior: Posterior) -> str | None:
         wide = as_double(variance)
         settled = (1 - precision * _times(wide, ratios.get(name))).clamp(min=0)
         effective += float(settled[wide > 0].sum())  # without variance: no part of the posterior
-    if effective <= _MAX_PARAMETERS_PER_TARGET.get(posterior.method, 0.5) * targets:
-        return None
-    return (
-        f"The network has about {min(effective, targets):,.0f} effective parameters for {targets:,.0f} training "
-        f"targets, so that their residuals underestimate the noise and intervals will be too narrow. Pass held-out "
-        f"data, uq.calibrate(posterior, val_loader), or the noise, noise_variance=...."
-    )
+    if effective > _MAX_PARAMETERS_PER_TARGET.get(posterior.method, 0.5) * targets:
+        warn_user(
+            f"The network has about {min(effective, targets):,.0f} effective parameters for {targets:,.0f} training "
+            f"targets, so that their residuals underestimate the noise and intervals will be too narrow. Pass held-out "
+            f"data, uq.calibrate(posterior, val_loader), or the noise, noise_variance=...."
+        )
 
 
 def _times(values: Tensor, factor: Tensor | None) -> Tensor:

@@ -52,11 +52,13 @@ class LeftOut:
     Attributes:
         predictions: ``(samples, columns)``, float64.
         targets: of the same shape.
+        units: how many were left out one after the other: samples, or groups of them.
         ridge: the one of `RIDGES` with the least mean squared error.
     """
 
     predictions: Tensor
     targets: Tensor
+    units: int
     ridge: float
 
     @property
@@ -70,9 +72,9 @@ class LeftOut:
 
     @property
     def largest_accuracy(self) -> float:
-        """The accuracy and two of its standard errors."""
+        """The accuracy and two of its standard errors, as if those of a group were right or wrong together."""
         accuracy = self.accuracy
-        return min(1.0, accuracy + 2 * (accuracy * (1 - accuracy) / len(self.targets)) ** 0.5)
+        return min(1.0, accuracy + 2 * (accuracy * (1 - accuracy) / self.units) ** 0.5)
 
     @property
     def squared_error(self) -> Tensor:
@@ -120,7 +122,7 @@ def leave_one_out(kernel: Tensor, targets: Tensor, groups: Tensor | None = None)
             for member in members:
                 part = vectors[member]
                 residuals[member] = torch.linalg.solve((part * inverse_values) @ part.T, solved[member])
-        found = LeftOut(targets - residuals, targets, ridge)
+        found = LeftOut(targets - residuals, targets, samples if members is None else len(members), ridge)
         if best is None or float(found.squared_error.sum()) < float(best.squared_error.sum()):
             best = found
     return cast(LeftOut, best)
@@ -182,7 +184,10 @@ class LeaveOneOut:
 
     def __str__(self) -> str:
         if self.temperature is not None:
-            found = f"temperature {self.temperature:.4g} from an estimated accuracy of {self.accuracy:.4g}"
+            found = (
+                f"temperature {self.temperature:.4g} from an estimated accuracy of {self.accuracy:.4g} and two "
+                f"standard errors"
+            )
         else:
             assert self.noise_variance is not None
             values = ", ".join(f"{value:.4g}" for value in self.noise_variance[:3].tolist())
@@ -205,10 +210,12 @@ def is_perceptron(model: nn.Module, batch: Batch) -> bool:
         return False
     if len({parameter.requires_grad for parameter in model.parameters()}) > 1:
         return False
-    twin, single = replicate(model), list[bool]()
+    twin, single, samples = replicate(model), list[bool](), count_samples(batch)
     for module in twin.modules():
         if isinstance(module, nn.Linear):
-            module.register_forward_pre_hook(lambda _, inputs: single.append(inputs[0].ndim == 2))
+            module.register_forward_pre_hook(
+                lambda _, inputs: single.append(inputs[0].ndim == 2 and len(inputs[0]) == samples)
+            )
     with torch.no_grad():
         batch.copied().call(twin)
     return len(single) > 1 and all(single)
@@ -232,7 +239,7 @@ def calibrate_by_leave_one_out(
     leave-one-out estimates, and two standard errors: the posterior doubts new inputs, too, and few samples know little;
     with the accuracy itself predictions are worse (docs/defaults.md). It is never below 1. The noise scale is the mean
     over outputs of the larger of the training residuals' mean square and the leave-one-out error, over the noise
-    variance of the fit. The prior stays.
+    variance of the fit. A faithful prior is to be found again then.
 
     Args:
         posterior: of a network that was trained from scratch on these data, or else with `initial`.
@@ -251,6 +258,10 @@ def calibrate_by_leave_one_out(
             are too many or have no targets, or the untrained network is not known.
     """
     check_loader(loader)
+    if posterior.evidence.weight is not None:
+        raise PosthocUQError(
+            "Leave-one-out counts every sample once, and the fit had weights; use held-out data."
+        )
     model, likelihood = model_of(posterior), posterior.likelihood
     data, members = _read(loader, reader, seed, groups)
     network = replicate(model, posterior.trained_mean)

@@ -197,7 +197,7 @@ class _Hyperparameter(Generic[Value]):
 
 
 _SETTING = threading.Lock()  # one for all posteriors: a lock in a posterior could not be copied or pickled
-_SEARCHED = ("tuning", "head", "faithful", "calibration")
+_SEARCHED = ("tuning", "head", "faithful", "left_out", "calibration")
 """The records of a history that a search for hyperparameters writes."""
 _TUNE = "tune on held-out data: uq.tune(posterior, val_loader)"
 
