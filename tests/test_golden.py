@@ -15,7 +15,7 @@ import functools
 import sys
 import warnings
 import zipfile
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -45,6 +45,14 @@ PRIOR = 4.0
 SAMPLES = 16
 
 pytestmark = pytest.mark.filterwarnings("ignore::UserWarning")  # of trainings that are too short to settle
+
+
+@pytest.fixture(autouse=True, scope="module")
+def nothing_left_out() -> Iterator[None]:
+    """Fits of these small networks leave temperature and noise as they are; leave-one-out has tests of its own."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(sys.modules["posthoc_uq.fitting.fit"], "FEW_SAMPLES", 0)
+        yield
 
 
 # Networks
@@ -289,4 +297,5 @@ def main() -> None:
 
 if __name__ == "__main__":
     sys.path.insert(0, str(Path(__file__).parent))
+    sys.modules["posthoc_uq.fitting.fit"].FEW_SAMPLES = 0  # type: ignore[attr-defined]
     main()
