@@ -213,6 +213,7 @@ def test_a_trained_parameter_that_nothing_initialises_needs_the_initial_state() 
 def test_a_memorised_regression_gets_the_noise_of_new_data() -> None:
     posterior, data, (x, y) = memorised_regression()
     posterior.noise_scale = 1.0  # that of the residuals
+    assert posterior.history.tuning["noise variance"] == "given"
     before = uq.wrap(posterior.model, posterior)(x).interval(0.9)
     assert coverage(before, y) < 0.3
     found = calibrate(posterior, data)
@@ -264,7 +265,9 @@ def test_groups_are_left_out_together_and_the_initial_network_is_taken() -> None
     assert calibrate(posterior, twice, groups=lambda _: groups).accuracy == grouped.accuracy
     start = untrained(posterior.model, batches_of(data[0][0]), seed=1)  # type: ignore[arg-type]
     found = calibrate(posterior, data, initial=start)
-    assert found.initialisations == 1
+    assert found.initialisations == 1 and "the given network" in str(found)
+    with pytest.raises(uq.PosthocUQError, match="has the trained weights"):
+        calibrate(posterior, data, initial=posterior.model)
     assert calibrate(posterior, data, initial=[start.state_dict()]).accuracy == found.accuracy
 
 

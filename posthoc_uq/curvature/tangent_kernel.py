@@ -62,7 +62,7 @@ def with_state(model: nn.Module, initial: nn.Module | Mapping[str, Tensor]) -> n
     """A copy of a model with the parameters and buffers of `initial`, a model or a state dict.
 
     Raises:
-        PosthocUQError: they are not those of this model.
+        PosthocUQError: they are not those of this model, or are the trained ones.
     """
     state = initial.state_dict() if isinstance(initial, nn.Module) else dict(initial)
     twin = replicate(model, {name: p.detach().clone() for name, p in model.named_parameters()})
@@ -71,6 +71,12 @@ def with_state(model: nn.Module, initial: nn.Module | Mapping[str, Tensor]) -> n
     except (RuntimeError, TypeError, AttributeError) as error:
         message = " ".join(str(error).split())
         raise PosthocUQError(f"initial= does not fit the model: {message[:300]}") from None
+    own = dict(model.named_parameters())
+    if all(torch.equal(parameter, own[name]) for name, parameter in twin.named_parameters()):
+        raise PosthocUQError(
+            "initial= has the trained weights; pass those from before the training, as a copy "
+            "(copy.deepcopy(model.state_dict())), since a state dict goes along with its model."
+        )
     return twin
 
 

@@ -173,6 +173,7 @@ class LeaveOneOut:
         samples: of the training data.
         initialisations: how many untrained networks were averaged.
         ridge: of the kernel regression, in units of the kernel's mean diagonal.
+        initial: whether the untrained networks were given.
     """
 
     accuracy: float | None
@@ -182,21 +183,22 @@ class LeaveOneOut:
     samples: int
     initialisations: int
     ridge: float
+    initial: bool = False
 
     def __str__(self) -> str:
         if self.temperature is not None:
-            found = (
-                f"temperature {self.temperature:.4g} from an estimated accuracy of {self.accuracy:.4g} and two "
-                f"standard errors"
-            )
+            kept = "kept at 1: not far above" if self.temperature == 1.0 else f"{self.temperature:.4g} from"
+            found = f"temperature {kept} an estimated accuracy of {self.accuracy:.4g} and two standard errors"
         else:
             assert self.noise_variance is not None
             values = ", ".join(f"{value:.4g}" for value in self.noise_variance[:3].tolist())
             more = ", ..." if len(self.noise_variance) > 3 else ""
             found = f"noise variance from an estimated squared error of {values}{more}"
+        networks = "the given network" if self.initial else f"{self.initialisations} untrained networks"
+        assumed = "training from there" if self.initial else "training from scratch"
         return (
-            f"leave-one-out: {found}, by the tangent kernel of {self.initialisations} untrained networks on "
-            f"{self.samples:,} samples; it assumes training from scratch on these data"
+            f"leave-one-out: {found}, by the tangent kernel of {networks} on {self.samples:,} samples; it assumes "
+            f"{assumed} on these data"
         )
 
 
@@ -289,7 +291,7 @@ def calibrate_by_leave_one_out(
             kernel += part / part.diagonal().mean()
             bar.advance()
     left_out = leave_one_out(kernel / len(starts), targets, members)
-    facts = (len(targets), len(starts), left_out.ridge)
+    facts = (len(targets), len(starts), left_out.ridge, initial is not None)
     if likelihood.logits:
         logits = given.reshape(len(given)) if targets.shape[1] == 1 else given
         wanted = left_out.largest_accuracy
