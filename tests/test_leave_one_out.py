@@ -330,7 +330,7 @@ def test_a_fit_leaves_out_nothing_where_something_is_given() -> None:
 
 @pytest.mark.filterwarnings("ignore:The network has about")
 @pytest.mark.parametrize(
-    "change", ["frozen", "embedding", "convolution", "positions", "one layer", "many samples"]
+    "change", ["frozen", "embedding", "convolution", "positions", "rows", "one layer", "many samples"]
 )
 def test_a_fit_leaves_out_nothing_for_other_networks(change: str, monkeypatch: pytest.MonkeyPatch) -> None:
     x = torch.randn(24, 6, generator=torch.Generator().manual_seed(0))
@@ -349,6 +349,10 @@ def test_a_fit_leaves_out_nothing_for_other_networks(change: str, monkeypatch: p
         model = nn.Sequential(
             nn.Unflatten(1, (3, 2)), nn.Linear(2, 4), nn.ReLU(), nn.Flatten(), nn.Linear(12, 1)
         )
+    elif change == "rows":  # of one sample, as if they were samples
+        parts = (nn.Unflatten(1, (3, 2)), nn.Flatten(0, 1), nn.Linear(2, 4), nn.ReLU(), nn.Linear(4, 1))
+        model = nn.Sequential(*parts, nn.Unflatten(0, (-1, 3)), nn.Flatten(1))
+        data = [(x, x[:, :3])]
     elif change == "one layer":
         model = nn.Linear(6, 1)
     else:
@@ -358,8 +362,15 @@ def test_a_fit_leaves_out_nothing_for_other_networks(change: str, monkeypatch: p
 
 
 def test_normalisation_takes_batches_by_their_samples() -> None:
-    """The last batch has one row, which has no variance."""
+    """The means are those of all rows that have company; the last batch has one row, which has no variance."""
     x = torch.randn(41, 3, generator=torch.Generator().manual_seed(0))
+    alone = nn.Sequential(nn.BatchNorm1d(3)).eval()
+    uneven = [*batches_of(x[:10], 10), *batches_of(x[10:40], 30), *batches_of(x[40:])]
+    found: Any = untrained(alone, uneven, seed=0)
+    (found,) = found
+    torch.testing.assert_close(found.running_mean, x[:40].mean(0))
+    variances = (10 * x[:10].var(0) + 30 * x[10:40].var(0)) / 40
+    torch.testing.assert_close(found.running_var, variances)
     batches = list(zip(x.split(10), x[:, :1].square().split(10), strict=True))
     model = nn.Sequential(nn.Linear(3, 16), nn.BatchNorm1d(16), nn.ReLU(), nn.Linear(16, 1)).eval()
     assert uq.fit(model, batches, likelihood="regression", progress=False).history.left_out

@@ -383,7 +383,7 @@ def reluctance(temperature: float, centre: float = 1.0) -> float:
 @pytest.mark.parametrize("centre", [1.0, 3.0])
 def test_the_temperature_alone_is_the_best_of_a_grid(centre: float) -> None:
     posterior, held_out = fit(), classifier()[2]
-    posterior.history.left_out, posterior.temperature = {"temperature": centre, "noise_scale": 1.0}, centre
+    posterior.history.left_out = {"temperature": centre, "noise_scale": 1.0}
     prior = posterior.prior_precision
     tune(posterior, held_out, parameters=())
     assert posterior.prior_precision == prior and posterior.temperature != 1.0
@@ -434,7 +434,10 @@ def test_what_was_left_out_and_taken_back_centres_no_search() -> None:
     tune(posterior, held_out, parameters=())
     plain = posterior.temperature
     again = fit()
-    again.history.left_out = {"temperature": 3.0, "noise_scale": 1.0}  # and the temperature is 1
+    again.temperature = 3.0
+    again.history.left_out = {"temperature": 3.0, "noise_scale": 1.0}
+    again.temperature = 1.0
+    assert not again.history.left_out and again.history.tuning["temperature"] == "given"
     tune(again, held_out, parameters=())
     assert again.temperature == plain
 

@@ -185,9 +185,8 @@ def calibrate(
             seed=seed,
             progress=progress,
         )
-        if trial.history.faithful and not isinstance(
-            loader, Iterator
-        ):  # faithful at the new noise or temperature
+        if trial.history.faithful and not isinstance(loader, Iterator):
+            # faithful at the new noise or temperature
             tune(
                 trial,
                 loader,
@@ -337,13 +336,6 @@ def _measured(
                 raise PosthocUQError(
                     "by_class=True promises coverage for each class, and no classes are predicted."
                 )
-            if (
-                jointly
-                and value_scores(prediction, prediction.fitting(cast(Tensor, batch.targets).cpu())) is None
-            ):
-                raise PosthocUQError(
-                    "jointly=True promises intervals of several values, and no values are predicted."
-                )
             known = prediction.scores()
             for name in {prediction.default_score: None, "novelty": None}:
                 if name in known:
@@ -355,6 +347,10 @@ def _measured(
                 wrong.append(prediction.losses(targets) > 0)
             keys = promise_keys(batch, len(prediction), data.seed).cpu()
             found = _target_scores(prediction, targets, sets, keys)
+            if jointly and (found is None or found.kind not in ("deviation", "cdf")):
+                raise PosthocUQError(
+                    "jointly=True promises intervals of several values, and no values are predicted."
+                )
             if found is not None:
                 kind = found.kind
                 of_targets.append(TargetScores(kind, found.scores[kept], found.groups[kept]))
@@ -387,10 +383,6 @@ def _measured(
     if kind is not None:
         all_scores = torch.cat([found.scores for found in of_targets])
         groups = torch.cat([found.groups for found in of_targets])
-        if jointly and kind not in ("deviation", "cdf"):
-            raise PosthocUQError(
-                "jointly=True promises intervals of several values, and no values are predicted."
-            )
         all_scores = all_scores.amax(1, keepdim=True) if jointly else all_scores
         columns = _columns(kind, all_scores, groups, classes if by_class else None)
         record["targets"] = {"kind": kind, "scores": [held_out_scores(each).record() for each in columns]}

@@ -569,7 +569,8 @@ def set_faithful(
         progress: whether to show a bar.
     """
     history, earlier = posterior.history, posterior.history.faithful
-    if earlier and posterior.temperature == earlier["temperature"]:  # matched by that search: take it back
+    matched_before = earlier and earlier["temperature"] != earlier["network_temperature"]
+    if matched_before and posterior.temperature == earlier["temperature"]:  # by that search: take it back
         posterior.temperature = earlier["network_temperature"]
         history.tuning.pop("temperature", None)
     network_temperature = posterior.temperature

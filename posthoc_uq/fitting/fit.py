@@ -565,7 +565,7 @@ def _set_by_leave_one_out(posterior: Posterior, request: _FitRequest, task: Task
     once = isinstance(request.loader, Iterator)
     if request.method.trains or not default or given or not few or once or world() > 1:
         return False
-    if request.reader.batch_to_weights is not None or not is_perceptron(task.model, task.batch):
+    if request.reader.batch_to_weights is not None or not is_perceptron(task.model, task.batch, request.seed):
         return False
     try:
         calibrate_by_leave_one_out(

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import replace
 from math import inf, isfinite, log, log1p, log10
 from typing import Any, NamedTuple
@@ -52,18 +52,6 @@ def reluctance(factor: float, centre: float = 1.0) -> float:
     return log1p(above**2) + (below**2 / 2 if below > -1 else -below - 0.5)
 
 
-def leave_one_out_of(posterior: Posterior) -> dict[str, float]:
-    """The ``temperature`` and the ``noise_scale`` of leave-one-out; empty where there was none, or where it was taken
-    back: the posterior has other values, and no search has set them.
-    """
-    found, tuning = posterior.history.left_out, posterior.history.tuning
-    searched = any(
-        tuning.get(name, "").startswith("validation NLL") for name in ("temperature", "noise variance")
-    )
-    kept = found and all(getattr(posterior, name) == value for name, value in found.items())
-    return found if searched or kept else {}
-
-
 def _most_probable(losses: Sequence[float], labels: int, centre: float) -> float:
     """The temperature of the least sum of losses and `reluctance`.
 
@@ -98,7 +86,6 @@ class HeldOutLoss(Score):
         reader: takes batches apart.
         seed: of the draws.
         tempered: whether the temperature is searched.
-        left_out: what leave-one-out found (`leave_one_out_of`).
 
     Attributes:
         labels: how many count, of the last evaluation.
@@ -116,12 +103,10 @@ class HeldOutLoss(Score):
         *,
         seed: int,
         tempered: bool,
-        left_out: Mapping[str, float] | None = None,
     ) -> None:
         check_reusable(loader, 2)
         super().__init__(posterior, predictor, self._batches, seed, tempered)
         self._loader, self._reader = loader, reader
-        self._left_out = left_out or {}
         self.labels = 0
         self.by_sample = torch.zeros(0, dtype=torch.float64, device="cpu")
         self.untempered: Tensor | None = None
@@ -170,7 +155,7 @@ class HeldOutLoss(Score):
 
     def _centre(self, name: str) -> float:
         """The most probable value, before any held-out label is seen: that of leave-one-out, or 1."""
-        found = self._left_out.get(name, 1.0)
+        found = self.posterior.history.left_out.get(name, 1.0)
         return min(found, 10.0 ** float(_TEMPERATURES[-1])) if name == "temperature" else found
 
     def noise_reluctance(self, factor: float) -> float:

@@ -36,11 +36,8 @@ RIDGES = tuple(10.0 ** (0.25 * step) for step in range(-24, 9))  # 1e-6 to 1e2
 MAX_TEMPERATURE = 1e4
 MAX_SAMPLES = 4096  # the kernel has a number for every pair, and its eigenvectors take some seconds at 4,000
 
-
-FEW_SAMPLES = 2048  # up to which a fit does this unasked: it takes some four seconds there, and one at 1,000
-UNASKED_GAP = (
-    0.1  # of the network's confidence over the estimated accuracy, from which a fit changes the temperature
-)
+FEW_SAMPLES = 2048  # up to which a fit does this unasked, in some five seconds; half a second for 1,000
+UNASKED_GAP = 0.1  # of confidence over the wanted one, beyond which a fit changes the temperature unasked
 
 _OF_PERCEPTRONS = (nn.Linear, nn.LayerNorm, nn.BatchNorm1d, nn.PReLU)
 
@@ -111,8 +108,9 @@ def leave_one_out(kernel: Tensor, targets: Tensor, groups: Tensor | None = None)
     values, vectors = torch.linalg.eigh(kernel / kernel.diagonal().mean())
     values = values.clamp(min=0)
     rotated = vectors.T @ (targets - targets.mean(0))
+    units = samples if members is None else len(members)
     all_inverse_values = 1 / (values.unsqueeze(1) + values.new_tensor(RIDGES))
-    diagonals = vectors.square() @ all_inverse_values
+    diagonals = vectors.square() @ all_inverse_values  # of A^-1, for every ridge
     best: LeftOut | None = None
     for ridge, inverse_values, diagonal in zip(RIDGES, all_inverse_values.T, diagonals.T, strict=True):
         solved = vectors @ (inverse_values.unsqueeze(1) * rotated)
@@ -123,7 +121,7 @@ def leave_one_out(kernel: Tensor, targets: Tensor, groups: Tensor | None = None)
             for member in members:
                 part = vectors[member]
                 residuals[member] = torch.linalg.solve((part * inverse_values) @ part.T, solved[member])
-        found = LeftOut(targets - residuals, targets, samples if members is None else len(members), ridge)
+        found = LeftOut(targets - residuals, targets, units, ridge)
         if best is None or float(found.squared_error.sum()) < float(best.squared_error.sum()):
             best = found
     return cast(LeftOut, best)
@@ -202,7 +200,7 @@ class LeaveOneOut:
         )
 
 
-def is_perceptron(model: nn.Module, batch: Batch) -> bool:
+def is_perceptron(model: nn.Module, batch: Batch, seed: int) -> bool:
     """Whether a network has hidden layers, and no other weights than those of linear layers on single rows and of their
     normalisation, all of them trained or none: it was then most likely trained from scratch, and its tangent kernel
     before the training estimates well what it has learned. Networks of convolutions learn features that the kernel
@@ -219,7 +217,7 @@ def is_perceptron(model: nn.Module, batch: Batch) -> bool:
             module.register_forward_pre_hook(
                 lambda _, inputs: single.append(inputs[0].ndim == 2 and len(inputs[0]) == samples)
             )
-    with torch.no_grad():
+    with torch.no_grad(), isolated_random_state(seed):
         batch.copied().call(twin)
     return len(single) > 1 and all(single)
 
@@ -269,7 +267,7 @@ def calibrate_by_leave_one_out(
     data, members = _read(loader, reader, seed, groups)
     network = replicate(model, posterior.trained_mean)
     columns, outputs = list[Tensor](), list[Tensor]()
-    with torch.no_grad():
+    with torch.no_grad(), isolated_random_state(seed):
         for batch in data:
             given = batch.copied().call(network)
             likelihood.check(given, batch.targets)

@@ -36,7 +36,7 @@ from posthoc_uq.fitting.faithful import (
     other_settings,
     set_faithful,
 )
-from posthoc_uq.fitting.held_out import HeldOutLoss, HeldOutSearch, leave_one_out_of
+from posthoc_uq.fitting.held_out import HeldOutLoss, HeldOutSearch
 from posthoc_uq.fitting.wrap import head_class, options_of, recorded_head, wrap
 from posthoc_uq.heads.predictor import Predictor
 from posthoc_uq.posteriors.block import LOG_DETERMINANT
@@ -320,19 +320,11 @@ class _ByHeldOutLabels(_Search):
         predictor, first = self.recorded_predictor(), posterior.width_parameter
         # The search begins at the posterior of the fit, also where an earlier call of `tune` moved it: labels that were
         # seen before find the same again.
-        fitted, left_out = posterior.history.faithful, leave_one_out_of(posterior)
+        fitted, left_out = posterior.history.faithful, posterior.history.left_out
         if tempered:
             posterior.temperature = left_out.get("temperature", fitted.get("network_temperature", 1.0))
         assert self.loader is not None
-        loss = HeldOutLoss(
-            posterior,
-            self.loader,
-            predictor,
-            self.reader,
-            seed=self.seed,
-            tempered=tempered,
-            left_out=left_out,
-        )
+        loss = HeldOutLoss(posterior, self.loader, predictor, self.reader, seed=self.seed, tempered=tempered)
         if "noise" in names:
             loss.set_noise_of_network()
         others = [PARAMETERS[name] for name in names if name != first]

@@ -393,10 +393,11 @@ class Posterior:
         with _SETTING:
             old_settings = self._settings
             self._settings = replace(self._settings, **checked)
-            if not self._searching:  # what leave-one-out found, a user has taken back
+            if not self._searching:
                 for name, told in (("temperature", "temperature"), ("noise_scale", "noise variance")):
                     if name in checked and checked[name] != getattr(old_settings, name):
                         self.history.tuning[told] = "given"
+                        self.history.left_out = {}  # which the user has taken back
         self._warn_if_void(self._basis_of_promises(old_settings))
 
     def _checked(self, name: str, value: Any) -> Any:
