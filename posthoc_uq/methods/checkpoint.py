@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import functools
 import hashlib
+import io
 import json
 import os
 import zipfile
@@ -358,14 +359,40 @@ def read_snapshot(path: Path) -> Any:
         ) from None
 
 
+class _Behind(io.RawIOBase):
+    """What stands behind the place where a file is now, as a file of its own: torch 2.5 reads an archive from the
+    first byte on only.
+    """
+
+    def __init__(self, file: BinaryIO) -> None:
+        self._file, self._start = file, file.tell()
+
+    def seekable(self) -> bool:
+        return True
+
+    def readable(self) -> bool:
+        return True
+
+    def tell(self) -> int:
+        return self._file.tell() - self._start
+
+    def seek(self, offset: int, whence: int = os.SEEK_SET) -> int:
+        return self._file.seek(offset + (self._start if whence == os.SEEK_SET else 0), whence) - self._start
+
+    def readinto(self, buffer: Any) -> int:
+        data = self._file.read(len(buffer))
+        buffer[: len(data)] = data
+        return len(data)
+
+
 def _load(file: BinaryIO) -> Any:
-    start = file.tell()
-    with zipfile.ZipFile(file) as archive:
-        entries = archive.infolist()
+    archive = _Behind(file)
+    with zipfile.ZipFile(cast(BinaryIO, archive)) as entries:
+        listed = entries.infolist()
     # torch compresses nothing; a compressed entry may be a thousand times as large in memory
-    if any(entry.compress_type != zipfile.ZIP_STORED for entry in entries):
+    if any(entry.compress_type != zipfile.ZIP_STORED for entry in listed):
         raise ValueError
-    if sum(entry.file_size for entry in entries) > file.seek(0, 2) - start:
+    if sum(entry.file_size for entry in listed) > archive.seek(0, os.SEEK_END):
         raise ValueError
-    file.seek(start)
-    return torch.load(file, map_location="cpu", weights_only=True)
+    archive.seek(0)
+    return torch.load(cast(BinaryIO, archive), map_location="cpu", weights_only=True)
