@@ -14,8 +14,8 @@ from torch import Tensor
 
 import posthoc_uq as uq
 from posthoc_uq.heads.predictor import from_gaussian
-from posthoc_uq.likelihoods.class_prediction import log_logistic_normal
 from posthoc_uq.likelihoods.draws import LINKS, normals, of_covariance, of_product
+from posthoc_uq.likelihoods.logits import log_logistic_normal
 from posthoc_uq.likelihoods.prediction import cat
 
 
@@ -289,13 +289,17 @@ def test_directions_and_rest_are_a_covariance() -> None:
     # up to ten classes they are exact: the same distribution of differences
     small = whole[:, :6, :6]
     found = of_covariance(mean[:, :6], small)
-    again = found.root @ found.root.transpose(1, 2) + torch.diag_embed(found.rest)
     centring = torch.eye(6, dtype=torch.float64) - 1 / 6
-    torch.testing.assert_close(centring @ again @ centring, centring @ small @ centring)
+    torch.testing.assert_close(found.root @ found.root.transpose(1, 2), centring @ small @ centring)
+    # what a logit has by itself: its variance given the differences of the others
+    contrasts = torch.eye(6, dtype=torch.float64)[2:] - torch.eye(6, dtype=torch.float64)[1]
+    across = (torch.eye(6, dtype=torch.float64)[0] - torch.eye(6, dtype=torch.float64)[1]) @ small
+    cross, inner = across @ contrasts.T, contrasts @ small @ contrasts.T
+    alone = across[:, 0] - across[:, 1] - (cross * torch.linalg.solve(inner, cross)).sum(1)
+    torch.testing.assert_close(found.rest[:, 0], alone)
     # fewer classes than directions, of which only products are known
-    found = of_product(mean[:, :6], small.diagonal(dim1=1, dim2=2), lambda x: small @ x)
-    again = found.root @ found.root.transpose(1, 2) + torch.diag_embed(found.rest)
-    torch.testing.assert_close(centring @ again @ centring, centring @ small @ centring)
+    again = of_product(mean[:, :6], small.diagonal(dim1=1, dim2=2), lambda x: small @ x)
+    torch.testing.assert_close(again.root, found.root)
 
 
 def test_inputs_that_are_not_finite_disturb_no_other() -> None:

@@ -1,0 +1,267 @@
+"""Gaussian logits: mean probabilities by few points, and what is an expectation over draws."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Sequence
+from functools import lru_cache
+from itertools import accumulate, repeat
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from posthoc_uq.likelihoods.draws import EXACT, Spread, normals, normals_like
+
+_MAX_NUMBERS = 2**17  # logits at points that are computed at once, so that they stay in the cache
+_MANY = 16  # with fewer points to a direction, moments are right at the cost of all else
+# Points of one and of two directions: their distance from each other, and the largest from zero.
+_LINE = 0.25, 4.0
+_PLANE = 0.7, 3.5
+_COARSE_PLANE = 1.0, 3.0
+# The logistic distribution as a mixture of normal ones: weights and standard deviations, fitted to it for this file.
+_MIXTURE = (
+    (0.04506273756, 0.89230345903),
+    (0.29524905443, 1.24552541139),
+    (0.42766433661, 1.73536700093),
+    (0.20810484323, 2.42920342612),
+    (0.02391902817, 3.42089519995),
+)
+
+
+def log_logistic_normal(mean: Tensor, variance: Tensor) -> Tensor:
+    """``log E[sigmoid(x)]`` for ``x ~ N(mean, variance)``; see `logistic_normal`."""
+    exponent, factor = logistic_normal(mean, variance)
+    return exponent + factor.clamp(min=torch.finfo(mean.dtype).tiny).log()
+
+
+def logistic_normal(mean: Tensor, variance: Tensor) -> tuple[Tensor, Tensor]:
+    """``E[sigmoid(x)]`` for ``x ~ N(mean, variance)``, as ``a`` and ``b`` with ``E = exp(a) b`` and ``a <= 0``.
+
+    ``sigmoid(x) = sum_k w_k Phi(x / s_k)``, to 7e-7 with five terms, and then ``E = sum_k w_k Phi(m / sqrt(v +
+    s_k^2))`` (Monahan, Stefanski 1992). Its tail falls faster than that of a sigmoid. But ``E[sigmoid(x)] = exp(m + v /
+    2) E[sigmoid(y)]`` with ``y ~ N(-m - v, v)`` is exact, and leaves means of at least ``-v / 2``, so that the
+    logarithm is accurate for any mean.
+
+    Args:
+        mean: of any shape.
+        variance: not negative, of a shape that fits.
+    """
+    inner = torch.maximum(mean, -mean - variance)
+    factor = torch.zeros_like(inner)
+    for weight, deviation in _MIXTURE:
+        scale = -(2 * (variance + deviation**2)).rsqrt()
+        factor = torch.add(factor, torch.erfc(inner * scale), alpha=weight / 2)
+    return (mean + variance / 2).clamp(max=0), factor
+
+
+class GaussianLogits(NamedTuple):
+    """Gaussian logits, and what a prediction of classes holds of them.
+
+    Attributes:
+        mean: ``(batch, ..., classes)``.
+        root: ``(batch, ..., classes, directions)``; this and the next two as in `Spread`.
+        rest: ``(batch, ..., classes)``.
+        given: of the shape of `root`, or None.
+        n_draws: for four and more classes.
+    """
+
+    mean: Tensor
+    root: Tensor
+    rest: Tensor
+    given: Tensor | None
+    n_draws: int
+
+    @property
+    def kind(self) -> tuple[int, ...]:
+        """What batches that are joined have in common: classes, directions, draws."""
+        return (*self.root.shape[1:], self.n_draws)
+
+    def mapped(self, change: Callable[[Tensor], Tensor]) -> GaussianLogits:
+        """The same with every tensor changed."""
+        mean, root, rest, given, n_draws = self
+        changed = None if given is None else change(given)
+        return GaussianLogits(change(mean), change(root), change(rest), changed, n_draws)
+
+    @staticmethod
+    def cat(parts: Sequence[GaussianLogits]) -> GaussianLogits:
+        """Several batches of one `kind`."""
+        columns = [list(column) for column in zip(*(part[:4] for part in parts), strict=True)]
+        joined = [None if column[0] is None else torch.cat(column) for column in columns]
+        return GaussianLogits(*joined, parts[0].n_draws)  # type: ignore[arg-type]
+
+    def log_probs(self) -> Tensor:
+        """``log E[softmax(f)]``, ``(batch, ..., classes)``.
+
+        Softmax is averaged over points of ``z`` and ``e`` (see `Spread`). At each the probability of class c is
+        integrated over what its logit varies by itself, given how the other logits differ (Rao-Blackwell):
+
+        ``E[softmax(f)_c | f_d - f_e for d, e != c] = E[sigmoid(N(m_c - log sum_(d != c) exp f_d, rest_c))]``
+
+        Two classes need one point and are exact to 1e-6. Three take 37 points of a hexagonal grid, four and more the
+        `n_draws` points of a scrambled Sobol sequence (Owen 1998); see `points_of`.
+        """
+        return self._by_rows(_mean_log_probs, self._points(fine=False))[0]
+
+    def entropy_and_variance(self) -> tuple[Tensor, Tensor]:
+        """Mean entropy of ``softmax(f)`` in nats, ``(batch, ...)``, and the variances of the probabilities, ``(batch,
+        ..., classes)``, over 33 points for two classes, 91 for three and `n_draws` for more.
+        """
+        entropy, variance = self._by_rows(_entropy_and_variance, self._points(fine=True))
+        return entropy, variance
+
+    def votes(self) -> Tensor:
+        """How many of `n_draws` quasi-random draws put each class first, ``(batch, ..., classes)``."""
+        flat, spread = self._flat()
+        points = normals_like(self.n_draws, spread.width, flat)
+
+        def counts(mean: Tensor, spread: Spread, points: Tensor, weights: Tensor) -> tuple[Tensor]:
+            return (votes(spread.at(mean, points).argmax(-1), mean.shape[1]),)
+
+        return self._by_rows(counts, (points, points[:, 0]))[0]
+
+    def _flat(self) -> tuple[Tensor, Spread]:
+        """As rows of classes."""
+        mean, root, rest, given, _ = self
+        spread = root.flatten(0, -3), rest.flatten(0, -2), None if given is None else given.flatten(0, -3)
+        return mean.flatten(0, -2), Spread(*spread)
+
+    def _points(self, fine: bool) -> tuple[Tensor, Tensor]:
+        """`points_of` these logits, in their precision and on their device."""
+        width = self.root.shape[-1] + (self.rest.shape[-1] if self.given is None else 0)
+        # all of them, also where they are placed already, so that a tracer finds them later
+        points, weights = [points_of(width, self.n_draws, each) for each in (not fine, fine)][1]
+        if torch.compiler.is_compiling():
+            return points.to(self.mean), weights.to(self.mean)
+        return _placed_points(width, self.n_draws, fine, self.mean.dtype, self.mean.device)
+
+    def _by_rows(
+        self, compute: Callable[..., tuple[Tensor, ...]], points: tuple[Tensor, Tensor]
+    ) -> list[Tensor]:
+        """What `compute` makes of mean, spread, points and weights, a few rows at a time."""
+        mean, spread = self._flat()
+        if torch.compiler.is_compiling():
+            rows: Iterable[tuple[Any, ...]] = [(mean, *spread)]
+        else:
+            step = max(1, _MAX_NUMBERS // (len(points[0]) * mean.shape[1]))
+            parts = [repeat(None) if tensor is None else tensor.split(step) for tensor in spread]
+            rows = zip(mean.split(step), *parts)  # noqa: B905  # None repeats for ever
+        with torch.autocast(mean.device.type, enabled=False):
+            found = [compute(part, Spread(*others), *points) for part, *others in rows]
+        leading = self.mean.shape[:-1]
+        return [torch.cat(column).unflatten(0, leading) for column in zip(*found, strict=True)]
+
+
+def _mean_log_probs(mean: Tensor, spread: Spread, points: Tensor, weights: Tensor) -> tuple[Tensor]:
+    """See `GaussianLogits.log_probs`; ``(batch, classes)``."""
+    smallest = torch.finfo(mean.dtype).tiny
+    logits, own = _at(mean, spread, points)
+    exponentials = (logits - (largest := logits.amax(0))).exp()
+    apart = own - largest - _sums_of_others(exponentials).clamp(min=smallest).log()
+    exponent, factor = logistic_normal(apart, spread.rest.T.unsqueeze(1))
+    top = exponent.amax(1, keepdim=True).clamp(min=torch.finfo(mean.dtype).min)
+    total = torch.einsum("s,csb->cb", weights, (exponent - top).exp() * factor)
+    return ((top.squeeze(1) + total.clamp(min=smallest).log()).log_softmax(0).T.contiguous(),)
+
+
+def _entropy_and_variance(
+    mean: Tensor, spread: Spread, points: Tensor, weights: Tensor
+) -> tuple[Tensor, Tensor]:
+    """See `GaussianLogits.entropy_and_variance`."""
+    logs = _at(mean, spread, points)[0].log_softmax(0)
+    probs = logs.exp()
+    # 0 * -inf would be NaN
+    entropy = -torch.einsum("csb,csb,s->b", probs, logs.clamp(min=torch.finfo(logs.dtype).min), weights)
+    average = torch.einsum("s,csb->cb", weights, probs)
+    variance = torch.einsum("s,csb->cb", weights, (probs - average.unsqueeze(1)).square())
+    return entropy, variance.T.contiguous()
+
+
+def _at(mean: Tensor, spread: Spread, points: Tensor) -> tuple[Tensor, Tensor]:
+    """Logits, and the mean of what each has by itself, both ``(classes, points, batch)``: sums over classes and points
+    then run along the batch.
+    """
+    root, rest, given = spread
+    directions = root.shape[2]
+    mean, common = mean.T.unsqueeze(1), points[:, :directions]
+    logits = mean + common @ root.permute(1, 2, 0) if directions else mean
+    if given is not None:
+        return logits, mean + common @ given.permute(1, 2, 0)
+    deviations = rest.clamp(min=torch.finfo(rest.dtype).tiny).sqrt().T.unsqueeze(1)
+    return logits + deviations * points[:, directions:].T.unsqueeze(2), logits
+
+
+def _sums_of_others(values: Tensor) -> Tensor:
+    """The sum over all other rows of values that are not negative, without cancellation."""
+    none = torch.zeros_like(values[:1])
+    if len(values) > EXACT:  # the same in operations on all rows, which are few, but slow
+        before = torch.cat([none, values[:-1]]).cumsum(0)
+        return before + torch.cat([none, values[1:].flip(0)]).cumsum(0).flip(0)
+    before = accumulate(values[:-1].split(1), initial=none)
+    after = list(accumulate(values[1:].flip(0).split(1), initial=none))
+    return torch.cat([b + a for b, a in zip(before, reversed(after), strict=True)])
+
+
+def votes(winners: Tensor, classes: int) -> Tensor:
+    """How often each class wins, ``(batch, classes)``, from the winners ``(draws, batch)``; in the smallest integer
+    type that fits, since predictions are kept for whole data sets.
+    """
+    draws, inputs = winners.shape
+    rows = torch.arange(inputs, device=winners.device).expand(draws, inputs)
+    # by `index_put`, whose sums have a deterministic form on every device
+    counts = torch.zeros(inputs, classes, dtype=torch.int64, device=winners.device)
+    counts = counts.index_put((rows, winners), torch.ones_like(winners), accumulate=True)
+    return smallest(counts, draws)
+
+
+def smallest(counts: Tensor, draws: int) -> Tensor:
+    """Counts of so many draws in the smallest integer type that fits."""
+    return counts.to(next(k for k in (torch.int16, torch.int32, torch.int64) if draws <= torch.iinfo(k).max))
+
+
+# The points
+
+
+@lru_cache(maxsize=8)
+def points_of(width: int, n_draws: int, fine: bool) -> tuple[Tensor, Tensor]:
+    """Points ``(points, width)`` and their weights, float64, whose first two moments are those of standard normals
+    where there are `_MANY` times as many points as numbers in one.
+
+    One direction: the trapezoidal rule, or with `fine` false the single point zero. Two: a hexagonal grid, whose
+    weights are the normal density. Both converge exponentially in the distance of points. More: `normals`, with equal
+    weights. Cached, since a tracer needs them as constants.
+    """
+    with torch.inference_mode(False):
+        if width > 2:
+            points = normals(n_draws, width)
+            weights = torch.full_like(points[:, 0], 1 / n_draws)
+        elif width == 1:
+            points = _grid(*_LINE, plane=False) if fine else torch.zeros(1, 1, dtype=torch.float64)
+        else:
+            points = _grid(*(_PLANE if fine else _COARSE_PLANE), plane=True)
+        if width <= 2:
+            weights = (-points.square().sum(1) / 2).softmax(0)
+        if len(points) < _MANY * width:
+            return points, weights
+        points = points - weights @ points
+        values, vectors = torch.linalg.eigh(points.T @ (points * weights.unsqueeze(1)))
+        return points @ ((vectors * values.rsqrt()) @ vectors.T), weights
+
+
+def _grid(step: float, radius: float, *, plane: bool) -> Tensor:
+    """Points on a line, or of a plane's hexagonal grid, up to this distance from zero: ``(points, 1 or 2)``."""
+    numbers = int(2 * radius / step)
+    line = torch.arange(-numbers, numbers + 1, dtype=torch.float64, device="cpu")
+    points = torch.cartesian_prod(line, line) if plane else line.unsqueeze(1)
+    if plane:
+        points = torch.stack([points[:, 0] + points[:, 1] / 2, points[:, 1] * 0.75**0.5], 1)
+    points = points * step
+    return points[points.square().sum(1) <= (radius * (1 + 1e-9)) ** 2]
+
+
+@lru_cache(maxsize=16)
+def _placed_points(
+    width: int, n_draws: int, fine: bool, dtype: torch.dtype, device: torch.device
+) -> tuple[Tensor, Tensor]:
+    with torch.inference_mode(False):
+        points, weights = points_of(width, n_draws, fine)
+        return points.to(device, dtype), weights.to(device, dtype)
