@@ -535,7 +535,7 @@ def spread_of(mean: Tensor, variance: Tensor, product: Callable[[slice], Product
     step = max(1, _MAX_SPREAD // mean.shape[1])
     slices = [slice(start, start + step) for start in range(0, len(mean), step)]
     parts = [of_product(mean[part].to(variance), variance[part], product(part)) for part in slices]
-    return Spread(torch.cat([part.root for part in parts]), torch.cat([part.rest for part in parts]))
+    return Spread.cat(parts)
 
 
 def top_spread(mean: Tensor, indices: Tensor, top: Tensor, last: _LastLayer | None) -> tuple[Tensor, Spread]:

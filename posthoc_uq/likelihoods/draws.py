@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from functools import lru_cache
 from math import pi
 from typing import NamedTuple
@@ -68,6 +68,12 @@ class Spread(NamedTuple):
             logits = logits + deviations * points[:, directions:].unsqueeze(1)
         return logits
 
+    @staticmethod
+    def cat(parts: Sequence[Spread]) -> Spread:
+        """Those of several batches as one."""
+        root, rest, given = zip(*parts, strict=True)
+        return Spread(torch.cat(root), torch.cat(rest), None if given[0] is None else torch.cat(given))
+
     def over(self, temperature: float) -> Spread:
         """The same for logits divided by a temperature."""
         given = None if self.given is None else self.given / temperature
@@ -101,8 +107,7 @@ class OutputGaussian(NamedTuple):
         elif isinstance(covariance, Spread):
             spread = covariance
         else:
-            root = symmetric_root(covariance).to(flat)
-            spread = Spread(root, torch.zeros_like(flat), root)
+            spread = Spread(symmetric_root(covariance).to(flat), torch.zeros_like(flat))
         points = normals_like(self.n_draws, spread.width, flat)
         return spread.at(flat, points).reshape(self.n_draws, *mean.shape)
 

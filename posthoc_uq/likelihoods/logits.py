@@ -12,12 +12,12 @@ from torch import Tensor
 
 from posthoc_uq.likelihoods.draws import EXACT, Spread, normals, normals_like
 
-_MAX_NUMBERS = 2**17  # logits at points that are computed at once, so that they stay in the cache
+_MAX_NUMBERS = 2**18  # logits at points that are computed at once, so that they stay in the cache
 _MANY = 16  # with fewer points to a direction, moments are right at the cost of all else
 # Points of one and of two directions: their distance from each other, and the largest from zero.
 _LINE = 0.25, 4.0
 _PLANE = 0.7, 3.5
-_COARSE_PLANE = 1.0, 3.0
+_COARSE_PLANE = 0.8, 2.8
 # The logistic distribution as a mixture of normal ones: weights and standard deviations, fitted to it for this file.
 _MIXTURE = (
     (0.04506273756, 0.89230345903),
@@ -85,9 +85,8 @@ class GaussianLogits(NamedTuple):
     @staticmethod
     def cat(parts: Sequence[GaussianLogits]) -> GaussianLogits:
         """Several batches of one `kind`."""
-        columns = [list(column) for column in zip(*(part[:4] for part in parts), strict=True)]
-        joined = [None if column[0] is None else torch.cat(column) for column in columns]
-        return GaussianLogits(*joined, parts[0].n_draws)  # type: ignore[arg-type]
+        spread = Spread.cat([Spread(*part[1:4]) for part in parts])
+        return GaussianLogits(torch.cat([part.mean for part in parts]), *spread, parts[0].n_draws)
 
     def log_probs(self) -> Tensor:
         """``log E[softmax(f)]``, ``(batch, ..., classes)``.
@@ -97,7 +96,7 @@ class GaussianLogits(NamedTuple):
 
         ``E[softmax(f)_c | f_d - f_e for d, e != c] = E[sigmoid(N(m_c - log sum_(d != c) exp f_d, rest_c))]``
 
-        Two classes need one point and are exact to 1e-6. Three take 37 points of a hexagonal grid, four and more the
+        Two classes need one point and are exact to 1e-6. Three take 43 points of a hexagonal grid, four and more the
         `n_draws` points of a scrambled Sobol sequence (Owen 1998); see `points_of`.
         """
         return self._by_rows(_mean_log_probs, self._points(fine=False))[0]
@@ -170,7 +169,7 @@ def _entropy_and_variance(
     logs = _at(mean, spread, points)[0].log_softmax(0)
     probs = logs.exp()
     # 0 * -inf would be NaN
-    entropy = -torch.einsum("csb,csb,s->b", probs, logs.clamp(min=torch.finfo(logs.dtype).min), weights)
+    entropy = -(weights @ (probs * logs.clamp(min=torch.finfo(logs.dtype).min)).sum(0))
     average = torch.einsum("s,csb->cb", weights, probs)
     variance = torch.einsum("s,csb->cb", weights, (probs - average.unsqueeze(1)).square())
     return entropy, variance.T.contiguous()
