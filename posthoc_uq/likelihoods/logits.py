@@ -12,12 +12,11 @@ from torch import Tensor
 
 from posthoc_uq.likelihoods.draws import EXACT, Spread, normals, normals_like
 
-_MAX_NUMBERS = 2**18  # logits at points that are computed at once, so that they stay in the cache
+_MAX_NUMBERS = 2**17  # logits at points that are computed at once, so that they stay in the cache
 _MANY = 16  # with fewer points to a direction, moments are right at the cost of all else
 # Points of one and of two directions: their distance from each other, and the largest from zero.
 _LINE = 0.25, 4.0
 _PLANE = 0.7, 3.5
-_COARSE_PLANE = 0.8, 2.8
 # The logistic distribution as a mixture of normal ones: weights and standard deviations, fitted to it for this file.
 _MIXTURE = (
     (0.04506273756, 0.89230345903),
@@ -72,6 +71,11 @@ class GaussianLogits(NamedTuple):
     n_draws: int
 
     @property
+    def width(self) -> int:
+        """As of `Spread`."""
+        return self.root.shape[-1] + (self.rest.shape[-1] if self.given is None else 0)
+
+    @property
     def kind(self) -> tuple[int, ...]:
         """What batches that are joined have in common: classes, directions, draws."""
         return (*self.root.shape[1:], self.n_draws)
@@ -96,22 +100,23 @@ class GaussianLogits(NamedTuple):
 
         ``E[softmax(f)_c | f_d - f_e for d, e != c] = E[sigmoid(N(m_c - log sum_(d != c) exp f_d, rest_c))]``
 
-        Two classes need one point and are exact to 1e-6. Three take 43 points of a hexagonal grid, four and more the
-        `n_draws` points of a scrambled Sobol sequence (Owen 1998); see `points_of`.
+        Two classes need one point, and three one line of points for each class, as nothing else varies; see
+        `_by_lines`. Four and more take `points_of`: `n_draws` points of a scrambled Sobol sequence (Owen 1998).
         """
-        return self._by_rows(_mean_log_probs, self._points(fine=False))[0]
+        few = self.given is not None and self.mean.shape[-1] <= 3
+        return self._by_rows(_by_lines if few else _by_points, self._points(1 if few else self.width))[0]
 
     def entropy_and_variance(self) -> tuple[Tensor, Tensor]:
         """Mean entropy of ``softmax(f)`` in nats, ``(batch, ...)``, and the variances of the probabilities, ``(batch,
         ..., classes)``, over 33 points for two classes, 91 for three and `n_draws` for more.
         """
-        entropy, variance = self._by_rows(_entropy_and_variance, self._points(fine=True))
+        entropy, variance = self._by_rows(_entropy_and_variance, self._points(self.width))
         return entropy, variance
 
     def votes(self) -> Tensor:
         """How many of `n_draws` quasi-random draws put each class first, ``(batch, ..., classes)``."""
         flat, spread = self._flat()
-        points = normals_like(self.n_draws, spread.width, flat)
+        points = normals_like(self.n_draws, self.width, flat)
 
         def counts(mean: Tensor, spread: Spread, points: Tensor, weights: Tensor) -> tuple[Tensor]:
             return (votes(spread.at(mean, points).argmax(-1), mean.shape[1]),)
@@ -124,14 +129,13 @@ class GaussianLogits(NamedTuple):
         spread = root.flatten(0, -3), rest.flatten(0, -2), None if given is None else given.flatten(0, -3)
         return mean.flatten(0, -2), Spread(*spread)
 
-    def _points(self, fine: bool) -> tuple[Tensor, Tensor]:
-        """`points_of` these logits, in their precision and on their device."""
-        width = self.root.shape[-1] + (self.rest.shape[-1] if self.given is None else 0)
-        # all of them, also where they are placed already, so that a tracer finds them later
-        points, weights = [points_of(width, self.n_draws, each) for each in (not fine, fine)][1]
+    def _points(self, width: int) -> tuple[Tensor, Tensor]:
+        """`points_of` this width, in the precision and on the device of these logits."""
+        # also where they are placed already, and those of both widths, so that a tracer finds them later
+        points, weights = [points_of(each, self.n_draws) for each in (self.width, width)][1]
         if torch.compiler.is_compiling():
             return points.to(self.mean), weights.to(self.mean)
-        return _placed_points(width, self.n_draws, fine, self.mean.dtype, self.mean.device)
+        return _placed_points(width, self.n_draws, self.mean.dtype, self.mean.device)
 
     def _by_rows(
         self, compute: Callable[..., tuple[Tensor, ...]], points: tuple[Tensor, Tensor]
@@ -150,16 +154,46 @@ class GaussianLogits(NamedTuple):
         return [torch.cat(column).unflatten(0, leading) for column in zip(*found, strict=True)]
 
 
-def _mean_log_probs(mean: Tensor, spread: Spread, points: Tensor, weights: Tensor) -> tuple[Tensor]:
+def _by_lines(mean: Tensor, spread: Spread, points: Tensor, weights: Tensor) -> tuple[Tensor]:
+    """See `GaussianLogits.log_probs`, for two and three classes; points ``(points, 1)``.
+
+    Of three logits, the difference of the two others varies along one direction, orthogonal to that in which a logit
+    varies by itself, ``root - given``.
+    """
+    root, rest, given = spread
+    assert given is not None
+    means, classes = mean.T.unsqueeze(1), mean.shape[1]
+    if classes == 2:
+        return (_averaged(means - means.flip(0), rest, weights[:1] / weights[:1]),)
+    alone = (root - given) * rest.rsqrt().unsqueeze(-1)
+    across = torch.stack([-alone[..., 1], alone[..., 0]], -1)
+
+    def along(shift: int) -> Tensor:
+        """The logits of other classes along each class's line, ``(classes, points, batch)``."""
+        slopes = (across * root.roll(-shift, 1)).sum(-1).T.unsqueeze(1)
+        return means.roll(-shift, 0) + points * slopes
+
+    return (_averaged(along(0) - torch.logaddexp(along(1), along(2)), rest, weights),)
+
+
+def _by_points(mean: Tensor, spread: Spread, points: Tensor, weights: Tensor) -> tuple[Tensor]:
     """See `GaussianLogits.log_probs`; ``(batch, classes)``."""
-    smallest = torch.finfo(mean.dtype).tiny
     logits, own = _at(mean, spread, points)
     exponentials = (logits - (largest := logits.amax(0))).exp()
-    apart = own - largest - _sums_of_others(exponentials).clamp(min=smallest).log()
-    exponent, factor = logistic_normal(apart, spread.rest.T.unsqueeze(1))
-    top = exponent.amax(1, keepdim=True).clamp(min=torch.finfo(mean.dtype).min)
+    others = _sums_of_others(exponentials).clamp(min=torch.finfo(mean.dtype).tiny).log()
+    return (_averaged(own - largest - others, spread.rest, weights),)
+
+
+def _averaged(apart: Tensor, variance: Tensor, weights: Tensor) -> Tensor:
+    """Logarithms of probabilities ``(batch, classes)``, from how far each logit is from the others at each point,
+    ``(classes, points, batch)``, and its variance.
+    """
+    exponent, factor = logistic_normal(apart, variance.T.unsqueeze(1))
+    # relative to the largest, so that none is too small to be a number; and not -inf, of which -inf is no number
+    top = exponent.amax(1, keepdim=True).clamp(min=torch.finfo(apart.dtype).min)
     total = torch.einsum("s,csb->cb", weights, (exponent - top).exp() * factor)
-    return ((top.squeeze(1) + total.clamp(min=smallest).log()).log_softmax(0).T.contiguous(),)
+    logs = top.squeeze(1) + total.clamp(min=torch.finfo(apart.dtype).tiny).log()
+    return logs.log_softmax(0).T.contiguous()
 
 
 def _entropy_and_variance(
@@ -221,23 +255,20 @@ def smallest(counts: Tensor, draws: int) -> Tensor:
 
 
 @lru_cache(maxsize=8)
-def points_of(width: int, n_draws: int, fine: bool) -> tuple[Tensor, Tensor]:
+def points_of(width: int, n_draws: int) -> tuple[Tensor, Tensor]:
     """Points ``(points, width)`` and their weights, float64, whose first two moments are those of standard normals
     where there are `_MANY` times as many points as numbers in one.
 
-    One direction: the trapezoidal rule, or with `fine` false the single point zero. Two: a hexagonal grid, whose
-    weights are the normal density. Both converge exponentially in the distance of points. More: `normals`, with equal
-    weights. Cached, since a tracer needs them as constants.
+    One number: 33 points of the trapezoidal rule. Two: 91 of a hexagonal grid, whose weights are the normal density.
+    The error of both falls exponentially with the distance of points. More: `normals`, with equal weights. Cached,
+    since a tracer needs them as constants.
     """
     with torch.inference_mode(False):
         if width > 2:
             points = normals(n_draws, width)
             weights = torch.full_like(points[:, 0], 1 / n_draws)
-        elif width == 1:
-            points = _grid(*_LINE, plane=False) if fine else torch.zeros(1, 1, dtype=torch.float64)
         else:
-            points = _grid(*(_PLANE if fine else _COARSE_PLANE), plane=True)
-        if width <= 2:
+            points = _grid(*_LINE, plane=False) if width == 1 else _grid(*_PLANE, plane=True)
             weights = (-points.square().sum(1) / 2).softmax(0)
         if len(points) < _MANY * width:
             return points, weights
@@ -259,8 +290,8 @@ def _grid(step: float, radius: float, *, plane: bool) -> Tensor:
 
 @lru_cache(maxsize=16)
 def _placed_points(
-    width: int, n_draws: int, fine: bool, dtype: torch.dtype, device: torch.device
+    width: int, n_draws: int, dtype: torch.dtype, device: torch.device
 ) -> tuple[Tensor, Tensor]:
     with torch.inference_mode(False):
-        points, weights = points_of(width, n_draws, fine)
+        points, weights = points_of(width, n_draws)
         return points.to(device, dtype), weights.to(device, dtype)
