@@ -86,7 +86,9 @@ class LogitsPrediction(Prediction):
     def _computed_later(self, name: str) -> dict[str, Tensor]:
         if self.logits is None:
             return {}
-        return dict(zip(("sample_entropy", "probs_variance"), self.logits.entropy_and_variance(), strict=True))
+        return dict(
+            zip(("sample_entropy", "probs_variance"), self.logits.entropy_and_variance(), strict=True)
+        )
 
     @property
     def outputs_mean(self) -> Tensor:
