@@ -793,7 +793,7 @@ class LinearizedPredictor(GaussianPredictor):
             With more, ``"mc"`` and ``"probit"`` get that of a posterior of the
             last layer by its leading directions, or that of the top classes, with the others as independent;
             ``"bridge"``, and ``outputs="all"`` of several layers, the variances alone.
-        n_draws: of the logits, for ``"mc"``.
+        n_draws: points of the outputs, for ``"mc"``, where more than three classes need them or a likelihood draws.
         outputs: ``"all"``, ``"topk"`` (10 classes), ``"topk:K"``, K, or ``"auto"``: all up to 20 outputs and all of a
             regression, otherwise ``"topk"``.
         engine: ``"auto"``, ``"exact"``, ``"jvp"`` or ``"last_layer"``; see above.

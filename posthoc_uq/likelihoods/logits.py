@@ -120,7 +120,7 @@ class GaussianLogits(NamedTuple):
 
     def votes(self) -> Tensor:
         """How many of `n_draws` quasi-random draws put each class first, ``(batch, ..., classes)``."""
-        flat, spread = self._flat()
+        flat = self._flat()[0]
         points = normals_like(self.n_draws, self.width, flat)
 
         def counts(mean: Tensor, spread: Spread, points: Tensor, weights: Tensor) -> tuple[Tensor]:
