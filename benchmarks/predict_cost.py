@@ -53,7 +53,9 @@ NETWORKS: dict[str, Network] = {
     "convnext_atto": Network(lambda: of_timm("convnext_atto"), PHOTO),
     "mobilenet_v3_small": Network(lambda: of_torchvision("mobilenet_v3_small"), PHOTO),
     "efficientnet_lite0": Network(lambda: of_timm("efficientnet_lite0"), PHOTO),
-    **{f"table, {classes} classes": Network(partial(table_network, classes), (10,)) for classes in (2, 3, 10)},
+    **{
+        f"table, {classes} classes": Network(partial(table_network, classes), (10,)) for classes in (2, 3, 10)
+    },
 }
 HEADS: dict[str, tuple[str, dict[str, Any]]] = {
     "sampling": ("sampling", {}),

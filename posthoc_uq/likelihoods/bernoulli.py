@@ -184,9 +184,9 @@ class MultilabelPrediction(LogitsPrediction):
     probs: Annotated[Tensor, "batch labels"]
     logits_mean: Annotated[Tensor, "batch labels"]
     logits_variance: Annotated[Tensor, "batch labels"]
-    sample_entropy: Annotated[Tensor | None, "batch labels"] = OnDemand()
+    sample_entropy: Annotated[Tensor | None, "batch labels"] = OnDemand()  # type: ignore[assignment]  # noqa: RUF009
     log_probs: Annotated[Tensor, "batch labels pair"] = None  # type: ignore[assignment]  # of `probs`
-    probs_variance: Annotated[Tensor | None, "batch labels"] = OnDemand()
+    probs_variance: Annotated[Tensor | None, "batch labels"] = OnDemand()  # type: ignore[assignment]  # noqa: RUF009
 
     def __post_init__(self) -> None:
         if self.log_probs is None:
@@ -203,14 +203,16 @@ class MultilabelPrediction(LogitsPrediction):
             labels: how many an input has.
         """
         logits = binary.logits
-        drawn = logits is None and binary.sample_entropy is not None and binary.probs_variance is not None
+        # else they are computed when they are read
+        entropy = binary.sample_entropy if logits is None else None
+        variance = binary.probs_variance if logits is None else None
         return cls(
             binary.probs[:, 1].reshape(-1, labels),
             binary.logits_mean.reshape(-1, labels),
             binary.logits_variance.reshape(-1, labels),
-            binary.sample_entropy.reshape(-1, labels) if drawn else None,
+            None if entropy is None else entropy.reshape(-1, labels),
             binary.log_probs.reshape(-1, labels, 2),
-            binary.probs_variance[:, 1].reshape(-1, labels) if drawn else None,
+            None if variance is None else variance[:, 1].reshape(-1, labels),
             logits=None if logits is None else logits.mapped(lambda t: t.unflatten(0, (-1, labels))),
         )
 

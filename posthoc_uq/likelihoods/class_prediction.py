@@ -78,9 +78,9 @@ class LogitsPrediction(Prediction):
     probs: Annotated[Tensor, "batch classes"]
     logits_mean: Annotated[Tensor, "batch logits"]
     logits_variance: Annotated[Tensor, "batch logits"]
-    sample_entropy: Annotated[Tensor | None, "batch"] = OnDemand()
+    sample_entropy: Annotated[Tensor | None, "batch"] = OnDemand()  # type: ignore[assignment]  # noqa: RUF009
     log_probs: Annotated[Tensor, "batch classes"] = None  # type: ignore[assignment]  # log(probs)
-    probs_variance: Annotated[Tensor | None, "batch classes"] = OnDemand()
+    probs_variance: Annotated[Tensor | None, "batch classes"] = OnDemand()  # type: ignore[assignment]  # noqa: RUF009
     logits: GaussianLogits | None = field(default=None, kw_only=True)
 
     def _computed_later(self, name: str) -> dict[str, Tensor]:
@@ -219,7 +219,7 @@ class ClassPrediction(LogitsPrediction):
         "variation_ratio",
     )
 
-    votes: Annotated[Tensor | None, "batch classes", int] = OnDemand()
+    votes: Annotated[Tensor | None, "batch classes", int] = OnDemand()  # type: ignore[assignment]  # noqa: RUF009
 
     def __post_init__(self) -> None:
         if self.log_probs is None:

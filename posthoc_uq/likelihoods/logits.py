@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from posthoc_uq.likelihoods.draws import EXACT, Spread, normals, normals_like
+from posthoc_uq.likelihoods.draws import Spread, normals, normals_like
 
 _MAX_NUMBERS = 2**17  # logits at points that are computed at once, so that they stay in the cache
 _MANY = 16  # with fewer points to a direction, moments are right at the cost of all else
@@ -151,10 +151,10 @@ class GaussianLogits(NamedTuple):
             rows: Iterable[tuple[Any, ...]] = [(mean, *spread)]
         else:
             step = max(1, _MAX_NUMBERS // (len(points[0]) * mean.shape[1]))
-            parts = [repeat(None) if tensor is None else tensor.split(step) for tensor in spread]
+            parts: list[Any] = [repeat(None) if tensor is None else tensor.split(step) for tensor in spread]
             rows = zip(mean.split(step), *parts)  # noqa: B905  # None repeats for ever
         with torch.autocast(mean.device.type, enabled=False):
-            found = [compute(part, Spread(*others), *points) for part, *others in rows]
+            found = [compute(part[0], Spread(*part[1:]), *points) for part in rows]
         leading = self.mean.shape[:-1]
         return [torch.cat(column).unflatten(0, leading) for column in zip(*found, strict=True)]
 
