@@ -193,7 +193,7 @@ def _by_points(mean: Tensor, spread: Spread, points: Tensor, weights: Tensor) ->
     others = _sums_of_others((logits - largest).exp()).clamp(min=least)
     apart = own - largest
     # relative to the largest over points, so that none is too small to be a number
-    top = apart.amax(2, keepdim=True).clamp(torch.finfo(mean.dtype).min, 0)
+    top = apart.amax(2, keepdim=True).clamp(max=0).clamp(min=torch.finfo(mean.dtype).min)
     relative = (apart - top).exp()
     odds, total = relative * top.exp(), torch.zeros_like(others)
     deviations = spread.rest.clamp(min=least).sqrt().T.unsqueeze(2)
