@@ -223,6 +223,7 @@ def fit(
             lambda: weight_prior_of(task.layers, parameters, request.weight_precisions, request.weight_mean),
             "checking the prior",
         )
+        task.for_evidence = request.divergence is None
         _open_checkpoint(task, request, checkpoint)
         kept_inputs = KeptInputs(task.memory_budget, request.likelihood, inputs_to_keep(task.layers.values()))
         task.observers += [kept_inputs] if request.divergence is not None else []
