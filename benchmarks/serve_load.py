@@ -5,10 +5,10 @@
 
 The server runs in a process of its own on the loopback address. Every client sends one request after another on one
 connection, numbers and PNG files in turn, and every answer is compared with the library's prediction of the same input,
-up to rounding, since requests that wait are predicted together. "forward" is one pass of the bare model on one input in memory, "prediction" the same through the
-predictor; both are measured while nothing else runs. The row "bare" is the network alone behind the same framework: JSON in, one
-forward pass a request, softmax out. Memory is the server's resident set after a tenth of the requests,
-and after all. Weights are random.
+up to rounding, since requests that wait are predicted together. "forward" is one pass of the bare model on one input in
+memory, "prediction" the same through the predictor; both are measured while nothing else runs. The row "bare" is the
+network alone behind the same framework: JSON in, one forward pass a request, softmax out. Memory is the server's
+resident set after a tenth of the requests, and after all. Weights are random.
 """
 
 from __future__ import annotations
@@ -138,6 +138,7 @@ def bare(folder: str, name: str) -> None:
         return JSONResponse({"probabilities": await asyncio.to_thread(answer, body)})
 
     listening = socket.create_server(("127.0.0.1", 0))
+    listening.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)  # as in the server
     print(json.dumps({"url": f"http://127.0.0.1:{listening.getsockname()[1]}"}), flush=True)
     app = Starlette(routes=[Route("/predict", predict, methods=["POST"])])
     config = uvicorn.Config(app, http="h11", log_level="warning", access_log=False)

@@ -178,9 +178,7 @@ class TestAnswers:
             patch.setattr(service, "_predicted", predicted)
             headers = Headers({"content-type": "application/json"})
             futures = [service.predict(json.dumps(body).encode(), headers, False) for body in bodies]
-            futures.append(
-                service.predict(json.dumps({"inputs": x[:5].tolist()}).encode(), headers, True)
-            )
+            futures.append(service.predict(json.dumps({"inputs": x[:5].tolist()}).encode(), headers, True))
             held.set()
             for index in (3, 5):
                 with pytest.raises(Refused):

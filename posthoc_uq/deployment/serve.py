@@ -1,7 +1,8 @@
 """A predictor behind HTTP: ``/predict``, ``/predict/image``, ``/predict/batch``, ``/health`` and ``/metrics``.
 
-`Service` has the predictor, two threads that decode, a queue and one thread that predicts what waits in it; `application` makes an ASGI application of it,
-for any server of such; `serve` runs that by uvicorn. Needs the extra ``serve``: ``pip install 'posthoc-uq[serve]'``.
+`Service` has the predictor, two threads that decode, a queue and one thread that predicts what waits in it;
+`application` makes an ASGI application of it, for any server of such; `serve` runs that by uvicorn. Needs the extra
+``serve``: ``pip install 'posthoc-uq[serve]'``.
 """
 
 from __future__ import annotations
@@ -117,6 +118,9 @@ def serve(
     except (OSError, UnicodeError) as error:
         reason = getattr(error, "strerror", None) or str(error)
         raise PosthocUQError(f"Host {host}, port {port} cannot be listened on: {reason}.") from None
+    # asyncio sets this on sockets that name their protocol only; without it the end of an answer waits 40 ms for the
+    # client's delayed acknowledgement of its beginning
+    listening.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
     with listening:
         address, port = listening.getsockname()[:2]
         if started is not None:
