@@ -272,16 +272,17 @@ def fit(
     return posterior
 
 
+_SHOWN_SHARE = 0.05  # of a fit's time, from which a part is named
+
+
 def _tell_seconds(posterior: Posterior, total: float) -> None:
     """One line above the bars: where the time of a fit went."""
-    mark = "seconds, "
-    parts = {
-        k[len(mark) :]: v
-        for k, v in posterior.history.fit.items()
-        if k.startswith(mark) and v >= 0.05 * total
-    }
-    told = ", ".join(f"{name} {seconds:.1f}" for name, seconds in parts.items())
-    print_above(f"fitted in {total:.1f} s{told and f': {told}'}", sys.stderr)
+    mark, facts = "seconds, ", posterior.history.fit
+    parts = {name[len(mark) :]: facts[name] for name in facts if name.startswith(mark)}
+    large = {name: seconds for name, seconds in parts.items() if seconds >= _SHOWN_SHARE * total}
+    large["other"] = total - sum(large.values())
+    told = ", ".join(f"{name} {seconds:.1f}" for name, seconds in large.items())
+    print_above(f"fitted in {total:.1f} s: {told}", sys.stderr)
 
 
 @dataclass(frozen=True)
