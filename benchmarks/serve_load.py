@@ -253,7 +253,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser.add_argument("--json", type=Path, help="write the numbers here too")
     options = parser.parse_args(arguments)
     if os.environ.get("OMP_NUM_THREADS") != "1" or torch.get_num_threads() != 1:
-        os.environ["OMP_NUM_THREADS"] = "1"  # equal to the last bit only with as many threads on both sides
+        os.environ["OMP_NUM_THREADS"] = "1"  # as many threads on both sides, as the server has
         torch.set_num_threads(1)
     if options.bare:
         return bare(*options.bare)

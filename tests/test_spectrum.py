@@ -10,6 +10,8 @@ from torch import nn
 
 import posthoc_uq as uq
 from posthoc_uq.heads.spectrum import ROUNDING
+from posthoc_uq.layers.operands import Rows
+from posthoc_uq.posteriors.covariance import jacobian_gram
 
 
 def perceptron(outputs: int) -> nn.Module:
@@ -57,6 +59,17 @@ def test_covariances_are_those_of_the_head(
         assert ((variance - exact.diagonal(dim1=1, dim2=2)).abs() <= ROUNDING * size[:, :, 0]).all()
         if outputs > 1:
             assert ((distribution.covariance - exact).abs() <= ROUNDING * size).all()
+
+
+@pytest.mark.parametrize("positions", [1, 3, 200], ids=["one", "pairs of positions", "by J"])
+def test_inner_products_of_jacobians(positions: int) -> None:
+    generator = torch.Generator().manual_seed(0)
+    activations = torch.randn(5, 2, positions, 6, generator=generator, dtype=torch.float64)
+    gradients = torch.randn(5, 2, 3, 4, positions, generator=generator, dtype=torch.float64)
+    jacobian = torch.einsum("sgti,sgfot->sfgoi", activations, gradients).flatten(2)
+    for limit in (2**20, 1):
+        found = jacobian_gram(Rows(activations), gradients, 6, limit)
+        torch.testing.assert_close(found, jacobian @ jacobian.transpose(1, 2))
 
 
 def test_priors_of_layers_keep_their_ratios() -> None:

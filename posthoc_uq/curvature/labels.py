@@ -26,8 +26,8 @@ LABELS_IN_ALL = 50_000
 """Drawn labels of a whole data set; more of them gain less than 0.01 nats."""
 
 FAITHFUL_OUTPUTS = 3
-"""The same where the prior is found by predictions: these lose nothing by one drawn label, which costs less than
-the exact expectation over more outputs."""
+"""Up to so many outputs the expectation is exact where the prior is found by predictions. These lose nothing by one
+drawn label, which costs less than the exact expectation over more outputs."""
 
 MAX_LABELS = 3
 """Drawn labels a sample at most: they make a fit half as long again and gain nearly half of what exact ones gain."""

@@ -463,8 +463,9 @@ class FaithfulSearch:
     positions that count. Neither labels nor held-out data are needed. Where no prior precision can be set (the
     variances of a training), the `scale` is set instead. With a matched temperature, every tau has the temperature at
     which the mean entropy over the same inputs is the network's: confidence is kept on average, and moves from inputs
-    where the weights disagree to inputs where they agree. Where every prediction runs the whole model, a few of the
-    inputs determine where the search on all of them begins.
+    where the weights disagree to inputs where they agree. Where every prediction runs the whole model, the search goes
+    by `ApproximateDivergence`, times the ratio of the exact to the approximate one on some of the inputs; where the
+    head has none, a few of the inputs determine where the search on all of them begins.
 
     Args:
         posterior: its prior precision, or scale, is set; its present temperature is the network's.

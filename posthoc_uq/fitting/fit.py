@@ -73,6 +73,7 @@ from posthoc_uq.methods.task import (
 )
 from posthoc_uq.posteriors.block import VARIANCES
 from posthoc_uq.posteriors.posterior import Posterior
+from posthoc_uq.posteriors.report import timings
 
 # Effective parameters for each training target, beyond which its residual means little, where that is not a half: a
 # diagonal takes what correlated weights have in common for several parameters.
@@ -277,8 +278,7 @@ _SHOWN_SHARE = 0.05  # of a fit's time, from which a part is named
 
 def _tell_seconds(posterior: Posterior, total: float) -> None:
     """One line above the bars: where the time of a fit went."""
-    mark, facts = "seconds, ", posterior.history.fit
-    parts = {name[len(mark) :]: facts[name] for name in facts if name.startswith(mark)}
+    parts = timings(posterior.history.fit)
     large = {name: seconds for name, seconds in parts.items() if seconds >= _SHOWN_SHARE * total}
     large["other"] = total - sum(large.values())
     told = ", ".join(f"{name} {seconds:.1f}" for name, seconds in large.items())

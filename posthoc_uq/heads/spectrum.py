@@ -76,9 +76,8 @@ class Spectrum:
             information = eigenvalues.double() * float(settings.scale) / prior
             places = ((information.flatten().clamp(min=1e-300).log10() - first) * _POINTS).clamp(min=-1)
             points = places.floor().clamp(max=(last - first) * _POINTS)
-            step = 10.0 ** (
-                1 / _POINTS
-            )  # 1 / x is the mean of its values at the points, which sets the shares
+            # 1 / x is the mean of its values at the two points, which sets the shares
+            step = 10.0 ** (1 / _POINTS)
             shares = ((10.0 ** ((points - places) / _POINTS) * step - 1) / (step - 1)).clamp(0, 1)
             self._layers[name] = _Directions(inputs, outputs, points.long(), shares.to(dtype), prior)
         found = torch.cat([layer.points for layer in self._layers.values()]).unique()

@@ -9,9 +9,11 @@ code between them may be anything.
 
 from __future__ import annotations
 
+import threading
 import weakref
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
+from functools import cache
 from typing import Any, Literal
 
 import torch
@@ -25,6 +27,32 @@ from posthoc_uq.layers.calls import CallWatcher
 from posthoc_uq.layers.layer import Call, Layer, describe
 from posthoc_uq.layers.operands import Geometry
 from posthoc_uq.layers.rules import WEIGHTED_MODULES, AffineCall, LayerGradients
+
+# BackPACK keeps its active extensions in a global variable, so fits in two threads take turns with backward passes. It
+# is imported where it is used: what only predicts need not wait for it.
+_CONTEXT_LOCK = threading.RLock()
+
+
+@cache
+def _extension() -> Any:
+    """The class of an extension of BackPACK that calls ``handler(module, input, output_gradient)`` for every extended
+    weighted module, in backward order, and stores nothing on the parameters.
+    """
+    from backpack.extensions.firstorder.base import FirstOrderBackpropExtension, FirstOrderModuleExtension
+
+    class HandOver(FirstOrderModuleExtension):
+        def __call__(
+            self, extension: Any, module: nn.Module, g_inp: tuple[Tensor, ...], g_out: tuple[Tensor, ...]
+        ) -> None:
+            extension.handler(module, module.input0, g_out[0])
+
+    class ActivationsAndGradients(FirstOrderBackpropExtension):
+        def __init__(self, handler: Callable[[nn.Module, Tensor, Tensor], None]) -> None:
+            super().__init__("posthoc_uq", {kind: HandOver() for kind in WEIGHTED_MODULES}, "ERROR")
+            self.handler = handler
+
+    return ActivationsAndGradients
+
 
 Engine = Literal["backpack", "hooks"]
 Sink = Callable[[LayerGradients], None]
@@ -129,11 +157,14 @@ class Capture:
         self.tracked = {tracked.layer.name: tracked for tracked in layers}
         self.by_module = {t.module: t for t in layers if t.engine == "backpack" and t.module is not None}
         if self.by_module:
-            from posthoc_uq.layers import (
-                extension,
-            )  # imports BackPACK, which what only predicts need not wait for
+            from backpack import extend
+            from backpack.context import CTX
 
-            extension.watch(self.by_module)
+            with _CONTEXT_LOCK:
+                # BackPACK keeps the handles of its hooks for good, also those of modules that are gone
+                CTX.hook_handles = [h for h in CTX.hook_handles if h.hooks_dict_ref() is not None]
+                for module in self.by_module:
+                    extend(module)
 
     def run(self, batch: Batch, samples: int) -> Recording:
         """A forward pass, ready to be pulled back through."""
@@ -222,9 +253,9 @@ class Recording:
         with torch.autocast(self.outputs.device.type, enabled=False):
             gradient = gradient.to(self.outputs.dtype)
             if self._capture.by_module:
-                from posthoc_uq.layers.extension import handing_over
+                from backpack import backpack
 
-                with handing_over(self._from_backpack, last=last):
+                with _CONTEXT_LOCK, backpack(_extension()(self._from_backpack), retain_graph=not last):
                     self.outputs.backward(gradient, retain_graph=not last)
             else:
                 self.outputs.backward(gradient, retain_graph=not last)

@@ -398,11 +398,12 @@ def _jacobian(activations: Operand, gradients: Tensor, limit: int) -> Tensor:
 
 
 def jacobian_gram(activations: Operand, gradients: Tensor, inputs: int, limit: int) -> Tensor:
-    """``J J^T`` of each sample, ``(samples, functions, functions)``, by whichever takes fewer multiply-adds: pairs of
-    positions, or J; for gradients ``(samples, G, functions, m, T)`` and activations of `inputs` numbers.
+    """``J J^T`` of each sample, ``(samples, functions, functions)``, by whichever is cheaper: pairs of positions, or
+    J; for gradients ``(samples, G, functions, m, T)`` and activations of `inputs` numbers.
     """
     samples, groups, functions, outputs, positions = gradients.shape
-    by_pairs = positions * (inputs + functions * outputs) <= functions * outputs * inputs
+    by_jacobian = functions * outputs * inputs * (positions + TOUCH_COST)
+    by_pairs = positions**2 * (inputs + functions * outputs) <= by_jacobian
     numbers = groups * (
         positions * (positions + functions * outputs) if by_pairs else functions * outputs * inputs
     )

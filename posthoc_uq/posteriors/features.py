@@ -384,9 +384,8 @@ class _Sketched:
         self._roots = vectors * values.sqrt().unsqueeze(1)
         self._remaining_traces = (traces - values.sum(1)).clamp(min=0)
         flat = self._roots.transpose(0, 1).flatten(1)
-        remainder = (
-            total - flat @ flat.T
-        )  # positive semidefinite, as Nystrom's approximations are not above the Grams
+        # positive semidefinite: no Nystrom approximation is above its Gram
+        remainder = total - flat @ flat.T
         self._remainder = remainder / remainder.trace().clamp(min=torch.finfo(remainder.dtype).tiny)
 
     def rotated(self, part: Tensor, basis: Tensor) -> Tensor:
@@ -408,7 +407,7 @@ def room(classes: int, size: int) -> tuple[int, int]:
     return width, max(0, min(width, _MAX_DIRECTIONS, left // (classes * width)))
 
 
-def compressed(grams: _Exact | _Sketched, total: Tensor, rows: int | None = None) -> dict[str, Tensor]:
+def compressed(grams: _Exact | _Sketched, total: Tensor, rows: int) -> dict[str, Tensor]:
     """The tensors of `FeatureGrams` in at most `_MAX_NUMBERS` numbers.
 
     The basis is the eigenbasis of the sum of all Grams, as wide as there is room for. In it every class keeps its exact
@@ -418,7 +417,7 @@ def compressed(grams: _Exact | _Sketched, total: Tensor, rows: int | None = None
     Args:
         grams: of the classes.
         total: their sum, ``(size, size)``.
-        rows: of the features that it sums, where that is known.
+        rows: of features that it sums; no more of its eigenvalues are positive.
     """
     classes, size = len(grams.traces), total.shape[0]
     width, rank = room(classes, size)
