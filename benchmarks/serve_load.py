@@ -1,23 +1,25 @@
 """``posthoc-uq serve`` under load: are answers the library's own, does memory stay flat, how long does a client wait.
 
     OMP_NUM_THREADS=1 python benchmarks/serve_load.py
-    OMP_NUM_THREADS=1 python benchmarks/serve_load.py --clients 1
+    OMP_NUM_THREADS=1 python benchmarks/serve_load.py --model small --size 12 --clients 1 8 64
 
 The server runs in a process of its own on the loopback address. Every client sends one request after another on one
 connection, numbers and PNG files in turn, and every answer is compared with the library's prediction of the same input,
-to the last bit. "forward" is one pass of the bare model on one input in memory, "prediction" the same through the
-predictor; both are measured while nothing else runs, so that a server that predicts one input at a time can at best
-answer `clients` requests in `clients` predictions. Memory is the server's resident set after a tenth of the requests,
-and after all. Weights are random.
+up to rounding, since requests that wait are predicted together. "forward" is one pass of the bare model on one input in
+memory, "prediction" the same through the predictor; both are measured while nothing else runs. The row "bare" is the
+network alone behind the same framework: JSON in, one forward pass a request, softmax out. Memory is the server's
+resident set after a tenth of the requests, and after all. Weights are random.
 """
 
 from __future__ import annotations
 
 import argparse
+import asyncio
 import http.client
 import io
 import json
 import os
+import socket
 import subprocess
 import sys
 import tempfile
@@ -105,6 +107,44 @@ def requests_of(
     return made
 
 
+def equal(found: Any, expected: Any) -> bool:
+    """Whether numbers are the same up to rounding."""
+    if isinstance(expected, bool):
+        return found is expected
+    return bool(np.allclose(found, expected, rtol=1e-4, atol=1e-6))
+
+
+def bare(folder: str, name: str) -> None:
+    """Serve the network alone, until the process is ended."""
+    import uvicorn
+    from starlette.applications import Starlette
+    from starlette.requests import Request
+    from starlette.responses import JSONResponse
+    from starlette.routing import Route
+
+    torch.set_num_threads(1)
+    names: dict[str, Any] = {}
+    exec(MODEL, names)
+    model: nn.Module = names[name]()
+    model.load_state_dict(torch.load(Path(folder) / "w.pt"))
+    model.eval()
+
+    def answer(body: bytes) -> list[float]:
+        with torch.no_grad():
+            return model(torch.tensor([json.loads(body)["input"]])).softmax(-1)[0].tolist()
+
+    async def predict(request: Request) -> JSONResponse:
+        body = await request.body()
+        return JSONResponse({"probabilities": await asyncio.to_thread(answer, body)})
+
+    listening = socket.create_server(("127.0.0.1", 0))
+    listening.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)  # as in the server
+    print(json.dumps({"url": f"http://127.0.0.1:{listening.getsockname()[1]}"}), flush=True)
+    app = Starlette(routes=[Route("/predict", predict, methods=["POST"])])
+    config = uvicorn.Config(app, http="h11", log_level="warning", access_log=False)
+    uvicorn.Server(config).run(sockets=[listening])
+
+
 class Load:
     """Clients that send requests one after another; waits and wrong answers."""
 
@@ -145,14 +185,15 @@ class Load:
         if response.status != 200:
             self.wrong.append(f"{response.status}: {answer}")
             return
-        answer["probabilities"] = [entry["probability"] for entry in answer["top"]]
+        if expected:
+            answer["probabilities"] = [entry["probability"] for entry in answer["top"]]
         for key, value in expected.items():
-            if answer[key] != value:
+            if not equal(answer[key], value):
                 self.wrong.append(f"{key} is {answer[key]}, not {value}")
 
 
-def measure(name: str, size: int, clients: int, count: int) -> Row:
-    """One server under load."""
+def measure(name: str, size: int, clients: int, count: int, alone: bool = False) -> Row:
+    """One server under load; of the network `alone`, with numbers only."""
     with tempfile.TemporaryDirectory() as place:
         arguments, predictor, model = prepared(Path(place), name, size)
         requests = requests_of(predictor, size)
@@ -161,6 +202,11 @@ def measure(name: str, size: int, clients: int, count: int) -> Row:
             forward = median(seconds(lambda: model(x))[0] for _ in range(15))
             prediction = median(seconds(lambda: predictor(x))[0] for _ in range(15))
         command = [sys.executable, "-m", "posthoc_uq", *arguments]
+        if alone:
+            command = [sys.executable, __file__, "--bare", place, name]
+            requests = [
+                (path, body, headers, {}) for path, body, headers, _ in requests if path == "/predict"
+            ]
         with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as server:
             try:
                 assert server.stdout is not None
@@ -175,14 +221,16 @@ def measure(name: str, size: int, clients: int, count: int) -> Row:
             finally:
                 server.terminate()
     waits = sorted(load.waits)
-    p99 = waits[min(len(waits) - 1, int(0.99 * len(waits)))]
+    p95, p99 = (waits[min(len(waits) - 1, int(share * len(waits)))] for share in (0.95, 0.99))
     return {
+        "server": "bare" if alone else "posthoc-uq",
         "requests": count,
         "clients": clients,
         "wrong": len(load.wrong),
         "forward, ms": 1e3 * forward,
         "prediction, ms": 1e3 * prediction,
         "p50, ms": 1e3 * waits[len(waits) // 2],
+        "p95, ms": 1e3 * p95,
         "p99, ms": 1e3 * p99,
         "p99 / forward": p99 / forward,
         "p99 / prediction": p99 / prediction,
@@ -196,19 +244,27 @@ def measure(name: str, size: int, clients: int, count: int) -> Row:
 def main(arguments: Sequence[str] | None = None) -> None:
     """Run as a script."""
     parser = argparse.ArgumentParser(description="posthoc-uq serve under load.")
-    parser.add_argument("--clients", type=int, default=8)
+    parser.add_argument("--clients", type=int, nargs="+", default=[8])
+    parser.add_argument("--model", choices=("resnet", "small"), default="resnet")
+    parser.add_argument("--bare", nargs=2, help=argparse.SUPPRESS)
     parser.add_argument("--requests", type=int, default=1000)
     parser.add_argument("--size", type=int, default=64, help="pixels of a side")
     parser.add_argument("--smoke", action="store_true", help="a small network and few requests")
     parser.add_argument("--json", type=Path, help="write the numbers here too")
     options = parser.parse_args(arguments)
     if os.environ.get("OMP_NUM_THREADS") != "1" or torch.get_num_threads() != 1:
-        os.environ["OMP_NUM_THREADS"] = "1"  # equal to the last bit only with as many threads on both sides
+        os.environ["OMP_NUM_THREADS"] = "1"  # as many threads on both sides, as the server has
         torch.set_num_threads(1)
+    if options.bare:
+        return bare(*options.bare)
     if options.smoke:
         rows = [measure("small", 12, 4, 60)]
     else:
-        rows = [measure("resnet", options.size, options.clients, options.requests)]
+        rows = [
+            measure(options.model, options.size, clients, options.requests, alone)
+            for clients in options.clients
+            for alone in (False, True)
+        ]
     print(table([{key: value for key, value in row.items() if key != "first wrong"} for row in rows]))
     for row in rows:
         if row["first wrong"]:

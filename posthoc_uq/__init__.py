@@ -7,102 +7,26 @@ What fewer users need is imported from its room: `posthoc_uq.evaluation` (metric
 (all kinds of predictions), `posthoc_uq.heads`, `posthoc_uq.methods`, `posthoc_uq.fitting`, `posthoc_uq.deployment`.
 """
 
-from posthoc_uq.core.errors import (
-    CorruptPosteriorError,
-    NonFiniteError,
-    PosteriorMismatchError,
-    PosthocUQError,
-    UnsupportedLayerError,
-)
-from posthoc_uq.core.model import untied
-from posthoc_uq.deployment import export
-from posthoc_uq.evaluation import Evaluation, evaluate
-from posthoc_uq.files import inspect, load, save
-from posthoc_uq.fitting import calibrate, fit, tune, update, wrap
-from posthoc_uq.heads import Predictor, Referral
-from posthoc_uq.likelihoods import (
-    Bernoulli,
-    Categorical,
-    ClassPrediction,
-    Gamma,
-    Gaussian,
-    Heteroscedastic,
-    Likelihood,
-    Multilabel,
-    NegativeBinomial,
-    Ordinal,
-    Poisson,
-    Prediction,
-    RegressionPrediction,
-    sequence_scores,
-)
-from posthoc_uq.methods import (
-    EFB,
-    INF,
-    KFAC,
-    UTVI,
-    Dense,
-    Diagonal,
-    FunctionSpace,
-    LatentBinary,
-    MessagePassing,
-    Method,
-    Subnetwork,
-    contexts,
-    register_method,
-    sparse,
-)
-from posthoc_uq.posteriors.posterior import Posterior
-from posthoc_uq.version import __version__
+from importlib import import_module as _import_module
+from typing import TYPE_CHECKING
 
-__all__ = [
-    "EFB",
-    "INF",
-    "KFAC",
-    "UTVI",
-    "Bernoulli",
-    "Categorical",
-    "ClassPrediction",
-    "CorruptPosteriorError",
-    "Dense",
-    "Diagonal",
-    "Evaluation",
-    "FunctionSpace",
-    "Gamma",
-    "Gaussian",
-    "Heteroscedastic",
-    "LatentBinary",
-    "Likelihood",
-    "MessagePassing",
-    "Method",
-    "Multilabel",
-    "NegativeBinomial",
-    "NonFiniteError",
-    "Ordinal",
-    "Poisson",
-    "Posterior",
-    "PosteriorMismatchError",
-    "PosthocUQError",
-    "Prediction",
-    "Predictor",
-    "Referral",
-    "RegressionPrediction",
-    "Subnetwork",
-    "UnsupportedLayerError",
-    "__version__",
-    "calibrate",
-    "contexts",
-    "evaluate",
-    "export",
-    "fit",
-    "inspect",
-    "load",
-    "register_method",
-    "save",
-    "sequence_scores",
-    "sparse",
-    "tune",
-    "untied",
-    "update",
-    "wrap",
-]
+from posthoc_uq.version import __version__ as __version__
+
+if TYPE_CHECKING:
+    from posthoc_uq.api import *  # noqa: F403
+else:
+    # The names of `posthoc_uq.api` come on first use: torch takes seconds, and help or a version need none of it.
+
+    def __getattr__(name: str) -> object:
+        unknown = AttributeError(f"module '{__name__}' has no attribute '{name}'")
+        if name.startswith("__") and name != "__all__":  # Python asks for many of those that there are not
+            raise unknown
+        api, here = _import_module("posthoc_uq.api"), globals()
+        if name not in here:  # rooms are, once they are imported
+            if name != "__all__" and name not in api.__all__:
+                raise unknown
+            here[name] = getattr(api, name)
+        return here[name]
+
+    def __dir__() -> list[str]:
+        return sorted({*_import_module("posthoc_uq.api").__all__, *globals()})

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import json
 from collections.abc import Callable, Iterator
 from functools import wraps
 from pathlib import Path
@@ -321,7 +322,9 @@ def serves(device: torch.device) -> dict[str, Any]:
     model = network(device=device)
     service = Service(uq.wrap(model, fitted(model, "diag"), n_samples=3))
     try:
-        return dict(enumerate(service.answered(images(6, 3)[0])))
+        body = json.dumps({"inputs": images(6, 3)[0].tolist()}).encode()
+        answers = service.predict(body, {"content-type": "application/json"}, many=True).result()
+        return dict(enumerate(answers))
     finally:
         service.close()
 

@@ -15,6 +15,7 @@ import posthoc_uq as uq
 from posthoc_uq.core.batches import BatchReader
 from posthoc_uq.curvature.labels import (
     EXACT_OUTPUTS,
+    FAITHFUL_OUTPUTS,
     LABELS_IN_ALL,
     MAX_LABELS,
     own_samples_of,
@@ -47,6 +48,8 @@ def test_the_rule() -> None:
     for positions, samples, labels in ((128, 32, 1), (2, 50, 2), (128, None, 1), (1, 50, 3)):
         found = resolve_fisher("auto", 1, 1000, samples, positions=positions)
         assert found == ("mc", labels)  # positions that count as samples have a label each
+    for outputs, expected in ((FAITHFUL_OUTPUTS, "exact"), (FAITHFUL_OUTPUTS + 1, "mc"), (1000, "mc")):
+        assert resolve_fisher("auto", 1, outputs, 50, for_evidence=False) == (expected, 1)
 
 
 def _data(samples: int = 23) -> TensorDataset:

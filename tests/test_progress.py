@@ -8,7 +8,7 @@ import re
 import threading
 import time
 from collections.abc import Callable
-from functools import partial
+from functools import cache, partial
 from itertools import pairwise
 from typing import Any
 
@@ -29,7 +29,9 @@ from posthoc_uq.core.progress import _bars, counted, in_parts, share
 def shown(monkeypatch: pytest.MonkeyPatch) -> Callable[[str], list[tuple[int, int]]]:
     """What the bars of a name have shown: how much is done, of how much."""
     file, bars = io.StringIO(), progress._bars()
-    monkeypatch.setattr(progress, "_bars", lambda: partial(bars, mininterval=0, file=file, ncols=80))
+    made: Any = partial(bars, mininterval=0, file=file, ncols=80)
+    made.write = bars.write
+    monkeypatch.setattr(progress, "_bars", cache(lambda: made))
 
     def of(name: str) -> list[tuple[int, int]]:
         lines = [line for line in re.split(r"[\r\n]", file.getvalue()) if line.startswith(name)]
@@ -79,12 +81,13 @@ def test_the_search_for_the_evidence_says_how_far_it_is(
 
 
 def test_what_a_fit_and_a_tuning_search_by_the_way_is_shown(
-    shown: Callable[[str], list[tuple[int, int]]],
+    shown: Callable[[str], list[tuple[int, int]]], capsys: pytest.CaptureFixture[str]
 ) -> None:
     model, x = mlp(), inputs_of(4, samples=60)
     posterior = uq.fit(model, task(model, x), "diag", prior_precision="evidence")
     assert shown("evidence") and shown("drawn models")[-1] == (20, 20)
     assert not shown("faithful prior")
+    assert re.search(r"^fitted in [\d.]+ s: .*other [\d.]+$", capsys.readouterr().err, re.M)
     uq.tune(posterior, task(model, x), criterion="likelihood")
     assert shown("faithful prior")
 

@@ -33,10 +33,11 @@ pytest.importorskip("starlette")
 
 import httpx
 import uvicorn
+from starlette.datastructures import Headers
 from starlette.testclient import TestClient
 
 from posthoc_uq.deployment import serve as serving
-from posthoc_uq.deployment.requests import Limits
+from posthoc_uq.deployment.requests import Limits, Refused
 from posthoc_uq.deployment.serve import LOOPBACK, Connection, Service, application
 
 NAMES = ("cat", "dog", "emu")
@@ -102,6 +103,15 @@ def _expected(predictor: uq.Predictor, prediction: Any, index: int) -> dict[str,
     }
 
 
+def _rounded(answer: Any) -> Any:
+    """An answer, without the last digits of its numbers: they depend on how many inputs are predicted at once."""
+    if isinstance(answer, dict):
+        return {key: _rounded(value) for key, value in answer.items()}
+    if isinstance(answer, list):
+        return [_rounded(value) for value in answer]
+    return pytest.approx(answer, rel=1e-4, abs=1e-6) if type(answer) is float else answer
+
+
 class TestAnswers:
     def test_numbers_are_predicted_as_by_the_library(
         self, client: TestClient, predictor: uq.Predictor
@@ -148,7 +158,37 @@ class TestAnswers:
             found = list(
                 pool.map(lambda row: client.post("/predict", json={"input": row.tolist()}).json(), x)
             )
-        assert found == expected
+        assert found == [_rounded(answer) for answer in expected]
+
+    def test_requests_that_wait_are_predicted_together_and_none_spoils_the_others(
+        self, service: Service, predictor: uq.Predictor
+    ) -> None:
+        x = torch.rand(9, 3, 12, 12, generator=torch.Generator().manual_seed(2))
+        bodies = [{"input": row.tolist()} for row in x]
+        bodies[3], bodies[5] = {"input": [1.0, 2.0]}, {"input": (1e38 * (x[5] - 0.5)).tolist()}
+        held, batches = threading.Event(), list[int]()
+        with pytest.MonkeyPatch.context() as patch:
+            real = service._predicted
+
+            def predicted(inputs: torch.Tensor) -> Any:
+                held.wait(20)
+                batches.append(len(inputs))
+                return real(inputs)
+
+            patch.setattr(service, "_predicted", predicted)
+            headers = Headers({"content-type": "application/json"})
+            futures = [service.predict(json.dumps(body).encode(), headers, False) for body in bodies]
+            futures.append(service.predict(json.dumps({"inputs": x[:5].tolist()}).encode(), headers, True))
+            held.set()
+            for index in (3, 5):
+                with pytest.raises(Refused):
+                    futures[index].result(20)
+            for index in {*range(9)} - {3, 5}:
+                [answer] = futures[index].result(20)
+                assert answer == _rounded(_expected(predictor, predictor(x[index : index + 1]), 0))
+            assert len(futures[9].result(20)) == 5
+        assert batches[0] == 1 and max(batches[1:]) <= service.limits.batch
+        assert batches[1] > 1 and service.metrics.inputs._value.get() == 7 + 5
 
     def test_of_a_regression(self) -> None:
         x = torch.randn(40, 2, generator=torch.Generator().manual_seed(3))

@@ -14,19 +14,19 @@ import re
 import sys
 import warnings
 from collections.abc import Mapping, Sequence
-from typing import Any, cast
+from typing import TYPE_CHECKING, Any, cast
 
 from jsonargparse import ArgumentParser, set_parsing_settings
 
-from posthoc_uq.cli import commands
-from posthoc_uq.cli.commands import Done
+from posthoc_uq.cli.help import Help, documents, summary
 from posthoc_uq.cli.options import Console, WrongUsage
-from posthoc_uq.cli.outputs import Outputs
-from posthoc_uq.cli.parser import Command, Help, kinds_of, summary
-from posthoc_uq.cli.posterior_file import taken_from
 from posthoc_uq.core.errors import PosthocUQError, printable
 from posthoc_uq.core.options import did_you_mean
 from posthoc_uq.version import __version__
+
+if TYPE_CHECKING:  # imported where a command runs, since they bring torch, which takes seconds
+    from posthoc_uq.cli.commands import Done
+    from posthoc_uq.cli.parser import Command
 
 ERROR, USAGE, INTERRUPTED = 1, 2, 130
 COMMANDS = (
@@ -84,6 +84,11 @@ def _run(words: Sequence[str], running: list[Command]) -> int:
         program(complete=name.startswith("--print_completion")).parse_args(words or ["--help"])
     if name not in COMMANDS:
         raise WrongUsage(f"There is no command '{name}'.{did_you_mean(name, COMMANDS)}")
+    from posthoc_uq.cli import commands
+    from posthoc_uq.cli.outputs import Outputs
+    from posthoc_uq.cli.parser import Command
+    from posthoc_uq.cli.posterior_file import taken_from
+
     command = Command(getattr(commands, name), words[1:])
     running.append(command)
     call = command.parse(words[1:])
@@ -116,14 +121,21 @@ def program(complete: bool) -> Any:
         def error(self, message: str, ex: Exception | None = None) -> Any:
             raise WrongUsage(_one_line(message))
 
-    parser: Any = Program(prog="posthoc-uq", description=commands.__doc__, formatter_class=Help)
+    texts = documents()
+    parser: Any = Program(prog="posthoc-uq", description=texts[""], formatter_class=Help)
     parser.add_argument("--version", action="store_true", help="Show the version.")
     subcommands = parser.add_subcommands(required=False)
     for name in COMMANDS:
-        function = getattr(commands, name)
-        one = Command(function, []).parser if complete else ArgumentParser()
-        subcommands.add_subcommand(name, one, help=summary(function))
+        one = _complete(name) if complete else ArgumentParser()
+        subcommands.add_subcommand(name, one, help=summary(texts[name]))
     return parser
+
+
+def _complete(name: str) -> Any:
+    from posthoc_uq.cli import commands
+    from posthoc_uq.cli.parser import Command
+
+    return Command(getattr(commands, name), []).parser
 
 
 def _tell(line: str) -> None:
@@ -170,6 +182,8 @@ def _in_options(text: str, running: Sequence[Command]) -> str:
         return f"--{found[1]} {value}" if found[1] in names else found[0]
 
     def as_likelihood(found: re.Match[str]) -> str:
+        from posthoc_uq.cli.parser import kinds_of
+
         name = next(
             (name for name, kind in kinds_of("likelihood").items() if kind.__name__ == found[1]), None
         )

@@ -10,7 +10,7 @@ from __future__ import annotations
 import inspect
 import re
 import types
-from argparse import SUPPRESS, Action, ArgumentError, RawDescriptionHelpFormatter
+from argparse import ArgumentError
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import suppress
@@ -23,9 +23,10 @@ from typing import Annotated, Any, Literal, Optional, Union, cast, get_args, get
 import torch
 import yaml
 from docstring_parser import parse
-from jsonargparse import ArgumentParser, DefaultHelpFormatter
+from jsonargparse import ArgumentParser
 from jsonargparse.typing import register_type
 
+from posthoc_uq.cli.help import Help, summary, unmarked
 from posthoc_uq.cli.options import SHARED, Choice, WrongUsage
 from posthoc_uq.core.errors import PosthocUQError
 from posthoc_uq.core.options import check_option, did_you_mean
@@ -38,7 +39,6 @@ _SHORT = {"output": "-o", "quiet": "-q", "help": "-h"}
 _DEFAULTS: dict[str, str | None] = {"method": "inf", "likelihood": "classification", "head": None}
 _WHOLE = ("target", "columns")  # names that may have commas, and are split where a header is known
 _TRUTHS = {"true": "true", "yes": "true", "false": "false", "no": "false"}
-_MARKS = re.compile(r"``\"?([^`\"]*)\"?``|`([^`]*)`|\*\*")
 _IN_WORDS = {
     bool: "true or false",
     int: "a whole number",
@@ -114,23 +114,13 @@ def options_of(owner: Callable[..., Any]) -> Iterator[Option]:
             yield Option(name, hint, kind, default, texts.get(name, shared.get(name, "")), positional)
 
 
-def summary(owner: Any) -> str:
-    """The first sentence of a docstring, without its full stop."""
-    return re.split(r"\.(?: |$)", _plain((owner.__doc__ or "").split("\n\n")[0]))[0]
-
-
 def _texts(owner: Any) -> dict[str, str]:
     """What docstrings say of each argument or field; of a class, those of its bases too."""
     owners = reversed(owner.__mro__) if isinstance(owner, type) else [owner]
     found = [
         parse(vars(one).get("__doc__") or "" if isinstance(one, type) else one.__doc__) for one in owners
     ]
-    return {p.arg_name: _plain(p.description or "") for docstring in found for p in docstring.params}
-
-
-def _plain(text: str) -> str:
-    """A text in one line, without the marks of code."""
-    return " ".join(_MARKS.sub(lambda mark: mark[1] or mark[2] or "", text).split())
+    return {p.arg_name: unmarked(p.description or "") for docstring in found for p in docstring.params}
 
 
 def _textual(hint: Any) -> Any:
@@ -191,22 +181,6 @@ def _metavar(option: Option) -> str:
     return "" if _is_flag(option.kind) else option.name.rpartition("_")[2].upper()
 
 
-class Help(DefaultHelpFormatter, RawDescriptionHelpFormatter):
-    """Help whose descriptions keep their lines, and that says of an option what its docstring says."""
-
-    def __init__(self, prog: str) -> None:
-        super().__init__(prog, max_help_position=32, width=120)
-
-    def _get_help_string(self, action: Action) -> str:
-        usual = "" if action.default in (None, False, [], SUPPRESS) else f" ({action.default} by default)"
-        text = (action.help or "").rstrip(".")
-        return text + ("" if usual and str(action.default) in text else usual)
-
-    def _format_action_invocation(self, action: Action) -> str:
-        names = sorted((name for name in action.option_strings if not name.endswith("+")), key=len)
-        return " ".join([", ".join(names), *([str(action.metavar)] if action.metavar else [])]).strip()
-
-
 class Command:
     """A command with the options of this call.
 
@@ -257,7 +231,7 @@ class Command:
             if option.kind is Choice:
                 self._add_choice(option, words)
             elif is_dataclass(option.kind):
-                group = self.parser.add_argument_group(summary(option.kind))
+                group = self.parser.add_argument_group(summary(option.kind.__doc__))
                 for own in options_of(cast(Any, option.kind)):
                     self._add(group, "", own)
 
@@ -286,7 +260,7 @@ class Command:
         named += [*_values(words, f"--{word}"), *_values(words, f"--{word}.name")]
         name = self._chosen[word] = _chosen(word, kinds, [_DEFAULTS[word], *named])
         group = self.parser.add_argument_group(
-            f"{word} {name}: {summary(kinds[name])}" if name else f"{word}s"
+            f"{word} {name}: {summary(kinds[name].__doc__)}" if name else f"{word}s"
         )
         self.kinds[f"{word}.name"] = self.kinds[word] = str
         text = f"(or --{word}) {option.text.rstrip('.')}: {', '.join(kinds)}"

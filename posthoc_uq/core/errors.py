@@ -3,11 +3,10 @@
 from __future__ import annotations
 
 import inspect
+import sys
 import warnings
 from collections.abc import Callable
 from typing import Any
-
-import torch
 
 
 def printable(text: str, keep: str = "") -> str:
@@ -60,7 +59,8 @@ _OUT_OF_MEMORY_TEXTS = ("can't allocate memory", "not enough memory", "out of me
 
 def out_of_memory(error: BaseException) -> bool:
     """Whether memory ran out."""
-    if isinstance(error, (MemoryError, torch.OutOfMemoryError)):
+    torch = sys.modules.get("torch")  # errors are imported before torch, which help does without
+    if isinstance(error, MemoryError) or (torch and isinstance(error, torch.OutOfMemoryError)):
         return True
     return isinstance(error, RuntimeError) and any(text in str(error) for text in _OUT_OF_MEMORY_TEXTS)
 

@@ -27,7 +27,6 @@ from typing import (
     get_type_hints,
 )
 
-import torch
 from annotated_types import Ge, Gt, Le, Lt
 from pydantic import ConfigDict, TypeAdapter, ValidationError
 
@@ -146,8 +145,11 @@ _WORDS: dict[Any, str] = {
     float: "a finite number",
     str: "a text",
     type(None): "None",
-    torch.dtype: "a torch.dtype",
 }
+_BY_NAME = {
+    "Callable": "a function",
+    "dtype": "a torch.dtype",
+}  # without torch, which takes seconds to import
 _BOUNDS = {Gt: (">", "gt"), Ge: (">=", "ge"), Lt: ("<", "lt"), Le: ("<=", "le")}
 
 
@@ -173,7 +175,7 @@ def _in_words(kind: Any, value: Any) -> str:
         ]
         return " ".join([_in_words(base, value), " and ".join(bounds)]).rstrip()
     name = getattr(get_origin(kind) or kind, "__name__", str(kind))
-    return _WORDS.get(kind, "a function" if name == "Callable" else f"a {name}")
+    return _WORDS.get(kind) or _BY_NAME.get(name, f"a {name}")
 
 
 def one_of(name: str, value: Any, allowed: Collection[str]) -> str:

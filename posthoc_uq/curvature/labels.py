@@ -25,6 +25,10 @@ EXACT_OUTPUTS = 10
 LABELS_IN_ALL = 50_000
 """Drawn labels of a whole data set; more of them gain less than 0.01 nats."""
 
+FAITHFUL_OUTPUTS = 3
+"""Up to so many outputs the expectation is exact where the prior is found by predictions. These lose nothing by one
+drawn label, which costs less than the exact expectation over more outputs."""
+
 MAX_LABELS = 3
 """Drawn labels a sample at most: they make a fit half as long again and gain nearly half of what exact ones gain."""
 
@@ -37,13 +41,16 @@ def resolve_fisher(
     likelihood: Likelihood | None = None,
     has_targets: bool = False,
     positions: int = 1,
+    for_evidence: bool = True,
 ) -> tuple[Fisher, int]:
     """The kind of labels that the expectation is over, and how many are drawn for each sample.
 
     ``"auto"`` with ``n_samples=1`` is exact for up to `EXACT_OUTPUTS` outputs and fewer than `LABELS_IN_ALL`
     samples, and for one or two outputs in any case. Elsewhere it draws as many labels a sample as make `LABELS_IN_ALL`
-    over the data, from 1 to `MAX_LABELS`. With ``n_samples`` above one it draws so many. Where a likelihood defines
-    only one of the two kinds, it takes that one; where it defines neither, the targets (``"empirical"``).
+    over the data, from 1 to `MAX_LABELS`. A fit that does not ask for the evidence is exact for up to
+    `FAITHFUL_OUTPUTS`, and elsewhere draws one label a sample. With ``n_samples`` above one it draws so many. Where a
+    likelihood defines only one of the two kinds, it takes that one; where it defines neither, the targets
+    (``"empirical"``).
 
     Args:
         fisher: the kind of labels, or ``"auto"``.
@@ -53,6 +60,7 @@ def resolve_fisher(
         likelihood: of the targets; None for one that defines both kinds.
         has_targets: whether the loader yields targets.
         positions: of a sample that have a label each and count as samples of their own.
+        for_evidence: whether the evidence will be asked for, which many labels make better.
 
     Raises:
         PosthocUQError: the likelihood does not define the labels that are asked for.
@@ -70,8 +78,11 @@ def resolve_fisher(
     if n_samples > 1:
         return "mc", n_samples
     few = samples is None or samples < LABELS_IN_ALL
-    if exact and (outputs <= 2 or (few and outputs <= EXACT_OUTPUTS)):
+    most = EXACT_OUTPUTS if for_evidence else FAITHFUL_OUTPUTS
+    if exact and (outputs <= 2 or (few and outputs <= most)):
         return "exact", 1
+    if not for_evidence:
+        return "mc", 1
     known = 1 if samples is None else max(1, samples)
     return "mc", min(ceil(MAX_LABELS / positions), ceil(LABELS_IN_ALL / (known * positions)))
 

@@ -1,7 +1,8 @@
 """A predictor behind HTTP: ``/predict``, ``/predict/image``, ``/predict/batch``, ``/health`` and ``/metrics``.
 
-`Service` has the predictor, a few threads and one lock around the model; `application` makes an ASGI application of it,
-for any server of such; `serve` runs that by uvicorn. Needs the extra ``serve``: ``pip install 'posthoc-uq[serve]'``.
+`Service` has the predictor, two threads that decode, a queue and one thread that predicts what waits in it;
+`application` makes an ASGI application of it, for any server of such; `serve` runs that by uvicorn. Needs the extra
+``serve``: ``pip install 'posthoc-uq[serve]'``.
 """
 
 from __future__ import annotations
@@ -13,10 +14,11 @@ import re
 import socket
 import time
 from collections.abc import AsyncGenerator, Awaitable, Callable, Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import asynccontextmanager, suppress
+from dataclasses import dataclass, field
 from datetime import datetime, timezone
-from threading import Lock
+from threading import Condition
 from typing import Any, cast
 
 import torch
@@ -70,7 +72,8 @@ _ANY_ADDRESS = ("0.0.0.0", "::", "")
 _BACKLOG = 128  # connections accepted at once, before room is made for them
 _GRACE = 0.25  # seconds in which a new connection is not ended for another one
 _MAX_WAITING = 64  # requests with their whole bodies
-_THREADS = 2  # that decode and predict; the model itself runs in one at a time
+_THREADS = 2  # that decode; one more predicts
+_JOINED_NUMBERS = 2**24  # in the inputs of requests that are predicted together, and that wait decoded
 _JSON, _FORM = "application/json", "multipart/form-data"
 _TAKES = {
     "/predict": (_JSON,),
@@ -115,6 +118,9 @@ def serve(
     except (OSError, UnicodeError) as error:
         reason = getattr(error, "strerror", None) or str(error)
         raise PosthocUQError(f"Host {host}, port {port} cannot be listened on: {reason}.") from None
+    # asyncio sets this on sockets that name their protocol only; without it the end of an answer waits 40 ms for the
+    # client's delayed acknowledgement of its beginning
+    listening.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
     with listening:
         address, port = listening.getsockname()[:2]
         if started is not None:
@@ -184,6 +190,14 @@ class Connection(H11Protocol):
         return cycle.scope["method"] == "POST"
 
 
+@dataclass(frozen=True, eq=False)
+class _Waiting:
+    """The inputs of a request, and its answers to come."""
+
+    inputs: Tensor
+    answers: Future[list[dict[str, Any]]] = field(default_factory=Future[list[dict[str, Any]]])
+
+
 class Service:
     """A predictor with what belongs to serving it.
 
@@ -223,7 +237,9 @@ class Service:
         self.metrics = Metrics()
         self.pool = ThreadPoolExecutor(_THREADS, thread_name_prefix="predict")
         self.places = asyncio.Semaphore(_MAX_WAITING)
-        self._model = Lock()
+        self.worker = ThreadPoolExecutor(1, thread_name_prefix="model")
+        self._waiting: list[_Waiting] = []
+        self._room = Condition()  # guards what waits; tells when less does
         self._log = None if log is None else ScoreLog(log)
         self._started = time.monotonic()
         floats = (p.dtype for p in predictor.model.parameters() if p.is_floating_point())
@@ -241,29 +257,76 @@ class Service:
                 grey = prepared_image(Image.new("RGB", (256, 256), (128, 128, 128)), self.transform)
                 _answers(self, self._predicted(grey.unsqueeze(0)))
 
-    def predict(self, body: bytes, headers: Headers, many: bool) -> list[dict[str, Any]]:
-        """Answers to the inputs in a body: JSON, an image, or a form of images.
+    def predict(self, body: bytes, headers: Headers, many: bool) -> Future[list[dict[str, Any]]]:
+        """Answers to the inputs in a body, JSON, an image, or a form of images, once they are predicted: together with
+        what else waits by then, so that many small requests share the cost of a call. Waits where too much is decoded.
 
         Raises:
-            Refused: the body is wrong, or the model does not take such inputs.
+            Refused: the body is wrong. The future raises it where the model does not take such inputs.
         """
+        with self._room:
+            self._room.wait_for(lambda: sum(one.inputs.numel() for one in self._waiting) < _JOINED_NUMBERS)
+        request = _Waiting(self._inputs(body, headers, many))
+        with self._room:
+            self._waiting.append(request)
+        self.worker.submit(self._answer_waiting)
+        return request.answers
+
+    def _inputs(self, body: bytes, headers: Headers, many: bool) -> Tensor:
         kind = _content_type(headers)
         if kind == _JSON:
-            return self.answered(numbers_of(body, many, self.limits, self._dtype))
+            return numbers_of(body, many, self.limits, self._dtype)
         if self.transform is None:
             raise Refused(415, "image", "This server has no transform of images; send numbers as JSON.")
         files = files_of(body, headers, self.limits) if kind == _FORM else [body]
         if len(files) != 1 and not many:
             raise Refused(400, "form", f"The form has {len(files)} files; send several to /predict/batch.")
-        return self.answered(prepared(files, self.transform, self.limits))
+        return prepared(files, self.transform, self.limits)
 
-    def answered(self, inputs: Tensor) -> list[dict[str, Any]]:
-        """Answers to a batch of inputs; they are counted, and their scores logged.
-
-        Raises:
-            Refused: the model does not take them.
+    def _answer_waiting(self) -> None:
+        """Answer the request that has waited for longest, and in the same batch later ones with inputs of the same
+        shape: no more inputs than one request may have. Called once a request, so there may be none left.
         """
-        answers = _answers(self, self._predicted(inputs))
+        taken: list[_Waiting] = []
+        rows = numbers = 0
+        with self._room:
+            for request in self._waiting:
+                x = request.inputs
+                if taken and (x.shape[1:], x.dtype) != (taken[0].inputs.shape[1:], taken[0].inputs.dtype):
+                    continue
+                rows, numbers = rows + len(x), numbers + x.numel()
+                if taken and (rows > self.limits.batch or numbers > _JOINED_NUMBERS):
+                    break
+                taken.append(request)
+            self._waiting = [request for request in self._waiting if request not in taken]
+            self._room.notify_all()
+        if taken:
+            self._answer(taken)
+
+    def _answer(self, requests: Sequence[_Waiting]) -> None:
+        """Answer requests as one batch; the answers are counted, and their scores logged."""
+        counts = [len(request.inputs) for request in requests]
+        try:
+            answers = _answers(self, self._predicted(torch.cat([request.inputs for request in requests])))
+            if len(requests) > 1 and len(answers) != sum(counts):
+                raise PosthocUQError("The model does not give one answer for each input.")
+            self._count(answers)
+        except BaseException as error:
+            if len(requests) == 1:
+                requests[0].answers.set_exception(error)
+                requests = ()  # which the error refers to by this frame, so that they would form a circle
+                return
+            half = len(requests) // 2  # a request that the model does not take must not spoil the others
+            self._answer(requests[:half])
+            self._answer(requests[half:])
+            return
+        found = [answer for answer, _ in answers]
+        for request, count in zip(requests, counts, strict=True):
+            own, found = (found[:count], found[count:]) if len(requests) > 1 else (found, [])
+            request.answers.set_result(own)
+
+    def _count(self, answers: Sequence[tuple[dict[str, Any], dict[str, Any]]]) -> None:
+        """Count answers, and log their scores."""
         now = datetime.now(timezone.utc).isoformat(timespec="milliseconds")
         for _, row in answers:
             row["time"] = now
@@ -278,11 +341,10 @@ class Service:
             except OSError as error:  # a full disk costs the record, not the answer
                 self.metrics.errors.labels("log").inc()
                 log.error("The record of an input could not be kept: %s.", error)
-        return [answer for answer, _ in answers]
 
     def _predicted(self, inputs: Tensor) -> Prediction:
         try:
-            with self._model, torch.no_grad(), self.metrics.model_seconds.time():
+            with torch.no_grad(), self.metrics.model_seconds.time():
                 return self.predictor(inputs.to(self.predictor.device)).to("cpu")
         except NonFiniteError as error:
             raise Refused(422, "finite", f"{shortened(error)}.") from None
@@ -306,6 +368,7 @@ class Service:
     def close(self) -> None:
         """Finish what is under way; no more predictions."""
         self.pool.shutdown(wait=True, cancel_futures=True)
+        self.worker.shutdown(wait=True)
         if self._log is not None:
             self._log.close()
 
@@ -353,9 +416,10 @@ def application(service: Service, hosts: Sequence[str] | None = LOOPBACK) -> Sta
         async with service.places:
             with metrics.under_way.track_inprogress():
                 loop = asyncio.get_running_loop()
-                answers = await loop.run_in_executor(
+                waiting = await loop.run_in_executor(
                     service.pool, service.predict, body, request.headers, many
                 )
+                answers = await asyncio.shield(asyncio.wrap_future(waiting))
         return JSONResponse({"predictions": answers} if many else answers[0])
 
     async def health(_: Request) -> Response:

@@ -11,6 +11,7 @@ import stat
 import struct
 from collections.abc import Callable
 from hashlib import sha256
+from importlib import import_module
 from io import BytesIO
 from typing import BinaryIO, NamedTuple
 
@@ -64,6 +65,8 @@ def read(path: str | os.PathLike[str], limit: Callable[[str], int]) -> tuple[byt
         PosteriorMismatchError: it is larger than `limit`.
         CorruptPosteriorError: it is no posterior file, of another format, or damaged.
     """
+    # Methods register themselves, and stand above this room: they are there too where it was imported alone.
+    import_module("posthoc_uq.methods")
     try:
         with open_regular(path) as file:
             size = os.fstat(file.fileno()).st_size

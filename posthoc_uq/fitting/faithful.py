@@ -12,16 +12,17 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import cache, partial
 from math import ceil, inf, isfinite, log10
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor, nn
 
 from posthoc_uq.core.batches import Batch
-from posthoc_uq.core.devices import as_double, host_double
+from posthoc_uq.core.devices import as_double
 from posthoc_uq.core.errors import NonFiniteError, PosthocUQError, warn_user
 from posthoc_uq.core.model import replicate
 from posthoc_uq.core.progress import counted
+from posthoc_uq.curvature.kept_inputs import MAX_KEPT, inputs_to_keep
 from posthoc_uq.heads.features import FeatureCache
 from posthoc_uq.heads.predictor import Predictor, divisor_of
 from posthoc_uq.layers.proof import PROBE_SAMPLES, count_samples
@@ -30,7 +31,7 @@ from posthoc_uq.likelihoods.prediction import at_least_float32, by_input
 from posthoc_uq.likelihoods.weights import counted_positions, nothing_counts
 from posthoc_uq.posteriors.posterior import Posterior
 from posthoc_uq.posteriors.search import SearchBar, Trial, Trials
-from posthoc_uq.posteriors.settings import ABOUT, Hyperparameters
+from posthoc_uq.posteriors.settings import ABOUT, Hyperparameters, width_of
 
 
 def model_of(posterior: Posterior) -> nn.Module:
@@ -60,13 +61,6 @@ def width_parameter_of(posterior: Posterior) -> str:
             f"be made wider or narrower.{instead if posterior.likelihood.logits else ''}"
         )
     return name
-
-
-def width_of(settings: Hyperparameters, name: str) -> float:
-    """The value of a width parameter; of prior precisions by layer their geometric mean."""
-    value: Any = getattr(settings, name)
-    values = host_double(list(value.values()) if isinstance(value, dict) else [value])
-    return float(values.log().mean().exp())
 
 
 def with_width(settings: Hyperparameters, name: str, factor: float) -> Hyperparameters:
@@ -224,6 +218,7 @@ class Divergence(Score):
         seed: of the draws of a head that draws weights.
         matched: whether predictions have the temperature at which their mean entropy is the network's.
         advance: called with the numbers of inputs that were predicted, as the work on them goes on.
+        known: the network's outputs for the inputs; they are computed where they are not given.
 
     Attributes:
         samples: how many inputs there are.
@@ -240,19 +235,35 @@ class Divergence(Score):
         seed: int,
         matched: bool,
         advance: Callable[[int], None],
+        known: Sequence[_NetworkOutputs] = (),
     ) -> None:
         with torch.no_grad():
-            network = replicate(model_of(posterior), posterior.trained_mean)
-            self.inputs = inputs = _enough(inputs, network, predictor)
+            if not known:
+                network = replicate(model_of(posterior), posterior.trained_mean)
+                inputs = _enough(inputs, network, predictor)
+            self.inputs = inputs
             super().__init__(
                 posterior, predictor, lambda: ((batch, batch) for batch in inputs), seed, matched
             )
-            self._compared = [
+            self._compared = list(known) or [
                 _NetworkOutputs.of(outputs, batch, posterior) for outputs, batch in self._network_outputs()
             ]
         self._advance, self._temperature = advance, posterior.temperature
         self.rows = sum(network.rows for network in self._compared)
         self.samples = sum(len(network.outputs) for network in self._compared)
+
+    def first(self, number: int) -> tuple[list[Batch], list[_NetworkOutputs]]:
+        """The first so many of the inputs, and the network's outputs for them."""
+        inputs, known, taken = list[Batch](), list[_NetworkOutputs](), 0
+        for batch, network in zip(self.inputs, self._compared, strict=True):
+            samples = len(network.outputs)
+            part = min(samples, number - taken)
+            inputs.append(batch.narrow(0, part, samples))
+            known.append(network.first(part))
+            taken += part
+            if taken == number:
+                break
+        return inputs, known
 
     @property
     def runs_the_model(self) -> bool:
@@ -321,6 +332,44 @@ class Divergence(Score):
         return self._temperature * 10.0 ** float(root)
 
 
+class ApproximateDivergence(Divergence):
+    """`Divergence` by `Predictor.at_every_prior`: the backward passes are run once, whatever the number of evaluations.
+
+    Attributes:
+        by_row: the mean divergence of each input at the last evaluation, ``(samples,)`` float64.
+    """
+
+    by_row: Tensor
+
+    def differentiate(self) -> bool:
+        """Run the backward passes of the inputs; false where the predictor cannot serve them."""
+        self._at_every_prior = list[Any]()
+        for network, batch in zip(self._compared, self.inputs, strict=True):
+            with counted(len(network.outputs), self._advance):
+                found = self._predictor.at_every_prior(*batch.args, **batch.kwargs)
+            if found is None:
+                return False
+            self._at_every_prior.append(found)
+        return True
+
+    def _pairs(self) -> Iterator[tuple[Any, Any]]:
+        width = width_of(self.posterior.settings, "prior_precision")
+        for found, network in zip(self._at_every_prior, self._compared, strict=True):
+            yield found.at(width), network
+
+    def _mean(self, pairs: Iterable[tuple[Any, Any]]) -> float:
+        divergence = self.posterior.observation.divergence
+        rows = [
+            divergence(network.outputs, self._predictor.prediction_of(distribution))
+            for distribution, network in pairs
+        ]
+        self.by_row = as_double(torch.cat([row.reshape(len(row), -1).mean(1) for row in rows]))
+        return float(self.by_row.mean())
+
+
+AnyDivergence = TypeVar("AnyDivergence", bound=Divergence)
+
+
 def _enough(inputs: Sequence[Batch], network: nn.Module, predictor: Predictor) -> Sequence[Batch]:
     """The first of the inputs, with some thousand positions in all that count: each position's prediction counts by
     itself, and all outputs are kept in memory and predicted many times. Without positions all inputs.
@@ -374,6 +423,14 @@ class _NetworkOutputs:
         rows = int(counting.sum())
         return cls(outputs, layout, None if rows == len(counting) else counting, rows)
 
+    def first(self, number: int) -> _NetworkOutputs:
+        """Those of the first so many samples."""
+        outputs, counted = self.outputs[:number], self.counted
+        if counted is not None:
+            counted = counted[: number * (len(counted) // len(self.outputs))]
+        each = len(outputs) if self.layout is None else len(self.layout.rows(outputs))
+        return _NetworkOutputs(outputs, self.layout, counted, each if counted is None else int(counted.sum()))
+
     def mean(self, score: Callable[[Tensor, Any], Tensor], prediction: Any) -> Tensor:
         """The mean of a score of outputs and predictions, over what counts."""
         outputs = self.outputs
@@ -389,8 +446,10 @@ _START_ABOVE = 3  # decades above the precision of the weights' size at which a 
 _END_BELOW = 2  # decades below it at which a search ends: weights of ten times their size
 _GIVE_UP_ABOVE = 12  # decades above it at which a search gives up
 _FEW_INPUTS = 8  # on which a search begins where each prediction runs the whole model
-# How many evaluations a search mostly takes, for what a bar shows: on all inputs without a look at a few, and with it.
-_USUAL_EVALUATIONS, _USUAL_AFTER_FEW, _USUAL_ON_FEW = 4, 2, 4
+_SOME_INPUTS = 16  # of a large network that may be enough ...
+_MAX_ERROR = 0.25  # ... where the standard error of their mean divergence is at most this share of the budget
+_CHECKED, _CHECKED_OF_LARGE = 64, 4  # inputs on which approximate divergences are compared with exact ones
+_USUAL_EVALUATIONS, _USUAL_AFTER_OTHERS = 4, 2  # that a search takes mostly, for what a bar shows
 _MAX_ZERO_SQUARE = 1e-12  # mean square up to which weights count as zero
 
 
@@ -404,8 +463,9 @@ class FaithfulSearch:
     positions that count. Neither labels nor held-out data are needed. Where no prior precision can be set (the
     variances of a training), the `scale` is set instead. With a matched temperature, every tau has the temperature at
     which the mean entropy over the same inputs is the network's: confidence is kept on average, and moves from inputs
-    where the weights disagree to inputs where they agree. Where every prediction runs the whole model, a few of the
-    inputs determine where the search on all of them begins.
+    where the weights disagree to inputs where they agree. Where every prediction runs the whole model, the search goes
+    by `ApproximateDivergence`, times the ratio of the exact to the approximate one on some of the inputs; where the
+    head has none, a few of the inputs determine where the search on all of them begins.
 
     Args:
         posterior: its prior precision, or scale, is set; its present temperature is the network's.
@@ -441,21 +501,22 @@ class FaithfulSearch:
         elif self._of_prior:
             self._unit = with_width(self._unit, self.parameter, 1 / width_of(self._unit, self.parameter))
         self._bar = SearchBar("faithful prior", "samples", False, [])
-        measure = partial(
-            Divergence,
-            posterior,
-            predictor=predictor,
-            seed=seed,
-            matched=matched and posterior.likelihood.logits,
-            advance=lambda inputs: self._bar.advance(inputs),
-        )
-        self._all, self._few = measure(inputs), None
+        self._measured: dict[str, Any] = {
+            "predictor": predictor,
+            "seed": seed,
+            "matched": matched and posterior.likelihood.logits,
+            "advance": lambda inputs: self._bar.advance(inputs),
+        }
+        self._all = Divergence(posterior, inputs, **self._measured)
         self.samples = self._all.samples
         if not self._all.rows:
             raise nothing_counts()
-        if self._all.runs_the_model and self.samples >= 4 * _FEW_INPUTS:
-            few = measure(_first(self._all.inputs, _FEW_INPUTS))
-            self._few = few if few.rows else None
+        self._large = inputs_to_keep(posterior.layers.values()) < MAX_KEPT
+
+    def _on_first(self, kind: type[AnyDivergence], number: int) -> AnyDivergence:
+        """The divergence on the first so many of the inputs."""
+        inputs, known = self._all.first(number)
+        return kind(self.posterior, inputs, known=known, **self._measured)
 
     @property
     def label(self) -> str:
@@ -463,26 +524,86 @@ class FaithfulSearch:
 
     def set_widest(self, budget: float) -> float:
         """Set the widest posterior within the budget, or the narrowest tried, and return its decade."""
-        searches = [(_USUAL_EVALUATIONS, self.samples)]
-        if self._few is not None:
-            searches = [(_USUAL_ON_FEW, self._few.samples), (_USUAL_AFTER_FEW, self.samples)]
         weights = self._weights_decade()
         # never wider than a training made it
         low, high = weights - (_END_BELOW if self._of_prior else 0), weights + _GIVE_UP_ABOVE
         start, slope, upwards = float(weights + _START_ABOVE), None, 1.0
+        search = partial(widest_within, budget=budget, low=low, high=high)
+        self.tried = {}
+        self._divergence_at = partial(self._divergence, on=self._all, tried=self.tried)
+        searches = [(_USUAL_EVALUATIONS, self.samples)]
+        of_few: Callable[[float], float] | None = None
+        if self._all.runs_the_model and self._all.samples >= _SOME_INPUTS:
+            approximate = self._approximate(partial(search, start=start), budget)
+            if approximate is not None:
+                start, slope = search(partial(self._divergence, on=approximate, tried={}), start=start)
+                self._divergence_at = self._corrected(approximate)
+                searches, upwards = [(_USUAL_AFTER_OTHERS, self._checked)], TOLERANCE
+            else:
+                few = self._on_first(Divergence, _FEW_INPUTS)
+                of_few = partial(self._divergence, on=few, tried={}) if few.rows else None
+                searches = [(_USUAL_EVALUATIONS, _FEW_INPUTS), (_USUAL_AFTER_OTHERS, self.samples)]
         self._bar = SearchBar("faithful prior", "samples", self._progress, searches)
         with self._bar:
-            if self._few is not None:
-                self._bar.begin_search()
-                of_few = partial(self._divergence, on=self._few, tried={})
-                start, slope = widest_within(of_few, budget, start, low, high)
-                upwards = TOLERANCE
             self._bar.begin_search()
-            self.tried = {}
-            of_all = partial(self._divergence, on=self._all, tried=self.tried)
-            decade, _ = widest_within(of_all, budget, start, low, high, slope=slope, upwards=upwards)
+            if of_few is not None:
+                start, slope = search(of_few, start=start)
+                self._bar.begin_search()
+                upwards = TOLERANCE
+            decade, _ = search(self._divergence_at, start=start, slope=slope, upwards=upwards)
         self.posterior.settings = self.tried[decade].settings
         return decade
+
+    def _approximate(
+        self, search: Callable[[Callable[[float], float]], Any], budget: float
+    ) -> ApproximateDivergence | None:
+        """The divergence by one set of backward passes, where the head has that; of a large network on some inputs,
+        where these are enough for the divergence at the prior precision that `search` finds.
+        """
+        if not self._of_prior:
+            return None
+        self.posterior.settings = self._unit
+        for number in sorted({_SOME_INPUTS if self._large else self._all.samples, self._all.samples}):
+            self._bar = SearchBar("gradients for the prior", "samples", self._progress, [(1, number)])
+            found = self._on_first(ApproximateDivergence, number)
+            with self._bar:
+                if not found.differentiate():
+                    return None
+            if number < self._all.samples:
+                decade, _ = search(partial(self._divergence, on=found, tried={}))
+                self._divergence(decade, found, {})
+                self.posterior.settings = self._unit
+                if not found.by_row.std() / number**0.5 <= _MAX_ERROR * budget:
+                    continue
+            self.samples = number
+            return found
+        return None
+
+    @property
+    def _checked(self) -> int:
+        """How many inputs an approximate divergence is compared with the exact one on."""
+        return min(_CHECKED_OF_LARGE if self._large else _CHECKED, self._all.samples)
+
+    def _corrected(self, approximate: ApproximateDivergence) -> Callable[[float], float]:
+        """The approximate divergence times the ratio of the exact to the approximate one on some of the inputs: where
+        these are all inputs, the exact one.
+        """
+        some = self._all if self._checked == self._all.samples else self._on_first(Divergence, self._checked)
+        exact = partial(self._divergence, on=some, tried=self.tried if some is self._all else {})
+        if some is self._all:
+            return exact
+
+        def corrected(decade: float) -> float:
+            if decade not in self.tried:
+                divergence = exact(decade)
+                of_all = self._divergence(decade, approximate, {})
+                of_some = float(approximate.by_row[: some.samples].mean())
+                if isfinite(divergence) and of_some > _ROUNDING_NATS:
+                    divergence *= of_all / of_some
+                self.tried[decade] = Trial(self.posterior.settings, divergence)
+            return self.tried[decade].objective
+
+        return corrected
 
     def run(self, budget: float) -> Trials:
         """Set the widest posterior within the budget; if there is none, warn and set the narrowest tried."""
@@ -506,7 +627,7 @@ class FaithfulSearch:
     def _set_to_size_of_weights(self) -> float:
         """The decade of the weights' size, for where nothing bounds the prior; warns."""
         decade = self._weights_decade()
-        divergence = self._divergence(decade, self._all, self.tried)
+        divergence = self._divergence_at(decade)
         self.posterior.settings = self.tried[decade].settings
         warn_user(
             f"The model's outputs hardly depend on its inputs, so that the size of the trained weights set the "
@@ -532,19 +653,6 @@ class FaithfulSearch:
             divergence = on.current_divergence()
             tried[decade] = Trial(self.posterior.settings, divergence)
         return tried[decade].objective
-
-
-def _first(inputs: Sequence[Batch], number: int) -> list[Batch]:
-    """The first so many of the inputs, or all."""
-    chosen, taken = list[Batch](), 0
-    for batch in inputs:
-        samples = count_samples(batch)
-        part = min(samples, number - taken)
-        chosen.append(batch.narrow(0, part, samples))
-        taken += part
-        if taken == number:
-            break
-    return chosen
 
 
 def set_faithful(

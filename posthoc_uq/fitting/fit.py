@@ -7,6 +7,8 @@ from __future__ import annotations
 
 import inspect
 import os
+import sys
+import time
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, fields, replace
 from itertools import chain
@@ -34,6 +36,7 @@ from posthoc_uq.core.interrupts import orderly
 from posthoc_uq.core.model import check_differentiable, check_not_meta, replicate, statistics_dtype, unwrap
 from posthoc_uq.core.options import LARGEST, Seed, check_option
 from posthoc_uq.core.outputs import Choice, Output, checked_output, chosen_in, guessed_choice, with_choice
+from posthoc_uq.core.progress import print_above
 from posthoc_uq.core.randomness import isolated_random_state
 from posthoc_uq.curvature.features import find_features
 from posthoc_uq.curvature.kept_inputs import KeptInputs, inputs_to_keep
@@ -70,6 +73,7 @@ from posthoc_uq.methods.task import (
 )
 from posthoc_uq.posteriors.block import VARIANCES
 from posthoc_uq.posteriors.posterior import Posterior
+from posthoc_uq.posteriors.report import timings
 
 # Effective parameters for each training target, beyond which its residual means little, where that is not a half: a
 # diagonal takes what correlated weights have in common for several parameters.
@@ -216,13 +220,16 @@ def fit(
         )
 
     def run() -> tuple[Posterior, Task]:
+        began = time.perf_counter()
         request = run_on_all_ranks(check, "checking the options")
         task = _dry_run(request)
+        task.seconds["dry run"] = time.perf_counter() - began
         parameters = dict(task.model.named_parameters())
         weight_prior = run_on_all_ranks(
             lambda: weight_prior_of(task.layers, parameters, request.weight_precisions, request.weight_mean),
             "checking the prior",
         )
+        task.for_evidence = request.divergence is None
         _open_checkpoint(task, request, checkpoint)
         kept_inputs = KeptInputs(task.memory_budget, request.likelihood, inputs_to_keep(task.layers.values()))
         task.observers += [kept_inputs] if request.divergence is not None else []
@@ -256,12 +263,26 @@ def fit(
         check_settings(posterior, factorised=posterior.history.head["criterion"] != "faithful")
         posterior.fingerprint = fingerprint(posterior.original)
         posterior.buffers_fingerprint = buffers_fingerprint(request.model)
+        if request.progress:
+            _tell_seconds(posterior, time.perf_counter() - began)
         return posterior, task
 
     posterior, task = run_on_all_ranks(run, "the fit")
     if task.checkpoint is not None:
         task.checkpoint.remove()
     return posterior
+
+
+_SHOWN_SHARE = 0.05  # of a fit's time, from which a part is named
+
+
+def _tell_seconds(posterior: Posterior, total: float) -> None:
+    """One line above the bars: where the time of a fit went."""
+    parts = timings(posterior.history.fit)
+    large = {name: seconds for name, seconds in parts.items() if seconds >= _SHOWN_SHARE * total}
+    large["other"] = total - sum(large.values())
+    told = ", ".join(f"{name} {seconds:.1f}" for name, seconds in large.items())
+    print_above(f"fitted in {total:.1f} s: {told}", sys.stderr)
 
 
 @dataclass(frozen=True)

@@ -16,12 +16,12 @@ from posthoc_uq.core.devices import as_double
 from posthoc_uq.core.errors import PosthocUQError, warn_user
 from posthoc_uq.core.model import replicate
 from posthoc_uq.core.randomness import isolated_random_state
-from posthoc_uq.fitting.faithful import Score, model_of, width_of, width_parameter_of, with_width
+from posthoc_uq.fitting.faithful import Score, model_of, width_parameter_of, with_width
 from posthoc_uq.heads.predictor import Predictor
 from posthoc_uq.likelihoods.weights import labelled, mean_of_labels
 from posthoc_uq.posteriors.posterior import Posterior
 from posthoc_uq.posteriors.search import SearchBar, Trial, Trials, search_decades
-from posthoc_uq.posteriors.settings import ABOUT, Hyperparameters
+from posthoc_uq.posteriors.settings import ABOUT, Hyperparameters, width_of
 
 _MAX_COST = 0.003  # nats above the best NLL that a wider posterior may cost
 _MAX_HARM = 0.01  # nats that a posterior may lose against that of the fit, with `_ERRORS` ...

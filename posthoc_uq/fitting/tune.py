@@ -28,6 +28,7 @@ from posthoc_uq.core.options import (
 )
 from posthoc_uq.core.randomness import isolated_random_state
 from posthoc_uq.curvature.kept_inputs import KeptInputs, inputs_to_keep
+from posthoc_uq.curvature.labels import LABELS_IN_ALL
 from posthoc_uq.fitting.faithful import (
     DIVERGENCE,
     DIVERGENCE_WITH_NOISE,
@@ -273,6 +274,13 @@ class _ByEvidence(_Search):
             )
 
     def run(self) -> Trials:
+        facts = self.posterior.history.fit
+        one_label = facts.get("fisher chosen") and facts.get("labels drawn per sample") == 1
+        if one_label and facts["samples"] < LABELS_IN_ALL:
+            warn_user(
+                "The fit drew one label a sample. That is enough for the faithful prior, and the evidence is more "
+                "accurate with more: fit with prior_precision='evidence', or with fisher='exact'."
+            )
         trials = maximise_evidence(
             self.posterior, per_layer=self.per_layer, noise=bool(self.noise), progress=self.progress
         )

@@ -36,6 +36,7 @@ from posthoc_uq.heads.jacobians import (
     with_classes,
 )
 from posthoc_uq.heads.predictor import GaussianOutputs, GaussianPredictor, Latest, check_finite
+from posthoc_uq.heads.spectrum import Spectrum
 from posthoc_uq.layers.frozen import Features, FrozenPart, called
 from posthoc_uq.layers.layer import Call
 from posthoc_uq.layers.operands import temporary_limit
@@ -46,6 +47,7 @@ from posthoc_uq.likelihoods.positions import PositionPrediction
 from posthoc_uq.likelihoods.prediction import Prediction, at_least_float32
 from posthoc_uq.posteriors import QUADRATIC, Posterior
 from posthoc_uq.posteriors.covariance import Covariance, Mode
+from posthoc_uq.posteriors.settings import width_of
 
 ALL_OUTPUTS = 20  # up to which `outputs="auto"` takes all of them
 TOP = 10  # classes that "topk" takes
@@ -247,7 +249,7 @@ class Engine:
     """
 
     tracked: TrackedModel
-    weights: WeightCovariance
+    weights: WeightCovariance | Spectrum
     closed: bool
     chosen: ChosenOutputs
     layout: Callable[[Tensor, int], Layout]
@@ -300,6 +302,7 @@ class Linearization(LinearizedOutputs):
             rows = output_rows(self._recording, capture, name, engine.dtype, self._layout)
         if rows is None:
             return None
+        assert isinstance(self._weights, WeightCovariance)
         return _LastLayer(self._weights.of_layer(name), self._used(rows), self._result, engine.budget)
 
     def _result(self, computed: Tensor) -> Tensor:
@@ -352,6 +355,13 @@ class Linearization(LinearizedOutputs):
             return self._variances(), None
         # with the mean of all logits, for the covariance of the centred ones
         return top_spread(self._rows, indices, self._contracted(indices, centre=True), last)
+
+    def at_every_prior(self, spectrum: Spectrum) -> EveryPrior:
+        """The outputs at every prior precision, from products with `spectrum`, which are those of the engine."""
+        indices = self._chosen.indices(self._rows)
+        with torch.autocast(self.mean.device.type, enabled=False):
+            sums = self._contracted(indices, centre=indices is not None)
+        return EveryPrior(self.mean, self._rows, indices, sums, spectrum, self._chosen)
 
     def trace(self, probes: int) -> Tensor:
         """By random signs if the outputs outnumber `probes`."""
@@ -452,6 +462,39 @@ class Linearization(LinearizedOutputs):
         """How many backward passes' output gradients fit into memory; none where not even one fits."""
         pass_bytes = self._recording.numbers * torch.finfo(self._engine.dtype).bits // 8
         return _STORED_BUDGETS * self._engine.budget // max(1, pass_bytes)
+
+
+@dataclass(frozen=True)
+class EveryPrior:
+    """The outputs of one batch without positions at every prior precision, up to what a `Spectrum` leaves out.
+
+    Attributes:
+        mean: the outputs, in the shape of the model's.
+        rows: the outputs, ``(samples, outputs)``.
+        indices: of those with a backward pass, ``(samples, k)``; None for all.
+        sums: from `Spectrum.contract`; of the outputs at `indices` with the mean of all outputs as one more.
+        spectrum: see above.
+        chosen: the outputs that are used.
+    """
+
+    mean: Tensor
+    rows: Tensor
+    indices: Tensor | None
+    sums: Tensor
+    spectrum: Spectrum
+    chosen: ChosenOutputs
+
+    def at(self, prior_precision: float) -> GaussianOutputs:
+        """As `LinearizedOutputs.gaussian`; other outputs than those at `indices` have their mean variance."""
+        found = self.spectrum.covariances(self.sums, prior_precision)
+        covariance: Tensor | Spread | None = None
+        if self.indices is not None:
+            variance, covariance = top_spread(self.rows, self.indices, found, None)
+            covariance = covariance if self.chosen.wants_spread else None
+        else:
+            variance = found.diagonal(dim1=1, dim2=2).clamp(min=0)
+            covariance = found if self.chosen.wants_covariance(self.rows.shape[1], False) else None
+        return GaussianOutputs(self.mean, variance.reshape(self.mean.shape), covariance)
 
 
 class _LastLayer:
@@ -1008,6 +1051,22 @@ class LinearizedPredictor(GaussianPredictor):
             check_finite({name: computed}, f"functional {name}", self.head)
             return computed
 
+    def at_every_prior(self, *args: Any, **kwargs: Any) -> EveryPrior | None:
+        """See `Predictor`."""
+        posterior, batch = self._snapshot(), self._batch(args, kwargs)
+        by_backward_passes = self._engine == "exact" or (self._engine == "auto" and len(posterior.layers) > 1)
+        if not by_backward_passes or self._backpropagate or not Spectrum.serves(posterior):
+            return None
+        with self._gradients(False), self.explaining(batch):
+            device = model_device(self._prepared.twin)
+            width = width_of(posterior.settings, "prior_precision")
+            limit = temporary_limit(self._budget, device)
+            spectrum = Spectrum(posterior, width, self._prepared.dtype, device, limit)
+            found = Linearization(
+                self._engine_with(spectrum, posterior, batch, None), batch, count_samples(batch)
+            )
+            return None if found.sizes else found.at_every_prior(spectrum)
+
     def _linearized(
         self, posterior: Posterior, batch: Batch, features: Features | None = None
     ) -> LinearizedOutputs:
@@ -1023,16 +1082,8 @@ class LinearizedPredictor(GaussianPredictor):
             limit = temporary_limit(self._budget, device)
             return WeightCovariance(posterior, prepared.dtype, device, limit)
 
-        engine = Engine(
-            self._tracked(prepared, batch, features),
-            prepared.weights.get(posterior.settings.of_weights(), covariance),
-            self._engine != "exact" and len(posterior.layers) == 1,
-            self._chosen,
-            self._layout,
-            self._positions,
-            prepared.dtype,
-            self._budget,
-        )
+        weights = prepared.weights.get(posterior.settings.of_weights(), covariance)
+        engine = self._engine_with(weights, posterior, batch, features)
         samples = count_samples(batch) if features is None else features.samples
         found = Linearization(engine, batch if features is None else features.batch, samples)
         if self._engine == "last_layer" and found.closed is None:
@@ -1044,6 +1095,24 @@ class LinearizedPredictor(GaussianPredictor):
         if self._engine == "auto" and found.sizes and found.backward_passes > _MAX_BACKWARD:
             return self._probed(prepared, posterior, batch, features, found.watched)
         return found
+
+    def _engine_with(
+        self,
+        weights: WeightCovariance | Spectrum,
+        posterior: Posterior,
+        batch: Batch,
+        features: Features | None,
+    ) -> Engine:
+        return Engine(
+            self._tracked(self._prepared, batch, features),
+            weights,
+            self._engine != "exact" and len(posterior.layers) == 1,
+            self._chosen,
+            self._layout,
+            self._positions,
+            self._prepared.dtype,
+            self._budget,
+        )
 
     def _layout(self, outputs: Tensor, samples: int) -> Layout:
         """The layout of outputs.

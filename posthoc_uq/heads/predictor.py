@@ -314,6 +314,12 @@ class Predictor(nn.Module, ABC):
         """`prediction_of` a distribution for searches that want it at many temperatures, and do with less precision."""
         return partial(self.prediction_of, distribution)
 
+    def at_every_prior(self, *args: Any, **kwargs: Any) -> Any:
+        """What gives the `distribution` of a batch ``at`` any prior precision, nearly: only the linearised head has it,
+        for several layers with a low rank and outputs without positions. Otherwise None.
+        """
+        return None
+
     def check_weights(self) -> None:
         """Refuse a model whose weights, or buffers that predictions depend on, changed after the predictor was made.
         Every prediction begins with it; nothing is checked while a program is traced.

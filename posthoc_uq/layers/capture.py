@@ -13,12 +13,10 @@ import threading
 import weakref
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
+from functools import cache
 from typing import Any, Literal
 
 import torch
-from backpack import backpack, extend
-from backpack.context import CTX
-from backpack.extensions.firstorder.base import FirstOrderBackpropExtension, FirstOrderModuleExtension
 from torch import Tensor, nn
 
 from posthoc_uq.core.batches import Batch
@@ -30,31 +28,30 @@ from posthoc_uq.layers.layer import Call, Layer, describe
 from posthoc_uq.layers.operands import Geometry
 from posthoc_uq.layers.rules import WEIGHTED_MODULES, AffineCall, LayerGradients
 
-# BackPACK keeps its active extensions in a global variable, so fits in two threads take turns with backward passes.
+# BackPACK keeps its active extensions in a global variable, so fits in two threads take turns with backward passes. It
+# is imported where it is used: what only predicts need not wait for it.
 _CONTEXT_LOCK = threading.RLock()
 
 
-class _HandOver(FirstOrderModuleExtension):
-    """Passes a module's input and output gradient on; stores nothing on the parameters."""
-
-    def __call__(
-        self, extension: Any, module: nn.Module, g_inp: tuple[Tensor, ...], g_out: tuple[Tensor, ...]
-    ) -> None:
-        extension.handler(module, module.input0, g_out[0])
-
-
-class _ActivationsAndGradients(FirstOrderBackpropExtension):
-    """Calls ``handler(module, input, output_gradient)`` for every extended weighted module, in backward
-    order.
+@cache
+def _extension() -> Any:
+    """The class of an extension of BackPACK that calls ``handler(module, input, output_gradient)`` for every extended
+    weighted module, in backward order, and stores nothing on the parameters.
     """
+    from backpack.extensions.firstorder.base import FirstOrderBackpropExtension, FirstOrderModuleExtension
 
-    def __init__(self, handler: Callable[[nn.Module, Tensor, Tensor], None]) -> None:
-        super().__init__(
-            savefield="posthoc_uq",
-            module_exts={kind: _HandOver() for kind in WEIGHTED_MODULES},
-            fail_mode="ERROR",
-        )
-        self.handler = handler
+    class HandOver(FirstOrderModuleExtension):
+        def __call__(
+            self, extension: Any, module: nn.Module, g_inp: tuple[Tensor, ...], g_out: tuple[Tensor, ...]
+        ) -> None:
+            extension.handler(module, module.input0, g_out[0])
+
+    class ActivationsAndGradients(FirstOrderBackpropExtension):
+        def __init__(self, handler: Callable[[nn.Module, Tensor, Tensor], None]) -> None:
+            super().__init__("posthoc_uq", {kind: HandOver() for kind in WEIGHTED_MODULES}, "ERROR")
+            self.handler = handler
+
+    return ActivationsAndGradients
 
 
 Engine = Literal["backpack", "hooks"]
@@ -159,11 +156,15 @@ class Capture:
         """Track these layers, and let BackPACK see those that it serves."""
         self.tracked = {tracked.layer.name: tracked for tracked in layers}
         self.by_module = {t.module: t for t in layers if t.engine == "backpack" and t.module is not None}
-        with _CONTEXT_LOCK:
-            # BackPACK keeps the handles of its hooks for good, also those of modules that are gone
-            CTX.hook_handles = [handle for handle in CTX.hook_handles if handle.hooks_dict_ref() is not None]
-            for module in self.by_module:
-                extend(module)
+        if self.by_module:
+            from backpack import extend
+            from backpack.context import CTX
+
+            with _CONTEXT_LOCK:
+                # BackPACK keeps the handles of its hooks for good, also those of modules that are gone
+                CTX.hook_handles = [h for h in CTX.hook_handles if h.hooks_dict_ref() is not None]
+                for module in self.by_module:
+                    extend(module)
 
     def run(self, batch: Batch, samples: int) -> Recording:
         """A forward pass, ready to be pulled back through."""
@@ -252,8 +253,9 @@ class Recording:
         with torch.autocast(self.outputs.device.type, enabled=False):
             gradient = gradient.to(self.outputs.dtype)
             if self._capture.by_module:
-                extension = _ActivationsAndGradients(self._from_backpack)
-                with _CONTEXT_LOCK, backpack(extension, retain_graph=not last):
+                from backpack import backpack
+
+                with _CONTEXT_LOCK, backpack(_extension()(self._from_backpack), retain_graph=not last):
                     self.outputs.backward(gradient, retain_graph=not last)
             else:
                 self.outputs.backward(gradient, retain_graph=not last)

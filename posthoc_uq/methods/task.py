@@ -67,6 +67,7 @@ class Task:
         seconds: how long each part took, by its description.
         observers: see all the data once, in the first sweep that goes over all of them.
         observed: whether they have.
+        for_evidence: whether the evidence will be asked for.
     """
 
     model: nn.Module
@@ -84,6 +85,7 @@ class Task:
     seconds: dict[str, float] = field(default_factory=lambda: dict[str, float]())
     observers: list[Observer] = field(default_factory=lambda: list[Observer]())
     observed: bool = False
+    for_evidence: bool = True
 
     @property
     def layers(self) -> dict[str, Layer]:
@@ -104,7 +106,14 @@ class Task:
         likelihood = self.settings.likelihood
         has_targets = all(gather(self.batch.targets is not None, "looking for targets"))
         kind, labels = resolve_fisher(
-            fisher, n_samples, self.prepared.outputs, samples, likelihood, has_targets, positions
+            fisher,
+            n_samples,
+            self.prepared.outputs,
+            samples,
+            likelihood,
+            has_targets,
+            positions,
+            self.for_evidence,
         )
         if fisher == "auto" and kind == "empirical":
             warn_user(

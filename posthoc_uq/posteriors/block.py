@@ -324,6 +324,12 @@ class Block(ABC):
             )
         BLOCKS[cls.kind] = cls
 
+    def leading(self) -> tuple[Tensor, Tensor, Tensor] | None:
+        """The leading eigenvectors of the block's information, as bases of the inputs ``(G, n, a)`` and of the outputs
+        ``(G, m, g)``, and their eigenvalues ``(G, g, a)``; None where it is not known by such.
+        """
+        return None
+
     @classmethod
     def capabilities(cls) -> frozenset[str]:
         """What posteriors of such blocks can do, by the names above."""

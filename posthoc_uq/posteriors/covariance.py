@@ -397,6 +397,29 @@ def _jacobian(activations: Operand, gradients: Tensor, limit: int) -> Tensor:
     return activations.gradients(stacked, limit).reshape(samples, groups, functions, rows, -1)
 
 
+def jacobian_gram(activations: Operand, gradients: Tensor, inputs: int, limit: int) -> Tensor:
+    """``J J^T`` of each sample, ``(samples, functions, functions)``, by whichever is cheaper: pairs of positions, or
+    J; for gradients ``(samples, G, functions, m, T)`` and activations of `inputs` numbers.
+    """
+    samples, groups, functions, outputs, positions = gradients.shape
+    by_jacobian = functions * outputs * inputs * (positions + TOUCH_COST)
+    by_pairs = positions**2 * (inputs + functions * outputs) <= by_jacobian
+    numbers = groups * (
+        positions * (positions + functions * outputs) if by_pairs else functions * outputs * inputs
+    )
+    parts: list[Tensor] = []
+    for part in chunks(samples, numbers, gradients.element_size(), limit):
+        if by_pairs:
+            rows, columns = activations.part(part).rows(), gradients[part].transpose(-1, -2)
+            weighted = torch.matmul(torch.matmul(rows, rows.transpose(-1, -2)).unsqueeze(2), columns)
+            weighted, columns = (each.transpose(1, 2).flatten(2) for each in (weighted, columns))
+            parts.append(torch.matmul(weighted, columns.transpose(1, 2)))
+        else:
+            jacobian = _jacobian(activations.part(part), gradients[part], limit)
+            parts.append(gram(jacobian.transpose(1, 2).flatten(2), "covariance"))
+    return torch.cat(parts)
+
+
 class _LayerOfBlock(Covariance):
     """A layer's part of a block that is known by its quadratic forms."""
 

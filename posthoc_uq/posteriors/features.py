@@ -13,7 +13,7 @@ from posthoc_uq.core.batches import Batch
 from posthoc_uq.core.devices import DeferredChecks, as_double
 from posthoc_uq.core.distributed import all_reduce_sum
 from posthoc_uq.core.errors import NonFiniteError, PosthocUQError
-from posthoc_uq.core.numerics import eigh_descending, nystrom, positive_part
+from posthoc_uq.core.numerics import eigh_descending, nystrom
 from posthoc_uq.curvature.features import FeatureSource, feature_rows, grid_of
 from posthoc_uq.layers.capture import Recording
 from posthoc_uq.layers.layer import Layer
@@ -234,7 +234,7 @@ class ClassGrams:
         classes = classes if by_class else 1  # too many classes even for sketches
         width = max(width, _SKETCH_WIDTHS[0])
         self._test: Tensor | None = None
-        self.sums = {"counts": zero.new_zeros(classes)}
+        self.sums = {"counts": zero.new_zeros(classes), "rows": zero.clone()}
         if classes == 1 or classes * size**2 * 8 <= budget:
             self.sums["grams"] = zero.new_zeros(classes, size, size)
         else:
@@ -296,6 +296,7 @@ class ClassGrams:
         labels = labels.to(phi.device)
         ones = torch.ones_like(phi[:, 0])
         sums["counts"].index_add_(0, labels, ones if weights is None else weights.to(phi))
+        sums["rows"] += len(phi)
         phi = weighted(phi, None if weights is None else weights.sqrt())
         if self._test is None:
             ordered = phi[labels.argsort(stable=True)]
@@ -346,8 +347,8 @@ class ClassGrams:
         else:
             total = self.sums["total"]
             grams = _Sketched(grouped(self.sums["sketches"]), self._test, grouped(self.sums["traces"]), total)
-        layer = self.source.layer
-        tensors = {name: t.to(dtype).contiguous() for name, t in compressed(grams, total).items()}
+        layer, rows = self.source.layer, int(self.sums["rows"])
+        tensors = {name: t.to(dtype).contiguous() for name, t in compressed(grams, total, rows).items()}
         if not all(bool(torch.isfinite(tensor).all()) for tensor in tensors.values()):
             raise NonFiniteError(
                 f"The second moments of what enters layer '{layer.name}' are not finite in {dtype}: bring the inputs "
@@ -383,7 +384,8 @@ class _Sketched:
         self._roots = vectors * values.sqrt().unsqueeze(1)
         self._remaining_traces = (traces - values.sum(1)).clamp(min=0)
         flat = self._roots.transpose(0, 1).flatten(1)
-        remainder = positive_part(total - flat @ flat.T)
+        # positive semidefinite: no Nystrom approximation is above its Gram
+        remainder = total - flat @ flat.T
         self._remainder = remainder / remainder.trace().clamp(min=torch.finfo(remainder.dtype).tiny)
 
     def rotated(self, part: Tensor, basis: Tensor) -> Tensor:
@@ -405,16 +407,21 @@ def room(classes: int, size: int) -> tuple[int, int]:
     return width, max(0, min(width, _MAX_DIRECTIONS, left // (classes * width)))
 
 
-def compressed(grams: _Exact | _Sketched, total: Tensor) -> dict[str, Tensor]:
+def compressed(grams: _Exact | _Sketched, total: Tensor, rows: int) -> dict[str, Tensor]:
     """The tensors of `FeatureGrams` in at most `_MAX_NUMBERS` numbers.
 
     The basis is the eigenbasis of the sum of all Grams, as wide as there is room for. In it every class keeps its exact
     diagonal S and the leading directions of its correlations ``S^-1/2 U^T G_c U S^-1/2``: as many as there is room for,
     but at most `_MAX_DIRECTIONS`.
+
+    Args:
+        grams: of the classes.
+        total: their sum, ``(size, size)``.
+        rows: of features that it sums; no more of its eigenvalues are positive.
     """
     classes, size = len(grams.traces), total.shape[0]
     width, rank = room(classes, size)
-    basis = eigh_descending(total.unsqueeze(0))[1][0][:, :width]
+    basis = eigh_descending(total.unsqueeze(0), rows)[1][0][:, :width]
     scale = (grams.traces / size).unsqueeze(1).clamp(min=torch.finfo(total.dtype).tiny)
     diagonal = grams.diagonals(basis).clamp(min=0) / scale
     residual = ((size - diagonal.sum(1)) / max(1, size - width)).clamp(min=0)

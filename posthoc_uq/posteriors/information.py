@@ -577,6 +577,9 @@ class InformationBlock(Block):
     def __post_init__(self) -> None:
         self._kept: tuple[Tensor | None, Tensor] | None = None
 
+    def leading(self) -> tuple[Tensor, Tensor, Tensor]:
+        return self.input_basis, self.output_basis, self.eigenvalues
+
     def low_rank_diagonal(self) -> Tensor:
         """``l``, the diagonal of the low-rank part before any correction, ``(G, m, n)``, in float64.
 

@@ -54,6 +54,9 @@ class DiagonalBlock(Block):
         return scale * torch.diag_embed(self.diagonal.flatten(1))
 
 
+_LEADING = 32  # directions of each side that `leading` gives; the bases are in descending order
+
+
 @dataclass(eq=False, repr=False)
 class _EigenbasisBlock(Block):
     """Full eigenbases of both Grams, in which the precision is diagonal: ``P = (U_G x U_A) diag(scale * lambda +
@@ -70,6 +73,11 @@ class _EigenbasisBlock(Block):
     def eigenvalues_matrix(self) -> Tensor:
         """Eigenvalues of the Fisher approximation, ``(G, m, n)``."""
         raise AssertionError("each family defines its own eigenvalues")
+
+    def leading(self) -> tuple[Tensor, Tensor, Tensor]:
+        kept = slice(_LEADING)
+        values = self.eigenvalues_matrix()[:, kept, kept]
+        return self.input_basis[..., kept], self.output_basis[..., kept], values
 
     def covariance(self, settings: Settings) -> Kronecker:
         return Kronecker(self.input_basis, self.output_basis, settings.precision(self.eigenvalues_matrix()))

@@ -24,6 +24,11 @@ COLUMNS = {
 }
 
 
+def timings(facts: Mapping[str, Any]) -> dict[str, Any]:
+    """How long each part of a fit took, by its name, of what is recorded of the fit."""
+    return {name[len(_SECONDS) :]: facts[name] for name in facts if name.startswith(_SECONDS)}
+
+
 @dataclass(frozen=True)
 class Report:
     """What `Posterior.report` gives; as text it explains its columns.
@@ -78,15 +83,13 @@ class Report:
 
     def _lines(self) -> dict[str, str]:
         """Name to value in words, with how it was chosen, and all timings as one."""
-        timings = {name: value for name, value in self.summary.items() if name.startswith(_SECONDS)}
-        hidden = {*timings, "fisher chosen"}
+        seconds = timings(self.summary)
+        hidden = {*(_SECONDS + name for name in seconds), "fisher chosen"}
         lines = {name: _shown(value) for name, value in self.summary.items() if name not in hidden}
         if "fisher chosen" in self.summary and "fisher" in lines:
             lines["fisher"] += f", chosen by {self.summary['fisher chosen']!r}"
-        if timings:
-            lines["seconds"] = ", ".join(
-                f"{name[len(_SECONDS) :]} {_shown(v)}" for name, v in timings.items()
-            )
+        if seconds:
+            lines["seconds"] = ", ".join(f"{name} {_shown(value)}" for name, value in seconds.items())
         for name, how in self.tuning.items():
             lines[name] = f"{lines[name]}, {how}" if name in lines else how
         return lines

@@ -8,6 +8,7 @@ from typing import Any, Literal, NoReturn
 
 from torch import Tensor
 
+from posthoc_uq.core.devices import host_double
 from posthoc_uq.core.errors import PosthocUQError
 from posthoc_uq.core.options import Magnitude, Temperature, Unit
 
@@ -186,3 +187,10 @@ ABOUT = {
     ),
 }
 """The facts about every hyperparameter, by its name."""
+
+
+def width_of(settings: Hyperparameters, name: str) -> float:
+    """The value of a width parameter; of prior precisions by layer their geometric mean."""
+    value: Any = getattr(settings, name)
+    values = host_double(list(value.values()) if isinstance(value, dict) else [value])
+    return float(values.log().mean().exp())
