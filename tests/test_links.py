@@ -368,8 +368,8 @@ def on_a_grid(mean: Tensor, root: Tensor) -> tuple[Tensor, Tensor, Tensor]:
 @pytest.mark.parametrize(
     ("classes", "deviation", "of_probs", "of_rest"),
     [
-        *((2, deviation, 1e-6, 1e-3) for deviation in (0.01, 0.1, 1.0, 5.0)),
-        (2, 20.0, 1e-6, 0.1),
+        *((2, deviation, 5e-6, 1e-3) for deviation in (0.01, 0.1, 1.0, 5.0)),
+        (2, 20.0, 5e-6, 0.1),
         *((3, deviation, 2e-4, 5e-3) for deviation in (0.01, 0.1, 1.0, 4.0)),
     ],
 )
@@ -391,7 +391,7 @@ def test_two_and_three_classes_against_a_grid(
         assert found.expected_entropy().item() == pytest.approx(float(entropy), abs=of_rest)
         information = float(-torch.special.xlogy(probs, probs).sum() - entropy)
         if deviation <= 1:
-            assert found.mutual_information().item() == pytest.approx(information, rel=0.01, abs=3e-6)
+            assert found.mutual_information().item() == pytest.approx(information, rel=0.01, abs=1e-5)
 
 
 def test_what_needs_draws_is_computed_when_it_is_read() -> None:
@@ -412,6 +412,9 @@ def test_what_needs_draws_is_computed_when_it_is_read() -> None:
             assert same.votes.tolist() == whole.votes.tolist()
             torch.testing.assert_close(same.probs_variance, whole.probs_variance)
         assert parts.of_one_network().votes is None  # type: ignore[attr-defined]
+        done = halves[0].completed()
+        assert vars(done)["votes"] is not None and vars(done)["logits"] is None
+        torch.testing.assert_close(done.expected_entropy(), whole.expected_entropy()[:3])
         # with a prediction that has no Gaussian logits, everything is computed
         drawn = uq.ClassPrediction.from_logits(torch.randn(256, 2, classes, generator=generator))
         mixed = cat([halves[0], drawn])

@@ -68,6 +68,12 @@ class Spread(NamedTuple):
             logits = logits + deviations * points[:, directions:].unsqueeze(1)
         return logits
 
+    def split(self, step: int) -> list[Spread]:
+        """In parts of so many inputs."""
+        root, rest = self.root.split(step), self.rest.split(step)
+        given = [None] * len(rest) if self.given is None else self.given.split(step)
+        return [Spread(*part) for part in zip(root, rest, given, strict=True)]
+
     @staticmethod
     def cat(parts: Sequence[Spread]) -> Spread:
         """Those of several batches as one."""

@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from functools import lru_cache
-from itertools import repeat
-from math import exp
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -17,19 +15,14 @@ _MAX_NUMBERS = 2**17  # logits at points that are computed at once, so that they
 _MANY = 16  # with fewer points to a direction, moments are right at the cost of all else
 # Points of one and of two directions: their distance from each other, and the largest from zero.
 _LINE = 0.25, 4.0
-_PLANE = 0.7, 3.5
+_PLANE = 0.5, 3.5
 # The logistic distribution as a mixture of normal ones: weights and standard deviations, fitted to it for this file.
 _MIXTURE = (
-    (0.04506273756, 0.89230345903),
-    (0.29524905443, 1.24552541139),
-    (0.42766433661, 1.73536700093),
-    (0.20810484323, 2.42920342612),
-    (0.02391902817, 3.42089519995),
+    (0.10683569973, 0.97779614943),
+    (0.45856983666, 1.43169858651),
+    (0.37376506622, 2.10542661935),
+    (0.06082939738, 3.11532590840),
 )
-# Seven points of the trapezoidal rule for what a class has by itself, with their weights; and of variance 1.
-_DENSITIES = {0.9 * k: exp(-((0.9 * k) ** 2) / 2) for k in range(-3, 4)}
-_SPREAD = (sum(w * t**2 for t, w in _DENSITIES.items()) / sum(_DENSITIES.values())) ** 0.5
-_NODES = tuple((t / _SPREAD, w / sum(_DENSITIES.values())) for t, w in _DENSITIES.items())
 
 
 def log_logistic_normal(mean: Tensor, variance: Tensor) -> Tensor:
@@ -41,7 +34,7 @@ def log_logistic_normal(mean: Tensor, variance: Tensor) -> Tensor:
 def logistic_normal(mean: Tensor, variance: Tensor) -> tuple[Tensor, Tensor]:
     """``E[sigmoid(x)]`` for ``x ~ N(mean, variance)``, as ``a`` and ``b`` with ``E = exp(a) b`` and ``a <= 0``.
 
-    ``sigmoid(x) = sum_k w_k Phi(x / s_k)``, to 7e-7 with five terms, and then ``E = sum_k w_k Phi(m / sqrt(v +
+    ``sigmoid(x) = sum_k w_k Phi(x / s_k)``, to 5e-6 with four terms, and then ``E = sum_k w_k Phi(m / sqrt(v +
     s_k^2))`` (Monahan, Stefanski 1992). Its tail falls faster than that of a sigmoid. But ``E[sigmoid(x)] = exp(m + v /
     2) E[sigmoid(y)]`` with ``y ~ N(-m - v, v)`` is exact, and leaves means of at least ``-v / 2``, so that the
     logarithm is accurate for any mean.
@@ -113,7 +106,7 @@ class GaussianLogits(NamedTuple):
 
     def entropy_and_variance(self) -> tuple[Tensor, Tensor]:
         """Mean entropy of ``softmax(f)`` in nats, ``(batch, ...)``, and the variances of the probabilities, ``(batch,
-        ..., classes)``, over 33 points for two classes, 91 for three and `n_draws` for more.
+        ..., classes)``, over 33 points for two classes, 187 for three and `n_draws` for more.
         """
         entropy, variance = self._by_rows(_entropy_and_variance, self._points(self.width))
         return entropy, variance
@@ -147,14 +140,12 @@ class GaussianLogits(NamedTuple):
     ) -> list[Tensor]:
         """What `compute` makes of mean, spread, points and weights, a few rows at a time."""
         mean, spread = self._flat()
-        if torch.compiler.is_compiling():
-            rows: Iterable[tuple[Any, ...]] = [(mean, *spread)]
-        else:
+        rows = [(mean, spread)]
+        if not torch.compiler.is_compiling():
             step = max(1, _MAX_NUMBERS // (len(points[0]) * mean.shape[1]))
-            parts: list[Any] = [repeat(None) if tensor is None else tensor.split(step) for tensor in spread]
-            rows = zip(mean.split(step), *parts)  # noqa: B905  # None repeats for ever
+            rows = list(zip(mean.split(step), spread.split(step), strict=True))
         with torch.autocast(mean.device.type, enabled=False):
-            found = [compute(part[0], Spread(*part[1:]), *points) for part in rows]
+            found = [compute(*part, *points) for part in rows]
         leading = self.mean.shape[:-1]
         return [torch.cat(column).unflatten(0, leading) for column in zip(*found, strict=True)]
 
@@ -169,7 +160,7 @@ def _by_lines(mean: Tensor, spread: Spread, points: Tensor, weights: Tensor) -> 
     assert given is not None
     means, classes = mean.T.unsqueeze(1), mean.shape[1]
     if classes == 2:
-        return (_averaged(means - means.flip(0), rest, weights[:1] / weights[:1]),)
+        return (_averaged(means - means.flip(0), rest, weights[:1] / weights[:1], 1),)
     alone = (root - given) * rest.rsqrt().unsqueeze(-1)
     across = torch.stack([-alone[..., 1], alone[..., 0]], -1)
 
@@ -178,41 +169,27 @@ def _by_lines(mean: Tensor, spread: Spread, points: Tensor, weights: Tensor) -> 
         slopes = (across * root.roll(-shift, 1)).sum(-1).T.unsqueeze(1)
         return means.roll(-shift, 0) + points * slopes
 
-    return (_averaged(along(0) - torch.logaddexp(along(1), along(2)), rest, weights),)
+    return (_averaged(along(0) - torch.logaddexp(along(1), along(2)), rest, weights, 1),)
 
 
 def _by_points(mean: Tensor, spread: Spread, points: Tensor, weights: Tensor) -> tuple[Tensor]:
-    """See `GaussianLogits.log_probs`; ``(batch, classes)``.
-
-    ``E[sigmoid(N(m - log o, v))] = E[e^m / (e^m + o e^(-sqrt(v) t))]`` at `_NODES` of t. The
-    error for a large variance oscillates with m, and so averages out over points.
-    """
+    """See `GaussianLogits.log_probs`; ``(batch, classes)``."""
     logits, own = _at(mean, spread, points)
-    least = torch.finfo(mean.dtype).tiny
     largest = logits.amax(0)
-    others = _sums_of_others((logits - largest).exp()).clamp(min=least)
-    apart = own - largest
-    # relative to the largest over points, so that none is too small to be a number
-    top = apart.amax(2, keepdim=True).clamp(max=0).clamp(min=torch.finfo(mean.dtype).min)
-    relative = (apart - top).exp()
-    odds, total = relative * top.exp(), torch.zeros_like(others)
-    deviations = spread.rest.clamp(min=least).sqrt().T.unsqueeze(2)
-    for node, weight in _NODES:
-        inverse = torch.addcmul(odds, others, (-node * deviations).exp())
-        total = torch.add(total, inverse.reciprocal(), alpha=weight)
-    logs = top.squeeze(2) + ((relative * total) @ weights).clamp(min=least).log()
-    return (logs.log_softmax(0).T.contiguous(),)
+    others = _sums_of_others((logits - largest).exp()).clamp(min=torch.finfo(mean.dtype).tiny).log()
+    return (_averaged(own - largest - others, spread.rest, weights, 2),)
 
 
-def _averaged(apart: Tensor, variance: Tensor, weights: Tensor) -> Tensor:
+def _averaged(apart: Tensor, variance: Tensor, weights: Tensor, dim: int) -> Tensor:
     """Logarithms of probabilities ``(batch, classes)``, from how far each logit is from the others at each point,
-    ``(classes, points, batch)``, and its variance.
+    ``(classes, points, batch)`` or ``(classes, batch, points)``, where `dim` is that of points, and its variance.
     """
-    exponent, factor = logistic_normal(apart, variance.T.unsqueeze(1))
+    exponent, factor = logistic_normal(apart, variance.T.unsqueeze(dim))
     # relative to the largest, so that none is too small to be a number; and not -inf, of which -inf is no number
-    top = exponent.amax(1, keepdim=True).clamp(min=torch.finfo(apart.dtype).min)
-    total = torch.einsum("s,csb->cb", weights, (exponent - top).exp() * factor)
-    logs = top.squeeze(1) + total.clamp(min=torch.finfo(apart.dtype).tiny).log()
+    top = exponent.amax(dim, keepdim=True).clamp(min=torch.finfo(apart.dtype).min)
+    shares = (exponent - top).exp() * factor
+    total = torch.einsum("csb,s->cb" if dim == 1 else "cbs,s->cb", shares, weights)
+    logs = top.squeeze(dim) + total.clamp(min=torch.finfo(apart.dtype).tiny).log()
     return logs.log_softmax(0).T.contiguous()
 
 
@@ -275,7 +252,7 @@ def points_of(width: int, n_draws: int) -> tuple[Tensor, Tensor]:
     """Points ``(points, width)`` and their weights, float64, whose first two moments are those of standard normals
     where there are `_MANY` times as many points as numbers in one.
 
-    One number: 33 points of the trapezoidal rule. Two: 91 of a hexagonal grid, whose weights are the normal density.
+    One number: 33 points of the trapezoidal rule. Two: 187 of a hexagonal grid, whose weights are the normal density.
     The error of both falls exponentially with the distance of points. More: `normals`, with equal weights. Cached,
     since a tracer needs them as constants.
     """

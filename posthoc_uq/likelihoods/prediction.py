@@ -136,11 +136,20 @@ class Prediction(ABC):
         """All tensors that are there already, by the names of their fields, (batch, ...) each."""
         return self._stored()
 
+    def completed(self: AnyPrediction) -> AnyPrediction:
+        """The same with everything computed that otherwise is when it is first read, and without what that takes."""
+        if all(vars(self)[name] is None for name in self._tuples):
+            return self
+        return self.changed(
+            **{name: getattr(self, name) for name in self._dims}, **dict.fromkeys(self._tuples)
+        )
+
     def to(self: AnyPrediction, device: torch.device | str) -> AnyPrediction:
-        """The same prediction with its tensors on `device`."""
-        known = self._stored()
-        changes = dict(zip(known, moved(known.values(), device), strict=True))
-        return self.changed(**changes, **self._mapped(lambda tensor: tensor.to(device)))
+        """The same prediction with its tensors on `device`; it is completed first where that is another one."""
+        here = next(iter(self._stored().values())).device
+        whole = self if here == torch.device(device) else self.completed()
+        known = whole._stored()
+        return whole.changed(**dict(zip(known, moved(known.values(), device), strict=True)))
 
     def picked(self: AnyPrediction, chosen: Tensor | slice) -> AnyPrediction:
         """The inputs where `chosen` (batch,) is true, or those of a slice."""
