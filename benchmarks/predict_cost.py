@@ -15,6 +15,7 @@ from __future__ import annotations
 import argparse
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -36,6 +37,12 @@ class Network(NamedTuple):
     shape: tuple[int, ...]
 
 
+def table_network(classes: int) -> nn.Module:
+    """A small perceptron for ten columns."""
+    layers = nn.Linear(10, 32), nn.ReLU(), nn.Linear(32, 32), nn.ReLU(), nn.Linear(32, classes)
+    return nn.Sequential(*layers)
+
+
 PHOTO = (3, 224, 224)
 NETWORKS: dict[str, Network] = {
     "lenet": Network(lenet, (1, 28, 28)),
@@ -46,6 +53,9 @@ NETWORKS: dict[str, Network] = {
     "convnext_atto": Network(lambda: of_timm("convnext_atto"), PHOTO),
     "mobilenet_v3_small": Network(lambda: of_torchvision("mobilenet_v3_small"), PHOTO),
     "efficientnet_lite0": Network(lambda: of_timm("efficientnet_lite0"), PHOTO),
+    **{
+        f"table, {classes} classes": Network(partial(table_network, classes), (10,)) for classes in (2, 3, 10)
+    },
 }
 HEADS: dict[str, tuple[str, dict[str, Any]]] = {
     "sampling": ("sampling", {}),
@@ -54,6 +64,7 @@ HEADS: dict[str, tuple[str, dict[str, Any]]] = {
     "moments": ("moments", {}),
     "linearized": ("linearized", {}),
     "linearized, jvp": ("linearized", {"engine": "jvp"}),
+    "linearized, probit": ("linearized", {"link": "probit"}),
 }
 """Name in the table to head and options."""
 
@@ -70,19 +81,20 @@ def network(name: str, batch: int) -> tuple[nn.Module, Tensor]:
 
 @contextmanager
 def counted(model: nn.Module) -> Iterator[list[int]]:
-    """Images that go through the network's first convolution, in whatever copy of it."""
-    first = next(module for module in model.modules() if isinstance(module, nn.Conv2d)).weight.shape
-    seen, forward = [0], torch.nn.functional.conv2d
+    """Inputs that go through the network's first layer, in whatever copy of it."""
+    layer = next(module for module in model.modules() if isinstance(module, (nn.Conv2d, nn.Linear)))
+    name, first = "conv2d" if isinstance(layer, nn.Conv2d) else "linear", layer.weight.shape
+    seen, forward = [0], getattr(torch.nn.functional, name)
 
-    def conv2d(input: Tensor, weight: Tensor, *args: Any, **kwargs: Any) -> Tensor:
+    def counting(input: Tensor, weight: Tensor, *args: Any, **kwargs: Any) -> Tensor:
         seen[0] += len(input) if weight.shape == first else 0
         return forward(input, weight, *args, **kwargs)
 
-    torch.nn.functional.conv2d = conv2d
+    setattr(torch.nn.functional, name, counting)
     try:
         yield seen
     finally:
-        torch.nn.functional.conv2d = forward
+        setattr(torch.nn.functional, name, forward)
 
 
 def measure(

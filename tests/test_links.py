@@ -14,8 +14,8 @@ from torch import Tensor
 
 import posthoc_uq as uq
 from posthoc_uq.heads.predictor import from_gaussian
-from posthoc_uq.likelihoods.class_prediction import log_logistic_normal
 from posthoc_uq.likelihoods.draws import LINKS, normals, of_covariance, of_product
+from posthoc_uq.likelihoods.logits import log_logistic_normal
 from posthoc_uq.likelihoods.prediction import cat
 
 
@@ -289,13 +289,17 @@ def test_directions_and_rest_are_a_covariance() -> None:
     # up to ten classes they are exact: the same distribution of differences
     small = whole[:, :6, :6]
     found = of_covariance(mean[:, :6], small)
-    again = found.root @ found.root.transpose(1, 2) + torch.diag_embed(found.rest)
     centring = torch.eye(6, dtype=torch.float64) - 1 / 6
-    torch.testing.assert_close(centring @ again @ centring, centring @ small @ centring)
+    torch.testing.assert_close(found.root @ found.root.transpose(1, 2), centring @ small @ centring)
+    # what a logit has by itself: its variance given the differences of the others
+    contrasts = torch.eye(6, dtype=torch.float64)[2:] - torch.eye(6, dtype=torch.float64)[1]
+    across = (torch.eye(6, dtype=torch.float64)[0] - torch.eye(6, dtype=torch.float64)[1]) @ small
+    cross, inner = across @ contrasts.T, contrasts @ small @ contrasts.T
+    alone = across[:, 0] - across[:, 1] - (cross * torch.linalg.solve(inner, cross)).sum(1)
+    torch.testing.assert_close(found.rest[:, 0], alone)
     # fewer classes than directions, of which only products are known
-    found = of_product(mean[:, :6], small.diagonal(dim1=1, dim2=2), lambda x: small @ x)
-    again = found.root @ found.root.transpose(1, 2) + torch.diag_embed(found.rest)
-    torch.testing.assert_close(centring @ again @ centring, centring @ small @ centring)
+    again = of_product(mean[:, :6], small.diagonal(dim1=1, dim2=2), lambda x: small @ x)
+    torch.testing.assert_close(again.root, found.root)
 
 
 def test_inputs_that_are_not_finite_disturb_no_other() -> None:
@@ -347,3 +351,87 @@ def test_the_mean_of_a_sigmoid() -> None:
                 )
             found = log_logistic_normal(numbers(mean), numbers(variance)).item()
             assert found == pytest.approx(log(exact), abs=0.008), (mean, variance)
+
+
+def on_a_grid(mean: Tensor, root: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """Mean and variance of ``softmax(mean + root z)``, and its mean entropy, by a dense grid of ``z``; `root` (classes,
+    1 or 2).
+    """
+    line = torch.arange(-6, 6, 0.05 if root.shape[1] > 1 else 0.005, dtype=torch.float64)
+    points = torch.cartesian_prod(*[line] * root.shape[1]).reshape(-1, root.shape[1])
+    weights = (-points.square().sum(1) / 2).softmax(0)
+    drawn = (mean + points @ root.T).softmax(-1)
+    probs = weights @ drawn
+    return probs, weights @ (drawn - probs).square(), -(weights @ torch.special.xlogy(drawn, drawn).sum(-1))
+
+
+@pytest.mark.parametrize(
+    ("classes", "deviation", "of_probs", "of_rest"),
+    [
+        *((2, deviation, 5e-6, 1e-3) for deviation in (0.01, 0.1, 1.0, 5.0)),
+        (2, 20.0, 5e-6, 0.1),
+        *((3, deviation, 2e-4, 5e-3) for deviation in (0.01, 0.1, 1.0, 4.0)),
+    ],
+)
+def test_two_and_three_classes_against_a_grid(
+    classes: int, deviation: float, of_probs: float, of_rest: float
+) -> None:
+    """Deviations are of the differences between logits, about."""
+    generator, own = torch.Generator().manual_seed(5), posterior("classification")
+    for _ in range(3):
+        root = torch.randn(classes, classes - 1, generator=generator, dtype=torch.float64)
+        root = root / root.square().sum(1).mean().sqrt() * deviation / sqrt(2)
+        mean = 2 * torch.randn(1, classes, generator=generator, dtype=torch.float64)
+        covariance = (root @ root.T + 3.0).unsqueeze(0)  # 3 is common to all
+        found = from_gaussian(mean, covariance.diagonal(dim1=1, dim2=2), own, covariance=covariance)
+        assert isinstance(found, uq.ClassPrediction) and found.probs_variance is not None
+        probs, variance, entropy = on_a_grid(mean, root)
+        torch.testing.assert_close(found.probs[0], probs, atol=of_probs, rtol=0)
+        torch.testing.assert_close(found.probs_variance[0].sqrt(), variance.sqrt(), atol=of_rest, rtol=0)
+        assert found.expected_entropy().item() == pytest.approx(float(entropy), abs=of_rest)
+        information = float(-torch.special.xlogy(probs, probs).sum() - entropy)
+        if deviation <= 1:
+            assert found.mutual_information().item() == pytest.approx(information, rel=0.01, abs=1e-5)
+
+
+def test_what_needs_draws_is_computed_when_it_is_read() -> None:
+    own, generator = posterior("classification"), torch.Generator().manual_seed(6)
+    for classes in (2, 3, 4, 12):
+        mean = torch.randn(6, classes, generator=generator)
+        whole = from_gaussian(mean, torch.ones_like(mean), own)
+        halves = [from_gaussian(part, torch.ones_like(part), own) for part in mean.split(3)]
+        assert isinstance(whole, uq.ClassPrediction)
+        assert whole.expected_entropy().shape == (6,)
+        parts = cat([half.to("cpu") for half in halves])
+        for same in (parts, cat([whole, whole]).picked(slice(6, None)), whole.changed(novelty_ratio=None)):
+            assert isinstance(same, uq.ClassPrediction)
+            if same is parts:
+                assert vars(same)["votes"] is None and vars(same)["sample_entropy"] is None
+            torch.testing.assert_close(same.expected_entropy(), whole.expected_entropy())
+            assert same.votes is not None and whole.votes is not None
+            assert same.votes.tolist() == whole.votes.tolist()
+            torch.testing.assert_close(same.probs_variance, whole.probs_variance)
+        assert parts.of_one_network().votes is None  # type: ignore[attr-defined]
+        done = halves[0].completed()
+        assert vars(done)["votes"] is not None and vars(done)["logits"] is None
+        torch.testing.assert_close(done.expected_entropy(), whole.expected_entropy()[:3])
+        # with a prediction that has no Gaussian logits, everything is computed
+        drawn = uq.ClassPrediction.from_logits(torch.randn(256, 2, classes, generator=generator))
+        mixed = cat([halves[0], drawn])
+        assert isinstance(mixed, uq.ClassPrediction) and mixed.logits is None
+        torch.testing.assert_close(mixed.expected_entropy()[:3], whole.expected_entropy()[:3])
+
+
+def test_derivatives_of_a_link_are_finite() -> None:
+    own = posterior("classification")
+    for classes in (2, 3, 5):
+        mean = torch.linspace(-1, 1, classes, dtype=torch.float64).repeat(2, 1).requires_grad_()
+        root = torch.eye(classes, dtype=torch.float64).repeat(2, 1, 1)
+        root[1] = 0.0  # a certain input
+        covariance = (root @ root.transpose(1, 2)).requires_grad_()
+        variance = covariance.diagonal(dim1=1, dim2=2)
+        found = from_gaussian(mean, variance, own, covariance=covariance)
+        gradients = torch.autograd.grad(found.log_prob(torch.tensor([0, 0])).sum(), (mean, covariance))
+        assert all(bool(gradient.isfinite().all()) for gradient in gradients)
+        # of the first input's own probability: 1 less the mean of sigmoid's derivative, between 0 and 1
+        assert 0 < float(gradients[0][0, 0]) < 1 and float(gradients[1][0].abs().max()) > 0.01

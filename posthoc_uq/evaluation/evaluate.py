@@ -498,7 +498,7 @@ def _pass(
         for batch in batches(loader, reader):
             for row in rows:
                 moved = batch if row.device == reader.device else batch.to(row.device)
-                parts[row.name].append(counting(row.call(moved).to("cpu"), batch))
+                parts[row.name].append(counting(row.call(moved).completed().to("cpu"), batch))
             if batch.targets is not None:
                 targets.append(batch.targets.cpu())
             last = parts[rows[-1].name][-1]

@@ -578,7 +578,7 @@ def spread_of(mean: Tensor, variance: Tensor, product: Callable[[slice], Product
     step = max(1, _MAX_SPREAD // mean.shape[1])
     slices = [slice(start, start + step) for start in range(0, len(mean), step)]
     parts = [of_product(mean[part].to(variance), variance[part], product(part)) for part in slices]
-    return Spread(torch.cat([part.root for part in parts]), torch.cat([part.rest for part in parts]))
+    return Spread.cat(parts)
 
 
 def top_spread(mean: Tensor, indices: Tensor, top: Tensor, last: _LastLayer | None) -> tuple[Tensor, Spread]:
@@ -836,7 +836,7 @@ class LinearizedPredictor(GaussianPredictor):
             With more, ``"mc"`` and ``"probit"`` get that of a posterior of the
             last layer by its leading directions, or that of the top classes, with the others as independent;
             ``"bridge"``, and ``outputs="all"`` of several layers, the variances alone.
-        n_draws: of the logits, for ``"mc"``.
+        n_draws: points of the outputs, for ``"mc"``, where more than three classes need them or a likelihood draws.
         outputs: ``"all"``, ``"topk"`` (10 classes), ``"topk:K"``, K, or ``"auto"``: all up to 20 outputs and all of a
             regression, otherwise ``"topk"``.
         engine: ``"auto"``, ``"exact"``, ``"jvp"`` or ``"last_layer"``; see above.

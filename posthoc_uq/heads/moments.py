@@ -260,7 +260,7 @@ class MomentsPredictor(GaussianPredictor):
         link: from Gaussian outputs to a prediction: ``"mc"``, of logits ``"probit"`` or ``"bridge"``, or another of
             the likelihood's `links`. With ``cov="diag"`` there are variances alone: outputs count as independent, also
             where they vary together, which makes predictions too cautious.
-        n_draws: of the logits, for ``link="mc"``.
+        n_draws: points of the outputs, for ``"mc"``; see `LinearizedPredictor`.
         novelty: whether predictions know their novelty, if the posterior does: one plain forward pass more.
 
     Raises:

@@ -6,7 +6,6 @@ import threading
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Mapping
 from contextlib import AbstractContextManager
-from dataclasses import replace
 from functools import partial
 from typing import Any, ClassVar, Generic, NamedTuple, TypeVar
 
@@ -359,7 +358,7 @@ class Predictor(nn.Module, ABC):
         keys = None
         if isinstance(promises, Promises) and promises.randomised:
             keys = promise_keys(batch, len(prediction), promises.seed).to(prediction.outputs_mean.device)
-        return replace(prediction, promises=promises, sample_keys=keys)
+        return prediction.changed(promises=promises, sample_keys=keys)
 
     def _promises_of(self, record: dict[str, Any]) -> Promises | str | None:
         """The held-out scores of a record where that was made with this head and the present hyperparameters; see

@@ -25,7 +25,7 @@ from posthoc_uq.likelihoods.class_prediction import (
 )
 from posthoc_uq.likelihoods.draws import LINK_DRAWS, LINKS, OutputGaussian
 from posthoc_uq.likelihoods.likelihood import Faults, Likelihood, last_function
-from posthoc_uq.likelihoods.prediction import at_least_float32
+from posthoc_uq.likelihoods.prediction import OnDemand, at_least_float32
 
 
 class _Labels(Likelihood, ABC):
@@ -184,9 +184,9 @@ class MultilabelPrediction(LogitsPrediction):
     probs: Annotated[Tensor, "batch labels"]
     logits_mean: Annotated[Tensor, "batch labels"]
     logits_variance: Annotated[Tensor, "batch labels"]
-    sample_entropy: Annotated[Tensor | None, "batch labels"] = None
+    sample_entropy: Annotated[Tensor | None, "batch labels"] = OnDemand()  # type: ignore[assignment]  # noqa: RUF009
     log_probs: Annotated[Tensor, "batch labels pair"] = None  # type: ignore[assignment]  # of `probs`
-    probs_variance: Annotated[Tensor | None, "batch labels"] = None
+    probs_variance: Annotated[Tensor | None, "batch labels"] = OnDemand()  # type: ignore[assignment]  # noqa: RUF009
 
     def __post_init__(self) -> None:
         if self.log_probs is None:
@@ -202,7 +202,10 @@ class MultilabelPrediction(LogitsPrediction):
             binary: of ``batch * labels`` single logits, the labels of one input side by side.
             labels: how many an input has.
         """
-        entropy, variance = binary.sample_entropy, binary.probs_variance
+        logits = binary.logits
+        # else they are computed when they are read
+        entropy = binary.sample_entropy if logits is None else None
+        variance = binary.probs_variance if logits is None else None
         return cls(
             binary.probs[:, 1].reshape(-1, labels),
             binary.logits_mean.reshape(-1, labels),
@@ -210,7 +213,12 @@ class MultilabelPrediction(LogitsPrediction):
             None if entropy is None else entropy.reshape(-1, labels),
             binary.log_probs.reshape(-1, labels, 2),
             None if variance is None else variance[:, 1].reshape(-1, labels),
+            logits=None if logits is None else logits.mapped(lambda t: t.unflatten(0, (-1, labels))),
         )
+
+    def _computed_later(self, name: str) -> dict[str, Tensor]:
+        found = super()._computed_later(name)
+        return found | {"probs_variance": found["probs_variance"][..., 1]} if found else {}
 
     def label_entropy(self) -> Tensor:
         """(batch, labels), in nats: the entropy of every label's mean probability."""

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, replace
-from math import log, log1p, pi, sqrt
+from dataclasses import dataclass, field
+from math import log, log1p, pi
 from typing import Annotated, ClassVar, NamedTuple
 
 import torch
@@ -16,16 +16,18 @@ from posthoc_uq.core.devices import widest
 from posthoc_uq.core.errors import PosthocUQError
 from posthoc_uq.likelihoods import metrics, selective
 from posthoc_uq.likelihoods.draws import (
+    EXACT,
     Moments,
     OutputGaussian,
     Spread,
     gathered,
     independent,
-    normals_like,
     of_covariance,
 )
 from posthoc_uq.likelihoods.labels import are_soft, binary_labels, checked_soft, soft_log_prob
-from posthoc_uq.likelihoods.prediction import ClassTensors, Prediction, at_least_float32
+from posthoc_uq.likelihoods.logits import GaussianLogits, smallest
+from posthoc_uq.likelihoods.logits import votes as votes_of
+from posthoc_uq.likelihoods.prediction import ClassTensors, OnDemand, Prediction, at_least_float32
 
 
 def entropy_of(log_probs: Tensor, probs: Tensor | None = None) -> Tensor:
@@ -68,16 +70,25 @@ class LogitsPrediction(Prediction):
     """What predictions of one of several classes, and of several labels at once, have in common; see there."""
 
     default_score: ClassVar[str] = "entropy"
-    _over_draws: ClassVar[tuple[str, ...]] = ("sample_entropy", "probs_variance")
+    _tuples: ClassVar[tuple[str, ...]] = ("logits",)
+    _over_draws: ClassVar[tuple[str, ...]] = ("sample_entropy", "probs_variance", "logits")
     _not_shown: ClassVar[tuple[str, ...]] = ("sample_entropy", "log_probs")
     _computed: ClassVar[tuple[str, ...]] = ("predicted", "entropy", "epistemic", "mutual_information")
 
     probs: Annotated[Tensor, "batch classes"]
     logits_mean: Annotated[Tensor, "batch logits"]
     logits_variance: Annotated[Tensor, "batch logits"]
-    sample_entropy: Annotated[Tensor | None, "batch"] = None
+    sample_entropy: Annotated[Tensor | None, "batch"] = OnDemand()  # type: ignore[assignment]  # noqa: RUF009
     log_probs: Annotated[Tensor, "batch classes"] = None  # type: ignore[assignment]  # log(probs)
-    probs_variance: Annotated[Tensor | None, "batch classes"] = None
+    probs_variance: Annotated[Tensor | None, "batch classes"] = OnDemand()  # type: ignore[assignment]  # noqa: RUF009
+    logits: GaussianLogits | None = field(default=None, kw_only=True)
+
+    def _computed_later(self, name: str) -> dict[str, Tensor]:
+        if self.logits is None:
+            return {}
+        return dict(
+            zip(("sample_entropy", "probs_variance"), self.logits.entropy_and_variance(), strict=True)
+        )
 
     @property
     def outputs_mean(self) -> Tensor:
@@ -191,6 +202,8 @@ class ClassPrediction(LogitsPrediction):
         probs_variance: (batch, classes), unbiased variance over draws of the probabilities softmax(logits): draws of
             the weights, or of the logits where a head knows their distribution (``link="mc"``); None without draws.
         votes: (batch, classes), integer: how many draws put each class first; None without draws.
+        logits: where a head knows their distribution, that one; the other parts with draws are then computed when they
+            are first read. None elsewhere.
         novelty_ratio: (batch,), see `Prediction`.
 
     Raises:
@@ -199,14 +212,14 @@ class ClassPrediction(LogitsPrediction):
 
     kind: ClassVar[str] = "classes"
     loss_name: ClassVar[str] = "accuracy"
-    _over_draws: ClassVar[tuple[str, ...]] = ("sample_entropy", "probs_variance", "votes")
+    _over_draws: ClassVar[tuple[str, ...]] = (*LogitsPrediction._over_draws, "votes")
     _computed: ClassVar[tuple[str, ...]] = (
         *LogitsPrediction._computed,
         "expected_entropy",
         "variation_ratio",
     )
 
-    votes: Annotated[Tensor | None, "batch classes", int] = None
+    votes: Annotated[Tensor | None, "batch classes", int] = OnDemand()  # type: ignore[assignment]  # noqa: RUF009
 
     def __post_init__(self) -> None:
         if self.log_probs is None:
@@ -222,6 +235,11 @@ class ClassPrediction(LogitsPrediction):
             raise PosthocUQError(
                 f"logits_mean has {logits} logits an input, which do not fit {classes} classes."
             )
+
+    def _computed_later(self, name: str) -> dict[str, Tensor]:
+        if name != "votes" or self.logits is None:
+            return super()._computed_later(name)
+        return {"votes": self.logits.votes()}
 
     def _fits(self, logits: int, classes: int) -> bool:
         return logits == classes or (logits == 1 and classes == 2)
@@ -387,7 +405,7 @@ class ClassStatistics:
         wide = widest(logits.device)
         log_sum = torch.logsumexp(log_probs, dim=0).to(wide)
         entropy = entropy_of(log_probs, probs).to(wide).sum(dim=0)
-        votes = _votes(log_probs.argmax(dim=-1), log_probs.shape[-1])
+        votes = votes_of(log_probs.argmax(dim=-1), log_probs.shape[-1])
         if self._sums is not None:
             previous = self._sums
             log_sum, entropy = torch.logaddexp(previous[0], log_sum), previous[1] + entropy
@@ -412,7 +430,7 @@ class ClassStatistics:
             sample_entropy=(entropy / count).to(dtype),
             log_probs=(log_sum - log(count)).to(dtype),
             probs_variance=probs_variance.to(dtype),
-            votes=_smallest(votes, count),
+            votes=smallest(votes, count),
         )
 
 
@@ -437,33 +455,15 @@ def classes_of_draws(blocks: Iterable[Tensor], *, binary: bool = False) -> Class
     return statistics.prediction()
 
 
-def _votes(winners: Tensor, classes: int) -> Tensor:
-    """How often each class wins, ``(batch, classes)`` int64, from the winners ``(draws, batch)``."""
-    draws, inputs = winners.shape
-    rows = torch.arange(inputs, device=winners.device).expand(draws, inputs)
-    # by `index_put`, whose sums have a deterministic form on every device
-    counts = torch.zeros(inputs, classes, dtype=torch.int64, device=winners.device)
-    return counts.index_put((rows, winners), torch.ones_like(winners), accumulate=True)
-
-
-def _smallest(votes: Tensor, draws: int) -> Tensor:
-    """The votes in the smallest integer type that fits, since predictions are kept for whole data sets."""
-    return votes.to(next(k for k in (torch.int16, torch.int32, torch.int64) if draws <= torch.iinfo(k).max))
-
-
 # From Gaussian logits
-
-_MAX_NUMBERS = 2**18  # of the draws that are computed at once, so that they stay in the cache
-_UNDERFLOW = -1e4  # a logit this far below the largest has probability zero
-# Constants of `log_logistic_normal`, fitted to quadrature for variances up to 400.
-_LOGISTIC, _PROBIT, _TURN, _POWER = 0.03632, 3.5463, 0.1193, 3.175
 
 
 def classes_of_gaussian(outputs: OutputGaussian, *, binary: bool = False) -> ClassPrediction:
     """The prediction of Gaussian logits, by the link of `outputs`.
 
-    * ``"mc"`` averages the softmax over `n_draws` quasi-random draws of the logits, the same for every input, and is
-      the only link with expected entropy, votes and the variance of the probabilities; see `_by_draws`.
+    * ``"mc"`` averages the softmax over points of the logits, the same for every input: few of them for two and three
+      classes, `n_draws` quasi-random ones for more; see `GaussianLogits.log_probs`. It is the only link with expected
+      entropy, votes and the variance of the probabilities, which are computed when they are first read.
     * ``"probit"`` is ``softmax(m / sqrt(1 + pi v / 8))`` (MacKay 1992; Spiegelhalter, Lauritzen 1990). Where the
       covariance is known, ``v`` is the variance of the centred logits, ``v_c = C / (C - 1) Var(f_c - mean_d f_d)``,
       which for independent logits of one variance is that variance. Without a covariance it is the logits' own
@@ -483,13 +483,16 @@ def classes_of_gaussian(outputs: OutputGaussian, *, binary: bool = False) -> Cla
         pair = torch.cat([-mean, mean], dim=1) / 2
         sign = torch.tensor([[1.0, -1.0], [-1.0, 1.0]], dtype=mean.dtype, device=mean.device) / 4
         matrix = variance.unsqueeze(-1) * sign
-        covariance = independent(variance.expand_as(pair) / 2) if link == "mc" else matrix
-        of_pair = outputs._replace(mean=pair, variance=variance.expand_as(pair) / 4, covariance=covariance)
-        return replace(classes_of_gaussian(of_pair), logits_mean=mean, logits_variance=variance)
+        of_pair = outputs._replace(mean=pair, variance=variance.expand_as(pair) / 4, covariance=matrix)
+        return classes_of_gaussian(of_pair).changed(logits_mean=mean, logits_variance=variance)
     if link == "mc":
-        if not isinstance(covariance, Spread):
-            covariance = independent(variance) if covariance is None else of_covariance(mean, covariance)
-        return _by_draws(mean, variance, covariance, n_draws)
+        if covariance is None and mean.shape[1] > EXACT:
+            covariance = independent(variance)
+        elif not isinstance(covariance, Spread):
+            covariance = of_covariance(mean, torch.diag_embed(variance) if covariance is None else covariance)
+        logits = GaussianLogits(mean, *covariance, n_draws)
+        log_probs = logits.log_probs()
+        return ClassPrediction(log_probs.exp(), mean, variance, log_probs=log_probs, logits=logits)
     full = isinstance(covariance, Tensor)
     if link == "bridge":
         log_probs = _bridge(mean, covariance if full else torch.diag_embed(variance)).log()
@@ -503,81 +506,13 @@ def classes_of_gaussian(outputs: OutputGaussian, *, binary: bool = False) -> Cla
     return ClassPrediction(log_probs.exp(), mean, variance, None, log_probs)
 
 
-def _by_draws(mean: Tensor, variance: Tensor, spread: Spread, n_draws: int) -> ClassPrediction:
-    """The prediction by draws of the logits ``f = mean + root z + sqrt(rest) e``.
-
-    Each draw's probability of class ``c`` is integrated over its own ``e_c``, with ``g_c = mean_c + (root z)_c``
-    (Rao-Blackwell):
-
-    ``E[softmax(f)_c | z, e_d for d != c] = E[sigmoid(N(g_c - log sum_(d != c) exp f_d, rest_c))]``
-
-    Expected entropy, votes and the variance of the probabilities are those of the draws themselves. Draws are points
-    of a scrambled Sobol sequence (Owen 1998), the directions of `root` first.
-    """
-    width = spread.root.shape[2] + mean.shape[1]
-    points = normals_like(n_draws, width, mean)
-    if torch.compiler.is_compiling():
-        return _from_points(mean, variance, spread, points)
-    rows = max(1, _MAX_NUMBERS // (n_draws * mean.shape[1]))
-    parts = zip(*(tensor.split(rows) for tensor in (mean, variance, *spread)), strict=True)
-    return ClassPrediction.cat([_from_points(m, v, Spread(root, rest), points) for m, v, root, rest in parts])
-
-
-def _from_points(mean: Tensor, variance: Tensor, spread: Spread, points: Tensor) -> ClassPrediction:
-    directions = spread.root.shape[2]
-    common = mean
-    if directions > 0:
-        common = mean + torch.einsum("bcr,sr->sbc", spread.root, points[:, :directions])
-    logits = common + spread.rest.sqrt() * points[:, directions:].unsqueeze(1)
-    # Relative to the largest, which is left out of the sum: it is 1, and subtracting it from the total would cancel.
-    largest, winner = logits.max(-1, keepdim=True)
-    shifted = (logits - largest).scatter(-1, winner, float("-inf"))
-    scaled = shifted.exp()
-    runners = scaled.sum(-1, keepdim=True)
-    total = 1 + runners
-    others = (total - scaled).scatter(-1, winner, runners.clamp(min=torch.finfo(mean.dtype).tiny)).log()
-    log_probs = log_logistic_normal(common - largest - others, spread.rest)
-    log_probs = (torch.logsumexp(log_probs, 0) - log(len(points))).log_softmax(-1)
-    # 0 * -inf would be NaN
-    weighted_logits = (scaled * shifted.clamp(min=_UNDERFLOW)).sum(-1, keepdim=True)
-    probs = (scaled / total).scatter(-1, winner, 1 / total)
-    return ClassPrediction(
-        probs=log_probs.exp(),
-        logits_mean=mean,
-        logits_variance=variance,
-        sample_entropy=(total.log() - weighted_logits / total).mean(0).squeeze(-1),
-        log_probs=log_probs,
-        # `Tensor.var` over the first dimension takes several times as long
-        probs_variance=(probs - probs.mean(0)).square().sum(0) / max(1, len(points) - 1),
-        votes=_smallest(_votes(winner.squeeze(-1), mean.shape[1]), len(points)),
-    )
-
-
-def log_logistic_normal(mean: Tensor, variance: Tensor) -> Tensor:
-    """``log E[sigmoid(x)]`` for ``x ~ N(mean, variance)``, to 0.008 for any mean and variance, exact at variance 0.
-
-    ``E[sigmoid(x)] = exp(m + v / 2) E[sigmoid(y)]`` with ``y ~ N(-m - v, v)`` is exact, and leaves means of at least
-    ``-v / 2``. For these it is a mixture of the two limits, a logistic curve and a normal one, whose weight and widths
-    depend on the variance (the widths as in MacKay 1992, the constants fitted to quadrature).
-
-    Args:
-        mean: of any shape.
-        variance: not negative, of a shape that fits.
-    """
-    steep = (variance / (variance + _TURN)) ** _POWER
-    logistic = (1 + _LOGISTIC * variance).rsqrt()
-    probit = (variance + _PROBIT).rsqrt() / sqrt(2)
-    moved = mean + variance / 2
-    inner = moved.abs() - variance / 2
-    mixture = (1 - steep) * torch.sigmoid(logistic * inner) + steep / 2 * torch.erfc(-probit * inner)
-    return moved.clamp(max=0) + mixture.clamp(min=torch.finfo(mean.dtype).tiny).log()
-
-
 def _centred_variance(covariance: Tensor | Spread) -> Tensor:
     """``C / (C - 1) Var(f_c - mean_d f_d)``, ``(batch, classes)``."""
-    if isinstance(covariance, Spread):  # `rest` already holds the variance of independent logits
+    if isinstance(covariance, Spread):
         classes = covariance.rest.shape[1]
-        return covariance.root.square().sum(-1) * (classes / (classes - 1)) + covariance.rest
+        common = covariance.root.square().sum(-1) * (classes / (classes - 1))
+        # `rest` already holds the variance of independent logits
+        return common + covariance.rest if covariance.given is None else common
     classes = covariance.shape[1]
     sums = covariance.mean(2)
     variance = covariance.diagonal(dim1=1, dim2=2) - 2 * sums + sums.mean(1, keepdim=True)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from functools import lru_cache
 from math import pi
 from typing import NamedTuple
@@ -22,30 +22,68 @@ LINK_DRAWS = 256  # default number of draws of the outputs
 Product = Callable[[Tensor], Tensor]
 """A covariance by its products: ``(batch, classes, columns)`` to the same shape."""
 
-DIRECTIONS = 8  # common directions, for more than DIRECTIONS + 2 classes
+DIRECTIONS = 8  # common directions, for more than `EXACT` classes
+EXACT = 10  # classes up to which a covariance is kept whole
 _FLOOR = 1.0  # weight shared equally by all classes, beside a weight of 1 by how undecided each class is
 _ROUNDS = 2  # of subspace iteration
 _RANK = 1e-12  # eigenvalues below this share of the largest count as zero
+_TINY = 1e-12  # the least variance of a logit, whose inverse is still a number in float32
 
 
 class Spread(NamedTuple):
-    """Logits ``mean + root z + sqrt(rest) e`` with standard normal ``z`` and ``e``: few directions that classes share,
-    and an independent rest.
+    """The covariance of logits, as what varies together and what each class has by itself.
 
     Softmax does not change when all logits move by the same number. So this is the covariance of the centred logits
     ``f_c - mean_d f_d``: a variance that all classes share is removed before anything is approximated.
 
+    * Of many classes, logits are ``mean + root z + sqrt(rest) e`` with standard normal ``z`` and ``e``: few directions
+      that classes share, and an independent rest.
+    * Of at most `EXACT` classes they are ``mean + root z``. Given how the other logits differ from each other, logit c
+      is Gaussian with the mean ``mean_c + (given z)_c`` and the variance ``rest_c``.
+
     Attributes:
         root: ``(batch, classes, directions)``; there may be no direction.
-        rest: variances ``(batch, classes)`` of the part that is independent between classes.
+        rest: variances ``(batch, classes)`` of what a class has by itself.
+        given: of the shape of `root`; None for many classes.
     """
 
     root: Tensor
     rest: Tensor
+    given: Tensor | None = None
+
+    @property
+    def width(self) -> int:
+        """How many normal numbers make a draw."""
+        return self.root.shape[2] + (self.rest.shape[1] if self.given is None else 0)
+
+    def at(self, mean: Tensor, points: Tensor) -> Tensor:
+        """The logits ``(points, batch, classes)`` at points ``(points, width)`` of ``z`` and ``e``."""
+        directions = self.root.shape[2]
+        logits = mean.unsqueeze(0)
+        if directions:
+            logits = logits + torch.einsum("bcr,sr->sbc", self.root, points[:, :directions])
+        if self.given is None:
+            # the root of a variance of 0 has an infinite derivative
+            deviations = self.rest.clamp(min=torch.finfo(self.rest.dtype).tiny).sqrt()
+            logits = logits + deviations * points[:, directions:].unsqueeze(1)
+        return logits
+
+    def split(self, step: int) -> list[Spread]:
+        """In parts of so many inputs."""
+        root, rest = self.root.split(step), self.rest.split(step)
+        given = [None] * len(rest) if self.given is None else self.given.split(step)
+        return [Spread(*part) for part in zip(root, rest, given, strict=True)]
+
+    @staticmethod
+    def cat(parts: Sequence[Spread]) -> Spread:
+        """Those of several batches as one."""
+        root, rest, given = zip(*parts, strict=True)
+        return Spread(torch.cat(root), torch.cat(rest), None if given[0] is None else torch.cat(given))
 
     def over(self, temperature: float) -> Spread:
         """The same for logits divided by a temperature."""
-        return Spread(self.root / temperature, self.rest / temperature**2)
+        given = None if self.given is None else self.given / temperature
+        return Spread(self.root / temperature, self.rest / temperature**2, given)
 
 
 class OutputGaussian(NamedTuple):
@@ -76,15 +114,8 @@ class OutputGaussian(NamedTuple):
             spread = covariance
         else:
             spread = Spread(symmetric_root(covariance).to(flat), torch.zeros_like(flat))
-        directions = spread.root.shape[2]
-        width = directions + flat.shape[1]
-        points = normals_like(self.n_draws, width, flat)
-        # the root of a variance of 0 has an infinite derivative
-        deviations = spread.rest.clamp(min=torch.finfo(spread.rest.dtype).tiny).sqrt()
-        draws = flat + deviations * points[:, directions:].unsqueeze(1)
-        if directions:
-            draws = draws + torch.einsum("bkr,sr->sbk", spread.root, points[:, :directions])
-        return draws.reshape(self.n_draws, *mean.shape)
+        points = normals_like(self.n_draws, spread.width, flat)
+        return spread.at(flat, points).reshape(self.n_draws, *mean.shape)
 
 
 def independent(variance: Tensor) -> Spread:
@@ -93,29 +124,48 @@ def independent(variance: Tensor) -> Spread:
 
 
 def of_covariance(mean: Tensor, covariance: Tensor) -> Spread:
-    """From a covariance ``(batch, classes, classes)``: exact up to ``DIRECTIONS + 2`` classes; see `of_product`.
+    """From a covariance ``(batch, classes, classes)``: exact up to `EXACT` classes; see `of_product`.
 
-    With ``H = 1 - 1/C`` and the eigenvalues ``l_1 >= ... >= l_(C-1), 0`` of ``H Sigma H``, the directions have the
-    variances ``l_k - l_(C-1)`` and the rest ``l_(C-1)`` for every class, since softmax cannot tell the multiple
-    ``l_(C-1) H`` of the projection from that of the identity.
+    With orthonormal contrasts ``B`` (classes, classes - 1) and the Cholesky factor ``B^T Sigma B = L L^T``, `root` is
+    ``B L``. The rows of ``D = B L^(-T)`` are the directions in which a single logit moves against all others, so that
+    ``rest_c = 1 / sum_k D_ck^2`` and ``given = root - rest D``. Rounding may have made a covariance indefinite; the
+    diagonal of ``B^T Sigma B`` is raised by as much.
     """
     classes = mean.shape[1]
     wide = as_double(covariance)
-    if classes > DIRECTIONS + 2:
+    if classes > EXACT:
         return of_product(mean, covariance.diagonal(dim1=1, dim2=2), lambda x: wide @ as_double(x))
-    rows = wide - wide.mean(1, keepdim=True)
-    centred, not_finite = _finite(rows - rows.mean(2, keepdim=True))
-    values, vectors = torch.linalg.eigh(centred)
-    values, vectors = values.flip(-1).clamp(min=0), vectors.flip(-1)
-    least = values[:, classes - 2 : classes - 1]
-    root = vectors[:, :, : classes - 2] * (values[:, : classes - 2] - least).sqrt().unsqueeze(1)
-    return _spread(root, least.expand(-1, classes), not_finite, mean)
+    finite, not_finite = _finite(wide)
+    contrasts, size = _contrasts(classes).to(wide), classes - 1
+    # samples last: the matrices are tiny
+    inner = (finite.flatten(1) @ torch.kron(contrasts, contrasts)).T.reshape(size, size, -1)
+    largest = finite.diagonal(dim1=1, dim2=2).amax(1).clamp(min=_TINY)
+    floor = 10 * torch.finfo(covariance.dtype).eps * largest
+    unit = torch.eye(size, dtype=wide.dtype, device=wide.device).unsqueeze(-1)
+    rows, factors = torch.cat([inner + floor * unit, unit.expand(inner.shape)], 1), list[Tensor]()
+    for k in range(size):  # of A and the identity, side by side, elimination makes L^T and L^(-1)
+        factors.append(rows[0] * rows[0, k].clamp(min=floor).rsqrt())
+        rows = rows[1:] - factors[-1][k + 1 : size].unsqueeze(1) * factors[-1]
+    factor = torch.stack(factors).unflatten(1, (2, size))  # (k, L^T or L^(-1), contrasts, batch)
+    root, dual = torch.einsum("ci,ktib->tbck", contrasts, factor)
+    rest = 1 / dual.square().sum(-1)
+    return _spread(root, rest, not_finite, mean, root - rest.unsqueeze(-1) * dual)
+
+
+@lru_cache
+def _contrasts(classes: int) -> Tensor:
+    """Helmert's contrasts ``(classes, classes - 1)``: each class against those before it."""
+    with torch.inference_mode(False):
+        steps = torch.arange(1, classes, dtype=torch.float64, device="cpu")
+        whole = torch.ones(classes, classes - 1, dtype=torch.float64, device="cpu").triu()
+        whole[1:].diagonal().sub_(steps)
+        return whole / (steps * (steps + 1)).sqrt()
 
 
 def of_product(mean: Tensor, variance: Tensor, product: Product) -> Spread:
     """From the products of a covariance whose diagonal is `variance`: `DIRECTIONS` directions ``L`` of
-    ``S = H Sigma H``, and the rest of its diagonal as independent. `of_covariance` is used where it is exact, for few
-    classes.
+    ``S = H Sigma H`` with ``H = 1 - 1/C``, and the rest of its diagonal as independent. `of_covariance` is used where
+    it is exact, for few classes.
 
     The directions are ``S Y (Y^T S Y)^(-1/2)`` (Nystroem), so that ``S - L L^T`` is a covariance again, with ``Y`` by
     subspace iteration from the most undecided classes. Classes are weighted by how much a change of their logit
@@ -128,7 +178,7 @@ def of_product(mean: Tensor, variance: Tensor, product: Product) -> Spread:
         product: of the covariance of the logits, not centred.
     """
     classes = mean.shape[1]
-    if classes <= DIRECTIONS + 2:
+    if classes <= EXACT:
         units = torch.eye(classes, dtype=mean.dtype, device=mean.device).expand(len(mean), -1, -1)
         return of_covariance(mean, product(units))
     sums = as_double(product(torch.ones_like(mean).unsqueeze(-1)))[:, :, 0] / classes
@@ -170,11 +220,14 @@ def _finite(tensor: Tensor) -> tuple[Tensor, Tensor]:
     return tensor.masked_fill(not_finite.reshape(-1, *[1] * (tensor.ndim - 1)), 0.0), not_finite.unsqueeze(1)
 
 
-def _spread(root: Tensor, rest: Tensor, not_finite: Tensor, like: Tensor) -> Spread:
+def _spread(
+    root: Tensor, rest: Tensor, not_finite: Tensor, like: Tensor, given: Tensor | None = None
+) -> Spread:
     """A `Spread` in the precision and on the device of `like`, NaN for inputs whose covariance is not finite."""
     nan = float("nan")
     root = root.masked_fill(not_finite.unsqueeze(-1), nan).to(like.device, like.dtype)
-    return Spread(root, rest.masked_fill(not_finite, nan).to(like.device, like.dtype))
+    rest = rest.masked_fill(not_finite, nan).to(like.device, like.dtype)
+    return Spread(root, rest, None if given is None else given.to(like.device, like.dtype))
 
 
 @lru_cache(maxsize=8)

@@ -278,6 +278,10 @@ class PositionPrediction(Prediction):
         }
         return values | ({} if self.novelty_ratio is None else {"novelty": self.novelty_ratio})
 
+    def completed(self) -> PositionPrediction:
+        """See `Prediction`."""
+        return replace(self, rows=self.rows.completed())
+
     def to(self, device: torch.device | str) -> PositionPrediction:
         """The same prediction with its tensors on `device`."""
         return replace(super().to(device), rows=self.rows.to(device))

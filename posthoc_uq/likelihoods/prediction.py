@@ -5,7 +5,7 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 from contextlib import suppress
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field, fields
 from typing import Annotated, Any, ClassVar, NamedTuple, TypeVar, cast, get_type_hints
 
 import torch
@@ -19,6 +19,26 @@ from posthoc_uq.likelihoods import metrics, selective
 from posthoc_uq.likelihoods.conformal import Promises, applying
 
 AnyPrediction = TypeVar("AnyPrediction", bound="Prediction")
+
+
+class OnDemand:
+    """The default of a field of a `Prediction` that is None, or is computed by `Prediction._computed_later` when it is
+    first read.
+    """
+
+    def __set_name__(self, owner: type, name: str) -> None:
+        self._name = name
+
+    def __get__(self, prediction: Any, owner: type | None = None) -> Any:
+        if prediction is None:  # a dataclass asks for the default
+            return None
+        stored = vars(prediction)
+        if stored[self._name] is None:
+            stored.update(prediction._computed_later(self._name))
+        return stored[self._name]
+
+    def __set__(self, prediction: Any, value: Any) -> None:
+        vars(prediction)[self._name] = value
 
 
 @dataclass(frozen=True, eq=False, repr=False)
@@ -49,6 +69,7 @@ class Prediction(ABC):
     default_score: ClassVar[str]
     loss_name: ClassVar[str]
     _dims: ClassVar[dict[str, tuple[list[str], bool]]]
+    _tuples: ClassVar[tuple[str, ...]] = ()  # fields with several tensors, each with one row an input
     _over_draws: ClassVar[tuple[str, ...]] = ()  # fields that one network alone does not have
     _not_shown: ClassVar[tuple[str, ...]] = ()  # fields that `to_dict` leaves out
     _computed: ClassVar[tuple[str, ...]] = ()  # properties and methods that it has besides
@@ -91,22 +112,49 @@ class Prediction(ABC):
         return f"{type(self).__name__}({', '.join([f'inputs={len(self)}', *words])})"
 
     def _stored(self) -> dict[str, Tensor]:
-        """The tensors of the fields that are not None."""
-        known = {name: getattr(self, name) for name in self._dims}
-        return {name: value for name, value in known.items() if value is not None}
+        """The tensors of the fields that are there already."""
+        known = vars(self)
+        return {name: known[name] for name in self._dims if known[name] is not None}
+
+    def _computed_later(self, name: str) -> dict[str, Tensor]:
+        """A field that is `OnDemand`, and others that come with it; nothing where it is not known."""
+        return {}
+
+    def _mapped(self, change: Callable[[Tensor], Tensor]) -> dict[str, Any]:
+        """The tuples, with every tensor changed."""
+        known = {name: vars(self)[name] for name in self._tuples}
+        return {name: value.mapped(change) for name, value in known.items() if value is not None}
+
+    def changed(self: AnyPrediction, **changes: Any) -> AnyPrediction:
+        """The same with other fields; nothing is computed for it that is computed when it is read, unlike by
+        `dataclasses.replace`.
+        """
+        known = vars(self)
+        return type(self)(**{each.name: known[each.name] for each in fields(self)} | changes)
 
     def numbers(self) -> dict[str, Tensor]:
-        """All tensors, by the names of their fields, (batch, ...) each."""
+        """All tensors that are there already, by the names of their fields, (batch, ...) each."""
         return self._stored()
 
+    def completed(self: AnyPrediction) -> AnyPrediction:
+        """The same with everything computed that otherwise is when it is first read, and without what that takes."""
+        if all(vars(self)[name] is None for name in self._tuples):
+            return self
+        return self.changed(
+            **{name: getattr(self, name) for name in self._dims}, **dict.fromkeys(self._tuples)
+        )
+
     def to(self: AnyPrediction, device: torch.device | str) -> AnyPrediction:
-        """The same prediction with its tensors on `device`."""
-        known = self._stored()
-        return replace(self, **dict(zip(known, moved(known.values(), device), strict=True)))
+        """The same prediction with its tensors on `device`; it is completed first where that is another one."""
+        here = next(iter(self._stored().values())).device
+        whole = self if here == torch.device(device) else self.completed()
+        known = whole._stored()
+        return whole.changed(**dict(zip(known, moved(known.values(), device), strict=True)))
 
     def picked(self: AnyPrediction, chosen: Tensor | slice) -> AnyPrediction:
         """The inputs where `chosen` (batch,) is true, or those of a slice."""
-        return replace(self, **{name: value[chosen] for name, value in self._stored().items()})
+        changes = {name: value[chosen] for name, value in self._stored().items()}
+        return self.changed(**changes, **self._mapped(lambda tensor: tensor[chosen]))
 
     @staticmethod
     def cat(predictions: Sequence[Any]) -> Any:
@@ -117,9 +165,14 @@ class Prediction(ABC):
         """
         if not predictions:
             raise PosthocUQError("cat needs at least one prediction.")
-        joined: dict[str, Tensor | None] = {}
+        joined: dict[str, Any] = {}
+        for name in predictions[0]._tuples:
+            values = [vars(prediction)[name] for prediction in predictions]
+            alike = None not in values and len({value.kind for value in values}) == 1
+            joined[name] = type(values[0]).cat(values) if alike else None
+        later = any(value is not None for value in joined.values())
         for name in predictions[0]._dims:
-            parts: list[Tensor] = [getattr(prediction, name) for prediction in predictions]
+            parts: list[Tensor] = [vars(p)[name] if later else getattr(p, name) for p in predictions]
             whole = all(part is not None for part in parts)
             shapes = {tuple(part.shape[1:]) for part in parts if whole}
             if len(shapes) > 1:
@@ -127,7 +180,7 @@ class Prediction(ABC):
                     f"cat got predictions whose {name} have different shapes: {sorted(shapes)}."
                 )
             joined[name] = torch.cat(parts) if whole else None
-        return replace(predictions[0], **joined)
+        return predictions[0].changed(**joined)
 
     @property
     def classes(self) -> int | None:
@@ -195,7 +248,8 @@ class Prediction(ABC):
 
     def to_dict(self) -> dict[str, Tensor]:
         """Tensors by name, and what is computed from them; unknown ones are left out."""
-        values = {name: value for name, value in self._stored().items() if name not in self._not_shown}
+        known = {name: getattr(self, name) for name in self._dims if name not in self._not_shown}
+        values = {name: value for name, value in known.items() if value is not None}
         values.pop("sample_keys", None)
         if "novelty_ratio" in values:
             values["novelty"] = values.pop("novelty_ratio")
@@ -231,7 +285,7 @@ class Prediction(ABC):
 
     def with_novelty(self: AnyPrediction, ratio: Tensor | None) -> AnyPrediction:
         """The same prediction with its novelty (batch,), or itself where that is None."""
-        return self if ratio is None else replace(self, novelty_ratio=ratio)
+        return self if ratio is None else self.changed(novelty_ratio=ratio)
 
     def familiarity(self, score: str = "novelty") -> Tensor:
         """How usual an input is among the held-out ones, as a p-value: of new inputs like them at most a share a has
@@ -260,7 +314,7 @@ class Prediction(ABC):
 
     def of_one_network(self: AnyPrediction) -> AnyPrediction:
         """The same without the parts that need several sets of weights."""
-        return replace(self, **dict.fromkeys(self._over_draws))
+        return self.changed(**dict.fromkeys(self._over_draws))
 
 
 def _named_sizes(dims: Sequence[str], tensor: Tensor) -> dict[str, tuple[int, ...]] | None:

@@ -1,0 +1,290 @@
+"""Gaussian logits: mean probabilities by few points, and what is an expectation over draws."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from functools import lru_cache
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from posthoc_uq.likelihoods.draws import Spread, normals, normals_like
+
+_MAX_NUMBERS = 2**17  # logits at points that are computed at once, so that they stay in the cache
+_MANY = 16  # with fewer points to a direction, moments are right at the cost of all else
+# Points of one and of two directions: their distance from each other, and the largest from zero.
+_LINE = 0.25, 4.0
+_PLANE = 0.5, 3.5
+# The logistic distribution as a mixture of normal ones: weights and standard deviations, fitted to it for this file.
+_MIXTURE = (
+    (0.10683569973, 0.97779614943),
+    (0.45856983666, 1.43169858651),
+    (0.37376506622, 2.10542661935),
+    (0.06082939738, 3.11532590840),
+)
+
+
+def log_logistic_normal(mean: Tensor, variance: Tensor) -> Tensor:
+    """``log E[sigmoid(x)]`` for ``x ~ N(mean, variance)``; see `logistic_normal`."""
+    exponent, factor = logistic_normal(mean, variance)
+    return exponent + factor.clamp(min=torch.finfo(mean.dtype).tiny).log()
+
+
+def logistic_normal(mean: Tensor, variance: Tensor) -> tuple[Tensor, Tensor]:
+    """``E[sigmoid(x)]`` for ``x ~ N(mean, variance)``, as ``a`` and ``b`` with ``E = exp(a) b`` and ``a <= 0``.
+
+    ``sigmoid(x) = sum_k w_k Phi(x / s_k)``, to 5e-6 with four terms, and then ``E = sum_k w_k Phi(m / sqrt(v +
+    s_k^2))`` (Monahan, Stefanski 1992). Its tail falls faster than that of a sigmoid. But ``E[sigmoid(x)] = exp(m + v /
+    2) E[sigmoid(y)]`` with ``y ~ N(-m - v, v)`` is exact, and leaves means of at least ``-v / 2``, so that the
+    logarithm is accurate for any mean.
+
+    Args:
+        mean: of any shape.
+        variance: not negative, of a shape that fits.
+    """
+    inner = torch.maximum(mean, -mean - variance)
+    factor = torch.zeros_like(inner)
+    for weight, deviation in _MIXTURE:
+        scale = -(2 * (variance + deviation**2)).rsqrt()
+        factor = torch.add(factor, torch.erfc(inner * scale), alpha=weight / 2)
+    return (mean + variance / 2).clamp(max=0), factor
+
+
+class GaussianLogits(NamedTuple):
+    """Gaussian logits, and what a prediction of classes holds of them.
+
+    Attributes:
+        mean: ``(batch, ..., classes)``.
+        root: ``(batch, ..., classes, directions)``; this and the next two as in `Spread`.
+        rest: ``(batch, ..., classes)``.
+        given: of the shape of `root`, or None.
+        n_draws: for four and more classes.
+    """
+
+    mean: Tensor
+    root: Tensor
+    rest: Tensor
+    given: Tensor | None
+    n_draws: int
+
+    @property
+    def width(self) -> int:
+        """As of `Spread`."""
+        return self.root.shape[-1] + (self.rest.shape[-1] if self.given is None else 0)
+
+    @property
+    def kind(self) -> tuple[int, ...]:
+        """What batches that are joined have in common: classes, directions, draws."""
+        return (*self.root.shape[1:], self.n_draws)
+
+    def mapped(self, change: Callable[[Tensor], Tensor]) -> GaussianLogits:
+        """The same with every tensor changed."""
+        mean, root, rest, given, n_draws = self
+        changed = None if given is None else change(given)
+        return GaussianLogits(change(mean), change(root), change(rest), changed, n_draws)
+
+    @staticmethod
+    def cat(parts: Sequence[GaussianLogits]) -> GaussianLogits:
+        """Several batches of one `kind`."""
+        spread = Spread.cat([Spread(*part[1:4]) for part in parts])
+        return GaussianLogits(torch.cat([part.mean for part in parts]), *spread, parts[0].n_draws)
+
+    def log_probs(self) -> Tensor:
+        """``log E[softmax(f)]``, ``(batch, ..., classes)``.
+
+        Softmax is averaged over points of ``z`` and ``e`` (see `Spread`). At each the probability of class c is
+        integrated over what its logit varies by itself, given how the other logits differ (Rao-Blackwell):
+
+        ``E[softmax(f)_c | f_d - f_e for d, e != c] = E[sigmoid(N(m_c - log sum_(d != c) exp f_d, rest_c))]``
+
+        Two classes need one point, and three one line of points for each class, as nothing else varies; see
+        `_by_lines`. Four and more take `points_of`: `n_draws` points of a scrambled Sobol sequence (Owen 1998).
+        """
+        few = self.given is not None and self.mean.shape[-1] <= 3
+        return self._by_rows(_by_lines if few else _by_points, self._points(1 if few else self.width))[0]
+
+    def entropy_and_variance(self) -> tuple[Tensor, Tensor]:
+        """Mean entropy of ``softmax(f)`` in nats, ``(batch, ...)``, and the variances of the probabilities, ``(batch,
+        ..., classes)``, over 33 points for two classes, 187 for three and `n_draws` for more.
+        """
+        entropy, variance = self._by_rows(_entropy_and_variance, self._points(self.width))
+        return entropy, variance
+
+    def votes(self) -> Tensor:
+        """How many of `n_draws` quasi-random draws put each class first, ``(batch, ..., classes)``."""
+        flat = self._flat()[0]
+        points = normals_like(self.n_draws, self.width, flat)
+
+        def counts(mean: Tensor, spread: Spread, points: Tensor, weights: Tensor) -> tuple[Tensor]:
+            return (votes(spread.at(mean, points).argmax(-1), mean.shape[1]),)
+
+        return self._by_rows(counts, (points, points[:, 0]))[0]
+
+    def _flat(self) -> tuple[Tensor, Spread]:
+        """As rows of classes."""
+        mean, root, rest, given, _ = self
+        spread = root.flatten(0, -3), rest.flatten(0, -2), None if given is None else given.flatten(0, -3)
+        return mean.flatten(0, -2), Spread(*spread)
+
+    def _points(self, width: int) -> tuple[Tensor, Tensor]:
+        """`points_of` this width, in the precision and on the device of these logits."""
+        # also where they are placed already, and those of both widths, so that a tracer finds them later
+        points, weights = [points_of(each, self.n_draws) for each in (self.width, width)][1]
+        if torch.compiler.is_compiling():
+            return points.to(self.mean), weights.to(self.mean)
+        return _placed_points(width, self.n_draws, self.mean.dtype, self.mean.device)
+
+    def _by_rows(
+        self, compute: Callable[..., tuple[Tensor, ...]], points: tuple[Tensor, Tensor]
+    ) -> list[Tensor]:
+        """What `compute` makes of mean, spread, points and weights, a few rows at a time."""
+        mean, spread = self._flat()
+        rows = [(mean, spread)]
+        if not torch.compiler.is_compiling():
+            step = max(1, _MAX_NUMBERS // (len(points[0]) * mean.shape[1]))
+            rows = list(zip(mean.split(step), spread.split(step), strict=True))
+        with torch.autocast(mean.device.type, enabled=False):
+            found = [compute(*part, *points) for part in rows]
+        leading = self.mean.shape[:-1]
+        return [torch.cat(column).unflatten(0, leading) for column in zip(*found, strict=True)]
+
+
+def _by_lines(mean: Tensor, spread: Spread, points: Tensor, weights: Tensor) -> tuple[Tensor]:
+    """See `GaussianLogits.log_probs`, for two and three classes; points ``(points, 1)``.
+
+    Of three logits, the difference of the two others varies along one direction, orthogonal to that in which a logit
+    varies by itself, ``root - given``.
+    """
+    root, rest, given = spread
+    assert given is not None
+    means, classes = mean.T.unsqueeze(1), mean.shape[1]
+    if classes == 2:
+        return (_averaged(means - means.flip(0), rest, weights[:1] / weights[:1], 1),)
+    alone = (root - given) * rest.rsqrt().unsqueeze(-1)
+    across = torch.stack([-alone[..., 1], alone[..., 0]], -1)
+
+    def along(shift: int) -> Tensor:
+        """The logits of other classes along each class's line, ``(classes, points, batch)``."""
+        slopes = (across * root.roll(-shift, 1)).sum(-1).T.unsqueeze(1)
+        return means.roll(-shift, 0) + points * slopes
+
+    return (_averaged(along(0) - torch.logaddexp(along(1), along(2)), rest, weights, 1),)
+
+
+def _by_points(mean: Tensor, spread: Spread, points: Tensor, weights: Tensor) -> tuple[Tensor]:
+    """See `GaussianLogits.log_probs`; ``(batch, classes)``."""
+    logits, own = _at(mean, spread, points)
+    largest = logits.amax(0)
+    others = _sums_of_others((logits - largest).exp()).clamp(min=torch.finfo(mean.dtype).tiny).log()
+    return (_averaged(own - largest - others, spread.rest, weights, 2),)
+
+
+def _averaged(apart: Tensor, variance: Tensor, weights: Tensor, dim: int) -> Tensor:
+    """Logarithms of probabilities ``(batch, classes)``, from how far each logit is from the others at each point,
+    ``(classes, points, batch)`` or ``(classes, batch, points)``, where `dim` is that of points, and its variance.
+    """
+    exponent, factor = logistic_normal(apart, variance.T.unsqueeze(dim))
+    # relative to the largest, so that none is too small to be a number; and not -inf, of which -inf is no number
+    top = exponent.amax(dim, keepdim=True).clamp(min=torch.finfo(apart.dtype).min)
+    shares = (exponent - top).exp() * factor
+    total = torch.einsum("csb,s->cb" if dim == 1 else "cbs,s->cb", shares, weights)
+    logs = top.squeeze(dim) + total.clamp(min=torch.finfo(apart.dtype).tiny).log()
+    return logs.log_softmax(0).T.contiguous()
+
+
+def _entropy_and_variance(
+    mean: Tensor, spread: Spread, points: Tensor, weights: Tensor
+) -> tuple[Tensor, Tensor]:
+    """See `GaussianLogits.entropy_and_variance`."""
+    logs = _at(mean, spread, points)[0].log_softmax(0)
+    probs = logs.exp()
+    # 0 * -inf would be NaN
+    entropy = -((probs * logs.clamp(min=torch.finfo(logs.dtype).min)).sum(0) @ weights)
+    average = probs @ weights
+    variance = (probs - average.unsqueeze(2)).square() @ weights
+    return entropy, variance.T.contiguous()
+
+
+def _at(mean: Tensor, spread: Spread, points: Tensor) -> tuple[Tensor, Tensor]:
+    """Logits, and the mean of what each has by itself, both ``(classes, batch, points)``: all operations then run
+    along many points.
+    """
+    root, rest, given = spread
+    directions = root.shape[2]
+    mean, common = mean.T.unsqueeze(2), points[:, :directions].T
+    logits = mean + root.transpose(0, 1) @ common
+    if given is not None:
+        return logits, mean + given.transpose(0, 1) @ common
+    deviations = rest.clamp(min=torch.finfo(rest.dtype).tiny).sqrt().T.unsqueeze(2)
+    return logits + deviations * points[:, directions:].T.unsqueeze(1), logits
+
+
+def _sums_of_others(shares: Tensor) -> Tensor:
+    """The sum over all other rows of numbers of which the largest is 1, without cancellation."""
+    ones = (shares == 1).to(shares)
+    lower = shares - ones
+    return (lower.sum(0) - lower).clamp(min=0) + (ones.sum(0) - ones)
+
+
+def votes(winners: Tensor, classes: int) -> Tensor:
+    """How often each class wins, ``(batch, classes)``, from the winners ``(draws, batch)``; in the smallest integer
+    type that fits, since predictions are kept for whole data sets.
+    """
+    draws, inputs = winners.shape
+    rows = torch.arange(inputs, device=winners.device).expand(draws, inputs)
+    # by `index_put`, whose sums have a deterministic form on every device
+    counts = torch.zeros(inputs, classes, dtype=torch.int64, device=winners.device)
+    counts = counts.index_put((rows, winners), torch.ones_like(winners), accumulate=True)
+    return smallest(counts, draws)
+
+
+def smallest(counts: Tensor, draws: int) -> Tensor:
+    """Counts of so many draws in the smallest integer type that fits."""
+    return counts.to(next(k for k in (torch.int16, torch.int32, torch.int64) if draws <= torch.iinfo(k).max))
+
+
+# The points
+
+
+@lru_cache(maxsize=8)
+def points_of(width: int, n_draws: int) -> tuple[Tensor, Tensor]:
+    """Points ``(points, width)`` and their weights, float64, whose first two moments are those of standard normals
+    where there are `_MANY` times as many points as numbers in one.
+
+    One number: 33 points of the trapezoidal rule. Two: 187 of a hexagonal grid, whose weights are the normal density.
+    The error of both falls exponentially with the distance of points. More: `normals`, with equal weights. Cached,
+    since a tracer needs them as constants.
+    """
+    with torch.inference_mode(False):
+        if width > 2:
+            points = normals(n_draws, width)
+            weights = torch.full_like(points[:, 0], 1 / n_draws)
+        else:
+            points = _grid(*_LINE, plane=False) if width == 1 else _grid(*_PLANE, plane=True)
+            weights = (-points.square().sum(1) / 2).softmax(0)
+        if len(points) < _MANY * width:
+            return points, weights
+        points = points - weights @ points
+        values, vectors = torch.linalg.eigh(points.T @ (points * weights.unsqueeze(1)))
+        return points @ ((vectors * values.rsqrt()) @ vectors.T), weights
+
+
+def _grid(step: float, radius: float, *, plane: bool) -> Tensor:
+    """Points on a line, or of a plane's hexagonal grid, up to this distance from zero: ``(points, 1 or 2)``."""
+    numbers = int(2 * radius / step)
+    line = torch.arange(-numbers, numbers + 1, dtype=torch.float64, device="cpu")
+    points = torch.cartesian_prod(line, line) if plane else line.unsqueeze(1)
+    if plane:
+        points = torch.stack([points[:, 0] + points[:, 1] / 2, points[:, 1] * 0.75**0.5], 1)
+    points = points * step
+    return points[points.square().sum(1) <= (radius * (1 + 1e-9)) ** 2]
+
+
+@lru_cache(maxsize=16)
+def _placed_points(
+    width: int, n_draws: int, dtype: torch.dtype, device: torch.device
+) -> tuple[Tensor, Tensor]:
+    with torch.inference_mode(False):
+        points, weights = points_of(width, n_draws)
+        return points.to(device, dtype), weights.to(device, dtype)
