@@ -17,7 +17,9 @@ from torch import Tensor, nn
 
 import posthoc_uq as uq
 from posthoc_uq.core.errors import PosthocUQError
+from posthoc_uq.fitting import held_out as held_out_module
 from posthoc_uq.fitting.tune import _SEARCHES
+from posthoc_uq.heads.linearized import LinearizedPredictor
 from posthoc_uq.posteriors.search import CRITERIA, Criterion, search_decades
 
 Data = tuple[Tensor, Tensor]
@@ -561,6 +563,27 @@ def test_what_was_tried_is_the_heads_own_loss(options: dict[str, Any]) -> None:
     for trial in trials.trials:
         posterior.settings = trial.settings
         assert loss_of(posterior, held_out, **options) == pytest.approx(trial.objective, rel=1e-6)
+
+
+def test_a_large_network_is_tuned_by_one_set_of_backward_passes(monkeypatch: pytest.MonkeyPatch) -> None:
+    model, train, held_out = overfitted_network()
+    exact, nearly = (uq.fit(model, [train], progress=False) for _ in range(2))
+    by_exact = tune(exact, [held_out])
+    passes = []
+    original = LinearizedPredictor.at_every_prior
+    monkeypatch.setattr(held_out_module, "is_large", lambda posterior: True)
+    monkeypatch.setattr(
+        LinearizedPredictor, "at_every_prior", lambda *args: passes.append(len(args[1])) or original(*args)
+    )
+    trials = tune(nearly, [held_out])
+    assert passes == [len(held_out[0])]
+    assert len(trials.trials) == len(by_exact.trials) > 1
+    assert nearly.prior_precision == pytest.approx(exact.prior_precision)
+    assert nearly.temperature == pytest.approx(exact.temperature, rel=0.02)
+    assert trials.chosen is not None and by_exact.chosen is not None
+    # the last evaluation is exact
+    assert trials.chosen.objective == pytest.approx(by_exact.chosen.objective, abs=1e-4)
+    assert loss_of(nearly, [held_out]) == pytest.approx(trials.chosen.objective, rel=1e-6)
 
 
 def test_a_calibration_is_left_out_of_the_search() -> None:

@@ -332,6 +332,13 @@ class Divergence(Score):
         return self._temperature * 10.0 ** float(root)
 
 
+def is_large(posterior: Posterior) -> bool:
+    """Whether backward passes are what a prediction costs; of a small network it is the calls around them, and what
+    saves passes only adds to those.
+    """
+    return inputs_to_keep(posterior.layers.values()) < MAX_KEPT
+
+
 class ApproximateDivergence(Divergence):
     """`Divergence` by `Predictor.at_every_prior`: the backward passes are run once, whatever the number of evaluations.
 
@@ -511,7 +518,7 @@ class FaithfulSearch:
         self.samples = self._all.samples
         if not self._all.rows:
             raise nothing_counts()
-        self._large = inputs_to_keep(posterior.layers.values()) < MAX_KEPT
+        self._large = is_large(posterior)
 
     def _on_first(self, kind: type[AnyDivergence], number: int) -> AnyDivergence:
         """The divergence on the first so many of the inputs."""

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Generator, Iterable, Iterator, Sequence
+from contextlib import contextmanager, nullcontext
 from dataclasses import replace
 from math import inf, isfinite, log, log1p, log10
 from typing import Any, NamedTuple
@@ -12,17 +13,20 @@ import torch
 from torch import Tensor
 
 from posthoc_uq.core.batches import Batch, BatchReader, batches, check_reusable
-from posthoc_uq.core.devices import as_double
+from posthoc_uq.core.devices import TEMPORARY_BYTES, as_double
 from posthoc_uq.core.errors import PosthocUQError, warn_user
 from posthoc_uq.core.model import replicate
 from posthoc_uq.core.randomness import isolated_random_state
-from posthoc_uq.fitting.faithful import Score, model_of, width_parameter_of, with_width
+from posthoc_uq.fitting.faithful import Score, is_large, model_of, width_parameter_of, with_width
+from posthoc_uq.heads.features import CACHE_BUDGETS
 from posthoc_uq.heads.predictor import Predictor
+from posthoc_uq.layers.proof import count_samples
 from posthoc_uq.likelihoods.weights import labelled, mean_of_labels
 from posthoc_uq.posteriors.posterior import Posterior
 from posthoc_uq.posteriors.search import SearchBar, Trial, Trials, search_decades
 from posthoc_uq.posteriors.settings import ABOUT, Hyperparameters, width_of
 
+_COMPARED = 16  # inputs on which approximate variances are compared with exact ones
 _MAX_COST = 0.003  # nats above the best NLL that a wider posterior may cost
 _MAX_HARM = 0.01  # nats that a posterior may lose against that of the fit, with `_ERRORS` ...
 _ERRORS = 2.0  # ... standard errors of that loss added
@@ -111,6 +115,46 @@ class HeldOutLoss(Score):
         self.by_sample = torch.zeros(0, dtype=torch.float64, device="cpu")
         self.untempered: Tensor | None = None
         self.temperature: float | None = None
+        self._at_every_prior: list[tuple[Any, Tensor]] | None = None
+        self._correction = 1.0
+
+    @contextmanager
+    def approximated(self) -> Generator[bool]:
+        """Evaluations within differ in the prior precision alone, and take one set of backward passes in all, by
+        `Predictor.at_every_prior`; gives whether the head has that, and the labels fit into memory.
+        """
+        found, nbytes = list[tuple[Any, Tensor]](), 0
+        self._predictor.refresh(self._seed)
+        for batch, targets in self._batches():
+            made = self._predictor.at_every_prior(*batch.args, **batch.kwargs)
+            nbytes += 0 if made is None else made.sums.nbytes
+            if made is None or nbytes > CACHE_BUDGETS * TEMPORARY_BYTES:
+                found.clear()
+                break
+            found.append((made, targets))
+            if len(found) == 1:
+                self._correction = self._exact_share(batch, made)
+        self._at_every_prior = found or None
+        try:
+            yield bool(found)
+        finally:
+            self._at_every_prior = None
+
+    def _exact_share(self, batch: Batch, made: Any) -> float:
+        """The exact variances of the first inputs, as a multiple of the approximate ones, on the mean."""
+        samples = count_samples(batch)
+        few = batch.narrow(0, min(samples, _COMPARED), samples)
+        exact: Any = self._predictor.distribution(*few.args, **few.kwargs)
+        near = made.at(width_of(self.posterior.settings, "prior_precision")).variance[: len(exact.variance)]
+        share = float(as_double(exact.variance).sum() / as_double(near).sum())
+        return share if isfinite(share) and share > 0 else 1.0
+
+    def _pairs(self) -> Iterator[tuple[Any, Any]]:
+        if self._at_every_prior is None:
+            return super()._pairs()
+        width = width_of(self.posterior.settings, "prior_precision")
+        share = self._correction
+        return ((made.at(width).times(share), targets) for made, targets in self._at_every_prior)
 
     def _batches(self) -> Iterator[tuple[Batch, Tensor]]:
         with isolated_random_state(self._seed):
@@ -287,6 +331,9 @@ class HeldOutSearch:
         correctly, every narrower posterior predicts them better, down to certainty. The prior of the temperature counts
         too; else a width would be chosen for the large temperature that comes with it.
 
+        Where the network is large and the head gives outputs at every prior precision from one set of backward passes,
+        all trials are made from these; what was chosen is then tried once more, exactly.
+
         Args:
             grid: the prior precisions to try in place of the search; losses are then those against the best of them.
         """
@@ -308,30 +355,39 @@ class HeldOutSearch:
                 tried[decade].losses, reference
             )
 
-        for value in (width_of(base, name),) if grid is None else grid:
-            at(log10(value / width_of(base, name)))
-        network = self._loss.of_network() if grid is None else inf
-        likelihood, step = self.posterior.likelihood, _FIRST_STEP
-        # of a density, certainty about a few labels is no reason
-        allowed = (
-            max(_MAX_COST, _MIN_EVIDENCE / max(1, self._loss.labels)) if likelihood.logits else _MAX_HARM
-        )
-        if grid is None and accepted(0.0):
-            # no wider than the evidence, which is wide, nor than a training found its variances
-            widest = _MAX_WIDER if likelihood.has_divergence else 0.0
-            widest = widest if name == "prior_precision" else min(widest, log10(width_of(base, name)))
-            self._loss.temperature = tried[0.0].trial.settings.temperature
-            while step <= widest and accepted(-step):
-                step *= 2
+        saves = grid is None and name == "prior_precision" and is_large(self.posterior)
+        in_one = self._loss.approximated() if saves else nullcontext(False)
+        with in_one as approximated:
+            for value in (width_of(base, name),) if grid is None else grid:
+                at(log10(value / width_of(base, name)))
+            network = self._loss.of_network() if grid is None else inf
+            likelihood, step = self.posterior.likelihood, _FIRST_STEP
+            # of a density, certainty about a few labels is no reason
+            allowed = (
+                max(_MAX_COST, _MIN_EVIDENCE / max(1, self._loss.labels)) if likelihood.logits else _MAX_HARM
+            )
+            if grid is None and accepted(0.0):
+                # no wider than the evidence, which is wide, nor than a training found its variances
+                widest = _MAX_WIDER if likelihood.has_divergence else 0.0
+                widest = widest if name == "prior_precision" else min(widest, log10(width_of(base, name)))
+                self._loss.temperature = tried[0.0].trial.settings.temperature
+                while step <= widest and accepted(-step):
+                    step *= 2
+                self._loss.temperature = None
+            elif grid is None:
+                while not accepted(step) and step < _MAX_NARROWER:
+                    step *= 2
+                refused = max(decade for decade in tried if decade < step)
+                while step - refused > _FIRST_STEP:
+                    middle = (refused + step) / 2
+                    refused, step = (refused, middle) if accepted(middle) else (middle, step)
+            chosen = min(filter(accepted, tried), default=max(tried))
+        if approximated:
+            nearly = tried[chosen].trial
+            self._loss.temperature = nearly.settings.temperature if chosen < 0 else None
+            tried[chosen] = self._try(nearly.settings)
             self._loss.temperature = None
-        elif grid is None:
-            while not accepted(step) and step < _MAX_NARROWER:
-                step *= 2
-            refused = max(decade for decade in tried if decade < step)
-            while step - refused > _FIRST_STEP:
-                middle = (refused + step) / 2
-                refused, step = (refused, middle) if accepted(middle) else (middle, step)
-        chosen = min(filter(accepted, tried), default=max(tried))
+            self.trials.trials.remove(nearly)
         self._best = tried[chosen].trial
         self.posterior.settings = self._best.settings
         self._note_width(ABOUT[name].label, min(each.trial.objective for each in tried.values()))

@@ -175,6 +175,15 @@ class GaussianOutputs(NamedTuple):
     variance: Tensor
     covariance: Tensor | Spread | None = None
 
+    def times(self, factor: float) -> GaussianOutputs:
+        """With all variances and covariances multiplied by a factor."""
+        covariance = self.covariance
+        if isinstance(covariance, Spread):
+            covariance = covariance.over(factor**-0.5)
+        elif covariance is not None:
+            covariance = covariance * factor
+        return GaussianOutputs(self.mean, self.variance * factor, covariance)
+
 
 def _view(model: nn.Module, posterior: Posterior) -> nn.Module:
     """The model as the posterior's fit took its outputs and its layers."""
