@@ -189,11 +189,10 @@ class LowRankDiagonal(Independent):
         inverse, basis = self._inverse_columns(), as_double(self._output_basis)
         groups, size, width_g, width_a = inverse.shape
         if not self._stiff:
-            blocks = (inverse.flatten(2).transpose(1, 2) @ inverse.flatten(2)).reshape(
-                groups, width_g, width_a, -1
-            )
-            blocks = _packed(blocks.unflatten(3, (width_g, width_a)).permute(0, 2, 4, 1, 3)).flatten(1, 2)
-            squares = (_pairs(basis) @ blocks.transpose(1, 2)).unflatten(2, (width_a, width_a))
+            columns = inverse.reshape(groups, size, size)
+            blocks = (columns.transpose(1, 2) @ columns).reshape(groups, width_g, width_a, width_g, width_a)
+            blocks = _packed(blocks.permute(0, 2, 4, 1, 3)).flatten(1, 2)
+            squares = (_pairs(basis) @ blocks.transpose(1, 2)).reshape(groups, basis.shape[1], width_a, width_a)
             squares = (squares + squares.transpose(2, 3)) / 2
             # as much as rounding may have taken from them
             rounding = squares.diagonal(dim1=2, dim2=3).sum(2) * 4 * torch.finfo(squares.dtype).eps
