@@ -114,13 +114,18 @@ class LowRankDiagonal(Independent):
         ``a <= a'`` and ``g <= g'``.
         """
         groups, width_g, width_a = self._roots.shape
-        weights = as_double(self.weights)
-        if self._shrink is not None:
-            weights = weights * as_double(self._shrink).square()
-        first = _contracted_pairs(weights, as_double(self._input_basis))
+        inputs, outputs = as_double(self._input_basis), as_double(self._output_basis)
         # Unpacked on the small side, so that the loop below copies whole (a, a) blocks.
-        first = first[..., _pair_index(width_a, first.device).flatten()]
-        packed = _pairs(as_double(self._output_basis)).transpose(-1, -2) @ first
+        unpacked = _pair_index(width_a, inputs.device).flatten()
+        packed = inputs.new_zeros(groups, width_g * (width_g + 1) // 2, width_a**2)
+        step = max(1, _CHUNK // max(1, groups * (packed.shape[1] + width_a**2)))
+        for start in range(0, outputs.shape[1], step):  # rows may be the words of a vocabulary
+            rows = slice(start, start + step)
+            weights = as_double(self.weights[:, rows])
+            if self._shrink is not None:
+                weights = weights * as_double(self._shrink[:, rows]).square()
+            first = _contracted_pairs(weights, inputs)[..., unpacked]
+            packed += _pairs(outputs[:, rows]).transpose(-1, -2) @ first
         packed = packed.reshape(groups, packed.shape[1], width_a, width_a)
         index, roots = _pair_index(width_g, packed.device), as_double(self._roots)
         full = packed.new_empty(groups, width_g, width_a, width_g, width_a)
