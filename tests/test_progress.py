@@ -9,6 +9,7 @@ import threading
 import time
 from collections.abc import Callable
 from functools import cache, partial
+from importlib import import_module
 from itertools import pairwise
 from typing import Any
 
@@ -21,8 +22,9 @@ from tqdm.auto import tqdm
 
 import posthoc_uq as uq
 from posthoc_uq.core import progress
-from posthoc_uq.core.batches import Bar
+from posthoc_uq.core.batches import Bar, Batch
 from posthoc_uq.core.progress import _bars, counted, in_parts, share
+from posthoc_uq.fitting.first_batch import pass_seconds
 
 
 @pytest.fixture
@@ -90,6 +92,25 @@ def test_what_a_fit_and_a_tuning_search_by_the_way_is_shown(
     assert re.search(r"^fitted in [\d.]+ s: .*other [\d.]+$", capsys.readouterr().err, re.M)
     uq.tune(posterior, task(model, x), criterion="likelihood")
     assert shown("faithful prior")
+
+
+def test_a_long_fit_says_beforehand_how_long_it_takes(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    model, x, fit_module = mlp(), inputs_of(4, samples=60), import_module("posthoc_uq.fitting.fit")
+    state = torch.get_rng_state()
+    uq.fit(model, task(model, x), "diag", prior_precision=1.0)
+    assert "will take" not in capsys.readouterr().err
+    monkeypatch.setattr(fit_module, "_LONG", 0.0)
+    monkeypatch.setattr(fit_module, "pass_seconds", lambda model, batch: (1.0, 3.0))
+    uq.fit(model, task(model, x), "kfac", prior_precision=1.0)
+    line = "this fit will take about 4 minutes for 60 samples on cpu; with layers='last' about 1 minute"
+    assert line in capsys.readouterr().err.splitlines()
+    monkeypatch.undo()
+    forward, whole = pass_seconds(model, Batch((x,)))
+    assert forward > 0 and whole > 0
+    assert torch.equal(state, torch.get_rng_state())
+    assert all(parameter.grad is None for parameter in model.parameters())
 
 
 def test_nothing_is_shown_without_progress(capsys: pytest.CaptureFixture[str]) -> None:

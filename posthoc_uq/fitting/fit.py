@@ -44,7 +44,7 @@ from posthoc_uq.curvature.sweep import SweepSettings, no_weight, squared_residua
 from posthoc_uq.files import buffers_fingerprint, check_numbers, check_settings, fingerprint
 from posthoc_uq.fitting.calibrate import calibrate
 from posthoc_uq.fitting.faithful import DIVERGENCE
-from posthoc_uq.fitting.first_batch import check_first_batch, on_few_samples
+from posthoc_uq.fitting.first_batch import check_first_batch, on_few_samples, pass_seconds
 from posthoc_uq.fitting.leave_one_out import (
     FEW_SAMPLES,
     UNASKED_GAP,
@@ -223,6 +223,8 @@ def fit(
         began = time.perf_counter()
         request = run_on_all_ranks(check, "checking the options")
         task = _dry_run(request)
+        if request.progress and not request.method.trains and world() == 1:
+            _tell_expected(task, request)
         task.seconds["dry run"] = time.perf_counter() - began
         parameters = dict(task.model.named_parameters())
         weight_prior = run_on_all_ranks(
@@ -271,6 +273,33 @@ def fit(
     if task.checkpoint is not None:
         task.checkpoint.remove()
     return posterior
+
+
+_LONG = 60.0  # seconds from which on a fit says beforehand how long it will take
+_OF_A_SWEEP = 1.3  # what a sample costs in a sweep, in passes
+_SEARCHED = 250  # what the search of a faithful prior costs in passes of samples, about; see `docs/methods/fit_cost.md`
+
+
+def _tell_expected(task: Task, request: _FitRequest) -> None:
+    """One line before the first sweep, of a fit that will take minutes."""
+    samples = task.samples_in_all
+    if samples is None:
+        return
+    forward, whole = pass_seconds(task.model, task.batch)
+    searched = 0 if request.divergence is None else _SEARCHED
+    passes = _OF_A_SWEEP * request.method.passes() * samples + searched
+
+    few = len(task.layers) == 1
+    expected = passes * (forward if few else whole)
+    if expected >= _LONG:
+        shorter = "" if few else f"; with layers='last' {_in_minutes(passes * forward)}"
+        told = f"{_in_minutes(expected)} for {samples:,} samples on {task.device}{shorter}"
+        print(f"this fit will take {told}", file=sys.stderr)
+
+
+def _in_minutes(seconds: float) -> str:
+    minutes = max(1, round(seconds / 60))
+    return f"about {minutes} minute{'s' if minutes > 1 else ''}"
 
 
 _SHOWN_SHARE = 0.05  # of a fit's time, from which a part is named
