@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from math import ceil
+from math import ceil, floor
 from typing import Any, Literal, get_args
 
 import torch
@@ -116,9 +116,10 @@ def quantile(scores: HeldOutScores, level: float) -> float:
     rank = ceil((scores.count + 1) * level - 1e-9)
     if rank > scores.count:
         needed = ceil(level / (1 - level) - 1e-9)
+        highest = floor(1e4 * scores.highest_level) / 1e4  # rounded up it would be refused, too
         raise PosthocUQError(
             f"A level of {level:g} needs {needed:,} held-out samples, and {scores.count:,} were kept for promises; ask "
-            f"for at most {scores.highest_level:.4g}, or calibrate with more."
+            f"for at most {highest:g}, or calibrate with more."
         )
     place = int(torch.searchsorted(scores.ranks, torch.tensor(rank, device="cpu")))
     return float(scores.values[place])
@@ -183,7 +184,8 @@ def class_scores(
 
 
 def set_of(probs: Tensor, scores: Tensor, thresholds: Tensor | float, allow_empty: bool = False) -> Tensor:
-    """The classes whose score is at most the threshold, ``(batch, classes)`` of booleans.
+    """The classes whose score is at most the threshold, ``(batch, classes)`` of booleans; every class where the scores
+    are NaN, since nothing speaks against one.
 
     Args:
         probs: ``(batch, classes)``.
@@ -191,7 +193,7 @@ def set_of(probs: Tensor, scores: Tensor, thresholds: Tensor | float, allow_empt
         thresholds: one, or one a class.
         allow_empty: whether a set may be empty; otherwise it then holds the most probable class.
     """
-    chosen = scores <= thresholds
+    chosen = ~(scores > thresholds)
     if not allow_empty:
         empty = ~chosen.any(-1, keepdim=True)
         chosen = chosen | (
