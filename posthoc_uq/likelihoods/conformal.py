@@ -105,6 +105,11 @@ def _ranks(count: int) -> Tensor:
     return (torch.arange(1, kept + 1, dtype=torch.int64, device="cpu") * count + kept - 1) // kept
 
 
+def rounded_down(share: float) -> float:
+    """A largest possible share as an error names it: rounded up it would be refused, too."""
+    return floor(1e4 * share) / 1e4
+
+
 def quantile(scores: HeldOutScores, level: float) -> float:
     """The ``ceil((n + 1) level)``-th smallest score, or of thinned scores the next larger one that was kept.
 
@@ -116,10 +121,9 @@ def quantile(scores: HeldOutScores, level: float) -> float:
     rank = ceil((scores.count + 1) * level - 1e-9)
     if rank > scores.count:
         needed = ceil(level / (1 - level) - 1e-9)
-        highest = floor(1e4 * scores.highest_level) / 1e4  # rounded up it would be refused, too
         raise PosthocUQError(
             f"A level of {level:g} needs {needed:,} held-out samples, and {scores.count:,} were kept for promises; ask "
-            f"for at most {highest:g}, or calibrate with more."
+            f"for at most {rounded_down(scores.highest_level):g}, or calibrate with more."
         )
     place = int(torch.searchsorted(scores.ranks, torch.tensor(rank, device="cpu")))
     return float(scores.values[place])
@@ -347,7 +351,7 @@ class Promises:
         if len(enough) == 0:
             raise PosthocUQError(
                 f"No share of the {scores.count:,} held-out inputs can be kept with an accuracy of {accuracy:g} by "
-                f"{name}; the best that is reached is {float(reached.max()):.4g}."
+                f"{name}; the best that is reached is {rounded_down(float(reached.max())):g}."
             )
         return float(scores.count - scores.ranks[enough[-1]] + 1) / (scores.count + 1)
 

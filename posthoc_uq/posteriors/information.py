@@ -192,7 +192,9 @@ class LowRankDiagonal(Independent):
             columns = inverse.reshape(groups, size, size)
             blocks = (columns.transpose(1, 2) @ columns).reshape(groups, width_g, width_a, width_g, width_a)
             blocks = _packed(blocks.permute(0, 2, 4, 1, 3)).flatten(1, 2)
-            squares = (_pairs(basis) @ blocks.transpose(1, 2)).reshape(groups, basis.shape[1], width_a, width_a)
+            squares = (_pairs(basis) @ blocks.transpose(1, 2)).reshape(
+                groups, basis.shape[1], width_a, width_a
+            )
             squares = (squares + squares.transpose(2, 3)) / 2
             # as much as rounding may have taken from them
             rounding = squares.diagonal(dim1=2, dim2=3).sum(2) * 4 * torch.finfo(squares.dtype).eps
