@@ -23,18 +23,19 @@ from posthoc_uq.likelihoods.selective import tail_of
 
 def test_quantile_and_p_value_by_their_definitions() -> None:
     generator = torch.Generator().manual_seed(0)
-    for count in (1, 9, 10, 57, 4096):
+    for count in (1, 9, 10, 57, 150, 4096):
         values = torch.randn(count, generator=generator, dtype=torch.float64).round(decimals=2)  # with ties
         kept = held_out_scores(values)
         ordered = sorted(values.tolist())
-        for level in (0.01, 0.3, 0.5, 0.9, 0.95):
+        for level in (0.01, 0.3, 0.5, 0.9, 0.95, 0.999):
             rank = math.ceil(round((count + 1) * level, 6))
             if rank <= count:
                 assert quantile(kept, level) == ordered[rank - 1]
             else:
                 needed = next(n for n in range(1, 10**4) if math.ceil(round((n + 1) * level, 6)) <= n)
-                with pytest.raises(PosthocUQError, match=f"needs {needed} held-out"):
+                with pytest.raises(PosthocUQError, match=f"needs {needed} held-out") as refused:
                     quantile(kept, level)
+                quantile(kept, float(str(refused.value).split("at most ")[1].split(",")[0]))  # the way out
         new = torch.cat(
             (values[:20], torch.randn(20, generator=generator), torch.tensor([math.inf, -math.inf]))
         )
@@ -88,6 +89,8 @@ def test_sets_against_a_loop_from_the_papers(kind: str) -> None:
     filled = set_of(probs, scores, -1.0)
     assert torch.equal(filled.nonzero()[:, 1], probs.argmax(-1))
     assert not bool(set_of(probs, scores, -1.0, allow_empty=True).any())
+    unknown = torch.full((1, probs.shape[1]), math.nan)
+    assert bool(set_of(unknown, class_scores(unknown, kind), 0.5).all())
 
 
 @pytest.mark.parametrize("count", [19, 100, 1000])

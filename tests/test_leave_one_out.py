@@ -210,6 +210,16 @@ def test_a_trained_parameter_that_nothing_initialises_needs_the_initial_state() 
         with_state(model, {"token": torch.zeros(4)})
 
 
+def test_weights_that_were_frozen_in_the_training_keep_their_values() -> None:
+    model = nn.Sequential(nn.Linear(4, 6), nn.ReLU(), nn.Linear(6, 2))
+    model[0].requires_grad_(False)
+    twin = untrained(model, [], seed=0)
+    kept = [torch.equal(twin.get_parameter(name), value) for name, value in model.named_parameters()]
+    assert kept == [True, True, False, False]
+    model.requires_grad_(False)  # after the training
+    assert not torch.equal(untrained(model, [], seed=0).get_parameter("0.weight"), model[0].weight)
+
+
 def test_a_memorised_regression_gets_the_noise_of_new_data() -> None:
     posterior, data, (x, y) = memorised_regression()
     posterior.noise_scale = 1.0  # that of the residuals

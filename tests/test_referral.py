@@ -121,6 +121,17 @@ def test_an_accuracy_keeps_the_most_that_have_it(ties: bool, count: int) -> None
         assert bool(flags[-1]), "what is beyond all held-out inputs is always referred"
 
 
+def test_what_an_error_proposes_is_not_refused() -> None:
+    for count in (1, 7, 120, 150, 5000):
+        score, wrong = torch.arange(count), torch.arange(count) % 7 == 5
+        promises = _promises({"entropy": score}, slice(None), {}, wrong)
+        for asked, words in ({"rate": 1e-6}, "at least "), ({"accuracy": 1 - 1e-6}, "reached is "):
+            with pytest.raises(uq.PosthocUQError) as refused:
+                uq.Referral(**asked, score="entropy").border(promises)
+            proposed = float(str(refused.value).split(words)[1].split(",")[0].rstrip("."))
+            uq.Referral(**dict.fromkeys(asked, proposed), score="entropy").border(promises)
+
+
 def test_the_rest_of_new_inputs_has_the_accuracy() -> None:
     generator, n, accuracy = torch.Generator().manual_seed(2), 300, 0.95
     found: list[float] = []

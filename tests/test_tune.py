@@ -320,6 +320,15 @@ def test_a_few_labels_without_a_mistake_make_nothing_narrower_than_the_fit(found
         assert trials.chosen is widest is not by_width[0]
 
 
+def test_one_label_chooses_the_best_of_a_grid() -> None:
+    """No standard error says that another is as good."""
+    model, train, (x, _) = good_network()
+    posterior, one = uq.fit(model, [train], progress=False), x[:1]
+    mistaken = [(one, 1 - model(one).argmax(1))]
+    trials = tune(posterior, mistaken, temperature=False, prior_precisions=[0.01, 1.0, 100.0])
+    assert trials.chosen is trials.best is trials.trials[0]
+
+
 @cache
 def overfitted_network() -> tuple[nn.Module, Data, Data]:
     """A network that knows its 20 inputs by heart, these, and others."""

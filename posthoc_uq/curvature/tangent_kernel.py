@@ -30,7 +30,8 @@ def untrained(model: nn.Module, batches: Sequence[Batch], seed: int) -> nn.Modul
     """A copy of a model with the weights that it could have had before its training.
 
     Every module that has `reset_parameters` is initialised anew. Parameters of other modules keep their values where
-    they need no gradient. Normalisation by batch statistics takes those of one pass over `batches`.
+    they need no gradient, and so do all such parameters where others need one: they were frozen in the training, and
+    had their values before it. Normalisation by batch statistics takes those of one pass over `batches`.
 
     Args:
         model: the trained model, which is not changed.
@@ -40,7 +41,8 @@ def untrained(model: nn.Module, batches: Sequence[Batch], seed: int) -> nn.Modul
     Raises:
         PosthocUQError: a parameter was trained, and no `reset_parameters` sets it.
     """
-    twin = replicate(model, {name: p.detach().clone() for name, p in model.named_parameters()})
+    own_values = {name: p.detach() for name, p in model.named_parameters()}
+    twin = replicate(model, {name: value.clone() for name, value in own_values.items()})
     trained = {name for name, parameter in model.named_parameters() if parameter.requires_grad}
     with isolated_random_state(seed), torch.no_grad():
         # modules before those that hold them, as nn.Module.apply does
@@ -54,6 +56,10 @@ def untrained(model: nn.Module, batches: Sequence[Batch], seed: int) -> nn.Modul
                     f"'{missed[0]}' belongs to a {type(module).__name__} without reset_parameters, so that its value "
                     f"before the training is not known; pass the untrained network, initial=model_or_state_dict."
                 )
+        if trained:
+            for name, parameter in twin.named_parameters():
+                if name not in trained:
+                    parameter.copy_(own_values[name])
         set_batch_statistics(twin, batches)
     return twin
 

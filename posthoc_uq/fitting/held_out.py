@@ -476,6 +476,8 @@ class HeldOutSearch:
         if reference is None or reference.shape != losses.shape:
             return False
         harm, count = losses - reference, max(1, self._loss.labels)
+        if not bool(harm.any()):  # the reference itself, also of a single sample
+            return True
         if len(harm) < 2:
             return False
         error = len(harm) ** 0.5 * float(harm.std()) / count

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from posthoc_uq.core.errors import PosthocUQError
 from posthoc_uq.core.options import check_option, one_of
-from posthoc_uq.likelihoods.conformal import JOINT, Promises, applying
+from posthoc_uq.likelihoods.conformal import JOINT, Promises, applying, rounded_down
 from posthoc_uq.likelihoods.prediction import SCORES, Prediction
 
 Inside = Annotated[float, Gt(0), Lt(1)]
@@ -103,7 +103,7 @@ class Referral:
         if rate < lowest:
             raise PosthocUQError(
                 f"A rate of {rate:g} needs more held-out samples than the {held_out.inputs[score].count:,} that were "
-                f"kept; give a rate of at least {lowest:.4g}, or calibrate with more."
+                f"kept; give a rate of at least {1 - rounded_down(1 - lowest):g}, or calibrate with more."
             )
         return rate
 

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from math import ceil
+from math import ceil, floor
 from typing import Any, Literal, get_args
 
 import torch
@@ -105,6 +105,11 @@ def _ranks(count: int) -> Tensor:
     return (torch.arange(1, kept + 1, dtype=torch.int64, device="cpu") * count + kept - 1) // kept
 
 
+def rounded_down(share: float) -> float:
+    """A largest possible share as an error names it: rounded up it would be refused, too."""
+    return floor(1e4 * share) / 1e4
+
+
 def quantile(scores: HeldOutScores, level: float) -> float:
     """The ``ceil((n + 1) level)``-th smallest score, or of thinned scores the next larger one that was kept.
 
@@ -118,7 +123,7 @@ def quantile(scores: HeldOutScores, level: float) -> float:
         needed = ceil(level / (1 - level) - 1e-9)
         raise PosthocUQError(
             f"A level of {level:g} needs {needed:,} held-out samples, and {scores.count:,} were kept for promises; ask "
-            f"for at most {scores.highest_level:.4g}, or calibrate with more."
+            f"for at most {rounded_down(scores.highest_level):g}, or calibrate with more."
         )
     place = int(torch.searchsorted(scores.ranks, torch.tensor(rank, device="cpu")))
     return float(scores.values[place])
@@ -183,7 +188,8 @@ def class_scores(
 
 
 def set_of(probs: Tensor, scores: Tensor, thresholds: Tensor | float, allow_empty: bool = False) -> Tensor:
-    """The classes whose score is at most the threshold, ``(batch, classes)`` of booleans.
+    """The classes whose score is at most the threshold, ``(batch, classes)`` of booleans; every class where the scores
+    are NaN, since nothing speaks against one.
 
     Args:
         probs: ``(batch, classes)``.
@@ -191,7 +197,7 @@ def set_of(probs: Tensor, scores: Tensor, thresholds: Tensor | float, allow_empt
         thresholds: one, or one a class.
         allow_empty: whether a set may be empty; otherwise it then holds the most probable class.
     """
-    chosen = scores <= thresholds
+    chosen = ~(scores > thresholds)
     if not allow_empty:
         empty = ~chosen.any(-1, keepdim=True)
         chosen = chosen | (
@@ -345,7 +351,7 @@ class Promises:
         if len(enough) == 0:
             raise PosthocUQError(
                 f"No share of the {scores.count:,} held-out inputs can be kept with an accuracy of {accuracy:g} by "
-                f"{name}; the best that is reached is {float(reached.max()):.4g}."
+                f"{name}; the best that is reached is {rounded_down(float(reached.max())):g}."
             )
         return float(scores.count - scores.ranks[enough[-1]] + 1) / (scores.count + 1)
 
