@@ -93,7 +93,7 @@ def test_a_weight_that_is_computed_from_others_is_refused_with_the_way_out(
     with pytest.raises(
         UnsupportedLayerError, match=r"'2': its weight is computed .*torch\.nn\.utils\..*remove_"
     ):
-        _fit(model, layers=layers)
+        _fit(model, layers=layers, unsupported="raise")
     take(model.get_submodule("2"))
     posterior = _fit(model, layers=layers)
     assert "2.weight" in posterior.mean
@@ -204,7 +204,7 @@ def test_a_weight_by_hooks_after_a_pass_with_gradients_is_refused_with_the_way_o
     with pytest.raises(
         UnsupportedLayerError, match=rf"'2': its weight is computed .*torch\.nn\.utils\.remove_{function}\("
     ):
-        _fit(model, layers=layers)
+        _fit(model, layers=layers, unsupported="raise")
 
 
 @pytest.mark.filterwarnings("ignore:.*is deprecated:FutureWarning")
@@ -291,6 +291,6 @@ def test_one_weight_with_two_biases_is_refused_with_the_way_out(layers: Any) -> 
     with pytest.raises(
         UnsupportedLayerError, match=r"'first' \(Linear\) and 'second' .*posthoc_uq\.untied\(model, 'first'\)"
     ):
-        _fit(model, layers=layers)
+        _fit(model, layers=layers, unsupported="raise")
     found = _fit(uq.untied(model, "first"), layers=layers)
     assert set(found.layers) == ({"first", "second", "readout"} if layers == "all" else set(layers))

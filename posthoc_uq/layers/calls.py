@@ -1,4 +1,4 @@
-"""Calls of a running model that are watched or replaced, and attention opened up so that its calls can be."""
+"""Calls of a running model that are watched or replaced; attention and recurrent layers are opened up for it."""
 
 from __future__ import annotations
 
@@ -13,6 +13,7 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.overrides import TorchFunctionMode
 
+from posthoc_uq.layers.recurrence import opened_recurrence
 from posthoc_uq.layers.rules import AffineCall, affine_call
 
 
@@ -32,13 +33,19 @@ open_attention: Callable[..., Any] = _opened()
 
 
 class CallMode(TorchFunctionMode):
-    """Shows torch's functions to `called` while a model runs; attention as the functions that it consists of."""
+    """Shows torch's functions to `called` while a model runs; attention and recurrent layers as the functions that they
+    consist of.
+    """
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
         if func is F.multi_head_attention_forward:
             with self:
                 return open_attention(*args, **kwargs)
+        opened = opened_recurrence(func, args, kwargs)
+        if opened is not None:
+            with self:
+                return opened()
         return self.called(func, types, args, kwargs)
 
     def called(self, func: Any, types: Any, args: Any, kwargs: dict[str, Any]) -> Any:

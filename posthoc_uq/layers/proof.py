@@ -316,13 +316,15 @@ def prepare(
         model: the user's model; copies of it are run.
         batch: its first samples are used.
         selection: of the layers.
-        unsupported: ``"raise"`` an error for a layer whose gradient cannot be rebuilt, or ``"skip"`` it.
+        unsupported: ``"raise"`` an error for a layer whose gradient cannot be rebuilt, or ``"skip"`` it, if it was not
+            asked for by its name or as the last one.
         autocast: whether the forward pass runs in mixed precision.
         prove: whether gradients are caught at all. Without it a weight that is only used in matrix products of the
             user's own code is left out: without a gradient nothing shows that it is a layer.
 
     Raises:
-        UnsupportedLayerError: a chosen layer's gradient cannot be rebuilt, and `unsupported` is not ``"skip"``.
+        UnsupportedLayerError: a chosen layer's gradient cannot be rebuilt, and it may not be skipped, or no other layer
+            is left.
         PosthocUQError: the selection names no weighted layer, or the model none at all.
     """
     samples = count_samples(batch)
@@ -351,15 +353,20 @@ def prepare(
     unnamed = selection == "all" or callable(selection)
     undecided = {t.layer.name for t in broken if unnamed and _may_be_no_layer(t)}
     errors = {name: reason for name, reason in failures.items() if name not in undecided}
-    if errors and unsupported == "raise":
-        listed = "; ".join(f"'{name}': {reason}" for name, reason in errors.items())
-        raise UnsupportedLayerError(
-            f"Unsupported layers: {listed}. Pass unsupported='skip' to leave them deterministic."
-        )
+    listed = "; ".join(f"'{name}': {reason}" for name, reason in errors.items())
+    if errors and (unsupported == "raise" or not unnamed or not layers):
+        advice = ""
+        if not unnamed:
+            advice = " layers='all', the default, leaves out what cannot have a posterior."
+        elif layers:
+            advice = " Pass unsupported='skip' to leave them deterministic."
+        raise UnsupportedLayerError(f"Unsupported layers: {listed}.{advice}")
     if not layers:
         raise PosthocUQError("No weighted layer is left to fit a posterior over.")
     covered = {name for layer in layers.values() for name in layer.parameter_names}
     warning = without_posterior(reference.parameters, reference.asked_for(selection), covered)
+    if errors:
+        warning = f"{warning or 'Some weights get no posterior.'} Not caught: {listed}."
     deterministic = reference.deterministic(covered, failures)
     return Prepared(model, capture, layers, deterministic, reference.pull[0].numel(), warning)
 

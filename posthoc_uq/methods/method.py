@@ -31,8 +31,8 @@ class Method(Options, ABC):
     """A way to fit a posterior, with the fields that all methods have.
 
     Attributes:
-        unsupported: ``"raise"`` an error for layers whose gradients cannot be caught, or ``"skip"`` them, which leaves
-            them deterministic.
+        unsupported: ``"skip"`` layers whose gradients cannot be caught, with a warning: their weights count as certain;
+            or ``"raise"`` an error, as for layers that were asked for by name.
         dtype: of the statistics: `torch.float32` or `torch.float64`; by default float32, or wider where the model is.
         memory_budget: bytes that one temporary of the statistics may take; by default 256 MiB.
         checkpoint_every: batches between two writes of the checkpoint, where the fit has one.
@@ -51,7 +51,7 @@ class Method(Options, ABC):
     proves_gradients: ClassVar[bool] = True
     """Whether the dry run must catch and prove the gradients of every layer, as sweeps and the linearised head need."""
 
-    unsupported: Unsupported = "raise"
+    unsupported: Unsupported = "skip"
     dtype: torch.dtype | None = None
     memory_budget: Bytes | None = None
     checkpoint_every: Count = field(default=100, metadata=WITHOUT_EFFECT)

@@ -1,0 +1,159 @@
+"""Recurrent layers: opened up they are torch's own, and their posteriors agree with autograd."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from itertools import product
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.nn.utils.rnn import pack_padded_sequence
+from torch.utils._pytree import tree_leaves
+
+import posthoc_uq as uq
+from posthoc_uq.layers.calls import CallWatcher
+
+KINDS: dict[str, Callable[..., nn.Module]] = {
+    "lstm": nn.LSTM,
+    "projected": lambda *args, **kwargs: nn.LSTM(*args, proj_size=3, **kwargs),
+    "gru": nn.GRU,
+    "tanh": nn.RNN,
+    "relu": lambda *args, **kwargs: nn.RNN(*args, nonlinearity="relu", **kwargs),
+}
+SAMPLES, STEPS = 12, 5
+
+
+def _x(*shape: int) -> Tensor:
+    return torch.randn(*shape, generator=torch.Generator().manual_seed(1), dtype=torch.float64)
+
+
+def _opened(module: nn.Module, *args: Any) -> tuple[list[Tensor], int]:
+    calls: list[Any] = []
+    with CallWatcher(None, lambda call, output: calls.append(call), anchored=False):
+        found = module(*args)
+    return tree_leaves(found), len(calls)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_an_opened_layer_is_torchs_own(kind: str) -> None:
+    torch.manual_seed(0)
+    for layers, bias, both, first in product((1, 2), (True, False), (True, False), (True, False)):
+        module = KINDS[kind](4, 5, layers, bias=bias, bidirectional=both, batch_first=first).double()
+        state = tree_leaves(module(_x(3, 3, 4))[1])
+        initial = tuple(torch.randn_like(part) for part in state)
+        given: list[tuple[Any, ...]] = [(), (initial if len(initial) > 1 else initial[0],)]
+        for args in given:
+            expected = tree_leaves(module(_x(3, 3, 4), *args))
+            found, calls = _opened(module, _x(3, 3, 4), *args)
+            assert calls == layers * (1 + both) * (1 + 3 * (1 + (kind == "projected")))
+            torch.testing.assert_close(found, expected)
+        gradients = [
+            torch.autograd.grad(outputs[0].square().sum(), list(module.parameters()))
+            for outputs in (tree_leaves(module(_x(3, 3, 4))), _opened(module, _x(3, 3, 4))[0])
+        ]
+        torch.testing.assert_close(*gradients)
+
+
+@pytest.mark.parametrize("kind", [nn.LSTMCell, nn.GRUCell, nn.RNNCell])
+def test_an_opened_cell_is_torchs_own(kind: type[nn.Module]) -> None:
+    torch.manual_seed(0)
+    module = kind(4, 5).double()
+    found, calls = _opened(module, _x(3, 4))
+    torch.testing.assert_close(found, tree_leaves(module(_x(3, 4))))
+    assert calls == 2
+
+
+class Classifier(nn.Module):
+    def __init__(self, kind: str, **options: Any) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.inner = KINDS[kind](3, 4, batch_first=True, **options)
+        self.readout = nn.Linear(8 if options.get("bidirectional") else 3 if kind == "projected" else 4, 3)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.readout(self.inner(x)[0][:, -1])
+
+
+def _fit(model: nn.Module, method: str, **options: Any) -> uq.Posterior:
+    data = [(_x(SAMPLES, STEPS, 3), torch.arange(SAMPLES) % 3)]
+    return uq.fit(model, data, method, prior_precision=1.0, fisher="exact", progress=False, **options)
+
+
+def _jacobians(model: nn.Module, x: Tensor, names: list[str]) -> dict[str, Tensor]:
+    """Of each sample's logits, by autograd: ``(samples, classes, *shape)``."""
+    rows: dict[str, list[Tensor]] = {name: [] for name in names}
+    weights = dict(model.named_parameters())
+    for sample in x.split(1):
+        logits = model(sample)[0]
+        each = [
+            torch.autograd.grad(logit, [weights[n] for n in names], retain_graph=True) for logit in logits
+        ]
+        for place, name in enumerate(names):
+            rows[name].append(torch.stack([gradients[place] for gradients in each]))
+    return {name: torch.stack(parts) for name, parts in rows.items()}
+
+
+@pytest.mark.parametrize(
+    ("kind", "options"),
+    [("lstm", {}), ("projected", {}), ("gru", {"bidirectional": True}), ("tanh", {"num_layers": 2})],
+)
+def test_diagonals_and_predictions_agree_with_autograd(kind: str, options: dict[str, Any]) -> None:
+    model = Classifier(kind, **options).double().eval()
+    posterior = _fit(model, "diag")
+    names = [name for name, _ in model.named_parameters()]
+    assert set(posterior.mean) == set(names)  # every weight and bias
+    x = _x(SAMPLES, STEPS, 3)
+    jacobians = _jacobians(model, x, names)
+    probs = model(x).softmax(1).detach()
+    hessian = torch.diag_embed(probs) - probs.unsqueeze(2) * probs.unsqueeze(1)
+    variance = 0.0
+    for name in names:
+        jacobian = jacobians[name].flatten(2)
+        precision = torch.einsum("scp,scd,sdp->p", jacobian, hessian, jacobian) + 1.0
+        torch.testing.assert_close(posterior.variance()[name].flatten(), 1 / precision)
+        variance = variance + torch.einsum("scp,p->sc", jacobian.square(), 1 / precision)
+    found = uq.wrap(model, posterior)(x)
+    assert isinstance(found, uq.ClassPrediction)
+    torch.testing.assert_close(found.logits_variance, variance)
+
+
+@pytest.mark.parametrize("method", ["inf", "kfac", "efb"])
+def test_every_head_predicts_and_a_file_keeps_it(method: str, tmp_path: Path) -> None:
+    model = Classifier("lstm").eval()
+    data = [(_x(SAMPLES, STEPS, 3).float(), torch.arange(SAMPLES) % 3)]
+    posterior = uq.fit(model, data, method, prior_precision=100.0, progress=False)
+    uq.save(posterior, tmp_path / "p.h5")
+    loaded = uq.load(tmp_path / "p.h5", model)
+    heads: dict[str, dict[str, Any]] = {
+        "linearized": {},
+        "sampling": {"n_samples": 2000, "seed": 0},
+        "moments": {},
+    }
+    x = data[0][0]
+    variances = {}
+    for head, options in heads.items():
+        variances[head] = uq.wrap(model, posterior, head, **options)(x).logits_variance
+        torch.testing.assert_close(
+            uq.wrap(model, loaded, head, **options)(x).logits_variance, variances[head]
+        )
+    # near the trained weights the network is linear in them
+    torch.testing.assert_close(variances["sampling"], variances["linearized"], rtol=0.25, atol=1e-3)
+    assert 0.3 < float((variances["moments"] / variances["linearized"]).mean()) < 3
+
+
+class Packed(Classifier):
+    def forward(self, x: Tensor) -> Tensor:
+        lengths = torch.full((len(x),), STEPS)
+        return self.readout(self.inner(pack_padded_sequence(x, lengths, batch_first=True))[1][0][-1])
+
+
+def test_packed_sequences_are_left_out_with_a_warning() -> None:
+    model = Packed("lstm").double().eval()
+    with pytest.warns(UserWarning, match=r"Weights without a posterior, \d+% of all weights: 'inner\.weight"):
+        posterior = _fit(model, "kfac")
+    assert list(posterior.layers) == ["readout"]
+    with pytest.raises(uq.UnsupportedLayerError, match="'inner'"):
+        _fit(model, "kfac", unsupported="raise")
