@@ -144,6 +144,23 @@ def test_every_head_predicts_and_a_file_keeps_it(method: str, tmp_path: Path) ->
     assert 0.3 < float((variances["moments"] / variances["linearized"]).mean()) < 3
 
 
+def test_a_tagger_fits_at_first_try() -> None:
+    """Labels of every step say that the classes are the last dimension of the outputs."""
+
+    class Tagger(Classifier):
+        def forward(self, x: Tensor) -> Tensor:
+            return self.readout(self.inner(x)[0])
+
+    model = Tagger("lstm").eval()
+    x, y = _x(SAMPLES, STEPS, 3).float(), torch.arange(SAMPLES * STEPS).reshape(SAMPLES, STEPS) % 3
+    posterior = uq.fit(model, [(x, y)], progress=False)
+    assert posterior.likelihood.layout.class_dim == -1  # type: ignore[attr-defined]
+    assert uq.wrap(model, posterior)(x).probs.shape == (SAMPLES, STEPS, 3)  # type: ignore[attr-defined]
+    # where they would fit both dimensions, it is the usual one
+    square = uq.fit(model, [(x[:, :3], y[:, :3])], "diag", prior_precision=1.0, progress=False)
+    assert square.likelihood.layout.class_dim == 1  # type: ignore[attr-defined]
+
+
 class Packed(Classifier):
     def forward(self, x: Tensor) -> Tensor:
         lengths = torch.full((len(x),), STEPS)

@@ -54,7 +54,7 @@ from posthoc_uq.fitting.leave_one_out import (
 from posthoc_uq.fitting.prior import Prior, check_weight_prior, prior_and_budget, set_prior, weight_prior_of
 from posthoc_uq.fitting.wrap import head_class
 from posthoc_uq.layers.proof import PROBE_SAMPLES, Selection, check_selection, count_samples, prepare
-from posthoc_uq.likelihoods import Likelihood, resolve_likelihood
+from posthoc_uq.likelihoods import Categorical, Likelihood, resolve_likelihood
 from posthoc_uq.methods import METHODS, Method, method_of
 from posthoc_uq.methods.checkpoint import (
     Checkpoint,
@@ -223,6 +223,7 @@ def fit(
         began = time.perf_counter()
         request = run_on_all_ranks(check, "checking the options")
         task = _dry_run(request)
+        request = replace(request, likelihood=task.settings.likelihood)
         if request.progress and not request.method.trains and world() == 1:
             _tell_expected(task, request)
         task.seconds["dry run"] = time.perf_counter() - began
@@ -408,12 +409,13 @@ def _dry_run(request: _FitRequest) -> Task:
         dtype=run_on_all_ranks(lambda: statistics_dtype(model, method.dtype), "checking dtype"),
         progress=request.progress,
         output=request.output,
+        by_name=request.by_name,
     )
     task.val_loader = request.val_loader
 
     def look() -> list[str]:
         with isolated_random_state(seed):
-            return check_first_batch(model, task.model, task.batch, likelihood, request.by_name)
+            return check_first_batch(model, task.model, task.batch, task.settings.likelihood, request.by_name)
 
     warnings = run_on_all_ranks(look, "the dry run")
     for warning in (task.prepared.warning, *warnings):
@@ -434,6 +436,7 @@ def prepared_task(
     dtype: torch.dtype,
     progress: bool,
     output: Output | None = None,
+    by_name: bool = False,
 ) -> Task:
     """The task of a method, after a dry run on the first batch.
 
@@ -448,6 +451,7 @@ def prepared_task(
         dtype: of the statistics.
         progress: whether sweeps show a bar.
         output: which part of what the model returns its outputs are; None to find it, or for that of a view.
+        by_name: whether the likelihood was given by its name alone; then the labels' shape says where classes are.
 
     Raises:
         UnsupportedLayerError: a layer's gradients cannot be caught.
@@ -471,10 +475,11 @@ def prepared_task(
                     autocast=autocast,
                     prove=method.proves_gradients,
                 )
-                features = find_features(prepared.model, batch, autocast, likelihood)
+                observed = _of_shapes(view, batch, likelihood) if by_name else likelihood
+                features = find_features(prepared.model, batch, autocast, observed)
             pointwise = None if features is None or not features.pointwise else features.layer.name
             settings = SweepSettings(
-                reader, likelihood, seed=seed, dtype=dtype, progress=progress, by_position=pointwise
+                reader, observed, seed=seed, dtype=dtype, progress=progress, by_position=pointwise
             )
             return Task(prepared.model, prepared, all_batches, batch, settings, device, budget, features)
 
@@ -498,6 +503,19 @@ def _choice(model: nn.Module, batch: Batch, output: Output | None) -> Choice | N
 
     part, returned = on_few_samples(run, batch, PROBE_SAMPLES)
     return guessed_choice(returned, count_samples(part))
+
+
+def _of_shapes(model: nn.Module, batch: Batch, likelihood: Likelihood) -> Likelihood:
+    """A likelihood of classes with these in the dimension in which labels of several positions fit the outputs."""
+    if type(likelihood) is not Categorical or batch.targets is None or batch.targets.ndim < 2:
+        return likelihood
+
+    def run(part: Batch) -> Tensor:
+        with torch.no_grad():
+            return part.copied().call(replicate(model))
+
+    part, outputs = on_few_samples(run, batch, PROBE_SAMPLES)
+    return likelihood if part.targets is None else likelihood.of_shapes(outputs, part.targets)
 
 
 def _first_batch(loader: Iterable[Any], reader: BatchReader) -> tuple[Batch, Iterable[Any]]:

@@ -62,16 +62,7 @@ def opened_recurrence(func: Any, args: Any, kwargs: dict[str, Any]) -> Callable[
     if kwargs or (func not in _LAYERS and func not in _CELLS):
         return None
     if func in _CELLS:
-        inputs, hidden, w_ih, w_hh, b_ih, b_hh = (*args, *[None] * (6 - len(args)))
-        step, many = _STEPS[_CELLS[func]], isinstance(hidden, (tuple, list))
-
-        def cell() -> Any:
-            state = step(
-                F.linear(inputs, w_ih, b_ih), tuple(hidden) if many else (hidden,), (w_hh, b_hh, None)
-            )
-            return state if many else state[0]
-
-        return cell if inputs.ndim == 2 else None
+        return (lambda: _cell(_CELLS[func], *args)) if args[0].ndim == 2 else None
     if isinstance(args[3], (tuple, list)) or args[0].ndim != 3:
         return None
     return lambda: _sequence(_LAYERS[func], *args)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Iterable, Iterator
+from dataclasses import replace
 from itertools import chain
 from math import pi, prod
 from typing import Annotated, Any, ClassVar, Literal
@@ -222,6 +223,15 @@ class Categorical(Likelihood):
         )
 
     # Gradients, for the Fisher
+
+    def of_shapes(self, outputs: Tensor, targets: Tensor) -> Categorical:
+        """The same with its classes in the other dimension, where these targets fit only that one."""
+        other = replace(self.layout, class_dim=-self.layout.class_dim)
+        shape = tuple(targets.shape)
+        fits = [shape == (len(outputs), *layout.positions(outputs)) for layout in (self.layout, other)]
+        if fits != [False, True]:
+            return self
+        return Categorical(other.class_dim, other.ignore_index, label_smoothing=self.label_smoothing)
 
     def score(self, outputs: Tensor, targets: Tensor) -> Tensor:
         """``softmax - one_hot`` where a position counts, less the label's share that is spread over all classes."""

@@ -146,8 +146,8 @@ class Prediction(ABC):
 
     def to(self: AnyPrediction, device: torch.device | str) -> AnyPrediction:
         """The same prediction with its tensors on `device`; it is completed first where that is another one."""
-        here = next(iter(self._stored().values())).device
-        whole = self if here == torch.device(device) else self.completed()
+        moves = any(tensor.device != torch.device(device) for tensor in self._stored().values())
+        whole = self.completed() if moves else self
         known = whole._stored()
         return whole.changed(**dict(zip(known, moved(known.values(), device), strict=True)))
 
