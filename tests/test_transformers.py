@@ -401,36 +401,44 @@ def test_the_code_of_the_guide_runs(tmp_path: Path, monkeypatch: pytest.MonkeyPa
     assert "TABLE" not in document and "COST" not in document
 
 
-def test_a_decoder_that_reads_the_encoders_inputs_is_said_aloud() -> None:
-    model = seeded(
-        lambda: hf.BartForConditionalGeneration(
-            hf.BartConfig(
-                vocab_size=WORDS, d_model=16, encoder_layers=1, decoder_layers=1, encoder_attention_heads=2,
-                decoder_attention_heads=2, encoder_ffn_dim=16, decoder_ffn_dim=16, max_position_embeddings=16,
-            )
-        )
-    )  # fmt: skip
-    inputs, options = {"input_ids": IDS, "attention_mask": MASK}, {"layers": "last", "progress": False}
+def bart() -> nn.Module:
+    sizes = {"encoder_layers": 1, "decoder_layers": 1, "encoder_ffn_dim": 16, "decoder_ffn_dim": 16}
+    heads = {"encoder_attention_heads": 2, "decoder_attention_heads": 2}
+    config = hf.BartConfig(vocab_size=WORDS, d_model=16, max_position_embeddings=16, **sizes, **heads)
+    return seeded(lambda: hf.BartForConditionalGeneration(config))
+
+
+@pytest.mark.parametrize("make", [t5, bart])
+def test_an_encoder_decoder_fits_from_inputs_and_labels(make: Callable[[], Any]) -> None:
+    """Labels make the decoder's inputs, as inside the model where they are passed."""
+    model, options = (
+        make(),
+        {"likelihood": TOKENS, "layers": "last", "prior_precision": 2.0, "progress": False},
+    )
+    batch = {"input_ids": IDS, "attention_mask": MASK, "labels": IDS}
+    posterior = uq.fit(model, [batch], "diag", **options)
+    predictor = uq.wrap(model, posterior)
+    given = {"input_ids": IDS, "attention_mask": MASK}
+    given["decoder_input_ids"] = model.prepare_decoder_input_ids_from_labels(IDS)
+    found = predictor(**given)
+    torch.testing.assert_close(found.logits_mean, model(**batch).logits)
+    for same in (predictor(batch), predictor.predict([batch], progress=False)):
+        assert torch.equal(same.probs, found.probs)
+    tuned = uq.tune(posterior, [batch], prior_precisions=[2.0], progress=False)
+    measured = uq.evaluate({"plain": model, "posterior": predictor}, [batch], progress=False).metrics
+    assert measured["posterior"]["NLL"] == pytest.approx(tuned.chosen.objective, rel=1e-4)
+
+
+def test_an_encoder_decoder_without_labels_says_what_its_decoder_lacks() -> None:
+    options: dict[str, Any] = {
+        "layers": "last",
+        "prior_precision": 2.0,
+        "progress": False,
+        "likelihood": TOKENS,
+    }
+    with pytest.raises(uq.PosthocUQError, match=r"put decoder_input_ids="):
+        uq.fit(t5(), [(IDS, IDS)], "diag", **options)
     with pytest.warns(
         UserWarning, match="without decoder_input_ids, so its decoder reads the encoder's inputs"
     ):
-        uq.fit(model, [(inputs, IDS)], "diag", likelihood=TOKENS, prior_precision=2.0, **options)
-    inputs["decoder_input_ids"] = model.prepare_decoder_input_ids_from_labels(IDS)
-    with warnings.catch_warnings(record=True) as caught:
-        warnings.simplefilter("always")
-        uq.fit(model, [(inputs, IDS)], "diag", likelihood=TOKENS, prior_precision=2.0, **options)
-    assert not [w for w in caught if "decoder" in str(w.message)]
-
-
-def test_an_encoder_decoder_whose_labels_were_taken_out_says_so() -> None:
-    model, options = t5(), {"likelihood": TOKENS, "layers": "last", "prior_precision": 2.0, "progress": False}
-    batch = {"input_ids": IDS, "attention_mask": MASK, "labels": IDS}
-    message = r"ValueError.*labels were taken out of the batch as targets: put decoder_input_ids="
-    with pytest.raises(uq.PosthocUQError, match=message):
-        uq.fit(model, [batch], "diag", **options)
-    batch["decoder_input_ids"] = model.prepare_decoder_input_ids_from_labels(IDS)
-    predictor = uq.wrap(model, uq.fit(model, [batch], "diag", **options))
-    assert torch.equal(predictor(batch).probs, predictor.predict([batch], progress=False).probs)
-    del batch["decoder_input_ids"]
-    with pytest.raises(uq.PosthocUQError, match=message):
-        predictor(batch)
+        uq.fit(bart(), [(IDS, IDS)], "diag", **options)

@@ -167,6 +167,7 @@ class BatchReader(Options):
         batch_to_weights: from a batch to the weights of its samples.
         dtype: of the model, which arrays of floating-point numbers among the inputs become; tensors keep theirs.
         names: of the model's arguments; None where it takes any, or they are not known.
+        decoder_inputs: from labels to the inputs of the model's decoder; None where it has none.
     """
 
     device: torch.device
@@ -175,6 +176,7 @@ class BatchReader(Options):
     batch_to_weights: BatchFunction | None = None
     dtype: torch.dtype = torch.float32
     names: tuple[str, ...] | None = None
+    decoder_inputs: BatchFunction | None = None
 
     @classmethod
     def of(
@@ -183,10 +185,16 @@ class BatchReader(Options):
         batch_to_inputs: BatchFunction | None = None,
         batch_to_targets: BatchFunction | None = None,
         batch_to_weights: BatchFunction | None = None,
+        *,
+        device: torch.device | None = None,
     ) -> BatchReader:
-        """A reader for a model: with its device and its number type."""
+        """A reader for a model: with its device, unless another is given, its number type and its arguments."""
         functions = batch_to_inputs, batch_to_targets, batch_to_weights
-        return cls(model_device(model), *functions, model_dtype(model), argument_names(model))
+        place = model_device(model) if device is None else device
+        decoder_inputs = None
+        if getattr(getattr(unwrap(model), "config", None), "is_encoder_decoder", False):
+            decoder_inputs = getattr(unwrap(model), "prepare_decoder_input_ids_from_labels", None)
+        return cls(place, *functions, model_dtype(model), argument_names(model), decoder_inputs)
 
     def read(self, batch: Any) -> Batch:
         """A `Batch` on the device.
@@ -201,6 +209,9 @@ class BatchReader(Options):
             targets = self.batch_to_targets(batch)
         targets = None if targets is None else _target_tensor(targets)
         weights = None if self.batch_to_weights is None else checked_weights(self.batch_to_weights(batch))
+        lacking = isinstance(inputs, Mapping) and not _DECODER_NAMES & set(cast(Mapping[str, Any], inputs))
+        if lacking and self.decoder_inputs is not None and targets is not None:
+            inputs = {**inputs, "decoder_input_ids": self.decoder_inputs(targets)}
         args: tuple[Any, ...] = ()
         kwargs: dict[str, Any] = {}
         if isinstance(inputs, Mapping):
@@ -433,6 +444,7 @@ LOADER = (
     "takes any other apart."
 )
 
+_DECODER_NAMES = {"decoder_input_ids", "decoder_inputs_embeds"}
 DECODER_INPUTS = (
     "put decoder_input_ids=model.prepare_decoder_input_ids_from_labels(labels) into every batch, here and for "
     "predictions."
@@ -453,7 +465,7 @@ def batch_of_call(
     posterior takes a whole mapping, list or tuple as its only argument (`count_samples`).
     """
     if len(args) == 1 and not kwargs and _of_a_loader(args[0]):
-        read = BatchReader(device, dtype=model_dtype(model), names=argument_names(model)).read(args[0])
+        read = BatchReader.of(model, device=device).read(args[0])
         return Batch(read.args, None, read.kwargs)
     if not any(is_array(value) for value in (*args, *kwargs.values())):
         return Batch(args, None, kwargs)
@@ -591,7 +603,7 @@ def lacks_decoder_inputs(network: nn.Module, batch: Batch) -> bool:
     """Whether a model of transformers with an encoder and a decoder is called without inputs of the decoder."""
     if not getattr(getattr(network, "config", None), "is_encoder_decoder", False):
         return False
-    return len(batch.args) < 2 and not {"decoder_input_ids", "decoder_inputs_embeds"} & set(batch.kwargs)
+    return len(batch.args) < 2 and not _DECODER_NAMES & set(batch.kwargs)
 
 
 def _other_names(network: nn.Module, batch: Batch) -> str:

@@ -22,14 +22,13 @@ from posthoc_uq.core.batches import (
     Batch,
     BatchFunction,
     BatchReader,
-    argument_names,
     batches,
     check_loader,
     explained,
 )
 from posthoc_uq.core.errors import PosthocUQError
 from posthoc_uq.core.interrupts import orderly
-from posthoc_uq.core.model import model_device, model_dtype, replicate
+from posthoc_uq.core.model import replicate
 from posthoc_uq.core.options import Count, Natural, check_option, known_arguments, one_of, shown
 from posthoc_uq.core.outputs import Choice, output_tensor
 from posthoc_uq.core.randomness import isolated_random_state
@@ -176,16 +175,12 @@ class _Row:
     Attributes:
         name: in the tables.
         call: from a batch to its prediction.
-        device: where it takes its inputs.
-        dtype: of its weights, which arrays of floating-point numbers become.
-        argument_names: of what it takes; None where that is anything, or not known.
+        reader: of batches for it.
     """
 
     name: str
     call: Callable[[Batch], Prediction]
-    device: torch.device
-    dtype: torch.dtype
-    argument_names: tuple[str, ...] | None = None
+    reader: BatchReader
 
 
 @dataclass(frozen=True)
@@ -256,9 +251,7 @@ def _row(name: str, model: Any, plain: _Plain) -> _Row:
         return _Row(
             name or model.head,
             lambda batch: model(*batch.args, **batch.kwargs),
-            model.device,
-            model_dtype(model.model),
-            argument_names(model.model),
+            BatchReader.of(model.model, device=model.device),
         )
     if isinstance(model, nn.Module):
         twin = replicate(model)
@@ -271,14 +264,12 @@ def _row(name: str, model: Any, plain: _Plain) -> _Row:
                 output = choice.of(output)
             return plain.prediction(output)
 
-        return _Row(name or "model", predict, model_device(twin), model_dtype(twin), argument_names(twin))
+        return _Row(name or "model", predict, BatchReader.of(twin))
     if callable(model):
         return _Row(
             name or "function",
             lambda batch: plain.prediction(model(*batch.args, **batch.kwargs)),
-            torch.device("cpu"),
-            torch.float32,
-            None,
+            BatchReader(torch.device("cpu")),
         )
     raise PosthocUQError(
         f"evaluate takes a predictor from uq.wrap, a model, or a mapping of names to those; not a "
@@ -413,10 +404,8 @@ def evaluate(
     n_examples = check_option("n_examples", n_examples, Natural)
     names = None if class_names is None else _listed("class_names", class_names)
     check_option("display", display, Callable[..., Any] | None)
-    first = rows[0]
-    reader = BatchReader(
-        first.device, batch_to_inputs, batch_to_targets, dtype=first.dtype, names=first.argument_names
-    )
+    functions = {"batch_to_inputs": batch_to_inputs, "batch_to_targets": batch_to_targets}
+    reader = replace(rows[0].reader, **functions)
 
     # the examples are chosen by the last row
     by = score or "entropy"
@@ -435,7 +424,7 @@ def evaluate(
             predictions[row][name] = prediction
     return Evaluation(
         predictions,
-        familiar[first.name].fitting(targets),
+        familiar[rows[0].name].fitting(targets),
         {title: gallery.examples for title, gallery in galleries.items() if gallery.examples},
         score,
         rates,
@@ -497,7 +486,7 @@ def _pass(
     with torch.no_grad(), isolated_random_state(), Bar(loader, f"evaluate {name}", progress) as bar:
         for batch in batches(loader, reader):
             for row in rows:
-                moved = batch if row.device == reader.device else batch.to(row.device)
+                moved = batch if row.reader.device == reader.device else batch.to(row.reader.device)
                 parts[row.name].append(counting(row.call(moved).completed().to("cpu"), batch))
             if batch.targets is not None:
                 targets.append(batch.targets.cpu())

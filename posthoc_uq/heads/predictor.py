@@ -17,14 +17,13 @@ from posthoc_uq.core.batches import (
     Batch,
     BatchFunction,
     BatchReader,
-    argument_names,
     batch_of_call,
     batches,
     check_loader,
     explained,
 )
 from posthoc_uq.core.errors import NonFiniteError, PosthocUQError
-from posthoc_uq.core.model import model_device, model_dtype, unshared_copy, unwrap
+from posthoc_uq.core.model import model_device, unshared_copy, unwrap
 from posthoc_uq.core.options import Count, check_option, one_of
 from posthoc_uq.core.outputs import Choice, choice_of, chosen_in, with_choice
 from posthoc_uq.core.randomness import isolated_random_state, mixed_seed, sample_keys
@@ -630,9 +629,7 @@ class Predictor(nn.Module, ABC):
         """
         check_loader(loader)
         model = self._model[0]
-        reader = BatchReader(
-            self.device, batch_to_inputs, dtype=model_dtype(model), names=argument_names(model)
-        )
+        reader = BatchReader.of(model, batch_to_inputs, device=self.device)
         predictions, posterior = list[Prediction](), self._snapshot()
         with torch.no_grad(), isolated_random_state(), Bar(loader, "predict", progress) as bar:
             for batch in batches(loader, reader):
