@@ -412,7 +412,7 @@ def bart() -> nn.Module:
 def test_an_encoder_decoder_fits_from_inputs_and_labels(make: Callable[[], Any]) -> None:
     """Labels make the decoder's inputs, as inside the model where they are passed."""
     model, options = (
-        make(),
+        make().eval(),
         {"likelihood": TOKENS, "layers": "last", "prior_precision": 2.0, "progress": False},
     )
     batch = {"input_ids": IDS, "attention_mask": MASK, "labels": IDS}
