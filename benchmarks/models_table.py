@@ -3,6 +3,8 @@
     OMP_NUM_THREADS=1 python benchmarks/models_table.py              language and vision models; five minutes
     OMP_NUM_THREADS=1 python benchmarks/models_table.py --smoke      two of them; seconds
     OMP_NUM_THREADS=1 python benchmarks/models_table.py --only lraspp_mobilenet_v3_large
+    OMP_NUM_THREADS=1 python benchmarks/models_table.py --first-try  a fit by default and a prediction of a batch, of
+                                    these and more families, with the share of the weights that have a posterior
 
 A cell says what a fit over all layers, and over the last, gives through each head: `yes`, `-` where novelty is that of
 whole inputs, or a number of a footnote with the error. The table of docs/language_models.md is written by it.
@@ -12,6 +14,7 @@ from __future__ import annotations
 
 import argparse
 import os
+import time
 import warnings
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -70,6 +73,107 @@ def _images(make: Callable[[], nn.Module], size: int, maps: bool = False, name: 
     if maps:
         labels = torch.randint(0, CLASSES, (4, size, size), generator=torch.Generator().manual_seed(0))
     return Kind(make, images if name is None else {name: images}, labels, "classification")
+
+
+class Recurrent(nn.Module):
+    """Words to classes of a sequence, or of every word."""
+
+    def __init__(self, kind: type[nn.RNNBase], words: bool, **options: Any) -> None:
+        super().__init__()
+        self.words = words
+        self.embedding, self.inner = nn.Embedding(WORDS, 16), kind(16, 16, batch_first=True, **options)
+        self.readout = nn.Linear(32 if options.get("bidirectional") else 16, CLASSES)
+
+    def forward(self, ids: Tensor) -> Tensor:
+        """Logits."""
+        states = self.inner(self.embedding(ids))[0]
+        return self.readout(states if self.words else states[:, -1])
+
+
+class UNet(nn.Module):
+    """Two scales; enlarged by a transposed convolution, or by interpolation."""
+
+    def __init__(self, transposed: bool) -> None:
+        super().__init__()
+        self.first, self.down = nn.Conv2d(3, 8, 3, padding=1), nn.Conv2d(8, 16, 3, 2, 1)
+        self.up = (
+            nn.ConvTranspose2d(16, 8, 2, 2)
+            if transposed
+            else nn.Sequential(nn.Upsample(scale_factor=2), nn.Conv2d(16, 8, 1))
+        )
+        self.norm, self.last = nn.BatchNorm2d(16), nn.Conv2d(16, CLASSES, 1)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Logits ``(samples, classes, height, width)``."""
+        fine = self.first(x).relu()
+        return self.last(self.norm(torch.cat([fine, self.up(self.down(fine).relu())], 1)))
+
+
+class TwoHeads(nn.Module):
+    """A classifier that returns features beside its logits."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.body, self.head, self.other = nn.Linear(48, 16), nn.Linear(16, CLASSES), nn.Linear(16, 2)
+
+    def forward(self, x: Tensor) -> dict[str, Tensor]:
+        """Logits, and the outputs of another head."""
+        features = self.body(x.flatten(1)).relu()
+        return {"logits": self.head(features), "position": self.other(features)}
+
+
+def _first_tries() -> dict[str, Callable[[], Kind]]:
+    """More families, for ``--first-try`` alone."""
+    import timm
+
+    def recurrent(kind: type[nn.RNNBase], words: bool, **options: Any) -> Kind:
+        labels = _IDS % CLASSES if words else _IDS[:, 0] % CLASSES
+        return Kind(lambda: Recurrent(kind, words, **options), _IDS, labels, "classification")
+
+    found: dict[str, Callable[[], Kind]] = {
+        "LSTM tagger": lambda: recurrent(nn.LSTM, True, bidirectional=True),
+        "LSTM, two layers": lambda: recurrent(nn.LSTM, False, num_layers=2),
+        "GRU": lambda: recurrent(nn.GRU, False),
+        "RNN": lambda: recurrent(nn.RNN, False),
+        "U-Net, transposed convolution": lambda: _images(lambda: UNet(True), 16, maps=True),
+        "U-Net, interpolation": lambda: _images(lambda: UNet(False), 16, maps=True),
+        "two heads": lambda: _images(TwoHeads, 4),
+    }
+    for name in FAMILIES:
+        size = 224 if "224" in name else 64
+        found[f"timm {name}"] = lambda name=name, size=size: _images(
+            lambda: timm.create_model(name, num_classes=CLASSES), size
+        )
+    return found
+
+
+FAMILIES = (
+    "resnet18", "convnext_atto", "mobilenetv3_small_050", "efficientnet_lite0", "regnetx_002", "densenet121",
+    "ghostnet_100", "mnasnet_small", "edgenext_xx_small", "mobilevit_xxs", "vgg11", "dla34", "repvgg_a0", "lcnet_035",
+    "resnest14d", "hardcorenas_a", "poolformerv2_s12", "mixer_s32_224", "deit_tiny_patch16_224", "xcit_nano_12_p16_224",
+)  # fmt: skip
+
+
+def first_try(kind: Kind) -> dict[str, str]:
+    """Whether a fit by default and a prediction of a batch as the loader gave it work, and what is covered."""
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(0)
+        model = kind.make().eval()
+    named = isinstance(kind.inputs, dict)
+    inputs = (
+        {name: value for name, value in kind.inputs.items() if name != "decoder_input_ids"} if named else None
+    )
+    batch = (kind.inputs, kind.targets) if inputs is None else {**inputs, "labels": kind.targets}
+    began = time.perf_counter()
+    try:
+        posterior = uq.fit(model, [batch], progress=False)
+        prediction: Any = uq.wrap(model, posterior)(batch)
+        assert bool(torch.isfinite(prediction.probs).all())
+    except uq.PosthocUQError as error:
+        return {"first try": str(error)}
+    covered = sum(value.numel() for value in posterior.mean.values())
+    share = covered / sum(parameter.numel() for parameter in model.parameters())
+    return {"first try": "yes", "covered": f"{share:.0%}", "seconds": f"{time.perf_counter() - began:.1f}"}
 
 
 class UserHead(nn.Module):
@@ -216,12 +320,13 @@ def main(arguments: Sequence[str] | None = None) -> None:
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("--smoke", action="store_true", help="two small models")
+    parser.add_argument("--first-try", action="store_true", help="a fit by default, of more families")
     parser.add_argument("--only", help="models whose name begins so")
     parser.add_argument("--json", type=Path)
     options = parser.parse_args(arguments)
     names = {
         name: kind
-        for name, kind in kinds().items()
+        for name, kind in (kinds() | (_first_tries() if options.first_try else {})).items()
         if (not options.smoke or name in ("GPT-2 with LoRA", "ViT (transformers)"))
         and name.startswith(options.only or "")
     }
@@ -230,9 +335,11 @@ def main(arguments: Sequence[str] | None = None) -> None:
     with single_threaded(), warnings.catch_warnings():
         warnings.simplefilter("ignore")
         for name, kind in names.items():
-            rows[name] = cells(kind(), errors)
+            rows[name] = first_try(kind()) if options.first_try else cells(kind(), errors)
             print(name, rows[name], flush=True)
     columns = ("last layer", "all layers", "*lora_*", "novelty")
+    if options.first_try:
+        columns = ("first try", "covered", "seconds")
     print(f"\n| model | {' | '.join(columns)} |\n{'| --- ' * (len(columns) + 1)}|")
     for name, row in rows.items():
         print(f"| {name} | {' | '.join(row.get(column, '') for column in columns)} |")
