@@ -15,6 +15,7 @@ from torch import Tensor, nn
 import posthoc_uq as uq
 from posthoc_uq.core.batches import Batch
 from posthoc_uq.core.errors import PosthocUQError, UnsupportedLayerError
+from posthoc_uq.layers.calls import CallWatcher
 from posthoc_uq.layers.proof import Prepared, prepare
 
 SAMPLES = 5
@@ -356,9 +357,28 @@ def test_a_layer_that_is_never_called_is_listed_and_not_an_error() -> None:
     assert "spare" in str(posterior.report())
 
 
-class EinsumLinear(nn.Linear):
+class ByElements(nn.Linear):
     def forward(self, input: Tensor) -> Tensor:
-        return torch.einsum("bi,oi->bo", input, self.weight) + self.bias
+        return (input.unsqueeze(1) * self.weight).sum(-1) + self.bias
+
+
+class Summed(nn.Module):
+    """Two layers without biases, as sums over named dimensions or as products."""
+
+    def __init__(self, sums: bool) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.first, self.second, self.sums = (
+            nn.Parameter(torch.randn(4, 5)),
+            nn.Parameter(torch.randn(3, 5)),
+            sums,
+        )
+
+    def forward(self, x: Tensor) -> Tensor:
+        if not self.sums:
+            return nn.functional.linear(torch.tanh(x @ self.first), self.second)
+        hidden = torch.einsum("bi,io->ob", x, self.first)
+        return torch.einsum("oi,ib->bo", self.second, torch.tanh(hidden))
 
 
 class Embedded(nn.Module):
@@ -383,7 +403,7 @@ def _tokens() -> Tensor:
 
 def test_weights_that_cannot_be_followed_are_named_or_skipped() -> None:
     torch.manual_seed(0)
-    net, x = nn.Sequential(nn.Linear(4, 4), nn.Tanh(), EinsumLinear(4, 3)).double(), _x(4)
+    net, x = nn.Sequential(nn.Linear(4, 4), nn.Tanh(), ByElements(4, 3)).double(), _x(4)
     with pytest.raises(UnsupportedLayerError, match=r"'2'.*unsupported='skip'"):
         _fit(net, [x], unsupported="raise")
     posterior = _fit(net, [x])
@@ -391,6 +411,22 @@ def test_weights_that_cannot_be_followed_are_named_or_skipped() -> None:
     skipped = {name for name, why in posterior.report().deterministic.items() if "skipped" in why}
     assert skipped and not skipped & set(posterior.mean)
     assert all(set(layer.parameter_names) <= set(posterior.mean) for layer in posterior.layers.values())
+
+
+def test_sums_with_a_matrix_are_products() -> None:
+    x, terms = _x(2, 4), ("bti,io->bto", "...i,oi->...o", "bti,oi->obt", "bti,oi->bto")
+    for equation in (*terms, "bti,bti->b", "bti,io->b", "bti,io->btio"):
+        matrix = nn.Parameter(_x(4)[:4] if "oi" not in equation else _x(4)[:3])
+        matrix = nn.Parameter(x) if equation.startswith("bti,bti") else matrix
+        seen: list[Any] = []
+        with CallWatcher(None, lambda call, output, seen=seen: seen.append(call), anchored=False):
+            found = torch.einsum(equation, x, matrix)
+        torch.testing.assert_close(found, torch.einsum(equation, x, matrix))
+        assert len(seen) == (equation in terms)
+    sums, products = (Summed(each).double() for each in (True, False))
+    posteriors = [_fit(model, [_x(4)]) for model in (sums, products)]
+    for name in ("first", "second"):
+        torch.testing.assert_close(posteriors[0].variance()[name], posteriors[1].variance()[name])
 
 
 def _four() -> nn.Module:

@@ -1,16 +1,20 @@
-"""Calls of a running model that are watched or replaced; attention and recurrent layers are opened up for it."""
+"""Calls of a running model that are watched or replaced; attention, recurrent layers and sums with a matrix are opened
+up for it.
+"""
 
 from __future__ import annotations
 
+import re
 import types
 from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass
+from functools import partial
 from math import sqrt
 from typing import Any
 
 import torch
 import torch.nn.functional as F
-from torch import Tensor
+from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
 from posthoc_uq.layers.recurrence import opened_recurrence
@@ -32,9 +36,49 @@ def _opened() -> Callable[..., Any]:
 open_attention: Callable[..., Any] = _opened()
 
 
+_SUM = re.compile(r"(\.{3})?(\w+),(\.{3})?(\w+)->(\.{3})?(\w+)")
+
+
+def _opened_einsum(func: Any, args: Any) -> Callable[[], Tensor] | None:
+    """A sum over one dimension of a tensor and of a matrix as their product: ``"bti,io->bto"`` is ``x @ w``, and
+    ``"...i,oi->...o"`` is ``linear(x, w)``. None for other functions and sums.
+    """
+    found = None
+    if func is torch.einsum and len(args) == 3 and isinstance(args[0], str):
+        found = _SUM.fullmatch(args[0].replace(" ", ""))
+    if found is None:
+        return None
+    one, other = (args[1], *found.group(1, 2)), (args[2], *found.group(3, 4))
+    dots, out = found.group(5, 6)
+    pairs = [(one, other), (other, one)]
+    for (x, x_dots, dims), (matrix, matrix_dots, names) in sorted(pairs, key=_without_parameter):
+        shared = set(names) & set(dims)
+        repeated = len({*dims}) < len(dims) or len({*names}) < len(names)
+        if matrix_dots or x_dots != dots or len(names) != 2 or len(shared) != 1 or repeated:
+            continue
+        (summed,) = shared
+        kept = dims.replace(summed, "") + names.replace(summed, "")
+        if sorted(out) == sorted(kept):
+            places = [kept.index(name) - len(kept) for name in out]
+            return partial(_product, x, matrix, dims.index(summed) - len(dims), places, names[1] == summed)
+    return None
+
+
+def _without_parameter(pair: tuple[Any, tuple[Any, ...]]) -> bool:
+    """Whether the second of two operands, which would be the matrix, is no parameter."""
+    return not isinstance(pair[1][0], nn.Parameter)
+
+
+def _product(x: Tensor, matrix: Tensor, summed: int, places: list[int], turned: bool) -> Tensor:
+    """The product over the dimension `summed` of x, whose dimensions come from these places."""
+    x = x.movedim(summed, -1)
+    found = F.linear(x, matrix) if turned else x @ matrix
+    return found.movedim(places, list(range(-len(places), 0)))
+
+
 class CallMode(TorchFunctionMode):
-    """Shows torch's functions to `called` while a model runs; attention and recurrent layers as the functions that they
-    consist of.
+    """Shows torch's functions to `called` while a model runs; attention, recurrent layers and sums with a matrix as the
+    functions that they consist of.
     """
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -42,7 +86,7 @@ class CallMode(TorchFunctionMode):
         if func is F.multi_head_attention_forward:
             with self:
                 return open_attention(*args, **kwargs)
-        opened = opened_recurrence(func, args, kwargs)
+        opened = opened_recurrence(func, args, kwargs) or _opened_einsum(func, args)
         if opened is not None:
             with self:
                 return opened()
