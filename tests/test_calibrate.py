@@ -52,7 +52,7 @@ def _band(rate: float, held_out: int, new: int) -> float:
     return 3.5 * (rate * (1 - rate) * (1 / (held_out + 2) + 1 / new)) ** 0.5
 
 
-@pytest.mark.parametrize("sets", ["lac", "aps"])
+@pytest.mark.parametrize("sets", ["lac", "aps", "raps"])
 def test_classes(classes, fitted, sets: str) -> None:
     model, x, y = classes
     result = uq.calibrate(fitted, _batches(x[100:900], y[100:900]), sets=sets, **FAST)

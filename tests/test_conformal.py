@@ -11,12 +11,14 @@ from posthoc_uq.core.errors import NonFiniteError, PosthocUQError
 from posthoc_uq.likelihoods.conformal import (
     MAX_KEPT,
     HeldOutScores,
+    Regularisation,
     class_scores,
     held_out_scores,
     joint_score,
     p_values,
     quantile,
     set_of,
+    tuned_regularisation,
 )
 from posthoc_uq.likelihoods.selective import tail_of
 
@@ -71,7 +73,7 @@ def test_sets_against_a_loop_from_the_papers(kind: str) -> None:
     generator = torch.Generator().manual_seed(2)
     probs = (2 * torch.randn(40, 9, generator=generator, dtype=torch.float64)).softmax(-1)
     uniform, threshold, penalty, free = torch.rand(40, generator=generator), 0.8, 0.03, 2
-    scores = class_scores(probs, kind, uniform, penalty, free)
+    scores = class_scores(probs, kind, uniform, Regularisation(penalty, free))
     expected = torch.zeros(40, 9, dtype=torch.bool)
     for row in range(40):
         for label in range(9):
@@ -91,6 +93,26 @@ def test_sets_against_a_loop_from_the_papers(kind: str) -> None:
     assert not bool(set_of(probs, scores, -1.0, allow_empty=True).any())
     unknown = torch.full((1, probs.shape[1]), math.nan)
     assert bool(set_of(unknown, class_scores(unknown, kind), 0.5).all())
+
+
+def test_the_penalty_of_raps_makes_the_smallest_sets() -> None:
+    """By a loop from the definition; unclear probabilities ask for a larger penalty than clear ones."""
+    generator, found = torch.Generator().manual_seed(5), list[Regularisation]()
+    for scale in (0.3, 3.0):
+        logits = scale * torch.randn(200, 30, generator=generator, dtype=torch.float64)
+        probs = logits.softmax(-1)
+        labels = torch.multinomial(probs, 1, generator=generator).squeeze(1)
+        uniform = torch.rand(200, generator=generator, dtype=torch.float64)
+        found.append(tuned_regularisation(probs, labels, uniform))
+        place = math.ceil(0.9 * 201)
+        ranks = sorted(1 + int((row > row[label]).sum()) for row, label in zip(probs, labels, strict=True))
+        assert found[-1].free_classes == ranks[place - 1]
+        sizes = {}
+        for penalty in (0.001, 0.01, 0.1, 0.2, 0.5):
+            scores = class_scores(probs, "raps", uniform, Regularisation(penalty, ranks[place - 1]))
+            own = sorted(float(row[label]) for row, label in zip(scores, labels, strict=True))
+            sizes[penalty] = sum(max(1, int((row <= own[place - 1]).sum())) for row in scores)
+        assert sizes[found[-1].penalty] == min(sizes.values()) <= sizes[0.001]
 
 
 @pytest.mark.parametrize("count", [19, 100, 1000])

@@ -321,11 +321,19 @@ class HeldOutRecord(Record):
         return self
 
 
+class RegularisationRecord(Record):
+    """Of sets of classes by ``"raps"``."""
+
+    penalty: Annotated[float, Field(ge=0, le=1)]
+    free_classes: Count
+
+
 class TargetsRecord(Record):
     """How badly held-out targets fit: one record, or one a class, a label or an output."""
 
     kind: Annotated[str, among(get_args(TargetScore))]
     scores: Annotated[list[HeldOutRecord], Field(min_length=1, max_length=2**20)]
+    regularisation: RegularisationRecord | None = None
 
 
 class TailRecord(Record):

@@ -35,11 +35,13 @@ from posthoc_uq.likelihoods.bernoulli import MultilabelPrediction
 from posthoc_uq.likelihoods.class_prediction import ClassPrediction
 from posthoc_uq.likelihoods.conformal import (
     JOINT,
+    UNTUNED,
     SetScore,
     TargetScore,
     class_scores,
     held_out_scores,
     joint_score,
+    tuned_regularisation,
     wrong_up_to,
 )
 from posthoc_uq.likelihoods.gaussian import RegressionPrediction
@@ -326,6 +328,7 @@ def _measured(
     """
     of_inputs: dict[str, list[Tensor]] = {}
     of_targets, tuning, wrong = list[TargetScores](), list[Tensor](), list[Tensor]()
+    of_classes = list[tuple[Tensor, Tensor, Tensor]]()  # for "raps": probabilities, labels and random numbers
     kind: TargetScore | None = None
     classes: int | None = None
     with torch.no_grad(), isolated_random_state(data.seed), Bar(data.loader, "calibrate", progress) as bar:
@@ -347,6 +350,8 @@ def _measured(
                 wrong.append(prediction.losses(targets) > 0)
             keys = promise_keys(batch, len(prediction), data.seed).cpu()
             found = _target_scores(prediction, targets, sets, keys)
+            if found is not None and found.kind == "raps":
+                of_classes.append((as_double(prediction.probs), found.groups, uniforms(keys, 1).squeeze(1)))
             if jointly and (found is None or found.kind not in ("deviation", "cdf")):
                 raise PosthocUQError(
                     "jointly=True promises intervals of several values, and no values are predicted."
@@ -383,9 +388,19 @@ def _measured(
     if kind is not None:
         all_scores = torch.cat([found.scores for found in of_targets])
         groups = torch.cat([found.groups for found in of_targets])
+        regularisation = UNTUNED
+        if of_classes:
+            probs, labels, uniform = (torch.cat(parts) for parts in zip(*of_classes, strict=True))
+            regularisation = tuned_regularisation(probs[first], labels[first].squeeze(1), uniform[first])
+            scores_of_all = class_scores(probs[second], "raps", uniform[second], regularisation)
+            all_scores = scores_of_all.gather(-1, labels[second])
         all_scores = all_scores.amax(1, keepdim=True) if jointly else all_scores
         columns = _columns(kind, all_scores, groups, classes if by_class else None)
-        record["targets"] = {"kind": kind, "scores": [held_out_scores(each).record() for each in columns]}
+        more = {"regularisation": regularisation._asdict()} if of_classes else {}
+        record["targets"] = {
+            "kind": kind,
+            "scores": [held_out_scores(each).record() for each in columns],
+        } | more
     return record
 
 

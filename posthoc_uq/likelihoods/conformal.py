@@ -11,7 +11,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass
 from math import ceil, floor
-from typing import Any, Literal, get_args
+from typing import Any, Literal, NamedTuple, get_args
 
 import torch
 from torch import Tensor
@@ -152,12 +152,51 @@ def joint_score(tails: Mapping[str, Tail], scores: Mapping[str, Tensor]) -> Tens
     return joint_surprise(tails, scores).clamp(max=1e300)
 
 
+class Regularisation(NamedTuple):
+    """Of the sets by ``"raps"``.
+
+    Attributes:
+        penalty: for every rank above `free_classes`.
+        free_classes: how many classes a set may hold without it.
+    """
+
+    penalty: float = 0.01
+    free_classes: int = 5
+
+
+UNTUNED = Regularisation()
+_PENALTIES = 0.001, 0.01, 0.1, 0.2, 0.5
+_TUNED_LEVEL = 0.9  # of the sets whose size chooses among them
+
+
+def tuned_regularisation(probs: Tensor, labels: Tensor, uniform: Tensor) -> Regularisation:
+    """The one with the smallest sets at level .9, by samples that make no promise: `free_classes` is the smallest
+    number of most probable classes that hold so many of the labels, and the penalty one of five (Angelopoulos et al.
+    2021, appendix E).
+
+    Args:
+        probs: ``(samples, classes)``, float64.
+        labels: ``(samples,)``, int64.
+        uniform: ``(samples,)``, as of `class_scores`.
+    """
+    order = probs.argsort(dim=-1, descending=True, stable=True)
+    ranks = 1 + (order == labels.unsqueeze(-1)).to(torch.uint8).argmax(-1)
+    free = int(ranks.sort().values[min(len(ranks), ceil(_TUNED_LEVEL * (len(ranks) + 1))) - 1])
+
+    def size(penalty: float) -> float:
+        scores = class_scores(probs, "raps", uniform, Regularisation(penalty, free))
+        own = scores.gather(-1, labels.unsqueeze(-1)).squeeze(-1).sort().values
+        threshold = float(own[min(len(own), ceil(_TUNED_LEVEL * (len(own) + 1))) - 1])
+        return float(set_of(probs, scores, threshold).sum(-1).double().mean())
+
+    return Regularisation(min(_PENALTIES, key=size), free)
+
+
 def class_scores(
     probs: Tensor,
     kind: SetScore = "lac",
     uniform: Tensor | None = None,
-    penalty: float = 0.01,
-    free_classes: int = 5,
+    regularisation: Regularisation = UNTUNED,
 ) -> Tensor:
     """The score of every class as the label, ``(batch, classes)``; larger fits worse.
 
@@ -165,15 +204,14 @@ def class_scores(
       classifiers with bounded error levels", 2019).
     * ``"aps"``: the probability of all classes at least as probable, less ``u p_y``, which adapts the size to the input
       (Romano, Sesia, Candes, "Classification with valid and adaptive coverage", 2020).
-    * ``"raps"``: the same and `penalty` for every rank above `free_classes` (Angelopoulos, Bates, Malik, Jordan,
-      "Uncertainty sets for image classifiers using conformal prediction", 2021).
+    * ``"raps"``: the same and a penalty for every rank above some (Angelopoulos, Bates, Malik, Jordan, "Uncertainty
+      sets for image classifiers using conformal prediction", 2021).
 
     Args:
         probs: ``(batch, classes)``.
         kind: see above.
         uniform: ``(batch,)``, u in [0, 1) of each sample; without it u is 0, and sets are larger than promised.
-        penalty: of ``"raps"``.
-        free_classes: of ``"raps"``.
+        regularisation: of ``"raps"``.
     """
     if kind == "lac":
         return 1 - probs
@@ -183,7 +221,7 @@ def class_scores(
         total = total - uniform.to(probs).unsqueeze(-1) * ordered
     if kind == "raps":
         ranks = torch.arange(1, probs.shape[-1] + 1, dtype=probs.dtype, device=probs.device)
-        total = total + penalty * (ranks - free_classes).clamp(min=0)
+        total = total + regularisation.penalty * (ranks - regularisation.free_classes).clamp(min=0)
     return torch.empty_like(total).scatter_(-1, order, total)
 
 
@@ -218,6 +256,7 @@ class Promises:
         seed: of the random numbers of ``"aps"`` and ``"raps"``.
         wrong: of classes, by the name of a score of inputs ``(kept,)``, int64: the held-out samples with at most this
             score whose predicted class is wrong. Empty where none were counted.
+        regularisation: of sets by ``"raps"``.
     """
 
     kind: TargetScore | None
@@ -226,6 +265,7 @@ class Promises:
     tails: Mapping[str, Tail]
     seed: int
     wrong: Mapping[str, Tensor]
+    regularisation: Regularisation = UNTUNED
 
     @classmethod
     def restored(cls, record: Mapping[str, Any]) -> Promises:
@@ -247,6 +287,7 @@ class Promises:
                 name: torch.tensor(counts, dtype=torch.int64, device="cpu")
                 for name, counts in record.get("wrong", {}).items()
             },
+            Regularisation(**targets.get("regularisation", {})),
         )
 
     @property
@@ -268,7 +309,7 @@ class Promises:
             return set_of(probs, 1 - as_double(probs), thresholds.to(probs.device), allow_empty=True)
         kind: SetScore = self.kind  # pyright: ignore[reportAssignmentType]  # checked above
         uniform = uniforms(keys, 1).squeeze(1) if keys is not None and self.randomised else None
-        scores = class_scores(as_double(probs), kind, uniform)
+        scores = class_scores(as_double(probs), kind, uniform, self.regularisation)
         return set_of(probs, scores.to(probs.device), thresholds.to(probs.device), allow_empty)
 
     def bounds(self, kind: TargetScore, level: float, outputs: int) -> Tensor:
