@@ -628,3 +628,11 @@ def test_gradients_flow_through_factors_that_depend_on_the_input() -> None:
         return found.moment_variance.sum() + found.moment_mean.sum()
 
     assert torch.autograd.gradcheck(loss, (m.requires_grad_(),))
+
+
+def test_a_loss_beside_the_outputs_is_that_of_the_mean() -> None:
+    logits, labels = pair(4, 3), torch.tensor([0, 2, 1, 0])
+    loss = run(lambda x: F.cross_entropy(x, labels), logits)
+    torch.testing.assert_close(loss, F.cross_entropy(logits[0], labels))
+    with pytest.raises(PosthocUQError, match="cross_entropy"):  # one for each sample may be the output itself
+        run(lambda x: F.cross_entropy(x, labels, reduction="none"), logits)

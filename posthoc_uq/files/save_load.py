@@ -397,8 +397,9 @@ def _check_model(
     check_shapes(shapes, parameters, f"'{os.fsdecode(path)}'")
     if fingerprint({name: parameters[name] for name in shapes}) != description.fingerprint:
         raise PosteriorMismatchError(
-            f"The model's parameters are not those that the posterior in '{path}' was fitted on: names and shapes "
-            f"agree, the numbers or their dtype do not. Load those weights into the model first, or fit again."
+            f"The model's parameters are not those that the posterior in '{path}' was fitted on: in its layers, names "
+            f"and shapes agree, the numbers or their dtype do not. Load those weights into the model first, or fit "
+            f"again."
         )
     check_buffers(description.buffers_fingerprint, model)
 

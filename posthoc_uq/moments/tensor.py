@@ -134,6 +134,8 @@ Rule = Callable[..., Any]
 RULES: dict[Any, Rule] = {}
 QUERIES: set[Any] = set()
 COMPARISONS: set[Any] = set()
+# A model of transformers that is given its labels computes one of these beside its logits.
+LOSSES = {F.cross_entropy, F.binary_cross_entropy_with_logits, F.mse_loss}
 
 
 def rule(*functions: Any) -> Callable[[Rule], Rule]:
@@ -247,6 +249,10 @@ class Pass(CallMode):
             answer = func(*mean_of(args), **mean_of(kwargs))
             if func in QUERIES or not isinstance(answer, Tensor):
                 return answer
+        if func in LOSSES:
+            loss = func(*mean_of(args), **mean_of(kwargs))
+            if loss.ndim == 0:  # one number for the batch, which no prediction reads; others are outputs
+                return loss
         return self.unknown(func, args, kwargs)
 
     def unknown(self, func: Any, args: Any, kwargs: Any) -> Any:
