@@ -172,5 +172,5 @@ def test_packed_sequences_are_left_out_with_a_warning() -> None:
     with pytest.warns(UserWarning, match=r"Weights without a posterior, \d+% of all weights: 'inner\.weight"):
         posterior = _fit(model, "kfac")
     assert list(posterior.layers) == ["readout"]
-    with pytest.raises(uq.UnsupportedLayerError, match="'inner'"):
+    with pytest.raises(uq.UnsupportedLayerError, match=r"'inner': its sequences are packed.*padded"):
         _fit(model, "kfac", unsupported="raise")

@@ -197,13 +197,19 @@ class Reference:
     def why_not_caught(self, parameter: str) -> str:
         """Why no use of a layer's weight was seen, and what to do about it."""
         holder, attribute, _ = self._owners[id(self.parameters[parameter])][0]
-        layer = f"model.get_submodule('{self._home[parameter][0]}')"
+        name, module = self._home[parameter]
+        layer = f"model.get_submodule('{name}')"
         _, parametrized, tensor = f".{holder}".rpartition(".parametrizations.")
         hook = next((_HOOKS[suffix] for suffix in _HOOKS if attribute == f"weight{suffix}"), None)
         if parametrized:
             remedy = f"torch.nn.utils.parametrize.remove_parametrizations({layer}, '{tensor}')"
         elif hook is not None:
             remedy = f"torch.nn.utils.{hook}({layer})"
+        elif isinstance(module, nn.RNNBase):
+            return (
+                "its sequences are packed, or have no dimension of samples, so that the steps of a sample cannot be told "
+                "apart; give it padded sequences (torch.nn.utils.rnn.pad_packed_sequence)"
+            )
         else:
             return f"its weight '{parameter}' is used in a way that cannot be caught"
         return (
