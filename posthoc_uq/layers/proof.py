@@ -207,7 +207,7 @@ class Reference:
             remedy = f"torch.nn.utils.{hook}({layer})"
         elif isinstance(module, nn.RNNBase):
             return (
-                "its sequences are packed, or have no dimension of samples, so that the steps of a sample cannot be told "
+                "its sequences are packed, or have no dimension of samples, so that a sample's steps cannot be told "
                 "apart; give it padded sequences (torch.nn.utils.rnn.pad_packed_sequence)"
             )
         else:
