@@ -404,8 +404,7 @@ def evaluate(
     n_examples = check_option("n_examples", n_examples, Natural)
     names = None if class_names is None else _listed("class_names", class_names)
     check_option("display", display, Callable[..., Any] | None)
-    functions = {"batch_to_inputs": batch_to_inputs, "batch_to_targets": batch_to_targets}
-    reader = replace(rows[0].reader, **functions)
+    reader = replace(rows[0].reader, batch_to_inputs=batch_to_inputs, batch_to_targets=batch_to_targets)
 
     # the examples are chosen by the last row
     by = score or "entropy"

@@ -235,10 +235,8 @@ def pass_seconds(model: nn.Module, batch: Batch) -> tuple[float, float]:
             with torch.no_grad():
                 float(part.copied().call(network).sum())  # waits for a device
         else:
-            total, weights = (
-                _outputs(network, part).sum(),
-                [p for p in network.parameters() if p.requires_grad],
-            )
+            total = _outputs(network, part).sum()
+            weights = [parameter for parameter in network.parameters() if parameter.requires_grad]
             found = torch.autograd.grad(total, weights, allow_unused=True)
             float(next(gradient for gradient in found if gradient is not None).sum())
         return time.perf_counter() - began

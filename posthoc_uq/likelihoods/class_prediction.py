@@ -490,7 +490,7 @@ def classes_of_gaussian(outputs: OutputGaussian, *, binary: bool = False) -> Cla
             covariance = independent(variance)
         elif not isinstance(covariance, Spread):
             covariance = of_covariance(mean, torch.diag_embed(variance) if covariance is None else covariance)
-        logits = GaussianLogits(mean, *covariance, n_draws)
+        logits = GaussianLogits(mean, covariance, n_draws)
         log_probs = logits.log_probs()
         return ClassPrediction(log_probs.exp(), mean, variance, log_probs=log_probs, logits=logits)
     full = isinstance(covariance, Tensor)

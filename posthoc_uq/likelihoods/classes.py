@@ -222,16 +222,14 @@ class Categorical(Likelihood):
             at_least_float32(mean) * (1 + pi / 8 * at_least_float32(variance)).rsqrt(), targets
         )
 
-    # Gradients, for the Fisher
-
     def of_shapes(self, outputs: Tensor, targets: Tensor) -> Categorical:
         """The same with its classes in the other dimension, where these targets fit only that one."""
-        other = replace(self.layout, class_dim=-self.layout.class_dim)
-        shape = tuple(targets.shape)
-        fits = [shape == (len(outputs), *layout.positions(outputs)) for layout in (self.layout, other)]
-        if fits != [False, True]:
+        other, shape = replace(self.layout, class_dim=-self.layout.class_dim), tuple(targets.shape)
+        if shape == self.layout.shape_of_labels(outputs) or shape != other.shape_of_labels(outputs):
             return self
         return Categorical(other.class_dim, other.ignore_index, label_smoothing=self.label_smoothing)
+
+    # Gradients, for the Fisher
 
     def score(self, outputs: Tensor, targets: Tensor) -> Tensor:
         """``softmax - one_hot`` where a position counts, less the label's share that is spread over all classes."""

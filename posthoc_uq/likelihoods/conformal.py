@@ -181,13 +181,13 @@ def tuned_regularisation(probs: Tensor, labels: Tensor, uniform: Tensor) -> Regu
     """
     order = probs.argsort(dim=-1, descending=True, stable=True)
     ranks = 1 + (order == labels.unsqueeze(-1)).to(torch.uint8).argmax(-1)
-    free = int(ranks.sort().values[min(len(ranks), ceil(_TUNED_LEVEL * (len(ranks) + 1))) - 1])
+    place = min(len(ranks), ceil(_TUNED_LEVEL * (len(ranks) + 1))) - 1
+    free = int(ranks.sort().values[place])
 
     def size(penalty: float) -> float:
         scores = class_scores(probs, "raps", uniform, Regularisation(penalty, free))
         own = scores.gather(-1, labels.unsqueeze(-1)).squeeze(-1).sort().values
-        threshold = float(own[min(len(own), ceil(_TUNED_LEVEL * (len(own) + 1))) - 1])
-        return float(set_of(probs, scores, threshold).sum(-1).double().mean())
+        return float(set_of(probs, scores, float(own[place])).sum(-1).double().mean())
 
     return Regularisation(min(_PENALTIES, key=size), free)
 

@@ -42,8 +42,8 @@ class Spread(NamedTuple):
       is Gaussian with the mean ``mean_c + (given z)_c`` and the variance ``rest_c``.
 
     Attributes:
-        root: ``(batch, classes, directions)``; there may be no direction.
-        rest: variances ``(batch, classes)`` of what a class has by itself.
+        root: ``(batch, ..., classes, directions)``; there may be no direction.
+        rest: variances ``(batch, ..., classes)`` of what a class has by itself.
         given: of the shape of `root`; None for many classes.
     """
 
@@ -54,7 +54,12 @@ class Spread(NamedTuple):
     @property
     def width(self) -> int:
         """How many normal numbers make a draw."""
-        return self.root.shape[2] + (self.rest.shape[1] if self.given is None else 0)
+        return self.root.shape[-1] + (self.rest.shape[-1] if self.given is None else 0)
+
+    def mapped(self, change: Callable[[Tensor], Tensor]) -> Spread:
+        """The same with every tensor changed."""
+        given = None if self.given is None else change(self.given)
+        return Spread(change(self.root), change(self.rest), given)
 
     def at(self, mean: Tensor, points: Tensor) -> Tensor:
         """The logits ``(points, batch, classes)`` at points ``(points, width)`` of ``z`` and ``e``."""

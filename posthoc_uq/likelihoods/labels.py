@@ -118,20 +118,23 @@ class Layout:
                 f"the model gives {shape}."
             )
 
+    def shape_of_labels(self, outputs: Tensor) -> tuple[int, ...]:
+        """``(samples, *positions)``."""
+        return (outputs.shape[0], *self.positions(outputs))
+
     def check_labels(self, outputs: Tensor, targets: Tensor) -> None:
         """Refuse labels of a shape or type that do not fit.
 
         Raises:
             PosthocUQError: they are not integers, ``(samples, *positions)``.
         """
-        wanted = (outputs.shape[0], *self.positions(outputs))
+        wanted = self.shape_of_labels(outputs)
         if tuple(targets.shape) == wanted and not targets.is_floating_point():
             return
         other = Layout(-self.class_dim)
-        swapped = (outputs.shape[0], *other.positions(outputs))
         advice = (
             f" They would fit class_dim={other.class_dim}: likelihood=uq.Categorical(class_dim={other.class_dim})."
-            if tuple(targets.shape) == swapped
+            if tuple(targets.shape) == other.shape_of_labels(outputs)
             else in_whole_numbers(targets)
             if tuple(targets.shape) == wanted
             else ""

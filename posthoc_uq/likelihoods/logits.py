@@ -16,6 +16,7 @@ _MANY = 16  # with fewer points to a direction, moments are right at the cost of
 # Points of one and of two directions: their distance from each other, and the largest from zero.
 _LINE = 0.25, 4.0
 _PLANE = 0.5, 3.5
+_SMALL = 0.01  # a variance below which a Taylor series is nearer than the mixture
 # The logistic distribution as a mixture of normal ones: weights and standard deviations, fitted to it for this file.
 _MIXTURE = (
     (0.10683569973, 0.97779614943),
@@ -37,18 +38,24 @@ def logistic_normal(mean: Tensor, variance: Tensor) -> tuple[Tensor, Tensor]:
     ``sigmoid(x) = sum_k w_k Phi(x / s_k)``, to 5e-6 with four terms, and then ``E = sum_k w_k Phi(m / sqrt(v +
     s_k^2))`` (Monahan, Stefanski 1992). Its tail falls faster than that of a sigmoid. But ``E[sigmoid(x)] = exp(m + v /
     2) E[sigmoid(y)]`` with ``y ~ N(-m - v, v)`` is exact, and leaves means of at least ``-v / 2``, so that the
-    logarithm is accurate for any mean.
+    logarithm is accurate for any mean. Below a variance of `_SMALL` it is ``sigmoid(m) + v / 2 sigmoid''(m)``, to 2e-6
+    and without an error at 0: certain logits have their softmax.
 
     Args:
         mean: of any shape.
         variance: not negative, of a shape that fits.
     """
     inner = torch.maximum(mean, -mean - variance)
-    factor = torch.zeros_like(inner)
+    exponent, factor = (mean + variance / 2).clamp(max=0), torch.zeros_like(inner)
     for weight, deviation in _MIXTURE:
         scale = -(2 * (variance + deviation**2)).rsqrt()
         factor = torch.add(factor, torch.erfc(inner * scale), alpha=weight / 2)
-    return (mean + variance / 2).clamp(max=0), factor
+    small = variance < _SMALL
+    if torch.compiler.is_compiling() or bool(small.any()):  # of many points, a sixth of the time
+        share = inner.sigmoid()
+        near = share + variance / 2 * share * (1 - share) * (1 - 2 * share)
+        factor = torch.where(small, near, factor)
+    return exponent, factor
 
 
 class GaussianLogits(NamedTuple):
@@ -56,39 +63,28 @@ class GaussianLogits(NamedTuple):
 
     Attributes:
         mean: ``(batch, ..., classes)``.
-        root: ``(batch, ..., classes, directions)``; this and the next two as in `Spread`.
-        rest: ``(batch, ..., classes)``.
-        given: of the shape of `root`, or None.
+        spread: of the same batch.
         n_draws: for four and more classes.
     """
 
     mean: Tensor
-    root: Tensor
-    rest: Tensor
-    given: Tensor | None
+    spread: Spread
     n_draws: int
-
-    @property
-    def width(self) -> int:
-        """As of `Spread`."""
-        return self.root.shape[-1] + (self.rest.shape[-1] if self.given is None else 0)
 
     @property
     def kind(self) -> tuple[int, ...]:
         """What batches that are joined have in common: classes, directions, draws."""
-        return (*self.root.shape[1:], self.n_draws)
+        return (*self.spread.root.shape[1:], self.n_draws)
 
     def mapped(self, change: Callable[[Tensor], Tensor]) -> GaussianLogits:
         """The same with every tensor changed."""
-        mean, root, rest, given, n_draws = self
-        changed = None if given is None else change(given)
-        return GaussianLogits(change(mean), change(root), change(rest), changed, n_draws)
+        return GaussianLogits(change(self.mean), self.spread.mapped(change), self.n_draws)
 
     @staticmethod
     def cat(parts: Sequence[GaussianLogits]) -> GaussianLogits:
         """Several batches of one `kind`."""
-        spread = Spread.cat([Spread(*part[1:4]) for part in parts])
-        return GaussianLogits(torch.cat([part.mean for part in parts]), *spread, parts[0].n_draws)
+        mean, spread = torch.cat([part.mean for part in parts]), Spread.cat([part.spread for part in parts])
+        return GaussianLogits(mean, spread, parts[0].n_draws)
 
     def log_probs(self) -> Tensor:
         """``log E[softmax(f)]``, ``(batch, ..., classes)``.
@@ -101,20 +97,21 @@ class GaussianLogits(NamedTuple):
         Two classes need one point, and three one line of points for each class, as nothing else varies; see
         `_by_lines`. Four and more take `points_of`: `n_draws` points of a scrambled Sobol sequence (Owen 1998).
         """
-        few = self.given is not None and self.mean.shape[-1] <= 3
-        return self._by_rows(_by_lines if few else _by_points, self._points(1 if few else self.width))[0]
+        few = self.spread.given is not None and self.mean.shape[-1] <= 3
+        width = 1 if few else self.spread.width
+        return self._by_rows(_by_lines if few else _by_points, self._points(width))[0]
 
     def entropy_and_variance(self) -> tuple[Tensor, Tensor]:
         """Mean entropy of ``softmax(f)`` in nats, ``(batch, ...)``, and the variances of the probabilities, ``(batch,
         ..., classes)``, over 33 points for two classes, 187 for three and `n_draws` for more.
         """
-        entropy, variance = self._by_rows(_entropy_and_variance, self._points(self.width))
+        entropy, variance = self._by_rows(_entropy_and_variance, self._points(self.spread.width))
         return entropy, variance
 
     def votes(self) -> Tensor:
         """How many of `n_draws` quasi-random draws put each class first, ``(batch, ..., classes)``."""
         flat = self._flat()[0]
-        points = normals_like(self.n_draws, self.width, flat)
+        points = normals_like(self.n_draws, self.spread.width, flat)
 
         def counts(mean: Tensor, spread: Spread, points: Tensor, weights: Tensor) -> tuple[Tensor]:
             return (votes(spread.at(mean, points).argmax(-1), mean.shape[1]),)
@@ -123,14 +120,14 @@ class GaussianLogits(NamedTuple):
 
     def _flat(self) -> tuple[Tensor, Spread]:
         """As rows of classes."""
-        mean, root, rest, given, _ = self
-        spread = root.flatten(0, -3), rest.flatten(0, -2), None if given is None else given.flatten(0, -3)
-        return mean.flatten(0, -2), Spread(*spread)
+        root, rest, given = self.spread
+        rows = root.flatten(0, -3), rest.flatten(0, -2), None if given is None else given.flatten(0, -3)
+        return self.mean.flatten(0, -2), Spread(*rows)
 
     def _points(self, width: int) -> tuple[Tensor, Tensor]:
         """`points_of` this width, in the precision and on the device of these logits."""
         # also where they are placed already, and those of both widths, so that a tracer finds them later
-        points, weights = [points_of(each, self.n_draws) for each in (self.width, width)][1]
+        points, weights = [points_of(each, self.n_draws) for each in (self.spread.width, width)][1]
         if torch.compiler.is_compiling():
             return points.to(self.mean), weights.to(self.mean)
         return _placed_points(width, self.n_draws, self.mean.dtype, self.mean.device)
@@ -160,7 +157,7 @@ def _by_lines(mean: Tensor, spread: Spread, points: Tensor, weights: Tensor) -> 
     assert given is not None
     means, classes = mean.T.unsqueeze(1), mean.shape[1]
     if classes == 2:
-        return (_averaged(means - means.flip(0), rest, weights[:1] / weights[:1], 1),)
+        return (_averaged(means - means.flip(0), rest, torch.ones_like(weights[:1]), 1),)
     alone = (root - given) * rest.rsqrt().unsqueeze(-1)
     across = torch.stack([-alone[..., 1], alone[..., 0]], -1)
 

@@ -120,11 +120,6 @@ class Prediction(ABC):
         """A field that is `OnDemand`, and others that come with it; nothing where it is not known."""
         return {}
 
-    def _mapped(self, change: Callable[[Tensor], Tensor]) -> dict[str, Any]:
-        """The tuples, with every tensor changed."""
-        known = {name: vars(self)[name] for name in self._tuples}
-        return {name: value.mapped(change) for name, value in known.items() if value is not None}
-
     def changed(self: AnyPrediction, **changes: Any) -> AnyPrediction:
         """The same with other fields; nothing is computed for it that is computed when it is read, unlike by
         `dataclasses.replace`.
@@ -153,8 +148,12 @@ class Prediction(ABC):
 
     def picked(self: AnyPrediction, chosen: Tensor | slice) -> AnyPrediction:
         """The inputs where `chosen` (batch,) is true, or those of a slice."""
-        changes = {name: value[chosen] for name, value in self._stored().items()}
-        return self.changed(**changes, **self._mapped(lambda tensor: tensor[chosen]))
+        changes: dict[str, Any] = {name: value[chosen] for name, value in self._stored().items()}
+        known = {name: vars(self)[name] for name in self._tuples}
+        changes |= {
+            name: v.mapped(lambda tensor: tensor[chosen]) for name, v in known.items() if v is not None
+        }
+        return self.changed(**changes)
 
     @staticmethod
     def cat(predictions: Sequence[Any]) -> Any:
