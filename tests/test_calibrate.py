@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -75,14 +76,14 @@ def test_classes(classes, fitted, sets: str) -> None:
 
 def test_batches_and_order_do_not_matter_and_files_keep_all(classes, fitted, tmp_path: Path) -> None:
     model, x, y = classes
-    x_held, y_held = x[100:400].repeat(2, 1), y[100:400].repeat(2)  # copies of an input are in one part
+    x_held, y_held = x[100:400].repeat(2, 1), y[100:400].repeat(2)
     order = torch.randperm(600, generator=torch.Generator().manual_seed(1))
     records = []
     for held_out in (_batches(x_held, y_held), _batches(x_held[order], y_held[order], 37)):
         uq.calibrate(fitted, held_out, sets="aps", **FAST)
         records.append(fitted.history.promises)
     first, second = records
-    assert first["samples"] == second["samples"] and first["samples"] % 2 == 0
+    assert first["samples"] == second["samples"] == 300
     for a, b in zip(first["targets"]["scores"], second["targets"]["scores"], strict=True):
         assert torch.allclose(torch.tensor(a["values"]), torch.tensor(b["values"]), atol=2e-3)
 
@@ -95,6 +96,20 @@ def test_batches_and_order_do_not_matter_and_files_keep_all(classes, fitted, tmp
     whole = again.predict([x[:50], x[50:90]], progress=False)
     assert torch.equal(whole.set(0.9), again(x[:90]).set(0.9))
     assert "sets by 'aps'" in str(loaded.report()) and "sets by 'aps'" in str(uq.inspect(tmp_path / "p.h5"))
+
+
+def test_few_distinct_inputs(classes, fitted) -> None:
+    """Copies of an input are in both parts, so that few distinct ones are as likely before the border as behind it."""
+    model, x, _ = classes
+    generator, small = torch.Generator().manual_seed(1), list[float]()
+    for seed in range(20):
+        rows = x[100 * seed + 100 : 100 * seed + 104]
+        drawn = torch.randint(4, (400,), generator=generator)
+        labels = torch.randint(3, (400,), generator=generator)
+        uq.calibrate(fitted, [(rows[drawn], labels)], seed=seed, **FAST)
+        p = uq.wrap(model, fitted)(rows).familiarity()
+        small.append(float((p <= 0.05).double().mean()))
+    assert sum(small) / len(small) <= 0.05
 
 
 def test_what_makes_promises_void(classes, fitted) -> None:
@@ -204,6 +219,8 @@ def test_several_values_are_promised_jointly(likelihood: str) -> None:
         assert float(together) < 0.9 + _band(0.9, 300, 1100) + 0.0034
         found = uq.evaluate(predictor, _batches(x[900:], y[900:]), progress=False).promised["linearized"]
         assert found["promised coverage of 90 %"] == pytest.approx(float(together))
+    with pytest.raises(uq.PosthocUQError, match="no sets of classes"):
+        predictor(x[:2]).set(0.9)
     with pytest.raises(uq.PosthocUQError, match="no values are predicted"):
         classes = uq.fit(nn.Linear(2, 3), [(x[:300], y[:300].argmax(1))], prior_precision=1.0, progress=False)
         uq.calibrate(classes, _batches(x[300:900], y[300:900].argmax(1)), jointly=True, progress=False)
@@ -258,7 +275,7 @@ def test_other_likelihoods(likelihood: str) -> None:
         assert bool(replace(prediction, promises=promises).interval(0.99)[1].isinf().all())
 
 
-def test_positions_have_scores_of_inputs_alone() -> None:
+def test_scores_of_inputs_with_positions() -> None:
     """Means over all positions, as predictions without labels have them; images are exchangeable, pixels are not."""
     generator = torch.Generator().manual_seed(5)
     x = torch.randn(90, 3, 4, 4, generator=generator)
@@ -269,13 +286,68 @@ def test_positions_have_scores_of_inputs_alone() -> None:
     y[:, 0] = -100
     result = uq.calibrate(posterior, [(x[20:], y[20:])], share=None, **FAST)
     prediction = uq.wrap(model, posterior)(x[20:])
-    assert result.samples == 70 and "intervals" not in str(result) and "sets" not in str(result)
+    assert result.samples == 70 and "that share of an input's labels" in str(result)
     kept = torch.tensor(posterior.history.promises["inputs"]["entropy"]["values"]).double()
     assert torch.allclose(kept, prediction.scores()["entropy"].double().sort().values, atol=1e-6)
     assert int(uq.Referral(0.1, score="entropy")(prediction).sum()) == 6
     assert bool((uq.wrap(model, posterior)(9 + x[:5]).familiarity() < 0.1).all())
     with pytest.raises(uq.PosthocUQError, match="counted right or wrong"):
         uq.Referral(accuracy=0.5)(prediction)
+
+
+@pytest.mark.parametrize("class_dim", [1, -1])
+def test_sets_of_positions_by_image(class_dim: int, tmp_path: Path) -> None:
+    """Against loops over images; new ones have the promised share of labels in their sets as often as is promised, and
+    the file and the evaluation say the same.
+    """
+    generator = torch.Generator().manual_seed(7)
+    x = torch.randn(1220, 3, 3, 5, generator=generator)
+    strength = 3 * torch.rand(1220, 1, 1, 1, generator=generator)  # pixels of one image are alike
+    y = (x + strength * torch.randn(1220, 3, 3, 5, generator=generator)).argmax(1)
+    y[torch.rand(1220, 3, 5, generator=generator) < 0.3] = -100
+    y[50] = -100  # an image without labels
+    inputs = x if class_dim == 1 else x.movedim(1, -1)
+    torch.manual_seed(0)
+    model = nn.Conv2d(3, 3, 1) if class_dim == 1 else nn.Linear(3, 3)
+    model.load_state_dict({"weight": 2 * torch.eye(3).reshape(model.weight.shape), "bias": torch.zeros(3)})
+    data = (inputs[:20], y[:20])
+    likelihood = uq.Categorical(class_dim=class_dim)
+    posterior = uq.fit(model, [data], "diag", likelihood=likelihood, prior_precision=1.0, progress=False)
+    uq.calibrate(posterior, [(inputs[20:320], y[20:320])], share=None, **FAST)
+    predictor = uq.wrap(model, posterior)
+    held_out, new = predictor(inputs[20:320]), predictor(inputs[320:])
+    for level in (0.5, 0.9, 0.93):
+        share = 0.95 if level == 0.93 else level
+        of_images = []
+        for image, labels in zip(held_out.rows.probs.reshape(300, 15, 3), y[20:320].flatten(1), strict=True):
+            own = sorted(1 - float(p[label]) for p, label in zip(image, labels, strict=True) if label >= 0)
+            of_images += [own[math.ceil(share * len(own)) - 1]] if own else []
+        assert len(of_images) == 299
+        threshold = sorted(of_images)[math.ceil(300 * level) - 1]
+        chosen = new.set(level, allow_empty=True)
+        assert torch.equal(chosen, 1 - new.probs.double() <= threshold)
+        last = chosen.movedim(class_dim, -1)
+        right, counted = last.gather(-1, y[320:].clamp(min=0).unsqueeze(-1)).squeeze(-1), y[320:] >= 0
+        shares = (right & counted).flatten(1).sum(1) / counted.flatten(1).sum(1)
+        kept = float((shares >= level).double().mean())
+        assert kept > level - _band(level, 299, 900)
+        if level != 0.93:
+            assert kept < level + _band(level, 299, 900) + 1 / 300
+    sizes = new.set(0.9).movedim(class_dim, -1).sum(-1)
+    assert int(sizes.min()) == 1 and new.set(0.9).shape == new.probs.shape
+    uq.save(posterior, tmp_path / "p.h5")
+    again = uq.wrap(model, uq.load(tmp_path / "p.h5", model))(inputs[320:])
+    assert torch.equal(again.set(0.9), new.set(0.9))
+    found = uq.evaluate(predictor, _batches(inputs[320:], y[320:]), progress=False)
+    (measured,) = found.promised.values()
+    assert abs(measured["promised coverage of 90 %"] - 0.9) < _band(0.9, 299, 900) + 1 / 300
+    of_image = (sizes * (y[320:] >= 0)).flatten(1).sum(1) / (y[320:] >= 0).flatten(1).sum(1)
+    assert measured["set size of 90 %"] == pytest.approx(float(of_image.double().mean()), rel=1e-6)
+    assert not any(found.promised_by_class.values()) and "Coverage of promises" in found.figures()
+    with pytest.raises(uq.PosthocUQError, match="Sets of positions are by 'lac'"):
+        uq.calibrate(posterior, [(inputs[20:320], y[20:320])], sets="aps", **FAST)
+    with pytest.raises(uq.PosthocUQError, match="calibrate with more"):
+        new.set(0.999)
 
 
 def test_records_that_contradict_themselves() -> None:
@@ -291,6 +363,8 @@ def test_records_that_contradict_themselves() -> None:
     }
     validate_record(PromisesRecord, record, "it")
     validate_record(PromisesRecord, record | {"wrong": {"entropy": [0, 2], "joint": [1, 1]}}, "it")
+    of_positions = {"kind": "positions", "scores": [scores, scores], "shares": [0.5, 1.0]}
+    validate_record(PromisesRecord, record | {"targets": of_positions}, "it")
     for broken in (
         {"values": [1.0, 0.0], "count": 2},
         {"values": [0.0], "count": 2},
@@ -305,6 +379,10 @@ def test_records_that_contradict_themselves() -> None:
         ("share", 1.0),
         ("head", {"head": "linearized", "n_samples": 10**9}),
         ("targets", {"kind": "entropy", "scores": [scores]}),
+        ("targets", {"kind": "positions", "scores": [scores]}),
+        ("targets", {"kind": "positions", "scores": [scores], "shares": [0.9]}),
+        ("targets", {"kind": "positions", "scores": [scores], "shares": [0.9, 1.0]}),
+        ("targets", {"kind": "lac", "scores": [scores], "shares": [1.0]}),
         ("wrong", {"entropy": [0, 1]}),
         ("wrong", {"entropy": [0, 1], "joint": [0]}),
         ("wrong", {"entropy": [0, 1], "joint": [1, 0]}),

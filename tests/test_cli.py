@@ -663,6 +663,21 @@ class TestCalibrate:
         )
         assert said["samples"] == found.samples and said["promises"] is None
         assert said["hyperparameters"]["temperature"] == pytest.approx(found.temperature, rel=1e-4)
+        start = copied.with_name("start.pt")
+        torch.manual_seed(5)
+        fresh = trained(place)
+        for module in fresh.modules():
+            if hasattr(module, "reset_parameters"):
+                module.reset_parameters()
+        torch.save(fresh.state_dict(), start)
+        said = run_json("calibrate", *line, "--initial", start)
+        found = uq.calibrate(
+            expected, loader(place, "train"), criterion="leave_one_out", initial=fresh, progress=False
+        )
+        assert said["hyperparameters"]["temperature"] == pytest.approx(found.temperature, rel=1e-4)
+        other = copied.with_name("other.pt")
+        torch.save(nn.Linear(2, 1).state_dict(), other)
+        assert "not this model's" in failure("calibrate", *line, "--initial", other)
         assert "no head" in misuse("calibrate", *line, "--head sampling")
         assert "leave sets, by_class out" in failure("calibrate", *line, "--sets aps --by-class")
 
@@ -771,11 +786,12 @@ class TestPredict:
             out,
             "--referral-rate",
             rate,
+            "--level 0.8",
         ]
         said = run_json("predict", copied, place / "train", *options, *shown)
         rows = table(out)
         assert said["rows"] == len(rows) == 36 and said["skipped"] == []
-        columns = "file label_1 probability_1 label_2 probability_2 entropy mutual_information novelty"
+        columns = "file label_1 probability_1 label_2 probability_2 entropy mutual_information novelty set"
         assert list(rows[0]) == [*columns.split(), "flag", "reason", "tail"]
         files = [row["file"] for row in rows]
         assert files == sorted(f"{name}/{i}.png" for name in CLASSES for i in range(12))
@@ -801,6 +817,8 @@ class TestPredict:
         tail, reasons = referral.tail(prediction), referral.reasons(prediction)
         named = ["+".join(name for name in reasons if reasons[name][i]) for i in range(36)]
         assert column(rows, "tail") == pytest.approx(tail.numpy(), abs=1e-5)
+        sets = [";".join(CLASSES[i] for i in row.nonzero().flatten()) for row in prediction.set(0.8)]
+        assert [row["set"] for row in rows] == sets
         assert [row["reason"] for row in rows] == named and len(set(named)) > 1
         assert [row["flag"] for row in rows] == ["1" if name else "0" for name in named]
         assert said["flagged"] == column(rows, "flag").sum() == int(referral(prediction).sum())
@@ -809,6 +827,8 @@ class TestPredict:
         again = [*model_options(place), "--seed 2 --force -o", out]
         result = run("predict", copied, place / "val", *again)
         assert "The column flag stays empty. A rate of 0.05 needs more held-out samples" in result.stderr
+        assert "The column set stays empty. A level of 0.95 needs 19 held-out samples" in result.stderr
+        assert {row["set"] for row in table(out)} == {""}
         assert run_json("predict", copied, place / "val", *again)["head"]["n_samples"] == 7
         result = run("predict", copied, place / "val", *again, "--head moments")
         assert "The column flag stays empty. The held-out scores are of" in result.stderr

@@ -132,6 +132,17 @@ def test_kernel_is_that_of_autograds_gradients(name: str) -> None:
     torch.testing.assert_close(kernel, jacobian @ jacobian.T, rtol=1e-10, atol=1e-12)
 
 
+def test_frozen_weights_are_not_in_the_kernel() -> None:
+    """That of a network whose first layer was frozen is that of the rest alone; all zero gradients are an error."""
+    network, inputs = networks()["perceptron"]
+    names = {name for name, _ in network.named_parameters() if not name.startswith("0.")}
+    rest, hidden = network[1:], network[0](inputs)
+    found = tangent_kernel(network, batches_of(inputs), 3, names)
+    torch.testing.assert_close(found, tangent_kernel(rest, batches_of(hidden), 3), rtol=1e-10, atol=1e-12)
+    with pytest.raises(uq.NonFiniteError, match="says nothing"):
+        tangent_kernel(nn.Linear(4, 2, bias=False), batches_of(torch.zeros(5, 4)), 0)
+
+
 @pytest.mark.parametrize("grouped", [False, True])
 def test_predictions_are_those_of_regressions_fitted_without_the_samples(grouped: bool) -> None:
     torch.manual_seed(1)

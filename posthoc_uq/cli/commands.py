@@ -29,7 +29,7 @@ import torch.distributed as dist
 
 import posthoc_uq as uq
 from posthoc_uq.cli.data import LoadedData, load_data
-from posthoc_uq.cli.models import TrainedModel, device_named, trained_model
+from posthoc_uq.cli.models import TrainedModel, device_named, trained_model, with_weights
 from posthoc_uq.cli.options import (
     Choice,
     Console,
@@ -67,6 +67,7 @@ from posthoc_uq.fitting.fit import takes_layers
 from posthoc_uq.fitting.wrap import HEADS, head_class, options_of, recorded_head
 from posthoc_uq.heads.moments import MomentsPredictor
 from posthoc_uq.likelihoods import LIKELIHOODS
+from posthoc_uq.likelihoods.conformal import applying
 from posthoc_uq.methods import METHODS
 from posthoc_uq.posteriors.report import described_changes, described_promises
 from posthoc_uq.posteriors.search import CRITERIA, Criterion
@@ -410,6 +411,7 @@ def calibrate(
     sets: Literal["lac", "aps", "raps"] = "lac",
     by_class: bool = False,
     jointly: bool = False,
+    initial: Read | None = None,
     initialisations: Count = 3,
     seed: int = 0,
 ) -> Done:
@@ -432,6 +434,8 @@ def calibrate(
         sets: the score of sets of classes.
         by_class: promise for every class by itself.
         jointly: of several values promise all intervals at once.
+        initial: a state dict of the network before its training, of leave_one_out; without it the modules are
+            initialised anew.
         initialisations: untrained networks to average, of leave_one_out.
     """
     held_out = criterion == "likelihood"
@@ -454,6 +458,7 @@ def calibrate(
             sets=sets,
             by_class=by_class,
             jointly=jointly,
+            initial=None if initial is None else with_weights(model.model, initial),
             initialisations=initialisations,
             seed=seed,
             progress=_progress(console),
@@ -493,9 +498,10 @@ def predict(
     """Predict DATA with the posterior in FILE, into a CSV with one row for each image, or row of a table.
 
     Of classes: file, label_1, probability_1, ... of the K most probable, entropy, mutual_information (empty where the
-    head does not know it). Of values: file, mean, standard_deviation, epistemic_sd, lower, upper. Of pixels: file,
-    label_1, share_1, ... of the classes that cover most of the image, means of the scores over its pixels, the largest
-    of each; --maps writes them pixel by pixel. At the end flag, 1 for an image to hand to a person and 0 for others,
+    head does not know it), set, the classes that hold the right one with the probability --level. Of values: file,
+    mean, standard_deviation, epistemic_sd, lower, upper. Of pixels: file, label_1, share_1, ... of the classes that
+    cover most of the image, means of the scores over its pixels, the largest of each; --maps writes them pixel by
+    pixel. At the end flag, 1 for an image to hand to a person and 0 for others,
     reason, the scores that refer it, and tail, the share of familiar inputs that are at least as extreme: by
     the held-out scores that calibrate keeps in FILE, empty without. The CSV appears under its name when complete.
 
@@ -529,7 +535,7 @@ def predict(
     rows = flagged = 0
     applies = bool(posterior.history.promises)
     referral = _referral(predictor, referral_rate, "The column flag stays empty.") if applies else None
-    table = PredictionTable(referral, names, top_k, level)
+    table = PredictionTable(referral, names, top_k, level, applies and _has_sets(predictor, level))
     with (
         text_file(output) as opened_file,
         torch.no_grad(),
@@ -577,6 +583,18 @@ def _referral(predictor: uq.Predictor, rate: float, without: str) -> uq.Referral
         warnings.warn(f"{without} {error}", stacklevel=3)
         return None
     return referral
+
+
+def _has_sets(predictor: uq.Predictor, level: float) -> bool:
+    """Whether the file's held-out scores promise sets of this level; warns where they are too few or do not apply."""
+    try:
+        promises = applying(predictor.promises)
+        if promises.has_sets:
+            promises.thresholds(level)
+    except PosthocUQError as error:
+        warnings.warn(f"The column set stays empty. {error}", stacklevel=3)
+        return False
+    return promises.has_sets
 
 
 def _items(loaded: LoadedData, numbers: Any, start: int, count: int) -> list[str]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import importlib.util
 import os
 import pickle
@@ -328,3 +329,10 @@ def _bare(named: Mapping[str, Value]) -> dict[str, Value]:
     """By names without what wrappers add, unless two names would become the same."""
     bare = {bare_name(name): value for name, value in named.items()}
     return bare if len(bare) == len(named) else dict(named)
+
+
+def with_weights(model: nn.Module, path: str) -> nn.Module:
+    """A copy of a model with the weights of a file; see `load_weights`."""
+    other = copy.deepcopy(model)
+    load_weights(other, path)
+    return other

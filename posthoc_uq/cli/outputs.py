@@ -175,13 +175,15 @@ class PredictionTable:
         referral: flags inputs; None where no held-out scores allow it.
         names: of the outputs.
         top_k: classes to name.
-        level: of intervals.
+        level: of intervals and sets.
+        sets: whether sets of this level are promised.
     """
 
     referral: Referral | None
     names: Sequence[str] | None
     top_k: int
     level: float
+    sets: bool
 
     def columns(self, prediction: Prediction, files: Sequence[str]) -> dict[str, Sequence[str]]:
         """The columns of one batch by their names, the same for every batch.
@@ -235,7 +237,19 @@ class PredictionTable:
             known = prediction.scores_by_position()
             for name in (name for name in shown if name in known):
                 columns[f"largest_{name}"] = _numbers(prediction.per_input(name, "largest").tolist())
+        else:
+            columns["set"] = self._sets(cast(ClassPrediction, prediction))
         return columns
+
+    def _sets(self, prediction: ClassPrediction | MultilabelPrediction) -> list[str]:
+        """The names of the classes in each input's set, by ``;``."""
+        if not self.sets:
+            return [""] * len(prediction)
+        names = self.names or range(prediction.probs.shape[1])
+        return [
+            csv_text(";".join(str(name) for name, held in zip(names, row, strict=True) if held))
+            for row in prediction.set(self.level).tolist()
+        ]
 
     def _values(self, prediction: RegressionPrediction) -> dict[str, Sequence[str]]:
         lower, upper = prediction.interval(self.level)

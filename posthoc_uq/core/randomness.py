@@ -81,6 +81,11 @@ def sample_keys(tensors: Iterable[Tensor], samples: int, seed: int) -> Tensor:
     return mix(keys + _signed(mixed_seed(seed)))
 
 
+def numbered(keys: Tensor, numbers: Tensor) -> Tensor:
+    """Keys ``(samples,)`` of copies told apart by the number of each; a first one, of number 0, keeps its own."""
+    return torch.where(numbers > 0, mix(keys + numbers * _GAMMA), keys)
+
+
 def uniforms(keys: Tensor, count: int) -> Tensor:
     """``(samples, count)`` float64 numbers in (0, 1), a function of the keys alone."""
     streams = torch.arange(1, count + 1, device=keys.device) * _GAMMA

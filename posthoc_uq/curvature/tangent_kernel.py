@@ -7,7 +7,7 @@ predictions have a closed form: `posthoc_uq.fitting.leave_one_out`.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 
 import torch
 from torch import Tensor, nn
@@ -118,7 +118,9 @@ def set_batch_statistics(model: nn.Module, batches: Sequence[Batch]) -> None:
         layer.eval()
 
 
-def tangent_kernel(network: nn.Module, batches: Sequence[Batch], seed: int) -> Tensor:
+def tangent_kernel(
+    network: nn.Module, batches: Sequence[Batch], seed: int, weights: Collection[str] | None = None
+) -> Tensor:
     """The tangent kernel of a network along one random direction of its outputs, ``(samples, samples)`` in float64 on
     the CPU.
 
@@ -131,9 +133,10 @@ def tangent_kernel(network: nn.Module, batches: Sequence[Batch], seed: int) -> T
         network: in eval mode; not changed.
         batches: all samples.
         seed: of the direction.
+        weights: the names of those that count, such as those that were trained; None for all.
 
     Raises:
-        NonFiniteError: the kernel is not finite.
+        NonFiniteError: the kernel is not finite, or zero.
         PosthocUQError: the outputs have positions, or the gradients take too much memory.
         UnsupportedLayerError: the gradients of no layer can be caught.
     """
@@ -162,6 +165,8 @@ def tangent_kernel(network: nn.Module, batches: Sequence[Batch], seed: int) -> T
 
         def keep(caught: LayerGradients) -> None:
             nonlocal kept
+            if weights is not None and caught.layer.weight not in weights:
+                return
             activations, output_gradients = caught.operands(caught.calls[0].input.dtype)
             name = caught.layer.name
             if activations.positions == 1:
@@ -180,7 +185,9 @@ def tangent_kernel(network: nn.Module, batches: Sequence[Batch], seed: int) -> T
 
         recording.pull_back(pulled, keep, last=True)
     if not rows and not gradients:
-        raise UnsupportedLayerError("The gradients of no layer of the untrained network could be caught.")
+        raise UnsupportedLayerError(
+            "The gradients of no trained layer of the untrained network could be caught."
+        )
     kernel: Tensor | float = 0.0
     for pairs in rows.values():
         a, b = (as_double(torch.cat(parts)).transpose(0, 1) for parts in zip(*pairs, strict=True))
@@ -193,4 +200,8 @@ def tangent_kernel(network: nn.Module, batches: Sequence[Batch], seed: int) -> T
     assert isinstance(kernel, Tensor)
     if not bool(kernel.isfinite().all()):
         raise NonFiniteError("The tangent kernel of the untrained network is not finite.")
+    if not bool(kernel.diagonal().any()):
+        raise NonFiniteError(
+            "All gradients of the untrained network are zero, so that its tangent kernel says nothing."
+        )
     return kernel

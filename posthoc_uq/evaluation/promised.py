@@ -15,8 +15,10 @@ from posthoc_uq.likelihoods.bernoulli import MultilabelPrediction
 from posthoc_uq.likelihoods.class_prediction import ClassPrediction
 from posthoc_uq.likelihoods.conformal import Promises
 from posthoc_uq.likelihoods.metrics import CoverageCurve
+from posthoc_uq.likelihoods.positions import PositionPrediction
 from posthoc_uq.likelihoods.prediction import Prediction
 
+SET_SIZE, INTERVAL_WIDTH = "set size", "interval width"
 LEVELS = (0.8, 0.9, 0.95)
 """That are reported."""
 _MAX_WIDTHS = 200  # of intervals that take long
@@ -27,17 +29,20 @@ class Kept(NamedTuple):
     """The promises of one level.
 
     Attributes:
-        covered: (entries,), float64: whether the target, or a label that applies, is in its set, or of values has a
-            score that belongs to the interval (bounds of counts, which are whole, may hold more); mean over outputs,
-            or whether all have where they are promised jointly.
+        covered: (entries,), float64: whether the target, or a label that applies, is in its set; of positions whether
+            at least the share `level` of an input's labels are in theirs; of values whether the target has a score that
+            belongs to the interval (bounds of counts, which are whole, may hold more), mean over outputs, or whether
+            all have where they are promised jointly.
         sizes: float64: (entries,), the number of classes in the set; or the widths of intervals, of some inputs where
             they take long.
-        classes: (entries,), int64: the class or label; None of values.
+        classes: (entries,), int64: the class or label; None of values and of positions.
+        unit: of the sizes: `SET_SIZE` or `INTERVAL_WIDTH`.
     """
 
     covered: Tensor
     sizes: Tensor
     classes: Tensor | None
+    unit: str
 
 
 def kept_at(
@@ -54,23 +59,34 @@ def kept_at(
     """
     if isinstance(prediction, ClassPrediction):
         chosen, labels = prediction.set(level, allow_empty=allow_empty), prediction.labels(targets)
-        return Kept(chosen.gather(1, labels[:, None])[:, 0].double(), chosen.sum(1).double(), labels)
+        return Kept(
+            chosen.gather(1, labels[:, None])[:, 0].double(), chosen.sum(1).double(), labels, SET_SIZE
+        )
     if isinstance(prediction, MultilabelPrediction):
         chosen = prediction.set(level)
         inputs, labels = (targets > 0).nonzero(as_tuple=True)
-        return Kept(chosen[inputs, labels].double(), chosen.sum(1).double()[inputs], labels)
+        return Kept(chosen[inputs, labels].double(), chosen.sum(1).double()[inputs], labels, SET_SIZE)
+    if isinstance(prediction, PositionPrediction):
+        chosen = prediction.layout.rows(prediction.set(level, allow_empty=allow_empty))
+        labels, counted = prediction.labels_of_rows(targets)
+        held = (chosen.gather(1, labels[:, None])[:, 0] & counted).reshape(len(prediction), -1)
+        sizes = (chosen.sum(1) * counted).reshape(held.shape)
+        counts = counted.reshape(held.shape).sum(1)
+        some = counts > 0
+        shares, sizes = (part.sum(1)[some].double() / counts[some] for part in (held, sizes))
+        return Kept((shares >= level - 1e-9).double(), sizes, None, SET_SIZE)
     found = value_scores(prediction, targets)
     assert found is not None  # there are promises of targets
     promises = prediction.known_promises()
     within = (found.scores <= promises.bounds(found.kind, level, found.scores.shape[1])).double()
     covered = within.amin(1) if len(promises.targets) == 1 else within.mean(1)
     if not widths:
-        return Kept(covered, covered.new_empty(0), None)
+        return Kept(covered, covered.new_empty(0), None, INTERVAL_WIDTH)
     # bounds by a distribution function are found by bisection
     step = 1 if found.kind == "deviation" else -(-len(prediction) // _MAX_WIDTHS)
     some: Any = prediction.picked(slice(None, None, step))
     low, high = map(as_double, some.interval(level))
-    return Kept(covered, (high - low).reshape(len(some), -1).mean(1), None)
+    return Kept(covered, (high - low).reshape(len(some), -1).mean(1), None, INTERVAL_WIDTH)
 
 
 def _possible(prediction: Prediction, levels: Sequence[float]) -> list[float]:
@@ -101,10 +117,9 @@ def promised_by_class(prediction: Prediction, targets: Tensor) -> dict[int, dict
 def _named(found: dict[float, Kept], counted: Tensor | slice) -> dict[str, float]:
     measures: dict[str, float] = {}
     for level, kept in found.items():
-        size = "interval width" if kept.classes is None else "set size"
         percent = f"of {100 * level:g} %"
         measures[f"promised coverage {percent}"] = float(kept.covered[counted].mean())
-        measures[f"{size} {percent}"] = float(kept.sizes[counted].mean())
+        measures[f"{kept.unit} {percent}"] = float(kept.sizes[counted].mean())
     return measures
 
 

@@ -329,11 +329,23 @@ class RegularisationRecord(Record):
 
 
 class TargetsRecord(Record):
-    """How badly held-out targets fit: one record, or one a class, a label or an output."""
+    """How badly held-out targets fit: one record, or one a class, a label, an output or a share of positions."""
 
     kind: Annotated[str, among(get_args(TargetScore))]
     scores: Annotated[list[HeldOutRecord], Field(min_length=1, max_length=2**20)]
     regularisation: RegularisationRecord | None = None
+    shares: Annotated[list[Unit], Field(min_length=1, max_length=64)] | None = None
+
+    @model_validator(mode="after")
+    def _check_shares(self) -> TargetsRecord:
+        shares = self.shares
+        if (shares is not None) != (self.kind == "positions"):
+            raise ValueError("must have shares if its scores are of positions, and only then")
+        if shares is None:
+            return self
+        if len(shares) != len(self.scores) or any(a >= b for a, b in pairwise(shares)) or shares[-1] != 1:
+            raise ValueError("must have as many ascending shares as scores, the last of them 1")
+        return self
 
 
 class TailRecord(Record):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from inspect import signature
@@ -24,7 +25,7 @@ from posthoc_uq.core.devices import as_double
 from posthoc_uq.core.errors import PosthocUQError
 from posthoc_uq.core.interrupts import orderly
 from posthoc_uq.core.options import Count, Seed, check_names, check_option, one_of
-from posthoc_uq.core.randomness import isolated_random_state, mixed_seed, sample_keys, uniforms
+from posthoc_uq.core.randomness import isolated_random_state, mixed_seed, numbered, sample_keys, uniforms
 from posthoc_uq.fitting.faithful import model_of
 from posthoc_uq.fitting.leave_one_out import Groups, Initial, LeaveOneOut, calibrate_by_leave_one_out
 from posthoc_uq.fitting.tune import has_something_to_tune, tune
@@ -35,17 +36,20 @@ from posthoc_uq.likelihoods.bernoulli import MultilabelPrediction
 from posthoc_uq.likelihoods.class_prediction import ClassPrediction
 from posthoc_uq.likelihoods.conformal import (
     JOINT,
+    SHARES,
     UNTUNED,
     SetScore,
     TargetScore,
     class_scores,
     held_out_scores,
     joint_score,
+    scores_of_positions,
     tuned_regularisation,
     wrong_up_to,
 )
 from posthoc_uq.likelihoods.gaussian import RegressionPrediction
 from posthoc_uq.likelihoods.likelihood import DrawnPrediction
+from posthoc_uq.likelihoods.positions import PositionPrediction
 from posthoc_uq.likelihoods.prediction import Prediction
 from posthoc_uq.likelihoods.selective import QUANTILES, tail_of
 from posthoc_uq.posteriors.posterior import Posterior
@@ -116,7 +120,8 @@ def calibrate(
     * Of targets that are classes, `sets` (`posthoc_uq.likelihoods.conformal.class_scores`); of several labels
       ``1 - p`` of those that apply, with one threshold a label; of a regression ``|y - m| / s`` with the predictive
       deviation s, by output; of other likelihoods with a distribution function ``|F(y) - 1/2|``. Of outputs with
-      positions there are none, since positions are not exchangeable.
+      positions, which are not exchangeable, quantiles of ``1 - p`` over the positions of an input: a promise of 0.9 is
+      that of nine in ten inputs nine tenths of the labels are in the sets of their positions.
     * Of inputs novelty, the default score (entropy, or the standard deviation), and the larger surprise of the two,
       measured by their tails on the first part and calibrated by its own values on the second; for
       `posthoc_uq.Referral` and `Prediction.familiarity`. Of classes it is counted how many predictions up to each score
@@ -133,10 +138,10 @@ def calibrate(
         loader: batches with targets that chose nothing else: neither weights nor the time to stop. Read several times,
             and every time with the same inputs. For leave-one-out the training data.
         criterion: see above.
-        share: of the samples that tune; which, depends on their inputs and the seed alone, and copies of an input are
-            in one part. None: all samples do both, and promises hold approximately.
-        sets: ``"lac"`` gives the smallest sets; ``"aps"`` and ``"raps"`` sets whose size adapts to the input, with
-            random numbers that depend on the input alone.
+        share: of the samples that tune; which, depends on their inputs and targets and the seed, not on their order.
+            None: all samples do both, and promises hold approximately.
+        sets: ``"lac"`` gives the smallest sets, and is the only score of positions; ``"aps"`` and ``"raps"`` give sets
+            whose size adapts to the input, with random numbers that depend on the input alone.
         by_class: promise coverage for every class by itself, which needs samples of each.
         jointly: of several values promise that the intervals of all of them hold at once, by the largest of their
             scores; by default each interval by itself.
@@ -276,38 +281,43 @@ class _HeldOut:
 
     def batches(self) -> Iterator[tuple[Batch, Tensor]]:
         """All batches, each with which of its samples ``(samples,)`` tune."""
+        for batch, keys in self._keyed():
+            yield batch, torch.ones_like(keys).bool() if self._bound is None else keys < self._bound
+
+    def _keyed(self) -> Iterator[tuple[Batch, Tensor]]:
+        """All batches, each with the hashes of its samples ``(samples,)``: of inputs and target, and of copies by the
+        number of each. So the parts are exchangeable, and do not depend on the order.
+        """
+        seen = Counter[int]()
         for batch in batches(self.loader, self._reader):
             if batch.targets is None:
                 raise PosthocUQError(
                     "Calibration needs targets, and the loader yields inputs alone; yield (inputs, targets)."
                 )
-            keys = self._keys(batch)
-            yield (
-                batch,
-                torch.ones_like(keys, dtype=torch.bool) if self._bound is None else keys < self._bound,
-            )
-
-    def _keys(self, batch: Batch) -> Tensor:
-        return sample_keys(batch.tensors(), count_samples(batch), self._split_seed).cpu()
+            tensors = (*batch.tensors(), batch.targets)
+            keys = sample_keys(tensors, count_samples(batch), self._split_seed).cpu()
+            numbers = list[int]()
+            for key in keys.tolist():
+                numbers.append(seen[key])
+                seen[key] += 1
+            yield batch, numbered(keys, torch.tensor(numbers, dtype=torch.int64, device="cpu"))
 
     def split(self, share: float) -> None:
-        """Let those samples tune whose hashes are the smallest: the share of them, less copies at the border.
+        """Let those samples tune whose hashes are the smallest, the share of them.
 
         Raises:
-            PosthocUQError: there are too few different samples for two parts.
+            PosthocUQError: there are too few samples for two parts.
         """
         with isolated_random_state(self.seed):
-            keys = torch.cat([self._keys(batch) for batch, _ in self.batches()])
+            keys = torch.cat([keys for _, keys in self._keyed()])
         self.samples = len(keys)
-        ordered = keys.sort().values
-        place = min(max(1, round(share * len(keys))), len(keys) - 1)
-        if len(keys) < 2 or int(ordered[place]) == int(ordered[0]):
+        if self.samples < 2:
             raise PosthocUQError(
-                f"share={share:g} leaves one of the two parts of {len(keys)} held-out samples empty (copies of an "
-                f"input are in one part); give more samples, or share=None for all in both."
+                f"share={share:g} leaves one of the two parts of {self.samples} held-out samples empty; give more "
+                f"samples, or share=None for all in both."
             )
-        self._bound = int(ordered[place])
-        self.tuning = int((keys < self._bound).sum())
+        self.tuning = min(max(1, round(share * self.samples)), self.samples - 1)
+        self._bound = int(keys.sort().values[self.tuning])
 
 
 def _inputs_of(batch: Batch) -> Any:
@@ -396,7 +406,8 @@ def _measured(
             all_scores = scores_of_all.gather(-1, labels[second])
         all_scores = all_scores.amax(1, keepdim=True) if jointly else all_scores
         columns = _columns(kind, all_scores, groups, classes if by_class else None)
-        more = {"regularisation": regularisation._asdict()} if of_classes else {}
+        more: dict[str, Any] = {"regularisation": regularisation._asdict()} if of_classes else {}
+        more |= {"shares": list(SHARES)} if kind == "positions" else {}
         record["targets"] = {
             "kind": kind,
             "scores": [held_out_scores(each).record() for each in columns],
@@ -409,8 +420,9 @@ class TargetScores(NamedTuple):
 
     Attributes:
         kind: of them.
-        scores: (samples, columns), float64: by output, or by label.
-        groups: (samples, columns), int64: the class; of a label whether it applies; else 0.
+        scores: (samples, columns), float64: by output, by label, or by share of positions.
+        groups: (samples, columns), int64: the class; of a label whether it applies; of shares of positions whether any
+            position counts; else 0.
     """
 
     kind: TargetScore
@@ -436,6 +448,13 @@ def _target_scores(
         return TargetScores(sets, scores.gather(-1, labels), labels)
     if isinstance(prediction, MultilabelPrediction):
         return TargetScores("label", 1 - as_double(prediction.probs), targets)
+    if isinstance(prediction, PositionPrediction):
+        if sets != "lac":
+            raise PosthocUQError(f"Sets of positions are by 'lac'; sets={sets!r} is for one label an input.")
+        labels, counted = (each.reshape(len(prediction), -1) for each in prediction.labels_of_rows(targets))
+        own = as_double(prediction.rows.probs).gather(1, labels.reshape(-1, 1))
+        scores = scores_of_positions(1 - own.reshape(labels.shape), counted)
+        return TargetScores("positions", scores, counted.any(1, keepdim=True).long().expand_as(scores))
     return value_scores(prediction, targets)
 
 
@@ -458,7 +477,7 @@ def value_scores(prediction: Prediction, targets: Tensor) -> TargetScores | None
 
 
 def _columns(kind: TargetScore, scores: Tensor, groups: Tensor, classes: int | None) -> list[Tensor]:
-    """The scores apart: by class, by label, where it applies, or by output.
+    """The scores apart: by class, by label, where it applies, by share of positions, where any counts, or by output.
 
     Args:
         kind: of the scores.
@@ -466,8 +485,9 @@ def _columns(kind: TargetScore, scores: Tensor, groups: Tensor, classes: int | N
         groups: as in `TargetScores`.
         classes: their number, where scores are to be kept by class.
     """
-    if kind == "label":
-        names, found = "label", [scores[groups[:, each] == 1, each] for each in range(scores.shape[1])]
+    if kind in ("label", "positions"):
+        names = "label" if kind == "label" else "share of the positions that count"
+        found = [scores[groups[:, each] == 1, each] for each in range(scores.shape[1])]
     elif classes is None:
         return list(scores.unbind(1))
     else:

@@ -26,9 +26,12 @@ MAX_KEPT = 4096
 """Scores that are kept at most, so that every level is met within 1/4096."""
 
 SetScore = Literal["lac", "aps", "raps"]
-TargetScore = Literal["lac", "aps", "raps", "label", "deviation", "cdf"]
-"""What a record of targets holds: the score of a class (`class_scores`), ``1 - p`` of the labels that apply, the
-distance from the mean in predictive standard deviations, or the distance of the distribution function from 1/2."""
+TargetScore = Literal["lac", "aps", "raps", "label", "positions", "deviation", "cdf"]
+"""What a record of targets holds: the score of a class (`class_scores`), ``1 - p`` of the labels that apply, quantiles
+of ``1 - p_y`` over the positions of an input (`scores_of_positions`), the distance from the mean in predictive standard
+deviations, or the distance of the distribution function from 1/2."""
+SHARES = (0.5, 0.6, 0.7, 0.8, 0.85, 0.9, 0.95, 0.975, 0.99, 1.0)
+"""Of the positions of an input, whose quantiles of the scores are kept; a level is met by the next larger one."""
 JOINT = "joint"
 """The name of the score of an input that joins all others (`posthoc_uq.likelihoods.selective.joint_surprise`)."""
 
@@ -244,19 +247,34 @@ def set_of(probs: Tensor, scores: Tensor, thresholds: Tensor | float, allow_empt
     return chosen
 
 
+def scores_of_positions(scores: Tensor, counted: Tensor) -> Tensor:
+    """By share of `SHARES` the smallest score that so large a share of an input's positions do not exceed,
+    ``(inputs, shares)``; infinity where no position counts.
+
+    Args:
+        scores: ``(inputs, positions)``.
+        counted: ``(inputs, positions)``, bool.
+    """
+    ordered = scores.masked_fill(~counted, torch.inf).sort(1).values
+    shares = torch.tensor(SHARES, dtype=torch.float64, device=scores.device)
+    ranks = (counted.sum(1, keepdim=True) * shares - 1e-9).ceil().long()
+    return ordered.gather(1, (ranks - 1).clamp(min=0))
+
+
 @dataclass(frozen=True)
 class Promises:
     """The held-out scores that a posterior stores, by which its predictions make promises.
 
     Attributes:
         kind: of the scores of targets; None where the likelihood has none.
-        targets: the scores of targets: one record, or one a class, a label or an output.
+        targets: the scores of targets: one record, or one a class, a label, an output or a share of positions.
         inputs: the scores of inputs by name, and ``"joint"``.
         tails: of the single scores of inputs, by which the joint one is measured.
         seed: of the random numbers of ``"aps"`` and ``"raps"``.
         wrong: of classes, by the name of a score of inputs ``(kept,)``, int64: the held-out samples with at most this
             score whose predicted class is wrong. Empty where none were counted.
         regularisation: of sets by ``"raps"``.
+        shares: of positions, ascending, in the order of `targets`; empty where targets have none.
     """
 
     kind: TargetScore | None
@@ -266,6 +284,7 @@ class Promises:
     seed: int
     wrong: Mapping[str, Tensor]
     regularisation: Regularisation = UNTUNED
+    shares: tuple[float, ...] = ()
 
     @classmethod
     def restored(cls, record: Mapping[str, Any]) -> Promises:
@@ -288,7 +307,13 @@ class Promises:
                 for name, counts in record.get("wrong", {}).items()
             },
             Regularisation(**targets.get("regularisation", {})),
+            tuple(targets.get("shares", ())),
         )
+
+    @property
+    def has_sets(self) -> bool:
+        """Whether they promise sets, of classes or of labels, of inputs."""
+        return self.kind in (*get_args(SetScore), "label")
 
     @property
     def randomised(self) -> bool:
@@ -312,6 +337,19 @@ class Promises:
         scores = class_scores(as_double(probs), kind, uniform, self.regularisation)
         return set_of(probs, scores.to(probs.device), thresholds.to(probs.device), allow_empty)
 
+    def sets_at_positions(self, probs: Tensor, level: float, allow_empty: bool) -> Tensor:
+        """The classes that belong to the set of each position, ``(positions, classes)`` of booleans.
+
+        Args:
+            probs: ``(positions, classes)``, of all inputs.
+            level: of the promise.
+            allow_empty: as in `set_of`.
+        """
+        thresholds = self._thresholds(("positions",), level, len(self.shares))
+        # the last share is 1, and levels are below it
+        share = next(place for place, share in enumerate(self.shares) if share >= level - 1e-12)
+        return set_of(probs, 1 - as_double(probs), float(thresholds[share]), allow_empty)
+
     def bounds(self, kind: TargetScore, level: float, outputs: int) -> Tensor:
         """The largest score of each output's target that belongs to an interval, ``(outputs,)``, float64."""
         return self._thresholds((kind,), level, outputs).expand(outputs)
@@ -325,8 +363,8 @@ class Promises:
         return self.thresholds(level)
 
     def thresholds(self, level: float) -> Tensor:
-        """The largest score of a target that a promise of this level takes: one, or one a class, a label or an output,
-        float64.
+        """The largest score of a target that a promise of this level takes: one, or one a class, a label, an output
+        or a share of positions, float64.
         """
         found = [quantile(scores, level) for scores in self.targets]
         return torch.tensor(found, dtype=torch.float64, device="cpu")

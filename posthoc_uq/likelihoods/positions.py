@@ -178,7 +178,28 @@ class PositionPrediction(Prediction):
             scores["novelty"] = self.novelty_ratio
         return scores
 
-    def _labels(self, targets: Tensor) -> tuple[Tensor, Tensor]:
+    def set(self, level: float = 0.9, *, allow_empty: bool = False) -> Tensor:
+        """The classes that a set holds at every position, so that an input like the held-out ones has with a
+        probability of at least `level` at least this share of its labels in the sets of their positions.
+
+        A threshold of ``1 - p`` is common to all positions: of each held-out input the smallest that so large a share
+        of its labels do not exceed, and of these the ``ceil((n + 1) level)``-th smallest. Inputs are exchangeable,
+        and their positions are not.
+
+        Args:
+            level: in (0, 1).
+            allow_empty: whether a set may be empty; otherwise it then holds the most probable class.
+
+        Returns:
+            bool, in the layout of the outputs.
+
+        Raises:
+            PosthocUQError: the posterior has no held-out scores for this head and these hyperparameters, or too few for
+                the level.
+        """
+        return self._whole(self.known_promises().sets_at_positions(self.rows.probs, level, allow_empty))
+
+    def labels_of_rows(self, targets: Tensor) -> tuple[Tensor, Tensor]:
         """Labels and whether they count, each (batch * positions,).
 
         Raises:
@@ -202,7 +223,7 @@ class PositionPrediction(Prediction):
         Args:
             targets: (batch, *positions), as the loader gives them.
         """
-        labels, counted = self._labels(targets)
+        labels, counted = self.labels_of_rows(targets)
         return self._map(self.rows.log_prob(labels).masked_fill(~counted, 0.0))
 
     def log_prob(self, targets: Tensor) -> Tensor:
@@ -215,7 +236,7 @@ class PositionPrediction(Prediction):
         """(batch, *positions): whether a position has a label that counts. With `next_token` position t has the label
         at t + 1.
         """
-        return self._map(self._labels(targets)[1])
+        return self._map(self.labels_of_rows(targets)[1])
 
     def perplexity(self, targets: Tensor) -> Tensor:
         """(batch,): ``exp(-log_prob / n)`` with the n positions of an input that count; NaN where none does."""
@@ -223,12 +244,12 @@ class PositionPrediction(Prediction):
         return (-self.log_prob(targets) / counted).exp()
 
     def fitting(self, targets: Tensor) -> Tensor:
-        self._labels(targets)
+        self.labels_of_rows(targets)
         return targets
 
     def counted(self, targets: Tensor) -> tuple[ClassPrediction, Tensor]:
         """The positions of all inputs that count, as one prediction of classes, with their labels ``(positions,)``."""
-        labels, counted = self._labels(targets)
+        labels, counted = self.labels_of_rows(targets)
         return self.rows.picked(counted), labels[counted]
 
     def quality(self, targets: Tensor, bins: int = 15) -> dict[str, float]:
@@ -238,7 +259,7 @@ class PositionPrediction(Prediction):
 
     def losses(self, targets: Tensor) -> Tensor:
         """(batch,): the share of an input's counted positions at which the predicted class is wrong."""
-        labels, counted = self._labels(targets)
+        labels, counted = self.labels_of_rows(targets)
         wrong = ((self.rows.predicted() != labels) & counted).reshape(len(self), -1).double()
         return wrong.sum(1) / counted.reshape(len(self), -1).sum(1).clamp(min=1)
 

@@ -303,6 +303,10 @@ class Prediction(ABC):
         """
         return self.known_promises().p_values(self.scores(), score)
 
+    def set(self, level: float = 0.9, *, allow_empty: bool = False) -> Tensor:
+        """Of predictions of classes: those that hold the right one with a promised probability."""
+        raise PosthocUQError("Values have no sets of classes; prediction.interval(level) has their bounds.")
+
     def known_promises(self) -> Promises:
         """The held-out scores by which promises are made.
 

@@ -143,9 +143,10 @@ def described_promises(promises: Mapping[str, Any]) -> str:
         what = "intervals" if kind in ("deviation", "cdf") else "sets"
         fewest = min(score["count"] for score in scores)
         level = f"{1e4 * fewest / (fewest + 1) // 1 / 100:.4g} %"
-        parts.append(
-            f"{what} by {kind!r} up to a level of {level}{'' if len(scores) == 1 else f' for each of {len(scores)}'}"
-        )
+        each = "" if len(scores) == 1 else f" for each of {len(scores)}"
+        if kind == "positions":
+            each = ", which hold at least that share of an input's labels"
+        parts.append(f"{what} by {kind!r} up to a level of {level}{each}")
     parts.append(f"p-values of {', '.join(promises['inputs'])}")
     approximately = "" if "share" in promises else ", approximately: they tuned it too"
     return (
