@@ -19,8 +19,8 @@ import posthoc_uq as uq
 from posthoc_uq.core.batches import (
     Batch,
     BatchReader,
-    batch_of_call,
     batches,
+    batches_of_call,
     check_loader,
     check_reusable,
 )
@@ -242,7 +242,7 @@ def test_arrays_are_batches() -> None:
     assert torch.equal(cast(Any, predictor(frame)).probs, cast(Any, predictor(x)).probs)
     assert torch.equal(predictor.novelty(frame.to_numpy()), predictor.novelty(x))
     assert "accuracy" in str(uq.evaluate(predictor, [(frame, y)], progress=False))
-    ids = batch_of_call((np.arange(3),), {}, model, torch.device("cpu")).args[0]
+    ids = batches_of_call((np.arange(3),), {}, model, torch.device("cpu"))[0].args[0]
     assert ids.dtype == torch.int64  # whole numbers stay what they are
     wide = make_net().double()
     fit(wide, [(x.numpy(), y)])

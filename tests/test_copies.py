@@ -18,6 +18,7 @@ from networks import short, short_options
 from torch import Tensor, nn
 
 import posthoc_uq as uq
+from posthoc_uq.core.batches import Batch
 from posthoc_uq.methods import METHODS
 from posthoc_uq.posteriors.block import SYMMETRY
 
@@ -144,7 +145,7 @@ def test_a_copy_takes_the_way_that_was_settled() -> None:
     predictor(_data(7))
     predictor.ensemble._chunks = dict.fromkeys(predictor.ensemble._chunks, 1)
     for copied in (copy.deepcopy(predictor), _saved(predictor)):
-        assert copied.ensemble.frozen.features((_data(7),), {}) is None
+        assert copied.ensemble.frozen.features(Batch((_data(7),))) is None
         assert copied.ensemble._chunks == predictor.ensemble._chunks
         assert torch.equal(copied(_data(7)).probs, predictor(_data(7)).probs)
 

@@ -303,7 +303,7 @@ def test_other_models_run_as_a_whole(kind: str) -> None:
         model = Odd(kind).double().eval()
         model.load_state_dict(plain.state_dict())
         frozen = FrozenPart(model, list(posterior.mean))
-        assert frozen.features((x,), {}) is None and REASONS[kind] in (frozen.refused or "")
+        assert frozen.features(Batch((x,))) is None and REASONS[kind] in (frozen.refused or "")
         if kind in ("random", "kept"):
             return
         predictor = uq.wrap(model, posterior, "sampling", n_samples=20, batched=False)

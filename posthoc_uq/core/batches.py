@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from inspect import Parameter, signature
 from operator import length_hint
 from typing import Any, cast
@@ -20,13 +20,20 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
-from torch.utils._pytree import tree_map
+from torch.utils._pytree import tree_leaves, tree_map
 from torch.utils.data import Dataset
 
 from posthoc_uq.core import interrupts
 from posthoc_uq.core.devices import sent
 from posthoc_uq.core.distributed import rank, sampler_of
 from posthoc_uq.core.errors import PosthocUQError, UnsupportedLayerError, out_of_memory
+from posthoc_uq.core.graphs import (
+    arguments_of_graph,
+    changed_graph,
+    is_graph,
+    single_graphs,
+    tensors_of_graph,
+)
 from posthoc_uq.core.model import model_device, model_dtype, unwrap
 from posthoc_uq.core.options import Options
 from posthoc_uq.core.outputs import form_of, output_tensor
@@ -78,17 +85,22 @@ class Batch:
         targets: of the samples.
         kwargs: of the model, by name.
         weights: of the samples, or of their positions; float64 on the CPU, finite and not negative.
+        whole: whether the inputs are one sample in a form that is not cut: a graph, or a list of one tensor.
     """
 
     args: tuple[Any, ...]
     targets: Tensor | None = None
     kwargs: dict[str, Any] = field(default_factory=lambda: dict[str, Any]())
     weights: Tensor | None = None
+    whole: bool = False
 
     def tensors(self) -> list[Tensor]:
-        """Every tensor among the inputs."""
-        values = (*self.args, *(self.kwargs[name] for name in sorted(self.kwargs)))
-        return [value for value in values if isinstance(value, Tensor)]
+        """Every tensor among the inputs; of a whole sample those inside of other values, too, each as one row."""
+        values = [*self.args, *(self.kwargs[name] for name in sorted(self.kwargs))]
+        if not self.whole:
+            return [value for value in values if isinstance(value, Tensor)]
+        parts = [tensors_of_graph(leaf) if is_graph(leaf) else [leaf] for leaf in tree_leaves(values)]
+        return [tensor.unsqueeze(0) for part in parts for tensor in part if isinstance(tensor, Tensor)]
 
     @property
     def empty(self) -> bool:
@@ -102,7 +114,14 @@ class Batch:
         Raises:
             PosthocUQError: the model gives something that holds no tensor of outputs.
         """
-        return output_tensor(self.call_any(model))
+        return self.outputs_of(self.call_any(model))
+
+    def outputs_of(self, returned: Any) -> Tensor:
+        """The output tensor ``(samples, ...)`` in what a model returned; the rows of a whole sample, such as the nodes
+        of a graph, are its positions.
+        """
+        outputs = output_tensor(returned)
+        return _of_whole(outputs) if self.whole else outputs
 
     def call_any(self, model: Callable[..., Any]) -> Any:
         """The model's return value as it is."""
@@ -112,10 +131,12 @@ class Batch:
         """The same batch with all tensors of its inputs changed; targets and weights stay as they are."""
 
         def changed(value: Any) -> Any:
+            if self.whole and is_graph(value):
+                return changed_graph(value, change)
             return change(value) if isinstance(value, Tensor) else value
 
         args, kwargs = tree_map(changed, (self.args, self.kwargs))
-        return Batch(args, self.targets, kwargs, self.weights)
+        return replace(self, args=args, kwargs=kwargs)
 
     def to(self, device: torch.device) -> Batch:
         """The same batch with its inputs on `device`."""
@@ -142,6 +163,9 @@ class Batch:
         return self._rows(torch.zeros(2, dtype=torch.long, device="cpu"), 1)
 
     def _rows(self, index: slice | Tensor, samples: int) -> Batch:
+        if self.whole:
+            return self if bool(torch.ones(1, device="cpu")[index].any()) else _NOTHING
+
         def cut(value: Any) -> Any:
             if not holds_samples(value, samples):
                 return value
@@ -149,6 +173,14 @@ class Batch:
 
         kwargs = {name: cut(value) for name, value in self.kwargs.items()}
         return Batch(tuple(map(cut, self.args)), cut(self.targets), kwargs, cut(self.weights))
+
+
+_NOTHING = Batch((torch.empty(0, device="cpu"),))
+
+
+def _of_whole(rows: Tensor) -> Tensor:
+    """What belongs to one whole sample, ``(1, ...)``: several rows are those of its positions."""
+    return rows if rows.ndim > 0 and rows.shape[0] == 1 else rows.unsqueeze(0)
 
 
 def holds_samples(value: Any, samples: int) -> bool:
@@ -196,14 +228,42 @@ class BatchReader(Options):
             decoder_inputs = getattr(unwrap(model), "prepare_decoder_input_ids_from_labels", None)
         return cls(place, *functions, model_dtype(model), argument_names(model), decoder_inputs)
 
-    def read(self, batch: Any) -> Batch:
+    def read_all(self, batch: Any) -> list[Batch]:
+        """What a loader yields as batches on the device: one, or as many as there are samples in a form that is not
+        cut, graphs or a list of tensors. A `Batch` stays as it is.
+
+        Raises:
+            PosthocUQError: the batch has a form that needs `batch_to_inputs`, or its weights are none.
+        """
+        if isinstance(batch, Batch):
+            return [batch]
+        pair = type(batch) in (tuple, list) and len(batch) == 2
+        graphs: Any = batch[0] if pair else batch
+        if not is_graph(graphs):
+            return _of_list(self.read(batch))
+        singles = list(single_graphs(graphs))
+        if pair and len(batch[1]) != len(singles):
+            raise PosthocUQError(
+                f"The loader yields {len(singles)} graphs with targets of {len(batch[1])} rows; give one row a graph, "
+                f"or put the targets into the graphs, as y."
+            )
+        parts = [(one, batch[1][i : i + 1]) for i, one in enumerate(singles)] if pair else singles
+        return [self.read(part, whole=True) for part in parts]
+
+    def read(self, batch: Any, whole: bool = False) -> Batch:
         """A `Batch` on the device.
+
+        Args:
+            batch: what a loader yields.
+            whole: as in `Batch`.
 
         Raises:
             PosthocUQError: the batch has a form that needs `batch_to_inputs`, or its weights are none.
         """
         inputs, targets = self._split(batch)
-        if self.batch_to_inputs is None:
+        if self.batch_to_inputs is None and whole:
+            inputs = arguments_of_graph(inputs, self.names)
+        elif self.batch_to_inputs is None:
             inputs = with_tensors(inputs, self.dtype)
         if self.batch_to_targets is not None:
             targets = self.batch_to_targets(batch)
@@ -220,7 +280,11 @@ class BatchReader(Options):
             args = tuple(self._move(v) for v in cast(tuple[Any, ...], inputs))
         else:
             args = (self._move(inputs),)
-        return Batch(args, None if targets is None else self._move(targets), kwargs, weights)
+        targets = None if targets is None else self._move(targets)
+        if whole:
+            targets = None if targets is None else _of_whole(targets)
+            weights = None if weights is None else _of_whole(weights)
+        return Batch(args, targets, kwargs, weights, whole)
 
     def _split(self, batch: Any) -> tuple[Any, Any]:
         if self.batch_to_inputs is not None:
@@ -229,6 +293,8 @@ class BatchReader(Options):
             return inputs, (batch[1] if pair and self.batch_to_targets is None else None)
         if isinstance(batch, Tensor) or is_array(batch):
             return batch, None
+        if is_graph(batch):
+            return batch, next((batch[name] for name in TARGET_NAMES if name in batch.keys()), None)  # noqa: SIM118
         if isinstance(batch, Mapping):
             named = dict(cast(Mapping[str, Any], batch))
             targets = next((named.pop(name) for name in TARGET_NAMES if name in named), None)
@@ -261,7 +327,37 @@ class BatchReader(Options):
         return named if tensors or not arguments else arguments
 
     def _move(self, value: Any) -> Any:
+        if is_graph(value):
+            return changed_graph(value, self._move)
+        if type(value) is list:
+            return [self._move(part) for part in cast(list[Any], value)]
         return sent(value, self.device) if isinstance(value, Tensor) else value
+
+
+def _of_list(batch: Batch) -> list[Batch]:
+    """A batch whose only input is a list of tensors, one a sample, as a batch of each; any other as it is."""
+    items: Any = batch.args[0] if len(batch.args) == 1 and not batch.kwargs else None
+    if not _is_list_of_tensors(items):
+        return [batch]
+    rows = [value for value in (batch.targets, batch.weights) if value is not None]
+    if any(value.ndim == 0 or len(value) != len(items) for value in rows):
+        return [batch]
+
+    def row(value: Tensor | None, place: int) -> Tensor | None:
+        return None if value is None else value[place : place + 1]
+
+    return [
+        Batch(([item],), row(batch.targets, i), {}, row(batch.weights, i), True)
+        for i, item in enumerate(items)
+    ]
+
+
+def _is_list_of_tensors(value: Any) -> bool:
+    return (
+        type(value) is list
+        and bool(value)
+        and all(isinstance(item, Tensor) for item in cast(list[Any], value))
+    )
 
 
 def argument_names(model: nn.Module) -> tuple[str, ...] | None:
@@ -331,7 +427,7 @@ def batches(loader: Iterable[Any], reader: BatchReader) -> Iterator[Batch]:
         PosthocUQError: the loader yields no batch with samples.
     """
     items = items_of(loader)
-    read = _read_ahead(items, reader) if reader.device.type == "cuda" else map(reader.read, items)
+    read = _read_ahead(items, reader) if reader.device.type == "cuda" else _each_read(items, reader)
     count = 0
     for batch in read:
         if not batch.empty:
@@ -353,25 +449,31 @@ def no_sample() -> PosthocUQError:
     return PosthocUQError("The loader yields no batch of samples; it needs at least one.")
 
 
+def _each_read(items: Iterable[Any], reader: BatchReader) -> Iterator[Batch]:
+    for raw in items:
+        yield from reader.read_all(raw)
+
+
 def _read_ahead(items: Iterable[Any], reader: BatchReader) -> Iterator[Batch]:
     """Batches whose transfer to the device overlaps with the work on the previous batch."""
     stream = torch.cuda.Stream(reader.device)
-    current: Batch | None = None
+    current: list[Batch] = []
     for raw in items:
         # The loader's own work on the device must be done before its batch is read.
         stream.wait_stream(torch.cuda.current_stream(reader.device))
         with torch.cuda.stream(stream):
-            following = reader.read(raw)
-        if current is not None:
-            yield current
+            following = reader.read_all(raw)
+        yield from current
         main = torch.cuda.current_stream(reader.device)
         main.wait_stream(stream)
-        for tensor in (*following.tensors(), following.targets):
-            if tensor is not None and tensor.is_cuda:
-                tensor.record_stream(main)  # so that its memory is not reused before the work on it is done
+        for batch in following:
+            for tensor in (*batch.tensors(), batch.targets):
+                if tensor is not None and tensor.is_cuda:
+                    tensor.record_stream(
+                        main
+                    )  # so that its memory is not reused before the work on it is done
         current = following
-    if current is not None:
-        yield current
+    yield from current
 
 
 def known_length(sized: Any) -> int:
@@ -456,30 +558,38 @@ NAMED = (
 )
 
 
-def batch_of_call(
+def batches_of_call(
     args: tuple[Any, ...], kwargs: dict[str, Any], model: nn.Module, device: torch.device
-) -> Batch:
-    """The arguments of one call of a model; where there are arrays among them, all on its device, as in a loader.
+) -> list[Batch]:
+    """The arguments of one call of a model; where there are arrays among them, all on its device, as in a loader. They
+    are one batch, or several of one sample each; see `BatchReader.read_all`.
 
-    A single argument may be a batch as the loader gave it, with targets, which are ignored: no model that has a
-    posterior takes a whole mapping, list or tuple as its only argument (`count_samples`).
+    A single argument may be a `Batch`, or a batch as the loader gave it, with targets, which are ignored: no model that
+    has a posterior takes a whole mapping, list or tuple of others as its only argument (`count_samples`).
     """
-    if len(args) == 1 and not kwargs and _of_a_loader(args[0]):
-        read = BatchReader.of(model, device=device).read(args[0])
-        return Batch(read.args, None, read.kwargs)
+    if len(args) == 1 and not kwargs:
+        if isinstance(args[0], Batch):
+            return [args[0]]
+        if _of_a_loader(args[0]):
+            read = BatchReader.of(model, device=device).read_all(args[0])
+            return [replace(batch, targets=None, weights=None) for batch in read]
     if not any(is_array(value) for value in (*args, *kwargs.values())):
-        return Batch(args, None, kwargs)
+        return _of_list(Batch(args, None, kwargs))
     dtype = model_dtype(model)
-    return Batch(with_tensors(args, dtype), None, with_tensors(kwargs, dtype)).to(device)
+    return [Batch(with_tensors(args, dtype), None, with_tensors(kwargs, dtype)).to(device)]
 
 
 def _of_a_loader(value: Any) -> bool:
-    """Whether a value is a batch of a loader: a mapping, ``[inputs]`` or ``(inputs, targets)``; not two samples."""
-    if isinstance(value, Mapping):
+    """Whether a value is a batch of a loader: a mapping, graphs, ``[inputs]`` or ``(inputs, targets)``; not two
+    samples.
+    """
+    if isinstance(value, Mapping) or is_graph(value):
         return True
     if type(value) not in (tuple, list) or len(value) not in (1, 2):
         return False
     inputs, targets = value[0], value[-1]
+    if is_graph(inputs) or _is_list_of_tensors(inputs):
+        return True
     if not (isinstance(inputs, (Tensor, Mapping, tuple)) or is_array(inputs)):
         return False
     shape = getattr(inputs, "shape", None)
@@ -530,7 +640,9 @@ def _check_run(network: nn.Module, batch: Batch, what: str, way_out: str) -> Non
             f"{ids.fault or _advice(network, batch) or way_out}"
         ) from error
     samples = next((tensor.shape[0] for tensor in batch.tensors() if tensor.ndim > 0), None)
-    if isinstance(outputs, Tensor) and samples is not None and outputs.shape[:1] != (samples,):
+    if batch.whole or samples is None or not isinstance(outputs, Tensor):
+        return
+    if outputs.shape[:1] != (samples,):
         raise PosthocUQError(
             f"The model gives outputs of shape {tuple(outputs.shape)} for {what}, {described(batch)}; the first "
             f"dimension of both must count the samples. Of one sample, pass x.unsqueeze(0)."

@@ -116,7 +116,8 @@ def find_features(
     outputs have positions, it is one row a position if the layer gives a position its classes: it is a linear layer or
     a pointwise convolution, on the grid of the outputs or on a coarser one.
 
-    The numbers decide: two samples in one batch must give the same rows as each of them alone.
+    The numbers decide: two samples in one batch must give the same rows as each of them alone. A graph, or what else is
+    not cut, is always alone.
 
     Args:
         model: a copy of it is run.
@@ -125,7 +126,7 @@ def find_features(
         likelihood: says whether outputs have positions.
     """
     count = count_samples(batch)
-    pair = batch.narrow(0, 2, count) if count > 1 else batch.doubled()
+    pair = batch if batch.whole else batch.narrow(0, 2, count) if count > 1 else batch.doubled()
 
     def found() -> FeatureSource | None:
         return _found(model, pair, autocast, likelihood)
@@ -152,11 +153,12 @@ def _found(
     source = _of_positions(capture.twin, layer, pair, likelihood)
     if source is not None:
         return source
-    rows, outputs, _ = _probe(capture.twin, layer, pair, 2)
-    alone = [_probe(capture.twin, layer, pair.narrow(i, 1, 2), 1)[0] for i in range(2)]
+    samples = 1 if pair.whole else 2
+    rows, outputs, _ = _probe(capture.twin, layer, pair, samples)
+    alone = [_probe(capture.twin, layer, pair.narrow(i, 1, samples), 1)[0] for i in range(samples)]
     if not _agree(torch.cat(alone), rows):
         return None
-    of_layer, of_model = _applied(capture.twin, layer, rows), outputs.to(rows).reshape(2, -1)
+    of_layer, of_model = _applied(capture.twin, layer, rows), outputs.to(rows).reshape(samples, -1)
     same = of_layer.shape == of_model.shape and _agree(of_layer, of_model)
     several = likelihood is not None and likelihood.positions_of(outputs) is not None
     return FeatureSource(
@@ -170,12 +172,13 @@ def _of_positions(
     """The source for one row a position, or None where the layer does not give positions their classes."""
     if likelihood is None or not layer.pointwise:
         return None
-    rows, outputs, grid = _probe(twin, layer, pair, 2, by_position=True)
+    samples = 1 if pair.whole else 2
+    rows, outputs, grid = _probe(twin, layer, pair, samples, by_position=True)
     layout = likelihood.positions_of(outputs)
     if layout is None or layout.classes(outputs) != layer.groups * layer.outputs:
         return None
-    alone = [_probe(twin, layer, pair.narrow(i, 1, 2), 1, by_position=True)[0] for i in range(2)]
-    if not _agree(torch.cat(alone), rows) or len(rows) != 2 * prod(grid):
+    alone = [_probe(twin, layer, pair.narrow(i, 1, samples), 1, by_position=True)[0] for i in range(samples)]
+    if not _agree(torch.cat(alone), rows) or len(rows) != samples * prod(grid):
         return None
     positions = layout.positions(outputs)
     if grid == positions:

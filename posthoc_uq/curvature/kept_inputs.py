@@ -41,11 +41,13 @@ class _Samples:
         leaves: arguments, targets and weights of the batch, cut to these samples.
         form: the tree that they are leaves of.
         counted: which of the leaves have one row a sample; the others, such as a mask for all, are shared.
+        whole: as in `Batch`.
     """
 
     leaves: list[Any]
     form: TreeSpec
     counted: list[bool]
+    whole: bool
 
     @staticmethod
     def of(batch: Batch, samples: int, places: Tensor) -> _Samples:
@@ -53,11 +55,11 @@ class _Samples:
         leaves, form = tree_flatten((batch.args, batch.kwargs, batch.targets, batch.weights))
         counted = [holds_samples(value, samples) for value in leaves]
         cut = [v[places.to(v.device)] if c else v for v, c in zip(leaves, counted, strict=True)]
-        return _Samples(cut, form, counted)
+        return _Samples(cut, form, counted, batch.whole)
 
     def joins(self, other: _Samples) -> bool:
         """Whether one batch can hold both: samples of one shape, and all else the same."""
-        if self.form != other.form or self.counted != other.counted:
+        if self.whole or other.whole or self.form != other.form or self.counted != other.counted:
             return False
         return all(map(_alike, self.counted, self.leaves, other.leaves))
 
@@ -69,7 +71,7 @@ class _Samples:
         if device is not None:
             leaves[:-1] = [leaf.to(device) if isinstance(leaf, Tensor) else leaf for leaf in leaves[:-1]]
         args, kwargs, targets, weights = tree_unflatten(leaves, parts[0].form)
-        return Batch(args, targets, kwargs, weights)
+        return Batch(args, targets, kwargs, weights, parts[0].whole)
 
 
 def _alike(counted: bool, first: Any, second: Any) -> bool:
@@ -184,7 +186,7 @@ class KeptInputs:
             chosen = [key for key in chosen if key not in self._samples]
         if chosen:
             first = torch.tensor([places[key][0] for key in chosen], device="cpu")
-            picks = _Samples.of(Batch(batch.args, None, batch.kwargs), samples, first)
+            picks = _Samples.of(replace(batch, targets=None, weights=None), samples, first)
             tensors = [place for place, value in enumerate(picks.leaves) if isinstance(value, Tensor)]
             on_cpu = dict(
                 zip(tensors, on_host(*(picks.leaves[place].detach() for place in tensors)), strict=True)
@@ -193,10 +195,11 @@ class KeptInputs:
                 leaves, counted_leaves = list(picks.leaves), list(picks.counted)
                 for place, value in on_cpu.items():  # in memory of its own
                     leaves[place] = (value[row : row + 1] if picks.counted[place] else value).clone()
-                self._bytes[key] = sum(leaves[place].nbytes for place in tensors)
+                tensors_of_sample = batch.tensors() if batch.whole else [leaves[place] for place in tensors]
+                self._bytes[key] = sum(tensor.nbytes for tensor in tensors_of_sample)
                 if counted is not None:
                     leaves[-1], counted_leaves[-1] = counted[places[key]].any(0).unsqueeze(0), True
-                sample = _Samples(leaves, picks.form, counted_leaves)
+                sample = _Samples(leaves, picks.form, counted_leaves, batch.whole)
                 self._samples[key] = _united(sample, self._samples.get(key))
             fitting = self._within(self._bytes, self._budget)
             self._samples = {key: self._samples[key] for key in fitting}

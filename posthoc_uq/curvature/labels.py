@@ -121,11 +121,11 @@ def own_samples_of(loader: Iterable[Any], reader: BatchReader, first: Batch) -> 
         return from_sampler
     if isinstance(loader, (list, tuple)):
         shapes = replace(reader, device=torch.device("meta"), batch_to_weights=None)  # nothing is copied
-        read = map(shapes.read, cast("list[Any]", loader))
+        read = (batch for raw in cast("list[Any]", loader) for batch in shapes.read_all(raw))
         return sum(count_samples(batch) for batch in read if not batch.empty)
     already_batched = isinstance(loader, DataLoader) and loader.batch_sampler is None
     items = 0 if already_batched else known_length(sampler_of(loader))
     if items:
         return items
     batches = known_length(loader)
-    return batches * count_samples(first) if batches else None
+    return batches * count_samples(first) if batches and not first.whole else None

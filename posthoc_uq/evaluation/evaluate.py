@@ -250,7 +250,7 @@ def _row(name: str, model: Any, plain: _Plain) -> _Row:
     if isinstance(model, Predictor):
         return _Row(
             name or model.head,
-            lambda batch: model(*batch.args, **batch.kwargs),
+            model,
             BatchReader.of(model.model, device=model.device),
         )
     if isinstance(model, nn.Module):

@@ -221,8 +221,6 @@ def calibrate(
             criterion="likelihood",
             head=head,
             seed=seed,
-            batch_to_inputs=_inputs_of,
-            batch_to_targets=_targets_of,
             progress=progress,
             **options,
         )
@@ -320,14 +318,6 @@ class _HeldOut:
         self._bound = int(keys.sort().values[self.tuning])
 
 
-def _inputs_of(batch: Batch) -> Any:
-    return batch.kwargs or batch.args
-
-
-def _targets_of(batch: Batch) -> Any:
-    return batch.targets
-
-
 def _measured(
     predictor: Predictor, data: _HeldOut, sets: SetScore, by_class: bool, jointly: bool, progress: bool
 ) -> dict[str, Any]:
@@ -343,7 +333,7 @@ def _measured(
     classes: int | None = None
     with torch.no_grad(), isolated_random_state(data.seed), Bar(data.loader, "calibrate", progress) as bar:
         for batch, tunes in data.batches():
-            prediction = predictor(*batch.args, **batch.kwargs).to("cpu")
+            prediction = predictor(batch).to("cpu")
             classes = prediction.classes
             if by_class and (classes is None or prediction.kind != "classes"):
                 raise PosthocUQError(

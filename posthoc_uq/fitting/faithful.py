@@ -353,7 +353,7 @@ class ApproximateDivergence(Divergence):
         self._at_every_prior = list[Any]()
         for network, batch in zip(self._compared, self.inputs, strict=True):
             with counted(len(network.outputs), self._advance):
-                found = self._predictor.at_every_prior(*batch.args, **batch.kwargs)
+                found = self._predictor.at_every_prior(batch)
             if found is None:
                 return False
             self._at_every_prior.append(found)

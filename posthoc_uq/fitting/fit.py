@@ -522,8 +522,8 @@ def _first_batch(loader: Iterable[Any], reader: BatchReader) -> tuple[Batch, Ite
     """The first batch with samples, and a loader that still yields all batches."""
     iterator = interrupts.at_once(iter, loader)
     for first in items_of(iterator):
-        batch = reader.read(first)
-        if not batch.empty:
+        batch = next((batch for batch in reader.read_all(first) if not batch.empty), None)
+        if batch is not None:
             return batch, (chain([first], iterator) if iterator is loader else loader)
     raise no_sample()
 

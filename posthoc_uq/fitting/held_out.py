@@ -126,7 +126,7 @@ class HeldOutLoss(Score):
         found, nbytes = list[tuple[Any, Tensor]](), 0
         self._predictor.refresh(self._seed)
         for batch, targets in self._batches():
-            made = self._predictor.at_every_prior(*batch.args, **batch.kwargs)
+            made = self._predictor.at_every_prior(batch)
             nbytes += 0 if made is None else made.sums.nbytes
             if made is None or nbytes > CACHE_BUDGETS * TEMPORARY_BYTES:
                 found.clear()
@@ -144,7 +144,7 @@ class HeldOutLoss(Score):
         """The exact variances of the first inputs, as a multiple of the approximate ones, on the mean."""
         samples = count_samples(batch)
         few = batch.narrow(0, min(samples, _COMPARED), samples)
-        exact: Any = self._predictor.distribution(*few.args, **few.kwargs)
+        exact: Any = self._predictor.distribution(few)
         near = made.at(width_of(self.posterior.settings, "prior_precision")).variance[: len(exact.variance)]
         share = float(as_double(exact.variance).sum() / as_double(near).sum())
         return share if isfinite(share) and share > 0 else 1.0

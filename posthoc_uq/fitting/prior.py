@@ -253,9 +253,7 @@ def _warn_if_draws_differ(posterior: Posterior, batch: Batch, seed: int, progres
     bar = Progress("drawn models", "models", progress, draws)
     with torch.no_grad(), bar, counted(draws, bar.advance):
         trained = few.call(replicate(cast(nn.Module, posterior.model)))
-        drawn = SamplingPredictor(cast(nn.Module, posterior.model), posterior, draws, seed).outputs(
-            *few.args, **few.kwargs
-        )
+        drawn = SamplingPredictor(cast(nn.Module, posterior.model), posterior, draws, seed).outputs(few)
     if not posterior.likelihood.agrees(trained, drawn):
         warn_user(
             "At the prior precision of the log marginal likelihood, models drawn from this posterior no longer predict "

@@ -60,7 +60,7 @@ class FeatureCache:
             else:
                 assert batch is not None
                 with self._predictor.explaining(batch):
-                    distribution = self._predictor.distribution(*batch.args, **batch.kwargs)
+                    distribution = self._predictor.distribution(batch)
             yield distribution, partner
 
     def outputs(self, run: Callable[[Batch], Tensor]) -> Iterator[tuple[Tensor, Any]]:
@@ -101,7 +101,7 @@ class FeatureCache:
         if index >= self._tried:
             self._tried = index + 1
             with self._predictor.explaining(batch):
-                features = self._predictor.features(*batch.args, **batch.kwargs)
+                features = self._predictor.features(batch)
             if features is not None:
                 cached = _CachedBatch(features, partner, _key(batch))
                 if self.nbytes + features.nbytes <= self._budget:

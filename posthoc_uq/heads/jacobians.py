@@ -410,7 +410,7 @@ def jacobians(model: nn.Module, weights: Weights, batch: Batch, samples: int) ->
 
     def one_by_one() -> Weights:
         rows = [batch.narrow(row, 1, samples) for row in range(samples)]
-        parts = [_by_autograd(lambda w, b=one: of_one(w, b.args, b.kwargs), weights) for one in rows]
+        parts = [_by_autograd(lambda w, b=one: called(model, w, b).flatten(), weights) for one in rows]
         return {name: torch.stack([part[name] for part in parts]) for name in weights}
 
     def in_one_vmap() -> Weights:
@@ -425,6 +425,8 @@ def jacobians(model: nn.Module, weights: Weights, batch: Batch, samples: int) ->
         return vmap(in_vmap, in_dims=dims)(batch.args, batch.kwargs)
 
     with PlainAttention():
+        if batch.whole:
+            return one_by_one()
         try:
             return in_one_vmap()
         except Exception as error:  # the model's code decides what vmap makes of it

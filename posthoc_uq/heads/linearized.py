@@ -972,10 +972,10 @@ class LinearizedPredictor(GaussianPredictor):
     def features(self, *args: Any, **kwargs: Any) -> Features | None:
         """See `Predictor`."""
         with self._gradients(False):
-            prepared = self._prepared
-            features = prepared.frozen.features(args, kwargs)
+            prepared, batch = self._prepared, self._batch(args, kwargs)
+            features = prepared.frozen.features(batch)
             if features is not None and self._engine != "jvp":
-                self._tracked(prepared, Batch(args, None, kwargs), None)
+                self._tracked(prepared, batch, None)
             return features
 
     def distribution_from(self, features: Features) -> GaussianOutputs:
@@ -1144,7 +1144,7 @@ class LinearizedPredictor(GaussianPredictor):
             ),
         )
         if features is None:
-            features = prepared.frozen.features(batch.args, batch.kwargs)
+            features = prepared.frozen.features(batch)
         with prepared.frozen.twins(features).lent() as twin:
             work = batch if features is None else features.batch
             outputs, draws = function_draws(twin, work, deviations)

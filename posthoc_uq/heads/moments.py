@@ -22,6 +22,7 @@ from posthoc_uq.heads.sampling import SamplingPredictor
 from posthoc_uq.layers.frozen import Features, FrozenPart
 from posthoc_uq.layers.layer import Layer
 from posthoc_uq.layers.operands import temporary_limit
+from posthoc_uq.layers.proof import count_samples
 from posthoc_uq.likelihoods.draws import LINK_DRAWS, symmetric_root
 from posthoc_uq.likelihoods.prediction import Prediction, at_least_float32
 from posthoc_uq.moments.propagation import products_of, propagate, running_module
@@ -386,7 +387,7 @@ class MomentsPredictor(GaussianPredictor):
         """
         if self._rules.cov == "diag" or torch.compiler.is_compiling():
             return self._propagate(posterior, batch, rest)
-        samples = next((t.shape[0] for t in batch.tensors() if t.ndim > 0), 1)
+        samples = count_samples(batch)
         widths = [m.out_features for m in self.network.modules() if isinstance(m, nn.Linear)]
         step = max(1, TEMPORARY_BYTES // (8 * 4 * max(widths, default=1) ** 2))
         parts = [
@@ -454,7 +455,7 @@ class MomentsPredictor(GaussianPredictor):
 
     def features(self, *args: Any, **kwargs: Any) -> Features | None:
         """See `Predictor`; None with ``cov="full"``, which cuts batches into parts."""
-        return None if self._rules.cov == "full" else self._frozen.features(args, kwargs)
+        return None if self._rules.cov == "full" else self._frozen.features(self._batch(args, kwargs))
 
     def distribution_from(self, features: Features) -> GaussianOutputs:
         """See `Predictor`."""
@@ -502,14 +503,12 @@ class MomentsPredictor(GaussianPredictor):
         reader = BatchReader.of(model, batch_to_inputs)
         with torch.no_grad(), isolated_random_state(), Bar(loader, "calibrate", progress) as bar:
             for batch in batches(loader, reader):
-                count = next((t.shape[0] for t in batch.tensors() if t.ndim > 0), 0)
+                count = count_samples(batch)
                 if seen + count > samples:
                     batch = batch.narrow(0, samples - seen, count)
                 by_head.append(as_double(self._moments(posterior, batch)[1]).cpu())
                 seed = torch.Generator().manual_seed(0)  # the same draws for all batches
-                outputs = sampler.functional_samples(
-                    *batch.args, n_samples=n_mc, generator=seed, **batch.kwargs
-                )
+                outputs = sampler.functional_samples(batch, n_samples=n_mc, generator=seed)
                 by_draws.append(as_double(outputs).var(0).cpu())
                 seen += by_head[-1].shape[0]
                 bar.advance(by_head[-1].shape[0])

@@ -17,8 +17,8 @@ from posthoc_uq.core.batches import (
     Batch,
     BatchFunction,
     BatchReader,
-    batch_of_call,
     batches,
+    batches_of_call,
     check_loader,
     explained,
 )
@@ -296,7 +296,7 @@ class Predictor(nn.Module, ABC):
     def forward(self, *args: Any, **kwargs: Any) -> Prediction:
         """The prediction for a batch, made under the posterior's settings of one moment: a `ClassPrediction` or a
         `RegressionPrediction` by the likelihood. The arguments are the model's, or one batch as a loader gives it,
-        ``(inputs, targets)`` or a mapping, whose targets are ignored.
+        ``(inputs, targets)``, a mapping or graphs, whose targets are ignored.
 
         Raises:
             NonFiniteError: an input's prediction is not finite.
@@ -304,7 +304,9 @@ class Predictor(nn.Module, ABC):
                 changed after the predictor was made.
             PosthocUQError: the head cannot serve this model, or the outputs do not fit the likelihood.
         """
-        return self._answer(self._snapshot(), self._batch(args, kwargs))
+        posterior = self._snapshot()
+        answers = [self._answer(posterior, batch) for batch in self._batches(args, kwargs)]
+        return answers[0] if len(answers) == 1 else cat(answers)
 
     def distribution(self, *args: Any, **kwargs: Any) -> GaussianOutputs | Tensor:
         """The distribution of a batch's outputs under the posterior, before temperature and observation noise: a
@@ -338,9 +340,23 @@ class Predictor(nn.Module, ABC):
         if not torch.compiler.is_compiling():
             self._watch.check()
 
+    def _batches(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[Batch]:
+        """The arguments of a call; arrays become tensors, as in a loader, and several graphs a batch each."""
+        return batches_of_call(args, kwargs, self._model[0], self.device)
+
     def _batch(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Batch:
-        """The arguments of a call; arrays become tensors, as in a loader."""
-        return batch_of_call(args, kwargs, self._model[0], self.device)
+        """The arguments of a call that are one batch.
+
+        Raises:
+            PosthocUQError: they are several graphs, or a list.
+        """
+        found = self._batches(args, kwargs)
+        if len(found) > 1:
+            raise PosthocUQError(
+                f"This takes one graph, or one item of a list, at a time, and was given {len(found)}; predictor(...) "
+                f"and predictor.predict(loader) take several."
+            )
+        return found[0]
 
     def _snapshot(self) -> Posterior:
         """The posterior's settings and data of one moment.

@@ -125,7 +125,7 @@ class Draws(nn.Module, ABC):
 
     def features(self, batch: Batch) -> Features | None:
         """What enters the part of the model that the draws change; None where whole models are to run."""
-        return None if len(self) == 1 else self.frozen.features(batch.args, batch.kwargs)
+        return None if len(self) == 1 else self.frozen.features(batch)
 
     @abstractmethod
     def members(self) -> list[nn.Module]:
@@ -598,7 +598,7 @@ class SamplingPredictor(Predictor):
 
     def features(self, *args: Any, **kwargs: Any) -> Features | None:
         """See `Predictor`; features do not change when the weights are drawn anew."""
-        return self.ensemble.frozen.features(args, kwargs)
+        return self.ensemble.frozen.features(self._batch(args, kwargs))
 
     def distribution_from(self, features: Features) -> Tensor:
         """See `Predictor`."""

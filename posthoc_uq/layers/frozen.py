@@ -134,14 +134,14 @@ class FrozenPart:
                 self._rest = rest = features.tail, Twins(features.tail.of(self._model))
         return rest[1]
 
-    def features(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Features | None:
+    def features(self, batch: Batch) -> Features | None:
         """What enters the rest of the model for these inputs; None where whole passes are to run.
 
         Where autograd is on, gradients with respect to the inputs flow through the features.
         """
-        if torch.compiler.is_compiling() or not self._candidates:
+        if torch.compiler.is_compiling() or not self._candidates or batch.whole:
             return None
-        batch, key = Batch(args, None, kwargs), _situation(args, kwargs)
+        key = _situation(batch.args, batch.kwargs)
         if key not in self._usable:
             usable = self._find_tail(batch)
             if len(self._usable) >= MAX_SHAPES:
@@ -248,7 +248,7 @@ def called(model: nn.Module, weights: Mapping[str, Tensor], batch: Batch, *, tie
     names is given by one of them.
     """
     call = batch.fresh()
-    return output_tensor(
+    return call.outputs_of(
         torch.func.functional_call(model, dict(weights), call.args, call.kwargs, tie_weights=tied)
     )
 

@@ -436,6 +436,8 @@ def _probe(model: nn.Module, batch: Batch, samples: int) -> tuple[Batch, Referen
 
     At least two samples: one alone would not show which dimension of a layer's input counts the samples.
     """
+    if batch.whole:
+        return batch, Reference(model, batch, 1)
     if samples == 1:
         two = batch.doubled()
         try:

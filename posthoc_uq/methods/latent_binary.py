@@ -24,7 +24,6 @@ from posthoc_uq.core.devices import DeferredChecks, as_double, widest
 from posthoc_uq.core.errors import PosthocUQError, warn_user
 from posthoc_uq.core.model import replicate
 from posthoc_uq.core.options import NotNegative, Positive, Unit
-from posthoc_uq.core.outputs import output_tensor
 from posthoc_uq.core.randomness import isolated_random_state, mixed_seed
 from posthoc_uq.layers.calls import (
     MIN_VARIANCE,
@@ -250,7 +249,7 @@ class LatentObjective(Objective):
             for key, layer in self._by_weight.items()
         }
         with CallReplacer(outputs_of):
-            outputs = output_tensor(self.network(*copied.args, **copied.kwargs))
+            outputs = copied.call(self.network)
         targets, weights = self.targets(batch, outputs, checks)
         fit = self.log_prob(outputs, targets, weights).mean()
         divergence = torch.stack([draw.divergence for draw in draws.values()]).sum() / self.samples
@@ -262,7 +261,7 @@ class LatentObjective(Objective):
     def outputs(self, batch: Batch, draw: int) -> Tensor:
         generator, copied = self.generator(0, _VALIDATION, draw), batch.copied()
         weights = {n: t for layer in self.layers.values() for n, t in layer.sample(generator).items()}
-        return output_tensor(functional_call(self.network, weights, copied.args, copied.kwargs))
+        return copied.outputs_of(functional_call(self.network, weights, copied.args, copied.kwargs))
 
 
 @dataclass(frozen=True)
