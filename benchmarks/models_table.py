@@ -3,8 +3,8 @@
     OMP_NUM_THREADS=1 python benchmarks/models_table.py              language and vision models; five minutes
     OMP_NUM_THREADS=1 python benchmarks/models_table.py --smoke      two of them; seconds
     OMP_NUM_THREADS=1 python benchmarks/models_table.py --only lraspp_mobilenet_v3_large
-    OMP_NUM_THREADS=1 python benchmarks/models_table.py --first-try  a fit by default and a prediction of a batch, of
-                                    these and more families, with the share of the weights that have a posterior
+    OMP_NUM_THREADS=1 python benchmarks/models_table.py --first-try  a fit by default and predictions of a batch, of
+                                    these and more families; docs/tables/first_try.csv is written by it
 
 A cell says what a fit over all layers, and over the last, gives through each head: `yes`, `-` where novelty is that of
 whole inputs, or a number of a footnote with the error. The table of docs/language_models.md is written by it.
@@ -13,7 +13,10 @@ whole inputs, or a number of a footnote with the error. The table of docs/langua
 from __future__ import annotations
 
 import argparse
+import copy
+import csv
 import os
+import tempfile
 import time
 import warnings
 from collections.abc import Callable, Sequence
@@ -26,6 +29,7 @@ from _harness import machine, single_threaded, write_json
 from torch import Tensor, nn
 
 import posthoc_uq as uq
+from posthoc_uq.core.batches import BatchReader
 
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
 WORDS, TOKENS, CLASSES = 50, 6, 3
@@ -41,14 +45,14 @@ class Kind:
 
     Attributes:
         make: builds it.
-        inputs: of a batch of four, by name, or one tensor.
-        targets: of the batch.
+        inputs: of a batch of four, by name, one tensor, or graphs.
+        targets: of the batch; None of graphs, which have their own.
         likelihood: of these.
     """
 
     make: Callable[[], nn.Module]
     inputs: Any
-    targets: Tensor
+    targets: Tensor | None
     likelihood: Any
 
 
@@ -122,6 +126,62 @@ class TwoHeads(nn.Module):
         return {"logits": self.head(features), "position": self.other(features)}
 
 
+class Graphs(nn.Module):
+    """Two rounds of messages, and a class for each graph or each node."""
+
+    def __init__(self, kind: str, nodes: bool) -> None:
+        import torch_geometric.nn as layers
+
+        super().__init__()
+        self.nodes, self.pool = nodes, layers.global_mean_pool
+        self.first, self.second = (
+            layers.GINConv(nn.Sequential(nn.Linear(sizes[0], 16), nn.ReLU(), nn.Linear(16, sizes[1])))
+            if kind == "GINConv"
+            else getattr(layers, kind)(*sizes)
+            for sizes in ((6, 16), (16, 16))
+        )
+        self.last = nn.Linear(16, CLASSES)
+
+    def forward(self, x: Tensor, edge_index: Tensor, batch: Tensor | None = None) -> Tensor:
+        """Logits of the graphs, or of the nodes."""
+        hidden = self.second(self.first(x, edge_index).relu(), edge_index).relu()
+        return self.last(hidden if self.nodes else self.pool(hidden, batch))
+
+
+def _graphs(kind: str, nodes: bool = False) -> Kind:
+    from torch_geometric.data import Batch, Data
+
+    generator = torch.Generator().manual_seed(0)
+    several = [
+        Data(
+            x=torch.randn(size, 6, generator=generator),
+            edge_index=torch.randint(size, (2, 3 * size), generator=generator),
+            y=torch.arange(size) % CLASSES if nodes else torch.tensor([size % CLASSES]),
+        )
+        for size in ((20,) if nodes else (5, 8, 6, 7))
+    ]
+    inputs = several[0] if nodes else Batch.from_data_list(several)
+    return Kind(lambda: Graphs(kind, nodes), inputs, None, "classification")
+
+
+class Bags(nn.Module):
+    """The mean over the items of a bag; takes a list of bags."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.body, self.head = nn.Linear(5, 16), nn.Linear(16, CLASSES)
+
+    def forward(self, bags: list[Tensor]) -> Tensor:
+        """Logits of each bag."""
+        return torch.stack([self.head(self.body(bag).relu().mean(0)) for bag in bags])
+
+
+def _bags() -> Kind:
+    generator = torch.Generator().manual_seed(0)
+    bags = [torch.randn(size, 5, generator=generator) for size in (2, 5, 3, 4)]
+    return Kind(Bags, bags, torch.arange(4) % CLASSES, "classification")
+
+
 def _first_tries() -> dict[str, Callable[[], Kind]]:
     """More families, for ``--first-try`` alone."""
     import timm
@@ -138,6 +198,11 @@ def _first_tries() -> dict[str, Callable[[], Kind]]:
         "U-Net, transposed convolution": lambda: _images(lambda: UNet(True), 16, maps=True),
         "U-Net, interpolation": lambda: _images(lambda: UNet(False), 16, maps=True),
         "two heads": lambda: _images(TwoHeads, 4),
+        "graphs, GCN": lambda: _graphs("GCNConv"),
+        "graphs, GIN": lambda: _graphs("GINConv"),
+        "graphs, GAT": lambda: _graphs("GATConv"),
+        "nodes of a graph, SAGE": lambda: _graphs("SAGEConv", nodes=True),
+        "bags, in a list": _bags,
     }
     for name in FAMILIES:
         size = 224 if "224" in name else 64
@@ -155,7 +220,9 @@ FAMILIES = (
 
 
 def first_try(kind: Kind) -> dict[str, str]:
-    """Whether a fit by default and a prediction of a batch as the loader gave it work, and what is covered."""
+    """Whether a fit by default and a prediction of a batch as the loader gave it work, and the rest of a user's first
+    hour; which share of the weights has a posterior, and how many passes of the batch, forth and back, the fit took.
+    """
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(0)
         model = kind.make().eval()
@@ -163,17 +230,52 @@ def first_try(kind: Kind) -> dict[str, str]:
     inputs = (
         {name: value for name, value in kind.inputs.items() if name != "decoder_input_ids"} if named else None
     )
-    batch = (kind.inputs, kind.targets) if inputs is None else {**inputs, "labels": kind.targets}
+    batch: Any = {**inputs, "labels": kind.targets} if inputs is not None else (kind.inputs, kind.targets)
+    if kind.targets is None:
+        batch = kind.inputs
     began = time.perf_counter()
     try:
         posterior = uq.fit(model, [batch], progress=False)
+        passes = (time.perf_counter() - began) / _seconds_of_a_pass(model, batch)
         prediction: Any = uq.wrap(model, posterior)(batch)
         assert bool(torch.isfinite(prediction.probs).all())
     except uq.PosthocUQError as error:
         return {"first try": str(error)}
     covered = sum(value.numel() for value in posterior.mean.values())
     share = covered / sum(parameter.numel() for parameter in model.parameters())
-    return {"first try": "yes", "covered": f"{share:.0%}", "seconds": f"{time.perf_counter() - began:.1f}"}
+    found = {"first try": "yes", "covered": f"{share:.0%}", "passes": f"{passes:.0f}"}
+    last = uq.fit(model, [batch], layers="last", progress=False)
+    for head in HEADS:
+        for name, own in (("", posterior), (", last layer", last)):
+            try:
+                uq.wrap(model, own, head)(batch)
+                found[f"{head}{name}"] = "yes"
+            except uq.PosthocUQError as error:
+                found[f"{head}{name}"] = str(error)
+    with tempfile.TemporaryDirectory() as folder:
+        uq.save(posterior, Path(folder, "p.h5"))
+        loaded: Any = uq.wrap(model, uq.load(Path(folder, "p.h5"), model))(batch)
+    found["save and load"] = "yes" if torch.equal(loaded.probs, prediction.probs) else "differs"
+    return found
+
+
+def _seconds_of_a_pass(model: nn.Module, batch: Any) -> float:
+    """The shortest of three passes forth and back over a batch."""
+    twin, seconds = copy.deepcopy(model), list[float]()
+    for _ in range(3):
+        began = time.perf_counter()
+        for part in BatchReader.of(twin).read_all(batch):
+            returned: Any = part.call_any(twin)
+            outputs = returned if isinstance(returned, Tensor) else _outputs_in(returned)
+            outputs.sum().backward()
+        seconds.append(time.perf_counter() - began)
+    return min(seconds)
+
+
+def _outputs_in(returned: Any) -> Tensor:
+    """The logits in what a model returned."""
+    named: Any = returned if isinstance(returned, dict) else vars(returned)
+    return named["logits"] if "logits" in named else named["out"]
 
 
 class UserHead(nn.Module):
@@ -323,6 +425,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser.add_argument("--first-try", action="store_true", help="a fit by default, of more families")
     parser.add_argument("--only", help="models whose name begins so")
     parser.add_argument("--json", type=Path)
+    parser.add_argument("--csv", type=Path)
     options = parser.parse_args(arguments)
     names = {
         name: kind
@@ -339,7 +442,10 @@ def main(arguments: Sequence[str] | None = None) -> None:
             print(name, rows[name], flush=True)
     columns = ("last layer", "all layers", "*lora_*", "novelty")
     if options.first_try:
-        columns = ("first try", "covered", "seconds")
+        columns = (
+            *("first try", "covered", "passes", "save and load"),
+            *(f"{head}{name}" for head in HEADS for name in ("", ", last layer")),
+        )
     print(f"\n| model | {' | '.join(columns)} |\n{'| --- ' * (len(columns) + 1)}|")
     for name, row in rows.items():
         print(f"| {name} | {' | '.join(row.get(column, '') for column in columns)} |")
@@ -347,6 +453,13 @@ def main(arguments: Sequence[str] | None = None) -> None:
         print(f"\n({number}) {error}")
     if options.json is not None:
         write_json(options.json, {"machine": machine(), "rows": rows, "errors": errors})
+    if options.csv is not None:
+        with options.csv.open("w", newline="") as file:
+            writer = csv.writer(file)
+            writer.writerow(("model", *columns))
+            writer.writerows(
+                (name, *(row.get(column, "") for column in columns)) for name, row in rows.items()
+            )
 
 
 if __name__ == "__main__":

@@ -582,7 +582,9 @@ def test_a_large_network_is_tuned_by_one_set_of_backward_passes(monkeypatch: pyt
     original = LinearizedPredictor.at_every_prior
     monkeypatch.setattr(held_out_module, "is_large", lambda posterior: True)
     monkeypatch.setattr(
-        LinearizedPredictor, "at_every_prior", lambda *args: passes.append(len(args[1])) or original(*args)
+        LinearizedPredictor,
+        "at_every_prior",
+        lambda *args: passes.append(len(args[1].targets)) or original(*args),
     )
     trials = tune(nearly, [held_out])
     assert passes == [len(held_out[0])]

@@ -29,6 +29,10 @@ FAITHFUL_OUTPUTS = 3
 """Up to so many outputs the expectation is exact where the prior is found by predictions. These lose nothing by one
 drawn label, which costs less than the exact expectation over more outputs."""
 
+FEWEST_DRAWS = 32
+"""Draws of the labels of all samples together, at least: the squares of so many gradients have a relative error of a
+quarter, and of one graph a single gradient would be all there is."""
+
 MAX_LABELS = 3
 """Drawn labels a sample at most: they make a fit half as long again and gain nearly half of what exact ones gain."""
 
@@ -48,7 +52,8 @@ def resolve_fisher(
     ``"auto"`` with ``n_samples=1`` is exact for up to `EXACT_OUTPUTS` outputs and fewer than `LABELS_IN_ALL`
     samples, and for one or two outputs in any case. Elsewhere it draws as many labels a sample as make `LABELS_IN_ALL`
     over the data, from 1 to `MAX_LABELS`. A fit that does not ask for the evidence is exact for up to
-    `FAITHFUL_OUTPUTS`, and elsewhere draws one label a sample. With ``n_samples`` above one it draws so many. Where a
+    `FAITHFUL_OUTPUTS`, and elsewhere draws one label a sample. Of few samples at least `FEWEST_DRAWS` are drawn in all.
+    With ``n_samples`` above one it draws so many. Where a
     likelihood defines only one of the two kinds, it takes that one; where it defines neither, the targets
     (``"empirical"``).
 
@@ -81,10 +86,11 @@ def resolve_fisher(
     most = EXACT_OUTPUTS if for_evidence else FAITHFUL_OUTPUTS
     if exact and (outputs <= 2 or (few and outputs <= most)):
         return "exact", 1
-    if not for_evidence:
-        return "mc", 1
     known = 1 if samples is None else max(1, samples)
-    return "mc", min(ceil(MAX_LABELS / positions), ceil(LABELS_IN_ALL / (known * positions)))
+    least = 1 if samples is None else ceil(FEWEST_DRAWS / known)
+    if not for_evidence:
+        return "mc", least
+    return "mc", max(least, min(ceil(MAX_LABELS / positions), ceil(LABELS_IN_ALL / (known * positions))))
 
 
 def _undefined_labels(fisher: str, likelihood: Likelihood, has_other: bool) -> PosthocUQError:

@@ -22,7 +22,6 @@ from torch.utils._pytree import tree_map
 from posthoc_uq.core.batches import Batch, holds_samples
 from posthoc_uq.core.errors import PosteriorMismatchError, PosthocUQError, check_refused, warn_user
 from posthoc_uq.core.model import jvp, model_device
-from posthoc_uq.core.outputs import output_tensor
 from posthoc_uq.core.progress import in_parts, tell
 from posthoc_uq.curvature.features import grid_of
 from posthoc_uq.layers.calls import PlainAttention
@@ -374,9 +373,8 @@ def function_draws(model: nn.Module, batch: Batch, deviations: Mapping[str, Tens
     draws = len(next(iter(deviations.values())))
 
     def run(weights: dict[str, Tensor]) -> Tensor:
-        return output_tensor(
-            batch.copied().call_any(lambda *args, **kwargs: functional_call(model, weights, args, kwargs))
-        )
+        own = batch.copied()
+        return own.outputs_of(functional_call(model, weights, own.args, own.kwargs))
 
     outputs, derivatives = None, list[Tensor]()
     with torch.no_grad(), PlainAttention():

@@ -373,7 +373,8 @@ class MomentsPredictor(GaussianPredictor):
                     f"The pass did not use the posterior of {unused[:8]}, as far as the rules can see (weights that "
                     f"are computed anew at every call, or layers that did not run); their uncertainty is missing."
                 )
-        return outputs.mean, outputs.variance, outputs.covariance
+        covariance = None if outputs.covariance is None else batch.outputs_of(outputs.covariance)
+        return batch.outputs_of(outputs.mean), batch.outputs_of(outputs.variance), covariance
 
     def _moments(
         self, posterior: Posterior, batch: Batch, rest: nn.Module | None = None

@@ -347,6 +347,8 @@ class LayerGradients:
     def _by_sample(self, tensor: Tensor) -> Tensor:
         """A linear layer's ``(..., features)`` tensor as ``(samples, positions, features)``."""
         features, axis, samples = tensor.shape[-1], self.batch_axis, self.samples
+        if samples == 1:
+            return tensor.reshape(1, -1, features)
         if (
             tensor.ndim > 1
             and axis in (0, INTERLEAVED)

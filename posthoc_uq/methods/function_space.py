@@ -28,7 +28,6 @@ from posthoc_uq.core.devices import DeferredChecks, as_double
 from posthoc_uq.core.errors import NonFiniteError, PosthocUQError, warn_user
 from posthoc_uq.core.model import jvp, replicate
 from posthoc_uq.core.options import Count, LogVariance, Positive
-from posthoc_uq.core.outputs import output_tensor
 from posthoc_uq.core.randomness import isolated_random_state, mixed_seed
 from posthoc_uq.layers.calls import PlainAttention
 from posthoc_uq.layers.layer import Layer
@@ -489,7 +488,7 @@ class FeatureNetwork:
     def run(self, weights: Mapping[str, Tensor], batch: Batch) -> tuple[Tensor, Tensor]:
         """Outputs with these weights, in the model's own shape, and features ``(samples, H)``."""
         copy = batch.copied()
-        outputs = output_tensor(functional_call(self.twin, dict(weights), copy.args, copy.kwargs))
+        outputs = copy.outputs_of(functional_call(self.twin, dict(weights), copy.args, copy.kwargs))
         features, self._features = self._features, None
         assert features is not None
         return outputs, features.flatten(1)
