@@ -23,6 +23,7 @@ from posthoc_uq.curvature.sweep import WORD, Content
 from posthoc_uq.files import check_numbers, check_settings, check_unchanged
 from posthoc_uq.fitting.fit import prepared_task
 from posthoc_uq.fitting.tune import model_of
+from posthoc_uq.layers.proof import Exactly
 from posthoc_uq.methods import Method, method_of
 from posthoc_uq.methods.task import Task
 from posthoc_uq.posteriors.block import NotContainedError
@@ -149,7 +150,7 @@ def _prepared(
     task = prepared_task(
         model_of(posterior),
         loader,
-        lambda name, _: name in posterior.layers,
+        Exactly(posterior.layers),
         method=method,
         likelihood=posterior.likelihood,
         reader=reader,

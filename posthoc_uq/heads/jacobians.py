@@ -29,7 +29,7 @@ from posthoc_uq.layers.capture import Capture, Recording
 from posthoc_uq.layers.frozen import called
 from posthoc_uq.layers.layer import Layer
 from posthoc_uq.layers.operands import Operand
-from posthoc_uq.layers.proof import count_samples, prepare
+from posthoc_uq.layers.proof import Exactly, count_samples, prepare
 from posthoc_uq.layers.rules import LayerGradients
 from posthoc_uq.likelihoods import Likelihood
 from posthoc_uq.likelihoods.labels import Layout
@@ -239,9 +239,7 @@ def track_layers(model: nn.Module, posterior: Posterior, batch: Batch, dtype: to
         UnsupportedLayerError: a layer's caught gradient is not that of autograd.
     """
     autocast = torch.is_autocast_enabled(model_device(model).type)
-    chosen = prepare(
-        model, batch, lambda name, _: name in posterior.layers, autocast=autocast
-    ).capture.tracked
+    chosen = prepare(model, batch, Exactly(posterior.layers), autocast=autocast).capture.tracked
     for name, tracked in chosen.items():
         if tracked.layer != posterior.layers[name]:
             raise PosteriorMismatchError(

@@ -1,5 +1,5 @@
-"""Calls of a running model that are watched or replaced; attention, recurrent layers and sums with a matrix are opened
-up for it.
+"""Calls of a running model that are watched or replaced; attention, recurrent layers, normalisations and sums with a
+matrix are opened up for it.
 """
 
 from __future__ import annotations
@@ -17,6 +17,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
+from posthoc_uq.layers.normalisation import opened_normalisation
 from posthoc_uq.layers.recurrence import opened_recurrence
 from posthoc_uq.layers.rules import AffineCall, affine_call
 
@@ -77,8 +78,8 @@ def _product(x: Tensor, matrix: Tensor, summed: int, places: list[int], turned: 
 
 
 class CallMode(TorchFunctionMode):
-    """Shows torch's functions to `called` while a model runs; attention, recurrent layers and sums with a matrix as the
-    functions that they consist of.
+    """Shows torch's functions to `called` while a model runs; attention, recurrent layers, normalisations whose weight
+    it `follows` and sums with a matrix as the functions that they consist of.
     """
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -86,11 +87,19 @@ class CallMode(TorchFunctionMode):
         if func is F.multi_head_attention_forward:
             with self:
                 return open_attention(*args, **kwargs)
-        opened = opened_recurrence(func, args, kwargs) or _opened_einsum(func, args)
+        opened = (
+            opened_recurrence(func, args, kwargs)
+            or _opened_einsum(func, args)
+            or opened_normalisation(func, args, kwargs, self.follows)
+        )
         if opened is not None:
             with self:
                 return opened()
         return self.called(func, types, args, kwargs)
+
+    def follows(self, weight: Tensor) -> bool:
+        """Whether the calls of a weight matter here."""
+        return False
 
     def called(self, func: Any, types: Any, args: Any, kwargs: dict[str, Any]) -> Any:
         """What the model gets from a call."""
@@ -119,6 +128,9 @@ class CallWatcher(CallMode):
         super().__init__()
         self._tracked, self._handler = tracked, handler
         self._every, self._anchored = every, anchored
+
+    def follows(self, weight: Tensor) -> bool:
+        return self._handler is not None and (self._tracked is None or id(weight) in self._tracked)
 
     def called(self, func: Any, types: Any, args: Any, kwargs: dict[str, Any]) -> Any:
         output = func(*args, **kwargs)
@@ -167,6 +179,9 @@ class CallReplacer(CallMode):
         super().__init__()
         self._outputs, self._functions = outputs, functions or {}
         self.used: list[int] = []
+
+    def follows(self, weight: Tensor) -> bool:
+        return id(weight) in self._outputs
 
     def called(self, func: Any, types: Any, args: Any, kwargs: dict[str, Any]) -> Any:
         if func in self._functions:
@@ -240,7 +255,7 @@ def drawn_outputs(call: AffineCall, weights: WeightMoments, generator: torch.Gen
     bias = call.bias if weights.bias_mean is None else weights.bias_mean
     mean = call.applied(call.input, weights.mean, bias)
     with torch.autocast(mean.device.type, enabled=False):  # squares leave the range of half precision
-        squares = call.input.to(weights.variance).square()
+        squares = call.squared_input(weights.variance)
         variance = call.applied(squares, weights.variance, weights.bias_variance).clamp(min=MIN_VARIANCE)
     return mean + (variance.sqrt_() * normal(variance, generator)).to(mean)
 

@@ -54,6 +54,10 @@ def _extension() -> Any:
     return ActivationsAndGradients
 
 
+LOOKUP = "embedding"
+MAX_LOOKUP = 4096
+"""Rows of an embedding that can have a posterior: more make too large a Kronecker factor."""
+
 Engine = Literal["backpack", "hooks"]
 Sink = Callable[[LayerGradients], None]
 
@@ -115,28 +119,33 @@ class Capture:
         Where the outputs are a part of what the model returns, layers that do not reach it are left out.
         """
         names, holders = parameter_names(self.twin), owners(self.twin)
-        seen: dict[int, tuple[TrackedLayer, list[tuple[AffineCall, int, Tensor, int]]]] = {}
+        noted: dict[int, list[tuple[AffineCall, int, Tensor, int]]] = {}
         part = chosen_in(self.twin) is not None
 
         def note(use: AffineCall, output: Tensor) -> None:
-            key = id(use.parameter)
-            if key not in seen:
-                seen[key] = (_describe(use, names, holders), [])
-            entry = seen.pop(key)
-            entry[1].append((use, use.input._version, output, output._version))
-            seen[key] = entry
+            key, lookup = id(use.parameter), use.kind == LOOKUP
+            uses = noted.get(key, [])
+            if lookup and (len(use.parameter) > MAX_LOOKUP or (uses and uses[0][0].kind != LOOKUP)):
+                return  # too large; or the weight of another layer, which has the posterior
+            if not lookup and uses and uses[0][0].kind == LOOKUP:
+                uses = []
+            noted.pop(key, None)
+            noted[key] = [*uses, (use, use.input._version, output, output._version)]
 
         with torch.enable_grad(), CallWatcher(set(names), note):
             outputs = batch.call(self.twin)
         if part:
             before = _nodes_before(outputs)
-            seen = {
-                key: entry
-                for key, entry in seen.items()
-                if any(output.grad_fn in before for _, _, output, _ in entry[1])
+            noted = {
+                key: uses
+                for key, uses in noted.items()
+                if any(output.grad_fn in before for _, _, output, _ in uses)
             }
-        for tracked, uses in seen.values():
+        found = list[TrackedLayer]()
+        for uses in noted.values():
             use = uses[0][0]
+            tracked = _describe(use, names, holders)
+            found.append(tracked)
             tracked.both_ways = len({u.kind for u, _, _, _ in uses}) > 1
             tracked.uses, tracked.geometry = len(uses), use.geometry
             tracked.keep_input = any(u.input._version != version for u, version, _, _ in uses)
@@ -150,7 +159,7 @@ class Capture:
                 and _is_plain(tracked, len(holders[id(use.parameter)]))
             ):
                 tracked.engine = "backpack"
-        return [tracked for tracked, _ in seen.values()]
+        return found
 
     def track(self, layers: list[TrackedLayer]) -> None:
         """Track these layers, and let BackPACK see those that it serves."""
@@ -268,7 +277,7 @@ class Recording:
         if watched is not None and id(use.parameter) == self._watched_id:
             self.watched.append(Call(watched, use.input.detach().clone(), use.geometry))
         tracked = self._hooked.get(id(use.parameter))
-        if tracked is None:
+        if tracked is None or (use.kind == LOOKUP != tracked.layer.kind):
             return
         x = use.input.detach()
         call = Call(tracked.layer, x.clone() if tracked.keep_input else x, use.geometry)

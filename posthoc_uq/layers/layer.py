@@ -36,6 +36,7 @@ class LayerRule(ABC):
         functions: torch functions that apply such a weight, each with its parameters' names in order and their roles:
             ``"input"``, ``"weight"``, ``"bias"``, or the option's name.
         convolutional: whether the layer's inputs are ``(samples, channels, *spatial)``.
+        matrices: whether weights are matrices; others get a posterior where they are asked for alone.
     """
 
     kind: str
@@ -44,6 +45,7 @@ class LayerRule(ABC):
     modules: tuple[type[nn.Module], ...] = ()
     functions: Mapping[Any, Mapping[str, str]]
     convolutional: ClassVar[bool] = False
+    matrices: ClassVar[bool] = True
 
     @abstractmethod
     def to_matrix(self, weight: Tensor, groups: int) -> Tensor:
@@ -52,6 +54,24 @@ class LayerRule(ABC):
     def to_weight(self, matrix: Tensor, shape: tuple[int, ...]) -> Tensor:
         """The inverse of `to_matrix`."""
         return matrix.reshape(*matrix.shape[:-3], *shape)
+
+    def groups(self, weight: Tensor, options: Mapping[str, Any]) -> int:
+        """The number of matrices in a weight, for a call with these options."""
+        return int(options.get("groups", 1))
+
+    def features(self, input: Tensor) -> Tensor:
+        """A call's input with its features as the last dimension."""
+        return input
+
+    def squared(self, input: Tensor, like: Tensor) -> Tensor:
+        """A call's input by which the variances of independent weights are applied: its squares, in the number format
+        of `like`.
+        """
+        return input.to(like).square()
+
+    def input_norm(self, input: Tensor) -> float:
+        """A bound of the norm of all activations, without the bias's 1."""
+        return float(torch.linalg.vector_norm(input.float()))
 
     @abstractmethod
     def apply(self, input: Tensor, weight: Tensor, bias: Tensor | None, options: Mapping[str, Any]) -> Tensor:

@@ -43,12 +43,14 @@ class Geometry:
         padding: zeros on both sides, or ``"same"`` or ``"valid"``.
         dilation: distances of the kernel's positions.
         output_padding: rows that a transposed convolution adds at the end of each axis.
+        without_gradient: the row of an embedding that gets none.
     """
 
     stride: tuple[int, ...] = ()
     padding: tuple[int, ...] | str = ()
     dilation: tuple[int, ...] = ()
     output_padding: tuple[int, ...] = ()
+    without_gradient: int | None = None
 
 
 def pad_input(x: Tensor, kernel: Sequence[int], geometry: Geometry) -> Tensor:
@@ -202,6 +204,55 @@ class Rows(Operand):
 
     def gradients(self, output_gradients: Tensor, limit: int) -> Tensor:
         return torch.matmul(output_gradients.transpose(2, 3), self._rows)
+
+
+class Chosen(Operand):
+    """Rows of zeros with a 1 at one place each, as the numbers of these places.
+
+    Args:
+        places: ``(samples, positions)``, int64.
+        size: of a row.
+        without: the place of rows that are zero everywhere; None for no such row.
+        dtype: of the rows.
+    """
+
+    def __init__(self, places: Tensor, size: int, without: int | None, dtype: torch.dtype) -> None:
+        self._places, self._size, self._without, self._dtype = places, size, without, dtype
+        self.samples, self.positions = places.shape
+
+    def part(self, samples: slice | Tensor) -> Chosen:
+        return Chosen(self._places[samples], self._size, self._without, self._dtype)
+
+    def rows(self) -> Tensor:
+        return self._masked(F.one_hot(self._places, self._size).to(self._dtype)).unsqueeze(1)
+
+    def project(self, basis: Tensor) -> Tensor:
+        return self._masked(basis[0][self._places]).unsqueeze(1)
+
+    def add_gram(self, total: Tensor, limit: int, weights: Tensor | None = None) -> None:
+        total[0].diagonal().add_(self._counts(total, weights))
+
+    def add_sketch(
+        self, total: Tensor, test_matrix: Tensor, limit: int, weights: Tensor | None = None
+    ) -> None:
+        total[0] += self._counts(total, weights).unsqueeze(1) * test_matrix[0]
+
+    def gradients(self, output_gradients: Tensor, limit: int) -> Tensor:
+        columns = self._masked(output_gradients[:, 0]).transpose(1, 2)
+        found = columns.new_zeros(self.samples, columns.shape[1], self._size)
+        return found.scatter_add_(2, self._places.unsqueeze(1).expand_as(columns), columns).unsqueeze(1)
+
+    def _masked(self, values: Tensor) -> Tensor:
+        """Values ``(samples, positions, size)``, zero at the rows that are."""
+        if self._without is None:
+            return values
+        return values.masked_fill((self._places == self._without).unsqueeze(-1), 0)
+
+    def _counts(self, like: Tensor, weights: Tensor | None) -> Tensor:
+        """How often each place occurs, weighted, ``(size,)``."""
+        ones = self._masked(like.new_ones(*self._places.shape, 1)).squeeze(-1)
+        counts = weighted(ones, weights).flatten()
+        return like.new_zeros(self._size).index_add_(0, self._places.flatten(), counts)
 
 
 class Several(Operand):

@@ -86,7 +86,18 @@ def without_posterior(
 
 
 Selection = str | Sequence[str] | Callable[[str, nn.Module], bool]
-"""The layers that a user asks for: ``"all"``, ``"last"``, names, prefixes or shell patterns, or a function."""
+"""The layers that a user asks for: ``"all"`` whose weights are matrices, ``"everything"`` with the scales of
+normalisations and small embeddings, ``"last"``, names, prefixes or shell patterns, or a function."""
+
+
+@dataclass(frozen=True)
+class Exactly:
+    """A selection of the layers of these names, whatever their kind."""
+
+    names: Collection[str]
+
+    def __call__(self, name: str, module: nn.Module) -> bool:
+        return name in self.names
 
 
 def check_selection(selection: Selection) -> None:
@@ -111,8 +122,8 @@ def matches(want: str, name: str) -> bool:
 
 
 def wanted_names(selection: Selection) -> list[str] | None:
-    """The names and patterns of a selection; None for ``"all"``, ``"last"`` and functions."""
-    if callable(selection) or selection in ("all", "last"):
+    """The names and patterns of a selection; None for ``"all"``, ``"everything"``, ``"last"`` and functions."""
+    if callable(selection) or selection in ("all", "everything", "last"):
         return None
     return [selection] if isinstance(selection, str) else list(selection)
 
@@ -236,7 +247,7 @@ class Reference:
     def missed_weights(self, reached: set[str], selection: Selection) -> list[tuple[str, str]]:
         """Those of `missed` that are asked for."""
         missed = self.missed(reached)
-        if selection == "all":
+        if selection in ("all", "everything"):
             return missed
         if selection == "last":  # a missed layer after all caught ones would be the last
             last_reached = max((self.order[name] for name in reached), default=-1)
@@ -256,7 +267,8 @@ class Reference:
         kinds: dict[str, str] = {}
         for name, gradient in self.total.items():
             module_name, module = self._home[name]
-            selected = selection == "all" if wanted is None else asked_by_name(wanted, [module_name, name])
+            every = selection in ("all", "everything")
+            selected = every if wanted is None else asked_by_name(wanted, [module_name, name])
             if selected and gradient is not None:
                 kinds[name] = type(module).__name__
         return kinds
@@ -342,7 +354,11 @@ def prepare(
     if tied := [t for t in chosen if t.embeddings]:
         own = unshared_copy(model, [t.own_weight for t in tied])
         prepared = prepare(own, batch, selection, unsupported=unsupported, autocast=autocast, prove=prove)
-        prepared.deterministic |= {f"{t.embeddings[0]}.weight": _TIED.format(t.layer.name) for t in tied}
+        prepared.deterministic |= {
+            f"{t.embeddings[0]}.weight": _TIED.format(t.layer.name)
+            for t in tied
+            if t.embeddings[0] not in prepared.layers
+        }
         return prepared
     failures: dict[str, str] = {}
     discovered_weights = {t.layer.weight for t in discovered}
@@ -356,7 +372,7 @@ def prepare(
         layers = {t.layer.name: t.layer for t in chosen if not _may_be_no_layer(t)}
     failures |= {t.layer.name: why_not_rebuilt(t.layer.weight, t.holders, t.both_ways) for t in broken}
     # A parameter in a matrix product may be anything; its module's type, its ties or its name make it a layer.
-    unnamed = selection == "all" or callable(selection)
+    unnamed = selection in ("all", "everything") or callable(selection)
     undecided = {t.layer.name for t in broken if unnamed and _may_be_no_layer(t)}
     errors = {name: reason for name, reason in failures.items() if name not in undecided}
     listed = "; ".join(f"'{name}': {reason}" for name, reason in errors.items())
@@ -406,11 +422,14 @@ def count_samples(batch: Batch) -> int:
 def select(discovered: list[TrackedLayer], selection: Selection, reference: Reference) -> list[TrackedLayer]:
     """The layers that the user asked for: all, the last, by name, prefix or pattern, or by predicate."""
     if callable(selection):
-        chosen = [t for t in discovered if t.module is not None and selection(t.layer.name, t.module)]
-    elif selection == "all":
+        possible = [t for t in discovered if t.layer.rule.matrices or isinstance(selection, Exactly)]
+        chosen = [t for t in possible if t.module is not None and selection(t.layer.name, t.module)]
+    elif selection == "everything":
         chosen = discovered
+    elif selection == "all":
+        chosen = [t for t in discovered if t.layer.rule.matrices]
     elif selection == "last":
-        chosen = discovered[-1:]
+        chosen = [t for t in discovered if t.layer.rule.matrices][-1:]
     else:
         names = wanted_names(selection) or []
         for name in names:
@@ -427,7 +446,11 @@ def select(discovered: list[TrackedLayer], selection: Selection, reference: Refe
                     f"There is no weighted layer '{name}' in the forward pass; there are {known_names[:5]}"
                     f"{', ...' if len(known_names) > 5 else ''}.{did_you_mean(name, [*known_names, 'last', 'all'])}"
                 )
-        chosen = [t for t in discovered if asked_by_name(names, t.names)]
+        chosen = [
+            t
+            for t in discovered
+            if (asked_by_name(names, t.names) if t.layer.rule.matrices else t.layer.name in names)
+        ]
     return sorted(chosen, key=lambda t: reference.order[t.layer.weight])
 
 
@@ -526,7 +549,7 @@ def _norm_bound(of_layer: LayerGradients) -> float:
     layer, squares, ones = of_layer.layer, 0.0, 0
     for call in of_layer.calls:
         assert call.output_gradient is not None
-        squares += float(torch.linalg.vector_norm(call.input.detach().float())) ** 2
+        squares += layer.rule.input_norm(call.input.detach()) ** 2
         ones += call.output_gradient.numel() // layer.outputs
     return (prod(layer.kernel) * squares + ones * (layer.bias is not None)) ** 0.5
 

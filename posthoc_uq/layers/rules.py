@@ -19,7 +19,8 @@ from torch import Tensor, nn
 from posthoc_uq.core.errors import UnsupportedLayerError
 from posthoc_uq.core.numerics import CONVOLUTIONS
 from posthoc_uq.layers.layer import INTERLEAVED, RULES, Call, Layer, LayerRule
-from posthoc_uq.layers.operands import Geometry, Operand, Patches, Rows, Several
+from posthoc_uq.layers.normalisation import scaled
+from posthoc_uq.layers.operands import Chosen, Geometry, Operand, Patches, Rows, Several
 
 
 class Linear(LayerRule):
@@ -184,6 +185,70 @@ class TransposedConvolution(Convolution):
         return Patches(padded, layer.kernel, plain, groups=layer.groups, bias=layer.bias is not None)
 
 
+class Scale(LayerRule):
+    """``x w + b`` with a weight ``(features,)``, as after a normalisation: each feature is a group of one output."""
+
+    kind = "scale"
+    dimensions = 1
+    matrices: ClassVar[bool] = False
+
+    def __init__(self) -> None:
+        self.functions = {scaled: {name: name for name in ("input", "weight", "bias")}}
+
+    def groups(self, weight: Tensor, options: Mapping[str, Any]) -> int:
+        return weight.shape[0]
+
+    def to_matrix(self, weight: Tensor, groups: int) -> Tensor:
+        return weight.reshape(*weight.shape[:-1], groups, 1, 1)
+
+    def apply(self, input: Tensor, weight: Tensor, bias: Tensor | None, options: Mapping[str, Any]) -> Tensor:
+        return scaled(input, weight, bias)
+
+    def activations(self, x: Tensor, layer: Layer, geometry: Geometry) -> Operand:
+        rows = self.output_rows(x, layer)
+        return Rows(F.pad(rows, (0, 1), value=1.0) if layer.bias is not None else rows)
+
+    def unfold(self, x: Tensor, layer: Layer, geometry: Geometry) -> Tensor:
+        return self.output_rows(x, layer)
+
+    def output_rows(self, outputs: Tensor, layer: Layer) -> Tensor:
+        return outputs.reshape(len(outputs), -1, outputs.shape[-1]).transpose(1, 2).unsqueeze(3)
+
+    def outputs_of_rows(self, rows: Tensor, shape: Sequence[int]) -> Tensor:
+        return rows.squeeze(3).transpose(1, 2).reshape(len(rows), *shape)
+
+
+class Lookup(Product):
+    """The rows of a weight ``(rows, outputs)`` by their numbers: ``x @ W`` with rows of zeros and a 1."""
+
+    kind = "embedding"
+    matrices: ClassVar[bool] = False
+
+    def __init__(self) -> None:
+        self.functions = {F.embedding: {"input": "input", "weight": "weight", "padding_idx": "padding_idx"}}
+
+    def features(self, input: Tensor) -> Tensor:
+        return input.unsqueeze(-1)
+
+    def squared(self, input: Tensor, like: Tensor) -> Tensor:
+        return input  # ones
+
+    def input_norm(self, input: Tensor) -> float:
+        return input.numel() ** 0.5
+
+    def apply(self, input: Tensor, weight: Tensor, bias: Tensor | None, options: Mapping[str, Any]) -> Tensor:
+        return F.embedding(input, weight)
+
+    def geometry(self, options: Mapping[str, Any]) -> Geometry:
+        return Geometry(without_gradient=options.get("padding_idx"))
+
+    def activations(self, x: Tensor, layer: Layer, geometry: Geometry) -> Operand:
+        return Chosen(x[..., 0].long(), layer.inputs, geometry.without_gradient, x.dtype)
+
+    def unfold(self, x: Tensor, layer: Layer, geometry: Geometry) -> Tensor:
+        return self.activations(x, layer, geometry).rows()
+
+
 _BY_FUNCTION: dict[Any, LayerRule] = {}
 
 
@@ -196,6 +261,8 @@ def register(rule: LayerRule) -> LayerRule:
 
 register(Linear())
 _PRODUCT = register(Product())
+register(Scale())
+_LOOKUP = register(Lookup())
 for _spatial in (1, 2, 3):
     register(Convolution(_spatial))
     register(TransposedConvolution(_spatial))
@@ -235,8 +302,12 @@ class AffineCall:
 
     @property
     def groups(self) -> int:
-        """Groups of a convolution, 1 for all else."""
-        return int(self.options.get("groups", 1))
+        """The number of matrices in the weight."""
+        return RULES[self.kind].groups(self.parameter, self.options)
+
+    def squared_input(self, like: Tensor) -> Tensor:
+        """`LayerRule.squared` of the input."""
+        return RULES[self.kind].squared(self.input, like)
 
     def applied(self, input: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
         """The call with another input, another weight in the parameter's shape, and another bias."""
@@ -254,8 +325,15 @@ def affine_call(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Aff
     input, weight, bias = (arguments.pop(role, None) for role in ("input", "weight", "bias"))
     if not isinstance(input, Tensor) or not isinstance(weight, Tensor):
         return None
-    if rule.convolutional:
+    if rule.convolutional or rule.kind == Scale.kind:
         return AffineCall(rule.kind, input, weight, weight, bias, options=arguments)
+    if rule is _LOOKUP:
+        # `max_norm` changes the weight, and other arguments its gradient
+        plain = set(arguments) <= {"padding_idx", "max_norm", "norm_type", "scale_grad_by_freq", "sparse"}
+        if not plain or arguments.get("max_norm") is not None or arguments.get("scale_grad_by_freq"):
+            return None
+        options = {"padding_idx": arguments.get("padding_idx")}
+        return AffineCall(rule.kind, input, weight, weight, None, options=options)
     parameter = _transposed_of(weight)
     if rule is not _PRODUCT:
         if parameter is None:
@@ -329,7 +407,7 @@ class LayerGradients:
     def _activations(self, call: Call, dtype: torch.dtype) -> Operand:
         layer, x = call.layer, call.input.detach()
         if not layer.convolutional:
-            x = self._by_sample(x)
+            x = self._by_sample(layer.rule.features(x))
         elif x.shape[0] != self.samples:
             raise UnsupportedLayerError(
                 f"Layer '{layer.name}' got an input of shape {tuple(x.shape)} for a batch of {self.samples} "
@@ -341,7 +419,7 @@ class LayerGradients:
         assert call.output_gradient is not None
         gradient, layer = call.output_gradient.detach().to(dtype), call.layer
         if not layer.convolutional:
-            return self._by_sample(gradient).unsqueeze(1)
+            gradient = self._by_sample(gradient)
         return layer.rule.output_rows(gradient, layer)
 
     def _by_sample(self, tensor: Tensor) -> Tensor:

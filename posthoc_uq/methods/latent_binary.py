@@ -132,6 +132,11 @@ class LatentBinary(Training["LatentObjective"]):
 
     def begin(self, task: Task) -> LatentObjective:
         for name, tracked in task.prepared.capture.tracked.items():
+            if not tracked.layer.rule.matrices:
+                raise PosthocUQError(
+                    f"Layer '{name}' is of kind {tracked.layer.kind!r}, and method='latent_binary' switches weights of "
+                    f"linear layers and convolutions alone; leave it out with layers=."
+                )
             if tracked.uses > 1:
                 raise PosthocUQError(
                     f"Layer '{name}' is used {tracked.uses} times in one pass, and method='latent_binary' draws the "

@@ -226,6 +226,9 @@ class Pass(CallMode):
         self.rules, self.posteriors, self.where = rules, posteriors, where
         self.used: set[str] = set()
 
+    def follows(self, weight: Tensor) -> bool:
+        return id(weight) in self.posteriors
+
     def called(self, func: Any, types: Any, args: Any, kwargs: dict[str, Any]) -> Any:
         call = affine_call(func, args, kwargs)
         if call is not None and id(call.parameter) in self.posteriors:

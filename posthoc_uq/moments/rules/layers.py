@@ -19,6 +19,7 @@ from torch import Tensor
 from posthoc_uq.core.errors import PosthocUQError
 from posthoc_uq.layers import RULES as LAYER_RULES
 from posthoc_uq.layers import AffineCall
+from posthoc_uq.layers.rules import Lookup, Scale
 from posthoc_uq.moments.rules.elementwise import add, times
 from posthoc_uq.moments.tensor import (
     RULES,
@@ -44,6 +45,10 @@ def affine(state: Pass, call: AffineCall) -> MomentTensor:
     kind, posterior = LAYER_RULES[call.kind], state.posteriors.get(id(call.parameter))
     uncertain = isinstance(call.input, MomentTensor)
     m, v = (call.input.moment_mean, call.input.moment_variance) if uncertain else (call.input, None)
+    if isinstance(kind, Lookup):
+        return _lookup(call, posterior)
+    if isinstance(kind, Scale):
+        return _convolution(call, m, v, posterior)
     if not kind.convolutional:
         return _linear(state, call, m, v, kind.to_matrix(call.parameter, 1).squeeze(0), posterior)
     if m.ndim == kind.dimensions - 1:
@@ -100,6 +105,13 @@ def _full(
         total = by_weights if total is None else total + by_weights
     assert total is not None
     return MomentTensor(mean, total.diagonal(dim1=1, dim2=2).clamp(min=0), total)
+
+
+def _lookup(call: AffineCall, posterior: WeightPosterior | None) -> MomentTensor:
+    """Rows of an embedding: their own means and variances."""
+    assert posterior is not None  # numbers of rows are certain
+    variances = call.applied(call.input, posterior.variances, None)
+    return MomentTensor(call.applied(call.input, call.parameter, None), variances)
 
 
 def _convolution(

@@ -1,0 +1,68 @@
+"""Normalisation layers of torch opened up: what they normalise, and the scales and offsets that follow, as a call of
+`scaled`, which can be watched and replaced. So can a product with a vector of scales.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import cache, partial
+from inspect import Signature, signature
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+from torch.overrides import handle_torch_function, has_torch_function_variadic
+
+_LAST = tuple(getattr(F, name) for name in ("layer_norm", "rms_norm") if hasattr(F, name))
+_FIRST = (F.batch_norm, F.group_norm, F.instance_norm)  # whose channels come after the samples
+_PRODUCTS = (torch.mul, torch.multiply, Tensor.mul, Tensor.multiply, Tensor.__mul__, Tensor.__rmul__)
+
+
+def scaled(input: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
+    """``x w + b`` with a scale and an offset for each feature, the last dimension."""
+    if has_torch_function_variadic(input, weight, bias):
+        return handle_torch_function(scaled, (input, weight, bias), input, weight, bias)
+    found = input * weight
+    return found if bias is None else found + bias
+
+
+@cache
+def _signature(function: Any) -> Signature:
+    return signature(function)
+
+
+def opened_normalisation(
+    func: Any, args: Any, kwargs: dict[str, Any], follows: Callable[[Tensor], bool]
+) -> Callable[[], Tensor] | None:
+    """The same as a call of a normalisation, or of a product with a vector, from a call of `scaled`; None for other
+    functions, and where nobody follows the weight.
+    """
+    if func in _PRODUCTS:
+        return _product(args, follows) if len(args) == 2 and not kwargs else None
+    if func not in _LAST and func not in _FIRST:
+        return None
+    given = _signature(func).bind(*args, **kwargs).arguments
+    weight, bias = given.pop("weight", None), given.pop("bias", None)
+    if not isinstance(weight, Tensor) or weight.ndim != 1 or not follows(weight):
+        return None
+
+    def run() -> Tensor:
+        found = func(**given)
+        if func in _LAST:
+            return scaled(found, weight, bias)
+        return scaled(found.movedim(1, -1), weight, bias).movedim(-1, 1)
+
+    return run
+
+
+def _product(args: Any, follows: Callable[[Tensor], bool]) -> Callable[[], Tensor] | None:
+    """A product of a tensor and a vector with one number for each of its last dimension."""
+    for weight, x in (args, args[::-1]):
+        if not isinstance(weight, Tensor) or not isinstance(x, Tensor) or not follows(weight):
+            continue
+        with torch._C.DisableTorchFunction():  # pyright: ignore[reportPrivateUsage]
+            fits = weight.ndim == 1 and x.ndim > 1 and x.shape[-1] == len(weight)
+        if fits:
+            return partial(scaled, x, weight)
+    return None

@@ -1,0 +1,156 @@
+"""``layers="everything"``: scales and offsets of normalisations, products with a vector, and embeddings."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+import posthoc_uq as uq
+from posthoc_uq.layers.operands import Chosen, Rows
+
+
+class Net(nn.Module):
+    """An embedding with a row without a gradient, two normalisations, a vector of scales."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.words, self.norm = nn.Embedding(7, 6, padding_idx=0), nn.LayerNorm(6)
+        self.middle, self.batch, self.scale = nn.Linear(6, 5), nn.BatchNorm1d(5), nn.Parameter(torch.ones(5))
+        self.last = nn.Linear(5, 3)
+
+    def forward(self, ids: Tensor) -> Tensor:
+        hidden = self.middle(self.norm(self.words(ids)).tanh())
+        hidden = self.batch(hidden.transpose(1, 2)).transpose(1, 2)
+        return self.last((hidden.tanh() * self.scale).mean(1))
+
+
+def network() -> Net:
+    torch.manual_seed(0)
+    net, ids = Net(), torch.randint(7, (40, 4))
+    with torch.no_grad():
+        for parameter in net.parameters():
+            parameter += 0.3 * torch.randn_like(parameter)
+        net(ids)  # statistics of the batch
+    return net.eval().double()
+
+
+IDS = torch.randint(7, (40, 4), generator=torch.Generator().manual_seed(1))
+LABELS = torch.randint(3, (40,), generator=torch.Generator().manual_seed(2))
+NEW = torch.randint(7, (5, 4), generator=torch.Generator().manual_seed(3))
+GIVEN: dict[str, Any] = {
+    "layers": "everything",
+    "prior_precision": 2.0,
+    "fisher": "exact",
+    "progress": False,
+}
+
+
+def jacobians(net: nn.Module, ids: Tensor) -> tuple[Tensor, Tensor]:
+    """By all parameters, ``(samples, outputs, parameters)``, and the outputs."""
+    outputs, parameters = net(ids), list(net.parameters())
+    rows = [
+        torch.cat([g.flatten() for g in torch.autograd.grad(out, parameters, retain_graph=True)])
+        for row in outputs
+        for out in row
+    ]
+    return torch.stack(rows).reshape(*outputs.shape, -1), outputs.detach()
+
+
+def fisher_of(j: Tensor, outputs: Tensor) -> Tensor:
+    p = outputs.softmax(1)
+    inner = p.diag_embed() - p.unsqueeze(2) * p.unsqueeze(1)
+    return torch.einsum("scp,scd,sdq->pq", j, inner, j)
+
+
+def test_the_dense_and_the_diagonal_posterior_and_the_linearised_head(tmp_path: Path) -> None:
+    net = network()
+    fisher, (new, _) = fisher_of(*jacobians(net, IDS)), jacobians(net, NEW)
+    inverse = torch.linalg.inv(fisher + 2 * torch.eye(len(fisher)))
+    expected = {
+        "full": torch.einsum("scp,pq,scq->sc", new, inverse, new),
+        "diag": (new.square() / (fisher.diagonal() + 2)).sum(2),
+    }
+    for method, variance in expected.items():
+        posterior = uq.fit(net, [(IDS[:25], LABELS[:25]), (IDS[25:], LABELS[25:])], method, **GIVEN)
+        assert {layer.kind for layer in posterior.layers.values()} == {"linear", "scale", "embedding"}
+        assert sum(p.numel() for p in posterior.mean.values()) == sum(p.numel() for p in net.parameters())
+        found = uq.wrap(net, posterior).functional_variance(NEW)
+        torch.testing.assert_close(found, variance, rtol=1e-9, atol=1e-12)
+        uq.save(posterior, tmp_path / "p.h5")
+        again = uq.wrap(net, uq.load(tmp_path / "p.h5", net)).functional_variance(NEW)
+        assert torch.equal(again, found)
+
+
+@pytest.mark.parametrize("method", ["kfac", "efb", "inf", "subnetwork"])
+def test_every_method_and_head(method: str) -> None:
+    """Draws of a narrow posterior have the variance of the linearised head; moments leave out what they do not know."""
+    net = network()
+    posterior = uq.fit(net, [(IDS, LABELS)], method, **GIVEN | {"prior_precision": 1e4})
+    linearised = uq.wrap(net, posterior).functional_variance(NEW)
+    drawn = uq.wrap(net, posterior, "sampling", n_samples=1000).outputs(NEW).var(0)
+    assert float((drawn / linearised - 1).abs().max()) < 0.3
+    moments = uq.wrap(net, posterior, "moments").functional_variance(NEW)
+    assert float((moments / linearised - 1).abs().max()) < 0.6
+    with pytest.raises(uq.PosthocUQError, match="of kind"):
+        uq.fit(net, [(IDS, LABELS)], "latent_binary", layers="everything", progress=False)
+
+
+def test_what_is_chosen() -> None:
+    net = network()
+    fitted = {
+        str(layers): list(uq.fit(net, [(IDS, LABELS)], **GIVEN | {"layers": layers}).layers)
+        for layers in ("all", "last", ["norm"], ["words", "last"], ["scale"])
+    }
+    assert fitted == {
+        "all": ["middle", "last"],
+        "last": ["last"],
+        "['norm']": ["norm"],
+        "['words', 'last']": ["words", "last"],
+        "['scale']": ["scale"],
+    }
+    before = {name: value.clone() for name, value in net.state_dict().items()}
+    uq.fit(net, [(IDS, LABELS)], **GIVEN)
+    assert all(torch.equal(value, before[name]) for name, value in net.state_dict().items())
+
+
+def test_an_embedding_that_shares_its_weight_and_a_large_one() -> None:
+    class Tied(nn.Module):
+        def __init__(self, rows: int) -> None:
+            super().__init__()
+            self.words, self.out = nn.Embedding(rows, 4), nn.Linear(4, rows, bias=False)
+            if rows < 100:
+                self.out.weight = self.words.weight
+
+        def forward(self, ids: Tensor) -> Tensor:
+            return self.out(self.words(ids).tanh().mean(1))[:, :3]
+
+    for rows, layers in ((7, ["words", "out"]), (5000, ["out"])):  # each use as a weight of its own
+        torch.manual_seed(0)
+        posterior = uq.fit(Tied(rows).eval(), [(IDS, LABELS)], "diag", **GIVEN)
+        assert list(posterior.layers) == layers
+        assert ("words.weight" in posterior.history.deterministic) == (rows > 100)
+
+
+def test_rows_by_their_numbers_are_those_of_ones_and_zeros() -> None:
+    places = torch.randint(5, (6, 3), generator=torch.Generator().manual_seed(0))
+    dense = F.one_hot(places, 5).double().masked_fill((places == 2).unsqueeze(-1), 0).unsqueeze(1)
+    chosen, rows = Chosen(places, 5, 2, torch.float64), Rows(dense)
+    basis, gradients = torch.randn(1, 5, 4).double(), torch.randn(6, 1, 3, 2).double()
+    weights = torch.rand(6).double()
+    assert torch.equal(chosen.rows(), dense)
+    torch.testing.assert_close(chosen.project(basis), rows.project(basis))
+    torch.testing.assert_close(chosen.gradients(gradients, 1 << 20), rows.gradients(gradients, 1 << 20))
+    part = torch.tensor([0, 3])
+    assert torch.equal(chosen.part(part).rows(), dense[part])
+    for name, arguments in (("add_gram", ()), ("add_sketch", (basis,))):
+        sums = []
+        for operand in (chosen, rows):
+            total = torch.zeros(1, 5, 5 if name == "add_gram" else 4).double()
+            getattr(operand, name)(total, *arguments, 1 << 20, weights)
+            sums.append(total)
+        torch.testing.assert_close(sums[0], sums[1])
