@@ -1,0 +1,114 @@
+"""What a posterior over the scales of normalisations and over embeddings, too, does to predictions.
+
+    OMP_NUM_THREADS=1 python benchmarks/everything.py            half an hour; docs/tables/everything.csv
+    OMP_NUM_THREADS=1 python benchmarks/everything.py --smoke    one small network, for the tests
+
+Networks of ``benchmarks/_zoo.py`` that have such weights, fitted by default and with ``layers="everything"``: NLL and
+calibration error on test inputs, on the same with noise of 0.7 standard deviations (of numbers, not of words), how well
+the predictive entropy tells the two apart, and the share of the weights that is covered.
+"""
+
+from __future__ import annotations
+
+import argparse
+import csv
+import warnings
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from statistics import mean
+from typing import Any
+
+import torch
+from _harness import single_threaded
+from _sets import Split
+from _zoo import CLASSIFIERS, Pair, loader, trained
+from torch import Tensor, nn
+
+import posthoc_uq as uq
+from posthoc_uq.evaluation.metrics import ood_auroc
+
+KINDS = ("layer", "batch", "resnet", "vit", "encoder", "bert")
+ROWS: dict[str, dict[str, Any]] = {"default": {}, "everything": {"layers": "everything"}}
+TESTED = 500
+COLUMNS = ("covered", "NLL", "ECE", "NLL, noise", "ECE, noise", "AUROC of noise")
+
+
+def measured(model: nn.Module, split: Split, options: dict[str, Any]) -> dict[str, float]:
+    """One row of one network."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        posterior = uq.fit(model, loader(split.train), progress=False, **options)
+    x, y = split.test.inputs[:TESTED], split.test.targets[:TESTED]
+    predictor = uq.wrap(model, posterior)
+
+    def predicted(inputs: Tensor) -> Any:
+        batches = inputs.split(100)
+        with torch.no_grad():
+            return predictor.predict([(part,) for part in batches], progress=False)
+
+    def quality(prediction: Any, ending: str) -> dict[str, float]:
+        found = prediction.quality(y)
+        return {f"NLL{ending}": found["NLL"], f"ECE{ending}": found["ECE"]}
+
+    covered = sum(value.numel() for value in posterior.mean.values())
+    familiar = predicted(x)
+    row = {"covered": covered / sum(p.numel() for p in model.parameters())} | quality(familiar, "")
+    if x.is_floating_point():
+        deviation = split.train.inputs.std(0)
+        noise = torch.randn(x.shape, generator=torch.Generator().manual_seed(0))
+        shifted = predicted(x + 0.7 * deviation * noise)
+        row |= quality(shifted, ", noise")
+        row["AUROC of noise"] = ood_auroc(familiar.entropy(), shifted.entropy())
+    return row
+
+
+def rows(pairs: Sequence[Pair], seeds: Sequence[int]) -> Iterator[dict[str, Any]]:
+    """Both rows of every network."""
+    for pair in pairs:
+        for seed in seeds:
+            try:
+                model, split = trained(pair, seed), pair.split(seed)
+            except ImportError as error:
+                print(f"{pair.name} is left out because {error.name} is not installed")
+                break
+            for name, options in ROWS.items():
+                row = measured(model, split, options)
+                print(pair.name, seed, name, {key: round(value, 4) for key, value in row.items()}, flush=True)
+                yield {"network": pair.name, "chooses": pair.chooses, "seed": seed, "layers": name} | row
+
+
+def main(arguments: Sequence[str] | None = None) -> None:
+    """The command line."""
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--seeds", nargs="+", type=int, default=[0, 1])
+    parser.add_argument("--pairs", nargs="+", help="texts in the names of the pairs to be run")
+    parser.add_argument("--csv", type=Path)
+    parser.add_argument("--smoke", action="store_true", help="one small network")
+    options = parser.parse_args(arguments)
+    pairs = [pair for pair in CLASSIFIERS if any(kind in pair.kind.split() for kind in KINDS)]
+    if options.smoke:
+        pairs, options.seeds = [pair for pair in pairs if pair.name.startswith("iris")], [0]
+    if options.pairs:
+        pairs = [pair for pair in pairs if any(text in pair.name for text in options.pairs)]
+    with single_threaded():
+        found = list(rows(pairs, options.seeds))
+    print(f"\n| networks | layers | {' | '.join(COLUMNS)} |\n{'| --- ' * (len(COLUMNS) + 2)}|")
+    for title, choose in (("choosing", True), ("reported", False)):
+        for name in ROWS:
+            own = [row for row in found if row["chooses"] is choose and row["layers"] == name]
+            cells = [[row[column] for row in own if column in row] for column in COLUMNS]
+            print(f"| {title} | {name} | {' | '.join(f'{mean(c):.3f}' if c else '-' for c in cells)} |")
+    if options.csv is not None:
+        with options.csv.open("w", newline="") as file:
+            writer = csv.DictWriter(file, ("network", "chooses", "seed", "layers", *COLUMNS))
+            writer.writeheader()
+            writer.writerows(
+                {key: round(value, 4) if isinstance(value, float) else value for key, value in row.items()}
+                for row in found
+            )
+
+
+if __name__ == "__main__":
+    main()
