@@ -157,7 +157,7 @@ def fit(
     if val_data is None and val_split is not None:
         raise WrongUsage("--val_split is a part of --val_data; give that too.")
     arguments: dict[str, Any] = {
-        "layers": layers[0] if layers in (["all"], ["last"]) else layers,
+        "layers": layers[0] if layers in (["all"], ["everything"], ["last"]) else layers,
         "prior_precision": prior_precision,
         "prior_mean": prior_mean,
         "head": head,
