@@ -296,3 +296,10 @@ def test_promises_are_kept_within_what_so_few_splits_show(tmp_path: Path) -> Non
     rows = json.loads((tmp_path / "promises.json").read_text())["rows"]
     assert [row["table"] for row in rows] == ["moons"] * 3 + ["diabetes"] * 3
     assert all(row["coverage, familiar"] > row["level"] - 0.15 for row in rows)
+
+
+def test_covering_more_weights_is_measured(capsys: pytest.CaptureFixture[str]) -> None:
+    _script("everything").main(["--smoke"])
+    lines = {line.split(" | ")[1]: line.split(" | ") for line in capsys.readouterr().out.splitlines()[-4:-2]}
+    assert float(lines["default"][2]) < float(lines["everything"][2]) == 1.0
+    assert abs(float(lines["default"][3]) - float(lines["everything"][3])) < 0.1

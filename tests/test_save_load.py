@@ -384,6 +384,23 @@ def test_buffers_belong_to_the_model(tmp_path: Path) -> None:
         load(path, model)
 
 
+def test_weights_without_a_posterior_belong_to_the_model(tmp_path: Path) -> None:
+    model, path = cnn(), tmp_path / "p.h5"
+    data = [(inputs_of(1, 4, 4), torch.arange(24) % 3)]
+    posterior = uq.fit(model, data, "inf", layers="last", progress=False)
+    save(posterior, path)
+    covered = posterior.mean
+    others = {name: p for name, p in model.named_parameters() if name not in covered}
+    assert others and inspect(path)["others_fingerprint"] == fingerprint(others)
+    loaded = load(path, model)
+    save(loaded, tmp_path / "again.h5")
+    assert inspect(tmp_path / "again.h5")["others_fingerprint"] == fingerprint(others)
+    with torch.no_grad():
+        next(iter(others.values())).flatten()[0] += 1
+    with pytest.raises(PosteriorMismatchError, match="without a posterior are not those"):
+        load(path, model)
+
+
 # The header
 
 

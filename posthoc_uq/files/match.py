@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from hashlib import sha256
 from typing import Any, cast
 
@@ -34,6 +34,12 @@ def buffers_fingerprint(model: nn.Module) -> str | None:
     """The `fingerprint` of the buffers that a model's predictions depend on; None where it has none."""
     buffers = statistics_of(unwrap(model))
     return fingerprint(buffers) if buffers else None
+
+
+def others_fingerprint(parameters: Mapping[str, Tensor], covered: Collection[str]) -> str | None:
+    """The `fingerprint` of the parameters that no posterior covers; None where it covers all."""
+    others = {name: p for name, p in parameters.items() if name not in covered and p.is_floating_point()}
+    return fingerprint(others) if others else None
 
 
 def parameters_of(model: nn.Module) -> dict[str, Tensor]:

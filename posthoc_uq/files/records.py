@@ -469,6 +469,7 @@ class Description(Record):
 
     fingerprint: Digest
     buffers_fingerprint: Digest | None = None
+    others_fingerprint: Digest | None = None
     method: Annotated[str, among(FAMILIES)]
     settings: SettingsRecord
     likelihood: LikelihoodRecord
@@ -570,6 +571,7 @@ def description_of(posterior: Posterior) -> Description:
     values = {
         "fingerprint": fingerprint(posterior.original),
         "buffers_fingerprint": posterior.buffers_fingerprint,
+        "others_fingerprint": posterior.others_fingerprint,
         "method": posterior.method,
         "settings": posterior.settings.plain(),
         "likelihood": described(posterior.likelihood),

@@ -36,6 +36,7 @@ from posthoc_uq.files.match import (
     check_shapes,
     check_unchanged,
     fingerprint,
+    others_fingerprint,
     parameters_of,
 )
 from posthoc_uq.files.records import (
@@ -347,6 +348,7 @@ def _posterior(
     check_together(posterior)
     posterior.fingerprint = description.fingerprint
     posterior.buffers_fingerprint = description.buffers_fingerprint
+    posterior.others_fingerprint = description.others_fingerprint
     return posterior
 
 
@@ -402,6 +404,11 @@ def _check_model(
             f"again."
         )
     check_buffers(description.buffers_fingerprint, model)
+    if description.others_fingerprint not in (None, others_fingerprint(parameters, shapes)):
+        raise PosteriorMismatchError(
+            f"The model's parameters without a posterior are not those that the posterior in '{path}' was fitted on. "
+            f"Load those weights into the model first, in the same dtype, or fit again."
+        )
 
 
 def _likelihood(
@@ -432,13 +439,15 @@ def inspect(path: str | os.PathLike[str]) -> Inspection:
 
     Returns:
         A dictionary of plain values, which prints as a summary: ``format_version``, ``library_version``, ``bytes``,
-        ``fingerprint``, ``buffers_fingerprint`` (None where the model has no buffers), ``method``, ``likelihood``,
-        ``scale``, ``prior_precision``, ``residual_weight``, ``noise_scale``, ``temperature``, ``evidence``, ``fit``,
-        ``tuning``, ``deterministic``, ``head``, ``faithful``, ``left_out``, ``calibration``, ``promises`` (held-out
-        scores), ``changes`` (of the data since the fit), ``output`` (the part of what the model returns),
-        ``parameters``, ``trained_mean`` (names of the parameters that it has), ``features`` (what is kept of the
-        last layer's inputs, or None), ``layers`` (name to kind and shapes) and ``blocks`` (name to kind, members,
-        attributes such as ranks and correction, tensors with shape and dtype, and bytes).
+        ``fingerprint``, ``buffers_fingerprint`` and ``others_fingerprint`` (None where the model has no buffers, or no
+        parameters without a posterior), ``method``, ``likelihood``, ``scale``, ``prior_precision``,
+        ``residual_weight``, ``noise_scale``, ``temperature``, ``evidence``, ``fit``, ``tuning``, ``deterministic``,
+        ``head``, ``faithful``, ``left_out``, ``calibration``, ``promises`` (held-out scores), ``changes`` (of the data
+        since the fit),
+        ``output`` (the part of what the model returns), ``parameters``, ``trained_mean`` (names of the parameters that
+        it has), ``features`` (what is kept of the last layer's inputs, or None), ``layers`` (name to kind and shapes)
+        and ``blocks`` (name to kind, members, attributes such as ranks and correction, tensors with shape and dtype,
+        and bytes).
 
     Raises:
         PosthocUQError: the file is missing or cannot be read.
@@ -458,6 +467,7 @@ def inspect(path: str | os.PathLike[str]) -> Inspection:
         "bytes": len(data),
         "fingerprint": description.fingerprint,
         "buffers_fingerprint": description.buffers_fingerprint,
+        "others_fingerprint": description.others_fingerprint,
         "method": description.method,
         **plain["settings"],
         "likelihood": description.likelihood,

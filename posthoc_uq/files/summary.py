@@ -99,6 +99,8 @@ def _history(contents: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
     yield "fingerprint", contents["fingerprint"]
     if contents["buffers_fingerprint"] is not None:
         yield "fingerprint, buffers", contents["buffers_fingerprint"]
+    if contents["others_fingerprint"] is not None:
+        yield "fingerprint, other parameters", contents["others_fingerprint"]
 
 
 def _tunable(contents: Mapping[str, Any]) -> frozenset[str]:

@@ -41,7 +41,14 @@ from posthoc_uq.core.randomness import isolated_random_state
 from posthoc_uq.curvature.features import find_features
 from posthoc_uq.curvature.kept_inputs import KeptInputs, inputs_to_keep
 from posthoc_uq.curvature.sweep import SweepSettings, no_weight, squared_residuals
-from posthoc_uq.files import buffers_fingerprint, check_numbers, check_settings, fingerprint
+from posthoc_uq.files import (
+    buffers_fingerprint,
+    check_numbers,
+    check_settings,
+    fingerprint,
+    others_fingerprint,
+    parameters_of,
+)
 from posthoc_uq.fitting.calibrate import calibrate
 from posthoc_uq.fitting.faithful import DIVERGENCE
 from posthoc_uq.fitting.first_batch import check_first_batch, on_few_samples, pass_seconds
@@ -268,6 +275,8 @@ def fit(
         check_settings(posterior, factorised=posterior.history.head["criterion"] != "faithful")
         posterior.fingerprint = fingerprint(posterior.original)
         posterior.buffers_fingerprint = buffers_fingerprint(request.model)
+        parameters = parameters_of(unwrap(request.model))
+        posterior.others_fingerprint = others_fingerprint(parameters, posterior.original)
         if request.progress:
             _tell_seconds(posterior, time.perf_counter() - began)
         return posterior, task

@@ -234,6 +234,8 @@ class Posterior:
         fingerprint: digest of `original` at the fit; that is the model's own memory, which later training changes.
         buffers_fingerprint: digest of the model's buffers at the fit (`model.statistics_of`); None where
             it has none.
+        others_fingerprint: digest of the model's other parameters at the fit; None where there are none. `load` alone
+            looks at it.
         warned_heads: heads for which `wrap` has said that the posterior was tuned for another; no part of the state.
     """
 
@@ -288,6 +290,7 @@ class Posterior:
         self.weight_prior = WeightPrior()
         self.fingerprint: str | None = None
         self.buffers_fingerprint: str | None = None
+        self.others_fingerprint: str | None = None
         by_block = [type(block).capabilities() for block in self.blocks.values()]
         self.capabilities = by_block[0].intersection(*by_block) if by_block else frozenset[str]()
         outputs = {"noise_scale"} if likelihood.has_noise else set[str]()
@@ -333,6 +336,7 @@ class Posterior:
         )
         new.model, new.weight_prior = self.model, self.weight_prior
         new.fingerprint, new.buffers_fingerprint = self.fingerprint, self.buffers_fingerprint
+        new.others_fingerprint = self.others_fingerprint
         return new
 
     def snapshot(self, settings: Hyperparameters | None = None) -> Posterior:
