@@ -95,7 +95,7 @@ class LayerRule(ABC):
 
     def output_rows(self, outputs: Tensor, layer: Layer) -> Tensor:
         """Outputs ``(samples, ...)`` as rows ``(samples, groups, positions, outputs)``."""
-        return outputs.reshape(len(outputs), 1, -1, layer.outputs)
+        return outputs.reshape(len(outputs), 1, -1, outputs.shape[-1])
 
     def outputs_of_rows(self, rows: Tensor, shape: Sequence[int]) -> Tensor:
         """The inverse of `output_rows`, for outputs of this shape a sample."""

@@ -348,7 +348,9 @@ def prepare(
     samples = count_samples(batch)
     probe, reference = _probe(model, batch, samples)
     discovered = Capture(model).discover(probe, autocast)
-    if not discovered and not any(isinstance(module, WEIGHTED_MODULES) for module in model.modules()):
+    possible = discovered if wanted_names(selection) else [t for t in discovered if t.layer.rule.matrices]
+    possible = discovered if selection == "everything" else possible
+    if not possible and not any(isinstance(module, WEIGHTED_MODULES) for module in model.modules()):
         raise PosthocUQError(_NO_LAYER)
     chosen = select(discovered, selection, reference)
     if tied := [t for t in chosen if t.embeddings]:
