@@ -1,4 +1,4 @@
-"""``layers="everything"``: scales and offsets of normalisations, products with a vector, and embeddings."""
+"""``layers="everything"``: scales and offsets of normalisations, products with a vector, sums, and embeddings."""
 
 from __future__ import annotations
 
@@ -15,18 +15,24 @@ from posthoc_uq.layers.operands import Chosen, Rows
 
 
 class Net(nn.Module):
-    """An embedding with a row without a gradient, two normalisations, a vector of scales."""
+    """An embedding with a row without a gradient and one of positions, two normalisations, a vector of scales, one of
+    offsets.
+    """
 
     def __init__(self) -> None:
         super().__init__()
         self.words, self.norm = nn.Embedding(7, 6, padding_idx=0), nn.LayerNorm(6)
         self.middle, self.batch, self.scale = nn.Linear(6, 5), nn.BatchNorm1d(5), nn.Parameter(torch.ones(5))
-        self.last = nn.Linear(5, 3)
+        self.last, self.places, self.bias = (
+            nn.Linear(5, 3),
+            nn.Parameter(torch.zeros(1, 4, 6)),
+            nn.Parameter(torch.zeros(3)),
+        )
 
     def forward(self, ids: Tensor) -> Tensor:
-        hidden = self.middle(self.norm(self.words(ids)).tanh())
+        hidden = self.middle(self.norm(self.words(ids) + self.places).tanh())
         hidden = self.batch(hidden.transpose(1, 2)).transpose(1, 2)
-        return self.last((hidden.tanh() * self.scale).mean(1))
+        return self.bias + self.last((hidden.tanh() * self.scale).mean(1))
 
 
 def network() -> Net:
@@ -77,7 +83,13 @@ def test_the_dense_and_the_diagonal_posterior_and_the_linearised_head(tmp_path: 
     }
     for method, variance in expected.items():
         posterior = uq.fit(net, [(IDS[:25], LABELS[:25]), (IDS[25:], LABELS[25:])], method, **GIVEN)
-        assert {layer.kind for layer in posterior.layers.values()} == {"linear", "scale", "embedding"}
+        assert {layer.kind for layer in posterior.layers.values()} == {
+            "linear",
+            "scale",
+            "embedding",
+            "offset1d",
+            "offset3d",
+        }
         assert sum(p.numel() for p in posterior.mean.values()) == sum(p.numel() for p in net.parameters())
         found = uq.wrap(net, posterior).functional_variance(NEW)
         torch.testing.assert_close(found, variance, rtol=1e-9, atol=1e-12)
@@ -104,7 +116,7 @@ def test_what_is_chosen() -> None:
     net = network()
     fitted = {
         str(layers): list(uq.fit(net, [(IDS, LABELS)], **GIVEN | {"layers": layers}).layers)
-        for layers in ("all", "last", ["norm"], ["words", "last"], ["scale"])
+        for layers in ("all", "last", ["norm"], ["words", "last"], ["scale"], ["places"])
     }
     assert fitted == {
         "all": ["middle", "last"],
@@ -112,6 +124,7 @@ def test_what_is_chosen() -> None:
         "['norm']": ["norm"],
         "['words', 'last']": ["words", "last"],
         "['scale']": ["scale"],
+        "['places']": ["places"],
     }
     before = {name: value.clone() for name, value in net.state_dict().items()}
     uq.fit(net, [(IDS, LABELS)], **GIVEN)

@@ -17,9 +17,9 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
-from posthoc_uq.layers.normalisation import opened_normalisation
 from posthoc_uq.layers.recurrence import opened_recurrence
 from posthoc_uq.layers.rules import AffineCall, affine_call
+from posthoc_uq.layers.scales import opened_scales
 
 
 def _opened() -> Callable[..., Any]:
@@ -90,7 +90,7 @@ class CallMode(TorchFunctionMode):
         opened = (
             opened_recurrence(func, args, kwargs)
             or _opened_einsum(func, args)
-            or opened_normalisation(func, args, kwargs, self.follows)
+            or opened_scales(func, args, kwargs, self.follows)
         )
         if opened is not None:
             with self:

@@ -19,8 +19,8 @@ from torch import Tensor, nn
 from posthoc_uq.core.errors import UnsupportedLayerError
 from posthoc_uq.core.numerics import CONVOLUTIONS
 from posthoc_uq.layers.layer import INTERLEAVED, RULES, Call, Layer, LayerRule
-from posthoc_uq.layers.normalisation import scaled
 from posthoc_uq.layers.operands import Chosen, Geometry, Operand, Patches, Rows, Several
+from posthoc_uq.layers.scales import scaled, shifted
 
 
 class Linear(LayerRule):
@@ -218,6 +218,37 @@ class Scale(LayerRule):
         return rows.squeeze(3).transpose(1, 2).reshape(len(rows), *shape)
 
 
+class Offset(LayerRule):
+    """``x + b`` with a weight in the shape of the last dimensions: each number is a group, whose activation is 1."""
+
+    matrices: ClassVar[bool] = False
+
+    def __init__(self, dimensions: int) -> None:
+        self.kind, self.dimensions = f"offset{dimensions}d", dimensions
+        self.functions = {shifted: {name: name for name in ("input", "weight")}}
+
+    def groups(self, weight: Tensor, options: Mapping[str, Any]) -> int:
+        return weight.numel()
+
+    def to_matrix(self, weight: Tensor, groups: int) -> Tensor:
+        return weight.reshape(*weight.shape[: weight.ndim - self.dimensions], groups, 1, 1)
+
+    def apply(self, input: Tensor, weight: Tensor, bias: Tensor | None, options: Mapping[str, Any]) -> Tensor:
+        return shifted(input, weight)
+
+    def squared(self, input: Tensor, like: Tensor) -> Tensor:
+        return torch.zeros_like(input, dtype=like.dtype)
+
+    def activations(self, x: Tensor, layer: Layer, geometry: Geometry) -> Operand:
+        return Rows(x.new_ones(len(x), layer.groups, 1, 1))
+
+    def unfold(self, x: Tensor, layer: Layer, geometry: Geometry) -> Tensor:
+        return self.activations(x, layer, geometry).rows()
+
+    def output_rows(self, outputs: Tensor, layer: Layer) -> Tensor:
+        return outputs.reshape(len(outputs), -1, layer.groups).sum(1)[..., None, None]
+
+
 class Lookup(Product):
     """The rows of a weight ``(rows, outputs)`` by their numbers: ``x @ W`` with rows of zeros and a 1."""
 
@@ -262,6 +293,8 @@ def register(rule: LayerRule) -> LayerRule:
 register(Linear())
 _PRODUCT = register(Product())
 register(Scale())
+for _dimensions in (1, 2, 3):
+    register(Offset(_dimensions))
 _LOOKUP = register(Lookup())
 for _spatial in (1, 2, 3):
     register(Convolution(_spatial))
@@ -325,6 +358,8 @@ def affine_call(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Aff
     input, weight, bias = (arguments.pop(role, None) for role in ("input", "weight", "bias"))
     if not isinstance(input, Tensor) or not isinstance(weight, Tensor):
         return None
+    if isinstance(rule, Offset):
+        return AffineCall(f"offset{weight.ndim}d", input, weight, weight, None)
     if rule.convolutional or rule.kind == Scale.kind:
         return AffineCall(rule.kind, input, weight, weight, bias, options=arguments)
     if rule is _LOOKUP:

@@ -19,7 +19,7 @@ from torch import Tensor
 from posthoc_uq.core.errors import PosthocUQError
 from posthoc_uq.layers import RULES as LAYER_RULES
 from posthoc_uq.layers import AffineCall
-from posthoc_uq.layers.rules import Lookup, Scale
+from posthoc_uq.layers.rules import Lookup, Offset, Scale
 from posthoc_uq.moments.rules.elementwise import add, times
 from posthoc_uq.moments.tensor import (
     RULES,
@@ -47,6 +47,10 @@ def affine(state: Pass, call: AffineCall) -> MomentTensor:
     m, v = (call.input.moment_mean, call.input.moment_variance) if uncertain else (call.input, None)
     if isinstance(kind, Lookup):
         return _lookup(call, posterior)
+    if isinstance(kind, Offset):
+        assert posterior is not None  # others are plain sums
+        certain = torch.zeros_like(m, dtype=posterior.variances.dtype) if v is None else v
+        return MomentTensor(call.applied(m, call.parameter, None), certain + posterior.variances)
     if isinstance(kind, Scale):
         return _convolution(call, m, v, posterior)
     if not kind.convolutional:

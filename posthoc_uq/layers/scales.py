@@ -1,5 +1,5 @@
-"""Normalisation layers of torch opened up: what they normalise, and the scales and offsets that follow, as a call of
-`scaled`, which can be watched and replaced. So can a product with a vector of scales.
+"""Scales and offsets of features as calls of `scaled` and `shifted`, which can be watched and replaced: those of
+torch's normalisation layers, products with a vector, and sums with a parameter such as the embedding of positions.
 """
 
 from __future__ import annotations
@@ -16,6 +16,7 @@ from torch.overrides import handle_torch_function, has_torch_function_variadic
 
 _LAST = tuple(getattr(F, name) for name in ("layer_norm", "rms_norm") if hasattr(F, name))
 _FIRST = (F.batch_norm, F.group_norm, F.instance_norm)  # whose channels come after the samples
+_SUMS = (torch.add, Tensor.add, Tensor.__add__, Tensor.__radd__)
 _PRODUCTS = (torch.mul, torch.multiply, Tensor.mul, Tensor.multiply, Tensor.__mul__, Tensor.__rmul__)
 
 
@@ -27,19 +28,26 @@ def scaled(input: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
     return found if bias is None else found + bias
 
 
+def shifted(input: Tensor, weight: Tensor) -> Tensor:
+    """``x + b`` with an offset in the shape of the last dimensions."""
+    if has_torch_function_variadic(input, weight):
+        return handle_torch_function(shifted, (input, weight), input, weight)
+    return input + weight
+
+
 @cache
 def _signature(function: Any) -> Signature:
     return signature(function)
 
 
-def opened_normalisation(
+def opened_scales(
     func: Any, args: Any, kwargs: dict[str, Any], follows: Callable[[Tensor], bool]
 ) -> Callable[[], Tensor] | None:
-    """The same as a call of a normalisation, or of a product with a vector, from a call of `scaled`; None for other
+    """The same as a call of a normalisation, a product or a sum, from calls of `scaled` and `shifted`; None for other
     functions, and where nobody follows the weight.
     """
-    if func in _PRODUCTS:
-        return _product(args, follows) if len(args) == 2 and not kwargs else None
+    if func in _PRODUCTS or func in _SUMS:
+        return _of_two(func in _SUMS, args, follows) if len(args) == 2 and not kwargs else None
     if func not in _LAST and func not in _FIRST:
         return None
     given = _signature(func).bind(*args, **kwargs).arguments
@@ -56,13 +64,19 @@ def opened_normalisation(
     return run
 
 
-def _product(args: Any, follows: Callable[[Tensor], bool]) -> Callable[[], Tensor] | None:
-    """A product of a tensor and a vector with one number for each of its last dimension."""
+def _of_two(sums: bool, args: Any, follows: Callable[[Tensor], bool]) -> Callable[[], Tensor] | None:
+    """A product of a tensor and a vector with one number for each of its last dimension; or a sum with numbers for its
+    last dimensions, which all samples share.
+    """
     for weight, x in (args, args[::-1]):
         if not isinstance(weight, Tensor) or not isinstance(x, Tensor) or not follows(weight):
             continue
         with torch._C.DisableTorchFunction():  # pyright: ignore[reportPrivateUsage]
-            fits = weight.ndim == 1 and x.ndim > 1 and x.shape[-1] == len(weight)
+            own = tuple(weight.shape)
+            while len(own) > 1 and own[0] == 1:
+                own = own[1:]
+            fits = weight.ndim <= x.ndim > len(own) > 0 and tuple(x.shape[-len(own) :]) == own
+            fits = fits and weight.ndim <= (3 if sums else 1)
         if fits:
-            return partial(scaled, x, weight)
+            return partial(shifted if sums else scaled, x, weight)
     return None
