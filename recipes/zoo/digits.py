@@ -75,14 +75,13 @@ def main(arguments: Sequence[str] | None = None) -> None:
     options = options_of(__doc__, arguments, 500, 40)
     kinds = {
         kind: Kind(
-            in_order(normalised(pixels), torch.zeros(len(pixels)) if labels is None else labels, BATCH), labels
+            in_order(normalised(pixels), torch.zeros(len(pixels)) if labels is None else labels, BATCH),
+            labels,
         )
         for kind, (pixels, labels) in pictures(options.samples).items()
     }
     pixels, labels = mnist(options.samples, 0)
-    study(
-        options, "digits", recogniser(), in_order(normalised(pixels), labels, BATCH), kinds, classes()
-    )
+    study(options, "digits", recogniser(), in_order(normalised(pixels), labels, BATCH), kinds, classes())
 
 
 if __name__ == "__main__":

@@ -22,7 +22,9 @@ BATCH = 50
 
 def detector() -> nn.Module:
     """The network with its weights; from ``(samples, 3, 24, 24)`` in [-1, 1] to corrections of a box and logits."""
-    network: nn.Module = module_of("facenet_pytorch.models.mtcnn", {"facenet_pytorch": {}}).RNet(pretrained=False)
+    network: nn.Module = module_of("facenet_pytorch.models.mtcnn", {"facenet_pytorch": {}}).RNet(
+        pretrained=False
+    )
     network.load_state_dict(weights_of("facenet_pytorch", "data", "rnet.pt"))
     network.softmax5_1 = nn.Identity()
     return network.eval()
@@ -82,7 +84,9 @@ def main(arguments: Sequence[str] | None = None) -> None:
     }
     pixels, labels = labelled(options.samples, held_out=False)
     # of what the network returns, the corrections of the box and the logits, the second part
-    study(options, "faces", detector(), in_order(as_inputs(pixels), labels, BATCH), kinds, classes(), output=1)
+    study(
+        options, "faces", detector(), in_order(as_inputs(pixels), labels, BATCH), kinds, classes(), output=1
+    )
 
 
 if __name__ == "__main__":

@@ -107,7 +107,10 @@ def kinds_of_sky(samples: int) -> dict[str, tuple[Tensor, Tensor | None]]:
         "noise of 20 dB more": skies(samples, 2, noise=50),
         "a satellite's trail": skies(samples, 3, trail=True),
         "Hubble's deep field": (field, torch.zeros(samples, SIZE, SIZE).long()),
-        "a photograph of bricks": (torch.as_tensor(data.brick()).float()[:SIZE, :SIZE].expand(1, 1, -1, -1), None),
+        "a photograph of bricks": (
+            torch.as_tensor(data.brick()).float()[:SIZE, :SIZE].expand(1, 1, -1, -1),
+            None,
+        ),
     }
 
 
@@ -116,7 +119,8 @@ def main(arguments: Sequence[str] | None = None) -> None:
     options = options_of(__doc__, arguments, 12, 2)
     kinds = {
         kind: Kind(
-            in_order(standardised(images), torch.zeros(len(images)) if labels is None else labels, BATCH), labels
+            in_order(standardised(images), torch.zeros(len(images)) if labels is None else labels, BATCH),
+            labels,
         )
         for kind, (images, labels) in kinds_of_sky(options.samples).items()
     }

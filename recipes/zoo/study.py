@@ -85,7 +85,9 @@ def options_of(
 ) -> argparse.Namespace:
     """The options of a recipe of the zoo: ``--samples``, of which a smoke run takes a few."""
     command = parser(description, "zoo", "most samples")
-    command.add_argument("--samples", type=int, default=samples, help="of the fit, and of every kind of input")
+    command.add_argument(
+        "--samples", type=int, default=samples, help="of the fit, and of every kind of input"
+    )
     return parsed(command, arguments, samples=few)
 
 

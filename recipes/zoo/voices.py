@@ -77,7 +77,9 @@ def spectra(sounds: Tensor) -> Tensor:
     """Power in 40 bands, ``(samples, 160, 40)``, of sounds of 1.62 seconds, at the loudness of the training."""
     loud = sounds / sounds.square().mean(1, keepdim=True).sqrt() * 10 ** (-30 / 20)
     window = torch.hann_window(WINDOW)
-    power = torch.stft(loud, WINDOW, STEP, window=window, pad_mode="constant", return_complex=True).abs().square()
+    power = (
+        torch.stft(loud, WINDOW, STEP, window=window, pad_mode="constant", return_complex=True).abs().square()
+    )
     return (mel_filters() @ power).transpose(1, 2)[:, :FRAMES]
 
 
