@@ -616,8 +616,8 @@ def _too_many(network: nn.Module, batch: Batch) -> str:
     if any(each.kind is Parameter.VAR_POSITIONAL for each in signature(network.forward).parameters.values()):
         return ""
     return (
-        f"The model takes {list(parameters)}: choose by batch_to_inputs=...; if it takes the whole tuple, put it into a "
-        f"module with forward(self, *inputs) that calls model(inputs)."
+        f"The model takes {list(parameters)}: choose by batch_to_inputs=...; if it takes the whole tuple, put it into "
+        f"a module with forward(self, *inputs) that calls model(inputs)."
     )
 
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Sequence
+from typing import Any
 
 import torch
 from skimage import data
@@ -29,7 +30,7 @@ class Mask(nn.Module):
 
     def forward(self, images: Tensor) -> Tensor:
         """From images ``(samples, 1, height, width)`` of mean 0 and variance 1 to ``(samples, 2, height, width)``."""
-        inner = self.network
+        inner: Any = self.network
         first = inner.inc(images)
         logit = inner.outc(inner.up8(inner.down1(first), first))
         return torch.cat([torch.zeros_like(logit), logit], 1)
