@@ -198,6 +198,43 @@ def test_inputs_that_the_model_does_not_take(
     assert len(predictor(inputs())) == 12
 
 
+class _OfTuple(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(4, 3)
+
+    def forward(self, pair: tuple[Tensor, Tensor]) -> Tensor:
+        x, scale = pair
+        return self.layer(x) * scale
+
+
+class _Unpacked(nn.Module):
+    def __init__(self, model: nn.Module) -> None:
+        super().__init__()
+        self.model = model
+
+    def forward(self, *inputs: Tensor) -> Tensor:
+        return self.model(inputs)
+
+
+def test_a_model_of_one_tuple() -> None:
+    loader = [((inputs(), torch.ones(12, 1)), labels())]
+    refused(r"takes \['pair'\].*whole tuple.*forward\(self, \*inputs\)", lambda: fit(_OfTuple(), loader))
+    fit(_Unpacked(_OfTuple()), loader)
+    refused(r"more than it takes", lambda: fit(_Unpacked(_Refusing()), loader))
+
+
+class _Refusing(nn.Module):
+    """Whose error has nothing to do with the number of arguments that its module takes."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(4, 3)
+
+    def forward(self, pair: tuple[Tensor, ...]) -> Tensor:
+        raise ValueError("more than it takes")
+
+
 @pytest.mark.parametrize("head", ["linearized", "moments"])
 def test_one_sample_without_its_dimension(net: nn.Sequential, posterior: uq.Posterior, head: str) -> None:
     predictor = uq.wrap(net, posterior, head)

@@ -123,7 +123,8 @@ def test_a_model_that_ends_in_probabilities(case: str) -> None:
         return
     kind = type(resolve_likelihood(likelihood))
     refused(
-        rf"outputs are probabilities.*likelihood='{likelihood}' takes logits.*model\[:-1\].*uq\.{kind.__name__}\(\)",
+        rf"outputs are probabilities.*likelihood='{likelihood}' takes logits.*(model\[:-1\]|Identity).*"
+        rf"uq\.{kind.__name__}\(\)",
         lambda: fit(model, loader, likelihood=likelihood),
     )
     with pytest.warns(UserWarning, match="given as an object"):
@@ -137,6 +138,54 @@ def test_probabilities_of_few_samples(samples: int) -> None:
         "outputs are probabilities",
         lambda: fit(make_net(nn.Softmax(1)), [(inputs(samples), labels()[:samples])]),
     )
+
+
+class _Gated(nn.Module):
+    """A network with a sigmoid within and a softmax at the end, which is a module of some name."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.gate, self.inner, self.last = (
+            nn.Sequential(nn.Linear(4, 8), nn.Sigmoid()),
+            nn.Linear(4, 8),
+            nn.Linear(8, 3),
+        )
+        self.probabilities = nn.Softmax(1)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.probabilities(self.last(self.gate(x) * self.inner(x)))
+
+
+def test_the_module_that_makes_probabilities_is_named() -> None:
+    torch.manual_seed(0)
+    model, loader = _Gated(), [(inputs(), labels())]
+    refused(r"model\.set_submodule\('probabilities', torch\.nn\.Identity\(\)\)", lambda: fit(model, loader))
+    assert isinstance(model.probabilities, nn.Softmax), "the model is as it was"
+    model.set_submodule("probabilities", nn.Identity())
+    fit(model, loader)
+
+
+class _PerPosition(nn.Module):
+    """One logit a position, or the two classes that the error advises."""
+
+    def __init__(self, two: bool) -> None:
+        super().__init__()
+        self.layer, self.two = nn.Linear(1, 1), two
+
+    def forward(self, x: Tensor) -> Tensor:
+        z = self.layer(x.unsqueeze(2)).squeeze(2)
+        return torch.stack([0 * z, z], 1) if self.two else z
+
+
+def test_binary_positions_become_two_classes() -> None:
+    targets = (inputs() > 0).long()
+    refused(
+        r"\(samples, \*positions\), becomes two classes.*'classification'",
+        lambda: fit(_PerPosition(two=False), [(inputs(), targets)], likelihood="binary"),
+    )
+    model = _PerPosition(two=True)
+    prediction = cast(Any, uq.wrap(model, fit(model, [(inputs(), targets)]))(inputs()))
+    assert prediction.entropy().shape == targets.shape
 
 
 class _Troubled(nn.Module):

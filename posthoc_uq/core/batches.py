@@ -693,6 +693,8 @@ def _advice(network: nn.Module, batch: Batch) -> str:
         return f"Its decoder needs inputs too, and the labels were taken out of the batch as targets: {DECODER_INPUTS}"
     if advice := _other_names(network, batch):
         return advice
+    if advice := _too_many(network, batch):
+        return advice
     weights_dtype = model_dtype(network)
     input_dtypes = [value.dtype for value in batch.tensors()]
     if any(is_array(value) for value in (*batch.args, *batch.kwargs.values())):
@@ -716,6 +718,19 @@ def lacks_decoder_inputs(network: nn.Module, batch: Batch) -> bool:
     if not getattr(getattr(network, "config", None), "is_encoder_decoder", False):
         return False
     return len(batch.args) < 2 and not _DECODER_NAMES & set(batch.kwargs)
+
+
+def _too_many(network: nn.Module, batch: Batch) -> str:
+    """Advice for a batch with more arguments than the model has; empty if it has them."""
+    parameters = argument_names(network)
+    if parameters is None or len(batch.args) <= len(parameters):
+        return ""
+    if any(each.kind is Parameter.VAR_POSITIONAL for each in signature(network.forward).parameters.values()):
+        return ""
+    return (
+        f"The model takes {list(parameters)}: choose by batch_to_inputs=...; if it takes the whole tuple, put it into "
+        f"a module with forward(self, *inputs) that calls model(inputs)."
+    )
 
 
 def _other_names(network: nn.Module, batch: Batch) -> str:

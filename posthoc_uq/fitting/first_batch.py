@@ -54,11 +54,16 @@ def check_first_batch(
         warnings.append(other_dispersion(model, batch, likelihood))
     if gives_probabilities(model, batch, likelihood):
         if by_name:
+            last = makes_probabilities(model, batch, likelihood)
+            example = (
+                "for example model[:-1] of an nn.Sequential"
+                if last is None
+                else f"model.set_submodule({last!r}, torch.nn.Identity())"
+            )
             raise PosthocUQError(
                 f"The model's outputs are probabilities, and likelihood={likelihood.name!r} takes logits: pass the "
-                f"model without its last softmax or sigmoid, for example model[:-1] of an nn.Sequential (log_softmax "
-                f"may stay). If it was trained with these outputs as logits, pass "
-                f"likelihood=uq.{type(likelihood).__name__}()."
+                f"model without its last softmax or sigmoid, {example} (log_softmax may stay). If it was trained with "
+                f"these outputs as logits, pass likelihood=uq.{type(likelihood).__name__}()."
             )
         warnings.append(
             "The model's outputs are probabilities, and are taken as the logits of a softmax or sigmoid that comes "
@@ -185,6 +190,24 @@ def gives_probabilities(model: nn.Module, batch: Batch, likelihood: Likelihood) 
     with explained(lambda: replicate(model), batch, "the first batch of the loader", LOADER):
         some, outputs = on_few_samples(lambda part: _outputs(replicate(model), part), batch, _MAX_PROBED)
     return _look_applied(outputs, likelihood) and _stay_applied(model, some, likelihood)
+
+
+def makes_probabilities(model: nn.Module, batch: Batch, likelihood: Likelihood) -> str | None:
+    """Name of the softmax or sigmoid without which the model's outputs are no probabilities any more; None where
+    that is no module of the model.
+    """
+    some, _ = on_few_samples(lambda part: _outputs(replicate(model), part), batch, _MAX_PROBED)
+    for name, module in model.named_modules():
+        if name and isinstance(module, (nn.Softmax, nn.Softmax2d, nn.Sigmoid)):
+            without = replicate(model)
+            without.set_submodule(name, nn.Identity())
+            try:
+                if not _look_applied(_outputs(without, some), likelihood):
+                    return name
+            except Exception as error:  # a model may need what the module gives
+                if out_of_memory(error):
+                    raise
+    return None
 
 
 def _stay_applied(model: nn.Module, batch: Batch, likelihood: Likelihood) -> bool:

