@@ -25,7 +25,7 @@ def test_smoke_of_the_variables(tmp_path: Path) -> None:
     assert "| flow |" in printed
     kept = json.loads((tmp_path / "variables.json").read_text())
     assert all(0 <= number <= 1 for row in kept["results"].values() for number in row.values())
-    assert np.shape(kept["probabilities"]["LRT"]) == (2, 20)
+    assert np.shape(kept["probabilities"]["flow"]) == (2, 20)
 
 
 @pytest.mark.study
