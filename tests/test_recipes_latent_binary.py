@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 from argparse import Namespace
 from pathlib import Path
@@ -16,14 +17,15 @@ from torch import nn
 
 @pytest.fixture(scope="module")
 def recipe() -> Namespace:
-    return recipe_modules("latent_binary", ["networks", "images", "entropy_maps", "variables"])
+    return recipe_modules("latent_binary", ["networks", "images", "entropy_maps", "variables", "exact"])
 
 
 def test_smoke_of_the_variables(tmp_path: Path) -> None:
     printed = smoke("latent_binary.variables", "--output", tmp_path)
     assert "| flow |" in printed
-    kept = json.loads((tmp_path / "variables.json").read_text())["results"]
-    assert all(0 <= rate <= 1 for row in kept.values() for run in row["runs"] for rate in run)
+    kept = json.loads((tmp_path / "variables.json").read_text())
+    assert all(0 <= number <= 1 for row in kept["results"].values() for number in row.values())
+    assert np.shape(kept["probabilities"]["flow"]) == (2, 20)
 
 
 @pytest.mark.study
@@ -57,6 +59,37 @@ def test_the_covariates_are_those_of_the_public_file(recipe: Namespace) -> None:
     assert not torch.equal(printed.y, corrected.y)
     chosen = torch.tensor(recipe.variables.BETA != 0)
     assert recipe.variables.rates(chosen) == (1.0, 0.0) and int(chosen.sum()) == 9
+
+
+def test_covariates_are_read_with_commas_and_with_blanks(recipe: Namespace, tmp_path: Path) -> None:
+    for between in (",", " ", ", "):
+        (tmp_path / "x.txt").write_text(f"1{between}-2.5{between}3e2\n4{between}5{between}6\n")
+        assert recipe.variables.read(tmp_path / "x.txt").tolist() == [[1, -2.5, 300], [4, 5, 6]]
+
+
+def test_the_exact_probabilities_are_those_of_a_sum_over_all_models(recipe: Namespace) -> None:
+    """Three inputs, two of them much alike: the evidence of each of the eight models by quadrature."""
+    pytest.importorskip("polyagamma")
+    generator = np.random.default_rng(3)
+    x = generator.standard_normal((30, 3))
+    x[:, 1] = x[:, 0] + 0.5 * x[:, 1]
+    y = (generator.random(30) < 1 / (1 + np.exp(-1.5 * x[:, 0]))).astype(float)
+    points, weights = np.polynomial.hermite_e.hermegauss(16)
+    weights = weights / weights.sum()  # of N(0, 1)
+    grids: list[tuple[np.ndarray, np.ndarray]] = [(np.zeros(1), np.ones(1)), (points, weights)]
+    total, on = 0.0, np.zeros(3)
+    for model in itertools.product((0, 1), repeat=3):
+        each = [grids[included] for included in (*model, 1)]
+        values = np.stack(np.meshgrid(*(one[0] for one in each), indexing="ij"), -1).reshape(-1, 4)
+        share = np.prod(np.meshgrid(*(one[1] for one in each), indexing="ij"), axis=0).flatten()
+        logits = values @ np.column_stack([x, np.ones(30)]).T
+        likelihood = np.exp((y * logits - np.logaddexp(0, logits)).sum(1))
+        evidence = float(share @ likelihood) * 0.25 ** sum(model) * 0.75 ** (3 - sum(model))
+        total, on = total + evidence, on + evidence * np.array(model)
+    found = recipe.exact.inclusions(x, y, 0.25, 400)
+    assert 0.3 < (on / total)[0] < 0.9  # neither of the two that are alike is certain
+    assert found.error.max() < 0.02
+    np.testing.assert_allclose(found.mean, on / total, atol=0.03)
 
 
 def test_pruning_keeps_the_share_that_was_asked_for(recipe: Namespace) -> None:
