@@ -100,7 +100,11 @@ def one_round(made: Made) -> dict[str, float]:
 
     before, _ = seconds_of(plain)
     whole, posterior = seconds_of(lambda: uq.fit(model, batches, **given))
-    sweeps, _ = seconds_of(lambda: uq.fit(model, batches, prior_precision=1.0, **given))
+    facts = posterior.history.fit  # the same labels
+    labels = {"fisher": facts["fisher"], "n_samples": facts.get("labels drawn per sample", 1)}
+    if labels["fisher"] == "exact":
+        del labels["n_samples"]
+    sweeps, _ = seconds_of(lambda: uq.fit(model, batches, prior_precision=1.0, **labels, **given))
     after, _ = seconds_of(plain)
     there, back = (before + after) / 2, min(seconds_of(forward)[0] for _ in range(3))
     found = {"search": (whole - sweeps) / (there / len(inputs)), "sweeps": sweeps / there}
