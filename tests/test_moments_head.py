@@ -35,7 +35,8 @@ def posterior_of(
     model: nn.Module, x: Tensor, block: Callable[[tuple[int, int, int]], Block], scale: float, prior: float
 ) -> Posterior:
     """A posterior of given blocks on every weighted layer that the model uses."""
-    layers = {t.layer.name: t.layer for t in Capture(model).discover(Batch((x,)), False)}
+    found_layers = [t.layer for t in Capture(model).discover(Batch((x,)), False)]
+    layers = {layer.name: layer for layer in found_layers if layer.rule.matrices}
     blocks = {name: block(layer.matrix_shape) for name, layer in layers.items()}
     members = {name: [name] for name in layers}
     likelihood = resolve_likelihood("classification")

@@ -17,7 +17,7 @@ from recipes import common
 SCRIPTS = sorted(
     ".".join(path.relative_to(RECIPES).with_suffix("").parts)
     for path in RECIPES.glob("*/*.py")
-    if "common.parser(" in (text := path.read_text()) or "= parser(" in text
+    if ("common.parser(" in (text := path.read_text()) or "= parser(" in text) and "def main(" in text
 )
 
 

@@ -14,7 +14,7 @@ from posthoc_uq.core.batches import Batch
 from posthoc_uq.core.errors import PosthocUQError, check_refused
 from posthoc_uq.core.model import replicate
 from posthoc_uq.layers.calls import CallWatcher
-from posthoc_uq.layers.capture import Capture
+from posthoc_uq.layers.capture import Capture, is_lookup_of
 from posthoc_uq.layers.layer import Call, Layer
 from posthoc_uq.layers.operands import CPU_TEMPORARY
 from posthoc_uq.layers.proof import count_samples
@@ -103,7 +103,8 @@ def watching(model: nn.Module, layer: Layer) -> Generator[list[Call]]:
     calls: list[Call] = []
 
     def note(use: AffineCall, _: Tensor) -> None:
-        calls.append(Call(layer, use.input.detach().clone(), use.geometry))
+        if not is_lookup_of(use, layer):
+            calls.append(Call(layer, use.input.detach().clone(), use.geometry))
 
     with CallWatcher({id(weight)}, note, anchored=False):
         yield calls
@@ -146,7 +147,7 @@ def _found(
     model: nn.Module, pair: Batch, autocast: bool, likelihood: Likelihood | None
 ) -> FeatureSource | None:
     capture = Capture(model)
-    layers = capture.discover(pair, autocast)
+    layers = [tracked for tracked in capture.discover(pair, autocast) if tracked.layer.rule.matrices]
     if not layers or layers[-1].uses != 1 or layers[-1].layer.groups * layers[-1].layer.inputs > MAX_FEATURES:
         return None
     layer = layers[-1].layer

@@ -30,8 +30,8 @@ FAITHFUL_OUTPUTS = 3
 drawn label, which costs less than the exact expectation over more outputs."""
 
 FEWEST_DRAWS = 32
-"""Draws of the labels of all samples together, at least: the squares of so many gradients have a relative error of a
-quarter, and of one graph a single gradient would be all there is."""
+"""Drawn labels of a single sample, such as one graph with labelled nodes, of which one gradient would be all there is:
+the squares of so many have a relative error of a quarter."""
 
 MAX_LABELS = 3
 """Drawn labels a sample at most: they make a fit half as long again and gain nearly half of what exact ones gain."""
@@ -52,7 +52,7 @@ def resolve_fisher(
     ``"auto"`` with ``n_samples=1`` is exact for up to `EXACT_OUTPUTS` outputs and fewer than `LABELS_IN_ALL`
     samples, and for one or two outputs in any case. Elsewhere it draws as many labels a sample as make `LABELS_IN_ALL`
     over the data, from 1 to `MAX_LABELS`. A fit that does not ask for the evidence is exact for up to
-    `FAITHFUL_OUTPUTS`, and elsewhere draws one label a sample. Of few samples at least `FEWEST_DRAWS` are drawn in all.
+    `FAITHFUL_OUTPUTS`, and elsewhere draws one label a sample. Of a single sample `FEWEST_DRAWS` are drawn.
     With ``n_samples`` above one it draws so many. Where a
     likelihood defines only one of the two kinds, it takes that one; where it defines neither, the targets
     (``"empirical"``).
@@ -87,7 +87,7 @@ def resolve_fisher(
     if exact and (outputs <= 2 or (few and outputs <= most)):
         return "exact", 1
     known = 1 if samples is None else max(1, samples)
-    least = 1 if samples is None else ceil(FEWEST_DRAWS / known)
+    least = FEWEST_DRAWS if samples == 1 else 1
     if not for_evidence:
         return "mc", least
     return "mc", max(least, min(ceil(MAX_LABELS / positions), ceil(LABELS_IN_ALL / (known * positions))))

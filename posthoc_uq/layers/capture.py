@@ -58,6 +58,12 @@ LOOKUP = "embedding"
 MAX_LOOKUP = 4096
 """Rows of an embedding that can have a posterior: more make too large a Kronecker factor."""
 
+
+def is_lookup_of(use: AffineCall, layer: Layer) -> bool:
+    """Whether an embedding looks up rows of a layer's weight, which it shares: no use of the layer."""
+    return use.kind == LOOKUP != layer.kind
+
+
 Engine = Literal["backpack", "hooks"]
 Sink = Callable[[LayerGradients], None]
 
@@ -274,10 +280,10 @@ class Recording:
 
     def _note(self, use: AffineCall, output: Tensor) -> None:
         watched = self._capture.watched
-        if watched is not None and id(use.parameter) == self._watched_id:
+        if watched is not None and id(use.parameter) == self._watched_id and not is_lookup_of(use, watched):
             self.watched.append(Call(watched, use.input.detach().clone(), use.geometry))
         tracked = self._hooked.get(id(use.parameter))
-        if tracked is None or (use.kind == LOOKUP != tracked.layer.kind):
+        if tracked is None or is_lookup_of(use, tracked.layer):
             return
         x = use.input.detach()
         call = Call(tracked.layer, x.clone() if tracked.keep_input else x, use.geometry)

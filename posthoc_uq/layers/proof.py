@@ -391,7 +391,9 @@ def prepare(
     warning = without_posterior(reference.parameters, reference.asked_for(selection), covered)
     if errors:
         name, reason = next(iter(errors.items()))
-        more = f" Nor: {', '.join(map(repr, list(errors)[1:]))}; the report says why." if len(errors) > 1 else ""
+        more = (
+            f" Nor: {', '.join(map(repr, list(errors)[1:]))}; the report says why." if len(errors) > 1 else ""
+        )
         warning = f"{warning or 'Some weights get no posterior.'} Not caught: '{name}': {reason}.{more}"
     deterministic = reference.deterministic(covered, failures)
     return Prepared(model, capture, layers, deterministic, reference.pull[0].numel(), warning)

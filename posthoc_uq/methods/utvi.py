@@ -27,6 +27,7 @@ from posthoc_uq.core.errors import PosthocUQError, warn_user
 from posthoc_uq.core.model import replicate
 from posthoc_uq.core.options import LogVariance, NotNegative, Positive, Unit
 from posthoc_uq.core.randomness import isolated_random_state
+from posthoc_uq.layers import RULES
 from posthoc_uq.layers.calls import CallWatcher
 from posthoc_uq.layers.layer import Layer
 from posthoc_uq.layers.rules import AffineCall
@@ -353,7 +354,8 @@ def certain_parameters(network: nn.Module, chosen: Collection[str], batch: Batch
 
     def note(call: AffineCall, output: Tensor) -> None:
         nonlocal began
-        affine.update(id(tensor) for tensor in (call.parameter, call.bias) if tensor is not None)
+        if RULES[call.kind].matrices:
+            affine.update(id(tensor) for tensor in (call.parameter, call.bias) if tensor is not None)
         began = began or id(call.parameter) in first
 
     def every(func: Any, args: Any, kwargs: dict[str, Any], result: Any) -> None:
