@@ -20,6 +20,7 @@ from typing import Any
 import torch
 from _harness import single_threaded
 from torch import Tensor, nn
+from torch.utils.data import DataLoader, TensorDataset
 
 import posthoc_uq as uq
 
@@ -82,7 +83,8 @@ def fits(model: nn.Module, data: list[tuple[Tensor, Tensor]]) -> dict[str, Calla
 
     def diagonal() -> Any:
         laplace = Laplace(Inner(), "classification", subset_of_weights="all", hessian_structure="diag")
-        laplace.fit(torch.utils.data.DataLoader([(x, y) for xs, ys in data for x, y in zip(xs, ys)], 32))  # type: ignore[arg-type]  # noqa: B905
+        rows = TensorDataset(*(torch.cat(parts) for parts in zip(*data, strict=True)))
+        laplace.fit(DataLoader(rows, batch_size=32))
         return laplace
 
     return found | {"laplace-torch, diagonal": diagonal}

@@ -940,6 +940,12 @@ def test_a_regression_from_fit_to_intervals(place: Path, tmp_path: Path) -> None
     assert column(rows, "upper") - column(rows, "mean") == pytest.approx(half, rel=1e-3, abs=1e-4)
     assert column(rows, "mean") - column(rows, "lower") == pytest.approx(half, rel=1e-3, abs=1e-4)
 
+    run("calibrate", file, *[f"{code}:points"], *line, "--head sampling --n-samples 5")
+    said = run(
+        "predict", file, f"{code}:points", *line, "--force -o", out, "--head moments --level 0.5"
+    ).stderr
+    assert "column flag stays empty" in said and "column set" not in said  # values have none
+
 
 class TestEvaluate:
     def test_numbers_and_files(self, place: Path, copied: Path) -> None:

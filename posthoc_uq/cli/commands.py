@@ -67,7 +67,7 @@ from posthoc_uq.fitting.fit import takes_layers
 from posthoc_uq.fitting.wrap import HEADS, head_class, options_of, recorded_head
 from posthoc_uq.heads.moments import MomentsPredictor
 from posthoc_uq.likelihoods import LIKELIHOODS
-from posthoc_uq.likelihoods.conformal import applying
+from posthoc_uq.likelihoods.conformal import SET_KINDS, applying
 from posthoc_uq.methods import METHODS
 from posthoc_uq.posteriors.report import described_changes, described_promises
 from posthoc_uq.posteriors.search import CRITERIA, Criterion
@@ -501,9 +501,9 @@ def predict(
     head does not know it), set, the classes that hold the right one with the probability --level. Of values: file,
     mean, standard_deviation, epistemic_sd, lower, upper. Of pixels: file, label_1, share_1, ... of the classes that
     cover most of the image, means of the scores over its pixels, the largest of each; --maps writes them pixel by
-    pixel. At the end flag, 1 for an image to hand to a person and 0 for others,
-    reason, the scores that refer it, and tail, the share of familiar inputs that are at least as extreme: by
-    the held-out scores that calibrate keeps in FILE, empty without. The CSV appears under its name when complete.
+    pixel. At the end flag, 1 for an image to hand to a person and 0 for others, reason, the scores that refer it, and
+    tail, the share of familiar inputs that are at least as extreme: by the held-out scores that calibrate keeps in
+    FILE, empty without. The CSV appears under its name when complete.
 
     Examples:
       posthoc-uq predict model.h5 photos/ --model timm:resnet18 --weights w.pt -o photos.csv
@@ -535,7 +535,8 @@ def predict(
     rows = flagged = 0
     applies = bool(posterior.history.promises)
     referral = _referral(predictor, referral_rate, "The column flag stays empty.") if applies else None
-    table = PredictionTable(referral, names, top_k, level, applies and _has_sets(predictor, level))
+    sets = posterior.history.promises.get("targets", {}).get("kind") in SET_KINDS
+    table = PredictionTable(referral, names, top_k, level, sets and _promised(predictor, level))
     with (
         text_file(output) as opened_file,
         torch.no_grad(),
@@ -585,16 +586,14 @@ def _referral(predictor: uq.Predictor, rate: float, without: str) -> uq.Referral
     return referral
 
 
-def _has_sets(predictor: uq.Predictor, level: float) -> bool:
+def _promised(predictor: uq.Predictor, level: float) -> bool:
     """Whether the file's held-out scores promise sets of this level; warns where they are too few or do not apply."""
     try:
-        promises = applying(predictor.promises)
-        if promises.has_sets:
-            promises.thresholds(level)
+        applying(predictor.promises).thresholds(level)
     except PosthocUQError as error:
         warnings.warn(f"The column set stays empty. {error}", stacklevel=3)
         return False
-    return promises.has_sets
+    return True
 
 
 def _items(loaded: LoadedData, numbers: Any, start: int, count: int) -> list[str]:

@@ -469,9 +469,8 @@ def _read_ahead(items: Iterable[Any], reader: BatchReader) -> Iterator[Batch]:
         for batch in following:
             for tensor in (*batch.tensors(), batch.targets):
                 if tensor is not None and tensor.is_cuda:
-                    tensor.record_stream(
-                        main
-                    )  # so that its memory is not reused before the work on it is done
+                    # so that its memory is not reused before the work on it is done
+                    tensor.record_stream(main)
         current = following
     yield from current
 

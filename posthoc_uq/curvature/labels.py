@@ -52,10 +52,9 @@ def resolve_fisher(
     ``"auto"`` with ``n_samples=1`` is exact for up to `EXACT_OUTPUTS` outputs and fewer than `LABELS_IN_ALL`
     samples, and for one or two outputs in any case. Elsewhere it draws as many labels a sample as make `LABELS_IN_ALL`
     over the data, from 1 to `MAX_LABELS`. A fit that does not ask for the evidence is exact for up to
-    `FAITHFUL_OUTPUTS`, and elsewhere draws one label a sample. Of a single sample `FEWEST_DRAWS` are drawn.
-    With ``n_samples`` above one it draws so many. Where a
-    likelihood defines only one of the two kinds, it takes that one; where it defines neither, the targets
-    (``"empirical"``).
+    `FAITHFUL_OUTPUTS`, and elsewhere draws one label a sample. Of a single sample `FEWEST_DRAWS` are drawn. With
+    ``n_samples`` above one it draws so many. Where a likelihood defines only one of the two kinds, it takes that one;
+    where it defines neither, the targets (``"empirical"``).
 
     Args:
         fisher: the kind of labels, or ``"auto"``.

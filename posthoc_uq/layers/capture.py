@@ -26,7 +26,7 @@ from posthoc_uq.core.outputs import chosen_in
 from posthoc_uq.layers.calls import CallWatcher
 from posthoc_uq.layers.layer import Call, Layer, describe
 from posthoc_uq.layers.operands import Geometry
-from posthoc_uq.layers.rules import WEIGHTED_MODULES, AffineCall, LayerGradients
+from posthoc_uq.layers.rules import WEIGHTED_MODULES, AffineCall, LayerGradients, Lookup
 
 # BackPACK keeps its active extensions in a global variable, so fits in two threads take turns with backward passes. It
 # is imported where it is used: what only predicts need not wait for it.
@@ -54,14 +54,13 @@ def _extension() -> Any:
     return ActivationsAndGradients
 
 
-LOOKUP = "embedding"
 MAX_LOOKUP = 4096
 """Rows of an embedding that can have a posterior: more make too large a Kronecker factor."""
 
 
 def is_lookup_of(use: AffineCall, layer: Layer) -> bool:
     """Whether an embedding looks up rows of a layer's weight, which it shares: no use of the layer."""
-    return use.kind == LOOKUP != layer.kind
+    return use.kind == Lookup.kind != layer.kind
 
 
 Engine = Literal["backpack", "hooks"]
@@ -129,11 +128,11 @@ class Capture:
         part = chosen_in(self.twin) is not None
 
         def note(use: AffineCall, output: Tensor) -> None:
-            key, lookup = id(use.parameter), use.kind == LOOKUP
+            key, lookup = id(use.parameter), use.kind == Lookup.kind
             uses = noted.get(key, [])
-            if lookup and (len(use.parameter) > MAX_LOOKUP or (uses and uses[0][0].kind != LOOKUP)):
+            if lookup and (len(use.parameter) > MAX_LOOKUP or (uses and uses[0][0].kind != Lookup.kind)):
                 return  # too large; or the weight of another layer, which has the posterior
-            if not lookup and uses and uses[0][0].kind == LOOKUP:
+            if not lookup and uses and uses[0][0].kind == Lookup.kind:
                 uses = []
             noted.pop(key, None)
             noted[key] = [*uses, (use, use.input._version, output, output._version)]

@@ -348,9 +348,9 @@ def prepare(
     samples = count_samples(batch)
     probe, reference = _probe(model, batch, samples)
     discovered = Capture(model).discover(probe, autocast)
-    possible = discovered if wanted_names(selection) else [t for t in discovered if t.layer.rule.matrices]
-    possible = discovered if selection == "everything" else possible
-    if not possible and not any(isinstance(module, WEIGHTED_MODULES) for module in model.modules()):
+    if not possible(discovered, selection) and not any(
+        isinstance(module, WEIGHTED_MODULES) for module in model.modules()
+    ):
         raise PosthocUQError(_NO_LAYER)
     chosen = select(discovered, selection, reference)
     if tied := [t for t in chosen if t.embeddings]:
@@ -425,17 +425,21 @@ def count_samples(batch: Batch) -> int:
     )
 
 
+def possible(discovered: list[TrackedLayer], selection: Selection) -> list[TrackedLayer]:
+    """Those that a selection may take: layers whose weights are matrices, or all of them where it says so."""
+    whatever = selection == "everything" or isinstance(selection, Exactly) or wanted_names(selection)
+    return discovered if whatever else [t for t in discovered if t.layer.rule.matrices]
+
+
 def select(discovered: list[TrackedLayer], selection: Selection, reference: Reference) -> list[TrackedLayer]:
     """The layers that the user asked for: all, the last, by name, prefix or pattern, or by predicate."""
+    able = possible(discovered, selection)
     if callable(selection):
-        possible = [t for t in discovered if t.layer.rule.matrices or isinstance(selection, Exactly)]
-        chosen = [t for t in possible if t.module is not None and selection(t.layer.name, t.module)]
-    elif selection == "everything":
-        chosen = discovered
-    elif selection == "all":
-        chosen = [t for t in discovered if t.layer.rule.matrices]
+        chosen = [t for t in able if t.module is not None and selection(t.layer.name, t.module)]
+    elif selection in ("all", "everything"):
+        chosen = able
     elif selection == "last":
-        chosen = [t for t in discovered if t.layer.rule.matrices][-1:]
+        chosen = able[-1:]
     else:
         names = wanted_names(selection) or []
         for name in names:

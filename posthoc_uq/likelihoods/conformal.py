@@ -30,6 +30,8 @@ TargetScore = Literal["lac", "aps", "raps", "label", "positions", "deviation", "
 """What a record of targets holds: the score of a class (`class_scores`), ``1 - p`` of the labels that apply, quantiles
 of ``1 - p_y`` over the positions of an input (`scores_of_positions`), the distance from the mean in predictive standard
 deviations, or the distance of the distribution function from 1/2."""
+SET_KINDS = (*get_args(SetScore), "label")
+"""Those of the scores by which inputs have sets, of classes or of labels."""
 SHARES = (0.5, 0.6, 0.7, 0.8, 0.85, 0.9, 0.95, 0.975, 0.99, 1.0)
 """Of the positions of an input, whose quantiles of the scores are kept; a level is met by the next larger one."""
 JOINT = "joint"
@@ -311,11 +313,6 @@ class Promises:
         )
 
     @property
-    def has_sets(self) -> bool:
-        """Whether they promise sets, of classes or of labels, of inputs."""
-        return self.kind in (*get_args(SetScore), "label")
-
-    @property
     def randomised(self) -> bool:
         """Whether sets depend on a random number of each input."""
         return self.kind in ("aps", "raps")
@@ -329,7 +326,7 @@ class Promises:
             allow_empty: as in `set_of`; a set of labels may always be empty.
             keys: ``(batch,)``, the hashes of the inputs, where sets are randomised.
         """
-        thresholds = self._thresholds((*get_args(SetScore), "label"), level, probs.shape[1])
+        thresholds = self._thresholds(SET_KINDS, level, probs.shape[1])
         if self.kind == "label":
             return set_of(probs, 1 - as_double(probs), thresholds.to(probs.device), allow_empty=True)
         kind: SetScore = self.kind  # pyright: ignore[reportAssignmentType]  # checked above
