@@ -49,22 +49,27 @@ def eigh_descending(gram: Tensor, rows: int | None = None) -> tuple[Tensor, Tens
             "A Gram matrix is not finite, so it has no eigenbasis; check the data and the model's weights."
         )
     symmetric = (gram + gram.transpose(-1, -2)) / 2
-    if rows is not None and gram.shape[-1] >= _MIN_RANGE_SIZE and rows <= _MAX_RANGE_SHARE * gram.shape[-1]:
-        return _eigh_in_range(symmetric, rows + _OVERSAMPLING)
     # Inputs that are always zero (padding in every window) have unit eigenvectors, and make eigensolvers fail.
     live = symmetric.diagonal(dim1=-2, dim2=-1)[0] > 0
     if symmetric.shape[0] > 1 or bool(live.all()):
-        values, vectors = _eigh(symmetric)
+        values, vectors = _eigenpairs(symmetric, rows)
     else:
         order = torch.cat([(~live).nonzero().flatten(), live.nonzero().flatten()])
         dead = symmetric.shape[-1] - int(live.sum())
         values, vectors = torch.zeros_like(symmetric[..., 0]), torch.zeros_like(symmetric)
         vectors.diagonal(dim1=-2, dim2=-1).fill_(1.0)
-        inner_values, inner_vectors = _eigh(symmetric[:, order[dead:]][:, :, order[dead:]])
+        inner_values, inner_vectors = _eigenpairs(symmetric[:, order[dead:]][:, :, order[dead:]], rows)
         values[:, dead:] = inner_values.to(values)
         vectors[:, dead:, dead:] = inner_vectors.to(vectors)
         vectors = vectors[:, torch.argsort(order)]
     return _above_rounding(values.flip(-1), gram.dtype).to(gram), vectors.flip(-1).to(gram)
+
+
+def _eigenpairs(symmetric: Tensor, rows: int | None) -> tuple[Tensor, Tensor]:
+    """Eigenpairs, the smallest first, of Grams of so many rows."""
+    if rows is None or symmetric.shape[-1] < _MIN_RANGE_SIZE or rows > _MAX_RANGE_SHARE * symmetric.shape[-1]:
+        return _eigh(symmetric)
+    return _eigh_in_range(symmetric, rows + _OVERSAMPLING)
 
 
 def _above_rounding(values: Tensor, dtype: torch.dtype) -> Tensor:
@@ -83,11 +88,10 @@ def _eigh_in_range(symmetric: Tensor, width: int) -> tuple[Tensor, Tensor]:
     restricted = spanned.transpose(-1, -2) @ as_double(symmetric @ spanned.to(symmetric))
     inner_values, inner_vectors = _eigh((restricted + restricted.transpose(-1, -2)) / 2)
     values = torch.zeros_like(symmetric[..., 0])
-    values[:, :width] = _above_rounding(inner_values.flip(-1), symmetric.dtype).to(values)
-    leading = (spanned @ inner_vectors.flip(-1)).to(symmetric)
+    values[:, -width:] = inner_values.to(values)
+    leading = (spanned @ inner_vectors).to(symmetric)
     complete = torch.linalg.qr(leading, mode="complete").Q
-    complete[..., :width] = leading
-    return values, complete
+    return values, torch.cat([complete[..., width:], leading], dim=-1)
 
 
 def _eigh(symmetric: Tensor) -> tuple[Tensor, Tensor]:

@@ -25,6 +25,7 @@ from torch import Tensor
 
 from posthoc_uq.core.devices import placed
 from posthoc_uq.heads.jacobians import Pulled
+from posthoc_uq.layers.operands import turned
 from posthoc_uq.posteriors import Posterior
 from posthoc_uq.posteriors.covariance import LayerRows, Mode, jacobian_gram
 
@@ -118,8 +119,8 @@ class Spectrum:
         sums[:, -1] = jacobian_gram(activations, gradients, layer.inputs.shape[1], self._limit) / layer.prior
         if not layer.points.numel():
             return sums
-        turned = torch.matmul(layer.outputs.transpose(-1, -2).unsqueeze(1), gradients)  # (S, G, F, g, T)
-        cores = torch.matmul(turned, activations.project(layer.inputs).unsqueeze(2))  # (S, G, F, g, a)
+        inputs = activations.project(layer.inputs).unsqueeze(2)
+        cores = torch.matmul(turned(gradients, layer.outputs), inputs)  # (S, G, F, g, a)
         cores = cores.transpose(1, 2).flatten(2)
         order = layer.points.argsort()
         present, counts = layer.points[order].unique_consecutive(return_counts=True)

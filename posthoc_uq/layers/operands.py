@@ -178,8 +178,10 @@ class Rows(Operand):
         rows = self._rows
         if basis.shape[0] > 1:
             return torch.matmul(rows, basis)
-        if rows.stride(3) == 1:
-            samples, _, positions, size = rows.shape
+        samples, _, positions, size = rows.shape
+        if (
+            rows.stride(3) == 1 or samples * positions < basis.shape[2]
+        ):  # one product, for which few rows are copied
             return (rows.reshape(-1, size) @ basis[0]).reshape(samples, 1, positions, -1)
         return torch.matmul(basis[0].T, rows[:, 0].transpose(1, 2)).transpose(1, 2).unsqueeze(1)
 
@@ -485,6 +487,10 @@ class Patches(Operand):
 
     def project(self, basis: Tensor) -> Tensor:
         groups, _, width = basis.shape
+        if (
+            self.samples * self.positions < width
+        ):  # a convolution would copy more numbers of U than there are in rows
+            return Rows(self.rows()).project(basis)
         filters = basis[:, : self._fan_in].transpose(1, 2)
         filters = filters.reshape(groups * width, self._channels, *self._kernel)
         bias = basis[:, self._fan_in].reshape(-1) if self._bias else None
@@ -606,6 +612,19 @@ class Patches(Operand):
         shape = (samples * groups * outputs, 1, *self._kernel)
         stride, padding, dilation, _ = self._arguments
         return self._weight_gradient(x, shape, image, stride, padding, dilation, samples * groups)
+
+
+def turned(gradients: Tensor, basis: Tensor) -> Tensor:
+    """``U^T g`` for output gradients ``(samples, G, functions, m, T)`` and ``U`` ``(G, m, width)``:
+    ``(samples, G, functions, width, T)``.
+    """
+    functions, outputs, positions = gradients.shape[2:]
+    if positions >= outputs:
+        return torch.matmul(basis.transpose(-1, -2).unsqueeze(1), gradients)
+    rows = gradients.transpose(3, 4).flatten(
+        2, 3
+    )  # one product, not one for each function, which would copy U
+    return Rows(rows).project(basis).unflatten(2, (functions, positions)).transpose(3, 4)
 
 
 def _unfold(padded: Tensor, kernel: Sequence[int], stride: Sequence[int], dilation: Sequence[int]) -> Tensor:

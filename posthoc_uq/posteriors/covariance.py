@@ -21,7 +21,7 @@ from torch import Tensor
 from posthoc_uq.core.devices import as_double, on_host, placed
 from posthoc_uq.core.errors import PosthocUQError
 from posthoc_uq.layers.layer import Layer
-from posthoc_uq.layers.operands import TOUCH_COST, Operand, Rows, chunks
+from posthoc_uq.layers.operands import TOUCH_COST, Operand, Rows, chunks, turned
 
 # Inner products of Jacobian rows: of each function with itself, with all others, or also between samples.
 
@@ -795,8 +795,9 @@ class Kronecker(Independent):
         for start in range(0, samples, step):
             part = slice(start, start + step)
             rotated = Rows(activations.part(part).project(self.bases[0]))
-            turned = torch.matmul(self.bases[1].transpose(-1, -2).unsqueeze(1), gradients[part])
-            parts.append(super()._contracted(rotated, turned, mode, double, norms))
+            parts.append(
+                super()._contracted(rotated, turned(gradients[part], self.bases[1]), mode, double, norms)
+            )
         return joined(parts)
 
     def output_variance(self, mean: Tensor, variance: Tensor | None = None) -> Tensor:
