@@ -298,8 +298,8 @@ def test_promises_are_kept_within_what_so_few_splits_show(tmp_path: Path) -> Non
     assert all(row["coverage, familiar"] > row["level"] - 0.15 for row in rows)
 
 
-def test_covering_more_weights_is_measured(capsys: pytest.CaptureFixture[str]) -> None:
-    _script("everything").main(["--smoke"])
+def test_what_an_option_of_a_fit_does_is_measured(capsys: pytest.CaptureFixture[str]) -> None:
+    _script("fit_options").main(["everything", "--smoke"])
     lines = {line.split(" | ")[1]: line.split(" | ") for line in capsys.readouterr().out.splitlines()[-4:-2]}
     assert float(lines["default"][2]) < float(lines["everything"][2]) == 1.0
     assert abs(float(lines["default"][3]) - float(lines["everything"][3])) < 0.1

@@ -1,19 +1,24 @@
-"""What a posterior over the scales of normalisations and over embeddings, too, does to predictions.
+"""What an option of a fit does to predictions.
 
-    OMP_NUM_THREADS=1 python benchmarks/everything.py            half an hour; docs/tables/everything.csv
-    OMP_NUM_THREADS=1 python benchmarks/everything.py --smoke    one small network, for the tests
+    OMP_NUM_THREADS=1 python benchmarks/fit_options.py everything            half an hour; docs/tables/everything.csv
+    OMP_NUM_THREADS=1 python benchmarks/fit_options.py bases                 two hours; docs/tables/bases.csv
+    OMP_NUM_THREADS=1 python benchmarks/fit_options.py everything --smoke    one small network, for the tests
 
-Networks of ``benchmarks/_zoo.py`` that have such weights, fitted by default and with ``layers="everything"``: NLL and
-calibration error on test inputs, on the same with noise of 0.7 standard deviations (of numbers, not of words), how well
-the predictive entropy tells the two apart, and the share of the weights that is covered.
+Networks of ``benchmarks/_zoo.py``, fitted by default and with the option: ``everything`` is a posterior over the scales
+of normalisations and over embeddings, too, of the networks that have such weights; ``bases`` takes INF's bases from a
+share of the samples. NLL and calibration error on test inputs, on the same with noise of 0.7 standard deviations (of
+numbers, not of words), how well the predictive entropy tells the two apart, the share of the weights that is covered,
+the prior precision's logarithm to the base 10, and the fit's processor seconds.
 """
 
 from __future__ import annotations
 
 import argparse
 import csv
+import time
 import warnings
 from collections.abc import Iterator, Sequence
+from math import log10
 from pathlib import Path
 from statistics import mean
 from typing import Any
@@ -27,17 +32,29 @@ from torch import Tensor, nn
 import posthoc_uq as uq
 from posthoc_uq.evaluation.metrics import ood_auroc
 
-KINDS = ("layer", "batch", "resnet", "vit", "encoder", "bert")
-ROWS: dict[str, dict[str, Any]] = {"default": {}, "everything": {"layers": "everything"}}
+SCALED = ("layer", "batch", "resnet", "vit", "encoder", "bert")
+"""Kinds of networks with normalisations or embeddings."""
+
+STUDIES: dict[str, dict[str, dict[str, Any]]] = {
+    "everything": {"default": {}, "everything": {"layers": "everything"}},
+    "bases": {"all": {"basis_fraction": 1.0}, **{str(s): {"basis_fraction": s} for s in (0.5, 0.25, 0.1)}},
+}
+"""Options of `uq.fit` by the name of their row."""
+
 TESTED = 500
-COLUMNS = ("covered", "NLL", "ECE", "NLL, noise", "ECE, noise", "AUROC of noise")
+COLUMNS = (
+    *("covered", "NLL", "ECE", "NLL, noise", "ECE, noise", "AUROC of noise"),
+    *("log10 prior precision", "seconds"),
+)
 
 
 def measured(model: nn.Module, split: Split, options: dict[str, Any]) -> dict[str, float]:
     """One row of one network."""
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
+        began = time.process_time()
         posterior = uq.fit(model, loader(split.train), progress=False, **options)
+        seconds = time.process_time() - began
     x, y = split.test.inputs[:TESTED], split.test.targets[:TESTED]
     predictor = uq.wrap(model, posterior)
 
@@ -52,7 +69,8 @@ def measured(model: nn.Module, split: Split, options: dict[str, Any]) -> dict[st
 
     covered = sum(value.numel() for value in posterior.mean.values())
     familiar = predicted(x)
-    row = {"covered": covered / sum(p.numel() for p in model.parameters())} | quality(familiar, "")
+    row = {"covered": covered / sum(p.numel() for p in model.parameters()), "seconds": seconds}
+    row |= {"log10 prior precision": log10(posterior.prior_precision)} | quality(familiar, "")
     if x.is_floating_point():
         deviation = split.train.inputs.std(0)
         noise = torch.randn(x.shape, generator=torch.Generator().manual_seed(0))
@@ -62,8 +80,10 @@ def measured(model: nn.Module, split: Split, options: dict[str, Any]) -> dict[st
     return row
 
 
-def rows(pairs: Sequence[Pair], seeds: Sequence[int]) -> Iterator[dict[str, Any]]:
-    """Both rows of every network."""
+def rows(
+    pairs: Sequence[Pair], seeds: Sequence[int], study: dict[str, dict[str, Any]]
+) -> Iterator[dict[str, Any]]:
+    """All rows of every network."""
     for pair in pairs:
         for seed in seeds:
             try:
@@ -71,10 +91,10 @@ def rows(pairs: Sequence[Pair], seeds: Sequence[int]) -> Iterator[dict[str, Any]
             except ImportError as error:
                 print(f"{pair.name} is left out because {error.name} is not installed")
                 break
-            for name, options in ROWS.items():
-                row = measured(model, split, options)
+            for name, options in study.items():
+                row = measured(model, split, pair.options | options)
                 print(pair.name, seed, name, {key: round(value, 4) for key, value in row.items()}, flush=True)
-                yield {"network": pair.name, "chooses": pair.chooses, "seed": seed, "layers": name} | row
+                yield {"network": pair.name, "chooses": pair.chooses, "seed": seed, "option": name} | row
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
@@ -82,27 +102,30 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
+    parser.add_argument("study", choices=list(STUDIES))
     parser.add_argument("--seeds", nargs="+", type=int, default=[0, 1])
     parser.add_argument("--pairs", nargs="+", help="texts in the names of the pairs to be run")
     parser.add_argument("--csv", type=Path)
     parser.add_argument("--smoke", action="store_true", help="one small network")
     options = parser.parse_args(arguments)
-    pairs = [pair for pair in CLASSIFIERS if any(kind in pair.kind.split() for kind in KINDS)]
+    study, pairs = STUDIES[options.study], list(CLASSIFIERS)
+    if options.study == "everything":
+        pairs = [pair for pair in pairs if any(kind in pair.kind.split() for kind in SCALED)]
     if options.smoke:
         pairs, options.seeds = [pair for pair in pairs if pair.name.startswith("iris")], [0]
     if options.pairs:
         pairs = [pair for pair in pairs if any(text in pair.name for text in options.pairs)]
     with single_threaded():
-        found = list(rows(pairs, options.seeds))
-    print(f"\n| networks | layers | {' | '.join(COLUMNS)} |\n{'| --- ' * (len(COLUMNS) + 2)}|")
+        found = list(rows(pairs, options.seeds, study))
+    print(f"\n| networks | option | {' | '.join(COLUMNS)} |\n{'| --- ' * (len(COLUMNS) + 2)}|")
     for title, choose in (("choosing", True), ("reported", False)):
-        for name in ROWS:
-            own = [row for row in found if row["chooses"] is choose and row["layers"] == name]
+        for name in study:
+            own = [row for row in found if row["chooses"] is choose and row["option"] == name]
             cells = [[row[column] for row in own if column in row] for column in COLUMNS]
             print(f"| {title} | {name} | {' | '.join(f'{mean(c):.3f}' if c else '-' for c in cells)} |")
     if options.csv is not None:
         with options.csv.open("w", newline="") as file:
-            writer = csv.DictWriter(file, ("network", "chooses", "seed", "layers", *COLUMNS))
+            writer = csv.DictWriter(file, ("network", "chooses", "seed", "option", *COLUMNS))
             writer.writeheader()
             writer.writerows(
                 {key: round(value, 4) if isinstance(value, float) else value for key, value in row.items()}
