@@ -1,7 +1,8 @@
 """What an option of a fit does to predictions.
 
     OMP_NUM_THREADS=1 python benchmarks/fit_options.py everything            half an hour; docs/tables/everything.csv
-    OMP_NUM_THREADS=1 python benchmarks/fit_options.py bases                 two hours; docs/tables/bases.csv
+    OMP_NUM_THREADS=1 python benchmarks/fit_options.py bases                 an hour; docs/tables/bases.csv
+    OMP_NUM_THREADS=1 python benchmarks/fit_options.py bases-evidence        the same at the prior of the evidence
     OMP_NUM_THREADS=1 python benchmarks/fit_options.py everything --smoke    one small network, for the tests
 
 Networks of ``benchmarks/_zoo.py``, fitted by default and with the option: ``everything`` is a posterior over the scales
@@ -38,6 +39,10 @@ SCALED = ("layer", "batch", "resnet", "vit", "encoder", "bert")
 STUDIES: dict[str, dict[str, dict[str, Any]]] = {
     "everything": {"default": {}, "everything": {"layers": "everything"}},
     "bases": {"all": {"basis_fraction": 1.0}, **{str(s): {"basis_fraction": s} for s in (0.5, 0.25, 0.1)}},
+    "bases-evidence": {
+        name: {"basis_fraction": share, "prior_precision": "evidence"}
+        for name, share in (("all", 1.0), ("0.1", 0.1))
+    },
 }
 """Options of `uq.fit` by the name of their row."""
 

@@ -19,7 +19,7 @@ from posthoc_uq.core.errors import PosthocUQError
 from posthoc_uq.core.numerics import eigh_descending
 from posthoc_uq.core.randomness import sample_keys, share_of
 from posthoc_uq.curvature.kept_inputs import Picked
-from posthoc_uq.methods.inf import kept_entries, sparsify
+from posthoc_uq.methods.inf import basis_share, kept_entries, sparsify
 from posthoc_uq.posteriors.information import InformationBlock
 from posthoc_uq.posteriors.search import maximise_evidence
 
@@ -447,7 +447,7 @@ def test_batches_that_differ_beside_their_samples_are_not_joined() -> None:
 def test_the_size_of_batches_does_not_change_bases_from_a_share(
     inputs: Tensor, network: nn.Module, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("posthoc_uq.methods.inf.BASIS_SAMPLES", 36)
+    monkeypatch.setattr("posthoc_uq.methods.inf.FEWEST_BASIS_SAMPLES", 36)
     small, large = (
         uq.fit(network, list(inputs.split(size)), basis_fraction=fraction, **OPTIONS)
         for size, fraction in ((7, 0.4), (45, "auto"))
@@ -463,7 +463,7 @@ def test_auto_takes_all_samples_of_small_data_and_of_loaders_that_do_not_say_how
     parts = list(inputs.split(30))
     whole = uq.fit(network, parts, basis_fraction=1.0, **OPTIONS)
     few = uq.fit(network, parts, **OPTIONS)
-    monkeypatch.setattr("posthoc_uq.methods.inf.BASIS_SAMPLES", 10)
+    monkeypatch.setattr("posthoc_uq.methods.inf.FEWEST_BASIS_SAMPLES", 10)
 
     class Unsized:
         def __iter__(self) -> Iterator[Tensor]:
@@ -474,6 +474,14 @@ def test_auto_takes_all_samples_of_small_data_and_of_loaders_that_do_not_say_how
         assert "basis fraction" not in found.history.fit
         for name, block in found.blocks.items():
             assert torch.equal(block.dense(), whole.blocks[name].dense())
+
+
+@pytest.mark.parametrize(
+    ("samples", "share"),
+    [(None, 1.0), (48, 1.0), (300, 1.0), (600, 0.5), (3000, 0.1), (20_000, 0.1), (50_000, 0.1), (500_000, 0.01)],
+)
+def test_auto_takes_a_tenth_but_neither_few_nor_many(samples: int | None, share: float) -> None:
+    assert basis_share(samples) == pytest.approx(share)
 
 
 def test_an_error_in_joined_batches_names_them(inputs: Tensor, network: nn.Module) -> None:

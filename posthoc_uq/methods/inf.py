@@ -27,7 +27,9 @@ from posthoc_uq.posteriors.posterior import Posterior
 Rank = Count | Annotated[float, Gt(0), Lt(1)]
 """Eigenvalues that are kept of a layer: their number, or a share of the layer's weights."""
 
-BASIS_SAMPLES = 5_000  # samples that the bases come from with basis_fraction="auto"; see docs/methods
+# The share of the samples that the bases come from with basis_fraction="auto", but at least and at most so many
+# samples; see docs/methods/fit_cost.md.
+BASIS_SHARE, FEWEST_BASIS_SAMPLES, MOST_BASIS_SAMPLES = 0.1, 300, 5_000
 _OVERSAMPLING = 10  # directions of a sketch beyond those wanted (Halko, Martinsson, Tropp 2011)
 _SKETCH_FACTOR = 2.5  # with basis="auto", a side is sketched from this many times the sketch's width on
 _GRID_LIMIT = 2 * 2**30  # bytes that the small linear system of one layer may take
@@ -51,8 +53,8 @@ class INF(Laplace):
         basis: how the bases are found: ``"exact"`` eigendecompositions, a streaming ``"sketch"``, or ``"auto"`` by
             size.
         basis_fraction: the share of the samples, in (0, 1], that the bases are computed from, picked by a hash of each
-            input; ``"auto"`` takes about 5,000 of them, and all where there are fewer or the loader does not say how
-            many. Eigenvalues and diagonal always come from all samples.
+            input; ``"auto"`` takes a tenth, but about 300 of them at least and 5,000 at most, and all where the loader
+            does not say how many there are. Eigenvalues and diagonal always come from all samples.
         bases: a posterior by ``"inf"`` or ``"efb"`` of the same layers, whose bases are taken as they are: of an
             earlier fit after a little more training, say. The fit then reads the data once.
         correction: of weights whose low-rank part exceeds the exact diagonal: ``"rescale"``, ``"clamp"`` or ``"none"``.
@@ -83,8 +85,7 @@ class INF(Laplace):
     def fit(self, task: Task) -> Posterior:
         share = self.basis_fraction
         if share == "auto":
-            samples = task.samples_in_all
-            share = 1.0 if samples is None else min(1.0, BASIS_SAMPLES / max(1, samples))
+            share = basis_share(task.samples_in_all)
         posterior = Laplace.fit(replace(self, basis_fraction=share), task)
         posterior.residual_weight = self.residual_weight
         return posterior
@@ -169,6 +170,14 @@ def _directions(side: _Side, samples: float) -> Tensor:
         if isinstance(side, RangeSketch)
         else eigh_descending(mean, side.rows)[1]
     )
+
+
+def basis_share(samples: int | None) -> float:
+    """The share of so many samples that bases come from by default."""
+    if not samples:
+        return 1.0
+    wanted = min(max(BASIS_SHARE * samples, FEWEST_BASIS_SAMPLES), MOST_BASIS_SAMPLES)
+    return min(1.0, wanted / samples)
 
 
 def _earlier_bases(posterior: Posterior, task: Task) -> dict[str, Basis]:
