@@ -478,7 +478,16 @@ def test_auto_takes_all_samples_of_small_data_and_of_loaders_that_do_not_say_how
 
 @pytest.mark.parametrize(
     ("samples", "share"),
-    [(None, 1.0), (48, 1.0), (300, 1.0), (600, 0.5), (3000, 0.1), (20_000, 0.1), (50_000, 0.1), (500_000, 0.01)],
+    [
+        (None, 1.0),
+        (48, 1.0),
+        (300, 1.0),
+        (600, 0.5),
+        (3000, 0.1),
+        (20_000, 0.1),
+        (50_000, 0.1),
+        (500_000, 0.01),
+    ],
 )
 def test_auto_takes_a_tenth_but_neither_few_nor_many(samples: int | None, share: float) -> None:
     assert basis_share(samples) == pytest.approx(share)

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from torch.nn.utils import parametrizations, parametrize
 
 import posthoc_uq as uq
-from posthoc_uq.core.errors import PosthocUQError, UnsupportedLayerError
+from posthoc_uq.core.errors import PosteriorMismatchError, PosthocUQError, UnsupportedLayerError
 
 OPTIONS: dict[str, Any] = {"method": "diag", "prior_precision": 1.0, "progress": False, "fisher": "exact"}
 INPUTS = torch.randn(6, 4, generator=torch.Generator().manual_seed(1))
@@ -83,28 +83,45 @@ def _old(function: str) -> Callable[[nn.Module], nn.Module]:
     ids=["weight_norm", "spectral_norm", "weight_norm by hooks", "spectral_norm by hooks"],
 )
 @pytest.mark.parametrize("layers", ["all", "last", ["2"]])
-def test_a_weight_that_is_computed_from_others_is_refused_with_the_way_out(
-    put: Any, take: Any, layers: Any
+@pytest.mark.parametrize("head", ["linearized", "sampling", "moments"])
+@pytest.mark.covering(2)
+def test_a_weight_that_is_computed_from_others_has_the_posterior_of_a_plain_one(
+    put: Any, take: Any, layers: Any, head: str, tmp_path: Any
 ) -> None:
     torch.manual_seed(0)
-    model = nn.Sequential(nn.Linear(4, 4), nn.Tanh(), put(nn.Linear(4, 3))).eval()
+    model = nn.Sequential(nn.Linear(4, 4), nn.Tanh(), put(nn.Linear(4, 3)))
+    model(INPUTS).sum().backward()  # leaves a weight by hooks that belongs to a graph
+    model.eval()
+    state, kinds = copy.deepcopy(model.state_dict()), list(map(type, model.modules()))
+    plain = nn.Sequential(nn.Linear(4, 4), nn.Tanh(), put(nn.Linear(4, 3))).eval()
+    plain.load_state_dict(state)
     with torch.no_grad():
-        outputs = model(INPUTS)
-    with pytest.raises(
-        UnsupportedLayerError, match=r"'2': its weight is computed .*torch\.nn\.utils\..*remove_"
-    ):
-        _fit(model, layers=layers, unsupported="raise")
-    take(model.get_submodule("2"))
-    posterior = _fit(model, layers=layers)
-    assert "2.weight" in posterior.mean
-    torch.testing.assert_close(model(INPUTS), outputs)
+        plain(INPUTS)
+    take(plain.get_submodule("2"))
+    posterior, expected = (_fit(each, layers=layers) for each in (model, plain))
+    torch.testing.assert_close(posterior.variance(), expected.variance())
+    uq.save(posterior, tmp_path / "p.h5")
+    truth = uq.wrap(plain, expected, head)(INPUTS).probs
+    for other in (posterior, uq.load(tmp_path / "p.h5", model), uq.load(tmp_path / "p.h5", plain)):
+        torch.testing.assert_close(uq.wrap(model, other, head)(INPUTS).probs, truth)
+    assert list(map(type, model.modules())) == kinds
+    assert all(torch.equal(state[name], value) for name, value in model.state_dict().items())
 
 
-def test_a_parametrised_layer_that_is_skipped_is_named() -> None:
+def test_a_computed_weight_that_changes_is_noticed(tmp_path: Any) -> None:
     torch.manual_seed(0)
-    model = nn.Sequential(nn.Linear(4, 4), parametrizations.spectral_norm(nn.Linear(4, 4)))
-    (found,) = _shares(model, unsupported="skip")
-    assert ", 40% of all weights: '1.parametrizations.weight.original' (ParametrizedLinear, 40%)." in found
+    model = nn.Sequential(nn.Linear(4, 4), parametrizations.weight_norm(nn.Linear(4, 3))).eval()
+    posterior = _fit(model)
+    uq.save(posterior, tmp_path / "p.h5")
+    predictor = uq.wrap(model, posterior)
+    predictor(INPUTS)
+    with torch.no_grad():
+        model.get_parameter("1.parametrizations.weight.original0").mul_(2)
+    with pytest.raises(PosteriorMismatchError, match="original0"):
+        predictor(INPUTS)
+    for use in (lambda: uq.wrap(model, posterior), lambda: uq.load(tmp_path / "p.h5", model)):
+        with pytest.raises(PosteriorMismatchError, match=r"1\.weight|weights"):
+            use()
 
 
 class Tied(nn.Module):
@@ -190,21 +207,6 @@ def test_untying_what_is_not_tied_is_one_clear_error() -> None:
         uq.untied(Tied(), "body")
     with pytest.raises(PosthocUQError, match="no module 'haed'"):
         uq.untied(Tied(), "haed")
-
-
-@pytest.mark.filterwarnings("ignore:.*is deprecated:FutureWarning")
-@pytest.mark.parametrize("function", ["weight_norm", "spectral_norm"])
-@pytest.mark.parametrize("layers", ["all", "last", ["2"]])
-def test_a_weight_by_hooks_after_a_pass_with_gradients_is_refused_with_the_way_out(
-    function: str, layers: Any
-) -> None:
-    torch.manual_seed(0)
-    model = nn.Sequential(nn.Linear(4, 4), nn.Tanh(), _old(function)(nn.Linear(4, 3)))
-    model(INPUTS).sum().backward()  # leaves a weight that belongs to a graph
-    with pytest.raises(
-        UnsupportedLayerError, match=rf"'2': its weight is computed .*torch\.nn\.utils\.remove_{function}\("
-    ):
-        _fit(model, layers=layers, unsupported="raise")
 
 
 @pytest.mark.filterwarnings("ignore:.*is deprecated:FutureWarning")

@@ -16,6 +16,9 @@ from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
+from torch.nn.utils import parametrize, remove_spectral_norm, remove_weight_norm
+from torch.nn.utils.spectral_norm import SpectralNorm
+from torch.nn.utils.weight_norm import WeightNorm
 
 from posthoc_uq.core.devices import has_double
 from posthoc_uq.core.errors import PosthocUQError, out_of_memory
@@ -171,6 +174,41 @@ def untied(model: nn.Module, layer: str) -> nn.Module:
     for attribute, parameter in shared:
         setattr(modules[layer], attribute, nn.Parameter(parameter.detach(), requires_grad=False))
     return twin
+
+
+def with_plain_weights(model: nn.Module) -> nn.Module:
+    """`model`, or a copy of it in eval mode in which the weights that it computes in every pass are parameters, with
+    the values that they have in eval mode: those under ``torch.nn.utils.parametrizations``, and those of the hooks of
+    `torch.nn.utils.weight_norm` and `torch.nn.utils.spectral_norm`. A posterior is then over the weights themselves.
+
+    Args:
+        model: any module; parameters that are not computed stay on its memory, and keep their ``requires_grad``.
+    """
+    if not any(parametrize.is_parametrized(module) or _norms(module) for module in model.modules()):
+        return model
+    twin, own = replicate(model), dict(model.named_parameters())
+    for name, parameter in twin.named_parameters():
+        parameter.requires_grad_(own[name].requires_grad)
+    for module in list(twin.modules()):
+        trained = any(parameter.requires_grad for parameter in module.parameters())
+        for hook in _norms(module):
+            remove = remove_weight_norm if isinstance(hook, WeightNorm) else remove_spectral_norm
+            remove(module, hook.name).get_parameter(hook.name).requires_grad_(trained)
+        if parametrize.is_parametrized(module):
+            # by hand: torch's own function takes the property from the class, which the user's module has, too
+            values = {name: getattr(module, name).detach() for name in cast(Any, module.parametrizations)}
+            del module.parametrizations
+            module.__class__ = type(module).__bases__[0]
+            for name, value in values.items():
+                module.register_parameter(name, nn.Parameter(value, trained))
+    return twin
+
+
+def _norms(module: nn.Module) -> list[WeightNorm | SpectralNorm]:
+    """The hooks by which a module computes weights in every pass."""
+    return [
+        hook for hook in module._forward_pre_hooks.values() if isinstance(hook, (WeightNorm, SpectralNorm))
+    ]
 
 
 def unshared_copy(model: nn.Module, names: Iterable[str]) -> nn.Module:

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from posthoc_uq.core.errors import PosteriorMismatchError, PosthocUQError
-from posthoc_uq.core.model import check_not_meta, other_name, statistics_of, unwrap
+from posthoc_uq.core.model import check_not_meta, other_name, statistics_of, unwrap, with_plain_weights
 from posthoc_uq.posteriors.posterior import Posterior
 
 
@@ -116,7 +116,8 @@ def check_match(model: nn.Module, posterior: Posterior) -> None:
         )
     check_unchanged(posterior)
     check_not_meta(unwrap(model))
-    parameters = dict(unwrap(model).named_parameters(remove_duplicate=False))  # tied ones by all names
+    model = with_plain_weights(unwrap(model))
+    parameters = dict(model.named_parameters(remove_duplicate=False))  # tied ones by all names
     shapes = {name: tuple(mean.shape) for name, mean in posterior.original.items()}
     check_shapes(shapes, parameters, "The posterior")
     for name, mean in posterior.original.items():

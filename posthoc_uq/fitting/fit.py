@@ -33,7 +33,14 @@ from posthoc_uq.core.devices import TEMPORARY_BYTES, as_double
 from posthoc_uq.core.distributed import all_reduce_sum, gather, is_divided, run_on_all_ranks, world
 from posthoc_uq.core.errors import NonFiniteError, PosthocUQError, warn_user
 from posthoc_uq.core.interrupts import orderly
-from posthoc_uq.core.model import check_differentiable, check_not_meta, replicate, statistics_dtype, unwrap
+from posthoc_uq.core.model import (
+    check_differentiable,
+    check_not_meta,
+    replicate,
+    statistics_dtype,
+    unwrap,
+    with_plain_weights,
+)
 from posthoc_uq.core.options import LARGEST, Seed, check_option
 from posthoc_uq.core.outputs import Choice, Output, checked_output, chosen_in, guessed_choice, with_choice
 from posthoc_uq.core.progress import print_above
@@ -183,7 +190,7 @@ def fit(
             raise PosthocUQError(
                 "A fit needs gradients, which torch.inference_mode() does not allow; call fit outside of it."
             )
-        network = unwrap(model)
+        network = with_plain_weights(unwrap(model))
         check_not_meta(network)
         if layers is not None:
             check_selection(layers)

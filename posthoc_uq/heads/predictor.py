@@ -23,7 +23,7 @@ from posthoc_uq.core.batches import (
     explained,
 )
 from posthoc_uq.core.errors import NonFiniteError, PosthocUQError
-from posthoc_uq.core.model import model_device, unshared_copy, unwrap
+from posthoc_uq.core.model import model_device, unshared_copy, unwrap, with_plain_weights
 from posthoc_uq.core.options import Count, check_option, one_of
 from posthoc_uq.core.outputs import Choice, choice_of, chosen_in, with_choice
 from posthoc_uq.core.randomness import isolated_random_state, mixed_seed, sample_keys
@@ -186,7 +186,7 @@ class GaussianOutputs(NamedTuple):
 
 def _view(model: nn.Module, posterior: Posterior) -> nn.Module:
     """The model as the posterior's fit took its outputs and its layers."""
-    model = unshared_copy(model, posterior.original)
+    model = unshared_copy(with_plain_weights(model), posterior.original)
     known = None if posterior.model is None else chosen_in(posterior.model)
     choice = known or choice_of(posterior.history.output)
     return model if choice is None else with_choice(unwrap(model), choice)

@@ -27,8 +27,6 @@ from posthoc_uq.layers.operands import CPU_TEMPORARY
 from posthoc_uq.layers.rules import WEIGHTED_MODULES, LayerGradients
 
 _MAX_NAMED = 5  # parameters that a message names
-# Suffixes that torch's hooks give the parameters a weight is computed from, and the functions that undo the hooks.
-_HOOKS = {"_g": "remove_weight_norm", "_v": "remove_weight_norm", "_orig": "remove_spectral_norm"}
 
 
 def why_not_rebuilt(parameter: str, holders: Sequence[tuple[str, str]], both_ways: bool) -> str:
@@ -157,13 +155,11 @@ class Reference:
         self.order = {name: index for index, name in enumerate(self.names.values())}
         self.parameters = dict(twin.named_parameters())
         self._owners = owners(twin)
-        modules = dict(twin.named_modules())
-        # by parameter, the module that it belongs to; with a parametrization the one whose weight is computed from it
-        self._home: dict[str, tuple[str, nn.Module]] = {}
-        for name, parameter in self.parameters.items():
-            holder, _, module = self._owners[id(parameter)][0]
-            parent, parametrized, _ = f".{holder}".rpartition(".parametrizations.")
-            self._home[name] = (parent[1:], modules[parent[1:]]) if parametrized else (holder, module)
+        # by parameter, the module that it belongs to
+        self._home = {
+            name: (self._owners[id(parameter)][0][0], self._owners[id(parameter)][0][2])
+            for name, parameter in self.parameters.items()
+        }
         try:
             self._differentiate(twin, probe)
         except RuntimeError as error:
@@ -207,26 +203,13 @@ class Reference:
 
     def why_not_caught(self, parameter: str) -> str:
         """Why no use of a layer's weight was seen, and what to do about it."""
-        holder, attribute, _ = self._owners[id(self.parameters[parameter])][0]
-        name, module = self._home[parameter]
-        layer = f"model.get_submodule('{name}')"
-        _, parametrized, tensor = f".{holder}".rpartition(".parametrizations.")
-        hook = next((_HOOKS[suffix] for suffix in _HOOKS if attribute == f"weight{suffix}"), None)
-        if parametrized:
-            remedy = f"torch.nn.utils.parametrize.remove_parametrizations({layer}, '{tensor}')"
-        elif hook is not None:
-            remedy = f"torch.nn.utils.{hook}({layer})"
-        elif isinstance(module, nn.RNNBase):
+        module = self._home[parameter][1]
+        if isinstance(module, nn.RNNBase):
             return (
                 "its sequences are packed, or have no dimension of samples, so that a sample's steps cannot be told "
                 "apart; give it padded sequences (torch.nn.utils.rnn.pad_packed_sequence)"
             )
-        else:
-            return f"its weight '{parameter}' is used in a way that cannot be caught"
-        return (
-            f"its weight is computed from '{parameter}' in every pass, and a posterior belongs on the weight itself; "
-            f"call model.eval() and {remedy}, which keeps the weight as it is"
-        )
+        return f"its weight '{parameter}' is used in a way that cannot be caught"
 
     def missed(self, reached: Collection[str] = ()) -> list[tuple[str, str]]:
         """The weights that have a gradient but are not among those seen in use, each after its module's name."""

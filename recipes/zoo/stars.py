@@ -37,18 +37,13 @@ class Mask(nn.Module):
 
 
 def mask() -> Mask:
-    """The network with its weights. Its convolutions compute their weights by `weight_norm`, which is taken out: a
-    posterior belongs on the weight itself.
-    """
+    """The network with its weights, which its convolutions compute by `weight_norm`."""
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # torch has another weight_norm since
         network: nn.Module = module_of("deepCR.unet").UNet2Sigmoid(1, 1, 32)
     path = folder_of("deepCR").parent / "learned_models" / "mask" / "WFC3-UVIS.pth"
     weights = torch.load(path, map_location="cpu", weights_only=True)
     network.load_state_dict({name.removeprefix("module."): value for name, value in weights.items()})
-    for module in network.modules():
-        if hasattr(module, "weight_g"):
-            nn.utils.remove_weight_norm(module)
     return Mask(network).eval()
 
 
