@@ -176,6 +176,33 @@ class Bags(nn.Module):
         return torch.stack([self.head(self.body(bag).relu().mean(0)) for bag in bags])
 
 
+class Pairs(nn.Module):
+    """A bilinear layer of two bags of embeddings."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.one, self.two = nn.EmbeddingBag(WORDS, 8), nn.EmbeddingBag(WORDS, 6, mode="sum")
+        self.pair, self.head = nn.Bilinear(8, 6, 16), nn.Linear(16, CLASSES)
+
+    def forward(self, ids: Tensor) -> Tensor:
+        """Logits."""
+        return self.head(self.pair(self.one(ids), self.two(ids)).relu())
+
+
+class Normed(nn.Module):
+    """Convolutions that compute their weights by weight and by spectral normalisation."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.one = nn.utils.parametrizations.weight_norm(nn.Conv2d(3, 8, 3, padding=1))
+        self.two = nn.utils.parametrizations.spectral_norm(nn.Conv2d(8, 8, 3, padding=1))
+        self.head = nn.Linear(8, CLASSES)
+
+    def forward(self, images: Tensor) -> Tensor:
+        """Logits."""
+        return self.head(self.two(self.one(images).relu()).relu().mean((2, 3)))
+
+
 def _bags() -> Kind:
     generator = torch.Generator().manual_seed(0)
     bags = [torch.randn(size, 5, generator=generator) for size in (2, 5, 3, 4)]
@@ -203,6 +230,8 @@ def _first_tries() -> dict[str, Callable[[], Kind]]:
         "graphs, GAT": lambda: _graphs("GATConv"),
         "nodes of a graph, SAGE": lambda: _graphs("SAGEConv", nodes=True),
         "bags, in a list": _bags,
+        "bags of embeddings, bilinear": lambda: Kind(Pairs, _IDS, _IDS[:, 0] % CLASSES, "classification"),
+        "weight norm, spectral norm": lambda: _images(Normed, 8),
     }
     for name in FAMILIES:
         size = 224 if "224" in name else 64

@@ -98,6 +98,58 @@ def test_the_dense_and_the_diagonal_posterior_and_the_linearised_head(tmp_path: 
         assert torch.equal(again, found)
 
 
+class Pairs(nn.Module):
+    """Bags of words, one with a word that does not count, and a bilinear layer of both."""
+
+    def __init__(self, mode: str) -> None:
+        super().__init__()
+        self.one, self.two = (
+            nn.EmbeddingBag(7, 4, mode=mode, padding_idx=0),
+            nn.EmbeddingBag(7, 3, mode="sum"),
+        )
+        self.pair, self.last = nn.Bilinear(4, 3, 5), nn.Linear(5, 3)
+
+    def forward(self, ids: Tensor) -> Tensor:
+        weights = torch.linspace(0.5, 1.5, ids.shape[1], dtype=self.last.weight.dtype).expand(ids.shape)
+        return self.last(self.pair(self.one(ids).tanh(), self.two(ids, per_sample_weights=weights)).tanh())
+
+
+@pytest.mark.parametrize("mode", ["mean", "sum"])
+def test_bilinear_layers_and_bags_of_embeddings(mode: str, tmp_path: Path) -> None:
+    torch.manual_seed(0)
+    net = Pairs(mode).eval().double()
+    fisher, (new, _) = fisher_of(*jacobians(net, IDS)), jacobians(net, NEW)
+    inverse = torch.linalg.inv(fisher + 2 * torch.eye(len(fisher)))
+    posterior = uq.fit(net, [(IDS[:25], LABELS[:25]), (IDS[25:], LABELS[25:])], "full", **GIVEN)
+    assert {name: layer.kind for name, layer in posterior.layers.items()} == {
+        "one": "embedding",
+        "two": "embedding",
+        "pair": "bilinear",
+        "last": "linear",
+    }
+    expected = torch.einsum("scp,pq,scq->sc", new, inverse, new)
+    torch.testing.assert_close(
+        uq.wrap(net, posterior).functional_variance(NEW), expected, rtol=1e-9, atol=1e-12
+    )
+    uq.save(posterior, tmp_path / "p.h5")
+    loaded = uq.wrap(net, uq.load(tmp_path / "p.h5", net))
+    torch.testing.assert_close(loaded.functional_variance(NEW), expected, rtol=1e-9, atol=1e-12)
+    assert set(uq.fit(net, [(IDS, LABELS)], "inf", **GIVEN | {"layers": "all"}).layers) == {"pair", "last"}
+
+
+@pytest.mark.parametrize("method", ["diag", "inf", "utvi"])
+def test_every_method_and_head_with_bilinear_layers(method: str) -> None:
+    torch.manual_seed(0)
+    net = Pairs("mean").eval().double()
+    given = {"layers": "all", "progress": False} if method == "utvi" else GIVEN | {"layers": "all"}
+    posterior = uq.fit(net, [(IDS, LABELS)], method, **given | {"prior_precision": 1e4})
+    linearised = uq.wrap(net, posterior, "linearized").functional_variance(NEW)
+    drawn = uq.wrap(net, posterior, "sampling", n_samples=1000).outputs(NEW).var(0)
+    assert float((drawn / linearised - 1).abs().max()) < 0.3
+    moments = uq.wrap(net, posterior, "moments").functional_variance(NEW)
+    assert float((moments / linearised - 1).abs().max()) < 0.6
+
+
 @pytest.mark.parametrize("method", ["kfac", "efb", "inf", "subnetwork"])
 def test_every_method_and_head(method: str) -> None:
     """Draws of a narrow posterior have the variance of the linearised head; moments leave out what they do not know."""

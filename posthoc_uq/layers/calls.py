@@ -1,5 +1,5 @@
-"""Calls of a running model that are watched or replaced; attention, recurrent layers, normalisations and sums with a
-matrix are opened up for it.
+"""Calls of a running model that are watched or replaced; attention, recurrent layers, normalisations, bilinear layers,
+bags of embeddings and sums with a matrix are opened up for it.
 """
 
 from __future__ import annotations
@@ -17,9 +17,9 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
+from posthoc_uq.layers.opened import opened_calls
 from posthoc_uq.layers.recurrence import opened_recurrence
 from posthoc_uq.layers.rules import AffineCall, affine_call
-from posthoc_uq.layers.scales import opened_scales
 
 
 def _opened() -> Callable[..., Any]:
@@ -78,8 +78,8 @@ def _product(x: Tensor, matrix: Tensor, summed: int, places: list[int], turned: 
 
 
 class CallMode(TorchFunctionMode):
-    """Shows torch's functions to `called` while a model runs; attention, recurrent layers, normalisations whose weight
-    it `follows` and sums with a matrix as the functions that they consist of.
+    """Shows torch's functions to `called` while a model runs; attention, recurrent layers, sums with a matrix, and what
+    has a weight that it `follows` in `opened_calls`, as the functions that they consist of.
     """
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -90,7 +90,7 @@ class CallMode(TorchFunctionMode):
         opened = (
             opened_recurrence(func, args, kwargs)
             or _opened_einsum(func, args)
-            or opened_scales(func, args, kwargs, self.follows)
+            or opened_calls(func, args, kwargs, self.follows)
         )
         if opened is not None:
             with self:

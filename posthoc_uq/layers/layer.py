@@ -113,7 +113,9 @@ class Layer:
     Attributes:
         name: dotted module name, or the parameter's name where a module holds several weights.
         kind: the name of its `LayerRule`: ``"linear"``, ``"matmul"`` (``x @ W``, a linear layer whose weight has its
-            inputs first), ``"conv1d"`` to ``"conv3d"``, ``"conv_transpose1d"`` to ``"conv_transpose3d"``.
+            inputs first), ``"bilinear"``, ``"conv1d"`` to ``"conv3d"``, ``"conv_transpose1d"`` to
+            ``"conv_transpose3d"``, and those that are no matrices: ``"scale"``, ``"offset1d"`` to ``"offset3d"``,
+            ``"embedding"``.
         weight: name of the weight in ``model.named_parameters()``.
         bias: name of the bias, or None.
         groups: number of blocks; 1 except for grouped convolutions.
@@ -143,8 +145,8 @@ class Layer:
 
     @property
     def kernel(self) -> tuple[int, ...]:
-        """Sizes of a convolution's kernel; empty for a linear layer."""
-        return self.weight_shape[2:]
+        """Sizes of a convolution's kernel; empty for other layers."""
+        return self.weight_shape[2:] if self.convolutional else ()
 
     @property
     def channels(self) -> int:

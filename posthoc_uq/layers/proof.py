@@ -71,7 +71,8 @@ def without_posterior(
 
     def share(*names: str) -> str:
         part, total = sum(numbers[name] for name in names), sum(numbers.values())
-        return f"{100 * part / total:.2g}%" if part < total else "100%"
+        percent = 100 * part / total
+        return f"{percent:.2g}%" if percent < 99.5 else f"{percent:.3g}%"
 
     missing.sort(key=lambda name: -numbers[name])
     shown = [f"'{name}' ({kinds[name]}, {share(name)})" for name in missing[:_MAX_NAMED]]

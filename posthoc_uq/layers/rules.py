@@ -19,8 +19,8 @@ from torch import Tensor, nn
 from posthoc_uq.core.errors import UnsupportedLayerError
 from posthoc_uq.core.numerics import CONVOLUTIONS
 from posthoc_uq.layers.layer import INTERLEAVED, RULES, Call, Layer, LayerRule
+from posthoc_uq.layers.opened import paired, scaled, shifted
 from posthoc_uq.layers.operands import Chosen, Geometry, Operand, Patches, Rows, Several
-from posthoc_uq.layers.scales import scaled, shifted
 
 
 class Linear(LayerRule):
@@ -185,6 +185,23 @@ class TransposedConvolution(Convolution):
         return Patches(padded, layer.kernel, plain, groups=layer.groups, bias=layer.bias is not None)
 
 
+class Bilinear(Linear):
+    """``sum_ij W_oij x_i y_j + b_o`` with a weight ``(outputs, i, j)``, linear in the products ``x_i y_j``."""
+
+    kind = "bilinear"
+    dimensions = 3
+    modules = ()
+
+    def __init__(self) -> None:
+        self.functions = {paired: {name: name for name in ("input", "weight", "bias")}}
+
+    def to_matrix(self, weight: Tensor, groups: int) -> Tensor:
+        return weight.flatten(-2).unsqueeze(-3)
+
+    def apply(self, input: Tensor, weight: Tensor, bias: Tensor | None, options: Mapping[str, Any]) -> Tensor:
+        return paired(input, weight, bias)
+
+
 class Scale(LayerRule):
     """``x w + b`` with a weight ``(features,)``, as after a normalisation: each feature is a group of one output."""
 
@@ -292,6 +309,7 @@ def register(rule: LayerRule) -> LayerRule:
 
 register(Linear())
 _PRODUCT = register(Product())
+register(Bilinear())
 register(Scale())
 for _dimensions in (1, 2, 3):
     register(Offset(_dimensions))
@@ -360,7 +378,7 @@ def affine_call(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Aff
         return None
     if isinstance(rule, Offset):
         return AffineCall(f"offset{weight.ndim}d", input, weight, weight, None)
-    if rule.convolutional or rule.kind == Scale.kind:
+    if rule.convolutional or rule.kind in (Scale.kind, Bilinear.kind):
         return AffineCall(rule.kind, input, weight, weight, bias, options=arguments)
     if rule is _LOOKUP:
         # `max_norm` changes the weight, and other arguments its gradient

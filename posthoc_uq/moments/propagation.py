@@ -75,8 +75,8 @@ def products_of(layer: Layer, weight: Tensor, variances: Tensor) -> tuple[Tensor
     """A layer's variances in the two forms that `WeightPosterior` has, differentiable in both arguments."""
     kind = variance_dtype(weight.dtype)
     square, own = weight.to(kind).square(), variances.to(device=weight.device, dtype=kind)
-    if layer.kind == "matmul":
-        own, square = own.T, square.T
+    if layer.rule.matrices and not layer.convolutional:
+        own, square = (layer.rule.to_matrix(each, 1).squeeze(-3) for each in (own, square))
     if layer.convolutional and layer.groups == 1:
         axis = layer.rule.input_axis
         summed = torch.cat([square + own, own], dim=axis)

@@ -1,5 +1,8 @@
-"""Scales and offsets of features as calls of `scaled` and `shifted`, which can be watched and replaced: those of
-torch's normalisation layers, products with a vector, and sums with a parameter such as the embedding of positions.
+"""Calls with a weight that is no matrix, or is hidden in a larger call, as calls that can be watched and replaced.
+
+Scales and offsets of features become `scaled` and `shifted`: those of torch's normalisation layers, products with a
+vector, and sums with a parameter such as the embedding of positions. Bilinear layers become `paired`, bags of
+embeddings sums of embeddings.
 """
 
 from __future__ import annotations
@@ -35,19 +38,31 @@ def shifted(input: Tensor, weight: Tensor) -> Tensor:
     return input + weight
 
 
+def paired(input: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
+    """``sum_ij W_oij z_ij + b_o`` of products of two inputs' features, ``(..., i * j)``."""
+    if has_torch_function_variadic(input, weight, bias):
+        return handle_torch_function(paired, (input, weight, bias), input, weight, bias)
+    return F.linear(input, weight.flatten(-2), bias)
+
+
 @cache
 def _signature(function: Any) -> Signature:
     return signature(function)
 
 
-def opened_scales(
+def opened_calls(
     func: Any, args: Any, kwargs: dict[str, Any], follows: Callable[[Tensor], bool]
 ) -> Callable[[], Tensor] | None:
-    """The same as a call of a normalisation, a product or a sum, from calls of `scaled` and `shifted`; None for other
-    functions, and where nobody follows the weight.
+    """The same as a call of a normalisation, a product, a sum, a bilinear layer or a bag of embeddings, from calls of
+    this file's functions and `F.embedding`; None for other functions, and where nobody follows the weight.
     """
     if func in _PRODUCTS or func in _SUMS:
         return _of_two(func in _SUMS, args, follows) if len(args) == 2 and not kwargs else None
+    if func is F.bilinear or func is F.embedding_bag:
+        given = _signature(_bilinear if func is F.bilinear else func).bind(*args, **kwargs).arguments
+        if not isinstance(given["weight"], Tensor) or not follows(given["weight"]):
+            return None
+        return partial(_bilinear, **given) if func is F.bilinear else _of_bags(**given)
     if func not in _LAST and func not in _FIRST:
         return None
     given = _signature(func).bind(*args, **kwargs).arguments
@@ -60,6 +75,38 @@ def opened_scales(
         if func in _LAST:
             return scaled(found, weight, bias)
         return scaled(found.movedim(1, -1), weight, bias).movedim(-1, 1)
+
+    return run
+
+
+def _bilinear(input1: Tensor, input2: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
+    return paired((input1.unsqueeze(-1) * input2.unsqueeze(-2)).flatten(-2), weight, bias)
+
+
+def _of_bags(
+    input: Tensor,
+    weight: Tensor,
+    mode: str = "mean",
+    per_sample_weights: Tensor | None = None,
+    padding_idx: int | None = None,
+    **others: Any,
+) -> Callable[[], Tensor] | None:
+    """The sums or means of the embeddings of bags of one size, ``(samples, size)``; None for bags of other kinds."""
+    if any(others.values()) and (others.get("offsets") is not None or others.get("max_norm") is not None):
+        return None
+    if input.ndim != 2 or mode not in ("sum", "mean"):
+        return None
+
+    def run() -> Tensor:
+        rows = F.embedding(input, weight, padding_idx)
+        shares = (
+            torch.ones_like(input, dtype=weight.dtype) if per_sample_weights is None else per_sample_weights
+        )
+        if padding_idx is not None:
+            shares = shares.masked_fill(input == padding_idx % len(weight), 0)
+        if mode == "mean":
+            shares = shares / shares.sum(1, keepdim=True).clamp(min=1)
+        return (rows * shares.unsqueeze(-1)).sum(1)
 
     return run
 
