@@ -99,7 +99,7 @@ def test_the_dense_and_the_diagonal_posterior_and_the_linearised_head(tmp_path: 
 
 
 class Pairs(nn.Module):
-    """Bags of words, one with a word that does not count, and a bilinear layer of both."""
+    """Bags of words, one with a word that does not count, a vector for all samples, and a bilinear layer of both."""
 
     def __init__(self, mode: str) -> None:
         super().__init__()
@@ -108,10 +108,12 @@ class Pairs(nn.Module):
             nn.EmbeddingBag(7, 3, mode="sum"),
         )
         self.pair, self.last = nn.Bilinear(4, 3, 5), nn.Linear(5, 3)
+        self.start = nn.Parameter(torch.randn(1, 1, 4))
 
     def forward(self, ids: Tensor) -> Tensor:
         weights = torch.linspace(0.5, 1.5, ids.shape[1], dtype=self.last.weight.dtype).expand(ids.shape)
-        return self.last(self.pair(self.one(ids).tanh(), self.two(ids, per_sample_weights=weights)).tanh())
+        words = torch.cat([self.start.expand(len(ids), -1, -1), self.one(ids).unsqueeze(1)], 1).tanh().sum(1)
+        return self.last(self.pair(words, self.two(ids, per_sample_weights=weights)).tanh())
 
 
 @pytest.mark.parametrize("mode", ["mean", "sum"])
@@ -124,6 +126,7 @@ def test_bilinear_layers_and_bags_of_embeddings(mode: str, tmp_path: Path) -> No
     assert {name: layer.kind for name, layer in posterior.layers.items()} == {
         "one": "embedding",
         "two": "embedding",
+        "start": "offset3d",
         "pair": "bilinear",
         "last": "linear",
     }
@@ -141,7 +144,9 @@ def test_bilinear_layers_and_bags_of_embeddings(mode: str, tmp_path: Path) -> No
 def test_every_method_and_head_with_bilinear_layers(method: str) -> None:
     torch.manual_seed(0)
     net = Pairs("mean").eval().double()
-    given = {"layers": "all", "progress": False} if method == "utvi" else GIVEN | {"layers": "all"}
+    given = (
+        {"layers": "all", "epochs": 2, "progress": False} if method == "utvi" else GIVEN | {"layers": "all"}
+    )
     posterior = uq.fit(net, [(IDS, LABELS)], method, **given | {"prior_precision": 1e4})
     linearised = uq.wrap(net, posterior, "linearized").functional_variance(NEW)
     drawn = uq.wrap(net, posterior, "sampling", n_samples=1000).outputs(NEW).var(0)

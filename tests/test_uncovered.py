@@ -108,6 +108,23 @@ def test_a_weight_that_is_computed_from_others_has_the_posterior_of_a_plain_one(
     assert all(torch.equal(state[name], value) for name, value in model.state_dict().items())
 
 
+class Mask(nn.Module):
+    """Half of a weight, for good."""
+
+    def forward(self, weight: Tensor) -> Tensor:
+        return weight.tril()
+
+
+def test_what_a_parametrization_fixes_stays_certain() -> None:
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(4, 4), nn.Tanh(), nn.Linear(4, 4)).eval()
+    parametrize.register_parametrization(model.get_submodule("0"), "weight", Mask())
+    posterior = _fit(model, unsupported="skip")
+    assert set(posterior.mean) == {"2.weight", "2.bias"}
+    with pytest.raises(UnsupportedLayerError, match=r"'0': its weight is computed .*remove_parametrizations"):
+        _fit(model, unsupported="raise")
+
+
 def test_a_computed_weight_that_changes_is_noticed(tmp_path: Any) -> None:
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(4, 4), parametrizations.weight_norm(nn.Linear(4, 3))).eval()

@@ -16,7 +16,7 @@ from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
-from torch.nn.utils import parametrize, remove_spectral_norm, remove_weight_norm
+from torch.nn.utils import parametrizations, parametrize, remove_spectral_norm, remove_weight_norm
 from torch.nn.utils.spectral_norm import SpectralNorm
 from torch.nn.utils.weight_norm import WeightNorm
 
@@ -25,6 +25,9 @@ from posthoc_uq.core.errors import PosthocUQError, out_of_memory
 from posthoc_uq.core.options import did_you_mean
 
 EMBEDDINGS = (nn.Embedding, nn.EmbeddingBag)
+_PARAMETRIZATIONS = tuple(
+    getattr(parametrizations, name) for name in ("_WeightNorm", "_SpectralNorm", "_Orthogonal")
+)
 _COMPILED = "_orig_mod"  # the attribute in which `torch.compile` holds a model
 _PARALLEL = "module"  # the same of `DataParallel` and `DistributedDataParallel`
 
@@ -177,14 +180,15 @@ def untied(model: nn.Module, layer: str) -> nn.Module:
 
 
 def with_plain_weights(model: nn.Module) -> nn.Module:
-    """`model`, or a copy of it in eval mode in which the weights that it computes in every pass are parameters, with
-    the values that they have in eval mode: those under ``torch.nn.utils.parametrizations``, and those of the hooks of
-    `torch.nn.utils.weight_norm` and `torch.nn.utils.spectral_norm`. A posterior is then over the weights themselves.
+    """`model`, or a copy of it in eval mode in which the weights that torch's weight norm, spectral norm and orthogonal
+    parametrization compute in every pass, by hooks or by `torch.nn.utils.parametrizations`, are parameters with the
+    values that they have in eval mode. A posterior is then over the weights themselves. Of other parametrizations, such
+    as a mask, that would not be so: what they fix would become uncertain.
 
     Args:
         model: any module; parameters that are not computed stay on its memory, and keep their ``requires_grad``.
     """
-    if not any(parametrize.is_parametrized(module) or _norms(module) for module in model.modules()):
+    if not any(_normed(module) or _norms(module) for module in model.modules()):
         return model
     twin, own = replicate(model), dict(model.named_parameters())
     for name, parameter in twin.named_parameters():
@@ -194,7 +198,7 @@ def with_plain_weights(model: nn.Module) -> nn.Module:
         for hook in _norms(module):
             remove = remove_weight_norm if isinstance(hook, WeightNorm) else remove_spectral_norm
             remove(module, hook.name).get_parameter(hook.name).requires_grad_(trained)
-        if parametrize.is_parametrized(module):
+        if _normed(module):
             # by hand: torch's own function takes the property from the class, which the user's module has, too
             values = {name: getattr(module, name).detach() for name in cast(Any, module.parametrizations)}
             del module.parametrizations
@@ -204,10 +208,20 @@ def with_plain_weights(model: nn.Module) -> nn.Module:
     return twin
 
 
+def _normed(module: nn.Module) -> bool:
+    """Whether a module's parametrizations are all torch's own of a whole weight."""
+    if not parametrize.is_parametrized(module):
+        return False
+    lists = cast(nn.ModuleDict, module.parametrizations).values()
+    return all(isinstance(each, _PARAMETRIZATIONS) for several in lists for each in cast(Any, several))
+
+
 def _norms(module: nn.Module) -> list[WeightNorm | SpectralNorm]:
     """The hooks by which a module computes weights in every pass."""
     return [
-        hook for hook in module._forward_pre_hooks.values() if isinstance(hook, (WeightNorm, SpectralNorm))
+        hook
+        for hook in vars(module)["_forward_pre_hooks"].values()
+        if isinstance(hook, (WeightNorm, SpectralNorm))
     ]
 
 

@@ -1,8 +1,8 @@
 """Calls with a weight that is no matrix, or is hidden in a larger call, as calls that can be watched and replaced.
 
 Scales and offsets of features become `scaled` and `shifted`: those of torch's normalisation layers, products with a
-vector, and sums with a parameter such as the embedding of positions. Bilinear layers become `paired`, bags of
-embeddings sums of embeddings.
+vector, sums with a parameter such as the embedding of positions, and copies of one such as a class token. Bilinear
+layers become `paired`, bags of embeddings sums of embeddings.
 """
 
 from __future__ import annotations
@@ -20,6 +20,7 @@ from torch.overrides import handle_torch_function, has_torch_function_variadic
 _LAST = tuple(getattr(F, name) for name in ("layer_norm", "rms_norm") if hasattr(F, name))
 _FIRST = (F.batch_norm, F.group_norm, F.instance_norm)  # whose channels come after the samples
 _SUMS = (torch.add, Tensor.add, Tensor.__add__, Tensor.__radd__)
+_COPIES = (Tensor.expand, Tensor.expand_as, Tensor.repeat)
 _PRODUCTS = (torch.mul, torch.multiply, Tensor.mul, Tensor.multiply, Tensor.__mul__, Tensor.__rmul__)
 
 
@@ -56,6 +57,8 @@ def opened_calls(
     """The same as a call of a normalisation, a product, a sum, a bilinear layer or a bag of embeddings, from calls of
     this file's functions and `F.embedding`; None for other functions, and where nobody follows the weight.
     """
+    if func in _COPIES:
+        return _of_copies(func, args, kwargs, follows)
     if func in _PRODUCTS or func in _SUMS:
         return _of_two(func in _SUMS, args, follows) if len(args) == 2 and not kwargs else None
     if func is F.bilinear or func is F.embedding_bag:
@@ -109,6 +112,19 @@ def _of_bags(
         return (rows * shares.unsqueeze(-1)).sum(1)
 
     return run
+
+
+def _of_copies(
+    func: Any, args: Any, kwargs: dict[str, Any], follows: Callable[[Tensor], bool]
+) -> Callable[[], Tensor] | None:
+    """Copies of a parameter for every sample, as of a class token: a sum with zeros."""
+    weight = args[0]
+    if not isinstance(weight, Tensor) or not follows(weight):
+        return None
+    with torch._C.DisableTorchFunction():  # pyright: ignore[reportPrivateUsage]
+        shape = func(weight, *args[1:], **kwargs).shape
+        zeros = weight.new_zeros(shape)
+    return _of_two(True, (zeros, weight), follows)
 
 
 def _of_two(sums: bool, args: Any, follows: Callable[[Tensor], bool]) -> Callable[[], Tensor] | None:

@@ -156,11 +156,13 @@ class Reference:
         self.order = {name: index for index, name in enumerate(self.names.values())}
         self.parameters = dict(twin.named_parameters())
         self._owners = owners(twin)
-        # by parameter, the module that it belongs to
-        self._home = {
-            name: (self._owners[id(parameter)][0][0], self._owners[id(parameter)][0][2])
-            for name, parameter in self.parameters.items()
-        }
+        modules = dict(twin.named_modules())
+        # by parameter, the module that it belongs to; with a parametrization the one whose weight is computed from it
+        self._home: dict[str, tuple[str, nn.Module]] = {}
+        for name, parameter in self.parameters.items():
+            holder, _, module = self._owners[id(parameter)][0]
+            parent, parametrized, _ = f".{holder}".rpartition(".parametrizations.")
+            self._home[name] = (parent[1:], modules[parent[1:]]) if parametrized else (holder, module)
         try:
             self._differentiate(twin, probe)
         except RuntimeError as error:
@@ -209,6 +211,11 @@ class Reference:
             return (
                 "its sequences are packed, or have no dimension of samples, so that a sample's steps cannot be told "
                 "apart; give it padded sequences (torch.nn.utils.rnn.pad_packed_sequence)"
+            )
+        if ".parametrizations." in f".{parameter}":
+            return (
+                f"its weight is computed from '{parameter}' in every pass, and a posterior belongs on the weight "
+                f"itself; torch.nn.utils.parametrize.remove_parametrizations makes it a parameter"
             )
         return f"its weight '{parameter}' is used in a way that cannot be caught"
 
