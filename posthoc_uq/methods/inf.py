@@ -52,9 +52,9 @@ class INF(Laplace):
         rank: eigenvalues kept of a layer, or their share of its weights, in (0, 1).
         basis: how the bases are found: ``"exact"`` eigendecompositions, a streaming ``"sketch"``, or ``"auto"`` by
             size.
-        basis_fraction: the share of the samples, in (0, 1], that the bases are computed from, picked by a hash of each
-            input; ``"auto"`` takes a tenth, but about 300 of them at least and 5,000 at most, and all where the loader
-            does not say how many there are. Eigenvalues and diagonal always come from all samples.
+        basis_fraction: the share of the samples, in (0, 1], that the bases come from, picked by a hash of each input;
+            ``"auto"`` is a tenth, at least 300 and at most 5,000 samples, and all where the loader does not know their
+            number. Eigenvalues and diagonal come from all.
         bases: a posterior by ``"inf"`` or ``"efb"`` of the same layers, whose bases are taken as they are: of an
             earlier fit after a little more training, say. The fit then reads the data once.
         correction: of weights whose low-rank part exceeds the exact diagonal: ``"rescale"``, ``"clamp"`` or ``"none"``.

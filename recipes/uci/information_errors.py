@@ -25,8 +25,8 @@ METHODS: dict[str, dict[str, Any]] = {
     "diag": {"method": "diag"},
     "kfac": {"method": "kfac"},
     "efb": {"method": "efb"},
-    "inf": {"method": "inf", "rank": 10**9},
-    "inf 5%": {"method": "inf", "rank": SHARE},
+    "inf": {"method": "inf", "rank": 10**9, "basis_fraction": 1.0},
+    "inf 5%": {"method": "inf", "rank": SHARE, "basis_fraction": 1.0},
 }
 CORRECTIONS = ("clamp", "rescale")
 
