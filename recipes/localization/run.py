@@ -1,6 +1,6 @@
 """Figure 3 of Schodt (2024): the predicted variance of a molecule's position over the image, beside the bound on it.
 
-python -m recipes.localization.run            two seeds of each training; an hour on one core
+python -m recipes.localization.run            two seeds of each training; two hours on one core
 python -m recipes.localization.run --smoke    few steps; seconds
 """
 

@@ -1,6 +1,6 @@
 """Posteriors of the last layer around a trained backbone: message passing beside Laplace's, on FashionMNIST.
 
-    python -m recipes.message_passing.last_layer                    # both backbones; half an hour of one core
+    python -m recipes.message_passing.last_layer                    # both backbones; an hour of one core
     python -m recipes.message_passing.last_layer --backbones cnn    # the CNN of recipes/fashion_mnist
     python -m recipes.message_passing.last_layer --smoke            # seconds, the CNN alone
 

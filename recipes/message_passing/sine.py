@@ -1,10 +1,10 @@
 """Noisy sines: how deep a network message passing can train, and how often its intervals cover the truth.
 
-    python -m recipes.message_passing.sine                     # both studies; about an hour of one core
+    python -m recipes.message_passing.sine                     # both studies; over an hour of one core
     python -m recipes.message_passing.sine --studies depth     # one of them
     python -m recipes.message_passing.sine --smoke             # seconds
 
-The paper's section 5.1 and appendix B: 200 points of ``0.5 x + 0.2 sin(2 pi x) + 0.3 sin(4 pi x)`` with noise 0.05,
+The paper's section 5.1 and appendix C: 200 points of ``0.5 x + 0.2 sin(2 pi x) + 0.3 sin(4 pi x)`` with noise 0.05,
 leaky ReLUs of slope 0.1, all points in one batch, one example at a time, 500 iterations. Networks differ in the means
 of their priors alone, and are trained side by side. Writes tables, a picture and JSON to the output folder.
 """
