@@ -179,13 +179,32 @@ class _PerPosition(nn.Module):
 
 def test_binary_positions_become_two_classes() -> None:
     targets = (inputs() > 0).long()
+    model, two = _PerPosition(two=False), _PerPosition(two=True)
     refused(
-        r"\(samples, \*positions\), becomes two classes.*'classification'",
-        lambda: fit(_PerPosition(two=False), [(inputs(), targets)], likelihood="binary"),
+        r"two classes: .*'classification', output=lambda z: torch.stack\(\[torch.zeros_like\(z\), z\], 1\)",
+        lambda: fit(model, [(inputs(), targets)], likelihood="binary"),
     )
-    model = _PerPosition(two=True)
-    prediction = cast(Any, uq.wrap(model, fit(model, [(inputs(), targets)]))(inputs()))
+    two.load_state_dict(model.state_dict())
+    posterior = fit(model, [(inputs(), targets)], output=lambda z: torch.stack([torch.zeros_like(z), z], 1))
+    prediction = cast(Any, uq.wrap(model, posterior)(inputs()))
     assert prediction.entropy().shape == targets.shape
+    expected = cast(Any, uq.wrap(two, fit(two, [(inputs(), targets)]))(inputs()))
+    torch.testing.assert_close(prediction.probs, expected.probs)
+
+
+def test_masks_with_one_channel_are_refused_with_what_makes_labels_of_them() -> None:
+    model, images = nn.Conv2d(3, 2, 1), torch.randn(4, 3, 5, 5)
+    masks = (images[:, :1] > 0).float()
+    refused(
+        r"whole numbers: .*batch\[1\]\.long\(\)\.squeeze\(1\)",
+        lambda: fit(model, [(images, masks)], likelihood="classification"),
+    )
+    fit(
+        model,
+        [(images, masks)],
+        likelihood="classification",
+        batch_to_targets=lambda batch: batch[1].long().squeeze(1),
+    )
 
 
 class _Troubled(nn.Module):

@@ -65,6 +65,12 @@ class _Labels(Likelihood, ABC):
         return divergence_of_classes(logs, prediction.log_probs.reshape(logs.shape)).mean(1)
 
 
+def _as_two_classes(outputs: Tensor) -> str:
+    """What makes the logits of two classes of one logit a position."""
+    join = "cat" if outputs.ndim > 2 and outputs.shape[1] == 1 else "stack"
+    return f"torch.{join}([torch.zeros_like(z), z], 1)"
+
+
 class Bernoulli(_Labels):
     """One logit a sample: outputs ``(samples,)`` or ``(samples, 1)``, targets 0 or 1 of either shape."""
 
@@ -75,8 +81,9 @@ class Bernoulli(_Labels):
         if outputs.numel() != outputs.shape[0]:
             raise PosthocUQError(
                 f"likelihood='binary' needs outputs of shape (samples,) or (samples, 1), and the model gives "
-                f"{tuple(outputs.shape)}. One logit of several positions, z of shape (samples, *positions), becomes "
-                f"two classes: torch.stack([0 * z, z], 1), 'classification'; several labels are 'multilabel'."
+                f"{tuple(outputs.shape)}. One logit of each of several positions is fitted as two classes: "
+                f"likelihood='classification', output=lambda z: {_as_two_classes(outputs)}; several labels are "
+                f"'multilabel'."
             )
         if targets is not None and targets.numel() != outputs.shape[0]:
             raise PosthocUQError(

@@ -37,7 +37,7 @@ def soft_log_prob(targets: Tensor, log_probs: Tensor) -> Tensor:
 
 def in_whole_numbers(targets: Tensor) -> str:
     """Advice on labels that are refused, but are whole numbers of another type or shape; else nothing."""
-    floats, column = targets.is_floating_point(), targets.ndim == 2 and targets.shape[1] == 1
+    floats, column = targets.is_floating_point(), targets.ndim > 1 and targets.shape[1] == 1
     if (not floats and not column) or (floats and not bool((targets == targets.round()).all())):
         return ""
     change = f"{'.long()' if floats else ''}{'.squeeze(1)' if column else ''}"
@@ -136,7 +136,7 @@ class Layout:
             f" They would fit class_dim={other.class_dim}: likelihood=uq.Categorical(class_dim={other.class_dim})."
             if tuple(targets.shape) == other.shape_of_labels(outputs)
             else in_whole_numbers(targets)
-            if tuple(targets.shape) == wanted
+            if tuple(targets.shape) in (wanted, (wanted[0], 1, *wanted[1:]))
             else ""
         )
         raise PosthocUQError(
