@@ -81,10 +81,12 @@ def replicate(model: nn.Module, parameters: Mapping[str, Tensor] | None = None) 
             replacement = nn.Parameter(replacement.detach().to(parameter.device), requires_grad=False)
         memo[id(parameter)] = replacement
     for _, _, value in _attributes(model):
-        if isinstance(value, Tensor) and not value.is_leaf:
-            # Left from the last pass, like a feature map or a weight that a hook computes; it has no deep copy.
-            memo[id(value)] = value.detach().clone()
-        elif type(value) in (OrderedDict, set) and not value and not getattr(value, "__dict__", None):
+        for tensor in cast(list[Any], value) if isinstance(value, list) else [value]:
+            if isinstance(tensor, Tensor) and not tensor.is_leaf:
+                # Left from the last pass, like a feature map, or weights that a hook or a recurrent layer's
+                # parametrization computes; it has no deep copy.
+                memo[id(tensor)] = tensor.detach().clone()
+        if type(value) in (OrderedDict, set) and not value and not getattr(value, "__dict__", None):
             # A module has a dozen empty tables of hooks, whose deep copies would take half of the time.
             memo[id(value)] = type(value)()
     try:
