@@ -192,22 +192,30 @@ def with_plain_weights(model: nn.Module) -> nn.Module:
     """
     if not any(_normed(module) or _norms(module) for module in model.modules()):
         return model
-    twin, own = replicate(model), dict(model.named_parameters())
+    twin, own = replicate(model), dict(unwrap(model).named_parameters())
     for name, parameter in twin.named_parameters():
         parameter.requires_grad_(own[name].requires_grad)
     for module in list(twin.modules()):
-        trained = any(parameter.requires_grad for parameter in module.parameters())
         for hook in _norms(module):
             remove = remove_weight_norm if isinstance(hook, WeightNorm) else remove_spectral_norm
-            remove(module, hook.name).get_parameter(hook.name).requires_grad_(trained)
+            parts = [getattr(module, f"{hook.name}_{part}", None) for part in ("g", "v", "orig")]
+            remove(module, hook.name).get_parameter(hook.name).requires_grad_(_trained(parts))
         if _normed(module):
             # by hand: torch's own function takes the property from the class, which the user's module has, too
-            values = {name: getattr(module, name).detach() for name in cast(Any, module.parametrizations)}
+            values = {
+                name: nn.Parameter(getattr(module, name).detach(), _trained(steps.parameters()))
+                for name, steps in cast(nn.ModuleDict, module.parametrizations).items()
+            }
             del module.parametrizations
             module.__class__ = type(module).__bases__[0]
             for name, value in values.items():
-                module.register_parameter(name, nn.Parameter(value, trained))
+                module.register_parameter(name, value)
     return twin
+
+
+def _trained(parts: Iterable[Tensor | None]) -> bool:
+    """Whether a weight that is computed from these is trained."""
+    return any(part is not None and part.requires_grad for part in parts)
 
 
 def _normed(module: nn.Module) -> bool:
