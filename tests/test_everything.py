@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -56,11 +57,12 @@ GIVEN: dict[str, Any] = {
 }
 
 
-def jacobians(net: nn.Module, ids: Tensor) -> tuple[Tensor, Tensor]:
-    """By all parameters, ``(samples, outputs, parameters)``, and the outputs."""
-    outputs, parameters = net(ids), list(net.parameters())
+def jacobians(net: nn.Module, ids: Tensor, names: Sequence[str] | None = None) -> tuple[Tensor, Tensor]:
+    """By all parameters or those of these names, ``(samples, outputs, parameters)``, and the outputs."""
+    outputs = net(ids)
+    parameters = [p for name, p in net.named_parameters() if names is None or name in names]
     rows = [
-        torch.cat([g.flatten() for g in torch.autograd.grad(out, parameters, retain_graph=True)])
+        torch.cat([g.to_dense().flatten() for g in torch.autograd.grad(out, parameters, retain_graph=True)])
         for row in outputs
         for out in row
     ]
@@ -138,6 +140,48 @@ def test_bilinear_layers_and_bags_of_embeddings(mode: str, tmp_path: Path) -> No
     loaded = uq.wrap(net, uq.load(tmp_path / "p.h5", net))
     torch.testing.assert_close(loaded.functional_variance(NEW), expected, rtol=1e-9, atol=1e-12)
     assert set(uq.fit(net, [(IDS, LABELS)], "inf", **GIVEN | {"layers": "all"}).layers) == {"pair", "last"}
+
+
+class Rowwise(nn.Module):
+    """Words in the way that a function looks them up."""
+
+    def __init__(self, words: Callable[[Tensor, Tensor], Tensor]) -> None:
+        super().__init__()
+        self.table, self.last, self.words = nn.Parameter(torch.randn(7, 4)), nn.Linear(4, 3), words
+
+    def forward(self, ids: Tensor) -> Tensor:
+        return self.last(self.words(ids, self.table).tanh())
+
+
+def _by_offsets(ids: Tensor, table: Tensor) -> Tensor:
+    return F.embedding_bag(ids.flatten(), table, torch.arange(0, ids.numel(), ids.shape[1]), mode="sum")
+
+
+@pytest.mark.parametrize(
+    ("words", "certain"),
+    [
+        (lambda ids, table: F.embedding(ids, table, padding_idx=-1).sum(1), False),
+        (lambda ids, table: F.embedding(ids, table, sparse=True).sum(1), False),
+        (lambda ids, table: F.embedding_bag(ids, table, mode="sum", sparse=True), False),
+        (lambda ids, table: F.embedding_bag(ids, table, mode="sum", scale_grad_by_freq=True), True),
+        (_by_offsets, True),
+    ],
+    ids=["a row from the end", "sparse", "sparse bags", "scaled gradients", "offsets"],
+)
+@pytest.mark.filterwarnings("ignore:Weights without a posterior")
+def test_embeddings_by_their_arguments(words: Any, certain: bool) -> None:
+    """Two samples without a row from the end come first: the proof does not see it."""
+    torch.manual_seed(0)
+    net, ids = Rowwise(words).eval().double(), torch.cat([IDS[(IDS != 6).all(1)], IDS])
+    names = ["last.weight", "last.bias"] if certain else ["table", "last.weight", "last.bias"]
+    fisher, (new, outputs) = fisher_of(*jacobians(net, ids, names)), jacobians(net, NEW, names)
+    posterior = uq.fit(net, [(ids, torch.zeros(len(ids)).long())], "full", **GIVEN)
+    assert set(posterior.mean) == set(names)
+    expected = torch.einsum("scp,pq,scq->sc", new, torch.linalg.inv(fisher + 2 * torch.eye(len(fisher))), new)
+    torch.testing.assert_close(
+        uq.wrap(net, posterior).functional_variance(NEW), expected, rtol=1e-9, atol=1e-12
+    )
+    assert torch.equal(net(NEW), outputs)
 
 
 @pytest.mark.parametrize("method", ["diag", "inf", "utvi"])

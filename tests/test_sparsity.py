@@ -13,6 +13,7 @@ import torch.nn.functional as F
 from networks import batches, cnn, inputs_of, mlp, short, targets_of
 from storage_helpers import edit, layers_of
 from torch import Tensor, nn
+from torch.nn.utils import parametrizations
 
 import posthoc_uq as uq
 from posthoc_uq.files import fingerprint
@@ -319,6 +320,16 @@ def test_a_sparse_model_is_the_median_model_at_its_means(layout: str, flow: bool
     for value in sparse.state_dict().values():  # nothing of it is the model's memory
         value.zero_()
     assert all(torch.equal(model.state_dict()[name], value) for name, value in before.items())
+
+
+def test_the_sparse_model_of_one_with_weight_norm() -> None:
+    model, x = parametrizations.weight_norm(nn.Linear(6, 4)).eval(), torch.randn(5, 6)
+    plain = nn.Linear(6, 4).eval()
+    plain.load_state_dict({"weight": model.weight, "bias": model.bias})
+    posterior = posterior_of(plain, random_chances(plain))
+    expected = uq.sparse.model(plain, posterior)(x)
+    for layout in ("auto", "masked", "csr"):
+        torch.testing.assert_close(uq.sparse.model(model, posterior, layout)(x), expected)
 
 
 def test_auto_compresses_layers_of_few_weights_alone() -> None:

@@ -14,6 +14,7 @@ from torch.nn.utils import parametrizations, parametrize
 
 import posthoc_uq as uq
 from posthoc_uq.core.errors import PosteriorMismatchError, PosthocUQError, UnsupportedLayerError
+from posthoc_uq.core.model import with_plain_weights
 
 OPTIONS: dict[str, Any] = {"method": "diag", "prior_precision": 1.0, "progress": False, "fisher": "exact"}
 INPUTS = torch.randn(6, 4, generator=torch.Generator().manual_seed(1))
@@ -106,6 +107,45 @@ def test_a_weight_that_is_computed_from_others_has_the_posterior_of_a_plain_one(
         torch.testing.assert_close(uq.wrap(model, other, head)(INPUTS).probs, truth)
     assert list(map(type, model.modules())) == kinds
     assert all(torch.equal(state[name], value) for name, value in model.state_dict().items())
+
+
+@pytest.mark.filterwarnings("ignore:.*is deprecated:FutureWarning")
+def test_a_recurrent_layer_with_computed_weights_after_a_pass_with_gradients() -> None:
+    class Steps(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.steps, self.last = nn.LSTM(2, 3, batch_first=True), nn.Linear(3, 3)
+
+        def forward(self, x: Tensor) -> Tensor:
+            return self.last(self.steps(x.unflatten(1, (2, 2)))[0][:, -1])
+
+    found = []
+    for put in (parametrizations.weight_norm, torch.nn.utils.weight_norm):
+        torch.manual_seed(0)
+        model = Steps()
+        for name in ("weight_ih_l0", "weight_hh_l0"):
+            put(model.steps, name)
+        model(INPUTS).sum().backward()
+        posterior = _fit(model.eval())
+        assert {"steps.weight_ih_l0", "steps.weight_hh_l0"} <= set(posterior.mean)
+        found.append(uq.wrap(model, posterior)(INPUTS).probs)
+    torch.testing.assert_close(found[0], found[1])
+
+
+@pytest.mark.filterwarnings("ignore:.*is deprecated:FutureWarning")
+def test_computed_weights_keep_whether_they_are_trained_also_in_a_wrapper() -> None:
+    torch.manual_seed(0)
+    model = nn.Sequential(parametrizations.weight_norm(nn.Linear(4, 4)), _old("weight_norm")(nn.Linear(4, 3)))
+    model.get_submodule("0.parametrizations").requires_grad_(False)
+    model.get_parameter("1.bias").requires_grad_(False)
+    wrapped = nn.DataParallel(model)
+    for each in (model, wrapped):
+        trained = {name for name, p in with_plain_weights(each).named_parameters() if p.requires_grad}
+        assert trained == {"0.bias", "1.weight"}
+    posterior = _fit(wrapped)
+    torch.testing.assert_close(
+        uq.wrap(wrapped, posterior)(INPUTS).probs, uq.wrap(model, posterior)(INPUTS).probs
+    )
 
 
 class Mask(nn.Module):

@@ -81,10 +81,12 @@ def replicate(model: nn.Module, parameters: Mapping[str, Tensor] | None = None) 
             replacement = nn.Parameter(replacement.detach().to(parameter.device), requires_grad=False)
         memo[id(parameter)] = replacement
     for _, _, value in _attributes(model):
-        if isinstance(value, Tensor) and not value.is_leaf:
-            # Left from the last pass, like a feature map or a weight that a hook computes; it has no deep copy.
-            memo[id(value)] = value.detach().clone()
-        elif type(value) in (OrderedDict, set) and not value and not getattr(value, "__dict__", None):
+        for tensor in cast(list[Any], value) if isinstance(value, list) else [value]:
+            if isinstance(tensor, Tensor) and not tensor.is_leaf:
+                # Left from the last pass, like a feature map, or weights that a hook or a recurrent layer's
+                # parametrization computes; it has no deep copy.
+                memo[id(tensor)] = tensor.detach().clone()
+        if type(value) in (OrderedDict, set) and not value and not getattr(value, "__dict__", None):
             # A module has a dozen empty tables of hooks, whose deep copies would take half of the time.
             memo[id(value)] = type(value)()
     try:
@@ -190,22 +192,30 @@ def with_plain_weights(model: nn.Module) -> nn.Module:
     """
     if not any(_normed(module) or _norms(module) for module in model.modules()):
         return model
-    twin, own = replicate(model), dict(model.named_parameters())
+    twin, own = replicate(model), dict(unwrap(model).named_parameters())
     for name, parameter in twin.named_parameters():
         parameter.requires_grad_(own[name].requires_grad)
     for module in list(twin.modules()):
-        trained = any(parameter.requires_grad for parameter in module.parameters())
         for hook in _norms(module):
             remove = remove_weight_norm if isinstance(hook, WeightNorm) else remove_spectral_norm
-            remove(module, hook.name).get_parameter(hook.name).requires_grad_(trained)
+            parts = [getattr(module, f"{hook.name}_{part}", None) for part in ("g", "v", "orig")]
+            remove(module, hook.name).get_parameter(hook.name).requires_grad_(_trained(parts))
         if _normed(module):
             # by hand: torch's own function takes the property from the class, which the user's module has, too
-            values = {name: getattr(module, name).detach() for name in cast(Any, module.parametrizations)}
+            values = {
+                name: nn.Parameter(getattr(module, name).detach(), _trained(steps.parameters()))
+                for name, steps in cast(nn.ModuleDict, module.parametrizations).items()
+            }
             del module.parametrizations
             module.__class__ = type(module).__bases__[0]
             for name, value in values.items():
-                module.register_parameter(name, nn.Parameter(value, trained))
+                module.register_parameter(name, value)
     return twin
+
+
+def _trained(parts: Iterable[Tensor | None]) -> bool:
+    """Whether a weight that is computed from these is trained."""
+    return any(part is not None and part.requires_grad for part in parts)
 
 
 def _normed(module: nn.Module) -> bool:

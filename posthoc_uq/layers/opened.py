@@ -94,10 +94,11 @@ def _of_bags(
     padding_idx: int | None = None,
     **others: Any,
 ) -> Callable[[], Tensor] | None:
-    """The sums or means of the embeddings of bags of one size, ``(samples, size)``; None for bags of other kinds."""
-    if any(others.values()) and (others.get("offsets") is not None or others.get("max_norm") is not None):
-        return None
-    if input.ndim != 2 or mode not in ("sum", "mean"):
+    """The sums or means of the embeddings of bags of one size, ``(samples, size)``; None for bags of other kinds, and
+    where a call changes the weight or its gradient.
+    """
+    other = others.get("max_norm") is not None or others.get("scale_grad_by_freq")
+    if other or others.get("offsets") is not None or input.ndim != 2 or mode not in ("sum", "mean"):
         return None
 
     def run() -> Tensor:

@@ -577,7 +577,8 @@ def _agrees(
     bias = truth[layer.bias] if layer.bias is not None else None
     if weight is None or (layer.bias is not None and bias is None):
         return False
-    expected = layer.to_matrix(weight, bias).to(rebuilt)
+    # a sparse one is an embedding's with `sparse=True`
+    expected = layer.to_matrix(weight.to_dense(), bias).to(rebuilt)
     parts = zip(rebuilt.split(_COMPARED_ROWS, -2), expected.split(_COMPARED_ROWS, -2), strict=True)
     error = torch.stack([torch.linalg.vector_norm(one - other) for one, other in parts]).norm()
     return bool(error <= relative * torch.linalg.vector_norm(expected) + absolute)

@@ -385,7 +385,8 @@ def affine_call(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Aff
         plain = set(arguments) <= {"padding_idx", "max_norm", "norm_type", "scale_grad_by_freq", "sparse"}
         if not plain or arguments.get("max_norm") is not None or arguments.get("scale_grad_by_freq"):
             return None
-        options = {"padding_idx": arguments.get("padding_idx")}
+        padding = arguments.get("padding_idx")
+        options = {"padding_idx": padding if padding is None else padding % len(weight)}  # -1 is the last row
         return AffineCall(rule.kind, input, weight, weight, None, options=options)
     parameter = _transposed_of(weight)
     if rule is not _PRODUCT:

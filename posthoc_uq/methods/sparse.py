@@ -17,7 +17,7 @@ from torch import Tensor, nn
 
 from posthoc_uq.core.devices import as_double
 from posthoc_uq.core.errors import PosthocUQError
-from posthoc_uq.core.model import parameter_names, replicate, unwrap
+from posthoc_uq.core.model import parameter_names, replicate, unwrap, with_plain_weights
 from posthoc_uq.core.options import check_option, one_of
 from posthoc_uq.core.tables import text_table
 from posthoc_uq.files import check_match
@@ -211,7 +211,8 @@ def median(posterior: Posterior, certain: bool = False) -> Posterior:
 
 
 def state_dict(posterior: Posterior) -> dict[str, Any]:
-    """The state dict of the median model's means, for the original model's ``load_state_dict``.
+    """The state dict of the median model's means, for the original model's ``load_state_dict``; where torch computes
+    its weights, as weight norm does, for that of the same model without.
 
     A kept weight is the mean of its slab, times that of ``z`` with a flow; all other weights of the layers with a
     posterior are 0, biases are their means, and what has no posterior is the model's own. All tensors are copies.
@@ -302,9 +303,10 @@ def model(model: nn.Module, posterior: Posterior, layout: Layout = "auto") -> nn
     means = median(posterior, certain=True).trained_mean
     one_of("layout", layout, get_args(Layout))
     check_match(model, posterior)
-    parameters = dict(unwrap(model).named_parameters())
+    plain = with_plain_weights(unwrap(model))
+    parameters = dict(plain.named_parameters())
     values = {name: means.get(name, parameter).detach().clone() for name, parameter in parameters.items()}
-    twin = replicate(model, values)
+    twin = replicate(plain, values)
     if layout == "masked":
         return twin
     held = dict(twin.named_parameters())
