@@ -192,6 +192,23 @@ def test_binary_positions_become_two_classes() -> None:
     torch.testing.assert_close(prediction.probs, expected.probs)
 
 
+def test_classes_that_could_be_in_two_dimensions_are_said() -> None:
+    model, inputs_ = nn.Linear(4, 5), torch.randn(6, 5, 4)
+    labels = torch.randint(5, (6, 5))
+    with pytest.warns(
+        UserWarning, match="fit classes in dimension 1 and in dimension -1; the former is taken"
+    ):
+        fit(model, [(inputs_, labels)], likelihood="classification")
+    refused(
+        r"have one class. One logit of each position .* output=lambda z",
+        lambda: fit(
+            nn.Conv2d(3, 1, 1),
+            [(torch.randn(4, 3, 5, 5), torch.ones(4, 5, 5).long())],
+            likelihood="classification",
+        ),
+    )
+
+
 def test_masks_with_one_channel_are_refused_with_what_makes_labels_of_them() -> None:
     model, images = nn.Conv2d(3, 2, 1), torch.randn(4, 3, 5, 5)
     masks = (images[:, :1] > 0).float()

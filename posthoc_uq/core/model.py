@@ -192,6 +192,14 @@ def with_plain_weights(model: nn.Module) -> nn.Module:
     """
     if not any(_normed(module) or _norms(module) for module in model.modules()):
         return model
+    with (
+        torch.inference_mode(False),
+        torch.no_grad(),
+    ):  # a user may predict in that mode, and there nothing is trained
+        return _without_norms(model)
+
+
+def _without_norms(model: nn.Module) -> nn.Module:
     twin, own = replicate(model), dict(unwrap(model).named_parameters())
     for name, parameter in twin.named_parameters():
         parameter.requires_grad_(own[name].requires_grad)

@@ -80,7 +80,8 @@ def without_posterior(
     return (
         f"Weights without a posterior, {share(*missing)} of all weights: {', '.join(shown)}{more}. Predictions take "
         f"them for certain. What is used through torch.nn.functional.linear, a convolution or a product x @ weight "
-        f"gets a posterior; choosing layers by layers=[...] leaves out what is not to have one."
+        f"gets a posterior, with layers='everything' also embeddings of at most 4,096 rows, scales and offsets; "
+        f"choosing layers by layers=[...] leaves out what is not to have one."
     )
 
 

@@ -15,7 +15,7 @@ from annotated_types import Ge, Lt
 from torch import Tensor
 
 from posthoc_uq.core.devices import as_double, widest
-from posthoc_uq.core.errors import PosthocUQError
+from posthoc_uq.core.errors import PosthocUQError, warn_user
 from posthoc_uq.core.options import check_option
 from posthoc_uq.core.randomness import uniforms
 from posthoc_uq.core.records import Record
@@ -225,6 +225,15 @@ class Categorical(Likelihood):
     def of_shapes(self, outputs: Tensor, targets: Tensor) -> Categorical:
         """The same with its classes in the other dimension, where these targets fit only that one."""
         other, shape = replace(self.layout, class_dim=-self.layout.class_dim), tuple(targets.shape)
+        if (
+            shape == self.layout.shape_of_labels(outputs) == other.shape_of_labels(outputs)
+            and outputs.ndim > 2
+        ):
+            warn_user(
+                f"Outputs of shape {tuple(outputs.shape)} and labels of shape {shape} fit classes in dimension "
+                f"{self.layout.class_dim} and in dimension {other.class_dim}; the former is taken. Say which by "
+                f"likelihood=uq.Categorical(class_dim=...)."
+            )
         if shape == self.layout.shape_of_labels(outputs) or shape != other.shape_of_labels(outputs):
             return self
         return Categorical(other.class_dim, other.ignore_index, label_smoothing=self.label_smoothing)

@@ -106,6 +106,12 @@ class Layout:
             PosthocUQError: there are fewer than two classes, no position, or not one dimension of tokens.
         """
         shape, where = tuple(outputs.shape), f"class_dim={self.class_dim}"
+        if self.class_dim == 1 and shape[1] == 1 and 0 not in shape:
+            raise PosthocUQError(
+                f"Outputs of shape {shape} have one class. One logit of each position is fitted as two classes: "
+                f"output=lambda z: torch.cat([torch.zeros_like(z), z], 1), likelihood='classification'. Where the "
+                f"classes are in the last dimension: likelihood=uq.Categorical(class_dim=-1)."
+            )
         if self.classes(outputs) < 2 or 0 in shape:
             raise PosthocUQError(
                 f"Outputs of shape {shape} have {self.classes(outputs)} classes with {where}; there must be at least "
