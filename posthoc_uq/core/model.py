@@ -192,10 +192,8 @@ def with_plain_weights(model: nn.Module) -> nn.Module:
     """
     if not any(_normed(module) or _norms(module) for module in model.modules()):
         return model
-    with (
-        torch.inference_mode(False),
-        torch.no_grad(),
-    ):  # a user may predict in that mode, and there nothing is trained
+    # a user may predict in inference mode, whose tensors cannot say whether they are trained
+    with torch.inference_mode(False), torch.no_grad():
         return _without_norms(model)
 
 

@@ -179,9 +179,8 @@ class Rows(Operand):
         if basis.shape[0] > 1:
             return torch.matmul(rows, basis)
         samples, _, positions, size = rows.shape
-        if (
-            rows.stride(3) == 1 or samples * positions < basis.shape[2]
-        ):  # one product, for which few rows are copied
+        # one product, for which few rows are copied
+        if rows.stride(3) == 1 or samples * positions < basis.shape[2]:
             return (rows.reshape(-1, size) @ basis[0]).reshape(samples, 1, positions, -1)
         return torch.matmul(basis[0].T, rows[:, 0].transpose(1, 2)).transpose(1, 2).unsqueeze(1)
 
@@ -487,9 +486,8 @@ class Patches(Operand):
 
     def project(self, basis: Tensor) -> Tensor:
         groups, _, width = basis.shape
-        if (
-            self.samples * self.positions < width
-        ):  # a convolution would copy more numbers of U than there are in rows
+        # a convolution would copy more numbers of U than there are in rows
+        if self.samples * self.positions < width:
             return Rows(self.rows()).project(basis)
         filters = basis[:, : self._fan_in].transpose(1, 2)
         filters = filters.reshape(groups * width, self._channels, *self._kernel)
@@ -621,9 +619,8 @@ def turned(gradients: Tensor, basis: Tensor) -> Tensor:
     functions, outputs, positions = gradients.shape[2:]
     if positions >= outputs:
         return torch.matmul(basis.transpose(-1, -2).unsqueeze(1), gradients)
-    rows = gradients.transpose(3, 4).flatten(
-        2, 3
-    )  # one product, not one for each function, which would copy U
+    # one product, not one for each function, which would copy U
+    rows = gradients.transpose(3, 4).flatten(2, 3)
     return Rows(rows).project(basis).unflatten(2, (functions, positions)).transpose(3, 4)
 
 

@@ -79,11 +79,12 @@ class Bernoulli(_Labels):
 
     def faults(self, outputs: Tensor, targets: Tensor | None) -> Faults:
         if outputs.numel() != outputs.shape[0]:
+            several = "; several labels a sample are likelihood='multilabel'" if outputs.ndim == 2 else ""
             raise PosthocUQError(
                 f"likelihood='binary' needs outputs of shape (samples,) or (samples, 1), and the model gives "
                 f"{tuple(outputs.shape)}. One logit of each of several positions is fitted as two classes: "
-                f"likelihood='classification', output=lambda z: {_as_two_classes(outputs)}; several labels are "
-                f"'multilabel'."
+                f"likelihood='classification', output=lambda z: {_as_two_classes(outputs)}"
+                f"{several}."
             )
         if targets is not None and targets.numel() != outputs.shape[0]:
             raise PosthocUQError(
