@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import posthoc_uq as uq
-from posthoc_uq.core.devices import DeferredChecks, has_double, on_host
+from posthoc_uq.core.devices import DeferredChecks, full_precision, has_double, on_host
 from posthoc_uq.core.randomness import device_generators
 from posthoc_uq.likelihoods import Categorical, resolve_likelihood
 from posthoc_uq.likelihoods.draws import _placed_normals, normals
@@ -403,6 +403,20 @@ def assert_same(found: Any, expected: Any, where: str, exact: bool) -> None:
         assert found == expected, where
 
 
+@pytest.fixture
+def tf32() -> Iterator[Callable[[bool], None]]:
+    """Turns TF32 on or off for convolutions and products: GPUs then round the factors of float32 to 10 bits."""
+    before = torch.backends.cudnn.allow_tf32, torch.get_float32_matmul_precision()
+
+    def turn(on: bool) -> None:
+        torch.backends.cudnn.allow_tf32 = on
+        torch.set_float32_matmul_precision("high" if on else "highest")
+
+    yield turn
+    torch.set_float32_matmul_precision(before[1])
+    torch.backends.cudnn.allow_tf32 = before[0]
+
+
 # which share their code with another one here
 ALIKE = {f"changes {method}" for method in ("efb", "kfac", "full")} | {
     "positions diag",
@@ -434,8 +448,56 @@ def test_torchs_default_device_changes_nothing(name: str) -> None:
 @pytest.mark.device
 @pytest.mark.filterwarnings("ignore::UserWarning")
 @pytest.mark.parametrize("name", WORKS)
-def test_a_device_finds_what_the_cpu_does(name: str, device: torch.device) -> None:
+def test_a_device_finds_what_the_cpu_does(
+    name: str, device: torch.device, tf32: Callable[[bool], None]
+) -> None:
+    tf32(False)  # trainings and draws are the user's own passes, at the user's precision
     assert_same(WORKS[name](device), WORKS[name](CPU), name, exact=False)
+
+
+@pytest.mark.device
+@pytest.mark.filterwarnings("ignore::UserWarning")
+@pytest.mark.parametrize("name", ["inf", "kfac", "linearized", "likelihood poisson", "likelihood ordinal"])
+def test_tf32_changes_no_posterior_and_no_linearised_variance(
+    name: str, device: torch.device, tf32: Callable[[bool], None]
+) -> None:
+    tf32(True)
+    found = WORKS[name](device)
+    tf32(False)
+    assert_same(found, WORKS[name](device), name, exact=False)
+
+
+def test_full_precision_ends_with_the_last_that_asked_for_it(tf32: Callable[[bool], None]) -> None:
+    def settings() -> tuple[bool, str]:
+        return torch.backends.cudnn.allow_tf32, torch.get_float32_matmul_precision()
+
+    tf32(True)
+    one, other = full_precision(), full_precision()
+    one.__enter__()
+    other.__enter__()
+    one.__exit__(None, None, None)
+    assert settings() == (False, "highest")
+    other.__exit__(None, None, None)
+    assert settings() == (True, "high")
+    torch.set_float32_matmul_precision("medium")
+    with pytest.raises(ZeroDivisionError), full_precision():
+        raise ZeroDivisionError
+    assert settings() == (True, "medium")
+
+
+@pytest.mark.skipif(
+    not hasattr(torch.backends.cudnn, "conv"), reason="torch has one setting for all operations"
+)
+def test_full_precision_where_each_operation_has_its_own(tf32: Callable[[bool], None]) -> None:
+    convolutions: Any = torch.backends.cudnn.conv  # type: ignore[attr-defined]
+    convolutions.fp32_precision = "ieee"
+    recurrent = torch.backends.cudnn.rnn.fp32_precision  # type: ignore[attr-defined]
+    try:
+        with full_precision():
+            assert torch.backends.cudnn.rnn.fp32_precision == "ieee"  # type: ignore[attr-defined]
+        assert (convolutions.fp32_precision, torch.backends.cudnn.rnn.fp32_precision) == ("ieee", recurrent)  # type: ignore[attr-defined]
+    finally:
+        convolutions.fp32_precision = recurrent
 
 
 @pytest.mark.device

@@ -12,7 +12,7 @@ from torch import Tensor
 from torch.utils._pytree import tree_flatten
 
 from posthoc_uq.core.batches import LOADER, Bar, Batch, BatchReader, batches, explained, holds_samples
-from posthoc_uq.core.devices import DeferredChecks, as_double, on_host
+from posthoc_uq.core.devices import DeferredChecks, as_double, full_precision, on_host
 from posthoc_uq.core.distributed import check_items, own_samples
 from posthoc_uq.core.errors import NonFiniteError, PosthocUQError
 from posthoc_uq.core.randomness import mix, mixed_seed, sample_keys
@@ -208,6 +208,7 @@ class Observer(Protocol):
         ...
 
 
+@full_precision()
 def sweep(
     capture: Capture,
     loader: Iterable[Any],

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from posthoc_uq.core.batches import Batch, explained
-from posthoc_uq.core.devices import as_double
+from posthoc_uq.core.devices import as_double, full_precision
 from posthoc_uq.core.errors import NonFiniteError, PosthocUQError, UnsupportedLayerError
 from posthoc_uq.core.model import replicate
 from posthoc_uq.core.randomness import isolated_random_state
@@ -118,6 +118,7 @@ def set_batch_statistics(model: nn.Module, batches: Sequence[Batch]) -> None:
         layer.eval()
 
 
+@full_precision()
 def tangent_kernel(
     network: nn.Module, batches: Sequence[Batch], seed: int, weights: Collection[str] | None = None
 ) -> Tensor:

@@ -26,6 +26,7 @@ from posthoc_uq.core.batches import (
     check_loader,
     explained,
 )
+from posthoc_uq.core.devices import on_host
 from posthoc_uq.core.errors import PosthocUQError
 from posthoc_uq.core.interrupts import orderly
 from posthoc_uq.core.model import replicate
@@ -320,13 +321,13 @@ class _Gallery:
                 )
                 picked.append((float(order[index]), example))
         best = [example for _, example in sorted(picked, key=lambda pair: -pair[0])[: self.size]]
-        # a view would keep the whole batch in memory
-        self.examples = [
-            replace(example, image=example.image.detach().float().cpu().clone())
-            if example.index >= start
-            else example
-            for example in best
-        ]
+        # in one copy from the device; and cloned, since a view would keep the whole batch in memory
+        new = [place for place, example in enumerate(best) if example.index >= start]
+        for place, image in zip(
+            new, on_host(*(best[place].image.detach().float() for place in new)), strict=True
+        ):
+            best[place] = replace(best[place], image=image.clone())
+        self.examples = best
 
 
 # One pass over each loader.

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor, nn
 
 from posthoc_uq.core.batches import Batch
-from posthoc_uq.core.devices import TEMPORARY_BYTES
+from posthoc_uq.core.devices import TEMPORARY_BYTES, full_precision
 from posthoc_uq.core.errors import PosthocUQError
 from posthoc_uq.core.model import check_differentiable, model_device, replicate, statistics_dtype, unwrap
 from posthoc_uq.core.options import Count, check_option
@@ -930,14 +930,15 @@ class LinearizedPredictor(GaussianPredictor):
 
     @contextmanager
     def _gradients(self, kept: bool = True) -> Generator[None]:
-        """No inference mode and no gradients, whatever the caller's mode, since autograd is used inside; the caller's
-        where this call keeps its graph.
+        """Full precision; no inference mode and no gradients, whatever the caller's mode, since autograd is used
+        inside; the caller's where this call keeps its graph.
         """
-        if kept and self._differentiated:
-            yield
-        else:
-            with torch.inference_mode(False), torch.no_grad():
+        with full_precision():
+            if kept and self._differentiated:
                 yield
+            else:
+                with torch.inference_mode(False), torch.no_grad():
+                    yield
 
     def _predict(self, posterior: Posterior, batch: Batch) -> Prediction:
         with self._gradients():

@@ -17,6 +17,7 @@ import torch
 from torch import Tensor, nn
 
 from posthoc_uq.core.batches import NAMED, Batch, described, whole_mapping
+from posthoc_uq.core.devices import full_precision
 from posthoc_uq.core.errors import NonFiniteError, PosthocUQError, UnsupportedLayerError, check_refused
 from posthoc_uq.core.model import owners, parameter_names, replicate, unshared_copy
 from posthoc_uq.core.options import did_you_mean, shown
@@ -312,6 +313,7 @@ class Prepared:
     warning: str | None = None
 
 
+@full_precision()
 def prepare(
     model: nn.Module,
     batch: Batch,
@@ -569,8 +571,6 @@ def _agrees(
 ) -> bool:
     if rebuilt.dtype == torch.float64:
         relative, absolute = 1e-6, 1e-12
-    elif rebuilt.is_cuda:  # autograd's convolutions may round their factors to 10 bits there (TF32)
-        relative, absolute = 1e-2, 2e-4
     else:
         relative, absolute = 2e-3, 1e-6
     relative, absolute = tolerance or relative, absolute * terms_bound

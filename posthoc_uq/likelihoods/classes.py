@@ -317,8 +317,10 @@ class Categorical(Likelihood):
         positions = layout.positions(outputs)
         _, counted = layout.labels(outputs, targets)
         rows = at_least_float32(layout.rows(outputs)).reshape(samples, counted.shape[1], -1)
-        for position in range(counted.shape[1]):
-            if bool(counted[:, position].any()):
+        # one look at the device, and none for a single position
+        used = counted.any(0).tolist() if counted.shape[1] > 1 else [True]
+        for position, any_counts in enumerate(used):
+            if any_counts:
                 for factor in _softmax_factors(rows[:, position]):
                     whole = factor.new_zeros(rows.shape)
                     whole[:, position] = factor.masked_fill(~counted[:, position : position + 1], 0.0)
