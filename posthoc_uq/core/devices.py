@@ -141,11 +141,12 @@ _FULL_PRECISION = _FullPrecision()
 
 def _without_tf32() -> Callable[[], None]:
     """Turn TF32 off, and return what turns it back."""
-    cudnn, products = torch.backends.cudnn, torch.get_float32_matmul_precision()
+    cudnn: Any = torch.backends.cudnn
+    products = torch.get_float32_matmul_precision()
     try:
         convolutions = cudnn.allow_tf32
     except RuntimeError:  # the user sets it for each kind of operation, as newer versions of torch let one
-        parts = (cudnn.conv, cudnn.rnn, torch.backends.cuda.matmul)  # type: ignore[attr-defined]
+        parts: Any = (cudnn.conv, cudnn.rnn, torch.backends.cuda.matmul)
         given = [part.fp32_precision for part in parts]
         for part in parts:
             part.fp32_precision = "ieee"

@@ -21,7 +21,7 @@ import torch
 from torch import Tensor, einsum, matmul, triu_indices, where
 
 from posthoc_uq.core.devices import widest
-from posthoc_uq.layers.operands import TOUCH_COST, Operand, Rows, chunks, temporary_limit
+from posthoc_uq.layers.operands import TOUCH_COST, Operand, Rows, Units, chunks, temporary_limit
 from posthoc_uq.likelihoods.weights import SampleWeights
 
 
@@ -224,6 +224,20 @@ class Accumulator(ABC):
         return temporary_limit(self._budget, tensor.device)
 
 
+def _known(
+    activations: Operand, gradients: Tensor, first_pass: bool, weights: SampleWeights | None
+) -> tuple[Operand, bool, Tensor | None]:
+    """What a sum over the inputs of a layer takes: its activations, whether this pass counts, and the samples' weights.
+
+    Where gradients ``J`` are all that is known of a layer, its inputs are taken to be the rows of every J, so that
+    ``sum a a^T`` is ``sum J^T J``, beside ``sum g g^T = sum J J^T`` (Gupta, Koren, Singer 2018). They come with the
+    roots of the weights, and differ from pass to pass.
+    """
+    if isinstance(activations, Units):
+        return Rows(gradients.transpose(2, 3)), True, None
+    return activations, first_pass, _on_device(weights, gradients)
+
+
 class _Gram(Accumulator):
     """A Gram ``(groups, size, size)``, and the number of rows in it."""
 
@@ -238,18 +252,39 @@ class _Gram(Accumulator):
 
 
 class InputGram(_Gram):
-    """``A = 1/N sum_{s,t} a a^T``, ``(groups, inputs, inputs)``."""
+    """``A = 1/N sum_{s,t} a a^T``, ``(groups, inputs, inputs)``.
+
+    Where gradients J are all that is known of the layer, ``A = n sum J^T J / tr sum J^T J``, so that the trace of the
+    product of ``A`` and ``G`` is that of the Fisher.
+    """
+
+    def __init__(
+        self,
+        groups: int,
+        size: int,
+        dtype: torch.dtype,
+        device: torch.device,
+        budget: int,
+        by_gradients: bool = False,
+    ) -> None:
+        super().__init__(groups, size, dtype, device, budget)
+        self._by_gradients = by_gradients
 
     def add(
         self, activations: Operand, gradients: Tensor, first_pass: bool, weights: SampleWeights | None = None
     ) -> None:
-        if first_pass:
-            activations.add_gram(self._sums["gram"], self._limit(gradients), _on_device(weights, gradients))
-            self._sums["rows"] += activations.samples * activations.positions
+        rows, counts, weight = _known(activations, gradients, first_pass, weights)
+        if counts:
+            rows.add_gram(self._sums["gram"], self._limit(gradients), weight)
+            self._sums["rows"] += rows.samples * rows.positions
 
     def mean(self, samples: float) -> Tensor:
         """The Gram over `samples`."""
-        return self._sums["gram"] / samples
+        gram = self._sums["gram"]
+        if not self._by_gradients:
+            return gram / samples
+        trace = gram.diagonal(dim1=1, dim2=2).sum(1).clamp(min=torch.finfo(gram.dtype).tiny)
+        return gram * (gram.shape[1] / trace)[:, None, None]
 
 
 class GradientGram(_Gram):
@@ -292,11 +327,11 @@ class RangeSketch(Accumulator):
     def add(
         self, activations: Operand, gradients: Tensor, first_pass: bool, weights: SampleWeights | None = None
     ) -> None:
-        if self._side == "inputs" and not first_pass:
-            return
         sums, limit = self._sums["sketch"], self._limit(gradients)
         if self._side == "inputs":
-            activations.add_sketch(sums, self.test_matrix, limit, _on_device(weights, gradients))
+            rows, counts, weight = _known(activations, gradients, first_pass, weights)
+            if counts:
+                rows.add_sketch(sums, self.test_matrix, limit, weight)
         else:
             Rows(gradients).add_sketch(sums, self.test_matrix, limit)
         if first_pass:

@@ -12,16 +12,17 @@ from torch import Tensor
 from torch.utils._pytree import tree_flatten
 
 from posthoc_uq.core.batches import LOADER, Bar, Batch, BatchReader, batches, explained, holds_samples
-from posthoc_uq.core.devices import DeferredChecks, as_double, full_precision, on_host
+from posthoc_uq.core.devices import TEMPORARY_BYTES, DeferredChecks, as_double, full_precision, on_host
 from posthoc_uq.core.distributed import check_items, own_samples
 from posthoc_uq.core.errors import NonFiniteError, PosthocUQError
 from posthoc_uq.core.randomness import mix, mixed_seed, sample_keys
-from posthoc_uq.curvature.kept_inputs import Picked
+from posthoc_uq.curvature.kept_inputs import Part, Picked
 from posthoc_uq.curvature.statistics import Accumulator, JointFisher
 from posthoc_uq.layers.capture import Capture, Recording
-from posthoc_uq.layers.operands import CPU_TEMPORARY, Rows, separate_positions, weighted
+from posthoc_uq.layers.operands import CPU_TEMPORARY, Rows, chunks, separate_positions, weighted
 from posthoc_uq.layers.proof import count_samples
 from posthoc_uq.layers.rules import LayerGradients
+from posthoc_uq.layers.sample_gradients import numbers_of
 from posthoc_uq.likelihoods import Fisher, Gaussian, Likelihood
 from posthoc_uq.likelihoods.weights import SampleWeights, weights_of
 
@@ -324,16 +325,29 @@ def sweep(
                     summary = done
                 continue
             for part in picked.add(batch, keys, index):
-                sweep_over(*part)
+                for piece in _pieces(capture, *part):
+                    sweep_over(*piece)
             checks.run()
             if after_batch is not None and not picked.waiting:
                 after_batch(summary)
         for part in picked.rest():
-            sweep_over(*part)
+            for piece in _pieces(capture, *part):
+                sweep_over(*piece)
         checks.run()
     if done is not None and summary.batches < skipped:
         raise other_batches()
     return summary
+
+
+def _pieces(capture: Capture, batch: Batch, keys: Tensor, place: str) -> Iterator[Part]:
+    """A batch in pieces whose samples' gradients fit into memory, where the capture has any of `sample_gradients`."""
+    layers = [tracked.layer for tracked in capture.tracked.values() if tracked.layer.rule.by_gradients]
+    samples = keys.shape[0]
+    if not layers or samples == 1:
+        yield batch, keys, place
+        return
+    for part in chunks(samples, numbers_of(layers), 4, TEMPORARY_BYTES):
+        yield batch.narrow(part.start, part.stop - part.start, samples), keys[part], place
 
 
 def show(

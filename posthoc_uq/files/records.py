@@ -98,7 +98,7 @@ class LayerRecord(Record):
     groups: Side
     outputs: Side
     inputs: Side
-    weight_shape: Annotated[list[Side], Field(min_length=1, max_length=5)]
+    weight_shape: Annotated[list[Side], Field(max_length=6)]
 
     @model_validator(mode="after")
     def _check_sides(self) -> LayerRecord:

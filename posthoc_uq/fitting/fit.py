@@ -436,7 +436,7 @@ def _dry_run(request: _FitRequest) -> Task:
             return check_first_batch(model, task.model, task.batch, task.settings.likelihood, request.by_name)
 
     warnings = run_on_all_ranks(look, "the dry run")
-    for warning in (task.prepared.warning, *warnings):
+    for warning in (task.prepared.warning, task.prepared.cost, *warnings):
         if warning is not None:
             warn_user(warning)
     return task
@@ -492,6 +492,7 @@ def prepared_task(
                     unsupported=method.unsupported,
                     autocast=autocast,
                     prove=method.proves_gradients,
+                    by_gradients=method.takes_gradients,
                 )
                 observed = _of_shapes(view, batch, likelihood) if by_name else likelihood
                 features = find_features(prepared.model, batch, autocast, observed)

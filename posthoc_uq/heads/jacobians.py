@@ -253,7 +253,8 @@ def track_layers(model: nn.Module, posterior: Posterior, batch: Batch, dtype: to
             f"{unused}."
         )
     capture = Capture(model)
-    capture.track([replace(tracked, engine="hooks", module=None) for tracked in chosen.values()])
+    hooked = (replace(t, engine="hooks") if t.engine == "backpack" else t for t in chosen.values())
+    capture.track([replace(tracked, module=None) for tracked in hooked])
     return TrackedModel(capture, _find_last(capture, batch, dtype, posterior.likelihood))
 
 

@@ -361,7 +361,11 @@ class MomentsPredictor(GaussianPredictor):
         parameters, of_layers = dict(network.named_parameters()), self._layer_posteriors(posterior)
         outputs = propagate(
             partial(batch.fresh().call_any, network),
-            [(parameters[layers[p.layer].weight], p) for p in of_layers],
+            [
+                (parameters[layers[p.layer].weight], p)
+                for p in of_layers
+                if not layers[p.layer].rule.by_gradients  # a product with such a weight is not all of its use
+            ],
             self._rules,
             partial(running_module, network),
         )

@@ -4,14 +4,15 @@
 engine for each: BackPACK (Dangel, Kunstner, Hennig 2020), which runs an extension on every extended module during the
 backward pass, where that is sound; the interceptor where a module is called twice, an output is changed in place, or
 under autocast. `proof.prepare` then proves that nothing was missed. Only weighted leaf modules are extended, so the
-code between them may be anything.
+code between them may be anything. Of parameters whose uses cannot be caught the gradients of each sample are computed
+beside that (`sample_gradients`).
 """
 
 from __future__ import annotations
 
 import threading
 import weakref
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass, field
 from functools import cache
 from typing import Any, Literal
@@ -27,6 +28,7 @@ from posthoc_uq.layers.calls import CallWatcher
 from posthoc_uq.layers.layer import Call, Layer, describe
 from posthoc_uq.layers.operands import Geometry
 from posthoc_uq.layers.rules import WEIGHTED_MODULES, AffineCall, LayerGradients, Lookup
+from posthoc_uq.layers.sample_gradients import Route, is_matrix, numbers_of, sample_gradients
 
 # BackPACK keeps its active extensions in a global variable, so fits in two threads take turns with backward passes. It
 # is imported where it is used: what only predicts need not wait for it.
@@ -57,13 +59,21 @@ def _extension() -> Any:
 MAX_LOOKUP = 4096
 """Rows of an embedding that can have a posterior: more make too large a Kronecker factor."""
 
+MAX_SIDE = 16384
+"""The same of a matrix of which gradients are all that is known."""
+
+
+def _rows(weight: Tensor) -> int:
+    """Of the matrix that a parameter is taken for."""
+    return next(size for size in weight.shape if size > 1)
+
 
 def is_lookup_of(use: AffineCall, layer: Layer) -> bool:
     """Whether an embedding looks up rows of a layer's weight, which it shares: no use of the layer."""
     return use.kind == Lookup.kind != layer.kind
 
 
-Engine = Literal["backpack", "hooks"]
+Engine = Literal["backpack", "hooks"] | Route
 Sink = Callable[[LayerGradients], None]
 
 
@@ -166,6 +176,37 @@ class Capture:
                 tracked.engine = "backpack"
         return found
 
+    def unseen(self, names: Collection[str]) -> list[TrackedLayer]:
+        """Parameters by name as layers of which gradients are all that is known; a layer's bias is part of it. Without
+        a proof of how these are found.
+        """
+        parameters, held = dict(self.twin.named_parameters()), owners(self.twin)
+        found = list[TrackedLayer]()
+        for name in names:
+            weight = parameters[name]
+            if is_matrix(weight) and max(_rows(weight), weight.numel() // _rows(weight)) > MAX_SIDE:
+                continue
+            module_name, attribute, module = held[id(weight)][0]
+            own = attribute == "weight" and module_name
+            bias_name = f"{module_name}.bias" if own and is_matrix(weight) else ""
+            bias = parameters[bias_name] if bias_name in names else None
+            if attribute == "bias" and f"{module_name}.weight" in names:
+                other = parameters[f"{module_name}.weight"]
+                if is_matrix(other) and weight.shape == (_rows(other),):
+                    continue
+            if bias is not None and bias.shape != (_rows(weight),):
+                bias = None
+            layer = describe(
+                module_name if own else name,
+                f"parameter{weight.ndim}d",
+                (name, weight),
+                None if bias is None else (bias_name, bias),
+                1 if is_matrix(weight) else weight.numel(),
+            )
+            shown = tuple((holder, type(m).__name__) for holder, _, m in held[id(weight)])
+            found.append(TrackedLayer(layer, module, "vmap", holders=shown, own_weight=name))
+        return found
+
     def track(self, layers: list[TrackedLayer]) -> None:
         """Track these layers, and let BackPACK see those that it serves."""
         self.tracked = {tracked.layer.name: tracked for tracked in layers}
@@ -237,7 +278,8 @@ class Recording:
     Attributes:
         outputs: the model's outputs.
         calls: uses of the layers that the interceptor serves, by name.
-        numbers: how many numbers these layers gave in this pass; a backward pass hands over as many.
+        numbers: how many numbers these layers gave in this pass; a backward pass hands over as many, the gradients of
+            `sample_gradients` among them.
         watched: the calls of `Capture.watched`, each with a copy of the layer's input.
     """
 
@@ -248,18 +290,26 @@ class Recording:
         self._hooked = {id(capture.twin.get_parameter(t.layer.weight)): t for t in served}
         watched = capture.watched
         self._watched_id = None if watched is None else id(capture.twin.get_parameter(watched.weight))
+        self._batch = batch
+        self._autocast = False
+        self._computed: dict[Route, list[Layer]] = {}
+        for tracked in capture.tracked.values():
+            if tracked.engine == "vmap" or tracked.engine == "loop":
+                self._computed.setdefault(tracked.engine, []).append(tracked.layer)
         self.calls: dict[str, list[Call]] = {}
         self.watched: list[Call] = []
-        self.numbers = 0
+        self.numbers = samples * sum(map(numbers_of, self._computed.values()))
         self._sink: Sink | None = None
         ids = set(self._hooked) if self._watched_id is None else {*self._hooked, self._watched_id}
         with torch.enable_grad(), CallWatcher(ids, self._note):
             self.outputs = batch.copied().call(capture.twin)
+        self._autocast = torch.is_autocast_enabled(self.outputs.device.type)
 
     def pull_back(self, gradient: Tensor, sink: Sink, *, last: bool) -> None:
         """Pull ``gradient``, shaped like the outputs, back; every tracked layer that it reaches goes to
         `sink` once. After the `last` one the graph is freed.
         """
+        self._compute(gradient, sink)
         if not self.outputs.requires_grad:
             return
         self._sink = sink
@@ -276,6 +326,20 @@ class Recording:
             for calls in self.calls.values():
                 self._emit([call for call in calls if call.output_gradient is not None])
         self._sink = None
+
+    def _compute(self, gradient: Tensor, sink: Sink) -> None:
+        """Hand over the layers of which gradients are all that is known."""
+        for route, layers in self._computed.items():
+            with torch.autocast(self.outputs.device.type, enabled=self._autocast):
+                found = sample_gradients(
+                    self._capture.twin, layers, self._batch, self._samples, gradient, route
+                )
+            with torch.autocast(self.outputs.device.type, enabled=False):
+                for layer in layers:
+                    of_layer = found.pop(layer.name)
+                    sink(
+                        LayerGradients(layer, [Call(layer, of_layer, Geometry(), of_layer)], self._samples, 0)
+                    )
 
     def _note(self, use: AffineCall, output: Tensor) -> None:
         watched = self._capture.watched

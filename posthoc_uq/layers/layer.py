@@ -37,6 +37,7 @@ class LayerRule(ABC):
             ``"input"``, ``"weight"``, ``"bias"``, or the option's name.
         convolutional: whether the layer's inputs are ``(samples, channels, *spatial)``.
         matrices: whether weights are matrices; others get a posterior where they are asked for alone.
+        by_gradients: whether no call of such a weight is known, only gradients by it (`layers.sample_gradients`).
     """
 
     kind: str
@@ -46,6 +47,7 @@ class LayerRule(ABC):
     functions: Mapping[Any, Mapping[str, str]]
     convolutional: ClassVar[bool] = False
     matrices: ClassVar[bool] = True
+    by_gradients: ClassVar[bool] = False
 
     @abstractmethod
     def to_matrix(self, weight: Tensor, groups: int) -> Tensor:
@@ -53,7 +55,7 @@ class LayerRule(ABC):
 
     def to_weight(self, matrix: Tensor, shape: tuple[int, ...]) -> Tensor:
         """The inverse of `to_matrix`."""
-        return matrix.reshape(*matrix.shape[:-3], *shape)
+        return matrix.reshape((*matrix.shape[:-3], *shape))
 
     def groups(self, weight: Tensor, options: Mapping[str, Any]) -> int:
         """The number of matrices in a weight, for a call with these options."""
@@ -114,8 +116,8 @@ class Layer:
         name: dotted module name, or the parameter's name where a module holds several weights.
         kind: the name of its `LayerRule`: ``"linear"``, ``"matmul"`` (``x @ W``, a linear layer whose weight has its
             inputs first), ``"bilinear"``, ``"conv1d"`` to ``"conv3d"``, ``"conv_transpose1d"`` to
-            ``"conv_transpose3d"``, and those that are no matrices: ``"scale"``, ``"offset1d"`` to ``"offset3d"``,
-            ``"embedding"``.
+            ``"conv_transpose3d"``; those that are no matrices: ``"scale"``, ``"offset1d"`` to ``"offset3d"``,
+            ``"embedding"``; and ``"parameter0d"`` to ``"parameter6d"``, whose calls are not known.
         weight: name of the weight in ``model.named_parameters()``.
         bias: name of the bias, or None.
         groups: number of blocks; 1 except for grouped convolutions.

@@ -256,6 +256,49 @@ class Chosen(Operand):
         return like.new_zeros(self._size).index_add_(0, self._places.flatten(), counts)
 
 
+class Units(Operand):
+    """The rows of unit matrices: what makes the columns of a gradient ``(outputs, inputs)``, as gradients at outputs,
+    the gradient again. They say nothing of the data; see `curvature.statistics`.
+
+    Args:
+        samples: of the batch.
+        groups: of the layer.
+        size: of a row.
+        like: a tensor of the rows' number format and device.
+    """
+
+    def __init__(self, samples: int, groups: int, size: int, like: Tensor) -> None:
+        self.samples, self.positions = samples, size
+        self._groups, self._like = groups, like.new_empty(0)
+
+    def part(self, samples: slice | Tensor) -> Units:
+        places = torch.empty(self.samples, device="meta")[
+            samples if isinstance(samples, slice) else samples.to("meta")
+        ]
+        return Units(len(places), self._groups, self.positions, self._like)
+
+    def rows(self) -> Tensor:
+        unit = torch.eye(self.positions, dtype=self._like.dtype, device=self._like.device)
+        return unit.expand(self.samples, self._groups, -1, -1)
+
+    def project(self, basis: Tensor) -> Tensor:
+        return basis.expand(self.samples, -1, -1, -1)
+
+    def add_gram(self, total: Tensor, limit: int, weights: Tensor | None = None) -> None:
+        total.diagonal(dim1=1, dim2=2).add_(self._count(weights))
+
+    def add_sketch(
+        self, total: Tensor, test_matrix: Tensor, limit: int, weights: Tensor | None = None
+    ) -> None:
+        total.add_(test_matrix * self._count(weights))
+
+    def gradients(self, output_gradients: Tensor, limit: int) -> Tensor:
+        return output_gradients.transpose(2, 3)
+
+    def _count(self, weights: Tensor | None) -> float | Tensor:
+        return self.samples if weights is None else weights.sum()
+
+
 class Several(Operand):
     """Activations of a layer used several times; each use adds positions, whose gradients add up within a sample."""
 

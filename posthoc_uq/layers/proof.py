@@ -6,6 +6,7 @@ For every layer the caught pairs must rebuild autograd's gradient, of the batch 
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from fnmatch import fnmatchcase
@@ -18,14 +19,21 @@ from torch import Tensor, nn
 
 from posthoc_uq.core.batches import NAMED, Batch, described, whole_mapping
 from posthoc_uq.core.devices import full_precision
-from posthoc_uq.core.errors import NonFiniteError, PosthocUQError, UnsupportedLayerError, check_refused
-from posthoc_uq.core.model import owners, parameter_names, replicate, unshared_copy
+from posthoc_uq.core.errors import (
+    NonFiniteError,
+    PosthocUQError,
+    UnsupportedLayerError,
+    check_refused,
+    out_of_memory,
+)
+from posthoc_uq.core.model import EMBEDDINGS, owners, parameter_names, replicate, unshared_copy
 from posthoc_uq.core.options import did_you_mean, shown
 from posthoc_uq.core.outputs import chosen_in
-from posthoc_uq.layers.capture import Capture, TrackedLayer
+from posthoc_uq.layers.capture import MAX_LOOKUP, Capture, TrackedLayer
 from posthoc_uq.layers.layer import BATCH_AXES, Layer
 from posthoc_uq.layers.operands import CPU_TEMPORARY
 from posthoc_uq.layers.rules import WEIGHTED_MODULES, LayerGradients
+from posthoc_uq.layers.sample_gradients import Route, numbers_of
 
 _MAX_NAMED = 5  # parameters that a message names
 
@@ -81,8 +89,27 @@ def without_posterior(
     return (
         f"Weights without a posterior, {share(*missing)} of all weights: {', '.join(shown)}{more}. Predictions take "
         f"them for certain. What is used through torch.nn.functional.linear, a convolution or a product x @ weight "
-        f"gets a posterior, with layers='everything' also embeddings of at most 4,096 rows, scales and offsets; "
+        f"gets a posterior, with layers='everything' also embeddings of at most 4,096 rows and all other parameters; "
         f"choosing layers by layers=[...] leaves out what is not to have one."
+    )
+
+
+def cost_of_gradients(layers: Sequence[Layer], weights: int, seconds: float, plain: float) -> str:
+    """A message on layers of which gradients are all that is known, before their cost is paid.
+
+    Args:
+        layers: these.
+        weights: of the model, their number.
+        seconds: that a pass over the first samples took with their gradients.
+        plain: that it took without.
+    """
+    names = ", ".join(f"'{layer.name}'" for layer in layers[:_MAX_NAMED])
+    more = f" and {len(layers) - _MAX_NAMED} more" if len(layers) > _MAX_NAMED else ""
+    share = 100 * numbers_of(layers) / weights
+    return (
+        f"The uses of {share:.2g}% of all weights cannot be caught, as of weights that are computed anew in every pass "
+        f"({names}{more}), so that their gradients are formed for each sample: a pass over data takes about "
+        f"{max(2, seconds / plain):.0f} plain passes. layers=[...] leaves out what is not worth it."
     )
 
 
@@ -93,12 +120,17 @@ normalisations and small embeddings, ``"last"``, names, prefixes or shell patter
 
 @dataclass(frozen=True)
 class Exactly:
-    """A selection of the layers of these names, whatever their kind."""
+    """A selection of these layers by their names, whatever their kind; each is found as it was."""
 
-    names: Collection[str]
+    layers: Mapping[str, Layer]
 
     def __call__(self, name: str, module: nn.Module) -> bool:
-        return name in self.names
+        return name in self.layers
+
+    @property
+    def unseen(self) -> set[str]:
+        """The weights of those of which gradients are all that is known."""
+        return {layer.weight for layer in self.layers.values() if layer.rule.by_gradients}
 
 
 def check_selection(selection: Selection) -> None:
@@ -146,7 +178,15 @@ HOLD_WEIGHTS = (
 
 
 class Reference:
-    """Outputs and gradients of a probe batch by autograd alone, without any capture."""
+    """Outputs and gradients of a probe batch by autograd alone, without any capture.
+
+    Attributes:
+        samples: of the probe batch.
+        pull: what was pulled back, in the shape of the outputs.
+        total: gradients of all samples by parameter; None for one that is not used.
+        last: those of the last sample.
+        seconds: that one forward and two backward passes took.
+    """
 
     def __init__(self, model: nn.Module, probe: Batch, samples: int) -> None:
         self.samples = samples
@@ -176,6 +216,7 @@ class Reference:
                 self._differentiate(twin, probe)
 
     def _differentiate(self, twin: nn.Module, probe: Batch) -> None:
+        begun = time.perf_counter()
         samples, parameters = self.samples, list(twin.parameters())
         with torch.enable_grad():
             outputs = probe.call(twin)
@@ -192,6 +233,7 @@ class Reference:
             last[-1] = self.pull[-1]
             self.total = self._gradients(outputs, parameters, self.pull, retain=True)
             self.last = self._gradients(outputs, parameters, last, retain=False)
+        self.seconds = time.perf_counter() - begun
 
     @staticmethod
     def cotangent(outputs: Tensor) -> Tensor:
@@ -254,6 +296,29 @@ class Reference:
         names = wanted_names(selection) or []
         return [(module, name) for module, name in missed if asked_by_name(names, [module])]
 
+    def unseen(self, reached: Collection[str], selection: Selection) -> list[str]:
+        """Parameters with a gradient that are asked for and not among those seen in use: those of weighted layers, or
+        also the others where the selection is ``"everything"`` or has their name.
+        """
+        of_layers = {name for _, name in self.missed_weights({*reached}, selection)}
+        names = wanted_names(selection) or []
+        found: list[str] = []
+        for name, gradient in self.total.items():
+            if gradient is None or name in reached or gradient.is_sparse or not bool((gradient != 0).any()):
+                continue
+            module_name, module = self._home[name]
+            if isinstance(module, EMBEDDINGS) and len(gradient) > MAX_LOOKUP:
+                continue
+            if isinstance(selection, Exactly):
+                own = selection(name, module) or selection(module_name, module)
+            else:
+                weight = f"{module_name}.weight"
+                own = name in of_layers or selection == "everything" or name in names
+                own = own or (name == f"{module_name}.bias" and weight in of_layers)
+            if own:
+                found.append(name)
+        return found
+
     def asked_for(self, selection: Selection) -> dict[str, str]:
         """The used parameters that the selection covers (for ``"all"`` and names), with the types of their modules."""
         wanted = wanted_names(selection)
@@ -303,6 +368,7 @@ class Prepared:
         deterministic: parameters without a posterior, each with the reason.
         outputs: of the model for one sample.
         warning: one sentence on the matrices of weights that were asked for and get no posterior, if there are any.
+        cost: one on layers whose gradients are formed for each sample, where they were not asked for by name.
     """
 
     model: nn.Module
@@ -311,6 +377,7 @@ class Prepared:
     deterministic: dict[str, str]
     outputs: int
     warning: str | None = None
+    cost: str | None = None
 
 
 @full_precision()
@@ -322,6 +389,7 @@ def prepare(
     unsupported: str = "raise",
     autocast: bool = False,
     prove: bool = True,
+    by_gradients: bool = True,
 ) -> Prepared:
     """Find and prove the layers of `model` that `selection` asks for, on the first samples of `batch`.
 
@@ -334,6 +402,7 @@ def prepare(
         autocast: whether the forward pass runs in mixed precision.
         prove: whether gradients are caught at all. Without it a weight that is only used in matrix products of the
             user's own code is left out: without a gradient nothing shows that it is a layer.
+        by_gradients: whether parameters whose uses cannot be caught are taken by the gradients of each sample.
 
     Raises:
         UnsupportedLayerError: a chosen layer's gradient cannot be rebuilt, and it may not be skipped, or no other layer
@@ -343,15 +412,28 @@ def prepare(
     samples = count_samples(batch)
     probe, reference = _probe(model, batch, samples)
     discovered = Capture(model).discover(probe, autocast)
+    if isinstance(selection, Exactly):
+        discovered = [t for t in discovered if t.layer.weight not in selection.unseen]
     if not possible(discovered, selection) and not any(
         isinstance(module, WEIGHTED_MODULES) for module in model.modules()
     ):
         raise PosthocUQError(_NO_LAYER)
-    chosen = select(discovered, selection, reference)
+    unseen: list[str] = []
+    if prove and by_gradients:
+        unseen = reference.unseen({name for t in discovered for name in t.layer.parameter_names}, selection)
+    chosen = select(discovered, selection, reference, unseen)
     if tied := [t for t in chosen if t.embeddings]:
         own = unshared_copy(model, [t.own_weight for t in tied])
         del reference, discovered, chosen  # gradients as large as a vocabulary's weights
-        prepared = prepare(own, batch, selection, unsupported=unsupported, autocast=autocast, prove=prove)
+        prepared = prepare(
+            own,
+            batch,
+            selection,
+            unsupported=unsupported,
+            autocast=autocast,
+            prove=prove,
+            by_gradients=by_gradients,
+        )
         prepared.deterministic |= {
             f"{t.embeddings[0]}.weight": _TIED.format(t.layer.name)
             for t in tied
@@ -359,11 +441,22 @@ def prepare(
         }
         return prepared
     failures: dict[str, str] = {}
+    tolerance = 0.1 if autocast else None
     discovered_weights = {t.layer.weight for t in discovered}
-    for name, parameter_name in reference.missed_weights(discovered_weights, selection):
+    computed = _by_gradients(model, probe, unseen, reference, tolerance)
+    found = {name for t in computed for name in t.layer.parameter_names}
+    for name, parameter_name in reference.missed_weights(discovered_weights | found, selection):
         failures[name] = reference.why_not_caught(parameter_name)
     if prove:
-        capture, broken = _proved_capture(model, probe, chosen, reference, 0.1 if autocast else None)
+        capture, broken = _proved_capture(model, probe, [*chosen, *computed], reference, tolerance)
+        named = wanted_names(selection) is not None or selection == "everything"
+        again = [t.layer.weight for t in broken if named or not _may_be_no_layer(t)] if by_gradients else []
+        if more := _by_gradients(model, probe, again, reference, tolerance):
+            failing = {t.layer.name for t in broken}
+            caught = [t for t in [*chosen, *computed] if t.layer.name not in failing]
+            capture, _ = _proved_capture(model, probe, [*caught, *more], reference, tolerance)
+            covered_again = {t.layer.weight for t in more}
+            broken = [t for t in broken if t.layer.weight not in covered_again]
         layers = {name: tracked.layer for name, tracked in capture.tracked.items()}
     else:
         capture, broken = Capture(model), [t for t in chosen if _may_be_no_layer(t)]
@@ -392,7 +485,14 @@ def prepare(
         )
         warning = f"{warning or 'Some weights get no posterior.'} Not caught: '{name}': {reason}.{more}"
     deterministic = reference.deterministic(covered, failures)
-    return Prepared(model, capture, layers, deterministic, reference.pull[0].numel(), warning)
+    formed = [layer for layer in layers.values() if layer.rule.by_gradients]
+    cost = None
+    if formed and wanted_names(selection) is None and not isinstance(selection, Exactly):
+        begun = time.perf_counter()
+        _failing(capture, probe, reference, tolerance)
+        weights = sum(p.numel() for p in reference.parameters.values())
+        cost = cost_of_gradients(formed, weights, time.perf_counter() - begun, reference.seconds * 2 / 3)
+    return Prepared(model, capture, layers, deterministic, reference.pull[0].numel(), warning, cost)
 
 
 def _may_be_no_layer(tracked: TrackedLayer) -> bool:
@@ -427,7 +527,9 @@ def possible(discovered: list[TrackedLayer], selection: Selection) -> list[Track
     return discovered if whatever else [t for t in discovered if t.layer.rule.matrices]
 
 
-def select(discovered: list[TrackedLayer], selection: Selection, reference: Reference) -> list[TrackedLayer]:
+def select(
+    discovered: list[TrackedLayer], selection: Selection, reference: Reference, unseen: Sequence[str]
+) -> list[TrackedLayer]:
     """The layers that the user asked for: all, the last, by name, prefix or pattern, or by predicate."""
     able = possible(discovered, selection)
     if callable(selection):
@@ -439,7 +541,7 @@ def select(discovered: list[TrackedLayer], selection: Selection, reference: Refe
     else:
         names = wanted_names(selection) or []
         for name in names:
-            known = any(asked_by_name([name], t.names) for t in discovered)
+            known = any(asked_by_name([name], t.names) for t in discovered) or asked_by_name([name], unseen)
             sharing = next((t for t in discovered if asked_by_name([name], t.embeddings)), None)
             if not known and sharing is not None:
                 raise UnsupportedLayerError(
@@ -494,14 +596,14 @@ def _proved_capture(
         capture.track(of_twin)
         return capture, _failing(capture, probe, reference, tolerance)
 
-    layers = chosen
+    layers = chosen = sorted(chosen, key=lambda t: reference.order[t.layer.weight])
     try:
         capture, failing = attempt(layers)
     except UnsupportedLayerError:
         raise
     except (RuntimeError, AssertionError, NotImplementedError, AttributeError) as error:
         # BackPACK cannot run some module after all: the interceptor serves every layer.
-        layers = [replace(t, engine="hooks") for t in layers]
+        layers = [replace(t, engine="hooks") if t.engine == "backpack" else t for t in layers]
         check_refused(error, lambda: attempt(chosen), lambda: attempt(layers))
         capture, failing = attempt(layers)
     if failing:
@@ -519,6 +621,28 @@ def _proved_capture(
     if broken:
         capture, _ = attempt([t for t in layers if t.layer.name not in failing])
     return capture, broken
+
+
+def _by_gradients(
+    model: nn.Module, probe: Batch, names: Sequence[str], reference: Reference, tolerance: float | None
+) -> list[TrackedLayer]:
+    """Parameters of which gradients are all that is known, each with a route that was proved to give them."""
+    left, proved = Capture(model).unseen(names) if names else [], list[TrackedLayer]()
+    routes: tuple[Route, ...] = ("loop",) if probe.whole or reference.samples == 1 else ("vmap", "loop")
+    for route in routes:
+        if not left:
+            break
+        capture = Capture(model)
+        capture.track([replace(t, engine=route) for t in left])
+        try:
+            failing = _failing(capture, probe, reference, tolerance)
+        except Exception as error:  # the model's code decides what vmap makes of it
+            if out_of_memory(error):
+                raise
+            continue
+        proved += [t for name, t in capture.tracked.items() if name not in failing]
+        left = [t for t in left if t.layer.name in failing]
+    return proved
 
 
 def _failing(capture: Capture, probe: Batch, reference: Reference, tolerance: float | None) -> set[str]:

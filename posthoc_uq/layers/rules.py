@@ -460,7 +460,7 @@ class LayerGradients:
 
     def _activations(self, call: Call, dtype: torch.dtype) -> Operand:
         layer, x = call.layer, call.input.detach()
-        if not layer.convolutional:
+        if not layer.convolutional and not layer.rule.by_gradients:
             x = self._by_sample(layer.rule.features(x))
         elif x.shape[0] != self.samples:
             raise UnsupportedLayerError(
@@ -472,7 +472,7 @@ class LayerGradients:
     def _gradients(self, call: Call, dtype: torch.dtype) -> Tensor:
         assert call.output_gradient is not None
         gradient, layer = call.output_gradient.detach().to(dtype), call.layer
-        if not layer.convolutional:
+        if not layer.convolutional and not layer.rule.by_gradients:
             gradient = self._by_sample(gradient)
         return layer.rule.output_rows(gradient, layer)
 

@@ -63,6 +63,7 @@ class Laplace(Method):
 
     tunable: ClassVar[frozenset[str]] = frozenset({"scale", "prior_precision", "noise_scale", "temperature"})
     weighs_samples: ClassVar[bool] = True
+    takes_gradients: ClassVar[bool] = True
     joint: ClassVar[bool] = False
     """Whether one block holds all layers."""
     description: ClassVar[str] = "curvature"
@@ -232,7 +233,7 @@ def grams_of(layer: Layer, task: Task) -> tuple[InputGram, GradientGram]:
     groups, outputs, inputs = layer.matrix_shape
     dtype, device, budget = task.settings.dtype, task.device, task.memory_budget
     return (
-        InputGram(groups, inputs, dtype, device, budget),
+        InputGram(groups, inputs, dtype, device, budget, layer.rule.by_gradients),
         GradientGram(groups, outputs, dtype, device, budget),
     )
 

@@ -51,6 +51,10 @@ class Method(Options, ABC):
     proves_gradients: ClassVar[bool] = True
     """Whether the dry run must catch and prove the gradients of every layer, as sweeps and the linearised head need."""
 
+    takes_gradients: ClassVar[bool] = False
+    """Whether gradients of each sample are all that it needs of a layer, so that weights that a model's own code
+    computes can have a posterior."""
+
     unsupported: Unsupported = "skip"
     dtype: torch.dtype | None = None
     memory_budget: Bytes | None = None
