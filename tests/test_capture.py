@@ -248,8 +248,12 @@ def test_a_weight_that_is_used_both_ways_is_refused_in_words() -> None:
         def forward(self, x: Tensor) -> Tensor:
             return nn.functional.linear(torch.tanh(self.encoder(x)), self.encoder.weight.t())
 
+    torch.manual_seed(0)
+    model, data = Tied().double(), [(_x(4), _x(4))]
+    options: dict[str, Any] = {"likelihood": "regression", "noise_variance": 1.0, "progress": False}
     with pytest.raises(UnsupportedLayerError, match="'encoder'"):
-        _fit(Tied().double(), _x(4), likelihood="regression", noise_variance=1.0)
+        uq.fit(model, data, method="utvi", epochs=1, **options)
+    assert uq.fit(model, data, **options).layers["encoder"].kind == "parameter2d"  # by the samples' gradients
 
 
 def _diagonals_of_single(model: nn.Module, x: Tensor) -> Tensor:
@@ -320,12 +324,15 @@ class Mixed(Windows):
 
 def test_samples_that_cannot_be_told_apart_are_an_error_and_not_a_wrong_number() -> None:
     torch.manual_seed(0)
+    x = _x(4, 4, 4)
+    y = torch.arange(len(x)) % 3
     with pytest.raises(UnsupportedLayerError, match="'layer'"):
-        _fit(Mixed().double(), [_x(4, 4, 4)], unsupported="raise")
+        uq.fit(Mixed().double(), [(x, y)], method="utvi", epochs=1, unsupported="raise", progress=False)
     with pytest.warns(UserWarning, match="Not caught: 'layer': "):
-        posterior = _fit(Mixed().double(), [_x(4, 4, 4)])
+        posterior = uq.fit(Mixed().double(), [(x, y)], method="utvi", epochs=1, progress=False)
     assert list(posterior.layers) == ["readout"]
     assert "skipped" in posterior.report().deterministic["layer.weight"]
+    assert _check_diagonals(Mixed(), x, covered=4).layers["layer"].kind == "parameter2d"
 
 
 def test_autocast_is_served_by_hooks_and_close_to_float32() -> None:
@@ -404,13 +411,15 @@ def _tokens() -> Tensor:
 def test_weights_that_cannot_be_followed_are_named_or_skipped() -> None:
     torch.manual_seed(0)
     net, x = nn.Sequential(nn.Linear(4, 4), nn.Tanh(), ByElements(4, 3)).double(), _x(4)
+    data: dict[str, Any] = {"method": "utvi", "epochs": 1, "progress": False}
     with pytest.raises(UnsupportedLayerError, match=r"'2'.*unsupported='skip'"):
-        _fit(net, [x], unsupported="raise")
-    posterior = _fit(net, [x])
+        uq.fit(net, [(x, torch.arange(len(x)) % 3)], unsupported="raise", **data)
+    posterior = uq.fit(net, [(x, torch.arange(len(x)) % 3)], **data)
     assert len(posterior.layers) == 1
     skipped = {name for name, why in posterior.report().deterministic.items() if "skipped" in why}
-    assert skipped and not skipped & set(posterior.mean)
-    assert all(set(layer.parameter_names) <= set(posterior.mean) for layer in posterior.layers.values())
+    covered = {name for layer in posterior.layers.values() for name in layer.parameter_names}
+    assert skipped and not skipped & covered
+    assert _check_diagonals(net, x, covered=4).layers["2"].kind == "parameter2d"
 
 
 def test_sums_with_a_matrix_are_products() -> None:

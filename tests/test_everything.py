@@ -9,10 +9,13 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
+from posterior_helpers import blocks_of, dense_covariance
 from torch import Tensor, nn
 
 import posthoc_uq as uq
+from posthoc_uq.layers import operands
 from posthoc_uq.layers.operands import Chosen, Rows
+from posthoc_uq.methods import task
 
 
 class Net(nn.Module):
@@ -158,22 +161,21 @@ def _by_offsets(ids: Tensor, table: Tensor) -> Tensor:
 
 
 @pytest.mark.parametrize(
-    ("words", "certain"),
+    "words",
     [
-        (lambda ids, table: F.embedding(ids, table, padding_idx=-1).sum(1), False),
-        (lambda ids, table: F.embedding(ids, table, sparse=True).sum(1), False),
-        (lambda ids, table: F.embedding_bag(ids, table, mode="sum", sparse=True), False),
-        (lambda ids, table: F.embedding_bag(ids, table, mode="sum", scale_grad_by_freq=True), True),
-        (_by_offsets, True),
+        lambda ids, table: F.embedding(ids, table, padding_idx=-1).sum(1),
+        lambda ids, table: F.embedding(ids, table, sparse=True).sum(1),
+        lambda ids, table: F.embedding_bag(ids, table, mode="sum", sparse=True),
+        _by_offsets,
     ],
-    ids=["a row from the end", "sparse", "sparse bags", "scaled gradients", "offsets"],
+    ids=["a row from the end", "sparse", "sparse bags", "offsets"],
 )
 @pytest.mark.filterwarnings("ignore:Weights without a posterior")
-def test_embeddings_by_their_arguments(words: Any, certain: bool) -> None:
+def test_embeddings_by_their_arguments(words: Any) -> None:
     """Two samples without a row from the end come first: the proof does not see it."""
     torch.manual_seed(0)
     net, ids = Rowwise(words).eval().double(), torch.cat([IDS[(IDS != 6).all(1)], IDS])
-    names = ["last.weight", "last.bias"] if certain else ["table", "last.weight", "last.bias"]
+    names = ["table", "last.weight", "last.bias"]
     fisher, (new, outputs) = fisher_of(*jacobians(net, ids, names)), jacobians(net, NEW, names)
     posterior = uq.fit(net, [(ids, torch.zeros(len(ids)).long())], "full", **GIVEN)
     assert set(posterior.mean) == set(names)
@@ -182,6 +184,14 @@ def test_embeddings_by_their_arguments(words: Any, certain: bool) -> None:
         uq.wrap(net, posterior).functional_variance(NEW), expected, rtol=1e-9, atol=1e-12
     )
     assert torch.equal(net(NEW), outputs)
+
+
+def test_an_embedding_whose_gradients_depend_on_the_batch_stays_certain() -> None:
+    torch.manual_seed(0)
+    words = nn.EmbeddingBag(7, 4, mode="sum", scale_grad_by_freq=True)
+    net = nn.Sequential(words, nn.Linear(4, 3)).eval()
+    with pytest.warns(UserWarning, match="Weights without a posterior"):
+        assert set(uq.fit(net, [(IDS, LABELS)], **GIVEN).layers) == {"1"}
 
 
 @pytest.mark.parametrize("method", ["diag", "inf", "utvi"])
@@ -243,11 +253,67 @@ def test_an_embedding_that_shares_its_weight_and_a_large_one() -> None:
         def forward(self, ids: Tensor) -> Tensor:
             return self.out(self.words(ids).tanh().mean(1))[:, :3]
 
-    for rows, layers in ((7, ["words", "out"]), (5000, ["out"])):  # each use as a weight of its own
+    for rows in (7, 5000):  # each use as a weight of its own
         torch.manual_seed(0)
         posterior = uq.fit(Tied(rows).eval(), [(IDS, LABELS)], "diag", **GIVEN)
-        assert list(posterior.layers) == layers
-        assert ("words.weight" in posterior.history.deterministic) == (rows > 100)
+        assert list(posterior.layers) == ["words", "out"]
+        assert "words.weight" not in posterior.history.deterministic
+
+
+@pytest.mark.parametrize("method", ["inf", "kfac", "efb"])
+def test_a_large_embedding_has_a_diagonal_beside_the_others_factors(
+    method: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.setattr(task, "LARGE_EMBEDDING", 5)
+    monkeypatch.setattr(operands, "_USED_AT_ONCE", 12)
+    net = network()
+    options: dict[str, Any] = {"keep_grams": True} if method == "kfac" else {}
+    posterior = uq.fit(net, [(IDS[:25], LABELS[:25]), (IDS[25:], LABELS[25:])], method, **GIVEN | options)
+    kinds = {name: block.kind for name, block in posterior.blocks.items()}
+    assert kinds.pop("words") == "diagonal" and set(kinds.values()) == {method}
+    diagonal = uq.fit(net, [(IDS, LABELS)], "diag", **GIVEN).variance()["words.weight"]
+    torch.testing.assert_close(posterior.variance()["words.weight"], diagonal, rtol=1e-9, atol=0)
+    predictor, expected = uq.wrap(net, posterior), dense_covariance(net, posterior, NEW)
+    torch.testing.assert_close(
+        predictor.functional_covariance(NEW, joint=True), expected, rtol=1e-8, atol=1e-12
+    )
+    of_samples = predictor.functional_covariance(NEW)
+    torch.testing.assert_close(of_samples, blocks_of(expected, len(NEW)), rtol=1e-8, atol=1e-12)
+    uq.save(posterior, tmp_path / "p.h5")
+    again = uq.wrap(net, uq.load(tmp_path / "p.h5", net)).functional_covariance(NEW)
+    assert torch.equal(again, of_samples)
+    half = uq.fit(net, [(IDS[:25], LABELS[:25])], method, **GIVEN | options)
+    whole = uq.update(half, [(IDS[25:], LABELS[25:])], progress=False)
+    torch.testing.assert_close(whole.variance()["words.weight"], diagonal, rtol=1e-9, atol=0)
+    if method == "inf":
+        given = {name: value for name, value in GIVEN.items() if name != "fisher"}
+        other = uq.fit(net, [(IDS, LABELS)], uq.INF(bases=posterior, fisher="exact"), **given)
+        assert other.blocks["words"].kind == "diagonal"
+
+
+def test_rows_of_a_large_embedding_that_never_occur_keep_the_prior() -> None:
+    class Words(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.words, self.out = nn.Embedding(30_000, 16, padding_idx=0), nn.Linear(16, 3)
+
+        def forward(self, ids: Tensor) -> Tensor:
+            return self.out(self.words(ids).tanh().mean(1))
+
+    torch.manual_seed(0)
+    net, ids = Words().eval().double(), 4_000 * IDS
+    posterior = uq.fit(net, [(ids, LABELS)], **GIVEN)
+    variance = posterior.variance()["words.weight"]
+    occur = torch.zeros(30_000, dtype=torch.bool)
+    occur[ids.unique()] = True
+    occur[0] = False  # padding has no gradient
+    assert bool((variance[~occur] == 0.5).all()) and bool((variance[occur] < 0.5).all())
+    new, j = 4_000 * NEW, jacobians(net, 4_000 * NEW, ["words.weight"])[0]
+    of_words = torch.einsum("scp,p->sc", j.square(), variance.flatten())
+    both = uq.wrap(net, posterior).functional_variance(new)
+    alone = uq.fit(net, [(ids, LABELS)], **GIVEN | {"layers": ["words"]})
+    torch.testing.assert_close(uq.wrap(net, alone).functional_variance(new), of_words, rtol=1e-9, atol=1e-12)
+    assert bool((both > of_words).all())
 
 
 def test_rows_by_their_numbers_are_those_of_ones_and_zeros() -> None:

@@ -167,10 +167,11 @@ class Packed(Classifier):
         return self.readout(self.inner(pack_padded_sequence(x, lengths, batch_first=True))[1][0][-1])
 
 
-def test_packed_sequences_are_left_out_with_a_warning() -> None:
-    model = Packed("lstm").double().eval()
+def test_trainings_leave_packed_sequences_out_with_a_warning() -> None:
+    model, data = Packed("lstm").double().eval(), [(_x(SAMPLES, STEPS, 3), torch.arange(SAMPLES) % 3)]
+    options: dict[str, Any] = {"method": "utvi", "epochs": 1, "progress": False}
     with pytest.warns(UserWarning, match=r"Weights without a posterior, \d+% of all weights: 'inner\.weight"):
-        posterior = _fit(model, "kfac")
+        posterior = uq.fit(model, data, **options)
     assert list(posterior.layers) == ["readout"]
     with pytest.raises(uq.UnsupportedLayerError, match=r"'inner': its sequences are packed.*padded"):
-        _fit(model, "kfac", unsupported="raise")
+        uq.fit(model, data, unsupported="raise", **options)

@@ -25,6 +25,13 @@ def _fit(model: nn.Module, inputs: Tensor = INPUTS, **options: Any) -> uq.Poster
     return uq.fit(model, [inputs], **(OPTIONS | options))
 
 
+def _train(model: nn.Module, **options: Any) -> uq.Posterior:
+    """By a method that needs the calls of every layer."""
+    with torch.no_grad():
+        labels = torch.arange(len(INPUTS)) % model(INPUTS).shape[1]
+    return uq.fit(model, [(INPUTS, labels)], method="utvi", epochs=1, progress=False, **options)
+
+
 def _shares(model: nn.Module, **options: Any) -> list[str]:
     """The warnings on weights without a posterior."""
     with warnings.catch_warnings(record=True) as seen:
@@ -65,7 +72,8 @@ def test_what_was_not_asked_for_is_no_warning() -> None:
 
 def test_a_product_that_cannot_be_followed_is_an_error_where_it_is_asked_for_by_name() -> None:
     with pytest.raises(UnsupportedLayerError, match="'up': what was caught does not rebuild its gradient"):
-        _fit(Mixed(), layers=["up", "readout"])
+        _train(Mixed(), layers=["up", "readout"])
+    assert set(_fit(Mixed(), layers=["up", "readout"]).layers) == {"up", "readout"}
 
 
 def _old(function: str) -> Callable[[nn.Module], nn.Module]:
@@ -159,10 +167,23 @@ def test_what_a_parametrization_fixes_stays_certain() -> None:
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(4, 4), nn.Tanh(), nn.Linear(4, 4)).eval()
     parametrize.register_parametrization(model.get_submodule("0"), "weight", Mask())
-    posterior = _fit(model, unsupported="skip")
-    assert set(posterior.mean) == {"2.weight", "2.bias"}
+    masked = "0.parametrizations.weight.original"
+    posterior = _fit(model)
+    assert set(posterior.mean) == {masked, "2.weight", "2.bias"}
+    # no gradient reaches what the mask sets to zero, and no prediction does
+    without = torch.ones(4, 4).triu(1).bool()
+    assert bool((posterior.variance()[masked][without] == 1).all())
+    plain = nn.Sequential(nn.Linear(4, 4), nn.Tanh(), nn.Linear(4, 4)).eval()
+    plain.load_state_dict(
+        {n.replace("parametrizations.weight.original", "weight"): v for n, v in model.state_dict().items()}
+    )
+    with torch.no_grad():
+        plain[0].weight.copy_(model[0].weight)
+    expected = _fit(plain, layers=lambda name, _: True).variance()["0.weight"]
+    torch.testing.assert_close(posterior.variance()[masked][~without], expected[~without])
+    assert set(_train(model).mean) == {"2.weight", "2.bias"}
     with pytest.raises(UnsupportedLayerError, match=r"'0': its weight is computed .*remove_parametrizations"):
-        _fit(model, unsupported="raise")
+        _train(model, unsupported="raise")
 
 
 def test_a_computed_weight_is_wrapped_in_inference_mode() -> None:
@@ -336,7 +357,8 @@ class Turned(nn.Module):
 @pytest.mark.parametrize(("linear", "layer"), [(True, "encoder"), (False, "weight")])
 def test_a_weight_used_plain_and_transposed_is_refused_with_both_uses(linear: bool, layer: str) -> None:
     with pytest.raises(UnsupportedLayerError, match=r"both as it is and transposed.*a parameter of its own"):
-        _fit(Turned(linear), layers=[layer])
+        _train(Turned(linear), layers=[layer])
+    assert list(_fit(Turned(linear), layers=[layer]).layers) == [layer]
     assert list(_fit(Turned(linear), layers=["readout"]).layers) == ["readout"]
 
 
@@ -359,6 +381,7 @@ def test_one_weight_with_two_biases_is_refused_with_the_way_out(layers: Any) -> 
     with pytest.raises(
         UnsupportedLayerError, match=r"'first' \(Linear\) and 'second' .*posthoc_uq\.untied\(model, 'first'\)"
     ):
-        _fit(model, layers=layers, unsupported="raise")
+        _train(model, layers=layers, unsupported="raise")
+    assert "first" in _fit(model, layers=layers).layers
     found = _fit(uq.untied(model, "first"), layers=layers)
     assert set(found.layers) == ({"first", "second", "readout"} if layers == "all" else set(layers))

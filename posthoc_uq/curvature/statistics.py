@@ -21,7 +21,7 @@ import torch
 from torch import Tensor, einsum, matmul, triu_indices, where
 
 from posthoc_uq.core.devices import widest
-from posthoc_uq.layers.operands import TOUCH_COST, Operand, Rows, Units, chunks, temporary_limit
+from posthoc_uq.layers.operands import TOUCH_COST, Chosen, Operand, Rows, Units, chunks, temporary_limit
 from posthoc_uq.likelihoods.weights import SampleWeights
 
 
@@ -372,8 +372,15 @@ class SquaredGradients(Accumulator):
     def add(
         self, activations: Operand, gradients: Tensor, first_pass: bool, weights: SampleWeights | None = None
     ) -> None:
-        sums = self._sums.get("diagonal"), self._sums.get("eigenvalues")
-        add_squares(activations, gradients, self._budget, *sums, self._bases)
+        diagonal, eigenvalues = self._sums.get("diagonal"), self._sums.get("eigenvalues")
+        if isinstance(activations, Chosen) and diagonal is not None and eigenvalues is None:
+            for part in activations.parts_by_use():  # few rows of an embedding occur in a batch
+                places, rows = activations.part(part).used()
+                total = diagonal.new_zeros(*diagonal.shape[:2], len(places))
+                add_squares(rows, gradients[part], self._budget, total)
+                diagonal[..., places] += total
+            return
+        add_squares(activations, gradients, self._budget, diagonal, eigenvalues, self._bases)
 
     def diagonal(self, samples: float) -> Tensor:
         """The mean over `samples`. It can be taken only once, since it reuses the memory of the sum."""

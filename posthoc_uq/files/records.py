@@ -506,16 +506,17 @@ class Description(Record):
         if len(set(weights)) < len(weights):
             raise ValueError("has two layers with the same weight")
         kinds = {block.kind for block in self.blocks.values()}
-        if len(kinds) != 1 or not kinds <= set(FAMILIES[self.method]):
+        # large embeddings have a diagonal beside the others' factors
+        if not kinds or len(kinds - {"diagonal"}) > 1 or not kinds <= set(FAMILIES[self.method]):
             raise ValueError(f"has the method {self.method!r}, and blocks of the kinds {sorted(kinds)}")
-        kind, samples = BLOCKS[kinds.pop()], self.evidence.samples
+        classes, samples = [BLOCKS[kind] for kind in sorted(kinds)], self.evidence.samples
         if any(block.attributes.get("samples", samples) != samples for block in self.blocks.values()):
             raise ValueError("has variances of another number of samples than the fit saw")
-        if self.trained_mean and not kind.trained:
+        if self.trained_mean and not all(kind.trained for kind in classes):
             raise ValueError(f"has a trained mean, which method={self.method!r} does not give")
-        if self.prior != PriorRecord() and "prior_precision" not in kind.tunable:
+        if self.prior != PriorRecord() and not all("prior_precision" in kind.tunable for kind in classes):
             raise ValueError("has a prior of single weights, and its blocks have no prior")
-        if self.prior.precisions and not kind.per_weight_prior:
+        if self.prior.precisions and not all(kind.per_weight_prior for kind in classes):
             raise ValueError("has prior precisions of single weights, which its blocks cannot have")
         return self
 

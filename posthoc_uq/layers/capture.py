@@ -56,11 +56,8 @@ def _extension() -> Any:
     return ActivationsAndGradients
 
 
-MAX_LOOKUP = 4096
-"""Rows of an embedding that can have a posterior: more make too large a Kronecker factor."""
-
 MAX_SIDE = 16384
-"""The same of a matrix of which gradients are all that is known."""
+"""Rows or columns of a matrix of which gradients are all that is known: more make too large a Kronecker factor."""
 
 
 def _rows(weight: Tensor) -> int:
@@ -140,8 +137,8 @@ class Capture:
         def note(use: AffineCall, output: Tensor) -> None:
             key, lookup = id(use.parameter), use.kind == Lookup.kind
             uses = noted.get(key, [])
-            if lookup and (len(use.parameter) > MAX_LOOKUP or (uses and uses[0][0].kind != Lookup.kind)):
-                return  # too large; or the weight of another layer, which has the posterior
+            if lookup and uses and uses[0][0].kind != Lookup.kind:
+                return  # the weight of another layer, which has the posterior
             if not lookup and uses and uses[0][0].kind == Lookup.kind:
                 uses = []
             noted.pop(key, None)
@@ -187,6 +184,8 @@ class Capture:
             if is_matrix(weight) and max(_rows(weight), weight.numel() // _rows(weight)) > MAX_SIDE:
                 continue
             module_name, attribute, module = held[id(weight)][0]
+            if any(getattr(module, option, None) for option in ("scale_grad_by_freq", "max_norm")):
+                continue  # an embedding whose gradients depend on the batch, or that changes its weight
             own = attribute == "weight" and module_name
             bias_name = f"{module_name}.bias" if own and is_matrix(weight) else ""
             bias = parameters[bias_name] if bias_name in names else None

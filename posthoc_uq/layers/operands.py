@@ -25,6 +25,8 @@ from posthoc_uq.core.numerics import CONVOLUTIONS
 # the arithmetic that fills it.
 CPU_TEMPORARY = 16 * 2**20
 
+_USED_AT_ONCE = 4096  # positions of rows with a 1 that are taken together, so that few places occur in them
+
 MAX_CACHED_BYTES = 4 * 2**20  # up to which a copy stays in the cache
 
 # Of two ways to the same sums the cheaper one is taken. The cost is counted in multiply-adds of a matrix product, and
@@ -223,6 +225,18 @@ class Chosen(Operand):
 
     def part(self, samples: slice | Tensor) -> Chosen:
         return Chosen(self._places[samples], self._size, self._without, self._dtype)
+
+    def used(self) -> tuple[Tensor, Chosen]:
+        """The places that occur, in order, and the rows with these places alone."""
+        found, places = self._places.unique(return_inverse=True)
+        without = (found == self._without).nonzero().flatten().tolist() if self._without is not None else []
+        return found, Chosen(places, len(found), without[0] if without else None, self._dtype)
+
+    def parts_by_use(self, together: bool = False) -> Iterator[slice]:
+        """Slices of the samples in which few places occur, or all samples `together`."""
+        step = self.samples if together else max(1, _USED_AT_ONCE // max(1, self.positions))
+        for start in range(0, self.samples, step):
+            yield slice(start, min(self.samples, start + step))
 
     def rows(self) -> Tensor:
         return self._masked(F.one_hot(self._places, self._size).to(self._dtype)).unsqueeze(1)

@@ -26,14 +26,14 @@ from posthoc_uq.core.errors import (
     check_refused,
     out_of_memory,
 )
-from posthoc_uq.core.model import EMBEDDINGS, owners, parameter_names, replicate, unshared_copy
+from posthoc_uq.core.model import owners, parameter_names, replicate, unshared_copy
 from posthoc_uq.core.options import did_you_mean, shown
 from posthoc_uq.core.outputs import chosen_in
-from posthoc_uq.layers.capture import MAX_LOOKUP, Capture, TrackedLayer
+from posthoc_uq.layers.capture import Capture, TrackedLayer
 from posthoc_uq.layers.layer import BATCH_AXES, Layer
 from posthoc_uq.layers.operands import CPU_TEMPORARY
 from posthoc_uq.layers.rules import WEIGHTED_MODULES, LayerGradients
-from posthoc_uq.layers.sample_gradients import Route, numbers_of
+from posthoc_uq.layers.sample_gradients import Route, is_matrix, numbers_of
 
 _MAX_NAMED = 5  # parameters that a message names
 
@@ -89,8 +89,8 @@ def without_posterior(
     return (
         f"Weights without a posterior, {share(*missing)} of all weights: {', '.join(shown)}{more}. Predictions take "
         f"them for certain. What is used through torch.nn.functional.linear, a convolution or a product x @ weight "
-        f"gets a posterior, with layers='everything' also embeddings of at most 4,096 rows and all other parameters; "
-        f"choosing layers by layers=[...] leaves out what is not to have one."
+        f"gets a posterior, with layers='everything' also embeddings and all other parameters; choosing layers by "
+        f"layers=[...] leaves out what is not to have one."
     )
 
 
@@ -115,7 +115,7 @@ def cost_of_gradients(layers: Sequence[Layer], weights: int, seconds: float, pla
 
 Selection = str | Sequence[str] | Callable[[str, nn.Module], bool]
 """The layers that a user asks for: ``"all"`` whose weights are matrices, ``"everything"`` with the scales of
-normalisations and small embeddings, ``"last"``, names, prefixes or shell patterns, or a function."""
+normalisations, embeddings and all other parameters, ``"last"``, names, prefixes or shell patterns, or a function."""
 
 
 @dataclass(frozen=True)
@@ -129,8 +129,9 @@ class Exactly:
 
     @property
     def unseen(self) -> set[str]:
-        """The weights of those of which gradients are all that is known."""
-        return {layer.weight for layer in self.layers.values() if layer.rule.by_gradients}
+        """The parameters of those of which gradients are all that is known."""
+        layers = [layer for layer in self.layers.values() if layer.rule.by_gradients]
+        return {name for layer in layers for name in layer.parameter_names}
 
 
 def check_selection(selection: Selection) -> None:
@@ -263,8 +264,10 @@ class Reference:
             )
         return f"its weight '{parameter}' is used in a way that cannot be caught"
 
-    def missed(self, reached: Collection[str] = ()) -> list[tuple[str, str]]:
-        """The weights that have a gradient but are not among those seen in use, each after its module's name."""
+    def missed(self, reached: Collection[str] = (), zero: bool = False) -> list[tuple[str, str]]:
+        """The weights that have a gradient, or one that is `zero`, but are not among those seen in use, each after its
+        module's name.
+        """
         found: list[tuple[str, str]] = []
         for name, gradient in self.total.items():
             module_name, module = self._home[name]
@@ -275,13 +278,15 @@ class Reference:
                 or not isinstance(module, HOLD_WEIGHTS)
             ):
                 continue
-            if bool((gradient != 0).any()):
+            if zero or bool((gradient != 0).any()):
                 found.append((module_name or name, name))
         return found
 
-    def missed_weights(self, reached: set[str], selection: Selection) -> list[tuple[str, str]]:
+    def missed_weights(
+        self, reached: set[str], selection: Selection, zero: bool = False
+    ) -> list[tuple[str, str]]:
         """Those of `missed` that are asked for."""
-        missed = self.missed(reached)
+        missed = self.missed(reached, zero)
         if selection in ("all", "everything"):
             return missed
         if selection == "last":  # a missed layer after all caught ones would be the last
@@ -300,17 +305,19 @@ class Reference:
         """Parameters with a gradient that are asked for and not among those seen in use: those of weighted layers, or
         also the others where the selection is ``"everything"`` or has their name.
         """
-        of_layers = {name for _, name in self.missed_weights({*reached}, selection)}
+        # a branch that begins with a gain of 0 has no gradient yet
+        missed = self.missed_weights({*reached}, selection, zero=True)
+        of_layers = {
+            name for _, name in missed if is_matrix(self.parameters[name]) or name.endswith("weight")
+        }
         names = wanted_names(selection) or []
         found: list[str] = []
         for name, gradient in self.total.items():
-            if gradient is None or name in reached or gradient.is_sparse or not bool((gradient != 0).any()):
+            if gradient is None or name in reached or gradient.is_sparse:
                 continue
             module_name, module = self._home[name]
-            if isinstance(module, EMBEDDINGS) and len(gradient) > MAX_LOOKUP:
-                continue
             if isinstance(selection, Exactly):
-                own = selection(name, module) or selection(module_name, module)
+                own = name in selection.unseen
             else:
                 weight = f"{module_name}.weight"
                 own = name in of_layers or selection == "everything" or name in names
@@ -414,14 +421,13 @@ def prepare(
     discovered = Capture(model).discover(probe, autocast)
     if isinstance(selection, Exactly):
         discovered = [t for t in discovered if t.layer.weight not in selection.unseen]
-    if not possible(discovered, selection) and not any(
+    by_gradients = by_gradients and prove
+    of_any_kind = by_gradients and (selection == "everything" or wanted_names(selection) is not None)
+    if not (of_any_kind or possible(discovered, selection)) and not any(
         isinstance(module, WEIGHTED_MODULES) for module in model.modules()
     ):
         raise PosthocUQError(_NO_LAYER)
-    unseen: list[str] = []
-    if prove and by_gradients:
-        unseen = reference.unseen({name for t in discovered for name in t.layer.parameter_names}, selection)
-    chosen = select(discovered, selection, reference, unseen)
+    chosen = select(discovered, selection, reference, by_gradients)
     if tied := [t for t in chosen if t.embeddings]:
         own = unshared_copy(model, [t.own_weight for t in tied])
         del reference, discovered, chosen  # gradients as large as a vocabulary's weights
@@ -443,14 +449,25 @@ def prepare(
     failures: dict[str, str] = {}
     tolerance = 0.1 if autocast else None
     discovered_weights = {t.layer.weight for t in discovered}
-    computed = _by_gradients(model, probe, unseen, reference, tolerance)
+    computed: list[TrackedLayer] = []
+    if by_gradients:
+        seen = {t.layer.weight for t in discovered if t.layer.rule.matrices}
+        seen |= {name for t in chosen for name in t.layer.parameter_names}
+        computed = _by_gradients(model, probe, reference.unseen(seen, selection), reference, tolerance)
+    if selection == "last" and computed:  # it comes after all that were seen
+        chosen = []
     found = {name for t in computed for name in t.layer.parameter_names}
     for name, parameter_name in reference.missed_weights(discovered_weights | found, selection):
         failures[name] = reference.why_not_caught(parameter_name)
     if prove:
         capture, broken = _proved_capture(model, probe, [*chosen, *computed], reference, tolerance)
         named = wanted_names(selection) is not None or selection == "everything"
-        again = [t.layer.weight for t in broken if named or not _may_be_no_layer(t)] if by_gradients else []
+        again = [
+            name
+            for t in broken
+            for name in t.layer.parameter_names
+            if by_gradients and (named or not _may_be_no_layer(t))
+        ]
         if more := _by_gradients(model, probe, again, reference, tolerance):
             failing = {t.layer.name for t in broken}
             caught = [t for t in [*chosen, *computed] if t.layer.name not in failing]
@@ -528,9 +545,11 @@ def possible(discovered: list[TrackedLayer], selection: Selection) -> list[Track
 
 
 def select(
-    discovered: list[TrackedLayer], selection: Selection, reference: Reference, unseen: Sequence[str]
+    discovered: list[TrackedLayer], selection: Selection, reference: Reference, by_gradients: bool
 ) -> list[TrackedLayer]:
-    """The layers that the user asked for: all, the last, by name, prefix or pattern, or by predicate."""
+    """The layers that the user asked for: all, the last, by name, prefix or pattern, or by predicate; other parameters
+    may be asked for by their names if `by_gradients`.
+    """
     able = possible(discovered, selection)
     if callable(selection):
         chosen = [t for t in able if t.module is not None and selection(t.layer.name, t.module)]
@@ -541,7 +560,8 @@ def select(
     else:
         names = wanted_names(selection) or []
         for name in names:
-            known = any(asked_by_name([name], t.names) for t in discovered) or asked_by_name([name], unseen)
+            known = any(asked_by_name([name], t.names) for t in discovered)
+            known = known or (by_gradients and reference.total.get(name) is not None)
             sharing = next((t for t in discovered if asked_by_name([name], t.embeddings)), None)
             if not known and sharing is not None:
                 raise UnsupportedLayerError(

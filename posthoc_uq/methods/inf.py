@@ -62,7 +62,7 @@ class INF(Laplace):
     """
 
     name: ClassVar[str] = "inf"
-    block_kinds: ClassVar[tuple[str, ...]] = ("inf",)
+    block_kinds: ClassVar[tuple[str, ...]] = ("inf", "diagonal")
     tunable: ClassVar[frozenset[str]] = Laplace.tunable | {"residual_weight"}
     description: ClassVar[str] = "eigenvalues and diagonal"
 
@@ -94,7 +94,8 @@ class INF(Laplace):
         """Of an earlier posterior, or found in one sweep."""
         if self.bases is not None:
             return _earlier_bases(self.bases, task)
-        sums = {name: self._sides(index, task) for index, name in enumerate(task.layers)}
+        factored = task.factored
+        sums = {name: self._sides(index, task) for index, name in enumerate(task.layers) if name in factored}
         share = cast(float, self.basis_fraction)  # `fit` has put a number in the place of "auto"
         samples = task.sweep(sums, "bases", share=share)
 
@@ -102,7 +103,7 @@ class INF(Laplace):
             inputs, outputs = sums.pop(name)
             return {"inputs": _directions(inputs, samples), "outputs": _directions(outputs, samples)}
 
-        found = task.divided({name: partial(basis, name) for name in task.layers}, "eigenbases")
+        found = task.divided({name: partial(basis, name) for name in factored}, "eigenbases")
         return {name: (directions["inputs"], directions["outputs"]) for name, directions in found.items()}
 
     def _sides(self, index: int, task: Task) -> list[_Side]:
@@ -157,7 +158,10 @@ class INF(Laplace):
     def added(self, posterior: Posterior, task: Task) -> Tensors:
         sums, samples = self.sweep(task, kept_bases(posterior, task))
         return {
-            name: {"eigenvalues": squares.eigenvalues(samples), "diagonal": squares.diagonal(samples)}
+            name: {
+                **({"eigenvalues": squares.eigenvalues(samples)} if name in task.factored else {}),
+                "diagonal": squares.diagonal(samples),
+            }
             for name, (squares,) in sums.items()
         }
 
@@ -187,12 +191,13 @@ def _earlier_bases(posterior: Posterior, task: Task) -> dict[str, Basis]:
         PosthocUQError: it keeps none, or not of these layers.
     """
     way_out = "leave bases= out, and they are computed from the data."
-    kept = posterior.blocks
-    if not all({"input_basis", "output_basis"} <= set(block.tensors()) for block in kept.values()):
+    kept, factored = posterior.blocks, task.factored
+    of_layers = [block for name, block in kept.items() if name in factored]
+    if not all({"input_basis", "output_basis"} <= set(block.tensors()) for block in of_layers):
         raise PosthocUQError(
             f"bases= takes a posterior by 'inf' or 'efb', and one by {posterior.method!r} has no eigenbases; {way_out}"
         )
-    for name, layer in task.layers.items():
+    for name, layer in factored.items():
         if name not in kept:
             raise PosthocUQError(f"The posterior in bases= has no layer '{name}'; {way_out}")
         if posterior.layers[name].matrix_shape != layer.matrix_shape:
@@ -201,7 +206,7 @@ def _earlier_bases(posterior: Posterior, task: Task) -> dict[str, Basis]:
                 f"{tuple(posterior.layers[name].matrix_shape)} in the posterior in bases=; {way_out}"
             )
     found = kept_bases(posterior, task)
-    return {name: found[name] for name in task.layers}
+    return {name: found[name] for name in factored}
 
 
 def kept_entries(rank: int | float, shape: tuple[int, int, int]) -> int:

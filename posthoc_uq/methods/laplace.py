@@ -112,12 +112,16 @@ class Laplace(Method):
         """The form of the Fisher's mean over the samples that is kept: one block a layer, by the layer's name. A method
         with one block for all layers overrides it.
         """
-        bases = self.find_bases(task)
+        bases, factored = self.find_bases(task), task.factored
         sums, samples = self.sweep(task, bases)
 
         def build() -> dict[str, Block]:
             return {
-                name: self.block(layer, sums.pop(name), samples, bases.pop(name, None))
+                name: (
+                    self.block(layer, sums.pop(name), samples, bases.pop(name, None))
+                    if name in factored
+                    else DiagonalBlock(sums.pop(name)[0].diagonal(samples))
+                )
                 for name, layer in task.layers.items()
             }
 
@@ -125,7 +129,12 @@ class Laplace(Method):
 
     def sweep(self, task: Task, bases: Mapping[str, Basis]) -> tuple[dict[str, Sequence[Any]], float]:
         """The accumulators of every layer after a sweep over the data, and the sum of the samples' weights."""
-        sums = {name: self.accumulators(layer, task, bases.get(name)) for name, layer in task.layers.items()}
+        sums = {
+            name: self.accumulators(layer, task, bases.get(name))
+            if name in task.factored
+            else [squares_of(layer, task)]
+            for name, layer in task.layers.items()
+        }
         return sums, task.sweep(sums, self.description)
 
     def described(self) -> dict[str, Any]:
@@ -241,7 +250,11 @@ def grams_of(layer: Layer, task: Task) -> tuple[InputGram, GradientGram]:
 def kept_bases(posterior: Posterior, task: Task) -> dict[str, Basis]:
     """The bases that a posterior keeps of every layer, for a sweep of the task."""
     device, dtype = task.device, task.settings.dtype
-    kept = {name: block.tensors() for name, block in posterior.blocks.items()}
+    kept = {
+        name: block.tensors()
+        for name, block in posterior.blocks.items()
+        if not isinstance(block, DiagonalBlock)
+    }
     return {
         name: (tensors["input_basis"].to(device, dtype), tensors["output_basis"].to(device, dtype))
         for name, tensors in kept.items()
@@ -378,13 +391,17 @@ class KFAC(Laplace):
     """
 
     name: ClassVar[str] = "kfac"
-    block_kinds: ClassVar[tuple[str, ...]] = ("kfac",)
+    block_kinds: ClassVar[tuple[str, ...]] = ("kfac", "diagonal")
 
     keep_grams: bool = False
 
     def blocks(self, task: Task) -> dict[str, Block]:
-        factors = _kronecker_factors(task, self.keep_grams)
-        return {name: KroneckerBlock(**of_layer) for name, of_layer in factors.items()}
+        grams, diagonals, samples = _sweep_for_grams(task)
+        factors = _decomposed(task, grams, samples, self.keep_grams)
+        return {
+            name: KroneckerBlock(**factors[name]) if name in factors else DiagonalBlock(**diagonals[name])
+            for name in task.layers
+        }
 
     def check_update(self, posterior: Posterior) -> None:
         super().check_update(posterior)
@@ -398,14 +415,21 @@ class KFAC(Laplace):
             )
 
     def added(self, posterior: Posterior, task: Task) -> Tensors:
-        grams, samples = _sweep_for_grams(task)
-        return {name: _means(*pair, samples) for name, pair in grams.items()}
+        grams, diagonals, samples = _sweep_for_grams(task)
+        return {name: _means(*pair, samples) for name, pair in grams.items()} | diagonals
 
 
-def _sweep_for_grams(task: Task) -> tuple[dict[str, tuple[InputGram, GradientGram]], float]:
-    """Both Grams of every layer after a sweep, and the sum of the samples' weights."""
-    grams = {name: grams_of(layer, task) for name, layer in task.layers.items()}
-    return grams, task.sweep(grams, "Kronecker factors")
+Grams = dict[str, tuple[InputGram, GradientGram]]
+
+
+def _sweep_for_grams(task: Task) -> tuple[Grams, Tensors, float]:
+    """After one sweep both Grams of every layer that can have factors, the diagonal of the others, and the sum of the
+    samples' weights.
+    """
+    grams = {name: grams_of(layer, task) for name, layer in task.factored.items()}
+    squares = {name: squares_of(layer, task) for name, layer in task.layers.items() if name not in grams}
+    samples = task.sweep({**grams, **{name: [one] for name, one in squares.items()}}, "Kronecker factors")
+    return grams, {name: {"diagonal": one.diagonal(samples)} for name, one in squares.items()}, samples
 
 
 def _means(inputs: InputGram, outputs: GradientGram, samples: float) -> dict[str, Tensor]:
@@ -414,9 +438,8 @@ def _means(inputs: InputGram, outputs: GradientGram, samples: float) -> dict[str
     return {**grams, "positions": outputs.positions(samples).to(grams["input_gram"])}
 
 
-def _kronecker_factors(task: Task, keep_grams: bool = False) -> Tensors:
-    """Eigenvectors and eigenvalues of both Grams, in one sweep; the Grams as well if they are to be kept."""
-    grams, samples = _sweep_for_grams(task)
+def _decomposed(task: Task, grams: Grams, samples: float, keep_grams: bool = False) -> Tensors:
+    """Eigenvectors and eigenvalues of both Grams; the Grams as well if they are to be kept."""
 
     def decompose(name: str) -> dict[str, Tensor]:
         inputs, outputs = grams.pop(name)
@@ -431,7 +454,7 @@ def _kronecker_factors(task: Task, keep_grams: bool = False) -> Tensors:
             "output_eigenvalues": output_values,
         }
 
-    return task.divided({name: partial(decompose, name) for name in task.layers}, "eigenbases")
+    return task.divided({name: partial(decompose, name) for name in list(grams)}, "eigenbases")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -445,14 +468,15 @@ class EFB(Laplace):
     """
 
     name: ClassVar[str] = "efb"
-    block_kinds: ClassVar[tuple[str, ...]] = ("efb",)
+    block_kinds: ClassVar[tuple[str, ...]] = ("efb", "diagonal")
     description: ClassVar[str] = "eigenvalues"
 
     def passes(self) -> int:
         return 2
 
     def find_bases(self, task: Task) -> dict[str, Basis]:
-        factors = _kronecker_factors(task)
+        grams = {name: grams_of(layer, task) for name, layer in task.factored.items()}
+        factors = _decomposed(task, grams, task.sweep(grams, "Kronecker factors"))
         return {name: (sides["input_basis"], sides["output_basis"]) for name, sides in factors.items()}
 
     def accumulators(self, layer: Layer, task: Task, basis: Basis | None) -> Sequence[Any]:
@@ -466,10 +490,11 @@ class EFB(Laplace):
         bases = kept_bases(posterior, task)
         sums: dict[str, list[Any]] = {
             name: [*self.accumulators(layer, task, bases[name]), *grams_of(layer, task)]
-            for name, layer in task.layers.items()
+            for name, layer in task.factored.items()
         }
-        samples = task.sweep(sums, self.description)
-        return {
+        wide = {name: squares_of(layer, task) for name, layer in task.layers.items() if name not in sums}
+        samples = task.sweep({**sums, **{name: [one] for name, one in wide.items()}}, self.description)
+        return {name: {"diagonal": one.diagonal(samples)} for name, one in wide.items()} | {
             name: {
                 "eigenvalues": squares.eigenvalues(samples),
                 "inside": _on_diagonal(inputs.mean(samples), bases[name][0])

@@ -34,6 +34,7 @@ from posthoc_uq.curvature.sweep import (
 from posthoc_uq.layers.capture import Capture
 from posthoc_uq.layers.layer import Layer
 from posthoc_uq.layers.proof import Prepared, count_samples
+from posthoc_uq.layers.rules import Lookup
 from posthoc_uq.likelihoods import Likelihood
 from posthoc_uq.methods.checkpoint import Checkpoint, State, load_tensors
 from posthoc_uq.methods.contexts import Context, single_input
@@ -44,6 +45,16 @@ from posthoc_uq.posteriors.settings import Evidence, History, Hyperparameters
 
 Tensors = dict[str, dict[str, Tensor]]
 """By the name of a layer or block, and by their own."""
+
+
+LARGE_EMBEDDING = 4096
+"""Rows of an embedding above which it has a diagonal posterior, whatever the method: a Kronecker factor would be too
+large, and few of its rows occur in a batch."""
+
+
+def has_diagonal_alone(layer: Layer) -> bool:
+    """Whether a layer is too large for Kronecker factors."""
+    return layer.kind == Lookup.kind and layer.inputs > LARGE_EMBEDDING
 
 
 @dataclass
@@ -91,6 +102,11 @@ class Task:
     def layers(self) -> dict[str, Layer]:
         """The layers to fit."""
         return self.prepared.layers
+
+    @property
+    def factored(self) -> dict[str, Layer]:
+        """Those of them that can have Kronecker factors: large embeddings have a diagonal alone."""
+        return {name: layer for name, layer in self.layers.items() if not has_diagonal_alone(layer)}
 
     def take_labels(self, fisher: FisherChoice, n_samples: int, joint: bool = False) -> None:
         """Settle which labels the Fisher of the sweeps is an expectation over.

@@ -21,7 +21,7 @@ from torch import Tensor
 from posthoc_uq.core.devices import as_double, on_host, placed
 from posthoc_uq.core.errors import PosthocUQError
 from posthoc_uq.layers.layer import Layer
-from posthoc_uq.layers.operands import TOUCH_COST, Operand, Rows, chunks, turned
+from posthoc_uq.layers.operands import TOUCH_COST, Chosen, Operand, Rows, chunks, turned
 
 # Inner products of Jacobian rows: of each function with itself, with all others, or also between samples.
 
@@ -559,9 +559,28 @@ class Independent(Covariance):
         self, activations: Operand, gradients: Tensor, mode: Mode, double: bool, norms: bool
     ) -> Contracted:
         """In shapes of `gram`, with the squared norms of J if `norms`."""
+        if isinstance(activations, Chosen) and type(self) is Diagonal:
+            return self._of_places(activations, gradients, mode, double, norms)
         if self._pairs_are_cheaper(activations.positions, gradients.shape[2], mode):
             return self._by_pairs_of_positions(activations.rows(), gradients, mode, double, norms)
         return self._by_jacobian(activations, gradients, mode, double, norms)
+
+    def _of_places(
+        self, activations: Chosen, gradients: Tensor, mode: Mode, double: bool, norms: bool
+    ) -> Contracted:
+        """The same of rows with a 1 at one place each: J is zero at all places that do not occur."""
+        found: list[Contracted] = []
+        for part in activations.parts_by_use(together=mode == "joint"):
+            places, rows = activations.part(part).used()
+            own = Independent.__new__(Independent)
+            own.weights, own.dtype, own.device, own.limit = (
+                self.weights[..., places.to(self.weights.device)],
+                self.dtype,
+                self.device,
+                self.limit,
+            )
+            found.append(own._contracted(rows, gradients[part], mode, double, norms))
+        return joined(found)
 
     def _pairs_are_cheaper(self, positions: int, functions: int, mode: Mode) -> bool:
         """Whether pairs of positions cost less than forming J, in multiply-adds per weight and sample."""
