@@ -274,6 +274,7 @@ class Reference:
             if (
                 gradient is None
                 or gradient.ndim < 2
+                or not (is_matrix(gradient) or name.endswith("weight"))
                 or name in reached
                 or not isinstance(module, HOLD_WEIGHTS)
             ):
@@ -306,10 +307,7 @@ class Reference:
         also the others where the selection is ``"everything"`` or has their name.
         """
         # a branch that begins with a gain of 0 has no gradient yet
-        missed = self.missed_weights({*reached}, selection, zero=True)
-        of_layers = {
-            name for _, name in missed if is_matrix(self.parameters[name]) or name.endswith("weight")
-        }
+        of_layers = {name for _, name in self.missed_weights({*reached}, selection, zero=True)}
         names = wanted_names(selection) or []
         found: list[str] = []
         for name, gradient in self.total.items():
