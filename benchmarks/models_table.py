@@ -19,7 +19,7 @@ import os
 import tempfile
 import time
 import warnings
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -245,6 +245,7 @@ FAMILIES = (
     "resnet18", "convnext_atto", "mobilenetv3_small_050", "efficientnet_lite0", "regnetx_002", "densenet121",
     "ghostnet_100", "mnasnet_small", "edgenext_xx_small", "mobilevit_xxs", "vgg11", "dla34", "repvgg_a0", "lcnet_035",
     "resnest14d", "hardcorenas_a", "poolformerv2_s12", "mixer_s32_224", "deit_tiny_patch16_224", "xcit_nano_12_p16_224",
+    "resnetv2_50x1_bit", "dm_nfnet_f0",
 )  # fmt: skip
 
 
@@ -450,6 +451,14 @@ def _through(model: nn.Module, posterior: uq.Posterior, head: str, kind: Kind) -
     return "yes"
 
 
+def write_csv(path: Path, columns: Sequence[str], rows: Mapping[str, Mapping[str, str]]) -> None:
+    """The table as a CSV file."""
+    with path.open("w", newline="") as file:
+        writer = csv.writer(file)
+        writer.writerow(("model", *columns))
+        writer.writerows((name, *(row.get(column, "") for column in columns)) for name, row in rows.items())
+
+
 def main(arguments: Sequence[str] | None = None) -> None:
     """Make the table."""
     parser = argparse.ArgumentParser(
@@ -469,17 +478,19 @@ def main(arguments: Sequence[str] | None = None) -> None:
     }
     errors: list[str] = []
     rows: dict[str, dict[str, str]] = {}
-    with single_threaded(), warnings.catch_warnings():
-        warnings.simplefilter("ignore")
-        for name, kind in names.items():
-            rows[name] = first_try(kind()) if options.first_try else cells(kind(), errors)
-            print(name, rows[name], flush=True)
     columns = ("last layer", "all layers", "*lora_*", "novelty")
     if options.first_try:
         columns = (
             *("first try", "covered", "everything", "passes", "save and load"),
             *(f"{head}{name}" for head in HEADS for name in ("", ", last layer")),
         )
+    with single_threaded(), warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        for name, kind in names.items():
+            rows[name] = first_try(kind()) if options.first_try else cells(kind(), errors)
+            print(name, rows[name], flush=True)
+            if options.csv is not None:  # after each, since all of them take an hour
+                write_csv(options.csv, columns, rows)
     print(f"\n| model | {' | '.join(columns)} |\n{'| --- ' * (len(columns) + 1)}|")
     for name, row in rows.items():
         print(f"| {name} | {' | '.join(row.get(column, '') for column in columns)} |")
@@ -487,13 +498,6 @@ def main(arguments: Sequence[str] | None = None) -> None:
         print(f"\n({number}) {error}")
     if options.json is not None:
         write_json(options.json, {"machine": machine(), "rows": rows, "errors": errors})
-    if options.csv is not None:
-        with options.csv.open("w", newline="") as file:
-            writer = csv.writer(file)
-            writer.writerow(("model", *columns))
-            writer.writerows(
-                (name, *(row.get(column, "") for column in columns)) for name, row in rows.items()
-            )
 
 
 if __name__ == "__main__":
