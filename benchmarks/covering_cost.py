@@ -1,6 +1,8 @@
-"""What recurrent layers, embeddings and normalisations cost in a fit, beside laplace-torch's diagonal where that runs.
+"""What recurrent layers, embeddings, normalisations and weights by a model's own code cost in a fit, beside
+laplace-torch's diagonal where that runs.
 
-    OMP_NUM_THREADS=1 python benchmarks/covering_cost.py            two minutes
+    OMP_NUM_THREADS=1 python benchmarks/covering_cost.py            five minutes
+    OMP_NUM_THREADS=1 python benchmarks/covering_cost.py --only LSTM
     OMP_NUM_THREADS=1 python benchmarks/covering_cost.py --smoke    a few sequences
 
 Two fits and a plain pass, forth and back over all data, take turns; each row is the median, and the least and the
@@ -14,6 +16,7 @@ import argparse
 import time
 import warnings
 from collections.abc import Callable, Sequence
+from itertools import pairwise
 from statistics import median
 from typing import Any
 
@@ -28,27 +31,57 @@ WORDS, CLASSES = 1000, 5
 
 
 class Tagger(nn.Module):
-    """An LSTM over words, and a class for each sequence."""
+    """An LSTM over words, and a class for each sequence; sequences may be packed, which hides the steps."""
 
-    def __init__(self) -> None:
+    def __init__(self, packed: bool = False) -> None:
         super().__init__()
         self.words, self.inner = nn.Embedding(WORDS, 64), nn.LSTM(64, 64, batch_first=True)
-        self.head = nn.Linear(64, CLASSES)
+        self.head, self.packed = nn.Linear(64, CLASSES), packed
 
     def forward(self, ids: Tensor) -> Tensor:
         """Logits."""
-        return self.head(self.inner(self.words(ids))[0][:, -1])
+        words: Any = self.words(ids)
+        if self.packed:
+            words = nn.utils.rnn.pack_padded_sequence(
+                words, torch.full((len(ids),), ids.shape[1]), batch_first=True
+            )
+        return self.head(self.inner(words)[1][0][-1])
+
+
+class Standardised(nn.Conv2d):
+    """Weight standardisation, as in BiT."""
+
+    def forward(self, input: Tensor) -> Tensor:
+        """The convolution with a kernel of mean 0 and variance 1."""
+        spread, mean = torch.var_mean(self.weight, (1, 2, 3), correction=0, keepdim=True)
+        weight = (self.weight - mean) * (spread + 1e-6).rsqrt()
+        return nn.functional.conv2d(input, weight, self.bias, self.stride, self.padding)
+
+
+class Images(nn.Sequential):
+    """Five convolutions, of plain or of standardised weights."""
+
+    def __init__(self, kind: type[nn.Conv2d]) -> None:
+        widths = 3, 16, 32, 32, 64, 64
+        parts: list[nn.Module] = []
+        for index, (one, other) in enumerate(pairwise(widths)):
+            parts += [
+                kind(one, other, 3, stride=1 + index % 2, padding=1),
+                nn.GroupNorm(4, other),
+                nn.ReLU(),
+            ]
+        super().__init__(*parts, nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(widths[-1], CLASSES))
 
 
 class Bert(nn.Module):
     """A BERT of two layers from its configuration."""
 
-    def __init__(self) -> None:
+    def __init__(self, words: int = WORDS) -> None:
         super().__init__()
         import transformers
 
         config = transformers.BertConfig(
-            vocab_size=WORDS, hidden_size=128, num_hidden_layers=2, num_attention_heads=4, num_labels=CLASSES,
+            vocab_size=words, hidden_size=128, num_hidden_layers=2, num_attention_heads=4, num_labels=CLASSES,
             intermediate_size=256, max_position_embeddings=64,
         )  # fmt: skip
         self.inner: Any = transformers.BertForSequenceClassification(config)
@@ -56,6 +89,24 @@ class Bert(nn.Module):
     def forward(self, ids: Tensor) -> Tensor:
         """Logits."""
         return self.inner(input_ids=ids).logits
+
+
+def _texts(words: int = WORDS) -> Callable[[], Tensor]:
+    return lambda: torch.randint(1, words, (32, 24))
+
+
+def _pictures() -> Tensor:
+    return torch.randn(32, 3, 32, 32)
+
+
+NETWORKS: dict[str, tuple[Callable[[], nn.Module], Callable[[], Tensor]]] = {
+    "LSTM": (Tagger, _texts()),
+    "LSTM, packed": (lambda: Tagger(packed=True), _texts()),
+    "BERT": (Bert, _texts()),
+    "BERT, 30,000 words": (lambda: Bert(30_000), _texts(30_000)),
+    "CNN": (lambda: Images(nn.Conv2d), _pictures),
+    "CNN, standardised weights": (lambda: Images(Standardised), _pictures),
+}
 
 
 def fits(model: nn.Module, data: list[tuple[Tensor, Tensor]]) -> dict[str, Callable[[], Any]]:
@@ -103,13 +154,15 @@ def main(arguments: Sequence[str] | None = None) -> None:
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("--smoke", action="store_true", help="a few sequences, once")
+    parser.add_argument("--only", nargs="+", choices=NETWORKS, default=list(NETWORKS))
     options = parser.parse_args(arguments)
     batches, rounds = (1, 1) if options.smoke else (8, 5)
     print("| network | fit | passes: median (least to largest) | bytes |\n| --- | --- | --- | --- |")
-    for name, make in (("LSTM", Tagger), ("BERT", Bert)):
+    for name in options.only:
+        make, inputs = NETWORKS[name]
         torch.manual_seed(0)
         model = make().eval()
-        data = [(torch.randint(1, WORDS, (32, 24)), torch.randint(CLASSES, (32,))) for _ in range(batches)]
+        data = [(inputs(), torch.randint(CLASSES, (32,))) for _ in range(batches)]
 
         def plain(model: nn.Module = model, data: list[tuple[Tensor, Tensor]] = data) -> None:
             for x, y in data:

@@ -141,9 +141,8 @@ def fit(
             mean squared residual of the training data (1 without targets, with a warning).
         layers: ``"all"``, ``"last"``, names, prefixes of names or shell patterns (``"*lora_*"``), or a predicate
             ``(name, module) -> bool``; these are layers whose weights are matrices. ``"everything"`` adds the scales
-            and offsets of normalisations, other products with a vector and sums with a parameter, and embeddings of up
-            to 4,096 rows, each of which can also be named. By default those that the method is for: the last one for
-            message passing, all for the others.
+            and offsets of normalisations, embeddings and all other parameters, each of which can also be named. By
+            default those that the method is for: the last one for message passing, all for the others.
         prior_precision: a number; ``"faithful"`` (the default), for the smallest one for which predictions on training
             inputs stay within `divergence` of the network's; or ``"evidence"``, for the maximum of the log marginal
             likelihood. Or a tensor by the name of every parameter of the layers, for ``"diag"``, ``"full"``,
