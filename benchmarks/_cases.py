@@ -55,11 +55,11 @@ def of_torchvision(name: str, **options: Any) -> nn.Module:
     return torchvision.models.get_model(name, weights=None, **options)
 
 
-def of_timm(name: str) -> nn.Module:
+def of_timm(name: str, **options: Any) -> nn.Module:
     """With random weights."""
     import timm
 
-    return timm.create_model(name, pretrained=False)
+    return timm.create_model(name, pretrained=False, **options)
 
 
 def digits(count: int) -> Tensor:

@@ -59,7 +59,9 @@ CASES: dict[str, Case] = {
     "lenet": Case(lenet, (1, 28, 28), 10, 512, 8),
     "resnet18, 32 px": Case(lambda: of_torchvision("resnet18", num_classes=10), (3, 32, 32), 10, 256, 8),
     "resnet50, 224 px": Case(lambda: of_torchvision("resnet50"), (3, 224, 224), 1000, 64, 4),
-    "vit_small, 224 px": Case(lambda: of_timm("vit_small_patch16_224"), (3, 224, 224), 1000, 64, 4),
+    "vit_small, 224 px": Case(
+        lambda: of_timm("vit_small_patch16_224", num_classes=10), (3, 224, 224), 10, 64, 4
+    ),
     "bert_base, 128 tokens": Case(Texts, (128,), 4, 64, 4),
 }
 

