@@ -164,9 +164,11 @@ def run(*arguments: Any, code: int = 0) -> Result:
     """A command in this process; its exit code must be the expected one, and an error, or wrong usage, one line below
     warnings and what was taken from the posterior's file.
 
-    Files are parsed in this process, too: the child that reads them takes longer than most commands.
+    Files are parsed in this process, too: the child that reads them takes longer than most commands. The CPU is what a
+    command finds, since its results are compared with those of functions there.
     """
     with (
+        mock.patch.object(torch.cuda, "is_available", lambda: False),
         mock.patch.object(save_load, "ChildReader", ImageReader),
         redirect_stdout(StringIO()) as stdout,
         redirect_stderr(StringIO()) as stderr,

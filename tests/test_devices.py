@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ast
 import json
+import math
 from collections.abc import Callable, Iterator
 from functools import wraps
 from pathlib import Path
@@ -229,8 +230,11 @@ def likelihoods(name: str) -> Work:
         y = targets_of(network(outputs_for(resolve_likelihood(name))), x, name)
         found: dict[str, Any] = {}
         for head in ("linearized", "sampling", "moments"):
-            options: dict[str, Any] = {"head": head} if head == "linearized" else {"prior_precision": 1.0}
-            posterior = uq.fit(model, batched((x, y)), "diag", likelihood=name, progress=False, **options)
+            options: dict[str, Any] = {"likelihood": name, "progress": False}
+            if head == "linearized":  # a search ends within 0.03 decades, where rounding lets it
+                searched = uq.fit(model, batched((x, y)), "diag", head=head, **options).prior_precision
+                found["decades of the prior"] = [10 + math.log10(p) for p in _values(searched)]
+            posterior = uq.fit(model, batched((x, y)), "diag", prior_precision=1.0, **options)
             predictor = uq.wrap(model, posterior, head, **({"n_samples": 3} if head == "sampling" else {}))
             prediction = predictor(x[:6].to(device))
             found[head] = prediction.to_dict() | prediction.scores()
@@ -244,6 +248,10 @@ def likelihoods(name: str) -> Work:
         return found | {"tuned": posterior.prior_precision, "quality": result.to_dict()["quality"]}
 
     return work
+
+
+def _values(prior: float | dict[str, float]) -> list[float]:
+    return list(prior.values()) if isinstance(prior, dict) else [prior]
 
 
 def trains(method: str, likelihood: str = "classification", **options: Any) -> Work:
@@ -405,12 +413,16 @@ TRAININGS = {
 }
 
 
+DRAWN = ("latent_binary", "latent_binary, regression", "weights that are off", "function_space")
+"""Trainings whose noise a device draws by its own generator, so that a few steps end near each other."""
+
+
 def forget_draws() -> None:
     for kept in (normals, _placed_normals):
         kept.cache_clear()
 
 
-def assert_same(found: Any, expected: Any, where: str, exact: bool) -> None:
+def assert_same(found: Any, expected: Any, where: str, exact: bool, atol: float = 1e-3) -> None:
     if isinstance(expected, Tensor):
         if exact:
             torch.testing.assert_close(
@@ -418,15 +430,15 @@ def assert_same(found: Any, expected: Any, where: str, exact: bool) -> None:
             )
         elif expected.is_floating_point() and "variation" not in where:  # counts jump at a tie
             found, expected = found.cpu().to(expected.dtype), expected.cpu()
-            torch.testing.assert_close(found, expected, rtol=1e-2, atol=1e-3, msg=lambda m: f"{where}: {m}")
+            torch.testing.assert_close(found, expected, rtol=1e-2, atol=atol, msg=lambda m: f"{where}: {m}")
     elif isinstance(expected, dict):
         assert found.keys() == expected.keys(), where
         for name, value in expected.items():
-            assert_same(found[name], value, f"{where}, {name}", exact)
+            assert_same(found[name], value, f"{where}, {name}", exact, atol)
     elif isinstance(expected, list):
         assert len(found) == len(expected), where
         for one, other in zip(found, cast("list[Any]", expected), strict=True):
-            assert_same(one, other, where, exact)
+            assert_same(one, other, where, exact, atol)
     elif isinstance(expected, float):
         assert found == pytest.approx(expected, rel=0 if exact else 2e-2, nan_ok=True), where
     else:
@@ -482,7 +494,7 @@ def test_a_device_finds_what_the_cpu_does(
     name: str, device: torch.device, tf32: Callable[[bool], None]
 ) -> None:
     tf32(False)  # trainings and draws are the user's own passes, at the user's precision
-    assert_same(WORKS[name](device), WORKS[name](CPU), name, exact=False)
+    assert_same(WORKS[name](device), WORKS[name](CPU), name, exact=False, atol=0.1 if name in DRAWN else 1e-3)
 
 
 @pytest.mark.device

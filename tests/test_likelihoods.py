@@ -24,6 +24,7 @@ from torch import distributions as td
 
 import posthoc_uq as uq
 from posthoc_uq.likelihoods import LIKELIHOODS, Likelihood, OrdinalPrediction, resolve_likelihood
+from posthoc_uq.likelihoods.draws import OutputGaussian
 from posthoc_uq.likelihoods.prediction import cat
 
 SAMPLES, TAU, DRAWS = 24, 3.0, 10**5
@@ -814,3 +815,22 @@ def test_drawn_models_that_decide_otherwise(own: uq.Likelihood, shape: tuple[int
     outputs = torch.randn(shape, generator=torch.Generator().manual_seed(1))
     assert own.agrees(outputs, outputs + 1e-3 * torch.randn(5, *shape))
     assert not own.agrees(outputs, (shift - outputs) * torch.ones(5, *shape))
+
+
+@pytest.mark.parametrize("name", ["poisson", "gamma", "negative_binomial"])
+def test_a_drawn_divergence_hardly_moves_with_the_rounding_of_outputs(name: str) -> None:
+    """Batches of other sizes and other devices round otherwise, and the faithful prior is found by it."""
+    likelihood = resolve_likelihood(name)
+    generator = torch.Generator().manual_seed(0)
+    outputs = torch.randn(40, 2 if name == "negative_binomial" else 1, generator=generator)
+    try:
+        likelihood.check(outputs, None)
+    except uq.PosthocUQError:
+        outputs = outputs[:, :1]
+    found = []
+    for scale in (1.0, 1 + 3e-7):
+        rounded = outputs * scale
+        prediction = likelihood.from_gaussian(OutputGaussian(rounded, torch.full_like(rounded, 0.05)))
+        found.append(likelihood.divergence(rounded, prediction))
+    assert float(found[0].mean()) > 1e-4
+    torch.testing.assert_close(found[1], found[0], rtol=1e-3, atol=1e-7)

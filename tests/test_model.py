@@ -29,9 +29,9 @@ def posterior(net: nn.Sequential) -> uq.Posterior:
 
 
 WRAPPERS: dict[str, Callable[[nn.Module], Any]] = {
-    "DataParallel": nn.DataParallel,
+    "DataParallel": lambda model: nn.DataParallel(model, device_ids=[]),
     "torch.compile": torch.compile,
-    "both": lambda model: torch.compile(nn.DataParallel(model)),
+    "both": lambda model: torch.compile(nn.DataParallel(model, device_ids=[])),
 }
 
 

@@ -146,7 +146,7 @@ def test_computed_weights_keep_whether_they_are_trained_also_in_a_wrapper() -> N
     model = nn.Sequential(parametrizations.weight_norm(nn.Linear(4, 4)), _old("weight_norm")(nn.Linear(4, 3)))
     model.get_submodule("0.parametrizations").requires_grad_(False)
     model.get_parameter("1.bias").requires_grad_(False)
-    wrapped = nn.DataParallel(model)
+    wrapped = nn.DataParallel(model, device_ids=[])
     for each in (model, wrapped):
         trained = {name for name, p in with_plain_weights(each).named_parameters() if p.requires_grad}
         assert trained == {"0.bias", "1.weight"}

@@ -18,7 +18,7 @@ import torch
 from torch import Tensor, nn
 
 from posthoc_uq.core.batches import Batch
-from posthoc_uq.core.devices import as_double
+from posthoc_uq.core.devices import as_double, full_precision
 from posthoc_uq.core.errors import NonFiniteError, PosthocUQError, warn_user
 from posthoc_uq.core.model import replicate
 from posthoc_uq.core.progress import counted
@@ -662,6 +662,7 @@ class FaithfulSearch:
         return tried[decade].objective
 
 
+@full_precision()
 def set_faithful(
     posterior: Posterior,
     inputs: Sequence[Batch],

@@ -388,7 +388,9 @@ class Likelihood:
         from the likelihood and half from the prediction. It is never negative, and its variance is small where the two
         are close.
         """
-        keys = sample_keys([outputs], len(outputs), 0)  # the same in every batch
+        # the same in every batch and on every device: of outputs with three digits, since rounding must not change all
+        # draws
+        keys = sample_keys([outputs.to(torch.bfloat16)], len(outputs), 0)
         half = max(1, n_draws // 2)
         drawn = [self.draw(outputs, keys, draw) for draw in range(half)]
         drawn += prediction.sample(half, torch.Generator().manual_seed(0)).unbind()
