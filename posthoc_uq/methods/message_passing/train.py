@@ -23,6 +23,7 @@ from posthoc_uq.core.numerics import cholesky
 from posthoc_uq.methods.checkpoint import State
 from posthoc_uq.methods.message_passing.messages import (
     MIN_PRECISION,
+    Argmax,
     Message,
     Regression,
     Signal,
@@ -326,6 +327,10 @@ SWEEPS = 200
 TOLERANCE = 1e-6  # change of a site, relative to the largest one, at which expectation propagation ends
 _MAX_LAST_CHANGE = 1e-2  # change of the sites in the last sweep from which on it is an error
 _MIN_SHARE = 0.05
+_STALLED, _LEAST_FALL = (
+    20,
+    0.7,
+)  # sweeps in which the change must fall to this share, after as many at the beginning
 _MAX_RISES = 3  # of the change, after which sites are damped more
 _MAX_NUMBERS = 2**22  # in a temporary
 _MAX_ROWS = 4096  # at once
@@ -415,22 +420,34 @@ def expectation_propagation(
     the logits for sites.
 
     Raises:
-        PosthocUQError: they still change in the last sweep.
+        PosthocUQError: they still change in the last sweep, or have long stopped to settle.
     """
     share, last, rises = 1.0, torch.inf, 0
+    changes: list[float] = []
     for _ in range(sweeps):
         new = _renewed(marginals_for(sites), sites, targets, signal)
         change = _change(sites, new)
+        changes.append(change)
         rises += change > last
         if rises == _MAX_RISES:
             share, rises = max(share / 2, _MIN_SHARE), 0
         sites, last = damped(sites, new, share), change
         if change <= TOLERANCE:
             return sites
+        if len(changes) >= 2 * _STALLED and change > max(
+            _MAX_LAST_CHANGE, _LEAST_FALL * changes[-1 - _STALLED]
+        ):
+            break
     if last > _MAX_LAST_CHANGE:
+        # without it nothing bounds the outputs of misclassified samples, and they drift away
+        bounded = (
+            "give regularize=True, take signal='softargmax'"
+            if isinstance(signal, Argmax)
+            else ("bring the features to about unit size")
+        )
         raise PosthocUQError(
-            f"The messages of the targets did not settle in {sweeps} sweeps (the last changed them by {last:.2g}); "
-            f"bring the features to about unit size, raise the prior precision, or take posterior='diagonal'."
+            f"The messages of the targets do not settle: sweep {len(changes)} changed them by {last:.2g}, and they have "
+            f"been no quieter for long; {bounded}, raise the prior precision, or take posterior='diagonal'."
         )
     return sites
 
