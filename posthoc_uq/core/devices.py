@@ -152,21 +152,19 @@ def _without_tf32() -> Callable[[], None]:
     try:
         products, convolutions = torch.get_float32_matmul_precision(), cudnn.allow_tf32
     except RuntimeError:
-        for kind, _ in given:
-            kind.fp32_precision = "ieee"
-
-        def restore_older() -> None:
-            pass
+        older = None
     else:
+        older = products, convolutions
         cudnn.allow_tf32 = False
         torch.set_float32_matmul_precision("highest")
-
-        def restore_older() -> None:
-            torch.set_float32_matmul_precision(products)
-            cudnn.allow_tf32 = convolutions
+    for kind, _ in given:
+        if older is None or kind.fp32_precision not in ("ieee", "none"):
+            kind.fp32_precision = "ieee"
 
     def restore() -> None:
-        restore_older()
+        if older is not None:
+            torch.set_float32_matmul_precision(older[0])
+            cudnn.allow_tf32 = older[1]
         for kind, value in given:
             kind.fp32_precision = "none"  # it goes with the setting for all kinds
             if kind.fp32_precision != value:

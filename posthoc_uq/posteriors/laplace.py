@@ -131,7 +131,21 @@ class KroneckerBlock(_EigenbasisBlock):
             weights.part * float(as_double(part["positions"]) / whole),
             weights.precision,
         )
-        input_gram = combined_matrices(self.input_gram, part["input_gram"], weights, "Gram of the inputs")
+        if (
+            "by_gradients" in part
+        ):  # each is a sum J^T J whose trace is that of sum J J^T, scaled to the trace n
+            raw = (
+                gram * _traces(other)
+                for gram, other in (
+                    (self.input_gram, self.output_gram),
+                    (part["input_gram"], part["output_gram"]),
+                )
+            )
+            input_gram = combined_matrices(*raw, by_positions, "Gram of the inputs")
+            trace = _traces(input_gram).clamp(min=torch.finfo(input_gram.dtype).tiny)
+            input_gram = input_gram * (input_gram.shape[-1] / trace)
+        else:
+            input_gram = combined_matrices(self.input_gram, part["input_gram"], weights, "Gram of the inputs")
         output_gram = combined_matrices(
             self.output_gram, part["output_gram"], by_positions, "Gram of the output gradients"
         )
@@ -144,6 +158,11 @@ class KroneckerBlock(_EigenbasisBlock):
     def largest_value(self, settings: Settings) -> float:
         largest = largest_of(self.input_eigenvalues) * largest_of(self.output_eigenvalues)
         return settings.largest_precision(largest)
+
+
+def _traces(grams: Tensor) -> Tensor:
+    """Of every matrix, ``(..., 1, 1)``."""
+    return grams.diagonal(dim1=-2, dim2=-1).sum(-1)[..., None, None]
 
 
 @dataclass(eq=False, repr=False)
