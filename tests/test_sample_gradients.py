@@ -284,7 +284,7 @@ def test_other_heads_and_the_model_afterwards() -> None:
     model, (x, _) = network(), sample(5, 3)
     before = {name: value.clone() for name, value in model.state_dict().items()}
     posterior = fitted(model, "inf", prior_precision=200.0)
-    drawn = uq.wrap(model, posterior, "sampling", n_samples=400, seed=0)(x)
+    drawn = uq.wrap(model, posterior, "sampling", n_samples=200, seed=0)(x)
     linearised = uq.wrap(model, posterior, "linearized")(x)
     ratio = drawn.logits_variance / linearised.logits_variance
     assert 0.6 < float(ratio.median()) < 1.6
@@ -292,8 +292,8 @@ def test_other_heads_and_the_model_afterwards() -> None:
         moments = uq.wrap(model, posterior, "moments")(x)
     of_last = uq.wrap(model, fitted(model, "inf", layers=["last"], prior_precision=200.0), "moments")(x)
     torch.testing.assert_close(moments.logits_variance, of_last.logits_variance)
-    jvp = uq.wrap(model, posterior, "linearized", engine="jvp", n_probes=2000)(x)
-    torch.testing.assert_close(jvp.logits_variance, linearised.logits_variance, rtol=0.15, atol=0)
+    jvp = uq.wrap(model, posterior, "linearized", engine="jvp", n_probes=400)(x)
+    torch.testing.assert_close(jvp.logits_variance, linearised.logits_variance, rtol=0.35, atol=0)
     assert all(torch.equal(value, before[name]) for name, value in model.state_dict().items())
     assert not any(p.grad is not None for p in model.parameters())
 

@@ -315,7 +315,7 @@ class Reference:
         for name, gradient in self.total.items():
             if gradient is None or name in reached or gradient.is_sparse:
                 continue
-            module_name, module = self._home[name]
+            module_name = self._home[name][0]
             if isinstance(selection, Exactly):
                 own = name in selection.unseen
             else:
