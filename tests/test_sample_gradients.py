@@ -14,6 +14,7 @@ from posterior_helpers import dense_covariance, dense_jacobian
 from torch import Tensor, nn
 
 import posthoc_uq as uq
+from posthoc_uq.core.batches import Batch
 from posthoc_uq.curvature import sweep
 from posthoc_uq.layers import proof
 from posthoc_uq.layers.operands import Rows, Units
@@ -442,3 +443,18 @@ def test_as_many_samples_as_rows_of_an_argument_that_they_share(monkeypatch: pyt
     monkeypatch.setattr(sweep, "TEMPORARY_BYTES", 4 * 7 * 5 * 16)
     for name, found in variance().items():
         torch.testing.assert_close(found, whole[name], rtol=1e-9, atol=0)
+
+
+def test_large_gradients_are_proved_too(monkeypatch: pytest.MonkeyPatch) -> None:
+    """In float32, whose rounding the proof allows."""
+
+    class Steep(Standardised):
+        def forward(self, input: Tensor) -> Tensor:
+            return 1e6 * super().forward(input).mean((2, 3))
+
+    model, (x, _) = nn.Sequential(nn.Conv2d(1, 3, 1), Steep(3, 3, 3)).eval(), sample()
+    assert set(proof.prepare(model, Batch((x.float(),))).layers) == {"0", "1"}
+    agrees = proof._agrees
+    monkeypatch.setattr(proof, "_agrees", lambda layer, found, *others: agrees(layer, 1.5 * found, *others))
+    with pytest.raises(uq.PosthocUQError):
+        proof.prepare(model, Batch((x.float(),)))
