@@ -17,6 +17,7 @@ import posthoc_uq as uq
 from posthoc_uq.core.batches import Batch
 from posthoc_uq.curvature import sweep
 from posthoc_uq.layers import proof
+from posthoc_uq.layers.layer import Layer
 from posthoc_uq.layers.operands import Rows, Units
 
 
@@ -455,6 +456,10 @@ def test_large_gradients_are_proved_too(monkeypatch: pytest.MonkeyPatch) -> None
     model, (x, _) = nn.Sequential(nn.Conv2d(1, 3, 1), Steep(3, 3, 3)).eval(), sample()
     assert set(proof.prepare(model, Batch((x.float(),))).layers) == {"0", "1"}
     agrees = proof._agrees
-    monkeypatch.setattr(proof, "_agrees", lambda layer, found, *others: agrees(layer, 1.5 * found, *others))
-    with pytest.raises(uq.PosthocUQError):
+
+    def of_other_gradients(layer: Layer, found: Tensor, *others: Any) -> bool:
+        return agrees(layer, 1.5 * found if layer.name == "1" else found, *others)
+
+    monkeypatch.setattr(proof, "_agrees", of_other_gradients)
+    with pytest.raises(uq.UnsupportedLayerError, match="'1'"):
         proof.prepare(model, Batch((x.float(),)))
