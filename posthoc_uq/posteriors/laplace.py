@@ -134,14 +134,9 @@ class KroneckerBlock(_EigenbasisBlock):
         if (
             "by_gradients" in part
         ):  # each is a sum J^T J whose trace is that of sum J J^T, scaled to the trace n
-            raw = (
-                gram * _traces(other)
-                for gram, other in (
-                    (self.input_gram, self.output_gram),
-                    (part["input_gram"], part["output_gram"]),
-                )
-            )
-            input_gram = combined_matrices(*raw, by_positions, "Gram of the inputs")
+            kept = self.input_gram * _traces(self.output_gram)
+            other = part["input_gram"] * _traces(part["output_gram"])
+            input_gram = combined_matrices(kept, other, by_positions, "Gram of the inputs")
             trace = _traces(input_gram).clamp(min=torch.finfo(input_gram.dtype).tiny)
             input_gram = input_gram * (input_gram.shape[-1] / trace)
         else:
