@@ -131,9 +131,8 @@ class KroneckerBlock(_EigenbasisBlock):
             weights.part * float(as_double(part["positions"]) / whole),
             weights.precision,
         )
-        if (
-            "by_gradients" in part
-        ):  # each is a sum J^T J whose trace is that of sum J J^T, scaled to the trace n
+        if "by_gradients" in part:
+            # a sum of J^T J, with the trace of that of J J^T, was scaled to the trace n
             kept = self.input_gram * _traces(self.output_gram)
             other = part["input_gram"] * _traces(part["output_gram"])
             input_gram = combined_matrices(kept, other, by_positions, "Gram of the inputs")
