@@ -530,16 +530,37 @@ def test_full_precision_ends_with_the_last_that_asked_for_it(tf32: Callable[[boo
 @pytest.mark.skipif(
     not hasattr(torch.backends.cudnn, "conv"), reason="torch has one setting for all operations"
 )
-def test_full_precision_where_each_operation_has_its_own(tf32: Callable[[bool], None]) -> None:
-    convolutions: Any = torch.backends.cudnn.conv  # type: ignore[attr-defined]
-    convolutions.fp32_precision = "ieee"
-    recurrent = torch.backends.cudnn.rnn.fp32_precision  # type: ignore[attr-defined]
+@pytest.mark.parametrize(
+    "given", ["", "cudnn.conv", "cuda.matmul", "mkldnn.matmul", "all"], ids=lambda name: name or "none"
+)
+def test_full_precision_where_each_operation_has_its_own(given: str) -> None:
+    backends: Any = torch.backends
+    kinds = {
+        "cuda.matmul": backends.cuda.matmul,
+        "mkldnn.matmul": backends.mkldnn.matmul,
+        "cudnn.conv": backends.cudnn.conv,
+        "cudnn.rnn": backends.cudnn.rnn,
+    }
+
+    def settings() -> dict[str, str]:
+        return {name: kind.fp32_precision for name, kind in kinds.items()}
+
+    before = settings()
+    changed = backends if given == "all" else kinds.get(given)
     try:
+        if changed is not None:
+            changed.fp32_precision = "ieee" if given == "cudnn.conv" else "tf32"
+        own = settings()
         with full_precision():
-            assert torch.backends.cudnn.rnn.fp32_precision == "ieee"  # type: ignore[attr-defined]
-        assert (convolutions.fp32_precision, torch.backends.cudnn.rnn.fp32_precision) == ("ieee", recurrent)  # type: ignore[attr-defined]
+            assert set(settings().values()) <= {"ieee", "none"}
+        assert settings() == own
+        if given == "all":  # they still go with it
+            backends.fp32_precision = "ieee"
+            assert set(settings().values()) == {"ieee"}
     finally:
-        convolutions.fp32_precision = recurrent
+        backends.fp32_precision = "none"
+        for name, kind in kinds.items():
+            kind.fp32_precision = before[name]
 
 
 @pytest.mark.device

@@ -125,9 +125,9 @@ class _FullPrecision:
 
     def enter(self) -> None:
         with self._lock:
-            self._depth += 1
-            if self._depth == 1:
+            if self._depth == 0:
                 self._restore = _without_tf32()
+            self._depth += 1
 
     def leave(self) -> None:
         with self._lock:
@@ -140,28 +140,35 @@ _FULL_PRECISION = _FullPrecision()
 
 
 def _without_tf32() -> Callable[[], None]:
-    """Turn TF32 off, and return what turns it back."""
+    """Turn TF32 off, and return what turns it back.
+
+    Newer versions of torch have a setting for each kind of operation beside the older ones for all, refuse to read the
+    older ones where the user's settings have no such form, and change several of the newer by one of the older.
+    """
     cudnn: Any = torch.backends.cudnn
-    products = torch.get_float32_matmul_precision()
+    kinds: Any = (torch.backends.cuda.matmul, getattr(torch.backends.mkldnn, "matmul", None))
+    kinds = [kind for kind in (*kinds, getattr(cudnn, "conv", None), getattr(cudnn, "rnn", None)) if kind]
+    given = [(kind, kind.fp32_precision) for kind in kinds if hasattr(kind, "fp32_precision")]
     try:
-        convolutions = cudnn.allow_tf32
-    except RuntimeError:  # the user sets it for each kind of operation, as newer versions of torch let one
-        parts: Any = (cudnn.conv, cudnn.rnn, torch.backends.cuda.matmul)
-        given = [part.fp32_precision for part in parts]
-        for part in parts:
-            part.fp32_precision = "ieee"
-
-        def restore_each() -> None:
-            for part, value in zip(parts, given, strict=True):
-                part.fp32_precision = value
-
-        return restore_each
-    cudnn.allow_tf32 = False
-    torch.set_float32_matmul_precision("highest")
+        products, convolutions = torch.get_float32_matmul_precision(), cudnn.allow_tf32
+    except RuntimeError:
+        older = None
+    else:
+        older = products, convolutions
+        cudnn.allow_tf32 = False
+        torch.set_float32_matmul_precision("highest")
+    for kind, _ in given:
+        if older is None or kind.fp32_precision not in ("ieee", "none"):
+            kind.fp32_precision = "ieee"
 
     def restore() -> None:
-        torch.set_float32_matmul_precision(products)
-        cudnn.allow_tf32 = convolutions
+        if older is not None:
+            torch.set_float32_matmul_precision(older[0])
+            cudnn.allow_tf32 = older[1]
+        for kind, value in given:
+            kind.fp32_precision = "none"  # it goes with the setting for all kinds
+            if kind.fp32_precision != value:
+                kind.fp32_precision = value
 
     return restore
 

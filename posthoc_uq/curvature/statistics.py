@@ -392,7 +392,8 @@ class SquaredGradients(Accumulator):
         A gradient's part along a direction that no gradient has is its rounding, and the square of it no eigenvalue.
         """
         values = _mean_squares(self._sums.pop("eigenvalues"), samples)
-        return values.masked_fill_(values < torch.finfo(values.dtype).eps ** 2 * values.max(), 0)
+        largest = values.amax((1, 2), keepdim=True)
+        return values.masked_fill_(values < torch.finfo(values.dtype).eps ** 2 * largest, 0)
 
 
 def _count() -> Tensor:

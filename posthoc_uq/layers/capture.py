@@ -13,6 +13,7 @@ from __future__ import annotations
 import threading
 import weakref
 from collections.abc import Callable, Collection, Mapping
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 from functools import cache
 from typing import Any, Literal
@@ -28,7 +29,14 @@ from posthoc_uq.layers.calls import CallWatcher
 from posthoc_uq.layers.layer import Call, Layer, describe
 from posthoc_uq.layers.operands import Geometry
 from posthoc_uq.layers.rules import WEIGHTED_MODULES, AffineCall, LayerGradients, Lookup
-from posthoc_uq.layers.sample_gradients import Route, is_matrix, numbers_of, sample_gradients
+from posthoc_uq.layers.sample_gradients import (
+    MAX_DIMENSIONS,
+    ROUTES,
+    Route,
+    is_matrix,
+    numbers_of,
+    sample_gradients,
+)
 
 # BackPACK keeps its active extensions in a global variable, so fits in two threads take turns with backward passes. It
 # is imported where it is used: what only predicts need not wait for it.
@@ -107,6 +115,11 @@ class TrackedLayer:
         own = [self.layer.name, *(name for name, _ in self.holders)]
         return [name for name in own if name not in self.embeddings]
 
+    @property
+    def alone(self) -> list[str]:
+        """The name of its weight, where that is all that it has."""
+        return [self.layer.weight] if self.layer.bias is None else []
+
 
 class Capture:
     """Runs a copy of a model, and hands over each tracked layer's activations and output gradients.
@@ -181,6 +194,8 @@ class Capture:
         found = list[TrackedLayer]()
         for name in names:
             weight = parameters[name]
+            if not (weight.is_floating_point() and weight.numel() and weight.ndim <= MAX_DIMENSIONS):
+                continue
             if is_matrix(weight) and max(_rows(weight), weight.numel() // _rows(weight)) > MAX_SIDE:
                 continue
             module_name, attribute, module = held[id(weight)][0]
@@ -291,16 +306,13 @@ class Recording:
         self._watched_id = None if watched is None else id(capture.twin.get_parameter(watched.weight))
         self._batch = batch
         self._autocast = False
-        self._computed: dict[Route, list[Layer]] = {}
-        for tracked in capture.tracked.values():
-            if tracked.engine == "vmap" or tracked.engine == "loop":
-                self._computed.setdefault(tracked.engine, []).append(tracked.layer)
+        self._computed = [t.layer for t in capture.tracked.values() if t.engine in ROUTES]
         self.calls: dict[str, list[Call]] = {}
         self.watched: list[Call] = []
-        self.numbers = samples * sum(map(numbers_of, self._computed.values()))
+        self.numbers = samples * numbers_of(self._computed)
         self._sink: Sink | None = None
         ids = set(self._hooked) if self._watched_id is None else {*self._hooked, self._watched_id}
-        with torch.enable_grad(), CallWatcher(ids, self._note):
+        with self._alone(), torch.enable_grad(), CallWatcher(ids, self._note):
             self.outputs = batch.copied().call(capture.twin)
         self._autocast = torch.is_autocast_enabled(self.outputs.device.type)
 
@@ -328,17 +340,29 @@ class Recording:
 
     def _compute(self, gradient: Tensor, sink: Sink) -> None:
         """Hand over the layers of which gradients are all that is known."""
-        for route, layers in self._computed.items():
-            with torch.autocast(self.outputs.device.type, enabled=self._autocast):
+        tracked = self._capture.tracked
+        for route in ROUTES:
+            layers = [layer for layer in self._computed if tracked[layer.name].engine == route]
+            if not layers:
+                continue
+            with self._alone(), torch.autocast(self.outputs.device.type, enabled=self._autocast):
                 found = sample_gradients(
-                    self._capture.twin, layers, self._batch, self._samples, gradient, route
+                    self._capture.twin, layers, self._batch, self.outputs, gradient, route
                 )
+            if found is None:  # from now on
+                for layer in layers:
+                    tracked[layer.name].engine = "loop"
+                continue
             with torch.autocast(self.outputs.device.type, enabled=False):
                 for layer in layers:
                     of_layer = found.pop(layer.name)
                     sink(
                         LayerGradients(layer, [Call(layer, of_layer, Geometry(), of_layer)], self._samples, 0)
                     )
+
+    def _alone(self) -> AbstractContextManager[Any]:
+        """While `sample_gradients` runs, the copy of the model has other weights, for every thread."""
+        return _CONTEXT_LOCK if self._computed else nullcontext()
 
     def _note(self, use: AffineCall, output: Tensor) -> None:
         watched = self._capture.watched

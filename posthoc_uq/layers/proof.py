@@ -292,11 +292,12 @@ class Reference:
             return missed
         if selection == "last":  # a missed layer after all caught ones would be the last
             last_reached = max((self.order[name] for name in reached), default=-1)
-            return [
+            after = [
                 (module, name)
                 for module, name in missed
                 if self.order[name] > last_reached and isinstance(self._home[name][1], WEIGHTED_MODULES)
             ]
+            return [(module, name) for module, name in after if module == after[-1][0]]
         if callable(selection):
             return [(module, name) for module, name in missed if selection(module, self._home[name][1])]
         names = wanted_names(selection) or []
@@ -308,6 +309,7 @@ class Reference:
         """
         # a branch that begins with a gain of 0 has no gradient yet
         of_layers = {name for _, name in self.missed_weights({*reached}, selection, zero=True)}
+        modules = {self._home[name][0] for name in of_layers}
         names = wanted_names(selection) or []
         found: list[str] = []
         for name, gradient in self.total.items():
@@ -317,9 +319,8 @@ class Reference:
             if isinstance(selection, Exactly):
                 own = name in selection.unseen
             else:
-                weight = f"{module_name}.weight"
                 own = name in of_layers or selection == "everything" or name in names
-                own = own or (name == f"{module_name}.bias" and weight in of_layers)
+                own = own or (name == f"{module_name}.bias" and module_name in modules)
             if own:
                 found.append(name)
         return found
@@ -476,6 +477,10 @@ def prepare(
     else:
         capture, broken = Capture(model), [t for t in chosen if _may_be_no_layer(t)]
         layers = {t.layer.name: t.layer for t in chosen if not _may_be_no_layer(t)}
+    covered = {name for layer in layers.values() for name in layer.parameter_names}
+    for name in wanted_names(selection) or []:
+        if by_gradients and reference.total.get(name) is not None and name not in covered:
+            failures[name] = reference.why_not_caught(name)
     failures |= {t.layer.name: why_not_rebuilt(t.layer.weight, t.holders, t.both_ways) for t in broken}
     # A parameter in a matrix product may be anything; its module's type, its ties or its name make it a layer.
     unnamed = selection in ("all", "everything") or callable(selection)
@@ -491,7 +496,6 @@ def prepare(
         raise UnsupportedLayerError(f"Unsupported layers: {listed}.{advice}")
     if not layers:
         raise PosthocUQError("No weighted layer is left to fit a posterior over.")
-    covered = {name for layer in layers.values() for name in layer.parameter_names}
     warning = without_posterior(reference.parameters, reference.asked_for(selection), covered)
     if errors:
         name, reason = next(iter(errors.items()))
@@ -558,8 +562,9 @@ def select(
     else:
         names = wanted_names(selection) or []
         for name in names:
-            known = any(asked_by_name([name], t.names) for t in discovered)
-            known = known or (by_gradients and reference.total.get(name) is not None)
+            known = any(asked_by_name([name], t.names) or name in t.alone for t in discovered)
+            matrices = {t.layer.weight for t in discovered if t.layer.rule.matrices}
+            known = known or (by_gradients and name not in matrices and reference.total.get(name) is not None)
             sharing = next((t for t in discovered if asked_by_name([name], t.embeddings)), None)
             if not known and sharing is not None:
                 raise UnsupportedLayerError(
@@ -576,6 +581,7 @@ def select(
             t
             for t in discovered
             if (asked_by_name(names, t.names) if t.layer.rule.matrices else t.layer.name in names)
+            or any(name in t.alone for name in names)
         ]
     return sorted(chosen, key=lambda t: reference.order[t.layer.weight])
 

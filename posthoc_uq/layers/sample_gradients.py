@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from math import prod
-from typing import Any, ClassVar, Literal
+from typing import Any, ClassVar, Literal, get_args
 
 import torch
 from torch import Tensor, nn
@@ -18,6 +18,7 @@ from torch.func import functional_call, vmap
 from torch.utils._pytree import tree_map
 
 from posthoc_uq.core.batches import Batch, holds_samples
+from posthoc_uq.core.errors import out_of_memory
 from posthoc_uq.layers.calls import PlainAttention
 from posthoc_uq.layers.layer import Layer, LayerRule
 from posthoc_uq.layers.operands import Geometry, Operand, Units
@@ -25,6 +26,12 @@ from posthoc_uq.layers.rules import register
 
 Route = Literal["vmap", "loop"]
 """All samples in one pass with weights of their own, or one backward pass a sample."""
+
+ROUTES: tuple[Route, ...] = get_args(Route)
+"""The second follows where the first fails."""
+
+MAX_DIMENSIONS = 6
+"""Of a parameter; one of more has no posterior."""
 
 
 class ByGradients(LayerRule):
@@ -50,6 +57,9 @@ class ByGradients(LayerRule):
         rows = next((size for size in own if size > 1), 1)
         return weight.reshape(*lead, groups, rows if groups == 1 else 1, -1)
 
+    def input_norm(self, input: Tensor) -> float:
+        return 1.0  # the gradients are on the outputs' side
+
     def apply(self, input: Tensor, weight: Tensor, bias: Tensor | None, options: Mapping[str, Any]) -> Tensor:
         raise NotImplementedError("No call is known that applies such a weight.")
 
@@ -62,7 +72,7 @@ class ByGradients(LayerRule):
         return outputs.transpose(2, 3)
 
 
-for _dimensions in range(7):
+for _dimensions in range(MAX_DIMENSIONS + 1):
     register(ByGradients(_dimensions))
 
 
@@ -72,22 +82,26 @@ def is_matrix(weight: Tensor) -> bool:
 
 
 def sample_gradients(
-    model: nn.Module, layers: Sequence[Layer], batch: Batch, samples: int, pull: Tensor, route: Route
-) -> dict[str, Tensor]:
-    """Every sample's gradients by layers' weights, ``(samples, groups, outputs, inputs)`` by layer.
+    model: nn.Module, layers: Sequence[Layer], batch: Batch, outputs: Tensor, pull: Tensor, route: Route
+) -> dict[str, Tensor] | None:
+    """Every sample's gradients by layers' weights, ``(samples, groups, outputs, inputs)`` by layer; None where they
+    cannot be had in one pass, by an operation that has no such form, or an argument that belongs to all samples and has
+    as many rows.
 
     Args:
         model: in eval mode; nothing else may run it meanwhile.
         layers: of the weights.
         batch: the model's arguments.
-        samples: in the batch.
+        outputs: of the model, ``(samples, ...)``.
         pull: what is pulled back, in the shape of the outputs.
         route: how.
     """
     own = dict(model.named_parameters())
     weights = {name: own[name].detach() for layer in layers for name in layer.parameter_names}
     with torch.enable_grad(), PlainAttention():
-        of_names = (_in_one_pass if route == "vmap" else _one_by_one)(model, weights, batch, samples, pull)
+        of_names = (_in_one_pass if route == "vmap" else _one_by_one)(model, weights, batch, outputs, pull)
+    if of_names is None:
+        return None
     return {
         layer.name: layer.to_matrix(
             of_names[layer.weight], None if layer.bias is None else of_names[layer.bias]
@@ -97,8 +111,9 @@ def sample_gradients(
 
 
 def _in_one_pass(
-    model: nn.Module, weights: Mapping[str, Tensor], batch: Batch, samples: int, pull: Tensor
-) -> dict[str, Tensor]:
+    model: nn.Module, weights: Mapping[str, Tensor], batch: Batch, expected: Tensor, pull: Tensor
+) -> dict[str, Tensor] | None:
+    samples = len(expected)
     copies = {
         name: weight.expand(samples, *weight.shape).requires_grad_() for name, weight in weights.items()
     }
@@ -109,16 +124,30 @@ def _in_one_pass(
         args, kwargs = tree_map(lambda v, d: v.unsqueeze(0) if d == 0 else v, (args, kwargs), dims)
         return given.outputs_of(functional_call(model, weights, args, kwargs)).squeeze(0)
 
-    outputs = vmap(of_one, in_dims=(0, *dims))(copies, given.args, given.kwargs)
+    try:
+        outputs = vmap(of_one, in_dims=(0, *dims))(copies, given.args, given.kwargs)
+    except Exception as error:  # the model's code decides what vmap makes of it
+        if out_of_memory(error):
+            raise
+        return None
+    if outputs.shape != expected.shape or not _alike(outputs.detach(), expected.detach()):
+        return None
     return _gradients(outputs, copies, pull)
 
 
+def _alike(outputs: Tensor, expected: Tensor) -> bool:
+    narrow = torch.finfo(outputs.dtype).eps > 1e-5
+    scale = expected.abs().amax().clamp(min=torch.finfo(outputs.dtype).tiny)
+    return bool((outputs - expected).abs().amax() <= (5e-2 if narrow else 1e-3) * scale)
+
+
 def _one_by_one(
-    model: nn.Module, weights: Mapping[str, Tensor], batch: Batch, samples: int, pull: Tensor
+    model: nn.Module, weights: Mapping[str, Tensor], batch: Batch, expected: Tensor, pull: Tensor
 ) -> dict[str, Tensor]:
     leaves = {name: weight.clone().requires_grad_() for name, weight in weights.items()}
     given = batch.copied()
     outputs = given.outputs_of(functional_call(model, leaves, given.args, given.kwargs))
+    samples = len(expected)
     parts: list[dict[str, Tensor]] = []
     for sample in range(samples):
         of_one = torch.zeros_like(pull)

@@ -416,7 +416,11 @@ class KFAC(Laplace):
 
     def added(self, posterior: Posterior, task: Task) -> Tensors:
         grams, diagonals, samples = _sweep_for_grams(task)
-        return {name: _means(*pair, samples) for name, pair in grams.items()} | diagonals
+        means = {name: _means(*pair, samples) for name, pair in grams.items()}
+        for name, of_layer in means.items():
+            if task.layers[name].rule.by_gradients:
+                of_layer["by_gradients"] = torch.ones((), device="cpu")
+        return means | diagonals
 
 
 Grams = dict[str, tuple[InputGram, GradientGram]]

@@ -131,7 +131,15 @@ class KroneckerBlock(_EigenbasisBlock):
             weights.part * float(as_double(part["positions"]) / whole),
             weights.precision,
         )
-        input_gram = combined_matrices(self.input_gram, part["input_gram"], weights, "Gram of the inputs")
+        if "by_gradients" in part:
+            # a sum of J^T J, with the trace of that of J J^T, was scaled to the trace n
+            kept = self.input_gram * _traces(self.output_gram)
+            other = part["input_gram"] * _traces(part["output_gram"])
+            input_gram = combined_matrices(kept, other, by_positions, "Gram of the inputs")
+            trace = _traces(input_gram).clamp(min=torch.finfo(input_gram.dtype).tiny)
+            input_gram = input_gram * (input_gram.shape[-1] / trace)
+        else:
+            input_gram = combined_matrices(self.input_gram, part["input_gram"], weights, "Gram of the inputs")
         output_gram = combined_matrices(
             self.output_gram, part["output_gram"], by_positions, "Gram of the output gradients"
         )
@@ -144,6 +152,11 @@ class KroneckerBlock(_EigenbasisBlock):
     def largest_value(self, settings: Settings) -> float:
         largest = largest_of(self.input_eigenvalues) * largest_of(self.output_eigenvalues)
         return settings.largest_precision(largest)
+
+
+def _traces(grams: Tensor) -> Tensor:
+    """Of every matrix, ``(..., 1, 1)``."""
+    return grams.diagonal(dim1=-2, dim2=-1).sum(-1)[..., None, None]
 
 
 @dataclass(eq=False, repr=False)
