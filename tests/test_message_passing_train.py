@@ -497,3 +497,15 @@ def test_outputs_that_are_scaled_and_moved() -> None:
     outputs = [passed(own, trainer.posterior, [Kept() for _ in own], x[None])[0] for own in (stages, scaled)]
     near(outputs[1].mean, factor * outputs[0].mean + offset, 1e-10)
     near(outputs[1].variance, factor.square() * outputs[0].variance, 1e-10)
+
+
+def test_labels_that_drift_away_are_refused_before_the_last_sweep() -> None:
+    """Argmax signals of many labels that no weights explain: nothing bounds the outputs but `regularize`."""
+    generator = torch.Generator().manual_seed(0)
+    features = torch.randn(600, 20, generator=generator, dtype=torch.float64)
+    labels = features[:, :5].argmax(1)
+    labels = torch.where(torch.rand(600, generator=generator) < 0.05, (labels + 1) % 5, labels)
+    prior = Message(features.new_zeros(5, 20), torch.eye(20, dtype=torch.float64).expand(5, -1, -1))
+    with pytest.raises(uq.PosthocUQError, match=r"do not settle: sweep \d\d still .* regularize=True"):
+        train.fit_sites(features, labels, Argmax(), prior)
+    train.fit_sites(features, labels, Argmax(regularize=True), prior)

@@ -327,10 +327,8 @@ SWEEPS = 200
 TOLERANCE = 1e-6  # change of a site, relative to the largest one, at which expectation propagation ends
 _MAX_LAST_CHANGE = 1e-2  # change of the sites in the last sweep from which on it is an error
 _MIN_SHARE = 0.05
-_STALLED, _LEAST_FALL = (
-    20,
-    0.7,
-)  # sweeps in which the change must fall to this share, after as many at the beginning
+_STALLED = 20  # sweeps, after as many at the beginning, in which the change ...
+_LEAST_FALL = 0.9  # ... must fall to this share
 _MAX_RISES = 3  # of the change, after which sites are damped more
 _MAX_NUMBERS = 2**22  # in a temporary
 _MAX_ROWS = 4096  # at once
@@ -443,11 +441,11 @@ def expectation_propagation(
         bounded = (
             "give regularize=True, take signal='softargmax'"
             if isinstance(signal, Argmax)
-            else ("bring the features to about unit size")
+            else "bring the features to about unit size"
         )
         raise PosthocUQError(
-            f"The messages of the targets do not settle: sweep {len(changes)} changed them by {last:.2g}, and they have "
-            f"been no quieter for long; {bounded}, raise the prior precision, or take posterior='diagonal'."
+            f"The messages of the targets do not settle: sweep {len(changes)} still changed them by {last:.2g}; "
+            f"{bounded}, raise the prior precision, or take posterior='diagonal'."
         )
     return sites
 
