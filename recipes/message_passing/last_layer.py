@@ -38,7 +38,12 @@ SIDE = 96
 FITS: dict[str, dict[str, Any]] = {
     "message passing, diagonal": {"method": "message_passing"},
     "message passing, full": {"method": "message_passing", "posterior": "full"},
-    "message passing, full, argmax": {"method": "message_passing", "posterior": "full", "signal": "argmax"},
+    "message passing, full, argmax": {
+        "method": "message_passing",
+        "posterior": "full",
+        "signal": "argmax",
+        "regularize": True,
+    },
     "INF": {"layers": "last"},
     "KFAC": {"method": "kfac", "layers": "last"},
     "full Laplace": {"method": "full", "layers": "last"},
