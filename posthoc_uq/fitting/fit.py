@@ -490,7 +490,6 @@ def prepared_task(
                     method.selection(layers),
                     unsupported=method.unsupported,
                     autocast=autocast,
-                    prove=method.proves_gradients,
                     by_gradients=method.takes_gradients,
                 )
                 observed = _of_shapes(view, batch, likelihood) if by_name else likelihood

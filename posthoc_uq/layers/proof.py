@@ -369,7 +369,7 @@ class Prepared:
     Attributes:
         model: the user's, or a replica in which the layers that share their weight with an embedding have one of
             their own.
-        capture: ready to run; without a proof it catches nothing.
+        capture: ready to run.
         layers: the layers that get a posterior, by name.
         deterministic: parameters without a posterior, each with the reason.
         outputs: of the model for one sample.
@@ -394,7 +394,6 @@ def prepare(
     *,
     unsupported: str = "raise",
     autocast: bool = False,
-    prove: bool = True,
     by_gradients: bool = True,
 ) -> Prepared:
     """Find and prove the layers of `model` that `selection` asks for, on the first samples of `batch`.
@@ -406,8 +405,6 @@ def prepare(
         unsupported: ``"raise"`` an error for a layer whose gradient cannot be rebuilt, or ``"skip"`` it, if it was not
             asked for by its name or as the last one.
         autocast: whether the forward pass runs in mixed precision.
-        prove: whether gradients are caught at all. Without it a weight that is only used in matrix products of the
-            user's own code is left out: without a gradient nothing shows that it is a layer.
         by_gradients: whether parameters whose uses cannot be caught are taken by the gradients of each sample.
 
     Raises:
@@ -420,7 +417,6 @@ def prepare(
     discovered = Capture(model).discover(probe, autocast)
     if isinstance(selection, Exactly):
         discovered = [t for t in discovered if t.layer.weight not in selection.unseen]
-    by_gradients = by_gradients and prove
     of_any_kind = by_gradients and (selection == "everything" or wanted_names(selection) is not None)
     if not (of_any_kind or possible(discovered, selection)) and not any(
         isinstance(module, WEIGHTED_MODULES) for module in model.modules()
@@ -431,13 +427,7 @@ def prepare(
         own = unshared_copy(model, [t.own_weight for t in tied])
         del reference, discovered, chosen  # gradients as large as a vocabulary's weights
         prepared = prepare(
-            own,
-            batch,
-            selection,
-            unsupported=unsupported,
-            autocast=autocast,
-            prove=prove,
-            by_gradients=by_gradients,
+            own, batch, selection, unsupported=unsupported, autocast=autocast, by_gradients=by_gradients
         )
         prepared.deterministic |= {
             f"{t.embeddings[0]}.weight": _TIED.format(t.layer.name)
@@ -445,39 +435,14 @@ def prepare(
             if t.embeddings[0] not in prepared.layers
         }
         return prepared
-    failures: dict[str, str] = {}
-    tolerance = 0.1 if autocast else None
-    discovered_weights = {t.layer.weight for t in discovered}
-    computed: list[TrackedLayer] = []
-    if by_gradients:
-        seen = {t.layer.weight for t in discovered if t.layer.rule.matrices}
-        seen |= {name for t in chosen for name in t.layer.parameter_names}
-        computed = _by_gradients(model, probe, reference.unseen(seen, selection), reference, tolerance)
-    if selection == "last" and computed:  # it comes after all that were seen
-        chosen = []
-    found = {name for t in computed for name in t.layer.parameter_names}
-    for name, parameter_name in reference.missed_weights(discovered_weights | found, selection):
-        failures[name] = reference.why_not_caught(parameter_name)
-    if prove:
-        capture, broken = _proved_capture(model, probe, [*chosen, *computed], reference, tolerance)
-        named = wanted_names(selection) is not None or selection == "everything"
-        again = [
-            name
-            for t in broken
-            for name in t.layer.parameter_names
-            if by_gradients and (named or not _may_be_no_layer(t))
-        ]
-        if more := _by_gradients(model, probe, again, reference, tolerance):
-            failing = {t.layer.name for t in broken}
-            caught = [t for t in [*chosen, *computed] if t.layer.name not in failing]
-            capture, _ = _proved_capture(model, probe, [*caught, *more], reference, tolerance)
-            covered_again = {t.layer.weight for t in more}
-            broken = [t for t in broken if t.layer.weight not in covered_again]
-        layers = {name: tracked.layer for name, tracked in capture.tracked.items()}
-    else:
-        capture, broken = Capture(model), [t for t in chosen if _may_be_no_layer(t)]
-        layers = {t.layer.name: t.layer for t in chosen if not _may_be_no_layer(t)}
+    tolerance, failures = 0.1 if autocast else None, dict[str, str]()
+    capture, broken = _caught(model, probe, discovered, chosen, selection, reference, tolerance, by_gradients)
+    layers = {name: tracked.layer for name, tracked in capture.tracked.items()}
     covered = {name for layer in layers.values() for name in layer.parameter_names}
+    for name, parameter_name in reference.missed_weights(
+        {t.layer.weight for t in discovered} | covered, selection
+    ):
+        failures[name] = reference.why_not_caught(parameter_name)
     for name in wanted_names(selection) or []:
         if by_gradients and reference.total.get(name) is not None and name not in covered:
             failures[name] = reference.why_not_caught(name)
@@ -604,6 +569,40 @@ def _probe(model: nn.Module, batch: Batch, samples: int) -> tuple[Batch, Referen
             return batch, Reference(model, batch, 1)
     probe = batch.narrow(0, min(samples, PROBE_SAMPLES), samples)
     return probe, Reference(model, probe, min(samples, PROBE_SAMPLES))
+
+
+def _caught(
+    model: nn.Module,
+    probe: Batch,
+    discovered: list[TrackedLayer],
+    chosen: list[TrackedLayer],
+    selection: Selection,
+    reference: Reference,
+    tolerance: float | None,
+    by_gradients: bool,
+) -> tuple[Capture, list[TrackedLayer]]:
+    """A proved capture of the chosen layers and, if `by_gradients`, of the parameters whose uses nothing caught; and
+    the layers that no route could serve.
+    """
+    if not by_gradients:
+        return _proved_capture(model, probe, chosen, reference, tolerance)
+    seen = {t.layer.weight for t in discovered if t.layer.rule.matrices}
+    seen |= {name for t in chosen for name in t.layer.parameter_names}
+    computed = _by_gradients(model, probe, reference.unseen(seen, selection), reference, tolerance)
+    if selection == "last" and computed:  # it comes after all that were seen
+        chosen = []
+    capture, broken = _proved_capture(model, probe, [*chosen, *computed], reference, tolerance)
+    named = wanted_names(selection) is not None or selection == "everything"
+    again = [t for t in broken if named or not _may_be_no_layer(t)]
+    names = [name for t in again for name in t.layer.parameter_names]
+    more = _by_gradients(model, probe, names, reference, tolerance)
+    if not more:
+        return capture, broken
+    failing = {t.layer.name for t in broken}
+    caught = [t for t in [*chosen, *computed] if t.layer.name not in failing]
+    capture, _ = _proved_capture(model, probe, [*caught, *more], reference, tolerance)
+    found = {t.layer.weight for t in more}
+    return capture, [t for t in broken if t.layer.weight not in found]
 
 
 def _proved_capture(

@@ -48,8 +48,6 @@ class Method(Options, ABC):
     """The names of the likelihoods that it can fit; None for any, the user's own among them."""
     weighs_samples: ClassVar[bool] = False
     """Whether samples may have weights (`posthoc_uq.fit`, ``batch_to_weights``)."""
-    proves_gradients: ClassVar[bool] = True
-    """Whether the dry run must catch and prove the gradients of every layer, as sweeps and the linearised head need."""
 
     takes_gradients: ClassVar[bool] = False
     """Whether gradients of each sample are all that it needs of a layer, so that weights that a model's own code
