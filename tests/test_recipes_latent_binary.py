@@ -17,7 +17,9 @@ from torch import nn
 
 @pytest.fixture(scope="module")
 def recipe() -> Namespace:
-    return recipe_modules("latent_binary", ["networks", "images", "entropy_maps", "variables", "exact"])
+    return recipe_modules(
+        "latent_binary", ["networks", "images", "entropy_maps", "variables", "exact", "clusters"]
+    )
 
 
 def test_smoke_of_the_variables(tmp_path: Path) -> None:
@@ -26,6 +28,24 @@ def test_smoke_of_the_variables(tmp_path: Path) -> None:
     kept = json.loads((tmp_path / "variables.json").read_text())
     assert all(0 <= number <= 1 for row in kept["results"].values() for number in row.values())
     assert np.shape(kept["probabilities"]["flow"]) == (2, 20)
+
+
+def test_smoke_of_the_clusters(recipe: Namespace, tmp_path: Path) -> None:
+    printed = smoke("latent_binary.clusters", "--output", tmp_path)
+    assert "| Laplace, default |" in printed
+    rows = json.loads((tmp_path / "clusters.json").read_text())["10"]
+    assert rows["truth"][0]["accuracy"] > rows["network"][0]["accuracy"]
+    valid, *others = recipe.clusters.covariances()
+    torch.testing.assert_close(
+        valid, recipe.clusters.PRINTED[0]
+    )  # the one that the paper prints as it should be
+    for matrix, printed in zip(others, recipe.clusters.PRINTED[1:], strict=True):
+        torch.testing.assert_close(matrix @ matrix, printed @ printed.T)
+        assert float(torch.linalg.eigvalsh(matrix).min()) > 0
+    clusters = recipe.clusters.Clusters(50, 0)
+    assert float(clusters.inputs.min()) == 0 and float(clusters.inputs.max()) == 1
+    found = (clusters.truth(clusters.test_inputs).argmax(1) == clusters.test_labels).double().mean()
+    assert float(found) > 0.95
 
 
 @pytest.mark.study
