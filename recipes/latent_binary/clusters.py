@@ -39,7 +39,7 @@ PRINTED = torch.tensor(
     [[[6, -1], [-1, 3.5]], [[0, 3], [3, 0]], [[-3, 4], [-5, 1]], [[0, 5], [4, 2]], [[0, 9], [9, 0]]],
     dtype=torch.float64,
 )
-SIZES, CLASSES, UNITS, DRAWS, TESTED, BATCH = (10, 50, 200), 5, 1000, 100, 2000, 50
+SIZES, CLASSES, UNITS, DRAWS, BATCH = (10, 50, 200), 5, 1000, 100, 50
 COLUMNS = (
     "accuracy",
     "NLL",
@@ -63,16 +63,17 @@ class Clusters:
     Args:
         per_class: training samples of each.
         seed: of all samples.
+        tested: test samples of each.
     """
 
-    def __init__(self, per_class: int, seed: int) -> None:
+    def __init__(self, per_class: int, seed: int, tested: int = 2000) -> None:
         self._laws = torch.distributions.MultivariateNormal(MEANS, covariances())
         with torch.random.fork_rng(devices=[]):
             torch.manual_seed(seed)
-            drawn, tested = (self._laws.sample(torch.Size([count])) for count in (per_class, TESTED))
+            drawn, others = (self._laws.sample(torch.Size([count])) for count in (per_class, tested))
         self._low, self._high = drawn.flatten(0, 1).min(0).values, drawn.flatten(0, 1).max(0).values
         self.inputs, self.labels = self._scaled(drawn)
-        self.test_inputs, self.test_labels = self._scaled(tested)
+        self.test_inputs, self.test_labels = self._scaled(others)
 
     def _scaled(self, drawn: Tensor) -> tuple[Tensor, Tensor]:
         labels = torch.arange(CLASSES).expand(len(drawn), -1).flatten()
@@ -194,14 +195,15 @@ def main(arguments: Sequence[str] | None = None) -> None:
     command.add_argument("--seeds", type=int, default=3, help="data sets of each size")
     command.add_argument("--epochs", type=int, default=1000, help="of 50 samples; fewer with more samples")
     command.add_argument("--resolution", type=int, default=60)
-    options = parsed(command, arguments, seeds=1, epochs=6, resolution=8)
+    command.add_argument("--tested", type=int, default=2000, help="test samples of each class")
+    options = parsed(command, arguments, seeds=1, epochs=6, resolution=8, tested=40)
     pages, content = [], {}
     kept: dict[int, dict[str, Probabilities]] = {}
     sets: dict[int, Clusters] = {}
     for size in SIZES[:1] if options.smoke else SIZES:
         results = []
         for seed in range(options.seeds):
-            clusters = Clusters(size, seed)
+            clusters = Clusters(size, seed, options.tested)
             epochs = max(5, options.epochs * 10 // size)
             with warnings.catch_warnings():
                 warnings.simplefilter("ignore", UserWarning)
