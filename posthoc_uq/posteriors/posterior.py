@@ -582,15 +582,19 @@ class Posterior:
         frozen = self.snapshot()
         for number, (name, block) in enumerate(frozen.blocks.items()):
             covariance, like = frozen.covariance(name), next(iter(block.tensors().values()))
-            drawn = like.new_empty(len(unique), *frozen.layout.shape(name))
-            # One at a time, which is as fast: a triangular solve rounds several columns differently from one.
-            for row, seed in zip(drawn, unique, strict=True):
-                row.copy_(covariance.draw(torch.Generator().manual_seed(mixed_seed(seed, number)), row))
-            parts = [layer.to_parameters(matrix) for layer, matrix in frozen.layout.split(name, drawn)]
-            for parameter, values in ((key, values) for part in parts for key, values in part.items()):
+            row, of_block = like.new_empty(1, *frozen.layout.shape(name)), dict[str, Tensor]()
+            # One at a time, which is as fast, and needs the memory of the result alone: a triangular solve rounds
+            # several columns differently from one.
+            for place, seed in enumerate(unique):
+                row[0] = covariance.draw(torch.Generator().manual_seed(mixed_seed(seed, number)), row[0])
+                for layer, matrix in frozen.layout.split(name, row):
+                    for parameter, values in layer.to_parameters(matrix).items():
+                        if place == 0:
+                            shape = (len(unique), *values.shape[1:])
+                            of_block[parameter] = frozen.mean[parameter].new_empty(shape)
+                        of_block[parameter][place] = values[0]
+            for parameter, draw in of_block.items():
                 mean = frozen.mean[parameter]
-                # A bias is a column of its layer's matrix: a view of it would keep the whole matrix in memory.
-                draw = values.to(device=mean.device, dtype=mean.dtype).contiguous()
                 if signs is not None:
                     sign = torch.tensor(signs, device="cpu").to(draw).reshape(-1, *[1] * mean.ndim)
                     draw = draw[index.to(draw.device)] * sign
