@@ -305,7 +305,6 @@ class Recording:
         watched = capture.watched
         self._watched_id = None if watched is None else id(capture.twin.get_parameter(watched.weight))
         self._batch = batch
-        self._autocast = False
         self._computed = [t.layer for t in capture.tracked.values() if t.engine in ROUTES]
         self.calls: dict[str, list[Call]] = {}
         self.watched: list[Call] = []
