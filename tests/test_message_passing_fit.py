@@ -527,6 +527,21 @@ def test_data_come_in_and_go_out() -> None:
         uq.update(first, [foreign], remove=True, progress=False)
 
 
+def test_features_that_go_out_altogether_leave_no_negative_precision() -> None:
+    """Fifteen features are 0 in the first fit: what comes in and goes out leaves rounding of both signs."""
+    model = network(nn.Linear(20, 20, bias=False), nn.ReLU(), nn.Linear(20, 3))
+    with torch.no_grad():
+        model[0].weight.copy_(torch.eye(20))
+    x, y = normals(200, 20).abs(), normals(200, 3, seed=2).argmax(1)
+    x[:100, 5:] *= -1
+    first = fit(model, x[:100], y[:100], posterior="full")
+    new = [(x[100:], y[100:])]
+    again = uq.update(uq.update(first, new, progress=False), new, remove=True, progress=False)
+    (block,) = again.blocks.values()
+    assert float(block.precision.diagonal(dim1=-2, dim2=-1).min()) >= 0
+    assert float((again.mean["2.weight"] - first.mean["2.weight"]).abs().max()) < 1e-4
+
+
 def test_independent_weights_take_no_other_data() -> None:
     model, x, y = classes(40)
     small = network(nn.Linear(2, 4), nn.ReLU(), nn.Linear(4, 3))

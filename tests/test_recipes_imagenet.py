@@ -228,7 +228,7 @@ def test_counts_by_shape_are_those_of_a_fit(recipe: Namespace, method: str) -> N
 
 def test_counts_are_the_papers(recipe: Namespace, tmp_path: Path) -> None:
     run_smoke("imagenet.sizes", "--output", tmp_path)
-    rows = json.loads((tmp_path / "sizes.json").read_text())
+    rows = json.loads((tmp_path / "sizes.json").read_text())["sizes"]
     for row, numbers in rows.items():
         more = numbers["numbers"] / numbers["paper"] - 1
         # KFAC is kept as eigenvectors and eigenvalues, n + m numbers a layer more than the paper's two factors

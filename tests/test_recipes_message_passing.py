@@ -36,6 +36,14 @@ def test_smoke_of_the_last_layer(tmp_path: Path) -> None:
 
 
 @pytest.mark.study
+def test_data_that_went_out_again_leave_the_predictions(tmp_path: Path) -> None:
+    smoke("message_passing.changes", "--output", tmp_path)
+    ((row,),) = json.loads((tmp_path / "changes.json").read_text()).values()
+    assert abs(row["in, then out"]) < 1e-6 and row["after an update"] < row["none"]
+    assert row["after taking out"] < row["nothing taken out"]
+
+
+@pytest.mark.study
 def test_smoke_of_a_network_without_gradients(tmp_path: Path) -> None:
     (tmp_path / "data").mkdir()
     folders = ("--data", write_fashion_mnist(tmp_path / "data"), "--output", tmp_path / "out")

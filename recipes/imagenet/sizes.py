@@ -1,25 +1,30 @@
 """Table 3 of Lee et al. (2020): how many numbers the posteriors of large networks keep.
 
-python -m recipes.imagenet.sizes            by shapes, and INF by fits of ResNet-18, ResNet-50 and DenseNet-121; minutes
+python -m recipes.imagenet.sizes            by shapes, and INF by fits of all five networks; ten minutes of a core
 python -m recipes.imagenet.sizes --smoke    by shapes alone; seconds
 
 Diagonal, KFAC and EFB follow from the layers' shapes alone. INF keeps the directions that the data select, so it is
 fitted, at 224 pixels on crops of photographs and, for comparison, on noise. ImageNet weights of these networks come in
-no package: they are random, with the statistics of BatchNorm taken from the images.
+no package: they are random, with the statistics of BatchNorm taken from the images. What that does to the directions is
+shown by EfficientNet-Lite0, with its trained weights and with random ones. A second table has the directions by kind of
+layer.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from math import prod
+from statistics import median
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 import posthoc_uq as uq
+from posthoc_uq.posteriors.information import InformationBlock
 from recipes.common import parsed, parser, report, table
 from recipes.photos import pictures
+from recipes.photos.efficientnet import efficientnet_lite0
 
 PAPER: dict[str, dict[str, int]] = {
     "resnet18": {"diag": 11_679_912, "kfac": 95_013_546, "efb": 106_693_458, "inf": 12_317_373},
@@ -29,7 +34,7 @@ PAPER: dict[str, dict[str, int]] = {
     "densenet161": {"diag": 28_461_064, "kfac": 379_105_514, "efb": 407_566_578, "inf": 32_329_191},
 }
 """INF at rank 100."""
-FITTED = ("resnet18", "resnet50", "densenet121")
+TRAINED = "efficientnet_lite0"
 
 
 def counts(model: nn.Module) -> dict[str, int]:
@@ -49,48 +54,99 @@ def counts(model: nn.Module) -> dict[str, int]:
 
 
 def network(name: str, device: str = "cpu") -> nn.Module:
-    """A torchvision network with random weights; on the device "meta" without memory for them."""
+    """EfficientNet-Lite0 or a torchvision network with random weights; on "meta" without memory for them."""
     import torchvision
 
     with torch.random.fork_rng(devices=[]), torch.device(device):
         torch.manual_seed(0)
+        if name == TRAINED:
+            import timm
+
+            return timm.create_model("tf_efficientnet_lite0", pretrained=False).eval()
         return torchvision.models.get_model(name, weights=None).eval()
 
 
-def information(name: str, images: Tensor) -> int:
-    """The numbers of INF at rank 100, fitted on these images."""
-    model = network(name).train()
+def information(model: nn.Module, images: Tensor) -> uq.Posterior:
+    """INF at rank 100 around a network with random weights, fitted on these images."""
+    model.train()
     for module in model.modules():
         if isinstance(module, nn.BatchNorm2d):
             module.momentum = None  # a plain mean over the batches
     with torch.no_grad():
         for part in images.split(8):
             model(part)
-    posterior = uq.fit(
-        model.eval(), images.split(8), fisher="mc", rank=100, prior_precision=1.0, progress=False
-    )
-    return sum(block.numbers() for block in posterior.blocks.values())
+    return fitted(model.eval(), images)
+
+
+def fitted(model: nn.Module, images: Tensor) -> uq.Posterior:
+    """INF at rank 100."""
+    return uq.fit(model, images.split(8), fisher="mc", rank=100, prior_precision=1.0, progress=False)
+
+
+def kind_of(module: nn.Module) -> str:
+    """The kind of a layer as the second table has it."""
+    if not isinstance(module, nn.Conv2d):
+        return "linear"
+    if module.groups > 1:
+        return "depthwise"
+    if module.kernel_size != (1, 1):
+        return "larger convolutions"
+    return "1 x 1, more outputs" if module.out_channels > module.in_channels else "1 x 1, others"
+
+
+def directions(model: nn.Module, posterior: uq.Posterior) -> dict[str, dict[str, float]]:
+    """By kind of layer how many there are, their numbers without the diagonal, and the medians of the directions of the
+    inputs and of the outputs that are kept.
+    """
+    blocks: dict[str, list[InformationBlock]] = {}
+    for name, block in posterior.blocks.items():
+        assert isinstance(block, InformationBlock)
+        blocks.setdefault(kind_of(model.get_submodule(name)), []).append(block)
+    return {
+        kind: {
+            "layers": len(own),
+            "numbers without the diagonal": sum(b.numbers() - b.diagonal.numel() for b in own),
+            "directions of inputs, median": median(b.input_basis.shape[-1] for b in own),
+            "directions of outputs, median": median(b.output_basis.shape[-1] for b in own),
+        }
+        for kind, own in sorted(blocks.items())
+    }
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
     """The command line."""
     command = parser(__doc__, "imagenet", "counts by shapes alone")
-    command.add_argument(
-        "--models", nargs="*", choices=list(PAPER), default=list(FITTED), help="to be fitted"
-    )
+    command.add_argument("--models", nargs="*", choices=list(PAPER), default=list(PAPER), help="to be fitted")
     command.add_argument("--images", type=int, default=16, help="that INF is fitted on")
     options = parsed(command, arguments, models=[])
     rows: dict[str, dict[str, Any]] = {}
+    layers: dict[str, dict[str, Any]] = {}
+
+    def add(what: str, model: nn.Module, posterior: uq.Posterior, published: int | None) -> None:
+        rows[what] = {
+            "numbers": sum(block.numbers() for block in posterior.blocks.values()),
+            "paper": published,
+        }
+        layers.update({f"{what}: {kind}": row for kind, row in directions(model, posterior).items()})
+        print(what, rows[what], flush=True)
+
     for name, published in PAPER.items():
         for method, count in counts(network(name, "meta")).items():
             rows[f"{name}, {method}"] = {"numbers": count, "paper": published[method]}
     photos = [pictures.photo(name) for name in pictures.FIT_PHOTOS]
+    crops = pictures.random_crops(photos, options.images, 0)
+    noise = torch.randn(options.images, 3, 224, 224, generator=torch.Generator().manual_seed(0))
     for name in options.models:
-        noise = torch.randn(options.images, 3, 224, 224, generator=torch.Generator().manual_seed(0))
-        for what, images in (("photos", pictures.random_crops(photos, options.images, 0)), ("noise", noise)):
-            count = information(name, images)
-            rows[f"{name}, inf on {what}"] = {"numbers": count, "paper": PAPER[name]["inf"]}
-    report(options, "sizes", table(rows, ","), rows)
+        for what, images in (("photos", crops), ("noise", noise)):
+            model = network(name)
+            add(f"{name}, inf on {what}", model, information(model, images), PAPER[name]["inf"])
+    if options.models:
+        model = network(TRAINED)
+        add(f"{TRAINED}, random weights", model, information(model, crops), None)
+        model = efficientnet_lite0()
+        add(f"{TRAINED}, trained", model, fitted(model, crops), None)
+    page = "\n\n".join(table(part, ",") for part in (rows, layers) if part)
+    report(options, "sizes", page, {"sizes": rows, "layers": layers})
 
 
 if __name__ == "__main__":

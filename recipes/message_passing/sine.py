@@ -64,9 +64,16 @@ class Networks(NamedTuple):
 
 
 def trained(
-    widths: list[int], networks: int, data: tuple[Tensor, Tensor], iterations: int, seed: int
+    widths: list[int],
+    networks: int,
+    data: tuple[Tensor, Tensor],
+    iterations: int,
+    seed: int,
+    spread: float = 1.0,
 ) -> Networks:
-    """Networks of these widths after so many iterations over one batch, in the paper's schedule."""
+    """Networks of these widths after so many iterations over one batch, in the paper's schedule; the means of their
+    priors are `spread` times as wide as the paper's.
+    """
     generator = torch.Generator().manual_seed(seed)
     stages: list[Activation | Weighted] = []
     prior: dict[int, Message] = {}
@@ -75,7 +82,7 @@ def trained(
             stages.append(Activation(0.1))
         weight, device = torch.empty(outputs, inputs), torch.device("cpu")
         layer = describe("", "linear", ("weight", weight), ("bias", weight[:, 0]), 1)
-        means = drawn_means(networks, outputs, inputs, outputs, generator, device)
+        means = spread * drawn_means(networks, outputs, inputs, outputs, generator, device)
         variance = torch.full_like(means, weight_variance(inputs, outputs, first=number == 0))
         means, variance = F.pad(means, (0, 1)), F.pad(variance, (0, 1), value=BIAS_VARIANCE)
         prior[len(stages)] = from_moments(means.unsqueeze(1), variance.unsqueeze(1))
@@ -131,7 +138,7 @@ def coverage_study(options: argparse.Namespace) -> dict[str, Any]:
     for seed in options.data_seeds:
         begun = time.perf_counter()
         data = sampled(-0.5, 0.5, seed)
-        networks = trained([1, 32, 32, 1], options.networks, data, options.iterations, seed)
+        networks = trained([1, 32, 32, 1], options.networks, data, options.iterations, seed, options.spread)
         low, high = float(data[0].min()) - 20, float(data[0].max()) + 20
         grid = torch.arange(low, high + 1e-9, 0.05, dtype=torch.float64).unsqueeze(1)
         mean, deviation = networks.predict(grid)
@@ -176,6 +183,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     add("--depths", type=int, nargs="+", default=[2, 3, 4, 5, 6], help="linear layers")
     add("--networks-of-a-depth", type=int, default=8)
     add("--networks", type=int, default=24, help="of the study of coverage")
+    add("--spread", type=float, default=1.0, help="likewise; of the priors' means, times the paper's")
     add("--data-seeds", type=int, nargs="+", default=[0, 1, 2])
     smoke = {"iterations": 2, "depths": [2, 3], "data_seeds": [0], "networks": 2, "networks_of_a_depth": 2}
     options = parsed(command, arguments, **smoke)

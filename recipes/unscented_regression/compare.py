@@ -28,7 +28,8 @@ SMP, UTVI = "SMP", "UTVI"
 DRAWS = (3, 8, 32, 128, 512)
 """Of the weights."""
 LOCAL = (3, 32, 128)
-"""Draws at every activation."""
+"""Draws at every activation, with gradients and without."""
+WITHOUT = ", without gradients"
 TIMED = 1024
 """Inputs of a batch whose time is taken."""
 
@@ -110,7 +111,7 @@ def train(name: str, seed: int, settings: Settings) -> Trained:
     if draws is not None and name == by_weights(draws):
         drawn = train_drawn(draws, seed, *settings)
         return Trained(drawn.model, drawn.curve, drawn.seconds)
-    model = network(seed, draws)
+    model = network(seed, draws, not name.endswith(WITHOUT))
     held_out = sample(settings.validation, torch.Generator().manual_seed(1_000_000))
     begun = time.perf_counter()
     posterior = uq.fit(
@@ -163,7 +164,8 @@ def seconds_of(predictors: dict[str, Predictor], plain: nn.Module, rounds: int) 
 def run(options: argparse.Namespace) -> None:
     """All trainings, the table, the figures."""
     settings = Settings(options.epochs, options.batches)
-    names = [SMP, UTVI, *map(at_activations, options.local), *map(by_weights, options.draws)]
+    local = [at_activations(count) for count in options.local]
+    names = [SMP, UTVI, *local, *(name + WITHOUT for name in local), *map(by_weights, options.draws)]
     test = sample(8192, torch.Generator().manual_seed(2_000_000))
     scores: dict[str, list[float]] = {name: [] for name in names}
     curves: dict[str, list[list[float]]] = {name: [] for name in names}
@@ -248,6 +250,7 @@ def costs(
     kinds = (
         ("draws of the weights", by_weights, draws, "#D55E00"),
         ("at each activation", at_activations, local, "#CC79A7"),
+        ("the same" + WITHOUT, lambda count: at_activations(count) + WITHOUT, local, "#56B4E9"),
     )
     for label, named, counts, color in kinds:
         places, names = [log2(count) for count in counts], [named(count) for count in counts]

@@ -59,40 +59,48 @@ class FreshData:
             yield sample(self.size)
 
 
-def by_draws(x: Tensor, draws: int) -> Tensor:
+def by_draws(x: Tensor, draws: int, gradients: bool) -> Tensor:
     """A leaky ReLU whose mean and variance, where moments are carried, are those of so many random draws."""
     if has_torch_function((x,)):
-        return handle_torch_function(by_draws, (x,), x, draws)
+        return handle_torch_function(by_draws, (x,), x, draws, gradients)
     return F.leaky_relu(x, SLOPE)
 
 
 @rule(by_draws)
-def moments_by_draws(state: Pass, x: MomentTensor, draws: int) -> MomentTensor:
+def moments_by_draws(state: Pass, x: MomentTensor, draws: int, gradients: bool) -> MomentTensor:
     """Sample mean and variance of the activation at ``draws`` Gaussian inputs."""
     mean, variance = x.moment_mean, x.moment_variance
+    if not gradients:
+        mean, variance = mean.detach(), variance.detach()
     normal = torch.randn(draws, *mean.shape, dtype=mean.dtype, device=mean.device)
     values = F.leaky_relu(mean + variance.clamp(min=1e-20).sqrt() * normal, SLOPE)
     return MomentTensor(values.mean(0), values.var(0))
 
 
 class Drawn(nn.Module):
-    """`by_draws` as a module."""
+    """`by_draws` as a module.
 
-    def __init__(self, draws: int) -> None:
+    Args:
+        draws: of every activation's input.
+        gradients: whether they carry gradients to the mean and the variance that they are drawn with. The layers before
+            learn nothing of the data where they do not.
+    """
+
+    def __init__(self, draws: int, gradients: bool = True) -> None:
         super().__init__()
-        self.draws = draws
+        self.draws, self.gradients = draws, gradients
 
     def forward(self, x: Tensor) -> Tensor:
-        return by_draws(x, self.draws)
+        return by_draws(x, self.draws, self.gradients)
 
 
-def network(seed: int, draws: int | None = None) -> nn.Sequential:
-    """Two hidden layers of 128 leaky ReLUs; with `draws`, their moments are taken from random draws."""
+def network(seed: int, draws: int | None = None, gradients: bool = True) -> nn.Sequential:
+    """Two hidden layers of 128 leaky ReLUs; with `draws`, their moments are taken from random draws, see `Drawn`."""
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
 
         def activation() -> nn.Module:
-            return nn.LeakyReLU(SLOPE) if draws is None else Drawn(draws)
+            return nn.LeakyReLU(SLOPE) if draws is None else Drawn(draws, gradients)
 
         return nn.Sequential(
             nn.Linear(1, WIDTH),

@@ -184,7 +184,7 @@ class Units:
         squares = [(as_double(part) - self.shift).square().sum(0) for part in inputs.split(4096)]
         variance = torch.stack(squares).sum(0)[: layer.inputs - bias] / samples
         usual = variance.mean().clamp(min=1e-30)
-        spread = variance.clamp(min=1e-6 * usual).sqrt()  # an input that never changes divides nothing by 0
+        spread = torch.where(variance > 1e-6 * usual, variance, usual).sqrt()  # some inputs never change
         self._spread = F.pad(spread, (0, int(bias)), value=1.0)
         self._value_shift = total.new_zeros(layer.outputs)
         self.value_spread = total.new_ones(layer.outputs)
@@ -609,16 +609,19 @@ class MessagePassing(Method):
         else:
             weights = Weights.of(block.samples, len(examples.inputs), torch.finfo(block.field.dtype).eps)
             check_resolved(largest_of(block.total()), largest_of(precision), weights, 0.0, f"'{name}'")
+        precision = as_double(block.precision) + precision
+        own = precision.diagonal(dim1=-2, dim2=-1)
+        below = float(own.min()) / largest_of(block.total())
+        own.clamp_(min=0.0)  # of a feature that was 0 in all other samples, rounding is left
         new = JointMessagesBlock(
             block.prior_mean,
             block.prior_precision,
             (like + field).to(block.field),
-            (as_double(block.precision) + precision).to(block.field),
+            precision.to(block.field),
             block.shift,
             samples,
         )
-        smallest = float(new.precision.diagonal(dim1=-2, dim2=-1).min())
-        if smallest < -1e-5 * largest_of(new.total()) or new.fault() is not None:  # more than rounding
+        if below < -1e-5 or new.fault() is not None:  # more than rounding
             raise NotContainedError("precision of a weight")
         history = deepcopy(posterior.history)
         history.fit["samples"] = samples
