@@ -1,6 +1,6 @@
 """Section 5.3 of the latent binary paper: how sure networks are between and around five clusters in the plane.
 
-    python -m recipes.latent_binary.clusters            three sizes, three data sets each; about ten minutes
+    python -m recipes.latent_binary.clusters            three sizes, two data sets each; about ten minutes
     python -m recipes.latent_binary.clusters --smoke    seconds
 
 Five Gaussians, 10, 50 or 200 samples of each, scaled into the unit square; a network 2-1000-5 with ReLU. Of the five
@@ -192,7 +192,7 @@ def maps(
 
 def main(arguments: Sequence[str] | None = None) -> None:
     command = parser(__doc__, "latent_binary", "one small data set, few epochs")
-    command.add_argument("--seeds", type=int, default=3, help="data sets of each size")
+    command.add_argument("--seeds", type=int, default=2, help="data sets of each size")
     command.add_argument("--epochs", type=int, default=1000, help="of 50 samples; fewer with more samples")
     command.add_argument("--resolution", type=int, default=60)
     command.add_argument("--tested", type=int, default=2000, help="test samples of each class")
