@@ -54,7 +54,7 @@ def test_smoke_on_images(tmp_path: Path) -> None:
     data = write_fashion_mnist(tmp_path / "data")
     options = ("--data", data, "--output", tmp_path / "out", "--networks", "lenet")
     printed = smoke("latent_binary.images", *options)
-    assert "| lenet | pruned as flow, post hoc |" in printed
+    assert "| pruned as flow, post hoc |" in printed
     with Image.open(tmp_path / "out" / "entropy_lenet.png") as picture:
         assert picture.size[0] > 1500 and len(picture.convert("L").getcolors()) > 50
     (rows,) = json.loads((tmp_path / "out" / "images.json").read_text())["lenet"]

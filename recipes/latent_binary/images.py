@@ -1,7 +1,8 @@
 """FashionMNIST with sparse networks: latent binary ones, from a trained network and from scratch, beside pruning.
 
-    python -m recipes.latent_binary.images --networks dense --seeds 0     # as the README shows it
-    python -m recipes.latent_binary.images --networks lenet --epochs 10
+    python -m recipes.latent_binary.images --networks dense --seeds 0 1 2 --rows "LRT, post hoc" "flow, post hoc"
+    python -m recipes.latent_binary.images --networks dense --scratch-epochs 250 --rows "LRT, from scratch"
+    python -m recipes.latent_binary.images --networks lenet --images 10000 --network-epochs 20
     python -m recipes.latent_binary.images --smoke
 
 For every posterior three predictions: averaged over the full posterior, averaged over the median probability model (the
@@ -23,7 +24,7 @@ from torch import Tensor, nn
 
 import posthoc_uq as uq
 from posthoc_uq.evaluation.metrics import expected_calibration_error
-from recipes.common import by_row, markdown, parsed, parser, predicted, report
+from recipes.common import by_row, parsed, parser, predicted, report, table
 from recipes.fashion_mnist.data import Data, Labelled, add_options, load
 from recipes.latent_binary.entropy_maps import Probabilities, figure
 from recipes.latent_binary.networks import NETWORKS, Batches, new, pruned, train
@@ -122,17 +123,6 @@ def study(name: str, data: Data, options: argparse.Namespace, seed: int) -> dict
     return rows
 
 
-def table(results: dict[str, list[dict[str, dict[str, Any]]]]) -> str:
-    """Means over the seeds."""
-    measures = ("accuracy", "NLL", "ECE", "density", "seconds")
-    lines = [["network", "posterior", *measures]]
-    for name, seeds in results.items():
-        for row, found in by_row(seeds).items():
-            values = [[one[measure] for one in found if measure in one] for measure in measures]
-            lines.append([name, row, *(f"{sum(v) / len(v):.4g}" if v else "" for v in values)])
-    return markdown(lines)
-
-
 def main(arguments: Sequence[str] | None = None) -> None:
     """Every network and seed, then the table."""
     command = parser(__doc__, "latent_binary", "few images, one epoch")
@@ -155,7 +145,9 @@ def main(arguments: Sequence[str] | None = None) -> None:
     results = {
         name: [study(name, data, options, seed) for seed in options.seeds] for name in options.networks
     }
-    report(options, "images", table(results), results)
+    columns = ("accuracy", "NLL", "ECE", "density", "seconds")
+    page = [table(by_row(seeds), ".4g", columns=columns, corner=name) for name, seeds in results.items()]
+    report(options, "images", "\n\n".join(page), results)
 
 
 if __name__ == "__main__":
