@@ -2,7 +2,7 @@
 
 The draws are of the weights (section 2.1.1), or of the activations' inputs (section 4.2).
 
-python -m recipes.unscented_regression.compare            five seeds, up to 512 draws; twenty minutes on one core
+python -m recipes.unscented_regression.compare            five seeds, up to 512 draws; half an hour of a core
 python -m recipes.unscented_regression.compare --smoke    one seed, few steps; seconds
 """
 
