@@ -547,9 +547,25 @@ def test_features_that_never_change_keep_a_prior_of_unit_inputs(form: str) -> No
     model = network(nn.Linear(4, 6, bias=False), nn.ReLU(), nn.Linear(6, 3))
     with torch.no_grad():
         model[0].weight.abs_()
-    posterior = fit(model, -normals(80, 4).abs(), normals(80, 3, seed=2).argmax(1), posterior=form)
+    x, y = -normals(80, 4).abs(), normals(80, 3, seed=2).argmax(1)
+    posterior = fit(model, x, y, posterior=form)
     assert float(posterior.mean["2.weight"].abs().max()) < 1e-12
     torch.testing.assert_close(posterior.variance()["2.weight"], torch.full((3, 6), 1.5 / 6).double())
+
+
+@pytest.mark.parametrize("form", ["diagonal", "full"])
+def test_features_that_never_change_have_the_units_of_those_that_do(form: str) -> None:
+    """One of five features changes, and one hardly, by less than a thousandth of the first one's deviation."""
+    model = network(nn.Linear(5, 5, bias=False), nn.ReLU(), nn.Linear(5, 3))
+    with torch.no_grad():
+        model[0].weight.copy_(torch.diag(torch.tensor([1.0, 3e-4, 1, 1, 1])))
+    x, y = normals(80, 5).abs(), normals(80, 3, seed=2).argmax(1)
+    x[:, 2:] *= -1
+    features = model[:2](x).double()
+    variance = fit(model, x, y, posterior=form).variance()["2.weight"]
+    usual = (features[:, 0].var(correction=0) + features[:, 1].var(correction=0)) / 2
+    torch.testing.assert_close(variance[:, 2:], (1.5 / 5 / usual).expand(3, 3))
+    assert bool((variance[:, 1] > 1e4 * variance[:, 2]).all())  # its own small units
 
 
 def test_independent_weights_take_no_other_data() -> None:

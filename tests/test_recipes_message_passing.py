@@ -39,7 +39,7 @@ def test_smoke_of_the_last_layer(tmp_path: Path) -> None:
 def test_data_that_went_out_again_leave_the_predictions(tmp_path: Path) -> None:
     smoke("message_passing.changes", "--output", tmp_path)
     ((row,),) = json.loads((tmp_path / "changes.json").read_text()).values()
-    assert abs(row["in, then out"]) < 1e-6 and row["after an update"] < row["none"]
+    assert abs(row["in, then out"]) < 1e-6 and row["after an update"] < row["nothing added"]
     assert row["after taking out"] < row["nothing taken out"]
 
 

@@ -135,16 +135,16 @@ def main(arguments: Sequence[str] | None = None) -> None:
             rows[f"{name}, {method}"] = {"numbers": count, "paper": published[method]}
     photos = [pictures.photo(name) for name in pictures.FIT_PHOTOS]
     crops = pictures.random_crops(photos, options.images, 0)
+    with_weights = efficientnet_lite0() if options.models else None
     noise = torch.randn(options.images, 3, 224, 224, generator=torch.Generator().manual_seed(0))
     for name in options.models:
         for what, images in (("photos", crops), ("noise", noise)):
             model = network(name)
             add(f"{name}, inf on {what}", model, information(model, images), PAPER[name]["inf"])
-    if options.models:
+    if with_weights is not None:
         model = network(TRAINED)
         add(f"{TRAINED}, random weights", model, information(model, crops), None)
-        model = efficientnet_lite0()
-        add(f"{TRAINED}, trained", model, fitted(model, crops), None)
+        add(f"{TRAINED}, trained", with_weights, fitted(with_weights, crops), None)
     page = "\n\n".join(table(part, ",") for part in (rows, layers) if part)
     report(options, "sizes", page, {"sizes": rows, "layers": layers})
 

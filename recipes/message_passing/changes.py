@@ -97,7 +97,7 @@ def measured(case: Case, seed: int) -> dict[str, float]:
     back = uq.update(updated, new, remove=True, progress=False)
     return {
         "after an update": divergence(model, larger, updated, test),
-        "none": divergence(model, larger, smaller, test),
+        "nothing added": divergence(model, larger, smaller, test),
         "after taking out": divergence(model, smaller, removed, test),
         "nothing taken out": divergence(model, smaller, larger, test),
         "in, then out": divergence(model, smaller, back, test),

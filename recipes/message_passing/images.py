@@ -1,6 +1,6 @@
 """A convolutional network trained by messages alone, without a gradient, on FashionMNIST.
 
-    python -m recipes.message_passing.images             # 2,000 images; an hour of one core
+    python -m recipes.message_passing.images             # 2,000 images; an hour of one core; --images 1000: half
     python -m recipes.message_passing.images --smoke     # seconds
 
 The paper's network for CIFAR-10, with fewer channels: two convolutions, max pooling, two convolutions,

@@ -1,6 +1,6 @@
 """Noisy sines: how deep a network message passing can train, and how often its intervals cover the truth.
 
-    python -m recipes.message_passing.sine                     # both studies; over an hour of one core
+    python -m recipes.message_passing.sine                     # both studies; up to two hours of one core
     python -m recipes.message_passing.sine --studies depth     # one of them
     python -m recipes.message_passing.sine --smoke             # seconds
 

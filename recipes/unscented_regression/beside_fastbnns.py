@@ -13,10 +13,14 @@ import time
 from collections.abc import Sequence
 
 import torch
-from fastbnns.bnn.base import BNN
-from fastbnns.bnn.losses import ELBO
-from fastbnns.bnn.types import MuVar
 from torch import Tensor, nn
+
+try:
+    from fastbnns.bnn.base import BNN
+    from fastbnns.bnn.losses import ELBO
+    from fastbnns.bnn.types import MuVar
+except ModuleNotFoundError as error:
+    raise SystemExit(f"{error}: pip install -r recipes/unscented_regression/requirements.txt") from error
 
 from recipes.common import markdown, parsed, parser, report
 from recipes.unscented_regression.compare import (

@@ -183,9 +183,9 @@ class Units:
         self.shift = shift.to(total)
         squares = [(as_double(part) - self.shift).square().sum(0) for part in inputs.split(4096)]
         variance = torch.stack(squares).sum(0)[: layer.inputs - bias] / samples
-        usual = variance.mean()
-        usual = torch.where(usual > 0, usual, torch.ones_like(usual))
-        spread = torch.where(variance > 1e-6 * usual, variance, usual).sqrt()  # some inputs never change
+        changing = variance > 1e-12 * (variance.mean() + self.shift[: len(variance)].square())
+        usual = variance[changing].mean() if bool(changing.any()) else torch.ones_like(total)
+        spread = torch.where(changing, variance.clamp(min=1e-6 * usual), usual).sqrt()
         self._spread = F.pad(spread, (0, int(bias)), value=1.0)
         self._value_shift = total.new_zeros(layer.outputs)
         self.value_spread = total.new_ones(layer.outputs)
@@ -610,14 +610,16 @@ class MessagePassing(Method):
         else:
             weights = Weights.of(block.samples, len(examples.inputs), torch.finfo(block.field.dtype).eps)
             check_resolved(largest_of(block.total()), largest_of(precision), weights, 0.0, f"'{name}'")
-        precision = as_double(block.precision) + precision
+        field, precision = like + field, as_double(block.precision) + precision
         own = precision.diagonal(dim1=-2, dim2=-1)
-        below = float(own.min()) / largest_of(block.total())
-        own.clamp_(min=0.0)  # of a feature that was 0 in all other samples, rounding is left
+        below = float((own / block.total().diagonal(dim1=-2, dim2=-1)).min())
+        empty = own < 0  # a feature that only the samples that went out had; rounding is left
+        precision.masked_fill_(empty.unsqueeze(-1) | empty.unsqueeze(-2), 0.0)
+        field.masked_fill_(empty, 0.0)
         new = JointMessagesBlock(
             block.prior_mean,
             block.prior_precision,
-            (like + field).to(block.field),
+            field.to(block.field),
             precision.to(block.field),
             block.shift,
             samples,
