@@ -1,6 +1,6 @@
 """Figure 3 of Schodt (2024): the predicted variance of a molecule's position over the image, beside the bound on it.
 
-python -m recipes.localization.run            three seeds of each training; half an hour of a core
+python -m recipes.localization.run            six seeds of each training; half an hour of a core
 python -m recipes.localization.run --smoke    few steps; seconds
 """
 
@@ -183,7 +183,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     """The command line."""
     command = common.parser(__doc__, "localization", "few steps: seconds")
     add = command.add_argument
-    add("--seeds", type=int, default=3)
+    add("--seeds", type=int, default=6)
     add("--epochs", type=int, default=25)
     add("--batches", type=int, default=60, help="steps of an epoch")
     add("--plain", type=int, default=1500, help="steps of the network alone")
