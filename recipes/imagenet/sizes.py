@@ -135,6 +135,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
             rows[f"{name}, {method}"] = {"numbers": count, "paper": published[method]}
     photos = [pictures.photo(name) for name in pictures.FIT_PHOTOS]
     crops = pictures.random_crops(photos, options.images, 0)
+    # before the long fits, so that a missing package is known at once
     with_weights = efficientnet_lite0() if options.models else None
     noise = torch.randn(options.images, 3, 224, 224, generator=torch.Generator().manual_seed(0))
     for name in options.models:

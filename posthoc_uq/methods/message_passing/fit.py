@@ -183,6 +183,7 @@ class Units:
         self.shift = shift.to(total)
         squares = [(as_double(part) - self.shift).square().sum(0) for part in inputs.split(4096)]
         variance = torch.stack(squares).sum(0)[: layer.inputs - bias] / samples
+        # the mean of a constant is rounded, and an input that never changes must divide nothing by what that leaves
         changing = variance > 1e-12 * (variance.mean() + self.shift[: len(variance)].square())
         usual = variance[changing].mean() if bool(changing.any()) else torch.ones_like(total)
         spread = torch.where(changing, variance.clamp(min=1e-6 * usual), usual).sqrt()
