@@ -406,6 +406,54 @@ def segmentation(samples: int = 12) -> tuple[Tensor, Tensor]:
     return x, y
 
 
+@pytest.mark.parametrize("said_by", ["nothing", "labels", "weights"])
+def test_novelty_on_a_coarser_grid(said_by: str) -> None:
+    """Each pixel has the features of its feature position, which counts by the share of its pixels that count; in loops
+    over pixels, of sizes that are no multiples of the grid.
+    """
+    torch.manual_seed(1)
+    model = Upsampled().double()
+    x, y = torch.randn(6, 2, 9, 7, dtype=torch.float64), torch.randint(0, CLASSES, (6, 9, 7))
+    weights = torch.ones(6, 9, 7, dtype=torch.float64)
+    if said_by == "labels":
+        y[0, 1:], y[1:4, :1], y[4] = -100, -100, -100
+    elif said_by == "weights":
+        weights = torch.rand(6, 9, 7).double() * (torch.rand(6, 9, 7) < 0.6)
+    options = {"prior_precision": 1.0, "layers": "last", "dtype": torch.float64, "progress": False}
+    if said_by == "weights":
+        options["batch_to_weights"] = lambda batch: batch[2]
+    data = [
+        tuple(part[rows] for part in ((x, y, weights) if said_by == "weights" else (x, y)))
+        for rows in (slice(0, 4), slice(4, 6))
+    ]
+    posterior = uq.fit(model, data, "diag", **options)
+    with torch.no_grad():
+        phi = nn.functional.pad(torch.relu(model.body(x)).movedim(1, -1), (0, 1), value=1.0)
+        top = model(x).argmax(1)
+    near = [[math.floor(place * small / size) for place in range(size)] for small, size in ((4, 9), (3, 7))]
+    area = [[own.count(place) for place in range(max(own) + 1)] for own in near]
+    grams, counts = torch.zeros(CLASSES, 5, 5, dtype=torch.float64), [0.0] * CLASSES
+    for n in range(6):
+        for i, row in enumerate(near[0]):
+            for j, column in enumerate(near[1]):
+                often = float(weights[n, i, j]) * (y[n, i, j] >= 0) / (area[0][row] * area[1][column])
+                grams[top[n, i, j]] += often * torch.outer(phi[n, row, column], phi[n, row, column])
+                counts[int(top[n, i, j])] += float(often)
+    rare = [c for c in range(CLASSES) if counts[c] < 10]
+    of_classes = [grams[c] for c in range(CLASSES) if c not in rare] + [grams[rare].sum(0)] * any(
+        counts[c] > 0 for c in rare
+    )
+    shares = []
+    for gram in of_classes:
+        ridge = 3e-4 * float(gram.trace()) / 5
+        inverse = (gram + ridge * torch.eye(5, dtype=torch.float64)).inverse()
+        shares.append(ridge * torch.einsum("nhwi,ij,nhwj->nhw", phi, inverse, phi) / phi.square().sum(-1))
+    truth = torch.stack(shares).amin(0)
+    assert posterior.features.source == "positions" and posterior.features.samples == round(sum(counts))
+    found = uq.wrap(model, posterior, head="linearized")(x).novelty()
+    torch.testing.assert_close(found, truth[:, near[0]][:, :, near[1]], rtol=1e-4, atol=1e-8)
+
+
 @pytest.mark.parametrize("head", ["sampling", "linearized", "moments"])
 @pytest.mark.parametrize("kind", [Upsampled, image_net])
 @pytest.mark.covering(1)

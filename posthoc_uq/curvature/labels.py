@@ -125,7 +125,7 @@ def own_samples_of(loader: Iterable[Any], reader: BatchReader, first: Batch) -> 
     if from_sampler is not None:
         return from_sampler
     if isinstance(loader, (list, tuple)):
-        shapes = replace(reader, device=torch.device("meta"), batch_to_weights=None)  # nothing is copied
+        shapes = replace(reader, device=torch.device("meta"))  # nothing is copied
         read = (batch for raw in cast("list[Any]", loader) for batch in shapes.read_all(raw))
         return sum(count_samples(batch) for batch in read if not batch.empty)
     already_batched = isinstance(loader, DataLoader) and loader.batch_sampler is None

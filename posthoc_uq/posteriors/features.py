@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from math import prod
 from typing import Any
 
 import torch
@@ -254,10 +255,8 @@ class ClassGrams:
         weights = weights_of(self._likelihood, outputs, batch)
         if by_position:
             grid = grid_of(recording.watched[0])
-            labels, counts = self._of_positions(outputs, batch.targets, grid, weights)
-            counted = counts > 0
-            of_rows = None if weights is None else counts[counted]
-            self._add(rows[counted.to(rows.device)], labels[counted], of_rows, checks)
+            places, labels, counts = self._of_positions(outputs, batch.targets, grid, weights)
+            self._add(rows[places.to(rows.device)], labels, counts, checks)
         else:
             self._add(rows, self._labels(outputs), None if weights is None else weights.samples, checks)
 
@@ -273,22 +272,31 @@ class ClassGrams:
         targets: Tensor | None,
         grid: tuple[int, ...],
         weights: SampleWeights | None,
-    ) -> tuple[Tensor, Tensor]:
-        """The predicted class of every position of a grid and how often its label counts, ``(samples * positions,)``;
-        of a coarser grid than that of the outputs, those of the nearest position.
+    ) -> tuple[Tensor, Tensor, Tensor | None]:
+        """Which rows of features count for which class, and how often, each ``(rows,)``; None for once each.
+
+        On a coarser grid than that of the outputs every position has the features of the nearest one, and a feature
+        position counts by the share of its positions that count, for the class that each of them is predicted to have.
         """
         layout = self._likelihood.positions_of(outputs)
         assert layout is not None
         positions, samples = layout.positions(outputs), outputs.shape[0]
-        counts = as_double(layout.labels(outputs, targets)[1])
+        labels, counts = self._labels(outputs), as_double(layout.labels(outputs, targets)[1])
         if weights is not None:
             own = weights.samples.unsqueeze(1) if weights.by_position is None else weights.by_position
             counts = counts * own.to(counts)
-        maps = torch.stack([self._labels(outputs).to(counts), counts.flatten()])
-        if grid != positions:
-            maps = F.interpolate(maps.reshape(2 * samples, 1, *positions), size=grid, mode="nearest")
-        labels, counts = maps.reshape(2, -1)
-        return labels.long(), counts
+        counted = counts.flatten().nonzero().squeeze(1)
+        if grid == positions:
+            return counted, labels[counted], None if weights is None else counts.flatten()[counted]
+        numbers = torch.arange(prod(grid), dtype=torch.float32, device="cpu").reshape(1, 1, *grid)
+        nearest = F.interpolate(numbers, size=positions, mode="nearest").long().flatten().to(counts.device)
+        shares = (1 / nearest.bincount().to(counts))[nearest]
+        places = prod(grid) * torch.arange(samples, device=counts.device).unsqueeze(1) + nearest
+        classes = self.sums["counts"].shape[0]
+        pairs = places.flatten()[counted] * classes + labels[counted]
+        found, place = pairs.unique(return_inverse=True)
+        of_found = counts.new_zeros(len(found)).index_add_(0, place, (counts * shares).flatten()[counted])
+        return found // classes, found % classes, of_found
 
     def _add(self, features: Tensor, labels: Tensor, weights: Tensor | None, checks: DeferredChecks) -> None:
         """Add features of these classes, each as often as its weight says."""
