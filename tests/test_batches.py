@@ -19,6 +19,7 @@ import posthoc_uq as uq
 from posthoc_uq.core.batches import (
     Batch,
     BatchReader,
+    as_targets,
     batches,
     batches_of_call,
     check_loader,
@@ -74,8 +75,104 @@ def test_mappings_whose_names_are_not_the_models() -> None:
     _same(read({"x": X, "label": Y, "path": paths}, "x"), (), Y, {"x": X})
     _same(read({"x": X, "mask": X, "y": Y}, "x", "mask"), (), Y, {"x": X, "mask": X})
     _same(read({"image": X, "index": Y}, "x"), (), None, {"image": X, "index": Y})
-    _same(read({"x": X, "index": Y}, "x"), (), None, {"x": X, "index": Y})
+    _same(read({"x": X, "index": Y}, "x"), (), None, {"x": X})
     assert BatchReader.of(nn.Linear(2, 3)).names == ("input",)
+
+
+class _Takes(nn.Linear):
+    """Takes two inputs, and can do without the third."""
+
+    def forward(self, x: Tensor, extra: Tensor, mask: Tensor | None = None) -> Tensor:  # type: ignore[override]
+        return x + extra
+
+
+def test_what_a_model_takes_says_which_parts_are_inputs(recwarn: pytest.WarningsRecorder) -> None:
+    one, two, paths = BatchReader.of(nn.Linear(2, 3)), BatchReader.of(_Takes(2, 2)), ["a"] * 6
+    _same(two.read((X, 2 * X, Y)), (X, 2 * X), Y)
+    _same(two.read(((X, 2 * X), Y)), (X, 2 * X), Y)
+    _same(two.read((X, paths, 2 * X, Y)), (X, 2 * X), Y)
+    _same(one.read((X, Y, paths)), (X,), Y)
+    _same(one.read((X, paths, Y)), (X,), Y)
+    weighted = BatchReader.of(_Takes(2, 2), batch_to_weights=lambda batch: batch[-1])
+    _same(weighted.read((X, 2 * X, Y, torch.ones(6))), (X, 2 * X), Y)
+    _same(two.read({"x": X, "extra": X, "labels": Y, "mask": X}), (), Y, {"x": X, "extra": X, "mask": X})
+    assert not len(recwarn)
+    with pytest.warns(UserWarning, match=r"'attention' is none of .* could also take 'mask'"):
+        _same(two.read({"x": X, "extra": X, "labels": Y, "attention": X}), (), Y, {"x": X, "extra": X})
+    # x alone is too little, so that nothing is left out
+    _same(two.read({"x": X, "other": X}), (), None, {"x": X, "other": X})
+    refused(r"4 parts, and the model takes \['input'\].*batch\[3\]", lambda: one.read((X, X, X, Y)))
+
+
+class _Heads(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.near, self.far = nn.Linear(4, 3), nn.Linear(4, 3)
+
+    def forward(self, x: Tensor) -> dict[str, Tensor]:
+        return {"near": self.near(x), "far": self.far(x)}
+
+
+def test_targets_of_the_name_of_the_output() -> None:
+    model, plain = _Heads(), (inputs(), labels())
+    named = (inputs(), {"far": labels(), "near": 0 * labels()})
+    options: dict[str, Any] = {"prior_precision": 1.0, "progress": False, "output": "far"}
+    posterior = uq.fit(model, [named], uq.Diagonal(fisher="empirical"), **options)
+    same = uq.fit(model, [plain], uq.Diagonal(fisher="empirical"), **options)
+    uq.tune(posterior, [named], progress=False)
+    uq.tune(same, [plain], progress=False)
+    predictors = uq.wrap(model, posterior), uq.wrap(model, same)
+    assert torch.equal(predictors[0](inputs()).probs, predictors[1](inputs()).probs)
+    measured = [
+        uq.evaluate({"p": p, "model": model}, [batch], progress=False).metrics
+        for p, batch in zip(predictors, (named, plain), strict=True)
+    ]
+    assert measured[0] == measured[1]
+    refused(
+        r"mapping of \['a', 'b'\], and none is output='far'",
+        lambda: uq.tune(posterior, [(inputs(), {"a": labels(), "b": labels()})], progress=False),
+    )
+
+
+WHOLE = [torch.uint8, torch.int8, torch.int32, torch.uint16, torch.uint32, torch.uint64]
+
+
+def test_targets_of_every_type_that_has_numbers() -> None:
+    model = nn.Sequential(nn.Linear(4, 3))
+
+    def variances(targets: Tensor) -> Tensor:
+        method, options = uq.Diagonal(fisher="empirical"), {"prior_precision": 1.0, "progress": False}
+        posterior = uq.fit(model, [(inputs(), targets)], method, **options)
+        return uq.wrap(model, posterior, "linearized", link="mc").distribution(inputs()).variance
+
+    wanted = variances(labels())
+    for dtype in WHOLE:
+        assert torch.equal(variances(labels().to(dtype)), wanted)
+    assert torch.equal(variances(labels().to_sparse()), wanted)
+    assert as_targets(torch.tensor([0.5, 2.0]).to(torch.float8_e4m3fn)).tolist() == [0.5, 2.0]
+    too_large = torch.tensor(np.array([2**63], dtype=np.uint64))
+    for targets, message in (
+        (labels().to(torch.complex64), "complex64, and a likelihood takes real numbers"),
+        (labels().to("meta"), r"on the meta device, int64 \(12,\)"),
+        (torch.nested.nested_tensor([torch.ones(2), torch.ones(3)], layout=torch.jagged), "nested tensor"),
+        (too_large, "too large for int64"),
+    ):
+        refused(message, lambda targets=targets: as_targets(targets))
+        prediction = uq.Categorical().from_draws(torch.randn(2, 12, 3))
+        refused(message, lambda targets=targets, p=prediction: p.log_prob(targets))
+
+
+def test_labels_of_one_byte_beside_more_classes_than_it_counts() -> None:
+    outputs = torch.randn(2, 300)
+    for labels_of_a_byte in (
+        torch.tensor([7, 200], dtype=torch.uint8),
+        torch.tensor([7, 100], dtype=torch.int8),
+    ):
+        uq.Categorical().check(outputs, labels_of_a_byte)
+        assert len(uq.Categorical().from_draws(outputs.unsqueeze(0)).log_prob(labels_of_a_byte)) == 2
+    with pytest.raises(PosthocUQError, match="Labels run from -1 to 7"):
+        uq.Categorical().check(outputs, torch.tensor([7, -1], dtype=torch.int8))
 
 
 def test_functions_take_the_rest_apart() -> None:
@@ -392,6 +489,15 @@ class _Whole(_Named):
         return self.readout(batch["pixels"])
 
 
+class _Told(nn.Module):
+    def __init__(self, model: nn.Module) -> None:
+        super().__init__()
+        self.model = model
+
+    def forward(self, **inputs: Tensor) -> Tensor:
+        return self.model(inputs)
+
+
 def test_mappings_as_arguments_and_in_their_place() -> None:
     loader = [({"pixels": inputs()}, labels())]
     model, whole = _Named(), _Whole()
@@ -409,6 +515,17 @@ def test_mappings_as_arguments_and_in_their_place() -> None:
         lambda: fit(whole, loader),
         cause=TypeError,
     )
+    named = [
+        {"pixels": inputs(), "label": labels(), "value": inputs()},
+        {"pixels": inputs(), "labels": labels()},
+    ]
+    refused(
+        r"It looks up 'pixels' in a tensor.*forward\(self, \*\*inputs\) returns self.model\(inputs\)",
+        lambda: fit(whole, named[1:]),
+    )
+    refused(r"batch\['pixels'\], or another of \['value'\]", lambda: fit(whole, named), cause=TypeError)
+    told = fit(_Told(whole), named[1:])  # as the errors say
+    assert torch.equal(uq.wrap(_Told(whole), told)(named[1]).probs, uq.wrap(model, fitted)(named[1]).probs)
     refused(
         r"takes \['pixels', 'mask'\], and the batch names \['x'\]",
         lambda: fit(model, [({"x": inputs()}, labels())]),
@@ -468,3 +585,13 @@ def test_a_predictor_takes_a_batch_as_the_loader_gave_it(head: str) -> None:
     refused(r"takes \['left', 'right'\], and the batch names", lambda: own({"first": x, "second": x}))
     for samples in ([x[0], x[1]], [x, x, x]):
         refused("The model cannot be run|holds a list", lambda samples=samples: own(samples))
+
+
+def test_a_noise_of_every_sample_is_told_to_be_a_weight() -> None:
+    message = r"batch_to_weights=lambda batch: 1 / sd\*\*2"
+    data = [(inputs(), inputs()[:, :1])]
+    for noise in (torch.rand(12) + 1, [1.0] * 12):
+        refused(
+            message,
+            lambda noise=noise: fit(nn.Linear(4, 1), data, likelihood="regression", noise_variance=noise),
+        )

@@ -451,7 +451,10 @@ def test_what_cannot_be_evaluated(images):
         (model, data, {"joint": ["entropy"]}, "joint holds groups"),
         (model, data, {"joint": [("entropy", "novel")]}, "score of joint must be one of"),
         (model, loader_of(x), {}, "needs targets"),
-        (model, [(x, y.float() + 0.5)], {}, "one label an input"),
+        (model, [(x, y), (x, None)], {}, "batch 1 of the loader has inputs alone"),
+        (model, [(x, y.float() + 0.5)], {}, "Labels must be whole numbers.*torch.float32"),
+        # as many in all as there are inputs
+        (model, [(x[:8], y[:7]), (x[8:16], y[7:16])], {}, r"Batch 0: there are 8 inputs, .* shape \(7,\)"),
         (model, [(x, y + 3)], {}, "between 0 and 6"),
         ({}, data, {}, "at least one predictor"),
         ("model", data, {}, "not a str"),

@@ -1,8 +1,9 @@
 """Batches of every accepted form as inputs and targets on the device.
 
 A loader is anything that can be iterated: a `DataLoader`, a list of batches, an iterable dataset's loader. A batch is a
-tensor of inputs, ``(inputs, targets)``, a mapping (targets under one of `TARGET_NAMES`, beside one tensor or the
-model's named arguments), or any form that `batch_to_inputs` and `batch_to_targets` take apart. NumPy arrays and pandas
+tensor of inputs, ``(inputs, targets)``, all arguments that the model needs and then the targets, a mapping (targets
+under one of `TARGET_NAMES`, beside one tensor or the model's named arguments), or any form that `batch_to_inputs` and
+`batch_to_targets` take apart. NumPy arrays and pandas
 frames become tensors: inputs of floating-point numbers get the model's number type, all others keep theirs.
 """
 
@@ -26,7 +27,7 @@ from torch.utils.data import Dataset
 from posthoc_uq.core import interrupts
 from posthoc_uq.core.devices import sent
 from posthoc_uq.core.distributed import rank, sampler_of
-from posthoc_uq.core.errors import PosthocUQError, UnsupportedLayerError, out_of_memory
+from posthoc_uq.core.errors import PosthocUQError, UnsupportedLayerError, out_of_memory, warn_user
 from posthoc_uq.core.graphs import (
     arguments_of_graph,
     changed_graph,
@@ -36,7 +37,7 @@ from posthoc_uq.core.graphs import (
 )
 from posthoc_uq.core.model import model_device, model_dtype, unwrap
 from posthoc_uq.core.options import Options
-from posthoc_uq.core.outputs import form_of, output_tensor
+from posthoc_uq.core.outputs import Output, chosen_in, form_of, output_tensor
 from posthoc_uq.core.progress import Progress
 from posthoc_uq.core.randomness import isolated_random_state
 
@@ -199,6 +200,8 @@ class BatchReader(Options):
         batch_to_weights: from a batch to the weights of its samples.
         dtype: of the model, which arrays of floating-point numbers among the inputs become; tensors keep theirs.
         names: of the model's arguments; None where it takes any, or they are not known.
+        needed: of them, those without a default.
+        output: the name of the part of what the model returns that its outputs are, by which targets are found, too.
         decoder_inputs: from labels to the inputs of the model's decoder; None where it has none.
     """
 
@@ -208,6 +211,8 @@ class BatchReader(Options):
     batch_to_weights: BatchFunction | None = None
     dtype: torch.dtype = torch.float32
     names: tuple[str, ...] | None = None
+    needed: tuple[str, ...] = ()
+    output: str | None = None
     decoder_inputs: BatchFunction | None = None
 
     @classmethod
@@ -219,14 +224,27 @@ class BatchReader(Options):
         batch_to_weights: BatchFunction | None = None,
         *,
         device: torch.device | None = None,
+        output: Output | None = None,
     ) -> BatchReader:
-        """A reader for a model: with its device, unless another is given, its number type and its arguments."""
+        """A reader for a model: with its device, unless another is given, its number type, its arguments, and the
+        choice of its outputs, unless another is given.
+        """
         functions = batch_to_inputs, batch_to_targets, batch_to_weights
         place = model_device(model) if device is None else device
         decoder_inputs = None
         if getattr(getattr(unwrap(model), "config", None), "is_encoder_decoder", False):
             decoder_inputs = getattr(unwrap(model), "prepare_decoder_input_ids_from_labels", None)
-        return cls(place, *functions, model_dtype(model), argument_names(model), decoder_inputs)
+        choice = chosen_in(model)
+        part = output if choice is None else choice.part
+        return cls(
+            place,
+            *functions,
+            model_dtype(model),
+            argument_names(model),
+            argument_names(model, needed=True) or (),
+            part if isinstance(part, str) else None,
+            decoder_inputs,
+        )
 
     def read_all(self, batch: Any) -> list[Batch]:
         """What a loader yields as batches on the device: one, or as many as there are samples in a form that is not
@@ -267,7 +285,9 @@ class BatchReader(Options):
             inputs = with_tensors(inputs, self.dtype)
         if self.batch_to_targets is not None:
             targets = self.batch_to_targets(batch)
-        targets = None if targets is None else _target_tensor(targets)
+        if isinstance(targets, Mapping):
+            targets = self._target_of(cast(Mapping[str, Any], targets))
+        targets = None if targets is None else as_targets(targets)
         weights = None if self.batch_to_weights is None else checked_weights(self.batch_to_weights(batch))
         lacking = isinstance(inputs, Mapping) and not _DECODER_NAMES & set(cast(Mapping[str, Any], inputs))
         if lacking and self.decoder_inputs is not None and targets is not None:
@@ -301,14 +321,19 @@ class BatchReader(Options):
             return self._inputs_of(named), targets
         if isinstance(batch, (tuple, list)):
             parts = cast(Sequence[Any], batch)
+            if len(parts) > 2:  # without what is no argument of a model, such as the paths of files
+                parts = [part for part in parts if not _is_text(part)]
             if len(parts) == 1:
                 return parts[0], None
-            if len(parts) == 2 or (len(parts) == 3 and self.batch_to_weights is not None):
-                return parts[0], parts[1]  # of three the last is what batch_to_weights takes
+            weighted, needed = self.batch_to_weights is not None, max(1, len(self.needed))
+            if len(parts) - 1 in (needed, needed + weighted):  # what batch_to_weights takes may be the last
+                return (parts[0] if needed == 1 else tuple(parts[:needed])), parts[needed]
+            if len(parts) == 2 or (len(parts) == 3 and weighted):
+                return parts[0], parts[1]
+            takes = "" if self.names is None else f", and the model takes {list(self.names)}"
             raise PosthocUQError(
-                f"The loader yields batches of {len(parts)} parts; say which are inputs with "
-                f"batch_to_inputs=lambda batch: ... "
-                f"(and batch_to_targets=...)."
+                f"The loader yields batches of {len(parts)} parts{takes}; say which are inputs and which are targets: "
+                f"batch_to_inputs=lambda batch: batch[0], batch_to_targets=lambda batch: batch[{len(parts) - 1}]."
             )
         raise PosthocUQError(
             f"The loader yields batches of type {type(batch).__name__}; pass batch_to_inputs=lambda batch: "
@@ -316,15 +341,42 @@ class BatchReader(Options):
         )
 
     def _inputs_of(self, named: dict[str, Any]) -> Any:
-        """The inputs in a mapping without its targets: the model's named arguments, or else its only tensor. What is no
-        tensor and has no place in the model, such as the paths of files, is left out.
+        """The inputs in a mapping without its targets: the model's named arguments, or else its only tensor. What has
+        no place in the model, such as the paths of files, is left out; a tensor only beside all arguments that the
+        model needs.
         """
         strays = {} if self.names is None else {k: v for k, v in named.items() if k not in self.names}
         tensors = [value for value in strays.values() if isinstance(value, Tensor) or is_array(value)]
         arguments = {name: value for name, value in named.items() if name not in strays}
         if len(tensors) == 1 and not arguments:
             return tensors[0]
+        if tensors and arguments and set(self.needed) <= set(arguments):
+            unused = [name for name in self.names or () if name not in arguments]
+            if unused:  # one of which may be meant by another name
+                warn_user(
+                    f"The batch's {', '.join(map(repr, strays))} is none of the model's arguments and is left out. The "
+                    f"model could also take {', '.join(map(repr, unused))}; batch_to_inputs=lambda batch: dict(...) "
+                    f"gives it other names."
+                )
+            return arguments
         return named if tensors or not arguments else arguments
+
+    def _target_of(self, targets: Mapping[str, Any]) -> Any:
+        """The one of several targets that belongs to the model's outputs: that of the name of `output`, or the only
+        one.
+
+        Raises:
+            PosthocUQError: there is none.
+        """
+        if self.output is not None and self.output in targets:
+            return targets[self.output]
+        if len(targets) == 1:
+            return next(iter(targets.values()))
+        known = "" if self.output is None else f", and none is output={self.output!r}"
+        raise PosthocUQError(
+            f"The targets are a mapping of {list(targets)}{known}; give them the name of the model's output "
+            f"(output=...), or choose one with batch_to_targets=lambda batch: ...."
+        )
 
     def _move(self, value: Any) -> Any:
         if is_graph(value):
@@ -360,15 +412,78 @@ def _is_list_of_tensors(value: Any) -> bool:
     )
 
 
-def argument_names(model: nn.Module) -> tuple[str, ...] | None:
-    """The names of the arguments of a model's forward pass; None where it takes any, or they are not known."""
+def _is_text(part: Any) -> bool:
+    """Whether a part of a batch is a word a sample."""
+    return (
+        isinstance(part, (list, tuple))
+        and bool(part)
+        and all(isinstance(p, str) for p in cast(list[Any], part))
+    )
+
+
+def argument_names(model: nn.Module, needed: bool = False) -> tuple[str, ...] | None:
+    """The names of the arguments of a model's forward pass, all or those that are `needed`; None where it takes any, or
+    they are not known.
+    """
     try:
         parameters = signature(unwrap(model).forward).parameters
     except (TypeError, ValueError):
         return None
     if any(parameter.kind is Parameter.VAR_KEYWORD for parameter in parameters.values()):
         return None
+    if needed:
+        free = (Parameter.VAR_POSITIONAL, Parameter.VAR_KEYWORD)
+        return tuple(n for n, p in parameters.items() if p.default is Parameter.empty and p.kind not in free)
     return tuple(parameters)
+
+
+def as_targets(targets: Any) -> Tensor:
+    """Targets as a dense tensor of a type that torch computes with.
+
+    Raises:
+        PosthocUQError: they are no real numbers, or have no values.
+    """
+    tensor = _target_tensor(targets)
+    dtype, name = tensor.dtype, str(tensor.dtype).removeprefix("torch.")
+    if tensor.is_meta:
+        raise PosthocUQError(
+            f"The targets are on the meta device, {form_of(tensor)} without values; give those of the data."
+        )
+    if tensor.is_nested:
+        raise PosthocUQError(
+            "The targets are a nested tensor; make one tensor of them: pad, and mark the padding by ignore_index."
+        )
+    if tensor.layout != torch.strided:
+        return as_targets(tensor.to_dense())
+    if dtype in _COMPUTED:
+        return tensor
+    if dtype in _UNSIGNED:  # for which torch has hardly any function
+        whole = tensor.to(torch.int64)
+        if bool((whole < 0).any()):
+            raise PosthocUQError(f"The targets are {name}, and some are too large for int64.")
+        return whole
+    if dtype.is_floating_point:  # of eight bits
+        return tensor.to(torch.float32)
+    raise PosthocUQError(
+        f"The targets are {name}, and a likelihood takes real numbers: pass y.real, or y.abs()."
+        if dtype.is_complex
+        else f"The targets are {name}, which torch does not compute with: pass y.dequantize(), or whole numbers."
+    )
+
+
+_COMPUTED = {
+    torch.bool,
+    torch.uint8,
+    torch.int8,
+    torch.int16,
+    torch.int32,
+    torch.int64,
+    torch.float16,
+    torch.bfloat16,
+    torch.float32,
+    torch.float64,
+}
+_UNSIGNED = {torch.uint16, torch.uint32, torch.uint64}
 
 
 def _target_tensor(targets: Any) -> Tensor:
@@ -552,8 +667,8 @@ DECODER_INPUTS = (
 )
 
 NAMED = (
-    "The entries of a mapping are named arguments here, predictor(**mapping); a model that takes a whole mapping needs "
-    "a module around it, with forward(self, **inputs)."
+    "The entries of a mapping are named arguments here, predictor(**mapping); put a model that takes a whole mapping "
+    "into a module whose forward(self, **inputs) returns self.model(inputs), and fit that."
 )
 
 
@@ -649,10 +764,10 @@ def _check_run(network: nn.Module, batch: Batch, what: str, way_out: str) -> Non
 
 
 class _Ids(TorchFunctionMode):
-    """Checks that embeddings are given ids that they have.
+    """Checks that embeddings are given ids that they have, and that no tensor is indexed by a name, as a mapping is.
 
     Attributes:
-        fault: the first embedding that was not, in words; empty if there is none.
+        fault: the first that was not so, in words; empty if there is none.
     """
 
     def __init__(self, network: nn.Module) -> None:
@@ -663,6 +778,8 @@ class _Ids(TorchFunctionMode):
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if func in (F.embedding, F.embedding_bag) and not self.fault:
             self._look(*args, **(kwargs or {}))
+        if func is Tensor.__getitem__ and isinstance(args[1], str) and not self.fault:
+            self.fault = f"It looks up {args[1]!r} in a tensor. {NAMED}"
         return func(*args, **(kwargs or {}))
 
     def _look(self, input: Any, weight: Any, *_: Any, **__: Any) -> None:
@@ -740,9 +857,12 @@ def _other_names(network: nn.Module, batch: Batch) -> str:
         return ""
     if len(parameters) == 1:
         (only,) = parameters
+        chosen = only if only in batch.kwargs else stray[0]
+        others = [name for name in batch.kwargs if name != chosen]
         return (
-            f"The model takes one argument, '{only}': pass batch_to_inputs=lambda batch: batch[{stray[0]!r}]; if it "
-            f"takes the whole mapping, put it into a module with forward(self, **inputs) that calls it."
+            f"The model takes one argument, '{only}': pass batch_to_inputs=lambda batch: batch[{chosen!r}]"
+            f"{f', or another of {others}' if others and chosen != only else ''}; if it takes the whole mapping, put "
+            f"it into a module whose forward(self, **inputs) returns self.model(inputs), and fit that."
         )
     return (
         f"The model takes {list(parameters)}, and the batch names {list(batch.kwargs)}: give it those names with "

@@ -31,7 +31,7 @@ from posthoc_uq.core.errors import PosthocUQError
 from posthoc_uq.core.interrupts import orderly
 from posthoc_uq.core.model import replicate
 from posthoc_uq.core.options import Count, Natural, check_option, known_arguments, one_of, shown
-from posthoc_uq.core.outputs import Choice, output_tensor
+from posthoc_uq.core.outputs import Choice, Output, output_tensor
 from posthoc_uq.core.randomness import isolated_random_state
 from posthoc_uq.core.tables import csv_text, text_table
 from posthoc_uq.evaluation.measurements import FAMILIAR, Example, Measurements, column_decimals
@@ -252,7 +252,7 @@ def _row(name: str, model: Any, plain: _Plain) -> _Row:
         return _Row(
             name or model.head,
             model,
-            BatchReader.of(model.model, device=model.device),
+            BatchReader.of(model.model, device=model.device, output=_part(model.output_choice)),
         )
     if isinstance(model, nn.Module):
         twin = replicate(model)
@@ -265,7 +265,7 @@ def _row(name: str, model: Any, plain: _Plain) -> _Row:
                 output = choice.of(output)
             return plain.prediction(output)
 
-        return _Row(name or "model", predict, BatchReader.of(twin))
+        return _Row(name or "model", predict, BatchReader.of(twin, output=_part(plain.choice)))
     if callable(model):
         return _Row(
             name or "function",
@@ -276,6 +276,10 @@ def _row(name: str, model: Any, plain: _Plain) -> _Row:
         f"evaluate takes a predictor from uq.wrap, a model, or a mapping of names to those; not a "
         f"{type(model).__name__}."
     )
+
+
+def _part(choice: Choice | None) -> Output | None:
+    return None if choice is None else choice.part
 
 
 # The few images worth a look, kept while the batches pass, so that no data set is kept in memory.
@@ -414,8 +418,7 @@ def evaluate(
         "surest mistakes": _Gallery(n_examples, by, FAMILIAR, largest=False, mistakes_only=True),
     }
     familiar, targets = _pass(rows, loader, FAMILIAR, list(galleries.values()), reader, progress)
-    if targets is None:
-        raise PosthocUQError("evaluate needs targets, and the loader yields inputs alone.")
+    assert targets is not None
     predictions = {row.name: {FAMILIAR: familiar[row.name]} for row in rows}
     for name, foreign_loader in foreign.items():
         gallery = galleries[f"{name}: least uncertain"] = _Gallery(n_examples, by, name, largest=False)
@@ -479,7 +482,7 @@ def _pass(
     reader: BatchReader,
     progress: bool,
 ) -> tuple[dict[str, Prediction], Tensor | None]:
-    """Every row's prediction of a loader, and the targets where all batches have them."""
+    """Every row's prediction of a loader, and the targets of familiar data."""
     parts: dict[str, list[Prediction]] = {row.name: [] for row in rows}
     targets: list[Tensor] = []
     seen = 0
@@ -488,14 +491,27 @@ def _pass(
             for row in rows:
                 moved = batch if row.reader.device == reader.device else batch.to(row.reader.device)
                 parts[row.name].append(counting(row.call(moved).completed().to("cpu"), batch))
-            if batch.targets is not None:
-                targets.append(batch.targets.cpu())
             last = parts[rows[-1].name][-1]
+            if name == FAMILIAR:
+                _check_targets(batch.targets, len(last), len(parts[rows[-1].name]) - 1)
+                targets.append(cast(Tensor, batch.targets).cpu())
             for gallery in galleries:
-                labels = targets[-1] if batch.targets is not None and name == FAMILIAR else None
+                labels = targets[-1] if name == FAMILIAR else None
                 if labels is not None or not gallery.mistakes_only:
                     gallery.offer(batch, last, labels, seen)
             seen += len(last)
             bar.advance(len(last))
-    joined = torch.cat(targets) if targets and sum(map(len, targets)) == seen else None
+    joined = torch.cat(targets) if targets else None
     return {row: cat(predictions) for row, predictions in parts.items()}, joined
+
+
+def _check_targets(targets: Tensor | None, inputs: int, batch: int) -> None:
+    if targets is None:
+        raise PosthocUQError(
+            f"evaluate needs targets, and batch {batch} of the loader has inputs alone; yield (inputs, targets)."
+        )
+    if targets.shape[:1] != (inputs,):
+        raise PosthocUQError(
+            f"Batch {batch}: there are {inputs} inputs, and targets of shape {tuple(targets.shape)}; give one row "
+            f"an input."
+        )

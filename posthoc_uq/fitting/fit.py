@@ -210,7 +210,9 @@ def fit(
                 raise PosthocUQError(
                     "Every process tunes by itself: give all of them the whole val_loader, not a part of it."
                 )
-        reader = BatchReader.of(network, batch_to_inputs, batch_to_targets, batch_to_weights)
+        reader = BatchReader.of(
+            network, batch_to_inputs, batch_to_targets, batch_to_weights, output=checked_output(output)
+        )
         if batch_to_weights is not None:
             chosen.check_weights()
         check_differentiable(network)

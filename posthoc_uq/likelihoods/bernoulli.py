@@ -13,6 +13,7 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.distributions import Distribution
 
+from posthoc_uq.core.batches import as_targets
 from posthoc_uq.core.errors import PosthocUQError
 from posthoc_uq.likelihoods import metrics
 from posthoc_uq.likelihoods.class_prediction import (
@@ -275,6 +276,7 @@ class MultilabelPrediction(LogitsPrediction):
         Raises:
             PosthocUQError: wrong shape, or values other than 0 and 1.
         """
+        targets = as_targets(targets)
         if targets.shape != self.probs.shape:
             raise PosthocUQError(
                 f"Labels must be shaped like the probabilities, {tuple(self.probs.shape)}, not {tuple(targets.shape)}."

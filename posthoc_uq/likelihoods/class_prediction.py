@@ -12,6 +12,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from posthoc_uq.core.batches import as_targets
 from posthoc_uq.core.devices import widest
 from posthoc_uq.core.errors import PosthocUQError
 from posthoc_uq.likelihoods import metrics, selective
@@ -24,7 +25,7 @@ from posthoc_uq.likelihoods.draws import (
     independent,
     of_covariance,
 )
-from posthoc_uq.likelihoods.labels import are_soft, binary_labels, checked_soft, soft_log_prob
+from posthoc_uq.likelihoods.labels import are_soft, binary_labels, checked_soft, outside, soft_log_prob
 from posthoc_uq.likelihoods.logits import GaussianLogits, smallest
 from posthoc_uq.likelihoods.logits import votes as votes_of
 from posthoc_uq.likelihoods.prediction import ClassTensors, OnDemand, Prediction, at_least_float32
@@ -300,17 +301,18 @@ class ClassPrediction(LogitsPrediction):
             PosthocUQError: wrong shape, labels that are not integers or out of range.
         """
         inputs, classes = self.probs.shape
+        targets = as_targets(targets)
         if are_soft(targets, self.probs):
             return soft_log_prob(targets, self.log_probs)
         if self.logits_mean.shape[1] == 1:
             targets = binary_labels(targets)
-        if targets.shape != (inputs,) or targets.is_floating_point() or targets.is_complex():
+        if targets.shape != (inputs,) or targets.is_floating_point():
             raise PosthocUQError(
                 f"log_prob needs {inputs} integer labels of shape ({inputs},), not {targets.dtype} of shape "
                 f"{tuple(targets.shape)}."
             )
         # checked here: an index out of range makes a GPU unusable for the rest of the process
-        if inputs and not bool(((targets >= 0) & (targets < classes)).all()):
+        if inputs and bool(outside(targets, classes).any()):
             raise PosthocUQError(f"log_prob needs labels between 0 and {classes - 1}.")
         index = targets.to(device=self.log_probs.device, dtype=torch.int64).unsqueeze(-1)
         return self.log_probs.gather(-1, index).squeeze(-1)
@@ -321,14 +323,19 @@ class ClassPrediction(LogitsPrediction):
         Raises:
             PosthocUQError: they are neither one whole number an input nor its probabilities.
         """
+        targets = as_targets(targets)
         if are_soft(targets, self.probs):
             return checked_soft(targets)
         labels = targets.flatten()
-        integral = not labels.is_floating_point() or bool((labels == labels.round()).all())
-        if len(labels) != len(self) or not integral:
+        if len(labels) != len(self):
             raise PosthocUQError(
                 f"Classification needs one label an input; there are {len(self)} inputs and targets of shape "
                 f"{tuple(targets.shape)}."
+            )
+        if labels.is_floating_point() and not bool((labels == labels.round()).all()):
+            raise PosthocUQError(
+                f"Labels must be whole numbers, the indices of classes, or probabilities of shape "
+                f"{tuple(self.probs.shape)}; some of these {targets.dtype} are neither."
             )
         return labels.long()
 

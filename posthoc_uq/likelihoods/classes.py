@@ -33,6 +33,7 @@ from posthoc_uq.likelihoods.labels import (
     Layout,
     are_probabilities,
     in_whole_numbers,
+    outside,
     soft_log_prob,
 )
 from posthoc_uq.likelihoods.likelihood import Faults, Fisher, Likelihood, last_function
@@ -160,7 +161,7 @@ class Categorical(Likelihood):
             )
         classes = outputs.shape[1]
         yield (
-            ((targets < 0) | (targets >= classes)).any(),
+            outside(targets, classes).any(),
             lambda: (
                 f"Labels run from {int(targets.min())} to {int(targets.max())}, but the model has {classes} outputs; "
                 f"they must lie in 0..{classes - 1}. Leave samples without a label out of the loader: ignore_index= is "

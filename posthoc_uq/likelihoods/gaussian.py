@@ -15,6 +15,7 @@ from pydantic import Field
 from torch import Tensor
 from torch.distributions import Normal, kl_divergence
 
+from posthoc_uq.core.batches import as_targets
 from posthoc_uq.core.devices import as_double, host_double
 from posthoc_uq.core.errors import PosthocUQError
 from posthoc_uq.core.options import LARGEST, Magnitude
@@ -31,6 +32,10 @@ from posthoc_uq.likelihoods.prediction import (
     check_probability,
     interval_quality,
     squared_errors,
+)
+
+_OF_SAMPLES = (
+    "Deviations sd of samples are weights: noise_variance=1.0, batch_to_weights=lambda batch: 1 / sd**2."
 )
 
 
@@ -75,7 +80,7 @@ class Gaussian(_Normals):
         except (TypeError, ValueError, RuntimeError):
             raise PosthocUQError(
                 f"noise_variance must be a number, or one number an output, not a {type(noise_variance).__name__}; it "
-                f"is the same for every input."
+                f"is the same for every input. {_OF_SAMPLES}"
             ) from None
         if noise_variances.numel() == 0 or not bool(
             ((noise_variances >= 1 / LARGEST) & (noise_variances <= LARGEST)).all()
@@ -105,7 +110,7 @@ class Gaussian(_Normals):
         if self.noise_variance.numel() not in (1, outputs[0].numel()):
             raise PosthocUQError(
                 f"noise_variance has {self.noise_variance.numel()} entries, but the model has "
-                f"{outputs[0].numel()} outputs."
+                f"{outputs[0].numel()} outputs; it is one number, or one an output. {_OF_SAMPLES}"
             )
         yield from super().faults(outputs, targets)
 
@@ -414,6 +419,7 @@ class RegressionPrediction(Prediction):
         Raises:
             PosthocUQError: the shape differs, or the total variance is not positive somewhere.
         """
+        targets = as_targets(targets)
         if targets.shape != self.mean.shape:
             raise PosthocUQError(
                 f"log_prob needs targets of shape {tuple(self.mean.shape)}, not {tuple(targets.shape)}."
@@ -429,6 +435,7 @@ class RegressionPrediction(Prediction):
         Raises:
             PosthocUQError: there is another number of them.
         """
+        targets = as_targets(targets)
         if targets.numel() != self.mean.numel():
             raise PosthocUQError(
                 f"The targets have shape {tuple(targets.shape)} and the predictions {tuple(self.mean.shape)}; "

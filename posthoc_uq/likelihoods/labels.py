@@ -55,6 +55,12 @@ def checked_soft(targets: Tensor) -> Tensor:
     return targets
 
 
+def outside(targets: Tensor, classes: int) -> Tensor:
+    """Which labels are none of the classes. As int64: torch compares bytes with a number modulo 256."""
+    labels = targets.long()
+    return (labels < 0) | (labels >= classes)
+
+
 def binary_labels(targets: Tensor) -> Tensor:
     """Labels of one logit, without a second dimension of 1, as integers where they are whole numbers."""
     flat = targets.squeeze(1) if targets.ndim == 2 and targets.shape[1] == 1 else targets
@@ -155,8 +161,7 @@ class Layout:
         return self._outside(targets, self.classes(outputs)).any()
 
     def _outside(self, targets: Tensor, classes: int) -> Tensor:
-        labels = targets.long()  # a byte is never -100, and compared as bytes 156 would be
-        return ((labels < 0) | (labels >= classes)) & (labels != self.ignore_index)
+        return outside(targets, classes) & (targets.long() != self.ignore_index)
 
     def wrong_labels(self, targets: Tensor, classes: int) -> str:
         """What an error says of labels with a `fault`."""

@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 from torch.distributions import Distribution
 
+from posthoc_uq.core.batches import as_targets
 from posthoc_uq.core.devices import as_double, host_double, widest
 from posthoc_uq.core.errors import PosthocUQError
 from posthoc_uq.core.randomness import mix, sample_keys, uniforms
@@ -692,6 +693,7 @@ class DrawnPrediction(Prediction):
         Raises:
             PosthocUQError: the likelihood refuses them.
         """
+        targets = as_targets(targets)
         self.likelihood.check(self.functional_mean, targets)
         outputs = self.outputs.transpose(0, 1)
         targets = targets.to(outputs.device)
@@ -825,6 +827,7 @@ class DrawnPrediction(Prediction):
 
     def fitting(self, targets: Tensor) -> Tensor:
         """The targets as they are, once the likelihood has checked them."""
+        targets = as_targets(targets)
         self.likelihood.check(self.functional_mean, targets)
         return targets
 

@@ -12,6 +12,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from posthoc_uq.core.batches import as_targets
 from posthoc_uq.core.errors import PosthocUQError
 from posthoc_uq.core.options import did_you_mean
 from posthoc_uq.likelihoods.class_prediction import ClassPrediction, ClassStatistics
@@ -210,6 +211,7 @@ class PositionPrediction(Prediction):
             if self.layout.class_dim == 1
             else (len(self), *self.positions, self.classes)
         )
+        targets = as_targets(targets)
         self.layout.check_labels(outputs, targets)
         if bool(self.layout.fault(outputs, targets)):
             raise PosthocUQError(self.layout.wrong_labels(targets, self.classes))
