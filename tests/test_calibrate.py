@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import math
 from dataclasses import replace
 from pathlib import Path
@@ -293,6 +294,182 @@ def test_scores_of_inputs_with_positions() -> None:
     assert bool((uq.wrap(model, posterior)(9 + x[:5]).familiarity() < 0.1).all())
     with pytest.raises(uq.PosthocUQError, match="counted right or wrong"):
         uq.Referral(accuracy=0.5)(prediction)
+
+
+class _Tagger(nn.Linear):
+    """A tagger of single tokens that takes an attention mask, as those of transformers do."""
+
+    def forward(self, x: Tensor, attention_mask: Tensor | None = None) -> Tensor:
+        return super().forward(x)
+
+
+class _Padded:
+    """Sequences of random lengths, or pictures of random sizes, at the beginning of a longer one of zeros; and a model
+    of single positions, which is as undecided about padding as can be.
+    """
+
+    def __init__(self, kind: str, said_by: str) -> None:
+        self.kind, self.said_by = kind, said_by
+        self.model = nn.Conv2d(3, 3, 1) if kind == "pixels" else _Tagger(3, 3)
+        eye = 2 * torch.eye(3).reshape(self.model.weight.shape)
+        self.model.load_state_dict({"weight": eye, "bias": torch.zeros(3)})
+        ignored = 255 if kind == "pixels" else -100
+        likelihood = uq.Categorical(class_dim=1 if kind == "pixels" else -1, ignore_index=ignored)
+        x, y, _ = self.drawn(20, 0)
+        options = {"likelihood": likelihood, "prior_precision": 1.0, "progress": False}
+        self.fitted = uq.fit(self.model, [(x, y)], "diag", **options)
+
+    def drawn(self, samples: int, seed: int) -> tuple[Tensor, Tensor, Tensor]:
+        """Inputs, labels and which positions are real."""
+        generator = torch.Generator().manual_seed(seed)
+        sizes = (6, 5) if self.kind == "pixels" else (12,)
+        x = torch.randn(samples, 3, *sizes, generator=generator)
+        x = x * (0.3 + torch.rand(samples, 1, *[1] * len(sizes), generator=generator))  # of one input alike
+        y = (x + 0.5 * torch.randn(x.shape, generator=generator)).argmax(1)
+        real = torch.ones(samples, *sizes, dtype=torch.bool)
+        for dim, size in enumerate(sizes, 1):
+            lengths = torch.randint(1, size + 1, (samples, *[1] * len(sizes)), generator=generator)
+            real = real & (torch.arange(size).reshape(-1, *[1] * (len(sizes) - dim)) < lengths)
+        x, y = x * real.unsqueeze(1), y.masked_fill(~real, 255 if self.kind == "pixels" else -100)
+        if self.said_by == "mask":
+            y = y.masked_fill(~real, 0)
+        return x if self.kind == "pixels" else x.movedim(1, -1), y, real
+
+    def calibrated(self, samples: int, seed: int) -> uq.Predictor:
+        x, y, real = self.drawn(samples, seed)
+        posterior, options = copy.deepcopy(self.fitted), dict(FAST)
+        if self.said_by == "attention mask":
+            data: list[Any] = [{"x": x, "attention_mask": real.long(), "labels": y}]
+        else:
+            data = [(x, y, real)]
+            options["batch_to_inputs"] = lambda batch: batch[0]
+            options["batch_to_targets"] = lambda batch: batch[1]
+        if self.said_by == "mask":
+            options["batch_to_weights"] = lambda batch: batch[2]
+        uq.calibrate(posterior, data, **options)
+        return uq.wrap(self.model, posterior)
+
+
+@pytest.mark.parametrize("draws", [1, pytest.param(40, marks=pytest.mark.study)])
+@pytest.mark.parametrize(
+    ("kind", "said_by"),
+    [("tokens", "labels"), ("tokens", "attention mask"), ("pixels", "labels"), ("pixels", "mask")],
+)
+def test_a_rate_is_a_rate_whatever_the_padding(kind: str, said_by: str, draws: int) -> None:
+    """Held-out and new scores are those of the same positions: with a mask of those that count, without one of all."""
+    padded = _Padded(kind, said_by)
+    held_out, count = (200, 800) if draws == 1 else (100, 400)
+    rates, shares = {"masked": [], "whole": []}, {"masked": [], "whole": []}
+    for draw in range(draws):
+        predictor = padded.calibrated(2 * held_out, 2 * draw + 1)
+        x, _, real = padded.drawn(count, 2 * draw + 2)
+        if said_by == "attention mask":
+            whole = predictor(x, attention_mask=real.long())
+            assert whole.masked(real).mask is None  # nothing new
+            found = {"masked": whole, "whole": predictor(x)}
+            torch.testing.assert_close(whole.scores(), found["whole"].masked(real).scores())
+            del found["whole"]  # what is called without its attention mask is no input like the held-out ones
+        else:
+            found = {"masked": predictor(x).masked(real), "whole": predictor(x)}
+        for name, prediction in found.items():
+            rates[name].append(float(uq.Referral(0.2)(prediction).double().mean()))
+            shares[name].append(prediction.familiarity("entropy"))
+    for name in found:
+        expected = math.floor(0.2 * (held_out + 1)) / (held_out + 1)
+        mean = sum(rates[name]) / draws
+        assert abs(mean - expected) < _band(0.2, held_out, count) / draws**0.5, (name, mean)
+        p = torch.cat(shares[name]).sort().values
+        distance = (p - torch.arange(1, len(p) + 1) / len(p)).abs().max()
+        assert float(distance) < 1.63 * ((1 / held_out + 1 / count) / draws) ** 0.5 + 1 / held_out, name
+
+
+@pytest.mark.parametrize("said_by", ["labels", "attention mask", "mask"])
+def test_masked_scores_by_definition(said_by: str, tmp_path: Path) -> None:
+    """Means over the positions that count, of both sides, by loops over inputs; padding changes no p-value, nor does a
+    file.
+    """
+    padded = _Padded("tokens", said_by)
+    predictor = padded.calibrated(60, 1)
+    uq.save(predictor.posterior, tmp_path / "p.h5")
+    again = uq.wrap(padded.model, uq.load(tmp_path / "p.h5", padded.model))
+    x, _, real = padded.drawn(60, 1)
+
+    def alone(*sizes: int) -> list[uq.Prediction]:
+        """Each input without its padding, or with some more."""
+        found = []
+        for own, counts in zip(x[:12], real[:12], strict=True):
+            length = int(counts.sum())
+            longer = torch.cat([own[:length], torch.zeros(*sizes, 3)])
+            mask = (torch.arange(len(longer)) < length).unsqueeze(0)
+            if said_by == "attention mask":
+                found.append(predictor(longer.unsqueeze(0), attention_mask=mask.long()))
+            else:
+                found.append(predictor(longer.unsqueeze(0)).masked(mask))
+        return found
+
+    whole = predictor(x) if said_by != "attention mask" else predictor(x, attention_mask=real.long())
+    pairs = zip(whole.entropy().double(), real, strict=True)
+    entropies = torch.stack([own[counts].mean() for own, counts in pairs])
+    kept = torch.tensor(predictor.posterior.history.promises["counted"]["inputs"]["entropy"]["values"])
+    assert len(kept) == 30
+    assert all(float((entropies - value).abs().min()) < 1e-6 for value in kept)  # the half that did not tune
+    truth = torch.tensor([(1 + int((kept >= value - 1e-6).sum())) / 31 for value in entropies]).double()
+    masked = whole.masked(real)
+    shown = [
+        masked.familiarity("entropy"),
+        *(torch.cat([o.familiarity("entropy") for o in alone(n)]) for n in (0, 4)),
+    ]
+    for p in shown:
+        assert float((p - truth[: len(p)]).abs().max()) < 0.033  # one rank by rounding
+        assert float((p - truth[: len(p)]).abs().mean()) < 0.004
+    other = again(x, attention_mask=real.long()) if said_by == "attention mask" else again(x).masked(real)
+    for score in ("entropy", "novelty", "joint"):
+        assert torch.equal(masked.familiarity(score), other.familiarity(score))
+    assert torch.equal(masked.set(0.9), whole.set(0.9))
+    with pytest.raises(uq.PosthocUQError, match="of all positions of an input"):
+        predictor.at([1, 2])(x).familiarity()
+    joined = whole.cat([masked.picked(slice(0, 9)), whole.picked(slice(9, 60))])
+    assert torch.equal(joined.familiarity()[:9], masked.familiarity()[:9])
+
+
+def test_what_counts_when_held_out_data_are_read(classes, fitted) -> None:
+    _, x, y = classes
+    held_out = (x[100:300], y[100:300], torch.arange(200) % 4 > 0)
+    other = copy.deepcopy(fitted)
+    uq.calibrate(fitted, [held_out], batch_to_weights=lambda batch: batch[2], **FAST)
+    uq.calibrate(other, [tuple(part[held_out[2]] for part in held_out[:2])], **FAST)
+    assert fitted.history.promises == other.history.promises and fitted.settings == other.settings
+    for weights, words in (
+        (torch.full((200,), 0.5), "must be 0 or 1.*> 0"),
+        (torch.ones(200, 3), r"shape \(200,\), not \(200, 3\)"),
+        (torch.zeros(200), "No sample or position counts"),
+    ):
+        for share in (0.5, None):
+            options = FAST | {"share": share, "batch_to_weights": lambda batch, w=weights: w}
+            with pytest.raises(uq.PosthocUQError, match=words):
+                uq.calibrate(other, [held_out[:2]], **options)
+    with pytest.raises(uq.PosthocUQError, match="leave batch_to_weights out"):
+        uq.calibrate(other, [held_out], criterion="leave_one_out", batch_to_weights=lambda batch: batch[2])
+    assert other.history.promises == fitted.history.promises
+    padded = _Padded("tokens", "labels")
+    predictor = padded.calibrated(60, 1)
+    inputs, labels, real = padded.drawn(40, 2)
+    with pytest.raises(uq.PosthocUQError, match=r"shape \(40,\), or \(40, 12\), one a position"):
+        uq.calibrate(
+            predictor.posterior,
+            [(inputs, labels, real[:, :5])],
+            batch_to_weights=lambda batch: batch[2],
+            **FAST,
+        )
+    del predictor.posterior.history.promises["counted"]  # as files of earlier versions have it
+    earlier = uq.wrap(padded.model, predictor.posterior)
+    assert earlier(inputs).familiarity().shape == (40,)
+    for prediction in (earlier(inputs).masked(real), earlier(inputs, attention_mask=real.long())):
+        assert prediction.set(0.9).shape == prediction.probs.shape
+        with pytest.raises(uq.PosthocUQError, match="some do not count; calibrate again"):
+            prediction.familiarity()
+    evaluation = uq.evaluate(predictor, [(inputs, labels)], progress=False)
+    assert not evaluation.referred
 
 
 @pytest.mark.parametrize("class_dim", [1, -1])

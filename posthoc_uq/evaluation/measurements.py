@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import cached_property
 from typing import Any, NamedTuple
 
@@ -17,7 +17,6 @@ from posthoc_uq.core.tables import decimals
 from posthoc_uq.evaluation import metrics
 from posthoc_uq.evaluation.promised import promised, promised_by_class
 from posthoc_uq.heads.referral import Referral
-from posthoc_uq.likelihoods.positions import PositionPrediction
 from posthoc_uq.likelihoods.prediction import CLASS_SCORES, Prediction, score_of
 
 FAMILIAR = "test"
@@ -379,13 +378,8 @@ class Measurements:
         predictions, referral = self.predictions[self._row(name)], self.referral or Referral()
         if self._test(name).promises is None:
             return {}
-        # by all positions of an input: when it comes, nobody knows which have labels
-        seen = {
-            data: replace(p, mask=None) if isinstance(p, PositionPrediction) else p
-            for data, p in predictions.items()
-        }
         try:
-            return {data: referral.reasons(prediction) for data, prediction in seen.items()}
+            return {data: referral.reasons(prediction) for data, prediction in predictions.items()}
         except PosthocUQError:
             if self.referral is not None:
                 raise

@@ -363,10 +363,24 @@ class TailRecord(Record):
         return self
 
 
-class PromisesRecord(Record):
+class InputScoresRecord(Record):
+    """The scores of held-out inputs, and the tails by which the joint one is measured."""
+
+    inputs: Annotated[dict[Annotated[str, among((*SCORES, JOINT))], HeldOutRecord], Field(max_length=8)]
+    tails: Annotated[dict[ScoreName, TailRecord], Field(max_length=8)]
+
+    @model_validator(mode="after")
+    def _check_tails(self) -> InputScoresRecord:
+        if {*self.inputs} != {*self.tails, JOINT} or not self.tails:
+            raise ValueError(f"must have scores of inputs of the names of its tails, and {JOINT!r}")
+        return self
+
+
+class PromisesRecord(InputScoresRecord):
     """Held-out scores by which predictions promise: of targets, where the likelihood has a score, and of inputs, of
-    classes with the number of wrong predictions up to each (`posthoc_uq.likelihoods.conformal.Promises`). Without
-    `share`, the samples tuned the posterior too, and promises hold approximately.
+    classes with the number of wrong predictions up to each, of positions also by those that `counted`
+    (`posthoc_uq.likelihoods.conformal.Promises`). Without `share`, the samples tuned the posterior too, and promises
+    hold approximately.
     """
 
     samples: Count
@@ -375,20 +389,19 @@ class PromisesRecord(Record):
     head: Annotated[dict[Name, Plain], AfterValidator(_check_head)]
     posterior: SettingsRecord
     targets: TargetsRecord | None = None
-    inputs: Annotated[dict[Annotated[str, among((*SCORES, JOINT))], HeldOutRecord], Field(max_length=8)]
-    tails: Annotated[dict[ScoreName, TailRecord], Field(max_length=8)]
     wrong: dict[Name, list[Natural]] | None = None
+    counted: InputScoresRecord | None = None
 
     @model_validator(mode="after")
-    def _check_tails(self) -> PromisesRecord:
-        if {*self.inputs} != {*self.tails, JOINT} or not self.tails:
-            raise ValueError(f"must have scores of inputs of the names of its tails, and {JOINT!r}")
+    def _check_wrong(self) -> PromisesRecord:
         wrong = self.wrong
         if wrong is not None:
             if {*wrong} != {*self.inputs} or any(len(wrong[n]) != len(self.inputs[n].values) for n in wrong):
                 raise ValueError("must count wrong predictions at every score of inputs")
             if any(a > b for each in wrong.values() for a, b in pairwise([*each, self.samples])):
                 raise ValueError("has counts of wrong predictions that do not ascend to its samples at most")
+        if self.counted is not None and {*self.counted.inputs} != {*self.inputs}:
+            raise ValueError("must have the same scores of inputs by the positions that counted")
         return self
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from inspect import signature
 from typing import Annotated, Any, Literal, NamedTuple, cast, get_args
 
@@ -38,6 +38,7 @@ from posthoc_uq.likelihoods.conformal import (
     JOINT,
     SHARES,
     UNTUNED,
+    HeldOutScores,
     SetScore,
     TargetScore,
     class_scores,
@@ -48,10 +49,11 @@ from posthoc_uq.likelihoods.conformal import (
     wrong_up_to,
 )
 from posthoc_uq.likelihoods.gaussian import RegressionPrediction
-from posthoc_uq.likelihoods.likelihood import DrawnPrediction
+from posthoc_uq.likelihoods.likelihood import DrawnPrediction, Likelihood
 from posthoc_uq.likelihoods.positions import PositionPrediction
 from posthoc_uq.likelihoods.prediction import Prediction
 from posthoc_uq.likelihoods.selective import QUANTILES, tail_of
+from posthoc_uq.likelihoods.weights import counted_positions, layout_of, nothing_counts
 from posthoc_uq.posteriors.posterior import Posterior
 from posthoc_uq.posteriors.report import described_promises
 from posthoc_uq.posteriors.search import Trials
@@ -102,6 +104,7 @@ def calibrate(
     seed: int = 0,
     batch_to_inputs: BatchFunction | None = None,
     batch_to_targets: BatchFunction | None = None,
+    batch_to_weights: BatchFunction | None = None,
     progress: bool = True,
     **options: Any,
 ) -> Calibration | LeaveOneOut:
@@ -125,7 +128,9 @@ def calibrate(
     * Of inputs novelty, the default score (entropy, or the standard deviation), and the larger surprise of the two,
       measured by their tails on the first part and calibrated by its own values on the second; for
       `posthoc_uq.Referral` and `Prediction.familiarity`. Of classes it is counted how many predictions up to each score
-      are wrong. Of outputs with positions they are means over all of them, as in a prediction without labels.
+      are wrong. Of outputs with positions they are means, and kept twice: over the positions that the model's attention
+      mask attends to, or all of them, for predictions as they are; and over those of them that count here, by labels
+      and `batch_to_weights`, for predictions that are `PositionPrediction.masked` likewise.
 
     ``criterion="leave_one_out"`` takes the training data, where none are held out: the temperature of classes, or the
     noise of a regression, follows from leave-one-out predictions by the tangent kernel of the untrained network
@@ -154,6 +159,9 @@ def calibrate(
         seed: of the split, the draws and the randomised sets.
         batch_to_inputs: as in `fit`.
         batch_to_targets: as in `fit`.
+        batch_to_weights: takes a batch to a mask of its samples, ``(samples,)``, or of their positions, ``(samples,
+            *positions)``: those where it is 0 do not count, like positions with an ignored label. All others count
+            once: their weight must be 1.
         progress: show a bar.
         **options: of the head, as in `wrap`, which takes them by default from then on.
 
@@ -172,15 +180,14 @@ def calibrate(
     of_heads = {option for name in HEADS for option in options_of(head_class(name))}
     check_names("calibrate", options, sorted(of_heads), signature(calibrate).parameters)
     check_loader(loader)
-    reader = BatchReader.of(model_of(posterior), batch_to_inputs, batch_to_targets)
+    reader = BatchReader.of(model_of(posterior), batch_to_inputs, batch_to_targets, batch_to_weights)
     trial = posterior.trial()
     if one_of("criterion", criterion, ("likelihood", "leave_one_out")) == "leave_one_out":
         of_promises = {"share": share != 0.5, "sets": sets != "lac", "by_class": by_class, "jointly": jointly}
-        if given := [name for name, said in {"head": head is not None, **of_promises}.items() if said] + list(
-            options
-        ):
+        said = {"head": head is not None, **of_promises, "batch_to_weights": batch_to_weights is not None}
+        if given := [name for name, is_said in said.items() if is_said] + list(options):
             raise PosthocUQError(
-                f"Leave-one-out needs no head and promises nothing; leave {', '.join(given)} out."
+                f"Leave-one-out needs no head, promises nothing and counts every sample; leave {', '.join(given)} out."
             )
         found = calibrate_by_leave_one_out(
             trial,
@@ -210,7 +217,7 @@ def calibrate(
             "initial and groups are for criterion='leave_one_out'; held-out data need neither."
         )
     check_reusable(loader, 3)
-    data = _HeldOut(loader, reader, seed)
+    data = _HeldOut(loader, reader, trial.likelihood, seed)
     if share is not None:
         data.split(share)
     trials = None
@@ -252,6 +259,7 @@ class _HeldOut:
     Args:
         loader: of all.
         reader: takes batches apart.
+        likelihood: says which positions labels are of.
         seed: of the split.
 
     Attributes:
@@ -259,8 +267,8 @@ class _HeldOut:
         tuning: how many of them tune.
     """
 
-    def __init__(self, loader: Iterable[Any], reader: BatchReader, seed: int) -> None:
-        self.loader, self._reader = loader, reader
+    def __init__(self, loader: Iterable[Any], reader: BatchReader, likelihood: Likelihood, seed: int) -> None:
+        self.loader, self._reader, self._likelihood = loader, reader, likelihood
         self.seed, self._split_seed = seed, mixed_seed(seed, 1)  # not the labels or sets of this seed
         self._bound: int | None = None
         self.samples = self.tuning = 0
@@ -287,11 +295,14 @@ class _HeldOut:
         number of each. So the parts are exchangeable, and do not depend on the order.
         """
         seen = Counter[int]()
-        for batch in batches(self.loader, self._reader):
+        for given in batches(self.loader, self._reader):
+            batch = self._of_weight_one(given)
             if batch.targets is None:
                 raise PosthocUQError(
                     "Calibration needs targets, and the loader yields inputs alone; yield (inputs, targets)."
                 )
+            if batch.empty:
+                continue
             tensors = (*batch.tensors(), batch.targets)
             keys = sample_keys(tensors, count_samples(batch), self._split_seed).cpu()
             numbers = list[int]()
@@ -299,6 +310,34 @@ class _HeldOut:
                 numbers.append(seen[key])
                 seen[key] += 1
             yield batch, numbered(keys, torch.tensor(numbers, dtype=torch.int64, device="cpu"))
+        if not seen:
+            raise nothing_counts()
+
+    def _of_weight_one(self, batch: Batch) -> Batch:
+        """The batch without samples of weight 0, or with the labels of positions of weight 0 ignored.
+
+        Raises:
+            PosthocUQError: weights of another shape, or others than 0 and 1.
+        """
+        weights, targets = batch.weights, batch.targets
+        if weights is None or targets is None:
+            return batch
+        if not bool(((weights == 0) | (weights == 1)).all()):
+            raise PosthocUQError(
+                "The weights of held-out data must be 0 or 1, since a promise counts every sample alike: "
+                "batch_to_weights=lambda batch: ... > 0."
+            )
+        samples, layout = count_samples(batch), layout_of(self._likelihood, targets)
+        if tuple(weights.shape) == (samples,):
+            return replace(batch, weights=None).select(weights > 0, samples)
+        if layout is None or weights.shape != targets.shape:
+            positions = "" if layout is None else f", or {tuple(targets.shape)}, one a position"
+            raise PosthocUQError(
+                f"The weights of a batch of {samples} held-out samples must have the shape ({samples},){positions}, "
+                f"not {tuple(weights.shape)}; look at what batch_to_weights gives."
+            )
+        ignored = (weights == 0).to(targets.device)
+        return replace(batch, weights=None, targets=targets.long().masked_fill(ignored, layout.ignore_index))
 
     def split(self, share: float) -> None:
         """Let those samples tune whose hashes are the smallest, the share of them.
@@ -327,6 +366,8 @@ def _measured(
         PosthocUQError: the samples are others than those that were split, or a class or label has none.
     """
     of_inputs: dict[str, list[Tensor]] = {}
+    of_counted: dict[str, list[Tensor]] = {}  # of outputs with positions, by those that count
+    counting = list[Tensor]()  # which inputs have any
     of_targets, tuning, wrong = list[TargetScores](), list[Tensor](), list[Tensor]()
     of_classes = list[tuple[Tensor, Tensor, Tensor]]()  # for "raps": probabilities, labels and random numbers
     kind: TargetScore | None = None
@@ -339,10 +380,11 @@ def _measured(
                 raise PosthocUQError(
                     "by_class=True promises coverage for each class, and no classes are predicted."
                 )
-            known = prediction.scores()
-            for name in {prediction.default_score: None, "novelty": None}:
-                if name in known:
-                    of_inputs.setdefault(name, []).append(as_double(known[name]))
+            _add_scores(of_inputs, prediction)
+            if isinstance(prediction, PositionPrediction):
+                counted = counted_positions(prediction.layout, prediction.outputs_mean, batch)
+                counting.append(counted.any(1))
+                _add_scores(of_counted, prediction.masked(counted.reshape(-1, *prediction.positions)))
             tuning.append(tunes)
             kept = tunes if data.all_in_both else ~tunes
             targets = prediction.fitting(cast(Tensor, batch.targets).cpu())
@@ -367,18 +409,13 @@ def _measured(
             "changes of inputs out."
         )
     second = first if data.all_in_both else ~first
-    scores = {name: torch.cat(parts) for name, parts in of_inputs.items()}
-    tails = {name: tail_of(values[first], QUANTILES) for name, values in scores.items()}
-    scores[JOINT] = joint_score(tails, scores)
-    kept_scores = {name: held_out_scores(values[second]) for name, values in scores.items()}
-    record: dict[str, Any] = {
-        "samples": int(second.sum()),
-        "inputs": {name: kept.record() for name, kept in kept_scores.items()},
-        "tails": {
-            name: {part: numbers.tolist() for part, numbers in tail._asdict().items()}
-            for name, tail in tails.items()
-        },
-    }
+    scores, kept_scores, of_all = _input_scores(of_inputs, first, second)
+    record: dict[str, Any] = {"samples": int(second.sum()), **of_all}
+    if counting:
+        some = torch.cat(counting)
+        if not bool((first & some).any() and (second & some).any()):
+            raise nothing_counts()
+        record["counted"] = _input_scores(of_counted, first & some, second & some)[2]
     if wrong:
         errors = torch.cat(wrong)[second]
         record["wrong"] = {
@@ -403,6 +440,34 @@ def _measured(
             "scores": [held_out_scores(each).record() for each in columns],
         } | more
     return record
+
+
+def _add_scores(found: dict[str, list[Tensor]], prediction: Prediction) -> None:
+    """Add the scores of a batch's inputs that are kept, by name."""
+    known = prediction.scores()
+    for name in {prediction.default_score: None, "novelty": None}:
+        if name in known:
+            found.setdefault(name, []).append(as_double(known[name]))
+
+
+def _input_scores(
+    found: dict[str, list[Tensor]], first: Tensor, second: Tensor
+) -> tuple[dict[str, Tensor], dict[str, HeldOutScores], dict[str, Any]]:
+    """The scores of all inputs, with the joint one by the tails of the `first`; those of the `second` that are kept;
+    and these and the tails as a record (`posthoc_uq.files.records.InputScoresRecord`).
+    """
+    scores = {name: torch.cat(parts) for name, parts in found.items()}
+    tails = {name: tail_of(values[first], QUANTILES) for name, values in scores.items()}
+    scores[JOINT] = joint_score(tails, scores)
+    kept = {name: held_out_scores(values[second]) for name, values in scores.items()}
+    record = {
+        "inputs": {name: each.record() for name, each in kept.items()},
+        "tails": {
+            name: {part: numbers.tolist() for part, numbers in tail._asdict().items()}
+            for name, tail in tails.items()
+        },
+    }
+    return scores, kept, record
 
 
 class TargetScores(NamedTuple):

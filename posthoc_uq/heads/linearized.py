@@ -41,6 +41,7 @@ from posthoc_uq.layers.frozen import Features, FrozenPart, called
 from posthoc_uq.layers.layer import Call
 from posthoc_uq.layers.operands import temporary_limit
 from posthoc_uq.layers.proof import count_samples
+from posthoc_uq.likelihoods.conformal import Promises
 from posthoc_uq.likelihoods.draws import LINK_DRAWS, Product, Spread, of_product
 from posthoc_uq.likelihoods.labels import Layout, novelty_at
 from posthoc_uq.likelihoods.positions import PositionPrediction
@@ -914,6 +915,15 @@ class LinearizedPredictor(GaussianPredictor):
         """See `Predictor`."""
         probes = {"n_probes": self._n_probes} if self._engine == "jvp" else {}
         return {**super().identity(), **probes, "outputs": str(self._chosen.top), "engine": self._engine}
+
+    def _promises_of(self, record: dict[str, Any]) -> Promises | str | None:
+        """See `Predictor`; held-out scores are of whole inputs."""
+        if record and self._positions is not None:
+            return (
+                "The held-out scores are of all positions of an input, and this predictor is asked for some of them; "
+                "ask the one without positions= (or at)."
+            )
+        return super()._promises_of(record)
 
     def _functions(self, posterior: Posterior, batch: Batch, n: int, generator: torch.Generator) -> Tensor:
         """See `Predictor`."""

@@ -35,6 +35,7 @@ from posthoc_uq.layers.proof import count_samples
 from posthoc_uq.likelihoods.conformal import Promises
 from posthoc_uq.likelihoods.draws import LINK_DRAWS, OutputGaussian, Spread, of_covariance
 from posthoc_uq.likelihoods.prediction import Prediction, at_least_float32, cat
+from posthoc_uq.likelihoods.weights import attending
 from posthoc_uq.posteriors import DRAWS, QUADRATIC, Posterior
 
 
@@ -376,8 +377,10 @@ class Predictor(nn.Module, ABC):
             self.head,
             lambda: self._own_outputs(batch),
         )
-        promises = self._promises_of(posterior.history.promises)
-        if promises is None or torch.compiler.is_compiling():
+        if torch.compiler.is_compiling():
+            return prediction
+        prediction, promises = attending(prediction, batch), self._promises_of(posterior.history.promises)
+        if promises is None:
             return prediction
         keys = None
         if isinstance(promises, Promises) and promises.randomised:

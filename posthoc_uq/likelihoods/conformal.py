@@ -9,7 +9,7 @@ Angelopoulos and Bates, "A gentle introduction to conformal prediction", 2021). 
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from math import ceil, floor
 from typing import Any, Literal, NamedTuple, get_args
 
@@ -263,6 +263,29 @@ def scores_of_positions(scores: Tensor, counted: Tensor) -> Tensor:
     return ordered.gather(1, (ranks - 1).clamp(min=0))
 
 
+class InputScores(NamedTuple):
+    """The scores of held-out inputs.
+
+    Attributes:
+        inputs: by name, and ``"joint"``.
+        tails: of the single scores, by which the joint one is measured.
+    """
+
+    inputs: Mapping[str, HeldOutScores]
+    tails: Mapping[str, Tail]
+
+    @classmethod
+    def restored(cls, record: Mapping[str, Any]) -> InputScores:
+        """From the plain values that a posterior stores."""
+        tails = {
+            name: Tail(
+                *(torch.tensor(tail[part], dtype=torch.float64, device="cpu") for part in Tail._fields)
+            )
+            for name, tail in record["tails"].items()
+        }
+        return cls({name: HeldOutScores.restored(each) for name, each in record["inputs"].items()}, tails)
+
+
 @dataclass(frozen=True)
 class Promises:
     """The held-out scores that a posterior stores, by which its predictions make promises.
@@ -277,6 +300,7 @@ class Promises:
             score whose predicted class is wrong. Empty where none were counted.
         regularisation: of sets by ``"raps"``.
         shares: of positions, ascending, in the order of `targets`; empty where targets have none.
+        counted: of outputs with positions, `inputs` and `tails` by the positions that labels and weights left in.
     """
 
     kind: TargetScore | None
@@ -287,22 +311,16 @@ class Promises:
     wrong: Mapping[str, Tensor]
     regularisation: Regularisation = UNTUNED
     shares: tuple[float, ...] = ()
+    counted: InputScores | None = None
 
     @classmethod
     def restored(cls, record: Mapping[str, Any]) -> Promises:
         """From the record that a posterior stores (`posthoc_uq.files.records.PromisesRecord`)."""
         targets: Mapping[str, Any] = record.get("targets", {})
-        tails = {
-            name: Tail(
-                *(torch.tensor(tail[part], dtype=torch.float64, device="cpu") for part in Tail._fields)
-            )
-            for name, tail in record["tails"].items()
-        }
         return cls(
             targets.get("kind"),
             tuple(HeldOutScores.restored(each) for each in targets.get("scores", ())),
-            {name: HeldOutScores.restored(each) for name, each in record["inputs"].items()},
-            tails,
+            *InputScores.restored(record),
             record["seed"],
             {
                 name: torch.tensor(counts, dtype=torch.int64, device="cpu")
@@ -310,7 +328,12 @@ class Promises:
             },
             Regularisation(**targets.get("regularisation", {})),
             tuple(targets.get("shares", ())),
+            InputScores.restored(record["counted"]) if "counted" in record else None,
         )
+
+    def of_counted(self) -> Promises:
+        """The same for inputs of which only the positions count that `counted` is about."""
+        return self if self.counted is None else replace(self, **self.counted._asdict(), counted=None)
 
     @property
     def randomised(self) -> bool:

@@ -16,6 +16,7 @@ from posthoc_uq.core.batches import as_targets
 from posthoc_uq.core.errors import PosthocUQError
 from posthoc_uq.core.options import did_you_mean
 from posthoc_uq.likelihoods.class_prediction import ClassPrediction, ClassStatistics
+from posthoc_uq.likelihoods.conformal import Promises
 from posthoc_uq.likelihoods.labels import Layout
 from posthoc_uq.likelihoods.prediction import ClassTensors, Prediction
 
@@ -45,7 +46,9 @@ class PositionPrediction(Prediction):
         layout: of the model's outputs and the labels.
         novelty_ratio: (batch, *positions), in (0, 1], the share of the prior's uncertainty that the data left; (batch,)
             where it is known of whole inputs alone; None where it was not asked for.
-        mask: (batch, *positions), bool: which positions count in the numbers of an input; None for all, see `masked`.
+        mask: (batch, *positions), bool: which positions count in the numbers of an input, where `masked` said so.
+        attended: of the same shape: which ones count elsewhere, by the attention mask that the model was called with;
+            None for all.
     """
 
     kind: ClassVar[str] = "positions"
@@ -56,6 +59,7 @@ class PositionPrediction(Prediction):
     positions: tuple[int, ...]
     layout: Layout
     mask: Annotated[Tensor | None, "batch *positions", int] = None
+    attended: Annotated[Tensor | None, "batch *positions", int] = None
 
     def __len__(self) -> int:
         """Number of inputs."""
@@ -122,13 +126,13 @@ class PositionPrediction(Prediction):
             score: a name in `scores_by_position`, or numbers (batch, *positions).
             how: ``"mean"``, or ``"largest"``.
             above: in place of these, the share of the positions whose score is above this value.
-            mask: (batch, *positions), true where a position counts; that of `masked` by default. An input without any
-                is NaN.
+            mask: (batch, *positions), true where a position counts; by default that of `masked`, or the model's
+                attention mask. An input without any is NaN.
 
         Raises:
             PosthocUQError: an unknown score, another `how`, or a shape that does not fit.
         """
-        mask = self.mask if mask is None else mask
+        mask = self.counting if mask is None else mask
         if isinstance(score, str):
             known = self.scores_by_position()
             if score not in known:
@@ -159,21 +163,43 @@ class PositionPrediction(Prediction):
                 f"{name} has shape {tuple(tensor.shape)} where (batch, *positions), {shape}, is needed."
             )
 
+    @property
+    def counting(self) -> Tensor | None:
+        """(batch, *positions), bool: which positions count in the numbers of an input; None for all."""
+        return self.attended if self.mask is None else self.mask
+
     def masked(self, mask: Tensor) -> PositionPrediction:
         """The same prediction, in whose numbers of an input the other positions, such as padding, do not count: in
-        `per_input` and `scores`, and so in `posthoc_uq.Referral`.
+        `per_input` and `scores`, and so in `familiarity` and `posthoc_uq.Referral`. Its p-values are those among the
+        held-out inputs by the positions that counted when `posthoc_uq.calibrate` saw them, so the mask must leave out
+        what labels or weights left out there.
+
+        The attention mask that a model is called with need not be given: it holds for a prediction without a mask.
 
         Args:
-            mask: (batch, *positions), such as the attention mask: true or not 0 where a position counts.
+            mask: (batch, *positions): true or not 0 where a position counts.
 
         Raises:
             PosthocUQError: another shape.
         """
         self._check_shape("mask", mask)
-        return replace(self, mask=mask.to(self.rows.probs.device).bool())
+        mask = mask.to(self.rows.probs.device).bool()
+        known = self.attended is not None and torch.equal(mask, self.attended)
+        return replace(self, mask=None if known else mask)
+
+    def known_promises(self) -> Promises:
+        """See `Prediction`; of a prediction with a mask by the positions of the held-out inputs that counted."""
+        promises = super().known_promises()
+        partial = self.mask is not None or (self.attended is not None and not bool(self.attended.all()))
+        if partial and promises.counted is None:
+            raise PosthocUQError(
+                "The held-out scores are means over all positions of an input, and in this prediction some do not "
+                "count; calibrate again: uq.calibrate(posterior, val_loader)."
+            )
+        return promises if self.mask is None else promises.of_counted()
 
     def scores(self) -> dict[str, Tensor]:
-        """See `Prediction`: the mean over an input's positions of each score, over those of `masked` if there are."""
+        """See `Prediction`: the mean of each score over an input's positions that count."""
         scores = {name: self.per_input(score) for name, score in self.scores_by_position().items()}
         if self.novelty_ratio is not None and "novelty" not in scores:
             scores["novelty"] = self.novelty_ratio
@@ -198,7 +224,8 @@ class PositionPrediction(Prediction):
             PosthocUQError: the posterior has no held-out scores for this head and these hyperparameters, or too few for
                 the level.
         """
-        return self._whole(self.known_promises().sets_at_positions(self.rows.probs, level, allow_empty))
+        promises = super().known_promises()  # a mask does not change which labels belong to a set
+        return self._whole(promises.sets_at_positions(self.rows.probs, level, allow_empty))
 
     def labels_of_rows(self, targets: Tensor) -> tuple[Tensor, Tensor]:
         """Labels and whether they count, each (batch * positions,).
@@ -329,10 +356,17 @@ class PositionPrediction(Prediction):
                 f"Predictions with positions {sizes} cannot be one; pad all inputs to one size, or predict batch by "
                 f"batch: [predictor(batch) for batch in loader]."
             )
+        if any(p.attended is not None for p in predictions):
+            predictions = [replace(p, attended=_or_all(p, p.attended)) for p in predictions]
         if any(p.mask is not None for p in predictions):
-            predictions = [p if p.mask is not None else p.masked(p.predicted() >= 0) for p in predictions]
+            predictions = [replace(p, mask=_or_all(p, p.counting)) for p in predictions]
         rows = ClassPrediction.cat([p.rows for p in predictions])
         return replace(Prediction.cat(predictions), rows=rows)
+
+
+def _or_all(prediction: PositionPrediction, mask: Tensor | None) -> Tensor:
+    """The mask, or one of all positions."""
+    return prediction.predicted() >= 0 if mask is None else mask
 
 
 def positions_of_draws(blocks: Iterable[Tensor], layout: Layout) -> PositionPrediction:

@@ -8,7 +8,7 @@ of the sample.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
@@ -205,8 +205,8 @@ def counted_positions(layout: Layout, outputs: Tensor, batch: Batch) -> Tensor:
 
 
 def counting(prediction: Prediction, batch: Batch) -> Prediction:
-    """The prediction, in whose numbers of an input only positions count that labels or the attention mask leave in; of
-    an input without any, all of them.
+    """The prediction, in whose numbers of an input only positions count that labels, weights and the attention mask
+    leave in; of an input without any, all of them.
     """
     if not isinstance(prediction, PositionPrediction) or prediction.mask is not None:
         return prediction
@@ -215,6 +215,21 @@ def counting(prediction: Prediction, batch: Batch) -> Prediction:
     if bool(counted.all()):
         return prediction
     return prediction.masked(counted.reshape(len(prediction), *prediction.positions))
+
+
+def attending(prediction: Prediction, batch: Batch) -> Prediction:
+    """The prediction, in whose numbers of an input only positions count that the attention mask of its batch attends
+    to; of an input without any, all of them.
+    """
+    if not isinstance(prediction, PositionPrediction):
+        return prediction
+    attended = _attended(prediction.layout, prediction.outputs_mean, batch)
+    if attended is None:
+        return prediction
+    attended = prediction.layout.shifted(attended.flatten(1))
+    attended = attended | ~attended.any(1, keepdim=True)
+    attended = attended.reshape(len(prediction), *prediction.positions).to(prediction.outputs_mean.device)
+    return replace(prediction, attended=attended)
 
 
 def weights_of(likelihood: Likelihood, outputs: Tensor, batch: Batch) -> SampleWeights | None:
