@@ -232,6 +232,51 @@ class TestAnswers:
             share = (prediction.predicted()[0] == index).double().mean()
             assert shares[name] == pytest.approx(float(share), abs=1e-6)
         assert answer["entropy"] == float(prediction.scores()["entropy"][0])
+        assert "set" not in answer and answer["referred"] is None
+
+    @pytest.mark.parametrize("kind", ["pixels", "tokens"])
+    def test_of_promises_at_positions(self, kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
+        """Sets position by position, p-values of inputs, as the library has them; maps are bounded."""
+        x = torch.rand(80, 3, 4, 5, generator=torch.Generator().manual_seed(4))
+        labels = (x + 0.1 * torch.randn(x.shape, generator=torch.Generator().manual_seed(5))).argmax(1)
+        model: nn.Module = nn.Conv2d(3, 3, 1)
+        likelihood = uq.Categorical()
+        if kind == "tokens":
+            x, labels, model = x[:, :, 0].movedim(1, -1), labels[:, 0], nn.Linear(3, 3)
+            likelihood = uq.Categorical(class_dim=-1)
+        posterior = uq.fit(
+            model, [(x[:20], labels[:20])], likelihood=likelihood, prior_precision=1.0, progress=False
+        )
+        uq.calibrate(posterior, [(x[20:], labels[20:])], link="probit", progress=False)
+        predictor = uq.wrap(model, posterior)
+        service = Service(predictor, None, names=NAMES, level=0.9, referral=uq.Referral(0.1))
+        client = TestClient(application(service, None))
+        answers = client.post("/predict/batch", json={"inputs": x[:3].tolist()}).json()["predictions"]
+        prediction = predictor(x[:3])
+        sets = prediction.set(0.9).movedim(prediction.layout.class_dim, -1)
+        for index, answer in enumerate(answers):
+            own = sets[index].flatten(0, -2)
+            places = [answer["set"], answer["prediction"]]
+            assert answer["positions"] == list(labels.shape[1:]) and answer["level"] == 0.9
+            if kind == "pixels":
+                places = [[entry for row in place for entry in row] for place in places]
+            assert places[0] == [[NAMES[c] for c in range(3) if row[c]] for row in own]
+            assert places[1] == [NAMES[c] for c in prediction.predicted()[index].flatten()]
+            assert answer["set_size"] == pytest.approx(float(own.sum()) / len(own))
+            assert answer["familiarity"] == float(prediction.familiarity()[index])
+            assert answer["tail"] == float(uq.Referral(0.1).tail(prediction)[index])
+        masked = prediction.masked(labels[:3] != labels[0].flatten()[0])
+        (answer, *_) = [answer for answer, _ in serving._answers(service, masked)]
+        flat = answer["set"] if kind == "tokens" else [entry for row in answer["set"] for entry in row]
+        counted = masked.mask[0].flatten().tolist()
+        assert [entry is not None for entry in flat] == counted and False in counted
+        left = masked.predicted()[0][masked.mask[0]]
+        assert answer["shares"][0]["share"] == pytest.approx(
+            float((left == left.mode().values).double().mean())
+        )
+        monkeypatch.setattr(serving, "_MAX_ENTRIES", 3)
+        answer = client.post("/predict", json={"input": x[0].tolist()}).json()
+        assert "set_size" in answer and not {"set", "prediction"} & {*answer}
 
 
 JSON = {"Content-Type": "application/json"}

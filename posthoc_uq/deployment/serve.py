@@ -69,6 +69,8 @@ CONNECTIONS = 400
 RECEIVED_BYTES = 2**30
 """Of all requests that are not answered yet; more end the one that has been without a whole request for longest."""
 _ANY_ADDRESS = ("0.0.0.0", "::", "")
+_MAX_ENTRIES = 2**14
+"""Classes in the map of an answer; a larger map has its shares and the mean size of its sets alone."""
 _BACKLOG = 128  # connections accepted at once, before room is made for them
 _GRACE = 0.25  # seconds in which a new connection is not ended for another one
 _MAX_WAITING = 64  # requests with their whole bodies
@@ -554,14 +556,11 @@ def _described(prediction: Prediction, service: Service) -> list[dict[str, Any]]
         return str(index) if service.names is None else str(service.names[index])
 
     if isinstance(prediction, PositionPrediction):
-        maps: list[dict[str, Any]] = []
-        for classes in prediction.predicted().flatten(1):
-            shares = torch.bincount(classes, minlength=prediction.classes) / max(1, len(classes))
-            order = shares.argsort(descending=True, stable=True)[: service.top_k].tolist()
-            maps.append(
-                {"shares": [{"label": label(i), "index": i, "share": float(shares[i])} for i in order]}
-            )
-        return maps
+        promising = isinstance(prediction.promises, Promises)
+        return [
+            _described_map(prediction.picked(slice(i, i + 1)), label, service, promising)
+            for i in range(len(prediction))
+        ]
     if isinstance(prediction, (ClassPrediction, MultilabelPrediction)):
         found = prediction.top_k(min(service.top_k, prediction.probs.shape[1]))
         tops = [
@@ -587,3 +586,38 @@ def _described(prediction: Prediction, service: Service) -> list[dict[str, Any]]
         level = {"level": service.level}
     lists = {name: column.tolist() for name, column in columns.items() if column is not None}
     return [{**{name: c[index] for name, c in lists.items()}, **level} for index in range(len(prediction))]
+
+
+def _described_map(
+    prediction: PositionPrediction, label: Callable[[int], str], service: Service, promising: bool
+) -> dict[str, Any]:
+    """What was predicted at the positions of one input that count, as shares of classes, and position by position where
+    that is no more than `_MAX_ENTRIES` classes; null at the others.
+    """
+    sizes, classes = prediction.positions, prediction.predicted().flatten()
+    counting = prediction.counting
+    counted = torch.ones_like(classes).bool() if counting is None else counting.flatten()
+    shares = torch.bincount(classes[counted], minlength=prediction.classes) / max(1, int(counted.sum()))
+    order = shares.argsort(descending=True, stable=True)[: service.top_k].tolist()
+    answer: dict[str, Any] = {
+        "shares": [{"label": label(i), "index": i, "share": float(shares[i])} for i in order],
+        "positions": list(sizes),
+    }
+
+    def nested(values: list[Any]) -> list[Any]:
+        values = [value if counts else None for value, counts in zip(values, counted.tolist(), strict=True)]
+        for size in sizes[:0:-1]:
+            values = [values[start : start + size] for start in range(0, len(values), size)]
+        return values
+
+    if len(classes) <= _MAX_ENTRIES:
+        answer["prediction"] = nested([label(i) for i in classes.tolist()])
+    if promising:
+        held = prediction.layout.rows(prediction.set(service.level)) & counted.unsqueeze(1)
+        answer |= {"level": service.level, "set_size": float(held.sum()) / max(1, int(counted.sum()))}
+        if max(len(held), int(held.sum())) <= _MAX_ENTRIES:
+            sets: list[list[str]] = [[] for _ in range(len(held))]
+            for position, index in held.nonzero().tolist():
+                sets[position].append(label(index))
+            answer["set"] = nested(sets)
+    return answer
