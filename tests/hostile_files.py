@@ -1,12 +1,13 @@
-"""Files of every method that somebody changed and gave a digest that fits.
+"""Files and checkpoints of every method that somebody changed and gave a digest that fits.
 
-Each must be refused with an error of the project, or give finite results. Run as a script for many of them:
-``python tests/hostile_files.py --count 3000``.
+Each file must be refused with an error of the project, or give finite results; a fit that goes on from such a
+checkpoint likewise. Run as a script for many of them: ``python tests/hostile_files.py --count 3000``.
 """
 
 from __future__ import annotations
 
 import argparse
+import copy
 import json
 import math
 import random
@@ -14,11 +15,13 @@ import tempfile
 import time
 import warnings
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
+from contextlib import suppress
 from io import BytesIO
 from itertools import cycle
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import h5py
 import numpy as np
@@ -30,6 +33,8 @@ from torch import Tensor, nn
 import posthoc_uq as uq
 from posthoc_uq import methods
 from posthoc_uq.core.errors import PosthocUQError
+from posthoc_uq.methods import checkpoint
+from posthoc_uq.methods.checkpoint import read_snapshot, write_snapshot
 
 METHODS: dict[str, dict[str, Any]] = {
     name: {"likelihood": "classification"} | short_options(name) for name in methods.METHODS
@@ -268,18 +273,126 @@ def run(count: int, seed: int, folder: Path) -> Counter[tuple[str, str]]:
     return found
 
 
+def unfinished(method: str, path: Path) -> tuple[Any, uq.Posterior]:
+    """The state in the checkpoint of a fit that is half done, and what the whole fit gives."""
+    states = list[Any]()
+
+    def write(target: Path, state: Any) -> None:
+        write_snapshot(target, state)
+        if state["running"] is not None:
+            states.append(read_snapshot(target))
+
+    with mock.patch.object(checkpoint, "write_snapshot", write):
+        posterior = fit(method, checkpoint=path, checkpoint_every=1)
+    return states[len(states) // 2], posterior
+
+
+def run_checkpoints(
+    count: int, seed: int, folder: Path, names: Sequence[str] = tuple(METHODS)
+) -> Counter[tuple[str, str]]:
+    """How many changed checkpoints of each method a fit refused, and from how many it went on: to the posterior of the
+    whole fit, or to another one; raises at the first error that is not the project's.
+    """
+    source, found = random.Random(seed), Counter[tuple[str, str]]()
+    path, states, wholes = folder / "fit.checkpoint", dict[str, Any](), dict[str, uq.Posterior]()
+    for method in names:
+        states[method], wholes[method] = unfinished(method, path)
+    for number, name in zip(range(count), cycle(names), strict=False):
+        state = change_state(copy.deepcopy(states[name]), source)
+        try:
+            write_snapshot(path, state)
+        except PosthocUQError:
+            raise
+        except Exception:
+            continue  # no such file can be written
+        try:
+            posterior = fit(name, checkpoint=path)
+            check_finite(posterior, batches(METHODS[name]["likelihood"])[0][0])
+            found[name, "read" if same(posterior, wholes[name]) else "other"] += 1
+        except PosthocUQError:
+            found[name, "refused"] += 1
+        except BaseException:
+            write_snapshot(folder.parent / f"failed-{seed}-{number}.checkpoint", state)
+            print(f"checkpoint {number} of seed {seed}: {name}", flush=True)
+            raise
+        path.unlink(missing_ok=True)
+    return found
+
+
+def same(one: uq.Posterior, other: uq.Posterior) -> bool:
+    """Whether two posteriors have the same bits."""
+    tensors = [
+        p.mean | {f"{b}/{n}": t for b, v in p.blocks.items() for n, t in v.tensors().items()}
+        for p in (one, other)
+    ]
+    return tensors[0].keys() == tensors[1].keys() and all(
+        torch.equal(t, tensors[1][n]) for n, t in tensors[0].items()
+    )
+
+
+def change_state(state: Any, source: random.Random) -> Any:
+    """A checkpoint's state, one to three changes away."""
+    state = _lists(state)
+    for _ in range(source.choice([1, 1, 2, 3])):
+        holder, key = place(state, source)
+        value = holder[key]
+        if isinstance(value, Tensor) and value.numel() and source.random() < 0.8:
+            holder[key] = _changed_tensor(value, source)
+        elif isinstance(value, (int, float)) and not isinstance(value, bool) and source.random() < 0.5:
+            with suppress(OverflowError):  # of a value that was changed before
+                holder[key] = value * source.choice([-1, 0, 2, 10**18, 1e-200, 1 + 1e-9])
+        elif source.random() < 0.2:
+            del holder[key]
+        else:
+            holder[key] = source.choice(VALUES)
+    return state
+
+
+def _changed_tensor(tensor: Tensor, source: random.Random) -> Tensor:
+    tensor = tensor.clone()
+    what = source.choice(["one", "negative", "scale", "random", "shape", "type"])
+    if what == "one":
+        tensor.view(-1)[source.randrange(tensor.numel())] = (
+            source.choice([0, 1, -1])
+            if not tensor.is_floating_point()
+            else source.choice([math.nan, math.inf, -1.0, 3e38, 0.0])
+        )
+    elif what == "negative":
+        return -tensor
+    elif what == "scale":
+        return (tensor * source.choice([0, 2, 1e10, 1e-10])).to(tensor.dtype)
+    elif what == "random":
+        seeded = torch.Generator().manual_seed(source.getrandbits(32))
+        return torch.randn(tensor.shape, generator=seeded).to(tensor.dtype)
+    elif what == "shape":
+        return tensor[None]
+    else:
+        return tensor.to(torch.float16)
+    return tensor
+
+
+def _lists(value: Any) -> Any:
+    """Nested values whose tuples can be changed."""
+    if isinstance(value, dict):
+        return {key: _lists(inner) for key, inner in value.items()}
+    return [_lists(inner) for inner in value] if isinstance(value, (list, tuple)) else value
+
+
 def main() -> None:
     """Count."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--count", type=int, default=3000)
     parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--checkpoints", action="store_true", help="of fits, in place of posterior files")
     given = parser.parse_args()
     torch.set_num_threads(1)
     start = time.perf_counter()
     with tempfile.TemporaryDirectory() as folder:
-        found = run(given.count, given.seed, Path(folder))
+        kind = run_checkpoints if given.checkpoints else run
+        found = kind(given.count, given.seed, Path(folder))
     for name in sorted({name for name, _ in found}):
-        print(f"{name:32} refused {found[name, 'refused']:5}  read {found[name, 'read']:5}")
+        counts = "  ".join(f"{what} {found[name, what]:5}" for what in ("refused", "read", "other"))
+        print(f"{name:32} {counts}")
     print(f"{sum(found.values())} files in {time.perf_counter() - start:.0f} s")
 
 

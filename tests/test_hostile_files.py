@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import os
 import signal
 import stat
@@ -21,6 +22,7 @@ from typing import Any
 import h5py
 import hostile_files
 import numpy as np
+import PIL.Image
 import pytest
 import torch
 from hostile_files import Image, batches, fit, model
@@ -29,8 +31,10 @@ from torch import nn
 
 import posthoc_uq as uq
 from posthoc_uq.cli.main import sentence
+from posthoc_uq.cli.outputs import text_file
 from posthoc_uq.core.errors import CorruptPosteriorError, PosthocUQError, printable
 from posthoc_uq.files import atomic, tensors, untrusted
+from posthoc_uq.methods.checkpoint import write_snapshot
 from posthoc_uq.posteriors.block import TensorSpec
 
 EVIL = "\x1b]0;pwned\x07\u202e"
@@ -595,6 +599,114 @@ def test_a_file_that_is_saved_over_keeps_its_permissions(tmp_path: Path) -> None
             assert stat.S_IMODE(path.stat().st_mode) == mode
     finally:
         os.umask(before)
+
+
+# Disks that are full, and file systems that cannot do all
+
+
+def sizes_that_fill_the_disk(path: Path, write: Callable[[], None]) -> None:
+    """Under limits below a file's size each write must be refused by name, and keep what is there."""
+    resource = pytest.importorskip("resource")
+    write()
+    whole, size = path.read_bytes(), path.stat().st_size
+    before = resource.getrlimit(resource.RLIMIT_FSIZE)
+    for limit in {0, 40, 4096, size // 2, size - 1}:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (limit, before[1]))
+        try:
+            with pytest.raises(PosthocUQError, match=r"could not be written: File too large.*is unchanged"):
+                write()
+        finally:
+            resource.setrlimit(resource.RLIMIT_FSIZE, before)
+        assert path.read_bytes() == whole and not leftovers(path.parent)
+
+
+def test_a_full_disk_is_named_whatever_writes(tmp_path: Path) -> None:
+    """torch, Pillow and others raise errors of their own in place of the operating system's."""
+    state = {"x": torch.randn(30_000), "y": {"z": torch.ones(100)}}
+    sizes_that_fill_the_disk(tmp_path / "c", lambda: write_snapshot(tmp_path / "c", state))
+    posterior = fit("kfac")
+    sizes_that_fill_the_disk(tmp_path / "p.h5", lambda: uq.save(posterior, tmp_path / "p.h5"))
+
+    def table() -> None:
+        with text_file(str(tmp_path / "t.csv")) as file:
+            file.writelines(f"{number},größe\n" for number in range(20_000))
+
+    def picture() -> None:
+        with atomic.replacing(tmp_path / "p.png") as file:
+            pixels = np.random.default_rng(0).integers(0, 255, (200, 200), dtype=np.uint8)
+            PIL.Image.fromarray(pixels).save(file, format="PNG")
+
+    sizes_that_fill_the_disk(tmp_path / "t.csv", table)
+    sizes_that_fill_the_disk(tmp_path / "p.png", picture)
+
+
+@pytest.mark.skipif(os.name != "posix", reason="folders are flushed on POSIX alone")
+@pytest.mark.parametrize("what", ["fsync of a folder", "folder that cannot be read", "fsync", "permissions"])
+def test_a_file_is_in_place_where_its_file_system_cannot_do_all(
+    what: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path, posterior = tmp_path / "p.h5", fit("diag")
+    uq.save(posterior, path)
+    path.chmod(0o640)
+    fsync, opened = os.fsync, os.open
+
+    def refused_fsync(descriptor: int) -> None:
+        if what == "fsync" or stat.S_ISDIR(os.fstat(descriptor).st_mode):
+            raise OSError(errno.EINVAL, os.strerror(errno.EINVAL))
+        fsync(descriptor)
+
+    def refused_open(place: Any, flags: int, *rest: Any, **more: Any) -> int:
+        if Path(place) == tmp_path:
+            raise PermissionError(errno.EACCES, os.strerror(errno.EACCES), str(place))
+        return opened(place, flags, *rest, **more)
+
+    def refused_mode(*_: Any) -> None:
+        raise PermissionError(errno.EPERM, os.strerror(errno.EPERM))
+
+    if what == "permissions":
+        monkeypatch.setattr(os, "fchmod", refused_mode)
+    elif what == "folder that cannot be read":
+        monkeypatch.setattr(os, "open", refused_open)
+    else:
+        monkeypatch.setattr(os, "fsync", refused_fsync)
+    word = "600 in place of 640" if what == "permissions" else "does not say when it is on the disk"
+    other = fit("kfac")
+    with pytest.warns(UserWarning, match=f"is written, but .*{word}"):
+        uq.save(other, path)
+    assert uq.load(path, own_model("kfac")).method == "kfac" and not leftovers(tmp_path)
+    if what != "permissions":
+        with pytest.warns(UserWarning, match=word):
+            fit_with_warnings(tmp_path / "c")
+        assert not (tmp_path / "c").exists()
+
+
+def fit_with_warnings(path: Path) -> uq.Posterior:
+    options = {"prior_precision": 1.0, "checkpoint_every": 1, "progress": False}
+    return uq.fit(model(), batches(), method="diag", checkpoint=path, **options)
+
+
+def test_a_file_whose_numbers_are_lost_is_not_put_in_place(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def broken(_: int) -> None:
+        raise OSError(errno.EIO, os.strerror(errno.EIO))
+
+    atomic.write(tmp_path / "p", BytesIO(b"old"))
+    monkeypatch.setattr(os, "fsync", broken)
+    with pytest.raises(PosthocUQError, match=r"could not be written: Input/output error.*unchanged"):
+        atomic.write(tmp_path / "p", BytesIO(b"new"))
+    assert (tmp_path / "p").read_bytes() == b"old" and not leftovers(tmp_path)
+
+
+def test_a_folder_that_may_not_be_written_to_is_found_before_the_work(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(os, "access", lambda place, mode: Path(place) != tmp_path)
+    for path in (tmp_path / "p.h5", tmp_path / "c"):
+        with pytest.raises(PosthocUQError, match="no files may be made in"):
+            atomic.checked_target(path)
+    with pytest.raises(PosthocUQError, match="no files may be made in"):
+        fit_with_warnings(tmp_path / "c")
 
 
 # Terminals

@@ -17,6 +17,7 @@ from itertools import islice
 from pathlib import Path
 from typing import Any
 
+import hostile_files
 import numpy as np
 import pytest
 import torch
@@ -387,6 +388,13 @@ def _put(*place: Any, value: Any) -> Callable[[Any], None]:
         _put("running", 1, "sums", ..., ..., value=[1.0]),
         _put("running", 1, "summary", value={"keys": []} | {"evil": 1}),
         _put("running", 1, "summary", "seen", value=10**9),
+        _put("running", 1, "summary", "keys", value=[{}]),
+        _put("running", 1, "summary", "keys", value=["x"]),
+        _put("running", 1, "summary", "keys", value=7),
+        _put("running", 1, "summary", "weight", value=1e18),
+        _put("running", 1, "summary", "samples", value=1),
+        _put("running", 1, "summary", "log_likelihood", value="x"),
+        _put("running", 1, "sums", ..., ..., value=-torch.ones(6, 1, 10)),
     ],
 )
 def test_states_that_are_not_of_this_fit(change: Callable[[Any], None], tmp_path: Path) -> None:
@@ -398,6 +406,37 @@ def test_states_that_are_not_of_this_fit(change: Callable[[Any], None], tmp_path
     write_snapshot(path, state)
     with pytest.raises(PosthocUQError, match=r"no checkpoint that this fit|begin with the batches"):
         uq.fit(model(), _loader(), method="diag", checkpoint=path, progress=False)
+
+
+@pytest.mark.parametrize(
+    ("method", "change"),
+    [
+        ("kfac", _put("running", 1, "sums", "0/1", "positions", value=torch.tensor(-80.0).double())),
+        ("kfac", _put("running", 1, "sums", "0/1", "gram", value=-torch.eye(2).expand(2, 2, 2))),
+        ("kfac", _put("running", 1, "sums", "0/1", "gram", value=torch.ones(2, 2, 2).triu())),
+        ("utvi", _put("running", 1, "progress", "epoch", value="x")),
+        ("utvi", _put("running", 1, "progress", "history", value=[{}])),
+        ("utvi", _put("running", 1, "optimiser", 1, "param_groups", 0, "initial_lr", value=1e9)),
+        ("utvi", _put("running", 1, "optimiser", 1, "param_groups", 0, "weight_decay", value=[1.0])),
+    ],
+)
+def test_sums_and_trainings_that_cannot_be(
+    method: str, change: Callable[[Any], None], tmp_path: Path
+) -> None:
+    path = tmp_path / "fit"
+    state, _ = hostile_files.unfinished(method, path)
+    state["running"] = list(state["running"])
+    change(state)
+    write_snapshot(path, state)
+    with pytest.raises(CorruptPosteriorError, match="no checkpoint that this fit"):
+        hostile_files.fit(method, checkpoint=path)
+
+
+def test_changed_checkpoints_are_refused_or_gone_on_from(tmp_path: Path) -> None:
+    """Some of what the script tries by the hundred; raises where a fit ends in an error that is not the project's."""
+    found = hostile_files.run_checkpoints(30, 0, tmp_path, ["kfac", "utvi", "message_passing"])
+    assert sum(found.values()) > 20
+    assert sum(count for (_, what), count in found.items() if what == "refused") > 15
 
 
 def test_a_snapshot_keeps_what_it_is_given(tmp_path: Path) -> None:

@@ -343,12 +343,12 @@ class Maps:
             target = Path(self.folder, kind, _png(file))
             try:
                 target.parent.mkdir(parents=True, exist_ok=True)
-                with replacing(target) as opened:
-                    Image.fromarray(pixels).save(opened, format="PNG")
             except OSError as error:
                 raise PosthocUQError(
                     f"'{target}' could not be written: {error.strerror or error}."
                 ) from error
+            with replacing(target) as opened:
+                Image.fromarray(pixels).save(opened, format="PNG")
 
 
 def _png(file: str) -> str:

@@ -7,7 +7,7 @@ Numbers may be Python's, NumPy's or torch's; they must be finite, and True and F
 from __future__ import annotations
 
 import types
-from collections.abc import Callable, Collection, Iterable, Iterator, Set
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Set
 from contextlib import suppress
 from dataclasses import dataclass, fields
 from difflib import get_close_matches
@@ -35,6 +35,7 @@ from posthoc_uq.core.errors import PosthocUQError
 Parameters = ParamSpec("Parameters")
 Result = TypeVar("Result")
 AnyOptions = TypeVar("AnyOptions", bound="Options")
+Made = TypeVar("Made")
 
 LARGEST = 1e30
 """No number of a statistic, no hyperparameter and no inverse of one is larger: float32 can still compute with it."""
@@ -93,6 +94,22 @@ class Options:
             plain = check_option(name, value, kind)
             if plain is not value:
                 object.__setattr__(self, name, plain)  # a frozen dataclass is still being made
+
+
+def made_of(kind: type[Made], values: Mapping[str, Any]) -> Made:
+    """A dataclass of values that somebody else may have written, checked by the types of its fields.
+
+    Raises:
+        PosthocUQError: a value is of another type, or out of bounds.
+        TypeError: it has other fields.
+    """
+    declared = _declared(kind)
+    return kind(
+        **{
+            name: check_option(name, value, declared[name]) if name in declared else value
+            for name, value in values.items()
+        }
+    )
 
 
 @cache

@@ -14,6 +14,7 @@ The costs, in multiply-adds and numbers touched, are known beforehand, and the c
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -21,6 +22,7 @@ import torch
 from torch import Tensor, einsum, matmul, triu_indices, where
 
 from posthoc_uq.core.devices import widest
+from posthoc_uq.core.numerics import all_finite
 from posthoc_uq.layers.operands import TOUCH_COST, Chosen, Operand, Rows, Units, chunks, temporary_limit
 from posthoc_uq.likelihoods.weights import SampleWeights
 
@@ -222,6 +224,28 @@ class Accumulator(ABC):
 
     def _limit(self, tensor: Tensor) -> int:
         return temporary_limit(self._budget, tensor.device)
+
+
+MAX_ASYMMETRY = 0.01
+"""Of a matrix that should be symmetric and its transpose, as a share of the largest entry."""
+_ROUNDING = 1e-3  # below zero, as a share of the largest: cancellation between pairs of positions
+_SKETCH, _MATRICES = "sketch", ("gram", "fisher")
+
+
+def fault_of_sums(sums: Mapping[str, Tensor]) -> str | None:
+    """What is wrong, in words, with an accumulator's sums that somebody else may have written; None if they can be."""
+    for name, total in sums.items():
+        if not all_finite(total):
+            return f"its {name} is not finite"
+        if name == _SKETCH or not total.numel():
+            continue
+        largest = total.abs().max()
+        squares = total.diagonal(dim1=-2, dim2=-1) if name in _MATRICES else total
+        if bool(squares.min() < -_ROUNDING * largest):
+            return f"its {name} is negative, where squares or numbers of samples are summed"
+        if name in _MATRICES and bool((total - total.mT).abs().max() > MAX_ASYMMETRY * largest):
+            return f"its {name} is not symmetric"
+    return None
 
 
 def _known(

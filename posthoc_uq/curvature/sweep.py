@@ -5,9 +5,10 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from hashlib import sha256
-from typing import Any, Protocol
+from typing import Annotated, Any, Protocol
 
 import torch
+from annotated_types import Ge, Lt
 from torch import Tensor
 from torch.utils._pytree import tree_flatten
 
@@ -15,6 +16,7 @@ from posthoc_uq.core.batches import LOADER, Bar, Batch, BatchReader, batches, ex
 from posthoc_uq.core.devices import TEMPORARY_BYTES, DeferredChecks, as_double, full_precision, on_host
 from posthoc_uq.core.distributed import check_items, own_samples
 from posthoc_uq.core.errors import NonFiniteError, PosthocUQError
+from posthoc_uq.core.options import Natural, NotNegative, made_of
 from posthoc_uq.core.randomness import mix, mixed_seed, sample_keys
 from posthoc_uq.curvature.kept_inputs import Part, Picked
 from posthoc_uq.curvature.statistics import Accumulator, JointFisher
@@ -27,6 +29,7 @@ from posthoc_uq.likelihoods import Fisher, Gaussian, Likelihood
 from posthoc_uq.likelihoods.weights import SampleWeights, weights_of
 
 WORD = 1 << 64
+Word = Annotated[int, Ge(0), Lt(WORD)]
 _PLAIN_TYPES = (bool, int, float, complex, str, type(None))
 
 
@@ -151,15 +154,15 @@ class Summary:
         content: hash of all samples with their targets, whatever their order.
     """
 
-    batches: int = 0
-    seen: int = 0
-    samples: int = 0
-    weight: float = 0.0
+    batches: Natural = 0
+    seen: Natural = 0
+    samples: Natural = 0
+    weight: NotNegative = 0.0
     log_likelihood: float | None = 0.0
-    outputs: int = 0
+    outputs: Natural = 0
     keys: set[int] = field(default_factory=lambda: set[int]())
-    digest: int = 0
-    content: int = 0
+    digest: Word = 0
+    content: Word = 0
 
     @property
     def repetitive(self) -> bool:
@@ -172,9 +175,25 @@ class Summary:
         return asdict(self) | {"keys": sorted(self.keys)}
 
     @classmethod
-    def restored(cls, state: Mapping[str, Any]) -> Summary:
-        values: dict[str, Any] = {**state, "keys": set(state["keys"])}
-        return cls(**values)
+    def restored(cls, state: Mapping[str, Any], weighted: bool, share: float) -> Summary:
+        """The summary of a state that somebody else may have written.
+
+        Args:
+            state: what `state_dict` gave.
+            weighted: whether the samples have weights.
+            share: of the samples that the sweep takes.
+
+        Raises:
+            PosthocUQError, ValueError: no sweep over such data counts this.
+        """
+        found = made_of(cls, {**state, "keys": set(state["keys"])})
+        if not found.batches <= found.seen or len(found.keys) > min(found.seen, MAX_KEYS):
+            raise ValueError(f"{found.seen} samples seen in {found.batches} batches cannot be")
+        if found.samples > found.seen or (share == 1 and found.samples < found.seen):
+            raise ValueError(f"{found.samples} of {found.seen} samples cannot be")
+        if not weighted and found.weight != found.samples:
+            raise ValueError(f"{found.samples} samples without weights cannot weigh {found.weight:g}")
+        return found
 
     def note(self, keys: Tensor, content: Tensor, shared: Tensor) -> None:
         """Count a batch. All arguments are hashes on the CPU: of its inputs, of its samples (summed), and of what its

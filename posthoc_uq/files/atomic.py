@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import errno
+import io
 import os
 import re
 import secrets
@@ -11,10 +13,10 @@ from contextlib import contextmanager, suppress
 from hashlib import sha256
 from io import BytesIO
 from pathlib import Path
-from typing import BinaryIO
+from typing import Any, BinaryIO
 
 from posthoc_uq.core import interrupts
-from posthoc_uq.core.errors import PosthocUQError
+from posthoc_uq.core.errors import PosthocUQError, warn_user
 
 try:
     import fcntl
@@ -28,7 +30,8 @@ def checked_target(path: str | os.PathLike[str]) -> Path:
     """The file that a path names, links followed.
 
     Raises:
-        PosthocUQError: it is a folder or no file at all, its folder does not exist, or no file can have such a name.
+        PosthocUQError: it is a folder or no file at all, its folder does not exist or may not be written to, or no file
+            can have such a name.
     """
     try:
         target = Path(os.path.realpath(path))
@@ -38,6 +41,8 @@ def checked_target(path: str | os.PathLike[str]) -> Path:
             raise PosthocUQError(f"The folder '{target.parent}' does not exist; make it first.")
         if target.exists() and not target.is_file():
             raise PosthocUQError(f"'{path}' is not a file, and cannot be replaced by one.")
+        if not os.access(target.parent, os.W_OK | os.X_OK):
+            raise PosthocUQError(f"'{path}' cannot be written: no files may be made in '{target.parent}'.")
     except OSError as error:
         raise PosthocUQError(f"'{path}' cannot be written: {error.strerror or error}.") from error
     except (TypeError, ValueError) as error:
@@ -53,11 +58,22 @@ def write(path: str | os.PathLike[str], image: BytesIO) -> None:
     """
     target = checked_target(path)
     remove_leftovers(target)
-    try:
-        with replacing(target) as file, image.getbuffer() as view:
-            file.write(view)
-    except OSError as error:
-        raise PosthocUQError(f"'{target}' could not be written: {error.strerror or error}.") from error
+    with replacing(target) as file, image.getbuffer() as view:
+        file.write(view)
+
+
+class _Noting(io.FileIO):
+    """A file that remembers why it could not be written: libraries may raise an error of their own in its place."""
+
+    refused: OSError | None = None
+
+    def write(self, data: Any, /) -> int:
+        """See `io.FileIO`."""
+        try:
+            return super().write(data)
+        except OSError as error:
+            self.refused = error
+            raise
 
 
 @contextmanager
@@ -66,36 +82,77 @@ def replacing(target: Path) -> Generator[BinaryIO]:
     fsync of the folder. If the block fails, the temporary file is deleted and the old file stays. Otherwise the new
     file gets the owner and the permissions of the old one.
 
+    Warns where the file system refuses the permissions or an fsync: the new file is in place all the same.
+
     Raises:
-        PosthocUQError: no file can be made there.
-        OSError: it cannot be finished.
+        PosthocUQError: no file can be made there, or it cannot be finished.
     """
     try:
         replaced = os.stat(target) if target.exists() else None
         descriptor, temporary = _temporary(target, 0o666 if replaced is None else 0o600)
     except OSError as error:
         raise PosthocUQError(f"'{target}' cannot be written: {error.strerror or error}.") from error
+    raw = _Noting(descriptor, "wb")
     try:
-        with os.fdopen(descriptor, "wb") as file:
+        with io.BufferedWriter(raw) as file:
             yield file
             interrupts.check()
-            file.flush()
-            if replaced is not None:
-                _permit(file.fileno(), replaced)
-            os.fsync(file.fileno())
-            if fcntl is not None:  # renamed before the lock is released
-                os.replace(temporary, target)
+            try:
+                file.flush()
+                refused = _permit(descriptor, replaced)
+                lost = _synchronise(descriptor)
+                if fcntl is not None:  # renamed before the lock is released
+                    os.replace(temporary, target)
+            except OSError as error:
+                raw.refused = error
+                raise
         if fcntl is None:
             os.replace(temporary, target)
-    except BaseException:
-        temporary.unlink(missing_ok=True)
-        raise
-    if os.name == "posix":
-        folder = os.open(target.parent, os.O_RDONLY)
+    except BaseException as error:
+        with suppress(OSError):
+            temporary.unlink(missing_ok=True)
+        if raw.refused is None or not isinstance(error, Exception):
+            raise
+        kept = "" if replaced is None else " The file that was there before is unchanged."
+        reason = raw.refused.strerror or raw.refused
+        raise PosthocUQError(f"'{target}' could not be written: {reason}.{kept}") from raw.refused
+    if refused is not None:
+        warn_user(f"'{target}' is written, but not with the permissions that it had: {refused}.")
+    lost = lost or _synchronise_folder(target.parent)
+    if lost is not None:
+        warn_user(
+            f"'{target}' is written, but this file system does not say when it is on the disk ({lost}): after a power "
+            f"cut an older file may be there, or none."
+        )
+
+
+_CANNOT = {errno.EINVAL, errno.ENOSYS, errno.ENOTSUP, errno.EOPNOTSUPP}  # a file system that has no such call
+
+
+def _synchronise(descriptor: int) -> str | None:
+    """Wait until a file is on the disk; the reason where its file system cannot say so."""
+    try:
+        os.fsync(descriptor)
+    except OSError as error:
+        if error.errno not in _CANNOT:  # its numbers are lost
+            raise
+        return error.strerror
+    return None
+
+
+def _synchronise_folder(folder: Path) -> str | None:
+    """Wait until the name of a file is on the disk; the reason where that cannot be done."""
+    if os.name != "posix":
+        return None
+    try:
+        descriptor = os.open(folder, os.O_RDONLY)
         try:
-            os.fsync(folder)
+            os.fsync(descriptor)
         finally:
-            os.close(folder)
+            os.close(descriptor)
+    except OSError as error:
+        return error.strerror
+    return None
 
 
 def _temporary(target: Path, mode: int) -> tuple[int, Path]:
@@ -150,10 +207,18 @@ def _stem(target: Path) -> str:
     return target.name if len(name) <= _MAX_STEM_BYTES else sha256(name).hexdigest()
 
 
-def _permit(descriptor: int, replaced: os.stat_result) -> None:
-    """Give an open file the owner and the permissions of another, as far as this process may."""
+def _permit(descriptor: int, replaced: os.stat_result | None) -> str | None:
+    """Give an open file the owner and the permissions of another, as far as this process may; why it has others."""
+    if replaced is None:
+        return None
+    wanted = stat.S_IMODE(replaced.st_mode)
     if hasattr(os, "fchown"):
         with suppress(OSError):
             os.fchown(descriptor, replaced.st_uid, replaced.st_gid)
     if hasattr(os, "fchmod"):
-        os.fchmod(descriptor, stat.S_IMODE(replaced.st_mode))
+        try:
+            os.fchmod(descriptor, wanted)
+        except OSError as error:
+            own = stat.S_IMODE(os.fstat(descriptor).st_mode)
+            return None if own == wanted else f"{own:o} in place of {wanted:o} ({error.strerror})"
+    return None

@@ -14,6 +14,7 @@ from torch import Tensor, nn
 from posthoc_uq.core.devices import as_double
 from posthoc_uq.core.errors import CorruptPosteriorError
 from posthoc_uq.core.numerics import all_finite
+from posthoc_uq.curvature.statistics import MAX_ASYMMETRY
 from posthoc_uq.files.hdf5 import link_name
 from posthoc_uq.layers.layer import Layer
 from posthoc_uq.posteriors.block import BLOCKS, FAMILIES, Block, Settings, Shape, TensorSpec, largest_of
@@ -131,7 +132,6 @@ def parameter_shapes(layers: Iterable[Layer]) -> dict[str, tuple[int, ...]]:
 MAX_SKEW = 0.05
 """How far the rows of ``U^T U`` may lie from those of the identity, in the Euclidean norm. Rounding a basis to bfloat16
 moves them by less than 0.01."""
-_MAX_ASYMMETRY = 0.01  # of a matrix and its transpose, as a share of the largest entry
 _MAX_PRECISION = 1e36  # and the largest variance, that float32 computes with
 _MAX_EXACT_COLUMNS = 512  # of a basis whose products are all formed; of more, some random combinations
 _PROBES = 32
@@ -150,7 +150,7 @@ def complaint(spec: TensorSpec, tensor: Tensor) -> str | None:
     checked = tensor.diagonal(dim1=-2, dim2=-1) if spec.symmetric else tensor
     if (spec.non_negative or spec.symmetric) and bool((checked < 0).any()):
         return "holds negative numbers where a variance must stand"
-    if spec.symmetric and _asymmetry(tensor) > _MAX_ASYMMETRY:
+    if spec.symmetric and _asymmetry(tensor) > MAX_ASYMMETRY:
         return "is not symmetric"
     if spec.orthonormal and _skew(tensor, spec.padded) > MAX_SKEW:
         return f"does not have orthonormal columns, to {MAX_SKEW:g}"

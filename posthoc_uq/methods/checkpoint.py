@@ -98,12 +98,21 @@ class Checkpoint:
         """Errors of a state that is not what this fit would have written become one that names the file."""
         try:
             yield
-        except PosthocUQError:
-            raise
-        except (AttributeError, LookupError, RuntimeError, TypeError, ValueError) as error:
+        except (
+            *(
+                ArithmeticError,
+                AssertionError,
+                AttributeError,
+                LookupError,
+                RuntimeError,
+                TypeError,
+                ValueError,
+            ),
+            PosthocUQError,
+        ) as error:
             if out_of_memory(error):
                 raise
-            reason = f"no {error}" if isinstance(error, KeyError) else error
+            reason = f"no {error}" if isinstance(error, KeyError) else str(error).rstrip(".")
             raise CorruptPosteriorError(
                 f"'{self._target}' is no checkpoint that this fit could go on from: {what} ({reason}). Delete it to "
                 f"begin anew."
@@ -315,15 +324,12 @@ def write_snapshot(target: Path, state: Any) -> None:
     Raises:
         PosthocUQError: the file could not be written.
     """
-    try:
-        with atomic.replacing(target) as file:
-            file.write(SNAPSHOT_MAGIC + bytes(_DIGEST))
-            writer = _HashingWriter(file)
-            torch.save(state, writer)  # pyright: ignore[reportArgumentType]
-            file.seek(len(SNAPSHOT_MAGIC))
-            file.write(writer.digest.digest())
-    except OSError as error:
-        raise PosthocUQError(f"'{target}' could not be written: {error.strerror or error}.") from error
+    with atomic.replacing(target) as file:
+        file.write(SNAPSHOT_MAGIC + bytes(_DIGEST))
+        writer = _HashingWriter(file)
+        torch.save(state, writer)  # pyright: ignore[reportArgumentType]
+        file.seek(len(SNAPSHOT_MAGIC))
+        file.write(writer.digest.digest())
 
 
 def read_snapshot(path: Path) -> Any:

@@ -19,7 +19,7 @@ from posthoc_uq.core.numerics import all_finite
 from posthoc_uq.core.randomness import isolated_random_state, mixed_seed
 from posthoc_uq.curvature.features import FeatureSource
 from posthoc_uq.curvature.labels import FisherChoice, own_samples_of, resolve_fisher, samples_in_all
-from posthoc_uq.curvature.statistics import Accumulator, JointFisher
+from posthoc_uq.curvature.statistics import Accumulator, JointFisher, fault_of_sums
 from posthoc_uq.curvature.sweep import (
     WORD,
     Content,
@@ -220,8 +220,7 @@ class Task:
             running = None if checkpoint is None else checkpoint.take_running(description)
             if checkpoint is not None and running is not None:
                 with checkpoint.reading(f"its state of the sweep for {description} is of another kind"):
-                    load_tensors(sums, running["sums"])
-                    done = Summary.restored(running["summary"])
+                    done = self._restored(sums, running["sums"], running["summary"], share)
             with isolated_random_state(self.settings.seed):
                 return sweep(
                     self.prepared.capture,
@@ -252,12 +251,28 @@ class Task:
         self.restored = saved is not sums
         if self.restored and checkpoint is not None:
             with checkpoint.reading(f"its sums for {description} are of another kind"):
-                load_tensors(sums, saved)
-                self.summary = Summary.restored(summary)
+                self.summary = self._restored(sums, saved, summary, share)
         else:
-            self.summary = Summary.restored(summary)
+            self.summary = Summary.restored(summary, self._weighted, share)
         self.seconds[description] = time.perf_counter() - start
         return self.summary.weight
+
+    @property
+    def _weighted(self) -> bool:
+        return self.batch.weights is not None
+
+    def _restored(self, sums: Tensors, saved: Tensors, summary: State, share: float) -> Summary:
+        """The summary of a sweep that the checkpoint has, whose sums are copied into `sums`.
+
+        Raises:
+            PosthocUQError, ValueError: they are those of no sweep.
+        """
+        load_tensors(sums, saved)
+        for name, of_one in sums.items():
+            fault = fault_of_sums(of_one)
+            if fault is not None:
+                raise ValueError(f"of '{name.rpartition('/')[0]}' {fault}")
+        return Summary.restored(summary, self._weighted, share)
 
     def _check_seen(self, summary: Summary, share: float, repetitive: bool) -> None:
         """Refuse what a sweep saw of the data where it is not what the last one saw, or nothing."""

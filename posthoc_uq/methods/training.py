@@ -12,9 +12,11 @@ from collections.abc import Callable, Iterable, Mapping
 from contextlib import nullcontext
 from dataclasses import asdict, dataclass, field, replace
 from math import ceil, cos, inf, isfinite, log, pi
-from typing import Any, ClassVar, Generic, TypeVar, cast
+from typing import Annotated, Any, ClassVar, Generic, TypeVar, cast
 
 import torch
+from annotated_types import Ge
+from pydantic import AllowInfNan
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
@@ -23,7 +25,7 @@ from posthoc_uq.core.devices import DeferredChecks, as_double, host_double
 from posthoc_uq.core.distributed import world
 from posthoc_uq.core.errors import NonFiniteError, PosthocUQError, warn_user
 from posthoc_uq.core.model import model_device, replicate
-from posthoc_uq.core.options import Count, Magnitude, Positive
+from posthoc_uq.core.options import Count, Magnitude, Natural, Positive, made_of
 from posthoc_uq.core.progress import Progress
 from posthoc_uq.core.randomness import isolated_random_state, mixed_seed
 from posthoc_uq.curvature.sweep import batch_hash, other_batches
@@ -346,6 +348,9 @@ def fused(groups: list[Group]) -> bool | None:
     return True if groups[0]["params"][0].device.type in ("cpu", "cuda") else None
 
 
+Measured = Annotated[float, AllowInfNan()]  # a validation NLL may be infinite
+
+
 @dataclass
 class _Progress:
     """How far a training has come.
@@ -363,15 +368,15 @@ class _Progress:
         done: whether to stop before the last epoch.
     """
 
-    epoch: int = 0
-    batch: int = 0
-    step: int = 0
-    length: int = 0
+    epoch: Natural = 0
+    batch: Natural = 0
+    step: Natural = 0
+    length: Natural = 0
     sums: dict[str, float] = field(default_factory=lambda: dict[str, float]())
-    samples: int = 0
+    samples: Natural = 0
     seconds: float = 0.0
-    history: list[dict[str, float]] = field(default_factory=lambda: list[dict[str, float]]())
-    best: int = -1
+    history: list[dict[str, Measured]] = field(default_factory=lambda: list[dict[str, float]]())
+    best: Annotated[int, Ge(-1)] = -1
     done: bool = False
 
 
@@ -483,7 +488,10 @@ class Loop:
                 f"its optimiser is {kind}, and that of this fit {type(self._optimiser).__name__}"
             )
         _restore(self._optimiser, of_optimiser)
-        self.progress, self._resumed_at = _Progress(**state["progress"]), state["last batch"]
+        progress = made_of(_Progress, state["progress"])
+        if not (progress.best < progress.epoch == len(progress.history) <= progress.step + 1):
+            raise ValueError(f"epoch {progress.epoch} with {len(progress.history)} finished ones cannot be")
+        self.progress, self._resumed_at = progress, state["last batch"]
         self._resumed = True
 
     def _epoch(self, bar: Progress) -> None:
@@ -592,7 +600,16 @@ class Loop:
 
 
 def _restore(optimiser: Optimizer, state: State) -> None:
-    """Give an optimiser over the same parameters this state."""
+    """Give an optimiser over the same parameters this state.
+
+    Raises:
+        ValueError: it is of an optimiser with other options.
+    """
+    for own, saved in zip(optimiser.param_groups, state["param_groups"], strict=True):
+        for name, value in own.items():
+            number = isinstance(saved[name], float) or not isinstance(value, float)
+            if not number or (name == "initial_lr" and saved[name] != value):
+                raise ValueError(f"its {name} is {saved[name]!r:.80}, and that of this fit {value!r:.80}")
     optimiser.load_state_dict(state)
     # torch casts the state of a parameter to the parameter's precision, but not all of it has that precision
     for index, value in enumerate(t for group in optimiser.param_groups for t in group["params"]):

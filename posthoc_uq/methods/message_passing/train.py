@@ -19,7 +19,8 @@ from torch.utils._pytree import tree_flatten, tree_leaves, tree_unflatten
 from posthoc_uq.core import interrupts
 from posthoc_uq.core.devices import as_double
 from posthoc_uq.core.errors import NonFiniteError, PosthocUQError
-from posthoc_uq.core.numerics import cholesky
+from posthoc_uq.core.numerics import all_finite, cholesky
+from posthoc_uq.core.options import Natural, Share, check_option
 from posthoc_uq.methods.checkpoint import State
 from posthoc_uq.methods.message_passing.messages import (
     MIN_PRECISION,
@@ -187,8 +188,17 @@ class Trainer:
         Raises:
             ValueError: the state is that of another network or other batches.
         """
-        self.epoch, self.left = state["epoch"], state["left"]
-        self.share, self.restarts = state["share"], state["restarts"]
+        self.epoch = check_option("epoch", state["epoch"], Natural)
+        self.left = check_option("left", state["left"], list[Natural] | None)
+        self.share = check_option("share", state["share"], Share)
+        self.restarts = check_option("restarts", state["restarts"], Natural)
+        left = self.left or []
+        if (
+            self.epoch > self.epochs
+            or len(set(left)) < len(left)
+            or not set(left) <= set(range(len(self.data)))
+        ):
+            raise ValueError(f"{len(left)} batches left in epoch {self.epoch} cannot be")
         device = self.prior[0].rho.device
         self._start = None if state["start"] is None else state["start"].to(device)
         self._generator.set_state(state["generator"])
@@ -313,6 +323,8 @@ def _restored(like: Any, saved: list[Tensor]) -> Any:
     present, form = tree_flatten(like)
     if [(t.shape, t.dtype) for t in present] != [(t.shape, t.dtype) for t in saved]:
         raise ValueError("it has messages of other shapes")
+    if not all(all_finite(tensor) for tensor in saved):
+        raise ValueError("its messages are not finite")
     return tree_unflatten([t.to(like.device) for t, like in zip(saved, present, strict=True)], form)
 
 
