@@ -465,11 +465,53 @@ def test_a_child_that_goes_wrong(
     body: str, word: str, files: Path, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     script = tmp_path / "child.py"
-    script.write_text("import sys\nsys.stdin.buffer.read(64)\n" + body)
+    ready = "import sys\nsys.stdin.buffer.read(9)\nsys.stdout.buffer.write(b'R' + bytes(8))\nsys.stdout.flush()\n"
+    script.write_text(ready + body)
     monkeypatch.setattr(untrusted, "SECONDS", 2.0)
     monkeypatch.setattr(untrusted, "_SCRIPT", str(script))
     with pytest.raises(CorruptPosteriorError, match=word):
         uq.load(files / "inf.h5", own_model("inf"), untrusted=True)
+
+
+@pytest.mark.parametrize(
+    ("executable", "body", "word"),
+    [
+        ("", "", "frozen or embedded"),
+        ("frozen", "", "frozen or embedded"),
+        ("/nonexistent/python", "", "'/nonexistent/python': No such file"),
+        ("/bin/false", "", "'/bin/false' ended with code 1 before"),
+        ("/bin/echo", "", "'/bin/echo' does not answer as Python does"),
+        (None, "import os\nos.kill(os.getpid(), 31)", "was ended by SIGSYS before"),  # as seccomp ends it
+        (None, "raise ImportError('h5py')", "ended with code 1 before"),
+        (None, "import time\ntime.sleep(60)", "did nothing for 2 seconds before"),
+        ("no threads", "", "its time cannot be watched: can't start new thread"),
+        ("no processes", "", "Resource temporarily unavailable"),
+    ],
+)
+def test_a_child_that_cannot_be_had_is_not_the_file_s_fault(
+    executable: str | None, body: str, word: str, files: Path, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    def refused(*_: Any, **__: Any) -> None:
+        if executable == "no threads":
+            raise RuntimeError("can't start new thread")
+        raise BlockingIOError(errno.EAGAIN, os.strerror(errno.EAGAIN))
+
+    if body:
+        (tmp_path / "child.py").write_text(body)
+        monkeypatch.setattr(untrusted, "_SCRIPT", str(tmp_path / "child.py"))
+        monkeypatch.setattr(untrusted, "SECONDS", 2.0)
+    elif executable == "frozen":
+        monkeypatch.setattr(sys, "frozen", True, raising=False)
+    elif executable == "no threads":
+        monkeypatch.setattr(threading.Timer, "start", refused)
+    elif executable == "no processes":
+        monkeypatch.setattr(subprocess, "Popen", refused)
+    else:
+        monkeypatch.setattr(sys, "executable", executable)
+    for read in (lambda path: uq.load(path, own_model("inf"), untrusted=True), uq.inspect):
+        with pytest.raises(PosthocUQError, match=f"none could be started here: .*{word}") as caught:
+            read(files / "inf.h5")
+        assert not isinstance(caught.value, CorruptPosteriorError) and "inf.h5" not in str(caught.value)
 
 
 def test_the_child_has_little_memory_and_no_files() -> None:

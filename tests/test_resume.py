@@ -434,9 +434,9 @@ def test_sums_and_trainings_that_cannot_be(
 
 def test_changed_checkpoints_are_refused_or_gone_on_from(tmp_path: Path) -> None:
     """Some of what the script tries by the hundred; raises where a fit ends in an error that is not the project's."""
-    found = hostile_files.run_checkpoints(30, 0, tmp_path, ["kfac", "utvi", "message_passing"])
-    assert sum(found.values()) > 20
-    assert sum(count for (_, what), count in found.items() if what == "refused") > 15
+    found = hostile_files.run_checkpoints(15, 0, tmp_path, ["kfac", "utvi", "message_passing"])
+    assert sum(found.values()) > 10
+    assert sum(count for (_, what), count in found.items() if what == "refused") > 6
 
 
 def test_a_snapshot_keeps_what_it_is_given(tmp_path: Path) -> None:

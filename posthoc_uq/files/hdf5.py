@@ -339,6 +339,7 @@ def serve(stdin: IO[bytes], stdout: IO[bytes]) -> None:
     _warm_up()
     size = int(settings["bytes"])
     confine(int(settings["seconds"]), int(settings["memory"]))
+    write_frame(stdout, b"R", b"")  # ready: what goes wrong from here on is the file's doing
     try:
         # `BytesIO` shares these bytes, so that a large file is in memory only once
         reader = ImageReader(stdin.read(_frame_size(stdin, b"D", size)))

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import json
 import os
+import signal
 import subprocess
 import sys
 from math import prod
@@ -41,10 +42,15 @@ class ChildReader:
     names, which the caller has compared with the model by then.
 
     Raises:
+        PosthocUQError: no process could be started, or it ended before it was given the file.
         FormatError: from every method: the child refused the file, crashed, hung or needed too much memory.
     """
 
     def __init__(self, data: bytes) -> None:
+        if getattr(sys, "frozen", False) or not sys.executable:
+            raise _not_started(
+                "this program is a frozen or embedded Python, which has no interpreter to start"
+            )
         self._data = data
         self._arrays: dict[str, int] = {}  # still to come, and their bytes
         self._started = self._late = False
@@ -64,8 +70,9 @@ class ChildReader:
                 stderr=subprocess.DEVNULL,
                 env=environment,
             )
-        except OSError as error:
-            raise PosthocUQError(f"No process could be started to parse the file: {error}.") from error
+        except (OSError, RuntimeError, subprocess.SubprocessError) as error:
+            reason = getattr(error, "strerror", None) or error
+            raise _not_started(f"'{sys.executable}': {reason}") from error
         assert self._child.stdin is not None and self._child.stdout is not None
         self._input: IO[bytes] = self._child.stdin
         self._output: IO[bytes] = self._child.stdout
@@ -79,7 +86,10 @@ class ChildReader:
         self._seconds = SECONDS + expected / _BYTES_PER_SECOND
         self._watchdog = Timer(self._seconds, self._stop)
         self._watchdog.daemon = True
-        self._watchdog.start()
+        try:
+            self._watchdog.start()
+        except RuntimeError as error:  # no more threads
+            raise _not_started(f"its time cannot be watched: {error}") from error
         memory = _MEMORY + 3 * len(self._data) + 3 * max(self._arrays.values(), default=0)
         limits = {"bytes": len(self._data), "seconds": 2 * int(self._seconds) + 1, "memory": memory}
         return json.dumps(limits).encode()
@@ -113,14 +123,30 @@ class ChildReader:
             return hdf5.read_frame(self._output, kind, limit)
         except EOFError:
             pass
-        code = self._child.wait()
+        ended = self._ended()
         if self._late:
             raise FormatError(f"parsing it took longer than {self._seconds:.0f} seconds")
-        raise FormatError(f"it crashed the process that parsed it (exit code {code})")
+        raise FormatError(f"it crashed the process that parsed it, which {ended}")
+
+    def _ended(self) -> str:
+        """How the child ended, in words."""
+        code = self._child.wait()
+        if self._late:
+            return f"did nothing for {self._seconds:.0f} seconds"
+        if code >= 0:
+            return f"ended with code {code}"
+        names = {number.value: number.name for number in signal.Signals}
+        return f"was ended by {names.get(-code, f'signal {-code}')}"
 
     def structure(self) -> Structure:
         """Every group and dataset."""
         self._send(b"L", self._limits())
+        try:
+            hdf5.read_frame(self._output, b"R", 0)
+        except EOFError:
+            raise _not_started(f"'{sys.executable}' {self._ended()} before it was given the file") from None
+        except FormatError:
+            raise _not_started(f"'{sys.executable}' does not answer as Python does") from None
         self._send(b"D", self._data)
         outline: dict[str, Any] = json.loads(self._receive(b"S", _MAX_OUTLINE_BYTES))
         state = bytes(self._receive(b"J", hdf5.MAX_STATE_BYTES))
@@ -144,3 +170,11 @@ class ChildReader:
         if len(data) != size:
             raise FormatError("the process that parsed it gave no valid answer")
         return np.frombuffer(data, stored.dtype).reshape(stored.shape)
+
+
+def _not_started(reason: str) -> PosthocUQError:
+    """The error where no process can be had; the file is not to blame."""
+    return PosthocUQError(
+        f"Files of strangers are parsed in a process of their own, and none could be started here: {reason}. Do it "
+        f"where Python can start processes, or, if you trust the file, load it without untrusted=True."
+    )
