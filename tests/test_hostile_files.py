@@ -465,7 +465,9 @@ def test_a_child_that_goes_wrong(
     body: str, word: str, files: Path, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     script = tmp_path / "child.py"
-    ready = "import sys\nsys.stdin.buffer.read(9)\nsys.stdout.buffer.write(b'R' + bytes(8))\nsys.stdout.flush()\n"
+    ready = (
+        "import sys\nsys.stdin.buffer.read(9)\nsys.stdout.buffer.write(b'R' + bytes(8))\nsys.stdout.flush()\n"
+    )
     script.write_text(ready + body)
     monkeypatch.setattr(untrusted, "SECONDS", 2.0)
     monkeypatch.setattr(untrusted, "_SCRIPT", str(script))
