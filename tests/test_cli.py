@@ -10,10 +10,13 @@ import os
 import signal
 import subprocess
 import sys
+import threading
 import warnings
 from collections.abc import Iterator
+from contextlib import redirect_stderr
 from dataclasses import dataclass, is_dataclass
 from hashlib import sha256
+from io import StringIO
 from pathlib import Path
 from typing import Any, ClassVar, Literal, Optional
 
@@ -44,7 +47,7 @@ from posthoc_uq.cli.main import COMMANDS, main, plain, sentence
 from posthoc_uq.cli.options import Choice
 from posthoc_uq.cli.outputs import role_of
 from posthoc_uq.cli.parser import Command, kinds_of, options_of
-from posthoc_uq.files import save_load
+from posthoc_uq.files import atomic, save_load
 from posthoc_uq.files.hdf5 import ImageReader
 from posthoc_uq.fitting.faithful import DIVERGENCE
 from posthoc_uq.fitting.wrap import HEADS
@@ -1030,6 +1033,65 @@ def test_an_update_that_is_refused_leaves_the_file(place: Path, copied: Path) ->
     run("fit", place / "train", *options, "--method kfac -o", copied.with_name("k.h5"))
     assert "keep_grams=True" in failure("update", copied.with_name("k.h5"), place / "val", *options)
     assert copied.read_bytes() == before
+
+
+def test_a_second_command_waits_and_changes_what_the_first_wrote(
+    place: Path, copied: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """And what is written meanwhile by code that asks for no lock is not written over."""
+    options, before = model_options(place), copied.read_bytes()
+    inside, waiting = threading.Event(), threading.Event()
+    loader = [(x[None], y[None]) for x, y in zip(*tensors(place / "val"), strict=True)]
+
+    def first() -> None:
+        with atomic.changing(copied, lambda: None) as check:
+            inside.set()
+            model = net()
+            model.load_state_dict(torch.load(place / "w.pt"))
+            added = uq.update(uq.load(copied, model), loader, progress=False)
+            assert waiting.wait(60)
+            check()
+            uq.save(added, copied)
+
+    def told(message: Any, *_: Any, **__: Any) -> None:
+        if "waiting for its end" in str(message):
+            waiting.set()
+
+    thread = threading.Thread(target=first)
+    thread.start()
+    assert inside.wait(60)
+    monkeypatch.setattr(warnings, "warn", told)
+    facts = run_json("update", copied, place / "val", *options)
+    thread.join()
+    samples = uq.inspect(place / "m.h5")["evidence"]["samples"]
+    assert facts["samples"] == samples + 2 * 18 and waiting.is_set()
+
+    other = copied.with_name("other.h5")
+    other.write_bytes(before)
+    update = uq.update
+
+    def slow(*args: Any, **kwargs: Any) -> Any:
+        os.replace(other, copied)
+        return update(*args, **kwargs)
+
+    monkeypatch.setattr(uq, "update", slow)
+    assert "by somebody else since it was read" in failure("update", copied, place / "val", *options)
+    assert copied.read_bytes() == before
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    monkeypatch.setenv("RANK", "1")
+    for command in (
+        ["update", copied, place / "val"],
+        ["tune", copied],
+        ["calibrate", copied, place / "val"],
+    ):
+        assert "without torchrun" in main_error(command + options)
+
+
+def main_error(words: list[Any]) -> str:
+    """What a command in one of several processes says, which names its number."""
+    with redirect_stderr(StringIO()) as stderr:
+        assert main(words_of(words)) == 1
+    return stderr.getvalue()
 
 
 def test_images_are_prepared_and_named_as_for_the_fit(place: Path, tmp_path: Path) -> None:

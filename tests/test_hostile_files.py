@@ -14,6 +14,7 @@ import time
 import zlib
 from collections import OrderedDict
 from collections.abc import Callable
+from contextlib import nullcontext
 from dataclasses import replace as with_other
 from io import BytesIO
 from pathlib import Path
@@ -751,6 +752,84 @@ def test_a_folder_that_may_not_be_written_to_is_found_before_the_work(
             atomic.checked_target(path)
     with pytest.raises(PosthocUQError, match="no files may be made in"):
         fit_with_warnings(tmp_path / "c")
+
+
+# Files that several change
+
+
+def add_one(path: Path, waited: Callable[[], Any] = lambda: None) -> None:
+    with atomic.changing(path, waited) as check:
+        number = int(path.read_bytes())
+        time.sleep(0.001)
+        check()
+        atomic.write(path, BytesIO(b"%d" % (number + 1)))
+
+
+@pytest.mark.skipif(atomic.fcntl is None, reason="without locks the second of two is refused")
+def test_no_change_is_lost_among_threads_and_processes(tmp_path: Path) -> None:
+    path, waits = tmp_path / "n", list[int]()
+    path.write_bytes(b"0")
+    children = list[int]()
+    for _ in range(2):
+        children.append(os.fork())
+        if not children[-1]:
+            try:
+                for _ in range(15):
+                    add_one(path)
+            finally:
+                os._exit(0)
+    threads = [
+        threading.Thread(target=lambda: [add_one(path, lambda: waits.append(1)) for _ in range(15)])
+        for _ in range(3)
+    ]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    for child in children:
+        os.waitpid(child, 0)
+    assert path.read_bytes() == b"75" and waits
+
+
+@pytest.mark.skipif(atomic.fcntl is None, reason="locks of POSIX")
+def test_the_lock_of_a_killed_process_is_free(tmp_path: Path) -> None:
+    path = tmp_path / "n"
+    path.write_bytes(b"0")
+    child = os.fork()
+    if child == 0:
+        with atomic.changing(path, lambda: None):
+            os.kill(os.getpid(), signal.SIGKILL)
+    os.waitpid(child, 0)
+    add_one(path, lambda: pytest.fail("the lock is not free"))
+    assert path.read_bytes() == b"1" and [each.name for each in tmp_path.iterdir()] == ["n"]
+
+
+@pytest.mark.parametrize("locks", [True, False])
+def test_a_change_by_one_who_asks_for_no_lock_is_noticed(
+    locks: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path = tmp_path / "n"
+
+    def refused(*_: Any) -> None:
+        raise OSError(errno.ENOLCK, os.strerror(errno.ENOLCK))
+
+    if not locks:
+        monkeypatch.setattr(atomic.fcntl, "flock", refused)
+    changes: list[Callable[[], Any]] = [
+        lambda: atomic.write(path, BytesIO(b"7")),
+        lambda: path.write_bytes(b"77"),
+        lambda: path.rename(tmp_path / "other"),
+    ]
+    for change in changes:
+        path.write_bytes(b"0")
+        expected = (
+            nullcontext() if locks else pytest.warns(UserWarning, match="cannot be locked here .No locks")
+        )
+        with expected, atomic.changing(path, lambda: None) as check:
+            check()
+            change()
+            with pytest.raises(PosthocUQError, match="written, moved or deleted by somebody else"):
+                check()
 
 
 # Terminals

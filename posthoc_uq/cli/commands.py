@@ -48,12 +48,12 @@ from posthoc_uq.cli.options import (
 from posthoc_uq.cli.outputs import Maps, Outputs, PredictionTable, text_file
 from posthoc_uq.cli.posterior_file import (
     DatasetInfo,
+    changing,
     dataset_info,
     facts_of,
     image_facts,
     opened,
     output_names,
-    rewrite,
     stored_dtype,
 )
 from posthoc_uq.core.batches import Bar, BatchReader, batches
@@ -312,51 +312,56 @@ def tune(
     if divergence is not None and not of_criterion.by_predictions:
         raise WrongUsage("--divergence is of the criteria faithful and likelihood, which need --data DATA.")
     labels = search and of_criterion.labels
-    model, posterior = opened(file, source)
-    loaded = None
-    if data is not None:
-        needs = "tuning by likelihood" if labels else None
-        info = dataset_info(posterior)
-        loaded = load_data(data, model, reading, info, labels=labels, split="val", needs=needs)
-    named = ("criterion", "validation NLL", "given up", "model alone", "divergence", "budget")
-    facts: dict[str, Any] = dict.fromkeys(named)
-    with posterior.searching():
-        if search:
-            name, options = _head(posterior, head, seed)
-            through: dict[str, Any] = {
-                key: value for key, value in options.items() if key not in ("seed", "n_samples")
-            }
-            through |= {"n_samples": search_draws} if name == "sampling" else {}
-            chosen = None if parameters is None else tuple(one for one in parameters if one != "none")
-            trials = uq.tune(
-                posterior,
-                loaded.loader if loaded is not None and of_criterion.data else None,
-                criterion=criterion,
-                divergence=divergence,
-                temperature=temperature,
-                per_layer=per_layer,
-                noise=noise,
-                parameters=chosen,
-                max_evaluations=max_evaluations,
-                seed=seed,
-                progress=_progress(console),
-                head=name if of_criterion.by_predictions else None,
-                **(through if of_criterion.by_predictions else {}),
-            )
-            facts |= {"criterion": criterion, "given up": trials.given_up, "model alone": trials.model_alone}
-            if criterion == "likelihood":
-                facts["validation NLL"] = None if trials.chosen is None else trials.chosen.objective
-            if criterion == "faithful":
-                facts |= {key: posterior.history.faithful[key] for key in ("divergence", "budget")}
-            if of_criterion.by_predictions and "n_samples" in options:
-                # the draws of predictions, not of the search
-                posterior.history.head["options"]["n_samples"] = options["n_samples"]
-        if loaded is not None and calibrate:
-            predictor = _predictor(model, posterior, head, seed)
-            if not isinstance(predictor, MomentsPredictor):
-                raise PosthocUQError("--calibrate is for the moments head; give --head moments too.")
-            predictor.calibrate(loaded.loader, progress=_progress(console))
-    rewrite(posterior, file, output, source, stored_dtype(file))
+    with changing(file, output) as rewrite:
+        model, posterior = opened(file, source)
+        loaded = None
+        if data is not None:
+            needs = "tuning by likelihood" if labels else None
+            info = dataset_info(posterior)
+            loaded = load_data(data, model, reading, info, labels=labels, split="val", needs=needs)
+        named = ("criterion", "validation NLL", "given up", "model alone", "divergence", "budget")
+        facts: dict[str, Any] = dict.fromkeys(named)
+        with posterior.searching():
+            if search:
+                name, options = _head(posterior, head, seed)
+                through: dict[str, Any] = {
+                    key: value for key, value in options.items() if key not in ("seed", "n_samples")
+                }
+                through |= {"n_samples": search_draws} if name == "sampling" else {}
+                chosen = None if parameters is None else tuple(one for one in parameters if one != "none")
+                trials = uq.tune(
+                    posterior,
+                    loaded.loader if loaded is not None and of_criterion.data else None,
+                    criterion=criterion,
+                    divergence=divergence,
+                    temperature=temperature,
+                    per_layer=per_layer,
+                    noise=noise,
+                    parameters=chosen,
+                    max_evaluations=max_evaluations,
+                    seed=seed,
+                    progress=_progress(console),
+                    head=name if of_criterion.by_predictions else None,
+                    **(through if of_criterion.by_predictions else {}),
+                )
+                facts |= {
+                    "criterion": criterion,
+                    "given up": trials.given_up,
+                    "model alone": trials.model_alone,
+                }
+                if criterion == "likelihood":
+                    facts["validation NLL"] = None if trials.chosen is None else trials.chosen.objective
+                if criterion == "faithful":
+                    facts |= {key: posterior.history.faithful[key] for key in ("divergence", "budget")}
+                if of_criterion.by_predictions and "n_samples" in options:
+                    # the draws of predictions, not of the search
+                    posterior.history.head["options"]["n_samples"] = options["n_samples"]
+            if loaded is not None and calibrate:
+                predictor = _predictor(model, posterior, head, seed)
+                if not isinstance(predictor, MomentsPredictor):
+                    raise PosthocUQError("--calibrate is for the moments head; give --head moments too.")
+                predictor.calibrate(loaded.loader, progress=_progress(console))
+        rewrite(posterior, source, stored_dtype(file))
     prior = posterior.prior_precision
     facts = {
         "output": output or file,
@@ -439,32 +444,33 @@ def calibrate(
         initialisations: untrained networks to average, of leave_one_out.
     """
     held_out = criterion == "likelihood"
-    model, posterior = opened(file, source)
-    info, split = dataset_info(posterior), "val" if held_out else "train"
-    loaded = load_data(data, model, reading, info, labels=True, split=split, needs="calibrate")
-    chosen: dict[str, Any] = {}
-    if held_out:
-        name, options = _head(posterior, head, seed)
-        options = {key: value for key, value in options.items() if key != "seed"}
-        chosen = {"head": name, **options}
-    elif head.name or head.options:
-        raise WrongUsage("--criterion leave_one_out needs no head; leave --head and its options out.")
-    with posterior.searching():
-        found = uq.calibrate(
-            posterior,
-            loaded.loader,
-            criterion=criterion,
-            share=share,
-            sets=sets,
-            by_class=by_class,
-            jointly=jointly,
-            initial=None if initial is None else with_weights(model.model, initial),
-            initialisations=initialisations,
-            seed=seed,
-            progress=_progress(console),
-            **chosen,
-        )
-    rewrite(posterior, file, output, source, stored_dtype(file))
+    with changing(file, output) as rewrite:
+        model, posterior = opened(file, source)
+        info, split = dataset_info(posterior), "val" if held_out else "train"
+        loaded = load_data(data, model, reading, info, labels=True, split=split, needs="calibrate")
+        chosen: dict[str, Any] = {}
+        if held_out:
+            name, options = _head(posterior, head, seed)
+            options = {key: value for key, value in options.items() if key != "seed"}
+            chosen = {"head": name, **options}
+        elif head.name or head.options:
+            raise WrongUsage("--criterion leave_one_out needs no head; leave --head and its options out.")
+        with posterior.searching():
+            found = uq.calibrate(
+                posterior,
+                loaded.loader,
+                criterion=criterion,
+                share=share,
+                sets=sets,
+                by_class=by_class,
+                jointly=jointly,
+                initial=None if initial is None else with_weights(model.model, initial),
+                initialisations=initialisations,
+                seed=seed,
+                progress=_progress(console),
+                **chosen,
+            )
+        rewrite(posterior, source, stored_dtype(file))
     facts = {
         "output": output or file,
         "criterion": criterion,
@@ -719,12 +725,15 @@ def update(
         remove: take DATA out, to which fit or update gave them.
         output: write here instead of over FILE.
     """
-    model, posterior = opened(file, source)
-    loaded = load_data(data, model, reading, dataset_info(posterior), labels=not unlabelled, split="train")
-    before = posterior.evidence.samples
-    posterior = uq.update(posterior, loaded.loader, remove=remove, progress=_progress(console))
-    # in full precision: a few samples among many are less than a half format resolves
-    rewrite(posterior, file, output, source)
+    with changing(file, output) as rewrite:
+        model, posterior = opened(file, source)
+        loaded = load_data(
+            data, model, reading, dataset_info(posterior), labels=not unlabelled, split="train"
+        )
+        before = posterior.evidence.samples
+        posterior = uq.update(posterior, loaded.loader, remove=remove, progress=_progress(console))
+        # in full precision: a few samples among many are less than a half format resolves
+        rewrite(posterior, source)
     changes, samples = posterior.history.changes, posterior.evidence.samples
     described, place = described_changes(changes), output or file
     text = f"{'Took out' if remove else 'Added'} {abs(samples - before):,} samples; the posterior has {samples:,} now."

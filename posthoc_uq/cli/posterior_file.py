@@ -10,7 +10,8 @@ from __future__ import annotations
 import os
 import re
 import warnings
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Generator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from pathlib import PurePath, PurePosixPath
 from typing import Any
@@ -22,7 +23,7 @@ from posthoc_uq.cli.models import TrainedModel, trained_model
 from posthoc_uq.cli.options import ModelSource
 from posthoc_uq.cli.transforms import transform_of
 from posthoc_uq.core.errors import PosthocUQError
-from posthoc_uq.files import inspect, load, save
+from posthoc_uq.files import atomic, inspect, load, save
 from posthoc_uq.files.header import open_regular
 from posthoc_uq.likelihoods import Likelihood
 from posthoc_uq.posteriors.posterior import Posterior
@@ -202,14 +203,50 @@ def opened(path: str, source: ModelSource) -> tuple[TrainedModel, Posterior]:
     return model, posterior
 
 
-def rewrite(
-    posterior: Posterior, path: str, output: str | None, source: ModelSource, dtype: torch.dtype | None = None
-) -> None:
-    """Save a posterior over its file, or as `output`, which then names the model of this command."""
+@contextmanager
+def changing(path: str, output: str | None) -> Generator[Rewrite]:
+    """Have a posterior's file to oneself where a command writes it again. A second such command waits, and then changes
+    what the first one wrote.
+
+    Raises:
+        PosthocUQError: there is no such file, or torchrun started several processes, which would do the work once each.
+    """
+    if int(os.environ.get("WORLD_SIZE", "1")) > 1 and "RANK" in os.environ:
+        raise PosthocUQError(
+            "Of the commands only fit is shared by processes; run this one without torchrun."
+        )
+    open_regular(path).close()
     if output is not None:
-        facts = {k: v for k, v in posterior.history.fit.items() if k not in (WEIGHTS, MODEL_CLASSES)}
-        posterior.history.fit = facts | facts_of(source, output)
-    save(posterior, output or path, dtype=dtype)
+        yield Rewrite(path, output)
+        return
+
+    def wait() -> None:
+        warnings.warn(f"'{path}' is being changed by another command; waiting for its end.", stacklevel=2)
+
+    with atomic.changing(path, wait) as check:
+        yield Rewrite(path, None, check)
+
+
+@dataclass(frozen=True)
+class Rewrite:
+    """Saves a posterior over its file, or as `output`, which then names the model of this command.
+
+    Attributes:
+        path: the posterior's file.
+        output: another one to write.
+        check: raises where `path` is no longer what was read.
+    """
+
+    path: str
+    output: str | None
+    check: Callable[[], None] = lambda: None
+
+    def __call__(self, posterior: Posterior, source: ModelSource, dtype: torch.dtype | None = None) -> None:
+        if self.output is not None:
+            facts = {k: v for k, v in posterior.history.fit.items() if k not in (WEIGHTS, MODEL_CLASSES)}
+            posterior.history.fit = facts | facts_of(source, self.output)
+        self.check()
+        save(posterior, self.output or self.path, dtype=dtype)
 
 
 def stored_dtype(path: str) -> torch.dtype | None:

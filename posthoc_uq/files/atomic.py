@@ -8,7 +8,7 @@ import os
 import re
 import secrets
 import stat
-from collections.abc import Generator
+from collections.abc import Callable, Generator
 from contextlib import contextmanager, suppress
 from hashlib import sha256
 from io import BytesIO
@@ -153,6 +153,85 @@ def _synchronise_folder(folder: Path) -> str | None:
     except OSError as error:
         return error.strerror
     return None
+
+
+@contextmanager
+def changing(path: str | os.PathLike[str], wait: Callable[[], Any]) -> Generator[Callable[[], None]]:
+    """Read a file and write it again, as the only one who does so: a second block waits for the end of the first, in
+    whatever process. The lock is the operating system's, on the file itself; a process that dies gives it back.
+
+    Gives a function to be called before the file is written, which raises where it is no longer the one that was read:
+    not all file systems have locks, and not all writers ask for one. Warns where there are none.
+
+    Args:
+        path: the file, which is there.
+        wait: called before waiting for somebody else.
+    """
+    target = Path(os.path.realpath(path))
+    descriptor = _held(target, wait)
+    try:
+        read = _version(target)
+
+        def check() -> None:
+            if _version(target) != read:
+                raise PosthocUQError(
+                    f"'{path}' was written, moved or deleted by somebody else since it was read, and is left as it is "
+                    f"now; run the command again."
+                )
+
+        yield check
+    finally:
+        if descriptor is not None and fcntl is not None:
+            with suppress(OSError):
+                fcntl.flock(descriptor, fcntl.LOCK_UN)  # forked workers share it
+            os.close(descriptor)
+
+
+def _held(target: Path, wait: Callable[[], Any]) -> int | None:
+    """A descriptor that locks the file of this name; None where there are no locks."""
+    if fcntl is None:
+        return None
+    while True:
+        try:
+            descriptor = os.open(
+                target, os.O_RDWR | os.O_NONBLOCK
+            )  # NFS locks no file that is open for reading alone
+        except OSError:
+            descriptor = os.open(target, os.O_RDONLY | os.O_NONBLOCK)
+        try:
+            try:
+                fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            except BlockingIOError:
+                wait()
+                fcntl.flock(descriptor, fcntl.LOCK_EX)
+            if _identity(os.fstat(descriptor)) == _identity(os.stat(target)):
+                return descriptor
+        except FileNotFoundError:
+            pass
+        except OSError as error:
+            os.close(descriptor)
+            warn_user(
+                f"'{target}' cannot be locked here ({error.strerror}): where two commands change it at the same "
+                f"moment, the work of one may be lost."
+            )
+            return None
+        except BaseException:
+            os.close(descriptor)
+            raise
+        os.close(descriptor)  # another file has the name now: what the first one wrote
+
+
+def _identity(status: os.stat_result) -> tuple[int, int]:
+    return status.st_dev, status.st_ino
+
+
+def _version(target: Path) -> tuple[int, ...] | None:
+    """What tells a file from the one that takes its place; None without one."""
+    try:
+        status = os.stat(target)
+    except OSError:
+        return None
+    return *_identity(status), status.st_size, status.st_mtime_ns
 
 
 def _temporary(target: Path, mode: int) -> tuple[int, Path]:
