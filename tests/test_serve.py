@@ -21,7 +21,7 @@ import pytest
 import torch
 from cli_helpers import CODE, failure, make_images, net, run, run_json
 from PIL import Image
-from torch import nn
+from torch import Tensor, nn
 
 import posthoc_uq as uq
 from posthoc_uq.cli.images import FolderImages, Trouble, image_files
@@ -172,7 +172,7 @@ class TestAnswers:
 
             def predicted(inputs: torch.Tensor) -> Any:
                 held.wait(20)
-                batches.append(len(inputs))
+                batches.append(len(next(iter(inputs.values()))))
                 return real(inputs)
 
             patch.setattr(service, "_predicted", predicted)
@@ -608,12 +608,129 @@ class TestRefusals:
         tokens = torch.randint(9, (30, 3), generator=torch.Generator().manual_seed(0))
         posterior = uq.fit(model, [(tokens, tokens[:, 0] % 2)], layers="last", progress=False)
         predictor = uq.wrap(model, posterior)
-        client = TestClient(application(Service(predictor, None, integers=True), None))
+        client = TestClient(application(Service(predictor), None))  # by what the fit kept
         answer = client.post("/predict", json={"input": [1, 2, 3]}).json()
         assert answer["entropy"] == float(predictor(torch.tensor([[1, 2, 3]])).entropy()[0])
         assert "whole numbers" in client.post("/predict", json={"input": [1.5, 2, 3]}).json()["error"]
         outside = client.post("/predict", json={"input": [1, 2, 30]})
         assert outside.status_code == 422
+        posterior.history.inputs = {}  # as in files of earlier versions
+        client = TestClient(application(Service(predictor, integers=True), None))
+        assert client.post("/predict", json={"input": [1, 2, 3]}).json() == answer
+        assert "does not know the names" in client.post("/predict", json={"input": {"x": 1}}).json()["error"]
+
+
+class _Tokens(nn.Module):
+    """Takes tokens and a mask by name, whole numbers, and by place a weight for each sample."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.table, self.head = nn.Embedding(9, 4), nn.Linear(4, 2)
+
+    def forward(self, weight: Tensor, ids: Tensor, mask: Tensor) -> Tensor:
+        states = (self.table(ids) * mask.unsqueeze(-1)).sum(1)  # fails where the mask is no number of its own
+        return self.head(states) * weight.unsqueeze(1)
+
+
+@pytest.fixture(scope="module")
+def tokens(tmp_path_factory: pytest.TempPathFactory) -> uq.Predictor:
+    model, path = _Tokens(), tmp_path_factory.mktemp("tokens") / "m.h5"
+    ids = torch.randint(9, (30, 3), generator=torch.Generator().manual_seed(0))
+    batch = ((torch.rand(30), ids, ids > 2), ids[:, 0] % 2)
+    uq.save(uq.fit(model, [batch], layers="last", prior_precision=1.0, progress=False), path)
+    posterior = uq.load(path, model)
+    assert posterior.history.inputs == {
+        "weight": {"type": "float32", "place": 0},
+        "ids": {"type": "int64", "place": 1},
+        "mask": {"type": "bool", "place": 2},
+    }
+    assert "ids int64" in str(uq.inspect(path))
+    return uq.wrap(model, posterior)
+
+
+class TestNames:
+    def test_several_inputs_by_their_names(self, tokens: uq.Predictor) -> None:
+        client = TestClient(application(Service(tokens), None))
+        one = {"ids": [1, 2, 3], "mask": [True, True, False], "weight": 2}
+        two = {"mask": [1, 1, 1], "weight": 0.5, "ids": [4, 0, 8]}
+        inputs = (
+            torch.tensor([2, 0.5]),
+            torch.tensor([[1, 2, 3], [4, 0, 8]]),
+            torch.tensor([[True, True, False], [True, True, True]]),
+        )
+        wanted = tokens(*inputs).entropy().tolist()
+        found = client.post("/predict/batch", json={"inputs": [one, two]}).json()["predictions"]
+        assert [answer["entropy"] for answer in found] == wanted
+        for body in ({"input": one}, one):
+            assert client.post("/predict", json=body).json()["entropy"] == pytest.approx(wanted[0], rel=1e-5)
+        assert client.get("/health").json()["inputs"] == {"weight": "float32", "ids": "int64", "mask": "bool"}
+
+    @pytest.mark.parametrize(
+        ("change", "said"),
+        [
+            ({"ids": [1, 2.0, 3]}, "'ids' must hold whole numbers"),
+            ({"ids": [1, True, 3]}, "'ids' must hold numbers alone"),
+            ({"ids": [1, 2**70, 3]}, "'ids' must hold numbers alone"),
+            ({"ids": [1, 2**63, 3]}, "'ids' must hold whole numbers, of torch.int64"),
+            ({"ids": [[1, 2], [3]]}, "'ids' differ in length"),
+            ({"ids": {"a": 1}}, "'ids' must hold numbers alone"),
+            ({"ids": [1, 2, 30]}, "rows 0 to 8, and was given ids from 1 to 30"),
+            ({"mask": [1, 2, 1]}, "'mask' has a number that torch.bool does not hold"),
+            ({"mask": [True, True]}, r"mask=bool \(1, 2\)|bool \(1, 2\)"),
+            ({"weight": "2"}, "'weight' must hold numbers alone"),
+            ({"weight": 1e39}, "'weight' has a number that is too large"),
+            ({"token": 1}, 'has \'token\', which the model does not take; send .*"weight": ..., "ids": ...'),
+            ({"ids": None}, "numbers alone"),
+        ],
+    )
+    def test_wrong_ones_get_a_sentence(self, tokens: uq.Predictor, change: dict[str, Any], said: str) -> None:
+        client = TestClient(application(Service(tokens), None))
+        one = {"ids": [1, 2, 3], "mask": [True, True, False], "weight": 2}
+        answer = client.post("/predict", json={"input": one | change})
+        assert 400 <= answer.status_code < 500 and re.search(said, answer.json()["error"])
+
+    def test_what_is_no_row_of_names(self, tokens: uq.Predictor) -> None:
+        client = TestClient(application(Service(tokens, lambda image: image), None))
+        one = {"ids": [1, 2, 3], "mask": [True, True, False], "weight": 2}
+        longer = {"ids": [1, 2, 3, 4], "mask": 4 * [True], "weight": 2}
+        for inputs, said in (
+            ([one, longer], "'ids' differ in length"),
+            ([one, [1, 2]], "with names and without"),
+            ([one, {"ids": [1, 2, 3]}], "lacks 'weight'"),
+            ([[1, 2, 3]], "must name the model's inputs"),
+        ):
+            answer = client.post("/predict/batch", json={"inputs": inputs})
+            assert answer.status_code == 400 and said in answer.json()["error"]
+        image = client.post("/predict/image", content=_png(), headers=PNG)
+        assert image.status_code == 415 and "more than images" in image.json()["error"]
+
+    def test_a_table_by_its_columns(self) -> None:
+        torch.manual_seed(0)
+        x = torch.randn(40, 3)
+        model = nn.Sequential(nn.Linear(3, 4), nn.Tanh(), nn.Linear(4, 2))
+        posterior = uq.fit(model, [(x, (x[:, 0] > 0).long())], prior_precision=1.0, progress=False)
+        posterior.history.fit["table columns"] = ["age", "height", "income"]  # as the command keeps them
+        predictor = uq.wrap(model, posterior)
+        client = TestClient(application(Service(predictor), None))
+        rows = [{"age": 3, "height": 1.5, "income": -2}, {"income": 1, "age": 0, "height": 0.25}]
+        wanted = predictor(torch.tensor([[3, 1.5, -2], [0, 0.25, 1]])).entropy().tolist()
+        found = client.post("/predict/batch", json={"inputs": rows}).json()["predictions"]
+        assert [answer["entropy"] for answer in found] == wanted
+        for body in (
+            rows[0],
+            {"input": rows[0]},
+            {"input": [3, 1.5, -2]},
+            {"input": {"input": [3, 1.5, -2]}},
+        ):
+            assert client.post("/predict", json=body).json()["entropy"] == pytest.approx(wanted[0], rel=1e-5)
+        for change, said in (
+            ({"age": [3]}, "'age' must be one number"),
+            ({"age": None}, "'age' must hold numbers alone"),
+            ({"age": True}, "'age' must hold numbers alone"),
+            ({"ages": 3}, "has 'ages', which the model does not take"),
+        ):
+            answer = client.post("/predict", json=rows[0] | change)
+            assert answer.status_code == 400 and said in answer.json()["error"]
 
 
 class TestWhatIsKept:

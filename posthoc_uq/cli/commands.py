@@ -770,9 +770,9 @@ def serve(
 ) -> Done | None:
     """Answer requests for predictions with the posterior in FILE, on this machine only unless --host says otherwise.
 
-    POST /predict takes JSON {"input": nested lists of numbers}, /predict/image a PNG or JPEG file, /predict/batch
-    {"inputs": [...]} or a form of several images. Every answer has the prediction, its uncertainty, and whether to
-    refer it to a person.
+    POST /predict takes JSON {"input": nested lists of numbers, or these by the names of inputs}, /predict/image a PNG
+    or JPEG file, /predict/batch {"inputs": [...]} or a form of several images. Every answer has the prediction, its
+    uncertainty, and whether to refer it to a person.
     GET /metrics is for Prometheus, /health says that it runs. Nothing of the inputs is stored but scores, by --log.
 
     Examples:
@@ -785,7 +785,7 @@ def serve(
         port: to listen on, 0 for any free one.
         allow_host: further names by which clients may call the server, such as that of a proxy.
         top_k: classes of an answer.
-        integers: inputs of JSON are whole numbers, such as tokens.
+        integers: inputs of JSON are whole numbers, such as tokens, where FILE does not say so.
         max_bytes: of a request.
         max_batch: inputs of a request.
         max_pixels: of an image, width times height, before it is decoded.

@@ -176,6 +176,41 @@ class Batch:
         return Batch(tuple(map(cut, self.args)), cut(self.targets), kwargs, cut(self.weights))
 
 
+INPUT_TYPES = {
+    str(dtype).removeprefix("torch."): dtype
+    for dtype in (
+        torch.float16,
+        torch.bfloat16,
+        torch.float32,
+        torch.float64,
+        torch.int8,
+        torch.int16,
+        torch.int32,
+        torch.int64,
+        torch.uint8,
+        torch.bool,
+    )
+}
+"""The number types of inputs that a file names."""
+
+
+def described_inputs(batch: Batch, names: Sequence[str] | None) -> dict[str, dict[str, Any]]:
+    """What a model's inputs are, by the names of its arguments (`names`, where they are known), or else by their
+    places: the number ``type``, and the ``place`` of one that is given by it. Inputs without a row a sample are left
+    out, and all of a sample that is not cut.
+    """
+    samples = next((tensor.shape[0] for tensor in batch.tensors() if tensor.ndim > 0), 0)
+    by_place = {(names or ())[i] if i < len(names or ()) else str(i): i for i in range(len(batch.args))}
+    values = dict(zip(by_place, batch.args, strict=True)) | batch.kwargs
+    return {
+        name: {"type": kind} | ({"place": by_place[name]} if name in by_place else {})
+        for name, value in values.items()
+        if not batch.whole
+        and holds_samples(value, samples)
+        and (kind := str(value.dtype).removeprefix("torch.")) in INPUT_TYPES
+    }
+
+
 _NOTHING = Batch((torch.empty(0, device="cpu"),))
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import json
 import re
-from collections.abc import AsyncGenerator, Callable, Sequence
+from collections.abc import AsyncGenerator, Callable, Mapping, Sequence
 from dataclasses import dataclass
 from io import BytesIO
 from typing import Any, cast
@@ -22,6 +22,7 @@ from posthoc_uq.core.errors import out_of_memory
 from posthoc_uq.core.paths import UNKNOWN, too_long
 
 _MAX_FORM_IMAGES = 8  # of the largest size: decoding takes a second or two each
+_MAX_NAMED = 6  # names that a message lists
 _MAX_JPEG_SCANS = 100  # progressive files have about ten
 _JPEG_MARKER = re.compile(rb"\xff[^\x00\x01\xd0-\xd8\xff]")
 
@@ -118,11 +119,43 @@ def files_of(body: bytes, headers: Headers, limits: Limits) -> list[bytes]:
     return [upload.file.read() for upload in uploads]
 
 
-def numbers_of(body: bytes, many: bool, limits: Limits, dtype: torch.dtype) -> Tensor:
-    """Inputs from JSON: ``{"input": nested lists}``, or ``{"inputs": [one, another, ...]}`` for `many`.
+Inputs = dict[str, Tensor]
+"""The inputs of some samples by their names, ``(samples, ...)`` each, on the CPU."""
 
-    Returns:
-        (batch, ...), on the CPU.
+
+@dataclass(frozen=True)
+class Form:
+    """What a model takes, by which numbers of JSON become its inputs.
+
+    Attributes:
+        types: the number type of every input, by its name.
+        columns: names of the numbers of the one input, in their order; none where they have no names.
+        named: whether the names of the inputs are known.
+    """
+
+    types: Mapping[str, torch.dtype]
+    columns: tuple[str, ...] = ()
+    named: bool = True
+
+    @property
+    def only(self) -> str | None:
+        """The name of the one input; None where there are several."""
+        return next(iter(self.types)) if len(self.types) == 1 else None
+
+    def shown(self) -> str:
+        """What a client sends for one sample, in words."""
+        names = self.columns or tuple(self.types)
+        listed = ", ".join(f"{json.dumps(name)}: ..." for name in names[:_MAX_NAMED])
+        whole = f"{{{listed}{', ...' if len(names) > _MAX_NAMED else ''}}}"
+        if self.only is None:
+            return f"{whole} with nested lists of numbers"
+        return "nested lists of numbers" + (f", or {whole} with a number each" if self.columns else "")
+
+
+def inputs_of(body: bytes, many: bool, limits: Limits, form: Form) -> Inputs:
+    """Inputs from JSON: ``{"input": one}``, or ``{"inputs": [one, another, ...]}`` for `many`. One is nested lists of
+    numbers, or an object of them by the names of the model's inputs, or of numbers by the names of its columns. Such an
+    object may be the whole body for one input.
 
     Raises:
         Refused: it is anything else.
@@ -130,7 +163,9 @@ def numbers_of(body: bytes, many: bool, limits: Limits, dtype: torch.dtype) -> T
     key = "inputs" if many else "input"
 
     def wrong(what: str, kind: str = "numbers") -> Refused:
-        return Refused(400, kind, f'{what}; send {{"{key}": ...}} with nested lists of numbers.')
+        return Refused(
+            400, kind, f'{what}; send {{"{key}": {"[one, ...]" if many else "one"}}}, one: {form.shown()}.'
+        )
 
     def not_finite(name: str) -> float:
         raise ValueError(f"{name} is no number of JSON")
@@ -139,26 +174,94 @@ def numbers_of(body: bytes, many: bool, limits: Limits, dtype: torch.dtype) -> T
         content: Any = json.loads(body, parse_constant=not_finite)
     except (ValueError, RecursionError) as error:
         raise wrong(f"The body is not JSON ({shortened(error, 120)})", "json") from None
+    names = {*form.types, *form.columns} if form.named and not many else set[str]()
+    if isinstance(content, dict) and key not in content and names & set(cast(dict[str, Any], content)):
+        content = {key: content}
     if not isinstance(content, dict) or set(cast(dict[str, Any], content)) != {key}:
         raise wrong(f"The body must be a JSON object with the one key {key!r}", "json")
-    value: Any = content[key]
-    if many and (not isinstance(value, list) or not value):
+    values: Any = content[key] if many else [content[key]]
+    if not isinstance(values, list) or not values:
         raise wrong("'inputs' must be a list of one input or more")
-    if many and len(value) > limits.batch:
-        sentence = f"The batch has {len(value)} inputs, and the limit is {limits.batch} (--max-batch)."
+    rows = cast(list[Any], values)
+    if len(rows) > limits.batch:
+        sentence = f"The batch has {len(rows)} inputs, and the limit is {limits.batch} (--max-batch)."
         raise Refused(413, "size", sentence)
+    truths = b"true" in body or b"false" in body
+    objects = [cast(dict[str, Any], row) for row in rows if isinstance(row, dict)]
+    if objects and len(objects) < len(rows):
+        raise wrong(f"{key!r} has inputs with names and without")
     try:
-        array: Any = np.asarray(value)
+        if not objects:
+            if form.only is None:
+                raise _Wrong(f"{key!r} must name the model's inputs")
+            return {form.only: _tensor_of(rows, form.types[form.only], key, truths)}
+        if not form.named:
+            raise _Wrong(
+                "This server does not know the names of the model's inputs, for its file does not say them"
+            )
+        if form.columns and form.only is not None and set(objects[0]) != {form.only}:
+            of_columns = _by_name(objects, form.columns, key)
+            columns = [
+                _tensor_of(of_columns[name], form.types[form.only], name, truths) for name in form.columns
+            ]
+            long = next((name for name, c in zip(form.columns, columns, strict=True) if c.ndim > 1), None)
+            if long is not None:
+                raise _Wrong(f"{long!r} must be one number")
+            return {form.only: torch.stack(columns, dim=1)}
+        named = _by_name(objects, tuple(form.types), key)
+        return {name: _tensor_of(named[name], dtype, name, truths) for name, dtype in form.types.items()}
+    except _Wrong as error:
+        raise wrong(str(error)) from None
+
+
+class _Wrong(Exception):
+    """What is wrong with numbers, in words."""
+
+
+def _by_name(rows: Sequence[dict[str, Any]], names: Sequence[str], key: str) -> dict[str, list[Any]]:
+    """The values of all rows by name; every row must have these names and no others."""
+    for row in rows:
+        stray = next((name for name in row if name not in names), None)
+        lacking = next((name for name in names if name not in row), None)
+        if stray is not None:
+            raise _Wrong(f"{key!r} has {shortened(repr(stray), 80)}, which the model does not take")
+        if lacking is not None:
+            raise _Wrong(f"{key!r} lacks {lacking!r}")
+    return {name: [row[name] for row in rows] for name in names}
+
+
+def _has_truth(value: Any) -> bool:
+    return (
+        any(map(_has_truth, cast(list[Any], value))) if isinstance(value, list) else isinstance(value, bool)
+    )
+
+
+def _tensor_of(rows: list[Any], dtype: torch.dtype, name: str, truths: bool) -> Tensor:
+    """The values of an input in all rows as a tensor ``(rows, ...)``; whole numbers never pass through floating-point
+    ones.
+    """
+    try:
+        array: Any = np.asarray(rows)
     except (ValueError, RecursionError, OverflowError):
-        raise wrong(f"The lists of '{key}' differ in length at one depth, or are nested too deep") from None
-    if array.dtype.kind not in "iuf" or array.size == 0:
-        raise wrong(f"'{key}' must hold numbers alone, and one at least")
-    if dtype == torch.int64 and array.dtype.kind == "f":
-        raise wrong(f"'{key}' must hold whole numbers for this model (--integers)")
-    tensor = torch.from_numpy(array if array.dtype != np.uint64 else array.astype(np.float64)).to(dtype)
-    if not bool(torch.isfinite(tensor).all()):
-        raise wrong(f"'{key}' has a number that is too large for {dtype}")
-    return tensor if many else tensor.unsqueeze(0)
+        raise _Wrong(f"The lists of {name!r} differ in length at one depth, or are nested too deep") from None
+    kind = array.dtype.kind
+    if dtype != torch.bool and truths and _has_truth(rows):  # which numpy takes for 1 among numbers
+        kind = "b"
+    if kind not in ("iufb" if dtype == torch.bool else "iuf") or array.size == 0:
+        raise _Wrong(f"{name!r} must hold numbers alone, and one at least")
+    if dtype.is_floating_point:
+        tensor = torch.from_numpy(array if array.dtype != np.uint64 else array.astype(np.float64)).to(dtype)
+        if not bool(torch.isfinite(tensor).all()):
+            raise _Wrong(f"{name!r} has a number that is too large for {dtype}")
+        return tensor
+    if kind == "f":
+        raise _Wrong(
+            f"{name!r} must hold whole numbers, of {dtype}"
+        )  # numpy makes floats of those beyond int64
+    lowest, highest = (0, 1) if dtype == torch.bool else (torch.iinfo(dtype).min, torch.iinfo(dtype).max)
+    if int(array.min()) < lowest or int(array.max()) > highest:
+        raise _Wrong(f"{name!r} has a number that {dtype} does not hold")
+    return torch.from_numpy(array if array.dtype != np.uint64 else array.astype(np.int64)).to(dtype)
 
 
 def opened_image(content: bytes, limits: Limits) -> Image.Image:

@@ -41,14 +41,17 @@ from torch import Tensor
 from uvicorn import Config, Server
 from uvicorn.protocols.http.h11_impl import H11Protocol
 
+from posthoc_uq.core.batches import INPUT_TYPES
 from posthoc_uq.core.errors import NonFiniteError, PosthocUQError
 from posthoc_uq.deployment.monitor import SCORES, ScoreLog
 from posthoc_uq.deployment.requests import (
+    Form,
+    Inputs,
     Limits,
     Refused,
     body_of,
     files_of,
-    numbers_of,
+    inputs_of,
     prepared,
     prepared_image,
     shortened,
@@ -196,8 +199,23 @@ class Connection(H11Protocol):
 class _Waiting:
     """The inputs of a request, and its answers to come."""
 
-    inputs: Tensor
+    inputs: Inputs
     answers: Future[list[dict[str, Any]]] = field(default_factory=Future[list[dict[str, Any]]])
+
+    @property
+    def rows(self) -> int:
+        """How many inputs there are."""
+        return len(next(iter(self.inputs.values())))
+
+    @property
+    def numbers(self) -> int:
+        """In all of them."""
+        return sum(tensor.numel() for tensor in self.inputs.values())
+
+    @property
+    def form(self) -> dict[str, Any]:
+        """What requests that are predicted together have in common."""
+        return {name: (tensor.shape[1:], tensor.dtype) for name, tensor in self.inputs.items()}
 
 
 class Service:
@@ -211,7 +229,7 @@ class Service:
         level: of intervals and sets.
         referral: refers inputs; without one, or where the posterior's held-out scores do not apply, none are.
         limits: of one request.
-        integers: inputs of JSON are whole numbers, such as tokens.
+        integers: the one input of JSON is whole numbers, such as tokens, where the posterior's file does not say so.
         log: a CSV file to which every input's scores are added, or None.
 
     Raises:
@@ -244,8 +262,8 @@ class Service:
         self._room = Condition()  # guards what waits; tells when less does
         self._log = None if log is None else ScoreLog(log)
         self._started = time.monotonic()
-        floats = (p.dtype for p in predictor.model.parameters() if p.is_floating_point())
-        self._dtype = torch.int64 if integers else next(floats, torch.float32)
+        self._inputs_at = predictor.posterior.history.inputs
+        self._form = _form_of(predictor, integers)
 
     def warm_up(self) -> None:
         """Predict a grey image once, so that the first client need not wait for what is made on first use. A model that
@@ -254,10 +272,10 @@ class Service:
         Raises:
             PosthocUQError: there are other names than classes.
         """
-        if self.transform is not None:
+        if self.transform is not None and self._form.only is not None:
             with suppress(Refused):
                 grey = prepared_image(Image.new("RGB", (256, 256), (128, 128, 128)), self.transform)
-                _answers(self, self._predicted(grey.unsqueeze(0)))
+                _answers(self, self._predicted({self._form.only: grey.unsqueeze(0)}))
 
     def predict(self, body: bytes, headers: Headers, many: bool) -> Future[list[dict[str, Any]]]:
         """Answers to the inputs in a body, JSON, an image, or a form of images, once they are predicted: together with
@@ -267,23 +285,26 @@ class Service:
             Refused: the body is wrong. The future raises it where the model does not take such inputs.
         """
         with self._room:
-            self._room.wait_for(lambda: sum(one.inputs.numel() for one in self._waiting) < _JOINED_NUMBERS)
+            self._room.wait_for(lambda: sum(one.numbers for one in self._waiting) < _JOINED_NUMBERS)
         request = _Waiting(self._inputs(body, headers, many))
         with self._room:
             self._waiting.append(request)
         self.worker.submit(self._answer_waiting)
         return request.answers
 
-    def _inputs(self, body: bytes, headers: Headers, many: bool) -> Tensor:
+    def _inputs(self, body: bytes, headers: Headers, many: bool) -> Inputs:
         kind = _content_type(headers)
         if kind == _JSON:
-            return numbers_of(body, many, self.limits, self._dtype)
+            return inputs_of(body, many, self.limits, self._form)
         if self.transform is None:
             raise Refused(415, "image", "This server has no transform of images; send numbers as JSON.")
+        only = self._form.only
+        if only is None:
+            raise Refused(415, "image", f"The model takes more than images: send JSON, {self._form.shown()}.")
         files = files_of(body, headers, self.limits) if kind == _FORM else [body]
         if len(files) != 1 and not many:
             raise Refused(400, "form", f"The form has {len(files)} files; send several to /predict/batch.")
-        return prepared(files, self.transform, self.limits)
+        return {only: prepared(files, self.transform, self.limits)}
 
     def _answer_waiting(self) -> None:
         """Answer the request that has waited for longest, and in the same batch later ones with inputs of the same
@@ -293,10 +314,9 @@ class Service:
         rows = numbers = 0
         with self._room:
             for request in self._waiting:
-                x = request.inputs
-                if taken and (x.shape[1:], x.dtype) != (taken[0].inputs.shape[1:], taken[0].inputs.dtype):
+                if taken and request.form != taken[0].form:
                     continue
-                rows, numbers = rows + len(x), numbers + x.numel()
+                rows, numbers = rows + request.rows, numbers + request.numbers
                 if taken and (rows > self.limits.batch or numbers > _JOINED_NUMBERS):
                     break
                 taken.append(request)
@@ -307,9 +327,11 @@ class Service:
 
     def _answer(self, requests: Sequence[_Waiting]) -> None:
         """Answer requests as one batch; the answers are counted, and their scores logged."""
-        counts = [len(request.inputs) for request in requests]
+        counts = [request.rows for request in requests]
         try:
-            answers = _answers(self, self._predicted(torch.cat([request.inputs for request in requests])))
+            names = requests[0].inputs
+            together = {name: torch.cat([request.inputs[name] for request in requests]) for name in names}
+            answers = _answers(self, self._predicted(together))
             if len(requests) > 1 and len(answers) != sum(counts):
                 raise PosthocUQError("The model does not give one answer for each input.")
             self._count(answers)
@@ -344,10 +366,16 @@ class Service:
                 self.metrics.errors.labels("log").inc()
                 log.error("The record of an input could not be kept: %s.", error)
 
-    def _predicted(self, inputs: Tensor) -> Prediction:
+    def _predicted(self, inputs: Inputs) -> Prediction:
+        moved = {name: tensor.to(self.predictor.device) for name, tensor in inputs.items()}
+        # by the place or the name by which the fit gave them; without a name there is one input
+        places = {name: about["place"] for name, about in self._inputs_at.items() if "place" in about}
+        if not self._inputs_at:
+            places = dict.fromkeys(moved, 0)
+        args = [moved.pop(name) for name in sorted(places, key=lambda name: places[name])]
         try:
             with torch.no_grad(), self.metrics.model_seconds.time():
-                return self.predictor(inputs.to(self.predictor.device)).to("cpu")
+                return self.predictor(*args, **moved).to("cpu")
         except NonFiniteError as error:
             raise Refused(422, "finite", f"{shortened(error)}.") from None
         except PosthocUQError as error:
@@ -363,6 +391,12 @@ class Service:
             "likelihood": self.predictor.posterior.likelihood.name,
             "referral": None if self.referral is None else repr(self.referral),
             "images": self.transform is not None,
+            "inputs": {
+                name: str(dtype).removeprefix("torch.")
+                for name, dtype in self._form.types.items()
+                if self._form.named
+            },
+            "columns": list(self._form.columns),
             "limits": {"bytes": limits.bytes, "batch": limits.batch, "pixels": limits.pixels},
             "uptime_seconds": round(time.monotonic() - self._started, 1),
         }
@@ -373,6 +407,17 @@ class Service:
         self.worker.shutdown(wait=True)
         if self._log is not None:
             self._log.close()
+
+
+def _form_of(predictor: Predictor, integers: bool) -> Form:
+    """What the posterior's file says of the model's inputs. Those of floating-point numbers have the model's type."""
+    history = predictor.posterior.history
+    floats = (p.dtype for p in predictor.model.parameters() if p.is_floating_point())
+    dtype = torch.int64 if integers else next(floats, torch.float32)
+    known = {name: INPUT_TYPES[about["type"]] for name, about in history.inputs.items()}
+    types = {name: dtype if kind.is_floating_point else kind for name, kind in known.items()}
+    columns = tuple(history.fit.get("table columns", ())) if len(types) < 2 else ()
+    return Form(types or {"input": dtype}, columns, named=bool(types or columns))
 
 
 class Metrics:

@@ -12,6 +12,7 @@ from typing import Annotated, Any, cast, get_args
 
 from pydantic import AfterValidator, ConfigDict, Discriminator, Field, Tag, model_validator
 
+from posthoc_uq.core.batches import INPUT_TYPES
 from posthoc_uq.core.errors import CorruptPosteriorError, PosthocUQError
 from posthoc_uq.core.options import LARGEST, Count, Magnitude, Natural, Seed, Temperature, Unit
 from posthoc_uq.core.records import Name, Record, among, validate_record
@@ -434,6 +435,20 @@ class OutputRecord(Record):
         return self
 
 
+class InputRecord(Record):
+    """One input of the model: its number type, and its place where it is given by that and not by its name."""
+
+    type: Annotated[str, among(INPUT_TYPES)]
+    place: Annotated[int, Field(ge=0, lt=64)] | None = None
+
+
+def _check_places(inputs: dict[str, InputRecord]) -> dict[str, InputRecord]:
+    places = [one.place for one in inputs.values() if one.place is not None]
+    if len(set(places)) < len(places):
+        raise ValueError("has two inputs at one place")
+    return inputs
+
+
 class HistoryRecord(Record):
     """How the posterior was fitted, tuned and calibrated (`posthoc_uq.posteriors.settings.History`)."""
 
@@ -448,6 +463,9 @@ class HistoryRecord(Record):
     novelty: Annotated[str, among(NOVELTIES)] = ""
     changes: ChangesRecord | None = None
     output: OutputRecord | None = None
+    inputs: Annotated[dict[Name, InputRecord], Field(max_length=64), AfterValidator(_check_places)] | None = (
+        None
+    )
 
     @model_validator(mode="before")
     @classmethod

@@ -461,7 +461,7 @@ def inspect(path: str | os.PathLike[str]) -> Inspection:
         description, slots = _described(structure, head)
     plain = description.plain()
     history: dict[str, Any] = plain["history"]
-    optional = ("head", "faithful", "left_out", "calibration", "promises", "changes", "output")
+    optional = ("head", "faithful", "left_out", "calibration", "promises", "changes", "output", "inputs")
     contents = {
         "format_version": header.FORMAT,
         "library_version": head.release,

@@ -94,6 +94,8 @@ def _history(contents: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
         yield "promises", described_promises(contents["promises"])
     if contents["output"]:
         yield "outputs", described_output(contents["output"])
+    if contents["inputs"]:
+        yield "inputs", ", ".join(f"{name} {about['type']}" for name, about in contents["inputs"].items())
     if contents["changes"]:
         yield "data since the fit", described_changes(contents["changes"])
     yield "fingerprint", contents["fingerprint"]

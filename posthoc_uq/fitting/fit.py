@@ -25,6 +25,7 @@ from posthoc_uq.core.batches import (
     BatchReader,
     check_loader,
     check_reusable,
+    described_inputs,
     explained,
     items_of,
     no_sample,
@@ -639,6 +640,7 @@ def _record(posterior: Posterior, request: _FitRequest, task: Task, noise_origin
     history.head = {"name": request.head, "options": {}}
     choice = chosen_in(task.model)
     history.output = {} if choice is None else choice.plain()
+    history.inputs = described_inputs(task.batch, request.reader.names)
 
 
 def _set_by_leave_one_out(posterior: Posterior, request: _FitRequest, task: Task) -> bool:

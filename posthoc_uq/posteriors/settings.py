@@ -89,6 +89,7 @@ class History:
             ``outside before``, that of the Fisher of the data before; or empty.
         output: which part of what the model returns its outputs are: ``name``, ``index`` or (the name of) a
             ``function``, and whether it was ``guessed``; empty where it returns a tensor.
+        inputs: of the fit's first batch, by name: their number ``type``, and the ``place`` of one that is given by it.
     """
 
     fit: dict[str, Any] = field(default_factory=lambda: dict[str, Any]())
@@ -102,6 +103,7 @@ class History:
     novelty: str = ""
     changes: dict[str, Any] = field(default_factory=lambda: dict[str, Any]())
     output: dict[str, Any] = field(default_factory=lambda: dict[str, Any]())
+    inputs: dict[str, dict[str, Any]] = field(default_factory=lambda: dict[str, dict[str, Any]]())
 
 
 class LayerPriors(dict[str, float]):
