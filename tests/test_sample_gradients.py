@@ -270,9 +270,9 @@ def test_a_sample_that_counts_twice_is_one_that_occurs_twice() -> None:
 def test_what_is_covered_by_default_and_by_name() -> None:
     model = network()
     with pytest.warns(UserWarning) as said:
-        assert set(fitted(model, layers="all").layers) == {"kernel", "last"}
+        assert set(fitted(model, layers="all").layers) == {"kernel", "mixing", "last"}
     messages = [str(warning.message) for warning in said]
-    assert any("Weights without a posterior" in message and "'mixing'" in message for message in messages)
+    assert any("Weights without a posterior" in message and "'table'" in message for message in messages)
     assert any("formed for each sample" in message and "'kernel'" in message for message in messages)
     assert set(fitted(model, layers=["table", "last"]).layers) == {"table", "last"}
     assert set(fitted(model, layers=["gain", "last"]).layers) == {"gain", "last"}
@@ -315,7 +315,7 @@ def test_what_cannot_be_proved_gets_no_posterior(monkeypatch: pytest.MonkeyPatch
     )
     with pytest.warns(UserWarning, match="Not caught: 'kernel'"):
         posterior = fitted(network(), layers="all")
-    assert set(posterior.layers) == {"last"}
+    assert set(posterior.layers) == {"mixing", "last"}
 
 
 def test_unit_rows_are_rows() -> None:

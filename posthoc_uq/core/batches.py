@@ -151,6 +151,17 @@ class Batch:
         """`fresh`, outside of any graph."""
         return self._with_inputs(lambda tensor: tensor.detach().clone())
 
+    def differentiable(self) -> Batch:
+        """`copied`, with inputs of floating-point numbers that are part of a new graph and no leaves of it, since a
+        model may change them in place.
+        """
+
+        def begun(tensor: Tensor) -> Tensor:
+            own = tensor.detach().clone()
+            return own.requires_grad_().clone() if own.is_floating_point() else own
+
+        return self._with_inputs(begun)
+
     def narrow(self, start: int, length: int, samples: int) -> Batch:
         """The samples ``start`` to ``start + length`` of a batch of `samples`."""
         return self._rows(slice(start, start + length), samples)

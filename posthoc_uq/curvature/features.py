@@ -19,6 +19,7 @@ from posthoc_uq.layers.layer import Call, Layer
 from posthoc_uq.layers.operands import CPU_TEMPORARY
 from posthoc_uq.layers.proof import count_samples
 from posthoc_uq.layers.rules import AffineCall, LayerGradients
+from posthoc_uq.layers.uses import uses_of
 from posthoc_uq.likelihoods import Likelihood
 
 MAX_FEATURES = 8192  # numbers a sample; up to here their Gram is a small statistic
@@ -113,8 +114,8 @@ def watching(model: nn.Module, layer: Layer) -> Generator[list[Call]]:
 def find_features(
     model: nn.Module, batch: Batch, autocast: bool = False, likelihood: Likelihood | None = None
 ) -> FeatureSource | None:
-    """The last weighted layer that runs, if its input is one row a sample or can be pooled to one; else None. Where
-    outputs have positions, it is one row a position if the layer gives a position its classes: it is a linear layer or
+    """The last weighted layer before the outputs (of several the one that runs last), if its input is one row a sample
+    or can be pooled to one; else None. Where outputs have positions, it is one row a position if the layer gives a position its classes: it is a linear layer or
     a pointwise convolution, on the grid of the outputs or on a coarser one.
 
     The numbers decide: two samples in one batch must give the same rows as each of them alone. A graph, or what else is
@@ -146,8 +147,11 @@ def find_features(
 def _found(
     model: nn.Module, pair: Batch, autocast: bool, likelihood: Likelihood | None
 ) -> FeatureSource | None:
-    capture = Capture(model)
-    layers = [tracked for tracked in capture.discover(pair, autocast) if tracked.layer.rule.matrices]
+    capture, last = Capture(model), uses_of(model, pair).last
+    discovered = [tracked for tracked in capture.discover(pair, autocast) if tracked.layer.rule.matrices]
+    layers = [tracked for tracked in discovered if tracked.layer.weight in last]
+    if len(layers) < len(last):
+        return None  # what enters a weight that is used in no layer's call is not seen
     if not layers or layers[-1].uses != 1 or layers[-1].layer.groups * layers[-1].layer.inputs > MAX_FEATURES:
         return None
     layer = layers[-1].layer

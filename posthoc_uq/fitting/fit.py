@@ -141,7 +141,8 @@ def fit(
         noise_variance: of a regression, in squared units of the targets, one number or one an output; by default the
             mean squared residual of the training data (1 without targets, with a warning).
         layers: ``"all"``, ``"last"``, names, prefixes of names or shell patterns (``"*lora_*"``), or a predicate
-            ``(name, module) -> bool``; these are layers whose weights are matrices. ``"everything"`` adds the scales
+            ``(name, module) -> bool``; these are layers whose weights are matrices. The last ones are those that no
+            other follows on a way to the outputs, as of several heads all. ``"everything"`` adds the scales
             and offsets of normalisations, embeddings and all other parameters, each of which can also be named. By
             default those that the method is for: the last one for message passing, all for the others.
         prior_precision: a number; ``"faithful"`` (the default), for the smallest one for which predictions on training

@@ -24,7 +24,6 @@ from torch import Tensor, nn
 from posthoc_uq.core.batches import Batch
 from posthoc_uq.core.errors import UnsupportedLayerError
 from posthoc_uq.core.model import EMBEDDINGS, Owner, owners, parameter_names, replicate
-from posthoc_uq.core.outputs import chosen_in
 from posthoc_uq.layers.calls import CallWatcher
 from posthoc_uq.layers.layer import Call, Layer, describe
 from posthoc_uq.layers.operands import Geometry
@@ -139,13 +138,9 @@ class Capture:
         self.by_module: dict[nn.Module, TrackedLayer] = {}
 
     def discover(self, batch: Batch, autocast: bool) -> list[TrackedLayer]:
-        """Run one batch and return every weighted layer it uses, in the order of their last calls.
-
-        Where the outputs are a part of what the model returns, layers that do not reach it are left out.
-        """
+        """Run one batch and return every weighted layer it uses, in the order of their last calls."""
         names, holders = parameter_names(self.twin), owners(self.twin)
         noted: dict[int, list[tuple[AffineCall, int, Tensor, int]]] = {}
-        part = chosen_in(self.twin) is not None
 
         def note(use: AffineCall, output: Tensor) -> None:
             key, lookup = id(use.parameter), use.kind == Lookup.kind
@@ -158,14 +153,7 @@ class Capture:
             noted[key] = [*uses, (use, use.input._version, output, output._version)]
 
         with torch.enable_grad(), CallWatcher(set(names), note):
-            outputs = batch.call(self.twin)
-        if part:
-            before = _nodes_before(outputs)
-            noted = {
-                key: uses
-                for key, uses in noted.items()
-                if any(output.grad_fn in before for _, _, output, _ in uses)
-            }
+            batch.call(self.twin)
         found = list[TrackedLayer]()
         for uses in noted.values():
             use = uses[0][0]
@@ -238,17 +226,6 @@ class Capture:
     def run(self, batch: Batch, samples: int) -> Recording:
         """A forward pass, ready to be pulled back through."""
         return Recording(self, batch, samples)
-
-
-def _nodes_before(outputs: Tensor) -> set[Any]:
-    """All nodes of the autograd graph that the outputs depend on."""
-    nodes, left = set[Any](), [outputs.grad_fn]
-    while left:
-        node: Any = left.pop()
-        if node is not None and node not in nodes:
-            nodes.add(node)
-            left += [before for before, _ in node.next_functions]
-    return nodes
 
 
 def _describe(

@@ -28,12 +28,12 @@ from posthoc_uq.core.errors import (
 )
 from posthoc_uq.core.model import owners, parameter_names, replicate, unshared_copy
 from posthoc_uq.core.options import did_you_mean, shown
-from posthoc_uq.core.outputs import chosen_in
 from posthoc_uq.layers.capture import Capture, TrackedLayer
 from posthoc_uq.layers.layer import BATCH_AXES, Layer
 from posthoc_uq.layers.operands import CPU_TEMPORARY
 from posthoc_uq.layers.rules import WEIGHTED_MODULES, LayerGradients
 from posthoc_uq.layers.sample_gradients import Route, is_matrix, numbers_of
+from posthoc_uq.layers.uses import uses_of
 
 _MAX_NAMED = 5  # parameters that a message names
 
@@ -62,7 +62,7 @@ def why_not_rebuilt(parameter: str, holders: Sequence[tuple[str, str]], both_way
 
 
 def without_posterior(
-    parameters: Mapping[str, Tensor], kinds: Mapping[str, str], covered: Collection[str]
+    parameters: Mapping[str, Tensor], kinds: Mapping[str, str], covered: Collection[str], others: str
 ) -> str | None:
     """A message on the used weight matrices without a posterior, with their share of all weights; None if there are
     none.
@@ -71,6 +71,7 @@ def without_posterior(
         parameters: all parameters of the model, by name.
         kinds: parameters that were used in the forward pass and asked for, with the type of their module.
         covered: parameters with a posterior.
+        others: a sentence on how they could have one.
     """
     matrices = {name for name, p in parameters.items() if sum(size > 1 for size in p.shape) >= 2}
     numbers = {name: p.numel() for name, p in parameters.items() if p.is_floating_point()}
@@ -88,9 +89,7 @@ def without_posterior(
     more = f" and {len(missing) - _MAX_NAMED} more" if len(missing) > _MAX_NAMED else ""
     return (
         f"Weights without a posterior, {share(*missing)} of all weights: {', '.join(shown)}{more}. Predictions take "
-        f"them for certain. What is used through torch.nn.functional.linear, a convolution or a product x @ weight "
-        f"gets a posterior, with layers='everything' also embeddings and all other parameters; choosing layers by "
-        f"layers=[...] leaves out what is not to have one."
+        f"them for certain. {others} Choosing layers by layers=[...] leaves out what is not to have one."
     )
 
 
@@ -186,15 +185,14 @@ class Reference:
         pull: what was pulled back, in the shape of the outputs.
         total: gradients of all samples by parameter; None for one that is not used.
         last: those of the last sample.
+        uses: of the weights in a pass.
         seconds: that one forward and two backward passes took.
     """
 
     def __init__(self, model: nn.Module, probe: Batch, samples: int) -> None:
         self.samples = samples
         twin = replicate(model).requires_grad_(True)
-        self._unused = (
-            "not used in the forward pass" if chosen_in(twin) is None else "not used for the chosen outputs"
-        )
+        self._unused = "not used for the outputs, or without gradients (torch.no_grad, detach)"
         self.names = parameter_names(twin)
         self.order = {name: index for index, name in enumerate(self.names.values())}
         self.parameters = dict(twin.named_parameters())
@@ -215,6 +213,7 @@ class Reference:
             # layer's gradient.
             with torch.autograd.graph.saved_tensors_hooks(torch.clone, lambda saved: saved):
                 self._differentiate(twin, probe)
+        self.uses = uses_of(model, probe)
 
     def _differentiate(self, twin: nn.Module, probe: Batch) -> None:
         begun = time.perf_counter()
@@ -286,18 +285,13 @@ class Reference:
     def missed_weights(
         self, reached: set[str], selection: Selection, zero: bool = False
     ) -> list[tuple[str, str]]:
-        """Those of `missed` that are asked for."""
+        """Those of `missed` that are asked for; of the last ones all that are not seen."""
         missed = self.missed(reached, zero)
         if selection in ("all", "everything"):
             return missed
-        if selection == "last":  # a missed layer after all caught ones would be the last
-            last_reached = max((self.order[name] for name in reached), default=-1)
-            after = [
-                (module, name)
-                for module, name in missed
-                if self.order[name] > last_reached and isinstance(self._home[name][1], WEIGHTED_MODULES)
-            ]
-            return [(module, name) for module, name in after if module == after[-1][0]]
+        if selection == "last":
+            last = sorted(self.uses.last.difference(reached), key=self.order.__getitem__)
+            return [(self._home[name][0] or name, name) for name in last]
         if callable(selection):
             return [(module, name) for module, name in missed if selection(module, self._home[name][1])]
         names = wanted_names(selection) or []
@@ -309,6 +303,7 @@ class Reference:
         """
         # a branch that begins with a gain of 0 has no gradient yet
         of_layers = {name for _, name in self.missed_weights({*reached}, selection, zero=True)}
+        of_layers |= self.uses.factors if selection == "all" else set()
         modules = {self._home[name][0] for name in of_layers}
         names = wanted_names(selection) or []
         found: list[str] = []
@@ -357,6 +352,12 @@ class Reference:
 
 
 PROBE_SAMPLES = 2
+_OF_ALL = "layers='everything' covers embeddings and all other parameters, too."
+_OF_CALLS = (
+    "This method follows weights that go as they are into torch.nn.functional.linear, a convolution or a product "
+    "x @ weight; a Laplace method with layers='everything' covers all others, too."
+)
+_OF_NONE = "They are too large, or no way to their gradients was proved."
 _COMPARED_ROWS = 4096  # of a gradient, at once
 _NO_LAYER = "The model has no Linear or convolution layer, so there are no weights to fit a posterior over."
 _TIED = "Embedding is kept deterministic; '{}' shares its weight and has a posterior of its own use"
@@ -414,11 +415,18 @@ def prepare(
     """
     samples = count_samples(batch)
     probe, reference = _probe(model, batch, samples)
-    discovered = Capture(model).discover(probe, autocast)
+    found = Capture(model).discover(probe, autocast)
+    discovered = [
+        t
+        for t in found
+        if reference.total[t.layer.weight] is not None
+        and not (by_gradients and t.layer.weight in reference.uses.factors)
+    ]
     if isinstance(selection, Exactly):
         discovered = [t for t in discovered if t.layer.weight not in selection.unseen]
     of_any_kind = by_gradients and (selection == "everything" or wanted_names(selection) is not None)
-    if not (of_any_kind or possible(discovered, selection)) and not any(
+    weighted = possible(discovered, selection) or (by_gradients and reference.uses.factors)
+    if not (of_any_kind or weighted) and not any(
         isinstance(module, WEIGHTED_MODULES) for module in model.modules()
     ):
         raise PosthocUQError(_NO_LAYER)
@@ -461,7 +469,8 @@ def prepare(
         raise UnsupportedLayerError(f"Unsupported layers: {listed}.{advice}")
     if not layers:
         raise PosthocUQError("No weighted layer is left to fit a posterior over.")
-    warning = without_posterior(reference.parameters, reference.asked_for(selection), covered)
+    others = _OF_CALLS if not by_gradients else _OF_NONE if selection == "everything" else _OF_ALL
+    warning = without_posterior(reference.parameters, reference.asked_for(selection), covered, others)
     if errors:
         name, reason = next(iter(errors.items()))
         more = (
@@ -523,7 +532,7 @@ def select(
     elif selection in ("all", "everything"):
         chosen = able
     elif selection == "last":
-        chosen = able[-1:]
+        chosen = [t for t in able if t.layer.weight in reference.uses.last]
     else:
         names = wanted_names(selection) or []
         for name in names:
@@ -589,8 +598,6 @@ def _caught(
     seen = {t.layer.weight for t in discovered if t.layer.rule.matrices}
     seen |= {name for t in chosen for name in t.layer.parameter_names}
     computed = _by_gradients(model, probe, reference.unseen(seen, selection), reference, tolerance)
-    if selection == "last" and computed:  # it comes after all that were seen
-        chosen = []
     capture, broken = _proved_capture(model, probe, [*chosen, *computed], reference, tolerance)
     named = wanted_names(selection) is not None or selection == "everything"
     again = [t for t in broken if named or not _may_be_no_layer(t)]

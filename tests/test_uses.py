@@ -1,0 +1,200 @@
+"""Which weights make the outputs: ``layers="last"``, the default, and novelty, against dense computations in float64."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+import posthoc_uq as uq
+from posthoc_uq.core.errors import UnsupportedLayerError
+
+X = torch.randn(24, 5, generator=torch.Generator().manual_seed(1), dtype=torch.float64)
+NEW = torch.randn(4, 5, generator=torch.Generator().manual_seed(2), dtype=torch.float64)
+OPTIONS: dict[str, Any] = {"fisher": "exact", "prior_precision": 1.0, "progress": False}
+
+
+class Net(nn.Module):
+    """Layers and parameters, of which `run` uses some."""
+
+    def __init__(self, run: Callable[[Net, Tensor], Tensor]) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.body, self.one, self.two = nn.Linear(5, 6), nn.Linear(6, 3), nn.Linear(6, 3)
+        self.points = nn.Parameter(torch.randn(3, 6))
+        self.left, self.right = nn.Parameter(torch.randn(6, 2)), nn.Parameter(torch.randn(2, 3))
+        self.scale, self.offset = nn.Parameter(torch.tensor(1.5)), nn.Parameter(torch.randn(3))
+        self.shift = nn.Parameter(torch.randn(2, 3))
+        self.steps = nn.LSTM(6, 3, batch_first=True)
+        self.run = run
+        self.double().eval()
+
+    def features(self, x: Tensor) -> Tensor:
+        return torch.tanh(self.body(x))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.run(self, x)
+
+
+def cosine(m: Net, x: Tensor) -> Tensor:
+    return 5 * F.linear(F.normalize(m.features(x)), F.normalize(m.points))
+
+
+def cosine_alone(m: Net, x: Tensor) -> Tensor:
+    return F.linear(F.normalize(x), F.normalize(m.points[:, :5]))
+
+
+def distances(m: Net, x: Tensor) -> Tensor:
+    return -torch.cdist(m.features(x), m.points)
+
+
+def prototypes(m: Net, x: Tensor) -> Tensor:
+    return -(m.features(x)[:, None] - m.points).square().sum(-1)
+
+
+def similarities(m: Net, x: Tensor) -> Tensor:
+    return F.cosine_similarity(m.features(x)[:, None], m.points[None], dim=-1)
+
+
+def product(m: Net, x: Tensor) -> Tensor:
+    return m.features(x) @ (m.left @ m.right)
+
+
+def two_heads(m: Net, x: Tensor) -> Tensor:
+    h = m.features(x)
+    return torch.cat([m.two(h), m.one(h)], 1)
+
+
+def auxiliary(m: Net, x: Tensor) -> Tensor:
+    h = m.features(x)
+    outputs = m.one(h)
+    m.two(h)
+    return outputs
+
+
+def scaled(m: Net, x: Tensor) -> Tensor:
+    return m.scale.exp() * m.one(m.features(x)) + m.offset
+
+
+def shifted(m: Net, x: Tensor) -> Tensor:
+    return (m.one(m.features(x)) - m.shift.sum(0)).unsqueeze(1).add(m.shift).flatten(1)
+
+
+def both_sides(m: Net, x: Tensor) -> Tensor:
+    return F.normalize(m.one(m.features(x))) * F.normalize(m.two(m.features(x))) * m.scale
+
+
+def wide(m: Net, x: Tensor) -> Tensor:
+    return m.one(m.features(x)) + F.linear(x, 1.0 * m.points[:, :5])
+
+
+def residual(m: Net, x: Tensor) -> Tensor:
+    h = m.body(x)
+    return h + torch.tanh(F.linear(h, m.points)) @ m.points
+
+
+def recurrent(m: Net, x: Tensor) -> Tensor:
+    return m.one(m.features(x)) * m.steps(m.features(x)[:, None].expand(-1, 3, -1))[0][:, -1].mean(1, keepdim=True)
+
+
+def dense(model: nn.Module, names: Sequence[str], x: Tensor) -> Tensor:
+    """Variances of the outputs by the GGN over these parameters with the prior precision 1."""
+    chosen = [model.get_parameter(name) for name in names]
+
+    def jacobian(inputs: Tensor) -> Tensor:
+        rows = [torch.autograd.grad(o, chosen, retain_graph=True) for one in inputs for o in model(one[None])[0]]
+        return torch.stack([torch.cat([g.flatten() for g in row]) for row in rows]).unflatten(0, (len(inputs), -1))
+
+    with torch.no_grad():
+        p = model(X).softmax(1)
+    j = jacobian(X)
+    ggn = torch.einsum("sck,scd,sdl->kl", j, p.diag_embed() - p[:, :, None] * p[:, None], j)
+    new = jacobian(NEW)
+    return torch.einsum("sck,kl,scl->sc", new, torch.linalg.inv(ggn + torch.eye(len(ggn), dtype=p.dtype)), new)
+
+
+def fitted(model: nn.Module, method: str = "full", **options: Any) -> uq.Posterior:
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # of weights that nothing catches
+        return uq.fit(model, [X], method, **(OPTIONS | options))
+
+
+ONE, BODY = ["one.weight", "one.bias"], ["body.weight", "body.bias"]
+KINDS: dict[Callable[[Net, Tensor], Tensor], tuple[list[str], list[str]]] = {
+    # the last weights, and those that the default has besides
+    cosine: (["points"], BODY),
+    cosine_alone: (["points"], []),
+    distances: (["points"], BODY),
+    prototypes: (["points"], BODY),
+    similarities: (["points"], BODY),
+    product: (["left", "right"], BODY),
+    two_heads: ([*ONE, "two.weight", "two.bias"], BODY),
+    auxiliary: (ONE, BODY),
+    scaled: (ONE, BODY),
+    shifted: (ONE, BODY),
+    both_sides: ([*ONE, "two.weight", "two.bias"], BODY),
+    wide: ([*ONE, "points"], BODY),
+}
+
+
+@pytest.mark.parametrize("run", KINDS, ids=lambda run: run.__name__)
+def test_the_last_weights_are_those_that_make_the_outputs(run: Any) -> None:
+    model, (last, others) = Net(run), KINDS[run]
+    for layers, names in (("last", last), ("all", [*last, *others])):
+        posterior = fitted(model, layers=layers)
+        assert set(posterior.mean) == set(names)
+        found = uq.wrap(model, posterior, "linearized").functional_variance(NEW)
+        torch.testing.assert_close(found, dense(model, names, NEW), rtol=1e-7, atol=1e-10)
+
+
+def test_what_goes_on_into_another_use_is_not_last() -> None:
+    assert set(fitted(Net(residual), "diag", layers="last").mean) == {"points"}
+    with_steps = set(fitted(Net(recurrent), "diag", layers="last").mean)
+    assert with_steps == {*ONE, "steps.weight_hh_l0", "steps.bias_hh_l0"}
+
+
+@pytest.mark.parametrize("run", [cosine, distances, prototypes])
+def test_a_first_batch_of_one_sample_and_inputs_of_whole_numbers(run: Any) -> None:
+    model = Net(run)
+    loader = [(X[:1], torch.zeros(1).long()), (X[1:], torch.zeros(23).long())]
+    assert set(uq.fit(model, loader, "diag", layers="last", **OPTIONS).mean) == {"points"}
+
+    def of_numbers(m: Net, ids: Tensor) -> Tensor:
+        return run(m, F.one_hot(ids, 5).double())
+
+    ids = [torch.arange(24) % 5]
+    assert set(uq.fit(Net(of_numbers), ids, "diag", layers="last", **OPTIONS).mean) == {"points"}
+
+
+def test_novelty_goes_by_what_enters_the_layer_that_makes_the_outputs() -> None:
+    for run in (cosine, distances, prototypes, wide):  # not by the inputs of the layer before
+        posterior = fitted(Net(run), "diag")
+        assert posterior.features is None
+        assert "by the posterior itself" in str(posterior.report())
+        assert bool(torch.isfinite(uq.wrap(Net(run), posterior, "linearized").novelty(NEW)).all())
+    for run, layer in ((auxiliary, "one"), (two_heads, "one"), (scaled, "one")):
+        assert f"inputs of '{layer}'" in str(fitted(Net(run), "diag").report())
+
+
+@pytest.mark.parametrize("method", ["utvi", "message_passing", "function_space", "latent_binary"])
+def test_a_method_that_needs_the_calls_names_the_weight_that_has_none(method: str) -> None:
+    data = [(X, torch.arange(24) % 3)]
+    options: dict[str, Any] = {} if method == "message_passing" else {"epochs": 1}
+    with pytest.raises(UnsupportedLayerError, match="'points'"):
+        uq.fit(Net(cosine), data, method, layers="last", progress=False, **options)
+
+
+def test_the_warning_says_what_another_choice_would_cover() -> None:
+    def looked_up(m: Net, x: Tensor) -> Tensor:
+        return m.one(torch.tanh(m.body(x) + m.points[(x[:, 0] > 0).long()]))
+
+    with pytest.warns(UserWarning, match=r"'points' .*layers='everything' covers .* all other parameters"):
+        uq.fit(Net(looked_up), [X], "diag", **OPTIONS)
+    assert "points" in fitted(Net(looked_up), "diag", layers="everything").mean
+    with pytest.warns(UserWarning, match=r"'points' .*This method follows weights that go as they are"):
+        uq.fit(Net(cosine), [(X, torch.arange(24) % 3)], "utvi", epochs=1, progress=False)
