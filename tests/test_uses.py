@@ -1,9 +1,10 @@
-"""Which weights make the outputs: ``layers="last"``, the default, and novelty, against dense computations in float64."""
+"""Which weights make the outputs: ``layers="last"``, the default, and novelty, against dense float64 computations."""
 
 from __future__ import annotations
 
 import warnings
 from collections.abc import Callable, Sequence
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -99,7 +100,9 @@ def residual(m: Net, x: Tensor) -> Tensor:
 
 
 def recurrent(m: Net, x: Tensor) -> Tensor:
-    return m.one(m.features(x)) * m.steps(m.features(x)[:, None].expand(-1, 3, -1))[0][:, -1].mean(1, keepdim=True)
+    return m.one(m.features(x)) * m.steps(m.features(x)[:, None].expand(-1, 3, -1))[0][:, -1].mean(
+        1, keepdim=True
+    )
 
 
 def dense(model: nn.Module, names: Sequence[str], x: Tensor) -> Tensor:
@@ -107,15 +110,21 @@ def dense(model: nn.Module, names: Sequence[str], x: Tensor) -> Tensor:
     chosen = [model.get_parameter(name) for name in names]
 
     def jacobian(inputs: Tensor) -> Tensor:
-        rows = [torch.autograd.grad(o, chosen, retain_graph=True) for one in inputs for o in model(one[None])[0]]
-        return torch.stack([torch.cat([g.flatten() for g in row]) for row in rows]).unflatten(0, (len(inputs), -1))
+        rows = [
+            torch.autograd.grad(o, chosen, retain_graph=True) for one in inputs for o in model(one[None])[0]
+        ]
+        return torch.stack([torch.cat([g.flatten() for g in row]) for row in rows]).unflatten(
+            0, (len(inputs), -1)
+        )
 
     with torch.no_grad():
         p = model(X).softmax(1)
     j = jacobian(X)
     ggn = torch.einsum("sck,scd,sdl->kl", j, p.diag_embed() - p[:, :, None] * p[:, None], j)
     new = jacobian(NEW)
-    return torch.einsum("sck,kl,scl->sc", new, torch.linalg.inv(ggn + torch.eye(len(ggn), dtype=p.dtype)), new)
+    return torch.einsum(
+        "sck,kl,scl->sc", new, torch.linalg.inv(ggn + torch.eye(len(ggn), dtype=p.dtype)), new
+    )
 
 
 def fitted(model: nn.Module, method: str = "full", **options: Any) -> uq.Posterior:
@@ -198,3 +207,64 @@ def test_the_warning_says_what_another_choice_would_cover() -> None:
     assert "points" in fitted(Net(looked_up), "diag", layers="everything").mean
     with pytest.warns(UserWarning, match=r"'points' .*This method follows weights that go as they are"):
         uq.fit(Net(cosine), [(X, torch.arange(24) % 3)], "utvi", epochs=1, progress=False)
+
+
+def half_frozen() -> Net:
+    """A frozen weight with a trained bias, a trained weight with a frozen bias, and a trained scale."""
+    model = Net(lambda m, x: m.scale * m.one(m.features(x)) + m.offset)
+    model.requires_grad_(False)
+    for name in ("body.bias", "one.weight", "scale"):
+        model.get_parameter(name).requires_grad_(True)
+    return model
+
+
+def test_what_requires_gradients_and_nothing_else(tmp_path: Path) -> None:
+    model, names = half_frozen(), ["body.bias", "one.weight", "scale"]
+    posterior = fitted(model, layers="trainable")
+    assert set(posterior.mean) == set(names)
+    assert "frozen" not in posterior.report().summary
+    assert posterior.history.deterministic["one.bias"] == "frozen (requires_grad=False)"
+    found = uq.wrap(model, posterior, "linearized").functional_variance(NEW)
+    torch.testing.assert_close(found, dense(model, names, NEW), rtol=1e-7, atol=1e-10)
+    uq.save(posterior, tmp_path / "p.h5")
+    loaded = uq.load(tmp_path / "p.h5", model)
+    again = uq.wrap(model, loaded, "linearized").functional_variance(NEW)
+    torch.testing.assert_close(again, found, rtol=1e-5, atol=1e-6)
+    assert [p.requires_grad for p in model.parameters()] == [
+        p.requires_grad for p in half_frozen().parameters()
+    ]
+    tied = nn.Sequential(nn.Embedding(5, 4), nn.Flatten(), nn.Linear(4, 5, bias=False))
+    tied[2].weight = tied[0].weight
+    of_layer = uq.fit(tied, [torch.arange(5)[:, None]], "diag", layers="trainable", **OPTIONS)
+    assert set(of_layer.mean) >= {"2.weight"}
+
+
+@pytest.mark.parametrize("method", ["inf", "kfac", "diag"])
+def test_a_posterior_of_what_requires_gradients_by_every_head(method: str) -> None:
+    model = half_frozen()
+    posterior = fitted(model, method, layers="trainable", prior_precision=300.0)
+    exact = uq.wrap(model, posterior, "linearized")(NEW).logits_variance
+    drawn = uq.wrap(model, posterior, "sampling", n_samples=2000, seed=0)(NEW).logits_variance
+    torch.testing.assert_close(drawn, exact, rtol=0.15, atol=0)
+
+
+def test_a_fit_says_how_many_of_its_weights_are_frozen() -> None:
+    model = half_frozen()
+    with pytest.warns(UserWarning, match=r"33 of the 57 .* frozen .*layers='trainable' takes") as said:
+        posterior = uq.fit(model, [X], "diag", **OPTIONS)
+    assert sum("frozen" in str(each.message) for each in said) == 1
+    assert posterior.report().summary["frozen"].startswith("33 of 57 weights")
+    model.requires_grad_(False)
+    with pytest.raises(uq.PosthocUQError, match="No parameter of the model requires gradients"):
+        uq.fit(model, [X], "diag", layers="trainable", **OPTIONS)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        uq.fit(Net(scaled), [X], "diag", layers="last", **OPTIONS)
+
+
+def test_a_method_that_trains_takes_a_layer_whole() -> None:
+    with pytest.warns(UserWarning, match="3 of the 21 weights with a posterior are frozen"):
+        posterior = uq.fit(
+            half_frozen(), [(X, torch.arange(24) % 3)], "utvi", layers="trainable", epochs=1, progress=False
+        )
+    assert posterior.layers["one"].parameter_names == ONE

@@ -66,6 +66,7 @@ from posthoc_uq.files.atomic import write
 from posthoc_uq.fitting.fit import takes_layers
 from posthoc_uq.fitting.wrap import HEADS, head_class, options_of, recorded_head
 from posthoc_uq.heads.moments import MomentsPredictor
+from posthoc_uq.layers.proof import LAYER_WORDS
 from posthoc_uq.likelihoods import LIKELIHOODS
 from posthoc_uq.likelihoods.conformal import SET_KINDS, applying
 from posthoc_uq.methods import METHODS
@@ -141,7 +142,8 @@ def fit(
         likelihood: what the model's outputs mean.
         val_data: held-out data with labels: the fit ends with their calibration, a training with its best epoch.
         val_split: part of the held-out data, such as train[50000:].
-        layers: all, last, or names, prefixes and shell patterns; by default those that the method is for.
+        layers: all, everything, last, trainable (what requires gradients), or names, prefixes and shell patterns; by
+            default those that the method is for.
         prior_precision: a number; faithful (the default), for the widest posterior whose predictions stay near the
             model's own; or evidence, for the maximum of the log marginal likelihood. For a training a number is the
             method's own prior precision.
@@ -157,7 +159,7 @@ def fit(
     if val_data is None and val_split is not None:
         raise WrongUsage("--val_split is a part of --val_data; give that too.")
     arguments: dict[str, Any] = {
-        "layers": layers[0] if layers in (["all"], ["everything"], ["last"]) else layers,
+        "layers": layers[0] if layers in [[word] for word in LAYER_WORDS] else layers,
         "prior_precision": prior_precision,
         "prior_mean": prior_mean,
         "head": head,

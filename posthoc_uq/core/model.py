@@ -164,7 +164,7 @@ def untied(model: nn.Module, layer: str) -> nn.Module:
     Raises:
         PosthocUQError: there is no such module, or it shares none.
     """
-    twin = replicate(model)
+    twin = _with_flags(model)
     modules = dict(twin.named_modules())
     if layer not in modules:
         raise PosthocUQError(
@@ -177,7 +177,7 @@ def untied(model: nn.Module, layer: str) -> nn.Module:
             f"Module '{layer}' shares no parameter with another one; fit the model as it is."
         )
     for attribute, parameter in shared:
-        setattr(modules[layer], attribute, nn.Parameter(parameter.detach(), requires_grad=False))
+        setattr(modules[layer], attribute, nn.Parameter(parameter.detach(), parameter.requires_grad))
     return twin
 
 
@@ -198,9 +198,7 @@ def with_plain_weights(model: nn.Module) -> nn.Module:
 
 
 def _without_norms(model: nn.Module) -> nn.Module:
-    twin, own = replicate(model), dict(unwrap(model).named_parameters())
-    for name, parameter in twin.named_parameters():
-        parameter.requires_grad_(own[name].requires_grad)
+    twin = _with_flags(model)
     for module in list(twin.modules()):
         for hook in _norms(module):
             remove = remove_weight_norm if isinstance(hook, WeightNorm) else remove_spectral_norm
@@ -216,6 +214,14 @@ def _without_norms(model: nn.Module) -> nn.Module:
             module.__class__ = type(module).__bases__[0]
             for name, value in values.items():
                 module.register_parameter(name, value)
+    return twin
+
+
+def _with_flags(model: nn.Module) -> nn.Module:
+    """A replica whose parameters require gradients where the model's do."""
+    twin, own = replicate(model), dict(unwrap(model).named_parameters())
+    for name, parameter in twin.named_parameters():
+        parameter.requires_grad_(own[name].requires_grad)
     return twin
 
 
@@ -263,10 +269,10 @@ def unshared_copy(model: nn.Module, names: Iterable[str]) -> nn.Module:
 
     if not asked(unwrap(model)):
         return model
-    twin = replicate(model)
+    twin = _with_flags(model)
     for places in asked(twin):
         shared = twin.get_submodule(places[0][0]).get_parameter(places[0][1])
-        separate = nn.Parameter(shared.detach(), requires_grad=False)
+        separate = nn.Parameter(shared.detach(), shared.requires_grad)
         for module, attribute in places:
             setattr(twin.get_submodule(module), attribute, separate)
     return twin

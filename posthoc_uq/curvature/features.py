@@ -115,8 +115,8 @@ def find_features(
     model: nn.Module, batch: Batch, autocast: bool = False, likelihood: Likelihood | None = None
 ) -> FeatureSource | None:
     """The last weighted layer before the outputs (of several the one that runs last), if its input is one row a sample
-    or can be pooled to one; else None. Where outputs have positions, it is one row a position if the layer gives a position its classes: it is a linear layer or
-    a pointwise convolution, on the grid of the outputs or on a coarser one.
+    or can be pooled to one; else None. Where outputs have positions, it is one row a position if the layer gives a
+    position its classes: it is a linear layer or a pointwise convolution, on the grid of the outputs or a coarser one.
 
     The numbers decide: two samples in one batch must give the same rows as each of them alone. A graph, or what else is
     not cut, is always alone.

@@ -68,6 +68,7 @@ from posthoc_uq.fitting.leave_one_out import (
 )
 from posthoc_uq.fitting.prior import Prior, check_weight_prior, prior_and_budget, set_prior, weight_prior_of
 from posthoc_uq.fitting.wrap import head_class
+from posthoc_uq.layers.layer import Layer
 from posthoc_uq.layers.proof import PROBE_SAMPLES, Selection, check_selection, count_samples, prepare
 from posthoc_uq.likelihoods import Categorical, Likelihood, resolve_likelihood
 from posthoc_uq.methods import METHODS, Method, method_of
@@ -142,9 +143,10 @@ def fit(
             mean squared residual of the training data (1 without targets, with a warning).
         layers: ``"all"``, ``"last"``, names, prefixes of names or shell patterns (``"*lora_*"``), or a predicate
             ``(name, module) -> bool``; these are layers whose weights are matrices. The last ones are those that no
-            other follows on a way to the outputs, as of several heads all. ``"everything"`` adds the scales
-            and offsets of normalisations, embeddings and all other parameters, each of which can also be named. By
-            default those that the method is for: the last one for message passing, all for the others.
+            other follows on a way to the outputs, as of several heads all. ``"everything"`` adds the scales and offsets
+            of normalisations, embeddings and all other parameters, each of which can also be named; ``"trainable"``
+            takes those of all these that require gradients. By default those that the method is for: the last one for
+            message passing, all for the others.
         prior_precision: a number; ``"faithful"`` (the default), for the smallest one for which predictions on training
             inputs stay within `divergence` of the network's; or ``"evidence"``, for the maximum of the log marginal
             likelihood. Or a tensor by the name of every parameter of the layers, for ``"diag"``, ``"full"``,
@@ -291,7 +293,8 @@ def fit(
             _tell_seconds(posterior, time.perf_counter() - began)
         return posterior, task
 
-    posterior, task = run_on_all_ranks(run, "the fit")
+    with torch.enable_grad():  # also within the caller's torch.no_grad()
+        posterior, task = run_on_all_ranks(run, "the fit")
     if task.checkpoint is not None:
         task.checkpoint.remove()
     return posterior
@@ -439,10 +442,36 @@ def _dry_run(request: _FitRequest) -> Task:
             return check_first_batch(model, task.model, task.batch, task.settings.likelihood, request.by_name)
 
     warnings = run_on_all_ranks(look, "the dry run")
-    for warning in (task.prepared.warning, task.prepared.cost, *warnings):
+    for warning in (
+        task.prepared.warning,
+        task.prepared.cost,
+        _frozen_in_words(task, request.layers),
+        *warnings,
+    ):
         if warning is not None:
             warn_user(warning)
     return task
+
+
+def _frozen(model: nn.Module, layers: Mapping[str, Layer]) -> tuple[int, int]:
+    """The number of weights of these layers that are frozen in the user's model, and of all of them."""
+    parameters = dict(model.named_parameters())
+    covered = [parameters[name] for layer in layers.values() for name in layer.parameter_names]
+    return sum(p.numel() for p in covered if not p.requires_grad), sum(p.numel() for p in covered)
+
+
+def _frozen_in_words(task: Task, layers: Selection | None) -> str | None:
+    frozen, covered = _frozen(task.model, task.layers)
+    if not frozen:
+        return None
+    choice = any(p.requires_grad for p in task.model.parameters()) and layers != "trainable"
+    return (
+        f"{frozen:,} of the {covered:,} weights with a posterior are frozen (requires_grad=False). They are uncertain "
+        f"like all others, as if these data had trained them{_TRAINABLE if choice else '.'}"
+    )
+
+
+_TRAINABLE = "; layers='trainable' takes what requires gradients alone."
 
 
 def prepared_task(
@@ -628,6 +657,9 @@ def _run_method(task: Task, request: _FitRequest) -> Posterior:
 def _record(posterior: Posterior, request: _FitRequest, task: Task, noise_origin: str) -> None:
     """Record how the posterior was fitted."""
     history, mean = posterior.history, request.weight_mean
+    frozen, covered = _frozen(task.model, posterior.layers)
+    if frozen:
+        history.fit["frozen"] = f"{frozen:,} of {covered:,} weights with a posterior (requires_grad=False)"
     for option in fields(request.method):
         value = getattr(request.method, option.name)
         if isinstance(value, (bool, int, float, str)) and value != option.default:

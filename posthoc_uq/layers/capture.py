@@ -14,7 +14,7 @@ import threading
 import weakref
 from collections.abc import Callable, Collection, Mapping
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cache
 from typing import Any, Literal
 
@@ -113,6 +113,13 @@ class TrackedLayer:
         """
         own = [self.layer.name, *(name for name, _ in self.holders)]
         return [name for name in own if name not in self.embeddings]
+
+    def without_bias(self) -> TrackedLayer:
+        """The layer with a posterior over its weight alone, of which it has the name."""
+        layer = self.layer
+        if layer.bias is None:
+            return self
+        return replace(self, layer=replace(layer, name=layer.weight, bias=None, inputs=layer.inputs - 1))
 
     @property
     def alone(self) -> list[str]:

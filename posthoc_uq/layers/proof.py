@@ -114,7 +114,11 @@ def cost_of_gradients(layers: Sequence[Layer], weights: int, seconds: float, pla
 
 Selection = str | Sequence[str] | Callable[[str, nn.Module], bool]
 """The layers that a user asks for: ``"all"`` whose weights are matrices, ``"everything"`` with the scales of
-normalisations, embeddings and all other parameters, ``"last"``, names, prefixes or shell patterns, or a function."""
+normalisations, embeddings and all other parameters, ``"trainable"`` that require gradients, ``"last"``, names, prefixes
+or shell patterns, or a function."""
+
+LAYER_WORDS = ("all", "everything", "trainable", "last")
+"""Those of them that are words."""
 
 
 @dataclass(frozen=True)
@@ -125,6 +129,13 @@ class Exactly:
 
     def __call__(self, name: str, module: nn.Module) -> bool:
         return name in self.layers
+
+    @property
+    def without_bias(self) -> set[str]:
+        """The weights that have a posterior without the bias of their layer."""
+        return {
+            layer.weight for name, layer in self.layers.items() if name == layer.weight and not layer.bias
+        }
 
     @property
     def unseen(self) -> set[str]:
@@ -143,8 +154,8 @@ def check_selection(selection: Selection) -> None:
     several = isinstance(value, Collection) and not isinstance(value, Tensor)
     if not callable(value) and not (several and all(isinstance(name, str) for name in value)):
         raise PosthocUQError(
-            f"layers must be 'all', 'last', a list of names or patterns, or a function (name, module) -> bool; not "
-            f"{shown(selection)}."
+            f"layers must be 'all', 'last', 'trainable', a list of names or patterns, or a function "
+            f"(name, module) -> bool; not {shown(selection)}."
         )
 
 
@@ -155,8 +166,8 @@ def matches(want: str, name: str) -> bool:
 
 
 def wanted_names(selection: Selection) -> list[str] | None:
-    """The names and patterns of a selection; None for ``"all"``, ``"everything"``, ``"last"`` and functions."""
-    if callable(selection) or selection in ("all", "everything", "last"):
+    """The names and patterns of a selection; None for words as ``"all"`` and functions."""
+    if callable(selection) or selection in LAYER_WORDS:
         return None
     return [selection] if isinstance(selection, str) else list(selection)
 
@@ -186,11 +197,13 @@ class Reference:
         total: gradients of all samples by parameter; None for one that is not used.
         last: those of the last sample.
         uses: of the weights in a pass.
+        trainable: the parameters that require gradients in the model.
         seconds: that one forward and two backward passes took.
     """
 
     def __init__(self, model: nn.Module, probe: Batch, samples: int) -> None:
         self.samples = samples
+        self.trainable = {name for name, p in model.named_parameters() if p.requires_grad}
         twin = replicate(model).requires_grad_(True)
         self._unused = "not used for the outputs, or without gradients (torch.no_grad, detach)"
         self.names = parameter_names(twin)
@@ -289,6 +302,8 @@ class Reference:
         missed = self.missed(reached, zero)
         if selection in ("all", "everything"):
             return missed
+        if selection == "trainable":
+            return [(module, name) for module, name in missed if name in self.trainable]
         if selection == "last":
             last = sorted(self.uses.last.difference(reached), key=self.order.__getitem__)
             return [(self._home[name][0] or name, name) for name in last]
@@ -299,7 +314,7 @@ class Reference:
 
     def unseen(self, reached: Collection[str], selection: Selection) -> list[str]:
         """Parameters with a gradient that are asked for and not among those seen in use: those of weighted layers, or
-        also the others where the selection is ``"everything"`` or has their name.
+        also the others where the selection is ``"everything"``, or ``"trainable"`` and they are, or has their name.
         """
         # a branch that begins with a gain of 0 has no gradient yet
         of_layers = {name for _, name in self.missed_weights({*reached}, selection, zero=True)}
@@ -313,6 +328,8 @@ class Reference:
             module_name = self._home[name][0]
             if isinstance(selection, Exactly):
                 own = name in selection.unseen
+            elif selection == "trainable":
+                own = name in self.trainable
             else:
                 own = name in of_layers or selection == "everything" or name in names
                 own = own or (name == f"{module_name}.bias" and module_name in modules)
@@ -326,13 +343,17 @@ class Reference:
         kinds: dict[str, str] = {}
         for name, gradient in self.total.items():
             module_name, module = self._home[name]
-            every = selection in ("all", "everything")
+            every = selection in ("all", "everything") or (
+                selection == "trainable" and name in self.trainable
+            )
             selected = every if wanted is None else asked_by_name(wanted, [module_name, name])
             if selected and gradient is not None:
                 kinds[name] = type(module).__name__
         return kinds
 
-    def deterministic(self, covered: set[str], failures: dict[str, str]) -> dict[str, str]:
+    def deterministic(
+        self, covered: set[str], failures: dict[str, str], selection: Selection
+    ) -> dict[str, str]:
         """Every parameter without a posterior, with the reason."""
         reasons: dict[str, str] = {}
         for name, gradient in self.total.items():
@@ -344,6 +365,8 @@ class Reference:
                 reasons[name] = self._unused
             elif failing := next((n for n in (module_name, name, *holders) if n in failures), None):
                 reasons[name] = f"skipped: {failures[failing]}"
+            elif selection == "trainable" and name not in self.trainable:
+                reasons[name] = "frozen (requires_grad=False)"
             elif isinstance(module, WEIGHTED_MODULES):
                 reasons[name] = "not among the chosen layers"
             else:
@@ -424,7 +447,18 @@ def prepare(
     ]
     if isinstance(selection, Exactly):
         discovered = [t for t in discovered if t.layer.weight not in selection.unseen]
-    of_any_kind = by_gradients and (selection == "everything" or wanted_names(selection) is not None)
+        alone = selection.without_bias
+    else:
+        frozen = selection == "trainable" and by_gradients  # a method that trains takes a layer whole
+        alone = {t.layer.weight for t in discovered if frozen and t.layer.bias not in reference.trainable}
+    discovered = [t.without_bias() if t.layer.weight in alone else t for t in discovered]
+    if selection == "trainable" and not reference.trainable:
+        raise PosthocUQError(
+            "No parameter of the model requires gradients, so layers='trainable' takes none; set requires_grad for "
+            "those that were trained, or choose other layers."
+        )
+    several = selection in ("everything", "trainable")
+    of_any_kind = by_gradients and (several or wanted_names(selection) is not None)
     weighted = possible(discovered, selection) or (by_gradients and reference.uses.factors)
     if not (of_any_kind or weighted) and not any(
         isinstance(module, WEIGHTED_MODULES) for module in model.modules()
@@ -456,7 +490,7 @@ def prepare(
             failures[name] = reference.why_not_caught(name)
     failures |= {t.layer.name: why_not_rebuilt(t.layer.weight, t.holders, t.both_ways) for t in broken}
     # A parameter in a matrix product may be anything; its module's type, its ties or its name make it a layer.
-    unnamed = selection in ("all", "everything") or callable(selection)
+    unnamed = selection in ("all", "everything", "trainable") or callable(selection)
     undecided = {t.layer.name for t in broken if unnamed and _may_be_no_layer(t)}
     errors = {name: reason for name, reason in failures.items() if name not in undecided}
     listed = "; ".join(f"'{name}': {reason}" for name, reason in errors.items())
@@ -469,7 +503,7 @@ def prepare(
         raise UnsupportedLayerError(f"Unsupported layers: {listed}.{advice}")
     if not layers:
         raise PosthocUQError("No weighted layer is left to fit a posterior over.")
-    others = _OF_CALLS if not by_gradients else _OF_NONE if selection == "everything" else _OF_ALL
+    others = _OF_CALLS if not by_gradients else _OF_NONE if several else _OF_ALL
     warning = without_posterior(reference.parameters, reference.asked_for(selection), covered, others)
     if errors:
         name, reason = next(iter(errors.items()))
@@ -477,7 +511,7 @@ def prepare(
             f" Nor: {', '.join(map(repr, list(errors)[1:]))}; the report says why." if len(errors) > 1 else ""
         )
         warning = f"{warning or 'Some weights get no posterior.'} Not caught: '{name}': {reason}.{more}"
-    deterministic = reference.deterministic(covered, failures)
+    deterministic = reference.deterministic(covered, failures, selection)
     formed = [layer for layer in layers.values() if layer.rule.by_gradients]
     cost = None
     if formed and wanted_names(selection) is None and not isinstance(selection, Exactly):
@@ -516,7 +550,8 @@ def count_samples(batch: Batch) -> int:
 
 def possible(discovered: list[TrackedLayer], selection: Selection) -> list[TrackedLayer]:
     """Those that a selection may take: layers whose weights are matrices, or all of them where it says so."""
-    whatever = selection == "everything" or isinstance(selection, Exactly) or wanted_names(selection)
+    words = selection in ("everything", "trainable")
+    whatever = words or isinstance(selection, Exactly) or wanted_names(selection)
     return discovered if whatever else [t for t in discovered if t.layer.rule.matrices]
 
 
@@ -531,6 +566,8 @@ def select(
         chosen = [t for t in able if t.module is not None and selection(t.layer.name, t.module)]
     elif selection in ("all", "everything"):
         chosen = able
+    elif selection == "trainable":
+        chosen = [t for t in able if t.layer.weight in reference.trainable]
     elif selection == "last":
         chosen = [t for t in able if t.layer.weight in reference.uses.last]
     else:
@@ -549,7 +586,7 @@ def select(
                 known_names = [t.layer.name for t in discovered]
                 raise PosthocUQError(
                     f"There is no weighted layer '{name}' in the forward pass; there are {known_names[:5]}"
-                    f"{', ...' if len(known_names) > 5 else ''}.{did_you_mean(name, [*known_names, 'last', 'all'])}"
+                    f"{', ...' if len(known_names) > 5 else ''}.{did_you_mean(name, [*known_names, *LAYER_WORDS])}"
                 )
         chosen = [
             t
@@ -599,7 +636,7 @@ def _caught(
     seen |= {name for t in chosen for name in t.layer.parameter_names}
     computed = _by_gradients(model, probe, reference.unseen(seen, selection), reference, tolerance)
     capture, broken = _proved_capture(model, probe, [*chosen, *computed], reference, tolerance)
-    named = wanted_names(selection) is not None or selection == "everything"
+    named = wanted_names(selection) is not None or selection in ("everything", "trainable")
     again = [t for t in broken if named or not _may_be_no_layer(t)]
     names = [name for t in again for name in t.layer.parameter_names]
     more = _by_gradients(model, probe, names, reference, tolerance)

@@ -155,7 +155,10 @@ class _Pass:
 
     def _last_uses(self, order: Sequence[Any], root: Any, joins: Mapping[Any, set[str]]) -> list[Any]:
         """The nodes of uses from which no way to the outputs leads through another use."""
-        directly, after = {root}, set[Any]()  # nodes that reach the outputs without another use, or through one
+        directly, after = (
+            {root},
+            set[Any](),
+        )  # nodes that reach the outputs without another use, or through one
         found: list[Any] = []
         for node in reversed(order):
             used = node in self.calls or bool(joins.get(node))
@@ -195,7 +198,9 @@ class _Pass:
                 raise
             return {}
         return {
-            name: a is None or b is None or bool(torch.allclose(a * samples, b, 1e-3, 1e-6 * float(b.abs().max())))
+            name: a is None
+            or b is None
+            or bool(torch.allclose(a * samples, b, 1e-3, 1e-6 * float(b.abs().max())))
             for name, a, b in zip(names, one, all_of_them, strict=True)
         }
 
