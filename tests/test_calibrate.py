@@ -58,7 +58,11 @@ def _band(rate: float, held_out: int, new: int) -> float:
 def test_classes(classes, fitted, sets: str) -> None:
     model, x, y = classes
     result = uq.calibrate(fitted, _batches(x[100:900], y[100:900]), sets=sets, **FAST)
-    assert result.samples == result.tuned == 400 and "99.75 %" in str(result) and "temperature" in str(result)
+    assert (
+        result.samples == result.tuned == 400
+        and "up to a level of 0.9975" in str(result)
+        and "temperature" in str(result)
+    )
     prediction, labels = uq.wrap(model, fitted)(x[900:]), y[900:]
     for level in (0.8, 0.9, 0.95):
         chosen = prediction.set(level, allow_empty=sets != "lac")
@@ -171,6 +175,18 @@ def test_each_class_and_all_samples_in_both_parts(classes, fitted) -> None:
     chosen = prediction.set(0.9)[torch.arange(len(labels)), labels].double()
     for each in range(3):
         assert float(chosen[labels == each].mean()) > 0.9 - _band(0.9, 300, 500)
+    kept = torch.cat([torch.arange(len(labels))[labels != 1][:40], (labels == 1).nonzero()[:3, 0]])
+    few = [(x[1900:][kept], labels[kept])]
+    result = uq.calibrate(fitted, few, by_class=True, share=None, **FAST)
+    assert "up to a level of 0.75 for each of 3 (class 1 has 3 samples, the fewest)" in str(result)
+    for level in (0.76, 0.9, 0.99):  # of the scarcest class, whatever others lack
+        with pytest.raises(
+            uq.PosthocUQError, match=r"every class, and 3 of class 1 .*at most 0\.75, .*by_class"
+        ):
+            uq.wrap(model, fitted)(x[:5]).set(level)
+    assert uq.wrap(model, fitted)(x[:5]).set(0.75).shape == (5, 3)
+    with pytest.raises(uq.PosthocUQError, match=r"none of class 1; .* or leave by_class out"):
+        uq.calibrate(fitted, [tuple(part[:-3] for part in few[0])], by_class=True, share=None, **FAST)
     result = uq.calibrate(fitted, held_out, share=None, **FAST)
     assert result.approximate and result.samples == result.tuned == 1800 and "approximately" in str(result)
 

@@ -1,6 +1,8 @@
 """Posteriors of every family against dense matrices in float64: variances, quadratic forms, evidence, draws."""
 
+import copy
 import math
+import pickle
 
 import pytest
 import torch
@@ -341,7 +343,15 @@ def test_the_report_says_everything_once_and_explains_its_columns(method):
     model = torch.nn.Sequential(torch.nn.Linear(4, 3), torch.nn.Tanh(), torch.nn.Linear(3, 2))
     posterior = uq.fit(model, [(x, torch.arange(12) % 2)], short(method), progress=False)
     report = posterior.report()
-    lines = str(report).splitlines()
+    lines = report.splitlines()
+    assert repr(report) == str(report) == report[:] and "layers: " in report + "" and len(report) > 300
+    for again in (copy.deepcopy(report), pickle.loads(pickle.dumps(report))):
+        assert (again, again.summary, again.rows, again.columns) == (
+            report,
+            report.summary,
+            report.rows,
+            report.columns,
+        )
     table = next(i for i, line in enumerate(lines) if line.startswith("layer  "))
     names = [line.split(": ")[0] for line in lines[:table]]
     assert len(set(names)) == len(names)

@@ -222,6 +222,8 @@ class Example:
 
 
 _MAX_CLASSES = 10  # in a table
+_OF_OTHERS = ("novelty", "functional_variance")
+"""Scores of foreign inputs, and of classes of the outputs' spread: an input with a large one may be predicted right."""
 Table = tuple[list[str], list[list[Any]]]
 """A header and rows of cells."""
 
@@ -430,9 +432,23 @@ class Measurements:
         by_title["Promised sets by class, the least covered first"] = _table(
             {row: _least_covered(by_class) for row, by_class in self.promised_by_class.items()}, "class"
         )
-        by_title["Leaving the least certain inputs to a person"] = _table(self.selective, "score")
+        by_title["Leaving the least certain inputs to a person"] = _table(
+            self._by_scores_of_errors(), "score"
+        )
         by_title["Referred by the held-out scores of the posterior"] = self._referred_table()
         return {title: table for title, table in by_title.items() if table[1]}
+
+    def _by_scores_of_errors(self) -> dict[str, dict[str, dict[str, float]]]:
+        """`selective` without the scores that do not tell where errors are, unless one was asked for."""
+        others = _OF_OTHERS if self.classification else _OF_OTHERS[:1]
+        return {
+            row: {
+                score: values
+                for score, values in by_score.items()
+                if score not in others or score == self.default_score
+            }
+            for row, by_score in self.selective.items()
+        }
 
     def _referred_table(self) -> Table:
         columns = _distinct(column for row in self.referred for column in row)

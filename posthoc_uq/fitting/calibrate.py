@@ -541,15 +541,17 @@ def _columns(kind: TargetScore, scores: Tensor, groups: Tensor, classes: int | N
         classes: their number, where scores are to be kept by class.
     """
     if kind in ("label", "positions"):
-        names = "label" if kind == "label" else "share of the positions that count"
         found = [scores[groups[:, each] == 1, each] for each in range(scores.shape[1])]
     elif classes is None:
         return list(scores.unbind(1))
     else:
-        names, found = "class", [scores[groups == each] for each in range(classes)]
-    empty = [each for each, part in enumerate(found) if len(part) == 0]
+        found = [scores[groups == each] for each in range(classes)]
+    empty = [str(each) for each, part in enumerate(found) if len(part) == 0]
     if empty:
+        name, way_out = ("label", "") if kind == "label" else ("class", ", or leave by_class out")
+        more = f" and {len(empty) - 8} more" if len(empty) > 8 else ""
         raise PosthocUQError(
-            f"A promise for every {names} needs held-out samples of each, and there are none of {empty[:8]}; give more."
+            f"A promise for every {name} needs held-out samples of each, and there are none of {name} "
+            f"{', '.join(empty[:8])}{more}; give some{way_out}."
         )
     return found

@@ -8,7 +8,7 @@ Angelopoulos and Bates, "A gentle introduction to conformal prediction", 2021). 
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from math import ceil, floor
 from typing import Any, Literal, NamedTuple, get_args
@@ -110,13 +110,31 @@ def _ranks(count: int) -> Tensor:
     return (torch.arange(1, kept + 1, dtype=torch.int64, device="cpu") * count + kept - 1) // kept
 
 
+def scarcest_of(kind: TargetScore | None, counts: Sequence[int]) -> tuple[int, str]:
+    """Which of several records of targets has the fewest samples, and in words what it is of; no words where they are
+    of the same samples.
+
+    Args:
+        kind: of the scores.
+        counts: of the records, at least one.
+    """
+    scarcest = min(range(len(counts)), key=lambda each: counts[each])
+    of = "label" if kind == "label" else "class" if kind in get_args(SetScore) else ""
+    return scarcest, f"{of} {scarcest}" if of and len(counts) > 1 else ""
+
+
 def rounded_down(share: float) -> float:
     """A largest possible share as an error names it: rounded up it would be refused, too."""
     return floor(1e4 * share) / 1e4
 
 
-def quantile(scores: HeldOutScores, level: float) -> float:
+def quantile(scores: HeldOutScores, level: float, of: str = "") -> float:
     """The ``ceil((n + 1) level)``-th smallest score, or of thinned scores the next larger one that was kept.
+
+    Args:
+        scores: of held-out samples.
+        level: of the promise.
+        of: which samples they are, for the error: ``"class 2"``; nothing for all.
 
     Raises:
         PosthocUQError: the level is not in (0, 1), or more samples are needed for it.
@@ -126,9 +144,12 @@ def quantile(scores: HeldOutScores, level: float) -> float:
     rank = ceil((scores.count + 1) * level - 1e-9)
     if rank > scores.count:
         needed = ceil(level / (1 - level) - 1e-9)
+        kind = of.rpartition(" ")[0]  # without its number
+        every, one = (f" of every {kind}", f" of {of}") if of else ("", "")
         raise PosthocUQError(
-            f"A level of {level:g} needs {needed:,} held-out samples, and {scores.count:,} were kept for promises; ask "
-            f"for at most {rounded_down(scores.highest_level):g}, or calibrate with more."
+            f"A level of {level:g} needs {needed:,} held-out samples{every}, and {scores.count:,}{one} were kept for "
+            f"promises; ask for at most {rounded_down(scores.highest_level):g}, or calibrate with more{one}"
+            f"{', or without by_class' if kind == 'class' else ''}."
         )
     place = int(torch.searchsorted(scores.ranks, torch.tensor(rank, device="cpu")))
     return float(scores.values[place])
@@ -386,6 +407,8 @@ class Promises:
         """The largest score of a target that a promise of this level takes: one, or one a class, a label, an output
         or a share of positions, float64.
         """
+        scarcest, of = scarcest_of(self.kind, [scores.count for scores in self.targets])
+        quantile(self.targets[scarcest], level, of)  # an error names that one
         found = [quantile(scores, level) for scores in self.targets]
         return torch.tensor(found, dtype=torch.float64, device="cpu")
 

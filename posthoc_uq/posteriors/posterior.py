@@ -824,7 +824,7 @@ class Posterior:
         return precisions | {last: self.layer_prior(last)}
 
     def report(self) -> Report:
-        """What was fitted and how, with a table of the layers; prints itself. See `Report` for its lines."""
+        """What was fitted and how, with a table of the layers: a text. See `Report` for its lines and its values."""
         frozen = self.snapshot()
         blocks, history = frozen.blocks, frozen.history
         rows: list[dict[str, Any]] = []

@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field
 from math import exp
 from typing import Any, cast
 
 from posthoc_uq.core.errors import printable
 from posthoc_uq.core.tables import cell_text, text_table
+from posthoc_uq.likelihoods.conformal import rounded_down, scarcest_of
 from posthoc_uq.posteriors.features import FeatureGrams
 from posthoc_uq.posteriors.settings import History
 
@@ -29,9 +29,8 @@ def timings(facts: Mapping[str, Any]) -> dict[str, Any]:
     return {name[len(_SECONDS) :]: facts[name] for name in facts if name.startswith(_SECONDS)}
 
 
-@dataclass(frozen=True)
-class Report:
-    """What `Posterior.report` gives; as text it explains its columns.
+class Report(str):
+    """What `Posterior.report` gives: a text, which explains its columns, and the values that it was made of.
 
     Some of the lines above the table:
 
@@ -53,46 +52,40 @@ class Report:
     rows: list[dict[str, Any]]
     deterministic: dict[str, str]
     tuning: dict[str, str]
-    columns: dict[str, str] = field(default_factory=lambda: dict[str, str]())
+    columns: dict[str, str]
 
-    def __str__(self) -> str:
-        lines = [printable(f"{name}: {text}") for name, text in self._lines().items()]
-        columns = list(dict.fromkeys(key for row in self.rows for key in row))
-        if self.summary.get("prior precision") != "per layer":
-            columns = [column for column in columns if column != "prior precision"]
-        lines.append(text_table(columns, [[row.get(column) for column in columns] for row in self.rows]))
-        explained = COLUMNS | self.columns
-        lines += [f"  {name}: {text}" for name, text in explained.items() if name.split(", ")[0] in columns]
-        return "\n".join(lines + self._without_posterior())
+    def __new__(
+        cls,
+        summary: dict[str, Any],
+        rows: list[dict[str, Any]],
+        deterministic: dict[str, str],
+        tuning: dict[str, str],
+        columns: dict[str, str],
+    ) -> Report:
+        """The text of these values."""
+        lines = [printable(f"{name}: {text}") for name, text in _lines(summary, tuning).items()]
+        shown = list(dict.fromkeys(key for row in rows for key in row))
+        if summary.get("prior precision") != "per layer":
+            shown = [column for column in shown if column != "prior precision"]
+        lines.append(text_table(shown, [[row.get(column) for column in shown] for row in rows]))
+        explained = COLUMNS | columns
+        lines += [f"  {name}: {text}" for name, text in explained.items() if name.split(", ")[0] in shown]
+        report = super().__new__(cls, "\n".join(lines + _without_posterior(deterministic)))
+        report.summary, report.rows, report.deterministic = summary, rows, deterministic
+        report.tuning, report.columns = tuning, columns
+        return report
+
+    def __getnewargs__(self) -> tuple[Any, ...]:  # for copies and pickles
+        return self.summary, self.rows, self.deterministic, self.tuning, self.columns
+
+    def __repr__(self) -> str:
+        return str(self)
 
     def brief(self) -> str:
         """A few lines: what was fitted, the prior, the noise, and what has no posterior."""
-        known = self._lines()
+        known = _lines(self.summary, self.tuning)
         lines = [printable(f"{name}: {known[name]}") for name in _BRIEF if name in known]
-        return "\n".join(lines + self._without_posterior())
-
-    def _without_posterior(self) -> list[str]:
-        reasons: dict[str, list[str]] = {}
-        for name, reason in self.deterministic.items():
-            reasons.setdefault(reason, []).append(name)
-        lines: list[str] = []
-        for reason, names in reasons.items():
-            shown = ", ".join(names[:4]) + (f", ... ({len(names)} in all)" if len(names) > 4 else "")
-            lines.append(printable(f"deterministic ({reason}): {shown}"))
-        return lines
-
-    def _lines(self) -> dict[str, str]:
-        """Name to value in words, with how it was chosen, and all timings as one."""
-        seconds = timings(self.summary)
-        hidden = {*(_SECONDS + name for name in seconds), "fisher chosen"}
-        lines = {name: _shown(value) for name, value in self.summary.items() if name not in hidden}
-        if "fisher chosen" in self.summary and "fisher" in lines:
-            lines["fisher"] += f", chosen by {self.summary['fisher chosen']!r}"
-        if seconds:
-            lines["seconds"] = ", ".join(f"{name} {_shown(value)}" for name, value in seconds.items())
-        for name, how in self.tuning.items():
-            lines[name] = f"{lines[name]}, {how}" if name in lines else how
-        return lines
+        return "\n".join(lines + _without_posterior(self.deterministic))
 
     def to_dict(self) -> dict[str, Any]:
         """The report as plain values, fit for JSON."""
@@ -102,6 +95,31 @@ class Report:
             "deterministic": self.deterministic,
             "tuning": self.tuning,
         }
+
+
+def _without_posterior(deterministic: Mapping[str, str]) -> list[str]:
+    reasons: dict[str, list[str]] = {}
+    for name, reason in deterministic.items():
+        reasons.setdefault(reason, []).append(name)
+    lines: list[str] = []
+    for reason, names in reasons.items():
+        shown = ", ".join(names[:4]) + (f", ... ({len(names)} in all)" if len(names) > 4 else "")
+        lines.append(printable(f"deterministic ({reason}): {shown}"))
+    return lines
+
+
+def _lines(summary: Mapping[str, Any], tuning: Mapping[str, str]) -> dict[str, str]:
+    """Name to value in words, with how it was chosen, and all timings as one."""
+    seconds = timings(summary)
+    hidden = {*(_SECONDS + name for name in seconds), "fisher chosen"}
+    lines = {name: _shown(value) for name, value in summary.items() if name not in hidden}
+    if "fisher chosen" in summary and "fisher" in lines:
+        lines["fisher"] += f", chosen by {summary['fisher chosen']!r}"
+    if seconds:
+        lines["seconds"] = ", ".join(f"{name} {_shown(value)}" for name, value in seconds.items())
+    for name, how in tuning.items():
+        lines[name] = f"{lines[name]}, {how}" if name in lines else how
+    return lines
 
 
 def _shown(value: Any) -> str:
@@ -141,9 +159,13 @@ def described_promises(promises: Mapping[str, Any]) -> str:
     if targets:
         kind, scores = targets["kind"], targets["scores"]
         what = "intervals" if kind in ("deviation", "cdf") else "sets"
-        fewest = min(score["count"] for score in scores)
-        level = f"{1e4 * fewest / (fewest + 1) // 1 / 100:.4g} %"
+        counts = [score["count"] for score in scores]
+        scarcest, of = scarcest_of(kind, counts)
+        fewest = counts[scarcest]
+        level = f"{rounded_down(fewest / (fewest + 1)):g}"
         each = "" if len(scores) == 1 else f" for each of {len(scores)}"
+        if of:
+            each += f" ({of} has {fewest:,} sample{'s' * (fewest != 1)}, the fewest)"
         if kind == "positions":
             each = ", which hold at least that share of an input's labels"
         parts.append(f"{what} by {kind!r} up to a level of {level}{each}")
