@@ -239,6 +239,15 @@ def test_a_head_without_samples_lacks_only_what_needs_them() -> None:
     }
 
 
+def test_what_cannot_be_computed_is_no_missing_value() -> None:
+    class Broken(ClassPrediction):
+        def entropy(self) -> torch.Tensor:
+            raise PosthocUQError("entropy fails")
+
+    with pytest.raises(PosthocUQError, match="entropy fails"):
+        Broken(torch.full((2, 2), 0.5), torch.zeros(2, 2), torch.zeros(2, 2)).to_dict()
+
+
 def test_mutual_information_is_never_negative() -> None:
     prediction = ClassPrediction(
         torch.tensor([[0.5, 0.5]]), torch.zeros(1, 2), torch.zeros(1, 2), torch.tensor([math.log(2) + 1e-3])

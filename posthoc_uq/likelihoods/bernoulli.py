@@ -185,11 +185,11 @@ class MultilabelPrediction(LogitsPrediction):
 
     kind: ClassVar[str] = "labels"
     loss_name: ClassVar[str] = "Hamming loss"
-    _computed: ClassVar[tuple[str, ...]] = (
-        *LogitsPrediction._computed,
-        "label_entropy",
-        "label_mutual_information",
-    )
+    _computed: ClassVar[dict[str, tuple[str, ...]]] = {
+        **LogitsPrediction._computed,
+        "label_entropy": (),
+        "label_mutual_information": ("sample_entropy",),
+    }
 
     probs: Annotated[Tensor, "batch labels"]
     logits_mean: Annotated[Tensor, "batch labels"]

@@ -74,7 +74,12 @@ class LogitsPrediction(Prediction):
     _tuples: ClassVar[tuple[str, ...]] = ("logits",)
     _over_draws: ClassVar[tuple[str, ...]] = ("sample_entropy", "probs_variance", "logits")
     _not_shown: ClassVar[tuple[str, ...]] = ("sample_entropy", "log_probs")
-    _computed: ClassVar[tuple[str, ...]] = ("predicted", "entropy", "epistemic", "mutual_information")
+    _computed: ClassVar[dict[str, tuple[str, ...]]] = {
+        "predicted": (),
+        "entropy": (),
+        "epistemic": (),
+        "mutual_information": ("sample_entropy",),
+    }
 
     probs: Annotated[Tensor, "batch classes"]
     logits_mean: Annotated[Tensor, "batch logits"]
@@ -214,11 +219,11 @@ class ClassPrediction(LogitsPrediction):
     kind: ClassVar[str] = "classes"
     loss_name: ClassVar[str] = "accuracy"
     _over_draws: ClassVar[tuple[str, ...]] = (*LogitsPrediction._over_draws, "votes")
-    _computed: ClassVar[tuple[str, ...]] = (
-        *LogitsPrediction._computed,
-        "expected_entropy",
-        "variation_ratio",
-    )
+    _computed: ClassVar[dict[str, tuple[str, ...]]] = {
+        **LogitsPrediction._computed,
+        "expected_entropy": ("sample_entropy",),
+        "variation_ratio": ("votes",),
+    }
 
     votes: Annotated[Tensor | None, "batch classes", int] = OnDemand()  # type: ignore[assignment]  # noqa: RUF009
 

@@ -296,7 +296,7 @@ class RegressionPrediction(Prediction):
     kind: ClassVar[str] = "values"
     default_score: ClassVar[str] = "standard_deviation"
     loss_name: ClassVar[str] = "RMSE"
-    _computed: ClassVar[tuple[str, ...]] = ("variance",)
+    _computed: ClassVar[dict[str, tuple[str, ...]]] = {"variance": ()}
 
     mean: Annotated[Tensor, "batch *outputs"]
     epistemic_variance: Annotated[Tensor, "batch *outputs"]

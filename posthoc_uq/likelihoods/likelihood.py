@@ -614,7 +614,7 @@ class DrawnPrediction(Prediction):
 
     kind: ClassVar[str] = "draws"
     _not_shown: ClassVar[tuple[str, ...]] = ("outputs",)
-    _computed: ClassVar[tuple[str, ...]] = ("variance",)
+    _computed: ClassVar[dict[str, tuple[str, ...]]] = {"variance": ("epistemic_variance", "noise_variance")}
 
     outputs: Annotated[Tensor, "batch draws *outputs"]
     likelihood: Likelihood

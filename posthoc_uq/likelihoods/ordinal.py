@@ -230,7 +230,7 @@ class OrdinalPrediction(ClassPrediction):
     model's own outputs: (batch, classes - 1), or (batch, 1) with thresholds.
     """
 
-    _computed: ClassVar[tuple[str, ...]] = (*ClassPrediction._computed, "mean")
+    _computed: ClassVar[dict[str, tuple[str, ...]]] = {**ClassPrediction._computed, "mean": ()}
 
     def _fits(self, logits: int, classes: int) -> bool:
         return logits in (1, classes - 1)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
-from contextlib import suppress
 from dataclasses import dataclass, field, fields
 from typing import Annotated, Any, ClassVar, NamedTuple, TypeVar, cast, get_type_hints
 
@@ -72,7 +71,7 @@ class Prediction(ABC):
     _tuples: ClassVar[tuple[str, ...]] = ()  # fields with several tensors, each with one row an input
     _over_draws: ClassVar[tuple[str, ...]] = ()  # fields that one network alone does not have
     _not_shown: ClassVar[tuple[str, ...]] = ()  # fields that `to_dict` leaves out
-    _computed: ClassVar[tuple[str, ...]] = ()  # properties and methods that it has besides
+    _computed: ClassVar[dict[str, tuple[str, ...]]] = {}  # what it has besides, by the fields that each needs
 
     novelty_ratio: Annotated[Tensor | None, "batch *novelty"] = field(default=None, kw_only=True)
     promises: Promises | str | None = field(default=None, kw_only=True)
@@ -252,8 +251,8 @@ class Prediction(ABC):
         values.pop("sample_keys", None)
         if "novelty_ratio" in values:
             values["novelty"] = values.pop("novelty_ratio")
-        for name in self._computed:
-            with suppress(PosthocUQError):
+        for name, needed in self._computed.items():
+            if all(getattr(self, each) is not None for each in needed):
                 found: Any = getattr(self, name)
                 values[name] = cast(Tensor, found() if callable(found) else found)
         return values
