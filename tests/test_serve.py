@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import json
 import re
+import signal
 import socket
 import threading
 import weakref
@@ -786,6 +787,44 @@ class TestWhatIsKept:
         (tmp_path / "other.csv").write_text("a,b\n")
         with pytest.raises(uq.PosthocUQError, match="other columns"):
             ScoreLog(str(tmp_path / "other.csv"))
+
+    def test_a_log_that_was_moved_or_deleted_begins_anew(
+        self, predictor: uq.Predictor, tmp_path: Path, caplog: pytest.LogCaptureFixture
+    ) -> None:
+        path = tmp_path / "logs" / "log.csv"
+        path.parent.mkdir()
+        service = Service(predictor, log=str(path))
+        x = torch.rand(3, 12, 12).tolist()
+        with TestClient(application(service, None)) as client, serving._on_hangup(service.reopen_log):
+
+            def ask() -> int:
+                return client.post("/predict", json={"input": x}).status_code
+
+            ask()
+            path.rename(tmp_path / "moved.csv")
+            ask()
+            assert [len(read_scores(str(p))) for p in (path, tmp_path / "moved.csv")] == [1, 1]
+            path.unlink()
+            ask()
+            ask()
+            assert len(read_scores(str(path))) == 2 and path.stat().st_mode & 0o77 == 0
+            path.rename(tmp_path / "again.csv")
+            if hasattr(signal, "SIGHUP"):
+                signal.raise_signal(signal.SIGHUP)
+                assert path.exists()
+            else:
+                ask()
+            path.unlink()
+            path.write_text("a,b\n")  # another program's
+            assert ask() == 200 and path.read_text() == "a,b\n" and "other columns" in caplog.text
+            assert 'posthoc_uq_errors_total{kind="log"} 1.0' in client.get("/metrics").text
+            path.unlink()
+            ask()
+            assert len(read_scores(str(path))) == 1
+        if hasattr(signal, "SIGHUP"):
+            assert signal.getsignal(signal.SIGHUP) is signal.SIG_DFL
+            with serving._on_hangup(Service(predictor).reopen_log):
+                assert signal.getsignal(signal.SIGHUP) is signal.SIG_DFL
 
 
 @pytest.fixture(scope="module")

@@ -15,7 +15,7 @@ from contextlib import suppress
 from dataclasses import dataclass
 from io import StringIO
 from mmap import ACCESS_READ, mmap
-from threading import Lock
+from threading import RLock
 from typing import Any
 
 import numpy as np
@@ -250,44 +250,77 @@ def _finite(values: Numbers) -> Numbers:
 class ScoreLog:
     """The CSV file to which a server adds one row for each input, a line each. Only the user may read it (mode 0600).
 
-    Rows never run together: what a full disk or a power cut left of a row, or of the header, is cut off.
+    Rows never run together: what a full disk or a power cut left of a row, or of the header, is cut off. Where another
+    program moved the file or deleted it, the next rows begin a new one of its name.
 
     Raises:
         PosthocUQError: it cannot be written, or there is a file with other columns.
     """
 
     def __init__(self, path: str) -> None:
-        target = checked_target(path)
-        self._lock = Lock()
+        self._path = path
+        self._target = os.path.abspath(checked_target(path))  # also after a change of the working folder
+        self._lock = RLock()  # a signal may come while one is handled
+        self._file = self._opened()
+
+    def _opened(self) -> Any:
         flags = os.O_RDWR | os.O_CREAT | os.O_APPEND | getattr(os, "O_BINARY", 0)
+        path = self._path
         try:
             # without a buffer: a row that could not be written is not tried again later, in part
-            self._file = os.fdopen(os.open(target, flags, 0o600), "r+b", buffering=0)
-            first, ended, _ = self._file.read(len(_HEADER) + 1).partition(b"\n")
+            file = os.fdopen(os.open(self._target, flags, 0o600), "r+b", buffering=0)
+            first, ended, _ = file.read(len(_HEADER) + 1).partition(b"\n")
         except OSError as error:
             raise PosthocUQError(f"'{path}' cannot be written: {error.strerror}.") from error
         # a power cut may leave a part of the header, perhaps with zeros
         if not (first.rstrip(b"\r") == _HEADER[:-1] if ended else _HEADER.startswith(first.rstrip(b"\r\0"))):
-            self._file.close()
+            file.close()
             raise PosthocUQError(f"'{path}' is there already, with other columns; give the log another name.")
-        if (torn := self._cut()) and ended:
+        if (torn := _cut(file)) and ended:
             warnings.warn(
                 f"'{path}' ended in the middle of a row, as after a power cut; these {torn:,} bytes were cut off.",
-                stacklevel=2,
+                stacklevel=3,
             )
+        return file
+
+    def reopen(self) -> None:
+        """Open the file of this name anew, as a program that moves logs asks for (SIGHUP).
+
+        Raises:
+            PosthocUQError: it cannot be written, or has other columns; the rows go on into the old one.
+        """
+        with self._lock:
+            self._reopen()
+
+    def _reopen(self) -> None:
+        file = self._opened()
+        self._file.close()
+        self._file = file
+
+    @property
+    def _moved(self) -> bool:
+        """Whether the file of this name is another one by now, or none."""
+        try:
+            there, own = os.stat(self._target), os.fstat(self._file.fileno())
+        except OSError:
+            return True
+        return (there.st_dev, there.st_ino) != (own.st_dev, own.st_ino)
 
     def add(self, rows: Iterable[Mapping[str, Any]]) -> None:
         """Write rows, and hand them to the operating system.
 
         Raises:
             OSError: that fails; then none of them is in the file.
+            PosthocUQError: the file was moved or deleted, and no new one can be opened.
         """
         text = StringIO()
         writer = csv.DictWriter(text, _COLUMNS, lineterminator="\n")
         writer.writerows([{name: _cell(row.get(name)) for name in _COLUMNS} for row in rows])
         content = text.getvalue().encode("utf-8", "replace")
         with self._lock:
-            self._cut()
+            if self._moved:
+                self._reopen()
+            _cut(self._file)
             size = self._file.seek(0, os.SEEK_END)
             content = content if size else _HEADER + content
             try:
@@ -302,16 +335,17 @@ class ScoreLog:
         """No more rows."""
         self._file.close()
 
-    def _cut(self) -> int:
-        """Cut off what follows the last whole line; how many bytes that were."""
-        size = self._file.seek(0, os.SEEK_END)
-        if not size:
-            return 0
-        with mmap(self._file.fileno(), size, access=ACCESS_READ) as content:
-            end = content.rfind(b"\n") + 1
-        if end < size:
-            self._file.truncate(end)
-        return size - end
+
+def _cut(file: Any) -> int:
+    """Cut off what follows the last whole line of a file; how many bytes that were."""
+    size = file.seek(0, os.SEEK_END)
+    if not size:
+        return 0
+    with mmap(file.fileno(), size, access=ACCESS_READ) as content:
+        end = content.rfind(b"\n") + 1
+    if end < size:
+        file.truncate(end)
+    return size - end
 
 
 def _cell(value: Any) -> Any:

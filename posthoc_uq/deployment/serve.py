@@ -11,14 +11,15 @@ import asyncio
 import logging
 import math
 import re
+import signal
 import socket
 import time
-from collections.abc import AsyncGenerator, Awaitable, Callable, Mapping, Sequence
+from collections.abc import AsyncGenerator, Awaitable, Callable, Generator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
-from contextlib import asynccontextmanager, suppress
+from contextlib import asynccontextmanager, contextmanager, suppress
 from dataclasses import dataclass, field
 from datetime import datetime, timezone
-from threading import Condition
+from threading import Condition, current_thread, main_thread
 from typing import Any, cast
 
 import torch
@@ -144,7 +145,22 @@ def serve(
             timeout_graceful_shutdown=10,
             limit_concurrency=2 * CONNECTIONS,
         )
-        Server(config).run(sockets=[listening])
+        with _on_hangup(service.reopen_log):
+            Server(config).run(sockets=[listening])
+
+
+@contextmanager
+def _on_hangup(reopen: Callable[[], bool]) -> Generator[None]:
+    """SIGHUP opens the log anew, by which programs that move logs ask for it; without a log it ends the process."""
+    hangup = getattr(signal, "SIGHUP", None)  # Windows has none
+    if hangup is None or current_thread() is not main_thread() or not reopen():
+        yield
+        return
+    before = signal.signal(hangup, lambda *_: reopen())
+    try:
+        yield
+    finally:
+        signal.signal(hangup, before)
 
 
 class Connection(H11Protocol):
@@ -362,7 +378,7 @@ class Service:
         if self._log is not None:
             try:
                 self._log.add([row for _, row in answers])
-            except OSError as error:  # a full disk costs the record, not the answer
+            except (OSError, PosthocUQError) as error:  # a full disk costs the record, not the answer
                 self.metrics.errors.labels("log").inc()
                 log.error("The record of an input could not be kept: %s.", error)
 
@@ -380,6 +396,16 @@ class Service:
             raise Refused(422, "finite", f"{shortened(error)}.") from None
         except PosthocUQError as error:
             raise Refused(422, "shape", f"{shortened(error, 600)}.") from None
+
+    def reopen_log(self) -> bool:
+        """Open the log's file anew, where there is a log; whether there is one."""
+        if self._log is None:
+            return False
+        try:
+            self._log.reopen()
+        except PosthocUQError as error:
+            log.error("The log stays the file that it was: %s", error)
+        return True
 
     def health(self) -> dict[str, Any]:
         """That it runs, and what it runs."""
