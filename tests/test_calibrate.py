@@ -390,6 +390,11 @@ def test_a_rate_is_a_rate_whatever_the_padding(kind: str, said_by: str, draws: i
         for name, prediction in found.items():
             rates[name].append(float(uq.Referral(0.2)(prediction).double().mean()))
             shares[name].append(prediction.familiarity("entropy"))
+    if said_by == "labels" and draws == 1:  # labels are a mask in an evaluation
+        x, y, _ = padded.drawn(count, 2)
+        data = [(x[:300], y[:300]), (x[300:], y[300:])]
+        evaluation = uq.evaluate(predictor, data, referral=uq.Referral(0.2), progress=False)
+        assert evaluation.referred[0]["referred"] == pytest.approx(rates["masked"][0], abs=2 / count)
     for name in found:
         expected = math.floor(0.2 * (held_out + 1)) / (held_out + 1)
         mean = sum(rates[name]) / draws

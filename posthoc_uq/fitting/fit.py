@@ -172,7 +172,7 @@ def fit(
             ``sum_n w_n log p(y_n | f_n)``, so that a whole weight is as good as so many copies of the sample, and 0
             leaves it out; the weight 0 of a position is an `ignore_index`. The noise variance of a regression, the
             evidence and the novelty's statistics are weighted too; a training weighs its loss by samples, and held-out
-            data have no weights. Not for ``"message_passing"``.
+            data have no weights: ignore labels there, or give `calibrate` a mask. Not for ``"message_passing"``.
         output: where the outputs are in what the model returns, if that is no tensor: a key or the name of an attribute
             (``"out"``), an index, or a function of what is returned, which no file can keep. By default the part with a
             known name (``logits``, ``out``, ``sample``), or the only tensor with a row a sample.
