@@ -31,7 +31,7 @@ WORDS, CLASSES = 1000, 5
 
 
 class Tagger(nn.Module):
-    """An LSTM over words, and a class for each sequence; sequences may be packed, which hides the steps."""
+    """An LSTM over words, and a class for each sequence; sequences may be packed."""
 
     def __init__(self, packed: bool = False) -> None:
         super().__init__()

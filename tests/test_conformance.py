@@ -100,6 +100,38 @@ def assert_same(found: dict[str, Tensor], expected: dict[str, Tensor], where: An
         assert found[name].dtype == tensor.dtype and torch.equal(found[name], tensor), (where, name)
 
 
+class _ByName(nn.Module):
+    """A module that is called with its input by name."""
+
+    def __init__(self, inner: nn.Module) -> None:
+        super().__init__()
+        self.inner = inner
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.inner(input=x)
+
+
+@METHOD
+def test_layers_may_be_called_by_keyword(name: str) -> None:
+    """The default fit and its predictions are those of the same calls by place."""
+    x = inputs_of(4)
+    variances = list[Tensor]()
+    for wraps in (False, True):
+        model = mlp()
+        if wraps:
+            for place, module in enumerate(model):
+                model[place] = _ByName(module) if isinstance(module, nn.Linear) else module
+        if name == "message_passing":  # takes the modules of a Sequential, or a last layer
+            model = nn.Sequential(model)
+        posterior = uq.fit(
+            model, batches(x, targets_of(model, x, "classification")), short(name), progress=False
+        )
+        variances += [posterior.variance()[k] for k in posterior.mean if k.endswith("weight")]
+    half = len(variances) // 2
+    for plain, named in zip(variances[:half], variances[half:], strict=True):
+        torch.testing.assert_close(named, plain, rtol=1e-4, atol=1e-8)
+
+
 # What a method says of itself
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Callable
 from itertools import product
 from pathlib import Path
@@ -10,7 +11,7 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
-from torch.nn.utils.rnn import pack_padded_sequence
+from torch.nn.utils.rnn import pack_padded_sequence, pad_packed_sequence
 from torch.utils._pytree import tree_leaves
 
 import posthoc_uq as uq
@@ -162,16 +163,90 @@ def test_a_tagger_fits_at_first_try() -> None:
 
 
 class Packed(Classifier):
-    def forward(self, x: Tensor) -> Tensor:
-        lengths = torch.full((len(x),), STEPS)
-        return self.readout(self.inner(pack_padded_sequence(x, lengths, batch_first=True))[1][0][-1])
+    """Sequences of several lengths, read from their ends and from all of their steps."""
+
+    def forward(self, x: Tensor, lengths: Tensor) -> Tensor:
+        packed = pack_padded_sequence(x, lengths.cpu(), batch_first=True, enforce_sorted=False)
+        steps, state = self.inner(packed)
+        whole, _ = pad_packed_sequence(steps, batch_first=True, padding_value=0.25)
+        last = state[0][-1] if isinstance(state, tuple) else state[-1]
+        return self.readout(whole.mean(1) * 0.1 + whole[:, 0]) + last[:, :3]
 
 
-def test_trainings_leave_packed_sequences_out_with_a_warning() -> None:
-    model, data = Packed("lstm").double().eval(), [(_x(SAMPLES, STEPS, 3), torch.arange(SAMPLES) % 3)]
+LENGTHS = torch.tensor([3, 5, 1, 2, 5, 5, 1, 3, 2, 4, 5, 2])
+
+
+@pytest.mark.parametrize(
+    ("kind", "options"),
+    [("lstm", {}), ("projected", {}), ("gru", {"bidirectional": True}), ("tanh", {"num_layers": 2})],
+)
+def test_packed_sequences_run_step_by_step(kind: str, options: dict[str, Any], tmp_path: Path) -> None:
+    """A dense posterior equals the definition; every weight is caught, by its calls."""
+    model = Packed(kind, **options).double().eval()
+    x, y = _x(SAMPLES, STEPS, 3), torch.arange(SAMPLES) % 3
+    data = [((x[rows], LENGTHS[rows]), y[rows]) for rows in torch.arange(SAMPLES).split(5)]
+    # the longest of a batch has all steps, so that means over steps are the same for every batch
+    assert all(int(lengths.max()) == STEPS for (_, lengths), _ in data)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        posterior = uq.fit(model, data, "full", prior_precision=2.0, fisher="exact", progress=False)
+    names = [name for name, _ in model.named_parameters()]
+    assert set(posterior.mean) == set(names)
+    assert {layer.kind for layer in posterior.layers.values()} == {"linear"}
+    outputs = model(x, LENGTHS)
+    weights = [model.get_parameter(name) for name in names]
+    rows = [torch.autograd.grad(out, weights, retain_graph=True) for row in outputs for out in row]
+    j = torch.stack([torch.cat([part.flatten() for part in row]) for row in rows])
+    p = outputs.detach().softmax(1)
+    inner = torch.block_diag(*(p.diag_embed() - p.unsqueeze(2) * p.unsqueeze(1)))
+    precision = j.T @ inner @ j + 2.0 * torch.eye(j.shape[1], dtype=torch.float64)
+    expected = j @ torch.linalg.solve(precision, j.T)
+    found = uq.wrap(model, posterior).functional_covariance(x, LENGTHS, joint=True)  # type: ignore[attr-defined]
+    torch.testing.assert_close(found, expected, rtol=1e-8, atol=1e-12)
+
+
+def test_every_head_takes_packed_sequences() -> None:
+    """Draws and moments of packed sequences of one length are those of the plain layer."""
+
+    class Even(Classifier):
+        def forward(self, x: Tensor) -> Tensor:
+            lengths = torch.full((len(x),), STEPS)
+            return self.readout(self.inner(pack_padded_sequence(x, lengths, batch_first=True))[1][0][-1])
+
+    plain, packed = Classifier("lstm").eval(), Even("lstm").eval()
+    x, y = _x(SAMPLES, STEPS, 3).float(), torch.arange(SAMPLES) % 3
+    posteriors = [
+        uq.fit(model, [(x, y)], "diag", prior_precision=5.0, progress=False) for model in (plain, packed)
+    ]
+    heads: dict[str, dict[str, Any]] = {"linearized": {}, "sampling": {"seed": 0}, "moments": {}}
+    for head, options in heads.items():
+        one, other = (
+            uq.wrap(model, posterior, head, **options)(x).logits_variance  # type: ignore[attr-defined]
+            for model, posterior in zip((plain, packed), posteriors, strict=True)
+        )
+        torch.testing.assert_close(one, other)
+    draws = [
+        uq.wrap(model, posterior, engine="jvp", n_probes=4)(x).probs  # type: ignore[attr-defined]
+        for model, posterior in zip((plain, packed), posteriors, strict=True)
+    ]
+    torch.testing.assert_close(*draws)
+
+
+def test_a_trainings_warning_names_a_layer_whose_steps_cannot_be_followed() -> None:
+    class Direct(Classifier):
+        """Calls torch's function itself, which does not say whose rows these are."""
+
+        def forward(self, x: Tensor) -> Tensor:
+            packed = pack_padded_sequence(x, torch.full((len(x),), STEPS), batch_first=True)
+            state = x.new_zeros(1, len(x), 4)
+            weights = list(self.inner.parameters())
+            options = True, 1, 0.0, False, False  # biases, layers, dropout, training, both directions
+            return self.readout(torch.gru(packed.data, packed.batch_sizes, state, weights, *options)[1][0])
+
+    model, data = Direct("gru").double().eval(), [(_x(SAMPLES, STEPS, 3), torch.arange(SAMPLES) % 3)]
     options: dict[str, Any] = {"method": "utvi", "epochs": 1, "progress": False}
     with pytest.warns(UserWarning, match=r"Weights without a posterior, \d+% of all weights: 'inner\.weight"):
         posterior = uq.fit(model, data, **options)
     assert list(posterior.layers) == ["readout"]
-    with pytest.raises(uq.UnsupportedLayerError, match=r"'inner': its sequences are packed.*padded"):
+    with pytest.raises(uq.UnsupportedLayerError, match=r"'inner': its steps cannot be followed"):
         uq.fit(model, data, unsupported="raise", **options)

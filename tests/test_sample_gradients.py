@@ -202,40 +202,10 @@ class Looped(Own):
         return super().forward(x if float(x.sum()) > -1e9 else -x)
 
 
-class Packed(nn.Module):
-    """A recurrent network on packed sequences, which cannot be followed step by step."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.steps, self.last = nn.GRU(4, 5, batch_first=True), nn.Linear(5, 3)
-
-    def forward(self, x: Tensor) -> Tensor:
-        lengths = torch.arange(len(x)) % 3 + 2
-        packed = nn.utils.rnn.pack_padded_sequence(x[:, 0], lengths, batch_first=True, enforce_sorted=False)
-        return self.last(self.steps(packed)[1][0])
-
-
 def test_one_backward_pass_a_sample_where_vmap_does_not_run() -> None:
     one, other = (fitted(network(build)) for build in (Own, Looped))
     for name, variance in one.variance().items():
         torch.testing.assert_close(other.variance()[name], variance, rtol=1e-9, atol=0)
-
-
-def test_packed_sequences() -> None:
-    model = network(Packed)
-    posterior = fitted(model, layers="all")
-    assert {"steps.weight_ih_l0", "steps.weight_hh_l0", "last"} == set(posterior.layers)
-    x, _ = sample()  # of one batch, since lengths go by the places in it
-    names = ["steps.weight_ih_l0", "steps.weight_hh_l0", "last.weight", "last.bias"]
-    weights = [model.get_parameter(name) for name in names]
-    outputs = model(x)
-    rows = [torch.autograd.grad(out, weights, retain_graph=True) for row in outputs for out in row]
-    j = torch.stack([torch.cat([part.flatten() for part in row]) for row in rows])
-    p = outputs.detach().softmax(1)
-    inner = torch.block_diag(*(p.diag_embed() - p.unsqueeze(2) * p.unsqueeze(1)))
-    precision = j.T @ inner @ j + 2.0 * torch.eye(j.shape[1], dtype=torch.float64)
-    found = uq.wrap(model, posterior, "linearized").functional_covariance(x, joint=True)
-    torch.testing.assert_close(found, j @ torch.linalg.solve(precision, j.T), rtol=1e-8, atol=1e-12)
 
 
 @pytest.mark.parametrize("method", ["inf", "kfac"])

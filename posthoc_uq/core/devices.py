@@ -211,5 +211,15 @@ TEMPORARY_BYTES = 256 * 2**20
 """What one temporary may take by default. Larger ones are not faster. The order of sums, and so their rounding, goes by
 this number, so it does not depend on the memory that happens to be free."""
 
+_CPU_TEMPORARY_BYTES = 32 * 2**20
+
+
+def temporary_bytes(device: torch.device) -> int:
+    """What one temporary of a prediction may take by default: on a CPU, where few calls cost little more than many
+    numbers, less than `TEMPORARY_BYTES`.
+    """
+    return _CPU_TEMPORARY_BYTES if device.type == "cpu" else TEMPORARY_BYTES
+
+
 KEPT_BYTES = 2**30
 """What may be computed again, and is kept for its next use, may take."""

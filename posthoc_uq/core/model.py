@@ -17,6 +17,7 @@ from typing import Any, cast
 import torch
 from torch import Tensor, nn
 from torch.nn.utils import parametrizations, parametrize, remove_spectral_norm, remove_weight_norm
+from torch.nn.utils.rnn import PackedSequence
 from torch.nn.utils.spectral_norm import SpectralNorm
 from torch.nn.utils.weight_norm import WeightNorm
 
@@ -98,7 +99,30 @@ def replicate(model: nn.Module, parameters: Mapping[str, Tensor] | None = None) 
             f"The model cannot be copied ({type(error).__name__}: {error}); drop what has no copy from its "
             f"attributes{_culprit(model, memo)}."
         ) from error
+    for module in twin.modules():
+        if isinstance(module, nn.RNNBase) and _note_places not in vars(module)["_forward_pre_hooks"].values():
+            module.register_forward_pre_hook(_note_places)
     return twin.eval()
+
+
+def _note_places(module: nn.Module, args: tuple[Any, ...]) -> tuple[Any, ...]:
+    """Let the function that a recurrent layer calls know which samples the rows of a packed sequence belong to, which
+    torch does not hand on to it.
+    """
+    packed = args[0] if args else None
+    if not isinstance(packed, PackedSequence):
+        return args
+    sizes = packed.batch_sizes.detach()
+    places = packed.unsorted_indices
+    cast(Any, sizes).places = torch.arange(int(sizes[0])) if places is None else places
+    return (packed._replace(batch_sizes=sizes), *args[1:])
+
+
+def places_of_samples(batch_sizes: Tensor) -> Tensor | None:
+    """The places of the samples of a packed sequence among those sorted by length, from its batch sizes as a replica's
+    recurrent layer hands them on; None elsewhere.
+    """
+    return getattr(batch_sizes, "places", None)
 
 
 def _attributes(model: nn.Module) -> Iterator[tuple[str, str, Any]]:

@@ -174,14 +174,14 @@ class KeptInputs:
     def _take(self, batch: Batch, keys: Tensor, counted: Tensor | None) -> None:
         """Keep those of a batch that belong among the kept ones; `counted` as `counts` gives it, on the CPU."""
         samples, places = keys.shape[0], dict[int, list[int]]()
-        counting = [True] * samples if counted is None else counted.reshape(samples, -1).any(1).tolist()
-        for place, key in enumerate(keys.tolist()):
-            if counting[place]:
-                places.setdefault(key, []).append(place)
-        chosen = sorted(places)[: self._wanted]
+        able = torch.ones_like(keys, dtype=torch.bool)
+        if counted is not None:
+            able &= counted.reshape(samples, -1).any(1)
         if len(self._samples) >= self._wanted:
-            bound = max(self._samples)
-            chosen = [key for key in chosen if key <= bound]
+            able &= keys <= max(self._samples)  # most samples of a long sweep end here
+        for place in able.nonzero().flatten().tolist():
+            places.setdefault(int(keys[place]), []).append(place)
+        chosen = sorted(places)[: self._wanted]
         if counted is None:
             chosen = [key for key in chosen if key not in self._samples]
         if chosen:

@@ -212,11 +212,14 @@ def is_perceptron(model: nn.Module, batch: Batch, seed: int) -> bool:
     if len({parameter.requires_grad for parameter in model.parameters()}) > 1:
         return False
     twin, single, samples = replicate(model), list[bool](), count_samples(batch)
+
+    def note(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        x = next(iter((*args, *kwargs.values())))
+        single.append(x.ndim == 2 and len(x) == samples)
+
     for module in twin.modules():
         if isinstance(module, nn.Linear):
-            module.register_forward_pre_hook(
-                lambda _, inputs: single.append(inputs[0].ndim == 2 and len(inputs[0]) == samples)
-            )
+            module.register_forward_pre_hook(note, with_kwargs=True)
     with torch.no_grad(), isolated_random_state(seed):
         batch.copied().call(twin)
     return len(single) > 1 and all(single)

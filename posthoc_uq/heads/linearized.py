@@ -15,7 +15,7 @@ import torch
 from torch import Tensor, nn
 
 from posthoc_uq.core.batches import Batch
-from posthoc_uq.core.devices import TEMPORARY_BYTES, full_precision
+from posthoc_uq.core.devices import full_precision, temporary_bytes
 from posthoc_uq.core.errors import PosthocUQError
 from posthoc_uq.core.model import check_differentiable, model_device, replicate, statistics_dtype, unwrap
 from posthoc_uq.core.options import Count, check_option
@@ -846,7 +846,7 @@ class LinearizedPredictor(GaussianPredictor):
         positions: of outputs with positions, those that are predicted: a number, or several, that count a sample's
             positions as rows (-1 is the last); indices ``(k, dimensions)``; or a mask ``(*positions)``. Outputs and
             predictions then have one dimension of k positions. See also `at`.
-        memory_budget: bytes that one temporary may take; by default 256 MiB.
+        memory_budget: bytes that one temporary may take; by default 256 MiB, on a CPU 32 MiB.
         backpropagate: whether predictions, and the mean, the variance and the covariance of the outputs, can be
             differentiated by the inputs, where gradients are enabled: for acquisition functions. The Jacobian of a
             batch then exists as a tensor, (batch, outputs, weights), and all outputs are used. Novelty has no gradient.
@@ -877,8 +877,7 @@ class LinearizedPredictor(GaussianPredictor):
         self._engine = check_option("engine", engine, EngineName)
         self._n_probes = check_option("n_probes", n_probes, Count)
         self._positions = checked_positions(positions)
-        budget = check_option("memory_budget", memory_budget, Count | None)
-        self._budget: int = TEMPORARY_BYTES if budget is None else budget
+        self._asked_budget = check_option("memory_budget", memory_budget, Count | None)
         likelihood = posterior.likelihood
         self._chosen = ChosenOutputs(checked_outputs(outputs), likelihood.softmax, likelihood.joint, link)
         if isinstance(self._chosen.top, int) and not likelihood.softmax:
@@ -1077,6 +1076,11 @@ class LinearizedPredictor(GaussianPredictor):
                 self._engine_with(spectrum, posterior, batch, None), batch, count_samples(batch)
             )
             return None if found.sizes else found.at_every_prior(spectrum)
+
+    @property
+    def _budget(self) -> int:
+        """Bytes that one temporary may take."""
+        return self._asked_budget or temporary_bytes(model_device(self._prepared.twin))
 
     def _linearized(
         self, posterior: Posterior, batch: Batch, features: Features | None = None

@@ -313,8 +313,17 @@ class Units(Operand):
         return self.samples if weights is None else weights.sum()
 
 
-class Several(Operand):
+def several(operands: list[Operand]) -> Operand:
     """Activations of a layer used several times; each use adds positions, whose gradients add up within a sample."""
+    if len(operands) == 1:
+        return operands[0]
+    if all(isinstance(operand, Rows) for operand in operands):  # a product for all uses, not one for each
+        return Rows(torch.cat([operand.rows() for operand in operands], dim=2))
+    return Several(operands)
+
+
+class Several(Operand):
+    """See `several`."""
 
     def __init__(self, operands: list[Operand]) -> None:
         self._operands = operands

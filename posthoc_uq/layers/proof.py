@@ -18,7 +18,7 @@ import torch
 from torch import Tensor, nn
 
 from posthoc_uq.core.batches import NAMED, Batch, described, whole_mapping
-from posthoc_uq.core.devices import full_precision
+from posthoc_uq.core.devices import TEMPORARY_BYTES, full_precision
 from posthoc_uq.core.errors import (
     NonFiniteError,
     PosthocUQError,
@@ -93,14 +93,13 @@ def without_posterior(
     )
 
 
-def cost_of_gradients(layers: Sequence[Layer], weights: int, seconds: float, plain: float) -> str:
+def cost_of_gradients(layers: Sequence[Layer], weights: int, passes: float) -> str:
     """A message on layers of which gradients are all that is known, before their cost is paid.
 
     Args:
         layers: these.
         weights: of the model, their number.
-        seconds: that a pass over the first samples took with their gradients.
-        plain: that it took without.
+        passes: plain ones that take as long as one with these gradients.
     """
     names = ", ".join(f"'{layer.name}'" for layer in layers[:_MAX_NAMED])
     more = f" and {len(layers) - _MAX_NAMED} more" if len(layers) > _MAX_NAMED else ""
@@ -108,7 +107,7 @@ def cost_of_gradients(layers: Sequence[Layer], weights: int, seconds: float, pla
     return (
         f"The uses of {share:.2g}% of all weights cannot be caught, as of weights that are computed anew in every pass "
         f"({names}{more}), so that their gradients are formed for each sample: a pass over data takes about "
-        f"{max(2, seconds / plain):.0f} plain passes. layers=[...] leaves out what is not worth it."
+        f"{max(2, passes):.0f} plain passes. layers=[...] leaves out what is not worth it."
     )
 
 
@@ -198,7 +197,7 @@ class Reference:
         last: those of the last sample.
         uses: of the weights in a pass.
         trainable: the parameters that require gradients in the model.
-        seconds: that one forward and two backward passes took.
+        seconds: of the processor, that one forward and two backward passes took.
     """
 
     def __init__(self, model: nn.Module, probe: Batch, samples: int) -> None:
@@ -229,7 +228,7 @@ class Reference:
         self.uses = uses_of(model, probe)
 
     def _differentiate(self, twin: nn.Module, probe: Batch) -> None:
-        begun = time.perf_counter()
+        begun = time.process_time()  # of this process alone, whatever else runs
         samples, parameters = self.samples, list(twin.parameters())
         with torch.enable_grad():
             outputs = probe.call(twin)
@@ -246,7 +245,7 @@ class Reference:
             last[-1] = self.pull[-1]
             self.total = self._gradients(outputs, parameters, self.pull, retain=True)
             self.last = self._gradients(outputs, parameters, last, retain=False)
-        self.seconds = time.perf_counter() - begun
+        self.seconds = time.process_time() - begun
 
     @staticmethod
     def cotangent(outputs: Tensor) -> Tensor:
@@ -266,8 +265,8 @@ class Reference:
         module = self._home[parameter][1]
         if isinstance(module, nn.RNNBase):
             return (
-                "its sequences are packed, or have no dimension of samples, so that a sample's steps cannot be told "
-                "apart; give it padded sequences (torch.nn.utils.rnn.pad_packed_sequence)"
+                "its steps cannot be followed; call the module itself, with padded or packed sequences of several "
+                "samples"
             )
         if ".parametrizations." in f".{parameter}":
             return (
@@ -515,11 +514,27 @@ def prepare(
     formed = [layer for layer in layers.values() if layer.rule.by_gradients]
     cost = None
     if formed and wanted_names(selection) is None and not isinstance(selection, Exactly):
-        begun = time.perf_counter()
-        _failing(capture, probe, reference, tolerance)
         weights = sum(p.numel() for p in reference.parameters.values())
-        cost = cost_of_gradients(formed, weights, time.perf_counter() - begun, reference.seconds * 2 / 3)
+        cost = cost_of_gradients(
+            formed, weights, _passes_with_gradients(model, capture, batch, samples, formed)
+        )
     return Prepared(model, capture, layers, deterministic, reference.pull[0].numel(), warning, cost)
+
+
+def _passes_with_gradients(
+    model: nn.Module, capture: Capture, batch: Batch, samples: int, formed: Sequence[Layer]
+) -> float:
+    """How many plain passes, forward and backward, take as long as one with the gradients of each sample: measured on
+    as much of the first batch as memory takes at once.
+    """
+    fitting = max(1, TEMPORARY_BYTES // (4 * max(1, numbers_of(formed))))
+    if not batch.whole and fitting < samples:
+        batch, samples = batch.narrow(0, fitting, samples), fitting
+    plain = Reference(model, batch, samples)
+    seconds = min(plain.seconds, Reference(model, batch, samples).seconds)  # the first one sets memory up
+    begun = time.process_time()
+    capture.run(batch, samples).pull_back(plain.pull, lambda _: None, last=True)
+    return (time.process_time() - begun) / max(seconds * 2 / 3, 1e-6)
 
 
 def _may_be_no_layer(tracked: TrackedLayer) -> bool:

@@ -1,4 +1,8 @@
-"""Recurrent layers of torch opened up: their steps as calls of `linear`, which can be watched and replaced."""
+"""Recurrent layers of torch opened up: their steps as calls of `linear`, which can be watched and replaced.
+
+Packed sequences are put back into rows of samples first. Steps after a sequence's end change nothing, and no gradient
+reaches them. Packing and its inverse are opened, too, since torch's own functions have no forward derivative.
+"""
 
 from __future__ import annotations
 
@@ -8,6 +12,8 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from torch import Tensor
+
+from posthoc_uq.core.model import places_of_samples
 
 State = tuple[Tensor, ...]
 Step = Callable[[Tensor, State, Sequence[Tensor | None]], State]
@@ -56,16 +62,20 @@ _CELLS: dict[Any, str] = {getattr(torch, f"{name}_cell"): name for name in _STEP
 
 
 def opened_recurrence(func: Any, args: Any, kwargs: dict[str, Any]) -> Callable[[], Any] | None:
-    """The same as a call of a recurrent layer or cell, from calls of `linear`; None for other functions, and for packed
-    or unbatched sequences, in which no dimension is that of the samples.
+    """The same as a call of a recurrent layer or cell, from calls of `linear`, or of one that packs sequences or undoes
+    it; None for other functions, for unbatched
+    sequences, in which no dimension is that of the samples, and for packed ones whose samples are not known.
     """
-    if kwargs or (func not in _LAYERS and func not in _CELLS):
+    if kwargs or (func not in _LAYERS and func not in _CELLS and func not in _PACKING):
         return None
+    if func in _PACKING:
+        return lambda: _PACKING[func](*args)
     if func in _CELLS:
         return (lambda: _cell(_CELLS[func], *args)) if args[0].ndim == 2 else None
-    if isinstance(args[3], (tuple, list)) or args[0].ndim != 3:
-        return None
-    return lambda: _sequence(_LAYERS[func], *args)
+    if isinstance(args[3], (tuple, list)):
+        places = places_of_samples(args[1])
+        return None if places is None else lambda: _packed(_LAYERS[func], places, *args)
+    return (lambda: _sequence(_LAYERS[func], *args)) if args[0].ndim == 3 else None
 
 
 def _cell(
@@ -83,6 +93,87 @@ def _cell(
     return after if name == "lstm" else after[0]
 
 
+def _pack(inputs: Tensor, lengths: Tensor, batch_first: bool) -> tuple[Tensor, Tensor]:
+    """`torch._pack_padded_sequence`: the rows of all samples, sorted by falling length, step by step; and how many
+    samples each step has.
+    """
+    x = inputs if batch_first else inputs.transpose(0, 1)
+    runs = torch.arange(int(lengths[0])).unsqueeze(1) < lengths.cpu()  # (steps, samples)
+    steps, samples = runs.nonzero(as_tuple=True)
+    rows = (samples * x.shape[1] + steps).to(x.device)
+    return x.flatten(0, 1).index_select(0, rows), runs.sum(1)
+
+
+def _pad(data: Tensor, sizes: Tensor, batch_first: bool, value: float, length: int) -> tuple[Tensor, Tensor]:
+    """`torch._pad_packed_sequence`: the inverse of `_pack`, ``(samples, steps, ...)`` with a value after the ends, and
+    the lengths.
+    """
+    rows, runs = _rows_of(torch.arange(int(sizes[0])), sizes, max(length, len(sizes)))
+    padded = _unpacked(data, rows, runs, value)
+    return padded if batch_first else padded.transpose(0, 1), runs.sum(1)
+
+
+def _rows_of(places: Tensor, sizes: Tensor, steps: int) -> tuple[Tensor, Tensor]:
+    """The row of packed sequences that is a sample's step, and whether there is one, ``(samples, steps)`` each.
+
+    Args:
+        places: of every sample among those sorted by their lengths, ``(samples,)``.
+        sizes: how many samples have not ended, by step.
+        steps: of the longest sample, or more.
+    """
+    sizes = F.pad(sizes, (0, steps - len(sizes)))
+    runs = places.unsqueeze(1) < sizes
+    return torch.where(runs, (sizes.cumsum(0) - sizes) + places.unsqueeze(1), 0), runs
+
+
+def _unpacked(data: Tensor, rows: Tensor, runs: Tensor, value: float = 0) -> Tensor:
+    found = data.index_select(0, rows.flatten().to(data.device)).unflatten(0, rows.shape)
+    ended = runs.logical_not().to(data.device)
+    return found.masked_fill(ended.reshape(*ended.shape, *[1] * (data.ndim - 1)), value)
+
+
+_PACKING: dict[Any, Callable[..., Any]] = {
+    getattr(torch, name): run
+    for name, run in (("_pack_padded_sequence", _pack), ("_pad_packed_sequence", _pad))
+}
+
+
+def _packed(
+    name: str,
+    places: Tensor,
+    data: Tensor,
+    sizes: Tensor,
+    initial: Any,
+    weights: Sequence[Tensor],
+    biases: bool,
+    layers: int,
+    dropout: float,
+    train: bool,
+    both: bool,
+) -> tuple[Tensor, ...]:
+    """`torch.lstm` and its like on packed sequences, whose samples have these `places` among those sorted by length."""
+    rows, runs = _rows_of(places.cpu(), sizes, len(sizes))
+    back = torch.empty(len(data), dtype=torch.int64)
+    back[rows[runs]] = runs.flatten().nonzero().flatten()
+    back, places, order = (index.to(data.device) for index in (back, places, places.argsort()))
+    states = tuple(initial) if name == "lstm" else (initial,)
+    states = tuple(state.index_select(1, places) for state in states)
+    outputs, *last = _sequence(
+        name,
+        _unpacked(data, rows, runs),
+        states if name == "lstm" else states[0],
+        weights,
+        biases,
+        layers,
+        dropout,
+        train,
+        both,
+        True,
+        runs.to(data.device),
+    )
+    return (outputs.flatten(0, 1).index_select(0, back), *(state.index_select(1, order) for state in last))
+
+
 def _sequence(
     name: str,
     inputs: Tensor,
@@ -94,8 +185,12 @@ def _sequence(
     train: bool,
     both: bool,
     batch_first: bool,
+    runs: Tensor | None = None,
 ) -> tuple[Tensor, ...]:
-    """`torch.lstm` and its like: outputs, and the last states of all layers and directions."""
+    """`torch.lstm` and its like: outputs, and the last states of all layers and directions. Where sequences end
+    earlier, `runs` says at which steps a sample's goes on, ``(samples, steps)``.
+    """
+    ended = None if runs is None else runs.logical_not().unsqueeze(-1).unbind(1)
     states = tuple(initial) if name == "lstm" else (initial,)
     directions = 2 if both else 1
     each = len(weights) // (layers * directions)
@@ -114,8 +209,12 @@ def _sequence(
             # all steps at once, a sample first
             steps = F.linear(x, w_ih, b_ih).unbind(1)
             state, outputs = tuple(part[place] for part in states), list[Tensor]()
-            for mapped in steps if direction == 0 else reversed(steps):
-                state = _STEPS[name](mapped, state, recurrent)
+            for step in range(len(steps)) if direction == 0 else reversed(range(len(steps))):
+                after = _STEPS[name](steps[step], state, recurrent)
+                if ended is not None:
+                    pairs = zip(state, after, strict=True)
+                    after = tuple(torch.where(ended[step], old, new) for old, new in pairs)
+                state = after
                 outputs.append(state[0])
             found.append(torch.stack(outputs if direction == 0 else outputs[::-1], 1))
             last.append(state)

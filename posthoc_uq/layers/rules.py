@@ -20,7 +20,7 @@ from posthoc_uq.core.errors import UnsupportedLayerError
 from posthoc_uq.core.numerics import CONVOLUTIONS
 from posthoc_uq.layers.layer import INTERLEAVED, RULES, Call, Layer, LayerRule
 from posthoc_uq.layers.opened import paired, scaled, shifted
-from posthoc_uq.layers.operands import Chosen, Geometry, Operand, Patches, Rows, Several
+from posthoc_uq.layers.operands import Chosen, Geometry, Operand, Patches, Rows, several
 
 
 class Linear(LayerRule):
@@ -432,8 +432,8 @@ class LayerGradients:
         Raises:
             UnsupportedLayerError: the samples cannot be told apart in the layer's input.
         """
-        activations = self.activations(dtype)
-        return activations[0] if len(activations) == 1 else Several(activations), self.gradients(dtype)
+        gradients = self.gradients(dtype)
+        return several(self.activations(dtype)), gradients
 
     def gradients(self, dtype: torch.dtype) -> Tensor:
         """The output gradients of `operands` alone.

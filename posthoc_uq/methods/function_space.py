@@ -443,24 +443,28 @@ class FeatureNetwork:
         self.twin = twin
         self._features: Tensor | None = None
         self.last = self._last_layer(layers, batch)
-        self._owner_of(self.last).register_forward_pre_hook(self._catch)
+        self._owner_of(self.last).register_forward_pre_hook(self._catch, with_kwargs=True)
 
     def _owner_of(self, layer: Layer) -> nn.Module:
         """The module that holds a layer's weight."""
         return self.twin.get_submodule(layer.weight.rpartition(".")[0])
 
-    def _catch(self, module: nn.Module, args: tuple[Any, ...]) -> None:
-        self._features = args[0]
+    def _catch(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        self._features = next(iter((*args, *kwargs.values())))
 
     def _last_layer(self, layers: Mapping[str, Layer], batch: Batch) -> Layer:
         inputs: dict[str, list[Tensor]] = {name: [] for name in layers}
         handles: list[Any] = []
         for name, layer in layers.items():
 
-            def catch(module: nn.Module, args: tuple[Any, ...], name: str = name) -> None:
-                inputs[name].append(args[0].detach().clone())
+            def catch(
+                module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], name: str = name
+            ) -> None:
+                given = next(iter((*args, *kwargs.values())), None)
+                if isinstance(given, Tensor):  # packed sequences are none
+                    inputs[name].append(given.detach().clone())
 
-            handles.append(self._owner_of(layer).register_forward_pre_hook(catch))
+            handles.append(self._owner_of(layer).register_forward_pre_hook(catch, with_kwargs=True))
         with torch.no_grad():
             outputs = batch.copied().call(self.twin)
         for handle in handles:
