@@ -563,6 +563,8 @@ def test_records_that_contradict_themselves() -> None:
     validate_record(PromisesRecord, record | {"wrong": {"entropy": [0, 2], "joint": [1, 1]}}, "it")
     of_positions = {"kind": "positions", "scores": [scores, scores], "shares": [0.5, 1.0]}
     validate_record(PromisesRecord, record | {"targets": of_positions}, "it")
+    of_inputs = {name: record[name] for name in ("inputs", "tails")}
+    validate_record(PromisesRecord, record | {"counted": of_inputs}, "it")
     for broken in (
         {"values": [1.0, 0.0], "count": 2},
         {"values": [0.0], "count": 2},
@@ -581,6 +583,8 @@ def test_records_that_contradict_themselves() -> None:
         ("targets", {"kind": "positions", "scores": [scores], "shares": [0.9]}),
         ("targets", {"kind": "positions", "scores": [scores], "shares": [0.9, 1.0]}),
         ("targets", {"kind": "lac", "scores": [scores], "shares": [1.0]}),
+        ("counted", of_inputs | {"tails": {}}),
+        ("counted", {"inputs": {"novelty": scores, "joint": scores}, "tails": {"novelty": tail}}),
         ("wrong", {"entropy": [0, 1]}),
         ("wrong", {"entropy": [0, 1], "joint": [0]}),
         ("wrong", {"entropy": [0, 1], "joint": [1, 0]}),

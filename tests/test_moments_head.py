@@ -572,6 +572,21 @@ def test_calibration_of_outputs_without_a_dimension() -> None:
     assert found.residual < 0.1 and abs(found.alpha) < 0.1
 
 
+def test_padding_does_not_move_the_calibration() -> None:
+    torch.manual_seed(0)
+    net = nn.Sequential(nn.Linear(3, 6), nn.ReLU(), nn.Linear(6, 6), nn.ReLU(), nn.Linear(6, 3))
+    x, y = torch.randn(12, 4, 3), torch.randint(3, (12, 4))
+    likelihood = uq.Categorical(class_dim=-1)
+    own = uq.fit(net, [(x, y)], "diag", likelihood=likelihood, prior_precision=1.0, progress=False)
+    predictor = uq.wrap(net, own, head="moments")
+    found = predictor.calibrate([(x, y)], n_mc=20, progress=False)
+    longer = torch.cat([x, torch.full((12, 5, 3), 30.0)], 1), torch.cat([y, torch.full((12, 5), -100)], 1)
+    padded = predictor.calibrate([longer], n_mc=20, progress=False)
+    assert (padded.alpha, padded.residual) == pytest.approx((found.alpha, found.residual), rel=1e-5)
+    counted = predictor.calibrate([longer[0]], n_mc=20, progress=False)  # nothing says what is padding
+    assert abs(counted.alpha - found.alpha) > 0.01
+
+
 # What a wrap computes, and what it keeps
 
 

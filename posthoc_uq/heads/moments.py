@@ -25,6 +25,7 @@ from posthoc_uq.layers.operands import temporary_limit
 from posthoc_uq.layers.proof import count_samples
 from posthoc_uq.likelihoods.draws import LINK_DRAWS, symmetric_root
 from posthoc_uq.likelihoods.prediction import Prediction, at_least_float32
+from posthoc_uq.likelihoods.weights import counted_positions
 from posthoc_uq.moments.propagation import products_of, propagate, running_module
 from posthoc_uq.moments.tensor import Covariances, MaxPool, Relu, Rules, Unknown
 from posthoc_uq.posteriors import ABOUT, ROWS, VARIANCES, Covariance, Posterior
@@ -483,7 +484,8 @@ class MomentsPredictor(GaussianPredictor):
         """Correct the scale of the variance by Monte Carlo over the weights, on a few inputs.
 
         Fits ``log sd_MC = alpha + log sd`` (median; with `slope` ``alpha + beta log sd``) on every other input, and
-        measures the remaining error on the others. The result is kept by the posterior, and saved with it.
+        measures the remaining error on the others; of outputs with positions by those that labels and the attention
+        mask leave in. The result is kept by the posterior, and saved with it.
 
         Args:
             loader: of inputs, such as held-out data; its first `samples` are used.
@@ -511,7 +513,7 @@ class MomentsPredictor(GaussianPredictor):
                 count = count_samples(batch)
                 if seen + count > samples:
                     batch = batch.narrow(0, samples - seen, count)
-                by_head.append(as_double(self._moments(posterior, batch)[1]).cpu())
+                by_head.append(as_double(self._counted_variance(posterior, batch)).cpu())
                 seed = torch.Generator().manual_seed(0)  # the same draws for all batches
                 outputs = sampler.functional_samples(batch, n_samples=n_mc, generator=seed)
                 by_draws.append(as_double(outputs).var(0).cpu())
@@ -528,3 +530,14 @@ class MomentsPredictor(GaussianPredictor):
             posterior.history.calibration = {**asdict(calibration), **made_for}
         self._calibrated = Latest()
         return calibration
+
+    def _counted_variance(self, posterior: Posterior, batch: Batch) -> Tensor:
+        """The variance of a batch's outputs, 0 at positions that do not count."""
+        variance = self._moments(posterior, batch)[1]
+        layout = posterior.likelihood.positions_of(variance)
+        if layout is None:
+            return variance
+        counted = (
+            counted_positions(layout, variance, batch).reshape(-1, 1).expand(-1, layout.classes(variance))
+        )
+        return variance.masked_fill(~layout.whole(counted, layout.positions(variance)), 0.0)
