@@ -5,18 +5,20 @@ work done by hand; and files that are whole or absent, and never written over by
 from __future__ import annotations
 
 import csv
+import errno
 import json
 import os
+import shlex
 import signal
 import subprocess
 import sys
 import threading
 import warnings
 from collections.abc import Iterator
-from contextlib import redirect_stderr
+from contextlib import redirect_stderr, redirect_stdout
 from dataclasses import dataclass, is_dataclass
 from hashlib import sha256
-from io import StringIO
+from io import BytesIO, StringIO, TextIOWrapper
 from pathlib import Path
 from typing import Any, ClassVar, Literal, Optional
 
@@ -44,7 +46,7 @@ import posthoc_uq as uq
 from posthoc_uq.cli import commands
 from posthoc_uq.cli.help import summary
 from posthoc_uq.cli.main import COMMANDS, main, plain, sentence
-from posthoc_uq.cli.options import Choice
+from posthoc_uq.cli.options import Choice, Console, Read
 from posthoc_uq.cli.outputs import role_of
 from posthoc_uq.cli.parser import Command, kinds_of, options_of
 from posthoc_uq.files import atomic, save_load
@@ -526,6 +528,73 @@ def test_an_interrupted_prediction_leaves_no_file(place: Path, tmp_path: Path) -
     assert said.stderr.splitlines()[-1] == "Interrupted."
     assert len(sys.modules["slow"].seen) == 1, "the temporary file is there while it runs"
     assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.parametrize("encoding", ["ascii", "latin-1", "cp1252"])
+def test_names_that_stdout_cannot_hold_are_escaped(encoding: str, copied: Path, place: Path) -> None:
+    """Of every command, since `main` prepares stdout; and it is given back as it was."""
+    names = ["größe", "Ж", "狗"]
+    model = net()
+    model.load_state_dict(torch.load(place / "w.pt"))
+    posterior = uq.load(copied, model)
+    posterior.history.fit["class names"] = names
+    uq.save(posterior, copied)
+    held = TextIOWrapper(BytesIO(), encoding=encoding)
+    with redirect_stdout(held):
+        assert main(["inspect", str(copied)]) == 0
+        assert main(["inspect", str(copied), "--json"]) == 0
+    held.flush()
+    text = held.buffer.getvalue().decode(encoding)
+    assert "\\u0416" in text and "\\u72d7" in text and held.errors == "strict"
+    assert json.loads(text[text.index("\n{") :])["fit"]["class names"] == names
+
+
+class _Refusing(StringIO):
+    """A stream on a full disk, or whose reader is gone."""
+
+    def __init__(self, error: int) -> None:
+        super().__init__()
+        self.error = error
+
+    def write(self, text: str) -> int:
+        raise OSError(self.error, os.strerror(self.error))  # a BrokenPipeError for EPIPE
+
+
+def test_streams_that_cannot_be_written(copied: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    words = ["inspect", str(copied)]
+    with redirect_stdout(_Refusing(errno.EPIPE)), redirect_stderr(StringIO()) as stderr:
+        assert main(words) == 0 and not stderr.getvalue()
+    with redirect_stdout(_Refusing(errno.ENOSPC)), redirect_stderr(StringIO()) as stderr:
+        assert main(words) == 1
+    assert stderr.getvalue() == (
+        "Error: The command is done, but stdout could not be written: No space left on device.\n"
+    )
+    monkeypatch.setattr(commands, "inspect", _warning)
+    for broken in (_Refusing(errno.EPIPE), _Refusing(errno.ENOSPC), None):  # a warning must not end the work
+        with redirect_stdout(StringIO()) as stdout:
+            monkeypatch.setattr(sys, "stderr", broken)
+            assert main(words) == 0 and sys.stderr is broken
+        assert stdout.getvalue() == "done\n"
+    with monkeypatch.context() as closed:
+        closed.setattr(sys, "stdout", None)
+        assert main(words) == 0 and sys.stdout is None
+
+
+def _warning(file: Read, /, *, console: Console) -> commands.Done:
+    """Warn."""
+    warnings.warn("careful", stacklevel=1)
+    return commands.Done("done", {})
+
+
+@pytest.mark.skipif(os.name != "posix", reason="descriptors of POSIX")
+def test_a_command_without_any_standard_stream(copied: Path, place: Path) -> None:
+    """As of a daemon. Its files do not get the descriptors of these streams."""
+    table = copied.with_name("t.csv")
+    words = ["predict", copied, place / "flat", *model_options(place), "-o", table]
+    program = shlex.join([sys.executable, "-m", "posthoc_uq", *map(str, words_of(words))])
+    command = f"exec 0<&- 1>&- 2>&-; exec {program}"
+    assert subprocess.run(["bash", "-c", command]).returncode == 0
+    assert table.read_text().startswith("file,label_1") and len(table.read_text().splitlines()) == 6
 
 
 def test_inspect_shows_a_file_without_its_model(place: Path, monkeypatch: pytest.MonkeyPatch) -> None:

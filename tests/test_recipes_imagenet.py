@@ -428,3 +428,103 @@ def test_errors_are_one_line(recipe: Namespace, capsys: pytest.CaptureFixture[st
         assert recipe.run.main([str(a) for a in (*model, *arguments)]) == 1
         error = capsys.readouterr().err
         assert said in error and error.count("\n") == 1
+
+
+@pytest.fixture(scope="module")
+def small(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, list[str]]:
+    """Two classes of ImageNet, a flat folder of validation images, and arguments for a model with random weights."""
+    import torchvision
+
+    folder = tmp_path_factory.mktemp("small")
+    torch.save(torchvision.models.squeezenet1_1(weights=None).state_dict(), folder / "w.pt")
+    for number, name in enumerate(["train/n01440764", "train/n01443537", "flat", "flat", "flat", "ood"]):
+        (folder / name).mkdir(parents=True, exist_ok=True)
+        pixels = np.full((40, 40, 3), 40 * number, dtype=np.uint8)
+        Image.fromarray(pixels).save(folder / name / f"ILSVRC2012_val_{number:08}.png")
+    given = ["--model", "torchvision:squeezenet1_1", "--weights", folder / "w.pt", "--image-size", "40"]
+    more = ["--train", folder / "train", "--search-images", "1", "--workers", "0", "--layers", "last"]
+    return folder, [str(each) for each in (*given, *more)]
+
+
+@pytest.mark.parametrize(
+    ("wrong", "said"),
+    [
+        (["--val", "nowhere"], "There is no folder 'nowhere'"),
+        (["--val", "flat"], "official list of labels"),
+        (["--val", "flat", "--val-labels", "none.txt"], "'none.txt' cannot be read"),
+        (["--val", "flat", "--val-labels", "short.txt"], "has 1 labels, and 'flat' 3 images"),
+        (["--val", "flat", "--val-labels", "numbers.txt"], "development kit"),
+        (["--val", "train", "--ood", "x=nowhere"], "There is no folder 'nowhere'"),
+        (["--val", "train", "--class-map", "short.txt"], "lacks 1 of the class folders"),
+        (["--val", "train", "--search-images", "2"], "leaves none to evaluate on"),
+    ],
+)
+def test_what_a_run_needs_is_looked_at_before_the_first_fit(
+    wrong: list[str],
+    said: str,
+    small: tuple[Path, list[str]],
+    recipe: Namespace,
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
+    tmp_path: Path,
+) -> None:
+    """And a mistake leaves no settings, which the corrected run would be compared with."""
+    folder, given = small
+    monkeypatch.chdir(folder)
+    Path("short.txt").write_text("n01440764\n")
+    Path("numbers.txt").write_text("1\n2\n3\n")
+    monkeypatch.setattr(recipe.fitting, "fit_all", lambda *_: pytest.fail("a fit began"))
+    assert recipe.run.main([*given, "--output", str(tmp_path), *wrong]) == 1
+    assert said in capsys.readouterr().err
+    assert not (tmp_path / "settings.json").exists() and not (tmp_path / "posteriors").exists()
+
+
+def test_the_official_lists_of_labels(
+    small: tuple[Path, list[str]], recipe: Namespace, tmp_path: Path
+) -> None:
+    from scipy.io import savemat
+
+    folder, given = small
+    kinds = np.dtype([("ILSVRC2012_ID", "O"), ("WNID", "O")])
+    savemat(
+        tmp_path / "meta.mat",
+        {"synsets": np.array([(2, "n01440764"), (1, "n01443537"), (3, "n99999999")], kinds)},
+    )
+    lists = {
+        "wnids.txt": "n01443537\nn01440764\nn01443537\n",
+        "ILSVRC2012_validation_ground_truth.txt": "1\n2\n1\n",
+        "LOC_val_solution.csv": "ImageId,PredictionString\n"
+        "ILSVRC2012_val_00000003,n01440764 1 1 9 9\n"
+        "ILSVRC2012_val_00000002,n01443537 1 1 9 9 n01443537 2 2 4 4\n"
+        "ILSVRC2012_val_00000004,n01443537 1 1 9 9\n",
+    }
+    for name, text in lists.items():
+        (tmp_path / name).write_text(text)
+        options = recipe.run.parsed(
+            [
+                *given,
+                *["--val", str(folder / "flat"), "--val-labels", str(tmp_path / name)],
+                "--output",
+                str(tmp_path),
+            ]
+        )
+        opened = recipe.run.Opened(options)
+        assert list(opened.val.labels) == [1, 0, 1] and list(opened.train.labels) == [0, 1]
+
+
+def test_settings_of_the_search_are_free_until_there_are_trials(recipe: Namespace, tmp_path: Path) -> None:
+    def prepared(*more: str) -> Any:
+        common = ["--model", "m", "--train", "t", "--output", str(tmp_path)]
+        options = recipe.run.parsed([*common, *more])
+        recipe.run.prepare(options)
+        recipe.run.keep_settings(options)
+        return options
+
+    prepared("--val", "wrong")
+    options = prepared("--val", "right")
+    options.trials.mkdir()
+    (options.trials / "diag").mkdir()
+    with pytest.raises(PosthocUQError, match="made with --val right, not wrong"):
+        prepared("--val", "wrong")
+    with pytest.raises(PosthocUQError, match="made with --rank 100, not 7"):
+        prepared("--val", "right", "--rank", "7")

@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import asyncio
 import json
+import os
 import re
 import signal
 import socket
 import threading
+import time
 import weakref
 import zlib
 from collections.abc import Iterator
@@ -878,6 +880,42 @@ def test_the_command_serves(place: Path, predictor: uq.Predictor, monkeypatch: p
     assert "cannot be listened on" in failure("serve", *common, "--host", "256.0.0.1")
     assert "There is no file" in failure("serve", place / "no.h5", *_model(place))
     assert json.dumps(printed)
+
+
+def test_two_interrupts_end_the_server_without_tracebacks(
+    service: Service, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """While an answer is under way, which the second does not wait for."""
+    answers, begun = list[int](), threading.Event()
+
+    def slow(*_: Any) -> Any:
+        begun.set()
+        time.sleep(1.0)
+        return [{}]
+
+    def ask(url: str) -> None:
+        answers.append(httpx.post(f"{url}/predict", json={"input": [0]}, trust_env=False).status_code)
+
+    def interrupt() -> None:
+        assert begun.wait(30)
+        for _ in range(2):
+            os.kill(os.getpid(), signal.SIGINT)
+            time.sleep(0.1)
+
+    monkeypatch.setattr(service, "predict", slow)
+    interrupting = threading.Thread(target=interrupt)
+    asking: list[threading.Thread] = []
+
+    def started(url: str) -> None:
+        asking.append(threading.Thread(target=ask, args=(url,)))
+        for thread in (*asking, interrupting):
+            thread.start()
+
+    with pytest.raises(KeyboardInterrupt):
+        serving.serve(service, port=0, started=started)
+    for thread in (*asking, interrupting):
+        thread.join()
+    assert answers == [503] and "Traceback" not in capsys.readouterr().err
 
 
 def test_the_document_runs() -> None:

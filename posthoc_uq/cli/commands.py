@@ -17,12 +17,12 @@ import os
 import sys
 import time
 import warnings
-from collections.abc import Generator, Iterable, Mapping, Sequence
+from collections.abc import Generator, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, redirect_stdout
 from dataclasses import asdict, dataclass, replace
 from io import BytesIO
 from pathlib import Path
-from typing import Annotated, Any, Literal, get_type_hints
+from typing import Annotated, Any, Literal, cast, get_type_hints
 
 import torch
 import torch.distributed as dist
@@ -190,6 +190,7 @@ def fit(
             val_loader = load_data(
                 val_data, model, part, info, labels=True, split="val", needs="calibration"
             ).loader
+            _look_at(val_loader, val_data, model, chosen)
         posterior = uq.fit(
             model.model,
             loaded.loader,
@@ -204,7 +205,15 @@ def fit(
         if loaded.files is not None or data.startswith("torchvision:"):
             posterior.history.fit |= image_facts(source, model)
         dtype = None if save_dtype is None else getattr(torch, save_dtype)
-        uq.save(posterior, output, dtype=dtype, compression="gzip" if compress else None)
+        packed: Any = "gzip" if compress else None
+        try:
+            uq.save(posterior, output, dtype=dtype, compression=packed)
+        except PosthocUQError as error:
+            if dtype is None:
+                raise
+            # the fit may have taken hours
+            uq.save(posterior, output, compression=packed)
+            warnings.warn(f"Written in full precision, since: {error}", stacklevel=2)
         report, size = posterior.report(), os.path.getsize(output) if rank() == 0 else 0
         lines = [report.brief(), f"seconds: {time.perf_counter() - start:.1f}"]
         if source.weights is None and not source.pretrained:
@@ -216,6 +225,23 @@ def fit(
 
     with process_group(source.device) as device:
         return run_on_all_ranks(lambda: work(replace(source, device=device)), "the command")
+
+
+def _look_at(loader: Iterable[Any], spec: str, model: TrainedModel, likelihood: uq.Likelihood) -> None:
+    """Refuse held-out data whose first batch does not fit the model, which a fit would find at its end."""
+    if isinstance(loader, Iterator):
+        return
+    with isolated_random_state(), torch.no_grad():
+        batch = next(batches(loader, BatchReader(model.device)), None)
+        if batch is None or batch.targets is None:
+            raise PosthocUQError(f"--val_data: '{spec}' has {'no data' if batch is None else 'no labels'}.")
+        try:
+            outputs = batch.call(model.model)
+            if isinstance(outputs, torch.Tensor):
+                likelihood.check(outputs, batch.targets)
+        except (PosthocUQError, RuntimeError, TypeError, ValueError) as error:
+            reason = str(error).splitlines()[0].rstrip(".")
+            raise PosthocUQError(f"--val_data: '{spec}' does not fit the model: {reason}.") from error
 
 
 @contextmanager
@@ -316,6 +342,9 @@ def tune(
     labels = search and of_criterion.labels
     with changing(file, output) as rewrite:
         model, posterior = opened(file, source)
+        name, options = _head(posterior, head, seed)
+        if calibrate and name != "moments":  # before the search
+            raise PosthocUQError("--calibrate is for the moments head; give --head moments too.")
         loaded = None
         if data is not None:
             needs = "tuning by likelihood" if labels else None
@@ -325,7 +354,6 @@ def tune(
         facts: dict[str, Any] = dict.fromkeys(named)
         with posterior.searching():
             if search:
-                name, options = _head(posterior, head, seed)
                 through: dict[str, Any] = {
                     key: value for key, value in options.items() if key not in ("seed", "n_samples")
                 }
@@ -359,9 +387,7 @@ def tune(
                     # the draws of predictions, not of the search
                     posterior.history.head["options"]["n_samples"] = options["n_samples"]
             if loaded is not None and calibrate:
-                predictor = _predictor(model, posterior, head, seed)
-                if not isinstance(predictor, MomentsPredictor):
-                    raise PosthocUQError("--calibrate is for the moments head; give --head moments too.")
+                predictor = cast(MomentsPredictor, _predictor(model, posterior, head, seed))
                 predictor.calibrate(loaded.loader, progress=_progress(console))
         rewrite(posterior, source, stored_dtype(file))
     prior = posterior.prior_precision

@@ -13,7 +13,8 @@ import os
 import re
 import sys
 import warnings
-from collections.abc import Mapping, Sequence
+from collections.abc import Generator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager, redirect_stderr, redirect_stdout, suppress
 from typing import TYPE_CHECKING, Any, cast
 
 from jsonargparse import ArgumentParser, set_parsing_settings
@@ -53,7 +54,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     debug = "--debug" in words
     program = f"posthoc-uq {words[0]}" if words and words[0] in COMMANDS else "posthoc-uq"
     command: list[Command] = []
-    with warnings.catch_warnings():
+    with _streams(), warnings.catch_warnings():
         warnings.showwarning = lambda message, *_, **__: _warn(str(message), command)
         try:
             return _run(words, command)
@@ -70,6 +71,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
         except Exception as error:
             if debug:
                 raise
+            if isinstance(error, BrokenPipeError):
+                _to_nowhere(sys.stdout)
             _tell(f"Error: {_rank()}{_in_options(sentence(error), command)}")
             return ERROR
 
@@ -107,7 +110,7 @@ def _run(words: Sequence[str], running: list[Command]) -> int:
     if done is None:
         return 0
     if not _rank() and (console.json or done.text):
-        print(json.dumps(plain(done.facts), indent=1) if console.json else printable(done.text, keep="\n\t"))
+        _show(json.dumps(plain(done.facts), indent=1) if console.json else printable(done.text, keep="\n\t"))
     for line in done.complaints:
         _tell(printable(line))
     return done.code
@@ -138,8 +141,58 @@ def _complete(name: str) -> Any:
     return Command(getattr(commands, name), []).parser
 
 
+@contextmanager
+def _streams() -> Generator[None]:
+    """Standard streams that can be written to: what was closed leads nowhere, also for the descriptors, which the next
+    file would get otherwise, and every library's messages with them; characters that the encoding of stdout does not
+    have are escaped.
+    """
+    while (descriptor := os.open(os.devnull, os.O_RDWR)) < 3:
+        os.set_inheritable(descriptor, True)
+    os.close(descriptor)
+    with ExitStack() as given_back:
+        for stream, redirect in ((sys.stdout, redirect_stdout), (sys.stderr, redirect_stderr)):
+            if cast(Any, stream) is None:
+                given_back.enter_context(redirect(given_back.enter_context(open(os.devnull, "w"))))
+        reconfigure, errors = getattr(sys.stdout, "reconfigure", None), getattr(sys.stdout, "errors", None)
+        if reconfigure is not None:
+            reconfigure(errors="backslashreplace")
+            given_back.callback(reconfigure, errors=errors)
+        try:
+            yield
+        finally:
+            try:
+                sys.stdout.flush()
+            except (OSError, ValueError):
+                _to_nowhere(sys.stdout)
+
+
+def _to_nowhere(stream: Any) -> None:
+    """Lead a stream that cannot be written to nowhere, so that nothing more is said of it when Python ends."""
+    with suppress(OSError, ValueError, AttributeError):
+        nowhere = os.open(os.devnull, os.O_WRONLY)
+        os.dup2(nowhere, stream.fileno())
+        os.close(nowhere)
+
+
+def _show(text: str) -> None:
+    """Print a result; nobody may be reading any more."""
+    try:
+        print(text, flush=True)
+    except OSError as error:
+        _to_nowhere(sys.stdout)
+        if not isinstance(error, BrokenPipeError):
+            raise PosthocUQError(
+                f"The command is done, but stdout could not be written: {error.strerror or error}."
+            ) from error
+
+
 def _tell(line: str) -> None:
-    print(line, file=sys.stderr, flush=True)
+    """Say something on stderr; a command goes on where that cannot be written."""
+    try:
+        print(line, file=sys.stderr, flush=True)
+    except (OSError, ValueError):
+        _to_nowhere(sys.stderr)
 
 
 def _warn(message: str, running: Sequence[Command]) -> None:

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import os
+import sys
 import threading
 from collections.abc import Callable, Generator, Iterator, Sequence
 from contextlib import contextmanager
 from contextvars import ContextVar
 from functools import cache
-from typing import Any, TypeVar
+from typing import Any, TypeVar, cast
 from weakref import WeakSet
 
 from posthoc_uq.core import interrupts
@@ -28,7 +29,7 @@ class Progress:
     def __init__(self, description: str, unit: str, visible: bool, total: int | None = None) -> None:
         self.done = 0
         self._bar: Any = None
-        if visible and rank() == 0:
+        if visible and rank() == 0 and cast(Any, sys.stderr) is not None:  # a program may have none
             # Every update looks at the clock, so that no second thread has to redraw a bar that became slow.
             self._bar = _bars()(total=total, desc=description, unit=f" {unit}", leave=False, miniters=1)
 
@@ -69,7 +70,7 @@ class Progress:
 
 def print_above(line: str, file: Any) -> bool:
     """Print a line above the bars that are shown; False, and nothing printed, where none ever was."""
-    if not _bars.cache_info().currsize:
+    if file is None or not _bars.cache_info().currsize:
         return False
     _bars().write(line, file=file)
     return True

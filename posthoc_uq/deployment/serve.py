@@ -144,9 +144,16 @@ def serve(
             timeout_keep_alive=10,
             timeout_graceful_shutdown=10,
             limit_concurrency=2 * CONNECTIONS,
+            lifespan="off",  # the service is closed here, also where the server does not end in order
         )
+        server = _Server(config)
         with _on_hangup(service.reopen_log):
-            Server(config).run(sockets=[listening])
+            try:
+                server.run(sockets=[listening])
+            finally:
+                service.close()
+        if server.ended_by is not None:
+            signal.raise_signal(server.ended_by)
 
 
 @contextmanager
@@ -161,6 +168,19 @@ def _on_hangup(reopen: Callable[[], bool]) -> Generator[None]:
         yield
     finally:
         signal.signal(hangup, before)
+
+
+class _Server(Server):
+    """uvicorn's server, which raises the signal that ended it when all is over: uvicorn does so within asyncio, which
+    answers a second one with tracebacks.
+    """
+
+    ended_by: int | None = None
+
+    def handle_exit(self, sig: int, frame: Any) -> None:
+        """Take a signal; the second Ctrl-C does not wait for answers."""
+        self.force_exit = self.should_exit and sig == signal.SIGINT
+        self.should_exit, self.ended_by = True, self.ended_by or sig
 
 
 class Connection(H11Protocol):
@@ -512,6 +532,8 @@ def application(service: Service, hosts: Sequence[str] | None = LOOPBACK) -> Sta
                 metrics.errors.labels(refused.kind).inc()
                 headers = {"Retry-After": "1"} if refused.status == 503 else None
                 response = JSONResponse({"error": refused.sentence}, refused.status, headers)
+            except asyncio.CancelledError:  # the server ends, and does not wait
+                response = JSONResponse({"error": "The server was ended."}, 503)
             except Exception:
                 metrics.errors.labels("server").inc()
                 log.exception("A request to %s failed.", path)

@@ -12,7 +12,7 @@ import time
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, fields, replace
 from itertools import chain
-from typing import Any, Literal
+from typing import Any, Literal, cast
 
 import torch
 from torch import Tensor, nn
@@ -316,7 +316,7 @@ def _tell_expected(task: Task, request: _FitRequest) -> None:
 
     few = len(task.layers) == 1
     expected = passes * (forward if few else whole)
-    if expected >= _LONG:
+    if expected >= _LONG and cast(Any, sys.stderr) is not None:
         shorter = "" if few else f"; with layers='last' {_in_minutes(passes * forward)}"
         told = f"{_in_minutes(expected)} for {samples:,} samples on {task.device}{shorter}"
         print(f"this fit will take {told}", file=sys.stderr)

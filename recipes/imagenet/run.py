@@ -14,17 +14,18 @@ from __future__ import annotations
 import argparse
 import json
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
 import torch
 
 from posthoc_uq.cli.commands import process_group
-from posthoc_uq.cli.models import TrainedModel, trained_model
+from posthoc_uq.cli.models import trained_model
 from posthoc_uq.cli.options import ModelSource
 from posthoc_uq.core.distributed import raise_on_any_error, rank, run_on_all_ranks
 from posthoc_uq.core.errors import PosthocUQError
+from posthoc_uq.files.atomic import checked_target
 from recipes import common
 from recipes.imagenet import evaluating, example, figures, fitting, folders, search
 
@@ -45,10 +46,12 @@ SMOKE: dict[str, Any] = {
 SMOKE_IMAGES = (2, 3, 12)
 """Of each class in train and in val, and foreign ones."""
 FIXED = (
-    *("model", "weights", "pretrained", "num_classes", "image_size", "train", "val", "class_map", "layers"),
-    *("rank", "train_images", "search_images", "search_samples", "scales", "priors", "bins", "seed"),
+    *("model", "weights", "pretrained", "num_classes", "image_size", "train", "class_map", "layers"),
+    *("rank", "train_images", "seed"),
 )
 """Options that one output folder has one value of."""
+MEASURED = ("val", "val_labels", "search_images", "search_samples", "scales", "priors", "bins")
+"""Likewise, once there are trials or evaluations."""
 
 
 def parser() -> argparse.ArgumentParser:
@@ -67,6 +70,7 @@ def parser() -> argparse.ArgumentParser:
     add = group.add_argument
     add("--train", type=Path, help="folder with a folder for each class")
     add("--val", type=Path, help="likewise; its images are divided between search and evaluation")
+    add("--val-labels", type=Path, help="of a flat --val: ImageNet's official list, or a wnid for each image")
     add("--ood", action="append", metavar="NAME=FOLDER", help="foreign images; may be given several times")
     add("--class-map", type=Path, help="which output a folder is; wnids of 1,000 classes need none")
     add("--train-images", type=int, help="fit on so many, drawn at random; by default on all")
@@ -139,80 +143,105 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 def work(options: argparse.Namespace) -> None:
     """Everything that processes do together."""
-    prepare(options)
-    run(options)
+    shared(lambda: prepare(options), "preparing the output folder")
+    if options.stages == ["plot"]:
+        figures.plot_all(options)
+        return
+    opened = Opened(options)
+    shared(lambda: keep_settings(options), "writing the settings")
+    run(options, opened)
 
 
-def prepare(options: argparse.Namespace) -> None:
-    """The output folder, its example data, and a record of its settings, made by the first process."""
+def shared(step: Callable[[], None], doing: str) -> None:
+    """What the first process does while the others wait."""
     error: Exception | None = None
     try:
         if rank() == 0:
-            options.output.mkdir(parents=True, exist_ok=True)
-            if options.smoke and not (options.output / "data" / example.WEIGHTS).exists():
-                example.make(options.output / "data", *SMOKE_IMAGES, seed=options.seed)
-            check_settings(options)
+            step()
     except (PosthocUQError, OSError) as caught:
         error = PosthocUQError(str(caught))
-    raise_on_any_error(error, "preparing the output folder")
+    raise_on_any_error(error, doing)
 
 
-def check_settings(options: argparse.Namespace) -> None:
-    """Write down what an output folder was made with; later runs must agree.
+def prepare(options: argparse.Namespace) -> None:
+    """The output folder and its example data; it must not be that of another run.
 
     Raises:
         PosthocUQError: it was made with other settings.
     """
-    path = options.output / "settings.json"
-    wanted = json.loads(json.dumps({name: getattr(options, name) for name in FIXED}, default=str))
-    if path.exists():
-        known = json.loads(path.read_text())
-        for name in FIXED:
-            if known.get(name) != wanted[name]:
-                raise PosthocUQError(
-                    f"'{options.output}' was made with --{name.replace('_', '-')} {known.get(name)}, not "
-                    f"{wanted[name]}; choose another --output."
-                )
-    path.write_text(json.dumps(wanted, indent=1) + "\n")
-
-
-def run(options: argparse.Namespace) -> None:
-    """Every stage asked for, in order."""
-    if options.stages == ["plot"]:
-        figures.plot_all(options)
+    options.output.mkdir(parents=True, exist_ok=True)
+    checked_target(options.output / SETTINGS)
+    if options.smoke and not (options.output / "data" / example.WEIGHTS).exists():
+        example.make(options.output / "data", *SMOKE_IMAGES, seed=options.seed)
+    path, wanted = options.output / SETTINGS, settings(options)
+    if not path.exists():
         return
-    named = ("model", "weights", "pretrained", "num_classes", "device", "image_size")
-    source = trained_model(ModelSource(**{name: getattr(options, name) for name in named}))
-    reading = (options.batch_size, options.workers)
-    if "fit" in options.stages:
-        train = folders.labelled(options.train, source, class_map(options, source, options.train))
-        chosen = folders.some(len(train.dataset), options.train_images, options.seed)
-        layers = options.layers if options.layers in ("all", "last") else options.layers.split(",")
-        options.layers = layers
-        fitting.fit_all(source, train.loader(chosen, *reading, divided=True), options)
-    if {"search", "evaluate"} & set(options.stages):
-        val = folders.labelled(options.val, source, class_map(options, source, options.val))
-        assert val.labels is not None
-        searched, rest = folders.parted(
-            len(val.dataset), options.search_images, options.eval_images, options.seed
+    known = json.loads(path.read_text())
+    made = any(folder.is_dir() and any(folder.iterdir()) for folder in (options.trials, options.evaluations))
+    for name in (*FIXED, *(MEASURED if made else ())):
+        if known.get(name) != wanted[name]:
+            raise PosthocUQError(
+                f"'{options.output}' was made with --{name.replace('_', '-')} {known.get(name)}, not {wanted[name]}; "
+                f"choose another --output."
+            )
+
+
+SETTINGS = "settings.json"
+
+
+def settings(options: argparse.Namespace) -> dict[str, Any]:
+    """What an output folder is made with."""
+    return json.loads(json.dumps({name: getattr(options, name) for name in FIXED + MEASURED}, default=str))
+
+
+def keep_settings(options: argparse.Namespace) -> None:
+    """Write down what the output folder is made with, once all that a run needs was found."""
+    (options.output / SETTINGS).write_text(json.dumps(settings(options), indent=1) + "\n")
+
+
+class Opened:
+    """All that the stages read, opened and looked at before the first of them begins, since they take hours.
+
+    Raises:
+        PosthocUQError: a folder, a list of labels or a class map is missing, or does not fit the model.
+    """
+
+    def __init__(self, options: argparse.Namespace) -> None:
+        named = ("model", "weights", "pretrained", "num_classes", "device", "image_size")
+        self.source = trained_model(ModelSource(**{name: getattr(options, name) for name in named}))
+        self.train = self._labelled(options, options.train, None) if "fit" in options.stages else None
+        self.val = self._labelled(options, options.val, options.val_labels)
+        self.searched, self.rest = folders.parted(
+            len(self.val.dataset), options.search_images, options.eval_images, options.seed
         )
-        if "search" in options.stages:
-            labels = torch.tensor([val.labels[index] for index in searched])
-            search.search_all(source, val.loader(searched, *reading), labels, options)
-        if "evaluate" in options.stages:
-            foreign = {name: folders.unlabelled(folder, source) for name, folder in options.ood.items()}
-            evaluating.evaluate_all(source, val, rest, foreign, options)
+        self.foreign = {name: folders.unlabelled(folder, self.source) for name, folder in options.ood.items()}
+
+    def _labelled(self, options: argparse.Namespace, folder: Path, listed: Path | None) -> folders.Images:
+        """With the map that is given, or that of ImageNet's wnids for classes that are some of them."""
+        found = options.class_map
+        if found is None:
+            names = set(folders.classes_of(folder, folders.existing(folder), listed))
+            found = folders.imagenet_map(names, options.output / "class_map.txt")
+            raise_on_any_error(None, "writing the class map")
+        return folders.labelled(folder, self.source, found, listed)
+
+
+def run(options: argparse.Namespace, opened: Opened) -> None:
+    """Every stage asked for, in order."""
+    reading, source, val = (options.batch_size, options.workers), opened.source, opened.val
+    if opened.train is not None:
+        train = opened.train
+        chosen = folders.some(len(train.dataset), options.train_images, options.seed)
+        options.layers = options.layers if options.layers in ("all", "last") else options.layers.split(",")
+        fitting.fit_all(source, train.loader(chosen, *reading, divided=True), options)
+    if "search" in options.stages:
+        assert val.labels is not None
+        labels = torch.tensor([val.labels[index] for index in opened.searched])
+        search.search_all(source, val.loader(opened.searched, *reading), labels, options)
+    if "evaluate" in options.stages:
+        evaluating.evaluate_all(source, val, opened.rest, opened.foreign, options)
     if "plot" in options.stages:
         figures.plot_all(options)
-
-
-def class_map(options: argparse.Namespace, source: TrainedModel, folder: Path) -> Path | None:
-    """The map that is given, or that of ImageNet's wnids for folders that are some of them."""
-    if options.class_map is not None:
-        return options.class_map
-    found = folders.imagenet_map(folder, options.output / "class_map.txt")
-    raise_on_any_error(None, "writing the class map")
-    return found
 
 
 if __name__ == "__main__":
