@@ -277,6 +277,14 @@ def test_attacks_on_the_server_find_nothing(capsys: pytest.CaptureFixture[str]) 
 
 
 @pytest.mark.study
+def test_attacks_on_the_library_find_nothing(capsys: pytest.CaptureFixture[str]) -> None:
+    script = _script("attacks")
+    assert script.main(["--smoke"]) == 0, capsys.readouterr().out
+    shown = capsys.readouterr().out
+    assert all(shown.count(f"\n{kind}") > 10 for kind in ("weights that change", "signals that raise"))
+
+
+@pytest.mark.study
 def test_tuning_is_held_against_the_untuned_fit(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     _script("tuning").main(["--smoke", "--output", str(tmp_path)])
     found = json.loads((tmp_path / "tuning.json").read_text())

@@ -197,3 +197,74 @@ def test_an_interrupt_at_the_exit_of_a_context_restores_it(monkeypatch: pytest.M
     with pytest.raises(KeyboardInterrupt):
         uq.fit(model, loader, method="subnetwork", n=5, prior_precision=1.0, progress=False)
     assert left[0] >= 2 and torch.is_grad_enabled()
+
+
+@pytest.mark.skipif(not hasattr(signal, "SIGALRM"), reason="Windows has no such signal")
+def test_what_other_signals_raise_waits_too() -> None:
+    heard: list[int] = []
+
+    def raising(number: int, frame: Any) -> None:
+        heard.append(number)
+        raise TimeoutError("too long")
+
+    @orderly
+    def call() -> None:
+        signal.raise_signal(signal.SIGALRM)
+        heard.append(0)
+        signal.raise_signal(signal.SIGUSR1)  # whose handler does not raise, and runs at once
+        heard.append(0)
+        interrupts.check()
+        heard.append(-1)
+
+    numbers = (signal.SIGALRM, signal.SIGUSR1)
+    before = [signal.getsignal(number) for number in numbers]
+    own = [raising, lambda number, frame: heard.append(number)]
+    try:
+        for number, handler in zip(numbers, own, strict=True):
+            signal.signal(number, handler)
+        with pytest.raises(TimeoutError, match="too long"):
+            call()
+        assert heard == [signal.SIGALRM, 0, signal.SIGUSR1, 0]
+        assert [signal.getsignal(number) for number in numbers] == own
+    finally:
+        for number, handler in zip(numbers, before, strict=True):
+            signal.signal(number, handler)
+
+
+@pytest.mark.skipif(not hasattr(signal, "SIGALRM"), reason="Windows has no such signal")
+def test_all_handlers_are_given_back_where_one_raises_meanwhile(monkeypatch: pytest.MonkeyPatch) -> None:
+    def raising(number: int, frame: Any) -> None:
+        raise TimeoutError
+
+    before = signal.signal(signal.SIGALRM, raising)
+    given_back = interrupts._set_handler
+
+    def interrupted(number: int, handler: Any) -> Any:
+        found = given_back(number, handler)
+        if handler is signal.default_int_handler:
+            signal.raise_signal(signal.SIGALRM)
+        return found
+
+    monkeypatch.setattr(interrupts, "_set_handler", interrupted)
+    try:
+        with pytest.raises(TimeoutError):
+            orderly(lambda: None)()
+        assert signal.getsignal(signal.SIGALRM) is raising
+    finally:
+        signal.signal(signal.SIGALRM, before)
+
+
+@pytest.mark.parametrize("head", ["linearized", "sampling", "moments"])
+@pytest.mark.filterwarnings("ignore:The posterior's prior precision was found")
+def test_an_interrupted_prediction_leaves_no_mode_behind(head: str) -> None:
+    x, network = inputs_of(4), mlp()
+    model = Interrupting(network, 1000)
+    COUNT[0] = 1000
+    loader = batches(x, targets_of(network, x, "classification"))
+    predictor = uq.wrap(model, uq.fit(model, loader, "diag", prior_precision=1.0, progress=False), head)
+    state = torch.get_rng_state()
+    COUNT[0] = 999
+    with pytest.raises(KeyboardInterrupt):
+        predictor(x)
+    assert torch.is_grad_enabled() and torch._C._len_torch_function_stack() == 0
+    assert torch.equal(torch.get_rng_state(), state)

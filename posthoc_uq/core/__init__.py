@@ -13,6 +13,7 @@
 | `devices` | number types of devices, `DeferredChecks` for values the host must see, memory budgets |
 | `distributed` | `run_on_all_ranks`, `all_reduce_sum`, `broadcast`, `gather` |
 | `progress` | bars, and which share of a long computation is done |
-| `interrupts` | `orderly`: Ctrl-C ends a call where nothing is half done |
+| `interrupts` | `orderly`: a signal that raises, as Ctrl-C, ends a call where nothing is half done |
+| `steady` | weights that change while a call reads them are noticed |
 | `paths`, `tables` | which files are read; text tables and cells of a CSV |
 """

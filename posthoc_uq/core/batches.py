@@ -24,7 +24,7 @@ from torch.overrides import TorchFunctionMode
 from torch.utils._pytree import tree_leaves, tree_map
 from torch.utils.data import Dataset
 
-from posthoc_uq.core import interrupts
+from posthoc_uq.core import interrupts, steady
 from posthoc_uq.core.devices import sent
 from posthoc_uq.core.distributed import rank, sampler_of
 from posthoc_uq.core.errors import PosthocUQError, UnsupportedLayerError, out_of_memory, warn_user
@@ -585,6 +585,7 @@ def batches(loader: Iterable[Any], reader: BatchReader) -> Iterator[Batch]:
     """Read a loader from start to end; skips batches without samples.
 
     Raises:
+        PosteriorMismatchError: weights that the caller holds `steady` changed.
         PosthocUQError: the loader yields no batch with samples.
     """
     items = items_of(loader)
@@ -594,6 +595,7 @@ def batches(loader: Iterable[Any], reader: BatchReader) -> Iterator[Batch]:
         if not batch.empty:
             count += 1
             yield batch
+            steady.look()
     if count == 0:
         raise no_sample()
 

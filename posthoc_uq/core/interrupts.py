@@ -1,14 +1,16 @@
-"""Ctrl-C ends a call where nothing is half done.
+"""A signal that raises, as Ctrl-C does, ends a call where nothing is half done.
 
-Python raises `KeyboardInterrupt` between any two instructions of the main thread. In the callback of a weak reference,
-or in a destructor, it is printed and lost; at the first instruction of a context manager's exit, what the context
-changed stays: gradients switched off, torch's functions intercepted, a temporary file. So during a call of this library
-the first interrupt is noted, and raised at the next `check`. While the caller's loader is waited for, and at the second
-interrupt, it is raised at once. Where the call ends before that, in whatever way, it is raised then.
+Python runs the handler of a signal between any two instructions of the main thread. What the handler raises is printed
+and lost in the callback of a weak reference or in a destructor; at the first instruction of a context manager's exit,
+what the context changed stays: gradients switched off, torch's functions intercepted, a temporary file. So during a
+call of this library the caller's handlers run as ever, and the first error that one of them raises is noted, and raised
+at the next `check`. While the caller's loader is waited for, it is raised at once, and so is another one that comes
+before the `check`. Where the call ends before that, in whatever way, it is raised then.
 """
 
 from __future__ import annotations
 
+import inspect
 import os
 import signal
 import threading
@@ -19,46 +21,53 @@ from typing import Any, ParamSpec, TypeVar
 Parameters = ParamSpec("Parameters")
 Result = TypeVar("Result")
 
+_SIGNALS = sorted(map(int, signal.valid_signals()))
+# these look up no names of signals, which takes longer than all the rest
+_handler_of: Callable[[int], Any] = inspect.unwrap(signal.getsignal)
+_set_handler: Callable[[int, Any], Any] = inspect.unwrap(signal.signal)
+
 
 class _Watch:
-    """The handler of interrupts during a call; the caller's handler decides what an interrupt does.
+    """The handler, during a call, of all signals for which the caller has one in Python.
+
+    Args:
+        handlers: the caller's, by signal.
 
     Attributes:
-        handler: the caller's.
-        at_once: whether the next interrupt need not wait for a `check`.
+        at_once: whether the next error need not wait for a `check`.
         ending: whether every further one must wait for the end of the call.
-        noted: what the handler was called with, until the caller's handler has had it and returned.
-        raised: what the caller's handler raised.
+        over: whether the call is over; where code of the caller's still holds this handler, it hands on.
+        noted: what the last handler raised.
+        waits: whether that was not raised here so far.
     """
 
-    def __init__(self, handler: Callable[..., Any]) -> None:
-        self.handler, self.process = handler, os.getpid()
-        self.at_once = self.ending = False
-        self.noted: tuple[Any, ...] | None = None
-        self.raised: BaseException | None = None
+    def __init__(self, handlers: dict[int, Callable[..., Any]]) -> None:
+        self.handlers, self.process = handlers, os.getpid()
+        self.at_once = self.ending = self.over = self.waits = False
+        self.noted: BaseException | None = None
 
-    def __call__(self, *arguments: Any) -> None:
-        if os.getpid() != self.process:  # a forked child, as a loader's worker
-            self.handler(*arguments)
+    def __call__(self, number: int, frame: Any) -> None:
+        handler = self.handlers[number]
+        if self.over or os.getpid() != self.process:  # a forked child, as a loader's worker
+            handler(number, frame)
             return
-        now = not self.ending and (self.at_once or self.noted is not None)
-        self.noted, self.at_once = arguments, False
-        if now:
-            self.deliver()
+        try:
+            handler(number, frame)
+        except BaseException as raised:
+            now = not self.ending and (self.at_once or self.waits)
+            self.noted, self.at_once, self.waits = raised, False, not now
+            if now:
+                raise
 
     def deliver(self) -> None:
-        """Hand the noted interrupt to the caller's handler, which mostly raises."""
+        """Raise the noted error."""
         assert self.noted is not None
-        try:
-            self.handler(*self.noted)
-        except BaseException as raised:
-            self.raised = raised
-            raise
-        self.noted = None
+        self.waits = False
+        raise self.noted
 
     @property
     def here(self) -> bool:
-        """Whether this is the thread and the process that interrupts reach."""
+        """Whether this is the thread and the process that signals reach."""
         return threading.current_thread() is threading.main_thread() and os.getpid() == self.process
 
 
@@ -66,7 +75,7 @@ _watch: _Watch | None = None
 
 
 def orderly(call: Callable[Parameters, Result]) -> Callable[Parameters, Result]:
-    """Have interrupts wait for a `check` during the calls of a function from the main thread."""
+    """Have errors of signals wait for a `check` during the calls of a function from the main thread."""
 
     @wraps(call)
     def watched(*args: Parameters.args, **kwargs: Parameters.kwargs) -> Result:
@@ -80,46 +89,63 @@ def orderly(call: Callable[Parameters, Result]) -> Callable[Parameters, Result]:
             error = raised
             raise
         finally:
-            watch.ending = True
             _end(watch)
-            if watch.noted is not None and (watch.raised is None or error is not watch.raised):
+            if watch.noted is not None and error is not watch.noted:
                 watch.deliver()  # it came after the last check, or something swallowed or replaced it
-            error = watch.raised = None
+            error = watch.noted = None
 
     return watched
 
 
 def _begun() -> _Watch | None:
-    """A new watch; None inside another one, in other threads, and where an interrupt is not Python's to handle."""
+    """A new watch; None inside another one, in other threads, and where no signal is Python's to handle."""
     global _watch
-    handler: Any = signal.getsignal(signal.SIGINT)
-    in_main_thread = threading.current_thread() is threading.main_thread()
-    if _watch is not None or not callable(handler) or not in_main_thread:
+    if _watch is not None or threading.current_thread() is not threading.main_thread():
         return None
-    watch = _Watch(handler)
+    handlers = {number: handler for number in _SIGNALS if callable(handler := _handler_of(number))}
+    if not handlers:
+        return None
+    watch = _Watch(handlers)
     try:
-        signal.signal(signal.SIGINT, watch)
+        for number in handlers:
+            _set_handler(number, watch)
+        _watch = watch
     except ValueError:  # the main thread of an interpreter that is not the main one
         return None
-    _watch = watch
+    except BaseException:  # of a handler that was not watched yet
+        _end(watch)
+        raise
     return watch
 
 
 def _end(watch: _Watch) -> None:
     global _watch
-    _watch = None
-    if signal.getsignal(signal.SIGINT) is watch:  # the caller's code may have set another one meanwhile
-        signal.signal(signal.SIGINT, watch.handler)
+    watch.ending = True
+    try:
+        _put_back(watch)
+    finally:
+        _watch, watch.over = None, True
+
+
+def _put_back(watch: _Watch) -> None:
+    """Give the caller's handlers back, all of them also where one of these already raises."""
+    try:
+        for number, handler in watch.handlers.items():
+            if _handler_of(number) is watch:  # the caller's code may have set another one meanwhile
+                _set_handler(number, handler)
+    except BaseException:
+        _put_back(watch)
+        raise
 
 
 def check() -> None:
-    """Raise a noted interrupt; called where nothing is half done."""
-    if _watch is not None and _watch.noted is not None and _watch.here:
+    """Raise a noted error; called where nothing is half done."""
+    if _watch is not None and _watch.waits and _watch.here:
         _watch.deliver()
 
 
 def at_once(call: Callable[..., Result], *arguments: Any) -> Result:
-    """Call code of the caller's that may wait for long, as its loader: an interrupt is raised inside of it."""
+    """Call code of the caller's that may wait for long, as its loader: errors of signals are raised inside of it."""
     watch = _watch
     if watch is None or not watch.here:
         return call(*arguments)

@@ -33,6 +33,7 @@ from posthoc_uq.core.model import replicate
 from posthoc_uq.core.options import Count, Natural, check_option, known_arguments, one_of, shown
 from posthoc_uq.core.outputs import Choice, Output, output_tensor
 from posthoc_uq.core.randomness import isolated_random_state
+from posthoc_uq.core.steady import steady
 from posthoc_uq.core.tables import csv_text, text_table
 from posthoc_uq.evaluation.measurements import FAMILIAR, Example, Measurements, column_decimals
 from posthoc_uq.files.atomic import write
@@ -393,6 +394,7 @@ def evaluate(
     Raises:
         PosthocUQError: nothing to compare, a loader without targets, or targets that do not fit the predictions.
         NonFiniteError: predictions that are NaN.
+        PosteriorMismatchError: a model's weights changed meanwhile.
     """
     rows, foreign = _compared(predictor, likelihood), _named_loaders(ood_loaders)
     check_loader(loader)
@@ -417,14 +419,15 @@ def evaluate(
         "most uncertain": _Gallery(n_examples, by, FAMILIAR),
         "surest mistakes": _Gallery(n_examples, by, FAMILIAR, largest=False, mistakes_only=True),
     }
-    familiar, targets = _pass(rows, loader, FAMILIAR, list(galleries.values()), reader, progress)
-    assert targets is not None
-    predictions = {row.name: {FAMILIAR: familiar[row.name]} for row in rows}
-    for name, foreign_loader in foreign.items():
-        gallery = galleries[f"{name}: least uncertain"] = _Gallery(n_examples, by, name, largest=False)
-        found, _ = _pass(rows, foreign_loader, name, [gallery], reader, progress)
-        for row, prediction in found.items():
-            predictions[row][name] = prediction
+    with steady(*_models(predictor), call="evaluate"):
+        familiar, targets = _pass(rows, loader, FAMILIAR, list(galleries.values()), reader, progress)
+        assert targets is not None
+        predictions = {row.name: {FAMILIAR: familiar[row.name]} for row in rows}
+        for name, foreign_loader in foreign.items():
+            gallery = galleries[f"{name}: least uncertain"] = _Gallery(n_examples, by, name, largest=False)
+            found, _ = _pass(rows, foreign_loader, name, [gallery], reader, progress)
+            for row, prediction in found.items():
+                predictions[row][name] = prediction
     return Evaluation(
         predictions,
         familiar[rows[0].name].fitting(targets),
@@ -437,6 +440,13 @@ def evaluate(
         groups,
         referral,
     )
+
+
+def _models(compared: Any) -> list[nn.Module]:
+    """The models of what is compared, where there are any."""
+    named = cast(Mapping[str, Any], compared).values() if isinstance(compared, Mapping) else [compared]
+    models = [each.model if isinstance(each, Predictor) else each for each in named]
+    return [model for model in models if isinstance(model, nn.Module)]
 
 
 def _groups(joint: Any) -> tuple[tuple[str, ...], ...]:

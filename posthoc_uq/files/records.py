@@ -601,7 +601,8 @@ def description_of(posterior: Posterior) -> Description:
     """
     covered = {name for layer in posterior.layers.values() for name in layer.parameter_names}
     values = {
-        "fingerprint": fingerprint(posterior.original),
+        # by the one of the fit, the model may be written to from now on
+        "fingerprint": posterior.fingerprint or fingerprint(posterior.original),
         "buffers_fingerprint": posterior.buffers_fingerprint,
         "others_fingerprint": posterior.others_fingerprint,
         "method": posterior.method,

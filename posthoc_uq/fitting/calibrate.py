@@ -26,6 +26,8 @@ from posthoc_uq.core.errors import PosthocUQError
 from posthoc_uq.core.interrupts import orderly
 from posthoc_uq.core.options import Count, Seed, check_names, check_option, one_of
 from posthoc_uq.core.randomness import isolated_random_state, mixed_seed, numbered, sample_keys, uniforms
+from posthoc_uq.core.steady import steady
+from posthoc_uq.files import check_unchanged
 from posthoc_uq.fitting.faithful import model_of
 from posthoc_uq.fitting.leave_one_out import Groups, Initial, LeaveOneOut, calibrate_by_leave_one_out
 from posthoc_uq.fitting.tune import has_something_to_tune, tune
@@ -168,6 +170,7 @@ def calibrate(
     Raises:
         PosthocUQError: no targets, too few samples, or a loader of other inputs each time.
         NonFiniteError: a score is not finite.
+        PosteriorMismatchError: the model's weights changed after the fit, or during this call.
     """
     if not isinstance(cast(Any, posterior), Posterior):
         raise PosthocUQError(
@@ -189,27 +192,29 @@ def calibrate(
             raise PosthocUQError(
                 f"Leave-one-out needs no head, promises nothing and counts every sample; leave {', '.join(given)} out."
             )
-        found = calibrate_by_leave_one_out(
-            trial,
-            loader,
-            reader,
-            initial=initial,
-            groups=groups,
-            initialisations=check_option("initialisations", initialisations, Count),
-            seed=seed,
-            progress=progress,
-        )
-        if trial.history.faithful and not isinstance(loader, Iterator):
-            # faithful at the new noise or temperature
-            tune(
+        with steady(model_of(trial), call="calibrate"):
+            check_unchanged(trial)
+            found = calibrate_by_leave_one_out(
                 trial,
                 loader,
-                criterion="faithful",
+                reader,
+                initial=initial,
+                groups=groups,
+                initialisations=check_option("initialisations", initialisations, Count),
                 seed=seed,
-                batch_to_inputs=batch_to_inputs,
-                batch_to_targets=batch_to_targets,
                 progress=progress,
             )
+            if trial.history.faithful and not isinstance(loader, Iterator):
+                # faithful at the new noise or temperature
+                tune(
+                    trial,
+                    loader,
+                    criterion="faithful",
+                    seed=seed,
+                    batch_to_inputs=batch_to_inputs,
+                    batch_to_targets=batch_to_targets,
+                    progress=progress,
+                )
         posterior.adopt(trial)
         return found
     if initial is not None or groups is not None:
@@ -218,28 +223,29 @@ def calibrate(
         )
     check_reusable(loader, 3)
     data = _HeldOut(loader, reader, trial.likelihood, seed)
-    if share is not None:
-        data.split(share)
-    trials = None
-    if has_something_to_tune(trial):
-        trials = tune(
-            trial,
-            data,
-            criterion="likelihood",
-            head=head,
-            seed=seed,
-            progress=progress,
-            **options,
-        )
-    else:
-        name, recorded = recorded_head(trial)
-        kept = recorded if head in (None, name) else {}
-        trial.history.head = {"name": head or name, "options": kept, "criterion": "given"}
-    plain = {key: value for key, value in options.items() if isinstance(value, (bool, int, float, str))}
-    trial.history.head["options"] = trial.history.head["options"] | plain  # `wrap` takes them by default
-    predictor = wrap(model_of(trial), trial, **options)
-    trial.history.promises = {}  # so that predictions are made without those that are replaced
-    measured = _measured(predictor, data, sets, by_class, jointly, progress)
+    with steady(model_of(trial), call="calibrate"):
+        if share is not None:
+            data.split(share)
+        trials = None
+        if has_something_to_tune(trial):
+            trials = tune(
+                trial,
+                data,
+                criterion="likelihood",
+                head=head,
+                seed=seed,
+                progress=progress,
+                **options,
+            )
+        else:
+            name, recorded = recorded_head(trial)
+            kept = recorded if head in (None, name) else {}
+            trial.history.head = {"name": head or name, "options": kept, "criterion": "given"}
+        plain = {key: value for key, value in options.items() if isinstance(value, (bool, int, float, str))}
+        trial.history.head["options"] = trial.history.head["options"] | plain  # `wrap` takes them by default
+        predictor = wrap(model_of(trial), trial, **options)
+        trial.history.promises = {}  # so that predictions are made without those that are replaced
+        measured = _measured(predictor, data, sets, by_class, jointly, progress)
     samples: int = measured["samples"]
     record: dict[str, Any] = measured | {
         "seed": seed,

@@ -46,6 +46,7 @@ from posthoc_uq.core.options import LARGEST, Seed, check_option
 from posthoc_uq.core.outputs import Choice, Output, checked_output, chosen_in, guessed_choice, with_choice
 from posthoc_uq.core.progress import print_above
 from posthoc_uq.core.randomness import isolated_random_state
+from posthoc_uq.core.steady import steady
 from posthoc_uq.curvature.features import find_features
 from posthoc_uq.curvature.kept_inputs import KeptInputs, inputs_to_keep
 from posthoc_uq.curvature.sweep import SweepSettings, no_weight, squared_residuals
@@ -185,6 +186,7 @@ def fit(
     Raises:
         UnsupportedLayerError: a layer's gradients cannot be caught.
         NonFiniteError: outputs, activations, gradients or a loss are not finite.
+        PosteriorMismatchError: the model's weights, or buffers that predictions depend on, changed during the fit.
         PosthocUQError: options, data or model do not fit.
     """
 
@@ -293,8 +295,12 @@ def fit(
             _tell_seconds(posterior, time.perf_counter() - began)
         return posterior, task
 
+    def run_steadily() -> tuple[Posterior, Task]:
+        with steady(model, call="the fit"):
+            return run()
+
     with torch.enable_grad():  # also within the caller's torch.no_grad()
-        posterior, task = run_on_all_ranks(run, "the fit")
+        posterior, task = run_on_all_ranks(run_steadily, "the fit")
     if task.checkpoint is not None:
         task.checkpoint.remove()
     return posterior

@@ -27,8 +27,10 @@ from posthoc_uq.core.options import (
     shown,
 )
 from posthoc_uq.core.randomness import isolated_random_state
+from posthoc_uq.core.steady import steady
 from posthoc_uq.curvature.kept_inputs import KeptInputs, inputs_to_keep
 from posthoc_uq.curvature.labels import LABELS_IN_ALL
+from posthoc_uq.files import check_unchanged
 from posthoc_uq.fitting.faithful import (
     DIVERGENCE,
     DIVERGENCE_WITH_NOISE,
@@ -138,6 +140,7 @@ def tune(
         posterior; values at the edge of their interval are listed, and warned of.
 
     Raises:
+        PosteriorMismatchError: the model's weights changed after the fit, or during the search.
         PosthocUQError: options that do not fit together, no targets, or a posterior without its model.
     """
     if not isinstance(cast(Any, posterior), Posterior):
@@ -167,7 +170,8 @@ def tune(
         options=options,
     )
     search.check()
-    trials = search.run()
+    with steady(model_of(posterior), call="tune"):
+        trials = search.run()
     posterior.adopt(search.posterior)
     posterior.warned_heads |= search.posterior.warned_heads
     return trials
@@ -274,6 +278,7 @@ class _ByEvidence(_Search):
             )
 
     def run(self) -> Trials:
+        check_unchanged(self.posterior)  # as `wrap` does it for the other criteria
         facts = self.posterior.history.fit
         one_label = facts.get("fisher chosen") and facts.get("labels drawn per sample") == 1
         if one_label and facts["samples"] < LABELS_IN_ALL:

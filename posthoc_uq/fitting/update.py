@@ -19,6 +19,7 @@ from posthoc_uq.core.errors import PosteriorMismatchError, PosthocUQError, warn_
 from posthoc_uq.core.interrupts import orderly
 from posthoc_uq.core.model import check_differentiable
 from posthoc_uq.core.options import check_option, known_arguments
+from posthoc_uq.core.steady import steady
 from posthoc_uq.curvature.sweep import WORD, Content
 from posthoc_uq.files import check_numbers, check_settings, check_unchanged
 from posthoc_uq.fitting.fit import prepared_task
@@ -71,7 +72,8 @@ def update(
 
     Raises:
         NonFiniteError: outputs, activations or gradients are not finite.
-        PosteriorMismatchError: the model's weights are no longer those of the fit, or it uses other layers.
+        PosteriorMismatchError: the model's weights are no longer those of the fit, or change meanwhile; or it uses
+            other layers.
         PosthocUQError: the method cannot add data up; or the data do not fit, or cannot all have been in, or are so
             large that what is known would be lost to rounding.
     """
@@ -81,7 +83,12 @@ def update(
         )
     remove, progress = check_option("remove", remove, bool), check_option("progress", progress, bool)
     reader = BatchReader.of(model_of(posterior), batch_to_inputs, batch_to_targets, batch_to_weights)
-    new, warnings = run_on_all_ranks(lambda: _updated(posterior, loader, remove, reader, progress), "update")
+
+    def work() -> tuple[Posterior, list[str]]:
+        with steady(model_of(posterior), call="update"):
+            return _updated(posterior, loader, remove, reader, progress)
+
+    new, warnings = run_on_all_ranks(work, "update")
     if posterior.evidence.weight is not None and batch_to_weights is None:
         warnings.append(
             "The samples of this posterior have weights, and those of this call count once each; pass "

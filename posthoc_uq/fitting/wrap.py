@@ -8,7 +8,9 @@ from typing import Any, Literal, overload
 from torch import nn
 
 from posthoc_uq.core.errors import warn_user
+from posthoc_uq.core.interrupts import orderly
 from posthoc_uq.core.options import check_names, one_of
+from posthoc_uq.core.steady import steady
 from posthoc_uq.files import check_match
 from posthoc_uq.heads.linearized import LinearizedPredictor
 from posthoc_uq.heads.moments import MomentsPredictor
@@ -45,6 +47,7 @@ def wrap(
 def wrap(model: nn.Module, posterior: Posterior, head: str | None = None, **options: Any) -> Predictor: ...
 
 
+@orderly
 def wrap(model: nn.Module, posterior: Posterior, head: str | None = None, **options: Any) -> Predictor:
     """Give `model` the uncertainty of `posterior`.
 
@@ -73,6 +76,11 @@ def wrap(model: nn.Module, posterior: Posterior, head: str | None = None, **opti
         PosthocUQError: the head is unknown, needs what the posterior's blocks cannot do, or does not take an option or
             its value.
     """
+    with steady(model, call="wrap"):
+        return _wrapped(model, posterior, head, options)
+
+
+def _wrapped(model: nn.Module, posterior: Posterior, head: str | None, options: dict[str, Any]) -> Predictor:
     check_match(model, posterior)
     possible = _possible_heads(posterior) if head is None else [head]
     if head is None:

@@ -35,7 +35,7 @@ from posthoc_uq.heads.jacobians import (
     track_layers,
     with_classes,
 )
-from posthoc_uq.heads.predictor import GaussianOutputs, GaussianPredictor, Latest, check_finite
+from posthoc_uq.heads.predictor import GaussianOutputs, GaussianPredictor, Latest, check_finite, reading
 from posthoc_uq.heads.spectrum import Spectrum
 from posthoc_uq.layers.frozen import Features, FrozenPart, called
 from posthoc_uq.layers.layer import Call
@@ -993,14 +993,16 @@ class LinearizedPredictor(GaussianPredictor):
         with self._gradients(False):
             return self._linearized(self._snapshot(), features.batch, features).gaussian()
 
+    @reading
     def functional_mean(self, *args: Any, **kwargs: Any) -> Tensor:
         """``f(x; theta)``, the trained network's own outputs, at all positions."""
-        batch = self._batch(args, kwargs)
+        posterior, batch = self._snapshot(), self._batch(args, kwargs)
         with self._gradients(), self.explaining(batch):
             if self._differentiated:
-                return self._linearized(self._snapshot(), batch).mean
+                return self._linearized(posterior, batch).mean
             return batch.copied().call(self._prepared.twin)
 
+    @reading
     def functional_variance(self, *args: Any, **kwargs: Any) -> Tensor:
         """Variance of every output by the weights, shaped like the outputs; logits are not divided by the temperature.
 
@@ -1010,6 +1012,7 @@ class LinearizedPredictor(GaussianPredictor):
         """
         return self._functional("variance", args, kwargs, lambda found: found.variance())
 
+    @reading
     def functional_covariance(self, *args: Any, joint: bool = False, **kwargs: Any) -> Tensor:
         """Covariance of the outputs by the weights.
 
@@ -1028,6 +1031,7 @@ class LinearizedPredictor(GaussianPredictor):
         """
         return self._functional("covariance", args, kwargs, lambda found: found.covariance(joint))
 
+    @reading
     def functional_trace(self, *args: Any, n_probes: int | None = None, **kwargs: Any) -> Tensor:
         """The sum of all outputs' variances for every input, ``(batch,)``: one number for the uncertainty of a sample.
 
@@ -1061,6 +1065,7 @@ class LinearizedPredictor(GaussianPredictor):
             check_finite({name: computed}, f"functional {name}", self.head)
             return computed
 
+    @reading
     def at_every_prior(self, *args: Any, **kwargs: Any) -> EveryPrior | None:
         """See `Predictor`."""
         posterior, batch = self._snapshot(), self._batch(args, kwargs)

@@ -17,7 +17,8 @@ from posthoc_uq.core.errors import PosthocUQError, warn_user
 from posthoc_uq.core.model import replicate
 from posthoc_uq.core.options import Count, Unit, check_option
 from posthoc_uq.core.randomness import isolated_random_state
-from posthoc_uq.heads.predictor import GaussianOutputs, GaussianPredictor, Latest, check_finite
+from posthoc_uq.core.steady import steady
+from posthoc_uq.heads.predictor import GaussianOutputs, GaussianPredictor, Latest, check_finite, reading
 from posthoc_uq.heads.sampling import SamplingPredictor
 from posthoc_uq.layers.frozen import Features, FrozenPart
 from posthoc_uq.layers.layer import Layer
@@ -343,6 +344,7 @@ class MomentsPredictor(GaussianPredictor):
         text = ", ".join(f"{name}={value!r}" for name, value in self.settings().items())
         return f"{text}, {self._calibration(self._posterior.snapshot()) or 'not calibrated'}"
 
+    @reading
     def propagate(self, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor, Tensor | None]:
         """Mean, variance and, with ``cov="full"`` where the last layers allow it, covariance of the outputs, before
         temperature, observation noise and calibration.
@@ -407,12 +409,14 @@ class MomentsPredictor(GaussianPredictor):
             torch.cat(covariances) if len(covariances) == len(parts) else None,
         )
 
+    @reading
     def functional_mean(self, *args: Any, **kwargs: Any) -> Tensor:
         """The propagated mean of the outputs."""
         batch = self._batch(args, kwargs)
         with self.explaining(batch):
             return self._moments(self._snapshot(), batch)[0]
 
+    @reading
     def functional_variance(self, *args: Any, **kwargs: Any) -> Tensor:
         """The variance of the outputs, shaped like them; calibrated where there is a calibration for these settings.
 
@@ -471,6 +475,7 @@ class MomentsPredictor(GaussianPredictor):
     def _network(self) -> nn.Module:
         return self.network
 
+    @reading
     def calibrate(
         self,
         loader: Iterable[Any],
@@ -508,7 +513,12 @@ class MomentsPredictor(GaussianPredictor):
         sampler = SamplingPredictor(model, posterior, n_samples=1)
         by_head, by_draws, seen = list[Tensor](), list[Tensor](), 0
         reader = BatchReader.of(model, batch_to_inputs)
-        with torch.no_grad(), isolated_random_state(), Bar(loader, "calibrate", progress) as bar:
+        with (
+            steady(self.model, call="calibrate"),
+            torch.no_grad(),
+            isolated_random_state(),
+            Bar(loader, "calibrate", progress) as bar,
+        ):
             for batch in batches(loader, reader):
                 count = count_samples(batch)
                 if seen + count > samples:

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import threading
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterable, Mapping
-from contextlib import AbstractContextManager
-from functools import partial
-from typing import Any, ClassVar, Generic, NamedTuple, TypeVar
+from collections.abc import Callable, Generator, Iterable, Mapping
+from contextlib import AbstractContextManager, contextmanager
+from functools import partial, wraps
+from typing import Any, ClassVar, Concatenate, Generic, NamedTuple, ParamSpec, TypeVar
 
 import torch
 from torch import Tensor, nn
@@ -23,10 +23,12 @@ from posthoc_uq.core.batches import (
     explained,
 )
 from posthoc_uq.core.errors import NonFiniteError, PosthocUQError
+from posthoc_uq.core.interrupts import orderly
 from posthoc_uq.core.model import model_device, unshared_copy, unwrap, with_plain_weights
 from posthoc_uq.core.options import Count, check_option, one_of
 from posthoc_uq.core.outputs import Choice, choice_of, chosen_in, with_choice
 from posthoc_uq.core.randomness import isolated_random_state, mixed_seed, sample_keys
+from posthoc_uq.core.steady import steady
 from posthoc_uq.heads.novelty import PosteriorRatio, checked_of, class_novelty, novelty_of_calls
 from posthoc_uq.heads.weight_watch import WeightWatch
 from posthoc_uq.layers.frozen import Features
@@ -216,6 +218,36 @@ class Latest(Generic[Made]):
         return Latest, ()
 
 
+Own = TypeVar("Own", bound="Predictor")
+Parameters = ParamSpec("Parameters")
+Result = TypeVar("Result")
+
+
+def reading(
+    call: Callable[Concatenate[Own, Parameters], Result],
+) -> Callable[Concatenate[Own, Parameters], Result]:
+    """A method of a predictor that reads the model: what signals raise waits until nothing is half done, and weights
+    that are written meanwhile are noticed. `torch.compile` leaves it as it is.
+    """
+
+    @orderly
+    @wraps(call)
+    def held(self: Own, *args: Parameters.args, **kwargs: Parameters.kwargs) -> Result:
+        with self.held():
+            return call(self, *args, **kwargs)
+
+    @wraps(call)
+    def reads(self: Own, *args: Parameters.args, **kwargs: Parameters.kwargs) -> Result:
+        if torch.compiler.is_dynamo_compiling():
+            dynamo: Any = torch._dynamo  # pyright: ignore[reportPrivateUsage]
+            dynamo.graph_break()  # a predictor is not to be compiled: compile its model, and wrap that
+            plainly: Any = torch.compiler.disable(held)
+            return plainly(self, *args, **kwargs)
+        return held(self, *args, **kwargs)
+
+    return reads
+
+
 class Predictor(nn.Module, ABC):
     """A model with the uncertainty of its posterior; each head is one subclass, whose `forward` takes what the model
     takes and returns a `ClassPrediction`, a `RegressionPrediction`, or what else the likelihood predicts.
@@ -294,6 +326,7 @@ class Predictor(nn.Module, ABC):
         """Where it predicts."""
         return model_device(self._network)
 
+    @reading
     def forward(self, *args: Any, **kwargs: Any) -> Prediction:
         """The prediction for a batch, made under the posterior's settings of one moment: a `ClassPrediction` or a
         `RegressionPrediction` by the likelihood. The arguments are the model's, or one batch as a loader gives it,
@@ -309,6 +342,7 @@ class Predictor(nn.Module, ABC):
         answers = [self._answer(posterior, batch) for batch in self._batches(args, kwargs)]
         return answers[0] if len(answers) == 1 else cat(answers)
 
+    @reading
     def distribution(self, *args: Any, **kwargs: Any) -> GaussianOutputs | Tensor:
         """The distribution of a batch's outputs under the posterior, before temperature and observation noise: a
         Gaussian, or the outputs of every draw, ``(draws, batch, ...)``.
@@ -340,6 +374,20 @@ class Predictor(nn.Module, ABC):
         """
         if not torch.compiler.is_compiling():
             self._watch.check()
+
+    @contextmanager
+    def held(self) -> Generator[None]:
+        """A context that reads the model.
+
+        Raises:
+            PosteriorMismatchError: its weights, or buffers that predictions depend on, were written meanwhile.
+        """
+        if torch.compiler.is_compiling():
+            yield
+            return
+        marks = self._watch.marks()
+        yield
+        self._watch.check_since(marks)
 
     def _batches(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[Batch]:
         """The arguments of a call; arrays become tensors, as in a loader, and several graphs a batch each."""
@@ -462,6 +510,7 @@ class Predictor(nn.Module, ABC):
         """The `distribution` that the batch itself would give."""
         raise PosthocUQError(f"The head {self.head!r} makes no features.")
 
+    @reading
     def functional_samples(
         self,
         *args: Any,
@@ -497,6 +546,7 @@ class Predictor(nn.Module, ABC):
         check_finite({"samples": functions.transpose(0, 1)}, "functional samples", self.head)
         return functions
 
+    @reading
     def predictive_samples(
         self,
         *args: Any,
@@ -535,6 +585,7 @@ class Predictor(nn.Module, ABC):
             [likelihood.draw(f, own.to(f.device), 0) for f, own in zip(functions, keys, strict=True)]
         )
 
+    @reading
     def novelty(
         self,
         *args: Any,
@@ -622,6 +673,7 @@ class Predictor(nn.Module, ABC):
         """Does nothing: predictors stay in eval mode."""
         return super().train(False)
 
+    @reading
     def predict(
         self,
         loader: Iterable[Any],
@@ -644,17 +696,22 @@ class Predictor(nn.Module, ABC):
 
         Raises:
             NonFiniteError: an input's prediction is not finite.
+            PosteriorMismatchError: the model's weights changed meanwhile.
             PosthocUQError: the loader is none, yields no batch, or batches of an unknown form.
         """
         check_loader(loader)
         model = self._model[0]
         reader = BatchReader.of(model, batch_to_inputs, device=self.device)
         predictions, posterior = list[Prediction](), self._snapshot()
-        with torch.no_grad(), isolated_random_state(), Bar(loader, "predict", progress) as bar:
+        with (
+            steady(self.model, call="predict"),
+            torch.no_grad(),
+            isolated_random_state(),
+            Bar(loader, "predict", progress) as bar,
+        ):
             for batch in batches(loader, reader):
                 predictions.append(self._answer(posterior, batch, on_cpu=True))
                 bar.advance(len(predictions[-1]))
-        self.check_weights()  # once at each end: a look at each batch would make a GPU wait
         return cat(predictions)
 
 

@@ -22,7 +22,7 @@ from posthoc_uq.core.options import Count, Seed, check_option, shown
 from posthoc_uq.core.progress import tell
 from posthoc_uq.core.randomness import isolated_random_state, mixed_seed
 from posthoc_uq.curvature.features import watching
-from posthoc_uq.heads.predictor import Predictor, divisor_of
+from posthoc_uq.heads.predictor import Predictor, divisor_of, reading
 from posthoc_uq.layers.calls import CallReplacer, PlainAttention, WeightMoments, drawn_outputs
 from posthoc_uq.layers.frozen import (
     MAX_SHAPES,
@@ -497,6 +497,7 @@ class SamplingPredictor(Predictor):
         self._batched: Batched = batched
         self.redraw(seed)
 
+    @reading
     def redraw(self, seed: int | None = None) -> None:
         """Draw the ensemble anew, with the posterior's present settings; predictions already under way in other
         threads end with the old one.
@@ -547,6 +548,7 @@ class SamplingPredictor(Predictor):
         """See `Predictor`."""
         self.redraw(seed)
 
+    @reading
     def outputs(self, *args: Any, **kwargs: Any) -> Tensor:
         """The outputs of every draw, ``(n_samples, batch, ...)``, in float32 at least; logits are divided by the
         temperature.

@@ -29,6 +29,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_map_only
 
+from posthoc_uq.core import steady
 from posthoc_uq.core.batches import Batch, BatchReader, batches
 from posthoc_uq.core.distributed import gather, rank, world
 from posthoc_uq.core.errors import CorruptPosteriorError, PosthocUQError, out_of_memory
@@ -157,6 +158,7 @@ class Checkpoint:
         self._target.unlink(missing_ok=True)
 
     def _write(self, running: tuple[str, State] | None) -> None:
+        steady.look()  # sums of several sets of weights are not to be gone on from
         self._batches = 0
         snapshot = {"identity": self._identity, "finished": self._finished, "running": running}
         write_snapshot(self._target, _on_cpu(snapshot))
