@@ -197,7 +197,7 @@ def test_an_embedding_of_bounded_norm_writes_to_itself() -> None:
     ids = torch.arange(64).reshape(32, 2) % 9
     model(ids)
     loader = list(zip(ids.split(8), Y.split(8), strict=True))
-    posterior = _fit(model, loader, layers="last")
+    posterior = _fit(model, loader, layers=["2"])
     assert len(uq.wrap(model, posterior).predict(loader, progress=False)) == 32
 
 
