@@ -15,7 +15,7 @@ from cli_helpers import CODE, failure, make_images, net, run, run_json
 from PIL import Image
 from safetensors.torch import save_file
 from timm.data import create_transform, resolve_model_data_config
-from torch import nn
+from torch import Tensor, nn
 from torchvision.models import ResNet18_Weights
 
 import posthoc_uq as uq
@@ -100,6 +100,35 @@ class TestWeights:
             fresh = nn.Sequential(nn.Linear(3, 2), nn.BatchNorm1d(2))
             load_weights(fresh, str(path))
             assert all(torch.equal(value, state[name]) for name, value in fresh.state_dict().items()), path
+
+    def test_checkpoints_with_more_than_the_model(self, tmp_path: Path) -> None:
+        path, state = str(tmp_path / "last.ckpt"), nn.Linear(3, 2).state_dict()
+
+        def loaded(content: Any, prefix: str | None = None) -> dict[str, Tensor]:
+            torch.save(content, path)
+            fresh = nn.Linear(3, 2)
+            load_weights(fresh, path, prefix)
+            return fresh.state_dict()
+
+        net = {f"net.{name}": value for name, value in state.items()}
+        ema = {f"ema.model.{name}": value + 1 for name, value in state.items()}
+        more = {"epoch": 3, "hyper_parameters": {"lr": 0.1}, "optimizer_states": [{"state": {}}]}
+        assert torch.equal(loaded({"state_dict": net, **more})["weight"], state["weight"])
+        with pytest.warns(
+            UserWarning, match=r"behind 'net.' are taken, and 1 others are left out: loss.weight"
+        ):
+            found = loaded({"state_dict": net | {"loss.weight": torch.ones(2)}, **more})
+        assert torch.equal(found["weight"], state["weight"])
+        said = complaint(lambda: loaded({"state_dict": net | ema, **more}))
+        assert "2 times, behind 'net.', 'ema.model.'; say which with --weights_prefix" in said
+        for prefix in ("ema.model", "ema.model."):
+            found = loaded({"state_dict": net | ema, **more}, prefix)
+            assert torch.equal(found["weight"], state["weight"] + 1)
+        said = complaint(lambda: loaded({"state_dict": net, **more}, "nett"))
+        assert "begins with 'nett.'; they begin with net." in said
+        said = complaint(lambda: loaded({"state_dict": net, "hyper_parameters": {"path": Path("x")}}))
+        assert "holds Python objects (pathlib.PosixPath, say), which are not loaded" in said
+        assert "torch.load(FILE, weights_only=False)['state_dict']" in said
 
     def test_a_prefix_that_the_model_has_stays(self, tmp_path: Path) -> None:
         model = nn.ModuleDict({"model": nn.Linear(2, 2)})

@@ -140,7 +140,7 @@ def fit(
         output: the posterior's file.
         method: how the posterior is fitted.
         likelihood: what the model's outputs mean.
-        val_data: held-out data with labels: the fit ends with their calibration, a training with its best epoch.
+        val_data: held-out data with labels; the fit calibrates by them, a training ends at its best.
         val_split: part of the held-out data, such as train[50000:].
         layers: all, everything, last, trainable (what requires gradients), or names, prefixes and shell patterns; by
             default those that the method is for.

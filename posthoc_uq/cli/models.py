@@ -6,7 +6,9 @@ import copy
 import importlib.util
 import os
 import pickle
+import re
 import sys
+import warnings
 from collections.abc import Callable, Generator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -111,7 +113,7 @@ def trained_model(source: ModelSource) -> TrainedModel:
             f"'{spec}' names no model; use timm:NAME, torchvision:NAME, package.module:function or file.py:function."
         )
     if source.weights is not None:
-        load_weights(model, source.weights)
+        load_weights(model, source.weights, source.weights_prefix)
     if hasattr(model, _AUXILIARY[:-1]) and kind == "torchvision":
         cast(Any, model).aux_classifier = None
     model = model.eval().to(device)
@@ -269,10 +271,22 @@ def read_state(path: str) -> dict[str, Tensor]:
         ) from None
     except pickle.UnpicklingError as error:
         objects = "Unsupported" in str(error) or "GLOBAL" in str(error)
+        named = re.search(r"GLOBAL ([\w.]+)", str(error))
+        kind = "" if named is None else f" ({named[1]}, say)"
         what = (
-            "holds Python objects, which are not loaded" if objects else "is not a file that torch.save wrote"
+            f"holds Python objects{kind}, which are not loaded"
+            if objects
+            else "is not a file that torch.save wrote"
         )
-        raise PosthocUQError(f"'{path}' {what}; write it with torch.save(model.state_dict(), ...).") from None
+        raise PosthocUQError(
+            f"'{path}' {what}; write it with torch.save(model.state_dict(), ...)"
+            + (
+                ", or where you trust a trainer's checkpoint, with "
+                "torch.save(torch.load(FILE, weights_only=False)['state_dict'], ...)."
+                if objects
+                else "."
+            )
+        ) from None
     except (SafetensorError, EOFError, RuntimeError, ValueError, LookupError):
         raise PosthocUQError(f"'{path}' is damaged, or no file of weights.") from None
     while isinstance(content, Mapping):
@@ -285,17 +299,18 @@ def read_state(path: str) -> dict[str, Tensor]:
     raise PosthocUQError(f"'{path}' holds no state dict; write one with torch.save(model.state_dict(), ...).")
 
 
-def load_weights(model: nn.Module, path: str) -> None:
+def load_weights(model: nn.Module, path: str, prefix: str | None = None) -> None:
     """Put the weights of a file into a model.
 
     What wrappers add to names is ignored: ``module.`` and ``_orig_mod.`` anywhere in the names of the file or the
-    model, and ``model.`` in front if all names in the file have it and the model's do not.
+    model. Where the file has all the model's names behind one `prefix`, as a trainer's checkpoint has
+    (``model.``, ``net.``), they are these, and what else is in the file is left out.
 
     Raises:
         PosthocUQError: the file cannot be read, or its names or shapes are not the model's.
     """
     model_state: dict[str, Tensor] = model.state_dict()
-    state = _stripped(read_state(path), model_state)
+    state = _stripped(read_state(path), model_state, path, prefix)
     try:
         missing, unexpected = model.load_state_dict(state, strict=False)
     except RuntimeError as error:  # of a shape
@@ -316,13 +331,48 @@ def load_weights(model: nn.Module, path: str) -> None:
         )
 
 
-def _stripped(state: dict[str, Tensor], model_state: Mapping[str, Tensor]) -> dict[str, Tensor]:
+def _stripped(
+    state: dict[str, Tensor], model_state: Mapping[str, Tensor], path: str, prefix: str | None
+) -> dict[str, Tensor]:
     bare_state, model_names = _bare(state), _bare({name: name for name in model_state})
+    found = _prefixes(bare_state, model_names)
+    if prefix is not None:
+        prefix = prefix.rstrip(".") + "." if prefix else ""
+        if not any(name.startswith(prefix) for name in bare_state):
+            there = sorted({name.partition(".")[0] for name in bare_state if "." in name})
+            raise PosthocUQError(
+                f"--weights_prefix: no name in '{path}' begins with '{prefix}'; they begin with {', '.join(there[:5])}."
+            )
+        found = [prefix]
+    if len(found) > 1:
+        raise PosthocUQError(
+            f"'{path}' has the weights of this model {len(found)} times, behind {', '.join(map(repr, found[:5]))}; say "
+            f"which with --weights_prefix."
+        )
+    if found:
+        start = len(found[0])
+        others = [name for name in bare_state if not name.startswith(found[0])]
+        if others and prefix is None:
+            warnings.warn(
+                f"Of '{path}', the weights behind '{found[0]}' are taken, and {len(others)} others are left out: "
+                f"{', '.join(others[:_MAX_NAMED])}{', ...' if len(others) > _MAX_NAMED else ''}.",
+                stacklevel=2,
+            )
+        bare_state = {name[start:]: value for name, value in bare_state.items() if name.startswith(found[0])}
     while all(name.startswith(_PREFIX) for name in bare_state) and not any(
         name.startswith(_PREFIX) for name in model_names
     ):
         bare_state = {name.removeprefix(_PREFIX): value for name, value in bare_state.items()}
     return {model_names.get(name, name): value for name, value in bare_state.items()}
+
+
+def _prefixes(state: Mapping[str, Tensor], names: Mapping[str, str]) -> list[str]:
+    """Behind which prefixes a file has all of a model's names; none where it has them as they are."""
+    wanted = [name for name in names if not name.endswith(_COUNTER)]
+    if not wanted or all(name in state for name in wanted):
+        return []
+    ends = [name.removesuffix(wanted[0]) for name in state if name.endswith(f".{wanted[0]}")]
+    return [start for start in ends if all(start + name in state for name in wanted)]
 
 
 def _bare(named: Mapping[str, Value]) -> dict[str, Value]:

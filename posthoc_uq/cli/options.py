@@ -108,6 +108,7 @@ class ModelSource:
         model: timm:NAME, torchvision:NAME, package.module:function or file.py:function (called without arguments). A
             command on a posterior's FILE takes the model of timm or torchvision that FILE names, with its weights.
         weights: a state dict: .safetensors, or what torch.save wrote.
+        weights_prefix: before the model's names in the weights, where several fit.
         pretrained: use the weights that timm or torchvision offers.
         num_classes: outputs of a model of timm or torchvision.
         device: cpu, cuda, cuda:1 ...; by default a GPU if there is one.
@@ -120,6 +121,7 @@ class ModelSource:
 
     model: Code | None = None
     weights: Read | None = None
+    weights_prefix: str | None = None
     pretrained: bool = False
     num_classes: Count | None = None
     device: str | None = None

@@ -29,7 +29,7 @@ from posthoc_uq.likelihoods import Likelihood
 from posthoc_uq.posteriors.posterior import Posterior
 
 # Facts that a fit keeps, by their names in the file.
-MODEL, WEIGHTS, MODEL_CLASSES = "model", "model weights", "model classes"
+MODEL, WEIGHTS, PREFIX, MODEL_CLASSES = "model", "model weights", "model weights prefix", "model classes"
 COLUMNS, TARGETS, CLASSES = "table columns", "table targets", "table classes"
 IGNORED = "mask value ignored"
 NAMES = "class names"
@@ -78,7 +78,7 @@ def dataset_info(posterior: Posterior) -> DatasetInfo:
 def facts_of(source: ModelSource, output: str) -> dict[str, Any]:
     """What the posterior's file `output` says of its model."""
     weights = None if source.weights is None else _seen_from(output, source.weights)
-    given = {WEIGHTS: weights, MODEL_CLASSES: source.num_classes}
+    given = {WEIGHTS: weights, PREFIX: source.weights_prefix, MODEL_CLASSES: source.num_classes}
     return {MODEL: _named(source.model or "", output)} | {k: v for k, v in given.items() if v is not None}
 
 
@@ -138,7 +138,8 @@ def taken_from(path: str, source: ModelSource) -> tuple[ModelSource, str | None]
     elif _named(source.model, path) != facts.get(MODEL):
         return source, None  # another model, with weights of its own
     if no_weights and WEIGHTS in facts:
-        source = replace(source, weights=_beside(path, facts[WEIGHTS]))
+        prefix = facts.get(PREFIX) if source.weights_prefix is None else source.weights_prefix
+        source = replace(source, weights=_beside(path, facts[WEIGHTS]), weights_prefix=prefix)
         taken.append(f"the weights '{source.weights}'")
     if source.num_classes is None and (source.model or "").partition(":")[0] in _LIBRARIES:
         source = replace(source, num_classes=facts.get(MODEL_CLASSES))
@@ -243,7 +244,9 @@ class Rewrite:
 
     def __call__(self, posterior: Posterior, source: ModelSource, dtype: torch.dtype | None = None) -> None:
         if self.output is not None:
-            facts = {k: v for k, v in posterior.history.fit.items() if k not in (WEIGHTS, MODEL_CLASSES)}
+            facts = {
+                k: v for k, v in posterior.history.fit.items() if k not in (WEIGHTS, PREFIX, MODEL_CLASSES)
+            }
             posterior.history.fit = facts | facts_of(source, self.output)
         self.check()
         save(posterior, self.output or self.path, dtype=dtype)

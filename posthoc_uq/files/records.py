@@ -225,12 +225,14 @@ class FitFacts(Record):
 
     model: Name = ""
     model_weights: Name = ""
+    model_weights_prefix: Name = ""
     model_classes: Annotated[int, Field(ge=1, le=100_000)] = 1  # a stranger's file shall not fill the memory
     images: Name = ""
     image_size: Annotated[int, Field(ge=1, le=2**14)] = 1
     image_mean: Colour = Field(default_factory=list[float])
     image_std: Colour = Field(default_factory=list[float])
     class_names: list[Name] = Field(default_factory=list[str])
+    table_columns: list[Name] = Field(default_factory=list[str])
     table_classes: list[Name] = Field(default_factory=list[str])
     last_layer: Name = ""
     novelty: Name = ""
