@@ -71,6 +71,14 @@ class PerSample:
                 total = total + weights[s, k] * torch.stack([rows.T @ rows for rows in g])
         return total / positions
 
+    def gradient_factors(self, weights: Tensor) -> tuple[Tensor, Tensor]:
+        """``n E[J^T J] / tr`` and ``E[J J^T] / n`` of the gradients J of samples."""
+        samples, size = len(self.activations), self.gradients.shape[-1]
+        inputs = torch.einsum("sk,skgmn,skgmp->gnp", weights, self.gradients, self.gradients) / samples
+        outputs = torch.einsum("sk,skgmn,skgpn->gmp", weights, self.gradients, self.gradients) / samples
+        trace = torch.stack([gram.trace() for gram in inputs])[:, None, None]
+        return size * inputs / trace, outputs / size
+
     def diagonal(self, weights: Tensor) -> Tensor:
         return torch.einsum("sk,skgmn->gmn", weights, self.gradients**2) / len(self.activations)
 

@@ -11,8 +11,15 @@ from torch import Tensor, nn
 
 import posthoc_uq as uq
 from posthoc_uq.core.numerics import nystrom
-from posthoc_uq.curvature.statistics import GradientGram, InputGram, RangeSketch, SquaredGradients
-from posthoc_uq.layers.operands import Rows
+from posthoc_uq.curvature.statistics import (
+    GradientFactors,
+    GradientGram,
+    InputGram,
+    RangeSketch,
+    SquaredGradients,
+    add_factors,
+)
+from posthoc_uq.layers.operands import Chosen, Operand, Rows, Several
 from posthoc_uq.likelihoods import Bernoulli, Categorical, Gaussian
 
 TIGHT = {"rtol": 1e-10, "atol": 1e-12}
@@ -178,11 +185,12 @@ def _random(samples: int, groups: int, positions: int) -> tuple[Tensor, Tensor]:
     return a, torch.randn(samples, groups, positions, 3, generator=generator, dtype=torch.float64)
 
 
-def _accumulators() -> Iterator[InputGram | GradientGram | RangeSketch | SquaredGradients]:
+def _accumulators() -> Iterator[InputGram | GradientGram | GradientFactors | RangeSketch | SquaredGradients]:
     kind = (torch.float64, torch.device("cpu"), 2**20)
     omega = torch.randn(2, 4, 3, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
     yield InputGram(2, 4, *kind)
     yield GradientGram(2, 3, *kind)
+    yield GradientFactors((2, 3, 4), *kind)
     yield RangeSketch("inputs", omega, 2**20)
     yield SquaredGradients((2, 3, 4), *kind)
     bases = omega, torch.randn(2, 3, 2, generator=torch.Generator().manual_seed(1), dtype=torch.float64)
@@ -209,6 +217,35 @@ def test_later_passes_over_a_batch_count_its_activations_once() -> None:
         of_inputs = isinstance(accumulator, (InputGram, RangeSketch))
         for name, value in accumulator.state_dict().items():
             torch.testing.assert_close(value, once[name] * (1 if of_inputs or name == "positions" else 2))
+
+
+@pytest.mark.parametrize(
+    ("groups", "positions", "m", "n"), [(1, 2, 20, 30), (2, 2, 20, 30), (1, 40, 3, 5), (2, 40, 3, 5)]
+)
+@pytest.mark.parametrize("limit", [1, 2**20])
+def test_factors_of_gradients_by_pairs_and_by_gradients(
+    groups: int, positions: int, m: int, n: int, limit: int
+) -> None:
+    """Few positions of a wide layer are summed by pairs of them, many of a narrow one by the gradients."""
+    generator = torch.Generator().manual_seed(0)
+    kind = {"generator": generator, "dtype": torch.float64}
+    a, g = torch.randn(5, groups, positions, n, **kind), torch.randn(5, groups, positions, m, **kind)
+    places = torch.randint(0, n, (5, positions), generator=generator)
+    operands: list[tuple[Operand, Tensor]] = [(Rows(a), a)]
+    if groups == 1:
+        hot = nn.functional.one_hot(places, n).double() * (places != 2).unsqueeze(-1)
+        operands += [(Chosen(places, n, 2, torch.float64), hot.unsqueeze(1))]
+        operands += [(Several([Rows(a[:, :, :1]), Rows(a[:, :, 1:])]), a)]
+    for operand, rows in operands:
+        gradients = torch.einsum("sgtm,sgtn->sgmn", g, rows)
+        of_inputs, of_outputs = (torch.ones(groups, size, size, dtype=torch.float64) for size in (n, m))
+        add_factors(operand, g, limit, of_inputs, of_outputs)
+        torch.testing.assert_close(
+            of_inputs, 1 + torch.einsum("sgmn,sgmp->gnp", gradients, gradients), **TIGHT
+        )
+        torch.testing.assert_close(
+            of_outputs, 1 + torch.einsum("sgmn,sgpn->gmp", gradients, gradients), **TIGHT
+        )
 
 
 @pytest.mark.parametrize("side", ["inputs", "outputs"])

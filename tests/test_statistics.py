@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from pathlib import Path
 
 import pytest
 import torch
@@ -166,12 +167,15 @@ def _check_all(
     diag = _fit(model, data, "diag", **options)
     for name, expected in truth.items():
         block = kfac.blocks[name]
-        torch.testing.assert_close(
-            _unpacked(block.input_basis, block.input_eigenvalues), expected.input_gram(), **TIGHT
+        several = expected.activations[0].shape[1] > 1
+        assert block.factors_of == ("gradients" if several else "rows")
+        grams = (
+            expected.gradient_factors(weights)
+            if several
+            else (expected.input_gram(), expected.gradient_gram(weights))
         )
-        torch.testing.assert_close(
-            _unpacked(block.output_basis, block.output_eigenvalues), expected.gradient_gram(weights), **TIGHT
-        )
+        torch.testing.assert_close(_unpacked(block.input_basis, block.input_eigenvalues), grams[0], **TIGHT)
+        torch.testing.assert_close(_unpacked(block.output_basis, block.output_eigenvalues), grams[1], **TIGHT)
         for found in (efb.blocks[name], inf.blocks[name]):
             reference = expected.eigenvalues(weights, found.input_basis, found.output_basis)
             torch.testing.assert_close(found.eigenvalues, reference, **TIGHT)
@@ -211,6 +215,56 @@ def test_every_statistic_equals_brute_force(case: str, fisher: str) -> None:
     truth = {name: per_sample(model, watched, x, class_losses) for name, watched in model.watched().items()}
     weights = class_probabilities(model, x) if fisher == "exact" else one_hot(y, CLASSES)
     _check_all(model, _batches(x, y, 7), truth, weights, fisher=fisher)
+
+
+class Averaged(nn.Module):
+    """A linear layer of tokens, or a convolution, whose outputs are averaged over the positions."""
+
+    def __init__(self, layer: nn.Module) -> None:
+        super().__init__()
+        self.layer = layer
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = self.layer(x)
+        return y.flatten(2).mean(2) if isinstance(self.layer, nn.Conv2d) else y.mean(1)
+
+
+@pytest.mark.parametrize(
+    ("layer", "shape"),
+    [(nn.Conv2d(2, 3, 3), (2, 6, 5)), (nn.Linear(4, 3), (7, 4)), (nn.Linear(4, 3), (1, 4))],
+    ids=["convolution", "tokens", "one token"],
+)
+def test_kronecker_factors_are_exact_where_positions_are_averaged(
+    layer: nn.Module, shape: tuple[int, ...], tmp_path: Path
+) -> None:
+    """The Fisher of a mean under Gaussian noise is the Kronecker product of that of the mean input and the identity;
+    products of single positions have a trace far below its. Data come in and go out of it, also of its file.
+    """
+    torch.manual_seed(0)
+    model = Averaged(layer).double().eval()
+    x, _ = _data(shape, 30)
+    x, y = x + 1, torch.zeros(30, 3, dtype=torch.float64)
+    options = {"likelihood": "regression", "noise_variance": 0.5}
+    with torch.no_grad():
+        columns = F.unfold(x, 3).transpose(1, 2) if len(shape) == 3 else x
+        mean = torch.cat([columns.mean(1), torch.ones(30, 1, dtype=torch.float64)], 1)
+    for count in (20, 30):
+        data = _batches(x[:count], y[:count], 8)
+        posterior = _fit(model, data, "kfac", keep_grams=True, **options)
+        block = posterior.blocks["layer"]
+        assert block.factors_of == "gradients"
+        gram = mean[:count].T @ mean[:count] / count / 0.5
+        expected = torch.kron(torch.eye(3, dtype=torch.float64), gram)
+        torch.testing.assert_close(block.dense()[0], expected, **TIGHT)
+    uq.save(posterior, tmp_path / "averaged.h5")
+    loaded = uq.load(tmp_path / "averaged.h5", model)
+    assert loaded.blocks["layer"].factors_of == "gradients"
+    fewer = uq.update(loaded, _batches(x[20:], y[20:], 3), remove=True, progress=False)
+    again = uq.update(fewer, _batches(x[20:], y[20:], 3), progress=False)
+    gram = mean[:20].T @ mean[:20] / 20 / 0.5
+    for found, expected in ((fewer, torch.kron(torch.eye(3).double(), gram)), (again, block.dense()[0])):
+        torch.testing.assert_close(found.blocks["layer"].dense()[0], expected, rtol=1e-8, atol=1e-10)
+        assert found.blocks["layer"].factors_of == "gradients"
 
 
 @pytest.mark.parametrize("fisher", ["exact", "empirical", "mc"])

@@ -23,7 +23,16 @@ from torch import Tensor, einsum, matmul, triu_indices, where
 
 from posthoc_uq.core.devices import widest
 from posthoc_uq.core.numerics import all_finite
-from posthoc_uq.layers.operands import TOUCH_COST, Chosen, Operand, Rows, Units, chunks, temporary_limit
+from posthoc_uq.layers.operands import (
+    TOUCH_COST,
+    Chosen,
+    Operand,
+    Rows,
+    Units,
+    add_products,
+    chunks,
+    temporary_limit,
+)
 from posthoc_uq.likelihoods.weights import SampleWeights
 
 
@@ -195,6 +204,50 @@ def _add_pairs(total: Tensor, activations: Tensor, gradients: Tensor) -> None:
         total += einsum("sgpo,sgpi->goi", pairs_g, pairs_a)
 
 
+def add_factors(
+    activations: Operand, gradients: Tensor, limit: int, of_inputs: Tensor, of_outputs: Tensor
+) -> None:
+    """Add ``sum_s G_s^T G_s`` and ``sum_s G_s G_s^T`` of one batch to their totals.
+
+    With ``G_s = sum_t g_t a_t^T`` they are products of the gradients themselves, or, with few positions,
+    ``sum_{t,t'} (g_t . g_t') a_t a_t'^T`` and ``sum_{t,t'} (a_t . a_t') g_t g_t'^T``; the cheaper of the two.
+
+    Args:
+        activations: of the batch.
+        gradients: at the outputs, ``(samples, groups, positions, outputs)``.
+        limit: bytes that one temporary may take.
+        of_inputs: total ``(groups, inputs, inputs)``.
+        of_outputs: total ``(groups, outputs, outputs)``.
+    """
+    if isinstance(activations, Chosen):
+        for part in activations.parts_by_use():  # few rows of an embedding occur in a batch
+            places, rows = activations.part(part).used()
+            total = of_inputs.new_zeros(1, len(places), len(places))
+            _add_factors(rows, gradients[part], limit, total, of_outputs)
+            of_inputs[0, places.unsqueeze(1), places] += total[0]
+        return
+    _add_factors(activations, gradients, limit, of_inputs, of_outputs)
+
+
+def _add_factors(
+    activations: Operand, gradients: Tensor, limit: int, of_inputs: Tensor, of_outputs: Tensor
+) -> None:
+    (samples, groups, t, m), n, item_size = gradients.shape, of_inputs.shape[2], gradients.element_size()
+    by_gradients = m * n * (t + TOUCH_COST) + m * n * (m + n)
+    by_pairs = t * (m * m + n * n) + 2 * t * t * (m + n) + TOUCH_COST * t * (2 * t + m + 2 * n)
+    if isinstance(activations, Units) or by_gradients < by_pairs:
+        for part in chunks(samples, groups * m * n, item_size, limit):
+            per_sample = activations.part(part).gradients(gradients[part], limit)
+            Rows(per_sample).add_gram(of_inputs, limit)
+            Rows(per_sample.transpose(2, 3)).add_gram(of_outputs, limit)
+        return
+    products = (m * m + n * n) * (groups > 1)
+    for part in chunks(samples, groups * (2 * t * (m + n + t) + products), item_size, limit):
+        a, g = activations.part(part).rows(), gradients[part]
+        add_products(of_inputs, a, matmul(matmul(g, g.transpose(2, 3)), a))
+        add_products(of_outputs, g, matmul(matmul(a, a.transpose(2, 3)), g))
+
+
 class Accumulator(ABC):
     """Sums over the batches of one layer's activations and output gradients ``(samples, groups, positions, outputs)``.
 
@@ -276,23 +329,7 @@ class _Gram(Accumulator):
 
 
 class InputGram(_Gram):
-    """``A = 1/N sum_{s,t} a a^T``, ``(groups, inputs, inputs)``.
-
-    Where gradients J are all that is known of the layer, ``A = n sum J^T J / tr sum J^T J``, so that the trace of the
-    product of ``A`` and ``G`` is that of the Fisher.
-    """
-
-    def __init__(
-        self,
-        groups: int,
-        size: int,
-        dtype: torch.dtype,
-        device: torch.device,
-        budget: int,
-        by_gradients: bool = False,
-    ) -> None:
-        super().__init__(groups, size, dtype, device, budget)
-        self._by_gradients = by_gradients
+    """``A = 1/N sum_{s,t} a a^T``, ``(groups, inputs, inputs)``."""
 
     def add(
         self, activations: Operand, gradients: Tensor, first_pass: bool, weights: SampleWeights | None = None
@@ -304,11 +341,7 @@ class InputGram(_Gram):
 
     def mean(self, samples: float) -> Tensor:
         """The Gram over `samples`."""
-        gram = self._sums["gram"]
-        if not self._by_gradients:
-            return gram / samples
-        trace = gram.diagonal(dim1=1, dim2=2).sum(1).clamp(min=torch.finfo(gram.dtype).tiny)
-        return gram * (gram.shape[1] / trace)[:, None, None]
+        return self._sums["gram"] / samples
 
 
 class GradientGram(_Gram):
@@ -335,6 +368,49 @@ class GradientGram(_Gram):
     def positions(self, samples: float) -> Tensor:
         """The mean number of positions of a sample, a float64 scalar on the CPU."""
         return self._sums["positions"] / samples
+
+
+class GradientFactors(Accumulator):
+    """``A = n sum G_s^T G_s / tr``, ``(groups, inputs, inputs)``, and ``G = 1/(N n) sum G_s G_s^T``,
+    ``(groups, outputs, outputs)``, of the gradients ``G_s`` of whole samples, with n inputs and the trace ``tr`` of the
+    first sum: the trace of ``A (x) G`` is that of the Fisher.
+    """
+
+    def __init__(
+        self, shape: tuple[int, int, int], dtype: torch.dtype, device: torch.device, budget: int
+    ) -> None:
+        groups, outputs, inputs = shape
+        sizes = {"inputs": inputs, "outputs": outputs}
+        sums = {
+            side: torch.zeros(groups, size, size, dtype=dtype, device=device) for side, size in sizes.items()
+        }
+        super().__init__({**sums, "rank": _count()}, budget)
+
+    def add(
+        self, activations: Operand, gradients: Tensor, first_pass: bool, weights: SampleWeights | None = None
+    ) -> None:
+        inputs, outputs = self._sums["inputs"], self._sums["outputs"]
+        add_factors(activations, gradients, self._limit(gradients), inputs, outputs)
+        self._sums["rank"] += gradients.shape[0] * min(gradients.shape[2:])
+
+    @property
+    def rank(self) -> int:
+        """A bound on the rank of both."""
+        return int(self._sums["rank"])
+
+    def means(self, samples: float) -> dict[str, Tensor]:
+        """Both over `samples`, and n, by which the second was divided, as a float64 scalar on the CPU."""
+        # a sum by pairs of positions is symmetric up to rounding
+        inputs, outputs = (
+            (each + each.transpose(1, 2)) / 2 for each in (self._sums["inputs"], self._sums["outputs"])
+        )
+        size = inputs.shape[1]
+        trace = inputs.diagonal(dim1=1, dim2=2).sum(1).clamp(min=torch.finfo(inputs.dtype).tiny)
+        return {
+            "input_gram": inputs * (size / trace)[:, None, None],
+            "output_gram": outputs / (samples * size),
+            "positions": torch.full((), size, dtype=torch.float64, device="cpu"),
+        }
 
 
 class RangeSketch(Accumulator):

@@ -91,6 +91,7 @@ class TrackedLayer:
         own_weight: the weight's name in the module that the layer is named after.
         product: whether the weight was seen as a factor of a product of matrices.
         both_ways: whether it was used both as it is and transposed.
+        several: whether a sample may give it several rows of inputs: positions, or calls.
     """
 
     layer: Layer
@@ -105,6 +106,7 @@ class TrackedLayer:
     own_weight: str = ""
     product: bool = False
     both_ways: bool = False
+    several: bool = True
 
     @property
     def names(self) -> list[str]:

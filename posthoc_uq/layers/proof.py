@@ -739,6 +739,7 @@ def _failing(capture: Capture, probe: Batch, reference: Reference, tolerance: fl
             activations, gradients = layer_gradients.operands(dtype)
         except UnsupportedLayerError:
             return
+        capture.tracked[layer.name].several = layer_gradients.several(activations)
         per_sample = activations.gradients(gradients, CPU_TEMPORARY)
         # Terms may cancel in the sum, but rounding is relative to the terms.
         terms_bound = float(torch.linalg.vector_norm(gradients)) * _norm_bound(layer_gradients)

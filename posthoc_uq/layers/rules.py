@@ -435,6 +435,14 @@ class LayerGradients:
         gradients = self.gradients(dtype)
         return several(self.activations(dtype)), gradients
 
+    def several(self, activations: Operand) -> bool:
+        """Whether a sample may have several rows: with an axis of positions, even where it has one of them here, or in
+        several calls.
+        """
+        x = self.calls[0].input
+        one = not self.layer.convolutional and self.layer.rule.features(x).ndim <= 2
+        return activations.positions > 1 or not one
+
     def gradients(self, dtype: torch.dtype) -> Tensor:
         """The output gradients of `operands` alone.
 

@@ -280,9 +280,10 @@ class Block(ABC):
     """What is stored of one layer: statistics as plain tensors and plain attributes.
 
     A subclass is a dataclass: its fields annotated as `Stored` are the tensors, all others are the attributes, whose
-    types check those of files. What is written, checked, read, added up and counted follows from them. A class that
-    sets `kind` is known by it from then on: files of posteriors with such blocks can be written and read wherever it is
-    defined. An attribute ``samples`` is the number of training samples, which files check.
+    types check those of files; metadata ``absent`` is the value of one that older files lack. What is written, checked,
+    read, added up and counted follows from them. A class that sets `kind` is known by it from then on: files of
+    posteriors with such blocks can be written and read wherever it is defined. An attribute ``samples`` is the number
+    of training samples, which files check.
     """
 
     kind: ClassVar[str]
@@ -370,10 +371,17 @@ class Block(ABC):
 
     @classmethod
     @cache
+    def _absent(cls) -> dict[str, Any]:
+        """What attributes are that a file does not have."""
+        return {each.name: each.metadata["absent"] for each in fields(cls) if "absent" in each.metadata}
+
+    @classmethod
+    @cache
     def record(cls) -> type[Record]:
         """What `attributes` may be in a file."""
         hints = get_type_hints(cls, include_extras=True)
-        declared: dict[str, Any] = {name: (hints[name], ...) for name in cls._plain()}
+        absent = cls._absent()
+        declared: dict[str, Any] = {name: (hints[name], absent.get(name, ...)) for name in cls._plain()}
         for tensor in cls._stored().values():
             sizes = [size for size in tensor.sizes if isinstance(size, Size)]
             declared |= {size.name: (Annotated[int, Ge(size.low)], ...) for size in sizes}
@@ -453,7 +461,8 @@ class Block(ABC):
         cls: type[AnyBlock], attributes: Mapping[str, Any], tensors: Mapping[str, Tensor]
     ) -> AnyBlock:
         """The block that `tensors` and `attributes` described."""
-        plain = {name: attributes[name] for name in cls._plain()}
+        given = {**cls._absent(), **attributes}
+        plain = {name: given[name] for name in cls._plain()}
         return cls(**{name: tensors[name] for name in cls._stored() if name in tensors}, **plain)
 
     def dense(self, scale: float = 1.0, residual_weight: float = 1.0) -> Tensor:

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import cached_property
-from typing import Annotated, Any
+from typing import Annotated, Any, Literal
 
 import torch
 from torch import Tensor
@@ -90,9 +90,14 @@ class _EigenbasisBlock(Block):
         )
 
 
+FactorsOf = Literal["rows", "gradients"]
+"""What Kronecker factors are the Grams of: a layer's inputs and output gradients, or the gradients of samples."""
+
+
 @dataclass(eq=False, repr=False)
 class KroneckerBlock(_EigenbasisBlock):
-    """KFAC: eigenvectors and eigenvalues of the input Gram ``A = E[a a^T]`` and of the gradient Gram ``G = E[g g^T]``.
+    """KFAC: eigenvectors and eigenvalues of two Grams. ``A = E[a a^T]`` of inputs and ``G = E[g g^T]`` of output
+    gradients, or, of the gradients ``J`` of samples, ``A = n E[J^T J] / tr`` and ``G = E[J J^T] / n`` with n inputs.
 
     With both Grams, which doubles its size, data can come in and go out.
 
@@ -103,7 +108,8 @@ class KroneckerBlock(_EigenbasisBlock):
         output_eigenvalues: ``s_G``, ``(groups, outputs)``.
         input_gram: ``A``, as `input_basis`, or None.
         output_gram: ``G``, as `output_basis`, or None; a mean over positions as well as samples.
-        positions: how many positions a sample has on average, a scalar, or None.
+        positions: how many positions a sample has on average, or n of factors of gradients; a scalar, or None.
+        factors_of: what the Grams are of.
     """
 
     kind = "kfac"
@@ -117,6 +123,7 @@ class KroneckerBlock(_EigenbasisBlock):
         Tensor | None, Stored(GROUPS, OUTPUTS, OUTPUTS, optional="grams", symmetric=True, exact=True)
     ] = None
     positions: Annotated[Tensor | None, Stored(optional="grams", non_negative=True, exact=True)] = None
+    factors_of: FactorsOf = field(default="rows", metadata={"absent": "rows"})
 
     def eigenvalues_matrix(self) -> Tensor:
         return self.output_eigenvalues.unsqueeze(-1) * self.input_eigenvalues.unsqueeze(-2)
@@ -131,7 +138,7 @@ class KroneckerBlock(_EigenbasisBlock):
             weights.part * float(as_double(part["positions"]) / whole),
             weights.precision,
         )
-        if "by_gradients" in part:
+        if "of_gradients" in part:
             # a sum of J^T J, with the trace of that of J J^T, was scaled to the trace n
             kept = self.input_gram * _traces(self.output_gram)
             other = part["input_gram"] * _traces(part["output_gram"])
@@ -146,7 +153,14 @@ class KroneckerBlock(_EigenbasisBlock):
         input_values, input_basis = eigh_descending(input_gram)
         output_values, output_basis = eigh_descending(output_gram)
         return KroneckerBlock(
-            input_basis, output_basis, input_values, output_values, input_gram, output_gram, positions
+            input_basis,
+            output_basis,
+            input_values,
+            output_values,
+            input_gram,
+            output_gram,
+            positions,
+            self.factors_of,
         )
 
     def largest_value(self, settings: Settings) -> float:
