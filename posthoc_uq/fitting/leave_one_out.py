@@ -18,6 +18,7 @@ from torch import Tensor, nn
 from torch.utils.data import RandomSampler
 
 from posthoc_uq.core.batches import Batch, BatchReader, batches, check_loader
+from posthoc_uq.core.devices import host_double
 from posthoc_uq.core.errors import PosthocUQError
 from posthoc_uq.core.model import replicate
 from posthoc_uq.core.progress import Progress
@@ -281,8 +282,8 @@ def calibrate_by_leave_one_out(
                     f"criterion='leave_one_out' is for classes and for regressions with one noise variance an output, "
                     f"without positions, and not for likelihood={likelihood.name!r}; pass held-out data."
                 )
-            columns.append(found.double().cpu())
-            outputs.append(given.double().cpu())
+            columns.append(host_double(found))
+            outputs.append(host_double(given))
     targets, given = torch.cat(columns), torch.cat(outputs)
     starts = _starts(model, data, initial, initialisations, seed)
     trained = {name for name, parameter in model.named_parameters() if parameter.requires_grad}

@@ -23,7 +23,7 @@ from math import log
 import torch
 from torch import Tensor
 
-from posthoc_uq.core.devices import placed
+from posthoc_uq.core.devices import as_double, placed
 from posthoc_uq.heads.jacobians import Pulled
 from posthoc_uq.layers.operands import turned
 from posthoc_uq.posteriors import Posterior
@@ -72,19 +72,20 @@ class Spectrum:
         for block, (name,) in posterior.members.items():
             leading = posterior.blocks[block].leading()
             assert leading is not None
-            inputs, outputs, eigenvalues = (placed(tensor, device).to(dtype) for tensor in leading)
+            inputs, outputs = (placed(tensor, device).to(dtype) for tensor in leading[:2])
             settings, prior = posterior.block_settings(block), posterior.layer_prior(name) / width
-            information = eigenvalues.double() * float(settings.scale) / prior
+            information = as_double(leading[2]) * float(settings.scale) / prior
             places = ((information.flatten().clamp(min=1e-300).log10() - first) * _POINTS).clamp(min=-1)
             points = places.floor().clamp(max=(last - first) * _POINTS)
             # 1 / x is the mean of its values at the two points, which sets the shares
             step = 10.0 ** (1 / _POINTS)
             shares = ((10.0 ** ((points - places) / _POINTS) * step - 1) / (step - 1)).clamp(0, 1)
-            self._layers[name] = _Directions(inputs, outputs, points.long(), shares.to(dtype), prior)
+            kept = points.long().to(device), shares.to(dtype).to(device)
+            self._layers[name] = _Directions(inputs, outputs, *kept, prior)
         found = torch.cat([layer.points for layer in self._layers.values()]).unique()
         found = found[found >= 0]
         self._points = torch.cat([found, found + 1]).unique()
-        self.sizes = 10.0 ** (self._points.double() / _POINTS + first)
+        self.sizes = 10.0 ** (as_double(self._points) / _POINTS + first)
 
     @staticmethod
     def serves(posterior: Posterior) -> bool:

@@ -370,13 +370,14 @@ class Promises:
             allow_empty: as in `set_of`; a set of labels may always be empty.
             keys: ``(batch,)``, the hashes of the inputs, where sets are randomised.
         """
-        thresholds = self._thresholds(SET_KINDS, level, probs.shape[1])
+        wide = as_double(probs)
+        thresholds = self._thresholds(SET_KINDS, level, probs.shape[1]).to(wide.device)
         if self.kind == "label":
-            return set_of(probs, 1 - as_double(probs), thresholds.to(probs.device), allow_empty=True)
+            return set_of(wide, 1 - wide, thresholds, allow_empty=True).to(probs.device)
         kind: SetScore = self.kind  # pyright: ignore[reportAssignmentType]  # checked above
         uniform = uniforms(keys, 1).squeeze(1) if keys is not None and self.randomised else None
-        scores = class_scores(as_double(probs), kind, uniform, self.regularisation)
-        return set_of(probs, scores.to(probs.device), thresholds.to(probs.device), allow_empty)
+        scores = class_scores(wide, kind, uniform, self.regularisation)
+        return set_of(wide, scores, thresholds, allow_empty).to(probs.device)
 
     def sets_at_positions(self, probs: Tensor, level: float, allow_empty: bool) -> Tensor:
         """The classes that belong to the set of each position, ``(positions, classes)`` of booleans.
@@ -389,7 +390,8 @@ class Promises:
         thresholds = self._thresholds(("positions",), level, len(self.shares))
         # the last share is 1, and levels are below it
         share = next(place for place, share in enumerate(self.shares) if share >= level - 1e-12)
-        return set_of(probs, 1 - as_double(probs), float(thresholds[share]), allow_empty)
+        wide = as_double(probs)
+        return set_of(wide, 1 - wide, float(thresholds[share]), allow_empty).to(probs.device)
 
     def bounds(self, kind: TargetScore, level: float, outputs: int) -> Tensor:
         """The largest score of each output's target that belongs to an interval, ``(outputs,)``, float64."""
