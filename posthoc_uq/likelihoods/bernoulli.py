@@ -14,6 +14,7 @@ from torch import Tensor
 from torch.distributions import Distribution
 
 from posthoc_uq.core.batches import as_targets
+from posthoc_uq.core.devices import as_double
 from posthoc_uq.core.errors import PosthocUQError
 from posthoc_uq.likelihoods import metrics
 from posthoc_uq.likelihoods.class_prediction import (
@@ -292,12 +293,14 @@ class MultilabelPrediction(LogitsPrediction):
             "F1 (macro)": metrics.f1_score(self.probs, targets),
             "F1 (micro)": metrics.f1_score(self.probs, targets, "micro"),
             "Hamming loss": float(self.losses(targets).mean()),
-            "NLL": -float(self.log_prob(targets).double().mean()),
-            "Brier": float((self.probs.double() - targets.to(self.probs.device)).square().mean()),
+            "NLL": -float(as_double(self.log_prob(targets)).mean()),
+            "Brier": float(
+                (as_double(self.probs) - as_double(targets.to(self.probs.device))).square().mean()
+            ),
             "ECE": metrics.multilabel_calibration_error(self.probs, targets, bins),
-            "mean entropy": float(self.entropy().double().mean()),
+            "mean entropy": float(as_double(self.entropy()).mean()),
         }
 
     def losses(self, targets: Tensor) -> Tensor:
         """(batch,): the share of the labels that are decided wrongly."""
-        return (self.predicted() != targets.bool()).double().mean(-1)
+        return as_double(self.predicted() != targets.bool().to(self.probs.device)).mean(-1)

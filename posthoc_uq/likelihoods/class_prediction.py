@@ -13,7 +13,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from posthoc_uq.core.batches import as_targets
-from posthoc_uq.core.devices import widest
+from posthoc_uq.core.devices import as_double, widest
 from posthoc_uq.core.errors import PosthocUQError
 from posthoc_uq.likelihoods import metrics, selective
 from posthoc_uq.likelihoods.draws import (
@@ -362,17 +362,17 @@ class ClassPrediction(LogitsPrediction):
         if probs.shape[1] > 5:
             measures["top-5 accuracy"] = metrics.top_k_accuracy(probs, labels, 5)
         return measures | {
-            "NLL": -float(self.log_prob(targets).double().mean()),
+            "NLL": -float(as_double(self.log_prob(targets)).mean()),
             "Brier": metrics.brier_score(probs, labels),
             "ECE": metrics.expected_calibration_error(probs, labels, bins),
             "ECE (equal mass)": metrics.expected_calibration_error(probs, labels, bins, binning="equal_mass"),
             "classwise ECE": metrics.classwise_calibration_error(probs, labels, bins),
-            "mean entropy": float(self.entropy().double().mean()),
+            "mean entropy": float(as_double(self.entropy()).mean()),
         }
 
     def losses(self, targets: Tensor) -> Tensor:
         """(batch,): 1 where the predicted class is wrong."""
-        return (self.predicted() != self.labels(targets)).double()
+        return as_double(self.predicted() != self.labels(targets))
 
     def retained_quality(self, scores: Tensor, targets: Tensor, rates: Sequence[float]) -> dict[str, float]:
         """Accuracies, and for two classes areas under the ROC curve."""

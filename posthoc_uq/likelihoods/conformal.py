@@ -279,8 +279,8 @@ def scores_of_positions(scores: Tensor, counted: Tensor) -> Tensor:
         counted: ``(inputs, positions)``, bool.
     """
     ordered = scores.masked_fill(~counted, torch.inf).sort(1).values
-    shares = torch.tensor(SHARES, dtype=torch.float64, device=scores.device)
-    ranks = (counted.sum(1, keepdim=True) * shares - 1e-9).ceil().long()
+    shares = torch.tensor(SHARES, dtype=torch.float64, device="cpu")
+    ranks = (as_double(counted.sum(1, keepdim=True)).cpu() * shares - 1e-9).ceil().long().to(scores.device)
     return ordered.gather(1, (ranks - 1).clamp(min=0))
 
 

@@ -850,13 +850,13 @@ class DrawnPrediction(Prediction):
         if values is not None:
             mean = cast(Tensor, self.mean)
             measures |= {"RMSE": metrics.rmse(mean, values), **self.likelihood.measures(mean, values)}
-        measures["NLL"] = -float(self.log_prob(targets).double().mean())
+        measures["NLL"] = -float(as_double(self.log_prob(targets)).mean())
         if self.likelihood.defines("draw"):
             drawn = min(_MIN_OBSERVATIONS, max(_MIN_COUNTED, _MAX_COUNTED // max(1, len(self))))
             bounds = self._intervals(LEVELS, drawn)
             shape = bounds[LEVELS[0]][0].shape
             if shape.numel() == targets.numel():
-                measures |= interval_quality(bounds.__getitem__, targets.reshape(shape).double())
+                measures |= interval_quality(bounds.__getitem__, as_double(targets.reshape(shape)))
         return measures
 
     def _like_mean(self, targets: Tensor) -> Tensor | None:
@@ -869,7 +869,7 @@ class DrawnPrediction(Prediction):
         """(batch,): the squared error, mean over outputs; without a mean the negative log-likelihood."""
         values = self._like_mean(targets)
         if values is None:
-            return -self.log_prob(targets).double()
+            return -as_double(self.log_prob(targets))
         return squared_errors(cast(Tensor, self.mean), values)
 
     @property

@@ -278,6 +278,6 @@ class OrdinalPrediction(ClassPrediction):
         """
         return super().quality(targets, bins) | {
             "RPS": metrics.ranked_probability_score(self.probs, targets),
-            "MAE": float((self.quantile(0.5) - targets.to(self.probs.device)).abs().double().mean()),
+            "MAE": float(as_double((self.quantile(0.5) - targets.to(self.probs.device)).abs()).mean()),
             "quadratic kappa": metrics.quadratic_kappa(self.predicted(), targets, self.probs.shape[1]),
         }

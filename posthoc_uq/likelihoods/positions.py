@@ -13,6 +13,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from posthoc_uq.core.batches import as_targets
+from posthoc_uq.core.devices import as_double
 from posthoc_uq.core.errors import PosthocUQError
 from posthoc_uq.core.options import did_you_mean
 from posthoc_uq.likelihoods.class_prediction import ClassPrediction, ClassStatistics
@@ -289,8 +290,11 @@ class PositionPrediction(Prediction):
     def losses(self, targets: Tensor) -> Tensor:
         """(batch,): the share of an input's counted positions at which the predicted class is wrong."""
         labels, counted = self.labels_of_rows(targets)
-        wrong = ((self.rows.predicted() != labels) & counted).reshape(len(self), -1).double()
-        return wrong.sum(1) / counted.reshape(len(self), -1).sum(1).clamp(min=1)
+        wrong, counts = (
+            as_double(each).reshape(len(self), -1).sum(1)
+            for each in ((self.rows.predicted() != labels) & counted, counted)
+        )
+        return wrong / counts.clamp(min=1)
 
     def with_novelty(self, ratio: Tensor | None) -> PositionPrediction:
         """The same prediction with the novelty of its positions (batch, *positions), of a coarser grid, whose nearest

@@ -401,7 +401,7 @@ def by_input(values: Tensor) -> Tensor:
 
 def squared_errors(mean: Tensor, targets: Tensor) -> Tensor:
     """``(batch,)``, float64: the squared error, mean over outputs."""
-    return by_input((mean.double() - targets.double()).square())
+    return by_input((as_double(mean) - as_double(targets)).square())
 
 
 def check_probability(name: str, value: float) -> float:

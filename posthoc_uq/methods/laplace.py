@@ -244,16 +244,6 @@ def squares_of(
     )
 
 
-def grams_of(layer: Layer, task: Task) -> tuple[InputGram, GradientGram]:
-    """Accumulators of the Grams of a layer's inputs and of its output gradients."""
-    groups, outputs, inputs = layer.matrix_shape
-    dtype, device, budget = task.settings.dtype, task.device, task.memory_budget
-    return (
-        InputGram(groups, inputs, dtype, device, budget),
-        GradientGram(groups, outputs, dtype, device, budget),
-    )
-
-
 def kept_bases(posterior: Posterior, task: Task) -> dict[str, Basis]:
     """The bases that a posterior keeps of every layer, for a sweep of the task."""
     device, dtype = task.device, task.settings.dtype
@@ -464,16 +454,27 @@ def _sweep_for_factors(
     """After one sweep the factors of every layer that can have some, the diagonal of the others, and the sum of the
     samples' weights.
     """
-    dtype, device, budget = task.settings.dtype, task.device, task.memory_budget
-    sums: dict[str, Factors] = {
-        name: grams_of(layer, task)
-        if forms[name] == "rows"
-        else (GradientFactors(layer.matrix_shape, dtype, device, budget),)
-        for name, layer in task.factored.items()
-    }
+    sums = _factors_of(task, forms)
     squares = {name: squares_of(layer, task) for name, layer in task.layers.items() if name not in sums}
     samples = task.sweep({**sums, **{name: [one] for name, one in squares.items()}}, "Kronecker factors")
     return sums, {name: {"diagonal": one.diagonal(samples)} for name, one in squares.items()}, samples
+
+
+def _factors_of(task: Task, forms: Mapping[str, FactorsOf]) -> dict[str, Factors]:
+    """Accumulators of every layer that can have factors."""
+    found: dict[str, Factors] = {}
+    dtype, device, budget = task.settings.dtype, task.device, task.memory_budget
+    for name, layer in task.factored.items():
+        groups, outputs, inputs = layer.matrix_shape
+        found[name] = (
+            (GradientFactors(layer.matrix_shape, dtype, device, budget),)
+            if forms[name] == "gradients"
+            else (
+                InputGram(groups, inputs, dtype, device, budget),
+                GradientGram(groups, outputs, dtype, device, budget),
+            )
+        )
+    return found
 
 
 def _means(factors: Factors, samples: float) -> dict[str, Tensor]:
@@ -526,8 +527,8 @@ class EFB(Laplace):
         return 2
 
     def find_bases(self, task: Task) -> dict[str, Basis]:
-        grams: dict[str, Factors] = {name: grams_of(layer, task) for name, layer in task.factored.items()}
-        factors = _decomposed(task, grams, task.sweep(grams, "Kronecker factors"))
+        sums = _factors_of(task, _forms(task))
+        factors = _decomposed(task, sums, task.sweep(sums, "Kronecker factors"))
         return {name: (sides["input_basis"], sides["output_basis"]) for name, sides in factors.items()}
 
     def accumulators(self, layer: Layer, task: Task, basis: Basis | None) -> Sequence[Any]:
@@ -538,21 +539,19 @@ class EFB(Laplace):
         return EigenvalueCorrectedBlock(*basis, sums[0].eigenvalues(samples))
 
     def added(self, posterior: Posterior, task: Task) -> Tensors:
-        bases = kept_bases(posterior, task)
+        bases, factors = kept_bases(posterior, task), _factors_of(task, _forms(task))
         sums: dict[str, list[Any]] = {
-            name: [*self.accumulators(layer, task, bases[name]), *grams_of(layer, task)]
+            name: [*self.accumulators(layer, task, bases[name]), *factors[name]]
             for name, layer in task.factored.items()
         }
         wide = {name: squares_of(layer, task) for name, layer in task.layers.items() if name not in sums}
         samples = task.sweep({**sums, **{name: [one] for name, one in wide.items()}}, self.description)
-        return {name: {"diagonal": one.diagonal(samples)} for name, one in wide.items()} | {
-            name: {
-                "eigenvalues": squares.eigenvalues(samples),
-                "inside": _on_diagonal(inputs.mean(samples), bases[name][0])
-                * _on_diagonal(outputs.mean(samples), bases[name][1]),
-            }
-            for name, (squares, inputs, outputs) in sums.items()
-        }
+        found: Tensors = {name: {"diagonal": one.diagonal(samples)} for name, one in wide.items()}
+        for name, of_layer in factors.items():
+            means, (inputs, outputs) = _means(of_layer, samples), bases[name]
+            inside = _on_diagonal(means["input_gram"], inputs) * _on_diagonal(means["output_gram"], outputs)
+            found[name] = {"eigenvalues": sums[name][0].eigenvalues(samples), "inside": inside}
+        return found
 
 
 def _on_diagonal(gram: Tensor, basis: Tensor) -> Tensor:
