@@ -20,6 +20,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 import posthoc_uq as uq
 from posthoc_uq.core.devices import DeferredChecks, full_precision, has_double, on_host
 from posthoc_uq.core.randomness import device_generators
+from posthoc_uq.heads.spectrum import Spectrum
 from posthoc_uq.likelihoods import Categorical, resolve_likelihood
 from posthoc_uq.likelihoods.draws import _placed_normals, normals
 from posthoc_uq.methods import METHODS
@@ -61,6 +62,114 @@ def test_every_tensor_is_made_on_a_device_that_is_named() -> None:
         for line in calls_without_a_device(path.read_text(encoding="utf-8"))
     }
     assert not found
+
+
+# What computes on the host alone: measures, pictures, the command line, and functions of what they are given there.
+ON_HOST = ("cli/", "evaluation/", "likelihoods/metrics.py", "likelihoods/selective.py")
+ON_HOST_TOO = {
+    "curvature/kept_inputs.py": {"KeptInputs.batches"},
+    "curvature/sweep.py": {"Summary.add_log_likelihood"},
+    "fitting/leave_one_out.py": {"LeftOut.accuracy", "leave_one_out", "_of_classes"},
+    "heads/moments.py": {"MomentsPredictor._functions.normals"},
+    "likelihoods/conformal.py": {"p_values", "tuned_regularisation.size", "Promises.rate_for"},
+    "likelihoods/draws.py": {"normals"},
+    "methods/function_space.py": {"gaussian_kl"},
+}
+
+
+def calls_for_float64(source: str) -> set[str]:
+    """Functions that ask for float64 of a tensor, or make one of it, without saying that it is on the CPU."""
+    found = set[str]()
+
+    def visit(node: ast.AST, place: str) -> None:
+        if isinstance(node, ast.FunctionDef | ast.ClassDef):
+            place = f"{place}.{node.name}".lstrip(".")
+        if isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute) and node.func.attr != "finfo":
+            given = [ast.unparse(each) for each in (*node.args, *(word.value for word in node.keywords))]
+            wide = node.func.attr == "double" or "torch.float64" in given
+            if wide and ".cpu()" not in ast.unparse(node.func) and "'cpu'" not in given:
+                found.add(place)
+        for child in ast.iter_child_nodes(node):
+            visit(child, place)
+
+    visit(ast.parse(source), "")
+    return found
+
+
+def test_float64_is_asked_for_in_one_place() -> None:
+    """Some devices have none; `as_double` and `host_double` know which."""
+    source = "def f(x):\n    return {}\n"
+    for asked in (
+        "x.double().cpu()",
+        "x.to(torch.float64)",
+        "torch.ones(2, dtype=torch.float64, device=x.device)",
+    ):
+        assert calls_for_float64(source.format(asked)) == {"f"}
+    for right in ("x.cpu().double()", "as_double(x)", "torch.ones(2, dtype=torch.float64, device='cpu')"):
+        assert not calls_for_float64(source.format(right))
+    root, found = Path(uq.__file__).parent, dict[str, set[str]]()
+    for path in sorted(root.rglob("*.py")):
+        name = path.relative_to(root).as_posix()
+        if not name.startswith(ON_HOST) and name != "core/devices.py":
+            found[name] = calls_for_float64(path.read_text(encoding="utf-8"))
+    assert {name: places for name, places in found.items() if places} == ON_HOST_TOO
+
+
+class Foreign(Tensor):
+    """A tensor as of a device without float64: what is computed with it is, too, until it is copied to the host."""
+
+    @classmethod
+    def __torch_function__(
+        cls, func: Callable[..., Any], types: Any, args: Any = (), kwargs: Any = None
+    ) -> Any:
+        options = kwargs or {}
+        wanted = [*args[1:], *options.values()]
+        if func is Tensor.double or (func is Tensor.to and torch.float64 in wanted):
+            raise TypeError("the device has no float64")
+        found = super().__torch_function__(func, types, args, options)
+        return found.as_subclass(Tensor) if func is Tensor.cpu else found
+
+
+def foreign(tensor: Tensor) -> Tensor:
+    return tensor.as_subclass(Foreign)
+
+
+class Answers(nn.Module):
+    """A network whose outputs are on that device."""
+
+    def __init__(self, network: nn.Module) -> None:
+        super().__init__()
+        self.network = network
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = self.network(x)
+        return y if y.requires_grad else foreign(y)
+
+
+def test_a_device_without_float64(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Sets, measures, leave-one-out and the search for held-out data compute on the host what the device cannot."""
+    torch.manual_seed(0)
+    x, y = torch.randn(60, 4), torch.randint(0, 3, (60,))
+    plain = nn.Sequential(nn.Linear(4, 6), nn.Tanh(), nn.Linear(6, 3)).eval()
+    model = Answers(plain).eval()
+    options: dict[str, Any] = {"prior_precision": 1.0, "progress": False}
+    posterior = uq.fit(plain, [(x, y)], "kfac", **options)
+    uq.calibrate(posterior, [(x, y)], progress=False)
+    prediction = uq.wrap(plain, posterior)(x)
+    spectrum = Spectrum(posterior, 1.0, torch.float32, CPU, 2**20)
+    expected = prediction.set(0.8), prediction.quality(y), prediction.losses(y), spectrum.sizes
+    left_out = uq.fit(plain, [(x, y)], progress=False)
+    monkeypatch.setattr("posthoc_uq.core.devices._WITHOUT_DOUBLE", ("cpu", "mps"))
+    object.__setattr__(prediction, "probs", foreign(prediction.probs))
+    found = prediction.set(0.8), prediction.quality(y), prediction.losses(y)
+    for one, other in zip(found, expected, strict=False):
+        assert one == other if isinstance(one, dict) else torch.equal(one, other)
+    for block in posterior.blocks.values():
+        block.input_eigenvalues = foreign(block.input_eigenvalues)
+    sizes = Spectrum(posterior, 1.0, torch.float32, CPU, 2**20).sizes
+    torch.testing.assert_close(sizes.as_subclass(Tensor), expected[3], rtol=0, atol=0)
+    again = uq.fit(model, [(x, y)], progress=False)
+    assert again.temperature == pytest.approx(left_out.temperature, rel=1e-5)
 
 
 def made_on_host(make: Callable[..., Any]) -> Callable[..., Any]:

@@ -114,7 +114,7 @@ def _note_places(module: nn.Module, args: tuple[Any, ...]) -> tuple[Any, ...]:
         return args
     sizes = packed.batch_sizes.detach()
     places = packed.unsorted_indices
-    cast(Any, sizes).places = torch.arange(int(sizes[0])) if places is None else places
+    cast(Any, sizes).places = torch.arange(int(sizes[0]), device="cpu") if places is None else places
     return (packed._replace(batch_sizes=sizes), *args[1:])
 
 

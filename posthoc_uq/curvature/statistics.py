@@ -282,7 +282,7 @@ class Accumulator(ABC):
 MAX_ASYMMETRY = 0.01
 """Of a matrix that should be symmetric and its transpose, as a share of the largest entry."""
 _ROUNDING = 1e-3  # below zero, as a share of the largest: cancellation between pairs of positions
-_SKETCH, _MATRICES = "sketch", ("gram", "fisher")
+_SKETCH, _MATRICES = "sketch", ("gram", "input_gram", "output_gram", "fisher")
 
 
 def fault_of_sums(sums: Mapping[str, Tensor]) -> str | None:
@@ -380,7 +380,7 @@ class GradientFactors(Accumulator):
         self, shape: tuple[int, int, int], dtype: torch.dtype, device: torch.device, budget: int
     ) -> None:
         groups, outputs, inputs = shape
-        sizes = {"inputs": inputs, "outputs": outputs}
+        sizes = {"input_gram": inputs, "output_gram": outputs}
         sums = {
             side: torch.zeros(groups, size, size, dtype=dtype, device=device) for side, size in sizes.items()
         }
@@ -389,7 +389,7 @@ class GradientFactors(Accumulator):
     def add(
         self, activations: Operand, gradients: Tensor, first_pass: bool, weights: SampleWeights | None = None
     ) -> None:
-        inputs, outputs = self._sums["inputs"], self._sums["outputs"]
+        inputs, outputs = self._sums["input_gram"], self._sums["output_gram"]
         add_factors(activations, gradients, self._limit(gradients), inputs, outputs)
         self._sums["rank"] += gradients.shape[0] * min(gradients.shape[2:])
 
@@ -402,7 +402,8 @@ class GradientFactors(Accumulator):
         """Both over `samples`, and n, by which the second was divided, as a float64 scalar on the CPU."""
         # a sum by pairs of positions is symmetric up to rounding
         inputs, outputs = (
-            (each + each.transpose(1, 2)) / 2 for each in (self._sums["inputs"], self._sums["outputs"])
+            (each + each.transpose(1, 2)) / 2
+            for each in (self._sums["input_gram"], self._sums["output_gram"])
         )
         size = inputs.shape[1]
         trace = inputs.diagonal(dim1=1, dim2=2).sum(1).clamp(min=torch.finfo(inputs.dtype).tiny)

@@ -98,7 +98,7 @@ def _pack(inputs: Tensor, lengths: Tensor, batch_first: bool) -> tuple[Tensor, T
     samples each step has.
     """
     x = inputs if batch_first else inputs.transpose(0, 1)
-    runs = torch.arange(int(lengths[0])).unsqueeze(1) < lengths.cpu()  # (steps, samples)
+    runs = torch.arange(int(lengths[0]), device="cpu").unsqueeze(1) < lengths.cpu()  # (steps, samples)
     steps, samples = runs.nonzero(as_tuple=True)
     rows = (samples * x.shape[1] + steps).to(x.device)
     return x.flatten(0, 1).index_select(0, rows), runs.sum(1)
@@ -108,7 +108,7 @@ def _pad(data: Tensor, sizes: Tensor, batch_first: bool, value: float, length: i
     """`torch._pad_packed_sequence`: the inverse of `_pack`, ``(samples, steps, ...)`` with a value after the ends, and
     the lengths.
     """
-    rows, runs = _rows_of(torch.arange(int(sizes[0])), sizes, max(length, len(sizes)))
+    rows, runs = _rows_of(torch.arange(int(sizes[0]), device="cpu"), sizes, max(length, len(sizes)))
     padded = _unpacked(data, rows, runs, value)
     return padded if batch_first else padded.transpose(0, 1), runs.sum(1)
 
@@ -153,7 +153,7 @@ def _packed(
 ) -> tuple[Tensor, ...]:
     """`torch.lstm` and its like on packed sequences, whose samples have these `places` among those sorted by length."""
     rows, runs = _rows_of(places.cpu(), sizes, len(sizes))
-    back = torch.empty(len(data), dtype=torch.int64)
+    back = torch.empty(len(data), dtype=torch.int64, device="cpu")
     back[rows[runs]] = runs.flatten().nonzero().flatten()
     back, places, order = (index.to(data.device) for index in (back, places, places.argsort()))
     states = tuple(initial) if name == "lstm" else (initial,)
