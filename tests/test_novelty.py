@@ -521,6 +521,42 @@ def test_pooled_rows_by_definition() -> None:
     torch.testing.assert_close(found.double(), wanted, rtol=2e-3, atol=1e-7)
 
 
+class Windows(nn.Module):
+    """Tokens (samples, length, 3), whose classes go by three neighbours each."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.last = nn.Conv1d(3, 3, 3, padding=1)
+
+    def forward(self, x: Tensor, attention_mask: Tensor | None = None) -> Tensor:
+        if attention_mask is not None:
+            x = x * attention_mask.unsqueeze(-1)
+        return self.last(x.transpose(1, 2))
+
+
+@pytest.mark.parametrize("head", ["linearized", "sampling", "moments"])
+def test_pooled_rows_leave_out_what_the_attention_mask_does(head: str) -> None:
+    torch.manual_seed(0)
+    model, x, y = Windows(), torch.randn(40, 6, 3), torch.randint(3, (40, 6))
+    mask = (torch.arange(6) < torch.randint(1, 7, (40, 1))).long()
+    data = [
+        {"x": x[n : n + 20], "attention_mask": mask[n : n + 20], "labels": y[n : n + 20]} for n in (0, 20)
+    ]
+    posterior = uq.fit(model, data, "diag", prior_precision=1.0, progress=False)
+    assert posterior.features is not None and posterior.features.source == "pooled"
+    windows = F.pad((x * mask.unsqueeze(-1)).transpose(1, 2), (1, 1)).unfold(
+        2, 3, 1
+    )  # channels, tokens, kernel
+    rows = windows.transpose(1, 2).flatten(2)
+    pooled = torch.stack([own[real > 0].mean(0) for own, real in zip(rows, mask, strict=True)])
+    wanted = dense(pooled, torch.zeros(40), pooled[:9], 3e-4)
+    predictor = uq.wrap(model, posterior, head=head)
+    found = predictor(x[:9], attention_mask=mask[:9]).novelty()
+    torch.testing.assert_close(found.double(), wanted, rtol=2e-3, atol=1e-7)
+    longer = predictor(F.pad(x[:9], (0, 0, 0, 4)), attention_mask=F.pad(mask[:9], (0, 4)))
+    torch.testing.assert_close(longer.novelty(), found)
+
+
 def test_without_such_a_layer_the_posterior_itself_tells() -> None:
     model, x = Twice().eval(), inputs()
     posterior = fitted(model, x)

@@ -109,6 +109,13 @@ class Batch:
         counted = [tensor for tensor in self.tensors() if tensor.ndim > 0]
         return bool(counted) and all(tensor.shape[0] == 0 for tensor in counted)
 
+    @property
+    def attention_mask(self) -> Tensor | None:
+        """The mask of tokens that the model is called with, of its decoder where it has one; None without."""
+        decodes = any(name.startswith("decoder_") for name in self.kwargs)
+        mask = self.kwargs.get("decoder_attention_mask" if decodes else "attention_mask")
+        return mask if isinstance(mask, Tensor) else None
+
     def call(self, model: nn.Module) -> Tensor:
         """The model's output tensor ``(samples, ...)``.
 

@@ -50,15 +50,23 @@ class FeatureSource:
         return self.layer.groups * self.layer.inputs
 
 
-def feature_rows(calls: Sequence[Call], layer: Layer, samples: int, by_position: bool = False) -> Tensor:
-    """A layer's input as one row a sample, ``(samples, features)``, in float32 at least: the mean over its positions.
-    With `by_position` as one row a position, ``(samples * positions, features)``.
+def feature_rows(
+    calls: Sequence[Call],
+    layer: Layer,
+    samples: int,
+    by_position: bool = False,
+    attention_mask: Tensor | None = None,
+) -> Tensor:
+    """A layer's input as one row a sample, ``(samples, features)``, in float32 at least: the mean over its positions,
+    over those that a mask of them attends to. With `by_position` as one row a position, ``(samples * positions,
+    features)``.
 
     Args:
         calls: of the layer, in one pass.
         layer: the layer.
         samples: number of samples in the batch.
         by_position: whether every position has a row.
+        attention_mask: `Batch.attention_mask`.
 
     Raises:
         PosthocUQError: the layer did not run exactly once.
@@ -77,7 +85,13 @@ def feature_rows(calls: Sequence[Call], layer: Layer, samples: int, by_position:
         parts = [operand.part(slice(i, min(i + step, samples))) for i in range(0, samples, step)]
         if by_position:
             return torch.cat([part.rows().transpose(1, 2).flatten(2).flatten(0, 1) for part in parts])
-        return torch.cat([part.rows().mean(2).flatten(1) for part in parts])
+        if attention_mask is None or tuple(attention_mask.shape) != (samples, operand.positions):
+            return torch.cat([part.rows().mean(2).flatten(1) for part in parts])
+        attended = (attention_mask != 0).to(calls[0].input.device)
+        attended = (attended | ~attended.any(1, keepdim=True)).to(dtype)
+        shares = (attended / attended.sum(1, keepdim=True)).split(step)
+        means = [torch.einsum("sgti,st->sgi", p.rows(), s) for p, s in zip(parts, shares, strict=True)]
+        return torch.cat(means).flatten(1)
 
 
 def grid_of(call: Call) -> tuple[int, ...]:

@@ -60,17 +60,17 @@ def class_novelty(
     with torch.inference_mode(False), torch.no_grad():
         with watching(network, features.layer) as calls:
             batch.copied().call(network)
-        return novelty_of_calls(features, calls, count_samples(batch), smoothing)
+        return novelty_of_calls(features, calls, batch, smoothing)
 
 
 def novelty_of_calls(
-    features: FeatureGrams, calls: list[Call], samples: int, smoothing: float | None = None
+    features: FeatureGrams, calls: list[Call], batch: Batch, smoothing: float | None = None
 ) -> Tensor:
     """The same, from calls of the last layer that a pass recorded; ``(samples, *positions)`` where every position has
     features of its own.
     """
-    by_position = features.source == "positions"
-    rows = feature_rows(calls, features.layer, samples, by_position)
+    by_position, samples = features.source == "positions", count_samples(batch)
+    rows = feature_rows(calls, features.layer, samples, by_position, batch.attention_mask)
     with torch.inference_mode(False), torch.no_grad():
         parts = rows.split(_MAX_ROWS)
         novelty = torch.cat([features.novelty(part, smoothing).to(part) for part in parts])

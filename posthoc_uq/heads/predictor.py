@@ -33,7 +33,6 @@ from posthoc_uq.heads.novelty import PosteriorRatio, checked_of, class_novelty, 
 from posthoc_uq.heads.weight_watch import WeightWatch
 from posthoc_uq.layers.frozen import Features
 from posthoc_uq.layers.layer import Call
-from posthoc_uq.layers.proof import count_samples
 from posthoc_uq.likelihoods.conformal import Promises
 from posthoc_uq.likelihoods.draws import LINK_DRAWS, OutputGaussian, Spread, of_covariance
 from posthoc_uq.likelihoods.prediction import Prediction, at_least_float32, cat
@@ -661,7 +660,7 @@ class Predictor(nn.Module, ABC):
         if not self._tells_novelty or features is None or torch.compiler.is_compiling():
             return None
         if calls:
-            return novelty_of_calls(features, calls, count_samples(batch))
+            return novelty_of_calls(features, calls, batch)
         return class_novelty(self._network, posterior, batch)
 
     @property

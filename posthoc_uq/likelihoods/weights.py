@@ -247,9 +247,8 @@ def _attended(layout: Layout, outputs: Tensor, batch: Batch) -> Tensor | None:
     """Which tokens count by the attention mask that the model is called with, ``(samples, tokens)`` of booleans in the
     order of labels; None without a mask of the outputs' tokens. Of outputs for the next token both must be attended.
     """
-    decodes = any(name.startswith("decoder_") for name in batch.kwargs)
-    mask = batch.kwargs.get("decoder_attention_mask" if decodes else "attention_mask")
-    if not isinstance(mask, Tensor) or tuple(mask.shape) != (len(outputs), *layout.positions(outputs)):
+    mask = batch.attention_mask
+    if mask is None or tuple(mask.shape) != (len(outputs), *layout.positions(outputs)):
         return None
     attended = mask != 0
     return attended & attended.roll(1, 1) if layout.next_token else attended

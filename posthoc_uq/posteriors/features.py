@@ -250,7 +250,8 @@ class ClassGrams:
     def see(self, batch: Batch, keys: Tensor, recording: Recording, checks: DeferredChecks) -> None:
         """Add a batch; see `Observer`."""
         by_position = self.source.source == "positions"
-        rows = feature_rows(recording.watched, self.source.layer, keys.shape[0], by_position)
+        layer, samples = self.source.layer, keys.shape[0]
+        rows = feature_rows(recording.watched, layer, samples, by_position, batch.attention_mask)
         outputs = recording.outputs.detach()
         weights = weights_of(self._likelihood, outputs, batch)
         if by_position:
