@@ -5,6 +5,7 @@ from __future__ import annotations
 import io
 import os
 import re
+import sys
 import threading
 import time
 from collections.abc import Callable
@@ -55,7 +56,7 @@ def test_the_search_for_the_faithful_prior_says_how_far_it_is(
     head: str, layers: str | None, shown: Callable[[str], list[tuple[int, int]]]
 ) -> None:
     model, x = cnn(), inputs_of(1, 4, 4, samples=120)
-    posterior = uq.fit(model, task(model, x), "kfac", head=head, layers=layers)
+    posterior = uq.fit(model, task(model, x), "kfac", head=head, layers=layers, progress=True)
     frames = shown("faithful prior")
     assert frames[0][0] == 0 and frames[0][1] > 120  # a total from the beginning
     assert all(done < total for done, total in frames)  # never at the end while more may come
@@ -76,7 +77,7 @@ def test_the_search_for_the_evidence_says_how_far_it_is(
     posterior = uq.fit(
         model, batches(x, y), method, likelihood="regression", prior_precision=1.0, progress=False
     )
-    trials = uq.tune(posterior, criterion="evidence", **options)
+    trials = uq.tune(posterior, criterion="evidence", progress=True, **options)
     frames = shown("evidence")
     assert len(frames) > len(trials.trials) and frames[0][1] >= 16
     assert all(done < total for done, total in frames)
@@ -86,11 +87,11 @@ def test_what_a_fit_and_a_tuning_search_by_the_way_is_shown(
     shown: Callable[[str], list[tuple[int, int]]], capsys: pytest.CaptureFixture[str]
 ) -> None:
     model, x = mlp(), inputs_of(4, samples=60)
-    posterior = uq.fit(model, task(model, x), "diag", prior_precision="evidence")
+    posterior = uq.fit(model, task(model, x), "diag", prior_precision="evidence", progress=True)
     assert shown("evidence") and shown("drawn models")[-1] == (20, 20)
     assert not shown("faithful prior")
     assert re.search(r"^fitted in [\d.]+ s: .*other [\d.]+$", capsys.readouterr().err, re.M)
-    uq.tune(posterior, task(model, x), criterion="likelihood")
+    uq.tune(posterior, task(model, x), criterion="likelihood", progress=True)
     assert shown("faithful prior")
 
 
@@ -99,11 +100,11 @@ def test_a_long_fit_says_beforehand_how_long_it_takes(
 ) -> None:
     model, x, fit_module = mlp(), inputs_of(4, samples=60), import_module("posthoc_uq.fitting.fit")
     state = torch.get_rng_state()
-    uq.fit(model, task(model, x), "diag", prior_precision=1.0)
+    uq.fit(model, task(model, x), "diag", prior_precision=1.0, progress=True)
     assert "will take" not in capsys.readouterr().err
     monkeypatch.setattr(fit_module, "_LONG", 0.0)
     monkeypatch.setattr(fit_module, "pass_seconds", lambda model, batch: (1.0, 3.0))
-    uq.fit(model, task(model, x), "kfac", prior_precision=1.0)
+    uq.fit(model, task(model, x), "kfac", prior_precision=1.0, progress=True)
     line = "this fit will take about 4 minutes for 60 samples on cpu; with layers='last' about 1 minute"
     assert line in capsys.readouterr().err.splitlines()
     monkeypatch.undo()
@@ -119,6 +120,34 @@ def test_nothing_is_shown_without_progress(capsys: pytest.CaptureFixture[str]) -
     uq.tune(posterior, task(model, x), progress=False)
     uq.tune(posterior, criterion="evidence", progress=False)
     assert capsys.readouterr().err == ""
+
+
+def test_by_default_bars_are_shown_on_a_terminal_alone(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model, x = mlp(), inputs_of(4, samples=60)
+
+    def shown() -> list[bool]:
+        posterior = uq.fit(model, task(model, x), "diag", prior_precision=1.0)
+        predictor, found = uq.wrap(model, posterior, "moments"), [capsys.readouterr().err != ""]
+        for call in (
+            lambda: uq.tune(posterior, task(model, x)),
+            lambda: uq.calibrate(posterior, task(model, x)),
+            lambda: uq.update(posterior, task(model, x)),
+            lambda: uq.evaluate(predictor, task(model, x)),
+            lambda: predictor.predict([x]),
+        ):
+            call()
+            found.append(capsys.readouterr().err != "")
+        return found
+
+    assert shown() == 6 * [False]  # captured, as in a pipe
+    monkeypatch.setattr(type(sys.stderr), "isatty", lambda self: True)
+    assert shown() == 6 * [True]
+    monkeypatch.setattr(sys, "stderr", None)
+    assert not progress.bars_shown(None)
+    with pytest.raises(uq.PosthocUQError, match="progress must be"):
+        uq.evaluate(model, task(model, x), progress="yes")  # type: ignore[arg-type]
 
 
 def test_shares_of_shares_add_up() -> None:

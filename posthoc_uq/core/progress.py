@@ -14,8 +14,19 @@ from weakref import WeakSet
 
 from posthoc_uq.core import interrupts
 from posthoc_uq.core.distributed import rank
+from posthoc_uq.core.options import check_option
 
 Part = TypeVar("Part")
+
+
+def bars_shown(progress: bool | None) -> bool:
+    """What a user's ``progress=`` says, where None, the default, shows bars on a terminal alone.
+
+    Raises:
+        PosthocUQError: it is neither of these.
+    """
+    chosen = check_option("progress", progress, bool | None)
+    return chosen if chosen is not None else sys.stderr is not None and sys.stderr.isatty()
 
 
 class Progress:

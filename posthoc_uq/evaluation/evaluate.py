@@ -32,6 +32,7 @@ from posthoc_uq.core.interrupts import orderly
 from posthoc_uq.core.model import replicate
 from posthoc_uq.core.options import Count, Natural, check_option, known_arguments, one_of, shown
 from posthoc_uq.core.outputs import Choice, Output, output_tensor
+from posthoc_uq.core.progress import bars_shown
 from posthoc_uq.core.randomness import isolated_random_state
 from posthoc_uq.core.steady import steady
 from posthoc_uq.core.tables import csv_text, text_table
@@ -358,7 +359,7 @@ def evaluate(
     display: Callable[[Tensor], Tensor] | None = None,
     batch_to_inputs: BatchFunction | None = None,
     batch_to_targets: BatchFunction | None = None,
-    progress: bool = True,
+    progress: bool | None = None,
 ) -> Evaluation:
     """Measure how good and how well calibrated predictions are, and how well their uncertainty detects foreign inputs.
 
@@ -386,7 +387,7 @@ def evaluate(
         display: one input image (channels, height, width) to colours in [0, 1]; by default its values are stretched.
         batch_to_inputs: as in `fit`.
         batch_to_targets: as in `fit`.
-        progress: show a bar for each loader.
+        progress: show a bar for each loader; by default on a terminal.
 
     Returns:
         An `Evaluation`: print it, or write it with `to_csv`, `to_json` or `report`.
@@ -398,6 +399,7 @@ def evaluate(
     """
     rows, foreign = _compared(predictor, likelihood), _named_loaders(ood_loaders)
     check_loader(loader)
+    progress = bars_shown(progress)
     for foreign_loader in foreign.values():
         check_loader(foreign_loader, "loader of foreign inputs")
     if score is not None:

@@ -25,6 +25,7 @@ from posthoc_uq.core.devices import as_double
 from posthoc_uq.core.errors import PosthocUQError
 from posthoc_uq.core.interrupts import orderly
 from posthoc_uq.core.options import Count, Seed, check_names, check_option, one_of
+from posthoc_uq.core.progress import bars_shown
 from posthoc_uq.core.randomness import isolated_random_state, mixed_seed, numbered, sample_keys, uniforms
 from posthoc_uq.core.steady import steady
 from posthoc_uq.files import check_unchanged
@@ -107,7 +108,7 @@ def calibrate(
     batch_to_inputs: BatchFunction | None = None,
     batch_to_targets: BatchFunction | None = None,
     batch_to_weights: BatchFunction | None = None,
-    progress: bool = True,
+    progress: bool | None = None,
     **options: Any,
 ) -> Calibration | LeaveOneOut:
     """Tune a posterior on one part of held-out data, and store the scores of the other, by which predictions promise;
@@ -164,7 +165,7 @@ def calibrate(
         batch_to_weights: takes a batch to a mask of its samples, ``(samples,)``, or of their positions, ``(samples,
             *positions)``: those where it is 0 do not count, like positions with an ignored label. All others count
             once: their weight must be 1.
-        progress: show a bar.
+        progress: show a bar; by default on a terminal.
         **options: of the head, as in `wrap`, which takes them by default from then on.
 
     Raises:
@@ -183,6 +184,7 @@ def calibrate(
     of_heads = {option for name in HEADS for option in options_of(head_class(name))}
     check_names("calibrate", options, sorted(of_heads), signature(calibrate).parameters)
     check_loader(loader)
+    progress = bars_shown(progress)
     reader = BatchReader.of(model_of(posterior), batch_to_inputs, batch_to_targets, batch_to_weights)
     trial = posterior.trial()
     if one_of("criterion", criterion, ("likelihood", "leave_one_out")) == "leave_one_out":

@@ -44,7 +44,7 @@ from posthoc_uq.core.model import (
 )
 from posthoc_uq.core.options import LARGEST, Seed, check_option
 from posthoc_uq.core.outputs import Choice, Output, checked_output, chosen_in, guessed_choice, with_choice
-from posthoc_uq.core.progress import print_above
+from posthoc_uq.core.progress import bars_shown, print_above
 from posthoc_uq.core.randomness import isolated_random_state
 from posthoc_uq.core.steady import steady
 from posthoc_uq.curvature.features import find_features
@@ -117,7 +117,7 @@ def fit(
     batch_to_targets: BatchFunction | None = None,
     batch_to_weights: BatchFunction | None = None,
     output: Output | None = None,
-    progress: bool = True,
+    progress: bool | None = None,
     **options: Any,
 ) -> Posterior:
     """Fit a posterior over the weights of a trained model. The model is not changed, nor is the global random state.
@@ -177,7 +177,8 @@ def fit(
         output: where the outputs are in what the model returns, if that is no tensor: a key or the name of an attribute
             (``"out"``), an index, or a function of what is returned, which no file can keep. By default the part with a
             known name (``logits``, ``out``, ``sample``), or the only tensor with a row a sample.
-        progress: show a bar for each sweep and for the search of the prior precision, on rank 0.
+        progress: show a bar for each sweep and for the search of the prior precision, on rank 0; by default where
+            standard error is a terminal.
         **options: the method's fields, if it is given by name (``rank=50``).
 
     Returns:
@@ -239,7 +240,7 @@ def fit(
             seed=check_option("seed", seed, Seed),
             reader=reader,
             output=checked_output(output),
-            progress=check_option("progress", progress, bool),
+            progress=bars_shown(progress),
         )
 
     def run() -> tuple[Posterior, Task]:

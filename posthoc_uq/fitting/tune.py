@@ -26,6 +26,7 @@ from posthoc_uq.core.options import (
     one_of,
     shown,
 )
+from posthoc_uq.core.progress import bars_shown
 from posthoc_uq.core.randomness import isolated_random_state
 from posthoc_uq.core.steady import steady
 from posthoc_uq.curvature.kept_inputs import KeptInputs, inputs_to_keep
@@ -74,7 +75,7 @@ def tune(
     seed: int = 0,
     batch_to_inputs: BatchFunction | None = None,
     batch_to_targets: BatchFunction | None = None,
-    progress: bool = True,
+    progress: bool | None = None,
     **options: Any,
 ) -> Trials:
     """Choose the hyperparameters of `posterior`, and set them, by one of three criteria.
@@ -127,7 +128,7 @@ def tune(
         seed: of the draws.
         batch_to_inputs: as in `fit`.
         batch_to_targets: as in `fit`.
-        progress: show a bar.
+        progress: show a bar; by default on a terminal.
         **options: of the head, as in `wrap`.
 
     Promises belong to the hyperparameters they were measured with; a search that changes these warns of it.
@@ -166,7 +167,7 @@ def tune(
         n_samples=check_option("n_samples", n_samples, Count),
         max_evaluations=check_option("max_evaluations", max_evaluations, Count),
         seed=check_option("seed", seed, Seed),
-        progress=check_option("progress", progress, bool),
+        progress=bars_shown(progress),
         options=options,
     )
     search.check()

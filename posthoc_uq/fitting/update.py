@@ -19,6 +19,7 @@ from posthoc_uq.core.errors import PosteriorMismatchError, PosthocUQError, warn_
 from posthoc_uq.core.interrupts import orderly
 from posthoc_uq.core.model import check_differentiable
 from posthoc_uq.core.options import check_option, known_arguments
+from posthoc_uq.core.progress import bars_shown
 from posthoc_uq.core.steady import steady
 from posthoc_uq.curvature.sweep import WORD, Content
 from posthoc_uq.files import check_numbers, check_settings, check_unchanged
@@ -45,7 +46,7 @@ def update(
     batch_to_inputs: BatchFunction | None = None,
     batch_to_targets: BatchFunction | None = None,
     batch_to_weights: BatchFunction | None = None,
-    progress: bool = True,
+    progress: bool | None = None,
 ) -> Posterior:
     """A new posterior with the data of `loader` added, or taken out; the given one stays as it is.
 
@@ -68,7 +69,7 @@ def update(
         batch_to_inputs: as in `fit`.
         batch_to_targets: as in `fit`.
         batch_to_weights: as in `fit`; a sample that came in with a weight goes out with it, or in part.
-        progress: show a bar.
+        progress: show a bar; by default on a terminal.
 
     Raises:
         NonFiniteError: outputs, activations or gradients are not finite.
@@ -81,7 +82,7 @@ def update(
         raise PosthocUQError(
             f"update takes a posterior from uq.fit or uq.load(path, model), not a {type(posterior).__name__}."
         )
-    remove, progress = check_option("remove", remove, bool), check_option("progress", progress, bool)
+    remove, progress = check_option("remove", remove, bool), bars_shown(progress)
     reader = BatchReader.of(model_of(posterior), batch_to_inputs, batch_to_targets, batch_to_weights)
 
     def work() -> tuple[Posterior, list[str]]:

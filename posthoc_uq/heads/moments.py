@@ -16,6 +16,7 @@ from posthoc_uq.core.devices import TEMPORARY_BYTES, as_double
 from posthoc_uq.core.errors import PosthocUQError, warn_user
 from posthoc_uq.core.model import replicate
 from posthoc_uq.core.options import Count, Unit, check_option
+from posthoc_uq.core.progress import bars_shown
 from posthoc_uq.core.randomness import isolated_random_state
 from posthoc_uq.core.steady import steady
 from posthoc_uq.heads.predictor import GaussianOutputs, GaussianPredictor, Latest, check_finite, reading
@@ -484,7 +485,7 @@ class MomentsPredictor(GaussianPredictor):
         slope: bool = False,
         samples: int = 256,
         batch_to_inputs: BatchFunction | None = None,
-        progress: bool = True,
+        progress: bool | None = None,
     ) -> Calibration:
         """Correct the scale of the variance by Monte Carlo over the weights, on a few inputs.
 
@@ -498,7 +499,7 @@ class MomentsPredictor(GaussianPredictor):
             slope: also fit a power.
             samples: inputs to use.
             batch_to_inputs: takes the model's inputs out of a batch of any other form.
-            progress: whether to show a bar.
+            progress: whether to show a bar; by default on a terminal.
 
         Raises:
             PosthocUQError: the loader is none or yields too little, or no output varies.
@@ -517,7 +518,7 @@ class MomentsPredictor(GaussianPredictor):
             steady(self.model, call="calibrate"),
             torch.no_grad(),
             isolated_random_state(),
-            Bar(loader, "calibrate", progress) as bar,
+            Bar(loader, "calibrate", bars_shown(progress)) as bar,
         ):
             for batch in batches(loader, reader):
                 count = count_samples(batch)

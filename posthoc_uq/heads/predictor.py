@@ -27,6 +27,7 @@ from posthoc_uq.core.interrupts import orderly
 from posthoc_uq.core.model import model_device, unshared_copy, unwrap, with_plain_weights
 from posthoc_uq.core.options import Count, check_option, one_of
 from posthoc_uq.core.outputs import Choice, choice_of, chosen_in, with_choice
+from posthoc_uq.core.progress import bars_shown
 from posthoc_uq.core.randomness import isolated_random_state, mixed_seed, sample_keys
 from posthoc_uq.core.steady import steady
 from posthoc_uq.heads.novelty import PosteriorRatio, checked_of, class_novelty, novelty_of_calls
@@ -678,7 +679,7 @@ class Predictor(nn.Module, ABC):
         loader: Iterable[Any],
         *,
         batch_to_inputs: BatchFunction | None = None,
-        progress: bool = True,
+        progress: bool | None = None,
     ) -> Prediction:
         """Predict every batch of a loader, on the predictor's device; results lie on the CPU, in the loader's order.
         All are made under the posterior's settings of one moment.
@@ -688,7 +689,7 @@ class Predictor(nn.Module, ABC):
         Args:
             loader: of inputs, or of pairs or mappings whose targets are ignored.
             batch_to_inputs: takes the model's inputs out of a batch of any other form.
-            progress: whether to show a bar.
+            progress: whether to show a bar; by default on a terminal.
 
         Returns:
             One prediction for all samples.
@@ -706,7 +707,7 @@ class Predictor(nn.Module, ABC):
             steady(self.model, call="predict"),
             torch.no_grad(),
             isolated_random_state(),
-            Bar(loader, "predict", progress) as bar,
+            Bar(loader, "predict", bars_shown(progress)) as bar,
         ):
             for batch in batches(loader, reader):
                 predictions.append(self._answer(posterior, batch, on_cpu=True))
