@@ -64,7 +64,7 @@ def test_a_loader_of_any_form(setting, capsys):
         assert len(found) == 33 and _same(found, expected), name
     assert capsys.readouterr().err == ""
     triples = [(part, labels, "name") for part in x.split(8)]
-    found = predictor.predict(triples, batch_to_inputs=lambda batch: batch[0])
+    found = predictor.predict(triples, batch_to_inputs=lambda batch: batch[0], progress=True)
     assert _same(found, expected)
     assert "predict" in capsys.readouterr().err
     for tensor in found.to_dict().values():
