@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import subprocess
 import sys
+import warnings
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any, cast
@@ -12,7 +13,7 @@ import pytest
 import torch
 from small_fits import HEADS, fit, inputs, labels, refused
 from small_fits import net as make_net
-from torch import nn
+from torch import Tensor, nn
 
 import posthoc_uq as uq
 from posthoc_uq.core import model as model_file
@@ -126,3 +127,200 @@ def test_models_that_cannot_be_copied() -> None:
     locked = make_net()
     locked.generator = (i for i in range(3))
     refused("cannot be copied.*generator", lambda: fit(locked))
+
+
+LABELS = torch.arange(16) % 3
+DATA = torch.randn(16, 5, generator=torch.Generator().manual_seed(0))
+
+
+class Plain(nn.Module):
+    """Two layers, in which subclasses run otherwise."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.body, self.last = nn.Linear(5, 8), nn.Linear(8, 3)
+        self.eval()
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.last(torch.relu(self.body(x)))
+
+
+class WithoutGrad(Plain):
+    forward = torch.no_grad()(Plain.forward)
+
+
+class InInference(Plain):
+    forward = torch.inference_mode()(Plain.forward)
+
+
+class PartlyInInference(Plain):
+    def forward(self, x: Tensor) -> Tensor:
+        with torch.inference_mode():
+            h = torch.relu(self.body(x))
+        return self.last(h)
+
+
+class PartlyWithoutGrad(Plain):
+    def forward(self, x: Tensor) -> Tensor:
+        with torch.no_grad():
+            h = torch.relu(self.body(x))
+        return self.last(h)
+
+
+class Mapped(Plain):
+    def forward(self, x: Tensor) -> Tensor:
+        return torch.vmap(super().forward)(x)
+
+
+class SparseWeight(Plain):
+    def __init__(self) -> None:
+        super().__init__()
+        self.sparse = nn.Parameter(torch.eye(5).to_sparse())
+
+
+class SparseBuffer(Plain):
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("graph", torch.eye(5).to_sparse())
+
+    def forward(self, x: Tensor) -> Tensor:
+        return super().forward(torch.sparse.mm(self.graph, x.T).T)
+
+
+class OfWidthZero(Plain):
+    def __init__(self) -> None:
+        super().__init__()
+        self.empty = nn.utils.skip_init(nn.Linear, 5, 0)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return super().forward(x) + self.empty(x).sum(1, keepdim=True)
+
+
+class OfBuffers(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("weight", torch.ones(3, 5))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x @ self.weight.T
+
+
+def _fit_plainly(model: nn.Module, x: Tensor = DATA, **options: Any) -> uq.Posterior:
+    return uq.fit(model, [(x, LABELS)], progress=False, **{"prior_precision": 1.0, **options})
+
+
+def _scripted(model: nn.Module) -> Any:
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # torch calls it deprecated
+        return torch.jit.script(model)
+
+
+def _quantised() -> nn.Module:
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # likewise
+        return torch.ao.quantization.quantize_dynamic(Plain(), {nn.Linear}, dtype=torch.qint8)
+
+
+@pytest.mark.parametrize(
+    ("build", "reason"),
+    [
+        (WithoutGrad, r"No gradient leads from the model's outputs .* torch\.no_grad\(\)"),
+        (InInference, r"No gradient leads .* torch\.inference_mode\(\)"),
+        (PartlyInInference, r"A part .* under torch\.inference_mode\(\).* torch\.no_grad"),
+        (SparseWeight, r"'sparse' is sparse .*to_dense"),
+        (OfBuffers, r"no parameters.* buffers, as 'weight'"),
+        (_quantised, r"no parameters.* 'body' \(Linear\) is quantised"),
+        (lambda: _scripted(Plain()), "TorchScript module .*original nn.Module"),
+        (lambda: torch.jit.freeze(_scripted(Plain())), "TorchScript module .*original nn.Module"),
+    ],
+)
+def test_what_no_posterior_can_be_over_is_named(build: Any, reason: str, tmp_path: Path) -> None:
+    model = build()
+    with pytest.raises(uq.PosthocUQError, match=reason):
+        _fit_plainly(model)
+    if isinstance(model, Plain):
+        return
+    posterior = _fit_plainly(Plain())
+    uq.save(posterior, tmp_path / "p.h5")
+    for call in (lambda: uq.wrap(model, posterior), lambda: uq.load(tmp_path / "p.h5", model)):
+        with pytest.raises(uq.PosthocUQError, match=reason):
+            call()
+
+
+@pytest.mark.parametrize("build", [Mapped, SparseBuffer, OfWidthZero])
+def test_forms_that_change_nothing_give_the_posterior_of_the_plain_model(build: Any, tmp_path: Path) -> None:
+    model, plain = build(), Plain()
+    found, expected = (_fit_plainly(each, method="full", fisher="exact") for each in (model, plain))
+    assert set(found.mean) == set(expected.mean)
+    truth = uq.wrap(plain, expected).functional_variance(DATA)
+    uq.save(found, tmp_path / "p.h5")
+    for each in (found, uq.load(tmp_path / "p.h5", model)):
+        torch.testing.assert_close(
+            uq.wrap(model, each).functional_variance(DATA), truth, rtol=1e-4, atol=1e-6
+        )
+
+
+def test_a_part_without_gradients_and_a_scripted_part_stay_certain() -> None:
+    plain, options = Plain(), {"method": "full", "fisher": "exact"}
+    truth = uq.wrap(plain, _fit_plainly(plain, layers="last", **options)).functional_variance(DATA)
+    scripted = Plain()
+    scripted.body = _scripted(scripted.body)
+    assert set(
+        _fit_plainly(nn.Sequential(scripted.body, nn.ReLU(), scripted.last), prior_precision=None).mean
+    ) == {
+        "2.weight",
+        "2.bias",
+    }
+    for model in (PartlyWithoutGrad(), scripted):
+        posterior = _fit_plainly(model, **options)
+        assert set(posterior.mean) == {"last.weight", "last.bias"}
+        predictor = uq.wrap(model, posterior)
+        torch.testing.assert_close(predictor.functional_variance(DATA), truth)
+        with torch.no_grad():
+            model.body.weight.mul_(2)
+        with pytest.raises(uq.PosteriorMismatchError, match=r"body\.weight"):
+            predictor(DATA)
+
+
+def test_sparse_and_nested_inputs_are_refused_with_the_way_out() -> None:
+    predictor = uq.wrap(Plain(), _fit_plainly(Plain()))
+    nested = torch.nested.nested_tensor([torch.randn(2, 5), torch.randn(3, 5)])
+    for given, reason in (
+        (DATA.to_sparse(), r"sparse tensor .*to_dense"),
+        (nested, r"nested tensor .*padded"),
+    ):
+        with pytest.raises(uq.PosthocUQError, match=reason):
+            uq.fit(Plain(), [given], progress=False)
+        with pytest.raises(uq.PosthocUQError, match=reason):
+            predictor(given)
+
+
+@pytest.mark.parametrize("method", ["inf", "function_space", "utvi", "latent_binary", "message_passing"])
+def test_a_fit_within_no_grad_is_the_same(method: str) -> None:
+    options: dict[str, Any] = (
+        {} if method in ("inf", "message_passing") else {"epochs": 1, "prior_precision": None}
+    )
+
+    def drawn() -> list[Tensor]:
+        posterior = _fit_plainly(Plain(), method=method, **options)
+        return list(posterior.sample(1, torch.Generator().manual_seed(0)).values())
+
+    expected = drawn()
+    with torch.no_grad():
+        found = drawn()
+    assert all(map(torch.equal, found, expected))
+    with (
+        torch.inference_mode(),
+        pytest.raises(uq.PosthocUQError, match=r"gradients, which torch\.inference_mode"),
+    ):
+        drawn()
+
+
+def test_leave_one_out_within_inference_mode_is_refused() -> None:
+    posterior = _fit_plainly(Plain())
+    with (
+        torch.inference_mode(),
+        pytest.raises(uq.PosthocUQError, match=r"gradients, which torch\.inference_mode"),
+    ):
+        uq.calibrate(posterior, [(DATA, LABELS)], criterion="leave_one_out", progress=False)

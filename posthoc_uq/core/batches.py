@@ -237,6 +237,23 @@ def _of_whole(rows: Tensor) -> Tensor:
     return rows if rows.ndim > 0 and rows.shape[0] == 1 else rows.unsqueeze(0)
 
 
+def check_dense(inputs: Any) -> None:
+    """Refuse inputs that cannot be cut into samples.
+
+    Raises:
+        PosthocUQError: a tensor is sparse or nested.
+    """
+    for value in tree_leaves(inputs):
+        if isinstance(value, Tensor) and (value.layout != torch.strided or value.is_nested):
+            kind, way_out = "sparse", "x.to_dense(), and let the model make it sparse"
+            if value.is_nested:
+                kind, way_out = "nested", "torch.nested.to_padded_tensor(x, 0.0), with a mask of what counts"
+            raise PosthocUQError(
+                f"An input is a {kind} tensor ({value.layout}), which is not cut into samples here; pass a dense one, "
+                f"{way_out}."
+            )
+
+
 def holds_samples(value: Any, samples: int) -> bool:
     """Whether a value is a tensor with a row a sample, and not one that all samples share."""
     return isinstance(value, Tensor) and value.ndim > 0 and value.shape[0] == samples
@@ -357,6 +374,8 @@ class BatchReader(Options):
         if whole:
             targets = None if targets is None else _of_whole(targets)
             weights = None if weights is None else _of_whole(weights)
+        if not whole:
+            check_dense((args, kwargs))
         return Batch(args, targets, kwargs, weights, whole)
 
     def _split(self, batch: Any) -> tuple[Any, Any]:
@@ -742,6 +761,7 @@ def batches_of_call(
         if _of_a_loader(args[0]):
             read = BatchReader.of(model, device=device).read_all(args[0])
             return [replace(batch, targets=None, weights=None) for batch in read]
+    check_dense((args, kwargs))
     if not any(is_array(value) for value in (*args, *kwargs.values())):
         return _of_list(Batch(args, None, kwargs))
     dtype = model_dtype(model)

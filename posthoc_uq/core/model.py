@@ -68,8 +68,7 @@ def replicate(model: nn.Module, parameters: Mapping[str, Tensor] | None = None) 
         PosthocUQError: the model cannot be copied (scripted, lazy, or holding something that has no copy).
     """
     model = unwrap(model)
-    if isinstance(model, torch.jit.ScriptModule):
-        raise PosthocUQError("The model is a TorchScript module; pass the original nn.Module instead.")
+    _check_not_scripted(model)
     replacements = parameters or {}
     memo: dict[int, Any] = {}
     for name, parameter in model.named_parameters():
@@ -145,12 +144,21 @@ def _culprit(model: nn.Module, memo: Mapping[int, Any]) -> str:
     return ""
 
 
-def check_not_meta(model: nn.Module) -> None:
-    """Refuse a model with weights on the meta device.
+def check_usable(model: nn.Module) -> None:
+    """Refuse a model whose weights no posterior can be over: by the form of the model, or of its tensors.
 
     Raises:
-        PosthocUQError: a parameter or a buffer has a shape and no numbers.
+        PosthocUQError: it is a TorchScript module, or has no parameters; or one of them is sparse, or a parameter or a
+            buffer has a shape and no numbers.
     """
+    _check_not_scripted(model)
+    model_device(model)
+    for name, tensor in model.named_parameters():
+        if tensor.layout != torch.strided:
+            raise PosthocUQError(
+                f"Parameter '{name}' is sparse ({tensor.layout}), and a posterior is over dense weights; make it "
+                f"torch.nn.Parameter({name}.detach().to_dense()), and multiply by it with x @ w."
+            )
     for name, tensor in chain(model.named_parameters(), model.named_buffers()):
         if tensor.is_meta:
             raise PosthocUQError(
@@ -158,6 +166,14 @@ def check_not_meta(model: nn.Module) -> None:
                 f"CPU or a GPU, outside of torch.device('meta'), and load its weights there (in transformers, "
                 f"from_pretrained without device_map)."
             )
+
+
+def _check_not_scripted(model: nn.Module) -> None:
+    if isinstance(model, torch.jit.ScriptModule):
+        raise PosthocUQError(
+            "The model is a TorchScript module (torch.jit.script, trace, freeze or load), whose passes nothing can "
+            "follow; pass the original nn.Module with these weights."
+        )
 
 
 def check_differentiable(model: nn.Module) -> None:
@@ -337,7 +353,7 @@ def statistics_of(model: nn.Module) -> dict[str, Tensor]:
         f"{name}.{key}" if name else key: buffer
         for name, module in model.named_modules()
         for key, buffer in module.named_buffers(recurse=False)
-        if buffer.is_floating_point() and key not in vars(module)["_non_persistent_buffers_set"]
+        if buffer.is_floating_point() and key not in vars(module).get("_non_persistent_buffers_set", ())
     }
 
 
@@ -354,7 +370,25 @@ def model_device(model: nn.Module) -> torch.device:
     """
     for parameter in model.parameters():
         return parameter.device
-    raise PosthocUQError("The model has no parameters, so there is nothing to be uncertain about.")
+    raise PosthocUQError(
+        f"The model has no parameters, so there is nothing to be uncertain about{_without(model)}."
+    )
+
+
+def _without(model: nn.Module) -> str:
+    """Why a model has no parameters, in words; empty where it cannot be told."""
+    for name, module in model.named_modules():
+        if "quantized" in type(module).__module__.split("."):
+            return (
+                f": '{name}' ({type(module).__name__}) is quantised, and its whole numbers are none; fit the model "
+                f"as it was before the quantisation"
+            )
+        if isinstance(module, torch.jit.ScriptModule):
+            return f": '{name}' is a TorchScript module that was frozen; pass the original nn.Module"
+    for name, buffer in model.named_buffers():
+        if buffer.is_floating_point() and buffer.ndim > 1:
+            return f": its weights are buffers, as '{name}' is; make them torch.nn.Parameter"
+    return ""
 
 
 def model_dtype(model: nn.Module) -> torch.dtype:

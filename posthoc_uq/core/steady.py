@@ -47,7 +47,15 @@ def places_of(model: nn.Module) -> list[Place]:
     """Where the parameters are and the buffers that predictions depend on, those with numbers in memory."""
     buffers, found = set(map(id, statistics_of(model).values())), list[Place]()
     for name, module in model.named_modules():
-        parameters, others = vars(module)["_parameters"], vars(module)["_buffers"]
+        parameters: dict[str, Tensor | None] = {}
+        others: dict[str, Tensor | None] = {}
+        if isinstance(
+            module, torch.jit.ScriptModule
+        ):  # its tables are no dictionaries, and keep their tensors
+            parameters |= dict(module.named_parameters(recurse=False))
+            others |= dict(module.named_buffers(recurse=False))
+        else:
+            parameters, others = vars(module)["_parameters"], vars(module)["_buffers"]
         kept = [(parameters, key) for key in parameters]
         kept += [(others, key) for key, buffer in others.items() if id(buffer) in buffers]
         rewritten = getattr(module, "max_norm", None) is not None

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from posthoc_uq.core.errors import PosteriorMismatchError, PosthocUQError
-from posthoc_uq.core.model import check_not_meta, other_name, statistics_of, unwrap, with_plain_weights
+from posthoc_uq.core.model import check_usable, other_name, statistics_of, unwrap, with_plain_weights
 from posthoc_uq.posteriors.posterior import Posterior
 
 
@@ -18,15 +18,21 @@ def fingerprint(parameters: Mapping[str, Tensor]) -> str:
     """SHA-256 over the parameters in the order of their names, as hexadecimal digits.
 
     Each gives a line ``name dtype shape`` (``fc.weight float32 10,84``), then its numbers, row-major and
-    little-endian.
+    little-endian; of a sparse one the places, as int64, and the numbers that are there.
     """
     digest = sha256()
     for name in sorted(parameters):
-        tensor = parameters[name].detach().cpu().contiguous()
+        tensor, parts = parameters[name].detach().cpu(), list[Tensor]()
+        if tensor.layout == torch.strided:
+            parts.append(tensor)
+        else:
+            sparse = tensor.to_sparse_coo().coalesce()
+            parts += [sparse.indices(), sparse.values()]
         shape = ",".join(str(size) for size in tensor.shape)
         dtype = str(tensor.dtype).removeprefix("torch.")
         digest.update(f"{name} {dtype} {shape}\n".encode(errors="surrogatepass"))
-        digest.update(tensor.reshape(-1).view(torch.uint8).numpy().data)
+        for part in parts:
+            digest.update(part.contiguous().reshape(-1).view(torch.uint8).numpy().data)
     return digest.hexdigest()
 
 
@@ -115,7 +121,7 @@ def check_match(model: nn.Module, posterior: Posterior) -> None:
             f"wrap needs a posterior from uq.fit or uq.load(path, model), not a {type(posterior).__name__}."
         )
     check_unchanged(posterior)
-    check_not_meta(unwrap(model))
+    check_usable(unwrap(model))
     model = with_plain_weights(unwrap(model))
     parameters = dict(model.named_parameters(remove_duplicate=False))  # tied ones by all names
     shapes = {name: tuple(mean.shape) for name, mean in posterior.original.items()}

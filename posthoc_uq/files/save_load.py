@@ -25,7 +25,7 @@ from posthoc_uq.core.errors import (
     out_of_memory,
 )
 from posthoc_uq.core.interrupts import check, orderly
-from posthoc_uq.core.model import check_not_meta, model_device, unshared_copy, unwrap, with_plain_weights
+from posthoc_uq.core.model import check_usable, model_device, unshared_copy, unwrap, with_plain_weights
 from posthoc_uq.core.options import check_option, known_arguments
 from posthoc_uq.core.outputs import Output, checked_output, choice_of, with_choice
 from posthoc_uq.core.records import validate_record
@@ -261,7 +261,7 @@ def load(
             other buffers, such as the running statistics of batch normalisation.
     """
     model = unwrap(model)
-    check_not_meta(model)
+    check_usable(model)
     model = with_plain_weights(model)
     place = model_device(model)
     if device is not None:

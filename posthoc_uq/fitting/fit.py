@@ -36,7 +36,7 @@ from posthoc_uq.core.errors import NonFiniteError, PosthocUQError, warn_user
 from posthoc_uq.core.interrupts import orderly
 from posthoc_uq.core.model import (
     check_differentiable,
-    check_not_meta,
+    check_usable,
     replicate,
     statistics_dtype,
     unwrap,
@@ -197,7 +197,7 @@ def fit(
                 "A fit needs gradients, which torch.inference_mode() does not allow; call fit outside of it."
             )
         network = with_plain_weights(unwrap(model))
-        check_not_meta(network)
+        check_usable(network)
         if layers is not None:
             check_selection(layers)
         resolved, by_name = resolve_likelihood(likelihood, noise_variance), isinstance(likelihood, str)

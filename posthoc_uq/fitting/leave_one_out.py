@@ -263,6 +263,10 @@ def calibrate_by_leave_one_out(
             are too many or have no targets, or the untrained network is not known.
     """
     check_loader(loader)
+    if torch.is_inference_mode_enabled():
+        raise PosthocUQError(
+            "Leave-one-out needs gradients, which torch.inference_mode() does not allow; call this outside of it."
+        )
     if posterior.evidence.weight is not None:
         raise PosthocUQError(
             "Leave-one-out counts every sample once, and the fit had weights; use held-out data."

@@ -15,6 +15,7 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch._C._functorch import get_unwrapped, is_batchedtensor, is_functorch_wrapped_tensor
 from torch.overrides import TorchFunctionMode
 
 from posthoc_uq.layers.opened import opened_calls
@@ -139,12 +140,22 @@ class CallWatcher(CallMode):
         if self._handler is None or (self._anchored and not torch.is_grad_enabled()):
             return output
         call = affine_call(func, args, kwargs)
+        if call is not None and _within_vmap(output):
+            return output  # within torch.vmap: its samples are not to be told apart here
         if call is not None and (self._tracked is None or id(call.parameter) in self._tracked):
             if self._anchored and not output.requires_grad:
                 # the first layer: nothing before it needs a gradient
                 output = _Anchor.apply(output, torch.empty((), device=output.device, requires_grad=True))
             self._handler(call, output)
         return output
+
+
+def _within_vmap(tensor: Tensor) -> bool:
+    while is_functorch_wrapped_tensor(tensor):
+        if is_batchedtensor(tensor):
+            return True
+        tensor = get_unwrapped(tensor)
+    return False
 
 
 class _Anchor(torch.autograd.Function):

@@ -219,6 +219,11 @@ class Reference:
         try:
             self._differentiate(twin, probe)
         except RuntimeError as error:
+            if "Inference tensors cannot be saved" in str(error):
+                raise PosthocUQError(
+                    "A part of the model's forward pass runs under torch.inference_mode(), and no gradient can be "
+                    "taken after it; let it run under torch.no_grad()."
+                ) from error
             if "modified by an inplace operation" not in str(error):
                 raise
             # The model changes the input of a frozen layer in place: fine for its user, who never asks for that
@@ -240,6 +245,12 @@ class Reference:
                 )
             if not bool(torch.isfinite(outputs).all()):
                 raise NonFiniteError("Batch 0: the model's outputs are not finite.")
+            if not outputs.requires_grad:
+                raise PosthocUQError(
+                    "No gradient leads from the model's outputs to its weights: its forward pass runs under "
+                    "torch.no_grad() or torch.inference_mode(), detaches what it returns, or computes it outside of "
+                    "torch; take that out of forward, and call the model under torch.no_grad() instead."
+                )
             self.pull = self.cotangent(outputs)
             last = torch.zeros_like(self.pull)
             last[-1] = self.pull[-1]
@@ -362,6 +373,8 @@ class Reference:
             holders = [holder for holder, _, _ in self._owners[id(self.parameters[name])]]
             if gradient is None:
                 reasons[name] = self._unused
+            elif not gradient.numel():
+                reasons[name] = "has no numbers"
             elif failing := next((n for n in (module_name, name, *holders) if n in failures), None):
                 reasons[name] = f"skipped: {failures[failing]}"
             elif selection == "trainable" and name not in self.trainable:
@@ -442,6 +455,7 @@ def prepare(
         t
         for t in found
         if reference.total[t.layer.weight] is not None
+        and reference.parameters[t.layer.weight].numel()
         and not (by_gradients and t.layer.weight in reference.uses.factors)
     ]
     if isinstance(selection, Exactly):

@@ -74,7 +74,7 @@ class _Pass:
     def __init__(self, model: nn.Module, batch: Batch) -> None:
         twin = replicate(model).requires_grad_(True)
         names = parameter_names(twin)
-        self.matrices = {id(p): names[id(p)] for p in twin.parameters() if p.ndim >= 2}
+        self.matrices = {id(p): names[id(p)] for p in twin.parameters() if p.ndim >= 2 and p.numel()}
         self.parameters = {names[id(p)]: p for p in twin.parameters()}
         self.calls: dict[Any, str] = {}
         self.lookups: set[Any] = set()
