@@ -1163,6 +1163,51 @@ def main_error(words: list[Any]) -> str:
     return stderr.getvalue()
 
 
+def test_what_would_fail_at_the_end_fails_before_the_work(
+    place: Path, copied: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Held-out data that do not fit, and a head that cannot be calibrated."""
+    code = copied.with_name("held.py")
+    code.write_text(
+        "import torch\nfrom torch.utils.data import TensorDataset\n"
+        "def labels():\n    return TensorDataset(torch.rand(9, 3, 12, 12), torch.full((9,), 7))\n"
+        "def shapes():\n    return TensorDataset(torch.rand(9, 5, 12, 12), torch.zeros(9).long())\n"
+        "def bare():\n    return TensorDataset(torch.rand(9, 3, 12, 12))\n"
+    )
+    monkeypatch.setattr(uq, "fit", lambda *_, **__: pytest.fail("a fit began"))
+    monkeypatch.setattr(uq, "tune", lambda *_, **__: pytest.fail("a search began"))
+    options = [*model_options(place), "-o", copied.with_name("new.h5")]
+    for name, said in {
+        "labels": "must lie in 0..2",
+        "shapes": "does not fit the model",
+        "bare": "no labels",
+    }.items():
+        assert said in failure("fit", place / "train", *options, "--val-data", f"{code}:{name}")
+    tune = ["tune", copied, *model_options(place), "--data", place / "val", "--head sampling --calibrate"]
+    assert "--calibrate is for the moments head" in failure(*tune)
+
+
+def test_a_fit_is_not_lost_to_a_narrow_format(
+    place: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    save = uq.save
+
+    def refusing(*args: Any, dtype: Any = None, **kwargs: Any) -> None:
+        if dtype is not None:
+            raise uq.PosthocUQError("Tensor 'diagonal' reaches 1e+09, more than torch.float16 holds.")
+        save(*args, **kwargs)
+
+    monkeypatch.setattr(uq, "save", refusing)
+    common = [
+        *model_options(place),
+        "--method diag --prior-precision 1 --save-dtype float16 -o",
+        tmp_path / "p.h5",
+    ]
+    said = run("fit", place / "train", *common).stderr
+    assert "Warning: Written in full precision, since: Tensor 'diagonal'" in said
+    assert uq.inspect(tmp_path / "p.h5")["method"] == "diag"
+
+
 def test_images_are_prepared_and_named_as_for_the_fit(place: Path, tmp_path: Path) -> None:
     path, asked = tmp_path / "sized.h5", ["--image-size 12 --mean 0.4 --std 0.5"]
     run_json("fit", place / "train", *model_options(place), *asked, "--prior-precision 5 -o", path)
