@@ -1,4 +1,5 @@
-"""Attacks on the library, counted: weights that change while a call reads them, signals that raise in its midst.
+"""Attacks on the library, counted: weights that change while a call reads them, signals that raise in its midst, files
+that are damaged or made by a stranger, commands side by side, fits that are killed.
 
     python benchmarks/attacks.py
     python benchmarks/attacks.py --only signals --tries 1000
@@ -11,18 +12,31 @@ Every attack is a function that yields rows: what was attacked, how often, and h
 * ``signals``: a handler of SIGALRM raises an error at a random moment of a call. Bad is a call that swallows the error,
   and one after which gradients, torch's modes, number formats, the random states, the handlers or the model are not as
   they were.
+* ``files``: bytes of a posterior's file are changed, or what it holds is, with a digest that fits. Bad is an error that
+  is not the package's, numbers that are not finite, and a damaged file that is read.
+* ``checkpoints``: likewise of a fit's checkpoint; bad is an error that is not the package's, and a damaged one that is
+  gone on from. The note has from how many sealed ones another posterior came, which cannot be told.
+* ``commands``: two updates of one file by the command line at the same time. Bad is one that is lost, or fails.
+* ``kills``: fits are killed at random moments, and go on. Bad is a posterior that is not, bit for bit, that of a whole
+  fit.
 """
 
 from __future__ import annotations
 
 import argparse
+import json
 import random
 import signal
+import subprocess
+import sys
 import time
 import warnings
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, fields
+from math import ceil
+from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import Any
 
 import numpy as np
@@ -32,6 +46,13 @@ from torch import Tensor, nn
 
 import posthoc_uq as uq
 from posthoc_uq.methods import METHODS
+from posthoc_uq.methods.checkpoint import write_snapshot
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "tests"))  # the generators that the tests have
+
+import hostile_files
+import resume_worker
+from storage_helpers import mutations
 
 OPTIONS: dict[str, Any] = {"epochs": 1, "n_context": 3, "val_draws": 2, "rank": 6}  # that make a fit short
 
@@ -271,7 +292,157 @@ def _give_back() -> None:
         torch._C._pop_torch_dispatch_stack(None)
 
 
-ATTACKS: dict[str, Callable[[int, random.Random], Iterator[Found]]] = {"weights": weights, "signals": signals}
+# Files
+
+
+def files(tries: int, chosen: random.Random) -> Iterator[Found]:
+    """Posterior files that are damaged, and such that a stranger made."""
+    source = np.random.default_rng(chosen.getrandbits(32))
+    for method in METHODS:
+        with TemporaryDirectory() as folder:
+            path, faults = Path(folder, "p.h5"), Counter[str]()
+            uq.save(hostile_files.fit(method), path)
+            model = hostile_files.model(hostile_files.METHODS[method]["likelihood"])
+            for data in mutations(path.read_bytes(), tries, 0, source):
+                path.write_bytes(data)
+                faults.update(_outcome(lambda path=path, model=model: uq.load(path, model)))
+        yield _found("damaged files", method, tries, faults)
+    yield from _sealed("files of strangers", hostile_files.run, tries * len(METHODS), chosen)
+
+
+def checkpoints(tries: int, chosen: random.Random) -> Iterator[Found]:
+    """Checkpoints of fits that are damaged, and such that a stranger made."""
+    source = np.random.default_rng(chosen.getrandbits(32))
+    for method in METHODS:
+        with TemporaryDirectory() as folder:
+            path, faults = Path(folder, "c"), Counter[str]()
+            write_snapshot(path, hostile_files.unfinished(method, path)[0])
+            for data in mutations(path.read_bytes(), tries, 0, source):
+                path.write_bytes(data)
+                faults.update(
+                    _outcome(lambda path=path, method=method: hostile_files.fit(method, checkpoint=path))
+                )
+        yield _found("damaged checkpoints", method, tries, faults)
+    yield from _sealed(
+        "checkpoints of strangers", hostile_files.run_checkpoints, tries * len(METHODS), chosen
+    )
+
+
+def _outcome(read: Callable[[], Any]) -> list[str]:
+    """What went badly where a damaged file is read."""
+    try:
+        read()
+    except uq.PosthocUQError:
+        return []
+    except Exception as error:
+        return [f"{type(error).__name__}: {error}"[:100]]
+    return ["read in silence"]
+
+
+def _sealed(
+    attack: str,
+    tried: Callable[[int, int, Path], Counter[tuple[str, str]]],
+    count: int,
+    chosen: random.Random,
+) -> Iterator[Found]:
+    """What a generator of files with digests that fit found; it stops at the first that goes badly."""
+    seed = chosen.getrandbits(16)
+    with TemporaryDirectory() as folder:
+        place = Path(folder, "files")
+        place.mkdir()
+        try:
+            found = tried(count, seed, place)
+        except Exception as error:
+            yield Found(
+                attack, "all methods", count, 1, f"seed {seed}, {type(error).__name__}: {error}"[:150]
+            )
+            return
+    for name in METHODS:
+        counts = {what: found[name, what] for what in ("refused", "read", "other") if found[name, what]}
+        note = ", ".join(f"{what} {number}" for what, number in counts.items())
+        yield Found(attack, name, sum(counts.values()), 0, note)
+
+
+_NETS = """
+import torch
+from torch import nn
+
+
+def mlp():
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Linear(3, 6), nn.ReLU(), nn.Linear(6, 2)).eval()
+"""
+_ROUNDS = 20  # tries for one round of processes, which takes seconds
+
+
+def commands(tries: int, chosen: random.Random) -> Iterator[Found]:
+    """Two updates of one file at the same time."""
+    program, faults, rounds = [sys.executable, "-m", "posthoc_uq"], Counter[str](), ceil(tries / _ROUNDS)
+    with TemporaryDirectory() as folder:
+        place, sizes = Path(folder), {"data": 60, "first": 11, "second": 23}
+        (place / "nets.py").write_text(_NETS)
+        for name, rows in sizes.items():
+            lines = [f"{','.join(f'{chosen.gauss(0, 1):.4f}' for _ in 'abc')},{i % 2}" for i in range(rows)]
+            (place / f"{name}.csv").write_text("\n".join(["a,b,c,y", *lines, ""]))
+        options = ["--model", "nets.py:mlp"]
+        fitted = ["--target", "y", "-o", "p.h5", "--method", "diag", "--prior_precision", "1"]
+        subprocess.run(
+            [*program, "fit", "data.csv", *options, *fitted], cwd=place, check=True, capture_output=True
+        )
+        whole = (place / "p.h5").read_bytes()
+        for _ in range(rounds):
+            (place / "p.h5").write_bytes(whole)
+            running = [
+                subprocess.Popen(
+                    [*program, "update", "p.h5", f"{name}.csv", *options],
+                    cwd=place,
+                    stdout=subprocess.DEVNULL,
+                    stderr=subprocess.DEVNULL,
+                )
+                for name in ("first", "second")
+            ]
+            codes = [process.wait() for process in running]
+            samples = uq.inspect(place / "p.h5")["evidence"]["samples"]
+            if codes != [0, 0] or samples != sum(sizes.values()):
+                faults[f"codes {codes}, {samples} of {sum(sizes.values())} samples"] += 1
+    yield _found("two commands on one file", "update", rounds, faults)
+
+
+def kills(tries: int, chosen: random.Random) -> Iterator[Found]:
+    """Fits that are killed three times at random moments, and then go on to their end."""
+    rounds = ceil(tries / _ROUNDS)
+    for method in ("kfac", "inf", "diag"):
+        faults = Counter[str]()
+        scenarios = [
+            {"name": str(number), "options": {"method": method}, "random": chosen.randint(1, 2**30)}
+            for number in range(rounds)
+        ]
+        with TemporaryDirectory() as folder:
+            done = subprocess.run(
+                [sys.executable, resume_worker.__file__, folder, json.dumps(scenarios)],
+                check=True,
+                capture_output=True,
+                text=True,
+            )
+            hits = sum(json.loads(line)["finished"][:-1].count(False) for line in done.stdout.splitlines())
+            whole = resume_worker.fit(scenarios[0], None, None)
+            for scenario in scenarios:
+                resumed = uq.load(Path(folder, f"{scenario['name']}.h5"), resume_worker.model())
+                if not hostile_files.same(resumed, whole):
+                    faults["another posterior"] += 1
+        row = _found("killed fits", method, rounds, faults)
+        row.note = f"{hits} kills{'; ' if row.note else ''}{row.note}"
+        yield row
+
+
+ATTACKS: dict[str, Callable[[int, random.Random], Iterator[Found]]] = {
+    "weights": weights,
+    "signals": signals,
+    "files": files,
+    "checkpoints": checkpoints,
+    "commands": commands,
+    "kills": kills,
+}
 """Each yields rows, and takes how often every target is attacked, and what chooses how."""
 
 

@@ -282,6 +282,14 @@ def test_attacks_on_the_library_find_nothing(capsys: pytest.CaptureFixture[str])
     assert script.main(["--smoke"]) == 0, capsys.readouterr().out
     shown = capsys.readouterr().out
     assert all(shown.count(f"\n{kind}") > 10 for kind in ("weights that change", "signals that raise"))
+    kinds = {
+        "damaged files": 9,
+        "files of strangers": 9,
+        "damaged checkpoints": 9,
+        "checkpoints of strangers": 9,
+    }
+    kinds |= {"two commands": 1, "killed fits": 3}
+    assert all(shown.count(f"\n{kind}") >= number for kind, number in kinds.items())
 
 
 @pytest.mark.study
