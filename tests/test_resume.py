@@ -411,9 +411,9 @@ def test_states_that_are_not_of_this_fit(change: Callable[[Any], None], tmp_path
 @pytest.mark.parametrize(
     ("method", "change"),
     [
-        ("kfac", _put("running", 1, "sums", "0/1", "positions", value=torch.tensor(-80.0).double())),
-        ("kfac", _put("running", 1, "sums", "0/1", "gram", value=-torch.eye(2).expand(2, 2, 2))),
-        ("kfac", _put("running", 1, "sums", "0/1", "gram", value=torch.ones(2, 2, 2).triu())),
+        ("kfac", _put("running", 1, "sums", "0/0", "rank", value=torch.tensor(-80.0).double())),
+        ("kfac", _put("running", 1, "sums", "0/0", "output_gram", value=-torch.eye(2).expand(2, 2, 2))),
+        ("kfac", _put("running", 1, "sums", "0/0", "output_gram", value=torch.ones(2, 2, 2).triu())),
         ("utvi", _put("running", 1, "progress", "epoch", value="x")),
         ("utvi", _put("running", 1, "progress", "history", value=[{}])),
         ("utvi", _put("running", 1, "optimiser", 1, "param_groups", 0, "initial_lr", value=1e9)),
