@@ -17,7 +17,7 @@ import torch
 from torch import Tensor, nn
 
 from posthoc_uq.core.batches import Batch
-from posthoc_uq.core.errors import out_of_memory
+from posthoc_uq.core.errors import check_refused, out_of_memory
 from posthoc_uq.core.model import parameter_names, replicate
 from posthoc_uq.layers.calls import CallWatcher
 from posthoc_uq.layers.layer import RULES
@@ -53,12 +53,18 @@ def uses_of(model: nn.Module, batch: Batch) -> Uses:
         model: a copy of it is run.
         batch: its inputs.
     """
-    try:
+
+    def found() -> Uses:
         return _Pass(model, batch.differentiable()).uses()
-    except Exception as error:  # the model's code may take no inputs that are part of a graph
-        if out_of_memory(error):
-            raise
+
+    def plainly() -> Uses:
         return _Pass(model, batch.copied()).uses()
+
+    try:
+        return found()
+    except Exception as error:  # the model's code may take no inputs that are part of a graph
+        check_refused(error, found, plainly)
+        return plainly()
 
 
 class _Pass:
