@@ -513,3 +513,91 @@ def test_a_fit_forgets_each_batch_when_it_is_done() -> None:
         gc.unfreeze()
     sweep = alive[-6:]
     assert sweep[5] <= sweep[2]
+
+
+class _Hidden(nn.Module):
+    """Two layers with something between them, or before them, or after."""
+
+    def __init__(self, between: Any = torch.relu, before: Any = None, after: Any = None) -> None:
+        super().__init__()
+        self.lower, self.upper = nn.Linear(4, 6), nn.Linear(6, 3)
+        self.between, self.before, self.after = between, before, after
+
+    def forward(self, x: Tensor) -> Tensor:
+        hidden = self.lower(x if self.before is None else self.before(x))
+        outputs = self.upper(self.between(hidden))
+        return outputs if self.after is None else self.after(outputs)
+
+
+def _attention(x: Tensor) -> Tensor:
+    """Along the samples, as layers do that are given the samples first and expect the positions there."""
+    return torch.softmax(x @ x.T, 1) @ x
+
+
+BY_OTHERS: dict[str, Any] = {
+    "mean": {"before": lambda x: x - x.mean(0)},
+    "largest": {"before": lambda x: x / x.abs().max()},
+    "attention": {"between": _attention},
+    "number": {"after": lambda outputs: outputs / len(outputs)},
+    "statistics": {"between": nn.BatchNorm1d(6, track_running_stats=False, dtype=torch.float64).eval()},
+}
+
+
+@pytest.mark.parametrize("layers", ["all", "last"])
+@pytest.mark.parametrize("cause", BY_OTHERS)
+def test_outputs_that_depend_on_the_other_samples_are_refused(cause: str, layers: str) -> None:
+    named = r"'between' \(BatchNorm1d\)" if cause == "statistics" else "statistics of the batch"
+    with pytest.raises(UnsupportedLayerError, match=f"depend on the other samples of its batch: .*{named}"):
+        _prepare(_Hidden(**BY_OTHERS[cause]), _x(4), layers)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+@pytest.mark.parametrize("samples", [1, 2, 5])
+def test_rounding_is_no_dependence(dtype: torch.dtype, samples: int) -> None:
+    """Outputs that are small differences of large numbers are rounded otherwise in a batch of another size."""
+    model = _Hidden(after=lambda outputs: (outputs + 3e3 - 3e3).squeeze()).to(dtype).eval()
+    prepare(model, Batch((_x(4)[:samples].to(dtype),)))
+    wide = nn.Sequential(nn.Linear(4, 512), nn.Tanh(), nn.Linear(512, 1)).to(dtype).eval()
+    with torch.no_grad():
+        wide[2].bias -= wide(_x(4)[:1].to(dtype)).squeeze()  # nearly nothing is left of the first output
+    prepare(wide, Batch((_x(4)[:samples].to(dtype),)))
+
+
+@pytest.mark.parametrize("layers", ["all", "last"])
+def test_randomness_that_is_never_off_is_named(layers: str) -> None:
+    never_off = nn.functional.dropout
+    for between in (lambda h: never_off(h, 0.5, training=True), lambda h: h + torch.randn_like(h)):
+        with pytest.raises(UnsupportedLayerError, match="differ from run to run, also in eval mode"):
+            _prepare(_Hidden(between), _x(4), layers)
+
+
+def test_a_fixed_batch_size_is_named() -> None:
+    with pytest.raises(UnsupportedLayerError, match=rf"batch size is fixed, as by x.view\({SAMPLES}, ...\)"):
+        _prepare(_Hidden(lambda h: h.view(SAMPLES, 6)), _x(4))
+
+
+@pytest.mark.parametrize("method", ["diag", "kfac", "inf", "utvi"])
+def test_a_model_that_changes_its_inputs_in_place(method: str) -> None:
+    """It runs on copies: the posterior is that of the same function, and the data stay."""
+    data = [(_x(4).clone(), torch.arange(SAMPLES) % 3) for _ in range(2)]
+    before, found = [x.clone() for x, _ in data], list[uq.Posterior]()
+    for change in (lambda x: x.add_(0.5), lambda x: x + 0.5):
+        torch.manual_seed(0)
+        model = _Hidden(before=change).double().eval()
+        options: dict[str, Any] = {"epochs": 1} if method == "utvi" else {"prior_precision": 1.0}
+        found.append(uq.fit(model, data, method, progress=False, **options))
+    assert all(torch.equal(x, kept) for (x, _), kept in zip(data, before, strict=True))
+    for name, variance in found[0].variance().items():
+        assert torch.equal(variance, found[1].variance()[name])
+
+
+def test_what_the_dry_run_costs() -> None:
+    """Two forward passes of one sample more than finding the layers and proving them takes."""
+    rows = list[int]()
+
+    def counted(x: Tensor) -> Tensor:
+        rows.append(len(x))
+        return x
+
+    _prepare(_Hidden(before=counted), _x(4))
+    assert sorted(rows) == [1, 1, 2, 2, 2]

@@ -16,7 +16,7 @@ from networks import without_training
 from torch import Tensor, nn
 
 import posthoc_uq as uq
-from posthoc_uq.core.errors import PosthocUQError
+from posthoc_uq.core.errors import NonFiniteError, PosthocUQError
 from posthoc_uq.fitting import held_out as held_out_module
 from posthoc_uq.fitting.tune import _SEARCHES
 from posthoc_uq.heads.linearized import LinearizedPredictor
@@ -621,6 +621,48 @@ def test_a_failed_search_changes_nothing() -> None:
     with pytest.raises(OSError, match="disk"):
         tune(posterior, Breaks(held_out))
     assert posterior.settings == before and posterior.history.tuning == tuning
+
+
+SEARCHES: list[tuple[dict[str, Any], dict[str, Any]]] = [
+    ({}, {}),
+    ({"layers": "last"}, {}),
+    ({}, {"criterion": "faithful"}),
+    ({}, {"head": "sampling", "n_samples": 3}),
+    ({}, {"prior_precisions": [0.1, 1.0, 10.0]}),
+    ({}, {"parameters": ()}),
+    ({"method": "inf"}, {"parameters": ("residual_weight",)}),
+]
+
+
+@pytest.mark.parametrize("value", [float("nan"), float("inf")])
+def test_no_search_takes_a_score_of_data_that_are_not_finite(value: float) -> None:
+    """The row is named, and the posterior stays as it was."""
+    held_out = [(x.clone(), y) for x, y in classifier()[2]]
+    held_out[1][0][27, 2] = value
+    named = rf"Batch 1: .*1 of {len(held_out[1][0])} inputs \(number 27 first\)"
+    for of_fit, of_search in SEARCHES if value != value else SEARCHES[:1]:
+        posterior = fit(prior_precision=1.0, **of_fit)
+        before = copy.deepcopy((posterior.settings, posterior.history))
+        with pytest.raises(NonFiniteError, match=named):
+            tune(posterior, held_out, **of_search)
+        assert (posterior.settings, posterior.history) == before
+    with pytest.raises(NonFiniteError, match=named):
+        uq.calibrate(fit(prior_precision=1.0), held_out, criterion="leave_one_out", progress=False)
+    with pytest.raises(NonFiniteError, match=named):  # the epoch, by held-out data
+        fit(method="utvi", epochs=1, val_loader=held_out)
+    _, x, y = regression()
+    wrong = x.clone()
+    wrong[27] = value
+    posterior = fit_regression(prior_precision=1.0)
+    before = copy.deepcopy((posterior.settings, posterior.history))
+    with pytest.raises(NonFiniteError, match=r"Batch 0: .*number 27 first"):  # the noise comes first here
+        tune(posterior, [(wrong, y)])
+    wrong = y.clone()
+    wrong[27] = value
+    for search in (uq.tune, uq.calibrate):
+        with pytest.raises(PosthocUQError, match="targets are not finite"):
+            search(posterior, [(x, wrong)], progress=False)
+    assert (posterior.settings, posterior.history) == before
 
 
 MISTAKES: list[tuple[str, dict[str, Any], str]] = [

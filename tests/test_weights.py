@@ -419,6 +419,7 @@ def test_the_first_batch_may_count_nothing() -> None:
     [
         (lambda w: -w.float(), "finite and not negative; this batch's run from -"),
         (lambda w: w / 0.0, "finite and not negative"),
+        (lambda w: w.double() * 1e20, "too large: .* Divide all weights by their mean"),
         (lambda w: torch.full((len(w),), float("nan")), "finite and not negative"),
         (lambda w: w[:, None].float(), r"must have the shape \(5,\), one a sample, not \(5, 1\)"),
         (lambda w: w[:2], r"Batch 0: The weights of a batch of 5 samples must have the shape"),

@@ -13,6 +13,7 @@ from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Se
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from inspect import Parameter, signature
+from itertools import chain
 from operator import length_hint
 from typing import Any, cast
 
@@ -22,7 +23,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 from torch.utils._pytree import tree_leaves, tree_map
-from torch.utils.data import Dataset
+from torch.utils.data import DataLoader, Dataset, IterableDataset
 
 from posthoc_uq.core import interrupts, steady
 from posthoc_uq.core.devices import sent
@@ -39,7 +40,7 @@ from posthoc_uq.core.model import model_device, model_dtype, unwrap
 from posthoc_uq.core.options import Options
 from posthoc_uq.core.outputs import Output, chosen_in, form_of, output_tensor
 from posthoc_uq.core.progress import Progress
-from posthoc_uq.core.randomness import isolated_random_state
+from posthoc_uq.core.randomness import isolated_random_state, present_state, sample_keys
 
 
 def is_array(value: Any) -> bool:
@@ -169,6 +170,13 @@ class Batch:
 
         return self._with_inputs(begun)
 
+    def kept(self) -> Batch:
+        """A copy of all that it holds, for whoever looks at it after the next batch was read: a loader may fill the
+        same tensors, or arrays, again.
+        """
+        copies = [None if value is None else value.clone() for value in (self.targets, self.weights)]
+        return replace(self.copied(), targets=copies[0], weights=copies[1])
+
     def narrow(self, start: int, length: int, samples: int) -> Batch:
         """The samples ``start`` to ``start + length`` of a batch of `samples`."""
         return self._rows(slice(start, start + length), samples)
@@ -177,9 +185,9 @@ class Batch:
         """The samples where `picked` ``(samples,)`` is true."""
         return self._rows(picked, samples)
 
-    def doubled(self) -> Batch:
-        """A batch of one sample as a batch of that sample twice."""
-        return self._rows(torch.zeros(2, dtype=torch.long, device="cpu"), 1)
+    def repeated(self, times: int) -> Batch:
+        """A batch of one sample as a batch of that sample so many times."""
+        return self._rows(torch.zeros(times, dtype=torch.long, device="cpu"), 1)
 
     def _rows(self, index: slice | Tensor, samples: int) -> Batch:
         if self.whole:
@@ -581,6 +589,10 @@ def _target_tensor(targets: Any) -> Tensor:
         ) from error
 
 
+LARGEST_WEIGHT = 1e12
+"""Of a sample. Sums over millions of such samples can still be kept."""
+
+
 def checked_weights(weights: Any) -> Tensor:
     """Weights of the samples of one batch as float64 on the CPU.
 
@@ -588,7 +600,7 @@ def checked_weights(weights: Any) -> Tensor:
         weights: a tensor, an array or a list of numbers or bools.
 
     Raises:
-        PosthocUQError: they are no numbers, negative, or not finite.
+        PosthocUQError: they are no numbers, negative, not finite, or too large.
     """
     try:
         found = tensor_of(weights) if is_array(weights) else torch.as_tensor(weights, device="cpu")
@@ -604,6 +616,11 @@ def checked_weights(weights: Any) -> Tensor:
             f"Sample weights must be finite and not negative; this batch's run from {float(found.min()):g} to "
             f"{float(found.max()):g}. A weight of 0 leaves a sample out."
         )
+    if found.numel() and float(found.max()) > LARGEST_WEIGHT:
+        raise PosthocUQError(
+            f"A sample weight of {float(found.max()):g} is too large: a weight of w counts as w copies of the sample, "
+            f"and may be at most {LARGEST_WEIGHT:g}. Divide all weights by their mean."
+        )
     return found
 
 
@@ -612,18 +629,139 @@ def batches(loader: Iterable[Any], reader: BatchReader) -> Iterator[Batch]:
 
     Raises:
         PosteriorMismatchError: weights that the caller holds `steady` changed.
-        PosthocUQError: the loader yields no batch with samples.
+        PosthocUQError: the loader yields no batch with samples, or others than when it was read before (`Readings`).
     """
-    items = items_of(loader)
+    items, reading = items_of(loader), _Reading()
     read = _read_ahead(items, reader) if reader.device.type == "cuda" else _each_read(items, reader)
-    count = 0
+    count, readings = 0, loader if isinstance(loader, Readings) else None
     for batch in read:
         if not batch.empty:
             count += 1
+            if readings is not None:
+                reading.note(batch, readings.contents)
             yield batch
             steady.look()
+    if readings is not None:
+        readings.compare(reading)
     if count == 0:
         raise no_sample()
+
+
+_MAX_HASHES = 65536  # of inputs, by which two readings are compared
+
+
+class _Reading:
+    """What is remembered of one reading of a loader: its number of samples and, where wanted, hashes of its inputs and
+    targets.
+    """
+
+    def __init__(self) -> None:
+        self.samples, self.hashed = 0, 0
+        self.inputs = list[Tensor]()
+        self.targets: Tensor | None = None  # the sum over the samples, whatever their order
+
+    def note(self, batch: Batch, contents: bool) -> None:
+        tensors = batch.tensors()
+        samples = next((len(tensor) for tensor in tensors if tensor.ndim), 0)
+        self.samples += samples
+        if not contents:
+            return
+        if self.hashed < _MAX_HASHES:
+            self.inputs.append(sample_keys(tensors, samples, 0))
+            self.hashed += samples
+        if batch.targets is not None and holds_samples(batch.targets, samples):
+            total = sample_keys([batch.targets], samples, 0).sum()
+            self.targets = total if self.targets is None else self.targets + total
+
+    def agrees(self, first: _Reading) -> bool:
+        """Whether these may be the data of the first reading: they share an input, or all of their targets."""
+        if self.targets is not None and first.targets is not None and bool(self.targets == first.targets):
+            return True  # random changes of the inputs are usual
+        return not self.inputs or bool(torch.isin(torch.cat(self.inputs), torch.cat(first.inputs)).any())
+
+
+class Readings(Iterable[Any]):
+    """A loader that is read several times. Each reading is compared with the first one; what was taken out of a stream
+    to look at it comes first in the first one.
+
+    A stream gives nothing, or other data, when it is read again. The number of samples must be the same. Where nothing
+    says that the loader begins anew, which a list does and a `DataLoader` over data with indices, a reading must also
+    share an input with the first one, or the targets of all samples. So a loader may shuffle, leave out the last batch,
+    draw its samples with replacement, or change its inputs at random.
+
+    Args:
+        loader: the user's.
+        contents: whether more than the number of samples is compared.
+    """
+
+    def __init__(self, loader: Iterable[Any], contents: bool = True) -> None:
+        self.loader = loader
+        indexed = isinstance(loader, DataLoader) and not isinstance(
+            cast(Any, loader).dataset, IterableDataset
+        )
+        self._begins_anew = indexed or isinstance(loader, Sequence)
+        self.contents = contents and not self._begins_anew
+        self._first: _Reading | None = None
+        self._begun: tuple[Any, Iterator[Any], Callable[[], None]] | None = None
+
+    @staticmethod
+    def of(loader: Iterable[Any]) -> Readings:
+        """A loader as one of these, if it is none."""
+        return loader if isinstance(loader, Readings) else Readings(loader)
+
+    def first(self, reader: BatchReader) -> Batch:
+        """The first batch with samples.
+
+        Raises:
+            PosthocUQError: there is none.
+        """
+        iterator = interrupts.at_once(iter, self.loader)
+        for item in items_of(iterator):
+            batch = next((batch for batch in reader.read_all(item) if not batch.empty), None)
+            if batch is not None:
+                if not self._begins_anew:
+                    self._begun = item, iterator, present_state()
+                return batch
+        raise no_sample()
+
+    def __iter__(self) -> Iterator[Any]:
+        if self._begun is None:
+            return iter(self.loader)
+        (item, iterator, restore), self._begun = self._begun, None
+        restore()  # random changes go on where they were, as in a reading from the start
+        return chain([item], iterator)
+
+    def __length_hint__(self) -> int:
+        return length_hint(self.loader)
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self.loader, name)  # its sampler, the size of its batches
+
+    def compare(self, reading: _Reading) -> None:
+        """Compare a reading that came to its end with the first one.
+
+        Raises:
+            PosthocUQError: it gave other data.
+        """
+        first = self._first
+        if first is None:
+            self._first = reading
+            return
+        way_out = (
+            "This call reads its data several times, and must get the same ones every time: pass a list of batches or "
+            "a DataLoader over data with indices (__getitem__). Of the methods 'kfac', 'diag' and 'full' read them "
+            "once, but for a regression whose noise_variance is not given."
+        )
+        if reading.samples != first.samples:
+            raise PosthocUQError(
+                f"The loader gave {first.samples} samples when it was read first, and {reading.samples} when it was "
+                f"read again, as a stream does that goes on where it was. {way_out}"
+            )
+        if self.contents and not reading.agrees(first):
+            raise PosthocUQError(
+                f"The loader gave {first.samples} samples when it was read first, and none of these when it was read "
+                f"again, as a stream does that goes on where it was. {way_out}"
+            )
 
 
 def items_of(loader: Iterable[Any]) -> Iterator[Any]:
@@ -652,6 +790,8 @@ def _read_ahead(items: Iterable[Any], reader: BatchReader) -> Iterator[Batch]:
         stream.wait_stream(torch.cuda.current_stream(reader.device))
         with torch.cuda.stream(stream):
             following = reader.read_all(raw)
+            # a loader may fill its tensors on the device again while this batch waits for its turn
+            following = [batch.kept() for batch in following] if _on_device(raw) else following
         yield from current
         main = torch.cuda.current_stream(reader.device)
         main.wait_stream(stream)
@@ -661,7 +801,16 @@ def _read_ahead(items: Iterable[Any], reader: BatchReader) -> Iterator[Batch]:
                     # so that its memory is not reused before the work on it is done
                     tensor.record_stream(main)
         current = following
+        stream.synchronize()  # so that the loader may fill its pinned tensors again; it is done since long
     yield from current
+
+
+def _on_device(raw: Any) -> bool:
+    """Whether a batch of a loader holds tensors that are not on the CPU."""
+    leaves = [
+        part for leaf in tree_leaves(raw) for part in (tensors_of_graph(leaf) if is_graph(leaf) else [leaf])
+    ]
+    return any(isinstance(leaf, Tensor) and leaf.device.type != "cpu" for leaf in leaves)
 
 
 def known_length(sized: Any) -> int:
@@ -720,6 +869,7 @@ def check_reusable(loader: Iterable[Any], sweeps: int) -> None:
     Raises:
         PosthocUQError: the loader can be read only once.
     """
+    loader = loader.loader if isinstance(loader, Readings) else loader
     # A DataLoader's iter() would draw from the global generator and start its workers.
     if sweeps > 1 and isinstance(loader, Iterator) and iter(loader) is loader:
         raise PosthocUQError(

@@ -77,10 +77,11 @@ def moved(tensors: Iterable[Tensor], device: torch.device | str) -> list[Tensor]
 
 
 def sent(tensor: Tensor, device: torch.device) -> Tensor:
-    """The tensor on a device, without waiting for it."""
+    """The tensor on a device; a GPU gets it without a wait."""
     if device.type == "cuda" and tensor.device.type == "cpu" and not tensor.is_pinned():
         tensor = tensor.pin_memory()  # a transfer from pageable memory makes the host wait
-    return tensor.to(device, non_blocking=True)
+    # elsewhere the memory may be written again before it was read
+    return tensor.to(device, non_blocking=device.type == "cuda")
 
 
 def usable_device(name: torch.device | str, shown: str, way_out: str) -> torch.device:

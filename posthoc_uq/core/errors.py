@@ -65,6 +65,11 @@ def out_of_memory(error: BaseException) -> bool:
     return isinstance(error, RuntimeError) and any(text in str(error) for text in _OUT_OF_MEMORY_TEXTS)
 
 
+def in_one_line(error: Exception) -> str:
+    """An error with its type, in one line."""
+    return f"{type(error).__name__}: {str(error).strip().partition(chr(10))[0]}"
+
+
 def check_refused(error: Exception, again: Callable[[], Any], plainly: Callable[[], Any]) -> None:
     """Return if a model cannot take a shorter way, and raise an error that its user must see: the plain way must work
     on the same inputs, and the shorter one, which failed with `error`, fail again.

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from contextlib import suppress
 
 import torch
@@ -175,3 +175,25 @@ def positive_part(matrix: Tensor) -> Tensor:
     """The nearest positive semidefinite matrix to a symmetric one, in the Frobenius norm."""
     values, vectors = torch.linalg.eigh((matrix + matrix.transpose(-1, -2)) / 2)
     return (vectors * values.clamp(min=0).unsqueeze(-2)) @ vectors.transpose(-1, -2)
+
+
+def not_finite(outputs: Tensor) -> list[int]:
+    """The places of the samples whose numbers ``(samples, ...)`` are not finite; minus infinity marks a class that is
+    masked out.
+    """
+    bad = (outputs.isnan() | outputs.isposinf()).reshape(len(outputs), -1).any(1)
+    return bad.nonzero().flatten().tolist()
+
+
+def check_rows_finite(of_batches: Iterable[Tensor], what: str = "the model's own outputs") -> None:
+    """Refuse tensors ``(samples, ...)``, one a batch, that are not finite: the outputs of a network, or what it takes.
+
+    Raises:
+        NonFiniteError: names the batch and the row.
+    """
+    for index, rows in enumerate(of_batches):
+        if bad := not_finite(rows):
+            raise NonFiniteError(
+                f"Batch {index}: {what} for {len(bad)} of {len(rows)} inputs (number {bad[0]} first) are not finite. "
+                f"Check the inputs for NaN or infinity, or leave them out."
+            )

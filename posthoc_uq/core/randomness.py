@@ -7,7 +7,7 @@ size, the order of the samples, the device or the number of processes.
 from __future__ import annotations
 
 import random
-from collections.abc import Generator, Iterable
+from collections.abc import Callable, Generator, Iterable
 from contextlib import contextmanager
 from typing import Any
 
@@ -112,12 +112,26 @@ def device_generators() -> list[tuple[Any, tuple[int, ...]]]:
     return generators
 
 
-@contextmanager
-def isolated_random_state(seed: int | None = None) -> Generator[None]:
-    """Run a block with the global generators (Python, NumPy, torch) seeded, and restore their states afterwards."""
+def present_state() -> Callable[[], None]:
+    """What gives the global generators back the states that they have now."""
     python_state, numpy_state = random.getstate(), np.random.get_state()
     devices, state = device_generators(), torch.get_rng_state()
     device_states = [module.get_rng_state(*place) for module, place in devices]
+
+    def restore() -> None:
+        random.setstate(python_state)
+        np.random.set_state(numpy_state)
+        torch.set_rng_state(state)
+        for (module, place), saved in zip(devices, device_states, strict=True):
+            module.set_rng_state(saved, *place)
+
+    return restore
+
+
+@contextmanager
+def isolated_random_state(seed: int | None = None) -> Generator[None]:
+    """Run a block with the global generators (Python, NumPy, torch) seeded, and restore their states afterwards."""
+    restore, devices = present_state(), device_generators()
     try:
         if seed is not None:
             random.seed(seed)
@@ -128,8 +142,4 @@ def isolated_random_state(seed: int | None = None) -> Generator[None]:
                 getattr(module, "manual_seed_all", module.manual_seed)(seed)
         yield
     finally:
-        random.setstate(python_state)
-        np.random.set_state(numpy_state)
-        torch.set_rng_state(state)
-        for (module, place), saved in zip(devices, device_states, strict=True):
-            module.set_rng_state(saved, *place)
+        restore()

@@ -142,7 +142,7 @@ def find_features(
         likelihood: says whether outputs have positions.
     """
     count = count_samples(batch)
-    pair = batch if batch.whole else batch.narrow(0, 2, count) if count > 1 else batch.doubled()
+    pair = batch if batch.whole else batch.narrow(0, 2, count) if count > 1 else batch.repeated(2)
 
     def found() -> FeatureSource | None:
         return _found(model, pair, autocast, likelihood)

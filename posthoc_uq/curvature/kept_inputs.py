@@ -51,10 +51,14 @@ class _Samples:
 
     @staticmethod
     def of(batch: Batch, samples: int, places: Tensor) -> _Samples:
-        """The samples at `places` of a batch of `samples`."""
+        """Copies of the samples at `places` of a batch of `samples`."""
+        batch = batch.kept() if batch.whole else batch
         leaves, form = tree_flatten((batch.args, batch.kwargs, batch.targets, batch.weights))
         counted = [holds_samples(value, samples) for value in leaves]
-        cut = [v[places.to(v.device)] if c else v for v, c in zip(leaves, counted, strict=True)]
+        cut = [
+            v[places.to(v.device)] if c else v.clone() if isinstance(v, Tensor) else v
+            for v, c in zip(leaves, counted, strict=True)
+        ]
         return _Samples(cut, form, counted, batch.whole)
 
     def joins(self, other: _Samples) -> bool:

@@ -10,7 +10,7 @@ from typing import Any, Literal, cast
 import torch
 from torch.utils.data import DataLoader
 
-from posthoc_uq.core.batches import Batch, BatchReader, known_length
+from posthoc_uq.core.batches import Batch, BatchReader, Readings, known_length
 from posthoc_uq.core.distributed import gather, own_samples, sampler_of
 from posthoc_uq.core.errors import PosthocUQError
 from posthoc_uq.layers.proof import count_samples
@@ -121,6 +121,7 @@ def own_samples_of(loader: Iterable[Any], reader: BatchReader, first: Batch) -> 
     A sampler has a length, the batches of a list are counted, and every batch of other loaders with a length counts as
     large as the first.
     """
+    loader = loader.loader if isinstance(loader, Readings) else loader
     from_sampler = own_samples(loader)
     if from_sampler is not None:
         return from_sampler

@@ -506,7 +506,7 @@ def squared_residuals(
             if batch.targets is None:
                 return None
             with explained(lambda: capture.twin, batch, f"batch {index} of the loader", LOADER):
-                outputs = batch.call(capture.twin)
+                outputs = batch.copied().call(capture.twin)
             fault = unit.fault(outputs, batch.targets)
             weights = batch_weights(unit, outputs, batch, str(index))
             squares = as_double(unit.residuals(outputs, batch.targets)).square().reshape(outputs.shape[0], -1)

@@ -210,7 +210,7 @@ class _Plain:
         """
         if isinstance(output, Prediction):
             return output
-        outputs = output_tensor(output)
+        outputs = output_tensor(output).clone()  # a function may fill the same tensor again
         if self.assumed and outputs.shape[1:].numel() == 1:
             raise PosthocUQError(
                 f"The model has one output an input, {tuple(outputs.shape)}, and without a predictor evaluate takes "
@@ -271,7 +271,7 @@ def _row(name: str, model: Any, plain: _Plain) -> _Row:
     if callable(model):
         return _Row(
             name or "function",
-            lambda batch: plain.prediction(model(*batch.args, **batch.kwargs)),
+            lambda batch: plain.prediction(batch.copied().call_any(model)),
             BatchReader(torch.device("cpu")),
         )
     raise PosthocUQError(
@@ -506,7 +506,7 @@ def _pass(
             last = parts[rows[-1].name][-1]
             if name == FAMILIAR:
                 _check_targets(batch.targets, len(last), len(parts[rows[-1].name]) - 1)
-                targets.append(cast(Tensor, batch.targets).cpu())
+                targets.append(cast(Tensor, batch.targets).cpu().clone())  # a loader may fill it again
             for gallery in galleries:
                 labels = targets[-1] if name == FAMILIAR else None
                 if labels is not None or not gallery.mistakes_only:

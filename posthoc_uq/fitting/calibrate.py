@@ -17,6 +17,7 @@ from posthoc_uq.core.batches import (
     Batch,
     BatchFunction,
     BatchReader,
+    Readings,
     batches,
     check_loader,
     check_reusable,
@@ -185,6 +186,7 @@ def calibrate(
     check_names("calibrate", options, sorted(of_heads), signature(calibrate).parameters)
     check_loader(loader)
     progress = bars_shown(progress)
+    once, loader = isinstance(loader, Iterator), Readings(loader)
     reader = BatchReader.of(model_of(posterior), batch_to_inputs, batch_to_targets, batch_to_weights)
     trial = posterior.trial()
     if one_of("criterion", criterion, ("likelihood", "leave_one_out")) == "leave_one_out":
@@ -206,7 +208,7 @@ def calibrate(
                 seed=seed,
                 progress=progress,
             )
-            if trial.history.faithful and not isinstance(loader, Iterator):
+            if trial.history.faithful and not once:
                 # faithful at the new noise or temperature
                 tune(
                     trial,
@@ -395,7 +397,9 @@ def _measured(
                 _add_scores(of_counted, prediction.masked(counted.reshape(-1, *prediction.positions)))
             tuning.append(tunes)
             kept = tunes if data.all_in_both else ~tunes
-            targets = prediction.fitting(cast(Tensor, batch.targets).cpu())
+            given = cast(Tensor, batch.targets).cpu().clone()
+            predictor.posterior.likelihood.check(prediction.outputs_mean, given)
+            targets = prediction.fitting(given)
             if isinstance(prediction, ClassPrediction):
                 wrong.append(prediction.losses(targets) > 0)
             keys = promise_keys(batch, len(prediction), data.seed).cpu()

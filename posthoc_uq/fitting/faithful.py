@@ -17,10 +17,11 @@ from typing import Any, TypeVar
 import torch
 from torch import Tensor, nn
 
-from posthoc_uq.core.batches import Batch
+from posthoc_uq.core.batches import Batch, holds_samples
 from posthoc_uq.core.devices import as_double, full_precision
 from posthoc_uq.core.errors import NonFiniteError, PosthocUQError, warn_user
 from posthoc_uq.core.model import replicate
+from posthoc_uq.core.numerics import check_rows_finite, not_finite
 from posthoc_uq.core.progress import counted
 from posthoc_uq.curvature.kept_inputs import MAX_KEPT, inputs_to_keep
 from posthoc_uq.heads.features import FeatureCache
@@ -71,6 +72,14 @@ def with_width(settings: Hyperparameters, name: str, factor: float) -> Hyperpara
     return replace(settings, **{name: value * factor})
 
 
+def floating_numbers(batch: Batch) -> Tensor:
+    """All floating-point numbers of the inputs, ``(samples, ...)``."""
+    samples = count_samples(batch)
+    tensors = [t for t in batch.tensors() if t.is_floating_point() and holds_samples(t, samples)]
+    rows = [as_double(tensor).reshape(samples, -1).cpu() for tensor in tensors]
+    return torch.cat(rows or [torch.zeros(samples, 1, device="cpu")], 1)
+
+
 class Score(ABC):
     """A score of predictions of the same batches, as a function of the posterior's present settings.
 
@@ -93,10 +102,15 @@ class Score(ABC):
         tempered: bool,
     ) -> None:
         self.posterior, self._predictor, self._seed, self._tempered = posterior, predictor, seed, tempered
-        self._cache = FeatureCache(predictor, read)
+        self._cache, self._read = FeatureCache(predictor, read), read
+        self._sound = False  # the network's own outputs are known to be finite
 
     def evaluate(self) -> float:
-        """The score at the present settings, infinite where there is none; sets the temperature if that is searched."""
+        """The score at the present settings, infinite where there is none; sets the temperature if that is searched.
+
+        Raises:
+            NonFiniteError: there is none because the network's own outputs are not finite.
+        """
         try:
             self._predictor.refresh(self._seed)
             with torch.no_grad():
@@ -106,8 +120,32 @@ class Score(ABC):
                     self.posterior.temperature = self._best_temperature(pairs)
                 value = self._mean(pairs)
         except NonFiniteError:  # draws of extreme weights, or a precision that cannot be factorised
-            return inf
-        return value if isfinite(value) else inf
+            value = inf
+        if isfinite(value):
+            return value
+        if not self._sound:
+            with torch.no_grad():
+                self._check_network()
+        return inf
+
+    def _check_network(self) -> None:
+        """Refuse data for which the network itself has no finite outputs: no settings would give them a score.
+
+        Raises:
+            NonFiniteError: there are such data.
+        """
+        check_rows_finite(outputs for outputs, _ in self._network_outputs())
+        self._sound = True
+
+    def require(self, score: float) -> None:
+        """Refuse inputs that are not finite, where `score`, which a search ends with, is not because of them.
+
+        Raises:
+            NonFiniteError: names the batch and the row.
+        """
+        if not isfinite(score):
+            with torch.no_grad():
+                check_rows_finite((floating_numbers(batch) for batch, _ in self._read()), "the numbers")
 
     def _pairs(self) -> Iterator[tuple[Any, Any]]:
         """The distribution of the outputs of each batch, with what its prediction is compared with."""
@@ -248,9 +286,31 @@ class Divergence(Score):
             self._compared = list(known) or [
                 _NetworkOutputs.of(outputs, batch, posterior) for outputs, batch in self._network_outputs()
             ]
+            if not known:
+                self._check_network()
         self._advance, self._temperature = advance, posterior.temperature
         self.rows = sum(network.rows for network in self._compared)
         self.samples = sum(len(network.outputs) for network in self._compared)
+
+    def _check_network(self) -> None:
+        """See `Score`; of the inputs in an order of their own, which has no row to name."""
+        bad = sum(len(not_finite(network.outputs)) for network in self._compared)
+        if bad:
+            samples = sum(len(network.outputs) for network in self._compared)
+            raise NonFiniteError(
+                f"The model's own outputs for {bad} of {samples} inputs are not finite, so that no posterior is "
+                f"faithful to them. Check the inputs for NaN or infinity, or leave them out."
+            )
+        self._sound = True
+
+    def require(self, score: float) -> None:
+        """See `Score`."""
+        bad = 0 if isfinite(score) else sum(len(not_finite(floating_numbers(batch))) for batch in self.inputs)
+        if bad:
+            raise NonFiniteError(
+                f"{bad} of {self.samples} inputs are not finite, so that no posterior is faithful to the network's "
+                f"outputs for them. Check the inputs for NaN or infinity, or leave them out."
+            )
 
     def first(self, number: int) -> tuple[list[Batch], list[_NetworkOutputs]]:
         """The first so many of the inputs, and the network's outputs for them."""
@@ -558,6 +618,7 @@ class FaithfulSearch:
                 self._bar.begin_search()
                 upwards = TOLERANCE
             decade, _ = search(self._divergence_at, start=start, slope=slope, upwards=upwards)
+        self._all.require(self.tried[decade].objective)
         self.posterior.settings = self.tried[decade].settings
         return decade
 

@@ -11,24 +11,21 @@ import sys
 import time
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, fields, replace
-from itertools import chain
 from typing import Any, Literal, cast
 
 import torch
 from torch import Tensor, nn
 
-from posthoc_uq.core import interrupts
 from posthoc_uq.core.batches import (
     LOADER,
     Batch,
     BatchFunction,
     BatchReader,
+    Readings,
     check_loader,
     check_reusable,
     described_inputs,
     explained,
-    items_of,
-    no_sample,
 )
 from posthoc_uq.core.devices import TEMPORARY_BYTES, as_double
 from posthoc_uq.core.distributed import all_reduce_sum, gather, is_divided, run_on_all_ranks, world
@@ -226,7 +223,7 @@ def fit(
         return _FitRequest(
             model=network,
             loader=loader,
-            val_loader=val_loader,
+            val_loader=None if val_loader is None else Readings(val_loader),
             method=chosen,
             likelihood=resolved,
             by_name=by_name,
@@ -520,8 +517,8 @@ def prepared_task(
 
     def dry_run() -> Task:
         with isolated_random_state(seed):
-            first, all_batches = _first_batch(loader, reader)
-            batch = first.copied()  # which is run several times
+            readings = Readings(loader, contents=not method.trains)
+            batch = readings.first(reader).kept()  # which is run several times
             with explained(lambda: replicate(model), batch, "the first batch of the loader", LOADER):
                 view = with_choice(model, _choice(model, batch, output))
                 prepared = prepare(
@@ -538,7 +535,7 @@ def prepared_task(
             settings = SweepSettings(
                 reader, observed, seed=seed, dtype=dtype, progress=progress, by_position=pointwise
             )
-            return Task(prepared.model, prepared, all_batches, batch, settings, device, budget, features)
+            return Task(prepared.model, prepared, readings, batch, settings, device, budget, features)
 
     return run_on_all_ranks(dry_run, "the dry run")
 
@@ -573,16 +570,6 @@ def _of_shapes(model: nn.Module, batch: Batch, likelihood: Likelihood) -> Likeli
 
     part, outputs = on_few_samples(run, batch, PROBE_SAMPLES)
     return likelihood if part.targets is None else likelihood.of_shapes(outputs, part.targets)
-
-
-def _first_batch(loader: Iterable[Any], reader: BatchReader) -> tuple[Batch, Iterable[Any]]:
-    """The first batch with samples, and a loader that still yields all batches."""
-    iterator = interrupts.at_once(iter, loader)
-    for first in items_of(iterator):
-        batch = next((batch for batch in reader.read_all(first) if not batch.empty), None)
-        if batch is not None:
-            return batch, (chain([first], iterator) if iterator is loader else loader)
-    raise no_sample()
 
 
 def _open_checkpoint(task: Task, request: _FitRequest, file: str | os.PathLike[str] | None) -> None:
@@ -699,7 +686,7 @@ def _set_by_leave_one_out(posterior: Posterior, request: _FitRequest, task: Task
     try:
         calibrate_by_leave_one_out(
             posterior,
-            request.loader,
+            task.loader,
             request.reader,
             seed=request.seed,
             progress=request.progress,

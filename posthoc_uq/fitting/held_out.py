@@ -163,7 +163,7 @@ class HeldOutLoss(Score):
                     raise PosthocUQError(
                         "Tuning on held-out data needs targets, and loader (val_loader of a fit) yields inputs alone."
                     )
-                yield batch, batch.targets
+                yield batch, batch.targets.clone()  # which are kept beside features and outputs
 
     def _mean(self, pairs: Iterable[tuple[Any, Any]]) -> float:
         losses, count, likelihood = list[Tensor](), 0, self.posterior.likelihood
@@ -250,6 +250,7 @@ class HeldOutLoss(Score):
         """
         posterior, likelihood = self.posterior, self.posterior.likelihood.of_targets()
         with torch.no_grad():
+            self._check_network()
             pairs = list(self._network_outputs())
         for outputs, targets in pairs:
             likelihood.check(outputs, targets)
@@ -437,6 +438,7 @@ class HeldOutSearch:
         """The trials; warns of values at an edge, and if even the best predicts held-out data worse than the model."""
         trials, best = self.trials, self._best
         assert best is not None
+        self._loss.require(best.objective)
         trials.chosen = best
         trials.warn_of_edges()
         trials.model_alone = self._loss.of_model_alone()

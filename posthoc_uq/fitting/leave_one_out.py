@@ -21,6 +21,7 @@ from posthoc_uq.core.batches import Batch, BatchReader, batches, check_loader
 from posthoc_uq.core.devices import host_double
 from posthoc_uq.core.errors import PosthocUQError
 from posthoc_uq.core.model import replicate
+from posthoc_uq.core.numerics import check_rows_finite
 from posthoc_uq.core.progress import Progress
 from posthoc_uq.core.randomness import isolated_random_state, mixed_seed
 from posthoc_uq.curvature.tangent_kernel import tangent_kernel, untrained, with_state
@@ -288,6 +289,7 @@ def calibrate_by_leave_one_out(
                 )
             columns.append(host_double(found))
             outputs.append(host_double(given))
+    check_rows_finite(outputs)
     targets, given = torch.cat(columns), torch.cat(outputs)
     starts = _starts(model, data, initial, initialisations, seed)
     trained = {name for name, parameter in model.named_parameters() if parameter.requires_grad}
@@ -354,7 +356,7 @@ def _read(
                     f"{MAX_SAMPLES:,}. Pass a loader of some of them, whose estimate is pessimistic, or use held-out "
                     f"data."
                 )
-            data.append(batch)
+            data.append(batch.kept())
     if groups is None:
         return data, None
     if not callable(groups):

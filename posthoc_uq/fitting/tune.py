@@ -6,15 +6,20 @@ A change of hyperparameters factorises the posterior's small matrices again; the
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Generator, Iterable, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from inspect import signature
 from typing import Any, ClassVar, cast
 
-from posthoc_uq.core.batches import Batch, BatchFunction, BatchReader, check_loader
+import torch
+
+from posthoc_uq.core.batches import Batch, BatchFunction, BatchReader, Readings, batches, check_loader
 from posthoc_uq.core.devices import TEMPORARY_BYTES
-from posthoc_uq.core.errors import PosthocUQError, warn_user
+from posthoc_uq.core.errors import NonFiniteError, PosthocUQError, warn_user
 from posthoc_uq.core.interrupts import orderly
+from posthoc_uq.core.model import replicate
+from posthoc_uq.core.numerics import check_rows_finite
 from posthoc_uq.core.options import (
     Count,
     Magnitude,
@@ -36,6 +41,7 @@ from posthoc_uq.fitting.faithful import (
     DIVERGENCE,
     DIVERGENCE_WITH_NOISE,
     FaithfulSearch,
+    floating_numbers,
     model_of,
     other_settings,
     set_faithful,
@@ -226,6 +232,8 @@ class _Search(ABC):
             needed = CRITERIA[self.criterion].data
             raise PosthocUQError(f"criterion={self.criterion!r} needs data: pass a loader of {needed}.")
         check_loader(self.loader)
+        if not isinstance(getattr(self.loader, "loader", None), Readings):  # whose parts are compared already
+            self.loader = Readings.of(self.loader)
 
     def tempered(self) -> bool:
         """Whether the temperature is searched, by default where outputs are logits."""
@@ -261,6 +269,20 @@ class _Search(ABC):
         with isolated_random_state(self.seed):
             kept.read(self.loader, self.reader, self.seed, self.progress)
         return kept.batches(self.reader.device)
+
+    @contextmanager
+    def rows_named(self) -> Generator[None]:
+        """Around work on `sampled_inputs`, whose error of inputs that are not finite then names the loader's row."""
+        try:
+            yield
+        except NonFiniteError:
+            assert self.loader is not None
+            network = replicate(model_of(self.posterior), self.posterior.trained_mean)
+            with torch.no_grad(), isolated_random_state(self.seed):
+                check_rows_finite(batch.copied().call(network) for batch in batches(self.loader, self.reader))
+                read = batches(self.loader, self.reader)
+                check_rows_finite((floating_numbers(batch) for batch in read), "the numbers")
+            raise
 
 
 class _ByEvidence(_Search):
@@ -309,15 +331,16 @@ class _ByFaithfulness(_Search):
 
     def run(self) -> Trials:
         predictor = self.recorded_predictor()
-        return set_faithful(
-            self.posterior,
-            self.sampled_inputs(),
-            predictor,
-            DIVERGENCE if self.divergence is None else self.divergence,
-            seed=self.seed,
-            matched=bool(self.temperature),
-            progress=self.progress,
-        )
+        with self.rows_named():
+            return set_faithful(
+                self.posterior,
+                self.sampled_inputs(),
+                predictor,
+                DIVERGENCE if self.divergence is None else self.divergence,
+                seed=self.seed,
+                matched=bool(self.temperature),
+                progress=self.progress,
+            )
 
 
 class _ByHeldOutLabels(_Search):
@@ -425,10 +448,11 @@ class _ByHeldOutLabels(_Search):
         if known and budget in (None, recorded["budget"]):
             posterior.adjust(**{cast(str, posterior.width_parameter): recorded["value"]})
             return
-        search = FaithfulSearch(
-            posterior, self.sampled_inputs(), predictor, seed=self.seed, progress=self.progress
-        )
-        search.set_widest(DIVERGENCE if budget is None else budget)
+        with self.rows_named():
+            search = FaithfulSearch(
+                posterior, self.sampled_inputs(), predictor, seed=self.seed, progress=self.progress
+            )
+            search.set_widest(DIVERGENCE if budget is None else budget)
 
     def _set_by_evidence(self) -> None:
         """Set the prior precision by the evidence; a posterior without an evidence stays as it is."""

@@ -16,7 +16,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from posthoc_uq.core import interrupts
 from posthoc_uq.core.batches import Batch
 from posthoc_uq.core.devices import TEMPORARY_BYTES
-from posthoc_uq.core.errors import PosthocUQError, check_refused
+from posthoc_uq.core.errors import PosthocUQError, check_refused, in_one_line
 from posthoc_uq.core.model import model_device, replicate
 from posthoc_uq.core.options import Count, Seed, check_option, shown
 from posthoc_uq.core.progress import tell
@@ -31,7 +31,6 @@ from posthoc_uq.layers.frozen import (
     Twins,
     agree,
     called,
-    described,
 )
 from posthoc_uq.layers.layer import Call
 from posthoc_uq.likelihoods.prediction import Prediction, at_least_float32
@@ -299,7 +298,7 @@ class Ensemble(Draws):
                 block = attempt()
             except Exception as error:  # vmap raises many kinds, and a model anything
                 check_refused(error, attempt, partial(self._alone, work, start))
-                self._refuse(described(error))
+                self._refuse(in_one_line(error))
                 return
             yield block
             start = stop
@@ -332,7 +331,7 @@ class Ensemble(Draws):
                 same = agree(attempt()[0], expected)
             except Exception as error:
                 check_refused(error, attempt, alone)
-                self._refuse(described(error))
+                self._refuse(in_one_line(error))
                 return 1
         if not same:
             self._refuse("its outputs differ from those of the loop")

@@ -162,7 +162,7 @@ class Capture:
             noted[key] = [*uses, (use, use.input._version, output, output._version)]
 
         with torch.enable_grad(), CallWatcher(set(names), note):
-            batch.call(self.twin)
+            batch.copied().call(self.twin)
         found = list[TrackedLayer]()
         for uses in noted.values():
             use = uses[0][0]

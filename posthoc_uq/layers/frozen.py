@@ -23,7 +23,7 @@ from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves
 
 from posthoc_uq.core.batches import Batch
-from posthoc_uq.core.errors import check_refused
+from posthoc_uq.core.errors import check_refused, in_one_line
 from posthoc_uq.core.model import replicate
 from posthoc_uq.core.outputs import output_tensor
 from posthoc_uq.core.randomness import device_generators, isolated_random_state
@@ -159,7 +159,7 @@ class FrozenPart:
     def _find_tail(self, batch: Batch) -> bool:
         """Whether the rest can run alone for inputs like these."""
         samples = _samples(batch)
-        few = batch.doubled() if samples == 1 else batch.narrow(0, min(samples, PROVED_SAMPLES), samples)
+        few = batch.repeated(2) if samples == 1 else batch.narrow(0, min(samples, PROVED_SAMPLES), samples)
 
         def plainly() -> None:
             with isolated_random_state(), torch.no_grad():
@@ -175,7 +175,7 @@ class FrozenPart:
                 found = attempt()
             except Exception as error:  # of the model, which may take no part of its batch
                 check_refused(error, attempt, plainly)
-                found = described(error)
+                found = in_one_line(error)
             if not isinstance(found, str) and self._tail in (None, found):
                 self._tail, self.refused = found, None
                 return True
@@ -415,11 +415,6 @@ def _samples(batch: Batch) -> int:
 def _same_inputs(first: Batch, second: Batch) -> bool:
     tensors, others = first.tensors(), second.tensors()
     return len(tensors) == len(others) and all(map(agree, tensors, others))
-
-
-def described(error: Exception) -> str:
-    """An error in one line."""
-    return f"{type(error).__name__}: {str(error).strip().partition(chr(10))[0]}"
 
 
 def _moved(parameter: Tensor) -> Tensor:

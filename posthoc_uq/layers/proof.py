@@ -24,6 +24,7 @@ from posthoc_uq.core.errors import (
     PosthocUQError,
     UnsupportedLayerError,
     check_refused,
+    in_one_line,
     out_of_memory,
 )
 from posthoc_uq.core.model import owners, parameter_names, replicate, unshared_copy
@@ -192,6 +193,7 @@ class Reference:
 
     Attributes:
         samples: of the probe batch.
+        outputs: for the probe batch.
         pull: what was pulled back, in the shape of the outputs.
         total: gradients of all samples by parameter; None for one that is not used.
         last: those of the last sample.
@@ -236,7 +238,7 @@ class Reference:
         begun = time.process_time()  # of this process alone, whatever else runs
         samples, parameters = self.samples, list(twin.parameters())
         with torch.enable_grad():
-            outputs = probe.call(twin)
+            outputs = probe.copied().call(twin)
             if outputs.ndim == 0 or outputs.shape[0] != samples:
                 raise PosthocUQError(
                     f"The model gives outputs of shape {tuple(outputs.shape)} for {samples} samples; the "
@@ -251,6 +253,7 @@ class Reference:
                     "torch.no_grad() or torch.inference_mode(), detaches what it returns, or computes it outside of "
                     "torch; take that out of forward, and call the model under torch.no_grad() instead."
                 )
+            self.outputs = outputs.detach()
             self.pull = self.cotangent(outputs)
             last = torch.zeros_like(self.pull)
             last[-1] = self.pull[-1]
@@ -393,6 +396,7 @@ _OF_CALLS = (
     "x @ weight; a Laplace method with layers='everything' covers all others, too."
 )
 _OF_NONE = "They are too large, or no way to their gradients was proved."
+_ROUNDINGS = 32  # epsilons by which outputs may differ beside their relative tolerance
 _COMPARED_ROWS = 4096  # of a gradient, at once
 _NO_LAYER = "The model has no Linear or convolution layer, so there are no weights to fit a posterior over."
 _TIED = "Embedding is kept deterministic; '{}' shares its weight and has a posterior of its own use"
@@ -450,6 +454,8 @@ def prepare(
     """
     samples = count_samples(batch)
     probe, reference = _probe(model, batch, samples)
+    tolerance = 0.1 if autocast else None
+    check_independent(model, probe, reference, tolerance)
     found = Capture(model).discover(probe, autocast)
     discovered = [
         t
@@ -490,7 +496,7 @@ def prepare(
             if t.embeddings[0] not in prepared.layers
         }
         return prepared
-    tolerance, failures = 0.1 if autocast else None, dict[str, str]()
+    failures = dict[str, str]()
     capture, broken = _caught(model, probe, discovered, chosen, selection, reference, tolerance, by_gradients)
     layers = {name: tracked.layer for name, tracked in capture.tracked.items()}
     covered = {name for layer in layers.values() for name in layer.parameter_names}
@@ -634,7 +640,7 @@ def _probe(model: nn.Module, batch: Batch, samples: int) -> tuple[Batch, Referen
     if batch.whole:
         return batch, Reference(model, batch, 1)
     if samples == 1:
-        two = batch.doubled()
+        two = batch.repeated(2)
         try:
             return two, Reference(model, two, 2)
         except PosthocUQError:
@@ -642,8 +648,118 @@ def _probe(model: nn.Module, batch: Batch, samples: int) -> tuple[Batch, Referen
         except Exception as error:  # the model takes one sample at a time, or fails with it too
             check_refused(error, lambda: Reference(model, two, 2), lambda: Reference(model, batch, 1))
             return batch, Reference(model, batch, 1)
-    probe = batch.narrow(0, min(samples, PROBE_SAMPLES), samples)
-    return probe, Reference(model, probe, min(samples, PROBE_SAMPLES))
+    probe = batch.narrow(0, PROBE_SAMPLES, samples)
+
+    def refer() -> Reference:
+        return Reference(model, probe, PROBE_SAMPLES)
+
+    try:
+        return probe, refer()
+    except PosthocUQError:
+        raise
+    except Exception as error:  # the model takes the whole batch alone, or fails with it too
+        check_refused(error, refer, lambda: _run(model, batch))
+        raise UnsupportedLayerError(
+            f"The model runs on the first batch of {samples} samples, and not on {PROBE_SAMPLES} of them "
+            f"({in_one_line(error)}): its batch size is fixed, as by x.view({samples}, ...) in its forward pass. A fit "
+            f"and predictions need any number of samples; write x.shape[0] or -1 there."
+        ) from error
+
+
+def _run(model: nn.Module, batch: Batch) -> Tensor:
+    with torch.no_grad():
+        return batch.copied().call(replicate(model))
+
+
+def check_independent(model: nn.Module, probe: Batch, reference: Reference, tolerance: float | None) -> None:
+    """Refuse a model whose outputs for a sample depend on the other samples of its batch, or on chance: what a fit
+    finds and predictions say would then depend on the batches. Each sample is run once by itself.
+
+    Args:
+        model: copies of it are run.
+        probe: several samples.
+        reference: of these.
+        tolerance: of the outputs, relative; None for that of their number format.
+
+    Raises:
+        UnsupportedLayerError: it does, with the cause as far as that is known.
+    """
+    if probe.whole or reference.samples < PROBE_SAMPLES:
+        return
+    limits = _rounding(reference, tolerance)
+    for place, (expected, limit) in enumerate(zip(reference.outputs, limits, strict=True)):
+        alone = _alone(model, probe, place, reference.samples)
+        if alone is None or alone.numel() != expected.numel():
+            continue
+        if float(torch.linalg.vector_norm(alone.reshape(-1) - expected.reshape(-1))) <= limit:
+            continue
+        change = _run(model, probe) - reference.outputs
+        if bool((_norms(change) > torch.tensor(limits, device="cpu")).any()):
+            raise UnsupportedLayerError(
+                "The model's outputs for the same inputs differ from run to run, also in eval mode: dropout or noise "
+                "is never off, as F.dropout(x, p, training=True) or torch.randn in its forward pass, or it keeps "
+                "something of a run. A posterior belongs to one function; write training=self.training there, and add "
+                "noise in training mode alone."
+            )
+        raise UnsupportedLayerError(
+            f"The model's outputs for one sample depend on the other samples of its batch: {_by_batch(model)} A fit "
+            f"and its predictions would depend on how the data are cut into batches."
+        )
+
+
+def _alone(model: nn.Module, probe: Batch, place: int, samples: int) -> Tensor | None:
+    """The outputs for one sample of a batch, run without the others; None where the model takes no such batch."""
+    first = probe.narrow(place, 1, samples)
+    for copies in (1, 3):  # some models take no batch of one sample, and squeeze its dimension
+        try:
+            outputs = _run(model, first if copies == 1 else first.repeated(copies))
+        except Exception as error:  # of the user's code
+            if out_of_memory(error):
+                raise
+            continue
+        if copies == 1:
+            return outputs
+        if outputs.ndim and outputs.shape[0] == copies:
+            return outputs[0]
+    return None
+
+
+def _rounding(reference: Reference, tolerance: float | None) -> list[float]:
+    """By how much the outputs of each sample of the probe may differ because numbers are rounded.
+
+    A rounding of every weight by a relative epsilon changes the outputs by at most epsilon times the sum of weights
+    times gradients, which is much where the outputs are small differences of large numbers.
+    """
+    dtype = reference.outputs.dtype
+    relative = tolerance or {torch.float64: 1e-6, torch.float32: 2e-3}.get(dtype, 0.1)
+    sums = sum(
+        float(torch.linalg.vector_norm(reference.parameters[name].detach()))
+        * float(torch.linalg.vector_norm(g.to_dense()))
+        for name, g in reference.last.items()
+        if g is not None
+    )
+    roundings = torch.finfo(dtype).eps * sums / float(torch.linalg.vector_norm(reference.pull[-1]))
+    norms = _norms(reference.outputs).tolist()
+    return [relative * norm + (_ROUNDINGS if dtype.itemsize >= 4 else 1) * roundings for norm in norms]
+
+
+def _norms(outputs: Tensor) -> Tensor:
+    """Of each sample's outputs, on the CPU."""
+    return torch.linalg.vector_norm(outputs.reshape(len(outputs), -1), dim=1).cpu()
+
+
+def _by_batch(model: nn.Module) -> str:
+    """By what outputs depend on the batch, as far as modules tell, and the way out."""
+    for name, module in model.named_modules():
+        if isinstance(module, nn.modules.batchnorm._BatchNorm) and module.running_mean is None:  # pyright: ignore
+            return (
+                f"'{name}' ({type(module).__name__}) has no running statistics and takes those of the batch; make it "
+                f"with track_running_stats=True, and run the training data through it once in training mode."
+            )
+    return (
+        "as statistics of the batch, attention or recurrence along the samples (batch_first=False), or a maximum over "
+        "all of them make them; let each sample go its own way, or give what belongs together as one sample."
+    )
 
 
 def _caught(

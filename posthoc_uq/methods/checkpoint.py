@@ -30,7 +30,7 @@ from torch import Tensor, nn
 from torch.utils._pytree import tree_map_only
 
 from posthoc_uq.core import steady
-from posthoc_uq.core.batches import Batch, BatchReader, batches
+from posthoc_uq.core.batches import Batch, BatchReader, Readings
 from posthoc_uq.core.distributed import gather, rank, world
 from posthoc_uq.core.errors import CorruptPosteriorError, PosthocUQError, out_of_memory
 from posthoc_uq.core.model import model_device
@@ -235,9 +235,7 @@ def data_identity(
     """
     if first is None:
         with isolated_random_state(seed):
-            first = next(iter(batches(loader, reader)), None)
-    if first is None:
-        return {}
+            first = Readings.of(loader).first(reader)
     samples = own_samples_of(loader, reader, first)
     return {"first batch": batch_hash(first)} | ({} if samples is None else {"number of samples": samples})
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import partial
 from math import ceil, prod
 from typing import Annotated, Any, ClassVar, Literal, cast
@@ -19,7 +19,7 @@ from posthoc_uq.core.randomness import mixed_seed
 from posthoc_uq.curvature.statistics import GradientGram, InputGram, RangeSketch
 from posthoc_uq.layers.layer import Layer
 from posthoc_uq.methods.laplace import Basis, Laplace, kept_bases, squares_of
-from posthoc_uq.methods.task import Task, Tensors
+from posthoc_uq.methods.task import NothingPickedError, Task, Tensors, wrong_length
 from posthoc_uq.posteriors.block import Block
 from posthoc_uq.posteriors.information import Correction, InformationBlock
 from posthoc_uq.posteriors.posterior import Posterior
@@ -83,10 +83,10 @@ class INF(Laplace):
         return lines | ({} if self.basis_fraction in ("auto", 1) else {"basis fraction": self.basis_fraction})
 
     def fit(self, task: Task) -> Posterior:
-        share = self.basis_fraction
-        if share == "auto":
+        posterior = Laplace.fit(self, task)
+        if self.basis_fraction == "auto" and self.bases is None:
             share = basis_share(task.samples_in_all)
-        posterior = Laplace.fit(replace(self, basis_fraction=share), task)
+            posterior.history.fit |= {} if share == 1 else {"basis fraction": share}
         posterior.residual_weight = self.residual_weight
         return posterior
 
@@ -94,10 +94,30 @@ class INF(Laplace):
         """Of an earlier posterior, or found in one sweep."""
         if self.bases is not None:
             return _earlier_bases(self.bases, task)
-        factored = task.factored
-        sums = {name: self._sides(index, task) for index, name in enumerate(task.layers) if name in factored}
-        share = cast(float, self.basis_fraction)  # `fit` has put a number in the place of "auto"
-        samples = task.sweep(sums, "bases", share=share)
+        factored, auto = task.factored, self.basis_fraction == "auto"
+        claimed = task.samples_in_all
+        share = basis_share(claimed) if auto else cast(float, self.basis_fraction)
+
+        def sides() -> dict[str, list[_Side]]:
+            return {n: self._sides(index, task) for index, n in enumerate(task.layers) if n in factored}
+
+        sums, samples = sides(), 0.0
+        try:
+            samples = task.sweep(sums, "bases", share=share)
+            seen = task.summary.seen
+        except NothingPickedError as error:
+            if not auto:
+                raise
+            seen = error.seen
+        if claimed is not None and claimed > seen and task.length_was_wrong(seen):
+            labels = task.settings.fisher, task.settings.n_samples
+            task.samples_in_all = seen
+            task.take_labels(self.fisher, self.n_samples, self.joint)
+            right = basis_share(seen) if auto else share
+            if right > share or labels != (task.settings.fisher, task.settings.n_samples):
+                wrong_length(claimed, seen, "The bases were taken for fewer, and are taken again.")
+                sums, share = sides(), right
+                samples = task.sweep(sums, "bases, again", share=share)
 
         def basis(name: str) -> dict[str, Tensor]:
             inputs, outputs = sums.pop(name)

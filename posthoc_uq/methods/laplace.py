@@ -33,7 +33,7 @@ from posthoc_uq.curvature.sweep import Summary
 from posthoc_uq.layers.layer import Layer
 from posthoc_uq.likelihoods import Fisher, Likelihood
 from posthoc_uq.methods.method import Method
-from posthoc_uq.methods.task import Task, Tensors, checked_finite
+from posthoc_uq.methods.task import Task, Tensors, checked_finite, wrong_length
 from posthoc_uq.posteriors.block import Block, NotContainedError, Weights, check_resolved, largest_of
 from posthoc_uq.posteriors.laplace import (
     LARGEST_BYTES,
@@ -150,7 +150,19 @@ class Laplace(Method):
 
     def fit(self, task: Task) -> Posterior:
         task.take_labels(self.fisher, self.n_samples, self.joint)
+        claimed = task.samples_in_all if self.fisher == "auto" else None
         blocks, settings, summary = self.blocks(task), task.settings, task.summary
+        if claimed is not None and task.length_was_wrong(summary.seen):
+            task.samples_in_all = summary.seen
+            task.take_labels(self.fisher, self.n_samples, self.joint)
+            right, task.settings, task.samples_in_all = task.settings, settings, claimed
+            if (right.fisher, right.n_samples) != (settings.fisher, settings.n_samples):
+                wrong_length(
+                    claimed,
+                    summary.seen,
+                    f"The labels of the Fisher were chosen by that; pass fisher={right.fisher!r}"
+                    f"{f', n_samples={right.n_samples}' if right.fisher == 'mc' else ''} for those of so many.",
+                )
         checked_finite({name: block.tensors() for name, block in blocks.items()}, self.name)
         tracked = task.prepared.capture.tracked.values()
         served = sum(t.engine == "backpack" for t in tracked)

@@ -57,6 +57,26 @@ def has_diagonal_alone(layer: Layer) -> bool:
     return layer.kind == Lookup.kind and layer.inputs > LARGE_EMBEDDING
 
 
+class NothingPickedError(PosthocUQError):
+    """A share of the samples holds none of them.
+
+    Attributes:
+        seen: how many samples there were.
+    """
+
+    def __init__(self, share: float, seen: int) -> None:
+        super().__init__(f"basis_fraction={share} picks none of the {seen} samples; give a larger one.")
+        self.seen = seen
+
+
+def wrong_length(claimed: int, seen: int, consequence: str) -> None:
+    """Warn of a loader whose length is not the number of its batches, where something was chosen by it."""
+    warn_user(
+        f"The loader's length, len(loader), stands for about {claimed:,} samples, and it gave {seen:,}. {consequence} "
+        f"Give it the number of its batches as length, or none."
+    )
+
+
 @dataclass
 class Task:
     """What a method works with: the model, its data, how to sweep over them, and what a sweep reports besides the
@@ -97,6 +117,7 @@ class Task:
     observers: list[Observer] = field(default_factory=lambda: list[Observer]())
     observed: bool = False
     for_evidence: bool = True
+    _batches: int | None = None  # of one pass, once they were counted
 
     @property
     def layers(self) -> dict[str, Layer]:
@@ -146,6 +167,13 @@ class Task:
         return samples_in_all(
             run_on_all_ranks(lambda: own_samples_of(self.loader, reader, batch), "counting the samples")
         )
+
+    def length_was_wrong(self, seen: int) -> bool:
+        """Whether the number of samples by the loader's length is off by a batch or more, once so many were seen."""
+        claimed = self.samples_in_all
+        if claimed is None or self.batch.whole:
+            return False
+        return abs(claimed - seen) >= world() * count_samples(self.batch)
 
     def _separate_positions(self) -> int:
         """Positions of a sample, where all layers to fit take each as a sample of its own; else 1."""
@@ -283,9 +311,7 @@ class Task:
             )
         self._check_content(summary.content)
         if summary.samples == 0:
-            raise PosthocUQError(
-                f"basis_fraction={share} picks none of the {summary.seen} samples; give a larger one."
-            )
+            raise NothingPickedError(share, summary.seen)
         if summary.weight == 0:
             raise no_weight()
         if self.settings.fisher == "mc" and repetitive and not self.summary.seen:
@@ -314,7 +340,7 @@ class Task:
                             f"Batch {index}: the inputs are not finite. Check the input data for NaN or infinity."
                         )
                     context.observe(shown, generator)
-                samples += count
+                samples, self._batches = samples + count, index + 1
                 counted = counted or batch.weights is None or bool((batch.weights > 0).any())
                 bar.advance(count)
         if samples and not counted:
@@ -323,7 +349,11 @@ class Task:
 
     def batches_of(self, samples: int) -> int:
         """The batches of one pass over so many samples, by the loader's length, or else by its first batch."""
-        return known_length(self.loader) or ceil(samples / max(1, count_samples(self.batch)))
+        by_first = ceil(samples / max(1, count_samples(self.batch)))
+        known = known_length(self.loader)
+        if self._batches is not None and known and not self.batch.whole:
+            return self._batches  # a length may be wrong
+        return known or by_first
 
     def posterior(
         self,

@@ -25,6 +25,7 @@ from posthoc_uq.core.devices import DeferredChecks, as_double, host_double
 from posthoc_uq.core.distributed import world
 from posthoc_uq.core.errors import NonFiniteError, PosthocUQError, warn_user
 from posthoc_uq.core.model import model_device, replicate
+from posthoc_uq.core.numerics import check_rows_finite
 from posthoc_uq.core.options import Count, Magnitude, Natural, Positive, made_of
 from posthoc_uq.core.progress import Progress
 from posthoc_uq.core.randomness import isolated_random_state, mixed_seed
@@ -308,6 +309,8 @@ class Training(Method, Generic[Trained]):
             val_loader=task.val_loader,
             checkpoint=task.checkpoint,
         )
+        if loop.progress.length and not loop.progress.history:
+            loop.progress.length = batches_an_epoch  # as counted
         history = loop.run(settings.progress)
         task.seconds["training"] = time.perf_counter() - began
         blocks = self.blocks(task, trained)
@@ -583,6 +586,7 @@ class Loop:
         progress.done = patience is not None and waited >= patience
         progress.epoch, progress.batch, progress.length = progress.epoch + 1, 0, length
         progress.sums, progress.samples, progress.seconds = {}, 0, 0.0
+        self._last = None  # its tensors are the loader's
 
     def _validate(self) -> float:
         """Mean negative log-likelihood of the held-out labels that count, in nats."""
@@ -596,6 +600,10 @@ class Loop:
                     log_probabilities = self._objective.log_predictive(batch, self._options.val_draws)
                 total -= float(as_double(log_probabilities).sum())
                 count += labelled(self._objective.likelihood(), batch.targets)
+        if not isfinite(total):
+            with torch.no_grad(), isolated_random_state(self._seed):
+                held_out = batches(self._val_loader, self._reader)
+                check_rows_finite(batch.copied().call(self._objective.network) for batch in held_out)
         return mean_of_labels(total, count)
 
 

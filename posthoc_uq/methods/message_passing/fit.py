@@ -122,7 +122,7 @@ class _Observer:
             )
         samples, calls = len(keys), recording.watched
         self.inputs.append(feature_rows(calls, self._layer, samples) if self._as_rows else calls[0].input)
-        self.targets.append(targets.detach().reshape(samples, -1))
+        self.targets.append(targets.detach().reshape(samples, -1).clone())
 
 
 def examples_of(task: Task, layer: Layer, as_rows: bool) -> Examples:
