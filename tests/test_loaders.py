@@ -263,21 +263,30 @@ def stream() -> Iterable[Any]:
 @pytest.mark.parametrize("method", ["kfac", "diag", "full", "message_passing"])
 def test_one_reading_takes_all_of_a_stream(method: str) -> None:
     """Its first batch, which the dry run looked at, comes first again."""
-    x, y = pairs()
-    whole = fitted(list(zip(x.split(SIZE), y.split(SIZE), strict=True)), method)
-    for loader in (stream(), GoesOn()):
-        found = fitted(loader, method)
-        assert found.history.fit["samples"] == SAMPLES
-    options: dict[str, Any] = (
-        {} if method == "message_passing" else {"prior_precision": 1.0, "likelihood": uq.Categorical()}
-    )
-    one, other = (
-        fitted(loader, method, **options)
-        for loader in (list(zip(x.split(SIZE), y.split(SIZE), strict=True)), stream())
-    )
+    items = list(zip(*(part.split(SIZE) for part in pairs()), strict=True))
+    options: dict[str, Any] = {} if method == "message_passing" else {"prior_precision": 1.0}
+    options |= {} if method == "message_passing" else {"likelihood": uq.Categorical()}
+    one, other = (fitted(loader, method, **options) for loader in (items, stream()))
+    assert one.history.fit["samples"] == other.history.fit["samples"] == SAMPLES
     for name, variance in one.variance().items():
         assert torch.equal(variance, other.variance()[name])
-    assert whole.evidence.samples == SAMPLES
+    # what a fit does beyond its method needs no second reading either
+    assert fitted(stream(), method).history.fit["samples"] == SAMPLES
+    assert fitted(GoesOn(), method).history.fit["samples"] == SAMPLES
+
+
+def test_a_regression_without_targets_takes_all_of_a_stream() -> None:
+    """The noise variance cannot be found, for which nothing is read."""
+    with pytest.warns(UserWarning, match="noise variance of this regression is taken as 1"):
+        found = fitted(
+            stream(),
+            "diag",
+            likelihood="regression",
+            batch_to_inputs=lambda batch: batch[0],
+            prior_precision=1.0,
+            batch_to_targets=lambda batch: None,
+        )
+    assert found.history.fit["samples"] == SAMPLES
 
 
 READINGS: dict[str, Callable[[Iterable[Any]], Any]] = {

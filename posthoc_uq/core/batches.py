@@ -735,6 +735,8 @@ class Readings(Iterable[Any]):
         return length_hint(self.loader)
 
     def __getattr__(self, name: str) -> Any:
+        if name == "loader":  # of a copy that is being made
+            raise AttributeError(name)
         return getattr(self.loader, name)  # its sampler, the size of its batches
 
     def compare(self, reading: _Reading) -> None:

@@ -213,7 +213,7 @@ def _probe(
     twin: nn.Module, layer: Layer, batch: Batch, samples: int, by_position: bool = False
 ) -> tuple[Tensor, Tensor, tuple[int, ...]]:
     with torch.no_grad(), watching(twin, layer) as calls:
-        outputs = batch.call(twin)
+        outputs = batch.copied().call(twin)
     if outputs.ndim == 0 or outputs.shape[0] != samples:
         raise PosthocUQError("The outputs do not count the samples.")
     return feature_rows(calls, layer, samples, by_position), outputs, grid_of(calls[0])

@@ -602,6 +602,8 @@ def _set_observation_noise(task: Task) -> str:
     """
 
     def sweep() -> tuple[Tensor, float] | None:
+        if task.batch.targets is None:  # known without a reading, which a stream would not give back
+            return None
         with isolated_random_state(task.settings.seed):
             return squared_residuals(task.prepared.capture, task.loader, task.settings)
 
