@@ -600,4 +600,4 @@ def test_what_the_dry_run_costs() -> None:
         return x
 
     _prepare(_Hidden(before=counted), _x(4))
-    assert sorted(rows) == [1, 1, 2, 2, 2]
+    assert sorted(rows) == [1, 1, 2, 2, 2, 2]

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 import posthoc_uq as uq
 from posthoc_uq.core.batches import BatchReader
-from posthoc_uq.core.errors import NonFiniteError, PosthocUQError
+from posthoc_uq.core.errors import PosthocUQError
 from posthoc_uq.methods import METHODS
 
 WEIGHED = [name for name, kind in METHODS.items() if kind.weighs_samples]
@@ -464,11 +464,17 @@ def test_batches_are_cut_with_their_weights() -> None:
     assert batch.copied().weights is batch.weights
 
 
-def test_weights_beyond_numbers_are_caught() -> None:
+def test_weights_that_no_file_could_keep_are_refused_at_the_fit(tmp_path: Path) -> None:
     model, (x, y, _) = net().float(), images()
-    huge = torch.full((len(x),), 1e300, dtype=torch.float64)
-    with pytest.raises(NonFiniteError, match="non-finite activations or gradients"):
-        fit(model, weighted(x.float(), y, huge), "diag", **READ)
+
+    def fitted(weight: float) -> uq.Posterior:
+        huge = torch.full((len(x),), weight, dtype=torch.float64)
+        return fit(model, weighted(x.float(), y, huge), "diag", **READ)
+
+    for weight in (1e13, 1e20, 1e300):
+        with pytest.raises(PosthocUQError, match="too large: .* Divide all weights by their mean"):
+            fitted(weight)
+    uq.save(fitted(1e12), tmp_path / "largest.h5")
 
 
 def test_batches_of_three_parts_and_what_is_refused() -> None:
