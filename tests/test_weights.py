@@ -472,7 +472,7 @@ def test_weights_that_no_file_could_keep_are_refused_at_the_fit(tmp_path: Path) 
         return fit(model, weighted(x.float(), y, huge), "diag", **READ)
 
     for weight in (1e13, 1e20, 1e300):
-        with pytest.raises(PosthocUQError, match="too large: .* Divide all weights by their mean"):
+        with pytest.raises(PosthocUQError, match=r"too large: .* Divide all weights by their mean"):
             fitted(weight)
     uq.save(fitted(1e12), tmp_path / "largest.h5")
 
