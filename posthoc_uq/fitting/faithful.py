@@ -18,7 +18,7 @@ import torch
 from torch import Tensor, nn
 
 from posthoc_uq.core.batches import Batch, holds_samples
-from posthoc_uq.core.devices import as_double, full_precision
+from posthoc_uq.core.devices import as_double, full_precision, host_double
 from posthoc_uq.core.errors import NonFiniteError, PosthocUQError, warn_user
 from posthoc_uq.core.model import replicate
 from posthoc_uq.core.numerics import check_rows_finite, not_finite
@@ -76,7 +76,7 @@ def floating_numbers(batch: Batch) -> Tensor:
     """All floating-point numbers of the inputs, ``(samples, ...)``."""
     samples = count_samples(batch)
     tensors = [t for t in batch.tensors() if t.is_floating_point() and holds_samples(t, samples)]
-    rows = [as_double(tensor).reshape(samples, -1).cpu() for tensor in tensors]
+    rows = [host_double(tensor).reshape(samples, -1) for tensor in tensors]
     return torch.cat(rows or [torch.zeros(samples, 1, device="cpu")], 1)
 
 
