@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +18,7 @@ from posthoc_uq.likelihoods.prediction import (
     ClassTensors,
     PromisedClassTensors,
     PromisedValueTensors,
+    RankedClassTensors,
     ValueTensors,
 )
 
@@ -86,26 +88,127 @@ def check_program_in_a_file(predictor: uq.Predictor, tmp_path: Path) -> None:
         torch.testing.assert_close(loaded(more).probs, predictor(more).probs, rtol=1e-4, atol=1e-6)  # type: ignore[union-attr]
 
 
-def test_the_default_head_is_exported_by_drawn_weights_and_says_so() -> None:
-    net, x = nn.Sequential(nn.Linear(4, 8), nn.Tanh(), nn.Linear(8, 3)), torch.randn(20, 4)
-    data = [(x, torch.arange(20) % 3)]
-    posterior = uq.fit(net, data, layers="last", prior_precision=200.0, rank=10, progress=False)
-    predictor = uq.wrap(net, posterior)
+def small(kind: str) -> tuple[nn.Module, Any, Any, dict[str, Any]]:
+    """A network, inputs, targets and options of a posterior of its last layer."""
+    torch.manual_seed(0)
+    x = torch.randn(60, 4)
+    if kind == "regression":
+        net = nn.Sequential(nn.Linear(4, 8), nn.Tanh(), nn.Linear(8, 2))
+        return net, x, x[:, :2] + 0.3 * torch.randn(60, 2), {"likelihood": "regression"}
+    if kind == "positions":
+        net = nn.Sequential(nn.Conv2d(1, 4, 3, padding=1), nn.ReLU(), nn.Conv2d(4, 3, 1))
+        return net, torch.randn(60, 1, 4, 5), torch.arange(60 * 20).reshape(60, 4, 5) % 3, {}
+    classes = {"many": 13}.get(kind, 4)
+    net = nn.Sequential(nn.Linear(4, 8), nn.Tanh(), nn.Linear(8, classes))
+    return net, x, torch.arange(60) % classes, {}
+
+
+def agrees(found: Any, prediction: Any, level: float = 0.8) -> None:
+    """Every tensor of a program is that of Python."""
+    expected = prediction.tensors()._asdict() | {
+        "p_novelty": lambda: prediction.familiarity(),
+        "p_joint": lambda: prediction.familiarity("joint"),
+        f"p_{prediction.default_score}": lambda: prediction.familiarity(prediction.default_score),
+        "set": lambda: prediction.set(level),
+        "lower": lambda: prediction.interval(level)[0],
+        "upper": lambda: prediction.interval(level)[1],
+    }
+    fields = found if isinstance(found, dict) else found._asdict()
+    for name, value in fields.items():
+        wanted = expected[name]() if callable(expected[name]) else expected[name]
+        if wanted.dtype == torch.bool:
+            assert torch.equal(value, wanted), name
+        else:
+            near = {"rtol": 1e-5, "atol": 1e-5 * float(wanted.abs().nan_to_num().max())}
+            torch.testing.assert_close(
+                value, wanted, **near, equal_nan=True, msg=lambda m, n=name: f"{n}: {m}"
+            )
+
+
+@pytest.mark.parametrize(
+    ("kind", "method", "link"),
+    [
+        ("classes", "inf", "mc"),
+        ("many", "kfac", "mc"),
+        ("regression", "efb", "mc"),
+        ("positions", "diag", "mc"),
+        ("classes", "full", "probit"),
+    ],
+)
+def test_a_last_layer_is_exported_in_closed_form(kind: str, method: str, link: str) -> None:
+    net, x, y, options = small(kind)
+    data = [(x, y)]
+    posterior = uq.fit(
+        net.eval(), data, method, layers="last", prior_precision=20.0, progress=False, **options
+    )
+    if kind != "regression":
+        posterior.temperature = 1.3
+    uq.calibrate(posterior, data, link=link, progress=False)
+    predictor = uq.wrap(net, posterior, link=link)
     assert predictor.head == "linearized"
+    with warnings.catch_warnings():
+        warnings.filterwarnings("error", message="The exported program")
+        program = export(predictor, x[:4], level=0.8).module()
+    promised = PromisedValueTensors if kind == "regression" else PromisedClassTensors
+    for rows in (1, 7):
+        found = program(2 * x[:rows])
+        assert isinstance(found, promised)
+        agrees(found, predictor(2 * x[:rows]))
+    if kind == "classes":  # numbers that are not finite stay in their row
+        bad = x[:3].clone()
+        bad[1, 0] = torch.nan
+        found, good = program(bad), predictor(x[:3])
+        assert found.probs[1].isnan().all() and found.set[1].all() and found.p_joint[1].isnan()
+        torch.testing.assert_close(found.probs[::2], good.probs[::2], rtol=1e-5, atol=1e-6)
+
+
+@pytest.mark.parametrize("kind", ["regression", pytest.param("many", marks=pytest.mark.study)])
+def test_an_onnx_file_of_a_last_layer_is_the_predictor(kind: str, tmp_path: Path) -> None:
+    net, x, y, options = small(kind)
+    posterior = uq.fit(net, [(x, y)], layers="last", prior_precision=20.0, progress=False, **options)
+    uq.calibrate(posterior, [(x, y)], progress=False)
+    predictor = uq.wrap(net, posterior)
+    export(predictor, x[:4], path=tmp_path / "p.onnx", level=0.8)
+    session = onnxruntime.InferenceSession(str(tmp_path / "p.onnx"))
+    names = [value.name for value in session.get_outputs()]
+    for rows in (1, 7):
+        outputs = session.run(None, {"input": (2 * x[:rows]).numpy()})
+        found = {name: torch.from_numpy(value) for name, value in zip(names, outputs, strict=True)}
+        agrees(found, predictor(2 * x[:rows]))
+
+
+def test_a_posterior_of_all_layers_is_exported_by_drawn_weights_and_says_so() -> None:
+    net, x, y, _ = small("classes")
+    posterior = uq.fit(net, [(x, y)], prior_precision=200.0, rank=10, progress=False)
+    uq.calibrate(posterior, [(x, y)], progress=False)
+    predictor = uq.wrap(net, posterior)
     with pytest.warns(UserWarning, match="draws of the weights in its place") as said:
         program = export(predictor, x)
     text = str(said[0].message)
     assert len(said) == 1 and "\n" not in text and "head='moments' or head='sampling'" in text
-    assert said[0].filename == __file__
+    assert "the sets or intervals and p-values" in text and said[0].filename == __file__
     with torch.no_grad():
         found = program.module()(x)
         expected = uq.wrap(net, posterior, head="sampling")(x)
     assert isinstance(found, ClassTensors) and isinstance(expected, uq.ClassPrediction)
     torch.testing.assert_close(found.probs, expected.probs, rtol=1e-4, atol=1e-6)
     torch.testing.assert_close(found.mutual_information, expected.mutual_information(), rtol=1e-3, atol=1e-5)
-    with pytest.warns(UserWarning, match="cannot be exported") as said:
+    torch.testing.assert_close(found.novelty, predictor(x).novelty(), rtol=1e-4, atol=1e-6)
+    with pytest.raises(uq.PosthocUQError, match="needs an example of the inputs"):
         exportable(predictor)
-    assert said[0].filename == __file__
+
+
+def test_sets_of_random_numbers_are_said_to_be_missing() -> None:
+    net, x, y, _ = small("classes")
+    posterior = uq.fit(net, [(x, y)], "diag", layers="last", prior_precision=20.0, progress=False)
+    uq.calibrate(posterior, [(x, y)], sets="aps", progress=False)
+    predictor = uq.wrap(net, posterior, link="probit")
+    uq.calibrate(posterior, [(x, y)], sets="aps", link="probit", progress=False)
+    with pytest.warns(UserWarning, match="lacks sets or intervals of kind 'aps'"):
+        module = exportable(predictor, x[:2])
+    found = module(x[:5])
+    assert isinstance(found, RankedClassTensors)
+    agrees(found, predictor(x[:5]))
 
 
 def test_both_kinds_of_files_of_the_moments_head_give_equal_results(
@@ -153,7 +256,7 @@ def test_an_onnx_file_of_a_regression_carries_its_promises(tmp_path: Path) -> No
     outputs = dict(zip(names, session.run(None, {"input": x[:7].numpy()}), strict=True))
     prediction: Any = predictor(x[:7])
     expected = prediction.familiarity("standard_deviation")
-    torch.testing.assert_close(torch.from_numpy(outputs["familiarity"]), expected)
+    torch.testing.assert_close(torch.from_numpy(outputs["p_standard_deviation"]), expected)
     for name, bound in zip(("lower", "upper"), prediction.interval(0.8), strict=True):
         torch.testing.assert_close(torch.from_numpy(outputs[name]), bound, rtol=1e-4, atol=1e-5)
 
@@ -177,7 +280,10 @@ def test_promises_go_along(likelihood: str, head: str) -> None:
     predictor = uq.wrap(net, posterior)
     found: Any = uq.export(predictor, x[:5], level=0.8).module()(x[:7])
     prediction: Any = predictor(x[:7])
-    torch.testing.assert_close(found.familiarity, prediction.familiarity(prediction.default_score))
+    own_p = found.p_entropy if classes else found.p_standard_deviation
+    torch.testing.assert_close(own_p, prediction.familiarity(prediction.default_score))
+    torch.testing.assert_close(found.p_joint, prediction.familiarity("joint"))
+    torch.testing.assert_close(found.novelty, prediction.novelty())
     if classes:
         assert isinstance(found, PromisedClassTensors) and torch.equal(found.set, prediction.set(0.8))
     else:
@@ -189,7 +295,7 @@ def test_promises_go_along(likelihood: str, head: str) -> None:
         uq.wrap(net, posterior, "moments") if classes else uq.wrap(net, posterior, "sampling", n_samples=3)
     )
     found, prediction = uq.export(other, x[:5]).module()(x[:7]), other(x[:7])
-    assert isinstance(found, ClassTensors if classes else ValueTensors) and not hasattr(found, "familiarity")
+    assert isinstance(found, ClassTensors if classes else ValueTensors) and not hasattr(found, "p_joint")
     for one, expected in zip(found, prediction.tensors(), strict=True):
         torch.testing.assert_close(one, expected, rtol=1e-4, atol=1e-6, equal_nan=True)
 

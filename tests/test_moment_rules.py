@@ -51,6 +51,7 @@ def pair(*shape: int, spread: float = 0.3, seed: int = 0) -> tuple[Tensor, Tenso
 
 W = randn(4, 6, seed=11)
 K2 = randn(4, 3, 3, 2, seed=12)
+GROUPS = torch.tensor([0, 1, 0, 2, 1]).unsqueeze(1).expand(5, 3)
 LINEAR: dict[str, tuple[tuple[int, ...], Function]] = {
     "linear": ((2, 6), lambda x: F.linear(x, W, randn(4))),
     "linear, keywords": ((2, 6), lambda x: F.linear(input=x, weight=W)),
@@ -144,6 +145,14 @@ LINEAR: dict[str, tuple[tuple[int, ...], Function]] = {
     "dropout in eval": ((2, 3), lambda x: F.dropout(x, 0.5, training=False)),
     "to": ((2, 3), lambda x: x.to(torch.float64).type_as(x)),
     "clone": ((2, 3), lambda x: x.clone()),
+    "scatter_add": ((5, 3), lambda x: x.new_zeros(3, 3).scatter_add_(0, GROUPS, x)),
+    "scatter_reduce, mean": (
+        (5, 3),
+        lambda x: x.new_zeros(3, 3).scatter_reduce(0, GROUPS, x, "mean", include_self=False),
+    ),
+    "index_add": ((5, 3), lambda x: randn(3, 3).index_add(0, GROUPS[:, 0], x, alpha=-2.0)),
+    "index_copy": ((2, 3), lambda x: randn(4, 3).index_copy(0, torch.tensor([3, 1]), x)),
+    "scatter": ((2, 3), lambda x: randn(4, 3).scatter(0, torch.tensor([[0, 1, 2], [3, 0, 1]]), x)),
 }
 
 
@@ -177,8 +186,96 @@ DELTA: dict[str, tuple[tuple[int, ...], Function]] = {
     "softmax of the first": ((3, 5), lambda x: F.softmax(x, dim=0)),
     "log_softmax": ((3, 5), lambda x: F.log_softmax(x, dim=-1)),
     "logsumexp": ((3, 5), lambda x: x.logsumexp(1)),
-    "normalize": ((3, 5), lambda x: F.normalize(x, dim=1)),
+    "x / sum": ((3, 5), lambda x: (y := x + 10.0) / (y.sum(1)[:, None] + 1e-16)),
 }
+
+
+OTHER, PLACES = randn(3, 6, seed=9), torch.tensor([0, 1, 0, 2, 1])
+ROOTS: dict[str, tuple[tuple[int, ...], Function]] = {
+    "norm": ((3, 6), lambda x: x.norm(dim=1)),
+    "norm of all": ((3, 6), lambda x: torch.norm(x)),
+    "vector_norm": ((3, 6), lambda x: torch.linalg.vector_norm(x, dim=-1, keepdim=True)),
+    "linalg.norm": ((3, 6), lambda x: torch.linalg.norm(x, dim=1)),
+    "norm by sizes": ((3, 6), lambda x: x.norm(p=1, dim=1)),
+    "x / norm": ((3, 6), lambda x: x / x.norm(dim=1, keepdim=True)),
+    "x / norm, another form": ((3, 6), lambda x: x / (x.norm(dim=1) + 1e-6)[:, None]),
+    "x / vector_norm of all": ((2, 4), lambda x: x / torch.linalg.vector_norm(x)),
+    "normalize": ((3, 6), lambda x: F.normalize(x, dim=1)),
+    "var": ((3, 6), lambda x: x.var(1)),
+    "var, biased": ((3, 6), lambda x: x.var(1, unbiased=False, keepdim=True)),
+    "std": ((3, 6), lambda x: x.std(1)),
+    "std of several": ((3, 4, 2), lambda x: torch.std(x, dim=(1, 2), correction=0)),
+    "var_mean": ((3, 6), lambda x: torch.cat(torch.var_mean(x, 1))),
+    "prod": ((3, 4), lambda x: x.prod(1)),
+    "cosine_similarity": ((3, 6), lambda x: F.cosine_similarity(x, OTHER, dim=1)),
+    "cdist": ((4, 6), lambda x: torch.cdist(x, OTHER)),
+    "pairwise_distance": ((3, 6), lambda x: F.pairwise_distance(x, OTHER)),
+}
+
+
+@pytest.mark.parametrize(("spread", "near"), [(0.3, 0.03), (1.5, 0.08)])
+@pytest.mark.parametrize("name", ROOTS)
+def test_norms_and_spreads_against_monte_carlo(name: str, spread: float, near: float) -> None:
+    shape, function = ROOTS[name]
+    mean, variance = pair(*shape, spread=spread)
+    found = run(function, (mean, variance))
+    assert found.moment_mean.shape == function(mean).shape
+    drawn = monte_carlo(function, (mean, variance), draws=40_000)
+    assert ((found.moment_mean - drawn[0]).abs() / drawn[1].sqrt()).mean().item() < 0.05
+    assert (found.moment_variance / drawn[1]).mean().item() == pytest.approx(1, abs=near)
+    certain = run(function, (mean, torch.zeros_like(mean)))
+    torch.testing.assert_close(certain.moment_mean, function(mean))
+    assert certain.moment_variance.abs().max() == 0
+
+
+def test_extremes_along_a_dimension_have_moments_and_the_indices_of_the_means() -> None:
+    mean, variance = pair(3, 6)
+    for function, reduced in ((torch.max, torch.amax), (torch.min, torch.amin)):
+        values, indices = run(lambda x, f=function: f(x, dim=1), (mean, variance))
+        expected = run(lambda x, f=reduced: f(x, 1), (mean, variance))
+        torch.testing.assert_close(values.moment_variance, expected.moment_variance)
+        assert torch.equal(indices, function(mean, dim=1).indices)
+        torch.testing.assert_close(
+            run(function, (mean, variance)).moment_mean,
+            run(lambda x, f=reduced: f(x, (0, 1)), (mean, variance)).moment_mean,
+        )
+
+
+def softmax_by_groups(x: Tensor) -> Tensor:
+    """As torch_geometric writes it."""
+    index = PLACES.unsqueeze(1).expand(x.shape)
+    zeros = torch.zeros(3, x.shape[1], dtype=x.dtype)
+    largest = zeros.scatter_reduce(0, index, x.detach(), "amax", include_self=False)
+    shares = (x - largest.index_select(0, PLACES)).exp()
+    total = torch.zeros(3, x.shape[1], dtype=x.dtype).scatter_add_(0, index, shares) + 1e-16
+    return shares / total.index_select(0, PLACES)
+
+
+def test_a_softmax_by_groups_varies_like_a_softmax() -> None:
+    mean, variance = pair(5, 4, spread=0.3)
+    found = run(softmax_by_groups, (mean, variance))
+    for places in ([0, 2], [1, 4]):
+        alone = run(lambda x: x.softmax(0), (mean[places], variance[places]))
+        torch.testing.assert_close(found.moment_mean[places], alone.moment_mean, rtol=0.05, atol=0)
+        torch.testing.assert_close(found.moment_variance[places], alone.moment_variance, rtol=0.3, atol=0)
+
+
+def written(x: Tensor, view: bool = False) -> Tensor:
+    total = torch.zeros(3, 4, dtype=x.dtype)
+    row = total[0]
+    result = total.index_add_(0, PLACES, x)
+    assert result.shape == (3, 4)
+    return row * 1.0 if view else total + 1.0  # the tensor itself, not what the function returned
+
+
+def test_what_an_activation_was_written_into_is_uncertain_from_then_on() -> None:
+    mean, variance = pair(5, 4)
+    found = run(written, (mean, variance))
+    torch.testing.assert_close(found.moment_mean, written(mean))
+    expected = delta_variance(written, mean, variance).reshape(3, 4)
+    torch.testing.assert_close(found.moment_variance, expected)
+    with pytest.raises(PosthocUQError, match="view of a plain tensor is used after"):
+        run(lambda x: written(x, view=True), (mean, variance))
 
 
 @pytest.mark.parametrize("name", DELTA)
@@ -447,7 +544,7 @@ REFUSED: dict[str, Callable[[Tensor], Any]] = {
     "sort": lambda x: torch.sort(x),
     "write": lambda x: x.__setitem__(0, 0.0),
     "write into plain": lambda x: torch.zeros(2, 3).double().__setitem__(0, x[0]),
-    "add into plain": lambda x: torch.zeros(2, 3).double().add_(x),
+    "add into a view of plain": lambda x: torch.zeros(2, 3).double()[:].add_(x),
     "item": lambda x: x.sum().item(),
     "bool": lambda x: bool(x.sum()),
     "numpy": lambda x: x.numpy(),
@@ -486,11 +583,11 @@ def _second_view(x: Tensor) -> Tensor:
     return second
 
 
-@pytest.mark.parametrize("name", ["item", "add into plain", "in place"])
+@pytest.mark.parametrize("name", ["item", "add into a view of plain", "in place"])
 def test_the_fallback_refuses_what_has_no_variance(name: str) -> None:
     functions: dict[str, Callable[[Tensor], Any]] = {
         "item": lambda x: x.sum().item(),
-        "add into plain": lambda x: torch.zeros(3, 3).double().index_add_(0, torch.tensor([0, 2]), x),
+        "add into a view of plain": lambda x: torch.zeros(3, 3).double()[:].index_add_(0, PLACES[:2], x),
         "in place": lambda x: x.round_(),
     }
     with pytest.raises(PosthocUQError):

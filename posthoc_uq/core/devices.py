@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable, Generator, Iterable
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any
 
 import torch
@@ -31,6 +31,8 @@ def widest(device: torch.device) -> torch.dtype:
 
 def as_double(tensor: Tensor) -> Tensor:
     """The tensor in float64, on the CPU where its device has none."""
+    if tensor.dtype == torch.float64:
+        return tensor
     return (tensor if has_double(tensor.device) else tensor.cpu()).double()
 
 
@@ -187,6 +189,13 @@ def full_precision() -> Generator[None]:
         yield
     finally:
         _FULL_PRECISION.leave()
+
+
+def without_autocast(kind: str) -> AbstractContextManager[Any]:
+    """A context without autocast on a type of device; none where there is no autocast, since a tracer makes a graph of
+    its own of each.
+    """
+    return torch.autocast(kind, enabled=False) if torch.is_autocast_enabled(kind) else nullcontext()
 
 
 class DeferredChecks:

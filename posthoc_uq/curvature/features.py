@@ -11,6 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from posthoc_uq.core.batches import Batch
+from posthoc_uq.core.devices import without_autocast
 from posthoc_uq.core.errors import PosthocUQError, check_refused
 from posthoc_uq.core.model import replicate
 from posthoc_uq.layers.calls import CallWatcher
@@ -77,19 +78,24 @@ def feature_rows(
             f"The novelty of an input goes by what enters layer '{layer.name}', which ran {len(calls)} times in this "
             f"pass and once in the fit; ask for predictor.novelty(..., of='top'), which goes by the posterior itself."
         )
-    with torch.autocast(calls[0].input.device.type, enabled=False), torch.no_grad():
+    with without_autocast(calls[0].input.device.type):
         dtype = torch.promote_types(calls[0].input.dtype, torch.float32)
         operand = LayerGradients(layer, list(calls), samples, 0).activations(dtype)[0]
         numbers = operand.positions * layer.groups * layer.inputs * 8
         step = max(1, CPU_TEMPORARY // numbers)
-        parts = [operand.part(slice(i, min(i + step, samples))) for i in range(0, samples, step)]
+        parts = [operand]
+        if not torch.compiler.is_compiling():  # under a tracer the number of samples is a symbol
+            parts = [operand.part(slice(i, min(i + step, samples))) for i in range(0, samples, step)]
         if by_position:
             return torch.cat([part.rows().transpose(1, 2).flatten(2).flatten(0, 1) for part in parts])
         if attention_mask is None or tuple(attention_mask.shape) != (samples, operand.positions):
+            if torch.compiler.is_compiling():  # a node named "mean" may have the name of an output
+                return (operand.rows().sum(2) / operand.positions).flatten(1)
             return torch.cat([part.rows().mean(2).flatten(1) for part in parts])
         attended = (attention_mask != 0).to(calls[0].input.device)
         attended = (attended | ~attended.any(1, keepdim=True)).to(dtype)
-        shares = (attended / attended.sum(1, keepdim=True)).split(step)
+        of_positions = attended / attended.sum(1, keepdim=True)
+        shares = [of_positions] if torch.compiler.is_compiling() else of_positions.split(step)
         means = [torch.einsum("sgti,st->sgi", p.rows(), s) for p, s in zip(parts, shares, strict=True)]
         return torch.cat(means).flatten(1)
 

@@ -5,26 +5,43 @@ from __future__ import annotations
 import inspect
 import os
 import shutil
+from collections.abc import Callable
+from importlib import import_module
 from importlib.util import find_spec
 from pathlib import Path
 from tempfile import TemporaryDirectory
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, cast
 
 import torch
 from torch import Tensor, nn
 
 from posthoc_uq.core.batches import Batch
-from posthoc_uq.core.devices import as_double
+from posthoc_uq.core.devices import as_double, host_double
 from posthoc_uq.core.errors import PosthocUQError, warn_user
 from posthoc_uq.core.model import unwrap
 from posthoc_uq.core.outputs import output_tensor
 from posthoc_uq.files import atomic
+from posthoc_uq.heads.linearized import ClosedForm, LinearizedPredictor
 from posthoc_uq.heads.moments import MomentsPredictor
+from posthoc_uq.heads.novelty import class_novelty
 from posthoc_uq.heads.predictor import Predictor, divisor_of
 from posthoc_uq.heads.sampling import SamplingPredictor
-from posthoc_uq.likelihoods.class_prediction import ClassPrediction
-from posthoc_uq.likelihoods.conformal import Promises, class_scores, p_values, set_of
-from posthoc_uq.likelihoods.prediction import Prediction, PromisedClassTensors, PromisedValueTensors
+from posthoc_uq.likelihoods.conformal import (
+    JOINT,
+    Promises,
+    class_scores,
+    joint_score,
+    set_of,
+)
+from posthoc_uq.likelihoods.positions import PositionPrediction
+from posthoc_uq.likelihoods.prediction import (
+    ClassTensors,
+    Prediction,
+    PromisedClassTensors,
+    PromisedValueTensors,
+    RankedClassTensors,
+    RankedValueTensors,
+)
 
 _MAX_BATCH = (
     2**16 - 1
@@ -35,62 +52,180 @@ class _Program(nn.Module):
     """A predictor as a module; what it returns begins with the tensors of its predictions, and goes on with what the
     posterior promises, if it does. A sampling head runs draw by draw, the simplest program, however the predictor
     itself does it.
+
+    Attributes:
+        missing: what the predictor tells and the program does not, in words.
     """
 
-    def __init__(self, predictor: MomentsPredictor | SamplingPredictor, level: float) -> None:
+    def __init__(
+        self, predictor: MomentsPredictor | SamplingPredictor | ClosedForm, head: Predictor, level: float
+    ) -> None:
+        """
+        Args:
+            predictor: what predicts.
+            head: whose program it is.
+            level: of sets and intervals.
+        """
         super().__init__()
-        sampling = isinstance(predictor, SamplingPredictor)
-        self.members = nn.ModuleList(predictor.ensemble.members()) if sampling else None
-        self.predictor = None if sampling else predictor
-        self._posterior, promises = predictor.posterior, predictor.promises
-        self._promises: Promises | None = None
-        if isinstance(promises, Promises) and promises.kind in ("lac", "deviation"):
-            self._promises = promises
-        self._thresholds = None if self._promises is None else self._promises.thresholds(level)
+        self.members = None
+        if isinstance(predictor, SamplingPredictor):
+            self.members = nn.ModuleList(cast(Any, predictor.ensemble).members())
+        self.predictor = predictor if isinstance(predictor, MomentsPredictor) else None
+        self._closed = predictor if isinstance(predictor, ClosedForm) else None
+        self._posterior = head.posterior.snapshot()
+        self.network = head.network_of_novelty if self._closed is None else self._closed.network
+        promises = head.promises
+        self._sets = _Sets.of(promises, level) if isinstance(promises, Promises) else None
+        self._p_values = _PValues(promises) if isinstance(promises, Promises) else None
+        self.missing = list[str]()
+        if self._p_values is not None and self._sets is None:
+            self.missing.append(
+                f"sets or intervals of kind {cast(Promises, promises).kind!r}, which are computed by Python alone"
+            )
 
     def _predicted(self, *args: Any) -> Prediction:
+        if self._closed is not None:
+            return self._closed(*args)
         if self.members is None:
             assert self.predictor is not None
-            return self.predictor(*args)
+            return self._with_novelty(self.predictor(*args), *args)
         outputs = torch.stack([output_tensor(member(*args)).float() for member in self.members])
-        posterior = self._posterior.snapshot()
-        divisor = divisor_of(posterior)
+        divisor = divisor_of(self._posterior)
         if divisor != 1.0:
             outputs = outputs / divisor
-        return posterior.observation.from_draws(outputs)
+        return self._with_novelty(self._posterior.observation.from_draws(outputs), *args)
+
+    def _with_novelty(self, prediction: Prediction, *args: Any) -> Prediction:
+        """By one pass of the trained network."""
+        if self.network is None:
+            return prediction
+        return prediction.with_novelty(class_novelty(self.network, self._posterior, Batch(args)))
 
     def forward(self, *args: Any) -> NamedTuple:
         prediction = self._predicted(*args)
         found: Any = prediction.tensors()
-        if self._promises is None or self._thresholds is None:
+        if self._p_values is None:
             return found
-        held_out = self._promises.inputs[prediction.default_score]
-        if isinstance(prediction, ClassPrediction):
-            chosen = set_of(prediction.probs, class_scores(as_double(prediction.probs)), self._thresholds)
-            return PromisedClassTensors._make((*found, chosen, p_values(held_out, found.entropy)))
-        deviation = found.variance.sqrt()
-        score = deviation
-        if deviation.ndim > 1:  # a node named "mean" would have the name of an output
-            score = deviation.flatten(1).sum(1) / deviation[0].numel()
-        width = deviation * self._thresholds.to(deviation)
-        bounds = found.mean - width, found.mean + width
-        return PromisedValueTensors._make((*found, *bounds, p_values(held_out, score)))
+        of_classes = isinstance(found, ClassTensors)
+        if of_classes:
+            score = found.entropy
+        else:  # a node named "mean" would have the name of an output
+            score = found.variance.sqrt()
+        ranked = (*found, *self._p_values(_of_inputs(score), _of_inputs(found.novelty)))
+        if self._sets is None:
+            return (RankedClassTensors if of_classes else RankedValueTensors)._make(ranked)
+        if of_classes:
+            return PromisedClassTensors._make((*ranked, self._sets.classes(prediction)))
+        return PromisedValueTensors._make((*ranked, *self._sets.interval(found)))
 
 
-def exportable(predictor: Predictor, level: float = 0.9) -> nn.Module:
+def _of_inputs(scores: Tensor) -> Tensor:
+    """One number an input, the mean over its positions or outputs."""
+    return scores if scores.ndim == 1 else scores.flatten(1).sum(1) / scores[0].numel()
+
+
+class _Sets:
+    """Sets and intervals of one level.
+
+    Args:
+        kind: of the scores.
+        thresholds: one, or one a class, a label or an output, float64.
+    """
+
+    def __init__(self, kind: str, thresholds: Tensor) -> None:
+        self._kind, self._thresholds = kind, thresholds
+
+    @staticmethod
+    def of(promises: Promises, level: float) -> _Sets | None:
+        """None where they take random numbers, or functions that are no tensors'."""
+        if promises.kind == "positions":
+            return _Sets("positions", host_double(promises.threshold_of_positions(level)))
+        if promises.kind in ("lac", "label", "deviation"):
+            return _Sets(promises.kind, promises.thresholds(level))
+        return None
+
+    def classes(self, prediction: Any) -> Tensor:
+        """In the shape of the probabilities, bool."""
+        by_position = isinstance(prediction, PositionPrediction)
+        probs = as_double(prediction.rows.probs if by_position else prediction.probs)
+        thresholds = self._thresholds.to(probs.device)
+        chosen = set_of(probs, class_scores(probs), thresholds, allow_empty=self._kind == "label")
+        return prediction.layout.whole(chosen, prediction.positions) if by_position else chosen
+
+    def interval(self, found: Any) -> tuple[Tensor, Tensor]:
+        """Lower and upper bounds."""
+        width = found.variance.sqrt() * self._thresholds.to(found.variance)
+        return found.mean - width, found.mean + width
+
+
+class _PValues:
+    """P-values of the default score, of novelty, and of the two joined, in comparisons alone.
+
+    The joint score is the largest of increasing functions of the single ones. So a held-out joint score is below a new
+    one where one of the single scores is above the point at which its function reaches the held-out one; these points
+    are found once.
+    """
+
+    def __init__(self, promises: Promises) -> None:
+        of_joint = promises.inputs[JOINT]
+
+        def reached(name: str) -> Tensor:
+            own = {name: promises.tails[name]}
+            return _last_at_most(of_joint.values, lambda x: joint_score(own, {name: x}))
+
+        self._names = list(promises.tails)
+        singles = [promises.inputs[name].values for name in self._names]
+        self._points = torch.stack([torch.stack(singles), torch.stack(list(map(reached, self._names)))], 1)
+        below = torch.cat((torch.zeros(1, dtype=torch.int64, device="cpu"), of_joint.ranks))
+        self._found = (1 + of_joint.count - below).double() / (of_joint.count + 1)  # by how many are below
+
+    def __call__(self, score: Tensor, novelty: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """``(batch,)`` each; NaN where a score is, or has no held-out ones."""
+        scores = torch.stack([as_double(score), as_double(novelty)][: len(self._names)])
+        scores = scores if scores.device.type == "cpu" else scores.cpu()
+        below = (scores[:, None, :, None] > self._points.unsqueeze(2)).sum(
+            -1
+        )  # (scores, alone or jointly, batch)
+        single, joint = self._found[below[:, 0]], self._found[below[:, 1].amax(0)]
+        nan = scores.isnan()
+        single = single.masked_fill(nan, torch.nan)
+        of_novelty = single[1] if len(single) > 1 else torch.full_like(single[0], torch.nan)
+        return single[0], of_novelty, joint.masked_fill(nan.any(0), torch.nan)
+
+
+def _last_at_most(bounds: Tensor, function: Callable[[Tensor], Tensor]) -> Tensor:
+    """For each bound the largest number from 0 at which an increasing function is at most the bound, float64, by
+    bisection over the numbers themselves, which are in the order of their bits; minus infinity where there is none.
+    """
+    largest = torch.tensor(torch.finfo(torch.float64).max, dtype=torch.float64, device="cpu")
+    first = torch.full_like(bounds, -1, dtype=torch.int64)
+    last = largest.view(torch.int64).expand(bounds.shape)
+    for _ in range(64):
+        middle = (first + (last - first + 1) // 2).clamp(min=0)
+        fits = function(middle.view(torch.float64)) <= bounds
+        first, last = torch.where(fits, middle, first), torch.where(fits, last, middle - 1)
+    return torch.where(first < 0, -torch.inf, first.clamp(min=0).view(torch.float64))
+
+
+def exportable(predictor: Predictor, *inputs: Tensor, level: float = 0.9) -> nn.Module:
     """A predictor as a module for `torch.export.export(module, (x,), strict=False)` and `torch.onnx.export`.
 
     Its positional arguments are the model's, its output is `ClassTensors` or `ValueTensors`; where the posterior has
-    held-out scores for this head (`posthoc_uq.calibrate`), and sets need no random numbers, `PromisedClassTensors` or
-    `PromisedValueTensors`. It shares the predictor's tensors.
+    held-out scores for this head (`posthoc_uq.calibrate`), `PromisedClassTensors` or `PromisedValueTensors`, which also
+    have p-values and the sets or intervals. It shares the predictor's tensors.
 
-    The moments head becomes one pass with means and variances, the sampling head `n_samples` passes, with all drawn
-    weights in the file. To run a saved program elsewhere, import `posthoc_uq` first, which defines the tuple's class;
-    an ONNX file does not need it. The linearised head needs backward passes, which programs cannot hold: its posterior
-    is exported as the sampling head, with a warning.
+    * The linearised head of one layer whose outputs are the model's (``layers="last"``) becomes one pass of the network
+      and the closed form. Of more layers it needs backward passes, which programs cannot hold: its posterior is
+      exported as the sampling head, with a warning.
+    * The moments head becomes one pass with means and variances, the sampling head `n_samples` passes, with all drawn
+      weights in the file; both run the trained network once more where they tell novelty.
+
+    A program does not refuse numbers that are not finite: what follows from them is NaN, in their rows alone. To run a
+    saved program elsewhere, import `posthoc_uq` first, which defines the tuple's class; an ONNX file does not need it.
 
     Args:
         predictor: to be exported.
+        inputs: an example of the model's positional arguments, by which a linearised head finds its closed form.
         level: of sets and intervals.
     """
     if not isinstance(predictor, Predictor):
@@ -98,14 +233,29 @@ def exportable(predictor: Predictor, level: float = 0.9) -> nn.Module:
             f"export takes a predictor from uq.wrap(model, posterior), not a {type(predictor).__name__}."
         )
     predictor.check_weights()  # programs hold weights, and check none
-    if not isinstance(predictor, (MomentsPredictor, SamplingPredictor)):
-        head, predictor = predictor.head, SamplingPredictor(predictor.model, predictor.posterior)
-        warn_user(
-            f"head={head!r} cannot be exported, because it needs backward passes: the program has "
-            f"{predictor.n_samples} draws of the weights in its place; wrap with head='moments' or head='sampling' to "
-            f"choose."
-        )
-    return _Program(predictor, level).eval()
+    made, head, missing = predictor, predictor, list[str]()
+    if isinstance(predictor, LinearizedPredictor):
+        if not inputs:
+            raise PosthocUQError(
+                "exportable(predictor, *inputs) needs an example of the inputs for head='linearized', by which its "
+                "closed form is found."
+            )
+        made = predictor.closed_form(*inputs)
+    if not isinstance(made, (MomentsPredictor, SamplingPredictor, ClosedForm)):
+        novelty = predictor.network_of_novelty is not None
+        made = head = SamplingPredictor(predictor.model, predictor.posterior, novelty=novelty)
+        missing = [
+            f"head={predictor.head!r} itself, because it needs backward passes unless a last layer alone has a "
+            f"posterior: it has {made.n_samples} draws of the weights in its place (wrap with head='moments' or "
+            f"head='sampling' to choose)"
+        ]
+        if isinstance(predictor.promises, Promises):
+            missing.append("the sets or intervals and p-values, whose held-out scores are of that head")
+    program = _Program(made, head, level).eval()
+    missing += program.missing
+    if missing:
+        warn_user(f"The exported program lacks {'; and '.join(missing)}.")
+    return program
 
 
 def export(
@@ -121,8 +271,7 @@ def export(
     arguments of the model's ``forward``.
 
     Args:
-        predictor: of the head "moments" or "sampling"; a linearised one is exported as the sampling head, with a
-            warning.
+        predictor: of any head; see `exportable`.
         inputs: an example of the model's positional arguments, of at least two samples.
         path: of a file to write: ``"model.onnx"``, or ``"model.pt2"`` for `torch.export.load`.
         level: of the sets and intervals, where the posterior has held-out scores for this head.
@@ -142,7 +291,7 @@ def export(
         raise PosthocUQError(
             "export takes an example of the model's inputs as tensors: uq.export(predictor, x)."
         )
-    module = exportable(predictor, level)
+    module = exportable(predictor, *inputs, level=level)
     batch = torch.export.Dim("batch", min=1, max=_MAX_BATCH)
     shapes: Any = (tuple({0: batch} for _ in inputs),) if dynamic_batch else None
     with torch.no_grad():
@@ -174,6 +323,7 @@ def _write_onnx(
         inputs,
         input_names=names if len(names) == len(inputs) else None,
         output_names=list(fields._fields),
+        custom_translation_table=_translations(),
         verbose=False,
     )
     assert onnx is not None
@@ -182,3 +332,50 @@ def _write_onnx(
         for part in sorted(Path(folder).iterdir(), reverse=True):
             with part.open("rb") as source, atomic.replacing(target.with_name(part.name)) as file:
                 shutil.copyfileobj(source, file)
+
+
+def _translations() -> dict[Any, Any]:
+    """What ONNX has no operation for, of the few small matrices of a program: unrolled."""
+    op: Any = import_module("onnxscript").opset18
+
+    def part(matrix: Any, rows: tuple[int, int], columns: tuple[int, int]) -> Any:
+        starts, ends = ([int(place[i]) for place in (rows, columns)] for i in (0, 1))
+        return op.Slice(
+            matrix,
+            op.Constant(value_ints=starts),
+            op.Constant(value_ints=ends),
+            op.Constant(value_ints=[1, 2]),
+        )
+
+    def cholesky(self: Any, upper: bool = False, check_errors: bool = False) -> Any:
+        left, size, columns = self, int(self.shape[-1]), list[Any]()
+        for k in range(size):
+            pivot = part(left, (0, 1), (0, 1))
+            column = op.Div(part(left, (0, size - k), (0, 1)), op.Sqrt(pivot))
+            zeros = op.Constant(value_ints=[0, k, 0, 0, 0, 0])
+            columns.append(op.Pad(column, zeros) if k else column)
+            if k + 1 < size:
+                below = part(column, (1, size - k), (0, 1))
+                square = part(left, (1, size - k), (1, size - k))
+                left = op.Sub(square, op.MatMul(below, op.Transpose(below, perm=[0, 2, 1])))
+        return op.Concat(*columns, axis=2), op.Constant(value_int=0)
+
+    def solve(
+        self: Any,
+        B: Any,
+        upper: bool,
+        left: bool = True,
+        unitriangular: bool = False,
+    ) -> Any:
+        size, solved = int(self.shape[-1]), list[Any]()
+        width = int(B.shape[-1])
+        for k in range(size):
+            found = part(B, (k, k + 1), (0, width))
+            if solved:
+                above = op.Concat(*solved, axis=1) if len(solved) > 1 else solved[0]
+                found = op.Sub(found, op.MatMul(part(self, (k, k + 1), (0, k)), above))
+            solved.append(op.Div(found, part(self, (k, k + 1), (k, k + 1))))
+        return op.Concat(*solved, axis=1)
+
+    aten: Any = torch.ops.aten
+    return {aten.linalg_cholesky_ex.default: cholesky, aten.linalg_solve_triangular.default: solve}

@@ -15,12 +15,13 @@ import torch
 from torch import Tensor, nn
 
 from posthoc_uq.core.batches import Batch
-from posthoc_uq.core.devices import full_precision, temporary_bytes
+from posthoc_uq.core.devices import as_double, full_precision, temporary_bytes, without_autocast
 from posthoc_uq.core.errors import PosthocUQError
 from posthoc_uq.core.model import check_differentiable, model_device, replicate, statistics_dtype, unwrap
 from posthoc_uq.core.options import Count, check_option
 from posthoc_uq.core.progress import in_parts, share
 from posthoc_uq.core.randomness import isolated_random_state
+from posthoc_uq.curvature.features import watching
 from posthoc_uq.heads.jacobians import (
     ONE_POSITION,
     Gradient,
@@ -35,12 +36,14 @@ from posthoc_uq.heads.jacobians import (
     track_layers,
     with_classes,
 )
+from posthoc_uq.heads.novelty import class_novelty, novelty_of_calls
 from posthoc_uq.heads.predictor import GaussianOutputs, GaussianPredictor, Latest, check_finite, reading
 from posthoc_uq.heads.spectrum import Spectrum
 from posthoc_uq.layers.frozen import Features, FrozenPart, called
-from posthoc_uq.layers.layer import Call
+from posthoc_uq.layers.layer import Call, Layer
 from posthoc_uq.layers.operands import temporary_limit
 from posthoc_uq.layers.proof import count_samples
+from posthoc_uq.layers.rules import LayerGradients
 from posthoc_uq.likelihoods.conformal import Promises
 from posthoc_uq.likelihoods.draws import LINK_DRAWS, Product, Spread, of_product
 from posthoc_uq.likelihoods.labels import Layout, novelty_at
@@ -200,7 +203,7 @@ class LinearizedOutputs(ABC):
 
     def gaussian(self) -> GaussianOutputs:
         """Mean, variance, and as much of the covariance as the link can use."""
-        with torch.autocast(self.mean.device.type, enabled=False):
+        with without_autocast(self.mean.device.type):
             covariance: Tensor | Spread | None = None
             if self._chosen.wants_covariance(self._rows.shape[1], self._many_rows):
                 covariance = self._covariances(None)
@@ -213,12 +216,12 @@ class LinearizedOutputs(ABC):
 
     def variance(self) -> Tensor:
         """Variance of every output that is used, shaped like `mean`."""
-        with torch.autocast(self.mean.device.type, enabled=False):
+        with without_autocast(self.mean.device.type):
             return self._whole(self._variances())
 
     def covariance(self, joint: bool) -> Tensor:
         """Covariance of the outputs that are used; see `LinearizedPredictor.functional_covariance`."""
-        with torch.autocast(self.mean.device.type, enabled=False):
+        with without_autocast(self.mean.device.type):
             indices = self._chosen.indices(self._rows)
             if joint:
                 return self._joint_covariance(indices)
@@ -264,17 +267,18 @@ class Linearization(LinearizedOutputs):
     has a closed form.
 
     Attributes:
+        engine: what all batches share.
         closed: the last layer, if the posterior covers no other and the engine may use it.
     """
 
     def __init__(self, engine: Engine, batch: Batch, samples: int) -> None:
         """
         Args:
-            engine: what all batches share.
+            engine: see above.
             batch: the model's arguments.
             samples: in the batch.
         """
-        self._engine, self._batch, self._weights = engine, batch, engine.weights
+        self.engine, self._batch, self._weights = engine, batch, engine.weights
         self._recording = engine.tracked.capture.run(batch, samples)
         outputs = self._recording.outputs.detach()
         layout = engine.layout(outputs, samples)
@@ -295,11 +299,11 @@ class Linearization(LinearizedOutputs):
     @cached_property
     def _last_layer(self) -> _LastLayer | None:
         """The layer whose outputs are the model's, if the posterior covers it."""
-        engine = self._engine
+        engine = self.engine
         name, capture = engine.tracked.last, engine.tracked.capture
         if name is None:
             return None
-        with torch.autocast(self.mean.device.type, enabled=False):
+        with without_autocast(self.mean.device.type):
             rows = output_rows(self._recording, capture, name, engine.dtype, self._layout)
         if rows is None:
             return None
@@ -308,7 +312,7 @@ class Linearization(LinearizedOutputs):
 
     def _result(self, computed: Tensor) -> Tensor:
         """On the device and in the number format of results."""
-        return computed.to(self.mean.device, self._engine.dtype)
+        return computed.to(self.mean.device, self.engine.dtype)
 
     def _variances(self) -> Tensor:
         if self.closed:
@@ -340,8 +344,7 @@ class Linearization(LinearizedOutputs):
     def _joint_covariance(self, indices: Tensor | None) -> Tensor:
         """By sample, place and class."""
         if self.closed and (indices is None or self.sizes):
-            found = self.closed.covariance.output_covariance(self.closed.rows, joint=True)
-            return self._result(_selected(found, indices, True))
+            return _selected(self.closed.joint_covariance(), indices, True)
         gradients = [self._one_class(place, indices) for place in range(len(self._places))]
         each = self._rows.shape[1] if indices is None else indices.shape[1]
         number = each * len(gradients)
@@ -360,7 +363,7 @@ class Linearization(LinearizedOutputs):
     def at_every_prior(self, spectrum: Spectrum) -> EveryPrior:
         """The outputs at every prior precision, from products with `spectrum`, which are those of the engine."""
         indices = self._chosen.indices(self._rows)
-        with torch.autocast(self.mean.device.type, enabled=False):
+        with without_autocast(self.mean.device.type):
             sums = self._contracted(indices, centre=indices is not None)
         return EveryPrior(self.mean, self._rows, indices, sums, spectrum, self._chosen)
 
@@ -370,7 +373,7 @@ class Linearization(LinearizedOutputs):
         size = len(self._places) * classes
         if self.closed:
             return super().trace(probes)
-        with torch.autocast(self.mean.device.type, enabled=False):
+        with without_autocast(self.mean.device.type):
             if size <= probes:
                 total = self._variances_at_places(None, classes).reshape(self._samples, -1).sum(1)
             else:
@@ -423,7 +426,7 @@ class Linearization(LinearizedOutputs):
             numbers = range(start, min(number, start + step))
             last = numbers.stop == number and last_place
             with share(0, 0.5):
-                pulled = pull(self._recording, gradient, numbers, self._engine.dtype, last=last)
+                pulled = pull(self._recording, gradient, numbers, self.engine.dtype, last=last)
             with share(0.5, 1):
                 variances.append(self._weights.contract(pulled, self._samples, len(numbers), "variance"))
         return torch.cat(variances, dim=1)
@@ -446,7 +449,7 @@ class Linearization(LinearizedOutputs):
         for start, stop in in_parts(((0, samples // 2), (samples // 2, samples))):
             with torch.autocast(self.mean.device.type, enabled=self._autocast):
                 half = Linearization(
-                    self._engine, self._batch.narrow(start, stop - start, samples), stop - start
+                    self.engine, self._batch.narrow(start, stop - start, samples), stop - start
                 )
             part = None if indices is None else indices[start * places : stop * places]
             halves.append(half._contracted(part, centre))
@@ -454,15 +457,15 @@ class Linearization(LinearizedOutputs):
 
     def _of_functions(self, gradient: Gradient, number: int, mode: Mode, last: bool) -> Tensor:
         with share(0, 0.5):
-            pulled = pull(self._recording, gradient, range(number), self._engine.dtype, last=last)
+            pulled = pull(self._recording, gradient, range(number), self.engine.dtype, last=last)
         with share(0.5, 1):
             return self._result(self._weights.contract(pulled, self._samples, number, mode))
 
     @property
     def _passes_at_once(self) -> int:
         """How many backward passes' output gradients fit into memory; none where not even one fits."""
-        pass_bytes = self._recording.numbers * torch.finfo(self._engine.dtype).bits // 8
-        return _STORED_BUDGETS * self._engine.budget // max(1, pass_bytes)
+        pass_bytes = self._recording.numbers * torch.finfo(self.engine.dtype).bits // 8
+        return _STORED_BUDGETS * self.engine.budget // max(1, pass_bytes)
 
 
 @dataclass(frozen=True)
@@ -521,19 +524,25 @@ class _LastLayer:
 
     def _parts(self, classes: int) -> tuple[Tensor, ...]:
         """The activations, a few rows at a time."""
+        if torch.compiler.is_compiling():  # under a tracer the number of rows is a symbol
+            return (self.rows,)
         limit = min(_MAX_ROW_BYTES, self._budget)
         return self.rows.split(max(1, limit // (8 * classes * (4 + self.rows.shape[1]))))
 
     def variances(self) -> Tensor:
         """Of the outputs by its own weights."""
-        return self._result(self.covariance.variances_of(self.rows).clamp(min=0))
+        if torch.compiler.is_compiling():
+            found = self.covariance.output_variance(as_double(self.rows).unsqueeze(1)).squeeze(1)
+        else:
+            found = self.covariance.variances_of(self.rows)
+        return self._result(found.clamp(min=0))
 
     def centred_variances(self, variance: Tensor) -> Tensor:
         """Of the outputs less their mean, for outputs of these variances."""
         classes = variance.shape[1]
         sums: list[Tensor] = []
         for part in self._parts(classes):
-            ones = part.new_ones(len(part), classes, 1)
+            ones = part.new_ones(part.shape[0], classes, 1)
             sums.append(self.covariance.output_product(part)(ones)[:, :, 0])
         means = self._result(torch.cat(sums)) / classes
         return (variance - 2 * means + means.mean(1, keepdim=True)).clamp(min=0)
@@ -542,6 +551,10 @@ class _LastLayer:
         """``(rows, m, m)``."""
         parts = self._parts(classes)
         return torch.cat([self._result(self.covariance.output_covariance(part)) for part in parts])
+
+    def joint_covariance(self) -> Tensor:
+        """``(rows * m, rows * m)``."""
+        return self._result(self.covariance.output_covariance(self.rows, joint=True))
 
     def spread(self, mean: Tensor, variance: Tensor, link: str) -> Spread:
         """What a link takes of the covariance of outputs with this mean and these variances."""
@@ -576,6 +589,8 @@ def spread_of(mean: Tensor, variance: Tensor, product: Callable[[slice], Product
         variance: of the same shape.
         product: gives the multiplication by the covariance of some rows.
     """
+    if torch.compiler.is_compiling():
+        return of_product(mean.to(variance), variance, product(slice(None)))
     step = max(1, _MAX_SPREAD // mean.shape[1])
     slices = [slice(start, start + step) for start in range(0, len(mean), step)]
     parts = [of_product(mean[part].to(variance), variance[part], product(part)) for part in slices]
@@ -615,6 +630,108 @@ def top_spread(mean: Tensor, indices: Tensor, top: Tensor, last: _LastLayer | No
         return multiply
 
     return variance, spread_of(mean.to(centred), centred, product)
+
+
+class LastLayerOutputs(LinearizedOutputs):
+    """The outputs of one batch by the closed form of the last layer alone, in functions that a tracer follows."""
+
+    def __init__(
+        self,
+        outputs: Tensor,
+        samples: int,
+        chosen: ChosenOutputs,
+        layout: Layout,
+        positions: Tensor | None,
+        last: Callable[[Tensor], _LastLayer],
+        rows: Tensor,
+    ) -> None:
+        """
+        Args:
+            outputs: of the model; see `LinearizedOutputs`, as what follows.
+            samples: in the batch.
+            chosen: the outputs that are used.
+            layout: of the outputs.
+            positions: those that are used.
+            last: makes the last layer of its activations at the positions that are used.
+            rows: its activations at all positions.
+        """
+        super().__init__(outputs, samples, chosen, layout, positions, ())
+        self._last = last(self._used(rows))
+
+    def _variances(self) -> Tensor:
+        return self._last.variances()
+
+    def _covariances(self, indices: Tensor | None) -> Tensor:
+        return _selected(self._last.covariances(self._rows.shape[1]), indices, False)
+
+    def _joint_covariance(self, indices: Tensor | None) -> Tensor:
+        return _selected(self._last.joint_covariance(), indices, True)
+
+    def _spread(self) -> tuple[Tensor, Spread | None]:
+        variance = self._last.variances()
+        return variance, self._last.spread(self._rows, variance, self._chosen.link)
+
+
+class ClosedForm:
+    """Predictions by the closed form of the last layer, in functions that a tracer follows.
+
+    Attributes:
+        network: at the posterior's mean, in eval mode; nothing else may run it meanwhile.
+    """
+
+    def __init__(
+        self,
+        network: nn.Module,
+        posterior: Posterior,
+        layer: Layer,
+        engine: Engine,
+        prediction_of: Callable[[GaussianOutputs], Prediction],
+        novelty: bool,
+    ) -> None:
+        """
+        Args:
+            network: see above.
+            posterior: a snapshot.
+            layer: whose outputs are the model's.
+            engine: of the head, with the covariance of that layer's weights.
+            prediction_of: what the head makes of Gaussian outputs.
+            novelty: whether predictions know theirs.
+        """
+        self.network, self._posterior, self._layer, self._engine = network, posterior, layer, engine
+        self._prediction_of, self._novelty = prediction_of, novelty
+        assert isinstance(engine.weights, WeightCovariance)
+        self._covariance = engine.weights.of_layer(layer.name).traceable(layer.matrix_shape)
+
+    def __call__(self, *args: Any) -> Prediction:
+        """The prediction of a batch."""
+        engine, posterior, batch = self._engine, self._posterior, Batch(args)
+        with watching(self.network, self._layer) as calls:
+            outputs = batch.call(self.network)
+        samples = outputs.shape[0]
+        operand = LayerGradients(self._layer, calls, samples, 0).activations(engine.dtype)[0]
+        found = LastLayerOutputs(
+            outputs,
+            samples,
+            engine.chosen,
+            engine.layout(outputs, samples),
+            engine.positions,
+            lambda rows: _LastLayer(
+                self._covariance,
+                rows,
+                lambda computed: computed.to(outputs.device, engine.dtype),
+                engine.budget,
+            ),
+            operand.rows().flatten(0, 2),
+        )
+        prediction = self._prediction_of(found.gaussian())
+        if not self._novelty:
+            return prediction
+        assert posterior.features is not None
+        if posterior.features.layer.weight == self._layer.weight:  # whose inputs are the features
+            ratio = novelty_of_calls(posterior.features, calls, batch)
+        else:
+            ratio = class_novelty(self.network, posterior, batch)
+        return prediction.with_novelty(novelty_at(ratio, found.sizes, found.picked))
 
 
 class Probes(LinearizedOutputs):
@@ -942,6 +1059,9 @@ class LinearizedPredictor(GaussianPredictor):
         """Full precision; no inference mode and no gradients, whatever the caller's mode, since autograd is used
         inside; the caller's where this call keeps its graph.
         """
+        if torch.compiler.is_compiling():  # a tracer makes a graph of its own of each mode
+            yield
+            return
         with full_precision():
             if kept and self._differentiated:
                 yield
@@ -992,6 +1112,27 @@ class LinearizedPredictor(GaussianPredictor):
         """See `Predictor`."""
         with self._gradients(False):
             return self._linearized(self._snapshot(), features.batch, features).gaussian()
+
+    def closed_form(self, *args: Any) -> ClosedForm | None:
+        """The closed form of the last layer that predicts such inputs, for programs; None where there is none.
+
+        Raises:
+            PosthocUQError: its covariance would have to be formed, and is too large.
+        """
+        posterior, batch = self._snapshot(), self._batch(args, {})
+        with self._gradients(False), self.explaining(batch):
+            found = self._linearized(posterior, batch)
+            if not isinstance(found, Linearization) or found.closed is None:
+                return None
+            assert found.engine.tracked.last is not None
+            return ClosedForm(
+                replicate(self._network),
+                posterior,
+                posterior.layers[found.engine.tracked.last],
+                found.engine,
+                partial(self._prediction_of, posterior),
+                self.network_of_novelty is not None,
+            )
 
     @reading
     def functional_mean(self, *args: Any, **kwargs: Any) -> Tensor:

@@ -57,6 +57,10 @@ def class_novelty(
     features = posterior.features
     if features is None:
         raise PosthocUQError(NOT_KEPT)
+    if torch.compiler.is_compiling():
+        with watching(network, features.layer) as calls:
+            batch.call(network)
+        return novelty_of_calls(features, calls, batch, smoothing)
     with torch.inference_mode(False), torch.no_grad():
         with watching(network, features.layer) as calls:
             batch.copied().call(network)
@@ -71,10 +75,13 @@ def novelty_of_calls(
     """
     by_position, samples = features.source == "positions", count_samples(batch)
     rows = feature_rows(calls, features.layer, samples, by_position, batch.attention_mask)
-    with torch.inference_mode(False), torch.no_grad():
-        parts = rows.split(_MAX_ROWS)
-        novelty = torch.cat([features.novelty(part, smoothing).to(part) for part in parts])
-        return novelty.reshape(samples, *grid_of(calls[0])) if by_position else novelty
+    if torch.compiler.is_compiling():  # modes make graphs of their own, and the number of rows is a symbol
+        novelty = features.novelty(rows, smoothing).to(rows)
+    else:
+        with torch.inference_mode(False), torch.no_grad():
+            parts = rows.split(_MAX_ROWS)
+            novelty = torch.cat([features.novelty(part, smoothing).to(part) for part in parts])
+    return novelty.reshape(samples, *grid_of(calls[0])) if by_position else novelty
 
 
 class PosteriorRatio:

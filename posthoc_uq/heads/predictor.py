@@ -665,6 +665,11 @@ class Predictor(nn.Module, ABC):
         return class_novelty(self._network, posterior, batch)
 
     @property
+    def network_of_novelty(self) -> nn.Module | None:
+        """The model at the posterior's mean, where predictions tell their novelty by its features; else None."""
+        return self._network if self._tells_novelty and self._posterior.features is not None else None
+
+    @property
     @abstractmethod
     def _network(self) -> nn.Module:
         """The model at the posterior's mean, which moves with the predictor."""

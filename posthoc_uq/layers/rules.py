@@ -117,7 +117,7 @@ class Convolution(LayerRule):
         for axis, stride in enumerate(geometry.stride):
             if stride > 1:
                 x = x[(slice(None),) * (axis + 2) + (slice(None, None, stride),)]
-        columns = x.reshape(len(x), layer.groups, x.shape[1] // layer.groups, -1)
+        columns = x.reshape(x.shape[0], layer.groups, x.shape[1] // layer.groups, -1)
         if bias:
             ones = columns.new_ones(1, 1, 1, 1).expand(*columns.shape[:2], 1, columns.shape[3])
             columns = torch.cat((columns, ones), 2)

@@ -190,7 +190,14 @@ class LogitsPrediction(Prediction):
         entropy = self.entropy()
         known = self.sample_entropy is not None
         information = self.mutual_information() if known else torch.full_like(entropy, float("nan"))
-        return ClassTensors(self.probs, self.logits_mean, self.logits_variance, entropy, information)
+        return ClassTensors(
+            self.probs,
+            self.logits_mean,
+            self.logits_variance,
+            entropy,
+            information,
+            self._novelty_like(entropy),
+        )
 
 
 @dataclass(frozen=True, eq=False, repr=False)

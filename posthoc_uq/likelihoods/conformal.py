@@ -387,11 +387,15 @@ class Promises:
             level: of the promise.
             allow_empty: as in `set_of`.
         """
+        wide = as_double(probs)
+        return set_of(wide, 1 - wide, self.threshold_of_positions(level), allow_empty).to(probs.device)
+
+    def threshold_of_positions(self, level: float) -> float:
+        """The largest score of a class that belongs to the set of a position."""
         thresholds = self._thresholds(("positions",), level, len(self.shares))
         # the last share is 1, and levels are below it
         share = next(place for place, share in enumerate(self.shares) if share >= level - 1e-12)
-        wide = as_double(probs)
-        return set_of(wide, 1 - wide, float(thresholds[share]), allow_empty).to(probs.device)
+        return float(thresholds[share])
 
     def bounds(self, kind: TargetScore, level: float, outputs: int) -> Tensor:
         """The largest score of each output's target that belongs to an interval, ``(outputs,)``, float64."""

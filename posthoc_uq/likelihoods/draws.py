@@ -26,7 +26,7 @@ DIRECTIONS = 8  # common directions, for more than `EXACT` classes
 EXACT = 10  # classes up to which a covariance is kept whole
 _FLOOR = 1.0  # weight shared equally by all classes, beside a weight of 1 by how undecided each class is
 _ROUNDS = 2  # of subspace iteration
-_RANK = 1e-12  # eigenvalues below this share of the largest count as zero
+_RANK = 1e-12  # share of the largest entry by which the diagonal of a matrix that may be singular is raised
 _TINY = 1e-12  # the least variance of a logit, whose inverse is still a number in float32
 
 
@@ -147,12 +147,16 @@ def of_covariance(mean: Tensor, covariance: Tensor) -> Spread:
     largest = finite.diagonal(dim1=1, dim2=2).amax(1).clamp(min=_TINY)
     floor = 10 * torch.finfo(covariance.dtype).eps * largest
     unit = torch.eye(size, dtype=wide.dtype, device=wide.device).unsqueeze(-1)
-    rows, factors = torch.cat([inner + floor * unit, unit.expand(inner.shape)], 1), list[Tensor]()
-    for k in range(size):  # of A and the identity, side by side, elimination makes L^T and L^(-1)
-        factors.append(rows[0] * rows[0, k].clamp(min=floor).rsqrt())
-        rows = rows[1:] - factors[-1][k + 1 : size].unsqueeze(1) * factors[-1]
-    factor = torch.stack(factors).unflatten(1, (2, size))  # (k, L^T or L^(-1), contrasts, batch)
-    root, dual = torch.einsum("ci,ktib->tbck", contrasts, factor)
+    if torch.compiler.is_compiling():  # a program of few operations
+        factor, inverse = _root_and_inverse((inner + floor * unit).movedim(-1, 0))
+        root, dual = contrasts @ factor, contrasts @ inverse.transpose(1, 2)
+    else:
+        rows, factors = torch.cat([inner + floor * unit, unit.expand(inner.shape)], 1), list[Tensor]()
+        for k in range(size):  # of A and the identity, side by side, elimination makes L^T and L^(-1)
+            factors.append(rows[0] * rows[0, k].clamp(min=floor).rsqrt())
+            rows = rows[1:] - factors[-1][k + 1 : size].unsqueeze(1) * factors[-1]
+        factor = torch.stack(factors).unflatten(1, (2, size))  # (k, L^T or L^(-1), contrasts, batch)
+        root, dual = torch.einsum("ci,ktib->tbck", contrasts, factor)
     rest = 1 / dual.square().sum(-1)
     return _spread(root, rest, not_finite, mean, root - rest.unsqueeze(-1) * dual)
 
@@ -172,10 +176,10 @@ def of_product(mean: Tensor, variance: Tensor, product: Product) -> Spread:
     ``S = H Sigma H`` with ``H = 1 - 1/C``, and the rest of its diagonal as independent. `of_covariance` is used where
     it is exact, for few classes.
 
-    The directions are ``S Y (Y^T S Y)^(-1/2)`` (Nystroem), so that ``S - L L^T`` is a covariance again, with ``Y`` by
-    subspace iteration from the most undecided classes. Classes are weighted by how much a change of their logit
-    moves the probabilities, ``p (1 - p)``, plus an equal share: the covariance is most accurate for the classes between
-    which the prediction is undecided.
+    The directions are ``S Y L^(-T)`` with ``Y^T S Y = L L^T`` (Nystroem), so that ``S - L L^T`` is a covariance again,
+    with ``Y`` by subspace iteration from the most undecided classes. Classes are weighted by how much a change of their
+    logit moves the probabilities, ``p (1 - p)``, plus an equal share: the covariance is most accurate for the classes
+    between which the prediction is undecided.
 
     Args:
         mean: ``(batch, classes)``.
@@ -184,7 +188,7 @@ def of_product(mean: Tensor, variance: Tensor, product: Product) -> Spread:
     """
     classes = mean.shape[1]
     if classes <= EXACT:
-        units = torch.eye(classes, dtype=mean.dtype, device=mean.device).expand(len(mean), -1, -1)
+        units = torch.eye(classes, dtype=mean.dtype, device=mean.device).expand(mean.shape[0], -1, -1)
         return of_covariance(mean, product(units))
     sums = as_double(product(torch.ones_like(mean).unsqueeze(-1)))[:, :, 0] / classes
     diagonal = (as_double(variance) - 2 * sums + sums.mean(1, keepdim=True)).clamp(min=0)
@@ -199,16 +203,29 @@ def of_product(mean: Tensor, variance: Tensor, product: Product) -> Spread:
     first = weights[:, :, 0].topk(min(DIRECTIONS, classes)).indices
     basis = torch.nn.functional.one_hot(first, classes).transpose(1, 2).to(weights)
     for _ in range(_ROUNDS):
-        basis = torch.linalg.qr(weighted(basis)).Q
+        basis = weighted(basis)
+        basis = basis @ _root_and_inverse(_raised(basis.transpose(1, 2) @ basis))[1].transpose(1, 2)
     image = weighted(basis)
     inner = basis.transpose(1, 2) @ image
-    values, vectors = torch.linalg.eigh((inner + inner.transpose(1, 2)) / 2)
-    usable = values > _RANK * values[:, -1:].clamp(min=torch.finfo(values.dtype).tiny)
-    scale = torch.where(usable, values, torch.ones_like(values)).rsqrt() * usable
-    root = image @ (vectors * scale.unsqueeze(1)) / weights.clamp(min=torch.finfo(values.dtype).tiny)
+    inverse = _root_and_inverse(_raised((inner + inner.transpose(1, 2)) / 2))[1]
+    root = image @ inverse.transpose(1, 2) / weights.clamp(min=torch.finfo(weights.dtype).tiny)
     # centring removed 1 / C of the independent part
     rest = (diagonal - root.square().sum(-1)).clamp(min=0) * (classes / (classes - 1))
     return _spread(root, rest, not_finite, mean)
+
+
+def _raised(matrices: Tensor) -> Tensor:
+    """Positive semidefinite matrices with a diagonal that is raised as far as their roots need it."""
+    diagonal = matrices.diagonal(dim1=1, dim2=2)
+    least = _RANK * diagonal.amax(1, keepdim=True).clamp(min=torch.finfo(matrices.dtype).tiny / _RANK)
+    return matrices + torch.diag_embed(least.expand_as(diagonal))
+
+
+def _root_and_inverse(matrices: Tensor) -> tuple[Tensor, Tensor]:
+    """``L`` of ``A = L L^T``, and ``L^-1``."""
+    root = torch.linalg.cholesky_ex(matrices).L
+    unit = torch.eye(matrices.shape[-1], dtype=matrices.dtype, device=matrices.device)
+    return root, torch.linalg.solve_triangular(root, unit.expand_as(root), upper=False)
 
 
 def _weights(mean: Tensor, variance: Tensor) -> Tensor:

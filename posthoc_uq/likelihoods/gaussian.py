@@ -463,7 +463,8 @@ class RegressionPrediction(Prediction):
         return squared_errors(self.mean, targets)
 
     def tensors(self) -> ValueTensors:
-        return ValueTensors(self.mean, self.variance, self.epistemic_variance)
+        novelty = self._novelty_like(self.mean.reshape(self.mean.shape[0], -1)[:, 0])
+        return ValueTensors(self.mean, self.variance, self.epistemic_variance, novelty)
 
 
 @dataclass(frozen=True, eq=False, repr=False)

@@ -890,4 +890,5 @@ class DrawnPrediction(Prediction):
             PosthocUQError: the likelihood has no ``mean`` or no ``variance``.
         """
         variance = self.variance
-        return ValueTensors(cast(Tensor, self.mean), variance, cast(Tensor, self.epistemic_variance))
+        novelty = self._novelty_like(variance.reshape(variance.shape[0], -1)[:, 0])
+        return ValueTensors(cast(Tensor, self.mean), variance, cast(Tensor, self.epistemic_variance), novelty)

@@ -9,6 +9,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from posthoc_uq.core.devices import without_autocast
 from posthoc_uq.likelihoods.draws import Spread, normals, normals_like
 
 _MAX_NUMBERS = 2**17  # logits at points that are computed at once, so that they stay in the cache
@@ -142,7 +143,7 @@ class GaussianLogits(NamedTuple):
         if not torch.compiler.is_compiling():
             step = max(1, _MAX_NUMBERS // (len(points[0]) * mean.shape[1]))
             rows = list(zip(mean.split(step), spread.split(step), strict=True))
-        with torch.autocast(mean.device.type, enabled=False):
+        with without_autocast(mean.device.type):
             found = [compute(*part, *points) for part in rows]
         leading = self.mean.shape[:-1]
         return [torch.cat(column).unflatten(0, leading) for column in zip(*found, strict=True)]

@@ -318,10 +318,16 @@ class PositionPrediction(Prediction):
         return values | self._stored()
 
     def tensors(self) -> ClassTensors:
-        """See `Prediction`; entropy and mutual information are maps."""
+        """See `Prediction`; entropy, mutual information and novelty are maps."""
         parts = self.rows.tensors()
+        entropy = self._map(parts.entropy)
         return ClassTensors(
-            *(self._whole(part) for part in parts[:3]), *(self._map(part) for part in parts[3:])
+            self.probs,
+            self.logits_mean,
+            self.logits_variance,
+            entropy,
+            self._map(parts.mutual_information),
+            self._novelty_like(entropy),
         )
 
     def to_dict(self) -> dict[str, Tensor]:

@@ -244,6 +244,11 @@ class Prediction(ABC):
     def tensors(self) -> NamedTuple:
         """The main tensors as a named tuple, the form in which an exported program gives them."""
 
+    def _novelty_like(self, scores: Tensor) -> Tensor:
+        """The novelty, or NaN in the shape of `scores` where it is not known."""
+        ratio = self.novelty_ratio
+        return torch.full_like(scores, float("nan")) if ratio is None else ratio
+
     def to_dict(self) -> dict[str, Tensor]:
         """Tensors by name, and what is computed from them; unknown ones are left out."""
         known = {name: getattr(self, name) for name in self._dims if name not in self._not_shown}
@@ -448,6 +453,7 @@ class ClassTensors(NamedTuple):
         logits_variance: of the same shape.
         entropy: (batch,), in nats.
         mutual_information: (batch,), in nats; NaN with ``link="probit"`` or ``"bridge"``, which do not know it.
+        novelty: (batch,); NaN where it is not known.
     """
 
     probs: Tensor
@@ -455,6 +461,7 @@ class ClassTensors(NamedTuple):
     logits_variance: Tensor
     entropy: Tensor
     mutual_information: Tensor
+    novelty: Tensor
 
 
 class ValueTensors(NamedTuple):
@@ -464,19 +471,23 @@ class ValueTensors(NamedTuple):
         mean: (batch,) or (batch, outputs).
         variance: of the same shape: total, by weights and observation noise.
         epistemic_variance: of the same shape: the weights' part.
+        novelty: (batch,); NaN where it is not known.
     """
 
     mean: Tensor
     variance: Tensor
     epistemic_variance: Tensor
+    novelty: Tensor
 
 
-class PromisedClassTensors(NamedTuple):
-    """`ClassTensors` of a predictor whose posterior has held-out scores (`posthoc_uq.calibrate`).
+class RankedClassTensors(NamedTuple):
+    """`ClassTensors` and p-values among held-out scores (`posthoc_uq.calibrate`), float64; see
+    `Prediction.familiarity`.
 
     Attributes:
-        set: (batch, classes), bool: see `ClassPrediction.set`; of the level that `export` was given.
-        familiarity: (batch,), float64: the p-value of the entropy, see `Prediction.familiarity`.
+        p_entropy: (batch,), of the entropy.
+        p_novelty: (batch,), of the novelty; NaN where there are no held-out scores of it, as `p_joint`.
+        p_joint: (batch,), of the more surprising of the two, by which `Referral` goes.
     """
 
     probs: Tensor
@@ -484,30 +495,75 @@ class PromisedClassTensors(NamedTuple):
     logits_variance: Tensor
     entropy: Tensor
     mutual_information: Tensor
-    set: Tensor
-    familiarity: Tensor
+    novelty: Tensor
+    p_entropy: Tensor
+    p_novelty: Tensor
+    p_joint: Tensor
 
 
-class PromisedValueTensors(NamedTuple):
-    """`ValueTensors` of a predictor whose posterior has held-out scores (`posthoc_uq.calibrate`).
+class RankedValueTensors(NamedTuple):
+    """`ValueTensors` and p-values among held-out scores (`posthoc_uq.calibrate`), float64; see
+    `Prediction.familiarity`.
 
     Attributes:
-        lower: of the shape of `mean`: the interval's, see `RegressionPrediction.interval`; of the level that `export`
-            was given.
-        upper: of the same shape.
-        familiarity: (batch,), float64: the p-value of the standard deviation, see `Prediction.familiarity`.
+        p_standard_deviation: (batch,), of the standard deviation.
+        p_novelty: as in `RankedClassTensors`.
+        p_joint: as there.
     """
 
     mean: Tensor
     variance: Tensor
     epistemic_variance: Tensor
+    novelty: Tensor
+    p_standard_deviation: Tensor
+    p_novelty: Tensor
+    p_joint: Tensor
+
+
+class PromisedClassTensors(NamedTuple):
+    """`RankedClassTensors` and sets.
+
+    Attributes:
+        set: in the shape of `probs`, bool: see `ClassPrediction.set`; of the level that `export` was given.
+    """
+
+    probs: Tensor
+    logits_mean: Tensor
+    logits_variance: Tensor
+    entropy: Tensor
+    mutual_information: Tensor
+    novelty: Tensor
+    p_entropy: Tensor
+    p_novelty: Tensor
+    p_joint: Tensor
+    set: Tensor
+
+
+class PromisedValueTensors(NamedTuple):
+    """`RankedValueTensors` and intervals.
+
+    Attributes:
+        lower: of the shape of `mean`: the interval's, see `RegressionPrediction.interval`; of the level that `export`
+            was given.
+        upper: of the same shape.
+    """
+
+    mean: Tensor
+    variance: Tensor
+    epistemic_variance: Tensor
+    novelty: Tensor
+    p_standard_deviation: Tensor
+    p_novelty: Tensor
+    p_joint: Tensor
     lower: Tensor
     upper: Tensor
-    familiarity: Tensor
 
 
 # so that an exported program can name its outputs in a file
-for _kind in (ClassTensors, ValueTensors, PromisedClassTensors, PromisedValueTensors):
+for _kind in (
+    *(ClassTensors, RankedClassTensors, PromisedClassTensors),
+    *(ValueTensors, RankedValueTensors, PromisedValueTensors),
+):
     pytree._register_namedtuple(  # pyright: ignore[reportPrivateUsage]
         _kind, serialized_type_name=f"posthoc_uq.{_kind.__name__}"
     )

@@ -11,11 +11,11 @@ from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from math import sqrt
-from typing import Any, Literal, Protocol, cast
+from typing import Any, Literal, NamedTuple, Protocol, cast
 
 import torch
 import torch.nn.functional as F
-from torch import Tensor
+from torch import Tensor, nn
 from torch.overrides import resolve_name
 from torch.utils import _pytree as pytree
 
@@ -130,6 +130,22 @@ class MomentTensor(Tensor):
         )
 
 
+class SumOf(NamedTuple):
+    """What is known of a sum: of which tensor it is.
+
+    Attributes:
+        source: that tensor.
+        total: gives the same sum of a tensor of its shape.
+    """
+
+    source: MomentTensor
+    total: Callable[[Tensor], Tensor]
+
+
+DETACHED = "detached"
+"""The note of numbers that the model's code detached. A maximum of them keeps an exponential from overflowing, and
+cancels: it counts as certain."""
+
 Rule = Callable[..., Any]
 RULES: dict[Any, Rule] = {}
 QUERIES: set[Any] = set()
@@ -225,11 +241,28 @@ class Pass(CallMode):
         super().__init__()
         self.rules, self.posteriors, self.where = rules, posteriors, where
         self.used: set[str] = set()
+        self._written: dict[int, tuple[Tensor, MomentTensor]] = {}  # plain tensors that became uncertain
+
+    def _present(self, value: Any) -> Any:
+        """What stands for a tensor now."""
+        if not isinstance(value, Tensor) or isinstance(value, MomentTensor):
+            return value
+        base: Any = value._base  # pyright: ignore[reportPrivateUsage]
+        if id(base) in self._written:
+            raise self.refusal(
+                "a view of a plain tensor is used after an uncertain activation was written into that in place",
+                "take the view afterwards",
+            )
+        return self._written[id(value)][1] if id(value) in self._written else value
 
     def follows(self, weight: Tensor) -> bool:
         return id(weight) in self.posteriors
 
     def called(self, func: Any, types: Any, args: Any, kwargs: dict[str, Any]) -> Any:
+        if self._written:
+            args, kwargs = pytree.tree_map(self._present, (args, kwargs))
+            if any(isinstance(x, MomentTensor) for x in pytree.tree_leaves((args, kwargs))):
+                types = (*types, MomentTensor)
         call = affine_call(func, args, kwargs)
         if call is not None and id(call.parameter) in self.posteriors:
             self.used.add(self.posteriors[id(call.parameter)].layer)
@@ -274,12 +307,21 @@ class Pass(CallMode):
         text = f"{inside}{problem}" if inside else problem[0].upper() + problem[1:]
         return PosthocUQError(f"{text}; {remedy}, or predict with head='sampling'.")
 
-    def replace(self, target: MomentTensor, result: MomentTensor) -> MomentTensor:
-        """Write the result of an in-place operation into its target; returns the target.
+    def replace(self, target: Tensor, result: MomentTensor) -> MomentTensor:
+        """Write the result of an in-place operation into its target; returns the target, or of a plain tensor what
+        stands for it from then on.
 
         Raises:
-            PosthocUQError: the target shares its memory with another tensor that is still in use.
+            PosthocUQError: the target shares its memory with another tensor that is still in use, or may do.
         """
+        if not isinstance(target, MomentTensor):
+            if target._base is not None or isinstance(target, nn.Parameter):  # pyright: ignore[reportPrivateUsage]
+                raise self.refusal(
+                    "an uncertain activation is written in place into a view of a plain tensor",
+                    "make the operation out of place",
+                )
+            self._written[id(target)] = target, result
+            return result
         alive = [alias() for alias in target.moment_aliases or []]
         if any(alias is not None and alias is not target for alias in alive):
             raise self.refusal(

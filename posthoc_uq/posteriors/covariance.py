@@ -375,6 +375,24 @@ class Covariance:
         """
         raise self._cannot("row covariances")
 
+    def traceable(self, shape: tuple[int, int, int]) -> Covariance:
+        """The covariance of a layer of one group, of which `output_variance`, `output_covariance` and `output_product`
+        can be traced for certain inputs: what they compute once is there.
+
+        Args:
+            shape: ``(1, m, n)`` of the layer.
+
+        Raises:
+            PosthocUQError: it would have to be formed, and is too large.
+        """
+        _, outputs, inputs = shape
+        with torch.inference_mode(False), torch.no_grad():
+            zeros = torch.zeros(1, inputs, dtype=self.dtype, device=self.device)
+            self.output_variance(as_double(zeros).unsqueeze(1))
+            self.output_covariance(zeros)
+            self.output_product(zeros)(zeros.new_zeros(1, outputs, 1))
+        return self
+
     def variances_of(self, activations: Tensor) -> Tensor:
         """Variances of the outputs ``(rows, m)`` of a layer of one group, for certain inputs ``(rows, n)``."""
         return self.output_variance(as_double(activations).unsqueeze(1)).squeeze(1)
@@ -420,6 +438,9 @@ def jacobian_gram(activations: Operand, gradients: Tensor, inputs: int, limit: i
     return torch.cat(parts)
 
 
+_MAX_FORMED = 2**12  # weights whose covariance is formed for a program
+
+
 class _LayerOfBlock(Covariance):
     """A layer's part of a block that is known by its quadratic forms."""
 
@@ -446,6 +467,22 @@ class _LayerOfBlock(Covariance):
 
     def variances_of(self, activations: Tensor) -> Tensor:
         return self.output_covariance(activations).diagonal(dim1=1, dim2=2)
+
+    def traceable(self, shape: tuple[int, int, int]) -> Covariance:
+        """The whole matrix, by the quadratic forms of all pairs of weights."""
+        _, outputs, inputs = shape
+        size = outputs * inputs
+        if size > _MAX_FORMED:
+            raise self._cannot(
+                f"covariance of {size:,} weights, at most {_MAX_FORMED:,}, that could be formed"
+            )
+        whole = self._whole[0] * self._whole[1] * self._whole[2]
+        units = torch.zeros(size, whole, dtype=torch.float64, device=self.device)
+        units[:, self._start : self._start + size].fill_diagonal_(1.0)
+        found = as_double(self._block.quadratic(units.reshape(-1, *self._whole)))
+        pairs = found.reshape(outputs, inputs, outputs, inputs).permute(0, 2, 1, 3).contiguous()
+        rows = pairs.diagonal(dim1=0, dim2=1).permute(2, 0, 1).unsqueeze(0)
+        return DenseLayer(rows, pairs).prepared(self.dtype, self.device, self.limit)
 
 
 # Independent weights, perhaps in other bases (`Kronecker`) or less a low rank (`posthoc_uq.posteriors.information`).
@@ -892,6 +929,13 @@ class Dense(Covariance):
         return DenseLayer(rows, pairs.contiguous())
 
 
+def _bilinear(matrices: Tensor, rows: Tensor) -> Tensor:
+    """``a^T M a`` of rows ``(r, n)`` and matrices ``(..., n, n)``, ``(r, ...)``; a tracer follows no larger einsum."""
+    size = matrices.shape[-1]
+    products = (rows @ matrices.movedim(-2, 0).reshape(size, -1)).unflatten(1, (*matrices.shape[:-2], size))
+    return (products * rows.reshape(-1, *[1] * (matrices.ndim - 2), size)).sum(-1)
+
+
 class DenseLayer(Covariance):
     """Explicit covariances of the rows of one layer's weights.
 
@@ -908,7 +952,8 @@ class DenseLayer(Covariance):
 
     def output_variance(self, mean: Tensor, variance: Tensor | None = None) -> Tensor:
         rows = self.rows.to(mean)
-        result = torch.einsum("rgi,goij,rgj->rgo", mean, rows, mean)
+        groups = [_bilinear(own, mean[:, group]) for group, own in enumerate(rows)]
+        result = torch.stack(groups, 1)
         if variance is None:
             return result
         return result + torch.einsum("goii,rgi->rgo", rows, variance)
@@ -922,13 +967,13 @@ class DenseLayer(Covariance):
             if joint:
                 diagonal = torch.einsum("oij,si,tj->sto", rows, inputs, inputs)
             else:
-                diagonal = torch.einsum("oij,ri,rj->ro", rows, inputs, inputs)
+                diagonal = _bilinear(rows, inputs)
             if covariance is not None:
                 diagonal = diagonal + torch.einsum("oij,rij->ro", rows, as_double(covariance))
             return joined_rows(torch.diag_embed(diagonal), joint)
         if joint:
             return joined_rows(torch.einsum("opij,si,tj->stop", pairs, inputs, inputs), joint)
-        found = torch.einsum("opij,ri,rj->rop", pairs, inputs, inputs)
+        found = _bilinear(pairs, inputs)
         if covariance is None:
             return found
         return found + torch.einsum("opij,rij->rop", pairs, as_double(covariance))

@@ -106,7 +106,7 @@ class FeatureGrams:
             remaining = remaining + outside * inverse[:, -1]
         if directions.shape[1]:
             explained = inside @ directions
-            remaining = remaining - explained.square().reshape(len(phi), self.classes, -1).sum(2)
+            remaining = remaining - explained.square().unflatten(1, (self.classes, -1)).sum(2)
         share = ridge * remaining.amin(1, keepdim=True) / squares
         novelty = torch.where(squares == 0, torch.ones_like(share), share).squeeze(1)
         return novelty.clamp(torch.finfo(torch.float32).tiny, 1.0)

@@ -250,6 +250,16 @@ class LowRankDiagonal(Independent):
         return torch.linalg.solve_triangular(self._root, columns, upper=False).to(self.dtype)
 
     @cached_property
+    def wide_reduction(self) -> Tensor:
+        """``R^-1 D`` in float64, ``(G, L, L)``, for a tracer: not every program has triangular solves."""
+        return self._inverse_columns().flatten(2)
+
+    def traceable(self, shape: tuple[int, int, int]) -> Covariance:
+        if self.width:
+            _ = self.wide_reduction
+        return super().traceable(shape)
+
+    @cached_property
     def narrow_root(self) -> Tensor:
         """``R`` in the activations' precision."""
         return self._root.to(self.dtype)
@@ -382,6 +392,9 @@ class LowRankDiagonal(Independent):
         """
         samples, groups, functions = cores.shape[:3]
         wide = cores.dtype == torch.float64
+        if torch.compiler.is_compiling():
+            reduced = as_double(cores).reshape(samples * functions, -1) @ self.wide_reduction[0].T
+            return reduced.reshape(samples, functions, -1)
         if not wide and groups == 1 and self._root.shape[-1] <= _MAX_PRODUCT:
             rows = cores.reshape(samples * functions, -1)
             return (rows @ self.narrow_reduction[0].T.to(rows)).reshape(samples, functions, -1)
@@ -506,6 +519,10 @@ class LowRankDiagonal(Independent):
 
     def _solved(self, cores: Tensor) -> Tensor:
         """``D B^-1 D`` times cores ``(samples, k, g, a)`` of a layer of one group, in float64."""
+        if torch.compiler.is_compiling():
+            reduction = self.wide_reduction[0]
+            flat = as_double(cores).flatten(2)
+            return (flat @ reduction.T @ reduction).reshape(cores.shape)
         root, roots = self._root[0], as_double(self._roots).to(self._root)[0]
         columns = (cores.to(root) * roots).flatten(2).flatten(0, 1).T
         solved = torch.cholesky_solve(columns, root).T.reshape(cores.shape) * roots

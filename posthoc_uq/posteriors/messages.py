@@ -86,6 +86,11 @@ class Moved(Covariance):
         outputs._inner = self._inner.of_layer(start, shape, whole)
         return outputs
 
+    def traceable(self, shape: Shape) -> Covariance:
+        outputs = copy.copy(self)
+        outputs._inner = self._inner.traceable(shape)
+        return outputs
+
     @cached_property
     def _marginal(self) -> Tensor:
         return self.variance()

@@ -115,11 +115,6 @@ def relu(state: Pass, input: Any, inplace: bool = False) -> Any:
 
 
 def _in_place(operation: Rule, state: Pass, input: Any, *args: Any, **kwargs: Any) -> Any:
-    if not isinstance(input, MomentTensor):
-        raise state.refusal(
-            "an uncertain activation is written in place into a plain tensor",
-            "make the operation out of place",
-        )
     return state.replace(input, operation(state, input, *args, **kwargs))
 
 

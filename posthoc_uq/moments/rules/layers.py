@@ -282,22 +282,6 @@ def rms_norm(
         return _scaled(h, variance.clamp(min=0), weight, None, m.dtype)
 
 
-@rule(F.normalize)
-def normalize(
-    state: Pass, input: Any, p: float = 2.0, dim: int = 1, eps: float = 1e-12, out: Any = None
-) -> MomentTensor:
-    if p != 2.0 or out is not None:
-        return state.unknown(F.normalize, (input, p, dim, eps), {})  # type: ignore[no-any-return]
-    m, v = moments_of(input)
-    wide = m.to(v.dtype)
-    inverse = wide.square().sum(dim, keepdim=True).sqrt().clamp(min=eps).reciprocal()
-    h = wide * inverse
-    squares = h.square()
-    shared = (v * squares).sum(dim, keepdim=True)
-    variance = (v * (1 - 2 * squares) + squares * shared) * inverse.square()
-    return MomentTensor(h.to(m.dtype), variance.clamp(min=0))
-
-
 class AttentionWeights(NamedTuple):
     """What is known of attention weights: the softmax, and the variances of its arguments."""
 

@@ -15,7 +15,16 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from posthoc_uq.core.numerics import CONVOLUTIONS
-from posthoc_uq.moments.tensor import MomentTensor, Pass, full_precision, moments_of, named, rule
+from posthoc_uq.moments.tensor import (
+    DETACHED,
+    RULES,
+    MomentTensor,
+    Pass,
+    full_precision,
+    moments_of,
+    named,
+    rule,
+)
 from posthoc_uq.moments.unscented import Moments, block_size, is_recorded, root
 
 OUTSIDE = float("-inf")  # mean of padding, which is never the maximum
@@ -255,7 +264,7 @@ def _tuple(value: Any, dims: int) -> tuple[int, ...]:
     return (value,) * dims
 
 
-def _dimensions(x: Tensor, dim: Any) -> tuple[int, ...]:
+def dimensions(x: Tensor, dim: Any) -> tuple[int, ...]:
     if dim is None or dim == () or dim == []:
         return tuple(range(x.ndim))
     return tuple(d % x.ndim for d in (dim if isinstance(dim, (tuple, list)) else (dim,)))
@@ -266,7 +275,7 @@ def mean(
     state: Pass, input: Any, dim: Any = None, keepdim: bool = False, *, dtype: Any = None, axis: Any = None
 ) -> MomentTensor:
     m, v = moments_of(input)
-    dims = _dimensions(m, dim if axis is None else axis)
+    dims = dimensions(m, dim if axis is None else axis)
     averaged = m.mean(dims, keepdim, dtype=dtype)
     return _averaged(state, averaged, v, lambda x: x.mean(dims, keepdim), prod(m.shape[d] for d in dims))
 
@@ -276,7 +285,7 @@ def total(
     state: Pass, input: Any, dim: Any = None, keepdim: bool = False, *, dtype: Any = None, axis: Any = None
 ) -> MomentTensor:
     m, v = moments_of(input)
-    dims, rho = _dimensions(m, dim if axis is None else axis), state.rules.pool_rho
+    dims, rho = dimensions(m, dim if axis is None else axis), state.rules.pool_rho
     variance = v.sum(dims, keepdim)
     if rho > 0:
         variance = (1 - rho) * variance + rho * root(v).sum(dims, keepdim).square()
@@ -290,10 +299,12 @@ def cumsum(state: Pass, input: Any, dim: int, *, dtype: Any = None) -> MomentTen
 
 
 @rule(*named("amax"))
-def amax(state: Pass, input: Any, dim: Any = (), keepdim: bool = False) -> MomentTensor:
+def amax(state: Pass, input: Any, dim: Any = (), keepdim: bool = False) -> Any:
     m, v = moments_of(input)
+    if input.moment_note == DETACHED:
+        return m.amax(dimensions(m, dim), keepdim)
     mean, variance, kind = m.to(v.dtype), v, m.dtype
-    for d in sorted(_dimensions(m, dim), reverse=True):
+    for d in sorted(dimensions(m, dim), reverse=True):
         if state.rules.max_pool == "argmax":
             where = mean.argmax(d, keepdim=True)
             mean, variance = mean.gather(d, where).squeeze(d), variance.gather(d, where).squeeze(d)
@@ -330,3 +341,39 @@ def pairwise_minimum(state: Pass, input: Any, other: Any) -> MomentTensor:
     ]
     largest = pairwise_maximum(state, *negated)
     return MomentTensor(-largest.moment_mean, largest.moment_variance)
+
+
+def _of_dimension(extreme: Any, function: Any, state: Pass, input: Any, *args: Any, **kwargs: Any) -> Any:
+    """`torch.max` and `torch.min`: of all numbers, along one dimension with the indices of the means, or of two."""
+    names = ("other",) if args and isinstance(args[0], Tensor) else ("dim", "keepdim")
+    given = dict(zip(names, args, strict=False)) | kwargs
+    if "other" in given:
+        pairwise = pairwise_maximum if extreme is amax else pairwise_minimum
+        return pairwise(state, input, given["other"])
+    if "dim" not in given:
+        return extreme(state, input)
+    dim, keepdim = given["dim"], given.get("keepdim", False)
+    indices = function(input.moment_mean, dim, keepdim).indices
+    return getattr(torch.return_types, function.__name__)((extreme(state, input, dim, keepdim), indices))
+
+
+for _name, _extreme in {"max": amax, "min": amin}.items():
+    for _function in named(_name):
+        RULES[_function] = partial(_of_dimension, _extreme, getattr(torch, _name))
+
+
+@rule(*named("prod"))
+def product(
+    state: Pass, input: Any, dim: Any = None, keepdim: bool = False, *, dtype: Any = None
+) -> MomentTensor:
+    """``prod(m^2 + v) - prod(m^2)``, exact for independent numbers."""
+    m, v = moments_of(input)
+    mean = m.prod(dtype=dtype) if dim is None else m.prod(dim, keepdim, dtype=dtype)
+    wide = m.to(v.dtype)
+    flat, axis = (wide.flatten(), 0) if dim is None else (wide, dim)
+    spread, squares = v.reshape(flat.shape), flat.square()
+    keep = keepdim and dim is not None
+    zero = (squares == 0).any(axis, keepdim=keep)
+    relative = (spread / squares.clamp(min=torch.finfo(spread.dtype).tiny)).log1p().sum(axis, keepdim=keep)
+    near = squares.prod(axis, keepdim=keep) * relative.expm1()
+    return MomentTensor(mean, torch.where(zero, (squares + spread).prod(axis, keepdim=keep), near))

@@ -12,6 +12,7 @@ from torch import Tensor
 
 from posthoc_uq.moments.tensor import (
     COMPARISONS,
+    DETACHED,
     QUERIES,
     RULES,
     MomentTensor,
@@ -61,8 +62,16 @@ def _moved(function: Any, view: bool, state: Pass, *args: Any, **kwargs: Any) ->
     return as_view(first, result) if view else result
 
 
+def _detached(function: Any, state: Pass, *args: Any, **kwargs: Any) -> Any:
+    result = _moved(function, True, state, *args, **kwargs)
+    result.moment_note = DETACHED
+    return result
+
+
 for _function in named(*_VIEWS):
     RULES[_function] = partial(_moved, _function, True)
+for _function in named("detach"):
+    RULES[_function] = partial(_detached, _function)
 for _function in named(*_COPIES):
     RULES[_function] = partial(_moved, _function, False)
 for _function in (F.unfold, F.pixel_shuffle, F.pixel_unshuffle):
