@@ -69,8 +69,11 @@ class _Program(nn.Module):
         super().__init__()
         self.members = None
         if isinstance(predictor, SamplingPredictor):
-            self.members = nn.ModuleList(cast(Any, predictor.ensemble).members())
+            self.members = nn.ModuleList(predictor.ensemble.members())
         self.predictor = predictor if isinstance(predictor, MomentsPredictor) else None
+        # a predictor hides its modules, whose tensors the program holds
+        moments = self.predictor
+        self.parts = None if moments is None else nn.ModuleList([moments.network, *moments.noises])
         self._closed = predictor if isinstance(predictor, ClosedForm) else None
         self._posterior = head.posterior.snapshot()
         self.network = head.network_of_novelty if self._closed is None else self._closed.network

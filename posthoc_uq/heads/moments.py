@@ -299,7 +299,8 @@ class MomentsPredictor(GaussianPredictor):
             check_option("unknown", unknown, Unknown),
         )
         with isolated_random_state():  # copying a module may run its code
-            self.network = replicate(self._model[0], posterior.trained_mean)
+            # a tuple hides it from `nn.Module`
+            self._replica = (replicate(self._model[0], posterior.trained_mean),)
         self._frozen = FrozenPart(self.network, posterior.mean)
         self._checked = False
         self._layers, self._calibrated = Latest[list[LayerPosterior]](), Latest[Calibration | None]()
@@ -307,16 +308,26 @@ class MomentsPredictor(GaussianPredictor):
 
     def _apply(self, fn: Any, recurse: bool = True) -> MomentsPredictor:
         super()._apply(fn, recurse)
+        for module in (self.network, *self.noises):
+            module._apply(fn)
         self._frozen = FrozenPart(self.network, self._posterior.mean)
         return self
+
+    @property
+    def network(self) -> nn.Module:
+        """The model at the posterior's mean."""
+        return self._replica[0]
+
+    @property
+    def noises(self) -> list[LayerPosterior]:
+        """The posteriors of the layers, at the present settings."""
+        return self._layer_posteriors(self._posterior.snapshot())
 
     def _layer_posteriors(self, posterior: Posterior) -> list[LayerPosterior]:
         """Those of a posterior's settings; predictions under way in other threads keep the old ones."""
 
         def make() -> list[LayerPosterior]:
-            layers = layer_posteriors(self.network, posterior, self._weights, self._rules.cov)
-            self.noises = nn.ModuleList(layers)  # moves with this module; the name is in its state dict
-            return layers
+            return layer_posteriors(self.network, posterior, self._weights, self._rules.cov)
 
         return self._layers.get(posterior.settings.of_weights(), make)
 

@@ -24,7 +24,7 @@ from posthoc_uq.core.batches import (
 )
 from posthoc_uq.core.errors import NonFiniteError, PosthocUQError
 from posthoc_uq.core.interrupts import orderly
-from posthoc_uq.core.model import model_device, unshared_copy, unwrap, with_plain_weights
+from posthoc_uq.core.model import model_device, model_dtype, unshared_copy, unwrap, with_plain_weights
 from posthoc_uq.core.options import Count, check_option, one_of
 from posthoc_uq.core.outputs import Choice, choice_of, chosen_in, with_choice
 from posthoc_uq.core.progress import bars_shown
@@ -158,6 +158,7 @@ def _shown(identity: Mapping[str, Any]) -> str:
     return ", ".join(f"{name}={value!r}" for name, value in identity.items())
 
 
+_EXPORTED = "uq.export(predictor, x) makes a program of it."
 FUNCTION_DRAWS = 100  # by default
 _DRAFT_DRAWS = 32  # of the outputs in `Predictor.drafts`
 Made = TypeVar("Made")
@@ -252,8 +253,10 @@ class Predictor(nn.Module, ABC):
     """A model with the uncertainty of its posterior; each head is one subclass, whose `forward` takes what the model
     takes and returns a `ClassPrediction`, a `RegressionPrediction`, or what else the likelihood predicts.
 
-    Always in eval mode. The user's model is no submodule of it, so moving a predictor leaves the model alone, and its
-    weights are never written: one predictor may serve several threads.
+    Always in eval mode. To torch it is a module without parameters, buffers and submodules, so that what walks over
+    these, such as ``apply``, ``requires_grad_``, an optimizer or ``state_dict`` of a module around it, reaches neither
+    the model nor the posterior. ``to`` and its kind move the predictor alone. Weights are never written: one predictor
+    may serve several threads.
 
     Args:
         model: the model the posterior was fitted on.
@@ -338,6 +341,8 @@ class Predictor(nn.Module, ABC):
                 changed after the predictor was made.
             PosthocUQError: the head cannot serve this model, or the outputs do not fit the likelihood.
         """
+        if torch.jit.is_tracing():  # pyright: ignore[reportPrivateImportUsage]
+            raise PosthocUQError(f"A predictor cannot be traced: {_EXPORTED}")
         posterior = self._snapshot()
         answers = [self._answer(posterior, batch) for batch in self._batches(args, kwargs)]
         return answers[0] if len(answers) == 1 else cat(answers)
@@ -673,6 +678,46 @@ class Predictor(nn.Module, ABC):
     @abstractmethod
     def _network(self) -> nn.Module:
         """The model at the posterior's mean, which moves with the predictor."""
+
+    def _apply(self, fn: Any, recurse: bool = True) -> Predictor:
+        """Move, or change the precision of, what predicts: a subclass applies `fn` to its network.
+
+        Raises:
+            PosthocUQError: the numbers would be too narrow, or none.
+        """
+        own = model_dtype(self._network)
+        made = fn(torch.ones(1, dtype=own, device=self.device)).detach()
+        if made.dtype not in (own, torch.float32, torch.float64) or made.is_meta:
+            asked = "the meta device" if made.is_meta else made.dtype
+            raise PosthocUQError(
+                f"A predictor computes in float32 or float64, or as its model does in {own}, and cannot be moved to "
+                f"{asked}; predict under torch.autocast, or fit and wrap a model in that precision."
+            )
+        super()._apply(fn, recurse)
+        return self
+
+    def to_empty(self, **_: Any) -> Predictor:
+        """Refused: it would leave no numbers."""
+        raise PosthocUQError("A predictor cannot be emptied; move it by predictor.to(device).")
+
+    def state_dict(self, *args: Any, **kwargs: Any) -> Any:
+        """Refused, but for a module around this one, to whose state it adds nothing."""
+        if kwargs.get("destination") is None:
+            raise PosthocUQError(
+                "A predictor has no state dict: uq.save(predictor.posterior, path) keeps the posterior, and "
+                "model.state_dict() the model's weights."
+            )
+        return super().state_dict(*args, **kwargs)
+
+    def load_state_dict(self, state_dict: Mapping[str, Any], *_: Any, **__: Any) -> Any:
+        """Refused."""
+        raise PosthocUQError(
+            "A predictor has no state to load: load the model's weights by model.load_state_dict, the posterior by "
+            "uq.load(path, model), and wrap the two."
+        )
+
+    def __prepare_scriptable__(self) -> Any:
+        raise PosthocUQError(f"torch.jit.script cannot take a predictor: {_EXPORTED}")
 
     def train(self, mode: bool = True) -> Predictor:
         """Does nothing: predictors stay in eval mode."""

@@ -462,8 +462,6 @@ class SamplingPredictor(Predictor):
         PosthocUQError: no draws, or an option with another value than those listed.
     """
 
-    ensemble: Draws
-
     head = "sampling"
 
     def __init__(
@@ -512,7 +510,17 @@ class SamplingPredictor(Predictor):
             seeds = [seed for seed in seeds for _ in range(2)][: self.n_samples]
             signs = ([1, -1] * pairs)[: self.n_samples]
         self._drawn_with = posterior.settings.plain()
-        self.ensemble = self._drawn(posterior, seeds, signs)
+        self._ensemble = (self._drawn(posterior, seeds, signs),)  # a tuple hides it from `nn.Module`
+
+    @property
+    def ensemble(self) -> Draws:
+        """The draws that it predicts with."""
+        return self._ensemble[0]
+
+    def _apply(self, fn: Any, recurse: bool = True) -> SamplingPredictor:
+        super()._apply(fn, recurse)
+        self.ensemble._apply(fn)  # pyright: ignore[reportPrivateUsage]
+        return self
 
     def _drawn(self, posterior: Posterior, seeds: Sequence[int], signs: Sequence[int] | None = None) -> Draws:
         if self._drawn_outputs:
