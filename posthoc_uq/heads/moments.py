@@ -309,7 +309,7 @@ class MomentsPredictor(GaussianPredictor):
     def _apply(self, fn: Any, recurse: bool = True) -> MomentsPredictor:
         super()._apply(fn, recurse)
         for module in (self.network, *self.noises):
-            module._apply(fn)
+            module._apply(fn)  # pyright: ignore[reportPrivateUsage]
         self._frozen = FrozenPart(self.network, self._posterior.mean)
         return self
 
