@@ -277,10 +277,11 @@ def unfinished(method: str, path: Path) -> tuple[Any, uq.Posterior]:
     """The state in the checkpoint of a fit that is half done, and what the whole fit gives."""
     states = list[Any]()
 
-    def write(target: Path, state: Any) -> None:
-        write_snapshot(target, state)
+    def write(target: Path, state: Any) -> bytes:
+        digest = write_snapshot(target, state)
         if state["running"] is not None:
             states.append(read_snapshot(target))
+        return digest
 
     with mock.patch.object(checkpoint, "write_snapshot", write):
         posterior = fit(method, checkpoint=path, checkpoint_every=1)

@@ -1166,7 +1166,7 @@ def main_error(words: list[Any]) -> str:
 def test_what_would_fail_at_the_end_fails_before_the_work(
     place: Path, copied: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Held-out data that do not fit, and a head that cannot be calibrated."""
+    """Held-out and foreign data that do not fit, and a head that cannot be calibrated."""
     code = copied.with_name("held.py")
     code.write_text(
         "import torch\nfrom torch.utils.data import TensorDataset\n"
@@ -1185,6 +1185,27 @@ def test_what_would_fail_at_the_end_fails_before_the_work(
         assert said in failure("fit", place / "train", *options, "--val-data", f"{code}:{name}")
     tune = ["tune", copied, *model_options(place), "--data", place / "val", "--head sampling --calibrate"]
     assert "--calibrate is for the moments head" in failure(*tune)
+    monkeypatch.setattr(uq, "evaluate", lambda *_, **__: pytest.fail("the test data were run"))
+    evaluate = ["evaluate", copied, place / "val", *model_options(place), "--ood", f"far={code}:shapes"]
+    assert f"--ood far: '{code}:shapes' does not fit the model" in failure(*evaluate)
+
+
+def test_a_fit_that_cannot_be_written_goes_on_from_its_checkpoint(
+    place: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def full(*_: Any, **__: Any) -> None:
+        raise uq.PosthocUQError("No space left on device.")
+
+    kept, command = tmp_path / "kept", ["fit", place / "train", *model_options(place), "--prior-precision 5"]
+    command += ["--checkpoint", kept, "-o", tmp_path / "p.h5"]
+    with monkeypatch.context() as patch:
+        patch.setattr(uq, "save", full)
+        assert "No space left on device" in failure(*command)
+    assert kept.exists() and not (tmp_path / "p.h5").exists()
+    with monkeypatch.context() as patch:  # all sweeps are in it
+        patch.setattr("posthoc_uq.methods.task.sweep", lambda *_, **__: pytest.fail("a sweep began"))
+        run(*command)
+    assert not kept.exists() and (tmp_path / "p.h5").exists()
 
 
 def test_a_fit_is_not_lost_to_a_narrow_format(

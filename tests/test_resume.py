@@ -220,6 +220,35 @@ def test_a_checkpoint_is_of_one_fit_alone(tmp_path: Path) -> None:
     assert not path.exists()
 
 
+def test_two_fits_at_the_same_time_do_not_share_a_checkpoint(tmp_path: Path) -> None:
+    """The one that writes second is refused, and neither deletes the other's."""
+    path = tmp_path / "fit"
+    own: dict[str, Any] = {"method": "diag", "checkpoint": path, "checkpoint_every": 2, "progress": False}
+
+    class Beside:
+        """Batches; another fit writes its checkpoint before ours does."""
+
+        def __len__(self) -> int:
+            return len(_loader())
+
+        def __iter__(self) -> Any:
+            for number, batch in enumerate(_loader()):
+                if number == 1 and not path.exists():
+                    _interrupted(path, method="diag")
+                yield batch
+
+    with pytest.raises(PosthocUQError, match="give each of them a path of its own"):
+        uq.fit(model(), Beside(), **own)
+    read_snapshot(path)  # is whole, and the other fit goes on from it
+    uq.fit(model(), _loader(), **own)
+    assert not path.exists()
+    first = Checkpoint(path, 1, {})
+    first.finish("a", {}, {})
+    write_snapshot(path, {"identity": {}, "finished": {}, "running": None})
+    first.remove()
+    assert path.exists()
+
+
 class _Stopping:
     """Batches that end in an error, and say how many they are."""
 

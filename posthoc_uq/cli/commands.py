@@ -70,6 +70,7 @@ from posthoc_uq.layers.proof import LAYER_WORDS
 from posthoc_uq.likelihoods import LIKELIHOODS
 from posthoc_uq.likelihoods.conformal import SET_KINDS, applying
 from posthoc_uq.methods import METHODS
+from posthoc_uq.methods.checkpoint import kept_until_the_end
 from posthoc_uq.posteriors.report import described_changes, described_promises
 from posthoc_uq.posteriors.search import CRITERIA, Criterion
 
@@ -190,7 +191,7 @@ def fit(
             val_loader = load_data(
                 val_data, model, part, info, labels=True, split="val", needs="calibration"
             ).loader
-            _look_at(val_loader, val_data, model, chosen)
+            _look_at(val_loader, f"--val_data: '{val_data}'", model, chosen)
         posterior = uq.fit(
             model.model,
             loaded.loader,
@@ -223,25 +224,39 @@ def fit(
         facts = {"output": output, "bytes": size, "report": report.to_dict(), "processes": world()}
         return Done("\n".join(lines), facts)
 
-    with process_group(source.device) as device:
+    with (
+        process_group(source.device) as device,
+        kept_until_the_end(),
+    ):  # the checkpoint: until the file is written
         return run_on_all_ranks(lambda: work(replace(source, device=device)), "the command")
 
 
-def _look_at(loader: Iterable[Any], spec: str, model: TrainedModel, likelihood: uq.Likelihood) -> None:
-    """Refuse held-out data whose first batch does not fit the model, which a fit would find at its end."""
+def _look_at(
+    loader: Iterable[Any], data: str, model: TrainedModel, likelihood: uq.Likelihood | None = None
+) -> None:
+    """Refuse data whose first batch does not fit the model, which long work would find at its end.
+
+    Args:
+        loader: a stream is not looked at.
+        data: option and name of them.
+        model: is run on them.
+        likelihood: of their labels, which they then must have.
+    """
     if isinstance(loader, Iterator):
         return
     with isolated_random_state(), torch.no_grad():
         batch = next(batches(loader, BatchReader(model.device)), None)
-        if batch is None or batch.targets is None:
-            raise PosthocUQError(f"--val_data: '{spec}' has {'no data' if batch is None else 'no labels'}.")
+        if batch is None:
+            raise PosthocUQError(f"{data} has no data.")
+        if likelihood is not None and batch.targets is None:
+            raise PosthocUQError(f"{data} has no labels.")
         try:
             outputs = batch.call(model.model)
-            if isinstance(outputs, torch.Tensor):
+            if isinstance(outputs, torch.Tensor) and likelihood is not None and batch.targets is not None:
                 likelihood.check(outputs, batch.targets)
         except (PosthocUQError, RuntimeError, TypeError, ValueError) as error:
             reason = str(error).splitlines()[0].rstrip(".")
-            raise PosthocUQError(f"--val_data: '{spec}' does not fit the model: {reason}.") from error
+            raise PosthocUQError(f"{data} does not fit the model: {reason}.") from error
 
 
 @contextmanager
@@ -684,6 +699,8 @@ def evaluate(
         name: load_data(spec, model, plain, info, labels=False, split="test").loader
         for name, spec in foreign.items()
     }
+    for name, loader in ood_loaders.items():
+        _look_at(loader, f"--ood {name}: '{foreign[name]}'", model)
     predictor = _predictor(model, posterior, head, seed)
     referral = None
     if posterior.history.promises:

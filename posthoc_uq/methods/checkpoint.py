@@ -19,6 +19,7 @@ import os
 import zipfile
 from collections.abc import Callable, Generator, Iterable, Mapping
 from contextlib import contextmanager
+from contextvars import ContextVar
 from dataclasses import fields, is_dataclass
 from itertools import chain
 from pathlib import Path
@@ -74,8 +75,10 @@ class Checkpoint:
         self._identity = dict(identity)
         self._finished: dict[str, tuple[State, State]] = {}
         self._running: tuple[str, State] | None = None
+        self._written = b""  # what tells the file that is ours from another fit's
         atomic.remove_leftovers(target)
         if target.exists():
+            self._written = _digest_in(target)
             self._take(read_snapshot(target))
 
     def _take(self, snapshot: Any) -> None:
@@ -154,14 +157,41 @@ class Checkpoint:
         self._write(None)
 
     def remove(self) -> None:
-        """Delete the file: the fit is done."""
-        self._target.unlink(missing_ok=True)
+        """Delete the file: the fit is done. Within `kept_until_the_end` that is when the block ends."""
+        kept = _kept.get()
+        if kept is not None:
+            kept.append(self)
+        elif self._written and _digest_in(self._target) == self._written:
+            self._target.unlink(missing_ok=True)
 
     def _write(self, running: tuple[str, State] | None) -> None:
         steady.look()  # sums of several sets of weights are not to be gone on from
         self._batches = 0
+        if _digest_in(self._target) not in (b"", self._written):
+            raise PosthocUQError(
+                f"The checkpoint '{self._target}' was written by another fit that runs at the same time, and is left "
+                f"as it is; give each of them a path of its own."
+            )
         snapshot = {"identity": self._identity, "finished": self._finished, "running": running}
-        write_snapshot(self._target, _on_cpu(snapshot))
+        self._written = write_snapshot(self._target, _on_cpu(snapshot))
+
+
+_kept: ContextVar[list[Checkpoint] | None] = ContextVar("kept", default=None)
+
+
+@contextmanager
+def kept_until_the_end() -> Generator[None]:
+    """Checkpoints of fits within the block are deleted at its end, and not at all if it fails: for a program that keeps
+    a fit's result in a file alone.
+    """
+    kept: list[Checkpoint] = []
+    token = _kept.set(kept)
+    try:
+        yield
+    finally:
+        _kept.reset(token)
+    for checkpoint in kept:
+        checkpoint.remove()
 
 
 def _on_cpu(state: Any, *, copy: bool = False) -> Any:
@@ -318,8 +348,18 @@ class _HashingWriter:
         self._file.flush()
 
 
-def write_snapshot(target: Path, state: Any) -> None:
+def _digest_in(path: Path) -> bytes:
+    """The digest at the beginning of a snapshot; nothing where there is no such file."""
+    try:
+        with path.open("rb") as file:
+            return file.read(len(SNAPSHOT_MAGIC) + _DIGEST)[len(SNAPSHOT_MAGIC) :]
+    except OSError:
+        return b""
+
+
+def write_snapshot(target: Path, state: Any) -> bytes:
     """Put a snapshot in place, whole or not at all: magic word, SHA-256 of what follows, and what `torch.save` writes.
+    Gives the SHA-256.
 
     Raises:
         PosthocUQError: the file could not be written.
@@ -330,6 +370,7 @@ def write_snapshot(target: Path, state: Any) -> None:
         torch.save(state, writer)  # pyright: ignore[reportArgumentType]
         file.seek(len(SNAPSHOT_MAGIC))
         file.write(writer.digest.digest())
+    return writer.digest.digest()
 
 
 def read_snapshot(path: Path) -> Any:
