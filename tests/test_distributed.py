@@ -135,8 +135,9 @@ def test_every_process_knows_the_same(run: tuple[int, Path, str]) -> None:
         for name in ("broken", "interrupted"):
             expected = "RuntimeError: the disk is gone" if rank == 1 else "Rank 1 failed in the sweep for"
             assert expected in own[name]
-    # The three fits with a loader of known length that take this sweep, on rank 0 alone.
-    assert shown.count("Kronecker factors, 3 layers:   0%") == 3
+    bars = ["%|" in (folder / f"shown{rank}.txt").read_text() for rank in range(world)]
+    assert bars == [True, *[False] * (world - 1)]  # on rank 0 alone
+    assert shown.count("Kronecker factors, 3 layers:   0%") == 4  # of the fits that take this sweep
 
 
 @pytest.mark.parametrize("replicas", [1, 2, 3, 5])

@@ -8,9 +8,9 @@ import re
 import sys
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
 from functools import cache, partial
-from importlib import import_module
 from itertools import pairwise
 from typing import Any
 
@@ -23,21 +23,26 @@ from tqdm.auto import tqdm
 
 import posthoc_uq as uq
 from posthoc_uq.core import progress
-from posthoc_uq.core.batches import Bar, Batch
-from posthoc_uq.core.progress import _bars, counted, in_parts, share
-from posthoc_uq.fitting.first_batch import pass_seconds
+from posthoc_uq.core.batches import Bar
+from posthoc_uq.core.progress import Phases, Progress, counted, in_parts, share
 
 
 @pytest.fixture
-def shown(monkeypatch: pytest.MonkeyPatch) -> Callable[[str], list[tuple[int, int]]]:
-    """What the bars of a name have shown: how much is done, of how much."""
+def drawn(monkeypatch: pytest.MonkeyPatch) -> io.StringIO:
+    """What the bars draw, which is every change."""
     file, bars = io.StringIO(), progress._bars()
     made: Any = partial(bars, mininterval=0, file=file, ncols=80)
     made.write = bars.write
     monkeypatch.setattr(progress, "_bars", cache(lambda: made))
+    return file
+
+
+@pytest.fixture
+def shown(drawn: io.StringIO) -> Callable[[str], list[tuple[int, int]]]:
+    """What the bars of a name have shown: how much is done, of how much."""
 
     def of(name: str) -> list[tuple[int, int]]:
-        lines = [line for line in re.split(r"[\r\n]", file.getvalue()) if line.startswith(name)]
+        lines = [line for line in re.split(r"[\r\n]", drawn.getvalue()) if line.startswith(name)]
         found = [re.search(r"(\d+)/(\d+) \[", line) for line in lines]
         assert all(found), [line for line, match in zip(lines, found, strict=True) if not match]
         return [(int(match[1]), int(match[2])) for match in found if match]
@@ -56,7 +61,9 @@ def test_the_search_for_the_faithful_prior_says_how_far_it_is(
     head: str, layers: str | None, shown: Callable[[str], list[tuple[int, int]]]
 ) -> None:
     model, x = cnn(), inputs_of(1, 4, 4, samples=120)
-    posterior = uq.fit(model, task(model, x), "kfac", head=head, layers=layers, progress=True)
+    data = task(model, x)
+    posterior = uq.fit(model, data, "kfac", head=head, layers=layers, prior_precision=1.0, progress=False)
+    uq.tune(posterior, data, criterion="faithful", progress=True)
     frames = shown("faithful prior")
     assert frames[0][0] == 0 and frames[0][1] > 120  # a total from the beginning
     assert all(done < total for done, total in frames)  # never at the end while more may come
@@ -88,30 +95,143 @@ def test_what_a_fit_and_a_tuning_search_by_the_way_is_shown(
 ) -> None:
     model, x = mlp(), inputs_of(4, samples=60)
     posterior = uq.fit(model, task(model, x), "diag", prior_precision="evidence", progress=True)
-    assert shown("evidence") and shown("drawn models")[-1] == (20, 20)
-    assert not shown("faithful prior")
     assert re.search(r"^fitted in [\d.]+ s: .*other [\d.]+$", capsys.readouterr().err, re.M)
     uq.tune(posterior, task(model, x), criterion="likelihood", progress=True)
     assert shown("faithful prior")
 
 
-def test_a_long_fit_says_beforehand_how_long_it_takes(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+@dataclass
+class Stream:
+    """A loader without a length, which may fail in one of its passes."""
+
+    data: list[Any]
+    fails_in: int = 0
+    passes: int = 0
+
+    def __iter__(self) -> Iterator[Any]:
+        self.passes += 1
+        yield self.data[0]
+        if self.passes == self.fails_in:
+            raise KeyboardInterrupt
+        yield from self.data[1:]
+
+
+def phases_of(drawn: io.StringIO) -> dict[str, tuple[int, int]]:
+    """The phases of the one bar that was drawn, in their order, with the per cent at which each began and ended."""
+    phases = dict[str, tuple[int, int]]()
+    lines = [line for line in re.split(r"[\r\n]", drawn.getvalue()) if line.strip(" \x1b[A")]
+    found = [re.match(r"([^:]+): +(\d+)%\|", line) for line in lines]
+    assert lines and all(found), lines  # no other bar
+    percents = [int(match[2]) for match in found if match]
+    assert percents == sorted(percents) and percents[0] == 0 and percents[-1] <= 100  # never back
+    for match, percent in zip(found, percents, strict=True):
+        assert match is not None
+        name = match[1].partition(",")[0]
+        phases[name] = (phases.get(name, (percent, 0))[0], percent)
+    return phases
+
+
+SEARCH = ["faithful prior"]
+SWEEPS = ["bases", "eigenbases", "eigenvalues and diagonal", "blocks"]
+
+
+@pytest.mark.parametrize(
+    ("method", "options", "expected"),
+    [
+        ("kfac", {"prior_precision": 1.0}, ["Kronecker factors", "eigenbases"]),
+        ("inf", {}, [*SWEEPS, "untrained networks", *SEARCH]),
+        (
+            "kfac",
+            {"prior_precision": "evidence"},
+            ["Kronecker factors", "eigenbases", "evidence", "drawn models"],
+        ),
+        ("inf", {"likelihood": "regression"}, ["noise", *SWEEPS, "untrained networks", *SEARCH]),
+        ("inf", {"val_loader": True}, [*SWEEPS, *SEARCH, "tuning", "calibrate"]),
+        ("message_passing", {"epochs": 2}, ["looking at the data", "message passing"]),
+        (
+            "utvi",
+            {"epochs": 2, "divergence": 0.1},
+            ["counting", "training", "epoch 1 of 2", "epoch 2 of 2", "looking at the data", *SEARCH],
+        ),
+    ],
+    ids=str,
+)
+@pytest.mark.parametrize("sized", [True, False], ids=["sized", "without a length"])
+def test_a_fit_has_one_bar_over_all_its_phases(
+    method: str, options: dict[str, Any], expected: list[str], sized: bool, drawn: io.StringIO
 ) -> None:
-    model, x, fit_module = mlp(), inputs_of(4, samples=60), import_module("posthoc_uq.fitting.fit")
-    state = torch.get_rng_state()
-    uq.fit(model, task(model, x), "diag", prior_precision=1.0, progress=True)
-    assert "will take" not in capsys.readouterr().err
-    monkeypatch.setattr(fit_module, "_LONG", 0.0)
-    monkeypatch.setattr(fit_module, "pass_seconds", lambda model, batch: (1.0, 3.0))
-    uq.fit(model, task(model, x), "kfac", prior_precision=1.0, progress=True)
-    line = "this fit will take about 4 minutes for 60 samples on cpu; with layers='last' about 1 minute"
-    assert line in capsys.readouterr().err.splitlines()
-    monkeypatch.undo()
-    forward, whole = pass_seconds(model, Batch((x,)))
-    assert forward > 0 and whole > 0
-    assert torch.equal(state, torch.get_rng_state())
-    assert all(parameter.grad is None for parameter in model.parameters())
+    model, x = mlp(), inputs_of(4, samples=60)
+    kind = options.get("likelihood", "classification")
+    data: Any = batches(x, targets_of(model, x, kind), 20)
+    data = data if sized else Stream(data)
+    given = options | ({"val_loader": data} if "val_loader" in options else {})
+    uq.fit(model, data, method, progress=True, **given)
+    phases = phases_of(drawn)
+    assert list(phases) == ["dry run", *expected]
+    assert phases[expected[-1]][1] == 100
+    if sized:
+        assert all(phases[name][1] <= 96 for name in expected[:-1])  # the plan leaves something to each
+        assert all(
+            phases[name][1] > phases[name][0] for name in expected if name not in ("eigenbases", "blocks")
+        )
+
+
+def test_the_shares_of_the_phases_are_those_of_their_work(drawn: io.StringIO) -> None:
+    model, x = mlp(), inputs_of(4, samples=2000)
+    data = batches(x, targets_of(model, x, "classification"), 200)
+    uq.fit(model, data, "efb", prior_precision=1.0, progress=True)
+    phases = phases_of(drawn)
+    assert phases["Kronecker factors"] == (0, 50)
+    assert phases["eigenvalues"][0] == pytest.approx(50, abs=1) and phases["eigenvalues"][1] >= 95
+
+
+def test_a_phase_takes_its_share_of_what_is_left_and_never_goes_back(drawn: io.StringIO) -> None:
+    with Phases("begin", "%", True, 100) as whole:
+        whole.to_come = 200
+        with Progress("half", "parts", True, 10, 10) as bar:
+            bar.advance(5)
+            assert whole.done == pytest.approx(25)
+            bar.total = 100  # more than was thought
+            bar.advance()
+            assert whole.done == pytest.approx(25)
+            bar.advance(500)  # more than there is
+            assert whole.done == pytest.approx(50)
+        with Progress("ends early", "parts", True, 10, 5) as bar:
+            bar.advance()
+            assert whole.done == pytest.approx(52.5)
+        assert whole.done == pytest.approx(75)
+        with Progress("not planned", "parts", True, 10, 1000):
+            pass
+        assert 75 < whole.done < 100
+        with Progress("silent", "parts", False, 10) as bar:
+            bar.advance(10)
+        with Progress("last", "parts", True, None) as bar:  # nobody knows how much
+            for _ in range(3):
+                before = whole.done
+                bar.advance(1000)
+                assert before < whole.done < 100
+    assert whole.done == pytest.approx(100)
+    assert phases_of(drawn)["last"][1] == 100
+    with Progress("own", "parts", True, 10) as bar:  # the bar of all phases is over
+        bar.advance(10)
+    assert "10/10" in drawn.getvalue()
+
+
+@pytest.mark.parametrize("method", ["inf", "utvi"])
+def test_the_bar_of_an_interrupted_fit_is_closed(
+    method: str, drawn: io.StringIO, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model, x = mlp(), inputs_of(4, samples=60)
+    data, closed, bars = task(model, x), list[float](), progress._bars().func
+    close = bars.close
+    monkeypatch.setattr(bars, "close", lambda bar: (closed.append(bar.n), close(bar))[1])
+    with pytest.raises(KeyboardInterrupt):
+        uq.fit(model, Stream(data, fails_in=3), method, progress=True)
+    assert closed and 0 < closed[0] < 100
+    assert phases_of(drawn) and not bars._instances
+    with Bar(data, "later", True) as bar:  # a bar of its own
+        bar.advance(60)
+    assert "later:" in drawn.getvalue()
 
 
 def test_nothing_is_shown_without_progress(capsys: pytest.CaptureFixture[str]) -> None:
@@ -245,7 +365,7 @@ def test_a_forked_process_has_a_lock_of_its_own() -> None:
     held, done = threading.Event(), threading.Event()
 
     def hold() -> None:
-        with _bars().get_lock():
+        with progress._bars().get_lock():
             held.set()
             done.wait(30)
 
@@ -254,7 +374,7 @@ def test_a_forked_process_has_a_lock_of_its_own() -> None:
     held.wait(30)
     child = os.fork()
     if child == 0:
-        os._exit(0 if _bars().get_lock().acquire(blocking=False) else 1)
+        os._exit(0 if progress._bars().get_lock().acquire(blocking=False) else 1)
     done.set()
     thread.join()
     assert os.waitpid(child, 0)[1] == 0

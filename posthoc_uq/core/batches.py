@@ -825,24 +825,19 @@ def known_length(sized: Any) -> int:
         return 0
 
 
-class Bar(Progress):
-    """A progress bar in samples, with their rate, and the time left where the loader tells its number of samples or
-    batches.
-    """
+# What a bar counts for a sample that is read, and for one in a forward pass, in passes forward and backward.
+READING_COST, FORWARD_COST = 0.05, 1 / 3
 
-    def __init__(self, loader: Iterable[Any], description: str, visible: bool) -> None:
+
+class Bar(Progress):
+    """A progress bar in samples, of which there are as many as the loader says, or as its number of batches does."""
+
+    def __init__(self, loader: Iterable[Any], description: str, visible: bool, cost: float = 1) -> None:
         visible = visible and rank() == 0
         sampler = sampler_of(loader) if visible else None
         total = 0 if sampler is None else known_length(sampler)
-        self._batches = known_length(loader) if visible and not total else 0
-        super().__init__(description, "samples", visible, total or None)
-
-    def advance(self, done: int = 1) -> None:
-        """Add to the samples done."""
-        if self._batches:  # assume that all batches are as large as the first
-            self.expect(self._batches * done)
-            self._batches = 0
-        super().advance(done)
+        super().__init__(description, "samples", visible, total or None, cost)
+        self.batches = known_length(loader) if visible and not total else 0
 
 
 def check_loader(loader: Any, name: str = "loader") -> None:

@@ -12,7 +12,16 @@ from annotated_types import Ge, Lt
 from torch import Tensor
 from torch.utils._pytree import tree_flatten
 
-from posthoc_uq.core.batches import LOADER, Bar, Batch, BatchReader, batches, explained, holds_samples
+from posthoc_uq.core.batches import (
+    FORWARD_COST,
+    LOADER,
+    Bar,
+    Batch,
+    BatchReader,
+    batches,
+    explained,
+    holds_samples,
+)
 from posthoc_uq.core.devices import TEMPORARY_BYTES, DeferredChecks, as_double, full_precision, on_host
 from posthoc_uq.core.distributed import check_items, own_samples
 from posthoc_uq.core.errors import NonFiniteError, PosthocUQError
@@ -329,7 +338,7 @@ def sweep(
         else:
             checks.add(weights.log_prob(likelihood, outputs, targets), summary.add_log_likelihood)
 
-    with Bar(loader, f"{description}, {len(capture.tracked)} layers", settings.progress) as bar:
+    with Bar(loader, f"{description}, {len(capture.tracked)} layers", settings.progress, share) as bar:
         for index, (batch, samples) in enumerate(own_batches(loader, settings.reader)):
             keys = sample_keys(batch.tensors(), samples, settings.seed)
             checks = _checks_that_count(summary, batch, keys)
@@ -373,7 +382,7 @@ def show(
     capture: Capture, loader: Iterable[Any], settings: SweepSettings, observers: Sequence[Observer]
 ) -> None:
     """Show all data to observers by forward passes alone, where no sweep goes over all of them."""
-    with Bar(loader, "looking at the data", settings.progress) as bar:
+    with Bar(loader, "looking at the data", settings.progress, FORWARD_COST) as bar:
         for index, (batch, samples) in enumerate(own_batches(loader, settings.reader)):
             keys = sample_keys(batch.tensors(), samples, settings.seed)
             checks = DeferredChecks()
@@ -501,7 +510,7 @@ def squared_residuals(
     total: Tensor | None = None
     count = 0.0
     unit = Gaussian(1.0)
-    with torch.no_grad(), Bar(loader, "noise", settings.progress) as bar:
+    with torch.no_grad(), Bar(loader, "noise", settings.progress, FORWARD_COST) as bar:
         for index, (batch, samples) in enumerate(own_batches(loader, settings.reader)):
             if batch.targets is None:
                 return None

@@ -517,6 +517,7 @@ _SOME_INPUTS = 16  # of a large network that may be enough ...
 _MAX_ERROR = 0.25  # ... where the standard error of their mean divergence is at most this share of the budget
 _CHECKED, _CHECKED_OF_LARGE = 64, 4  # inputs on which approximate divergences are compared with exact ones
 _USUAL_EVALUATIONS, _USUAL_AFTER_OTHERS = 4, 2  # that a search takes mostly, for what a bar shows
+_COST_OF_EVALUATION = 0.25  # of an input, in passes; see docs/methods/fit_cost.md
 _MAX_ZERO_SQUARE = 1e-12  # mean square up to which weights count as zero
 
 
@@ -567,7 +568,7 @@ class FaithfulSearch:
             self._unit = replace(self._unit, prior_precision=1.0)
         elif self._of_prior:
             self._unit = with_width(self._unit, self.parameter, 1 / width_of(self._unit, self.parameter))
-        self._bar = SearchBar("faithful prior", "samples", False, [])
+        self._bar: SearchBar
         self._measured: dict[str, Any] = {
             "predictor": predictor,
             "seed": seed,
@@ -600,18 +601,21 @@ class FaithfulSearch:
         self._divergence_at = partial(self._divergence, on=self._all, tried=self.tried)
         searches = [(_USUAL_EVALUATIONS, self.samples)]
         of_few: Callable[[float], float] | None = None
-        if self._all.runs_the_model and self._all.samples >= _SOME_INPUTS:
-            approximate = self._approximate(partial(search, start=start), budget)
-            if approximate is not None:
-                start, slope = search(partial(self._divergence, on=approximate, tried={}), start=start)
-                self._divergence_at = self._corrected(approximate)
-                searches, upwards = [(_USUAL_AFTER_OTHERS, self._checked)], TOLERANCE
-            else:
-                few = self._on_first(Divergence, _FEW_INPUTS)
-                of_few = partial(self._divergence, on=few, tried={}) if few.rows else None
-                searches = [(_USUAL_EVALUATIONS, _FEW_INPUTS), (_USUAL_AFTER_OTHERS, self.samples)]
-        self._bar = SearchBar("faithful prior", "samples", self._progress, searches)
+        self._bar = SearchBar("faithful prior", "samples", self._progress, searches, _COST_OF_EVALUATION)
         with self._bar:
+            if self._all.runs_the_model and self._all.samples >= _SOME_INPUTS:
+                approximate = self._approximate(partial(search, start=start), budget)
+                if approximate is not None:
+                    start, slope = search(partial(self._divergence, on=approximate, tried={}), start=start)
+                    self._divergence_at = self._corrected(approximate)
+                    self._bar.to_come, upwards = [(_USUAL_AFTER_OTHERS, self._checked)], TOLERANCE
+                else:
+                    few = self._on_first(Divergence, _FEW_INPUTS)
+                    of_few = partial(self._divergence, on=few, tried={}) if few.rows else None
+                    self._bar.to_come = [
+                        (_USUAL_EVALUATIONS, _FEW_INPUTS),
+                        (_USUAL_AFTER_OTHERS, self.samples),
+                    ]
             self._bar.begin_search()
             if of_few is not None:
                 start, slope = search(of_few, start=start)
@@ -632,11 +636,12 @@ class FaithfulSearch:
             return None
         self.posterior.settings = self._unit
         for number in sorted({_SOME_INPUTS if self._large else self._all.samples, self._all.samples}):
-            self._bar = SearchBar("gradients for the prior", "samples", self._progress, [(1, number)])
+            self._bar.to_come.insert(0, (1, number))
+            self._bar.begin_search()
+            self._bar.begin_evaluation()
             found = self._on_first(ApproximateDivergence, number)
-            with self._bar:
-                if not found.differentiate():
-                    return None
+            if not found.differentiate():
+                return None
             if number < self._all.samples:
                 decade, _ = search(partial(self._divergence, on=found, tried={}))
                 self._divergence(decade, found, {})

@@ -5,7 +5,6 @@ What would silently fit another model or another likelihood than was meant is an
 
 from __future__ import annotations
 
-import time
 from collections.abc import Callable
 from typing import Any, TypeVar
 
@@ -15,8 +14,7 @@ from torch import Tensor, nn
 from posthoc_uq.core.batches import DECODER_INPUTS, LOADER, Batch, explained, lacks_decoder_inputs
 from posthoc_uq.core.errors import PosthocUQError, check_refused, out_of_memory
 from posthoc_uq.core.model import replicate
-from posthoc_uq.core.randomness import isolated_random_state
-from posthoc_uq.layers.proof import PROBE_SAMPLES, count_samples
+from posthoc_uq.layers.proof import count_samples
 from posthoc_uq.likelihoods import Likelihood
 from posthoc_uq.likelihoods.counts import LogMean
 from posthoc_uq.likelihoods.prediction import at_least_float32, check_rows
@@ -245,27 +243,3 @@ def _look_applied(outputs: Tensor, likelihood: Likelihood) -> bool:
     values = outputs.detach().float()
     within = (values >= 0) & (values <= 1 + _PROBABILITY_TOLERANCE)
     return bool(within.all()) and likelihood.seems_applied(outputs)
-
-
-def pass_seconds(model: nn.Module, batch: Batch) -> tuple[float, float]:
-    """How long a forward pass, and one with its backward pass, take for each sample: of a copy of the model, by a few
-    samples of a batch that are run twice, since a first run takes longer.
-    """
-
-    def run(part: Batch, *, backward: bool) -> float:
-        network, began = replicate(model), time.perf_counter()
-        if not backward:
-            with torch.no_grad():
-                float(part.copied().call(network).sum())  # waits for a device
-        else:
-            total = _outputs(network, part).sum()
-            weights = [parameter for parameter in network.parameters() if parameter.requires_grad]
-            found = torch.autograd.grad(total, weights, allow_unused=True)
-            float(next(gradient for gradient in found if gradient is not None).sum())
-        return time.perf_counter() - began
-
-    with isolated_random_state():
-        part, _ = on_few_samples(lambda part: run(part, backward=False), batch, PROBE_SAMPLES)
-        run(part, backward=True)
-        samples = count_samples(part)
-        return run(part, backward=False) / samples, run(part, backward=True) / samples

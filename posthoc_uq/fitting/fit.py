@@ -11,12 +11,13 @@ import sys
 import time
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, fields, replace
-from typing import Any, Literal, cast
+from typing import Any, Literal
 
 import torch
 from torch import Tensor, nn
 
 from posthoc_uq.core.batches import (
+    FORWARD_COST,
     LOADER,
     Batch,
     BatchFunction,
@@ -26,9 +27,17 @@ from posthoc_uq.core.batches import (
     check_reusable,
     described_inputs,
     explained,
+    known_length,
 )
 from posthoc_uq.core.devices import TEMPORARY_BYTES, as_double
-from posthoc_uq.core.distributed import all_reduce_sum, gather, is_divided, run_on_all_ranks, world
+from posthoc_uq.core.distributed import (
+    all_reduce_sum,
+    gather,
+    is_divided,
+    run_on_all_ranks,
+    sampler_of,
+    world,
+)
 from posthoc_uq.core.errors import NonFiniteError, PosthocUQError, warn_user
 from posthoc_uq.core.interrupts import orderly
 from posthoc_uq.core.model import (
@@ -41,7 +50,7 @@ from posthoc_uq.core.model import (
 )
 from posthoc_uq.core.options import LARGEST, Seed, check_option
 from posthoc_uq.core.outputs import Choice, Output, checked_output, chosen_in, guessed_choice, with_choice
-from posthoc_uq.core.progress import bars_shown, print_above
+from posthoc_uq.core.progress import GUESSED_SAMPLES, Phases, bars_shown, print_above
 from posthoc_uq.core.randomness import isolated_random_state
 from posthoc_uq.core.steady import steady
 from posthoc_uq.curvature.features import find_features
@@ -57,7 +66,7 @@ from posthoc_uq.files import (
 )
 from posthoc_uq.fitting.calibrate import calibrate
 from posthoc_uq.fitting.faithful import DIVERGENCE
-from posthoc_uq.fitting.first_batch import check_first_batch, on_few_samples, pass_seconds
+from posthoc_uq.fitting.first_batch import check_first_batch, on_few_samples
 from posthoc_uq.fitting.leave_one_out import (
     FEW_SAMPLES,
     UNASKED_GAP,
@@ -174,8 +183,7 @@ def fit(
         output: where the outputs are in what the model returns, if that is no tensor: a key or the name of an attribute
             (``"out"``), an index, or a function of what is returned, which no file can keep. By default the part with a
             known name (``logits``, ``out``, ``sample``), or the only tensor with a row a sample.
-        progress: show a bar for each sweep and for the search of the prior precision, on rank 0; by default where
-            standard error is a terminal.
+        progress: show one bar over all phases, on rank 0; by default where standard error is a terminal.
         **options: the method's fields, if it is given by name (``rank=50``).
 
     Returns:
@@ -240,13 +248,12 @@ def fit(
             progress=bars_shown(progress),
         )
 
-    def run() -> tuple[Posterior, Task]:
+    def run(request: _FitRequest, bar: Phases) -> tuple[Posterior, Task]:
         began = time.perf_counter()
-        request = run_on_all_ranks(check, "checking the options")
         task = _dry_run(request)
         request = replace(request, likelihood=task.settings.likelihood)
-        if request.progress and not request.method.trains and world() == 1:
-            _tell_expected(task, request)
+        if request.progress:
+            _plan(bar, task, request)
         task.seconds["dry run"] = time.perf_counter() - began
         parameters = dict(task.model.named_parameters())
         weight_prior = run_on_all_ranks(
@@ -264,8 +271,10 @@ def fit(
         task.observe()
         del task.prepared  # its copy of the model and its hooks
         _record(posterior, request, task, noise_origin)
+        bar.to_come = 2 * bar.after
         if val_loader is None and not _set_by_leave_one_out(posterior, request, task) and request.finds_noise:
             _warn_if_memorised(posterior)
+        bar.to_come = bar.after
         set_prior(
             posterior,
             request.prior,
@@ -289,13 +298,17 @@ def fit(
         posterior.buffers_fingerprint = buffers_fingerprint(request.model)
         parameters = parameters_of(unwrap(request.model))
         posterior.others_fingerprint = others_fingerprint(parameters, posterior.original)
-        if request.progress:
-            _tell_seconds(posterior, time.perf_counter() - began)
         return posterior, task
 
     def run_steadily() -> tuple[Posterior, Task]:
+        began = time.perf_counter()
         with steady(model, call="the fit"):
-            return run()
+            request = run_on_all_ranks(check, "checking the options")
+            with Phases("dry run", "%", request.progress, 100) as bar:
+                posterior, task = run(request, bar)
+            if request.progress:
+                _tell_seconds(posterior, time.perf_counter() - began)
+            return posterior, task
 
     with torch.enable_grad():  # also within the caller's torch.no_grad()
         posterior, task = run_on_all_ranks(run_steadily, "the fit")
@@ -304,31 +317,20 @@ def fit(
     return posterior
 
 
-_LONG = 60.0  # seconds from which on a fit says beforehand how long it will take
-_OF_A_SWEEP = 1.3  # what a sample costs in a sweep, in passes
-_SEARCHED = 250  # what the search of a faithful prior costs in passes of samples, about; see `docs/methods/fit_cost.md`
+_SEARCHED = 250  # passes of samples that the search of a prior takes, about; see `docs/methods/fit_cost.md`
+_HELD_OUT = 5  # passes over held-out data: the trials of a tuning, and what promises are measured on
 
 
-def _tell_expected(task: Task, request: _FitRequest) -> None:
-    """One line before the first sweep, of a fit that will take minutes."""
-    samples = task.samples_in_all
-    if samples is None:
-        return
-    forward, whole = pass_seconds(task.model, task.batch)
-    searched = 0 if request.divergence is None else _SEARCHED
-    passes = _OF_A_SWEEP * request.method.passes() * samples + searched
-
-    few = len(task.layers) == 1
-    expected = passes * (forward if few else whole)
-    if expected >= _LONG and cast(Any, sys.stderr) is not None:
-        shorter = "" if few else f"; with layers='last' {_in_minutes(passes * forward)}"
-        told = f"{_in_minutes(expected)} for {samples:,} samples on {task.device}{shorter}"
-        print(f"this fit will take {told}", file=sys.stderr)
-
-
-def _in_minutes(seconds: float) -> str:
-    minutes = max(1, round(seconds / 60))
-    return f"about {minutes} minute{'s' if minutes > 1 else ''}"
+def _plan(bar: Phases, task: Task, request: _FitRequest) -> None:
+    """Plan the bar for the passes over the data and what follows."""
+    method, val_loader = request.method, request.val_loader
+    first = count_samples(task.batch)
+    bar.samples = known_length(sampler_of(task.loader)) or first * known_length(task.loader) or None
+    one_pass = bar.samples or GUESSED_SAMPLES
+    bar.after = 0 if isinstance(request.prior, float) else _SEARCHED
+    if val_loader is not None and not method.trains:
+        bar.after += _HELD_OUT * (first * known_length(val_loader) or one_pass)
+    bar.to_come = one_pass * (method.passes() + FORWARD_COST * request.finds_noise) + bar.after
 
 
 _SHOWN_SHARE = 0.05  # of a fit's time, from which a part is named
@@ -503,7 +505,7 @@ def prepared_task(
         reader: of the batches.
         seed: of all random numbers.
         dtype: of the statistics.
-        progress: whether sweeps show a bar.
+        progress: whether a bar is shown.
         output: which part of what the model returns its outputs are; None to find it, or for that of a view.
         by_name: whether the likelihood was given by its name alone; then the labels' shape says where classes are.
 

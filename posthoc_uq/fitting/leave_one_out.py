@@ -294,7 +294,7 @@ def calibrate_by_leave_one_out(
     starts = _starts(model, data, initial, initialisations, seed)
     trained = {name for name, parameter in model.named_parameters() if parameter.requires_grad}
     kernel = torch.zeros(len(targets), len(targets), dtype=torch.float64, device="cpu")
-    with Progress("untrained networks", "networks", progress, len(starts)) as bar:
+    with Progress("untrained networks", "networks", progress, len(starts), None) as bar:
         for number, start in enumerate(starts):
             part = tangent_kernel(start(), data, mixed_seed(seed, number), trained or None)
             kernel += part / part.diagonal().mean()

@@ -364,6 +364,8 @@ class _ByHeldOutLabels(_Search):
         loss = HeldOutLoss(posterior, self.loader, predictor, self.reader, seed=self.seed, tempered=tempered)
         if "noise" in names:
             loss.set_noise_of_network()
+        if first in names and grid is None:
+            self._set_start(predictor)
         others = [PARAMETERS[name] for name in names if name != first]
         search = HeldOutSearch(
             loss,
@@ -374,8 +376,6 @@ class _ByHeldOutLabels(_Search):
         )
         with search.bar:
             if first in names:
-                if grid is None:
-                    self._set_start(predictor)
                 search.set_width(grid)
             for name in others:
                 search.set_other(name)

@@ -123,14 +123,16 @@ class Laplace(Method):
         sums, samples = self.sweep(task, bases)
 
         def build() -> dict[str, Block]:
-            return {
-                name: (
-                    self.block(layer, sums.pop(name), samples, bases.pop(name, None))
-                    if name in factored
-                    else DiagonalBlock(sums.pop(name)[0].diagonal(samples))
-                )
-                for name, layer in task.layers.items()
-            }
+            blocks = dict[str, Block]()
+            with task.by_layer("blocks", task.layers) as bar:
+                for name, layer in task.layers.items():
+                    blocks[name] = (
+                        self.block(layer, sums.pop(name), samples, bases.pop(name, None))
+                        if name in factored
+                        else DiagonalBlock(sums.pop(name)[0].diagonal(samples))
+                    )
+                    bar.advance()
+            return blocks
 
         return task.timed("blocks", build)
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from math import ceil
@@ -12,10 +12,11 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from posthoc_uq.core.batches import Bar, Batch, known_length
+from posthoc_uq.core.batches import READING_COST, Bar, Batch, known_length
 from posthoc_uq.core.distributed import all_reduce_sum, broadcast, gather, rank, run_on_all_ranks, world
 from posthoc_uq.core.errors import NonFiniteError, PosthocUQError, warn_user
 from posthoc_uq.core.numerics import all_finite
+from posthoc_uq.core.progress import Progress
 from posthoc_uq.core.randomness import isolated_random_state, mixed_seed
 from posthoc_uq.curvature.features import FeatureSource
 from posthoc_uq.curvature.labels import FisherChoice, own_samples_of, resolve_fisher, samples_in_all
@@ -331,7 +332,8 @@ class Task:
         generator = torch.Generator().manual_seed(mixed_seed(settings.seed, 1))
         samples, counted = 0, False
         title = "counting" if context is None else "context"
-        with isolated_random_state(settings.seed), Bar(self.loader, title, settings.progress) as bar:
+        bar = Bar(self.loader, title, settings.progress, READING_COST)
+        with isolated_random_state(settings.seed), bar:
             for index, (batch, count) in enumerate(own_batches(self.loader, settings.reader)):
                 if context is not None and context.needs_data:
                     shown = single_input(batch)
@@ -427,12 +429,27 @@ class Task:
         self.seconds[description] = time.perf_counter() - start
         return result
 
+    def by_layer(self, description: str, names: Collection[str]) -> Progress:
+        """A bar of work on the matrices of these layers."""
+        sizes = sum(max(self.layers[name].matrix_shape) for name in names)
+        cost = _COST_OF_SIZE * sizes / max(1, len(names))
+        return Progress(description, "layers", self.settings.progress, len(names), cost)
+
     def divided(self, work: Mapping[str, Callable[[], dict[str, Tensor]]], description: str) -> Tensors:
         """Results by name, each computed by one of the processes and handed to the others."""
 
         def compute() -> Tensors:
             own_names = [name for index, name in enumerate(work) if index % world() == rank()]
-            results = run_on_all_ranks(lambda: {name: work[name]() for name in own_names}, description)
+
+            def own() -> Tensors:
+                results: Tensors = {}
+                with self.by_layer(description, own_names) as bar:
+                    for name in own_names:
+                        results[name] = work[name]()
+                        bar.advance()
+                return results
+
+            results = run_on_all_ranks(own, description)
             results = {
                 # of one order in memory in all processes: it decides how products are rounded
                 name: {key: tensor.contiguous() for key, tensor in tensors.items()}
@@ -445,6 +462,11 @@ class Task:
             return {name: results[name] for name in work}
 
         return self.timed(description, compute)
+
+
+_COST_OF_SIZE = (
+    1 / 8
+)  # passes of samples that take as long as eigenvectors, for each row of a convolution's matrix
 
 
 def checked_finite(results: Tensors, part: str) -> Tensors:

@@ -448,7 +448,9 @@ class Loop:
         if checkpoint is not None and saved is not None:
             with checkpoint.reading("its state of the training is of another kind"):
                 self.load_state_dict(saved)
-        with Progress("train", "samples", progress) as bar:
+        epochs = self._options.least_epochs
+        with Progress("training", "samples", progress, epochs * self._objective.samples) as bar:
+            bar.advance(self.progress.epoch * self._objective.samples)
             while not self.finished:
                 self._epoch(bar)
         for name, tensor in self._objective.tensors().items():
@@ -501,7 +503,7 @@ class Loop:
         """One epoch, or what is left of it."""
         progress, done, start = self.progress, self.progress.batch, time.perf_counter()
         seconds_before, seen = progress.seconds, 0
-        bar.restart(f"epoch {progress.epoch + 1} of {self._options.least_epochs}")
+        name = f"epoch {progress.epoch + 1} of {self._options.least_epochs}"
         with isolated_random_state(mixed_seed(self._seed, _DATA, progress.epoch)):
             for batch in batches(self._loader, self._reader):
                 samples = count_samples(batch)
@@ -514,7 +516,8 @@ class Loop:
                 self._step(batch, samples)
                 progress.batch, self._last = seen, batch
                 progress.seconds = seconds_before + time.perf_counter() - start
-                bar.note({name: f"{value / progress.samples:.4g}" for name, value in progress.sums.items()})
+                means = {name: f"{value / progress.samples:.4g}" for name, value in progress.sums.items()}
+                bar.describe(name, means)
                 if self._checkpoint is not None:
                     self._checkpoint.after_batch(TRAINING, self.state_dict)
         if seen < done:

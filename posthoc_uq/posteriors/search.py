@@ -150,23 +150,32 @@ class SearchBar(Progress):
         unit: what is counted.
         visible: whether to show it.
         searches: for each search to come, the usual number of evaluations and the units of one evaluation.
+        cost: as `Progress`; by default not known.
+
+    Attributes:
+        to_come: the searches that are not begun; may be corrected.
     """
 
     def __init__(
-        self, description: str, unit: str, visible: bool, searches: Sequence[tuple[int, int]]
+        self,
+        description: str,
+        unit: str,
+        visible: bool,
+        searches: Sequence[tuple[int, int]],
+        cost: float | None = None,
     ) -> None:
-        super().__init__(description, unit, visible, sum(usual * size for usual, size in searches))
-        self._to_come, self._usual, self._size, self._begun = list(searches), 0, 0, 0
+        super().__init__(description, unit, visible, sum(usual * size for usual, size in searches), cost)
+        self.to_come, self._usual, self._size, self._begun = list(searches), 0, 0, 0
 
     def begin_search(self) -> None:
-        self._usual, self._size = self._to_come.pop(0)
+        self._usual, self._size = self.to_come.pop(0)
         self._begun = 0
 
     def begin_evaluation(self) -> None:
         self._begun += 1
         following = max(1, self._usual - self._begun)
-        to_come = sum(usual * size for usual, size in self._to_come)
-        self.expect(self.done + (1 + following) * self._size + to_come)
+        to_come = sum(usual * size for usual, size in self.to_come)
+        self.total = round(self.done) + (1 + following) * self._size + to_come
 
 
 def search_decades(

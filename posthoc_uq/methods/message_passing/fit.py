@@ -18,6 +18,7 @@ from posthoc_uq.core.devices import DeferredChecks, as_double, has_double, host_
 from posthoc_uq.core.distributed import world
 from posthoc_uq.core.errors import NonFiniteError, PosthocUQError, UnsupportedLayerError, warn_user
 from posthoc_uq.core.options import Count, Magnitude
+from posthoc_uq.core.progress import Progress
 from posthoc_uq.core.randomness import isolated_random_state, mixed_seed
 from posthoc_uq.curvature.features import FeatureSource, feature_rows, find_features
 from posthoc_uq.curvature.sweep import check_targets, require_outputs, show
@@ -446,11 +447,15 @@ class MessagePassing(Method):
             with checkpoint.reading("its messages are of another kind"):
                 trainer.load_state_dict(saved)
 
+        visits = (epochs - trainer.epoch) * len(data)
+        bar = Progress("message passing", "batches", task.settings.progress, visits, None)
+
         def after_visit() -> None:
+            bar.advance()
             if checkpoint is not None:
                 checkpoint.after_batch(_PART, trainer.state_dict)
 
-        with torch.no_grad():
+        with torch.no_grad(), bar:
             trainer.run(after_visit)
         if checkpoint is not None:
             checkpoint.save(_PART, trainer.state_dict())
