@@ -112,12 +112,32 @@ def networks() -> dict[str, tuple[nn.Module, Tensor]]:
     }
 
 
-@pytest.mark.parametrize("name", list(networks()))
+class Steps(nn.Module):
+    """A layer that is called once for every step of a sequence."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.step, self.readout = nn.Linear(3, 3), nn.Linear(3, 2)
+
+    def forward(self, x: Tensor) -> Tensor:
+        state = torch.zeros_like(x[:, 0])
+        for step in x.unbind(1):
+            state = torch.tanh(self.step(state + step))
+        return self.readout(state)
+
+
+@pytest.mark.parametrize("name", [*networks(), "sequences of one step, of two and of one"])
 def test_kernel_is_that_of_autograds_gradients(name: str) -> None:
-    network, inputs = networks()[name]
+    if name in networks():
+        network, inputs = networks()[name]
+        batches = batches_of(inputs)
+    else:
+        torch.manual_seed(0)
+        network = Steps().double()
+        batches = [Batch((torch.randn(4, steps, 3, dtype=torch.float64),)) for steps in (1, 2, 1)]
     network.eval()
-    kernel = tangent_kernel(network, batches_of(inputs), seed=3)
-    outputs = network(inputs)
+    kernel = tangent_kernel(network, batches, seed=3)
+    outputs = torch.cat([network(*batch.args) for batch in batches])
     generator = torch.Generator().manual_seed(3)
     direction = (
         torch.randn(outputs.shape[1:], generator=generator, dtype=torch.float64) / outputs[0].numel() ** 0.5

@@ -267,6 +267,44 @@ def test_kronecker_factors_are_exact_where_positions_are_averaged(
         assert found.blocks["layer"].factors_of == "gradients"
 
 
+class Steps(nn.Module):
+    """A recurrent layer, or a linear one of flattened tokens, with a readout of the last step or of their mean."""
+
+    def __init__(self, recurrent: bool) -> None:
+        super().__init__()
+        self.layer = nn.RNN(3, 4, batch_first=True) if recurrent else nn.Linear(3, 4)
+        self.readout = nn.Linear(4, CLASSES)
+
+    def forward(self, x: Tensor) -> Tensor:
+        if isinstance(self.layer, nn.RNN):
+            return self.readout(self.layer(x)[0][:, -1])
+        tokens = torch.tanh(self.layer(x.flatten(0, 1)))
+        return self.readout(tokens.unflatten(0, x.shape[:2]).mean(1))
+
+
+@pytest.mark.parametrize("recurrent", [False, True])
+def test_factors_are_of_gradients_where_a_later_batch_has_more_positions(recurrent: bool) -> None:
+    """The first batch has one step a sample, which shows no positions; the trace is that of the Fisher all the same."""
+    torch.manual_seed(0)
+    model = Steps(recurrent).double().eval()
+    data = [
+        (torch.randn(6, steps, 3, dtype=torch.float64), torch.zeros(6, dtype=torch.long))
+        for steps in (1, 4, 1, 3)
+    ]
+    kfac, efb, diagonal = (_fit(model, data, method) for method in ("kfac", "efb", "diag"))
+    for name in set(kfac.layers) - {"readout"}:
+        trace = diagonal.blocks[name].dense().diagonal(dim1=-2, dim2=-1).sum()
+        for posterior in (kfac, efb):
+            found = posterior.blocks[name].dense().diagonal(dim1=-2, dim2=-1).sum()
+            torch.testing.assert_close(found, trace, **TIGHT)
+        assert kfac.blocks[name].factors_of == "gradients"
+    order = [data[1], *data[:1], *data[2:]]
+    for name, block in _fit(model, order, "kfac").blocks.items():
+        torch.testing.assert_close(block.dense(), kfac.blocks[name].dense(), **TIGHT)
+    with pytest.raises(uq.PosthocUQError, match="read only once"):
+        _fit(model, iter(data), "kfac")  # type: ignore[arg-type]
+
+
 @pytest.mark.parametrize("fisher", ["exact", "empirical", "mc"])
 @pytest.mark.parametrize("case", ["linear", "tokens", "shared convolution", "conv2d groups"])
 @pytest.mark.covering(1)

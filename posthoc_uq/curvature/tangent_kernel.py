@@ -170,19 +170,22 @@ def tangent_kernel(
                 return
             activations, output_gradients = caught.operands(caught.calls[0].input.dtype)
             name = caught.layer.name
-            if activations.positions == 1:
+            if activations.positions == 1 and name not in gradients:
                 a, b = activations.rows().squeeze(2), output_gradients.squeeze(2)  # (samples, groups, width)
                 rows.setdefault(name, []).append((a.cpu(), b.cpu()))
                 return
             limit = temporary_limit(MAX_GRADIENT_BYTES, output_gradients.device)
             each = activations.gradients(output_gradients, limit).flatten(1)
-            kept += each.numel() * each.element_size()
+            # of earlier batches that had one position, as sequences of other lengths have
+            before = [torch.einsum("sgo,sgi->sgoi", b, a).flatten(1) for a, b in rows.pop(name, [])]
+            gradients.setdefault(name, []).extend(before)
+            kept += sum(part.numel() * part.element_size() for part in (*before, each))
             if kept > MAX_GRADIENT_BYTES:
                 raise PosthocUQError(
                     f"The gradients of all samples take more than {MAX_GRADIENT_BYTES >> 30} GiB; pass a loader of "
                     f"fewer of them, or use held-out data, uq.calibrate(posterior, val_loader)."
                 )
-            gradients.setdefault(name, []).append(each.cpu())
+            gradients[name].append(each.cpu())
 
         recording.pull_back(pulled, keep, last=True)
     if not rows and not gradients:

@@ -16,6 +16,7 @@ from typing import Any, ClassVar, get_args
 import torch
 from torch import Tensor
 
+from posthoc_uq.core.batches import check_reusable
 from posthoc_uq.core.devices import as_double, placed
 from posthoc_uq.core.distributed import gather, world
 from posthoc_uq.core.errors import PosthocUQError
@@ -411,6 +412,7 @@ class KFAC(Laplace):
     def blocks(self, task: Task) -> dict[str, Block]:
         forms = _forms(task)
         sums, diagonals, samples = _sweep_for_factors(task, forms)
+        _with_later_positions(task, forms, sums, samples)
         factors = _decomposed(task, sums, samples, self.keep_grams)
         return {
             name: KroneckerBlock(**factors[name], factors_of=forms[name])
@@ -472,6 +474,24 @@ def _sweep_for_factors(
     squares = {name: squares_of(layer, task) for name, layer in task.layers.items() if name not in sums}
     samples = task.sweep({**sums, **{name: [one] for name, one in squares.items()}}, "Kronecker factors")
     return sums, {name: {"diagonal": one.diagonal(samples)} for name, one in squares.items()}, samples
+
+
+def _with_later_positions(
+    task: Task, forms: dict[str, FactorsOf], sums: dict[str, Factors], samples: float
+) -> None:
+    """Sum the factors of layers again that had one row a sample in the first batch, by which their form was chosen, and
+    several in a later one, as sequences of other lengths give them. Changes `forms` and `sums`.
+    """
+    later = {
+        name: layer
+        for name, layer in task.factored.items()
+        if len(sums[name]) == 2 and float(sums[name][1].positions(samples)) > 1 + 1e-9
+    }
+    if later:
+        check_reusable(task.loader, 2)
+        forms |= dict.fromkeys(later, "gradients")
+        sums |= {name: factors for name, factors in _factors_of(task, forms).items() if name in later}
+        task.sweep({name: sums[name] for name in later}, "Kronecker factors, again")
 
 
 def _factors_of(task: Task, forms: Mapping[str, FactorsOf]) -> dict[str, Factors]:
@@ -541,8 +561,11 @@ class EFB(Laplace):
         return 2
 
     def find_bases(self, task: Task) -> dict[str, Basis]:
-        sums = _factors_of(task, _forms(task))
-        factors = _decomposed(task, sums, task.sweep(sums, "Kronecker factors"))
+        forms = _forms(task)
+        sums = _factors_of(task, forms)
+        samples = task.sweep(sums, "Kronecker factors")
+        _with_later_positions(task, forms, sums, samples)
+        factors = _decomposed(task, sums, samples)
         return {name: (sides["input_basis"], sides["output_basis"]) for name, sides in factors.items()}
 
     def accumulators(self, layer: Layer, task: Task, basis: Basis | None) -> Sequence[Any]:
