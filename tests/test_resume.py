@@ -173,7 +173,7 @@ def test_other_data_behind_the_first_batches_are_noticed(within: bool, tmp_path:
         "checkpoint": tmp_path / "fit",
         "checkpoint_every": 1,
     }
-    stopping, val_loader = (_BrokenOnce(3), _loader()) if within else (_loader(), Broken(_loader(), 1))
+    stopping, val_loader = (_BrokenOnce(2), _loader()) if within else (_loader(), Broken(_loader(), 1))
     with pytest.raises(RuntimeError, match="the disk is gone"):
         uq.fit(model(), stopping, val_loader=val_loader, **own)
     images, labels = (tensor.clone() for tensor in data().tensors)

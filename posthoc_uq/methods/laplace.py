@@ -482,10 +482,11 @@ def _with_later_positions(
     """Sum the factors of layers again that had one row a sample in the first batch, by which their form was chosen, and
     several in a later one, as sequences of other lengths give them. Changes `forms` and `sums`.
     """
+    gradients = {name: of_layer[-1] for name, of_layer in sums.items()}
     later = {
-        name: layer
-        for name, layer in task.factored.items()
-        if len(sums[name]) == 2 and float(sums[name][1].positions(samples)) > 1 + 1e-9
+        name
+        for name, gram in gradients.items()
+        if isinstance(gram, GradientGram) and float(gram.positions(samples)) > 1 + 1e-9
     }
     if later:
         check_reusable(task.loader, 2)
