@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import argparse
 import json
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from fnmatch import fnmatch
 from pathlib import Path
 from statistics import mean, stdev
 from typing import Any
@@ -12,6 +14,9 @@ from typing import Any
 import torch
 from matplotlib.figure import Figure
 from torch import Tensor, nn
+
+from posthoc_uq.core.errors import PosthocUQError
+from posthoc_uq.files.atomic import checked_target
 
 OUTPUT = Path(__file__).resolve().parent / "output"
 NOTE = "Smoke run: it shows that the recipe runs. These numbers are not results."
@@ -48,8 +53,47 @@ def parsed(
     options = command.parse_args(arguments)
     if options.smoke:
         vars(options).update(smoke)
-    options.output.mkdir(parents=True, exist_ok=True)
+    try:
+        options.output.mkdir(parents=True, exist_ok=True)
+        checked_target(options.output / "page.md")
+    except OSError as error:
+        command.error(f"--output {options.output}: {error.strerror}.")
+    except PosthocUQError as error:
+        command.error(f"--output: {error}")
     return options
+
+
+def existing(text: str) -> Path:
+    """The type of an option that names a file or folder to be read."""
+    if not Path(text).exists():
+        raise argparse.ArgumentTypeError(f"there is no file or folder '{text}'")
+    return Path(text)
+
+
+@contextmanager
+def looked_at() -> Generator[None]:
+    """Around all that a run reads, before its work: what is missing or wrong there ends the run with one sentence.
+    What libraries raise for a file that is not what it should be is of any kind.
+    """
+    try:
+        yield
+    except ImportError as error:
+        raise SystemExit(f"error: {error}; see requirements.txt beside this recipe.") from error
+    except Exception as error:
+        raise SystemExit(f"error: {' '.join(str(error).split()) or type(error).__name__}") from error
+
+
+def matching(names: Iterable[str], patterns: Sequence[str]) -> list[str]:
+    """Those names that fit one of the patterns.
+
+    Raises:
+        ValueError: none fits one of them.
+    """
+    known = list(names)
+    for pattern in patterns:
+        if not any(fnmatch(name, pattern) for name in known):
+            raise ValueError(f"Nothing fits '{pattern}'; there are {', '.join(known)}.")
+    return [name for name in known if any(fnmatch(name, pattern) for pattern in patterns)]
 
 
 def in_order(inputs: Tensor, targets: Tensor, size: int) -> list[Batch]:

@@ -20,8 +20,8 @@ def recipe():
     return recipe_modules("fashion_mnist", ["data"])
 
 
-def test_files_are_read_as_they_were_written(recipe, folder, tmp_path):
-    found = recipe.data.load(folder, tmp_path)
+def test_files_are_read_as_they_were_written(recipe, folder):
+    found = recipe.data.load(folder)
     parts = (found.train, found.validation, found.test)
     assert [len(part.images) for part in parts] == [1250, 250, 297] and len(found.digits) == 5000
     assert {tuple(images.shape[1:]) for images in (*(part.images for part in parts), found.digits)} == {

@@ -39,7 +39,8 @@ def test_smoke(script: str, rows: int, tmp_path: Path) -> None:
 
 @pytest.mark.study
 def test_smoke_on_images(tmp_path: Path) -> None:
-    (tmp_path / "data").mkdir()
+    for name in ("data", "networks"):
+        (tmp_path / name).mkdir()
     data = write_fashion_mnist(tmp_path / "data")
     options = ("--data", data, "--output", tmp_path / "out", "--networks", tmp_path / "networks")
     smoke("function_space.images", *options)
@@ -57,7 +58,8 @@ def test_smoke_on_images(tmp_path: Path) -> None:
 
 @pytest.mark.study
 def test_smoke_of_objectives(tmp_path: Path) -> None:
-    (tmp_path / "data").mkdir()
+    for name in ("data", "networks"):
+        (tmp_path / name).mkdir()
     data = write_fashion_mnist(tmp_path / "data")
     options = ("--data", data, "--output", tmp_path / "out", "--networks", tmp_path / "networks")
     trials = ("--trials", "independent, corrupted", "--digits")

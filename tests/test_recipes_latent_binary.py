@@ -84,7 +84,7 @@ def test_the_covariates_are_those_of_the_public_file(recipe: Namespace) -> None:
 def test_covariates_are_read_with_commas_and_with_blanks(recipe: Namespace, tmp_path: Path) -> None:
     for between in (",", " ", ", "):
         (tmp_path / "x.txt").write_text(f"1{between}-2.5{between}3e2\n4{between}5{between}6\n")
-        assert recipe.variables.read(tmp_path / "x.txt").tolist() == [[1, -2.5, 300], [4, 5, 6]]
+        assert recipe.variables.read(tmp_path / "x.txt", 3).tolist() == [[1, -2.5, 300], [4, 5, 6]]
 
 
 def test_the_exact_probabilities_are_those_of_a_sum_over_all_models(recipe: Namespace) -> None:

@@ -27,7 +27,8 @@ def test_smoke_of_the_sines(tmp_path: Path) -> None:
 
 @pytest.mark.study
 def test_smoke_of_the_last_layer(tmp_path: Path) -> None:
-    (tmp_path / "data").mkdir()
+    for name in ("data", "networks"):
+        (tmp_path / name).mkdir()
     data = write_fashion_mnist(tmp_path / "data")
     folders = ("--data", data, "--output", tmp_path / "out", "--networks", tmp_path / "networks")
     smoke("message_passing.last_layer", *folders, "--rows", "message passing, diagonal", "INF")

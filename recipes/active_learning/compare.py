@@ -198,7 +198,11 @@ def main(arguments: Sequence[str] | None = None) -> None:
     options = parsed(command, arguments, sets=["boston"], splits=2, iterations=2, steps=50)
     torch.set_num_threads(1)
     everything: dict[str, dict[str, Tensor]] = {}
-    for name, table in tables(options, SETS).items():
+    found_tables, asked = tables(options, SETS), options.start + options.iterations + options.test
+    for name, table in found_tables.items():
+        if len(table.targets) < asked:
+            command.error(f"{name} has {len(table.targets)} rows, and {asked} are asked for or tested on.")
+    for name, table in found_tables.items():
         begun = time.perf_counter()
         everything[name] = run(table, options)
         print(f"{name}: {options.splits} splits in {time.perf_counter() - begun:.0f} s")

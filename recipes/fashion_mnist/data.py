@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import NamedTuple
 
 import numpy as np
@@ -57,19 +58,32 @@ def add_options(command: argparse.ArgumentParser) -> None:
     add("--download", action="store_true", help="let torchvision fetch FashionMNIST to --data")
 
 
-def load(folder: Path, cache: Path, validation: int = 5000, download: bool = False) -> Data:
+def load(folder: Path, validation: int = 5000, download: bool = False) -> Data:
     """Read everything; the last training images are held out, the same ones for every seed.
 
     Args:
         folder: one that torchvision's FashionMNIST reads (or downloads to), or one with the four ``.gz`` files, as
             Debian's package has it.
-        cache: where ``.gz`` files are unpacked to.
         validation: how many images are held out; at most a sixth.
         download: let torchvision fetch the files into `folder`.
+
+    Raises:
+        FileNotFoundError: they are not there.
     """
-    if (folder / "train-images-idx3-ubyte.gz").exists():
-        folder = _unpacked(folder, cache)
-    parts = [FashionMNIST(folder, train=train, download=download) for train in (True, False)]
+    with TemporaryDirectory() as unpacked:
+        source = folder
+        if (folder / "train-images-idx3-ubyte.gz").exists():
+            source, download = Path(unpacked), False
+            (source / "FashionMNIST" / "raw").mkdir(parents=True)
+            for archive in folder.glob("*-ubyte.gz"):
+                extract_archive(str(archive), str(source / "FashionMNIST" / "raw"))
+        try:
+            parts = [FashionMNIST(source, train=train, download=download) for train in (True, False)]
+        except RuntimeError as error:
+            raise FileNotFoundError(
+                f"There is no FashionMNIST in '{folder}' ({error}): say with --data where it is, or let torchvision "
+                f"fetch it there with --download."
+            ) from None
     train, test = (Labelled(normalised(part.data), part.targets.long()) for part in parts)
     kept = len(train.labels) - min(validation, len(train.labels) // 6)
     return Data(
@@ -98,13 +112,3 @@ def normalised(values: Tensor) -> Tensor:
 def pixels(images: Tensor) -> Tensor:
     """The way back from `normalised`: bytes (samples, 28, 28)."""
     return ((images.squeeze(1) * DEVIATION + MEAN) * 255).round().clamp(0, 255).byte()
-
-
-def _unpacked(folder: Path, cache: Path) -> Path:
-    """A folder as torchvision's FashionMNIST wants it, with the files of `folder` unpacked."""
-    raw = cache / "FashionMNIST" / "raw"
-    raw.mkdir(parents=True, exist_ok=True)
-    for archive in sorted(folder.glob("*-ubyte.gz")):
-        if not (raw / archive.stem).exists():
-            extract_archive(str(archive), str(raw))
-    return cache

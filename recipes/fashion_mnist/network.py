@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import copy
 import math
+from collections.abc import Iterable
 from pathlib import Path
 
 import torch
 from torch import nn
 from tqdm.auto import trange
 
+from posthoc_uq.files.atomic import checked_target
 from recipes.common import in_random_order, train
 from recipes.fashion_mnist.data import Labelled
 
@@ -28,6 +30,23 @@ def cnn(filters: int = 32) -> nn.Sequential:
         nn.ReLU(),
         nn.Linear(128, 10),
     )
+
+
+def check_kept(folder: Path, seeds: Iterable[int], filters: int = 32) -> None:
+    """Read the networks that a folder has of these seeds, and see that more can be kept in it.
+
+    Raises:
+        PosthocUQError: nothing can be written there.
+        ValueError: a file is no network of this kind.
+    """
+    folder.mkdir(parents=True, exist_ok=True)
+    checked_target(folder / "network.pt")
+    for path in (folder / f"cnn-seed{seed}.pt" for seed in seeds):
+        if path.exists():
+            try:
+                cnn(filters).load_state_dict(torch.load(path, weights_only=True))
+            except Exception as error:
+                raise ValueError(f"'{path}' is no network of this recipe with {filters} filters.") from error
 
 
 def trained(

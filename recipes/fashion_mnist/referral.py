@@ -15,10 +15,10 @@ import torch
 from torch import Tensor, nn
 
 import posthoc_uq as uq
-from recipes.common import Row, by_row, parsed, parser, predicted, report, table
+from recipes.common import Row, by_row, looked_at, parsed, parser, predicted, report, table
 from recipes.fashion_mnist.data import Data, add_options, load, normalised, pixels
 from recipes.fashion_mnist.methods import loader
-from recipes.fashion_mnist.network import trained
+from recipes.fashion_mnist.network import check_kept, trained
 from recipes.function_space.foreign import letters, photos
 
 SCORES = ("joint", "entropy", "novelty")
@@ -53,21 +53,24 @@ def main(arguments: Sequence[str] | None = None) -> None:
     add("--rate", type=float, default=0.05, help="the share of familiar images to refer")
     add("--foreign", type=int, default=2000, help="images of each foreign kind")
     options = parsed(command, arguments, seeds=[0], epochs=1, held_out=120, foreign=20)
-    data = load(options.data, options.output, download=options.download)
-    if options.smoke:
-        data = data.first(140, 120, 60, 20)
-    options.output /= f"{len(data.train.labels)}-{options.epochs}-{options.learning_rate:g}"
+    filters = 16 if options.smoke else 32
+    with looked_at():
+        data = load(options.data, download=options.download)
+        if options.smoke:
+            data = data.first(140, 120, 60, 20)
+        options.output /= f"{len(data.train.labels)}-{options.epochs}-{options.learning_rate:g}"
+        check_kept(options.output, options.seeds, filters)
+        others = foreign(data, options.foreign)
     results: list[dict[str, Row]] = []
     for seed in options.seeds:
-        filters = 16 if options.smoke else 32
         model = trained(data.train, seed, options.output, options.epochs, options.learning_rate, filters)
-        results.append(one_seed(model, data, options.held_out, options.rate, options.foreign, seed))
+        results.append(one_seed(model, data, others, options.held_out, options.rate, seed))
         page = table(by_row(results), ".1f", corner="score, all in %")
         report(options, "referral", page, results)
 
 
 def one_seed(
-    model: nn.Module, data: Data, held_out: int, rate: float, number: int, seed: int
+    model: nn.Module, data: Data, others: Mapping[str, Tensor], held_out: int, rate: float, seed: int
 ) -> dict[str, Row]:
     """What every score refers, in percent."""
     known = data.validation.first(held_out)
@@ -76,7 +79,7 @@ def one_seed(
     wrong = torch.ones(len(data.test.labels), dtype=torch.bool)
     referred: dict[str, dict[str, Tensor]] = {score: {} for score in ("largest probability", *SCORES)}
     border = probability_border(model, known.images, rate)
-    kinds = {"familiar": data.test.images, **foreign(data, number)}
+    kinds = {"familiar": data.test.images, **others}
     for kind, images in kinds.items():
         prediction = predicted(predictor, images, 500)
         for score in SCORES:

@@ -13,7 +13,6 @@ import argparse
 import json
 import time
 from collections.abc import Mapping, Sequence
-from fnmatch import fnmatch
 from pathlib import Path
 from statistics import mean
 from typing import Any
@@ -22,10 +21,20 @@ import torch
 
 from posthoc_uq.evaluation.measurements import foreignness
 from posthoc_uq.evaluation.metrics import joint_tail, ood_auroc, risk_coverage
-from recipes.common import Row, by_row, markdown, parsed, parser, report, spread
+from recipes.common import (
+    Row,
+    by_row,
+    looked_at,
+    markdown,
+    matching,
+    parsed,
+    parser,
+    report,
+    spread,
+)
 from recipes.fashion_mnist import methods
 from recipes.fashion_mnist.data import Data, Labelled, add_options, load
-from recipes.fashion_mnist.network import trained, trained_on
+from recipes.fashion_mnist.network import check_kept, cnn, trained, trained_on
 from recipes.fashion_mnist.variational import TRAINED
 
 BOTH = {"entropy", "novelty"}
@@ -67,12 +76,19 @@ def main(arguments: Sequence[str] | None = None) -> None:
     add("--tuned-on", type=int, default=2000, help="held-out images for every `uq.tune` and the tails")
     smoke = {"seeds": [0], "members": 2, "epochs": 1, "tuned_on": 40, "posteriors": names[-1:]}
     options = parsed(command, arguments, **smoke, variational_epochs=1)
-    data = load(options.data, options.output, download=options.download)
+    with looked_at():
+        data = load(options.data, download=options.download)
     if options.smoke:
         data = data.first(140, 40, 40, 40)
     # what belongs to other settings is never mixed in
     folder = options.output / f"{len(data.train.labels)}-{options.epochs}-{options.learning_rate:g}"
     paths = {seed: folder / f"results-{options.tuned_on}-seed{seed}.json" for seed in options.seeds}
+    with looked_at():
+        matching(rows_of(cnn(), data, 0, folder, data.validation, options), options.rows or ["*"])
+        ahead = {seed + member for seed in options.seeds for member in range(max(1, options.members))}
+        check_kept(folder, ahead, _filters(options))
+        for path in paths.values():
+            found_in(path)
     for seed, path in paths.items():
         one_seed(data, seed, folder, path, options)
         print(f"seed {seed} is done", flush=True)
@@ -102,32 +118,53 @@ def page_of(results: Sequence[Mapping[str, Row]]) -> str:
 
 def one_seed(data: Data, seed: int, folder: Path, path: Path, options: argparse.Namespace) -> None:
     """Measure what is not yet in the file of results, which has every row as soon as it is there."""
-    results: dict[str, dict[str, Any]] = json.loads(path.read_text()) if path.exists() else {}
+    results = found_in(path)
     held_out = data.validation.first(options.tuned_on)
-    plain = methods.plain(network_of(data, seed, folder, options))
-    for name, make in rows_of(data, seed, folder, held_out, options).items():
+    model = network_of(data, seed, folder, options)
+    plain, rows = methods.plain(model), rows_of(model, data, seed, folder, held_out, options)
+    for name in matching(rows, options.rows or ["*"]):
         if name not in results:
-            results[name] = measured(make(), data, held_out, plain)
+            results[name] = measured(rows[name](), data, held_out, plain)
             path.write_text(json.dumps(results, indent=1) + "\n")
             print(f"seed {seed}, {name}: {shown(results[name])}", flush=True)
 
 
+def found_in(path: Path) -> dict[str, dict[str, Any]]:
+    """The rows that an earlier run has left in a file of results.
+
+    Raises:
+        ValueError: it is no such file.
+    """
+    try:
+        return json.loads(path.read_text()) if path.exists() else {}
+    except ValueError as error:
+        raise ValueError(f"'{path}' is no file of results ({error}); delete it to begin anew.") from None
+
+
+def _filters(options: argparse.Namespace) -> int:
+    return 16 if options.smoke else 32
+
+
 def network_of(data: Data, seed: int, folder: Path, options: argparse.Namespace) -> torch.nn.Sequential:
     """The network of a seed, trained or kept."""
-    filters = 16 if options.smoke else 32
-    return trained(data.train, seed, folder, options.epochs, options.learning_rate, filters)
+    return trained(data.train, seed, folder, options.epochs, options.learning_rate, _filters(options))
 
 
 def rows_of(
-    data: Data, seed: int, folder: Path, held_out: Labelled, options: argparse.Namespace
+    model: torch.nn.Sequential,
+    data: Data,
+    seed: int,
+    folder: Path,
+    held_out: Labelled,
+    options: argparse.Namespace,
 ) -> methods.Rows:
-    """All that is asked for, by name, in the order in which it is measured."""
+    """All rows by name, in the order in which they are measured."""
 
     def control() -> torch.nn.Module:
         path = folder / f"trained-on-{epochs}-seed{seed}.pt"
         return trained_on(model, data.train, path, seed, epochs)
 
-    model, epochs = network_of(data, seed, folder, options), options.variational_epochs
+    epochs = options.variational_epochs
     rows: methods.Rows = {
         "plain": lambda: methods.plain(model),
         "temperature scaling": lambda: methods.temperature_scaling(model, held_out),
@@ -149,8 +186,7 @@ def rows_of(
         rows[f"deep ensemble of {options.members}"] = lambda: methods.deep_ensemble(
             [network_of(data, i, folder, options) for i in numbers]
         )
-    asked = options.rows or list(rows)
-    return {name: make for name, make in rows.items() if any(fnmatch(name, pattern) for pattern in asked)}
+    return rows
 
 
 @torch.no_grad()

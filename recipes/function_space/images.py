@@ -9,7 +9,7 @@ Takes networks of `recipes/fashion_mnist` where that recipe has left them.
 from __future__ import annotations
 
 import argparse
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from functools import partial
 from pathlib import Path
 
@@ -19,10 +19,21 @@ from torch import Tensor, nn
 import posthoc_uq as uq
 from posthoc_uq.evaluation import metrics
 from posthoc_uq.evaluation.plots import referral_plot
-from recipes.common import OUTPUT, by_row, parsed, parser, predicted, report, save_figure, table
+from recipes.common import (
+    OUTPUT,
+    by_row,
+    existing,
+    looked_at,
+    parsed,
+    parser,
+    predicted,
+    report,
+    save_figure,
+    table,
+)
 from recipes.fashion_mnist.data import Data, add_options, load, normalised, pixels
 from recipes.fashion_mnist.methods import plain, quality
-from recipes.fashion_mnist.network import cnn, trained
+from recipes.fashion_mnist.network import check_kept, cnn, trained
 from recipes.fashion_mnist.variational import function_space
 from recipes.function_space import foreign
 
@@ -30,17 +41,25 @@ COLUMNS = ("accuracy", "NLL", "ECE", "AUROC, digits", "AUROC, letters", "accurac
 EPOCHS, RATE = 15, 0.01  # of the networks, as in recipes/fashion_mnist
 
 
+def contexts_of(data: Data, number: int) -> dict[str, Tensor | None]:
+    """Images by the name of the context; None for monochrome ones."""
+    return {
+        "monochrome": None,
+        "distorted clothes": normalised(foreign.augmented(pixels(data.train.images), number)),
+        "photographs": normalised(foreign.photos(number)),
+        "digits": data.digits[: len(data.digits) // 2],  # the other half is never seen
+    }
+
+
 def posteriors(
-    data: Data, seed: int, folder: Path, options: argparse.Namespace
+    data: Data,
+    contexts: Mapping[str, Tensor | None],
+    seed: int,
+    folder: Path,
+    options: argparse.Namespace,
 ) -> Iterator[tuple[str, nn.Module, uq.Posterior]]:
     """Name, network and posterior of every row but the first."""
     model = trained(data.train, seed, folder, options.network_epochs, RATE)
-    contexts = {
-        "monochrome": None,
-        "distorted clothes": normalised(foreign.augmented(pixels(data.train.images), options.context_images)),
-        "photographs": normalised(foreign.photos(options.context_images)),
-        "digits": data.digits[: len(data.digits) // 2],  # the other half is never seen
-    }
     for name, images in contexts.items():
         path = folder / f"function-space-{name.replace(' ', '-')}-{options.epochs}-seed{seed}.h5"
         yield (
@@ -73,14 +92,19 @@ def measures(prediction: uq.ClassPrediction, labels: Tensor, others: dict[str, T
     return found | {f"AUROC, {name}": metrics.ood_auroc(entropy, values) for name, values in others.items()}
 
 
-def one_seed(data: Data, seed: int, options: argparse.Namespace) -> dict[str, dict[str, float]]:
+def one_seed(
+    data: Data,
+    contexts: Mapping[str, Tensor | None],
+    letters: Tensor,
+    seed: int,
+    folder: Path,
+    options: argparse.Namespace,
+) -> dict[str, dict[str, float]]:
     """By row: what was measured; the first seed's selective prediction is drawn."""
-    folder = options.networks / f"{len(data.train.labels)}-{options.network_epochs}-{RATE:g}"
-    letters = normalised(foreign.letters(options.foreign_images, seed=1))
     unseen = data.digits[len(data.digits) // 2 :]
     model = trained(data.train, seed, folder, options.network_epochs, RATE)
     rows = {"network": plain(model).predict}
-    for name, network, posterior in posteriors(data, seed, folder, options):
+    for name, network, posterior in posteriors(data, contexts, seed, folder, options):
         head = uq.wrap(network, posterior, "sampling", n_samples=options.draws)
         rows[name] = partial(predicted, head, size=100)
     results: dict[str, dict[str, float]] = {}
@@ -105,14 +129,19 @@ def main(arguments: Sequence[str] | None = None) -> None:
     add("--epochs", type=int, default=10, help="of the posteriors around a trained network")
     add("--scratch-epochs", type=int, default=15, help="of those from random weights")
     add("--draws", type=int, default=10, help="of weights, for every prediction")
-    add("--networks", type=Path, default=OUTPUT / "fashion_mnist", help="output of recipes/fashion_mnist")
+    add("--networks", type=existing, default=OUTPUT / "fashion_mnist", help="output of recipes/fashion_mnist")
     command.set_defaults(network_epochs=EPOCHS, context_images=10_000, foreign_images=5000)
     smoke = {"seeds": [0], "epochs": 1, "scratch_epochs": 1, "draws": 3, "network_epochs": 1}
     options = parsed(command, arguments, **smoke, context_images=200, foreign_images=100)
-    data = load(options.data, options.networks, download=options.download)
-    if options.smoke:
-        data = data.first(140, 40, 40, 40)
-    results = [one_seed(data, seed, options) for seed in options.seeds]
+    with looked_at():
+        data = load(options.data, download=options.download)
+        if options.smoke:
+            data = data.first(140, 40, 40, 40)
+        folder = options.networks / f"{len(data.train.labels)}-{options.network_epochs}-{RATE:g}"
+        check_kept(folder, options.seeds)
+        contexts = contexts_of(data, options.context_images)
+        letters = normalised(foreign.letters(options.foreign_images, seed=1))
+    results = [one_seed(data, contexts, letters, seed, folder, options) for seed in options.seeds]
     report(options, "images", table(by_row(results), ".4g", columns=COLUMNS), results)
 
 

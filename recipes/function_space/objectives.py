@@ -14,7 +14,6 @@ from __future__ import annotations
 import argparse
 import time
 from collections.abc import Sequence
-from fnmatch import fnmatch
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -25,10 +24,21 @@ from torch import Tensor
 import posthoc_uq as uq
 from posthoc_uq.evaluation.measurements import foreignness
 from posthoc_uq.evaluation.metrics import ood_auroc
-from recipes.common import OUTPUT, by_row, parsed, parser, predicted, report, table
+from recipes.common import (
+    OUTPUT,
+    by_row,
+    existing,
+    looked_at,
+    matching,
+    parsed,
+    parser,
+    predicted,
+    report,
+    table,
+)
 from recipes.fashion_mnist.data import Data, Labelled, add_options, load, normalised
 from recipes.fashion_mnist.methods import loader, plain, quality
-from recipes.fashion_mnist.network import trained
+from recipes.fashion_mnist.network import check_kept, trained
 from recipes.fashion_mnist.variational import CORRUPTED, INDEPENDENT, OPTIONS, PUBLISHED, shuffled
 from recipes.function_space import foreign
 
@@ -94,16 +104,30 @@ def measured(
     return found
 
 
-def one_seed(data: Data, seed: int, names: list[str], options: argparse.Namespace) -> dict[str, Any]:
+def training_images(data: Data, options: argparse.Namespace) -> Labelled:
+    """All, or the first ones."""
+    return data.train if options.full else data.train.first(options.images)
+
+
+def folder_of(data: Data, options: argparse.Namespace) -> Path:
+    """Where networks of these settings are kept."""
+    small, number = "" if options.full else "small-", len(training_images(data, options).labels)
+    return options.networks / f"{small}{number}-{options.network_epochs}-{RATE:g}"
+
+
+def one_seed(
+    data: Data,
+    letters: Tensor,
+    seed: int,
+    names: list[str],
+    folder: Path,
+    filters: int,
+    options: argparse.Namespace,
+) -> dict[str, Any]:
     """By row: what was measured."""
-    train = data.train if options.full else data.train.first(options.images)
-    folder = (
-        options.networks
-        / f"{'' if options.full else 'small-'}{len(train.labels)}-{options.network_epochs}-{RATE:g}"
-    )
-    model = trained(train, seed, folder, options.network_epochs, RATE, 32 if options.full else 16)
+    train = training_images(data, options)
+    model = trained(train, seed, folder, options.network_epochs, RATE, filters)
     held_out = data.validation.first(options.tuned)
-    letters = normalised(foreign.letters(options.foreign_images, seed=1))
     images, others = data.validation, {"letters": letters}
     if options.digits:
         images, others = data.test, {"digits": data.digits, "letters": letters}
@@ -141,15 +165,19 @@ def main(arguments: Sequence[str] | None = None) -> None:
     add("--seeds", type=int, nargs="+", default=[0])
     add("--epochs", type=int, default=8, help="around the trained network")
     add("--draws", type=int, default=10, help="of weights, for every prediction")
-    add("--networks", type=Path, default=OUTPUT / "fashion_mnist", help="output of recipes/fashion_mnist")
+    add("--networks", type=existing, default=OUTPUT / "fashion_mnist", help="output of recipes/fashion_mnist")
     command.set_defaults(network_epochs=NETWORK_EPOCHS, images=30_000, foreign_images=5000)
     smoke = {"seeds": [0], "epochs": 1, "draws": 3, "network_epochs": 1, "foreign_images": 100}
     options = parsed(command, arguments, **smoke)
-    data = load(options.data, options.networks, download=options.download)
-    if options.smoke:
-        data = data.first(140, 40, 40, 40)
-    names = [name for name in TRIALS if any(fnmatch(name, pattern) for pattern in options.trials)]
-    results = [one_seed(data, seed, names, options) for seed in options.seeds]
+    with looked_at():
+        names = matching(TRIALS, options.trials)
+        data = load(options.data, download=options.download)
+        if options.smoke:
+            data = data.first(140, 40, 40, 40)
+        folder, filters = folder_of(data, options), 32 if options.full else 16
+        check_kept(folder, options.seeds, filters)
+        letters = normalised(foreign.letters(options.foreign_images, seed=1))
+    results = [one_seed(data, letters, seed, names, folder, filters, options) for seed in options.seeds]
     report(options, "objectives", table(by_row(results), ".4g", columns=list(results[0][names[0]])), results)
 
 

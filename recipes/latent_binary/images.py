@@ -24,7 +24,7 @@ from torch import Tensor, nn
 
 import posthoc_uq as uq
 from posthoc_uq.evaluation.metrics import expected_calibration_error
-from recipes.common import by_row, parsed, parser, predicted, report, table
+from recipes.common import by_row, looked_at, parsed, parser, predicted, report, table
 from recipes.fashion_mnist.data import Data, Labelled, add_options, load
 from recipes.latent_binary.entropy_maps import Probabilities, figure
 from recipes.latent_binary.networks import NETWORKS, Batches, new, pruned, train
@@ -138,7 +138,8 @@ def main(arguments: Sequence[str] | None = None) -> None:
     add("--scratch-kl-weight", type=float, default=1.0)
     add("--images", type=int, help="to train on; by default all")
     options = parsed(command, arguments, network_epochs=1, epochs=1, scratch_epochs=1)
-    data = load(options.data, options.output / "data", download=options.download)
+    with looked_at():
+        data = load(options.data, download=options.download)
     data = data._replace(train=data.train.first(options.images))
     if options.smoke:
         data = data.first(200, 50, 60, None)

@@ -22,7 +22,7 @@ import torch
 from torch import Tensor, nn
 
 import posthoc_uq as uq
-from recipes.common import in_random_order, parsed, parser, report, table
+from recipes.common import existing, in_random_order, looked_at, parsed, parser, report, table
 from recipes.latent_binary.exact import inclusions
 
 BETA = np.array([-4, 0, 1, 0, 0, 0, 1, 0, 0, 0, 1.2, 0, 37.1, 0, 0, 50, -0.00005, 10, 3, 0])
@@ -125,9 +125,32 @@ def _standardised(x: np.ndarray[Any, Any]) -> np.ndarray[Any, Any]:
     return (x - x.mean(0)) / x.std(0)
 
 
-def read(path: Path) -> np.ndarray[Any, Any]:
-    """Numbers with commas or blanks between them."""
-    return np.loadtxt([line.replace(",", " ") for line in path.read_text().splitlines()])
+def read(path: Path, columns: int) -> np.ndarray[Any, Any]:
+    """Rows of so many numbers with commas or blanks between them, ``(rows, columns)``.
+
+    Raises:
+        ValueError: the file has others.
+    """
+    try:
+        lines = [line.replace(",", " ") for line in path.read_text().splitlines()]
+        numbers = np.loadtxt(lines, ndmin=2)
+    except ValueError as error:
+        raise ValueError(f"'{path}' is no table of numbers: {error}.") from None
+    if numbers.shape[1] != columns or not np.isfinite(numbers).all():
+        raise ValueError(f"'{path}' must have {columns} finite numbers a row, and has {numbers.shape[1]}.")
+    return numbers
+
+
+def responses_of(path: Path, rows: int) -> np.ndarray[Any, Any]:
+    """So many stored responses, each 0 or 1.
+
+    Raises:
+        ValueError: the file has others.
+    """
+    found = read(path, 1)[:, 0]
+    if len(found) != rows or not np.isin(found, (0, 1)).all():
+        raise ValueError(f"'{path}' must have 0 or 1 for each of {rows} rows of covariates.")
+    return found
 
 
 class Batches:
@@ -197,8 +220,12 @@ def main(arguments: Sequence[str] | None = None) -> None:
     """Every run, then the table."""
     command = parser(__doc__, "latent_binary", "two runs of the flow, five epochs, twenty sweeps")
     add = command.add_argument
-    add("--covariates", type=Path, help="the public file, 2000 rows of 20 columns; by default they are drawn")
-    add("--responses", type=Path, help="its responses; otherwise they are drawn")
+    add(
+        "--covariates",
+        type=existing,
+        help="the public file, 2000 rows of 20 columns; by default they are drawn",
+    )
+    add("--responses", type=existing, help="its responses; otherwise they are drawn")
     add("--response", choices=("corrected", "printed"), default="corrected")
     add("--unmixed", action="store_true", help="leave columns 2 and 5 as they are")
     add("--seed", type=int, default=0, help="of what is drawn")
@@ -212,8 +239,9 @@ def main(arguments: Sequence[str] | None = None) -> None:
     add("--sweeps", type=int, default=4000, help="of the Gibbs sampler's eight chains")
     options = parsed(command, arguments, runs=2, epochs=5, sweeps=20)
     generator = np.random.default_rng(options.seed)
-    covariates = simulated(generator) if options.covariates is None else read(options.covariates)
-    responses = None if options.responses is None else read(options.responses)
+    with looked_at():
+        covariates = simulated(generator) if options.covariates is None else read(options.covariates, 20)
+        responses = None if options.responses is None else responses_of(options.responses, len(covariates))
     data = study(covariates, responses, options.response, not options.unmixed, generator)
     rows: dict[str, dict[str, float]] = {}
     chances: dict[str, Any] = {}

@@ -109,10 +109,14 @@ def main(arguments: Sequence[str] | None = None) -> None:
     command = common.parser(__doc__, "message_passing", "one network on breast cancer: seconds")
     command.add_argument("--seeds", type=int, default=5, help="each another network and order of the data")
     options = common.parsed(command, arguments, seeds=1)
+    cases = CASES[-1:] if options.smoke else CASES
+    with common.looked_at():
+        for data in {case.data for case in cases}:
+            samples(data, 0)
     rows: dict[str, list[dict[str, float]]] = {}
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", UserWarning)
-        for case in CASES[-1:] if options.smoke else CASES:
+        for case in cases:
             name = f"{case.data}, {case.width} units, {case.fitted} and {case.changed}"
             rows[name] = [measured(case, seed) for seed in range(options.seeds)]
             print(name, rows[name], flush=True)

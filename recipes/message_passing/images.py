@@ -23,7 +23,17 @@ from torch import Tensor, nn
 
 import posthoc_uq as uq
 from posthoc_uq.evaluation.measurements import foreignness
-from recipes.common import in_order, in_random_order, parsed, parser, predicted, report, table, train
+from recipes.common import (
+    in_order,
+    in_random_order,
+    looked_at,
+    parsed,
+    parser,
+    predicted,
+    report,
+    table,
+    train,
+)
 from recipes.fashion_mnist.data import Data, Labelled, add_options, load
 from recipes.fashion_mnist.methods import from_logits
 
@@ -108,7 +118,8 @@ def main(arguments: Sequence[str] | None = None) -> None:
     add("--network-epochs", type=int, default=40, help="of AdamW, at most")
     add("--seed", type=int, default=0)
     options = parsed(command, arguments, images=20, channels=2, epochs=1, network_epochs=1)
-    data = load(options.data, options.output / "data", download=options.download)
+    with looked_at():
+        data = load(options.data, download=options.download)
     if options.smoke:
         data = data.first(40, 40, 40, 40)
     rows = study(data, options)

@@ -27,10 +27,10 @@ from torch.nn.functional import interpolate
 import posthoc_uq as uq
 from posthoc_uq.evaluation.measurements import foreignness
 from recipes import common
-from recipes.common import OUTPUT, in_order, predicted
+from recipes.common import OUTPUT, existing, in_order, looked_at, predicted
 from recipes.fashion_mnist.data import Data, Labelled, add_options, load
 from recipes.fashion_mnist.methods import from_logits, quality
-from recipes.fashion_mnist.network import trained
+from recipes.fashion_mnist.network import check_kept, trained
 from recipes.photos.efficientnet import efficientnet_lite0
 
 SIDE = 96
@@ -67,9 +67,14 @@ class Case(NamedTuple):
     digits: Tensor
 
 
+def _folder(data: Data, options: argparse.Namespace) -> Path:
+    """Where the CNN is, or will be kept."""
+    return options.networks / f"{len(data.train.labels)}-{options.network_epochs}-0.01"
+
+
 def cnn(data: Data, options: argparse.Namespace) -> Case:
     """The CNN of recipes/fashion_mnist, from its output folder or trained."""
-    folder = options.networks / f"{len(data.train.labels)}-{options.network_epochs}-0.01"
+    folder = _folder(data, options)
     model = trained(data.train, options.seed, folder, options.network_epochs, 0.01)
     return Case(model, data.train, data.test, data.digits)
 
@@ -158,12 +163,17 @@ def main(arguments: Sequence[str] | None = None) -> None:
     add("--test-images", type=int, default=2000, help="likewise")
     add("--head-epochs", type=int, default=20, help="of EfficientNet's last layer")
     add("--network-epochs", type=int, default=15, help="of the CNN")
-    add("--networks", type=Path, default=OUTPUT / "fashion_mnist", help="output of recipes/fashion_mnist")
+    add("--networks", type=existing, default=OUTPUT / "fashion_mnist", help="output of recipes/fashion_mnist")
     options = common.parsed(command, arguments, backbones=["cnn"], network_epochs=1)
-    data = load(options.data, options.networks, download=options.download)
-    if options.smoke:
-        data = data.first(300, 50, 60, 60)
-        options.networks = options.output / "smoke"
+    with looked_at():
+        data = load(options.data, download=options.download)
+        if options.smoke:
+            data = data.first(300, 50, 60, 60)
+            options.networks = options.output / "smoke"
+        if "cnn" in options.backbones:
+            check_kept(_folder(data, options), [options.seed])
+        if "efficientnet" in options.backbones:
+            efficientnet_lite0()
     results = {name: study(BACKBONES[name](data, options), options.rows) for name in options.backbones}
     tables = [
         common.table(rows, ".4g", columns=COLUMNS, corner=backbone) for backbone, rows in results.items()

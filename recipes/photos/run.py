@@ -19,7 +19,7 @@ from matplotlib.figure import Figure
 from torch import nn
 
 import posthoc_uq as uq
-from recipes.common import markdown, parsed, parser, report, save_figure
+from recipes.common import looked_at, markdown, parsed, parser, report, save_figure
 from recipes.photos.efficientnet import class_names, efficientnet_lite0
 from recipes.photos.pictures import (
     FIT_PHOTOS,
@@ -108,12 +108,13 @@ def main(arguments: Sequence[str] | None = None) -> None:
     command.add_argument("--seed", type=int, default=0)
     command.set_defaults(crops=96)
     options = parsed(command, arguments, crops=8)
-    model, names = efficientnet_lite0(), class_names()
+    with looked_at():
+        model, names = efficientnet_lite0(), class_names()
+        shown = pictures(options.seed)
     espresso = espresso_probability(model, names)
     images = random_crops([photo(name) for name in FIT_PHOTOS], options.crops, options.seed)
     posterior = uq.fit(model, images.split(16), layers="last", seed=options.seed, progress=False)
     uq.save(posterior, options.output / "photos.inf.h5")
-    shown = pictures(options.seed)
     prediction: Any = uq.wrap(model, posterior)(preprocess([picture.image for picture in shown]))
     save_figure(figure(shown, prediction, names), options.output / "photos.png", options.smoke)
     page = f"The network alone calls the coffee an espresso: {espresso:.3f}\n\n"

@@ -13,7 +13,6 @@ import sys
 import time
 import warnings
 from collections.abc import Callable, Mapping, Sequence
-from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
@@ -23,7 +22,18 @@ from torch import Tensor, nn
 
 import posthoc_uq as uq
 from posthoc_uq.evaluation.metrics import ood_auroc, rmse
-from recipes.common import in_order, in_random_order, parsed, parser, report, save_figure, table, train
+from recipes.common import (
+    existing,
+    in_order,
+    in_random_order,
+    looked_at,
+    parsed,
+    parser,
+    report,
+    save_figure,
+    table,
+    train,
+)
 from recipes.tabular.tables import KINDS, MODELDATA, Rows, Split, load, made, split
 
 HIDDEN = 64
@@ -217,8 +227,11 @@ def coverage(values: Any, targets: Tensor) -> Numbers:
 def run(options: argparse.Namespace) -> dict[str, dict[str, list[Numbers]]]:
     """Every table, likelihood and split: kind, row, and the numbers of each split."""
     found: dict[str, dict[str, list[Numbers]]] = {}
-    for kind in KINDS:
-        data = made(kind, options.rows) if options.smoke else load(kind, options.data)
+    with looked_at():
+        tables = {
+            kind: made(kind, options.rows) if options.smoke else load(kind, options.data) for kind in KINDS
+        }
+    for kind, data in tables.items():
         rows: dict[str, list[Numbers]] = found.setdefault(kind, {})
         for seed in range(options.splits):
             part = split(data, seed)
@@ -262,7 +275,7 @@ def figure(found: Mapping[str, Mapping[str, list[Numbers]]]) -> Figure:
 def main(arguments: Sequence[str] | None = None) -> None:
     """Run it, print the tables, write them with the figure."""
     command = parser(__doc__, "tabular", "made tables, one split, few epochs")
-    command.add_argument("--data", type=Path, default=MODELDATA, help="modeldata's folder data")
+    command.add_argument("--data", type=existing, default=MODELDATA, help="modeldata's folder data")
     command.add_argument("--splits", type=int, default=3)
     command.add_argument("--epochs", type=int, default=30)
     command.add_argument("--rows", type=int, default=250, help="of the made tables of --smoke")

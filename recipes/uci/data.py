@@ -24,6 +24,8 @@ import pandas as pd
 import torch
 from torch import Tensor
 
+from recipes.common import existing, looked_at
+
 MODELDATA = Path("/usr/lib/R/site-library/modeldata/data")
 """Where Debian's r-cran-modeldata puts its data base."""
 
@@ -139,8 +141,8 @@ def add_options(command: argparse.ArgumentParser, names: Sequence[str] = tuple(S
     add(
         "--sets", nargs="+", choices=names, help="by default all that can be found, see recipes/uci/README.md"
     )
-    add("--data", type=Path, help="folder with the files that UCI distributes")
-    add("--modeldata", type=Path, default=MODELDATA, help="data folder of the R package modeldata (concrete)")
+    add("--data", type=existing, help="folder with the files that UCI distributes")
+    add("--modeldata", type=existing, default=MODELDATA, help="data folder of the R package modeldata")
     add("--splits", type=int, default=20)
     add("--steps", type=int, default=1000, help="of Adam")
 
@@ -148,13 +150,16 @@ def add_options(command: argparse.ArgumentParser, names: Sequence[str] = tuple(S
 def tables(options: argparse.Namespace, names: Sequence[str] = tuple(SOURCES)) -> dict[str, Table]:
     """The sets that the options ask for; of these names, those that can be found, where they name none."""
     found: dict[str, Table] = {}
-    for name in options.sets or names:
-        try:
-            found[name] = load(name, options.data, options.modeldata)
-        except (FileNotFoundError, ImportError) as error:
-            if options.sets:
-                raise
-            print(f"{name} left out. {error}")
+    with looked_at():
+        for name in options.sets or names:
+            try:
+                found[name] = load(name, options.data, options.modeldata)
+            except (FileNotFoundError, ImportError) as error:
+                if options.sets:
+                    raise
+                print(f"{name} left out. {error}")
+        if not found:
+            raise ValueError("None of the sets can be found; say with --data where UCI's files are.")
     return found
 
 
