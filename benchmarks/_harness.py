@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import argparse
 import ctypes
 import gc
 import json
@@ -65,6 +66,26 @@ def _text(value: Any, digits: int) -> str:
 def geometric_mean(values: Sequence[float]) -> float:
     """The geometric mean of positive numbers."""
     return exp(sum(log(value) for value in values) / len(values))
+
+
+def output_file(text: str) -> Path:
+    """The type of an option that names a file, which is written at the end of the work."""
+    from posthoc_uq.core.errors import PosthocUQError  # which the peers' environment does not have
+    from posthoc_uq.files.atomic import checked_target
+
+    try:
+        return checked_target(text)
+    except PosthocUQError as error:
+        raise argparse.ArgumentTypeError(str(error)) from None
+
+
+def output_folder(text: str) -> Path:
+    """The type of an option that names the folder of all results."""
+    try:
+        Path(text).mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise argparse.ArgumentTypeError(f"'{text}': {error.strerror}") from None
+    return output_file(f"{text}/results").parent
 
 
 def write_json(path: Path, result: Mapping[str, Any]) -> None:

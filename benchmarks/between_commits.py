@@ -30,7 +30,7 @@ from statistics import median
 from typing import Any, NamedTuple
 
 import torch
-from _harness import fresh_process, machine, single_threaded, table, write_json
+from _harness import fresh_process, machine, output_file, single_threaded, table, write_json
 from torch import Tensor, nn
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -184,7 +184,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser.add_argument("new", nargs="?", metavar="NEW", help="a commit; by default the files as they are")
     parser.add_argument("--cases", nargs="+", choices=list(CASES), default=list(CASES))
     parser.add_argument("--rounds", type=int, default=5)
-    parser.add_argument("--json", type=Path, help="write the table to this file")
+    parser.add_argument("--json", type=output_file, help="write the table to this file")
     parser.add_argument("--smoke", action="store_true", help="a perceptron, one round")
     parser.add_argument("--child", metavar="CASE", help=argparse.SUPPRESS)
     options = parser.parse_args(arguments)

@@ -25,7 +25,7 @@ import _harm
 import _novelty
 import torch
 from _cache import Rows
-from _harness import machine, write_json
+from _harness import machine, output_folder, write_json
 from _zoo import CLASSIFIERS, OUTPUT, REGRESSORS, SEEDS, Shelf, pairs_named
 
 SMOKE = ("iris, mlp relu", "diabetes, mlp relu")
@@ -43,7 +43,9 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser.add_argument("--seeds", nargs="+", type=int, default=list(SEEDS))
     parser.add_argument("--keep", action="store_true", help="take rows of earlier versions of the library")
     parser.add_argument("--show", action="store_true", help="measure nothing; tables of what is there")
-    parser.add_argument("--output", type=Path, default=OUTPUT, help="folder for rows, tables and JSON")
+    parser.add_argument(
+        "--output", type=output_folder, default=OUTPUT, help="folder for rows, tables and JSON"
+    )
     parser.add_argument("--smoke", action="store_true", help="two small networks, for the tests")
     options = parser.parse_args(arguments)
     torch.set_num_threads(1)

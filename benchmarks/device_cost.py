@@ -18,12 +18,11 @@ import argparse
 import copy
 import warnings
 from collections.abc import Callable, Sequence
-from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
 from _cases import Batches, lenet, of_timm, of_torchvision, plain_pass, settle_batchnorm
-from _harness import MIB, Row, interleaved, machine, seconds, table, write_json
+from _harness import MIB, Row, interleaved, machine, output_file, seconds, table, write_json
 from torch import Tensor, nn
 
 import posthoc_uq as uq
@@ -191,7 +190,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser.add_argument(
         "--tf32", choices=("torch", "off"), default="torch", help="rounding of float32 products"
     )
-    parser.add_argument("--json", type=Path)
+    parser.add_argument("--json", type=output_file)
     parser.add_argument("--smoke", action="store_true", help="LeNet, one repeat")
     options = parser.parse_args(arguments)
     if options.smoke:

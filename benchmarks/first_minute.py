@@ -18,13 +18,12 @@ import csv
 import time
 import warnings
 from collections.abc import Callable, Sequence
-from pathlib import Path
 from statistics import median
 from typing import Any
 
 import torch
 from _cases import lenet
-from _harness import single_threaded
+from _harness import output_file, single_threaded
 from torch import Tensor, nn
 
 import posthoc_uq as uq
@@ -128,7 +127,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     )
     parser.add_argument("--only", nargs="+", help="texts in the names of the networks to be run")
     parser.add_argument("--rounds", type=int, default=3)
-    parser.add_argument("--csv", type=Path)
+    parser.add_argument("--csv", type=output_file)
     parser.add_argument("--smoke", action="store_true", help="the table network, one round")
     options = parser.parse_args(arguments)
     if options.smoke:

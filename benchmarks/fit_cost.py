@@ -39,6 +39,7 @@ from _harness import (
     fresh_process,
     least,
     machine,
+    output_file,
     peak_memory,
     seconds,
     table,
@@ -268,7 +269,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser.add_argument("--batches", type=int, help="batches of data, in place of each case's own number")
     parser.add_argument("--no-memory", action="store_true", help="leave out the processes that measure it")
     parser.add_argument("--smoke", action="store_true", help="LeNet on two batches, a few methods")
-    parser.add_argument("--json", type=Path, help="write the table to this file")
+    parser.add_argument("--json", type=output_file, help="write the table to this file")
     parser.add_argument("--child", nargs=3, metavar=("CASE", "METHOD", "DATA"), help=argparse.SUPPRESS)
     options = parser.parse_args(arguments)
     if options.child:

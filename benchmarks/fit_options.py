@@ -20,12 +20,11 @@ import time
 import warnings
 from collections.abc import Iterator, Sequence
 from math import log10
-from pathlib import Path
 from statistics import mean
 from typing import Any
 
 import torch
-from _harness import single_threaded
+from _harness import output_file, single_threaded
 from _sets import Split
 from _zoo import CLASSIFIERS, Pair, loader, trained
 from torch import Tensor, nn
@@ -110,7 +109,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser.add_argument("study", choices=list(STUDIES))
     parser.add_argument("--seeds", nargs="+", type=int, default=[0, 1])
     parser.add_argument("--pairs", nargs="+", help="texts in the names of the pairs to be run")
-    parser.add_argument("--csv", type=Path)
+    parser.add_argument("--csv", type=output_file)
     parser.add_argument("--smoke", action="store_true", help="one small network")
     options = parser.parse_args(arguments)
     study, pairs = STUDIES[options.study], list(CLASSIFIERS)

@@ -16,11 +16,20 @@ import os
 import time
 import warnings
 from collections.abc import Callable, Sequence
-from pathlib import Path
 from typing import Any
 
 import torch
-from _harness import Row, forget_peak, held_memory, machine, peak_memory, single_threaded, table, write_json
+from _harness import (
+    Row,
+    forget_peak,
+    held_memory,
+    machine,
+    output_file,
+    peak_memory,
+    single_threaded,
+    table,
+    write_json,
+)
 
 import posthoc_uq as uq
 
@@ -109,7 +118,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser.add_argument("--tokens", type=int, default=128)
     parser.add_argument("--sequences", type=int, default=64)
     parser.add_argument("--smoke", action="store_true", help="a small vocabulary")
-    parser.add_argument("--json", type=Path)
+    parser.add_argument("--json", type=output_file)
     options = parser.parse_args(arguments)
     sizes = (
         (200, 16, 16, 2, 8) if options.smoke else (options.words, options.tokens, 160, 6, options.sequences)

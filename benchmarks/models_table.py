@@ -26,7 +26,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from _harness import machine, single_threaded, write_json
+from _harness import machine, output_file, single_threaded, write_json
 from torch import Tensor, nn
 
 import posthoc_uq as uq
@@ -494,8 +494,8 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser.add_argument("--smoke", action="store_true", help="two small models")
     parser.add_argument("--first-try", action="store_true", help="a fit by default, of more families")
     parser.add_argument("--only", help="models whose name begins so")
-    parser.add_argument("--json", type=Path)
-    parser.add_argument("--csv", type=Path)
+    parser.add_argument("--json", type=output_file)
+    parser.add_argument("--csv", type=output_file)
     options = parser.parse_args(arguments)
     names = {
         name: kind

@@ -19,7 +19,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
-from _harness import geometric_mean, single_threaded, table, write_json
+from _harness import geometric_mean, output_file, single_threaded, table, write_json
 from matplotlib.axis import Axis
 from matplotlib.figure import Figure
 from matplotlib.ticker import FuncFormatter, LogLocator, NullFormatter
@@ -496,9 +496,9 @@ def main(arguments: Sequence[str] | None = None) -> None:
     )
     parser.add_argument("--nets", nargs="+", choices=list(NETS), default=list(NETS))
     parser.add_argument("--seed", type=int, default=0, help="of the networks' initial weights")
-    parser.add_argument("--json", type=Path, help="write every row and the means to this file")
+    parser.add_argument("--json", type=output_file, help="write every row and the means to this file")
     parser.add_argument(
-        "--picture", type=Path, help=f"where the picture goes; default {PICTURE.name} in docs/images"
+        "--picture", type=output_file, help=f"where the picture goes; default {PICTURE.name} in docs/images"
     )
     options = parser.parse_args(arguments)
     rows = smoke() if options.smoke else run(options.nets, seed=options.seed)

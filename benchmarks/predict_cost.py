@@ -16,12 +16,11 @@ import argparse
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
-from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
 from _cases import lenet, of_timm, of_torchvision, settle_batchnorm
-from _harness import Row, interleaved, machine, seconds, single_threaded, table, write_json
+from _harness import Row, interleaved, machine, output_file, seconds, single_threaded, table, write_json
 from torch import Tensor, nn
 
 import posthoc_uq as uq
@@ -152,7 +151,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser.add_argument("--draws", type=int, default=30)
     parser.add_argument("--repeats", type=int, default=5)
     parser.add_argument("--batch", type=int, default=8)
-    parser.add_argument("--json", type=Path, help="write the rows and the machine here")
+    parser.add_argument("--json", type=output_file, help="write the rows and the machine here")
     parser.add_argument("--smoke", action="store_true", help="LeNet with four draws")
     given = parser.parse_args(arguments)
     if given.smoke:

@@ -31,7 +31,7 @@ from typing import Any, NamedTuple
 
 import torch
 from _cases import digits
-from _harness import machine, single_threaded, table, write_json
+from _harness import machine, output_file, single_threaded, table, write_json
 from _peer_client import PeerWorker
 from fit_cost import PEERS_FOLDER, peers_worker
 from peers import BATCH, DRAWS, NETWORKS, Trained, against_plain, described, write_trained
@@ -349,7 +349,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser.add_argument("--no-times", action="store_true", help="only agreement")
     parser.add_argument("--peers-folder", type=Path, default=PEERS_FOLDER, help="their environment")
     parser.add_argument("--smoke", action="store_true", help="LeNet, ours alone; seconds")
-    parser.add_argument("--json", type=Path, help="write the tables to this file")
+    parser.add_argument("--json", type=output_file, help="write the tables to this file")
     options = parser.parse_args(arguments)
     rows: list[Row] = []
     agreement: list[Row] = []

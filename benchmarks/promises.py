@@ -31,7 +31,7 @@ from unittest.mock import Mock
 
 import numpy as np
 import torch
-from _harness import machine, single_threaded, table, write_json
+from _harness import machine, output_folder, single_threaded, table, write_json
 from _sets import Split, split_of
 from sklearn.base import BaseEstimator, ClassifierMixin
 from torch import Tensor, nn
@@ -226,7 +226,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     )
     parser.add_argument("--tables", nargs="+", choices=TABLES, default=TABLES)
     parser.add_argument("--splits", type=int, default=200)
-    parser.add_argument("--output", type=Path, default=OUTPUT)
+    parser.add_argument("--output", type=output_folder, default=OUTPUT)
     parser.add_argument(
         "--smoke", action="store_true", help="three small tables, three splits, for the tests"
     )

@@ -25,7 +25,6 @@ import sys
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from math import log
-from pathlib import Path
 from statistics import median
 from typing import Any
 
@@ -39,6 +38,7 @@ from _harness import (
     held_memory,
     least,
     machine,
+    output_file,
     peak_memory,
     table,
     write_json,
@@ -313,7 +313,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser.add_argument("--repeats", type=int, default=3)
     parser.add_argument("--no-memory", action="store_true", help="leave out the processes that measure it")
     parser.add_argument("--smoke", action="store_true", help="two small values of each")
-    parser.add_argument("--json", type=Path, help="write the tables to this file")
+    parser.add_argument("--json", type=output_file, help="write the tables to this file")
     parser.add_argument(
         "--child", nargs=4, metavar=("NET", "METHOD", "WIDTH", "SAMPLES"), help=argparse.SUPPRESS
     )

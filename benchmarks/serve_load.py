@@ -35,7 +35,7 @@ import numpy as np
 import psutil
 import torch
 from _cases import settle_batchnorm
-from _harness import Row, machine, seconds, table, write_json
+from _harness import Row, machine, output_file, seconds, table, write_json
 from PIL import Image
 from torch import nn
 
@@ -250,7 +250,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser.add_argument("--requests", type=int, default=1000)
     parser.add_argument("--size", type=int, default=64, help="pixels of a side")
     parser.add_argument("--smoke", action="store_true", help="a small network and few requests")
-    parser.add_argument("--json", type=Path, help="write the numbers here too")
+    parser.add_argument("--json", type=output_file, help="write the numbers here too")
     options = parser.parse_args(arguments)
     if os.environ.get("OMP_NUM_THREADS") != "1" or torch.get_num_threads() != 1:
         os.environ["OMP_NUM_THREADS"] = "1"  # as many threads on both sides, as the server has

@@ -22,12 +22,11 @@ import warnings
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from importlib.util import find_spec
-from pathlib import Path
 from statistics import mean
 from typing import Any
 
 import torch
-from _harness import machine, write_json
+from _harness import machine, output_folder, write_json
 from _rivals import LAPLACE, laplace_of
 from _scored import (
     averaged,
@@ -322,7 +321,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser.add_argument("--only", choices=["classes", "values"], help="one of the two tables")
     parser.add_argument("--pairs", nargs="+", help="texts in the names of the networks to be measured")
     parser.add_argument(
-        "--output", type=Path, default=OUTPUT.parent / "tuning", help="folder for all results"
+        "--output", type=output_folder, default=OUTPUT.parent / "tuning", help="folder for all results"
     )
     parser.add_argument("--smoke", action="store_true", help="two small networks, for the tests")
     options = parser.parse_args(arguments)

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import argparse
 import json
+import re
 import sys
 from importlib.util import find_spec
 from math import isfinite
@@ -320,3 +322,22 @@ def test_what_an_option_of_a_fit_does_is_measured(capsys: pytest.CaptureFixture[
     lines = {line.split(" | ")[1]: line.split(" | ") for line in capsys.readouterr().out.splitlines()[-4:-2]}
     assert float(lines["default"][2]) < float(lines["everything"][2]) == 1.0
     assert abs(float(lines["default"][3]) - float(lines["everything"][3])) < 0.1
+
+
+def test_an_output_that_cannot_be_written_is_found_before_the_work(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """By every script that has one: which one is known by the type of its option."""
+    found = [path for path in sorted(BENCHMARKS.glob("[a-z]*.py")) if "type=output_" in path.read_text()]
+    assert len(found) == 15
+    for path in BENCHMARKS.glob("*.py"):
+        assert not re.search(r'"--(json|csv|picture|output)", type=Path', path.read_text()), path
+    (tmp_path / "file").write_text("in the way")
+    harness = _script("_harness")
+    for kind, place in ((harness.output_file, "none/x.json"), (harness.output_folder, "file")):
+        command = argparse.ArgumentParser()
+        command.add_argument("--to", type=kind)
+        with pytest.raises(SystemExit):
+            command.parse_args(["--to", str(tmp_path / place)])
+        assert "argument --to: " in capsys.readouterr().err
+    assert harness.output_folder(str(tmp_path / "new")).is_dir()
