@@ -7,14 +7,25 @@ posterior, ``KL(N(0, P0^-1) || N(0, P^-1))`` in nats per weight, with ``P = N I_
 
     python benchmarks/posterior_quality.py            the whole table, and docs/images/posterior_quality.png
     python benchmarks/posterior_quality.py --smoke    the first network, few ranks, no picture; seconds
+
+``--peers`` has networks that pool over pixels instead, and the Kronecker factors of laplace-torch and curvlinops beside
+KFAC, EFB and INF: traces, linearised predictions and log evidence, each from the posterior's dense blocks alone. The
+other libraries come from the environment that ``peers.py --install`` makes; any other interpreter leaves their rows out
+and says so.
+
+    .venv-peers/bin/python benchmarks/posterior_quality.py --peers     about a minute
+    python benchmarks/posterior_quality.py --peers --smoke             one network of few images; seconds
 """
 
 from __future__ import annotations
 
 import argparse
+import copy
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
+from math import log
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -23,6 +34,7 @@ from _harness import geometric_mean, output_file, single_threaded, table, write_
 from matplotlib.axis import Axis
 from matplotlib.figure import Figure
 from matplotlib.ticker import FuncFormatter, LogLocator, NullFormatter
+from peers import described
 from torch import Tensor, nn
 from torch.func import functional_call, jacrev, vmap
 
@@ -190,23 +202,30 @@ def exact_blocks(net: Net, chunk: int = 100) -> dict[str, Tensor]:
 
     Rows and columns run over the layer's matrix with the bias as its last column, as in `Block.dense`.
     """
+    blocks: dict[str, Tensor] = {}
+    for x in net.inputs.split(chunk):
+        roots = _loss_roots(net, x)
+        for layer, jacobian in layer_jacobians(net, x).items():
+            rows = torch.einsum("sko,sop->skp", roots, jacobian).flatten(0, 1)
+            fisher = rows.T @ rows
+            blocks[layer] = blocks[layer] + fisher if layer in blocks else fisher
+    return {layer: fisher / len(net.inputs) for layer, fisher in blocks.items()}
+
+
+def layer_jacobians(net: Net, x: Tensor) -> dict[str, Tensor]:
+    """Jacobians of every layer, ``(samples, outputs, weights)``; weights in the order of `exact_blocks`."""
     parameters = {name: p.detach() for name, p in net.model.named_parameters()}
 
     def outputs(values: dict[str, Tensor], x: Tensor) -> Tensor:
         return functional_call(net.model, values, (x.unsqueeze(0),)).squeeze(0)
 
     per_sample = vmap(jacrev(outputs), in_dims=(None, 0))
-    blocks: dict[str, Tensor] = {}
-    for x in net.inputs.split(chunk):
-        jacobians = per_sample(parameters, x)
-        roots = _loss_roots(net, x)
-        for layer in net.layers:
-            weight, bias = jacobians[f"{layer}.weight"], jacobians[f"{layer}.bias"]
-            matrix = torch.cat([weight.flatten(3), bias.unsqueeze(3)], dim=3)  # (samples, outputs, m, n)
-            rows = torch.einsum("sko,sop->skp", roots, matrix.flatten(2)).flatten(0, 1)
-            fisher = rows.T @ rows
-            blocks[layer] = blocks[layer] + fisher if layer in blocks else fisher
-    return {layer: fisher / len(net.inputs) for layer, fisher in blocks.items()}
+    jacobians = per_sample(parameters, x)
+    found: dict[str, Tensor] = {}
+    for layer in net.layers:
+        weight, bias = jacobians[f"{layer}.weight"], jacobians[f"{layer}.bias"]
+        found[layer] = torch.cat([weight.flatten(3), bias.unsqueeze(3)], dim=3).flatten(2)
+    return found
 
 
 def _loss_roots(net: Net, x: Tensor) -> Tensor:
@@ -221,9 +240,9 @@ def _loss_roots(net: Net, x: Tensor) -> Tensor:
 
 
 def fitted_blocks(net: Net, method: str, rank: int | None = None) -> Mapping[str, Block]:
-    """The library's blocks of one method: exact expectation over labels, float64, exact bases."""
+    """The library's blocks of one method: exact expectation over labels, float64, exact bases of all samples."""
     batches = list(zip(net.inputs.split(256), net.targets.split(256), strict=True))
-    options: dict[str, Any] = {} if rank is None else {"rank": rank, "basis": "exact"}
+    options: dict[str, Any] = {} if rank is None else {"rank": rank, "basis": "exact", "basis_fraction": 1.0}
     if net.noise is not None:
         options |= {"likelihood": "regression", "noise_variance": net.noise}
     return uq.fit(
@@ -451,6 +470,241 @@ def _nearest(summary: Summary, net: str, layer: str, rank: int) -> list[dict[str
     return summary.inf[net, layer, max([r for r in ranks if r <= rank], default=min(ranks))]
 
 
+# Beside other libraries
+
+
+class Held(NamedTuple):
+    """A network on some of the digits, and others to predict for."""
+
+    net: Net
+    inputs: Tensor
+    targets: Tensor
+
+
+def averaged_features() -> nn.Module:
+    """Two convolutions, the average over pixels, a linear layer."""
+    return nn.Sequential(
+        nn.Conv2d(1, 8, 3, padding=1),
+        nn.ReLU(),
+        nn.Conv2d(8, 12, 3, padding=1),
+        nn.ReLU(),
+        nn.AdaptiveAvgPool2d(1),
+        nn.Flatten(),
+        nn.Linear(12, 10),
+    )
+
+
+def averaged_outputs() -> nn.Module:
+    """Three convolutions, the last of them to the classes, and then the average over pixels."""
+    return nn.Sequential(
+        nn.Conv2d(1, 8, 3),
+        nn.ReLU(),
+        nn.Conv2d(8, 12, 3),
+        nn.ReLU(),
+        nn.Conv2d(12, 10, 1),
+        nn.AdaptiveAvgPool2d(1),
+        nn.Flatten(),
+    )
+
+
+POOLED: dict[str, Callable[[], nn.Module]] = {
+    "features averaged": averaged_features,
+    "outputs averaged": averaged_outputs,
+}
+DRAWS = 200
+"""Of the outputs' noise, the same for every posterior."""
+
+
+def pooled(name: str, seed: int, samples: int = 400, steps: int = 300) -> Held:
+    """A network that pools, trained on the first of the digits in an order by the seed; the rest is held out."""
+    pixels, labels = _digits()
+    order = torch.randperm(len(labels), generator=torch.Generator().manual_seed(seed))
+    images, labels = pixels[order].reshape(-1, 1, 8, 8), labels[order]
+    model = _seeded(seed, POOLED[name])
+    _train(model, images[:samples], labels[:samples], nn.functional.cross_entropy, steps, rate=0.01)
+    layers = [name for name, module in model.named_modules() if isinstance(module, (nn.Conv2d, nn.Linear))]
+    net = Net(name, model, images[:samples], labels[:samples], None, layers)
+    held = slice(samples, 2 * samples)
+    return Held(net, images[held], labels[held])
+
+
+Blocks = Mapping[str, Tensor]
+
+
+def by_layer(net: Net, matrix: Tensor) -> Blocks:
+    """The layers' blocks of a matrix over all parameters, in the order of `exact_blocks`."""
+    places: dict[str, Tensor] = {}
+    start = 0
+    for name, parameter in net.model.named_parameters():
+        places[name] = torch.arange(start, start + parameter.numel()).reshape(parameter.shape)
+        start += parameter.numel()
+    found: dict[str, Tensor] = {}
+    for layer in net.layers:
+        weight, bias = places[f"{layer}.weight"].flatten(1), places[f"{layer}.bias"].unsqueeze(1)
+        rows = torch.cat([weight, bias], dim=1).flatten()
+        found[layer] = matrix[rows][:, rows]
+    return found
+
+
+def of_laplace_torch(net: Net, backend: str) -> Blocks:
+    """Blocks of laplace-torch's Kronecker factors, by a class of ``laplace.curvature``."""
+    from laplace import Laplace, curvature
+
+    model = copy.deepcopy(net.model)  # some back ends leave their hooks on it
+    posterior = Laplace(
+        model,
+        "classification",
+        subset_of_weights="all",
+        hessian_structure="kron",
+        backend=getattr(curvature, backend),
+    )
+    data = torch.utils.data.TensorDataset(net.inputs, net.targets)
+    posterior.fit(torch.utils.data.DataLoader(data, batch_size=100))
+    return by_layer(net, posterior.H.to_matrix().detach() / len(net.inputs))
+
+
+def of_curvlinops(net: Net, form: str) -> Blocks:
+    """Blocks of curvlinops' KFAC, in the form ``"EXPAND"`` or ``"REDUCE"``; a bias belongs to its weight's factor."""
+    from curvlinops import FisherType, KFACLinearOperator, KFACType
+
+    operator = KFACLinearOperator(
+        net.model,
+        nn.CrossEntropyLoss(),
+        [*net.model.parameters()],
+        [*zip(net.inputs.split(100), net.targets.split(100), strict=True)],
+        fisher_type=FisherType.TYPE2,
+        kfac_approx=KFACType[form],
+        separate_weight_and_bias=False,
+        check_deterministic=False,
+    )
+    size = sum(parameter.numel() for parameter in net.model.parameters())
+    return by_layer(net, (operator @ torch.eye(size, dtype=torch.float64)).detach())
+
+
+def of_ours(net: Net, method: str) -> Blocks:
+    """Blocks of a method of the library; INF at its own rank."""
+    rank = 100 if method == "inf" else None
+    return {layer: block.dense()[0] for layer, block in fitted_blocks(net, method, rank).items()}
+
+
+RIVALS: dict[str, Callable[[Net], Blocks]] = {
+    "exact blocks": exact_blocks,
+    "KFAC": partial(of_ours, method="kfac"),
+    "EFB": partial(of_ours, method="efb"),
+    "INF": partial(of_ours, method="inf"),
+    "laplace-torch, curvlinops": partial(of_laplace_torch, backend="CurvlinopsGGN"),
+    "laplace-torch, ASDL": partial(of_laplace_torch, backend="AsdlGGN"),
+    "curvlinops, expand": partial(of_curvlinops, form="EXPAND"),
+    "curvlinops, reduce": partial(of_curvlinops, form="REDUCE"),
+}
+
+
+class Predicted(NamedTuple):
+    """What follows from the blocks, for inputs held out: class probabilities, covariances of outputs, log evidence."""
+
+    probs: Tensor
+    covariance: Tensor
+    evidence: float
+
+    def deviations(self) -> Tensor:
+        """Of the outputs about their mean, which is all that a softmax sees."""
+        count = self.covariance.shape[1]
+        centre = torch.eye(count, dtype=self.covariance.dtype) - 1 / count
+        return (centre @ self.covariance @ centre).diagonal(dim1=1, dim2=2).sqrt()
+
+
+def predicted(held: Held, blocks: Blocks, prior: float) -> Predicted:
+    """Linearised predictions and the log evidence of a posterior with these blocks."""
+    net = held.net
+    with torch.no_grad():
+        outputs = net.model(held.inputs)
+        evidence = -float(nn.functional.cross_entropy(net.model(net.inputs), net.targets, reduction="sum"))
+    covariance = outputs.new_zeros(*outputs.shape, outputs.shape[1])
+    for layer, jacobian in layer_jacobians(net, held.inputs).items():
+        precision = len(net.inputs) * blocks[layer]
+        precision.diagonal().add_(prior)
+        factor = torch.linalg.cholesky(precision)
+        rows = torch.linalg.solve_triangular(factor, jacobian.flatten(0, 1).T, upper=False)
+        rows = rows.T.reshape(jacobian.shape)
+        covariance += rows @ rows.mT
+        own = net.model.get_submodule(layer).parameters()
+        norm = sum(float(parameter.detach().square().sum()) for parameter in own)
+        evidence -= (float(_log_determinant(factor)) - len(factor) * log(prior) + prior * norm) / 2
+    noise = torch.randn(
+        DRAWS, 1, outputs.shape[1], 1, dtype=outputs.dtype, generator=torch.Generator().manual_seed(0)
+    )
+    root = torch.linalg.cholesky(covariance + 1e-10 * torch.eye(outputs.shape[1], dtype=outputs.dtype))
+    probs = (outputs + (root @ noise).squeeze(3)).softmax(2).mean(0)
+    return Predicted(probs, covariance, evidence)
+
+
+def beside_peers(held: Held, prior: float = PRIOR) -> list[dict[str, Any]]:
+    """One line per posterior, of this library and of others; a note where one is missing or fails."""
+    exact = exact_blocks(held.net)
+    reference = predicted(held, exact, prior)
+    rows: list[dict[str, Any]] = []
+    for name, blocks_of in RIVALS.items():
+        row: dict[str, Any] = {"network": held.net.name, "posterior": name}
+        rows.append(row)
+        try:
+            blocks = blocks_of(held.net)
+        except ModuleNotFoundError as error:
+            row["note"] = f"{error.name} is not installed"
+            continue
+        except Exception as error:  # another library's
+            if not name.startswith(("laplace", "curvlinops")):
+                raise
+            row["note"] = described(error)
+            continue
+        found = predicted(held, blocks, prior)
+        for index, layer in enumerate(held.net.layers, 1):
+            row[f"trace {index}"] = float(blocks[layer].trace() / exact[layer].trace())
+        apart = reference.probs * (reference.probs / found.probs).log()
+        row["divergence"] = float(apart.sum(1).mean())
+        row["deviation"] = float((found.deviations() / reference.deviations()).log().mean().exp())
+        row["NLL"] = float(nn.functional.nll_loss(found.probs.log(), held.targets))
+        row["log evidence - exact"] = found.evidence - reference.evidence
+    return rows
+
+
+def mean_rows(rows: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
+    """The means over seeds of a network's rows by posterior."""
+    groups: dict[Key, list[Mapping[str, Any]]] = {}
+    for row in rows:
+        groups.setdefault((row["network"], row["posterior"]), []).append(row)
+    means: list[dict[str, Any]] = []
+    for own in groups.values():
+        first = next((row for row in own if "note" in row), own[0])  # which has no numbers
+        means.append(
+            {
+                key: value if isinstance(value, str) else sum(row[key] for row in own) / len(own)
+                for key, value in first.items()
+            }
+        )
+    return means
+
+
+def peers_table(smoke: bool, seeds: int) -> list[dict[str, Any]]:
+    """Means over seeds, printed."""
+    rows: list[dict[str, Any]] = []
+    with single_threaded():
+        for name in list(POOLED)[: 1 if smoke else None]:
+            for seed in range(1 if smoke else seeds):
+                held = pooled(name, seed, *((40, 30) if smoke else ()))
+                with torch.no_grad():
+                    right = (held.net.model(held.inputs).argmax(1) == held.targets).double().mean()
+                print(
+                    f"{name}, seed {seed}: accuracy {float(right):.3f} on {len(held.targets)} held-out images"
+                )
+                rows += beside_peers(held)
+    means = mean_rows(rows)
+    print(
+        f"\nTraces over the exact ones, layer by layer; predictions and evidence at prior precision {PRIOR:g}\n"
+    )
+    print(table(means))
+    return means
+
+
 def run(
     nets: Sequence[str] = tuple(NETS),
     ranks: Sequence[int] = RANKS,
@@ -494,6 +748,9 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser.add_argument(
         "--smoke", action="store_true", help="the first network at few settings, without the picture"
     )
+    parser.add_argument(
+        "--peers", action="store_true", help="pooled networks beside other libraries' Kronecker factors"
+    )
     parser.add_argument("--nets", nargs="+", choices=list(NETS), default=list(NETS))
     parser.add_argument("--seed", type=int, default=0, help="of the networks' initial weights")
     parser.add_argument("--json", type=output_file, help="write every row and the means to this file")
@@ -501,6 +758,11 @@ def main(arguments: Sequence[str] | None = None) -> None:
         "--picture", type=output_file, help=f"where the picture goes; default {PICTURE.name} in docs/images"
     )
     options = parser.parse_args(arguments)
+    if options.peers:
+        means_beside = peers_table(options.smoke, seeds=3)
+        if options.json:
+            write_json(options.json, {"rows": means_beside})
+        return
     rows = smoke() if options.smoke else run(options.nets, seed=options.seed)
     summary = summarise(rows)
     print("\nRelative Frobenius error |I - I_x| / |I| (residual weight 1)\n")

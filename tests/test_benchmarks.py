@@ -15,6 +15,8 @@ from typing import Any
 import pytest
 import torch
 
+import posthoc_uq as uq
+
 BENCHMARKS = Path(__file__).resolve().parents[1] / "benchmarks"
 
 
@@ -76,6 +78,52 @@ def test_quality_is_exact_at_its_reference(quality: tuple[ModuleType, list[dict[
         assert float(error) < 1e-10
     posterior = script.Exact(exact[output], len(net.inputs), 10.0)
     assert max(posterior.divergences(exact[output])) < 1e-10
+
+
+def test_quality_beside_other_libraries(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    path = tmp_path / "peers.json"
+    script = _script("posterior_quality")
+    script.main(["--peers", "--smoke", "--json", str(path)])
+    assert "features averaged" in capsys.readouterr().out
+    rows = {row["posterior"]: row for row in json.loads(path.read_text())["rows"]}
+    assert rows.keys() == script.RIVALS.keys()
+    for name in ("exact blocks", "KFAC", "EFB", "INF"):  # both convolutions have the Fisher's trace
+        assert rows[name]["trace 1"] == pytest.approx(1) and rows[name]["trace 2"] == pytest.approx(1)
+    exact = rows["exact blocks"]
+    assert exact["divergence"] == 0 and exact["deviation"] == 1
+    assert exact["log evidence - exact"] == 0
+    assert 0 < rows["EFB"]["divergence"] < 0.01
+    if find_spec("laplace") is None:
+        assert rows["laplace-torch, curvlinops"]["note"] == "laplace is not installed"
+
+
+def test_predictions_and_evidence_follow_from_blocks() -> None:
+    script = _script("posterior_quality")
+    held = script.pooled("outputs averaged", seed=0, samples=20, steps=5)
+    net = held.net
+    parameters = [*net.model.parameters()]
+    gradients = [
+        torch.cat([part.flatten() for part in torch.autograd.grad(output, parameters, retain_graph=True)])
+        for output in net.model(net.inputs[:4]).flatten()
+    ]
+    rows = torch.stack(gradients)
+    blocks = script.by_layer(net, rows.T @ rows)  # from the order of the parameters
+    for layer, jacobian in script.layer_jacobians(net, net.inputs[:4]).items():
+        own = jacobian.flatten(0, 1)
+        torch.testing.assert_close(blocks[layer], own.T @ own)
+    posterior = uq.fit(
+        net.model,
+        [(net.inputs, net.targets)],
+        uq.KFAC(fisher="exact", dtype=torch.float64),
+        prior_precision=3.0,
+        progress=False,
+    )
+    found = script.predicted(
+        held, {layer: block.dense()[0] for layer, block in posterior.blocks.items()}, 3.0
+    )
+    assert found.evidence == pytest.approx(float(posterior.log_marginal_likelihood()))
+    expected = uq.wrap(net.model, posterior, "linearized")(held.inputs).logits_variance
+    torch.testing.assert_close(found.covariance.diagonal(dim1=1, dim2=2), expected)
 
 
 @pytest.mark.study
