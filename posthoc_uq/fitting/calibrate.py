@@ -31,7 +31,13 @@ from posthoc_uq.core.randomness import isolated_random_state, mixed_seed, number
 from posthoc_uq.core.steady import steady
 from posthoc_uq.files import check_unchanged
 from posthoc_uq.fitting.faithful import model_of
-from posthoc_uq.fitting.leave_one_out import Groups, Initial, LeaveOneOut, calibrate_by_leave_one_out
+from posthoc_uq.fitting.leave_one_out import (
+    INITIALISATIONS,
+    Groups,
+    Initial,
+    LeaveOneOut,
+    calibrate_by_leave_one_out,
+)
 from posthoc_uq.fitting.tune import has_something_to_tune, tune
 from posthoc_uq.fitting.wrap import head_class, options_of, recorded_head, wrap
 from posthoc_uq.heads.predictor import Predictor, promise_keys
@@ -104,7 +110,7 @@ def calibrate(
     head: str | None = None,
     initial: Initial | Sequence[Initial] | None = None,
     groups: Groups | None = None,
-    initialisations: int = 3,
+    initialisations: int = INITIALISATIONS,
     seed: int = 0,
     batch_to_inputs: BatchFunction | None = None,
     batch_to_targets: BatchFunction | None = None,

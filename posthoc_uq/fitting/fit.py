@@ -65,10 +65,12 @@ from posthoc_uq.files import (
     parameters_of,
 )
 from posthoc_uq.fitting.calibrate import calibrate
-from posthoc_uq.fitting.faithful import DIVERGENCE
+from posthoc_uq.fitting.faithful import DIVERGENCE, usual_work
 from posthoc_uq.fitting.first_batch import check_first_batch, on_few_samples
 from posthoc_uq.fitting.leave_one_out import (
+    COST_OF_OUTPUT,
     FEW_SAMPLES,
+    INITIALISATIONS,
     UNASKED_GAP,
     calibrate_by_leave_one_out,
     is_perceptron,
@@ -271,7 +273,9 @@ def fit(
         task.observe()
         del task.prepared  # its copy of the model and its hooks
         _record(posterior, request, task, noise_origin)
-        bar.to_come = 2 * bar.after
+        bar.to_come = (
+            bar.after + INITIALISATIONS * COST_OF_OUTPUT * task.summary.samples * task.summary.outputs
+        )
         if val_loader is None and not _set_by_leave_one_out(posterior, request, task) and request.finds_noise:
             _warn_if_memorised(posterior)
         bar.to_come = bar.after
@@ -317,7 +321,7 @@ def fit(
     return posterior
 
 
-_SEARCHED = 250  # passes of samples that the search of a prior takes, about; see `docs/methods/fit_cost.md`
+_BY_EVIDENCE = 250  # passes of samples that the search by the evidence takes, about
 _HELD_OUT = 5  # passes over held-out data: the trials of a tuning, and what promises are measured on
 
 
@@ -327,7 +331,10 @@ def _plan(bar: Phases, task: Task, request: _FitRequest) -> None:
     first = count_samples(task.batch)
     bar.samples = known_length(sampler_of(task.loader)) or first * known_length(task.loader) or None
     one_pass = bar.samples or GUESSED_SAMPLES
-    bar.after = 0 if isinstance(request.prior, float) else _SEARCHED
+    if request.divergence is not None:
+        bar.after = usual_work(inputs_to_keep(task.layers.values()), one_pass)
+    elif not isinstance(request.prior, float):
+        bar.after = _BY_EVIDENCE
     if val_loader is not None and not method.trains:
         bar.after += _HELD_OUT * (first * known_length(val_loader) or one_pass)
     bar.to_come = one_pass * (method.passes() + FORWARD_COST * request.finds_noise) + bar.after

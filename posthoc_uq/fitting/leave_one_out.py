@@ -38,6 +38,8 @@ RIDGES = tuple(10.0 ** (0.25 * step) for step in range(-24, 9))  # 1e-6 to 1e2
 MAX_TEMPERATURE = 1e4
 MAX_SAMPLES = 4096  # the kernel has a number for every pair, and its eigenvectors take some seconds at 4,000
 
+INITIALISATIONS = 3  # untrained networks that are averaged
+COST_OF_OUTPUT = 1 / 8  # of each in the kernel of one of them, in passes of samples
 FEW_SAMPLES = 2048  # up to which a fit does this unasked, in some five seconds; half a second for 1,000
 UNASKED_GAP = 0.1  # of confidence over the wanted one, beyond which a fit changes the temperature unasked
 
@@ -234,7 +236,7 @@ def calibrate_by_leave_one_out(
     *,
     initial: Initial | Sequence[Initial] | None = None,
     groups: Groups | None = None,
-    initialisations: int = 3,
+    initialisations: int = INITIALISATIONS,
     seed: int = 0,
     progress: bool = True,
     least_gap: float = 0.0,
@@ -294,7 +296,8 @@ def calibrate_by_leave_one_out(
     starts = _starts(model, data, initial, initialisations, seed)
     trained = {name for name, parameter in model.named_parameters() if parameter.requires_grad}
     kernel = torch.zeros(len(targets), len(targets), dtype=torch.float64, device="cpu")
-    with Progress("untrained networks", "networks", progress, len(starts), None) as bar:
+    cost = COST_OF_OUTPUT * targets.numel()
+    with Progress("untrained networks", "networks", progress, len(starts), cost) as bar:
         for number, start in enumerate(starts):
             part = tangent_kernel(start(), data, mixed_seed(seed, number), trained or None)
             kernel += part / part.diagonal().mean()
