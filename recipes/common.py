@@ -7,6 +7,7 @@ import json
 from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from fnmatch import fnmatch
+from io import BytesIO
 from pathlib import Path
 from statistics import mean, stdev
 from typing import Any
@@ -16,7 +17,7 @@ from matplotlib.figure import Figure
 from torch import Tensor, nn
 
 from posthoc_uq.core.errors import PosthocUQError
-from posthoc_uq.files.atomic import checked_target
+from posthoc_uq.files.atomic import checked_target, write
 
 OUTPUT = Path(__file__).resolve().parent / "output"
 NOTE = "Smoke run: it shows that the recipe runs. These numbers are not results."
@@ -203,7 +204,14 @@ def save_figure(figure: Figure, path: Path, smoke: bool) -> None:
     if smoke:
         style = {"rotation": 20, "ha": "center", "va": "center", "fontsize": 26}
         figure.text(0.5, 0.5, "smoke run, not results", color="#CC3311", alpha=0.5, **style)
-    figure.savefig(path, dpi=110)
+    image = BytesIO()
+    figure.savefig(image, format=path.suffix[1:], dpi=110)
+    write(path, image)
+
+
+def put(path: Path, text: str) -> None:
+    """A text in place of what was in a file, which a full disk leaves as it was."""
+    write(path, BytesIO(text.encode()))
 
 
 def report(options: argparse.Namespace, name: str, page: str, content: Any) -> None:
@@ -211,6 +219,6 @@ def report(options: argparse.Namespace, name: str, page: str, content: Any) -> N
     folder, beside all numbers as ``NAME.json``.
     """
     page = f"{NOTE}\n\n{page}" if options.smoke else page
-    (options.output / f"{name}.json").write_text(json.dumps(content, indent=1) + "\n")
-    (options.output / f"{name}.md").write_text(page + "\n", encoding="utf-8")
+    put(options.output / f"{name}.json", json.dumps(content, indent=1) + "\n")
+    put(options.output / f"{name}.md", page + "\n")
     print(f"\n{page}\n\nWritten: {options.output / name}.md and .json")

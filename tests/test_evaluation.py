@@ -212,10 +212,21 @@ class TestFiles:
         assert kept["thresholds"]["INF"]["entropy"]["0.1"] == evaluation.threshold(0.1)
         assert f"{evaluation.metrics['INF']['NLL']:.4f}" in str(evaluation)
 
-    def test_a_file_that_cannot_be_written_leaves_the_old_one(self, compared, tmp_path):
+    def test_a_file_that_cannot_be_written_leaves_the_old_one(self, compared, tmp_path, monkeypatch):
+        def full(_):
+            raise OSError(28, "No space left on device")
+
         evaluation, _ = compared
         with pytest.raises(uq.PosthocUQError, match="does not exist"):
             evaluation.to_csv(tmp_path / "missing" / "e.csv")
+        (tmp_path / "old").write_text("old")
+        monkeypatch.setattr("os.fsync", full)
+        monkeypatch.setattr("posthoc_uq.evaluation.page.html", lambda *_: "new")
+        for write in (evaluation.to_csv, evaluation.to_json, evaluation.report):
+            with pytest.raises(uq.PosthocUQError, match=r"No space left on device\. The file that was there"):
+                write(tmp_path / "old")
+        assert [path.name for path in tmp_path.iterdir()] == ["old"]
+        assert (tmp_path / "old").read_text() == "old"
 
     @pytest.fixture(scope="class")
     def page(self, compared, tmp_path_factory):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import errno
 from importlib import import_module
 from pathlib import Path
 from statistics import stdev
@@ -169,6 +170,23 @@ def test_a_figure_of_a_smoke_run_says_so(tmp_path: Any) -> None:
         figure = Figure()
         common.save_figure(figure, tmp_path / "figure.png", smoke)
         assert [text.get_text() for text in figure.texts] == texts
+
+
+def test_a_full_disk_leaves_what_was_written_before(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def full(_: int) -> None:
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    options = argparse.Namespace(output=tmp_path, smoke=False)
+    names = ("a.json", "a.md", "a.png")
+    for name in names:
+        (tmp_path / name).write_text("old")
+    monkeypatch.setattr("os.fsync", full)
+    with pytest.raises(uq.PosthocUQError, match=r"No space left on device\. The file that was there"):
+        common.report(options, "a", "page", {})
+    with pytest.raises(uq.PosthocUQError, match=r"No space left on device\. The file that was there"):
+        common.save_figure(Figure(), tmp_path / "a.png", False)
+    assert sorted(path.name for path in tmp_path.iterdir()) == sorted(names)
+    assert {(tmp_path / name).read_text() for name in names} == {"old"}
 
 
 def test_a_training_makes_the_steps_of_torch() -> None:

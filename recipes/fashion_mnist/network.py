@@ -5,13 +5,14 @@ from __future__ import annotations
 import copy
 import math
 from collections.abc import Iterable
+from io import BytesIO
 from pathlib import Path
 
 import torch
 from torch import nn
 from tqdm.auto import trange
 
-from posthoc_uq.files.atomic import checked_target
+from posthoc_uq.files.atomic import checked_target, write
 from recipes.common import in_random_order, train
 from recipes.fashion_mnist.data import Labelled
 
@@ -68,7 +69,7 @@ def trained(
     fit_plainly(model, data, optimiser, epochs, seed)
     folder.mkdir(parents=True, exist_ok=True)
     model = model.to(memory_format=torch.contiguous_format)
-    torch.save(model.state_dict(), path)
+    _keep(model, path)
     return model.eval()
 
 
@@ -82,8 +83,14 @@ def trained_on(model: nn.Sequential, data: Labelled, path: Path, seed: int, epoc
         return longer.eval()
     optimiser = torch.optim.Adam(longer.parameters(), 1e-3, betas=(0.9, 0.99))
     fit_plainly(longer, data, optimiser, epochs, seed)
-    torch.save(longer.state_dict(), path)
+    _keep(longer, path)
     return longer.eval()
+
+
+def _keep(model: nn.Module, path: Path) -> None:
+    image = BytesIO()
+    torch.save(model.state_dict(), image)
+    write(path, image)
 
 
 def fit_plainly(

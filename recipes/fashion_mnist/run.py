@@ -29,6 +29,7 @@ from recipes.common import (
     matching,
     parsed,
     parser,
+    put,
     report,
     spread,
 )
@@ -125,7 +126,7 @@ def one_seed(data: Data, seed: int, folder: Path, path: Path, options: argparse.
     for name in matching(rows, options.rows or ["*"]):
         if name not in results:
             results[name] = measured(rows[name](), data, held_out, plain)
-            path.write_text(json.dumps(results, indent=1) + "\n")
+            put(path, json.dumps(results, indent=1) + "\n")
             print(f"seed {seed}, {name}: {shown(results[name])}", flush=True)
 
 

@@ -196,7 +196,7 @@ def settings(options: argparse.Namespace) -> dict[str, Any]:
 
 def keep_settings(options: argparse.Namespace) -> None:
     """Write down what the output folder is made with, once all that a run needs was found."""
-    (options.output / SETTINGS).write_text(json.dumps(settings(options), indent=1) + "\n")
+    common.put(options.output / SETTINGS, json.dumps(settings(options), indent=1) + "\n")
 
 
 class Opened:

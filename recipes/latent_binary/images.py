@@ -24,7 +24,7 @@ from torch import Tensor, nn
 
 import posthoc_uq as uq
 from posthoc_uq.evaluation.metrics import expected_calibration_error
-from recipes.common import by_row, looked_at, parsed, parser, predicted, report, table
+from recipes.common import by_row, looked_at, parsed, parser, predicted, report, save_figure, table
 from recipes.fashion_mnist.data import Data, Labelled, add_options, load
 from recipes.latent_binary.entropy_maps import Probabilities, figure
 from recipes.latent_binary.networks import NETWORKS, Batches, new, pruned, train
@@ -119,7 +119,7 @@ def study(name: str, data: Data, options: argparse.Namespace, seed: int) -> dict
             print(f"{name}, seed {seed}: {key}: {line}", flush=True)
     if seed == options.seeds[0]:
         page = figure(maps, data, *((7, 20) if options.smoke else (61, 500)))
-        page.savefig(options.output / f"entropy_{name}.png", dpi=60 if options.smoke else 110)
+        save_figure(page, options.output / f"entropy_{name}.png", options.smoke)
     return rows
 
 
