@@ -178,6 +178,16 @@ def test_predict_cost_gives_multiples_of_a_forward_pass(tmp_path: Path) -> None:
 
 
 @pytest.mark.study
+def test_programs_are_set_beside_python(tmp_path: Path) -> None:
+    path = tmp_path / "cost.json"
+    _script("export_cost").main(["--smoke", "--json", str(path)])
+    classes, regression = json.loads(path.read_text())["rows"]
+    for row in (classes, regression):
+        assert row["off, .pt2"] < 1e-5 and row["export"] > 0 and row["run"] > 0
+    assert classes["operations"] > regression["operations"]
+
+
+@pytest.mark.study
 @pytest.mark.skipif(not (BENCHMARKS.parent / ".git").exists(), reason="this is no checkout of the repository")
 def test_two_commits_are_compared(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     path = tmp_path / "costs.json"

@@ -8,6 +8,7 @@ import shutil
 from collections.abc import Callable
 from importlib import import_module
 from importlib.util import find_spec
+from math import pi
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any, NamedTuple, cast
@@ -338,7 +339,7 @@ def _write_onnx(
 
 
 def _translations() -> dict[Any, Any]:
-    """What ONNX has no operation for, of the few small matrices of a program: unrolled."""
+    """What ONNX has no operation for, of the few small matrices of a program, unrolled; and error functions."""
     op: Any = import_module("onnxscript").opset18
 
     def part(matrix: Any, rows: tuple[int, int], columns: tuple[int, int]) -> Any:
@@ -380,5 +381,23 @@ def _translations() -> dict[Any, Any]:
             solved.append(op.Div(found, part(self, (k, k + 1), (k, k + 1))))
         return op.Concat(*solved, axis=1)
 
+    def erf(self: Any) -> Any:  # which runtimes have in float32 alone
+        return op.CastLike(op.Erf(op.Cast(self, to=1)), self)
+
+    def erfc(self: Any) -> Any:
+        return op.Sub(op.CastLike(op.Constant(value_float=1.0), self), erf(self))
+
+    def gelu(self: Any, approximate: str = "none") -> Any:
+        def number(value: float) -> Any:
+            return op.CastLike(op.Constant(value_float=value), self)
+
+        if approximate == "none":
+            inner = erf(op.Mul(self, number(0.5**0.5)))
+        else:
+            cubic = op.Mul(number(0.044715), op.Mul(self, op.Mul(self, self)))
+            inner = op.Tanh(op.Mul(number((2 / pi) ** 0.5), op.Add(self, cubic)))
+        return op.Mul(op.Mul(number(0.5), self), op.Add(number(1.0), inner))
+
     aten: Any = torch.ops.aten
-    return {aten.linalg_cholesky_ex.default: cholesky, aten.linalg_solve_triangular.default: solve}
+    unrolled = {aten.linalg_cholesky_ex.default: cholesky, aten.linalg_solve_triangular.default: solve}
+    return unrolled | {aten.erf.default: erf, aten.erfc.default: erfc, aten.gelu.default: gelu}

@@ -92,6 +92,8 @@ class LogitsPrediction(Prediction):
     def _computed_later(self, name: str) -> dict[str, Tensor]:
         if self.logits is None:
             return {}
+        if torch.compiler.is_compiling() and name == "sample_entropy":  # a program does not use the variance
+            return {name: self.logits.entropy()}
         return dict(
             zip(("sample_entropy", "probs_variance"), self.logits.entropy_and_variance(), strict=True)
         )

@@ -110,6 +110,10 @@ class GaussianLogits(NamedTuple):
         entropy, variance = self._by_rows(_entropy_and_variance, self._points(self.spread.width))
         return entropy, variance
 
+    def entropy(self) -> Tensor:
+        """The first of `entropy_and_variance`, alone."""
+        return self._by_rows(_entropy, self._points(self.spread.width))[0]
+
     def votes(self) -> Tensor:
         """How many of `n_draws` quasi-random draws put each class first, ``(batch, ..., classes)``."""
         flat = self._flat()[0]
@@ -122,6 +126,8 @@ class GaussianLogits(NamedTuple):
 
     def _flat(self) -> tuple[Tensor, Spread]:
         """As rows of classes."""
+        if self.mean.ndim == 2:
+            return self.mean, self.spread
         root, rest, given = self.spread
         rows = root.flatten(0, -3), rest.flatten(0, -2), None if given is None else given.flatten(0, -3)
         return self.mean.flatten(0, -2), Spread(*rows)
@@ -145,8 +151,9 @@ class GaussianLogits(NamedTuple):
             rows = list(zip(mean.split(step), spread.split(step), strict=True))
         with without_autocast(mean.device.type):
             found = [compute(*part, *points) for part in rows]
+        columns = found[0] if len(found) == 1 else [torch.cat(column) for column in zip(*found, strict=True)]
         leading = self.mean.shape[:-1]
-        return [torch.cat(column).unflatten(0, leading) for column in zip(*found, strict=True)]
+        return list(columns) if len(leading) == 1 else [column.unflatten(0, leading) for column in columns]
 
 
 def _by_lines(mean: Tensor, spread: Spread, points: Tensor, weights: Tensor) -> tuple[Tensor]:
@@ -173,7 +180,7 @@ def _by_lines(mean: Tensor, spread: Spread, points: Tensor, weights: Tensor) -> 
 
 def _by_points(mean: Tensor, spread: Spread, points: Tensor, weights: Tensor) -> tuple[Tensor]:
     """See `GaussianLogits.log_probs`; ``(batch, classes)``."""
-    logits, own = _at(mean, spread, points)
+    logits, own = _at(mean, spread, points), _others_at(mean, spread, points)
     largest = logits.amax(0)
     others = _sums_of_others((logits - largest).exp()).clamp(min=torch.finfo(mean.dtype).tiny).log()
     return (_averaged(own - largest - others, spread.rest, weights, 2),)
@@ -196,27 +203,42 @@ def _entropy_and_variance(
     mean: Tensor, spread: Spread, points: Tensor, weights: Tensor
 ) -> tuple[Tensor, Tensor]:
     """See `GaussianLogits.entropy_and_variance`."""
-    logs = _at(mean, spread, points)[0].log_softmax(0)
+    logs = _at(mean, spread, points).log_softmax(0)
     probs = logs.exp()
-    # 0 * -inf would be NaN
-    entropy = -((probs * logs.clamp(min=torch.finfo(logs.dtype).min)).sum(0) @ weights)
     average = probs @ weights
     variance = (probs - average.unsqueeze(2)).square() @ weights
-    return entropy, variance.T.contiguous()
+    return _entropy_of(logs, probs, weights), variance.T.contiguous()
 
 
-def _at(mean: Tensor, spread: Spread, points: Tensor) -> tuple[Tensor, Tensor]:
-    """Logits, and the mean of what each has by itself, both ``(classes, batch, points)``: all operations then run
-    along many points.
-    """
-    root, rest, given = spread
-    directions = root.shape[2]
-    mean, common = mean.T.unsqueeze(2), points[:, :directions].T
-    logits = mean + root.transpose(0, 1) @ common
-    if given is not None:
-        return logits, mean + given.transpose(0, 1) @ common
-    deviations = rest.clamp(min=torch.finfo(rest.dtype).tiny).sqrt().T.unsqueeze(2)
-    return logits + deviations * points[:, directions:].T.unsqueeze(1), logits
+def _entropy(mean: Tensor, spread: Spread, points: Tensor, weights: Tensor) -> tuple[Tensor]:
+    """See `GaussianLogits.entropy`."""
+    logs = _at(mean, spread, points).log_softmax(0)
+    return (_entropy_of(logs, logs.exp(), weights),)
+
+
+def _entropy_of(logs: Tensor, probs: Tensor, weights: Tensor) -> Tensor:
+    # 0 * -inf would be NaN
+    return -((probs * logs.clamp(min=torch.finfo(logs.dtype).min)).sum(0) @ weights)
+
+
+def _at(mean: Tensor, spread: Spread, points: Tensor) -> Tensor:
+    """Logits ``(classes, batch, points)``: all operations then run along many points."""
+    directions = spread.root.shape[2]
+    logits = _along(mean, spread.root, points[:, :directions])
+    if spread.given is not None:
+        return logits
+    deviations = spread.rest.clamp(min=torch.finfo(spread.rest.dtype).tiny).sqrt().T.unsqueeze(2)
+    return logits + deviations * points[:, directions:].T.unsqueeze(1)
+
+
+def _others_at(mean: Tensor, spread: Spread, points: Tensor) -> Tensor:
+    """The mean of what each logit has by itself, ``(classes, batch, points)``."""
+    root = spread.root if spread.given is None else spread.given
+    return _along(mean, root, points[:, : root.shape[2]])
+
+
+def _along(mean: Tensor, root: Tensor, points: Tensor) -> Tensor:
+    return mean.T.unsqueeze(2) + root.transpose(0, 1) @ points.T
 
 
 def _sums_of_others(shares: Tensor) -> Tensor:
