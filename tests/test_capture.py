@@ -539,6 +539,7 @@ BY_OTHERS: dict[str, Any] = {
     "largest": {"before": lambda x: x / x.abs().max()},
     "attention": {"between": _attention},
     "number": {"after": lambda outputs: outputs / len(outputs)},
+    "capacity": {"after": lambda outputs: outputs * (torch.arange(len(outputs)) + 2 >= len(outputs))[:, None]},
     "statistics": {"between": nn.BatchNorm1d(6, track_running_stats=False, dtype=torch.float64).eval()},
 }
 
@@ -549,6 +550,13 @@ def test_outputs_that_depend_on_the_other_samples_are_refused(cause: str, layers
     named = r"'between' \(BatchNorm1d\)" if cause == "statistics" else "statistics of the batch"
     with pytest.raises(UnsupportedLayerError, match=f"depend on the other samples of its batch: .*{named}"):
         _prepare(_Hidden(**BY_OTHERS[cause]), _x(4), layers)
+
+
+def test_dependence_is_seen_where_the_first_two_samples_are_the_same() -> None:
+    x = _x(4).clone()
+    x[1] = x[0]
+    with pytest.raises(UnsupportedLayerError, match="depend on the other samples of its batch"):
+        _prepare(_Hidden(**BY_OTHERS["mean"]), x, "all")
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
@@ -592,7 +600,7 @@ def test_a_model_that_changes_its_inputs_in_place(method: str) -> None:
 
 
 def test_what_the_dry_run_costs() -> None:
-    """Two forward passes of one sample more than finding the layers and proving them takes."""
+    """Two forward passes of one sample, and one of the first batch, more than finding the layers and proving them."""
     rows = list[int]()
 
     def counted(x: Tensor) -> Tensor:
@@ -600,4 +608,4 @@ def test_what_the_dry_run_costs() -> None:
         return x
 
     _prepare(_Hidden(before=counted), _x(4))
-    assert sorted(rows) == [1, 1, 2, 2, 2, 2]
+    assert sorted(rows) == [1, 1, 2, 2, 2, 2, SAMPLES]

@@ -43,13 +43,13 @@ def changed(model: nn.Sequential) -> nn.Sequential:
 
 
 class Shrinks:
-    """A loader that gives fewer samples from the third time on."""
+    """A loader that gives fewer samples from the second time on."""
 
     reads = 0
 
     def __iter__(self) -> Any:
         self.reads += 1
-        return iter(split(inputs(), labels())[: 3 if self.reads < 3 else 2])
+        return iter(split(inputs(), labels())[: 3 if self.reads < 2 else 2])
 
 
 class Summed(nn.Module):
@@ -80,7 +80,7 @@ def set_prior(value: Any) -> None:
 MISTAKES: dict[str, tuple[Callable[[], Any], type[PosthocUQError], str]] = {
     # of a fit
     "data once": (lambda: fit(loader=iter(split(X, Y)), method="inf"), PosthocUQError, "read only once.*DataLoader"),
-    "fewer samples": (lambda: fit(loader=Shrinks(), method="efb"), PosthocUQError, "12 samples .* and 10 in the next"),
+    "fewer samples": (lambda: fit(loader=Shrinks(), method="efb"), PosthocUQError, "12 samples .* and 10 when"),
     "no layer": (lambda: fit(nn.BatchNorm1d(4)), PosthocUQError, "no Linear or convolution layer"),
     "no parameters": (lambda: fit(nn.Flatten()), PosthocUQError, "no parameters"),
     "too large": (lambda: fit(WIDE, method="full"), PosthocUQError, r"\(12 GiB\).*method='inf'"),

@@ -390,6 +390,7 @@ class Reference:
 
 
 PROBE_SAMPLES = 2
+COMPANY = 64  # samples of the first batch beside which the probe's are run once more
 _OF_ALL = "layers='everything' covers embeddings and all other parameters, too."
 _OF_CALLS = (
     "This method follows weights that go as they are into torch.nn.functional.linear, a convolution or a product "
@@ -455,7 +456,7 @@ def prepare(
     samples = count_samples(batch)
     probe, reference = _probe(model, batch, samples)
     tolerance = 0.1 if autocast else None
-    check_independent(model, probe, reference, tolerance)
+    check_independent(model, probe, reference, tolerance, batch, samples)
     found = Capture(model).discover(probe, autocast)
     discovered = [
         t
@@ -671,27 +672,35 @@ def _run(model: nn.Module, batch: Batch) -> Tensor:
         return batch.copied().call(replicate(model))
 
 
-def check_independent(model: nn.Module, probe: Batch, reference: Reference, tolerance: float | None) -> None:
+def check_independent(
+    model: nn.Module, probe: Batch, reference: Reference, tolerance: float | None, batch: Batch, samples: int
+) -> None:
     """Refuse a model whose outputs for a sample depend on the other samples of its batch, or on chance: what a fit
-    finds and predictions say would then depend on the batches. Each sample is run once by itself.
+    finds and predictions say would then depend on the batches. Each sample is run once by itself, and all of them once
+    among more: some models change samples only in a larger batch (capacities of experts), or when they differ.
 
     Args:
         model: copies of it are run.
         probe: several samples.
         reference: of these.
         tolerance: of the outputs, relative; None for that of their number format.
+        batch: whose first samples these are.
+        samples: in that batch.
 
     Raises:
         UnsupportedLayerError: it does, with the cause as far as that is known.
     """
     if probe.whole or reference.samples < PROBE_SAMPLES:
         return
-    limits = _rounding(reference, tolerance)
+    limits, several = _rounding(reference, tolerance), _among(model, batch, samples, probe, reference)
     for place, (expected, limit) in enumerate(zip(reference.outputs, limits, strict=True)):
-        alone = _alone(model, probe, place, reference.samples)
-        if alone is None or alone.numel() != expected.numel():
-            continue
-        if float(torch.linalg.vector_norm(alone.reshape(-1) - expected.reshape(-1))) <= limit:
+        others = [_alone(model, probe, place, reference.samples), None if several is None else several[place]]
+        changes = [
+            float(torch.linalg.vector_norm(other.reshape(-1) - expected.reshape(-1)))
+            for other in others
+            if other is not None and other.numel() == expected.numel()
+        ]
+        if all(change <= limit for change in changes):
             continue
         change = _run(model, probe) - reference.outputs
         if bool((_norms(change) > torch.tensor(limits, device="cpu")).any()):
@@ -711,17 +720,39 @@ def _alone(model: nn.Module, probe: Batch, place: int, samples: int) -> Tensor |
     """The outputs for one sample of a batch, run without the others; None where the model takes no such batch."""
     first = probe.narrow(place, 1, samples)
     for copies in (1, 3):  # some models take no batch of one sample, and squeeze its dimension
-        try:
-            outputs = _run(model, first if copies == 1 else first.repeated(copies))
-        except Exception as error:  # of the user's code
-            if out_of_memory(error):
-                raise
-            continue
-        if copies == 1:
+        outputs = _if_taken(model, first if copies == 1 else first.repeated(copies), probe)
+        if outputs is not None and copies == 1:
             return outputs
-        if outputs.ndim and outputs.shape[0] == copies:
+        if outputs is not None and outputs.ndim and outputs.shape[0] == copies:
             return outputs[0]
     return None
+
+
+def _if_taken(model: nn.Module, batch: Batch, probe: Batch) -> Tensor | None:
+    """The outputs for a batch; None where the model takes the probe, and not this one."""
+
+    def run() -> Tensor:
+        return _run(model, batch)
+
+    try:
+        return run()
+    except Exception as error:  # of the user's code or data
+        check_refused(error, run, lambda: _run(model, probe))
+        return None
+
+
+def _among(
+    model: nn.Module, batch: Batch, samples: int, probe: Batch, reference: Reference
+) -> Tensor | None:
+    """The outputs for the samples of the probe, run among more of the first batch; None where there are no more, or
+    where the model cannot run them, which the fit itself says better.
+    """
+    if samples <= reference.samples:
+        return None
+    outputs = _if_taken(model, batch.narrow(0, min(samples, COMPANY), samples), probe)
+    if outputs is None or outputs.ndim == 0 or len(outputs) < reference.samples:
+        return None
+    return outputs[: reference.samples]
 
 
 def _rounding(reference: Reference, tolerance: float | None) -> list[float]:
