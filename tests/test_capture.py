@@ -539,7 +539,9 @@ BY_OTHERS: dict[str, Any] = {
     "largest": {"before": lambda x: x / x.abs().max()},
     "attention": {"between": _attention},
     "number": {"after": lambda outputs: outputs / len(outputs)},
-    "capacity": {"after": lambda outputs: outputs * (torch.arange(len(outputs)) + 2 >= len(outputs))[:, None]},
+    "capacity": {
+        "after": lambda outputs: outputs * (torch.arange(len(outputs)) + 2 >= len(outputs))[:, None]
+    },
     "statistics": {"between": nn.BatchNorm1d(6, track_running_stats=False, dtype=torch.float64).eval()},
 }
 

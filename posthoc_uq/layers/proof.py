@@ -741,9 +741,7 @@ def _if_taken(model: nn.Module, batch: Batch, probe: Batch) -> Tensor | None:
         return None
 
 
-def _among(
-    model: nn.Module, batch: Batch, samples: int, probe: Batch, reference: Reference
-) -> Tensor | None:
+def _among(model: nn.Module, batch: Batch, samples: int, probe: Batch, reference: Reference) -> Tensor | None:
     """The outputs for the samples of the probe, run among more of the first batch; None where there are no more, or
     where the model cannot run them, which the fit itself says better.
     """
