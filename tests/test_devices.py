@@ -69,6 +69,7 @@ ON_HOST = ("cli/", "evaluation/", "likelihoods/metrics.py", "likelihoods/selecti
 ON_HOST_TOO = {
     "curvature/kept_inputs.py": {"KeptInputs.batches"},
     "curvature/sweep.py": {"Summary.add_log_likelihood"},
+    "deployment/export.py": {"_PValues.__init__", "_last_at_most"},
     "fitting/leave_one_out.py": {"LeftOut.accuracy", "leave_one_out", "_of_classes"},
     "heads/moments.py": {"MomentsPredictor._functions.normals"},
     "likelihoods/conformal.py": {"p_values", "tuned_regularisation.size", "Promises.rate_for"},

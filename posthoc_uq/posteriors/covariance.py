@@ -477,7 +477,7 @@ class _LayerOfBlock(Covariance):
                 f"covariance of {size:,} weights, at most {_MAX_FORMED:,}, that could be formed"
             )
         whole = self._whole[0] * self._whole[1] * self._whole[2]
-        units = torch.zeros(size, whole, dtype=torch.float64, device=self.device)
+        units = as_double(torch.zeros(size, whole, device=self.device))
         units[:, self._start : self._start + size].fill_diagonal_(1.0)
         found = as_double(self._block.quadratic(units.reshape(-1, *self._whole)))
         pairs = found.reshape(outputs, inputs, outputs, inputs).permute(0, 2, 1, 3).contiguous()
