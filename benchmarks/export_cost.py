@@ -22,7 +22,7 @@ from statistics import median
 from typing import Any
 
 import torch
-from _harness import machine, single_threaded, table, write_json
+from _harness import machine, output_file, single_threaded, table, write_json
 from torch import Tensor, nn
 
 import posthoc_uq as uq
@@ -150,7 +150,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
     parser.add_argument("--smoke", action="store_true", help="two small networks, no ONNX")
     parser.add_argument("--repeats", type=int, default=5, help="of the exports")
-    parser.add_argument("--json", type=Path)
+    parser.add_argument("--json", type=output_file)
     options = parser.parse_args(arguments)
     networks, repeats = (SMOKE, 1) if options.smoke else (NETWORKS, options.repeats)
     warnings.filterwarnings("ignore", module="torch|onnx|timm")
