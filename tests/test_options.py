@@ -122,7 +122,7 @@ _CALLS: dict[str, dict[str, list[Any]]] = {
         "method": ["x", 5, None, uq.INF],
         "batch_to_inputs": ["x"],
         "noise_variance": [1.0],  # of a classifier
-        "progress": ["no", None, 1],
+        "progress": ["no", 1],
     },
     "tune": {
         "criterion": ["x", 5, ["faithful"]],

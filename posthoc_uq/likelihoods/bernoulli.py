@@ -229,7 +229,9 @@ class MultilabelPrediction(LogitsPrediction):
 
     def _computed_later(self, name: str) -> dict[str, Tensor]:
         found = super()._computed_later(name)
-        return found | {"probs_variance": found["probs_variance"][..., 1]} if found else {}
+        if "probs_variance" in found:  # that of a label's probability, not of both its classes
+            found |= {"probs_variance": found["probs_variance"][..., 1]}
+        return found
 
     def label_entropy(self) -> Tensor:
         """(batch, labels), in nats: the entropy of every label's mean probability."""
