@@ -2,7 +2,7 @@
 
 import sys
 
-from posthoc_uq.cli import main
+from posthoc_uq.app.cli import main
 
 if __name__ == "__main__":
     sys.exit(main())

@@ -1,101 +1,29 @@
-"""The names that ``import posthoc_uq as uq`` offers, each from its room."""
+"""The names that ``import posthoc_uq as uq`` offers, and the module that has each."""
 
-from posthoc_uq.core.errors import (
-    CorruptPosteriorError,
-    NonFiniteError,
-    PosteriorMismatchError,
-    PosthocUQError,
-    UnsupportedLayerError,
-)
-from posthoc_uq.core.model import untied
-from posthoc_uq.deployment import export
-from posthoc_uq.evaluation import Evaluation, evaluate
-from posthoc_uq.files import inspect, load, save
-from posthoc_uq.fitting import calibrate, fit, tune, update, wrap
-from posthoc_uq.heads import Predictor, Referral
-from posthoc_uq.likelihoods import (
-    Bernoulli,
-    Categorical,
-    ClassPrediction,
-    Gamma,
-    Gaussian,
-    Heteroscedastic,
-    Likelihood,
-    Multilabel,
-    NegativeBinomial,
-    Ordinal,
-    Poisson,
-    Prediction,
-    RegressionPrediction,
-    sequence_scores,
-)
-from posthoc_uq.methods import (
-    EFB,
-    INF,
-    KFAC,
-    UTVI,
-    Dense,
-    Diagonal,
-    FunctionSpace,
-    LatentBinary,
-    MessagePassing,
-    Method,
-    Subnetwork,
-    contexts,
-    register_method,
-    sparse,
-)
-from posthoc_uq.posteriors.posterior import Posterior
-from posthoc_uq.version import __version__
+_OF_MODULES = {
+    "posthoc_uq.app.export": "export",
+    "posthoc_uq.core.errors": (
+        "CorruptPosteriorError NonFiniteError PosteriorMismatchError PosthocUQError UnsupportedLayerError"
+    ),
+    "posthoc_uq.core.model": "untied",
+    "posthoc_uq.evaluation": "Evaluation evaluate",
+    "posthoc_uq.files": "inspect load save",
+    "posthoc_uq.fitting": "calibrate fit tune update wrap",
+    "posthoc_uq.heads": "Predictor Referral register_head",
+    "posthoc_uq.likelihoods": (
+        "Bernoulli Categorical ClassPrediction Gamma Gaussian Heteroscedastic Likelihood Multilabel NegativeBinomial "
+        "Ordinal Poisson Prediction RegressionPrediction sequence_scores"
+    ),
+    "posthoc_uq.methods": "EFB INF KFAC Dense Diagonal Method Subnetwork register_method",
+    "posthoc_uq.posteriors": "Posterior",
+    "posthoc_uq.trained": "contexts",
+    "posthoc_uq.trained.function_space": "FunctionSpace",
+    "posthoc_uq.trained.latent_binary": "LatentBinary",
+    "posthoc_uq.trained.message_passing.fit": "MessagePassing",
+    "posthoc_uq.trained.sparse": "sparse",
+    "posthoc_uq.trained.utvi": "UTVI",
+    "posthoc_uq.version": "__version__",
+}
 
-__all__ = [
-    "EFB",
-    "INF",
-    "KFAC",
-    "UTVI",
-    "Bernoulli",
-    "Categorical",
-    "ClassPrediction",
-    "CorruptPosteriorError",
-    "Dense",
-    "Diagonal",
-    "Evaluation",
-    "FunctionSpace",
-    "Gamma",
-    "Gaussian",
-    "Heteroscedastic",
-    "LatentBinary",
-    "Likelihood",
-    "MessagePassing",
-    "Method",
-    "Multilabel",
-    "NegativeBinomial",
-    "NonFiniteError",
-    "Ordinal",
-    "Poisson",
-    "Posterior",
-    "PosteriorMismatchError",
-    "PosthocUQError",
-    "Prediction",
-    "Predictor",
-    "Referral",
-    "RegressionPrediction",
-    "Subnetwork",
-    "UnsupportedLayerError",
-    "__version__",
-    "calibrate",
-    "contexts",
-    "evaluate",
-    "export",
-    "fit",
-    "inspect",
-    "load",
-    "register_method",
-    "save",
-    "sequence_scores",
-    "sparse",
-    "tune",
-    "untied",
-    "update",
-    "wrap",
-]
+PLACES = {name: module for module, names in _OF_MODULES.items() for name in names.split()}
+"""By name, the module that has it."""

@@ -20,8 +20,8 @@ from posthoc_uq.core.options import Share
 from posthoc_uq.core.outputs import output_tensor
 from posthoc_uq.core.randomness import mixed_seed
 from posthoc_uq.methods.task import Task
-from posthoc_uq.methods.training import Group, Objective, Step, Training, check_trainable
 from posthoc_uq.posteriors import GROUPS, INPUTS, OUTPUTS, Block, Covariance, Settings, Stored
+from posthoc_uq.trained.training import Group, Objective, Step, Training, check_trainable
 
 
 @uq.register_method

@@ -43,12 +43,12 @@ from PIL import Image
 from torch import Tensor, nn
 
 import posthoc_uq as uq
-from posthoc_uq.cli import commands
-from posthoc_uq.cli.help import summary
-from posthoc_uq.cli.main import COMMANDS, main, plain, sentence
-from posthoc_uq.cli.options import Choice, Console, Read
-from posthoc_uq.cli.outputs import role_of
-from posthoc_uq.cli.parser import Command, kinds_of, options_of
+from posthoc_uq.app.cli import commands
+from posthoc_uq.app.cli.help import summary
+from posthoc_uq.app.cli.main import COMMANDS, main, plain, sentence
+from posthoc_uq.app.cli.options import Choice, Console, Read
+from posthoc_uq.app.cli.outputs import role_of
+from posthoc_uq.app.cli.parser import Command, kinds_of, options_of
 from posthoc_uq.files import atomic, save_load
 from posthoc_uq.files.hdf5 import ImageReader
 from posthoc_uq.fitting.faithful import DIVERGENCE
@@ -374,7 +374,7 @@ def test_completion_knows_every_option() -> None:
 
 
 def test_messages_name_options_of_the_command() -> None:
-    from posthoc_uq.cli.main import _in_options
+    from posthoc_uq.app.cli.main import _in_options
 
     text = "pass likelihood=uq.Categorical(..., class_dim=-1), or fisher='mc', batch_to_targets=lambda batch: ..."
     running = [Command(commands.fit, [])]
@@ -411,14 +411,14 @@ def test_help_imports_nothing_heavy() -> None:
     code = (
         "import runpy, sys; sys.argv = ['posthoc-uq', '--version']\n"
         "try: runpy.run_module('posthoc_uq', run_name='__main__')\nexcept SystemExit as end: print(end.code)\n"
-        "import posthoc_uq; from posthoc_uq.cli import main; main(['--help']); main(['fti']);"
+        "import posthoc_uq; from posthoc_uq.app.cli import main; main(['--help']); main(['fti']);"
         "print([name for name in ('torch', 'numpy', 'posthoc_uq.api') if name in sys.modules]);"
         "from posthoc_uq.evaluation import metrics; from posthoc_uq import *;"
         "fit, posthoc_uq.methods;"
         "[main([*name, '--help']) for name in (['fit'], ['predict'], ['serve'])];"
         "heavy = 'backpack timm torchvision torchmetrics pandas matplotlib starlette scipy'.split();"
         "print([name for name in heavy if name in sys.modules]);"
-        "from posthoc_uq.evaluation import plots; plots.coverage_plot; print('torchmetrics' in sys.modules)"
+        "from posthoc_uq.app import plots; plots.coverage_plot; print('torchmetrics' in sys.modules)"
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=180)
     lines = done.stdout.splitlines()
@@ -609,7 +609,7 @@ def test_inspect_shows_a_file_without_its_model(place: Path, monkeypatch: pytest
 
 
 def test_the_demo_is_run_as_asked(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    from posthoc_uq.cli import demo
+    from posthoc_uq.app.cli import demo
 
     def fake(output: Path, seed: int) -> Any:
         print(f"a table of seed {seed}")
@@ -623,7 +623,7 @@ def test_the_demo_is_run_as_asked(monkeypatch: pytest.MonkeyPatch, tmp_path: Pat
     result = run("demo", *options, "--force --json")
     assert json.loads(result.stdout)["files"] == [str(tmp_path / "picture.png")]
     assert result.stderr == "a table of seed 3\n"
-    monkeypatch.setattr("posthoc_uq.cli.options.find_spec", lambda _: None)
+    monkeypatch.setattr("posthoc_uq.app.cli.options.find_spec", lambda _: None)
     assert "needs the extra demo: pip install 'posthoc-uq[demo]'" in failure("demo", *options)
 
 

@@ -19,8 +19,8 @@ from torch import Tensor, nn
 from torchvision.models import ResNet18_Weights
 
 import posthoc_uq as uq
-from posthoc_uq.cli import posterior_file
-from posthoc_uq.cli.models import (
+from posthoc_uq.app.cli import posterior_file
+from posthoc_uq.app.cli.models import (
     function_at,
     imported,
     is_import_path,
@@ -28,8 +28,8 @@ from posthoc_uq.cli.models import (
     read_state,
     trained_model,
 )
-from posthoc_uq.cli.options import ModelSource
-from posthoc_uq.cli.transforms import Preprocessing, input_channels, transform_of
+from posthoc_uq.app.cli.options import ModelSource
+from posthoc_uq.app.cli.transforms import Preprocessing, input_channels, transform_of
 
 pytestmark = pytest.mark.filterwarnings("ignore::UserWarning")
 

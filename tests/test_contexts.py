@@ -15,8 +15,8 @@ from torchvision.transforms.v2 import functional as transforms
 
 from posthoc_uq.core.batches import Batch
 from posthoc_uq.core.errors import PosthocUQError
-from posthoc_uq.methods import contexts
-from posthoc_uq.methods.contexts import (
+from posthoc_uq.trained import contexts
+from posthoc_uq.trained.contexts import (
     Callback,
     Context,
     Corrupted,

@@ -8,7 +8,7 @@ import torch
 
 pytest.importorskip("sklearn")
 
-from posthoc_uq.cli import demo
+from posthoc_uq.app.cli import demo
 
 
 @pytest.fixture

@@ -24,7 +24,7 @@ from posthoc_uq.heads.spectrum import Spectrum
 from posthoc_uq.likelihoods import Categorical, resolve_likelihood
 from posthoc_uq.likelihoods.draws import _placed_normals, normals
 from posthoc_uq.methods import METHODS
-from posthoc_uq.methods.contexts import UniformBox
+from posthoc_uq.trained.contexts import UniformBox
 
 CPU = torch.device("cpu")
 Work = Callable[[torch.device], dict[str, Any]]
@@ -464,7 +464,7 @@ def thins(device: torch.device) -> dict[str, Any]:
 
 
 def serves(device: torch.device) -> dict[str, Any]:
-    from posthoc_uq.deployment.serve import Service
+    from posthoc_uq.app.serve import Service
 
     model = network(device=device)
     service = Service(uq.wrap(model, fitted(model, "diag"), n_samples=3))

@@ -19,9 +19,9 @@ from torch.utils.data import DataLoader, TensorDataset
 from torch.utils.data.distributed import DistributedSampler
 
 import posthoc_uq as uq
-from posthoc_uq.cli import commands
-from posthoc_uq.cli.options import WrongUsage
-from posthoc_uq.cli.parser import Command
+from posthoc_uq.app.cli import commands
+from posthoc_uq.app.cli.options import WrongUsage
+from posthoc_uq.app.cli.parser import Command
 
 ROOT = Path(__file__).parents[1]
 PAGES = sorted(

@@ -17,8 +17,8 @@ from sklearn.metrics import average_precision_score, roc_auc_score
 from torch import nn
 
 import posthoc_uq as uq
+from posthoc_uq.app.page import _table
 from posthoc_uq.evaluation.measurements import meanings, words
-from posthoc_uq.evaluation.page import _table
 from posthoc_uq.likelihoods.prediction import SCORES
 
 

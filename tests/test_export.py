@@ -13,7 +13,7 @@ import torch
 from torch import nn
 
 import posthoc_uq as uq
-from posthoc_uq.deployment import export, exportable
+from posthoc_uq.app.export import export, exportable
 from posthoc_uq.likelihoods.prediction import (
     ClassTensors,
     PromisedClassTensors,

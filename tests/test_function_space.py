@@ -23,11 +23,11 @@ from posthoc_uq.core.batches import Batch
 from posthoc_uq.core.devices import DeferredChecks
 from posthoc_uq.core.errors import NonFiniteError, PosteriorMismatchError, PosthocUQError
 from posthoc_uq.core.model import replicate
-from posthoc_uq.heads import function_space_kl
 from posthoc_uq.layers.layer import describe
 from posthoc_uq.likelihoods import Bernoulli, Categorical, Gaussian, Likelihood
-from posthoc_uq.methods.contexts import Context, UniformBox
-from posthoc_uq.methods.function_space import (
+from posthoc_uq.trained.contexts import Context, UniformBox
+from posthoc_uq.trained.function_kl import function_space_kl
+from posthoc_uq.trained.function_space import (
     FeatureNetwork,
     FunctionSpaceObjective,
     gaussian_kl,
@@ -35,8 +35,8 @@ from posthoc_uq.methods.function_space import (
     marginal_kl,
     relative_function_noise,
 )
-from posthoc_uq.methods.mean_field import MeanField
-from posthoc_uq.methods.training import Step
+from posthoc_uq.trained.mean_field import MeanField
+from posthoc_uq.trained.training import Step
 
 F64 = torch.float64
 

@@ -19,17 +19,17 @@ from posthoc_uq.core.batches import Batch
 from posthoc_uq.core.devices import DeferredChecks
 from posthoc_uq.layers.layer import describe
 from posthoc_uq.likelihoods import Categorical
-from posthoc_uq.methods import latent_binary
-from posthoc_uq.methods.latent_binary import (
+from posthoc_uq.trained import latent_binary
+from posthoc_uq.trained.latent_binary import (
     LatentLayer,
     LatentObjective,
     SlabPrior,
     SpikeMoments,
     begun_layer,
 )
-from posthoc_uq.methods.mean_field import gaussian_divergence
-from posthoc_uq.methods.training import Step
-from posthoc_uq.posteriors.variational import Flow, gated_step, log_normal
+from posthoc_uq.trained.mean_field import gaussian_divergence
+from posthoc_uq.trained.training import Step
+from posthoc_uq.trained.variational import Flow, gated_step, log_normal
 
 pytestmark = pytest.mark.filterwarnings("ignore::UserWarning")
 

@@ -10,8 +10,8 @@ import torch
 from torch import Tensor
 
 import posthoc_uq as uq
-from posthoc_uq.methods.message_passing import messages, network, train
-from posthoc_uq.methods.message_passing.messages import (
+from posthoc_uq.trained.message_passing import messages, network, train
+from posthoc_uq.trained.message_passing.messages import (
     Argmax,
     Message,
     Regression,

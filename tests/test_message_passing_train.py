@@ -15,8 +15,8 @@ from torch.func import functional_call
 import posthoc_uq as uq
 from posthoc_uq.layers import RULES, Geometry, Layer, describe, rules
 from posthoc_uq.layers.rules import Linear, register
-from posthoc_uq.methods.message_passing import train
-from posthoc_uq.methods.message_passing.messages import (
+from posthoc_uq.trained.message_passing import train
+from posthoc_uq.trained.message_passing.messages import (
     Argmax,
     Message,
     Regression,
@@ -28,7 +28,7 @@ from posthoc_uq.methods.message_passing.messages import (
     sum_backward,
     uniform_like,
 )
-from posthoc_uq.methods.message_passing.network import (
+from posthoc_uq.trained.message_passing.network import (
     Activation,
     ByStage,
     Kept,
@@ -39,7 +39,7 @@ from posthoc_uq.methods.message_passing.network import (
     passed,
     stages_of,
 )
-from posthoc_uq.methods.message_passing.train import Trainer, batch_damping
+from posthoc_uq.trained.message_passing.train import Trainer, batch_damping
 
 D = torch.float64
 ROWS = torch.tensor([[1, 0.5, -0.3], [0.2, -1, 0.4], [-0.6, 0.3, 1], [0.8, 0.7, 0.2]], dtype=D)

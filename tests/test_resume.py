@@ -32,8 +32,8 @@ from posthoc_uq.curvature.sweep import Content, batch_hash
 from posthoc_uq.files.header import SNAPSHOT_MAGIC
 from posthoc_uq.layers.proof import count_samples
 from posthoc_uq.likelihoods import Gaussian
-from posthoc_uq.methods import contexts
 from posthoc_uq.methods.checkpoint import Checkpoint, identified, read_snapshot, write_snapshot
+from posthoc_uq.trained import contexts
 
 BATCHES = -(-SAMPLES // BATCH)
 

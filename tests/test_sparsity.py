@@ -17,9 +17,9 @@ from torch.nn.utils import parametrizations
 
 import posthoc_uq as uq
 from posthoc_uq.files import fingerprint
-from posthoc_uq.methods.sparse import SparseLinear
 from posthoc_uq.posteriors.settings import Evidence, History, Hyperparameters
-from posthoc_uq.posteriors.variational import Flow, LatentBinaryBlock, MedianBlock, RandomScale
+from posthoc_uq.trained.sparse import SparseLinear
+from posthoc_uq.trained.variational import Flow, LatentBinaryBlock, MedianBlock, RandomScale
 
 
 def posterior_of(

@@ -19,7 +19,7 @@ from posthoc_uq.core.batches import Batch, BatchReader
 from posthoc_uq.core.devices import DeferredChecks
 from posthoc_uq.core.errors import NonFiniteError, PosthocUQError
 from posthoc_uq.methods.checkpoint import Checkpoint, read_snapshot, write_snapshot
-from posthoc_uq.methods.training import (
+from posthoc_uq.trained.training import (
     Group,
     Loop,
     Objective,
@@ -144,7 +144,7 @@ def test_small_data_take_more_epochs_and_large_ones_the_usual(
 
 @pytest.mark.parametrize("method", ["function_space", "latent_binary", "utvi"])
 def test_a_fit_without_epochs_takes_the_least_steps(method: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("posthoc_uq.methods.training.MIN_STEPS", 28)
+    monkeypatch.setattr("posthoc_uq.trained.training.MIN_STEPS", 28)
     model, x = mlp(), inputs_of(4, samples=20)
     data = batches(x, targets_of(model, x, "classification"))
     plain: dict[str, Any] = (
@@ -152,7 +152,7 @@ def test_a_fit_without_epochs_takes_the_least_steps(method: str, monkeypatch: py
     )
     fitted = uq.fit(model, data, method, **plain)
     assert fitted.history.fit["epochs"] == 10  # as 28 / 3, rounded up
-    monkeypatch.setattr("posthoc_uq.methods.training.MIN_STEPS", 37)
+    monkeypatch.setattr("posthoc_uq.trained.training.MIN_STEPS", 37)
     # the batches of a loader without a length are reckoned from the first one
     fitted = uq.fit(model, WithoutLength(data), method, **plain)
     assert fitted.history.fit["epochs"] == 13

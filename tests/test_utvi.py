@@ -20,10 +20,10 @@ from posthoc_uq.core.devices import DeferredChecks
 from posthoc_uq.core.model import replicate
 from posthoc_uq.layers.layer import Layer
 from posthoc_uq.likelihoods import LIKELIHOODS, Likelihood, resolve_likelihood
-from posthoc_uq.methods.mean_field import MeanField, gaussian_divergence
-from posthoc_uq.methods.training import Step
-from posthoc_uq.methods.utvi import MomentObjective, certain_parameters
 from posthoc_uq.moments import InverseCDF
+from posthoc_uq.trained.mean_field import MeanField, gaussian_divergence
+from posthoc_uq.trained.training import Step
+from posthoc_uq.trained.utvi import MomentObjective, certain_parameters
 
 pytestmark = pytest.mark.filterwarnings("ignore::UserWarning")
 
@@ -125,7 +125,7 @@ def test_without_given_epochs_the_divergence_is_halved_ten_times(
     epochs: int | None, shares: list[float], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Over 20 short epochs as over 10 long ones; with given epochs in each of them, as ever."""
-    monkeypatch.setattr("posthoc_uq.methods.training.MIN_STEPS", 40)
+    monkeypatch.setattr("posthoc_uq.trained.training.MIN_STEPS", 40)
     model, x = mlp(), inputs_of(4, samples=16)
     still = uq.UTVI(epochs=epochs, lr=1e-30, log_variance_lr=1e-30, train_rest=False)
     fit_notes = fit(model, batches(x, targets_of(model, x, "classification")), still).history.fit

@@ -3,18 +3,15 @@
 from __future__ import annotations
 
 from importlib import import_module
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from posthoc_uq.evaluation import metrics
 from posthoc_uq.evaluation.evaluate import Evaluation, evaluate
 
-if TYPE_CHECKING:
-    from posthoc_uq.evaluation import plots
-
-__all__ = ["Evaluation", "evaluate", "metrics", "plots"]
+__all__ = ["Evaluation", "evaluate", "metrics"]
 
 
 def __getattr__(name: str) -> Any:
     if name == "plots":  # with matplotlib, which takes a second to load
-        return import_module("posthoc_uq.evaluation.plots")
+        return import_module("posthoc_uq.app.plots")
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

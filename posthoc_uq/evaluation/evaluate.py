@@ -8,6 +8,7 @@ import math
 import os
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from importlib import import_module
 from io import BytesIO, StringIO
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, cast
@@ -132,9 +133,7 @@ class Evaluation(Measurements):
 
     def figures(self) -> dict[str, Figure]:
         """Figures by name: reliability or coverage, promises, scores on familiar and foreign data, risk of the rest."""
-        from posthoc_uq.evaluation.page import figures  # with matplotlib
-
-        return figures(self)
+        return _page().figures(self)
 
     def report(self, path: str | os.PathLike[str], *, title: str = "How far to trust this model") -> Path:
         """Write one HTML file that needs nothing else: contents, tables, figures, and the images worth a look; details
@@ -150,10 +149,13 @@ class Evaluation(Measurements):
         Raises:
             PosthocUQError: the file cannot be written; an existing one is left as it was.
         """
-        from posthoc_uq.evaluation.page import html  # with matplotlib
-
-        _put(path, html(self, title))
+        _put(path, _page().html(self, title))
         return Path(path)
+
+
+def _page() -> Any:
+    """The wing's module that draws and writes, with matplotlib."""
+    return import_module("posthoc_uq.app.page")
 
 
 def _put(path: str | os.PathLike[str], text: str) -> None:

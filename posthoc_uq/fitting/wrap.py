@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import inspect
-from typing import Any, Literal, overload
+from typing import TYPE_CHECKING, Any, Literal, overload
 
 from torch import nn
 
@@ -12,17 +12,12 @@ from posthoc_uq.core.interrupts import orderly
 from posthoc_uq.core.options import check_names, one_of
 from posthoc_uq.core.steady import steady
 from posthoc_uq.files import check_match
-from posthoc_uq.heads.linearized import LinearizedPredictor
-from posthoc_uq.heads.moments import MomentsPredictor
-from posthoc_uq.heads.predictor import Predictor
-from posthoc_uq.heads.sampling import SamplingPredictor
+from posthoc_uq.heads import HEADS, Predictor
 from posthoc_uq.posteriors.posterior import Posterior
 from posthoc_uq.posteriors.search import CRITERIA
-from posthoc_uq.posteriors.settings import HEADS
 
-_CLASSES: dict[str, type[Predictor]] = dict(
-    zip(HEADS, (SamplingPredictor, MomentsPredictor, LinearizedPredictor), strict=True)
-)
+if TYPE_CHECKING:
+    from posthoc_uq.heads import LinearizedPredictor, MomentsPredictor, SamplingPredictor
 
 
 @overload
@@ -82,13 +77,15 @@ def wrap(model: nn.Module, posterior: Posterior, head: str | None = None, **opti
 
 def _wrapped(model: nn.Module, posterior: Posterior, head: str | None, options: dict[str, Any]) -> Predictor:
     check_match(model, posterior)
-    possible = _possible_heads(posterior) if head is None else [head]
+    asked = head
     if head is None:
         head, options = _fitting_head(posterior, options)
     kind = head_class(head)
     _check_served(posterior, kind)
-    others = (name for other in possible for name in options_of(_CLASSES[other]))
-    check_names(f"head={head!r}", options, options_of(kind), others)
+    if any(name not in options_of(kind) for name in options):
+        possible = _possible_heads(posterior) if asked is None else [head]
+        others = (name for other in possible for name in options_of(HEADS[other]))
+        check_names(f"head={head!r}", options, options_of(kind), others)
     _warn_of_another_head(posterior, head)
     return kind(model, posterior, **options)
 
@@ -99,7 +96,7 @@ def head_class(head: str) -> type[Predictor]:
     Raises:
         PosthocUQError: there is no head of this name.
     """
-    return _CLASSES[one_of("head", head, HEADS)]
+    return HEADS[one_of("head", head, HEADS)]
 
 
 def options_of(kind: type[Predictor]) -> list[str]:
@@ -111,27 +108,32 @@ def recorded_head(posterior: Posterior) -> tuple[str, dict[str, Any]]:
     """Name and options of the head that a posterior's hyperparameters were found for, by default ``"sampling"``; if the
     posterior cannot serve it, the first head that it can.
     """
-    record, possible = posterior.history.head, _possible_heads(posterior)
+    record = posterior.history.head
     name, options = (str(record["name"]), dict(record["options"])) if record else ("sampling", {})
-    return (name, options) if name in possible or not possible else (possible[0], {})
+    if HEADS[name].needs <= posterior.capabilities:
+        return name, options
+    possible = _possible_heads(posterior)
+    return (possible[0], {}) if possible else (name, options)
 
 
 def _fitting_head(posterior: Posterior, options: dict[str, Any]) -> tuple[str, dict[str, Any]]:
     """The recorded head with its options and those given; if it does not take these, the first head that does."""
     recorded, recorded_options = recorded_head(posterior)
-    takers = [name for name in _possible_heads(posterior) if set(options) <= set(options_of(_CLASSES[name]))]
-    if recorded in takers or not takers:
+    if set(options) <= set(options_of(HEADS[recorded])):
         return recorded, {**recorded_options, **options}
-    return takers[0], options
+    takers = [name for name in _possible_heads(posterior) if set(options) <= set(options_of(HEADS[name]))]
+    return (takers[0], options) if takers else (recorded, {**recorded_options, **options})
 
 
 def _possible_heads(posterior: Posterior) -> list[str]:
     """The heads that need nothing which the posterior's blocks lack."""
-    return [name for name, kind in _CLASSES.items() if kind.needs <= posterior.capabilities]
+    return [name for name, kind in HEADS.items() if kind.needs <= posterior.capabilities]
 
 
 def _check_served(posterior: Posterior, kind: type[Predictor]) -> None:
     """Refuse a head that needs what the posterior's blocks cannot do, and name the possible ones."""
+    if kind.needs <= posterior.capabilities:
+        return
     others = " and ".join(f"head={name!r}" for name in _possible_heads(posterior))
     way_out = f"{others} {'do' if ' and ' in others else 'does'} not" if others else "no head does without"
     posterior.require(kind.needs, f"head={kind.head!r}", way_out)

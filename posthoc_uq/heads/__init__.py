@@ -1,17 +1,63 @@
-"""How posteriors predict: one file a head, novelty, referral, and functions drawn from a posterior."""
+"""How posteriors predict: one file a head, novelty, referral, and functions drawn from a posterior.
 
-from posthoc_uq.heads.function_kl import function_space_kl
-from posthoc_uq.heads.linearized import LinearizedPredictor
-from posthoc_uq.heads.moments import MomentsPredictor
+A head of your own is a subclass of `Predictor` that `register_head` makes known by its name.
+"""
+
+from __future__ import annotations
+
+import re
+from importlib import import_module
+from typing import TYPE_CHECKING, Any, TypeVar
+
+from posthoc_uq.core.errors import PosthocUQError
 from posthoc_uq.heads.predictor import Predictor
 from posthoc_uq.heads.referral import Referral
-from posthoc_uq.heads.sampling import SamplingPredictor
+from posthoc_uq.posteriors.settings import HEADS
+
+if TYPE_CHECKING:
+    from posthoc_uq.heads.linearized import LinearizedPredictor
+    from posthoc_uq.heads.moments import MomentsPredictor
+    from posthoc_uq.heads.sampling import SamplingPredictor
 
 __all__ = [
+    "HEADS",
     "LinearizedPredictor",
     "MomentsPredictor",
     "Predictor",
     "Referral",
     "SamplingPredictor",
-    "function_space_kl",
+    "register_head",
 ]
+
+AnyHead = TypeVar("AnyHead", bound=type[Predictor])
+
+_OWN = {"sampling": "SamplingPredictor", "moments": "MomentsPredictor", "linearized": "LinearizedPredictor"}
+for _name, _class in _OWN.items():
+    HEADS.later(_name, f"posthoc_uq.heads.{_name}", _class)
+
+
+def register_head(kind: AnyHead) -> AnyHead:
+    """Make a head known by its name, to `posthoc_uq.wrap`, files and the command line; a decorator.
+
+    Raises:
+        PosthocUQError: another head has the name, or a file cannot hold the name.
+    """
+    if re.fullmatch(r"[a-z0-9_]{1,16}", kind.head) is None:
+        raise PosthocUQError(
+            f"A head's name has 1 to 16 small letters, digits and underscores; not {kind.head!r}."
+        )
+    known = HEADS.get(kind.head)
+    # the same name again is the same class: a reloaded module, or a notebook cell that ran again
+    if known is not None and (known.__module__, known.__qualname__) != (kind.__module__, kind.__qualname__):
+        raise PosthocUQError(
+            f"There is a head {kind.head!r} already, {known.__module__}.{known.__qualname__}."
+        )
+    HEADS[kind.head] = kind
+    return kind
+
+
+def __getattr__(name: str) -> Any:
+    for module, own in _OWN.items():
+        if own == name:  # on first use: moments and draws have rooms of their own
+            return getattr(import_module(f"posthoc_uq.heads.{module}"), name)
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

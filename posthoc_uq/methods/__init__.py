@@ -1,7 +1,7 @@
 """The methods by which a posterior is fitted, one file each.
 
 To add one, write a subclass of `Laplace` if it sums over the data, of `Training` if it optimises, or else of `Method`,
-in its own file, and a row below.
+in its own file, and a row below; trainings, in the wing `posthoc_uq.trained`, are imported when they are asked for.
 """
 
 from __future__ import annotations
@@ -13,14 +13,11 @@ from typing import Any, TypeVar
 
 from posthoc_uq.core.errors import PosthocUQError
 from posthoc_uq.core.options import check_names, did_you_mean, shown
-from posthoc_uq.methods.function_space import FunctionSpace
+from posthoc_uq.core.registry import Registry
 from posthoc_uq.methods.inf import INF
 from posthoc_uq.methods.laplace import EFB, KFAC, Dense, Diagonal, Laplace
-from posthoc_uq.methods.latent_binary import LatentBinary
-from posthoc_uq.methods.message_passing.fit import MessagePassing
 from posthoc_uq.methods.method import Method
 from posthoc_uq.methods.subnetwork import Subnetwork
-from posthoc_uq.methods.utvi import UTVI
 from posthoc_uq.posteriors.block import FAMILIES
 
 __all__ = [
@@ -28,20 +25,16 @@ __all__ = [
     "INF",
     "KFAC",
     "METHODS",
-    "UTVI",
     "Dense",
     "Diagonal",
-    "FunctionSpace",
     "Laplace",
-    "LatentBinary",
-    "MessagePassing",
     "Method",
     "Subnetwork",
     "method_of",
     "register_method",
 ]
 
-METHODS: dict[str, type[Method]] = {}
+METHODS: Registry[type[Method]] = Registry()
 """All methods by name, for `posthoc_uq.fit`, the command line, files and the tests."""
 
 AnyMethod = TypeVar("AnyMethod", bound=type[Method])
@@ -67,8 +60,16 @@ def register_method(kind: AnyMethod) -> AnyMethod:
     return kind
 
 
-for _kind in (INF, EFB, KFAC, Diagonal, Dense, Subnetwork, FunctionSpace, LatentBinary, MessagePassing, UTVI):
+for _kind in (INF, EFB, KFAC, Diagonal, Dense, Subnetwork):
     register_method(_kind)
+for _name, _module, _class in (
+    ("function_space", "posthoc_uq.trained.function_space", "FunctionSpace"),
+    ("latent_binary", "posthoc_uq.trained.latent_binary", "LatentBinary"),
+    ("message_passing", "posthoc_uq.trained.message_passing.fit", "MessagePassing"),
+    ("utvi", "posthoc_uq.trained.utvi", "UTVI"),
+):
+    METHODS.later(_name, _module, _class)
+    FAMILIES.later(_name, _module, f"{_class}.block_kinds")
 
 
 def _meant(method: object) -> str:

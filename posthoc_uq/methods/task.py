@@ -17,7 +17,7 @@ from posthoc_uq.core.distributed import all_reduce_sum, broadcast, gather, rank,
 from posthoc_uq.core.errors import NonFiniteError, PosthocUQError, warn_user
 from posthoc_uq.core.numerics import all_finite
 from posthoc_uq.core.progress import Progress
-from posthoc_uq.core.randomness import isolated_random_state, mixed_seed
+from posthoc_uq.core.randomness import isolated_random_state
 from posthoc_uq.curvature.features import FeatureSource
 from posthoc_uq.curvature.labels import FisherChoice, own_samples_of, resolve_fisher, samples_in_all
 from posthoc_uq.curvature.statistics import Accumulator, JointFisher, fault_of_sums
@@ -38,7 +38,6 @@ from posthoc_uq.layers.proof import Prepared, count_samples
 from posthoc_uq.layers.rules import Lookup
 from posthoc_uq.likelihoods import Likelihood
 from posthoc_uq.methods.checkpoint import Checkpoint, State, load_tensors
-from posthoc_uq.methods.contexts import Context, single_input
 from posthoc_uq.posteriors.block import Block
 from posthoc_uq.posteriors.features import ClassGrams, FeatureGrams
 from posthoc_uq.posteriors.posterior import Posterior
@@ -321,27 +320,21 @@ class Task:
                 "share one and the Fisher is noisier than the number of samples suggests; use fisher='exact'."
             )
 
-    def count(self, context: Context | None = None) -> int:
-        """The samples of the data, by one pass without the model, which shows the inputs to a context if there is one.
+    def count(self, shown: Callable[[int, Batch], None] | None = None) -> int:
+        """The samples of the data, by one pass without the model; the number and the arguments of every batch are shown
+        to a function if there is one.
 
         Raises:
-            NonFiniteError: inputs that the context is shown are not finite.
-            PosthocUQError: the context does not work for this kind of inputs, or all weights are 0.
+            PosthocUQError: all weights are 0.
         """
         settings = self.settings
-        generator = torch.Generator().manual_seed(mixed_seed(settings.seed, 1))
         samples, counted = 0, False
-        title = "counting" if context is None else "context"
+        title = "counting" if shown is None else "context"
         bar = Bar(self.loader, title, settings.progress, READING_COST)
         with isolated_random_state(settings.seed), bar:
             for index, (batch, count) in enumerate(own_batches(self.loader, settings.reader)):
-                if context is not None and context.needs_data:
-                    shown = single_input(batch)
-                    if not bool(torch.isfinite(shown).all()):
-                        raise NonFiniteError(
-                            f"Batch {index}: the inputs are not finite. Check the input data for NaN or infinity."
-                        )
-                    context.observe(shown, generator)
+                if shown is not None:
+                    shown(index, batch)
                 samples, self._batches = samples + count, index + 1
                 counted = counted or batch.weights is None or bool((batch.weights > 0).any())
                 bar.advance(count)

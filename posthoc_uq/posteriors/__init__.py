@@ -1,6 +1,7 @@
 """The posterior over a model's weights: blocks, their covariances, hyperparameters, what it remembers.
 
-All files of blocks are imported here, so that every kind is registered before a posterior is read or made.
+Every kind of block is registered here before a posterior is read or made: those of trainings by the names of their
+modules, which are imported when such a block is met.
 """
 
 from posthoc_uq.posteriors.block import (
@@ -31,12 +32,11 @@ from posthoc_uq.posteriors.laplace import (
     DiagonalBlock,
     EigenvalueCorrectedBlock,
     KroneckerBlock,
+    MeanFieldBlock,
     SubnetworkBlock,
 )
-from posthoc_uq.posteriors.messages import JointMessagesBlock, MessagesBlock
 from posthoc_uq.posteriors.posterior import Posterior, WeightPrior
 from posthoc_uq.posteriors.settings import ABOUT, Evidence, History, Hyperparameters, LayerPriors
-from posthoc_uq.posteriors.variational import LatentBinaryBlock, MeanFieldBlock, MedianBlock
 
 __all__ = [
     "ABOUT",
@@ -63,13 +63,9 @@ __all__ = [
     "History",
     "Hyperparameters",
     "InformationBlock",
-    "JointMessagesBlock",
     "KroneckerBlock",
-    "LatentBinaryBlock",
     "LayerPriors",
     "MeanFieldBlock",
-    "MedianBlock",
-    "MessagesBlock",
     "Posterior",
     "Settings",
     "Size",
@@ -78,3 +74,11 @@ __all__ = [
     "TensorSpec",
     "WeightPrior",
 ]
+
+for _row in (
+    ("latent_binary", "posthoc_uq.trained.variational", "LatentBinaryBlock"),
+    ("median_model", "posthoc_uq.trained.variational", "MedianBlock"),
+    ("messages", "posthoc_uq.trained.messages", "MessagesBlock"),
+    ("joint_messages", "posthoc_uq.trained.messages", "JointMessagesBlock"),
+):
+    BLOCKS.later(*_row)

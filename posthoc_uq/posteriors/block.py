@@ -20,6 +20,7 @@ from posthoc_uq.core.devices import as_double
 from posthoc_uq.core.errors import CorruptPosteriorError, PosthocUQError
 from posthoc_uq.core.options import LARGEST
 from posthoc_uq.core.records import Record
+from posthoc_uq.core.registry import Registry
 from posthoc_uq.posteriors.covariance import Covariance
 
 Shape = tuple[int, int, int]
@@ -271,7 +272,7 @@ _CAPABILITIES: dict[str, tuple[str, ...]] = {
 
 AnyBlock = TypeVar("AnyBlock", bound="Block")
 
-BLOCKS: dict[str, type[Block]] = {}
+BLOCKS: Registry[type[Block]] = Registry()
 """Every class of blocks by its kind; a class that names its `kind` registers itself."""
 
 
@@ -316,7 +317,7 @@ class Block(ABC):
             raise PosthocUQError(
                 f"{cls.__qualname__} must say in 'makes' which class its covariances are of."
             )
-        registered = BLOCKS.setdefault(cls.kind, cls)
+        registered = BLOCKS.add(cls.kind, cls)
         # the same name again is the same class: a reloaded module, or a notebook cell that ran again
         if (registered.__module__, registered.__qualname__) != (cls.__module__, cls.__qualname__):
             raise PosthocUQError(
@@ -532,7 +533,7 @@ def bounded(attributes: Mapping[str, Any], name: str, low: int, high: int) -> in
     return value
 
 
-FAMILIES: dict[str, tuple[str, ...]] = {}
+FAMILIES: Registry[tuple[str, ...]] = Registry()
 """The kinds of blocks that the posteriors of a method are made of, by the method's name. Files need it, and `methods`,
 which stands above them, fills it."""
 

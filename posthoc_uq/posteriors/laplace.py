@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from functools import cached_property
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, ClassVar, Literal
 
 import torch
 from torch import Tensor
@@ -32,7 +32,7 @@ from posthoc_uq.posteriors.block import (
     largest_of,
     unpacked,
 )
-from posthoc_uq.posteriors.covariance import Covariance, Dense, Diagonal, Kronecker
+from posthoc_uq.posteriors.covariance import Covariance, Dense, Diagonal, Kronecker, Variances
 
 
 @dataclass(eq=False, repr=False)
@@ -320,3 +320,42 @@ class SubnetworkBlock(Block):
         if fault is not None:
             raise CorruptPosteriorError(f"A subnetwork {fault}.")
         return block
+
+
+@dataclass(eq=False, repr=False)
+class MeanFieldBlock(Block):
+    """Keeps the variances ``(G, m, n)`` of a variational posterior as they were found.
+
+    There is no prior to add: it was a part of the objective. The one setting that enters is ``scale``, which begins at
+    the number of samples N: variances are multiplied with ``N / scale``, so that a larger one gives a colder posterior
+    (Wenzel et al. 2020, "How good is the Bayes posterior in deep neural networks really?").
+
+    Attributes:
+        variances: at ``scale = samples``.
+        samples: N, the number of training samples.
+    """
+
+    kind = "mean_field"
+    makes = Variances
+    trained = True
+    tunable: ClassVar[frozenset[str]] = frozenset({"scale"})
+    settled: ClassVar[frozenset[str]] = frozenset({"prior_precision"})
+    columns: ClassVar[Mapping[str, str]] = {
+        "median sd, largest sd": "standard deviations of the layer's weights"
+    }
+
+    variances: Annotated[Tensor, Stored(GROUPS, OUTPUTS, INPUTS, non_negative=True)]
+    samples: Count
+
+    def covariance(self, settings: Settings) -> Variances:
+        if settings.scale == self.samples:
+            return Variances(self.variances)
+        scaled = as_double(self.variances) * (self.samples / settings.scale)
+        return Variances(scaled.to(self.variances))
+
+    def largest_value(self, settings: Settings) -> float:
+        return largest_of(self.variances) * self.samples / float(settings.scale)
+
+    def summary(self) -> dict[str, Any]:
+        deviations = self.variances.detach().sqrt().flatten()
+        return {"median sd": float(torch.median(deviations)), "largest sd": float(deviations.max())}

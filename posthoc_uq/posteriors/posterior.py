@@ -28,6 +28,7 @@ from posthoc_uq.posteriors import block as can
 from posthoc_uq.posteriors.block import Block, Settings
 from posthoc_uq.posteriors.covariance import Covariance
 from posthoc_uq.posteriors.features import FeatureGrams
+from posthoc_uq.posteriors.laplace import MeanFieldBlock
 from posthoc_uq.posteriors.report import (
     Report,
     described_history,
@@ -35,7 +36,6 @@ from posthoc_uq.posteriors.report import (
     described_output,
 )
 from posthoc_uq.posteriors.settings import ABOUT, ONE_PRIOR, Evidence, History, Hyperparameters, LayerPriors
-from posthoc_uq.posteriors.variational import MeanFieldBlock
 
 Value = TypeVar("Value")
 Self = TypeVar("Self", bound="Posterior")

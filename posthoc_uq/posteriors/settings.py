@@ -11,8 +11,10 @@ from torch import Tensor
 from posthoc_uq.core.devices import host_double
 from posthoc_uq.core.errors import PosthocUQError
 from posthoc_uq.core.options import Magnitude, Temperature, Unit
+from posthoc_uq.core.registry import Registry
 
-HEADS = ("sampling", "moments", "linearized")  # by name, as `wrap` has them
+HEADS: Registry[Any] = Registry()
+"""The classes of heads by name; `posthoc_uq.heads` fills it, and files know the names."""
 NOVELTIES = ("", "posterior")
 ONE_PRIOR = "one prior for all weights"
 """True in the record of a training whose prior is one and the same for every weight."""

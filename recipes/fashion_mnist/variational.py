@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from torch.utils.data import BatchSampler, DataLoader, RandomSampler, TensorDataset
 
 import posthoc_uq as uq
-from posthoc_uq.methods.contexts import Mixture
+from posthoc_uq.trained.contexts import Mixture
 from recipes.fashion_mnist.data import Labelled
 
 OPTIONS: dict[str, Any] = {

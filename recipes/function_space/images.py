@@ -17,8 +17,8 @@ import torch
 from torch import Tensor, nn
 
 import posthoc_uq as uq
+from posthoc_uq.app.plots import referral_plot
 from posthoc_uq.evaluation import metrics
-from posthoc_uq.evaluation.plots import referral_plot
 from recipes.common import (
     OUTPUT,
     by_row,

@@ -16,7 +16,7 @@ from matplotlib.figure import Figure
 from torch import Tensor, nn
 
 import posthoc_uq as uq
-from posthoc_uq.methods.contexts import UniformBox
+from posthoc_uq.trained.contexts import UniformBox
 from recipes.common import by_row, parsed, parser, report, save_figure, table, train
 
 CURVATURE = {"method": "inf", "fisher": "exact", "correction": "rescale", "prior_precision": "evidence"}

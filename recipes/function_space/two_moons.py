@@ -18,7 +18,7 @@ from torch import Tensor, nn
 
 import posthoc_uq as uq
 from posthoc_uq.heads import LinearizedPredictor, SamplingPredictor
-from posthoc_uq.methods.contexts import UniformBox
+from posthoc_uq.trained.contexts import UniformBox
 from recipes.common import by_row, parsed, parser, report, save_figure, table, train
 from recipes.function_space.regression import CURVATURE
 

@@ -7,8 +7,8 @@ from functools import partial
 from pathlib import Path
 
 import posthoc_uq as uq
-from posthoc_uq.cli.images import ImageLoader
-from posthoc_uq.cli.models import TrainedModel
+from posthoc_uq.app.cli.images import ImageLoader
+from posthoc_uq.app.cli.models import TrainedModel
 from posthoc_uq.core.distributed import gather, rank, run_on_all_ranks
 from posthoc_uq.core.errors import PosthocUQError
 

@@ -11,9 +11,9 @@ from typing import NamedTuple
 import torch
 from torch.utils.data import DistributedSampler, Subset
 
-from posthoc_uq.cli.images import FolderImages, ImageLoader, image_files
-from posthoc_uq.cli.labels import folder_labels
-from posthoc_uq.cli.models import TrainedModel
+from posthoc_uq.app.cli.images import FolderImages, ImageLoader, image_files
+from posthoc_uq.app.cli.labels import folder_labels
+from posthoc_uq.app.cli.models import TrainedModel
 from posthoc_uq.core.distributed import rank, world
 from posthoc_uq.core.errors import PosthocUQError
 

@@ -20,9 +20,9 @@ from typing import Any
 
 import torch
 
-from posthoc_uq.cli.commands import process_group
-from posthoc_uq.cli.models import trained_model
-from posthoc_uq.cli.options import ModelSource
+from posthoc_uq.app.cli.commands import process_group
+from posthoc_uq.app.cli.models import trained_model
+from posthoc_uq.app.cli.options import ModelSource
 from posthoc_uq.core.distributed import raise_on_any_error, rank, run_on_all_ranks
 from posthoc_uq.core.errors import PosthocUQError
 from posthoc_uq.files.atomic import checked_target

@@ -21,8 +21,8 @@ from torch import Tensor
 from tqdm.auto import tqdm
 
 import posthoc_uq as uq
-from posthoc_uq.cli.images import ImageLoader
-from posthoc_uq.cli.models import TrainedModel
+from posthoc_uq.app.cli.images import ImageLoader
+from posthoc_uq.app.cli.models import TrainedModel
 from posthoc_uq.core.distributed import gather, rank, run_on_all_ranks, world
 from posthoc_uq.core.errors import NonFiniteError, PosthocUQError
 from posthoc_uq.evaluation import metrics

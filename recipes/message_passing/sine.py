@@ -24,9 +24,9 @@ from matplotlib.figure import Figure
 from torch import Tensor
 
 from posthoc_uq.layers import Geometry, describe
-from posthoc_uq.methods.message_passing.messages import Message, Regression, from_moments
-from posthoc_uq.methods.message_passing.network import Activation, Stages, Weighted, outputs_of
-from posthoc_uq.methods.message_passing.train import (
+from posthoc_uq.trained.message_passing.messages import Message, Regression, from_moments
+from posthoc_uq.trained.message_passing.network import Activation, Stages, Weighted, outputs_of
+from posthoc_uq.trained.message_passing.train import (
     BIAS_VARIANCE,
     Trainer,
     drawn_means,

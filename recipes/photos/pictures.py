@@ -15,7 +15,7 @@ from PIL import Image, ImageDraw
 from scipy.ndimage import gaussian_filter
 from torch import Tensor
 
-from posthoc_uq.core.paths import IMAGE_FORMATS
+from posthoc_uq.app.paths import IMAGE_FORMATS
 
 MEAN, STD, SIZE, RESIZE = 0.498, 0.502, 224, 256
 """Preprocessing of the EfficientNet-Lite weights: one mean and standard deviation for all channels."""

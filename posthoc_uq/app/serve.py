@@ -1,0 +1,716 @@
+"""A predictor behind HTTP: ``/predict``, ``/predict/image``, ``/predict/batch``, ``/health`` and ``/metrics``.
+
+`Service` has the predictor, two threads that decode, a queue and one thread that predicts what waits in it;
+`application` makes an ASGI application of it, for any server of such; `serve` runs that by uvicorn. Needs the extra
+``serve``: ``pip install 'posthoc-uq[serve]'``.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import math
+import re
+import signal
+import socket
+import time
+from collections.abc import AsyncGenerator, Awaitable, Callable, Generator, Mapping, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import asynccontextmanager, contextmanager, suppress
+from dataclasses import dataclass, field
+from datetime import datetime, timezone
+from threading import Condition, current_thread, main_thread
+from typing import Any, cast
+
+import torch
+from PIL import Image
+from prometheus_client import (
+    CONTENT_TYPE_LATEST,
+    CollectorRegistry,
+    Counter,
+    Gauge,
+    Histogram,
+    generate_latest,
+)
+from starlette.applications import Starlette
+from starlette.datastructures import Headers
+from starlette.exceptions import HTTPException
+from starlette.requests import Request
+from starlette.responses import JSONResponse, Response
+from starlette.routing import Route
+from torch import Tensor
+from uvicorn import Config, Server
+from uvicorn.protocols.http.h11_impl import H11Protocol
+
+from posthoc_uq.app.monitor import SCORES, ScoreLog
+from posthoc_uq.app.requests import (
+    Form,
+    Inputs,
+    Limits,
+    Refused,
+    body_of,
+    files_of,
+    inputs_of,
+    prepared,
+    prepared_image,
+    shortened,
+)
+from posthoc_uq.core.batches import INPUT_TYPES
+from posthoc_uq.core.errors import NonFiniteError, PosthocUQError
+from posthoc_uq.heads.predictor import Predictor
+from posthoc_uq.heads.referral import Referral
+from posthoc_uq.likelihoods.bernoulli import MultilabelPrediction
+from posthoc_uq.likelihoods.class_prediction import ClassPrediction
+from posthoc_uq.likelihoods.conformal import Promises
+from posthoc_uq.likelihoods.positions import PositionPrediction
+from posthoc_uq.likelihoods.prediction import Prediction
+
+log = logging.getLogger("posthoc_uq.serve")
+
+LOOPBACK = ("127.0.0.1", "localhost", "::1")
+CONNECTIONS = 400
+"""At once. One more ends the one that has been without a whole request for longest."""
+RECEIVED_BYTES = 2**30
+"""Of all requests that are not answered yet; more end the one that has been without a whole request for longest."""
+_ANY_ADDRESS = ("0.0.0.0", "::", "")
+_MAX_ENTRIES = 2**14
+"""Classes in the map of an answer; a larger map has its shares and the mean size of its sets alone."""
+_BACKLOG = 128  # connections accepted at once, before room is made for them
+_GRACE = 0.25  # seconds in which a new connection is not ended for another one
+_MAX_WAITING = 64  # requests with their whole bodies
+_THREADS = 2  # that decode; one more predicts
+_JOINED_NUMBERS = 2**24  # in the inputs of requests that are predicted together, and that wait decoded
+_JSON, _FORM = "application/json", "multipart/form-data"
+_TAKES = {
+    "/predict": (_JSON,),
+    "/predict/image": ("image/png", "image/jpeg", _FORM),
+    "/predict/batch": (_JSON, _FORM),
+}
+_SAME_SITE = (
+    "same-origin",
+    "same-site",
+    "none",
+)  # what Sec-Fetch-Site says of a page of this site, or of no page
+_NOT_FOUND = "There is nothing here; see /health, /metrics, /predict, /predict/image and /predict/batch."
+_NOT_ALLOWED = "This address takes another method: POST for predictions, GET for all else."
+_ENTROPIES = (0.001, 0.003, 0.01, 0.03, 0.1, 0.2, 0.3, 0.5, 0.7, 1.0, 1.5, 2.0, 3.0, 5.0, 7.0)
+_NOVELTIES = (1e-6, 1e-5, 1e-4, 3e-4, 1e-3, 3e-3, 0.01, 0.03, 0.1, 0.2, 0.3, 0.5, 0.7, 1.0)
+_SECONDS = (0.001, 0.003, 0.01, 0.03, 0.1, 0.3, 1.0, 3.0, 10.0, 30.0)
+
+
+def serve(
+    service: Service,
+    host: str = "127.0.0.1",
+    port: int = 8000,
+    allow_hosts: Sequence[str] = (),
+    *,
+    started: Callable[[str], None] | None = None,
+) -> None:
+    """Answer requests until the process is interrupted.
+
+    Args:
+        service: what answers.
+        host: address to listen on; of this machine alone by default.
+        port: to listen on; 0 for any free one.
+        allow_hosts: further names by which clients may call the server, such as that of a proxy.
+        started: called with the server's URL when it listens.
+
+    Raises:
+        PosthocUQError: the address cannot be listened on.
+    """
+    family = socket.AF_INET6 if ":" in host else socket.AF_INET
+    try:
+        listening = socket.create_server((host, port), family=family, backlog=_BACKLOG)
+    except (OSError, UnicodeError) as error:
+        reason = getattr(error, "strerror", None) or str(error)
+        raise PosthocUQError(f"Host {host}, port {port} cannot be listened on: {reason}.") from None
+    # asyncio sets this on sockets that name their protocol only; without it the end of an answer waits 40 ms for the
+    # client's delayed acknowledgement of its beginning
+    listening.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+    with listening:
+        address, port = listening.getsockname()[:2]
+        if started is not None:
+            started(f"http://{f'[{address}]' if ':' in address else address}:{port}")
+        service.warm_up()
+        anyone = host in _ANY_ADDRESS and not allow_hosts
+        config = Config(
+            application(service, None if anyone else (*LOOPBACK, host, *allow_hosts)),
+            http=Connection,
+            ws="none",
+            backlog=_BACKLOG,
+            log_level="warning",
+            access_log=False,
+            server_header=False,
+            timeout_keep_alive=10,
+            timeout_graceful_shutdown=10,
+            limit_concurrency=2 * CONNECTIONS,
+            lifespan="off",  # the service is closed here, also where the server does not end in order
+        )
+        server = _Server(config)
+        with _on_hangup(service.reopen_log):
+            try:
+                server.run(sockets=[listening])
+            finally:
+                service.close()
+        if server.ended_by is not None:
+            signal.raise_signal(server.ended_by)
+
+
+@contextmanager
+def _on_hangup(reopen: Callable[[], bool]) -> Generator[None]:
+    """SIGHUP opens the log anew, by which programs that move logs ask for it; without a log it ends the process."""
+    hangup = getattr(signal, "SIGHUP", None)  # Windows has none
+    if hangup is None or current_thread() is not main_thread() or not reopen():
+        yield
+        return
+    before = signal.signal(hangup, lambda *_: reopen())
+    try:
+        yield
+    finally:
+        signal.signal(hangup, before)
+
+
+class _Server(Server):
+    """uvicorn's server, which raises the signal that ended it when all is over: uvicorn does so within asyncio, which
+    answers a second one with tracebacks.
+    """
+
+    ended_by: int | None = None
+
+    def handle_exit(self, sig: int, frame: Any) -> None:
+        """Take a signal; the second Ctrl-C does not wait for answers."""
+        self.force_exit = self.should_exit and sig == signal.SIGINT
+        self.should_exit, self.ended_by = True, self.ended_by or sig
+
+
+class Connection(H11Protocol):
+    """uvicorn's connection, of which `CONNECTIONS` may be open, and hold `RECEIVED_BYTES`: beyond that the one ends
+    which has been without a whole request, or has not taken its answer, for longest.
+    """
+
+    def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
+        """Make room for it."""
+        self._since, self._received = self.loop.time(), 0  # since it was made, or got its last answer
+        super().connection_made(transport)
+        self._make_room()
+
+    def data_received(self, data: bytes) -> None:
+        """Make room for it."""
+        self._received += len(data)
+        super().data_received(data)
+        self._make_room()
+
+    def on_response_complete(self) -> None:
+        """The next request has its time from now on."""
+        self._since, self._received = self.loop.time(), 0
+        super().on_response_complete()
+
+    def _make_room(self) -> None:
+        there = [
+            one for one in self.connections if isinstance(one, Connection) and not one.transport.is_closing()
+        ]
+        count, received = len(there), sum(one._received for one in there)
+        if count <= CONNECTIONS and received <= RECEIVED_BYTES:
+            return
+        begun = self.loop.time() - _GRACE
+        idle = [one for one in there if one._since < begun and not one._predicting]
+        for one in sorted(idle, key=lambda one: one._since):
+            if count <= CONNECTIONS and received <= RECEIVED_BYTES:
+                return
+            one.transport.abort()
+            count, received = count - 1, received - one._received
+
+    @property
+    def _predicting(self) -> bool:
+        """Whether a whole request for a prediction is under way, and the answers before it were taken. What else can be
+        asked for is answered at once, and protects nobody who asks for it without end.
+        """
+        cycle = self.cycle
+        if cycle is None or cycle.response_complete or cycle.more_body or self.flow.write_paused:
+            return False
+        return cycle.scope["method"] == "POST"
+
+
+@dataclass(frozen=True, eq=False)
+class _Waiting:
+    """The inputs of a request, and its answers to come."""
+
+    inputs: Inputs
+    answers: Future[list[dict[str, Any]]] = field(default_factory=Future[list[dict[str, Any]]])
+
+    @property
+    def rows(self) -> int:
+        """How many inputs there are."""
+        return len(next(iter(self.inputs.values())))
+
+    @property
+    def numbers(self) -> int:
+        """In all of them."""
+        return sum(tensor.numel() for tensor in self.inputs.values())
+
+    @property
+    def form(self) -> dict[str, Any]:
+        """What requests that are predicted together have in common."""
+        return {name: (tensor.shape[1:], tensor.dtype) for name, tensor in self.inputs.items()}
+
+
+class Service:
+    """A predictor with what belongs to serving it.
+
+    Args:
+        predictor: from ``uq.wrap``.
+        transform: from a Pillow image to an input; without one, images are refused.
+        names: of classes or labels, or None for their numbers.
+        top_k: classes in an answer.
+        level: of intervals and sets.
+        referral: refers inputs; without one, or where the posterior's held-out scores do not apply, none are.
+        limits: of one request.
+        integers: the one input of JSON is whole numbers, such as tokens, where the posterior's file does not say so.
+        log: a CSV file to which every input's scores are added, or None.
+
+    Raises:
+        PosthocUQError: the log cannot be written, or the posterior's held-out scores are too few for the level.
+    """
+
+    def __init__(
+        self,
+        predictor: Predictor,
+        transform: Callable[[Any], Any] | None = None,
+        *,
+        names: Sequence[str] | None = None,
+        top_k: int = 3,
+        level: float = 0.95,
+        referral: Referral | None = None,
+        limits: Limits | None = None,
+        integers: bool = False,
+        log: str | None = None,
+    ) -> None:
+        if isinstance(predictor.promises, Promises):
+            predictor.promises.thresholds(level)  # refuses a level that cannot be promised
+        self.predictor, self.transform, self.limits = predictor, transform, limits or Limits()
+        self.names, self.top_k, self.level = names, top_k, level
+        self.referral = referral
+        self.metrics = Metrics()
+        self.pool = ThreadPoolExecutor(_THREADS, thread_name_prefix="predict")
+        self.places = asyncio.Semaphore(_MAX_WAITING)
+        self.worker = ThreadPoolExecutor(1, thread_name_prefix="model")
+        self._waiting: list[_Waiting] = []
+        self._room = Condition()  # guards what waits; tells when less does
+        self._log = None if log is None else ScoreLog(log)
+        self._started = time.monotonic()
+        self._inputs_at = predictor.posterior.history.inputs
+        self._form = _form_of(predictor, integers)
+
+    def warm_up(self) -> None:
+        """Predict a grey image once, so that the first client need not wait for what is made on first use. A model that
+        takes no images is left alone.
+
+        Raises:
+            PosthocUQError: there are other names than classes.
+        """
+        if self.transform is not None and self._form.only is not None:
+            with suppress(Refused):
+                grey = prepared_image(Image.new("RGB", (256, 256), (128, 128, 128)), self.transform)
+                _answers(self, self._predicted({self._form.only: grey.unsqueeze(0)}))
+
+    def predict(self, body: bytes, headers: Headers, many: bool) -> Future[list[dict[str, Any]]]:
+        """Answers to the inputs in a body, JSON, an image, or a form of images, once they are predicted: together with
+        what else waits by then, so that many small requests share the cost of a call. Waits where too much is decoded.
+
+        Raises:
+            Refused: the body is wrong. The future raises it where the model does not take such inputs.
+        """
+        with self._room:
+            self._room.wait_for(lambda: sum(one.numbers for one in self._waiting) < _JOINED_NUMBERS)
+        request = _Waiting(self._inputs(body, headers, many))
+        with self._room:
+            self._waiting.append(request)
+        self.worker.submit(self._answer_waiting)
+        return request.answers
+
+    def _inputs(self, body: bytes, headers: Headers, many: bool) -> Inputs:
+        kind = _content_type(headers)
+        if kind == _JSON:
+            return inputs_of(body, many, self.limits, self._form)
+        if self.transform is None:
+            raise Refused(415, "image", "This server has no transform of images; send numbers as JSON.")
+        only = self._form.only
+        if only is None:
+            raise Refused(415, "image", f"The model takes more than images: send JSON, {self._form.shown()}.")
+        files = files_of(body, headers, self.limits) if kind == _FORM else [body]
+        if len(files) != 1 and not many:
+            raise Refused(400, "form", f"The form has {len(files)} files; send several to /predict/batch.")
+        return {only: prepared(files, self.transform, self.limits)}
+
+    def _answer_waiting(self) -> None:
+        """Answer the request that has waited for longest, and in the same batch later ones with inputs of the same
+        shape: no more inputs than one request may have. Called once a request, so there may be none left.
+        """
+        taken: list[_Waiting] = []
+        rows = numbers = 0
+        with self._room:
+            for request in self._waiting:
+                if taken and request.form != taken[0].form:
+                    continue
+                rows, numbers = rows + request.rows, numbers + request.numbers
+                if taken and (rows > self.limits.batch or numbers > _JOINED_NUMBERS):
+                    break
+                taken.append(request)
+            self._waiting = [request for request in self._waiting if request not in taken]
+            self._room.notify_all()
+        if taken:
+            self._answer(taken)
+
+    def _answer(self, requests: Sequence[_Waiting]) -> None:
+        """Answer requests as one batch; the answers are counted, and their scores logged."""
+        counts = [request.rows for request in requests]
+        try:
+            names = requests[0].inputs
+            together = {name: torch.cat([request.inputs[name] for request in requests]) for name in names}
+            answers = _answers(self, self._predicted(together))
+            if len(requests) > 1 and len(answers) != sum(counts):
+                raise PosthocUQError("The model does not give one answer for each input.")
+            self._count(answers)
+        except BaseException as error:
+            if len(requests) == 1:
+                requests[0].answers.set_exception(error)
+                requests = ()  # which the error refers to by this frame, so that they would form a circle
+                return
+            half = len(requests) // 2  # a request that the model does not take must not spoil the others
+            self._answer(requests[:half])
+            self._answer(requests[half:])
+            return
+        found = [answer for answer, _ in answers]
+        for request, count in zip(requests, counts, strict=True):
+            own, found = (found[:count], found[count:]) if len(requests) > 1 else (found, [])
+            request.answers.set_result(own)
+
+    def _count(self, answers: Sequence[tuple[dict[str, Any], dict[str, Any]]]) -> None:
+        """Count answers, and log their scores."""
+        now = datetime.now(timezone.utc).isoformat(timespec="milliseconds")
+        for _, row in answers:
+            row["time"] = now
+            self.metrics.inputs.inc()
+            self.metrics.referred.inc(1 if row["flag"] else 0)
+            for name, histogram in (("entropy", self.metrics.entropy), ("novelty", self.metrics.novelty)):
+                if row.get(name) is not None:
+                    histogram.observe(row[name])
+        if self._log is not None:
+            try:
+                self._log.add([row for _, row in answers])
+            except (OSError, PosthocUQError) as error:  # a full disk costs the record, not the answer
+                self.metrics.errors.labels("log").inc()
+                log.error("The record of an input could not be kept: %s.", error)
+
+    def _predicted(self, inputs: Inputs) -> Prediction:
+        moved = {name: tensor.to(self.predictor.device) for name, tensor in inputs.items()}
+        # by the place or the name by which the fit gave them; without a name there is one input
+        places = {name: about["place"] for name, about in self._inputs_at.items() if "place" in about}
+        if not self._inputs_at:
+            places = dict.fromkeys(moved, 0)
+        args = [moved.pop(name) for name in sorted(places, key=lambda name: places[name])]
+        try:
+            with torch.no_grad(), self.metrics.model_seconds.time():
+                return self.predictor(*args, **moved).to("cpu")
+        except NonFiniteError as error:
+            raise Refused(422, "finite", f"{shortened(error)}.") from None
+        except PosthocUQError as error:
+            raise Refused(422, "shape", f"{shortened(error, 600)}.") from None
+
+    def reopen_log(self) -> bool:
+        """Open the log's file anew, where there is a log; whether there is one."""
+        if self._log is None:
+            return False
+        try:
+            self._log.reopen()
+        except PosthocUQError as error:
+            log.error("The log stays the file that it was: %s", error)
+        return True
+
+    def health(self) -> dict[str, Any]:
+        """That it runs, and what it runs."""
+        limits = self.limits
+        return {
+            "status": "ok",
+            "model": type(self.predictor.model).__name__,
+            "head": self.predictor.head,
+            "likelihood": self.predictor.posterior.likelihood.name,
+            "referral": None if self.referral is None else repr(self.referral),
+            "images": self.transform is not None,
+            "inputs": {
+                name: str(dtype).removeprefix("torch.")
+                for name, dtype in self._form.types.items()
+                if self._form.named
+            },
+            "columns": list(self._form.columns),
+            "limits": {"bytes": limits.bytes, "batch": limits.batch, "pixels": limits.pixels},
+            "uptime_seconds": round(time.monotonic() - self._started, 1),
+        }
+
+    def close(self) -> None:
+        """Finish what is under way; no more predictions."""
+        self.pool.shutdown(wait=True, cancel_futures=True)
+        self.worker.shutdown(wait=True)
+        if self._log is not None:
+            self._log.close()
+
+
+def _form_of(predictor: Predictor, integers: bool) -> Form:
+    """What the posterior's file says of the model's inputs. Those of floating-point numbers have the model's type."""
+    history = predictor.posterior.history
+    floats = (p.dtype for p in predictor.model.parameters() if p.is_floating_point())
+    dtype = torch.int64 if integers else next(floats, torch.float32)
+    known = {name: INPUT_TYPES[about["type"]] for name, about in history.inputs.items()}
+    types = {name: dtype if kind.is_floating_point else kind for name, kind in known.items()}
+    columns = tuple(history.fit.get("table columns", ())) if len(types) < 2 else ()
+    return Form(types or {"input": dtype}, columns, named=bool(types or columns))
+
+
+class Metrics:
+    """Counters and histograms of one server, in a registry of its own; names and meanings are in the documentation."""
+
+    def __init__(self) -> None:
+        self.registry = CollectorRegistry()
+        options: Any = {"namespace": "posthoc_uq", "registry": self.registry}
+        self.requests = Counter("requests", "Requests.", ["endpoint", "status"], **options)
+        self.errors = Counter("errors", "Requests without an answer.", ["kind"], **options)
+        self.inputs = Counter("inputs", "Inputs predicted.", **options)
+        self.referred = Counter("referred", "Inputs referred to a person.", **options)
+        self.entropy = Histogram("entropy_nats", "Entropy of predictions.", buckets=_ENTROPIES, **options)
+        self.novelty = Histogram("novelty", "Novelty of inputs.", buckets=_NOVELTIES, **options)
+        self.latency = Histogram(
+            "request_seconds", "Time of an answered request.", ["endpoint"], buckets=_SECONDS, **options
+        )
+        self.model_seconds = Histogram(
+            "model_seconds", "Time of one prediction.", buckets=_SECONDS, **options
+        )
+        self.under_way = Gauge("requests_under_way", "Requests under way.", **options)
+
+
+def application(service: Service, hosts: Sequence[str] | None = LOOPBACK) -> Starlette:
+    """An ASGI application, for any server of such; `serve` runs it by uvicorn.
+
+    Args:
+        service: what answers.
+        hosts: names by which clients may call it (the header Host); None for any. Other names are refused, so that a
+            web page that points a name of its own at this machine cannot read answers. Posts that a browser sends are
+            refused unless they come from a page of the same name, or of one of these.
+    """
+    allowed = None if hosts is None else {host.lower() for host in hosts}
+    metrics = service.metrics
+
+    async def predict(request: Request) -> Response:
+        path, kind = request.url.path, _content_type(request.headers)
+        if kind not in _TAKES[path]:
+            raise Refused(415, "type", f"{path} takes the content type {' or '.join(_TAKES[path])}.")
+        body, many = await body_of(request, service.limits), path == "/predict/batch"
+        if service.places.locked():
+            raise Refused(503, "busy", "The server is busy; try again in a second.")
+        async with service.places:
+            with metrics.under_way.track_inprogress():
+                loop = asyncio.get_running_loop()
+                waiting = await loop.run_in_executor(
+                    service.pool, service.predict, body, request.headers, many
+                )
+                answers = await asyncio.shield(asyncio.wrap_future(waiting))
+        return JSONResponse({"predictions": answers} if many else answers[0])
+
+    async def health(_: Request) -> Response:
+        return JSONResponse(service.health())
+
+    async def shown_metrics(_: Request) -> Response:
+        return Response(generate_latest(metrics.registry), headers={"Content-Type": CONTENT_TYPE_LATEST})
+
+    def route(path: str, method: str, endpoint: Callable[[Request], Awaitable[Response]]) -> Route:
+        async def counted(request: Request) -> Response:
+            start = time.perf_counter()
+            try:
+                _check_sender(request, allowed)
+                response = await endpoint(request)
+                metrics.latency.labels(path).observe(time.perf_counter() - start)
+            except Refused as refused:
+                metrics.errors.labels(refused.kind).inc()
+                headers = {"Retry-After": "1"} if refused.status == 503 else None
+                response = JSONResponse({"error": refused.sentence}, refused.status, headers)
+            except asyncio.CancelledError:  # the server ends, and does not wait
+                response = JSONResponse({"error": "The server was ended."}, 503)
+            except Exception:
+                metrics.errors.labels("server").inc()
+                log.exception("A request to %s failed.", path)
+                response = JSONResponse(
+                    {"error": "The prediction failed on the server, whose log says why."}, 500
+                )
+            metrics.requests.labels(path, str(response.status_code)).inc()
+            return response
+
+        return Route(path, counted, methods=[method])
+
+    async def elsewhere(_: Request, error: Any) -> Response:
+        metrics.requests.labels("other", str(error.status_code)).inc()
+        sentence = _NOT_FOUND if error.status_code == 404 else _NOT_ALLOWED
+        return JSONResponse({"error": sentence}, error.status_code, error.headers)
+
+    @asynccontextmanager
+    async def lifespan(_: Starlette) -> AsyncGenerator[None, None]:
+        yield
+        service.close()
+
+    return Starlette(
+        routes=[
+            *(route(path, "POST", predict) for path in _TAKES),
+            route("/health", "GET", health),
+            route("/metrics", "GET", shown_metrics),
+        ],
+        exception_handlers={HTTPException: elsewhere},
+        lifespan=lifespan,
+    )
+
+
+def _content_type(headers: Headers) -> str:
+    return headers.get("content-type", "").partition(";")[0].strip().lower()
+
+
+def _check_sender(request: Request, hosts: set[str] | None) -> None:
+    """Refuse what a web page of another site makes a browser on this machine send. A browser says so in the header
+    Sec-Fetch-Site, or, as all of them do, by the page's Origin.
+    """
+    given = request.headers.getlist("host")
+    host = _name(given[0]) if len(given) == 1 else None
+    if host is None and (given or hosts is not None):
+        raise Refused(400, "host", "The header Host must be one name, or address, with a port or without.")
+    if hosts is not None and host not in hosts:
+        raise Refused(421, "host", "This server does not go by that name; start it with --allow-host NAME.")
+    if request.method == "POST":
+        sites = request.headers.getlist("sec-fetch-site")
+        origins = [_name(origin, "[a-z][a-z0-9+.-]*://") for origin in request.headers.getlist("origin")]
+        known = {host, *(hosts or ())} - {None}
+        if not known.issuperset(origins) or not set(sites).issubset(_SAME_SITE):
+            raise Refused(403, "origin", "Requests from web pages of other sites are refused.")
+
+
+def _name(header: str, before: str = "") -> str | None:
+    """The name or address in a header that holds nothing else but a port, and what `before` says; else None.
+
+    Programs for URLs read `evil.com:80@localhost` and the like in different ways, so they are not asked.
+    """
+    found = re.fullmatch(before + r"(?:([a-z0-9._-]+)|\[([0-9a-f:.]+)\])(?::[0-9]{1,5})?", header.lower())
+    return None if found is None else found[1] or found[2]
+
+
+def _answers(service: Service, prediction: Prediction) -> list[tuple[dict[str, Any], dict[str, Any]]]:
+    """For each input of a prediction, which is on the CPU, what the client gets, and the row of the log.
+
+    Raises:
+        PosthocUQError: there are other names than classes.
+    """
+    multilabel = isinstance(prediction, MultilabelPrediction)
+    outputs = prediction.probs.shape[1] if multilabel else prediction.classes
+    if service.names is not None and outputs is not None and len(service.names) != outputs:
+        raise PosthocUQError(
+            f"There are {len(service.names)} class names, and the model has {outputs} outputs."
+        )
+    scores = {name: values.tolist() for name, values in prediction.scores().items()}
+    referral = service.referral if isinstance(prediction.promises, Promises) else None
+    reasons: Mapping[str, Tensor] = {} if referral is None else referral.reasons(prediction)
+    tails = None if referral is None else referral.tail(prediction).tolist()
+    familiarity = None
+    if isinstance(prediction.promises, Promises) and "novelty" in scores:
+        familiarity = prediction.familiarity().tolist()
+    answers: list[tuple[dict[str, Any], dict[str, Any]]] = []
+    for index, answer in enumerate(_described(prediction, service)):
+        first: Mapping[str, Any] = (answer.get("top") or answer.get("shares") or [{}])[0]
+        mean = answer.get("mean")
+        row = {
+            "label_1": first.get("label"),
+            "probability_1": first.get("probability"),
+            "mean": " ".join(f"{value:.6g}" for value in mean) if isinstance(mean, list) else mean,
+            **{name: _finite(scores[name][index]) for name in SCORES if name in scores},
+        }
+        answer |= {name: _finite(scores[name][index]) for name in SCORES[:3] if name in scores}
+        referring = [name for name, flags in reasons.items() if bool(flags[index])]
+        answer |= {"referred": None if referral is None else bool(referring), "reasons": referring}
+        if tails is not None:
+            answer["tail"] = _finite(tails[index])
+        if familiarity is not None:
+            answer["familiarity"] = _finite(familiarity[index])
+        row |= {"flag": answer["referred"], "reason": "+".join(referring), "tail": answer.get("tail")}
+        answers.append((answer, row))
+    return answers
+
+
+def _finite(value: float) -> float | None:
+    return value if math.isfinite(value) else None
+
+
+def _described(prediction: Prediction, service: Service) -> list[dict[str, Any]]:
+    """For each input what was predicted: classes, labels, the shares of classes in a map, or values."""
+
+    def label(index: int) -> str:
+        return str(index) if service.names is None else str(service.names[index])
+
+    if isinstance(prediction, PositionPrediction):
+        promising = isinstance(prediction.promises, Promises)
+        return [
+            _described_map(prediction.picked(slice(i, i + 1)), label, service, promising)
+            for i in range(len(prediction))
+        ]
+    if isinstance(prediction, (ClassPrediction, MultilabelPrediction)):
+        found = prediction.top_k(min(service.top_k, prediction.probs.shape[1]))
+        tops = [
+            [{"label": label(i), "index": i, "probability": p} for i, p in zip(indices, values, strict=True)]
+            for indices, values in zip(found.labels.tolist(), found.probabilities.tolist(), strict=True)
+        ]
+        if isinstance(prediction, ClassPrediction):
+            answers = [{"prediction": top[0]["label"], "index": top[0]["index"], "top": top} for top in tops]
+        else:
+            likely = [[label(i) for i, p in enumerate(row) if p >= 0.5] for row in prediction.probs.tolist()]
+            answers = [{"prediction": labels, "top": top} for labels, top in zip(likely, tops, strict=True)]
+        if isinstance(prediction.promises, Promises):
+            for answer, row in zip(answers, prediction.set(service.level).tolist(), strict=True):
+                answer |= {"set": [label(i) for i, held in enumerate(row) if held], "level": service.level}
+        return answers
+    values, level = cast(Any, prediction), {}
+    # a likelihood of the user's may lack any of these
+    columns = {name: getattr(values, name, None) for name in ("mean", "standard_deviation")}
+    if (variance := getattr(values, "epistemic_variance", None)) is not None:
+        columns["epistemic_sd"] = variance.sqrt()
+    if hasattr(values, "interval"):
+        columns["lower"], columns["upper"] = values.interval(service.level)
+        level = {"level": service.level}
+    lists = {name: column.tolist() for name, column in columns.items() if column is not None}
+    return [{**{name: c[index] for name, c in lists.items()}, **level} for index in range(len(prediction))]
+
+
+def _described_map(
+    prediction: PositionPrediction, label: Callable[[int], str], service: Service, promising: bool
+) -> dict[str, Any]:
+    """What was predicted at the positions of one input that count, as shares of classes, and position by position where
+    that is no more than `_MAX_ENTRIES` classes; null at the others.
+    """
+    sizes, classes = prediction.positions, prediction.predicted().flatten()
+    counting = prediction.counting
+    counted = torch.ones_like(classes).bool() if counting is None else counting.flatten()
+    shares = torch.bincount(classes[counted], minlength=prediction.classes) / max(1, int(counted.sum()))
+    order = shares.argsort(descending=True, stable=True)[: service.top_k].tolist()
+    answer: dict[str, Any] = {
+        "shares": [{"label": label(i), "index": i, "share": float(shares[i])} for i in order],
+        "positions": list(sizes),
+    }
+
+    def nested(values: list[Any]) -> list[Any]:
+        values = [value if counts else None for value, counts in zip(values, counted.tolist(), strict=True)]
+        for size in sizes[:0:-1]:
+            values = [values[start : start + size] for start in range(0, len(values), size)]
+        return values
+
+    if len(classes) <= _MAX_ENTRIES:
+        answer["prediction"] = nested([label(i) for i in classes.tolist()])
+    if promising:
+        held = prediction.layout.rows(prediction.set(service.level)) & counted.unsqueeze(1)
+        answer |= {"level": service.level, "set_size": float(held.sum()) / max(1, int(counted.sum()))}
+        if max(len(held), int(held.sum())) <= _MAX_ENTRIES:
+            sets: list[list[str]] = [[] for _ in range(len(held))]
+            for position, index in held.nonzero().tolist():
+                sets[position].append(label(index))
+            answer["set"] = nested(sets)
+    return answer

@@ -1,0 +1,62 @@
+"""Things by name: the package's own, those of a wing that is imported when one of them is asked for, and a user's."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, MutableMapping
+from dataclasses import dataclass
+from importlib import import_module
+from operator import attrgetter
+from typing import Any, TypeVar, cast
+
+Thing = TypeVar("Thing")
+
+
+@dataclass(frozen=True)
+class Later:
+    """What a module has under a name, with dots where it is an attribute's attribute."""
+
+    module: str
+    name: str
+
+    def load(self) -> Any:
+        """Import the module, and get it."""
+        return attrgetter(self.name)(import_module(self.module))
+
+
+class Registry(MutableMapping[str, Thing]):
+    """A dictionary that loads what it has `Later` when that is asked for. Its names are known without loading."""
+
+    def __init__(self, rows: Mapping[str, Thing | Later] | None = None) -> None:
+        self._rows: dict[str, Thing | Later] = dict(rows or {})
+
+    def add(self, name: str, thing: Thing) -> Thing:
+        """Enter a thing, unless another has the name; gives the one that has it."""
+        known = self._rows.get(name)
+        if known is None or isinstance(known, Later):
+            self._rows[name] = thing
+        return cast(Thing, self._rows[name])
+
+    def later(self, name: str, module: str, attribute: str) -> None:
+        """Enter what a module has, unless something has the name."""
+        self._rows.setdefault(name, Later(module, attribute))
+
+    def __getitem__(self, name: str) -> Thing:
+        found = self._rows[name]
+        if isinstance(found, Later):
+            found = self._rows[name] = cast(Thing, found.load())
+        return found
+
+    def __setitem__(self, name: str, thing: Thing) -> None:
+        self._rows[name] = thing
+
+    def __delitem__(self, name: str) -> None:
+        del self._rows[name]
+
+    def __contains__(self, name: object) -> bool:
+        return name in self._rows
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._rows)
+
+    def __len__(self) -> int:
+        return len(self._rows)
