@@ -53,19 +53,19 @@ if TYPE_CHECKING:
     from posthoc_uq.files import (
         save as save,
     )
-    from posthoc_uq.fitting import (
+    from posthoc_uq.fitting.calibrate import (
         calibrate as calibrate,
     )
-    from posthoc_uq.fitting import (
+    from posthoc_uq.fitting.fit import (
         fit as fit,
     )
-    from posthoc_uq.fitting import (
+    from posthoc_uq.fitting.tune import (
         tune as tune,
     )
-    from posthoc_uq.fitting import (
+    from posthoc_uq.fitting.update import (
         update as update,
     )
-    from posthoc_uq.fitting import (
+    from posthoc_uq.fitting.wrap import (
         wrap as wrap,
     )
     from posthoc_uq.heads import (
@@ -149,6 +149,9 @@ if TYPE_CHECKING:
     from posthoc_uq.trained import (
         contexts as contexts,
     )
+    from posthoc_uq.trained import (
+        sparse as sparse,
+    )
     from posthoc_uq.trained.function_space import (
         FunctionSpace as FunctionSpace,
     )
@@ -157,9 +160,6 @@ if TYPE_CHECKING:
     )
     from posthoc_uq.trained.message_passing.fit import (
         MessagePassing as MessagePassing,
-    )
-    from posthoc_uq.trained.sparse import (
-        sparse as sparse,
     )
     from posthoc_uq.trained.utvi import (
         UTVI as UTVI,

@@ -8,7 +8,11 @@ _OF_MODULES = {
     "posthoc_uq.core.model": "untied",
     "posthoc_uq.evaluation": "Evaluation evaluate",
     "posthoc_uq.files": "inspect load save",
-    "posthoc_uq.fitting": "calibrate fit tune update wrap",
+    "posthoc_uq.fitting.calibrate": "calibrate",
+    "posthoc_uq.fitting.fit": "fit",
+    "posthoc_uq.fitting.tune": "tune",
+    "posthoc_uq.fitting.update": "update",
+    "posthoc_uq.fitting.wrap": "wrap",
     "posthoc_uq.heads": "Predictor Referral register_head",
     "posthoc_uq.likelihoods": (
         "Bernoulli Categorical ClassPrediction Gamma Gaussian Heteroscedastic Likelihood Multilabel NegativeBinomial "
@@ -16,11 +20,10 @@ _OF_MODULES = {
     ),
     "posthoc_uq.methods": "EFB INF KFAC Dense Diagonal Method Subnetwork register_method",
     "posthoc_uq.posteriors": "Posterior",
-    "posthoc_uq.trained": "contexts",
+    "posthoc_uq.trained": "contexts sparse",
     "posthoc_uq.trained.function_space": "FunctionSpace",
     "posthoc_uq.trained.latent_binary": "LatentBinary",
     "posthoc_uq.trained.message_passing.fit": "MessagePassing",
-    "posthoc_uq.trained.sparse": "sparse",
     "posthoc_uq.trained.utvi": "UTVI",
     "posthoc_uq.version": "__version__",
 }

@@ -51,7 +51,7 @@ from posthoc_uq.app.cli.outputs import role_of
 from posthoc_uq.app.cli.parser import Command, kinds_of, options_of
 from posthoc_uq.files import atomic, save_load
 from posthoc_uq.files.hdf5 import ImageReader
-from posthoc_uq.fitting.faithful import DIVERGENCE
+from posthoc_uq.fitting.prior import DIVERGENCE
 from posthoc_uq.fitting.wrap import HEADS
 from posthoc_uq.methods import METHODS
 from posthoc_uq.posteriors.block import FAMILIES, Block

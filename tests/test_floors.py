@@ -4,12 +4,17 @@ from __future__ import annotations
 
 import ast
 import re
+import subprocess
+import sys
 from collections.abc import Iterator
 from functools import cache
 from graphlib import CycleError, TopologicalSorter
 from pathlib import Path, PurePosixPath
 
 import pytest
+
+import posthoc_uq as uq
+from posthoc_uq.api import PLACES
 
 ROOT = Path(__file__).parents[1]
 PACKAGE = ROOT / "posthoc_uq"
@@ -115,6 +120,68 @@ def test_every_module_stands_in_a_room(rooms: list[str]) -> None:
 
 def test_imports_go_down(rooms: list[str]) -> None:
     assert upward_imports(own_imports(), rooms) == []
+
+
+OF_APP = {
+    "PIL",
+    "jsonargparse",
+    "matplotlib",
+    "pandas",
+    "starlette",
+    "timm",
+    "torchvision",
+    "uvicorn",
+    "yaml",
+}
+"""Packages that the wing of what a shell or a server runs imports alone."""
+
+
+def test_the_core_does_without_the_packages_of_its_wings() -> None:
+    for name, file in modules_of(PACKAGE).items():
+        if room_of(name) == "app":
+            continue
+        tree = ast.parse((PACKAGE / file).read_text(encoding="utf-8"))
+        kept = [
+            node
+            for node in ast.walk(tree)
+            if not (isinstance(node, ast.If) and "TYPE_CHECKING" in ast.dump(node.test))
+        ]
+        typed = {child for node in ast.walk(tree) if node not in kept for child in ast.walk(node)}
+        for node in kept:
+            if node in typed or not isinstance(node, (ast.Import, ast.ImportFrom)):
+                continue
+            found = (
+                [alias.name for alias in node.names] if isinstance(node, ast.Import) else [node.module or ""]
+            )
+            assert not {each.split(".")[0] for each in found} & OF_APP, f"{name} imports {found}"
+
+
+def test_a_first_fit_imports_what_it_needs() -> None:
+    """Of the package, for a last-layer fit with a given prior and a prediction: no wing, and no more than these."""
+    code = (
+        "import sys, torch, posthoc_uq as uq; from torch import nn\n"
+        "model = nn.Sequential(nn.Linear(8, 16), nn.ReLU(), nn.Linear(16, 2)).eval(); x = torch.randn(64, 8)\n"
+        "p = uq.fit(model, [(x, (x[:, 0] > 0).long())], 'kfac', layers='last', prior_precision=1.0, progress=False)\n"
+        "uq.wrap(model, p)(x[:5]).probs; print(*[n for n in sys.modules if n.startswith('posthoc_uq')])"
+    )
+    run = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True, cwd=ROOT)
+    modules = run.stdout.split()
+    assert not [name for name in modules if room_of(name) in ("app", "trained")]
+    assert len(modules) <= 85, sorted(modules)
+
+
+def test_every_public_name_is_offered() -> None:
+    """The names for type checkers are those that come on first use, and each is there."""
+    tree = ast.parse((PACKAGE / "__init__.py").read_text(encoding="utf-8"))
+    typed = {
+        alias.name: node.module
+        for node in ast.walk(tree)
+        if isinstance(node, ast.ImportFrom) and node.col_offset
+        for alias in node.names
+    }
+    assert typed == {name: module for name, module in PLACES.items() if name != "__version__"}
+    for name in uq.__all__:
+        assert getattr(uq, name) is not None
 
 
 def test_no_imports_form_a_circle() -> None:

@@ -15,5 +15,6 @@
 | `progress` | bars, and which share of a long computation is done |
 | `interrupts` | `orderly`: a signal that raises, as Ctrl-C, ends a call where nothing is half done |
 | `steady` | weights that change while a call reads them are noticed |
-| `paths`, `tables` | which files are read; text tables and cells of a CSV |
+| `registry` | things by name, some imported when they are asked for |
+| `tables` | text tables and cells of a CSV |
 """

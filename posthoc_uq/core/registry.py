@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, MutableMapping
+from collections.abc import Callable, Iterator, Mapping, MutableMapping
 from dataclasses import dataclass
 from importlib import import_module
 from operator import attrgetter
@@ -21,6 +21,23 @@ class Later:
     def load(self) -> Any:
         """Import the module, and get it."""
         return attrgetter(self.name)(import_module(self.module))
+
+
+def names_of(package: str, places: Mapping[str, str]) -> Callable[[str], Any]:
+    """A package's `__getattr__` that imports what the package offers when it is first asked for.
+
+    Args:
+        package: its name.
+        places: by the name of a module in the package, the names that it has, with spaces between them.
+    """
+    modules = {name: module for module, names in places.items() for name in names.split()}
+
+    def offered(name: str) -> Any:
+        if name not in modules:
+            raise AttributeError(f"module {package!r} has no attribute {name!r}")
+        return getattr(import_module(f"{package}.{modules[name]}"), name)
+
+    return offered
 
 
 class Registry(MutableMapping[str, Thing]):

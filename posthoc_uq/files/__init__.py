@@ -1,14 +1,20 @@
 """Posteriors in files: `save`, `load` and `inspect`; the schema is in ``docs/format.md``."""
 
-from posthoc_uq.files.match import (
-    buffers_fingerprint,
-    check_match,
-    check_unchanged,
-    fingerprint,
-    others_fingerprint,
-    parameters_of,
-)
-from posthoc_uq.files.save_load import check_numbers, check_settings, inspect, load, save
+from typing import TYPE_CHECKING
+
+from posthoc_uq.core.registry import names_of
+
+if TYPE_CHECKING:
+    from posthoc_uq.files.check import check_numbers, check_settings
+    from posthoc_uq.files.match import (
+        buffers_fingerprint,
+        check_match,
+        check_unchanged,
+        fingerprint,
+        others_fingerprint,
+        parameters_of,
+    )
+    from posthoc_uq.files.save_load import inspect, load, save
 
 __all__ = [
     "buffers_fingerprint",
@@ -23,3 +29,12 @@ __all__ = [
     "parameters_of",
     "save",
 ]
+
+__getattr__ = names_of(
+    __name__,
+    {
+        "match": "buffers_fingerprint check_match check_unchanged fingerprint others_fingerprint parameters_of",
+        "check": "check_numbers check_settings",
+        "save_load": "inspect load save",
+    },
+)

@@ -8,7 +8,7 @@ from collections.abc import Callable, Generator, Mapping
 from contextlib import contextmanager
 from functools import partial
 from io import BytesIO
-from math import inf, prod
+from math import prod
 from typing import Any, Literal, cast
 
 import numpy as np
@@ -28,7 +28,6 @@ from posthoc_uq.core.interrupts import check, orderly
 from posthoc_uq.core.model import check_usable, model_device, unshared_copy, unwrap, with_plain_weights
 from posthoc_uq.core.options import check_option, known_arguments
 from posthoc_uq.core.outputs import Output, checked_output, choice_of, with_choice
-from posthoc_uq.core.records import validate_record
 from posthoc_uq.files import atomic, hdf5, header
 from posthoc_uq.files.hdf5 import ImageReader, Stored, Structure
 from posthoc_uq.files.match import (
@@ -41,8 +40,6 @@ from posthoc_uq.files.match import (
 )
 from posthoc_uq.files.records import (
     Description,
-    EvidenceRecord,
-    SettingsRecord,
     described_slots,
     description_of,
     parsed,
@@ -66,8 +63,8 @@ from posthoc_uq.files.tensors import (
     tensors_of,
 )
 from posthoc_uq.files.untrusted import ChildReader
-from posthoc_uq.likelihoods import LIKELIHOODS, Likelihood, likelihood_from_attributes
-from posthoc_uq.posteriors.block import BLOCKS, LOG_DETERMINANT
+from posthoc_uq.likelihoods import Likelihood, likelihood_from_attributes
+from posthoc_uq.posteriors.block import BLOCKS
 from posthoc_uq.posteriors.features import FeatureGrams
 from posthoc_uq.posteriors.posterior import Posterior, WeightPrior
 from posthoc_uq.posteriors.settings import Evidence
@@ -163,58 +160,6 @@ def _check_storable(slot: Slot, tensor: Tensor, dtype: torch.dtype) -> None:
             f"{which} (at most {largest:.3g}) would lose {lost / total:.0%} of its sum to {dtype}, whose smallest "
             f"number is {torch.finfo(dtype).smallest_normal:.3g}; {_WIDER_DTYPE}."
         )
-
-
-def check_numbers(posterior: Posterior) -> None:
-    """Refuse a posterior with numbers that no file may hold. What else a file cannot keep, such as a user's likelihood,
-    is refused by `save`.
-
-    Raises:
-        NonFiniteError: a number is not finite, or too large.
-    """
-    likelihood = posterior.likelihood
-    with _unusable():
-        validate_record(EvidenceRecord, vars(posterior.evidence), "its evidence")
-        if LIKELIHOODS.get(likelihood.name) is type(likelihood):
-            values = {name: value for name, value in likelihood.attributes().items() if name != "name"}
-            validate_record(likelihood.fields, values, "its likelihood")
-        for slot, tensor in tensors_of(posterior):
-            fault = complaint(slot.spec, tensor)
-            if fault is not None:
-                raise CorruptPosteriorError(f"'{slot.name}' of {slot.owner} {fault}")
-        check_together(posterior)
-
-
-def check_settings(posterior: Posterior, *, factorised: bool) -> None:
-    """Refuse hyperparameters at which a posterior could not be saved, or not predict.
-
-    Args:
-        posterior: which passed `check_numbers`.
-        factorised: whether to factorise its precision.
-
-    Raises:
-        NonFiniteError: a number is too large, or a precision is not positive definite.
-    """
-    posterior = posterior.snapshot()
-    with _unusable():
-        validate_record(SettingsRecord, posterior.settings.plain(), "its settings")
-        check_together(posterior)
-        known = factorised and LOG_DETERMINANT in posterior.capabilities
-        # of weights that are certain it is infinite
-        if known and not float(posterior.log_determinant()) > -inf:
-            raise CorruptPosteriorError("the determinant of its precision is not a number")
-
-
-@contextmanager
-def _unusable() -> Generator[None]:
-    """Turn what makes a posterior unusable into an error about the data that it was fitted on."""
-    try:
-        yield
-    except (CorruptPosteriorError, NonFiniteError) as error:
-        raise NonFiniteError(
-            f"These data, or the weights of the model, lead to numbers that no posterior can be made of: "
-            f"{str(error).rstrip('.')}. Look for inputs or targets that are out of range or constant, and scale them."
-        ) from error
 
 
 def _attributes(description: Description, release: str) -> dict[str, str | int]:

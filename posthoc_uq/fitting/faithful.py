@@ -507,7 +507,6 @@ class _NetworkOutputs:
         return as_double(score(outputs, prediction)).mean()
 
 
-DIVERGENCE = 0.002  # nats: the default budget
 DIVERGENCE_WITH_NOISE = 0.02  # nats: that where held-out residuals set the noise
 _START_ABOVE = 3  # decades above the precision of the weights' size at which a search begins
 _END_BELOW = 2  # decades below it at which a search ends: weights of ten times their size

@@ -16,7 +16,6 @@ from posthoc_uq.core.errors import PosthocUQError, check_refused, out_of_memory
 from posthoc_uq.core.model import replicate
 from posthoc_uq.layers.proof import count_samples
 from posthoc_uq.likelihoods import Likelihood
-from posthoc_uq.likelihoods.counts import LogMean
 from posthoc_uq.likelihoods.prediction import at_least_float32, check_rows
 from posthoc_uq.likelihoods.weights import layout_of
 
@@ -152,7 +151,7 @@ def missing_decoder_inputs(model: nn.Module, batch: Batch) -> str | None:
 def other_dispersion(model: nn.Module, batch: Batch, likelihood: Likelihood) -> str | None:
     """What to warn of where the targets vary by another dispersion, or shape, than the likelihood's default."""
     if (
-        not isinstance(likelihood, LogMean)
+        type(likelihood).by_moments is Likelihood.by_moments
         or batch.targets is None
         or batch.targets.numel() < _DISPERSION_TARGETS
     ):

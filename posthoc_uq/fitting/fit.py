@@ -64,18 +64,15 @@ from posthoc_uq.files import (
     others_fingerprint,
     parameters_of,
 )
-from posthoc_uq.fitting.calibrate import calibrate
-from posthoc_uq.fitting.faithful import DIVERGENCE, usual_work
 from posthoc_uq.fitting.first_batch import check_first_batch, on_few_samples
-from posthoc_uq.fitting.leave_one_out import (
-    COST_OF_OUTPUT,
-    FEW_SAMPLES,
-    INITIALISATIONS,
-    UNASKED_GAP,
-    calibrate_by_leave_one_out,
-    is_perceptron,
+from posthoc_uq.fitting.prior import (
+    DIVERGENCE,
+    Prior,
+    check_weight_prior,
+    prior_and_budget,
+    set_prior,
+    weight_prior_of,
 )
-from posthoc_uq.fitting.prior import Prior, check_weight_prior, prior_and_budget, set_prior, weight_prior_of
 from posthoc_uq.fitting.wrap import head_class
 from posthoc_uq.layers.layer import Layer
 from posthoc_uq.layers.proof import PROBE_SAMPLES, Selection, check_selection, count_samples, prepare
@@ -98,7 +95,6 @@ from posthoc_uq.methods.task import (
 )
 from posthoc_uq.posteriors.block import VARIANCES
 from posthoc_uq.posteriors.posterior import Posterior
-from posthoc_uq.posteriors.report import timings
 
 # Effective parameters for each training target, beyond which its residual means little, where that is not a half: a
 # diagonal takes what correlated weights have in common for several parameters.
@@ -273,10 +269,11 @@ def fit(
         task.observe()
         del task.prepared  # its copy of the model and its hooks
         _record(posterior, request, task, noise_origin)
-        bar.to_come = (
-            bar.after + INITIALISATIONS * COST_OF_OUTPUT * task.summary.samples * task.summary.outputs
-        )
-        if val_loader is None and not _set_by_leave_one_out(posterior, request, task) and request.finds_noise:
+        if (
+            val_loader is None
+            and not _set_by_leave_one_out(posterior, request, task, bar)
+            and request.finds_noise
+        ):
             _warn_if_memorised(posterior)
         bar.to_come = bar.after
         set_prior(
@@ -288,6 +285,8 @@ def fit(
             tuned_after=val_loader is not None,
         )
         if val_loader is not None and not request.method.trains:
+            from posthoc_uq.fitting.calibrate import calibrate
+
             calibrate(
                 posterior,
                 val_loader,
@@ -332,6 +331,8 @@ def _plan(bar: Phases, task: Task, request: _FitRequest) -> None:
     bar.samples = known_length(sampler_of(task.loader)) or first * known_length(task.loader) or None
     one_pass = bar.samples or GUESSED_SAMPLES
     if request.divergence is not None:
+        from posthoc_uq.fitting.faithful import usual_work
+
         bar.after = usual_work(inputs_to_keep(task.layers.values()), one_pass)
     elif not isinstance(request.prior, float):
         bar.after = _BY_EVIDENCE
@@ -345,6 +346,8 @@ _SHOWN_SHARE = 0.05  # of a fit's time, from which a part is named
 
 def _tell_seconds(posterior: Posterior, total: float) -> None:
     """One line above the bars: where the time of a fit went."""
+    from posthoc_uq.posteriors.report import timings
+
     parts = timings(posterior.history.fit)
     large = {name: seconds for name, seconds in parts.items() if seconds >= _SHOWN_SHARE * total}
     large["other"] = total - sum(large.values())
@@ -681,19 +684,31 @@ def _record(posterior: Posterior, request: _FitRequest, task: Task, noise_origin
     history.inputs = described_inputs(task.batch, request.reader.names)
 
 
-def _set_by_leave_one_out(posterior: Posterior, request: _FitRequest, task: Task) -> bool:
+def _set_by_leave_one_out(posterior: Posterior, request: _FitRequest, task: Task, bar: Phases) -> bool:
     """Set the temperature, or the noise of a regression, by leave-one-out, where nobody has to ask for it; see
     docs/defaults.md. Returns whether it did.
     """
     default = request.by_name and request.prior == "faithful" and request.divergence == DIVERGENCE
     default = default and request.weight_precisions is None
     given = posterior.likelihood.noise_variance is not None and not request.finds_noise
-    few = posterior.evidence.samples <= FEW_SAMPLES and posterior.evidence.log_likelihood is not None
     once = isinstance(request.loader, Iterator)
-    if request.method.trains or not default or given or not few or once or world() > 1:
+    if request.method.trains or not default or given or once or world() > 1:
         return False
-    if request.reader.batch_to_weights is not None or not is_perceptron(task.model, task.batch, request.seed):
+    from posthoc_uq.fitting.leave_one_out import (
+        COST_OF_OUTPUT,
+        FEW_SAMPLES,
+        INITIALISATIONS,
+        UNASKED_GAP,
+        calibrate_by_leave_one_out,
+        is_perceptron,
+    )
+
+    few = posterior.evidence.samples <= FEW_SAMPLES and posterior.evidence.log_likelihood is not None
+    if not few or request.reader.batch_to_weights is not None:
         return False
+    if not is_perceptron(task.model, task.batch, request.seed):
+        return False
+    bar.to_come = bar.after + INITIALISATIONS * COST_OF_OUTPUT * task.summary.samples * task.summary.outputs
     try:
         calibrate_by_leave_one_out(
             posterior,

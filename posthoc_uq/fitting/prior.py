@@ -22,9 +22,7 @@ from posthoc_uq.core.model import replicate
 from posthoc_uq.core.options import LARGEST, Magnitude, Positive, check_option, did_you_mean
 from posthoc_uq.core.progress import Progress, counted
 from posthoc_uq.curvature.kept_inputs import KeptInputs
-from posthoc_uq.fitting.faithful import DIVERGENCE, set_faithful
 from posthoc_uq.fitting.wrap import wrap
-from posthoc_uq.heads.sampling import SamplingPredictor
 from posthoc_uq.layers.layer import Layer
 from posthoc_uq.layers.proof import count_samples
 from posthoc_uq.likelihoods import Likelihood
@@ -35,6 +33,9 @@ from posthoc_uq.posteriors.posterior import Posterior, WeightPrior
 from posthoc_uq.posteriors.search import maximise_evidence
 
 Prior = float | Literal["faithful", "evidence"]
+
+DIVERGENCE = 0.002
+"""The default budget of the faithful prior, in nats."""
 
 _LARGE_NETWORK = 2_000_000  # weights, from which fewer models are drawn to look at
 
@@ -221,6 +222,8 @@ def set_prior(
     """
     head, seed, progress = posterior.history.head, task.settings.seed, task.settings.progress
     if posterior.width_parameter is not None and divergence is not None:
+        from posthoc_uq.fitting.faithful import set_faithful
+
         head["criterion"] = "faithful"
         inputs, predictor = kept_inputs.batches(task.device), wrap(task.model, posterior)
         began = time.perf_counter()
@@ -245,6 +248,8 @@ def _warn_if_draws_differ(posterior: Posterior, batch: Batch, seed: int, progres
     Laplace's evidence relies on a linear approximation, which does not hold for weights drawn at its optimum where
     there are far more weights than data. With `progress` a bar is shown.
     """
+    from posthoc_uq.heads.sampling import SamplingPredictor
+
     samples = count_samples(batch)
     # Fewer draws and inputs are less reliable, but draws of a large network take memory, and its passes time.
     large = sum(mean.numel() for mean in posterior.mean.values()) > _LARGE_NETWORK

@@ -38,7 +38,6 @@ from posthoc_uq.curvature.kept_inputs import KeptInputs, inputs_to_keep
 from posthoc_uq.curvature.labels import LABELS_IN_ALL
 from posthoc_uq.files import check_unchanged
 from posthoc_uq.fitting.faithful import (
-    DIVERGENCE,
     DIVERGENCE_WITH_NOISE,
     FaithfulSearch,
     floating_numbers,
@@ -47,6 +46,7 @@ from posthoc_uq.fitting.faithful import (
     set_faithful,
 )
 from posthoc_uq.fitting.held_out import HeldOutLoss, HeldOutSearch
+from posthoc_uq.fitting.prior import DIVERGENCE
 from posthoc_uq.fitting.wrap import head_class, options_of, recorded_head, wrap
 from posthoc_uq.heads.predictor import Predictor
 from posthoc_uq.posteriors.block import LOG_DETERMINANT

@@ -6,17 +6,17 @@ A head of your own is a subclass of `Predictor` that `register_head` makes known
 from __future__ import annotations
 
 import re
-from importlib import import_module
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import TYPE_CHECKING, TypeVar
 
 from posthoc_uq.core.errors import PosthocUQError
+from posthoc_uq.core.registry import names_of
 from posthoc_uq.heads.predictor import Predictor
-from posthoc_uq.heads.referral import Referral
 from posthoc_uq.posteriors.settings import HEADS
 
 if TYPE_CHECKING:
     from posthoc_uq.heads.linearized import LinearizedPredictor
     from posthoc_uq.heads.moments import MomentsPredictor
+    from posthoc_uq.heads.referral import Referral
     from posthoc_uq.heads.sampling import SamplingPredictor
 
 __all__ = [
@@ -31,7 +31,9 @@ __all__ = [
 
 AnyHead = TypeVar("AnyHead", bound=type[Predictor])
 
+# on first use: moments and draws have rooms of their own
 _OWN = {"sampling": "SamplingPredictor", "moments": "MomentsPredictor", "linearized": "LinearizedPredictor"}
+__getattr__ = names_of(__name__, {**_OWN, "referral": "Referral"})
 for _name, _class in _OWN.items():
     HEADS.later(_name, f"posthoc_uq.heads.{_name}", _class)
 
@@ -54,10 +56,3 @@ def register_head(kind: AnyHead) -> AnyHead:
         )
     HEADS[kind.head] = kind
     return kind
-
-
-def __getattr__(name: str) -> Any:
-    for module, own in _OWN.items():
-        if own == name:  # on first use: moments and draws have rooms of their own
-            return getattr(import_module(f"posthoc_uq.heads.{module}"), name)
-    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

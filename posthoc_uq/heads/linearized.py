@@ -9,7 +9,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import cached_property, partial
 from math import prod
-from typing import Any, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
 import torch
 from torch import Tensor, nn
@@ -38,7 +38,6 @@ from posthoc_uq.heads.jacobians import (
 )
 from posthoc_uq.heads.novelty import class_novelty, novelty_of_calls
 from posthoc_uq.heads.predictor import GaussianOutputs, GaussianPredictor, Latest, check_finite, reading
-from posthoc_uq.heads.spectrum import Spectrum
 from posthoc_uq.layers.frozen import Features, FrozenPart, called
 from posthoc_uq.layers.layer import Call, Layer
 from posthoc_uq.layers.operands import temporary_limit
@@ -52,6 +51,9 @@ from posthoc_uq.likelihoods.prediction import Prediction, at_least_float32
 from posthoc_uq.posteriors import QUADRATIC, Posterior
 from posthoc_uq.posteriors.covariance import Covariance, Mode
 from posthoc_uq.posteriors.settings import width_of
+
+if TYPE_CHECKING:
+    from posthoc_uq.heads.spectrum import Spectrum
 
 ALL_OUTPUTS = 20  # up to which `outputs="auto"` takes all of them
 TOP = 10  # classes that "topk" takes
@@ -1211,7 +1213,11 @@ class LinearizedPredictor(GaussianPredictor):
         """See `Predictor`."""
         posterior, batch = self._snapshot(), self._batch(args, kwargs)
         by_backward_passes = self._engine == "exact" or (self._engine == "auto" and len(posterior.layers) > 1)
-        if not by_backward_passes or self._backpropagate or not Spectrum.serves(posterior):
+        if not by_backward_passes or self._backpropagate:
+            return None
+        from posthoc_uq.heads.spectrum import Spectrum
+
+        if not Spectrum.serves(posterior):
             return None
         with self._gradients(False), self.explaining(batch):
             device = model_device(self._prepared.twin)

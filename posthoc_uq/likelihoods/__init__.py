@@ -1,25 +1,30 @@
-"""What targets are (the likelihoods), what a prediction is, and how good it is; a family a file."""
+"""What targets are (the likelihoods), what a prediction is, and how good it is; a family a file, each on first use."""
 
-from posthoc_uq.likelihoods.bernoulli import Bernoulli, Multilabel, MultilabelPrediction
-from posthoc_uq.likelihoods.class_prediction import ClassPrediction
-from posthoc_uq.likelihoods.classes import Categorical
-from posthoc_uq.likelihoods.counts import Gamma, NegativeBinomial, Poisson
-from posthoc_uq.likelihoods.gaussian import (
-    Gaussian,
-    Heteroscedastic,
-    HeteroscedasticPrediction,
-    RegressionPrediction,
-)
-from posthoc_uq.likelihoods.likelihood import DrawnPrediction, Fisher, Likelihood
-from posthoc_uq.likelihoods.ordinal import Ordinal, OrdinalPrediction
-from posthoc_uq.likelihoods.positions import PositionPrediction, sequence_scores
-from posthoc_uq.likelihoods.prediction import SCORES, Prediction
-from posthoc_uq.likelihoods.registry import (
-    LIKELIHOODS,
-    described,
-    likelihood_from_attributes,
-    resolve_likelihood,
-)
+from typing import TYPE_CHECKING
+
+from posthoc_uq.core.registry import names_of
+
+if TYPE_CHECKING:
+    from posthoc_uq.likelihoods.bernoulli import Bernoulli, Multilabel, MultilabelPrediction
+    from posthoc_uq.likelihoods.class_prediction import ClassPrediction
+    from posthoc_uq.likelihoods.classes import Categorical
+    from posthoc_uq.likelihoods.counts import Gamma, NegativeBinomial, Poisson
+    from posthoc_uq.likelihoods.gaussian import (
+        Gaussian,
+        Heteroscedastic,
+        HeteroscedasticPrediction,
+        RegressionPrediction,
+    )
+    from posthoc_uq.likelihoods.likelihood import DrawnPrediction, Fisher, Likelihood
+    from posthoc_uq.likelihoods.ordinal import Ordinal, OrdinalPrediction
+    from posthoc_uq.likelihoods.positions import PositionPrediction, sequence_scores
+    from posthoc_uq.likelihoods.prediction import SCORES, Prediction
+    from posthoc_uq.likelihoods.registry import (
+        LIKELIHOODS,
+        described,
+        likelihood_from_attributes,
+        resolve_likelihood,
+    )
 
 __all__ = [
     "LIKELIHOODS",
@@ -48,3 +53,19 @@ __all__ = [
     "resolve_likelihood",
     "sequence_scores",
 ]
+
+__getattr__ = names_of(
+    __name__,
+    {
+        "bernoulli": "Bernoulli Multilabel MultilabelPrediction",
+        "class_prediction": "ClassPrediction",
+        "classes": "Categorical",
+        "counts": "Gamma NegativeBinomial Poisson",
+        "gaussian": "Gaussian Heteroscedastic HeteroscedasticPrediction RegressionPrediction",
+        "likelihood": "DrawnPrediction Fisher Likelihood",
+        "ordinal": "Ordinal OrdinalPrediction",
+        "positions": "PositionPrediction sequence_scores",
+        "prediction": "Prediction SCORES",
+        "registry": "LIKELIHOODS described likelihood_from_attributes resolve_likelihood",
+    },
+)

@@ -43,12 +43,6 @@ class LogMean(Likelihood, ABC):
     def quantile(self, mean: Tensor, u: Tensor) -> Tensor:
         """The smallest target whose `cdf` is at least `u`; all float64, of one shape."""
 
-    def by_moments(self, outputs: Tensor, targets: Tensor) -> tuple[str, float, float] | None:
-        """The name of the parameter of the variance, its value, and the value that the targets suggest, by their
-        squared residuals; None without such a parameter.
-        """
-        return None
-
     def faults(self, outputs: Tensor, targets: Tensor | None) -> Faults:
         if outputs.ndim not in (1, 2):
             raise PosthocUQError(

@@ -401,6 +401,12 @@ class Likelihood:
             total = total + 2 * (ratio.exp() - 1 - ratio) / (1 + ratio.exp())
         return total / len(drawn)
 
+    def by_moments(self, outputs: Tensor, targets: Tensor) -> tuple[str, float, float] | None:
+        """The name of the parameter of the variance, its value, and the value that the targets suggest, by their
+        squared residuals; None without such a parameter.
+        """
+        return None
+
     def agrees(self, outputs: Tensor, draws: Tensor) -> bool:
         """Whether models with drawn weights decide as the trained one does; a fit by the evidence warns if not: at
         least three quarters of the decisions stay, label by label and position by position. Of values the mean of the

@@ -9,27 +9,24 @@ from torch import Tensor
 
 from posthoc_uq.core.errors import PosthocUQError
 from posthoc_uq.core.options import did_you_mean
-from posthoc_uq.likelihoods.bernoulli import Bernoulli, Multilabel
+from posthoc_uq.core.registry import Later, Registry
 from posthoc_uq.likelihoods.classes import Categorical
-from posthoc_uq.likelihoods.counts import Gamma, NegativeBinomial, Poisson
 from posthoc_uq.likelihoods.gaussian import Gaussian, Heteroscedastic
 from posthoc_uq.likelihoods.likelihood import Likelihood
-from posthoc_uq.likelihoods.ordinal import Ordinal
 
-LIKELIHOODS: dict[str, type[Likelihood]] = {
-    kind.name: kind
-    for kind in (
-        Categorical,
-        Bernoulli,
-        Gaussian,
-        Multilabel,
-        Ordinal,
-        Poisson,
-        NegativeBinomial,
-        Gamma,
-        Heteroscedastic,
-    )
-}
+LIKELIHOODS: Registry[type[Likelihood]] = Registry(
+    {
+        "classification": Categorical,
+        "binary": Later("posthoc_uq.likelihoods.bernoulli", "Bernoulli"),
+        "regression": Gaussian,
+        "multilabel": Later("posthoc_uq.likelihoods.bernoulli", "Multilabel"),
+        "ordinal": Later("posthoc_uq.likelihoods.ordinal", "Ordinal"),
+        "poisson": Later("posthoc_uq.likelihoods.counts", "Poisson"),
+        "negative_binomial": Later("posthoc_uq.likelihoods.counts", "NegativeBinomial"),
+        "gamma": Later("posthoc_uq.likelihoods.counts", "Gamma"),
+        "heteroscedastic": Heteroscedastic,
+    }
+)
 """The likelihoods of this package, by the name that `fit` takes."""
 
 

@@ -9,16 +9,18 @@ from __future__ import annotations
 import re
 from collections.abc import Iterable, Mapping
 from dataclasses import fields
-from typing import Any, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar
 
 from posthoc_uq.core.errors import PosthocUQError
 from posthoc_uq.core.options import check_names, did_you_mean, shown
-from posthoc_uq.core.registry import Registry
-from posthoc_uq.methods.inf import INF
+from posthoc_uq.core.registry import Registry, names_of
 from posthoc_uq.methods.laplace import EFB, KFAC, Dense, Diagonal, Laplace
 from posthoc_uq.methods.method import Method
-from posthoc_uq.methods.subnetwork import Subnetwork
 from posthoc_uq.posteriors.block import FAMILIES
+
+if TYPE_CHECKING:
+    from posthoc_uq.methods.inf import INF
+    from posthoc_uq.methods.subnetwork import Subnetwork
 
 __all__ = [
     "EFB",
@@ -36,6 +38,8 @@ __all__ = [
 
 METHODS: Registry[type[Method]] = Registry()
 """All methods by name, for `posthoc_uq.fit`, the command line, files and the tests."""
+
+__getattr__ = names_of(__name__, {"inf": "INF", "subnetwork": "Subnetwork"})
 
 AnyMethod = TypeVar("AnyMethod", bound=type[Method])
 
@@ -60,9 +64,11 @@ def register_method(kind: AnyMethod) -> AnyMethod:
     return kind
 
 
-for _kind in (INF, EFB, KFAC, Diagonal, Dense, Subnetwork):
+for _kind in (EFB, KFAC, Diagonal, Dense):
     register_method(_kind)
 for _name, _module, _class in (
+    ("inf", "posthoc_uq.methods.inf", "INF"),
+    ("subnetwork", "posthoc_uq.methods.subnetwork", "Subnetwork"),
     ("function_space", "posthoc_uq.trained.function_space", "FunctionSpace"),
     ("latent_binary", "posthoc_uq.trained.latent_binary", "LatentBinary"),
     ("message_passing", "posthoc_uq.trained.message_passing.fit", "MessagePassing"),

@@ -26,7 +26,6 @@ from posthoc_uq.posteriors.block import (
 )
 from posthoc_uq.posteriors.covariance import Covariance
 from posthoc_uq.posteriors.features import FeatureGrams
-from posthoc_uq.posteriors.information import InformationBlock
 from posthoc_uq.posteriors.laplace import (
     DenseBlock,
     DiagonalBlock,
@@ -62,7 +61,6 @@ __all__ = [
     "FeatureGrams",
     "History",
     "Hyperparameters",
-    "InformationBlock",
     "KroneckerBlock",
     "LayerPriors",
     "MeanFieldBlock",
@@ -76,6 +74,7 @@ __all__ = [
 ]
 
 for _row in (
+    ("inf", "posthoc_uq.posteriors.information", "InformationBlock"),
     ("latent_binary", "posthoc_uq.trained.variational", "LatentBinaryBlock"),
     ("median_model", "posthoc_uq.trained.variational", "MedianBlock"),
     ("messages", "posthoc_uq.trained.messages", "MessagesBlock"),

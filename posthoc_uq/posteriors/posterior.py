@@ -13,7 +13,7 @@ from collections.abc import Collection, Generator, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from math import log
-from typing import Any, Generic, TypeVar, cast
+from typing import TYPE_CHECKING, Any, Generic, TypeVar, cast
 
 import torch
 from torch import Tensor, nn
@@ -29,13 +29,10 @@ from posthoc_uq.posteriors.block import Block, Settings
 from posthoc_uq.posteriors.covariance import Covariance
 from posthoc_uq.posteriors.features import FeatureGrams
 from posthoc_uq.posteriors.laplace import MeanFieldBlock
-from posthoc_uq.posteriors.report import (
-    Report,
-    described_history,
-    described_novelty,
-    described_output,
-)
 from posthoc_uq.posteriors.settings import ABOUT, ONE_PRIOR, Evidence, History, Hyperparameters, LayerPriors
+
+if TYPE_CHECKING:
+    from posthoc_uq.posteriors.report import Report
 
 Value = TypeVar("Value")
 Self = TypeVar("Self", bound="Posterior")
@@ -825,6 +822,13 @@ class Posterior:
 
     def report(self) -> Report:
         """What was fitted and how, with a table of the layers: a text. See `Report` for its lines and its values."""
+        from posthoc_uq.posteriors.report import (
+            Report,
+            described_history,
+            described_novelty,
+            described_output,
+        )
+
         frozen = self.snapshot()
         blocks, history = frozen.blocks, frozen.history
         rows: list[dict[str, Any]] = []

@@ -13,9 +13,9 @@ from torch import Tensor
 from posthoc_uq.core.errors import PosteriorMismatchError, PosthocUQError
 from posthoc_uq.layers.layer import Layer
 from posthoc_uq.posteriors.block import Block
+from posthoc_uq.posteriors.laplace import MeanFieldBlock
 from posthoc_uq.posteriors.posterior import Posterior
 from posthoc_uq.trained.training import Group, Training, check_trainable
-from posthoc_uq.trained.variational import MeanFieldBlock
 
 
 class MeanField:
