@@ -75,8 +75,8 @@ def heads_of(posterior: uq.Posterior) -> list[str]:
 
 @contextmanager
 def registries_restored() -> Generator[None]:
-    """Within it, methods and classes of blocks may be registered that are not to stay."""
-    tables = [(table, dict(table)) for table in (METHODS, FAMILIES, BLOCKS)]
+    """Within it, methods, heads and classes of blocks may be registered that are not to stay."""
+    tables = [(table, dict(table)) for table in (METHODS, FAMILIES, BLOCKS, HEADS)]
     try:
         yield
     finally:

@@ -28,12 +28,14 @@ from cli_helpers import run
 from networks import batches, inputs_of, mlp, registries_restored, targets_of
 
 import posthoc_uq as uq
-from posthoc_uq.fitting.wrap import HEADS
+from posthoc_uq.app.cli import main
+from posthoc_uq.heads import HEADS
 from posthoc_uq.methods import METHODS, Laplace
 from posthoc_uq.methods.laplace import squares_of
 from posthoc_uq.posteriors.block import FAMILIES
 
 TESTS = Path(__file__).parent
+PLUGINS = "isotropic_method", "drawn_method", "plain_draws_head"
 
 
 @pytest.fixture
@@ -61,13 +63,59 @@ def in_a_process(*arguments: str) -> subprocess.CompletedProcess[str]:
 @pytest.mark.slow
 def test_they_pass_the_conformance_suite() -> None:
     files = sorted(str(path) for path in TESTS.glob("test_conformance*.py"))
-    options = ["-p", "isotropic_method", "-p", "drawn_method", "-p", "no:xdist", "-p", "no:cacheprovider"]
-    options += ["-q", "-m", "not study", "-k", "isotropic or spike_slab"]
+    options = [
+        "-p",
+        "isotropic_method",
+        "-p",
+        "drawn_method",
+        "-p",
+        "plain_draws_head",
+        "-p",
+        "no:xdist",
+        "-p",
+        "no:cacheprovider",
+    ]
+    options += ["-q", "-m", "not study", "-k", "isotropic or spike_slab or plain_draws"]
     done = in_a_process("-m", "pytest", *options, *files)
     assert done.returncode == 0, done.stdout[-5000:]
     last = done.stdout.strip().splitlines()[-1]
-    assert int(last.split(" passed")[0].split()[-1]) >= 40, last
+    assert int(last.split(" passed")[0].split()[-1]) >= 50, last
     assert "failed" not in last and "error" not in last
+
+
+@pytest.fixture
+def plain_draws() -> Iterator[type[uq.Predictor]]:
+    """The head, registered for a test."""
+    with registries_restored():
+        sys.modules.pop("plain_draws_head", None)
+        yield importlib.import_module("plain_draws_head").PlainDraws
+    assert "plain_draws" not in HEADS
+
+
+def test_a_head_is_known_by_its_name(
+    plain_draws: Any, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """To `wrap`, to searches, which keep it in the file, and to the command line."""
+    model, x = mlp(), inputs_of(4)
+    data = batches(x, targets_of(model, x, "classification"))
+    posterior = uq.fit(model, data, "diag", prior_precision=4.0, progress=False)
+    mean = torch.stack([plain_draws(model, posterior, n_draws=400, seed=s)(x).probs for s in range(2)]).mean(
+        0
+    )
+    exact = uq.wrap(model, posterior, "sampling", n_samples=800)(x).probs
+    torch.testing.assert_close(mean, exact, rtol=0, atol=0.03)
+    uq.tune(posterior, data, head="plain_draws", n_draws=5, progress=False)
+    uq.save(posterior, tmp_path / "p.h5")
+    found = uq.wrap(model, uq.load(tmp_path / "p.h5", model))
+    assert type(found) is plain_draws and found.n_draws == 5
+    assert torch.equal(found(x).probs, uq.wrap(model, posterior)(x).probs)
+    main(["predict", "--help"])
+    assert "plain_draws" in capsys.readouterr().out
+    with pytest.raises(uq.PosthocUQError, match="There is a head 'sampling' already"):
+        uq.register_head(type("Other", (plain_draws,), {"head": "sampling"}))
+    HEADS.pop("plain_draws")
+    with pytest.raises(uq.CorruptPosteriorError, match="head"):
+        uq.load(tmp_path / "p.h5", model)
 
 
 def test_it_is_the_mean_of_the_diagonal(isotropic: Any) -> None:
