@@ -237,6 +237,157 @@ class Observer(Protocol):
         ...
 
 
+class Sweep:
+    """One pass over the data: every accumulator of every layer gets all samples, or a share of them.
+
+    Args:
+        capture: of the layers, proved.
+        settings: of the fit.
+        accumulators: by layer name.
+        joint: takes the per-sample gradients of all layers together.
+        share: of the samples that are swept over, picked by a hash of their inputs, in batches no larger than the
+            loader's.
+        observers: see every batch that is swept over.
+
+    Attributes:
+        summary: what was counted.
+    """
+
+    def __init__(
+        self,
+        capture: Capture,
+        settings: SweepSettings,
+        accumulators: Mapping[str, Sequence[Accumulator]],
+        joint: JointFisher | None,
+        share: float,
+        observers: Sequence[Observer],
+    ) -> None:
+        self._capture, self._settings, self._accumulators = capture, settings, accumulators
+        self._joint, self._observers = joint, observers
+        self._picked = Picked(share)
+        self._by_position = settings.by_position if settings.fisher == "mc" and joint is None else None
+        self.summary = Summary()
+
+    @property
+    def waiting(self) -> bool:
+        """Whether samples wait until they make a batch."""
+        return bool(self._picked.waiting)
+
+    def count(self, batch: Batch, keys: Tensor) -> DeferredChecks:
+        """Count a batch of the loader in the summary, when the checks that it gives are run."""
+        checks, hashes = DeferredChecks(), list[Tensor]()
+        checks.add(keys, hashes.append)
+        checks.add(sample_hashes(batch, keys).sum(), hashes.append)
+        note = self.summary.note
+        checks.add(shared_hash(batch, keys.shape[0]), lambda shared: note(hashes[0], hashes[1], shared))
+        return checks
+
+    def show(self, batch: Batch, keys: Tensor, index: int, checks: DeferredChecks) -> None:
+        """Show a batch that was swept over before to the observers, by a forward pass alone."""
+        if self._observers:
+            _show(self._capture, batch, keys, str(index), self._observers, checks)
+
+    def add(self, batch: Batch, keys: Tensor, index: int, checks: DeferredChecks) -> None:
+        """Take the batch of this number in the loader, with the hashes of its samples' inputs."""
+        for part in self._picked.add(batch, keys, index):
+            self._take(part, checks)
+
+    def finish(self, checks: DeferredChecks) -> None:
+        """Take the samples that still wait."""
+        for part in self._picked.rest():
+            self._take(part, checks)
+
+    def _take(self, part: Part, checks: DeferredChecks) -> None:
+        for batch, keys, place in _pieces(self._capture, *part):
+            recording, outputs = self._forward(batch, keys.shape[0], place, checks)
+            likelihood = self._settings.likelihood
+            weights = batch_weights(likelihood, outputs, batch, place)
+            targets = batch.targets if weights is None else weights.targets(batch.targets)
+            check_targets(likelihood, outputs, targets, place, checks)
+            for observer in self._observers:
+                observer.see(batch, keys, recording, checks)
+            self._backward(recording, outputs, targets, keys, weights, place, checks)
+            self._sum_up(outputs, targets, weights, checks)
+
+    def _forward(
+        self, batch: Batch, samples: int, place: str, checks: DeferredChecks
+    ) -> tuple[Recording, Tensor]:
+        recording = _run(self._capture, batch, samples, place)
+        outputs = recording.outputs.detach()
+        # a sum is read once, and has no temporary; one that overflows is looked at again
+        total = outputs.sum(dtype=torch.promote_types(outputs.dtype, torch.float32))
+        checks.add(total, lambda host_total: require_outputs(host_total, outputs, place))
+        if outputs.ndim == 0 or outputs.shape[0] != samples:
+            raise PosthocUQError(
+                f"Batch {place}: {samples} inputs gave outputs of shape {tuple(outputs.shape)}; the first dimension "
+                f"must count the samples."
+            )
+        return recording, outputs
+
+    def _backward(
+        self,
+        recording: Recording,
+        outputs: Tensor,
+        targets: Tensor | None,
+        keys: Tensor,
+        weights: SampleWeights | None,
+        place: str,
+        checks: DeferredChecks,
+    ) -> None:
+        """A backward pass for each label of the Fisher; what it gives goes to the accumulators, layer by layer."""
+        settings, sums, rows = self._settings, dict[str, Tensor](), dict[str, Tensor]()
+        first = True
+
+        def sink(of_layer: LayerGradients) -> None:
+            name = of_layer.layer.name
+            activations, gradients = of_layer.operands(settings.dtype)
+            check = gradients.sum()
+            if first:
+                check = check + sum(call.input.detach().sum(dtype=settings.dtype) for call in of_layer.calls)
+            sums[name] = check if name not in sums else sums[name] + check
+            counts = weights
+            if name == self._by_position:
+                if weights is not None:  # positions count as samples of their own
+                    counts = SampleWeights(weights.samples.repeat_interleave(activations.positions))
+                activations = Rows(separate_positions(activations.rows()))
+                gradients = separate_positions(gradients)
+            for accumulator in self._accumulators.get(name, ()):
+                accumulator.add(activations, gradients, first, counts)
+            if self._joint is not None:
+                rows[name] = activations.gradients(gradients, CPU_TEMPORARY).flatten(1)
+
+        pulled = settings.likelihood.gradients(outputs, targets, keys, settings.fisher, settings.n_samples)
+        if weights is not None:
+            pulled = map(weights.gradients, pulled)
+        gradient = next(pulled, None)
+        while gradient is not None:
+            # one ahead, to know the last; no more, since there may be one for every class
+            following = next(pulled, None)
+            recording.pull_back(gradient, sink, last=following is None)
+            if self._joint is not None:
+                with torch.autocast(outputs.device.type, enabled=False):
+                    self._joint.add_rows(_side_by_side(self._capture, rows, keys.shape[0]))
+                rows.clear()
+            first, gradient = False, following
+        if sums:
+            names = list(sums)
+            checks.add(torch.stack(list(sums.values())), lambda totals: _require_finite(names, totals, place))
+
+    def _sum_up(
+        self, outputs: Tensor, targets: Tensor | None, weights: SampleWeights | None, checks: DeferredChecks
+    ) -> None:
+        summary, likelihood = self.summary, self._settings.likelihood
+        summary.samples += len(outputs)
+        summary.weight += len(outputs) if weights is None else weights.total
+        summary.outputs = outputs[0].numel()
+        if targets is None or summary.log_likelihood is None:
+            summary.log_likelihood = None
+        elif weights is None:
+            checks.add(likelihood.log_prob(outputs, targets), summary.add_log_likelihood)
+        else:
+            checks.add(weights.log_prob(likelihood, outputs, targets), summary.add_log_likelihood)
+
+
 @full_precision()
 def sweep(
     capture: Capture,
@@ -251,120 +402,45 @@ def sweep(
     after_batch: Callable[[Summary], None] | None = None,
     observers: Sequence[Observer] = (),
 ) -> Summary:
-    """Feed every accumulator of every layer with all samples of the loader, or a share of them.
+    """A `Sweep` over a loader.
 
     Args:
-        accumulators: by layer name.
-        joint: takes the per-sample gradients of all layers together.
-        share: of the samples that are swept over, picked by a hash of their inputs, in batches no larger than the
-            loader's.
-        done: the summary of an interrupted sweep whose sums the accumulators hold; its batches are read, but not
-            swept over again.
+        done: the summary of an interrupted sweep whose sums the accumulators hold; its batches are read, and shown to
+            the observers, but not swept over again.
         after_batch: called whenever all that is to be swept over of the batches read so far has been.
-        observers: see every batch that is swept over, and those of `done`.
 
     Raises:
         NonFiniteError: outputs or gradients are not finite; names the batch and the layer.
         PosthocUQError: labels do not fit the likelihood, the loader is empty, or it does not begin with the batches of
             `done`.
     """
-    summary, skipped = Summary(), 0 if done is None else done.batches
-    picked, checks = Picked(share), DeferredChecks()
-    likelihood, dtype = settings.likelihood, settings.dtype
-    by_position = settings.by_position if settings.fisher == "mc" and joint is None else None
-
-    def sweep_over(batch: Batch, keys: Tensor, place: str) -> None:
-        samples = keys.shape[0]
-        recording = _run(capture, batch, samples, place)
-        outputs = recording.outputs.detach()
-        # a sum is read once, and has no temporary; one that overflows is looked at again
-        total = outputs.sum(dtype=torch.promote_types(outputs.dtype, torch.float32))
-        checks.add(total, lambda host_total: require_outputs(host_total, outputs, place))
-        if outputs.ndim == 0 or outputs.shape[0] != samples:
-            raise PosthocUQError(
-                f"Batch {place}: {samples} inputs gave outputs of shape {tuple(outputs.shape)}; the first dimension "
-                f"must count the samples."
-            )
-        weights = batch_weights(likelihood, outputs, batch, place)
-        targets = batch.targets if weights is None else weights.targets(batch.targets)
-        check_targets(likelihood, outputs, targets, place, checks)
-        for observer in observers:
-            observer.see(batch, keys, recording, checks)
-        sums: dict[str, Tensor] = {}
-        rows: dict[str, Tensor] = {}
-        first = True
-
-        def sink(of_layer: LayerGradients) -> None:
-            name = of_layer.layer.name
-            activations, gradients = of_layer.operands(dtype)
-            check = gradients.sum()
-            if first:
-                check = check + sum(call.input.detach().sum(dtype=dtype) for call in of_layer.calls)
-            sums[name] = check if name not in sums else sums[name] + check
-            counts = weights
-            if name == by_position:
-                if weights is not None:  # positions count as samples of their own
-                    counts = SampleWeights(weights.samples.repeat_interleave(activations.positions))
-                activations = Rows(separate_positions(activations.rows()))
-                gradients = separate_positions(gradients)
-            for accumulator in accumulators.get(name, ()):
-                accumulator.add(activations, gradients, first, counts)
-            if joint is not None:
-                rows[name] = activations.gradients(gradients, CPU_TEMPORARY).flatten(1)
-
-        pulled = likelihood.gradients(outputs, targets, keys, settings.fisher, settings.n_samples)
-        if weights is not None:
-            pulled = map(weights.gradients, pulled)
-        gradient = next(pulled, None)
-        while gradient is not None:
-            # one ahead, to know the last; no more, since there may be one for every class
-            following = next(pulled, None)
-            recording.pull_back(gradient, sink, last=following is None)
-            if joint is not None:
-                with torch.autocast(outputs.device.type, enabled=False):
-                    joint.add_rows(_side_by_side(capture, rows, samples))
-                rows.clear()
-            first, gradient = False, following
-        if sums:
-            names = list(sums)
-            checks.add(torch.stack(list(sums.values())), lambda totals: _require_finite(names, totals, place))
-        summary.samples += samples
-        summary.weight += samples if weights is None else weights.total
-        summary.outputs = outputs[0].numel()
-        if targets is None or summary.log_likelihood is None:
-            summary.log_likelihood = None
-        elif weights is None:
-            checks.add(likelihood.log_prob(outputs, targets), summary.add_log_likelihood)
-        else:
-            checks.add(weights.log_prob(likelihood, outputs, targets), summary.add_log_likelihood)
-
+    found, skipped = (
+        Sweep(capture, settings, accumulators, joint, share, observers),
+        0 if done is None else done.batches,
+    )
+    checks = DeferredChecks()
     with Bar(loader, f"{description}, {len(capture.tracked)} layers", settings.progress, share) as bar:
         for index, (batch, samples) in enumerate(own_batches(loader, settings.reader)):
             keys = sample_keys(batch.tensors(), samples, settings.seed)
-            checks = _checks_that_count(summary, batch, keys)
+            checks = found.count(batch, keys)
             bar.advance(samples)
-            if done is not None and index < skipped:
-                if observers:
-                    _show(capture, batch, keys, str(index), observers, checks)
+            if done is None or index >= skipped:
+                found.add(batch, keys, index, checks)
                 checks.run()
-                if index == skipped - 1:
-                    if (summary.digest, summary.seen) != (done.digest, done.seen):
-                        raise other_batches()
-                    summary = done
+                if after_batch is not None and not found.waiting:
+                    after_batch(found.summary)
                 continue
-            for part in picked.add(batch, keys, index):
-                for piece in _pieces(capture, *part):
-                    sweep_over(*piece)
+            found.show(batch, keys, index, checks)
             checks.run()
-            if after_batch is not None and not picked.waiting:
-                after_batch(summary)
-        for part in picked.rest():
-            for piece in _pieces(capture, *part):
-                sweep_over(*piece)
+            if index == skipped - 1:
+                if (found.summary.digest, found.summary.seen) != (done.digest, done.seen):
+                    raise other_batches()
+                found.summary = done
+        found.finish(checks)
         checks.run()
-    if done is not None and summary.batches < skipped:
+    if found.summary.batches < skipped:
         raise other_batches()
-    return summary
+    return found.summary
 
 
 def _pieces(capture: Capture, batch: Batch, keys: Tensor, place: str) -> Iterator[Part]:
@@ -409,15 +485,6 @@ def _show(
     recording = _run(capture, batch, keys.shape[0], place)
     for observer in observers:
         observer.see(batch, keys, recording, checks)
-
-
-def _checks_that_count(summary: Summary, batch: Batch, keys: Tensor) -> DeferredChecks:
-    """Checks of a batch whose first entries count the batch in the summary."""
-    checks, hashes = DeferredChecks(), list[Tensor]()
-    checks.add(keys, hashes.append)
-    checks.add(sample_hashes(batch, keys).sum(), hashes.append)
-    checks.add(shared_hash(batch, keys.shape[0]), lambda shared: summary.note(hashes[0], hashes[1], shared))
-    return checks
 
 
 def own_batches(loader: Iterable[Any], reader: BatchReader) -> Iterator[tuple[Batch, int]]:
