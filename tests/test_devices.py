@@ -65,16 +65,16 @@ def test_every_tensor_is_made_on_a_device_that_is_named() -> None:
 
 
 # What computes on the host alone: measures, pictures, the command line, and functions of what they are given there.
-ON_HOST = ("cli/", "evaluation/", "likelihoods/metrics.py", "likelihoods/selective.py")
+ON_HOST = ("app/cli/", "evaluation/", "likelihoods/metrics.py", "likelihoods/selective.py")
 ON_HOST_TOO = {
     "curvature/kept_inputs.py": {"KeptInputs.batches"},
     "curvature/sweep.py": {"Summary.add_log_likelihood"},
-    "deployment/export.py": {"_PValues.__init__", "_last_at_most"},
+    "app/export.py": {"_PValues.__init__", "_last_at_most"},
     "fitting/leave_one_out.py": {"LeftOut.accuracy", "leave_one_out", "_of_classes"},
     "heads/moments.py": {"MomentsPredictor._functions.normals"},
     "likelihoods/conformal.py": {"p_values", "tuned_regularisation.size", "Promises.rate_for"},
     "likelihoods/draws.py": {"normals"},
-    "methods/function_space.py": {"gaussian_kl"},
+    "trained/function_space.py": {"gaussian_kl"},
 }
 
 
