@@ -22,7 +22,7 @@ from contextlib import contextmanager, redirect_stdout
 from dataclasses import asdict, dataclass, replace
 from io import BytesIO
 from pathlib import Path
-from typing import Annotated, Any, Literal, cast, get_type_hints
+from typing import TYPE_CHECKING, Annotated, Any, Literal, cast, get_type_hints
 
 import torch
 import torch.distributed as dist
@@ -75,7 +75,10 @@ from posthoc_uq.posteriors.report import described_changes, described_promises
 from posthoc_uq.posteriors.search import CRITERIA, Criterion
 
 INCOMPLETE = 3
-HeadName = Literal["sampling", "moments", "linearized"]
+if TYPE_CHECKING:
+    HeadName = str
+else:
+    HeadName = Literal[tuple(HEADS)]  # those that others registered among them
 
 
 @dataclass(frozen=True)
