@@ -221,7 +221,7 @@ class TestFiles:
             evaluation.to_csv(tmp_path / "missing" / "e.csv")
         (tmp_path / "old").write_text("old")
         monkeypatch.setattr("os.fsync", full)
-        monkeypatch.setattr("posthoc_uq.evaluation.page.html", lambda *_: "new")
+        monkeypatch.setattr("posthoc_uq.app.page.html", lambda *_: "new")
         for write in (evaluation.to_csv, evaluation.to_json, evaluation.report):
             with pytest.raises(uq.PosthocUQError, match=r"No space left on device\. The file that was there"):
                 write(tmp_path / "old")

@@ -36,6 +36,7 @@ from networks import (
 from torch import Tensor, nn
 
 import posthoc_uq as uq
+from posthoc_uq.fitting import leave_one_out
 from posthoc_uq.likelihoods import resolve_likelihood
 from posthoc_uq.methods import METHODS
 
@@ -51,7 +52,7 @@ pytestmark = pytest.mark.filterwarnings("ignore::UserWarning")  # of trainings t
 def nothing_left_out() -> Iterator[None]:
     """Fits of these small networks leave temperature and noise as they are; leave-one-out has tests of its own."""
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(sys.modules["posthoc_uq.fitting.fit"], "FEW_SAMPLES", 0)
+        patch.setattr("posthoc_uq.fitting.leave_one_out.FEW_SAMPLES", 0)
         yield
 
 
@@ -297,5 +298,5 @@ def main() -> None:
 
 if __name__ == "__main__":
     sys.path.insert(0, str(Path(__file__).parent))
-    sys.modules["posthoc_uq.fitting.fit"].FEW_SAMPLES = 0  # type: ignore[attr-defined]
+    leave_one_out.FEW_SAMPLES = 0
     main()

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import functools
-import sys
 import warnings
 from typing import Any
 
@@ -397,7 +396,7 @@ def test_a_fit_leaves_out_nothing_for_other_networks(change: str, monkeypatch: p
     elif change == "one layer":
         model = nn.Linear(6, 1)
     else:
-        monkeypatch.setattr(sys.modules["posthoc_uq.fitting.fit"], "FEW_SAMPLES", 23)
+        monkeypatch.setattr("posthoc_uq.fitting.leave_one_out.FEW_SAMPLES", 23)
     posterior = uq.fit(model, data, likelihood="regression", progress=False)
     assert posterior.noise_scale == 1.0
 
