@@ -20,7 +20,7 @@ from posthoc_uq.core.options import Share
 from posthoc_uq.core.outputs import output_tensor
 from posthoc_uq.core.randomness import mixed_seed
 from posthoc_uq.methods.task import Task
-from posthoc_uq.posteriors import GROUPS, INPUTS, OUTPUTS, Block, Covariance, Settings, Stored
+from posthoc_uq.posteriors import GROUPS, INPUTS, OUTPUTS, Block, Covariance, PrecisionSettings, TensorField
 from posthoc_uq.trained.training import Group, Objective, Step, Training, check_trainable
 
 
@@ -111,11 +111,11 @@ class SpikeBlock(Block):
     makes = SpikeAndSlabWeights
     tunable: ClassVar[frozenset[str]] = frozenset()
 
-    mean: Annotated[Tensor, Stored(GROUPS, OUTPUTS, INPUTS)]
-    variances: Annotated[Tensor, Stored(GROUPS, OUTPUTS, INPUTS, non_negative=True)]
-    inclusion: Annotated[Tensor, Stored(GROUPS, OUTPUTS, INPUTS, non_negative=True, largest=1.0)]
+    mean: Annotated[Tensor, TensorField(GROUPS, OUTPUTS, INPUTS)]
+    variances: Annotated[Tensor, TensorField(GROUPS, OUTPUTS, INPUTS, non_negative=True)]
+    inclusion: Annotated[Tensor, TensorField(GROUPS, OUTPUTS, INPUTS, non_negative=True, largest=1.0)]
 
-    def covariance(self, settings: Settings) -> SpikeAndSlabWeights:
+    def covariance(self, settings: PrecisionSettings) -> SpikeAndSlabWeights:
         return SpikeAndSlabWeights(self.mean, self.variances, self.inclusion)
 
     def summary(self) -> dict[str, Any]:

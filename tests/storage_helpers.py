@@ -162,7 +162,7 @@ def draw(posterior: Posterior) -> dict[str, Tensor]:
 
 def sealed(image: bytes, kind: str = "inf", number: int = header.FORMAT) -> bytes:
     """An image with a header that fits, as a stranger would make it."""
-    sealed = bytearray(header.seal(BytesIO(image), kind).getvalue())
+    sealed = bytearray(header.write_header(BytesIO(image), kind).getvalue())
     sealed[16:20] = number.to_bytes(4, "little")
     return bytes(sealed)
 

@@ -28,7 +28,7 @@ from posthoc_uq.posteriors.block import (
     SYMMETRY,
     VARIANCES,
     Block,
-    Settings,
+    PrecisionSettings,
 )
 from posthoc_uq.posteriors.covariance import Covariance, Diagonal
 from posthoc_uq.posteriors.laplace import DiagonalBlock
@@ -264,7 +264,7 @@ class _Hidden(Covariance):
 class _HiddenBlock(DiagonalBlock):
     makes: ClassVar[type[Covariance]] = _Hidden
 
-    def covariance(self, settings: Settings) -> Any:
+    def covariance(self, settings: PrecisionSettings) -> Any:
         return _Hidden(super().covariance(settings))
 
 

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from posthoc_uq.layers.layer import Layer
 from posthoc_uq.layers.operands import Rows
-from posthoc_uq.posteriors import Covariance, MeanFieldBlock, Settings, SubnetworkBlock
+from posthoc_uq.posteriors import Covariance, MeanFieldBlock, PrecisionSettings, SubnetworkBlock
 from posthoc_uq.posteriors.block import packed
 from posthoc_uq.posteriors.covariance import LayerRows, Mode, precise_values
 
@@ -34,12 +34,12 @@ class Hidden(Covariance):
 def of_block(kind: str, groups: int) -> tuple[Covariance, Tensor]:
     """A covariance, and the dense matrix ``(weights, weights)``."""
     stats = statistics(random_gradients(groups, OUTPUTS, INPUTS))
-    settings = Settings(SCALE, TAU, OMEGA)
+    settings = PrecisionSettings(SCALE, TAU, OMEGA)
     weights = groups * OUTPUTS * INPUTS
     if kind == "mean_field":
         variances = stats["d"] + 0.1
         block = MeanFieldBlock(variances, 10)
-        return block.covariance(Settings(20.0, 1.0)), (variances / 2).flatten().diag()
+        return block.covariance(PrecisionSettings(20.0, 1.0)), (variances / 2).flatten().diag()
     if kind == "subnetwork":
         chosen = torch.arange(weights) % 3 == 0
         fisher = torch.block_diag(*stats["fisher"])[chosen][:, chosen]

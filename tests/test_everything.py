@@ -14,7 +14,7 @@ from torch import Tensor, nn
 
 import posthoc_uq as uq
 from posthoc_uq.layers import operands
-from posthoc_uq.layers.operands import Chosen, Rows
+from posthoc_uq.layers.operands import OneHotRows, Rows
 from posthoc_uq.methods import task
 
 
@@ -319,7 +319,7 @@ def test_rows_of_a_large_embedding_that_never_occur_keep_the_prior() -> None:
 def test_rows_by_their_numbers_are_those_of_ones_and_zeros() -> None:
     places = torch.randint(5, (6, 3), generator=torch.Generator().manual_seed(0))
     dense = F.one_hot(places, 5).double().masked_fill((places == 2).unsqueeze(-1), 0).unsqueeze(1)
-    chosen, rows = Chosen(places, 5, 2, torch.float64), Rows(dense)
+    chosen, rows = OneHotRows(places, 5, 2, torch.float64), Rows(dense)
     basis, gradients = torch.randn(1, 5, 4).double(), torch.randn(6, 1, 3, 2).double()
     weights = torch.rand(6).double()
     assert torch.equal(chosen.rows(), dense)

@@ -19,7 +19,7 @@ from posthoc_uq.curvature.statistics import (
     SquaredGradients,
     add_factors,
 )
-from posthoc_uq.layers.operands import Chosen, Operand, Rows, Several
+from posthoc_uq.layers.operands import ConcatenatedRows, OneHotRows, Operand, Rows
 from posthoc_uq.likelihoods import Bernoulli, Categorical, Gaussian
 
 TIGHT = {"rtol": 1e-10, "atol": 1e-12}
@@ -234,8 +234,8 @@ def test_factors_of_gradients_by_pairs_and_by_gradients(
     operands: list[tuple[Operand, Tensor]] = [(Rows(a), a)]
     if groups == 1:
         hot = nn.functional.one_hot(places, n).double() * (places != 2).unsqueeze(-1)
-        operands += [(Chosen(places, n, 2, torch.float64), hot.unsqueeze(1))]
-        operands += [(Several([Rows(a[:, :, :1]), Rows(a[:, :, 1:])]), a)]
+        operands += [(OneHotRows(places, n, 2, torch.float64), hot.unsqueeze(1))]
+        operands += [(ConcatenatedRows([Rows(a[:, :, :1]), Rows(a[:, :, 1:])]), a)]
     for operand, rows in operands:
         gradients = torch.einsum("sgtm,sgtn->sgmn", g, rows)
         of_inputs, of_outputs = (torch.ones(groups, size, size, dtype=torch.float64) for size in (n, m))

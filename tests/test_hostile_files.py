@@ -273,16 +273,16 @@ def test_bases_are_orthonormal_to_the_tolerance(dtype: torch.dtype, width: int) 
     basis = torch.linalg.qr(torch.randn(2, width, width, generator=generator)).Q.to(dtype).float()
     spec = TensorSpec((2, width, width), orthonormal=True)
     padded = with_other(spec, padded=True)
-    assert tensors.complaint(spec, basis) is None
+    assert tensors.find_fault(spec, basis) is None
     for factor in (0.0, 0.9, 1.1):
         wrong = basis.clone()
         wrong[1, :, 3] *= factor
-        assert tensors.complaint(spec, wrong) is not None
+        assert tensors.find_fault(spec, wrong) is not None
     zero = basis.clone()
     zero[1, :, 3] = 0
-    assert tensors.complaint(padded, zero) is None
+    assert tensors.find_fault(padded, zero) is None
     zero[1, :, 3] = zero[1, :, 2]
-    assert tensors.complaint(padded, zero) is not None
+    assert tensors.find_fault(padded, zero) is not None
 
 
 def test_a_basis_at_the_tolerance_always_loads_or_never() -> None:

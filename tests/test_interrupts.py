@@ -15,7 +15,7 @@ from torch import Tensor, nn
 
 import posthoc_uq as uq
 from posthoc_uq.core import interrupts
-from posthoc_uq.core.interrupts import orderly
+from posthoc_uq.core.interrupts import defer_interrupts
 from posthoc_uq.files import save_load
 
 
@@ -57,7 +57,7 @@ def test_an_interrupt_in_a_callback_is_not_lost() -> None:
 
     done: list[str] = []
 
-    @orderly
+    @defer_interrupts
     def call() -> None:
         thing = Thing()
         reference = weakref.ref(thing, lambda _: interrupt())
@@ -73,7 +73,7 @@ def test_an_interrupt_in_a_callback_is_not_lost() -> None:
 
 
 def test_an_interrupt_is_raised_at_the_end_at_the_latest() -> None:
-    @orderly
+    @defer_interrupts
     def call(error: Exception | None) -> None:
         interrupt()
         if error is not None:
@@ -89,7 +89,7 @@ def test_an_interrupt_is_raised_at_the_end_at_the_latest() -> None:
 def test_the_second_interrupt_does_not_wait() -> None:
     reached: list[int] = []
 
-    @orderly
+    @defer_interrupts
     def call() -> None:
         interrupt()
         reached.append(1)
@@ -207,7 +207,7 @@ def test_what_other_signals_raise_waits_too() -> None:
         heard.append(number)
         raise TimeoutError("too long")
 
-    @orderly
+    @defer_interrupts
     def call() -> None:
         signal.raise_signal(signal.SIGALRM)
         heard.append(0)
@@ -248,7 +248,7 @@ def test_all_handlers_are_given_back_where_one_raises_meanwhile(monkeypatch: pyt
     monkeypatch.setattr(interrupts, "_set_handler", interrupted)
     try:
         with pytest.raises(TimeoutError):
-            orderly(lambda: None)()
+            defer_interrupts(lambda: None)()
         assert signal.getsignal(signal.SIGALRM) is raising
     finally:
         signal.signal(signal.SIGALRM, before)

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 import posthoc_uq as uq
 from posthoc_uq.layers import Geometry, describe
-from posthoc_uq.posteriors.block import Settings
+from posthoc_uq.posteriors.block import PrecisionSettings
 from posthoc_uq.trained.message_passing import fit as message_fit
 from posthoc_uq.trained.message_passing.messages import Argmax, Message, Regression, Signal, Softargmax
 from posthoc_uq.trained.message_passing.network import Weighted
@@ -253,7 +253,7 @@ def blocks(form: str) -> tuple[MessagesBlock, Tensor, Tensor]:
 def test_a_block_against_dense_matrices(form: str) -> None:
     block, mean, covariance = blocks(form)
     torch.testing.assert_close(block.stored_mean()[0], mean)
-    found = block.covariance(Settings(10.0, 1.0))
+    found = block.covariance(PrecisionSettings(10.0, 1.0))
     torch.testing.assert_close(found.variance().flatten(), covariance.diagonal())
     jacobians = normals(5, 1, 2, 4, seed=6)
     expected = jacobians.flatten(1) @ covariance @ jacobians.flatten(1).T
@@ -265,7 +265,7 @@ def test_a_block_against_dense_matrices(form: str) -> None:
     linear = found.transform(identity).flatten(1)
     torch.testing.assert_close(linear.T @ linear, covariance)
     torch.testing.assert_close(
-        block.covariance(Settings(20.0, 1.0)).variance(), found.variance() / 2
+        block.covariance(PrecisionSettings(20.0, 1.0)).variance(), found.variance() / 2
     )  # twice the scale, half the variance
     rows = found.of_layer(0, (1, 2, 4), (1, 2, 4)).prepared(D, covariance.device, 2**20)
     inputs, spread = normals(6, 1, 4, seed=7), normals(6, 1, 4, seed=8).square()

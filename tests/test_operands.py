@@ -16,7 +16,7 @@ from torch.utils._pytree import tree_leaves
 from posthoc_uq.curvature import statistics
 from posthoc_uq.curvature.statistics import Plan, Shape, add_squares, plan
 from posthoc_uq.layers import Geometry, Layer, describe, operands
-from posthoc_uq.layers.operands import Operand, Patches, Rows, Several, add_patch_gram, chunks
+from posthoc_uq.layers.operands import ConcatenatedRows, Operand, Patches, Rows, add_patch_gram, chunks
 
 TIGHT = {"rtol": 1e-11, "atol": 1e-11}
 SAMPLES = 3
@@ -100,7 +100,7 @@ def _operands(name: str) -> list[tuple[Operand, Tensor, int]]:
         (Rows(rows), rows, layer.outputs),
         (Rows(columns), rows, layer.outputs),
     ]
-    twice = Several([_patches(x, layer, geometry), Rows(0.5 * rows[:, :, :2])])
+    twice = ConcatenatedRows([_patches(x, layer, geometry), Rows(0.5 * rows[:, :, :2])])
     return [*found, (twice, torch.cat([rows, 0.5 * rows[:, :, :2]], dim=2), layer.outputs)]
 
 

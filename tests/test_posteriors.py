@@ -26,7 +26,7 @@ from posthoc_uq.layers.layer import Layer
 from posthoc_uq.likelihoods import Categorical
 from posthoc_uq.methods import METHODS
 from posthoc_uq.methods.inf import sparsify
-from posthoc_uq.posteriors.block import Settings
+from posthoc_uq.posteriors.block import PrecisionSettings
 from posthoc_uq.posteriors.information import InformationBlock, LowRankDiagonal
 from posthoc_uq.posteriors.laplace import DenseBlock
 from posthoc_uq.posteriors.posterior import Posterior
@@ -178,7 +178,7 @@ def test_padded_groups_do_not_matter():
     """Groups that keep fewer directions are padded with zeros; each equals its own block."""
     block = build("inf", STATISTICS, 3)
     assert isinstance(block, InformationBlock)
-    covariance = block.covariance(Settings(SCALE, TAU))
+    covariance = block.covariance(PrecisionSettings(SCALE, TAU))
     for group in range(GROUPS):
         one = slice(group, group + 1)
         width_a = int((block.eigenvalues[group].sum(0) > 0).sum())
@@ -192,7 +192,7 @@ def test_padded_groups_do_not_matter():
         )
         torch.testing.assert_close(
             covariance.variance()[one],
-            alone.covariance(Settings(SCALE, TAU)).variance(),
+            alone.covariance(PrecisionSettings(SCALE, TAU)).variance(),
             atol=1e-12,
             rtol=1e-9,
         )
@@ -314,7 +314,7 @@ def test_float32_survives_stiff_directions(scale, error, weight):
     assert isinstance(block, InformationBlock)
     narrow = InformationBlock(*(t.float() for t in block.tensors().values()), "rescale")
     wide = InformationBlock(*(t.double() for t in narrow.tensors().values()), "rescale")
-    found = narrow.covariance(Settings(scale, 1e-2, residual_weight=weight))
+    found = narrow.covariance(PrecisionSettings(scale, 1e-2, residual_weight=weight))
     precision = wide.dense(scale, weight) + 1e-2 * torch.eye(SIZE, dtype=torch.float64)
     spread = precision.diagonal(dim1=1, dim2=2).rsqrt()
     whitened = precision * spread.unsqueeze(-1) * spread.unsqueeze(-2)

@@ -17,7 +17,7 @@ import posthoc_uq as uq
 from posthoc_uq.core.batches import Batch
 from posthoc_uq.core.randomness import sample_keys
 from posthoc_uq.curvature.kept_inputs import KeptInputs
-from posthoc_uq.fitting.faithful import TOLERANCE, FaithfulSearch, widest_within
+from posthoc_uq.fitting.faithful import TOLERANCE, FaithfulSearch, smallest_prior_within_budget
 from posthoc_uq.likelihoods import Bernoulli, Categorical, Gaussian
 
 HEADS = ("linearized", "sampling", "moments")
@@ -285,7 +285,7 @@ class Law:
         return self.values[decade]
 
     def widest(self, budget: float = 0.002) -> float:
-        return widest_within(self, budget, start=3.0, low=-2.0, high=12.0)[0]
+        return smallest_prior_within_budget(self, budget, start=3.0, low=-2.0, high=12.0)[0]
 
 
 def test_few_predictions_find_the_widest_posterior_within_the_budget() -> None:
@@ -323,7 +323,9 @@ def test_few_predictions_find_the_widest_posterior_within_the_budget() -> None:
 def test_a_good_start_with_its_slope_saves_evaluations(wrong: float) -> None:
     """As on all inputs, once a few of them were searched."""
     search = Law(lambda decade: 0.002 * 10 ** (1.7 * (0.4 - decade)))
-    found, slope = widest_within(search, 0.002, 0.4 + wrong, -2.0, 12.0, slope=1.8, upwards=TOLERANCE)
+    found, slope = smallest_prior_within_budget(
+        search, 0.002, 0.4 + wrong, -2.0, 12.0, slope=1.8, upwards=TOLERANCE
+    )
     assert 0.4 <= found <= 0.4 + TOLERANCE and slope == pytest.approx(1.7, abs=0.11)
     assert len(search.values) <= (1 if wrong == 0.02 else 3 if wrong > -0.5 else 4)
 

@@ -24,7 +24,7 @@ from tqdm.auto import tqdm
 import posthoc_uq as uq
 from posthoc_uq.core import progress
 from posthoc_uq.core.batches import Bar
-from posthoc_uq.core.progress import Phases, Progress, counted, in_parts, share
+from posthoc_uq.core.progress import Phases, Progress, count_progress, progress_span, split_progress
 
 
 @pytest.fixture
@@ -279,17 +279,17 @@ def test_by_default_bars_are_shown_on_a_terminal_alone(
 
 def test_shares_of_shares_add_up() -> None:
     counts: list[int] = []
-    with counted(100, counts.append):
-        for _ in in_parts(range(2)):
-            with share(0, 0.5):
-                for _ in in_parts("abc"):
+    with count_progress(100, counts.append):
+        for _ in split_progress(range(2)):
+            with progress_span(0, 0.5):
+                for _ in split_progress("abc"):
                     pass
-            assert list(in_parts("de")) == ["d", "e"]
+            assert list(split_progress("de")) == ["d", "e"]
     assert sum(counts) == 100 and len(counts) > 6 and min(counts) > 0
-    with pytest.raises(ZeroDivisionError), counted(10, counts.append):
-        for part in in_parts(range(2)):
+    with pytest.raises(ZeroDivisionError), count_progress(10, counts.append):
+        for part in split_progress(range(2)):
             torch.tensor(1 // part)
-    assert list(in_parts("fg")) == ["f", "g"] and sum(counts) == 100
+    assert list(split_progress("fg")) == ["f", "g"] and sum(counts) == 100
 
 
 X, Y = torch.arange(12.0).reshape(6, 2), torch.arange(6)

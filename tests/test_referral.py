@@ -12,7 +12,7 @@ from sklearn.datasets import load_digits
 from torch import Tensor, nn
 
 import posthoc_uq as uq
-from posthoc_uq.likelihoods.conformal import JOINT, Promises, held_out_scores, wrong_up_to
+from posthoc_uq.likelihoods.conformal import JOINT, ConformalScores, held_out_scores, wrong_up_to
 from posthoc_uq.likelihoods.selective import joint_surprise, tail_of
 
 FAST: dict[str, Any] = {"head": "linearized", "link": "probit", "progress": False}
@@ -41,7 +41,7 @@ def digits() -> tuple[nn.Module, uq.Posterior, Tensor, Tensor]:
     return model, posterior, x[500:], y[500:]
 
 
-def _surprise(scores: Mapping[str, Tensor], promises: Promises) -> Tensor:
+def _surprise(scores: Mapping[str, Tensor], promises: ConformalScores) -> Tensor:
     return joint_surprise(promises.tails, scores)
 
 
@@ -88,12 +88,12 @@ def test_the_share_of_new_inputs_is_the_rate() -> None:
 
 def _promises(
     scores: Mapping[str, Tensor], held_out: slice, tails: Mapping[str, Any], wrong: Tensor | None = None
-) -> Promises:
+) -> ConformalScores:
     kept = {name: held_out_scores(values[held_out]) for name, values in scores.items()}
     counts = {
         name: wrong_up_to(kept[name], scores[name][held_out], wrong) for name in kept if wrong is not None
     }
-    return Promises(None, (), kept, tails, 0, counts)
+    return ConformalScores(None, (), kept, tails, 0, counts)
 
 
 @pytest.mark.parametrize("ties", [False, True])

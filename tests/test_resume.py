@@ -28,7 +28,7 @@ import posthoc_uq as uq
 from posthoc_uq.core.batches import Batch
 from posthoc_uq.core.errors import CorruptPosteriorError, PosthocUQError
 from posthoc_uq.core.randomness import sample_keys
-from posthoc_uq.curvature.sweep import Content, batch_hash
+from posthoc_uq.curvature.sweep import DataHash, batch_hash
 from posthoc_uq.files.header import SNAPSHOT_MAGIC
 from posthoc_uq.layers.proof import count_samples
 from posthoc_uq.likelihoods import Gaussian
@@ -291,7 +291,7 @@ def test_a_hash_of_the_data_tells_what_belongs_together() -> None:
     x, y = torch.randn(6, 2, 3), torch.arange(6)
 
     def total(*batches: Batch) -> int:
-        content = Content()
+        content = DataHash()
         for batch in batches:
             content.see(batch, sample_keys(batch.tensors(), count_samples(batch), 0))
         return content.total

@@ -18,7 +18,7 @@ from posthoc_uq.core.batches import Batch
 from posthoc_uq.curvature import sweep
 from posthoc_uq.layers import proof
 from posthoc_uq.layers.layer import Layer
-from posthoc_uq.layers.operands import Rows, Units
+from posthoc_uq.layers.operands import IdentityRows, Rows
 
 
 class Standardised(nn.Conv2d):
@@ -290,7 +290,7 @@ def test_what_cannot_be_proved_gets_no_posterior(monkeypatch: pytest.MonkeyPatch
 
 def test_unit_rows_are_rows() -> None:
     generator = torch.Generator().manual_seed(0)
-    units = Units(3, 2, 4, torch.empty(0, dtype=torch.float64))
+    units = IdentityRows(3, 2, 4, torch.empty(0, dtype=torch.float64))
     rows = Rows(units.rows())
     basis = torch.randn(2, 4, 3, generator=generator, dtype=torch.float64)
     gradients = torch.randn(3, 2, 4, 5, generator=generator, dtype=torch.float64)

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 
 import posthoc_uq as uq
 from posthoc_uq.core.errors import PosthocUQError
-from posthoc_uq.posteriors.settings import ABOUT, Hyperparameters
+from posthoc_uq.posteriors.settings import HYPERPARAMETERS, Hyperparameters
 
 HEADS: dict[str, dict[str, Any]] = {
     "sampling": {"head": "sampling", "n_samples": 3},
@@ -211,7 +211,7 @@ def test_a_file_keeps_what_its_posterior_lacks(tmp_path: Path) -> None:
 
 
 def test_what_is_known_of_hyperparameters_is_in_one_place() -> None:
-    assert list(ABOUT) == [own.name for own in fields(Hyperparameters)]
+    assert list(HYPERPARAMETERS) == [own.name for own in fields(Hyperparameters)]
     _, posterior, _ = _fitted(method="inf")
     assert posterior.tunable == {"scale", "prior_precision", "residual_weight", "temperature"}
     assert posterior.width_parameter == "prior_precision" and not posterior.settled

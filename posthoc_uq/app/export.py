@@ -29,7 +29,7 @@ from posthoc_uq.heads.predictor import Predictor, divisor_of
 from posthoc_uq.heads.sampling import SamplingPredictor
 from posthoc_uq.likelihoods.conformal import (
     JOINT,
-    Promises,
+    ConformalScores,
     class_scores,
     joint_score,
     set_of,
@@ -79,12 +79,12 @@ class _Program(nn.Module):
         self._posterior = head.posterior.snapshot()
         self.network = head.network_of_novelty if self._closed is None else self._closed.network
         promises = head.promises
-        self._sets = _Sets.of(promises, level) if isinstance(promises, Promises) else None
-        self._p_values = _PValues(promises) if isinstance(promises, Promises) else None
+        self._sets = _Sets.of(promises, level) if isinstance(promises, ConformalScores) else None
+        self._p_values = _PValues(promises) if isinstance(promises, ConformalScores) else None
         self.missing = list[str]()
         if self._p_values is not None and self._sets is None:
             self.missing.append(
-                f"sets or intervals of kind {cast(Promises, promises).kind!r}, which are computed by Python alone"
+                f"sets or intervals of kind {cast(ConformalScores, promises).kind!r}, which Python alone computes"
             )
 
     def _predicted(self, *args: Any) -> Prediction:
@@ -140,7 +140,7 @@ class _Sets:
         self._kind, self._thresholds = kind, thresholds
 
     @staticmethod
-    def of(promises: Promises, level: float) -> _Sets | None:
+    def of(promises: ConformalScores, level: float) -> _Sets | None:
         """None where they take random numbers, or functions that are no tensors'."""
         if promises.kind == "positions":
             return _Sets("positions", host_double(promises.threshold_of_positions(level)))
@@ -170,7 +170,7 @@ class _PValues:
     are found once.
     """
 
-    def __init__(self, promises: Promises) -> None:
+    def __init__(self, promises: ConformalScores) -> None:
         of_joint = promises.inputs[JOINT]
 
         def reached(name: str) -> Tensor:
@@ -253,7 +253,7 @@ def exportable(predictor: Predictor, *inputs: Tensor, level: float = 0.9) -> nn.
             f"posterior: it has {made.n_samples} draws of the weights in its place (wrap with head='moments' or "
             f"head='sampling' to choose)"
         ]
-        if isinstance(predictor.promises, Promises):
+        if isinstance(predictor.promises, ConformalScores):
             missing.append("the sets or intervals and p-values, whose held-out scores are of that head")
     program = _Program(made, head, level).eval()
     missing += program.missing

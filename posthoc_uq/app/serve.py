@@ -61,7 +61,7 @@ from posthoc_uq.heads.predictor import Predictor
 from posthoc_uq.heads.referral import Referral
 from posthoc_uq.likelihoods.bernoulli import MultilabelPrediction
 from posthoc_uq.likelihoods.class_prediction import ClassPrediction
-from posthoc_uq.likelihoods.conformal import Promises
+from posthoc_uq.likelihoods.conformal import ConformalScores
 from posthoc_uq.likelihoods.positions import PositionPrediction
 from posthoc_uq.likelihoods.prediction import Prediction
 
@@ -285,7 +285,7 @@ class Service:
         integers: bool = False,
         log: str | None = None,
     ) -> None:
-        if isinstance(predictor.promises, Promises):
+        if isinstance(predictor.promises, ConformalScores):
             predictor.promises.thresholds(level)  # refuses a level that cannot be promised
         self.predictor, self.transform, self.limits = predictor, transform, limits or Limits()
         self.names, self.top_k, self.level = names, top_k, level
@@ -610,11 +610,11 @@ def _answers(service: Service, prediction: Prediction) -> list[tuple[dict[str, A
             f"There are {len(service.names)} class names, and the model has {outputs} outputs."
         )
     scores = {name: values.tolist() for name, values in prediction.scores().items()}
-    referral = service.referral if isinstance(prediction.promises, Promises) else None
+    referral = service.referral if isinstance(prediction.promises, ConformalScores) else None
     reasons: Mapping[str, Tensor] = {} if referral is None else referral.reasons(prediction)
     tails = None if referral is None else referral.tail(prediction).tolist()
     familiarity = None
-    if isinstance(prediction.promises, Promises) and "novelty" in scores:
+    if isinstance(prediction.promises, ConformalScores) and "novelty" in scores:
         familiarity = prediction.familiarity().tolist()
     answers: list[tuple[dict[str, Any], dict[str, Any]]] = []
     for index, answer in enumerate(_described(prediction, service)):
@@ -649,7 +649,7 @@ def _described(prediction: Prediction, service: Service) -> list[dict[str, Any]]
         return str(index) if service.names is None else str(service.names[index])
 
     if isinstance(prediction, PositionPrediction):
-        promising = isinstance(prediction.promises, Promises)
+        promising = isinstance(prediction.promises, ConformalScores)
         return [
             _described_map(prediction.picked(slice(i, i + 1)), label, service, promising)
             for i in range(len(prediction))
@@ -665,7 +665,7 @@ def _described(prediction: Prediction, service: Service) -> list[dict[str, Any]]
         else:
             likely = [[label(i) for i, p in enumerate(row) if p >= 0.5] for row in prediction.probs.tolist()]
             answers = [{"prediction": labels, "top": top} for labels, top in zip(likely, tops, strict=True)]
-        if isinstance(prediction.promises, Promises):
+        if isinstance(prediction.promises, ConformalScores):
             for answer, row in zip(answers, prediction.set(service.level).tolist(), strict=True):
                 answer |= {"set": [label(i) for i, held in enumerate(row) if held], "level": service.level}
         return answers

@@ -26,7 +26,7 @@ from torch.utils._pytree import tree_leaves, tree_map
 from torch.utils.data import DataLoader, Dataset, IterableDataset
 
 from posthoc_uq.core import interrupts, steady
-from posthoc_uq.core.devices import sent
+from posthoc_uq.core.devices import to_device_async
 from posthoc_uq.core.distributed import rank, sampler_of
 from posthoc_uq.core.errors import PosthocUQError, UnsupportedLayerError, out_of_memory, warn_user
 from posthoc_uq.core.graphs import (
@@ -463,7 +463,7 @@ class BatchReader(Options):
             return changed_graph(value, self._move)
         if type(value) is list:
             return [self._move(part) for part in cast(list[Any], value)]
-        return sent(value, self.device) if isinstance(value, Tensor) else value
+        return to_device_async(value, self.device) if isinstance(value, Tensor) else value
 
 
 def _of_list(batch: Batch) -> list[Batch]:
@@ -644,7 +644,7 @@ def batches(loader: Iterable[Any], reader: BatchReader) -> Iterator[Batch]:
     if readings is not None:
         readings.compare(reading)
     if count == 0:
-        raise no_sample()
+        raise no_sample_error()
 
 
 _MAX_HASHES = 65536  # of inputs, by which two readings are compared
@@ -715,14 +715,14 @@ class Readings(Iterable[Any]):
         Raises:
             PosthocUQError: there is none.
         """
-        iterator = interrupts.at_once(iter, self.loader)
+        iterator = interrupts.interruptible(iter, self.loader)
         for item in items_of(iterator):
             batch = next((batch for batch in reader.read_all(item) if not batch.empty), None)
             if batch is not None:
                 if not self._begins_anew:
                     self._begun = item, iterator, present_state()
                 return batch
-        raise no_sample()
+        raise no_sample_error()
 
     def __iter__(self) -> Iterator[Any]:
         if self._begun is None:
@@ -768,12 +768,12 @@ class Readings(Iterable[Any]):
 
 def items_of(loader: Iterable[Any]) -> Iterator[Any]:
     """What a loader yields; an interrupt ends the wait for it."""
-    iterator, end = interrupts.at_once(iter, loader), object()
-    while (item := interrupts.at_once(next, iterator, end)) is not end:
+    iterator, end = interrupts.interruptible(iter, loader), object()
+    while (item := interrupts.interruptible(next, iterator, end)) is not end:
         yield item
 
 
-def no_sample() -> PosthocUQError:
+def no_sample_error() -> PosthocUQError:
     """The error of a loader without data."""
     return PosthocUQError("The loader yields no batch of samples; it needs at least one.")
 

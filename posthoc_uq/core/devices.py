@@ -24,7 +24,7 @@ def has_double(device: torch.device) -> bool:
     return device.type not in _WITHOUT_DOUBLE
 
 
-def widest(device: torch.device) -> torch.dtype:
+def widest_dtype(device: torch.device) -> torch.dtype:
     """The floating-point type of a device with the highest precision."""
     return torch.float64 if has_double(device) else torch.float32
 
@@ -43,7 +43,7 @@ def host_double(value: Any) -> Tensor:
     return torch.as_tensor(value, dtype=torch.float64, device="cpu")
 
 
-def placed(tensor: Tensor, device: torch.device) -> Tensor:
+def on_device(tensor: Tensor, device: torch.device) -> Tensor:
     """The tensor on a device; on the CPU if it is float64 and the device has no float64."""
     if tensor.dtype == torch.float64 and not has_double(device):
         return tensor.cpu()
@@ -71,14 +71,14 @@ def on_host(*tensors: Tensor) -> list[Tensor]:
     return copies
 
 
-def moved(tensors: Iterable[Tensor], device: torch.device | str) -> list[Tensor]:
+def to_device(tensors: Iterable[Tensor], device: torch.device | str) -> list[Tensor]:
     """The tensors on a device; those that come to the CPU come in one copy."""
     if torch.device(device).type == "cpu":
         return on_host(*tensors)
     return [tensor.to(device) for tensor in tensors]
 
 
-def sent(tensor: Tensor, device: torch.device) -> Tensor:
+def to_device_async(tensor: Tensor, device: torch.device) -> Tensor:
     """The tensor on a device; a GPU gets it without a wait."""
     if device.type == "cuda" and tensor.device.type == "cpu" and not tensor.is_pinned():
         tensor = tensor.pin_memory()  # a transfer from pageable memory makes the host wait

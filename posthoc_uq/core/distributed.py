@@ -16,7 +16,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.utils.data import DistributedSampler
 
-from posthoc_uq.core.devices import placed
+from posthoc_uq.core.devices import on_device
 from posthoc_uq.core.errors import PosthocUQError
 
 Result = TypeVar("Result")
@@ -191,7 +191,7 @@ def broadcast(
                 place = group_device or (tensor.device if tensor is not None else device)
                 buffer = torch.empty(shape, dtype=dtype, device=place) if tensor is None else tensor.to(place)
                 dist.broadcast(buffer, source)
-                received[outer][inner] = placed(buffer, device)
+                received[outer][inner] = on_device(buffer, device)
     return received
 
 

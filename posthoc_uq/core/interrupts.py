@@ -74,7 +74,7 @@ class _Watch:
 _watch: _Watch | None = None
 
 
-def orderly(call: Callable[Parameters, Result]) -> Callable[Parameters, Result]:
+def defer_interrupts(call: Callable[Parameters, Result]) -> Callable[Parameters, Result]:
     """Have errors of signals wait for a `check` during the calls of a function from the main thread."""
 
     @wraps(call)
@@ -144,7 +144,7 @@ def check() -> None:
         _watch.deliver()
 
 
-def at_once(call: Callable[..., Result], *arguments: Any) -> Result:
+def interruptible(call: Callable[..., Result], *arguments: Any) -> Result:
     """Call code of the caller's that may wait for long, as its loader: errors of signals are raised inside of it."""
     watch = _watch
     if watch is None or not watch.here:

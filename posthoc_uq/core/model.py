@@ -287,7 +287,7 @@ def _norms(module: nn.Module) -> list[WeightNorm | SpectralNorm]:
     ]
 
 
-def unshared_copy(model: nn.Module, names: Iterable[str]) -> nn.Module:
+def with_separate_embedding_weight(model: nn.Module, names: Iterable[str]) -> nn.Module:
     """`model`, or a replica of it in which parameters of these names are not shared with an embedding.
 
     Where an embedding and other modules share one of them, the others get another parameter, in common, on the same

@@ -208,9 +208,9 @@ _listener: ContextVar[Callable[[float], None] | None] = ContextVar("listener", d
 
 
 @contextmanager
-def counted(number: int, advance: Callable[[int], Any]) -> Generator[None]:
+def count_progress(number: int, advance: Callable[[int], Any]) -> Generator[None]:
     """Work on so many things at once: `advance` is called with parts of their number, as the loops inside report which
-    share of the work is done (`in_parts`), and in the end with the rest.
+    share of the work is done (`split_progress`), and in the end with the rest.
     """
     done, outer = 0, _listener.get()
 
@@ -230,7 +230,7 @@ def counted(number: int, advance: Callable[[int], Any]) -> Generator[None]:
 
 
 @contextmanager
-def share(start: float, stop: float) -> Generator[None]:
+def progress_span(start: float, stop: float) -> Generator[None]:
     """Work that is a share of the work under way, from `start` to `stop`."""
     outer = _listener.get()
     if outer is None:
@@ -244,7 +244,7 @@ def share(start: float, stop: float) -> Generator[None]:
     outer(stop)
 
 
-def in_parts(parts: Sequence[Part]) -> Iterator[Part]:
+def split_progress(parts: Sequence[Part]) -> Iterator[Part]:
     """Parts of the work under way, about equally long; not to be left by `break`."""
     outer = _listener.get()
     for place, part in enumerate(parts):
@@ -257,7 +257,7 @@ def in_parts(parts: Sequence[Part]) -> Iterator[Part]:
             _listener.set(outer)
 
 
-def tell(done: float) -> None:
+def report_progress(done: float) -> None:
     """Report which share of the work under way is done."""
     interrupts.check()
     listener = _listener.get()

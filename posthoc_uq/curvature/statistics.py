@@ -21,14 +21,14 @@ from typing import NamedTuple
 import torch
 from torch import Tensor, einsum, matmul, triu_indices, where
 
-from posthoc_uq.core.devices import widest
+from posthoc_uq.core.devices import widest_dtype
 from posthoc_uq.core.numerics import all_finite
 from posthoc_uq.layers.operands import (
     TOUCH_COST,
-    Chosen,
+    IdentityRows,
+    OneHotRows,
     Operand,
     Rows,
-    Units,
     add_products,
     chunks,
     temporary_limit,
@@ -219,7 +219,7 @@ def add_factors(
         of_inputs: total ``(groups, inputs, inputs)``.
         of_outputs: total ``(groups, outputs, outputs)``.
     """
-    if isinstance(activations, Chosen):
+    if isinstance(activations, OneHotRows):
         for part in activations.parts_by_use():  # few rows of an embedding occur in a batch
             places, rows = activations.part(part).used()
             total = of_inputs.new_zeros(1, len(places), len(places))
@@ -235,7 +235,7 @@ def _add_factors(
     (samples, groups, t, m), n, item_size = gradients.shape, of_inputs.shape[2], gradients.element_size()
     by_gradients = m * n * (t + TOUCH_COST) + m * n * (m + n)
     by_pairs = t * (m * m + n * n) + 2 * t * t * (m + n) + TOUCH_COST * t * (2 * t + m + 2 * n)
-    if isinstance(activations, Units) or by_gradients < by_pairs:
+    if isinstance(activations, IdentityRows) or by_gradients < by_pairs:
         for part in chunks(samples, groups * m * n, item_size, limit):
             per_sample = activations.part(part).gradients(gradients[part], limit)
             Rows(per_sample).add_gram(of_inputs, limit)
@@ -310,7 +310,7 @@ def _known(
     ``sum a a^T`` is ``sum J^T J``, beside ``sum g g^T = sum J J^T`` (Gupta, Koren, Singer 2018). They come with the
     roots of the weights, and differ from pass to pass.
     """
-    if isinstance(activations, Units):
+    if isinstance(activations, IdentityRows):
         return Rows(gradients.transpose(2, 3)), True, None
     return activations, first_pass, _on_device(weights, gradients)
 
@@ -474,7 +474,7 @@ class SquaredGradients(Accumulator):
         self, activations: Operand, gradients: Tensor, first_pass: bool, weights: SampleWeights | None = None
     ) -> None:
         diagonal, eigenvalues = self._sums.get("diagonal"), self._sums.get("eigenvalues")
-        if isinstance(activations, Chosen) and diagonal is not None and eigenvalues is None:
+        if isinstance(activations, OneHotRows) and diagonal is not None and eigenvalues is None:
             for part in activations.parts_by_use():  # few rows of an embedding occur in a batch
                 places, rows = activations.part(part).used()
                 total = diagonal.new_zeros(*diagonal.shape[:2], len(places))
@@ -525,7 +525,7 @@ class JointFisher:
     """
 
     def __init__(self, parameters: int, device: torch.device) -> None:
-        fisher = torch.zeros(parameters, parameters, dtype=widest(device), device=device)
+        fisher = torch.zeros(parameters, parameters, dtype=widest_dtype(device), device=device)
         self._sums = {"fisher": fisher}
 
     def state_dict(self) -> dict[str, Tensor]:

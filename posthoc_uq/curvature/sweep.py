@@ -86,7 +86,7 @@ def batch_hash(batch: Batch) -> int:
     return mixed_seed(int(total) % WORD, int(shared_hash(batch, samples)) % WORD)
 
 
-class Content:
+class DataHash:
     """The sum of the hashes of all samples of a pass, whatever their order. An `Observer` of a sweep.
 
     Attributes:
@@ -454,7 +454,7 @@ def _pieces(capture: Capture, batch: Batch, keys: Tensor, place: str) -> Iterato
         yield batch.narrow(part.start, part.stop - part.start, samples), keys[part], place
 
 
-def show(
+def run_observers(
     capture: Capture, loader: Iterable[Any], settings: SweepSettings, observers: Sequence[Observer]
 ) -> None:
     """Show all data to observers by forward passes alone, where no sweep goes over all of them."""
@@ -516,7 +516,7 @@ def batch_weights(likelihood: Likelihood, outputs: Tensor, batch: Batch, place: 
         raise PosthocUQError(f"Batch {place}: {error}") from None
 
 
-def no_weight() -> PosthocUQError:
+def no_weight_error() -> PosthocUQError:
     """The error of data that count nothing."""
     return PosthocUQError(
         "The weights of all samples are 0, so that no data are left; give some a positive one."

@@ -29,7 +29,7 @@ from posthoc_uq.core.batches import (
 )
 from posthoc_uq.core.devices import on_host
 from posthoc_uq.core.errors import PosthocUQError
-from posthoc_uq.core.interrupts import orderly
+from posthoc_uq.core.interrupts import defer_interrupts
 from posthoc_uq.core.model import replicate
 from posthoc_uq.core.options import Count, Natural, check_option, known_arguments, one_of, shown
 from posthoc_uq.core.outputs import Choice, Output, output_tensor
@@ -343,7 +343,7 @@ class _Gallery:
 Compared = Predictor | nn.Module | Callable[..., Any]
 
 
-@orderly
+@defer_interrupts
 @known_arguments
 def evaluate(
     predictor: Compared | Mapping[str, Compared],

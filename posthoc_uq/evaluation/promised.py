@@ -13,7 +13,7 @@ from posthoc_uq.core.devices import as_double
 from posthoc_uq.fitting.calibrate import value_scores
 from posthoc_uq.likelihoods.bernoulli import MultilabelPrediction
 from posthoc_uq.likelihoods.class_prediction import ClassPrediction
-from posthoc_uq.likelihoods.conformal import Promises
+from posthoc_uq.likelihoods.conformal import ConformalScores
 from posthoc_uq.likelihoods.metrics import CoverageCurve
 from posthoc_uq.likelihoods.positions import PositionPrediction
 from posthoc_uq.likelihoods.prediction import Prediction
@@ -92,7 +92,7 @@ def kept_at(
 def _possible(prediction: Prediction, levels: Sequence[float]) -> list[float]:
     """Those of the levels that the held-out scores can promise."""
     promises = prediction.promises
-    if not isinstance(promises, Promises) or not promises.targets:
+    if not isinstance(promises, ConformalScores) or not promises.targets:
         return []
     highest = min(scores.highest_level for scores in promises.targets)
     return [level for level in levels if level <= highest + 1e-12]

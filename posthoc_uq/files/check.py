@@ -9,7 +9,7 @@ from math import inf
 from posthoc_uq.core.errors import CorruptPosteriorError, NonFiniteError
 from posthoc_uq.core.records import validate_record
 from posthoc_uq.files.records import EvidenceRecord, SettingsRecord
-from posthoc_uq.files.tensors import check_together, complaint, tensors_of
+from posthoc_uq.files.tensors import check_together, find_fault, tensors_of
 from posthoc_uq.likelihoods import LIKELIHOODS
 from posthoc_uq.posteriors.block import LOG_DETERMINANT
 from posthoc_uq.posteriors.posterior import Posterior
@@ -29,7 +29,7 @@ def check_numbers(posterior: Posterior) -> None:
             values = {name: value for name, value in likelihood.attributes().items() if name != "name"}
             validate_record(likelihood.fields, values, "its likelihood")
         for slot, tensor in tensors_of(posterior):
-            fault = complaint(slot.spec, tensor)
+            fault = find_fault(slot.spec, tensor)
             if fault is not None:
                 raise CorruptPosteriorError(f"'{slot.name}' of {slot.owner} {fault}")
         check_together(posterior)

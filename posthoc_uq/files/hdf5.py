@@ -299,7 +299,7 @@ def write_frame(stream: IO[bytes], kind: bytes, data: bytes | bytearray | memory
     stream.flush()
 
 
-def confine(seconds: int, memory: int) -> None:
+def limit_resources(seconds: int, memory: int) -> None:
     """Limit this process's processor time and memory, and forbid it to open files, where the platform can.
 
     The first two may be raised later; the last is for good.
@@ -338,7 +338,7 @@ def serve(stdin: IO[bytes], stdout: IO[bytes]) -> None:
     settings = json.loads(read_frame(stdin, b"L", 1024))
     _warm_up()
     size = int(settings["bytes"])
-    confine(int(settings["seconds"]), int(settings["memory"]))
+    limit_resources(int(settings["seconds"]), int(settings["memory"]))
     write_frame(stdout, b"R", b"")  # ready: what goes wrong from here on is the file's doing
     try:
         # `BytesIO` shares these bytes, so that a large file is in memory only once
@@ -353,7 +353,7 @@ def serve(stdin: IO[bytes], stdout: IO[bytes]) -> None:
         write_frame(stdout, b"S", json.dumps(outline).encode())
         write_frame(stdout, b"J", structure.state)
         settings = json.loads(read_frame(stdin, b"G", 1024))
-        confine(int(settings["seconds"]), int(settings["memory"]))
+        limit_resources(int(settings["seconds"]), int(settings["memory"]))
         for path, stored in structure.datasets.items():
             write_frame(stdout, b"A", reader.array(path, stored).reshape(-1).view(np.uint8).data)
     except EOFError:

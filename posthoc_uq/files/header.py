@@ -41,7 +41,7 @@ class Header(NamedTuple):
     release: str
 
 
-def seal(image: BytesIO, kind: str) -> BytesIO:
+def write_header(image: BytesIO, kind: str) -> BytesIO:
     """Fill the user block of a file in memory.
 
     Raises:

@@ -23,7 +23,7 @@ from posthoc_uq.files.tensors import (
     MEAN,
     PRIOR_MEAN,
     PRIOR_PRECISION,
-    Slot,
+    TensorSlot,
     block_group,
     parameter_shapes,
     slots,
@@ -39,8 +39,8 @@ from posthoc_uq.posteriors.features import SOURCES, FeatureGrams
 from posthoc_uq.posteriors.posterior import Posterior, WeightPrior
 from posthoc_uq.posteriors.search import CRITERIA
 from posthoc_uq.posteriors.settings import (
-    ABOUT,
     HEADS,
+    HYPERPARAMETERS,
     NOVELTIES,
     History,
     Hyperparameters,
@@ -278,7 +278,7 @@ class FaithfulRecord(Record):
 
     @model_validator(mode="after")
     def _check_settings(self) -> FaithfulRecord:
-        others = {name for name, about in ABOUT.items() if about.of_weights and not about.by_layer}
+        others = {name for name, about in HYPERPARAMETERS.items() if about.of_weights and not about.by_layer}
         if not self.settings.given <= others:
             raise ValueError(f"has settings that are none of {sorted(others)}")
         return self
@@ -382,8 +382,8 @@ class InputScoresRecord(Record):
 class PromisesRecord(InputScoresRecord):
     """Held-out scores by which predictions promise: of targets, where the likelihood has a score, and of inputs, of
     classes with the number of wrong predictions up to each, of positions also by those that `counted`
-    (`posthoc_uq.likelihoods.conformal.Promises`). Without `share`, the samples tuned the posterior too, and promises
-    hold approximately.
+    (`posthoc_uq.likelihoods.conformal.ConformalScores`). Without `share`, the samples tuned the posterior too, and
+    promises hold approximately.
     """
 
     samples: Count
@@ -521,7 +521,7 @@ class Description(Record):
 
     @model_validator(mode="after")
     def _check_settings(self) -> Description:
-        missing = sorted(ABOUT.keys() - self.settings.given)
+        missing = sorted(HYPERPARAMETERS.keys() - self.settings.given)
         if missing:
             raise ValueError(f"has no '{missing[0]}' in its settings")
         faithful = self.history.faithful
@@ -643,7 +643,7 @@ def _plain_prior(prior: WeightPrior) -> dict[str, Any]:
     return mean | ({"precisions": True} if prior.precision else {})
 
 
-def described_slots(description: Description) -> list[Slot]:
+def described_slots(description: Description) -> list[TensorSlot]:
     """Every tensor that a file of this description must have; needs no tensor, so a file is checked before its numbers
     are read.
 
@@ -651,7 +651,7 @@ def described_slots(description: Description) -> list[Slot]:
         CorruptPosteriorError: blocks, trained mean or prior do not fit the layers.
     """
     layers = description.layers_by_name()
-    found: list[Slot] = []
+    found: list[TensorSlot] = []
     held: list[str] = []
     for name, block in description.blocks.items():
         kind, members = BLOCKS[block.kind], block.members

@@ -24,8 +24,14 @@ from posthoc_uq.core.errors import (
     PosthocUQError,
     out_of_memory,
 )
-from posthoc_uq.core.interrupts import check, orderly
-from posthoc_uq.core.model import check_usable, model_device, unshared_copy, unwrap, with_plain_weights
+from posthoc_uq.core.interrupts import check, defer_interrupts
+from posthoc_uq.core.model import (
+    check_usable,
+    model_device,
+    unwrap,
+    with_plain_weights,
+    with_separate_embedding_weight,
+)
 from posthoc_uq.core.options import check_option, known_arguments
 from posthoc_uq.core.outputs import Output, checked_output, choice_of, with_choice
 from posthoc_uq.files import atomic, hdf5, header
@@ -53,11 +59,11 @@ from posthoc_uq.files.tensors import (
     PRIOR_MEAN,
     PRIOR_PRECISION,
     STORED,
-    Slot,
+    TensorSlot,
     as_array,
     block_group,
     check_together,
-    complaint,
+    find_fault,
     parameter_shapes,
     size_limit,
     tensors_of,
@@ -74,7 +80,7 @@ _WIDER_DTYPE = "save with dtype=torch.bfloat16 or torch.float32"
 _MAX_LOST_SHARE = 0.01  # of a tensor's absolute sum, by a narrower number format
 
 
-@orderly
+@defer_interrupts
 @known_arguments
 def save(
     posterior: Posterior,
@@ -127,12 +133,12 @@ def _image(posterior: Posterior, dtype: torch.dtype | None, compression: str | N
         check_together(posterior)
         text, attributes = hdf5.state_text(description.plain()), _attributes(description, __version__)
         image = hdf5.build_image(text, attributes, arrays, header.SIZE, compression)
-        return header.seal(image, posterior.method)
+        return header.write_header(image, posterior.method)
     except (CorruptPosteriorError, TypeError, ValueError, KeyError) as error:
         raise PosthocUQError(f"The posterior holds a value that no file can keep: {error}.") from error
 
 
-def _check_storable(slot: Slot, tensor: Tensor, dtype: torch.dtype) -> None:
+def _check_storable(slot: TensorSlot, tensor: Tensor, dtype: torch.dtype) -> None:
     """Refuse a tensor that cannot be stored and read back."""
     check()
     which = f"Tensor '{slot.name}' of {slot.owner}"
@@ -140,7 +146,7 @@ def _check_storable(slot: Slot, tensor: Tensor, dtype: torch.dtype) -> None:
         raise PosthocUQError(f"{which} is of {tensor.dtype}, which a file does not hold.")
     if slot.spec.shape != tensor.shape:
         raise PosthocUQError(f"{which} has shape {tuple(tensor.shape)}, and should have {slot.spec.shape}.")
-    fault = complaint(slot.spec, tensor)
+    fault = find_fault(slot.spec, tensor)
     if fault is not None:
         kind = NonFiniteError if "NaN" in fault else PosthocUQError
         raise kind(f"{which} {fault}; fit again before saving.")
@@ -173,7 +179,7 @@ def _attributes(description: Description, release: str) -> dict[str, str | int]:
     }
 
 
-@orderly
+@defer_interrupts
 @known_arguments
 def load(
     path: str | os.PathLike[str],
@@ -231,12 +237,12 @@ def load(
             )
         posterior = _posterior(description, slots, tensors, parameters, likelihood)
         choice = choice_of(posterior.history.output, checked_output(output))
-        posterior.model = with_choice(unshared_copy(model, posterior.original), choice)
+        posterior.model = with_choice(with_separate_embedding_weight(model, posterior.original), choice)
         return posterior
 
 
 def _restored(
-    slot: Slot, tensor: Tensor, stored: Stored, parameter: Tensor | None, place: torch.device
+    slot: TensorSlot, tensor: Tensor, stored: Stored, parameter: Tensor | None, place: torch.device
 ) -> Tensor:
     """A dataset's numbers, checked, as the tensor that was saved: half formats as float32, the mean in the number type
     and on the device of the model's parameter.
@@ -247,7 +253,7 @@ def _restored(
         tensor = tensor.float()
     if parameter is not None:
         tensor, place = tensor.to(parameter.dtype), parameter.device
-    fault = complaint(slot.spec, tensor)
+    fault = find_fault(slot.spec, tensor)
     if fault is not None:
         raise CorruptPosteriorError(f"'{slot.name}' of {slot.owner} {fault}")
     if tensor.dtype == torch.float64 and not has_double(place):
@@ -257,7 +263,7 @@ def _restored(
 
 def _posterior(
     description: Description,
-    slots: list[Slot],
+    slots: list[TensorSlot],
     tensors: Mapping[str, Tensor],
     parameters: Mapping[str, Tensor],
     likelihood: Likelihood,
@@ -298,7 +304,7 @@ def _posterior(
     return posterior
 
 
-def _described(structure: Structure, head: header.Header) -> tuple[Description, list[Slot]]:
+def _described(structure: Structure, head: header.Header) -> tuple[Description, list[TensorSlot]]:
     """A file's description, and the tensors that it must have.
 
     Raises:
@@ -432,7 +438,7 @@ def inspect(path: str | os.PathLike[str]) -> Inspection:
     return Inspection(os.fsdecode(path), contents)
 
 
-def _stored(group: str, slots: list[Slot], structure: Structure) -> dict[str, Any]:
+def _stored(group: str, slots: list[TensorSlot], structure: Structure) -> dict[str, Any]:
     """The tensors of a block, and the bytes that they take."""
     stored = {slot.name: structure.datasets[slot.path] for slot in slots if slot.group == group}
     tensors = {

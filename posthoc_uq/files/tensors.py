@@ -17,7 +17,15 @@ from posthoc_uq.core.numerics import all_finite
 from posthoc_uq.curvature.statistics import MAX_ASYMMETRY
 from posthoc_uq.files.hdf5 import link_name
 from posthoc_uq.layers.layer import Layer
-from posthoc_uq.posteriors.block import BLOCKS, FAMILIES, Block, Settings, Shape, TensorSpec, largest_of
+from posthoc_uq.posteriors.block import (
+    BLOCKS,
+    FAMILIES,
+    Block,
+    PrecisionSettings,
+    Shape,
+    TensorSpec,
+    largest_of,
+)
 from posthoc_uq.posteriors.posterior import Posterior
 
 # Number formats: how torch holds them, and how the file does (bfloat16 as its bits).
@@ -45,7 +53,7 @@ PRIOR_MEAN, PRIOR_PRECISION = "prior_mean", "prior_precision"  # of single weigh
 
 
 @dataclass(frozen=True)
-class Slot:
+class TensorSlot:
     """One tensor of a posterior.
 
     Attributes:
@@ -76,14 +84,14 @@ def block_group(block: str) -> str:
     return f"{BLOCKS_GROUP}/{link_name(block)}"
 
 
-def slots(group: str, owner: str, specs: Mapping[str, TensorSpec]) -> Iterator[Slot]:
+def slots(group: str, owner: str, specs: Mapping[str, TensorSpec]) -> Iterator[TensorSlot]:
     """The slots of one group."""
-    return (Slot(group, owner, name, spec) for name, spec in specs.items())
+    return (TensorSlot(group, owner, name, spec) for name, spec in specs.items())
 
 
-def tensors_of(posterior: Posterior) -> list[tuple[Slot, Tensor]]:
+def tensors_of(posterior: Posterior) -> list[tuple[TensorSlot, Tensor]]:
     """Every tensor that a file keeps."""
-    found: list[tuple[Slot, Tensor]] = []
+    found: list[tuple[TensorSlot, Tensor]] = []
 
     def add(group: str, owner: str, specs: Mapping[str, TensorSpec], tensors: Mapping[str, Tensor]) -> None:
         found.extend((slot, tensors[slot.name]) for slot in slots(group, owner, specs))
@@ -137,7 +145,7 @@ _MAX_EXACT_COLUMNS = 512  # of a basis whose products are all formed; of more, s
 _PROBES = 32
 
 
-def complaint(spec: TensorSpec, tensor: Tensor) -> str | None:
+def find_fault(spec: TensorSpec, tensor: Tensor) -> str | None:
     """What is wrong with the numbers of a tensor, in words, or None."""
     if spec.bits != (tensor.dtype == torch.uint8):
         return "does not hold packed bits" if spec.bits else "holds packed bits in place of numbers"
@@ -201,7 +209,7 @@ def check_together(posterior: Posterior) -> None:
             "its prior precisions of single weights must be positive, and not so small"
         )
     scale = settings.scale / settings.noise_scale**noise_power
-    strongest = Settings(scale, max(precisions) * max(factors), settings.residual_weight)
+    strongest = PrecisionSettings(scale, max(precisions) * max(factors), settings.residual_weight)
     for name, block in posterior.blocks.items():
         size = block.largest_value(strongest)
         if not size <= _MAX_PRECISION:

@@ -24,7 +24,7 @@ from posthoc_uq.core.batches import (
 )
 from posthoc_uq.core.devices import as_double
 from posthoc_uq.core.errors import PosthocUQError
-from posthoc_uq.core.interrupts import orderly
+from posthoc_uq.core.interrupts import defer_interrupts
 from posthoc_uq.core.options import Count, Seed, check_names, check_option, one_of
 from posthoc_uq.core.progress import bars_shown
 from posthoc_uq.core.randomness import isolated_random_state, mixed_seed, numbered, sample_keys, uniforms
@@ -97,7 +97,7 @@ class Calibration:
         return f"{chosen}\npromised: {self.promises}"
 
 
-@orderly
+@defer_interrupts
 def calibrate(
     posterior: Posterior,
     loader: Iterable[Any],

@@ -22,7 +22,7 @@ from posthoc_uq.core.devices import as_double, full_precision, host_double
 from posthoc_uq.core.errors import NonFiniteError, PosthocUQError, warn_user
 from posthoc_uq.core.model import replicate
 from posthoc_uq.core.numerics import check_rows_finite, not_finite
-from posthoc_uq.core.progress import counted
+from posthoc_uq.core.progress import count_progress
 from posthoc_uq.curvature.kept_inputs import MAX_KEPT, inputs_to_keep
 from posthoc_uq.heads.features import FeatureCache
 from posthoc_uq.heads.predictor import Predictor, divisor_of
@@ -32,7 +32,7 @@ from posthoc_uq.likelihoods.prediction import at_least_float32, by_input
 from posthoc_uq.likelihoods.weights import counted_positions, nothing_counts
 from posthoc_uq.posteriors.posterior import Posterior
 from posthoc_uq.posteriors.search import SearchBar, Trial, Trials
-from posthoc_uq.posteriors.settings import ABOUT, Hyperparameters, width_of
+from posthoc_uq.posteriors.settings import HYPERPARAMETERS, Hyperparameters, get_width
 
 
 def model_of(posterior: Posterior) -> nn.Module:
@@ -64,7 +64,7 @@ def width_parameter_of(posterior: Posterior) -> str:
     return name
 
 
-def with_width(settings: Hyperparameters, name: str, factor: float) -> Hyperparameters:
+def scale_width(settings: Hyperparameters, name: str, factor: float) -> Hyperparameters:
     """Settings whose width parameter, or each of its values by layer, is multiplied by a factor."""
     value: Any = getattr(settings, name)
     if isinstance(value, dict):
@@ -171,7 +171,7 @@ _ROUNDING_NATS = 1e-9  # nats below which a divergence may be rounding
 _MAX_SLOPE_DISTANCE = 1.0  # decades: a slope seen across more may not hold at its end
 
 
-def widest_within(
+def smallest_prior_within_budget(
     divergence: Callable[[float], float],
     budget: float,
     start: float,
@@ -353,7 +353,7 @@ class Divergence(Score):
     def _pairs(self) -> Iterator[tuple[Any, Any]]:
         of_batches = self._cache.distributions()
         for network in self._compared:
-            with counted(len(network.outputs), self._advance):
+            with count_progress(len(network.outputs), self._advance):
                 distribution, _ = next(of_batches)
             yield distribution, network
 
@@ -392,7 +392,7 @@ class Divergence(Score):
         return self._temperature * 10.0 ** float(root)
 
 
-def is_large(posterior: Posterior) -> bool:
+def backward_dominates(posterior: Posterior) -> bool:
     """Whether backward passes are what a prediction costs; of a small network it is the calls around them, and what
     saves passes only adds to those.
     """
@@ -412,7 +412,7 @@ class ApproximateDivergence(Divergence):
         """Run the backward passes of the inputs; false where the predictor cannot serve them."""
         self._at_every_prior = list[Any]()
         for network, batch in zip(self._compared, self.inputs, strict=True):
-            with counted(len(network.outputs), self._advance):
+            with count_progress(len(network.outputs), self._advance):
                 found = self._predictor.at_every_prior(batch)
             if found is None:
                 return False
@@ -420,7 +420,7 @@ class ApproximateDivergence(Divergence):
         return True
 
     def _pairs(self) -> Iterator[tuple[Any, Any]]:
-        width = width_of(self.posterior.settings, "prior_precision")
+        width = get_width(self.posterior.settings, "prior_precision")
         for found, network in zip(self._at_every_prior, self._compared, strict=True):
             yield found.at(width), network
 
@@ -571,7 +571,7 @@ class FaithfulSearch:
         if self._of_prior and isinstance(self._unit.prior_precision, float):
             self._unit = replace(self._unit, prior_precision=1.0)
         elif self._of_prior:
-            self._unit = with_width(self._unit, self.parameter, 1 / width_of(self._unit, self.parameter))
+            self._unit = scale_width(self._unit, self.parameter, 1 / get_width(self._unit, self.parameter))
         self._bar: SearchBar
         self._measured: dict[str, Any] = {
             "predictor": predictor,
@@ -583,7 +583,7 @@ class FaithfulSearch:
         self.samples = self._all.samples
         if not self._all.rows:
             raise nothing_counts()
-        self._large = is_large(posterior)
+        self._large = backward_dominates(posterior)
 
     def _on_first(self, kind: type[AnyDivergence], number: int) -> AnyDivergence:
         """The divergence on the first so many of the inputs."""
@@ -592,7 +592,7 @@ class FaithfulSearch:
 
     @property
     def label(self) -> str:
-        return ABOUT[self.parameter].label
+        return HYPERPARAMETERS[self.parameter].label
 
     def set_widest(self, budget: float) -> float:
         """Set the widest posterior within the budget, or the narrowest tried, and return its decade."""
@@ -600,7 +600,7 @@ class FaithfulSearch:
         # never wider than a training made it
         low, high = weights - (_END_BELOW if self._of_prior else 0), weights + _GIVE_UP_ABOVE
         start, slope, upwards = float(weights + _START_ABOVE), None, 1.0
-        search = partial(widest_within, budget=budget, low=low, high=high)
+        search = partial(smallest_prior_within_budget, budget=budget, low=low, high=high)
         self.tried = {}
         self._divergence_at = partial(self._divergence, on=self._all, tried=self.tried)
         searches = [(_USUAL_EVALUATIONS, self.samples)]
@@ -727,7 +727,7 @@ class FaithfulSearch:
         """The divergence at a decade on some inputs; the trial is remembered."""
         if decade not in tried:
             self._bar.begin_evaluation()
-            self.posterior.settings = with_width(self._unit, self.parameter, 10.0**decade)
+            self.posterior.settings = scale_width(self._unit, self.parameter, 10.0**decade)
             divergence = on.current_divergence()
             tried[decade] = Trial(self.posterior.settings, divergence)
         return tried[decade].objective
@@ -788,5 +788,5 @@ def set_faithful(
 
 def other_settings(posterior: Posterior) -> dict[str, float]:
     """The hyperparameters that a faithful prior (or scale) belongs to."""
-    names = [name for name, about in ABOUT.items() if about.of_weights and not about.by_layer]
+    names = [name for name, about in HYPERPARAMETERS.items() if about.of_weights and not about.by_layer]
     return {name: float(getattr(posterior, name)) for name in names if name != posterior.width_parameter}

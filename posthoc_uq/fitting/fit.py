@@ -39,7 +39,7 @@ from posthoc_uq.core.distributed import (
     world,
 )
 from posthoc_uq.core.errors import NonFiniteError, PosthocUQError, warn_user
-from posthoc_uq.core.interrupts import orderly
+from posthoc_uq.core.interrupts import defer_interrupts
 from posthoc_uq.core.model import (
     check_differentiable,
     check_usable,
@@ -55,7 +55,7 @@ from posthoc_uq.core.randomness import isolated_random_state
 from posthoc_uq.core.steady import steady
 from posthoc_uq.curvature.features import find_features
 from posthoc_uq.curvature.kept_inputs import KeptInputs, inputs_to_keep
-from posthoc_uq.curvature.sweep import SweepSettings, no_weight, squared_residuals
+from posthoc_uq.curvature.sweep import SweepSettings, no_weight_error, squared_residuals
 from posthoc_uq.files import (
     buffers_fingerprint,
     check_numbers,
@@ -101,7 +101,7 @@ from posthoc_uq.posteriors.posterior import Posterior
 _MAX_PARAMETERS_PER_TARGET = {"diag": 1.0}
 
 
-@orderly
+@defer_interrupts
 def fit(
     model: nn.Module,
     loader: Iterable[Any],
@@ -627,7 +627,7 @@ def _set_observation_noise(task: Task) -> str:
         count = torch.tensor(residuals[1], dtype=torch.float64, device="cpu")
         all_reduce_sum({"total": residuals[0], "count": count}, "the sum for the noise variance")
         if not float(count):
-            raise no_weight()
+            raise no_weight_error()
         return {"noise": {"variance": residuals[0] / count}}, {}
 
     found, _ = task.part("noise", work)

@@ -17,14 +17,14 @@ from posthoc_uq.core.devices import TEMPORARY_BYTES, as_double
 from posthoc_uq.core.errors import PosthocUQError, warn_user
 from posthoc_uq.core.model import replicate
 from posthoc_uq.core.randomness import isolated_random_state
-from posthoc_uq.fitting.faithful import Score, is_large, model_of, width_parameter_of, with_width
+from posthoc_uq.fitting.faithful import Score, backward_dominates, model_of, scale_width, width_parameter_of
 from posthoc_uq.heads.features import CACHE_BUDGETS
 from posthoc_uq.heads.predictor import Predictor
 from posthoc_uq.layers.proof import count_samples
 from posthoc_uq.likelihoods.weights import labelled, mean_of_labels
 from posthoc_uq.posteriors.posterior import Posterior
 from posthoc_uq.posteriors.search import SearchBar, Trial, Trials, search_decades
-from posthoc_uq.posteriors.settings import ABOUT, Hyperparameters, width_of
+from posthoc_uq.posteriors.settings import HYPERPARAMETERS, Hyperparameters, get_width
 
 _COMPARED = 16  # inputs on which approximate variances are compared with exact ones
 _MAX_COST = 0.003  # nats above the best NLL that a wider posterior may cost
@@ -34,13 +34,15 @@ _MIN_EVIDENCE = 3.0  # nats over all labels by which a narrower posterior than t
 _FIRST_STEP = 0.25  # decades of the prior precision; every following step is as long as all before it
 _MAX_WIDER, _MAX_NARROWER = 1.0, 8.0  # decades from the prior precision of the fit
 _USUAL_WIDTHS = 4  # that are tried, for what a bar shows
-_PRIOR_SPREAD = 0.1  # of the prior of the logarithm of a temperature, or of a noise scale; see `reluctance`
+_PRIOR_SPREAD = (
+    0.1  # of the prior of the logarithm of a temperature, or of a noise scale; see `hyperprior_penalty`
+)
 _MIN_GAIN = 1e-6  # nats: a smaller gain does not move a hyperparameter
 _NOISES = (-8.0, 16.0)  # decades of the noise scale in which the best one of the network alone is sought
 _TEMPERATURES = np.linspace(-1.0, 1.5, 11)  # decades of the temperature at which losses are computed
 
 
-def reluctance(factor: float, centre: float = 1.0) -> float:
+def hyperprior_penalty(factor: float, centre: float = 1.0) -> float:
     """Minus the logarithm of the prior density of a temperature, or of a noise scale, less that at its centre, in nats.
 
     Below 1, where predictions become more certain, the logarithm has a normal density with exponential tails: a few
@@ -57,7 +59,7 @@ def reluctance(factor: float, centre: float = 1.0) -> float:
 
 
 def _most_probable(losses: Sequence[float], labels: int, centre: float) -> float:
-    """The temperature of the least sum of losses and `reluctance`.
+    """The temperature of the least sum of losses and `hyperprior_penalty`.
 
     Args:
         losses: means over labels at `_TEMPERATURES`; between these they follow a spline, since they are smooth and the
@@ -70,7 +72,7 @@ def _most_probable(losses: Sequence[float], labels: int, centre: float) -> float
         return centre
     known = _TEMPERATURES[finite]
     decades = np.linspace(known[0], known[-1], 1001)
-    penalties = np.array([reluctance(10.0**decade, centre) for decade in decades]) / max(1, labels)
+    penalties = np.array([hyperprior_penalty(10.0**decade, centre) for decade in decades]) / max(1, labels)
     from scipy.interpolate import CubicSpline
 
     curve = CubicSpline(known, np.array(losses)[finite])
@@ -81,7 +83,7 @@ class HeldOutLoss(Score):
     """Mean negative log-likelihood of the held-out labels that count (one a sample, or one a position), in nats.
 
     Where the temperature is searched, every evaluation first sets the most probable one under the prior of
-    `reluctance`. It is sought with few draws of the outputs; the loss at it is the head's own.
+    `hyperprior_penalty`. It is sought with few draws of the outputs; the loss at it is the head's own.
 
     Args:
         posterior: its hyperparameters are set.
@@ -145,14 +147,14 @@ class HeldOutLoss(Score):
         samples = count_samples(batch)
         few = batch.narrow(0, min(samples, _COMPARED), samples)
         exact: Any = self._predictor.distribution(few)
-        near = made.at(width_of(self.posterior.settings, "prior_precision")).variance[: len(exact.variance)]
+        near = made.at(get_width(self.posterior.settings, "prior_precision")).variance[: len(exact.variance)]
         share = float(as_double(exact.variance).sum() / as_double(near).sum())
         return share if isfinite(share) and share > 0 else 1.0
 
     def _pairs(self) -> Iterator[tuple[Any, Any]]:
         if self._at_every_prior is None:
             return super()._pairs()
-        width = width_of(self.posterior.settings, "prior_precision")
+        width = get_width(self.posterior.settings, "prior_precision")
         share = self._correction
         return ((made.at(width).times(share), targets) for made, targets in self._at_every_prior)
 
@@ -195,7 +197,9 @@ class HeldOutLoss(Score):
         """What the prior of the temperature adds to the mean loss of the labels, where the temperature is searched."""
         if not self._tempered:
             return 0.0
-        return reluctance(self.posterior.temperature, self._centre("temperature")) / max(1, self.labels)
+        return hyperprior_penalty(self.posterior.temperature, self._centre("temperature")) / max(
+            1, self.labels
+        )
 
     def _centre(self, name: str) -> float:
         """The most probable value, before any held-out label is seen: that of leave-one-out, or 1."""
@@ -203,11 +207,13 @@ class HeldOutLoss(Score):
         return min(found, 10.0 ** float(_TEMPERATURES[-1])) if name == "temperature" else found
 
     def noise_reluctance(self, factor: float) -> float:
-        """`reluctance` of a noise scale. Where the likelihood has no estimate of its noise, 1 is a dispersion that was
-        given, often by default, and a smaller one is as likely as a larger one.
+        """`hyperprior_penalty` of a noise scale. Where the likelihood has no estimate of its noise, 1 is a
+        dispersion that was given, often by default, and a smaller one is as likely as a larger one.
         """
         estimated = self.posterior.likelihood.noise_variance is not None
-        return reluctance(factor if estimated else max(factor, 1 / factor), self._centre("noise_scale"))
+        return hyperprior_penalty(
+            factor if estimated else max(factor, 1 / factor), self._centre("noise_scale")
+        )
 
     def of_model_alone(self) -> float:
         """The loss of the model without a posterior."""
@@ -228,7 +234,7 @@ class HeldOutLoss(Score):
         losses = [self._of_outputs(pairs, 10.0 ** float(decade)) for decade in _TEMPERATURES]
         centre = self._centre("temperature")
         best = _most_probable(losses, self.labels, centre)
-        return self._of_outputs(pairs, best) + reluctance(best, centre) / max(1, self.labels)
+        return self._of_outputs(pairs, best) + hyperprior_penalty(best, centre) / max(1, self.labels)
 
     def _of_outputs(self, pairs: Iterable[tuple[Tensor, Any]], temperature: float) -> float:
         """The loss of outputs without uncertainty."""
@@ -242,8 +248,8 @@ class HeldOutLoss(Score):
 
     def set_noise_of_network(self) -> None:
         """Set the noise scale at which the network alone predicts the held-out data best, under the prior of
-        `reluctance`: for Gaussian noise about that of their mean squared residual. There a search may begin that does
-        not depend on what was found before.
+        `hyperprior_penalty`: for Gaussian noise about that of their mean squared residual. There a search may begin
+        that does not depend on what was found before.
 
         A posterior that was trained, and not laid around a network, may have learned a noise: it keeps that where it
         then predicts better.
@@ -344,7 +350,7 @@ class HeldOutSearch:
 
         def at(decade: float) -> float:
             if decade not in tried:
-                tried[decade] = self._try(with_width(base, name, 10.0**decade))
+                tried[decade] = self._try(scale_width(base, name, 10.0**decade))
             return tried[decade].penalised
 
         def accepted(decade: float) -> bool:
@@ -356,11 +362,11 @@ class HeldOutSearch:
                 tried[decade].losses, reference
             )
 
-        saves = grid is None and name == "prior_precision" and is_large(self.posterior)
+        saves = grid is None and name == "prior_precision" and backward_dominates(self.posterior)
         in_one = self._loss.approximated() if saves else nullcontext(False)
         with in_one as approximated:
-            for value in (width_of(base, name),) if grid is None else grid:
-                at(log10(value / width_of(base, name)))
+            for value in (get_width(base, name),) if grid is None else grid:
+                at(log10(value / get_width(base, name)))
             network = self._loss.of_network() if grid is None else inf
             likelihood, step = self.posterior.likelihood, _FIRST_STEP
             # of a density, certainty about a few labels is no reason
@@ -370,7 +376,7 @@ class HeldOutSearch:
             if grid is None and accepted(0.0):
                 # no wider than the evidence, which is wide, nor than a training found its variances
                 widest = _MAX_WIDER if likelihood.has_divergence else 0.0
-                widest = widest if name == "prior_precision" else min(widest, log10(width_of(base, name)))
+                widest = widest if name == "prior_precision" else min(widest, log10(get_width(base, name)))
                 self._loss.temperature = tried[0.0].trial.settings.temperature
                 while step <= widest and accepted(-step):
                     step *= 2
@@ -391,7 +397,7 @@ class HeldOutSearch:
             self.trials.trials.remove(nearly)
         self._best = tried[chosen].trial
         self.posterior.settings = self._best.settings
-        self._note_width(ABOUT[name].label, min(each.trial.objective for each in tried.values()))
+        self._note_width(HYPERPARAMETERS[name].label, min(each.trial.objective for each in tried.values()))
 
     def set_other(self, name: str) -> None:
         """Minimise the loss over ``"residual_weight"``, ``"scale"`` or ``"noise_scale"``, from the present values; keep
@@ -419,7 +425,7 @@ class HeldOutSearch:
         else:
             _, edge = search_decades(objective, (-2.0, 2.0), (-2.0, 2.0), 0.05, self._max_evaluations)
         improved = min(tried, key=lambda each: each.penalised)
-        label = ABOUT[name].label
+        label = HYPERPARAMETERS[name].label
         if improved.penalised < tried[0].penalised - _MIN_GAIN:
             self._best = improved.trial
             if edge:

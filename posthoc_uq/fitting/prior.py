@@ -20,7 +20,7 @@ from posthoc_uq.core.batches import FORWARD_COST, Batch
 from posthoc_uq.core.errors import PosthocUQError, warn_user
 from posthoc_uq.core.model import replicate
 from posthoc_uq.core.options import LARGEST, Magnitude, Positive, check_option, did_you_mean
-from posthoc_uq.core.progress import Progress, counted
+from posthoc_uq.core.progress import Progress, count_progress
 from posthoc_uq.curvature.kept_inputs import KeptInputs
 from posthoc_uq.fitting.wrap import wrap
 from posthoc_uq.layers.layer import Layer
@@ -256,7 +256,7 @@ def _warn_if_draws_differ(posterior: Posterior, batch: Batch, seed: int, progres
     draws, inputs = (5, 16) if large else (20, 64)
     few = batch.narrow(0, min(samples, inputs), samples)
     bar = Progress("drawn models", "models", progress, draws, inputs * FORWARD_COST)
-    with torch.no_grad(), bar, counted(draws, bar.advance):
+    with torch.no_grad(), bar, count_progress(draws, bar.advance):
         trained = few.call(replicate(cast(nn.Module, posterior.model)))
         drawn = SamplingPredictor(cast(nn.Module, posterior.model), posterior, draws, seed).outputs(few)
     if not posterior.likelihood.agrees(trained, drawn):

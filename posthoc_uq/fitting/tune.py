@@ -17,7 +17,7 @@ import torch
 from posthoc_uq.core.batches import Batch, BatchFunction, BatchReader, Readings, batches, check_loader
 from posthoc_uq.core.devices import TEMPORARY_BYTES
 from posthoc_uq.core.errors import NonFiniteError, PosthocUQError, warn_user
-from posthoc_uq.core.interrupts import orderly
+from posthoc_uq.core.interrupts import defer_interrupts
 from posthoc_uq.core.model import replicate
 from posthoc_uq.core.numerics import check_rows_finite
 from posthoc_uq.core.options import (
@@ -52,7 +52,7 @@ from posthoc_uq.heads.predictor import Predictor
 from posthoc_uq.posteriors.block import LOG_DETERMINANT
 from posthoc_uq.posteriors.posterior import Posterior
 from posthoc_uq.posteriors.search import CRITERIA, Criterion, Trials, maximise_evidence
-from posthoc_uq.posteriors.settings import ABOUT, HEADS
+from posthoc_uq.posteriors.settings import HEADS, HYPERPARAMETERS
 
 PARAMETERS = {
     "prior_precision": "prior_precision",
@@ -63,7 +63,7 @@ PARAMETERS = {
 """The hyperparameter that each name in the argument `parameters` stands for."""
 
 
-@orderly
+@defer_interrupts
 def tune(
     posterior: Posterior,
     loader: Iterable[Any] | None = None,
@@ -475,7 +475,7 @@ def nothing_to_tune(posterior: Posterior) -> PosthocUQError:
     if name is None:
         reason = f"a posterior by method={posterior.method!r} has neither a prior precision nor a scale"
     else:
-        reason = f"parameters=() leaves the {ABOUT[name].label} as it is"
+        reason = f"parameters=() leaves the {HYPERPARAMETERS[name].label} as it is"
     temperature = (
         "temperature=False leaves the temperature"
         if posterior.likelihood.logits

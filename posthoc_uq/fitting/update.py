@@ -16,12 +16,12 @@ import torch
 from posthoc_uq.core.batches import BatchFunction, BatchReader, check_loader, check_reusable
 from posthoc_uq.core.distributed import gather, run_on_all_ranks
 from posthoc_uq.core.errors import PosteriorMismatchError, PosthocUQError, warn_user
-from posthoc_uq.core.interrupts import orderly
+from posthoc_uq.core.interrupts import defer_interrupts
 from posthoc_uq.core.model import check_differentiable
 from posthoc_uq.core.options import check_option, known_arguments
 from posthoc_uq.core.progress import bars_shown
 from posthoc_uq.core.steady import steady
-from posthoc_uq.curvature.sweep import WORD, Content
+from posthoc_uq.curvature.sweep import WORD, DataHash
 from posthoc_uq.files import check_numbers, check_settings, check_unchanged
 from posthoc_uq.fitting.fit import prepared_task
 from posthoc_uq.fitting.tune import model_of
@@ -36,7 +36,7 @@ _GIVEN = "given"  # in the record of how a hyperparameter was found: by the user
 _BEFORE = "found before the data changed"
 
 
-@orderly
+@defer_interrupts
 @known_arguments
 def update(
     posterior: Posterior,
@@ -110,7 +110,7 @@ def _updated(
         method.check_weights()
     _check_possible(posterior, loader)
     task = _prepared(posterior, loader, method, reader, progress)
-    content = Content()
+    content = DataHash()
     task.observers.append(content)
     try:
         new = method.update(posterior, task, remove)

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any, Literal, overload
 from torch import nn
 
 from posthoc_uq.core.errors import warn_user
-from posthoc_uq.core.interrupts import orderly
+from posthoc_uq.core.interrupts import defer_interrupts
 from posthoc_uq.core.options import check_names, one_of
 from posthoc_uq.core.steady import steady
 from posthoc_uq.files import check_match
@@ -42,7 +42,7 @@ def wrap(
 def wrap(model: nn.Module, posterior: Posterior, head: str | None = None, **options: Any) -> Predictor: ...
 
 
-@orderly
+@defer_interrupts
 def wrap(model: nn.Module, posterior: Posterior, head: str | None = None, **options: Any) -> Predictor:
     """Give `model` the uncertainty of `posterior`.
 

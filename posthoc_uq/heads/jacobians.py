@@ -1,8 +1,8 @@
 """Jacobians of a model's outputs by its weights, in products with a posterior's covariance.
 
 * ``Cov = sum_b J_b Sigma_b J_b^T`` over the posterior's blocks, with J of any functions of the outputs. One backward
-  pass gives the gradient of one function for every sample, as each layer's activations and output gradients (`pull`),
-  which `WeightCovariance` contracts.
+  pass gives the gradient of one function for every sample, as each layer's activations and output gradients
+  (`pull_back`), which `WeightCovariance` contracts.
 * Where one layer's outputs are the model's, its activations are enough (`output_rows`).
 * ``J (theta_r - theta)`` for draws of the weights, by forward mode (`function_draws`).
 * J as a tensor, with its graph back to the inputs (`jacobians`), for a few inputs at a time.
@@ -22,7 +22,7 @@ from torch.utils._pytree import tree_map
 from posthoc_uq.core.batches import Batch, holds_samples
 from posthoc_uq.core.errors import PosteriorMismatchError, PosthocUQError, check_refused, warn_user
 from posthoc_uq.core.model import jvp, model_device
-from posthoc_uq.core.progress import in_parts, tell
+from posthoc_uq.core.progress import report_progress, split_progress
 from posthoc_uq.curvature.features import grid_of
 from posthoc_uq.layers.calls import PlainAttention
 from posthoc_uq.layers.capture import Capture, Recording
@@ -81,7 +81,7 @@ class Pulled:
         return Pulled(self.layer, self.activations.part(samples), gradients)
 
 
-def pull(
+def pull_back(
     recording: Recording, gradient: Gradient, numbers: range, dtype: torch.dtype, last: bool
 ) -> list[Pulled]:
     """Backward passes of functions of the outputs: one entry for every layer that they reach.
@@ -94,7 +94,7 @@ def pull(
         last: whether these are the last backward passes through this recording.
     """
     layers: dict[str, Pulled] = {}
-    for place, number in enumerate(in_parts(numbers)):
+    for place, number in enumerate(split_progress(numbers)):
 
         def collect(layer_gradients: LayerGradients, place: int = place) -> None:
             name = layer_gradients.layer.name
@@ -147,7 +147,7 @@ class WeightCovariance:
                 parts.append(self._blocks[block].contract(self._members[block], rows, mode))
             else:
                 waiting[block] = waiting.get(block, {}) | rows
-            tell(1 - len(pulled) / number)
+            report_progress(1 - len(pulled) / number)
         for block, rows in waiting.items():
             parts.append(self._blocks[block].contract(self._members[block], rows, mode))
         if not parts:
@@ -376,7 +376,7 @@ def function_draws(model: nn.Module, batch: Batch, deviations: Mapping[str, Tens
 
     outputs, derivatives = None, list[Tensor]()
     with torch.no_grad(), PlainAttention():
-        for draw in in_parts(range(draws)):
+        for draw in split_progress(range(draws)):
             tangent = {name: deviation[draw] for name, deviation in deviations.items()}
             outputs, derivative = jvp(
                 run,

@@ -19,7 +19,7 @@ from posthoc_uq.core.devices import as_double, full_precision, temporary_bytes, 
 from posthoc_uq.core.errors import PosthocUQError
 from posthoc_uq.core.model import check_differentiable, model_device, replicate, statistics_dtype, unwrap
 from posthoc_uq.core.options import Count, check_option
-from posthoc_uq.core.progress import in_parts, share
+from posthoc_uq.core.progress import progress_span, split_progress
 from posthoc_uq.core.randomness import isolated_random_state
 from posthoc_uq.curvature.features import watching
 from posthoc_uq.heads.jacobians import (
@@ -32,25 +32,25 @@ from posthoc_uq.heads.jacobians import (
     jacobians,
     layout_of,
     output_rows,
-    pull,
+    pull_back,
     track_layers,
     with_classes,
 )
 from posthoc_uq.heads.novelty import class_novelty, novelty_of_calls
-from posthoc_uq.heads.predictor import GaussianOutputs, GaussianPredictor, Latest, check_finite, reading
+from posthoc_uq.heads.predictor import GaussianOutputs, GaussianPredictor, KeyedCache, check_finite, reading
 from posthoc_uq.layers.frozen import Features, FrozenPart, called
 from posthoc_uq.layers.layer import Call, Layer
 from posthoc_uq.layers.operands import temporary_limit
 from posthoc_uq.layers.proof import count_samples
 from posthoc_uq.layers.rules import LayerGradients
-from posthoc_uq.likelihoods.conformal import Promises
-from posthoc_uq.likelihoods.draws import LINK_DRAWS, Product, Spread, of_product
+from posthoc_uq.likelihoods.conformal import ConformalScores
+from posthoc_uq.likelihoods.draws import LINK_DRAWS, LogitCovariance, Product, of_product
 from posthoc_uq.likelihoods.labels import Layout, novelty_at
 from posthoc_uq.likelihoods.positions import PositionPrediction
 from posthoc_uq.likelihoods.prediction import Prediction, at_least_float32
 from posthoc_uq.posteriors import QUADRATIC, Posterior
 from posthoc_uq.posteriors.covariance import Covariance, Mode
-from posthoc_uq.posteriors.settings import width_of
+from posthoc_uq.posteriors.settings import get_width
 
 if TYPE_CHECKING:
     from posthoc_uq.heads.spectrum import Spectrum
@@ -104,7 +104,7 @@ class ChosenOutputs:
 
     @property
     def wants_spread(self) -> bool:
-        """Whether the link can use a `Spread`: an approximate covariance of many classes."""
+        """Whether the link can use a `LogitCovariance`: an approximate covariance of many classes."""
         return self.classes and self.link != "bridge"
 
 
@@ -193,7 +193,7 @@ class LinearizedOutputs(ABC):
         """``(rows * k, rows * k)``."""
 
     @abstractmethod
-    def _spread(self) -> tuple[Tensor, Spread | None]:
+    def _spread(self) -> tuple[Tensor, LogitCovariance | None]:
         """Variances, and what a link can use of a covariance of many classes."""
 
     @property
@@ -206,7 +206,7 @@ class LinearizedOutputs(ABC):
     def gaussian(self) -> GaussianOutputs:
         """Mean, variance, and as much of the covariance as the link can use."""
         with without_autocast(self.mean.device.type):
-            covariance: Tensor | Spread | None = None
+            covariance: Tensor | LogitCovariance | None = None
             if self._chosen.wants_covariance(self._rows.shape[1], self._many_rows):
                 covariance = self._covariances(None)
                 variance = covariance.diagonal(dim1=1, dim2=2)
@@ -333,7 +333,7 @@ class Linearization(LinearizedOutputs):
     def _variances_at_places(self, indices: Tensor | None, number: int) -> Tensor:
         parts = [
             self._variances_of(self._one_class(place, indices), number, place == len(self._places) - 1)
-            for place in in_parts(range(len(self._places)))
+            for place in split_progress(range(len(self._places)))
         ]
         return torch.stack(parts, 1).flatten(0, 1)
 
@@ -352,7 +352,7 @@ class Linearization(LinearizedOutputs):
         number = each * len(gradients)
         return self._of_functions(lambda n: gradients[n // each](n % each), number, "joint", last=True)
 
-    def _spread(self) -> tuple[Tensor, Spread | None]:
+    def _spread(self) -> tuple[Tensor, LogitCovariance | None]:
         if self.closed:
             variance = self.closed.variances()
             return variance, self.closed.spread(self._rows, variance, self._chosen.link)
@@ -362,12 +362,12 @@ class Linearization(LinearizedOutputs):
         # with the mean of all logits, for the covariance of the centred ones
         return top_spread(self._rows, indices, self._contracted(indices, centre=True), last)
 
-    def at_every_prior(self, spectrum: Spectrum) -> EveryPrior:
+    def at_every_prior(self, spectrum: Spectrum) -> OutputsByPrior:
         """The outputs at every prior precision, from products with `spectrum`, which are those of the engine."""
         indices = self._chosen.indices(self._rows)
         with without_autocast(self.mean.device.type):
             sums = self._contracted(indices, centre=indices is not None)
-        return EveryPrior(self.mean, self._rows, indices, sums, spectrum, self._chosen)
+        return OutputsByPrior(self.mean, self._rows, indices, sums, spectrum, self._chosen)
 
     def trace(self, probes: int) -> Tensor:
         """By random signs if the outputs outnumber `probes`."""
@@ -424,12 +424,12 @@ class Linearization(LinearizedOutputs):
         """Variances of functions of the outputs, ``(samples, functions)``, as many at once as memory allows."""
         step = max(1, self._passes_at_once)
         variances: list[Tensor] = []
-        for start in in_parts(range(0, number, step)):
+        for start in split_progress(range(0, number, step)):
             numbers = range(start, min(number, start + step))
             last = numbers.stop == number and last_place
-            with share(0, 0.5):
-                pulled = pull(self._recording, gradient, numbers, self.engine.dtype, last=last)
-            with share(0.5, 1):
+            with progress_span(0, 0.5):
+                pulled = pull_back(self._recording, gradient, numbers, self.engine.dtype, last=last)
+            with progress_span(0.5, 1):
                 variances.append(self._weights.contract(pulled, self._samples, len(numbers), "variance"))
         return torch.cat(variances, dim=1)
 
@@ -443,12 +443,12 @@ class Linearization(LinearizedOutputs):
             gradients = [self._one_class(place, indices) for place in range(places)]
             parts = [
                 self._of_functions(gradients[place], number, "covariance", place == places - 1)
-                for place in in_parts(range(places))
+                for place in split_progress(range(places))
             ]
             return torch.stack(parts, 1).flatten(0, 1)
         del self._recording  # its graph is not needed any more
         halves: list[Tensor] = []
-        for start, stop in in_parts(((0, samples // 2), (samples // 2, samples))):
+        for start, stop in split_progress(((0, samples // 2), (samples // 2, samples))):
             with torch.autocast(self.mean.device.type, enabled=self._autocast):
                 half = Linearization(
                     self.engine, self._batch.narrow(start, stop - start, samples), stop - start
@@ -458,9 +458,9 @@ class Linearization(LinearizedOutputs):
         return torch.cat(halves)
 
     def _of_functions(self, gradient: Gradient, number: int, mode: Mode, last: bool) -> Tensor:
-        with share(0, 0.5):
-            pulled = pull(self._recording, gradient, range(number), self.engine.dtype, last=last)
-        with share(0.5, 1):
+        with progress_span(0, 0.5):
+            pulled = pull_back(self._recording, gradient, range(number), self.engine.dtype, last=last)
+        with progress_span(0.5, 1):
             return self._result(self._weights.contract(pulled, self._samples, number, mode))
 
     @property
@@ -471,7 +471,7 @@ class Linearization(LinearizedOutputs):
 
 
 @dataclass(frozen=True)
-class EveryPrior:
+class OutputsByPrior:
     """The outputs of one batch without positions at every prior precision, up to what a `Spectrum` leaves out.
 
     Attributes:
@@ -493,7 +493,7 @@ class EveryPrior:
     def at(self, prior_precision: float) -> GaussianOutputs:
         """As `LinearizedOutputs.gaussian`; other outputs than those at `indices` have their mean variance."""
         found = self.spectrum.covariances(self.sums, prior_precision)
-        covariance: Tensor | Spread | None = None
+        covariance: Tensor | LogitCovariance | None = None
         if self.indices is not None:
             variance, covariance = top_spread(self.rows, self.indices, found, None)
             covariance = covariance if self.chosen.wants_spread else None
@@ -558,14 +558,14 @@ class _LastLayer:
         """``(rows * m, rows * m)``."""
         return self._result(self.covariance.output_covariance(self.rows, joint=True))
 
-    def spread(self, mean: Tensor, variance: Tensor, link: str) -> Spread:
+    def spread(self, mean: Tensor, variance: Tensor, link: str) -> LogitCovariance:
         """What a link takes of the covariance of outputs with this mean and these variances."""
         classes = variance.shape[1]
         if link == "probit":  # which takes the variances of the centred logits alone
             centred = self.centred_variances(variance)
             # as of independent logits; two classes go by their difference
             factor = 4.0 if classes == 2 else classes / (classes - 1)
-            return Spread(centred.new_zeros(*centred.shape, 0), centred * factor)
+            return LogitCovariance(centred.new_zeros(*centred.shape, 0), centred * factor)
         return spread_of(mean, variance, lambda part: self.covariance.output_product(self.rows[part]))
 
 
@@ -583,7 +583,7 @@ def _selected(covariance: Tensor, indices: Tensor | None, joint: bool) -> Tensor
     return covariance[rows, indices.unsqueeze(2), indices.unsqueeze(1)]
 
 
-def spread_of(mean: Tensor, variance: Tensor, product: Callable[[slice], Product]) -> Spread:
+def spread_of(mean: Tensor, variance: Tensor, product: Callable[[slice], Product]) -> LogitCovariance:
     """`of_product` for a few rows at a time: products with a covariance of many classes are large.
 
     Args:
@@ -596,10 +596,12 @@ def spread_of(mean: Tensor, variance: Tensor, product: Callable[[slice], Product
     step = max(1, _MAX_SPREAD // mean.shape[1])
     slices = [slice(start, start + step) for start in range(0, len(mean), step)]
     parts = [of_product(mean[part].to(variance), variance[part], product(part)) for part in slices]
-    return Spread.cat(parts)
+    return LogitCovariance.cat(parts)
 
 
-def top_spread(mean: Tensor, indices: Tensor, top: Tensor, last: _LastLayer | None) -> tuple[Tensor, Spread]:
+def top_spread(
+    mean: Tensor, indices: Tensor, top: Tensor, last: _LastLayer | None
+) -> tuple[Tensor, LogitCovariance]:
     """Variances of all logits, and the covariance of the centred ones: exact between those at `indices`; the others
     count as independent, with the variances that the last layer's weights give them, or the mean of the exact ones.
 
@@ -669,7 +671,7 @@ class LastLayerOutputs(LinearizedOutputs):
     def _joint_covariance(self, indices: Tensor | None) -> Tensor:
         return _selected(self._last.joint_covariance(), indices, True)
 
-    def _spread(self) -> tuple[Tensor, Spread | None]:
+    def _spread(self) -> tuple[Tensor, LogitCovariance | None]:
         variance = self._last.variances()
         return variance, self._last.spread(self._rows, variance, self._chosen.link)
 
@@ -777,7 +779,7 @@ class Probes(LinearizedOutputs):
             return self._deviations
         return self._deviations.gather(2, indices.expand(len(self._deviations), -1, -1))
 
-    def _spread(self) -> tuple[Tensor, Spread | None]:
+    def _spread(self) -> tuple[Tensor, LogitCovariance | None]:
         variance = self._variances()
 
         def product(part: slice) -> Product:
@@ -884,7 +886,7 @@ class OutputsWithGraph(LinearizedOutputs):
     def _joint_covariance(self, indices: Tensor | None) -> Tensor:
         return self._posterior.quadratic({name: j.flatten(0, 1) for name, j in self._by_layer().items()})
 
-    def _spread(self) -> tuple[Tensor, Spread | None]:
+    def _spread(self) -> tuple[Tensor, LogitCovariance | None]:
         return self._variances(), None
 
 
@@ -904,8 +906,8 @@ class _Prepared:
     def __init__(self, twin: nn.Module, posterior: Posterior) -> None:
         self.twin, self.dtype = twin, statistics_dtype(twin, None)
         self.frozen = FrozenPart(twin, posterior.mean)
-        self.tracked, self.tracked_rest = Latest[TrackedModel](), Latest[TrackedModel]()
-        self.weights, self.deviations = Latest[WeightCovariance](), Latest[dict[str, Tensor]]()
+        self.tracked, self.tracked_rest = KeyedCache[TrackedModel](), KeyedCache[TrackedModel]()
+        self.weights, self.deviations = KeyedCache[WeightCovariance](), KeyedCache[dict[str, Tensor]]()
 
 
 def deviations_of(
@@ -1034,7 +1036,7 @@ class LinearizedPredictor(GaussianPredictor):
         probes = {"n_probes": self._n_probes} if self._engine == "jvp" else {}
         return {**super().identity(), **probes, "outputs": str(self._chosen.top), "engine": self._engine}
 
-    def _promises_of(self, record: dict[str, Any]) -> Promises | str | None:
+    def _promises_of(self, record: dict[str, Any]) -> ConformalScores | str | None:
         """See `Predictor`; held-out scores are of whole inputs."""
         if record and self._positions is not None:
             return (
@@ -1209,7 +1211,7 @@ class LinearizedPredictor(GaussianPredictor):
             return computed
 
     @reading
-    def at_every_prior(self, *args: Any, **kwargs: Any) -> EveryPrior | None:
+    def at_every_prior(self, *args: Any, **kwargs: Any) -> OutputsByPrior | None:
         """See `Predictor`."""
         posterior, batch = self._snapshot(), self._batch(args, kwargs)
         by_backward_passes = self._engine == "exact" or (self._engine == "auto" and len(posterior.layers) > 1)
@@ -1221,7 +1223,7 @@ class LinearizedPredictor(GaussianPredictor):
             return None
         with self._gradients(False), self.explaining(batch):
             device = model_device(self._prepared.twin)
-            width = width_of(posterior.settings, "prior_precision")
+            width = get_width(posterior.settings, "prior_precision")
             limit = temporary_limit(self._budget, device)
             spectrum = Spectrum(posterior, width, self._prepared.dtype, device, limit)
             found = Linearization(

@@ -19,7 +19,7 @@ from posthoc_uq.core.options import Count, Unit, check_option
 from posthoc_uq.core.progress import bars_shown
 from posthoc_uq.core.randomness import isolated_random_state
 from posthoc_uq.core.steady import steady
-from posthoc_uq.heads.predictor import GaussianOutputs, GaussianPredictor, Latest, check_finite, reading
+from posthoc_uq.heads.predictor import GaussianOutputs, GaussianPredictor, KeyedCache, check_finite, reading
 from posthoc_uq.heads.sampling import SamplingPredictor
 from posthoc_uq.layers.frozen import Features, FrozenPart
 from posthoc_uq.layers.layer import Layer
@@ -30,7 +30,7 @@ from posthoc_uq.likelihoods.prediction import Prediction, at_least_float32
 from posthoc_uq.likelihoods.weights import counted_positions
 from posthoc_uq.moments.propagation import products_of, propagate, running_module
 from posthoc_uq.moments.tensor import Covariances, MaxPool, Relu, Rules, Unknown
-from posthoc_uq.posteriors import ABOUT, ROWS, VARIANCES, Covariance, Posterior
+from posthoc_uq.posteriors import HYPERPARAMETERS, ROWS, VARIANCES, Covariance, Posterior
 
 # The posterior of each layer as the rules of the moments head need it: marginal variances in the weight's
 # shape, and the covariance of each row of weights where it is used.
@@ -183,7 +183,9 @@ class Calibration:
 
 def posterior_settings(posterior: Posterior) -> dict[str, Any]:
     """What a propagated variance depends on beside the blocks: all but the temperature, which divides it afterwards."""
-    return {name: value for name, value in posterior.settings.plain().items() if ABOUT[name].of_weights}
+    return {
+        name: value for name, value in posterior.settings.plain().items() if HYPERPARAMETERS[name].of_weights
+    }
 
 
 def fitting_calibration(posterior: Posterior, settings: Mapping[str, Any]) -> Calibration | None:
@@ -303,7 +305,7 @@ class MomentsPredictor(GaussianPredictor):
             self._replica = (replicate(self._model[0], posterior.trained_mean),)
         self._frozen = FrozenPart(self.network, posterior.mean)
         self._checked = False
-        self._layers, self._calibrated = Latest[list[LayerPosterior]](), Latest[Calibration | None]()
+        self._layers, self._calibrated = KeyedCache[list[LayerPosterior]](), KeyedCache[Calibration | None]()
         self._layer_posteriors(posterior.snapshot())
 
     def _apply(self, fn: Any, recurse: bool = True) -> MomentsPredictor:
@@ -550,7 +552,7 @@ class MomentsPredictor(GaussianPredictor):
         with self._posterior.searching():
             made_for = {"head": self.settings(), "posterior": posterior_settings(posterior)}
             posterior.history.calibration = {**asdict(calibration), **made_for}
-        self._calibrated = Latest()
+        self._calibrated = KeyedCache()
         return calibration
 
     def _counted_variance(self, posterior: Posterior, batch: Batch) -> Tensor:

@@ -17,7 +17,7 @@ from posthoc_uq.heads.jacobians import (
     Gradient,
     WeightCovariance,
     check_shape,
-    pull,
+    pull_back,
     track_layers,
 )
 from posthoc_uq.layers.layer import Call
@@ -153,7 +153,7 @@ class PosteriorRatio:
             with torch.autocast(outputs.device.type, enabled=False):
                 for start in range(0, number, step):
                     numbers = range(start, min(number, start + step))
-                    pulled = pull(recording, gradient, numbers, self._dtype, last=numbers.stop == number)
+                    pulled = pull_back(recording, gradient, numbers, self._dtype, last=numbers.stop == number)
                     part, prior_part = self._posterior.with_prior(pulled, samples, len(numbers), self._prior)
                     total, prior_total = (
                         total.to(part.device) + part,

@@ -23,8 +23,14 @@ from posthoc_uq.core.batches import (
     explained,
 )
 from posthoc_uq.core.errors import NonFiniteError, PosthocUQError
-from posthoc_uq.core.interrupts import orderly
-from posthoc_uq.core.model import model_device, model_dtype, unshared_copy, unwrap, with_plain_weights
+from posthoc_uq.core.interrupts import defer_interrupts
+from posthoc_uq.core.model import (
+    model_device,
+    model_dtype,
+    unwrap,
+    with_plain_weights,
+    with_separate_embedding_weight,
+)
 from posthoc_uq.core.options import Count, check_option, one_of
 from posthoc_uq.core.outputs import Choice, choice_of, chosen_in, with_choice
 from posthoc_uq.core.progress import bars_shown
@@ -34,8 +40,8 @@ from posthoc_uq.heads.novelty import PosteriorRatio, checked_of, class_novelty, 
 from posthoc_uq.heads.weight_watch import WeightWatch
 from posthoc_uq.layers.frozen import Features
 from posthoc_uq.layers.layer import Call
-from posthoc_uq.likelihoods.conformal import Promises
-from posthoc_uq.likelihoods.draws import LINK_DRAWS, OutputGaussian, Spread, of_covariance
+from posthoc_uq.likelihoods.conformal import ConformalScores
+from posthoc_uq.likelihoods.draws import LINK_DRAWS, LogitCovariance, OutputGaussian, of_covariance
 from posthoc_uq.likelihoods.prediction import Prediction, at_least_float32, cat
 from posthoc_uq.likelihoods.weights import attending
 from posthoc_uq.posteriors import DRAWS, QUADRATIC, Posterior
@@ -51,7 +57,7 @@ def from_gaussian(
     variance: Tensor,
     posterior: Posterior,
     *,
-    covariance: Tensor | Spread | None = None,
+    covariance: Tensor | LogitCovariance | None = None,
     link: str = "mc",
     n_draws: int = LINK_DRAWS,
 ) -> Prediction:
@@ -63,7 +69,8 @@ def from_gaussian(
         mean: outputs ``(batch, outputs)``, or ``(batch,)`` for one.
         variance: of the same shape, in squared units.
         posterior: gives likelihood, temperature and noise variance.
-        covariance: ``(batch, outputs, outputs)`` where the head knows it, or the `Spread` of many classes. Without it
+        covariance: ``(batch, outputs, outputs)`` where the head knows it, or the `LogitCovariance` of many classes.
+        Without it
             outputs count as independent.
         link: one of the likelihood's `links`.
         n_draws: of the outputs, for ``"mc"``.
@@ -72,7 +79,7 @@ def from_gaussian(
     temperature = divisor_of(posterior)
     if temperature != 1.0:
         mean, variance = mean / temperature, variance / temperature**2
-        if isinstance(covariance, Spread):
+        if isinstance(covariance, LogitCovariance):
             covariance = covariance.over(temperature)
         elif covariance is not None:
             covariance = covariance / temperature**2
@@ -171,17 +178,17 @@ class GaussianOutputs(NamedTuple):
         mean: ``(batch, outputs)``, or ``(batch,)`` for one.
         variance: of the same shape.
         covariance: ``(batch, outputs, outputs)`` where the head knows it and its link can use it, or of many classes a
-            `Spread`.
+            `LogitCovariance`.
     """
 
     mean: Tensor
     variance: Tensor
-    covariance: Tensor | Spread | None = None
+    covariance: Tensor | LogitCovariance | None = None
 
     def times(self, factor: float) -> GaussianOutputs:
         """With all variances and covariances multiplied by a factor."""
         covariance = self.covariance
-        if isinstance(covariance, Spread):
+        if isinstance(covariance, LogitCovariance):
             covariance = covariance.over(factor**-0.5)
         elif covariance is not None:
             covariance = covariance * factor
@@ -190,13 +197,13 @@ class GaussianOutputs(NamedTuple):
 
 def _view(model: nn.Module, posterior: Posterior) -> nn.Module:
     """The model as the posterior's fit took its outputs and its layers."""
-    model = unshared_copy(with_plain_weights(model), posterior.original)
+    model = with_separate_embedding_weight(with_plain_weights(model), posterior.original)
     known = None if posterior.model is None else chosen_in(posterior.model)
     choice = known or choice_of(posterior.history.output)
     return model if choice is None else with_choice(unwrap(model), choice)
 
 
-class Latest(Generic[Made]):
+class KeyedCache(Generic[Made]):
     """What was made last, kept while its key stays the same. One thread makes it, others wait; copies and pickles make
     it anew.
     """
@@ -215,8 +222,8 @@ class Latest(Generic[Made]):
                     self._made = made = key, make()
         return made[1]
 
-    def __reduce__(self) -> tuple[type[Latest[Any]], tuple[()]]:
-        return Latest, ()
+    def __reduce__(self) -> tuple[type[KeyedCache[Any]], tuple[()]]:
+        return KeyedCache, ()
 
 
 Own = TypeVar("Own", bound="Predictor")
@@ -231,7 +238,7 @@ def reading(
     that are written meanwhile are noticed. `torch.compile` leaves it as it is.
     """
 
-    @orderly
+    @defer_interrupts
     @wraps(call)
     def held(self: Own, *args: Parameters.args, **kwargs: Parameters.kwargs) -> Result:
         with self.held():
@@ -277,8 +284,8 @@ class Predictor(nn.Module, ABC):
         self._model: tuple[nn.Module] = (_view(model, posterior),)
         self._posterior = posterior
         self._tells_novelty = check_option("novelty", novelty, bool)
-        self._ratio, self._watch = Latest[PosteriorRatio](), WeightWatch(model)
-        self._promises = Latest[Promises]()
+        self._ratio, self._watch = KeyedCache[PosteriorRatio](), WeightWatch(model)
+        self._promises = KeyedCache[ConformalScores]()
 
     def __repr__(self) -> str:
         posterior, settings = self._posterior, self.hyperparameters()
@@ -308,7 +315,7 @@ class Predictor(nn.Module, ABC):
         return self._posterior
 
     @property
-    def promises(self) -> Promises | str | None:
+    def promises(self) -> ConformalScores | str | None:
         """The held-out scores by which its predictions promise; a text where they do not apply, which says why; None
         where `posthoc_uq.calibrate` stored none.
         """
@@ -436,11 +443,11 @@ class Predictor(nn.Module, ABC):
         if promises is None:
             return prediction
         keys = None
-        if isinstance(promises, Promises) and promises.randomised:
+        if isinstance(promises, ConformalScores) and promises.randomised:
             keys = promise_keys(batch, len(prediction), promises.seed).to(prediction.outputs_mean.device)
         return prediction.changed(promises=promises, sample_keys=keys)
 
-    def _promises_of(self, record: dict[str, Any]) -> Promises | str | None:
+    def _promises_of(self, record: dict[str, Any]) -> ConformalScores | str | None:
         """The held-out scores of a record where that was made with this head and the present hyperparameters; see
         `promises`.
         """
@@ -457,7 +464,7 @@ class Predictor(nn.Module, ABC):
                 "The posterior's hyperparameters changed after the held-out scores were measured; calibrate again: "
                 "uq.calibrate(posterior, val_loader)."
             )
-        return self._promises.get(record, lambda: Promises.restored(record))
+        return self._promises.get(record, lambda: ConformalScores.restored(record))
 
     def _own_outputs(self, batch: Batch) -> Tensor | None:
         """What the network gives for a batch at the posterior's mean, for the message of an error; None where it gives

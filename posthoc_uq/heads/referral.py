@@ -10,7 +10,7 @@ from torch import Tensor
 
 from posthoc_uq.core.errors import PosthocUQError
 from posthoc_uq.core.options import check_option, one_of
-from posthoc_uq.likelihoods.conformal import JOINT, Promises, applying, rounded_down
+from posthoc_uq.likelihoods.conformal import JOINT, ConformalScores, applying, rounded_down
 from posthoc_uq.likelihoods.prediction import SCORES, Prediction
 
 Inside = Annotated[float, Gt(0), Lt(1)]
@@ -86,7 +86,7 @@ class Referral:
         """
         return _promises_of(prediction).p_values(prediction.scores(), self.score)
 
-    def border(self, promises: Promises | str | None) -> float:
+    def border(self, promises: ConformalScores | str | None) -> float:
         """The p-value up to which inputs are referred.
 
         Args:
@@ -112,7 +112,7 @@ class Referral:
         return f"Referral({aim}, score={self.score!r})"
 
 
-def _promises_of(prediction: Any) -> Promises:
+def _promises_of(prediction: Any) -> ConformalScores:
     if not isinstance(prediction, Prediction):
         raise PosthocUQError(
             f"A referral takes what a predictor returned for the inputs, predictor(x) or predictor.predict(loader), "

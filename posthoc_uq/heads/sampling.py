@@ -19,7 +19,7 @@ from posthoc_uq.core.devices import TEMPORARY_BYTES
 from posthoc_uq.core.errors import PosthocUQError, check_refused, in_one_line
 from posthoc_uq.core.model import model_device, replicate
 from posthoc_uq.core.options import Count, Seed, check_option, shown
-from posthoc_uq.core.progress import tell
+from posthoc_uq.core.progress import report_progress
 from posthoc_uq.core.randomness import isolated_random_state, mixed_seed
 from posthoc_uq.curvature.features import watching
 from posthoc_uq.heads.predictor import Predictor, divisor_of, reading
@@ -28,13 +28,13 @@ from posthoc_uq.layers.frozen import (
     MAX_SHAPES,
     Features,
     FrozenPart,
-    Twins,
+    ReplicaPool,
     agree,
     called,
 )
 from posthoc_uq.layers.layer import Call
 from posthoc_uq.likelihoods.prediction import Prediction, at_least_float32
-from posthoc_uq.posteriors import ABOUT, INDEPENDENT, SYMMETRY, Posterior
+from posthoc_uq.posteriors import HYPERPARAMETERS, INDEPENDENT, SYMMETRY, Posterior
 
 # An ensemble runs one draw after another, or many in one pass.
 #
@@ -76,7 +76,7 @@ class _Work:
     """
 
     batch: Batch
-    twins: Twins
+    twins: ReplicaPool
     whole: bool
 
     @property
@@ -262,11 +262,11 @@ class Ensemble(Draws):
         for block in self._batches(work):
             yield block
             start += len(block)
-            tell(start / len(self))
+            report_progress(start / len(self))
         for index in range(start, len(self)):
             interrupts.check()
             yield self._alone(work, index).unsqueeze(0)
-            tell((index + 1) / len(self))
+            report_progress((index + 1) / len(self))
 
     def _alone(self, work: _Work, index: int) -> Tensor:
         """Outputs of one draw."""
@@ -398,7 +398,7 @@ class OutputDraws(Draws):
             with self._drawing(model, seed):
                 outputs = (batch if features is None else features.batch).fresh().call(model)
             yield outputs.unsqueeze(0)
-            tell(place / len(self))
+            report_progress(place / len(self))
 
     @contextmanager
     def _drawing(self, model: nn.Module, seed: int) -> Generator[None]:
@@ -539,7 +539,9 @@ class SamplingPredictor(Predictor):
     def hyperparameters(self) -> dict[str, Any]:
         """See `Predictor`: those of the draws; temperature and noise variance are the posterior's present ones."""
         present = super().hyperparameters()
-        return self._drawn_with | {name: present[name] for name, about in ABOUT.items() if about.of_outputs}
+        return self._drawn_with | {
+            name: present[name] for name, about in HYPERPARAMETERS.items() if about.of_outputs
+        }
 
     def extra_repr(self) -> str:
         """How it samples, and why draws are not batched, or run the whole model, if the model refused the other."""

@@ -23,9 +23,9 @@ from math import log
 import torch
 from torch import Tensor
 
-from posthoc_uq.core.devices import as_double, placed
+from posthoc_uq.core.devices import as_double, on_device
 from posthoc_uq.heads.jacobians import Pulled
-from posthoc_uq.layers.operands import turned
+from posthoc_uq.layers.operands import rotate_output_gradients
 from posthoc_uq.posteriors import Posterior
 from posthoc_uq.posteriors.covariance import LayerRows, Mode, jacobian_gram
 
@@ -72,7 +72,7 @@ class Spectrum:
         for block, (name,) in posterior.members.items():
             leading = posterior.blocks[block].leading()
             assert leading is not None
-            inputs, outputs = (placed(tensor, device).to(dtype) for tensor in leading[:2])
+            inputs, outputs = (on_device(tensor, device).to(dtype) for tensor in leading[:2])
             settings, prior = posterior.block_settings(block), posterior.layer_prior(name) / width
             information = as_double(leading[2]) * float(settings.scale) / prior
             places = ((information.flatten().clamp(min=1e-300).log10() - first) * _POINTS).clamp(min=-1)
@@ -121,7 +121,7 @@ class Spectrum:
         if not layer.points.numel():
             return sums
         inputs = activations.project(layer.inputs).unsqueeze(2)
-        cores = torch.matmul(turned(gradients, layer.outputs), inputs)  # (S, G, F, g, a)
+        cores = torch.matmul(rotate_output_gradients(gradients, layer.outputs), inputs)  # (S, G, F, g, a)
         cores = cores.transpose(1, 2).flatten(2)
         order = layer.points.argsort()
         present, counts = layer.points[order].unique_consecutive(return_counts=True)

@@ -18,8 +18,8 @@ from torch import Tensor, nn
 from torch._C._functorch import get_unwrapped, is_batchedtensor, is_functorch_wrapped_tensor
 from torch.overrides import TorchFunctionMode
 
-from posthoc_uq.layers.opened import opened_calls
-from posthoc_uq.layers.recurrence import opened_recurrence
+from posthoc_uq.layers.opened import decomposed_calls
+from posthoc_uq.layers.recurrence import decomposed_recurrence
 from posthoc_uq.layers.rules import AffineCall, affine_call
 
 
@@ -80,7 +80,7 @@ def _product(x: Tensor, matrix: Tensor, summed: int, places: list[int], turned: 
 
 class CallMode(TorchFunctionMode):
     """Shows torch's functions to `called` while a model runs; attention, recurrent layers, sums with a matrix, and what
-    has a weight that it `follows` in `opened_calls`, as the functions that they consist of.
+    has a weight that it `follows` in `decomposed_calls`, as the functions that they consist of.
     """
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -89,9 +89,9 @@ class CallMode(TorchFunctionMode):
             with self:
                 return open_attention(*args, **kwargs)
         opened = (
-            opened_recurrence(func, args, kwargs)
+            decomposed_recurrence(func, args, kwargs)
             or _opened_einsum(func, args)
-            or opened_calls(func, args, kwargs, self.follows)
+            or decomposed_calls(func, args, kwargs, self.follows)
         )
         if opened is not None:
             with self:

@@ -37,7 +37,7 @@ TF32_TOLERANCE = 2e-2
 
 
 @dataclass(frozen=True)
-class Tail:
+class LastModules:
     """The modules that come last.
 
     Attributes:
@@ -88,7 +88,7 @@ class Features:
 
     batch: Batch
     outputs: Tensor
-    tail: Tail
+    tail: LastModules
 
     @property
     def samples(self) -> int:
@@ -111,10 +111,10 @@ class FrozenPart:
     def __init__(self, model: nn.Module, changing: Collection[str]) -> None:
         self._model, self._changing = model, frozenset(changing)
         self._candidates = _tails(model, self._changing)
-        self._tail: Tail | None = None
+        self._tail: LastModules | None = None
         self._usable: dict[Any, bool] = {}
-        self._twins = Twins(model)
-        self._rest: tuple[Tail, Twins] | None = None
+        self._twins = ReplicaPool(model)
+        self._rest: tuple[LastModules, ReplicaPool] | None = None
         self.refused: str | None = None
 
     def __getstate__(self) -> dict[str, Any]:
@@ -124,14 +124,14 @@ class FrozenPart:
         """The rest of the model: a replica on the same weights, under the same names, that takes features."""
         return self.twins(features).model
 
-    def twins(self, features: Features | None) -> Twins:
+    def twins(self, features: Features | None) -> ReplicaPool:
         """Copies for functional calls, of the whole model or of the rest of it that takes features."""
         if features is None:
             return self._twins
         rest = self._rest
         if rest is None or rest[0] != features.tail:
             with isolated_random_state():  # copying a module may run its code
-                self._rest = rest = features.tail, Twins(features.tail.of(self._model))
+                self._rest = rest = features.tail, ReplicaPool(features.tail.of(self._model))
         return rest[1]
 
     def features(self, batch: Batch) -> Features | None:
@@ -167,7 +167,7 @@ class FrozenPart:
 
         for names in self._candidates if self._tail is None else [self._tail.names]:
 
-            def attempt(names: tuple[str, ...] = names) -> Tail | str:
+            def attempt(names: tuple[str, ...] = names) -> LastModules | str:
                 with isolated_random_state(), torch.inference_mode(False), torch.no_grad():
                     return self._proof(names, few)
 
@@ -182,7 +182,7 @@ class FrozenPart:
             self.refused = found if isinstance(found, str) else "other inputs take another way through it"
         return False
 
-    def _proof(self, names: tuple[str, ...], batch: Batch) -> Tail | str:
+    def _proof(self, names: tuple[str, ...], batch: Batch) -> LastModules | str:
         """How these modules run alone, or why they cannot."""
         samples, random_before = _samples(batch), _random_state()
         twin = replicate(self._model)
@@ -205,7 +205,7 @@ class FrozenPart:
         return tail
 
 
-class Twins:
+class ReplicaPool:
     """Copies of a model for functional calls, which write into the module that they run: each thread borrows one.
 
     Attributes:
@@ -298,13 +298,13 @@ FORM_QUERIES = {
 """Functions that ask for the form of a tensor and not for its numbers."""
 
 
-class _Walk:
+class _TailRecorder:
     """Watches a pass in which modules should run one after the other.
 
     Attributes:
         inputs: copies of the first one's arguments.
         intact: whether each got nothing but what the one before returned, which no other code read or changed.
-        dimensions: see `Tail`.
+        dimensions: see `LastModules`.
     """
 
     def __init__(self, modules: int) -> None:
@@ -376,7 +376,7 @@ class _Walk:
 
 def _record(twin: nn.Module, names: tuple[str, ...], batch: Batch) -> Features | None:
     """The features of a batch by a pass of `twin`; None where more than these modules follows them."""
-    walk, handles = _Walk(len(names)), list[Any]()
+    walk, handles = _TailRecorder(len(names)), list[Any]()
     try:
         for place, name in enumerate(names):
             module = twin.get_submodule(name)
@@ -392,7 +392,7 @@ def _record(twin: nn.Module, names: tuple[str, ...], batch: Batch) -> Features |
     outputs = output_tensor(returned)
     if not walk.end(outputs) or walk.inputs is None:
         return None
-    tail = Tail(names, tuple(walk.dimensions))
+    tail = LastModules(names, tuple(walk.dimensions))
     return Features(walk.inputs, outputs.detach(), tail) if _samples(walk.inputs) == len(outputs) else None
 
 

@@ -1,8 +1,8 @@
 """Calls with a weight that is no matrix, or is hidden in a larger call, as calls that can be watched and replaced.
 
-Scales and offsets of features become `scaled` and `shifted`: those of torch's normalisation layers, products with a
-vector, sums with a parameter such as the embedding of positions, and copies of one such as a class token. Bilinear
-layers become `paired`, bags of embeddings sums of embeddings.
+Scales and offsets of features become `scale_features` and `add_offset`: those of torch's normalisation layers, products
+with a vector, sums with a parameter such as the embedding of positions, and copies of one such as a class token.
+Bilinear layers become `bilinear_products`, bags of embeddings sums of embeddings.
 """
 
 from __future__ import annotations
@@ -24,25 +24,25 @@ _COPIES = (Tensor.expand, Tensor.expand_as, Tensor.repeat)
 _PRODUCTS = (torch.mul, torch.multiply, Tensor.mul, Tensor.multiply, Tensor.__mul__, Tensor.__rmul__)
 
 
-def scaled(input: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
+def scale_features(input: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
     """``x w + b`` with a scale and an offset for each feature, the last dimension."""
     if has_torch_function_variadic(input, weight, bias):
-        return handle_torch_function(scaled, (input, weight, bias), input, weight, bias)
+        return handle_torch_function(scale_features, (input, weight, bias), input, weight, bias)
     found = input * weight
     return found if bias is None else found + bias
 
 
-def shifted(input: Tensor, weight: Tensor) -> Tensor:
+def add_offset(input: Tensor, weight: Tensor) -> Tensor:
     """``x + b`` with an offset in the shape of the last dimensions."""
     if has_torch_function_variadic(input, weight):
-        return handle_torch_function(shifted, (input, weight), input, weight)
+        return handle_torch_function(add_offset, (input, weight), input, weight)
     return input + weight
 
 
-def paired(input: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
+def bilinear_products(input: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
     """``sum_ij W_oij z_ij + b_o`` of products of two inputs' features, ``(..., i * j)``."""
     if has_torch_function_variadic(input, weight, bias):
-        return handle_torch_function(paired, (input, weight, bias), input, weight, bias)
+        return handle_torch_function(bilinear_products, (input, weight, bias), input, weight, bias)
     return F.linear(input, weight.flatten(-2), bias)
 
 
@@ -51,7 +51,7 @@ def _signature(function: Any) -> Signature:
     return signature(function)
 
 
-def opened_calls(
+def decomposed_calls(
     func: Any, args: Any, kwargs: dict[str, Any], follows: Callable[[Tensor], bool]
 ) -> Callable[[], Tensor] | None:
     """The same as a call of a normalisation, a product, a sum, a bilinear layer or a bag of embeddings, from calls of
@@ -76,14 +76,14 @@ def opened_calls(
     def run() -> Tensor:
         found = func(**given)
         if func in _LAST:
-            return scaled(found, weight, bias)
-        return scaled(found.movedim(1, -1), weight, bias).movedim(-1, 1)
+            return scale_features(found, weight, bias)
+        return scale_features(found.movedim(1, -1), weight, bias).movedim(-1, 1)
 
     return run
 
 
 def _bilinear(input1: Tensor, input2: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
-    return paired((input1.unsqueeze(-1) * input2.unsqueeze(-2)).flatten(-2), weight, bias)
+    return bilinear_products((input1.unsqueeze(-1) * input2.unsqueeze(-2)).flatten(-2), weight, bias)
 
 
 def _of_bags(
@@ -142,5 +142,5 @@ def _of_two(sums: bool, args: Any, follows: Callable[[Tensor], bool]) -> Callabl
             fits = weight.ndim <= x.ndim > len(own) > 0 and tuple(x.shape[-len(own) :]) == own
             fits = fits and weight.ndim <= (3 if sums else 1)
         if fits:
-            return partial(shifted if sums else scaled, x, weight)
+            return partial(add_offset if sums else scale_features, x, weight)
     return None

@@ -209,7 +209,7 @@ class Rows(Operand):
         return torch.matmul(output_gradients.transpose(2, 3), self._rows)
 
 
-class Chosen(Operand):
+class OneHotRows(Operand):
     """Rows of zeros with a 1 at one place each, as the numbers of these places.
 
     Args:
@@ -223,14 +223,14 @@ class Chosen(Operand):
         self._places, self._size, self._without, self._dtype = places, size, without, dtype
         self.samples, self.positions = places.shape
 
-    def part(self, samples: slice | Tensor) -> Chosen:
-        return Chosen(self._places[samples], self._size, self._without, self._dtype)
+    def part(self, samples: slice | Tensor) -> OneHotRows:
+        return OneHotRows(self._places[samples], self._size, self._without, self._dtype)
 
-    def used(self) -> tuple[Tensor, Chosen]:
+    def used(self) -> tuple[Tensor, OneHotRows]:
         """The places that occur, in order, and the rows with these places alone."""
         found, places = self._places.unique(return_inverse=True)
         without = (found == self._without).nonzero().flatten().tolist() if self._without is not None else []
-        return found, Chosen(places, len(found), without[0] if without else None, self._dtype)
+        return found, OneHotRows(places, len(found), without[0] if without else None, self._dtype)
 
     def parts_by_use(self, together: bool = False) -> Iterator[slice]:
         """Slices of the samples in which few places occur, or all samples `together`."""
@@ -270,7 +270,7 @@ class Chosen(Operand):
         return like.new_zeros(self._size).index_add_(0, self._places.flatten(), counts)
 
 
-class Units(Operand):
+class IdentityRows(Operand):
     """The rows of unit matrices: what makes the columns of a gradient ``(outputs, inputs)``, as gradients at outputs,
     the gradient again. They say nothing of the data; see `curvature.statistics`.
 
@@ -285,11 +285,11 @@ class Units(Operand):
         self.samples, self.positions = samples, size
         self._groups, self._like = groups, like.new_empty(0)
 
-    def part(self, samples: slice | Tensor) -> Units:
+    def part(self, samples: slice | Tensor) -> IdentityRows:
         places = torch.empty(self.samples, device="meta")[
             samples if isinstance(samples, slice) else samples.to("meta")
         ]
-        return Units(len(places), self._groups, self.positions, self._like)
+        return IdentityRows(len(places), self._groups, self.positions, self._like)
 
     def rows(self) -> Tensor:
         unit = torch.eye(self.positions, dtype=self._like.dtype, device=self._like.device)
@@ -313,25 +313,25 @@ class Units(Operand):
         return self.samples if weights is None else weights.sum()
 
 
-def several(operands: list[Operand]) -> Operand:
+def concatenated(operands: list[Operand]) -> Operand:
     """Activations of a layer used several times; each use adds positions, whose gradients add up within a sample."""
     if len(operands) == 1:
         return operands[0]
     if all(isinstance(operand, Rows) for operand in operands):  # a product for all uses, not one for each
         return Rows(torch.cat([operand.rows() for operand in operands], dim=2))
-    return Several(operands)
+    return ConcatenatedRows(operands)
 
 
-class Several(Operand):
-    """See `several`."""
+class ConcatenatedRows(Operand):
+    """See `concatenated`."""
 
     def __init__(self, operands: list[Operand]) -> None:
         self._operands = operands
         self.samples = operands[0].samples
         self.positions = sum(operand.positions for operand in operands)
 
-    def part(self, samples: slice | Tensor) -> Several:
-        return Several([operand.part(samples) for operand in self._operands])
+    def part(self, samples: slice | Tensor) -> ConcatenatedRows:
+        return ConcatenatedRows([operand.part(samples) for operand in self._operands])
 
     def rows(self) -> Tensor:
         return torch.cat([operand.rows() for operand in self._operands], dim=2)
@@ -678,7 +678,7 @@ class Patches(Operand):
         return self._weight_gradient(x, shape, image, stride, padding, dilation, samples * groups)
 
 
-def turned(gradients: Tensor, basis: Tensor) -> Tensor:
+def rotate_output_gradients(gradients: Tensor, basis: Tensor) -> Tensor:
     """``U^T g`` for output gradients ``(samples, G, functions, m, T)`` and ``U`` ``(G, m, width)``:
     ``(samples, G, functions, width, T)``.
     """

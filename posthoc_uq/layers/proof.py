@@ -27,7 +27,7 @@ from posthoc_uq.core.errors import (
     in_one_line,
     out_of_memory,
 )
-from posthoc_uq.core.model import owners, parameter_names, replicate, unshared_copy
+from posthoc_uq.core.model import owners, parameter_names, replicate, with_separate_embedding_weight
 from posthoc_uq.core.options import did_you_mean, shown
 from posthoc_uq.layers.capture import Capture, TrackedLayer
 from posthoc_uq.layers.layer import BATCH_AXES, Layer
@@ -486,7 +486,7 @@ def prepare(
         raise PosthocUQError(_NO_LAYER)
     chosen = select(discovered, selection, reference, by_gradients)
     if tied := [t for t in chosen if t.embeddings]:
-        own = unshared_copy(model, [t.own_weight for t in tied])
+        own = with_separate_embedding_weight(model, [t.own_weight for t in tied])
         del reference, discovered, chosen  # gradients as large as a vocabulary's weights
         prepared = prepare(
             own, batch, selection, unsupported=unsupported, autocast=autocast, by_gradients=by_gradients

@@ -61,7 +61,7 @@ _LAYERS: dict[Any, str] = {getattr(torch, name): name for name in _STEPS}
 _CELLS: dict[Any, str] = {getattr(torch, f"{name}_cell"): name for name in _STEPS}
 
 
-def opened_recurrence(func: Any, args: Any, kwargs: dict[str, Any]) -> Callable[[], Any] | None:
+def decomposed_recurrence(func: Any, args: Any, kwargs: dict[str, Any]) -> Callable[[], Any] | None:
     """The same as a call of a recurrent layer or cell, from calls of `linear`, or of one that packs sequences or undoes
     it; None for other functions, for unbatched
     sequences, in which no dimension is that of the samples, and for packed ones whose samples are not known.
@@ -145,32 +145,21 @@ def _packed(
     sizes: Tensor,
     initial: Any,
     weights: Sequence[Tensor],
-    biases: bool,
-    layers: int,
-    dropout: float,
-    train: bool,
-    both: bool,
+    *options: Any,
 ) -> tuple[Tensor, ...]:
-    """`torch.lstm` and its like on packed sequences, whose samples have these `places` among those sorted by length."""
+    """`torch.lstm` and its like on packed sequences, whose samples have these `places` among those sorted by length;
+    options as in `_sequence`, from biases to both directions.
+    """
     rows, runs = _rows_of(places.cpu(), sizes, len(sizes))
     back = torch.empty(len(data), dtype=torch.int64, device="cpu")
     back[rows[runs]] = runs.flatten().nonzero().flatten()
     back, places, order = (index.to(data.device) for index in (back, places, places.argsort()))
     states = tuple(initial) if name == "lstm" else (initial,)
     states = tuple(state.index_select(1, places) for state in states)
-    outputs, *last = _sequence(
-        name,
-        _unpacked(data, rows, runs),
-        states if name == "lstm" else states[0],
-        weights,
-        biases,
-        layers,
-        dropout,
-        train,
-        both,
-        True,
-        runs.to(data.device),
-    )
+    states = states if name == "lstm" else states[0]
+    padded = _unpacked(data, rows, runs)
+    own = {"batch_first": True, "runs": runs.to(data.device)}
+    outputs, *last = _sequence(name, padded, states, weights, *options, **own)
     return (outputs.flatten(0, 1).index_select(0, back), *(state.index_select(1, order) for state in last))
 
 

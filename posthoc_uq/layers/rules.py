@@ -19,8 +19,8 @@ from torch import Tensor, nn
 from posthoc_uq.core.errors import UnsupportedLayerError
 from posthoc_uq.core.numerics import CONVOLUTIONS
 from posthoc_uq.layers.layer import INTERLEAVED, RULES, Call, Layer, LayerRule
-from posthoc_uq.layers.opened import paired, scaled, shifted
-from posthoc_uq.layers.operands import Chosen, Geometry, Operand, Patches, Rows, several
+from posthoc_uq.layers.opened import add_offset, bilinear_products, scale_features
+from posthoc_uq.layers.operands import Geometry, OneHotRows, Operand, Patches, Rows, concatenated
 
 
 class Linear(LayerRule):
@@ -193,13 +193,13 @@ class Bilinear(Linear):
     modules = ()
 
     def __init__(self) -> None:
-        self.functions = {paired: {name: name for name in ("input", "weight", "bias")}}
+        self.functions = {bilinear_products: {name: name for name in ("input", "weight", "bias")}}
 
     def to_matrix(self, weight: Tensor, groups: int) -> Tensor:
         return weight.flatten(-2).unsqueeze(-3)
 
     def apply(self, input: Tensor, weight: Tensor, bias: Tensor | None, options: Mapping[str, Any]) -> Tensor:
-        return paired(input, weight, bias)
+        return bilinear_products(input, weight, bias)
 
 
 class Scale(LayerRule):
@@ -210,7 +210,7 @@ class Scale(LayerRule):
     matrices: ClassVar[bool] = False
 
     def __init__(self) -> None:
-        self.functions = {scaled: {name: name for name in ("input", "weight", "bias")}}
+        self.functions = {scale_features: {name: name for name in ("input", "weight", "bias")}}
 
     def groups(self, weight: Tensor, options: Mapping[str, Any]) -> int:
         return weight.shape[0]
@@ -219,7 +219,7 @@ class Scale(LayerRule):
         return weight.reshape(*weight.shape[:-1], groups, 1, 1)
 
     def apply(self, input: Tensor, weight: Tensor, bias: Tensor | None, options: Mapping[str, Any]) -> Tensor:
-        return scaled(input, weight, bias)
+        return scale_features(input, weight, bias)
 
     def activations(self, x: Tensor, layer: Layer, geometry: Geometry) -> Operand:
         rows = self.output_rows(x, layer)
@@ -242,7 +242,7 @@ class Offset(LayerRule):
 
     def __init__(self, dimensions: int) -> None:
         self.kind, self.dimensions = f"offset{dimensions}d", dimensions
-        self.functions = {shifted: {name: name for name in ("input", "weight")}}
+        self.functions = {add_offset: {name: name for name in ("input", "weight")}}
 
     def groups(self, weight: Tensor, options: Mapping[str, Any]) -> int:
         return weight.numel()
@@ -251,7 +251,7 @@ class Offset(LayerRule):
         return weight.reshape(*weight.shape[: weight.ndim - self.dimensions], groups, 1, 1)
 
     def apply(self, input: Tensor, weight: Tensor, bias: Tensor | None, options: Mapping[str, Any]) -> Tensor:
-        return shifted(input, weight)
+        return add_offset(input, weight)
 
     def squared(self, input: Tensor, like: Tensor) -> Tensor:
         return torch.zeros_like(input, dtype=like.dtype)
@@ -291,7 +291,7 @@ class Lookup(Product):
         return Geometry(without_gradient=options.get("padding_idx"))
 
     def activations(self, x: Tensor, layer: Layer, geometry: Geometry) -> Operand:
-        return Chosen(x[..., 0].long(), layer.inputs, geometry.without_gradient, x.dtype)
+        return OneHotRows(x[..., 0].long(), layer.inputs, geometry.without_gradient, x.dtype)
 
     def unfold(self, x: Tensor, layer: Layer, geometry: Geometry) -> Tensor:
         return self.activations(x, layer, geometry).rows()
@@ -433,7 +433,7 @@ class LayerGradients:
             UnsupportedLayerError: the samples cannot be told apart in the layer's input.
         """
         gradients = self.gradients(dtype)
-        return several(self.activations(dtype)), gradients
+        return concatenated(self.activations(dtype)), gradients
 
     def several(self, activations: Operand) -> bool:
         """Whether a sample may have several rows: with an axis of positions, even where it has one of them here, or in

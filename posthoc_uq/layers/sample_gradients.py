@@ -21,7 +21,7 @@ from posthoc_uq.core.batches import Batch, holds_samples
 from posthoc_uq.core.errors import out_of_memory
 from posthoc_uq.layers.calls import PlainAttention
 from posthoc_uq.layers.layer import Layer, LayerRule
-from posthoc_uq.layers.operands import Geometry, Operand, Units
+from posthoc_uq.layers.operands import Geometry, IdentityRows, Operand
 from posthoc_uq.layers.rules import register
 
 Route = Literal["vmap", "loop"]
@@ -65,7 +65,7 @@ class ByGradients(LayerRule):
 
     def activations(self, x: Tensor, layer: Layer, geometry: Geometry) -> Operand:
         """Of gradients ``(samples, groups, outputs, inputs)``."""
-        return Units(len(x), layer.groups, layer.inputs, x)
+        return IdentityRows(len(x), layer.groups, layer.inputs, x)
 
     def output_rows(self, outputs: Tensor, layer: Layer) -> Tensor:
         """Of gradients, as above: those of a matrix are its columns."""

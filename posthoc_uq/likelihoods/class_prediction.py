@@ -13,14 +13,14 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from posthoc_uq.core.batches import as_targets
-from posthoc_uq.core.devices import as_double, widest
+from posthoc_uq.core.devices import as_double, widest_dtype
 from posthoc_uq.core.errors import PosthocUQError
 from posthoc_uq.likelihoods import metrics, selective
 from posthoc_uq.likelihoods.draws import (
     EXACT,
+    LogitCovariance,
     Moments,
     OutputGaussian,
-    Spread,
     gathered,
     independent,
     of_covariance,
@@ -423,7 +423,7 @@ class ClassStatistics:
         self._logits.add(logits)
         probs = log_probs.exp()
         self._probs.add(probs)
-        wide = widest(logits.device)
+        wide = widest_dtype(logits.device)
         log_sum = torch.logsumexp(log_probs, dim=0).to(wide)
         entropy = entropy_of(log_probs, probs).to(wide).sum(dim=0)
         votes = votes_of(log_probs.argmax(dim=-1), log_probs.shape[-1])
@@ -495,7 +495,8 @@ def classes_of_gaussian(outputs: OutputGaussian, *, binary: bool = False) -> Cla
     Args:
         outputs: logits ``(batch, classes)``, in float32 at least; with `binary` ``(batch,)`` or ``(batch, 1)``. Without
             a covariance they count as independent. With two classes ``"probit"`` uses the variance of the logits'
-            difference, ``v_0 + v_1 - 2 c_01``. ``"bridge"`` takes no `Spread`, and one logit has no covariance.
+            difference, ``v_0 + v_1 - 2 c_01``. ``"bridge"`` takes no `LogitCovariance`, and one logit has no
+            covariance.
         binary: one Bernoulli logit.
     """
     mean, variance, covariance, link, n_draws = outputs
@@ -509,7 +510,7 @@ def classes_of_gaussian(outputs: OutputGaussian, *, binary: bool = False) -> Cla
     if link == "mc":
         if covariance is None and mean.shape[1] > EXACT:
             covariance = independent(variance)
-        elif not isinstance(covariance, Spread):
+        elif not isinstance(covariance, LogitCovariance):
             covariance = of_covariance(mean, torch.diag_embed(variance) if covariance is None else covariance)
         logits = GaussianLogits(mean, covariance, n_draws)
         log_probs = logits.log_probs()
@@ -527,9 +528,9 @@ def classes_of_gaussian(outputs: OutputGaussian, *, binary: bool = False) -> Cla
     return ClassPrediction(log_probs.exp(), mean, variance, None, log_probs)
 
 
-def _centred_variance(covariance: Tensor | Spread) -> Tensor:
+def _centred_variance(covariance: Tensor | LogitCovariance) -> Tensor:
     """``C / (C - 1) Var(f_c - mean_d f_d)``, ``(batch, classes)``."""
-    if isinstance(covariance, Spread):
+    if isinstance(covariance, LogitCovariance):
         classes = covariance.rest.shape[1]
         common = covariance.root.square().sum(-1) * (classes / (classes - 1))
         # `rest` already holds the variance of independent logits

@@ -14,7 +14,7 @@ import torch.nn.functional as F
 from annotated_types import Ge, Lt
 from torch import Tensor
 
-from posthoc_uq.core.devices import as_double, widest
+from posthoc_uq.core.devices import as_double, widest_dtype
 from posthoc_uq.core.errors import PosthocUQError, warn_user
 from posthoc_uq.core.options import check_option
 from posthoc_uq.core.randomness import uniforms
@@ -295,7 +295,7 @@ class Categorical(Likelihood):
         """
         size = prod(self.layout.positions(outputs))
         u = uniforms(keys, draws.stop * size)[:, draws.start * size :].to(
-            outputs.device, widest(outputs.device)
+            outputs.device, widest_dtype(outputs.device)
         )
         places = u.reshape(-1, len(draws), size).transpose(1, 2).reshape(-1, len(draws))
         rows = at_least_float32(self.layout.rows(outputs))
@@ -354,7 +354,7 @@ class Categorical(Likelihood):
 
     def from_gaussian(self, outputs: OutputGaussian) -> ClassPrediction | PositionPrediction:
         """With positions a covariance is one of rows of classes, ``(samples * positions, classes, classes)``, or the
-        `Spread` of rows.
+        `LogitCovariance` of rows.
         """
         if outputs.mean.ndim == 2:
             return classes_of_gaussian(outputs)

@@ -308,7 +308,7 @@ class InputScores(NamedTuple):
 
 
 @dataclass(frozen=True)
-class Promises:
+class ConformalScores:
     """The held-out scores that a posterior stores, by which its predictions make promises.
 
     Attributes:
@@ -335,7 +335,7 @@ class Promises:
     counted: InputScores | None = None
 
     @classmethod
-    def restored(cls, record: Mapping[str, Any]) -> Promises:
+    def restored(cls, record: Mapping[str, Any]) -> ConformalScores:
         """From the record that a posterior stores (`posthoc_uq.files.records.PromisesRecord`)."""
         targets: Mapping[str, Any] = record.get("targets", {})
         return cls(
@@ -352,7 +352,7 @@ class Promises:
             InputScores.restored(record["counted"]) if "counted" in record else None,
         )
 
-    def of_counted(self) -> Promises:
+    def of_counted(self) -> ConformalScores:
         """The same for inputs of which only the positions count that `counted` is about."""
         return self if self.counted is None else replace(self, **self.counted._asdict(), counted=None)
 
@@ -484,7 +484,7 @@ class Promises:
         return float(scores.count - scores.ranks[enough[-1]] + 1) / (scores.count + 1)
 
 
-def applying(promises: Promises | str | None) -> Promises:
+def applying(promises: ConformalScores | str | None) -> ConformalScores:
     """The held-out scores themselves.
 
     Args:
@@ -493,7 +493,7 @@ def applying(promises: Promises | str | None) -> Promises:
     Raises:
         PosthocUQError: there are none that apply.
     """
-    if isinstance(promises, Promises):
+    if isinstance(promises, ConformalScores):
         return promises
     raise PosthocUQError(
         promises

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 from torch.quasirandom import SobolEngine
 
-from posthoc_uq.core.devices import as_double, widest
+from posthoc_uq.core.devices import as_double, widest_dtype
 from posthoc_uq.core.errors import PosthocUQError
 
 LINKS: tuple[str, ...] = ("mc", "probit", "bridge")
@@ -30,7 +30,7 @@ _RANK = 1e-12  # share of the largest entry by which the diagonal of a matrix th
 _TINY = 1e-12  # the least variance of a logit, whose inverse is still a number in float32
 
 
-class Spread(NamedTuple):
+class LogitCovariance(NamedTuple):
     """The covariance of logits, as what varies together and what each class has by itself.
 
     Softmax does not change when all logits move by the same number. So this is the covariance of the centred logits
@@ -56,10 +56,10 @@ class Spread(NamedTuple):
         """How many normal numbers make a draw."""
         return self.root.shape[-1] + (self.rest.shape[-1] if self.given is None else 0)
 
-    def mapped(self, change: Callable[[Tensor], Tensor]) -> Spread:
+    def mapped(self, change: Callable[[Tensor], Tensor]) -> LogitCovariance:
         """The same with every tensor changed."""
         given = None if self.given is None else change(self.given)
-        return Spread(change(self.root), change(self.rest), given)
+        return LogitCovariance(change(self.root), change(self.rest), given)
 
     def at(self, mean: Tensor, points: Tensor) -> Tensor:
         """The logits ``(points, batch, classes)`` at points ``(points, width)`` of ``z`` and ``e``."""
@@ -73,22 +73,24 @@ class Spread(NamedTuple):
             logits = logits + deviations * points[:, directions:].unsqueeze(1)
         return logits
 
-    def split(self, step: int) -> list[Spread]:
+    def split(self, step: int) -> list[LogitCovariance]:
         """In parts of so many inputs."""
         root, rest = self.root.split(step), self.rest.split(step)
         given = [None] * len(rest) if self.given is None else self.given.split(step)
-        return [Spread(*part) for part in zip(root, rest, given, strict=True)]
+        return [LogitCovariance(*part) for part in zip(root, rest, given, strict=True)]
 
     @staticmethod
-    def cat(parts: Sequence[Spread]) -> Spread:
+    def cat(parts: Sequence[LogitCovariance]) -> LogitCovariance:
         """Those of several batches as one."""
         root, rest, given = zip(*parts, strict=True)
-        return Spread(torch.cat(root), torch.cat(rest), None if given[0] is None else torch.cat(given))
+        return LogitCovariance(
+            torch.cat(root), torch.cat(rest), None if given[0] is None else torch.cat(given)
+        )
 
-    def over(self, temperature: float) -> Spread:
+    def over(self, temperature: float) -> LogitCovariance:
         """The same for logits divided by a temperature."""
         given = None if self.given is None else self.given / temperature
-        return Spread(self.root / temperature, self.rest / temperature**2, given)
+        return LogitCovariance(self.root / temperature, self.rest / temperature**2, given)
 
 
 class OutputGaussian(NamedTuple):
@@ -97,7 +99,7 @@ class OutputGaussian(NamedTuple):
     Attributes:
         mean: ``(batch, ...)``, in float32 at least.
         variance: of the same shape.
-        covariance: ``(batch, outputs, outputs)`` where it is known, or the `Spread` of many classes; None for
+        covariance: ``(batch, outputs, outputs)`` where it is known, or the `LogitCovariance` of many classes; None for
             independent outputs.
         link: one of the likelihood's `links`.
         n_draws: of the outputs, for ``"mc"``.
@@ -105,7 +107,7 @@ class OutputGaussian(NamedTuple):
 
     mean: Tensor
     variance: Tensor
-    covariance: Tensor | Spread | None = None
+    covariance: Tensor | LogitCovariance | None = None
     link: str = "mc"
     n_draws: int = LINK_DRAWS
 
@@ -115,20 +117,20 @@ class OutputGaussian(NamedTuple):
         flat = mean.reshape(mean.shape[0], -1)  # not `len`, which would be a constant in an exported program
         if covariance is None:
             spread = independent(variance.reshape(flat.shape))
-        elif isinstance(covariance, Spread):
+        elif isinstance(covariance, LogitCovariance):
             spread = covariance
         else:
-            spread = Spread(symmetric_root(covariance).to(flat), torch.zeros_like(flat))
+            spread = LogitCovariance(symmetric_root(covariance).to(flat), torch.zeros_like(flat))
         points = normals_like(self.n_draws, spread.width, flat)
         return spread.at(flat, points).reshape(self.n_draws, *mean.shape)
 
 
-def independent(variance: Tensor) -> Spread:
+def independent(variance: Tensor) -> LogitCovariance:
     """Logits ``(batch, classes)`` without correlations."""
-    return Spread(variance.new_zeros(*variance.shape, 0), variance)
+    return LogitCovariance(variance.new_zeros(*variance.shape, 0), variance)
 
 
-def of_covariance(mean: Tensor, covariance: Tensor) -> Spread:
+def of_covariance(mean: Tensor, covariance: Tensor) -> LogitCovariance:
     """From a covariance ``(batch, classes, classes)``: exact up to `EXACT` classes; see `of_product`.
 
     With orthonormal contrasts ``B`` (classes, classes - 1) and the Cholesky factor ``B^T Sigma B = L L^T``, `root` is
@@ -171,7 +173,7 @@ def _contrasts(classes: int) -> Tensor:
         return whole / (steps * (steps + 1)).sqrt()
 
 
-def of_product(mean: Tensor, variance: Tensor, product: Product) -> Spread:
+def of_product(mean: Tensor, variance: Tensor, product: Product) -> LogitCovariance:
     """From the products of a covariance whose diagonal is `variance`: `DIRECTIONS` directions ``L`` of
     ``S = H Sigma H`` with ``H = 1 - 1/C``, and the rest of its diagonal as independent. `of_covariance` is used where
     it is exact, for few classes.
@@ -244,12 +246,12 @@ def _finite(tensor: Tensor) -> tuple[Tensor, Tensor]:
 
 def _spread(
     root: Tensor, rest: Tensor, not_finite: Tensor, like: Tensor, given: Tensor | None = None
-) -> Spread:
-    """A `Spread` in the precision and on the device of `like`, NaN for inputs whose covariance is not finite."""
+) -> LogitCovariance:
+    """A `LogitCovariance` in the precision and on the device of `like`, NaN where the covariance is not finite."""
     nan = float("nan")
     root = root.masked_fill(not_finite.unsqueeze(-1), nan).to(like.device, like.dtype)
     rest = rest.masked_fill(not_finite, nan).to(like.device, like.dtype)
-    return Spread(root, rest, None if given is None else given.to(like.device, like.dtype))
+    return LogitCovariance(root, rest, None if given is None else given.to(like.device, like.dtype))
 
 
 @lru_cache(maxsize=8)
@@ -318,7 +320,7 @@ class Moments:
         if block.shape[0] == 0:
             return
         masked = torch.isneginf(block)
-        values = block.to(widest(block.device)).masked_fill(masked, 0.0)
+        values = block.to(widest_dtype(block.device)).masked_fill(masked, 0.0)
         if self._parts is None:
             zeros = torch.zeros_like(values[0])
             # a copy: a view would keep the whole block alive

@@ -21,7 +21,7 @@ from posthoc_uq.core.errors import PosthocUQError
 from posthoc_uq.core.options import LARGEST, Magnitude
 from posthoc_uq.core.records import Record
 from posthoc_uq.likelihoods import metrics
-from posthoc_uq.likelihoods.conformal import Promises
+from posthoc_uq.likelihoods.conformal import ConformalScores
 from posthoc_uq.likelihoods.draws import LINK_DRAWS, LINKS, Moments, OutputGaussian, gathered, moments_of
 from posthoc_uq.likelihoods.likelihood import Faults, Likelihood, at_nodes
 from posthoc_uq.likelihoods.prediction import (
@@ -311,7 +311,7 @@ class RegressionPrediction(Prediction):
             noise_variance: Tensor | float,
             *,
             novelty_ratio: Tensor | None = None,
-            promises: Promises | str | None = None,
+            promises: ConformalScores | str | None = None,
             sample_keys: Tensor | None = None,
         ) -> None: ...
 
@@ -374,7 +374,7 @@ class RegressionPrediction(Prediction):
         Raises:
             PosthocUQError: `level` is not strictly between 0 and 1, or there are too few held-out scores for it.
         """
-        if isinstance(self.promises, Promises):
+        if isinstance(self.promises, ConformalScores):
             outputs = 1 if self.mean.ndim == 1 else self.mean.shape[1]
             factors = self.promises.bounds("deviation", level, outputs)
             width = self.standard_deviation * factors.to(self.mean)

@@ -16,12 +16,12 @@ from torch import Tensor
 from torch.distributions import Distribution
 
 from posthoc_uq.core.batches import as_targets
-from posthoc_uq.core.devices import as_double, host_double, widest
+from posthoc_uq.core.devices import as_double, host_double, widest_dtype
 from posthoc_uq.core.errors import PosthocUQError
 from posthoc_uq.core.randomness import mix, sample_keys, uniforms
 from posthoc_uq.core.records import Record
 from posthoc_uq.likelihoods import metrics
-from posthoc_uq.likelihoods.conformal import Promises
+from posthoc_uq.likelihoods.conformal import ConformalScores
 from posthoc_uq.likelihoods.draws import LINK_DRAWS, OutputGaussian, moments_of
 from posthoc_uq.likelihoods.labels import Layout
 from posthoc_uq.likelihoods.prediction import (
@@ -231,7 +231,7 @@ class Likelihood:
         float32 where the device has no float64.
         """
         numbers_of_draw = uniforms(keys, (draw + 1) * numbers)[:, draw * numbers :]
-        return numbers_of_draw.to(device=outputs.device, dtype=widest(outputs.device))
+        return numbers_of_draw.to(device=outputs.device, dtype=widest_dtype(outputs.device))
 
     def fisher_root(self, outputs: Tensor) -> Tensor:
         """The root of the Fisher by the outputs where that is diagonal, shaped like them: of ``Var(d log p / d f_k)``
@@ -749,7 +749,7 @@ class DrawnPrediction(Prediction):
             PosthocUQError: `level` is not strictly between 0 and 1, there are too few held-out scores for it, or the
                 likelihood draws no targets.
         """
-        if isinstance(self.promises, Promises) and self.promises.kind == "cdf":
+        if isinstance(self.promises, ConformalScores) and self.promises.kind == "cdf":
             outputs = self.outputs.shape[2:]
             reach = self.promises.bounds("cdf", level, math.prod(outputs)).reshape(outputs or (1,))
             reach = (reach if outputs else reach.squeeze(0)).to(self.outputs)

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from posthoc_uq.core.devices import without_autocast
-from posthoc_uq.likelihoods.draws import Spread, normals, normals_like
+from posthoc_uq.likelihoods.draws import LogitCovariance, normals, normals_like
 
 _MAX_NUMBERS = 2**17  # logits at points that are computed at once, so that they stay in the cache
 _MANY = 16  # with fewer points to a direction, moments are right at the cost of all else
@@ -70,7 +70,7 @@ class GaussianLogits(NamedTuple):
     """
 
     mean: Tensor
-    spread: Spread
+    spread: LogitCovariance
     n_draws: int
 
     @property
@@ -85,14 +85,17 @@ class GaussianLogits(NamedTuple):
     @staticmethod
     def cat(parts: Sequence[GaussianLogits]) -> GaussianLogits:
         """Several batches of one `kind`."""
-        mean, spread = torch.cat([part.mean for part in parts]), Spread.cat([part.spread for part in parts])
+        mean, spread = (
+            torch.cat([part.mean for part in parts]),
+            LogitCovariance.cat([part.spread for part in parts]),
+        )
         return GaussianLogits(mean, spread, parts[0].n_draws)
 
     def log_probs(self) -> Tensor:
         """``log E[softmax(f)]``, ``(batch, ..., classes)``.
 
-        Softmax is averaged over points of ``z`` and ``e`` (see `Spread`). At each the probability of class c is
-        integrated over what its logit varies by itself, given how the other logits differ (Rao-Blackwell):
+        Softmax is averaged over points of ``z`` and ``e`` (see `LogitCovariance`). At each the probability of class c
+        is integrated over what its logit varies by itself, given how the other logits differ (Rao-Blackwell):
 
         ``E[softmax(f)_c | f_d - f_e for d, e != c] = E[sigmoid(N(m_c - log sum_(d != c) exp f_d, rest_c))]``
 
@@ -119,18 +122,18 @@ class GaussianLogits(NamedTuple):
         flat = self._flat()[0]
         points = normals_like(self.n_draws, self.spread.width, flat)
 
-        def counts(mean: Tensor, spread: Spread, points: Tensor, weights: Tensor) -> tuple[Tensor]:
+        def counts(mean: Tensor, spread: LogitCovariance, points: Tensor, weights: Tensor) -> tuple[Tensor]:
             return (votes(spread.at(mean, points).argmax(-1), mean.shape[1]),)
 
         return self._by_rows(counts, (points, points[:, 0]))[0]
 
-    def _flat(self) -> tuple[Tensor, Spread]:
+    def _flat(self) -> tuple[Tensor, LogitCovariance]:
         """As rows of classes."""
         if self.mean.ndim == 2:
             return self.mean, self.spread
         root, rest, given = self.spread
         rows = root.flatten(0, -3), rest.flatten(0, -2), None if given is None else given.flatten(0, -3)
-        return self.mean.flatten(0, -2), Spread(*rows)
+        return self.mean.flatten(0, -2), LogitCovariance(*rows)
 
     def _points(self, width: int) -> tuple[Tensor, Tensor]:
         """`points_of` this width, in the precision and on the device of these logits."""
@@ -156,7 +159,7 @@ class GaussianLogits(NamedTuple):
         return list(columns) if len(leading) == 1 else [column.unflatten(0, leading) for column in columns]
 
 
-def _by_lines(mean: Tensor, spread: Spread, points: Tensor, weights: Tensor) -> tuple[Tensor]:
+def _by_lines(mean: Tensor, spread: LogitCovariance, points: Tensor, weights: Tensor) -> tuple[Tensor]:
     """See `GaussianLogits.log_probs`, for two and three classes; points ``(points, 1)``.
 
     Of three logits, the difference of the two others varies along one direction, orthogonal to that in which a logit
@@ -178,7 +181,7 @@ def _by_lines(mean: Tensor, spread: Spread, points: Tensor, weights: Tensor) -> 
     return (_averaged(along(0) - torch.logaddexp(along(1), along(2)), rest, weights, 1),)
 
 
-def _by_points(mean: Tensor, spread: Spread, points: Tensor, weights: Tensor) -> tuple[Tensor]:
+def _by_points(mean: Tensor, spread: LogitCovariance, points: Tensor, weights: Tensor) -> tuple[Tensor]:
     """See `GaussianLogits.log_probs`; ``(batch, classes)``."""
     logits, own = _at(mean, spread, points), _others_at(mean, spread, points)
     largest = logits.amax(0)
@@ -200,7 +203,7 @@ def _averaged(apart: Tensor, variance: Tensor, weights: Tensor, dim: int) -> Ten
 
 
 def _entropy_and_variance(
-    mean: Tensor, spread: Spread, points: Tensor, weights: Tensor
+    mean: Tensor, spread: LogitCovariance, points: Tensor, weights: Tensor
 ) -> tuple[Tensor, Tensor]:
     """See `GaussianLogits.entropy_and_variance`."""
     logs = _at(mean, spread, points).log_softmax(0)
@@ -210,7 +213,7 @@ def _entropy_and_variance(
     return _entropy_of(logs, probs, weights), variance.T.contiguous()
 
 
-def _entropy(mean: Tensor, spread: Spread, points: Tensor, weights: Tensor) -> tuple[Tensor]:
+def _entropy(mean: Tensor, spread: LogitCovariance, points: Tensor, weights: Tensor) -> tuple[Tensor]:
     """See `GaussianLogits.entropy`."""
     logs = _at(mean, spread, points).log_softmax(0)
     return (_entropy_of(logs, logs.exp(), weights),)
@@ -221,7 +224,7 @@ def _entropy_of(logs: Tensor, probs: Tensor, weights: Tensor) -> Tensor:
     return -((probs * logs.clamp(min=torch.finfo(logs.dtype).min)).sum(0) @ weights)
 
 
-def _at(mean: Tensor, spread: Spread, points: Tensor) -> Tensor:
+def _at(mean: Tensor, spread: LogitCovariance, points: Tensor) -> Tensor:
     """Logits ``(classes, batch, points)``: all operations then run along many points."""
     directions = spread.root.shape[2]
     logits = _along(mean, spread.root, points[:, :directions])
@@ -231,7 +234,7 @@ def _at(mean: Tensor, spread: Spread, points: Tensor) -> Tensor:
     return logits + deviations * points[:, directions:].T.unsqueeze(1)
 
 
-def _others_at(mean: Tensor, spread: Spread, points: Tensor) -> Tensor:
+def _others_at(mean: Tensor, spread: LogitCovariance, points: Tensor) -> Tensor:
     """The mean of what each logit has by itself, ``(classes, batch, points)``."""
     root = spread.root if spread.given is None else spread.given
     return _along(mean, root, points[:, : root.shape[2]])

@@ -17,7 +17,7 @@ from posthoc_uq.core.options import LARGEST, check_option
 from posthoc_uq.core.records import Record
 from posthoc_uq.likelihoods import metrics
 from posthoc_uq.likelihoods.class_prediction import ClassPrediction, divergence_of_classes, entropy_of
-from posthoc_uq.likelihoods.conformal import Promises
+from posthoc_uq.likelihoods.conformal import ConformalScores
 from posthoc_uq.likelihoods.draws import OutputGaussian, moments_of
 from posthoc_uq.likelihoods.labels import in_whole_numbers, outside
 from posthoc_uq.likelihoods.likelihood import Faults, Likelihood, at_nodes
@@ -266,7 +266,7 @@ class OrdinalPrediction(ClassPrediction):
         Raises:
             PosthocUQError: `level` is not strictly between 0 and 1, or there are too few held-out scores for it.
         """
-        if isinstance(self.promises, Promises):
+        if isinstance(self.promises, ConformalScores):
             chosen = self.set(level).long()
             return chosen.argmax(-1), chosen.shape[-1] - 1 - chosen.flip(-1).argmax(-1)
         check_probability("level", level)

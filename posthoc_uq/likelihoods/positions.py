@@ -17,7 +17,7 @@ from posthoc_uq.core.devices import as_double
 from posthoc_uq.core.errors import PosthocUQError
 from posthoc_uq.core.options import did_you_mean
 from posthoc_uq.likelihoods.class_prediction import ClassPrediction, ClassStatistics
-from posthoc_uq.likelihoods.conformal import Promises
+from posthoc_uq.likelihoods.conformal import ConformalScores
 from posthoc_uq.likelihoods.labels import Layout
 from posthoc_uq.likelihoods.prediction import ClassTensors, Prediction
 
@@ -188,7 +188,7 @@ class PositionPrediction(Prediction):
         known = self.attended is not None and torch.equal(mask, self.attended)
         return replace(self, mask=None if known else mask)
 
-    def known_promises(self) -> Promises:
+    def known_promises(self) -> ConformalScores:
         """See `Prediction`; of a prediction with a mask by the positions of the held-out inputs that counted."""
         promises = super().known_promises()
         partial = self.mask is not None or (self.attended is not None and not bool(self.attended.all()))

@@ -11,11 +11,11 @@ import torch
 from torch import Tensor
 from torch.utils import _pytree as pytree
 
-from posthoc_uq.core.devices import as_double, moved
+from posthoc_uq.core.devices import as_double, to_device
 from posthoc_uq.core.errors import PosthocUQError
 from posthoc_uq.core.options import did_you_mean
 from posthoc_uq.likelihoods import metrics, selective
-from posthoc_uq.likelihoods.conformal import Promises, applying
+from posthoc_uq.likelihoods.conformal import ConformalScores, applying
 
 AnyPrediction = TypeVar("AnyPrediction", bound="Prediction")
 
@@ -74,7 +74,7 @@ class Prediction(ABC):
     _computed: ClassVar[dict[str, tuple[str, ...]]] = {}  # what it has besides, by the fields that each needs
 
     novelty_ratio: Annotated[Tensor | None, "batch *novelty"] = field(default=None, kw_only=True)
-    promises: Promises | str | None = field(default=None, kw_only=True)
+    promises: ConformalScores | str | None = field(default=None, kw_only=True)
     sample_keys: Annotated[Tensor | None, "batch", int] = field(default=None, kw_only=True)
 
     def __init_subclass__(cls) -> None:
@@ -143,7 +143,7 @@ class Prediction(ABC):
         moves = any(tensor.device != torch.device(device) for tensor in self._stored().values())
         whole = self.completed() if moves else self
         known = whole._stored()
-        return whole.changed(**dict(zip(known, moved(known.values(), device), strict=True)))
+        return whole.changed(**dict(zip(known, to_device(known.values(), device), strict=True)))
 
     def picked(self: AnyPrediction, chosen: Tensor | slice) -> AnyPrediction:
         """The inputs where `chosen` (batch,) is true, or those of a slice."""
@@ -311,7 +311,7 @@ class Prediction(ABC):
         """Of predictions of classes: those that hold the right one with a promised probability."""
         raise PosthocUQError("Values have no sets of classes; prediction.interval(level) has their bounds.")
 
-    def known_promises(self) -> Promises:
+    def known_promises(self) -> ConformalScores:
         """The held-out scores by which promises are made.
 
         Raises:

@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from posthoc_uq.core.batches import check_reusable
-from posthoc_uq.core.devices import as_double, placed
+from posthoc_uq.core.devices import as_double, on_device
 from posthoc_uq.core.distributed import gather, world
 from posthoc_uq.core.errors import PosthocUQError
 from posthoc_uq.core.numerics import eigh_descending
@@ -224,7 +224,7 @@ class Laplace(Method):
         blocks: dict[str, Block] = {}
         for name, block in posterior.blocks.items():
             device = next(iter(block.tensors().values())).device
-            means = {key: placed(tensor, device) for key, tensor in part[name].items()}
+            means = {key: on_device(tensor, device) for key, tensor in part[name].items()}
             if not remove:
                 _check_resolved(posterior, name, means, weights)
             try:

@@ -23,13 +23,13 @@ from posthoc_uq.curvature.labels import FisherChoice, own_samples_of, resolve_fi
 from posthoc_uq.curvature.statistics import Accumulator, JointFisher, fault_of_sums
 from posthoc_uq.curvature.sweep import (
     WORD,
-    Content,
+    DataHash,
     Observer,
     Summary,
     SweepSettings,
-    no_weight,
+    no_weight_error,
     own_batches,
-    show,
+    run_observers,
     sweep,
 )
 from posthoc_uq.layers.capture import Capture
@@ -313,7 +313,7 @@ class Task:
         if summary.samples == 0:
             raise NothingPickedError(share, summary.seen)
         if summary.weight == 0:
-            raise no_weight()
+            raise no_weight_error()
         if self.settings.fisher == "mc" and repetitive and not self.summary.seen:
             warn_user(
                 "Most inputs are copies of others. A drawn label (fisher='mc') belongs to its input, so that copies "
@@ -339,7 +339,7 @@ class Task:
                 counted = counted or batch.weights is None or bool((batch.weights > 0).any())
                 bar.advance(count)
         if samples and not counted:
-            raise no_weight()
+            raise no_weight_error()
         return samples
 
     def batches_of(self, samples: int) -> int:
@@ -395,11 +395,11 @@ class Task:
         """
         if self.observed or not self.observers:
             return
-        content = Content()
+        content = DataHash()
 
         def work() -> None:
             with isolated_random_state(self.settings.seed):
-                show(self.prepared.capture, self.loader, self.settings, [*self.observers, content])
+                run_observers(self.prepared.capture, self.loader, self.settings, [*self.observers, content])
 
         run_on_all_ranks(work, "looking at the data")
         self._check_content(sum(gather(content.total, "comparing the data")) % WORD)
@@ -547,7 +547,7 @@ def trained_features(task: Task, posterior: Posterior, network: nn.Module) -> No
 
     def work() -> None:
         with isolated_random_state(settings.seed):
-            show(capture, task.loader, settings, [grams])
+            run_observers(capture, task.loader, settings, [grams])
 
     run_on_all_ranks(work, "the novelty's statistics")
     posterior.features = grams.result(settings.dtype)

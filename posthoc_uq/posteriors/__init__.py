@@ -19,9 +19,9 @@ from posthoc_uq.posteriors.block import (
     VARIANCES,
     WEIGHTS,
     Block,
-    Settings,
+    PrecisionSettings,
     Size,
-    Stored,
+    TensorField,
     TensorSpec,
 )
 from posthoc_uq.posteriors.covariance import Covariance
@@ -35,14 +35,14 @@ from posthoc_uq.posteriors.laplace import (
     SubnetworkBlock,
 )
 from posthoc_uq.posteriors.posterior import Posterior, WeightPrior
-from posthoc_uq.posteriors.settings import ABOUT, Evidence, History, Hyperparameters, LayerPriors
+from posthoc_uq.posteriors.settings import HYPERPARAMETERS, Evidence, History, Hyperparameters, LayerPriors
 
 __all__ = [
-    "ABOUT",
     "BLOCKS",
     "DRAWS",
     "FAMILIES",
     "GROUPS",
+    "HYPERPARAMETERS",
     "INDEPENDENT",
     "INPUTS",
     "LOG_DETERMINANT",
@@ -65,10 +65,10 @@ __all__ = [
     "LayerPriors",
     "MeanFieldBlock",
     "Posterior",
-    "Settings",
+    "PrecisionSettings",
     "Size",
-    "Stored",
     "SubnetworkBlock",
+    "TensorField",
     "TensorSpec",
     "WeightPrior",
 ]

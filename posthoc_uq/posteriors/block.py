@@ -74,7 +74,7 @@ class Size:
     most: str
 
 
-class Stored:
+class TensorField:
     """In the annotation of a block's field: it is a tensor, and what that must be.
 
     Args:
@@ -233,7 +233,7 @@ def _rounding(kept: Tensor, size: float, weights: Weights) -> float:
 
 
 @dataclass(frozen=True)
-class Settings:
+class PrecisionSettings:
     """What turns a Fisher information into a precision: ``P = scale * (low rank + residual_weight * D) +
     prior_precision``.
 
@@ -280,11 +280,11 @@ BLOCKS: Registry[type[Block]] = Registry()
 class Block(ABC):
     """What is stored of one layer: statistics as plain tensors and plain attributes.
 
-    A subclass is a dataclass: its fields annotated as `Stored` are the tensors, all others are the attributes, whose
-    types check those of files; metadata ``absent`` is the value of one that older files lack. What is written, checked,
-    read, added up and counted follows from them. A class that sets `kind` is known by it from then on: files of
-    posteriors with such blocks can be written and read wherever it is defined. An attribute ``samples`` is the number
-    of training samples, which files check.
+    A subclass is a dataclass: its fields annotated as `TensorField` are the tensors, all others are the attributes,
+    whose types check those of files; metadata ``absent`` is the value of one that older files lack. What is written,
+    checked, read, added up and counted follows from them. A class that sets `kind` is known by it from then on: files
+    of posteriors with such blocks can be written and read wherever it is defined. An attribute ``samples`` is the
+    number of training samples, which files check.
     """
 
     kind: ClassVar[str]
@@ -298,7 +298,7 @@ class Block(ABC):
     trained: ClassVar[bool] = False
     """Whether it comes from a training, which may have changed the mean as well."""
     tunable: ClassVar[frozenset[str]] = frozenset({"scale", "prior_precision"})
-    """The hyperparameters of its weights that may be set (`posthoc_uq.posteriors.settings.ABOUT`); without a prior
+    """The hyperparameters of its weights that may be set (`posteriors.settings.HYPERPARAMETERS`); without a prior
     precision there is no marginal likelihood either."""
     per_weight_prior: ClassVar[bool] = False
     """Whether every weight may have a prior precision of its own: `covariance` then takes a tensor of its shape."""
@@ -343,7 +343,7 @@ class Block(ABC):
         return frozenset(name for names in overridden for name in names)
 
     @abstractmethod
-    def covariance(self, settings: Settings) -> Covariance:
+    def covariance(self, settings: PrecisionSettings) -> Covariance:
         """The block at these settings, ready for use."""
 
     def kept_bytes(self) -> int:
@@ -357,11 +357,11 @@ class Block(ABC):
 
     @classmethod
     @cache
-    def _stored(cls) -> dict[str, Stored]:
+    def _stored(cls) -> dict[str, TensorField]:
         """The fields that are tensors."""
         hints = get_type_hints(cls, include_extras=True)
         found = {each.name: getattr(hints[each.name], "__metadata__", (None,))[0] for each in fields(cls)}
-        return {name: own for name, own in found.items() if isinstance(own, Stored)}
+        return {name: own for name, own in found.items() if isinstance(own, TensorField)}
 
     @classmethod
     @cache
@@ -450,7 +450,7 @@ class Block(ABC):
         """What is wrong with its tensors taken together, in words, or None; `specs` is about each tensor alone."""
         return None
 
-    def largest_value(self, settings: Settings) -> float:
+    def largest_value(self, settings: PrecisionSettings) -> float:
         """The largest precision at these settings, or the largest variance of a block that stores variances. Files that
         reach more than float32 can compute with are refused. 0 where the bounds in `specs` exclude that already.
         """

@@ -18,10 +18,10 @@ from typing import ClassVar, Literal, NamedTuple, TypeVar
 import torch
 from torch import Tensor
 
-from posthoc_uq.core.devices import as_double, on_host, placed
+from posthoc_uq.core.devices import as_double, on_device, on_host
 from posthoc_uq.core.errors import PosthocUQError
 from posthoc_uq.layers.layer import Layer
-from posthoc_uq.layers.operands import TOUCH_COST, Chosen, Operand, Rows, chunks, turned
+from posthoc_uq.layers.operands import TOUCH_COST, OneHotRows, Operand, Rows, chunks, rotate_output_gradients
 
 # Inner products of Jacobian rows: of each function with itself, with all others, or also between samples.
 
@@ -266,7 +266,7 @@ class Covariance:
         ready = copy.copy(self)
         for name, value in dict(vars(self)).items():  # a copy, since other threads keep values meanwhile
             if isinstance(value, Tensor):
-                setattr(ready, name, placed(value, device))
+                setattr(ready, name, on_device(value, device))
             elif isinstance(value, Covariance):
                 setattr(ready, name, value.prepared(dtype, device, limit))
         ready.dtype, ready.device, ready.limit = dtype, device, limit
@@ -596,14 +596,14 @@ class Independent(Covariance):
         self, activations: Operand, gradients: Tensor, mode: Mode, double: bool, norms: bool
     ) -> Contracted:
         """In shapes of `gram`, with the squared norms of J if `norms`."""
-        if isinstance(activations, Chosen) and type(self) is Diagonal:
+        if isinstance(activations, OneHotRows) and type(self) is Diagonal:
             return self._of_places(activations, gradients, mode, double, norms)
         if self._pairs_are_cheaper(activations.positions, gradients.shape[2], mode):
             return self._by_pairs_of_positions(activations.rows(), gradients, mode, double, norms)
         return self._by_jacobian(activations, gradients, mode, double, norms)
 
     def _of_places(
-        self, activations: Chosen, gradients: Tensor, mode: Mode, double: bool, norms: bool
+        self, activations: OneHotRows, gradients: Tensor, mode: Mode, double: bool, norms: bool
     ) -> Contracted:
         """The same of rows with a 1 at one place each: J is zero at all places that do not occur."""
         found: list[Contracted] = []
@@ -852,7 +852,9 @@ class Kronecker(Independent):
             part = slice(start, start + step)
             rotated = Rows(activations.part(part).project(self.bases[0]))
             parts.append(
-                super()._contracted(rotated, turned(gradients[part], self.bases[1]), mode, double, norms)
+                super()._contracted(
+                    rotated, rotate_output_gradients(gradients[part], self.bases[1]), mode, double, norms
+                )
             )
         return joined(parts)
 

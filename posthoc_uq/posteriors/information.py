@@ -24,16 +24,16 @@ from typing import Annotated, Any, ClassVar, Literal
 import torch
 from torch import Tensor
 
-from posthoc_uq.core.devices import as_double, placed
+from posthoc_uq.core.devices import as_double, on_device
 from posthoc_uq.core.numerics import cholesky
 from posthoc_uq.posteriors.block import (
     GROUPS,
     INPUTS,
     OUTPUTS,
     Block,
-    Settings,
+    PrecisionSettings,
     Size,
-    Stored,
+    TensorField,
 )
 from posthoc_uq.posteriors.covariance import (
     MIN_SHARE,
@@ -526,7 +526,7 @@ class LowRankDiagonal(Independent):
         root, roots = self._root[0], as_double(self._roots).to(self._root)[0]
         columns = (cores.to(root) * roots).flatten(2).flatten(0, 1).T
         solved = torch.cholesky_solve(columns, root).T.reshape(cores.shape) * roots
-        return placed(solved, cores.device)
+        return on_device(solved, cores.device)
 
 
 def _sums_of_squares(products: Tensor, outputs: int) -> Tensor:
@@ -613,14 +613,17 @@ class InformationBlock(Block):
     per_weight_prior = True
     tunable: ClassVar[frozenset[str]] = Block.tunable | {"residual_weight"}
 
-    input_basis: Annotated[Tensor, Stored(GROUPS, INPUTS, _INPUT_DIRECTIONS, orthonormal=True, padded=True)]
+    input_basis: Annotated[
+        Tensor, TensorField(GROUPS, INPUTS, _INPUT_DIRECTIONS, orthonormal=True, padded=True)
+    ]
     output_basis: Annotated[
-        Tensor, Stored(GROUPS, OUTPUTS, _OUTPUT_DIRECTIONS, orthonormal=True, padded=True)
+        Tensor, TensorField(GROUPS, OUTPUTS, _OUTPUT_DIRECTIONS, orthonormal=True, padded=True)
     ]
     eigenvalues: Annotated[
-        Tensor, Stored(GROUPS, _OUTPUT_DIRECTIONS, _INPUT_DIRECTIONS, mean_of="low rank", non_negative=True)
+        Tensor,
+        TensorField(GROUPS, _OUTPUT_DIRECTIONS, _INPUT_DIRECTIONS, mean_of="low rank", non_negative=True),
     ]
-    diagonal: Annotated[Tensor, Stored(GROUPS, OUTPUTS, INPUTS, mean_of="diagonal", non_negative=True)]
+    diagonal: Annotated[Tensor, TensorField(GROUPS, OUTPUTS, INPUTS, mean_of="diagonal", non_negative=True)]
     correction: Correction
 
     def __post_init__(self) -> None:
@@ -670,7 +673,7 @@ class InformationBlock(Block):
         finally:
             self._kept = None
 
-    def covariance(self, settings: Settings) -> LowRankDiagonal:
+    def covariance(self, settings: PrecisionSettings) -> LowRankDiagonal:
         shrink, residual = self._parts()
         precision = settings.precision(residual * settings.residual_weight)
         roots = self.eigenvalues.sqrt() * settings.scale**0.5

@@ -21,10 +21,10 @@ from posthoc_uq.posteriors.block import (
     OUTPUTS,
     WEIGHTS,
     Block,
-    Settings,
+    PrecisionSettings,
     Shape,
     Size,
-    Stored,
+    TensorField,
     TensorSpec,
     Weights,
     combined,
@@ -45,9 +45,9 @@ class DiagonalBlock(Block):
     makes = Diagonal
     per_weight_prior = True
 
-    diagonal: Annotated[Tensor, Stored(GROUPS, OUTPUTS, INPUTS, mean_of="diagonal", non_negative=True)]
+    diagonal: Annotated[Tensor, TensorField(GROUPS, OUTPUTS, INPUTS, mean_of="diagonal", non_negative=True)]
 
-    def covariance(self, settings: Settings) -> Diagonal:
+    def covariance(self, settings: PrecisionSettings) -> Diagonal:
         return Diagonal(settings.precision(self.diagonal), self.diagonal)
 
     def dense(self, scale: float = 1.0, residual_weight: float = 1.0) -> Tensor:
@@ -67,8 +67,8 @@ class _EigenbasisBlock(Block):
 
     makes = Kronecker
 
-    input_basis: Annotated[Tensor, Stored(GROUPS, INPUTS, INPUTS, orthonormal=True)]
-    output_basis: Annotated[Tensor, Stored(GROUPS, OUTPUTS, OUTPUTS, orthonormal=True)]
+    input_basis: Annotated[Tensor, TensorField(GROUPS, INPUTS, INPUTS, orthonormal=True)]
+    output_basis: Annotated[Tensor, TensorField(GROUPS, OUTPUTS, OUTPUTS, orthonormal=True)]
 
     def eigenvalues_matrix(self) -> Tensor:
         """Eigenvalues of the Fisher approximation, ``(G, m, n)``."""
@@ -79,7 +79,7 @@ class _EigenbasisBlock(Block):
         values = self.eigenvalues_matrix()[:, kept, kept]
         return self.input_basis[..., kept], self.output_basis[..., kept], values
 
-    def covariance(self, settings: Settings) -> Kronecker:
+    def covariance(self, settings: PrecisionSettings) -> Kronecker:
         return Kronecker(self.input_basis, self.output_basis, settings.precision(self.eigenvalues_matrix()))
 
     def dense(self, scale: float = 1.0, residual_weight: float = 1.0) -> Tensor:
@@ -114,15 +114,15 @@ class KroneckerBlock(_EigenbasisBlock):
 
     kind = "kfac"
 
-    input_eigenvalues: Annotated[Tensor, Stored(GROUPS, INPUTS, non_negative=True)]
-    output_eigenvalues: Annotated[Tensor, Stored(GROUPS, OUTPUTS, non_negative=True)]
+    input_eigenvalues: Annotated[Tensor, TensorField(GROUPS, INPUTS, non_negative=True)]
+    output_eigenvalues: Annotated[Tensor, TensorField(GROUPS, OUTPUTS, non_negative=True)]
     input_gram: Annotated[
-        Tensor | None, Stored(GROUPS, INPUTS, INPUTS, optional="grams", symmetric=True, exact=True)
+        Tensor | None, TensorField(GROUPS, INPUTS, INPUTS, optional="grams", symmetric=True, exact=True)
     ] = None
     output_gram: Annotated[
-        Tensor | None, Stored(GROUPS, OUTPUTS, OUTPUTS, optional="grams", symmetric=True, exact=True)
+        Tensor | None, TensorField(GROUPS, OUTPUTS, OUTPUTS, optional="grams", symmetric=True, exact=True)
     ] = None
-    positions: Annotated[Tensor | None, Stored(optional="grams", non_negative=True, exact=True)] = None
+    positions: Annotated[Tensor | None, TensorField(optional="grams", non_negative=True, exact=True)] = None
     factors_of: FactorsOf = field(default="rows", metadata={"absent": "rows"})
 
     def eigenvalues_matrix(self) -> Tensor:
@@ -163,7 +163,7 @@ class KroneckerBlock(_EigenbasisBlock):
             self.factors_of,
         )
 
-    def largest_value(self, settings: Settings) -> float:
+    def largest_value(self, settings: PrecisionSettings) -> float:
         largest = largest_of(self.input_eigenvalues) * largest_of(self.output_eigenvalues)
         return settings.largest_precision(largest)
 
@@ -179,7 +179,9 @@ class EigenvalueCorrectedBlock(_EigenbasisBlock):
 
     kind = "efb"
 
-    eigenvalues: Annotated[Tensor, Stored(GROUPS, OUTPUTS, INPUTS, mean_of="eigenvalues", non_negative=True)]
+    eigenvalues: Annotated[
+        Tensor, TensorField(GROUPS, OUTPUTS, INPUTS, mean_of="eigenvalues", non_negative=True)
+    ]
 
     def eigenvalues_matrix(self) -> Tensor:
         return self.eigenvalues
@@ -215,10 +217,11 @@ class DenseBlock(Block):
     joint = True
 
     fisher: Annotated[
-        Tensor, Stored(WEIGHTS, WEIGHTS, mean_of="matrix", max_numbers=LARGEST_BYTES // 8, symmetric=True)
+        Tensor,
+        TensorField(WEIGHTS, WEIGHTS, mean_of="matrix", max_numbers=LARGEST_BYTES // 8, symmetric=True),
     ]
 
-    def covariance(self, settings: Settings) -> Dense:
+    def covariance(self, settings: PrecisionSettings) -> Dense:
         prior = host_double(settings.prior_precision).expand(1, 1, len(self.fisher)).flatten()
         return _dense(self.fisher, settings.scale, prior)
 
@@ -276,9 +279,10 @@ class SubnetworkBlock(Block):
     heads_note = "head='moments' takes the chosen weights as independent, with their exact variances"
 
     fisher: Annotated[
-        Tensor, Stored(_CHOSEN, _CHOSEN, mean_of="matrix", max_numbers=LARGEST_BYTES // 8, symmetric=True)
+        Tensor,
+        TensorField(_CHOSEN, _CHOSEN, mean_of="matrix", max_numbers=LARGEST_BYTES // 8, symmetric=True),
     ]
-    kept: Annotated[Tensor, Stored(BITS, bits=True, largest=255.0)]
+    kept: Annotated[Tensor, TensorField(BITS, bits=True, largest=255.0)]
     weights: Count
 
     @cached_property
@@ -286,7 +290,7 @@ class SubnetworkBlock(Block):
         """The places of the chosen weights, ascending, ``(chosen,)``."""
         return unpacked(self.kept, self.weights).nonzero().flatten()
 
-    def covariance(self, settings: Settings) -> Subnetwork:
+    def covariance(self, settings: PrecisionSettings) -> Subnetwork:
         prior = host_double(settings.prior_precision).expand(1, 1, self.weights).flatten()
         chosen = _dense(self.fisher, settings.scale, prior[self.index.cpu()])
         return Subnetwork(chosen, self.index, self.weights)
@@ -344,16 +348,16 @@ class MeanFieldBlock(Block):
         "median sd, largest sd": "standard deviations of the layer's weights"
     }
 
-    variances: Annotated[Tensor, Stored(GROUPS, OUTPUTS, INPUTS, non_negative=True)]
+    variances: Annotated[Tensor, TensorField(GROUPS, OUTPUTS, INPUTS, non_negative=True)]
     samples: Count
 
-    def covariance(self, settings: Settings) -> Variances:
+    def covariance(self, settings: PrecisionSettings) -> Variances:
         if settings.scale == self.samples:
             return Variances(self.variances)
         scaled = as_double(self.variances) * (self.samples / settings.scale)
         return Variances(scaled.to(self.variances))
 
-    def largest_value(self, settings: Settings) -> float:
+    def largest_value(self, settings: PrecisionSettings) -> float:
         return largest_of(self.variances) * self.samples / float(settings.scale)
 
     def summary(self) -> dict[str, Any]:

@@ -25,11 +25,18 @@ from posthoc_uq.core.randomness import mixed_seed
 from posthoc_uq.layers.layer import Layer
 from posthoc_uq.likelihoods import Likelihood
 from posthoc_uq.posteriors import block as can
-from posthoc_uq.posteriors.block import Block, Settings
+from posthoc_uq.posteriors.block import Block, PrecisionSettings
 from posthoc_uq.posteriors.covariance import Covariance
 from posthoc_uq.posteriors.features import FeatureGrams
 from posthoc_uq.posteriors.laplace import MeanFieldBlock
-from posthoc_uq.posteriors.settings import ABOUT, ONE_PRIOR, Evidence, History, Hyperparameters, LayerPriors
+from posthoc_uq.posteriors.settings import (
+    HYPERPARAMETERS,
+    ONE_PRIOR,
+    Evidence,
+    History,
+    Hyperparameters,
+    LayerPriors,
+)
 
 if TYPE_CHECKING:
     from posthoc_uq.posteriors.report import Report
@@ -377,11 +384,11 @@ class Posterior:
         """Label to value of the hyperparameters that reports show; ``"per layer"`` for prior precisions by layer."""
         known, shown = self.tunable | self.settled, dict[str, Any]()
         for name, value in self._settings.plain().items():
-            about = ABOUT[name]
+            about = HYPERPARAMETERS[name]
             if about.reported == "always" or (about.reported == "own" and name in known):
                 shown[about.label] = "per layer" if isinstance(value, dict) else value
         if self.likelihood.has_noise and self.likelihood.noise_variance is None:  # else that is reported
-            shown[ABOUT["noise_scale"].label] = self.noise_scale
+            shown[HYPERPARAMETERS["noise_scale"].label] = self.noise_scale
         return shown
 
     def adjust(self, **values: Any) -> None:
@@ -409,11 +416,11 @@ class Posterior:
         if name in self.settled and present != valid:
             instead = ", or set scale to widen or narrow the posterior" if "scale" in self.tunable else ""
             raise PosthocUQError(
-                f"The {ABOUT[name].label} was a part of what method={self.method!r} optimised, and is {present}; fit "
-                f"again with {name}={value}{instead}."
+                f"The {HYPERPARAMETERS[name].label} was a part of what method={self.method!r} optimised, and is "
+                f"{present}; fit again with {name}={value}{instead}."
             )
         if present != valid:
-            about = ABOUT[name]
+            about = HYPERPARAMETERS[name]
             raise PosthocUQError(
                 f"This posterior by method={self.method!r} has no {about.label}: {about.lacking}. Leave {name} at "
                 f"{present}."
@@ -421,7 +428,7 @@ class Posterior:
         return present
 
     def _valid(self, name: str, value: Any) -> Any:
-        about = ABOUT[name]
+        about = HYPERPARAMETERS[name]
         if not about.by_layer or not isinstance(value, Mapping):
             return check_option(name, value, about.kind)
         priors = {
@@ -748,7 +755,7 @@ class Posterior:
 
     def block_settings(
         self, block: str, prior_precision: Any = None, noise_scale: float | Tensor | None = None
-    ) -> Settings:
+    ) -> PrecisionSettings:
         """What a block's precision ``scale * I + prior_precision`` depends on.
 
         Args:
@@ -770,7 +777,7 @@ class Posterior:
             prior = factors * (prior.to(factors) if isinstance(prior, Tensor) else prior)
         # of other likelihoods the noise scale is a factor on the dispersion of predictions alone
         power = 0 if self.likelihood.noise_variance is None else self.evidence.noise_power
-        return Settings(settings.scale / noise_factor**power, prior, settings.residual_weight)
+        return PrecisionSettings(settings.scale / noise_factor**power, prior, settings.residual_weight)
 
     def without_data(self, precision: float | Mapping[str, float]) -> Posterior:
         """The prior as a posterior that saw nothing: ``N(., 1 / precision)`` over the weights of the same layers, with

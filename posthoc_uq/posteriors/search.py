@@ -21,7 +21,7 @@ from posthoc_uq.core.interrupts import check
 from posthoc_uq.core.progress import Progress
 from posthoc_uq.posteriors.block import LOG_DETERMINANT
 from posthoc_uq.posteriors.posterior import Posterior
-from posthoc_uq.posteriors.settings import ABOUT, Hyperparameters, LayerPriors
+from posthoc_uq.posteriors.settings import HYPERPARAMETERS, Hyperparameters, LayerPriors
 
 Criterion = Literal["faithful", "likelihood", "evidence"]
 """By what `posthoc_uq.tune` may choose hyperparameters; `CRITERIA` has the facts about each."""
@@ -126,7 +126,7 @@ class Trials:
         return "\n".join([*lines, f"all {len(self.trials)} evaluations:", *map(self._line, self.trials)])
 
     def _line(self, trial: Trial) -> str:
-        tried = {ABOUT[name].label: getattr(trial.settings, name) for name in self.searched}
+        tried = {HYPERPARAMETERS[name].label: getattr(trial.settings, name) for name in self.searched}
         numbers = tried | {CRITERIA[self.criterion].objective: trial.objective}
         return "  ".join(
             f"{label}={value:.5g}" if isinstance(value, float) else f"{label}={value}"

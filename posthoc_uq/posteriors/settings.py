@@ -124,7 +124,7 @@ class LayerPriors(dict[str, float]):
 
 
 @dataclass(frozen=True)
-class About:
+class HyperparameterInfo:
     """The facts about a hyperparameter.
 
     Attributes:
@@ -150,7 +150,7 @@ class About:
 class Hyperparameters:
     """What a posterior and its predictions depend on besides the blocks; see `posterior.Posterior`.
 
-    `ABOUT` has the facts about each, by its name.
+    `HYPERPARAMETERS` has the facts about each, by its name.
     """
 
     scale: float
@@ -166,22 +166,26 @@ class Hyperparameters:
 
     def of_weights(self) -> Hyperparameters:
         """The settings on which the covariance of the weights depends; all others are 1."""
-        return replace(self, **{name: 1.0 for name, about in ABOUT.items() if not about.of_weights})
+        return replace(self, **{name: 1.0 for name, about in HYPERPARAMETERS.items() if not about.of_weights})
 
     def plain(self) -> dict[str, Any]:
         """Plain values by name."""
         return {name: dict(value) if isinstance(value, dict) else value for name, value in vars(self).items()}
 
 
-ABOUT = {
-    "scale": About("scale", Magnitude, "its draws follow no scale"),
-    "prior_precision": About("prior precision", Magnitude, "no prior enters its weights", by_layer=True),
-    "residual_weight": About("residual weight", Unit, "only the low rank of method='inf' leaves a residual"),
+HYPERPARAMETERS = {
+    "scale": HyperparameterInfo("scale", Magnitude, "its draws follow no scale"),
+    "prior_precision": HyperparameterInfo(
+        "prior precision", Magnitude, "no prior enters its weights", by_layer=True
+    ),
+    "residual_weight": HyperparameterInfo(
+        "residual weight", Unit, "only the low rank of method='inf' leaves a residual"
+    ),
     # reported by the noise variance
-    "noise_scale": About(
+    "noise_scale": HyperparameterInfo(
         "noise scale", Magnitude, "its likelihood has no noise", of_outputs=True, reported="never"
     ),
-    "temperature": About(
+    "temperature": HyperparameterInfo(
         "temperature",
         Temperature,
         "it divides logits, and this likelihood's outputs are none",
@@ -193,7 +197,7 @@ ABOUT = {
 """The facts about every hyperparameter, by its name."""
 
 
-def width_of(settings: Hyperparameters, name: str) -> float:
+def get_width(settings: Hyperparameters, name: str) -> float:
     """The value of a width parameter; of prior precisions by layer their geometric mean."""
     value: Any = getattr(settings, name)
     values = host_double(list(value.values()) if isinstance(value, dict) else [value])

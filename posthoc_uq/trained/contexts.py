@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from posthoc_uq.core.batches import Batch, BatchReader, batches, check_loader
-from posthoc_uq.core.devices import host_double, sent
+from posthoc_uq.core.devices import host_double, to_device_async
 from posthoc_uq.core.errors import NonFiniteError, PosthocUQError
 from posthoc_uq.core.options import did_you_mean
 from posthoc_uq.core.randomness import isolated_random_state, mixed_seed
@@ -103,7 +103,7 @@ class TrainingBatch(Context):
         inputs = single_input(batch)
         rounds = range(-(-n // len(inputs)))
         order = torch.cat([torch.randperm(len(inputs), generator=generator, device="cpu") for _ in rounds])
-        return inputs[sent(order[:n], inputs.device)]
+        return inputs[to_device_async(order[:n], inputs.device)]
 
 
 class _Reservoir:
@@ -165,7 +165,7 @@ class Monochrome(Context):
         values = self._colours.rows
         size, channels = values.shape
         chosen = torch.randint(size, (channels, n), generator=generator, device="cpu")
-        colours = sent(values.T.gather(1, chosen).T.to(like.dtype), like.device)
+        colours = to_device_async(values.T.gather(1, chosen).T.to(like.dtype), like.device)
         # in the present batch's image size: a convolutional network may be trained on images of several sizes
         return colours[:, :, None, None].expand(n, channels, *like.shape[2:]).contiguous()
 
@@ -191,7 +191,7 @@ class Pool(Context):
                     self._inputs.add(single_input(unlabelled), choice)
         like, pool = single_input(batch), self._inputs.rows
         drawn = pool[torch.randint(len(pool), (n,), generator=generator, device="cpu")]
-        return sent(drawn.to(like.dtype), like.device)
+        return to_device_async(drawn.to(like.dtype), like.device)
 
 
 class Corrupted(Context):
@@ -229,7 +229,9 @@ class Corrupted(Context):
                 "A corrupted context takes the range of the training images, and has seen none."
             )
         images = TrainingBatch().draw(n, batch, generator)
-        low, high = (sent(bound.to(images.dtype), images.device)[:, None, None] for bound in self._range)
+        low, high = (
+            to_device_async(bound.to(images.dtype), images.device)[:, None, None] for bound in self._range
+        )
         width = torch.where(high > low, high - low, torch.ones_like(high))
         unit = ((images - low) / width).clamp(0, 1)
         corrupted = self._tones(self._shifted(unit, generator), generator)
@@ -242,7 +244,9 @@ class Corrupted(Context):
         mirrored = torch.rand(n, 1, generator=generator, device="cpu") < 0.5
         rows, columns = torch.arange(height, device="cpu"), torch.arange(width, device="cpu")
         columns = torch.where(mirrored, columns.flip(0), columns)
-        down, across = (sent(offset, images.device) for offset in (rows + offsets[0], columns + offsets[1]))
+        down, across = (
+            to_device_async(offset, images.device) for offset in (rows + offsets[0], columns + offsets[1])
+        )
         padded = torch.nn.functional.pad(images, [self.padding] * 4)
         sample = torch.arange(n, device=images.device)[:, None, None, None]
         channel = torch.arange(channels, device=images.device)[:, None, None]
@@ -251,9 +255,9 @@ class Corrupted(Context):
     def _tones(self, images: Tensor, generator: torch.Generator) -> Tensor:
         """Some solarised, all of another brightness and contrast; values from 0 to 1."""
         chances = torch.rand(3, len(images), 1, 1, 1, generator=generator, dtype=torch.float64, device="cpu")
-        inverted = sent(chances[0] < self.solarised, images.device)
+        inverted = to_device_async(chances[0] < self.solarised, images.device)
         brightness, contrast = (
-            sent((1 + change * (2 * chance - 1)).to(images.dtype), images.device)
+            to_device_async((1 + change * (2 * chance - 1)).to(images.dtype), images.device)
             for change, chance in ((self.brightness, chances[1]), (self.contrast, chances[2]))
         )
         images = torch.where(inverted & (images >= 0.5), 1 - images, images)
@@ -314,7 +318,7 @@ class UniformBox(Context):
         like = single_input(batch)
         low, high = self.bounds()
         numbers = torch.rand(n, *like.shape[1:], generator=generator, dtype=torch.float64, device="cpu")
-        return sent((low + (high - low) * numbers).to(like.dtype), like.device)
+        return to_device_async((low + (high - low) * numbers).to(like.dtype), like.device)
 
 
 class Callback(Context):

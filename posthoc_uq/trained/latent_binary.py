@@ -20,7 +20,7 @@ from torch import Tensor, nn
 from torch.func import functional_call
 
 from posthoc_uq.core.batches import Batch
-from posthoc_uq.core.devices import DeferredChecks, as_double, widest
+from posthoc_uq.core.devices import DeferredChecks, as_double, widest_dtype
 from posthoc_uq.core.errors import PosthocUQError, warn_user
 from posthoc_uq.core.model import replicate
 from posthoc_uq.core.options import NotNegative, Positive, Unit
@@ -559,7 +559,7 @@ class SpikeMoments(torch.autograd.Function):
         for piece in _pieces(mean):
             parts = mean[piece], log_variance[piece], logit[piece], _part(z, piece)
             totals.append(_moments(*parts, prior, means[piece], spreads[piece]))
-        divergence, included = torch.stack(totals).sum(0, dtype=widest(mean.device))
+        divergence, included = torch.stack(totals).sum(0, dtype=widest_dtype(mean.device))
         divergence = divergence - logit.numel() * log(1 - prior.inclusion) - included * prior.logit
         included = included.to(mean)
         ctx.mark_non_differentiable(included)

@@ -27,9 +27,9 @@ from posthoc_uq.posteriors.block import (
     INPUTS,
     OUTPUTS,
     Block,
-    Settings,
+    PrecisionSettings,
     Shape,
-    Stored,
+    TensorField,
     largest_of,
 )
 from posthoc_uq.posteriors.covariance import Covariance, Dense, DenseLayer, Variances
@@ -159,14 +159,14 @@ class MessagesBlock(Block):
         "from the data"
     }
 
-    prior_mean: Annotated[Tensor, Stored(GROUPS, OUTPUTS, INPUTS)]
-    prior_precision: Annotated[Tensor, Stored(GROUPS, OUTPUTS, INPUTS, non_negative=True)]
-    field: Annotated[Tensor, Stored(GROUPS, OUTPUTS, INPUTS)]
-    precision: Annotated[Tensor, Stored(GROUPS, OUTPUTS, INPUTS, non_negative=True)]
-    shift: Annotated[Tensor, Stored(INPUTS)]
+    prior_mean: Annotated[Tensor, TensorField(GROUPS, OUTPUTS, INPUTS)]
+    prior_precision: Annotated[Tensor, TensorField(GROUPS, OUTPUTS, INPUTS, non_negative=True)]
+    field: Annotated[Tensor, TensorField(GROUPS, OUTPUTS, INPUTS)]
+    precision: Annotated[Tensor, TensorField(GROUPS, OUTPUTS, INPUTS, non_negative=True)]
+    shift: Annotated[Tensor, TensorField(INPUTS)]
     samples: int
 
-    def _ratio(self, settings: Settings) -> float:
+    def _ratio(self, settings: PrecisionSettings) -> float:
         return self.samples / float(settings.scale)
 
     def total(self) -> Tensor:
@@ -178,7 +178,7 @@ class MessagesBlock(Block):
         pull = as_double(self.prior_precision) * as_double(self.prior_mean)
         return (pull + as_double(self.field)) / self.total()
 
-    def covariance(self, settings: Settings) -> Moved:
+    def covariance(self, settings: PrecisionSettings) -> Moved:
         return Moved(Variances((self._ratio(settings) / self.total()).to(self.field)), self.shift)
 
     @cached_property
@@ -188,7 +188,7 @@ class MessagesBlock(Block):
     def stored_mean(self) -> Tensor:
         return self._mean
 
-    def largest_value(self, settings: Settings) -> float:
+    def largest_value(self, settings: PrecisionSettings) -> float:
         total = self.total()
         if not float(total.min()) > 0:
             return float("inf")
@@ -210,7 +210,7 @@ class JointMessagesBlock(MessagesBlock):
     makes = MovedRows
 
     precision: Annotated[
-        Tensor, Stored(GROUPS, OUTPUTS, INPUTS, INPUTS, max_numbers=LARGEST_BYTES // 8, symmetric=True)
+        Tensor, TensorField(GROUPS, OUTPUTS, INPUTS, INPUTS, max_numbers=LARGEST_BYTES // 8, symmetric=True)
     ]
 
     def total(self) -> Tensor:
@@ -220,11 +220,11 @@ class JointMessagesBlock(MessagesBlock):
         pull = as_double(self.prior_precision) * as_double(self.prior_mean) + as_double(self.field)
         return torch.cholesky_solve(pull.unsqueeze(-1), cholesky(self.total())).squeeze(-1)
 
-    def covariance(self, settings: Settings) -> MovedRows:
+    def covariance(self, settings: PrecisionSettings) -> MovedRows:
         root = cholesky(self.total()) / self._ratio(settings) ** 0.5
         return MovedRows(Dense(root, self.field), self.shift)
 
-    def largest_value(self, settings: Settings) -> float:
+    def largest_value(self, settings: PrecisionSettings) -> float:
         precision = largest_of(self.precision) * float(settings.scale) / self.samples
         try:
             root = cholesky(self.total()) / self._ratio(settings) ** 0.5

@@ -25,10 +25,10 @@ from posthoc_uq.posteriors.block import (
     WEIGHTS,
     AnyBlock,
     Block,
-    Settings,
+    PrecisionSettings,
     Shape,
     Size,
-    Stored,
+    TensorField,
     TensorSpec,
     bounded,
     largest_of,
@@ -352,11 +352,11 @@ class LatentBlock(Block):
         inclusion = self.inclusions()
         return inclusion[..., : inclusion.shape[-1] - self.bias]
 
-    def covariance(self, settings: Settings) -> SpikeAndSlab:
+    def covariance(self, settings: PrecisionSettings) -> SpikeAndSlab:
         return SpikeAndSlab(*self.slabs(), self.inclusions(), self.scale)
 
     def stored_mean(self) -> Tensor:
-        return self.covariance(Settings(1.0, 1.0)).mean()
+        return self.covariance(PrecisionSettings(1.0, 1.0)).mean()
 
     def summary(self) -> dict[str, Any]:
         chances = self.probabilities()
@@ -400,7 +400,7 @@ class LatentBlock(Block):
             cast(LatentBlock, block).scale = RandomScale(attributes["along"], block.bias, flow, kept)
         return block
 
-    def largest_value(self, settings: Settings) -> float:
+    def largest_value(self, settings: PrecisionSettings) -> float:
         means, variances = self.slabs()
         return max(largest_of(variances), largest_of(means) ** 2)
 
@@ -418,9 +418,9 @@ class LatentBinaryBlock(LatentBlock):
     kind = "latent_binary"
     fields: ClassVar[type[Record]] = ScaleFields
 
-    means: Annotated[Tensor, Stored(GROUPS, OUTPUTS, INPUTS)]
-    variances: Annotated[Tensor, Stored(GROUPS, OUTPUTS, INPUTS, non_negative=True)]
-    inclusion: Annotated[Tensor, Stored(GROUPS, OUTPUTS, INPUTS, non_negative=True, largest=1.0)]
+    means: Annotated[Tensor, TensorField(GROUPS, OUTPUTS, INPUTS)]
+    variances: Annotated[Tensor, TensorField(GROUPS, OUTPUTS, INPUTS, non_negative=True)]
+    inclusion: Annotated[Tensor, TensorField(GROUPS, OUTPUTS, INPUTS, non_negative=True, largest=1.0)]
 
     def slabs(self) -> tuple[Tensor, Tensor]:
         return self.means, self.variances
@@ -454,9 +454,9 @@ class MedianBlock(LatentBlock):
     kind = "median_model"
     fields: ClassVar[type[Record]] = MedianFields
 
-    means: Annotated[Tensor, Stored(_KEPT)]
-    variances: Annotated[Tensor, Stored(_KEPT, non_negative=True)]
-    kept: Annotated[Tensor, Stored(BITS, bits=True, largest=255.0)]
+    means: Annotated[Tensor, TensorField(_KEPT)]
+    variances: Annotated[Tensor, TensorField(_KEPT, non_negative=True)]
+    kept: Annotated[Tensor, TensorField(BITS, bits=True, largest=255.0)]
     shape: tuple[int, ...]
 
     def __post_init__(self) -> None:

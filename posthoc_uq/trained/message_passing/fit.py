@@ -14,14 +14,14 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from posthoc_uq.core.batches import Batch
-from posthoc_uq.core.devices import DeferredChecks, as_double, has_double, host_double, placed
+from posthoc_uq.core.devices import DeferredChecks, as_double, has_double, host_double, on_device
 from posthoc_uq.core.distributed import world
 from posthoc_uq.core.errors import NonFiniteError, PosthocUQError, UnsupportedLayerError, warn_user
 from posthoc_uq.core.options import Count, Magnitude
 from posthoc_uq.core.progress import Progress
 from posthoc_uq.core.randomness import isolated_random_state, mixed_seed
 from posthoc_uq.curvature.features import FeatureSource, feature_rows, find_features
-from posthoc_uq.curvature.sweep import check_targets, require_outputs, show
+from posthoc_uq.curvature.sweep import check_targets, require_outputs, run_observers
 from posthoc_uq.layers.capture import Capture, Recording
 from posthoc_uq.layers.layer import Layer
 from posthoc_uq.layers.proof import Selection, count_samples
@@ -142,7 +142,7 @@ def examples_of(task: Task, layer: Layer, as_rows: bool) -> Examples:
     capture = Capture(task.model)
     capture.watched = layer
     with isolated_random_state(settings.seed):
-        show(capture, task.loader, settings, [kept])
+        run_observers(capture, task.loader, settings, [kept])
     targets = torch.cat(kept.targets)
     if settings.likelihood.noise_variance is None:
         targets = targets[:, 0].long()
@@ -409,7 +409,7 @@ class MessagePassing(Method):
         noise = task.settings.likelihood.noise_variance
         if noise is None:
             return Argmax(regularize=self.regularize) if self.signal == "argmax" else Softargmax()
-        noise = placed(host_double(noise), task.device)
+        noise = on_device(host_double(noise), task.device)
         if units is not None:
             noise = noise.to(units.value_spread) / units.value_spread.square()
         return Regression(noise if noise.numel() > 1 else float(noise))
