@@ -592,3 +592,30 @@ def test_records_that_contradict_themselves() -> None:
     ):
         with pytest.raises(CorruptPosteriorError):
             validate_record(PromisesRecord, record | {name: value}, "it")
+
+
+@pytest.mark.filterwarnings("ignore::UserWarning")
+def test_a_number_that_is_missing_is_named_by_its_row_in_the_loader() -> None:
+    """And not by its place among those that tune."""
+    torch.manual_seed(0)
+    model, x, y = nn.Linear(3, 2), torch.randn(60, 3), torch.arange(60) % 2
+    posterior = uq.fit(model, [(x, y)], "diag", prior_precision=1.0, progress=False)
+    for row in (31, 40, 59):
+        held = x.clone()
+        held[row, 1] = float("nan")
+        data = list(zip(held.split(30), y.split(30), strict=True))
+        with pytest.raises(
+            uq.NonFiniteError, match=rf"Batch 1: .* 1 of 30 inputs \(number {row - 30} first\)"
+        ):
+            uq.calibrate(posterior, data, progress=False)
+
+
+def test_no_held_out_novelty_is_said() -> None:
+    torch.manual_seed(0)
+    model, x, y = nn.Linear(3, 2), torch.randn(60, 3), torch.arange(60) % 2
+    posterior = uq.fit(model, [(x, y)], "diag", prior_precision=1.0, progress=False)
+    uq.calibrate(posterior, [(x, y)], progress=False, head="linearized", novelty=False)
+    prediction = uq.wrap(model, posterior)(x)
+    with pytest.raises(uq.PosthocUQError, match="no held-out scores of novelty"):
+        prediction.familiarity()
+    assert bool((prediction.familiarity("entropy") > 0).all())

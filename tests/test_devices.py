@@ -72,7 +72,7 @@ ON_HOST_TOO = {
     "app/export.py": {"_PValues.__init__", "_last_at_most"},
     "fitting/leave_one_out.py": {"LeftOut.accuracy", "leave_one_out", "_of_classes"},
     "heads/moments.py": {"MomentsPredictor._functions.normals"},
-    "likelihoods/conformal.py": {"p_values", "tuned_regularisation.size", "Promises.rate_for"},
+    "likelihoods/conformal.py": {"p_values", "tuned_regularisation.size", "ConformalScores.rate_for"},
     "likelihoods/draws.py": {"normals"},
     "trained/function_space.py": {"gaussian_kl"},
 }

@@ -522,7 +522,7 @@ def test_the_child_has_little_memory_and_no_files() -> None:
     script = (
         "import runpy, sys\n"
         "import numpy as np\n"
-        "runpy.run_path(sys.argv[1])['confine'](60, 2**30)\n"
+        "runpy.run_path(sys.argv[1])['limit_resources'](60, 2**30)\n"
         "try:\n    np.ones(2**28)\n    raise SystemExit('memory')\n"
         "except MemoryError:\n    pass\n"
         "try:\n    open('/etc/hostname')\n    raise SystemExit('file')\n"

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
-from torch.nn.utils.rnn import pack_padded_sequence, pad_packed_sequence
+from torch.nn.utils.rnn import PackedSequence, pack_padded_sequence, pad_packed_sequence
 from torch.utils._pytree import tree_leaves
 
 import posthoc_uq as uq
@@ -229,6 +229,19 @@ def test_every_head_takes_packed_sequences() -> None:
         for model, posterior in zip((plain, packed), posteriors, strict=True)
     ]
     torch.testing.assert_close(*draws)
+
+
+def test_packed_batches_are_refused_with_the_way_out() -> None:
+    class OfPacked(Classifier):
+        def forward(self, packed: PackedSequence) -> Tensor:
+            return self.readout(self.inner(packed)[1][0][-1])
+
+    lengths = torch.full((SAMPLES,), STEPS)
+    packed = pack_padded_sequence(_x(SAMPLES, STEPS, 3).float(), lengths, batch_first=True)
+    for options in ({}, {"batch_to_inputs": lambda batch: (batch[0],)}):
+        with pytest.raises(uq.PosthocUQError, match=r"PackedSequence.*\(padded, lengths\), targets\)"):
+            data = [(packed, torch.arange(SAMPLES) % 3)]
+            uq.fit(OfPacked("lstm").eval(), data, "diag", prior_precision=1.0, progress=False, **options)
 
 
 def test_a_trainings_warning_names_a_layer_whose_steps_cannot_be_followed() -> None:

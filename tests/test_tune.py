@@ -579,7 +579,7 @@ def test_a_large_network_is_tuned_by_one_set_of_backward_passes(monkeypatch: pyt
     by_exact = tune(exact, [held_out])
     passes = []
     original = LinearizedPredictor.at_every_prior
-    monkeypatch.setattr(held_out_module, "is_large", lambda posterior: True)
+    monkeypatch.setattr(held_out_module, "backward_dominates", lambda posterior: True)
     monkeypatch.setattr(
         LinearizedPredictor,
         "at_every_prior",

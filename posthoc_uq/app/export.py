@@ -276,7 +276,7 @@ def export(
 
     Args:
         predictor: of any head; see `exportable`.
-        inputs: an example of the model's positional arguments, of at least two samples.
+        inputs: an example of the model's positional arguments.
         path: of a file to write: ``"model.onnx"``, or ``"model.pt2"`` for `torch.export.load`.
         level: of the sets and intervals, where the posterior has held-out scores for this head.
         dynamic_batch: let the exported program take any number of samples.
@@ -293,8 +293,13 @@ def export(
         raise PosthocUQError("ONNX files need two packages more: pip install onnx onnxscript")
     if not inputs or not all(isinstance(value, Tensor) for value in inputs):
         raise PosthocUQError(
-            "export takes an example of the model's inputs as tensors: uq.export(predictor, x)."
+            "export takes an example of the model's inputs as tensors, one after the other: uq.export(predictor, x), "
+            "or uq.export(predictor, x1, x2) of a model with two."
         )
+    if dynamic_batch and all(
+        len(value) == 1 for value in inputs if value.ndim
+    ):  # a tracer takes 1 for a constant
+        inputs = tuple(torch.cat([value, value]) if value.ndim else value for value in inputs)
     module = exportable(predictor, *inputs, level=level)
     batch = torch.export.Dim("batch", min=1, max=_MAX_BATCH)
     shapes: Any = (tuple({0: batch} for _ in inputs),) if dynamic_batch else None

@@ -21,6 +21,7 @@ import numpy as np
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.nn.utils.rnn import PackedSequence
 from torch.overrides import TorchFunctionMode
 from torch.utils._pytree import tree_leaves, tree_map
 from torch.utils.data import DataLoader, Dataset, IterableDataset
@@ -357,6 +358,7 @@ class BatchReader(Options):
             PosthocUQError: the batch has a form that needs `batch_to_inputs`, or its weights are none.
         """
         inputs, targets = self._split(batch)
+        _check_not_packed(inputs)
         if self.batch_to_inputs is None and whole:
             inputs = arguments_of_graph(inputs, self.names)
         elif self.batch_to_inputs is None:
@@ -464,6 +466,17 @@ class BatchReader(Options):
         if type(value) is list:
             return [self._move(part) for part in cast(list[Any], value)]
         return to_device_async(value, self.device) if isinstance(value, Tensor) else value
+
+
+def _check_not_packed(inputs: Any) -> None:
+    """Refuse packed sequences among the inputs, whose rows are no samples."""
+    leaves = tree_leaves(inputs, is_leaf=lambda value: isinstance(value, PackedSequence))
+    if any(isinstance(leaf, PackedSequence) for leaf in leaves):
+        raise PosthocUQError(
+            "The inputs are a PackedSequence, whose rows are no samples; let the loader yield ((padded, lengths), "
+            "targets), and the model pack them by torch.nn.utils.rnn.pack_padded_sequence(x, lengths.cpu(), "
+            "batch_first=True, enforce_sorted=False)."
+        )
 
 
 def _of_list(batch: Batch) -> list[Batch]:
@@ -870,7 +883,7 @@ def check_reusable(loader: Iterable[Any], sweeps: int) -> None:
     # A DataLoader's iter() would draw from the global generator and start its workers.
     if sweeps > 1 and isinstance(loader, Iterator) and iter(loader) is loader:
         raise PosthocUQError(
-            "The loader is an iterator that can be read only once, and this fit reads the data "
+            "The loader is an iterator that can be read only once, and this call reads the data "
             f"{sweeps} times; pass a DataLoader or a list of batches."
         )
 

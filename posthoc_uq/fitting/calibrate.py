@@ -25,12 +25,13 @@ from posthoc_uq.core.batches import (
 from posthoc_uq.core.devices import as_double
 from posthoc_uq.core.errors import PosthocUQError
 from posthoc_uq.core.interrupts import defer_interrupts
+from posthoc_uq.core.numerics import check_rows_finite
 from posthoc_uq.core.options import Count, Seed, check_names, check_option, one_of
 from posthoc_uq.core.progress import bars_shown
 from posthoc_uq.core.randomness import isolated_random_state, mixed_seed, numbered, sample_keys, uniforms
 from posthoc_uq.core.steady import steady
 from posthoc_uq.files import check_unchanged
-from posthoc_uq.fitting.faithful import model_of
+from posthoc_uq.fitting.faithful import floating_numbers, model_of
 from posthoc_uq.fitting.leave_one_out import (
     INITIALISATIONS,
     Groups,
@@ -361,8 +362,16 @@ class _HeldOut:
         Raises:
             PosthocUQError: there are too few samples for two parts.
         """
+        found = list[Tensor]()
+
+        def numbers() -> Iterator[Tensor]:
+            for batch, keys in self._keyed():
+                found.append(keys)
+                yield floating_numbers(batch)
+
         with isolated_random_state(self.seed):
-            keys = torch.cat([keys for _, keys in self._keyed()])
+            check_rows_finite(numbers(), "the numbers")  # here rows are those of the loader
+        keys = torch.cat(found)
         self.samples = len(keys)
         if self.samples < 2:
             raise PosthocUQError(

@@ -428,6 +428,11 @@ class ConformalScores:
         Raises:
             PosthocUQError: it is none of those that are stored, or the prediction does not have it.
         """
+        if name == "novelty" and name not in self.inputs:
+            raise PosthocUQError(
+                f"There are no held-out scores of novelty: predictions did not know it when they were measured. There "
+                f"are those of {' and '.join(map(repr, self.inputs))}, such as prediction.familiarity('{JOINT}')."
+            )
         name = one_of("score", name, tuple(self.inputs))
         needed = tuple(self.tails) if name == JOINT else (name,)
         missing = [each for each in needed if each not in scores]

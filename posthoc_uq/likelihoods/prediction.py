@@ -282,7 +282,8 @@ class Prediction(ABC):
         if self.novelty_ratio is None:
             raise PosthocUQError(
                 "This prediction has no novelty: the predictor was made with novelty=False, or the posterior has no "
-                "statistics of the last layer's inputs. Fit again, or ask for predictor.novelty(x, of='top')."
+                "statistics of the last layer's inputs, as after an update, or where a weight that the model's own "
+                "code computes comes last. predictor.novelty(x, of='top') measures it by the posterior itself."
             )
         return self.novelty_ratio
 
