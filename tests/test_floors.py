@@ -141,14 +141,14 @@ def test_the_core_does_without_the_packages_of_its_wings() -> None:
         if room_of(name) == "app":
             continue
         tree = ast.parse((PACKAGE / file).read_text(encoding="utf-8"))
-        kept = [
-            node
+        for_types = {
+            inner
             for node in ast.walk(tree)
-            if not (isinstance(node, ast.If) and "TYPE_CHECKING" in ast.dump(node.test))
-        ]
-        typed = {child for node in ast.walk(tree) if node not in kept for child in ast.walk(node)}
-        for node in kept:
-            if node in typed or not isinstance(node, (ast.Import, ast.ImportFrom)):
+            if isinstance(node, ast.If) and ast.unparse(node.test) == "TYPE_CHECKING"
+            for inner in ast.walk(node)
+        }
+        for node in ast.walk(tree):
+            if node in for_types or not isinstance(node, (ast.Import, ast.ImportFrom)):
                 continue
             found = (
                 [alias.name for alias in node.names] if isinstance(node, ast.Import) else [node.module or ""]

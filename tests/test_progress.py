@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import io
 import os
 import re
@@ -228,6 +229,7 @@ def test_a_phase_takes_its_share_of_what_is_left_and_never_goes_back(drawn: io.S
 def test_the_bar_of_an_interrupted_fit_is_closed(
     method: str, drawn: io.StringIO, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    gc.collect()  # bars of other tests close when they go
     model, x = mlp(), inputs_of(4, samples=60)
     data, closed, bars = task(model, x), list[float](), progress._bars().func
     close = bars.close

@@ -283,7 +283,8 @@ class Prediction(ABC):
             raise PosthocUQError(
                 "This prediction has no novelty: the predictor was made with novelty=False, or the posterior has no "
                 "statistics of the last layer's inputs, as after an update, or where a weight that the model's own "
-                "code computes comes last. predictor.novelty(x, of='top') measures it by the posterior itself."
+                "code computes comes last. Fit again for these, or ask for predictor.novelty(x, of='top'), which goes "
+                "by the posterior itself."
             )
         return self.novelty_ratio
 
