@@ -130,12 +130,15 @@ def place(value: Any, source: random.Random) -> tuple[Any, Any]:
 
 
 def leaves_of(value: Any) -> Iterator[tuple[Any, Any]]:
-    """Every single value of a description, by its container and key; few of long lists."""
-    for key in list(value) if isinstance(value, dict) else range(min(3, len(value))):
-        if isinstance(value[key], (dict, list)):
-            yield from leaves_of(value[key])
-        else:
-            yield value, key
+    """Every single value of a description, by its container and key; few of long lists. However deep it is."""
+    left = [value]
+    while left:
+        holder = left.pop()
+        for key in list(holder) if isinstance(holder, dict) else range(min(3, len(holder))):
+            if isinstance(holder[key], (dict, list)):
+                left.append(holder[key])
+            else:
+                yield holder, key
 
 
 def change_description(image: Image, source: random.Random) -> str | None:

@@ -21,7 +21,9 @@ import hostile_files
 import numpy as np
 import pytest
 import torch
+from networks import Stops
 from resume_worker import BATCH, SAMPLES, data, fit, model
+from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
 import posthoc_uq as uq
@@ -435,6 +437,24 @@ def test_states_that_are_not_of_this_fit(change: Callable[[Any], None], tmp_path
     write_snapshot(path, state)
     with pytest.raises(PosthocUQError, match=r"no checkpoint that this fit|begin with the batches"):
         uq.fit(model(), _loader(), method="diag", checkpoint=path, progress=False)
+
+
+@pytest.mark.parametrize("value", [1.0, {}, torch.tensor(float("nan"))])
+def test_a_noise_variance_that_is_not_of_this_fit(value: Any, tmp_path: Path) -> None:
+    path, net, x = (
+        tmp_path / "fit",
+        nn.Linear(3, 1),
+        torch.randn(40, 3, generator=torch.Generator().manual_seed(0)),
+    )
+    data = [(part, part.sum(1, keepdim=True)) for part in x.split(10)]
+    options: dict[str, Any] = {"likelihood": "regression", "checkpoint": path, "progress": False}
+    with pytest.raises(RuntimeError, match="stop"):
+        uq.fit(net, Stops(data, after=6), "diag", checkpoint_every=1, **options)
+    state = read_snapshot(path)
+    state["finished"]["noise"][0]["noise"]["variance"] = value
+    write_snapshot(path, state)
+    with pytest.raises(PosthocUQError, match=r"no checkpoint that this fit|not finite"):
+        uq.fit(net, data, "diag", checkpoint_every=1, **options)
 
 
 @pytest.mark.parametrize(

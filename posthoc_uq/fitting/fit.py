@@ -10,6 +10,7 @@ import os
 import sys
 import time
 from collections.abc import Iterable, Iterator, Mapping
+from contextlib import nullcontext
 from dataclasses import dataclass, fields, replace
 from typing import Any, Literal
 
@@ -637,7 +638,10 @@ def _set_observation_noise(task: Task) -> str:
             "the targets. Give it with noise_variance=..., or fit on a loader of (inputs, targets)."
         )
         return "1, since the loader gives no targets"
-    variance = as_double(found["noise"]["variance"]).cpu()
+    # what a checkpoint holds may be anybody's
+    reading = nullcontext() if task.checkpoint is None else task.checkpoint.reading("of the noise variance")
+    with reading:
+        variance = as_double(found["noise"]["variance"]).cpu()
     if not bool(torch.isfinite(variance).all()):
         raise NonFiniteError(
             "The residuals of the training data are not finite; check the data and the model's weights."
