@@ -204,31 +204,31 @@ def test_packed_sequences_run_step_by_step(kind: str, options: dict[str, Any], t
     torch.testing.assert_close(found, expected, rtol=1e-8, atol=1e-12)
 
 
-def test_every_head_takes_packed_sequences() -> None:
-    """Draws and moments of packed sequences of one length are those of the plain layer."""
+@pytest.mark.parametrize("by_name", [False, True])
+def test_every_head_takes_packed_sequences(by_name: bool) -> None:
+    """A sequence in a packed batch, given by place or by name, has the moments and draws of the plain layer on it
+    alone, under the same posterior.
+    """
 
-    class Even(Classifier):
-        def forward(self, x: Tensor) -> Tensor:
-            lengths = torch.full((len(x),), STEPS)
-            return self.readout(self.inner(pack_padded_sequence(x, lengths, batch_first=True))[1][0][-1])
+    class Ends(Classifier):
+        def forward(self, x: Tensor, lengths: Tensor) -> Tensor:
+            packed = pack_padded_sequence(x, lengths.cpu(), batch_first=True, enforce_sorted=False)
+            return self.readout((self.inner(input=packed) if by_name else self.inner(packed))[1][0][-1])
 
-    plain, packed = Classifier("lstm").eval(), Even("lstm").eval()
-    x, y = _x(SAMPLES, STEPS, 3).float(), torch.arange(SAMPLES) % 3
-    posteriors = [
-        uq.fit(model, [(x, y)], "diag", prior_precision=5.0, progress=False) for model in (plain, packed)
-    ]
-    heads: dict[str, dict[str, Any]] = {"linearized": {}, "sampling": {"seed": 0}, "moments": {}}
+    plain, packed = Classifier("lstm").double().eval(), Ends("lstm").double().eval()
+    x, y = _x(SAMPLES, STEPS, 3), torch.arange(SAMPLES) % 3
+    posterior = uq.fit(packed, [((x, LENGTHS), y)], "diag", prior_precision=5.0, progress=False)
+    assert {layer.kind for layer in posterior.layers.values()} == {"linear"}
+    heads: dict[str, dict[str, Any]] = {
+        "linearized": {},
+        "linearized by draws": {"engine": "jvp", "n_probes": 4},
+        "sampling": {"seed": 0},
+        "moments": {},
+    }
     for head, options in heads.items():
-        one, other = (
-            uq.wrap(model, posterior, head, **options)(x).logits_variance  # type: ignore[attr-defined]
-            for model, posterior in zip((plain, packed), posteriors, strict=True)
-        )
-        torch.testing.assert_close(one, other)
-    draws = [
-        uq.wrap(model, posterior, engine="jvp", n_probes=4)(x).probs  # type: ignore[attr-defined]
-        for model, posterior in zip((plain, packed), posteriors, strict=True)
-    ]
-    torch.testing.assert_close(*draws)
+        of_all, of_one = (uq.wrap(model, posterior, head.split()[0], **options) for model in (packed, plain))
+        alone = [of_one(x[i : i + 1, :steps]).logits_variance for i, steps in enumerate(LENGTHS.tolist())]
+        torch.testing.assert_close(of_all(x, LENGTHS).logits_variance, torch.cat(alone), msg=head)
 
 
 def test_packed_batches_are_refused_with_the_way_out() -> None:

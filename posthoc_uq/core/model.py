@@ -100,21 +100,25 @@ def replicate(model: nn.Module, parameters: Mapping[str, Tensor] | None = None) 
         ) from error
     for module in twin.modules():
         if isinstance(module, nn.RNNBase) and _note_places not in vars(module)["_forward_pre_hooks"].values():
-            module.register_forward_pre_hook(_note_places)
+            module.register_forward_pre_hook(_note_places, with_kwargs=True)
     return twin.eval()
 
 
-def _note_places(module: nn.Module, args: tuple[Any, ...]) -> tuple[Any, ...]:
+def _note_places(
+    module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> tuple[tuple[Any, ...], dict[str, Any]]:
     """Let the function that a recurrent layer calls know which samples the rows of a packed sequence belong to, which
     torch does not hand on to it.
     """
-    packed = args[0] if args else None
-    if not isinstance(packed, PackedSequence):
-        return args
-    sizes = packed.batch_sizes.detach()
-    places = packed.unsorted_indices
-    cast(Any, sizes).places = torch.arange(int(sizes[0]), device="cpu") if places is None else places
-    return (packed._replace(batch_sizes=sizes), *args[1:])
+
+    def noted(value: Any) -> Any:
+        if not isinstance(value, PackedSequence):
+            return value
+        sizes, places = value.batch_sizes.detach(), value.unsorted_indices
+        cast(Any, sizes).places = torch.arange(int(sizes[0]), device="cpu") if places is None else places
+        return value._replace(batch_sizes=sizes)
+
+    return tuple(map(noted, args)), {name: noted(value) for name, value in kwargs.items()}
 
 
 def places_of_samples(batch_sizes: Tensor) -> Tensor | None:

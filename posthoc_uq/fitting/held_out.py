@@ -34,9 +34,7 @@ _MIN_EVIDENCE = 3.0  # nats over all labels by which a narrower posterior than t
 _FIRST_STEP = 0.25  # decades of the prior precision; every following step is as long as all before it
 _MAX_WIDER, _MAX_NARROWER = 1.0, 8.0  # decades from the prior precision of the fit
 _USUAL_WIDTHS = 4  # that are tried, for what a bar shows
-_PRIOR_SPREAD = (
-    0.1  # of the prior of the logarithm of a temperature, or of a noise scale; see `hyperprior_penalty`
-)
+_PRIOR_SPREAD = 0.1  # of the logarithm of a temperature, or of a noise scale; see `hyperprior_penalty`
 _MIN_GAIN = 1e-6  # nats: a smaller gain does not move a hyperparameter
 _NOISES = (-8.0, 16.0)  # decades of the noise scale in which the best one of the network alone is sought
 _TEMPERATURES = np.linspace(-1.0, 1.5, 11)  # decades of the temperature at which losses are computed
