@@ -104,6 +104,28 @@ def test_what_a_model_takes_says_which_parts_are_inputs(recwarn: pytest.Warnings
     refused(r"4 parts, and the model takes \['input'\].*batch\[3\]", lambda: one.read((X, X, X, Y)))
 
 
+@pytest.mark.parametrize(
+    ("name", "values"), [("input", labels()), ("input", labels().tolist()), ("image", labels().tolist())]
+)
+def test_targets_under_a_name_that_is_not_looked_for_are_told(
+    name: str, values: Any, recwarn: pytest.WarningsRecorder
+) -> None:
+    model, batch = nn.Linear(4, 3), {name: inputs(), "cls": values, "path": ["a"] * len(inputs())}
+    options: dict[str, Any] = {"prior_precision": 1.0, "progress": False}
+    with pytest.warns(UserWarning, match=r"no targets under any of .*'cls' is none .* batch\['cls'\]"):
+        posterior = uq.fit(model, [batch], **options)
+    recwarn.clear()
+    uq.wrap(model, posterior).predict([batch], progress=False)  # which has no use for them
+    uq.fit(model, [{name: inputs(), "path": ["a"] * len(inputs())}], **options)
+    assert not len(recwarn)
+    for call in (
+        lambda: uq.calibrate(posterior, [batch], progress=False),
+        lambda: uq.tune(posterior, [batch], progress=False),
+        lambda: uq.evaluate(uq.wrap(model, posterior), [batch], progress=False),
+    ):
+        refused("under one of .*'labels'.* batch_to_targets=", call)
+
+
 class _Heads(nn.Module):
     def __init__(self) -> None:
         super().__init__()

@@ -119,6 +119,15 @@ def test_binary_is_two_class_softmax_of_zero_and_the_logit(trailing: bool) -> No
     _close(prediction.log_prob(torch.ones(BATCH, dtype=torch.int64)), np.log(expected["probs"][:, 1]), 1e-12)
 
 
+def test_sets_are_of_classes_and_intervals_of_values() -> None:
+    classes = ClassPrediction.from_logits(_logits())
+    values = RegressionPrediction(torch.zeros(2, 1), torch.ones(2, 1), torch.ones(1))
+    with pytest.raises(PosthocUQError, match=r"prediction\.set"):
+        classes.interval()
+    with pytest.raises(PosthocUQError, match=r"prediction\.interval"):
+        values.set()
+
+
 def test_top_k_is_sorted_and_names_its_parts() -> None:
     prediction = ClassPrediction.from_logits(_logits())
     top = prediction.top_k(3)

@@ -55,6 +55,8 @@ REFUSED: dict[str, Callable[[Predictor], Any]] = {
     "no state to load": lambda p: p.load_state_dict({}),
     "torch.jit.script cannot take": lambda p: torch.jit.script(p),
     "cannot be traced": lambda p: torch.jit.trace(p, (torch.zeros(2, 4),)),
+    "cannot be traced: uq.export": lambda p: torch.fx.symbolic_trace(p),
+    "be traced: uq.export": lambda p: torch.export.export(p, (torch.zeros(2, 4),), strict=False),
 }
 
 

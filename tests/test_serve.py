@@ -704,8 +704,12 @@ class TestNames:
         ):
             answer = client.post("/predict/batch", json={"inputs": inputs})
             assert answer.status_code == 400 and said in answer.json()["error"]
+        wrong = client.post("/predict", json={"id": [1, 2, 3], "weights": 2})
+        assert wrong.status_code == 400
+        assert "'id', which the model does not take; send" in wrong.json()["error"]
         image = client.post("/predict/image", content=_png(), headers=PNG)
         assert image.status_code == 415 and "more than images" in image.json()["error"]
+        assert client.get("/health").json()["images"] is False
 
     def test_a_table_by_its_columns(self) -> None:
         torch.manual_seed(0)
@@ -714,7 +718,7 @@ class TestNames:
         posterior = uq.fit(model, [(x, (x[:, 0] > 0).long())], prior_precision=1.0, progress=False)
         posterior.history.fit["table columns"] = ["age", "height", "income"]  # as the command keeps them
         predictor = uq.wrap(model, posterior)
-        client = TestClient(application(Service(predictor), None))
+        client = TestClient(application(Service(predictor, lambda image: image), None))
         rows = [{"age": 3, "height": 1.5, "income": -2}, {"income": 1, "age": 0, "height": 0.25}]
         wanted = predictor(torch.tensor([[3, 1.5, -2], [0, 0.25, 1]])).entropy().tolist()
         found = client.post("/predict/batch", json={"inputs": rows}).json()["predictions"]
@@ -734,6 +738,11 @@ class TestNames:
         ):
             answer = client.post("/predict", json=rows[0] | change)
             assert answer.status_code == 400 and said in answer.json()["error"]
+        wrong = client.post("/predict", json={"years": 3, "tall": 1.5})
+        assert wrong.status_code == 400 and "'years', which the model does not take" in wrong.json()["error"]
+        assert client.get("/health").json()["images"] is False
+        image = client.post("/predict/image", content=_png(), headers=PNG)
+        assert image.status_code == 415 and "takes no images: send JSON" in image.json()["error"]
 
 
 class TestWhatIsKept:
@@ -755,6 +764,7 @@ class TestWhatIsKept:
         health = client.get("/health").json()
         assert (
             health["status"] == "ok"
+            and health["images"] is True
             and health["head"] == "sampling"
             and health["referral"] == "Referral(rate=0.3, score='joint')"
         )

@@ -92,7 +92,7 @@ class _Program(nn.Module):
             return self._closed(*args)
         if self.members is None:
             assert self.predictor is not None
-            return self._with_novelty(self.predictor(*args), *args)
+            return self._with_novelty(self.predictor.in_program(*args), *args)
         outputs = torch.stack([output_tensor(member(*args)).float() for member in self.members])
         divisor = divisor_of(self._posterior)
         if divisor != 1.0:

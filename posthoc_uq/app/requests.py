@@ -178,6 +178,9 @@ def inputs_of(body: bytes, many: bool, limits: Limits, form: Form) -> Inputs:
     if isinstance(content, dict) and key not in content and names & set(cast(dict[str, Any], content)):
         content = {key: content}
     if not isinstance(content, dict) or set(cast(dict[str, Any], content)) != {key}:
+        first = next(iter(cast(dict[str, Any], content)), key) if isinstance(content, dict) and names else key
+        if first not in ("input", "inputs") and (form.columns or form.only is None):
+            raise wrong(f"The body has {shortened(repr(first), 80)}, which the model does not take")
         raise wrong(f"The body must be a JSON object with the one key {key!r}", "json")
     values: Any = content[key] if many else [content[key]]
     if not isinstance(values, list) or not values:

@@ -308,10 +308,15 @@ class Service:
         Raises:
             PosthocUQError: there are other names than classes.
         """
-        if self.transform is not None and self._form.only is not None:
+        if self.transform is not None and self._image is not None:
             with suppress(Refused):
                 grey = prepared_image(Image.new("RGB", (256, 256), (128, 128, 128)), self.transform)
-                _answers(self, self._predicted({self._form.only: grey.unsqueeze(0)}))
+                _answers(self, self._predicted({self._image: grey.unsqueeze(0)}))
+
+    @property
+    def _image(self) -> str | None:
+        """The name of the input that an image can be; None where the model takes more, or a table's columns."""
+        return None if self._form.columns else self._form.only
 
     def predict(self, body: bytes, headers: Headers, many: bool) -> Future[list[dict[str, Any]]]:
         """Answers to the inputs in a body, JSON, an image, or a form of images, once they are predicted: together with
@@ -334,9 +339,10 @@ class Service:
             return inputs_of(body, many, self.limits, self._form)
         if self.transform is None:
             raise Refused(415, "image", "This server has no transform of images; send numbers as JSON.")
-        only = self._form.only
+        only = self._image
         if only is None:
-            raise Refused(415, "image", f"The model takes more than images: send JSON, {self._form.shown()}.")
+            what = "no images" if self._form.columns else "more than images"
+            raise Refused(415, "image", f"The model takes {what}: send JSON, {self._form.shown()}.")
         files = files_of(body, headers, self.limits) if kind == _FORM else [body]
         if len(files) != 1 and not many:
             raise Refused(400, "form", f"The form has {len(files)} files; send several to /predict/batch.")
@@ -436,7 +442,7 @@ class Service:
             "head": self.predictor.head,
             "likelihood": self.predictor.posterior.likelihood.name,
             "referral": None if self.referral is None else repr(self.referral),
-            "images": self.transform is not None,
+            "images": self.transform is not None and self._image is not None,
             "inputs": {
                 name: str(dtype).removeprefix("torch.")
                 for name, dtype in self._form.types.items()

@@ -77,6 +77,10 @@ def tensor_of(array: Any) -> Tensor:
 
 BatchFunction = Callable[[Any], Any]
 TARGET_NAMES = ("labels", "label", "targets", "target", "y")
+WITH_TARGETS = (
+    f"yield (inputs, targets), or a mapping with the targets under one of {list(TARGET_NAMES)}; batch_to_targets= "
+    f"takes them out of any other batch."
+)
 
 
 @dataclass
@@ -428,7 +432,7 @@ class BatchReader(Options):
         model needs.
         """
         strays = {} if self.names is None else {k: v for k, v in named.items() if k not in self.names}
-        tensors = [value for value in strays.values() if isinstance(value, Tensor) or is_array(value)]
+        tensors = [value for value in strays.values() if _is_tensor(value)]
         arguments = {name: value for name, value in named.items() if name not in strays}
         if len(tensors) == 1 and not arguments:
             return tensors[0]
@@ -442,6 +446,26 @@ class BatchReader(Options):
                 )
             return arguments
         return named if tensors or not arguments else arguments
+
+    def warn_of_labels(self, raw: Any, batch: Batch) -> None:
+        """Warn of a mapping whose targets may stand under a name that is not looked for.
+
+        Args:
+            raw: what the loader yielded.
+            batch: the same, once it is read.
+        """
+        taken_apart = self.batch_to_inputs is not None or self.batch_to_targets is not None
+        if batch.targets is not None or taken_apart or not isinstance(raw, Mapping):
+            return
+        named = cast(Mapping[str, Any], raw)
+        taken = batch.kwargs or {name for name, value in named.items() if _is_tensor(value)}  # there is one
+        unread = [name for name, value in named.items() if name not in taken and _holds_numbers(value)]
+        if unread:
+            warn_user(
+                f"The batches have no targets under any of {list(TARGET_NAMES)}, and {', '.join(map(repr, unread))} is "
+                f"none of the model's arguments and is left out, so this fit sees no targets. If they are there: "
+                f"batch_to_targets=lambda batch: batch[{unread[0]!r}]."
+            )
 
     def _target_of(self, targets: Mapping[str, Any]) -> Any:
         """The one of several targets that belongs to the model's outputs: that of the name of `output`, or the only
@@ -466,6 +490,18 @@ class BatchReader(Options):
         if type(value) is list:
             return [self._move(part) for part in cast(list[Any], value)]
         return to_device_async(value, self.device) if isinstance(value, Tensor) else value
+
+
+def _is_tensor(value: Any) -> bool:
+    return isinstance(value, Tensor) or is_array(value)
+
+
+def _holds_numbers(value: Any) -> bool:
+    """Whether a part of a batch may be targets."""
+    numbers = isinstance(value, (list, tuple)) and all(
+        isinstance(v, (int, float)) for v in cast(list[Any], value)
+    )
+    return _is_tensor(value) or (numbers and bool(value))
 
 
 def _check_not_packed(inputs: Any) -> None:
@@ -732,6 +768,7 @@ class Readings(Iterable[Any]):
         for item in items_of(iterator):
             batch = next((batch for batch in reader.read_all(item) if not batch.empty), None)
             if batch is not None:
+                reader.warn_of_labels(item, batch)
                 if not self._begins_anew:
                     self._begun = item, iterator, present_state()
                 return batch

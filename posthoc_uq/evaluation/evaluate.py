@@ -19,6 +19,7 @@ from torch import Tensor, nn
 
 from posthoc_uq.core.batches import (
     LOADER,
+    WITH_TARGETS,
     Bar,
     Batch,
     BatchFunction,
@@ -522,7 +523,7 @@ def _pass(
 def _check_targets(targets: Tensor | None, inputs: int, batch: int) -> None:
     if targets is None:
         raise PosthocUQError(
-            f"evaluate needs targets, and batch {batch} of the loader has inputs alone; yield (inputs, targets)."
+            f"evaluate needs targets, and batch {batch} of the loader has inputs alone; {WITH_TARGETS}"
         )
     if targets.shape[:1] != (inputs,):
         raise PosthocUQError(

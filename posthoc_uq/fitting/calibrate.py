@@ -13,6 +13,7 @@ from annotated_types import Gt, Lt
 from torch import Tensor
 
 from posthoc_uq.core.batches import (
+    WITH_TARGETS,
     Bar,
     Batch,
     BatchFunction,
@@ -316,7 +317,7 @@ class _HeldOut:
             batch = self._of_weight_one(given)
             if batch.targets is None:
                 raise PosthocUQError(
-                    "Calibration needs targets, and the loader yields inputs alone; yield (inputs, targets)."
+                    f"Calibration needs targets, and the loader yields inputs alone; {WITH_TARGETS}"
                 )
             if batch.empty:
                 continue

@@ -12,7 +12,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from posthoc_uq.core.batches import Batch, BatchReader, batches, check_reusable
+from posthoc_uq.core.batches import WITH_TARGETS, Batch, BatchReader, batches, check_reusable
 from posthoc_uq.core.devices import TEMPORARY_BYTES, as_double
 from posthoc_uq.core.errors import PosthocUQError, warn_user
 from posthoc_uq.core.model import replicate
@@ -161,7 +161,8 @@ class HeldOutLoss(Score):
             for batch in batches(self._loader, self._reader):
                 if batch.targets is None:
                     raise PosthocUQError(
-                        "Tuning on held-out data needs targets, and loader (val_loader of a fit) yields inputs alone."
+                        "Tuning on held-out data needs targets, and loader (val_loader of a fit) yields inputs "
+                        f"alone; {WITH_TARGETS}"
                     )
                 yield batch, batch.targets.clone()  # which are kept beside features and outputs
 

@@ -17,7 +17,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils.data import RandomSampler
 
-from posthoc_uq.core.batches import Batch, BatchReader, batches, check_loader
+from posthoc_uq.core.batches import WITH_TARGETS, Batch, BatchReader, batches, check_loader
 from posthoc_uq.core.devices import host_double
 from posthoc_uq.core.errors import PosthocUQError
 from posthoc_uq.core.model import replicate
@@ -350,7 +350,7 @@ def _read(
         for batch in batches(noted(loader), reader):
             if batch.targets is None:
                 raise PosthocUQError(
-                    "Leave-one-out needs the training targets, and the loader yields inputs alone."
+                    f"Leave-one-out needs the training targets, and the loader yields inputs alone; {WITH_TARGETS}"
                 )
             samples += count_samples(batch)
             if samples > MAX_SAMPLES:

@@ -7,7 +7,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Generator, Iterable, Mapping
 from contextlib import AbstractContextManager, contextmanager
 from functools import partial, wraps
-from typing import Any, ClassVar, Concatenate, Generic, NamedTuple, ParamSpec, TypeVar
+from typing import Any, ClassVar, Concatenate, Generic, NamedTuple, ParamSpec, TypeVar, cast
 
 import torch
 from torch import Tensor, nn
@@ -166,6 +166,12 @@ def _shown(identity: Mapping[str, Any]) -> str:
 
 
 _EXPORTED = "uq.export(predictor, x) makes a program of it."
+
+
+def _not_traced() -> PosthocUQError:
+    return PosthocUQError(f"A predictor cannot be traced: {_EXPORTED}")
+
+
 FUNCTION_DRAWS = 100  # by default
 _DRAFT_DRAWS = 32  # of the outputs in `Predictor.drafts`
 Made = TypeVar("Made")
@@ -251,6 +257,8 @@ def reading(
             dynamo.graph_break()  # a predictor is not to be compiled: compile its model, and wrap that
             plainly: Any = torch.compiler.disable(held)
             return plainly(self, *args, **kwargs)
+        if isinstance(cast(Any, args), torch.fx.Proxy):
+            raise _not_traced()
         return held(self, *args, **kwargs)
 
     return reads
@@ -348,11 +356,15 @@ class Predictor(nn.Module, ABC):
                 changed after the predictor was made.
             PosthocUQError: the head cannot serve this model, or the outputs do not fit the likelihood.
         """
-        if torch.jit.is_tracing():  # pyright: ignore[reportPrivateImportUsage]
-            raise PosthocUQError(f"A predictor cannot be traced: {_EXPORTED}")
+        if torch.jit.is_tracing() or torch.compiler.is_compiling():  # pyright: ignore[reportPrivateImportUsage]
+            raise _not_traced()
         posterior = self._snapshot()
         answers = [self._answer(posterior, batch) for batch in self._batches(args, kwargs)]
         return answers[0] if len(answers) == 1 else cat(answers)
+
+    def in_program(self, *args: Any) -> Prediction:
+        """`forward` where `posthoc_uq.export` traces it; nothing is checked there."""
+        return self._predict(self._snapshot(), Batch(args))
 
     @reading
     def distribution(self, *args: Any, **kwargs: Any) -> GaussianOutputs | Tensor:
@@ -394,9 +406,6 @@ class Predictor(nn.Module, ABC):
         Raises:
             PosteriorMismatchError: its weights, or buffers that predictions depend on, were written meanwhile.
         """
-        if torch.compiler.is_compiling():
-            yield
-            return
         marks = self._watch.marks()
         yield
         self._watch.check_since(marks)
@@ -437,8 +446,6 @@ class Predictor(nn.Module, ABC):
             self.head,
             lambda: self._own_outputs(batch),
         )
-        if torch.compiler.is_compiling():
-            return prediction
         prediction, promises = attending(prediction, batch), self._promises_of(posterior.history.promises)
         if promises is None:
             return prediction

@@ -82,8 +82,7 @@ def without_posterior(
 
     def share(*names: str) -> str:
         part, total = sum(numbers[name] for name in names), sum(numbers.values())
-        percent = 100 * part / total
-        return f"{percent:.2g}%" if percent < 99.5 else f"{percent:.3g}%"
+        return _percent(part / total)
 
     missing.sort(key=lambda name: -numbers[name])
     shown = [f"'{name}' ({kinds[name]}, {share(name)})" for name in missing[:_MAX_NAMED]]
@@ -92,6 +91,10 @@ def without_posterior(
         f"Weights without a posterior, {share(*missing)} of all weights: {', '.join(shown)}{more}. Predictions take "
         f"them for certain. {others} Choosing layers by layers=[...] leaves out what is not to have one."
     )
+
+
+def _percent(share: float) -> str:
+    return f"{100 * share:.{2 if share < 0.995 else 3}g}%"
 
 
 def cost_of_gradients(layers: Sequence[Layer], weights: int, passes: float) -> str:
@@ -104,9 +107,9 @@ def cost_of_gradients(layers: Sequence[Layer], weights: int, passes: float) -> s
     """
     names = ", ".join(f"'{layer.name}'" for layer in layers[:_MAX_NAMED])
     more = f" and {len(layers) - _MAX_NAMED} more" if len(layers) > _MAX_NAMED else ""
-    share = 100 * numbers_of(layers) / weights
+    share = _percent(numbers_of(layers) / weights)
     return (
-        f"The uses of {share:.2g}% of all weights cannot be caught, as of weights that are computed anew in every pass "
+        f"The uses of {share} of all weights cannot be caught, as of weights that are computed anew in every pass "
         f"({names}{more}), so that their gradients are formed for each sample: a pass over data takes about "
         f"{max(2, passes):.0f} plain passes. layers=[...] leaves out what is not worth it."
     )

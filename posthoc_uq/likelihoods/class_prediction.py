@@ -66,6 +66,13 @@ class TopK(NamedTuple):
     standard_deviations: Tensor | None = None
 
 
+def no_interval_error() -> PosthocUQError:
+    """The error of an interval of classes that have no order."""
+    return PosthocUQError(
+        "Classes have no intervals; prediction.set(level) has those that hold the right one."
+    )
+
+
 @dataclass(frozen=True, eq=False, repr=False)
 class LogitsPrediction(Prediction):
     """What predictions of one of several classes, and of several labels at once, have in common; see there."""
@@ -88,6 +95,10 @@ class LogitsPrediction(Prediction):
     log_probs: Annotated[Tensor, "batch classes"] = None  # type: ignore[assignment]  # log(probs)
     probs_variance: Annotated[Tensor | None, "batch classes"] = OnDemand()  # type: ignore[assignment]  # noqa: RUF009
     logits: GaussianLogits | None = field(default=None, kw_only=True)
+
+    def interval(self, level: float = 0.95) -> tuple[Tensor, Tensor]:
+        """Of predictions of values: bounds of them with a promised probability."""
+        raise no_interval_error()
 
     def _computed_later(self, name: str) -> dict[str, Tensor]:
         if self.logits is None:

@@ -16,7 +16,7 @@ from posthoc_uq.core.batches import as_targets
 from posthoc_uq.core.devices import as_double
 from posthoc_uq.core.errors import PosthocUQError
 from posthoc_uq.core.options import did_you_mean
-from posthoc_uq.likelihoods.class_prediction import ClassPrediction, ClassStatistics
+from posthoc_uq.likelihoods.class_prediction import ClassPrediction, ClassStatistics, no_interval_error
 from posthoc_uq.likelihoods.conformal import ConformalScores
 from posthoc_uq.likelihoods.labels import Layout
 from posthoc_uq.likelihoods.prediction import ClassTensors, Prediction
@@ -205,6 +205,10 @@ class PositionPrediction(Prediction):
         if self.novelty_ratio is not None and "novelty" not in scores:
             scores["novelty"] = self.novelty_ratio
         return scores
+
+    def interval(self, level: float = 0.95) -> tuple[Tensor, Tensor]:
+        """Of predictions of values: bounds of them with a promised probability."""
+        raise no_interval_error()
 
     def set(self, level: float = 0.9, *, allow_empty: bool = False) -> Tensor:
         """The classes that a set holds at every position, so that an input like the held-out ones has with a

@@ -20,7 +20,7 @@ from pydantic import AllowInfNan
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from posthoc_uq.core.batches import LOADER, Batch, BatchReader, batches, explained, known_length
+from posthoc_uq.core.batches import LOADER, WITH_TARGETS, Batch, BatchReader, batches, explained, known_length
 from posthoc_uq.core.devices import DeferredChecks, as_double, host_double
 from posthoc_uq.core.distributed import world
 from posthoc_uq.core.errors import NonFiniteError, PosthocUQError, warn_user
@@ -530,7 +530,9 @@ class Loop:
     def _step(self, batch: Batch, samples: int) -> None:
         progress = self.progress
         if batch.targets is None:
-            raise PosthocUQError("This method trains on targets, and the loader yields inputs alone.")
+            raise PosthocUQError(
+                f"This method trains on targets, and the loader yields inputs alone; {WITH_TARGETS}"
+            )
         self._optimiser.zero_grad(set_to_none=True)
         checks, values = DeferredChecks(), dict[str, float]()
         part = min(progress.batch / progress.length, 1.0) if progress.length else 0.0
