@@ -113,7 +113,9 @@ def _session(path: Path) -> Callable[[Tensor], dict[str, Tensor]]:
 
 
 def _off(found: Mapping[str, Tensor], prediction: Any) -> float:
-    """The largest difference of an output, over its largest number; infinite where a set is another."""
+    """The largest difference of an output, over its largest number; of mutual information, which is a difference of
+    entropies, over that of the entropy. Infinite where a set is another.
+    """
     expected = dict(prediction.tensors()._asdict())
     score = prediction.default_score
     expected |= {f"p_{score}": prediction.familiarity(score), "p_novelty": prediction.familiarity()}
@@ -127,7 +129,8 @@ def _off(found: Mapping[str, Tensor], prediction: Any) -> float:
         if wanted.dtype == torch.bool:
             largest = max(largest, 0.0 if torch.equal(found[name], wanted) else float("inf"))
             continue
-        difference = (found[name] - wanted).abs().max() / wanted.abs().max()
+        scale = expected["entropy"] if name == "mutual_information" else wanted
+        difference = (found[name] - wanted).abs().max() / scale.abs().max()
         largest = max(largest, float(difference))
     return largest
 
