@@ -15,8 +15,9 @@ from torch import Tensor, nn
 import posthoc_uq as uq
 from posthoc_uq.core.batches import Batch
 from posthoc_uq.core.errors import PosthocUQError, UnsupportedLayerError
+from posthoc_uq.curvature.features import find_features
 from posthoc_uq.layers.calls import CallWatcher
-from posthoc_uq.layers.proof import Prepared, prepare
+from posthoc_uq.layers.proof import Exactly, Prepared, prepare
 
 SAMPLES = 5
 TIGHT = {"rtol": 1e-9, "atol": 1e-12}
@@ -602,12 +603,21 @@ def test_a_model_that_changes_its_inputs_in_place(method: str) -> None:
 
 
 def test_what_the_dry_run_costs() -> None:
-    """Two forward passes of one sample, and one of the first batch, more than finding the layers and proving them."""
+    """Two forward passes of one sample, and one of the first batch, more than finding the layers and proving them; of a
+    model that was fitted none of these. What it finds is not looked for again.
+    """
     rows = list[int]()
 
     def counted(x: Tensor) -> Tensor:
         rows.append(len(x))
         return x
 
-    _prepare(_Hidden(before=counted), _x(4))
+    model, batch = _Hidden(before=counted).double().eval(), Batch((_x(4),))
+    prepared = prepare(model, batch)
     assert sorted(rows) == [1, 1, 2, 2, 2, 2, SAMPLES]
+    rows.clear()
+    features = find_features(prepared, batch)
+    assert features is not None and sorted(rows) == [1, 1, 2]
+    rows.clear()
+    known = prepare(model, batch, Exactly(prepared.layers), independent=True)
+    assert known.layers == prepared.layers and rows == [2, 2, 2]

@@ -18,6 +18,7 @@ from posthoc_uq.core.batches import Batch
 from posthoc_uq.core.errors import PosthocUQError
 from posthoc_uq.curvature.features import FeatureSource, find_features
 from posthoc_uq.layers.layer import Layer
+from posthoc_uq.layers.proof import prepare
 from posthoc_uq.likelihoods import Categorical, Gaussian
 from posthoc_uq.likelihoods.prediction import score_of
 from posthoc_uq.methods import METHODS
@@ -482,28 +483,35 @@ class Twice(nn.Module):
 
 
 class Mixing(nn.Module):
-    """Features that depend on the other samples of a batch."""
+    """Features that depend on the other samples of a batch, by a part that has no weight in the outputs."""
 
     def __init__(self) -> None:
         super().__init__()
-        self.last = nn.Linear(4, 3)
+        self.last = nn.Linear(8, 3)
+        with torch.no_grad():
+            self.last.weight[:, 4:] = 0.0
 
     def forward(self, x: Tensor) -> Tensor:
-        return self.last(x - x.mean(0))
+        return self.last(torch.cat([x, x.mean(0, keepdim=True).expand_as(x)], 1))
+
+
+def found_features(model: nn.Module, x: Tensor) -> FeatureSource | None:
+    batch = Batch((x,))
+    return find_features(prepare(model, batch), batch)
 
 
 def test_which_layer_is_the_last() -> None:
     x = inputs(6)
-    plain = find_features(make(), Batch((x,), None, {}))
+    plain = found_features(make(), x)
     assert plain is not None and (plain.layer.name, plain.source) == ("last", "outputs")
-    changed = find_features(LogSoftmax().eval(), Batch((x,), None, {}))
+    changed = found_features(LogSoftmax().eval(), x)
     assert changed is not None and (changed.layer.name, changed.source) == ("last", "pooled")
-    tokens = find_features(Tokens().eval(), Batch((torch.randn(6, 8),), None, {}))
+    tokens = found_features(Tokens().eval(), torch.randn(6, 8))
     assert tokens is not None and tokens.source == "outputs"  # a mean of outputs is the output of the mean
-    assert find_features(Twice().eval(), Batch((x,), None, {})) is None
-    assert find_features(Mixing().eval(), Batch((x,), None, {})) is None
+    assert found_features(Twice().eval(), x) is None
+    assert found_features(Mixing().eval(), x) is None
     convolution = nn.Sequential(nn.Conv2d(1, 3, 3), nn.AdaptiveAvgPool2d(1), nn.Flatten()).eval()
-    pooled = find_features(convolution, Batch((torch.randn(4, 1, 5, 5),), None, {}))
+    pooled = found_features(convolution, torch.randn(4, 1, 5, 5))
     assert pooled is not None and pooled.size == 10
 
 

@@ -15,12 +15,11 @@ from posthoc_uq.core.devices import without_autocast
 from posthoc_uq.core.errors import PosthocUQError, check_refused
 from posthoc_uq.core.model import replicate
 from posthoc_uq.layers.calls import CallWatcher
-from posthoc_uq.layers.capture import Capture, is_lookup_of
+from posthoc_uq.layers.capture import is_lookup_of
 from posthoc_uq.layers.layer import Call, Layer
 from posthoc_uq.layers.operands import CPU_TEMPORARY
-from posthoc_uq.layers.proof import count_samples
+from posthoc_uq.layers.proof import Prepared, count_samples
 from posthoc_uq.layers.rules import AffineCall, LayerGradients
-from posthoc_uq.layers.uses import uses_of
 from posthoc_uq.likelihoods import Likelihood
 
 MAX_FEATURES = 8192  # numbers a sample; up to here their Gram is a small statistic
@@ -132,7 +131,7 @@ def watching(model: nn.Module, layer: Layer) -> Generator[list[Call]]:
 
 
 def find_features(
-    model: nn.Module, batch: Batch, autocast: bool = False, likelihood: Likelihood | None = None
+    prepared: Prepared, batch: Batch, likelihood: Likelihood | None = None
 ) -> FeatureSource | None:
     """The last weighted layer before the outputs (of several the one that runs last), if its input is one row a sample
     or can be pooled to one; else None. Where outputs have positions, it is one row a position if the layer gives a
@@ -142,20 +141,19 @@ def find_features(
     not cut, is always alone.
 
     Args:
-        model: a copy of it is run.
+        prepared: copies of its model are run.
         batch: its first two samples are used.
-        autocast: as in `Capture.discover`.
         likelihood: says whether outputs have positions.
     """
     count = count_samples(batch)
     pair = batch if batch.whole else batch.narrow(0, 2, count) if count > 1 else batch.repeated(2)
 
     def found() -> FeatureSource | None:
-        return _found(model, pair, autocast, likelihood)
+        return _found(prepared, pair, likelihood)
 
     def plainly() -> None:
         with torch.no_grad():
-            batch.copied().call_any(replicate(model))
+            batch.copied().call_any(replicate(prepared.model))
 
     try:
         return found()
@@ -164,26 +162,34 @@ def find_features(
         return None
 
 
-def _found(
-    model: nn.Module, pair: Batch, autocast: bool, likelihood: Likelihood | None
-) -> FeatureSource | None:
-    capture, last = Capture(model), uses_of(model, pair).last
-    discovered = [tracked for tracked in capture.discover(pair, autocast) if tracked.layer.rule.matrices]
-    layers = [tracked for tracked in discovered if tracked.layer.weight in last]
-    if len(layers) < len(last):
-        return None  # what enters a weight that is used in no layer's call is not seen
-    if not layers or layers[-1].uses != 1 or layers[-1].layer.groups * layers[-1].layer.inputs > MAX_FEATURES:
+@dataclass(frozen=True)
+class _Pass:
+    """The calls of a layer in a pass over some samples, and the model's outputs."""
+
+    layer: Layer
+    calls: Sequence[Call]
+    samples: int
+    outputs: Tensor
+
+    def rows(self, by_position: bool = False) -> Tensor:
+        return feature_rows(self.calls, self.layer, self.samples, by_position)
+
+
+def _found(prepared: Prepared, pair: Batch, likelihood: Likelihood | None) -> FeatureSource | None:
+    # what enters a weight that is used in no layer's call is not seen
+    last = prepared.last[-1:]
+    if not last or last[0].uses != 1 or last[0].layer.groups * last[0].layer.inputs > MAX_FEATURES:
         return None
-    layer = layers[-1].layer
-    source = _of_positions(capture.twin, layer, pair, likelihood)
+    twin, layer, samples = replicate(prepared.model), last[0].layer, 1 if pair.whole else 2
+    together = _run(twin, layer, pair, samples)
+    alone = [_run(twin, layer, pair.narrow(i, 1, samples), 1) for i in range(samples)]
+    source = _of_positions(twin, together, alone, likelihood)
     if source is not None:
         return source
-    samples = 1 if pair.whole else 2
-    rows, outputs, _ = _probe(capture.twin, layer, pair, samples)
-    alone = [_probe(capture.twin, layer, pair.narrow(i, 1, samples), 1)[0] for i in range(samples)]
-    if not _agree(torch.cat(alone), rows):
+    rows, outputs = together.rows(), together.outputs
+    if not _agree(torch.cat([one.rows() for one in alone]), rows):
         return None
-    of_layer, of_model = _applied(capture.twin, layer, rows), outputs.to(rows).reshape(samples, -1)
+    of_layer, of_model = _applied(twin, layer, rows), outputs.to(rows).reshape(samples, -1)
     same = of_layer.shape == of_model.shape and _agree(of_layer, of_model)
     several = likelihood is not None and likelihood.positions_of(outputs) is not None
     return FeatureSource(
@@ -192,18 +198,17 @@ def _found(
 
 
 def _of_positions(
-    twin: nn.Module, layer: Layer, pair: Batch, likelihood: Likelihood | None
+    twin: nn.Module, together: _Pass, alone: Sequence[_Pass], likelihood: Likelihood | None
 ) -> FeatureSource | None:
     """The source for one row a position, or None where the layer does not give positions their classes."""
-    if likelihood is None or not layer.pointwise:
-        return None
-    samples = 1 if pair.whole else 2
-    rows, outputs, grid = _probe(twin, layer, pair, samples, by_position=True)
-    layout = likelihood.positions_of(outputs)
+    layer, outputs = together.layer, together.outputs
+    layout = None if likelihood is None or not layer.pointwise else likelihood.positions_of(outputs)
     if layout is None or layout.classes(outputs) != layer.groups * layer.outputs:
         return None
-    alone = [_probe(twin, layer, pair.narrow(i, 1, samples), 1, by_position=True)[0] for i in range(samples)]
-    if not _agree(torch.cat(alone), rows) or len(rows) != samples * prod(grid):
+    rows, grid = together.rows(by_position=True), grid_of(together.calls[0])
+    if not _agree(torch.cat([one.rows(by_position=True) for one in alone]), rows):
+        return None
+    if len(rows) != together.samples * prod(grid):
         return None
     positions = layout.positions(outputs)
     if grid == positions:
@@ -215,14 +220,12 @@ def _of_positions(
     return FeatureSource(layer, "positions", layout.classes(outputs), pointwise=grid == positions)
 
 
-def _probe(
-    twin: nn.Module, layer: Layer, batch: Batch, samples: int, by_position: bool = False
-) -> tuple[Tensor, Tensor, tuple[int, ...]]:
+def _run(twin: nn.Module, layer: Layer, batch: Batch, samples: int) -> _Pass:
     with torch.no_grad(), watching(twin, layer) as calls:
         outputs = batch.copied().call(twin)
     if outputs.ndim == 0 or outputs.shape[0] != samples:
         raise PosthocUQError("The outputs do not count the samples.")
-    return feature_rows(calls, layer, samples, by_position), outputs, grid_of(calls[0])
+    return _Pass(layer, calls, samples, outputs)
 
 
 def _applied(twin: nn.Module, layer: Layer, rows: Tensor) -> Tensor:

@@ -141,7 +141,7 @@ def tangent_kernel(
         PosthocUQError: the outputs have positions, or the gradients take too much memory.
         UnsupportedLayerError: the gradients of no layer can be caught.
     """
-    prepared = prepare(network, batches[0], unsupported="skip")
+    prepared = prepare(network, batches[0], unsupported="skip", independent=True)
     capture = prepared.capture
     generator = torch.Generator().manual_seed(seed)
     direction = torch.empty(0, dtype=torch.float64, device="cpu")

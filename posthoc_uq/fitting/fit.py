@@ -543,7 +543,7 @@ def prepared_task(
                     by_gradients=method.takes_gradients,
                 )
                 observed = _of_shapes(view, batch, likelihood) if by_name else likelihood
-                features = find_features(prepared.model, batch, autocast, observed)
+                features = find_features(prepared, batch, observed)
             pointwise = None if features is None or not features.pointwise else features.layer.name
             settings = SweepSettings(
                 reader, observed, seed=seed, dtype=dtype, progress=progress, by_position=pointwise

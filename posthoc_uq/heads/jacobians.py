@@ -239,7 +239,8 @@ def track_layers(model: nn.Module, posterior: Posterior, batch: Batch, dtype: to
         UnsupportedLayerError: a layer's caught gradient is not that of autograd.
     """
     autocast = torch.is_autocast_enabled(model_device(model).type)
-    chosen = prepare(model, batch, Exactly(posterior.layers), autocast=autocast).capture.tracked
+    prepared = prepare(model, batch, Exactly(posterior.layers), autocast=autocast, independent=True)
+    chosen = prepared.capture.tracked
     for name, tracked in chosen.items():
         if tracked.layer != posterior.layers[name]:
             raise PosteriorMismatchError(

@@ -10,6 +10,7 @@ import time
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from fnmatch import fnmatchcase
+from functools import cache, partial
 from itertools import accumulate
 from math import prod
 from typing import Any
@@ -34,7 +35,7 @@ from posthoc_uq.layers.layer import BATCH_AXES, Layer
 from posthoc_uq.layers.operands import CPU_TEMPORARY
 from posthoc_uq.layers.rules import WEIGHTED_MODULES, LayerGradients
 from posthoc_uq.layers.sample_gradients import Route, is_matrix, numbers_of
-from posthoc_uq.layers.uses import uses_of
+from posthoc_uq.layers.uses import Uses, uses_of
 
 _MAX_NAMED = 5  # parameters that a message names
 
@@ -200,16 +201,16 @@ class Reference:
         pull: what was pulled back, in the shape of the outputs.
         total: gradients of all samples by parameter; None for one that is not used.
         last: those of the last sample.
-        uses: of the weights in a pass.
+        find_uses: finds where the weights enter a pass, by one more pass, once.
         trainable: the parameters that require gradients in the model.
         seconds: of the processor, that one forward and two backward passes took.
     """
 
     def __init__(self, model: nn.Module, probe: Batch, samples: int) -> None:
         self.samples = samples
+        self.find_uses = cache(partial(uses_of, model, probe))
         self.trainable = {name for name, p in model.named_parameters() if p.requires_grad}
         twin = replicate(model).requires_grad_(True)
-        self._unused = "not used for the outputs, or without gradients (torch.no_grad, detach)"
         self.names = parameter_names(twin)
         self.order = {name: index for index, name in enumerate(self.names.values())}
         self.parameters = dict(twin.named_parameters())
@@ -235,7 +236,6 @@ class Reference:
             # layer's gradient.
             with torch.autograd.graph.saved_tensors_hooks(torch.clone, lambda saved: saved):
                 self._differentiate(twin, probe)
-        self.uses = uses_of(model, probe)
 
     def _differentiate(self, twin: nn.Module, probe: Batch) -> None:
         begun = time.process_time()  # of this process alone, whatever else runs
@@ -321,7 +321,7 @@ class Reference:
         if selection == "trainable":
             return [(module, name) for module, name in missed if name in self.trainable]
         if selection == "last":
-            last = sorted(self.uses.last.difference(reached), key=self.order.__getitem__)
+            last = sorted(self.find_uses().last.difference(reached), key=self.order.__getitem__)
             return [(self._home[name][0] or name, name) for name in last]
         if callable(selection):
             return [(module, name) for module, name in missed if selection(module, self._home[name][1])]
@@ -334,7 +334,7 @@ class Reference:
         """
         # a branch that begins with a gain of 0 has no gradient yet
         of_layers = {name for _, name in self.missed_weights({*reached}, selection, zero=True)}
-        of_layers |= self.uses.factors if selection == "all" else set()
+        of_layers |= self.find_uses().factors if selection == "all" else set()
         modules = {self._home[name][0] for name in of_layers}
         names = wanted_names(selection) or []
         found: list[str] = []
@@ -378,7 +378,7 @@ class Reference:
             module_name, module = self._home[name]
             holders = [holder for holder, _, _ in self._owners[id(self.parameters[name])]]
             if gradient is None:
-                reasons[name] = self._unused
+                reasons[name] = _UNUSED
             elif not gradient.numel():
                 reasons[name] = "has no numbers"
             elif failing := next((n for n in (module_name, name, *holders) if n in failures), None):
@@ -400,6 +400,7 @@ _OF_CALLS = (
     "x @ weight; a Laplace method with layers='everything' covers all others, too."
 )
 _OF_NONE = "They are too large, or no way to their gradients was proved."
+_UNUSED = "not used for the outputs, or without gradients (torch.no_grad, detach)"
 _ROUNDINGS = 32  # epsilons by which outputs may differ beside their relative tolerance
 _COMPARED_ROWS = 4096  # of a gradient, at once
 _NO_LAYER = "The model has no Linear or convolution layer, so there are no weights to fit a posterior over."
@@ -417,6 +418,8 @@ class Prepared:
         layers: the layers that get a posterior, by name.
         deterministic: parameters without a posterior, each with the reason.
         outputs: of the model for one sample.
+        found: all layers that the model uses, chosen or not, in the order of their last calls.
+        find_uses: as of `Reference`.
         warning: one sentence on the matrices of weights that were asked for and get no posterior, if there are any.
         cost: one on layers whose gradients are formed for each sample, where they were not asked for by name.
     """
@@ -426,8 +429,19 @@ class Prepared:
     layers: dict[str, Layer]
     deterministic: dict[str, str]
     outputs: int
+    found: Sequence[TrackedLayer]
+    find_uses: Callable[[], Uses]
     warning: str | None = None
     cost: str | None = None
+
+    @property
+    def last(self) -> list[TrackedLayer]:
+        """Of all layers those whose use no other follows on the way to the outputs, in the order of their calls; none
+        where a weight that is used in no layer's call is among them.
+        """
+        names = self.find_uses().last
+        last = [t for t in self.found if t.layer.rule.matrices and t.layer.weight in names]
+        return last if len(last) == len(names) else []
 
 
 @full_precision()
@@ -439,6 +453,7 @@ def prepare(
     unsupported: str = "raise",
     autocast: bool = False,
     by_gradients: bool = True,
+    independent: bool = False,
 ) -> Prepared:
     """Find and prove the layers of `model` that `selection` asks for, on the first samples of `batch`.
 
@@ -450,28 +465,31 @@ def prepare(
             asked for by its name or as the last one.
         autocast: whether the forward pass runs in mixed precision.
         by_gradients: whether parameters whose uses cannot be caught are taken by the gradients of each sample.
+        independent: whether the outputs for a sample are known not to depend on the others, as of a model that was
+            fitted; else that is checked.
 
     Raises:
         UnsupportedLayerError: a chosen layer's gradient cannot be rebuilt, and it may not be skipped, or no other layer
-            is left.
+            is left; or outputs depend on other samples, or on chance.
         PosthocUQError: the selection names no weighted layer, or the model none at all.
     """
     samples = count_samples(batch)
     probe, reference = _probe(model, batch, samples)
     tolerance = 0.1 if autocast else None
-    check_independent(model, probe, reference, tolerance, batch, samples)
+    if not independent:
+        check_independent(model, probe, reference, tolerance, batch, samples)
     found = Capture(model).discover(probe, autocast)
     discovered = [
         t
         for t in found
-        if reference.total[t.layer.weight] is not None
-        and reference.parameters[t.layer.weight].numel()
-        and not (by_gradients and t.layer.weight in reference.uses.factors)
+        if reference.total[t.layer.weight] is not None and reference.parameters[t.layer.weight].numel()
     ]
     if isinstance(selection, Exactly):
         discovered = [t for t in discovered if t.layer.weight not in selection.unseen]
         alone = selection.without_bias
     else:
+        factors = reference.find_uses().factors if by_gradients else ()
+        discovered = [t for t in discovered if t.layer.weight not in factors]
         frozen = selection == "trainable" and by_gradients  # a method that trains takes a layer whole
         alone = {t.layer.weight for t in discovered if frozen and t.layer.bias not in reference.trainable}
     discovered = [t.without_bias() if t.layer.weight in alone else t for t in discovered]
@@ -482,7 +500,7 @@ def prepare(
         )
     several = selection in ("everything", "trainable")
     of_any_kind = by_gradients and (several or wanted_names(selection) is not None)
-    weighted = possible(discovered, selection) or (by_gradients and reference.uses.factors)
+    weighted = possible(discovered, selection) or (by_gradients and reference.find_uses().factors)
     if not (of_any_kind or weighted) and not any(
         isinstance(module, WEIGHTED_MODULES) for module in model.modules()
     ):
@@ -492,7 +510,13 @@ def prepare(
         own = with_separate_embedding_weight(model, [t.own_weight for t in tied])
         del reference, discovered, chosen  # gradients as large as a vocabulary's weights
         prepared = prepare(
-            own, batch, selection, unsupported=unsupported, autocast=autocast, by_gradients=by_gradients
+            own,
+            batch,
+            selection,
+            unsupported=unsupported,
+            autocast=autocast,
+            by_gradients=by_gradients,
+            independent=True,
         )
         prepared.deterministic |= {
             f"{t.embeddings[0]}.weight": _TIED.format(t.layer.name)
@@ -542,7 +566,8 @@ def prepare(
         cost = cost_of_gradients(
             formed, weights, _passes_with_gradients(model, capture, batch, samples, formed)
         )
-    return Prepared(model, capture, layers, deterministic, reference.pull[0].numel(), warning, cost)
+    outputs, find_uses = reference.pull[0].numel(), reference.find_uses
+    return Prepared(model, capture, layers, deterministic, outputs, found, find_uses, warning, cost)
 
 
 def _passes_with_gradients(
@@ -608,7 +633,7 @@ def select(
     elif selection == "trainable":
         chosen = [t for t in able if t.layer.weight in reference.trainable]
     elif selection == "last":
-        chosen = [t for t in able if t.layer.weight in reference.uses.last]
+        chosen = [t for t in able if t.layer.weight in reference.find_uses().last]
     else:
         names = wanted_names(selection) or []
         for name in names:

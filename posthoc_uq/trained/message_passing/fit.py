@@ -20,7 +20,7 @@ from posthoc_uq.core.errors import NonFiniteError, PosthocUQError, UnsupportedLa
 from posthoc_uq.core.options import Count, Magnitude
 from posthoc_uq.core.progress import Progress
 from posthoc_uq.core.randomness import isolated_random_state, mixed_seed
-from posthoc_uq.curvature.features import FeatureSource, feature_rows, find_features
+from posthoc_uq.curvature.features import FeatureSource, feature_rows
 from posthoc_uq.curvature.sweep import check_targets, require_outputs, run_observers
 from posthoc_uq.layers.capture import Capture, Recording
 from posthoc_uq.layers.layer import Layer
@@ -667,8 +667,7 @@ def last_layer(task: Task) -> FeatureSource:
     Raises:
         UnsupportedLayerError: there is none, or the selected layers are others.
     """
-    autocast = torch.is_autocast_enabled(task.device.type)
-    source = find_features(task.model, task.batch, autocast)
+    source = task.features
     if source is None or source.source != "outputs" or source.layer.groups != 1:
         raise UnsupportedLayerError(
             "method='message_passing' with layers='last' needs a model whose outputs are those of its last linear "
