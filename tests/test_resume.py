@@ -439,7 +439,7 @@ def test_states_that_are_not_of_this_fit(change: Callable[[Any], None], tmp_path
         uq.fit(model(), _loader(), method="diag", checkpoint=path, progress=False)
 
 
-@pytest.mark.parametrize("value", [1.0, {}, torch.tensor(float("nan"))])
+@pytest.mark.parametrize("value", [1.0, {}, torch.tensor([float("nan")]), torch.ones(2)])
 def test_a_noise_variance_that_is_not_of_this_fit(value: Any, tmp_path: Path) -> None:
     path, net, x = (
         tmp_path / "fit",
@@ -463,6 +463,7 @@ def test_a_noise_variance_that_is_not_of_this_fit(value: Any, tmp_path: Path) ->
         ("kfac", _put("running", 1, "sums", "0/0", "rank", value=torch.tensor(-80.0).double())),
         ("kfac", _put("running", 1, "sums", "0/0", "output_gram", value=-torch.eye(2).expand(2, 2, 2))),
         ("kfac", _put("running", 1, "sums", "0/0", "output_gram", value=torch.ones(2, 2, 2).triu())),
+        ("message_passing", _put("running", 1, "start", value=torch.ones(7))),
         ("utvi", _put("running", 1, "progress", "epoch", value="x")),
         ("utvi", _put("running", 1, "progress", "history", value=[{}])),
         ("utvi", _put("running", 1, "optimiser", 1, "param_groups", 0, "initial_lr", value=1e9)),

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from math import nan
 from pathlib import Path
 from typing import Any
 
@@ -86,6 +87,46 @@ def trained(
     """The history of a training."""
     more = {"seed": 0, "val_loader": val_loader, "checkpoint": checkpoint}
     return Loop(objective, options(**given), loader, READER, **more).run(progress=False)
+
+
+@pytest.mark.parametrize(
+    ("change", "named"),
+    [
+        ({"progress": {"history": [{"loss": 1.0}]}}, "no validation NLL"),
+        ({"best": {}}, "epoch 0 is the best, and its tensors are not there"),
+        ({"progress": {"best": -1}}, "epoch -1 is the best"),
+    ],
+)
+def test_states_that_cannot_be_are_not_gone_on_from(change: dict[str, Any], named: str) -> None:
+    def loop() -> Loop:
+        held_out = loader_of([0.0])
+        return Loop(Quadratic(losses=[1.0]), options(epochs=1), held_out, READER, seed=0, val_loader=held_out)
+
+    first = loop()
+    first.run(progress=False)
+    state = first.state_dict()
+    loop().load_state_dict(state)
+    changed = {
+        name: state[name] | new if isinstance(new, dict) and new else new for name, new in change.items()
+    }
+    with pytest.raises(ValueError, match=named):
+        loop().load_state_dict(state | changed)
+
+
+def test_weights_of_the_training_data_are_not_asked_of_held_out_data() -> None:
+    """Nor where a row of these is looked for that is not finite."""
+
+    def weights(batch: Any) -> Tensor:
+        if batch[0].isnan().any():
+            raise KeyError("weights")
+        return torch.ones(len(batch[0]))
+
+    reader, held_out = replace(READER, batch_to_weights=weights), [(torch.full((1, 1), nan), torch.zeros(1))]
+    loop = Loop(
+        Quadratic(losses=[nan]), options(epochs=1), loader_of([0.0]), reader, seed=0, val_loader=held_out
+    )
+    with pytest.raises(NonFiniteError, match="Batch 0: "):
+        loop.run(progress=False)
 
 
 def test_steps_are_those_of_the_optimiser_and_the_schedule() -> None:

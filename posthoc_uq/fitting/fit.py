@@ -639,9 +639,11 @@ def _set_observation_noise(task: Task) -> str:
         )
         return "1, since the loader gives no targets"
     # what a checkpoint holds may be anybody's
-    reading = nullcontext() if task.checkpoint is None else task.checkpoint.reading("of the noise variance")
-    with reading:
+    what = "its noise variance is of another kind"
+    with nullcontext() if task.checkpoint is None else task.checkpoint.reading(what):
         variance = as_double(found["noise"]["variance"]).cpu()
+        if variance.shape != (task.prepared.outputs,):
+            raise ValueError(f"of shape {tuple(variance.shape)}, for {task.prepared.outputs} outputs")
     if not bool(torch.isfinite(variance).all()):
         raise NonFiniteError(
             "The residuals of the training data are not finite; check the data and the model's weights."

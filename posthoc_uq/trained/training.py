@@ -496,6 +496,10 @@ class Loop:
         progress = made_of(_Progress, state["progress"])
         if not (progress.best < progress.epoch == len(progress.history) <= progress.step + 1):
             raise ValueError(f"epoch {progress.epoch} with {len(progress.history)} finished ones cannot be")
+        if self._val_loader is not None and any("validation NLL" not in entry for entry in progress.history):
+            raise ValueError("an epoch has no validation NLL")
+        if bool(self._best) != (progress.best >= 0):
+            raise ValueError(f"epoch {progress.best} is the best, and its tensors are not there")
         self.progress, self._resumed_at = progress, state["last batch"]
         self._resumed = True
 
@@ -596,9 +600,9 @@ class Loop:
     def _validate(self) -> float:
         """Mean negative log-likelihood of the held-out labels that count, in nats."""
         assert self._val_loader is not None
-        total, count = 0.0, 0
+        total, count, reader = 0.0, 0, replace(self._reader, batch_to_weights=None)
         with torch.no_grad(), isolated_random_state(self._seed):
-            for batch in batches(self._val_loader, replace(self._reader, batch_to_weights=None)):
+            for batch in batches(self._val_loader, reader):
                 if batch.targets is None:
                     raise PosthocUQError("Early stopping needs targets; val_loader yields inputs alone.")
                 with explained(lambda: self._objective.network, batch, "a batch of val_loader", LOADER):
@@ -607,7 +611,7 @@ class Loop:
                 count += labelled(self._objective.likelihood(), batch.targets)
         if not isfinite(total):
             with torch.no_grad(), isolated_random_state(self._seed):
-                held_out = batches(self._val_loader, self._reader)
+                held_out = batches(self._val_loader, reader)
                 check_rows_finite(batch.copied().call(self._objective.network) for batch in held_out)
         return mean_of_labels(total, count)
 

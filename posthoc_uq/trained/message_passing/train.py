@@ -199,8 +199,9 @@ class Trainer:
             or not set(left) <= set(range(len(self.data)))
         ):
             raise ValueError(f"{len(left)} batches left in epoch {self.epoch} cannot be")
-        device = self.prior[0].rho.device
-        self._start = None if state["start"] is None else state["start"].to(device)
+        rho = self.prior[0].rho
+        if state["start"] is not None:
+            self._start = _restored(rho.new_zeros(len(rho)), [state["start"]])
         self._generator.set_state(state["generator"])
         self.posterior = _restored(self.posterior, state["posterior"])
         if self.epochs > 1:
