@@ -477,6 +477,18 @@ def test_weights_that_no_file_could_keep_are_refused_at_the_fit(tmp_path: Path) 
     uq.save(fitted(1e12), tmp_path / "largest.h5")
 
 
+@pytest.mark.parametrize("checkpoint", [False, True])
+def test_held_out_data_of_a_training_have_no_weights(checkpoint: bool, tmp_path: Path) -> None:
+    torch.manual_seed(0)
+    x, labels, path = torch.randn(8, 4), torch.arange(8) % 3, tmp_path / "fit"
+    data: Any = {"loader": [(x, labels, torch.ones(8))], "val_loader": [(x, labels)]}
+    options: dict[str, Any] = {"epochs": 1, "checkpoint": path if checkpoint else None, "progress": False}
+    posterior = uq.fit(
+        nn.Linear(4, 3), method="utvi", batch_to_weights=lambda batch: batch[2], **data, **options
+    )
+    assert len(posterior.history.fit["validation NLL"]) == 1
+
+
 def test_batches_of_three_parts_and_what_is_refused() -> None:
     torch.manual_seed(0)
     model = nn.Conv2d(2, 3, 1).eval()

@@ -592,7 +592,7 @@ def _open_checkpoint(task: Task, request: _FitRequest, file: str | os.PathLike[s
     reader, seed, held_out = task.settings.reader, task.settings.seed, task.val_loader
     compared: Any = held_out is not None
     if held_out is not None and request.method.trains:  # it chooses the epoch
-        compared = data_identity(held_out, reader, seed)
+        compared = data_identity(held_out, replace(reader, batch_to_weights=None), seed)
     arguments = request.arguments() | {"held-out data": compared}
     identity = fit_identity(arguments, request.method, task.model, task.layers)
     check_common(identity | {"checkpoint": "none" if file is None else "given"})
