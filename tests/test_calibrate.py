@@ -610,6 +610,23 @@ def test_a_number_that_is_missing_is_named_by_its_row_in_the_loader() -> None:
             uq.calibrate(posterior, data, progress=False)
 
 
+def test_a_model_that_takes_missing_numbers() -> None:
+    """What the model fills in is no fault of the data."""
+
+    class Filled(nn.Linear):
+        def forward(self, input: Tensor) -> Tensor:
+            return super().forward(torch.nan_to_num(input))
+
+    torch.manual_seed(0)
+    model, x, y = Filled(3, 2), torch.randn(60, 3), torch.arange(60) % 2
+    filled = x.clone()
+    x[::7, 1], filled[::7, 1] = torch.nan, 0.0
+    posterior = uq.fit(model, [(x, y)], "diag", prior_precision=1.0, progress=False)
+    uq.calibrate(posterior, [(x, y)], progress=False)
+    wrapped = uq.wrap(model, posterior)
+    assert torch.equal(wrapped(x).familiarity(), wrapped(filled).familiarity())
+
+
 def test_no_held_out_novelty_is_said() -> None:
     torch.manual_seed(0)
     model, x, y = nn.Linear(3, 2), torch.randn(60, 3), torch.arange(60) % 2

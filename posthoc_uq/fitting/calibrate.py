@@ -26,13 +26,12 @@ from posthoc_uq.core.batches import (
 from posthoc_uq.core.devices import as_double
 from posthoc_uq.core.errors import PosthocUQError
 from posthoc_uq.core.interrupts import defer_interrupts
-from posthoc_uq.core.numerics import check_rows_finite
 from posthoc_uq.core.options import Count, Seed, check_names, check_option, one_of
 from posthoc_uq.core.progress import bars_shown
 from posthoc_uq.core.randomness import isolated_random_state, mixed_seed, numbered, sample_keys, uniforms
 from posthoc_uq.core.steady import steady
 from posthoc_uq.files import check_unchanged
-from posthoc_uq.fitting.faithful import floating_numbers, model_of
+from posthoc_uq.fitting.faithful import model_of, rows_named
 from posthoc_uq.fitting.leave_one_out import (
     INITIALISATIONS,
     Groups,
@@ -235,7 +234,7 @@ def calibrate(
         )
     check_reusable(loader, 3)
     data = _HeldOut(loader, reader, trial.likelihood, seed)
-    with steady(model_of(trial), call="calibrate"):
+    with steady(model_of(trial), call="calibrate"), rows_named(trial, seed, data.of_loader):
         if share is not None:
             data.split(share)
         trials = None
@@ -308,6 +307,10 @@ class _HeldOut:
         for batch, keys in self._keyed():
             yield batch, torch.ones_like(keys).bool() if self._bound is None else keys < self._bound
 
+    def of_loader(self) -> Iterator[Batch]:
+        """All batches."""
+        return (batch for batch, _ in self._keyed())
+
     def _keyed(self) -> Iterator[tuple[Batch, Tensor]]:
         """All batches, each with the hashes of its samples ``(samples,)``: of inputs and target, and of copies by the
         number of each. So the parts are exchangeable, and do not depend on the order.
@@ -363,16 +366,8 @@ class _HeldOut:
         Raises:
             PosthocUQError: there are too few samples for two parts.
         """
-        found = list[Tensor]()
-
-        def numbers() -> Iterator[Tensor]:
-            for batch, keys in self._keyed():
-                found.append(keys)
-                yield floating_numbers(batch)
-
         with isolated_random_state(self.seed):
-            check_rows_finite(numbers(), "the numbers")  # here rows are those of the loader
-        keys = torch.cat(found)
+            keys = torch.cat([keys for _, keys in self._keyed()])
         self.samples = len(keys)
         if self.samples < 2:
             raise PosthocUQError(

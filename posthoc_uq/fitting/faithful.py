@@ -8,7 +8,8 @@ likelihood, which needs no predictions (`posthoc_uq.posteriors.search`). All thr
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from functools import cache, partial
 from math import ceil, inf, isfinite, log10
@@ -23,6 +24,7 @@ from posthoc_uq.core.errors import NonFiniteError, PosthocUQError, warn_user
 from posthoc_uq.core.model import replicate
 from posthoc_uq.core.numerics import check_rows_finite, not_finite
 from posthoc_uq.core.progress import count_progress
+from posthoc_uq.core.randomness import isolated_random_state
 from posthoc_uq.curvature.kept_inputs import MAX_KEPT, inputs_to_keep
 from posthoc_uq.heads.features import FeatureCache
 from posthoc_uq.heads.predictor import Predictor, divisor_of
@@ -78,6 +80,25 @@ def floating_numbers(batch: Batch) -> Tensor:
     tensors = [t for t in batch.tensors() if t.is_floating_point() and holds_samples(t, samples)]
     rows = [host_double(tensor).reshape(samples, -1) for tensor in tensors]
     return torch.cat(rows or [torch.zeros(samples, 1, device="cpu")], 1)
+
+
+@contextmanager
+def rows_named(posterior: Posterior, seed: int, of_loader: Callable[[], Iterable[Batch]]) -> Generator[None]:
+    """Around work on a part of a loader's data, whose error of inputs that are not finite then names the loader's row.
+
+    Args:
+        posterior: whose network is run.
+        seed: of what the loader draws.
+        of_loader: gives the batches of all data; read once or twice more after such an error.
+    """
+    try:
+        yield
+    except NonFiniteError:
+        network = replicate(model_of(posterior), posterior.trained_mean)
+        with torch.no_grad(), isolated_random_state(seed):
+            check_rows_finite(batch.copied().call(network) for batch in of_loader())
+            check_rows_finite(map(floating_numbers, of_loader()), "the numbers")
+        raise
 
 
 class Score(ABC):

@@ -6,20 +6,16 @@ A change of hyperparameters factorises the posterior's small matrices again; the
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Generator, Iterable, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Iterable, Mapping, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from inspect import signature
 from typing import Any, ClassVar, cast
 
-import torch
-
 from posthoc_uq.core.batches import Batch, BatchFunction, BatchReader, Readings, batches, check_loader
 from posthoc_uq.core.devices import TEMPORARY_BYTES
-from posthoc_uq.core.errors import NonFiniteError, PosthocUQError, warn_user
+from posthoc_uq.core.errors import PosthocUQError, warn_user
 from posthoc_uq.core.interrupts import defer_interrupts
-from posthoc_uq.core.model import replicate
-from posthoc_uq.core.numerics import check_rows_finite
 from posthoc_uq.core.options import (
     Count,
     Magnitude,
@@ -40,9 +36,9 @@ from posthoc_uq.files import check_unchanged
 from posthoc_uq.fitting.faithful import (
     DIVERGENCE_WITH_NOISE,
     FaithfulSearch,
-    floating_numbers,
     model_of,
     other_settings,
+    rows_named,
     set_faithful,
 )
 from posthoc_uq.fitting.held_out import HeldOutLoss, HeldOutSearch
@@ -270,19 +266,11 @@ class _Search(ABC):
             kept.read(self.loader, self.reader, self.seed, self.progress)
         return kept.batches(self.reader.device)
 
-    @contextmanager
-    def rows_named(self) -> Generator[None]:
-        """Around work on `sampled_inputs`, whose error of inputs that are not finite then names the loader's row."""
-        try:
-            yield
-        except NonFiniteError:
-            assert self.loader is not None
-            network = replicate(model_of(self.posterior), self.posterior.trained_mean)
-            with torch.no_grad(), isolated_random_state(self.seed):
-                check_rows_finite(batch.copied().call(network) for batch in batches(self.loader, self.reader))
-                read = batches(self.loader, self.reader)
-                check_rows_finite((floating_numbers(batch) for batch in read), "the numbers")
-            raise
+    def rows_named(self) -> AbstractContextManager[None]:
+        """Around work on `sampled_inputs`."""
+        loader = self.loader
+        assert loader is not None
+        return rows_named(self.posterior, self.seed, lambda: batches(loader, self.reader))
 
 
 class _ByEvidence(_Search):
