@@ -9,7 +9,9 @@ import sys
 from collections.abc import Iterator
 from functools import cache
 from graphlib import CycleError, TopologicalSorter
+from importlib import import_module
 from pathlib import Path, PurePosixPath
+from types import ModuleType
 
 import pytest
 
@@ -184,6 +186,88 @@ def test_every_public_name_is_offered() -> None:
         assert getattr(uq, name) is not None
 
 
+def doors() -> list[ModuleType]:
+    """The package and its rooms: what a room offers, its `__init__` has."""
+    names = sorted(name for name in modules_of(PACKAGE) if name.count(".") == 1 and room_of(name))
+    return [uq, *(import_module(name) for name in names)]
+
+
+def offered_by(door: ModuleType) -> list[str]:
+    """The names that a room offers: in its `__all__`, or by the table of those that come on first use."""
+    return list(getattr(door, "OFFERED", None) or getattr(door, "__all__", ()))
+
+
+def test_every_room_has_what_it_offers() -> None:
+    for door in doors():
+        for name in offered_by(door):
+            assert getattr(door, name) is not None, f"{door.__name__}.{name}"
+
+
+def inside_names(code: str, modules: set[str], open_modules: set[str]) -> set[str]:
+    """The names of modules inside of rooms that a test's code imports, reads of an imported module, or has in a string.
+
+    Args:
+        code: of a test.
+        modules: all modules of the package, by their dotted names.
+        open_modules: those of which a test may have every name without an underscore: doors, and what they offer.
+    """
+
+    imported: dict[str, str] = {}
+    found: set[tuple[str, str]] = set()
+
+    def full(node: ast.expr) -> str:
+        """A module's dotted name, of what a test calls it."""
+        name, dot, rest = ast.unparse(node).partition(".")
+        return f"{imported.get(name, '')}{dot}{rest}"
+
+    nodes = list(ast.walk(ast.parse(code)))
+    for node in nodes:
+        if isinstance(node, ast.Import):
+            for alias in node.names:
+                imported[alias.asname or alias.name.split(".")[0]] = (
+                    alias.name if alias.asname else alias.name.split(".")[0]
+                )
+        elif isinstance(node, ast.ImportFrom) and node.module and not node.level:
+            imported.update(
+                {alias.asname or alias.name: f"{node.module}.{alias.name}" for alias in node.names}
+            )
+            found.update((node.module, alias.name) for alias in node.names)
+        elif isinstance(node, ast.Constant) and isinstance(node.value, str):
+            # what is replaced for a test, and code that runs in a process of its own
+            found.update(re.findall(r"(posthoc_uq(?:\.\w+)+)(?:\.| import )(\w*)", node.value))
+    for node in nodes:
+        if isinstance(node, ast.Attribute):
+            found.add((full(node.value), node.attr))
+        elif isinstance(node, ast.Call) and len(node.args) > 1:  # `setattr(module, "name", ...)`
+            name = node.args[1].value if isinstance(node.args[1], ast.Constant) else None
+            found.update({(full(node.args[0]), name)} if isinstance(name, str) else ())
+    return {
+        f"{module}.{name}"
+        for module, name in found
+        if module in modules
+        and f"{module}.{name}" not in modules
+        and (module not in open_modules or re.match("_[^_]", name))
+    }
+
+
+MOST_INSIDE_NAMES = 760
+"""Of all files of the tests together; to be lowered where a change allows it."""
+
+
+def test_tests_come_through_the_doors() -> None:
+    """A test says what it has to say through `uq` or what a room offers, so that a room can change inside."""
+    modules = set(modules_of(PACKAGE))
+    offered = (getattr(door, name) for door in doors() for name in offered_by(door))
+    open_modules = {door.__name__ for door in doors()}
+    open_modules |= {each.__name__ for each in offered if isinstance(each, ModuleType)}
+    inside = {
+        file.name: inside_names(file.read_text(encoding="utf-8"), modules, open_modules)
+        for file in sorted(Path(__file__).parent.glob("*.py"))
+    }
+    most = sorted(inside, key=lambda name: -len(inside[name]))[:5]
+    assert sum(map(len, inside.values())) <= MOST_INSIDE_NAMES, {name: sorted(inside[name]) for name in most}
+
+
 def test_no_imports_form_a_circle() -> None:
     assert circle_in(own_imports()) == []
 
@@ -247,6 +331,31 @@ class TestReading:
         (package / "low" / "c.py").write_text("")
         (package / "low" / "__init__.py").write_text("from house.high.b import x")
         assert "house.low" in circle_in(imports_of(package))
+
+    @pytest.mark.parametrize(
+        ("code", "names"),
+        [
+            ("from house.low.c import y, _z", {"house.low.c.y", "house.low.c._z"}),
+            ("from house.low import y, _z", {"house.low._z"}),
+            ("from house.low import c\nc.y, c.y, c.x", {"house.low.c.y", "house.low.c.x"}),
+            ("import house.low.c as m\nm.y", {"house.low.c.y"}),
+            ("import house.low.c\nhouse.low.c.y", {"house.low.c.y"}),
+            ("from house.low import d\nd.y, d._z", {"house.low.d._z"}),
+            ("import house as h\nh.low.c.y, h.low.y, h.y", {"house.low.c.y"}),
+            ("from house.low import c\npatch.setattr(c, 'y', 1)", {"house.low.c.y"}),
+            ("import torch\nfrom torch import nn\nnn.Linear, y.c", set()),
+        ],
+    )
+    def test_the_names_inside(self, code: str, names: set[str]) -> None:
+        modules = {"house", "house.low", "house.low.c", "house.low.d"}
+        assert inside_names(code, modules, {"house", "house.low", "house.low.d"}) == names
+
+    @pytest.mark.parametrize(
+        "text", ["posthoc_uq.core.model.VALUE", "import os; from posthoc_uq.core.model import VALUE"]
+    )
+    def test_the_names_inside_a_string(self, text: str) -> None:
+        names = inside_names(repr(text), {"posthoc_uq.core.model"}, set())
+        assert names == {"posthoc_uq.core.model.VALUE"}
 
 
 def test_no_test_imports_another() -> None:
