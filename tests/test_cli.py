@@ -784,7 +784,7 @@ class TestTune:
         found = uq.load(output, trained(place))
         assert found.prior_precision == pytest.approx(expected.prior_precision)
         assert said["validation NLL"] == pytest.approx(trials.chosen.objective)
-        assert said["given up"] == pytest.approx(trials.given_up, abs=1e-9)
+        assert said["given up"] == pytest.approx(trials.nll_given_up_for_width, abs=1e-9)
         head = {"name": "sampling", "options": {"n_samples": 6}, "criterion": "likelihood"}
         assert found.history.head == head == said["searched through"]
         assert said["model alone"] == pytest.approx(trials.model_alone)

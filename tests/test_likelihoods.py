@@ -813,8 +813,8 @@ def test_noise_beyond_float32_has_a_finite_density_and_score() -> None:
 )
 def test_drawn_models_that_decide_otherwise(own: uq.Likelihood, shape: tuple[int, ...], shift: float) -> None:
     outputs = torch.randn(shape, generator=torch.Generator().manual_seed(1))
-    assert own.agrees(outputs, outputs + 1e-3 * torch.randn(5, *shape))
-    assert not own.agrees(outputs, (shift - outputs) * torch.ones(5, *shape))
+    assert own.decisions_agree(outputs, outputs + 1e-3 * torch.randn(5, *shape))
+    assert not own.decisions_agree(outputs, (shift - outputs) * torch.ones(5, *shape))
 
 
 @pytest.mark.parametrize("name", ["poisson", "gamma", "negative_binomial"])

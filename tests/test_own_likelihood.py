@@ -65,7 +65,7 @@ class Probit(uq.Likelihood):
     links = ("mc", "closed form")
 
     def log_prob(self, outputs: Tensor, targets: Tensor) -> Tensor:
-        signs = 2 * self.like(outputs, targets) - 1
+        signs = 2 * self.reshape_targets(outputs, targets) - 1
         return torch.special.log_ndtr(signs * outputs).flatten(1).sum(1)
 
     def from_gaussian(self, outputs: OutputGaussian) -> uq.Prediction:
@@ -562,3 +562,7 @@ def test_the_methods_of_an_earlier_release_are_refused() -> None:
     ):
         with pytest.raises(uq.PosthocUQError, match="from_blocks"):
             type("Old", (uq.Likelihood,), methods)
+    with pytest.raises(
+        uq.PosthocUQError, match=r"^Likelihood Old defines agrees, whose name is decisions_agree as of"
+    ):
+        type("Old", (uq.Likelihood,), {"agrees": lambda self, outputs, draws: True})

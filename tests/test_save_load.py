@@ -51,7 +51,7 @@ from posthoc_uq.methods.checkpoint import Checkpoint
 from posthoc_uq.posteriors.block import BLOCKS
 from posthoc_uq.posteriors.information import InformationBlock
 from posthoc_uq.posteriors.laplace import DiagonalBlock
-from posthoc_uq.posteriors.posterior import Layout, Posterior
+from posthoc_uq.posteriors.posterior import BlockLayout, Posterior
 
 Saved = tuple[Path, nn.Module, Posterior]
 
@@ -131,7 +131,7 @@ def test_any_name_is_safe(name: str, tmp_path: Path) -> None:
     model = make_model()
     posterior = make("full", model)
     posterior.blocks, posterior.members = {name: posterior.blocks["all"]}, {name: posterior.members["all"]}
-    posterior.layout = Layout(posterior.layers, posterior.members)
+    posterior.layout = BlockLayout(posterior.layers, posterior.members)
     save(posterior, tmp_path / "p.h5")
     assert same_bits(tensors_of(load(tmp_path / "p.h5", model)), tensors_of(posterior))
 

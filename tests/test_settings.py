@@ -183,7 +183,7 @@ LACKING: list[tuple[str, str, str, str]] = [
 @pytest.mark.parametrize(("method", "likelihood", "name", "why"), LACKING)
 def test_what_a_posterior_lacks_cannot_be_set(method: str, likelihood: str, name: str, why: str) -> None:
     _, posterior, _ = _fitted(likelihood, method)
-    assert name not in posterior.tunable | posterior.settled
+    assert name not in posterior.tunable | posterior.fixed_by_training
     before = posterior.settings
     setattr(posterior, name, getattr(posterior, name))  # what it is already
     words = rf"method='{method}' has no {name.replace('_', ' ')}: .*{why}. Leave {name} at 1.0"
@@ -214,7 +214,7 @@ def test_what_is_known_of_hyperparameters_is_in_one_place() -> None:
     assert list(HYPERPARAMETERS) == [own.name for own in fields(Hyperparameters)]
     _, posterior, _ = _fitted(method="inf")
     assert posterior.tunable == {"scale", "prior_precision", "residual_weight", "temperature"}
-    assert posterior.width_parameter == "prior_precision" and not posterior.settled
+    assert posterior.width_parameter == "prior_precision" and not posterior.fixed_by_training
     shown = posterior.report().summary
     assert posterior.reported().items() <= shown.items() and "noise scale" not in shown
 

@@ -214,7 +214,7 @@ def test_the_widest_that_held_out_labels_do_not_speak_against(head: str) -> None
     assert posterior.history.faithful["budget"] == 0.002  # the record is the fit's
     chosen, best = loss_of(posterior, held_out), trials.best.objective
     assert posterior.prior_precision < start
-    assert trials.given_up == pytest.approx(chosen - best, abs=1e-5)
+    assert trials.nll_given_up_for_width == pytest.approx(chosen - best, abs=1e-5)
     assert not refused(posterior, trials.chosen, trials, held_out)
     for trial in trials.trials:
         wider = trial.settings.prior_precision < posterior.prior_precision * (1 - 1e-9)
@@ -476,7 +476,7 @@ def test_a_density_gives_up_as_much_whatever_the_unit_of_its_targets() -> None:
         posterior = uq.fit(scaled, [(x[::2], unit * y[::2])], likelihood="regression", progress=False)
         trials = tune(posterior, [(x[1::2], unit * y[1::2])])
         best.append(trials.best.objective)
-        assert 0 <= trials.given_up <= 0.003
+        assert 0 <= trials.nll_given_up_for_width <= 0.003
         assert len({trial.settings.prior_precision for trial in trials.trials}) > 1
     assert best[0] < 0 < best[1]
 
@@ -566,7 +566,9 @@ def test_what_was_tried_is_the_heads_own_loss(options: dict[str, Any]) -> None:
     posterior, held_out = fit(prior_precision=1.0), classifier()[2]
     trials = tune(posterior, held_out, parameters=("prior_precision",), **options)
     best = min(trial.objective for trial in trials.trials)
-    assert loss_of(posterior, held_out, **options) == pytest.approx(best + trials.given_up, rel=1e-6)
+    assert loss_of(posterior, held_out, **options) == pytest.approx(
+        best + trials.nll_given_up_for_width, rel=1e-6
+    )
     assert loss_of(posterior, held_out) == loss_of(posterior, held_out, **options)  # both are on record
     for trial in trials.trials:
         posterior.settings = trial.settings

@@ -534,7 +534,7 @@ def check_targets(
         except PosthocUQError as error:
             raise PosthocUQError(f"Batch {place}: {error}") from None
 
-    fault = named(likelihood.fault)
+    fault = named(likelihood.validation_error)
     if fault is not None:
         checks.add(fault, lambda faulty: named(likelihood.check) if bool(faulty) else None)
 
@@ -583,7 +583,7 @@ def squared_residuals(
                 return None
             with explained(lambda: capture.twin, batch, f"batch {index} of the loader", LOADER):
                 outputs = batch.copied().call(capture.twin)
-            fault = unit.fault(outputs, batch.targets)
+            fault = unit.validation_error(outputs, batch.targets)
             weights = batch_weights(unit, outputs, batch, str(index))
             squares = as_double(unit.residuals(outputs, batch.targets)).square().reshape(outputs.shape[0], -1)
             squares = weighted(squares, None if weights is None else weights.samples).sum(0)

@@ -573,7 +573,7 @@ class Description(Record):
                 )
             outputs = targets_per_sample
         if outputs is not None:
-            if not likelihood.takes(outputs):
+            if not likelihood.accepts_output_count(outputs):
                 raise ValueError(
                     f"has the likelihood {likelihood.name!r}, which contradicts its {outputs} outputs"
                 )

@@ -455,7 +455,7 @@ def _measured(
             scores_of_all = class_scores(probs[second], "raps", uniform[second], regularisation)
             all_scores = scores_of_all.gather(-1, labels[second])
         all_scores = all_scores.amax(1, keepdim=True) if jointly else all_scores
-        columns = _columns(kind, all_scores, groups, classes if by_class else None)
+        columns = _split_scores(kind, all_scores, groups, classes if by_class else None)
         more: dict[str, Any] = {"regularisation": regularisation._asdict()} if of_classes else {}
         more |= {"shares": list(SHARES)} if kind == "positions" else {}
         record["targets"] = {
@@ -554,7 +554,7 @@ def value_scores(prediction: Prediction, targets: Tensor) -> TargetScores | None
     return None
 
 
-def _columns(kind: TargetScore, scores: Tensor, groups: Tensor, classes: int | None) -> list[Tensor]:
+def _split_scores(kind: TargetScore, scores: Tensor, groups: Tensor, classes: int | None) -> list[Tensor]:
     """The scores apart: by class, by label, where it applies, by share of positions, where any counts, or by output.
 
     Args:

@@ -175,9 +175,9 @@ def other_dispersion(model: nn.Module, batch: Batch, likelihood: Likelihood) -> 
 def gives_probabilities(model: nn.Module, batch: Batch, likelihood: Likelihood) -> bool:
     """Whether a model's outputs are probabilities, although the likelihood takes logits.
 
-    The outputs for some samples of a batch must look like probabilities (`Likelihood.seems_applied`), and still do with
-    other weights. Logits may lie in [0, 1] and sum to 1 by how they were trained, but with other weights they do not;
-    the outputs of a softmax or a sigmoid do with any.
+    The outputs for some samples of a batch must look like probabilities (`Likelihood.looks_like_probabilities`), and
+    still do with other weights. Logits may lie in [0, 1] and sum to 1 by how they were trained, but with other weights
+    they do not; the outputs of a softmax or a sigmoid do with any.
 
     Raises:
         PosthocUQError: the model cannot be run on the batch.
@@ -241,4 +241,4 @@ def _outputs(network: nn.Module, batch: Batch) -> Tensor:
 def _look_applied(outputs: Tensor, likelihood: Likelihood) -> bool:
     values = outputs.detach().float()
     within = (values >= 0) & (values <= 1 + _PROBABILITY_TOLERANCE)
-    return bool(within.all()) and likelihood.seems_applied(outputs)
+    return bool(within.all()) and likelihood.looks_like_probabilities(outputs)

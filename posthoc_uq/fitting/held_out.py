@@ -183,7 +183,9 @@ class HeldOutLoss(Score):
             return self.temperature
         if self.untempered is None:
             self._mean(pairs)
-        predictions = [(self._predictor.drafts(distribution), targets) for distribution, targets in pairs]
+        predictions = [
+            (self._predictor.fast_predictions(distribution), targets) for distribution, targets in pairs
+        ]
         losses = list[float]()
         for decade in _TEMPERATURES:
             self.posterior.temperature = 10.0 ** float(decade)
@@ -237,7 +239,7 @@ class HeldOutLoss(Score):
 
     def _of_outputs(self, pairs: Iterable[tuple[Tensor, Any]], temperature: float) -> float:
         """The loss of outputs without uncertainty."""
-        likelihood, total, count = self.posterior.observation.of_targets(), 0.0, 0
+        likelihood, total, count = self.posterior.observation.for_scoring(), 0.0, 0
         with torch.no_grad():
             for outputs, targets in pairs:
                 scaled = outputs if temperature == 1.0 else outputs / temperature
@@ -253,7 +255,7 @@ class HeldOutLoss(Score):
         A posterior that was trained, and not laid around a network, may have learned a noise: it keeps that where it
         then predicts better.
         """
-        posterior, likelihood = self.posterior, self.posterior.likelihood.of_targets()
+        posterior, likelihood = self.posterior, self.posterior.likelihood.for_scoring()
         with torch.no_grad():
             self._check_network()
             pairs = list(self._network_outputs())
@@ -496,7 +498,7 @@ class HeldOutSearch:
         self.posterior.history.tuning[label] = (
             f"the widest that held-out labels do not speak against; validation NLL {given_up:.2g} above the best"
         )
-        self.trials.given_up = given_up
+        self.trials.nll_given_up_for_width = given_up
         if self._tempered:
             self._note_temperature()
 

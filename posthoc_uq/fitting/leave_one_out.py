@@ -283,7 +283,7 @@ def calibrate_by_leave_one_out(
             given = batch.copied().call(network)
             likelihood.check(given, batch.targets)
             assert batch.targets is not None
-            found = likelihood.columns(given, batch.targets)
+            found = likelihood.regression_targets(given, batch.targets)
             if found is None:
                 raise PosthocUQError(
                     f"criterion='leave_one_out' is for classes and for regressions with one noise variance an output, "

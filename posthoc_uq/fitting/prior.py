@@ -259,7 +259,7 @@ def _warn_if_draws_differ(posterior: Posterior, batch: Batch, seed: int, progres
     with torch.no_grad(), bar, count_progress(draws, bar.advance):
         trained = few.call(replicate(cast(nn.Module, posterior.model)))
         drawn = SamplingPredictor(cast(nn.Module, posterior.model), posterior, draws, seed).outputs(few)
-    if not posterior.likelihood.agrees(trained, drawn):
+    if not posterior.likelihood.decisions_agree(trained, drawn):
         warn_user(
             "At the prior precision of the log marginal likelihood, models drawn from this posterior no longer predict "
             "what the trained one does: it has few data for its weights. Leave prior_precision at its default "

@@ -1219,7 +1219,7 @@ class LinearizedPredictor(GaussianPredictor):
             return None
         from posthoc_uq.heads.spectrum import Spectrum
 
-        if not Spectrum.serves(posterior):
+        if not Spectrum.supports(posterior):
             return None
         with self._gradients(False), self.explaining(batch):
             device = model_device(self._prepared.twin)
@@ -1314,7 +1314,7 @@ class LinearizedPredictor(GaussianPredictor):
         )
         if features is None:
             features = prepared.frozen.features(batch)
-        with prepared.frozen.twins(features).lent() as twin:
+        with prepared.frozen.twins(features).borrow() as twin:
             work = batch if features is None else features.batch
             outputs, draws = function_draws(twin, work, deviations)
         layout = self._layout(outputs, draws.shape[1])

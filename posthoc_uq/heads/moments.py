@@ -151,7 +151,7 @@ def layer_posteriors(model: nn.Module, posterior: Posterior, weights: str, cov: 
 
 
 @dataclass(frozen=True)
-class Calibration:
+class ScaleCorrection:
     """``sd -> exp(alpha) sd^beta``.
 
     Attributes:
@@ -188,7 +188,7 @@ def posterior_settings(posterior: Posterior) -> dict[str, Any]:
     }
 
 
-def fitting_calibration(posterior: Posterior, settings: Mapping[str, Any]) -> Calibration | None:
+def fitting_calibration(posterior: Posterior, settings: Mapping[str, Any]) -> ScaleCorrection | None:
     """The calibration in a posterior's record, or None if it was made for other settings of the head.
 
     One made before the posterior's settings changed is not used, with a warning.
@@ -202,10 +202,10 @@ def fitting_calibration(posterior: Posterior, settings: Mapping[str, Any]) -> Ca
             "Calibrate again."
         )
         return None
-    return Calibration(**{field.name: recorded[field.name] for field in fields(Calibration)})
+    return ScaleCorrection(**{field.name: recorded[field.name] for field in fields(ScaleCorrection)})
 
 
-def compared(head_sd: Tensor, drawn_sd: Tensor, n_mc: int, slope: bool) -> Calibration:
+def fit_scale_correction(head_sd: Tensor, drawn_sd: Tensor, n_mc: int, slope: bool) -> ScaleCorrection:
     """The calibration of a head's standard deviations ``(samples, outputs)`` to those over `n_mc` draws."""
     usable = (head_sd > 0) & (drawn_sd > 0)
     fitted, held_out = usable.clone(), usable.clone()
@@ -219,7 +219,7 @@ def compared(head_sd: Tensor, drawn_sd: Tensor, n_mc: int, slope: bool) -> Calib
         beta = float((centred * (y - y.mean())).sum() / centred.square().sum())
     alpha = float((y - beta * x).median())
     corrected = exp(alpha) * head_sd[held_out] ** beta
-    return Calibration(
+    return ScaleCorrection(
         alpha,
         beta,
         float((corrected / drawn_sd[held_out] - 1).abs().mean()),
@@ -305,7 +305,10 @@ class MomentsPredictor(GaussianPredictor):
             self._replica = (replicate(self._model[0], posterior.trained_mean),)
         self._frozen = FrozenPart(self.network, posterior.mean)
         self._checked = False
-        self._layers, self._calibrated = KeyedCache[list[LayerPosterior]](), KeyedCache[Calibration | None]()
+        self._layers, self._calibrated = (
+            KeyedCache[list[LayerPosterior]](),
+            KeyedCache[ScaleCorrection | None](),
+        )
         self._layer_posteriors(posterior.snapshot())
 
     def _apply(self, fn: Any, recurse: bool = True) -> MomentsPredictor:
@@ -333,7 +336,7 @@ class MomentsPredictor(GaussianPredictor):
 
         return self._layers.get(posterior.settings.of_weights(), make)
 
-    def _calibration(self, posterior: Posterior) -> Calibration | None:
+    def _calibration(self, posterior: Posterior) -> ScaleCorrection | None:
         return self._calibrated.get(
             posterior.settings.of_weights(), lambda: fitting_calibration(posterior, self.settings())
         )
@@ -349,7 +352,7 @@ class MomentsPredictor(GaussianPredictor):
         return {"weights": self._weights, **asdict(self._rules)}
 
     @property
-    def calibration(self) -> Calibration | None:
+    def calibration(self) -> ScaleCorrection | None:
         """How the variance is corrected, or None."""
         return self._calibration(self._snapshot())
 
@@ -499,7 +502,7 @@ class MomentsPredictor(GaussianPredictor):
         samples: int = 256,
         batch_to_inputs: BatchFunction | None = None,
         progress: bool | None = None,
-    ) -> Calibration:
+    ) -> ScaleCorrection:
         """Correct the scale of the variance by Monte Carlo over the weights, on a few inputs.
 
         Fits ``log sd_MC = alpha + log sd`` (median; with `slope` ``alpha + beta log sd``) on every other input, and
@@ -548,7 +551,7 @@ class MomentsPredictor(GaussianPredictor):
         if seen < 2:
             raise PosthocUQError("Calibration needs at least 2 inputs, and the loader yields fewer.")
         head_sd, drawn_sd = (torch.cat(parts).reshape(seen, -1).sqrt() for parts in (by_head, by_draws))
-        calibration = compared(head_sd, drawn_sd, n_mc, slope)
+        calibration = fit_scale_correction(head_sd, drawn_sd, n_mc, slope)
         with self._posterior.searching():
             made_for = {"head": self.settings(), "posterior": posterior_settings(posterior)}
             posterior.history.calibration = {**asdict(calibration), **made_for}

@@ -117,10 +117,12 @@ def check_finite(
     """
     if torch.compiler.is_compiling() or not answers:
         return
-    good = torch.stack([_finite(name, tensor).all() for name, tensor in answers.items()])
+    good = torch.stack([_valid_entries(name, tensor).all() for name, tensor in answers.items()])
     if bool(good.all()):
         return
-    rows = torch.stack([_finite(name, tensor).flatten(1).all(1) for name, tensor in answers.items()]).all(0)
+    rows = torch.stack(
+        [_valid_entries(name, tensor).flatten(1).all(1) for name, tensor in answers.items()]
+    ).all(0)
     bad = (~rows).nonzero().flatten().tolist()
     outputs, linearized = own(), head == "linearized"
     way_out = "layers='last'" if linearized else "the linearized head or layers='last'"
@@ -146,7 +148,7 @@ def promise_keys(batch: Batch, samples: int, seed: int) -> Tensor:
     return sample_keys(batch.tensors(), samples, mixed_seed(seed, 2))
 
 
-def _finite(name: str, tensor: Tensor) -> Tensor:
+def _valid_entries(name: str, tensor: Tensor) -> Tensor:
     """Elementwise, ``(samples, 1 or more)``."""
     tensor = tensor.reshape(len(tensor), -1)
     return ~(tensor.isnan() | tensor.isposinf()) if name in _MASKED else torch.isfinite(tensor)
@@ -160,7 +162,7 @@ def _or_new(generator: torch.Generator | None) -> torch.Generator:
     return generator
 
 
-def _shown(identity: Mapping[str, Any]) -> str:
+def _format_identity(identity: Mapping[str, Any]) -> str:
     """The identity of a predictor in words: the head and its options."""
     return ", ".join(f"{name}={value!r}" for name, value in identity.items())
 
@@ -173,7 +175,7 @@ def _not_traced() -> PosthocUQError:
 
 
 FUNCTION_DRAWS = 100  # by default
-_DRAFT_DRAWS = 32  # of the outputs in `Predictor.drafts`
+_DRAFT_DRAWS = 32  # of the outputs in `Predictor.fast_predictions`
 Made = TypeVar("Made")
 
 
@@ -379,7 +381,7 @@ class Predictor(nn.Module, ABC):
         """
         return self._prediction_of(self._snapshot(), distribution)
 
-    def drafts(self, distribution: Any) -> Callable[[], Prediction]:
+    def fast_predictions(self, distribution: Any) -> Callable[[], Prediction]:
         """`prediction_of` a distribution for searches that want it at many temperatures, and do with less precision."""
         return partial(self.prediction_of, distribution)
 
@@ -463,8 +465,8 @@ class Predictor(nn.Module, ABC):
         made, present = record["head"], self.identity()
         if made != present:
             return (
-                f"The held-out scores are of {_shown(made)}, and this predictor is {_shown(present)}; calibrate for "
-                f"this one: uq.calibrate(posterior, val_loader, head=...)."
+                f"The held-out scores are of {_format_identity(made)}, and this predictor is "
+                f"{_format_identity(present)}; calibrate for this one: uq.calibrate(posterior, val_loader, head=...)."
             )
         if record["posterior"] != self.hyperparameters():
             return (
@@ -802,7 +804,7 @@ class GaussianPredictor(Predictor):
         draws = {"n_draws": self._n_draws} if self._link == "mc" else {}
         return {**super().identity(), "link": self._link, **draws}
 
-    def drafts(self, distribution: GaussianOutputs) -> Callable[[], Prediction]:
+    def fast_predictions(self, distribution: GaussianOutputs) -> Callable[[], Prediction]:
         """With few draws of the outputs, and the covariance taken apart once."""
         mean, variance, covariance = distribution
         if self._link == "mc" and self._posterior.likelihood.softmax and isinstance(covariance, Tensor):

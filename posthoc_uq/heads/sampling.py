@@ -281,7 +281,7 @@ class Ensemble(Draws):
     def _together(self, work: _Work, start: int, stop: int) -> Tensor:
         """Outputs ``(draws, batch, ...)`` of several draws in one pass."""
         weights = {name: draws[start:stop] for name, draws in self._draws.items()}
-        with work.twins.lent() as twin, PlainAttention():
+        with work.twins.borrow() as twin, PlainAttention():
             return torch.func.vmap(lambda drawn: called(twin, drawn, work.batch))(weights)
 
     def _batches(self, work: _Work) -> Iterator[Tensor]:

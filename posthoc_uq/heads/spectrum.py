@@ -57,7 +57,7 @@ class Spectrum:
     """The leading eigenvectors of a posterior's information, and its eigenvalues by their size.
 
     Args:
-        posterior: one that `serves`.
+        posterior: one for which `supports` is true.
         width: its prior precision; of several by layer the mean one, to which they keep their ratios.
         dtype: of activations and output gradients.
         device: of activations and output gradients.
@@ -88,7 +88,7 @@ class Spectrum:
         self.sizes = 10.0 ** (as_double(self._points) / _POINTS + first)
 
     @staticmethod
-    def serves(posterior: Posterior) -> bool:
+    def supports(posterior: Posterior) -> bool:
         """Whether a posterior has a prior precision, and leading eigenvalues in each of its layers."""
         return (
             posterior.width_parameter == "prior_precision"

@@ -152,7 +152,7 @@ class FrozenPart:
             return None
         gradients = torch.is_grad_enabled()
         # tensors of inference mode do not count how often they are written
-        with torch.inference_mode(False), torch.set_grad_enabled(gradients), self._twins.lent() as twin:
+        with torch.inference_mode(False), torch.set_grad_enabled(gradients), self._twins.borrow() as twin:
             found = _record(twin, tail.names, batch)
         return found if found is not None and found.tail == tail else None
 
@@ -228,11 +228,11 @@ class ReplicaPool:
         than the call of a last layer.
         """
         everywhere = {name: weight for key, weight in weights.items() for name in self._names[key]}
-        with self.lent() as twin:
+        with self.borrow() as twin:
             return called(twin, everywhere, batch, tied=False)
 
     @contextmanager
-    def lent(self) -> Generator[nn.Module]:
+    def borrow(self) -> Generator[nn.Module]:
         """A copy that no other thread uses meanwhile."""
         try:
             twin = self._free.pop()

@@ -41,7 +41,7 @@ class _Labels(Likelihood, ABC):
         return torch.distributions.Bernoulli(logits=outputs, validate_args=False)
 
     def score(self, outputs: Tensor, targets: Tensor) -> Tensor:
-        return at_least_float32(outputs).sigmoid() - self.like(outputs, targets)
+        return at_least_float32(outputs).sigmoid() - self.reshape_targets(outputs, targets)
 
     def fisher_root(self, outputs: Tensor) -> Tensor:
         # E_y (p - y)^2 = p (1 - p)
@@ -55,7 +55,7 @@ class _Labels(Likelihood, ABC):
             wrong = ((targets != 0) & (targets != 1)).any()
             yield wrong, lambda: f"Labels for likelihood={self.name!r} must be 0 or 1."
 
-    def seems_applied(self, outputs: Tensor) -> bool:
+    def looks_like_probabilities(self, outputs: Tensor) -> bool:
         """The outputs come out of a sigmoid."""
         return last_function(outputs).startswith("Sigmoid")
 
@@ -106,7 +106,7 @@ class Bernoulli(_Labels):
             at_least_float32(mean) * (1 + pi / 8 * at_least_float32(variance)).rsqrt(), targets
         )
 
-    def columns(self, outputs: Tensor, targets: Tensor) -> Tensor:
+    def regression_targets(self, outputs: Tensor, targets: Tensor) -> Tensor:
         return targets.reshape(len(outputs), 1)
 
     def classes(self, outputs: int) -> int:

@@ -111,13 +111,13 @@ class Categorical(Likelihood):
         defaults = {name: field.default for name, field in CategoricalFields.model_fields.items()}
         return {"name": self.name} | {name: v for name, v in options.items() if v != defaults[name]}
 
-    def of_targets(self) -> Categorical:
+    def for_scoring(self) -> Categorical:
         """Without the smoothing of labels."""
         plain = copy.copy(self)
         plain.label_smoothing = 0.0
         return plain
 
-    def columns(self, outputs: Tensor, targets: Tensor) -> Tensor | None:
+    def regression_targets(self, outputs: Tensor, targets: Tensor) -> Tensor | None:
         if outputs.ndim != 2:
             return None
         if targets.is_floating_point() and targets.shape == outputs.shape:
@@ -169,10 +169,10 @@ class Categorical(Likelihood):
             ),
         )
 
-    def takes(self, outputs: int) -> bool:
+    def accepts_output_count(self, outputs: int) -> bool:
         return outputs >= 2
 
-    def seems_applied(self, outputs: Tensor) -> bool:
+    def looks_like_probabilities(self, outputs: Tensor) -> bool:
         """Every row is non-negative and sums to 1; where all rows are equal, the outputs must also come out
         of a softmax.
         """

@@ -76,7 +76,7 @@ class LogMean(Likelihood, ABC):
         return (-outputs).exp() / b if a == 0 else 1 / (a + b * outputs.exp())
 
     def score(self, outputs: Tensor, targets: Tensor) -> Tensor:
-        return (self.mean(outputs) - self.like(outputs, targets)) * self._by_mean(outputs)
+        return (self.mean(outputs) - self.reshape_targets(outputs, targets)) * self._by_mean(outputs)
 
     def fisher_root(self, outputs: Tensor) -> Tensor:
         """The root of ``mu^2 / V(mu)``."""
@@ -157,7 +157,7 @@ class Poisson(LogMean):
         self, mean: Tensor, variance: Tensor, targets: Tensor, n_draws: int = LINK_DRAWS
     ) -> Tensor:
         """In closed form: ``y m - exp(m + v / 2) - log y!``, summed over outputs."""
-        counts, mean = self.like(mean, targets), at_least_float32(mean)
+        counts, mean = self.reshape_targets(mean, targets), at_least_float32(mean)
         terms = counts * mean - (mean + at_least_float32(variance) / 2).exp() - torch.lgamma(counts + 1)
         return terms.reshape(mean.shape[0], -1).sum(1)
 
@@ -208,7 +208,7 @@ class NegativeBinomial(LogMean):
 
     def by_moments(self, outputs: Tensor, targets: Tensor) -> tuple[str, float, float]:
         mean = as_double(outputs).exp()
-        excess = (as_double(self.like(outputs, targets)) - mean).square() - mean
+        excess = (as_double(self.reshape_targets(outputs, targets)) - mean).square() - mean
         suggested = float((excess.sum() / mean.square().sum()).clamp(min=1e-6))
         return "dispersion", self.dispersion, suggested
 
@@ -274,7 +274,7 @@ class Gamma(LogMean):
         return self if factor == 1.0 else Gamma(min(max(self.shape / factor, _SMALLEST), _LARGEST))
 
     def by_moments(self, outputs: Tensor, targets: Tensor) -> tuple[str, float, float]:
-        ratios = as_double(self.like(outputs, targets)) / as_double(outputs).exp()
+        ratios = as_double(self.reshape_targets(outputs, targets)) / as_double(outputs).exp()
         suggested = 1 / float((ratios - 1).square().mean().clamp(min=1e-6))
         return "shape", self.shape, suggested
 
@@ -284,7 +284,7 @@ class Gamma(LogMean):
         return constant + (k - 1) * targets.log() - k * outputs - k * targets * (-outputs).exp()
 
     def score(self, outputs: Tensor, targets: Tensor) -> Tensor:
-        return self.shape * (1 - self.like(outputs, targets) * (-at_least_float32(outputs)).exp())
+        return self.shape * (1 - self.reshape_targets(outputs, targets) * (-at_least_float32(outputs)).exp())
 
     def fisher_root(self, outputs: Tensor) -> Tensor:
         """The root of the shape, whatever the outputs, which no overflow of the mean may spoil."""
@@ -294,7 +294,7 @@ class Gamma(LogMean):
         self, mean: Tensor, variance: Tensor, targets: Tensor, n_draws: int = LINK_DRAWS
     ) -> Tensor:
         """In closed form, with ``E[exp(-f)] = exp(-m + v / 2)``."""
-        k, values, mean = self.shape, self.like(mean, targets), at_least_float32(mean)
+        k, values, mean = self.shape, self.reshape_targets(mean, targets), at_least_float32(mean)
         # E log p(y | f) is log p(y | m) with a larger last term
         more = k * values * (-mean).exp() * torch.expm1(at_least_float32(variance) / 2)
         return (self.log_terms(mean, values) - more).reshape(mean.shape[0], -1).sum(1)

@@ -118,12 +118,12 @@ class Gaussian(_Normals):
         outputs = at_least_float32(outputs)
         return Normal(outputs, self.noise(outputs).sqrt().expand(outputs.shape), validate_args=False)
 
-    def columns(self, outputs: Tensor, targets: Tensor) -> Tensor:
-        return self.like(outputs, targets).reshape(len(outputs), -1)
+    def regression_targets(self, outputs: Tensor, targets: Tensor) -> Tensor:
+        return self.reshape_targets(outputs, targets).reshape(len(outputs), -1)
 
     def residuals(self, outputs: Tensor, targets: Tensor) -> Tensor:
         """``outputs - targets``, shaped like the outputs."""
-        return at_least_float32(outputs) - self.like(outputs, targets)
+        return at_least_float32(outputs) - self.reshape_targets(outputs, targets)
 
     def score(self, outputs: Tensor, targets: Tensor) -> Tensor:
         return self.residuals(outputs, targets) / self.noise(outputs)
@@ -148,7 +148,9 @@ class Gaussian(_Normals):
     ) -> Tensor:
         """In closed form: the log density of ``N(mean, variance + noise)``, summed over outputs."""
         total = (at_least_float32(variance) + self.noise(mean)).sqrt()
-        logs = Normal(at_least_float32(mean), total, validate_args=False).log_prob(self.like(mean, targets))
+        logs = Normal(at_least_float32(mean), total, validate_args=False).log_prob(
+            self.reshape_targets(mean, targets)
+        )
         return logs.reshape(mean.shape[0], -1).sum(1)
 
     def from_blocks(self, blocks: Iterable[Tensor]) -> RegressionPrediction:
@@ -206,9 +208,9 @@ class Heteroscedastic(_Normals):
         means, log_variances = self._halves(outputs)
         return means, log_variances + self._log_factor
 
-    def like(self, outputs: Tensor, targets: Tensor) -> Tensor:
+    def reshape_targets(self, outputs: Tensor, targets: Tensor) -> Tensor:
         """The targets in the shape of the means and in their precision."""
-        return super().like(self._halves(outputs)[0], targets)
+        return super().reshape_targets(self._halves(outputs)[0], targets)
 
     def distribution(self, outputs: Tensor) -> Normal:
         means, logs = self._means_and_logs(outputs)
@@ -221,7 +223,7 @@ class Heteroscedastic(_Normals):
 
     def score(self, outputs: Tensor, targets: Tensor) -> Tensor:
         means, logs = self._means_and_logs(outputs)
-        residuals, precision = means - self.like(outputs, targets), (-logs).exp()
+        residuals, precision = means - self.reshape_targets(outputs, targets), (-logs).exp()
         return torch.cat([residuals * precision, 0.5 * (1 - residuals.square() * precision)], dim=1)
 
     def fisher_root(self, outputs: Tensor) -> Tensor:
@@ -237,7 +239,7 @@ class Heteroscedastic(_Normals):
     ) -> Tensor:
         """In closed form, with ``E[exp(-s)] = exp(-m_s + v_s / 2)`` for the log variance s."""
         (means, logs), (spread, log_spread) = self._means_and_logs(mean), self._halves(variance)
-        squares = (self.like(mean, targets) - means).square() + spread
+        squares = (self.reshape_targets(mean, targets) - means).square() + spread
         return -0.5 * (squares * (log_spread / 2 - logs).exp() + logs + log(2 * pi)).sum(1)
 
     def predictive_log_prob(
@@ -245,7 +247,7 @@ class Heteroscedastic(_Normals):
     ) -> Tensor:
         """In closed form over the means, by Gauss-Hermite quadrature over the log variances."""
         (means, logs), (spread, log_spread) = self._means_and_logs(mean), self._halves(variance)
-        squares = (self.like(mean, targets) - means).square()
+        squares = (self.reshape_targets(mean, targets) - means).square()
 
         def log_density(log_variances: Tensor) -> Tensor:
             total = spread + log_variances.exp()

@@ -44,6 +44,13 @@ Self = TypeVar("Self", bound="Likelihood")
 _MIN_AGREEMENT = 0.75  # share of the trained model's decisions that drawn models should share
 _MAX_LOG_RATIO = 50.0  # of densities in a divergence by draws: larger ones add nothing
 _BY_DISTRIBUTION = ("log_prob", "log_terms", "mean", "variance", "entropy", "cdf")  # what follows from it
+_RENAMED = {  # methods of 0.2.0: without an error, one in a subclass would have no effect
+    "takes": "accepts_output_count",
+    "agrees": "decisions_agree",
+    "fault": "validation_error",
+    "of_targets": "for_scoring",
+    "seems_applied": "looks_like_probabilities",
+}
 
 
 class Likelihood:
@@ -85,6 +92,11 @@ class Likelihood:
                 f"Likelihood {cls.__name__} overrides from_draws, or from_gaussian with other arguments than (self, "
                 f"outputs), as of 0.2.0; override from_blocks(self, blocks) and from_gaussian(self, outputs) instead."
             )
+        old = next((name for name in _RENAMED if callable(given.get(name))), None)
+        if old:
+            raise PosthocUQError(
+                f"Likelihood {cls.__name__} defines {old}, whose name is {_RENAMED[old]} as of 0.3.0; rename the method."
+            )
         if not cls.name:
             cls.name = cls.__name__
 
@@ -124,7 +136,7 @@ class Likelihood:
             if bool(wrong):
                 raise PosthocUQError(text())
 
-    def fault(self, outputs: Tensor, targets: Tensor | None) -> Tensor | None:
+    def validation_error(self, outputs: Tensor, targets: Tensor | None) -> Tensor | None:
         """`check` for a loop that must not wait for the device at every batch. Shapes and types are checked at once.
         The result is a flag on the device, true where `check` would raise for the range, or None where all is checked.
         """
@@ -151,7 +163,7 @@ class Likelihood:
             )
         yield ~torch.isfinite(targets).all(), lambda: "Some targets are not finite."
 
-    def takes(self, outputs: int) -> bool:
+    def accepts_output_count(self, outputs: int) -> bool:
         """Whether a model may have so many outputs a sample."""
         try:
             return not any(
@@ -160,7 +172,7 @@ class Likelihood:
         except PosthocUQError:
             return False
 
-    def seems_applied(self, outputs: Tensor) -> bool:
+    def looks_like_probabilities(self, outputs: Tensor) -> bool:
         """Whether the outputs look as if the model had applied the link already, as a softmax at its end does.
 
         Args:
@@ -183,7 +195,7 @@ class Likelihood:
         """
         raise self._missing("distribution(outputs)", "has no distribution of targets")
 
-    def like(self, outputs: Tensor, targets: Tensor) -> Tensor:
+    def reshape_targets(self, outputs: Tensor, targets: Tensor) -> Tensor:
         """The targets in the shape of the outputs and in their precision."""
         return targets.to(device=outputs.device, dtype=at_least_float32(outputs).dtype).reshape(outputs.shape)
 
@@ -191,7 +203,7 @@ class Likelihood:
         """``log p(y | outputs)`` of every sample, ``(samples,)``, in nats; differentiable in the outputs."""
         if not self.defines("log_terms"):
             raise self._missing("distribution(outputs) or log_prob(outputs, targets)", "has no density")
-        terms = self.log_terms(at_least_float32(outputs), self.like(outputs, targets))
+        terms = self.log_terms(at_least_float32(outputs), self.reshape_targets(outputs, targets))
         return terms.flatten(1).sum(1) if terms.ndim > 1 else terms
 
     def weighted_log_prob(self, outputs: Tensor, targets: Tensor, weights: Tensor) -> Tensor:
@@ -305,7 +317,7 @@ class Likelihood:
     ) -> tuple[Tensor, Tensor]:
         """Log probabilities ``(nodes, samples, terms)`` at nodes of the outputs, and the nodes' weights."""
         if self.defines("log_terms"):
-            values = self.like(mean, targets)
+            values = self.reshape_targets(mean, targets)
             logs, weights = at_nodes(lambda outputs: self.log_terms(outputs, values), mean, variance)
             if logs.shape[2] == mean[0].numel():  # not so for a distribution of all outputs together
                 return logs, weights
@@ -407,7 +419,7 @@ class Likelihood:
         """
         return None
 
-    def agrees(self, outputs: Tensor, draws: Tensor) -> bool:
+    def decisions_agree(self, outputs: Tensor, draws: Tensor) -> bool:
         """Whether models with drawn weights decide as the trained one does; a fit by the evidence warns if not: at
         least three quarters of the decisions stay, label by label and position by position. Of values the mean of the
         draws is not further from the trained mean, in mean square, than the mean noise variance.
@@ -434,13 +446,13 @@ class Likelihood:
         """The class of every sample, ``(samples,)`` int64, below `classes`."""
         return torch.zeros(outputs.shape[0], dtype=torch.int64, device=outputs.device)
 
-    def columns(self, outputs: Tensor, targets: Tensor) -> Tensor | None:
+    def regression_targets(self, outputs: Tensor, targets: Tensor) -> Tensor | None:
         """Targets as the columns of a least-squares regression, ``(samples, columns)``: one-hot classes, one column of
         two classes, or values. None where the likelihood has no such form, or outputs have positions.
         """
         return None
 
-    def of_targets(self: Self) -> Self:
+    def for_scoring(self: Self) -> Self:
         """The likelihood by which predictions are scored, where `log_prob` is another one, of training;
         by default itself.
         """

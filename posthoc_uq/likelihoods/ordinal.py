@@ -131,7 +131,7 @@ class Ordinal(Likelihood):
 
     def log_prob(self, outputs: Tensor, targets: Tensor) -> Tensor:
         log_probs = self.log_probs(outputs)
-        # clamped: `fault` may not have been read yet
+        # clamped: `validation_error` may not have been read yet
         labels = targets.long().to(log_probs.device).clamp(0, log_probs.shape[1] - 1)
         return log_probs.gather(1, labels.unsqueeze(1)).squeeze(1)
 

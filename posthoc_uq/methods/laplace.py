@@ -350,7 +350,7 @@ def _shares_outside(blocks: Mapping[str, Block], part: Tensors) -> dict[str, flo
         ("outside", part),
         ("outside before", {name: block.tensors() for name, block in blocks.items()}),
     ):
-        covered = [blocks[block].covered(statistics[block]) for block in blocks]
+        covered = [blocks[block].trace_in_basis(statistics[block]) for block in blocks]
         known = [of_block for of_block in covered if of_block is not None]
         whole = sum(total for _, total in known)
         if known and whole > 0:

@@ -302,7 +302,7 @@ class Block(ABC):
     precision there is no marginal likelihood either."""
     per_weight_prior: ClassVar[bool] = False
     """Whether every weight may have a prior precision of its own: `covariance` then takes a tensor of its shape."""
-    settled: ClassVar[frozenset[str]] = frozenset()
+    fixed_by_training: ClassVar[frozenset[str]] = frozenset()
     """Those that were a part of what its method optimised: they are known, and cannot be set."""
     columns: ClassVar[Mapping[str, str]] = {}
     """What the columns of its `summary` mean; a key may name several, with commas between them."""
@@ -494,7 +494,7 @@ class Block(ABC):
             changed[name] = add(getattr(self, name), part[name], weights, declared.mean_of)
         return replace(self, **changed)
 
-    def covered(self, part: Mapping[str, Tensor]) -> tuple[float, float] | None:
+    def trace_in_basis(self, part: Mapping[str, Tensor]) -> tuple[float, float] | None:
         """How much of a Fisher's trace is inside of the block's bases, and the whole trace; None for a block that keeps
         all of it.
 

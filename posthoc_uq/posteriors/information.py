@@ -689,7 +689,7 @@ class InformationBlock(Block):
                 return f"has an eigenvalue along a direction of '{name}' that is zero"
         return None
 
-    def covered(self, part: Mapping[str, Tensor]) -> tuple[float, float] | None:
+    def trace_in_basis(self, part: Mapping[str, Tensor]) -> tuple[float, float] | None:
         return float(as_double(part["eigenvalues"]).sum()), float(as_double(part["diagonal"]).sum())
 
     def dense(self, scale: float = 1.0, residual_weight: float = 1.0) -> Tensor:

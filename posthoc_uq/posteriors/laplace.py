@@ -186,7 +186,7 @@ class EigenvalueCorrectedBlock(_EigenbasisBlock):
     def eigenvalues_matrix(self) -> Tensor:
         return self.eigenvalues
 
-    def covered(self, part: Mapping[str, Tensor]) -> tuple[float, float] | None:
+    def trace_in_basis(self, part: Mapping[str, Tensor]) -> tuple[float, float] | None:
         if "inside" not in part:
             return None
         whole = float(as_double(part["eigenvalues"]).sum())
@@ -343,7 +343,7 @@ class MeanFieldBlock(Block):
     makes = Variances
     trained = True
     tunable: ClassVar[frozenset[str]] = frozenset({"scale"})
-    settled: ClassVar[frozenset[str]] = frozenset({"prior_precision"})
+    fixed_by_training: ClassVar[frozenset[str]] = frozenset({"prior_precision"})
     columns: ClassVar[Mapping[str, str]] = {
         "median sd, largest sd": "standard deviations of the layer's weights"
     }

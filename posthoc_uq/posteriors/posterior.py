@@ -45,7 +45,7 @@ Value = TypeVar("Value")
 Self = TypeVar("Self", bound="Posterior")
 
 
-class Layout:
+class BlockLayout:
     """Converts between the matrices of blocks and those of layers, all ``(groups, outputs, inputs)``.
 
     Args:
@@ -234,7 +234,7 @@ class Posterior:
         weight_prior: the prior of single weights, a factor on `prior_precision` and a mean; as given to the fit.
         capabilities: what all of its blocks can do, by the names in `posthoc_uq.posteriors.block`.
         tunable: names of the hyperparameters that have a meaning here and may be set.
-        settled: names of those that were a part of what the method optimised: they are known, and cannot be set.
+        fixed_by_training: names of those that the training optimised: they are known, and cannot be set.
         fingerprint: digest of `original` at the fit; that is the model's own memory, which later training changes.
         buffers_fingerprint: digest of the model's buffers at the fit (`model.statistics_of`); None where
             it has none.
@@ -276,7 +276,7 @@ class Posterior:
         self.members = {name: list(inner) for name, inner in members.items()}
         self.original = {name: mean[name] for layer in self.layers.values() for name in layer.parameter_names}
         self.original |= {name: mean[name] for name in trained_mean or {}}
-        self.layout = Layout(self.layers, self.members)
+        self.layout = BlockLayout(self.layers, self.members)
         self.trained_mean = dict(trained_mean or {})
         for name, block in self.blocks.items():
             stored = block.stored_mean()  # of blocks that keep what their weights are on average
@@ -300,7 +300,9 @@ class Posterior:
         outputs = {"noise_scale"} if likelihood.has_noise else set[str]()
         outputs |= {"temperature"} if likelihood.logits else set()
         self.tunable = frozenset(outputs).union(*(block.tunable for block in self.blocks.values()))
-        self.settled = frozenset[str]().union(*(block.settled for block in self.blocks.values()))
+        self.fixed_by_training = frozenset[str]().union(
+            *(block.fixed_by_training for block in self.blocks.values())
+        )
         self.warned_heads: set[str] = set()
         first = vars(settings or Hyperparameters(evidence.total))  # including those that cannot be set later
         self._settings = Hyperparameters(**{name: self._valid(name, value) for name, value in first.items()})
@@ -376,13 +378,13 @@ class Posterior:
     @property
     def width_parameter(self) -> str | None:
         """The hyperparameter by which the posterior is made wider or narrower: ``"prior_precision"``, ``"scale"`` where
-        the prior is settled, or None.
+        training fixed the prior, or None.
         """
         return next((name for name in ("prior_precision", "scale") if name in self.tunable), None)
 
     def reported(self) -> dict[str, Any]:
         """Label to value of the hyperparameters that reports show; ``"per layer"`` for prior precisions by layer."""
-        known, shown = self.tunable | self.settled, dict[str, Any]()
+        known, shown = self.tunable | self.fixed_by_training, dict[str, Any]()
         for name, value in self._settings.plain().items():
             about = HYPERPARAMETERS[name]
             if about.reported == "always" or (about.reported == "own" and name in known):
@@ -413,7 +415,7 @@ class Posterior:
         present, valid = getattr(self._settings, name), self._valid(name, value)
         if name in self.tunable:
             return valid
-        if name in self.settled and present != valid:
+        if name in self.fixed_by_training and present != valid:
             instead = ", or set scale to widen or narrow the posterior" if "scale" in self.tunable else ""
             raise PosthocUQError(
                 f"The {HYPERPARAMETERS[name].label} was a part of what method={self.method!r} optimised, and is "

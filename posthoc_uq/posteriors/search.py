@@ -84,7 +84,7 @@ class Trials:
         several: whether they do: one search a layer, or prior precision and noise in turn.
         at_edge: the values at the edge of their search intervals.
         model_alone: validation NLL of the model without a posterior, where held-out data were given.
-        given_up: validation NLL above the best that was tried, for a wider posterior.
+        nll_given_up_for_width: validation NLL above the best that was tried, for a wider posterior.
     """
 
     criterion: Criterion
@@ -94,7 +94,7 @@ class Trials:
     several: bool = False
     at_edge: list[str] = field(default_factory=lambda: list[str]())
     model_alone: float | None = None
-    given_up: float | None = None
+    nll_given_up_for_width: float | None = None
 
     @property
     def best(self) -> Trial | None:
@@ -108,15 +108,21 @@ class Trials:
 
     def __repr__(self) -> str:
         chosen = self._line(self.chosen) if self.chosen else "one a search"
-        given_up = "" if not self.given_up else f"; {self.given_up:.2g} nats given up against the best"
+        given_up = (
+            ""
+            if not self.nll_given_up_for_width
+            else f"; {self.nll_given_up_for_width:.2g} nats given up against the best"
+        )
         return f"Trials({len(self.trials)} evaluations; chosen: {chosen}{given_up})"
 
     def __str__(self) -> str:
         lines: list[str] = []
         if self.chosen is not None:
             lines.append(f"chosen: {self._line(self.chosen)}")
-        if self.given_up is not None:
-            lines.append(f"given up against the best, for a wider posterior: {self.given_up:.2g} nats")
+        if self.nll_given_up_for_width is not None:
+            lines.append(
+                f"given up against the best, for a wider posterior: {self.nll_given_up_for_width:.2g} nats"
+            )
         best = self.best
         if best is not None and best is not self.chosen:
             lines.append(f"best: {self._line(best)}")

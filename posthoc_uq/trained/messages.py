@@ -153,7 +153,7 @@ class MessagesBlock(Block):
     fields: ClassVar[type[Record]] = MessagesFields
     trained = True
     tunable: ClassVar[frozenset[str]] = frozenset({"scale"})
-    settled: ClassVar[frozenset[str]] = frozenset({"prior_precision"})
+    fixed_by_training: ClassVar[frozenset[str]] = frozenset({"prior_precision"})
     columns: ClassVar[Mapping[str, str]] = {
         "median sd, learned": "standard deviation of the weights; the median share of a weight's precision that is "
         "from the data"

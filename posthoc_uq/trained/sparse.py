@@ -27,7 +27,7 @@ from posthoc_uq.trained.variational import LatentBlock, median_of
 
 __all__ = ["LayerSummary", "SparseLinear", "Summary", "median", "model", "state_dict", "summary"]
 
-Layout = Literal["auto", "masked", "csr"]
+SparseLayout = Literal["auto", "masked", "csr"]
 MEDIAN, CERTAIN = "median model", "median model, certain"  # in the history of a posterior
 _COMPRESSED = 0.1  # the largest density at which "auto" stores a layer in compressed rows
 _UNDECIDED = (0.1, 0.9)
@@ -281,7 +281,7 @@ class SparseLinear(nn.Module):
         return outputs.reshape(*input.shape[:-1], self.out_features)
 
 
-def model(model: nn.Module, posterior: Posterior, layout: Layout = "auto") -> nn.Module:
+def model(model: nn.Module, posterior: Posterior, layout: SparseLayout = "auto") -> nn.Module:
     """A copy of `model` with the means of the median probability model (see `state_dict`), in eval mode.
 
     It has no uncertainty and needs nothing of this package's heads; its outputs are those of
@@ -301,7 +301,7 @@ def model(model: nn.Module, posterior: Posterior, layout: Layout = "auto") -> nn
         PosteriorMismatchError: the model is not the one that the posterior was fitted on.
     """
     means = median(posterior, certain=True).trained_mean
-    one_of("layout", layout, get_args(Layout))
+    one_of("layout", layout, get_args(SparseLayout))
     check_match(model, posterior)
     plain = with_plain_weights(unwrap(model))
     parameters = dict(plain.named_parameters())

@@ -171,7 +171,7 @@ class Objective(ABC):
         targets, weights = weighed_targets(
             self._likelihood, outputs, cast(Tensor, batch.targets), batch.weights
         )
-        fault = None if checks is None else self._likelihood.fault(outputs, targets)
+        fault = None if checks is None else self._likelihood.validation_error(outputs, targets)
         if checks is not None and fault is not None:
             checks.add(
                 fault, lambda faulty: self._likelihood.check(outputs, targets) if bool(faulty) else None

@@ -334,7 +334,7 @@ class LatentBlock(Block):
     makes = SpikeAndSlab
     trained = True
     tunable: ClassVar[frozenset[str]] = frozenset()
-    settled: ClassVar[frozenset[str]] = frozenset({"prior_precision"})
+    fixed_by_training: ClassVar[frozenset[str]] = frozenset({"prior_precision"})
 
     bias: bool = field(kw_only=True)
     scale: RandomScale | None = field(default=None, kw_only=True, metadata={"in_file": False})

@@ -394,7 +394,7 @@ def tune(
                 )
                 facts |= {
                     "criterion": criterion,
-                    "given up": trials.given_up,
+                    "given up": trials.nll_given_up_for_width,
                     "model alone": trials.model_alone,
                 }
                 if criterion == "likelihood":
