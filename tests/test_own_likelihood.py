@@ -563,6 +563,6 @@ def test_the_methods_of_an_earlier_release_are_refused() -> None:
         with pytest.raises(uq.PosthocUQError, match="from_blocks"):
             type("Old", (uq.Likelihood,), methods)
     with pytest.raises(
-        uq.PosthocUQError, match=r"^Likelihood Old defines agrees, whose name is decisions_agree as of"
+        uq.PosthocUQError, match=r"^Likelihood Old defines agrees, which is decisions_agree as of"
     ):
         type("Old", (uq.Likelihood,), {"agrees": lambda self, outputs, draws: True})

@@ -95,7 +95,7 @@ class Likelihood:
         old = next((name for name in _RENAMED if callable(given.get(name))), None)
         if old:
             raise PosthocUQError(
-                f"Likelihood {cls.__name__} defines {old}, whose name is {_RENAMED[old]} as of 0.3.0; rename the method."
+                f"Likelihood {cls.__name__} defines {old}, which is {_RENAMED[old]} as of 0.3.0; rename the method."
             )
         if not cls.name:
             cls.name = cls.__name__
