@@ -25,7 +25,7 @@ from tqdm.auto import tqdm
 import posthoc_uq as uq
 from posthoc_uq.core import progress
 from posthoc_uq.core.batches import Bar
-from posthoc_uq.core.progress import Phases, Progress, count_progress, progress_span, split_progress
+from posthoc_uq.core.progress import count_progress, progress_span, split_progress
 
 
 @pytest.fixture
@@ -117,57 +117,55 @@ class Stream:
         yield from self.data[1:]
 
 
-def phases_of(drawn: io.StringIO) -> dict[str, tuple[int, int]]:
-    """The phases of the one bar that was drawn, in their order, with the per cent at which each began and ended."""
-    phases = dict[str, tuple[int, int]]()
-    lines = [line for line in re.split(r"[\r\n]", drawn.getvalue()) if line.strip(" \x1b[A")]
-    found = [re.match(r"([^:]+): +(\d+)%\|", line) for line in lines]
-    assert lines and all(found), lines  # no other bar
-    percents = [int(match[2]) for match in found if match]
-    assert percents == sorted(percents) and percents[0] == 0 and percents[-1] <= 100  # never back
-    for match, percent in zip(found, percents, strict=True):
-        assert match is not None
-        name = match[1].partition(",")[0]
-        phases[name] = (phases.get(name, (percent, 0))[0], percent)
+Frames = list[tuple[int, int | None]]
+
+
+def phases_of(drawn: io.StringIO) -> list[tuple[list[str], Frames]]:
+    """The phases that were drawn, one after the other: the names of each, and what it has shown of how much."""
+    phases: list[tuple[list[str], Frames]] = []
+    assert "\n" not in drawn.getvalue()  # never two bars at once
+    for phase in re.split(r"\r +\r", drawn.getvalue())[:-1]:
+        found = [
+            re.match(r"([^:]+): +(?:\d+%\|.*\| )?(\d+)(?:/(\d+))? ", line) for line in phase.split("\r")[1:]
+        ]
+        assert found and all(found), phase
+        lines = [match.groups() for match in found if match]
+        frames = [(int(done), None if total is None else int(total)) for _, done, total in lines]
+        assert frames[0][0] == 0 and all(
+            before[0] <= after[0] for before, after in pairwise(frames)
+        )  # never back
+        phases.append((list(dict.fromkeys(name.partition(",")[0] for name, *_ in lines)), frames))
     return phases
 
 
-SEARCH = ["faithful prior"]
-LARGE = {
-    "bases",
-    "Kronecker factors",
-    "eigenvalues and diagonal",
-    "tuning",
-    "calibrate",
-    "message passing",
-    *SEARCH,
-}
 SWEEPS = ["bases", "eigenbases", "eigenvalues and diagonal", "blocks"]
+SEARCHES = ["faithful prior", "evidence", "tuning"]
+"""Whose numbers of evaluations are not known before."""
 
 
 @pytest.mark.parametrize(
     ("method", "options", "expected"),
     [
         ("kfac", {"prior_precision": 1.0}, ["Kronecker factors", "eigenbases"]),
-        ("inf", {}, [*SWEEPS, "untrained networks", *SEARCH]),
+        ("inf", {}, [*SWEEPS, "untrained networks", "faithful prior"]),
         (
             "kfac",
             {"prior_precision": "evidence"},
             ["Kronecker factors", "eigenbases", "evidence", "drawn models"],
         ),
-        ("inf", {"likelihood": "regression"}, ["noise", *SWEEPS, "untrained networks", *SEARCH]),
-        ("inf", {"val_loader": True}, [*SWEEPS, *SEARCH, "tuning", "calibrate"]),
+        ("inf", {"likelihood": "regression"}, ["noise", *SWEEPS, "untrained networks", "faithful prior"]),
+        ("inf", {"val_loader": True}, [*SWEEPS, "faithful prior", "tuning", "calibrate"]),
         ("message_passing", {"epochs": 2}, ["looking at the data", "message passing"]),
         (
             "utvi",
             {"epochs": 2, "divergence": 0.1},
-            ["counting", "training", "epoch 1 of 2", "epoch 2 of 2", "looking at the data", *SEARCH],
+            ["counting", "training", *2 * ["looking at the data"], "faithful prior"],
         ),
     ],
     ids=str,
 )
 @pytest.mark.parametrize("sized", [True, False], ids=["sized", "without a length"])
-def test_a_fit_has_one_bar_over_all_its_phases(
+def test_a_fit_shows_one_phase_after_the_other(
     method: str, options: dict[str, Any], expected: list[str], sized: bool, drawn: io.StringIO
 ) -> None:
     model, x = mlp(), inputs_of(4, samples=60)
@@ -177,52 +175,13 @@ def test_a_fit_has_one_bar_over_all_its_phases(
     given = options | ({"val_loader": data} if "val_loader" in options else {})
     uq.fit(model, data, method, progress=True, **given)
     phases = phases_of(drawn)
-    assert list(phases) == ["dry run", *expected]
-    assert phases[expected[-1]][1] == 100
-    if sized:
-        assert all(phases[name][1] <= 96 for name in expected[:-1])  # the plan leaves something to each
-        assert all(phases[name][1] > phases[name][0] for name in expected if name in LARGE)
-
-
-def test_the_shares_of_the_phases_are_those_of_their_work(drawn: io.StringIO) -> None:
-    model, x = mlp(), inputs_of(4, samples=2000)
-    data = batches(x, targets_of(model, x, "classification"), 200)
-    uq.fit(model, data, "efb", prior_precision=1.0, progress=True)
-    phases = phases_of(drawn)
-    assert phases["Kronecker factors"] == (0, 50)
-    assert phases["eigenvalues"][0] == pytest.approx(50, abs=1) and phases["eigenvalues"][1] >= 95
-
-
-def test_a_phase_takes_its_share_of_what_is_left_and_never_goes_back(drawn: io.StringIO) -> None:
-    with Phases("begin", "%", True, 100) as whole:
-        whole.to_come = 200
-        with Progress("half", "parts", True, 10, 10) as bar:
-            bar.advance(5)
-            assert whole.done == pytest.approx(25)
-            bar.total = 100  # more than was thought
-            bar.advance()
-            assert whole.done == pytest.approx(25)
-            bar.advance(500)  # more than there is
-            assert whole.done == pytest.approx(50)
-        with Progress("ends early", "parts", True, 10, 5) as bar:
-            bar.advance()
-            assert whole.done == pytest.approx(52.5)
-        assert whole.done == pytest.approx(75)
-        with Progress("not planned", "parts", True, 10, 1000):
-            pass
-        assert 75 < whole.done < 100
-        with Progress("silent", "parts", False, 10) as bar:
-            bar.advance(10)
-        with Progress("last", "parts", True, None) as bar:  # nobody knows how much
-            for _ in range(3):
-                before = whole.done
-                bar.advance(1000)
-                assert before < whole.done < 100
-    assert whole.done == pytest.approx(100)
-    assert phases_of(drawn)["last"][1] == 100
-    with Progress("own", "parts", True, 10) as bar:  # the bar of all phases is over
-        bar.advance(10)
-    assert "10/10" in drawn.getvalue()
+    assert [names[0] for names, _ in phases] == ["dry run", *expected]
+    for names, frames in phases:
+        if names[0] in SEARCHES:
+            assert all(total is not None and done < total for done, total in frames)
+        else:
+            assert frames[-1][0] == (frames[-1][1] or 60)  # all of it, or all samples
+        assert names == [names[0]] or names == ["training", "epoch 1 of 2", "epoch 2 of 2"]
 
 
 @pytest.mark.parametrize("method", ["inf", "utvi"])
@@ -235,8 +194,8 @@ def test_the_bar_of_an_interrupted_fit_is_closed(
     close = bars.close
     monkeypatch.setattr(bars, "close", lambda bar: (closed.append(bar.n), close(bar))[1])
     with pytest.raises(KeyboardInterrupt):
-        uq.fit(model, Stream(data, fails_in=3), method, progress=True)
-    assert closed and 0 < closed[0] < 100
+        uq.fit(model, Stream(data, fails_in=2), method, progress=True)
+    assert 30 in closed  # of the phase that was interrupted after a batch
     assert phases_of(drawn) and not bars._instances
     with Bar(data, "later", True) as bar:  # a bar of its own
         bar.advance(60)

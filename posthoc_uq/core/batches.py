@@ -875,18 +875,14 @@ def known_length(sized: Any) -> int:
         return 0
 
 
-# What a bar counts for a sample that is read, and for one in a forward pass, in passes forward and backward.
-READING_COST, FORWARD_COST = 0.05, 1 / 3
-
-
 class Bar(Progress):
     """A progress bar in samples, of which there are as many as the loader says, or as its number of batches does."""
 
-    def __init__(self, loader: Iterable[Any], description: str, visible: bool, cost: float = 1) -> None:
+    def __init__(self, loader: Iterable[Any], description: str, visible: bool) -> None:
         visible = visible and rank() == 0
         sampler = sampler_of(loader) if visible else None
         total = 0 if sampler is None else known_length(sampler)
-        super().__init__(description, "samples", visible, total or None, cost)
+        super().__init__(description, "samples", visible, total or None)
         self.batches = known_length(loader) if visible and not total else 0
 
 

@@ -9,7 +9,7 @@ from collections.abc import Callable, Generator, Iterator, Sequence
 from contextlib import contextmanager
 from contextvars import ContextVar
 from functools import cache
-from typing import Any, ClassVar, TypeVar, cast
+from typing import Any, TypeVar, cast
 from weakref import WeakSet
 
 from posthoc_uq.core import interrupts
@@ -30,16 +30,14 @@ def bars_shown(progress: bool | None) -> bool:
 
 
 class Progress:
-    """A progress bar on standard error; none at all if not `visible`, and on all ranks but the first. Inside of
-    `Phases` it is a phase of their bar instead. Without a `total` it is not known how much there is to do.
+    """A progress bar on standard error, gone when its work is done; none at all if not `visible`, and on all ranks but
+    the first. Without a `total` it is not known how much there is to do.
 
     Args:
         description: of the work, in words.
         unit: what is counted.
         visible: whether to show it.
         total: how many units there are.
-        cost: of a unit, in passes of samples, about; says how much of `Phases` it takes. None where that is not known:
-            then it takes most of what is planned.
 
     Attributes:
         done: how many units are done.
@@ -47,23 +45,14 @@ class Progress:
         batches: so many, all as large as the first, are the total; 0 where that is known otherwise or not at all.
     """
 
-    _drawing: ClassVar[dict[str, Any]] = {}
-
-    def __init__(
-        self, description: str, unit: str, visible: bool, total: int | None = None, cost: float | None = 1
-    ) -> None:
+    def __init__(self, description: str, unit: str, visible: bool, total: int | None = None) -> None:
         self.done: float = 0
         self.total, self.batches = total, 0
         self._bar: Any = None
         if not visible or rank() != 0 or cast(Any, sys.stderr) is None:  # a program may have none
             return
-        phases = _phases.get()
-        if phases is not None:
-            self._bar = _Phase(phases, phases._bar, description, total, cost)
-        else:
-            # Every update looks at the clock, so that no second thread has to redraw a bar that became slow.
-            more = {"unit": f" {unit}", "leave": False, "miniters": 0, **self._drawing}
-            self._bar = _bars()(total=total, desc=description, **more)
+        # Every update looks at the clock, so that no second thread has to redraw a bar that became slow.
+        self._bar = _bars()(total=total, desc=description, unit=f" {unit}", leave=False, miniters=0)
 
     def __enter__(self) -> Progress:
         return self
@@ -87,78 +76,6 @@ class Progress:
         if self._bar is not None:
             self._bar.set_description(description, refresh=False)
             self._bar.set_postfix(values, refresh=False)
-
-
-class Phases(Progress):
-    """One bar, in per cent, over all work inside of its `with`. Every `Progress` there is a phase, and takes that share
-    of what is left which its work has in the work to come. So the bar never goes back, whatever a phase turns out to
-    cost; a phase that ends early is a jump.
-
-    Attributes:
-        to_come: the work that is planned from the next phase on, in passes of samples, about.
-        after: that of it which follows the passes over the data.
-        samples: of one pass over the data; None while that is not known.
-    """
-
-    _drawing: ClassVar[dict[str, Any]] = {
-        "bar_format": "{l_bar}{bar}| {elapsed}<{remaining}{postfix}",
-        "smoothing": 0,  # phases differ in speed: the time left goes by the mean of all
-    }
-    to_come: float = 0.0
-    after: float = 0.0
-    samples: int | None = None
-
-    def __enter__(self) -> Phases:
-        self._outer = _phases.set(None if self._bar is None else self)
-        return self
-
-    def __exit__(self, kind: object, *_: object) -> None:
-        _phases.reset(self._outer)
-        if self._bar is not None:
-            if kind is None:
-                self.reach(100.0)
-            self._bar.close()
-
-    def reach(self, done: float) -> None:
-        """Go forward to there; never back."""
-        if done > self.done:
-            self.advance(done - self.done)
-
-
-_phases: ContextVar[Phases | None] = ContextVar("phases", default=None)
-GUESSED_SAMPLES = 10_000  # of data of unknown length, until a pass is over
-_MOST = 0.8  # of the plan, for a phase of unknown cost
-_LEAST_LEFT = 0.05  # of a phase's work is left at least for what the plan did not foresee
-
-
-class _Phase:
-    """A phase of `Phases`, in the place of a bar of tqdm's."""
-
-    def __init__(
-        self, phases: Phases, bar: Any, description: str, total: int | None, cost: float | None
-    ) -> None:
-        self._phases, self.total, self._done = phases, total, 0.0
-        work = _MOST * max(1.0, phases.to_come)
-        if cost is not None:
-            work = cost * (total or phases.samples or GUESSED_SAMPLES)
-        phases.to_come = max(phases.to_come - work, 0.0)
-        left = max(phases.to_come, _LEAST_LEFT * work)
-        self._start, self._width = phases.done, (100.0 - phases.done) * work / (work + left)
-        self.set_description, self.set_postfix = bar.set_description, bar.set_postfix
-        self.set_postfix(refresh=False)
-        self.set_description(description)
-
-    def update(self, done: float) -> None:
-        self._done += done
-        total = self.total or self._phases.samples or self._done + GUESSED_SAMPLES
-        self._phases.reach(self._start + self._width * min(1.0, self._done / total))
-
-    def close(self) -> None:
-        if not self.total and self._phases.samples is None and self._done:  # now it is known
-            self._phases.samples = round(self._done)
-            of_data = max(0.0, self._phases.to_come - self._phases.after)
-            self._phases.to_come += of_data * (self._done / GUESSED_SAMPLES - 1)
-        self._phases.reach(self._start + self._width)
 
 
 def print_above(line: str, file: Any) -> bool:

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 from torch.utils._pytree import TreeSpec, tree_flatten, tree_unflatten
 
-from posthoc_uq.core.batches import READING_COST, Bar, Batch, BatchReader, batches, holds_samples
+from posthoc_uq.core.batches import Bar, Batch, BatchReader, batches, holds_samples
 from posthoc_uq.core.devices import DeferredChecks, on_host
 from posthoc_uq.core.distributed import gather
 from posthoc_uq.core.randomness import sample_keys, share_of
@@ -211,7 +211,7 @@ class KeptInputs:
 
     def read(self, loader: Iterable[Any], reader: BatchReader, seed: int, progress: bool) -> None:
         """Look at every batch of a loader, without running a model."""
-        with Bar(loader, "reading inputs", progress, READING_COST) as bar:
+        with Bar(loader, "reading inputs", progress) as bar:
             for batch in batches(loader, reader):
                 samples = count_samples(batch)
                 self.see(batch, sample_keys(batch.tensors(), samples, seed))

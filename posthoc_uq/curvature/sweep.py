@@ -13,7 +13,6 @@ from torch import Tensor
 from torch.utils._pytree import tree_flatten
 
 from posthoc_uq.core.batches import (
-    FORWARD_COST,
     LOADER,
     Bar,
     Batch,
@@ -419,7 +418,7 @@ def sweep(
         0 if done is None else done.batches,
     )
     checks = DeferredChecks()
-    with Bar(loader, f"{description}, {len(capture.tracked)} layers", settings.progress, share) as bar:
+    with Bar(loader, f"{description}, {len(capture.tracked)} layers", settings.progress) as bar:
         for index, (batch, samples) in enumerate(own_batches(loader, settings.reader)):
             keys = sample_keys(batch.tensors(), samples, settings.seed)
             checks = found.count(batch, keys)
@@ -458,7 +457,7 @@ def run_observers(
     capture: Capture, loader: Iterable[Any], settings: SweepSettings, observers: Sequence[Observer]
 ) -> None:
     """Show all data to observers by forward passes alone, where no sweep goes over all of them."""
-    with Bar(loader, "looking at the data", settings.progress, FORWARD_COST) as bar:
+    with Bar(loader, "looking at the data", settings.progress) as bar:
         for index, (batch, samples) in enumerate(own_batches(loader, settings.reader)):
             keys = sample_keys(batch.tensors(), samples, settings.seed)
             checks = DeferredChecks()
@@ -577,7 +576,7 @@ def squared_residuals(
     total: Tensor | None = None
     count = 0.0
     unit = Gaussian(1.0)
-    with torch.no_grad(), Bar(loader, "noise", settings.progress, FORWARD_COST) as bar:
+    with torch.no_grad(), Bar(loader, "noise", settings.progress) as bar:
         for index, (batch, samples) in enumerate(own_batches(loader, settings.reader)):
             if batch.targets is None:
                 return None

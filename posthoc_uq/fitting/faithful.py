@@ -537,13 +537,7 @@ _SOME_INPUTS = 16  # of a large network that may be enough ...
 _MAX_ERROR = 0.25  # ... where the standard error of their mean divergence is at most this share of the budget
 _CHECKED, _CHECKED_OF_LARGE = 64, 4  # inputs on which approximate divergences are compared with exact ones
 _USUAL_EVALUATIONS, _USUAL_AFTER_OTHERS = 4, 2  # that a search takes mostly, for what a bar shows
-_COST, _COST_OF_LARGE = 4.0, 1.0  # of an input in an evaluation, in passes; see docs/methods/fit_cost.md
 _MAX_ZERO_SQUARE = 1e-12  # mean square up to which weights count as zero
-
-
-def usual_work(wanted: int, samples: int) -> float:
-    """What a search takes, in passes of samples, about, where a fit keeps so many inputs of its samples."""
-    return _USUAL_EVALUATIONS * min(wanted, samples) * (_COST_OF_LARGE if wanted < MAX_KEPT else _COST)
 
 
 class FaithfulSearch:
@@ -626,8 +620,7 @@ class FaithfulSearch:
         self._divergence_at = partial(self._divergence, on=self._all, tried=self.tried)
         searches = [(_USUAL_EVALUATIONS, self.samples)]
         of_few: Callable[[float], float] | None = None
-        cost = _COST_OF_LARGE if self._large else _COST
-        self._bar = SearchBar("faithful prior", "samples", self._progress, searches, cost)
+        self._bar = SearchBar("faithful prior", "samples", self._progress, searches)
         with self._bar:
             if self._all.runs_the_model and self._all.samples >= _SOME_INPUTS:
                 approximate = self._approximate(partial(search, start=start), budget)

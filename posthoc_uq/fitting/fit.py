@@ -18,7 +18,6 @@ import torch
 from torch import Tensor, nn
 
 from posthoc_uq.core.batches import (
-    FORWARD_COST,
     LOADER,
     Batch,
     BatchFunction,
@@ -28,7 +27,6 @@ from posthoc_uq.core.batches import (
     check_reusable,
     described_inputs,
     explained,
-    known_length,
 )
 from posthoc_uq.core.devices import TEMPORARY_BYTES, as_double
 from posthoc_uq.core.distributed import (
@@ -36,7 +34,6 @@ from posthoc_uq.core.distributed import (
     gather,
     is_divided,
     run_on_all_ranks,
-    sampler_of,
     world,
 )
 from posthoc_uq.core.errors import NonFiniteError, PosthocUQError, warn_user
@@ -51,7 +48,7 @@ from posthoc_uq.core.model import (
 )
 from posthoc_uq.core.options import LARGEST, Seed, check_option
 from posthoc_uq.core.outputs import Choice, Output, checked_output, chosen_in, guessed_choice, with_choice
-from posthoc_uq.core.progress import GUESSED_SAMPLES, Phases, bars_shown, print_above
+from posthoc_uq.core.progress import Progress, bars_shown, print_above
 from posthoc_uq.core.randomness import isolated_random_state
 from posthoc_uq.core.steady import steady
 from posthoc_uq.curvature.features import find_features
@@ -182,7 +179,7 @@ def fit(
         output: where the outputs are in what the model returns, if that is no tensor: a key or the name of an attribute
             (``"out"``), an index, or a function of what is returned, which no file can keep. By default the part with a
             known name (``logits``, ``out``, ``sample``), or the only tensor with a row a sample.
-        progress: show one bar over all phases, on rank 0; by default where standard error is a terminal.
+        progress: show the phases and how far each is, on rank 0; by default where standard error is a terminal.
         **options: the method's fields, if it is given by name (``rank=50``).
 
     Returns:
@@ -247,12 +244,12 @@ def fit(
             progress=bars_shown(progress),
         )
 
-    def run(request: _FitRequest, bar: Phases) -> tuple[Posterior, Task]:
+    def run(request: _FitRequest) -> tuple[Posterior, Task]:
         began = time.perf_counter()
-        task = _dry_run(request)
+        with Progress("dry run", "batches", request.progress, 1) as bar:
+            task = _dry_run(request)
+            bar.advance()
         request = replace(request, likelihood=task.settings.likelihood)
-        if request.progress:
-            _plan(bar, task, request)
         task.seconds["dry run"] = time.perf_counter() - began
         parameters = dict(task.model.named_parameters())
         weight_prior = run_on_all_ranks(
@@ -270,13 +267,8 @@ def fit(
         task.observe()
         del task.prepared  # its copy of the model and its hooks
         _record(posterior, request, task, noise_origin)
-        if (
-            val_loader is None
-            and not _set_by_leave_one_out(posterior, request, task, bar)
-            and request.finds_noise
-        ):
+        if val_loader is None and not _set_by_leave_one_out(posterior, request, task) and request.finds_noise:
             _warn_if_memorised(posterior)
-        bar.to_come = bar.after
         set_prior(
             posterior,
             request.prior,
@@ -308,8 +300,7 @@ def fit(
         began = time.perf_counter()
         with steady(model, call="the fit"):
             request = run_on_all_ranks(check, "checking the options")
-            with Phases("dry run", "%", request.progress, 100) as bar:
-                posterior, task = run(request, bar)
+            posterior, task = run(request)
             if request.progress:
                 _tell_seconds(posterior, time.perf_counter() - began)
             return posterior, task
@@ -319,27 +310,6 @@ def fit(
     if task.checkpoint is not None:
         task.checkpoint.remove()
     return posterior
-
-
-_BY_EVIDENCE = 250  # passes of samples that the search by the evidence takes, about
-_HELD_OUT = 5  # passes over held-out data: the trials of a tuning, and what promises are measured on
-
-
-def _plan(bar: Phases, task: Task, request: _FitRequest) -> None:
-    """Plan the bar for the passes over the data and what follows."""
-    method, val_loader = request.method, request.val_loader
-    first = count_samples(task.batch)
-    bar.samples = known_length(sampler_of(task.loader)) or first * known_length(task.loader) or None
-    one_pass = bar.samples or GUESSED_SAMPLES
-    if request.divergence is not None:
-        from posthoc_uq.fitting.faithful import usual_work
-
-        bar.after = usual_work(inputs_to_keep(task.layers.values()), one_pass)
-    elif not isinstance(request.prior, float):
-        bar.after = _BY_EVIDENCE
-    if val_loader is not None and not method.trains:
-        bar.after += _HELD_OUT * (first * known_length(val_loader) or one_pass)
-    bar.to_come = one_pass * (method.passes() + FORWARD_COST * request.finds_noise) + bar.after
 
 
 _SHOWN_SHARE = 0.05  # of a fit's time, from which a part is named
@@ -690,7 +660,7 @@ def _record(posterior: Posterior, request: _FitRequest, task: Task, noise_origin
     history.inputs = described_inputs(task.batch, request.reader.names)
 
 
-def _set_by_leave_one_out(posterior: Posterior, request: _FitRequest, task: Task, bar: Phases) -> bool:
+def _set_by_leave_one_out(posterior: Posterior, request: _FitRequest, task: Task) -> bool:
     """Set the temperature, or the noise of a regression, by leave-one-out, where nobody has to ask for it; see
     docs/defaults.md. Returns whether it did.
     """
@@ -701,9 +671,7 @@ def _set_by_leave_one_out(posterior: Posterior, request: _FitRequest, task: Task
     if request.method.trains or not default or given or once or world() > 1:
         return False
     from posthoc_uq.fitting.leave_one_out import (
-        COST_OF_OUTPUT,
         FEW_SAMPLES,
-        INITIALISATIONS,
         UNASKED_GAP,
         calibrate_by_leave_one_out,
         is_perceptron,
@@ -714,7 +682,6 @@ def _set_by_leave_one_out(posterior: Posterior, request: _FitRequest, task: Task
         return False
     if not is_perceptron(task.model, task.batch, request.seed):
         return False
-    bar.to_come = bar.after + INITIALISATIONS * COST_OF_OUTPUT * task.summary.samples * task.summary.outputs
     try:
         calibrate_by_leave_one_out(
             posterior,

@@ -39,7 +39,6 @@ MAX_TEMPERATURE = 1e4
 MAX_SAMPLES = 4096  # the kernel has a number for every pair, and its eigenvectors take some seconds at 4,000
 
 INITIALISATIONS = 3  # untrained networks that are averaged
-COST_OF_OUTPUT = 1 / 8  # of each in the kernel of one of them, in passes of samples
 FEW_SAMPLES = 2048  # up to which a fit does this unasked, in some five seconds; half a second for 1,000
 UNASKED_GAP = 0.1  # of confidence over the wanted one, beyond which a fit changes the temperature unasked
 
@@ -296,8 +295,7 @@ def calibrate_by_leave_one_out(
     starts = _starts(model, data, initial, initialisations, seed)
     trained = {name for name, parameter in model.named_parameters() if parameter.requires_grad}
     kernel = torch.zeros(len(targets), len(targets), dtype=torch.float64, device="cpu")
-    cost = COST_OF_OUTPUT * targets.numel()
-    with Progress("untrained networks", "networks", progress, len(starts), cost) as bar:
+    with Progress("untrained networks", "networks", progress, len(starts)) as bar:
         for number, start in enumerate(starts):
             part = tangent_kernel(start(), data, mixed_seed(seed, number), trained or None)
             kernel += part / part.diagonal().mean()

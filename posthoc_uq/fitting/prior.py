@@ -16,7 +16,7 @@ import torch
 from annotated_types import Ge, Le
 from torch import Tensor, nn
 
-from posthoc_uq.core.batches import FORWARD_COST, Batch
+from posthoc_uq.core.batches import Batch
 from posthoc_uq.core.errors import PosthocUQError, warn_user
 from posthoc_uq.core.model import replicate
 from posthoc_uq.core.options import LARGEST, Magnitude, Positive, check_option, did_you_mean
@@ -255,7 +255,7 @@ def _warn_if_draws_differ(posterior: Posterior, batch: Batch, seed: int, progres
     large = sum(mean.numel() for mean in posterior.mean.values()) > _LARGE_NETWORK
     draws, inputs = (5, 16) if large else (20, 64)
     few = batch.narrow(0, min(samples, inputs), samples)
-    bar = Progress("drawn models", "models", progress, draws, inputs * FORWARD_COST)
+    bar = Progress("drawn models", "models", progress, draws)
     with torch.no_grad(), bar, count_progress(draws, bar.advance):
         trained = few.call(replicate(cast(nn.Module, posterior.model)))
         drawn = SamplingPredictor(cast(nn.Module, posterior.model), posterior, draws, seed).outputs(few)

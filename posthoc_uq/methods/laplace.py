@@ -22,6 +22,7 @@ from posthoc_uq.core.distributed import gather, world
 from posthoc_uq.core.errors import PosthocUQError
 from posthoc_uq.core.numerics import eigh_descending
 from posthoc_uq.core.options import Count
+from posthoc_uq.core.progress import Progress
 from posthoc_uq.curvature.labels import FisherChoice
 from posthoc_uq.curvature.statistics import (
     GradientFactors,
@@ -125,7 +126,7 @@ class Laplace(Method):
 
         def build() -> dict[str, Block]:
             blocks = dict[str, Block]()
-            with task.by_layer("blocks", task.layers) as bar:
+            with Progress("blocks", "layers", task.settings.progress, len(task.layers)) as bar:
                 for name, layer in task.layers.items():
                     blocks[name] = (
                         self.block(layer, sums.pop(name), samples, bases.pop(name, None))

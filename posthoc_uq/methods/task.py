@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from math import ceil
@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from posthoc_uq.core.batches import READING_COST, Bar, Batch, known_length
+from posthoc_uq.core.batches import Bar, Batch, known_length
 from posthoc_uq.core.distributed import all_reduce_sum, broadcast, gather, rank, run_on_all_ranks, world
 from posthoc_uq.core.errors import NonFiniteError, PosthocUQError, warn_user
 from posthoc_uq.core.numerics import all_finite
@@ -330,7 +330,7 @@ class Task:
         settings = self.settings
         samples, counted = 0, False
         title = "counting" if shown is None else "context"
-        bar = Bar(self.loader, title, settings.progress, READING_COST)
+        bar = Bar(self.loader, title, settings.progress)
         with isolated_random_state(settings.seed), bar:
             for index, (batch, count) in enumerate(own_batches(self.loader, settings.reader)):
                 if shown is not None:
@@ -422,12 +422,6 @@ class Task:
         self.seconds[description] = time.perf_counter() - start
         return result
 
-    def by_layer(self, description: str, names: Collection[str]) -> Progress:
-        """A bar of work on the matrices of these layers."""
-        sizes = sum(max(self.layers[name].matrix_shape) for name in names)
-        cost = _COST_OF_SIZE * sizes / max(1, len(names))
-        return Progress(description, "layers", self.settings.progress, len(names), cost)
-
     def divided(self, work: Mapping[str, Callable[[], dict[str, Tensor]]], description: str) -> Tensors:
         """Results by name, each computed by one of the processes and handed to the others."""
 
@@ -436,7 +430,7 @@ class Task:
 
             def own() -> Tensors:
                 results: Tensors = {}
-                with self.by_layer(description, own_names) as bar:
+                with Progress(description, "layers", self.settings.progress, len(own_names)) as bar:
                     for name in own_names:
                         results[name] = work[name]()
                         bar.advance()
@@ -455,11 +449,6 @@ class Task:
             return {name: results[name] for name in work}
 
         return self.timed(description, compute)
-
-
-_COST_OF_SIZE = (
-    1 / 8
-)  # passes of samples that take as long as eigenvectors, for each row of a convolution's matrix
 
 
 def checked_finite(results: Tensors, part: str) -> Tensors:

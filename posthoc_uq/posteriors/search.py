@@ -156,7 +156,6 @@ class SearchBar(Progress):
         unit: what is counted.
         visible: whether to show it.
         searches: for each search to come, the usual number of evaluations and the units of one evaluation.
-        cost: as `Progress`; by default not known.
 
     Attributes:
         to_come: the searches that are not begun; may be corrected.
@@ -168,9 +167,8 @@ class SearchBar(Progress):
         unit: str,
         visible: bool,
         searches: Sequence[tuple[int, int]],
-        cost: float | None = None,
     ) -> None:
-        super().__init__(description, unit, visible, sum(usual * size for usual, size in searches), cost)
+        super().__init__(description, unit, visible, sum(usual * size for usual, size in searches))
         self.to_come, self._usual, self._size, self._begun = list(searches), 0, 0, 0
 
     def begin_search(self) -> None:

@@ -448,7 +448,7 @@ class MessagePassing(Method):
                 trainer.load_state_dict(saved)
 
         visits = (epochs - trainer.epoch) * len(data)
-        bar = Progress("message passing", "batches", task.settings.progress, visits, None)
+        bar = Progress("message passing", "batches", task.settings.progress, visits)
 
         def after_visit() -> None:
             bar.advance()
