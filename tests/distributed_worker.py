@@ -25,8 +25,8 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader, DistributedSampler, TensorDataset
 
 import posthoc_uq as uq
-from posthoc_uq.core.batches import BatchReader
-from posthoc_uq.core.errors import PosthocUQError
+from posthoc_uq import PosthocUQError
+from posthoc_uq.core import BatchReader
 from posthoc_uq.curvature.kept_inputs import KeptInputs
 from posthoc_uq.curvature.labels import own_samples_of, samples_in_all
 

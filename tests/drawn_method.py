@@ -13,12 +13,7 @@ from torch import Tensor
 from torch.func import functional_call
 
 import posthoc_uq as uq
-from posthoc_uq.core.batches import Batch
-from posthoc_uq.core.devices import DeferredChecks
-from posthoc_uq.core.model import replicate
-from posthoc_uq.core.options import Share
-from posthoc_uq.core.outputs import output_tensor
-from posthoc_uq.core.randomness import mixed_seed
+from posthoc_uq.core import Batch, DeferredChecks, Share, mixed_seed, output_tensor, replicate
 from posthoc_uq.methods.task import Task
 from posthoc_uq.posteriors import GROUPS, INPUTS, OUTPUTS, Block, Covariance, PrecisionSettings, TensorField
 from posthoc_uq.trained.training import Group, Objective, Step, Training, check_trainable

@@ -31,7 +31,7 @@ sys.path.insert(0, str(ROOT))
 
 
 import posthoc_uq as uq  # noqa: E402
-from posthoc_uq.core.distributed import run_on_all_ranks  # noqa: E402
+from posthoc_uq.core import run_on_all_ranks  # noqa: E402
 from recipes.imagenet import evaluating  # noqa: E402
 
 updating = import_module("posthoc_uq.fitting.update")

@@ -31,8 +31,7 @@ from storage_helpers import CALIBRATION, PROMISES, kind_of, sealed
 from torch import Tensor, nn
 
 import posthoc_uq as uq
-from posthoc_uq import methods
-from posthoc_uq.core.errors import PosthocUQError
+from posthoc_uq import PosthocUQError, methods
 from posthoc_uq.methods import checkpoint
 from posthoc_uq.methods.checkpoint import read_snapshot, write_snapshot
 

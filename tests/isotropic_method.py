@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import Any, ClassVar
 
 import posthoc_uq as uq
-from posthoc_uq.core.options import Positive
+from posthoc_uq.core import Positive
 from posthoc_uq.layers.layer import Layer
 from posthoc_uq.methods import Laplace
 from posthoc_uq.methods.laplace import Basis, squares_of

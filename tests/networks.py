@@ -15,7 +15,7 @@ import torch
 from torch import Tensor, nn
 
 import posthoc_uq as uq
-from posthoc_uq.core.randomness import sample_keys
+from posthoc_uq.core import sample_keys
 from posthoc_uq.fitting.wrap import HEADS, head_class
 from posthoc_uq.likelihoods import Likelihood, resolve_likelihood
 from posthoc_uq.methods import METHODS, Method

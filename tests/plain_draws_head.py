@@ -9,9 +9,7 @@ from torch import Tensor, nn
 from torch.func import functional_call
 
 import posthoc_uq as uq
-from posthoc_uq.core.batches import Batch
-from posthoc_uq.core.model import replicate
-from posthoc_uq.core.options import Count, Seed, check_option
+from posthoc_uq.core import Batch, Count, Seed, check_option, replicate
 from posthoc_uq.heads.predictor import divisor_of
 
 

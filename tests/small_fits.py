@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 
 import posthoc_uq as uq
-from posthoc_uq.core.errors import PosthocUQError
+from posthoc_uq import PosthocUQError
 
 HEADS = ("linearized", "sampling", "moments")
 

@@ -16,16 +16,9 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader, IterableDataset, TensorDataset
 
 import posthoc_uq as uq
-from posthoc_uq.core.batches import (
-    Batch,
-    BatchReader,
-    as_targets,
-    batches,
-    batches_of_call,
-    check_loader,
-    check_reusable,
-)
-from posthoc_uq.core.errors import PosthocUQError
+from posthoc_uq import PosthocUQError
+from posthoc_uq.core import Batch, BatchReader, as_targets, batches_of_call, check_loader, check_reusable
+from posthoc_uq.core.batches import batches
 from posthoc_uq.heads.linearized import LinearizedPredictor
 
 X, Y = torch.arange(12.0).reshape(6, 2), torch.arange(6)

@@ -12,7 +12,7 @@ from networks import registries_restored
 from torch import Tensor, nn
 
 import posthoc_uq as uq
-from posthoc_uq.core.errors import CorruptPosteriorError, PosthocUQError
+from posthoc_uq import CorruptPosteriorError, PosthocUQError
 from posthoc_uq.layers.layer import describe
 from posthoc_uq.likelihoods import Categorical
 from posthoc_uq.methods import METHODS

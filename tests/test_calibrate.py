@@ -13,8 +13,8 @@ import torch
 from torch import Tensor, nn
 
 import posthoc_uq as uq
-from posthoc_uq.core.errors import CorruptPosteriorError
-from posthoc_uq.core.records import validate_record
+from posthoc_uq import CorruptPosteriorError
+from posthoc_uq.core import validate_record
 from posthoc_uq.files.records import HeldOutRecord, PromisesRecord
 
 FAST: dict[str, Any] = {"head": "linearized", "link": "probit", "progress": False}

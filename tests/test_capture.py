@@ -13,8 +13,8 @@ from brute_force import class_losses, class_probabilities, matrix, per_sample, w
 from torch import Tensor, nn
 
 import posthoc_uq as uq
-from posthoc_uq.core.batches import Batch
-from posthoc_uq.core.errors import PosthocUQError, UnsupportedLayerError
+from posthoc_uq import PosthocUQError, UnsupportedLayerError
+from posthoc_uq.core import Batch
 from posthoc_uq.curvature.features import find_features
 from posthoc_uq.layers.calls import CallWatcher
 from posthoc_uq.layers.proof import Exactly, Prepared, prepare

@@ -31,8 +31,7 @@ from posthoc_uq.app.cli.posterior_file import DatasetInfo
 from posthoc_uq.app.cli.transforms import Preprocessing
 from posthoc_uq.app.monitor import ScoreLog, read_scores
 from posthoc_uq.app.paths import IMAGE_ENDINGS
-from posthoc_uq.core.distributed import own_samples, sampler_of
-from posthoc_uq.core.tables import csv_text
+from posthoc_uq.core import csv_text, own_samples, sampler_of
 
 pytestmark = pytest.mark.filterwarnings("ignore::UserWarning")
 

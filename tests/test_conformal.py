@@ -7,7 +7,7 @@ import math
 import pytest
 import torch
 
-from posthoc_uq.core.errors import NonFiniteError, PosthocUQError
+from posthoc_uq import NonFiniteError, PosthocUQError
 from posthoc_uq.likelihoods.conformal import (
     MAX_KEPT,
     HeldOutScores,

@@ -13,8 +13,8 @@ from torch import Tensor
 from torch.utils.data import DataLoader, TensorDataset
 from torchvision.transforms.v2 import functional as transforms
 
-from posthoc_uq.core.batches import Batch
-from posthoc_uq.core.errors import PosthocUQError
+from posthoc_uq import PosthocUQError
+from posthoc_uq.core import Batch
 from posthoc_uq.trained import contexts
 from posthoc_uq.trained.contexts import (
     Callback,

@@ -18,7 +18,7 @@ from networks import short, short_options
 from torch import Tensor, nn
 
 import posthoc_uq as uq
-from posthoc_uq.core.batches import Batch
+from posthoc_uq.core import Batch
 from posthoc_uq.methods import METHODS
 from posthoc_uq.posteriors.block import SYMMETRY
 

@@ -18,8 +18,7 @@ from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import posthoc_uq as uq
-from posthoc_uq.core.devices import DeferredChecks, full_precision, has_double, on_host
-from posthoc_uq.core.randomness import device_generators
+from posthoc_uq.core import DeferredChecks, device_generators, full_precision, has_double, on_host
 from posthoc_uq.heads.spectrum import Spectrum
 from posthoc_uq.likelihoods import Categorical, resolve_likelihood
 from posthoc_uq.likelihoods.draws import _placed_normals, normals

@@ -15,7 +15,7 @@ from distributed_worker import BATCH, CASES, SAMPLES, UNEVEN, changed, data, fit
 from torch.utils.data import DataLoader, DistributedSampler
 
 import posthoc_uq as uq
-from posthoc_uq.core.distributed import own_samples
+from posthoc_uq.core import own_samples
 
 pytestmark = pytest.mark.slow  # its fixture starts processes
 

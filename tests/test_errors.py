@@ -17,13 +17,8 @@ from small_fits import fit, inputs, labels, net, refused
 from torch import Tensor, nn
 
 import posthoc_uq as uq
-from posthoc_uq.core.errors import (
-    NonFiniteError,
-    PosteriorMismatchError,
-    PosthocUQError,
-    check_refused,
-    out_of_memory,
-)
+from posthoc_uq import NonFiniteError, PosteriorMismatchError, PosthocUQError
+from posthoc_uq.core import check_refused, out_of_memory
 
 
 def split(x: Tensor, y: Tensor) -> list[tuple[Tensor, Tensor]]:

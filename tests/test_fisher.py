@@ -10,7 +10,7 @@ from brute_force import class_losses, class_probabilities, one_hot, per_sample, 
 from torch import Tensor, nn
 
 import posthoc_uq as uq
-from posthoc_uq.core.numerics import nystrom
+from posthoc_uq.core import nystrom
 from posthoc_uq.curvature.statistics import (
     GradientFactors,
     GradientGram,

@@ -192,9 +192,10 @@ def doors() -> list[ModuleType]:
     return [uq, *(import_module(name) for name in names)]
 
 
-def offered_by(door: ModuleType) -> list[str]:
-    """The names that a room offers: in its `__all__`, or by the table of those that come on first use."""
-    return list(getattr(door, "OFFERED", None) or getattr(door, "__all__", ()))
+def offered_by(door: ModuleType) -> set[str]:
+    """The names that a room offers: in its `__all__`, and in the table of those that come on first use."""
+    on_first_use: dict[str, str] = getattr(door, "OFFERED", {})
+    return {*getattr(door, "__all__", ()), *" ".join(on_first_use.values()).split()}
 
 
 def test_every_room_has_what_it_offers() -> None:
@@ -250,7 +251,7 @@ def inside_names(code: str, modules: set[str], open_modules: set[str]) -> set[st
     }
 
 
-MOST_INSIDE_NAMES = 760
+MOST_INSIDE_NAMES = 600
 """Of all files of the tests together; to be lowered where a change allows it."""
 
 

@@ -14,8 +14,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 import posthoc_uq as uq
-from posthoc_uq.core.batches import Batch
-from posthoc_uq.core.model import replicate
+from posthoc_uq.core import Batch, replicate
 from posthoc_uq.heads.features import FeatureCache
 from posthoc_uq.layers.frozen import FrozenPart
 

@@ -19,10 +19,8 @@ from torch.distributions import Normal, kl_divergence
 from torch.func import functional_call, jacrev
 
 import posthoc_uq as uq
-from posthoc_uq.core.batches import Batch
-from posthoc_uq.core.devices import DeferredChecks
-from posthoc_uq.core.errors import NonFiniteError, PosteriorMismatchError, PosthocUQError
-from posthoc_uq.core.model import replicate
+from posthoc_uq import NonFiniteError, PosteriorMismatchError, PosthocUQError
+from posthoc_uq.core import Batch, DeferredChecks, replicate
 from posthoc_uq.layers.layer import describe
 from posthoc_uq.likelihoods import Bernoulli, Categorical, Gaussian, Likelihood
 from posthoc_uq.trained.contexts import Context, UniformBox

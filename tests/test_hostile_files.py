@@ -31,9 +31,10 @@ from storage_helpers import FAITHFUL, PROMISES, edit, mutations, sealed
 from torch import nn
 
 import posthoc_uq as uq
+from posthoc_uq import CorruptPosteriorError, PosthocUQError
 from posthoc_uq.app.cli.main import sentence
 from posthoc_uq.app.cli.outputs import text_file
-from posthoc_uq.core.errors import CorruptPosteriorError, PosthocUQError, printable
+from posthoc_uq.core import printable
 from posthoc_uq.files import atomic, tensors, untrusted
 from posthoc_uq.methods.checkpoint import write_snapshot
 from posthoc_uq.posteriors.block import TensorSpec

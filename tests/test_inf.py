@@ -14,10 +14,8 @@ from sklearn.datasets import load_digits
 from torch import Tensor, nn
 
 import posthoc_uq as uq
-from posthoc_uq.core.batches import Batch
-from posthoc_uq.core.errors import PosthocUQError
-from posthoc_uq.core.numerics import eigh_descending
-from posthoc_uq.core.randomness import sample_keys, share_of
+from posthoc_uq import PosthocUQError
+from posthoc_uq.core import Batch, eigh_descending, sample_keys, share_of
 from posthoc_uq.curvature.kept_inputs import Picked
 from posthoc_uq.methods.inf import basis_share, kept_entries, sparsify
 from posthoc_uq.posteriors.information import InformationBlock

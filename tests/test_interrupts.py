@@ -14,8 +14,7 @@ from networks import batches, inputs_of, mlp, targets_of
 from torch import Tensor, nn
 
 import posthoc_uq as uq
-from posthoc_uq.core import interrupts
-from posthoc_uq.core.interrupts import defer_interrupts
+from posthoc_uq.core import defer_interrupts, interrupts
 from posthoc_uq.files import save_load
 
 

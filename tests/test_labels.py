@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader, DistributedSampler, IterableDataset, TensorDataset
 
 import posthoc_uq as uq
-from posthoc_uq.core.batches import BatchReader
+from posthoc_uq.core import BatchReader
 from posthoc_uq.curvature.labels import (
     EXACT_OUTPUTS,
     FAITHFUL_OUTPUTS,

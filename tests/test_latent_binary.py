@@ -15,8 +15,7 @@ from torch import Tensor, nn
 from torch.func import functional_call
 
 import posthoc_uq as uq
-from posthoc_uq.core.batches import Batch
-from posthoc_uq.core.devices import DeferredChecks
+from posthoc_uq.core import Batch, DeferredChecks
 from posthoc_uq.layers.layer import describe
 from posthoc_uq.likelihoods import Categorical
 from posthoc_uq.trained import latent_binary

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import posthoc_uq as uq
-from posthoc_uq.core.batches import Batch
+from posthoc_uq.core import Batch
 from posthoc_uq.heads.jacobians import WeightCovariance, function_draws
 from posthoc_uq.heads.linearized import LinearizedPredictor
 from posthoc_uq.layers.layer import Layer

@@ -11,7 +11,7 @@ from scipy.integrate import quad
 from sklearn.metrics import average_precision_score, roc_auc_score, roc_curve, top_k_accuracy_score
 from torch import Tensor
 
-from posthoc_uq.core.errors import NonFiniteError, PosthocUQError
+from posthoc_uq import NonFiniteError, PosthocUQError
 from posthoc_uq.evaluation import metrics
 
 

@@ -10,7 +10,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from posthoc_uq.core.errors import PosthocUQError
+from posthoc_uq import PosthocUQError
 from posthoc_uq.moments.tensor import MomentTensor, Pass, Rules, moments_of
 from posthoc_uq.moments.unscented import unscented
 

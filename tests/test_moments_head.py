@@ -17,7 +17,7 @@ from networks import without_training
 from torch import Tensor, nn
 
 import posthoc_uq as uq
-from posthoc_uq.core.batches import Batch
+from posthoc_uq.core import Batch
 from posthoc_uq.heads.moments import MomentsPredictor
 from posthoc_uq.layers.capture import Capture
 from posthoc_uq.likelihoods import resolve_likelihood

@@ -11,8 +11,8 @@ from networks import batches, inputs_of, mlp, short, short_options, takes_likeli
 from torch import Tensor, nn
 
 import posthoc_uq as uq
-from posthoc_uq.core.errors import NonFiniteError
-from posthoc_uq.core.numerics import all_finite
+from posthoc_uq import NonFiniteError
+from posthoc_uq.core import all_finite
 from posthoc_uq.heads.predictor import checked
 from posthoc_uq.methods import METHODS
 

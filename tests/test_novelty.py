@@ -14,8 +14,8 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader, TensorDataset
 
 import posthoc_uq as uq
-from posthoc_uq.core.batches import Batch
-from posthoc_uq.core.errors import PosthocUQError
+from posthoc_uq import PosthocUQError
+from posthoc_uq.core import Batch
 from posthoc_uq.curvature.features import FeatureSource, find_features
 from posthoc_uq.layers.layer import Layer
 from posthoc_uq.layers.proof import prepare

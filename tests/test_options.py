@@ -16,8 +16,7 @@ import torch
 from torch import Tensor, nn
 
 import posthoc_uq as uq
-from posthoc_uq.core import options
-from posthoc_uq.core.options import (
+from posthoc_uq.core import (
     Count,
     Natural,
     Options,
@@ -27,6 +26,7 @@ from posthoc_uq.core.options import (
     Unit,
     check_option,
     did_you_mean,
+    shown,
 )
 from posthoc_uq.fitting.wrap import head_class
 from posthoc_uq.methods import METHODS
@@ -68,9 +68,7 @@ def test_a_type_says_what_is_taken(kind: Any) -> None:
         assert found == (value.item() if hasattr(value, "item") else value)
         assert not isinstance(found, (np.generic, Tensor, Fraction))
     for value in wrong:
-        refused(
-            lambda value=value: check_option("option", value, kind), "option must be", options.shown(value)
-        )
+        refused(lambda value=value: check_option("option", value, kind), "option must be", shown(value))
 
 
 # wrong values, beside which no option of any type is right

@@ -13,8 +13,8 @@ from networks import batches, cnn, inputs_of, mlp, targets_of
 from torch import Tensor, nn
 
 import posthoc_uq as uq
-from posthoc_uq.core.errors import PosthocUQError
-from posthoc_uq.core.randomness import mixed_seed
+from posthoc_uq import PosthocUQError
+from posthoc_uq.core import mixed_seed
 from posthoc_uq.trained.variational import RandomScale
 
 pytestmark = pytest.mark.filterwarnings("ignore::UserWarning")

@@ -16,9 +16,9 @@ from torch import Tensor, nn
 from watching import Watch
 
 import posthoc_uq as uq
+from posthoc_uq import PosthocUQError
 from posthoc_uq.app.export import exportable
-from posthoc_uq.core.errors import PosthocUQError
-from posthoc_uq.core.outputs import Choice, chosen_in, guessed_choice, output_tensor, with_choice
+from posthoc_uq.core import Choice, chosen_in, guessed_choice, output_tensor, with_choice
 
 torchvision: Any = pytest.importorskip("torchvision")
 

@@ -15,7 +15,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 import posthoc_uq as uq
-from posthoc_uq.core.randomness import sample_keys
+from posthoc_uq.core import sample_keys
 from posthoc_uq.likelihoods.labels import Layout
 from posthoc_uq.likelihoods.positions import PositionPrediction, positions_of_draws
 

@@ -9,8 +9,7 @@ import torch
 from torch import Tensor, nn
 
 import posthoc_uq as uq
-from posthoc_uq.core.batches import Batch
-from posthoc_uq.core.randomness import sample_keys
+from posthoc_uq.core import Batch, sample_keys
 from posthoc_uq.curvature.kept_inputs import KeptInputs
 
 CLASSES, VOID = 3, 255

@@ -21,7 +21,7 @@ from posterior_helpers import (
 )
 
 import posthoc_uq as uq
-from posthoc_uq.core.errors import PosthocUQError
+from posthoc_uq import PosthocUQError
 from posthoc_uq.layers.layer import Layer
 from posthoc_uq.likelihoods import Categorical
 from posthoc_uq.methods import METHODS

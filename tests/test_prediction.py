@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 import torch
 
-from posthoc_uq.core.errors import PosthocUQError
+from posthoc_uq import PosthocUQError
 from posthoc_uq.likelihoods.class_prediction import ClassPrediction, ClassStatistics
 from posthoc_uq.likelihoods.draws import Moments, gathered, moments_of
 from posthoc_uq.likelihoods.gaussian import RegressionPrediction

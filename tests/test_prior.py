@@ -14,8 +14,7 @@ from networks import without_training
 from torch import Tensor, nn
 
 import posthoc_uq as uq
-from posthoc_uq.core.batches import Batch
-from posthoc_uq.core.randomness import sample_keys
+from posthoc_uq.core import Batch, sample_keys
 from posthoc_uq.curvature.kept_inputs import KeptInputs
 from posthoc_uq.fitting.faithful import TOLERANCE, FaithfulSearch, smallest_prior_within_budget
 from posthoc_uq.likelihoods import Bernoulli, Categorical, Gaussian

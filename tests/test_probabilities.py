@@ -13,7 +13,7 @@ from small_fits import net as make_net
 from torch import Tensor, nn
 
 import posthoc_uq as uq
-from posthoc_uq.core.batches import BatchReader
+from posthoc_uq.core import BatchReader
 from posthoc_uq.fitting.first_batch import gives_probabilities
 from posthoc_uq.likelihoods import resolve_likelihood
 

@@ -23,9 +23,7 @@ from torch.utils.data import DataLoader, TensorDataset
 from tqdm.auto import tqdm
 
 import posthoc_uq as uq
-from posthoc_uq.core import progress
-from posthoc_uq.core.batches import Bar
-from posthoc_uq.core.progress import count_progress, progress_span, split_progress
+from posthoc_uq.core import Bar, count_progress, progress, progress_span, split_progress
 
 
 @pytest.fixture

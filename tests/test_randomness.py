@@ -11,7 +11,7 @@ import torch
 from scipy import stats
 from torch import Tensor
 
-from posthoc_uq.core.randomness import isolated_random_state, mix, mixed_seed, sample_keys, uniforms
+from posthoc_uq.core import isolated_random_state, mix, mixed_seed, sample_keys, uniforms
 from posthoc_uq.likelihoods import Bernoulli, Categorical, Gaussian
 
 

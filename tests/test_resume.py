@@ -27,9 +27,8 @@ from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
 import posthoc_uq as uq
-from posthoc_uq.core.batches import Batch
-from posthoc_uq.core.errors import CorruptPosteriorError, PosthocUQError
-from posthoc_uq.core.randomness import sample_keys
+from posthoc_uq import CorruptPosteriorError, PosthocUQError
+from posthoc_uq.core import Batch, sample_keys
 from posthoc_uq.curvature.sweep import DataHash, batch_hash
 from posthoc_uq.files.header import SNAPSHOT_MAGIC
 from posthoc_uq.layers.proof import count_samples

@@ -14,7 +14,7 @@ from posterior_helpers import dense_covariance, dense_jacobian
 from torch import Tensor, nn
 
 import posthoc_uq as uq
-from posthoc_uq.core.batches import Batch
+from posthoc_uq.core import Batch
 from posthoc_uq.curvature import sweep
 from posthoc_uq.layers import proof
 from posthoc_uq.layers.layer import Layer

@@ -10,8 +10,8 @@ from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import posthoc_uq as uq
-from posthoc_uq.core.errors import PosteriorMismatchError, PosthocUQError
-from posthoc_uq.core.model import replicate
+from posthoc_uq import PosteriorMismatchError, PosthocUQError
+from posthoc_uq.core import replicate
 from posthoc_uq.posteriors.covariance import Covariance
 
 

@@ -38,13 +38,8 @@ from storage_helpers import (
 from torch import nn
 
 import posthoc_uq as uq
-from posthoc_uq.core.errors import (
-    CorruptPosteriorError,
-    NonFiniteError,
-    PosteriorMismatchError,
-    PosthocUQError,
-)
-from posthoc_uq.core.records import Record
+from posthoc_uq import CorruptPosteriorError, NonFiniteError, PosteriorMismatchError, PosthocUQError
+from posthoc_uq.core import Record
 from posthoc_uq.files import fingerprint, header, inspect, load, save, tensors
 from posthoc_uq.likelihoods import LIKELIHOODS
 from posthoc_uq.methods.checkpoint import Checkpoint

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor, nn
 
 import posthoc_uq as uq
-from posthoc_uq.core.errors import PosthocUQError
+from posthoc_uq import PosthocUQError
 from posthoc_uq.posteriors.settings import HYPERPARAMETERS, Hyperparameters
 
 HEADS: dict[str, dict[str, Any]] = {

@@ -13,7 +13,7 @@ from torch.func import functional_call, jacrev  # pyright: ignore[reportPrivateI
 from watching import Watch
 
 import posthoc_uq as uq
-from posthoc_uq.core.errors import PosthocUQError
+from posthoc_uq import PosthocUQError
 from posthoc_uq.heads.linearized import LinearizedPredictor
 from posthoc_uq.posteriors.laplace import SubnetworkBlock
 

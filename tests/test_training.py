@@ -16,9 +16,8 @@ from torch.optim import Optimizer
 from torch.utils.data import DataLoader, TensorDataset
 
 import posthoc_uq as uq
-from posthoc_uq.core.batches import Batch, BatchReader
-from posthoc_uq.core.devices import DeferredChecks
-from posthoc_uq.core.errors import NonFiniteError, PosthocUQError
+from posthoc_uq import NonFiniteError, PosthocUQError
+from posthoc_uq.core import Batch, BatchReader, DeferredChecks
 from posthoc_uq.methods.checkpoint import Checkpoint, read_snapshot, write_snapshot
 from posthoc_uq.trained.training import (
     Group,

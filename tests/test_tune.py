@@ -15,7 +15,7 @@ from networks import without_training
 from torch import Tensor, nn
 
 import posthoc_uq as uq
-from posthoc_uq.core.errors import NonFiniteError, PosthocUQError
+from posthoc_uq import NonFiniteError, PosthocUQError
 from posthoc_uq.fitting import held_out as held_out_module
 from posthoc_uq.fitting.tune import _SEARCHES
 from posthoc_uq.heads.linearized import LinearizedPredictor

@@ -13,8 +13,8 @@ from torch import Tensor, nn
 from torch.nn.utils import parametrizations, parametrize
 
 import posthoc_uq as uq
-from posthoc_uq.core.errors import PosteriorMismatchError, PosthocUQError, UnsupportedLayerError
-from posthoc_uq.core.model import with_plain_weights
+from posthoc_uq import PosteriorMismatchError, PosthocUQError, UnsupportedLayerError
+from posthoc_uq.core import with_plain_weights
 
 OPTIONS: dict[str, Any] = {"method": "diag", "prior_precision": 1.0, "progress": False, "fisher": "exact"}
 INPUTS = torch.randn(6, 4, generator=torch.Generator().manual_seed(1))

@@ -13,7 +13,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 import posthoc_uq as uq
-from posthoc_uq.core.errors import UnsupportedLayerError
+from posthoc_uq import UnsupportedLayerError
 
 X = torch.randn(24, 5, generator=torch.Generator().manual_seed(1), dtype=torch.float64)
 NEW = torch.randn(4, 5, generator=torch.Generator().manual_seed(2), dtype=torch.float64)

@@ -15,9 +15,7 @@ from torch import Tensor, nn
 from torch.distributions import Normal, kl_divergence
 
 import posthoc_uq as uq
-from posthoc_uq.core.batches import Batch
-from posthoc_uq.core.devices import DeferredChecks
-from posthoc_uq.core.model import replicate
+from posthoc_uq.core import Batch, DeferredChecks, replicate
 from posthoc_uq.layers.layer import Layer
 from posthoc_uq.likelihoods import LIKELIHOODS, Likelihood, resolve_likelihood
 from posthoc_uq.moments import InverseCDF

@@ -11,7 +11,7 @@ from networks import inputs_of, mlp
 from torch import Tensor, nn
 
 import posthoc_uq as uq
-from posthoc_uq.core.errors import PosthocUQError
+from posthoc_uq import PosthocUQError
 from posthoc_uq.posteriors import WeightPrior
 from posthoc_uq.trained.function_kl import function_space_kl
 

@@ -12,8 +12,8 @@ from networks import short
 from torch import Tensor, nn
 
 import posthoc_uq as uq
-from posthoc_uq.core.batches import BatchReader
-from posthoc_uq.core.errors import PosthocUQError
+from posthoc_uq import PosthocUQError
+from posthoc_uq.core import BatchReader
 from posthoc_uq.methods import METHODS
 
 WEIGHED = [name for name, kind in METHODS.items() if kind.weighs_samples]
