@@ -32,10 +32,15 @@ __all__ = [
 AnyHead = TypeVar("AnyHead", bound=type[Predictor])
 
 # on first use: moments and draws have rooms of their own
-_OWN = {"sampling": "SamplingPredictor", "moments": "MomentsPredictor", "linearized": "LinearizedPredictor"}
-__getattr__ = names_of(__name__, {**_OWN, "referral": "Referral"})
-for _name, _class in _OWN.items():
-    HEADS.later(_name, f"posthoc_uq.heads.{_name}", _class)
+__getattr__ = names_of(
+    __name__,
+    {
+        "sampling": "SamplingPredictor",
+        "moments": "MomentsPredictor",
+        "linearized": "LinearizedPredictor",
+        "referral": "Referral",
+    },
+)
 
 
 def register_head(kind: AnyHead) -> AnyHead:

@@ -11,10 +11,16 @@ from torch import Tensor
 from posthoc_uq.core.devices import host_double
 from posthoc_uq.core.errors import PosthocUQError
 from posthoc_uq.core.options import Magnitude, Temperature, Unit
-from posthoc_uq.core.registry import Registry
+from posthoc_uq.core.registry import Later, Registry
 
-HEADS: Registry[Any] = Registry()
-"""The classes of heads by name; `posthoc_uq.heads` fills it, and files know the names."""
+HEADS: Registry[Any] = Registry(
+    {
+        "sampling": Later("posthoc_uq.heads.sampling", "SamplingPredictor"),
+        "moments": Later("posthoc_uq.heads.moments", "MomentsPredictor"),
+        "linearized": Later("posthoc_uq.heads.linearized", "LinearizedPredictor"),
+    }
+)
+"""The classes of heads by name: a file that names one is read before any head is imported."""
 NOVELTIES = ("", "posterior")
 ONE_PRIOR = "one prior for all weights"
 """True in the record of a training whose prior is one and the same for every weight."""
