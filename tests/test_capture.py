@@ -621,3 +621,28 @@ def test_what_the_dry_run_costs() -> None:
     rows.clear()
     known = prepare(model, batch, Exactly(prepared.layers), independent=True)
     assert known.layers == prepared.layers and rows == [2, 2, 2]
+
+
+def test_one_dry_run_serves_a_fit_and_its_first_prediction() -> None:
+    """The head that searches a prior, and that of a prediction, take what the fit proved; of inputs of another form, or
+    of a model that was changed, it is proved again.
+    """
+    rows = list[int]()
+
+    def counted(x: Tensor) -> Tensor:
+        rows.append(len(x))
+        return x.flatten(1)
+
+    model, x = _Hidden(before=counted).double().eval(), _x(4)
+    posterior = uq.fit(model, [(x, torch.arange(SAMPLES) % 3)], "kfac", prior_precision=1.0, progress=False)
+
+    def passes(x: Tensor) -> list[int]:
+        predictor = uq.wrap(model, posterior)
+        rows.clear()
+        predictor(x)
+        return rows
+
+    assert passes(_x(4)[:3]) == [2, 3]
+    assert passes(_x(4)[:3].unsqueeze(1)) == [2, 2, 2, 2, 3]
+    model.register_forward_hook(lambda module, args, outputs: outputs)
+    assert passes(_x(4)[:3]) == [2, 2, 2, 2, 3]

@@ -13,13 +13,15 @@ from torch.utils.data import DataLoader, TensorDataset
 
 import posthoc_uq as uq
 from posthoc_uq.core import Batch
-from posthoc_uq.curvature.tangent_kernel import tangent_kernel, untrained, with_state
+from posthoc_uq.curvature import tangent_kernel as kernels
+from posthoc_uq.curvature.tangent_kernel import untrained, with_state
 from posthoc_uq.fitting.leave_one_out import (
     RIDGES,
     LeaveOneOut,
     leave_one_out,
     temperature_for,
 )
+from posthoc_uq.layers.proof import prepare
 
 
 def trained(outputs: int, x: Tensor, loss: Any, epochs: int) -> nn.Module:
@@ -109,6 +111,13 @@ def networks() -> dict[str, tuple[nn.Module, Tensor]]:
             torch.randn(8, 3, 5, dtype=torch.float64),
         ),
     }
+
+
+def tangent_kernel(
+    network: nn.Module, batches: list[Batch], seed: int, weights: set[str] | None = None
+) -> Tensor:
+    layers = prepare(network, batches[0]).proof.tracked.values()
+    return kernels.tangent_kernel(network, batches, seed, layers, weights)
 
 
 class Steps(nn.Module):

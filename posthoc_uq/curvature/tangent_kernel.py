@@ -7,7 +7,7 @@ predictions have a closed form: `posthoc_uq.fitting.leave_one_out`.
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 
 import torch
 from torch import Tensor, nn
@@ -17,9 +17,9 @@ from posthoc_uq.core.devices import as_double, full_precision
 from posthoc_uq.core.errors import NonFiniteError, PosthocUQError, UnsupportedLayerError
 from posthoc_uq.core.model import replicate
 from posthoc_uq.core.randomness import isolated_random_state
-from posthoc_uq.layers.capture import LayerGradients
+from posthoc_uq.layers.capture import Capture, LayerGradients, TrackedLayer
 from posthoc_uq.layers.operands import temporary_limit
-from posthoc_uq.layers.proof import count_samples, prepare
+from posthoc_uq.layers.proof import count_samples
 
 MAX_GRADIENT_BYTES = (
     4 * 2**30
@@ -120,7 +120,11 @@ def set_batch_statistics(model: nn.Module, batches: Sequence[Batch]) -> None:
 
 @full_precision()
 def tangent_kernel(
-    network: nn.Module, batches: Sequence[Batch], seed: int, weights: Collection[str] | None = None
+    network: nn.Module,
+    batches: Sequence[Batch],
+    seed: int,
+    layers: Iterable[TrackedLayer],
+    weights: Collection[str] | None = None,
 ) -> Tensor:
     """The tangent kernel of a network along one random direction of its outputs, ``(samples, samples)`` in float64 on
     the CPU.
@@ -134,6 +138,7 @@ def tangent_kernel(
         network: in eval mode; not changed.
         batches: all samples.
         seed: of the direction.
+        layers: as a dry run of such a network proved them.
         weights: the names of those that count, such as those that were trained; None for all.
 
     Raises:
@@ -141,8 +146,8 @@ def tangent_kernel(
         PosthocUQError: the outputs have positions, or the gradients take too much memory.
         UnsupportedLayerError: the gradients of no layer can be caught.
     """
-    prepared = prepare(network, batches[0], unsupported="skip", independent=True)
-    capture = prepared.capture
+    capture = Capture(network)
+    capture.track(list(layers))
     generator = torch.Generator().manual_seed(seed)
     direction = torch.empty(0, dtype=torch.float64, device="cpu")
     rows: dict[str, list[tuple[Tensor, Tensor]]] = {}

@@ -26,7 +26,7 @@ from posthoc_uq.core.progress import Progress
 from posthoc_uq.core.randomness import isolated_random_state, mixed_seed
 from posthoc_uq.curvature.tangent_kernel import tangent_kernel, untrained, with_state
 from posthoc_uq.fitting.faithful import model_of
-from posthoc_uq.layers.proof import count_samples
+from posthoc_uq.layers.proof import count_samples, prepare
 from posthoc_uq.posteriors.posterior import Posterior
 
 Initial = nn.Module | Mapping[str, Tensor]
@@ -292,12 +292,17 @@ def calibrate_by_leave_one_out(
             outputs.append(host_double(given))
     check_rows_finite(outputs)
     targets, given = torch.cat(columns), torch.cat(outputs)
+    proof = posterior.proof
+    if proof is None or not (proof.complete and proof.holds(network, data[0])):
+        proof = prepare(network, data[0], unsupported="skip", independent=True).proof
     starts = _starts(model, data, initial, initialisations, seed)
     trained = {name for name, parameter in model.named_parameters() if parameter.requires_grad}
     kernel = torch.zeros(len(targets), len(targets), dtype=torch.float64, device="cpu")
     with Progress("untrained networks", "networks", progress, len(starts)) as bar:
         for number, start in enumerate(starts):
-            part = tangent_kernel(start(), data, mixed_seed(seed, number), trained or None)
+            part = tangent_kernel(
+                start(), data, mixed_seed(seed, number), proof.tracked.values(), trained or None
+            )
             kernel += part / part.diagonal().mean()
             bar.advance()
     left_out = leave_one_out(kernel / len(starts), targets, members)

@@ -232,15 +232,18 @@ class TrackedModel:
 
 
 def track_layers(model: nn.Module, posterior: Posterior, batch: Batch, dtype: torch.dtype) -> TrackedModel:
-    """Find the posterior's layers in a pass of the model, and check their caught gradients against autograd.
+    """The posterior's layers as the fit proved them, or, of another model or other inputs, as they are found in a pass,
+    with their caught gradients checked against autograd.
 
     Raises:
         PosteriorMismatchError: a layer is used in another way than in the fit.
         UnsupportedLayerError: a layer's caught gradient is not that of autograd.
     """
-    autocast = torch.is_autocast_enabled(model_device(model).type)
-    prepared = prepare(model, batch, Exactly(posterior.layers), autocast=autocast, independent=True)
-    chosen = prepared.capture.tracked
+    proof = posterior.proof
+    if proof is None or not proof.holds(model, batch):
+        autocast = torch.is_autocast_enabled(model_device(model).type)
+        proof = prepare(model, batch, Exactly(posterior.layers), autocast=autocast, independent=True).proof
+    chosen = proof.tracked
     for name, tracked in chosen.items():
         if tracked.layer != posterior.layers[name]:
             raise PosteriorMismatchError(
@@ -254,8 +257,9 @@ def track_layers(model: nn.Module, posterior: Posterior, batch: Batch, dtype: to
             f"{unused}."
         )
     capture = Capture(model)
-    hooked = (replace(t, engine="hooks") if t.engine == "backpack" else t for t in chosen.values())
-    capture.track([replace(tracked, module=None) for tracked in hooked])
+    capture.track(
+        [replace(t, engine="hooks" if t.engine == "backpack" else t.engine) for t in chosen.values()]
+    )
     return TrackedModel(capture, _find_last(capture, batch, dtype, posterior.likelihood))
 
 

@@ -219,9 +219,10 @@ class Capture:
         return found
 
     def track(self, layers: list[TrackedLayer]) -> None:
-        """Track these layers, and let BackPACK see those that it serves."""
+        """Track these layers, of this model or of one like it, and let BackPACK see those that it serves."""
         self.tracked = {tracked.layer.name: tracked for tracked in layers}
-        self.by_module = {t.module: t for t in layers if t.engine == "backpack" and t.module is not None}
+        served = [t for t in layers if t.engine == "backpack"]  # each is the weight of one module
+        self.by_module = {self.twin.get_submodule(t.holders[0][0]): t for t in served}
         if self.by_module:
             from backpack import extend
             from backpack.context import CTX

@@ -141,7 +141,7 @@ class FrozenPart:
         """
         if torch.compiler.is_compiling() or not self._candidates or batch.whole:
             return None
-        key = _situation(batch.args, batch.kwargs)
+        key = (form_of_inputs(batch), torch.is_grad_enabled(), torch.is_inference_mode_enabled())
         if key not in self._usable:
             usable = self._find_tail(batch)
             if len(self._usable) >= MAX_SHAPES:
@@ -424,9 +424,9 @@ def _moved(parameter: Tensor) -> Tensor:
     return parameter.detach() + 0.1 * parameter.detach().abs().mean() * wave
 
 
-def _situation(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """All that a model's route may depend on beside the numbers in its inputs, as a dictionary key."""
-    leaves = list(enumerate(tree_leaves((args, kwargs))))
+def form_of_inputs(batch: Batch) -> Any:
+    """All that a model's route may depend on beside the numbers in its inputs and its own, as a dictionary key."""
+    leaves = list(enumerate(tree_leaves((batch.args, batch.kwargs))))
     tensors = tuple(
         (place, tuple(leaf.shape), leaf.dtype, leaf.device, leaf.requires_grad)
         for place, leaf in leaves
@@ -438,7 +438,7 @@ def _situation(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         (kind, torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else None)
         for kind in sorted(kinds)
     )
-    return tensors, options, casts, torch.is_grad_enabled(), torch.is_inference_mode_enabled()
+    return tensors, options, casts
 
 
 def _random_state() -> Any:

@@ -13,7 +13,8 @@ from fnmatch import fnmatchcase
 from functools import cache, partial
 from itertools import accumulate
 from math import prod
-from typing import Any
+from types import FunctionType
+from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
@@ -31,6 +32,7 @@ from posthoc_uq.core.errors import (
 from posthoc_uq.core.model import owners, parameter_names, replicate, with_separate_embedding_weight
 from posthoc_uq.core.options import did_you_mean, shown
 from posthoc_uq.layers.capture import Capture, TrackedLayer
+from posthoc_uq.layers.frozen import form_of_inputs
 from posthoc_uq.layers.layer import BATCH_AXES, Layer
 from posthoc_uq.layers.operands import CPU_TEMPORARY
 from posthoc_uq.layers.rules import WEIGHTED_MODULES, LayerGradients
@@ -197,6 +199,7 @@ class Reference:
 
     Attributes:
         samples: of the probe batch.
+        form: of the model and the batch, from `_form_of`.
         outputs: for the probe batch.
         pull: what was pulled back, in the shape of the outputs.
         total: gradients of all samples by parameter; None for one that is not used.
@@ -211,6 +214,7 @@ class Reference:
         self.find_uses = cache(partial(uses_of, model, probe))
         self.trainable = {name for name, p in model.named_parameters() if p.requires_grad}
         twin = replicate(model).requires_grad_(True)
+        self.form = _form_of(twin, probe)
         self.names = parameter_names(twin)
         self.order = {name: index for index, name in enumerate(self.names.values())}
         self.parameters = dict(twin.named_parameters())
@@ -407,6 +411,58 @@ _NO_LAYER = "The model has no Linear or convolution layer, so there are no weigh
 _TIED = "Embedding is kept deterministic; '{}' shares its weight and has a posterior of its own use"
 
 
+@dataclass(frozen=True)
+class Proof:
+    """How a model uses the layers with a posterior, as a dry run proved it: later passes on inputs of the same form
+    need no other one.
+
+    Attributes:
+        tracked: these layers, by name.
+        complete: whether they are all that ``layers="all"`` takes.
+        form: of the model and the inputs, from `_form_of`.
+    """
+
+    tracked: Mapping[str, TrackedLayer]
+    complete: bool
+    form: int
+
+    def holds(self, twin: nn.Module, batch: Batch) -> bool:
+        """Whether it is one of such a model, of which `twin` is a replica, and of such inputs, however many samples."""
+        samples = count_samples(batch)
+        return self.form == _form_of(twin, _first_samples(batch, samples))
+
+
+def _form_of(twin: nn.Module, probe: Batch) -> int:
+    """A hash of all that decides how a model runs, beside numbers: its modules with their code, flags and hooks, the
+    names and shapes of its parameters, the form of its inputs.
+    """
+    modules = tuple(
+        (name, type(module), type(module).forward, _plain(vars(module)))
+        for name, module in twin.named_modules()
+    )
+    parameters = tuple((name, p.shape, p.dtype, p.device) for name, p in twin.named_parameters())
+    return hash((modules, parameters, form_of_inputs(probe)))
+
+
+def _plain(value: Any, depth: int = 4) -> Any:
+    """What an attribute of a module is compared by: flags and functions, in tables and objects, too; of all else the
+    type.
+    """
+    function = getattr(value, "__func__", value)
+    if isinstance(function, FunctionType):
+        return function
+    if value is None or isinstance(value, (bool, int, float, str, torch.dtype, torch.device)):
+        return type(value), value
+    if depth and isinstance(value, Mapping):  # the keys of hooks count them
+        table = cast(Mapping[Any, Any], value).items()
+        return tuple((key if isinstance(key, str) else "", _plain(each, depth - 1)) for key, each in table)
+    if depth and isinstance(value, (list, tuple, set, frozenset)):
+        return type(value), *(_plain(each, depth - 1) for each in cast(Collection[Any], value))
+    if depth and hasattr(value, "__dict__") and not isinstance(value, (Tensor, nn.Module, type)):
+        return type(value), _plain(vars(value), depth - 1)
+    return type(value)
+
+
 @dataclass
 class Prepared:
     """The layers that were asked for, a capture that was proved to catch their gradients, and what is left out.
@@ -415,6 +471,7 @@ class Prepared:
         model: the user's, or a replica in which the layers that share their weight with an embedding have one of
             their own.
         capture: ready to run.
+        proof: for later passes of this model.
         layers: the layers that get a posterior, by name.
         deterministic: parameters without a posterior, each with the reason.
         outputs: of the model for one sample.
@@ -426,6 +483,7 @@ class Prepared:
 
     model: nn.Module
     capture: Capture
+    proof: Proof
     layers: dict[str, Layer]
     deterministic: dict[str, str]
     outputs: int
@@ -567,7 +625,9 @@ def prepare(
             formed, weights, _passes_with_gradients(model, capture, batch, samples, formed)
         )
     outputs, find_uses = reference.pull[0].numel(), reference.find_uses
-    return Prepared(model, capture, layers, deterministic, outputs, found, find_uses, warning, cost)
+    tracked = {name: replace(t, module=None) for name, t in capture.tracked.items()}
+    proof = Proof(tracked, selection == "all" and by_gradients, reference.form)
+    return Prepared(model, capture, proof, layers, deterministic, outputs, found, find_uses, warning, cost)
 
 
 def _passes_with_gradients(
@@ -669,7 +729,7 @@ def _probe(model: nn.Module, batch: Batch, samples: int) -> tuple[Batch, Referen
     if batch.whole:
         return batch, Reference(model, batch, 1)
     if samples == 1:
-        two = batch.repeated(2)
+        two = _first_samples(batch, samples)
         try:
             return two, Reference(model, two, 2)
         except PosthocUQError:
@@ -677,7 +737,7 @@ def _probe(model: nn.Module, batch: Batch, samples: int) -> tuple[Batch, Referen
         except Exception as error:  # the model takes one sample at a time, or fails with it too
             check_refused(error, lambda: Reference(model, two, 2), lambda: Reference(model, batch, 1))
             return batch, Reference(model, batch, 1)
-    probe = batch.narrow(0, PROBE_SAMPLES, samples)
+    probe = _first_samples(batch, samples)
 
     def refer() -> Reference:
         return Reference(model, probe, PROBE_SAMPLES)
@@ -693,6 +753,13 @@ def _probe(model: nn.Module, batch: Batch, samples: int) -> tuple[Batch, Referen
             f"({in_one_line(error)}): its batch size is fixed, as by x.view({samples}, ...) in its forward pass. A fit "
             f"and predictions need any number of samples; write x.shape[0] or -1 there."
         ) from error
+
+
+def _first_samples(batch: Batch, samples: int) -> Batch:
+    """Those that a dry run takes of a batch: two, or one twice; all where they cannot be cut."""
+    if batch.whole:
+        return batch
+    return batch.repeated(PROBE_SAMPLES) if samples == 1 else batch.narrow(0, PROBE_SAMPLES, samples)
 
 
 def _run(model: nn.Module, batch: Batch) -> Tensor:
@@ -858,11 +925,7 @@ def _proved_capture(
 
     def attempt(layers: list[TrackedLayer]) -> tuple[Capture, set[str]]:
         capture = Capture(model)
-        modules = dict(capture.twin.named_modules())
-        owned = owners(capture.twin)
-        by_weight = {name: owned[key][0] for key, name in parameter_names(capture.twin).items()}
-        of_twin = [replace(t, module=modules[by_weight[t.layer.weight][0]]) for t in layers]
-        capture.track(of_twin)
+        capture.track(layers)
         return capture, _failing(capture, probe, reference, tolerance)
 
     layers = chosen = sorted(chosen, key=lambda t: reference.order[t.layer.weight])

@@ -386,7 +386,7 @@ class Task:
             trained_mean=trained_mean,
             settings=settings,
         )
-        posterior.model = self.model
+        posterior.model, posterior.proof = self.model, self.prepared.proof
         return posterior
 
     def observe(self) -> None:

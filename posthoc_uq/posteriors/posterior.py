@@ -23,6 +23,7 @@ from posthoc_uq.core.errors import PosthocUQError, warn_user
 from posthoc_uq.core.options import Count, Magnitude, check_option, did_you_mean, shown
 from posthoc_uq.core.randomness import mixed_seed
 from posthoc_uq.layers.layer import Layer
+from posthoc_uq.layers.proof import Proof
 from posthoc_uq.likelihoods import Likelihood
 from posthoc_uq.posteriors import block as can
 from posthoc_uq.posteriors.block import Block, PrecisionSettings
@@ -230,6 +231,7 @@ class Posterior:
         mean: the parameters that the Gaussian is centred on: those of `trained_mean`, and else of `original`.
         likelihood: of the targets given the outputs, as in the fit; `observation` is at the present noise scale.
         model: the model it was fitted on or loaded for; no part of the state.
+        proof: of how that model uses the layers, from the fit; no part of the state.
         features: statistics of the last layer's inputs in training, for novelty; None where the fit took none.
         weight_prior: the prior of single weights, a factor on `prior_precision` and a mean; as given to the fit.
         capabilities: what all of its blocks can do, by the names in `posthoc_uq.posteriors.block`.
@@ -290,6 +292,7 @@ class Posterior:
         self.evidence = evidence
         self.history = history or History()
         self.model: nn.Module | None = None
+        self.proof: Proof | None = None
         self.features: FeatureGrams | None = None
         self.weight_prior = WeightPrior()
         self.fingerprint: str | None = None
@@ -340,7 +343,7 @@ class Posterior:
             trained_mean=self.trained_mean,
             settings=settings or self.settings,
         )
-        new.model, new.weight_prior = self.model, self.weight_prior
+        new.model, new.proof, new.weight_prior = self.model, self.proof, self.weight_prior
         new.fingerprint, new.buffers_fingerprint = self.fingerprint, self.buffers_fingerprint
         new.others_fingerprint = self.others_fingerprint
         return new
