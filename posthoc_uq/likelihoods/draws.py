@@ -142,35 +142,42 @@ def of_covariance(mean: Tensor, covariance: Tensor) -> LogitCovariance:
     wide = as_double(covariance)
     if classes > EXACT:
         return of_product(mean, covariance.diagonal(dim1=1, dim2=2), lambda x: wide @ as_double(x))
-    finite, not_finite = _finite(wide)
-    contrasts, size = _contrasts(classes).to(wide), classes - 1
-    # samples last: the matrices are tiny
-    inner = (finite.flatten(1) @ torch.kron(contrasts, contrasts)).T.reshape(size, size, -1)
+    program = torch.compiler.is_compiling() and classes > 2  # of few operations, by torch's solvers
+    finite, not_finite = _finite(wide) if program else (wide, None)  # elsewhere a NaN stays in its input
+    contrasts, of_pairs, unit = _contrasts(classes, wide.dtype, wide.device)
     largest = finite.diagonal(dim1=1, dim2=2).amax(1).clamp(min=_TINY)
     floor = 10 * torch.finfo(covariance.dtype).eps * largest
-    unit = torch.eye(size, dtype=wide.dtype, device=wide.device).unsqueeze(-1)
-    if torch.compiler.is_compiling():  # a program of few operations
-        factor, inverse = _root_and_inverse((inner + floor * unit).movedim(-1, 0))
+    # samples last: the matrices are tiny
+    inner = (finite.flatten(1) @ of_pairs).T.unflatten(0, (classes - 1, classes - 1)) + floor * unit
+    if classes == 2:  # L is a number
+        root = (inner * inner.clamp(min=floor).rsqrt()).movedim(-1, 0) * contrasts
+        return _spread(root, 4 * root.squeeze(-1).square(), not_finite, mean, -root)
+    if program:
+        factor, inverse = _root_and_inverse(inner.movedim(-1, 0))
         root, dual = contrasts @ factor, contrasts @ inverse.transpose(1, 2)
     else:
-        rows, factors = torch.cat([inner + floor * unit, unit.expand(inner.shape)], 1), list[Tensor]()
-        for k in range(size):  # of A and the identity, side by side, elimination makes L^T and L^(-1)
+        rows, factors = torch.cat([inner, unit.expand(inner.shape)], 1), list[Tensor]()
+        for k in range(classes - 1):  # of A and the identity, side by side, elimination makes L^T and L^(-1)
             factors.append(rows[0] * rows[0, k].clamp(min=floor).rsqrt())
-            rows = rows[1:] - factors[-1][k + 1 : size].unsqueeze(1) * factors[-1]
-        factor = torch.stack(factors).unflatten(1, (2, size))  # (k, L^T or L^(-1), contrasts, batch)
+            rows = rows[1:] - factors[-1][k + 1 : classes - 1].unsqueeze(1) * factors[-1]
+        factor = torch.stack(factors).unflatten(1, (2, classes - 1))  # (k, L^T or L^(-1), contrasts, batch)
         root, dual = torch.einsum("ci,ktib->tbck", contrasts, factor)
     rest = 1 / dual.square().sum(-1)
     return _spread(root, rest, not_finite, mean, root - rest.unsqueeze(-1) * dual)
 
 
-@lru_cache
-def _contrasts(classes: int) -> Tensor:
-    """Helmert's contrasts ``(classes, classes - 1)``: each class against those before it."""
+@lru_cache(maxsize=32)
+def _contrasts(classes: int, dtype: torch.dtype, device: torch.device) -> tuple[Tensor, Tensor, Tensor]:
+    """Helmert's contrasts ``B`` (classes, classes - 1), each class against those before it; ``kron(B, B)``; and the
+    identity (classes - 1, classes - 1, 1). Cached, since a tracer needs them as constants.
+    """
     with torch.inference_mode(False):
         steps = torch.arange(1, classes, dtype=torch.float64, device="cpu")
         whole = torch.ones(classes, classes - 1, dtype=torch.float64, device="cpu").triu()
         whole[1:].diagonal().sub_(steps)
-        return whole / (steps * (steps + 1)).sqrt()
+        whole = (whole / (steps * (steps + 1)).sqrt()).to(device, dtype)
+        unit = torch.eye(classes - 1, dtype=dtype, device=device).unsqueeze(-1)
+        return whole, torch.kron(whole, whole), unit
 
 
 def of_product(mean: Tensor, variance: Tensor, product: Product) -> LogitCovariance:
@@ -245,13 +252,16 @@ def _finite(tensor: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def _spread(
-    root: Tensor, rest: Tensor, not_finite: Tensor, like: Tensor, given: Tensor | None = None
+    root: Tensor, rest: Tensor, not_finite: Tensor | None, like: Tensor, given: Tensor | None = None
 ) -> LogitCovariance:
     """A `LogitCovariance` in the precision and on the device of `like`, NaN where the covariance is not finite."""
-    nan = float("nan")
-    root = root.masked_fill(not_finite.unsqueeze(-1), nan).to(like.device, like.dtype)
-    rest = rest.masked_fill(not_finite, nan).to(like.device, like.dtype)
-    return LogitCovariance(root, rest, None if given is None else given.to(like.device, like.dtype))
+    if not_finite is not None:
+        root, rest = (
+            root.masked_fill(not_finite.unsqueeze(-1), math.nan),
+            rest.masked_fill(not_finite, math.nan),
+        )
+    place = like.device, like.dtype
+    return LogitCovariance(root.to(*place), rest.to(*place), None if given is None else given.to(*place))
 
 
 @lru_cache(maxsize=8)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Sequence
 from functools import lru_cache
 from typing import NamedTuple
@@ -47,10 +48,11 @@ def logistic_normal(mean: Tensor, variance: Tensor) -> tuple[Tensor, Tensor]:
         variance: not negative, of a shape that fits.
     """
     inner = torch.maximum(mean, -mean - variance)
-    exponent, factor = (mean + variance / 2).clamp(max=0), torch.zeros_like(inner)
+    exponent = (mean + variance / 2).clamp(max=0)
+    scaled, factor = inner * -(0.5**0.5), torch.zeros_like(inner)
     for weight, deviation in _MIXTURE:
-        scale = -(2 * (variance + deviation**2)).rsqrt()
-        factor = torch.add(factor, torch.erfc(inner * scale), alpha=weight / 2)
+        below = torch.erfc(scaled * (variance + deviation**2).rsqrt())
+        factor = torch.add(factor, below, alpha=weight / 2)
     small = variance < _SMALL
     # of many points a sixth of the time; a device would have to be waited for
     if torch.compiler.is_compiling() or small.device.type != "cpu" or bool(small.any()):
@@ -99,12 +101,17 @@ class GaussianLogits(NamedTuple):
 
         ``E[softmax(f)_c | f_d - f_e for d, e != c] = E[sigmoid(N(m_c - log sum_(d != c) exp f_d, rest_c))]``
 
-        Two classes need one point, and three one line of points for each class, as nothing else varies; see
-        `_by_lines`. Four and more take `points_of`: `n_draws` points of a scrambled Sobol sequence (Owen 1998).
+        Of two classes nothing else varies, and three need one line of points for each class; see `_by_lines`. Four and
+        more take `points_of`: `n_draws` points of a scrambled Sobol sequence (Owen 1998).
         """
-        few = self.spread.given is not None and self.mean.shape[-1] <= 3
-        width = 1 if few else self.spread.width
-        return self._by_rows(_by_lines if few else _by_points, self._points(width))[0]
+        classes = self.mean.shape[-1] if self.spread.given is not None else math.inf
+        if classes == 2:
+            with without_autocast(self.mean.device.type):
+                logs = log_logistic_normal(self.mean - self.mean.flip(-1), self.spread.rest)
+                return logs.clamp(min=torch.finfo(logs.dtype).min).log_softmax(-1)
+        if classes == 3:
+            return self._by_rows(_by_lines, self._points(1))[0]
+        return self._by_rows(_by_points, self._points(self.spread.width))[0]
 
     def entropy_and_variance(self) -> tuple[Tensor, Tensor]:
         """Mean entropy of ``softmax(f)`` in nats, ``(batch, ...)``, and the variances of the probabilities, ``(batch,
@@ -137,8 +144,8 @@ class GaussianLogits(NamedTuple):
 
     def _points(self, width: int) -> tuple[Tensor, Tensor]:
         """`points_of` this width, in the precision and on the device of these logits."""
-        # also where they are placed already, and those of both widths, so that a tracer finds them later
-        points, weights = [points_of(each, self.n_draws) for each in (self.spread.width, width)][1]
+        # also where they are placed already, so that a tracer finds them later
+        points, weights = points_of(width, self.n_draws)
         if torch.compiler.is_compiling():
             return points.to(self.mean), weights.to(self.mean)
         return _placed_points(width, self.n_draws, self.mean.dtype, self.mean.device)
@@ -149,9 +156,10 @@ class GaussianLogits(NamedTuple):
         """What `compute` makes of mean, spread, points and weights, a few rows at a time."""
         mean, spread = self._flat()
         rows = [(mean, spread)]
-        if not torch.compiler.is_compiling():
+        if not torch.compiler.is_compiling():  # under a tracer the number of rows is a symbol
             step = max(1, _MAX_NUMBERS // (len(points[0]) * mean.shape[1]))
-            rows = list(zip(mean.split(step), spread.split(step), strict=True))
+            if step < len(mean):
+                rows = list(zip(mean.split(step), spread.split(step), strict=True))
         with without_autocast(mean.device.type):
             found = [compute(*part, *points) for part in rows]
         columns = found[0] if len(found) == 1 else [torch.cat(column) for column in zip(*found, strict=True)]
@@ -160,16 +168,14 @@ class GaussianLogits(NamedTuple):
 
 
 def _by_lines(mean: Tensor, spread: LogitCovariance, points: Tensor, weights: Tensor) -> tuple[Tensor]:
-    """See `GaussianLogits.log_probs`, for two and three classes; points ``(points, 1)``.
+    """See `GaussianLogits.log_probs`, for three classes; points ``(points, 1)``.
 
-    Of three logits, the difference of the two others varies along one direction, orthogonal to that in which a logit
-    varies by itself, ``root - given``.
+    The difference of the two other logits varies along one direction, orthogonal to that in which a logit varies by
+    itself, ``root - given``.
     """
     root, rest, given = spread
     assert given is not None
-    means, classes = mean.T.unsqueeze(1), mean.shape[1]
-    if classes == 2:
-        return (_averaged(means - means.flip(0), rest, torch.ones_like(weights[:1]), 1),)
+    means = mean.T.unsqueeze(1)
     alone = (root - given) * rest.rsqrt().unsqueeze(-1)
     across = torch.stack([-alone[..., 1], alone[..., 0]], -1)
 
