@@ -27,8 +27,7 @@ from torch.utils.data import DataLoader, DistributedSampler, TensorDataset
 import posthoc_uq as uq
 from posthoc_uq import PosthocUQError
 from posthoc_uq.core import BatchReader
-from posthoc_uq.curvature.kept_inputs import KeptInputs
-from posthoc_uq.curvature.labels import own_samples_of, samples_in_all
+from posthoc_uq.curvature import KeptInputs, own_samples_of, samples_in_all
 
 SAMPLES, BATCH = 34, 5
 CASES: dict[str, dict[str, Any]] = {

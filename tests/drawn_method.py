@@ -14,7 +14,7 @@ from torch.func import functional_call
 
 import posthoc_uq as uq
 from posthoc_uq.core import Batch, DeferredChecks, Share, mixed_seed, output_tensor, replicate
-from posthoc_uq.methods.task import Task
+from posthoc_uq.methods import Task
 from posthoc_uq.posteriors import GROUPS, INPUTS, OUTPUTS, Block, Covariance, PrecisionSettings, TensorField
 from posthoc_uq.trained.training import Group, Objective, Step, Training, check_trainable
 

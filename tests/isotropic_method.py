@@ -8,10 +8,8 @@ from typing import Any, ClassVar
 
 import posthoc_uq as uq
 from posthoc_uq.core import Positive
-from posthoc_uq.layers.layer import Layer
-from posthoc_uq.methods import Laplace
-from posthoc_uq.methods.laplace import Basis, squares_of
-from posthoc_uq.methods.task import Task
+from posthoc_uq.layers import Layer
+from posthoc_uq.methods import Basis, Laplace, Task, squares_of
 from posthoc_uq.posteriors import Block, DiagonalBlock
 
 

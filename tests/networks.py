@@ -16,10 +16,11 @@ from torch import Tensor, nn
 
 import posthoc_uq as uq
 from posthoc_uq.core import sample_keys
-from posthoc_uq.fitting.wrap import HEADS, head_class
+from posthoc_uq.fitting.wrap import head_class
+from posthoc_uq.heads import HEADS
 from posthoc_uq.likelihoods import Likelihood, resolve_likelihood
 from posthoc_uq.methods import METHODS, Method
-from posthoc_uq.posteriors.block import BLOCKS, FAMILIES
+from posthoc_uq.posteriors import BLOCKS, FAMILIES
 
 # Methods, likelihoods, heads
 

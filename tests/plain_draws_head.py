@@ -10,7 +10,7 @@ from torch.func import functional_call
 
 import posthoc_uq as uq
 from posthoc_uq.core import Batch, Count, Seed, check_option, replicate
-from posthoc_uq.heads.predictor import divisor_of
+from posthoc_uq.heads import divisor_of
 
 
 @uq.register_head

@@ -4,14 +4,19 @@ import torch
 from torch import Tensor, nn
 from torch.func import functional_call, jacrev
 
-from posthoc_uq.layers.layer import Layer
+from posthoc_uq import Posterior
+from posthoc_uq.layers import Layer
 from posthoc_uq.likelihoods import Categorical
 from posthoc_uq.methods.inf import sparsify
-from posthoc_uq.posteriors.block import Block
-from posthoc_uq.posteriors.information import InformationBlock
-from posthoc_uq.posteriors.laplace import DenseBlock, DiagonalBlock, EigenvalueCorrectedBlock, KroneckerBlock
-from posthoc_uq.posteriors.posterior import Posterior
-from posthoc_uq.posteriors.settings import Evidence
+from posthoc_uq.posteriors import (
+    Block,
+    DenseBlock,
+    DiagonalBlock,
+    EigenvalueCorrectedBlock,
+    Evidence,
+    InformationBlock,
+    KroneckerBlock,
+)
 
 GROUPS, OUTPUTS, INPUTS = 2, 7, 9
 SCALE, TAU = 50.0, 1.3

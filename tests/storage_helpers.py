@@ -13,15 +13,21 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
+from posthoc_uq import Posterior
 from posthoc_uq.files import header
 from posthoc_uq.files.records import description_of
-from posthoc_uq.layers.layer import Layer, describe
+from posthoc_uq.layers import Layer, describe
 from posthoc_uq.likelihoods import Categorical, Gaussian, Likelihood
-from posthoc_uq.posteriors.block import Block
-from posthoc_uq.posteriors.information import InformationBlock
-from posthoc_uq.posteriors.laplace import DenseBlock, DiagonalBlock, EigenvalueCorrectedBlock, KroneckerBlock
-from posthoc_uq.posteriors.posterior import Posterior
-from posthoc_uq.posteriors.settings import Evidence, History
+from posthoc_uq.posteriors import (
+    Block,
+    DenseBlock,
+    DiagonalBlock,
+    EigenvalueCorrectedBlock,
+    Evidence,
+    History,
+    InformationBlock,
+    KroneckerBlock,
+)
 
 # Records of a history
 

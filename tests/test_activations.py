@@ -12,9 +12,8 @@ from scipy.special import ndtr
 from torch import Tensor, nn
 
 import posthoc_uq as uq
-from posthoc_uq.moments import ConditionalInverseCDF, InverseCDF
+from posthoc_uq.moments import ConditionalInverseCDF, InverseCDF, MomentTensor, Pass, Rules
 from posthoc_uq.moments.activations import elementwise, jointly, normal_quantile_of_sigmoid
-from posthoc_uq.moments.tensor import MomentTensor, Pass, Rules
 from posthoc_uq.moments.unscented import unscented
 
 BLOB, FIELD, PHOTONS = 1.05, 8.0, 100.0

@@ -19,7 +19,7 @@ import posthoc_uq as uq
 from posthoc_uq import PosthocUQError
 from posthoc_uq.core import Batch, BatchReader, as_targets, batches_of_call, check_loader, check_reusable
 from posthoc_uq.core.batches import batches
-from posthoc_uq.heads.linearized import LinearizedPredictor
+from posthoc_uq.heads import LinearizedPredictor
 
 X, Y = torch.arange(12.0).reshape(6, 2), torch.arange(6)
 CPU = torch.device("cpu")

@@ -12,12 +12,11 @@ from networks import registries_restored
 from torch import Tensor, nn
 
 import posthoc_uq as uq
-from posthoc_uq import CorruptPosteriorError, PosthocUQError
-from posthoc_uq.layers.layer import describe
+from posthoc_uq import CorruptPosteriorError, Posterior, PosthocUQError
+from posthoc_uq.layers import describe
 from posthoc_uq.likelihoods import Categorical
 from posthoc_uq.methods import METHODS
-from posthoc_uq.posteriors import block
-from posthoc_uq.posteriors.block import (
+from posthoc_uq.posteriors import (
     BLOCKS,
     DRAWS,
     FAMILIES,
@@ -28,12 +27,13 @@ from posthoc_uq.posteriors.block import (
     SYMMETRY,
     VARIANCES,
     Block,
+    Covariance,
+    DiagonalBlock,
+    Evidence,
     PrecisionSettings,
+    block,
 )
-from posthoc_uq.posteriors.covariance import Covariance, Diagonal
-from posthoc_uq.posteriors.laplace import DiagonalBlock
-from posthoc_uq.posteriors.posterior import Posterior
-from posthoc_uq.posteriors.settings import Evidence
+from posthoc_uq.posteriors.covariance import Diagonal
 
 SPIKE = "spike_slab"
 

@@ -15,9 +15,9 @@ from torch import Tensor, nn
 import posthoc_uq as uq
 from posthoc_uq import PosthocUQError, UnsupportedLayerError
 from posthoc_uq.core import Batch
-from posthoc_uq.curvature.features import find_features
-from posthoc_uq.layers.calls import CallWatcher
-from posthoc_uq.layers.proof import Exactly, Prepared, prepare
+from posthoc_uq.curvature import find_features
+from posthoc_uq.layers import CallWatcher, prepare
+from posthoc_uq.layers.proof import Exactly, Prepared
 
 SAMPLES = 5
 TIGHT = {"rtol": 1e-9, "atol": 1e-12}

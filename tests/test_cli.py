@@ -52,10 +52,9 @@ from posthoc_uq.app.cli.parser import Command, kinds_of, options_of
 from posthoc_uq.files import atomic, save_load
 from posthoc_uq.files.hdf5 import ImageReader
 from posthoc_uq.fitting.prior import DIVERGENCE
-from posthoc_uq.fitting.wrap import HEADS
+from posthoc_uq.heads import HEADS
 from posthoc_uq.methods import METHODS
-from posthoc_uq.posteriors.block import FAMILIES, Block
-from posthoc_uq.posteriors.laplace import DiagonalBlock
+from posthoc_uq.posteriors import FAMILIES, Block, DiagonalBlock
 
 RANK = 8
 PAGE = Path(__file__).resolve().parents[1] / "docs" / "command_line.md"

@@ -8,19 +8,17 @@ import pytest
 import torch
 
 from posthoc_uq import NonFiniteError, PosthocUQError
-from posthoc_uq.likelihoods.conformal import (
-    MAX_KEPT,
+from posthoc_uq.likelihoods import (
     HeldOutScores,
-    Regularisation,
     class_scores,
     held_out_scores,
     joint_score,
-    p_values,
     quantile,
     set_of,
+    tail_of,
     tuned_regularisation,
 )
-from posthoc_uq.likelihoods.selective import tail_of
+from posthoc_uq.likelihoods.conformal import MAX_KEPT, Regularisation, p_values
 
 
 def test_quantile_and_p_value_by_their_definitions() -> None:

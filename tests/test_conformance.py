@@ -44,12 +44,11 @@ from watching import Watch
 import posthoc_uq as uq
 from posthoc_uq.files.records import description_of
 from posthoc_uq.files.tensors import size_limit
-from posthoc_uq.fitting.tune import CRITERIA, PARAMETERS
-from posthoc_uq.fitting.wrap import HEADS
+from posthoc_uq.fitting.tune import PARAMETERS
+from posthoc_uq.heads import HEADS
 from posthoc_uq.likelihoods import resolve_likelihood
-from posthoc_uq.methods import METHODS, Method
-from posthoc_uq.methods.checkpoint import fit_identity
-from posthoc_uq.posteriors.block import BLOCKS, LOG_DETERMINANT, QUADRATIC, VARIANCES
+from posthoc_uq.methods import METHODS, Method, fit_identity
+from posthoc_uq.posteriors import BLOCKS, CRITERIA, LOG_DETERMINANT, QUADRATIC, VARIANCES
 
 pytestmark = pytest.mark.filterwarnings("ignore::UserWarning")  # of trainings that are too short to settle
 

@@ -26,10 +26,11 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader, TensorDataset
 
 import posthoc_uq as uq
-from posthoc_uq.fitting.wrap import HEADS, head_class
+from posthoc_uq.fitting.wrap import head_class
+from posthoc_uq.heads import HEADS
 from posthoc_uq.likelihoods import resolve_likelihood
 from posthoc_uq.methods import METHODS
-from posthoc_uq.posteriors.block import QUADRATIC
+from posthoc_uq.posteriors import QUADRATIC
 
 pytestmark = pytest.mark.filterwarnings("ignore::UserWarning")
 

@@ -20,7 +20,7 @@ from torch import Tensor, nn
 import posthoc_uq as uq
 from posthoc_uq.core import Batch
 from posthoc_uq.methods import METHODS
-from posthoc_uq.posteriors.block import SYMMETRY
+from posthoc_uq.posteriors import SYMMETRY
 
 # one that keeps the mean, and those with a mean of their own
 CHOSEN = ["inf", *(name for name in METHODS if short(name).trains)]

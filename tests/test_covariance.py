@@ -9,11 +9,17 @@ import torch
 from posterior_helpers import SCALE, TAU, build, dense_fisher, random_gradients, statistics
 from torch import Tensor
 
-from posthoc_uq.layers.layer import Layer
-from posthoc_uq.layers.operands import Rows
-from posthoc_uq.posteriors import Covariance, MeanFieldBlock, PrecisionSettings, SubnetworkBlock
-from posthoc_uq.posteriors.block import packed
-from posthoc_uq.posteriors.covariance import LayerRows, Mode, precise_values
+from posthoc_uq.layers import Layer, Rows
+from posthoc_uq.posteriors import (
+    Covariance,
+    LayerRows,
+    MeanFieldBlock,
+    Mode,
+    PrecisionSettings,
+    SubnetworkBlock,
+    packed,
+    precise_values,
+)
 
 OUTPUTS, INPUTS, SAMPLES, FUNCTIONS = 4, 5, 3, 2
 DOUBLE = torch.float64

@@ -14,8 +14,7 @@ from watching import Watch
 
 import posthoc_uq as uq
 from posthoc_uq import PosthocUQError
-from posthoc_uq.fitting.wrap import HEADS
-from posthoc_uq.heads.linearized import LinearizedPredictor
+from posthoc_uq.heads import HEADS, LinearizedPredictor
 
 DOUBLE = torch.float64
 

@@ -19,7 +19,7 @@ from torch import nn
 import posthoc_uq as uq
 from posthoc_uq.app.page import _table
 from posthoc_uq.evaluation.measurements import meanings, words
-from posthoc_uq.likelihoods.prediction import SCORES
+from posthoc_uq.likelihoods import SCORES
 
 
 @pytest.fixture(scope="module")

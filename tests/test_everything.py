@@ -13,8 +13,7 @@ from posterior_helpers import blocks_of, dense_covariance
 from torch import Tensor, nn
 
 import posthoc_uq as uq
-from posthoc_uq.layers import operands
-from posthoc_uq.layers.operands import OneHotRows, Rows
+from posthoc_uq.layers import OneHotRows, Rows, operands
 from posthoc_uq.methods import task
 
 

@@ -14,13 +14,13 @@ from torch import nn
 
 import posthoc_uq as uq
 from posthoc_uq.app.export import export, exportable
-from posthoc_uq.likelihoods.prediction import (
+from posthoc_uq.likelihoods import (
     ClassTensors,
     PromisedClassTensors,
     PromisedValueTensors,
     RankedClassTensors,
-    ValueTensors,
 )
+from posthoc_uq.likelihoods.prediction import ValueTensors
 
 
 def cnn() -> nn.Module:

@@ -11,15 +11,10 @@ from torch import Tensor, nn
 
 import posthoc_uq as uq
 from posthoc_uq.core import nystrom
-from posthoc_uq.curvature.statistics import (
-    GradientFactors,
-    GradientGram,
-    InputGram,
-    RangeSketch,
-    SquaredGradients,
-    add_factors,
-)
-from posthoc_uq.layers.operands import ConcatenatedRows, OneHotRows, Operand, Rows
+from posthoc_uq.curvature import GradientFactors, GradientGram, InputGram, RangeSketch, SquaredGradients
+from posthoc_uq.curvature.statistics import add_factors
+from posthoc_uq.layers import OneHotRows, Operand, Rows
+from posthoc_uq.layers.operands import ConcatenatedRows
 from posthoc_uq.likelihoods import Bernoulli, Categorical, Gaussian
 
 TIGHT = {"rtol": 1e-10, "atol": 1e-12}

@@ -15,8 +15,8 @@ from torch import Tensor, nn
 
 import posthoc_uq as uq
 from posthoc_uq.core import Batch, replicate
-from posthoc_uq.heads.features import FeatureCache
-from posthoc_uq.layers.frozen import FrozenPart
+from posthoc_uq.heads import FeatureCache
+from posthoc_uq.layers import FrozenPart
 
 
 class Block(nn.Module):

@@ -21,7 +21,7 @@ from torch.func import functional_call, jacrev
 import posthoc_uq as uq
 from posthoc_uq import NonFiniteError, PosteriorMismatchError, PosthocUQError
 from posthoc_uq.core import Batch, DeferredChecks, replicate
-from posthoc_uq.layers.layer import describe
+from posthoc_uq.layers import describe
 from posthoc_uq.likelihoods import Bernoulli, Categorical, Gaussian, Likelihood
 from posthoc_uq.trained.contexts import Context, UniformBox
 from posthoc_uq.trained.function_kl import function_space_kl

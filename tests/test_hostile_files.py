@@ -37,7 +37,7 @@ from posthoc_uq.app.cli.outputs import text_file
 from posthoc_uq.core import printable
 from posthoc_uq.files import atomic, tensors, untrusted
 from posthoc_uq.methods.checkpoint import write_snapshot
-from posthoc_uq.posteriors.block import TensorSpec
+from posthoc_uq.posteriors import TensorSpec
 
 EVIL = "\x1b]0;pwned\x07\u202e"
 

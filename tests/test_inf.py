@@ -18,8 +18,7 @@ from posthoc_uq import PosthocUQError
 from posthoc_uq.core import Batch, eigh_descending, sample_keys, share_of
 from posthoc_uq.curvature.kept_inputs import Picked
 from posthoc_uq.methods.inf import basis_share, kept_entries, sparsify
-from posthoc_uq.posteriors.information import InformationBlock
-from posthoc_uq.posteriors.search import maximise_evidence
+from posthoc_uq.posteriors import InformationBlock, maximise_evidence
 
 
 def _digits(width: int = 16) -> tuple[nn.Module, torch.Tensor, torch.Tensor]:

@@ -13,14 +13,8 @@ from torch.utils.data import DataLoader, DistributedSampler, IterableDataset, Te
 
 import posthoc_uq as uq
 from posthoc_uq.core import BatchReader
-from posthoc_uq.curvature.labels import (
-    EXACT_OUTPUTS,
-    FAITHFUL_OUTPUTS,
-    LABELS_IN_ALL,
-    MAX_LABELS,
-    own_samples_of,
-    resolve_fisher,
-)
+from posthoc_uq.curvature import own_samples_of, resolve_fisher
+from posthoc_uq.curvature.labels import EXACT_OUTPUTS, FAITHFUL_OUTPUTS, LABELS_IN_ALL, MAX_LABELS
 from posthoc_uq.likelihoods import Categorical
 
 MANY = EXACT_OUTPUTS + 1

@@ -16,7 +16,7 @@ from torch.func import functional_call
 
 import posthoc_uq as uq
 from posthoc_uq.core import Batch, DeferredChecks
-from posthoc_uq.layers.layer import describe
+from posthoc_uq.layers import describe
 from posthoc_uq.likelihoods import Categorical
 from posthoc_uq.trained import latent_binary
 from posthoc_uq.trained.latent_binary import (

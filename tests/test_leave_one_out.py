@@ -14,14 +14,14 @@ from torch.utils.data import DataLoader, TensorDataset
 import posthoc_uq as uq
 from posthoc_uq.core import Batch
 from posthoc_uq.curvature import tangent_kernel as kernels
-from posthoc_uq.curvature.tangent_kernel import untrained, with_state
+from posthoc_uq.curvature import untrained, with_state
 from posthoc_uq.fitting.leave_one_out import (
     RIDGES,
     LeaveOneOut,
     leave_one_out,
     temperature_for,
 )
-from posthoc_uq.layers.proof import prepare
+from posthoc_uq.layers import prepare
 
 
 def trained(outputs: int, x: Tensor, loss: Any, epochs: int) -> nn.Module:

@@ -23,9 +23,14 @@ from torch import Tensor, nn
 from torch import distributions as td
 
 import posthoc_uq as uq
-from posthoc_uq.likelihoods import LIKELIHOODS, Likelihood, OrdinalPrediction, resolve_likelihood
-from posthoc_uq.likelihoods.draws import OutputGaussian
-from posthoc_uq.likelihoods.prediction import cat
+from posthoc_uq.likelihoods import (
+    LIKELIHOODS,
+    Likelihood,
+    OrdinalPrediction,
+    OutputGaussian,
+    cat,
+    resolve_likelihood,
+)
 
 SAMPLES, TAU, DRAWS = 24, 3.0, 10**5
 THRESHOLDS = (-0.7, 0.2, 1.1)

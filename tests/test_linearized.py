@@ -14,14 +14,13 @@ from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import posthoc_uq as uq
+from posthoc_uq import Posterior
 from posthoc_uq.core import Batch
+from posthoc_uq.heads import LinearizedPredictor
 from posthoc_uq.heads.jacobians import WeightCovariance, function_draws
-from posthoc_uq.heads.linearized import LinearizedPredictor
-from posthoc_uq.layers.layer import Layer
+from posthoc_uq.layers import Layer
 from posthoc_uq.likelihoods import Bernoulli, Categorical
-from posthoc_uq.posteriors.laplace import DenseBlock, DiagonalBlock
-from posthoc_uq.posteriors.posterior import Posterior
-from posthoc_uq.posteriors.settings import Evidence
+from posthoc_uq.posteriors import DenseBlock, DiagonalBlock, Evidence
 
 FAMILIES: list[dict[str, Any]] = [
     {"method": "diag"},

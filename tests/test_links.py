@@ -14,9 +14,9 @@ from torch import Tensor
 
 import posthoc_uq as uq
 from posthoc_uq.heads.predictor import from_gaussian
-from posthoc_uq.likelihoods.draws import LINKS, normals, of_covariance, of_product
+from posthoc_uq.likelihoods import cat, of_covariance, of_product
+from posthoc_uq.likelihoods.draws import LINKS, normals
 from posthoc_uq.likelihoods.logits import log_logistic_normal
-from posthoc_uq.likelihoods.prediction import cat
 
 
 def posterior(likelihood: str, temperature: float = 1.0, **options: Any) -> uq.Posterior:

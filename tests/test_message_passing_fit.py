@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 import posthoc_uq as uq
 from posthoc_uq.layers import Geometry, describe
-from posthoc_uq.posteriors.block import PrecisionSettings
+from posthoc_uq.posteriors import PrecisionSettings
 from posthoc_uq.trained.message_passing import fit as message_fit
 from posthoc_uq.trained.message_passing.messages import Argmax, Message, Regression, Signal, Softargmax
 from posthoc_uq.trained.message_passing.network import Weighted

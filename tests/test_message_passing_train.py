@@ -13,8 +13,8 @@ from torch import Tensor, nn
 from torch.func import functional_call
 
 import posthoc_uq as uq
-from posthoc_uq.layers import RULES, Geometry, Layer, describe, rules
-from posthoc_uq.layers.rules import Linear, register
+from posthoc_uq.layers import RULES, Geometry, Layer, describe, register, rules
+from posthoc_uq.layers.rules import Linear
 from posthoc_uq.trained.message_passing import train
 from posthoc_uq.trained.message_passing.messages import (
     Argmax,

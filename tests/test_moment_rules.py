@@ -11,7 +11,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from posthoc_uq import PosthocUQError
-from posthoc_uq.moments.tensor import MomentTensor, Pass, Rules, moments_of
+from posthoc_uq.moments import MomentTensor, Pass, Rules, moments_of
 from posthoc_uq.moments.unscented import unscented
 
 Function = Callable[[Tensor], Any]

@@ -17,16 +17,14 @@ from networks import without_training
 from torch import Tensor, nn
 
 import posthoc_uq as uq
+from posthoc_uq import Posterior
 from posthoc_uq.core import Batch
-from posthoc_uq.heads.moments import MomentsPredictor
-from posthoc_uq.layers.capture import Capture
+from posthoc_uq.heads import MomentsPredictor
+from posthoc_uq.layers import Capture
 from posthoc_uq.likelihoods import resolve_likelihood
-from posthoc_uq.moments.propagation import propagate
-from posthoc_uq.posteriors.block import Block
-from posthoc_uq.posteriors.information import InformationBlock, LowRankDiagonal
-from posthoc_uq.posteriors.laplace import DiagonalBlock, EigenvalueCorrectedBlock
-from posthoc_uq.posteriors.posterior import Posterior
-from posthoc_uq.posteriors.settings import Evidence
+from posthoc_uq.moments import propagate
+from posthoc_uq.posteriors import Block, DiagonalBlock, EigenvalueCorrectedBlock, Evidence, InformationBlock
+from posthoc_uq.posteriors.information import LowRankDiagonal
 
 METHODS = without_training()
 

@@ -30,9 +30,8 @@ from networks import batches, inputs_of, mlp, registries_restored, targets_of
 import posthoc_uq as uq
 from posthoc_uq.app.cli import main
 from posthoc_uq.heads import HEADS
-from posthoc_uq.methods import METHODS, Laplace
-from posthoc_uq.methods.laplace import squares_of
-from posthoc_uq.posteriors.block import FAMILIES
+from posthoc_uq.methods import METHODS, Laplace, squares_of
+from posthoc_uq.posteriors import FAMILIES
 
 TESTS = Path(__file__).parent
 PLUGINS = "isotropic_method", "drawn_method", "plain_draws_head"

@@ -14,17 +14,13 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader, TensorDataset
 
 import posthoc_uq as uq
-from posthoc_uq import PosthocUQError
+from posthoc_uq import Posterior, PosthocUQError
 from posthoc_uq.core import Batch
-from posthoc_uq.curvature.features import FeatureSource, find_features
-from posthoc_uq.layers.layer import Layer
-from posthoc_uq.layers.proof import prepare
-from posthoc_uq.likelihoods import Categorical, Gaussian
-from posthoc_uq.likelihoods.prediction import score_of
+from posthoc_uq.curvature import FeatureSource, find_features
+from posthoc_uq.layers import Layer, prepare
+from posthoc_uq.likelihoods import Categorical, Gaussian, score_of
 from posthoc_uq.methods import METHODS
-from posthoc_uq.posteriors import features
-from posthoc_uq.posteriors.features import ClassGrams
-from posthoc_uq.posteriors.posterior import Posterior
+from posthoc_uq.posteriors import ClassGrams, features
 
 
 class Net(nn.Module):

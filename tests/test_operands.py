@@ -15,8 +15,8 @@ from torch.utils._pytree import tree_leaves
 
 from posthoc_uq.curvature import statistics
 from posthoc_uq.curvature.statistics import Plan, Shape, add_squares, plan
-from posthoc_uq.layers import Geometry, Layer, describe, operands
-from posthoc_uq.layers.operands import ConcatenatedRows, Operand, Patches, Rows, add_patch_gram, chunks
+from posthoc_uq.layers import Geometry, Layer, Operand, Patches, Rows, describe, operands
+from posthoc_uq.layers.operands import ConcatenatedRows, add_patch_gram, chunks
 
 TIGHT = {"rtol": 1e-11, "atol": 1e-11}
 SAMPLES = 3

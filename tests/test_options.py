@@ -29,9 +29,9 @@ from posthoc_uq.core import (
     shown,
 )
 from posthoc_uq.fitting.wrap import head_class
+from posthoc_uq.heads import HEADS
 from posthoc_uq.methods import METHODS
 from posthoc_uq.methods.inf import Rank
-from posthoc_uq.posteriors.settings import HEADS
 
 
 def refused(call: Callable[[], Any], *words: str) -> None:

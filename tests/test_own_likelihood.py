@@ -19,10 +19,8 @@ from scipy.stats import norm, poisson
 from torch import Tensor, nn
 
 import posthoc_uq as uq
-from posthoc_uq.curvature.labels import resolve_fisher
-from posthoc_uq.likelihoods import DrawnPrediction
-from posthoc_uq.likelihoods.draws import OutputGaussian
-from posthoc_uq.likelihoods.prediction import cat
+from posthoc_uq.curvature import resolve_fisher
+from posthoc_uq.likelihoods import DrawnPrediction, OutputGaussian, cat
 from posthoc_uq.methods.checkpoint import as_plain
 
 SAMPLES = 60

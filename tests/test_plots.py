@@ -17,10 +17,8 @@ from matplotlib.patches import StepPatch
 from matplotlib.text import Text
 from torch import Tensor
 
-from posthoc_uq import PosthocUQError
+from posthoc_uq import ClassPrediction, PosthocUQError, RegressionPrediction
 from posthoc_uq.evaluation import metrics, plots
-from posthoc_uq.likelihoods.class_prediction import ClassPrediction
-from posthoc_uq.likelihoods.gaussian import RegressionPrediction
 
 
 def classified(scale: float) -> tuple[Tensor, Tensor]:

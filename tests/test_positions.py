@@ -16,8 +16,8 @@ from torch.utils._pytree import tree_leaves
 
 import posthoc_uq as uq
 from posthoc_uq.core import sample_keys
-from posthoc_uq.likelihoods.labels import Layout
-from posthoc_uq.likelihoods.positions import PositionPrediction, positions_of_draws
+from posthoc_uq.likelihoods import Layout, PositionPrediction
+from posthoc_uq.likelihoods.positions import positions_of_draws
 
 SAMPLES, CLASSES, TAU = 6, 3, 2.0
 

@@ -10,7 +10,7 @@ from torch import Tensor, nn
 
 import posthoc_uq as uq
 from posthoc_uq.core import Batch, sample_keys
-from posthoc_uq.curvature.kept_inputs import KeptInputs
+from posthoc_uq.curvature import KeptInputs
 
 CLASSES, VOID = 3, 255
 

@@ -21,16 +21,13 @@ from posterior_helpers import (
 )
 
 import posthoc_uq as uq
-from posthoc_uq import PosthocUQError
-from posthoc_uq.layers.layer import Layer
+from posthoc_uq import Posterior, PosthocUQError
+from posthoc_uq.layers import Layer
 from posthoc_uq.likelihoods import Categorical
 from posthoc_uq.methods import METHODS
 from posthoc_uq.methods.inf import sparsify
-from posthoc_uq.posteriors.block import PrecisionSettings
-from posthoc_uq.posteriors.information import InformationBlock, LowRankDiagonal
-from posthoc_uq.posteriors.laplace import DenseBlock
-from posthoc_uq.posteriors.posterior import Posterior
-from posthoc_uq.posteriors.settings import Evidence
+from posthoc_uq.posteriors import DenseBlock, Evidence, InformationBlock, PrecisionSettings
+from posthoc_uq.posteriors.information import LowRankDiagonal
 
 CASES = [
     ("diagonal", "", 0, 1.0),

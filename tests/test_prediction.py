@@ -7,10 +7,9 @@ import numpy as np
 import pytest
 import torch
 
-from posthoc_uq import PosthocUQError
-from posthoc_uq.likelihoods.class_prediction import ClassPrediction, ClassStatistics
+from posthoc_uq import ClassPrediction, PosthocUQError, RegressionPrediction
+from posthoc_uq.likelihoods.class_prediction import ClassStatistics
 from posthoc_uq.likelihoods.draws import Moments, gathered, moments_of
-from posthoc_uq.likelihoods.gaussian import RegressionPrediction
 
 SAMPLES, BATCH, CLASSES = 7, 5, 4
 

@@ -20,7 +20,7 @@ from torch.utils.data import DataLoader, TensorDataset
 
 import posthoc_uq as uq
 from posthoc_uq import PosthocUQError
-from posthoc_uq.likelihoods.prediction import cat
+from posthoc_uq.likelihoods import cat
 
 OPTIONS = [{}, {"batched": False}]
 

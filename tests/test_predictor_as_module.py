@@ -11,7 +11,7 @@ from networks import mlp, short
 from torch import nn
 
 import posthoc_uq as uq
-from posthoc_uq.heads.predictor import Predictor
+from posthoc_uq import Predictor
 
 HEADS = ("linearized", "sampling", "moments")
 pytestmark = pytest.mark.filterwarnings("ignore:The posterior's prior precision was found")

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 
 import posthoc_uq as uq
 from posthoc_uq.core import Batch, sample_keys
-from posthoc_uq.curvature.kept_inputs import KeptInputs
+from posthoc_uq.curvature import KeptInputs
 from posthoc_uq.fitting.faithful import TOLERANCE, FaithfulSearch, smallest_prior_within_budget
 from posthoc_uq.likelihoods import Bernoulli, Categorical, Gaussian
 

@@ -25,11 +25,10 @@ from sklearn.metrics import log_loss, roc_auc_score
 from torch import Tensor, nn
 
 import posthoc_uq as uq
-from posthoc_uq import PosthocUQError
+from posthoc_uq import ClassPrediction, PosthocUQError
 from posthoc_uq.app.cli.models import TrainedModel, trained_model
 from posthoc_uq.app.cli.options import ModelSource
 from posthoc_uq.app.cli.transforms import ImageTransform
-from posthoc_uq.likelihoods.class_prediction import ClassPrediction
 from recipes.common import NOTE
 
 NAMES = ("example", "folders", "fitting", "search", "evaluating", "figures", "run", "sizes")

@@ -299,7 +299,7 @@ def test_information_errors(tmp_path: Path) -> None:
 
 
 def test_scores_are_in_the_units_of_the_data(uci: Namespace) -> None:
-    from posthoc_uq.likelihoods.gaussian import RegressionPrediction
+    from posthoc_uq import RegressionPrediction
 
     part = uci.data.split(uci.data.load("boston"), seed=0)
     generator = torch.Generator().manual_seed(0)

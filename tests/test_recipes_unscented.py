@@ -27,7 +27,7 @@ def localization() -> Namespace:
 
 
 def test_draws_at_an_activation_are_its_moments(regression: Namespace) -> None:
-    from posthoc_uq.moments.tensor import MomentTensor, Pass, Rules
+    from posthoc_uq.moments import MomentTensor, Pass, Rules
 
     mean = torch.tensor([-1.0, 0.0, 2.0], dtype=torch.float64)
     variance = torch.tensor([0.5, 2.0, 0.1], dtype=torch.float64)
@@ -40,7 +40,7 @@ def test_draws_at_an_activation_are_its_moments(regression: Namespace) -> None:
 
 @pytest.mark.parametrize("gradients", [True, False])
 def test_draws_carry_gradients_where_they_should(regression: Namespace, gradients: bool) -> None:
-    from posthoc_uq.moments.tensor import MomentTensor, Pass, Rules
+    from posthoc_uq.moments import MomentTensor, Pass, Rules
 
     mean = torch.tensor([-1.0, 0.0, 2.0], requires_grad=True)
     with Pass(Rules(), {}):

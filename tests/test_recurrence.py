@@ -15,7 +15,7 @@ from torch.nn.utils.rnn import PackedSequence, pack_padded_sequence, pad_packed_
 from torch.utils._pytree import tree_leaves
 
 import posthoc_uq as uq
-from posthoc_uq.layers.calls import CallWatcher
+from posthoc_uq.layers import CallWatcher
 
 KINDS: dict[str, Callable[..., nn.Module]] = {
     "lstm": nn.LSTM,

@@ -12,8 +12,8 @@ from sklearn.datasets import load_digits
 from torch import Tensor, nn
 
 import posthoc_uq as uq
-from posthoc_uq.likelihoods.conformal import JOINT, ConformalScores, held_out_scores, wrong_up_to
-from posthoc_uq.likelihoods.selective import joint_surprise, tail_of
+from posthoc_uq.likelihoods import JOINT, ConformalScores, held_out_scores, tail_of, wrong_up_to
+from posthoc_uq.likelihoods.selective import joint_surprise
 
 FAST: dict[str, Any] = {"head": "linearized", "link": "probit", "progress": False}
 

@@ -12,9 +12,8 @@ from networks import batches, short
 from torch import Tensor, nn
 
 import posthoc_uq as uq
-from posthoc_uq.layers import RULES, AffineCall, Layer, affine_call, describe, rules
-from posthoc_uq.layers.operands import Unfolding
-from posthoc_uq.layers.rules import Linear, register
+from posthoc_uq.layers import RULES, AffineCall, Layer, Unfolding, affine_call, describe, register, rules
+from posthoc_uq.layers.rules import Linear
 from posthoc_uq.methods import METHODS
 
 TIGHT = {"rtol": 1e-10, "atol": 1e-11}

@@ -16,9 +16,7 @@ from torch import Tensor, nn
 import posthoc_uq as uq
 from posthoc_uq.core import Batch
 from posthoc_uq.curvature import sweep
-from posthoc_uq.layers import proof
-from posthoc_uq.layers.layer import Layer
-from posthoc_uq.layers.operands import IdentityRows, Rows
+from posthoc_uq.layers import IdentityRows, Layer, Rows, proof
 
 
 class Standardised(nn.Conv2d):

@@ -12,7 +12,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 import posthoc_uq as uq
 from posthoc_uq import PosteriorMismatchError, PosthocUQError
 from posthoc_uq.core import replicate
-from posthoc_uq.posteriors.covariance import Covariance
+from posthoc_uq.posteriors import Covariance
 
 
 @pytest.fixture(scope="module")

@@ -38,15 +38,19 @@ from storage_helpers import (
 from torch import nn
 
 import posthoc_uq as uq
-from posthoc_uq import CorruptPosteriorError, NonFiniteError, PosteriorMismatchError, PosthocUQError
+from posthoc_uq import (
+    CorruptPosteriorError,
+    NonFiniteError,
+    Posterior,
+    PosteriorMismatchError,
+    PosthocUQError,
+)
 from posthoc_uq.core import Record
 from posthoc_uq.files import fingerprint, header, inspect, load, save, tensors
 from posthoc_uq.likelihoods import LIKELIHOODS
-from posthoc_uq.methods.checkpoint import Checkpoint
-from posthoc_uq.posteriors.block import BLOCKS
-from posthoc_uq.posteriors.information import InformationBlock
-from posthoc_uq.posteriors.laplace import DiagonalBlock
-from posthoc_uq.posteriors.posterior import BlockLayout, Posterior
+from posthoc_uq.methods import Checkpoint
+from posthoc_uq.posteriors import BLOCKS, DiagonalBlock, InformationBlock
+from posthoc_uq.posteriors.posterior import BlockLayout
 
 Saved = tuple[Path, nn.Module, Posterior]
 

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 
 import posthoc_uq as uq
 from posthoc_uq import PosthocUQError
-from posthoc_uq.posteriors.settings import HYPERPARAMETERS, Hyperparameters
+from posthoc_uq.posteriors import HYPERPARAMETERS, Hyperparameters
 
 HEADS: dict[str, dict[str, Any]] = {
     "sampling": {"head": "sampling", "n_samples": 3},

@@ -17,7 +17,7 @@ from torch.nn.utils import parametrizations
 
 import posthoc_uq as uq
 from posthoc_uq.files import fingerprint
-from posthoc_uq.posteriors.settings import Evidence, History, Hyperparameters
+from posthoc_uq.posteriors import Evidence, History, Hyperparameters
 from posthoc_uq.trained.sparse import SparseLinear
 from posthoc_uq.trained.variational import Flow, LatentBinaryBlock, MedianBlock, RandomScale
 

@@ -10,8 +10,8 @@ from torch import nn
 
 import posthoc_uq as uq
 from posthoc_uq.heads.spectrum import ROUNDING
-from posthoc_uq.layers.operands import Rows
-from posthoc_uq.posteriors.covariance import jacobian_gram
+from posthoc_uq.layers import Rows
+from posthoc_uq.posteriors import jacobian_gram
 
 
 def perceptron(outputs: int) -> nn.Module:

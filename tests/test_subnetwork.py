@@ -14,8 +14,8 @@ from watching import Watch
 
 import posthoc_uq as uq
 from posthoc_uq import PosthocUQError
-from posthoc_uq.heads.linearized import LinearizedPredictor
-from posthoc_uq.posteriors.laplace import SubnetworkBlock
+from posthoc_uq.heads import LinearizedPredictor
+from posthoc_uq.posteriors import SubnetworkBlock
 
 TAU = 2.0
 NAMES = ("0.weight", "0.bias", "2.weight", "2.bias")

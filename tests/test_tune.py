@@ -18,8 +18,8 @@ import posthoc_uq as uq
 from posthoc_uq import NonFiniteError, PosthocUQError
 from posthoc_uq.fitting import held_out as held_out_module
 from posthoc_uq.fitting.tune import _SEARCHES
-from posthoc_uq.heads.linearized import LinearizedPredictor
-from posthoc_uq.posteriors.search import CRITERIA, Criterion, search_decades
+from posthoc_uq.heads import LinearizedPredictor
+from posthoc_uq.posteriors import CRITERIA, Criterion, search_decades
 
 Data = tuple[Tensor, Tensor]
 

@@ -20,7 +20,8 @@ from watching import Watch
 
 import posthoc_uq as uq
 from posthoc_uq.methods import METHODS
-from posthoc_uq.posteriors.block import NotContainedError, Weights, combined, combined_matrices
+from posthoc_uq.posteriors import NotContainedError, Weights
+from posthoc_uq.posteriors.block import combined, combined_matrices
 
 METHODS_THAT_CAN: dict[str, Any] = {
     "diag": uq.Diagonal,

@@ -16,7 +16,7 @@ from torch.distributions import Normal, kl_divergence
 
 import posthoc_uq as uq
 from posthoc_uq.core import Batch, DeferredChecks, replicate
-from posthoc_uq.layers.layer import Layer
+from posthoc_uq.layers import Layer
 from posthoc_uq.likelihoods import LIKELIHOODS, Likelihood, resolve_likelihood
 from posthoc_uq.moments import InverseCDF
 from posthoc_uq.trained.mean_field import MeanField, gaussian_divergence

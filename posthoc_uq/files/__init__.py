@@ -30,11 +30,14 @@ __all__ = [
     "save",
 ]
 
-__getattr__ = names_of(
-    __name__,
-    {
-        "match": "buffers_fingerprint check_match check_unchanged fingerprint others_fingerprint parameters_of",
-        "check": "check_numbers check_settings",
-        "save_load": "inspect load save",
-    },
-)
+OFFERED = {
+    "match": "buffers_fingerprint check_match check_unchanged fingerprint others_fingerprint parameters_of",
+    "check": "check_numbers check_settings",
+    "save_load": "inspect load save",
+    # a file is there as a whole or not at all
+    "atomic": "checked_target remove_leftovers replacing",
+    "header": "SNAPSHOT_MAGIC open_regular",
+}
+"""By file, the names that come on first use."""
+
+__getattr__ = names_of(__name__, OFFERED)

@@ -32,15 +32,17 @@ __all__ = [
 AnyHead = TypeVar("AnyHead", bound=type[Predictor])
 
 # on first use: moments and draws have rooms of their own
-__getattr__ = names_of(
-    __name__,
-    {
-        "sampling": "SamplingPredictor",
-        "moments": "MomentsPredictor",
-        "linearized": "LinearizedPredictor",
-        "referral": "Referral",
-    },
-)
+OFFERED = {
+    "sampling": "SamplingPredictor",
+    "moments": "MomentsPredictor",
+    "linearized": "LinearizedPredictor",
+    "referral": "Referral",
+    "predictor": "divisor_of",
+    "features": "FeatureCache",
+}
+"""By file, the names that come on first use."""
+
+__getattr__ = names_of(__name__, OFFERED)
 
 
 def register_head(kind: AnyHead) -> AnyHead:

@@ -54,18 +54,31 @@ __all__ = [
     "sequence_scores",
 ]
 
-__getattr__ = names_of(
-    __name__,
-    {
-        "bernoulli": "Bernoulli Multilabel MultilabelPrediction",
-        "class_prediction": "ClassPrediction",
-        "classes": "Categorical",
-        "counts": "Gamma NegativeBinomial Poisson",
-        "gaussian": "Gaussian Heteroscedastic HeteroscedasticPrediction RegressionPrediction",
-        "likelihood": "DrawnPrediction Fisher Likelihood",
-        "ordinal": "Ordinal OrdinalPrediction",
-        "positions": "PositionPrediction sequence_scores",
-        "prediction": "Prediction SCORES",
-        "registry": "LIKELIHOODS described likelihood_from_attributes resolve_likelihood",
-    },
-)
+OFFERED = {
+    "bernoulli": "Bernoulli Multilabel MultilabelPrediction",
+    "class_prediction": "ClassPrediction",
+    "classes": "Categorical",
+    "counts": "Gamma NegativeBinomial Poisson",
+    "gaussian": "Gaussian Heteroscedastic HeteroscedasticPrediction RegressionPrediction",
+    "likelihood": "DrawnPrediction Fisher Likelihood",
+    "ordinal": "Ordinal OrdinalPrediction",
+    "registry": "LIKELIHOODS described likelihood_from_attributes resolve_likelihood",
+    # predictions, and what an exported program gives of them
+    "positions": "PositionPrediction sequence_scores",
+    "prediction": (
+        "ClassTensors Prediction PromisedClassTensors PromisedValueTensors RankedClassTensors RankedValueTensors "
+        "SCORES cat score_of"
+    ),
+    # promises, and who is handed on
+    "conformal": (
+        "ConformalScores HeldOutScores JOINT class_scores held_out_scores joint_score quantile set_of "
+        "tuned_regularisation wrong_up_to"
+    ),
+    "selective": "tail_of",
+    # outputs: drawn, of a known distribution, at positions
+    "draws": "OutputGaussian of_covariance of_product",
+    "labels": "Layout",
+}
+"""By file, the names that come on first use."""
+
+__getattr__ = names_of(__name__, OFFERED)

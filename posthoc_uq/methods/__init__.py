@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 from posthoc_uq.core.errors import PosthocUQError
 from posthoc_uq.core.options import check_names, did_you_mean, shown
 from posthoc_uq.core.registry import Registry, names_of
-from posthoc_uq.methods.laplace import EFB, KFAC, Dense, Diagonal, Laplace
+from posthoc_uq.methods.laplace import EFB, KFAC, Basis, Dense, Diagonal, Laplace, squares_of
 from posthoc_uq.methods.method import Method
 from posthoc_uq.posteriors.block import FAMILIES
 
@@ -27,6 +27,7 @@ __all__ = [
     "INF",
     "KFAC",
     "METHODS",
+    "Basis",
     "Dense",
     "Diagonal",
     "Laplace",
@@ -34,12 +35,22 @@ __all__ = [
     "Subnetwork",
     "method_of",
     "register_method",
+    "squares_of",
 ]
 
 METHODS: Registry[type[Method]] = Registry()
 """All methods by name, for `posthoc_uq.fit`, the command line, files and the tests."""
 
-__getattr__ = names_of(__name__, {"inf": "INF", "subnetwork": "Subnetwork"})
+OFFERED = {
+    "inf": "INF",
+    "subnetwork": "Subnetwork",
+    # what a running fit has, and how it goes on after it was killed
+    "task": "Task",
+    "checkpoint": "Checkpoint fit_identity identified",
+}
+"""By file, the names that come on first use."""
+
+__getattr__ = names_of(__name__, OFFERED)
 
 AnyMethod = TypeVar("AnyMethod", bound=type[Method])
 

@@ -4,6 +4,9 @@ Every kind of block is registered here before a posterior is read or made: those
 modules, which are imported when such a block is met.
 """
 
+from typing import TYPE_CHECKING
+
+from posthoc_uq.core.registry import names_of
 from posthoc_uq.posteriors.block import (
     BLOCKS,
     DRAWS,
@@ -19,13 +22,16 @@ from posthoc_uq.posteriors.block import (
     VARIANCES,
     WEIGHTS,
     Block,
+    NotContainedError,
     PrecisionSettings,
     Size,
     TensorField,
     TensorSpec,
+    Weights,
+    packed,
 )
-from posthoc_uq.posteriors.covariance import Covariance
-from posthoc_uq.posteriors.features import FeatureGrams
+from posthoc_uq.posteriors.covariance import Covariance, LayerRows, Mode, jacobian_gram, precise_values
+from posthoc_uq.posteriors.features import ClassGrams, FeatureGrams
 from posthoc_uq.posteriors.laplace import (
     DenseBlock,
     DiagonalBlock,
@@ -35,10 +41,15 @@ from posthoc_uq.posteriors.laplace import (
     SubnetworkBlock,
 )
 from posthoc_uq.posteriors.posterior import Posterior, WeightPrior
+from posthoc_uq.posteriors.search import CRITERIA, Criterion, maximise_evidence, search_decades
 from posthoc_uq.posteriors.settings import HYPERPARAMETERS, Evidence, History, Hyperparameters, LayerPriors
+
+if TYPE_CHECKING:
+    from posthoc_uq.posteriors.information import InformationBlock
 
 __all__ = [
     "BLOCKS",
+    "CRITERIA",
     "DRAWS",
     "FAMILIES",
     "GROUPS",
@@ -53,7 +64,9 @@ __all__ = [
     "VARIANCES",
     "WEIGHTS",
     "Block",
+    "ClassGrams",
     "Covariance",
+    "Criterion",
     "DenseBlock",
     "DiagonalBlock",
     "EigenvalueCorrectedBlock",
@@ -61,9 +74,13 @@ __all__ = [
     "FeatureGrams",
     "History",
     "Hyperparameters",
+    "InformationBlock",
     "KroneckerBlock",
     "LayerPriors",
+    "LayerRows",
     "MeanFieldBlock",
+    "Mode",
+    "NotContainedError",
     "Posterior",
     "PrecisionSettings",
     "Size",
@@ -71,7 +88,18 @@ __all__ = [
     "TensorField",
     "TensorSpec",
     "WeightPrior",
+    "Weights",
+    "jacobian_gram",
+    "maximise_evidence",
+    "packed",
+    "precise_values",
+    "search_decades",
 ]
+
+OFFERED = {"information": "InformationBlock"}
+"""By file, the names that come on first use."""
+
+__getattr__ = names_of(__name__, OFFERED)
 
 for _row in (
     ("inf", "posthoc_uq.posteriors.information", "InformationBlock"),
