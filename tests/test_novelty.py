@@ -171,6 +171,56 @@ def test_predictions_of_every_head_know_it(layers: Any, head: str) -> None:
             without(test).novelty()
 
 
+@pytest.mark.parametrize("head", ["linearized", "sampling", "moments"])
+def test_a_prediction_computes_it_when_it_is_first_read(
+    head: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    model, x, test = make(), inputs(), inputs(20, seed=2)
+    posterior = fitted(model, x)
+    assert posterior.features is not None
+    predictor, whole = uq.wrap(model, posterior, head), expected(model, x, test, posterior.features.smoothing)
+    computed: list[int] = []
+
+    def counted(own: Any, rows: Tensor, smoothing: float | None = None) -> Tensor:
+        computed.append(len(rows))
+        return original(own, rows, smoothing)
+
+    grams = type(posterior.features)
+    original = grams.novelty
+    monkeypatch.setattr(grams, "novelty", counted)
+    prediction = predictor(test)
+    prediction.probs, prediction.entropy(), repr(prediction), prediction.picked(slice(3))
+    assert computed == []
+    posterior.features.smoothing *= 2  # of the call's moment
+    assert torch.allclose(prediction.picked(slice(5, 8)).novelty(), whole[5:8].float(), rtol=1e-3)
+    posterior.features.smoothing /= 2
+    assert torch.allclose(prediction.novelty(), whole.float(), rtol=1e-3)
+    assert prediction.novelty() is prediction.novelty() and computed == [3, 20]
+    made = [predictor(part) for part in test.split(8)]
+    torch.save(made[0], tmp_path / "prediction.pt")
+    kept = torch.load(tmp_path / "prediction.pt", weights_only=False)
+    for same in (uq.Prediction.cat(made), predictor.predict(list(test.split(8)), progress=False)):
+        computed.clear()
+        assert torch.allclose(same.novelty(), whole.float(), rtol=1e-3) and computed == []
+    assert torch.equal(kept.novelty(), made[0].novelty()) and computed == []
+
+
+class Cleaned(Net):
+    """Whose outputs do not tell that its features are not finite."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return super().forward(x).nan_to_num()
+
+
+def test_features_that_are_not_finite_are_refused_by_the_call_that_would_hold_them() -> None:
+    model, test = Cleaned().eval(), inputs(20, seed=2)
+    predictor = uq.wrap(model, fitted(model, inputs()), "sampling", n_samples=3)
+    assert bool(predictor(test).novelty().isfinite().all())
+    test[3, 0] = torch.nan
+    with pytest.raises(uq.NonFiniteError, match=r"of 1 of 20 inputs \(number 3 first\)"):
+        predictor(test)
+
+
 def test_draws_of_a_last_layer_know_it_without_another_pass() -> None:
     torch.manual_seed(0)
     parts = [nn.Linear(4, 8), nn.Tanh(), nn.Linear(8, 8), nn.Tanh(), nn.Linear(8, 7), nn.Tanh()]

@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+from collections.abc import Generator
+from contextlib import contextmanager
 from dataclasses import replace
+from functools import partial
 from typing import Literal, get_args
 
 import torch
 from torch import Tensor, nn
 
 from posthoc_uq.core.batches import Batch
-from posthoc_uq.core.devices import TEMPORARY_BYTES
+from posthoc_uq.core.devices import TEMPORARY_BYTES, without_autocast
 from posthoc_uq.core.errors import PosthocUQError
 from posthoc_uq.core.model import model_device, statistics_dtype
 from posthoc_uq.curvature.features import feature_rows, grid_of, watching
@@ -23,11 +26,13 @@ from posthoc_uq.heads.jacobians import (
 from posthoc_uq.layers.layer import Call
 from posthoc_uq.layers.operands import temporary_limit
 from posthoc_uq.layers.proof import count_samples
+from posthoc_uq.likelihoods.prediction import Unread
 from posthoc_uq.posteriors import FeatureGrams, Posterior, WeightPrior
 
 Of = Literal["class", "top", "all"]
 
 _MAX_ROWS = 2**14  # samples or positions whose novelty is computed at once
+_MAX_HELD = 2**20  # bytes that a prediction holds for a novelty that nobody has read
 
 NOT_KEPT = (
     "This posterior has no statistics of the last layer's inputs: its data changed after the fit (uq.update), or it "
@@ -57,14 +62,14 @@ def class_novelty(
     features = posterior.features
     if features is None:
         raise PosthocUQError(NOT_KEPT)
-    if torch.compiler.is_compiling():
-        with watching(network, features.layer) as calls:
-            batch.call(network)
-        return novelty_of_calls(features, calls, batch, smoothing)
-    with torch.inference_mode(False), torch.no_grad():
-        with watching(network, features.layer) as calls:
-            batch.copied().call(network)
-        return novelty_of_calls(features, calls, batch, smoothing)
+    return novelty_of_calls(features, last_calls(network, features, batch), batch, smoothing)
+
+
+def last_calls(network: nn.Module, features: FeatureGrams, batch: Batch) -> list[Call]:
+    """The calls of the last layer in one forward pass of `network`."""
+    with _without_gradients(), watching(network, features.layer) as calls:
+        (batch if torch.compiler.is_compiling() else batch.copied()).call(network)
+    return calls
 
 
 def novelty_of_calls(
@@ -73,15 +78,46 @@ def novelty_of_calls(
     """The same, from calls of the last layer that a pass recorded; ``(samples, *positions)`` where every position has
     features of its own.
     """
-    by_position, samples = features.source == "positions", count_samples(batch)
-    rows = feature_rows(calls, features.layer, samples, by_position, batch.attention_mask)
-    if torch.compiler.is_compiling():  # modes make graphs of their own, and the number of rows is a symbol
-        novelty = features.novelty(rows, smoothing).to(rows)
-    else:
-        with torch.inference_mode(False), torch.no_grad():
-            parts = rows.split(_MAX_ROWS)
-            novelty = torch.cat([features.novelty(part, smoothing).to(part) for part in parts])
-    return novelty.reshape(samples, *grid_of(calls[0])) if by_position else novelty
+    rows = _rows_of(features, calls, batch)
+    novelty = _novelty_of_rows(features, features.ridge_for(rows, smoothing), rows)
+    return novelty.reshape(-1, *grid_of(calls[0])) if features.source == "positions" else novelty
+
+
+def novelty_when_read(features: FeatureGrams, calls: list[Call], batch: Batch) -> Tensor | Unread:
+    """The same, computed when it is first read, where one row of features a sample is all that has to be held for that,
+    and no more than 1 MiB; else at once.
+
+    Raises:
+        PosthocUQError: the features have another length than in the fit.
+    """
+    if features.source == "positions":
+        return novelty_of_calls(features, calls, batch)
+    rows = _rows_of(features, calls, batch)
+    compute = partial(_novelty_of_rows, features, features.ridge_for(rows))
+    return Unread(compute, rows) if rows.nbytes <= _MAX_HELD else compute(rows)
+
+
+def _rows_of(features: FeatureGrams, calls: list[Call], batch: Batch) -> Tensor:
+    samples, by_position = count_samples(batch), features.source == "positions"
+    with _without_gradients():
+        return feature_rows(calls, features.layer, samples, by_position, batch.attention_mask)
+
+
+def _novelty_of_rows(features: FeatureGrams, ridge: float, rows: Tensor) -> Tensor:
+    if torch.compiler.is_compiling():  # the number of rows is a symbol
+        return features.novelty(rows, ridge).to(rows)
+    with _without_gradients(), without_autocast(rows.device.type):
+        return torch.cat([features.novelty(part, ridge).to(part) for part in rows.split(_MAX_ROWS)])
+
+
+@contextmanager
+def _without_gradients() -> Generator[None]:
+    """Neither gradients nor inference mode, whatever the caller's mode."""
+    if torch.compiler.is_compiling():  # modes make graphs of their own
+        yield
+        return
+    with torch.inference_mode(False), torch.no_grad():
+        yield
 
 
 class PosteriorRatio:

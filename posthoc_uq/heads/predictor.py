@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import threading
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Generator, Iterable, Mapping
@@ -36,13 +37,19 @@ from posthoc_uq.core.outputs import Choice, choice_of, chosen_in, with_choice
 from posthoc_uq.core.progress import bars_shown
 from posthoc_uq.core.randomness import isolated_random_state, mixed_seed, sample_keys
 from posthoc_uq.core.steady import steady
-from posthoc_uq.heads.novelty import PosteriorRatio, checked_of, class_novelty, novelty_of_calls
+from posthoc_uq.heads.novelty import (
+    PosteriorRatio,
+    checked_of,
+    class_novelty,
+    last_calls,
+    novelty_when_read,
+)
 from posthoc_uq.heads.weight_watch import WeightWatch
 from posthoc_uq.layers.frozen import Features
 from posthoc_uq.layers.layer import Call
 from posthoc_uq.likelihoods.conformal import ConformalScores
 from posthoc_uq.likelihoods.draws import LINK_DRAWS, LogitCovariance, OutputGaussian, of_covariance
-from posthoc_uq.likelihoods.prediction import Prediction, at_least_float32, cat
+from posthoc_uq.likelihoods.prediction import Prediction, Unread, at_least_float32, cat
 from posthoc_uq.likelihoods.weights import attending
 from posthoc_uq.posteriors import DRAWS, QUADRATIC, Posterior
 
@@ -115,14 +122,17 @@ def check_finite(
     Raises:
         NonFiniteError: a number in them is not finite; the message counts the samples.
     """
-    if torch.compiler.is_compiling() or not answers:
+    if torch.compiler.is_compiling():
         return
-    good = torch.stack([_valid_entries(name, tensor).all() for name, tensor in answers.items()])
-    if bool(good.all()):
+    # the largest of numbers among which one is NaN is NaN
+    largest = [
+        (tensor if name in _MASKED else tensor.abs()).amax()
+        for name, tensor in answers.items()
+        if tensor.numel()
+    ]
+    if all(value < math.inf for value in torch.stack(largest).tolist()) if largest else True:
         return
-    rows = torch.stack(
-        [_valid_entries(name, tensor).flatten(1).all(1) for name, tensor in answers.items()]
-    ).all(0)
+    rows = torch.stack([_valid_rows(name, tensor) for name, tensor in answers.items()]).all(0)
     bad = (~rows).nonzero().flatten().tolist()
     outputs, linearized = own(), head == "linearized"
     way_out = "layers='last'" if linearized else "the linearized head or layers='last'"
@@ -148,10 +158,10 @@ def promise_keys(batch: Batch, samples: int, seed: int) -> Tensor:
     return sample_keys(batch.tensors(), samples, mixed_seed(seed, 2))
 
 
-def _valid_entries(name: str, tensor: Tensor) -> Tensor:
-    """Elementwise, ``(samples, 1 or more)``."""
-    tensor = tensor.reshape(len(tensor), -1)
-    return ~(tensor.isnan() | tensor.isposinf()) if name in _MASKED else torch.isfinite(tensor)
+def _valid_rows(name: str, tensor: Tensor) -> Tensor:
+    """``(samples,)``: whether all numbers of a sample are finite, or may be minus infinity."""
+    rows = tensor.reshape(len(tensor), -1)
+    return (~(rows.isnan() | rows.isposinf()) if name in _MASKED else torch.isfinite(rows)).all(1)
 
 
 def _or_new(generator: torch.Generator | None) -> torch.Generator:
@@ -442,12 +452,11 @@ class Predictor(nn.Module, ABC):
     def _answer(self, posterior: Posterior, batch: Batch, *, on_cpu: bool = False) -> Prediction:
         with self.explaining(batch):
             prediction = self._predict(posterior, batch)
-        # on the CPU the check waits for no device
-        prediction = checked(
-            prediction.to("cpu") if on_cpu else prediction,
-            self.head,
-            lambda: self._own_outputs(batch),
-        )
+        if (
+            on_cpu
+        ):  # where the check waits for no device; kept for a whole data set, without what novelty takes
+            prediction = prediction.to("cpu").with_novelty(prediction.novelty_ratio)
+        prediction = checked(prediction, self.head, lambda: self._own_outputs(batch))
         prediction, promises = attending(prediction, batch), self._promises_of(posterior.history.promises)
         if promises is None:
             return prediction
@@ -669,9 +678,9 @@ class Predictor(nn.Module, ABC):
 
     def _known_novelty(
         self, posterior: Posterior, batch: Batch, calls: list[Call] | None = None
-    ) -> Tensor | None:
-        """The novelty of a batch, for this head's predictions: None where it is not asked for, the posterior does not
-        know it, or a program is being exported.
+    ) -> Tensor | Unread | None:
+        """The novelty of a batch, for this head's predictions, of which most compute it when it is first read: None
+        where it is not asked for, the posterior does not know it, or a program is being exported.
 
         Args:
             posterior: a snapshot.
@@ -681,9 +690,7 @@ class Predictor(nn.Module, ABC):
         features = posterior.features
         if not self._tells_novelty or features is None or torch.compiler.is_compiling():
             return None
-        if calls:
-            return novelty_of_calls(features, calls, batch)
-        return class_novelty(self._network, posterior, batch)
+        return novelty_when_read(features, calls or last_calls(self._network, features, batch), batch)
 
     @property
     def network_of_novelty(self) -> nn.Module | None:

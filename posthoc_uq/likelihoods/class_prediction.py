@@ -101,7 +101,7 @@ class LogitsPrediction(Prediction):
         raise no_interval_error()
 
     def _computed_later(self, name: str) -> dict[str, Tensor]:
-        if self.logits is None:
+        if self.logits is None or name not in self._over_draws:
             return {}
         if torch.compiler.is_compiling() and name == "sample_entropy":  # a program does not use the variance
             return {name: self.logits.entropy()}

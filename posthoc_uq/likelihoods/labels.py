@@ -6,12 +6,16 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from math import prod
+from typing import TYPE_CHECKING
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
 from posthoc_uq.core.errors import PosthocUQError
+
+if TYPE_CHECKING:
+    from posthoc_uq.likelihoods.prediction import Unread
 
 NOT_SOFT = "Soft labels must be probabilities: not negative, and of sum 1 in every row; some are not."
 MAX_SUM_ERROR = 1e-4  # how far a sum of probabilities may be from 1; more in half precision
@@ -209,15 +213,17 @@ class Layout:
         return labels.reshape(labels.shape[0], *positions)
 
 
-def novelty_at(ratio: Tensor | None, sizes: tuple[int, ...], picked: Tensor | None) -> Tensor | None:
+def novelty_at(
+    ratio: Tensor | Unread | None, sizes: tuple[int, ...], picked: Tensor | None
+) -> Tensor | Unread | None:
     """The novelty of some positions, ``(batch, k)``, from that of all, of a coarser grid or of inputs.
 
     Args:
-        ratio: ``(batch, *grid)``, or ``(batch,)``, which stays as it is; or None.
+        ratio: ``(batch, *grid)``, or ``(batch,)``, read or not, which stays as it is; or None.
         sizes: of the dimensions that count positions.
         picked: indices into a sample's rows; None for all.
     """
-    if ratio is None or ratio.ndim == 1 or picked is None:
+    if not isinstance(ratio, Tensor) or ratio.ndim == 1 or picked is None:
         return ratio
     if tuple(ratio.shape[1:]) != sizes:
         ratio = F.interpolate(ratio.unsqueeze(1), size=sizes, mode="nearest").squeeze(1)

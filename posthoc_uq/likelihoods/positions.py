@@ -19,7 +19,7 @@ from posthoc_uq.core.options import did_you_mean
 from posthoc_uq.likelihoods.class_prediction import ClassPrediction, ClassStatistics, no_interval_error
 from posthoc_uq.likelihoods.conformal import ConformalScores
 from posthoc_uq.likelihoods.labels import Layout
-from posthoc_uq.likelihoods.prediction import ClassTensors, Prediction
+from posthoc_uq.likelihoods.prediction import ClassTensors, Prediction, Unread
 
 _MAX_LOGITS = 2**17  # of one draw that are summed at once
 
@@ -300,13 +300,13 @@ class PositionPrediction(Prediction):
         )
         return wrong / counts.clamp(min=1)
 
-    def with_novelty(self, ratio: Tensor | None) -> PositionPrediction:
+    def with_novelty(self, ratio: Tensor | Unread | None) -> PositionPrediction:
         """The same prediction with the novelty of its positions (batch, *positions), of a coarser grid, whose nearest
         value each position gets, or of its inputs (batch,).
         """
-        if ratio is not None and ratio.ndim > 1 and tuple(ratio.shape[1:]) != self.positions:
+        if isinstance(ratio, Tensor) and ratio.ndim > 1 and tuple(ratio.shape[1:]) != self.positions:
             ratio = F.interpolate(ratio.unsqueeze(1), size=self.positions, mode="nearest").squeeze(1)
-        return self if ratio is None else replace(self, novelty_ratio=ratio)
+        return super().with_novelty(ratio)
 
     def unshifted(self) -> PositionPrediction:
         """The same for single positions: labels are then those that belong to each, whatever `next_token` says."""

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field, fields
+from dataclasses import KW_ONLY, dataclass, fields, replace
 from typing import Annotated, Any, ClassVar, NamedTuple, TypeVar, cast, get_type_hints
 
 import torch
@@ -20,9 +20,22 @@ from posthoc_uq.likelihoods.conformal import ConformalScores, applying
 AnyPrediction = TypeVar("AnyPrediction", bound="Prediction")
 
 
+@dataclass(frozen=True)
+class Unread:
+    """What a field of a `Prediction` holds whose numbers are computed when they are first read.
+
+    Attributes:
+        compute: from `inputs` to the numbers ``(batch, ...)``, finite where these are.
+        inputs: ``(batch, ...)``.
+    """
+
+    compute: Callable[[Tensor], Tensor]
+    inputs: Tensor
+
+
 class OnDemand:
-    """The default of a field of a `Prediction` that is None, or is computed by `Prediction._computed_later` when it is
-    first read.
+    """The default of a field of a `Prediction` that is computed when it is first read, and kept: from an `Unread`, or
+    by `Prediction._computed_later` where the field is None.
     """
 
     def __set_name__(self, owner: type, name: str) -> None:
@@ -32,8 +45,11 @@ class OnDemand:
         if prediction is None:  # a dataclass asks for the default
             return None
         stored = vars(prediction)
-        if stored[self._name] is None:
+        value = stored[self._name]
+        if value is None:
             stored.update(prediction._computed_later(self._name))
+        elif isinstance(value, Unread):
+            stored[self._name] = value.compute(value.inputs)
         return stored[self._name]
 
     def __set__(self, prediction: Any, value: Any) -> None:
@@ -55,7 +71,10 @@ class Prediction(ABC):
         default_score: the name of the score used where none is named.
         loss_name: what the mean of `losses` is called; of ``"RMSE"`` its root is shown, of ``"accuracy"`` 1 less it.
         novelty_ratio: (batch,), in (0, 1], the share of the prior's uncertainty that the data left; with positions also
-            (batch, *positions). None where it was not asked for, or the posterior has nothing to compute it from.
+            (batch, *positions). None where it was not asked for, or the posterior has nothing to compute it from. Of a
+            predictor's call it is computed when it is first read: until then the prediction holds the inputs of the
+            last layer, up to 1 MiB of them (`posthoc_uq.heads.novelty`), and the posterior's Grams. Copies to another
+            device, joined ones, pickles and `Predictor.predict` have it computed.
         promises: the held-out scores by which sets, intervals and p-values keep their promise; a text where they do not
             apply, which says why; None where `posthoc_uq.calibrate` stored none.
         sample_keys: (batch,), hashes of the inputs, where sets are randomised.
@@ -73,9 +92,10 @@ class Prediction(ABC):
     _not_shown: ClassVar[tuple[str, ...]] = ()  # fields that `to_dict` leaves out
     _computed: ClassVar[dict[str, tuple[str, ...]]] = {}  # what it has besides, by the fields that each needs
 
-    novelty_ratio: Annotated[Tensor | None, "batch *novelty"] = field(default=None, kw_only=True)
-    promises: ConformalScores | str | None = field(default=None, kw_only=True)
-    sample_keys: Annotated[Tensor | None, "batch", int] = field(default=None, kw_only=True)
+    _: KW_ONLY
+    novelty_ratio: Annotated[Tensor | None, "batch *novelty"] = OnDemand()  # type: ignore[assignment]
+    promises: ConformalScores | str | None = None
+    sample_keys: Annotated[Tensor | None, "batch", int] = None
 
     def __init_subclass__(cls) -> None:
         super().__init_subclass__()
@@ -90,14 +110,15 @@ class Prediction(ABC):
         for name, value in self._stored().items():
             dims, whole = self._dims[name]
             found = _named_sizes(dims, value)
-            if found is None or any(sizes.setdefault(dim, size) != size for dim, size in found.items()):
+            if found is None or sizes | found != found | sizes:
                 known = ", ".join(f"{dim}: {size}" for dim, size in sizes.items())
                 raise PosthocUQError(
                     f"{name} must be ({', '.join(dims)}) with {known}, not {tuple(value.shape)}."
                 )
+            sizes |= found
             if whole and (value.is_floating_point() or value.is_complex()):
                 raise PosthocUQError(f"{name} must be integers, not {value.dtype}.")
-            object.__setattr__(self, name, value if whole else at_least_float32(value))
+            vars(self)[name] = value if whole else at_least_float32(value)
 
     def __len__(self) -> int:
         """Number of inputs."""
@@ -113,7 +134,7 @@ class Prediction(ABC):
     def _stored(self) -> dict[str, Tensor]:
         """The tensors of the fields that are there already."""
         known = vars(self)
-        return {name: known[name] for name in self._dims if known[name] is not None}
+        return {name: known[name] for name in self._dims if isinstance(known[name], Tensor)}
 
     def _computed_later(self, name: str) -> dict[str, Tensor]:
         """A field that is `OnDemand`, and others that come with it; nothing where it is not known."""
@@ -127,13 +148,22 @@ class Prediction(ABC):
         return type(self)(**{each.name: known[each.name] for each in fields(self)} | changes)
 
     def numbers(self) -> dict[str, Tensor]:
-        """All tensors that are there already, by the names of their fields, (batch, ...) each."""
-        return self._stored()
+        """All tensors that are there already, by the names of their fields, (batch, ...) each; of an `Unread` field
+        what its numbers are computed from.
+        """
+        known = vars(self)
+        unread = {name: value.inputs for name in self._dims if isinstance(value := known[name], Unread)}
+        return self._stored() | unread
+
+    def __getstate__(self) -> dict[str, Any]:
+        """For copies and pickles: without anything `Unread`, which holds numbers of a posterior."""
+        values = {
+            name: getattr(self, name) for name, value in vars(self).items() if isinstance(value, Unread)
+        }
+        return vars(self) | values
 
     def completed(self: AnyPrediction) -> AnyPrediction:
         """The same with everything computed that otherwise is when it is first read, and without what that takes."""
-        if all(vars(self)[name] is None for name in self._tuples):
-            return self
         return self.changed(
             **{name: getattr(self, name) for name in self._dims}, **dict.fromkeys(self._tuples)
         )
@@ -147,11 +177,14 @@ class Prediction(ABC):
 
     def picked(self: AnyPrediction, chosen: Tensor | slice) -> AnyPrediction:
         """The inputs where `chosen` (batch,) is true, or those of a slice."""
-        changes: dict[str, Any] = {name: value[chosen] for name, value in self._stored().items()}
-        known = {name: vars(self)[name] for name in self._tuples}
-        changes |= {
-            name: v.mapped(lambda tensor: tensor[chosen]) for name, v in known.items() if v is not None
-        }
+        changes: dict[str, Any] = {}
+        for name, value in vars(self).items():
+            if isinstance(value, Unread):
+                changes[name] = replace(value, inputs=value.inputs[chosen])
+            elif name in self._dims and value is not None:
+                changes[name] = value[chosen]
+            elif name in self._tuples and value is not None:
+                changes[name] = value.mapped(lambda tensor: tensor[chosen])
         return self.changed(**changes)
 
     @staticmethod
@@ -170,7 +203,8 @@ class Prediction(ABC):
             joined[name] = type(values[0]).cat(values) if alike else None
         later = any(value is not None for value in joined.values())
         for name in predictions[0]._dims:
-            parts: list[Tensor] = [vars(p)[name] if later else getattr(p, name) for p in predictions]
+            waits = later and name in predictions[0]._over_draws
+            parts: list[Tensor] = [vars(p)[name] if waits else getattr(p, name) for p in predictions]
             whole = all(part is not None for part in parts)
             shapes = {tuple(part.shape[1:]) for part in parts if whole}
             if len(shapes) > 1:
@@ -288,7 +322,7 @@ class Prediction(ABC):
             )
         return self.novelty_ratio
 
-    def with_novelty(self: AnyPrediction, ratio: Tensor | None) -> AnyPrediction:
+    def with_novelty(self: AnyPrediction, ratio: Tensor | Unread | None) -> AnyPrediction:
         """The same prediction with its novelty (batch,), or itself where that is None."""
         return self if ratio is None else self.changed(novelty_ratio=ratio)
 
@@ -328,12 +362,10 @@ class Prediction(ABC):
 
 def _named_sizes(dims: Sequence[str], tensor: Tensor) -> dict[str, tuple[int, ...]] | None:
     """The sizes of a tensor by the names of its dimensions, ``*name`` for all others; None if they do not fit."""
-    single = [dim for dim in dims if not dim.startswith("*")]
-    shape, rest = tuple(tensor.shape[: len(single)]), tuple(tensor.shape[len(single) :])
-    if len(shape) < len(single) or (rest and len(single) == len(dims)):
+    shape, single = tuple(tensor.shape), len(dims) - dims[-1].startswith("*")
+    if len(shape) < single or (len(shape) > single == len(dims)):
         return None
-    sizes = {dim: (size,) for dim, size in zip(single, shape, strict=True)}
-    return sizes if len(single) == len(dims) else sizes | {dims[-1]: rest}
+    return dict(zip(dims, (*zip(shape[:single]), shape[single:]), strict=False))
 
 
 def cat(predictions: Sequence[Prediction]) -> Prediction:

@@ -90,12 +90,7 @@ class FeatureGrams:
         Raises:
             PosthocUQError: the features have another length, or the smoothing is not positive.
         """
-        if features.ndim != 2 or features.shape[1] != self.basis.shape[0]:
-            raise PosthocUQError(
-                f"Layer '{self.layer.name}' has inputs of shape {tuple(features.shape)} (with the bias's 1) here, and "
-                f"the fit saw {self.basis.shape[0]} numbers a sample; pass inputs like those of the fit."
-            )
-        ridge = self.smoothing if smoothing is None else _checked_smoothing(smoothing)
+        ridge = self.ridge_for(features, smoothing)
         basis, inverse, directions = self._prepared(ridge, features.device)
         phi = as_double(features)
         squares = phi.square().sum(1, keepdim=True)
@@ -110,6 +105,15 @@ class FeatureGrams:
         share = ridge * remaining.amin(1, keepdim=True) / squares
         novelty = torch.where(squares == 0, torch.ones_like(share), share).squeeze(1)
         return novelty.clamp(torch.finfo(torch.float32).tiny, 1.0)
+
+    def ridge_for(self, features: Tensor, smoothing: float | None = None) -> float:
+        """The ridge of `novelty`, which has these arguments, too; it raises what that does."""
+        if features.ndim != 2 or features.shape[1] != self.basis.shape[0]:
+            raise PosthocUQError(
+                f"Layer '{self.layer.name}' has inputs of shape {tuple(features.shape)} (with the bias's 1) here, and "
+                f"the fit saw {self.basis.shape[0]} numbers a sample; pass inputs like those of the fit."
+            )
+        return self.smoothing if smoothing is None else _checked_smoothing(smoothing)
 
     def _prepared(self, ridge: float, device: torch.device) -> tuple[Tensor, Tensor, Tensor]:
         """For one ridge: the basis; the inverse diagonals ``(classes, width + 1)``, the last for all that is outside of
