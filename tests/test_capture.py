@@ -614,7 +614,7 @@ def test_what_the_dry_run_costs() -> None:
 
     model, batch = _Hidden(before=counted).double().eval(), Batch((_x(4),))
     prepared = prepare(model, batch)
-    assert sorted(rows) == [1, 1, 2, 2, 2, 2, SAMPLES]
+    assert sorted(rows) == [1, 1, 2, 2, 2, SAMPLES]
     rows.clear()
     features = find_features(prepared, batch)
     assert features is not None and sorted(rows) == [1, 1, 2]

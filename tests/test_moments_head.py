@@ -20,7 +20,7 @@ import posthoc_uq as uq
 from posthoc_uq import Posterior
 from posthoc_uq.core import Batch
 from posthoc_uq.heads import MomentsPredictor
-from posthoc_uq.layers import Capture
+from posthoc_uq.layers import prepare
 from posthoc_uq.likelihoods import resolve_likelihood
 from posthoc_uq.moments import propagate
 from posthoc_uq.posteriors import Block, DiagonalBlock, EigenvalueCorrectedBlock, Evidence, InformationBlock
@@ -33,8 +33,7 @@ def posterior_of(
     model: nn.Module, x: Tensor, block: Callable[[tuple[int, int, int]], Block], scale: float, prior: float
 ) -> Posterior:
     """A posterior of given blocks on every weighted layer that the model uses."""
-    found_layers = [t.layer for t in Capture(model).discover(Batch((x,)), False)]
-    layers = {layer.name: layer for layer in found_layers if layer.rule.matrices}
+    layers = {t.layer.name: t.layer for t in prepare(model, Batch((x,))).found if t.layer.rule.matrices}
     blocks = {name: block(layer.matrix_shape) for name, layer in layers.items()}
     members = {name: [name] for name in layers}
     likelihood = resolve_likelihood("classification")

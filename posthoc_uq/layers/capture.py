@@ -1,18 +1,18 @@
 """Activations and output gradients of every layer, by BackPACK and by intercepted calls.
 
-`Capture` owns a replica of the model. `Capture.discover` finds the weighted layers on the first batch and chooses the
-engine for each: BackPACK (Dangel, Kunstner, Hennig 2020), which runs an extension on every extended module during the
-backward pass, where that is sound; the interceptor where a module is called twice, an output is changed in place, or
-under autocast. `proof.prepare` then proves that nothing was missed. Only weighted leaf modules are extended, so the
-code between them may be anything. Of parameters whose uses cannot be caught the gradients of each sample are computed
-beside that (`sample_gradients`).
+`Capture` owns a replica of the model. `layers_of` finds the weighted layers that a pass over the first samples used,
+and chooses the engine for each: BackPACK (Dangel, Kunstner, Hennig 2020), which runs an extension on every extended
+module during the backward pass, where that is sound; the interceptor where a module is called twice, an output is
+changed in place, or under autocast. `proof.prepare` then proves that nothing was missed. Only weighted leaf modules are
+extended, so the code between them may be anything. Of parameters whose uses cannot be caught the gradients of each
+sample are computed beside that (`sample_gradients`).
 """
 
 from __future__ import annotations
 
 import threading
 import weakref
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Collection
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field, replace
 from functools import cache
@@ -23,7 +23,7 @@ from torch import Tensor, nn
 
 from posthoc_uq.core.batches import Batch
 from posthoc_uq.core.errors import UnsupportedLayerError
-from posthoc_uq.core.model import EMBEDDINGS, Owner, owners, parameter_names, replicate
+from posthoc_uq.core.model import EMBEDDINGS, owners, replicate
 from posthoc_uq.layers.calls import CallWatcher
 from posthoc_uq.layers.layer import Call, Layer, describe
 from posthoc_uq.layers.operands import Geometry
@@ -36,6 +36,7 @@ from posthoc_uq.layers.sample_gradients import (
     numbers_of,
     sample_gradients,
 )
+from posthoc_uq.layers.uses import WatchedPass
 
 # BackPACK keeps its active extensions in a global variable, so fits in two threads take turns with backward passes. It
 # is imported where it is used: what only predicts need not wait for it.
@@ -146,43 +147,6 @@ class Capture:
         self.watched: Layer | None = None
         self.by_module: dict[nn.Module, TrackedLayer] = {}
 
-    def discover(self, batch: Batch, autocast: bool) -> list[TrackedLayer]:
-        """Run one batch and return every weighted layer it uses, in the order of their last calls."""
-        names, holders = parameter_names(self.twin), owners(self.twin)
-        noted: dict[int, list[tuple[AffineCall, int, Tensor, int]]] = {}
-
-        def note(use: AffineCall, output: Tensor) -> None:
-            key, lookup = id(use.parameter), use.kind == Lookup.kind
-            uses = noted.get(key, [])
-            if lookup and uses and uses[0][0].kind != Lookup.kind:
-                return  # the weight of another layer, which has the posterior
-            if not lookup and uses and uses[0][0].kind == Lookup.kind:
-                uses = []
-            noted.pop(key, None)
-            noted[key] = [*uses, (use, use.input._version, output, output._version)]
-
-        with torch.enable_grad(), CallWatcher(set(names), note):
-            batch.copied().call(self.twin)
-        found = list[TrackedLayer]()
-        for uses in noted.values():
-            use = uses[0][0]
-            tracked = _describe(use, names, holders)
-            found.append(tracked)
-            tracked.both_ways = len({u.kind for u, _, _, _ in uses}) > 1
-            tracked.uses, tracked.geometry = len(uses), use.geometry
-            tracked.keep_input = any(u.input._version != version for u, version, _, _ in uses)
-            untouched = all(out._version == version for _, _, out, version in uses)
-            if (
-                not autocast
-                and len(uses) == 1
-                and untouched
-                and not tracked.keep_input
-                and use.input.requires_grad
-                and _is_plain(tracked, len(holders[id(use.parameter)]))
-            ):
-                tracked.engine = "backpack"
-        return found
-
     def unseen(self, names: Collection[str]) -> list[TrackedLayer]:
         """Parameters by name as layers of which gradients are all that is known; a layer's bias is part of it. Without
         a proof of how these are found.
@@ -238,35 +202,43 @@ class Capture:
         return Recording(self, batch, samples)
 
 
-def _describe(
-    use: AffineCall, names: Mapping[int, str], all_holders: Mapping[int, list[Owner]]
-) -> TrackedLayer:
-    # where an embedding shares its weight with a layer, the layer comes first
-    holders = sorted(all_holders[id(use.parameter)], key=lambda owner: isinstance(owner[2], EMBEDDINGS))
-    module_name, attribute, module = holders[0]
-    weight_name = names[id(use.parameter)]
-    bias_name = names.get(id(use.bias)) if use.bias is not None else None
-    bias = (bias_name, use.bias) if bias_name is not None and use.bias is not None else None
-    name = module_name if attribute == "weight" and module_name else weight_name
-    layer = describe(name, use.kind, (weight_name, use.parameter), bias, use.groups)
-    shown = tuple((name, type(module).__name__) for name, _, module in holders)
-    embeddings = (
-        [] if isinstance(module, EMBEDDINGS) else [n for n, _, m in holders if isinstance(m, EMBEDDINGS)]
-    )
-    return TrackedLayer(
-        layer,
-        module,
-        holders=shown,
-        embeddings=tuple(embeddings),
-        own_weight=f"{module_name}.{attribute}".lstrip("."),
-        product=use.product,
-    )
+def layers_of(watched: WatchedPass, autocast: bool) -> list[TrackedLayer]:
+    """Every weighted layer that a pass used, in the order of their last calls."""
+    all_holders, found = owners(watched.twin), list[TrackedLayer]()
+    for key, uses in watched.seen.items():
+        call = uses[0].call
+        # where an embedding shares its weight with a layer, the layer comes first
+        holders = sorted(all_holders[key], key=lambda owner: isinstance(owner[2], EMBEDDINGS))
+        module_name, attribute, module = holders[0]
+        weight_name = watched.names[key]
+        bias_name = None if call.bias is None else watched.names.get(id(call.bias))
+        bias = None if bias_name is None or call.bias is None else (bias_name, call.bias)
+        name = module_name if attribute == "weight" and module_name else weight_name
+        in_embeddings = [] if isinstance(module, EMBEDDINGS) else holders[1:]
+        keep_input = any(use.call.input._version != use.input_version for use in uses)
+        untouched = not keep_input and all(use.output._version == use.output_version for use in uses)
+        plain = not autocast and len(uses) == 1 and untouched and len(holders) == 1 and _is_plain(module)
+        found.append(
+            TrackedLayer(
+                describe(name, call.kind, (weight_name, call.parameter), bias, call.groups),
+                module,
+                "backpack" if plain else "hooks",
+                call.geometry,
+                len(uses),
+                keep_input=keep_input,
+                holders=tuple((name, type(module).__name__) for name, _, module in holders),
+                embeddings=tuple(name for name, _, each in in_embeddings if isinstance(each, EMBEDDINGS)),
+                own_weight=f"{module_name}.{attribute}".lstrip("."),
+                product=call.product,
+                both_ways=len({use.call.kind for use in uses}) > 1,
+            )
+        )
+    return found
 
 
-def _is_plain(tracked: TrackedLayer, holders: int) -> bool:
+def _is_plain(module: nn.Module) -> bool:
     """Whether BackPACK knows the module's class and the module runs that class's own forward pass."""
-    module = tracked.module
-    if module is None or type(module) not in WEIGHTED_MODULES or holders != 1:
+    if type(module) not in WEIGHTED_MODULES:
         return False
     if type(module).forward is not getattr(module.forward, "__func__", None):  # replaced on this module
         return False

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, replace
 from fnmatch import fnmatchcase
 from functools import cache, partial
@@ -29,15 +30,15 @@ from posthoc_uq.core.errors import (
     in_one_line,
     out_of_memory,
 )
-from posthoc_uq.core.model import owners, parameter_names, replicate, with_separate_embedding_weight
+from posthoc_uq.core.model import owners, replicate, with_separate_embedding_weight
 from posthoc_uq.core.options import did_you_mean, shown
-from posthoc_uq.layers.capture import Capture, TrackedLayer
+from posthoc_uq.layers.capture import Capture, TrackedLayer, layers_of
 from posthoc_uq.layers.frozen import form_of_inputs
 from posthoc_uq.layers.layer import BATCH_AXES, Layer
 from posthoc_uq.layers.operands import CPU_TEMPORARY
 from posthoc_uq.layers.rules import WEIGHTED_MODULES, LayerGradients
 from posthoc_uq.layers.sample_gradients import Route, is_matrix, numbers_of
-from posthoc_uq.layers.uses import Uses, uses_of
+from posthoc_uq.layers.uses import Uses, WatchedPass, uses_of
 
 _MAX_NAMED = 5  # parameters that a message names
 
@@ -66,33 +67,27 @@ def why_not_rebuilt(parameter: str, holders: Sequence[tuple[str, str]], both_way
 
 
 def without_posterior(
-    parameters: Mapping[str, Tensor], kinds: Mapping[str, str], covered: Collection[str], others: str
+    asked: Sequence[ParameterUse], parameters: Mapping[str, Tensor], others: str
 ) -> str | None:
-    """A message on the used weight matrices without a posterior, with their share of all weights; None if there are
-    none.
+    """A message on weight matrices without a posterior, with their share of all weights; None if there are none.
 
     Args:
-        parameters: all parameters of the model, by name.
-        kinds: parameters that were used in the forward pass and asked for, with the type of their module.
-        covered: parameters with a posterior.
+        asked: the parameters that are used and asked for.
+        parameters: all of the model, by name.
         others: a sentence on how they could have one.
     """
-    matrices = {name for name, p in parameters.items() if sum(size > 1 for size in p.shape) >= 2}
-    numbers = {name: p.numel() for name, p in parameters.items() if p.is_floating_point()}
-    missing = [name for name in kinds if name in matrices & numbers.keys() and name not in covered]
+    floating = {name: p for name, p in parameters.items() if p.is_floating_point()}
+    missing = [u for u in asked if u.layer is None and u.name in floating and is_matrix(floating[u.name])]
     if not missing:
         return None
-
-    def share(*names: str) -> str:
-        part, total = sum(numbers[name] for name in names), sum(numbers.values())
-        return _percent(part / total)
-
-    missing.sort(key=lambda name: -numbers[name])
-    shown = [f"'{name}' ({kinds[name]}, {share(name)})" for name in missing[:_MAX_NAMED]]
+    total = sum(p.numel() for p in floating.values())
+    missing.sort(key=lambda use: -use.numbers)
+    shown = [f"'{use.name}' ({use.kind}, {_percent(use.numbers / total)})" for use in missing[:_MAX_NAMED]]
     more = f" and {len(missing) - _MAX_NAMED} more" if len(missing) > _MAX_NAMED else ""
     return (
-        f"Weights without a posterior, {share(*missing)} of all weights: {', '.join(shown)}{more}. Predictions take "
-        f"them for certain. {others} Choosing layers by layers=[...] leaves out what is not to have one."
+        f"Weights without a posterior, {_percent(sum(use.numbers for use in missing) / total)} of all weights: "
+        f"{', '.join(shown)}{more}. Predictions take them for certain. {others} Choosing layers by layers=[...] leaves "
+        f"out what is not to have one."
     )
 
 
@@ -194,40 +189,123 @@ HOLD_WEIGHTS = (
 )
 
 
-class Reference:
-    """Outputs and gradients of a probe batch by autograd alone, without any capture.
+@dataclass
+class ParameterUse:
+    """What a dry run sees of one parameter.
 
     Attributes:
-        samples: of the probe batch.
+        name: its name.
+        module: the name of the module that it belongs to; with a parametrization of the one whose weight is computed
+            from it. Its own name where it belongs to the model itself.
+        home: that module.
+        shared: the names of all modules that hold it.
+        numbers: how many it has.
+        trainable: whether it requires a gradient in the user's model.
+        used: whether the outputs have a gradient by it.
+        seen: whether calls of a layer were seen whose weight it is.
+        layer: the layer with a posterior that it is the weight or the bias of.
+        reason: why it has no posterior.
+    """
+
+    name: str
+    module: str
+    home: nn.Module
+    shared: tuple[str, ...]
+    numbers: int
+    trainable: bool
+    used: bool = False
+    seen: bool = False
+    layer: Layer | None = None
+    reason: str | None = None
+
+    @property
+    def kind(self) -> str:
+        """The type of its module."""
+        return type(self.home).__name__
+
+    def asked_by(self, selection: Selection, *names: str) -> bool:
+        """Whether a selection takes it, which may ask for it by these names."""
+        if callable(selection):
+            return selection(self.module, self.home)
+        wanted = wanted_names(selection)
+        if wanted is not None:
+            return asked_by_name(wanted, names)
+        return selection in ("all", "everything") or (selection == "trainable" and self.trainable)
+
+    def why_not_caught(self) -> str:
+        """Why no use of a layer's weight was seen, and what to do about it."""
+        if isinstance(self.home, nn.RNNBase):
+            return (
+                "its steps cannot be followed; call the module itself, with padded or packed sequences of several "
+                "samples"
+            )
+        if ".parametrizations." in f".{self.name}":
+            return (
+                f"its weight is computed from '{self.name}' in every pass, and a posterior belongs on the weight "
+                f"itself; torch.nn.utils.parametrize.remove_parametrizations makes it a parameter"
+            )
+        return f"its weight '{self.name}' is used in a way that cannot be caught"
+
+    def why_certain(self, failures: Mapping[str, str], selection: Selection) -> str:
+        """Why it has no posterior.
+
+        Args:
+            failures: reasons by the names of layers, or of parameters.
+            selection: of the layers.
+        """
+        if not self.used:
+            return "not used for the outputs, or without gradients (torch.no_grad, detach)"
+        if not self.numbers:
+            return "has no numbers"
+        if failing := next((n for n in (self.module, self.name, *self.shared) if n in failures), None):
+            return f"skipped: {failures[failing]}"
+        if selection == "trainable" and not self.trainable:
+            return "frozen (requires_grad=False)"
+        if isinstance(self.home, WEIGHTED_MODULES):
+            return "not among the chosen layers"
+        return f"{self.kind} is kept deterministic"
+
+
+class Reference:
+    """Outputs and gradients of a probe batch by autograd alone, without any capture, and a table of the parameters.
+
+    Attributes:
+        model: the user's; copies of it are run.
+        probe: the batch.
+        samples: in it.
+        tolerance: by how much numbers may differ, relatively; None for that of their format.
         form: of the model and the batch, from `_form_of`.
         outputs: for the probe batch.
         pull: what was pulled back, in the shape of the outputs.
         total: gradients of all samples by parameter; None for one that is not used.
         last: those of the last sample.
-        find_uses: finds where the weights enter a pass, by one more pass, once.
-        trainable: the parameters that require gradients in the model.
-        seconds: of the processor, that one forward and two backward passes took.
+        saving: a context for passes with gradients, in which what a model changes in place is saved before.
+        parameters: of the model, by name.
+        trainable: the names of those that require gradients in it.
+        table: what is known of each of them, in their order.
+        find_uses: finds where the weights enter a pass, once.
     """
 
-    def __init__(self, model: nn.Module, probe: Batch, samples: int) -> None:
-        self.samples = samples
-        self.find_uses = cache(partial(uses_of, model, probe))
-        self.trainable = {name for name, p in model.named_parameters() if p.requires_grad}
+    find_uses: Callable[[], Uses]
+
+    def __init__(self, model: nn.Module, probe: Batch, samples: int, tolerance: float | None) -> None:
+        self.model, self.probe, self.samples, self.tolerance = model, probe, samples, tolerance
         twin = replicate(model).requires_grad_(True)
         self.form = _form_of(twin, probe)
-        self.names = parameter_names(twin)
-        self.order = {name: index for index, name in enumerate(self.names.values())}
-        self.parameters = dict(twin.named_parameters())
-        self._owners = owners(twin)
-        modules = dict(twin.named_modules())
-        # by parameter, the module that it belongs to; with a parametrization the one whose weight is computed from it
-        self._home: dict[str, tuple[str, nn.Module]] = {}
+        self.parameters, holders = dict(twin.named_parameters()), owners(twin)
+        self.trainable = {name for name, p in model.named_parameters() if p.requires_grad}
+        self.table = list[ParameterUse]()
         for name, parameter in self.parameters.items():
-            holder, _, module = self._owners[id(parameter)][0]
-            parent, parametrized, _ = f".{holder}".rpartition(".parametrizations.")
-            self._home[name] = (parent[1:], modules[parent[1:]]) if parametrized else (holder, module)
+            shared = tuple(holder for holder, _, _ in holders[id(parameter)])
+            parent, parametrized, _ = f".{shared[0]}".rpartition(".parametrizations.")
+            module = parent[1:] if parametrized else shared[0]
+            home, numbers = twin.get_submodule(module), parameter.numel()
+            self.table.append(
+                ParameterUse(name, module or name, home, shared, numbers, name in self.trainable)
+            )
+        self.saving: Callable[[], AbstractContextManager[Any]] = nullcontext
         try:
-            self._differentiate(twin, probe)
+            self._differentiate(twin)
         except RuntimeError as error:
             if "Inference tensors cannot be saved" in str(error):
                 raise PosthocUQError(
@@ -238,17 +316,17 @@ class Reference:
                 raise
             # The model changes the input of a frozen layer in place: fine for its user, who never asks for that
             # layer's gradient.
-            with torch.autograd.graph.saved_tensors_hooks(torch.clone, lambda saved: saved):
-                self._differentiate(twin, probe)
+            self.saving = partial(torch.autograd.graph.saved_tensors_hooks, torch.clone, lambda saved: saved)
+            self._differentiate(twin)
+        for use in self.table:
+            use.used = self.total[use.name] is not None
 
-    def _differentiate(self, twin: nn.Module, probe: Batch) -> None:
-        begun = time.process_time()  # of this process alone, whatever else runs
-        samples, parameters = self.samples, list(twin.parameters())
-        with torch.enable_grad():
-            outputs = probe.copied().call(twin)
-            if outputs.ndim == 0 or outputs.shape[0] != samples:
+    def _differentiate(self, twin: nn.Module) -> None:
+        with torch.enable_grad(), self.saving():
+            outputs = self.probe.copied().call(twin)
+            if outputs.ndim == 0 or outputs.shape[0] != self.samples:
                 raise PosthocUQError(
-                    f"The model gives outputs of shape {tuple(outputs.shape)} for {samples} samples; the "
+                    f"The model gives outputs of shape {tuple(outputs.shape)} for {self.samples} samples; the "
                     f"first dimension must "
                     f"count the samples."
                 )
@@ -260,140 +338,64 @@ class Reference:
                     "torch.no_grad() or torch.inference_mode(), detaches what it returns, or computes it outside of "
                     "torch; take that out of forward, and call the model under torch.no_grad() instead."
                 )
-            self.outputs = outputs.detach()
-            self.pull = self.cotangent(outputs)
+            self.outputs, self.pull = outputs.detach(), _cotangent(outputs)
             last = torch.zeros_like(self.pull)
             last[-1] = self.pull[-1]
-            self.total = self._gradients(outputs, parameters, self.pull, retain=True)
-            self.last = self._gradients(outputs, parameters, last, retain=False)
-        self.seconds = time.process_time() - begun
+            weights = list(self.parameters.values())
+            total = torch.autograd.grad(outputs, weights, self.pull, retain_graph=True, allow_unused=True)
+            of_last = torch.autograd.grad(outputs, weights, last, allow_unused=True)
+        self.total = dict(zip(self.parameters, total, strict=True))
+        self.last = dict(zip(self.parameters, of_last, strict=True))
 
-    @staticmethod
-    def cotangent(outputs: Tensor) -> Tensor:
-        """Fixed irregular numbers in the shape of the outputs; the same for every sample."""
-        size = outputs[0].numel()
-        row = torch.cos(1.0 + torch.arange(size, dtype=torch.float64, device="cpu") ** 2).to(outputs.dtype)
-        return row.to(outputs.device).expand(outputs.shape[0], size).reshape(outputs.shape).clone()
-
-    def _gradients(
-        self, outputs: Tensor, parameters: Sequence[Tensor], pull: Tensor, retain: bool
-    ) -> dict[str, Tensor | None]:
-        gradients = torch.autograd.grad(outputs, parameters, pull, retain_graph=retain, allow_unused=True)
-        return {self.names[id(p)]: g for p, g in zip(parameters, gradients, strict=True)}
-
-    def why_not_caught(self, parameter: str) -> str:
-        """Why no use of a layer's weight was seen, and what to do about it."""
-        module = self._home[parameter][1]
-        if isinstance(module, nn.RNNBase):
-            return (
-                "its steps cannot be followed; call the module itself, with padded or packed sequences of several "
-                "samples"
-            )
-        if ".parametrizations." in f".{parameter}":
-            return (
-                f"its weight is computed from '{parameter}' in every pass, and a posterior belongs on the weight "
-                f"itself; torch.nn.utils.parametrize.remove_parametrizations makes it a parameter"
-            )
-        return f"its weight '{parameter}' is used in a way that cannot be caught"
-
-    def missed(self, reached: Collection[str] = (), zero: bool = False) -> list[tuple[str, str]]:
-        """The weights that have a gradient, or one that is `zero`, but are not among those seen in use, each after its
-        module's name.
+    def missed(
+        self, reached: Collection[str], selection: Selection, zero: bool = False
+    ) -> list[ParameterUse]:
+        """The weights of layers that are asked for and have a gradient, or one that is `zero`, but are not among those
+        reached; of the last ones all that are not.
         """
-        found: list[tuple[str, str]] = []
-        for name, gradient in self.total.items():
-            module_name, module = self._home[name]
-            if (
-                gradient is None
-                or gradient.ndim < 2
-                or not (is_matrix(gradient) or name.endswith("weight"))
-                or name in reached
-                or not isinstance(module, HOLD_WEIGHTS)
-            ):
-                continue
-            if zero or bool((gradient != 0).any()):
-                found.append((module_name or name, name))
-        return found
-
-    def missed_weights(
-        self, reached: set[str], selection: Selection, zero: bool = False
-    ) -> list[tuple[str, str]]:
-        """Those of `missed` that are asked for; of the last ones all that are not seen."""
-        missed = self.missed(reached, zero)
-        if selection in ("all", "everything"):
-            return missed
-        if selection == "trainable":
-            return [(module, name) for module, name in missed if name in self.trainable]
         if selection == "last":
-            last = sorted(self.find_uses().last.difference(reached), key=self.order.__getitem__)
-            return [(self._home[name][0] or name, name) for name in last]
-        if callable(selection):
-            return [(module, name) for module, name in missed if selection(module, self._home[name][1])]
-        names = wanted_names(selection) or []
-        return [(module, name) for module, name in missed if asked_by_name(names, [module])]
+            last = self.find_uses().last
+            return [use for use in self.table if use.name in last and use.name not in reached]
+        found = list[ParameterUse]()
+        for use in self.table:
+            gradient = self.total[use.name]
+            if (
+                gradient is not None
+                and gradient.ndim > 1
+                and (is_matrix(gradient) or use.name.endswith("weight"))
+                and use.name not in reached
+                and isinstance(use.home, HOLD_WEIGHTS)
+                and use.asked_by(selection, use.module)
+                and (zero or bool((gradient != 0).any()))
+            ):
+                found.append(use)
+        return found
 
     def unseen(self, reached: Collection[str], selection: Selection) -> list[str]:
-        """Parameters with a gradient that are asked for and not among those seen in use: those of weighted layers, or
-        also the others where the selection is ``"everything"``, or ``"trainable"`` and they are, or has their name.
+        """Parameters with a gradient that are asked for and not among those reached: those of weighted layers, or also
+        the others where the selection is ``"everything"``, or ``"trainable"`` and they are, or has their name.
         """
-        # a branch that begins with a gain of 0 has no gradient yet
-        of_layers = {name for _, name in self.missed_weights({*reached}, selection, zero=True)}
-        of_layers |= self.find_uses().factors if selection == "all" else set()
-        modules = {self._home[name][0] for name in of_layers}
-        names = wanted_names(selection) or []
-        found: list[str] = []
-        for name, gradient in self.total.items():
-            if gradient is None or name in reached or gradient.is_sparse:
-                continue
-            module_name = self._home[name][0]
-            if isinstance(selection, Exactly):
-                own = name in selection.unseen
-            elif selection == "trainable":
-                own = name in self.trainable
-            else:
-                own = name in of_layers or selection == "everything" or name in names
-                own = own or (name == f"{module_name}.bias" and module_name in modules)
-            if own:
-                found.append(name)
-        return found
+        if isinstance(selection, Exactly):
+            asked = selection.unseen
+        elif selection == "trainable":
+            asked = self.trainable
+        elif selection == "everything":
+            asked = {*self.parameters}
+        else:
+            # a branch that begins with a gain of 0 has no gradient yet
+            asked = {use.name for use in self.missed(reached, selection, zero=True)}
+            asked |= self.find_uses().factors if selection == "all" else set()
+            asked |= {f"{use.module}.bias" for use in self.table if use.name in asked}
+            asked |= {*(wanted_names(selection) or ())}
+        left = [(name, g) for name, g in self.total.items() if name in asked and name not in reached]
+        return [name for name, gradient in left if gradient is not None and not gradient.is_sparse]
 
-    def asked_for(self, selection: Selection) -> dict[str, str]:
-        """The used parameters that the selection covers (for ``"all"`` and names), with the types of their modules."""
-        wanted = wanted_names(selection)
-        kinds: dict[str, str] = {}
-        for name, gradient in self.total.items():
-            module_name, module = self._home[name]
-            every = selection in ("all", "everything") or (
-                selection == "trainable" and name in self.trainable
-            )
-            selected = every if wanted is None else asked_by_name(wanted, [module_name, name])
-            if selected and gradient is not None:
-                kinds[name] = type(module).__name__
-        return kinds
 
-    def deterministic(
-        self, covered: set[str], failures: dict[str, str], selection: Selection
-    ) -> dict[str, str]:
-        """Every parameter without a posterior, with the reason."""
-        reasons: dict[str, str] = {}
-        for name, gradient in self.total.items():
-            if name in covered:
-                continue
-            module_name, module = self._home[name]
-            holders = [holder for holder, _, _ in self._owners[id(self.parameters[name])]]
-            if gradient is None:
-                reasons[name] = _UNUSED
-            elif not gradient.numel():
-                reasons[name] = "has no numbers"
-            elif failing := next((n for n in (module_name, name, *holders) if n in failures), None):
-                reasons[name] = f"skipped: {failures[failing]}"
-            elif selection == "trainable" and name not in self.trainable:
-                reasons[name] = "frozen (requires_grad=False)"
-            elif isinstance(module, WEIGHTED_MODULES):
-                reasons[name] = "not among the chosen layers"
-            else:
-                reasons[name] = f"{type(module).__name__} is kept deterministic"
-        return reasons
+def _cotangent(outputs: Tensor) -> Tensor:
+    """Fixed irregular numbers in the shape of the outputs; the same for every sample."""
+    size = outputs[0].numel()
+    row = torch.cos(1.0 + torch.arange(size, dtype=torch.float64, device="cpu") ** 2).to(outputs.dtype)
+    return row.to(outputs.device).expand(outputs.shape[0], size).reshape(outputs.shape).clone()
 
 
 PROBE_SAMPLES = 2
@@ -404,7 +406,6 @@ _OF_CALLS = (
     "x @ weight; a Laplace method with layers='everything' covers all others, too."
 )
 _OF_NONE = "They are too large, or no way to their gradients was proved."
-_UNUSED = "not used for the outputs, or without gradients (torch.no_grad, detach)"
 _ROUNDINGS = 32  # epsilons by which outputs may differ beside their relative tolerance
 _COMPARED_ROWS = 4096  # of a gradient, at once
 _NO_LAYER = "The model has no Linear or convolution layer, so there are no weights to fit a posterior over."
@@ -473,7 +474,7 @@ class Prepared:
         capture: ready to run.
         proof: for later passes of this model.
         layers: the layers that get a posterior, by name.
-        deterministic: parameters without a posterior, each with the reason.
+        table: what was seen of every parameter: its layer with a posterior, or the reason why it has none.
         outputs: of the model for one sample.
         found: all layers that the model uses, chosen or not, in the order of their last calls.
         find_uses: as of `Reference`.
@@ -485,12 +486,17 @@ class Prepared:
     capture: Capture
     proof: Proof
     layers: dict[str, Layer]
-    deterministic: dict[str, str]
+    table: Sequence[ParameterUse]
     outputs: int
     found: Sequence[TrackedLayer]
     find_uses: Callable[[], Uses]
     warning: str | None = None
     cost: str | None = None
+
+    @property
+    def deterministic(self) -> dict[str, str]:
+        """Parameters without a posterior, each with the reason."""
+        return {use.name: use.reason for use in self.table if use.reason is not None}
 
     @property
     def last(self) -> list[TrackedLayer]:
@@ -532,11 +538,13 @@ def prepare(
         PosthocUQError: the selection names no weighted layer, or the model none at all.
     """
     samples = count_samples(batch)
-    probe, reference = _probe(model, batch, samples)
-    tolerance = 0.1 if autocast else None
+    reference = _reference(model, batch, samples, 0.1 if autocast else None)
     if not independent:
-        check_independent(model, probe, reference, tolerance, batch, samples)
-    found = Capture(model).discover(probe, autocast)
+        check_independent(reference, batch, samples)
+    watched = WatchedPass(model, reference.probe.copied())
+    found, shown = layers_of(watched, autocast), watched.uses() if watched.complete else None
+    del watched  # its graph
+    reference.find_uses = cache(lambda: shown or uses_of(model, reference.probe))
     discovered = [
         t
         for t in found
@@ -556,13 +564,6 @@ def prepare(
             "No parameter of the model requires gradients, so layers='trainable' takes none; set requires_grad for "
             "those that were trained, or choose other layers."
         )
-    several = selection in ("everything", "trainable")
-    of_any_kind = by_gradients and (several or wanted_names(selection) is not None)
-    weighted = possible(discovered, selection) or (by_gradients and reference.find_uses().factors)
-    if not (of_any_kind or weighted) and not any(
-        isinstance(module, WEIGHTED_MODULES) for module in model.modules()
-    ):
-        raise PosthocUQError(_NO_LAYER)
     chosen = select(discovered, selection, reference, by_gradients)
     if tied := [t for t in chosen if t.embeddings]:
         own = with_separate_embedding_weight(model, [t.own_weight for t in tied])
@@ -576,23 +577,23 @@ def prepare(
             by_gradients=by_gradients,
             independent=True,
         )
-        prepared.deterministic |= {
-            f"{t.embeddings[0]}.weight": _TIED.format(t.layer.name)
-            for t in tied
-            if t.embeddings[0] not in prepared.layers
-        }
+        reasons = {f"{t.embeddings[0]}.weight": _TIED.format(t.layer.name) for t in tied}
+        for use in prepared.table:
+            if use.layer is None:
+                use.reason = reasons.get(use.name, use.reason)
         return prepared
-    failures = dict[str, str]()
-    capture, broken = _caught(model, probe, discovered, chosen, selection, reference, tolerance, by_gradients)
+    capture, broken = _caught(reference, discovered, chosen, selection, by_gradients)
     layers = {name: tracked.layer for name, tracked in capture.tracked.items()}
-    covered = {name for layer in layers.values() for name in layer.parameter_names}
-    for name, parameter_name in reference.missed_weights(
-        {t.layer.weight for t in discovered} | covered, selection
-    ):
-        failures[name] = reference.why_not_caught(parameter_name)
+    weights = {t.layer.weight for t in discovered}
+    of_layers = {name: layer for layer in layers.values() for name in layer.parameter_names}
+    for use in reference.table:
+        use.seen, use.layer = use.name in weights, of_layers.get(use.name)
+    reached = {use.name for use in reference.table if use.seen or use.layer}
+    failures = {use.module: use.why_not_caught() for use in reference.missed(reached, selection)}
     for name in wanted_names(selection) or []:
-        if by_gradients and reference.total.get(name) is not None and name not in covered:
-            failures[name] = reference.why_not_caught(name)
+        use = next((use for use in reference.table if use.name == name), None)
+        if by_gradients and use is not None and use.used and use.layer is None:
+            failures[name] = use.why_not_caught()
     failures |= {t.layer.name: why_not_rebuilt(t.layer.weight, t.holders, t.both_ways) for t in broken}
     # A parameter in a matrix product may be anything; its module's type, its ties or its name make it a layer.
     unnamed = selection in ("all", "everything", "trainable") or callable(selection)
@@ -608,42 +609,54 @@ def prepare(
         raise UnsupportedLayerError(f"Unsupported layers: {listed}.{advice}")
     if not layers:
         raise PosthocUQError("No weighted layer is left to fit a posterior over.")
+    for use in reference.table:
+        use.reason = None if use.layer else use.why_certain(failures, selection)
+    several = selection in ("everything", "trainable")
     others = _OF_CALLS if not by_gradients else _OF_NONE if several else _OF_ALL
-    warning = without_posterior(reference.parameters, reference.asked_for(selection), covered, others)
+    asked = (
+        [] if callable(selection) else [u for u in reference.table if u.asked_by(selection, u.module, u.name)]
+    )
+    warning = without_posterior([use for use in asked if use.used], reference.parameters, others)
     if errors:
         name, reason = next(iter(errors.items()))
         more = (
             f" Nor: {', '.join(map(repr, list(errors)[1:]))}; the report says why." if len(errors) > 1 else ""
         )
         warning = f"{warning or 'Some weights get no posterior.'} Not caught: '{name}': {reason}.{more}"
-    deterministic = reference.deterministic(covered, failures, selection)
     formed = [layer for layer in layers.values() if layer.rule.by_gradients]
     cost = None
     if formed and wanted_names(selection) is None and not isinstance(selection, Exactly):
-        weights = sum(p.numel() for p in reference.parameters.values())
-        cost = cost_of_gradients(
-            formed, weights, _passes_with_gradients(model, capture, batch, samples, formed)
-        )
-    outputs, find_uses = reference.pull[0].numel(), reference.find_uses
+        passes = _passes_with_gradients(reference, capture, batch, samples, formed)
+        cost = cost_of_gradients(formed, sum(use.numbers for use in reference.table), passes)
     tracked = {name: replace(t, module=None) for name, t in capture.tracked.items()}
     proof = Proof(tracked, selection == "all" and by_gradients, reference.form)
-    return Prepared(model, capture, proof, layers, deterministic, outputs, found, find_uses, warning, cost)
+    outputs = reference.pull[0].numel()
+    return Prepared(
+        model, capture, proof, layers, reference.table, outputs, found, reference.find_uses, warning, cost
+    )
 
 
 def _passes_with_gradients(
-    model: nn.Module, capture: Capture, batch: Batch, samples: int, formed: Sequence[Layer]
+    reference: Reference, capture: Capture, batch: Batch, samples: int, formed: Sequence[Layer]
 ) -> float:
     """How many plain passes, forward and backward, take as long as one with the gradients of each sample: measured on
-    as much of the first batch as memory takes at once.
+    as much of the first batch as memory takes at once, in seconds of this process alone, whatever else runs.
     """
     fitting = max(1, TEMPORARY_BYTES // (4 * max(1, numbers_of(formed))))
     if not batch.whole and fitting < samples:
         batch, samples = batch.narrow(0, fitting, samples), fitting
-    plain = Reference(model, batch, samples)
-    seconds = min(plain.seconds, Reference(model, batch, samples).seconds)  # the first one sets memory up
+    twin, seconds = replicate(reference.model).requires_grad_(True), list[float]()
+    pull = torch.empty(0)
+    for _ in range(2):  # the first one sets memory up
+        begun = time.process_time()
+        with torch.enable_grad(), reference.saving():
+            outputs = batch.copied().call(twin)
+            pull = _cotangent(outputs)
+            torch.autograd.grad(outputs, list(twin.parameters()), pull, allow_unused=True)
+        seconds.append(time.process_time() - begun)
     begun = time.process_time()
-    capture.run(batch, samples).pull_back(plain.pull, lambda _: None, last=True)
-    return (time.process_time() - begun) / max(seconds * 2 / 3, 1e-6)
+    capture.run(batch, samples).pull_back(pull, lambda _: None, last=True)
+    return (time.process_time() - begun) / max(min(seconds), 1e-6)
 
 
 def _may_be_no_layer(tracked: TrackedLayer) -> bool:
@@ -672,82 +685,77 @@ def count_samples(batch: Batch) -> int:
     )
 
 
-def possible(discovered: list[TrackedLayer], selection: Selection) -> list[TrackedLayer]:
-    """Those that a selection may take: layers whose weights are matrices, or all of them where it says so."""
-    words = selection in ("everything", "trainable")
-    whatever = words or isinstance(selection, Exactly) or wanted_names(selection)
-    return discovered if whatever else [t for t in discovered if t.layer.rule.matrices]
-
-
 def select(
     discovered: list[TrackedLayer], selection: Selection, reference: Reference, by_gradients: bool
 ) -> list[TrackedLayer]:
-    """The layers that the user asked for: all, the last, by name, prefix or pattern, or by predicate; other parameters
-    may be asked for by their names if `by_gradients`.
+    """The layers that the user asked for, in the order of their calls: all, the last, by name, prefix or pattern, or by
+    predicate; other parameters may be asked for by their names if `by_gradients`.
+
+    Raises:
+        PosthocUQError: the selection names no weighted layer, or the model has none at all.
     """
-    able = possible(discovered, selection)
+    names = wanted_names(selection)
+    of_any_kind = selection in ("everything", "trainable") or isinstance(selection, Exactly) or names
+    able = discovered if of_any_kind else [t for t in discovered if t.layer.rule.matrices]
+    if not (able or (by_gradients and (of_any_kind or reference.find_uses().factors))) and not any(
+        isinstance(module, WEIGHTED_MODULES) for module in reference.model.modules()
+    ):
+        raise PosthocUQError(_NO_LAYER)
     if callable(selection):
-        chosen = [t for t in able if t.module is not None and selection(t.layer.name, t.module)]
-    elif selection in ("all", "everything"):
-        chosen = able
-    elif selection == "trainable":
-        chosen = [t for t in able if t.layer.weight in reference.trainable]
-    elif selection == "last":
-        chosen = [t for t in able if t.layer.weight in reference.find_uses().last]
-    else:
-        names = wanted_names(selection) or []
-        for name in names:
-            known = any(asked_by_name([name], t.names) or name in t.alone for t in discovered)
-            matrices = {t.layer.weight for t in discovered if t.layer.rule.matrices}
-            known = known or (by_gradients and name not in matrices and reference.total.get(name) is not None)
-            sharing = next((t for t in discovered if asked_by_name([name], t.embeddings)), None)
-            if not known and sharing is not None:
-                raise UnsupportedLayerError(
-                    f"'{name}' is an embedding, and stays certain; '{sharing.layer.name}', which shares its weight, "
-                    f"can have a posterior: layers=['{sharing.layer.name}']."
-                )
-            if not known and not any(asked_by_name([name], [module]) for module, _ in reference.missed()):
-                known_names = [t.layer.name for t in discovered]
-                raise PosthocUQError(
-                    f"There is no weighted layer '{name}' in the forward pass; there are {known_names[:5]}"
-                    f"{', ...' if len(known_names) > 5 else ''}.{did_you_mean(name, [*known_names, *LAYER_WORDS])}"
-                )
-        chosen = [
-            t
-            for t in discovered
-            if (asked_by_name(names, t.names) if t.layer.rule.matrices else t.layer.name in names)
-            or any(name in t.alone for name in names)
-        ]
-    return sorted(chosen, key=lambda t: reference.order[t.layer.weight])
+        return [t for t in able if t.module is not None and selection(t.layer.name, t.module)]
+    if selection == "trainable":
+        return [t for t in able if t.layer.weight in reference.trainable]
+    if selection == "last":
+        return [t for t in able if t.layer.weight in reference.find_uses().last]
+    if names is None:
+        return able
+    for name in names:
+        known = any(asked_by_name([name], t.names) or name in t.alone for t in discovered)
+        matrices = {t.layer.weight for t in discovered if t.layer.rule.matrices}
+        known = known or (by_gradients and name not in matrices and reference.total.get(name) is not None)
+        sharing = next((t for t in discovered if asked_by_name([name], t.embeddings)), None)
+        if not known and sharing is not None:
+            raise UnsupportedLayerError(
+                f"'{name}' is an embedding, and stays certain; '{sharing.layer.name}', which shares its weight, "
+                f"can have a posterior: layers=['{sharing.layer.name}']."
+            )
+        if not known and not reference.missed((), [name]):
+            known_names = [t.layer.name for t in discovered]
+            raise PosthocUQError(
+                f"There is no weighted layer '{name}' in the forward pass; there are {known_names[:5]}"
+                f"{', ...' if len(known_names) > 5 else ''}.{did_you_mean(name, [*known_names, *LAYER_WORDS])}"
+            )
+    return [
+        t
+        for t in discovered
+        if (asked_by_name(names, t.names) if t.layer.rule.matrices else t.layer.name in names)
+        or any(name in t.alone for name in names)
+    ]
 
 
-def _probe(model: nn.Module, batch: Batch, samples: int) -> tuple[Batch, Reference]:
-    """The samples to prove the layers on, and autograd's results for them.
+def _reference(model: nn.Module, batch: Batch, samples: int, tolerance: float | None) -> Reference:
+    """Autograd's results for the samples to prove the layers on.
 
     At least two samples: one alone would not show which dimension of a layer's input counts the samples.
     """
     if batch.whole:
-        return batch, Reference(model, batch, 1)
-    if samples == 1:
-        two = _first_samples(batch, samples)
-        try:
-            return two, Reference(model, two, 2)
-        except PosthocUQError:
-            raise
-        except Exception as error:  # the model takes one sample at a time, or fails with it too
-            check_refused(error, lambda: Reference(model, two, 2), lambda: Reference(model, batch, 1))
-            return batch, Reference(model, batch, 1)
+        return Reference(model, batch, 1, tolerance)
     probe = _first_samples(batch, samples)
 
     def refer() -> Reference:
-        return Reference(model, probe, PROBE_SAMPLES)
+        return Reference(model, probe, PROBE_SAMPLES, tolerance)
 
     try:
-        return probe, refer()
+        return refer()
     except PosthocUQError:
         raise
-    except Exception as error:  # the model takes the whole batch alone, or fails with it too
-        check_refused(error, refer, lambda: _run(model, batch))
+    except Exception as error:
+        if samples == 1:  # the model takes one sample at a time, or fails with it too
+            check_refused(error, refer, lambda: Reference(model, batch, 1, tolerance))
+            return Reference(model, batch, 1, tolerance)
+        check_refused(
+            error, refer, lambda: _run(model, batch)
+        )  # the model takes the whole batch alone, or fails, too
         raise UnsupportedLayerError(
             f"The model runs on the first batch of {samples} samples, and not on {PROBE_SAMPLES} of them "
             f"({in_one_line(error)}): its batch size is fixed, as by x.view({samples}, ...) in its forward pass. A fit "
@@ -767,29 +775,30 @@ def _run(model: nn.Module, batch: Batch) -> Tensor:
         return batch.copied().call(replicate(model))
 
 
-def check_independent(
-    model: nn.Module, probe: Batch, reference: Reference, tolerance: float | None, batch: Batch, samples: int
-) -> None:
+def check_independent(reference: Reference, batch: Batch, samples: int) -> None:
     """Refuse a model whose outputs for a sample depend on the other samples of its batch, or on chance: what a fit
     finds and predictions say would then depend on the batches. Each sample is run once by itself, and all of them once
     among more: some models change samples only in a larger batch (capacities of experts), or when they differ.
 
     Args:
-        model: copies of it are run.
-        probe: several samples.
-        reference: of these.
-        tolerance: of the outputs, relative; None for that of their number format.
+        reference: of several samples.
         batch: whose first samples these are.
         samples: in that batch.
 
     Raises:
         UnsupportedLayerError: it does, with the cause as far as that is known.
     """
-    if probe.whole or reference.samples < PROBE_SAMPLES:
+    model, probe, number = reference.model, reference.probe, reference.samples
+    if probe.whole or number < PROBE_SAMPLES:
         return
-    limits, several = _rounding(reference, tolerance), _among(model, batch, samples, probe, reference)
+    company = None  # where the model cannot run more samples, the fit itself says so better
+    if samples > number:
+        company = _if_taken(model, batch.narrow(0, min(samples, COMPANY), samples), probe)
+    limits = _rounding(reference)
     for place, (expected, limit) in enumerate(zip(reference.outputs, limits, strict=True)):
-        others = [_alone(model, probe, place, reference.samples), None if several is None else several[place]]
+        others = [_alone(model, probe, place, number)]
+        if company is not None and company.ndim and len(company) >= number:
+            others.append(company[place])
         changes = [
             float(torch.linalg.vector_norm(other.reshape(-1) - expected.reshape(-1)))
             for other in others
@@ -797,8 +806,8 @@ def check_independent(
         ]
         if all(change <= limit for change in changes):
             continue
-        change = _run(model, probe) - reference.outputs
-        if bool((_norms(change) > torch.tensor(limits, device="cpu")).any()):
+        again = (_run(model, probe) - reference.outputs).reshape(number, -1)
+        if bool((torch.linalg.vector_norm(again, dim=1).cpu() > torch.tensor(limits, device="cpu")).any()):
             raise UnsupportedLayerError(
                 "The model's outputs for the same inputs differ from run to run, also in eval mode: dropout or noise "
                 "is never off, as F.dropout(x, p, training=True) or torch.randn in its forward pass, or it keeps "
@@ -814,62 +823,39 @@ def check_independent(
 def _alone(model: nn.Module, probe: Batch, place: int, samples: int) -> Tensor | None:
     """The outputs for one sample of a batch, run without the others; None where the model takes no such batch."""
     first = probe.narrow(place, 1, samples)
-    for copies in (1, 3):  # some models take no batch of one sample, and squeeze its dimension
-        outputs = _if_taken(model, first if copies == 1 else first.repeated(copies), probe)
-        if outputs is not None and copies == 1:
-            return outputs
-        if outputs is not None and outputs.ndim and outputs.shape[0] == copies:
-            return outputs[0]
-    return None
+    outputs = _if_taken(model, first, probe)
+    if outputs is None:  # some models take no batch of one sample, and squeeze its dimension
+        outputs = _if_taken(model, first.repeated(3), probe)
+        return outputs[0] if outputs is not None and outputs.ndim and len(outputs) == 3 else None
+    return outputs
 
 
 def _if_taken(model: nn.Module, batch: Batch, probe: Batch) -> Tensor | None:
     """The outputs for a batch; None where the model takes the probe, and not this one."""
-
-    def run() -> Tensor:
-        return _run(model, batch)
-
     try:
-        return run()
+        return _run(model, batch)
     except Exception as error:  # of the user's code or data
-        check_refused(error, run, lambda: _run(model, probe))
+        check_refused(error, lambda: _run(model, batch), lambda: _run(model, probe))
         return None
 
 
-def _among(model: nn.Module, batch: Batch, samples: int, probe: Batch, reference: Reference) -> Tensor | None:
-    """The outputs for the samples of the probe, run among more of the first batch; None where there are no more, or
-    where the model cannot run them, which the fit itself says better.
-    """
-    if samples <= reference.samples:
-        return None
-    outputs = _if_taken(model, batch.narrow(0, min(samples, COMPANY), samples), probe)
-    if outputs is None or outputs.ndim == 0 or len(outputs) < reference.samples:
-        return None
-    return outputs[: reference.samples]
-
-
-def _rounding(reference: Reference, tolerance: float | None) -> list[float]:
+def _rounding(reference: Reference) -> list[float]:
     """By how much the outputs of each sample of the probe may differ because numbers are rounded.
 
     A rounding of every weight by a relative epsilon changes the outputs by at most epsilon times the sum of weights
     times gradients, which is much where the outputs are small differences of large numbers.
     """
-    dtype = reference.outputs.dtype
-    relative = tolerance or {torch.float64: 1e-6, torch.float32: 2e-3}.get(dtype, 0.1)
-    sums = sum(
-        float(torch.linalg.vector_norm(reference.parameters[name].detach()))
-        * float(torch.linalg.vector_norm(g.to_dense()))
-        for name, g in reference.last.items()
-        if g is not None
-    )
-    roundings = torch.finfo(dtype).eps * sums / float(torch.linalg.vector_norm(reference.pull[-1]))
-    norms = _norms(reference.outputs).tolist()
-    return [relative * norm + (_ROUNDINGS if dtype.itemsize >= 4 else 1) * roundings for norm in norms]
-
-
-def _norms(outputs: Tensor) -> Tensor:
-    """Of each sample's outputs, on the CPU."""
-    return torch.linalg.vector_norm(outputs.reshape(len(outputs), -1), dim=1).cpu()
+    outputs, sums = reference.outputs, 0.0
+    relative = reference.tolerance or {torch.float64: 1e-6, torch.float32: 2e-3}.get(outputs.dtype, 0.1)
+    for name, gradient in reference.last.items():
+        if gradient is not None:
+            weight_norm = float(torch.linalg.vector_norm(reference.parameters[name].detach()))
+            sums += weight_norm * float(torch.linalg.vector_norm(gradient.to_dense()))
+    roundings = torch.finfo(outputs.dtype).eps * sums / float(torch.linalg.vector_norm(reference.pull[-1]))
+    norms = torch.linalg.vector_norm(outputs.reshape(len(outputs), -1), dim=1).tolist()
+    return [
+        relative * norm + (_ROUNDINGS if outputs.dtype.itemsize >= 4 else 1) * roundings for norm in norms
+    ]
 
 
 def _by_batch(model: nn.Module) -> str:
@@ -887,56 +873,55 @@ def _by_batch(model: nn.Module) -> str:
 
 
 def _caught(
-    model: nn.Module,
-    probe: Batch,
+    reference: Reference,
     discovered: list[TrackedLayer],
     chosen: list[TrackedLayer],
     selection: Selection,
-    reference: Reference,
-    tolerance: float | None,
     by_gradients: bool,
 ) -> tuple[Capture, list[TrackedLayer]]:
     """A proved capture of the chosen layers and, if `by_gradients`, of the parameters whose uses nothing caught; and
     the layers that no route could serve.
     """
     if not by_gradients:
-        return _proved_capture(model, probe, chosen, reference, tolerance)
-    seen = {t.layer.weight for t in discovered if t.layer.rule.matrices}
-    seen |= {name for t in chosen for name in t.layer.parameter_names}
-    computed = _by_gradients(model, probe, reference.unseen(seen, selection), reference, tolerance)
-    capture, broken = _proved_capture(model, probe, [*chosen, *computed], reference, tolerance)
+        return _proved_capture(reference, chosen)
+    reached = {t.layer.weight for t in discovered if t.layer.rule.matrices}
+    reached |= {name for t in chosen for name in t.layer.parameter_names}
+    computed = _by_gradients(reference, reference.unseen(reached, selection))
+    capture, broken = _proved_capture(reference, [*chosen, *computed])
     named = wanted_names(selection) is not None or selection in ("everything", "trainable")
     again = [t for t in broken if named or not _may_be_no_layer(t)]
-    names = [name for t in again for name in t.layer.parameter_names]
-    more = _by_gradients(model, probe, names, reference, tolerance)
+    more = _by_gradients(reference, [name for t in again for name in t.layer.parameter_names])
     if not more:
         return capture, broken
     failing = {t.layer.name for t in broken}
-    caught = [t for t in [*chosen, *computed] if t.layer.name not in failing]
-    capture, _ = _proved_capture(model, probe, [*caught, *more], reference, tolerance)
+    rest = [t for t in [*chosen, *computed] if t.layer.name not in failing]
+    capture, _ = _proved_capture(reference, [*rest, *more])
     found = {t.layer.weight for t in more}
     return capture, [t for t in broken if t.layer.weight not in found]
 
 
-def _proved_capture(
-    model: nn.Module, probe: Batch, chosen: list[TrackedLayer], reference: Reference, tolerance: float | None
-) -> tuple[Capture, list[TrackedLayer]]:
-    """A proved capture of the chosen layers, and the layers that no engine could serve."""
+def _proved_capture(reference: Reference, chosen: list[TrackedLayer]) -> tuple[Capture, list[TrackedLayer]]:
+    """A proved capture of the chosen layers, which are in the order of their calls, and the layers that no engine could
+    serve.
+    """
 
     def attempt(layers: list[TrackedLayer]) -> tuple[Capture, set[str]]:
-        capture = Capture(model)
+        capture = Capture(reference.model)
         capture.track(layers)
-        return capture, _failing(capture, probe, reference, tolerance)
+        return capture, _failing(capture, reference)
 
-    layers = chosen = sorted(chosen, key=lambda t: reference.order[t.layer.weight])
+    # Nothing before the first layer needs a gradient, without which BackPACK hands over nothing.
+    layers = [replace(t, engine="hooks") if t.engine == "backpack" else t for t in chosen[:1]] + chosen[1:]
+    places = {use.name: place for place, use in enumerate(reference.table)}
+    layers.sort(key=lambda t: places[t.layer.weight])
     try:
         capture, failing = attempt(layers)
     except UnsupportedLayerError:
         raise
     except (RuntimeError, AssertionError, NotImplementedError, AttributeError) as error:
         # BackPACK cannot run some module after all: the interceptor serves every layer.
-        layers = [replace(t, engine="hooks") if t.engine == "backpack" else t for t in layers]
-        check_refused(error, lambda: attempt(chosen), lambda: attempt(layers))
+        mixed, layers = layers, [replace(t, engine="hooks") if t.engine == "backpack" else t for t in layers]
+        check_refused(error, lambda: attempt(mixed), lambda: attempt(layers))
         capture, failing = attempt(layers)
     if failing:
         layers = [replace(t, engine="hooks") if t.layer.name in failing else t for t in layers]
@@ -955,19 +940,20 @@ def _proved_capture(
     return capture, broken
 
 
-def _by_gradients(
-    model: nn.Module, probe: Batch, names: Sequence[str], reference: Reference, tolerance: float | None
-) -> list[TrackedLayer]:
+def _by_gradients(reference: Reference, names: Sequence[str]) -> list[TrackedLayer]:
     """Parameters of which gradients are all that is known, each with a route that was proved to give them."""
-    left, proved = Capture(model).unseen(names) if names else [], list[TrackedLayer]()
-    routes: tuple[Route, ...] = ("loop",) if probe.whole or reference.samples == 1 else ("vmap", "loop")
+    if not names:
+        return []
+    left, proved = Capture(reference.model).unseen(names), list[TrackedLayer]()
+    single = reference.probe.whole or reference.samples == 1
+    routes: tuple[Route, ...] = ("loop",) if single else ("vmap", "loop")
     for route in routes:
         if not left:
             break
-        capture = Capture(model)
+        capture = Capture(reference.model)
         capture.track([replace(t, engine=route) for t in left])
         try:
-            failing = _failing(capture, probe, reference, tolerance)
+            failing = _failing(capture, reference)
         except Exception as error:  # the model's code decides what vmap makes of it
             if out_of_memory(error):
                 raise
@@ -977,10 +963,10 @@ def _by_gradients(
     return proved
 
 
-def _failing(capture: Capture, probe: Batch, reference: Reference, tolerance: float | None) -> set[str]:
+def _failing(capture: Capture, reference: Reference) -> set[str]:
     """Layers whose caught pairs do not rebuild autograd's gradients."""
     failing = set(capture.tracked)
-    recording = capture.run(probe, reference.samples)
+    recording = capture.run(reference.probe, reference.samples)
 
     def compare(layer_gradients: LayerGradients) -> None:
         layer = layer_gradients.layer
@@ -993,12 +979,12 @@ def _failing(capture: Capture, probe: Batch, reference: Reference, tolerance: fl
         per_sample = activations.gradients(gradients, CPU_TEMPORARY)
         # Terms may cancel in the sum, but rounding is relative to the terms.
         terms_bound = float(torch.linalg.vector_norm(gradients)) * _norm_bound(layer_gradients)
-        if not _agrees(layer, per_sample[-1], reference.last, terms_bound, tolerance):
+        if not _agrees(layer, per_sample[-1], reference.last, terms_bound, reference.tolerance):
             return
         of_batch = per_sample[0]
         for of_sample in per_sample[1:]:  # in place: a vocabulary's gradient is large
             of_batch += of_sample
-        if _agrees(layer, of_batch, reference.total, terms_bound, tolerance):
+        if _agrees(layer, of_batch, reference.total, terms_bound, reference.tolerance):
             failing.discard(layer.name)
 
     recording.pull_back(reference.pull, compare, last=True)
@@ -1022,7 +1008,7 @@ def _norm_bound(of_layer: LayerGradients) -> float:
 def _agrees(
     layer: Layer,
     rebuilt: Tensor,
-    truth: dict[str, Tensor | None],
+    truth: Mapping[str, Tensor | None],
     terms_bound: float,
     tolerance: float | None,
 ) -> bool:

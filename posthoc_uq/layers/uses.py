@@ -8,7 +8,7 @@ the inputs meets what does.
 from __future__ import annotations
 
 import re
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
@@ -47,7 +47,8 @@ class Uses:
 
 
 def uses_of(model: nn.Module, batch: Batch) -> Uses:
-    """The uses of a model's weights in one pass.
+    """The uses of a model's weights in one pass whose inputs are part of the graph, so that it shows where a weight
+    that is used in no layer's call meets what depends on them.
 
     Args:
         model: a copy of it is run.
@@ -55,10 +56,10 @@ def uses_of(model: nn.Module, batch: Batch) -> Uses:
     """
 
     def found() -> Uses:
-        return _Pass(model, batch.differentiable()).uses()
+        return WatchedPass(model, batch.differentiable()).uses()
 
     def plainly() -> Uses:
-        return _Pass(model, batch.copied()).uses()
+        return WatchedPass(model, batch.copied()).uses()
 
     try:
         return found()
@@ -67,90 +68,140 @@ def uses_of(model: nn.Module, batch: Batch) -> Uses:
         return plainly()
 
 
-class _Pass:
-    """One pass with its graph.
+@dataclass(frozen=True)
+class WeightUse:
+    """One call that applies a weight.
 
     Attributes:
+        call: with the weight and what it is applied to.
+        input_version: how often that had been written in place.
+        output: of the call.
+        output_version: likewise.
+        node: of the output, in the graph.
+    """
+
+    call: AffineCall
+    input_version: int
+    output: Tensor
+    output_version: int
+    node: Any
+
+
+class WatchedPass:
+    """One pass with its graph, in which the calls that apply weights are seen.
+
+    Attributes:
+        twin: the copy of the model that ran; its parameters require gradients.
+        names: of its parameters, by identity.
+        seen: the uses of every weight, by its identity, in the order of the last ones; of a weight that a layer shares
+            with an embedding those of the layer.
         outputs: of the model.
-        calls: by the node of a layer's outputs, its weight.
-        lookups: nodes of rows of embeddings.
-        matrices: by identity, the names of parameters that are matrices.
+        called: the weights of layers' calls that lead to the outputs, by name, where they are matrices.
     """
 
     def __init__(self, model: nn.Module, batch: Batch) -> None:
-        twin = replicate(model).requires_grad_(True)
-        names = parameter_names(twin)
-        self.matrices = {id(p): names[id(p)] for p in twin.parameters() if p.ndim >= 2 and p.numel()}
-        self.parameters = {names[id(p)]: p for p in twin.parameters()}
-        self.calls: dict[Any, str] = {}
-        self.lookups: set[Any] = set()
+        """
+        Args:
+            model: a copy of it is run.
+            batch: its inputs, for this run alone.
+        """
+        self.twin = replicate(model).requires_grad_(True)
+        self.names = parameter_names(self.twin)
+        self.seen: dict[int, list[WeightUse]] = {}
+        self._lookups: set[Any] = set()  # nodes of rows of embeddings
 
-        def note(use: AffineCall, output: Tensor) -> None:
-            if use.kind == Lookup.kind:
-                self.lookups.add(output.grad_fn)
-            elif RULES[use.kind].matrices:
-                self.calls[output.grad_fn] = self.matrices[id(use.parameter)]
+        def note(call: AffineCall, output: Tensor) -> None:
+            key, lookup = id(call.parameter), call.kind == Lookup.kind
+            if lookup:
+                self._lookups.add(output.grad_fn)
+            uses = self.seen.get(key, [])
+            if uses and lookup != (uses[0].call.kind == Lookup.kind):
+                if lookup:
+                    return  # the weight of another layer, which has the posterior
+                uses = []
+            self.seen.pop(key, None)
+            use = WeightUse(call, call.input._version, output, output._version, output.grad_fn)
+            self.seen[key] = [*uses, use]
 
-        with torch.enable_grad(), CallWatcher(set(self.matrices), note):
-            self.outputs = batch.call(twin)
+        with torch.enable_grad(), CallWatcher(set(self.names), note):
+            self.outputs = batch.call(self.twin)
+        self._matrices = {self.names[id(p)]: p for p in self.twin.parameters() if p.ndim >= 2 and p.numel()}
+        self._order = list(_leaves_first(self.outputs.grad_fn)) if self.outputs.requires_grad else []
+        reached = set(self._order)
+        # by the node of a layer's outputs, its weight
+        self._calls = {
+            use.node: self.names[key]
+            for key, uses in self.seen.items()
+            for use in uses
+            if use.node in reached and use.call.kind != Lookup.kind and RULES[use.call.kind].matrices
+        }
+        for node in self._products_of_weights():
+            del self._calls[node]
+        self.called = set(self._calls.values())
+
+    @property
+    def complete(self) -> bool:
+        """Whether all matrices of weights that lead to the outputs are used in calls of layers, or looked up: the graph
+        of a pass then shows all that `uses` asks for, also where the inputs are no part of it.
+        """
+        loose = {id(p) for name, p in self._matrices.items() if name not in self.called}
+        nodes = (node for node in self._order if node not in self._calls and node not in self._lookups)
+        return not any(
+            id(getattr(child, "variable", None)) in loose for node in nodes for child in _before(node)
+        )
 
     def uses(self) -> Uses:
         """What the graph says."""
-        root = self.outputs.grad_fn
-        if root is None:
+        if not self._order:
             return Uses()
-        order = list(_leaves_first(root))
-        for node in self._products_of_weights(order):
-            del self.calls[node]
-        reached = set(order)
-        called = {name for node, name in self.calls.items() if node in reached}
-        joins = self._joins(order, root, called)
+        joins = self._joins()
         for node in [node for node in joins if _operation(node) in _SUMS]:
             joins[node] = {name for name in joins[node] if not self._is_offset(name, _operation(node))}
         factors = {
             name
             for node, several in joins.items()
             for name in several
-            if _operation(node) in _PRODUCTS or node is root
+            if _operation(node) in _PRODUCTS or node is self._order[-1]
         }
         last = set[str]()
-        for node in self._last_uses(order, root, joins):
-            last |= {self.calls[node]} if node in self.calls else joins[node]
-        factors |= {name for name in last - called if is_matrix(self.parameters[name])}
-        return Uses(frozenset(last & (called | factors)), frozenset(factors))
+        for node in self._last_uses(joins):
+            last |= {self._calls[node]} if node in self._calls else joins[node]
+        factors |= {name for name in last - self.called if is_matrix(self._matrices[name])}
+        return Uses(frozenset(last & (self.called | factors)), frozenset(factors))
 
-    def _products_of_weights(self, order: Iterable[Any]) -> list[Any]:
+    def _products_of_weights(self) -> list[Any]:
         """The nodes of calls that apply a weight to what is computed from other weights alone."""
         found: list[Any] = []
         certain: dict[Any, bool] = {}  # nothing that it is computed from can be an input
-        for node in order:
+        for node in self._order:
             variable = getattr(node, "variable", None)
             if isinstance(variable, Tensor):
                 certain[node] = isinstance(variable, nn.Parameter)
                 continue
             several = [child for child, _ in node.next_functions]
             alone = all(child is not None and certain[child] for child in several)
-            certain[node] = alone and bool(several) and node not in self.lookups
-            if node in self.calls and certain[node]:
+            certain[node] = alone and bool(several) and node not in self._lookups
+            if node in self._calls and certain[node]:
                 found.append(node)
         return found
 
-    def _joins(self, order: Iterable[Any], root: Any, called: Collection[str]) -> dict[Any, set[str]]:
+    def _joins(self) -> dict[Any, set[str]]:
         """Where weights that are used in no layer's call meet what depends on the inputs; the end, where nothing in the
         graph does.
         """
         depends: dict[Any, bool] = {}  # on the inputs
         weights: dict[Any, set[str]] = {}
         joins: dict[Any, set[str]] = {}
-        for node in order:
+        names, root = {id(p): name for name, p in self._matrices.items()}, self._order[-1]
+        for node in self._order:
             before, variable = _before(node), getattr(node, "variable", None)
             if isinstance(variable, Tensor):
-                name = self.matrices.get(id(variable), "")
+                name = names.get(id(variable), "")
                 depends[node] = not isinstance(variable, nn.Parameter)
-                weights[node] = {name}.difference(called, [""])
+                weights[node] = {name}.difference(self.called, [""])
                 continue
             own = {name for child in before if not depends[child] for name in weights[child]}
-            of_layer = node in self.calls or node in self.lookups
+            of_layer = node in self._calls or node in self._lookups
             depends[node] = of_layer or any(depends[child] for child in before)
             weights[node] = set() if depends[node] else own
             if own and depends[node] and not of_layer:
@@ -159,19 +210,17 @@ class _Pass:
             joins[root] = weights[root]
         return joins
 
-    def _last_uses(self, order: Sequence[Any], root: Any, joins: Mapping[Any, set[str]]) -> list[Any]:
+    def _last_uses(self, joins: Mapping[Any, set[str]]) -> list[Any]:
         """The nodes of uses from which no way to the outputs leads through another use."""
-        directly, after = (
-            {root},
-            set[Any](),
-        )  # nodes that reach the outputs without another use, or through one
+        # nodes that reach the outputs without another use, or through one
+        directly, after = {self._order[-1]}, set[Any]()
         found: list[Any] = []
-        for node in reversed(order):
-            used = node in self.calls or bool(joins.get(node))
+        for node in reversed(self._order):
+            used = node in self._calls or bool(joins.get(node))
             if used and node in directly and node not in after:
                 found.append(node)
             # what is added changes nothing of what it is added to
-            through = used and (node in self.calls or _operation(node) not in _PLUS)
+            through = used and (node in self._calls or _operation(node) not in _PLUS)
             for child in _before(node):
                 if node in directly and not through:
                     directly.add(child)
@@ -187,12 +236,12 @@ class _Pass:
     def _same_gradients(self) -> dict[str, bool]:
         """Whether the outputs' derivative by a parameter is that of the last sample for all samples."""
         outputs = self.outputs
-        samples, names = len(outputs), list(self.matrices.values())
+        samples, names = len(outputs), list(self._matrices)
         if samples < 2 or torch.allclose(outputs[0], outputs[-1]):
             return {}
         pull = torch.zeros_like(outputs)
         pull[-1] = torch.cos(1.0 + torch.arange(pull[-1].numel(), device=pull.device)).reshape(pull[-1].shape)
-        parameters = [self.parameters[name] for name in names]
+        parameters = list(self._matrices.values())
 
         def gradients(of: Tensor) -> tuple[Tensor | None, ...]:
             return torch.autograd.grad(outputs, parameters, of, retain_graph=True, allow_unused=True)
