@@ -141,6 +141,23 @@ class Batch:
         """The model's return value as it is."""
         return model(*self.args, **self.kwargs)
 
+    def form(self) -> Any:
+        """All that a model's way may depend on beside the numbers in its inputs and its own: their shapes, types and
+        devices, plain values, and autocast. A dictionary's key.
+        """
+        leaves = list(enumerate(tree_leaves((self.args, self.kwargs))))
+        tensors = tuple(
+            (place, tuple(leaf.shape), leaf.dtype, leaf.device, leaf.requires_grad)
+            for place, leaf in leaves
+            if isinstance(leaf, Tensor)
+        )
+        options = tuple((place, leaf) for place, leaf in leaves if isinstance(leaf, (bool, int, float, str)))
+        casts = tuple(
+            (kind, torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else None)
+            for kind in sorted({tensor[3].type for tensor in tensors} or {"cpu"})
+        )
+        return tensors, options, casts
+
     def _with_inputs(self, change: Callable[[Tensor], Tensor]) -> Batch:
         """The same batch with all tensors of its inputs changed; targets and weights stay as they are."""
 

@@ -265,12 +265,14 @@ class Recording:
         self._watched_id = None if watched is None else id(capture.twin.get_parameter(watched.weight))
         self._batch = batch
         self._computed = [t.layer for t in capture.tracked.values() if t.engine in ROUTES]
+        # while `sample_gradients` runs, the copy of the model has other weights, for every thread
+        self._alone: AbstractContextManager[Any] = _CONTEXT_LOCK if self._computed else nullcontext()
         self.calls: dict[str, list[Call]] = {}
         self.watched: list[Call] = []
         self.numbers = samples * numbers_of(self._computed)
         self._sink: Sink | None = None
         ids = set(self._hooked) if self._watched_id is None else {*self._hooked, self._watched_id}
-        with self._alone(), torch.enable_grad(), CallWatcher(ids, self._note):
+        with self._alone, torch.enable_grad(), CallWatcher(ids, self._note):
             self.outputs = batch.copied().call(capture.twin)
         self._autocast = torch.is_autocast_enabled(self.outputs.device.type)
 
@@ -278,7 +280,8 @@ class Recording:
         """Pull ``gradient``, shaped like the outputs, back; every tracked layer that it reaches goes to
         `sink` once. After the `last` one the graph is freed.
         """
-        self._compute(gradient, sink)
+        if self._computed:
+            self._compute(gradient, sink)
         if not self.outputs.requires_grad:
             return
         self._sink = sink
@@ -303,7 +306,7 @@ class Recording:
             layers = [layer for layer in self._computed if tracked[layer.name].engine == route]
             if not layers:
                 continue
-            with self._alone(), torch.autocast(self.outputs.device.type, enabled=self._autocast):
+            with self._alone, torch.autocast(self.outputs.device.type, enabled=self._autocast):
                 found = sample_gradients(
                     self._capture.twin, layers, self._batch, self.outputs, gradient, route
                 )
@@ -317,10 +320,6 @@ class Recording:
                     sink(
                         LayerGradients(layer, [Call(layer, of_layer, Geometry(), of_layer)], self._samples, 0)
                     )
-
-    def _alone(self) -> AbstractContextManager[Any]:
-        """While `sample_gradients` runs, the copy of the model has other weights, for every thread."""
-        return _CONTEXT_LOCK if self._computed else nullcontext()
 
     def _note(self, use: AffineCall, output: Tensor) -> None:
         watched = self._capture.watched

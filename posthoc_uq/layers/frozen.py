@@ -141,7 +141,7 @@ class FrozenPart:
         """
         if torch.compiler.is_compiling() or not self._candidates or batch.whole:
             return None
-        key = (form_of_inputs(batch), torch.is_grad_enabled(), torch.is_inference_mode_enabled())
+        key = (batch.form(), torch.is_grad_enabled(), torch.is_inference_mode_enabled())
         if key not in self._usable:
             usable = self._find_tail(batch)
             if len(self._usable) >= MAX_SHAPES:
@@ -422,23 +422,6 @@ def _moved(parameter: Tensor) -> Tensor:
     steps = torch.arange(parameter.numel(), device=parameter.device, dtype=torch.float32)
     wave = torch.cos(steps * steps + 1.0).reshape(parameter.shape).to(parameter.dtype)
     return parameter.detach() + 0.1 * parameter.detach().abs().mean() * wave
-
-
-def form_of_inputs(batch: Batch) -> Any:
-    """All that a model's route may depend on beside the numbers in its inputs and its own, as a dictionary key."""
-    leaves = list(enumerate(tree_leaves((batch.args, batch.kwargs))))
-    tensors = tuple(
-        (place, tuple(leaf.shape), leaf.dtype, leaf.device, leaf.requires_grad)
-        for place, leaf in leaves
-        if isinstance(leaf, Tensor)
-    )
-    options = tuple((place, leaf) for place, leaf in leaves if isinstance(leaf, (bool, int, float, str)))
-    kinds = {tensor[3].type for tensor in tensors} or {"cpu"}
-    casts = tuple(
-        (kind, torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else None)
-        for kind in sorted(kinds)
-    )
-    return tensors, options, casts
 
 
 def _random_state() -> Any:

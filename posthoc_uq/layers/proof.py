@@ -33,7 +33,6 @@ from posthoc_uq.core.errors import (
 from posthoc_uq.core.model import owners, replicate, with_separate_embedding_weight
 from posthoc_uq.core.options import did_you_mean, shown
 from posthoc_uq.layers.capture import Capture, TrackedLayer, layers_of
-from posthoc_uq.layers.frozen import form_of_inputs
 from posthoc_uq.layers.layer import BATCH_AXES, Layer
 from posthoc_uq.layers.operands import CPU_TEMPORARY
 from posthoc_uq.layers.rules import WEIGHTED_MODULES, LayerGradients
@@ -442,7 +441,7 @@ def _form_of(twin: nn.Module, probe: Batch) -> int:
         for name, module in twin.named_modules()
     )
     parameters = tuple((name, p.shape, p.dtype, p.device) for name, p in twin.named_parameters())
-    return hash((modules, parameters, form_of_inputs(probe)))
+    return hash((modules, parameters, probe.form()))
 
 
 def _plain(value: Any, depth: int = 4) -> Any:

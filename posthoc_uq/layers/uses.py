@@ -97,6 +97,8 @@ class WatchedPass:
             with an embedding those of the layer.
         outputs: of the model.
         called: the weights of layers' calls that lead to the outputs, by name, where they are matrices.
+        complete: whether all matrices that lead to the outputs are used in such calls, or looked up. Then the graph
+            shows all that `uses` asks for, also where the inputs are no part of it.
     """
 
     def __init__(self, model: nn.Module, batch: Batch) -> None:
@@ -138,23 +140,15 @@ class WatchedPass:
         for node in self._products_of_weights():
             del self._calls[node]
         self.called = set(self._calls.values())
-
-    @property
-    def complete(self) -> bool:
-        """Whether all matrices of weights that lead to the outputs are used in calls of layers, or looked up: the graph
-        of a pass then shows all that `uses` asks for, also where the inputs are no part of it.
-        """
         loose = {id(p) for name, p in self._matrices.items() if name not in self.called}
-        nodes = (node for node in self._order if node not in self._calls and node not in self._lookups)
-        return not any(
-            id(getattr(child, "variable", None)) in loose for node in nodes for child in _before(node)
-        )
+        nodes = [node for node in self._order if node not in self._calls and node not in self._lookups]
+        self.complete = not any(id(leaf) in loose for node in nodes for leaf in map(_variable, _before(node)))
 
     def uses(self) -> Uses:
         """What the graph says."""
         if not self._order:
             return Uses()
-        joins = self._joins()
+        joins = {} if self.complete else self._joins()
         for node in [node for node in joins if _operation(node) in _SUMS]:
             joins[node] = {name for name in joins[node] if not self._is_offset(name, _operation(node))}
         factors = {
@@ -174,8 +168,8 @@ class WatchedPass:
         found: list[Any] = []
         certain: dict[Any, bool] = {}  # nothing that it is computed from can be an input
         for node in self._order:
-            variable = getattr(node, "variable", None)
-            if isinstance(variable, Tensor):
+            variable = _variable(node)
+            if variable is not None:
                 certain[node] = isinstance(variable, nn.Parameter)
                 continue
             several = [child for child, _ in node.next_functions]
@@ -194,8 +188,8 @@ class WatchedPass:
         joins: dict[Any, set[str]] = {}
         names, root = {id(p): name for name, p in self._matrices.items()}, self._order[-1]
         for node in self._order:
-            before, variable = _before(node), getattr(node, "variable", None)
-            if isinstance(variable, Tensor):
+            before, variable = _before(node), _variable(node)
+            if variable is not None:
                 name = names.get(id(variable), "")
                 depends[node] = not isinstance(variable, nn.Parameter)
                 weights[node] = {name}.difference(self.called, [""])
@@ -262,6 +256,12 @@ class WatchedPass:
 
 def _before(node: Any) -> list[Any]:
     return [child for child, _ in node.next_functions if child is not None]
+
+
+def _variable(node: Any) -> Tensor | None:
+    """The tensor that a leaf of the graph stands for."""
+    variable = getattr(node, "variable", None)
+    return variable if isinstance(variable, Tensor) else None
 
 
 def _operation(node: Any) -> str:
