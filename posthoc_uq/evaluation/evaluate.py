@@ -44,7 +44,6 @@ from posthoc_uq.heads.predictor import Predictor
 from posthoc_uq.heads.referral import Referral
 from posthoc_uq.likelihoods import Likelihood, resolve_likelihood
 from posthoc_uq.likelihoods.class_prediction import ClassPrediction
-from posthoc_uq.likelihoods.positions import PositionPrediction
 from posthoc_uq.likelihoods.prediction import SCORES, Prediction, cat, score_of
 from posthoc_uq.likelihoods.weights import counting
 
@@ -306,7 +305,7 @@ class _Gallery:
         images = next(iter(batch.tensors()), None)
         if images is None or images.ndim != 4 or images.shape[1] not in (1, 3, 4) or self.size < 1:
             return
-        if prediction.classes is None or isinstance(prediction, PositionPrediction):
+        if prediction.kind != "classes":
             return
         prediction = cast(ClassPrediction, prediction)
         labels = None if targets is None else prediction.labels(targets).flatten()

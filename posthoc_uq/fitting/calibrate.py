@@ -6,7 +6,7 @@ from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from inspect import signature
-from typing import Annotated, Any, Literal, NamedTuple, cast, get_args
+from typing import Annotated, Any, Literal, cast, get_args
 
 import torch
 from annotated_types import Gt, Lt
@@ -43,7 +43,6 @@ from posthoc_uq.fitting.tune import has_something_to_tune, tune
 from posthoc_uq.fitting.wrap import head_class, options_of, recorded_head, wrap
 from posthoc_uq.heads.predictor import Predictor, promise_keys
 from posthoc_uq.layers.proof import count_samples
-from posthoc_uq.likelihoods.bernoulli import MultilabelPrediction
 from posthoc_uq.likelihoods.class_prediction import ClassPrediction
 from posthoc_uq.likelihoods.conformal import (
     JOINT,
@@ -52,19 +51,17 @@ from posthoc_uq.likelihoods.conformal import (
     HeldOutScores,
     SetScore,
     TargetScore,
+    TargetScores,
     class_scores,
     held_out_scores,
     joint_score,
-    scores_of_positions,
     tuned_regularisation,
     wrong_up_to,
 )
-from posthoc_uq.likelihoods.gaussian import RegressionPrediction
-from posthoc_uq.likelihoods.likelihood import DrawnPrediction, Likelihood
-from posthoc_uq.likelihoods.positions import PositionPrediction
+from posthoc_uq.likelihoods.likelihood import Likelihood
 from posthoc_uq.likelihoods.prediction import Prediction
 from posthoc_uq.likelihoods.selective import QUANTILES, tail_of
-from posthoc_uq.likelihoods.weights import counted_positions, layout_of, nothing_counts
+from posthoc_uq.likelihoods.weights import counted_alone, layout_of, nothing_counts
 from posthoc_uq.posteriors.posterior import Posterior
 from posthoc_uq.posteriors.report import described_promises
 from posthoc_uq.posteriors.search import Trials
@@ -402,28 +399,28 @@ def _measured(
                     "by_class=True promises coverage for each class, and no classes are predicted."
                 )
             _add_scores(of_inputs, prediction)
-            if isinstance(prediction, PositionPrediction):
-                counted = counted_positions(prediction.layout, prediction.outputs_mean, batch)
-                counting.append(counted.any(1))
-                _add_scores(of_counted, prediction.masked(counted.reshape(-1, *prediction.positions)))
+            if (alone := counted_alone(prediction, batch)) is not None:
+                _add_scores(of_counted, alone[0])
+                counting.append(alone[1])
             tuning.append(tunes)
             kept = tunes if data.all_in_both else ~tunes
             given = cast(Tensor, batch.targets).cpu().clone()
             predictor.posterior.likelihood.check(prediction.outputs_mean, given)
             targets = prediction.fitting(given)
-            if isinstance(prediction, ClassPrediction):
-                wrong.append(prediction.losses(targets) > 0)
+            if (mistakes := prediction.mistakes(targets)) is not None:
+                wrong.append(mistakes)
             keys = promise_keys(batch, len(prediction), data.seed).cpu()
-            found = _target_scores(prediction, targets, sets, keys)
+            found = prediction.target_scores(targets, sets, keys)
             if found is not None and found.kind == "raps":
-                of_classes.append((as_double(prediction.probs), found.groups, uniforms(keys, 1).squeeze(1)))
+                probs = as_double(cast(ClassPrediction, prediction).probs)
+                of_classes.append((probs, found.groups, uniforms(keys, 1).squeeze(1)))
             if jointly and (found is None or found.kind not in ("deviation", "cdf")):
                 raise PosthocUQError(
                     "jointly=True promises intervals of several values, and no values are predicted."
                 )
             if found is not None:
                 kind = found.kind
-                of_targets.append(TargetScores(kind, found.scores[kept], found.groups[kept]))
+                of_targets.append(found._replace(scores=found.scores[kept], groups=found.groups[kept]))
             bar.advance(len(prediction))
     first = torch.cat(tuning)
     if not data.all_in_both and (len(first), int(first.sum())) != (data.samples, data.tuning):
@@ -491,67 +488,6 @@ def _input_scores(
         },
     }
     return scores, kept, record
-
-
-class TargetScores(NamedTuple):
-    """Scores of the targets of some samples.
-
-    Attributes:
-        kind: of them.
-        scores: (samples, columns), float64: by output, by label, or by share of positions.
-        groups: (samples, columns), int64: the class; of a label whether it applies; of shares of positions whether any
-            position counts; else 0.
-    """
-
-    kind: TargetScore
-    scores: Tensor
-    groups: Tensor
-
-
-def _target_scores(
-    prediction: Prediction, targets: Tensor, sets: SetScore, keys: Tensor
-) -> TargetScores | None:
-    """The scores of the targets by the kind of the prediction; None where that has none.
-
-    Args:
-        prediction: of a batch, on the CPU.
-        targets: as its `fitting` gives them.
-        sets: the score of classes.
-        keys: (batch,), of the inputs.
-    """
-    if isinstance(prediction, ClassPrediction):
-        prediction.log_prob(targets)  # refuses labels out of range
-        labels = prediction.labels(targets).unsqueeze(-1)
-        scores = class_scores(as_double(prediction.probs), sets, uniforms(keys, 1).squeeze(1))
-        return TargetScores(sets, scores.gather(-1, labels), labels)
-    if isinstance(prediction, MultilabelPrediction):
-        return TargetScores("label", 1 - as_double(prediction.probs), targets)
-    if isinstance(prediction, PositionPrediction):
-        if sets != "lac":
-            raise PosthocUQError(f"Sets of positions are by 'lac'; sets={sets!r} is for one label an input.")
-        labels, counted = (each.reshape(len(prediction), -1) for each in prediction.labels_of_rows(targets))
-        own = as_double(prediction.rows.probs).gather(1, labels.reshape(-1, 1))
-        scores = scores_of_positions(1 - own.reshape(labels.shape), counted)
-        return TargetScores("positions", scores, counted.any(1, keepdim=True).long().expand_as(scores))
-    return value_scores(prediction, targets)
-
-
-def value_scores(prediction: Prediction, targets: Tensor) -> TargetScores | None:
-    """The scores of values as targets; None where the prediction has none.
-
-    Args:
-        prediction: on the CPU.
-        targets: as its `fitting` gives them.
-    """
-    if isinstance(prediction, RegressionPrediction):
-        scores = (as_double(targets) - as_double(prediction.mean)).abs()
-        scores = (scores / as_double(prediction.standard_deviation)).reshape(len(prediction), -1)
-        return TargetScores("deviation", scores, torch.zeros_like(scores, dtype=torch.int64))
-    if isinstance(prediction, DrawnPrediction) and prediction.likelihood.defines("cdf"):
-        scores = (as_double(prediction.cdf(targets.reshape(prediction.functional_mean.shape))) - 0.5).abs()
-        scores = scores.reshape(len(prediction), -1)
-        return TargetScores("cdf", scores, torch.zeros_like(scores, dtype=torch.int64))
-    return None
 
 
 def _split_scores(kind: TargetScore, scores: Tensor, groups: Tensor, classes: int | None) -> list[Tensor]:

@@ -46,7 +46,6 @@ from posthoc_uq.layers.rules import LayerGradients
 from posthoc_uq.likelihoods.conformal import ConformalScores
 from posthoc_uq.likelihoods.draws import LINK_DRAWS, LogitCovariance, Product, of_product
 from posthoc_uq.likelihoods.labels import Layout, novelty_at
-from posthoc_uq.likelihoods.positions import PositionPrediction
 from posthoc_uq.likelihoods.prediction import Prediction, at_least_float32
 from posthoc_uq.posteriors import QUADRATIC, Posterior
 from posthoc_uq.posteriors.covariance import Covariance, Mode
@@ -1088,9 +1087,7 @@ class LinearizedPredictor(GaussianPredictor):
     def _prediction_of(self, posterior: Posterior, distribution: GaussianOutputs) -> Prediction:
         with self._gradients():
             prediction = super()._prediction_of(posterior, distribution)
-        if self._positions is not None and isinstance(prediction, PositionPrediction):
-            return prediction.unshifted()
-        return prediction
+        return prediction if self._positions is None else prediction.unshifted()
 
     def at(self, positions: Positions) -> LinearizedPredictor:
         """The same predictor for these positions of the outputs, as with the option `positions`; it shares all that was

@@ -25,6 +25,7 @@ from posthoc_uq.likelihoods.class_prediction import (
     divergence_of_classes,
     entropy_of,
 )
+from posthoc_uq.likelihoods.conformal import SET_SIZE, Coverage, SetScore, TargetScores
 from posthoc_uq.likelihoods.draws import LINK_DRAWS, LINKS, OutputGaussian
 from posthoc_uq.likelihoods.likelihood import Faults, Likelihood, last_function
 from posthoc_uq.likelihoods.prediction import OnDemand, at_least_float32
@@ -287,6 +288,18 @@ class MultilabelPrediction(LogitsPrediction):
         if not bool(((targets == 0) | (targets == 1)).all()):
             raise PosthocUQError("Labels must be 0 or 1.")
         return targets.long()
+
+    def target_scores(self, targets: Tensor, sets: SetScore, keys: Tensor) -> TargetScores:
+        """See `Prediction`: the score of every label."""
+        return TargetScores("label", 1 - as_double(self.probs), targets)
+
+    def coverage(
+        self, targets: Tensor, level: float, *, allow_empty: bool = False, widths: bool = True
+    ) -> Coverage:
+        """See `Prediction`: an entry for every label that applies."""
+        chosen = self.set(level)
+        inputs, labels = (targets > 0).nonzero(as_tuple=True)
+        return Coverage(chosen[inputs, labels].double(), chosen.sum(1).double()[inputs], labels, SET_SIZE)
 
     def quality(self, targets: Tensor, bins: int = 15) -> dict[str, float]:
         """Mean average precision, F1, Hamming loss, NLL (sum over labels), Brier score, ECE, mean entropy."""

@@ -15,7 +15,9 @@ from torch import Tensor
 from posthoc_uq.core.batches import as_targets
 from posthoc_uq.core.devices import as_double, widest_dtype
 from posthoc_uq.core.errors import PosthocUQError
+from posthoc_uq.core.randomness import uniforms
 from posthoc_uq.likelihoods import metrics, selective
+from posthoc_uq.likelihoods.conformal import SET_SIZE, Coverage, SetScore, TargetScores, class_scores
 from posthoc_uq.likelihoods.draws import (
     EXACT,
     LogitCovariance,
@@ -368,6 +370,25 @@ class ClassPrediction(LogitsPrediction):
         """Labels (batch,) of targets as `fitting` gives them: of soft labels the most probable class."""
         return targets.argmax(-1) if are_soft(targets, self.probs) else targets
 
+    def target_scores(self, targets: Tensor, sets: SetScore, keys: Tensor) -> TargetScores:
+        """See `Prediction`: the score of each input's class."""
+        self.log_prob(targets)  # refuses labels out of range
+        labels = self.labels(targets).unsqueeze(-1)
+        scores = class_scores(as_double(self.probs), sets, uniforms(keys, 1).squeeze(1))
+        return TargetScores(sets, scores.gather(-1, labels), labels)
+
+    def coverage(
+        self, targets: Tensor, level: float, *, allow_empty: bool = False, widths: bool = True
+    ) -> Coverage:
+        """See `Prediction`."""
+        chosen, labels = self.set(level, allow_empty=allow_empty), self.labels(targets)
+        covered = chosen.gather(1, labels[:, None])[:, 0]
+        return Coverage(covered.double(), chosen.sum(1).double(), labels, SET_SIZE)
+
+    def mistakes(self, targets: Tensor) -> Tensor:
+        """(batch,), bool: which predicted classes are wrong."""
+        return self.predicted() != self.labels(targets)
+
     def scores(self) -> dict[str, Tensor]:
         """See `Prediction`: the scores of classes."""
         scores = super().scores()
@@ -392,7 +413,7 @@ class ClassPrediction(LogitsPrediction):
 
     def losses(self, targets: Tensor) -> Tensor:
         """(batch,): 1 where the predicted class is wrong."""
-        return as_double(self.predicted() != self.labels(targets))
+        return as_double(self.mistakes(targets))
 
     def retained_quality(self, scores: Tensor, targets: Tensor, rates: Sequence[float]) -> dict[str, float]:
         """Accuracies, and for two classes areas under the ROC curve."""

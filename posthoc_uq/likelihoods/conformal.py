@@ -38,6 +38,50 @@ JOINT = "joint"
 """The name of the score of an input that joins all others (`posthoc_uq.likelihoods.selective.joint_surprise`)."""
 
 
+class TargetScores(NamedTuple):
+    """Scores of the targets of some samples.
+
+    Attributes:
+        kind: of them.
+        scores: (samples, columns), float64: by output, by label, or by share of positions.
+        groups: (samples, columns), int64: the class; of a label whether it applies; of shares of positions whether any
+            position counts; else 0.
+    """
+
+    kind: TargetScore
+    scores: Tensor
+    groups: Tensor
+
+    @classmethod
+    def of_values(cls, kind: TargetScore, scores: Tensor) -> TargetScores:
+        """Of values, from scores ``(samples, ...)`` of their outputs."""
+        flat = scores.reshape(scores.shape[0], -1)
+        return cls(kind, flat, torch.zeros_like(flat, dtype=torch.int64))
+
+
+SET_SIZE, INTERVAL_WIDTH = "set size", "interval width"
+
+
+class Coverage(NamedTuple):
+    """What predictions keep of the promises of one level.
+
+    Attributes:
+        covered: (entries,), float64: whether the target, or a label that applies, is in its set; of positions whether
+            at least the share `level` of an input's labels are in theirs; of values whether the target has a score that
+            belongs to the interval (bounds of counts, which are whole, may hold more), mean over outputs, or whether
+            all have where they are promised jointly.
+        sizes: float64: (entries,), the number of classes in the set; or the widths of intervals, of some inputs where
+            they take long.
+        classes: (entries,), int64: the class or label; None of values and of positions.
+        unit: of the sizes: `SET_SIZE` or `INTERVAL_WIDTH`.
+    """
+
+    covered: Tensor
+    sizes: Tensor
+    classes: Tensor | None
+    unit: str
+
+
 @dataclass(frozen=True, eq=False)
 class HeldOutScores:
     """The scores of held-out samples in ascending order, thinned to `MAX_KEPT`.

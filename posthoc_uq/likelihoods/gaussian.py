@@ -21,7 +21,7 @@ from posthoc_uq.core.errors import PosthocUQError
 from posthoc_uq.core.options import LARGEST, Magnitude
 from posthoc_uq.core.records import Record
 from posthoc_uq.likelihoods import metrics
-from posthoc_uq.likelihoods.conformal import ConformalScores
+from posthoc_uq.likelihoods.conformal import ConformalScores, SetScore, TargetScores
 from posthoc_uq.likelihoods.draws import LINK_DRAWS, LINKS, Moments, OutputGaussian, gathered, moments_of
 from posthoc_uq.likelihoods.likelihood import Faults, Likelihood, at_nodes
 from posthoc_uq.likelihoods.prediction import (
@@ -444,6 +444,11 @@ class RegressionPrediction(Prediction):
                 f"take them apart with batch_to_targets."
             )
         return as_double(targets.reshape(self.mean.shape))
+
+    def target_scores(self, targets: Tensor, sets: SetScore, keys: Tensor) -> TargetScores:
+        """See `Prediction`: distances from the mean in predictive standard deviations."""
+        distances = (as_double(targets) - as_double(self.mean)).abs()
+        return TargetScores.of_values("deviation", distances / as_double(self.standard_deviation))
 
     def scores(self) -> dict[str, Tensor]:
         """See `Prediction`: the scores of values."""

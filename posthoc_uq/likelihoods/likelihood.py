@@ -21,7 +21,7 @@ from posthoc_uq.core.errors import PosthocUQError
 from posthoc_uq.core.randomness import mix, sample_keys, uniforms
 from posthoc_uq.core.records import Record
 from posthoc_uq.likelihoods import metrics
-from posthoc_uq.likelihoods.conformal import ConformalScores
+from posthoc_uq.likelihoods.conformal import ConformalScores, SetScore, TargetScores
 from posthoc_uq.likelihoods.draws import LINK_DRAWS, OutputGaussian, moments_of
 from posthoc_uq.likelihoods.labels import Layout
 from posthoc_uq.likelihoods.prediction import (
@@ -848,6 +848,13 @@ class DrawnPrediction(Prediction):
         targets = as_targets(targets)
         self.likelihood.check(self.functional_mean, targets)
         return targets
+
+    def target_scores(self, targets: Tensor, sets: SetScore, keys: Tensor) -> TargetScores | None:
+        """See `Prediction`: distances of the distribution function from 1/2; None where the likelihood has none."""
+        if not self.likelihood.defines("cdf"):
+            return None
+        found = self.cdf(targets.reshape(self.functional_mean.shape))
+        return TargetScores.of_values("cdf", (as_double(found) - 0.5).abs())
 
     def scores(self) -> dict[str, Tensor]:
         """See `Prediction`: the scores of values that are known, and the functional variance."""

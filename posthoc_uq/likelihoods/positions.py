@@ -17,7 +17,14 @@ from posthoc_uq.core.devices import as_double
 from posthoc_uq.core.errors import PosthocUQError
 from posthoc_uq.core.options import did_you_mean
 from posthoc_uq.likelihoods.class_prediction import ClassPrediction, ClassStatistics, no_interval_error
-from posthoc_uq.likelihoods.conformal import ConformalScores
+from posthoc_uq.likelihoods.conformal import (
+    SET_SIZE,
+    ConformalScores,
+    Coverage,
+    SetScore,
+    TargetScores,
+    scores_of_positions,
+)
 from posthoc_uq.likelihoods.labels import Layout
 from posthoc_uq.likelihoods.prediction import ClassTensors, Prediction, Unread
 
@@ -285,6 +292,32 @@ class PositionPrediction(Prediction):
         """The positions of all inputs that count, as one prediction of classes, with their labels ``(positions,)``."""
         labels, counted = self.labels_of_rows(targets)
         return self.rows.picked(counted), labels[counted]
+
+    def target_scores(self, targets: Tensor, sets: SetScore, keys: Tensor) -> TargetScores:
+        """See `Prediction`: quantiles of the scores of an input's labels.
+
+        Raises:
+            PosthocUQError: the score is none of positions, or the labels do not fit.
+        """
+        if sets != "lac":
+            raise PosthocUQError(f"Sets of positions are by 'lac'; sets={sets!r} is for one label an input.")
+        labels, counted = (each.reshape(len(self), -1) for each in self.labels_of_rows(targets))
+        own = as_double(self.rows.probs).gather(1, labels.reshape(-1, 1))
+        scores = scores_of_positions(1 - own.reshape(labels.shape), counted)
+        return TargetScores("positions", scores, counted.any(1, keepdim=True).long().expand_as(scores))
+
+    def coverage(
+        self, targets: Tensor, level: float, *, allow_empty: bool = False, widths: bool = True
+    ) -> Coverage:
+        """See `Prediction`: an entry for every input with positions that count."""
+        chosen = self.layout.rows(self.set(level, allow_empty=allow_empty))
+        labels, counted = self.labels_of_rows(targets)
+        held = (chosen.gather(1, labels[:, None])[:, 0] & counted).reshape(len(self), -1)
+        sizes = (chosen.sum(1) * counted).reshape(held.shape)
+        counts = counted.reshape(held.shape).sum(1)
+        some = counts > 0
+        shares, sizes = (part.sum(1)[some].double() / counts[some] for part in (held, sizes))
+        return Coverage((shares >= level - 1e-9).double(), sizes, None, SET_SIZE)
 
     def quality(self, targets: Tensor, bins: int = 15) -> dict[str, float]:
         """Accuracy, NLL, Brier score, calibration errors and mean entropy over all positions that count."""

@@ -15,7 +15,16 @@ from posthoc_uq.core.devices import as_double, to_device
 from posthoc_uq.core.errors import PosthocUQError
 from posthoc_uq.core.options import did_you_mean
 from posthoc_uq.likelihoods import metrics, selective
-from posthoc_uq.likelihoods.conformal import ConformalScores, applying
+from posthoc_uq.likelihoods.conformal import (
+    INTERVAL_WIDTH,
+    ConformalScores,
+    Coverage,
+    SetScore,
+    TargetScores,
+    applying,
+)
+
+_MAX_WIDTHS = 200  # of intervals that take long
 
 AnyPrediction = TypeVar("AnyPrediction", bound="Prediction")
 
@@ -346,6 +355,52 @@ class Prediction(ABC):
     def set(self, level: float = 0.9, *, allow_empty: bool = False) -> Tensor:
         """Of predictions of classes: those that hold the right one with a promised probability."""
         raise PosthocUQError("Values have no sets of classes; prediction.interval(level) has their bounds.")
+
+    def target_scores(self, targets: Tensor, sets: SetScore, keys: Tensor) -> TargetScores | None:
+        """How badly targets fit, by which sets and intervals promise; by default None: nothing is promised of targets.
+
+        Args:
+            targets: as `fitting` gives them.
+            sets: the score of classes.
+            keys: (batch,), hashes of the inputs, where sets are randomised.
+
+        Raises:
+            PosthocUQError: the targets do not fit, or such predictions have no scores of this name.
+        """
+        return None
+
+    def coverage(
+        self, targets: Tensor, level: float, *, allow_empty: bool = False, widths: bool = True
+    ) -> Coverage:
+        """What a prediction with promises of targets keeps of them; by default of values, by `target_scores` and
+        `interval`.
+
+        Args:
+            targets: as `fitting` gives them.
+            level: that can be promised.
+            allow_empty: whether sets of classes may be empty.
+            widths: whether the widths of intervals are wanted.
+        """
+        found = self.target_scores(targets, "lac", torch.zeros(len(self), dtype=torch.int64, device="cpu"))
+        assert found is not None  # there are promises of targets
+        promises = self.known_promises()
+        within = (found.scores <= promises.bounds(found.kind, level, found.scores.shape[1])).double()
+        covered = within.amin(1) if len(promises.targets) == 1 else within.mean(1)
+        if not widths:
+            return Coverage(covered, covered.new_empty(0), None, INTERVAL_WIDTH)
+        # bounds by a distribution function are found by bisection
+        step = 1 if found.kind == "deviation" else -(-len(self) // _MAX_WIDTHS)
+        some: Any = self.picked(slice(None, None, step))
+        low, high = map(as_double, some.interval(level))
+        return Coverage(covered, (high - low).reshape(len(some), -1).mean(1), None, INTERVAL_WIDTH)
+
+    def mistakes(self, targets: Tensor) -> Tensor | None:
+        """(batch,), bool: which predicted classes are wrong; None where not each input has one class."""
+        return None
+
+    def unshifted(self: AnyPrediction) -> AnyPrediction:
+        """The same for single positions: labels are then those that belong to each, whatever `next_token` says."""
+        return self
 
     def known_promises(self) -> ConformalScores:
         """The held-out scores by which promises are made.

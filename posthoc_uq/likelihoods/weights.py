@@ -217,6 +217,16 @@ def counting(prediction: Prediction, batch: Batch) -> Prediction:
     return prediction.masked(counted.reshape(len(prediction), *prediction.positions))
 
 
+def counted_alone(prediction: Prediction, batch: Batch) -> tuple[Prediction, Tensor] | None:
+    """The prediction, in whose numbers of an input only the positions count that labels, weights and the attention mask
+    leave in, and which inputs have any, ``(batch,)`` of booleans; None where it has no positions.
+    """
+    if not isinstance(prediction, PositionPrediction):
+        return None
+    counted = counted_positions(prediction.layout, prediction.outputs_mean, batch)
+    return prediction.masked(counted.reshape(-1, *prediction.positions)), counted.any(1)
+
+
 def attending(prediction: Prediction, batch: Batch) -> Prediction:
     """The prediction, in whose numbers of an input only positions count that the attention mask of its batch attends
     to; of an input without any, all of them.
