@@ -16,7 +16,7 @@ import torch
 from matplotlib.figure import Figure
 from torch import Tensor, nn
 
-from posthoc_uq.core.errors import PosthocUQError
+from posthoc_uq import PosthocUQError
 from posthoc_uq.files.atomic import checked_target, write
 
 OUTPUT = Path(__file__).resolve().parent / "output"

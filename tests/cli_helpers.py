@@ -15,7 +15,7 @@ import torch
 from PIL import Image
 from torch import nn
 
-from posthoc_uq.app.cli import main
+from posthoc_uq.app import main
 from posthoc_uq.files import save_load
 from posthoc_uq.files.hdf5 import ImageReader
 

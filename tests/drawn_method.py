@@ -16,7 +16,7 @@ import posthoc_uq as uq
 from posthoc_uq.core import Batch, DeferredChecks, Share, mixed_seed, output_tensor, replicate
 from posthoc_uq.methods import Task
 from posthoc_uq.posteriors import GROUPS, INPUTS, OUTPUTS, Block, Covariance, PrecisionSettings, TensorField
-from posthoc_uq.trained.training import Group, Objective, Step, Training, check_trainable
+from posthoc_uq.trained import Group, Objective, Step, Training, check_trainable
 
 
 @uq.register_method

@@ -43,9 +43,10 @@ from PIL import Image
 from torch import Tensor, nn
 
 import posthoc_uq as uq
+from posthoc_uq.app import main
 from posthoc_uq.app.cli import commands
 from posthoc_uq.app.cli.help import summary
-from posthoc_uq.app.cli.main import COMMANDS, main, plain, sentence
+from posthoc_uq.app.cli.main import COMMANDS, plain, sentence
 from posthoc_uq.app.cli.options import Choice, Console, Read
 from posthoc_uq.app.cli.outputs import role_of
 from posthoc_uq.app.cli.parser import Command, kinds_of, options_of

@@ -22,14 +22,23 @@ from torch import nn
 from torch.utils.data import DataLoader, DistributedSampler
 
 import posthoc_uq as uq
+from posthoc_uq.app import (
+    FolderImages,
+    ImageLoader,
+    Preprocessing,
+    ScoreLog,
+    TrainedModel,
+    folder_labels,
+    image_files,
+    read_scores,
+    read_state,
+)
 from posthoc_uq.app.cli.data import load_data
-from posthoc_uq.app.cli.images import FolderImages, ImageLoader, WrappedImages, image_files, opened_image
-from posthoc_uq.app.cli.labels import folder_labels, read_map, read_names
-from posthoc_uq.app.cli.models import TrainedModel, imported, read_state
+from posthoc_uq.app.cli.images import WrappedImages, opened_image
+from posthoc_uq.app.cli.labels import read_map, read_names
+from posthoc_uq.app.cli.models import imported
 from posthoc_uq.app.cli.options import Data
 from posthoc_uq.app.cli.posterior_file import DatasetInfo
-from posthoc_uq.app.cli.transforms import Preprocessing
-from posthoc_uq.app.monitor import ScoreLog, read_scores
 from posthoc_uq.app.paths import IMAGE_ENDINGS
 from posthoc_uq.core import csv_text, own_samples, sampler_of
 

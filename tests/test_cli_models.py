@@ -19,17 +19,10 @@ from torch import Tensor, nn
 from torchvision.models import ResNet18_Weights
 
 import posthoc_uq as uq
+from posthoc_uq.app import ModelSource, Preprocessing, read_state, trained_model, transform_of
 from posthoc_uq.app.cli import posterior_file
-from posthoc_uq.app.cli.models import (
-    function_at,
-    imported,
-    is_import_path,
-    load_weights,
-    read_state,
-    trained_model,
-)
-from posthoc_uq.app.cli.options import ModelSource
-from posthoc_uq.app.cli.transforms import Preprocessing, input_channels, transform_of
+from posthoc_uq.app.cli.models import function_at, imported, is_import_path, load_weights
+from posthoc_uq.app.cli.transforms import input_channels
 
 pytestmark = pytest.mark.filterwarnings("ignore::UserWarning")
 

@@ -463,7 +463,7 @@ def thins(device: torch.device) -> dict[str, Any]:
 
 
 def serves(device: torch.device) -> dict[str, Any]:
-    from posthoc_uq.app.serve import Service
+    from posthoc_uq.app import Service
 
     model = network(device=device)
     service = Service(uq.wrap(model, fitted(model, "diag"), n_samples=3))

@@ -14,7 +14,7 @@ import pytest
 import torch.distributed as dist
 
 import posthoc_uq as uq
-from posthoc_uq.app.cli.commands import process_group
+from posthoc_uq.app import process_group
 
 Said = dict[str, list[dict[str, Any] | None]]
 

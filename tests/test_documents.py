@@ -19,8 +19,8 @@ from torch.utils.data import DataLoader, TensorDataset
 from torch.utils.data.distributed import DistributedSampler
 
 import posthoc_uq as uq
+from posthoc_uq.app import WrongUsage
 from posthoc_uq.app.cli import commands
-from posthoc_uq.app.cli.options import WrongUsage
 from posthoc_uq.app.cli.parser import Command
 
 ROOT = Path(__file__).parents[1]

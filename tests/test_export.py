@@ -13,7 +13,8 @@ import torch
 from torch import nn
 
 import posthoc_uq as uq
-from posthoc_uq.app.export import export, exportable
+from posthoc_uq import export
+from posthoc_uq.app import exportable
 from posthoc_uq.likelihoods import (
     ClassTensors,
     PromisedClassTensors,

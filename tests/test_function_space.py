@@ -23,8 +23,8 @@ from posthoc_uq import NonFiniteError, PosteriorMismatchError, PosthocUQError
 from posthoc_uq.core import Batch, DeferredChecks, replicate
 from posthoc_uq.layers import describe
 from posthoc_uq.likelihoods import Bernoulli, Categorical, Gaussian, Likelihood
+from posthoc_uq.trained import MeanField, Step, function_space_kl
 from posthoc_uq.trained.contexts import Context, UniformBox
-from posthoc_uq.trained.function_kl import function_space_kl
 from posthoc_uq.trained.function_space import (
     FeatureNetwork,
     FunctionSpaceObjective,
@@ -33,8 +33,6 @@ from posthoc_uq.trained.function_space import (
     marginal_kl,
     relative_function_noise,
 )
-from posthoc_uq.trained.mean_field import MeanField
-from posthoc_uq.trained.training import Step
 
 F64 = torch.float64
 

@@ -18,7 +18,7 @@ import posthoc_uq as uq
 from posthoc_uq.core import Batch, DeferredChecks
 from posthoc_uq.layers import describe
 from posthoc_uq.likelihoods import Categorical
-from posthoc_uq.trained import latent_binary
+from posthoc_uq.trained import Flow, Step, latent_binary
 from posthoc_uq.trained.latent_binary import (
     LatentLayer,
     LatentObjective,
@@ -27,8 +27,7 @@ from posthoc_uq.trained.latent_binary import (
     begun_layer,
 )
 from posthoc_uq.trained.mean_field import gaussian_divergence
-from posthoc_uq.trained.training import Step
-from posthoc_uq.trained.variational import Flow, gated_step, log_normal
+from posthoc_uq.trained.variational import gated_step, log_normal
 
 pytestmark = pytest.mark.filterwarnings("ignore::UserWarning")
 

@@ -12,11 +12,19 @@ from torch import Tensor, nn
 import posthoc_uq as uq
 from posthoc_uq.layers import Geometry, describe
 from posthoc_uq.posteriors import PrecisionSettings
+from posthoc_uq.trained import (
+    Argmax,
+    JointMessagesBlock,
+    Message,
+    MessagesBlock,
+    Regression,
+    Signal,
+    Softargmax,
+    Trainer,
+    Weighted,
+)
 from posthoc_uq.trained.message_passing import fit as message_fit
-from posthoc_uq.trained.message_passing.messages import Argmax, Message, Regression, Signal, Softargmax
-from posthoc_uq.trained.message_passing.network import Weighted
-from posthoc_uq.trained.message_passing.train import Trainer, group_message
-from posthoc_uq.trained.messages import JointMessagesBlock, MessagesBlock
+from posthoc_uq.trained.message_passing.train import group_message
 
 D = torch.float64
 

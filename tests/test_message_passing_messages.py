@@ -10,18 +10,9 @@ import torch
 from torch import Tensor
 
 import posthoc_uq as uq
+from posthoc_uq.trained import Argmax, Message, Regression, Signal, Softargmax, from_moments
 from posthoc_uq.trained.message_passing import messages, network, train
-from posthoc_uq.trained.message_passing.messages import (
-    Argmax,
-    Message,
-    Regression,
-    Signal,
-    Softargmax,
-    divided,
-    from_moments,
-    multiplied,
-    uniform_like,
-)
+from posthoc_uq.trained.message_passing.messages import divided, multiplied, uniform_like
 
 D = torch.float64
 

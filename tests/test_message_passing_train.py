@@ -15,31 +15,22 @@ from torch.func import functional_call
 import posthoc_uq as uq
 from posthoc_uq.layers import RULES, Geometry, Layer, describe, register, rules
 from posthoc_uq.layers.rules import Linear
-from posthoc_uq.trained.message_passing import train
-from posthoc_uq.trained.message_passing.messages import (
+from posthoc_uq.trained import (
+    Activation,
     Argmax,
     Message,
     Regression,
     Signal,
     Softargmax,
-    divided,
-    from_moments,
-    multiplied,
-    sum_backward,
-    uniform_like,
-)
-from posthoc_uq.trained.message_passing.network import (
-    Activation,
-    ByStage,
-    Kept,
-    Scale,
-    Stage,
+    Trainer,
     Weighted,
+    from_moments,
     outputs_of,
-    passed,
-    stages_of,
 )
-from posthoc_uq.trained.message_passing.train import Trainer, batch_damping
+from posthoc_uq.trained.message_passing import train
+from posthoc_uq.trained.message_passing.messages import divided, multiplied, sum_backward, uniform_like
+from posthoc_uq.trained.message_passing.network import ByStage, Kept, Scale, Stage, passed, stages_of
+from posthoc_uq.trained.message_passing.train import batch_damping
 
 D = torch.float64
 ROWS = torch.tensor([[1, 0.5, -0.3], [0.2, -1, 0.4], [-0.6, 0.3, 1], [0.8, 0.7, 0.2]], dtype=D)

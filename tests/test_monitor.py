@@ -11,7 +11,7 @@ import pytest
 from scipy.stats import ks_2samp
 
 import posthoc_uq as uq
-from posthoc_uq.app.monitor import ScoreLog, Scores, drift_figure, drift_table, drifts, read_scores
+from posthoc_uq.app import ScoreLog, Scores, drift_figure, drift_table, drifts, read_scores
 
 
 def _row(label: str, novelty: float) -> dict[str, Any]:

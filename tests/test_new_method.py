@@ -28,7 +28,7 @@ from cli_helpers import run
 from networks import batches, inputs_of, mlp, registries_restored, targets_of
 
 import posthoc_uq as uq
-from posthoc_uq.app.cli import main
+from posthoc_uq.app import main
 from posthoc_uq.heads import HEADS
 from posthoc_uq.methods import METHODS, Laplace, squares_of
 from posthoc_uq.posteriors import FAMILIES

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 import posthoc_uq as uq
 from posthoc_uq import PosthocUQError
 from posthoc_uq.core import mixed_seed
-from posthoc_uq.trained.variational import RandomScale
+from posthoc_uq.trained import RandomScale
 
 pytestmark = pytest.mark.filterwarnings("ignore::UserWarning")
 

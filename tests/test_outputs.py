@@ -17,7 +17,7 @@ from watching import Watch
 
 import posthoc_uq as uq
 from posthoc_uq import PosthocUQError
-from posthoc_uq.app.export import exportable
+from posthoc_uq.app import exportable
 from posthoc_uq.core import Choice, chosen_in, guessed_choice, output_tensor, with_choice
 
 torchvision: Any = pytest.importorskip("torchvision")

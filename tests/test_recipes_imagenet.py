@@ -26,8 +26,7 @@ from torch import Tensor, nn
 
 import posthoc_uq as uq
 from posthoc_uq import ClassPrediction, PosthocUQError
-from posthoc_uq.app.cli.models import TrainedModel, trained_model
-from posthoc_uq.app.cli.options import ModelSource
+from posthoc_uq.app import ModelSource, TrainedModel, trained_model
 from posthoc_uq.app.cli.transforms import ImageTransform
 from recipes.common import NOTE
 

@@ -27,10 +27,8 @@ from PIL import Image
 from torch import Tensor, nn
 
 import posthoc_uq as uq
-from posthoc_uq.app.cli.images import FolderImages, Trouble, image_files
-from posthoc_uq.app.cli.options import ModelSource
-from posthoc_uq.app.cli.transforms import transform_of
-from posthoc_uq.app.monitor import ScoreLog, read_scores
+from posthoc_uq.app import FolderImages, ModelSource, ScoreLog, image_files, read_scores, transform_of
+from posthoc_uq.app.cli.images import Trouble
 
 pytest.importorskip("starlette")
 
@@ -39,9 +37,9 @@ import uvicorn
 from starlette.datastructures import Headers
 from starlette.testclient import TestClient
 
+from posthoc_uq.app import Limits, Refused, Service, application
 from posthoc_uq.app import serve as serving
-from posthoc_uq.app.requests import Limits, Refused
-from posthoc_uq.app.serve import LOOPBACK, Connection, Service, application
+from posthoc_uq.app.serve import LOOPBACK, Connection
 
 NAMES = ("cat", "dog", "emu")
 REFERRAL = uq.Referral(0.3)

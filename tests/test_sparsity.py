@@ -18,8 +18,8 @@ from torch.nn.utils import parametrizations
 import posthoc_uq as uq
 from posthoc_uq.files import fingerprint
 from posthoc_uq.posteriors import Evidence, History, Hyperparameters
+from posthoc_uq.trained import Flow, LatentBinaryBlock, MedianBlock, RandomScale
 from posthoc_uq.trained.sparse import SparseLinear
-from posthoc_uq.trained.variational import Flow, LatentBinaryBlock, MedianBlock, RandomScale
 
 
 def posterior_of(

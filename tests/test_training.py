@@ -20,16 +20,8 @@ from posthoc_uq import NonFiniteError, PosthocUQError
 from posthoc_uq.core import Batch, BatchReader, DeferredChecks
 from posthoc_uq.methods import Checkpoint
 from posthoc_uq.methods.checkpoint import read_snapshot, write_snapshot
-from posthoc_uq.trained.training import (
-    Group,
-    Loop,
-    Objective,
-    Step,
-    Training,
-    best_epoch,
-    cosine,
-    initialised,
-)
+from posthoc_uq.trained import Group, Objective, Step, Training
+from posthoc_uq.trained.training import Loop, best_epoch, cosine, initialised
 
 READER = BatchReader(torch.device("cpu"))
 

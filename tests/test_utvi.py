@@ -19,8 +19,8 @@ from posthoc_uq.core import Batch, DeferredChecks, replicate
 from posthoc_uq.layers import Layer
 from posthoc_uq.likelihoods import LIKELIHOODS, Likelihood, resolve_likelihood
 from posthoc_uq.moments import InverseCDF
-from posthoc_uq.trained.mean_field import MeanField, gaussian_divergence
-from posthoc_uq.trained.training import Step
+from posthoc_uq.trained import MeanField, Step
+from posthoc_uq.trained.mean_field import gaussian_divergence
 from posthoc_uq.trained.utvi import MomentObjective, certain_parameters
 
 pytestmark = pytest.mark.filterwarnings("ignore::UserWarning")

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 import posthoc_uq as uq
 from posthoc_uq import PosthocUQError
 from posthoc_uq.posteriors import WeightPrior
-from posthoc_uq.trained.function_kl import function_space_kl
+from posthoc_uq.trained import function_space_kl
 
 OWN = {
     "diag": uq.Diagonal(dtype=torch.float64),

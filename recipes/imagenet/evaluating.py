@@ -20,9 +20,9 @@ import torch
 from torch import Tensor
 
 import posthoc_uq as uq
-from posthoc_uq.app.cli.models import TrainedModel
-from posthoc_uq.core.distributed import raise_on_any_error, rank, run_on_all_ranks, world
-from posthoc_uq.evaluation.evaluate import Evaluation
+from posthoc_uq import Evaluation
+from posthoc_uq.app import TrainedModel
+from posthoc_uq.core import raise_on_any_error, rank, run_on_all_ranks, world
 from posthoc_uq.evaluation.measurements import FAMILIAR
 from posthoc_uq.evaluation.metrics import calibration_bins
 from posthoc_uq.files.atomic import checked_target, write

@@ -13,6 +13,7 @@ from matplotlib.colors import Normalize
 from matplotlib.figure import Figure
 from matplotlib.ticker import FuncFormatter
 
+from posthoc_uq import PosthocUQError
 from posthoc_uq.app.plots import (
     COLOURS,
     GREY,
@@ -25,8 +26,7 @@ from posthoc_uq.app.plots import (
     score_histograms,
     wilson,
 )
-from posthoc_uq.core.distributed import rank
-from posthoc_uq.core.errors import PosthocUQError
+from posthoc_uq.core import rank
 from posthoc_uq.evaluation.measurements import FAMILIAR
 from recipes.common import markdown, report, save_figure
 from recipes.imagenet.evaluating import NETWORK, numbers_and_bytes, result

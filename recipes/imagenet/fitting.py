@@ -7,10 +7,9 @@ from functools import partial
 from pathlib import Path
 
 import posthoc_uq as uq
-from posthoc_uq.app.cli.images import ImageLoader
-from posthoc_uq.app.cli.models import TrainedModel
-from posthoc_uq.core.distributed import gather, rank, run_on_all_ranks
-from posthoc_uq.core.errors import PosthocUQError
+from posthoc_uq import PosthocUQError
+from posthoc_uq.app import ImageLoader, TrainedModel
+from posthoc_uq.core import gather, rank, run_on_all_ranks
 
 METHODS = {"diag": "Diag", "kfac": "KFAC", "efb": "EFB", "inf": "INF"}
 """Names of `uq.fit`, and the paper's."""

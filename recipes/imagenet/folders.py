@@ -11,11 +11,9 @@ from typing import NamedTuple
 import torch
 from torch.utils.data import DistributedSampler, Subset
 
-from posthoc_uq.app.cli.images import FolderImages, ImageLoader, image_files
-from posthoc_uq.app.cli.labels import folder_labels
-from posthoc_uq.app.cli.models import TrainedModel
-from posthoc_uq.core.distributed import rank, world
-from posthoc_uq.core.errors import PosthocUQError
+from posthoc_uq import PosthocUQError
+from posthoc_uq.app import FolderImages, ImageLoader, TrainedModel, folder_labels, image_files
+from posthoc_uq.core import rank, world
 
 WNID = re.compile(r"n\d{8}")
 

@@ -20,12 +20,10 @@ from typing import Any
 
 import torch
 
-from posthoc_uq.app.cli.commands import process_group
-from posthoc_uq.app.cli.models import trained_model
-from posthoc_uq.app.cli.options import ModelSource
-from posthoc_uq.core.distributed import raise_on_any_error, rank, run_on_all_ranks
-from posthoc_uq.core.errors import PosthocUQError
-from posthoc_uq.files.atomic import checked_target
+from posthoc_uq import PosthocUQError
+from posthoc_uq.app import ModelSource, process_group, trained_model
+from posthoc_uq.core import raise_on_any_error, rank, run_on_all_ranks
+from posthoc_uq.files import checked_target
 from recipes import common
 from recipes.imagenet import evaluating, example, figures, fitting, folders, search
 

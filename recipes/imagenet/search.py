@@ -21,10 +21,9 @@ from torch import Tensor
 from tqdm.auto import tqdm
 
 import posthoc_uq as uq
-from posthoc_uq.app.cli.images import ImageLoader
-from posthoc_uq.app.cli.models import TrainedModel
-from posthoc_uq.core.distributed import gather, rank, run_on_all_ranks, world
-from posthoc_uq.core.errors import NonFiniteError, PosthocUQError
+from posthoc_uq import NonFiniteError, PosthocUQError
+from posthoc_uq.app import ImageLoader, TrainedModel
+from posthoc_uq.core import gather, rank, run_on_all_ranks, world
 from posthoc_uq.evaluation import metrics
 from posthoc_uq.files.atomic import checked_target, write
 from recipes.imagenet.fitting import METHODS, loaded, posterior_file, say

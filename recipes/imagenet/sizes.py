@@ -21,7 +21,7 @@ import torch
 from torch import Tensor, nn
 
 import posthoc_uq as uq
-from posthoc_uq.posteriors.information import InformationBlock
+from posthoc_uq.posteriors import InformationBlock
 from recipes.common import parsed, parser, report, table
 from recipes.photos import pictures
 from recipes.photos.efficientnet import efficientnet_lite0

@@ -21,7 +21,7 @@ from torch import Tensor, nn
 from torch.func import functional_call, vmap
 
 import posthoc_uq as uq
-from posthoc_uq.likelihoods.gaussian import RegressionPrediction
+from posthoc_uq import RegressionPrediction
 from recipes.common import in_order, markdown, parsed, parser, report, spread
 from recipes.uci.data import SOURCES, Split, Table, add_options, split, tables
 from recipes.uci.network import trained_on_each
