@@ -33,7 +33,7 @@ from posthoc_uq.posteriors import (
     PrecisionSettings,
     block,
 )
-from posthoc_uq.posteriors.covariance import Diagonal
+from posthoc_uq.posteriors.covariance import DiagonalPrecision
 
 SPIKE = "spike_slab"
 
@@ -239,7 +239,7 @@ def test_two_classes_of_one_kind_are_an_error() -> None:
         with pytest.raises(
             PosthocUQError, match=r"cannot be a block of the kind 'diagonal', which .*DiagonalBlock"
         ):
-            type("Other", (Block,), {"kind": "diagonal", "makes": Diagonal})
+            type("Other", (Block,), {"kind": "diagonal", "makes": DiagonalPrecision})
         with pytest.raises(PosthocUQError, match="must say in 'makes'"):
             type("Vague", (Block,), {"kind": "vague"})
     assert before == BLOCKS
@@ -248,7 +248,7 @@ def test_two_classes_of_one_kind_are_an_error() -> None:
 class _Hidden(Covariance):
     """A Gaussian that is known by its draws, variances and quadratic forms alone."""
 
-    def __init__(self, own: Diagonal) -> None:
+    def __init__(self, own: DiagonalPrecision) -> None:
         self._own = own
 
     def transform(self, noise: Tensor) -> Tensor:

@@ -67,7 +67,7 @@ def test_every_tensor_is_made_on_a_device_that_is_named() -> None:
 ON_HOST = ("app/cli/", "evaluation/", "likelihoods/metrics.py", "likelihoods/selective.py")
 ON_HOST_TOO = {
     "curvature/kept_inputs.py": {"KeptInputs.batches"},
-    "curvature/sweep.py": {"Summary.add_log_likelihood"},
+    "curvature/sweep.py": {"SweepTotals.add_log_likelihood"},
     "app/export.py": {"_PValues.__init__", "_last_at_most"},
     "fitting/leave_one_out.py": {"LeftOut.accuracy", "leave_one_out", "_of_classes"},
     "heads/moments.py": {"MomentsPredictor._functions.normals"},

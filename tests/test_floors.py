@@ -269,6 +269,23 @@ def test_tests_come_through_the_doors() -> None:
     assert sum(map(len, inside.values())) <= MOST_INSIDE_NAMES, {name: sorted(inside[name]) for name in most}
 
 
+def test_a_name_is_one_class() -> None:
+    """No two classes, nor a class and a type alias, have one name; an underscore makes no other name of it."""
+    places: dict[str, list[str]] = {}
+    aliases: dict[str, list[str]] = {}
+    for file in modules_of(PACKAGE).values():
+        tree = ast.parse((PACKAGE / file).read_text(encoding="utf-8"))
+        for node in ast.walk(tree):
+            if isinstance(node, ast.ClassDef):
+                places.setdefault(node.name.lstrip("_"), []).append(f"{file}:{node.lineno}")
+        for node in tree.body:
+            if isinstance(node, ast.Assign) and isinstance(node.targets[0], ast.Name):
+                name = node.targets[0].id.lstrip("_")
+                aliases.setdefault(name, []).append(f"{file}:{node.lineno}")
+    found = {name: [*where, *aliases.get(name, [])] for name, where in places.items()}
+    assert {name: where for name, where in found.items() if len(where) > 1} == {}
+
+
 def test_no_imports_form_a_circle() -> None:
     assert circle_in(own_imports()) == []
 

@@ -434,8 +434,8 @@ WINDOW = pair([[[[[0.2, 1.0], [-0.4, 0.8]]]]], [[[[[0.3, 0.5], [0.2, 0.1]]]]])
 BACK = pair([[[[[1.3]]]]], [[[[[0.4]]]]])
 
 
-def pool(maximum: bool, *inputs: int) -> network.Pool:
-    return network.Pool(maximum, (2, 2), (2, 2), inputs, torch.device("cpu"))
+def pool(maximum: bool, *inputs: int) -> network.PoolingStage:
+    return network.PoolingStage(maximum, (2, 2), (2, 2), inputs, torch.device("cpu"))
 
 
 def test_t16_and_t17_max_pool() -> None:
@@ -444,7 +444,7 @@ def test_t16_and_t17_max_pool() -> None:
         messages.winning_shares(WINDOW.mean.flatten(), WINDOW.variance.flatten()),
         (0.052208, 0.551235, 0.001627, 0.394929),
     )
-    found, back = pool(True, 1, 2, 2).forward(WINDOW, network.Kept())
+    found, back = pool(True, 1, 2, 2).forward(WINDOW, network.StageMemory())
     near(torch.cat([found.mean, found.variance]), 0.876969, 0.168345)
     to_inputs = back(BACK)[0]
     assert to_inputs is not None
@@ -452,7 +452,7 @@ def test_t16_and_t17_max_pool() -> None:
 
 
 def test_t18_average_pool() -> None:
-    found, back = pool(False, 1, 2, 2).forward(WINDOW, network.Kept())
+    found, back = pool(False, 1, 2, 2).forward(WINDOW, network.StageMemory())
     near(torch.cat([found.mean, found.variance]), 0.4, 0.06875)
     to_inputs = back(BACK)[0]
     assert to_inputs is not None
@@ -466,14 +466,14 @@ def test_rows_and_columns_without_a_window() -> None:
         torch.rand(1, 2, 3, 5, 4, generator=g, dtype=D) + 0.1,
     )
     for maximum in (True, False):
-        found, back = pool(maximum, 3, 5, 4).forward(image, network.Kept())
+        found, back = pool(maximum, 3, 5, 4).forward(image, network.StageMemory())
         assert found.rho.shape == (1, 2, 3, 2, 2)
         to_image = back(found)[0]
         assert to_image is not None
         edge = torch.zeros(2, 3, 4, dtype=D)
         is_message(Message(*(p[0, :, :, 4] for p in to_image)), edge, edge + 1e-8, 0)
         window = Message(*(part[:, 1:, 2:, 2:4, 2:] for part in image))
-        one, back = pool(maximum, 1, 2, 2).forward(window, network.Kept())
+        one, back = pool(maximum, 1, 2, 2).forward(window, network.StageMemory())
         near(found.tau[0, 1, 2, 1, 1], one.tau, tolerance=1e-12)
         own = back(Message(*(p[:, 1:, 2:, 1:, 1:] for p in found)))[0]
         assert own is not None
@@ -508,7 +508,7 @@ def test_no_precision_behind_gives_no_message() -> None:
     for slope in (0.1, 0.0):
         is_message(messages.activation_backward(pair(0.3, 0.8), uniform_like(t(0.0)), slope), 0.0, 1e-8, 0)
     for maximum in (True, False):
-        told = pool(maximum, 1, 2, 2).forward(WINDOW, network.Kept())[1](uniform_like(BACK.tau))[0]
+        told = pool(maximum, 1, 2, 2).forward(WINDOW, network.StageMemory())[1](uniform_like(BACK.tau))[0]
         assert told is not None and not bool(told.tau.any()) and bool((told.rho == 1e-8).all())
 
 

@@ -29,7 +29,14 @@ from posthoc_uq.trained import (
 )
 from posthoc_uq.trained.message_passing import train
 from posthoc_uq.trained.message_passing.messages import divided, multiplied, sum_backward, uniform_like
-from posthoc_uq.trained.message_passing.network import ByStage, Kept, Scale, Stage, passed, stages_of
+from posthoc_uq.trained.message_passing.network import (
+    BatchNormStage,
+    ByStage,
+    Stage,
+    StageMemory,
+    passed,
+    stages_of,
+)
 from posthoc_uq.trained.message_passing.train import batch_damping
 
 D = torch.float64
@@ -378,7 +385,7 @@ def test_a_kind_of_layer_edge_by_edge(kind: str, constant: bool) -> None:
     mean, variance = normals(*shape, seed=4), normals(*shape, seed=5).exp()
     back = Message(normals(1, 1, *outputs, seed=6), normals(1, 1, *outputs, seed=7).exp())
     inputs = mean[None, None] if constant else from_moments(mean[None, None], variance[None, None])
-    found, way_back = stage.forward(inputs, marginal, Kept(sent))
+    found, way_back = stage.forward(inputs, marginal, StageMemory(sent))
     to_inputs, to_weights = way_back(back)
     assert to_weights is not None
     # the weights of uncertain inputs enter by their marginals, those of constants, as biases are, by their cavities
@@ -475,7 +482,7 @@ def test_outputs_that_are_scaled_and_moved() -> None:
     x, y = random_rows(12, 3, 2)
     factor, offset = torch.tensor([0.5, -3.0], dtype=D), torch.tensor([0.7, -2.0], dtype=D)
     stages, prior = one_layer(3, 2)
-    scaled = [*stages, Scale(factor, offset)]
+    scaled = [*stages, BatchNormStage(factor, offset)]
     found: list[Tensor] = []
     for own, targets, noise in (
         (stages, y, torch.full((2,), 0.25, dtype=D)),
@@ -485,7 +492,9 @@ def test_outputs_that_are_scaled_and_moved() -> None:
         trainer.run()
         found.append(moments(trainer)[0])
     near(found[1], found[0], 1e-10)
-    outputs = [passed(own, trainer.posterior, [Kept() for _ in own], x[None])[0] for own in (stages, scaled)]
+    outputs = [
+        passed(own, trainer.posterior, [StageMemory() for _ in own], x[None])[0] for own in (stages, scaled)
+    ]
     near(outputs[1].mean, factor * outputs[0].mean + offset, 1e-10)
     near(outputs[1].variance, factor.square() * outputs[0].variance, 1e-10)
 

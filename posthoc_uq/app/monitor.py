@@ -171,10 +171,10 @@ def drifts(incoming: Scores, reference: Scores, window: int = 200) -> list[Drift
     ends = range(len(incoming), window - 1, -window) if len(incoming) > window else [len(incoming)]
     found: list[tuple[str, int, int, float, float]] = []
     for score in shared:
-        known = _finite(reference.values[score])
+        known = _finite_entries(reference.values[score])
         for last in sorted(ends):
             first = max(0, last - window)
-            values = _finite(incoming.values[score][first:last])
+            values = _finite_entries(incoming.values[score][first:last])
             if min(len(values), len(known)) >= MIN_WINDOW:
                 method = "exact" if len(values) * len(known) <= _MAX_EXACT else "asymp"
                 test: Any = ks_2samp(values, known, method=method)
@@ -226,7 +226,9 @@ def drift_figure(incoming: Scores, reference: Scores, window: int = 200) -> Any:
     panels = figure.subplots(1, len(shared) + 1, squeeze=False)[0]
     for axes, score in zip(panels, shared, strict=False):
         sides = {"held out": reference.values[score], "newest window": incoming.values[score][-window:]}
-        sets = {side: torch.from_numpy(known) for side, v in sides.items() if len(known := _finite(v))}
+        sets = {
+            side: torch.from_numpy(known) for side, v in sides.items() if len(known := _finite_entries(v))
+        }
         pooled = torch.cat(list(sets.values()))
         positive = pooled[pooled > 0]
         wide = 2 * len(positive) > len(pooled) and bool(positive.max() > 100 * positive.min())
@@ -243,7 +245,7 @@ def drift_figure(incoming: Scores, reference: Scores, window: int = 200) -> Any:
     return figure
 
 
-def _finite(values: Numbers) -> Numbers:
+def _finite_entries(values: Numbers) -> Numbers:
     return values[np.isfinite(values)]
 
 

@@ -630,21 +630,21 @@ def _answers(service: Service, prediction: Prediction) -> list[tuple[dict[str, A
             "label_1": first.get("label"),
             "probability_1": first.get("probability"),
             "mean": " ".join(f"{value:.6g}" for value in mean) if isinstance(mean, list) else mean,
-            **{name: _finite(scores[name][index]) for name in SCORES if name in scores},
+            **{name: _finite_or_none(scores[name][index]) for name in SCORES if name in scores},
         }
-        answer |= {name: _finite(scores[name][index]) for name in SCORES[:3] if name in scores}
+        answer |= {name: _finite_or_none(scores[name][index]) for name in SCORES[:3] if name in scores}
         referring = [name for name, flags in reasons.items() if bool(flags[index])]
         answer |= {"referred": None if referral is None else bool(referring), "reasons": referring}
         if tails is not None:
-            answer["tail"] = _finite(tails[index])
+            answer["tail"] = _finite_or_none(tails[index])
         if familiarity is not None:
-            answer["familiarity"] = _finite(familiarity[index])
+            answer["familiarity"] = _finite_or_none(familiarity[index])
         row |= {"flag": answer["referred"], "reason": "+".join(referring), "tail": answer.get("tail")}
         answers.append((answer, row))
     return answers
 
 
-def _finite(value: float) -> float | None:
+def _finite_or_none(value: float) -> float | None:
     return value if math.isfinite(value) else None
 
 

@@ -1035,7 +1035,7 @@ def _check_run(network: nn.Module, batch: Batch, what: str, way_out: str) -> Non
             return
         message = next(iter(str(error).splitlines()), "").rstrip(".")
         raise PosthocUQError(
-            f"The model cannot be run on {what}, {described(batch)} ({type(error).__name__}: {message}). "
+            f"The model cannot be run on {what}, {describe_batch(batch)} ({type(error).__name__}: {message}). "
             f"{ids.fault or _advice(network, batch) or way_out}"
         ) from error
     samples = next((tensor.shape[0] for tensor in batch.tensors() if tensor.ndim > 0), None)
@@ -1043,7 +1043,7 @@ def _check_run(network: nn.Module, batch: Batch, what: str, way_out: str) -> Non
         return
     if outputs.shape[:1] != (samples,):
         raise PosthocUQError(
-            f"The model gives outputs of shape {tuple(outputs.shape)} for {what}, {described(batch)}; the first "
+            f"The model gives outputs of shape {tuple(outputs.shape)} for {what}, {describe_batch(batch)}; the first "
             f"dimension of both must count the samples. Of one sample, pass x.unsqueeze(0)."
         )
 
@@ -1080,7 +1080,7 @@ class _Ids(TorchFunctionMode):
             )
 
 
-def described(batch: Batch) -> str:
+def describe_batch(batch: Batch) -> str:
     """Type and shape of every argument of a model, such as ``float32 (8, 3, 32, 32)``."""
     named = [f"{name}={form_of(value)}" for name, value in batch.kwargs.items()]
     return ", ".join([*map(form_of, batch.args), *named]) or "no argument"

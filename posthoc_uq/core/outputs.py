@@ -1,6 +1,6 @@
 """Which part of what a model returns its outputs are: the tensor of logits or means, one row a sample.
 
-A model may return a tuple, a dictionary, a dataclass or an object with attributes. A `Choice` says which part is meant.
+A model may return a tuple, a dictionary, a dataclass or an object with attributes. An `OutputChoice` says which part.
 `with_choice` makes a view of the model, on the same parameters, buffers and modules, whose calls return that part
 alone; copies of a view are views. So everything behind it sees a model that returns a tensor, and the model itself is
 not changed.
@@ -31,7 +31,7 @@ _DETECTOR = (
 
 
 @dataclass(frozen=True)
-class Choice:
+class OutputChoice:
     """Which part of what a model returns is its outputs.
 
     Attributes:
@@ -90,11 +90,11 @@ def checked_output(output: Any) -> Any:
     )
 
 
-def choice_of(plain: Mapping[str, Any], function: Output | None = None) -> Choice | None:
+def choice_of(plain: Mapping[str, Any], function: Output | None = None) -> OutputChoice | None:
     """The choice that a file keeps.
 
     Args:
-        plain: from `Choice.plain`, or empty.
+        plain: from `OutputChoice.plain`, or empty.
         function: the user's, where the file keeps only the name of one.
 
     Raises:
@@ -107,17 +107,17 @@ def choice_of(plain: Mapping[str, Any], function: Output | None = None) -> Choic
                 f"The posterior was fitted with a function of what the model returns, output={plain['function']}, and "
                 f"a file keeps no functions: pass the same one, uq.load(path, model, output=function)."
             )
-        return Choice(function)
+        return OutputChoice(function)
     part = plain.get("name", plain.get("index"))
     if function is not None and function != part:
         raise PosthocUQError(
-            f"The posterior was fitted with output={part!r}, and this is another one, {Choice(function)}; leave output "
-            f"out."
+            f"The posterior was fitted with output={part!r}, and this is another one, {OutputChoice(function)}; leave "
+            f"output out."
         )
-    return None if part is None else Choice(part, guessed)
+    return None if part is None else OutputChoice(part, guessed)
 
 
-def guessed_choice(value: Any, samples: int) -> Choice | None:
+def guessed_choice(value: Any, samples: int) -> OutputChoice | None:
     """The one part of what a model returned that can be its outputs; None where it returned a tensor.
 
     A part is a candidate if it is a tensor of floating-point numbers whose first dimension counts the samples. Of
@@ -133,7 +133,7 @@ def guessed_choice(value: Any, samples: int) -> Choice | None:
     known = [name for name in candidates if name in NAMES]
     best = known or candidates
     if len(best) == 1:
-        return Choice(best[0], guessed=True)
+        return OutputChoice(best[0], guessed=True)
     if not best:
         detector = any(isinstance(part, Mapping) and "boxes" in part for part in parts.values())
         remedy = (
@@ -171,7 +171,7 @@ def output_tensor(output: Any) -> Tensor:
     return tensor
 
 
-def with_choice(model: nn.Module, choice: Choice | None) -> nn.Module:
+def with_choice(model: nn.Module, choice: OutputChoice | None) -> nn.Module:
     """A view of `model` whose calls return the chosen part; without a choice, and of a view, the model itself."""
     if choice is None or chosen_in(model) is not None:
         return model
@@ -183,7 +183,7 @@ def with_choice(model: nn.Module, choice: Choice | None) -> nn.Module:
     return view
 
 
-def chosen_in(model: nn.Module) -> Choice | None:
+def chosen_in(model: nn.Module) -> OutputChoice | None:
     """The choice of a view, or of a copy of one; None for other models."""
     hooks = vars(model).get("_forward_hooks", {}).values()
     return next((hook.choice for hook in hooks if isinstance(hook, _Chooser)), None)
@@ -192,7 +192,7 @@ def chosen_in(model: nn.Module) -> Choice | None:
 class _Chooser:
     """The hook of a view. Copies of the view share it, with the user's function in it."""
 
-    def __init__(self, choice: Choice) -> None:
+    def __init__(self, choice: OutputChoice) -> None:
         self.choice = choice
 
     def __call__(self, module: nn.Module, args: Any, returned: Any) -> Tensor:

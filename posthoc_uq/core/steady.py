@@ -154,7 +154,7 @@ def _sums(places: Sequence[Place]) -> list[int | None]:
     return sums
 
 
-class _Reading:
+class _WeightsAtStart:
     """The weights of models at the moment when a call began to read them.
 
     Args:
@@ -220,7 +220,7 @@ def steady(*models: nn.Module, call: str) -> Generator[None]:
     if getattr(_local, "reading", None) is not None:
         yield
         return
-    _local.reading = reading = _Reading(models, call)
+    _local.reading = reading = _WeightsAtStart(models, call)
     try:
         try:
             yield
@@ -240,6 +240,6 @@ def look() -> None:
     Raises:
         PosteriorMismatchError: they did.
     """
-    reading: _Reading | None = getattr(_local, "reading", None)
+    reading: _WeightsAtStart | None = getattr(_local, "reading", None)
     if reading is not None and (changed := reading.look()) is not None:
         raise changed

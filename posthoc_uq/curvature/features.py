@@ -163,7 +163,7 @@ def find_features(
 
 
 @dataclass(frozen=True)
-class _Pass:
+class _LayerPass:
     """The calls of a layer in a pass over some samples, and the model's outputs."""
 
     layer: Layer
@@ -198,7 +198,7 @@ def _found(prepared: Prepared, pair: Batch, likelihood: Likelihood | None) -> Fe
 
 
 def _of_positions(
-    twin: nn.Module, together: _Pass, alone: Sequence[_Pass], likelihood: Likelihood | None
+    twin: nn.Module, together: _LayerPass, alone: Sequence[_LayerPass], likelihood: Likelihood | None
 ) -> FeatureSource | None:
     """The source for one row a position, or None where the layer does not give positions their classes."""
     layer, outputs = together.layer, together.outputs
@@ -220,12 +220,12 @@ def _of_positions(
     return FeatureSource(layer, "positions", layout.classes(outputs), pointwise=grid == positions)
 
 
-def _run(twin: nn.Module, layer: Layer, batch: Batch, samples: int) -> _Pass:
+def _run(twin: nn.Module, layer: Layer, batch: Batch, samples: int) -> _LayerPass:
     with torch.no_grad(), watching(twin, layer) as calls:
         outputs = batch.copied().call(twin)
     if outputs.ndim == 0 or outputs.shape[0] != samples:
         raise PosthocUQError("The outputs do not count the samples.")
-    return _Pass(layer, calls, samples, outputs)
+    return _LayerPass(layer, calls, samples, outputs)
 
 
 def _applied(twin: nn.Module, layer: Layer, rows: Tensor) -> Tensor:

@@ -146,7 +146,7 @@ class SweepSettings:
 
 
 @dataclass
-class Summary:
+class SweepTotals:
     """What a sweep counted beside the statistics, and how far into the loader it is.
 
     Attributes:
@@ -183,7 +183,7 @@ class Summary:
         return asdict(self) | {"keys": sorted(self.keys)}
 
     @classmethod
-    def restored(cls, state: Mapping[str, Any], weighted: bool, share: float) -> Summary:
+    def restored(cls, state: Mapping[str, Any], weighted: bool, share: float) -> SweepTotals:
         """The summary of a state that somebody else may have written.
 
         Args:
@@ -265,7 +265,7 @@ class Sweep:
         self._joint, self._observers = joint, observers
         self._picked = Picked(share)
         self._by_position = settings.by_position if settings.fisher == "mc" and joint is None else None
-        self.summary = Summary()
+        self.summary = SweepTotals()
 
     @property
     def waiting(self) -> bool:
@@ -397,10 +397,10 @@ def sweep(
     joint: JointFisher | None = None,
     share: float = 1.0,
     description: str = "",
-    done: Summary | None = None,
-    after_batch: Callable[[Summary], None] | None = None,
+    done: SweepTotals | None = None,
+    after_batch: Callable[[SweepTotals], None] | None = None,
     observers: Sequence[Observer] = (),
-) -> Summary:
+) -> SweepTotals:
     """A `Sweep` over a loader.
 
     Args:

@@ -33,7 +33,7 @@ from posthoc_uq.core.errors import PosthocUQError
 from posthoc_uq.core.interrupts import defer_interrupts
 from posthoc_uq.core.model import replicate
 from posthoc_uq.core.options import Count, Natural, check_option, known_arguments, one_of, shown
-from posthoc_uq.core.outputs import Choice, Output, output_tensor
+from posthoc_uq.core.outputs import Output, OutputChoice, output_tensor
 from posthoc_uq.core.progress import bars_shown
 from posthoc_uq.core.randomness import isolated_random_state
 from posthoc_uq.core.steady import steady
@@ -121,7 +121,7 @@ class Evaluation(Measurements):
             "thresholds": thresholds,
             "referred": self.referred,
         }
-        return cast(dict[str, Any], _finite(values))
+        return cast(dict[str, Any], _finite_or_none(values))
 
     def to_json(self, path: str | os.PathLike[str]) -> None:
         """Write `to_dict`.
@@ -162,11 +162,11 @@ def _put(path: str | os.PathLike[str], text: str) -> None:
     write(path, BytesIO(text.encode()))
 
 
-def _finite(value: Any) -> Any:
+def _finite_or_none(value: Any) -> Any:
     if isinstance(value, Mapping):
-        return {str(k): _finite(v) for k, v in cast(Mapping[Any, Any], value).items()}
+        return {str(k): _finite_or_none(v) for k, v in cast(Mapping[Any, Any], value).items()}
     if isinstance(value, list):
-        return [_finite(v) for v in cast(list[Any], value)]
+        return [_finite_or_none(v) for v in cast(list[Any], value)]
     return None if isinstance(value, float) and not math.isfinite(value) else value
 
 
@@ -189,7 +189,7 @@ class _Row:
 
 
 @dataclass(frozen=True)
-class _Plain:
+class _PlainModels:
     """How the outputs of models without a posterior are read.
 
     Attributes:
@@ -201,7 +201,7 @@ class _Plain:
 
     likelihood: Likelihood
     noise_variance: Tensor | None
-    choice: Choice | None
+    choice: OutputChoice | None
     assumed: bool
 
     def prediction(self, output: Any) -> Prediction:
@@ -246,11 +246,11 @@ def _compared(compared: Any, likelihood: str | Likelihood | None) -> list[_Row]:
             (variance for variance in noise_variances if variance is not None), torch.zeros((), device="cpu")
         )
     choice = next((found for p in predictors if (found := p.output_choice) is not None), None)
-    plain = _Plain(plain_likelihood, noise_variance, choice, likelihood is None and not predictors)
+    plain = _PlainModels(plain_likelihood, noise_variance, choice, likelihood is None and not predictors)
     return [_row(str(name), model, plain) for name, model in named.items()]
 
 
-def _row(name: str, model: Any, plain: _Plain) -> _Row:
+def _row(name: str, model: Any, plain: _PlainModels) -> _Row:
     """One row; of a plain model that returns no tensor, or of one like the predictors', the outputs are the choice."""
     if isinstance(model, Predictor):
         return _Row(
@@ -282,7 +282,7 @@ def _row(name: str, model: Any, plain: _Plain) -> _Row:
     )
 
 
-def _part(choice: Choice | None) -> Output | None:
+def _part(choice: OutputChoice | None) -> Output | None:
     return None if choice is None else choice.part
 
 

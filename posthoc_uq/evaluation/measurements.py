@@ -224,7 +224,7 @@ class Example:
 _MAX_CLASSES = 10  # in a table
 _OF_OTHERS = ("novelty", "functional_variance")
 """Scores of foreign inputs, and of classes of the outputs' spread: an input with a large one may be predicted right."""
-Table = tuple[list[str], list[list[Any]]]
+ReportTable = tuple[list[str], list[list[Any]]]
 """A header and rows of cells."""
 
 
@@ -407,13 +407,13 @@ class Measurements:
                         found[-1]["mistakes referred"] = float(losses[flags].sum() / losses.sum())
         return found
 
-    def tables(self) -> dict[str, Table]:
+    def tables(self) -> dict[str, ReportTable]:
         """By title, a header and rows of cells: quality, promises, foreign data, selective prediction, referral."""
         columns = _distinct(measure for values in self.metrics.values() for measure in values)
         quality = [
             [name, *(values.get(column) for column in columns)] for name, values in self.metrics.items()
         ]
-        by_title: dict[str, Table] = {
+        by_title: dict[str, ReportTable] = {
             f"Quality on {len(self.targets)} test inputs": (["model", *columns], quality)
         }
         for data in self.foreign_names:
@@ -450,7 +450,7 @@ class Measurements:
             for row, by_score in self.selective.items()
         }
 
-    def _referred_table(self) -> Table:
+    def _referred_table(self) -> ReportTable:
         columns = _distinct(column for row in self.referred for column in row)
         return columns, [[row.get(column) for column in columns] for row in self.referred]
 
@@ -465,7 +465,7 @@ class Measurements:
         return self.predictions[self._row(name)][FAMILIAR]
 
 
-def _table(by_row: Mapping[str, Mapping[str, Mapping[str, float]]], second: str) -> Table:
+def _table(by_row: Mapping[str, Mapping[str, Mapping[str, float]]], second: str) -> ReportTable:
     """Numbers by row and by what is called `second`, which has no column where it is empty, as a table."""
     measures = _distinct(m for by in by_row.values() for values in by.values() for m in values)
     rows: list[list[Any]] = [

@@ -30,7 +30,7 @@ from posthoc_uq.files.tensors import (
     stored_mean,
 )
 from posthoc_uq.layers import RULES, Layer, fits
-from posthoc_uq.likelihoods import LIKELIHOODS, described, likelihood_from_attributes
+from posthoc_uq.likelihoods import LIKELIHOODS, likelihood_from_attributes, likelihood_to_attributes
 from posthoc_uq.likelihoods.conformal import JOINT, MAX_KEPT, TargetScore
 from posthoc_uq.likelihoods.prediction import SCORES
 from posthoc_uq.likelihoods.selective import QUANTILES
@@ -609,7 +609,7 @@ def description_of(posterior: Posterior) -> Description:
         "others_fingerprint": posterior.others_fingerprint,
         "method": posterior.method,
         "settings": posterior.settings.plain(),
-        "likelihood": described(posterior.likelihood),
+        "likelihood": likelihood_to_attributes(posterior.likelihood),
         "evidence": asdict(posterior.evidence),
         "history": _plain_history(posterior.history),
         "layers": {name: layer.attributes() for name, layer in posterior.layers.items()},

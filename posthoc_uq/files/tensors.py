@@ -21,8 +21,8 @@ from posthoc_uq.posteriors.block import (
     BLOCKS,
     FAMILIES,
     Block,
+    MatrixShape,
     PrecisionSettings,
-    Shape,
     TensorSpec,
     largest_of,
 )
@@ -252,7 +252,7 @@ def size_limit(kind: str, model: nn.Module) -> int:
     return int(1.1 * _MAX_NUMBER_BYTES * numbers) + _SPARE
 
 
-def _max_numbers(kind: type[Block], weights: Iterable[Shape], parameter_count: int) -> int:
+def _max_numbers(kind: type[Block], weights: Iterable[MatrixShape], parameter_count: int) -> int:
     """The most numbers that a posterior of such blocks holds, with its mean where that is trained, or with a prior of
     single weights.
     """
@@ -262,7 +262,7 @@ def _max_numbers(kind: type[Block], weights: Iterable[Shape], parameter_count: i
     return sum(kind.most_numbers(shape) for shape in blocks) + per_parameter * parameter_count
 
 
-def _weights(model: nn.Module) -> Iterator[Shape]:
+def _weights(model: nn.Module) -> Iterator[MatrixShape]:
     """``(groups, outputs, inputs)`` of every parameter that may be a weight, with a column for a bias."""
     for module in model.modules():
         groups = getattr(module, "groups", 1)

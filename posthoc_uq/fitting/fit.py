@@ -47,7 +47,14 @@ from posthoc_uq.core.model import (
     with_plain_weights,
 )
 from posthoc_uq.core.options import LARGEST, Seed, check_option
-from posthoc_uq.core.outputs import Choice, Output, checked_output, chosen_in, guessed_choice, with_choice
+from posthoc_uq.core.outputs import (
+    Output,
+    OutputChoice,
+    checked_output,
+    chosen_in,
+    guessed_choice,
+    with_choice,
+)
 from posthoc_uq.core.progress import Progress, bars_shown, print_above
 from posthoc_uq.core.randomness import isolated_random_state
 from posthoc_uq.core.steady import steady
@@ -523,7 +530,7 @@ def prepared_task(
     return run_on_all_ranks(dry_run, "the dry run")
 
 
-def _choice(model: nn.Module, batch: Batch, output: Output | None) -> Choice | None:
+def _choice(model: nn.Module, batch: Batch, output: Output | None) -> OutputChoice | None:
     """Which part of what the model returns its outputs are, by a run on the first samples where nobody named it.
 
     Raises:
@@ -532,7 +539,7 @@ def _choice(model: nn.Module, batch: Batch, output: Output | None) -> Choice | N
     if chosen_in(model) is not None:
         return chosen_in(model)
     if output is not None:
-        return Choice(output)
+        return OutputChoice(output)
 
     def run(part: Batch) -> Any:
         with torch.no_grad():

@@ -44,7 +44,7 @@ from posthoc_uq.posteriors.covariance import (
 )
 
 Gradient = Callable[[int], Tensor]
-Weights = dict[str, Tensor]
+NamedWeights = dict[str, Tensor]
 
 
 @dataclass
@@ -395,7 +395,7 @@ def function_draws(model: nn.Module, batch: Batch, deviations: Mapping[str, Tens
     return outputs, torch.stack(derivatives)
 
 
-def jacobians(model: nn.Module, weights: Weights, batch: Batch, samples: int) -> Weights:
+def jacobians(model: nn.Module, weights: NamedWeights, batch: Batch, samples: int) -> NamedWeights:
     """The Jacobian of every sample's outputs by each parameter, ``(samples, outputs, *shape)``, with its graph back to
     the inputs: all samples in one `vmap`, or one by one for a model that cannot run in it.
 
@@ -406,20 +406,20 @@ def jacobians(model: nn.Module, weights: Weights, batch: Batch, samples: int) ->
         samples: in the batch.
     """
 
-    def of_one(weights: Weights, args: tuple[object, ...], kwargs: Mapping[str, object]) -> Tensor:
+    def of_one(weights: NamedWeights, args: tuple[object, ...], kwargs: Mapping[str, object]) -> Tensor:
         return called(model, weights, Batch(args, None, dict(kwargs))).flatten()
 
-    def one_by_one() -> Weights:
+    def one_by_one() -> NamedWeights:
         rows = [batch.narrow(row, 1, samples) for row in range(samples)]
         parts = [_by_autograd(lambda w, b=one: called(model, w, b).flatten(), weights) for one in rows]
         return {name: torch.stack([part[name] for part in parts]) for name in weights}
 
-    def in_one_vmap() -> Weights:
+    def in_one_vmap() -> NamedWeights:
         dims = tree_map(
             lambda value: 0 if holds_samples(value, samples) else None, (batch.args, batch.kwargs)
         )
 
-        def in_vmap(args: tuple[object, ...], kwargs: dict[str, object]) -> Weights:
+        def in_vmap(args: tuple[object, ...], kwargs: dict[str, object]) -> NamedWeights:
             places = tree_map(lambda v, d: v.unsqueeze(0) if d == 0 else v, (args, kwargs), dims)
             return jacrev(of_one)(weights, *places)
 
@@ -435,7 +435,7 @@ def jacobians(model: nn.Module, weights: Weights, batch: Batch, samples: int) ->
             return one_by_one()
 
 
-def _by_autograd(run: Callable[[Weights], Tensor], weights: Weights) -> Weights:
+def _by_autograd(run: Callable[[NamedWeights], Tensor], weights: NamedWeights) -> NamedWeights:
     """The Jacobian of ``run`` by the weights, one backward pass an output, with its graph."""
     leaves = {name: weight.clone().requires_grad_() for name, weight in weights.items()}
     outputs = run(leaves)

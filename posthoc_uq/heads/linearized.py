@@ -44,7 +44,7 @@ from posthoc_uq.layers.operands import temporary_limit
 from posthoc_uq.layers.proof import count_samples
 from posthoc_uq.layers.rules import LayerGradients
 from posthoc_uq.likelihoods.conformal import ConformalScores
-from posthoc_uq.likelihoods.draws import LINK_DRAWS, LogitCovariance, Product, of_product
+from posthoc_uq.likelihoods.draws import LINK_DRAWS, LogitCovariance, MatrixProduct, of_product
 from posthoc_uq.likelihoods.labels import Layout, novelty_at
 from posthoc_uq.likelihoods.prediction import Prediction, at_least_float32
 from posthoc_uq.posteriors import QUADRATIC, Posterior
@@ -582,7 +582,7 @@ def _selected(covariance: Tensor, indices: Tensor | None, joint: bool) -> Tensor
     return covariance[rows, indices.unsqueeze(2), indices.unsqueeze(1)]
 
 
-def spread_of(mean: Tensor, variance: Tensor, product: Callable[[slice], Product]) -> LogitCovariance:
+def spread_of(mean: Tensor, variance: Tensor, product: Callable[[slice], MatrixProduct]) -> LogitCovariance:
     """`of_product` for a few rows at a time: products with a covariance of many classes are large.
 
     Args:
@@ -625,7 +625,7 @@ def top_spread(
     variance = others.scatter(1, indices, top_variance)
     centred = others_centred.scatter(1, indices, top_centred)
 
-    def product(part: slice) -> Product:
+    def product(part: slice) -> MatrixProduct:
         def multiply(x: Tensor) -> Tensor:
             rows = indices[part].unsqueeze(-1).expand(-1, -1, x.shape[2])
             return (centred[part].unsqueeze(-1) * x).scatter(1, rows, block[part].to(x) @ x.gather(1, rows))
@@ -781,7 +781,7 @@ class Probes(LinearizedOutputs):
     def _spread(self) -> tuple[Tensor, LogitCovariance | None]:
         variance = self._variances()
 
-        def product(part: slice) -> Product:
+        def product(part: slice) -> MatrixProduct:
             root = self._deviations[:, part].permute(1, 2, 0) / len(self._deviations) ** 0.5
             return lambda x: root.to(x) @ (root.to(x).transpose(1, 2) @ x)
 
@@ -889,7 +889,7 @@ class OutputsWithGraph(LinearizedOutputs):
         return self._variances(), None
 
 
-class _Prepared:
+class _NetworkCopy:
     """A copy of the network, and what is prepared for it: for its first batch, and for the posterior's settings.
 
     Attributes:
@@ -1013,12 +1013,12 @@ class LinearizedPredictor(GaussianPredictor):
             )
         check_differentiable(unwrap(model))
         with isolated_random_state():  # copying a module may run its code
-            self._prepared = _Prepared(replicate(self._model[0], posterior.trained_mean), posterior)
+            self._prepared = _NetworkCopy(replicate(self._model[0], posterior.trained_mean), posterior)
 
     def _apply(self, fn: Any, recurse: bool = True) -> LinearizedPredictor:
         """Move, or change the precision of, the network; all preparations are made anew."""
         super()._apply(fn, recurse)
-        self._prepared = _Prepared(self._prepared.twin._apply(fn), self._posterior)
+        self._prepared = _NetworkCopy(self._prepared.twin._apply(fn), self._posterior)
         return self
 
     @property
@@ -1296,7 +1296,7 @@ class LinearizedPredictor(GaussianPredictor):
 
     def _probed(
         self,
-        prepared: _Prepared,
+        prepared: _NetworkCopy,
         posterior: Posterior,
         batch: Batch,
         features: Features | None,
@@ -1317,7 +1317,7 @@ class LinearizedPredictor(GaussianPredictor):
         layout = self._layout(outputs, draws.shape[1])
         return Probes(outputs, draws.to(prepared.dtype), self._chosen, layout, self._positions, watched)
 
-    def _tracked(self, prepared: _Prepared, batch: Batch, features: Features | None) -> TrackedModel:
+    def _tracked(self, prepared: _NetworkCopy, batch: Batch, features: Features | None) -> TrackedModel:
         """The layers with a posterior, found in a first batch, in the network or in the rest that takes features."""
 
         def track() -> TrackedModel:

@@ -33,7 +33,7 @@ from posthoc_uq.core.model import (
     with_separate_embedding_weight,
 )
 from posthoc_uq.core.options import Count, check_option, one_of
-from posthoc_uq.core.outputs import Choice, choice_of, chosen_in, with_choice
+from posthoc_uq.core.outputs import OutputChoice, choice_of, chosen_in, with_choice
 from posthoc_uq.core.progress import bars_shown
 from posthoc_uq.core.randomness import isolated_random_state, mixed_seed, sample_keys
 from posthoc_uq.core.steady import steady
@@ -347,7 +347,7 @@ class Predictor(nn.Module, ABC):
         return self._given[0]
 
     @property
-    def output_choice(self) -> Choice | None:
+    def output_choice(self) -> OutputChoice | None:
         """Which part of what the model returns its outputs are; None where it returns a tensor."""
         return chosen_in(self._model[0])
 

@@ -78,7 +78,7 @@ def is_lookup_of(use: AffineCall, layer: Layer) -> bool:
     return use.kind == Lookup.kind != layer.kind
 
 
-Engine = Literal["backpack", "hooks"] | Route
+CaptureEngine = Literal["backpack", "hooks"] | Route
 Sink = Callable[[LayerGradients], None]
 
 
@@ -97,7 +97,7 @@ class TrackedLayer:
 
     layer: Layer
     module: nn.Module | None
-    engine: Engine = "hooks"
+    engine: CaptureEngine = "hooks"
     geometry: Geometry = field(default_factory=Geometry)
     uses: int = 0
     batch_axis: int = 0

@@ -454,7 +454,7 @@ def _add_rows(total: Tensor, left: Tensor, right: Tensor, start: int, stop: int)
         total.addmm_(l.reshape(-1, l.shape[-1]).T, r.reshape(-1, r.shape[-1]))
 
 
-class _Along(NamedTuple):
+class _Shifts(NamedTuple):
     """Shifts along one axis of the core, or of the rim of one window."""
 
     shifts: int  # their number; the shifts are `dilation` apart
@@ -463,14 +463,16 @@ class _Along(NamedTuple):
     uses: list[tuple[int, slice]]  # the kernel's positions k, each with the shifts that lead to a position k'
 
 
-def _along(length: int, k: int, d: int) -> list[_Along]:
+def _along(length: int, k: int, d: int) -> list[_Shifts]:
     reach = d * (k - 1)
-    core = _Along(2 * k - 1, k - 1, (0, 0), [(i, slice(k - 1 - i, 2 * k - 1 - i)) for i in range(k)])
-    rims = [_Along(k, i, (reach - i * d, length - reach - i * d), [(i, slice(k))]) for i in range(k) if k > 1]
+    core = _Shifts(2 * k - 1, k - 1, (0, 0), [(i, slice(k - 1 - i, 2 * k - 1 - i)) for i in range(k)])
+    rims = [
+        _Shifts(k, i, (reach - i * d, length - reach - i * d), [(i, slice(k))]) for i in range(k) if k > 1
+    ]
     return [core, *rims] if length > 2 * reach else rims
 
 
-def _stacks(image: Tensor, kernel: Sizes, dilation: Sizes) -> Iterator[tuple[Tensor, tuple[_Along, ...]]]:
+def _stacks(image: Tensor, kernel: Sizes, dilation: Sizes) -> Iterator[tuple[Tensor, tuple[_Shifts, ...]]]:
     """Shifted copies ``(rows, positions, shifts * channels)`` of ``(rows, samples, *axes, channels)``."""
     last = 2 + len(kernel)  # the channels' axis
     order = [0, 1, *range(last + 1, last + 1 + len(kernel)), *range(2, last + 1)]
@@ -539,12 +541,12 @@ class Patches(Operand):
         return self._with(self._x[samples], self._padding)
 
     def rows(self) -> Tensor:
-        columns = self._columns()
+        columns = self._unfold_patches()
         if self._bias:
             columns = F.pad(columns, (0, 0, 0, 1), value=1.0)
         return columns.transpose(2, 3)
 
-    def _columns(self) -> Tensor:
+    def _unfold_patches(self) -> Tensor:
         """Unfolded patches without the bias, ``(samples, groups, fan-in, positions)``."""
         padded = pad_input(self._x, self._kernel, self._geometry)
         columns = _unfold(padded, self._kernel, self._stride, self._dilation)
@@ -613,7 +615,7 @@ class Patches(Operand):
                 band._add_unfolded(total, limit)
             return
         for part in chunks(self.samples, max(numbers, total.numel() * (total.shape[0] > 1)), item, limit):
-            rows = self.part(part)._columns().transpose(2, 3)
+            rows = self.part(part)._unfold_patches().transpose(2, 3)
             add_products(total, rows, rows)
 
     def _add_bias_gram(self, total: Tensor, weights: Tensor | None) -> None:
@@ -644,7 +646,9 @@ class Patches(Operand):
             gradients = columns.new_empty(samples, groups, outputs, self._fan_in)
             numbers = groups * self._fan_in * self.positions
             for part in chunks(samples, numbers, gradients.element_size(), limit):
-                torch.matmul(columns[part], self.part(part)._columns().transpose(2, 3), out=gradients[part])
+                torch.matmul(
+                    columns[part], self.part(part)._unfold_patches().transpose(2, 3), out=gradients[part]
+                )
         gradients = gradients.reshape(samples, groups, outputs, self._fan_in)
         if not self._bias:
             return gradients

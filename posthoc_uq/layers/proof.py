@@ -20,7 +20,7 @@ from typing import Any, cast
 import torch
 from torch import Tensor, nn
 
-from posthoc_uq.core.batches import NAMED, Batch, described, whole_mapping
+from posthoc_uq.core.batches import NAMED, Batch, describe_batch, whole_mapping
 from posthoc_uq.core.devices import TEMPORARY_BYTES, full_precision
 from posthoc_uq.core.errors import (
     NonFiniteError,
@@ -680,7 +680,7 @@ def count_samples(batch: Batch) -> int:
     advice = "" if batch.tensors() else f"; {makes}"
     raise PosthocUQError(
         f"A batch needs an input tensor with at least one sample along its first dimension, and holds "
-        f"{described(batch)}{advice}."
+        f"{describe_batch(batch)}{advice}."
     )
 
 

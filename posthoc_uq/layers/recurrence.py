@@ -16,7 +16,7 @@ from torch import Tensor
 from posthoc_uq.core.model import places_of_samples
 
 State = tuple[Tensor, ...]
-Step = Callable[[Tensor, State, Sequence[Tensor | None]], State]
+CellStep = Callable[[Tensor, State, Sequence[Tensor | None]], State]
 """From ``W_ih x + b_ih`` of one step, the state before it, and ``W_hh, b_hh, W_hr`` to the next state, whose first part
 is the output."""
 
@@ -42,7 +42,7 @@ def _gru(mapped: Tensor, state: State, weights: Sequence[Tensor | None]) -> Stat
     return (new + (z_x + z_h).sigmoid() * (hidden - new),)
 
 
-def _plain(activation: Callable[[Tensor], Tensor]) -> Step:
+def _plain(activation: Callable[[Tensor], Tensor]) -> CellStep:
     def step(mapped: Tensor, state: State, weights: Sequence[Tensor | None]) -> State:
         (hidden,), (matrix, bias, _) = state, weights
         assert matrix is not None
@@ -51,7 +51,7 @@ def _plain(activation: Callable[[Tensor], Tensor]) -> Step:
     return step
 
 
-_STEPS: dict[str, Step] = {
+_STEPS: dict[str, CellStep] = {
     "lstm": _lstm,
     "gru": _gru,
     "rnn_tanh": _plain(torch.tanh),

@@ -21,8 +21,8 @@ if TYPE_CHECKING:
     from posthoc_uq.likelihoods.prediction import SCORES, Prediction
     from posthoc_uq.likelihoods.registry import (
         LIKELIHOODS,
-        described,
         likelihood_from_attributes,
+        likelihood_to_attributes,
         resolve_likelihood,
     )
 
@@ -48,8 +48,8 @@ __all__ = [
     "PositionPrediction",
     "Prediction",
     "RegressionPrediction",
-    "described",
     "likelihood_from_attributes",
+    "likelihood_to_attributes",
     "resolve_likelihood",
     "sequence_scores",
 ]
@@ -62,7 +62,7 @@ OFFERED = {
     "gaussian": "Gaussian Heteroscedastic HeteroscedasticPrediction RegressionPrediction",
     "likelihood": "DrawnPrediction Fisher Likelihood",
     "ordinal": "Ordinal OrdinalPrediction",
-    "registry": "LIKELIHOODS described likelihood_from_attributes resolve_likelihood",
+    "registry": "LIKELIHOODS likelihood_from_attributes likelihood_to_attributes resolve_likelihood",
     # predictions, and what an exported program gives of them
     "positions": "PositionPrediction sequence_scores",
     "prediction": (

@@ -243,13 +243,13 @@ class NegativeBinomial(LogMean):
         return {"mean deviance": float(2 * (first - second).mean())}
 
 
-Shape = Annotated[float, Ge(_SMALLEST), Le(_LARGEST)]
+ShapeParameter = Annotated[float, Ge(_SMALLEST), Le(_LARGEST)]
 
 
 class GammaFields(Record):
     """The shape."""
 
-    shape: Shape
+    shape: ShapeParameter
 
 
 class Gamma(LogMean):
@@ -266,7 +266,7 @@ class Gamma(LogMean):
     fields: ClassVar[type[Record]] = GammaFields
 
     def __init__(self, shape: float = 1.0) -> None:
-        self.shape = check_option("shape", shape, Shape)
+        self.shape = check_option("shape", shape, ShapeParameter)
         self._variance_terms = 0.0, 1 / self.shape
 
     def at_noise_scale(self, factor: float) -> Gamma:

@@ -19,7 +19,7 @@ LINKS: tuple[str, ...] = ("mc", "probit", "bridge")
 """From Gaussian logits to class probabilities; see `posthoc_uq.likelihoods.class_prediction.classes_of_gaussian`."""
 LINK_DRAWS = 256  # default number of draws of the outputs
 
-Product = Callable[[Tensor], Tensor]
+MatrixProduct = Callable[[Tensor], Tensor]
 """A covariance by its products: ``(batch, classes, columns)`` to the same shape."""
 
 DIRECTIONS = 8  # common directions, for more than `EXACT` classes
@@ -143,7 +143,8 @@ def of_covariance(mean: Tensor, covariance: Tensor) -> LogitCovariance:
     if classes > EXACT:
         return of_product(mean, covariance.diagonal(dim1=1, dim2=2), lambda x: wide @ as_double(x))
     program = torch.compiler.is_compiling() and classes > 2  # of few operations, by torch's solvers
-    finite, not_finite = _finite(wide) if program else (wide, None)  # elsewhere a NaN stays in its input
+    # outside of a program a NaN stays in its input
+    finite, not_finite = _zero_non_finite_rows(wide) if program else (wide, None)
     contrasts, of_pairs, unit = _contrasts(classes, wide.dtype, wide.device)
     largest = finite.diagonal(dim1=1, dim2=2).amax(1).clamp(min=_TINY)
     floor = 10 * torch.finfo(covariance.dtype).eps * largest
@@ -180,7 +181,7 @@ def _contrasts(classes: int, dtype: torch.dtype, device: torch.device) -> tuple[
         return whole, torch.kron(whole, whole), unit
 
 
-def of_product(mean: Tensor, variance: Tensor, product: Product) -> LogitCovariance:
+def of_product(mean: Tensor, variance: Tensor, product: MatrixProduct) -> LogitCovariance:
     """From the products of a covariance whose diagonal is `variance`: `DIRECTIONS` directions ``L`` of
     ``S = H Sigma H`` with ``H = 1 - 1/C``, and the rest of its diagonal as independent. `of_covariance` is used where
     it is exact, for few classes.
@@ -201,7 +202,7 @@ def of_product(mean: Tensor, variance: Tensor, product: Product) -> LogitCovaria
         return of_covariance(mean, product(units))
     sums = as_double(product(torch.ones_like(mean).unsqueeze(-1)))[:, :, 0] / classes
     diagonal = (as_double(variance) - 2 * sums + sums.mean(1, keepdim=True)).clamp(min=0)
-    weights, not_finite = _finite(_weights(as_double(mean), diagonal))
+    weights, not_finite = _zero_non_finite_rows(_weights(as_double(mean), diagonal))
     weights = weights.unsqueeze(-1)
 
     def weighted(x: Tensor) -> Tensor:
@@ -245,7 +246,7 @@ def _weights(mean: Tensor, variance: Tensor) -> Tensor:
     return (undecided / total + _FLOOR / mean.shape[1]).sqrt()
 
 
-def _finite(tensor: Tensor) -> tuple[Tensor, Tensor]:
+def _zero_non_finite_rows(tensor: Tensor) -> tuple[Tensor, Tensor]:
     """The tensor with zeros for inputs that are not finite (eigensolvers refuse them), and which these are."""
     not_finite = ~torch.isfinite(tensor).flatten(1).all(1)
     return tensor.masked_fill(not_finite.reshape(-1, *[1] * (tensor.ndim - 1)), 0.0), not_finite.unsqueeze(1)

@@ -56,7 +56,7 @@ def resolve_likelihood(
     return LIKELIHOODS[likelihood]()
 
 
-def described(likelihood: Likelihood) -> dict[str, Any]:
+def likelihood_to_attributes(likelihood: Likelihood) -> dict[str, Any]:
     """A likelihood as a file keeps it: its attributes, and for a user's class the name of the class.
 
     Raises:
@@ -74,8 +74,8 @@ def described(likelihood: Likelihood) -> dict[str, Any]:
 
 
 def likelihood_from_attributes(description: Mapping[str, Any], given: Likelihood | None = None) -> Likelihood:
-    """The likelihood of a description by `described`: made anew if its class is this package's, else `given`. No code
-    is looked up by a name in a file.
+    """The likelihood of a description by `likelihood_to_attributes`: made anew if its class is this package's, else
+    `given`. No code is looked up by a name in a file.
 
     Args:
         description: plain values.
@@ -100,7 +100,7 @@ def _check_same(description: Mapping[str, Any], given: Likelihood) -> None:
     """Refuse a likelihood that is not the described one. The module of a class is not compared where the class was,
     or is, defined in a script.
     """
-    offered = described(given)
+    offered = likelihood_to_attributes(given)
     classes = [each.get("class", "").split(":") for each in (description, offered)]
     modules = {module for module, *_ in classes}
     if classes[0][1:] != classes[1][1:] or (len(modules) > 1 and "__main__" not in modules):

@@ -157,7 +157,7 @@ def tail_of(scores: Tensor, points: int | None = None) -> Tail:
             are the largest scores, one by one, and the ranks of the others form a geometric sequence. So small shares
             are resolved for any number of inputs.
     """
-    values = _finite("scores", scores).sort(descending=True).values
+    values = _refuse_infinite("scores", scores).sort(descending=True).values
     count = len(values)
     ranks = torch.arange(1, count + 1, dtype=torch.float64, device="cpu")
     if points is not None and count > points:
@@ -212,7 +212,7 @@ def joint_tail(familiar: Mapping[str, Tensor], scores: Mapping[str, Tensor]) -> 
         raise PosthocUQError(
             f"joint_tail needs the same scores on both sides, not {sorted(familiar)} and {sorted(scores)}."
         )
-    familiar_columns, columns = _columns(familiar), _columns(scores)
+    familiar_columns, columns = _check_scores(familiar), _check_scores(scores)
     return joint_surprise({name: tail_of(values) for name, values in familiar_columns.items()}, columns)
 
 
@@ -253,14 +253,14 @@ def referral_threshold(scores: Tensor, rate: float) -> float:
     return -math.inf if referred == len(scores) else scores.sort(descending=True).values[referred].item()
 
 
-def _columns(scores: Mapping[str, Tensor]) -> dict[str, Tensor]:
+def _check_scores(scores: Mapping[str, Tensor]) -> dict[str, Tensor]:
     if not scores:
         raise PosthocUQError("There must be at least one score.")
     count = next(iter(scores.values())).numel()
     return {name: row(name, values, count) for name, values in scores.items()}
 
 
-def _finite(name: str, scores: Tensor) -> Tensor:
+def _refuse_infinite(name: str, scores: Tensor) -> Tensor:
     values = row(name, scores)
     wrong = int(values.isinf().sum())
     if wrong:

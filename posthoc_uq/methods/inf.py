@@ -76,7 +76,7 @@ class INF(Laplace):
     def passes(self) -> int:
         return 2 if self.bases is None else 1
 
-    def described(self) -> dict[str, Any]:
+    def describe_fit(self) -> dict[str, Any]:
         lines = {"rank": self.rank, "basis": self.basis, "correction": self.correction}
         if self.bases is not None:
             return lines | {"bases": f"of a posterior fitted with method={self.bases.method!r}"}
@@ -274,8 +274,8 @@ def sparsify(
     grid = eigenvalues.gather(1, index_g.unsqueeze(2).expand(-1, -1, eigenvalues.shape[2]))
     grid = grid.gather(2, index_a.unsqueeze(1).expand(-1, grid.shape[1], -1))
     return InformationBlock(
-        input_basis=_columns(input_basis, index_a) * mask_a.unsqueeze(1),
-        output_basis=_columns(output_basis, index_g) * mask_g.unsqueeze(1),
+        input_basis=_select_columns(input_basis, index_a) * mask_a.unsqueeze(1),
+        output_basis=_select_columns(output_basis, index_g) * mask_g.unsqueeze(1),
         eigenvalues=(grid * mask_g.unsqueeze(2) * mask_a.unsqueeze(1)).contiguous(),
         diagonal=diagonal,
         correction=correction,
@@ -291,5 +291,5 @@ def _front(selected: Tensor) -> tuple[Tensor, Tensor]:
     return index, selected.gather(1, index)
 
 
-def _columns(basis: Tensor, index: Tensor) -> Tensor:
+def _select_columns(basis: Tensor, index: Tensor) -> Tensor:
     return basis.gather(2, index.unsqueeze(1).expand(-1, basis.shape[1], -1))

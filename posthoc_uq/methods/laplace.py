@@ -31,7 +31,7 @@ from posthoc_uq.curvature.statistics import (
     JointFisher,
     SquaredGradients,
 )
-from posthoc_uq.curvature.sweep import Summary
+from posthoc_uq.curvature.sweep import SweepTotals
 from posthoc_uq.layers.layer import Layer
 from posthoc_uq.likelihoods import Fisher, Likelihood
 from posthoc_uq.methods.method import Method
@@ -148,7 +148,7 @@ class Laplace(Method):
         }
         return sums, task.sweep(sums, self.description)
 
-    def described(self) -> dict[str, Any]:
+    def describe_fit(self) -> dict[str, Any]:
         """Lines of the report on how the posterior was fitted, as plain values."""
         return {}
 
@@ -181,7 +181,7 @@ class Laplace(Method):
             **{f"seconds, {what}": value for what, value in task.seconds.items()},
         }
         facts |= {"labels drawn per sample": settings.n_samples} if settings.fisher == "mc" else {}
-        facts |= self.described()
+        facts |= self.describe_fit()
         facts |= {"processes": world()} if world() > 1 else {}
         facts |= {"fisher chosen": "auto"} if self.fisher == "auto" else {}
         evidence = Evidence(summary.samples, summary.log_likelihood, weight=weight)
@@ -241,7 +241,7 @@ class Laplace(Method):
         )
 
 
-def _weight_of(summary: Summary) -> float | None:
+def _weight_of(summary: SweepTotals) -> float | None:
     """The sum of the weights of a sweep's samples; None where each counted once."""
     return None if summary.weight == summary.samples else summary.weight
 
@@ -307,7 +307,9 @@ def _gradient_precision(posterior: Posterior) -> float:
     return max(torch.finfo(number_format).eps for number_format in formats)
 
 
-def _combined_evidence(evidence: Evidence, summary: Summary, likelihood: Likelihood, sign: int) -> Evidence:
+def _combined_evidence(
+    evidence: Evidence, summary: SweepTotals, likelihood: Likelihood, sign: int
+) -> Evidence:
     """What the fit and a later sweep saw of the data, together (`sign` 1), or what is left of it (-1). Without labels
     on either side the log likelihood is unknown.
 

@@ -50,7 +50,7 @@ class Subnetwork(Laplace):
     def passes(self) -> int:
         return 2 if self.by == "variance" and self.mask is None else 1
 
-    def described(self) -> dict[str, Any]:
+    def describe_fit(self) -> dict[str, Any]:
         return {"weights chosen": "by a mask" if self.mask is not None else f"at most {self.n}, by {self.by}"}
 
     def blocks(self, task: Task) -> dict[str, Block]:

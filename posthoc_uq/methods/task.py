@@ -25,8 +25,8 @@ from posthoc_uq.curvature.sweep import (
     WORD,
     DataHash,
     Observer,
-    Summary,
     SweepSettings,
+    SweepTotals,
     no_weight_error,
     own_batches,
     run_observers,
@@ -111,7 +111,7 @@ class Task:
     features: FeatureSource | None = None
     val_loader: Iterable[Any] | None = None
     checkpoint: Checkpoint | None = None
-    summary: Summary = field(default_factory=Summary)
+    summary: SweepTotals = field(default_factory=SweepTotals)
     restored: bool = False
     seconds: dict[str, float] = field(default_factory=lambda: dict[str, float]())
     observers: list[Observer] = field(default_factory=lambda: list[Observer]())
@@ -239,11 +239,11 @@ class Task:
         if joint is not None:
             sums["joint/0"] = joint.state_dict()
 
-        def after_batch(summary: Summary) -> None:
+        def after_batch(summary: SweepTotals) -> None:
             if checkpoint is not None:
                 checkpoint.after_batch(description, lambda: {"sums": sums, "summary": summary.state_dict()})
 
-        def in_this_process() -> Summary:
+        def in_this_process() -> SweepTotals:
             done = None
             running = None if checkpoint is None else checkpoint.take_running(description)
             if checkpoint is not None and running is not None:
@@ -281,7 +281,7 @@ class Task:
             with checkpoint.reading(f"its sums for {description} are of another kind"):
                 self.summary = self._restored(sums, saved, summary, share)
         else:
-            self.summary = Summary.restored(summary, self._weighted, share)
+            self.summary = SweepTotals.restored(summary, self._weighted, share)
         self.seconds[description] = time.perf_counter() - start
         return self.summary.weight
 
@@ -289,7 +289,7 @@ class Task:
     def _weighted(self) -> bool:
         return self.batch.weights is not None
 
-    def _restored(self, sums: Tensors, saved: Tensors, summary: State, share: float) -> Summary:
+    def _restored(self, sums: Tensors, saved: Tensors, summary: State, share: float) -> SweepTotals:
         """The summary of a sweep that the checkpoint has, whose sums are copied into `sums`.
 
         Raises:
@@ -300,9 +300,9 @@ class Task:
             fault = fault_of_sums(of_one)
             if fault is not None:
                 raise ValueError(f"of '{name.rpartition('/')[0]}' {fault}")
-        return Summary.restored(summary, self._weighted, share)
+        return SweepTotals.restored(summary, self._weighted, share)
 
-    def _check_seen(self, summary: Summary, share: float, repetitive: bool) -> None:
+    def _check_seen(self, summary: SweepTotals, share: float, repetitive: bool) -> None:
         """Refuse what a sweep saw of the data where it is not what the last one saw, or nothing."""
         if self.summary.seen and summary.seen != self.summary.seen:
             raise PosthocUQError(
@@ -468,13 +468,13 @@ def checked_finite(results: Tensors, part: str) -> Tensors:
     return results
 
 
-def _merged(summary: Summary) -> Summary:
+def _merged(summary: SweepTotals) -> SweepTotals:
     """The summary of the sweeps of all processes.
 
     Raises:
         PosthocUQError: two of them saw the same data.
     """
-    summaries: list[Summary] = gather(summary, "comparing the data")
+    summaries: list[SweepTotals] = gather(summary, "comparing the data")
     contents = [(part.content, part.seen) for part in summaries if part.seen]
     if len(set(contents)) < len(contents):
         raise PosthocUQError(
@@ -482,7 +482,7 @@ def _merged(summary: Summary) -> Summary:
             "its own, for instance with torch.utils.data.DistributedSampler."
         )
     likelihoods = [part.log_likelihood for part in summaries]
-    return Summary(
+    return SweepTotals(
         batches=sum(part.batches for part in summaries),
         seen=sum(part.seen for part in summaries),
         samples=sum(part.samples for part in summaries),

@@ -22,7 +22,7 @@ from torch.utils import _pytree as pytree
 from posthoc_uq.core.errors import PosthocUQError
 from posthoc_uq.layers.calls import CallMode
 from posthoc_uq.layers.rules import AffineCall, affine_call
-from posthoc_uq.moments.unscented import Moments
+from posthoc_uq.moments.unscented import MeanAndVariance
 
 Relu = Literal["unscented", "exact"]
 MaxPool = Literal["clark", "argmax"]
@@ -177,7 +177,7 @@ def function_name(func: Any) -> str:
     return resolve_name(func) or getattr(func, "__name__", repr(func))
 
 
-def moments_of(value: Any) -> Moments:
+def moments_of(value: Any) -> MeanAndVariance:
     """Mean and variance of a tensor or number; variance 0 for anything but a `MomentTensor`."""
     if isinstance(value, MomentTensor):
         return value.moment_mean, value.moment_variance

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 Function = Callable[[Tensor], Tensor]
-Moments = tuple[Tensor, Tensor]
+MeanAndVariance = tuple[Tensor, Tensor]
 
 ROOT3 = sqrt(3.0)
 GRAIN = 2**15  # numbers in a block for each thread
@@ -29,7 +29,7 @@ def root(variance: Tensor) -> Tensor:
     return variance.sqrt()
 
 
-def unscented(function: Function, mean: Tensor, variance: Tensor) -> Moments:
+def unscented(function: Function, mean: Tensor, variance: Tensor) -> MeanAndVariance:
     """Mean and variance of ``f(x)``, ``x ~ N(mean, variance)`` element by element.
 
     With ``u``, ``c``, ``l`` the upper, central and lower value: ``c + (u + l - 2 c) / 6`` and
@@ -43,7 +43,9 @@ def unscented(function: Function, mean: Tensor, variance: Tensor) -> Moments:
     return torch.add(centre, bend, alpha=1 / 6), moment_variance
 
 
-def unscented_positive(function: Function, mean: Tensor, variance: Tensor, edge: float = 0.0) -> Moments:
+def unscented_positive(
+    function: Function, mean: Tensor, variance: Tensor, edge: float = 0.0
+) -> MeanAndVariance:
     """`unscented` for functions that exist above an edge only (log, sqrt, powers): outer points that would cross
     it are moved inside, and second differences replace derivatives there.
     """
@@ -71,7 +73,7 @@ def slope(function: Function, mean: Tensor, variance: Tensor) -> Tensor:
     return (function(mean + step) - function(mean - step)) / (2 * step)
 
 
-def rectified(mean: Tensor, variance: Tensor, negative_slope: float = 0.0) -> Moments:
+def rectified(mean: Tensor, variance: Tensor, negative_slope: float = 0.0) -> MeanAndVariance:
     """Exact moments of ReLU, and of LeakyReLU, of a Gaussian (Schodt 2024, appendix; Frey, Hinton 1999).
 
     ``E = sigma (z Phi(z) + phi(z))`` and ``E^2 = sigma^2 ((1 + z^2) Phi(z) + z phi(z))`` of the positive part, the
@@ -121,7 +123,9 @@ def _far_below(z: Tensor) -> Tensor:
     return torch.where(z < -5, -z, 5.0)
 
 
-def blockwise(rule: Callable[[Tensor, Tensor], Moments], mean: Tensor, variance: Tensor) -> Moments:
+def blockwise(
+    rule: Callable[[Tensor, Tensor], MeanAndVariance], mean: Tensor, variance: Tensor
+) -> MeanAndVariance:
     """Apply an element-wise rule block by block, where its temporaries would not stay in the cache; the result is the
     same.
     """
@@ -148,7 +152,7 @@ def is_recorded(mean: Tensor, variance: Tensor) -> bool:
 
 def unscented_joint(
     function: Callable[..., Tensor], means: list[Tensor], variances: list[Tensor | None]
-) -> Moments:
+) -> MeanAndVariance:
     """Mean and variance of ``f(x_1, ..., x_d)`` place by place, for independent Gaussians, by ``2 d + 1`` points: all
     at their means, and one at a time ``sqrt(d + kappa)`` deviations up or down, ``kappa = max(3 - d, 0)``.
 

@@ -23,7 +23,7 @@ from posthoc_uq.core.records import Record
 from posthoc_uq.core.registry import Registry
 from posthoc_uq.posteriors.covariance import Covariance
 
-Shape = tuple[int, int, int]
+MatrixShape = tuple[int, int, int]
 """Groups, outputs and inputs of a layer, or ``(1, 1, weights)`` of several."""
 
 
@@ -98,7 +98,7 @@ class TensorField:
         self.properties = properties
 
 
-def layer_sizes(shape: Shape) -> dict[str, int]:
+def layer_sizes(shape: MatrixShape) -> dict[str, int]:
     """The sizes of a layer's matrix by name."""
     weights = prod(shape)
     return dict(zip((GROUPS, OUTPUTS, INPUTS), shape, strict=True)) | {
@@ -407,7 +407,7 @@ class Block(ABC):
         return values
 
     @classmethod
-    def specs(cls, shape: Shape, attributes: Mapping[str, Any]) -> dict[str, TensorSpec]:
+    def specs(cls, shape: MatrixShape, attributes: Mapping[str, Any]) -> dict[str, TensorSpec]:
         """What the tensors must be for a block of ``(groups, outputs, inputs)`` with these attributes. Files are
         checked by it.
 
@@ -428,7 +428,7 @@ class Block(ABC):
         }
 
     @classmethod
-    def most_numbers(cls, shape: Shape) -> int:
+    def most_numbers(cls, shape: MatrixShape) -> int:
         """The most numbers that a block of this shape can have; a larger file is not read."""
         of_layer, total = layer_sizes(shape), 0
         for declared in cls._stored().values():

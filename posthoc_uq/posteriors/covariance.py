@@ -596,7 +596,7 @@ class Independent(Covariance):
         self, activations: Operand, gradients: Tensor, mode: Mode, double: bool, norms: bool
     ) -> Contracted:
         """In shapes of `gram`, with the squared norms of J if `norms`."""
-        if isinstance(activations, OneHotRows) and type(self) is Diagonal:
+        if isinstance(activations, OneHotRows) and type(self) is DiagonalPrecision:
             return self._of_places(activations, gradients, mode, double, norms)
         if self._pairs_are_cheaper(activations.positions, gradients.shape[2], mode):
             return self._by_pairs_of_positions(activations.rows(), gradients, mode, double, norms)
@@ -771,7 +771,7 @@ def joined_rows(covariances: Tensor, joint: bool) -> Tensor:
     return covariances.transpose(1, 2).reshape(size, size)
 
 
-class Diagonal(Independent):
+class DiagonalPrecision(Independent):
     """A diagonal precision ``(G, m, n)``."""
 
     def transform(self, normals: Tensor) -> Tensor:
@@ -781,7 +781,7 @@ class Diagonal(Independent):
         return None, self.weights
 
 
-class Variances(Diagonal):
+class Variances(DiagonalPrecision):
     """Independent weights of variances ``(G, m, n)``; a weight whose variance is zero is certain."""
 
     def __init__(self, variances: Tensor) -> None:
@@ -884,7 +884,7 @@ class Kronecker(Independent):
         return lambda x: output_basis @ (variances * (output_basis.T @ x))
 
 
-class Dense(Covariance):
+class DenseRows(Covariance):
     """``P = R R^T`` of independent rows, each of one Gaussian: ``R`` is ``(G, m, n, n)``, in float64. Of a block of
     several layers there is one row, ``(1, 1, weights)``.
 
@@ -896,16 +896,16 @@ class Dense(Covariance):
     def __init__(self, root: Tensor, like: Tensor) -> None:
         self.root, self._like = root, like
 
-    def _columns(self, rows: Tensor) -> Tensor:
+    def _as_columns(self, rows: Tensor) -> Tensor:
         """Rows ``(q, G, m, n)``, or of the shape of one layer, as columns ``(G, m, n, q)``."""
         return rows.to(self.root).reshape(len(rows), *self.root.shape[:3]).permute(1, 2, 3, 0)
 
     def whiten(self, jacobians: Tensor) -> Tensor:
-        columns = self._columns(jacobians)
+        columns = self._as_columns(jacobians)
         return torch.linalg.solve_triangular(self.root, columns, upper=False).flatten(0, 2).T
 
     def transform(self, normals: Tensor) -> Tensor:
-        roots, columns = self.root.transpose(-1, -2), self._columns(normals)
+        roots, columns = self.root.transpose(-1, -2), self._as_columns(normals)
         drawn = torch.linalg.solve_triangular(roots, columns, upper=True)
         return drawn.permute(3, 0, 1, 2).to(normals).reshape(normals.shape)
 

@@ -136,7 +136,7 @@ class LowRankDiagonal(Independent):
         full.diagonal(dim1=-2, dim2=-1).add_(1.0)
         return full
 
-    def _columns(self, rows: Tensor) -> Tensor:
+    def _as_columns(self, rows: Tensor) -> Tensor:
         """``(q, G, L)`` as columns ``(G, L, q)`` in the factor's precision and place."""
         return rows.permute(1, 2, 0).to(self._root)
 
@@ -146,7 +146,7 @@ class LowRankDiagonal(Independent):
         # direction and reach all others, so that stiff layers are drawn in float64.
         wide = as_double(normals) if self._stiff else normals
         half = self.weights.to(wide).sqrt()
-        columns = self._columns(self._project(half * wide))
+        columns = self._as_columns(self._project(half * wide))
         columns = _solved_plus_one(self._root, columns)
         columns = torch.linalg.solve_triangular(self._root.transpose(-1, -2), columns, upper=True)
         drawn = self._lift(columns.permute(2, 0, 1).to(wide))
@@ -158,7 +158,7 @@ class LowRankDiagonal(Independent):
         wide, inverse = as_double(jacobians), as_double(self.weights)
         weighted = wide * inverse
         columns = torch.linalg.solve_triangular(
-            self._root, self._columns(self._project(weighted)), upper=False
+            self._root, self._as_columns(self._project(weighted)), upper=False
         )
         reduction = torch.einsum("glq,glp->qp", columns, columns)
         return (wide.flatten(1) @ weighted.flatten(1).T - reduction).to(jacobians)

@@ -21,8 +21,8 @@ from posthoc_uq.posteriors.block import (
     OUTPUTS,
     WEIGHTS,
     Block,
+    MatrixShape,
     PrecisionSettings,
-    Shape,
     Size,
     TensorField,
     TensorSpec,
@@ -32,7 +32,7 @@ from posthoc_uq.posteriors.block import (
     largest_of,
     unpacked,
 )
-from posthoc_uq.posteriors.covariance import Covariance, Dense, Diagonal, Kronecker, Variances
+from posthoc_uq.posteriors.covariance import Covariance, DenseRows, DiagonalPrecision, Kronecker, Variances
 
 
 @dataclass(eq=False, repr=False)
@@ -42,13 +42,13 @@ class DiagonalBlock(Block):
     """
 
     kind = "diagonal"
-    makes = Diagonal
+    makes = DiagonalPrecision
     per_weight_prior = True
 
     diagonal: Annotated[Tensor, TensorField(GROUPS, OUTPUTS, INPUTS, mean_of="diagonal", non_negative=True)]
 
-    def covariance(self, settings: PrecisionSettings) -> Diagonal:
-        return Diagonal(settings.precision(self.diagonal), self.diagonal)
+    def covariance(self, settings: PrecisionSettings) -> DiagonalPrecision:
+        return DiagonalPrecision(settings.precision(self.diagonal), self.diagonal)
 
     def dense(self, scale: float = 1.0, residual_weight: float = 1.0) -> Tensor:
         return scale * torch.diag_embed(self.diagonal.flatten(1))
@@ -196,7 +196,7 @@ class EigenvalueCorrectedBlock(_EigenbasisBlock):
 LARGEST_BYTES = 4 * 2**30  # the most that the Fisher may take in float64
 
 
-def _dense(fisher: Tensor, scale: float | Tensor, prior: Tensor) -> Dense:
+def _dense(fisher: Tensor, scale: float | Tensor, prior: Tensor) -> DenseRows:
     """The covariance for a Fisher ``(weights, weights)`` and prior precisions ``(weights,)``."""
     wide = as_double(fisher)
     own = prior.to(wide.device).diag()
@@ -204,7 +204,7 @@ def _dense(fisher: Tensor, scale: float | Tensor, prior: Tensor) -> Dense:
         root = cholesky(scale * wide + own)
     except NonFiniteError:  # rounding of the summed Fisher left an eigenvalue below -prior_precision
         root = cholesky(scale * positive_part(wide) + own)
-    return Dense(root[None, None], fisher)
+    return DenseRows(root[None, None], fisher)
 
 
 @dataclass(eq=False, repr=False)
@@ -212,7 +212,7 @@ class DenseBlock(Block):
     """Keeps the Fisher ``(parameters, parameters)`` of all layers together, with the correlations between them."""
 
     kind = "dense"
-    makes = Dense
+    makes = DenseRows
     per_weight_prior = True
     joint = True
 
@@ -221,7 +221,7 @@ class DenseBlock(Block):
         TensorField(WEIGHTS, WEIGHTS, mean_of="matrix", max_numbers=LARGEST_BYTES // 8, symmetric=True),
     ]
 
-    def covariance(self, settings: PrecisionSettings) -> Dense:
+    def covariance(self, settings: PrecisionSettings) -> DenseRows:
         prior = host_double(settings.prior_precision).expand(1, 1, len(self.fisher)).flatten()
         return _dense(self.fisher, settings.scale, prior)
 
@@ -229,10 +229,10 @@ class DenseBlock(Block):
         return scale * self.fisher.unsqueeze(0)
 
 
-class Subnetwork(Covariance):
+class SubnetworkCovariance(Covariance):
     """``N(0, P^-1)`` over the chosen weights, and zero for the others; tensors are ``(..., 1, 1, weights)``."""
 
-    def __init__(self, chosen: Dense, index: Tensor, weights: int) -> None:
+    def __init__(self, chosen: DenseRows, index: Tensor, weights: int) -> None:
         self._chosen, self._index, self._weights = chosen, index, weights
 
     def _of_chosen(self, matrix: Tensor) -> Tensor:
@@ -273,7 +273,7 @@ class SubnetworkBlock(Block):
     """
 
     kind = "subnetwork"
-    makes = Subnetwork
+    makes = SubnetworkCovariance
     per_weight_prior = True
     joint = True
     heads_note = "head='moments' takes the chosen weights as independent, with their exact variances"
@@ -290,13 +290,13 @@ class SubnetworkBlock(Block):
         """The places of the chosen weights, ascending, ``(chosen,)``."""
         return unpacked(self.kept, self.weights).nonzero().flatten()
 
-    def covariance(self, settings: PrecisionSettings) -> Subnetwork:
+    def covariance(self, settings: PrecisionSettings) -> SubnetworkCovariance:
         prior = host_double(settings.prior_precision).expand(1, 1, self.weights).flatten()
         chosen = _dense(self.fisher, settings.scale, prior[self.index.cpu()])
-        return Subnetwork(chosen, self.index, self.weights)
+        return SubnetworkCovariance(chosen, self.index, self.weights)
 
     @classmethod
-    def specs(cls, shape: Shape, attributes: Mapping[str, Any]) -> dict[str, TensorSpec]:
+    def specs(cls, shape: MatrixShape, attributes: Mapping[str, Any]) -> dict[str, TensorSpec]:
         if attributes.get("weights") != shape[-1]:
             raise CorruptPosteriorError(
                 f"A subnetwork of {shape[-1]} weights is described by another number."

@@ -212,7 +212,7 @@ class FunctionSpace(Training["FunctionSpaceObjective"]):
                 f"epochs."
             )
 
-    def described(self, trained: FunctionSpaceObjective, blocks: Mapping[str, Any]) -> dict[str, Any]:
+    def describe_fit(self, trained: FunctionSpaceObjective, blocks: Mapping[str, Any]) -> dict[str, Any]:
         method, independent = trained.method, self.prior == "independent"
         context = self.context if isinstance(self.context, str) else type(trained.context).__name__
         if self.context is None:

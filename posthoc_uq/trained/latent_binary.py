@@ -43,7 +43,7 @@ from posthoc_uq.trained.variational import (
     MAX_STEPS,
     MAX_UNITS,
     Flow,
-    Form,
+    FlowForm,
     LatentBinaryBlock,
     RandomScale,
     log_normal,
@@ -114,7 +114,7 @@ class LatentBinary(Training["LatentObjective"]):
     warm_up: Unit = 0.2
     flow_steps: Annotated[int, Ge(1), Le(MAX_STEPS)] = 2
     flow_units: Annotated[int, Ge(1), Le(MAX_UNITS)] = 100
-    flow_form: Form = "autoregressive"
+    flow_form: FlowForm = "autoregressive"
     learn_noise: bool = False
 
     def __post_init__(self) -> None:
@@ -184,7 +184,7 @@ class LatentBinary(Training["LatentObjective"]):
                 f"{moved:.2g} at most, and all begin at {_HIGH_LOGIT:g}, so {end}; raise inclusion_lr or epochs."
             )
 
-    def described(self, trained: LatentObjective, blocks: Mapping[str, Any]) -> dict[str, Any]:
+    def describe_fit(self, trained: LatentObjective, blocks: Mapping[str, Any]) -> dict[str, Any]:
         chances = torch.cat([block.probabilities().flatten() for block in blocks.values()])
         undecided = ((chances > 0.1) & (chances < 0.9)).float().mean()
         return {

@@ -27,12 +27,12 @@ from posthoc_uq.posteriors.block import (
     INPUTS,
     OUTPUTS,
     Block,
+    MatrixShape,
     PrecisionSettings,
-    Shape,
     TensorField,
     largest_of,
 )
-from posthoc_uq.posteriors.covariance import Covariance, Dense, DenseLayer, Variances
+from posthoc_uq.posteriors.covariance import Covariance, DenseLayer, DenseRows, Variances
 from posthoc_uq.posteriors.laplace import LARGEST_BYTES
 
 
@@ -81,12 +81,12 @@ class Moved(Covariance):
     def log_determinant(self) -> Tensor:
         return self._inner.log_determinant()  # moving the bias has the determinant 1
 
-    def of_layer(self, start: int, shape: Shape, whole: Shape) -> Covariance:
+    def of_layer(self, start: int, shape: MatrixShape, whole: MatrixShape) -> Covariance:
         outputs = copy.copy(self)
         outputs._inner = self._inner.of_layer(start, shape, whole)
         return outputs
 
-    def traceable(self, shape: Shape) -> Covariance:
+    def traceable(self, shape: MatrixShape) -> Covariance:
         outputs = copy.copy(self)
         outputs._inner = self._inner.traceable(shape)
         return outputs
@@ -110,7 +110,7 @@ class Moved(Covariance):
 
 
 class MovedRows(Moved):
-    """The same of rows with full covariances, `Dense`."""
+    """The same of rows with full covariances, `DenseRows`."""
 
     def variance(self) -> Tensor:
         """The diagonal of ``T S T^T``, where T gives the layer's weights from those with the moved bias."""
@@ -123,7 +123,9 @@ class MovedRows(Moved):
 
     def _matrices(self) -> Tensor:
         return (
-            self._inner.rows if isinstance(self._inner, DenseLayer) else cast(Dense, self._inner).matrices()
+            self._inner.rows
+            if isinstance(self._inner, DenseLayer)
+            else cast(DenseRows, self._inner).matrices()
         )
 
 
@@ -222,7 +224,7 @@ class JointMessagesBlock(MessagesBlock):
 
     def covariance(self, settings: PrecisionSettings) -> MovedRows:
         root = cholesky(self.total()) / self._ratio(settings) ** 0.5
-        return MovedRows(Dense(root, self.field), self.shift)
+        return MovedRows(DenseRows(root, self.field), self.shift)
 
     def largest_value(self, settings: PrecisionSettings) -> float:
         precision = largest_of(self.precision) * float(settings.scale) / self.samples
@@ -230,7 +232,7 @@ class JointMessagesBlock(MessagesBlock):
             root = cholesky(self.total()) / self._ratio(settings) ** 0.5
         except NonFiniteError:
             return precision  # and `fault` says what is wrong
-        wide = MovedRows(Dense(root, root), as_double(self.shift))
+        wide = MovedRows(DenseRows(root, root), as_double(self.shift))
         return max(precision, largest_of(wide.variance(), self.stored_mean()))
 
     def fault(self) -> str | None:

@@ -287,7 +287,7 @@ class Training(Method, Generic[Trained]):
         """The prior precision that the training used."""
         return self.precision
 
-    def described(self, trained: Trained, blocks: Mapping[str, Any]) -> dict[str, Any]:
+    def describe_fit(self, trained: Trained, blocks: Mapping[str, Any]) -> dict[str, Any]:
         """Lines of the report on how the posterior was fitted, as plain values."""
         return {}
 
@@ -320,7 +320,7 @@ class Training(Method, Generic[Trained]):
             "seed": settings.seed,
             "epochs": len(history),
             "epoch taken": best_epoch(history),
-            **self.described(trained, blocks),
+            **self.describe_fit(trained, blocks),
             **{name: [entry[name] for entry in history] for name in history[0] if name != "seconds"},
             **{f"seconds, {what}": value for what, value in task.seconds.items()},
         }
@@ -355,7 +355,7 @@ Measured = Annotated[float, AllowInfNan()]  # a validation NLL may be infinite
 
 
 @dataclass
-class _Progress:
+class _TrainingState:
     """How far a training has come.
 
     Attributes:
@@ -430,7 +430,7 @@ class Loop:
         self._last: Batch | None = None  # of which a step was taken
         self._resumed = False  # and no step was taken since
         self._resumed_at = 0  # hash of the last batch before the checkpoint was written
-        self.progress = _Progress(length=known_length(loader))
+        self.progress = _TrainingState(length=known_length(loader))
 
     def run(self, progress: bool) -> list[dict[str, float]]:
         """All epochs, with a bar if `progress` is set.
@@ -493,7 +493,7 @@ class Loop:
                 f"its optimiser is {kind}, and that of this fit {type(self._optimiser).__name__}"
             )
         _restore(self._optimiser, of_optimiser)
-        progress = made_of(_Progress, state["progress"])
+        progress = made_of(_TrainingState, state["progress"])
         if not (progress.best < progress.epoch == len(progress.history) <= progress.step + 1):
             raise ValueError(f"epoch {progress.epoch} with {len(progress.history)} finished ones cannot be")
         if self._val_loader is not None and any("validation NLL" not in entry for entry in progress.history):

@@ -197,7 +197,7 @@ class UTVI(Training["MomentObjective"]):
     def blocks(self, task: Task, trained: MomentObjective) -> Mapping[str, Block]:
         return trained.field.blocks(task.layers, trained.samples)
 
-    def described(self, trained: MomentObjective, blocks: Mapping[str, Any]) -> dict[str, Any]:
+    def describe_fit(self, trained: MomentObjective, blocks: Mapping[str, Any]) -> dict[str, Any]:
         return {
             "start": "a posterior" if self.initial is not None else self.start,
             "mean": "trained" if self.train_mean else "frozen",

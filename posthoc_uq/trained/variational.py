@@ -25,8 +25,8 @@ from posthoc_uq.posteriors.block import (
     WEIGHTS,
     AnyBlock,
     Block,
+    MatrixShape,
     PrecisionSettings,
-    Shape,
     Size,
     TensorField,
     TensorSpec,
@@ -37,7 +37,7 @@ from posthoc_uq.posteriors.block import (
 )
 from posthoc_uq.posteriors.covariance import Covariance, Independent
 
-Form = Literal["autoregressive", "coupling"]
+FlowForm = Literal["autoregressive", "coupling"]
 
 _START_BIAS = 2.0  # of ``s``: a step begins by keeping 0.88 of its input
 
@@ -63,7 +63,7 @@ class Flow:
     size: int
     hidden: int
     steps: int = 2
-    form: Form = "autoregressive"
+    form: FlowForm = "autoregressive"
 
     def shapes(self) -> dict[str, tuple[int, ...]]:
         """The shapes of its tensors by name."""
@@ -215,7 +215,7 @@ class RandomScale:
         }
         return self.flow.forward(start, flow_tensors)[0]
 
-    def matrix(self, values: Tensor, shape: Shape, rest: float) -> Tensor:
+    def matrix(self, values: Tensor, shape: MatrixShape, rest: float) -> Tensor:
         """One number for each ``z``, ``(I,)``, over a layer's matrix ``(G, m, n)``, with `rest` for its bias."""
         groups, outputs, inputs = shape
         if self.along == "outputs":
@@ -231,12 +231,12 @@ class ScaleFields(Record):
     """What a file says of it."""
 
     along: Literal["", "inputs", "outputs"]
-    form: Form
+    form: FlowForm
     units: Annotated[int, Field(ge=0, le=MAX_UNITS)]
     steps: Annotated[int, Field(ge=0, le=MAX_STEPS)]
 
 
-def _flow_of(shape: Shape, attributes: Mapping[str, Any]) -> Flow | None:
+def _flow_of(shape: MatrixShape, attributes: Mapping[str, Any]) -> Flow | None:
     """The flow that attributes describe for a layer of this shape; None where they describe none.
 
     Raises:
@@ -250,7 +250,7 @@ def _flow_of(shape: Shape, attributes: Mapping[str, Any]) -> Flow | None:
     steps, units = bounded(attributes, "steps", 1, MAX_STEPS), bounded(attributes, "units", 1, MAX_UNITS)
     if size < 1 or (along == "inputs" and groups != 1):
         raise CorruptPosteriorError(f"A flow along the {along} does not fit a layer of shape {shape}.")
-    return Flow(size, units, steps, cast(Form, attributes.get("form")))
+    return Flow(size, units, steps, cast(FlowForm, attributes.get("form")))
 
 
 def _scale_specs(flow: Flow) -> dict[str, TensorSpec]:
@@ -277,7 +277,7 @@ class SpikeAndSlab(Independent):
         if self._scale is None:
             return self._mean
         z = self._scale.draws(generator, 1)[0]
-        return self._mean * self._scale.matrix(z, cast(Shape, tuple(self._mean.shape)), 1.0)
+        return self._mean * self._scale.matrix(z, cast(MatrixShape, tuple(self._mean.shape)), 1.0)
 
     def draw(self, generator: torch.Generator, like: Tensor) -> Tensor:
         options: dict[str, Any] = {"generator": generator, "dtype": like.dtype}
@@ -312,7 +312,7 @@ class SpikeAndSlab(Independent):
 
     def _over(self, name: str, rest: float) -> Tensor:
         assert self._scale is not None
-        return self._scale.matrix(self._scale.tensors[name], cast(Shape, tuple(self._mean.shape)), rest)
+        return self._scale.matrix(self._scale.tensors[name], cast(MatrixShape, tuple(self._mean.shape)), rest)
 
 
 @dataclass(eq=False, repr=False)
@@ -378,12 +378,12 @@ class LatentBlock(Block):
         return super().attributes() | of_scale
 
     @classmethod
-    def specs(cls, shape: Shape, attributes: Mapping[str, Any]) -> dict[str, TensorSpec]:
+    def specs(cls, shape: MatrixShape, attributes: Mapping[str, Any]) -> dict[str, TensorSpec]:
         flow = _flow_of(shape, attributes)
         return super().specs(shape, attributes) | ({} if flow is None else _scale_specs(flow))
 
     @classmethod
-    def most_numbers(cls, shape: Shape) -> int:
+    def most_numbers(cls, shape: MatrixShape) -> int:
         groups, outputs, inputs = shape
         size = max(groups * outputs, inputs)
         of_flow = MAX_STEPS * (3 * size * MAX_UNITS + MAX_UNITS**2 + 2 * MAX_UNITS + 2 * size)
@@ -394,7 +394,7 @@ class LatentBlock(Block):
         cls: type[AnyBlock], attributes: Mapping[str, Any], tensors: Mapping[str, Tensor]
     ) -> AnyBlock:
         shape = tuple(attributes["shape"] if "shape" in attributes else tensors["means"].shape)
-        flow, block = _flow_of(cast(Shape, shape), attributes), super().restore(attributes, tensors)
+        flow, block = _flow_of(cast(MatrixShape, shape), attributes), super().restore(attributes, tensors)
         if flow is not None:
             kept = {name: tensors[name] for name in _scale_specs(flow)}
             cast(LatentBlock, block).scale = RandomScale(attributes["along"], block.bias, flow, kept)
@@ -482,7 +482,7 @@ class MedianBlock(LatentBlock):
         return super().attributes() | own
 
     @classmethod
-    def specs(cls, shape: Shape, attributes: Mapping[str, Any]) -> dict[str, TensorSpec]:
+    def specs(cls, shape: MatrixShape, attributes: Mapping[str, Any]) -> dict[str, TensorSpec]:
         if tuple(attributes.get("shape", ())) != tuple(shape):
             raise CorruptPosteriorError(f"A median model of shape {shape} is described by another shape.")
         specs = super().specs(shape, attributes)
@@ -512,7 +512,7 @@ def median_of(block: LatentBlock, *, certain: bool = False) -> MedianBlock:
     """
     (means, variances), kept = block.slabs(), block.inclusions() > 0.5
     if certain and block.scale is not None:
-        shape = cast(Shape, tuple(means.shape))
+        shape = cast(MatrixShape, tuple(means.shape))
         means = means * block.scale.matrix(block.scale.tensors["z_mean"], shape, 1.0)
     return MedianBlock(
         means[kept],

@@ -120,12 +120,12 @@ def program(complete: bool) -> Any:
     """The parser of the program: with the names of the commands alone, or with all options of all of them."""
     set_parsing_settings(add_print_completion_argument=True)
 
-    class Program(ArgumentParser):
+    class CommandParser(ArgumentParser):
         def error(self, message: str, ex: Exception | None = None) -> Any:
             raise WrongUsage(_one_line(message))
 
     texts = documents()
-    parser: Any = Program(prog="posthoc-uq", description=texts[""], formatter_class=Help)
+    parser: Any = CommandParser(prog="posthoc-uq", description=texts[""], formatter_class=Help)
     parser.add_argument("--version", action="store_true", help="Show the version.")
     subcommands = parser.add_subcommands(required=False)
     for name in COMMANDS:

@@ -17,7 +17,7 @@ from posthoc_uq.core.errors import PosthocUQError
 from posthoc_uq.core.options import Count, Natural
 
 Share = Annotated[float, Gt(0), Lt(1)]
-Size = Annotated[int, Ge(1), Le(2**14)]
+ImageSize = Annotated[int, Ge(1), Le(2**14)]
 Port = Annotated[int, Ge(0), Le(65535)]
 Window = Annotated[int, Ge(20)]
 
@@ -126,7 +126,7 @@ class ModelSource:
     num_classes: Count | None = None
     device: str | None = None
     transform: Code | None = None
-    image_size: Size | None = None
+    image_size: ImageSize | None = None
     mean: list[float] | None = None
     std: list[float] | None = None
 

@@ -75,7 +75,7 @@ def read_table(path: str, model: TrainedModel, labels: bool, reading: Data, info
         PosthocUQError: no such columns, or a row with something else than finite numbers.
     """
     header, separator = _header(path)
-    inputs, targets = _columns(path, header, reading, info.kept, labels)
+    inputs, targets = _choose_columns(path, header, reading, info.kept, labels)
     wanted = targets if labels else []
     label = wanted[0] if info.labels and len(wanted) == 1 else None
     frame = _frame(path, header, separator, label)
@@ -143,7 +143,7 @@ def _records(file: Any, separator: str) -> Any:
     return csv.reader(file, delimiter=separator, skipinitialspace=True)
 
 
-def _columns(
+def _choose_columns(
     path: str, header: Sequence[str], reading: Data, kept: Mapping[str, Any], labels: bool
 ) -> tuple[list[str], list[str]]:
     """The input columns and the target columns, by name: as given, else as in the fit, else all that are no target."""

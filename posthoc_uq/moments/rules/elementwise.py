@@ -29,7 +29,7 @@ from posthoc_uq.moments.tensor import (
 )
 from posthoc_uq.moments.unscented import (
     Function,
-    Moments,
+    MeanAndVariance,
     blockwise,
     rectified,
     slope,
@@ -59,14 +59,14 @@ def apply(
         blocks: the function may be called on parts of the tensor.
     """
 
-    def run(a: Tensor, b: Tensor) -> Moments:
+    def run(a: Tensor, b: Tensor) -> MeanAndVariance:
         return unscented(function, a, b) if edge is None else unscented_positive(function, a, b, edge)
 
     return _transformed(x, run, function, blocks)
 
 
 def _transformed(
-    x: MomentTensor, run: Callable[[Tensor, Tensor], Moments], function: Function, blocks: bool = True
+    x: MomentTensor, run: Callable[[Tensor, Tensor], MeanAndVariance], function: Function, blocks: bool = True
 ) -> MomentTensor:
     """What `run` makes of mean and variance, in blocks where it may be."""
     m, v = x.moment_mean, x.moment_variance

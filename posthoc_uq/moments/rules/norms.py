@@ -18,12 +18,12 @@ from posthoc_uq.moments.rules.elementwise import div, sub
 from posthoc_uq.moments.rules.pooling import amax, dimensions
 from posthoc_uq.moments.rules.shape import getitem
 from posthoc_uq.moments.tensor import RULES, MomentTensor, Pass, SumOf, mean_of, moments_of, named, rule
-from posthoc_uq.moments.unscented import Moments, rectified
+from posthoc_uq.moments.unscented import MeanAndVariance, rectified
 
 _SERIES = 0.02  # squared relative deviations up to which the root of a gamma variable goes by its series
 
 
-def root_of_gamma(mean: Tensor, variance: Tensor) -> Moments:
+def root_of_gamma(mean: Tensor, variance: Tensor) -> MeanAndVariance:
     """Moments of the root of a gamma variable: ``E = sqrt(mean / k) Gamma(k + 1/2) / Gamma(k)`` with ``k = mean^2 /
     variance``, and ``mean - E^2``.
     """
@@ -38,7 +38,7 @@ def root_of_gamma(mean: Tensor, variance: Tensor) -> Moments:
     return mean.clamp(min=0).sqrt() * factor, (mean * share).clamp(min=0)
 
 
-def _norm_of(mean: Tensor, variance: Tensor, dims: tuple[int, ...], keepdim: bool) -> Moments:
+def _norm_of(mean: Tensor, variance: Tensor, dims: tuple[int, ...], keepdim: bool) -> MeanAndVariance:
     squares = mean.square()
     return root_of_gamma(
         (squares + variance).sum(dims, keepdim),
@@ -203,7 +203,7 @@ for _function in named("sum"):
     RULES[_function] = partial(_noting_sum, RULES[_function])
 
 
-def _variance_of(input: MomentTensor, dim: Any, keepdim: bool, correction: float) -> Moments:
+def _variance_of(input: MomentTensor, dim: Any, keepdim: bool, correction: float) -> MeanAndVariance:
     """Moments of ``sum_i (x_i - mean(x))^2 / (D - correction)``, exact for independent Gaussians."""
     m, v = input.moment_mean, input.moment_variance
     dims = dimensions(m, dim)

@@ -25,12 +25,12 @@ from posthoc_uq.moments.tensor import (
     named,
     rule,
 )
-from posthoc_uq.moments.unscented import Moments, block_size, is_recorded, root
+from posthoc_uq.moments.unscented import MeanAndVariance, block_size, is_recorded, root
 
 OUTSIDE = float("-inf")  # mean of padding, which is never the maximum
 
 
-def larger(first: Moments, second: Moments) -> Moments:
+def larger(first: MeanAndVariance, second: MeanAndVariance) -> MeanAndVariance:
     """Moments of the larger of two independent Gaussians, element by element.
 
     With ``d = m1 - m2``, ``a^2 = v1 + v2``, ``alpha = d / a``, ``P = Phi(alpha)``: ``E max = m2 + d P + a phi(alpha)``
@@ -62,7 +62,7 @@ def _in_deviations(difference: Tensor, spread: Tensor) -> Tensor:
     return (difference / spread.clamp(min=torch.finfo(spread.dtype).tiny)).clamp(-12.0, 12.0)
 
 
-def largest(parts: list[Moments]) -> Moments:
+def largest(parts: list[MeanAndVariance]) -> MeanAndVariance:
     """The largest of several, by a tree of pairs."""
     while len(parts) > 1:
         paired = [larger(parts[i], parts[i + 1]) for i in range(0, len(parts) - 1, 2)]
@@ -78,13 +78,13 @@ def pooled(
     padding: tuple[int, ...],
     dilation: tuple[int, ...],
     ceil_mode: bool,
-) -> Moments:
+) -> MeanAndVariance:
     """Max-pooling of ``(..., *spatial)``, one dimension after the other: a maximum of maxima. Where no gradient is
     recorded, a few planes at a time, so that temporaries stay in the cache.
     """
     dims = len(kernel)
 
-    def pool(m: Tensor, v: Tensor) -> Moments:
+    def pool(m: Tensor, v: Tensor) -> MeanAndVariance:
         for axis in range(dims):
             dim = axis - dims
             m, v = _pool_dim(m, v, dim, kernel[axis], stride[axis], padding[axis], dilation[axis], ceil_mode)
@@ -109,7 +109,7 @@ def _pool_dim(
     padding: int,
     dilation: int,
     ceil_mode: bool,
-) -> Moments:
+) -> MeanAndVariance:
     size, reach = mean.shape[dim], dilation * (kernel - 1) + 1
     steps = (size + 2 * padding - reach) / stride
     outputs = (ceil(steps) if ceil_mode else int(steps)) + 1
@@ -119,7 +119,7 @@ def _pool_dim(
     if padding or right:
         pads = [0] * (2 * (-dim - 1)) + [padding, right]
         mean, variance = F.pad(mean, pads, value=OUTSIDE), F.pad(variance, pads)
-    parts: list[Moments] = []
+    parts: list[MeanAndVariance] = []
     for offset in range(kernel):
         taken = [slice(None)] * mean.ndim
         taken[dim] = slice(offset * dilation, offset * dilation + (outputs - 1) * stride + 1, stride)

@@ -41,7 +41,7 @@ from posthoc_uq.trained.message_passing.messages import (
     Softargmax,
     divided,
 )
-from posthoc_uq.trained.message_passing.network import ByStage, Scale, Stages, Weighted, stages_of
+from posthoc_uq.trained.message_passing.network import BatchNormStage, ByStage, Stages, Weighted, stages_of
 from posthoc_uq.trained.message_passing.train import (
     BIAS_VARIANCE,
     Trainer,
@@ -98,7 +98,7 @@ class Batches(Sequence[tuple[Tensor, Tensor]]):
         return as_double(self._examples.inputs[part]), self._examples.targets[part]
 
 
-class _Observer:
+class _ExampleCollector:
     """Watches a pass and keeps what enters a layer, and the targets."""
 
     def __init__(self, likelihood: Likelihood, layer: Layer, as_rows: bool) -> None:
@@ -138,7 +138,7 @@ def examples_of(task: Task, layer: Layer, as_rows: bool) -> Examples:
         PosthocUQError: there are no targets, or they do not fit the outputs.
         NonFiniteError: outputs are not finite.
     """
-    settings, kept = task.settings, _Observer(task.settings.likelihood, layer, as_rows)
+    settings, kept = task.settings, _ExampleCollector(task.settings.likelihood, layer, as_rows)
     capture = Capture(task.model)
     capture.watched = layer
     with isolated_random_state(settings.seed):
@@ -476,7 +476,7 @@ class MessagePassing(Method):
             layer, after = stage.layer, stages[place + 1] if place + 1 < len(stages) else None
             factors = as_double(torch.ones(layer.matrix_shape, device=examples.targets.device))
             offset = torch.zeros_like(factors)
-            if isinstance(after, Scale):  # the prior is of the layer and its BatchNorm together
+            if isinstance(after, BatchNormStage):  # the prior is of the layer and its BatchNorm together
                 factors = factors / after.factor.reshape(layer.groups, layer.outputs, 1)
                 if layer.bias is not None:
                     offset[..., -1] = -(after.offset / after.factor).reshape(layer.groups, layer.outputs)

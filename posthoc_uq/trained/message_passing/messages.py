@@ -357,7 +357,7 @@ class Regression:
         return float(targets.abs().mean()) + float(noise.sqrt().mean())
 
 
-class _Labels:
+class _LabelSignal:
     """The error of outputs as logits."""
 
     def error(self, before: Message, targets: Tensor) -> Tensor:
@@ -375,7 +375,7 @@ class _Labels:
 
 
 @dataclass(frozen=True)
-class Argmax(_Labels):
+class Argmax(_LabelSignal):
     """The label's output, with noise of variance 0.3, is the largest; a single one is above or below zero (probit).
 
     The message to another output than the label's is multiplied by the probability that the label already wins.
@@ -410,7 +410,7 @@ class Argmax(_Labels):
 
 
 @dataclass(frozen=True)
-class Softargmax(_Labels):
+class Softargmax(_LabelSignal):
     """A label drawn by the softmax of the outputs, with the other outputs fixed at `softened`; by the sigmoid of a
     single one.
     """

@@ -44,7 +44,7 @@ Backward = Callable[[Message], tuple[Message | None, Message | None]]
 
 
 @dataclass
-class Kept:
+class StageMemory:
     """What an example keeps of a stage from one pass to the next.
 
     Attributes:
@@ -80,7 +80,9 @@ class Weighted:
         self.layer, self.outputs = layer, tuple(outputs)
         self._unfolding = Unfolding(lambda x: layer.rule.unfold(x, layer, geometry), inputs, device)
 
-    def forward(self, inputs: Message | Tensor, marginal: Message, kept: Kept) -> tuple[Message, Backward]:
+    def forward(
+        self, inputs: Message | Tensor, marginal: Message, kept: StageMemory
+    ) -> tuple[Message, Backward]:
         """Messages to the outputs, and the way back.
 
         Args:
@@ -141,7 +143,7 @@ class Weighted:
 class Stage(Protocol):
     """A stage without weights."""
 
-    def forward(self, inputs: Message, kept: Kept) -> tuple[Message, Backward]:
+    def forward(self, inputs: Message, kept: StageMemory) -> tuple[Message, Backward]:
         """As `Weighted.forward`."""
         ...
 
@@ -156,7 +158,7 @@ class Activation:
 
     slope: float
 
-    def forward(self, inputs: Message, kept: Kept) -> tuple[Message, Backward]:
+    def forward(self, inputs: Message, kept: StageMemory) -> tuple[Message, Backward]:
         def backward(back: Message) -> tuple[Message, None]:
             kept.back = back
             return activation_backward(inputs, back, self.slope), None
@@ -167,13 +169,13 @@ class Activation:
 
 
 @dataclass(frozen=True, eq=False)
-class Scale:
+class BatchNormStage:
     """A BatchNorm: every channel times a factor, plus an offset; both ``(channels, 1, ...)`` in float64."""
 
     factor: Tensor
     offset: Tensor
 
-    def forward(self, inputs: Message, kept: Kept) -> tuple[Message, Backward]:
+    def forward(self, inputs: Message, kept: StageMemory) -> tuple[Message, Backward]:
         def backward(back: Message) -> tuple[Message, None]:
             tau = self.factor * (back.tau - self.offset * back.rho)
             return Message(tau, self.factor.square() * back.rho), None
@@ -182,7 +184,7 @@ class Scale:
         return Message(inputs.tau / self.factor + self.offset * rho, rho), backward
 
 
-class Pool:
+class PoolingStage:
     """Average pooling, or a soft selection of the largest, with weights by `winning_shares`.
 
     The mean of the selection is not the mean of the maximum: it is a weighted mean of the cells. Cells without a window
@@ -215,7 +217,7 @@ class Pool:
             lambda x: Patches(x, kernel, geometry, groups=inputs[0]).rows(), inputs, device
         )
 
-    def forward(self, inputs: Message, kept: Kept) -> tuple[Message, Backward]:
+    def forward(self, inputs: Message, kept: StageMemory) -> tuple[Message, Backward]:
         lead = inputs.rho.shape[:2]
         mean, variance = (self._unfolding.rows(part.flatten(0, 1)) for part in (inputs.mean, inputs.variance))
         shares = (
@@ -239,7 +241,7 @@ class Reshape:
 
     outputs: tuple[int, ...]
 
-    def forward(self, inputs: Message, kept: Kept) -> tuple[Message, Backward]:
+    def forward(self, inputs: Message, kept: StageMemory) -> tuple[Message, Backward]:
         shape = inputs.rho.shape
 
         def backward(back: Message) -> tuple[Message, None]:
@@ -254,7 +256,7 @@ ByStage = dict[int, Message]
 
 
 def passed(
-    stages: Stages, marginals: Mapping[int, Message], memory: Sequence[Kept], x: Tensor
+    stages: Stages, marginals: Mapping[int, Message], memory: Sequence[StageMemory], x: Tensor
 ) -> tuple[Message, list[Backward]]:
     """Messages to the outputs, ``(K, N, J)``, and by stage the way back, which begins with the last.
 
@@ -290,7 +292,7 @@ def outputs_of(
     """
     networks = len(posterior[0].rho)
     found = [
-        passed(stages, posterior, [Kept() for _ in stages], part.expand(networks, *part.shape))[0]
+        passed(stages, posterior, [StageMemory() for _ in stages], part.expand(networks, *part.shape))[0]
         for part in inputs.split(chunk)
     ]
     return torch.cat([m.mean for m in found], 1), torch.cat([m.variance for m in found], 1)
@@ -400,7 +402,7 @@ def _weighted(layer: Layer, module: nn.Module, inputs: Tensor, held: Mapping[str
     bias = None if layer.bias is None else held[layer.bias]
     matrix = layer.to_matrix(held[layer.weight], bias).unsqueeze(0)
     certain = Message(matrix, torch.ones_like(matrix))  # means do not depend on the precision
-    found = stage.forward(as_double(probe).unsqueeze(0), certain, Kept())[0].mean
+    found = stage.forward(as_double(probe).unsqueeze(0), certain, StageMemory())[0].mean
     if not float((found[0] - outputs).abs().max()) <= _MAX_ERROR * float(outputs.abs().max()):
         return more
     return stage
@@ -424,7 +426,7 @@ def _unweighted(module: nn.Module, inputs: Tensor, outputs: Tensor) -> Stage | s
     if isinstance(module, _WHOLE_AVERAGES):
         if outputs[0, 0].numel() != 1:
             return f" of size {module.output_size}"
-        return Pool(False, inputs.shape[2:], inputs.shape[2:], inputs.shape[1:], device)
+        return PoolingStage(False, inputs.shape[2:], inputs.shape[2:], inputs.shape[1:], device)
     if not isinstance(module, (*_MAXIMA, *_AVERAGES)):
         return ""
     kernel, stride = _each_axis(module.kernel_size, axes), _each_axis(module.stride, axes)
@@ -435,10 +437,10 @@ def _unweighted(module: nn.Module, inputs: Tensor, outputs: Tensor) -> Stage | s
             return " with divisor_override"
     elif stride != kernel or _each_axis(module.dilation, axes) != (1,) * axes:
         return " whose windows overlap or are dilated"
-    return Pool(isinstance(module, _MAXIMA), kernel, stride, inputs.shape[1:], device)
+    return PoolingStage(isinstance(module, _MAXIMA), kernel, stride, inputs.shape[1:], device)
 
 
-def _scale(module: nn.BatchNorm1d | nn.BatchNorm2d | nn.BatchNorm3d, axes: int) -> Scale | str:
+def _scale(module: nn.BatchNorm1d | nn.BatchNorm2d | nn.BatchNorm3d, axes: int) -> BatchNormStage | str:
     mean, variance = module.running_mean, module.running_var
     if mean is None or variance is None:
         return " without running statistics"
@@ -450,7 +452,7 @@ def _scale(module: nn.BatchNorm1d | nn.BatchNorm2d | nn.BatchNorm3d, axes: int) 
         offset = offset + as_double(module.bias)
     if not bool((factor.abs() > 1e-12).all()):
         return " with a weight of 0"
-    return Scale(factor.reshape(-1, *[1] * axes), offset.reshape(-1, *[1] * axes))
+    return BatchNormStage(factor.reshape(-1, *[1] * axes), offset.reshape(-1, *[1] * axes))
 
 
 def _each_axis(value: Any, axes: int) -> tuple[int, ...]:

@@ -36,7 +36,7 @@ from posthoc_uq.trained.message_passing.messages import (
     multiplied,
     uniform_like,
 )
-from posthoc_uq.trained.message_passing.network import ByStage, Kept, Stages, passed
+from posthoc_uq.trained.message_passing.network import ByStage, StageMemory, Stages, passed
 
 # Priors over the weights of a layer: the size of the drawn means, and variances that keep the size of activations. The
 # constants are moments of a LeakyReLU with the slope 0.1 of ``z ~ N(mu, 2)``, ``mu ~ N(0, 1)``: the mean variance of
@@ -87,7 +87,7 @@ def drawn_means(
 
 # The trainer
 
-Data = Sequence[tuple[Tensor, Tensor]]
+TrainingPairs = Sequence[tuple[Tensor, Tensor]]
 """Batches: inputs ``(N, ...)`` of the first layer in float64, and targets."""
 
 _MAX_GROWTH = 10.0  # times the error at the start, from which on messages diverge
@@ -127,7 +127,7 @@ class Trainer:
 
     stages: Stages | None
     prior: ByStage
-    data: Data
+    data: TrainingPairs
     signal: Signal
     epochs: int = 1
     iterations: int | None = None
@@ -263,11 +263,13 @@ class Trainer:
         """
         networks = len(prior[0].rho)
         examples = [
-            (x.expand(networks, *x.shape), y, [Kept() for _ in stages])
+            (x.expand(networks, *x.shape), y, [StageMemory() for _ in stages])
             for x, y in zip(inputs.split(1), targets.split(1), strict=True)
         ]
         if self._start is None:
-            outputs = [(passed(stages, prior, [Kept() for _ in stages], x)[0], y) for x, y, _ in examples]
+            outputs = [
+                (passed(stages, prior, [StageMemory() for _ in stages], x)[0], y) for x, y, _ in examples
+            ]
             self._start = torch.stack([self.signal.error(*each) for each in outputs]).sum(0) / len(targets)
         marginals, message = prior, {index: uniform_like(like.rho) for index, like in prior.items()}
         for _ in range(iterations):
@@ -286,7 +288,7 @@ class Trainer:
         return message
 
     def _example(
-        self, stages: Stages, x: Tensor, target: Tensor, memory: Sequence[Kept], marginals: ByStage
+        self, stages: Stages, x: Tensor, target: Tensor, memory: Sequence[StageMemory], marginals: ByStage
     ) -> tuple[ByStage, Tensor, Tensor]:
         """One example forward and back: the new marginals, its error, and the least precision of a cavity."""
         outputs, ways_back = passed(stages, marginals, memory, x)
