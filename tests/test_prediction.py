@@ -1,12 +1,15 @@
 """Every formula of the prediction objects against loops in float64 written from its definition."""
 
 import math
+from dataclasses import dataclass
 from statistics import NormalDist
+from typing import Annotated, Any
 
 import numpy as np
 import pytest
 import torch
 
+import posthoc_uq as uq
 from posthoc_uq import ClassPrediction, PosthocUQError, RegressionPrediction
 from posthoc_uq.likelihoods.class_prediction import ClassStatistics
 from posthoc_uq.likelihoods.draws import Moments, gathered, moments_of
@@ -434,3 +437,85 @@ def test_wrong_regression_input_is_one_clear_error() -> None:
 def test_repr_is_short() -> None:
     assert repr(ClassPrediction.from_logits(_logits())) == "ClassPrediction(inputs=5, classes=4)"
     assert repr(_regression(_logits(), 0.1)) == ("RegressionPrediction(inputs=5, outputs=4)")
+
+
+OF_ALL = (
+    "answers cat entropy epistemic familiarity interval kind log_prob novelty outputs_mean picked promises quality "
+    "scores set to to_dict"
+)
+OF_CLASSES = (
+    "classes expected_entropy from_logits log_probs logits_mean logits_variance max_probability mutual_information "
+    "predicted probs probs_variance sample_entropy top_k variation_ratio votes"
+)
+OF_VALUES = (
+    "classes epistemic_variance mean noise_variance normal quantile sample standard_deviation variance"
+)
+OF_HEADS = (
+    "at device functional_covariance functional_mean functional_samples functional_variance head model novelty "
+    "posterior predict predictive_samples promises to"
+)
+
+
+def test_dir_shows_what_users_call() -> None:
+    own = {*OF_ALL.split()}
+    prediction, values = ClassPrediction.from_logits(_logits()), _regression(_logits(), 0.1)
+    assert {*dir(prediction)} == own | {*OF_CLASSES.split()}
+    assert {*dir(values)} == own | {*OF_VALUES.split()}
+    model = torch.nn.Linear(3, 4)
+    posterior = uq.fit(model, [torch.randn(8, 3)], prior_precision=1.0, progress=False)
+    shown = {*dir(uq.wrap(model, posterior))}
+    assert shown > {*OF_HEADS.split()} and shown & {*dir(torch.nn.Module())} == {"to"}
+    assert not shown & {"closed_form", "distribution", "features", "held", "hyperparameters", "identity"}
+
+
+class Guess(uq.Prediction):
+    """Of a user's: one number an input, and nothing else."""
+
+    kind, default_score, loss_name = "guesses", "distance", "error"
+
+
+@dataclass(frozen=True, eq=False, repr=False)
+class Signs(Guess):
+    mean: Annotated[torch.Tensor, "batch"]
+
+    @property
+    def outputs_mean(self) -> torch.Tensor:
+        return self.mean
+
+    def epistemic(self) -> torch.Tensor:
+        return torch.zeros_like(self.mean)
+
+    def log_prob(self, targets: torch.Tensor) -> torch.Tensor:
+        return -self.losses(targets)
+
+    def fitting(self, targets: torch.Tensor) -> torch.Tensor:
+        return targets
+
+    def scores(self) -> dict[str, torch.Tensor]:
+        return {"distance": self.mean.abs()}
+
+    def quality(self, targets: torch.Tensor, bins: int = 15) -> dict[str, float]:
+        return {"error": float(self.losses(targets).mean())}
+
+    def losses(self, targets: torch.Tensor) -> torch.Tensor:
+        return (self.mean - targets).abs()
+
+    def tensors(self) -> Any:
+        return (self.mean,)
+
+
+def test_a_prediction_of_the_users_answers_by_default() -> None:
+    prediction = Signs(torch.tensor([1.0, -2.0, 3.0]))
+    targets = torch.tensor([1.0, 1.0, 1.0])
+    assert prediction.answers(names=["a", "b"]) == [{"mean": 1.0}, {"mean": -2.0}, {"mean": 3.0}]
+    assert prediction.target_scores(targets, "lac", torch.zeros(3, dtype=torch.int64)) is None
+    assert prediction.mistakes(targets) is None and prediction.categories is None
+    assert prediction.unshifted() is prediction and "mean" in dir(prediction)
+    assert len(uq.Prediction.cat([prediction, prediction.picked(slice(1))])) == 4
+    named = ClassPrediction.from_logits(_logits())
+    first = named.answers(top_k=2, names="abcd")[0]
+    assert (
+        first["prediction"] == "abcd"[first["index"]] == first["top"][0]["label"] and len(first["top"]) == 2
+    )
+    with pytest.raises(PosthocUQError, match="2 class names, and the model has 4 outputs"):
+        named.answers(names=["a", "b"])

@@ -34,7 +34,6 @@ from posthoc_uq.likelihoods.conformal import (
     joint_score,
     set_of,
 )
-from posthoc_uq.likelihoods.positions import PositionPrediction
 from posthoc_uq.likelihoods.prediction import (
     ClassTensors,
     Prediction,
@@ -150,11 +149,10 @@ class _Sets:
 
     def classes(self, prediction: Any) -> Tensor:
         """In the shape of the probabilities, bool."""
-        by_position = isinstance(prediction, PositionPrediction)
-        probs = as_double(prediction.rows.probs if by_position else prediction.probs)
+        probs = as_double(prediction.rows.probs)
         thresholds = self._thresholds.to(probs.device)
         chosen = set_of(probs, class_scores(probs), thresholds, allow_empty=self._kind == "label")
-        return prediction.layout.whole(chosen, prediction.positions) if by_position else chosen
+        return prediction.whole(chosen)
 
     def interval(self, found: Any) -> tuple[Tensor, Tensor]:
         """Lower and upper bounds."""

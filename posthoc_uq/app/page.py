@@ -32,7 +32,6 @@ from posthoc_uq.evaluation.promised import promised_curve
 from posthoc_uq.likelihoods.class_prediction import ClassPrediction
 from posthoc_uq.likelihoods.gaussian import RegressionPrediction
 from posthoc_uq.likelihoods.positions import PositionPrediction
-from posthoc_uq.likelihoods.prediction import Prediction
 
 # Figures.
 
@@ -68,7 +67,9 @@ def _quality(evaluation: Measurements) -> dict[str, Figure]:
     """Reliability of classes, coverage of values."""
     test = {name: by_set[FAMILIAR] for name, by_set in evaluation.predictions.items()}
     if evaluation.classification:
-        calibration = {name: _calibration(p, evaluation.targets) for name, p in test.items()}
+        classes = cast(Mapping[str, ClassPrediction | PositionPrediction], test)
+        counted = {name: p.counted(evaluation.targets) for name, p in classes.items()}
+        calibration = {name: (rows.probs, labels) for name, (rows, labels) in counted.items()}
         return {CALIBRATION: plots.reliability_diagram(calibration, bins=evaluation.bins)}
     values = {name: p for name, p in test.items() if p.kind == "values"}
     with_noise = {
@@ -77,15 +78,6 @@ def _quality(evaluation: Measurements) -> dict[str, Figure]:
         if bool((p.variance > 0).all())
     }
     return {COVERAGE: plots.coverage_plot(with_noise)} if with_noise else {}
-
-
-def _calibration(prediction: Prediction, targets: Tensor) -> tuple[Tensor, Tensor]:
-    """Probabilities and labels, of inputs or of all their positions."""
-    if isinstance(prediction, PositionPrediction):
-        rows, labels = prediction.counted(targets)
-        return rows.probs, labels
-    classes = cast(ClassPrediction, prediction)
-    return classes.probs, classes.labels(targets)
 
 
 def _risk(evaluation: Measurements) -> dict[str, Figure]:

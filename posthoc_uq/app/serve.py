@@ -20,7 +20,7 @@ from contextlib import asynccontextmanager, contextmanager, suppress
 from dataclasses import dataclass, field
 from datetime import datetime, timezone
 from threading import Condition, current_thread, main_thread
-from typing import Any, cast
+from typing import Any
 
 import torch
 from PIL import Image
@@ -59,10 +59,7 @@ from posthoc_uq.core.batches import INPUT_TYPES
 from posthoc_uq.core.errors import NonFiniteError, PosthocUQError
 from posthoc_uq.heads.predictor import Predictor
 from posthoc_uq.heads.referral import Referral
-from posthoc_uq.likelihoods.bernoulli import MultilabelPrediction
-from posthoc_uq.likelihoods.class_prediction import ClassPrediction
 from posthoc_uq.likelihoods.conformal import ConformalScores
-from posthoc_uq.likelihoods.positions import PositionPrediction
 from posthoc_uq.likelihoods.prediction import Prediction
 
 log = logging.getLogger("posthoc_uq.serve")
@@ -73,8 +70,6 @@ CONNECTIONS = 400
 RECEIVED_BYTES = 2**30
 """Of all requests that are not answered yet; more end the one that has been without a whole request for longest."""
 _ANY_ADDRESS = ("0.0.0.0", "::", "")
-_MAX_ENTRIES = 2**14
-"""Classes in the map of an answer; a larger map has its shares and the mean size of its sets alone."""
 _BACKLOG = 128  # connections accepted at once, before room is made for them
 _GRACE = 0.25  # seconds in which a new connection is not ended for another one
 _MAX_WAITING = 64  # requests with their whole bodies
@@ -609,12 +604,6 @@ def _answers(service: Service, prediction: Prediction) -> list[tuple[dict[str, A
     Raises:
         PosthocUQError: there are other names than classes.
     """
-    multilabel = isinstance(prediction, MultilabelPrediction)
-    outputs = prediction.probs.shape[1] if multilabel else prediction.classes
-    if service.names is not None and outputs is not None and len(service.names) != outputs:
-        raise PosthocUQError(
-            f"There are {len(service.names)} class names, and the model has {outputs} outputs."
-        )
     scores = {name: values.tolist() for name, values in prediction.scores().items()}
     referral = service.referral if isinstance(prediction.promises, ConformalScores) else None
     reasons: Mapping[str, Tensor] = {} if referral is None else referral.reasons(prediction)
@@ -623,7 +612,8 @@ def _answers(service: Service, prediction: Prediction) -> list[tuple[dict[str, A
     if isinstance(prediction.promises, ConformalScores) and "novelty" in scores:
         familiarity = prediction.familiarity().tolist()
     answers: list[tuple[dict[str, Any], dict[str, Any]]] = []
-    for index, answer in enumerate(_described(prediction, service)):
+    described = prediction.answers(top_k=service.top_k, level=service.level, names=service.names)
+    for index, answer in enumerate(described):
         first: Mapping[str, Any] = (answer.get("top") or answer.get("shares") or [{}])[0]
         mean = answer.get("mean")
         row = {
@@ -646,77 +636,3 @@ def _answers(service: Service, prediction: Prediction) -> list[tuple[dict[str, A
 
 def _finite_or_none(value: float) -> float | None:
     return value if math.isfinite(value) else None
-
-
-def _described(prediction: Prediction, service: Service) -> list[dict[str, Any]]:
-    """For each input what was predicted: classes, labels, the shares of classes in a map, or values."""
-
-    def label(index: int) -> str:
-        return str(index) if service.names is None else str(service.names[index])
-
-    if isinstance(prediction, PositionPrediction):
-        promising = isinstance(prediction.promises, ConformalScores)
-        return [
-            _described_map(prediction.picked(slice(i, i + 1)), label, service, promising)
-            for i in range(len(prediction))
-        ]
-    if isinstance(prediction, (ClassPrediction, MultilabelPrediction)):
-        found = prediction.top_k(min(service.top_k, prediction.probs.shape[1]))
-        tops = [
-            [{"label": label(i), "index": i, "probability": p} for i, p in zip(indices, values, strict=True)]
-            for indices, values in zip(found.labels.tolist(), found.probabilities.tolist(), strict=True)
-        ]
-        if isinstance(prediction, ClassPrediction):
-            answers = [{"prediction": top[0]["label"], "index": top[0]["index"], "top": top} for top in tops]
-        else:
-            likely = [[label(i) for i, p in enumerate(row) if p >= 0.5] for row in prediction.probs.tolist()]
-            answers = [{"prediction": labels, "top": top} for labels, top in zip(likely, tops, strict=True)]
-        if isinstance(prediction.promises, ConformalScores):
-            for answer, row in zip(answers, prediction.set(service.level).tolist(), strict=True):
-                answer |= {"set": [label(i) for i, held in enumerate(row) if held], "level": service.level}
-        return answers
-    values, level = cast(Any, prediction), {}
-    # a likelihood of the user's may lack any of these
-    columns = {name: getattr(values, name, None) for name in ("mean", "standard_deviation")}
-    if (variance := getattr(values, "epistemic_variance", None)) is not None:
-        columns["epistemic_sd"] = variance.sqrt()
-    if hasattr(values, "interval"):
-        columns["lower"], columns["upper"] = values.interval(service.level)
-        level = {"level": service.level}
-    lists = {name: column.tolist() for name, column in columns.items() if column is not None}
-    return [{**{name: c[index] for name, c in lists.items()}, **level} for index in range(len(prediction))]
-
-
-def _described_map(
-    prediction: PositionPrediction, label: Callable[[int], str], service: Service, promising: bool
-) -> dict[str, Any]:
-    """What was predicted at the positions of one input that count, as shares of classes, and position by position where
-    that is no more than `_MAX_ENTRIES` classes; null at the others.
-    """
-    sizes, classes = prediction.positions, prediction.predicted().flatten()
-    counting = prediction.counting
-    counted = torch.ones_like(classes).bool() if counting is None else counting.flatten()
-    shares = torch.bincount(classes[counted], minlength=prediction.classes) / max(1, int(counted.sum()))
-    order = shares.argsort(descending=True, stable=True)[: service.top_k].tolist()
-    answer: dict[str, Any] = {
-        "shares": [{"label": label(i), "index": i, "share": float(shares[i])} for i in order],
-        "positions": list(sizes),
-    }
-
-    def nested(values: list[Any]) -> list[Any]:
-        values = [value if counts else None for value, counts in zip(values, counted.tolist(), strict=True)]
-        for size in sizes[:0:-1]:
-            values = [values[start : start + size] for start in range(0, len(values), size)]
-        return values
-
-    if len(classes) <= _MAX_ENTRIES:
-        answer["prediction"] = nested([label(i) for i in classes.tolist()])
-    if promising:
-        held = prediction.layout.rows(prediction.set(service.level)) & counted.unsqueeze(1)
-        answer |= {"level": service.level, "set_size": float(held.sum()) / max(1, int(counted.sum()))}
-        if max(len(held), int(held.sum())) <= _MAX_ENTRIES:
-            sets: list[list[str]] = [[] for _ in range(len(held))]
-            for position, index in held.nonzero().tolist():
-                sets[position].append(label(index))
-            answer["set"] = nested(sets)
-    return answer

@@ -77,3 +77,13 @@ class Registry(MutableMapping[str, Thing]):
 
     def __len__(self) -> int:
         return len(self._rows)
+
+
+def shown_names(value: object, base: type) -> list[str]:
+    """What ``dir`` shows of an object: its public names, and those of its classes from `base` on, without those that a
+    class of these lists as ``_hidden``, since the package alone calls them.
+    """
+    kinds = [kind for kind in type(value).__mro__ if issubclass(kind, base)]
+    hidden = {name for kind in kinds for name in vars(kind).get("_hidden", ())}
+    names = {*vars(value), *(name for kind in kinds for name in vars(kind))}
+    return sorted(name for name in names - hidden if not name.startswith("_"))

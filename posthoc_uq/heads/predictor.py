@@ -36,6 +36,7 @@ from posthoc_uq.core.options import Count, check_option, one_of
 from posthoc_uq.core.outputs import OutputChoice, choice_of, chosen_in, with_choice
 from posthoc_uq.core.progress import bars_shown
 from posthoc_uq.core.randomness import isolated_random_state, mixed_seed, sample_keys
+from posthoc_uq.core.registry import shown_names
 from posthoc_uq.core.steady import steady
 from posthoc_uq.heads.novelty import (
     PosteriorRatio,
@@ -295,6 +296,12 @@ class Predictor(nn.Module, ABC):
     """Its name in `wrap`."""
     needs: ClassVar[frozenset[str]] = frozenset({DRAWS})
     """What a posterior's blocks must be able to do, by the names in `posthoc_uq.posteriors.block`."""
+    _hidden: ClassVar[tuple[str, ...]] = (  # from `dir`: what the package or torch alone calls
+        *("at_every_prior", "check_weights", "closed_form", "distribution", "distribution_from", "ensemble"),
+        *("explaining", "extra_repr", "fast_predictions", "features", "forward", "held", "hyperparameters"),
+        *("identity", "in_program", "load_state_dict", "needs", "network", "network_of_novelty", "noises"),
+        *("output_choice", "prediction_of", "refresh", "state_dict", "to_empty", "train", "training"),
+    )
 
     def __init__(self, model: nn.Module, posterior: Posterior, novelty: bool = False) -> None:
         super().__init__()
@@ -306,6 +313,9 @@ class Predictor(nn.Module, ABC):
         self._tells_novelty = check_option("novelty", novelty, bool)
         self._ratio, self._watch = KeyedCache[PosteriorRatio](), WeightWatch(model)
         self._promises = KeyedCache[ConformalScores]()
+
+    def __dir__(self) -> list[str]:
+        return [*shown_names(self, Predictor), "to"]
 
     def __repr__(self) -> str:
         posterior, settings = self._posterior, self.hyperparameters()

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from math import pi
 from typing import Annotated, Any, ClassVar
@@ -233,6 +233,15 @@ class MultilabelPrediction(LogitsPrediction):
         if "probs_variance" in found:  # that of a label's probability, not of both its classes
             found |= {"probs_variance": found["probs_variance"][..., 1]}
         return found
+
+    @property
+    def categories(self) -> int:
+        """How many labels an input may have."""
+        return self.probs.shape[1]
+
+    def _decided(self, label: Callable[[int], str], tops: list[list[dict[str, Any]]]) -> list[dict[str, Any]]:
+        likely = (self.probs >= 0.5).tolist()
+        return [{"prediction": [label(i) for i, has in enumerate(row) if has]} for row in likely]
 
     def label_entropy(self) -> Tensor:
         """(batch, labels), in nats: the entropy of every label's mean probability."""

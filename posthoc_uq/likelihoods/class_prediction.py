@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Sequence
+from abc import abstractmethod
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from math import log, log1p, pi
-from typing import Annotated, ClassVar, NamedTuple
+from typing import Annotated, Any, ClassVar, NamedTuple, TypeVar
 
 import torch
 import torch.nn.functional as F
@@ -17,7 +18,14 @@ from posthoc_uq.core.devices import as_double, widest_dtype
 from posthoc_uq.core.errors import PosthocUQError
 from posthoc_uq.core.randomness import uniforms
 from posthoc_uq.likelihoods import metrics, selective
-from posthoc_uq.likelihoods.conformal import SET_SIZE, Coverage, SetScore, TargetScores, class_scores
+from posthoc_uq.likelihoods.conformal import (
+    SET_SIZE,
+    ConformalScores,
+    Coverage,
+    SetScore,
+    TargetScores,
+    class_scores,
+)
 from posthoc_uq.likelihoods.draws import (
     EXACT,
     LogitCovariance,
@@ -75,6 +83,9 @@ def no_interval_error() -> PosthocUQError:
     )
 
 
+AnyLogits = TypeVar("AnyLogits", bound="LogitsPrediction")
+
+
 @dataclass(frozen=True, eq=False, repr=False)
 class LogitsPrediction(Prediction):
     """What predictions of one of several classes, and of several labels at once, have in common; see there."""
@@ -83,6 +94,7 @@ class LogitsPrediction(Prediction):
     _tuples: ClassVar[tuple[str, ...]] = ("logits",)
     _over_draws: ClassVar[tuple[str, ...]] = ("sample_entropy", "probs_variance", "logits")
     _not_shown: ClassVar[tuple[str, ...]] = ("sample_entropy", "log_probs")
+    _hidden: ClassVar[tuple[str, ...]] = ("counted", "labels", "logits", "of_pairs", "rows", "whole")
     _computed: ClassVar[dict[str, tuple[str, ...]]] = {
         "predicted": (),
         "entropy": (),
@@ -169,6 +181,34 @@ class LogitsPrediction(Prediction):
         highest, labels = self.probs.topk(k, dim=1)
         variance = self.probs_variance
         return TopK(highest, labels, None if variance is None else variance.gather(1, labels).sqrt())
+
+    @property
+    def rows(self: AnyLogits) -> AnyLogits:
+        """All probabilities as rows of classes or labels: itself, and of positions one prediction of all of them."""
+        return self
+
+    def whole(self, values: Tensor) -> Tensor:
+        """Numbers of the `rows` in the layout of the outputs."""
+        return values
+
+    @abstractmethod
+    def _decided(self, label: Callable[[int], str], tops: list[list[dict[str, Any]]]) -> list[dict[str, Any]]:
+        """By input what `answers` begin with, from the most probable classes or labels of each."""
+
+    def answers(
+        self, *, top_k: int = 5, level: float = 0.9, names: Sequence[str] | None = None
+    ) -> list[dict[str, Any]]:
+        """See `Prediction`."""
+        label, found = self.naming(names), self.top_k(min(top_k, self.probs.shape[1]))
+        tops = [
+            [{"label": label(i), "index": i, "probability": p} for i, p in zip(indices, values, strict=True)]
+            for indices, values in zip(found.labels.tolist(), found.probabilities.tolist(), strict=True)
+        ]
+        answers = [own | {"top": top} for own, top in zip(self._decided(label, tops), tops, strict=True)]
+        if isinstance(self.promises, ConformalScores):
+            for answer, row in zip(answers, self.set(level).tolist(), strict=True):
+                answer |= {"set": [label(i) for i, held in enumerate(row) if held], "level": level}
+        return answers
 
     def set(self, level: float = 0.9, *, allow_empty: bool = False) -> Tensor:
         """The classes that a set holds which contains the label with a probability of at least `level`, over inputs
@@ -299,6 +339,9 @@ class ClassPrediction(LogitsPrediction):
         """(batch,), in nats: total uncertainty, the entropy of the mean probabilities, -sum_c p_c log p_c."""
         return entropy_of(self.log_probs)
 
+    def _decided(self, label: Callable[[int], str], tops: list[list[dict[str, Any]]]) -> list[dict[str, Any]]:
+        return [{"prediction": top[0]["label"], "index": top[0]["index"]} for top in tops]
+
     def variation_ratio(self) -> Tensor:
         """(batch,), in [0, 1 - 1 / classes]: the share of draws whose most probable class is not the majority's.
 
@@ -388,6 +431,10 @@ class ClassPrediction(LogitsPrediction):
     def mistakes(self, targets: Tensor) -> Tensor:
         """(batch,), bool: which predicted classes are wrong."""
         return self.predicted() != self.labels(targets)
+
+    def counted(self, targets: Tensor) -> tuple[ClassPrediction, Tensor]:
+        """All that is one class, as one prediction, and its labels: itself, and `labels`."""
+        return self, self.labels(targets)
 
     def scores(self) -> dict[str, Tensor]:
         """See `Prediction`: the scores of classes."""

@@ -330,9 +330,8 @@ class Categorical(Likelihood):
     # Predictions
 
     def divergence(self, outputs: Tensor, prediction: Any) -> Tensor:
-        rows = prediction.rows if outputs.ndim > 2 else prediction
         logs = at_least_float32(self.layout.rows(outputs)).log_softmax(1)
-        return divergence_of_classes(logs, rows.log_probs).reshape(len(outputs), -1).mean(1)
+        return divergence_of_classes(logs, prediction.rows.log_probs).reshape(len(outputs), -1).mean(1)
 
     def entropy(self, outputs: Tensor) -> Tensor:
         logs = as_double(self.layout.rows(outputs)).log_softmax(1)

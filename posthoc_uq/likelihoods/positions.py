@@ -29,6 +29,7 @@ from posthoc_uq.likelihoods.labels import Layout
 from posthoc_uq.likelihoods.prediction import ClassTensors, Prediction, Unread
 
 _MAX_LOGITS = 2**17  # of one draw that are summed at once
+_MAX_ENTRIES = 2**14  # names in an answer
 
 
 def _by_position(of_rows: Callable[[ClassPrediction], Tensor]) -> Callable[..., Tensor]:
@@ -62,6 +63,7 @@ class PositionPrediction(Prediction):
     kind: ClassVar[str] = "positions"
     default_score: ClassVar[str] = "entropy"
     loss_name: ClassVar[str] = "accuracy"
+    _hidden: ClassVar[tuple[str, ...]] = ("counted", "counting", "labels_of_rows", "whole")
 
     rows: ClassPrediction
     positions: tuple[int, ...]
@@ -79,7 +81,8 @@ class PositionPrediction(Prediction):
     def _map(self, values: Tensor) -> Tensor:
         return values.reshape(-1, *self.positions)
 
-    def _whole(self, values: Tensor) -> Tensor:
+    def whole(self, values: Tensor) -> Tensor:
+        """Numbers of the `rows` in the layout of the outputs."""
         return self.layout.whole(values, self.positions)
 
     @property
@@ -90,19 +93,19 @@ class PositionPrediction(Prediction):
     @property
     def probs(self) -> Tensor:
         """In the layout of the outputs: the predictive probabilities."""
-        return self._whole(self.rows.probs)
+        return self.whole(self.rows.probs)
 
     @property
     def outputs_mean(self) -> Tensor:
         """In the layout of the outputs: the mean of the logits over the weights."""
-        return self._whole(self.rows.logits_mean)
+        return self.whole(self.rows.logits_mean)
 
     logits_mean = outputs_mean
 
     @property
     def logits_variance(self) -> Tensor:
         """In the layout of the outputs: the variance of the logits over the weights."""
-        return self._whole(self.rows.logits_variance)
+        return self.whole(self.rows.logits_variance)
 
     # each (batch, *positions); see `ClassPrediction`
     entropy = _by_position(ClassPrediction.entropy)
@@ -163,6 +166,60 @@ class PositionPrediction(Prediction):
             largest = values.masked_fill(~counted, float("-inf")).amax(1)
             return largest.masked_fill(~counted.any(1), float("nan"))
         return values.masked_fill(~counted, 0.0).sum(1) / counted.sum(1)
+
+    def shares(self) -> Tensor:
+        """(batch, classes): at which share of an input's positions that count each class is the most probable one."""
+        counting = self.counting
+        counts = torch.stack(
+            [
+                torch.bincount(
+                    labels.flatten() if counting is None else labels[counting[i]], minlength=self.classes
+                )
+                for i, labels in enumerate(self.predicted())
+            ]
+        )
+        return counts / counts.sum(1, keepdim=True).clamp(min=1)
+
+    def answers(
+        self, *, top_k: int = 5, level: float = 0.9, names: Sequence[str] | None = None
+    ) -> list[dict[str, Any]]:
+        """See `Prediction`: the shares of classes at the positions of an input that count, and position by position
+        what was predicted, and the sets, where that is no more than 16,384 classes; None at the others.
+        """
+        label, answers = self.naming(names), list[dict[str, Any]]()
+        shares = self.shares()
+        orders = shares.argsort(dim=1, descending=True, stable=True)[:, :top_k].tolist()
+        for index, order in enumerate(orders):
+            one = self.picked(slice(index, index + 1))
+            classes, counting = one.predicted().flatten(), one.counting
+            counted = torch.ones_like(classes).bool() if counting is None else counting.flatten()
+            places = counted.tolist()
+            answers.append(
+                {
+                    "shares": [
+                        {"label": label(i), "index": i, "share": float(shares[index, i])} for i in order
+                    ],
+                    "positions": list(self.positions),
+                }
+            )
+            if len(places) <= _MAX_ENTRIES:
+                answers[-1]["prediction"] = self._nested([label(i) for i in classes.tolist()], places)
+            if isinstance(self.promises, ConformalScores):
+                held = one.layout.rows(one.set(level)) & counted.unsqueeze(1)
+                answers[-1] |= {"level": level, "set_size": float(held.sum()) / max(1, int(counted.sum()))}
+                if max(len(held), int(held.sum())) <= _MAX_ENTRIES:
+                    sets: list[list[str]] = [[] for _ in places]
+                    for position, own in held.nonzero().tolist():
+                        sets[position].append(label(own))
+                    answers[-1]["set"] = self._nested(sets, places)
+        return answers
+
+    def _nested(self, values: Sequence[Any], counted: Sequence[bool]) -> list[Any]:
+        """One value a position as nested lists; None where a position does not count."""
+        found: list[Any] = [value if counts else None for value, counts in zip(values, counted, strict=True)]
+        for size in self.positions[:0:-1]:
+            found = [found[start : start + size] for start in range(0, len(found), size)]
+        return found
 
     def _check_shape(self, name: str, tensor: Tensor) -> None:
         shape = (len(self), *self.positions)
@@ -237,7 +294,7 @@ class PositionPrediction(Prediction):
                 the level.
         """
         promises = super().known_promises()  # a mask does not change which labels belong to a set
-        return self._whole(promises.sets_at_positions(self.rows.probs, level, allow_empty))
+        return self.whole(promises.sets_at_positions(self.rows.probs, level, allow_empty))
 
     def labels_of_rows(self, targets: Tensor) -> tuple[Tensor, Tensor]:
         """Labels and whether they count, each (batch * positions,).
@@ -370,7 +427,7 @@ class PositionPrediction(Prediction):
     def to_dict(self) -> dict[str, Tensor]:
         """The tensors by name; those of classes in the layout of the outputs, the others as maps."""
         values = {
-            name: self._map(value) if value.ndim == 1 else self._whole(value)
+            name: self._map(value) if value.ndim == 1 else self.whole(value)
             for name, value in self.rows.to_dict().items()
         }
         return values | ({} if self.novelty_ratio is None else {"novelty": self.novelty_ratio})

@@ -14,6 +14,7 @@ from torch.utils import _pytree as pytree
 from posthoc_uq.core.devices import as_double, to_device
 from posthoc_uq.core.errors import PosthocUQError
 from posthoc_uq.core.options import did_you_mean
+from posthoc_uq.core.registry import shown_names
 from posthoc_uq.likelihoods import metrics, selective
 from posthoc_uq.likelihoods.conformal import (
     INTERVAL_WIDTH,
@@ -100,6 +101,12 @@ class Prediction(ABC):
     _over_draws: ClassVar[tuple[str, ...]] = ()  # fields that one network alone does not have
     _not_shown: ClassVar[tuple[str, ...]] = ()  # fields that `to_dict` leaves out
     _computed: ClassVar[dict[str, tuple[str, ...]]] = {}  # what it has besides, by the fields that each needs
+    _hidden: ClassVar[tuple[str, ...]] = (  # from `dir`: what the package alone calls
+        *("categories", "changed", "completed", "coverage", "default_score", "fitting", "known_promises"),
+        *("losses", "loss_name", "mistakes", "naming", "novelty_ratio", "numbers", "of_one_network"),
+        *("retained_quality", "sample_keys", "shown_loss", "target_scores", "tensors", "unshifted"),
+        "with_novelty",
+    )
 
     _: KW_ONLY
     novelty_ratio: Annotated[Tensor | None, "batch *novelty"] = OnDemand()  # type: ignore[assignment]
@@ -128,6 +135,9 @@ class Prediction(ABC):
             if whole and (value.is_floating_point() or value.is_complex()):
                 raise PosthocUQError(f"{name} must be integers, not {value.dtype}.")
             vars(self)[name] = value if whole else at_least_float32(value)
+
+    def __dir__(self) -> list[str]:
+        return shown_names(self, Prediction)
 
     def __len__(self) -> int:
         """Number of inputs."""
@@ -227,6 +237,53 @@ class Prediction(ABC):
     def classes(self) -> int | None:
         """How many classes have a probability; None where no classes are predicted."""
         return None
+
+    @property
+    def categories(self) -> int | None:
+        """How many classes or labels have a probability, and so a name; None of values."""
+        return self.classes
+
+    def naming(self, names: Sequence[str] | None) -> Callable[[int], str]:
+        """From the index of a class or label to its name, or to the index as a text without names.
+
+        Raises:
+            PosthocUQError: there are more or fewer names than classes.
+        """
+        if names is None:
+            return str
+        if self.categories not in (None, len(names)):
+            raise PosthocUQError(
+                f"There are {len(names)} class names, and the model has {self.categories} outputs."
+            )
+        return lambda index: str(names[index])
+
+    def answers(
+        self, *, top_k: int = 5, level: float = 0.9, names: Sequence[str] | None = None
+    ) -> list[dict[str, Any]]:
+        """For each input what is predicted, as plain values that JSON can hold, on the CPU.
+
+        Of one class an input ``prediction``, its ``index``, and ``top``, the most probable ones with their
+        probabilities; of several labels those with a probability of at least one half; of positions ``shares`` of
+        classes; of values, as far as they are known, ``mean``, ``standard_deviation``, ``epistemic_sd``, and ``lower``
+        and ``upper`` of the level. Where the posterior has held-out scores, classes and labels have a ``set``.
+
+        Args:
+            top_k: classes to name, the most probable or the most frequent.
+            level: of intervals and sets.
+            names: of classes or labels, by index.
+
+        Raises:
+            PosthocUQError: there are other names than classes, or too few held-out scores for the level.
+        """
+        values, more = cast(Any, self), {}
+        columns = {name: getattr(values, name, None) for name in ("mean", "standard_deviation")}
+        if (variance := getattr(values, "epistemic_variance", None)) is not None:
+            columns["epistemic_sd"] = variance.sqrt()
+        if hasattr(values, "interval"):
+            columns["lower"], columns["upper"] = values.interval(level)
+            more = {"level": level}
+        lists = {name: column.tolist() for name, column in columns.items() if column is not None}
+        return [{**{name: c[index] for name, c in lists.items()}, **more} for index in range(len(self))]
 
     @property
     @abstractmethod

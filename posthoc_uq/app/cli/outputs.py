@@ -15,7 +15,6 @@ from pathlib import Path
 from typing import Annotated, Any, TextIO, cast, get_args, get_origin
 
 import numpy as np
-import torch
 from PIL import Image
 
 from posthoc_uq.app.cli.options import Choice, Data
@@ -191,8 +190,7 @@ class PredictionTable:
         Raises:
             PosthocUQError: there are more or fewer names than outputs.
         """
-        several_labels = isinstance(prediction, MultilabelPrediction)
-        classes = prediction.probs.shape[1] if several_labels else prediction.classes
+        classes = prediction.categories
         columns: dict[str, Sequence[str]] = {"file": [csv_text(file) for file in files]}
         if classes is None:
             columns |= self._values(cast(RegressionPrediction, prediction))
@@ -210,33 +208,28 @@ class PredictionTable:
 
     def _ranked(self, prediction: Prediction, classes: int) -> dict[str, Sequence[str]]:
         """The classes of an input, the most probable or the most frequent first, and its scores."""
-        pixels = isinstance(prediction, PositionPrediction)
-        if self.names is not None and len(self.names) != classes:
-            raise PosthocUQError(
-                f"There are {len(self.names)} class names, and the model has {classes} outputs."
-            )
+        label, pixels = prediction.naming(self.names), prediction.kind == "positions"
         if pixels:  # the classes that most positions have, with their shares
-            predicted = prediction.predicted().flatten(1)
-            counts = torch.stack([row.bincount(minlength=classes) for row in predicted])
-            values, labels = (counts / counts.sum(1, keepdim=True)).topk(min(self.top_k, classes))
+            shares = cast(PositionPrediction, prediction).shares()
+            labels = shares.argsort(dim=1, descending=True, stable=True)[:, : self.top_k]
+            values = shares.gather(1, labels)
         else:
             top = cast(ClassPrediction, prediction).top_k(min(self.top_k, classes))
             labels, values = top.labels, top.probabilities
         columns: dict[str, Sequence[str]] = {}
         for i, (own, numbers) in enumerate(zip(labels.T.tolist(), values.T.tolist(), strict=True), start=1):
-            columns[f"label_{i}"] = [
-                str(label) if self.names is None else csv_text(str(self.names[label])) for label in own
-            ]
+            columns[f"label_{i}"] = [csv_text(label(index)) for index in own]
             columns[f"{'share' if pixels else 'probability'}_{i}"] = _numbers(numbers)
         scores = prediction.scores()
         shown = ["entropy", "mutual_information"]
         shown += [] if prediction.novelty_ratio is None else ["novelty"]
         for name in shown:
             columns[name] = _numbers(scores[name].tolist()) if name in scores else [""] * len(prediction)
-        if isinstance(prediction, PositionPrediction):
-            known = prediction.scores_by_position()
+        if pixels:
+            maps = cast(PositionPrediction, prediction)
+            known = maps.scores_by_position()
             for name in (name for name in shown if name in known):
-                columns[f"largest_{name}"] = _numbers(prediction.per_input(name, "largest").tolist())
+                columns[f"largest_{name}"] = _numbers(maps.per_input(name, "largest").tolist())
         else:
             columns["set"] = self._sets(cast(ClassPrediction, prediction))
         return columns
@@ -323,10 +316,11 @@ class Maps:
         Raises:
             PosthocUQError: the prediction is not one of pixels, or a file cannot be written.
         """
-        if not isinstance(prediction, PositionPrediction):
+        if prediction.kind != "positions":
             raise PosthocUQError(
                 "--maps is for models that predict the class of every pixel, and this one does not."
             )
+        prediction = cast(PositionPrediction, prediction)
         if len(prediction.positions) != 2:
             raise PosthocUQError(
                 f"--maps is for predictions of pixels, and this model's have positions {prediction.positions}."
