@@ -29,7 +29,7 @@ from posthoc_uq.layers.capture import Capture, Recording
 from posthoc_uq.layers.frozen import called
 from posthoc_uq.layers.layer import Layer
 from posthoc_uq.layers.operands import Operand
-from posthoc_uq.layers.proof import Exactly, count_samples, prepare
+from posthoc_uq.layers.proof import Exactly, prepare
 from posthoc_uq.layers.rules import LayerGradients
 from posthoc_uq.likelihoods import Likelihood
 from posthoc_uq.likelihoods.labels import Layout
@@ -217,7 +217,7 @@ class TrackedModel:
 
     Attributes:
         capture: of the posterior's layers, all by intercepted calls, which several threads can use at once.
-        last: the layer whose outputs are the model's, if it is one of them.
+        last: the layer whose outputs are the model's, if it is one of them, as far as gradients say.
     """
 
     capture: Capture
@@ -231,7 +231,7 @@ class TrackedModel:
         return TrackedModel(capture, self.last)
 
 
-def track_layers(model: nn.Module, posterior: Posterior, batch: Batch, dtype: torch.dtype) -> TrackedModel:
+def track_layers(model: nn.Module, posterior: Posterior, batch: Batch) -> TrackedModel:
     """The posterior's layers as the fit proved them, or, of another model or other inputs, as they are found in a pass,
     with their caught gradients checked against autograd.
 
@@ -260,7 +260,8 @@ def track_layers(model: nn.Module, posterior: Posterior, batch: Batch, dtype: to
     capture.track(
         [replace(t, engine="hooks" if t.engine == "backpack" else t.engine) for t in chosen.values()]
     )
-    return TrackedModel(capture, _find_last(capture, batch, dtype, posterior.likelihood))
+    ends = [name for name, tracked in chosen.items() if tracked.ends]
+    return TrackedModel(capture, ends[-1] if ends else None)
 
 
 def layout_of(likelihood: Likelihood, outputs: Tensor, samples: int) -> Layout:
@@ -289,35 +290,6 @@ def check_shape(outputs: Tensor, samples: int) -> None:
             f"The linearised model needs outputs of shape (batch,) or (batch, outputs), and {samples} inputs gave "
             f"{tuple(outputs.shape)}."
         )
-
-
-def _find_last(capture: Capture, batch: Batch, dtype: torch.dtype, likelihood: Likelihood) -> str | None:
-    """The layer whose outputs are the model's at every position, or None: the numbers agree, and a gradient reaches it
-    unchanged.
-    """
-    samples = count_samples(batch)
-    batch, samples = batch.narrow(0, min(samples, 2), samples), min(samples, 2)
-    recording = capture.run(batch, samples)
-    outputs = recording.outputs.detach()
-    layout = layout_of(likelihood, outputs, samples)
-    with torch.autocast(outputs.device.type, enabled=False):
-        for name in reversed(list(capture.tracked)):
-            if output_rows(recording, capture, name, dtype, layout) is not None:
-                break
-        else:
-            return None
-        sent = torch.cos(torch.arange(outputs.numel(), device=outputs.device) + 1.0).reshape(outputs.shape)
-        sent = sent.to(outputs)
-        arrived: list[bool] = []
-
-        def compare(layer_gradients: LayerGradients) -> None:
-            if layer_gradients.layer.name == name:
-                rows = layout.rows(with_classes(sent)).flatten()
-                gradient = layer_gradients.gradients(dtype).flatten()
-                arrived.append(len(gradient) == len(rows) and torch.allclose(gradient.to(rows), rows))
-
-        recording.pull_back(sent, compare, last=True)
-    return name if arrived == [True] else None
 
 
 def output_rows(

@@ -1323,7 +1323,7 @@ class LinearizedPredictor(GaussianPredictor):
         def track() -> TrackedModel:
             if features is not None:
                 raise PosthocUQError("The features are those of another predictor.")
-            tracked = track_layers(prepared.twin, self._posterior, batch.copied(), prepared.dtype)
+            tracked = track_layers(prepared.twin, self._posterior, batch.copied())
             if self._tells_novelty and self._posterior.features is not None:
                 tracked.capture.watched = self._posterior.features.layer
             return tracked

@@ -168,7 +168,7 @@ class PosteriorRatio:
         self._dtype, device = statistics_dtype(network, None), model_device(network)
         limit = temporary_limit(TEMPORARY_BYTES, device)
         self._posterior = WeightCovariance(smoothed, self._dtype, device, limit)
-        self._tracked = track_layers(network, posterior, batch.copied(), self._dtype)
+        self._tracked = track_layers(network, posterior, batch.copied())
 
     def __call__(self, batch: Batch) -> Tensor:
         """``(samples,)`` in (0, 1].

@@ -93,6 +93,7 @@ class TrackedLayer:
         product: whether the weight was seen as a factor of a product of matrices.
         both_ways: whether it was used both as it is and transposed.
         several: whether a sample may give it several rows of inputs: positions, or calls.
+        ends: whether the gradient at its outputs has the numbers of that at the model's: these may be its outputs.
     """
 
     layer: Layer
@@ -108,6 +109,7 @@ class TrackedLayer:
     product: bool = False
     both_ways: bool = False
     several: bool = True
+    ends: bool = False
 
     @property
     def names(self) -> list[str]:

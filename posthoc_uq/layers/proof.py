@@ -974,7 +974,13 @@ def _failing(capture: Capture, reference: Reference) -> set[str]:
             activations, gradients = layer_gradients.operands(dtype)
         except UnsupportedLayerError:
             return
-        capture.tracked[layer.name].several = layer_gradients.several(activations)
+        tracked = capture.tracked[layer.name]
+        tracked.several = layer_gradients.several(activations)
+        if not layer.rule.by_gradients and gradients[-1].numel() == reference.pull[-1].numel():
+            arrived, sent = gradients[-1].flatten().sort()[0], reference.pull[-1].flatten().sort()[0]
+            tracked.ends = torch.allclose(
+                arrived, sent.to(arrived)
+            )  # in whatever order of classes and positions
         per_sample = activations.gradients(gradients, CPU_TEMPORARY)
         # Terms may cancel in the sum, but rounding is relative to the terms.
         terms_bound = float(torch.linalg.vector_norm(gradients)) * _norm_bound(layer_gradients)
