@@ -623,6 +623,14 @@ def test_what_the_dry_run_costs() -> None:
     assert known.layers == prepared.layers and rows == [2, 2, 2]
 
 
+def test_a_dry_run_keeps_no_gradients() -> None:
+    """They take as much memory as the model."""
+    model = nn.Sequential(nn.Linear(4, 37), nn.Tanh(), nn.Linear(37, 2)).eval()
+    prepared, own = prepare(model, Batch((_x(4).float(),))), model[0].weight.data_ptr()
+    kept = [t for t in gc.get_objects() if type(t) is Tensor and t.shape == (37, 4) and t.data_ptr() != own]
+    assert prepared.layers and not kept
+
+
 def test_one_dry_run_serves_a_fit_and_its_first_prediction() -> None:
     """The head that searches a prior, and that of a prediction, take what the fit proved; of inputs of another form, or
     of a model that was changed, it is proved again.

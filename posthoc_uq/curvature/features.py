@@ -18,7 +18,7 @@ from posthoc_uq.layers.calls import CallWatcher
 from posthoc_uq.layers.capture import is_lookup_of
 from posthoc_uq.layers.layer import Call, Layer
 from posthoc_uq.layers.operands import CPU_TEMPORARY
-from posthoc_uq.layers.proof import Prepared, count_samples
+from posthoc_uq.layers.proof import Prepared, count_samples, first_samples
 from posthoc_uq.layers.rules import AffineCall, LayerGradients
 from posthoc_uq.likelihoods import Likelihood
 
@@ -145,8 +145,7 @@ def find_features(
         batch: its first two samples are used.
         likelihood: says whether outputs have positions.
     """
-    count = count_samples(batch)
-    pair = batch if batch.whole else batch.narrow(0, 2, count) if count > 1 else batch.repeated(2)
+    pair = first_samples(batch, count_samples(batch))
 
     def found() -> FeatureSource | None:
         return _found(prepared, pair, likelihood)

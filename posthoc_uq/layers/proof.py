@@ -14,7 +14,7 @@ from fnmatch import fnmatchcase
 from functools import cache, partial
 from itertools import accumulate
 from math import prod
-from types import FunctionType
+from types import FunctionType, MethodType
 from typing import Any, cast
 
 import torch
@@ -429,7 +429,7 @@ class Proof:
     def holds(self, twin: nn.Module, batch: Batch) -> bool:
         """Whether it is one of such a model, of which `twin` is a replica, and of such inputs, however many samples."""
         samples = count_samples(batch)
-        return self.form == _form_of(twin, _first_samples(batch, samples))
+        return self.form == _form_of(twin, first_samples(batch, samples))
 
 
 def _form_of(twin: nn.Module, probe: Batch) -> int:
@@ -448,13 +448,12 @@ def _plain(value: Any, depth: int = 4) -> Any:
     """What an attribute of a module is compared by: flags and functions, in tables and objects, too; of all else the
     type.
     """
-    function = getattr(value, "__func__", value)
-    if isinstance(function, FunctionType):
-        return function
+    if isinstance(value, (FunctionType, MethodType)):
+        return getattr(value, "__func__", value)
     if value is None or isinstance(value, (bool, int, float, str, torch.dtype, torch.device)):
         return type(value), value
-    if depth and isinstance(value, Mapping):  # the keys of hooks count them
-        table = cast(Mapping[Any, Any], value).items()
+    if depth and isinstance(value, dict):  # the keys of hooks count them
+        table = cast(dict[Any, Any], value).items()
         return tuple((key if isinstance(key, str) else "", _plain(each, depth - 1)) for key, each in table)
     if depth and isinstance(value, (list, tuple, set, frozenset)):
         return type(value), *(_plain(each, depth - 1) for each in cast(Collection[Any], value))
@@ -540,10 +539,11 @@ def prepare(
     reference = _reference(model, batch, samples, 0.1 if autocast else None)
     if not independent:
         check_independent(reference, batch, samples)
-    watched = WatchedPass(model, reference.probe.copied())
+    probe = reference.probe
+    watched = WatchedPass(model, probe.copied())
     found, shown = layers_of(watched, autocast), watched.uses() if watched.complete else None
     del watched  # its graph
-    reference.find_uses = cache(lambda: shown or uses_of(model, reference.probe))
+    find_uses = reference.find_uses = cache(lambda: shown or uses_of(model, probe))  # keeps no gradients
     discovered = [
         t
         for t in found
@@ -630,9 +630,7 @@ def prepare(
     tracked = {name: replace(t, module=None) for name, t in capture.tracked.items()}
     proof = Proof(tracked, selection == "all" and by_gradients, reference.form)
     outputs = reference.pull[0].numel()
-    return Prepared(
-        model, capture, proof, layers, reference.table, outputs, found, reference.find_uses, warning, cost
-    )
+    return Prepared(model, capture, proof, layers, reference.table, outputs, found, find_uses, warning, cost)
 
 
 def _passes_with_gradients(
@@ -739,7 +737,7 @@ def _reference(model: nn.Module, batch: Batch, samples: int, tolerance: float | 
     """
     if batch.whole:
         return Reference(model, batch, 1, tolerance)
-    probe = _first_samples(batch, samples)
+    probe = first_samples(batch, samples)
 
     def refer() -> Reference:
         return Reference(model, probe, PROBE_SAMPLES, tolerance)
@@ -762,7 +760,7 @@ def _reference(model: nn.Module, batch: Batch, samples: int, tolerance: float | 
         ) from error
 
 
-def _first_samples(batch: Batch, samples: int) -> Batch:
+def first_samples(batch: Batch, samples: int) -> Batch:
     """Those that a dry run takes of a batch: two, or one twice; all where they cannot be cut."""
     if batch.whole:
         return batch
