@@ -27,7 +27,7 @@ VARIANTS: dict[str, dict[str, Any]] = {
     "function space": {"method": "function_space"},
     LEFT_OUT: {},
 }
-"""What is given to `uq.fit` beside model and loader, by row. `LEFT_OUT` calibrates afterwards, on the same data."""
+"""What is given to `uq.fit` beside model and loader, by row. `LEFT_OUT` tunes afterwards, by the same data."""
 
 LARGE = ("digits 28, lenet", "fashion 1000, cnn", "digits 28, resnet", "fashion 3000, vit")
 """Picture networks on which all variants are run, beside all of the tables."""
@@ -76,7 +76,9 @@ def measured(pair: Pair, seed: int, name: str) -> dict[str, Any]:
         warnings.simplefilter("always")
         fitting, posterior = timed(lambda: uq.fit(model, loader(split.train), progress=False, **options))
         if name == LEFT_OUT:
-            uq.calibrate(posterior, loader(split.train), criterion="leave_one_out", seed=seed, progress=False)
+            posterior = uq.tune(
+                posterior, loader(split.train), criterion="leave_one_out", seed=seed, progress=False
+            )
         predictor = uq.wrap(model, posterior)
         predicting, prediction = timed(lambda: predicted(predictor, split.test.inputs))
     return prediction_scores(prediction, split.test) | {

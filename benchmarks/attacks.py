@@ -53,7 +53,6 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "tests"))  # the ge
 import hostile_files
 import resume_worker
 from storage_helpers import mutations
-from written_weights import WRITES, Writing
 
 OPTIONS: dict[str, Any] = {"epochs": 1, "n_context": 3, "val_draws": 2, "rank": 6}  # that make a fit short
 
@@ -109,12 +108,12 @@ def calls() -> dict[str, Call]:
         "tune, faithful": lambda m, p, d: uq.tune(p, d, criterion="faithful", progress=False),
         "tune, likelihood": lambda m, p, d: uq.tune(p, d, head="linearized", progress=False),
         "calibrate": lambda m, p, d: uq.calibrate(p, d, head="linearized", progress=False),
-        "leave-one-out": lambda m, p, d: uq.calibrate(p, d, criterion="leave_one_out", progress=False),
+        "leave-one-out": lambda m, p, d: uq.tune(p, d, criterion="leave_one_out", progress=False),
         "update": lambda m, p, d: uq.update(p, d, progress=False),
         "evaluate": lambda m, p, d: uq.evaluate(uq.wrap(m, p), d, progress=False),
         "evaluate, model": lambda m, p, d: uq.evaluate(m, d, progress=False),
         "predict": lambda m, p, d: uq.wrap(m, p).predict(d, progress=False),
-        "moments, calibrate": lambda m, p, d: uq.wrap(m, p, "moments").calibrate(d, progress=False),
+        "moments, fit_scale": lambda m, p, d: uq.wrap(m, p, "moments").fit_scale(d, progress=False),
     }
 
 
@@ -124,6 +123,56 @@ def state_of(posterior: uq.Posterior) -> str:
 
 
 # Weights that change
+
+
+def _in_place(tensor: Tensor) -> None:
+    with torch.no_grad():
+        tensor.add_(0.3)
+
+
+def _through_data(tensor: Tensor) -> None:
+    tensor.data.add_(0.3)
+
+
+def _through_numpy(tensor: Tensor) -> None:
+    tensor.detach().numpy()[...] += 0.3
+
+
+def _fused(tensor: Tensor) -> None:
+    tensor.grad = torch.ones_like(tensor)
+    torch.optim.Adam([tensor], lr=0.3, fused=True).step()
+    tensor.grad = None
+
+
+WRITES: dict[str, tuple[Callable[[Tensor], None], str]] = {
+    "in place": (_in_place, "0.weight"),
+    "through .data": (_through_data, "0.weight"),
+    "through NumPy": (_through_numpy, "3.bias"),
+    "a fused optimizer": (_fused, "3.weight"),
+    "statistics": (_in_place, "1.running_mean"),
+}
+
+
+class Writing:
+    """A loader that writes to a model at one of its batches, and may give the numbers back two batches later."""
+
+    def __init__(self, model: nn.Module, write: str, at: int, given_back: bool) -> None:
+        self._write, name = WRITES[write]
+        self._tensor = dict([*model.named_parameters(), *model.named_buffers()])[name]
+        self._old, self._at, self._given_back = self._tensor.detach().clone(), at, given_back
+        self.batches = 0
+
+    def __len__(self) -> int:
+        return 8
+
+    def __iter__(self) -> Iterator[tuple[Tensor, Tensor]]:
+        for batch in loader_of():
+            self.batches += 1
+            if self.batches == self._at:
+                self._write(self._tensor)
+            if self._given_back and self.batches == self._at + 2:
+                self._tensor.data.copy_(self._old)
+            yield batch
 
 
 def weights(tries: int, chosen: random.Random) -> Iterator[Found]:
@@ -136,7 +185,7 @@ def weights(tries: int, chosen: random.Random) -> Iterator[Found]:
             posterior = fit(model, loader_of(), "diag")
             before = state_of(posterior)
             try:
-                call(model, posterior, Writing(model, loader_of(), write, chosen.randint(1, 5), given_back))
+                call(model, posterior, Writing(model, write, chosen.randint(1, 5), given_back))
             except uq.PosteriorMismatchError:
                 fault = "" if state_of(posterior) == before else "the posterior is changed"
             except Exception as error:
@@ -192,7 +241,7 @@ def signals(tries: int, chosen: random.Random) -> Iterator[Found]:
         "fit, inf": lambda: fit(model, loader_of(), "inf"),
         "fit, message_passing": lambda: fit(model, loader_of(), "message_passing"),
         "fit, utvi": lambda: fit(model, loader_of(), "utvi"),
-        "tune": lambda: uq.tune(posterior.trial(), loader_of(), criterion="faithful", progress=False),
+        "tune": lambda: uq.tune(posterior, loader_of(), criterion="faithful", progress=False),
         "evaluate": lambda: uq.evaluate(heads["linearized"], loader_of(), progress=False),
         "wrap": lambda: uq.wrap(model, posterior, "sampling"),
         **{f"predictor, {head}": lambda p=p: p(x) for head, p in heads.items()},

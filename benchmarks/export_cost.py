@@ -71,7 +71,7 @@ def measured(name: str, likelihood: str, make: Make, repeats: int, onnx: bool) -
     y = torch.arange(HELD_OUT) % 3 if likelihood == "classification" else torch.randn(HELD_OUT, 2)
     options: dict[str, Any] = {"layers": "last", "prior_precision": 20.0, "likelihood": likelihood}
     posterior = uq.fit(network, [(x, y)], progress=False, **options)
-    uq.calibrate(posterior, [(held_out, y)], progress=False)
+    posterior = uq.calibrate(posterior, [(held_out, y)], progress=False)
     predictor = uq.wrap(network, posterior)
     batches = [torch.randn(size, *shape) for size in SIZES]
     row: dict[str, Any] = {"network": name}

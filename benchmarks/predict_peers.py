@@ -157,9 +157,7 @@ class Study:
                 prior_precision=PRIOR,
                 progress=False,
             )
-        found = self._posteriors[method, layers]
-        found.prior_precision = prior
-        return found
+        return self._posteriors[method, layers].with_settings(prior_precision=prior)
 
     def predictor(self, entry: str, prior: float = PRIOR) -> Callable[[Tensor], Any]:
         """One of `OURS` as a function of a batch."""

@@ -20,7 +20,6 @@ probabilities.
 from __future__ import annotations
 
 import argparse
-import copy
 import sys
 import warnings
 from collections.abc import Sequence
@@ -94,8 +93,7 @@ def run(name: str, splits: int) -> list[dict[str, Any]]:
     for seed in range(splits):
         order = torch.randperm(len(x), generator=torch.Generator().manual_seed(seed))
         held_out, new = order[: len(x) // 2], order[len(x) // 2 :]
-        posterior = copy.deepcopy(fitted)
-        uq.calibrate(posterior, [(x[held_out], y[held_out])], seed=seed, progress=False)
+        posterior = uq.calibrate(fitted, [(x[held_out], y[held_out])], seed=seed, progress=False)
         predictor = uq.wrap(model, posterior)
         shifted = x[new] + SHIFT * torch.randn(
             x[new].shape, generator=torch.Generator().manual_seed(1000 + seed)

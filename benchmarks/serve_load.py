@@ -72,7 +72,7 @@ def prepared(folder: Path, name: str, size: int) -> tuple[list[str], uq.Predicto
     settle_batchnorm(model, images)
     model.eval()
     posterior = uq.fit(model, [(images, labels)], layers="last", prior_precision=1.0, progress=False)
-    uq.calibrate(posterior, [(images, labels)], share=None, progress=False)
+    posterior = uq.calibrate(posterior, [(images, labels)], share=None, progress=False)
     predictor = uq.wrap(model, posterior)
     uq.save(posterior, folder / "m.h5")
     torch.save(model.state_dict(), folder / "w.pt")

@@ -176,7 +176,7 @@ def measured(pair: Pair, seed: int, labels: Sequence[int] = LABELS) -> list[dict
             rows[-1]["noise scale"] = posterior.noise_scale
         for number in numbers:
             some = held_out.first(number)
-            seconds, _ = processor_time(
+            seconds, posterior = processor_time(
                 lambda p=posterior, some=some: uq.tune(p, loader(some), progress=False)
             )
             found = row(name, number, predictions(posterior))

@@ -17,6 +17,7 @@ import warnings
 from collections import Counter
 from collections.abc import Iterator, Sequence
 from contextlib import suppress
+from dataclasses import replace
 from io import BytesIO
 from itertools import cycle
 from pathlib import Path
@@ -252,8 +253,10 @@ def run(count: int, seed: int, folder: Path) -> Counter[tuple[str, str]]:
     source, found = random.Random(seed), Counter[tuple[str, str]]()
     for method in METHODS:
         posterior = fit(method)
-        posterior.history.calibration = CALIBRATION if method == "inf" else {}
-        posterior.history.promises = PROMISES if method in ("inf", "kfac") else {}
+        calibration = CALIBRATION if method == "inf" else {}
+        promises = PROMISES if method in ("inf", "kfac") else {}
+        history = replace(posterior.history, calibration=calibration, promises=promises)
+        posterior = posterior.replaced(history=history)
         uq.save(posterior, folder / f"{method}.h5")
     for number, name in zip(range(count), cycle(METHODS), strict=False):
         target, likelihood = folder / "hostile.h5", METHODS[name]["likelihood"]

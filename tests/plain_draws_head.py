@@ -50,20 +50,20 @@ class PlainDraws(uq.Predictor):
     def identity(self) -> dict[str, Any]:
         return {"head": self.head, "n_draws": self.n_draws}
 
-    def _functions(self, posterior: uq.Posterior, batch: Batch, n: int, generator: torch.Generator) -> Tensor:
-        drawn, outputs = posterior.sample(n, generator), list[Tensor]()
+    def _functions(self, batch: Batch, n: int, generator: torch.Generator) -> Tensor:
+        drawn, outputs = self._posterior.sample(n, generator), list[Tensor]()
         with torch.no_grad():
             for draw in range(n):
                 weights, own = {name: w[draw].to(self.device) for name, w in drawn.items()}, batch.copied()
                 outputs.append(own.outputs_of(functional_call(self._network, weights, own.args, own.kwargs)))
         return torch.stack(outputs)
 
-    def _distribution(self, posterior: uq.Posterior, batch: Batch) -> Tensor:
-        return self._functions(posterior, batch, self.n_draws, torch.Generator().manual_seed(self.seed))
+    def _distribution(self, batch: Batch) -> Tensor:
+        return self._functions(batch, self.n_draws, torch.Generator().manual_seed(self.seed))
 
-    def _prediction_of(self, posterior: uq.Posterior, distribution: Tensor) -> uq.Prediction:
-        return posterior.observation.from_blocks(iter([distribution / divisor_of(posterior)]))
+    def prediction_of(self, distribution: Tensor) -> uq.Prediction:
+        return self._posterior.observation.from_blocks(iter([distribution / divisor_of(self._posterior)]))
 
-    def _predict(self, posterior: uq.Posterior, batch: Batch) -> uq.Prediction:
-        ratio = self._known_novelty(posterior, batch, None)  # before the draws: a model may change its inputs
-        return self._prediction_of(posterior, self._distribution(posterior, batch)).with_novelty(ratio)
+    def _predict(self, batch: Batch) -> uq.Prediction:
+        ratio = self._known_novelty(batch)  # before the draws: a model may change its inputs
+        return self.prediction_of(self._distribution(batch)).with_novelty(ratio)

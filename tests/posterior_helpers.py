@@ -130,8 +130,7 @@ def posterior_of(
         Categorical(),
         Evidence(50, -30.0),
     )
-    posterior.scale, posterior.prior_precision = SCALE, TAU
-    return posterior
+    return posterior.with_settings(scale=SCALE, prior_precision=TAU)
 
 
 def dense_jacobian(model: nn.Module, posterior: Posterior, x: Tensor) -> dict[str, Tensor]:

@@ -138,14 +138,15 @@ def make(
         {"norm.weight": "BatchNorm"},
         {"prior_precision": "by the log marginal likelihood"},
     )
-    evidence = Evidence(100, -12.345678901234567)
-    if isinstance(likelihood, Gaussian):
-        evidence.squared_residuals, evidence.targets = 3.3, 100 * likelihood.noise_variance.numel()
+    residuals = (
+        (3.3, 100 * likelihood.noise_variance.numel()) if isinstance(likelihood, Gaussian) else (0.0, 0)
+    )
+    evidence = Evidence(100, -12.345678901234567, *residuals)
     posterior = Posterior(kind, layers, blocks, members, mean, likelihood or Categorical(), evidence, history)
     values = {"scale": 123.1, "residual_weight": 0.7, "noise_scale": 1.2, "temperature": 1.1}
-    posterior.adjust(**{name: value for name, value in values.items() if name in posterior.tunable})
-    posterior.prior_precision = {name: 0.1 * (i + 1) for i, name in enumerate(layers)}
-    return posterior
+    known: dict[str, Any] = {name: value for name, value in values.items() if name in posterior.tunable}
+    by_layer = {name: 0.1 * (i + 1) for i, name in enumerate(layers)}
+    return posterior.with_settings(prior_precision=by_layer, **known)
 
 
 def tensors_of(posterior: Posterior) -> dict[str, Tensor]:

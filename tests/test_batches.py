@@ -135,8 +135,8 @@ def test_targets_of_the_name_of_the_output() -> None:
     options: dict[str, Any] = {"prior_precision": 1.0, "progress": False, "output": "far"}
     posterior = uq.fit(model, [named], uq.Diagonal(fisher="empirical"), **options)
     same = uq.fit(model, [plain], uq.Diagonal(fisher="empirical"), **options)
-    uq.tune(posterior, [named], progress=False)
-    uq.tune(same, [plain], progress=False)
+    posterior = uq.tune(posterior, [named], progress=False)
+    same = uq.tune(same, [plain], progress=False)
     predictors = uq.wrap(model, posterior), uq.wrap(model, same)
     assert torch.equal(predictors[0](inputs()).probs, predictors[1](inputs()).probs)
     measured = [

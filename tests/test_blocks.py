@@ -3,6 +3,7 @@
 import importlib
 import sys
 from collections.abc import Generator, Mapping
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, ClassVar
 
@@ -56,11 +57,8 @@ def posterior_with(model: nn.Module, method: str, made: Mapping[str, Block]) -> 
         )
         for name in made
     }
-    posterior = Posterior(
-        method, layers, made, {name: [name] for name in made}, mean, Categorical(), Evidence(20, -5.0)
-    )
-    posterior.model = model
-    return posterior
+    members = {name: [name] for name in made}
+    return Posterior(method, layers, made, members, mean, Categorical(), Evidence(20, -5.0), model=model)
 
 
 def spike_block() -> type[Block]:
@@ -171,7 +169,7 @@ def test_what_a_posterior_cannot_do_is_refused_in_one_sentence(spikes: tuple[nn.
             PosthocUQError, match=rf"^head='{head}' needs {needs}, {end}; head='sampling' does not\.$"
         ):
             uq.wrap(model, posterior, head=head)
-    posterior.history.head = {"name": "linearized", "options": {}, "criterion": "given"}
+    posterior = posterior.noted(head={"name": "linearized", "options": {}, "criterion": "given"})
     assert uq.wrap(model, posterior).head == "sampling"  # the default is one that it can serve
     for work, words in (
         (
@@ -213,10 +211,10 @@ def test_what_cannot_be_tuned_is_said_and_the_rest_is_tuned(spikes: tuple[nn.Mod
         ("prior_precision", "no prior enters its weights"),
     ):
         with pytest.raises(PosthocUQError, match=words):
-            setattr(posterior, name, 2.0)
-    posterior.history.head = {"name": "linearized", "options": {}, "criterion": "given"}
+            posterior.with_settings(**{name: 2.0})
+    posterior = posterior.noted(head={"name": "linearized", "options": {}, "criterion": "given"})
     with pytest.warns(UserWarning, match="worse than the model's own"):
-        uq.tune(posterior, loader, parameters=(), n_samples=4, progress=False)
+        posterior = uq.tune(posterior, loader, parameters=(), n_samples=4, progress=False)
     assert posterior.temperature != 1.0 and posterior.history.head["name"] == "sampling"
 
 
@@ -301,10 +299,12 @@ def test_who_tells_novelty_is_a_plain_value(tmp_path: Path) -> None:
     predictor = uq.wrap(model, posterior)
     with pytest.raises(PosthocUQError, match="no statistics of the last layer"):
         predictor.novelty(x)
-    posterior.history.fit["novelty"] = "in other words"
+    posterior = posterior.noted(fit={"novelty": "in other words"})
+    predictor = uq.wrap(model, posterior)
     with pytest.raises(PosthocUQError, match="no statistics of the last layer"):
         predictor.novelty(x)
-    posterior.history.novelty = "posterior"
+    posterior = posterior.replaced(history=replace(posterior.history, novelty="posterior"))
+    predictor = uq.wrap(model, posterior)
     expected = predictor.novelty(x, of="top")
     assert torch.equal(predictor.novelty(x), expected)
     uq.save(posterior, tmp_path / "p.h5")

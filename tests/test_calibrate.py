@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-import copy
 import math
+import warnings
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -57,13 +57,12 @@ def _band(rate: float, held_out: int, new: int) -> float:
 @pytest.mark.parametrize("sets", ["lac", "aps", "raps"])
 def test_classes(classes, fitted, sets: str) -> None:
     model, x, y = classes
-    result = uq.calibrate(fitted, _batches(x[100:900], y[100:900]), sets=sets, **FAST)
-    assert (
-        result.samples == result.tuned == 400
-        and "up to a level of 0.9975" in str(result)
-        and "temperature" in str(result)
-    )
-    prediction, labels = uq.wrap(model, fitted)(x[900:]), y[900:]
+    posterior = uq.calibrate(fitted, _batches(x[100:900], y[100:900]), sets=sets, **FAST)
+    promises, trials = posterior.history.promises, posterior.history.trials
+    assert promises["samples"] == 400 and promises["share"] == 0.5  # and 400 that tuned
+    assert trials is not None and "temperature" in str(trials).splitlines()[0]
+    assert "up to a level of 0.9975" in str(posterior.report())
+    prediction, labels = uq.wrap(model, posterior)(x[900:]), y[900:]
     for level in (0.8, 0.9, 0.95):
         chosen = prediction.set(level, allow_empty=sets != "lac")
         covered = float(chosen[torch.arange(len(labels)), labels].double().mean())
@@ -72,7 +71,7 @@ def test_classes(classes, fitted, sets: str) -> None:
         p = prediction.familiarity(score)
         assert bool((p > 0).all()) and bool((p <= 1).all())
         assert abs(float((p <= 0.1).double().mean()) - 0.1) < _band(0.1, 400, len(labels)) + 0.0025
-    assert float(uq.wrap(model, fitted)(50 + x[:50]).familiarity().max()) < 0.05
+    assert float(uq.wrap(model, posterior)(50 + x[:50]).familiarity().max()) < 0.05
     part = prediction.picked(slice(3, 9))
     assert torch.equal(part.set(0.9), prediction.set(0.9)[3:9]) and "sample_keys" not in part.to_dict()
     with pytest.raises(uq.PosthocUQError, match="needs 999 held-out samples"):
@@ -85,17 +84,17 @@ def test_batches_and_order_do_not_matter_and_files_keep_all(classes, fitted, tmp
     order = torch.randperm(600, generator=torch.Generator().manual_seed(1))
     records = []
     for held_out in (_batches(x_held, y_held), _batches(x_held[order], y_held[order], 37)):
-        uq.calibrate(fitted, held_out, sets="aps", **FAST)
-        records.append(fitted.history.promises)
+        posterior = uq.calibrate(fitted, held_out, sets="aps", **FAST)
+        records.append(posterior.history.promises)
     first, second = records
     assert first["samples"] == second["samples"] == 300
     for a, b in zip(first["targets"]["scores"], second["targets"]["scores"], strict=True):
         assert torch.allclose(torch.tensor(a["values"]), torch.tensor(b["values"]), atol=2e-3)
 
-    uq.save(fitted, tmp_path / "p.h5")
+    uq.save(posterior, tmp_path / "p.h5")
     loaded = uq.load(tmp_path / "p.h5", model)
     assert loaded.history.promises == second
-    mine, again = uq.wrap(model, fitted), uq.wrap(model, loaded)
+    mine, again = uq.wrap(model, posterior), uq.wrap(model, loaded)
     assert torch.equal(mine(x).set(0.9), again(x).set(0.9))
     assert torch.equal(mine(x).familiarity("joint"), again(x).familiarity("joint"))
     whole = again.predict([x[:50], x[50:90]], progress=False)
@@ -111,8 +110,8 @@ def test_few_distinct_inputs(classes, fitted) -> None:
         rows = x[100 * seed + 100 : 100 * seed + 104]
         drawn = torch.randint(4, (400,), generator=generator)
         labels = torch.randint(3, (400,), generator=generator)
-        uq.calibrate(fitted, [(rows[drawn], labels)], seed=seed, **FAST)
-        p = uq.wrap(model, fitted)(rows).familiarity()
+        posterior = uq.calibrate(fitted, [(rows[drawn], labels)], seed=seed, **FAST)
+        p = uq.wrap(model, posterior)(rows).familiarity()
         small.append(float((p <= 0.05).double().mean()))
     assert sum(small) / len(small) <= 0.05
 
@@ -122,18 +121,31 @@ def test_what_makes_promises_void(classes, fitted) -> None:
     predictor = uq.wrap(model, fitted)
     with pytest.raises(uq.PosthocUQError, match="held-out scores"):
         predictor(x).set(0.9)
-    uq.calibrate(fitted, _batches(x[100:300], y[100:300]), **FAST)
-    predictor = uq.wrap(model, fitted)
-    predictor(x).set(0.9)
+    posterior = uq.calibrate(fitted, _batches(x[100:300], y[100:300]), **FAST)
+    with pytest.raises(uq.PosthocUQError, match="held-out scores"):  # as it was
+        predictor(x).set(0.9)
+    predictor = uq.wrap(model, posterior)
+    expected = predictor(x).set(0.9)
     with pytest.raises(uq.PosthocUQError, match="calibrate for this one"):
-        uq.wrap(model, fitted, "linearized", link="mc")(x).set(0.9)
+        uq.wrap(model, posterior, "linearized", link="mc")(x).set(0.9)
     with pytest.warns(UserWarning, match="no longer hold"):
-        fitted.temperature = 3.0
-    for call in (lambda p: p.set(0.9), lambda p: p.familiarity()):
-        with pytest.raises(uq.PosthocUQError, match="hyperparameters changed"):
-            call(predictor(x))
+        changed = posterior.with_settings(temperature=3.0)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        posterior.with_settings(temperature=posterior.temperature)  # the same: they hold
+        changed.with_settings(temperature=4.0)  # they did not hold before
+    for other in (predictor.with_posterior(changed), uq.wrap(model, changed)):
+        for call in (lambda p: p.set(0.9), lambda p: p.familiarity()):
+            with pytest.raises(uq.PosthocUQError, match="hyperparameters changed"):
+                call(other(x))
+    assert torch.equal(predictor(x).set(0.9), expected)
+    with pytest.warns(UserWarning, match="no longer hold"):  # also by a search
+        found = uq.tune(posterior, [(x[:100], y[:100])], criterion="faithful", divergence=0.1, progress=False)
+    with pytest.raises(uq.PosthocUQError, match="hyperparameters changed"):
+        uq.wrap(model, found)(x).set(0.9)
     with pytest.warns(UserWarning, match="cleared"):
-        assert not uq.update(fitted, [(x[:20], y[:20])], progress=False).history.promises
+        assert not uq.update(posterior, [(x[:20], y[:20])], progress=False).history.promises
+    assert posterior.history.promises
 
 
 def test_an_error_leaves_the_posterior_as_it_was(classes, fitted) -> None:
@@ -169,26 +181,31 @@ class _Changing:
 def test_each_class_and_all_samples_in_both_parts(classes, fitted) -> None:
     model, x, y = classes
     held_out = _batches(x[100:1900], y[100:1900], 600)
-    result = uq.calibrate(fitted, held_out, by_class=True, **FAST)
-    prediction, labels = uq.wrap(model, fitted)(x[1900:]), y[1900:]
-    assert len(fitted.history.promises["targets"]["scores"]) == 3 and not result.approximate
+    posterior = uq.calibrate(fitted, held_out, by_class=True, **FAST)
+    prediction, labels = uq.wrap(model, posterior)(x[1900:]), y[1900:]
+    promises = posterior.history.promises
+    assert len(promises["targets"]["scores"]) == 3 and promises["share"] == 0.5
+    assert "approximately" not in str(posterior.report())
     chosen = prediction.set(0.9)[torch.arange(len(labels)), labels].double()
     for each in range(3):
         assert float(chosen[labels == each].mean()) > 0.9 - _band(0.9, 300, 500)
     kept = torch.cat([torch.arange(len(labels))[labels != 1][:40], (labels == 1).nonzero()[:3, 0]])
     few = [(x[1900:][kept], labels[kept])]
-    result = uq.calibrate(fitted, few, by_class=True, share=None, **FAST)
-    assert "up to a level of 0.75 for each of 3 (class 1 has 3 samples, the fewest)" in str(result)
+    posterior = uq.calibrate(fitted, few, by_class=True, share=None, **FAST)
+    promised = "up to a level of 0.75 for each of 3 (class 1 has 3 samples, the fewest)"
+    assert promised in str(posterior.report())
     for level in (0.76, 0.9, 0.99):  # of the scarcest class, whatever others lack
         with pytest.raises(
             uq.PosthocUQError, match=r"every class, and 3 of class 1 .*at most 0\.75, .*by_class"
         ):
-            uq.wrap(model, fitted)(x[:5]).set(level)
-    assert uq.wrap(model, fitted)(x[:5]).set(0.75).shape == (5, 3)
+            uq.wrap(model, posterior)(x[:5]).set(level)
+    assert uq.wrap(model, posterior)(x[:5]).set(0.75).shape == (5, 3)
     with pytest.raises(uq.PosthocUQError, match=r"none of class 1; .* or leave by_class out"):
         uq.calibrate(fitted, [tuple(part[:-3] for part in few[0])], by_class=True, share=None, **FAST)
-    result = uq.calibrate(fitted, held_out, share=None, **FAST)
-    assert result.approximate and result.samples == result.tuned == 1800 and "approximately" in str(result)
+    posterior = uq.calibrate(fitted, held_out, share=None, **FAST)
+    promises = posterior.history.promises
+    assert promises["samples"] == 1800 and "share" not in promises
+    assert "approximately" in str(posterior.report())
 
 
 @pytest.mark.parametrize("outputs", [1, 2])
@@ -202,7 +219,7 @@ def test_values(outputs: int) -> None:
     )
     posterior = uq.fit(model, [(x[:60], y[:60])], "diag", likelihood="regression", progress=False)
     before = uq.wrap(model, posterior)(x[1000:]).interval(0.9)
-    uq.calibrate(posterior, _batches(x[60:660], y[60:660]), progress=False)
+    posterior = uq.calibrate(posterior, _batches(x[60:660], y[60:660]), progress=False)
     prediction, targets = uq.wrap(model, posterior)(x[1000:]), y[1000:].reshape(before[0].shape)
     for level in (0.5, 0.9, 0.99):
         low, high = prediction.interval(level)
@@ -227,7 +244,7 @@ def test_several_values_are_promised_jointly(likelihood: str) -> None:
     y = torch.poisson(means.exp(), generator=generator) if likelihood == "poisson" else y
     options: dict[str, Any] = {"likelihood": likelihood, "prior_precision": 10.0, "progress": False}
     posterior = uq.fit(model, [(x[:300], y[:300])], "diag", **options)
-    uq.calibrate(posterior, _batches(x[300:900], y[300:900]), jointly=True, progress=False)
+    posterior = uq.calibrate(posterior, _batches(x[300:900], y[300:900]), jointly=True, progress=False)
     predictor = uq.wrap(model, posterior)
     low, high = predictor(x[900:]).interval(0.9)
     together = ((low <= y[900:]) & (y[900:] <= high)).all(1).double().mean()
@@ -268,7 +285,7 @@ def test_other_likelihoods(likelihood: str) -> None:
     posterior = uq.fit(
         model, [(x[:100], y[:100])], "diag", likelihood=spec, prior_precision=10.0, progress=False
     )
-    uq.calibrate(
+    posterior = uq.calibrate(
         posterior, _batches(x[100:700], y[100:700], 300), progress=False, n_samples=8, head="sampling"
     )
     assert uq.wrap(model, posterior).identity()["n_samples"] == 8
@@ -301,9 +318,10 @@ def test_scores_of_inputs_with_positions() -> None:
     model = nn.Conv2d(3, 3, 1)
     posterior = uq.fit(model, [(x[:20], y[:20])], "diag", prior_precision=1.0, progress=False)
     y[:, 0] = -100
-    result = uq.calibrate(posterior, [(x[20:], y[20:])], share=None, **FAST)
+    posterior = uq.calibrate(posterior, [(x[20:], y[20:])], share=None, **FAST)
     prediction = uq.wrap(model, posterior)(x[20:])
-    assert result.samples == 70 and "that share of an input's labels" in str(result)
+    assert posterior.history.promises["samples"] == 70
+    assert "that share of an input's labels" in str(posterior.report())
     kept = torch.tensor(posterior.history.promises["inputs"]["entropy"]["values"]).double()
     assert torch.allclose(kept, prediction.scores()["entropy"].double().sort().values, atol=1e-6)
     assert int(uq.Referral(0.1, score="entropy")(prediction).sum()) == 6
@@ -353,7 +371,7 @@ class _Padded:
 
     def calibrated(self, samples: int, seed: int) -> uq.Predictor:
         x, y, real = self.drawn(samples, seed)
-        posterior, options = copy.deepcopy(self.fitted), dict(FAST)
+        options = dict(FAST)
         if self.said_by == "attention mask":
             data: list[Any] = [{"x": x, "attention_mask": real.long(), "labels": y}]
         else:
@@ -362,8 +380,7 @@ class _Padded:
             options["batch_to_targets"] = lambda batch: batch[1]
         if self.said_by == "mask":
             options["batch_to_weights"] = lambda batch: batch[2]
-        uq.calibrate(posterior, data, **options)
-        return uq.wrap(self.model, posterior)
+        return uq.wrap(self.model, uq.calibrate(self.fitted, data, **options))
 
 
 @pytest.mark.parametrize("draws", [1, pytest.param(40, marks=pytest.mark.study)])
@@ -456,10 +473,9 @@ def test_masked_scores_by_definition(said_by: str, tmp_path: Path) -> None:
 def test_what_counts_when_held_out_data_are_read(classes, fitted) -> None:
     _, x, y = classes
     held_out = (x[100:300], y[100:300], torch.arange(200) % 4 > 0)
-    other = copy.deepcopy(fitted)
-    uq.calibrate(fitted, [held_out], batch_to_weights=lambda batch: batch[2], **FAST)
-    uq.calibrate(other, [tuple(part[held_out[2]] for part in held_out[:2])], **FAST)
-    assert fitted.history.promises == other.history.promises and fitted.settings == other.settings
+    masked = uq.calibrate(fitted, [held_out], batch_to_weights=lambda batch: batch[2], **FAST)
+    other = uq.calibrate(fitted, [tuple(part[held_out[2]] for part in held_out[:2])], **FAST)
+    assert masked.history.promises == other.history.promises and masked.settings == other.settings
     for weights, words in (
         (torch.full((200,), 0.5), "must be 0 or 1.*> 0"),
         (torch.ones(200, 3), r"shape \(200,\), not \(200, 3\)"),
@@ -469,9 +485,9 @@ def test_what_counts_when_held_out_data_are_read(classes, fitted) -> None:
             options = FAST | {"share": share, "batch_to_weights": lambda batch, w=weights: w}
             with pytest.raises(uq.PosthocUQError, match=words):
                 uq.calibrate(other, [held_out[:2]], **options)
-    with pytest.raises(uq.PosthocUQError, match="leave batch_to_weights out"):
-        uq.calibrate(other, [held_out], criterion="leave_one_out", batch_to_weights=lambda batch: batch[2])
-    assert other.history.promises == fitted.history.promises
+    with pytest.raises(uq.PosthocUQError, match="batch_to_weights"):  # leave-one-out counts every sample
+        uq.tune(other, [held_out], criterion="leave_one_out", batch_to_weights=lambda batch: batch[2])
+    assert other.history.promises == masked.history.promises
     padded = _Padded("tokens", "labels")
     predictor = padded.calibrated(60, 1)
     inputs, labels, real = padded.drawn(40, 2)
@@ -482,14 +498,16 @@ def test_what_counts_when_held_out_data_are_read(classes, fitted) -> None:
             batch_to_weights=lambda batch: batch[2],
             **FAST,
         )
-    del predictor.posterior.history.promises["counted"]  # as files of earlier versions have it
-    earlier = uq.wrap(padded.model, predictor.posterior)
+    history = predictor.posterior.history
+    record = {name: value for name, value in history.promises.items() if name != "counted"}
+    # as files of earlier versions have it
+    earlier = uq.wrap(padded.model, predictor.posterior.replaced(history=replace(history, promises=record)))
     assert earlier(inputs).familiarity().shape == (40,)
     for prediction in (earlier(inputs).masked(real), earlier(inputs, attention_mask=real.long())):
         assert prediction.set(0.9).shape == prediction.probs.shape
         with pytest.raises(uq.PosthocUQError, match="some do not count; calibrate again"):
             prediction.familiarity()
-    evaluation = uq.evaluate(predictor, [(inputs, labels)], progress=False)
+    evaluation = uq.evaluate(earlier, [(inputs, labels)], progress=False)
     assert not evaluation.referred
 
 
@@ -511,7 +529,7 @@ def test_sets_of_positions_by_image(class_dim: int, tmp_path: Path) -> None:
     data = (inputs[:20], y[:20])
     likelihood = uq.Categorical(class_dim=class_dim)
     posterior = uq.fit(model, [data], "diag", likelihood=likelihood, prior_precision=1.0, progress=False)
-    uq.calibrate(posterior, [(inputs[20:320], y[20:320])], share=None, **FAST)
+    posterior = uq.calibrate(posterior, [(inputs[20:320], y[20:320])], share=None, **FAST)
     predictor = uq.wrap(model, posterior)
     held_out, new = predictor(inputs[20:320]), predictor(inputs[320:])
     for level in (0.5, 0.9, 0.93):
@@ -622,7 +640,7 @@ def test_a_model_that_takes_missing_numbers() -> None:
     filled = x.clone()
     x[::7, 1], filled[::7, 1] = torch.nan, 0.0
     posterior = uq.fit(model, [(x, y)], "diag", prior_precision=1.0, progress=False)
-    uq.calibrate(posterior, [(x, y)], progress=False)
+    posterior = uq.calibrate(posterior, [(x, y)], progress=False)
     wrapped = uq.wrap(model, posterior)
     assert torch.equal(wrapped(x).familiarity(), wrapped(filled).familiarity())
 
@@ -631,7 +649,7 @@ def test_no_held_out_novelty_is_said() -> None:
     torch.manual_seed(0)
     model, x, y = nn.Linear(3, 2), torch.randn(60, 3), torch.arange(60) % 2
     posterior = uq.fit(model, [(x, y)], "diag", prior_precision=1.0, progress=False)
-    uq.calibrate(posterior, [(x, y)], progress=False, head="linearized", novelty=False)
+    posterior = uq.calibrate(posterior, [(x, y)], progress=False, head="linearized", novelty=False)
     prediction = uq.wrap(model, posterior)(x)
     with pytest.raises(uq.PosthocUQError, match="no held-out scores of novelty"):
         prediction.familiarity()

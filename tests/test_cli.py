@@ -537,7 +537,7 @@ def test_names_that_stdout_cannot_hold_are_escaped(encoding: str, copied: Path, 
     model = net()
     model.load_state_dict(torch.load(place / "w.pt"))
     posterior = uq.load(copied, model)
-    posterior.history.fit["class names"] = names
+    posterior = posterior.noted(fit={"class names": names})
     uq.save(posterior, copied)
     held = TextIOWrapper(BytesIO(), encoding=encoding)
     with redirect_stdout(held):
@@ -758,7 +758,7 @@ class TestTune:
     def test_by_evidence(self, place: Path, copied: Path) -> None:
         said = run_json("tune", copied, *model_options(place), "--per-layer")
         expected = uq.load(place / "m.h5", trained(place))
-        uq.tune(expected, per_layer=True)
+        expected = uq.tune(expected, per_layer=True)
         found = uq.load(copied, trained(place))
         assert found.prior_precision == pytest.approx(expected.prior_precision)
         assert said["hyperparameters"]["prior precision"] == "per layer"
@@ -807,7 +807,7 @@ class TestTune:
         said = run_json("tune", copied, *model_options(place), *options, "--head moments --relu exact")
         expected = uq.load(place / "m.h5", trained(place))
         given: dict[str, Any] = {"criterion": "faithful", "divergence": 0.02, "temperature": False}
-        uq.tune(expected, [flat(place)], **given, head="moments", relu="exact", progress=False)
+        expected = uq.tune(expected, [flat(place)], **given, head="moments", relu="exact", progress=False)
         assert said["hyperparameters"]["prior precision"] == pytest.approx(expected.prior_precision)
         assert 0 < said["divergence"] <= said["budget"] == 0.02 and said["validation NLL"] is None
         assert said["searched through"]["options"] == {"relu": "exact"}

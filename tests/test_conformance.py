@@ -315,7 +315,7 @@ def test_copies_of_a_posterior(name: str) -> None:
 # Tuning
 
 
-@pytest.mark.parametrize("criterion", CRITERIA)
+@pytest.mark.parametrize("criterion", [each for each in CRITERIA if each != "leave_one_out"])
 @METHOD
 @pytest.mark.covering(1)
 def test_tuning(name: str, criterion: str) -> None:
@@ -331,9 +331,9 @@ def test_tuning(name: str, criterion: str) -> None:
     elif criterion == "faithful" and posterior.width_parameter is None:
         refused = "neither a prior precision nor a scale.*by criterion='likelihood'"
 
-    def tune() -> None:
+    def tune() -> uq.Posterior:
         own = {"n_samples": 3} if short(name).head == "sampling" and criterion != "evidence" else {}
-        uq.tune(posterior, data, criterion=criterion, progress=False, **own)
+        return uq.tune(posterior, data, criterion=criterion, progress=False, **own)
 
     with Watch(model):
         if refused is not None:
@@ -341,8 +341,8 @@ def test_tuning(name: str, criterion: str) -> None:
                 tune()
             assert posterior.settings.plain() == before
             return
-        tune()
-    assert posterior.history.head["criterion"] == criterion
+        given, posterior = posterior, tune()
+    assert given.settings.plain() == before and posterior.history.head["criterion"] == criterion
     assert bool(posterior.history.faithful) == (
         criterion == "faithful" and posterior.width_parameter is not None
     )
@@ -360,10 +360,10 @@ def test_what_can_be_tuned_is_what_the_method_says(name: str, parameter: str) ->
     data = batches(x, targets_of(posterior.model, x, "regression"))
     tunable = {"noise": "noise_scale"}.get(parameter, parameter) in METHODS[name].tunable
 
-    def tune() -> None:
+    def tune() -> uq.Posterior:
         head = "linearized" if "linearized" in heads_of(posterior) else heads_of(posterior)[0]
         options: dict[str, Any] = {"head": head, "max_evaluations": 2, "progress": False}
-        uq.tune(posterior, data, parameters=(parameter,), **options)
+        return uq.tune(posterior, data, parameters=(parameter,), **options)
 
     before = posterior.settings.plain()
     if tunable:

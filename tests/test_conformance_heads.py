@@ -131,11 +131,10 @@ def test_copies_predict_the_same_bits(name: str, head: str) -> None:
     expected = said(predictor)
     assert_same(said(unused), expected, "before the first prediction")
     assert_same(said(pickle.loads(pickle.dumps(predictor))), expected, "pickle")
-    twin = copy.deepcopy(predictor)
-    twin.posterior.temperature = 3.0  # which is its own
-    if "scale" in twin.posterior.tunable:
-        twin.posterior.scale = 1.0
-    twin.refresh(0)
+    other = predictor.posterior.with_settings(temperature=3.0)
+    if "scale" in other.tunable:
+        other = other.with_settings(scale=1.0)
+    twin = copy.deepcopy(predictor).with_posterior(other, 0)
     assert not torch.equal(twin(X).probs, expected["probs"])
     assert_same(said(predictor), expected, "after the copy was changed")
 

@@ -127,11 +127,10 @@ def test_copies_predict_the_same_bits(method: str, head: str, layers: str) -> No
     _compare(_all_of(unused), expected, "before the first prediction")
     for way, copied in COPIES.items():
         _compare(_all_of(copied(predictor)), expected, way)
-    twin = copy.deepcopy(predictor)
-    twin.posterior.temperature = 3.0  # which is its own
-    if "scale" in twin.posterior.tunable:
-        twin.posterior.scale = 1.0
-    twin.refresh(0)
+    other = predictor.posterior.with_settings(temperature=3.0)
+    if "scale" in other.tunable:
+        other = other.with_settings(scale=1.0)
+    twin = copy.deepcopy(predictor).with_posterior(other, 0)
     assert not torch.equal(twin(_data(7)).probs, expected["probs"])
     _compare(_all_of(predictor), expected, "after the copy was changed")
 

@@ -154,7 +154,7 @@ def test_a_device_without_float64(monkeypatch: pytest.MonkeyPatch) -> None:
     model = Answers(plain).eval()
     options: dict[str, Any] = {"prior_precision": 1.0, "progress": False}
     posterior = uq.fit(plain, [(x, y)], "kfac", **options)
-    uq.calibrate(posterior, [(x, y)], progress=False)
+    posterior = uq.calibrate(posterior, [(x, y)], progress=False)
     prediction = uq.wrap(plain, posterior)(x)
     spectrum = Spectrum(posterior, 1.0, torch.float32, CPU, 2**20)
     expected = prediction.set(0.8), prediction.quality(y), prediction.losses(y), spectrum.sizes
@@ -255,10 +255,10 @@ def regresses(device: torch.device) -> dict[str, Any]:
 
 def tunes(device: torch.device) -> dict[str, Any]:
     posterior = fitted(network(device=device))
-    uq.tune(posterior, batched(images(seed=4)), progress=False, max_evaluations=2)
+    posterior = uq.tune(posterior, batched(images(seed=4)), progress=False, max_evaluations=2)
     found: dict[str, Any] = {"validation": posterior.prior_precision}
     for name, options in {"evidence": {}, "by layer": {"per_layer": True}}.items():
-        uq.tune(posterior, progress=False, **options)
+        posterior = uq.tune(posterior, progress=False, **options)
         found[name] = posterior.prior_precision
     return found
 
@@ -351,7 +351,7 @@ def likelihoods(name: str) -> Work:
         for remove in (False, True):
             posterior = uq.update(posterior, batched((1.3 * x[:12], y[:12])), remove=remove, progress=False)
             found[f"updated, {remove}"] = described(posterior)
-        uq.tune(posterior, batched((x, y)), progress=False, max_evaluations=2, n_samples=2)
+        posterior = uq.tune(posterior, batched((x, y)), progress=False, max_evaluations=2, n_samples=2)
         predictor = uq.wrap(model, posterior, "moments")
         result = uq.evaluate(predictor, batched((x, y)), ood_loaders=[x * 3], progress=False)
         return found | {"tuned": posterior.prior_precision, "quality": result.to_dict()["quality"]}
@@ -745,7 +745,7 @@ def test_what_is_given_may_be_on_the_device(device: torch.device) -> None:
     noise, low = torch.tensor([0.1, 0.2], device=device), torch.full((1, 4, 4), -1.0, device=device)
     posterior = fitted(network(2, device), likelihood="regression", noise_variance=noise)
     torch.testing.assert_close(posterior.noise_variance, torch.tensor([0.1, 0.2], dtype=torch.float64))
-    posterior.prior_precision = torch.tensor(2.0, device=device)
+    posterior = posterior.with_settings(prior_precision=torch.tensor(2.0, device=device))
     assert posterior.prior_precision == 2.0
     fitted(network(device=device), "function_space", context=UniformBox(low, -low))
     x, y = (tensor.to(device) for tensor in images())

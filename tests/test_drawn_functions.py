@@ -73,8 +73,8 @@ def test_shapes_seeds_and_the_model_as_it_was(head: str) -> None:
         if likelihood == "classification":
             torch.testing.assert_close(means, drawn.softmax(-1))
             assert targets.shape == (4, 3) and targets.dtype == torch.int64
-            posterior.temperature = 2.0
-            means = predictor.predictive_samples(x, n_samples=4, generator=_seeded())
+            warm = predictor.with_posterior(posterior.with_settings(temperature=2.0))
+            means = warm.predictive_samples(x, n_samples=4, generator=_seeded())
             torch.testing.assert_close(means, (drawn / 2).softmax(-1))
         else:
             assert torch.equal(means, drawn) and targets.shape == drawn.shape

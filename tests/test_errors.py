@@ -67,7 +67,7 @@ LAYERS = {"0": 1.0, "2": 1.0}
 
 
 def set_prior(value: Any) -> None:
-    fit().prior_precision = value
+    fit().with_settings(prior_precision=value)
 
 
 # what is called, the error, and a key word of it; what every method refuses is in test_conformance_faults.py, values of
@@ -143,7 +143,7 @@ def test_a_mistake(case: str) -> None:
 def test_numbers_of_a_posterior() -> None:
     posterior = fit(prior_precision=torch.tensor([3.0]))
     assert posterior.prior_precision == 3.0
-    posterior.prior_precision = {"0": torch.tensor(1.0), "2": 3.0}
+    posterior = posterior.with_settings(prior_precision={"0": torch.tensor(1.0), "2": 3.0})
     assert posterior.prior_precision == {"0": 1.0, "2": 3.0} and posterior.layer_prior("2") == 3.0
 
 

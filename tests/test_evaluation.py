@@ -305,8 +305,7 @@ class TestFiles:
 
 def test_what_the_held_out_scores_refer_is_shown(images, tmp_path):
     model, fitted, (x, y), foreign = images
-    posterior = uq.Posterior.trial(fitted)
-    uq.calibrate(posterior, loader_of(x[:130], y[:130]), progress=False)
+    posterior = uq.calibrate(fitted, loader_of(x[:130], y[:130]), progress=False)
     predictor, referral = uq.wrap(model, posterior), uq.Referral(0.2)
     kwargs = {"ood_loaders": {"noise": loader_of(foreign)}, "progress": False, "n_examples": 30}
     evaluation = uq.evaluate(
@@ -348,14 +347,14 @@ def test_what_the_held_out_scores_refer_is_shown(images, tmp_path):
     for referral, word in ((uq.Referral(0.001), "held-out samples"), (uq.Referral(accuracy=0.9999), "best")):
         with pytest.raises(uq.PosthocUQError, match=word):
             uq.evaluate(predictor, loader_of(x, y), referral=referral, progress=False)
-    uq.calibrate(posterior, loader_of(x[:30], y[:30]), progress=False)  # too few for the default rate
+    # too few for the default rate
+    posterior = uq.calibrate(posterior, loader_of(x[:30], y[:30]), progress=False)
     assert "Referred by" not in str(uq.evaluate(uq.wrap(model, posterior), loader_of(x, y), progress=False))
 
 
 def test_what_sets_keep_of_their_promise(images, tmp_path):
     model, fitted, (x, y), _ = images
-    posterior = uq.Posterior.trial(fitted)
-    uq.calibrate(posterior, loader_of(x[:60], y[:60]), share=None, progress=False)
+    posterior = uq.calibrate(fitted, loader_of(x[:60], y[:60]), share=None, progress=False)
     predictor, (x, y) = uq.wrap(model, posterior), (x[60:], y[60:])
     names = [f"<{letter}>" for letter in "abcdefg"]
     evaluation = uq.evaluate(
@@ -386,7 +385,8 @@ def test_what_sets_keep_of_their_promise(images, tmp_path):
     assert observed[at] == pytest.approx(float(empty.double().mean())) and levels[-1] == 0.95
     page = evaluation.report(tmp_path / "r.html").read_text()
     assert "Promised sets and intervals" in page and "Coverage of promises" in page and "&lt;c&gt;" in page
-    uq.calibrate(posterior, loader_of(x[:12], y[:12]), share=None, progress=False)  # enough for 90 % alone
+    # enough for 90 % alone
+    posterior = uq.calibrate(posterior, loader_of(x[:12], y[:12]), share=None, progress=False)
     found = uq.evaluate(uq.wrap(model, posterior), loader_of(x, y), progress=False).promised["linearized"]
     assert "set size of 90 %" in found and "set size of 95 %" not in found
 
@@ -400,7 +400,7 @@ def test_what_intervals_and_labels_keep_of_their_promise(likelihood):
     torch.manual_seed(0)
     model = nn.Linear(2, 2)
     posterior = uq.fit(model, [(x, y)], "diag", likelihood=likelihood, prior_precision=5.0, progress=False)
-    uq.calibrate(posterior, loader_of(x[:80], y[:80]), share=None, progress=False)
+    posterior = uq.calibrate(posterior, loader_of(x[:80], y[:80]), share=None, progress=False)
     prediction, (x, y) = uq.wrap(model, posterior)(x[80:]), (x[80:], y[80:])
     evaluation = uq.evaluate(uq.wrap(model, posterior), loader_of(x, y), progress=False)
     (found,) = evaluation.promised.values()

@@ -160,8 +160,8 @@ def test_a_last_layer_is_exported_in_closed_form(kind: str, method: str, link: s
         net.eval(), data, method, layers="last", prior_precision=20.0, progress=False, **options
     )
     if kind != "regression":
-        posterior.temperature = 1.3
-    uq.calibrate(posterior, data, link=link, progress=False)
+        posterior = posterior.with_settings(temperature=1.3)
+    posterior = uq.calibrate(posterior, data, link=link, progress=False)
     predictor = uq.wrap(net, posterior, link=link)
     assert predictor.head == "linearized"
     with warnings.catch_warnings():
@@ -187,7 +187,7 @@ def test_an_onnx_file_of_a_last_layer_is_the_predictor(kind: str, tmp_path: Path
     if kind == "regression":  # in float64, of which runtimes lack error functions
         net, x, y = nn.Sequential(net[0], nn.GELU(), net[2]).double(), x.double(), y.double()  # type: ignore[index]
     posterior = uq.fit(net, [(x, y)], layers="last", prior_precision=20.0, progress=False, **options)
-    uq.calibrate(posterior, [(x, y)], progress=False)
+    posterior = uq.calibrate(posterior, [(x, y)], progress=False)
     predictor = uq.wrap(net, posterior)
     export(predictor, x[:4], path=tmp_path / "p.onnx", level=0.8)
     session = onnxruntime.InferenceSession(str(tmp_path / "p.onnx"))
@@ -201,7 +201,7 @@ def test_an_onnx_file_of_a_last_layer_is_the_predictor(kind: str, tmp_path: Path
 def test_a_posterior_of_all_layers_is_exported_by_drawn_weights_and_says_so() -> None:
     net, x, y, _ = small("classes")
     posterior = uq.fit(net, [(x, y)], prior_precision=200.0, rank=10, progress=False)
-    uq.calibrate(posterior, [(x, y)], progress=False)
+    posterior = uq.calibrate(posterior, [(x, y)], progress=False)
     predictor = uq.wrap(net, posterior)
     with pytest.warns(UserWarning, match="draws of the weights in its place") as said:
         program = export(predictor, x)
@@ -222,9 +222,8 @@ def test_a_posterior_of_all_layers_is_exported_by_drawn_weights_and_says_so() ->
 def test_sets_of_random_numbers_are_said_to_be_missing() -> None:
     net, x, y, _ = small("classes")
     posterior = uq.fit(net, [(x, y)], "diag", layers="last", prior_precision=20.0, progress=False)
-    uq.calibrate(posterior, [(x, y)], sets="aps", progress=False)
-    predictor = uq.wrap(net, posterior, link="probit")
-    uq.calibrate(posterior, [(x, y)], sets="aps", link="probit", progress=False)
+    posterior = uq.calibrate(posterior, [(x, y)], sets="aps", link="probit", progress=False)
+    predictor = uq.wrap(net, posterior)
     with pytest.warns(UserWarning, match="lacks sets or intervals of kind 'aps'"):
         module = exportable(predictor, x[:2])
     found = module(x[:5])
@@ -268,7 +267,7 @@ def test_an_onnx_file_of_a_regression_carries_its_promises(tmp_path: Path) -> No
     data = [(x, x[:, :2] + 0.1)]
     options: dict[str, Any] = {"likelihood": "regression", "prior_precision": 1.0, "head": "moments"}
     posterior = uq.fit(net, data, progress=False, **options)
-    uq.calibrate(posterior, data, share=None, progress=False)
+    posterior = uq.calibrate(posterior, data, share=None, progress=False)
     predictor = uq.wrap(net, posterior)
     uq.export(predictor, x[:8], path=tmp_path / "p.onnx", level=0.8)
     session = onnxruntime.InferenceSession(str(tmp_path / "p.onnx"))
@@ -297,7 +296,7 @@ def test_promises_go_along(likelihood: str, head: str) -> None:
     }
     posterior = uq.fit(net, [(x[:40], y[:40])], "diag", **options)
     own: dict[str, Any] = {"n_samples": 4} if classes else {"cov": "full"}
-    uq.calibrate(posterior, [(x[40:], y[40:])], progress=False, **own)
+    posterior = uq.calibrate(posterior, [(x[40:], y[40:])], progress=False, **own)
     predictor = uq.wrap(net, posterior)
     found: Any = uq.export(predictor, x[:5], level=0.8).module()(x[:7])
     prediction: Any = predictor(x[:7])

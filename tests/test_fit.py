@@ -44,7 +44,7 @@ def regression(samples: int) -> tuple[nn.Module, list[Data]]:
 def test_a_fit_calibrates_at_once() -> None:
     held_out = [(x + 0.1, y) for x, y in classifier()[1]]
     one, two = fit(val_loader=held_out), fit()
-    uq.calibrate(two, held_out, progress=False)
+    two = uq.calibrate(two, held_out, progress=False)
     assert one.settings == two.settings and one.history.tuning == two.history.tuning
     assert one.history.promises == two.history.promises != {}
     assert one.history.head["criterion"] == "likelihood"
@@ -136,7 +136,7 @@ def test_a_likelihood_without_a_divergence_takes_the_evidence() -> None:
     posterior = fit(likelihood=NoDivergence(), head="sampling")
     assert posterior.history.head["criterion"] == "evidence" and not posterior.history.faithful
     with pytest.raises(uq.PosthocUQError, match="divergence"):
-        uq.tune(posterior, classifier()[1], criterion="faithful", progress=False)
+        posterior = uq.tune(posterior, classifier()[1], criterion="faithful", progress=False)
 
 
 def test_a_training_takes_a_number_as_its_own_prior_precision() -> None:

@@ -180,10 +180,12 @@ def of_searches(method: str, likelihood: str) -> dict[str, Any]:
     posterior = fitted(model, x, method, likelihood, prior_precision=None)
     found = {f"faithful {key}": value for key, value in posterior.settings.plain().items()}
     held_out = inputs_of(4, samples=12, seed=5, dtype=torch.float64)
-    uq.tune(posterior, batches(held_out, targets_of(model, held_out, likelihood), 6), progress=False)
+    posterior = uq.tune(
+        posterior, batches(held_out, targets_of(model, held_out, likelihood), 6), progress=False
+    )
     found |= {f"held out {key}": value for key, value in posterior.settings.plain().items()}
     if posterior.has_free_prior_precision:
-        uq.tune(posterior, progress=False)
+        posterior = uq.tune(posterior, progress=False)
         found |= {f"evidence {key}": value for key, value in posterior.settings.plain().items()}
     return found
 

@@ -101,7 +101,7 @@ def test_the_first_minute_with_graphs() -> None:
     posterior = uq.fit(model, DataLoader(graphs[:12], batch_size=5), progress=False)
     other = uq.fit(model, [(Graphs.from_data_list(graphs[:12]), torch.arange(12) % 2)], progress=False)
     assert posterior.settings.prior_precision == pytest.approx(other.settings.prior_precision, rel=1e-3)
-    uq.calibrate(posterior, DataLoader(graphs[12:], batch_size=8), progress=False)
+    posterior = uq.calibrate(posterior, DataLoader(graphs[12:], batch_size=8), progress=False)
     predictor = uq.wrap(model, posterior)
     loader = DataLoader(graphs[12:], batch_size=24)
     prediction = predictor.predict(DataLoader(graphs[12:], batch_size=7), progress=False)

@@ -15,6 +15,7 @@ import zlib
 from collections import OrderedDict
 from collections.abc import Callable
 from contextlib import nullcontext
+from dataclasses import replace
 from dataclasses import replace as with_other
 from io import BytesIO
 from pathlib import Path
@@ -57,12 +58,9 @@ def files(tmp_path_factory: pytest.TempPathFactory) -> Path:
     for method in ("diag", "kfac", "inf", "efb", "function_space"):
         posterior = fit(method)
         if method == "inf":
-            posterior.history.head = {
-                "name": "linearized",
-                "options": {"n_draws": 50},
-                "criterion": "faithful",
-            }
-            posterior.history.faithful, posterior.history.promises = FAITHFUL, PROMISES
+            head = {"name": "linearized", "options": {"n_draws": 50}, "criterion": "faithful"}
+            history = replace(posterior.history, head=head, faithful=FAITHFUL, promises=PROMISES)
+            posterior = posterior.replaced(history=history)
         uq.save(posterior, folder / f"{method}.h5")
     uq.save(fit("full"), folder / "full.h5")
     return folder

@@ -333,7 +333,9 @@ def test_a_search_by_the_evidence_computes_what_no_prior_changes_once(trained, m
         posterior = _fit(trained, "inf", rank=6)
         monkeypatch.setattr("posthoc_uq.posteriors.search.TEMPORARY_BYTES", budget)
         called.clear()
-        trials = maximise_evidence(posterior)
+        posterior = maximise_evidence(posterior)
+        trials = posterior.history.trials
+        assert trials is not None
         assert len(called) == len(posterior.blocks) * (1 if budget else len(trials.trials))
         assert all(block._kept is None for block in posterior.blocks.values())  # let go
         found.append(posterior.prior_precision)

@@ -73,10 +73,15 @@ def memorised_classes() -> tuple[uq.Posterior, Data, tuple[Tensor, Tensor]]:
     return uq.fit(model, data, "diag", layers="last", progress=False), data, new
 
 
-def calibrate(posterior: uq.Posterior, data: Any, **options: Any) -> LeaveOneOut:
-    found = uq.calibrate(posterior, data, criterion="leave_one_out", progress=False, **options)
-    assert isinstance(found, LeaveOneOut)
-    return found
+def tuned(posterior: uq.Posterior, data: Any, **options: Any) -> tuple[uq.Posterior, LeaveOneOut]:
+    """The posterior, and what was estimated."""
+    found = uq.tune(posterior, data, criterion="leave_one_out", progress=False, **options)
+    assert found.history.leave_one_out is not None
+    return found, found.history.leave_one_out
+
+
+def estimated(posterior: uq.Posterior, data: Any, **options: Any) -> LeaveOneOut:
+    return tuned(posterior, data, **options)[1]
 
 
 def coverage(bounds: tuple[Tensor, Tensor], targets: Tensor) -> float:
@@ -261,11 +266,11 @@ def test_weights_that_were_frozen_in_the_training_keep_their_values() -> None:
 
 def test_a_memorised_regression_gets_the_noise_of_new_data() -> None:
     posterior, data, (x, y) = memorised_regression()
-    posterior.noise_scale = 1.0  # that of the residuals
+    posterior = posterior.with_settings(noise_scale=1.0)  # that of the residuals
     assert posterior.history.tuning["noise variance"] == "given"
     before = uq.wrap(posterior.model, posterior)(x).interval(0.9)
     assert coverage(before, y) < 0.3
-    found = calibrate(posterior, data)
+    posterior, found = tuned(posterior, data)
     assert found.noise_variance is not None and found.temperature is None
     assert 0.6 < float(found.noise_variance) / 0.25 < 1.8  # the noise that the data were made with, and more
     assert 0.7 < coverage(uq.wrap(posterior.model, posterior)(x).interval(0.9), y) < 0.99
@@ -279,9 +284,9 @@ def test_a_memorised_regression_gets_the_noise_of_new_data() -> None:
     inputs, targets = data[0]
     order = torch.randperm(len(inputs), generator=torch.Generator().manual_seed(4))
     parts = list(zip(inputs[order].split(13), targets[order].split(13), strict=True))
-    again = calibrate(posterior, parts)
+    again = estimated(posterior, parts)
     torch.testing.assert_close(again.noise_variance, found.noise_variance, rtol=1e-5, atol=0)
-    other = calibrate(posterior, data, seed=9)
+    other = estimated(posterior, data, seed=9)
     torch.testing.assert_close(other.noise_variance, found.noise_variance, rtol=0.2, atol=0)
 
 
@@ -292,7 +297,7 @@ def test_memorised_classes_get_the_confidence_of_new_data() -> None:
     with torch.no_grad():
         alone = float(nn.functional.cross_entropy(network(x), y))
         certainty = float(network(data[0][0]).softmax(1).amax(1).mean())
-    found = calibrate(posterior, data)
+    posterior, found = tuned(posterior, data)
     true = float((uq.wrap(network, posterior)(x).probs.argmax(1) == y).double().mean())
     assert certainty > 0.97 and abs(found.accuracy - true) < 0.08
     assert float(-uq.wrap(network, posterior)(x).log_prob(y).mean()) < 0.7 * alone
@@ -305,19 +310,19 @@ def test_memorised_classes_get_the_confidence_of_new_data() -> None:
 def test_groups_are_left_out_together_and_the_initial_network_is_taken() -> None:
     posterior, data, _ = memorised_classes()
     twice = [(torch.cat((x, x)), torch.cat((y, y))) for x, y in data]
-    assert calibrate(posterior, twice).accuracy > 0.97  # every sample is predicted by its copy
+    assert estimated(posterior, twice).accuracy > 0.97  # every sample is predicted by its copy
     groups = torch.arange(len(data[0][0])).repeat(2)
-    grouped = calibrate(posterior, twice, groups=groups)
+    grouped = estimated(posterior, twice, groups=groups)
     assert grouped.accuracy < 0.9
-    single = calibrate(posterior, data)
+    single = estimated(posterior, data)
     assert grouped.temperature == pytest.approx(single.temperature, rel=0.2)  # copies are no more evidence
-    assert calibrate(posterior, twice, groups=lambda _: groups).accuracy == grouped.accuracy
+    assert estimated(posterior, twice, groups=lambda _: groups).accuracy == grouped.accuracy
     start = untrained(posterior.model, batches_of(data[0][0]), seed=1)  # type: ignore[arg-type]
-    found = calibrate(posterior, data, initial=start)
+    found = estimated(posterior, data, initial=start)
     assert found.initialisations == 1 and "the given network" in str(found)
     with pytest.raises(uq.PosthocUQError, match="has the trained weights"):
-        calibrate(posterior, data, initial=posterior.model)
-    assert calibrate(posterior, data, initial=[start.state_dict()]).accuracy == found.accuracy
+        estimated(posterior, data, initial=posterior.model)
+    assert estimated(posterior, data, initial=[start.state_dict()]).accuracy == found.accuracy
 
 
 def test_what_cannot_be_left_out_is_refused() -> None:
@@ -331,14 +336,14 @@ def test_what_cannot_be_left_out_is_refused() -> None:
         (([(x[:2], y[:2])],), "at least 3"),
     ):
         with pytest.raises(uq.PosthocUQError, match=words):
-            calibrate(posterior, *arguments)
+            estimated(posterior, *arguments)
     with pytest.raises(uq.PosthocUQError, match="entries"):
-        calibrate(posterior, data, groups=[0, 1])
+        estimated(posterior, data, groups=[0, 1])
     with pytest.raises(uq.PosthocUQError, match="one group"):
-        calibrate(posterior, data, groups=[0] * len(x))
+        estimated(posterior, data, groups=[0] * len(x))
     shuffled = DataLoader(TensorDataset(x, y), batch_size=50, shuffle=True)
     with pytest.raises(uq.PosthocUQError, match="shuffle"):
-        calibrate(posterior, shuffled, groups=list(range(len(x))))
+        estimated(posterior, shuffled, groups=list(range(len(x))))
     assert posterior.settings == settings
     counts = uq.fit(
         nn.Linear(3, 1),
@@ -348,7 +353,7 @@ def test_what_cannot_be_left_out_is_refused() -> None:
         progress=False,
     )
     with pytest.raises(uq.PosthocUQError, match="poisson"):
-        calibrate(counts, [(torch.randn(20, 3), torch.ones(20, 1))])
+        estimated(counts, [(torch.randn(20, 3), torch.ones(20, 1))])
 
 
 def memorised_fit(likelihood: str = "regression", **options: Any) -> uq.Posterior:
@@ -362,10 +367,10 @@ def test_a_fit_of_a_perceptron_leaves_out_unasked() -> None:
     posterior, data, (x, y) = memorised_regression()
     assert posterior.noise_scale > 10 and "untrained networks" in str(posterior.report())
     assert 0.7 < coverage(uq.wrap(posterior.model, posterior)(x).interval(0.9), y) < 0.99
-    asked = calibrate(memorised_fit(prior_precision=1.0), data)
+    asked = estimated(memorised_fit(prior_precision=1.0), data)
     assert asked.noise_scale == pytest.approx(posterior.noise_scale, rel=1e-6)
     classes, data, _ = memorised_classes()
-    temperature = calibrate(classes, data).temperature
+    temperature = estimated(classes, data).temperature
     assert memorised_fit("classification").temperature == temperature and temperature > 1.5
 
 
@@ -425,7 +430,7 @@ def test_normalisation_takes_batches_by_their_samples() -> None:
     assert uq.fit(model, batches, likelihood="regression", progress=False).history.left_out
     with pytest.raises(uq.PosthocUQError, match="more than one sample"):
         posterior = uq.fit(model, batches, likelihood="regression", prior_precision=1.0, progress=False)
-        calibrate(posterior, list(zip(x.split(1), x[:, :1].split(1), strict=True)))
+        estimated(posterior, list(zip(x.split(1), x[:, :1].split(1), strict=True)))
 
 
 def test_weights_of_a_fit_are_refused() -> None:
@@ -440,4 +445,4 @@ def test_weights_of_a_fit_are_refused() -> None:
     posterior = uq.fit(model, data, likelihood="regression", progress=False, **parts, **weights)
     assert not posterior.history.left_out
     with pytest.raises(uq.PosthocUQError, match="the fit had weights"):
-        calibrate(posterior, data, **parts)
+        estimated(posterior, data, **parts)

@@ -133,10 +133,10 @@ def setting(name: str, options: dict[str, Any], samples: int = 5) -> tuple[nn.Mo
     """A model, a posterior with a prior precision for every layer, and inputs that it was not fitted on."""
     model, x = build(name, samples + 8)
     posterior = fitted(model, x[samples:], **options)
-    posterior.scale = 40.0
+    by_layer = {layer: 0.5 + 0.4 * i for i, layer in enumerate(posterior.layers)}
+    posterior = posterior.with_settings(scale=40.0, prior_precision=by_layer)
     if "residual_weight" in posterior.tunable:
-        posterior.residual_weight = 0.7
-    posterior.prior_precision = {layer: 0.5 + 0.4 * i for i, layer in enumerate(posterior.layers)}
+        posterior = posterior.with_settings(residual_weight=0.7)
     return model, posterior, x[:samples]
 
 
@@ -185,7 +185,7 @@ def test_variances_of_many_rows(scale: float, rank: int) -> None:
         data, x = (torch.randn(40, 4), torch.randn(40, 3)), torch.randn(300, 4)
     options: dict[str, Any] = {"layers": "last", "likelihood": "regression", "noise_variance": 1.0}
     posterior = uq.fit(model, [data], "inf", rank=rank, prior_precision=1.0, progress=False, **options)
-    posterior.scale = scale
+    posterior = posterior.with_settings(scale=scale)
     rows = nn.functional.pad(model[:2](x).detach(), (0, 1), value=1.0)
     layer: Any = WeightCovariance(posterior, torch.float32, x.device, 2**12).of_layer("2")
     assert (2 * layer.width > 13) == (rank == 1000)
@@ -287,8 +287,7 @@ def isotropic(model: nn.Module, names: list[str], variance: float) -> Posterior:
     posterior = Posterior(
         "diag", layers, blocks, {name: [name] for name in names}, mean, Categorical(), Evidence(3)
     )
-    posterior.prior_precision = 1 / variance
-    return posterior
+    return posterior.with_settings(prior_precision=1 / variance)
 
 
 def parts(covariance: Tensor) -> Tensor:
@@ -373,7 +372,7 @@ def test_a_linear_model_has_the_analytic_variance() -> None:
 @pytest.mark.parametrize("link", ["probit", "mc"])
 def test_without_uncertainty_it_is_the_plain_network(link: str) -> None:
     model, posterior, x = setting("cnn", {"method": "inf", "rank": 6})
-    posterior.prior_precision = 1e12
+    posterior = posterior.with_settings(prior_precision=1e12)
     prediction = LinearizedPredictor(model, posterior, link=link)(x)
     torch.testing.assert_close(prediction.probs, model(x).detach().softmax(1), atol=1e-5, rtol=0)
 
@@ -421,8 +420,7 @@ def fitted_last(posterior: Posterior) -> Posterior:
         posterior.likelihood,
         posterior.evidence,
     )
-    last.prior_precision = posterior.layer_prior(name)
-    return last
+    return last.with_settings(prior_precision=posterior.layer_prior(name))
 
 
 def test_classes_of_which_nothing_is_known() -> None:
@@ -451,7 +449,7 @@ def drawn_probs(mean: Tensor, covariance: Tensor) -> Tensor:
 def test_probabilities_from_the_top_classes(layers: Any) -> None:
     """Draws follow the covariance of the centred logits at the top, and the centred variances of the others."""
     model, posterior, x = many_classes(layers=layers)
-    posterior.prior_precision = 0.2
+    posterior = posterior.with_settings(prior_precision=0.2)
     mean, number = model(x).detach(), 5
     predictor = LinearizedPredictor(model, posterior, outputs=number)
     found = predictor(x)
@@ -639,8 +637,10 @@ def test_regression(shape: str, engine: str) -> None:
     torch.testing.assert_close(prediction.mean, model(x).detach())
     assert prediction.noise_variance.shape == y.shape and float(prediction.noise_variance.min()) > 0
     assert predictor.functional_covariance(x).shape == (10, size, size)
-    posterior.noise_scale = 4.0  # less is known of the weights where the data are noisier
-    again = predictor(x)
+    posterior = posterior.with_settings(
+        noise_scale=4.0
+    )  # less is known of the weights where the data are noisier
+    again = predictor.with_posterior(posterior)(x)
     torch.testing.assert_close(again.noise_variance, 4 * prediction.noise_variance)
     assert bool((again.epistemic_variance > prediction.epistemic_variance).all())
     with pytest.raises(uq.PosthocUQError, match="logits"):
@@ -682,22 +682,23 @@ def test_temperature() -> None:
     model, posterior, x = setting("mlp", {"method": "diag"})
     predictor = LinearizedPredictor(model, posterior)
     variance = predictor.functional_variance(x)
-    posterior.temperature = 2.0
-    hot = predictor(x)
+    posterior = posterior.with_settings(temperature=2.0)
+    hot = predictor.with_posterior(posterior)(x)
     torch.testing.assert_close(hot.logits_variance, variance / 4)
     torch.testing.assert_close(hot.logits_mean, model(x).detach() / 2)
     torch.testing.assert_close(predictor.functional_variance(x), variance)
 
 
 @pytest.mark.parametrize("engine", ["auto", "jvp"])
-def test_changed_settings_are_seen(engine: str) -> None:
+def test_a_predictor_of_other_settings_shares_what_is_prepared(engine: str) -> None:
     model, posterior, x = setting("mlp", {"method": "inf", "rank": 6})
     predictor = LinearizedPredictor(model, posterior, engine=engine)
     before = predictor.functional_variance(x)
     for name, value in (("scale", 3.0), ("prior_precision", 30.0), ("residual_weight", 0.1)):
-        setattr(posterior, name, value)
+        posterior = posterior.with_settings(**{name: value})
         fresh = LinearizedPredictor(model, posterior, engine=engine).functional_variance(x)
-        torch.testing.assert_close(predictor.functional_variance(x), fresh, rtol=0, atol=0)
+        same = predictor.with_posterior(posterior).functional_variance(x)
+        torch.testing.assert_close(same, fresh, rtol=0, atol=0)
         assert not torch.allclose(fresh, before)
         before = fresh
 
@@ -710,7 +711,7 @@ def test_stiff_posteriors_in_float32(name: str, layers: str, scale: float) -> No
     """Nearly all of a variance may cancel along directions that the data settled."""
     model, x = build(name, 20, torch.float32)
     posterior = uq.fit(model, [x], rank=1000, layers=layers, prior_precision=1e-2, progress=False)
-    posterior.scale = scale
+    posterior = posterior.with_settings(scale=scale)
     expected = dense_covariance(model.double(), posterior, x.double())
     predictor = LinearizedPredictor(model.float(), posterior)
     found = predictor.functional_variance(x)

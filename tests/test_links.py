@@ -30,8 +30,7 @@ def posterior(likelihood: str, temperature: float = 1.0, **options: Any) -> uq.P
     found = uq.fit(
         net, data, method="diag", likelihood=likelihood, prior_precision=1.0, progress=False, **options
     )
-    found.temperature = temperature
-    return found
+    return found if temperature == 1.0 else found.with_settings(temperature=temperature)
 
 
 def numbers(*values: float) -> Tensor:

@@ -129,16 +129,14 @@ def test_held_out_data_of_a_loader_that_fills_its_tensors_again(layers: str) -> 
 
 def _tuned(**options: Any) -> Callable[[uq.Posterior, Any], uq.Posterior]:
     def change(posterior: uq.Posterior, loader: Any) -> uq.Posterior:
-        uq.tune(posterior, loader, progress=False, **TAKEN, **options)
-        return posterior
+        return uq.tune(posterior, loader, progress=False, **TAKEN, **options)
 
     return change
 
 
 def _calibrated(**options: Any) -> Callable[[uq.Posterior, Any], uq.Posterior]:
     def change(posterior: uq.Posterior, loader: Any) -> uq.Posterior:
-        uq.calibrate(posterior, loader, progress=False, **TAKEN, **options)
-        return posterior
+        return uq.calibrate(posterior, loader, progress=False, **TAKEN, **options)
 
     return change
 

@@ -90,11 +90,11 @@ def test_a_search_and_a_predictor_that_is_changed_leave_no_trace() -> None:
     model, loader = _model(), DataLoader(_dataset(), batch_size=10, shuffle=True)
     with Watch(model):
         posterior = _fit(model, loader, val_loader=loader)
-        uq.tune(posterior, progress=False)
-        uq.tune(posterior, loader, progress=False, max_evaluations=3, n_samples=2)
+        posterior = uq.tune(posterior, progress=False)
+        posterior = uq.tune(posterior, loader, progress=False, max_evaluations=3, n_samples=2)
         predictor = uq.wrap(model, posterior, n_samples=3)
         predictor(_dataset().tensors[0])
-        predictor.redraw(5)
+        predictor.with_posterior(posterior, 5)
         predictor.train()
         predictor.double()
 

@@ -40,8 +40,7 @@ def posterior_of(
     found = Posterior(
         "diag", layers, blocks, members, dict(model.named_parameters()), likelihood, Evidence(10)
     )
-    found.scale, found.prior_precision = scale, prior
-    return found
+    return found.with_settings(scale=scale, prior_precision=prior)
 
 
 def ones(shape: tuple[int, int, int]) -> DiagonalBlock:
@@ -235,11 +234,11 @@ def relative(model: nn.Module, x: Tensor, rel: float) -> Posterior:
     """A diagonal posterior whose standard deviations are `rel` times those of each layer's weights."""
     found = posterior_of(model, x, ones, 1e-12, 1.0)
     parameters = dict(model.named_parameters())
-    found.prior_precision = {
+    precisions = {
         name: float(1 / (rel * parameters[layer.weight].detach().std()) ** 2)
         for name, layer in found.layers.items()
     }
-    return found
+    return found.with_settings(prior_precision=precisions)
 
 
 @pytest.mark.parametrize("activation", [nn.ReLU(), nn.GELU(), nn.Tanh()])
@@ -390,21 +389,23 @@ def test_calibration_mends_the_scale_and_travels_with_the_posterior(tmp_path: Pa
     assert "not calibrated" in repr(predictor)
     x = torch.randn(200, 20)
     raw = predictor.functional_variance(x[:5])
-    found = predictor.calibrate([x[:100], x[100:]], n_mc=200, progress=False)
+    scaled = predictor.fit_scale([x[:100], x[100:]], n_mc=200, progress=False)
+    found = scaled.calibration
+    assert found is not None and predictor.calibration is None and not own.history.calibration
     assert found.alpha > 0.1 and found.residual < 0.5 * found.before
-    torch.testing.assert_close(predictor.functional_variance(x[:5]), found.apply(raw))
-    assert "error left" in repr(predictor)
-    uq.save(own, tmp_path / "p.h5")
+    torch.testing.assert_close(scaled.functional_variance(x[:5]), found.apply(raw))
+    assert "error left" in repr(scaled)
+    uq.save(scaled.posterior, tmp_path / "p.h5")
     again = uq.load(tmp_path / "p.h5", net)
     kept = uq.wrap(net, again, head="moments")
     torch.testing.assert_close(kept.functional_variance(x[:5]), found.apply(raw))  # type: ignore[operator]
     assert uq.wrap(net, again, head="moments", relu="exact").calibration is None
     assert "error left" in str(again.report())
-    again.prior_precision = 3000.0
-    with pytest.warns(UserWarning, match="Calibrate again"):
+    again = again.with_settings(prior_precision=3000.0)
+    with pytest.warns(UserWarning, match="Fit it again"):
         assert uq.wrap(net, again, head="moments").calibration is None
-    sloped = predictor.calibrate([x], n_mc=200, slope=True, progress=False)
-    assert sloped.beta != 1.0 and sloped.residual < 0.6 * sloped.before
+    sloped = predictor.fit_scale([x], n_mc=200, slope=True, progress=False).calibration
+    assert sloped is not None and sloped.beta != 1.0 and sloped.residual < 0.6 * sloped.before
 
 
 def test_layers_that_the_pass_does_not_see_are_named() -> None:
@@ -538,18 +539,21 @@ def test_attention_modules_and_encoders() -> None:
     assert 0.4 < (variance.sqrt() / drawn.std(0)).median().item() < 1.4
 
 
-def test_predictions_follow_the_posteriors_settings() -> None:
+def test_a_predictor_of_other_settings() -> None:
     net = trained(mlp(2, nn.ReLU()))
     own = fitted(net, "diag", 100.0, (20,), 10)
     x = torch.randn(20, 20)
     predictor = MomentsPredictor(net, own)
     before = predictor.functional_variance(x)
-    own.prior_precision = 5000.0
-    after = predictor.functional_variance(x)
-    assert (after < before).all()
+    own = own.with_settings(prior_precision=5000.0)
+    other = predictor.with_posterior(own)
+    after = other.functional_variance(x)
+    assert (after < before).all() and torch.equal(predictor.functional_variance(x), before)
     torch.testing.assert_close(after, MomentsPredictor(net, own).functional_variance(x))
-    found = predictor.calibrate([x], n_mc=50, progress=False)
-    torch.testing.assert_close(MomentsPredictor(net, own).functional_variance(x), found.apply(after))
+    scaled = other.fit_scale([x], n_mc=50, progress=False)
+    found = scaled.calibration
+    assert found is not None
+    torch.testing.assert_close(scaled.functional_variance(x), found.apply(after))
 
 
 def test_calibration_of_outputs_without_a_dimension() -> None:
@@ -565,8 +569,8 @@ def test_calibration_of_outputs_without_a_dimension() -> None:
     own = uq.fit(
         net, [(x, x[:, 0])], likelihood="regression", noise_variance=0.1, prior_precision=5.0, progress=False
     )
-    found = uq.wrap(net, own, head="moments").calibrate([x], n_mc=400, progress=False)
-    assert found.residual < 0.1 and abs(found.alpha) < 0.1
+    found = uq.wrap(net, own, head="moments").fit_scale([x], n_mc=400, progress=False).calibration
+    assert found is not None and found.residual < 0.1 and abs(found.alpha) < 0.1
 
 
 def test_padding_does_not_move_the_calibration() -> None:
@@ -576,11 +580,15 @@ def test_padding_does_not_move_the_calibration() -> None:
     likelihood = uq.Categorical(class_dim=-1)
     own = uq.fit(net, [(x, y)], "diag", likelihood=likelihood, prior_precision=1.0, progress=False)
     predictor = uq.wrap(net, own, head="moments")
-    found = predictor.calibrate([(x, y)], n_mc=20, progress=False)
+
+    def fitted_scale(batch: Any) -> Any:
+        return predictor.fit_scale([batch], n_mc=20, progress=False).calibration
+
+    found = fitted_scale((x, y))
     longer = torch.cat([x, torch.full((12, 5, 3), 30.0)], 1), torch.cat([y, torch.full((12, 5), -100)], 1)
-    padded = predictor.calibrate([longer], n_mc=20, progress=False)
+    padded = fitted_scale(longer)
     assert (padded.alpha, padded.residual) == pytest.approx((found.alpha, found.residual), rel=1e-5)
-    counted = predictor.calibrate([longer[0]], n_mc=20, progress=False)  # nothing says what is padding
+    counted = fitted_scale(longer[0])  # nothing says what is padding
     assert abs(counted.alpha - found.alpha) > 0.01
 
 
@@ -622,10 +630,10 @@ def test_a_wrap_computes_the_rows_of_a_layer_once_and_a_second_wrap_not_at_all(
         assert len(calls) == len(posterior.layers) == 3
         second = uq.wrap(model, posterior, head="moments")(x).probs
         assert len(calls) == 3 and torch.equal(first, second)
-        posterior.prior_precision = 3.0
+        posterior = posterior.with_settings(prior_precision=3.0)
         other = uq.wrap(model, posterior, head="moments")(x).probs
         assert len(calls) == 6 and not torch.equal(first, other)
-        posterior.prior_precision = 2.0
+        posterior = posterior.with_settings(prior_precision=2.0)
         assert torch.equal(uq.wrap(model, posterior, head="moments")(x).probs, first)
 
 

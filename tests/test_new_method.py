@@ -103,7 +103,7 @@ def test_a_head_is_known_by_its_name(
     )
     exact = uq.wrap(model, posterior, "sampling", n_samples=800)(x).probs
     torch.testing.assert_close(mean, exact, rtol=0, atol=0.03)
-    uq.tune(posterior, data, head="plain_draws", n_draws=5, progress=False)
+    posterior = uq.tune(posterior, data, head="plain_draws", n_draws=5, progress=False)
     uq.save(posterior, tmp_path / "p.h5")
     found = uq.wrap(model, uq.load(tmp_path / "p.h5", model))
     assert type(found) is plain_draws and found.n_draws == 5

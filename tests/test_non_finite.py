@@ -115,7 +115,7 @@ def test_draws_that_overflow() -> None:
     """Finite weights whose products are not."""
     model = nn.Sequential(*(nn.Linear(3, 3, bias=False) for _ in range(4)))
     posterior = uq.fit(model, [_data()], method="diag", prior_precision=1.0, progress=False)
-    posterior.prior_precision = posterior.scale = 1e-24
+    posterior = posterior.with_settings(prior_precision=1e-24, scale=1e-24)
     predictor = uq.wrap(model, posterior, head="sampling", n_samples=4)
     with pytest.raises(NonFiniteError, match=r"is too wide for head="):
         predictor(_data())

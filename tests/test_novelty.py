@@ -425,10 +425,9 @@ def jacobian(model: nn.Module, x: Tensor, names: list[str]) -> Tensor:
 def dense_ratio(
     model: nn.Module, posterior: Posterior, x: Tensor, of: str, tau: float, omega: float
 ) -> Tensor:
-    own = posterior.snapshot()
-    own.scale, own.prior_precision = own.evidence.samples, tau
+    own = posterior.with_settings(scale=posterior.evidence.samples, prior_precision=tau)
     if "residual_weight" in own.tunable:
-        own.residual_weight = omega
+        own = own.with_settings(residual_weight=omega)
     wide = make(model.last.out_features).double()  # type: ignore[union-attr, arg-type]
     wide.load_state_dict(model.state_dict())
     rows = torch.cat([*dense_jacobian(wide, own, x.double()).values()], dim=1)
@@ -461,7 +460,7 @@ def dense_ratio(
 def test_ratio_by_dense_jacobians(method: str, of: str) -> None:
     model, x = make(), inputs(60)
     posterior = fitted(model, x, method, **({"rank": 20} if method == "inf" else {}))
-    posterior.scale, posterior.prior_precision = 3.0, 77.0  # whatever tuning made of them
+    posterior = posterior.with_settings(scale=3.0, prior_precision=77.0)  # whatever tuning made of them
     test = inputs(5, seed=4)
     predictor = uq.wrap(model, posterior, head="linearized")
     for tau, omega in ((1.0, 0.0), (5.0, 0.5)):
@@ -486,11 +485,11 @@ def test_ratio_of_other_likelihoods(likelihood: str, outputs: int, of: str) -> N
 def test_ratio_of_a_training(body: float) -> None:
     model, x = make(), inputs(60)
     posterior = fitted(model, x, "function_space", train_mean=False)
-    posterior.history.fit["prior body variance"] = body  # as files of earlier versions may have it
+    posterior = posterior.noted(fit={"prior body variance": body})  # as files of earlier versions may have it
     test = inputs(5, seed=4)
-    posterior.scale = 7.0
+    posterior = posterior.with_settings(scale=7.0)
     found = uq.wrap(model, posterior, head="linearized").novelty(test, of="top")
-    posterior.scale = posterior.evidence.samples
+    posterior = posterior.with_settings(scale=posterior.evidence.samples)
     names = [name for layer in posterior.layers.values() for name in layer.parameter_names]
     variance = posterior.variance()
     rows = jacobian(model, test, names)
@@ -659,7 +658,7 @@ def test_half_precision_keeps_it(tmp_path: Path, dtype: torch.dtype) -> None:
 def test_a_posterior_without_it_is_saved_too(tmp_path: Path) -> None:
     model, x = make(), inputs()
     posterior = fitted(model, x)
-    posterior.features = None
+    posterior = posterior.replaced(features=None)
     uq.save(posterior, tmp_path / "p.h5")
     loaded = uq.load(tmp_path / "p.h5", model)
     predictor = uq.wrap(model, loaded, head="linearized")

@@ -152,8 +152,9 @@ def test_update_tune_evaluate_and_export() -> None:
     with Watch(model):
         found = uq.update(uq.fit(model, [first], output="a", **options), [second], progress=False)
         expected = uq.update(uq.fit(plain, [first], **options), [second], progress=False)
-        for posterior in (found, expected):
-            uq.tune(posterior, [second], progress=False, max_evaluations=4)
+        found, expected = (
+            uq.tune(each, [second], progress=False, max_evaluations=4) for each in (found, expected)
+        )
         both = uq.fit(plain, [first, second], **options)
         blocks: list[Any] = [found.blocks["head"], both.blocks["head"]]
         torch.testing.assert_close(blocks[0].diagonal, blocks[1].diagonal)

@@ -207,7 +207,7 @@ class TestFit:
         with pytest.raises(uq.PosthocUQError, match="alone than among others"):
             uq.wrap(network, fitted)(x).log_prob(y.flatten())
         with pytest.raises(uq.PosthocUQError, match="alone than among others"):
-            uq.tune(fitted, [(x, y.flatten())], prior_precisions=[1.0], progress=False)
+            uq.tune(fitted, [(x, y.flatten())], progress=False)
         with pytest.raises(uq.PosthocUQError, match="alone than among others"):
             str(uq.evaluate(uq.wrap(network, fitted), [(x, y.flatten())], progress=False))
 
@@ -258,8 +258,8 @@ class TestTune:
         assert found.history.faithful["divergence"] == pytest.approx(truth, rel=0.2)
 
     def test_held_out_data(self, network):
-        found = fit(network)
-        trials = uq.tune(found, [data(40, seed=3)], progress=False)
+        found = uq.tune(fit(network), [data(40, seed=3)], progress=False)
+        trials = found.history.trials
         assert found.history.head["criterion"] == "likelihood" and found.temperature == 1.0
         x, y = data(40, seed=3)
         own = -float(uq.wrap(network, found)(x).log_prob(y).mean())
@@ -283,7 +283,8 @@ class TestTune:
         fitted = fit(network, "kfac", Plain(), prior_precision=None)
         assert fitted.history.head["criterion"] == "evidence"
         by_evidence, held_out = fitted.prior_precision, [data(40, seed=3)]
-        trials = uq.tune(fitted, held_out, progress=False)
+        fitted = uq.tune(fitted, held_out, progress=False)
+        trials = fitted.history.trials
         best = min(trial.objective for trial in trials.trials)
         assert trials.trials[0].settings.prior_precision == pytest.approx(by_evidence)
         assert fitted.prior_precision >= by_evidence and trials.chosen.objective <= best + 0.01

@@ -497,9 +497,9 @@ def test_the_faithful_prior_looks_at_some_thousand_positions() -> None:
 def test_held_out_data_tune_it() -> None:
     own = case("tokens")
     posterior = fit(own)
-    uq.tune(posterior, own.loader(), progress=False)
+    posterior = uq.tune(posterior, own.loader(), progress=False)
     assert posterior.history.head["criterion"] == "likelihood"
-    uq.tune(posterior, own.loader(), temperature=True, progress=False)
+    posterior = uq.tune(posterior, own.loader(), temperature=True, progress=False)
     assert 0.1 < posterior.temperature < 30
 
 
@@ -560,8 +560,7 @@ def test_top_classes_by_backward_passes() -> None:
     model = nn.Sequential(nn.Linear(3, 4), nn.Tanh(), nn.Linear(4, 7)).double()
     x = torch.randn(5, 4, 3, dtype=torch.float64)
     likelihood = uq.Categorical(class_dim=-1)
-    exact = uq.KFAC(fisher="exact")  # the error below must not hang on which labels were drawn
-    posterior = uq.fit(model, [x], exact, likelihood=likelihood, prior_precision=1.0, progress=False)
+    posterior = uq.fit(model, [x], "kfac", likelihood=likelihood, prior_precision=2.0, progress=False)
     full, top = (
         uq.wrap(model, posterior, head="linearized", positions=[1, 3], outputs=outputs, engine="exact")
         for outputs in ("all", "topk:3")

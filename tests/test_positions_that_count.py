@@ -46,9 +46,9 @@ def test_any_label_can_be_ignored(fisher: str, tmp_path: Path) -> None:
         uq.save(posterior, tmp_path / "p.h5")
         posterior = uq.load(tmp_path / "p.h5", model)
         assert posterior.likelihood.layout == likelihood.layout
-        predictor = uq.wrap(model, posterior)
-        trials = uq.tune(posterior, loader, progress=False, max_evaluations=3)
-        evaluation = uq.evaluate(predictor, loader, progress=False)
+        posterior = uq.tune(posterior, loader, progress=False, max_evaluations=3)
+        trials = posterior.history.trials
+        evaluation = uq.evaluate(uq.wrap(model, posterior), loader, progress=False)
         found.append(
             [b.diagonal for b in posterior.blocks.values()]
             + [torch.tensor(list(next(iter(evaluation.metrics.values())).values()))]
@@ -116,7 +116,8 @@ def test_the_nll_is_a_mean_over_labels_everywhere() -> None:
     counted, outputs = y != -100, model(x).detach()
     truth = -torch.distributions.Categorical(logits=outputs[counted]).log_prob(y[counted]).mean()
     posterior = uq.fit(model, loader, "diag", likelihood=likelihood, prior_precision=2.0, progress=False)
-    trials = uq.tune(posterior, loader, prior_precisions=[2.0], progress=False)
+    posterior = uq.tune(posterior, loader, parameters=(), progress=False)
+    trials = posterior.history.trials
     predictors = {"alone": model, "posterior": uq.wrap(model, posterior)}
     measured = uq.evaluate(predictors, loader, progress=False).metrics
     assert trials.model_alone == pytest.approx(float(truth)) == pytest.approx(measured["alone"]["NLL"])
@@ -163,7 +164,8 @@ def test_padding_does_not_move_the_prior(said_by: str, next_token: bool) -> None
         posterior = uq.fit(model, data, "diag", layers="last", dtype=torch.float64, progress=False, **options)
         values = [posterior.prior_precision]
         if said_by != "weights":
-            uq.tune(posterior, data, criterion="faithful", divergence=1e-4, temperature=True, progress=False)
+            options = {"criterion": "faithful", "divergence": 1e-4, "temperature": True, "progress": False}
+            posterior = uq.tune(posterior, data, **options)
             values += [posterior.prior_precision, posterior.temperature]
         found.append(torch.tensor(values, dtype=torch.float64))
     torch.testing.assert_close(found[0], found[1], rtol=1e-9, atol=0)

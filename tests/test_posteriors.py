@@ -46,7 +46,7 @@ def _case(kind: str, correction: str, rank: float, omega: float) -> tuple[Poster
     block = build(kind, STATISTICS, rank, correction)
     posterior = posterior_of(block)
     if "residual_weight" in posterior.tunable:
-        posterior.residual_weight = omega
+        posterior = posterior.with_settings(residual_weight=omega)
     fisher = dense_fisher(kind, block, STATISTICS, omega)
     precision = SCALE * fisher + TAU * torch.eye(SIZE, dtype=torch.float64)
     return posterior, torch.linalg.inv(precision)
@@ -156,7 +156,7 @@ def test_numbers_of_the_moment_study():
     residual = torch.tensor([[[0.1, 0.2, 0.3], [0.2, 0.1, 0.4]]], dtype=torch.float64)
     block.diagonal = block.low_rank_diagonal() + residual
     posterior = posterior_of(block, 1, 2, 3)
-    posterior.scale, posterior.prior_precision = 10.0, 1.0
+    posterior = posterior.with_settings(scale=10.0, prior_precision=1.0)
     variance = torch.tensor([[0.405594, 0.258741, 0.25], [0.309732, 0.405594, 0.2]], dtype=torch.float64)
     torch.testing.assert_close(posterior.variance()["layer.weight"], variance, atol=6e-7, rtol=0)
     x = torch.tensor([[1.0, 2.0, -1.0]], dtype=torch.float64)
@@ -230,7 +230,7 @@ def _two_layers() -> tuple[Posterior, torch.Tensor]:
 
 def test_dense_posterior_over_two_layers():
     posterior, fisher = _two_layers()
-    posterior.prior_precision = {"a": 2.0, "b": 5.0}
+    posterior = posterior.with_settings(prior_precision={"a": 2.0, "b": 5.0})
     prior = torch.tensor([2.0] * 8 + [5.0] * 4, dtype=torch.float64)
     covariance = torch.linalg.inv(9 * fisher + prior.diag())
     variance = posterior.variance()
@@ -270,12 +270,12 @@ def test_draws_do_not_depend_on_their_number():
     assert not torch.allclose(two, other)
 
 
-def test_setting_a_hyperparameter_refactors():
+def test_other_hyperparameters_factor_anew():
     posterior, _ = _case("inf", "rescale", 12, 1.0)
     before = posterior.variance()["layer.weight"]
-    posterior.prior_precision = 2 * TAU
+    posterior = posterior.with_settings(prior_precision=2 * TAU)
     assert (posterior.variance()["layer.weight"] < before).all()
-    posterior.prior_precision = TAU
+    posterior = posterior.with_settings(prior_precision=TAU)
     assert torch.equal(posterior.variance()["layer.weight"], before)
 
 
@@ -284,15 +284,15 @@ def test_setting_a_hyperparameter_refactors():
 def test_hyperparameters_are_positive(name, value):
     posterior, _ = _case("diagonal", "", 0, 1.0)
     with pytest.raises(PosthocUQError, match=name):
-        setattr(posterior, name, value)
+        posterior.with_settings(**{name: value})
 
 
 def test_mistakes_are_named():
     posterior, _ = _case("diagonal", "", 0, 1.0)
     with pytest.raises(PosthocUQError, match="residual_weight"):
-        posterior.residual_weight = 1.5
+        posterior.with_settings(residual_weight=1.5)
     with pytest.raises(PosthocUQError, match="per layer"):
-        posterior.prior_precision = {"other": 1.0}
+        posterior.with_settings(prior_precision={"other": 1.0})
     with pytest.raises(PosthocUQError, match="number of draws must be"):
         posterior.sample(0)
     with pytest.raises(PosthocUQError, match="unknown"):
@@ -364,7 +364,7 @@ def test_the_report_says_everything_once_and_explains_its_columns(method):
     assert {column.strip() for column in columns} - {"layer", "kind"} == explained
     assert ("prior precision" in explained) == isinstance(posterior.prior_precision, dict)
     if posterior.has_free_prior_precision:
-        posterior.prior_precision = {"0": 1.0, "2": 2.0}
+        posterior = posterior.with_settings(prior_precision={"0": 1.0, "2": 2.0})
         assert "  prior precision: of the layer's weights" in str(posterior.report()).splitlines()
 
 

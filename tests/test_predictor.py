@@ -110,8 +110,7 @@ def test_a_predictor_prints_what_it_is(setting):
             f"  posterior over {covered} of {covered + 8} weights, 2 layers; prior precision 5, temperature 1"
         )
         assert own in third
-    posterior.prior_precision = {"0": 2.0, "5": 3.0}
-    posterior.temperature = 1.25
+    posterior = posterior.with_settings(prior_precision={"0": 2.0, "5": 3.0}, temperature=1.25)
     assert (
         repr(uq.wrap(model, posterior))
         .splitlines()[1]
@@ -175,7 +174,7 @@ def test_the_model_is_left_as_it_was(setting, options):
     predictor.predict(loader, progress=False)
     predictor(x)
     predictor.train()
-    predictor.refresh(3)
+    predictor.with_posterior(posterior, 3)(x)
     with pytest.raises(uq.PosthocUQError, match="cannot be run on these inputs"):
         predictor(x[:, :, :4, :4])
     with pytest.raises(ZeroDivisionError):

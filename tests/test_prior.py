@@ -80,10 +80,11 @@ EXACT: dict[str, Any] = {"link": "mc", "n_draws": 4000, "head": "linearized"}
 
 def test_the_widest_within_the_budget_by_its_definition() -> None:
     posterior, x, budget = fit(**DENSE), classifier()[1], 0.01
-    trials = tuned(posterior, x, divergence=budget, **EXACT)
+    posterior = tuned(posterior, x, divergence=budget, **EXACT)
+    trials = posterior.history.trials
     found = posterior.prior_precision
     assert budget * 0.85 < own_divergence(posterior, x)[0] < budget * 1.03  # Monte Carlo's own error
-    posterior.prior_precision = found / 10 ** (2 * TOLERANCE)
+    posterior = posterior.with_settings(prior_precision=found / 10 ** (2 * TOLERANCE))
     assert own_divergence(posterior, x)[0] > budget * 0.97
     assert trials.chosen.settings.prior_precision == found and trials.best is None
     assert all(t.objective <= budget for t in trials.trials if t.settings.prior_precision >= found)
@@ -91,7 +92,7 @@ def test_the_widest_within_the_budget_by_its_definition() -> None:
 
 def test_the_matched_temperature_has_the_networks_entropy() -> None:
     posterior, x = fit(**DENSE), classifier()[1]
-    tuned(posterior, x, divergence=0.01, temperature=True, **EXACT)
+    posterior = tuned(posterior, x, divergence=0.01, temperature=True, **EXACT)
     assert 0.3 < posterior.temperature < 1.0
     divergence, excess = own_divergence(posterior, x, posterior.temperature)
     assert abs(excess) < 2e-3 and divergence == pytest.approx(0.01, rel=0.2)
@@ -101,12 +102,12 @@ def test_a_second_search_compares_with_the_network_and_not_with_the_first() -> N
     posterior, x = fit(), classifier()[1]
     first = posterior.prior_precision
     for _ in range(2):
-        tuned(posterior, x, temperature=True)
+        posterior = tuned(posterior, x, temperature=True)
         assert posterior.temperature < 0.95
-    tuned(posterior, x)
+    posterior = tuned(posterior, x)
     assert posterior.temperature == 1.0 and posterior.prior_precision == pytest.approx(first, rel=0.05)
-    posterior.temperature = 2.0  # the user's own, which the network is compared at
-    tuned(posterior, x)
+    posterior = posterior.with_settings(temperature=2.0)  # the user's own, which the network is compared at
+    posterior = tuned(posterior, x)
     assert posterior.history.faithful["network_temperature"] == 2.0
 
 
@@ -196,15 +197,15 @@ def test_inputs_that_a_model_changes_in_place_are_left_alone(head: str) -> None:
     x = torch.randn(40, 3, generator=torch.Generator().manual_seed(0))
     before, y = x.clone(), torch.arange(40) % 2
     posterior = fit(Clamps(), x, y, head=head)
-    uq.tune(posterior, [(x, y)], progress=False)
+    posterior = uq.tune(posterior, [(x, y)], progress=False)
     assert torch.equal(x, before)
 
 
 def test_priors_by_layer_move_together() -> None:
     posterior, x = fit(prior_precision=1.0), classifier()[1]
     first, second = posterior.layers
-    posterior.prior_precision = {first: 1.0, second: 100.0}
-    tuned(posterior, x, head="linearized")
+    posterior = posterior.with_settings(prior_precision={first: 1.0, second: 100.0})
+    posterior = tuned(posterior, x, head="linearized")
     prior = posterior.prior_precision
     assert prior[second] / prior[first] == pytest.approx(100.0)
     assert posterior.history.faithful["value"] == prior
@@ -337,11 +338,12 @@ def test_what_saves_evaluations_changes_nothing_else(monkeypatch: pytest.MonkeyP
         predictor = uq.wrap(model, posterior, head="linearized")
         if way != "one set of passes":
             monkeypatch.setattr(predictor, "at_every_prior", lambda *_, **__: None)
-        search = FaithfulSearch(posterior, [Batch((x[:100],)), Batch((x[100:],))], predictor)
+        search = FaithfulSearch([Batch((x[:100],)), Batch((x[100:],))], predictor)
         if way == "all":
             monkeypatch.setattr(type(search._all), "runs_the_model", False)
         trials = search.run(0.003)
-        found.append((trials.chosen.objective, posterior.prior_precision, len(trials.trials)))
+        chosen = trials.chosen
+        found.append((chosen.objective, chosen.settings.prior_precision, len(trials.trials)))
     for divergence, prior, evaluations in found:
         assert prior == pytest.approx(found[-1][1], rel=10**TOLERANCE - 1)
         assert 0.75 * 0.003 <= divergence <= 0.003 and evaluations <= found[-1][2]

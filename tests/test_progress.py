@@ -62,7 +62,7 @@ def test_the_search_for_the_faithful_prior_says_how_far_it_is(
     model, x = cnn(), inputs_of(1, 4, 4, samples=120)
     data = task(model, x)
     posterior = uq.fit(model, data, "kfac", head=head, layers=layers, prior_precision=1.0, progress=False)
-    uq.tune(posterior, data, criterion="faithful", progress=True)
+    posterior = uq.tune(posterior, data, criterion="faithful", progress=True)
     frames = shown("faithful prior")
     assert frames[0][0] == 0 and frames[0][1] > 120  # a total from the beginning
     assert all(done < total for done, total in frames)  # never at the end while more may come
@@ -83,9 +83,9 @@ def test_the_search_for_the_evidence_says_how_far_it_is(
     posterior = uq.fit(
         model, batches(x, y), method, likelihood="regression", prior_precision=1.0, progress=False
     )
-    trials = uq.tune(posterior, criterion="evidence", progress=True, **options)
+    trials = uq.tune(posterior, criterion="evidence", progress=True, **options).history.trials
     frames = shown("evidence")
-    assert len(frames) > len(trials.trials) and frames[0][1] >= 16
+    assert trials is not None and len(frames) > len(trials.trials) and frames[0][1] >= 16
     assert all(done < total for done, total in frames)
 
 
@@ -97,6 +97,35 @@ def test_what_a_fit_and_a_tuning_search_by_the_way_is_shown(
     assert re.search(r"^fitted in [\d.]+ s: .*other [\d.]+$", capsys.readouterr().err, re.M)
     uq.tune(posterior, task(model, x), criterion="likelihood", progress=True)
     assert shown("faithful prior")
+
+
+@pytest.mark.filterwarnings("ignore::UserWarning")  # of promises that no longer hold
+def test_a_call_says_that_it_returned_a_new_posterior(
+    drawn: io.StringIO, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Once a call, for those who forget to take it; not for a search inside of a fit, nor without bars."""
+    model, x = mlp(), inputs_of(4, samples=60)
+    data = task(model, x)
+    posterior = uq.fit(model, data, "diag", val_loader=data, progress=True)
+    assert posterior.history.promises and "returned" not in capsys.readouterr().err
+    calls: list[Callable[..., uq.Posterior]] = [
+        partial(uq.tune, posterior, data),
+        partial(uq.tune, posterior, data, criterion="faithful"),
+        partial(uq.tune, posterior, data, criterion="leave_one_out"),
+        partial(uq.tune, posterior, per_layer=True),
+        partial(uq.calibrate, posterior, data),
+        partial(uq.update, posterior, data),
+    ]
+    for call in calls:
+        found = call(progress=True)
+        (line,) = re.findall(r"^returned a new posterior: (.*)$", capsys.readouterr().err, re.M)
+        prior, promises = found.prior_precision, found.history.promises
+        shown = "per layer" if isinstance(prior, dict) else f"{prior:.4g}"
+        assert f"prior precision {shown}, " in line and f"temperature {found.temperature:.4g}" in line
+        assert f"scale {found.scale:.4g}, " in line
+        assert line.endswith(", promises from 30 rows") == bool(promises)
+        call(progress=False)
+        assert capsys.readouterr().err == ""
 
 
 @dataclass

@@ -331,7 +331,7 @@ def test_both_heads_are_tuned_on_the_same_joint_grid(uci: Namespace, head: str) 
         values = {}
         for product in priors:
             for noise in uci.predictions.NOISES:
-                posterior.prior_precision, posterior.noise_scale = product / noise, noise
+                posterior = posterior.with_settings(prior_precision=product / noise, noise_scale=noise)
                 prediction = uci.predictions.predicted(model, posterior, head, held_out.inputs, 30)
                 deviation = (prediction.epistemic_variance.double().squeeze(1).numpy() + 0.3 * noise) ** 0.5
                 mean = prediction.mean.double().squeeze(1).numpy()
@@ -344,10 +344,10 @@ def test_both_heads_are_tuned_on_the_same_joint_grid(uci: Namespace, head: str) 
         ends |= {"lowest noise": best[1] == 0.2, "highest noise": best[1] == 1.0}
         assert set(found.edges) == {end for end, reached in ends.items() if reached}
         # both moments follow the noise as the predictor's do, wherever the optimum is
-        posterior.prior_precision, posterior.noise_scale = 3.0, 1.0
+        posterior = posterior.with_settings(prior_precision=3.0, noise_scale=1.0)
         with torch.no_grad():
             mean, variance = uci.predictions.unscaled(model, posterior, head, held_out.inputs, 30)(0.35)
-        posterior.prior_precision, posterior.noise_scale = 3.0 / 0.35, 0.35
+        posterior = posterior.with_settings(prior_precision=3.0 / 0.35, noise_scale=0.35)
         prediction = uci.predictions.predicted(model, posterior, head, held_out.inputs, 30)
         assert torch.allclose(mean, prediction.mean, atol=1e-4)
         assert torch.allclose(variance, prediction.epistemic_variance, rtol=1e-3, atol=1e-7)

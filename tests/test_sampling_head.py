@@ -54,9 +54,7 @@ def test_repeatable_and_redrawn(setting):
     one, two = (uq.wrap(model, posterior, n_samples=3, seed=1) for _ in range(2))
     assert torch.equal(one(x).probs, two(x).probs)
     assert torch.equal(one(x).probs, one(x).probs)  # the ensemble is kept
-    one.redraw(2)
-    assert not torch.equal(one(x).probs, two(x).probs)
-    one.redraw(1)
+    assert not torch.equal(one.with_posterior(posterior, 2)(x).probs, two(x).probs)
     assert torch.equal(one(x).probs, two(x).probs)
     assert not torch.equal(uq.wrap(model, posterior, n_samples=3, seed=None)(x).probs, two(x).probs)
 
@@ -72,11 +70,7 @@ def test_deterministic_parameters_are_shared(setting):
 
 def test_one_wild_temperature(setting):
     model, posterior, x = setting
-    posterior.temperature = 2.0
-    try:
-        hot = uq.wrap(model, posterior, n_samples=3).outputs(x)
-    finally:
-        posterior.temperature = 1.0
+    hot = uq.wrap(model, posterior.with_settings(temperature=2.0), n_samples=3).outputs(x)
     torch.testing.assert_close(2 * hot, uq.wrap(model, posterior, n_samples=3).outputs(x))
 
 
@@ -87,8 +81,11 @@ def test_a_temperature_divides_logits_alone():
     predictor = uq.wrap(model, posterior, "sampling", n_samples=5)
     before = predictor(x), predictor.outputs(x)
     with pytest.raises(PosthocUQError, match="no temperature: it divides logits"):
-        posterior.temperature = 2.0
-    posterior._settings = replace(posterior.settings, temperature=2.0)  # as an old file may hold it
+        posterior.with_settings(temperature=2.0)
+    old = posterior.replaced(
+        settings=replace(posterior.settings, temperature=2.0)
+    )  # as an old file may hold it
+    predictor = uq.wrap(model, old, "sampling", n_samples=5)
     assert torch.equal(predictor(x).mean, before[0].mean) and torch.equal(predictor.outputs(x), before[1])
     found = predictor.prediction_of(predictor.distribution(x))
     assert torch.equal(found.epistemic_variance, before[0].epistemic_variance)
@@ -156,7 +153,7 @@ def test_a_draw_is_the_same_whatever_else_is_drawn(method):
     for name, draws in many.items():
         assert torch.equal(alone[name][0], draws[4])
     rounding = {name: _Rounding(own) for name, own in posterior.covariances().items()}
-    posterior.covariance = rounding.__getitem__
+    posterior = posterior.replaced(covariance=rounding.__getitem__)
     many, alone = (posterior.sample_from(some) for some in (seeds, [seeds[4]]))
     for name, draws in many.items():
         assert torch.equal(alone[name][0], draws[4])

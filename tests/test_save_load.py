@@ -10,6 +10,7 @@ import subprocess
 import sys
 import tracemalloc
 from collections.abc import Callable
+from dataclasses import replace
 from io import BytesIO
 from math import prod
 from pathlib import Path
@@ -129,8 +130,9 @@ def test_gzip_is_smaller_and_exact(tmp_path: Path) -> None:
 def test_any_name_is_safe(name: str, tmp_path: Path) -> None:
     model = make_model()
     posterior = make("full", model)
-    posterior.blocks, posterior.members = {name: posterior.blocks["all"]}, {name: posterior.members["all"]}
-    posterior.layout = BlockLayout(posterior.layers, posterior.members)
+    members = {name: posterior.members["all"]}
+    layout = BlockLayout(posterior.layers, members)
+    posterior = posterior.replaced(blocks={name: posterior.blocks["all"]}, members=members, layout=layout)
     save(posterior, tmp_path / "p.h5")
     assert same_bits(tensors_of(load(tmp_path / "p.h5", model)), tensors_of(posterior))
 
@@ -151,7 +153,7 @@ def test_a_long_record_is_kept_whole(tmp_path: Path) -> None:
     model = make_model()
     fit = {"text": "x" * 200_000, "list": [0.1] * 20_000, "big": 2**80, "nul": "a\0b", "nan": float("inf")}
     posterior = make("diag", model, fit=fit)
-    posterior.history.deterministic = {f"layer{i}.weight": "BatchNorm" for i in range(5000)}
+    posterior = posterior.noted(deterministic={f"layer{i}.weight": "BatchNorm" for i in range(5000)})
     save(posterior, tmp_path / "p.h5")
     assert plain(load(tmp_path / "p.h5", model)) == plain(posterior)
 
@@ -176,7 +178,7 @@ def test_the_history_comes_back_and_is_shown(name: str, tmp_path: Path) -> None:
         "calibration": [(CALIBRATION, "error left")],
     }[name]
     for value, words in values:
-        setattr(posterior.history, name, value)
+        posterior = posterior.replaced(history=replace(posterior.history, **{name: value}))
         save(posterior, path)
         loaded, found = load(path, model), inspect(path)
         assert getattr(loaded.history, name) == value

@@ -15,6 +15,7 @@ import zlib
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, suppress
+from dataclasses import replace
 from io import BytesIO
 from pathlib import Path
 from typing import Any
@@ -60,7 +61,9 @@ def predictor() -> uq.Predictor:
         model = net()
         x, y = torch.rand(60, 3, 12, 12), torch.randint(3, (60,))
         posterior = uq.fit(model, [(x, y)], progress=False)
-        uq.calibrate(posterior, [(x, y)], share=None, head="sampling", n_samples=5, progress=False)
+        posterior = uq.calibrate(
+            posterior, [(x, y)], share=None, head="sampling", n_samples=5, progress=False
+        )
     return uq.wrap(model, posterior)
 
 
@@ -248,7 +251,7 @@ class TestAnswers:
         posterior = uq.fit(
             model, [(x[:20], labels[:20])], likelihood=likelihood, prior_precision=1.0, progress=False
         )
-        uq.calibrate(posterior, [(x[20:], labels[20:])], link="probit", progress=False)
+        posterior = uq.calibrate(posterior, [(x[20:], labels[20:])], link="probit", progress=False)
         predictor = uq.wrap(model, posterior)
         service = Service(predictor, None, names=NAMES, level=0.9, referral=uq.Referral(0.1))
         client = TestClient(application(service, None))
@@ -615,7 +618,8 @@ class TestRefusals:
         assert "whole numbers" in client.post("/predict", json={"input": [1.5, 2, 3]}).json()["error"]
         outside = client.post("/predict", json={"input": [1, 2, 30]})
         assert outside.status_code == 422
-        posterior.history.inputs = {}  # as in files of earlier versions
+        # as in files of earlier versions
+        predictor = uq.wrap(model, posterior.replaced(history=replace(posterior.history, inputs={})))
         client = TestClient(application(Service(predictor, integers=True), None))
         assert client.post("/predict", json={"input": [1, 2, 3]}).json() == answer
         assert "does not know the names" in client.post("/predict", json={"input": {"x": 1}}).json()["error"]
@@ -714,7 +718,9 @@ class TestNames:
         x = torch.randn(40, 3)
         model = nn.Sequential(nn.Linear(3, 4), nn.Tanh(), nn.Linear(4, 2))
         posterior = uq.fit(model, [(x, (x[:, 0] > 0).long())], prior_precision=1.0, progress=False)
-        posterior.history.fit["table columns"] = ["age", "height", "income"]  # as the command keeps them
+        posterior = posterior.noted(
+            fit={"table columns": ["age", "height", "income"]}
+        )  # as the command keeps them
         predictor = uq.wrap(model, posterior)
         client = TestClient(application(Service(predictor, lambda image: image), None))
         rows = [{"age": 3, "height": 1.5, "income": -2}, {"income": 1, "age": 0, "height": 0.25}]

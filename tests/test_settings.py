@@ -1,9 +1,8 @@
-"""Settings of a posterior: what is computed is computed under those of one moment, whatever is set meanwhile."""
+"""A posterior is a value: calls return another one, and what is computed of one is of its settings alone."""
 
 import copy
 import pickle
-import threading
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import fields, replace
 from pathlib import Path
@@ -18,7 +17,7 @@ from posthoc_uq import PosthocUQError
 from posthoc_uq.posteriors import HYPERPARAMETERS, Hyperparameters
 
 HEADS: dict[str, dict[str, Any]] = {
-    "sampling": {"head": "sampling", "n_samples": 3},
+    "sampling": {"head": "sampling", "n_samples": 3, "seed": 0},
     "exact": {"head": "linearized", "engine": "exact"},
     "jvp": {"head": "linearized", "engine": "jvp", "n_probes": 3},
     "moments": {"head": "moments"},
@@ -62,13 +61,11 @@ def _same(first: Any, second: Any) -> bool:
     return one.keys() == two.keys() and all(torch.equal(one[name], two[name]) for name in one)
 
 
-def _meddle(posterior: uq.Posterior) -> None:
-    posterior.prior_precision = 50.0
-    posterior.scale = 3.0
-    if "temperature" in posterior.tunable:
-        posterior.temperature = 4.0
-    else:
-        posterior.noise_scale = 5.0
+def _others(posterior: uq.Posterior) -> list[dict[str, float]]:
+    """Other settings of a posterior: each alone, and all."""
+    each = [{"prior_precision": 50.0}, {"scale": 3.0}]
+    each.append({"temperature": 4.0} if "temperature" in posterior.tunable else {"noise_scale": 5.0})
+    return [*each, {name: value for one in each for name, value in one.items()}]
 
 
 @pytest.fixture
@@ -79,98 +76,169 @@ def meddling() -> Any:
 
 @pytest.mark.parametrize("likelihood", ["classification", "regression"])
 @pytest.mark.parametrize("head", HEADS)
-def test_a_prediction_is_of_one_moment(head: str, likelihood: str, meddling: Any) -> None:
-    """Set while the model runs, and while the first of the factors is made: the old settings alone, or the new ones."""
+def test_a_predictor_is_of_one_posterior(head: str, likelihood: str, meddling: Any) -> None:
+    """Whatever is made of the posterior meanwhile: while the model runs, and while the first of the factors is made."""
     model, posterior, x = _fitted(likelihood)
-    first = posterior.settings
-    predictor = uq.wrap(model, posterior, **HEADS[head])
-    posterior.prior_precision = 2.0
-    predictor.refresh(0)
-    second = predictor(x)
-    posterior.settings = first
-    predictor.refresh(0)
+    predictor, others = uq.wrap(model, posterior, **HEADS[head]), _others(posterior)
     expected = predictor(x)
-    meddling(lambda: _meddle(posterior))
+    for settings in others:  # what is shared with a predictor of another posterior changes neither
+        other = posterior.with_settings(**settings)
+        of_other = predictor.with_posterior(other)
+        assert _same(of_other(x), uq.wrap(model, other, **HEADS[head])(x)), settings
+        assert not _same(of_other(x), expected) and of_other.posterior is other
+        assert _same(of_other.with_posterior(posterior)(x), expected)
+        assert _same(predictor(x), expected) and predictor.posterior is posterior
+    meddling(lambda: posterior.with_settings(**others[-1]))
     assert _same(predictor(x), expected)
     WHILE_RUNNING.clear()
-    predictor.refresh(0)
-    changed = predictor(x)
-    assert not _same(changed, expected)
-    # again, with nothing kept: the change comes between the factors of two blocks
-    posterior.settings = first
+    # again, with nothing kept: others come between the factors of two blocks
     own = copy.deepcopy(posterior)
     block = next(iter(own.blocks.values()))
-    made = block.covariance
+    made, between = block.covariance, list[bool]()
 
     def covariance(settings: Any) -> Any:
-        _meddle(own)
+        if not between:
+            between.append(True)
+            own.with_settings(**others[-1]).variance()
         return made(settings)
 
-    fresh = uq.wrap(model, own, **HEADS[head])
-    own.prior_precision = 2.0  # a change, so that factors are made
     block.covariance = covariance  # type: ignore[method-assign]
-    fresh.refresh(0)
-    own.adjust(temperature=first.temperature, noise_scale=first.noise_scale)
-    assert _same(fresh(x), second)
+    assert _same(uq.wrap(model, own, **HEADS[head])(x), expected) and between
 
 
 def test_no_factor_ends_under_the_settings_of_another() -> None:
     _, posterior, _ = _fitted()
-    expected = {}
-    for value in (1.0, 50.0):
-        posterior.prior_precision = value
-        expected[value] = posterior.variance()
-    posterior.prior_precision = 1.0
-    own = copy.deepcopy(posterior)
+    expected = {value: posterior.with_settings(prior_precision=value).variance() for value in (1.0, 50.0)}
+    evidence, own, busy = float(posterior.log_marginal_likelihood()), copy.deepcopy(posterior), False
     for block in own.blocks.values():
         made = block.covariance
 
         def covariance(settings: Any, made: Any = made) -> Any:
-            own.prior_precision = 50.0  # between the reading of the settings and the end
+            nonlocal busy
+            if not busy:  # which the others call, too
+                busy = True
+                own.with_settings(prior_precision=7.0).variance()
+                busy = False
             return made(settings)
 
         block.covariance = covariance  # type: ignore[method-assign]
     for value in (1.0, 50.0, 1.0):
-        own.prior_precision = value
+        own = own.with_settings(prior_precision=value)
         for name, variance in own.variance().items():
             assert torch.equal(variance, expected[value][name]), (value, name)
-    own.prior_precision = 1.0
-    evidence = float(own.log_marginal_likelihood())
-    posterior.prior_precision = 1.0
-    assert evidence == float(posterior.log_marginal_likelihood())
+    assert evidence == float(own.log_marginal_likelihood())
 
 
-def test_threads_that_set_and_threads_that_read() -> None:
+def test_threads_that_make_others_and_threads_that_read() -> None:
     model, posterior, x = _fitted()
-    predictor = uq.wrap(model, posterior, head="linearized", link="probit")
-    values = (1.0, 50.0)
+    options: dict[str, Any] = {"head": "linearized", "link": "probit"}
+    values, predictor = (1.0, 50.0), uq.wrap(model, posterior, **options)
     variances, predictions = {}, {}
     for value in values:
-        posterior.prior_precision = value
-        variances[value], predictions[value] = posterior.variance(), predictor(x)
-    stop = threading.Event()
+        own = copy.deepcopy(posterior).with_settings(prior_precision=value)
+        variances[value], predictions[value] = own.variance(), uq.wrap(model, own, **options)(x)
 
-    def setting() -> None:
-        while not stop.is_set():
-            for value in values:
-                posterior.prior_precision = value
-
-    def reading(_: int) -> bool:
+    def reading(number: int) -> bool:
         good = True
-        for _ in range(15):
-            found, prediction = posterior.variance(), predictor(x)
-            good &= any(all(torch.equal(found[n], v) for n, v in variances[t].items()) for t in values)
-            good &= any(_same(prediction, predictions[t]) for t in values)
+        for turn in range(15):
+            value = values[(number + turn) % 2]
+            own = posterior.with_settings(prior_precision=value)
+            good &= _same(predictor.with_posterior(own)(x), predictions[value])
+            good &= _same(predictor(x), predictions[1.0])
+            for made, tau in ((own, value), (posterior, 1.0)):
+                found = made.variance()
+                good &= all(torch.equal(found[name], of_tau) for name, of_tau in variances[tau].items())
         return good
 
-    setter = threading.Thread(target=setting)
-    setter.start()
-    try:
-        with ThreadPoolExecutor(4) as pool:
-            assert all(pool.map(reading, range(4)))
-    finally:
-        stop.set()
-        setter.join()
+    with ThreadPoolExecutor(4) as pool:
+        assert all(pool.map(reading, range(4)))
+
+
+@pytest.mark.parametrize("name", [*HYPERPARAMETERS, "settings", "history", "model", "new"])
+def test_nothing_of_a_posterior_can_be_set(name: str, tmp_path: Path) -> None:
+    """Neither of one that was made of another, copied or read from a file."""
+    model, posterior, _ = _fitted()
+    uq.save(posterior, tmp_path / "p.h5")
+    made = [
+        posterior,
+        posterior.with_settings(scale=2.0),
+        copy.copy(posterior),
+        copy.deepcopy(posterior),
+        pickle.loads(pickle.dumps(posterior)),
+        uq.load(tmp_path / "p.h5", model),
+    ]
+    way_out = (
+        rf"posterior = posterior\.with_settings\({name}=3\.0\)"
+        if name in HYPERPARAMETERS
+        else "with_settings"
+    )
+    for each in made:
+        before = (each.settings, each.history, each.model)
+        with pytest.raises(AttributeError, match=rf"a value, whose {name} cannot be set: {way_out}"):
+            setattr(each, name, 3.0)
+        with pytest.raises(AttributeError, match=f"whose {name} cannot be deleted"):
+            delattr(each, name)
+        assert (each.settings, each.history, each.model) == before
+
+
+def _labels(x: Tensor) -> list[tuple[Tensor, Tensor]]:
+    return list(zip(x.split(5), (torch.arange(len(x)) % 3).split(5), strict=True))
+
+
+CALLS: dict[str, Callable[[uq.Posterior, Any], uq.Posterior]] = {
+    "likelihood": lambda posterior, data: uq.tune(posterior, data, progress=False),
+    "faithful": lambda posterior, data: uq.tune(posterior, data, criterion="faithful", progress=False),
+    "leave-one-out": lambda posterior, data: uq.tune(
+        posterior, data, criterion="leave_one_out", progress=False
+    ),
+    "evidence": lambda posterior, data: uq.tune(posterior, progress=False),
+    "by layer": lambda posterior, data: uq.tune(posterior, per_layer=True, progress=False),
+    "calibrate": lambda posterior, data: uq.calibrate(posterior, data, progress=False),
+    "update": lambda posterior, data: uq.update(posterior, data, progress=False),
+    "moments": lambda posterior, data: (
+        uq.wrap(posterior.model, posterior, "moments").fit_scale(data, progress=False).posterior
+    ),
+    "settings": lambda posterior, data: posterior.with_settings(prior_precision=9.0, temperature=2.0),
+}
+
+
+@pytest.mark.filterwarnings("ignore")
+@pytest.mark.parametrize("call", CALLS)
+def test_every_call_returns_another_posterior_and_leaves_the_given_one(call: str) -> None:
+    """Also a call that fails; a predictor that was made before predicts as before."""
+    model, posterior, x = _fitted(method="diag")
+    data = _labels(x)
+    posterior = uq.calibrate(posterior, data, seed=1, progress=False)  # with promises
+    predictor = uq.wrap(model, posterior)
+    expected, shares = predictor(x), predictor(x).familiarity()
+    before = copy.deepcopy(
+        (posterior.settings, posterior.history, posterior.history.trials, posterior.variance())
+    )
+
+    def unchanged() -> None:
+        settings, history, trials, variance = before
+        assert (posterior.settings, posterior.history) == (settings, history)
+        assert repr(posterior.history.trials) == repr(trials) and not posterior.history.leave_one_out
+        assert all(torch.equal(variance[name], now) for name, now in posterior.variance().items())
+        assert _same(predictor(x), expected) and torch.equal(predictor(x).familiarity(), shares)
+        assert predictor.posterior is posterior
+
+    found = CALLS[call](posterior, data)
+    assert found is not posterior and (found.settings, found.history) != before[:2]
+    unchanged()
+    if call not in ("evidence", "by layer", "settings"):
+
+        def broken() -> Iterator[tuple[Tensor, Tensor]]:
+            yield data[0]
+            raise OSError("the disk is gone")
+
+        class Breaks(list[Any]):
+            def __iter__(self) -> Any:
+                return broken()
+
+        with pytest.raises(OSError, match="disk"):
+            CALLS[call](posterior, Breaks(data))
+        unchanged()
 
 
 LACKING: list[tuple[str, str, str, str]] = [
@@ -185,29 +253,30 @@ def test_what_a_posterior_lacks_cannot_be_set(method: str, likelihood: str, name
     _, posterior, _ = _fitted(likelihood, method)
     assert name not in posterior.tunable | posterior.fixed_by_training
     before = posterior.settings
-    setattr(posterior, name, getattr(posterior, name))  # what it is already
+    same = posterior.with_settings(**{name: getattr(posterior, name)})  # what it is already
+    assert same.settings == before
     words = rf"method='{method}' has no {name.replace('_', ' ')}: .*{why}. Leave {name} at 1.0"
     with pytest.raises(PosthocUQError, match=words):
-        setattr(posterior, name, 0.5)
+        posterior.with_settings(**{name: 0.5})
     with pytest.raises(PosthocUQError, match=words):
-        posterior.settings = replace(before, scale=3.0, **{name: 0.5})
+        posterior.with_settings(scale=3.0, **{name: 0.5})
     with pytest.raises(PosthocUQError, match=words):
-        posterior.snapshot(replace(before, **{name: 0.5}))
+        posterior.at(replace(before, **{name: 0.5}))
     with pytest.raises(PosthocUQError, match=f"{name} must"):
-        setattr(posterior, name, -1.0)
+        posterior.with_settings(**{name: -1.0})
     assert posterior.settings == before
 
 
 def test_a_file_keeps_what_its_posterior_lacks(tmp_path: Path) -> None:
     """As one from a release that let it be set."""
     model, posterior, _ = _fitted()
-    posterior._settings = replace(posterior.settings, residual_weight=0.5, noise_scale=2.0)
+    posterior = posterior.replaced(settings=replace(posterior.settings, residual_weight=0.5, noise_scale=2.0))
     uq.save(posterior, tmp_path / "p.h5")
     loaded = uq.load(tmp_path / "p.h5", model)
     assert loaded.settings == posterior.settings
-    loaded.residual_weight = 0.5
+    assert loaded.with_settings(residual_weight=0.5).settings == posterior.settings
     with pytest.raises(PosthocUQError, match=r"Leave residual_weight at 0.5"):
-        loaded.residual_weight = 1.0
+        loaded.with_settings(residual_weight=1.0)
 
 
 def test_what_is_known_of_hyperparameters_is_in_one_place() -> None:
@@ -221,12 +290,19 @@ def test_what_is_known_of_hyperparameters_is_in_one_place() -> None:
 
 def test_settings_are_one_value() -> None:
     _, posterior, _ = _fitted()
-    before, snapshot = posterior.settings, posterior.snapshot()
-    posterior.settings = replace(before, scale=2.0, temperature=3.0)
-    assert (posterior.scale, posterior.temperature, snapshot.scale) == (2.0, 3.0, before.scale)
-    with pytest.raises(PosthocUQError, match="scale must be"):
-        posterior.settings = replace(before, scale=0.0)
-    posterior.prior_precision = dict.fromkeys(posterior.layers, 2.0)
+    before, given = posterior.settings, posterior
+    posterior = given.with_settings(scale=2.0, temperature=3.0)
+    assert (posterior.scale, posterior.temperature, given.settings) == (2.0, 3.0, before)
+    assert posterior.settings == replace(before, scale=2.0, temperature=3.0)
+    for wrong in (
+        lambda: given.with_settings(scale=0.0),
+        lambda: given.at(replace(before, scale=0.0)),
+        lambda: given.with_settings(temperature=3.0, scale=0.0),
+    ):
+        with pytest.raises(PosthocUQError, match="scale must be"):
+            wrong()
+    assert given.settings == before
+    posterior = posterior.with_settings(prior_precision=dict.fromkeys(posterior.layers, 2.0))
     prior = posterior.prior_precision
     for change in (
         lambda: prior.update({"0": 3.0}),
@@ -238,13 +314,13 @@ def test_settings_are_one_value() -> None:
             change()
     for twin in (copy.deepcopy(posterior), pickle.loads(pickle.dumps(posterior))):
         assert twin.settings == posterior.settings
-        twin.prior_precision = 7.0
-        assert posterior.prior_precision == {"0": 2.0, "3": 2.0} == {**prior}
+        assert twin.with_settings(prior_precision=7.0).prior_precision == 7.0
+        assert twin.prior_precision == posterior.prior_precision == {"0": 2.0, "3": 2.0} == {**prior}
 
 
 @pytest.mark.parametrize("how", ["likelihood", "faithful", "fails"])
-def test_a_search_changes_nothing_before_its_end(how: str, meddling: Any, tmp_path: Path) -> None:
-    """Predictions and files made while trials are evaluated are those of before."""
+def test_a_search_changes_nothing(how: str, meddling: Any, tmp_path: Path) -> None:
+    """Predictions and files made while trials are evaluated, and after it, are those of before."""
     model, posterior, x = _fitted()
     predictor, batch = uq.wrap(model, posterior), [(x, torch.arange(10) % 3)]
     before, settings, history = predictor(x), posterior.settings, copy.deepcopy(posterior.history)
@@ -264,16 +340,17 @@ def test_a_search_changes_nothing_before_its_end(how: str, meddling: Any, tmp_pa
         busy = False
 
     meddling(meanwhile)
+    found = None
     if how == "fails":
         with pytest.raises(OSError, match="disk"):
             uq.tune(posterior, batch, progress=False)
     else:
-        uq.tune(posterior, batch, criterion=how, progress=False)
+        found = uq.tune(posterior, batch, criterion=how, progress=False)
     WHILE_RUNNING.clear()
     assert calls > 5
     loaded = uq.load(tmp_path / "meanwhile.h5", model)
     assert loaded.settings == settings and loaded.history.head == history.head
-    assert (posterior.settings == settings) == (how == "fails")
-    assert (posterior.history == history) == (how == "fails")
-    assert _same(predictor(x), before) == (how == "fails")
+    assert posterior.settings == settings and posterior.history == history
+    assert _same(predictor(x), before)
+    assert found is None or (found.settings != settings and found.history != history)
     uq.tune(posterior, progress=False)  # nothing is kept from the search

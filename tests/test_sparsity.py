@@ -55,8 +55,7 @@ def posterior_of(
         History({"samples": 50, "seed": 0}),
         settings=Hyperparameters(50.0),
     )
-    posterior.model, posterior.fingerprint = model, fingerprint(posterior.original)
-    return posterior
+    return posterior.replaced(model=model, fingerprint=fingerprint(posterior.original))
 
 
 def random_chances(model: nn.Module, share: float = 0.4, seed: int = 3) -> dict[str, Tensor]:
@@ -172,7 +171,7 @@ def test_inclusion_of_units_keeps_its_digits_at_both_ends() -> None:
 def test_the_median_model_draws_the_kept_weights_alone(flow: bool) -> None:
     model = conv_net()
     posterior = posterior_of(model, random_chances(model), flow=flow)
-    posterior.temperature = 1.7
+    posterior = posterior.with_settings(temperature=1.7)
     median, sparse = uq.sparse.median(posterior), uq.sparse.median(posterior, certain=True)
     assert median.temperature == sparse.temperature == 1.7
     draws, known = median.sample(400, torch.Generator().manual_seed(0)), uq.sparse.summary(posterior)
@@ -197,8 +196,8 @@ def test_what_was_measured_on_the_full_posterior_does_not_come_along() -> None:
     x = inputs_of(4)
     y = targets_of(model, x, "classification")
     posterior = uq.fit(model, batches(x, y), method=short("latent_binary"))
-    uq.wrap(model, posterior, head="moments").calibrate(batches(x, y))
-    uq.calibrate(posterior, batches(x, y), share=None, progress=False)
+    posterior = uq.wrap(model, posterior, head="moments").fit_scale(batches(x, y)).posterior
+    posterior = uq.calibrate(posterior, batches(x, y), share=None, progress=False)
     assert posterior.history.calibration
     assert posterior.history.promises
     median = uq.sparse.median(posterior)
@@ -206,8 +205,8 @@ def test_what_was_measured_on_the_full_posterior_does_not_come_along() -> None:
     assert not median.history.promises
     assert median.features is posterior.features is not None
     before = posterior.temperature
-    uq.tune(median, batches(x, y), parameters=())
-    median.temperature = 3 * before
+    median = uq.tune(median, batches(x, y), parameters=())
+    median = median.with_settings(temperature=3 * before)
     assert posterior.temperature == before
     assert float(uq.wrap(model, median)(x).novelty().max()) <= 1
 

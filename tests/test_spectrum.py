@@ -51,8 +51,8 @@ def test_covariances_are_those_of_the_head(
     few = torch.randn(5, *inputs, dtype=torch.float64)
     found = predictor.at_every_prior(few)
     for prior in (1e-2, 1.0, 30.0, 1e4):
-        posterior.prior_precision = prior
-        exact = predictor.functional_covariance(few)
+        posterior = posterior.with_settings(prior_precision=prior)
+        exact = predictor.with_posterior(posterior).functional_covariance(few)
         size = exact.diagonal(dim1=1, dim2=2).amax(1)[:, None, None]
         distribution = found.at(prior)
         variance = distribution.variance.reshape(5, -1)
@@ -76,11 +76,11 @@ def test_priors_of_layers_keep_their_ratios() -> None:
     torch.manual_seed(0)
     model, x = perceptron(3), torch.randn(40, 6, dtype=torch.float64)
     posterior = uq.fit(model, [(x, torch.randint(3, (40,)))], "kfac", prior_precision=1.0, progress=False)
+    posterior = posterior.with_settings(prior_precision={"0": 4.0, "2": 9.0})
     predictor = uq.wrap(model, posterior, head="linearized")
-    posterior.prior_precision = {"0": 4.0, "2": 9.0}
     found = predictor.at_every_prior(x[:4])
-    posterior.prior_precision = {"0": 40.0, "2": 90.0}
-    exact = predictor.functional_variance(x[:4])
+    posterior = posterior.with_settings(prior_precision={"0": 40.0, "2": 90.0})
+    exact = predictor.with_posterior(posterior).functional_variance(x[:4])
     torch.testing.assert_close(found.at(60.0).variance, exact, rtol=2 * ROUNDING, atol=0)
 
 

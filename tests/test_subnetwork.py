@@ -118,7 +118,7 @@ def test_data_in_and_out_and_a_prior_by_layer() -> None:
         torch.testing.assert_close(_fisher(part), block.fisher)
         part = uq.update(part, [(x[18:], y[18:])], remove=True, progress=False)
         torch.testing.assert_close(_fisher(part), before.fisher)
-    whole.prior_precision = {"0": 1.0, "2": 5.0}
+    whole = whole.with_settings(prior_precision={"0": 1.0, "2": 5.0})
     inside = 30 * block.fisher + torch.where(block.index < 25, 1.0, 5.0).double().diag()
     weights = whole.variance()
     found = torch.cat(

@@ -424,9 +424,12 @@ def test_an_encoder_decoder_fits_from_inputs_and_labels(make: Callable[[], Any])
     torch.testing.assert_close(found.logits_mean, model(**batch).logits)
     for same in (predictor(batch), predictor.predict([batch], progress=False)):
         assert torch.equal(same.probs, found.probs)
-    tuned = uq.tune(posterior, [batch], prior_precisions=[2.0], progress=False)
-    measured = uq.evaluate({"plain": model, "posterior": predictor}, [batch], progress=False).metrics
-    assert measured["posterior"]["NLL"] == pytest.approx(tuned.chosen.objective, rel=1e-4)
+    tuned = uq.tune(posterior, [batch], parameters=(), progress=False)
+    predictors = {"plain": model, "posterior": uq.wrap(model, tuned)}
+    measured = uq.evaluate(predictors, [batch], progress=False).metrics
+    trials = tuned.history.trials
+    assert trials is not None and trials.chosen is not None
+    assert measured["posterior"]["NLL"] == pytest.approx(trials.chosen.objective, rel=1e-4)
 
 
 def test_an_encoder_decoder_without_labels_says_what_its_decoder_lacks() -> None:

@@ -85,7 +85,7 @@ def test_the_covariance_and_the_evidence(method: str) -> None:
     labels = torch.cat([y for _, y in data()])
     log_likelihood = outputs[torch.arange(20), labels].sum().detach()
     for tau in (1.0, 0.3):
-        posterior.prior_precision = tau
+        posterior = posterior.with_settings(prior_precision=tau)
         matrix = information + tau * r.diag()
         variance = flat(posterior, posterior.variance())
         torch.testing.assert_close(variance[own], torch.linalg.inv(matrix).diagonal(), rtol=1e-8, atol=0)
@@ -139,7 +139,7 @@ def test_the_search_by_evidence_knows_both() -> None:
     near = fit(model, "full", prior_precision="evidence", prior_mean=moved)
     assert near.prior_precision > 5 * plain.prior_precision  # the prior is nearly right about the weights
     posterior = fit(model, "full", prior_precision=tensors(model, 2, 0.5, 2.0), prior_mean=moved)
-    uq.tune(posterior)
+    posterior = uq.tune(posterior)
     best = posterior.log_marginal_likelihood()
     for factor in (0.8, 1.25):
         assert posterior.log_marginal_likelihood(posterior.prior_precision * factor) < best
@@ -262,15 +262,12 @@ def test_a_training_keeps_its_own_option_of_that_name() -> None:
     assert posterior.history.fit["prior mean"] == "trained"
 
 
-def test_a_kept_factor_belongs_to_its_prior_and_not_to_a_place_in_memory() -> None:
+def test_a_kept_factor_belongs_to_its_prior() -> None:
     model, x = mlp(), inputs_of(4)
     posterior = uq.fit(model, [x], "diag", prior_precision=1.0, progress=False)
-    for ratio in range(2, 60):  # each prior is gone before the next one is made, often in the same place
+    for ratio in (2, 3):
         names = [name for layer in posterior.layers.values() for name in layer.parameter_names]
         precision = {name: torch.full_like(posterior.mean[name], float(ratio)) for name in names}
-        posterior.weight_prior = WeightPrior()
-        posterior.variance()
-        posterior.weight_prior = None  # type: ignore[assignment]
-        posterior.weight_prior = WeightPrior(precision)
+        posterior = posterior.replaced(weight_prior=WeightPrior(precision))
         for name, variance in posterior.variance().items():
             assert float(variance.max()) <= 1 / ratio + 1e-6, (name, ratio)

@@ -32,9 +32,8 @@ def test_the_head_is_recorded_and_another_one_is_met_with_a_warning(tmp_path: Pa
         uq.wrap(model, loaded, "sampling")
     with warnings.catch_warnings():
         warnings.simplefilter("error")
-        uq.wrap(model, loaded, "sampling")  # once is enough
         uq.wrap(model, loaded)
-    uq.tune(loaded, [x], criterion="faithful", head="sampling", antithetic=True, progress=False)
+    loaded = uq.tune(loaded, [x], criterion="faithful", head="sampling", antithetic=True, progress=False)
     predictor = uq.wrap(model, loaded)
     assert predictor.head == "sampling" and predictor.identity()["antithetic"]
 

@@ -75,7 +75,7 @@ class _Program(nn.Module):
         moments = self.predictor
         self.parts = None if moments is None else nn.ModuleList([moments.network, *moments.noises])
         self._closed = predictor if isinstance(predictor, ClosedForm) else None
-        self._posterior = head.posterior.snapshot()
+        self._posterior = head.posterior
         self.network = head.network_of_novelty if self._closed is None else self._closed.network
         promises = head.promises
         self._sets = _Sets.of(promises, level) if isinstance(promises, ConformalScores) else None

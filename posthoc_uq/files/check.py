@@ -45,7 +45,6 @@ def check_settings(posterior: Posterior, *, factorised: bool) -> None:
     Raises:
         NonFiniteError: a number is too large, or a precision is not positive definite.
     """
-    posterior = posterior.snapshot()
     with _unusable():
         validate_record(SettingsRecord, posterior.settings.plain(), "its settings")
         check_together(posterior)

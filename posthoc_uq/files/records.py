@@ -36,16 +36,9 @@ from posthoc_uq.likelihoods.prediction import SCORES
 from posthoc_uq.likelihoods.selective import QUANTILES
 from posthoc_uq.posteriors.block import BLOCKS, FAMILIES, TensorSpec
 from posthoc_uq.posteriors.features import SOURCES, FeatureGrams
+from posthoc_uq.posteriors.history import CRITERIA, History
 from posthoc_uq.posteriors.posterior import Posterior, WeightPrior
-from posthoc_uq.posteriors.search import CRITERIA
-from posthoc_uq.posteriors.settings import (
-    HEADS,
-    HYPERPARAMETERS,
-    NOVELTIES,
-    History,
-    Hyperparameters,
-    LayerPriors,
-)
+from posthoc_uq.posteriors.settings import HEADS, HYPERPARAMETERS, NOVELTIES, Hyperparameters, LayerPriors
 
 _MAX_DEPTH = 6  # levels of nested values that are kept unread
 
@@ -452,7 +445,7 @@ def _check_places(inputs: dict[str, InputRecord]) -> dict[str, InputRecord]:
 
 
 class HistoryRecord(Record):
-    """How the posterior was fitted, tuned and calibrated (`posthoc_uq.posteriors.settings.History`)."""
+    """How the posterior was fitted, tuned and calibrated (`posthoc_uq.posteriors.history.History`)."""
 
     fit: Annotated[dict[Name, Any], AfterValidator(_check_fit)]
     deterministic: dict[Name, Name]
@@ -490,7 +483,9 @@ class HistoryRecord(Record):
 def _plain_history(history: History) -> dict[str, Any]:
     required = ("fit", "deterministic", "tuning")
     values = {
-        name: value for name, value in vars(history).items() if value not in ({}, "") or name in required
+        name: value
+        for name, value in vars(history).items()
+        if name in HistoryRecord.model_fields and (value not in ({}, "") or name in required)
     }
     if history.faithful and not isfinite(history.faithful["divergence"]):  # for which JSON has no number
         values["faithful"] = {key: value for key, value in history.faithful.items() if key != "divergence"}

@@ -118,11 +118,11 @@ def save(
     check_unchanged(posterior)
     if rank() == 0:
         atomic.checked_target(path)  # before the work
-        atomic.write(path, _image(posterior.snapshot(), dtype, compression))
+        atomic.write(path, _image(posterior, dtype, compression))
 
 
 def _image(posterior: Posterior, dtype: torch.dtype | None, compression: str | None) -> BytesIO:
-    """The whole file in memory; `posterior` is a snapshot, which no other thread changes."""
+    """The whole file in memory."""
     try:
         description = description_of(posterior)
         arrays: dict[str, Callable[[], np.ndarray[Any, Any]]] = {}
@@ -237,8 +237,8 @@ def load(
             )
         posterior = _posterior(description, slots, tensors, parameters, likelihood)
         choice = choice_of(posterior.history.output, checked_output(output))
-        posterior.model = with_choice(with_separate_embedding_weight(model, posterior.original), choice)
-        return posterior
+        network = with_choice(with_separate_embedding_weight(model, posterior.original), choice)
+        return posterior.replaced(model=network)
 
 
 def _restored(
@@ -291,16 +291,17 @@ def _posterior(
         description.history.history(),
         trained_mean=by_group.get(MEAN, {}),
         settings=description.settings.hyperparameters(),
+        features=None
+        if description.features is None
+        else FeatureGrams.restore(description.features.plain(), by_group[FEATURES]),
+        weight_prior=WeightPrior(
+            by_group.get(PRIOR_PRECISION, {}), by_group.get(PRIOR_MEAN, description.prior.mean)
+        ),
+        fingerprint=description.fingerprint,
+        buffers_fingerprint=description.buffers_fingerprint,
+        others_fingerprint=description.others_fingerprint,
     )
-    posterior.weight_prior = WeightPrior(
-        by_group.get(PRIOR_PRECISION, {}), by_group.get(PRIOR_MEAN, description.prior.mean)
-    )
-    if description.features is not None:
-        posterior.features = FeatureGrams.restore(description.features.plain(), by_group[FEATURES])
     check_together(posterior)
-    posterior.fingerprint = description.fingerprint
-    posterior.buffers_fingerprint = description.buffers_fingerprint
-    posterior.others_fingerprint = description.others_fingerprint
     return posterior
 
 

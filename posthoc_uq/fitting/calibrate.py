@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass, field, replace
+from collections.abc import Iterable, Iterator
+from dataclasses import replace
 from inspect import signature
 from typing import Annotated, Any, Literal, cast, get_args
 
@@ -26,20 +26,12 @@ from posthoc_uq.core.batches import (
 from posthoc_uq.core.devices import as_double
 from posthoc_uq.core.errors import PosthocUQError
 from posthoc_uq.core.interrupts import defer_interrupts
-from posthoc_uq.core.options import Count, Seed, check_names, check_option, one_of
+from posthoc_uq.core.options import Seed, check_names, check_option, one_of
 from posthoc_uq.core.progress import bars_shown
 from posthoc_uq.core.randomness import isolated_random_state, mixed_seed, numbered, sample_keys, uniforms
 from posthoc_uq.core.steady import steady
-from posthoc_uq.files import check_unchanged
 from posthoc_uq.fitting.faithful import model_of, rows_named
-from posthoc_uq.fitting.leave_one_out import (
-    INITIALISATIONS,
-    Groups,
-    Initial,
-    LeaveOneOut,
-    calibrate_by_leave_one_out,
-)
-from posthoc_uq.fitting.tune import has_something_to_tune, tune
+from posthoc_uq.fitting.tune import has_something_to_tune, tell_returned, tuned_by_labels
 from posthoc_uq.fitting.wrap import head_class, options_of, recorded_head, wrap
 from posthoc_uq.heads.predictor import Predictor, promise_keys
 from posthoc_uq.layers.proof import count_samples
@@ -63,36 +55,9 @@ from posthoc_uq.likelihoods.prediction import Prediction
 from posthoc_uq.likelihoods.selective import QUANTILES, tail_of
 from posthoc_uq.likelihoods.weights import counted_alone, layout_of, nothing_counts
 from posthoc_uq.posteriors.posterior import Posterior
-from posthoc_uq.posteriors.report import described_promises
-from posthoc_uq.posteriors.search import Trials
 from posthoc_uq.posteriors.settings import HEADS
 
 Share = Annotated[float, Gt(0), Lt(1)]
-
-
-@dataclass(frozen=True)
-class Calibration:
-    """What `calibrate` did; prints itself.
-
-    Attributes:
-        trials: of the hyperparameters; None where there was nothing to tune.
-        tuned: the number of samples that tuned.
-        samples: the number of samples whose scores are stored.
-        approximate: whether they are the same ones, so that promises hold approximately.
-        promises: what is promised, in words.
-    """
-
-    trials: Trials | None = field(repr=False)
-    tuned: int
-    samples: int
-    approximate: bool
-    promises: str
-
-    def __str__(self) -> str:
-        chosen = "nothing to tune"
-        if self.trials is not None:
-            chosen = f"tuned by {self.tuned:,} samples: {str(self.trials).splitlines()[0]}"
-        return f"{chosen}\npromised: {self.promises}"
 
 
 @defer_interrupts
@@ -100,31 +65,28 @@ def calibrate(
     posterior: Posterior,
     loader: Iterable[Any],
     *,
-    criterion: Literal["likelihood", "leave_one_out"] = "likelihood",
     share: float | None = 0.5,
     sets: Literal["lac", "aps", "raps"] = "lac",
     by_class: bool = False,
     jointly: bool = False,
     head: str | None = None,
-    initial: Initial | Sequence[Initial] | None = None,
-    groups: Groups | None = None,
-    initialisations: int = INITIALISATIONS,
     seed: int = 0,
     batch_to_inputs: BatchFunction | None = None,
     batch_to_targets: BatchFunction | None = None,
     batch_to_weights: BatchFunction | None = None,
     progress: bool | None = None,
     **options: Any,
-) -> Calibration | LeaveOneOut:
-    """Tune a posterior on one part of held-out data, and store the scores of the other, by which predictions promise;
-    or estimate temperature or noise without held-out data.
+) -> Posterior:
+    """The posterior tuned on one part of held-out data, with the scores of the other, by which predictions promise; the
+    given one stays as it is.
 
     ``prediction.set(0.9)``, ``prediction.interval(0.9)`` and ``prediction.familiarity()`` then hold on average over new
     inputs like the held-out ones, whatever the model, by split conformal prediction (Vovk, Gammerman, Shafer,
     "Algorithmic learning in a random world", 2005; Angelopoulos and Bates, "A gentle introduction to conformal
     prediction", 2021): coverage is at least the level and, without ties, at most ``1 / (n + 1)`` more, with n samples
-    in the second part. They hold for the head and the hyperparameters at the end of this call; a later change of these
-    makes them void, and warns of it.
+    in the second part. They hold for the head and the hyperparameters that this call chose; another choice makes them
+    void, and warns of it. Without held-out data see ``tune(posterior, loader, criterion="leave_one_out")``, which
+    promises nothing.
 
     The scores, all of one prediction of each sample:
 
@@ -140,17 +102,10 @@ def calibrate(
       mask attends to, or all of them, for predictions as they are; and over those of them that count here, by labels
       and `batch_to_weights`, for predictions that are `PositionPrediction.masked` likewise.
 
-    ``criterion="leave_one_out"`` takes the training data, where none are held out: the temperature of classes, or the
-    noise of a regression, follows from leave-one-out predictions by the tangent kernel of the untrained network
-    (`posthoc_uq.fitting.leave_one_out`). It is for networks that were trained from scratch on these data (of a
-    fine-tuned one pass `initial`), and was found right for perceptrons; convolutional networks learn features that this
-    kernel lacks. It promises nothing.
-
     Args:
-        posterior: from `fit` or `load`. It is changed at the end, all at once; after an error it is as it was.
+        posterior: from `fit` or `load`.
         loader: batches with targets that chose nothing else: neither weights nor the time to stop. Read several times,
-            and every time with the same inputs. For leave-one-out the training data.
-        criterion: see above.
+            and every time with the same inputs.
         share: of the samples that tune; which, depends on their inputs and targets and the seed, not on their order.
             None: all samples do both, and promises hold approximately.
         sets: ``"lac"`` gives the smallest sets, and is the only score of positions; ``"aps"`` and ``"raps"`` give sets
@@ -159,11 +114,6 @@ def calibrate(
         jointly: of several values promise that the intervals of all of them hold at once, by the largest of their
             scores; by default each interval by itself.
         head: that predicts, as in `tune`.
-        initial: of leave-one-out: the network before its training as a model or a state dict, or several. Without it
-            every module is initialised anew by its `reset_parameters`.
-        groups: of leave-one-out: which samples are left out together, in the order of the loader, or a function of a
-            batch.
-        initialisations: of leave-one-out: untrained networks to average.
         seed: of the split, the draws and the randomised sets.
         batch_to_inputs: as in `fit`.
         batch_to_targets: as in `fit`.
@@ -172,6 +122,10 @@ def calibrate(
             once: their weight must be 1.
         progress: show a bar; by default on a terminal.
         **options: of the head, as in `wrap`, which takes them by default from then on.
+
+    Returns:
+        A new posterior. Its ``history.promises`` has the scores, and ``history.trials`` what tuning tried; `report`
+        says in words what is promised.
 
     Raises:
         PosthocUQError: no targets, too few samples, or a loader of other inputs each time.
@@ -190,81 +144,64 @@ def calibrate(
     check_names("calibrate", options, sorted(of_heads), signature(calibrate).parameters)
     check_loader(loader)
     progress = bars_shown(progress)
-    once, loader = isinstance(loader, Iterator), Readings(loader)
-    reader = BatchReader.of(model_of(posterior), batch_to_inputs, batch_to_targets, batch_to_weights)
-    trial = posterior.trial()
-    if one_of("criterion", criterion, ("likelihood", "leave_one_out")) == "leave_one_out":
-        of_promises = {"share": share != 0.5, "sets": sets != "lac", "by_class": by_class, "jointly": jointly}
-        said = {"head": head is not None, **of_promises, "batch_to_weights": batch_to_weights is not None}
-        if given := [name for name, is_said in said.items() if is_said] + list(options):
-            raise PosthocUQError(
-                f"Leave-one-out needs no head, promises nothing and counts every sample; leave {', '.join(given)} out."
-            )
-        with steady(model_of(trial), call="calibrate"):
-            check_unchanged(trial)
-            found = calibrate_by_leave_one_out(
-                trial,
-                loader,
-                reader,
-                initial=initial,
-                groups=groups,
-                initialisations=check_option("initialisations", initialisations, Count),
-                seed=seed,
-                progress=progress,
-            )
-            if trial.history.faithful and not once:
-                # faithful at the new noise or temperature
-                tune(
-                    trial,
-                    loader,
-                    criterion="faithful",
-                    seed=seed,
-                    batch_to_inputs=batch_to_inputs,
-                    batch_to_targets=batch_to_targets,
-                    progress=progress,
-                )
-        posterior.adopt(trial)
-        return found
-    if initial is not None or groups is not None:
-        raise PosthocUQError(
-            "initial and groups are for criterion='leave_one_out'; held-out data need neither."
-        )
     check_reusable(loader, 3)
-    data = _HeldOut(loader, reader, trial.likelihood, seed)
-    with steady(model_of(trial), call="calibrate"), rows_named(trial, seed, data.of_loader):
+    new = calibrated(
+        posterior,
+        Readings(loader),
+        BatchReader.of(model_of(posterior), batch_to_inputs, batch_to_targets, batch_to_weights),
+        share=share,
+        sets=sets,
+        by_class=by_class,
+        jointly=jointly,
+        head=head,
+        seed=seed,
+        progress=progress,
+        options=options,
+    )
+    tell_returned(new, progress)
+    return new
+
+
+def calibrated(
+    posterior: Posterior,
+    loader: Iterable[Any],
+    reader: BatchReader,
+    *,
+    share: float | None = 0.5,
+    sets: SetScore = "lac",
+    by_class: bool = False,
+    jointly: bool = False,
+    head: str | None = None,
+    seed: int,
+    progress: bool,
+    options: dict[str, Any],
+) -> Posterior:
+    """`calibrate`, once its arguments are checked."""
+    data = _HeldOut(loader, reader, posterior.likelihood, seed)
+    with steady(model_of(posterior), call="calibrate"), rows_named(posterior, seed, data.of_loader):
         if share is not None:
             data.split(share)
-        trials = None
-        if has_something_to_tune(trial):
-            trials = tune(
-                trial,
-                data,
-                criterion="likelihood",
-                head=head,
-                seed=seed,
-                progress=progress,
-                **options,
+        if has_something_to_tune(posterior):
+            tuned = tuned_by_labels(
+                posterior, data, reader, head=head, seed=seed, progress=progress, options=options
             )
         else:
-            name, recorded = recorded_head(trial)
+            name, recorded = recorded_head(posterior)
             kept = recorded if head in (None, name) else {}
-            trial.history.head = {"name": head or name, "options": kept, "criterion": "given"}
+            tuned = posterior.noted(head={"name": head or name, "options": kept, "criterion": "given"})
         plain = {key: value for key, value in options.items() if isinstance(value, (bool, int, float, str))}
-        trial.history.head["options"] = trial.history.head["options"] | plain  # `wrap` takes them by default
-        predictor = wrap(model_of(trial), trial, **options)
-        trial.history.promises = {}  # so that predictions are made without those that are replaced
+        head_record = {**tuned.history.head, "options": tuned.history.head["options"] | plain}
+        # without promises, so that predictions are made without those that are replaced
+        tuned = tuned.replaced(history=replace(tuned.history, head=head_record, promises={}))
+        predictor = wrap(model_of(tuned), tuned, **options)
         measured = _measured(predictor, data, sets, by_class, jointly, progress)
-    samples: int = measured["samples"]
     record: dict[str, Any] = measured | {
         "seed": seed,
         "head": dict(predictor.identity()),
-        "posterior": predictor.hyperparameters(),
+        "posterior": tuned.settings.plain(),
     }
-    trial.history.promises = record if share is None else record | {"share": share}
-    posterior.adopt(trial)
-    posterior.warned_heads |= trial.warned_heads
-    tuned = samples if share is None else data.tuning
-    return Calibration(trials, tuned, samples, share is None, described_promises(trial.history.promises))
+    promises = record if share is None else record | {"share": share}
+    return tuned.replaced(history=replace(tuned.history, promises=promises))
 
 
 class _HeldOut:

@@ -1,7 +1,7 @@
 """The faithful prior: smallest prior precision for which KL(network, predictive) on training inputs is within a budget.
 
 There are two other criteria: the likelihood of held-out labels (`posthoc_uq.fitting.held_out`), and the log marginal
-likelihood, which needs no predictions (`posthoc_uq.posteriors.search`). All three set the posterior's
+likelihood, which needs no predictions (`posthoc_uq.posteriors.search`). All three choose the posterior's
 `width_parameter`: its prior precision, or the `scale` of one whose variances were trained.
 """
 
@@ -32,8 +32,9 @@ from posthoc_uq.layers.proof import PROBE_SAMPLES, count_samples
 from posthoc_uq.likelihoods.labels import Layout
 from posthoc_uq.likelihoods.prediction import at_least_float32, by_input
 from posthoc_uq.likelihoods.weights import counted_positions, nothing_counts
+from posthoc_uq.posteriors.history import Trial, Trials
 from posthoc_uq.posteriors.posterior import Posterior
-from posthoc_uq.posteriors.search import SearchBar, Trial, Trials
+from posthoc_uq.posteriors.search import SearchBar
 from posthoc_uq.posteriors.settings import HYPERPARAMETERS, Hyperparameters, get_width
 
 
@@ -45,7 +46,8 @@ def model_of(posterior: Posterior) -> nn.Module:
     """
     if posterior.model is None:
         raise PosthocUQError(
-            "The posterior has lost its model; set posterior.model to the model it was fitted on."
+            "The posterior has no model; save it, and load it with the model that it was fitted on: "
+            "uq.load(path, model)."
         )
     return posterior.model
 
@@ -102,52 +104,60 @@ def rows_named(posterior: Posterior, seed: int, of_loader: Callable[[], Iterable
 
 
 class Score(ABC):
-    """A score of predictions of the same batches, as a function of the posterior's present settings.
+    """A score of predictions of the same batches, as a function of the posterior's settings.
 
     What comes before the posterior in the model runs once for each batch, and all evaluations draw with the same seed.
 
     Args:
-        posterior: whose settings change between evaluations.
-        predictor: predicts the batches.
+        predictor: predicts the batches, under the posterior at the settings of each evaluation.
         read: gives the batches, in the same order at every call, each with what its prediction is compared with.
         seed: of the draws.
-        tempered: whether every evaluation first sets the temperature.
+        tempered: whether every evaluation first finds the temperature.
+
+    Attributes:
+        posterior: the predictor's.
     """
 
     def __init__(
         self,
-        posterior: Posterior,
         predictor: Predictor,
         read: Callable[[], Iterator[tuple[Batch, Any]]],
         seed: int,
         tempered: bool,
     ) -> None:
-        self.posterior, self._predictor, self._seed, self._tempered = posterior, predictor, seed, tempered
+        self.posterior, self._predictor = predictor.posterior, predictor
+        self._seed, self._tempered = seed, tempered
         self._cache, self._read = FeatureCache(predictor, read), read
         self._sound = False  # the network's own outputs are known to be finite
 
-    def evaluate(self) -> float:
-        """The score at the present settings, infinite where there is none; sets the temperature if that is searched.
+    def evaluate(self, settings: Hyperparameters) -> Trial:
+        """The score at these settings, infinite where there is none; at the best temperature, if that is searched.
 
         Raises:
             NonFiniteError: there is none because the network's own outputs are not finite.
         """
+        found, value = settings, inf
         try:
-            self._predictor.refresh(self._seed)
+            predictor = self._at(settings)
             with torch.no_grad():
-                pairs: Iterable[tuple[Any, Any]] = self._pairs()
+                pairs: Iterable[tuple[Any, Any]] = self._pairs(predictor)
                 if self._tempered:
                     pairs = list(pairs)
-                    self.posterior.temperature = self._best_temperature(pairs)
-                value = self._mean(pairs)
+                    found = replace(settings, temperature=self._best_temperature(predictor, pairs))
+                    predictor = self._at(found)
+                value = self._mean(predictor, pairs)
         except NonFiniteError:  # draws of extreme weights, or a precision that cannot be factorised
             value = inf
         if isfinite(value):
-            return value
+            return Trial(found, value)
         if not self._sound:
             with torch.no_grad():
                 self._check_network()
-        return inf
+        return Trial(found, inf)
+
+    def _at(self, settings: Hyperparameters) -> Predictor:
+        """The predictor at these settings."""
+        return self._predictor.with_posterior(self.posterior.at(settings), self._seed)
 
     def _check_network(self) -> None:
         """Refuse data for which the network itself has no finite outputs: no settings would give them a score.
@@ -168,9 +178,9 @@ class Score(ABC):
             with torch.no_grad():
                 check_rows_finite((floating_numbers(batch) for batch, _ in self._read()), "the numbers")
 
-    def _pairs(self) -> Iterator[tuple[Any, Any]]:
+    def _pairs(self, predictor: Predictor) -> Iterator[tuple[Any, Any]]:
         """The distribution of the outputs of each batch, with what its prediction is compared with."""
-        return self._cache.distributions()
+        return self._cache.distributions(predictor)
 
     def _network_outputs(self) -> Iterator[tuple[Tensor, Any]]:
         """Outputs of the network at the posterior's mean for each batch, with what predictions are compared with."""
@@ -178,11 +188,11 @@ class Score(ABC):
         return self._cache.outputs(lambda batch: batch.copied().call(network))
 
     @abstractmethod
-    def _mean(self, pairs: Iterable[tuple[Any, Any]]) -> float:
-        """The score of these distributions at the present temperature."""
+    def _mean(self, predictor: Predictor, pairs: Iterable[tuple[Any, Any]]) -> float:
+        """The score of these distributions, at the predictor's temperature."""
 
     @abstractmethod
-    def _best_temperature(self, pairs: Sequence[tuple[Any, Any]]) -> float: ...
+    def _best_temperature(self, predictor: Predictor, pairs: Sequence[tuple[Any, Any]]) -> float: ...
 
 
 TOLERANCE = 0.05  # decades of the prior precision
@@ -271,9 +281,8 @@ class Divergence(Score):
     """The mean divergence of predictions from those of the network, on given inputs.
 
     Args:
-        posterior: its present temperature is the network's.
         inputs: batches, on the model's device.
-        predictor: predicts them.
+        predictor: predicts them; its posterior's temperature is the network's.
         seed: of the draws of a head that draws weights.
         matched: whether predictions have the temperature at which their mean entropy is the network's.
         advance: called with the numbers of inputs that were predicted, as the work on them goes on.
@@ -287,7 +296,6 @@ class Divergence(Score):
 
     def __init__(
         self,
-        posterior: Posterior,
         inputs: Sequence[Batch],
         predictor: Predictor,
         *,
@@ -296,14 +304,13 @@ class Divergence(Score):
         advance: Callable[[int], None],
         known: Sequence[_NetworkOutputs] = (),
     ) -> None:
+        posterior = predictor.posterior
         with torch.no_grad():
             if not known:
                 network = replicate(model_of(posterior), posterior.trained_mean)
                 inputs = _enough(inputs, network, predictor)
             self.inputs = inputs
-            super().__init__(
-                posterior, predictor, lambda: ((batch, batch) for batch in inputs), seed, matched
-            )
+            super().__init__(predictor, lambda: ((batch, batch) for batch in inputs), seed, matched)
             self._compared = list(known) or [
                 _NetworkOutputs.of(outputs, batch, posterior) for outputs, batch in self._network_outputs()
             ]
@@ -361,36 +368,31 @@ class Divergence(Score):
             return False
         return float(as_double(torch.cat(logits)).std(0).max()) < _MAX_FLAT_SPREAD
 
-    def current_divergence(self) -> float:
-        """The mean divergence in nats at the posterior's present settings but the temperature, which is the network's,
-        or the matched one, from then on.
-        """
-        self.posterior.temperature = self._temperature
-        value = self.evaluate()
-        if not isfinite(value):
-            self.posterior.temperature = self._temperature
-        return value
-
-    def _pairs(self) -> Iterator[tuple[Any, Any]]:
-        of_batches = self._cache.distributions()
+    def _pairs(self, predictor: Predictor) -> Iterator[tuple[Any, Any]]:
+        of_batches = self._cache.distributions(predictor)
         for network in self._compared:
             with count_progress(len(network.outputs), self._advance):
                 distribution, _ = next(of_batches)
             yield distribution, network
 
-    def _mean(self, pairs: Iterable[tuple[Any, Any]]) -> float:
-        return self._mean_of(self.posterior.observation.divergence, pairs)
+    def _mean(self, predictor: Predictor, pairs: Iterable[tuple[Any, Any]]) -> float:
+        return self._mean_of(predictor.posterior.observation.divergence, predictor, pairs)
 
-    def _mean_of(self, score: Callable[[Tensor, Any], Tensor], pairs: Iterable[tuple[Any, Any]]) -> float:
+    def _mean_of(
+        self,
+        score: Callable[[Tensor, Any], Tensor],
+        predictor: Predictor,
+        pairs: Iterable[tuple[Any, Any]],
+    ) -> float:
         """Mean of a score of outputs and predictions over all inputs, or positions that count."""
         total = 0.0
         for distribution, network in pairs:
             if network.rows:
-                prediction = self._predictor.prediction_of(distribution)
+                prediction = predictor.prediction_of(distribution)
                 total += network.rows * float(network.mean(score, prediction))
         return total / self.rows
 
-    def _best_temperature(self, pairs: Sequence[tuple[Any, Any]]) -> float:
+    def _best_temperature(self, predictor: Predictor, pairs: Sequence[tuple[Any, Any]]) -> float:
         """The temperature at which the mean entropy is the network's, or the network's temperature if there is none."""
         entropy = self.posterior.likelihood.entropy
         network_entropy = sum(
@@ -401,8 +403,9 @@ class Divergence(Score):
 
         @cache
         def excess(decade: float) -> float:
-            self.posterior.temperature = self._temperature * 10.0**decade
-            return self._mean_of(lambda _, p: by_input(p.entropy()), pairs) - network_entropy / self.rows
+            settings = replace(predictor.posterior.settings, temperature=self._temperature * 10.0**decade)
+            entropies = self._mean_of(lambda _, p: by_input(p.entropy()), self._at(settings), pairs)
+            return entropies - network_entropy / self.rows
 
         low, high = (log10(bound) for bound in TEMPERATURES)
         if not (excess(low) <= 0.0 <= excess(high)):  # NaN included
@@ -429,26 +432,26 @@ class ApproximateDivergence(Divergence):
 
     by_row: Tensor
 
-    def differentiate(self) -> bool:
-        """Run the backward passes of the inputs; false where the predictor cannot serve them."""
-        self._at_every_prior = list[Any]()
+    def differentiate(self, settings: Hyperparameters) -> bool:
+        """Run the backward passes of the inputs, around these settings; false where the predictor cannot serve them."""
+        self._at_every_prior, predictor = list[Any](), self._at(settings)
         for network, batch in zip(self._compared, self.inputs, strict=True):
             with count_progress(len(network.outputs), self._advance):
-                found = self._predictor.at_every_prior(batch)
+                found = predictor.at_every_prior(batch)
             if found is None:
                 return False
             self._at_every_prior.append(found)
         return True
 
-    def _pairs(self) -> Iterator[tuple[Any, Any]]:
-        width = get_width(self.posterior.settings, "prior_precision")
+    def _pairs(self, predictor: Predictor) -> Iterator[tuple[Any, Any]]:
+        width = get_width(predictor.posterior.settings, "prior_precision")
         for found, network in zip(self._at_every_prior, self._compared, strict=True):
             yield found.at(width), network
 
-    def _mean(self, pairs: Iterable[tuple[Any, Any]]) -> float:
-        divergence = self.posterior.observation.divergence
+    def _mean(self, predictor: Predictor, pairs: Iterable[tuple[Any, Any]]) -> float:
+        divergence = predictor.posterior.observation.divergence
         rows = [
-            divergence(network.outputs, self._predictor.prediction_of(distribution))
+            divergence(network.outputs, predictor.prediction_of(distribution))
             for distribution, network in pairs
         ]
         self.by_row = as_double(torch.cat([row.reshape(len(row), -1).mean(1) for row in rows]))
@@ -541,36 +544,35 @@ _MAX_ZERO_SQUARE = 1e-12  # mean square up to which weights count as zero
 
 
 class FaithfulSearch:
-    """Finds the faithful prior of a posterior, and sets it::
+    """Finds the faithful prior of a posterior::
 
         tau* = inf {tau : D(tau') <= budget for every tau' >= tau},
         D(tau) = mean over training inputs of KL(p_network(. | x) || p_posterior(. | x; tau)),
 
     where p_posterior is the prediction of the head that will be used. Where outputs have positions the mean is over all
-    positions that count. Neither labels nor held-out data are needed. Where no prior precision can be set (the
-    variances of a training), the `scale` is set instead. With a matched temperature, every tau has the temperature at
-    which the mean entropy over the same inputs is the network's: confidence is kept on average, and moves from inputs
-    where the weights disagree to inputs where they agree. Where every prediction runs the whole model, the search goes
-    by `ApproximateDivergence`, times the ratio of the exact to the approximate one on some of the inputs; where the
-    head has none, a few of the inputs determine where the search on all of them begins.
+    positions that count. Neither labels nor held-out data are needed. Where there is no free prior precision (the
+    variances of a training), the `scale` is sought instead. With a matched temperature, every tau has the temperature
+    at which the mean entropy over the same inputs is the network's: confidence is kept on average, and moves from
+    inputs where the weights disagree to inputs where they agree. Where every prediction runs the whole model, the
+    search goes by `ApproximateDivergence`, times the ratio of the exact to the approximate one on some of the inputs;
+    where the head has none, a few of the inputs determine where the search on all of them begins.
 
     Args:
-        posterior: its prior precision, or scale, is set; its present temperature is the network's.
         inputs: batches of training inputs, on the model's device.
-        predictor: predicts them.
+        predictor: predicts them; its posterior's temperature is the network's.
         seed: of the draws of a head that draws weights.
         matched: whether each prior precision has a temperature that matches the entropy.
         progress: whether a search shows a bar.
 
     Attributes:
-        parameter: the hyperparameter that is set.
+        posterior: the predictor's.
+        parameter: the hyperparameter that is sought.
         samples: how many inputs the divergence is measured on.
         tried: the trial at every decade, on all inputs, of the last search.
     """
 
     def __init__(
         self,
-        posterior: Posterior,
         inputs: Sequence[Batch],
         predictor: Predictor,
         *,
@@ -578,7 +580,8 @@ class FaithfulSearch:
         matched: bool = False,
         progress: bool = False,
     ) -> None:
-        self.posterior, self.tried, self._progress = posterior, dict[float, Trial](), progress
+        self.posterior = posterior = predictor.posterior
+        self.tried, self._progress = dict[float, Trial](), progress
         self.parameter = width_parameter_of(posterior)
         self._of_prior = self.parameter == "prior_precision"
         # at decade 0: a prior precision of 1, or the scale as it is
@@ -594,7 +597,7 @@ class FaithfulSearch:
             "matched": matched and posterior.likelihood.logits,
             "advance": lambda inputs: self._bar.advance(inputs),
         }
-        self._all = Divergence(posterior, inputs, **self._measured)
+        self._all = Divergence(inputs, **self._measured)
         self.samples = self._all.samples
         if not self._all.rows:
             raise nothing_counts()
@@ -603,14 +606,19 @@ class FaithfulSearch:
     def _on_first(self, kind: type[AnyDivergence], number: int) -> AnyDivergence:
         """The divergence on the first so many of the inputs."""
         inputs, known = self._all.first(number)
-        return kind(self.posterior, inputs, known=known, **self._measured)
+        return kind(inputs, known=known, **self._measured)
 
     @property
     def label(self) -> str:
         return HYPERPARAMETERS[self.parameter].label
 
-    def set_widest(self, budget: float) -> float:
-        """Set the widest posterior within the budget, or the narrowest tried, and return its decade."""
+    def widest(self, budget: float) -> Trial:
+        """The widest posterior within the budget, or the narrowest tried."""
+        decade = self._widest(budget)  # which begins a new `tried`
+        return self.tried[decade]
+
+    def _widest(self, budget: float) -> float:
+        """The decade of `widest`."""
         weights = self._weights_decade()
         # never wider than a training made it
         low, high = weights - (_END_BELOW if self._of_prior else 0), weights + _GIVE_UP_ABOVE
@@ -642,7 +650,6 @@ class FaithfulSearch:
                 upwards = TOLERANCE
             decade, _ = search(self._divergence_at, start=start, slope=slope, upwards=upwards)
         self._all.require(self.tried[decade].objective)
-        self.posterior.settings = self.tried[decade].settings
         return decade
 
     def _approximate(
@@ -653,18 +660,16 @@ class FaithfulSearch:
         """
         if not self._of_prior:
             return None
-        self.posterior.settings = self._unit
         for number in sorted({_SOME_INPUTS if self._large else self._all.samples, self._all.samples}):
             self._bar.to_come.insert(0, (1, number))
             self._bar.begin_search()
             self._bar.begin_evaluation()
             found = self._on_first(ApproximateDivergence, number)
-            if not found.differentiate():
+            if not found.differentiate(self._unit):
                 return None
             if number < self._all.samples:
                 decade, _ = search(partial(self._divergence, on=found, tried={}))
                 self._divergence(decade, found, {})
-                self.posterior.settings = self._unit
                 if not found.by_row.std() / number**0.5 <= _MAX_ERROR * budget:
                     continue
             self.samples = number
@@ -688,18 +693,20 @@ class FaithfulSearch:
         def corrected(decade: float) -> float:
             if decade not in self.tried:
                 divergence = exact(decade)
-                of_all = self._divergence(decade, approximate, {})
+                of_all = self._try(decade, approximate, {})
                 of_some = float(approximate.by_row[: some.samples].mean())
                 if isfinite(divergence) and of_some > _ROUNDING_NATS:
-                    divergence *= of_all / of_some
-                self.tried[decade] = Trial(self.posterior.settings, divergence)
+                    divergence *= of_all.objective / of_some
+                self.tried[decade] = Trial(of_all.settings, divergence)
             return self.tried[decade].objective
 
         return corrected
 
     def run(self, budget: float) -> Trials:
-        """Set the widest posterior within the budget; if there is none, warn and set the narrowest tried."""
-        decade = self.set_widest(budget)
+        """The trials, of which the widest posterior within the budget is chosen; if there is none, it warns and chooses
+        the narrowest tried.
+        """
+        decade = self._widest(budget)
         divergence, edges = self.tried[decade].objective, list[str]()
         if not divergence <= budget:
             warn_user(
@@ -709,18 +716,17 @@ class FaithfulSearch:
             )
         if self._of_prior and decade <= self._weights_decade() - _END_BELOW:
             if self._all.flat:
-                decade = self._set_to_size_of_weights()
+                decade = self._size_of_weights()
             else:
                 edges.append(f"{self.label} = 10^{decade:g}")
         trials = Trials("faithful", (self.parameter, "temperature"), list(self.tried.values()), at_edge=edges)
         trials.chosen = self.tried[decade]
         return trials
 
-    def _set_to_size_of_weights(self) -> float:
+    def _size_of_weights(self) -> float:
         """The decade of the weights' size, for where nothing bounds the prior; warns."""
         decade = self._weights_decade()
         divergence = self._divergence_at(decade)
-        self.posterior.settings = self.tried[decade].settings
         warn_user(
             f"The model's outputs hardly depend on its inputs, so that the size of the trained weights set the "
             f"{self.label} ({divergence:.1g} nats from the network's own predictions). Check that the weights are the "
@@ -738,18 +744,23 @@ class FaithfulSearch:
         return float(ceil(-log10(mean_square))) if mean_square > _MAX_ZERO_SQUARE else 0.0
 
     def _divergence(self, decade: float, on: Divergence, tried: dict[float, Trial]) -> float:
-        """The divergence at a decade on some inputs; the trial is remembered."""
+        """The divergence at a decade on some inputs."""
+        return self._try(decade, on, tried).objective
+
+    def _try(self, decade: float, on: Divergence, tried: dict[float, Trial]) -> Trial:
+        """The divergence at a decade on some inputs, at the network's temperature or the matched one; the trial is
+        remembered.
+        """
         if decade not in tried:
             self._bar.begin_evaluation()
-            self.posterior.settings = scale_width(self._unit, self.parameter, 10.0**decade)
-            divergence = on.current_divergence()
-            tried[decade] = Trial(self.posterior.settings, divergence)
-        return tried[decade].objective
+            settings = scale_width(self._unit, self.parameter, 10.0**decade)
+            trial = on.evaluate(settings)
+            tried[decade] = trial if isfinite(trial.objective) else Trial(settings, inf)
+        return tried[decade]
 
 
 @full_precision()
 def set_faithful(
-    posterior: Posterior,
     inputs: Sequence[Batch],
     predictor: Predictor,
     budget: float,
@@ -757,38 +768,39 @@ def set_faithful(
     seed: int = 0,
     matched: bool = False,
     progress: bool = False,
-) -> Trials:
-    """Set the faithful prior (or scale) and its temperature, and record how far the predictions moved.
+) -> Posterior:
+    """The predictor's posterior with the faithful prior (or scale) and its temperature, and a record of how far the
+    predictions moved.
 
     Args:
-        posterior: its record names the head of the predictor.
         inputs: training inputs.
-        predictor: predicts them.
+        predictor: predicts them; its posterior's record names its head.
         budget: the largest divergence, in nats.
         seed: of the draws.
         matched: whether each prior precision has a temperature that matches the entropy.
         progress: whether to show a bar.
     """
-    history, earlier = posterior.history, posterior.history.faithful
+    posterior = predictor.posterior
+    how, earlier = dict(posterior.history.tuning), posterior.history.faithful
     matched_before = earlier and earlier["temperature"] != earlier["network_temperature"]
     if matched_before and posterior.temperature == earlier["temperature"]:  # by that search: take it back
-        posterior.temperature = earlier["network_temperature"]
-        history.tuning.pop("temperature", None)
+        posterior = posterior.at(replace(posterior.settings, temperature=earlier["network_temperature"]))
+        predictor = predictor.with_posterior(posterior)
+        how.pop("temperature", None)
     network_temperature = posterior.temperature
-    search = FaithfulSearch(posterior, inputs, predictor, seed=seed, matched=matched, progress=progress)
+    search = FaithfulSearch(inputs, predictor, seed=seed, matched=matched, progress=progress)
     trials = search.run(budget)
     assert trials.chosen is not None
     divergence, evaluations = trials.chosen.objective, len(trials.trials)
-    history.tuning[search.label] = (
+    posterior = posterior.at(trials.chosen.settings)
+    how[search.label] = (
         f"faithful through head={predictor.head!r}: divergence {divergence:.3g} of at most {budget:g} nats, on "
         f"{search.samples} training inputs predicted {'once' if evaluations == 1 else f'{evaluations} times'}"
         f"{'; the widest prior that is looked at' if trials.at_edge else ''}"
     )
     if posterior.temperature != network_temperature:
-        history.tuning["temperature"] = (
-            "the one at which the mean entropy on the same inputs is the network's"
-        )
-    history.faithful = {
+        how["temperature"] = "the one at which the mean entropy on the same inputs is the network's"
+    record = {
         "head": predictor.head,
         "value": posterior.settings.plain()[search.parameter],
         "temperature": posterior.temperature,
@@ -797,7 +809,8 @@ def set_faithful(
         "budget": float(budget),
         "settings": other_settings(posterior),
     }
-    return trials
+    history = replace(posterior.history, tuning=how, faithful=record, trials=trials)
+    return posterior.replaced(history=history)
 
 
 def other_settings(posterior: Posterior) -> dict[str, float]:

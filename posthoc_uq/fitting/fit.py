@@ -75,8 +75,8 @@ from posthoc_uq.fitting.prior import (
     Prior,
     check_weight_prior,
     prior_and_budget,
-    set_prior,
     weight_prior_of,
+    with_prior,
 )
 from posthoc_uq.fitting.wrap import head_class
 from posthoc_uq.layers.layer import Layer
@@ -94,9 +94,9 @@ from posthoc_uq.methods.checkpoint import (
 from posthoc_uq.methods.task import (
     Task,
     Tensors,
-    keep_features,
-    trained_features,
     watch_features,
+    with_features,
+    with_trained_features,
 )
 from posthoc_uq.posteriors.block import VARIANCES
 from posthoc_uq.posteriors.posterior import Posterior
@@ -132,10 +132,10 @@ def fit(
     """Fit a posterior over the weights of a trained model. The model is not changed, nor is the global random state.
 
     With nothing given but the method, the likelihood and at most 2,048 samples, the fit of a perceptron ends like
-    `calibrate(posterior, loader, criterion="leave_one_out")`, since such networks memorise their data: a regression
+    `tune(posterior, loader, criterion="leave_one_out")`, since such networks memorise their data: a regression
     gets the noise variance of new data, and classes a temperature where the network's confidence exceeds the accuracy
     that is likely at most by more than 0.1. This assumes training from scratch on these data, as the report says;
-    ``posterior.noise_scale = 1`` or ``posterior.temperature = 1`` takes it back.
+    ``posterior.with_settings(noise_scale=1)``, or ``temperature=1``, takes it back.
 
     In a process group of `torch.distributed` every process calls this with its part of the data (a `DataLoader`
     with a `DistributedSampler`) and gets the posterior of all data; a training runs in one process only.
@@ -268,15 +268,17 @@ def fit(
         kept_inputs = KeptInputs(task.memory_budget, request.likelihood, inputs_to_keep(task.layers.values()))
         task.observers += [kept_inputs] if request.divergence is not None else []
         noise_origin = _set_observation_noise(task) if request.finds_noise else "given"
-        posterior = _run_method(task, request)
-        posterior.weight_prior = weight_prior
+        posterior = _run_method(task, request).replaced(weight_prior=weight_prior)
         check_numbers(posterior)
         task.observe()
         del task.prepared  # its copy of the model and its hooks
-        _record(posterior, request, task, noise_origin)
-        if val_loader is None and not _set_by_leave_one_out(posterior, request, task) and request.finds_noise:
-            _warn_if_memorised(posterior)
-        set_prior(
+        posterior = _recorded(posterior, request, task, noise_origin)
+        if val_loader is None:
+            left_out = _by_leave_one_out(posterior, request, task)
+            if left_out is None and request.finds_noise:
+                _warn_if_memorised(posterior)
+            posterior = left_out or posterior
+        posterior = with_prior(
             posterior,
             request.prior,
             request.divergence,
@@ -285,22 +287,22 @@ def fit(
             tuned_after=val_loader is not None,
         )
         if val_loader is not None and not request.method.trains:
-            from posthoc_uq.fitting.calibrate import calibrate
+            from posthoc_uq.fitting.calibrate import calibrated
 
-            calibrate(
-                posterior,
-                val_loader,
-                seed=request.seed,
-                progress=request.progress,
-                batch_to_inputs=request.reader.batch_to_inputs,
-                batch_to_targets=request.reader.batch_to_targets,
+            held_out = request.val_loader
+            assert held_out is not None
+            reader = replace(request.reader, batch_to_weights=None)
+            posterior = calibrated(
+                posterior, held_out, reader, seed=request.seed, progress=request.progress, options={}
             )
         # a faithful prior was found by predictions, which factorised the precision
         check_settings(posterior, factorised=posterior.history.head["criterion"] != "faithful")
-        posterior.fingerprint = fingerprint(posterior.original)
-        posterior.buffers_fingerprint = buffers_fingerprint(request.model)
         parameters = parameters_of(unwrap(request.model))
-        posterior.others_fingerprint = others_fingerprint(parameters, posterior.original)
+        posterior = posterior.replaced(
+            fingerprint=fingerprint(posterior.original),
+            buffers_fingerprint=buffers_fingerprint(request.model),
+            others_fingerprint=others_fingerprint(parameters, posterior.original),
+        )
         return posterior, task
 
     def run_steadily() -> tuple[Posterior, Task]:
@@ -637,60 +639,64 @@ def _run_method(task: Task, request: _FitRequest) -> Posterior:
     """The method's posterior, with the statistics of the last layer's inputs."""
     if request.method.trains:
         posterior = request.method.fit(task)
-        trained_features(task, posterior, replicate(task.model, posterior.trained_mean))
-        return posterior
+        return with_trained_features(task, posterior, replicate(task.model, posterior.trained_mean))
     grams = watch_features(task)
-    posterior = request.method.fit(task)
-    keep_features(task, grams, posterior)
-    return posterior
+    return with_features(task, grams, request.method.fit(task))
 
 
-def _record(posterior: Posterior, request: _FitRequest, task: Task, noise_origin: str) -> None:
-    """Record how the posterior was fitted."""
+def _recorded(posterior: Posterior, request: _FitRequest, task: Task, noise_origin: str) -> Posterior:
+    """The posterior with a record of how it was fitted."""
     history, mean = posterior.history, request.weight_mean
+    facts, tuning = dict(history.fit), dict(history.tuning)
     frozen, covered = _frozen(task.model, posterior.layers)
     if frozen:
-        history.fit["frozen"] = f"{frozen:,} of {covered:,} weights with a posterior (requires_grad=False)"
+        facts["frozen"] = f"{frozen:,} of {covered:,} weights with a posterior (requires_grad=False)"
     for option in fields(request.method):
         value = getattr(request.method, option.name)
         if isinstance(value, (bool, int, float, str)) and value != option.default:
-            history.fit.setdefault(option.name.replace("_", " "), value)
+            facts.setdefault(option.name.replace("_", " "), value)
     if request.weight_precisions is not None:
-        history.fit["prior of each weight"] = "given, times the prior precision"
+        facts["prior of each weight"] = "given, times the prior precision"
     if mean is not None:
-        history.fit["prior mean"] = float(mean) if isinstance(mean, (int, float)) else "given"
+        facts["prior mean"] = float(mean) if isinstance(mean, (int, float)) else "given"
     if posterior.likelihood.noise_variance is not None:
-        history.tuning.setdefault("noise variance", noise_origin)
-    history.head = {"name": request.head, "options": {}}
+        tuning.setdefault("noise variance", noise_origin)
     choice = chosen_in(task.model)
-    history.output = {} if choice is None else choice.plain()
-    history.inputs = described_inputs(task.batch, request.reader.names)
+    history = replace(
+        history,
+        fit=facts,
+        tuning=tuning,
+        head={"name": request.head, "options": {}},
+        output={} if choice is None else choice.plain(),
+        inputs=described_inputs(task.batch, request.reader.names),
+    )
+    return posterior.replaced(history=history)
 
 
-def _set_by_leave_one_out(posterior: Posterior, request: _FitRequest, task: Task) -> bool:
-    """Set the temperature, or the noise of a regression, by leave-one-out, where nobody has to ask for it; see
-    docs/defaults.md. Returns whether it did.
+def _by_leave_one_out(posterior: Posterior, request: _FitRequest, task: Task) -> Posterior | None:
+    """The posterior with the temperature, or the noise of a regression, by leave-one-out, where nobody has to ask for
+    it; see docs/defaults.md. None elsewhere.
     """
     default = request.by_name and request.prior == "faithful" and request.divergence == DIVERGENCE
     default = default and request.weight_precisions is None
     given = posterior.likelihood.noise_variance is not None and not request.finds_noise
     once = isinstance(request.loader, Iterator)
     if request.method.trains or not default or given or once or world() > 1:
-        return False
+        return None
     from posthoc_uq.fitting.leave_one_out import (
         FEW_SAMPLES,
         UNASKED_GAP,
-        calibrate_by_leave_one_out,
         is_perceptron,
+        set_by_leave_one_out,
     )
 
     few = posterior.evidence.samples <= FEW_SAMPLES and posterior.evidence.log_likelihood is not None
     if not few or request.reader.batch_to_weights is not None:
-        return False
+        return None
     if not is_perceptron(task.model, task.batch, request.seed):
-        return False
+        return None
     try:
-        calibrate_by_leave_one_out(
+        return set_by_leave_one_out(
             posterior,
             task.loader,
             request.reader,
@@ -699,8 +705,7 @@ def _set_by_leave_one_out(posterior: Posterior, request: _FitRequest, task: Task
             least_gap=UNASKED_GAP,
         )
     except PosthocUQError:  # data or likelihood that it is not for
-        return False
-    return True
+        return None
 
 
 def _warn_if_memorised(posterior: Posterior) -> None:
@@ -720,7 +725,7 @@ def _warn_if_memorised(posterior: Posterior) -> None:
     if total == 0:
         return
     precision = sum(square.numel() for square in squares) / total
-    at_precision = posterior.snapshot(replace(posterior.settings, prior_precision=precision))
+    at_precision = posterior.at(replace(posterior.settings, prior_precision=precision))
     effective = 0.0
     for name, variance in at_precision.variance().items():
         wide = as_double(variance)
@@ -730,7 +735,7 @@ def _warn_if_memorised(posterior: Posterior) -> None:
         warn_user(
             f"The network has about {min(effective, targets):,.0f} effective parameters for {targets:,.0f} training "
             f"targets, so that their residuals underestimate the noise and intervals will be too narrow. Pass held-out "
-            f"data, uq.calibrate(posterior, val_loader), or the noise, noise_variance=...."
+            f"data, posterior = uq.calibrate(posterior, val_loader), or the noise, noise_variance=...."
         )
 
 

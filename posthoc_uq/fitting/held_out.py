@@ -22,8 +22,9 @@ from posthoc_uq.heads.features import CACHE_BUDGETS
 from posthoc_uq.heads.predictor import Predictor
 from posthoc_uq.layers.proof import count_samples
 from posthoc_uq.likelihoods.weights import labelled, mean_of_labels
+from posthoc_uq.posteriors.history import Trial, Trials
 from posthoc_uq.posteriors.posterior import Posterior
-from posthoc_uq.posteriors.search import SearchBar, Trial, Trials, search_decades
+from posthoc_uq.posteriors.search import SearchBar, search_decades
 from posthoc_uq.posteriors.settings import HYPERPARAMETERS, Hyperparameters, get_width
 
 _COMPARED = 16  # inputs on which approximate variances are compared with exact ones
@@ -80,11 +81,10 @@ def _most_probable(losses: Sequence[float], labels: int, centre: float) -> float
 class HeldOutLoss(Score):
     """Mean negative log-likelihood of the held-out labels that count (one a sample, or one a position), in nats.
 
-    Where the temperature is searched, every evaluation first sets the most probable one under the prior of
+    Where the temperature is searched, every evaluation first finds the most probable one under the prior of
     `hyperprior_penalty`. It is sought with few draws of the outputs; the loss at it is the head's own.
 
     Args:
-        posterior: its hyperparameters are set.
         loader: held-out batches with targets.
         predictor: predicts them.
         reader: takes batches apart.
@@ -100,7 +100,6 @@ class HeldOutLoss(Score):
 
     def __init__(
         self,
-        posterior: Posterior,
         loader: Iterable[Any],
         predictor: Predictor,
         reader: BatchReader,
@@ -109,7 +108,7 @@ class HeldOutLoss(Score):
         tempered: bool,
     ) -> None:
         check_reusable(loader, 2)
-        super().__init__(posterior, predictor, self._batches, seed, tempered)
+        super().__init__(predictor, self._batches, seed, tempered)
         self._loader, self._reader = loader, reader
         self.labels = 0
         self.by_sample = torch.zeros(0, dtype=torch.float64, device="cpu")
@@ -119,40 +118,30 @@ class HeldOutLoss(Score):
         self._correction = 1.0
 
     @contextmanager
-    def approximated(self) -> Generator[bool]:
-        """Evaluations within differ in the prior precision alone, and take one set of backward passes in all, by
-        `Predictor.at_every_prior`; gives whether the head has that, and the labels fit into memory.
+    def approximated(self, settings: Hyperparameters) -> Generator[bool]:
+        """Evaluations within differ from these settings in the prior precision alone, and take one set of backward
+        passes in all, by `Predictor.at_every_prior`; gives whether the head has that, and the labels fit into memory.
         """
-        found, nbytes = list[tuple[Any, Tensor]](), 0
-        self._predictor.refresh(self._seed)
+        found, nbytes, predictor = list[tuple[Any, Tensor]](), 0, self._at(settings)
         for batch, targets in self._batches():
-            made = self._predictor.at_every_prior(batch)
+            made = predictor.at_every_prior(batch)
             nbytes += 0 if made is None else made.sums.nbytes
             if made is None or nbytes > CACHE_BUDGETS * TEMPORARY_BYTES:
                 found.clear()
                 break
             found.append((made, targets))
             if len(found) == 1:
-                self._correction = self._exact_share(batch, made)
+                self._correction = _exact_share(predictor, batch, made)
         self._at_every_prior = found or None
         try:
             yield bool(found)
         finally:
             self._at_every_prior = None
 
-    def _exact_share(self, batch: Batch, made: Any) -> float:
-        """The exact variances of the first inputs, as a multiple of the approximate ones, on the mean."""
-        samples = count_samples(batch)
-        few = batch.narrow(0, min(samples, _COMPARED), samples)
-        exact: Any = self._predictor.distribution(few)
-        near = made.at(get_width(self.posterior.settings, "prior_precision")).variance[: len(exact.variance)]
-        share = float(as_double(exact.variance).sum() / as_double(near).sum())
-        return share if isfinite(share) and share > 0 else 1.0
-
-    def _pairs(self) -> Iterator[tuple[Any, Any]]:
+    def _pairs(self, predictor: Predictor) -> Iterator[tuple[Any, Any]]:
         if self._at_every_prior is None:
-            return super()._pairs()
-        width = get_width(self.posterior.settings, "prior_precision")
+            return super()._pairs(predictor)
+        width = get_width(predictor.posterior.settings, "prior_precision")
         share = self._correction
         return ((made.at(width).times(share), targets) for made, targets in self._at_every_prior)
 
@@ -166,10 +155,10 @@ class HeldOutLoss(Score):
                     )
                 yield batch, batch.targets.clone()  # which are kept beside features and outputs
 
-    def _mean(self, pairs: Iterable[tuple[Any, Any]]) -> float:
+    def _mean(self, predictor: Predictor, pairs: Iterable[tuple[Any, Any]]) -> float:
         losses, count, likelihood = list[Tensor](), 0, self.posterior.likelihood
         for distribution, targets in pairs:
-            prediction = self._predictor.prediction_of(distribution)
+            prediction = predictor.prediction_of(distribution)
             likelihood.check(prediction.outputs_mean, targets)
             losses.append(-as_double(prediction.log_prob(prediction.fitting(targets))).flatten().cpu())
             count += labelled(likelihood, targets)
@@ -178,29 +167,25 @@ class HeldOutLoss(Score):
             self.untempered = self.by_sample
         return mean_of_labels(float(self.by_sample.sum()), count)
 
-    def _best_temperature(self, pairs: Sequence[tuple[Any, Any]]) -> float:
+    def _best_temperature(self, predictor: Predictor, pairs: Sequence[tuple[Any, Any]]) -> float:
         if self.temperature is not None:
             return self.temperature
         if self.untempered is None:
-            self._mean(pairs)
-        predictions = [
-            (self._predictor.fast_predictions(distribution), targets) for distribution, targets in pairs
-        ]
-        losses = list[float]()
+            self._mean(predictor, pairs)
+        predictions = [(predictor.fast_predictions(distribution), targets) for distribution, targets in pairs]
+        losses, posterior = list[float](), predictor.posterior
         for decade in _TEMPERATURES:
-            self.posterior.temperature = 10.0 ** float(decade)
-            logs = ((draft(), targets) for draft, targets in predictions)
+            tempered = posterior.at(replace(posterior.settings, temperature=10.0 ** float(decade)))
+            logs = ((draft(tempered), targets) for draft, targets in predictions)
             total = sum(float(as_double(made.log_prob(made.fitting(y))).sum()) for made, y in logs)
             losses.append(-total / max(1, self.labels))
         return _most_probable(losses, self.labels, self._centre("temperature"))
 
-    def temperature_penalty(self) -> float:
+    def temperature_penalty(self, temperature: float) -> float:
         """What the prior of the temperature adds to the mean loss of the labels, where the temperature is searched."""
         if not self._tempered:
             return 0.0
-        return hyperprior_penalty(self.posterior.temperature, self._centre("temperature")) / max(
-            1, self.labels
-        )
+        return hyperprior_penalty(temperature, self._centre("temperature")) / max(1, self.labels)
 
     def _centre(self, name: str) -> float:
         """The most probable value, before any held-out label is seen: that of leave-one-out, or 1."""
@@ -216,30 +201,34 @@ class HeldOutLoss(Score):
             factor if estimated else max(factor, 1 / factor), self._centre("noise_scale")
         )
 
-    def of_model_alone(self) -> float:
+    def of_model_alone(self, noise_scale: float) -> float:
         """The loss of the model without a posterior."""
         if not self.posterior.trained_mean:
-            return self._of_outputs(self._network_outputs(), 1.0)
+            return self._of_outputs(self._network_outputs(), noise_scale)
         network = replicate(model_of(self.posterior))  # another network than that at the posterior's mean
         with torch.no_grad():
-            return self._of_outputs(((b.copied().call(network), y) for b, y in self._batches()), 1.0)
+            return self._of_outputs(((b.copied().call(network), y) for b, y in self._batches()), noise_scale)
 
-    def of_network(self) -> float:
+    def of_network(self, noise_scale: float) -> float:
         """The loss of the network at the posterior's mean, which an ever narrower posterior comes to, at its most
         probable temperature and with what the prior of that adds.
         """
         with torch.no_grad():
             pairs = list(self._network_outputs())
         if not self._tempered:
-            return self._of_outputs(pairs, 1.0)
-        losses = [self._of_outputs(pairs, 10.0 ** float(decade)) for decade in _TEMPERATURES]
+            return self._of_outputs(pairs, noise_scale)
+        losses = [self._of_outputs(pairs, noise_scale, 10.0 ** float(decade)) for decade in _TEMPERATURES]
         centre = self._centre("temperature")
         best = _most_probable(losses, self.labels, centre)
-        return self._of_outputs(pairs, best) + hyperprior_penalty(best, centre) / max(1, self.labels)
+        penalty = hyperprior_penalty(best, centre) / max(1, self.labels)
+        return self._of_outputs(pairs, noise_scale, best) + penalty
 
-    def _of_outputs(self, pairs: Iterable[tuple[Tensor, Any]], temperature: float) -> float:
+    def _of_outputs(
+        self, pairs: Iterable[tuple[Tensor, Any]], noise_scale: float, temperature: float = 1.0
+    ) -> float:
         """The loss of outputs without uncertainty."""
-        likelihood, total, count = self.posterior.observation.for_scoring(), 0.0, 0
+        likelihood = self.posterior.likelihood.at_noise_scale(noise_scale).for_scoring()
+        total, count = 0.0, 0
         with torch.no_grad():
             for outputs, targets in pairs:
                 scaled = outputs if temperature == 1.0 else outputs / temperature
@@ -247,8 +236,8 @@ class HeldOutLoss(Score):
                 count += labelled(self.posterior.likelihood, targets)
         return mean_of_labels(total, count)
 
-    def set_noise_of_network(self) -> None:
-        """Set the noise scale at which the network alone predicts the held-out data best, under the prior of
+    def noise_of_network(self, settings: Hyperparameters) -> float:
+        """The noise scale at which the network alone predicts the held-out data best, under the prior of
         `hyperprior_penalty`: for Gaussian noise about that of their mean squared residual. There a search may begin
         that does not depend on what was found before.
 
@@ -269,13 +258,22 @@ class HeldOutLoss(Score):
 
         factor, _ = search_decades(loss, (-2.0, 2.0), _NOISES, max_evaluations=60)
         if posterior.has_free_prior_precision:
-            posterior.noise_scale = factor
-            return
-        losses = dict[float, float]()
-        for candidate in (1.0, factor):
-            posterior.noise_scale = candidate
-            losses[candidate] = self.evaluate()
-        posterior.noise_scale = min(losses, key=lambda candidate: losses[candidate])
+            return factor
+
+        def evaluated(candidate: float) -> float:
+            return self.evaluate(replace(settings, noise_scale=candidate)).objective
+
+        return min((1.0, factor), key=evaluated)
+
+
+def _exact_share(predictor: Predictor, batch: Batch, made: Any) -> float:
+    """The exact variances of the first inputs, as a multiple of the approximate ones, on the mean."""
+    samples = count_samples(batch)
+    few = batch.narrow(0, min(samples, _COMPARED), samples)
+    exact: Any = predictor.distribution(few)
+    near = made.at(get_width(predictor.posterior.settings, "prior_precision")).variance[: len(exact.variance)]
+    share = float(as_double(exact.variance).sum() / as_double(near).sum())
+    return share if isfinite(share) and share > 0 else 1.0
 
 
 class _Tried(NamedTuple):
@@ -296,13 +294,15 @@ class HeldOutSearch:
     """A search over one hyperparameter after the other, by the likelihood of held-out labels.
 
     Args:
-        loss: of the labels, at the posterior's settings.
+        loss: of the labels.
+        settings: at which the search begins.
         searched: the names of the hyperparameters, in the order of the search.
-        tempered: whether every evaluation sets the temperature, too.
+        tempered: whether every evaluation finds a temperature, too.
         max_evaluations: for each hyperparameter but the width.
         progress: whether to show a bar.
 
     Attributes:
+        posterior: that of the loss, at the best settings found so far.
         trials: all that were evaluated.
         bar: of the evaluations; the searches belong into its `with`.
     """
@@ -310,13 +310,14 @@ class HeldOutSearch:
     def __init__(
         self,
         loss: HeldOutLoss,
+        settings: Hyperparameters,
         searched: Sequence[str],
         *,
         tempered: bool,
         max_evaluations: int,
         progress: bool,
     ) -> None:
-        self.posterior, self._loss, self._tempered = loss.posterior, loss, tempered
+        self.posterior, self._loss, self._tempered = loss.posterior.at(settings), loss, tempered
         self._max_evaluations = max_evaluations
         self._best: Trial | None = None  # of the hyperparameters searched so far
         self.trials = Trials("likelihood", (*searched, "temperature") if tempered else tuple(searched))
@@ -326,8 +327,8 @@ class HeldOutSearch:
         ]
         self.bar = SearchBar("tuning", "evaluations", progress, searches or [(1, 1)])
 
-    def set_width(self, grid: Sequence[float] | None) -> None:
-        """Set the smallest prior precision, or `scale`, that held-out labels do not speak against: its NLL is at most
+    def set_width(self) -> None:
+        """Find the smallest prior precision, or `scale`, that held-out labels do not speak against: its NLL is at most
         `_MAX_COST` above the best that was found, and its loss against the posterior of the fit, which is the present
         one, is at most `_MAX_HARM` with `_ERRORS` standard errors of that loss added.
 
@@ -341,9 +342,6 @@ class HeldOutSearch:
 
         Where the network is large and the head gives outputs at every prior precision from one set of backward passes,
         all trials are made from these; what was chosen is then tried once more, exactly.
-
-        Args:
-            grid: the prior precisions to try in place of the search; losses are then those against the best of them.
         """
         name, base = width_parameter_of(self.posterior), self.posterior.settings
         tried, self._loss.untempered = dict[float, _Tried](), None
@@ -356,25 +354,21 @@ class HeldOutSearch:
 
         def accepted(decade: float) -> bool:
             best = min(tried.values(), key=lambda each: each.penalised)
-            if grid is None and decade >= 0:
+            if decade >= 0:
                 return at(decade) <= min(best.penalised, network) + allowed
-            reference = self._loss.untempered if grid is None else best.losses
-            return at(decade) <= best.penalised + _MAX_COST and self._harmless(
-                tried[decade].losses, reference
-            )
+            return at(decade) <= best.penalised + _MAX_COST and self._harmless(tried[decade].losses)
 
-        saves = grid is None and name == "prior_precision" and backward_dominates(self.posterior)
-        in_one = self._loss.approximated() if saves else nullcontext(False)
+        saves = name == "prior_precision" and backward_dominates(self.posterior)
+        in_one = self._loss.approximated(base) if saves else nullcontext(False)
         with in_one as approximated:
-            for value in (get_width(base, name),) if grid is None else grid:
-                at(log10(value / get_width(base, name)))
-            network = self._loss.of_network() if grid is None else inf
+            at(0.0)
+            network = self._loss.of_network(base.noise_scale)
             likelihood, step = self.posterior.likelihood, _FIRST_STEP
             # of a density, certainty about a few labels is no reason
             allowed = (
                 max(_MAX_COST, _MIN_EVIDENCE / max(1, self._loss.labels)) if likelihood.logits else _MAX_HARM
             )
-            if grid is None and accepted(0.0):
+            if accepted(0.0):
                 # no wider than the evidence, which is wide, nor than a training found its variances
                 widest = _MAX_WIDER if likelihood.has_divergence else 0.0
                 widest = widest if name == "prior_precision" else min(widest, log10(get_width(base, name)))
@@ -382,7 +376,7 @@ class HeldOutSearch:
                 while step <= widest and accepted(-step):
                     step *= 2
                 self._loss.temperature = None
-            elif grid is None:
+            else:
                 while not accepted(step) and step < _MAX_NARROWER:
                     step *= 2
                 refused = max(decade for decade in tried if decade < step)
@@ -396,8 +390,7 @@ class HeldOutSearch:
             tried[chosen] = self._try(nearly.settings)
             self._loss.temperature = None
             self.trials.trials.remove(nearly)
-        self._best = tried[chosen].trial
-        self.posterior.settings = self._best.settings
+        self._keep(tried[chosen].trial)
         self._note_width(HYPERPARAMETERS[name].label, min(each.trial.objective for each in tried.values()))
 
     def set_other(self, name: str) -> None:
@@ -405,14 +398,15 @@ class HeldOutSearch:
         the best values tried.
         """
         self.bar.begin_search()
-        if self._best is None or not isfinite(self._best.objective):
-            self._best = self._try(self.posterior.settings).trial
         base = self._best
-        tried = [_Tried(base.objective + self._penalty(name), base, self._loss.by_sample)]
+        if base is None or not isfinite(base.objective):
+            base = self._try(self.posterior.settings).trial
+        start = base
+        tried = [_Tried(base.objective + self._penalty(base.settings, name), base, self._loss.by_sample)]
 
         def objective(x: float) -> float:
-            value = min(1.0, max(0.0, x)) if name == "residual_weight" else getattr(base.settings, name) * x
-            tried.append(self._try(replace(base.settings, **{name: value}), name))
+            value = min(1.0, max(0.0, x)) if name == "residual_weight" else getattr(start.settings, name) * x
+            tried.append(self._try(replace(start.settings, **{name: value}), name))
             return tried[-1].penalised
 
         edge = False
@@ -428,27 +422,29 @@ class HeldOutSearch:
         improved = min(tried, key=lambda each: each.penalised)
         label = HYPERPARAMETERS[name].label
         if improved.penalised < tried[0].penalised - _MIN_GAIN:
-            self._best = improved.trial
+            base = improved.trial
             if edge:
-                self.trials.at_edge.append(f"{label} = {getattr(self._best.settings, name):.3g}")
-        self.posterior.settings = self._best.settings
+                self.trials.at_edge.append(f"{label} = {getattr(base.settings, name):.3g}")
+        self._keep(base)
         of_variance = name == "noise_scale" and self.posterior.noise_variance is not None
-        self.posterior.history.tuning["noise variance" if of_variance else label] = "validation NLL"
+        self._note("noise variance" if of_variance else label, "validation NLL")
 
     def set_temperature(self) -> None:
-        """Set the temperature alone."""
+        """Find the temperature alone."""
         self.bar.begin_search()
-        self._best = self._try(self.posterior.settings).trial
+        self._keep(self._try(self.posterior.settings).trial)
         self._note_temperature()
 
-    def finish(self) -> Trials:
-        """The trials; warns of values at an edge, and if even the best predicts held-out data worse than the model."""
+    def finish(self) -> Posterior:
+        """The posterior at the best settings, with the trials in its history; warns of values at an edge, and if even
+        the best predicts held-out data worse than the model.
+        """
         trials, best = self.trials, self._best
         assert best is not None
         self._loss.require(best.objective)
         trials.chosen = best
         trials.warn_of_edges()
-        trials.model_alone = self._loss.of_model_alone()
+        trials.model_alone = self._loss.of_model_alone(best.settings.noise_scale)
         if best.objective > trials.model_alone + 2 * _MAX_HARM:
             advice = (
                 "Train longer, with a smaller prior_precision, or with train_mean=False."
@@ -459,29 +455,36 @@ class HeldOutSearch:
                 f"The best validation NLL found, {best.objective:.4g}, is worse than the model's own, "
                 f"{trials.model_alone:.4g}: the posterior does not serve this model. {advice}"
             )
-        return trials
+        return self.posterior.replaced(history=replace(self.posterior.history, trials=trials))
+
+    def _keep(self, trial: Trial) -> None:
+        """Take a trial as the best."""
+        self._best, self.posterior = trial, self.posterior.at(trial.settings)
+
+    def _note(self, label: str, how: str) -> None:
+        self.posterior = self.posterior.noted(tuning={label: how})
 
     def _try(self, settings: Hyperparameters, name: str = "") -> _Tried:
         """Evaluate the loss at these settings, in a search over `name`."""
         self.bar.begin_evaluation()
-        self.posterior.settings = settings
-        loss = self._loss.evaluate()
+        trial = self._loss.evaluate(settings)
         self.bar.advance()
-        trial = Trial(self.posterior.settings, loss)
         self.trials.trials.append(trial)
-        return _Tried(loss + self._penalty(name), trial, self._loss.by_sample)
+        penalised = trial.objective + self._penalty(trial.settings, name)
+        return _Tried(penalised, trial, self._loss.by_sample)
 
-    def _penalty(self, name: str) -> float:
-        """What the priors add to the mean loss at the present settings, where `name` is searched."""
-        penalty = self._loss.temperature_penalty()
+    def _penalty(self, settings: Hyperparameters, name: str) -> float:
+        """What the priors add to the mean loss at these settings, where `name` is searched."""
+        penalty = self._loss.temperature_penalty(settings.temperature)
         if name == "noise_scale":
-            penalty += self._loss.noise_reluctance(self.posterior.noise_scale) / max(1, self._loss.labels)
+            penalty += self._loss.noise_reluctance(settings.noise_scale) / max(1, self._loss.labels)
         return penalty
 
-    def _harmless(self, losses: Tensor, reference: Tensor | None) -> bool:
-        """Whether losses by sample are no worse than those of the reference by more than `_MAX_HARM` a label, and that
-        by `_ERRORS` standard errors.
+    def _harmless(self, losses: Tensor) -> bool:
+        """Whether losses by sample are no worse than those of the first evaluation by more than `_MAX_HARM` a label,
+        and that by `_ERRORS` standard errors.
         """
+        reference = self._loss.untempered
         if reference is None or reference.shape != losses.shape:
             return False
         harm, count = losses - reference, max(1, self._loss.labels)
@@ -495,17 +498,16 @@ class HeldOutSearch:
     def _note_width(self, label: str, best: float) -> None:
         assert self._best is not None
         given_up = max(0.0, self._best.objective - best)
-        self.posterior.history.tuning[label] = (
-            f"the widest that held-out labels do not speak against; validation NLL {given_up:.2g} above the best"
+        self._note(
+            label,
+            f"the widest that held-out labels do not speak against; validation NLL {given_up:.2g} above the best",
         )
         self.trials.nll_given_up_for_width = given_up
         if self._tempered:
             self._note_temperature()
 
     def _note_temperature(self) -> None:
-        self.posterior.history.tuning["temperature"] = (
-            "validation NLL, and a prior around 1 with a heavy tail above it"
-        )
+        self._note("temperature", "validation NLL, and a prior around 1 with a heavy tail above it")
         low, high = (10.0 ** float(decade) for decade in _TEMPERATURES[[0, -1]])
         if not 1.05 * low < self.posterior.temperature < high / 1.05:
             self.trials.at_edge.append(f"temperature = {self.posterior.temperature:.3g}")

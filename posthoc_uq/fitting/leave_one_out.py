@@ -9,7 +9,7 @@ estimate the accuracy of a classifier, and the noise variance of a regression.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from math import log10
 from typing import Any, cast
 
@@ -27,6 +27,7 @@ from posthoc_uq.core.randomness import isolated_random_state, mixed_seed
 from posthoc_uq.curvature.tangent_kernel import tangent_kernel, untrained, with_state
 from posthoc_uq.fitting.faithful import model_of
 from posthoc_uq.layers.proof import count_samples, prepare
+from posthoc_uq.posteriors.history import LeaveOneOut
 from posthoc_uq.posteriors.posterior import Posterior
 
 Initial = nn.Module | Mapping[str, Tensor]
@@ -162,47 +163,6 @@ def temperature_for(logits: Tensor, wanted: float) -> float:
     return 10.0 ** float(cast(float, brentq(excess, 0.0, highest, xtol=1e-6)))
 
 
-@dataclass(frozen=True)
-class LeaveOneOut:
-    """What leave-one-out found and set; prints itself.
-
-    Attributes:
-        accuracy: the estimated accuracy on new inputs, of classes; None of a regression.
-        noise_variance: the estimated squared error of each output on new inputs, ``(outputs,)``; None of classes.
-        temperature: that was set; None of a regression.
-        noise_scale: that was set: the factor on the noise variance of the fit; None of classes.
-        samples: of the training data.
-        initialisations: how many untrained networks were averaged.
-        ridge: of the kernel regression, in units of the kernel's mean diagonal.
-        initial: whether the untrained networks were given.
-    """
-
-    accuracy: float | None
-    noise_variance: Tensor | None
-    temperature: float | None
-    noise_scale: float | None
-    samples: int
-    initialisations: int
-    ridge: float
-    initial: bool = False
-
-    def __str__(self) -> str:
-        if self.temperature is not None:
-            kept = "kept at 1: not far above" if self.temperature == 1.0 else f"{self.temperature:.4g} from"
-            found = f"temperature {kept} an estimated accuracy of {self.accuracy:.4g} and two standard errors"
-        else:
-            assert self.noise_variance is not None
-            values = ", ".join(f"{value:.4g}" for value in self.noise_variance[:3].tolist())
-            more = ", ..." if len(self.noise_variance) > 3 else ""
-            found = f"noise variance from an estimated squared error of {values}{more}"
-        networks = "the given network" if self.initial else f"{self.initialisations} untrained networks"
-        assumed = "training from there" if self.initial else "training from scratch"
-        return (
-            f"leave-one-out: {found}, by the tangent kernel of {networks} on {self.samples:,} samples; it assumes "
-            f"{assumed} on these data"
-        )
-
-
 def is_perceptron(model: nn.Module, batch: Batch, seed: int) -> bool:
     """Whether a network has hidden layers, and no other weights than those of linear layers on single rows and of their
     normalisation, all of them trained or none: it was then most likely trained from scratch, and its tangent kernel
@@ -228,7 +188,7 @@ def is_perceptron(model: nn.Module, batch: Batch, seed: int) -> bool:
     return len(single) > 1 and all(single)
 
 
-def calibrate_by_leave_one_out(
+def set_by_leave_one_out(
     posterior: Posterior,
     loader: Iterable[Any],
     reader: BatchReader,
@@ -239,8 +199,9 @@ def calibrate_by_leave_one_out(
     seed: int = 0,
     progress: bool = True,
     least_gap: float = 0.0,
-) -> LeaveOneOut:
-    """Set the temperature of classes, or the noise of a regression, from the training data alone.
+) -> Posterior:
+    """The posterior with the temperature of classes, or the noise of a regression, that follows from the training data
+    alone; its history says what was found.
 
     The temperature is that at which the network's mean confidence on its training inputs is the accuracy that
     leave-one-out estimates, and two standard errors: the posterior doubts new inputs, too, and few samples know little;
@@ -312,20 +273,22 @@ def calibrate_by_leave_one_out(
         wanted = left_out.largest_accuracy
         flattened = confidence(logits) - wanted > least_gap
         temperature = temperature_for(logits, wanted) if flattened else 1.0
-        posterior.temperature = temperature
-        posterior.history.left_out = {"temperature": temperature, "noise_scale": 1.0}
-        report = LeaveOneOut(left_out.accuracy, None, temperature, None, *facts)
-        posterior.history.tuning["temperature"] = str(report)
-        return report
+        found = LeaveOneOut(left_out.accuracy, None, temperature, None, *facts)
+        return _with(posterior, found, "temperature", {"temperature": temperature, "noise_scale": 1.0})
     residuals = (given.reshape(targets.shape) - targets).square().mean(0)
     error = left_out.squared_error
     assert likelihood.noise_variance is not None
     scale = float((torch.maximum(error, residuals) / likelihood.noise_variance.cpu()).mean())
-    posterior.noise_scale = scale
-    posterior.history.left_out = {"temperature": 1.0, "noise_scale": scale}
-    report = LeaveOneOut(None, error, None, scale, *facts)
-    posterior.history.tuning["noise variance"] = str(report)
-    return report
+    found = LeaveOneOut(None, error, None, scale, *facts)
+    return _with(posterior, found, "noise variance", {"temperature": 1.0, "noise_scale": scale})
+
+
+def _with(posterior: Posterior, found: LeaveOneOut, label: str, values: dict[str, float]) -> Posterior:
+    """The posterior with what leave-one-out found."""
+    name = "temperature" if found.temperature is not None else "noise_scale"
+    new = posterior.at(replace(posterior.settings, **{name: values[name]}))
+    history = replace(new.history.noted(tuning={label: str(found)}), left_out=values, leave_one_out=found)
+    return new.replaced(history=history)
 
 
 def _read(

@@ -1,7 +1,7 @@
 """The prior of a fit: what a user may ask for, and the prior precision that comes of it.
 
-`set_prior` sets `Posterior.prior_precision`: to a given number, to the faithful one (`posthoc_uq.fitting.faithful`), or
-to that of the largest marginal likelihood (`posthoc_uq.posteriors.search`). What it means for every weight is in
+`with_prior` takes a given number, the faithful one (`posthoc_uq.fitting.faithful`), or that of the largest marginal
+likelihood (`posthoc_uq.posteriors.search`). What it means for every weight is in
 `posthoc_uq.posteriors.posterior`.
 """
 
@@ -61,8 +61,8 @@ def check_weight_prior(method: Method, precision: Any, mean: Any) -> None:
     if not by_layer and not all(kind.per_weight_prior for kind in kinds):
         raise PosthocUQError(
             f"A prior precision of each weight is not diagonal in the Kronecker basis of method={method.name!r}. Take "
-            f"method='diag', 'full' or 'inf', or fit with one number and then set posterior.prior_precision = "
-            f"{{layer: number, ...}}."
+            f"method='diag', 'full' or 'inf', or fit with one number, and then take posterior.with_settings("
+            f"prior_precision={{layer: number, ...}})."
         )
 
 
@@ -152,8 +152,8 @@ def weight_prior_of(
         if given and set(given) <= set(layers) - set(shapes):
             raise PosthocUQError(
                 "prior_precision of a fit is one number for all layers, or tensors by the names of parameters. For one "
-                "number a layer, fit with prior_precision=1.0 and then set posterior.prior_precision = {layer: number, "
-                "...}, which takes no new fit."
+                "number a layer, fit with prior_precision=1.0, and then take posterior.with_settings(prior_precision="
+                "{layer: number, ...}), which takes no new fit."
             )
         missing = [name for name in shapes if name not in given]
         if missing:
@@ -201,7 +201,7 @@ def _tensors(what: str, given: Mapping[str, Any], like: Mapping[str, Tensor]) ->
     return tensors
 
 
-def set_prior(
+def with_prior(
     posterior: Posterior,
     prior: Prior,
     divergence: float | None,
@@ -209,8 +209,8 @@ def set_prior(
     kept_inputs: KeptInputs,
     *,
     tuned_after: bool,
-) -> None:
-    """Set the prior precision that was asked for, or the scale of a training.
+) -> Posterior:
+    """The posterior with the prior precision that was asked for, or the scale of a training.
 
     Args:
         posterior: of the fit; its record names the head that predicts.
@@ -220,26 +220,25 @@ def set_prior(
         kept_inputs: training inputs for a faithful prior.
         tuned_after: whether held-out data follow, so that predictions at the prior of the evidence are not looked at.
     """
-    head, seed, progress = posterior.history.head, task.settings.seed, task.settings.progress
+    seed, progress = task.settings.seed, task.settings.progress
     if posterior.width_parameter is not None and divergence is not None:
         from posthoc_uq.fitting.faithful import set_faithful
 
-        head["criterion"] = "faithful"
+        posterior = posterior.noted(head={"criterion": "faithful"})
         inputs, predictor = kept_inputs.batches(task.device), wrap(task.model, posterior)
         began = time.perf_counter()
-        set_faithful(posterior, inputs, predictor, divergence, seed=seed, progress=progress)
-        posterior.history.fit["seconds, faithful prior"] = time.perf_counter() - began
-    elif not posterior.has_free_prior_precision:
-        head["criterion"] = "given"
-    elif isinstance(prior, float):
-        head["criterion"] = "given"
-        posterior.prior_precision = prior
-        posterior.history.tuning["prior precision"] = "given"
-    else:  # also where the likelihood measures no divergence
-        head["criterion"] = "evidence"
-        maximise_evidence(posterior, progress=progress)
-        if not tuned_after:
-            _warn_if_draws_differ(posterior, task.batch, seed, progress)
+        posterior = set_faithful(inputs, predictor, divergence, seed=seed, progress=progress)
+        return posterior.noted(fit={"seconds, faithful prior": time.perf_counter() - began})
+    if not posterior.has_free_prior_precision:
+        return posterior.noted(head={"criterion": "given"})
+    if isinstance(prior, float):
+        posterior = posterior.at(replace(posterior.settings, prior_precision=prior))
+        return posterior.noted(head={"criterion": "given"}, tuning={"prior precision": "given"})
+    # also where the likelihood measures no divergence
+    posterior = maximise_evidence(posterior.noted(head={"criterion": "evidence"}), progress=progress)
+    if not tuned_after:
+        _warn_if_draws_differ(posterior, task.batch, seed, progress)
+    return posterior
 
 
 def _warn_if_draws_differ(posterior: Posterior, batch: Batch, seed: int, progress: bool) -> None:

@@ -1,14 +1,16 @@
-"""`tune`: hyperparameters by faithfulness to the network, by held-out labels, or by the log marginal likelihood.
+"""`tune`: hyperparameters by faithfulness to the network, by held-out labels, by leave-one-out predictions, or by the
+log marginal likelihood.
 
 A change of hyperparameters factorises the posterior's small matrices again; the training data are not needed.
 """
 
 from __future__ import annotations
 
+import sys
 from abc import ABC, abstractmethod
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
 from inspect import signature
 from typing import Any, ClassVar, cast
 
@@ -18,7 +20,6 @@ from posthoc_uq.core.errors import PosthocUQError, warn_user
 from posthoc_uq.core.interrupts import defer_interrupts
 from posthoc_uq.core.options import (
     Count,
-    Magnitude,
     Positive,
     Seed,
     check_names,
@@ -27,7 +28,7 @@ from posthoc_uq.core.options import (
     one_of,
     shown,
 )
-from posthoc_uq.core.progress import bars_shown
+from posthoc_uq.core.progress import bars_shown, print_above
 from posthoc_uq.core.randomness import isolated_random_state
 from posthoc_uq.core.steady import steady
 from posthoc_uq.curvature.kept_inputs import KeptInputs, inputs_to_keep
@@ -42,13 +43,15 @@ from posthoc_uq.fitting.faithful import (
     set_faithful,
 )
 from posthoc_uq.fitting.held_out import HeldOutLoss, HeldOutSearch
+from posthoc_uq.fitting.leave_one_out import INITIALISATIONS, Groups, Initial, set_by_leave_one_out
 from posthoc_uq.fitting.prior import DIVERGENCE
 from posthoc_uq.fitting.wrap import head_class, options_of, recorded_head, wrap
 from posthoc_uq.heads.predictor import Predictor
 from posthoc_uq.posteriors.block import LOG_DETERMINANT
+from posthoc_uq.posteriors.history import CRITERIA, Criterion
 from posthoc_uq.posteriors.posterior import Posterior
-from posthoc_uq.posteriors.search import CRITERIA, Criterion, Trials, maximise_evidence
-from posthoc_uq.posteriors.settings import HEADS, HYPERPARAMETERS
+from posthoc_uq.posteriors.search import maximise_evidence
+from posthoc_uq.posteriors.settings import HEADS, HYPERPARAMETERS, Hyperparameters
 
 PARAMETERS = {
     "prior_precision": "prior_precision",
@@ -70,7 +73,9 @@ def tune(
     per_layer: bool = False,
     noise: bool | None = None,
     parameters: tuple[str, ...] | None = None,
-    prior_precisions: Sequence[float] | None = None,
+    initial: Initial | Sequence[Initial] | None = None,
+    groups: Groups | None = None,
+    initialisations: int = INITIALISATIONS,
     head: str | None = None,
     n_samples: int = 30,
     max_evaluations: int = 12,
@@ -79,8 +84,8 @@ def tune(
     batch_to_targets: BatchFunction | None = None,
     progress: bool | None = None,
     **options: Any,
-) -> Trials:
-    """Choose the hyperparameters of `posterior`, and set them, by one of three criteria.
+) -> Posterior:
+    """The posterior with the hyperparameters that one of four criteria chooses; the given one stays as it is.
 
     * ``"faithful"``: the smallest prior precision for which the mean KL divergence of predictions from those of the
       network, over a few hundred inputs like the training inputs, is within `divergence` nats. Needs no labels. It is
@@ -95,6 +100,11 @@ def tune(
       below 1, so that a few labels do not sharpen predictions, and slowly above it; wider ones keep it.
       The observation noise of a regression is searched after it. `scale` and `residual_weight` are searched if asked
       for, one after the other.
+    * ``"leave_one_out"`` takes the training data, where none are held out: the temperature of classes, or the noise of
+      a regression, follows from leave-one-out predictions by the tangent kernel of the untrained network
+      (`posthoc_uq.fitting.leave_one_out`), and a faithful prior is then found again. It is for networks that were
+      trained from scratch on these data (of a fine-tuned one pass `initial`), and was found right for perceptrons;
+      convolutional networks learn features that this kernel lacks.
     * ``"evidence"``, the default without a loader: the prior precision of the largest log marginal likelihood. It is
       right for the linearised model of a network with many data, and far too wide for drawn weights of one with few.
 
@@ -104,7 +114,7 @@ def tune(
     Args:
         posterior: from `fit` or `load`.
         loader: held-out batches with targets, read several times; for ``"faithful"`` training inputs, or similar
-            ones, read once.
+            ones, read once; for ``"leave_one_out"`` the training data.
         criterion: see above.
         divergence: the budget of the faithful prior, in nats, by default 0.002; for ``"likelihood"`` that of the
             posterior at which the search begins, by default the fit's.
@@ -121,8 +131,11 @@ def tune(
         parameters: all that is to be searched on held-out data, out of ``"prior_precision"``, ``"residual_weight"``,
             ``"scale"``, ``"noise"``, or nothing (``()``) for the temperature alone. By default the prior precision, or
             the scale where that is fixed, or nothing where there is neither, and the noise if there is one.
-        prior_precisions: the values to try on held-out data, in place of the search (of per-layer prior precisions:
-            their geometric mean).
+        initial: of leave-one-out: the network before its training as a model or a state dict, or several. Without it
+            every module is initialised anew by its `reset_parameters`.
+        groups: of leave-one-out: which samples are left out together, in the order of the loader, or a function of a
+            batch.
+        initialisations: of leave-one-out: untrained networks to average.
         head: the head that predicts: ``"sampling"``, ``"linearized"`` or ``"moments"``; by default the one that the
             posterior's hyperparameters were found for. It is recorded, and `wrap` takes it by default.
         n_samples: weight draws of the sampling head.
@@ -135,12 +148,10 @@ def tune(
 
     Promises belong to the hyperparameters they were measured with; a search that changes these warns of it.
 
-    The search works on a copy: until it ends, and if it fails, other threads predict with the posterior as it was, and
-    save that. Of two calls at the same time, the one that ends last decides.
-
     Returns:
-        All trials. Printed, they begin with the chosen trial and the nats given up against the best for a wider
-        posterior; values at the edge of their interval are listed, and warned of.
+        A new posterior. Its ``history.trials`` are all trials of the search: printed, they begin with the chosen trial
+        and the nats given up against the best for a wider posterior; values at the edge of their interval are listed,
+        and warned of. Of leave-one-out ``history.leave_one_out`` is what was estimated.
 
     Raises:
         PosteriorMismatchError: the model's weights changed after the fit, or during the search.
@@ -156,7 +167,7 @@ def tune(
     of_heads = sorted({option for name in HEADS for option in options_of(head_class(name))})
     check_names("tune", options, of_heads, signature(tune).parameters)
     search = search_by(
-        posterior=posterior.trial(),
+        posterior=posterior,
         loader=loader,
         reader=BatchReader.of(model_of(posterior), batch_to_inputs, batch_to_targets),
         divergence=check_option("divergence, a budget in nats,", divergence, Positive | None),
@@ -164,7 +175,9 @@ def tune(
         per_layer=check_option("per_layer", per_layer, bool),
         noise=check_option("noise", noise, bool | None),
         parameters=parameters,
-        prior_precisions=prior_precisions,
+        initial=initial,
+        groups=groups,
+        initialisations=check_option("initialisations", initialisations, Count),
         head=head,
         n_samples=check_option("n_samples", n_samples, Count),
         max_evaluations=check_option("max_evaluations", max_evaluations, Count),
@@ -172,23 +185,54 @@ def tune(
         progress=bars_shown(progress),
         options=options,
     )
-    search.check()
-    with steady(model_of(posterior), call="tune"):
-        trials = search.run()
-    posterior.adopt(search.posterior)
-    posterior.warned_heads |= search.posterior.warned_heads
-    return trials
+    tuned = search.tuned()
+    tuned.warn_if_void(posterior)
+    tell_returned(tuned, search.progress)
+    return tuned
+
+
+def tuned_by_labels(
+    posterior: Posterior,
+    loader: Iterable[Any],
+    reader: BatchReader,
+    *,
+    head: str | None,
+    seed: int,
+    progress: bool,
+    options: dict[str, Any],
+) -> Posterior:
+    """`tune` by held-out labels with all else at its default."""
+    return _ByHeldOutLabels(
+        posterior, loader, reader, head=head, seed=seed, progress=progress, options=options
+    ).tuned()
+
+
+def tell_returned(posterior: Posterior, progress: bool) -> None:
+    """Print that a new posterior was returned, where bars are shown, for a user who forgot to take it."""
+    if progress:
+        shown, noise = posterior.reported(), posterior.noise_variance
+        if noise is not None:
+            shown = {**shown, "noise variance": float(noise[0]) if len(noise) == 1 else "by output"}
+        if not posterior.likelihood.logits:
+            del shown["temperature"]
+        values = ", ".join(
+            f"{label} {value:.4g}" if isinstance(value, float) else f"{label} {value}"
+            for label, value in shown.items()
+        )
+        promises = posterior.history.promises
+        promised = f", promises from {promises['samples']:,} rows" if promises else ""
+        print_above(f"returned a new posterior: {values}{promised}", sys.stderr)
 
 
 @dataclass
 class _Search(ABC):
     """A search by one criterion, with the arguments of `tune`; see there.
 
-    A new criterion is a subclass here and in `_SEARCHES`, and a row of `posthoc_uq.posteriors.search.CRITERIA`.
+    A new criterion is a subclass here and in `_SEARCHES`, and a row of `posthoc_uq.posteriors.history.CRITERIA`.
 
     Attributes:
         criterion: its name.
-        posterior: the copy whose settings are tried and records written.
+        posterior: where the search begins.
         reader: takes batches apart.
     """
 
@@ -197,26 +241,44 @@ class _Search(ABC):
     posterior: Posterior
     loader: Iterable[Any] | None
     reader: BatchReader
-    divergence: float | None
-    temperature: bool | None
-    per_layer: bool
-    noise: bool | None
-    parameters: tuple[str, ...] | None
-    prior_precisions: Sequence[float] | None
-    head: str | None
-    n_samples: int
-    max_evaluations: int
-    seed: int
-    progress: bool
-    options: dict[str, Any]
+    divergence: float | None = None
+    temperature: bool | None = None
+    per_layer: bool = False
+    noise: bool | None = None
+    parameters: tuple[str, ...] | None = None
+    initial: Initial | Sequence[Initial] | None = None
+    groups: Groups | None = None
+    initialisations: int = INITIALISATIONS
+    head: str | None = None
+    n_samples: int = 30
+    max_evaluations: int = 12
+    seed: int = 0
+    progress: bool = False
+    options: dict[str, Any] = field(default_factory=lambda: dict[str, Any]())
+
+    def tuned(self) -> Posterior:
+        """The posterior at the hyperparameters that are chosen."""
+        if self.criterion != "leave_one_out":
+            given = (
+                self.initial is not None,
+                self.groups is not None,
+                self.initialisations != INITIALISATIONS,
+            )
+            if any(given):
+                raise PosthocUQError(
+                    "initial, groups and initialisations are for criterion='leave_one_out'; leave them out."
+                )
+        self.check()
+        with steady(model_of(self.posterior), call="tune"):
+            return self.run()
 
     @abstractmethod
     def check(self) -> None:
         """Refuse arguments that are not for this criterion, before any data are read."""
 
     @abstractmethod
-    def run(self) -> Trials:
-        """Set the hyperparameters of the copy."""
+    def run(self) -> Posterior:
+        """The posterior at the hyperparameters that are chosen."""
 
     def check_data(self) -> None:
         """Refuse a search by predictions without data, or for each layer."""
@@ -244,18 +306,20 @@ class _Search(ABC):
         """The predictor to tune through, which is recorded; options that are not given are those recorded for the
         head.
         """
-        trial, (recorded_name, recorded_options) = self.posterior, recorded_head(self.posterior)
+        posterior, (recorded_name, recorded_options) = self.posterior, recorded_head(self.posterior)
         name = recorded_name if self.head is None else self.head
         chosen = self.options or (recorded_options if recorded_name == name else {})
-        if name == "moments" and trial.history.calibration:
-            trial.history.calibration = {}  # it does not belong to the hyperparameters that are tried
-            warn_user("tune leaves the moments head's calibration out; calibrate again.")
-        trial.warned_heads = {*trial.warned_heads, name}
-        draws = {"n_samples": self.n_samples, "seed": self.seed} if name == "sampling" else {}
-        predictor = wrap(model_of(trial), trial, name, **chosen | draws)
         kept = {key: value for key, value in chosen.items() if isinstance(value, (bool, int, float, str))}
-        trial.history.head = {"name": name, "options": kept, "criterion": self.criterion}
-        return predictor
+        history = replace(
+            posterior.history, head={"name": name, "options": kept, "criterion": self.criterion}
+        )
+        if name == "moments" and history.calibration:
+            history = replace(history, calibration={})  # it does not belong to what is tried
+            warn_user(
+                "tune leaves the scale of the moments head out; fit it again: predictor = predictor.fit_scale(loader)."
+            )
+        draws = {"n_samples": self.n_samples, "seed": self.seed} if name == "sampling" else {}
+        return wrap(model_of(posterior), posterior.replaced(history=history), name, **chosen | draws)
 
     def sampled_inputs(self) -> list[Batch]:
         """A few hundred inputs of the loader, those with the smallest hashes."""
@@ -281,14 +345,13 @@ class _ByEvidence(_Search):
             raise PosthocUQError(
                 "The evidence needs no head; head and its options are for held-out data, or criterion='faithful'."
             )
-        of_labels = self.parameters is not None or self.prior_precisions is not None
-        if self.loader is not None or self.temperature or of_labels:
+        if self.loader is not None or self.temperature or self.parameters is not None:
             raise PosthocUQError(
-                "The evidence needs no data and chooses the prior precision alone: leave loader, temperature, "
-                "parameters and prior_precisions out, or take criterion='likelihood'."
+                "The evidence needs no data and chooses the prior precision alone: leave loader, temperature and "
+                "parameters out, or take criterion='likelihood'."
             )
 
-    def run(self) -> Trials:
+    def run(self) -> Posterior:
         check_unchanged(self.posterior)  # as `wrap` does it for the other criteria
         facts = self.posterior.history.fit
         one_label = facts.get("fisher chosen") and facts.get("labels drawn per sample") == 1
@@ -297,12 +360,51 @@ class _ByEvidence(_Search):
                 "The fit drew one label a sample. That is enough for the faithful prior, and the evidence is more "
                 "accurate with more: fit with prior_precision='evidence', or with fisher='exact'."
             )
-        trials = maximise_evidence(
+        found = maximise_evidence(
             self.posterior, per_layer=self.per_layer, noise=bool(self.noise), progress=self.progress
         )
-        if self.posterior.history.head:
-            self.posterior.history.head |= {"criterion": self.criterion}
-        return trials
+        return found.noted(head={"criterion": self.criterion}) if found.history.head else found
+
+
+class _ByLeaveOneOut(_Search):
+    criterion = "leave_one_out"
+
+    def check(self) -> None:
+        said = {
+            "head": self.head is not None,
+            "divergence": self.divergence is not None,
+            "temperature": self.temperature is not None,
+            "per_layer": self.per_layer,
+            "noise": self.noise is not None,
+            "parameters": self.parameters is not None,
+        }
+        if given := [name for name, is_said in said.items() if is_said] + list(self.options):
+            raise PosthocUQError(
+                f"Leave-one-out needs no head, and finds the temperature or the noise alone; leave {', '.join(given)} "
+                f"out."
+            )
+        self.check_data()
+
+    def run(self) -> Posterior:
+        check_unchanged(self.posterior)
+        loader = self.loader
+        assert loader is not None
+        once = isinstance(getattr(loader, "loader", loader), Iterator)
+        found = set_by_leave_one_out(
+            self.posterior,
+            loader,
+            self.reader,
+            initial=self.initial,
+            groups=self.groups,
+            initialisations=self.initialisations,
+            seed=self.seed,
+            progress=self.progress,
+        )
+        if not found.history.faithful or once:
+            return found
+        # faithful at the new noise or temperature
+        faithful = _ByFaithfulness(found, loader, self.reader, seed=self.seed, progress=self.progress)
+        return faithful.tuned()
 
 
 class _ByFaithfulness(_Search):
@@ -310,18 +412,16 @@ class _ByFaithfulness(_Search):
 
     def check(self) -> None:
         self.check_data()
-        if self.parameters is not None or self.prior_precisions is not None or self.noise:
+        if self.parameters is not None or self.noise:
             raise PosthocUQError(
-                "parameters, prior_precisions and noise are tuned by criterion='likelihood'; the faithful prior "
-                "needs none of them."
+                "parameters and noise are tuned by criterion='likelihood'; the faithful prior needs neither."
             )
         self.tempered()  # refuses a temperature where there is none
 
-    def run(self) -> Trials:
+    def run(self) -> Posterior:
         predictor = self.recorded_predictor()
         with self.rows_named():
             return set_faithful(
-                self.posterior,
                 self.sampled_inputs(),
                 predictor,
                 DIVERGENCE if self.divergence is None else self.divergence,
@@ -338,25 +438,27 @@ class _ByHeldOutLabels(_Search):
         self.check_data()
         if not self.names() and not self.tempered():
             raise nothing_to_tune(self.posterior)
-        self.grid()
 
-    def run(self) -> Trials:
-        posterior, names, tempered, grid = self.posterior, self.names(), self.tempered(), self.grid()
-        predictor, first = self.recorded_predictor(), posterior.width_parameter
+    def run(self) -> Posterior:
+        names, tempered = self.names(), self.tempered()
+        predictor, settings = self.recorded_predictor(), self.posterior.settings
+        first = self.posterior.width_parameter
         # The search begins at the posterior of the fit, also where an earlier call of `tune` moved it: labels that were
         # seen before find the same again.
-        fitted, left_out = posterior.history.faithful, posterior.history.left_out
+        fitted, left_out = self.posterior.history.faithful, self.posterior.history.left_out
         if tempered:
-            posterior.temperature = left_out.get("temperature", fitted.get("network_temperature", 1.0))
+            temperature = left_out.get("temperature", fitted.get("network_temperature", 1.0))
+            settings = replace(settings, temperature=temperature)
         assert self.loader is not None
-        loss = HeldOutLoss(posterior, self.loader, predictor, self.reader, seed=self.seed, tempered=tempered)
+        loss = HeldOutLoss(self.loader, predictor, self.reader, seed=self.seed, tempered=tempered)
         if "noise" in names:
-            loss.set_noise_of_network()
-        if first in names and grid is None:
-            self._set_start(predictor)
+            settings = replace(settings, noise_scale=loss.noise_of_network(settings))
+        if first in names:
+            settings = self._start(predictor.with_posterior(predictor.posterior.at(settings)))
         others = [PARAMETERS[name] for name in names if name != first]
         search = HeldOutSearch(
             loss,
+            settings,
             [first, *others] if first in names and first is not None else others,
             tempered=tempered,
             max_evaluations=self.max_evaluations,
@@ -364,12 +466,11 @@ class _ByHeldOutLabels(_Search):
         )
         with search.bar:
             if first in names:
-                search.set_width(grid)
+                search.set_width()
             for name in others:
                 search.set_other(name)
             if not names:
                 search.set_temperature()
-        posterior.history.faithful = fitted
         return search.finish()
 
     def names(self) -> list[str]:
@@ -399,28 +500,13 @@ class _ByHeldOutLabels(_Search):
             )
         return [*names, "noise"] if self.noise and "noise" not in names else list(names)
 
-    def grid(self) -> list[float] | None:
-        """The prior precisions to try, as numbers; None for a search."""
-        grid, names = self.prior_precisions, self.names()
-        if grid is None:
-            return None
-        if "prior_precision" not in names:
-            raise PosthocUQError(f"prior_precisions are given, and parameters={names} leave them alone.")
-        if (
-            isinstance(cast(Any, grid), (str, Mapping))
-            or not isinstance(cast(Any, grid), Iterable)
-            or getattr(grid, "ndim", 1) != 1
-            or len(grid) == 0
-        ):
-            raise PosthocUQError(f"prior_precisions must be a list of numbers, not {shown(grid)}.")
-        return [check_option("Each of prior_precisions", value, Magnitude) for value in grid]
-
-    def _set_start(self, predictor: Predictor) -> None:
-        """Set the prior that a fit finds by itself: the faithful one, as recorded if it was found with the same head
-        and settings, and with the budget if one is given, or else that of the held-out inputs. Where held-out residuals
-        set the noise, its budget is larger. Where the likelihood measures no divergence, it is that of the evidence.
+    def _start(self, predictor: Predictor) -> Hyperparameters:
+        """The predictor's settings with the prior that a fit finds by itself: the faithful one, as recorded if it was
+        found with the same head and settings, and with the budget if one is given, or else that of the held-out inputs.
+        Where held-out residuals set the noise, its budget is larger. Where the likelihood measures no divergence, it is
+        that of the evidence.
         """
-        posterior, budget = self.posterior, self.divergence
+        posterior, budget = predictor.posterior, self.divergence
         if budget is None and "noise" in self.names():
             budget = DIVERGENCE_WITH_NOISE
         if not posterior.likelihood.has_divergence:
@@ -429,26 +515,22 @@ class _ByHeldOutLabels(_Search):
                     f"Likelihood {posterior.likelihood.name!r} measures no divergence; leave divergence out, or give "
                     f"it a method divergence(outputs, prediction)."
                 )
-            self._set_by_evidence()
-            return
+            has_evidence = posterior.has_free_prior_precision and LOG_DETERMINANT in posterior.capabilities
+            return (
+                maximise_evidence(posterior, progress=self.progress) if has_evidence else posterior
+            ).settings
         recorded, wanted = posterior.history.faithful, (predictor.head, other_settings(posterior))
         known = bool(recorded) and (recorded["head"], recorded["settings"]) == wanted
         if known and budget in (None, recorded["budget"]):
-            posterior.adjust(**{cast(str, posterior.width_parameter): recorded["value"]})
-            return
+            return replace(posterior.settings, **{cast(str, posterior.width_parameter): recorded["value"]})
         with self.rows_named():
-            search = FaithfulSearch(
-                posterior, self.sampled_inputs(), predictor, seed=self.seed, progress=self.progress
-            )
-            search.set_widest(DIVERGENCE if budget is None else budget)
-
-    def _set_by_evidence(self) -> None:
-        """Set the prior precision by the evidence; a posterior without an evidence stays as it is."""
-        if self.posterior.has_free_prior_precision and LOG_DETERMINANT in self.posterior.capabilities:
-            maximise_evidence(self.posterior, progress=self.progress)
+            search = FaithfulSearch(self.sampled_inputs(), predictor, seed=self.seed, progress=self.progress)
+            return search.widest(DIVERGENCE if budget is None else budget).settings
 
 
-_SEARCHES = {search.criterion: search for search in (_ByFaithfulness, _ByHeldOutLabels, _ByEvidence)}
+_SEARCHES = {
+    search.criterion: search for search in (_ByFaithfulness, _ByHeldOutLabels, _ByLeaveOneOut, _ByEvidence)
+}
 
 
 def has_something_to_tune(posterior: Posterior) -> bool:

@@ -7,7 +7,7 @@ A posterior whose statistics are sums needs none of the data that stay. What a m
 from __future__ import annotations
 
 from collections.abc import Iterable
-from copy import deepcopy
+from dataclasses import replace
 from hashlib import sha256
 from typing import Any, cast
 
@@ -24,13 +24,13 @@ from posthoc_uq.core.steady import steady
 from posthoc_uq.curvature.sweep import WORD, DataHash
 from posthoc_uq.files import check_numbers, check_settings, check_unchanged
 from posthoc_uq.fitting.fit import prepared_task
-from posthoc_uq.fitting.tune import model_of
+from posthoc_uq.fitting.tune import model_of, tell_returned
 from posthoc_uq.layers.proof import Exactly
 from posthoc_uq.methods import Method, method_of
 from posthoc_uq.methods.task import Task
 from posthoc_uq.posteriors.block import NotContainedError
+from posthoc_uq.posteriors.history import History
 from posthoc_uq.posteriors.posterior import Posterior
-from posthoc_uq.posteriors.settings import History
 
 _GIVEN = "given"  # in the record of how a hyperparameter was found: by the user
 _BEFORE = "found before the data changed"
@@ -97,6 +97,7 @@ def update(
         )
     for warning in warnings:
         warn_user(warning)
+    tell_returned(new, progress)
     return new
 
 
@@ -124,9 +125,8 @@ def _updated(
     check_settings(new, factorised=True)
     parts = gather((content.samples, content.total), "counting the samples of update")
     samples, total = sum(part[0] for part in parts), sum(part[1] for part in parts) % WORD
-    new.history = deepcopy(new.history)
-    _record(new.history, samples, total, remove)
-    warnings = _cleared(new.history)
+    new = new.replaced(history=_cleared(_recorded(new.history, samples, total, remove)))
+    warnings = _warnings_of_cleared(posterior.history)
     if posterior.features is not None and new.features is None:
         warnings.append(
             "The new posterior has no novelty by class, which is no sum over the data; for it, fit again on all data."
@@ -175,9 +175,9 @@ def _prepared(
     return task
 
 
-def _record(history: History, samples: int, content: int, remove: bool) -> None:
-    """Count a change of the data in a history; the record has the same size after any number of them. `content` is the
-    sum of the hashes of the samples modulo 2^64.
+def _recorded(history: History, samples: int, content: int, remove: bool) -> History:
+    """The history with one more change of the data; the record has the same size after any number of them. `content` is
+    the sum of the hashes of the samples modulo 2^64.
     """
     changes: dict[str, Any] = dict.fromkeys(("updates", "added", "removals", "removed", "balance"), 0)
     changes["digest"] = ""
@@ -188,21 +188,26 @@ def _record(history: History, samples: int, content: int, remove: bool) -> None:
     changes["digest"] = sha256(line.encode()).hexdigest()
     changes["balance"] = (changes["balance"] + (-content if remove else content)) % WORD
     changes["last"] = 0 if remove else content
-    history.changes = changes
+    return replace(history, changes=changes)
 
 
-def _cleared(history: History) -> list[str]:
-    """Clear what was found for the posterior as it was; what to warn of."""
+def _cleared(history: History) -> History:
+    """The history without what was found for the posterior as it was."""
+    tuning = {name: how if how == _GIVEN else _BEFORE for name, how in history.tuning.items()}
+    return replace(history, promises={}, calibration={}, faithful={}, tuning=tuning, trials=None)
+
+
+def _warnings_of_cleared(history: History) -> list[str]:
+    """What to warn of where the history is cleared."""
     warnings: list[str] = []
     if history.calibration:
         warnings.append(
-            "The moments head was calibrated before the data changed, and its calibration is cleared; calibrate again."
+            "The scale of the moments head was fitted before the data changed, and is cleared; fit it again: "
+            "predictor = predictor.fit_scale(loader)."
         )
     if history.promises:
         warnings.append(
             "The held-out scores were measured before the data changed, and are cleared; calibrate again: "
-            "uq.calibrate(posterior, val_loader)."
+            "posterior = uq.calibrate(posterior, val_loader)."
         )
-    history.promises, history.calibration, history.faithful = {}, {}, {}
-    history.tuning = {name: how if how == _GIVEN else _BEFORE for name, how in history.tuning.items()}
     return warnings

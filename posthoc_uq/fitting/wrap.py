@@ -13,8 +13,8 @@ from posthoc_uq.core.options import check_names, one_of
 from posthoc_uq.core.steady import steady
 from posthoc_uq.files import check_match
 from posthoc_uq.heads import HEADS, Predictor
+from posthoc_uq.posteriors.history import CRITERIA
 from posthoc_uq.posteriors.posterior import Posterior
-from posthoc_uq.posteriors.search import CRITERIA
 
 if TYPE_CHECKING:
     from posthoc_uq.heads import LinearizedPredictor, MomentsPredictor, SamplingPredictor
@@ -49,7 +49,7 @@ def wrap(model: nn.Module, posterior: Posterior, head: str | None = None, **opti
     * ``"linearized"`` takes the model to be linear in its weights, as a Laplace posterior does: no Monte Carlo error,
       one backward pass for every output used, and a closed form for a posterior of the last layer.
     * ``"moments"`` propagates mean and variance through the layers in one pass, and needs
-      ``predictor.calibrate(loader)`` for the scale of deep networks.
+      ``predictor = predictor.fit_scale(loader)`` for the scale of deep networks.
     * ``"sampling"`` runs the model once per drawn set of weights.
 
     Args:
@@ -58,7 +58,7 @@ def wrap(model: nn.Module, posterior: Posterior, head: str | None = None, **opti
         head: how to predict. By default the head, with its options, that the posterior's hyperparameters were found
             for (``"linearized"`` after a `fit` without a choice of its own, ``"sampling"`` after a training), or, if
             that does not take the options given, another one that does and that the posterior can serve. A head that
-            the hyperparameters were not found for is warned of, once.
+            the hyperparameters were not found for is warned of.
         **options: the arguments of the head's class: `LinearizedPredictor`, `MomentsPredictor` or `SamplingPredictor`.
             An unknown one is an error that names those that the head takes.
 
@@ -140,14 +140,14 @@ def _check_served(posterior: Posterior, kind: type[Predictor]) -> None:
 
 
 def _warn_of_another_head(posterior: Posterior, head: str) -> None:
-    """Warn, once for a posterior and a head, that the hyperparameters were found for another head."""
+    """Warn that the hyperparameters were found for another head."""
     head_record = posterior.history.head
     found_for, criterion = head_record.get("name"), CRITERIA.get(head_record.get("criterion", "given"))
     by_predictions = criterion is not None and criterion.by_predictions
-    if found_for in (None, head) or not by_predictions or head in posterior.warned_heads:
+    if found_for in (None, head) or not by_predictions:
         return
-    posterior.warned_heads.add(head)
     warn_user(
         f"The posterior's prior precision was found for head={found_for!r}, and head={head!r} may need another. Find "
-        f"it from inputs like those of the training: uq.tune(posterior, loader, criterion='faithful', head={head!r})."
+        f"it from inputs like those of the training: posterior = uq.tune(posterior, loader, criterion='faithful', "
+        f"head={head!r})."
     )

@@ -33,7 +33,7 @@ class FeatureCache:
     Batches whose features do not fit into memory, and models without such a part, are read and run anew every time.
 
     Args:
-        predictor: whose features they are; its posterior's settings may change.
+        predictor: whose features they are.
         read: gives all batches, in the same order at every call, each with a partner, such as its targets.
         budget: bytes that the features of all batches may take; by default a gibibyte.
     """
@@ -50,17 +50,17 @@ class FeatureCache:
         """Bytes of all features that are kept."""
         return sum(cached.features.nbytes for cached in self._cached.values())
 
-    def distributions(self) -> Iterator[tuple[Any, Any]]:
-        """The predictor's `distribution` of every batch at the posterior's present settings, in order, each
-        with its partner.
+    def distributions(self, predictor: Predictor) -> Iterator[tuple[Any, Any]]:
+        """The `distribution` of every batch by the predictor, or by that of another value of its posterior, in order,
+        each with its partner.
         """
         for cached, batch, partner in self._all():
             if cached is not None:
-                distribution = self._predictor.distribution_from(cached.features)
+                distribution = predictor.distribution_from(cached.features)
             else:
                 assert batch is not None
-                with self._predictor.explaining(batch):
-                    distribution = self._predictor.distribution(batch)
+                with predictor.explaining(batch):
+                    distribution = predictor.distribution(batch)
             yield distribution, partner
 
     def outputs(self, run: Callable[[Batch], Tensor]) -> Iterator[tuple[Tensor, Any]]:

@@ -694,7 +694,7 @@ class ClosedForm:
         """
         Args:
             network: see above.
-            posterior: a snapshot.
+            posterior: its posterior.
             layer: whose outputs are the model's.
             engine: of the head, with the covariance of that layer's weights.
             prediction_of: what the head makes of Gaussian outputs.
@@ -854,7 +854,7 @@ class OutputsWithGraph(LinearizedOutputs):
         """
         Args:
             model: at the posterior's mean, in eval mode; nothing else may run it meanwhile.
-            posterior: a snapshot.
+            posterior: its posterior.
             batch: the model's arguments.
             chosen: the outputs that are used.
         """
@@ -890,7 +890,7 @@ class OutputsWithGraph(LinearizedOutputs):
 
 
 class _NetworkCopy:
-    """A copy of the network, and what is prepared for it: for its first batch, and for the posterior's settings.
+    """A copy of the network, and what is prepared for it and its first batch, whatever the posterior's settings.
 
     Attributes:
         twin: the copy.
@@ -898,15 +898,12 @@ class _NetworkCopy:
         frozen: the part of the network before the weights with a posterior.
         tracked: the posterior's layers in it.
         tracked_rest: those of the rest of it that takes features.
-        weights: the covariance of the weights.
-        deviations: draws of the weights' deviation from the trained ones, by parameter.
     """
 
     def __init__(self, twin: nn.Module, posterior: Posterior) -> None:
         self.twin, self.dtype = twin, statistics_dtype(twin, None)
         self.frozen = FrozenPart(twin, posterior.mean)
         self.tracked, self.tracked_rest = KeyedCache[TrackedModel](), KeyedCache[TrackedModel]()
-        self.weights, self.deviations = KeyedCache[WeightCovariance](), KeyedCache[dict[str, Tensor]]()
 
 
 def deviations_of(
@@ -947,7 +944,6 @@ class LinearizedPredictor(GaussianPredictor):
     the posterior does not cover the last layer (or the model changes its outputs), their variance is unknown, and they
     get the mean variance of the top classes, so that they count neither as more nor as less certain.
 
-    The posterior's settings are read on every call, and when they change the head prepares itself anew.
 
     Args:
         model: the model the posterior was fitted on.
@@ -1014,6 +1010,18 @@ class LinearizedPredictor(GaussianPredictor):
         check_differentiable(unwrap(model))
         with isolated_random_state():  # copying a module may run its code
             self._prepared = _NetworkCopy(replicate(self._model[0], posterior.trained_mean), posterior)
+        self._forget_weights()
+
+    def _forget_weights(self) -> None:
+        """Covariance and draws of the weights are made again when they are needed."""
+        self._weights, self._deviations = KeyedCache[WeightCovariance](), KeyedCache[dict[str, Tensor]]()
+
+    def with_posterior(self, posterior: Posterior, seed: int | None = None) -> LinearizedPredictor:
+        """See `Predictor`."""
+        other = super().with_posterior(posterior)
+        if posterior.settings.of_weights() != self._posterior.settings.of_weights():
+            other._forget_weights()
+        return other
 
     def _apply(self, fn: Any, recurse: bool = True) -> LinearizedPredictor:
         """Move, or change the precision of, the network; all preparations are made anew."""
@@ -1035,20 +1043,20 @@ class LinearizedPredictor(GaussianPredictor):
         probes = {"n_probes": self._n_probes} if self._engine == "jvp" else {}
         return {**super().identity(), **probes, "outputs": str(self._chosen.top), "engine": self._engine}
 
-    def _promises_of(self, record: dict[str, Any]) -> ConformalScores | str | None:
+    def _promises_here(self) -> ConformalScores | str | None:
         """See `Predictor`; held-out scores are of whole inputs."""
-        if record and self._positions is not None:
+        if self._posterior.history.promises and self._positions is not None:
             return (
                 "The held-out scores are of all positions of an input, and this predictor is asked for some of them; "
                 "ask the one without positions= (or at)."
             )
-        return super()._promises_of(record)
+        return super()._promises_here()
 
-    def _functions(self, posterior: Posterior, batch: Batch, n: int, generator: torch.Generator) -> Tensor:
+    def _functions(self, batch: Batch, n: int, generator: torch.Generator) -> Tensor:
         """See `Predictor`."""
         with self._gradients(False):
             network = replicate(self._prepared.twin)
-            deviations = deviations_of(posterior, n, generator, model_device(network))
+            deviations = deviations_of(self._posterior, n, generator, model_device(network))
             outputs, derivatives = function_draws(network, batch, deviations)
             return at_least_float32(outputs) + derivatives.to(at_least_float32(outputs))
 
@@ -1072,21 +1080,22 @@ class LinearizedPredictor(GaussianPredictor):
                 with torch.inference_mode(False), torch.no_grad():
                     yield
 
-    def _predict(self, posterior: Posterior, batch: Batch) -> Prediction:
+    def _predict(self, batch: Batch) -> Prediction:
         with self._gradients():
-            found = self._linearized(posterior, batch)
+            found = self._linearized(batch)
             outputs = found.gaussian()
-        ratio = self._known_novelty(posterior, batch, found.watched)
+        ratio = self._known_novelty(batch, found.watched)
         ratio = novelty_at(ratio, found.sizes, found.picked)
-        return self._prediction_of(posterior, outputs).with_novelty(ratio)
+        return self.prediction_of(outputs).with_novelty(ratio)
 
-    def _distribution(self, posterior: Posterior, batch: Batch) -> GaussianOutputs:
+    def _distribution(self, batch: Batch) -> GaussianOutputs:
         with self._gradients():
-            return self._linearized(posterior, batch).gaussian()
+            return self._linearized(batch).gaussian()
 
-    def _prediction_of(self, posterior: Posterior, distribution: GaussianOutputs) -> Prediction:
+    def prediction_of(self, distribution: GaussianOutputs) -> Prediction:
+        """See `Predictor`."""
         with self._gradients():
-            prediction = super()._prediction_of(posterior, distribution)
+            prediction = super().prediction_of(distribution)
         return prediction if self._positions is None else prediction.unshifted()
 
     def at(self, positions: Positions) -> LinearizedPredictor:
@@ -1097,7 +1106,7 @@ class LinearizedPredictor(GaussianPredictor):
             PosthocUQError: they are no positions.
         """
         other = copy.copy(self)
-        other._positions = checked_positions(positions)
+        other._positions, other._promises = checked_positions(positions), KeyedCache()
         return other
 
     def features(self, *args: Any, **kwargs: Any) -> Features | None:
@@ -1112,7 +1121,8 @@ class LinearizedPredictor(GaussianPredictor):
     def distribution_from(self, features: Features) -> GaussianOutputs:
         """See `Predictor`."""
         with self._gradients(False):
-            return self._linearized(self._snapshot(), features.batch, features).gaussian()
+            self.check_weights()
+            return self._linearized(features.batch, features).gaussian()
 
     def closed_form(self, *args: Any) -> ClosedForm | None:
         """The closed form of the last layer that predicts such inputs, for programs; None where there is none.
@@ -1120,9 +1130,10 @@ class LinearizedPredictor(GaussianPredictor):
         Raises:
             PosthocUQError: its covariance would have to be formed, and is too large.
         """
-        posterior, batch = self._snapshot(), self._batch(args, {})
+        self.check_weights()
+        posterior, batch = self._posterior, self._batch(args, {})
         with self._gradients(False), self.explaining(batch):
-            found = self._linearized(posterior, batch)
+            found = self._linearized(batch)
             if not isinstance(found, Linearization) or found.closed is None:
                 return None
             assert found.engine.tracked.last is not None
@@ -1131,17 +1142,18 @@ class LinearizedPredictor(GaussianPredictor):
                 posterior,
                 posterior.layers[found.engine.tracked.last],
                 found.engine,
-                partial(self._prediction_of, posterior),
+                self.prediction_of,
                 self.network_of_novelty is not None,
             )
 
     @reading
     def functional_mean(self, *args: Any, **kwargs: Any) -> Tensor:
         """``f(x; theta)``, the trained network's own outputs, at all positions."""
-        posterior, batch = self._snapshot(), self._batch(args, kwargs)
+        self.check_weights()
+        batch = self._batch(args, kwargs)
         with self._gradients(), self.explaining(batch):
             if self._differentiated:
-                return self._linearized(posterior, batch).mean
+                return self._linearized(batch).mean
             return batch.copied().call(self._prepared.twin)
 
     @reading
@@ -1201,16 +1213,18 @@ class LinearizedPredictor(GaussianPredictor):
         compute: Callable[[LinearizedOutputs], Tensor],
     ) -> Tensor:
         """What is computed of the linearisation of a call's arguments, once its numbers are checked."""
+        self.check_weights()
         batch = self._batch(args, kwargs)
         with self._gradients(), self.explaining(batch):
-            computed = compute(self._linearized(self._snapshot(), batch))
+            computed = compute(self._linearized(batch))
             check_finite({name: computed}, f"functional {name}", self.head)
             return computed
 
     @reading
     def at_every_prior(self, *args: Any, **kwargs: Any) -> OutputsByPrior | None:
         """See `Predictor`."""
-        posterior, batch = self._snapshot(), self._batch(args, kwargs)
+        self.check_weights()
+        posterior, batch = self._posterior, self._batch(args, kwargs)
         by_backward_passes = self._engine == "exact" or (self._engine == "auto" and len(posterior.layers) > 1)
         if not by_backward_passes or self._backpropagate:
             return None
@@ -1223,9 +1237,7 @@ class LinearizedPredictor(GaussianPredictor):
             width = get_width(posterior.settings, "prior_precision")
             limit = temporary_limit(self._budget, device)
             spectrum = Spectrum(posterior, width, self._prepared.dtype, device, limit)
-            found = Linearization(
-                self._engine_with(spectrum, posterior, batch, None), batch, count_samples(batch)
-            )
+            found = Linearization(self._engine_with(spectrum, batch, None), batch, count_samples(batch))
             return None if found.sizes else found.at_every_prior(spectrum)
 
     @property
@@ -1233,23 +1245,20 @@ class LinearizedPredictor(GaussianPredictor):
         """Bytes that one temporary may take."""
         return self._asked_budget or temporary_bytes(model_device(self._prepared.twin))
 
-    def _linearized(
-        self, posterior: Posterior, batch: Batch, features: Features | None = None
-    ) -> LinearizedOutputs:
-        """The linearisation of one batch under a posterior's settings, or from its features."""
-        prepared = self._prepared
+    def _linearized(self, batch: Batch, features: Features | None = None) -> LinearizedOutputs:
+        """The linearisation of one batch, or from its features."""
+        prepared, posterior = self._prepared, self._posterior
         if self._differentiated and features is None:
             return OutputsWithGraph(replicate(prepared.twin), posterior, batch, self._chosen)
         if self._engine == "jvp":
-            return self._probed(prepared, posterior, batch, features)
+            return self._probed(prepared, batch, features)
 
         def covariance() -> WeightCovariance:
             device = model_device(prepared.twin)
             limit = temporary_limit(self._budget, device)
             return WeightCovariance(posterior, prepared.dtype, device, limit)
 
-        weights = prepared.weights.get(posterior.settings.of_weights(), covariance)
-        engine = self._engine_with(weights, posterior, batch, features)
+        engine = self._engine_with(self._weights.get(prepared, covariance), batch, features)
         samples = count_samples(batch) if features is None else features.samples
         found = Linearization(engine, batch if features is None else features.batch, samples)
         if self._engine == "last_layer" and found.closed is None:
@@ -1259,20 +1268,19 @@ class LinearizedPredictor(GaussianPredictor):
                 f"layers='last', or use engine='exact'."
             )
         if self._engine == "auto" and found.sizes and found.backward_passes > _MAX_BACKWARD:
-            return self._probed(prepared, posterior, batch, features, found.watched)
+            return self._probed(prepared, batch, features, found.watched)
         return found
 
     def _engine_with(
         self,
         weights: WeightCovariance | Spectrum,
-        posterior: Posterior,
         batch: Batch,
         features: Features | None,
     ) -> Engine:
         return Engine(
             self._tracked(self._prepared, batch, features),
             weights,
-            self._engine != "exact" and len(posterior.layers) == 1,
+            self._engine != "exact" and len(self._posterior.layers) == 1,
             self._chosen,
             self._layout,
             self._positions,
@@ -1297,16 +1305,15 @@ class LinearizedPredictor(GaussianPredictor):
     def _probed(
         self,
         prepared: _NetworkCopy,
-        posterior: Posterior,
         batch: Batch,
         features: Features | None,
         watched: Sequence[Call] = (),
     ) -> Probes:
         """The linearisation by draws of the function."""
-        deviations = prepared.deviations.get(
-            posterior.settings.of_weights(),
+        deviations = self._deviations.get(
+            prepared,
             lambda: deviations_of(
-                posterior, self._n_probes, torch.Generator().manual_seed(0), model_device(prepared.twin)
+                self._posterior, self._n_probes, torch.Generator().manual_seed(0), model_device(prepared.twin)
             ),
         )
         if features is None:

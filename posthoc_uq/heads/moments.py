@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
-from dataclasses import asdict, dataclass, fields
+from dataclasses import asdict, dataclass, fields, replace
 from functools import partial
 from math import exp
 from typing import Any, Literal, cast
@@ -19,7 +19,7 @@ from posthoc_uq.core.options import Count, Unit, check_option
 from posthoc_uq.core.progress import bars_shown
 from posthoc_uq.core.randomness import isolated_random_state
 from posthoc_uq.core.steady import steady
-from posthoc_uq.heads.predictor import GaussianOutputs, GaussianPredictor, KeyedCache, check_finite, reading
+from posthoc_uq.heads.predictor import GaussianOutputs, GaussianPredictor, check_finite, reading
 from posthoc_uq.heads.sampling import SamplingPredictor
 from posthoc_uq.layers.frozen import Features, FrozenPart
 from posthoc_uq.layers.layer import Layer
@@ -122,7 +122,7 @@ def layer_posteriors(model: nn.Module, posterior: Posterior, weights: str, cov: 
 
     Args:
         model: at the posterior's mean.
-        posterior: a snapshot.
+        posterior: gives covariances and variances.
         weights: ``"row"`` keeps the covariance inside a row of linear layers, ``"marginal"`` no covariance at all,
             ``"auto"`` as `"row"` where the posterior knows it; linear layers use it for inputs ``(samples, inputs)``
             and marginal variances for inputs of several positions, where a row's covariance costs a product for each of
@@ -198,8 +198,8 @@ def fitting_calibration(posterior: Posterior, settings: Mapping[str, Any]) -> Sc
         return None
     if recorded["posterior"] != posterior_settings(posterior):
         warn_user(
-            "The posterior's scale or prior precision changed after calibrate(); the calibration is not used. "
-            "Calibrate again."
+            "The posterior's scale or prior precision changed after fit_scale(); the scale is not used. Fit it again: "
+            "predictor = predictor.fit_scale(loader)."
         )
         return None
     return ScaleCorrection(**{field.name: recorded[field.name] for field in fields(ScaleCorrection)})
@@ -211,7 +211,7 @@ def fit_scale_correction(head_sd: Tensor, drawn_sd: Tensor, n_mc: int, slope: bo
     fitted, held_out = usable.clone(), usable.clone()
     fitted[1::2], held_out[0::2] = False, False
     if not fitted.any() or not held_out.any():
-        raise PosthocUQError("No output varies under the posterior, so there is no scale to calibrate.")
+        raise PosthocUQError("No output varies under the posterior, so there is no scale to fit.")
     x, y = head_sd[fitted].log(), drawn_sd[fitted].log()
     beta = 1.0
     if slope and x.numel() > 1 and float(x.var()) > 0:
@@ -242,11 +242,10 @@ class MomentsPredictor(GaussianPredictor):
 
     One pass, about three to five times the cost of a plain one, no Monte Carlo error, and gradients. **With
     ``cov="diag"`` activations are taken to be independent of each other, which loses part of the variance of anything
-    deeper than one hidden layer**: the ranking of inputs stays useful, the scale does not; `calibrate` mends the
+    deeper than one hidden layer**: the ranking of inputs stays useful, the scale does not; `fit_scale` mends the
     scale and says what error is left. ``cov="full"`` carries covariances through chains of linear and element-wise
     layers, where it agrees with Monte Carlo, and falls back to independence at any other operation. A layer that is
-    used several times is taken to be independent of itself in both. The posterior's settings may change between
-    predictions.
+    used several times is taken to be independent of itself in both.
 
     Args:
         model: the model the posterior was fitted on; its code may be anything built from functions that have a rule.
@@ -305,11 +304,22 @@ class MomentsPredictor(GaussianPredictor):
             self._replica = (replicate(self._model[0], posterior.trained_mean),)
         self._frozen = FrozenPart(self.network, posterior.mean)
         self._checked = False
-        self._layers, self._calibrated = (
-            KeyedCache[list[LayerPosterior]](),
-            KeyedCache[ScaleCorrection | None](),
-        )
-        self._layer_posteriors(posterior.snapshot())
+        self._take_weights()
+
+    def _take_weights(self) -> None:
+        """Take the distribution of the weights, and the correction of variances, from the posterior."""
+        with isolated_random_state():
+            self._layers = (layer_posteriors(self.network, self._posterior, self._weights, self._rules.cov),)
+        self._calibration = fitting_calibration(self._posterior, self.settings())
+
+    def with_posterior(self, posterior: Posterior, seed: int | None = None) -> MomentsPredictor:
+        """See `Predictor`."""
+        other = super().with_posterior(posterior)
+        if posterior.settings.of_weights() != self._posterior.settings.of_weights():
+            other._take_weights()
+        elif posterior.history.calibration is not self._posterior.history.calibration:
+            other._calibration = fitting_calibration(posterior, self.settings())
+        return other
 
     def _apply(self, fn: Any, recurse: bool = True) -> MomentsPredictor:
         super()._apply(fn, recurse)
@@ -325,21 +335,8 @@ class MomentsPredictor(GaussianPredictor):
 
     @property
     def noises(self) -> list[LayerPosterior]:
-        """The posteriors of the layers, at the present settings."""
-        return self._layer_posteriors(self._posterior.snapshot())
-
-    def _layer_posteriors(self, posterior: Posterior) -> list[LayerPosterior]:
-        """Those of a posterior's settings; predictions under way in other threads keep the old ones."""
-
-        def make() -> list[LayerPosterior]:
-            return layer_posteriors(self.network, posterior, self._weights, self._rules.cov)
-
-        return self._layers.get(posterior.settings.of_weights(), make)
-
-    def _calibration(self, posterior: Posterior) -> ScaleCorrection | None:
-        return self._calibrated.get(
-            posterior.settings.of_weights(), lambda: fitting_calibration(posterior, self.settings())
-        )
+        """The posteriors of the layers."""
+        return self._layers[0]
 
     def identity(self) -> dict[str, Any]:
         """See `Predictor`."""
@@ -354,12 +351,12 @@ class MomentsPredictor(GaussianPredictor):
     @property
     def calibration(self) -> ScaleCorrection | None:
         """How the variance is corrected, or None."""
-        return self._calibration(self._snapshot())
+        return self._calibration
 
     def extra_repr(self) -> str:
         """The choices, and the calibration with the error it leaves."""
         text = ", ".join(f"{name}={value!r}" for name, value in self.settings().items())
-        return f"{text}, {self._calibration(self._posterior.snapshot()) or 'not calibrated'}"
+        return f"{text}, {self._calibration or 'not calibrated'}"
 
     @reading
     def propagate(self, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor, Tensor | None]:
@@ -371,14 +368,13 @@ class MomentsPredictor(GaussianPredictor):
         Raises:
             PosthocUQError: a function has no rule, or writes into an activation.
         """
-        return self._propagate(self._snapshot(), self._batch(args, kwargs))
+        self.check_weights()
+        return self._propagate(self._batch(args, kwargs))
 
-    def _propagate(
-        self, posterior: Posterior, batch: Batch, rest: nn.Module | None = None
-    ) -> tuple[Tensor, Tensor, Tensor | None]:
+    def _propagate(self, batch: Batch, rest: nn.Module | None = None) -> tuple[Tensor, Tensor, Tensor | None]:
         """`propagate`, through the whole network or the rest of it."""
-        network, layers = self.network if rest is None else rest, posterior.layers
-        parameters, of_layers = dict(network.named_parameters()), self._layer_posteriors(posterior)
+        network, layers = self.network if rest is None else rest, self._posterior.layers
+        parameters, of_layers = dict(network.named_parameters()), self.noises
         outputs = propagate(
             partial(batch.fresh().call_any, network),
             [
@@ -400,23 +396,20 @@ class MomentsPredictor(GaussianPredictor):
         covariance = None if outputs.covariance is None else batch.outputs_of(outputs.covariance)
         return batch.outputs_of(outputs.mean), batch.outputs_of(outputs.variance), covariance
 
-    def _moments(
-        self, posterior: Posterior, batch: Batch, rest: nn.Module | None = None
-    ) -> tuple[Tensor, Tensor, Tensor | None]:
+    def _moments(self, batch: Batch, rest: nn.Module | None = None) -> tuple[Tensor, Tensor, Tensor | None]:
         """`propagate`, in parts of the batch where covariances do not fit into memory.
 
         Args:
-            posterior: a snapshot.
             batch: of the network, or features.
             rest: what takes features, or None.
         """
         if self._rules.cov == "diag" or torch.compiler.is_compiling():
-            return self._propagate(posterior, batch, rest)
+            return self._propagate(batch, rest)
         samples = count_samples(batch)
         widths = [m.out_features for m in self.network.modules() if isinstance(m, nn.Linear)]
         step = max(1, TEMPORARY_BYTES // (8 * 4 * max(widths, default=1) ** 2))
         parts = [
-            self._propagate(posterior, batch.narrow(start, min(step, samples - start), samples))
+            self._propagate(batch.narrow(start, min(step, samples - start), samples))
             for start in range(0, samples, step)
         ]
         covariances = [covariance for _, _, covariance in parts if covariance is not None]
@@ -429,9 +422,10 @@ class MomentsPredictor(GaussianPredictor):
     @reading
     def functional_mean(self, *args: Any, **kwargs: Any) -> Tensor:
         """The propagated mean of the outputs."""
+        self.check_weights()
         batch = self._batch(args, kwargs)
         with self.explaining(batch):
-            return self._moments(self._snapshot(), batch)[0]
+            return self._moments(batch)[0]
 
     @reading
     def functional_variance(self, *args: Any, **kwargs: Any) -> Tensor:
@@ -440,15 +434,16 @@ class MomentsPredictor(GaussianPredictor):
         Raises:
             NonFiniteError: it is not finite.
         """
+        self.check_weights()
         batch = self._batch(args, kwargs)
         with self.explaining(batch):
-            variance = self._distribution(self._snapshot(), batch).variance
+            variance = self._distribution(batch).variance
         check_finite({"variance": variance}, "functional variance", self.head)
         return variance
 
-    def _functions(self, posterior: Posterior, batch: Batch, n: int, generator: torch.Generator) -> Tensor:
+    def _functions(self, batch: Batch, n: int, generator: torch.Generator) -> Tensor:
         """See `Predictor`; independent between inputs."""
-        outputs = self._distribution(posterior, batch)
+        outputs = self._distribution(batch)
         mean, variance = at_least_float32(outputs.mean), at_least_float32(outputs.variance)
 
         def normals(*shape: int) -> Tensor:
@@ -462,18 +457,15 @@ class MomentsPredictor(GaussianPredictor):
             deviations = torch.einsum("bkr,sbr->sbk", root, normals(len(mean), root.shape[2]))
         return mean + deviations.reshape(n, *mean.shape)
 
-    def _predict(self, posterior: Posterior, batch: Batch) -> Prediction:
-        ratio = self._known_novelty(posterior, batch)
-        return self._prediction_of(posterior, self._distribution(posterior, batch)).with_novelty(ratio)
+    def _predict(self, batch: Batch) -> Prediction:
+        ratio = self._known_novelty(batch)
+        return self.prediction_of(self._distribution(batch)).with_novelty(ratio)
 
-    def _distribution(
-        self, posterior: Posterior, batch: Batch, rest: nn.Module | None = None
-    ) -> GaussianOutputs:
+    def _distribution(self, batch: Batch, rest: nn.Module | None = None) -> GaussianOutputs:
         """Calibrated where there is a calibration for these settings."""
-        mean, variance, covariance = self._moments(posterior, batch, rest)
-        calibration = self._calibration(posterior)
-        if calibration is not None:
-            corrected = calibration.apply(variance)
+        mean, variance, covariance = self._moments(batch, rest)
+        if self._calibration is not None:
+            corrected = self._calibration.apply(variance)
             if covariance is not None:
                 ratio = (corrected / variance.clamp(min=torch.finfo(variance.dtype).tiny)).sqrt()
                 covariance = covariance * ratio.unsqueeze(2) * ratio.unsqueeze(1)
@@ -486,14 +478,15 @@ class MomentsPredictor(GaussianPredictor):
 
     def distribution_from(self, features: Features) -> GaussianOutputs:
         """See `Predictor`."""
-        return self._distribution(self._snapshot(), features.batch, self._frozen.rest(features))
+        self.check_weights()
+        return self._distribution(features.batch, self._frozen.rest(features))
 
     @property
     def _network(self) -> nn.Module:
         return self.network
 
     @reading
-    def calibrate(
+    def fit_scale(
         self,
         loader: Iterable[Any],
         n_mc: int = 64,
@@ -502,12 +495,12 @@ class MomentsPredictor(GaussianPredictor):
         samples: int = 256,
         batch_to_inputs: BatchFunction | None = None,
         progress: bool | None = None,
-    ) -> ScaleCorrection:
-        """Correct the scale of the variance by Monte Carlo over the weights, on a few inputs.
+    ) -> MomentsPredictor:
+        """A predictor whose variance has the scale that Monte Carlo over the weights finds on a few inputs.
 
         Fits ``log sd_MC = alpha + log sd`` (median; with `slope` ``alpha + beta log sd``) on every other input, and
         measures the remaining error on the others; of outputs with positions by those that labels and the attention
-        mask leave in. The result is kept by the posterior, and saved with it.
+        mask leave in. `calibration` says what was found; the new predictor's `posterior` keeps it, and is what to save.
 
         Args:
             loader: of inputs, such as held-out data; its first `samples` are used.
@@ -522,25 +515,25 @@ class MomentsPredictor(GaussianPredictor):
         """
         if n_mc < 2 or samples < 2:
             raise PosthocUQError(
-                f"Calibration needs at least 2 draws and 2 inputs, not n_mc={n_mc}, samples={samples}."
+                f"fit_scale needs at least 2 draws and 2 inputs, not n_mc={n_mc}, samples={samples}."
             )
         check_loader(loader)
-        posterior = self._snapshot()
-        model = self._model[0]
+        self.check_weights()
+        posterior, model = self._posterior, self._model[0]
         sampler = SamplingPredictor(model, posterior, n_samples=1)
         by_head, by_draws, seen = list[Tensor](), list[Tensor](), 0
         reader = BatchReader.of(model, batch_to_inputs)
         with (
-            steady(self.model, call="calibrate"),
+            steady(self.model, call="fit_scale"),
             torch.no_grad(),
             isolated_random_state(),
-            Bar(loader, "calibrate", bars_shown(progress)) as bar,
+            Bar(loader, "fit scale", bars_shown(progress)) as bar,
         ):
             for batch in batches(loader, reader):
                 count = count_samples(batch)
                 if seen + count > samples:
                     batch = batch.narrow(0, samples - seen, count)
-                by_head.append(as_double(self._counted_variance(posterior, batch)).cpu())
+                by_head.append(as_double(self._counted_variance(batch)).cpu())
                 seed = torch.Generator().manual_seed(0)  # the same draws for all batches
                 outputs = sampler.functional_samples(batch, n_samples=n_mc, generator=seed)
                 by_draws.append(as_double(outputs).var(0).cpu())
@@ -549,19 +542,19 @@ class MomentsPredictor(GaussianPredictor):
                 if seen >= samples:
                     break
         if seen < 2:
-            raise PosthocUQError("Calibration needs at least 2 inputs, and the loader yields fewer.")
+            raise PosthocUQError("fit_scale needs at least 2 inputs, and the loader yields fewer.")
         head_sd, drawn_sd = (torch.cat(parts).reshape(seen, -1).sqrt() for parts in (by_head, by_draws))
         calibration = fit_scale_correction(head_sd, drawn_sd, n_mc, slope)
-        with self._posterior.searching():
-            made_for = {"head": self.settings(), "posterior": posterior_settings(posterior)}
-            posterior.history.calibration = {**asdict(calibration), **made_for}
-        self._calibrated = KeyedCache()
-        return calibration
+        made_for = {"head": self.settings(), "posterior": posterior_settings(posterior)}
+        history = replace(posterior.history, calibration={**asdict(calibration), **made_for})
+        scaled = posterior.replaced(history=history)
+        scaled.warn_if_void(posterior)
+        return self.with_posterior(scaled)
 
-    def _counted_variance(self, posterior: Posterior, batch: Batch) -> Tensor:
+    def _counted_variance(self, batch: Batch) -> Tensor:
         """The variance of a batch's outputs, 0 at positions that do not count."""
-        variance = self._moments(posterior, batch)[1]
-        layout = posterior.likelihood.positions_of(variance)
+        variance = self._moments(batch)[1]
+        layout = self._posterior.likelihood.positions_of(variance)
         if layout is None:
             return variance
         counted = (

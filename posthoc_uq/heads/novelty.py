@@ -162,8 +162,9 @@ class PosteriorRatio:
             "residual_weight": residual_weight,
         }
         smooth = {name: value for name, value in smooth.items() if name in posterior.tunable}
-        smoothed = posterior.snapshot(replace(posterior.settings, **smooth))
-        smoothed.weight_prior = WeightPrior()  # the novelty's own is the same for all weights
+        smoothed = posterior.at(replace(posterior.settings, **smooth))
+        # the novelty's own prior is the same for all weights
+        smoothed = smoothed.replaced(weight_prior=WeightPrior())
         self._prior = {name: 1 / precision for name, precision in precisions.items()}
         self._dtype, device = statistics_dtype(network, None), model_device(network)
         limit = temporary_limit(TEMPORARY_BYTES, device)

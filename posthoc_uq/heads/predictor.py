@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import copy
 import math
 import threading
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Generator, Iterable, Mapping
 from contextlib import AbstractContextManager, contextmanager
-from functools import partial, wraps
+from functools import wraps
 from typing import Any, ClassVar, Concatenate, Generic, NamedTuple, ParamSpec, TypeVar, cast
 
 import torch
@@ -281,10 +282,11 @@ class Predictor(nn.Module, ABC):
     """A model with the uncertainty of its posterior; each head is one subclass, whose `forward` takes what the model
     takes and returns a `ClassPrediction`, a `RegressionPrediction`, or what else the likelihood predicts.
 
-    Always in eval mode. To torch it is a module without parameters, buffers and submodules, so that what walks over
-    these, such as ``apply``, ``requires_grad_``, an optimizer or ``state_dict`` of a module around it, reaches neither
-    the model nor the posterior. ``to`` and its kind move the predictor alone. Weights are never written: one predictor
-    may serve several threads.
+    It holds the value of the posterior that it was made with, so nothing changes under it; `with_posterior` gives one
+    of another value. Always in eval mode. To torch it is a module without parameters, buffers and submodules, so that
+    what walks over these, such as ``apply``, ``requires_grad_``, an optimizer or ``state_dict`` of a module around it,
+    reaches neither the model nor the posterior. ``to`` and its kind move the predictor alone. Weights are never
+    written: one predictor may serve several threads.
 
     Args:
         model: the model the posterior was fitted on.
@@ -312,13 +314,26 @@ class Predictor(nn.Module, ABC):
         self._posterior = posterior
         self._tells_novelty = check_option("novelty", novelty, bool)
         self._ratio, self._watch = KeyedCache[PosteriorRatio](), WeightWatch(model)
-        self._promises = KeyedCache[ConformalScores]()
+        self._promises = KeyedCache[ConformalScores | str | None]()
+
+    def with_posterior(self: Own, posterior: Posterior, seed: int | None = None) -> Own:
+        """The same predictor of another value of its posterior, with other hyperparameters or another history: what
+        does not depend on these is shared.
+
+        Args:
+            posterior: with the same blocks and weights.
+            seed: of the draws of the weights, for a head that makes some; by default they are drawn as before.
+        """
+        other = copy.copy(self)
+        other._posterior = posterior
+        other._ratio, other._promises = KeyedCache(), KeyedCache()
+        return other
 
     def __dir__(self) -> list[str]:
         return [*shown_names(self, Predictor), "to"]
 
     def __repr__(self) -> str:
-        posterior, settings = self._posterior, self.hyperparameters()
+        posterior, settings = self._posterior, self._posterior.settings.plain()
         covered = sum(layer.parameters for layer in posterior.layers.values())
         total = sum(parameter.numel() for parameter in self.model.parameters())
         prior = settings["prior_precision"]
@@ -349,7 +364,7 @@ class Predictor(nn.Module, ABC):
         """The held-out scores by which its predictions promise; a text where they do not apply, which says why; None
         where `posthoc_uq.calibrate` stored none.
         """
-        return self._promises_of(self._posterior.history.promises)
+        return self._promises.get(None, self._promises_here)
 
     @property
     def model(self) -> nn.Module:
@@ -368,9 +383,9 @@ class Predictor(nn.Module, ABC):
 
     @reading
     def forward(self, *args: Any, **kwargs: Any) -> Prediction:
-        """The prediction for a batch, made under the posterior's settings of one moment: a `ClassPrediction` or a
-        `RegressionPrediction` by the likelihood. The arguments are the model's, or one batch as a loader gives it,
-        ``(inputs, targets)``, a mapping or graphs, whose targets are ignored.
+        """The prediction for a batch: a `ClassPrediction` or a `RegressionPrediction` by the likelihood. The arguments
+        are the model's, or one batch as a loader gives it, ``(inputs, targets)``, a mapping or graphs, whose targets
+        are ignored.
 
         Raises:
             NonFiniteError: an input's prediction is not finite.
@@ -380,30 +395,33 @@ class Predictor(nn.Module, ABC):
         """
         if torch.jit.is_tracing() or torch.compiler.is_compiling():  # pyright: ignore[reportPrivateImportUsage]
             raise _not_traced()
-        posterior = self._snapshot()
-        answers = [self._answer(posterior, batch) for batch in self._batches(args, kwargs)]
+        self.check_weights()
+        answers = [self._answer(batch) for batch in self._batches(args, kwargs)]
         return answers[0] if len(answers) == 1 else cat(answers)
 
     def in_program(self, *args: Any) -> Prediction:
         """`forward` where `posthoc_uq.export` traces it; nothing is checked there."""
-        return self._predict(self._snapshot(), Batch(args))
+        return self._predict(Batch(args))
 
     @reading
     def distribution(self, *args: Any, **kwargs: Any) -> GaussianOutputs | Tensor:
         """The distribution of a batch's outputs under the posterior, before temperature and observation noise: a
         Gaussian, or the outputs of every draw, ``(draws, batch, ...)``.
         """
-        return self._distribution(self._snapshot(), self._batch(args, kwargs))
+        self.check_weights()
+        return self._distribution(self._batch(args, kwargs))
 
+    @abstractmethod
     def prediction_of(self, distribution: Any) -> Prediction:
-        """The prediction from a `distribution` of this head, at the posterior's present temperature and noise variance.
-        Other values of these need no further run of the model.
+        """The prediction from a `distribution` of this head, at the posterior's temperature and noise variance. Other
+        values of these need no further run of the model.
         """
-        return self._prediction_of(self._snapshot(), distribution)
 
-    def fast_predictions(self, distribution: Any) -> Callable[[], Prediction]:
-        """`prediction_of` a distribution for searches that want it at many temperatures, and do with less precision."""
-        return partial(self.prediction_of, distribution)
+    def fast_predictions(self, distribution: Any) -> Callable[[Posterior], Prediction]:
+        """`prediction_of` a distribution for searches that want it at many temperatures, and do with less precision:
+        a function of the posterior that has the temperature.
+        """
+        return lambda posterior: self.with_posterior(posterior).prediction_of(distribution)
 
     def at_every_prior(self, *args: Any, **kwargs: Any) -> Any:
         """What gives the `distribution` of a batch ``at`` any prior precision, nearly: only the linearised head has it,
@@ -450,24 +468,14 @@ class Predictor(nn.Module, ABC):
             )
         return found[0]
 
-    def _snapshot(self) -> Posterior:
-        """The posterior's settings and data of one moment.
-
-        Raises:
-            PosteriorMismatchError: the model's weights changed after the predictor was made.
-        """
-        self.check_weights()
-        return self._posterior.snapshot()
-
-    def _answer(self, posterior: Posterior, batch: Batch, *, on_cpu: bool = False) -> Prediction:
+    def _answer(self, batch: Batch, *, on_cpu: bool = False) -> Prediction:
         with self.explaining(batch):
-            prediction = self._predict(posterior, batch)
-        if (
-            on_cpu
-        ):  # where the check waits for no device; kept for a whole data set, without what novelty takes
+            prediction = self._predict(batch)
+        if on_cpu:
+            # the check waits for no device there; kept for a whole data set, without what novelty takes
             prediction = prediction.to("cpu").with_novelty(prediction.novelty_ratio)
         prediction = checked(prediction, self.head, lambda: self._own_outputs(batch))
-        prediction, promises = attending(prediction, batch), self._promises_of(posterior.history.promises)
+        prediction, promises = attending(prediction, batch), self.promises
         if promises is None:
             return prediction
         keys = None
@@ -475,24 +483,24 @@ class Predictor(nn.Module, ABC):
             keys = promise_keys(batch, len(prediction), promises.seed).to(prediction.outputs_mean.device)
         return prediction.changed(promises=promises, sample_keys=keys)
 
-    def _promises_of(self, record: dict[str, Any]) -> ConformalScores | str | None:
-        """The held-out scores of a record where that was made with this head and the present hyperparameters; see
-        `promises`.
-        """
+    def _promises_here(self) -> ConformalScores | str | None:
+        """The posterior's held-out scores where they are of this head and of its hyperparameters; see `promises`."""
+        record = self._posterior.history.promises
         if not record:
             return None
         made, present = record["head"], self.identity()
         if made != present:
             return (
                 f"The held-out scores are of {_format_identity(made)}, and this predictor is "
-                f"{_format_identity(present)}; calibrate for this one: uq.calibrate(posterior, val_loader, head=...)."
+                f"{_format_identity(present)}; calibrate for this one: posterior = uq.calibrate(posterior, val_loader, "
+                f"head=...)."
             )
-        if record["posterior"] != self.hyperparameters():
+        if record["posterior"] != self._posterior.settings.plain():
             return (
                 "The posterior's hyperparameters changed after the held-out scores were measured; calibrate again: "
-                "uq.calibrate(posterior, val_loader)."
+                "posterior = uq.calibrate(posterior, val_loader)."
             )
-        return self._promises.get(record, lambda: ConformalScores.restored(record))
+        return ConformalScores.restored(record)
 
     def _own_outputs(self, batch: Batch) -> Tensor | None:
         """What the network gives for a batch at the posterior's mean, for the message of an error; None where it gives
@@ -503,35 +511,20 @@ class Predictor(nn.Module, ABC):
         return outputs if isinstance(outputs, Tensor) else None
 
     @abstractmethod
-    def _predict(self, posterior: Posterior, batch: Batch) -> Prediction:
-        """See `forward`; `posterior` is a snapshot, whose settings do not change."""
+    def _predict(self, batch: Batch) -> Prediction:
+        """See `forward`."""
 
     @abstractmethod
-    def _distribution(self, posterior: Posterior, batch: Batch) -> GaussianOutputs | Tensor:
+    def _distribution(self, batch: Batch) -> GaussianOutputs | Tensor:
         """See `distribution`."""
 
     @abstractmethod
-    def _prediction_of(self, posterior: Posterior, distribution: Any) -> Prediction:
-        """See `prediction_of`."""
-
-    @abstractmethod
-    def _functions(self, posterior: Posterior, batch: Batch, n: int, generator: torch.Generator) -> Tensor:
-        """See `functional_samples`; `posterior` is a snapshot, whose settings do not change."""
-
-    def refresh(self, seed: int) -> None:
-        """Take the posterior's present settings, where a head does not follow them by itself.
-
-        Args:
-            seed: of the draws of the weights, for a head that makes some.
-        """
+    def _functions(self, batch: Batch, n: int, generator: torch.Generator) -> Tensor:
+        """See `functional_samples`."""
 
     def identity(self) -> dict[str, Any]:
         """What its scores depend on beside the posterior, as plain values: the head and its options."""
         return {"head": self.head}
-
-    def hyperparameters(self) -> dict[str, Any]:
-        """The posterior's hyperparameters that its predictions are made with, as plain values."""
-        return self._posterior.settings.plain()
 
     def explaining(self, batch: Batch) -> AbstractContextManager[None]:
         """A context in which an error of the model itself on `batch` becomes one that says what the model got."""
@@ -567,7 +560,7 @@ class Predictor(nn.Module, ABC):
         * ``head="moments"``: of the Gaussian of each input, by itself.
 
         Under the first two heads the s-th draw is one function at all inputs of the batch, and at those of another call
-        with a generator of the same seed. All draws are made with the posterior's present settings.
+        with a generator of the same seed.
 
         Args:
             *args: what the model takes.
@@ -580,9 +573,10 @@ class Predictor(nn.Module, ABC):
             PosthocUQError: no draw is asked for, or an operation of the model has no forward derivative.
         """
         count, generator = check_option("n_samples", n_samples, Count), _or_new(generator)
-        posterior, batch = self._snapshot(), self._batch(args, kwargs)
+        self.check_weights()
+        batch = self._batch(args, kwargs)
         with self.explaining(batch):
-            functions = at_least_float32(self._functions(posterior, batch, count, generator))
+            functions = at_least_float32(self._functions(batch, count, generator))
         check_finite({"samples": functions.transpose(0, 1)}, "functional samples", self.head)
         return functions
 
@@ -662,7 +656,8 @@ class Predictor(nn.Module, ABC):
             PosthocUQError: the posterior keeps nothing for ``"class"``, or has no quadratic forms for the others; a
                 setting is out of range, or the outputs are not of shape ``(batch,)`` or ``(batch, outputs)``.
         """
-        posterior, batch = self._snapshot(), self._batch(args, kwargs)
+        self.check_weights()
+        posterior, batch = self._posterior, self._batch(args, kwargs)
         form = checked_of(of, posterior)
         if form != "class":
             remedy = "ask for of='class'" if posterior.features is not None else ""
@@ -679,25 +674,22 @@ class Predictor(nn.Module, ABC):
                 f"{residual_weight}."
             )
         ratio = self._ratio.get(
-            (form, prior_precision, residual_weight, posterior.noise_scale, model_device(network)),
+            (form, prior_precision, residual_weight, model_device(network)),
             lambda: PosteriorRatio(network, posterior, form, prior_precision, residual_weight, batch),
         )
         novelty = ratio(batch)
         check_finite({"novelty": novelty}, "novelty", self.head)
         return novelty
 
-    def _known_novelty(
-        self, posterior: Posterior, batch: Batch, calls: list[Call] | None = None
-    ) -> Tensor | Unread | None:
+    def _known_novelty(self, batch: Batch, calls: list[Call] | None = None) -> Tensor | Unread | None:
         """The novelty of a batch, for this head's predictions, of which most compute it when it is first read: None
         where it is not asked for, the posterior does not know it, or a program is being exported.
 
         Args:
-            posterior: a snapshot.
             batch: the model's arguments.
             calls: of the last layer, where the head's own pass recorded them; without them one more pass is run.
         """
-        features = posterior.features
+        features = self._posterior.features
         if not self._tells_novelty or features is None or torch.compiler.is_compiling():
             return None
         return novelty_when_read(features, calls or last_calls(self._network, features, batch), batch)
@@ -765,7 +757,6 @@ class Predictor(nn.Module, ABC):
         progress: bool | None = None,
     ) -> Prediction:
         """Predict every batch of a loader, on the predictor's device; results lie on the CPU, in the loader's order.
-        All are made under the posterior's settings of one moment.
 
         No gradients are kept, and the global random state is afterwards as it was, whatever the loader draws.
 
@@ -785,7 +776,8 @@ class Predictor(nn.Module, ABC):
         check_loader(loader)
         model = self._model[0]
         reader = BatchReader.of(model, batch_to_inputs, device=self.device)
-        predictions, posterior = list[Prediction](), self._snapshot()
+        self.check_weights()
+        predictions = list[Prediction]()
         with (
             steady(self.model, call="predict"),
             torch.no_grad(),
@@ -793,7 +785,7 @@ class Predictor(nn.Module, ABC):
             Bar(loader, "predict", bars_shown(progress)) as bar,
         ):
             for batch in batches(loader, reader):
-                predictions.append(self._answer(posterior, batch, on_cpu=True))
+                predictions.append(self._answer(batch, on_cpu=True))
                 bar.advance(len(predictions[-1]))
         return cat(predictions)
 
@@ -821,24 +813,25 @@ class GaussianPredictor(Predictor):
         draws = {"n_draws": self._n_draws} if self._link == "mc" else {}
         return {**super().identity(), "link": self._link, **draws}
 
-    def fast_predictions(self, distribution: GaussianOutputs) -> Callable[[], Prediction]:
+    def fast_predictions(self, distribution: GaussianOutputs) -> Callable[[Posterior], Prediction]:
         """With few draws of the outputs, and the covariance taken apart once."""
         mean, variance, covariance = distribution
         if self._link == "mc" and self._posterior.likelihood.softmax and isinstance(covariance, Tensor):
             rows = self._posterior.likelihood.positions_of(mean)
             mean_rows = at_least_float32(mean if rows is None else rows.rows(mean))
             covariance = of_covariance(mean_rows, covariance)
-        return lambda: from_gaussian(
+        return lambda posterior: from_gaussian(
             mean,
             variance,
-            self._snapshot(),
+            posterior,
             covariance=covariance,
             link=self._link,
             n_draws=min(self._n_draws, _DRAFT_DRAWS),
         )
 
-    def _prediction_of(self, posterior: Posterior, distribution: GaussianOutputs) -> Prediction:
+    def prediction_of(self, distribution: GaussianOutputs) -> Prediction:
+        """See `Predictor`."""
         mean, variance, covariance = distribution
         return from_gaussian(
-            mean, variance, posterior, covariance=covariance, link=self._link, n_draws=self._n_draws
+            mean, variance, self._posterior, covariance=covariance, link=self._link, n_draws=self._n_draws
         )

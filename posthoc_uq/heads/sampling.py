@@ -34,7 +34,7 @@ from posthoc_uq.layers.frozen import (
 )
 from posthoc_uq.layers.layer import Call
 from posthoc_uq.likelihoods.prediction import Prediction, at_least_float32
-from posthoc_uq.posteriors import HYPERPARAMETERS, INDEPENDENT, SYMMETRY, Posterior
+from posthoc_uq.posteriors import INDEPENDENT, SYMMETRY, Posterior
 
 # An ensemble runs one draw after another, or many in one pass.
 #
@@ -431,11 +431,10 @@ Drawn = Literal["weights", "outputs"]
 class SamplingPredictor(Predictor):
     """Predicts with `n_samples` draws of the weights: ``p(y | x) = 1/S sum_s p(y | x, w_s)``.
 
-    The draws are those of `Posterior.sample`, made at construction with the posterior's settings of that moment;
-    later changes of its prior precision have no effect until `redraw`. Temperature and noise variance are read
-    at every prediction. Where the layers with a posterior are the last modules of the model, as a last layer is, the
-    part before them runs once for a batch. All draws are kept: `n_samples` times the memory of the weights that have a
-    posterior. A prediction is summed up while the draws run, and takes the memory of a few draws' outputs.
+    The draws are those of `Posterior.sample`, made at construction. Where the layers with a posterior are the last
+    modules of the model, as a last layer is, the part before them runs once for a batch. All draws are kept:
+    `n_samples` times the memory of the weights that have a posterior. A prediction is summed up while the draws run,
+    and takes the memory of a few draws' outputs.
 
     Args:
         model: the model the posterior was fitted on.
@@ -492,25 +491,32 @@ class SamplingPredictor(Predictor):
         self.n_samples: int = check_option("n_samples", n_samples, Count)
         self._antithetic = check_option("antithetic", antithetic, bool)
         self._batched: Batched = batched
-        self.redraw(seed)
+        self._seed = check_option("seed", seed, Seed | None)
+        with self.held():
+            self._draw()
 
-    @reading
-    def redraw(self, seed: int | None = None) -> None:
-        """Draw the ensemble anew, with the posterior's present settings; predictions already under way in other
-        threads end with the old one.
+    def with_posterior(self, posterior: Posterior, seed: int | None = None) -> SamplingPredictor:
+        """See `Predictor`; the weights are drawn anew where their distribution or the seed is another one."""
+        other = super().with_posterior(posterior)
+        of_weights = posterior.settings.of_weights() == self._posterior.settings.of_weights()
+        if not of_weights or seed not in (None, self._seed):
+            other._seed = self._seed if seed is None else seed
+            with other.held():
+                other.check_weights()
+                other._draw()
+        return other
 
-        Args:
-            seed: of the draws; None draws differently every time.
-        """
-        generator = None if seed is None else torch.Generator().manual_seed(check_option("seed", seed, Seed))
+    def _draw(self) -> None:
+        """Draw the ensemble."""
+        posterior, generator = self._posterior, None
+        if self._seed is not None:
+            generator = torch.Generator().manual_seed(self._seed)
         pairs = (self.n_samples + 1) // 2 if self._antithetic else self.n_samples
-        posterior = self._snapshot()
         seeds, signs = posterior.draw_seeds(pairs, generator), None
         if self._antithetic:
             seeds = [seed for seed in seeds for _ in range(2)][: self.n_samples]
             signs = ([1, -1] * pairs)[: self.n_samples]
-        self._drawn_with = posterior.settings.plain()
-        self._ensemble = (self._drawn(posterior, seeds, signs),)  # a tuple hides it from `nn.Module`
+        self._ensemble = (self._drawn(seeds, signs),)  # a tuple hides it from `nn.Module`
 
     @property
     def ensemble(self) -> Draws:
@@ -522,10 +528,10 @@ class SamplingPredictor(Predictor):
         self.ensemble._apply(fn)  # pyright: ignore[reportPrivateUsage]
         return self
 
-    def _drawn(self, posterior: Posterior, seeds: Sequence[int], signs: Sequence[int] | None = None) -> Draws:
+    def _drawn(self, seeds: Sequence[int], signs: Sequence[int] | None = None) -> Draws:
         if self._drawn_outputs:
-            return OutputDraws(self._model[0], posterior, seeds)
-        return Ensemble(self._model[0], posterior, seeds, signs=signs, batched=self._batched)
+            return OutputDraws(self._model[0], self._posterior, seeds)
+        return Ensemble(self._model[0], self._posterior, seeds, signs=signs, batched=self._batched)
 
     @property
     def _network(self) -> nn.Module:
@@ -535,13 +541,6 @@ class SamplingPredictor(Predictor):
         """See `Predictor`; without the seed."""
         identity = {"head": self.head, "n_samples": self.n_samples, "antithetic": self._antithetic}
         return identity | ({"drawn": "outputs"} if self._drawn_outputs else {})
-
-    def hyperparameters(self) -> dict[str, Any]:
-        """See `Predictor`: those of the draws; temperature and noise variance are the posterior's present ones."""
-        present = super().hyperparameters()
-        return self._drawn_with | {
-            name: present[name] for name, about in HYPERPARAMETERS.items() if about.of_outputs
-        }
 
     def extra_repr(self) -> str:
         """How it samples, and why draws are not batched, or run the whole model, if the model refused the other."""
@@ -553,46 +552,44 @@ class SamplingPredictor(Predictor):
         batched = repr(self._batched) if refused is None else f"False ({refused})"
         return f"n_samples={self.n_samples}, antithetic={self._antithetic}, batched={batched}{whole}"
 
-    def refresh(self, seed: int) -> None:
-        """See `Predictor`."""
-        self.redraw(seed)
-
     @reading
     def outputs(self, *args: Any, **kwargs: Any) -> Tensor:
         """The outputs of every draw, ``(n_samples, batch, ...)``, in float32 at least; logits are divided by the
         temperature.
         """
-        batch, divisor = self._batch(args, kwargs), divisor_of(self._snapshot())
+        self.check_weights()
+        batch, divisor = self._batch(args, kwargs), divisor_of(self._posterior)
         with self.explaining(batch):
-            outputs = self._distribution(self.posterior, batch)
+            outputs = self._distribution(batch)
         return outputs if divisor == 1.0 else outputs / divisor
 
-    def _functions(self, posterior: Posterior, batch: Batch, n: int, generator: torch.Generator) -> Tensor:
+    def _functions(self, batch: Batch, n: int, generator: torch.Generator) -> Tensor:
         """See `Predictor`: other draws than those of its predictions, as many at once as memory allows."""
+        posterior = self._posterior
         numbers = sum(layer.parameters for layer in posterior.layers.values())
         at_once = max(1, TEMPORARY_BYTES // (4 * numbers))
         seeds, found = posterior.draw_seeds(n, generator), list[Tensor]()
         for start in range(0, n, at_once):
-            ensemble = self._drawn(posterior, seeds[start : start + at_once]).to(self.device)
+            ensemble = self._drawn(seeds[start : start + at_once]).to(self.device)
             found.append(ensemble.outputs(batch, ensemble.features(batch)))
         return torch.cat(found)
 
-    def _predict(self, posterior: Posterior, batch: Batch) -> Prediction:
-        ensemble, divisor = self.ensemble, divisor_of(posterior)
+    def _predict(self, batch: Batch) -> Prediction:
+        ensemble, divisor = self.ensemble, divisor_of(self._posterior)
         features = ensemble.features(batch)
-        calls = None if features is None else self._last_calls(posterior, ensemble.frozen, features)
+        calls = None if features is None else self._last_calls(ensemble.frozen, features)
         # before the draws: a model may change its inputs in place
-        ratio = self._known_novelty(posterior, batch, calls)
+        ratio = self._known_novelty(batch, calls)
         blocks = (at_least_float32(block) for block in ensemble.blocks(batch, features))
         if divisor != 1.0:
             blocks = (block / divisor for block in blocks)
-        return posterior.observation.from_blocks(blocks).with_novelty(ratio)
+        return self._posterior.observation.from_blocks(blocks).with_novelty(ratio)
 
-    def _last_calls(self, posterior: Posterior, frozen: FrozenPart, features: Features) -> list[Call] | None:
+    def _last_calls(self, frozen: FrozenPart, features: Features) -> list[Call] | None:
         """The calls of the last layer at the posterior's mean, from the features of the draws, which saves a whole
         pass; None where that is needed.
         """
-        grams = posterior.features
+        grams = self._posterior.features
         if grams is None or not self._tells_novelty:
             return None
         rest = frozen.rest(features)
@@ -600,12 +597,13 @@ class SamplingPredictor(Predictor):
             features.batch.copied().call(rest)
         return calls
 
-    def _distribution(self, posterior: Posterior, batch: Batch) -> Tensor:
+    def _distribution(self, batch: Batch) -> Tensor:
         ensemble = self.ensemble
         return ensemble.outputs(batch, ensemble.features(batch))
 
-    def _prediction_of(self, posterior: Posterior, distribution: Tensor) -> Prediction:
-        return posterior.observation.from_blocks(iter([distribution / divisor_of(posterior)]))
+    def prediction_of(self, distribution: Tensor) -> Prediction:
+        """See `Predictor`."""
+        return self._posterior.observation.from_blocks(iter([distribution / divisor_of(self._posterior)]))
 
     def features(self, *args: Any, **kwargs: Any) -> Features | None:
         """See `Predictor`; features do not change when the weights are drawn anew."""

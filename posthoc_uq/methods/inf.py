@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from math import ceil, prod
 from typing import Annotated, Any, ClassVar, Literal, cast
@@ -86,9 +86,8 @@ class INF(Laplace):
         posterior = Laplace.fit(self, task)
         if self.basis_fraction == "auto" and self.bases is None:
             share = basis_share(task.samples_in_all)
-            posterior.history.fit |= {} if share == 1 else {"basis fraction": share}
-        posterior.residual_weight = self.residual_weight
-        return posterior
+            posterior = posterior if share == 1 else posterior.noted(fit={"basis fraction": share})
+        return posterior.at(replace(posterior.settings, residual_weight=self.residual_weight))
 
     def find_bases(self, task: Task) -> dict[str, Basis]:
         """Of an earlier posterior, or found in one sweep."""

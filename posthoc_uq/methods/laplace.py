@@ -184,13 +184,20 @@ class Laplace(Method):
         facts |= self.describe_fit()
         facts |= {"processes": world()} if world() > 1 else {}
         facts |= {"fisher chosen": "auto"} if self.fisher == "auto" else {}
-        evidence = Evidence(summary.samples, summary.log_likelihood, weight=weight)
-        evidence.noise_power = 2 if settings.fisher == "empirical" else 1
+        squared_residuals, targets = 0.0, 0
         if summary.log_likelihood is not None:
-            evidence.squared_residuals, targets = settings.likelihood.residual_sums(
+            squared_residuals, has_targets = settings.likelihood.residual_sums(
                 summary.log_likelihood, summary.weight, summary.outputs
             )
-            evidence.targets = summary.samples * summary.outputs if targets else 0
+            targets = summary.samples * summary.outputs if has_targets else 0
+        evidence = Evidence(
+            summary.samples,
+            summary.log_likelihood,
+            squared_residuals,
+            targets,
+            noise_power=2 if settings.fisher == "empirical" else 1,
+            weight=weight,
+        )
         members = {JOINT: list(task.layers)} if self.joint else None
         return task.posterior(self.name, blocks, evidence, facts, members=members)
 
@@ -232,8 +239,9 @@ class Laplace(Method):
                 blocks[name] = block.combined(means, weights)
             except NotContainedError as error:
                 raise NotContainedError(f"{error} of the Fisher of '{name}'") from None
-        history = replace(posterior.history, changes=dict(posterior.history.changes))
-        history.changes |= {} if remove else _shares_outside(posterior.blocks, part)
+        history = posterior.history
+        if not remove:
+            history = history.noted(changes=_shares_outside(posterior.blocks, part))
         settings, after = posterior.settings, evidence.total
         scale = after if settings.scale == before else settings.scale * after / before
         return posterior.with_blocks(

@@ -40,8 +40,9 @@ from posthoc_uq.likelihoods import Likelihood
 from posthoc_uq.methods.checkpoint import Checkpoint, State, load_tensors
 from posthoc_uq.posteriors.block import Block
 from posthoc_uq.posteriors.features import ClassGrams, FeatureGrams
+from posthoc_uq.posteriors.history import History
 from posthoc_uq.posteriors.posterior import Posterior
-from posthoc_uq.posteriors.settings import Evidence, History, Hyperparameters
+from posthoc_uq.posteriors.settings import Evidence, Hyperparameters
 
 Tensors = dict[str, dict[str, Tensor]]
 """By the name of a layer or block, and by their own."""
@@ -374,7 +375,7 @@ class Task:
             trained_mean: the means that were trained, by parameter.
             settings: hyperparameters, where they are not the usual ones at the start.
         """
-        posterior = Posterior(
+        return Posterior(
             method,
             self.layers,
             blocks,
@@ -385,9 +386,9 @@ class Task:
             History(notes, dict(self.prepared.deterministic)),
             trained_mean=trained_mean,
             settings=settings,
+            model=self.model,
+            proof=self.prepared.proof,
         )
-        posterior.model, posterior.proof = self.model, self.prepared.proof
-        return posterior
 
     def observe(self) -> None:
         """Show the data to the observers in an extra pass, unless a sweep did so: a resumed fit may begin after its
@@ -511,25 +512,28 @@ def watch_features(task: Task) -> ClassGrams | None:
     return grams
 
 
-def keep_features(task: Task, grams: ClassGrams | None, posterior: Posterior) -> None:
-    """Give a Laplace posterior the feature statistics of all data, by an extra pass where no sweep showed the data."""
+def with_features(task: Task, grams: ClassGrams | None, posterior: Posterior) -> Posterior:
+    """A Laplace posterior with the feature statistics of all data, by an extra pass where no sweep showed the data."""
     if grams is None:
-        posterior.history.fit["novelty"], posterior.history.novelty = _NO_FEATURES, "posterior"
-        return
+        return _without_features(posterior)
     task.observe()
-    posterior.features = grams.result(task.settings.dtype)
+    return posterior.replaced(features=grams.result(task.settings.dtype))
 
 
-def trained_features(task: Task, posterior: Posterior, network: nn.Module) -> None:
-    """Give a trained posterior the feature statistics of the network that it predicts with, by one pass over the data,
+def _without_features(posterior: Posterior) -> Posterior:
+    history = replace(posterior.history.noted(fit={"novelty": _NO_FEATURES}), novelty="posterior")
+    return posterior.replaced(history=history)
+
+
+def with_trained_features(task: Task, posterior: Posterior, network: nn.Module) -> Posterior:
+    """A trained posterior with the feature statistics of the network that it predicts with, by one pass over the data,
     unless its method has kept them.
     """
     source, settings = task.features, task.settings
     if posterior.features is not None:
-        return
+        return posterior
     if source is None:
-        posterior.history.fit["novelty"], posterior.history.novelty = _NO_FEATURES, "posterior"
-        return
+        return _without_features(posterior)
     grams = ClassGrams(source, settings.likelihood, task.device, task.memory_budget)
     capture = Capture(network)
     capture.watched = source.layer
@@ -539,7 +543,7 @@ def trained_features(task: Task, posterior: Posterior, network: nn.Module) -> No
             run_observers(capture, task.loader, settings, [grams])
 
     run_on_all_ranks(work, "the novelty's statistics")
-    posterior.features = grams.result(settings.dtype)
+    return posterior.replaced(features=grams.result(settings.dtype))
 
 
 def features_of_rows(task: Task, source: FeatureSource, rows: Tensor, outputs: Tensor) -> FeatureGrams:

@@ -32,6 +32,7 @@ from posthoc_uq.posteriors.block import (
 )
 from posthoc_uq.posteriors.covariance import Covariance, LayerRows, Mode, jacobian_gram, precise_values
 from posthoc_uq.posteriors.features import ClassGrams, FeatureGrams
+from posthoc_uq.posteriors.history import CRITERIA, Criterion, History
 from posthoc_uq.posteriors.laplace import (
     DenseBlock,
     DiagonalBlock,
@@ -41,8 +42,8 @@ from posthoc_uq.posteriors.laplace import (
     SubnetworkBlock,
 )
 from posthoc_uq.posteriors.posterior import Posterior, WeightPrior
-from posthoc_uq.posteriors.search import CRITERIA, Criterion, maximise_evidence, search_decades
-from posthoc_uq.posteriors.settings import HYPERPARAMETERS, Evidence, History, Hyperparameters, LayerPriors
+from posthoc_uq.posteriors.search import maximise_evidence, search_decades
+from posthoc_uq.posteriors.settings import HYPERPARAMETERS, Evidence, Hyperparameters, LayerPriors
 
 if TYPE_CHECKING:
     from posthoc_uq.posteriors.information import InformationBlock

@@ -9,8 +9,7 @@ from __future__ import annotations
 
 import copy
 import threading
-from collections.abc import Collection, Generator, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from math import log
 from typing import TYPE_CHECKING, Any, Generic, TypeVar, cast
@@ -29,15 +28,9 @@ from posthoc_uq.posteriors import block as can
 from posthoc_uq.posteriors.block import Block, PrecisionSettings
 from posthoc_uq.posteriors.covariance import Covariance
 from posthoc_uq.posteriors.features import FeatureGrams
+from posthoc_uq.posteriors.history import History
 from posthoc_uq.posteriors.laplace import MeanFieldBlock
-from posthoc_uq.posteriors.settings import (
-    HYPERPARAMETERS,
-    ONE_PRIOR,
-    Evidence,
-    History,
-    Hyperparameters,
-    LayerPriors,
-)
+from posthoc_uq.posteriors.settings import HYPERPARAMETERS, ONE_PRIOR, Evidence, Hyperparameters, LayerPriors
 
 if TYPE_CHECKING:
     from posthoc_uq.posteriors.report import Report
@@ -151,7 +144,7 @@ COVARIANCE_BYTES = 16 * 2**20  # the most that all kept covariances of a posteri
 
 
 class Cache(Generic[Value]):
-    """The last value of each name, while memory allows; safe for several threads. A copy of it begins empty.
+    """Values by name, while memory allows; safe for several threads. A copy of it begins empty.
 
     Args:
         most: bytes that all values may take.
@@ -159,24 +152,23 @@ class Cache(Generic[Value]):
 
     def __init__(self, most: int) -> None:
         self._most = most
-        self._entries: dict[str, tuple[Any, Value, int]] = {}
+        self._entries: dict[str, tuple[Value, int]] = {}
         self._lock = threading.Lock()
 
     def __reduce__(self) -> Any:
         return type(self), (self._most,)
 
-    def get(self, name: str, key: Any) -> Value | None:
-        """The value of the name, if the last one was made for this key."""
+    def get(self, name: str) -> Value | None:
+        """The value of the name, if there is one."""
         with self._lock:
             entry = self._entries.get(name)
-        return entry[1] if entry is not None and entry[0] == key else None
+        return None if entry is None else entry[0]
 
-    def put(self, name: str, key: Any, value: Value, size: int) -> None:
-        """Keep a value of so many bytes in place of the name's last one, where there is room."""
+    def put(self, name: str, value: Value, size: int) -> None:
+        """Keep a value of so many bytes, where there is room."""
         with self._lock:
-            self._entries.pop(name, None)
-            if size + sum(other for _, _, other in self._entries.values()) <= self._most:
-                self._entries[name] = key, value, size
+            if size + sum(other for _, other in self._entries.values()) <= self._most:
+                self._entries[name] = value, size
 
 
 def _bytes_beyond(covariance: Covariance, block: Block) -> int:
@@ -188,6 +180,11 @@ def _bytes_beyond(covariance: Covariance, block: Block) -> int:
     return sum(tensor.nbytes for tensor in own) + sum(inner)
 
 
+def _caches() -> tuple[Cache[Covariance], Cache[Tensor], Cache[Covariance]]:
+    """Empty ones: of the covariances by block, of the variances by block, and of the covariances by layer."""
+    return Cache(COVARIANCE_BYTES), Cache(KEPT_BYTES), Cache(KEPT_BYTES)
+
+
 class _Hyperparameter(Generic[Value]):
     """One hyperparameter as an attribute of a posterior."""
 
@@ -197,27 +194,22 @@ class _Hyperparameter(Generic[Value]):
     def __get__(self, posterior: Posterior, owner: type | None = None) -> Value:
         return getattr(posterior.settings, self._name)
 
-    def __set__(self, posterior: Posterior, value: Any) -> None:
-        posterior.adjust(**{self._name: value})
 
-
-_SETTING = threading.Lock()  # one for all posteriors: a lock in a posterior could not be copied or pickled
-_SEARCHED = ("tuning", "head", "faithful", "left_out", "calibration")
-"""The records of a history that a search for hyperparameters writes."""
-_TUNE = "tune on held-out data: uq.tune(posterior, val_loader)"
+_TUNE = "tune on held-out data: posterior = uq.tune(posterior, val_loader)"
 
 
 class Posterior:
     """A distribution over the weights of some layers, independent between blocks; as a rule ``N(mean, P^-1)``.
 
     ``P = scale / noise_scale * I + prior_precision`` per block (the square of `noise_scale` for the empirical
-    Fisher), with the Fisher information ``I`` in the form of the method. Hyperparameters are plain attributes, and
-    `tunable` names those that may be set. Setting one never needs the data again.
-    Setting one replaces the value that holds all of them, `settings`: every computation uses those of one moment,
-    whatever other threads set meanwhile; see `snapshot`.
+    Fisher), with the Fisher information ``I`` in the form of the method.
+
+    A posterior is a value: nothing writes into one. `with_settings` gives one with other hyperparameters, which never
+    needs the data again; `tunable` names those that it can change. `posthoc_uq.tune`, `posthoc_uq.calibrate` and
+    `posthoc_uq.update` return another one, too.
 
     A method that optimises the variances themselves has its prior and its noise in what it optimises. There
-    `prior_precision` says which prior that was and cannot be set, and only `scale`, where there is one, enters the
+    `prior_precision` says which prior that was and cannot be changed, and only `scale`, where there is one, enters the
     variances, as ``samples / scale``. Blocks that are not Gaussian can at least draw.
 
     Attributes:
@@ -235,17 +227,15 @@ class Posterior:
         features: statistics of the last layer's inputs in training, for novelty; None where the fit took none.
         weight_prior: the prior of single weights, a factor on `prior_precision` and a mean; as given to the fit.
         capabilities: what all of its blocks can do, by the names in `posthoc_uq.posteriors.block`.
-        tunable: names of the hyperparameters that have a meaning here and may be set.
-        fixed_by_training: names of those that the training optimised: they are known, and cannot be set.
+        settings: all hyperparameters as one value.
+        tunable: names of the hyperparameters that have a meaning here and may be changed.
+        fixed_by_training: names of those that the training optimised: they are known, and cannot be changed.
         fingerprint: digest of `original` at the fit; that is the model's own memory, which later training changes.
         buffers_fingerprint: digest of the model's buffers at the fit (`model.statistics_of`); None where
             it has none.
         others_fingerprint: digest of the model's other parameters at the fit; None where there are none. `load` alone
             looks at it.
-        warned_heads: heads for which `wrap` has said that the posterior was tuned for another; no part of the state.
     """
-
-    _searching = False  # while many settings are tried: thresholds are checked only at the end
 
     scale = _Hyperparameter[float]()
     """What the mean Fisher is multiplied with; starts at the number of samples."""
@@ -271,6 +261,13 @@ class Posterior:
         *,
         trained_mean: Mapping[str, Tensor] | None = None,
         settings: Hyperparameters | None = None,
+        model: nn.Module | None = None,
+        proof: Proof | None = None,
+        features: FeatureGrams | None = None,
+        weight_prior: WeightPrior | None = None,
+        fingerprint: str | None = None,
+        buffers_fingerprint: str | None = None,
+        others_fingerprint: str | None = None,
     ) -> None:
         self.method = method
         self.layers = dict(layers)
@@ -291,13 +288,10 @@ class Posterior:
         self.likelihood = likelihood
         self.evidence = evidence
         self.history = history or History()
-        self.model: nn.Module | None = None
-        self.proof: Proof | None = None
-        self.features: FeatureGrams | None = None
-        self.weight_prior = WeightPrior()
-        self.fingerprint: str | None = None
-        self.buffers_fingerprint: str | None = None
-        self.others_fingerprint: str | None = None
+        self.model, self.proof, self.features = model, proof, features
+        self.weight_prior = weight_prior or WeightPrior()
+        self.fingerprint, self.buffers_fingerprint = fingerprint, buffers_fingerprint
+        self.others_fingerprint = others_fingerprint
         by_block = [type(block).capabilities() for block in self.blocks.values()]
         self.capabilities = by_block[0].intersection(*by_block) if by_block else frozenset[str]()
         outputs = {"noise_scale"} if likelihood.has_noise else set[str]()
@@ -306,12 +300,29 @@ class Posterior:
         self.fixed_by_training = frozenset[str]().union(
             *(block.fixed_by_training for block in self.blocks.values())
         )
-        self.warned_heads: set[str] = set()
-        first = vars(settings or Hyperparameters(evidence.total))  # including those that cannot be set later
-        self._settings = Hyperparameters(**{name: self._valid(name, value) for name, value in first.items()})
-        self._cache = Cache[Covariance](COVARIANCE_BYTES)
-        self._variances = Cache[Tensor](KEPT_BYTES)
-        self._of_layers = Cache[Covariance](KEPT_BYTES)
+        first = vars(
+            settings or Hyperparameters(evidence.total)
+        )  # including those that cannot be changed later
+        self.settings = Hyperparameters(**{name: self._valid(name, value) for name, value in first.items()})
+        self._covariances, self._variances, self._of_layers = _caches()
+        self._is_made = True
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        """Refused once it is made."""
+        if "_is_made" not in vars(self):
+            super().__setattr__(name, value)
+            return
+        shown_value = value if isinstance(value, (int, float)) else "..."
+        way_out = (
+            f"posterior = posterior.with_settings({name}={shown_value})"
+            if name in HYPERPARAMETERS
+            else "with_settings, uq.tune, uq.calibrate and uq.update return another one"
+        )
+        raise AttributeError(f"A posterior is a value, whose {name} cannot be set: {way_out}.")
+
+    def __delattr__(self, name: str) -> None:
+        """Refused."""
+        raise AttributeError(f"A posterior is a value, whose {name} cannot be deleted.")
 
     def __repr__(self) -> str:
         count = sum(layer.parameters for layer in self.layers.values())
@@ -331,7 +342,7 @@ class Posterior:
         """A posterior of the same layers, weights and prior with other blocks; what is not given is that of this one,
         but for statistics of the data (`features`), which belong to its blocks.
         """
-        new = Posterior(
+        return Posterior(
             self.method,
             self.layers,
             blocks,
@@ -339,39 +350,92 @@ class Posterior:
             self.original,
             self.likelihood,
             evidence or self.evidence,
-            history or copy.deepcopy(self.history),
+            history or self.history,
             trained_mean=self.trained_mean,
             settings=settings or self.settings,
+            model=self.model,
+            proof=self.proof,
+            weight_prior=self.weight_prior,
+            fingerprint=self.fingerprint,
+            buffers_fingerprint=self.buffers_fingerprint,
+            others_fingerprint=self.others_fingerprint,
         )
-        new.model, new.proof, new.weight_prior = self.model, self.proof, self.weight_prior
-        new.fingerprint, new.buffers_fingerprint = self.fingerprint, self.buffers_fingerprint
-        new.others_fingerprint = self.others_fingerprint
+
+    def replaced(self: Self, **attributes: Any) -> Self:
+        """This posterior with other values of some attributes, on which no others depend: its model, history, features,
+        prior of single weights, fingerprints.
+        """
+        new = copy.copy(self)
+        vars(new).update(attributes)
+        if "weight_prior" in attributes:
+            new._clear_caches()
         return new
 
-    def snapshot(self, settings: Hyperparameters | None = None) -> Posterior:
-        """A copy of this posterior that keeps the present settings whatever is set later; tensors are shared.
+    def noted(self: Self, **records: Mapping[str, Any]) -> Self:
+        """This posterior with more in the records of its history; see `History.noted`."""
+        return self.replaced(history=self.history.noted(**records))
+
+    def with_settings(
+        self: Self,
+        *,
+        scale: float | None = None,
+        prior_precision: float | Mapping[str, float] | None = None,
+        residual_weight: float | None = None,
+        noise_scale: float | None = None,
+        temperature: float | None = None,
+    ) -> Self:
+        """This posterior with other hyperparameters; those that are not given stay. Warns if promises no longer hold.
 
         Args:
-            settings: other settings, in place of the present ones.
+            scale: what the mean Fisher is multiplied with.
+            prior_precision: a number, or one number per layer name.
+            residual_weight: omega in [0, 1], the weight of INF's diagonal residual.
+            noise_scale: factor on the noise variance, or the dispersion, of the likelihood (regression).
+            temperature: divides the logits in prediction (classification).
+
+        Raises:
+            PosthocUQError: a value is out of range, or differs from the present one and cannot be changed here.
         """
-        frozen = copy.copy(self)
-        frozen._searching = True  # no warnings: nobody chose its settings
-        if settings is not None:
-            frozen.settings = settings
-        return frozen
+        asked = {
+            "scale": scale,
+            "prior_precision": prior_precision,
+            "residual_weight": residual_weight,
+            "noise_scale": noise_scale,
+            "temperature": temperature,
+        }
+        new = self.at(
+            replace(self.settings, **{key: value for key, value in asked.items() if value is not None})
+        )
+        told = {"temperature": "temperature", "noise_scale": "noise variance"}
+        given = {
+            label: "given"
+            for name, label in told.items()
+            if asked[name] is not None and getattr(new, name) != getattr(self, name)
+        }
+        if given:  # also in place of what leave-one-out found
+            new = new.replaced(history=replace(new.history.noted(tuning=given), left_out={}))
+        new.warn_if_void(self)
+        return new
 
-    @property
-    def settings(self) -> Hyperparameters:
-        """All hyperparameters as one value."""
-        return self._settings
+    def at(self: Self, settings: Hyperparameters) -> Self:
+        """This posterior at these settings, for searches: nobody chose them, so that nothing is recorded.
 
-    @settings.setter
-    def settings(self, value: Hyperparameters) -> None:
-        self.adjust(**vars(value))
+        Raises:
+            PosthocUQError: a value is out of range, or differs from the present one and cannot be changed here.
+        """
+        checked = {name: self._checked(name, value) for name, value in vars(settings).items()}
+        new = self.replaced(settings=Hyperparameters(**checked))
+        if new.settings.of_weights() != self.settings.of_weights():
+            new._clear_caches()
+        return new
+
+    def _clear_caches(self) -> None:
+        covariances, variances, of_layers = _caches()
+        vars(self).update(_covariances=covariances, _variances=variances, _of_layers=of_layers)
 
     def layer_prior(self, layer: str) -> float:
         """The prior precision of one layer."""
-        return self._settings.layer_prior(layer)
+        return self.settings.layer_prior(layer)
 
     @property
     def has_free_prior_precision(self) -> bool:
@@ -388,7 +452,7 @@ class Posterior:
     def reported(self) -> dict[str, Any]:
         """Label to value of the hyperparameters that reports show; ``"per layer"`` for prior precisions by layer."""
         known, shown = self.tunable | self.fixed_by_training, dict[str, Any]()
-        for name, value in self._settings.plain().items():
+        for name, value in self.settings.plain().items():
             about = HYPERPARAMETERS[name]
             if about.reported == "always" or (about.reported == "own" and name in known):
                 shown[about.label] = "per layer" if isinstance(value, dict) else value
@@ -396,30 +460,13 @@ class Posterior:
             shown[HYPERPARAMETERS["noise_scale"].label] = self.noise_scale
         return shown
 
-    def adjust(self, **values: Any) -> None:
-        """Set some hyperparameters by name, all at one moment.
-
-        Raises:
-            PosthocUQError: a value is out of range, or differs from the present one and cannot be set here.
-        """
-        checked = {name: self._checked(name, value) for name, value in values.items()}
-        with _SETTING:
-            old_settings = self._settings
-            self._settings = replace(self._settings, **checked)
-            if not self._searching:
-                for name, told in (("temperature", "temperature"), ("noise_scale", "noise variance")):
-                    if name in checked and checked[name] != getattr(old_settings, name):
-                        self.history.tuning[told] = "given"
-                        self.history.left_out = {}  # which the user has taken back
-        self._warn_if_void(self._basis_of_promises(old_settings))
-
     def _checked(self, name: str, value: Any) -> Any:
-        """A value that may be set; where the hyperparameter cannot be set, only its present value."""
-        present, valid = getattr(self._settings, name), self._valid(name, value)
+        """A value that the hyperparameter may have; where it cannot be changed, only its present one."""
+        present, valid = getattr(self.settings, name), self._valid(name, value)
         if name in self.tunable:
             return valid
         if name in self.fixed_by_training and present != valid:
-            instead = ", or set scale to widen or narrow the posterior" if "scale" in self.tunable else ""
+            instead = ", or change scale to widen or narrow the posterior" if "scale" in self.tunable else ""
             raise PosthocUQError(
                 f"The {HYPERPARAMETERS[name].label} was a part of what method={self.method!r} optimised, and is "
                 f"{present}; fit again with {name}={value}{instead}."
@@ -449,56 +496,21 @@ class Posterior:
             )
         return LayerPriors(priors)
 
-    @contextmanager
-    def searching(self) -> Generator[None]:
-        """For trying many settings: one warning at its end if promises that held before no longer do. In nested
-        contexts the outermost one warns.
-        """
-        if self._searching:
-            yield
-            return
-        record, basis = self.history.promises, self._basis_of_promises(self._settings)
-        self._searching = True
-        try:
-            yield
-        finally:
-            self._searching = False
-        if self.history.promises is record:  # no new one was set meanwhile
-            self._warn_if_void(basis)
-
-    def trial(self: Self) -> Self:
-        """A copy on which settings can be tried and recorded while others predict from this one and save it; see
-        `adopt`. The blocks are shared.
-        """
-        copied = copy.copy(self)
-        copied._searching = True  # no warnings: nobody chose the settings that are tried
-        records = {name: dict(getattr(self.history, name)) for name in _SEARCHED}
-        copied.history = replace(self.history, **records)
-        return copied
-
-    def adopt(self, found: Posterior) -> None:
-        """Take the settings of a `trial`, and the records of how they were found, all at one moment."""
-        with self.searching():
-            records = {name: getattr(found.history, name) for name in (*_SEARCHED, "promises")}
-            with _SETTING:  # both at once, so that a copy made meanwhile has the old ones or the new ones
-                self.__dict__.update(_settings=found.settings, history=replace(self.history, **records))
-
-    def _basis_of_promises(self, settings: Hyperparameters) -> dict[str, Any]:
-        """What promises depend on: these settings and, with the moments head, its calibration."""
+    def _basis_of_promises(self) -> dict[str, Any]:
+        """What promises depend on: the settings and, with the moments head, its calibration."""
         calibrated = self.history.promises.get("head", {}).get("head") == "moments"
-        return settings.plain() | ({"calibration": dict(self.history.calibration)} if calibrated else {})
+        return self.settings.plain() | ({"calibration": dict(self.history.calibration)} if calibrated else {})
 
-    def _warn_if_void(self, old_basis: dict[str, Any]) -> None:
-        """Warn if promises held before, by `_basis_of_promises`, and no longer do."""
+    def warn_if_void(self, before: Posterior) -> None:
+        """Warn if promises that this posterior has from `before` held there, and no longer do."""
         record = self.history.promises
-        if not record or self._searching:
+        if not record or record is not before.history.promises:
             return
-        if any(old_basis[key] != value for key, value in record["posterior"].items()):
-            return
-        if self._basis_of_promises(self._settings) != old_basis:
+        old, new = before._basis_of_promises(), self._basis_of_promises()
+        if all(old[key] == value for key, value in record["posterior"].items()) and new != old:
             warn_user(
                 f"The promises by {record['samples']:,} held-out samples were made for other hyperparameters and no "
-                f"longer hold; calibrate again: uq.calibrate(posterior, val_loader)."
+                f"longer hold; calibrate again: posterior = uq.calibrate(posterior, val_loader)."
             )
 
     def require(self, needs: Collection[str], what: str, way_out: str = "") -> None:
@@ -588,22 +600,21 @@ class Posterior:
         places = {seed: place for place, seed in enumerate(unique)}
         index = torch.tensor([places[seed] for seed in seeds], device="cpu")
         draws: dict[str, Tensor] = {}
-        frozen = self.snapshot()
-        for number, (name, block) in enumerate(frozen.blocks.items()):
-            covariance, like = frozen.covariance(name), next(iter(block.tensors().values()))
-            row, of_block = like.new_empty(1, *frozen.layout.shape(name)), dict[str, Tensor]()
+        for number, (name, block) in enumerate(self.blocks.items()):
+            covariance, like = self.covariance(name), next(iter(block.tensors().values()))
+            row, of_block = like.new_empty(1, *self.layout.shape(name)), dict[str, Tensor]()
             # One at a time, which is as fast, and needs the memory of the result alone: a triangular solve rounds
             # several columns differently from one.
             for place, seed in enumerate(unique):
                 row[0] = covariance.draw(torch.Generator().manual_seed(mixed_seed(seed, number)), row[0])
-                for layer, matrix in frozen.layout.split(name, row):
+                for layer, matrix in self.layout.split(name, row):
                     for parameter, values in layer.to_parameters(matrix).items():
                         if place == 0:
                             shape = (len(unique), *values.shape[1:])
-                            of_block[parameter] = frozen.mean[parameter].new_empty(shape)
+                            of_block[parameter] = self.mean[parameter].new_empty(shape)
                         of_block[parameter][place] = values[0]
             for parameter, draw in of_block.items():
-                mean = frozen.mean[parameter]
+                mean = self.mean[parameter]
                 if signs is not None:
                     sign = torch.tensor(signs, device="cpu").to(draw).reshape(-1, *[1] * mean.ndim)
                     draw = draw[index.to(draw.device)] * sign
@@ -613,11 +624,10 @@ class Posterior:
         return draws
 
     def covariances(self) -> dict[str, Covariance]:
-        """Every block's covariance at the present settings, ready for use, by block name; the caller keeps them,
+        """Every block's covariance, ready for use, by block name; the caller keeps them,
         however large they are.
         """
-        frozen = self.snapshot()
-        return {name: frozen.covariance(name) for name in frozen.blocks}
+        return {name: self.covariance(name) for name in self.blocks}
 
     def variance(self) -> dict[str, Tensor]:
         """Marginal variance of every parameter, by name and in its shape.
@@ -627,15 +637,13 @@ class Posterior:
         """
         self.require([can.VARIANCES], "posterior.variance()")
         variances: dict[str, Tensor] = {}
-        frozen = self.snapshot()
-        for name in frozen.blocks:
-            key = frozen._key(name)
-            matrices = frozen._variances.get(name, key)
+        for name in self.blocks:
+            matrices = self._variances.get(name)
             if matrices is None:
-                of_layer = frozen._of_layers.get(name, key) if name in frozen.layers else None
-                matrices = (of_layer or frozen.covariance(name)).variance()
-                frozen._variances.put(name, key, matrices, matrices.nbytes)
-            for layer, matrix in frozen.layout.split(name, matrices.clone()):
+                of_layer = self._of_layers.get(name) if name in self.layers else None
+                matrices = (of_layer or self.covariance(name)).variance()
+                self._variances.put(name, matrices, matrices.nbytes)
+            for layer, matrix in self.layout.split(name, matrices.clone()):
                 variances |= layer.to_parameters(matrix)
         return variances
 
@@ -653,11 +661,11 @@ class Posterior:
         unknown = sorted(set(jacobians) - set(self.layers))
         if unknown or not jacobians:
             raise PosthocUQError(f"Jacobians must be given for layers of the posterior; unknown: {unknown}.")
-        total, frozen = None, self.snapshot()
-        for name, inner in frozen.members.items():
+        total = None
+        for name, inner in self.members.items():
             if not any(layer in jacobians for layer in inner):
                 continue
-            part = frozen.covariance(name).quadratic(frozen.layout.join(name, jacobians))
+            part = self.covariance(name).quadratic(self.layout.join(name, jacobians))
             total = part if total is None else total + part
         assert total is not None
         return total
@@ -670,13 +678,11 @@ class Posterior:
         """
         self.require([can.ROWS], "The covariance of one layer's rows")
         block, start = self.layout.home(layer)
-        frozen = self.snapshot()
-        key = frozen._key(block)
-        found = frozen._of_layers.get(layer, key)
+        found = self._of_layers.get(layer)
         if found is None:
-            shape, whole = frozen.layers[layer].matrix_shape, frozen.layout.shape(block)
-            found = frozen.covariance(block).of_layer(start, shape, whole)
-            frozen._of_layers.put(layer, key, found, _bytes_beyond(found, frozen.blocks[block]))
+            shape, whole = self.layers[layer].matrix_shape, self.layout.shape(block)
+            found = self.covariance(block).of_layer(start, shape, whole)
+            self._of_layers.put(layer, found, _bytes_beyond(found, self.blocks[block]))
         return found
 
     def log_determinant(self) -> Tensor:
@@ -686,8 +692,7 @@ class Posterior:
             PosthocUQError: the blocks know none.
         """
         self.require([can.LOG_DETERMINANT], "posterior.log_determinant()")
-        frozen = self.snapshot()
-        return torch.stack([frozen.covariance(name).log_determinant() for name in frozen.blocks]).sum()
+        return torch.stack([self.covariance(name).log_determinant() for name in self.blocks]).sum()
 
     def log_marginal_likelihood(
         self,
@@ -706,10 +711,9 @@ class Posterior:
         Raises:
             PosthocUQError: the fit saw no labels, or the variances are no Laplace approximation's.
         """
-        frozen = self.snapshot()
-        noise_factor = frozen.noise_scale if noise_scale is None else noise_scale
-        parts = [frozen.occam_factor(name, prior_precision, noise_scale) for name in frozen.blocks]
-        return frozen.evidence.at_noise(noise_factor) - 0.5 * torch.stack(parts).sum()
+        noise_factor = self.noise_scale if noise_scale is None else noise_scale
+        parts = [self.occam_factor(name, prior_precision, noise_scale) for name in self.blocks]
+        return self.evidence.at_noise(noise_factor) - 0.5 * torch.stack(parts).sum()
 
     def occam_factor(
         self,
@@ -742,21 +746,12 @@ class Posterior:
         return total
 
     def covariance(self, block: str) -> Covariance:
-        """A block's covariance at the present settings, ready for use; kept while memory allows."""
-        frozen = self.snapshot()
-        key = frozen._key(block)
-        covariance = self._cache.get(block, key)
+        """A block's covariance, ready for use; kept while memory allows."""
+        covariance = self._covariances.get(block)
         if covariance is None:
-            covariance = self.blocks[block].covariance(frozen.block_settings(block))
-            self._cache.put(block, key, covariance, _bytes_beyond(covariance, self.blocks[block]))
+            covariance = self.blocks[block].covariance(self.block_settings(block))
+            self._covariances.put(block, covariance, _bytes_beyond(covariance, self.blocks[block]))
         return covariance
-
-    def _key(self, block: str) -> tuple[Any, ...]:
-        """All on which a block's precision depends; the prior of single weights as an object, which the key keeps
-        alive."""
-        settings = self._settings
-        priors = tuple(settings.layer_prior(name) for name in self.members[block])
-        return settings.scale, settings.noise_scale, settings.residual_weight, priors, self.weight_prior
 
     def block_settings(
         self, block: str, prior_precision: Any = None, noise_scale: float | Tensor | None = None
@@ -768,7 +763,7 @@ class Posterior:
             prior_precision: tau, one number or one by layer; the present one if None.
             noise_scale: factor on the noise variance, likewise.
         """
-        settings, members = self._settings, self.members[block]
+        settings, members = self.settings, self.members[block]
         prior = settings.prior_precision if prior_precision is None else prior_precision
         noise_factor = settings.noise_scale if noise_scale is None else noise_scale
         if isinstance(prior, Mapping):
@@ -841,29 +836,28 @@ class Posterior:
             described_output,
         )
 
-        frozen = self.snapshot()
-        blocks, history = frozen.blocks, frozen.history
+        blocks, history = self.blocks, self.history
         rows: list[dict[str, Any]] = []
-        for name, layer in frozen.layers.items():
+        for name, layer in self.layers.items():
             row = {"layer": name, "kind": layer.kind, "shape": "x".join(map(str, layer.matrix_shape))}
-            row |= {"prior precision": frozen.layer_prior(name)}
+            row |= {"prior precision": self.layer_prior(name)}
             block = blocks.get(name)  # of this layer alone
             if block is not None:
                 row |= {"numbers": block.numbers(), "bytes": block.bytes(), **block.summary()}
             rows.append(row)
         summary: dict[str, Any] = {
-            "method": frozen.method,
-            "likelihood": frozen.likelihood.name,
-            "layers": len(frozen.layers),
-            "parameters with a posterior": sum(layer.parameters for layer in frozen.layers.values()),
+            "method": self.method,
+            "likelihood": self.likelihood.name,
+            "layers": len(self.layers),
+            "parameters with a posterior": sum(layer.parameters for layer in self.layers.values()),
             "numbers stored": sum(block.numbers() for block in blocks.values()),
             "bytes stored": sum(block.bytes() for block in blocks.values()),
-            **frozen.reported(),
+            **self.reported(),
         }
-        if frozen.features is not None:
-            summary["novelty"] = described_novelty(frozen.features)
-        if frozen.noise_variance is not None:
-            summary["noise variance"] = [float(f"{value:.4g}") for value in frozen.noise_variance.tolist()]
+        if self.features is not None:
+            summary["novelty"] = described_novelty(self.features)
+        if self.noise_variance is not None:
+            summary["noise variance"] = [float(f"{value:.4g}") for value in self.noise_variance.tolist()]
         notes = dict.fromkeys(block.heads_note for block in blocks.values() if block.heads_note)
         if notes:
             summary["heads"] = "; ".join(notes)
@@ -871,5 +865,5 @@ class Posterior:
             summary["outputs"] = described_output(history.output)
         columns = {name: text for block in blocks.values() for name, text in block.columns.items()}
         return Report(
-            summary | history.fit, rows, dict(history.deterministic), described_history(history), columns
+            {**summary, **history.fit}, rows, dict(history.deterministic), described_history(history), columns
         )

@@ -10,7 +10,7 @@ from posthoc_uq.core.errors import printable
 from posthoc_uq.core.tables import cell_text, text_table
 from posthoc_uq.likelihoods.conformal import rounded_down, scarcest_of
 from posthoc_uq.posteriors.features import FeatureGrams
-from posthoc_uq.posteriors.settings import History
+from posthoc_uq.posteriors.history import History
 
 _SECONDS = "seconds, "  # begins the names of timings
 _MAX_NAMES = 8  # that a line lists

@@ -8,143 +8,21 @@ from __future__ import annotations
 
 from collections.abc import Callable, Generator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass, field, replace
-from typing import Any, Literal
+from dataclasses import replace
+from typing import Any
 
 import numpy as np
 import torch
 from torch import Tensor
 
 from posthoc_uq.core.devices import TEMPORARY_BYTES
-from posthoc_uq.core.errors import NonFiniteError, PosthocUQError, warn_user
+from posthoc_uq.core.errors import NonFiniteError, PosthocUQError
 from posthoc_uq.core.interrupts import check
 from posthoc_uq.core.progress import Progress
 from posthoc_uq.posteriors.block import LOG_DETERMINANT
+from posthoc_uq.posteriors.history import Trial, Trials
 from posthoc_uq.posteriors.posterior import Posterior
-from posthoc_uq.posteriors.settings import HYPERPARAMETERS, Hyperparameters, LayerPriors
-
-Criterion = Literal["faithful", "likelihood", "evidence"]
-"""By what `posthoc_uq.tune` may choose hyperparameters; `CRITERIA` has the facts about each."""
-
-
-@dataclass(frozen=True)
-class CriterionFacts:
-    """The facts about a criterion that trials, files, `wrap` and the command line need; `posthoc_uq.fitting.tune` has
-    its search.
-
-    Attributes:
-        objective: what the trials are compared by.
-        best: which trial is the best: ``min`` or ``max`` of the objective; None where the goal is another one.
-        data: what it needs, in words; empty for nothing.
-        labels: whether these data need their targets.
-        by_predictions: whether it chooses by the predictions of a head, to which the hyperparameters then belong.
-    """
-
-    objective: str
-    best: Callable[..., Any] | None
-    data: str
-    labels: bool
-    by_predictions: bool
-
-
-CRITERIA: dict[Criterion, CriterionFacts] = {
-    "faithful": CriterionFacts(
-        "divergence", None, "training inputs", False, True
-    ),  # the widest within a budget
-    "likelihood": CriterionFacts("validation NLL", min, "held-out data with targets", True, True),
-    "evidence": CriterionFacts("log marginal likelihood", max, "", False, False),
-}
-
-
-@dataclass(frozen=True)
-class Trial:
-    """One evaluation of a search.
-
-    Attributes:
-        settings: the hyperparameters that were tried; in a search for one layer's prior precision, that value alone.
-        objective: ``"faithful"``: the divergence from the network in nats. ``"likelihood"``: the validation NLL, a mean
-            over all labels that count, as in `posthoc_uq.evaluate`. ``"evidence"``: the log marginal likelihood; for a
-            prior precision less the log likelihood, which does not depend on it.
-    """
-
-    settings: Hyperparameters
-    objective: float
-
-
-@dataclass(repr=False)
-class Trials:
-    """All trials of a search; prints itself, the chosen trial first.
-
-    Attributes:
-        criterion: of the search.
-        searched: the names of the hyperparameters that it set.
-        trials: one for each evaluation.
-        chosen: the trial whose values the posterior has now. With held-out data that is the widest posterior that costs
-            little, not always the best one. None where the trials belong to several searches.
-        several: whether they do: one search a layer, or prior precision and noise in turn.
-        at_edge: the values at the edge of their search intervals.
-        model_alone: validation NLL of the model without a posterior, where held-out data were given.
-        nll_given_up_for_width: validation NLL above the best that was tried, for a wider posterior.
-    """
-
-    criterion: Criterion
-    searched: tuple[str, ...]
-    trials: list[Trial] = field(default_factory=lambda: list[Trial]())
-    chosen: Trial | None = None
-    several: bool = False
-    at_edge: list[str] = field(default_factory=lambda: list[str]())
-    model_alone: float | None = None
-    nll_given_up_for_width: float | None = None
-
-    @property
-    def best(self) -> Trial | None:
-        """The trial with the least validation NLL, or with the largest marginal likelihood. None by ``"faithful"``,
-        whose goal is the widest posterior within a budget, and where the trials belong to several searches.
-        """
-        best = CRITERIA[self.criterion].best
-        if not self.trials or self.several or best is None:
-            return None
-        return best(self.trials, key=lambda trial: trial.objective)
-
-    def __repr__(self) -> str:
-        chosen = self._line(self.chosen) if self.chosen else "one a search"
-        given_up = (
-            ""
-            if not self.nll_given_up_for_width
-            else f"; {self.nll_given_up_for_width:.2g} nats given up against the best"
-        )
-        return f"Trials({len(self.trials)} evaluations; chosen: {chosen}{given_up})"
-
-    def __str__(self) -> str:
-        lines: list[str] = []
-        if self.chosen is not None:
-            lines.append(f"chosen: {self._line(self.chosen)}")
-        if self.nll_given_up_for_width is not None:
-            lines.append(
-                f"given up against the best, for a wider posterior: {self.nll_given_up_for_width:.2g} nats"
-            )
-        best = self.best
-        if best is not None and best is not self.chosen:
-            lines.append(f"best: {self._line(best)}")
-        if self.model_alone is not None:
-            lines.append(f"the model alone: validation NLL={self.model_alone:.5g}")
-        lines += [f"at the edge of the search: {name}" for name in self.at_edge]
-        return "\n".join([*lines, f"all {len(self.trials)} evaluations:", *map(self._line, self.trials)])
-
-    def _line(self, trial: Trial) -> str:
-        tried = {HYPERPARAMETERS[name].label: getattr(trial.settings, name) for name in self.searched}
-        numbers = tried | {CRITERIA[self.criterion].objective: trial.objective}
-        return "  ".join(
-            f"{label}={value:.5g}" if isinstance(value, float) else f"{label}={value}"
-            for label, value in numbers.items()
-        )
-
-    def warn_of_edges(self) -> None:
-        if self.at_edge:
-            warn_user(
-                f"The search ended at the edge of its interval for {', '.join(self.at_edge)}, which is a bound and not "
-                f"an optimum. Set the value yourself, or look at what was tried."
-            )
+from posthoc_uq.posteriors.settings import LayerPriors
 
 
 class SearchBar(Progress):
@@ -225,9 +103,9 @@ _KEPT_BUDGETS = 2  # what blocks keep between evaluations may take so many memor
 
 def maximise_evidence(
     posterior: Posterior, *, per_layer: bool = False, noise: bool = False, progress: bool = False
-) -> Trials:
-    """Set the prior precision (one, or one per layer) where the log marginal likelihood is largest, and with
-    `noise` the noise variance too.
+) -> Posterior:
+    """The posterior with the prior precision (one, or one per layer) of the largest log marginal likelihood, and with
+    `noise` the noise variance too; its history has the trials.
 
     At fixed weights this noise variance is known to come out too large; by default it stays the variance of the
     training residuals. With `progress` a bar is shown.
@@ -247,19 +125,25 @@ def maximise_evidence(
         if noise:
             for _ in range(2):  # noise variance and prior precision in turn
                 edges = search.set_noise() + search.set_prior()
-    found = "by the log marginal likelihood"
-    posterior.history.tuning |= {"prior precision": found} | ({"noise variance": found} if noise else {})
     trials = search.trials
     trials.at_edge, trials.chosen = edges, trials.best
     trials.warn_of_edges()
-    return trials
+    found = "by the log marginal likelihood"
+    how = {"prior precision": found} | ({"noise variance": found} if noise else {})
+    return search.posterior.replaced(history=replace(posterior.history.noted(tuning=how), trials=trials))
 
 
 class _EvidenceSearch:
-    """The searches of `maximise_evidence`, which see; each returns the values that ended at an edge."""
+    """The searches of `maximise_evidence`, which see; each returns the values that ended at an edge.
+
+    Attributes:
+        posterior: at the best settings found so far.
+        trials: all that were tried.
+        bar: of the evaluations.
+    """
 
     def __init__(self, posterior: Posterior, per_layer: bool, noise: bool, progress: bool) -> None:
-        self._posterior, self._per_layer = posterior, per_layer
+        self.posterior, self._per_layer = posterior, per_layer
         # Where every block is one layer, the evidence is a sum over layers, and each has a search of its own.
         self._apart = per_layer and all(block in posterior.layers for block in posterior.blocks)
         whole = (_USUAL_EVALUATIONS, len(posterior.blocks))
@@ -274,17 +158,18 @@ class _EvidenceSearch:
         self.bar = SearchBar("evidence", "blocks", progress, every)
 
     def set_prior(self) -> list[str]:
-        posterior, edges = self._posterior, list[str]()
+        edges = list[str]()
         if not self._per_layer:
-            posterior.prior_precision = self._best_prior(None, edges)
+            prior: Any = self._best_prior(None, edges)
         elif self._apart:
-            posterior.prior_precision = {name: self._best_prior(name, edges) for name in posterior.layers}
+            prior = {name: self._best_prior(name, edges) for name in self.posterior.layers}
         else:
-            posterior.prior_precision = self._best_joint_priors(edges)
+            prior = self._best_joint_priors(edges)
+        self.posterior = self.posterior.at(replace(self.posterior.settings, prior_precision=prior))
         return edges
 
     def set_noise(self) -> list[str]:
-        posterior = self._posterior
+        posterior = self.posterior
         self.bar.begin_search()
 
         def objective(factor: float) -> float:
@@ -295,7 +180,7 @@ class _EvidenceSearch:
             return -value
 
         factor, edge = search_decades(objective, _NOISE_START, _NOISE_LIMITS)
-        posterior.noise_scale = factor
+        self.posterior = posterior.at(replace(posterior.settings, noise_scale=factor))
         return [f"noise scale = {factor:.3g}"] if edge else []
 
     def _occam_factors(self, blocks: Sequence[str], priors: Mapping[str, Any]) -> list[Tensor]:
@@ -303,13 +188,13 @@ class _EvidenceSearch:
         factors: list[Tensor] = []
         for block in blocks:
             check()
-            factors.append(self._posterior.occam_factor(block, priors))
+            factors.append(self.posterior.occam_factor(block, priors))
             self.bar.advance()
         return factors
 
     def _best_prior(self, layer: str | None, edges: list[str]) -> float:
         """The best prior precision of one layer, or of all by default."""
-        posterior, failure = self._posterior, None
+        posterior, failure = self.posterior, None
         blocks = list(posterior.blocks) if layer is None else [layer]
         self.bar.begin_search()
 
@@ -336,7 +221,7 @@ class _EvidenceSearch:
 
     def _best_joint_priors(self, edges: list[str]) -> dict[str, float]:
         """One prior precision per layer inside one dense block, by gradient ascent from the best common one."""
-        posterior, common = self._posterior, self._best_prior(None, edges)
+        posterior, common = self.posterior, self._best_prior(None, edges)
         names, blocks = list(posterior.layers), list(posterior.blocks)
         self.bar.begin_search()
 

@@ -1,8 +1,8 @@
-"""The hyperparameters of a posterior, what the fit saw of the data, and how a posterior was fitted and tuned."""
+"""The hyperparameters of a posterior, and what the fit saw of the data."""
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from math import log
 from typing import Any, Literal, NoReturn
 
@@ -26,7 +26,7 @@ ONE_PRIOR = "one prior for all weights"
 """True in the record of a training whose prior is one and the same for every weight."""
 
 
-@dataclass
+@dataclass(frozen=True)
 class Evidence:
     """What the fit saw of the data, for the log marginal likelihood.
 
@@ -70,57 +70,13 @@ class Evidence:
         )
 
 
-@dataclass
-class History:
-    """How a posterior was fitted, tuned and calibrated; `report` prints it.
-
-    Attributes:
-        fit: plain values: method options, seed, timings in seconds.
-        deterministic: parameters without a posterior, each with the reason.
-        tuning: how each hyperparameter was chosen, in words.
-        head: ``name`` and ``options`` of the head that predicts, and the ``criterion`` by which the hyperparameters
-            were found (`posthoc_uq.posteriors.search.CRITERIA`, or ``"given"``); or empty.
-        faithful: the faithful prior precision (or scale) as ``value``, its ``temperature`` and the
-            ``network_temperature`` it was compared with, ``divergence``, ``budget``, ``head``, and the other
-            ``settings``; or empty.
-        left_out: the ``temperature`` and the ``noise_scale`` that leave-one-out found, around which held-out labels
-            search theirs; or empty.
-        calibration: the moments head's correction as plain values, with the settings it was made for; or empty.
-        promises: the held-out scores by which predictions promise, with the settings they were measured with
-            (`posthoc_uq.files.records.PromisesRecord`); or empty.
-        novelty: ``"posterior"`` where the fit found no layer to measure novelty by, so that the posterior itself is
-            used; or empty.
-        changes: of the data since the fit: how many ``updates`` and ``removals`` there were, and how many samples were
-            ``added`` and ``removed``; a ``digest`` of all of them in their order; the ``balance``, a sum of hashes of
-            the samples that came in less that of those that went out; the hash of the ``last`` ones; and for the last
-            update of a posterior with fixed bases the share of the new data's Fisher ``outside`` of them, and
-            ``outside before``, that of the Fisher of the data before; or empty.
-        output: which part of what the model returns its outputs are: ``name``, ``index`` or (the name of) a
-            ``function``, and whether it was ``guessed``; empty where it returns a tensor.
-        inputs: of the fit's first batch, by name: their number ``type``, and the ``place`` of one that is given by it.
-    """
-
-    fit: dict[str, Any] = field(default_factory=lambda: dict[str, Any]())
-    deterministic: dict[str, str] = field(default_factory=lambda: dict[str, str]())
-    tuning: dict[str, str] = field(default_factory=lambda: dict[str, str]())
-    head: dict[str, Any] = field(default_factory=lambda: dict[str, Any]())
-    faithful: dict[str, Any] = field(default_factory=lambda: dict[str, Any]())
-    left_out: dict[str, float] = field(default_factory=lambda: dict[str, float]())
-    calibration: dict[str, Any] = field(default_factory=lambda: dict[str, Any]())
-    promises: dict[str, Any] = field(default_factory=lambda: dict[str, Any]())
-    novelty: str = ""
-    changes: dict[str, Any] = field(default_factory=lambda: dict[str, Any]())
-    output: dict[str, Any] = field(default_factory=lambda: dict[str, Any]())
-    inputs: dict[str, dict[str, Any]] = field(default_factory=lambda: dict[str, dict[str, Any]]())
-
-
 class LayerPriors(dict[str, float]):
-    """Prior precisions by layer name, read-only: to change one, set the posterior's `prior_precision` anew."""
+    """Prior precisions by layer name, read-only: to change one, take `Posterior.with_settings`."""
 
     def _refuse(self, *args: Any, **kwargs: Any) -> NoReturn:
         raise PosthocUQError(
-            "The prior precisions by layer cannot be changed in place; set all of them: posterior.prior_precision = "
-            "{**posterior.prior_precision, name: value}."
+            "The prior precisions by layer cannot be changed in place; give all of them: "
+            "posterior.with_settings(prior_precision={**posterior.prior_precision, name: value})."
         )
 
     __setitem__ = __delitem__ = __ior__ = update = pop = popitem = clear = setdefault = _refuse  # type: ignore[assignment]

@@ -45,7 +45,8 @@ def function_space_kl(
     """
     if posterior.model is None:
         raise PosthocUQError(
-            "The posterior has lost its model; set posterior.model to the model it was fitted on."
+            "The posterior has no model; save it, and load it with the model that it was fitted on: "
+            "uq.load(path, model)."
         )
     if prior_mean not in ("zero", "pretrained"):
         raise PosthocUQError(f"prior_mean must be 'zero' or 'pretrained', not {prior_mean!r}.")

@@ -7,9 +7,8 @@ predictive model selection").
 
 from __future__ import annotations
 
-import copy
 import warnings
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, Literal, TypeGuard, cast, get_args
 
 import torch
@@ -198,16 +197,13 @@ def median(posterior: Posterior, certain: bool = False) -> Posterior:
         PosthocUQError: the posterior is of another method.
     """
     blocks, certain = _latent_blocks(posterior, "median"), check_option("certain", certain, bool)
-    history = copy.deepcopy(posterior.history)
-    history.calibration, history.promises, history.faithful = {}, {}, {}
-    history.fit[MEDIAN] = "weights of inclusion above 0.5"
-    if certain or history.fit.get(CERTAIN):
-        history.fit[CERTAIN] = True  # all draws are the same
-        history.head = {"name": "sampling", "options": {"n_samples": 1}, "criterion": "given"}
+    history = replace(posterior.history, calibration={}, promises={}, faithful={}, trials=None)
+    history = history.noted(fit={MEDIAN: "weights of inclusion above 0.5"})
+    if certain or history.fit.get(CERTAIN):  # all draws are the same
+        head = {"name": "sampling", "options": {"n_samples": 1}, "criterion": "given"}
+        history = replace(history.noted(fit={CERTAIN: True}), head=head)
     medians = {name: median_of(block, certain=certain) for name, block in blocks.items()}
-    result = posterior.with_blocks(medians, history=history)
-    result.features = posterior.features
-    return result
+    return posterior.with_blocks(medians, history=history).replaced(features=posterior.features)
 
 
 def state_dict(posterior: Posterior) -> dict[str, Any]:

@@ -334,11 +334,10 @@ class Training(Method, Generic[Trained]):
             trained_mean=trained.trained_mean(),
             settings=Hyperparameters(float(samples), self.prior_of(trained)),
         )
-        tuning = posterior.history.tuning
-        tuning["prior precision"] = self.default_prior if self.prior_precision is None else "given"
+        tuning = {"prior precision": self.default_prior if self.prior_precision is None else "given"}
         if trained.learns_noise:
             tuning["noise variance"] = "learned with the posterior"
-        return posterior
+        return posterior.noted(tuning=tuning)
 
 
 def cosine(progress: float, floor: float = 0.05) -> float:

@@ -216,7 +216,7 @@ class UTVI(Training["MomentObjective"]):
     def fit(self, task: Task) -> Posterior:
         posterior = super().fit(task)
         if self.noise == "none":
-            posterior.history.tuning["noise variance"] = "none: the propagated variance is all"
+            posterior = posterior.noted(tuning={"noise variance": "none: the propagated variance is all"})
         return posterior
 
 

@@ -161,7 +161,7 @@ def _rows(
         posterior = fitted()
         options = {} if head is None else HEADS[head]
         if tuned:
-            uq.tune(posterior, loader(held_out), head=head, progress=False, **options)
+            posterior = uq.tune(posterior, loader(held_out), head=head, progress=False, **options)
         found = posterior.prior_precision if posterior.has_free_prior_precision else posterior.scale
         settings = {"prior_precision or scale": found, "temperature": posterior.temperature}
         # asked for, since drawn weights do not give it unasked

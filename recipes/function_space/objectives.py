@@ -141,7 +141,7 @@ def one_seed(
             rows.append(f"{name}, tuned")
         for row in rows:
             if row != name:
-                uq.tune(posterior, loader(held_out), n_samples=options.draws, progress=False)
+                posterior = uq.tune(posterior, loader(held_out), n_samples=options.draws, progress=False)
             predictor = uq.wrap(model, posterior, n_samples=options.draws)
             results[row] = measured(
                 partial(predicted, predictor, size=100),

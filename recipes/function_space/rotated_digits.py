@@ -44,7 +44,7 @@ def predictors(
     further = trained_on(model, train, folder / f"trained-on-{options.epochs}.pt", seed, options.epochs)
     inf = uq.fit(model, loader(train), **{**CURVATURE, "fisher": "mc"}, seed=seed, progress=False)
     link = {"head": "linearized", "link": "probit"}
-    uq.tune(
+    inf = uq.tune(
         inf,
         loader(held_out),
         parameters=("prior_precision",),

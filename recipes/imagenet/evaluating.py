@@ -102,10 +102,9 @@ def _predict(
     compared: Any = source.model
     if row != NETWORK:
         posterior, chosen = loaded(source, options.posteriors, row), best(options.trials, row, options)
-        posterior.scale, posterior.prior_precision = chosen.scale, chosen.prior_precision
         compared = uq.wrap(
             source.model,
-            posterior,
+            posterior.with_settings(scale=chosen.scale, prior_precision=chosen.prior_precision),
             "sampling",
             n_samples=options.samples,
             seed=options.seed,

@@ -40,7 +40,7 @@ def fit_all(source: TrainedModel, loader: ImageLoader, options: argparse.Namespa
             checkpoint_every=options.checkpoint_every,
             progress=options.progress,
         )
-        posterior.history.fit |= {"model": source.spec, "images": source.transform.text}
+        posterior = posterior.noted(fit={"model": source.spec, "images": source.transform.text})
         run_on_all_ranks(partial(uq.save, posterior, path), f"writing {path}")
         say(f"{METHODS[method]}: {path.stat().st_size / 2**20:.1f} MiB")
 

@@ -82,9 +82,9 @@ def keep(source: TrainedModel, method: str, chosen: Trial, options: argparse.Nam
     posterior = loaded(source, options.posteriors, method)
     if (posterior.scale, posterior.prior_precision) == (chosen.scale, chosen.prior_precision):
         return
-    posterior.scale, posterior.prior_precision = chosen.scale, chosen.prior_precision
     how = f"random search, {options.budget} trials, validation {options.select}"
-    posterior.history.tuning |= {"scale": how, "prior precision": how}
+    posterior = posterior.with_settings(scale=chosen.scale, prior_precision=chosen.prior_precision)
+    posterior = posterior.noted(tuning={"scale": how, "prior precision": how})
     uq.save(posterior, posterior_file(options.posteriors, method))
 
 
@@ -118,11 +118,10 @@ def tried(
 ) -> Trial:
     """The quality of a trial's predictions; all trials draw their weights from the same random numbers."""
     scale, prior = configuration(number, options.seed, options.scales, options.priors)
-    posterior.scale, posterior.prior_precision = scale, prior
     try:
         predictor = uq.wrap(
             source.model,
-            posterior,
+            posterior.with_settings(scale=scale, prior_precision=prior),
             "sampling",
             n_samples=options.search_samples,
             seed=options.seed,

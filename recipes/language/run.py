@@ -101,9 +101,11 @@ def compared(
             )
         posterior, head = posteriors[method, layers], dict(options)
         if head.pop("tuned", False):
-            uq.tune(posterior, loader(held), progress=False)
+            posterior = uq.tune(posterior, loader(held), progress=False)
         elif head["head"] != posterior.history.head["name"]:
-            uq.tune(posterior, loader(fitted), criterion="faithful", head=head["head"], progress=False)
+            posterior = uq.tune(
+                posterior, loader(fitted), criterion="faithful", head=head["head"], progress=False
+            )
         fit_seconds = time.perf_counter() - start
         predictors[name] = uq.wrap(model, posterior, **head)
         of = {text: predicted(predictors[name], ids) for text, ids in texts.items()}

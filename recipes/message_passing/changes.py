@@ -90,7 +90,7 @@ def measured(case: Case, seed: int) -> dict[str, float]:
     test = x[every : every + 1000]
     method = uq.MessagePassing(posterior="full")
     smaller, larger = (uq.fit(model, [(x[:n], y[:n])], method, progress=False) for n in (case.fitted, every))
-    larger.temperature, larger.scale = smaller.temperature, smaller.scale * every / case.fitted
+    larger = larger.with_settings(temperature=smaller.temperature, scale=smaller.scale * every / case.fitted)
     new = [(x[case.fitted : every], y[case.fitted : every])]
     updated = uq.update(smaller, new, progress=False)
     removed = uq.update(larger, new, remove=True, progress=False)

@@ -51,9 +51,7 @@ def alone(model: UNet) -> Predict:
 
 
 def predictors(model: UNet, few: Scenes, options: argparse.Namespace) -> Iterator[tuple[str, Predict]]:
-    """Every posterior with every head, by its name in the table. One holds until the next is asked for: every head gets
-    the prior that is faithful through it.
-    """
+    """Every posterior with every head, at the prior that is faithful through it, by its name in the table."""
     yield "network alone", alone(model)
     batches = in_order(few.images, few.classes, 8)
     for layers, words in LAYERS.items():
@@ -66,9 +64,11 @@ def predictors(model: UNet, few: Scenes, options: argparse.Namespace) -> Iterato
             settings = own | ({name: FEW for name in own if name in COSTS} if options.smoke else {})
             start = time.process_time()
             searched = {name: value for name, value in settings.items() if name in COSTS}
-            uq.tune(posterior, batches[:1], criterion="faithful", head=head, progress=False, **searched)
-            said(f"INF, {words}, {head}: prior precision {posterior.prior_precision:.3g} found", start)
-            yield f"INF {words}, {head}", uq.wrap(model, posterior, head=head, **settings)
+            tuned = uq.tune(
+                posterior, batches[:1], criterion="faithful", head=head, progress=False, **searched
+            )
+            said(f"INF, {words}, {head}: prior precision {tuned.prior_precision:.3g} found", start)
+            yield f"INF {words}, {head}", uq.wrap(model, tuned, head=head, **settings)
 
 
 def said(what: str, start: float) -> None:

@@ -187,8 +187,8 @@ def compared(part: Split, name: str, fitted: Fitted) -> dict[str, Numbers]:
     posterior = uq.fit(fitted.model, loader(part.train), likelihood=fitted.likelihood, progress=False)
     seconds = time.perf_counter() - start
     found[f"{name}, INF"] = measured(part, uq.wrap(fitted.model, posterior)) | {"seconds": seconds}
-    uq.tune(posterior, loader(part.held_out), progress=False)
-    found[f"{name}, INF tuned"] = measured(part, uq.wrap(fitted.model, posterior))
+    tuned = uq.tune(posterior, loader(part.held_out), progress=False)
+    found[f"{name}, INF tuned"] = measured(part, uq.wrap(fitted.model, tuned))
     if isinstance(fitted.likelihood, uq.NegativeBinomial):
         for numbers in found.values():
             numbers["dispersion"] = fitted.likelihood.dispersion

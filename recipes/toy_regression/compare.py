@@ -75,7 +75,7 @@ def laplace(model: nn.Sequential, task: Problem, draws: int) -> dict[str, Curve]
         )
         for head in HEADS:
             if head == "tuned":
-                uq.tune(
+                posterior = uq.tune(
                     posterior,
                     [(other.inputs, other.targets)],
                     parameters=("prior_precision",),

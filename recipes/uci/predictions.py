@@ -102,13 +102,12 @@ def chosen(
 ) -> Choice:
     """The point of the grid, the same for both heads, with the best likelihood of held-out rows under `head`."""
     targets = held_out.targets.unsqueeze(1)
-    posterior.noise_scale = 1.0
     noise_variance = float(posterior.noise_variance)
     values: dict[tuple[float, float], float] = {}
     for prior in priors:
-        posterior.prior_precision = prior
+        tried = posterior.with_settings(prior_precision=prior)
         with torch.no_grad():
-            moments = unscaled(model, posterior, head, held_out.inputs, draws)
+            moments = unscaled(model, tried, head, held_out.inputs, draws)
             for noise in NOISES:
                 prediction = RegressionPrediction(*moments(noise), noise * noise_variance)
                 values[prior, noise] = float(prediction.log_prob(targets).mean())
@@ -137,10 +136,12 @@ def measure(
     alone = RegressionPrediction(mean, torch.zeros_like(mean), noise)
     found: dict[str, Any] = {"network alone": scores(alone, part)}
     for name, options in METHODS.items():
-        posterior = fitted(model, fit, noise, options)
+        as_fitted = fitted(model, fit, noise, options)
         for head in HEADS:
-            choice = chosen(model, posterior, head, held_out, draws, priors)
-            posterior.prior_precision, posterior.noise_scale = choice.prior_precision, choice.noise_scale
+            choice = chosen(model, as_fitted, head, held_out, draws, priors)
+            posterior = as_fitted.with_settings(
+                prior_precision=choice.prior_precision, noise_scale=choice.noise_scale
+            )
             prediction = predicted(model, posterior, head, part.test.inputs, draws)
             found[f"{name}, {head}"] = scores(prediction, part) | {
                 "prior precision": posterior.prior_precision,

@@ -71,8 +71,8 @@ from posthoc_uq.likelihoods import LIKELIHOODS
 from posthoc_uq.likelihoods.conformal import SET_KINDS, applying
 from posthoc_uq.methods import METHODS
 from posthoc_uq.methods.checkpoint import kept_until_the_end
+from posthoc_uq.posteriors.history import CRITERIA, Criterion
 from posthoc_uq.posteriors.report import described_changes, described_promises
-from posthoc_uq.posteriors.search import CRITERIA, Criterion
 
 INCOMPLETE = 3
 if TYPE_CHECKING:
@@ -205,9 +205,10 @@ def fit(
             progress=_progress(console),
             **arguments,
         )
-        posterior.history.fit |= {**facts_of(source, output), "data": loaded.spec, **loaded.kept}
+        facts = {**facts_of(source, output), "data": loaded.spec, **loaded.kept}
         if loaded.files is not None or data.startswith("torchvision:"):
-            posterior.history.fit |= image_facts(source, model)
+            facts |= image_facts(source, model)
+        posterior = posterior.noted(fit=facts)
         dtype = None if save_dtype is None else getattr(torch, save_dtype)
         packed: Any = "gzip" if compress else None
         try:
@@ -308,6 +309,8 @@ def tune(
     per_layer: bool = False,
     noise: bool | None = None,
     parameters: list[str] | None = None,
+    initial: Read | None = None,
+    initialisations: Count = 3,
     search_draws: Count = 30,
     max_evaluations: Count = 12,
     seed: int = 0,
@@ -318,26 +321,32 @@ def tune(
 
     With --data the widest posterior is kept that held-out labels do not speak against: at most 0.003 nats worse than
     the best that was tried, and with two standard errors at most 0.01 nats worse than the fit's own. Without --data the
-    log marginal likelihood decides; --criterion names another way. The head that was searched through is written into
-    FILE with its options, and predict and evaluate take it from there.
+    log marginal likelihood decides; --criterion names another way: with leave_one_out DATA are the training data, from
+    which temperature or noise is estimated, of a network that was trained from scratch on them. The head that was
+    searched through is written into FILE with its options, and predict and evaluate take it from there.
 
     Examples:
       posthoc-uq tune model.h5 --model timm:resnet18 --weights w.pt --data val/
       posthoc-uq tune model.h5 --model timm:resnet18 --weights w.pt --data train/ --criterion faithful --head sampling
       posthoc-uq tune model.h5 --model nets.py:cnn --weights w.pt                    (by evidence)
+      posthoc-uq tune model.h5 --model nets.py:mlp --weights w.pt --data houses.csv --criterion leave_one_out
       posthoc-uq tune model.h5 --model nets.py:cnn --weights w.pt --data val/ --head moments --no-search --calibrate
 
     Args:
         data: held-out data with labels; without, the evidence decides.
         output: write here instead of over FILE.
         criterion: what decides: closeness to the model's own predictions (needs --data, without labels), the likelihood
-            of held-out data, or the log marginal likelihood; by default likelihood with --data, else evidence.
+            of held-out data, leave-one-out predictions of the training data, or the log marginal likelihood; by default
+            likelihood with --data, else evidence.
         divergence: the budget of the faithful prior, in nats, by default 0.002; for likelihood of the first one tried.
         temperature: whether a temperature on the logits is searched; by default with likelihood, for classes.
         per_layer: one prior precision a layer (evidence only).
         noise: whether the observation noise is searched; by default on held-out data.
         parameters: search these alone on held-out data: prior_precision, residual_weight, scale, noise; none for the
             temperature alone.
+        initial: a state dict of the network before its training, of leave_one_out; without it the modules are
+            initialised anew.
+        initialisations: untrained networks to average, of leave_one_out.
         search_draws: weight draws of an evaluation, with the sampling head.
         max_evaluations: evaluations of each hyperparameter other than the prior precision.
         search: no-search leaves the hyperparameters as they are.
@@ -347,6 +356,10 @@ def tune(
         raise WrongUsage("--no-search leaves nothing to do without --calibrate.")
     if not search and (criterion is not None or divergence is not None):
         raise WrongUsage("--criterion and --divergence are of the search, which --no-search leaves out.")
+    if criterion != "leave_one_out" and (initial is not None or initialisations != 3):
+        raise WrongUsage("--initial and --initialisations are of --criterion leave_one_out.")
+    if criterion == "leave_one_out" and (head.name or head.options):
+        raise WrongUsage("--criterion leave_one_out needs no head; leave --head and its options out.")
     if data is None and (calibrate or temperature):
         raise WrongUsage("--temperature and --calibrate need held-out data: --data DATA.")
     criterion = criterion or ("likelihood" if data is not None else "evidence")
@@ -365,48 +378,50 @@ def tune(
             raise PosthocUQError("--calibrate is for the moments head; give --head moments too.")
         loaded = None
         if data is not None:
-            needs = "tuning by likelihood" if labels else None
-            info = dataset_info(posterior)
-            loaded = load_data(data, model, reading, info, labels=labels, split="val", needs=needs)
+            needs = f"tuning by {criterion}" if labels else None
+            info, split = dataset_info(posterior), "train" if criterion == "leave_one_out" else "val"
+            loaded = load_data(data, model, reading, info, labels=labels, split=split, needs=needs)
         named = ("criterion", "validation NLL", "given up", "model alone", "divergence", "budget")
         facts: dict[str, Any] = dict.fromkeys(named)
-        with posterior.searching():
-            if search:
-                through: dict[str, Any] = {
-                    key: value for key, value in options.items() if key not in ("seed", "n_samples")
-                }
-                through |= {"n_samples": search_draws} if name == "sampling" else {}
-                chosen = None if parameters is None else tuple(one for one in parameters if one != "none")
-                trials = uq.tune(
-                    posterior,
-                    loaded.loader if loaded is not None and of_criterion.data else None,
-                    criterion=criterion,
-                    divergence=divergence,
-                    temperature=temperature,
-                    per_layer=per_layer,
-                    noise=noise,
-                    parameters=chosen,
-                    max_evaluations=max_evaluations,
-                    seed=seed,
-                    progress=_progress(console),
-                    head=name if of_criterion.by_predictions else None,
-                    **(through if of_criterion.by_predictions else {}),
-                )
-                facts |= {
-                    "criterion": criterion,
-                    "given up": trials.nll_given_up_for_width,
-                    "model alone": trials.model_alone,
-                }
-                if criterion == "likelihood":
-                    facts["validation NLL"] = None if trials.chosen is None else trials.chosen.objective
-                if criterion == "faithful":
-                    facts |= {key: posterior.history.faithful[key] for key in ("divergence", "budget")}
-                if of_criterion.by_predictions and "n_samples" in options:
-                    # the draws of predictions, not of the search
-                    posterior.history.head["options"]["n_samples"] = options["n_samples"]
-            if loaded is not None and calibrate:
-                predictor = cast(MomentsPredictor, _predictor(model, posterior, head, seed))
-                predictor.calibrate(loaded.loader, progress=_progress(console))
+        if search:
+            through: dict[str, Any] = {
+                key: value for key, value in options.items() if key not in ("seed", "n_samples")
+            }
+            through |= {"n_samples": search_draws} if name == "sampling" else {}
+            of_criterion_alone: dict[str, Any] = {}
+            if of_criterion.by_predictions:
+                of_criterion_alone = {"head": name, **through}
+            if criterion == "leave_one_out":
+                start = None if initial is None else with_weights(model.model, initial)
+                of_criterion_alone = {"initial": start, "initialisations": initialisations}
+            posterior = uq.tune(
+                posterior,
+                loaded.loader if loaded is not None and of_criterion.data else None,
+                criterion=criterion,
+                divergence=divergence,
+                temperature=temperature,
+                per_layer=per_layer,
+                noise=noise,
+                parameters=None if parameters is None else tuple(one for one in parameters if one != "none"),
+                max_evaluations=max_evaluations,
+                seed=seed,
+                progress=_progress(console),
+                **of_criterion_alone,
+            )
+            trials, facts["criterion"] = posterior.history.trials, criterion
+            if trials is not None:
+                facts |= {"given up": trials.nll_given_up_for_width, "model alone": trials.model_alone}
+            if criterion == "likelihood" and trials is not None and trials.chosen is not None:
+                facts["validation NLL"] = trials.chosen.objective
+            if criterion == "faithful":
+                facts |= {key: posterior.history.faithful[key] for key in ("divergence", "budget")}
+            if of_criterion.by_predictions and "n_samples" in options:
+                # the draws of predictions, not of the search
+                drawn = posterior.history.head["options"] | {"n_samples": options["n_samples"]}
+                posterior = posterior.noted(head={"options": drawn})
+        if loaded is not None and calibrate:
+            predictor = cast(MomentsPredictor, _predictor(model, posterior, head, seed))
+            posterior = predictor.fit_scale(loaded.loader, progress=_progress(console)).posterior
         rewrite(posterior, source, stored_dtype(file))
     prior = posterior.prior_precision
     facts = {
@@ -457,74 +472,56 @@ def calibrate(
     console: Console,
     output: Written | None = None,
     force: bool = False,
-    criterion: Literal["likelihood", "leave_one_out"] = "likelihood",
     share: Share = 0.5,
     sets: Literal["lac", "aps", "raps"] = "lac",
     by_class: bool = False,
     jointly: bool = False,
-    initial: Read | None = None,
-    initialisations: Count = 3,
     seed: int = 0,
 ) -> Done:
     """Calibrate the posterior in FILE by DATA, held-out data with labels, and rewrite it.
 
     One part of DATA tunes, as tune does; the scores of the other part are kept in FILE, so that sets of classes,
     intervals and familiarity in Python hold with a promised probability, and predict, evaluate and serve refer a share
-    of the inputs to a person. With --criterion leave_one_out DATA are the
-    training data, from which temperature or noise is estimated; it is for networks that were trained from scratch on
-    them.
+    of the inputs to a person. Without held-out data see tune --criterion leave_one_out.
 
     Examples:
       posthoc-uq calibrate model.h5 photos/val --model timm:resnet18 --weights w.pt
-      posthoc-uq calibrate model.h5 houses.csv --model nets.py:mlp --weights w.pt --criterion leave_one_out
 
     Args:
         output: write here instead of over FILE.
-        criterion: held-out data (likelihood), or the training data (leave_one_out).
         share: of DATA that tunes.
         sets: the score of sets of classes.
         by_class: promise for every class by itself.
         jointly: of several values promise all intervals at once.
-        initial: a state dict of the network before its training, of leave_one_out; without it the modules are
-            initialised anew.
-        initialisations: untrained networks to average, of leave_one_out.
     """
-    held_out = criterion == "likelihood"
     with changing(file, output) as rewrite:
         model, posterior = opened(file, source)
-        info, split = dataset_info(posterior), "val" if held_out else "train"
-        loaded = load_data(data, model, reading, info, labels=True, split=split, needs="calibrate")
-        chosen: dict[str, Any] = {}
-        if held_out:
-            name, options = _head(posterior, head, seed)
-            options = {key: value for key, value in options.items() if key != "seed"}
-            chosen = {"head": name, **options}
-        elif head.name or head.options:
-            raise WrongUsage("--criterion leave_one_out needs no head; leave --head and its options out.")
-        with posterior.searching():
-            found = uq.calibrate(
-                posterior,
-                loaded.loader,
-                criterion=criterion,
-                share=share,
-                sets=sets,
-                by_class=by_class,
-                jointly=jointly,
-                initial=None if initial is None else with_weights(model.model, initial),
-                initialisations=initialisations,
-                seed=seed,
-                progress=_progress(console),
-                **chosen,
-            )
+        info = dataset_info(posterior)
+        loaded = load_data(data, model, reading, info, labels=True, split="val", needs="calibrate")
+        name, options = _head(posterior, head, seed)
+        posterior = uq.calibrate(
+            posterior,
+            loaded.loader,
+            head=name,
+            share=share,
+            sets=sets,
+            by_class=by_class,
+            jointly=jointly,
+            seed=seed,
+            progress=_progress(console),
+            **{key: value for key, value in options.items() if key != "seed"},
+        )
         rewrite(posterior, source, stored_dtype(file))
+    promises = posterior.history.promises
     facts = {
         "output": output or file,
-        "criterion": criterion,
-        "samples": found.samples,
+        "samples": promises["samples"],
         "hyperparameters": _hyperparameters(posterior),
-        "promises": described_promises(posterior.history.promises) if held_out else None,
+        "promises": described_promises(promises),
     }
-    return Done(f"{found}\nWritten to {facts['output']}.", facts)
+    trials = posterior.history.trials
+    chosen = "nothing to tune" if trials is None else f"tuned: {str(trials).splitlines()[0]}"
+    return Done(f"{chosen}\npromised: {facts['promises']}\nWritten to {facts['output']}.", facts)
 
 
 def predict(

@@ -7,7 +7,6 @@ and of foreign images with their familiarity. Needs the extra ``demo``.
 
 from __future__ import annotations
 
-import copy
 import subprocess
 import sys
 import time
@@ -200,9 +199,9 @@ def run(output: Path, seed: int = 0, epochs: int = 15) -> DigitsResult:
             train(model, training, epochs, seed)
         with _step("uq.fit(model, train_loader)"):
             posterior = uq.fit(model, _loader(training), seed=seed, progress=False)
-        compared = {PLAIN: model, FITTED: uq.wrap(model, copy.deepcopy(posterior))}
-        with _step("uq.calibrate(posterior, val_loader)"):
-            uq.calibrate(posterior, _loader(data.validation), seed=seed, progress=False)
+        compared = {PLAIN: model, FITTED: uq.wrap(model, posterior)}
+        with _step("posterior = uq.calibrate(posterior, val_loader)"):
+            posterior = uq.calibrate(posterior, _loader(data.validation), seed=seed, progress=False)
         calibrated = uq.wrap(model, posterior)
         compared[CALIBRATED] = calibrated
         for name, method in TRAINED.items():

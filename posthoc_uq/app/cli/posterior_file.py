@@ -247,7 +247,8 @@ class Rewrite:
             facts = {
                 k: v for k, v in posterior.history.fit.items() if k not in (WEIGHTS, PREFIX, MODEL_CLASSES)
             }
-            posterior.history.fit = facts | facts_of(source, self.output)
+            history = replace(posterior.history, fit=facts | facts_of(source, self.output))
+            posterior = posterior.replaced(history=history)
         self.check()
         save(posterior, self.output or self.path, dtype=dtype)
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import time
 from collections.abc import Mapping, Sequence
-from copy import deepcopy
 from dataclasses import dataclass, replace
 from math import log, log10, prod
 from typing import Any, ClassVar, Literal, NamedTuple, cast
@@ -359,14 +358,15 @@ class MessagePassing(Method):
         # what entered the last layer, with the trained network's classes, which no change of the data moves
         with torch.no_grad():
             outputs = examples.inputs @ _trained_matrix(task, first)[0].to(examples.inputs).T
-            posterior.features = features_of_rows(task, source, examples.inputs, outputs)
+            features = features_of_rows(task, source, examples.inputs, outputs)
+        posterior = posterior.replaced(features=features)
         if likelihood.noise_variance is None:
-            highest, tuning = posterior.temperature, posterior.history.tuning
+            highest, settings = posterior.temperature, posterior.settings
             with torch.no_grad():
                 temperature, share = _matched(task, first, blocks[first.name], examples.inputs, highest)
-            posterior.temperature, posterior.scale = temperature, posterior.scale / share
-            tuning |= {"temperature": _MATCHED} if temperature < highest else {}
-            tuning |= {"scale": _MATCHED} if share < 1 else {}
+            posterior = posterior.at(replace(settings, temperature=temperature, scale=settings.scale / share))
+            tuning = {"temperature": _MATCHED} if temperature < highest else {}
+            posterior = posterior.noted(tuning=tuning | ({"scale": _MATCHED} if share < 1 else {}))
         return posterior
 
     def _posterior(
@@ -401,8 +401,7 @@ class MessagePassing(Method):
             settings=Hyperparameters(float(samples), precision, temperature=temperature),
         )
         given = self.prior_precision is not None
-        posterior.history.tuning["prior precision"] = "given" if given else "median of the method's own"
-        return posterior
+        return posterior.noted(tuning={"prior precision": "given" if given else "median of the method's own"})
 
     def _signal(self, task: Task, units: Units | None) -> Signal:
         """How the targets of a fit enter, in these units."""
@@ -632,8 +631,7 @@ class MessagePassing(Method):
         )
         if below < -1e-5 or new.fault() is not None:  # more than rounding
             raise NotContainedError("precision of a weight")
-        history = deepcopy(posterior.history)
-        history.fit["samples"] = samples
+        history = posterior.history.noted(fit={"samples": samples})
         settings = replace(posterior.settings, scale=posterior.scale * samples / posterior.evidence.samples)
         evidence = Evidence(samples, noise_power=0)
         return posterior.with_blocks({name: new}, evidence=evidence, history=history, settings=settings)

@@ -1,0 +1,229 @@
+"""How a posterior was fitted, tuned and calibrated, and what searches for its hyperparameters tried."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field, replace
+from typing import Any, Literal
+
+from torch import Tensor
+
+from posthoc_uq.core.errors import warn_user
+from posthoc_uq.posteriors.settings import HYPERPARAMETERS, Hyperparameters
+
+Criterion = Literal["faithful", "likelihood", "leave_one_out", "evidence"]
+"""By what `posthoc_uq.tune` may choose hyperparameters; `CRITERIA` has the facts about each."""
+
+
+@dataclass(frozen=True)
+class CriterionFacts:
+    """The facts about a criterion that trials, files, `wrap` and the command line need; `posthoc_uq.fitting.tune` has
+    its search.
+
+    Attributes:
+        objective: what the trials are compared by.
+        best: which trial is the best: ``min`` or ``max`` of the objective; None where the goal is another one.
+        data: what it needs, in words; empty for nothing.
+        labels: whether these data need their targets.
+        by_predictions: whether it chooses by the predictions of a head, to which the hyperparameters then belong.
+    """
+
+    objective: str
+    best: Callable[..., Any] | None
+    data: str
+    labels: bool
+    by_predictions: bool
+
+
+CRITERIA: dict[Criterion, CriterionFacts] = {
+    "faithful": CriterionFacts(
+        "divergence", None, "training inputs", False, True
+    ),  # the widest within a budget
+    "likelihood": CriterionFacts("validation NLL", min, "held-out data with targets", True, True),
+    "leave_one_out": CriterionFacts("", None, "the training data with targets", True, False),
+    "evidence": CriterionFacts("log marginal likelihood", max, "", False, False),
+}
+
+
+@dataclass(frozen=True)
+class Trial:
+    """One evaluation of a search.
+
+    Attributes:
+        settings: the hyperparameters that were tried; in a search for one layer's prior precision, that value alone.
+        objective: ``"faithful"``: the divergence from the network in nats. ``"likelihood"``: the validation NLL, a mean
+            over all labels that count, as in `posthoc_uq.evaluate`. ``"evidence"``: the log marginal likelihood; for a
+            prior precision less the log likelihood, which does not depend on it.
+    """
+
+    settings: Hyperparameters
+    objective: float
+
+
+@dataclass(repr=False)
+class Trials:
+    """All trials of a search; prints itself, the chosen trial first.
+
+    Attributes:
+        criterion: of the search.
+        searched: the names of the hyperparameters that it set.
+        trials: one for each evaluation.
+        chosen: the trial whose values the posterior has. With held-out data that is the widest posterior that costs
+            little, not always the best one. None where the trials belong to several searches.
+        several: whether they do: one search a layer, or prior precision and noise in turn.
+        at_edge: the values at the edge of their search intervals.
+        model_alone: validation NLL of the model without a posterior, where held-out data were given.
+        nll_given_up_for_width: validation NLL above the best that was tried, for a wider posterior.
+    """
+
+    criterion: Criterion
+    searched: tuple[str, ...]
+    trials: list[Trial] = field(default_factory=lambda: list[Trial]())
+    chosen: Trial | None = None
+    several: bool = False
+    at_edge: list[str] = field(default_factory=lambda: list[str]())
+    model_alone: float | None = None
+    nll_given_up_for_width: float | None = None
+
+    @property
+    def best(self) -> Trial | None:
+        """The trial with the least validation NLL, or with the largest marginal likelihood. None by ``"faithful"``,
+        whose goal is the widest posterior within a budget, and where the trials belong to several searches.
+        """
+        best = CRITERIA[self.criterion].best
+        if not self.trials or self.several or best is None:
+            return None
+        return best(self.trials, key=lambda trial: trial.objective)
+
+    def __repr__(self) -> str:
+        chosen = self._line(self.chosen) if self.chosen else "one a search"
+        given_up = (
+            ""
+            if not self.nll_given_up_for_width
+            else f"; {self.nll_given_up_for_width:.2g} nats given up against the best"
+        )
+        return f"Trials({len(self.trials)} evaluations; chosen: {chosen}{given_up})"
+
+    def __str__(self) -> str:
+        lines: list[str] = []
+        if self.chosen is not None:
+            lines.append(f"chosen: {self._line(self.chosen)}")
+        if self.nll_given_up_for_width is not None:
+            lines.append(
+                f"given up against the best, for a wider posterior: {self.nll_given_up_for_width:.2g} nats"
+            )
+        best = self.best
+        if best is not None and best is not self.chosen:
+            lines.append(f"best: {self._line(best)}")
+        if self.model_alone is not None:
+            lines.append(f"the model alone: validation NLL={self.model_alone:.5g}")
+        lines += [f"at the edge of the search: {name}" for name in self.at_edge]
+        return "\n".join([*lines, f"all {len(self.trials)} evaluations:", *map(self._line, self.trials)])
+
+    def _line(self, trial: Trial) -> str:
+        tried = {HYPERPARAMETERS[name].label: getattr(trial.settings, name) for name in self.searched}
+        numbers = tried | {CRITERIA[self.criterion].objective: trial.objective}
+        return "  ".join(
+            f"{label}={value:.5g}" if isinstance(value, float) else f"{label}={value}"
+            for label, value in numbers.items()
+        )
+
+    def warn_of_edges(self) -> None:
+        if self.at_edge:
+            warn_user(
+                f"The search ended at the edge of its interval for {', '.join(self.at_edge)}, which is a bound and not "
+                f"an optimum. Set the value yourself, or look at what was tried."
+            )
+
+
+@dataclass(frozen=True)
+class LeaveOneOut:
+    """What leave-one-out found and set; prints itself.
+
+    Attributes:
+        accuracy: the estimated accuracy on new inputs, of classes; None of a regression.
+        noise_variance: the estimated squared error of each output on new inputs, ``(outputs,)``; None of classes.
+        temperature: that was set; None of a regression.
+        noise_scale: that was set: the factor on the noise variance of the fit; None of classes.
+        samples: of the training data.
+        initialisations: how many untrained networks were averaged.
+        ridge: of the kernel regression, in units of the kernel's mean diagonal.
+        initial: whether the untrained networks were given.
+    """
+
+    accuracy: float | None
+    noise_variance: Tensor | None
+    temperature: float | None
+    noise_scale: float | None
+    samples: int
+    initialisations: int
+    ridge: float
+    initial: bool = False
+
+    def __str__(self) -> str:
+        if self.temperature is not None:
+            kept = "kept at 1: not far above" if self.temperature == 1.0 else f"{self.temperature:.4g} from"
+            found = f"temperature {kept} an estimated accuracy of {self.accuracy:.4g} and two standard errors"
+        else:
+            assert self.noise_variance is not None
+            values = ", ".join(f"{value:.4g}" for value in self.noise_variance[:3].tolist())
+            more = ", ..." if len(self.noise_variance) > 3 else ""
+            found = f"noise variance from an estimated squared error of {values}{more}"
+        networks = "the given network" if self.initial else f"{self.initialisations} untrained networks"
+        assumed = "training from there" if self.initial else "training from scratch"
+        return (
+            f"leave-one-out: {found}, by the tangent kernel of {networks} on {self.samples:,} samples; it assumes "
+            f"{assumed} on these data"
+        )
+
+
+@dataclass(frozen=True)
+class History:
+    """How a posterior was fitted, tuned and calibrated; `report` prints it. Nothing writes into one.
+
+    Attributes:
+        fit: plain values: method options, seed, timings in seconds.
+        deterministic: parameters without a posterior, each with the reason.
+        tuning: how each hyperparameter was chosen, in words.
+        head: ``name`` and ``options`` of the head that predicts, and the ``criterion`` by which the hyperparameters
+            were found (`posthoc_uq.posteriors.history.CRITERIA`, or ``"given"``); or empty.
+        faithful: the faithful prior precision (or scale) as ``value``, its ``temperature`` and the
+            ``network_temperature`` it was compared with, ``divergence``, ``budget``, ``head``, and the other
+            ``settings``; or empty.
+        left_out: the ``temperature`` and the ``noise_scale`` that leave-one-out found, around which held-out labels
+            search theirs; or empty.
+        calibration: the moments head's correction as plain values, with the settings it was made for; or empty.
+        promises: the held-out scores by which predictions promise, with the settings they were measured with
+            (`posthoc_uq.files.records.PromisesRecord`); or empty.
+        novelty: ``"posterior"`` where the fit found no layer to measure novelty by, so that the posterior itself is
+            used; or empty.
+        changes: of the data since the fit: how many ``updates`` and ``removals`` there were, and how many samples were
+            ``added`` and ``removed``; a ``digest`` of all of them in their order; the ``balance``, a sum of hashes of
+            the samples that came in less that of those that went out; the hash of the ``last`` ones; and for the last
+            update of a posterior with fixed bases the share of the new data's Fisher ``outside`` of them, and
+            ``outside before``, that of the Fisher of the data before; or empty.
+        output: which part of what the model returns its outputs are: ``name``, ``index`` or (the name of) a
+            ``function``, and whether it was ``guessed``; empty where it returns a tensor.
+        inputs: of the fit's first batch, by name: their number ``type``, and the ``place`` of one that is given by it.
+        trials: all that the last search tried; no part of a file.
+        leave_one_out: what leave-one-out estimated and set; no part of a file.
+    """
+
+    fit: Mapping[str, Any] = field(default_factory=lambda: dict[str, Any]())
+    deterministic: Mapping[str, str] = field(default_factory=lambda: dict[str, str]())
+    tuning: Mapping[str, str] = field(default_factory=lambda: dict[str, str]())
+    head: Mapping[str, Any] = field(default_factory=lambda: dict[str, Any]())
+    faithful: Mapping[str, Any] = field(default_factory=lambda: dict[str, Any]())
+    left_out: Mapping[str, float] = field(default_factory=lambda: dict[str, float]())
+    calibration: Mapping[str, Any] = field(default_factory=lambda: dict[str, Any]())
+    promises: Mapping[str, Any] = field(default_factory=lambda: dict[str, Any]())
+    novelty: str = ""
+    changes: Mapping[str, Any] = field(default_factory=lambda: dict[str, Any]())
+    output: Mapping[str, Any] = field(default_factory=lambda: dict[str, Any]())
+    inputs: Mapping[str, dict[str, Any]] = field(default_factory=lambda: dict[str, dict[str, Any]]())
+    trials: Trials | None = field(default=None, compare=False)
+    leave_one_out: LeaveOneOut | None = field(default=None, compare=False)
+
+    def noted(self, **records: Mapping[str, Any]) -> History:
+        """With more in the records of these names; what a record has already is replaced."""
+        return replace(self, **{name: {**getattr(self, name), **more} for name, more in records.items()})
