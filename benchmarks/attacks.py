@@ -53,6 +53,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "tests"))  # the ge
 import hostile_files
 import resume_worker
 from storage_helpers import mutations
+from written_weights import WRITES, Writing
 
 OPTIONS: dict[str, Any] = {"epochs": 1, "n_context": 3, "val_draws": 2, "rank": 6}  # that make a fit short
 
@@ -125,56 +126,6 @@ def state_of(posterior: uq.Posterior) -> str:
 # Weights that change
 
 
-def _in_place(tensor: Tensor) -> None:
-    with torch.no_grad():
-        tensor.add_(0.3)
-
-
-def _through_data(tensor: Tensor) -> None:
-    tensor.data.add_(0.3)
-
-
-def _through_numpy(tensor: Tensor) -> None:
-    tensor.detach().numpy()[...] += 0.3
-
-
-def _fused(tensor: Tensor) -> None:
-    tensor.grad = torch.ones_like(tensor)
-    torch.optim.Adam([tensor], lr=0.3, fused=True).step()
-    tensor.grad = None
-
-
-WRITES: dict[str, tuple[Callable[[Tensor], None], str]] = {
-    "in place": (_in_place, "0.weight"),
-    "through .data": (_through_data, "0.weight"),
-    "through NumPy": (_through_numpy, "3.bias"),
-    "a fused optimizer": (_fused, "3.weight"),
-    "statistics": (_in_place, "1.running_mean"),
-}
-
-
-class Writing:
-    """A loader that writes to a model at one of its batches, and may give the numbers back two batches later."""
-
-    def __init__(self, model: nn.Module, write: str, at: int, given_back: bool) -> None:
-        self._write, name = WRITES[write]
-        self._tensor = dict([*model.named_parameters(), *model.named_buffers()])[name]
-        self._old, self._at, self._given_back = self._tensor.detach().clone(), at, given_back
-        self.batches = 0
-
-    def __len__(self) -> int:
-        return 8
-
-    def __iter__(self) -> Iterator[tuple[Tensor, Tensor]]:
-        for batch in loader_of():
-            self.batches += 1
-            if self.batches == self._at:
-                self._write(self._tensor)
-            if self._given_back and self.batches == self._at + 2:
-                self._tensor.data.copy_(self._old)
-            yield batch
-
-
 def weights(tries: int, chosen: random.Random) -> Iterator[Found]:
     """Weights that are written while a call reads them."""
     for name, call in calls().items():
@@ -185,7 +136,7 @@ def weights(tries: int, chosen: random.Random) -> Iterator[Found]:
             posterior = fit(model, loader_of(), "diag")
             before = state_of(posterior)
             try:
-                call(model, posterior, Writing(model, write, chosen.randint(1, 5), given_back))
+                call(model, posterior, Writing(model, loader_of(), write, chosen.randint(1, 5), given_back))
             except uq.PosteriorMismatchError:
                 fault = "" if state_of(posterior) == before else "the posterior is changed"
             except Exception as error:

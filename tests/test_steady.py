@@ -11,6 +11,7 @@ import pytest
 import torch
 from networks import short
 from torch import Tensor, nn
+from written_weights import WRITES, Writing, in_place
 
 import posthoc_uq as uq
 from posthoc_uq.methods import METHODS
@@ -34,57 +35,13 @@ def _fit(model: nn.Module, loader: Any = BATCHES, method: str = "diag", **option
     return uq.fit(model, loader, short(method), progress=False, **options)
 
 
-def _in_place(tensor: Tensor) -> None:
-    with torch.no_grad():
-        tensor.add_(0.3)
-
-
-def _through_data(tensor: Tensor) -> None:
-    tensor.data.add_(0.3)
-
-
-def _fused(tensor: Tensor) -> None:
-    tensor.grad = torch.ones_like(tensor)
-    torch.optim.Adam([tensor], lr=0.3, fused=True).step()
-    tensor.grad = None
-
-
-WRITES: dict[str, tuple[str, Callable[[Tensor], None]]] = {
-    "in place": ("0.weight", _in_place),
-    "data": ("3.weight", _through_data),
-    "fused": ("3.bias", _fused),
-    "statistics": ("1.running_mean", _in_place),
-}
-
-
-class Writing:
-    """A loader that writes to a model with its second batch, and gives the numbers back with the fourth."""
-
-    def __init__(self, model: nn.Module, write: str, given_back: bool = True) -> None:
-        name, self._write = WRITES[write]
-        self._tensor = dict([*model.named_parameters(), *model.named_buffers()])[name]
-        self._old, self._given_back, self._batches = self._tensor.detach().clone(), given_back, 0
-
-    def __len__(self) -> int:
-        return len(BATCHES)
-
-    def __iter__(self) -> Iterator[Any]:
-        for batch in BATCHES:
-            self._batches += 1
-            if self._batches == 2:
-                self._write(self._tensor)
-            if self._batches == 4 and self._given_back:
-                self._tensor.data.copy_(self._old)
-            yield batch
-
-
 @pytest.mark.parametrize("method", list(METHODS))
 def test_every_method_notices_weights_that_are_given_back(method: str) -> None:
     model = _network()
     with pytest.raises(
         uq.PosteriorMismatchError, match=r"'0\.weight' of the model changed while the fit read it"
     ):
-        _fit(model, Writing(model, "in place"), method)
+        _fit(model, Writing(model, BATCHES, "in place"), method)
 
 
 @pytest.mark.parametrize("given_back", [False, True])
@@ -92,7 +49,7 @@ def test_every_method_notices_weights_that_are_given_back(method: str) -> None:
 def test_every_way_of_writing_is_noticed(write: str, given_back: bool) -> None:
     model = _network()
     with pytest.raises(uq.PosteriorMismatchError, match=WRITES[write][0].replace(".", r"\.")):
-        _fit(model, Writing(model, write, given_back))
+        _fit(model, Writing(model, BATCHES, write, given_back=given_back))
 
 
 CALLS: dict[str, Callable[[nn.Module, uq.Posterior, Any], Any]] = {
@@ -108,7 +65,7 @@ CALLS: dict[str, Callable[[nn.Module, uq.Posterior, Any], Any]] = {
 }
 
 
-@pytest.mark.parametrize("write", ["in place", "data"])
+@pytest.mark.parametrize("write", ["in place", "through .data"])
 @pytest.mark.parametrize("call", list(CALLS))
 @pytest.mark.filterwarnings("ignore:The posterior's prior precision was found")
 def test_every_call_notices_it_and_leaves_the_posterior_alone(call: str, write: str) -> None:
@@ -116,14 +73,14 @@ def test_every_call_notices_it_and_leaves_the_posterior_alone(call: str, write: 
     posterior = _fit(model)
     before = repr((posterior.settings.plain(), posterior.history))
     with pytest.raises(uq.PosteriorMismatchError, match="of the model changed while"):
-        CALLS[call](model, posterior, Writing(model, write))
+        CALLS[call](model, posterior, Writing(model, BATCHES, write))
     assert repr((posterior.settings.plain(), posterior.history)) == before
 
 
 def test_the_evidence_is_of_the_weights_of_the_fit() -> None:
     model = _network()
     posterior = _fit(model)
-    _in_place(model[0].weight)
+    in_place(model[0].weight)
     with pytest.raises(uq.PosteriorMismatchError):
         uq.tune(posterior, progress=False)
 
@@ -154,7 +111,7 @@ def test_a_prediction_notices_it(head: str, monkeypatch: pytest.MonkeyPatch) -> 
     expected = predictor(X).probs
 
     def swap() -> None:
-        _in_place(weight)
+        in_place(weight)
         with torch.no_grad():
             weight.copy_(old)
 
@@ -207,7 +164,12 @@ def test_a_checkpoint_holds_no_sums_of_two_sets_of_weights(tmp_path: Path) -> No
     method = uq.Diagonal(checkpoint_every=1)
     with pytest.raises(uq.PosteriorMismatchError):
         uq.fit(
-            model, Writing(model, "in place"), method, prior_precision=1.0, checkpoint=path, progress=False
+            model,
+            Writing(model, BATCHES, "in place"),
+            method,
+            prior_precision=1.0,
+            checkpoint=path,
+            progress=False,
         )
     model.load_state_dict(_network().state_dict())
     found = uq.fit(model, BATCHES, method, prior_precision=1.0, checkpoint=path, progress=False).variance()
