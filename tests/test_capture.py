@@ -623,6 +623,24 @@ def test_what_the_dry_run_costs() -> None:
     assert known.layers == prepared.layers and rows == [2, 2, 2]
 
 
+def test_gradients_are_caught_without_a_first_layer_that_cannot_be_followed() -> None:
+    class Twice(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.first, self.second, self.third = nn.Linear(4, 5), nn.Linear(5, 5), nn.Linear(5, 3)
+
+        def forward(self, x: Tensor) -> Tensor:
+            hidden = torch.tanh(self.first(x) + self.first.weight.square().sum(1))
+            return self.third(torch.tanh(self.second(hidden)))
+
+    x, caught = _x(4), list[str]()
+    prepared = _prepare(Twice(), x, unsupported="skip", by_gradients=False)
+    recording = prepared.capture.run(Batch((x,)), SAMPLES)
+    pull = torch.ones_like(recording.outputs)
+    recording.pull_back(pull, lambda of_layer: caught.append(of_layer.layer.name), last=True)
+    assert sorted(caught) == ["second", "third"] == list(prepared.layers)
+
+
 def test_a_dry_run_keeps_no_gradients() -> None:
     """They take as much memory as the model."""
     model = nn.Sequential(nn.Linear(4, 37), nn.Tanh(), nn.Linear(37, 2)).eval()

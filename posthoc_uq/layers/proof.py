@@ -931,10 +931,11 @@ def _proved_capture(reference: Reference, chosen: list[TrackedLayer]) -> tuple[C
             for t in layers
         ]
         capture, failing = attempt(layers)
-    broken = sorted((t for t in layers if t.layer.name in failing), key=lambda t: t.layer.name)
-    if broken:
-        capture, _ = attempt([t for t in layers if t.layer.name not in failing])
-    return capture, broken
+    broken = [t for t in layers if t.layer.name in failing]
+    if broken:  # proved anew: without the first layer, another one is the first
+        capture, more = _proved_capture(reference, [t for t in chosen if t.layer.name not in failing])
+        broken += more
+    return capture, sorted(broken, key=lambda t: t.layer.name)
 
 
 def _by_gradients(reference: Reference, names: Sequence[str]) -> list[TrackedLayer]:
