@@ -13,7 +13,7 @@ from torch import Tensor, nn
 import posthoc_uq as uq
 from posthoc_uq import NonFiniteError
 from posthoc_uq.core import all_finite
-from posthoc_uq.heads.predictor import checked
+from posthoc_uq.heads.predictor import check_finite
 from posthoc_uq.methods import METHODS
 
 LIKELIHOODS = ("classification", "binary", "regression")
@@ -124,10 +124,12 @@ def test_draws_that_overflow() -> None:
 def test_a_masked_class_is_an_answer() -> None:
     logits = torch.randn(2, 5, 3)
     logits[:, :, 1] = float("-inf")
-    assert checked(uq.ClassPrediction.from_logits(logits), "linearized").probs[:, 1].eq(0).all()
+    prediction = uq.ClassPrediction.from_logits(logits)
+    check_finite(prediction.numbers(), "prediction", "linearized")
+    assert prediction.probs[:, 1].eq(0).all()
     logits[1, 3, 2] = float("inf")
     with pytest.raises(NonFiniteError, match="of 1 of 5 inputs"):
-        checked(uq.ClassPrediction.from_logits(logits), "linearized")
+        check_finite(uq.ClassPrediction.from_logits(logits).numbers(), "prediction", "linearized")
 
 
 def _rectified() -> nn.Sequential:

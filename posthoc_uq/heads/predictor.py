@@ -98,41 +98,31 @@ def from_gaussian(
 _MASKED = ("logits_mean", "log_probs")  # minus infinity marks a class that is masked out
 
 
-def checked(prediction: Prediction, head: str, own: Callable[[], Tensor | None] = lambda: None) -> Prediction:
-    """The prediction of a head itself, once its numbers are checked: nobody is to rank or refer inputs by a NaN.
+def check_finite(
+    answers: Mapping[str, Tensor], what: str, head: str, own: Callable[[], Tensor | None] = lambda: None
+) -> None:
+    """Check tensors ``(samples, ...)`` of a head, all with one wait for the device: nobody is to rank or refer inputs
+    by a NaN.
 
     Args:
-        prediction: of the head.
+        answers: by name; whole numbers are not looked at.
+        what: they are, in the error.
         head: its name.
         own: gives the network's own outputs for the inputs, from which an error tells what is the matter.
 
     Raises:
-        NonFiniteError: a number in it is not finite, except for classes that the model masks.
+        NonFiniteError: a number in them is not finite, except for classes that the model masks; the message counts the
+            samples.
     """
     if torch.compiler.is_compiling():  # sizes are symbols there, and tensors have no numbers
-        return prediction
-    numbers = {name: value for name, value in prediction.numbers().items() if value.is_floating_point()}
-    check_finite(numbers, "prediction", head, own)
-    return prediction
-
-
-def check_finite(
-    answers: Mapping[str, Tensor], what: str, head: str, own: Callable[[], Tensor | None] = lambda: None
-) -> None:
-    """Check tensors ``(samples, ...)`` of a head, all with one wait for the device; `own` as in `checked`.
-
-    Raises:
-        NonFiniteError: a number in them is not finite; the message counts the samples.
-    """
-    if torch.compiler.is_compiling():
         return
     # the largest of numbers among which one is NaN is NaN
     largest = [
         (tensor if name in _MASKED else tensor.abs()).amax()
         for name, tensor in answers.items()
-        if tensor.numel()
+        if tensor.is_floating_point() and tensor.numel()
     ]
-    if all(value < math.inf for value in torch.stack(largest).tolist()) if largest else True:
+    if not largest or float(torch.stack(largest).amax()) < math.inf:
         return
     rows = torch.stack([_valid_rows(name, tensor) for name, tensor in answers.items()]).all(0)
     bad = (~rows).nonzero().flatten().tolist()
@@ -474,8 +464,10 @@ class Predictor(nn.Module, ABC):
         if on_cpu:
             # the check waits for no device there; kept for a whole data set, without what novelty takes
             prediction = prediction.to("cpu").with_novelty(prediction.novelty_ratio)
-        prediction = checked(prediction, self.head, lambda: self._own_outputs(batch))
-        prediction, promises = attending(prediction, batch), self.promises
+        check_finite(prediction.numbers(), "prediction", self.head, lambda: self._own_outputs(batch))
+        if batch.attention_mask is not None:
+            prediction = attending(prediction, batch)
+        promises = self.promises
         if promises is None:
             return prediction
         keys = None

@@ -170,9 +170,8 @@ class Prediction(ABC):
         """All tensors that are there already, by the names of their fields, (batch, ...) each; of an `Unread` field
         what its numbers are computed from.
         """
-        known = vars(self)
-        unread = {name: value.inputs for name in self._dims if isinstance(value := known[name], Unread)}
-        return self._stored() | unread
+        known = {name: value for name in self._dims if (value := vars(self)[name]) is not None}
+        return {name: value.inputs if isinstance(value, Unread) else value for name, value in known.items()}
 
     def __getstate__(self) -> dict[str, Any]:
         """For copies and pickles: without anything `Unread`, which holds numbers of a posterior."""

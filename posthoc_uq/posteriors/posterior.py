@@ -549,7 +549,8 @@ class Posterior:
     @property
     def observation(self) -> Likelihood:
         """The likelihood of the targets at the present noise scale; `likelihood` is that of the fit."""
-        return self.likelihood.at_noise_scale(self.noise_scale)
+        scale = self.noise_scale
+        return self.likelihood if scale == 1.0 else self.likelihood.at_noise_scale(scale)
 
     def sample(self, n: int, generator: torch.Generator | None = None) -> dict[str, Tensor]:
         """Draw `n` sets of weights.
