@@ -312,7 +312,7 @@ def _known(
     """
     if isinstance(activations, IdentityRows):
         return Rows(gradients.transpose(2, 3)), True, None
-    return activations, first_pass, _on_device(weights, gradients)
+    return activations, first_pass, None if weights is None else weights.samples.to(gradients)
 
 
 class _Gram(Accumulator):
@@ -505,10 +505,6 @@ def _count() -> Tensor:
 def _total(gradients: Tensor, weights: SampleWeights | None) -> float:
     """The sum of the weights of a batch: the number of its samples where they have none."""
     return gradients.shape[0] if weights is None else weights.total
-
-
-def _on_device(weights: SampleWeights | None, like: Tensor) -> Tensor | None:
-    return None if weights is None else weights.samples.to(like)
 
 
 def _mean_squares(total: Tensor, samples: float) -> Tensor:
