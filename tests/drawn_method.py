@@ -53,7 +53,7 @@ class Spikes(Objective):
     """The variances of the slabs; the means stay where they are."""
 
     def __init__(self, method: SpikeAndSlab, task: Task) -> None:
-        super().__init__(replicate(task.model), task.settings.likelihood, task.count())
+        super().__init__(replicate(task.model), task.likelihood, task.count())
         held = dict(task.model.named_parameters())
         names = [name for layer in task.layers.values() for name in layer.parameter_names]
         check_trainable(method.name, held, names)

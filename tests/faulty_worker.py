@@ -31,7 +31,7 @@ sys.path.insert(0, str(ROOT))
 
 
 import posthoc_uq as uq  # noqa: E402
-from posthoc_uq.core import run_on_all_ranks  # noqa: E402
+from posthoc_uq.core import on_all_ranks  # noqa: E402
 from recipes.imagenet import evaluating  # noqa: E402
 
 updating = import_module("posthoc_uq.fitting.update")
@@ -162,9 +162,8 @@ def evaluated(part: str) -> Callable[[int, Fault], None]:
 
         setattr(evaluating, part, faulty)
         source: Any = Namespace(model=network())
-        run_on_all_ranks(
-            lambda: evaluating.evaluate_all(source, pictures, range(12), {}, options), "the recipe"
-        )
+        with on_all_ranks("the recipe"):
+            evaluating.evaluate_all(source, pictures, range(12), {}, options)
 
     return work
 

@@ -1203,7 +1203,7 @@ def test_a_fit_that_cannot_be_written_goes_on_from_its_checkpoint(
         assert "No space left on device" in failure(*command)
     assert kept.exists() and not (tmp_path / "p.h5").exists()
     with monkeypatch.context() as patch:  # all sweeps are in it
-        patch.setattr("posthoc_uq.methods.task.sweep", lambda *_, **__: pytest.fail("a sweep began"))
+        patch.setattr("posthoc_uq.methods.task.own_batches", lambda *_, **__: pytest.fail("a sweep began"))
         run(*command)
     assert not kept.exists() and (tmp_path / "p.h5").exists()
 

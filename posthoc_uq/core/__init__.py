@@ -33,7 +33,7 @@ OFFERED = {
     "numerics": "all_finite cholesky eigh_descending nystrom",
     # number types of devices, checks of values that the host must see, memory budgets
     "devices": "DeferredChecks full_precision has_double host_double on_host widest_dtype",
-    "distributed": "all_reduce_sum gather own_samples raise_on_any_error rank run_on_all_ranks sampler_of world",
+    "distributed": "all_reduce_sum gather on_all_ranks own_samples rank sampler_of world",
     # bars, and which share of a long computation is done
     "progress": "Progress bars_shown count_progress progress_span report_progress split_progress",
     # a signal that raises, as Ctrl-C, ends a call where nothing is half done

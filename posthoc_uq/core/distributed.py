@@ -7,7 +7,7 @@ carries its purpose and whether this process has failed, so that nobody waits fo
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Generator, Iterable, Mapping
+from collections.abc import Generator, Iterable, Mapping
 from contextlib import contextmanager
 from typing import Any, TypeVar, cast
 
@@ -76,33 +76,24 @@ def is_divided(loader: Iterable[Any]) -> bool:
     return isinstance(sampler, DistributedSampler) and sampler.num_replicas > 1
 
 
-def run_on_all_ranks(work: Callable[[], Result], doing: str) -> Result:
-    """Do the same work in every process; if one fails, all raise.
+@contextmanager
+def on_all_ranks(doing: str) -> Generator[None]:
+    """A context of work that every process does; if one fails in it, all raise.
 
-    Works may be nested. A process that fails between the meetings of an inner work goes to that of the outer one, and
-    the others hear of it at their next.
+    Such contexts may be nested. A process that fails between the meetings of an inner work goes to that of the outer
+    one, and the others hear of it at their next.
 
     Raises:
         PosthocUQError: another process failed, or did not come; names it.
     """
-    result, error, before = None, None, _broken_off
+    before = _broken_off
     try:
-        result = work()
+        yield
     except Exception as failure:
-        if _broken_off != before:  # of an inner meeting, after which nobody comes to this one
-            raise
-        error = failure
-    _meet(None, doing, error)
-    return cast(Result, result)
-
-
-def raise_on_any_error(error: Exception | None, doing: str) -> None:
-    """Let all processes go on, or none: if one of them failed, all raise.
-
-    Raises:
-        PosthocUQError: another process failed, or did not come; names it.
-    """
-    _meet(None, doing, error)
+        if _broken_off == before:  # else an inner meeting failed, after which nobody comes to this one
+            _meet(None, doing, failure)
+        raise
+    _meet(None, doing, None)
 
 
 def gather(value: Any, doing: str) -> list[Any]:

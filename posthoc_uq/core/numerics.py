@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from contextlib import suppress
+from typing import Any, cast
 
 import torch
 import torch.nn.functional as F
@@ -197,3 +198,22 @@ def check_rows_finite(of_batches: Iterable[Tensor], what: str = "the model's own
                 f"Batch {index}: {what} for {len(bad)} of {len(rows)} inputs (number {bad[0]} first) are not finite. "
                 f"Check the inputs for NaN or infinity, or leave them out."
             )
+
+
+def load_tensors(wanted: Mapping[str, Any], saved: Any) -> None:
+    """Copy the tensors of a saved state into those of `wanted`, which has the same nested names.
+
+    Raises:
+        ValueError: the saved ones have other names, shapes or number formats; names one.
+    """
+    if not isinstance(saved, dict) or saved.keys() != wanted.keys():
+        raise ValueError("it has other tensors")
+    found = cast(dict[str, Any], saved)
+    for name, tensor in wanted.items():
+        if isinstance(tensor, Mapping):
+            load_tensors(cast(Mapping[str, Any], tensor), found[name])
+            continue
+        value: Any = found[name]
+        if not isinstance(value, Tensor) or (value.shape, value.dtype) != (tensor.shape, tensor.dtype):
+            raise ValueError(f"'{name}' is of another shape or number format")
+        tensor.detach().copy_(value)

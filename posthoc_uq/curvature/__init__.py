@@ -6,7 +6,7 @@ OFFERED = {
     # what a sweep sums
     "statistics": "GradientFactors GradientGram InputGram RangeSketch SquaredGradients",
     # one pass over the data, and how its batches are told from others
-    "sweep": "DataHash SweepSettings batch_hash",
+    "sweep": "DataHash batch_hash",
     "labels": "own_samples_of resolve_fisher samples_in_all",
     "kept_inputs": "KeptInputs",
     "features": "FeatureSource find_features",

@@ -21,13 +21,14 @@ from posthoc_uq.core.batches import (
     explained,
     holds_samples,
 )
-from posthoc_uq.core.devices import TEMPORARY_BYTES, DeferredChecks, as_double, full_precision, on_host
+from posthoc_uq.core.devices import TEMPORARY_BYTES, DeferredChecks, as_double, on_host
 from posthoc_uq.core.distributed import check_items, own_samples
 from posthoc_uq.core.errors import NonFiniteError, PosthocUQError
+from posthoc_uq.core.numerics import load_tensors
 from posthoc_uq.core.options import Natural, NotNegative, made_of
 from posthoc_uq.core.randomness import mix, mixed_seed, sample_keys
 from posthoc_uq.curvature.kept_inputs import Part, Picked
-from posthoc_uq.curvature.statistics import Accumulator, JointFisher
+from posthoc_uq.curvature.statistics import Accumulator, JointFisher, fault_of_sums
 from posthoc_uq.layers.capture import Capture, Recording
 from posthoc_uq.layers.operands import CPU_TEMPORARY, Rows, chunks, separate_positions, weighted
 from posthoc_uq.layers.proof import count_samples
@@ -123,26 +124,6 @@ def _described(leaf: Any) -> Any:
 
 
 MAX_KEYS = 65536  # inputs whose hashes are remembered, to recognise data that are mostly copies
-
-
-@dataclass(frozen=True)
-class SweepSettings:
-    """The settings that all sweeps of a fit share.
-
-    Attributes:
-        by_position: a layer whose outputs at a position are the model's there. With drawn labels, which are independent
-            between positions, each position of it counts as a sample of its own, but in a dense Fisher: products of the
-            scores of two positions have mean 0; without them there is less noise, and no gradient of a whole sample.
-    """
-
-    reader: BatchReader
-    likelihood: Likelihood
-    fisher: Fisher = "mc"
-    n_samples: int = 1
-    seed: int = 0
-    dtype: torch.dtype = torch.float32
-    progress: bool = False
-    by_position: str | None = None
 
 
 @dataclass
@@ -241,68 +222,133 @@ class Sweep:
 
     Args:
         capture: of the layers, proved.
-        settings: of the fit.
         accumulators: by layer name.
         joint: takes the per-sample gradients of all layers together.
+        likelihood: of the targets.
+        fisher: which labels the expectation is over.
+        n_samples: labels drawn per sample, where they are drawn.
+        seed: of the drawn labels, and of the hashes of inputs.
+        dtype: of the statistics.
         share: of the samples that are swept over, picked by a hash of their inputs, in batches no larger than the
             loader's.
+        by_position: a layer whose outputs at a position are the model's there. With drawn labels, which are independent
+            between positions, each position of it counts as a sample of its own, but in a dense Fisher: products of the
+            scores of two positions have mean 0; without them there is less noise, and no gradient of a whole sample.
+        weighted: whether the samples have weights.
         observers: see every batch that is swept over.
 
     Attributes:
+        sums: the state of every accumulator, in which it goes on summing.
         summary: what was counted.
     """
 
     def __init__(
         self,
         capture: Capture,
-        settings: SweepSettings,
         accumulators: Mapping[str, Sequence[Accumulator]],
+        *,
         joint: JointFisher | None,
+        likelihood: Likelihood,
+        fisher: Fisher,
+        n_samples: int,
+        seed: int,
+        dtype: torch.dtype,
         share: float,
+        by_position: str | None,
+        weighted: bool,
         observers: Sequence[Observer],
     ) -> None:
-        self._capture, self._settings, self._accumulators = capture, settings, accumulators
-        self._joint, self._observers = joint, observers
+        self._capture, self._accumulators, self._joint = capture, accumulators, joint
+        self._likelihood, self._n_samples = likelihood, n_samples
+        self._fisher: Fisher = fisher
+        self._seed, self._dtype, self._share = seed, dtype, share
+        self._by_position = by_position if fisher == "mc" and joint is None else None
+        self._weighted, self._observers = weighted, observers
         self._picked = Picked(share)
-        self._by_position = settings.by_position if settings.fisher == "mc" and joint is None else None
+        self.sums = {
+            f"{name}/{index}": accumulator.state_dict()
+            for name, of_layer in accumulators.items()
+            for index, accumulator in enumerate(of_layer)
+        }
+        if joint is not None:
+            self.sums["joint/0"] = joint.state_dict()
         self.summary = SweepTotals()
+        self._interrupted: SweepTotals | None = None  # until all of its batches were read again
+
+    def state(self) -> dict[str, Any]:
+        """All that `resume` goes on from."""
+        return {"sums": self.sums, "summary": self.summary.state_dict()}
 
     @property
-    def waiting(self) -> bool:
-        """Whether samples wait until they make a batch."""
-        return bool(self._picked.waiting)
+    def resumable(self) -> bool:
+        """Whether `state` holds all batches that were added: none waits for others, or is to be read again."""
+        return self._interrupted is None and not self._picked.waiting
 
-    def count(self, batch: Batch, keys: Tensor) -> DeferredChecks:
-        """Count a batch of the loader in the summary, when the checks that it gives are run."""
+    def restore(self, state: Mapping[str, Any]) -> None:
+        """Take a state that somebody else may have written.
+
+        Raises:
+            PosthocUQError, ValueError: it is that of no sweep over such data.
+        """
+        load_tensors(self.sums, state["sums"])
+        for name, of_one in self.sums.items():
+            fault = fault_of_sums(of_one)
+            if fault is not None:
+                raise ValueError(f"of '{name.rpartition('/')[0]}' {fault}")
+        self.summary = SweepTotals.restored(state["summary"], self._weighted, self._share)
+
+    def resume(self, state: Mapping[str, Any]) -> None:
+        """Go on from the state of an interrupted sweep, as `restore`. Its batches are to be added again; they are shown
+        to the observers, but not swept over.
+        """
+        self.restore(state)
+        if self.summary.batches:
+            self._interrupted, self.summary = self.summary, SweepTotals()
+
+    def add(self, batch: Batch, samples: int) -> None:
+        """Take the next batch of the loader, of so many samples.
+
+        Raises:
+            NonFiniteError: outputs or gradients are not finite; names the batch and the layer.
+            PosthocUQError: labels do not fit the likelihood, or an interrupted sweep saw other batches.
+        """
+        keys, index = sample_keys(batch.tensors(), samples, self._seed), self.summary.batches
         checks, hashes = DeferredChecks(), list[Tensor]()
         checks.add(keys, hashes.append)
         checks.add(sample_hashes(batch, keys).sum(), hashes.append)
         note = self.summary.note
-        checks.add(shared_hash(batch, keys.shape[0]), lambda shared: note(hashes[0], hashes[1], shared))
-        return checks
-
-    def show(self, batch: Batch, keys: Tensor, index: int, checks: DeferredChecks) -> None:
-        """Show a batch that was swept over before to the observers, by a forward pass alone."""
-        if self._observers:
+        checks.add(shared_hash(batch, samples), lambda shared: note(hashes[0], hashes[1], shared))
+        if self._interrupted is None:
+            for part in self._picked.add(batch, keys, index):
+                self._take(part, checks)
+        elif self._observers:
             _show(self._capture, batch, keys, str(index), self._observers, checks)
+        checks.run()
+        before = self._interrupted
+        if before is not None and self.summary.batches == before.batches:
+            if (self.summary.digest, self.summary.seen) != (before.digest, before.seen):
+                raise other_batches()
+            self.summary, self._interrupted = before, None
 
-    def add(self, batch: Batch, keys: Tensor, index: int, checks: DeferredChecks) -> None:
-        """Take the batch of this number in the loader, with the hashes of its samples' inputs."""
-        for part in self._picked.add(batch, keys, index):
-            self._take(part, checks)
+    def finish(self) -> None:
+        """Take the samples that still wait, after the last batch.
 
-    def finish(self, checks: DeferredChecks) -> None:
-        """Take the samples that still wait."""
+        Raises:
+            PosthocUQError: an interrupted sweep saw more batches.
+        """
+        if self._interrupted is not None:
+            raise other_batches()
+        checks = DeferredChecks()
         for part in self._picked.rest():
             self._take(part, checks)
+        checks.run()
 
     def _take(self, part: Part, checks: DeferredChecks) -> None:
         for batch, keys, place in _pieces(self._capture, *part):
             recording, outputs = self._forward(batch, keys.shape[0], place, checks)
-            likelihood = self._settings.likelihood
-            weights = batch_weights(likelihood, outputs, batch, place)
+            weights = batch_weights(self._likelihood, outputs, batch, place)
             targets = batch.targets if weights is None else weights.targets(batch.targets)
-            check_targets(likelihood, outputs, targets, place, checks)
+            check_targets(self._likelihood, outputs, targets, place, checks)
             for observer in self._observers:
                 observer.see(batch, keys, recording, checks)
             self._backward(recording, outputs, targets, keys, weights, place, checks)
@@ -334,15 +380,15 @@ class Sweep:
         checks: DeferredChecks,
     ) -> None:
         """A backward pass for each label of the Fisher; what it gives goes to the accumulators, layer by layer."""
-        settings, sums, rows = self._settings, dict[str, Tensor](), dict[str, Tensor]()
+        sums, rows = dict[str, Tensor](), dict[str, Tensor]()
         first = True
 
         def sink(of_layer: LayerGradients) -> None:
             name = of_layer.layer.name
-            activations, gradients = of_layer.operands(settings.dtype)
+            activations, gradients = of_layer.operands(self._dtype)
             check = gradients.sum()
             if first:
-                check = check + sum(call.input.detach().sum(dtype=settings.dtype) for call in of_layer.calls)
+                check = check + sum(call.input.detach().sum(dtype=self._dtype) for call in of_layer.calls)
             sums[name] = check if name not in sums else sums[name] + check
             counts = weights
             if name == self._by_position:
@@ -355,7 +401,7 @@ class Sweep:
             if self._joint is not None:
                 rows[name] = activations.gradients(gradients, CPU_TEMPORARY).flatten(1)
 
-        pulled = settings.likelihood.gradients(outputs, targets, keys, settings.fisher, settings.n_samples)
+        pulled = self._likelihood.gradients(outputs, targets, keys, self._fisher, self._n_samples)
         if weights is not None:
             pulled = map(weights.gradients, pulled)
         gradient = next(pulled, None)
@@ -375,7 +421,7 @@ class Sweep:
     def _sum_up(
         self, outputs: Tensor, targets: Tensor | None, weights: SampleWeights | None, checks: DeferredChecks
     ) -> None:
-        summary, likelihood = self.summary, self._settings.likelihood
+        summary, likelihood = self.summary, self._likelihood
         summary.samples += len(outputs)
         summary.weight += len(outputs) if weights is None else weights.total
         summary.outputs = outputs[0].numel()
@@ -385,61 +431,6 @@ class Sweep:
             checks.add(likelihood.log_prob(outputs, targets), summary.add_log_likelihood)
         else:
             checks.add(weights.log_prob(likelihood, outputs, targets), summary.add_log_likelihood)
-
-
-@full_precision()
-def sweep(
-    capture: Capture,
-    loader: Iterable[Any],
-    settings: SweepSettings,
-    accumulators: Mapping[str, Sequence[Accumulator]],
-    *,
-    joint: JointFisher | None = None,
-    share: float = 1.0,
-    description: str = "",
-    done: SweepTotals | None = None,
-    after_batch: Callable[[SweepTotals], None] | None = None,
-    observers: Sequence[Observer] = (),
-) -> SweepTotals:
-    """A `Sweep` over a loader.
-
-    Args:
-        done: the summary of an interrupted sweep whose sums the accumulators hold; its batches are read, and shown to
-            the observers, but not swept over again.
-        after_batch: called whenever all that is to be swept over of the batches read so far has been.
-
-    Raises:
-        NonFiniteError: outputs or gradients are not finite; names the batch and the layer.
-        PosthocUQError: labels do not fit the likelihood, the loader is empty, or it does not begin with the batches of
-            `done`.
-    """
-    found, skipped = (
-        Sweep(capture, settings, accumulators, joint, share, observers),
-        0 if done is None else done.batches,
-    )
-    checks = DeferredChecks()
-    with Bar(loader, f"{description}, {len(capture.tracked)} layers", settings.progress) as bar:
-        for index, (batch, samples) in enumerate(own_batches(loader, settings.reader)):
-            keys = sample_keys(batch.tensors(), samples, settings.seed)
-            checks = found.count(batch, keys)
-            bar.advance(samples)
-            if done is None or index >= skipped:
-                found.add(batch, keys, index, checks)
-                checks.run()
-                if after_batch is not None and not found.waiting:
-                    after_batch(found.summary)
-                continue
-            found.show(batch, keys, index, checks)
-            checks.run()
-            if index == skipped - 1:
-                if (found.summary.digest, found.summary.seen) != (done.digest, done.seen):
-                    raise other_batches()
-                found.summary = done
-        found.finish(checks)
-        checks.run()
-    if found.summary.batches < skipped:
-        raise other_batches()
-    return found.summary
 
 
 def _pieces(capture: Capture, batch: Batch, keys: Tensor, place: str) -> Iterator[Part]:
@@ -454,12 +445,18 @@ def _pieces(capture: Capture, batch: Batch, keys: Tensor, place: str) -> Iterato
 
 
 def run_observers(
-    capture: Capture, loader: Iterable[Any], settings: SweepSettings, observers: Sequence[Observer]
+    capture: Capture,
+    loader: Iterable[Any],
+    reader: BatchReader,
+    observers: Sequence[Observer],
+    *,
+    seed: int,
+    progress: bool,
 ) -> None:
     """Show all data to observers by forward passes alone, where no sweep goes over all of them."""
-    with Bar(loader, "looking at the data", settings.progress) as bar:
-        for index, (batch, samples) in enumerate(own_batches(loader, settings.reader)):
-            keys = sample_keys(batch.tensors(), samples, settings.seed)
+    with Bar(loader, "looking at the data", progress) as bar:
+        for index, (batch, samples) in enumerate(own_batches(loader, reader)):
+            keys = sample_keys(batch.tensors(), samples, seed)
             checks = DeferredChecks()
             _show(capture, batch, keys, str(index), observers, checks)
             checks.run()
@@ -565,7 +562,7 @@ def _side_by_side(capture: Capture, rows: dict[str, Tensor], samples: int) -> Te
 
 
 def squared_residuals(
-    capture: Capture, loader: Iterable[Any], settings: SweepSettings
+    capture: Capture, loader: Iterable[Any], reader: BatchReader, progress: bool
 ) -> tuple[Tensor, float] | None:
     """The weighted sum of squared residuals of each output, ``(outputs,)`` in float64 on the CPU, and the sum of the
     weights (the number of samples where they have none), by a forward pass over the data; None without targets.
@@ -576,8 +573,8 @@ def squared_residuals(
     total: Tensor | None = None
     count = 0.0
     unit = Gaussian(1.0)
-    with torch.no_grad(), Bar(loader, "noise", settings.progress) as bar:
-        for index, (batch, samples) in enumerate(own_batches(loader, settings.reader)):
+    with torch.no_grad(), Bar(loader, "noise", progress) as bar:
+        for index, (batch, samples) in enumerate(own_batches(loader, reader)):
             if batch.targets is None:
                 return None
             with explained(lambda: capture.twin, batch, f"batch {index} of the loader", LOADER):

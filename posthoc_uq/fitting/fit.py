@@ -33,7 +33,7 @@ from posthoc_uq.core.distributed import (
     all_reduce_sum,
     gather,
     is_divided,
-    run_on_all_ranks,
+    on_all_ranks,
     world,
 )
 from posthoc_uq.core.errors import NonFiniteError, PosthocUQError, warn_user
@@ -60,7 +60,7 @@ from posthoc_uq.core.randomness import isolated_random_state
 from posthoc_uq.core.steady import steady
 from posthoc_uq.curvature.features import find_features
 from posthoc_uq.curvature.kept_inputs import KeptInputs, inputs_to_keep
-from posthoc_uq.curvature.sweep import SweepSettings, no_weight_error, squared_residuals
+from posthoc_uq.curvature.sweep import no_weight_error, squared_residuals
 from posthoc_uq.files import (
     buffers_fingerprint,
     check_numbers,
@@ -93,6 +93,7 @@ from posthoc_uq.methods.checkpoint import (
 )
 from posthoc_uq.methods.task import (
     Task,
+    TaskPlan,
     Tensors,
     watch_features,
     with_features,
@@ -199,189 +200,71 @@ def fit(
         PosthocUQError: options, data or model do not fit.
     """
 
-    def check() -> _FitRequest:  # all that can be checked before the model runs
-        if torch.is_inference_mode_enabled():
-            raise PosthocUQError(
-                "A fit needs gradients, which torch.inference_mode() does not allow; call fit outside of it."
+    began = time.perf_counter()
+    # gradients also within the caller's torch.no_grad()
+    with torch.enable_grad(), on_all_ranks("the fit"), steady(model, call="the fit"):
+        with on_all_ranks("checking the options"):
+            plan = _plan(
+                model,
+                loader,
+                method,
+                options,
+                val_loader=val_loader,
+                likelihood=likelihood,
+                noise_variance=noise_variance,
+                layers=layers,
+                prior_precision=prior_precision,
+                prior_mean=prior_mean,
+                divergence=divergence,
+                head=head,
+                seed=seed,
+                checkpoint=checkpoint,
+                batch_functions=(batch_to_inputs, batch_to_targets, batch_to_weights),
+                output=output,
+                progress=progress,
             )
-        network = with_plain_weights(unwrap(model))
-        check_usable(network)
-        if layers is not None:
-            check_selection(layers)
-        resolved, by_name = resolve_likelihood(likelihood, noise_variance), isinstance(likelihood, str)
-        finds_noise = resolved.noise_variance is not None and by_name and noise_variance is None
-        chosen, weight_mean = _method_with_options(method, options, layers, prior_mean)
-        check_weight_prior(chosen, prior_precision, weight_mean)
-        of_weights = prior_precision if isinstance(prior_precision, Mapping) else None
-        chosen, prior, budget = prior_and_budget(
-            chosen, resolved, prior_precision if of_weights is None else 1.0, divergence
-        )
-        head_class(head or chosen.head)
-        check_loader(loader)
-        check_reusable(loader, chosen.passes() + finds_noise)
-        if val_loader is not None:
-            check_loader(val_loader, "val_loader")
-            if is_divided(val_loader):
-                raise PosthocUQError(
-                    "Every process tunes by itself: give all of them the whole val_loader, not a part of it."
-                )
-        reader = BatchReader.of(
-            network, batch_to_inputs, batch_to_targets, batch_to_weights, output=checked_output(output)
-        )
-        if batch_to_weights is not None:
-            chosen.check_weights()
-        check_differentiable(network)
-        return _FitRequest(
-            model=network,
-            loader=loader,
-            val_loader=None if val_loader is None else Readings(val_loader),
-            method=chosen,
-            likelihood=resolved,
-            by_name=by_name,
-            finds_noise=finds_noise,
-            layers=layers,
-            prior=prior,
-            divergence=budget,
-            weight_precisions=of_weights,
-            weight_mean=weight_mean,
-            head=head or chosen.head,
-            seed=check_option("seed", seed, Seed),
-            reader=reader,
-            output=checked_output(output),
-            progress=bars_shown(progress),
-        )
-
-    def run(request: _FitRequest) -> tuple[Posterior, Task]:
-        began = time.perf_counter()
-        with Progress("dry run", "batches", request.progress, 1) as bar:
-            task = _dry_run(request)
-            bar.advance()
-        request = replace(request, likelihood=task.settings.likelihood)
-        task.seconds["dry run"] = time.perf_counter() - began
-        parameters = dict(task.model.named_parameters())
-        weight_prior = run_on_all_ranks(
-            lambda: weight_prior_of(task.layers, parameters, request.weight_precisions, request.weight_mean),
-            "checking the prior",
-        )
-        task.for_evidence = request.divergence is None
-        _open_checkpoint(task, request, checkpoint)
-        kept_inputs = KeptInputs(task.memory_budget, request.likelihood, inputs_to_keep(task.layers.values()))
-        task.observers += [kept_inputs] if request.divergence is not None else []
-        noise_origin = _set_observation_noise(task) if request.finds_noise else "given"
-        posterior = _run_method(task, request).replaced(weight_prior=weight_prior)
-        check_numbers(posterior)
-        task.observe()
-        del task.prepared  # its copy of the model and its hooks
-        posterior = _recorded(posterior, request, task, noise_origin)
-        if val_loader is None:
-            left_out = _by_leave_one_out(posterior, request, task)
-            if left_out is None and request.finds_noise:
-                _warn_if_memorised(posterior)
-            posterior = left_out or posterior
-        posterior = with_prior(
-            posterior,
-            request.prior,
-            request.divergence,
-            task,
-            kept_inputs,
-            tuned_after=val_loader is not None,
-        )
-        if val_loader is not None and not request.method.trains:
-            from posthoc_uq.fitting.calibrate import calibrated
-
-            held_out = request.val_loader
-            assert held_out is not None
-            reader = replace(request.reader, batch_to_weights=None)
-            posterior = calibrated(
-                posterior, held_out, reader, seed=request.seed, progress=request.progress, options={}
-            )
-        # a faithful prior was found by predictions, which factorised the precision
-        check_settings(posterior, factorised=posterior.history.head["criterion"] != "faithful")
-        parameters = parameters_of(unwrap(request.model))
-        posterior = posterior.replaced(
-            fingerprint=fingerprint(posterior.original),
-            buffers_fingerprint=buffers_fingerprint(request.model),
-            others_fingerprint=others_fingerprint(parameters, posterior.original),
-        )
-        return posterior, task
-
-    def run_steadily() -> tuple[Posterior, Task]:
-        began = time.perf_counter()
-        with steady(model, call="the fit"):
-            request = run_on_all_ranks(check, "checking the options")
-            posterior, task = run(request)
-            if request.progress:
-                _tell_seconds(posterior, time.perf_counter() - began)
-            return posterior, task
-
-    with torch.enable_grad():  # also within the caller's torch.no_grad()
-        posterior, task = run_on_all_ranks(run_steadily, "the fit")
+        task = _prove(plan)
+        posterior, kept_inputs = _sweep(plan, task)
+        posterior = _choose(posterior, plan, task, kept_inputs)
+        posterior = _with_fingerprints(posterior, plan)
+        if plan.progress:
+            _tell_seconds(posterior, time.perf_counter() - began)
     if task.checkpoint is not None:
         task.checkpoint.remove()
     return posterior
 
 
-_SHOWN_SHARE = 0.05  # of a fit's time, from which a part is named
-
-
-def _tell_seconds(posterior: Posterior, total: float) -> None:
-    """One line above the bars: where the time of a fit went."""
-    from posthoc_uq.posteriors.report import timings
-
-    parts = timings(posterior.history.fit)
-    large = {name: seconds for name, seconds in parts.items() if seconds >= _SHOWN_SHARE * total}
-    large["other"] = total - sum(large.values())
-    told = ", ".join(f"{name} {seconds:.1f}" for name, seconds in large.items())
-    print_above(f"fitted in {total:.1f} s: {told}", sys.stderr)
-
-
-@dataclass(frozen=True)
-class _FitRequest:
+@dataclass(frozen=True, kw_only=True)
+class FitPlan(TaskPlan):
     """What a call of `fit` asks for, once it is checked.
 
     Attributes:
-        model: the user's, out of its wrappers.
-        loader: the training data of this process.
-        val_loader: held-out data, if there are any.
         method: with its options.
-        likelihood: with its noise variance, if known.
-        by_name: whether the likelihood was given by its name, so that its parameters are its defaults.
         finds_noise: whether the noise variance of a regression comes from the data.
-        layers: which were asked for; None for those that the method is for.
         prior: a prior precision, or how it is found; ``"faithful"`` for a training, where it counts only with a
             `divergence`.
         divergence: the budget of the faithful prior in nats; None where no faithful prior is to be found.
         weight_precisions: by the name of a parameter, still unchecked; or None.
         weight_mean: a number, or by the name of a parameter, still unchecked; or None.
         head: by which a faithful prior is found and predictions are made.
-        seed: of all random numbers.
-        reader: of the batches.
-        output: which part of what the model returns its outputs are, if the user named it.
-        progress: whether bars are shown.
+        checkpoint: the file of an interrupted fit, or for one.
     """
 
-    model: nn.Module
-    loader: Iterable[Any]
-    val_loader: Iterable[Any] | None
     method: Method
-    likelihood: Likelihood
-    by_name: bool
     finds_noise: bool
-    layers: Selection | None
     prior: Prior
     divergence: float | None
     weight_precisions: Mapping[str, Any] | None
     weight_mean: Any
     head: str
-    seed: int
-    reader: BatchReader
-    output: Output | None
-    progress: bool
+    checkpoint: str | os.PathLike[str] | None
 
-    def arguments(self) -> dict[str, Any]:
-        """What must be the same, besides method, model and data, for one fit to go on where another stopped."""
+    def arguments(self, likelihood: Likelihood) -> dict[str, Any]:
+        """What must be the same, besides method, model and data, for one fit to go on where another stopped; with the
+        likelihood that the dry run found.
+        """
         return {
-            "likelihood": self.likelihood,
+            "likelihood": likelihood,
             "noise": "found from the data" if self.finds_noise else "given",
             "head": self.head,
             "seed": self.seed,
@@ -390,6 +273,83 @@ class _FitRequest:
             "divergence": self.divergence,
             "output": self.output,
         }
+
+
+def _plan(
+    model: nn.Module,
+    loader: Iterable[Any],
+    method: str | Method,
+    options: Mapping[str, Any],
+    *,
+    val_loader: Iterable[Any] | None,
+    likelihood: str | Likelihood,
+    noise_variance: Any,
+    layers: Selection | None,
+    prior_precision: float | str | Mapping[str, Any] | None,
+    prior_mean: float | str | Mapping[str, Any] | None,
+    divergence: float | Literal["auto"] | None,
+    head: str | None,
+    seed: int,
+    checkpoint: str | os.PathLike[str] | None,
+    batch_functions: tuple[BatchFunction | None, BatchFunction | None, BatchFunction | None],
+    output: Output | None,
+    progress: bool | None,
+) -> FitPlan:
+    """What `fit` is asked for, checked as far as that goes before the model runs. The arguments are its own, those of
+    the method as `options`.
+    """
+    if torch.is_inference_mode_enabled():
+        raise PosthocUQError(
+            "A fit needs gradients, which torch.inference_mode() does not allow; call fit outside of it."
+        )
+    network = with_plain_weights(unwrap(model))
+    check_usable(network)
+    if layers is not None:
+        check_selection(layers)
+    resolved, by_name = resolve_likelihood(likelihood, noise_variance), isinstance(likelihood, str)
+    finds_noise = resolved.noise_variance is not None and by_name and noise_variance is None
+    chosen, weight_mean = _method_with_options(method, options, layers, prior_mean)
+    check_weight_prior(chosen, prior_precision, weight_mean)
+    of_weights = prior_precision if isinstance(prior_precision, Mapping) else None
+    chosen, prior, budget = prior_and_budget(
+        chosen, resolved, prior_precision if of_weights is None else 1.0, divergence
+    )
+    head_class(head or chosen.head)
+    check_loader(loader)
+    check_reusable(loader, chosen.passes() + finds_noise)
+    if val_loader is not None:
+        check_loader(val_loader, "val_loader")
+        if is_divided(val_loader):
+            raise PosthocUQError(
+                "Every process tunes by itself: give all of them the whole val_loader, not a part of it."
+            )
+    output = checked_output(output)
+    reader = BatchReader.of(network, *batch_functions, output=output)
+    if reader.batch_to_weights is not None:
+        chosen.check_weights()
+    check_differentiable(network)
+    return FitPlan(
+        model=network,
+        loader=loader,
+        val_loader=None if val_loader is None else Readings(val_loader),
+        reader=reader,
+        likelihood=resolved,
+        by_name=by_name,
+        layers=chosen.selection(layers),
+        output=output,
+        seed=check_option("seed", seed, Seed),
+        dtype=statistics_dtype(network, chosen.dtype),
+        memory_budget=TEMPORARY_BYTES if chosen.memory_budget is None else chosen.memory_budget,
+        progress=bars_shown(progress),
+        method=chosen,
+        finds_noise=finds_noise,
+        prior=prior,
+        divergence=budget,
+        weight_precisions=of_weights,
+        weight_mean=weight_mean,
+        head=head or chosen.head,
+        checkpoint=checkpoint,
+    )
 
 
 def takes_layers(method: str) -> bool:
@@ -415,37 +375,18 @@ def _method_with_options(
     return method_of(method, of_method, arguments), prior_mean
 
 
-def _dry_run(request: _FitRequest) -> Task:
+def _prove(plan: FitPlan) -> Task:
     """The task of a fit, after a dry run on the first batch and a look at what it gives."""
-    model, method, likelihood, seed = request.model, request.method, request.likelihood, request.seed
-    task = prepared_task(
-        model,
-        request.loader,
-        request.layers,
-        method=method,
-        likelihood=likelihood,
-        reader=request.reader,
-        seed=seed,
-        dtype=run_on_all_ranks(lambda: statistics_dtype(model, method.dtype), "checking dtype"),
-        progress=request.progress,
-        output=request.output,
-        by_name=request.by_name,
-    )
-    task.val_loader = request.val_loader
-
-    def look() -> list[str]:
-        with isolated_random_state(seed):
-            return check_first_batch(model, task.model, task.batch, task.settings.likelihood, request.by_name)
-
-    warnings = run_on_all_ranks(look, "the dry run")
-    for warning in (
-        task.prepared.warning,
-        task.prepared.cost,
-        _frozen_in_words(task, request.layers),
-        *warnings,
-    ):
+    began = time.perf_counter()
+    with Progress("dry run", "batches", plan.progress, 1) as bar:
+        task = proved_task(plan, plan.method)
+        with on_all_ranks("the dry run"), isolated_random_state(plan.seed):
+            warnings = check_first_batch(plan.model, task.model, task.batch, task.likelihood, plan.by_name)
+        bar.advance()
+    for warning in (task.prepared.warning, task.prepared.cost, _frozen_in_words(task), *warnings):
         if warning is not None:
             warn_user(warning)
+    task.seconds["dry run"] = time.perf_counter() - began
     return task
 
 
@@ -456,11 +397,11 @@ def _frozen(model: nn.Module, layers: Mapping[str, Layer]) -> tuple[int, int]:
     return sum(p.numel() for p in covered if not p.requires_grad), sum(p.numel() for p in covered)
 
 
-def _frozen_in_words(task: Task, layers: Selection | None) -> str | None:
+def _frozen_in_words(task: Task) -> str | None:
     frozen, covered = _frozen(task.model, task.layers)
     if not frozen:
         return None
-    choice = any(p.requires_grad for p in task.model.parameters()) and layers != "trainable"
+    choice = any(p.requires_grad for p in task.model.parameters()) and task.plan.layers != "trainable"
     return (
         f"{frozen:,} of the {covered:,} weights with a posterior are frozen (requires_grad=False). They are uncertain "
         f"like all others, as if these data had trained them{_TRAINABLE if choice else '.'}"
@@ -470,66 +411,30 @@ def _frozen_in_words(task: Task, layers: Selection | None) -> str | None:
 _TRAINABLE = "; layers='trainable' takes what requires gradients alone."
 
 
-def prepared_task(
-    model: nn.Module,
-    loader: Iterable[Any],
-    layers: Selection | None,
-    *,
-    method: Method,
-    likelihood: Likelihood,
-    reader: BatchReader,
-    seed: int,
-    dtype: torch.dtype,
-    progress: bool,
-    output: Output | None = None,
-    by_name: bool = False,
-) -> Task:
+def proved_task(plan: TaskPlan, method: Method) -> Task:
     """The task of a method, after a dry run on the first batch.
-
-    Args:
-        model: the user's model.
-        loader: the data of this process.
-        layers: which layers are asked for; None for those that the method is for.
-        method: whose work it will be.
-        likelihood: of the targets.
-        reader: of the batches.
-        seed: of all random numbers.
-        dtype: of the statistics.
-        progress: whether a bar is shown.
-        output: which part of what the model returns its outputs are; None to find it, or for that of a view.
-        by_name: whether the likelihood was given by its name alone; then the labels' shape says where classes are.
 
     Raises:
         UnsupportedLayerError: a layer's gradients cannot be caught.
         PosthocUQError: there is no sample, or the model cannot be run on the first ones.
     """
-    device = reader.device
-    autocast = torch.is_autocast_enabled(device.type)
-    budget = TEMPORARY_BYTES if method.memory_budget is None else method.memory_budget
-
-    def dry_run() -> Task:
-        with isolated_random_state(seed):
-            readings = Readings(loader, contents=not method.trains)
-            batch = readings.first(reader).kept()  # which is run several times
-            with explained(lambda: replicate(model), batch, "the first batch of the loader", LOADER):
-                view = with_choice(model, _choice(model, batch, output))
-                prepared = prepare(
-                    view,
-                    batch,
-                    method.selection(layers),
-                    unsupported=method.unsupported,
-                    autocast=autocast,
-                    by_gradients=method.takes_gradients,
-                )
-                observed = _of_shapes(view, batch, likelihood) if by_name else likelihood
-                features = find_features(prepared, batch, observed)
-            pointwise = None if features is None or not features.pointwise else features.layer.name
-            settings = SweepSettings(
-                reader, observed, seed=seed, dtype=dtype, progress=progress, by_position=pointwise
+    model, reader, likelihood = plan.model, plan.reader, plan.likelihood
+    with on_all_ranks("the dry run"), isolated_random_state(plan.seed):
+        readings = Readings(plan.loader, contents=not method.trains)
+        batch = readings.first(reader).kept()  # which is run several times
+        with explained(lambda: replicate(model), batch, "the first batch of the loader", LOADER):
+            view = with_choice(model, _choice(model, batch, plan.output))
+            prepared = prepare(
+                view,
+                batch,
+                plan.layers,
+                unsupported=method.unsupported,
+                autocast=torch.is_autocast_enabled(reader.device.type),
+                by_gradients=method.takes_gradients,
             )
-            return Task(prepared.model, prepared, readings, batch, settings, device, budget, features)
-
-    return run_on_all_ranks(dry_run, "the dry run")
+            likelihood = _of_shapes(view, batch, likelihood) if plan.by_name else likelihood
+            features = find_features(prepared, batch, likelihood)
+        return Task(plan, prepared.model, prepared, readings, batch, likelihood, features)
 
 
 def _choice(model: nn.Module, batch: Batch, output: Output | None) -> OutputChoice | None:
@@ -564,24 +469,47 @@ def _of_shapes(model: nn.Module, batch: Batch, likelihood: Likelihood) -> Likeli
     return likelihood if part.targets is None else likelihood.of_shapes(outputs, part.targets)
 
 
-def _open_checkpoint(task: Task, request: _FitRequest, file: str | os.PathLike[str] | None) -> None:
+def _sweep(plan: FitPlan, task: Task) -> tuple[Posterior, KeptInputs]:
+    """The posterior by the method's passes over the data, with the statistics of the last layer's inputs and the record
+    of how it was fitted; its hyperparameters are those at the start. And training inputs for a faithful prior.
+    """
+    method, parameters = plan.method, dict(task.model.named_parameters())
+    with on_all_ranks("checking the prior"):
+        weight_prior = weight_prior_of(task.layers, parameters, plan.weight_precisions, plan.weight_mean)
+    task.for_evidence = plan.divergence is None
+    _open_checkpoint(plan, task)
+    kept_inputs = KeptInputs(plan.memory_budget, task.likelihood, inputs_to_keep(task.layers.values()))
+    task.observers += [kept_inputs] if plan.divergence is not None else []
+    noise_origin = _set_observation_noise(task) if plan.finds_noise else "given"
+    if method.trains:
+        posterior = method.fit(task)
+        posterior = with_trained_features(task, posterior, replicate(task.model, posterior.trained_mean))
+    else:
+        grams = watch_features(task)
+        posterior = with_features(task, grams, method.fit(task))
+    posterior = posterior.replaced(weight_prior=weight_prior)
+    check_numbers(posterior)
+    task.observe()
+    del task.prepared  # its copy of the model and its hooks
+    return _recorded(posterior, plan, task, noise_origin), kept_inputs
+
+
+def _open_checkpoint(plan: FitPlan, task: Task) -> None:
     """Check that all processes do the same fit, and read the checkpoint of an interrupted one."""
+    file, held_out = plan.checkpoint, plan.val_loader
     if file is None and world() == 1:
         return
-    reader, seed, held_out = task.settings.reader, task.settings.seed, task.val_loader
     compared: Any = held_out is not None
-    if held_out is not None and request.method.trains:  # it chooses the epoch
-        compared = data_identity(held_out, replace(reader, batch_to_weights=None), seed)
-    arguments = request.arguments() | {"held-out data": compared}
-    identity = fit_identity(arguments, request.method, task.model, task.layers)
+    if held_out is not None and plan.method.trains:  # it chooses the epoch
+        compared = data_identity(held_out, replace(plan.reader, batch_to_weights=None), plan.seed)
+    arguments = plan.arguments(task.likelihood) | {"held-out data": compared}
+    identity = fit_identity(arguments, plan.method, task.model, task.layers)
     check_common(identity | {"checkpoint": "none" if file is None else "given"})
     if file is None:
         return
-    data = identified(data_identity(task.loader, reader, seed, task.batch))
-    task.checkpoint = run_on_all_ranks(
-        lambda: Checkpoint(file, request.method.checkpoint_every, identity | data),
-        "opening the checkpoint",
-    )
+    data = identified(data_identity(task.loader, plan.reader, plan.seed, task.batch))
+    with on_all_ranks("opening the checkpoint"):
+        task.checkpoint = Checkpoint(file, plan.method.checkpoint_every, identity | data)
 
 
 def _set_observation_noise(task: Task) -> str:
@@ -592,25 +520,7 @@ def _set_observation_noise(task: Task) -> str:
         PosthocUQError: the targets do not fit the outputs, or the model fits them without any error.
         NonFiniteError: the residuals are not finite.
     """
-
-    def sweep() -> tuple[Tensor, float] | None:
-        if task.batch.targets is None:  # known without a reading, which a stream would not give back
-            return None
-        with isolated_random_state(task.settings.seed):
-            return squared_residuals(task.prepared.capture, task.loader, task.settings)
-
-    def work() -> tuple[Tensors, State]:
-        residuals = run_on_all_ranks(sweep, "the sweep for the noise variance")
-        if not all(gather(residuals is not None, "looking for targets")):
-            return {}, {}
-        assert residuals is not None
-        count = torch.tensor(residuals[1], dtype=torch.float64, device="cpu")
-        all_reduce_sum({"total": residuals[0], "count": count}, "the sum for the noise variance")
-        if not float(count):
-            raise no_weight_error()
-        return {"noise": {"variance": residuals[0] / count}}, {}
-
-    found, _ = task.part("noise", work)
+    found, _ = task.part("noise", lambda: _mean_squared_residuals(task))
     if not found:
         warn_user(
             "The loader gives no targets, so the noise variance of this regression is taken as 1, in squared units of "
@@ -631,31 +541,38 @@ def _set_observation_noise(task: Task) -> str:
         raise PosthocUQError(
             "The model reproduces its training targets without error; give noise_variance=... yourself."
         )
-    task.settings = replace(task.settings, likelihood=task.settings.likelihood.with_noise(variance))
+    task.likelihood = task.likelihood.with_noise(variance)
     return "mean squared residual of the training data"
 
 
-def _run_method(task: Task, request: _FitRequest) -> Posterior:
-    """The method's posterior, with the statistics of the last layer's inputs."""
-    if request.method.trains:
-        posterior = request.method.fit(task)
-        return with_trained_features(task, posterior, replicate(task.model, posterior.trained_mean))
-    grams = watch_features(task)
-    return with_features(task, grams, request.method.fit(task))
+def _mean_squared_residuals(task: Task) -> tuple[Tensors, State]:
+    """Of each output, over the data of all processes, as the state of a part of the fit; empty without targets."""
+    plan, residuals = task.plan, None
+    with on_all_ranks("the sweep for the noise variance"), isolated_random_state(plan.seed):
+        if task.batch.targets is not None:  # else known without a reading, which a stream would not give back
+            residuals = squared_residuals(task.prepared.capture, task.loader, plan.reader, plan.progress)
+    if not all(gather(residuals is not None, "looking for targets")):
+        return {}, {}
+    assert residuals is not None
+    count = torch.tensor(residuals[1], dtype=torch.float64, device="cpu")
+    all_reduce_sum({"total": residuals[0], "count": count}, "the sum for the noise variance")
+    if not float(count):
+        raise no_weight_error()
+    return {"noise": {"variance": residuals[0] / count}}, {}
 
 
-def _recorded(posterior: Posterior, request: _FitRequest, task: Task, noise_origin: str) -> Posterior:
+def _recorded(posterior: Posterior, plan: FitPlan, task: Task, noise_origin: str) -> Posterior:
     """The posterior with a record of how it was fitted."""
-    history, mean = posterior.history, request.weight_mean
+    history, mean = posterior.history, plan.weight_mean
     facts, tuning = dict(history.fit), dict(history.tuning)
     frozen, covered = _frozen(task.model, posterior.layers)
     if frozen:
         facts["frozen"] = f"{frozen:,} of {covered:,} weights with a posterior (requires_grad=False)"
-    for option in fields(request.method):
-        value = getattr(request.method, option.name)
+    for option in fields(plan.method):
+        value = getattr(plan.method, option.name)
         if isinstance(value, (bool, int, float, str)) and value != option.default:
             facts.setdefault(option.name.replace("_", " "), value)
-    if request.weight_precisions is not None:
+    if plan.weight_precisions is not None:
         facts["prior of each weight"] = "given, times the prior precision"
     if mean is not None:
         facts["prior mean"] = float(mean) if isinstance(mean, (int, float)) else "given"
@@ -666,22 +583,46 @@ def _recorded(posterior: Posterior, request: _FitRequest, task: Task, noise_orig
         history,
         fit=facts,
         tuning=tuning,
-        head={"name": request.head, "options": {}},
+        head={"name": plan.head, "options": {}},
         output={} if choice is None else choice.plain(),
-        inputs=described_inputs(task.batch, request.reader.names),
+        inputs=described_inputs(task.batch, plan.reader.names),
     )
     return posterior.replaced(history=history)
 
 
-def _by_leave_one_out(posterior: Posterior, request: _FitRequest, task: Task) -> Posterior | None:
+def _choose(posterior: Posterior, plan: FitPlan, task: Task, kept_inputs: KeptInputs) -> Posterior:
+    """The posterior with its hyperparameters: by leave-one-out where nobody has to ask for it, the prior precision that
+    was asked for, and by held-out data where there are any.
+    """
+    if plan.val_loader is None:
+        left_out = _by_leave_one_out(posterior, plan, task)
+        if left_out is None and plan.finds_noise:
+            _warn_if_memorised(posterior)
+        posterior = left_out or posterior
+    posterior = with_prior(
+        posterior, plan.prior, plan.divergence, task, kept_inputs, tuned_after=plan.val_loader is not None
+    )
+    if plan.val_loader is not None and not plan.method.trains:
+        from posthoc_uq.fitting.calibrate import calibrated
+
+        reader = replace(plan.reader, batch_to_weights=None)
+        posterior = calibrated(
+            posterior, plan.val_loader, reader, seed=plan.seed, progress=plan.progress, options={}
+        )
+    # a faithful prior was found by predictions, which factorised the precision
+    check_settings(posterior, factorised=posterior.history.head["criterion"] != "faithful")
+    return posterior
+
+
+def _by_leave_one_out(posterior: Posterior, plan: FitPlan, task: Task) -> Posterior | None:
     """The posterior with the temperature, or the noise of a regression, by leave-one-out, where nobody has to ask for
     it; see docs/defaults.md. None elsewhere.
     """
-    default = request.by_name and request.prior == "faithful" and request.divergence == DIVERGENCE
-    default = default and request.weight_precisions is None
-    given = posterior.likelihood.noise_variance is not None and not request.finds_noise
-    once = isinstance(request.loader, Iterator)
-    if request.method.trains or not default or given or once or world() > 1:
+    default = plan.by_name and plan.prior == "faithful" and plan.divergence == DIVERGENCE
+    default = default and plan.weight_precisions is None
+    given = posterior.likelihood.noise_variance is not None and not plan.finds_noise
+    once = isinstance(plan.loader, Iterator)
+    if plan.method.trains or not default or given or once or world() > 1:
         return None
     from posthoc_uq.fitting.leave_one_out import (
         FEW_SAMPLES,
@@ -691,17 +632,17 @@ def _by_leave_one_out(posterior: Posterior, request: _FitRequest, task: Task) ->
     )
 
     few = posterior.evidence.samples <= FEW_SAMPLES and posterior.evidence.log_likelihood is not None
-    if not few or request.reader.batch_to_weights is not None:
+    if not few or plan.reader.batch_to_weights is not None:
         return None
-    if not is_perceptron(task.model, task.batch, request.seed):
+    if not is_perceptron(task.model, task.batch, plan.seed):
         return None
     try:
         return set_by_leave_one_out(
             posterior,
             task.loader,
-            request.reader,
-            seed=request.seed,
-            progress=request.progress,
+            plan.reader,
+            seed=plan.seed,
+            progress=plan.progress,
             least_gap=UNASKED_GAP,
         )
     except PosthocUQError:  # data or likelihood that it is not for
@@ -741,3 +682,26 @@ def _warn_if_memorised(posterior: Posterior) -> None:
 
 def _times(values: Tensor, factor: Tensor | None) -> Tensor:
     return values if factor is None else values * as_double(factor).to(values.device)
+
+
+def _with_fingerprints(posterior: Posterior, plan: FitPlan) -> Posterior:
+    """The posterior with the numbers by which the model that it belongs to is recognised."""
+    return posterior.replaced(
+        fingerprint=fingerprint(posterior.original),
+        buffers_fingerprint=buffers_fingerprint(plan.model),
+        others_fingerprint=others_fingerprint(parameters_of(plan.model), posterior.original),
+    )
+
+
+_SHOWN_SHARE = 0.05  # of a fit's time, from which a part is named
+
+
+def _tell_seconds(posterior: Posterior, total: float) -> None:
+    """One line above the bars: where the time of a fit went."""
+    from posthoc_uq.posteriors.report import timings
+
+    parts = timings(posterior.history.fit)
+    large = {name: seconds for name, seconds in parts.items() if seconds >= _SHOWN_SHARE * total}
+    large["other"] = total - sum(large.values())
+    told = ", ".join(f"{name} {seconds:.1f}" for name, seconds in large.items())
+    print_above(f"fitted in {total:.1f} s: {told}", sys.stderr)

@@ -220,7 +220,7 @@ def with_prior(
         kept_inputs: training inputs for a faithful prior.
         tuned_after: whether held-out data follow, so that predictions at the prior of the evidence are not looked at.
     """
-    seed, progress = task.settings.seed, task.settings.progress
+    seed, progress = task.plan.seed, task.plan.progress
     if posterior.width_parameter is not None and divergence is not None:
         from posthoc_uq.fitting.faithful import set_faithful
 

@@ -14,7 +14,8 @@ from typing import Any, cast
 import torch
 
 from posthoc_uq.core.batches import BatchFunction, BatchReader, check_loader, check_reusable
-from posthoc_uq.core.distributed import gather, run_on_all_ranks
+from posthoc_uq.core.devices import TEMPORARY_BYTES
+from posthoc_uq.core.distributed import gather, on_all_ranks
 from posthoc_uq.core.errors import PosteriorMismatchError, PosthocUQError, warn_user
 from posthoc_uq.core.interrupts import defer_interrupts
 from posthoc_uq.core.model import check_differentiable
@@ -23,11 +24,11 @@ from posthoc_uq.core.progress import bars_shown
 from posthoc_uq.core.steady import steady
 from posthoc_uq.curvature.sweep import WORD, DataHash
 from posthoc_uq.files import check_numbers, check_settings, check_unchanged
-from posthoc_uq.fitting.fit import prepared_task
+from posthoc_uq.fitting.fit import proved_task
 from posthoc_uq.fitting.tune import model_of, tell_returned
 from posthoc_uq.layers.proof import Exactly
 from posthoc_uq.methods import Method, method_of
-from posthoc_uq.methods.task import Task
+from posthoc_uq.methods.task import Task, TaskPlan
 from posthoc_uq.posteriors.block import NotContainedError
 from posthoc_uq.posteriors.history import History
 from posthoc_uq.posteriors.posterior import Posterior
@@ -85,11 +86,8 @@ def update(
     remove, progress = check_option("remove", remove, bool), bars_shown(progress)
     reader = BatchReader.of(model_of(posterior), batch_to_inputs, batch_to_targets, batch_to_weights)
 
-    def work() -> tuple[Posterior, list[str]]:
-        with steady(model_of(posterior), call="update"):
-            return _updated(posterior, loader, remove, reader, progress)
-
-    new, warnings = run_on_all_ranks(work, "update")
+    with on_all_ranks("update"), steady(model_of(posterior), call="update"):
+        new, warnings = _updated(posterior, loader, remove, reader, progress)
     if posterior.evidence.weight is not None and batch_to_weights is None:
         warnings.append(
             "The samples of this posterior have weights, and those of this call count once each; pass "
@@ -154,18 +152,19 @@ def _prepared(
     posterior: Posterior, loader: Iterable[Any], method: Method, reader: BatchReader, progress: bool
 ) -> Task:
     """The task of the data that come in or go out, over exactly the layers of the posterior."""
-    kept = posterior.dtype
-    task = prepared_task(
-        model_of(posterior),
-        loader,
-        Exactly(posterior.layers),
-        method=method,
-        likelihood=posterior.likelihood,
+    kept, budget = posterior.dtype, method.memory_budget
+    plan = TaskPlan(
+        model=model_of(posterior),
+        loader=loader,
         reader=reader,
+        likelihood=posterior.likelihood,
+        layers=Exactly(posterior.layers),
         seed=int(posterior.history.fit.get("seed", 0)),
         dtype=kept if kept in (torch.float32, torch.float64) else torch.float32,
+        memory_budget=TEMPORARY_BYTES if budget is None else budget,
         progress=progress,
     )
+    task = proved_task(plan, method)
     if task.layers != posterior.layers or list(task.layers) != list(posterior.layers):
         missing = [name for name, layer in posterior.layers.items() if task.layers.get(name) != layer]
         raise PosteriorMismatchError(

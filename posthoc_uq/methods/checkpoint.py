@@ -205,25 +205,6 @@ def _on_cpu(state: Any, *, copy: bool = False) -> Any:
     return tree_map_only(Tensor, placed, state)
 
 
-def load_tensors(wanted: Mapping[str, Any], saved: Any) -> None:
-    """Copy the tensors of a saved state into those of `wanted`, which has the same nested names.
-
-    Raises:
-        ValueError: the saved ones have other names, shapes or number formats; names one.
-    """
-    if not isinstance(saved, dict) or saved.keys() != wanted.keys():
-        raise ValueError("it has other tensors")
-    found = cast(dict[str, Any], saved)
-    for name, tensor in wanted.items():
-        if isinstance(tensor, Mapping):
-            load_tensors(cast(Mapping[str, Any], tensor), found[name])
-            continue
-        value: Any = found[name]
-        if not isinstance(value, Tensor) or (value.shape, value.dtype) != (tensor.shape, tensor.dtype):
-            raise ValueError(f"'{name}' is of another shape or number format")
-        tensor.detach().copy_(value)
-
-
 # What a fit is compared by
 
 

@@ -109,11 +109,11 @@ class INF(Laplace):
                 raise
             seen = error.seen
         if claimed is not None and claimed > seen and task.length_was_wrong(seen):
-            labels = task.settings.fisher, task.settings.n_samples
+            labels = task.fisher, task.n_samples
             task.samples_in_all = seen
             task.take_labels(self.fisher, self.n_samples, self.joint)
             right = basis_share(seen) if auto else share
-            if right > share or labels != (task.settings.fisher, task.settings.n_samples):
+            if right > share or labels != (task.fisher, task.n_samples):
                 wrong_length(claimed, seen, "The bases were taken for fewer, and are taken again.")
                 sums, share = sides(), right
                 samples = task.sweep(sums, "bases, again", share=share)
@@ -132,7 +132,7 @@ class INF(Laplace):
         wanted and some more. Summing costs ``n^2`` and ``2 n l`` multiply-adds a position, and finding the basis
         ``O(n^3)`` and ``O(n l^2)``; docs/methods/fit_cost.md has where they cross.
         """
-        layer, settings = list(task.layers.values())[index], task.settings
+        layer, plan = list(task.layers.values())[index], task.plan
         groups, outputs, inputs = layer.matrix_shape
         wanted = kept_entries(self.rank, layer.matrix_shape) + _OVERSAMPLING
         sides: list[_Side] = []
@@ -143,13 +143,13 @@ class INF(Laplace):
             else:
                 sketched = self.basis == "sketch" and width < size
             if sketched:
-                generator = torch.Generator().manual_seed(mixed_seed(settings.seed, index, len(sides)))
+                generator = torch.Generator().manual_seed(mixed_seed(plan.seed, index, len(sides)))
                 normals = torch.randn(
-                    groups, size, width, generator=generator, dtype=settings.dtype, device="cpu"
+                    groups, size, width, generator=generator, dtype=plan.dtype, device="cpu"
                 )
-                sides.append(RangeSketch(side, normals.to(task.device), task.memory_budget))
+                sides.append(RangeSketch(side, normals.to(task.device), plan.memory_budget))
             else:
-                sides.append(gram(groups, size, settings.dtype, task.device, task.memory_budget))
+                sides.append(gram(groups, size, plan.dtype, task.device, plan.memory_budget))
         return sides
 
     def accumulators(self, layer: Layer, task: Task, basis: Basis | None) -> Sequence[Any]:

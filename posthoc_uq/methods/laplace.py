@@ -126,7 +126,7 @@ class Laplace(Method):
 
         def build() -> dict[str, Block]:
             blocks = dict[str, Block]()
-            with Progress("blocks", "layers", task.settings.progress, len(task.layers)) as bar:
+            with Progress("blocks", "layers", task.plan.progress, len(task.layers)) as bar:
                 for name, layer in task.layers.items():
                     blocks[name] = (
                         self.block(layer, sums.pop(name), samples, bases.pop(name, None))
@@ -155,38 +155,40 @@ class Laplace(Method):
     def fit(self, task: Task) -> Posterior:
         task.take_labels(self.fisher, self.n_samples, self.joint)
         claimed = task.samples_in_all if self.fisher == "auto" else None
-        blocks, settings, summary = self.blocks(task), task.settings, task.summary
+        blocks, summary = self.blocks(task), task.summary
+        labels: tuple[Fisher, int] = task.fisher, task.n_samples
         if claimed is not None and task.length_was_wrong(summary.seen):
             task.samples_in_all = summary.seen
             task.take_labels(self.fisher, self.n_samples, self.joint)
-            right, task.settings, task.samples_in_all = task.settings, settings, claimed
-            if (right.fisher, right.n_samples) != (settings.fisher, settings.n_samples):
+            fisher, number = task.fisher, task.n_samples
+            (task.fisher, task.n_samples), task.samples_in_all = labels, claimed
+            if (fisher, number) != labels:
                 wrong_length(
                     claimed,
                     summary.seen,
-                    f"The labels of the Fisher were chosen by that; pass fisher={right.fisher!r}"
-                    f"{f', n_samples={right.n_samples}' if right.fisher == 'mc' else ''} for those of so many.",
+                    f"The labels of the Fisher were chosen by that; pass fisher={fisher!r}"
+                    f"{f', n_samples={number}' if fisher == 'mc' else ''} for those of so many.",
                 )
         checked_finite({name: block.tensors() for name, block in blocks.items()}, self.name)
         tracked = task.prepared.capture.tracked.values()
         served = sum(t.engine == "backpack" for t in tracked)
         weight = _weight_of(summary)
         facts: dict[str, Any] = {
-            "fisher": settings.fisher,
-            "seed": settings.seed,
+            "fisher": task.fisher,
+            "seed": task.plan.seed,
             "samples": summary.samples,
             **({} if weight is None else {"sum of the weights": weight}),
             "layers caught by BackPACK": served,
             "layers caught by call interception": len(tracked) - served,
             **{f"seconds, {what}": value for what, value in task.seconds.items()},
         }
-        facts |= {"labels drawn per sample": settings.n_samples} if settings.fisher == "mc" else {}
+        facts |= {"labels drawn per sample": task.n_samples} if task.fisher == "mc" else {}
         facts |= self.describe_fit()
         facts |= {"processes": world()} if world() > 1 else {}
         facts |= {"fisher chosen": "auto"} if self.fisher == "auto" else {}
         squared_residuals, targets = 0.0, 0
         if summary.log_likelihood is not None:
-            squared_residuals, has_targets = settings.likelihood.residual_sums(
+            squared_residuals, has_targets = task.likelihood.residual_sums(
                 summary.log_likelihood, summary.weight, summary.outputs
             )
             targets = summary.samples * summary.outputs if has_targets else 0
@@ -195,7 +197,7 @@ class Laplace(Method):
             summary.log_likelihood,
             squared_residuals,
             targets,
-            noise_power=2 if settings.fisher == "empirical" else 1,
+            noise_power=2 if task.fisher == "empirical" else 1,
             weight=weight,
         )
         members = {JOINT: list(task.layers)} if self.joint else None
@@ -223,8 +225,7 @@ class Laplace(Method):
     def update(self, posterior: Posterior, task: Task, remove: bool) -> Posterior:
         """Only the scale follows the number of samples; where it was tuned, it keeps its ratio to that number."""
         facts, sign = posterior.history.fit, -1 if remove else 1
-        labels = int(facts.get("labels drawn per sample", 1))
-        task.settings = replace(task.settings, fisher=facts["fisher"], n_samples=labels)
+        task.fisher, task.n_samples = facts["fisher"], int(facts.get("labels drawn per sample", 1))
         part = self.added(posterior, task)
         before, summary = posterior.evidence.total, task.summary
         evidence = _combined_evidence(posterior.evidence, summary, posterior.likelihood, sign)
@@ -260,9 +261,9 @@ def squares_of(
     """An accumulator of a layer's squared gradients, in the two bases if given."""
     return SquaredGradients(
         layer.matrix_shape,
-        task.settings.dtype,
+        task.plan.dtype,
         task.device,
-        task.memory_budget,
+        task.plan.memory_budget,
         diagonal=diagonal,
         bases=bases,
     )
@@ -270,7 +271,7 @@ def squares_of(
 
 def kept_bases(posterior: Posterior, task: Task) -> dict[str, Basis]:
     """The bases that a posterior keeps of every layer, for a sweep of the task."""
-    device, dtype = task.device, task.settings.dtype
+    device, dtype = task.device, task.plan.dtype
     kept = {
         name: block.tensors()
         for name, block in posterior.blocks.items()
@@ -509,7 +510,7 @@ def _with_later_positions(
 def _factors_of(task: Task, forms: Mapping[str, FactorsOf]) -> dict[str, Factors]:
     """Accumulators of every layer that can have factors."""
     found: dict[str, Factors] = {}
-    dtype, device, budget = task.settings.dtype, task.device, task.memory_budget
+    dtype, device, budget = task.plan.dtype, task.device, task.plan.memory_budget
     for name, layer in task.factored.items():
         groups, outputs, inputs = layer.matrix_shape
         found[name] = (

@@ -12,32 +12,33 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from posthoc_uq.core.batches import Bar, Batch, known_length
-from posthoc_uq.core.distributed import all_reduce_sum, broadcast, gather, rank, run_on_all_ranks, world
+from posthoc_uq.core.batches import Bar, Batch, BatchReader, Readings, known_length
+from posthoc_uq.core.devices import full_precision
+from posthoc_uq.core.distributed import all_reduce_sum, broadcast, gather, on_all_ranks, rank, world
 from posthoc_uq.core.errors import NonFiniteError, PosthocUQError, warn_user
 from posthoc_uq.core.numerics import all_finite
+from posthoc_uq.core.outputs import Output
 from posthoc_uq.core.progress import Progress
 from posthoc_uq.core.randomness import isolated_random_state
 from posthoc_uq.curvature.features import FeatureSource
 from posthoc_uq.curvature.labels import FisherChoice, own_samples_of, resolve_fisher, samples_in_all
-from posthoc_uq.curvature.statistics import Accumulator, JointFisher, fault_of_sums
+from posthoc_uq.curvature.statistics import Accumulator, JointFisher
 from posthoc_uq.curvature.sweep import (
     WORD,
     DataHash,
     Observer,
-    SweepSettings,
+    Sweep,
     SweepTotals,
     no_weight_error,
     own_batches,
     run_observers,
-    sweep,
 )
 from posthoc_uq.layers.capture import Capture
 from posthoc_uq.layers.layer import Layer
-from posthoc_uq.layers.proof import Prepared, count_samples
+from posthoc_uq.layers.proof import Prepared, Selection, count_samples
 from posthoc_uq.layers.rules import Lookup
-from posthoc_uq.likelihoods import Likelihood
-from posthoc_uq.methods.checkpoint import Checkpoint, State, load_tensors
+from posthoc_uq.likelihoods import Fisher, Likelihood
+from posthoc_uq.methods.checkpoint import Checkpoint, State
 from posthoc_uq.posteriors.block import Block
 from posthoc_uq.posteriors.features import ClassGrams, FeatureGrams
 from posthoc_uq.posteriors.history import History
@@ -78,21 +79,55 @@ def wrong_length(claimed: int, seen: int, consequence: str) -> None:
     )
 
 
+@dataclass(frozen=True, kw_only=True)
+class TaskPlan:
+    """What a call asks of a model and its data, once it is checked.
+
+    Attributes:
+        model: the user's, out of its wrappers.
+        loader: the data of this process.
+        val_loader: held-out data, if there are any.
+        reader: of the batches.
+        likelihood: of the targets, with its noise variance, if known.
+        by_name: whether it was given by its name alone, so that its parameters are its defaults, and the labels' shape
+            says where classes are.
+        layers: those that are to get a posterior.
+        output: which part of what the model returns its outputs are; None to find it, or for that of a view.
+        seed: of all random numbers.
+        dtype: of the statistics.
+        memory_budget: bytes that one temporary may take.
+        progress: whether bars are shown.
+    """
+
+    model: nn.Module
+    loader: Iterable[Any]
+    val_loader: Readings | None = None
+    reader: BatchReader
+    likelihood: Likelihood
+    by_name: bool = False
+    layers: Selection
+    output: Output | None = None
+    seed: int
+    dtype: torch.dtype
+    memory_budget: int
+    progress: bool
+
+
 @dataclass
 class Task:
     """What a method works with: the model, its data, how to sweep over them, and what a sweep reports besides the
     statistics.
 
     Attributes:
-        model: the user's model; it is read, never changed.
+        plan: what was asked.
+        model: the user's model with its outputs chosen; it is read, never changed.
         prepared: the layers that get a posterior, and the capture of their gradients where the method asked for it.
-        loader: the training data of this process.
+        loader: the data of this process, every reading of which is compared with the first.
         batch: the first batch of `loader`.
-        settings: of every sweep: how batches are read, the likelihood, the labels of the Fisher, the seed.
-        device: of the model and of all statistics.
-        memory_budget: bytes that one temporary may take.
+        likelihood: that of the plan, with what the data say of it: where its classes are, its noise variance.
         features: where the last layer's features come from, if it has any.
-        val_loader: held-out batches, if there are any.
+        fisher: which labels the Fisher of the sweeps is an expectation over; see `take_labels`.
+        n_samples: labels drawn per sample, where they are drawn.
         checkpoint: the file from which the fit goes on after an interruption, if there is one.
         summary: what the last sweep saw.
         restored: whether that came from the checkpoint.
@@ -102,15 +137,15 @@ class Task:
         for_evidence: whether the evidence will be asked for.
     """
 
+    plan: TaskPlan
     model: nn.Module
     prepared: Prepared
-    loader: Iterable[Any]
+    loader: Readings
     batch: Batch
-    settings: SweepSettings
-    device: torch.device
-    memory_budget: int
-    features: FeatureSource | None = None
-    val_loader: Iterable[Any] | None = None
+    likelihood: Likelihood
+    features: FeatureSource | None
+    fisher: Fisher = "mc"
+    n_samples: int = 1
     checkpoint: Checkpoint | None = None
     summary: SweepTotals = field(default_factory=SweepTotals)
     restored: bool = False
@@ -119,6 +154,11 @@ class Task:
     observed: bool = False
     for_evidence: bool = True
     _batches: int | None = None  # of one pass, once they were counted
+
+    @property
+    def device(self) -> torch.device:
+        """Of the model and of all statistics."""
+        return self.plan.reader.device
 
     @property
     def layers(self) -> dict[str, Layer]:
@@ -141,7 +181,7 @@ class Task:
         samples, positions = None, 1 if joint else self._separate_positions()
         if fisher == "auto":
             samples = self.samples_in_all
-        likelihood = self.settings.likelihood
+        likelihood = self.likelihood
         has_targets = all(gather(self.batch.targets is not None, "looking for targets"))
         kind, labels = resolve_fisher(
             fisher,
@@ -159,15 +199,14 @@ class Task:
                 f"own targets (fisher='empirical'), which is less accurate for a model far from its targets; give it a "
                 f"method draw(outputs, keys, draw)."
             )
-        self.settings = replace(self.settings, fisher=kind, n_samples=labels)
+        self.fisher, self.n_samples = kind, labels
 
     @cached_property
     def samples_in_all(self) -> int | None:
         """How many samples the loaders of all processes hold; None where one of them does not say."""
-        reader, batch = self.settings.reader, self.batch
-        return samples_in_all(
-            run_on_all_ranks(lambda: own_samples_of(self.loader, reader, batch), "counting the samples")
-        )
+        with on_all_ranks("counting the samples"):
+            own = own_samples_of(self.loader, self.plan.reader, self.batch)
+        return samples_in_all(own)
 
     def length_was_wrong(self, seen: int) -> bool:
         """Whether the number of samples by the loader's length is off by a batch or more, once so many were seen."""
@@ -176,9 +215,14 @@ class Task:
             return False
         return abs(claimed - seen) >= world() * count_samples(self.batch)
 
+    @property
+    def _by_position(self) -> str | None:
+        """The layer whose outputs at a position are the model's there, if there is one; see `Sweep`."""
+        return self.features.layer.name if self.features is not None and self.features.pointwise else None
+
     def _separate_positions(self) -> int:
         """Positions of a sample, where all layers to fit take each as a sample of its own; else 1."""
-        if self.features is None or list(self.layers) != [self.settings.by_position]:
+        if self.features is None or list(self.layers) != [self._by_position]:
             return 1
         return max(1, self.prepared.outputs // self.features.outputs)
 
@@ -190,7 +234,8 @@ class Task:
         if checkpoint is None:
             return work()
         reading = f"looking for a checkpoint of {name}"
-        saved = run_on_all_ranks(lambda: checkpoint.finished(name), reading)
+        with on_all_ranks(reading):
+            saved = checkpoint.finished(name)
         values: list[State | None] = gather(None if saved is None else saved[1], reading)
         ranks = [number for number, found in enumerate(values) if found is not None]
         if ranks:
@@ -200,9 +245,9 @@ class Task:
         else:
             result = work()
         if None in values:
-            # every rank takes part, with or without something to write
-            write = (lambda: checkpoint.finish(name, *result)) if saved is None else (lambda: None)
-            run_on_all_ranks(write, f"writing the checkpoint after {name}")
+            with on_all_ranks(f"writing the checkpoint after {name}"):  # also those with nothing to write
+                if saved is None:
+                    checkpoint.finish(name, *result)
         return result
 
     def sweep(
@@ -231,77 +276,57 @@ class Task:
             raise ValueError(
                 f"Two sweeps of one fit are called {description!r}; give each a name of its own."
             )
-        start, checkpoint = time.perf_counter(), self.checkpoint
-        sums = {
-            f"{name}/{index}": accumulator.state_dict()
-            for name, of_layer in accumulators.items()
-            for index, accumulator in enumerate(of_layer)
-        }
-        if joint is not None:
-            sums["joint/0"] = joint.state_dict()
-
-        def after_batch(summary: SweepTotals) -> None:
-            if checkpoint is not None:
-                checkpoint.after_batch(description, lambda: {"sums": sums, "summary": summary.state_dict()})
-
-        def in_this_process() -> SweepTotals:
-            done = None
-            running = None if checkpoint is None else checkpoint.take_running(description)
-            if checkpoint is not None and running is not None:
-                with checkpoint.reading(f"its state of the sweep for {description} is of another kind"):
-                    done = self._restored(sums, running["sums"], running["summary"], share)
-            with isolated_random_state(self.settings.seed):
-                return sweep(
-                    self.prepared.capture,
-                    self.loader,
-                    self.settings,
-                    accumulators,
-                    joint=joint,
-                    share=share,
-                    description=description,
-                    done=done,
-                    after_batch=after_batch,
-                    observers=() if self.observed or share < 1 else self.observers,
-                )
-
-        def in_all_processes() -> tuple[Tensors, State]:
-            summary = run_on_all_ranks(in_this_process, f"the sweep for {description}")
-            all_reduce_sum(
-                {(a, b): tensor for a, group in sums.items() for b, tensor in group.items()},
-                f"the sum for {description}",
-            )
-            repetitive = all(gather(summary.repetitive, f"the sum for {description}"))
-            summary = _merged(summary)
-            self._check_seen(summary, share, repetitive)
-            self.observed = self.observed or share == 1
-            return sums, summary.state_dict()
-
-        saved, summary = self.part(description, in_all_processes)
-        self.restored = saved is not sums
-        if self.restored and checkpoint is not None:
-            with checkpoint.reading(f"its sums for {description} are of another kind"):
-                self.summary = self._restored(sums, saved, summary, share)
-        else:
-            self.summary = SweepTotals.restored(summary, self._weighted, share)
+        start, plan = time.perf_counter(), self.plan
+        sweep = Sweep(
+            self.prepared.capture,
+            accumulators,
+            joint=joint,
+            likelihood=self.likelihood,
+            fisher=self.fisher,
+            n_samples=self.n_samples,
+            seed=plan.seed,
+            dtype=plan.dtype,
+            share=share,
+            by_position=self._by_position,
+            weighted=self.batch.weights is not None,
+            observers=() if self.observed or share < 1 else self.observers,
+        )
+        sums, summary = self.part(description, lambda: self._swept(sweep, share, description))
+        self.restored = sums is not sweep.sums
+        if self.restored and self.checkpoint is not None:
+            with self.checkpoint.reading(f"its sums for {description} are of another kind"):
+                sweep.restore({"sums": sums, "summary": summary})
+        self.summary = sweep.summary
         self.seconds[description] = time.perf_counter() - start
         return self.summary.weight
 
-    @property
-    def _weighted(self) -> bool:
-        return self.batch.weights is not None
-
-    def _restored(self, sums: Tensors, saved: Tensors, summary: State, share: float) -> SweepTotals:
-        """The summary of a sweep that the checkpoint has, whose sums are copied into `sums`.
-
-        Raises:
-            PosthocUQError, ValueError: they are those of no sweep.
-        """
-        load_tensors(sums, saved)
-        for name, of_one in sums.items():
-            fault = fault_of_sums(of_one)
-            if fault is not None:
-                raise ValueError(f"of '{name.rpartition('/')[0]}' {fault}")
-        return SweepTotals.restored(summary, self._weighted, share)
+    def _swept(self, sweep: Sweep, share: float, description: str) -> tuple[Tensors, State]:
+        """The sums and the summary of a sweep once all processes are through with it."""
+        plan, checkpoint = self.plan, self.checkpoint
+        with on_all_ranks(f"the sweep for {description}"):
+            state = None if checkpoint is None else checkpoint.take_running(description)
+            if checkpoint is not None and state is not None:
+                with checkpoint.reading(f"its state of the sweep for {description} is of another kind"):
+                    sweep.resume(state)
+            bar = Bar(
+                self.loader, f"{description}, {len(self.prepared.capture.tracked)} layers", plan.progress
+            )
+            with isolated_random_state(plan.seed), full_precision(), bar:
+                for batch, samples in own_batches(self.loader, plan.reader):
+                    sweep.add(batch, samples)
+                    bar.advance(samples)
+                    if checkpoint is not None and sweep.resumable:
+                        checkpoint.after_batch(description, sweep.state)
+                sweep.finish()
+        all_reduce_sum(
+            {(a, b): tensor for a, group in sweep.sums.items() for b, tensor in group.items()},
+            f"the sum for {description}",
+        )
+        repetitive = all(gather(sweep.summary.repetitive, f"the sum for {description}"))
+        sweep.summary = _merged(sweep.summary)
+        self._check_seen(sweep.summary, share, repetitive)
+        self.observed = self.observed or share == 1
+        return sweep.sums, sweep.summary.state_dict()
 
     def _check_seen(self, summary: SweepTotals, share: float, repetitive: bool) -> None:
         """Refuse what a sweep saw of the data where it is not what the last one saw, or nothing."""
@@ -315,7 +340,7 @@ class Task:
             raise NothingPickedError(share, summary.seen)
         if summary.weight == 0:
             raise no_weight_error()
-        if self.settings.fisher == "mc" and repetitive and not self.summary.seen:
+        if self.fisher == "mc" and repetitive and not self.summary.seen:
             warn_user(
                 "Most inputs are copies of others. A drawn label (fisher='mc') belongs to its input, so that copies "
                 "share one and the Fisher is noisier than the number of samples suggests; use fisher='exact'."
@@ -328,12 +353,10 @@ class Task:
         Raises:
             PosthocUQError: all weights are 0.
         """
-        settings = self.settings
         samples, counted = 0, False
-        title = "counting" if shown is None else "context"
-        bar = Bar(self.loader, title, settings.progress)
-        with isolated_random_state(settings.seed), bar:
-            for index, (batch, count) in enumerate(own_batches(self.loader, settings.reader)):
+        bar = Bar(self.loader, "counting" if shown is None else "context", self.plan.progress)
+        with isolated_random_state(self.plan.seed), bar:
+            for index, (batch, count) in enumerate(own_batches(self.loader, self.plan.reader)):
                 if shown is not None:
                     shown(index, batch)
                 samples, self._batches = samples + count, index + 1
@@ -381,7 +404,7 @@ class Task:
             blocks,
             {name: [name] for name in self.layers} if members is None else members,
             {name: parameter.detach() for name, parameter in self.model.named_parameters()},
-            likelihood or self.settings.likelihood,
+            likelihood or self.likelihood,
             evidence,
             History(notes, dict(self.prepared.deterministic)),
             trained_mean=trained_mean,
@@ -398,13 +421,17 @@ class Task:
             return
         content = DataHash()
 
-        def work() -> None:
-            with isolated_random_state(self.settings.seed):
-                run_observers(self.prepared.capture, self.loader, self.settings, [*self.observers, content])
-
-        run_on_all_ranks(work, "looking at the data")
+        self.show(self.prepared.capture, [*self.observers, content], "looking at the data")
         self._check_content(sum(gather(content.total, "comparing the data")) % WORD)
         self.observed = True
+
+    def show(self, capture: Capture, observers: Sequence[Observer], doing: str) -> None:
+        """Show all data of this process to observers, by a pass of its own."""
+        plan = self.plan
+        with on_all_ranks(doing), isolated_random_state(plan.seed):
+            run_observers(
+                capture, self.loader, plan.reader, observers, seed=plan.seed, progress=plan.progress
+            )
 
     def _check_content(self, content: int) -> None:
         """Refuse data of all processes that are not those of the last sweep, where that came from the checkpoint."""
@@ -429,15 +456,12 @@ class Task:
         def compute() -> Tensors:
             own_names = [name for index, name in enumerate(work) if index % world() == rank()]
 
-            def own() -> Tensors:
-                results: Tensors = {}
-                with Progress(description, "layers", self.settings.progress, len(own_names)) as bar:
-                    for name in own_names:
-                        results[name] = work[name]()
-                        bar.advance()
-                return results
-
-            results = run_on_all_ranks(own, description)
+            results: Tensors = {}
+            bar = Progress(description, "layers", self.plan.progress, len(own_names))
+            with on_all_ranks(description), bar:
+                for name in own_names:
+                    results[name] = work[name]()
+                    bar.advance()
             results = {
                 # of one order in memory in all processes: it decides how products are rounded
                 name: {key: tensor.contiguous() for key, tensor in tensors.items()}
@@ -507,7 +531,7 @@ def watch_features(task: Task) -> ClassGrams | None:
     if source is None or any(other != source for other in sources):
         return None
     task.prepared.capture.watched = source.layer
-    grams = ClassGrams(source, task.settings.likelihood, task.device, task.memory_budget)
+    grams = ClassGrams(source, task.likelihood, task.device, task.plan.memory_budget)
     task.observers.append(grams)
     return grams
 
@@ -517,7 +541,7 @@ def with_features(task: Task, grams: ClassGrams | None, posterior: Posterior) ->
     if grams is None:
         return _without_features(posterior)
     task.observe()
-    return posterior.replaced(features=grams.result(task.settings.dtype))
+    return posterior.replaced(features=grams.result(task.plan.dtype))
 
 
 def _without_features(posterior: Posterior) -> Posterior:
@@ -529,21 +553,16 @@ def with_trained_features(task: Task, posterior: Posterior, network: nn.Module) 
     """A trained posterior with the feature statistics of the network that it predicts with, by one pass over the data,
     unless its method has kept them.
     """
-    source, settings = task.features, task.settings
+    source = task.features
     if posterior.features is not None:
         return posterior
     if source is None:
         return _without_features(posterior)
-    grams = ClassGrams(source, settings.likelihood, task.device, task.memory_budget)
+    grams = ClassGrams(source, task.likelihood, task.device, task.plan.memory_budget)
     capture = Capture(network)
     capture.watched = source.layer
-
-    def work() -> None:
-        with isolated_random_state(settings.seed):
-            run_observers(capture, task.loader, settings, [grams])
-
-    run_on_all_ranks(work, "the novelty's statistics")
-    return posterior.replaced(features=grams.result(settings.dtype))
+    task.show(capture, [grams], "the novelty's statistics")
+    return posterior.replaced(features=grams.result(task.plan.dtype))
 
 
 def features_of_rows(task: Task, source: FeatureSource, rows: Tensor, outputs: Tensor) -> FeatureGrams:
@@ -555,7 +574,7 @@ def features_of_rows(task: Task, source: FeatureSource, rows: Tensor, outputs: T
         rows: ``(samples, features)``, the 1 of a bias among them.
         outputs: of the network that the posterior predicts with, ``(samples, outputs)``.
     """
-    grams = ClassGrams(source, task.settings.likelihood, task.device, task.memory_budget)
+    grams = ClassGrams(source, task.likelihood, task.device, task.plan.memory_budget)
     for features, given in zip(rows.split(_MAX_ROWS), outputs.split(_MAX_ROWS), strict=True):
         grams.add(features.to(task.device), given.to(task.device))
-    return grams.result(task.settings.dtype)
+    return grams.result(task.plan.dtype)

@@ -134,7 +134,7 @@ class FunctionSpace(Training["FunctionSpaceObjective"]):
             )
 
     def begin(self, task: Task) -> FunctionSpaceObjective:
-        with isolated_random_state(task.settings.seed):
+        with isolated_random_state(task.plan.seed):
             network = FeatureNetwork(replicate(task.model), task.layers, task.batch)
         if self.context is None:
             context = default_context(task.batch, corrupted=self.prior == "independent")
@@ -152,7 +152,7 @@ class FunctionSpace(Training["FunctionSpaceObjective"]):
             train_mean=self.train_mean,
             certain=body if self.body == "certain" else (),
         )
-        samples = task.count(shows(context, task.settings.seed))
+        samples = task.count(shows(context, task.plan.seed))
         method = replace(
             self,
             n_context=self._points(context, network.last),
@@ -160,11 +160,9 @@ class FunctionSpace(Training["FunctionSpaceObjective"]):
         )
         pretrained = {name: p.detach() for name, p in network.twin.named_parameters()}
         if self.prior_mean == "random_init":
-            seed = task.settings.seed
+            seed = task.plan.seed
             pretrained = initialised(task.model, pretrained, seed, "prior_mean='random_init'")
-        return FunctionSpaceObjective(
-            method, network, field, task.settings.likelihood, samples, context, pretrained
-        )
+        return FunctionSpaceObjective(method, network, field, task.likelihood, samples, context, pretrained)
 
     def _points(self, context: Context, last: Layer) -> int:
         """The number of context points. By default that of the context itself; or 32, but no more than the functions of

@@ -143,7 +143,7 @@ class LatentBinary(Training["LatentObjective"]):
                     f"outputs of every use anew, as if its weights were others each time. Give each use a layer of its "
                     f"own with uq.untied(model, '{name}'), or leave the layer out with layers=."
                 )
-        with isolated_random_state(task.settings.seed):
+        with isolated_random_state(task.plan.seed):
             twin = replicate(task.model)
         parameters = {name: p.detach() for name, p in task.model.named_parameters()}
         names = [name for layer in task.layers.values() for name in layer.parameter_names]
@@ -154,15 +154,15 @@ class LatentBinary(Training["LatentObjective"]):
                 layer,
                 parameters[layer.weight],
                 None if layer.bias is None else parameters[layer.bias],
-                mixed_seed(task.settings.seed, _START, index),
+                mixed_seed(task.plan.seed, _START, index),
             )
             for index, (name, layer) in enumerate(task.layers.items())
         }
-        return LatentObjective(self, twin, layers, task.settings.likelihood, task.count())
+        return LatentObjective(self, twin, layers, task.likelihood, task.count())
 
     def blocks(self, task: Task, trained: LatentObjective) -> Mapping[str, LatentBinaryBlock]:
         return {
-            name: layer.block(mixed_seed(task.settings.seed, _MOMENTS, index))
+            name: layer.block(mixed_seed(task.plan.seed, _MOMENTS, index))
             for index, (name, layer) in enumerate(trained.layers.items())
         }
 

@@ -25,7 +25,7 @@ from posthoc_uq.core.devices import DeferredChecks, as_double, host_double
 from posthoc_uq.core.distributed import world
 from posthoc_uq.core.errors import NonFiniteError, PosthocUQError, warn_user
 from posthoc_uq.core.model import model_device, replicate
-from posthoc_uq.core.numerics import check_rows_finite
+from posthoc_uq.core.numerics import check_rows_finite, load_tensors
 from posthoc_uq.core.options import Count, Magnitude, Natural, Positive, made_of
 from posthoc_uq.core.progress import Progress
 from posthoc_uq.core.randomness import isolated_random_state, mixed_seed
@@ -33,7 +33,7 @@ from posthoc_uq.curvature.sweep import batch_hash, other_batches
 from posthoc_uq.layers.proof import count_samples
 from posthoc_uq.likelihoods import Likelihood
 from posthoc_uq.likelihoods.weights import SampleWeights, labelled, mean_of_labels, weighed_targets
-from posthoc_uq.methods.checkpoint import Checkpoint, State, load_tensors
+from posthoc_uq.methods.checkpoint import Checkpoint, State
 from posthoc_uq.methods.method import Method
 from posthoc_uq.methods.task import Task
 from posthoc_uq.posteriors.block import Block
@@ -297,27 +297,27 @@ class Training(Method, Generic[Trained]):
     def fit(self, task: Task) -> Posterior:
         if world() > 1:
             raise PosthocUQError(f"method={self.name!r} trains in one process.")
-        settings, began = task.settings, time.perf_counter()
+        plan, began = task.plan, time.perf_counter()
         trained = self.begin(task)
         samples, batches_an_epoch = trained.samples, task.batches_of(trained.samples)
         loop = Loop(
             trained,
             replace(self, epochs=self.epochs_over(samples, batches_an_epoch)),
             task.loader,
-            settings.reader,
-            seed=settings.seed,
-            val_loader=task.val_loader,
+            plan.reader,
+            seed=plan.seed,
+            val_loader=plan.val_loader,
             checkpoint=task.checkpoint,
         )
         if loop.progress.length and not loop.progress.history:
             loop.progress.length = batches_an_epoch  # as counted
-        history = loop.run(settings.progress)
+        history = loop.run(plan.progress)
         task.seconds["training"] = time.perf_counter() - began
         blocks = self.blocks(task, trained)
         self.check_steps(len(history) * batches_an_epoch)
         notes = {
             "samples": samples,
-            "seed": settings.seed,
+            "seed": plan.seed,
             "epochs": len(history),
             "epoch taken": best_epoch(history),
             **self.describe_fit(trained, blocks),

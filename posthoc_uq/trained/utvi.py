@@ -156,7 +156,7 @@ class UTVI(Training["MomentObjective"]):
         return by_start if self.kl_weight is None else self.kl_weight
 
     def begin(self, task: Task) -> MomentObjective:
-        likelihood = task.settings.likelihood
+        likelihood = task.likelihood
         noise = likelihood.noise_variance
         if self.noise != "fixed" and noise is None:
             raise PosthocUQError(
@@ -165,7 +165,7 @@ class UTVI(Training["MomentObjective"]):
             )
         if self.noise == "none" and noise is not None:
             likelihood = likelihood.with_noise(noise * _NO_NOISE)
-        with isolated_random_state(task.settings.seed):
+        with isolated_random_state(task.plan.seed):
             network = replicate(task.model)
         parameters = dict(task.model.named_parameters())
         trained = {name: parameter.detach() for name, parameter in parameters.items()}
@@ -175,7 +175,7 @@ class UTVI(Training["MomentObjective"]):
             rest = certain_parameters(network, names, task.batch)
         start = None
         if self.start == "random":
-            start = initialised(task.model, trained, task.settings.seed, "start='random'")
+            start = initialised(task.model, trained, task.plan.seed, "start='random'")
         field = begun_field(
             self,
             parameters,

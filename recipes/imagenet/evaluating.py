@@ -11,7 +11,6 @@ import argparse
 import json
 from collections.abc import Mapping, Sequence
 from dataclasses import fields
-from functools import partial
 from io import BytesIO
 from pathlib import Path
 from typing import Any
@@ -22,7 +21,7 @@ from torch import Tensor
 import posthoc_uq as uq
 from posthoc_uq import Evaluation
 from posthoc_uq.app import TrainedModel
-from posthoc_uq.core import raise_on_any_error, rank, run_on_all_ranks, world
+from posthoc_uq.core import gather, on_all_ranks, rank, world
 from posthoc_uq.evaluation.measurements import FAMILIAR
 from posthoc_uq.evaluation.metrics import calibration_bins
 from posthoc_uq.files.atomic import checked_target, write
@@ -49,11 +48,12 @@ def evaluate_all(
     for row in (NETWORK, *options.methods):
         key, path = key_of(row, len(indices), foreign, options), options.evaluations / f"{row}.pt"
         found = result(path)
-        raise_on_any_error(None, "looking for results")  # nobody writes before all have looked
+        gather(None, "looking for results")  # nobody writes before all have looked
         if found is not None and found["key"] == key:
             say(f"{METHODS.get(row, row)}: found again in {path}")
             continue
-        run_on_all_ranks(partial(_predict, source, row, val, indices, foreign, options), "the evaluation")
+        with on_all_ranks("the evaluation"):
+            _predict(source, row, val, indices, foreign, options)
         if rank() == 0:
             assert val.labels is not None
             targets = torch.tensor([val.labels[index] for index in indices])

@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 import argparse
-from functools import partial
 from pathlib import Path
 
 import posthoc_uq as uq
 from posthoc_uq import PosthocUQError
 from posthoc_uq.app import ImageLoader, TrainedModel
-from posthoc_uq.core import gather, rank, run_on_all_ranks
+from posthoc_uq.core import gather, on_all_ranks, rank
 
 METHODS = {"diag": "Diag", "kfac": "KFAC", "efb": "EFB", "inf": "INF"}
 """Names of `uq.fit`, and the paper's."""
@@ -41,7 +40,8 @@ def fit_all(source: TrainedModel, loader: ImageLoader, options: argparse.Namespa
             progress=options.progress,
         )
         posterior = posterior.noted(fit={"model": source.spec, "images": source.transform.text})
-        run_on_all_ranks(partial(uq.save, posterior, path), f"writing {path}")
+        with on_all_ranks(f"writing {path}"):
+            uq.save(posterior, path)
         say(f"{METHODS[method]}: {path.stat().st_size / 2**20:.1f} MiB")
 
 

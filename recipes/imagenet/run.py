@@ -22,7 +22,7 @@ import torch
 
 from posthoc_uq import PosthocUQError
 from posthoc_uq.app import ModelSource, process_group, trained_model
-from posthoc_uq.core import raise_on_any_error, rank, run_on_all_ranks
+from posthoc_uq.core import gather, on_all_ranks, rank
 from posthoc_uq.files import checked_target
 from recipes import common
 from recipes.imagenet import evaluating, example, figures, fitting, folders, search
@@ -131,8 +131,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     """The stages asked for; the exit code."""
     options = parsed(arguments)
     try:
-        with process_group(options.device) as options.device:
-            run_on_all_ranks(lambda: work(options), "the recipe")
+        with process_group(options.device) as options.device, on_all_ranks("the recipe"):
+            work(options)
     except PosthocUQError as error:
         print(f"error: {error}", file=sys.stderr)
         return 1
@@ -152,13 +152,12 @@ def work(options: argparse.Namespace) -> None:
 
 def shared(step: Callable[[], None], doing: str) -> None:
     """What the first process does while the others wait."""
-    error: Exception | None = None
-    try:
+    with on_all_ranks(doing):
         if rank() == 0:
-            step()
-    except (PosthocUQError, OSError) as caught:
-        error = PosthocUQError(str(caught))
-    raise_on_any_error(error, doing)
+            try:
+                step()
+            except OSError as error:
+                raise PosthocUQError(str(error)) from None
 
 
 def prepare(options: argparse.Namespace) -> None:
@@ -220,7 +219,7 @@ class Opened:
         if found is None:
             names = set(folders.classes_of(folder, folders.existing(folder), listed))
             found = folders.imagenet_map(names, options.output / "class_map.txt")
-            raise_on_any_error(None, "writing the class map")
+            gather(None, "writing the class map")
         return folders.labelled(folder, self.source, found, listed)
 
 

@@ -11,7 +11,6 @@ import json
 import math
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
-from functools import partial
 from io import BytesIO
 from pathlib import Path
 from typing import Any
@@ -23,7 +22,7 @@ from tqdm.auto import tqdm
 import posthoc_uq as uq
 from posthoc_uq import NonFiniteError, PosthocUQError
 from posthoc_uq.app import ImageLoader, TrainedModel
-from posthoc_uq.core import gather, rank, run_on_all_ranks, world
+from posthoc_uq.core import gather, on_all_ranks, rank, world
 from posthoc_uq.evaluation import metrics
 from posthoc_uq.files.atomic import checked_target, write
 from recipes.imagenet.fitting import METHODS, loaded, posterior_file, say
@@ -69,9 +68,11 @@ def search_all(
         )[0]
         say(f"{METHODS[method]}: {options.budget - len(missing)} of {options.budget} trials found again")
         own = missing[rank() :: world()]
-        run_on_all_ranks(partial(_search, source, method, own, loader, labels, folder, options), "the search")
+        with on_all_ranks("the search"):
+            _search(source, method, own, loader, labels, folder, options)
         chosen = best(options.trials, method, options)
-        run_on_all_ranks(partial(keep, source, method, chosen, options), "keeping the best trial")
+        with on_all_ranks("keeping the best trial"):
+            keep(source, method, chosen, options)
         say(f"{METHODS[method]}: {described(chosen, options)}")
 
 

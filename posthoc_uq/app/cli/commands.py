@@ -58,7 +58,7 @@ from posthoc_uq.app.cli.posterior_file import (
 )
 from posthoc_uq.app.monitor import drift_figure, drift_table, drifts, newest, read_scores
 from posthoc_uq.core.batches import Bar, BatchReader, batches
-from posthoc_uq.core.distributed import rank, run_on_all_ranks, world
+from posthoc_uq.core.distributed import on_all_ranks, rank, world
 from posthoc_uq.core.errors import PosthocUQError
 from posthoc_uq.core.options import Count, Positive, check_option
 from posthoc_uq.core.randomness import isolated_random_state
@@ -228,11 +228,9 @@ def fit(
         facts = {"output": output, "bytes": size, "report": report.to_dict(), "processes": world()}
         return Done("\n".join(lines), facts)
 
-    with (
-        process_group(source.device) as device,
-        kept_until_the_end(),
-    ):  # the checkpoint: until the file is written
-        return run_on_all_ranks(lambda: work(replace(source, device=device)), "the command")
+    # the checkpoint is kept until the file is written
+    with process_group(source.device) as device, kept_until_the_end(), on_all_ranks("the command"):
+        return work(replace(source, device=device))
 
 
 def _look_at(

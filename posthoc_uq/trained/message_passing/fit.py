@@ -18,9 +18,9 @@ from posthoc_uq.core.distributed import world
 from posthoc_uq.core.errors import NonFiniteError, PosthocUQError, UnsupportedLayerError, warn_user
 from posthoc_uq.core.options import Count, Magnitude
 from posthoc_uq.core.progress import Progress
-from posthoc_uq.core.randomness import isolated_random_state, mixed_seed
+from posthoc_uq.core.randomness import mixed_seed
 from posthoc_uq.curvature.features import FeatureSource, feature_rows
-from posthoc_uq.curvature.sweep import check_targets, require_outputs, run_observers
+from posthoc_uq.curvature.sweep import check_targets, require_outputs
 from posthoc_uq.layers.capture import Capture, Recording
 from posthoc_uq.layers.layer import Layer
 from posthoc_uq.layers.proof import Selection, count_samples
@@ -137,13 +137,11 @@ def examples_of(task: Task, layer: Layer, as_rows: bool) -> Examples:
         PosthocUQError: there are no targets, or they do not fit the outputs.
         NonFiniteError: outputs are not finite.
     """
-    settings, kept = task.settings, _ExampleCollector(task.settings.likelihood, layer, as_rows)
-    capture = Capture(task.model)
+    kept, capture = _ExampleCollector(task.likelihood, layer, as_rows), Capture(task.model)
     capture.watched = layer
-    with isolated_random_state(settings.seed):
-        run_observers(capture, task.loader, settings, [kept])
+    task.show(capture, [kept], "reading the data")
     targets = torch.cat(kept.targets)
-    if settings.likelihood.noise_variance is None:
+    if task.likelihood.noise_variance is None:
         targets = targets[:, 0].long()
     else:
         targets = as_double(targets)
@@ -312,7 +310,7 @@ class MessagePassing(Method):
         return 1 if self.layers == "last" else 2
 
     def fit(self, task: Task) -> Posterior:
-        likelihood = task.settings.likelihood
+        likelihood = task.likelihood
         if world() > 1:
             raise PosthocUQError("method='message_passing' runs in one process.")
         if likelihood.name not in (self.likelihoods or ()):
@@ -349,7 +347,7 @@ class MessagePassing(Method):
                 for tensor in (*block.tensors().values(), block.stored_mean())
             ):
                 raise NonFiniteError(
-                    f"The messages to '{name}' are not finite in {task.settings.dtype}; bring the inputs to about unit "
+                    f"The messages to '{name}' are not finite in {task.plan.dtype}; bring the inputs to about unit "
                     f"size, or fit with dtype=torch.float64."
                 )
         posterior = self._posterior(task, blocks, len(examples.inputs), notes)
@@ -372,7 +370,7 @@ class MessagePassing(Method):
     def _posterior(
         self, task: Task, blocks: Mapping[str, MessagesBlock], samples: int, notes: dict[str, Any]
     ) -> Posterior:
-        regression = task.settings.likelihood.noise_variance is not None
+        regression = task.likelihood.noise_variance is not None
         precision: float | LayerPriors | None = self.prior_precision
         if precision is None:
             precision = LayerPriors(
@@ -383,7 +381,7 @@ class MessagePassing(Method):
             temperature = NOISE_VARIANCE**0.5 / _LOGISTIC
         fit = {
             "samples": samples,
-            "seed": task.settings.seed,
+            "seed": task.plan.seed,
             "layers fitted": self.layers,
             "form": self.posterior,
             "signal": "regression" if regression else self.signal.replace("auto", "softargmax"),
@@ -405,7 +403,7 @@ class MessagePassing(Method):
 
     def _signal(self, task: Task, units: Units | None) -> Signal:
         """How the targets of a fit enter, in these units."""
-        noise = task.settings.likelihood.noise_variance
+        noise = task.likelihood.noise_variance
         if noise is None:
             return Argmax(regularize=self.regularize) if self.signal == "argmax" else Softargmax()
         noise = on_device(host_double(noise), task.device)
@@ -438,7 +436,7 @@ class MessagePassing(Method):
             signal,
             epochs=epochs,
             iterations=_GROUP_ITERATIONS if stages is None else None,
-            seed=mixed_seed(task.settings.seed, _VISITS) % 2**63,
+            seed=mixed_seed(task.plan.seed, _VISITS) % 2**63,
         )
         checkpoint = task.checkpoint
         saved = None if checkpoint is None else checkpoint.take_running(_PART)
@@ -447,7 +445,7 @@ class MessagePassing(Method):
                 trainer.load_state_dict(saved)
 
         visits = (epochs - trainer.epoch) * len(data)
-        bar = Progress("message passing", "batches", task.settings.progress, visits)
+        bar = Progress("message passing", "batches", task.plan.progress, visits)
 
         def after_visit() -> None:
             bar.advance()
@@ -483,7 +481,7 @@ class MessagePassing(Method):
             mean, precision = self._prior(task, layer, outputs, not priors, factors, offset, generator)
             priors[place] = mean, precision
             start[place] = Message((mean * precision).unsqueeze(0), precision.unsqueeze(0))
-        data = Batches(examples, self.batch_size, task.settings.seed)
+        data = Batches(examples, self.batch_size, task.plan.seed)
         trainer, notes = self._trained(task, stages, start, data, signal, _ALL_EPOCHS)
         blocks: dict[str, MessagesBlock] = {}
         for place, stage in layers.items():
@@ -517,7 +515,7 @@ class MessagePassing(Method):
             kind, joint = JointMessagesBlock, Message(start.tau, torch.diag_embed(precision))
             message = fit_sites(*data, signal, joint)[1]
         else:
-            kind, batches = MessagesBlock, Batches(data, _GROUP_SIZE, task.settings.seed)
+            kind, batches = MessagesBlock, Batches(data, _GROUP_SIZE, task.plan.seed)
             usual = 1 if len(data.inputs) >= _LARGE_DATA else _LAST_EPOCHS
             trainer, notes = self._trained(task, None, {0: start}, batches, signal, usual)
             message = divided(trainer.posterior[0], start)
@@ -528,7 +526,7 @@ class MessagePassing(Method):
 
     def _generator(self, task: Task) -> torch.Generator:
         """Of the drawn means."""
-        return torch.Generator().manual_seed(mixed_seed(task.settings.seed, _PRIOR) % 2**63)
+        return torch.Generator().manual_seed(mixed_seed(task.plan.seed, _PRIOR) % 2**63)
 
     def _prior(
         self,
@@ -598,7 +596,6 @@ class MessagePassing(Method):
             signal="argmax" if posterior.history.fit.get("signal") == "argmax" else "auto",
             regularize=bool(posterior.history.fit.get("regularize", False)),
         )
-        task.settings = replace(task.settings, likelihood=posterior.likelihood)
         units = Units(examples, layer, as_double(block.shift))
         signal, factors, data = fitted_by._signal(task, units), units.factors, units.of(examples)
         mean = (block.moved_mean()[0].to(factors) - units.offset) / factors
@@ -654,7 +651,7 @@ def _block(
 ) -> MessagesBlock:
     """The block of means and precisions before the data, and of the data's messages."""
     mean, precision, field, evidence, shift = (
-        part.to(task.device, task.settings.dtype).contiguous() for part in (*prior, *message, shift)
+        part.to(task.device, task.plan.dtype).contiguous() for part in (*prior, *message, shift)
     )
     return kind(mean, precision, field, evidence, shift, len(examples.inputs))
 
@@ -717,7 +714,7 @@ def _matched(
     """
     samples, outputs = len(inputs), layer.outputs
     wanted = max(1, min(samples, _SAMPLES, _MAX_LOGITS // (_DRAWS * outputs)))
-    generator = torch.Generator().manual_seed(mixed_seed(task.settings.seed, _TEMPERATURE) % 2**63)
+    generator = torch.Generator().manual_seed(mixed_seed(task.plan.seed, _TEMPERATURE) % 2**63)
     picked = torch.randperm(samples, generator=generator, device="cpu")[:wanted]
     rows = as_double(inputs[picked.to(inputs.device)])
     network = _with_zero(rows @ _trained_matrix(task, layer)[0].to(rows).T).log_softmax(-1)
