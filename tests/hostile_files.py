@@ -33,8 +33,7 @@ from torch import Tensor, nn
 
 import posthoc_uq as uq
 from posthoc_uq import PosthocUQError, methods
-from posthoc_uq.methods import checkpoint
-from posthoc_uq.methods.checkpoint import read_snapshot, write_snapshot
+from posthoc_uq.methods import checkpoint, read_snapshot, write_snapshot
 
 METHODS: dict[str, dict[str, Any]] = {
     name: {"likelihood": "classification"} | short_options(name) for name in methods.METHODS

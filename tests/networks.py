@@ -16,7 +16,6 @@ from torch import Tensor, nn
 
 import posthoc_uq as uq
 from posthoc_uq.core import sample_keys
-from posthoc_uq.fitting.wrap import head_class
 from posthoc_uq.heads import HEADS
 from posthoc_uq.likelihoods import Likelihood, resolve_likelihood
 from posthoc_uq.methods import METHODS, Method
@@ -71,7 +70,7 @@ def can(posterior: uq.Posterior, *needs: str) -> bool:
 
 def heads_of(posterior: uq.Posterior) -> list[str]:
     """The heads that can serve it."""
-    return [head for head in HEADS if can(posterior, *head_class(head).needs)]
+    return [head for head in HEADS if can(posterior, *HEADS[head].needs)]
 
 
 @contextmanager

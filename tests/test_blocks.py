@@ -32,7 +32,6 @@ from posthoc_uq.posteriors import (
     DiagonalBlock,
     Evidence,
     PrecisionSettings,
-    block,
 )
 from posthoc_uq.posteriors.covariance import DiagonalPrecision
 
@@ -289,7 +288,7 @@ def test_quadratic_forms_alone_serve_the_linearised_head(names: tuple[str, ...])
         uq.wrap(model, hidden, head="moments", weights="row")
     with pytest.raises(PosthocUQError, match="needs a log-determinant"):
         uq.tune(hidden)
-    assert block.BLOCKS["diagonal"] is DiagonalBlock
+    assert BLOCKS["diagonal"] is DiagonalBlock
 
 
 def test_who_tells_novelty_is_a_plain_value(tmp_path: Path) -> None:

@@ -26,7 +26,6 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader, TensorDataset
 
 import posthoc_uq as uq
-from posthoc_uq.fitting.wrap import head_class
 from posthoc_uq.heads import HEADS
 from posthoc_uq.likelihoods import resolve_likelihood
 from posthoc_uq.methods import METHODS
@@ -53,7 +52,7 @@ def kept(name: str, likelihood: str = "classification") -> tuple[nn.Module, uq.P
 def wrapped(name: str, head: str, likelihood: str = "classification", **options: Any) -> Any:
     """A predictor of few draws, where the head takes a number of them, which knows its novelty."""
     model, posterior = kept(name, likelihood)
-    taken = inspect.signature(head_class(head)).parameters
+    taken = inspect.signature(HEADS[head]).parameters
     few = {option: value for option, value in {"n_samples": 4, "novelty": True}.items() if option in taken}
     return uq.wrap(model, posterior, head, **few | options)
 

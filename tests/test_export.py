@@ -20,8 +20,8 @@ from posthoc_uq.likelihoods import (
     PromisedClassTensors,
     PromisedValueTensors,
     RankedClassTensors,
+    ValueTensors,
 )
-from posthoc_uq.likelihoods.prediction import ValueTensors
 
 
 def cnn() -> nn.Module:

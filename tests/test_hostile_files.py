@@ -36,8 +36,8 @@ from posthoc_uq import CorruptPosteriorError, PosthocUQError
 from posthoc_uq.app.cli.main import sentence
 from posthoc_uq.app.cli.outputs import text_file
 from posthoc_uq.core import printable
-from posthoc_uq.files import atomic, tensors, untrusted
-from posthoc_uq.methods.checkpoint import write_snapshot
+from posthoc_uq.files import atomic, checked_target, remove_leftovers, replacing, tensors, untrusted
+from posthoc_uq.methods import write_snapshot
 from posthoc_uq.posteriors import TensorSpec
 
 EVIL = "\x1b]0;pwned\x07\u202e"
@@ -602,12 +602,12 @@ def test_nobody_deletes_a_file_that_another_is_writing(own: str, other: str, tmp
     """Of another checkpoint, or of the same name by another fit."""
     target = tmp_path / other
     opened, written = atomic._temporary(target, 0o600)
-    atomic.remove_leftovers(tmp_path / own)
+    remove_leftovers(tmp_path / own)
     assert written.exists()
     os.close(opened)
-    atomic.remove_leftovers(tmp_path / own)
+    remove_leftovers(tmp_path / own)
     assert written.exists() == (own != other)
-    atomic.remove_leftovers(target)
+    remove_leftovers(target)
     assert not written.exists()
 
 
@@ -676,7 +676,7 @@ def test_a_full_disk_is_named_whatever_writes(tmp_path: Path) -> None:
             file.writelines(f"{number},größe\n" for number in range(20_000))
 
     def picture() -> None:
-        with atomic.replacing(tmp_path / "p.png") as file:
+        with replacing(tmp_path / "p.png") as file:
             pixels = np.random.default_rng(0).integers(0, 255, (200, 200), dtype=np.uint8)
             PIL.Image.fromarray(pixels).save(file, format="PNG")
 
@@ -748,7 +748,7 @@ def test_a_folder_that_may_not_be_written_to_is_found_before_the_work(
     monkeypatch.setattr(os, "access", lambda place, mode: Path(place) != tmp_path)
     for path in (tmp_path / "p.h5", tmp_path / "c"):
         with pytest.raises(PosthocUQError, match="no files may be made in"):
-            atomic.checked_target(path)
+            checked_target(path)
     with pytest.raises(PosthocUQError, match="no files may be made in"):
         fit_with_warnings(tmp_path / "c")
 

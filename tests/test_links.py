@@ -15,7 +15,7 @@ from torch import Tensor
 import posthoc_uq as uq
 from posthoc_uq.heads.predictor import from_gaussian
 from posthoc_uq.likelihoods import cat, of_covariance, of_product
-from posthoc_uq.likelihoods.draws import LINKS, normals
+from posthoc_uq.likelihoods.draws import normals
 from posthoc_uq.likelihoods.logits import log_logistic_normal
 
 
@@ -89,7 +89,7 @@ def test_draws_follow_the_covariance() -> None:
     assert (found.mutual_information() >= 0).all()
 
 
-@pytest.mark.parametrize("link", LINKS)
+@pytest.mark.parametrize("link", uq.Categorical.links)
 def test_extreme_logits_stay_finite_and_certain_ones_are_softmax(link: str) -> None:
     own = posterior("classification")
     mean = torch.tensor([[200.0, 0.0, -200.0], [1.0, 0.0, -1.0]])
@@ -103,7 +103,7 @@ def test_extreme_logits_stay_finite_and_certain_ones_are_softmax(link: str) -> N
         )
 
 
-@pytest.mark.parametrize("link", LINKS)
+@pytest.mark.parametrize("link", uq.Categorical.links)
 def test_a_prediction_does_not_depend_on_its_batch(link: str) -> None:
     own = posterior("classification", temperature=1.7)
     generator = torch.Generator().manual_seed(2)

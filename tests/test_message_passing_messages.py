@@ -10,9 +10,19 @@ import torch
 from torch import Tensor
 
 import posthoc_uq as uq
-from posthoc_uq.trained import Argmax, Message, Regression, Signal, Softargmax, from_moments
+from posthoc_uq.trained import (
+    Argmax,
+    Message,
+    Regression,
+    Signal,
+    Softargmax,
+    divided,
+    from_moments,
+    multiplied,
+    uniform_like,
+    weight_variance,
+)
 from posthoc_uq.trained.message_passing import messages, network, train
-from posthoc_uq.trained.message_passing.messages import divided, multiplied, uniform_like
 
 D = torch.float64
 
@@ -494,8 +504,8 @@ def test_rows_and_columns_without_a_window() -> None:
 )
 def test_t23_priors(inputs: int, outputs: int, deviation: float, variance: float) -> None:
     near(t(train.mean_deviation(inputs, outputs)), deviation)
-    near(t(train.weight_variance(inputs, outputs)), variance)
-    assert train.weight_variance(inputs, outputs, first=True) == 1.5 / inputs
+    near(t(weight_variance(inputs, outputs)), variance)
+    assert weight_variance(inputs, outputs, first=True) == 1.5 / inputs
 
 
 # Quiet outputs

@@ -9,12 +9,12 @@ from math import prod
 import pytest
 import torch
 import torch.nn.functional as F
+from inner_kind import inner_known
 from torch import Tensor, nn
 from torch.func import functional_call
 
 import posthoc_uq as uq
-from posthoc_uq.layers import RULES, Geometry, Layer, describe, register, rules
-from posthoc_uq.layers.rules import Linear
+from posthoc_uq.layers import RULES, Geometry, Layer, describe
 from posthoc_uq.trained import (
     Activation,
     Argmax,
@@ -24,11 +24,16 @@ from posthoc_uq.trained import (
     Softargmax,
     Trainer,
     Weighted,
+    divided,
+    drawn_means,
     from_moments,
+    multiplied,
     outputs_of,
+    uniform_like,
+    weight_variance,
 )
 from posthoc_uq.trained.message_passing import train
-from posthoc_uq.trained.message_passing.messages import divided, multiplied, sum_backward, uniform_like
+from posthoc_uq.trained.message_passing.messages import sum_backward
 from posthoc_uq.trained.message_passing.network import (
     BatchNormStage,
     ByStage,
@@ -80,8 +85,8 @@ def perceptron(
     for number, (inputs, outputs) in enumerate(pairwise(widths)):
         if number:
             stages.append(Activation(slope))
-        means = train.drawn_means(networks, outputs, inputs, outputs, generator, torch.device("cpu"))
-        variance = train.weight_variance(inputs, outputs, first=number == 0)
+        means = drawn_means(networks, outputs, inputs, outputs, generator, torch.device("cpu"))
+        variance = weight_variance(inputs, outputs, first=number == 0)
         prior[len(stages)] = belief(means, variance, True)
         stages.append(linear(inputs, outputs))
     return stages, prior
@@ -311,21 +316,10 @@ class Factor(nn.Module):
         return torch.inner(x, self.weight) if self.inner else torch.addmm(self.bias, x, self.weight)
 
 
-class Inner(Linear):
-    """A kind from outside of the package."""
-
-    kind = "inner"
-    modules = ()
-
-    def __init__(self) -> None:
-        self.functions = {torch.inner: {"input": "input", "other": "weight"}}
-
-
 @pytest.fixture
 def inner() -> Iterator[None]:
-    register(Inner())
-    yield
-    del RULES["inner"], rules._BY_FUNCTION[torch.inner]
+    with inner_known():
+        yield
 
 
 KINDS: dict[str, tuple[nn.Module, tuple[int, ...], int]] = {  # with the shape of an input, and groups
@@ -466,8 +460,8 @@ def test_a_small_convolutional_network_learns() -> None:
     for index, stage in enumerate(stages):
         if isinstance(stage, Weighted):
             _, outputs, inputs = stage.layer.matrix_shape
-            means = train.drawn_means(2, outputs, inputs - 1, 12 * outputs, generator, torch.device("cpu"))
-            variance = train.weight_variance(inputs - 1, 12 * outputs, first=index == 0)
+            means = drawn_means(2, outputs, inputs - 1, 12 * outputs, generator, torch.device("cpu"))
+            variance = weight_variance(inputs - 1, 12 * outputs, first=index == 0)
             prior[index] = belief(means, variance, True)
     data = [(x[:20], labels[:20]), (x[20:], labels[20:])]
     trainer = Trainer(stages, prior, data, Argmax(), epochs=3, iterations=3)

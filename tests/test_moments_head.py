@@ -23,8 +23,14 @@ from posthoc_uq.heads import MomentsPredictor
 from posthoc_uq.layers import prepare
 from posthoc_uq.likelihoods import resolve_likelihood
 from posthoc_uq.moments import propagate
-from posthoc_uq.posteriors import Block, DiagonalBlock, EigenvalueCorrectedBlock, Evidence, InformationBlock
-from posthoc_uq.posteriors.information import LowRankDiagonal
+from posthoc_uq.posteriors import (
+    Block,
+    DiagonalBlock,
+    EigenvalueCorrectedBlock,
+    Evidence,
+    InformationBlock,
+    LowRankDiagonal,
+)
 
 METHODS = without_training()
 

@@ -20,7 +20,8 @@ from posthoc_uq.curvature import FeatureSource, find_features
 from posthoc_uq.layers import Layer, prepare
 from posthoc_uq.likelihoods import Categorical, Gaussian, score_of
 from posthoc_uq.methods import METHODS
-from posthoc_uq.posteriors import ClassGrams, features
+from posthoc_uq.posteriors import ClassGrams
+from posthoc_uq.posteriors.features import room
 
 
 class Net(nn.Module):
@@ -353,7 +354,7 @@ def test_one_gram_is_kept_exactly_and_fewer_samples_than_features_do_no_harm(siz
 def test_many_classes_stay_within_bounds(most: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """In turn less than the whole shared basis, all of it with diagonals alone, and with directions of every class."""
     classes, size = 200, 130
-    monkeypatch.setattr(features, "_MAX_NUMBERS", most)
+    monkeypatch.setattr("posthoc_uq.posteriors.features._MAX_NUMBERS", most)
     layer = Layer("fc", "linear", "fc.weight", None, 1, classes, size, (classes, size))
     grams = ClassGrams(FeatureSource(layer, "outputs", classes), Categorical(), torch.device("cpu"), 2**23)
     assert "sketches" in grams.sums
@@ -362,7 +363,7 @@ def test_many_classes_stay_within_bounds(most: int, monkeypatch: pytest.MonkeyPa
         part = slice(start, start + 1000)
         grams.add(phi[part], F.one_hot(labels[part], classes).float())
     found = grams.result(torch.float32)
-    width, rank = features.room(classes, size)
+    width, rank = room(classes, size)
     assert sum(tensor.numel() for tensor in found.tensors().values()) <= most and found.classes == classes
     assert (found.basis.shape[1], found.factors.shape[2]) == (width, rank)
     assert (width < size) == (most == 30_000) and rank == {30_000: 0, 60_000: 0, 200_000: 6}[most]
@@ -374,7 +375,7 @@ def test_many_classes_stay_within_bounds(most: int, monkeypatch: pytest.MonkeyPa
 
 def test_a_tenth_of_inf_on_resnet18() -> None:
     """With 1,000 classes, where INF keeps 12.2 million numbers."""
-    width, rank = features.room(1000, 513)
+    width, rank = room(1000, 513)
     assert width == 513 and 513 * width + 1000 * width * (1 + rank) + 1000 <= 1.22e6
 
 

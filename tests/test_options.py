@@ -28,10 +28,8 @@ from posthoc_uq.core import (
     did_you_mean,
     shown,
 )
-from posthoc_uq.fitting.wrap import head_class
 from posthoc_uq.heads import HEADS
 from posthoc_uq.methods import METHODS
-from posthoc_uq.methods.inf import Rank
 
 
 def refused(call: Callable[[], Any], *words: str) -> None:
@@ -51,7 +49,7 @@ KINDS: dict[Any, tuple[list[Any], list[Any]]] = {  # what is taken, and what is 
     Count: ([1, 3.0, np.int64(2), torch.tensor(5), 2**62], [*NO_NUMBER, 0, 1.5, -1, 2**70]),
     Natural: ([0, np.uint8(3)], [*NO_NUMBER, -1, 0.5, 2**70]),
     Seed: ([-1, 0, 2**64 - 1], [*NO_NUMBER, 1.5, 2**70]),
-    Rank: ([3, 0.5, 4.0, np.int32(2), 1e9], [*NO_NUMBER, 1.5, -1, 0]),
+    get_type_hints(uq.INF, include_extras=True)["rank"]: ([3, 0.5, 4.0, np.int32(2), 1e9], [*NO_NUMBER, 1.5, -1, 0]),
     Share | Literal["auto"]: ([0.5, "auto"], ["x", "1", 2.0, ["auto"], np.array(["auto"] * 2), True]),
     bool: ([True, np.bool_(False)], ["x", 1, 1.5, None, [True]]),
     Literal["raise", "skip"]: (["raise"], ["x", 5, ["raise"], None]),
@@ -103,7 +101,7 @@ def fitted() -> tuple[nn.Module, uq.Posterior]:
 
 @pytest.mark.parametrize("head", HEADS)
 def test_every_option_of_a_head_is_checked(head: str, fitted: tuple[nn.Module, uq.Posterior]) -> None:
-    for option in list(inspect.signature(head_class(head)).parameters)[2:]:
+    for option in list(inspect.signature(HEADS[head]).parameters)[2:]:
         if option != "positions":
             refused(lambda o=option: uq.wrap(*fitted, head, **{o: object()}), option)
     refused(lambda: uq.wrap(*fitted, head, nvelty=True), "Did you mean 'novelty'?")

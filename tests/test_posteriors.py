@@ -25,9 +25,7 @@ from posthoc_uq import Posterior, PosthocUQError
 from posthoc_uq.layers import Layer
 from posthoc_uq.likelihoods import Categorical
 from posthoc_uq.methods import METHODS
-from posthoc_uq.methods.inf import sparsify
-from posthoc_uq.posteriors import DenseBlock, Evidence, InformationBlock, PrecisionSettings
-from posthoc_uq.posteriors.information import LowRankDiagonal
+from posthoc_uq.posteriors import DenseBlock, Evidence, InformationBlock, LowRankDiagonal, PrecisionSettings
 
 CASES = [
     ("diagonal", "", 0, 1.0),
@@ -200,7 +198,7 @@ def test_nothing_kept():
     stats = {
         key: torch.zeros_like(value) if key in ("lam", "d") else value for key, value in STATISTICS.items()
     }
-    posterior = posterior_of(sparsify(stats["ua"], stats["ug"], stats["lam"], stats["d"], 10))
+    posterior = posterior_of(build("inf", stats, 10))
     expected = torch.full_like(posterior.mean["layer.weight"], 1 / TAU)
     torch.testing.assert_close(posterior.variance()["layer.weight"], expected)
     assert posterior.sample(2)["layer.weight"].shape == (2, *expected.shape)

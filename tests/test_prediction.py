@@ -11,8 +11,7 @@ import torch
 
 import posthoc_uq as uq
 from posthoc_uq import ClassPrediction, PosthocUQError, RegressionPrediction
-from posthoc_uq.likelihoods.class_prediction import ClassStatistics
-from posthoc_uq.likelihoods.draws import Moments, gathered, moments_of
+from posthoc_uq.likelihoods.draws import gathered
 
 SAMPLES, BATCH, CLASSES = 7, 5, 4
 
@@ -63,14 +62,14 @@ def _close(actual: torch.Tensor, expected: np.ndarray, tolerance: float) -> None
 
 
 def _regression(outputs: torch.Tensor, noise_variance: torch.Tensor | float) -> RegressionPrediction:
-    return RegressionPrediction(*moments_of([outputs]), noise_variance)
+    drawn = uq.Gaussian(1.0).from_blocks([outputs])
+    return RegressionPrediction(drawn.mean, drawn.epistemic_variance, noise_variance)
 
 
 def _streamed(logits: torch.Tensor, step: int) -> ClassPrediction:
-    statistics = ClassStatistics()
-    for block in logits.split(step):
-        statistics.add(block)
-    return statistics.prediction()
+    prediction = uq.Categorical().from_blocks(logits.split(step))
+    assert isinstance(prediction, ClassPrediction)
+    return prediction
 
 
 @pytest.mark.parametrize("step", [None, 1, 3, 7], ids=lambda step: f"step {step}")
@@ -215,14 +214,11 @@ def test_sums_are_as_good_as_two_passes() -> None:
     generator = torch.Generator().manual_seed(1)
     values = 1e4 + 1e-2 * torch.randn(50, 20, generator=generator, dtype=torch.float64)
     for step in (1, 7, 50):
-        moments = Moments()
-        for block in values.split(step):
-            moments.add(block)
-        mean, variance = moments.result()
-        _close(variance, values.numpy().var(axis=0, ddof=1), 1e-9)
-        np.testing.assert_allclose(mean.numpy(), values.numpy().mean(axis=0), rtol=1e-14)
+        found = uq.Gaussian(1.0).from_blocks(values.split(step))
+        _close(found.epistemic_variance, values.numpy().var(axis=0, ddof=1), 1e-9)
+        np.testing.assert_allclose(found.mean.numpy(), values.numpy().mean(axis=0), rtol=1e-14)
     with pytest.raises(PosthocUQError, match="at least one weight sample"):
-        Moments().result()
+        uq.Gaussian(1.0).from_blocks([])
 
 
 def test_small_blocks_are_joined_up_to_a_size() -> None:

@@ -23,7 +23,7 @@ from torch.utils.data import DataLoader, TensorDataset
 from tqdm.auto import tqdm
 
 import posthoc_uq as uq
-from posthoc_uq.core import Bar, count_progress, progress, progress_span, split_progress
+from posthoc_uq.core import Bar, bars_shown, count_progress, progress, progress_span, split_progress
 
 
 @pytest.fixture
@@ -260,7 +260,7 @@ def test_by_default_bars_are_shown_on_a_terminal_alone(
     monkeypatch.setattr(type(sys.stderr), "isatty", lambda self: True)
     assert shown() == 6 * [True]
     monkeypatch.setattr(sys, "stderr", None)
-    assert not progress.bars_shown(None)
+    assert not bars_shown(None)
     with pytest.raises(uq.PosthocUQError, match="progress must be"):
         uq.evaluate(model, task(model, x), progress="yes")  # type: ignore[arg-type]
 

@@ -26,8 +26,7 @@ from torch import Tensor, nn
 
 import posthoc_uq as uq
 from posthoc_uq import ClassPrediction, PosthocUQError
-from posthoc_uq.app import ModelSource, TrainedModel, trained_model
-from posthoc_uq.app.cli.transforms import ImageTransform
+from posthoc_uq.app import ImageTransform, ModelSource, TrainedModel, trained_model
 from recipes.common import NOTE
 
 NAMES = ("example", "folders", "fitting", "search", "evaluating", "figures", "run", "sizes")

@@ -33,8 +33,7 @@ from posthoc_uq.curvature import DataHash, batch_hash
 from posthoc_uq.files import SNAPSHOT_MAGIC
 from posthoc_uq.layers import count_samples
 from posthoc_uq.likelihoods import Gaussian
-from posthoc_uq.methods import Checkpoint, identified
-from posthoc_uq.methods.checkpoint import read_snapshot, write_snapshot
+from posthoc_uq.methods import Checkpoint, identified, read_snapshot, write_snapshot
 from posthoc_uq.trained import contexts
 
 BATCHES = -(-SAMPLES // BATCH)

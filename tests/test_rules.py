@@ -8,12 +8,12 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
+from inner_kind import inner_known
 from networks import batches, short
 from torch import Tensor, nn
 
 import posthoc_uq as uq
-from posthoc_uq.layers import RULES, AffineCall, Layer, Unfolding, affine_call, describe, register, rules
-from posthoc_uq.layers.rules import Linear
+from posthoc_uq.layers import RULES, AffineCall, Layer, Unfolding, affine_call, describe
 from posthoc_uq.methods import METHODS
 
 TIGHT = {"rtol": 1e-10, "atol": 1e-11}
@@ -226,17 +226,7 @@ def test_every_method_and_head_takes_a_transposed_convolution(
         assert one.probs.shape == (2, 2, 6, 8) and torch.equal(one.probs, again.probs)
 
 
-# A kind from outside of the package: the lines that a new kind takes.
-
-
-class Inner(Linear):
-    """``torch.inner(x, W)``, which is ``x W^T``."""
-
-    kind = "inner"
-    modules = ()
-
-    def __init__(self) -> None:
-        self.functions = {torch.inner: {"input": "input", "other": "weight"}}
+# A kind from outside of the package
 
 
 class InnerNetwork(nn.Module):
@@ -250,9 +240,8 @@ class InnerNetwork(nn.Module):
 
 @pytest.fixture
 def inner() -> Iterator[None]:
-    register(Inner())
-    yield
-    del RULES["inner"], rules._BY_FUNCTION[torch.inner]
+    with inner_known():
+        yield
 
 
 def test_a_new_kind_is_one_class(inner: None, tmp_path: Any) -> None:

@@ -16,7 +16,7 @@ from torch import Tensor, nn
 import posthoc_uq as uq
 from posthoc_uq.core import Batch
 from posthoc_uq.curvature import sweep
-from posthoc_uq.layers import IdentityRows, Layer, Rows, proof
+from posthoc_uq.layers import IdentityRows, Layer, Rows, prepare, proof
 
 
 class Standardised(nn.Conv2d):
@@ -422,7 +422,7 @@ def test_large_gradients_are_proved_too(monkeypatch: pytest.MonkeyPatch) -> None
             return 1e6 * super().forward(input).mean((2, 3))
 
     model, (x, _) = nn.Sequential(nn.Conv2d(1, 3, 1), Steep(3, 3, 3)).eval(), sample()
-    assert set(proof.prepare(model, Batch((x.float(),))).layers) == {"0", "1"}
+    assert set(prepare(model, Batch((x.float(),))).layers) == {"0", "1"}
     agrees = proof._agrees
 
     def of_other_gradients(layer: Layer, found: Tensor, *others: Any) -> bool:
@@ -430,4 +430,4 @@ def test_large_gradients_are_proved_too(monkeypatch: pytest.MonkeyPatch) -> None
 
     monkeypatch.setattr(proof, "_agrees", of_other_gradients)
     with pytest.raises(uq.UnsupportedLayerError, match="'1'"):
-        proof.prepare(model, Batch((x.float(),)))
+        prepare(model, Batch((x.float(),)))

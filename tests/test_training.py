@@ -18,8 +18,7 @@ from torch.utils.data import DataLoader, TensorDataset
 import posthoc_uq as uq
 from posthoc_uq import NonFiniteError, PosthocUQError
 from posthoc_uq.core import Batch, BatchReader, DeferredChecks
-from posthoc_uq.methods import Checkpoint
-from posthoc_uq.methods.checkpoint import read_snapshot, write_snapshot
+from posthoc_uq.methods import Checkpoint, read_snapshot, write_snapshot
 from posthoc_uq.trained import Group, Objective, Step, Training
 from posthoc_uq.trained.training import Loop, best_epoch, cosine, initialised
 

@@ -10,7 +10,7 @@ OFFERED = {
     # a model as `--model` and its kin give it, and pictures as `--data` reads them
     "cli.options": "ModelSource WrongUsage",
     "cli.models": "TrainedModel read_state trained_model",
-    "cli.transforms": "Preprocessing transform_of",
+    "cli.transforms": "ImageTransform Preprocessing transform_of",
     "cli.images": "FolderImages ImageLoader image_files",
     "cli.labels": "folder_labels",
     "cli.commands": "process_group",

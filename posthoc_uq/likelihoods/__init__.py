@@ -67,7 +67,7 @@ OFFERED = {
     "positions": "PositionPrediction sequence_scores",
     "prediction": (
         "ClassTensors Prediction PromisedClassTensors PromisedValueTensors RankedClassTensors RankedValueTensors "
-        "SCORES cat score_of"
+        "SCORES ValueTensors cat score_of"
     ),
     # promises, and who is handed on
     "conformal": (

@@ -46,7 +46,7 @@ OFFERED = {
     "subnetwork": "Subnetwork",
     # what a running fit has, and how it goes on after it was killed
     "task": "Task",
-    "checkpoint": "Checkpoint fit_identity identified",
+    "checkpoint": "Checkpoint fit_identity identified read_snapshot write_snapshot",
 }
 """By file, the names that come on first use."""
 

@@ -97,7 +97,7 @@ __all__ = [
     "search_decades",
 ]
 
-OFFERED = {"information": "InformationBlock"}
+OFFERED = {"information": "InformationBlock LowRankDiagonal"}
 """By file, the names that come on first use."""
 
 __getattr__ = names_of(__name__, OFFERED)

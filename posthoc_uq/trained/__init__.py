@@ -16,7 +16,9 @@ OFFERED = {
     # their divergence from a prior over functions
     "function_kl": "function_space_kl",
     # message passing, step by step
-    "message_passing.messages": "Argmax Message Regression Signal Softargmax from_moments",
+    "message_passing.messages": (
+        "Argmax Message Regression Signal Softargmax divided from_moments multiplied uniform_like"
+    ),
     "message_passing.network": "Activation Weighted outputs_of",
     "message_passing.train": "Trainer drawn_means weight_variance",
 }
