@@ -37,14 +37,20 @@ from posthoc_uq.heads.jacobians import (
     with_classes,
 )
 from posthoc_uq.heads.novelty import class_novelty, novelty_of_calls
-from posthoc_uq.heads.predictor import GaussianOutputs, GaussianPredictor, KeyedCache, check_finite, reading
+from posthoc_uq.heads.predictor import GaussianPredictor, KeyedCache, check_finite, reading
 from posthoc_uq.layers.frozen import Features, FrozenPart, called
 from posthoc_uq.layers.layer import Call, Layer
 from posthoc_uq.layers.operands import temporary_limit
 from posthoc_uq.layers.proof import count_samples
 from posthoc_uq.layers.rules import LayerGradients
 from posthoc_uq.likelihoods.conformal import ConformalScores
-from posthoc_uq.likelihoods.draws import LINK_DRAWS, LogitCovariance, MatrixProduct, of_product
+from posthoc_uq.likelihoods.draws import (
+    LINK_DRAWS,
+    LogitCovariance,
+    MatrixProduct,
+    OutputGaussian,
+    of_product,
+)
 from posthoc_uq.likelihoods.labels import Layout, novelty_at
 from posthoc_uq.likelihoods.prediction import Prediction, at_least_float32
 from posthoc_uq.posteriors import QUADRATIC, Posterior
@@ -202,7 +208,7 @@ class LinearizedOutputs(ABC):
 
     # What follows from it. Only the model itself runs under the caller's autocast.
 
-    def gaussian(self) -> GaussianOutputs:
+    def gaussian(self) -> OutputGaussian:
         """Mean, variance, and as much of the covariance as the link can use."""
         with without_autocast(self.mean.device.type):
             covariance: Tensor | LogitCovariance | None = None
@@ -213,7 +219,7 @@ class LinearizedOutputs(ABC):
                 variance, covariance = self._spread()
             else:
                 variance = self._variances()
-            return GaussianOutputs(self.mean, self._whole(variance), covariance)
+            return OutputGaussian(self.mean, self._whole(variance), covariance)
 
     def variance(self) -> Tensor:
         """Variance of every output that is used, shaped like `mean`."""
@@ -489,7 +495,7 @@ class OutputsByPrior:
     spectrum: Spectrum
     chosen: ChosenOutputs
 
-    def at(self, prior_precision: float) -> GaussianOutputs:
+    def at(self, prior_precision: float) -> OutputGaussian:
         """As `LinearizedOutputs.gaussian`; other outputs than those at `indices` have their mean variance."""
         found = self.spectrum.covariances(self.sums, prior_precision)
         covariance: Tensor | LogitCovariance | None = None
@@ -499,7 +505,7 @@ class OutputsByPrior:
         else:
             variance = found.diagonal(dim1=1, dim2=2).clamp(min=0)
             covariance = found if self.chosen.wants_covariance(self.rows.shape[1], False) else None
-        return GaussianOutputs(self.mean, variance.reshape(self.mean.shape), covariance)
+        return OutputGaussian(self.mean, variance.reshape(self.mean.shape), covariance)
 
 
 class _LastLayer:
@@ -688,7 +694,7 @@ class ClosedForm:
         posterior: Posterior,
         layer: Layer,
         engine: Engine,
-        prediction_of: Callable[[GaussianOutputs], Prediction],
+        prediction_of: Callable[[OutputGaussian], Prediction],
         novelty: bool,
     ) -> None:
         """
@@ -1088,11 +1094,11 @@ class LinearizedPredictor(GaussianPredictor):
         ratio = novelty_at(ratio, found.sizes, found.picked)
         return self.prediction_of(outputs).with_novelty(ratio)
 
-    def _distribution(self, batch: Batch) -> GaussianOutputs:
+    def _distribution(self, batch: Batch) -> OutputGaussian:
         with self._gradients():
             return self._linearized(batch).gaussian()
 
-    def prediction_of(self, distribution: GaussianOutputs) -> Prediction:
+    def prediction_of(self, distribution: OutputGaussian) -> Prediction:
         """See `Predictor`."""
         with self._gradients():
             prediction = super().prediction_of(distribution)
@@ -1118,7 +1124,7 @@ class LinearizedPredictor(GaussianPredictor):
                 self._tracked(prepared, batch, None)
             return features
 
-    def distribution_from(self, features: Features) -> GaussianOutputs:
+    def distribution_from(self, features: Features) -> OutputGaussian:
         """See `Predictor`."""
         with self._gradients(False):
             self.check_weights()

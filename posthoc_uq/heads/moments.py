@@ -19,13 +19,13 @@ from posthoc_uq.core.options import Count, Unit, check_option
 from posthoc_uq.core.progress import bars_shown
 from posthoc_uq.core.randomness import isolated_random_state
 from posthoc_uq.core.steady import steady
-from posthoc_uq.heads.predictor import GaussianOutputs, GaussianPredictor, check_finite, reading
+from posthoc_uq.heads.predictor import GaussianPredictor, check_finite, reading
 from posthoc_uq.heads.sampling import SamplingPredictor
 from posthoc_uq.layers.frozen import Features, FrozenPart
 from posthoc_uq.layers.layer import Layer
 from posthoc_uq.layers.operands import temporary_limit
 from posthoc_uq.layers.proof import count_samples
-from posthoc_uq.likelihoods.draws import LINK_DRAWS, symmetric_root
+from posthoc_uq.likelihoods.draws import LINK_DRAWS, OutputGaussian, symmetric_root
 from posthoc_uq.likelihoods.prediction import Prediction, at_least_float32
 from posthoc_uq.likelihoods.weights import counted_positions
 from posthoc_uq.moments.propagation import products_of, propagate, running_module
@@ -461,7 +461,7 @@ class MomentsPredictor(GaussianPredictor):
         ratio = self._known_novelty(batch)
         return self.prediction_of(self._distribution(batch)).with_novelty(ratio)
 
-    def _distribution(self, batch: Batch, rest: nn.Module | None = None) -> GaussianOutputs:
+    def _distribution(self, batch: Batch, rest: nn.Module | None = None) -> OutputGaussian:
         """Calibrated where there is a calibration for these settings."""
         mean, variance, covariance = self._moments(batch, rest)
         if self._calibration is not None:
@@ -470,13 +470,13 @@ class MomentsPredictor(GaussianPredictor):
                 ratio = (corrected / variance.clamp(min=torch.finfo(variance.dtype).tiny)).sqrt()
                 covariance = covariance * ratio.unsqueeze(2) * ratio.unsqueeze(1)
             variance = corrected
-        return GaussianOutputs(mean, variance, covariance)
+        return OutputGaussian(mean, variance, covariance)
 
     def features(self, *args: Any, **kwargs: Any) -> Features | None:
         """See `Predictor`; None with ``cov="full"``, which cuts batches into parts."""
         return None if self._rules.cov == "full" else self._frozen.features(self._batch(args, kwargs))
 
-    def distribution_from(self, features: Features) -> GaussianOutputs:
+    def distribution_from(self, features: Features) -> OutputGaussian:
         """See `Predictor`."""
         self.check_weights()
         return self._distribution(features.batch, self._frozen.rest(features))

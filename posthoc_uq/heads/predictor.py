@@ -9,7 +9,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Generator, Iterable, Mapping
 from contextlib import AbstractContextManager, contextmanager
 from functools import wraps
-from typing import Any, ClassVar, Concatenate, Generic, NamedTuple, ParamSpec, TypeVar, cast
+from typing import Any, ClassVar, Concatenate, Generic, ParamSpec, TypeVar, cast
 
 import torch
 from torch import Tensor, nn
@@ -122,7 +122,7 @@ def check_finite(
         for name, tensor in answers.items()
         if tensor.is_floating_point() and tensor.numel()
     ]
-    if not largest or float(torch.stack(largest).amax()) < math.inf:
+    if not largest or torch.stack(largest).amax().item() < math.inf:
         return
     rows = torch.stack([_valid_rows(name, tensor) for name, tensor in answers.items()]).all(0)
     bad = (~rows).nonzero().flatten().tolist()
@@ -179,30 +179,6 @@ def _not_traced() -> PosthocUQError:
 FUNCTION_DRAWS = 100  # by default
 _DRAFT_DRAWS = 32  # of the outputs in `Predictor.fast_predictions`
 Made = TypeVar("Made")
-
-
-class GaussianOutputs(NamedTuple):
-    """Outputs that are Gaussian under the posterior, before temperature and observation noise.
-
-    Attributes:
-        mean: ``(batch, outputs)``, or ``(batch,)`` for one.
-        variance: of the same shape.
-        covariance: ``(batch, outputs, outputs)`` where the head knows it and its link can use it, or of many classes a
-            `LogitCovariance`.
-    """
-
-    mean: Tensor
-    variance: Tensor
-    covariance: Tensor | LogitCovariance | None = None
-
-    def times(self, factor: float) -> GaussianOutputs:
-        """With all variances and covariances multiplied by a factor."""
-        covariance = self.covariance
-        if isinstance(covariance, LogitCovariance):
-            covariance = covariance.over(factor**-0.5)
-        elif covariance is not None:
-            covariance = covariance * factor
-        return GaussianOutputs(self.mean, self.variance * factor, covariance)
 
 
 def _view(model: nn.Module, posterior: Posterior) -> nn.Module:
@@ -394,7 +370,7 @@ class Predictor(nn.Module, ABC):
         return self._predict(Batch(args))
 
     @reading
-    def distribution(self, *args: Any, **kwargs: Any) -> GaussianOutputs | Tensor:
+    def distribution(self, *args: Any, **kwargs: Any) -> OutputGaussian | Tensor:
         """The distribution of a batch's outputs under the posterior, before temperature and observation noise: a
         Gaussian, or the outputs of every draw, ``(draws, batch, ...)``.
         """
@@ -507,7 +483,7 @@ class Predictor(nn.Module, ABC):
         """See `forward`."""
 
     @abstractmethod
-    def _distribution(self, batch: Batch) -> GaussianOutputs | Tensor:
+    def _distribution(self, batch: Batch) -> OutputGaussian | Tensor:
         """See `distribution`."""
 
     @abstractmethod
@@ -531,7 +507,7 @@ class Predictor(nn.Module, ABC):
         """
         return None
 
-    def distribution_from(self, features: Features) -> GaussianOutputs | Tensor:
+    def distribution_from(self, features: Features) -> OutputGaussian | Tensor:
         """The `distribution` that the batch itself would give."""
         raise PosthocUQError(f"The head {self.head!r} makes no features.")
 
@@ -805,9 +781,9 @@ class GaussianPredictor(Predictor):
         draws = {"n_draws": self._n_draws} if self._link == "mc" else {}
         return {**super().identity(), "link": self._link, **draws}
 
-    def fast_predictions(self, distribution: GaussianOutputs) -> Callable[[Posterior], Prediction]:
+    def fast_predictions(self, distribution: OutputGaussian) -> Callable[[Posterior], Prediction]:
         """With few draws of the outputs, and the covariance taken apart once."""
-        mean, variance, covariance = distribution
+        mean, variance, covariance = distribution[:3]
         if self._link == "mc" and self._posterior.likelihood.softmax and isinstance(covariance, Tensor):
             rows = self._posterior.likelihood.positions_of(mean)
             mean_rows = at_least_float32(mean if rows is None else rows.rows(mean))
@@ -821,9 +797,9 @@ class GaussianPredictor(Predictor):
             n_draws=min(self._n_draws, _DRAFT_DRAWS),
         )
 
-    def prediction_of(self, distribution: GaussianOutputs) -> Prediction:
+    def prediction_of(self, distribution: OutputGaussian) -> Prediction:
         """See `Predictor`."""
-        mean, variance, covariance = distribution
+        mean, variance, covariance = distribution[:3]
         return from_gaussian(
             mean, variance, self._posterior, covariance=covariance, link=self._link, n_draws=self._n_draws
         )

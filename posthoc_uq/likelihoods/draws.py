@@ -94,13 +94,14 @@ class LogitCovariance(NamedTuple):
 
 
 class OutputGaussian(NamedTuple):
-    """Gaussian outputs of a batch, and how a prediction is made of them.
+    """Gaussian outputs of a batch, and how a prediction is made of them. Those of a head are before temperature and
+    observation noise, and `Predictor.prediction_of` sets the link.
 
     Attributes:
-        mean: ``(batch, ...)``, in float32 at least.
+        mean: ``(batch, ...)``; of a prediction in float32 at least.
         variance: of the same shape.
-        covariance: ``(batch, outputs, outputs)`` where it is known, or the `LogitCovariance` of many classes; None for
-            independent outputs.
+        covariance: ``(batch, outputs, outputs)`` where it is known and a link can use it, or the `LogitCovariance` of
+            many classes; None for independent outputs.
         link: one of the likelihood's `links`.
         n_draws: of the outputs, for ``"mc"``.
     """
@@ -110,6 +111,15 @@ class OutputGaussian(NamedTuple):
     covariance: Tensor | LogitCovariance | None = None
     link: str = "mc"
     n_draws: int = LINK_DRAWS
+
+    def times(self, factor: float) -> OutputGaussian:
+        """With all variances and covariances multiplied by a factor."""
+        covariance = self.covariance
+        if isinstance(covariance, LogitCovariance):
+            covariance = covariance.over(factor**-0.5)
+        elif covariance is not None:
+            covariance = covariance * factor
+        return self._replace(variance=self.variance * factor, covariance=covariance)
 
     def draws(self) -> Tensor:
         """Quasi-random draws ``(n_draws, batch, ...)``, the same points for every input and call."""
