@@ -123,20 +123,16 @@ class Laplace(Method):
         """
         bases, factored = self.find_bases(task), task.factored
         sums, samples = self.sweep(task, bases)
-
-        def build() -> dict[str, Block]:
-            blocks = dict[str, Block]()
-            with Progress("blocks", "layers", task.plan.progress, len(task.layers)) as bar:
-                for name, layer in task.layers.items():
-                    blocks[name] = (
-                        self.block(layer, sums.pop(name), samples, bases.pop(name, None))
-                        if name in factored
-                        else DiagonalBlock(sums.pop(name)[0].diagonal(samples))
-                    )
-                    bar.advance()
-            return blocks
-
-        return task.timed("blocks", build)
+        blocks, bar = dict[str, Block](), Progress("blocks", "layers", task.plan.progress, len(task.layers))
+        with task.timed("blocks"), bar:
+            for name, layer in task.layers.items():
+                blocks[name] = (
+                    self.block(layer, sums.pop(name), samples, bases.pop(name, None))
+                    if name in factored
+                    else DiagonalBlock(sums.pop(name)[0].diagonal(samples))
+                )
+                bar.advance()
+        return blocks
 
     def sweep(self, task: Task, bases: Mapping[str, Basis]) -> tuple[dict[str, Sequence[Any]], float]:
         """The accumulators of every layer after a sweep over the data, and the sum of the samples' weights."""

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Generator, Iterable, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from math import ceil
@@ -276,7 +277,7 @@ class Task:
             raise ValueError(
                 f"Two sweeps of one fit are called {description!r}; give each a name of its own."
             )
-        start, plan = time.perf_counter(), self.plan
+        plan = self.plan
         sweep = Sweep(
             self.prepared.capture,
             accumulators,
@@ -291,13 +292,13 @@ class Task:
             weighted=self.batch.weights is not None,
             observers=() if self.observed or share < 1 else self.observers,
         )
-        sums, summary = self.part(description, lambda: self._swept(sweep, share, description))
-        self.restored = sums is not sweep.sums
-        if self.restored and self.checkpoint is not None:
-            with self.checkpoint.reading(f"its sums for {description} are of another kind"):
-                sweep.restore({"sums": sums, "summary": summary})
+        with self.timed(description):
+            sums, summary = self.part(description, lambda: self._swept(sweep, share, description))
+            self.restored = sums is not sweep.sums
+            if self.restored and self.checkpoint is not None:
+                with self.checkpoint.reading(f"its sums for {description} are of another kind"):
+                    sweep.restore({"sums": sums, "summary": summary})
         self.summary = sweep.summary
-        self.seconds[description] = time.perf_counter() - start
         return self.summary.weight
 
     def _swept(self, sweep: Sweep, share: float, description: str) -> tuple[Tensors, State]:
@@ -443,37 +444,28 @@ class Task:
                 "same data, or delete the checkpoint."
             )
 
-    def timed(self, description: str, work: Callable[[], Any]) -> Any:
-        """Do the work and note how long it took."""
+    @contextmanager
+    def timed(self, description: str) -> Generator[None]:
+        """A context of a part of the fit, of which is noted how long it took."""
         start = time.perf_counter()
-        result = work()
+        yield
         self.seconds[description] = time.perf_counter() - start
-        return result
 
     def divided(self, work: Mapping[str, Callable[[], dict[str, Tensor]]], description: str) -> Tensors:
         """Results by name, each computed by one of the processes and handed to the others."""
-
-        def compute() -> Tensors:
-            own_names = [name for index, name in enumerate(work) if index % world() == rank()]
-
-            results: Tensors = {}
-            bar = Progress(description, "layers", self.plan.progress, len(own_names))
+        own_names, results = list(work)[rank() :: world()], Tensors()
+        bar = Progress(description, "layers", self.plan.progress, len(own_names))
+        with self.timed(description):
             with on_all_ranks(description), bar:
                 for name in own_names:
-                    results[name] = work[name]()
+                    # of one order in memory in all processes: it decides how products are rounded
+                    results[name] = {key: tensor.contiguous() for key, tensor in work[name]().items()}
                     bar.advance()
-            results = {
-                # of one order in memory in all processes: it decides how products are rounded
-                name: {key: tensor.contiguous() for key, tensor in tensors.items()}
-                for name, tensors in checked_finite(results, description).items()
-            }
+            checked_finite(results, description)
             for index, name in enumerate(work):
-                source = index % world()
-                own_result = {name: results[name]} if name in results else None
-                results[name] = broadcast(own_result, source, self.device, description)[name]
-            return {name: results[name] for name in work}
-
-        return self.timed(description, compute)
+                own_result = {name: results.pop(name)} if name in results else None
+                results |= broadcast(own_result, index % world(), self.device, description)
+        return results
 
 
 def checked_finite(results: Tensors, part: str) -> Tensors:
@@ -500,6 +492,8 @@ def _merged(summary: SweepTotals) -> SweepTotals:
         PosthocUQError: two of them saw the same data.
     """
     summaries: list[SweepTotals] = gather(summary, "comparing the data")
+    if len(summaries) == 1:
+        return replace(summary, keys=set[int](), digest=0)  # as that of several, which have no common order
     contents = [(part.content, part.seen) for part in summaries if part.seen]
     if len(set(contents)) < len(contents):
         raise PosthocUQError(

@@ -333,7 +333,8 @@ class MessagePassing(Method):
                 "trained weights hold what these say already, and would count it twice. Pass held-out data, or take "
                 "prior='zero'."
             )
-        examples = task.timed("reading the data", lambda: examples_of(task, first, source is not None))
+        with task.timed("reading the data"):
+            examples = examples_of(task, first, source is not None)
         began = time.perf_counter()
         if source is None:
             blocks, notes = self._whole_network(task, stages, examples)
