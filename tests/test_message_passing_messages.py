@@ -16,9 +16,9 @@ from posthoc_uq.trained import (
     Regression,
     Signal,
     Softargmax,
-    divided,
+    divide,
     from_moments,
-    multiplied,
+    multiply,
     uniform_like,
     weight_variance,
 )
@@ -87,11 +87,11 @@ def product_backward(mean: Tensor, variance: Tensor, back: Message) -> Message:
 
 def test_t1_and_t2_products_and_quotients() -> None:
     a, b = pair(1.2, 0.5), pair(-0.3, 2.0)
-    product = multiplied(a, b)
+    product = multiply(a, b)
     is_message(product, 2.25, 2.5)
     near(torch.stack([product.mean, product.variance]), 0.9, 0.4)
     near(messages.log_overlap(a, b).exp(), 0.160882)
-    is_message(divided(pair(0.9, 0.4), b), 2.4, 2.0)
+    is_message(divide(pair(0.9, 0.4), b), 2.4, 2.0)
 
 
 # Truncation
@@ -124,7 +124,7 @@ def test_moments_far_in_the_tail(x: float) -> None:
     near(found[1] * x**2 / 4, variance, tolerance=3e-6)
     message = messages.truncation_message(pair(x, 1.0))
     assert bool(message.finite)
-    near(multiplied(message, pair(x, 1.0)).mean * abs(x), mean, tolerance=1e-6)
+    near(multiply(message, pair(x, 1.0)).mean * abs(x), mean, tolerance=1e-6)
 
 
 # Linear factors
@@ -143,7 +143,7 @@ def test_t3_weighted_sum() -> None:
         joint = (1 / variance).diag() + back.rho * torch.outer(c, c)
         exact = torch.linalg.inv(joint)
         means = exact @ (mean / variance + back.tau * c)
-        found = multiplied(from_moments(mean, variance), messages.sum_backward(c, mean, variance, back))
+        found = multiply(from_moments(mean, variance), messages.sum_backward(c, mean, variance, back))
         near(torch.stack([found.mean[i], found.variance[i]]), means[i], exact[i, i], tolerance=1e-12)
     quiet = messages.sum_backward(t(0.0, 1.0), t(1.0, 2.0), t(1.0, 1.0), Message(t(0.0), t(0.0)))
     is_message(quiet, (0.0, 0.0), (0.0, 0.0), 0)
@@ -207,7 +207,7 @@ def test_a_layer_is_products_and_a_sum() -> None:
                 to_parts = messages.sum_backward(ones, *parts, own)
                 for total, part in zip(to_w, product_backward(*a, to_parts), strict=True):
                     total[j] += part
-                to_a = multiplied(to_a, product_backward(*w, to_parts))
+                to_a = multiply(to_a, product_backward(*w, to_parts))
             is_message(Message(*(part[k, n, g, p] for part in to_inputs)), *to_a, tolerance=1e-12)
         is_message(Message(*(part[k, n, g] for part in to_weights)), *to_w, tolerance=1e-12)
 
@@ -223,7 +223,7 @@ def test_t7_constant_inputs() -> None:
     is_message(
         of_weights, (0.933333, -1.090622, 0.045902, -0.501337), (0.311111, 2.370917, 0.642623, 3.008021)
     )
-    posterior = multiplied(from_moments(layer.weight_mean, layer.weight_variance), told)
+    posterior = multiply(from_moments(layer.weight_mean, layer.weight_variance), told)
     near(posterior.mean[0, 0, 0, 0, :2], 0.381466, 0.276293)
     near(posterior.variance[0, 0, 0, 0, :2], 0.096983, 0.175308)
     row = x.flatten()
@@ -341,7 +341,7 @@ def test_t13_argmax() -> None:
         (11.317125, 10.237610, 10.408230),
     )
     two = Message(*(part[:2] for part in LOGITS))
-    found = multiplied(two, Argmax().message(two, LABEL))
+    found = multiply(two, Argmax().message(two, LABEL))
     near(torch.stack([found.mean[0], found.variance[0]]), 0.929919, 0.307768)
     # exact for the winner of two: the moments of its logit given that it wins, on a grid
     x = torch.linspace(-7, 8, 3001, dtype=D)
@@ -353,8 +353,8 @@ def test_t13_argmax() -> None:
 
 
 def test_t14_softargmax_forward() -> None:
-    near(messages.softened(LOGITS.mean, LOGITS.variance), 0.464824, 1.079540, -0.288870)
-    found = messages.softened(LOGITS.mean, LOGITS.variance).softmax(-1)
+    near(messages.soften(LOGITS.mean, LOGITS.variance), 0.464824, 1.079540, -0.288870)
+    found = messages.soften(LOGITS.mean, LOGITS.variance).softmax(-1)
     near(found, 0.301227, 0.557008, 0.141765), near(found.sum(), 1.0)
     normals = torch.randn(1_000_000, 3, generator=torch.Generator().manual_seed(0), dtype=D)
     truth = (LOGITS.mean + LOGITS.variance.sqrt() * normals).softmax(-1).mean(0)
@@ -364,8 +364,8 @@ def test_t14_softargmax_forward() -> None:
 def test_t15_softargmax_backward() -> None:
     found = Softargmax().message(LOGITS, LABEL)
     is_message(found, (0.787999, -0.310172, -0.184943), (0.216575, 0.223195, 0.120962))
-    near(multiplied(found, LOGITS).mean, 0.750209, 0.894154, -0.329029)
-    soft = messages.softened(LOGITS.mean, LOGITS.variance).exp()
+    near(multiply(found, LOGITS).mean, 0.750209, 0.894154, -0.329029)
+    soft = messages.soften(LOGITS.mean, LOGITS.variance).exp()
     for d in range(3):
         rest = float(soft.sum() - soft[d])
         top = None if d == 0 else float(soft[0])
@@ -376,7 +376,7 @@ def test_t15_softargmax_backward() -> None:
             return mass * normal(z, float(LOGITS.mean[d]), float(LOGITS.variance[d]))
 
         _, mean, variance = integral_moments(density, -9, 9)
-        own = multiplied(found, LOGITS)
+        own = multiply(found, LOGITS)
         near(torch.stack([own.mean[d], own.variance[d]]), mean, variance)
 
 
@@ -420,7 +420,7 @@ def test_a_single_logit_by_quadrature(signal: Signal) -> None:
     """By its sigmoid, or by whether it is above zero with a noise of variance 0.3: both are exact."""
     before = pair([0.4], [0.9])
     for label in (0, 1):
-        found = multiplied(before, signal.message(before, torch.tensor(label)))
+        found = multiply(before, signal.message(before, torch.tensor(label)))
 
         def density(x: Tensor, sign: int = 2 * label - 1) -> Tensor:
             chance = (

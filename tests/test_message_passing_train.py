@@ -24,10 +24,10 @@ from posthoc_uq.trained import (
     Softargmax,
     Trainer,
     Weighted,
-    divided,
+    divide,
     drawn_means,
     from_moments,
-    multiplied,
+    multiply,
     outputs_of,
     uniform_like,
     weight_variance,
@@ -143,7 +143,7 @@ def test_a_single_observation_is_exact() -> None:
 def test_t21_joint_posterior_of_a_probit() -> None:
     prior = Message(torch.zeros(1, 2, dtype=D), torch.eye(2, dtype=D).unsqueeze(0))
     _, told = train.fit_sites(PROBIT_ROWS, SIGNS, Argmax(), prior)
-    mean, covariance = train.joint_moments(multiplied(prior, told))
+    mean, covariance = train.joint_moments(multiply(prior, told))
     near(mean, (0.601863, 0.915609))
     near(covariance, (0.234925, 0.052648, 0.052648, 0.376380))
     stages, own = one_layer(2)
@@ -179,14 +179,14 @@ def test_joint_sites_of_classes_can_be_found_again(signal: Signal) -> None:
     labels = y.argmax(1)
     prior = Message(torch.zeros(3, 4, dtype=D), torch.eye(4, dtype=D).expand(3, 4, 4))
     sites, told = train.fit_sites(x, labels, signal, prior)
-    posterior = multiplied(prior, told)
+    posterior = multiply(prior, told)
     found = train.sites_within(x[:20], labels[:20], signal, posterior)
     part = train.site_to_weight_messages(x[:20], found)
     own = train.site_to_weight_messages(x[:20], Message(sites.tau[:20], sites.rho[:20]))
     near(part.rho, own.rho, 5e-3), near(part.tau, own.tau, 5e-3)
-    cavity = divided(posterior, part)
+    cavity = divide(posterior, part)
     _, again = train.fit_sites(x[:20], labels[:20], signal, cavity)
-    near(multiplied(cavity, again).rho, posterior.rho, 5e-3)
+    near(multiply(cavity, again).rho, posterior.rho, 5e-3)
 
 
 # No double counting
@@ -383,7 +383,7 @@ def test_a_kind_of_layer_edge_by_edge(kind: str, constant: bool) -> None:
     to_inputs, to_weights = way_back(back)
     assert to_weights is not None
     # the weights of uncertain inputs enter by their marginals, those of constants, as biases are, by their cavities
-    cavity = divided(marginal, sent)
+    cavity = divide(marginal, sent)
     of_weights = cavity if constant else marginal
     w = [
         layer.to_parameters(part[0])["0.weight"].flatten() for part in (of_weights.mean, of_weights.variance)

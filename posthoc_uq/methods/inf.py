@@ -122,7 +122,7 @@ class INF(Laplace):
             inputs, outputs = sums.pop(name)
             return {"inputs": _directions(inputs, samples), "outputs": _directions(outputs, samples)}
 
-        found = task.divided({name: partial(basis, name) for name in factored}, "eigenbases")
+        found = task.distribute({name: partial(basis, name) for name in factored}, "eigenbases")
         return {name: (directions["inputs"], directions["outputs"]) for name, directions in found.items()}
 
     def _sides(self, index: int, task: Task) -> list[_Side]:

@@ -549,7 +549,7 @@ def _decomposed(task: Task, sums: dict[str, Factors], samples: float, keep_grams
             "output_eigenvalues": output_values,
         }
 
-    return task.divided({name: partial(decompose, name) for name in list(sums)}, "eigenbases")
+    return task.distribute({name: partial(decompose, name) for name in list(sums)}, "eigenbases")
 
 
 @dataclass(frozen=True, kw_only=True)

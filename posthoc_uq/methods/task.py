@@ -451,7 +451,7 @@ class Task:
         yield
         self.seconds[description] = time.perf_counter() - start
 
-    def divided(self, work: Mapping[str, Callable[[], dict[str, Tensor]]], description: str) -> Tensors:
+    def distribute(self, work: Mapping[str, Callable[[], dict[str, Tensor]]], description: str) -> Tensors:
         """Results by name, each computed by one of the processes and handed to the others."""
         own_names, results = list(work)[rank() :: world()], Tensors()
         bar = Progress(description, "layers", self.plan.progress, len(own_names))

@@ -38,7 +38,7 @@ from posthoc_uq.trained.message_passing.messages import (
     Regression,
     Signal,
     Softargmax,
-    divided,
+    divide,
 )
 from posthoc_uq.trained.message_passing.network import BatchNormStage, ByStage, Stages, Weighted, stages_of
 from posthoc_uq.trained.message_passing.train import (
@@ -486,7 +486,7 @@ class MessagePassing(Method):
         trainer, notes = self._trained(task, stages, start, data, signal, _ALL_EPOCHS)
         blocks: dict[str, MessagesBlock] = {}
         for place, stage in layers.items():
-            found = divided(trainer.posterior[place], start[place])
+            found = divide(trainer.posterior[place], start[place])
             message = Message(found.tau[0], found.rho[0].clamp(min=0))
             shift = message.tau.new_zeros(stage.layer.inputs)
             blocks[stage.layer.name] = _block(task, MessagesBlock, priors[place], message, shift, examples)
@@ -519,7 +519,7 @@ class MessagePassing(Method):
             kind, batches = MessagesBlock, Batches(data, _GROUP_SIZE, task.plan.seed)
             usual = 1 if len(data.inputs) >= _LARGE_DATA else _LAST_EPOCHS
             trainer, notes = self._trained(task, None, {0: start}, batches, signal, usual)
-            message = divided(trainer.posterior[0], start)
+            message = divide(trainer.posterior[0], start)
             if isinstance(signal, Regression):
                 message = with_exact_means(*data, (mean, precision), message, signal)
         message = Message(*(part.unsqueeze(0) for part in units.of_layer(message)))

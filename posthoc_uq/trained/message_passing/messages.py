@@ -58,17 +58,17 @@ def uniform_like(tensor: Tensor) -> Message:
     return Message(torch.zeros_like(tensor), torch.zeros_like(tensor))
 
 
-def multiplied(a: Message, b: Message) -> Message:
+def multiply(a: Message, b: Message) -> Message:
     """The product of densities."""
     return Message(a.tau + b.tau, a.rho + b.rho)
 
 
-def divided(a: Message, b: Message) -> Message:
+def divide(a: Message, b: Message) -> Message:
     """The quotient of densities; a Gaussian where the precision of `a` is at least that of `b`."""
     return Message(a.tau - b.tau, a.rho - b.rho)
 
 
-def clamped(message: Message) -> Message:
+def clamp(message: Message) -> Message:
     """Precisions below `MIN_PRECISION` raised to it, with the same means."""
     low = message.rho < MIN_PRECISION
     return Message(
@@ -76,7 +76,7 @@ def clamped(message: Message) -> Message:
     )
 
 
-def damped(old: Message, new: Message, share: float) -> Message:
+def damp(old: Message, new: Message, share: float) -> Message:
     """``(1 - share) old + share new`` in natural parameters."""
     if share == 1:
         return new
@@ -153,7 +153,7 @@ def below_zero(
     return Branch(-slope * mirrored.mean, slope**2 * mirrored.variance, mirrored.log_weight)
 
 
-def mixed(a: Branch, b: Branch) -> Branch:
+def mix(a: Branch, b: Branch) -> Branch:
     """Mean, variance and log mass of two parts together."""
     total = torch.logaddexp(a.log_weight, b.log_weight)
     share_a, share_b = (a.log_weight - total).exp(), (b.log_weight - total).exp()
@@ -177,7 +177,7 @@ _TINY = 1e-300  # in place of a precision of 0, whose results are not used
 
 def moments_of_output(mean: Tensor, variance: Tensor, slope: float) -> tuple[Tensor, Tensor]:
     """Mean and variance of the output for an input ``N(mean, variance)``."""
-    match = mixed(above_zero(mean, variance), below_zero(mean, variance, slope=slope))
+    match = mix(above_zero(mean, variance), below_zero(mean, variance, slope=slope))
     return match.mean, torch.maximum(match.variance, _MIN_VARIANCE * variance)
 
 
@@ -189,12 +189,12 @@ def direct_forward(before: Message, slope: float) -> Message:
 def match_of(before: Message, after: Message, slope: float, *, output: bool) -> Branch:
     """Mean, variance and log mass of the marginal of the output, or of the input; the mass of both is the same."""
     above, below = (
-        multiplied(before, after),
-        multiplied(before, Message(slope * after.tau, slope**2 * after.rho)),
+        multiply(before, after),
+        multiply(before, Message(slope * after.tau, slope**2 * after.rho)),
     )
     upper = above_zero(above.mean, above.variance, log_overlap(before, after))
     overlap = log_density(slope * before.mean, after.mean, slope**2 * before.variance + after.variance)
-    return mixed(upper, below_zero(below.mean, below.variance, overlap, slope if output else 1.0))
+    return mix(upper, below_zero(below.mean, below.variance, overlap, slope if output else 1.0))
 
 
 def activation_forward(before: Message, after: Message, slope: float) -> Message:
@@ -203,7 +203,7 @@ def activation_forward(before: Message, after: Message, slope: float) -> Message
     match = match_of(before, partner, slope, output=True)
     # a match that is almost an atom keeps a variance of its own
     variance = torch.maximum(match.variance, _MIN_VARIANCE * before.variance)
-    message = divided(from_moments(match.mean, variance), after)
+    message = divide(from_moments(match.mean, variance), after)
     unsafe = (after.rho <= 0) | ~message.finite | (message.rho < before.rho)
     unsafe = unsafe | ~(match.log_weight >= log(MIN_MASS))
     return select(unsafe, direct_forward(before, slope), _without_nan(message))
@@ -214,9 +214,9 @@ def activation_backward(before: Message, after: Message, slope: float) -> Messag
     partner = Message(after.tau, after.rho.clamp(min=_TINY))
     match = match_of(before, partner, slope, output=False)
     rho = torch.maximum(before.rho + MIN_PRECISION, match.variance.reciprocal())
-    message = divided(Message(match.mean * rho, rho), before)
+    message = divide(Message(match.mean * rho, rho), before)
     uniform = (after.rho <= 0) | ((after.tau < 0) & (after.rho < 2 * MIN_PRECISION)) | ~message.finite
-    return clamped(select(uniform, uniform_like(before.tau), _without_nan(message)))
+    return clamp(select(uniform, uniform_like(before.tau), _without_nan(message)))
 
 
 def _without_nan(message: Message) -> Message:
@@ -405,7 +405,7 @@ class Argmax(_LabelSignal):
         message = select(target, winner, Message(-to_other.tau * share, to_other.rho * share))
         if self.regularize:
             drawn = torch.where(target, 1.0, -1.0).to(mean)
-            message = multiplied(message, from_moments(drawn, torch.full_like(drawn, 0.1)))
+            message = multiply(message, from_moments(drawn, torch.full_like(drawn, 0.1)))
         return message
 
 
@@ -420,7 +420,7 @@ class Softargmax(_LabelSignal):
         if mean.shape[-1] == 1:
             zero, positive = torch.zeros_like(mean), targets.bool().unsqueeze(-1).expand(mean.shape)
             return _by_quadrature(before, zero, zero, positive)
-        soft = softened(mean, before.variance)
+        soft = soften(mean, before.variance)
         target = F.one_hot(targets, mean.shape[-1]).bool().expand(mean.shape)
         diagonal = torch.eye(mean.shape[-1], dtype=torch.bool, device=mean.device)
         spread = soft.unsqueeze(-2).expand(*soft.shape, soft.shape[-1])
@@ -429,7 +429,7 @@ class Softargmax(_LabelSignal):
         return _by_quadrature(before, rest, torch.where(target, torch.zeros_like(soft), top), target)
 
 
-def softened(mean: Tensor, variance: Tensor) -> Tensor:
+def soften(mean: Tensor, variance: Tensor) -> Tensor:
     """``mean / sqrt(1 + pi / 8 variance)``, whose softmax approximates the mean of the softmax."""
     return mean / (1 + pi / 8 * variance).sqrt()
 
@@ -466,7 +466,7 @@ def _by_quadrature(before: Message, rest: Tensor, top: Tensor, target: Tensor) -
     sign = torch.where(target, 1.0, -1.0).to(mean)
     gain = torch.where(target, torch.zeros_like(mean), top - rest).exp()
     mass, shift, width = _sigmoid_moments(sign * (mean - rest), sign * deviation)
-    message = divided(from_moments(mean + deviation * shift, deviation.square() * width), before)
+    message = divide(from_moments(mean + deviation * shift, deviation.square() * width), before)
     counts = (gain * mass >= _MIN_INTEGRAL) & message.finite
     message = select(counts, message, uniform_like(mean))
     if bool((message.rho < _NEGATIVE_BY_ROUNDING).any()):

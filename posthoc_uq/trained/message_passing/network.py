@@ -27,11 +27,11 @@ from posthoc_uq.trained.message_passing.messages import (
     Products,
     activation_backward,
     activation_forward,
-    clamped,
+    clamp,
     direct_forward,
-    divided,
+    divide,
     from_moments,
-    multiplied,
+    multiply,
     select,
     sum_backward,
     sum_forward,
@@ -94,13 +94,13 @@ class Weighted:
         if isinstance(inputs, Tensor):
             mean, variance = self._rows(inputs, 1.0), None
         else:
-            clear = clamped(inputs if kept.back is None else multiplied(inputs, kept.back))
+            clear = clamp(inputs if kept.back is None else multiply(inputs, kept.back))
             mean, variance = self._rows(clear.mean, 1.0), self._rows(clear.variance, 0.0)
             if sent is not None:  # only the bias has an input that is a constant
                 sent = Message(*(F.pad(part[..., self._inputs :], (self._inputs, 0)) for part in sent))
-        weights = marginal if sent is None else divided(marginal, sent)
+        weights = marginal if sent is None else divide(marginal, sent)
         kept.least_precision = weights.rho.min()
-        weights = Message(*(part.unsqueeze(1) for part in clamped(weights)))
+        weights = Message(*(part.unsqueeze(1) for part in clamp(weights)))
         products = Products(mean, variance, weights.mean, weights.variance)
         outputs = products.forward()
 
@@ -112,7 +112,7 @@ class Weighted:
                 return None, to_weights
             informed = (outputs[1].reciprocal() > 2 * MIN_PRECISION) | (rows.rho > 2 * MIN_PRECISION)
             to_rows = select(informed.any(-1, keepdim=True), to_rows, uniform_like(to_rows.rho))
-            kept.back = clamped(Message(*(self._folded(part) for part in to_rows)))
+            kept.back = clamp(Message(*(self._folded(part) for part in to_rows)))
             return kept.back, to_weights
 
         return from_moments(*(self._from_output_rows(part) for part in outputs)), backward
@@ -229,10 +229,10 @@ class PoolingStage:
                 shares, mean, variance, Message(*(p.flatten(3).flatten(0, 1) for p in back))
             )
             to_inputs = Message(*(self._unfolding.fold(part).unflatten(0, lead) for part in to_cells))
-            return clamped(to_inputs), None
+            return clamp(to_inputs), None
 
         found = from_moments(*sum_forward(shares, mean, variance))
-        return clamped(Message(*(part.reshape(*lead, *self._outputs) for part in found))), backward
+        return clamp(Message(*(part.reshape(*lead, *self._outputs) for part in found))), backward
 
 
 @dataclass(frozen=True)

@@ -29,11 +29,11 @@ from posthoc_uq.trained.message_passing.messages import (
     Message,
     Regression,
     Signal,
-    clamped,
-    damped,
-    divided,
+    clamp,
+    damp,
+    divide,
     from_moments,
-    multiplied,
+    multiply,
     uniform_like,
 )
 from posthoc_uq.trained.message_passing.network import ByStage, StageMemory, Stages, passed
@@ -211,7 +211,7 @@ class Trainer:
         """The prior times the aggregated messages of all batches."""
         total = self.prior
         for message in self.evidence:
-            total = {index: multiplied(total[index], message[index]) for index in total}
+            total = {index: multiply(total[index], message[index]) for index in total}
         return total
 
     def visit(self, place: int, epoch: int) -> None:
@@ -222,16 +222,16 @@ class Trainer:
         """
         interrupts.check()
         old = self.evidence[place]
-        cavity = {index: divided(self.posterior[index], old[index]) for index in old}
+        cavity = {index: divide(self.posterior[index], old[index]) for index in old}
         inputs, targets = self.data[place]
         order = torch.randperm(len(targets), generator=self._generator, device="cpu").to(inputs.device)
         iterations = ceil(epoch / 2) if self.iterations is None else self.iterations
         new = self._batch_message(inputs[order], targets[order], cavity, iterations)
         share = batch_damping(epoch)
-        message = {index: damped(old[index], new[index], share) for index in old}
+        message = {index: damp(old[index], new[index], share) for index in old}
         if self.epochs > 1:
             self.evidence[place] = message
-        self.posterior = {index: multiplied(cavity[index], message[index]) for index in old}
+        self.posterior = {index: multiply(cavity[index], message[index]) for index in old}
 
     def _batch_message(self, inputs: Tensor, targets: Tensor, prior: ByStage, iterations: int) -> ByStage:
         if self.stages is None:
@@ -283,8 +283,8 @@ class Trainer:
                 for index, so_far in message.items():
                     sent = memory[index].to_weights
                     assert sent is not None
-                    message[index] = multiplied(so_far, sent)
-            marginals = {index: multiplied(prior[index], message[index]) for index in prior}
+                    message[index] = multiply(so_far, sent)
+            marginals = {index: multiply(prior[index], message[index]) for index in prior}
         return message
 
     def _example(
@@ -299,8 +299,8 @@ class Trainer:
             if to_weights is not None:
                 kept = memory[index]
                 old = uniform_like(to_weights.rho) if kept.to_weights is None else kept.to_weights
-                kept.to_weights = damped(old, to_weights, self.share)
-                new[index] = divided(multiplied(new[index], kept.to_weights), old)
+                kept.to_weights = damp(old, to_weights, self.share)
+                new[index] = divide(multiply(new[index], kept.to_weights), old)
                 assert kept.least_precision is not None
                 least.append(kept.least_precision)
             if before is not None:
@@ -397,7 +397,7 @@ def fit_sites(features: Tensor, targets: Tensor, signal: Signal, prior: Message)
     """
 
     def marginals_for(sites: Message) -> Message:
-        return marginals(features, multiplied(prior, site_to_weight_messages(features, sites)))
+        return marginals(features, multiply(prior, site_to_weight_messages(features, sites)))
 
     start = uniform_like(features.new_zeros(len(features), prior.tau.shape[0]))
     sites = expectation_propagation(marginals_for, start, targets, signal, SWEEPS)
@@ -444,7 +444,7 @@ def expectation_propagation(
         rises += change > last
         if rises == _MAX_RISES:
             share, rises = max(share / 2, _MIN_SHARE), 0
-        sites, last = damped(sites, new, share), change
+        sites, last = damp(sites, new, share), change
         if change <= TOLERANCE:
             return sites
         if len(changes) >= 2 * _STALLED and change > max(
@@ -467,7 +467,7 @@ def expectation_propagation(
 
 def _renewed(marginal: Message, sites: Message, targets: Tensor, signal: Signal) -> Message:
     """The messages of the targets under the cavities, ``(N, J)``."""
-    cavity = divided(marginal, sites)
+    cavity = divide(marginal, sites)
     if not bool((cavity.rho >= MIN_PRECISION).all()) or not bool(cavity.finite.all()):
         least = float(cavity.rho.min())
         raise PosthocUQError(
@@ -514,7 +514,7 @@ def group_message(rows: Tensor, targets: Tensor, before: Message, signal: Signal
     logits = from_moments(start, prior.diagonal(dim1=-2, dim2=-1))
     root = torch.eye(len(rows), dtype=rows.dtype, device=rows.device).expand_as(prior)
     for _ in range(iterations):
-        cavities = clamped(divided(logits, sites))
+        cavities = clamp(divide(logits, sites))
         message = signal.message(Message(*(part.T.unsqueeze(0) for part in cavities)), targets)
         sites = Message(*(part.squeeze(0).T for part in message))
         root, logits = _group_posterior(prior, start, sites)
@@ -525,7 +525,7 @@ def group_message(rows: Tensor, targets: Tensor, before: Message, signal: Signal
         mean + variance * ((sites.tau - sites.rho * logits.mean) @ rows),
         torch.maximum(variance - lost, 1e-12 * variance),
     )
-    message = divided(after, before)
+    message = divide(after, before)
     return Message(message.tau, message.rho.clamp(min=0))
 
 
