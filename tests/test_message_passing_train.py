@@ -39,7 +39,7 @@ from posthoc_uq.trained.message_passing.network import (
     ByStage,
     Stage,
     StageMemory,
-    passed,
+    pass_messages,
     stages_of,
 )
 from posthoc_uq.trained.message_passing.train import batch_damping
@@ -487,7 +487,8 @@ def test_outputs_that_are_scaled_and_moved() -> None:
         found.append(moments(trainer)[0])
     near(found[1], found[0], 1e-10)
     outputs = [
-        passed(own, trainer.posterior, [StageMemory() for _ in own], x[None])[0] for own in (stages, scaled)
+        pass_messages(own, trainer.posterior, [StageMemory() for _ in own], x[None])[0]
+        for own in (stages, scaled)
     ]
     near(outputs[1].mean, factor * outputs[0].mean + offset, 1e-10)
     near(outputs[1].variance, factor.square() * outputs[0].variance, 1e-10)

@@ -81,7 +81,7 @@ def sample_keys(tensors: Iterable[Tensor], samples: int, seed: int) -> Tensor:
     return mix(keys + _signed(mixed_seed(seed)))
 
 
-def numbered(keys: Tensor, numbers: Tensor) -> Tensor:
+def number_keys(keys: Tensor, numbers: Tensor) -> Tensor:
     """Keys ``(samples,)`` of copies told apart by the number of each; a first one, of number 0, keeps its own."""
     return torch.where(numbers > 0, mix(keys + numbers * _GAMMA), keys)
 

@@ -28,7 +28,7 @@ from posthoc_uq.core.errors import PosthocUQError
 from posthoc_uq.core.interrupts import defer_interrupts
 from posthoc_uq.core.options import Seed, check_names, check_option, one_of
 from posthoc_uq.core.progress import bars_shown
-from posthoc_uq.core.randomness import isolated_random_state, mixed_seed, numbered, sample_keys, uniforms
+from posthoc_uq.core.randomness import isolated_random_state, mixed_seed, number_keys, sample_keys, uniforms
 from posthoc_uq.core.steady import steady
 from posthoc_uq.fitting.faithful import model_of, rows_named
 from posthoc_uq.fitting.tune import has_something_to_tune, tell_returned, tuned_by_labels
@@ -264,7 +264,7 @@ class _HeldOut:
             for key in keys.tolist():
                 numbers.append(seen[key])
                 seen[key] += 1
-            yield batch, numbered(keys, torch.tensor(numbers, dtype=torch.int64, device="cpu"))
+            yield batch, number_keys(keys, torch.tensor(numbers, dtype=torch.int64, device="cpu"))
         if not seen:
             raise nothing_counts()
 

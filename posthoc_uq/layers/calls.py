@@ -79,8 +79,8 @@ def _product(x: Tensor, matrix: Tensor, summed: int, places: list[int], turned: 
 
 
 class CallMode(TorchFunctionMode):
-    """Shows torch's functions to `called` while a model runs; attention, recurrent layers, sums with a matrix, and what
-    has a weight that it `follows` in `decomposed_calls`, as the functions that they consist of.
+    """Shows torch's functions to `handle_call` while a model runs; attention, recurrent layers, sums with a matrix, and
+    what has a weight that it `follows` in `decomposed_calls`, as the functions that they consist of.
     """
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -96,13 +96,13 @@ class CallMode(TorchFunctionMode):
         if opened is not None:
             with self:
                 return opened()
-        return self.called(func, types, args, kwargs)
+        return self.handle_call(func, types, args, kwargs)
 
     def follows(self, weight: Tensor) -> bool:
         """Whether the calls of a weight matter here."""
         return False
 
-    def called(self, func: Any, types: Any, args: Any, kwargs: dict[str, Any]) -> Any:
+    def handle_call(self, func: Any, types: Any, args: Any, kwargs: dict[str, Any]) -> Any:
         """What the model gets from a call."""
         raise NotImplementedError
 
@@ -133,7 +133,7 @@ class CallWatcher(CallMode):
     def follows(self, weight: Tensor) -> bool:
         return self._handler is not None and (self._tracked is None or id(weight) in self._tracked)
 
-    def called(self, func: Any, types: Any, args: Any, kwargs: dict[str, Any]) -> Any:
+    def handle_call(self, func: Any, types: Any, args: Any, kwargs: dict[str, Any]) -> Any:
         output = func(*args, **kwargs)
         if self._every is not None:
             self._every(func, args, kwargs, output)
@@ -194,7 +194,7 @@ class CallReplacer(CallMode):
     def follows(self, weight: Tensor) -> bool:
         return id(weight) in self._outputs
 
-    def called(self, func: Any, types: Any, args: Any, kwargs: dict[str, Any]) -> Any:
+    def handle_call(self, func: Any, types: Any, args: Any, kwargs: dict[str, Any]) -> Any:
         if func in self._functions:
             return self._functions[func](*args, **kwargs)
         call = affine_call(func, args, kwargs) if self._outputs else None

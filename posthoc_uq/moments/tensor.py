@@ -258,7 +258,7 @@ class Pass(CallMode):
     def follows(self, weight: Tensor) -> bool:
         return id(weight) in self.posteriors
 
-    def called(self, func: Any, types: Any, args: Any, kwargs: dict[str, Any]) -> Any:
+    def handle_call(self, func: Any, types: Any, args: Any, kwargs: dict[str, Any]) -> Any:
         if self._written:
             args, kwargs = pytree.tree_map(self._present, (args, kwargs))
             if any(isinstance(x, MomentTensor) for x in pytree.tree_leaves((args, kwargs))):

@@ -419,7 +419,7 @@ class Block(ABC):
         def number(size: str | Size) -> int:
             if isinstance(size, str):
                 return of_layer[size]
-            return bounded(attributes, size.name, size.low, of_layer[size.most])
+            return check_bounds(attributes, size.name, size.low, of_layer[size.most])
 
         return {
             name: TensorSpec(tuple(number(size) for size in declared.sizes), **declared.properties)
@@ -521,7 +521,7 @@ def largest_of(*tensors: Tensor) -> float:
     return max((float(tensor.abs().max()) for tensor in tensors if tensor.numel()), default=0.0)
 
 
-def bounded(attributes: Mapping[str, Any], name: str, low: int, high: int) -> int:
+def check_bounds(attributes: Mapping[str, Any], name: str, low: int, high: int) -> int:
     """A whole number among the attributes that must lie in a range which depends on the layer.
 
     Raises:

@@ -21,7 +21,7 @@ from posthoc_uq.layers.layer import Layer
 from posthoc_uq.layers.operands import weighted
 from posthoc_uq.likelihoods import Likelihood
 from posthoc_uq.likelihoods.weights import SampleWeights, nothing_counts, weights_of
-from posthoc_uq.posteriors.block import TensorSpec, bounded
+from posthoc_uq.posteriors.block import TensorSpec, check_bounds
 
 SMOOTHING = 3e-4
 SOURCES = ("outputs", "positions", "pooled")
@@ -169,8 +169,8 @@ class FeatureGrams:
         layer = Layer.from_attributes(attributes["layer"]["name"], attributes["layer"])
         features = layer.groups * layer.inputs
         classes = attributes["classes"]
-        width = bounded(attributes, "width", 1, features)
-        rank = bounded(attributes, "rank", 0, width)
+        width = check_bounds(attributes, "width", 1, features)
+        rank = check_bounds(attributes, "rank", 0, width)
         return {
             "basis": TensorSpec((features, width), orthonormal=True),
             "diagonal": TensorSpec((classes, width), non_negative=True),

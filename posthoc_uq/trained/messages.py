@@ -36,7 +36,7 @@ from posthoc_uq.posteriors.covariance import Covariance, DenseLayer, DenseRows, 
 from posthoc_uq.posteriors.laplace import LARGEST_BYTES
 
 
-def moved(inputs: Tensor, shift: Tensor) -> Tensor:
+def shift_inputs(inputs: Tensor, shift: Tensor) -> Tensor:
     """Inputs ``(..., n)``, the last of them the bias's, as those of the weights that `shift` ``(n,)`` belongs to; of
     Jacobians likewise.
     """
@@ -73,10 +73,10 @@ class Moved(Covariance):
         return _with_shift(self._inner.variance(), self._shift)
 
     def quadratic(self, jacobians: Tensor) -> Tensor:
-        return self._inner.quadratic(moved(jacobians, self._shift))
+        return self._inner.quadratic(shift_inputs(jacobians, self._shift))
 
     def whiten(self, jacobians: Tensor) -> Tensor:
-        return self._inner.whiten(moved(jacobians, self._shift))
+        return self._inner.whiten(shift_inputs(jacobians, self._shift))
 
     def log_determinant(self) -> Tensor:
         return self._inner.log_determinant()  # moving the bias has the determinant 1
@@ -98,7 +98,7 @@ class Moved(Covariance):
     # A bias is certain to be multiplied with 1, so that moving it leaves the inputs' variances.
 
     def output_variance(self, mean: Tensor, variance: Tensor | None = None) -> Tensor:
-        result = self._inner.output_variance(moved(mean, self._shift))
+        result = self._inner.output_variance(shift_inputs(mean, self._shift))
         if variance is None:
             return result
         return result + torch.einsum("goi,rgi->rgo", self._marginal.to(variance), variance)
@@ -106,7 +106,7 @@ class Moved(Covariance):
     def output_covariance(
         self, mean: Tensor, covariance: Tensor | None = None, *, joint: bool = False
     ) -> Tensor:
-        return self._inner.output_covariance(moved(mean, self._shift), covariance, joint=joint)
+        return self._inner.output_covariance(shift_inputs(mean, self._shift), covariance, joint=joint)
 
 
 class MovedRows(Moved):

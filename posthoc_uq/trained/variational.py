@@ -30,7 +30,7 @@ from posthoc_uq.posteriors.block import (
     Size,
     TensorField,
     TensorSpec,
-    bounded,
+    check_bounds,
     largest_of,
     packed,
     unpacked,
@@ -247,7 +247,10 @@ def _flow_of(shape: MatrixShape, attributes: Mapping[str, Any]) -> Flow | None:
         return None
     groups, outputs, inputs = shape
     size = groups * outputs if along == "outputs" else inputs - bool(attributes.get("bias"))
-    steps, units = bounded(attributes, "steps", 1, MAX_STEPS), bounded(attributes, "units", 1, MAX_UNITS)
+    steps, units = (
+        check_bounds(attributes, "steps", 1, MAX_STEPS),
+        check_bounds(attributes, "units", 1, MAX_UNITS),
+    )
     if size < 1 or (along == "inputs" and groups != 1):
         raise CorruptPosteriorError(f"A flow along the {along} does not fit a layer of shape {shape}.")
     return Flow(size, units, steps, cast(FlowForm, attributes.get("form")))

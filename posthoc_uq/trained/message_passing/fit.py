@@ -52,7 +52,7 @@ from posthoc_uq.trained.message_passing.train import (
     weight_variance,
     with_exact_means,
 )
-from posthoc_uq.trained.messages import JointMessagesBlock, MessagesBlock, moved
+from posthoc_uq.trained.messages import JointMessagesBlock, MessagesBlock, shift_inputs
 
 _LARGE_DATA = 20_000  # samples from which on a last layer's batches are visited once
 _LAST_EPOCHS, _ALL_EPOCHS = 4, 18  # visits of every batch where none are given
@@ -719,7 +719,7 @@ def _matched(
     picked = torch.randperm(samples, generator=generator, device="cpu")[:wanted]
     rows = as_double(inputs[picked.to(inputs.device)])
     network = _with_zero(rows @ _trained_matrix(task, layer)[0].to(rows).T).log_softmax(-1)
-    mean, variance = _logits(block, moved(rows, as_double(block.shift)))
+    mean, variance = _logits(block, shift_inputs(rows, as_double(block.shift)))
     normals = torch.randn(_DRAWS, 1, outputs, generator=generator, dtype=torch.float64, device="cpu")
     deviation = variance.sqrt() * normals.to(mean)
     top = log10(highest)

@@ -255,7 +255,7 @@ ByStage = dict[int, Message]
 """Messages to weights, by the place of the stage in the network."""
 
 
-def passed(
+def pass_messages(
     stages: Stages, marginals: Mapping[int, Message], memory: Sequence[StageMemory], x: Tensor
 ) -> tuple[Message, list[Backward]]:
     """Messages to the outputs, ``(K, N, J)``, and by stage the way back, which begins with the last.
@@ -292,7 +292,9 @@ def outputs_of(
     """
     networks = len(posterior[0].rho)
     found = [
-        passed(stages, posterior, [StageMemory() for _ in stages], part.expand(networks, *part.shape))[0]
+        pass_messages(stages, posterior, [StageMemory() for _ in stages], part.expand(networks, *part.shape))[
+            0
+        ]
         for part in inputs.split(chunk)
     ]
     return torch.cat([m.mean for m in found], 1), torch.cat([m.variance for m in found], 1)

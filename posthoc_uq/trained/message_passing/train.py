@@ -36,7 +36,7 @@ from posthoc_uq.trained.message_passing.messages import (
     multiply,
     uniform_like,
 )
-from posthoc_uq.trained.message_passing.network import ByStage, StageMemory, Stages, passed
+from posthoc_uq.trained.message_passing.network import ByStage, StageMemory, Stages, pass_messages
 
 # Priors over the weights of a layer: the size of the drawn means, and variances that keep the size of activations. The
 # constants are moments of a LeakyReLU with the slope 0.1 of ``z ~ N(mu, 2)``, ``mu ~ N(0, 1)``: the mean variance of
@@ -268,7 +268,8 @@ class Trainer:
         ]
         if self._start is None:
             outputs = [
-                (passed(stages, prior, [StageMemory() for _ in stages], x)[0], y) for x, y, _ in examples
+                (pass_messages(stages, prior, [StageMemory() for _ in stages], x)[0], y)
+                for x, y, _ in examples
             ]
             self._start = torch.stack([self.signal.error(*each) for each in outputs]).sum(0) / len(targets)
         marginals, message = prior, {index: uniform_like(like.rho) for index, like in prior.items()}
@@ -291,7 +292,7 @@ class Trainer:
         self, stages: Stages, x: Tensor, target: Tensor, memory: Sequence[StageMemory], marginals: ByStage
     ) -> tuple[ByStage, Tensor, Tensor]:
         """One example forward and back: the new marginals, its error, and the least precision of a cavity."""
-        outputs, ways_back = passed(stages, marginals, memory, x)
+        outputs, ways_back = pass_messages(stages, marginals, memory, x)
         error, back = self.signal.error(outputs, target), self.signal.message(outputs, target)
         new, least = dict(marginals), list[Tensor]()
         for index in reversed(range(len(stages))):
@@ -453,14 +454,14 @@ def expectation_propagation(
             break
     if last > _MAX_LAST_CHANGE:
         # without it nothing bounds the outputs of misclassified samples, and they drift away
-        bounded = (
+        check_bounds = (
             "give regularize=True, take signal='softargmax'"
             if isinstance(signal, Argmax)
             else "bring the features to about unit size"
         )
         raise PosthocUQError(
             f"The messages of the targets do not settle: sweep {len(changes)} still changed them by {last:.2g}; "
-            f"{bounded}, raise the prior precision, or take posterior='diagonal'."
+            f"{check_bounds}, raise the prior precision, or take posterior='diagonal'."
         )
     return sites
 
