@@ -17,7 +17,7 @@ OFFERED = {
     "function_kl": "function_space_kl",
     # message passing, step by step
     "message_passing.messages": (
-        "Argmax Message Regression Signal Softargmax divided from_moments multiplied uniform_like"
+        "Argmax Message Regression Signal Softargmax divide from_moments multiply uniform_like"
     ),
     "message_passing.network": "Activation Weighted outputs_of",
     "message_passing.train": "Trainer drawn_means weight_variance",
