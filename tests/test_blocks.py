@@ -31,6 +31,7 @@ from posthoc_uq.posteriors import (
     Covariance,
     DiagonalBlock,
     Evidence,
+    HeadRecord,
     PrecisionSettings,
 )
 from posthoc_uq.posteriors.covariance import DiagonalPrecision
@@ -168,7 +169,7 @@ def test_what_a_posterior_cannot_do_is_refused_in_one_sentence(spikes: tuple[nn.
             PosthocUQError, match=rf"^head='{head}' needs {needs}, {end}; head='sampling' does not\.$"
         ):
             uq.wrap(model, posterior, head=head)
-    posterior = posterior.noted(head={"name": "linearized", "options": {}, "criterion": "given"})
+    posterior = posterior.noted(head=HeadRecord(name="linearized", options={}, criterion="given"))
     assert uq.wrap(model, posterior).head == "sampling"  # the default is one that it can serve
     for work, words in (
         (
@@ -211,10 +212,10 @@ def test_what_cannot_be_tuned_is_said_and_the_rest_is_tuned(spikes: tuple[nn.Mod
     ):
         with pytest.raises(PosthocUQError, match=words):
             posterior.with_settings(**{name: 2.0})
-    posterior = posterior.noted(head={"name": "linearized", "options": {}, "criterion": "given"})
+    posterior = posterior.noted(head=HeadRecord(name="linearized", options={}, criterion="given"))
     with pytest.warns(UserWarning, match="worse than the model's own"):
         posterior = uq.tune(posterior, loader, parameters=(), n_samples=4, progress=False)
-    assert posterior.temperature != 1.0 and posterior.history.head["name"] == "sampling"
+    assert posterior.temperature != 1.0 and posterior.history.head.name == "sampling"
 
 
 def test_built_in_blocks_say_what_they_can_do() -> None:

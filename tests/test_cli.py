@@ -680,7 +680,7 @@ class TestFit:
         found = uq.load(place / "tuned.h5", trained(place))
         assert found.history.tuning["prior precision"].startswith("the widest")
         assert found.history.promises
-        assert found.history.head == {"name": "linearized", "options": {}, "criterion": "likelihood"}
+        assert found.history.head.plain() == {"name": "linearized", "options": {}, "criterion": "likelihood"}
         options = [*model_options(place), "-o", place / "x.h5", "--val-data", place / "flat"]
         assert "For calibration data need labels" in failure("fit", place / "train", *options)
         assert not (place / "x.h5").exists()
@@ -785,7 +785,7 @@ class TestTune:
         assert said["validation NLL"] == pytest.approx(trials.chosen.objective)
         assert said["given up"] == pytest.approx(trials.nll_given_up_for_width, abs=1e-9)
         head = {"name": "sampling", "options": {"n_samples": 6}, "criterion": "likelihood"}
-        assert found.history.head == head == said["searched through"]
+        assert found.history.head.plain() == head == said["searched through"]
         assert said["model alone"] == pytest.approx(trials.model_alone)
         assert copied.read_bytes() == (place / "m.h5").read_bytes()
         for option in ("n-samples", "n-probes"):  # checked before the search

@@ -342,7 +342,7 @@ def test_tuning(name: str, criterion: str) -> None:
             assert posterior.settings.plain() == before
             return
         given, posterior = posterior, tune()
-    assert given.settings.plain() == before and posterior.history.head["criterion"] == criterion
+    assert given.settings.plain() == before and posterior.history.head.criterion == criterion
     assert bool(posterior.history.faithful) == (
         criterion == "faithful" and posterior.width_parameter is not None
     )

@@ -116,7 +116,7 @@ def test_predictions(name: str, head: str, likelihood: str) -> None:
 @METHOD
 def test_the_head_that_it_is_made_for_is_the_default(name: str) -> None:
     model, posterior = kept(name)
-    assert uq.wrap(model, posterior).head == short(name).head == posterior.history.head["name"]
+    assert uq.wrap(model, posterior).head == short(name).head == posterior.history.head.name
 
 
 @HEAD

@@ -47,7 +47,7 @@ def test_a_fit_calibrates_at_once() -> None:
     two = uq.calibrate(two, held_out, progress=False)
     assert one.settings == two.settings and one.history.tuning == two.history.tuning
     assert one.history.promises == two.history.promises != {}
-    assert one.history.head["criterion"] == "likelihood"
+    assert one.history.head.criterion == "likelihood"
 
 
 @pytest.mark.parametrize(("shape", "dtype"), [((60,), torch.float32), ((60, 1), torch.int64)])
@@ -56,7 +56,7 @@ def test_binary_labels_of_every_form(shape: tuple[int, ...], dtype: torch.dtype)
     data = [(x, (x[:, 0] > 0).to(dtype).reshape(shape))]
     model = nn.Sequential(nn.Linear(3, 4), nn.Tanh(), nn.Linear(4, 1))
     posterior = uq.fit(model, data, val_loader=data, likelihood="binary", progress=False)
-    assert posterior.history.head["criterion"] == "likelihood" and posterior.temperature > 0
+    assert posterior.history.head.criterion == "likelihood" and posterior.temperature > 0
 
 
 def test_a_regression_without_targets_warns_that_its_noise_is_one() -> None:
@@ -134,7 +134,7 @@ class NoDivergence(Categorical):
 
 def test_a_likelihood_without_a_divergence_takes_the_evidence() -> None:
     posterior = fit(likelihood=NoDivergence(), head="sampling")
-    assert posterior.history.head["criterion"] == "evidence" and not posterior.history.faithful
+    assert posterior.history.head.criterion == "evidence" and not posterior.history.faithful
     with pytest.raises(uq.PosthocUQError, match="divergence"):
         posterior = uq.tune(posterior, classifier()[1], criterion="faithful", progress=False)
 
@@ -142,7 +142,7 @@ def test_a_likelihood_without_a_divergence_takes_the_evidence() -> None:
 def test_a_training_takes_a_number_as_its_own_prior_precision() -> None:
     options: dict[str, Any] = {"method": "function_space", "epochs": 1, "divergence": None}
     posterior = fit(prior_precision=3.0, **options)
-    assert posterior.prior_precision == 3.0 and posterior.history.head["criterion"] == "given"
+    assert posterior.prior_precision == 3.0 and posterior.history.head.criterion == "given"
     assert fit(**options).scale == posterior.scale  # divergence=None leaves the variances
 
 

@@ -555,7 +555,7 @@ def test_variances_stay_as_they_were_trained_where_no_faithful_posterior_is_aske
     assert narrowed.scale > 10 * trained.scale
     for name, variance in trained.variance().items():
         torch.testing.assert_close(variance, narrowed.variance()[name] * (narrowed.scale / 32))
-    assert trained.history.head["name"] == "sampling" and not trained.history.faithful
+    assert trained.history.head.name == "sampling" and not trained.history.faithful
     with pytest.raises(PosthocUQError, match="prior_precision='evidence' or a number"):
         uq.fit(model, batches(), divergence=None)
 

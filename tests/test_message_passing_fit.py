@@ -305,7 +305,7 @@ def test_a_whole_network_is_what_the_messages_say() -> None:
             posterior = fit(model, x, y, uq.Gaussian(0.01), layers="all", **options)
         assert set(posterior.layers) == {"0", "3"}
         prediction = uq.wrap(model, posterior)(x)
-        assert posterior.history.head["name"] == "moments"
+        assert posterior.history.head.name == "moments"
         assert float((prediction.mean - y).square().mean()) < 0.3 * float(y.var())
         assert bool((uq.wrap(model, posterior)(x + 50).variance > prediction.variance).all())
 
@@ -626,7 +626,7 @@ def test_a_faithful_scale_is_found_where_it_is_asked_for() -> None:
     model, x, y = classes(60)
     plain = uq.fit(model, [(x, y)], uq.MessagePassing(), progress=False)
     asked = uq.fit(model, [(x, y)], uq.MessagePassing(), prior_precision="faithful", progress=False)
-    assert plain.history.head["criterion"] == "given" and asked.history.head["criterion"] == "faithful"
+    assert plain.history.head.criterion == "given" and asked.history.head.criterion == "faithful"
     assert asked.scale > plain.scale
     with pytest.raises(uq.PosthocUQError, match="keeps the variances of its training"):
         uq.fit(model, [(x, y)], uq.LatentBinary(epochs=1), prior_precision="faithful", progress=False)

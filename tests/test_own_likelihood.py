@@ -154,7 +154,7 @@ class TestFit:
             n_context=6,
         )
         losses = found.history.fit["loss"]
-        assert found.history.head["criterion"] == "faithful" and losses[-1] < losses[0]
+        assert found.history.head.criterion == "faithful" and losses[-1] < losses[0]
         assert torch.isfinite(uq.wrap(network, found)(data()[0]).mean).all()
 
     def test_score_by_autograd(self):
@@ -246,7 +246,7 @@ class TestFit:
 class TestTune:
     def test_the_default_is_faithful(self, network):
         found = fit(network, prior_precision=None, divergence=0.01)
-        assert found.history.head["criterion"] == "faithful"
+        assert found.history.head.criterion == "faithful"
         x, prediction = data()[0], uq.wrap(network, found)(data()[0])
         assert found.history.faithful["divergence"] <= 0.01
         # KL(Poisson || mixture) in full: sum over counts
@@ -260,7 +260,7 @@ class TestTune:
     def test_held_out_data(self, network):
         found = uq.tune(fit(network), [data(40, seed=3)], progress=False)
         trials = found.history.trials
-        assert found.history.head["criterion"] == "likelihood" and found.temperature == 1.0
+        assert found.history.head.criterion == "likelihood" and found.temperature == 1.0
         x, y = data(40, seed=3)
         own = -float(uq.wrap(network, found)(x).log_prob(y).mean())
         assert own == pytest.approx(trials.chosen.objective, abs=1e-5)
@@ -281,14 +281,14 @@ class TestTune:
             divergence = uq.Likelihood.divergence
 
         fitted = fit(network, "kfac", Plain(), prior_precision=None)
-        assert fitted.history.head["criterion"] == "evidence"
+        assert fitted.history.head.criterion == "evidence"
         by_evidence, held_out = fitted.prior_precision, [data(40, seed=3)]
         fitted = uq.tune(fitted, held_out, progress=False)
         trials = fitted.history.trials
         best = min(trial.objective for trial in trials.trials)
         assert trials.trials[0].settings.prior_precision == pytest.approx(by_evidence)
         assert fitted.prior_precision >= by_evidence and trials.chosen.objective <= best + 0.01
-        assert fitted.history.head["criterion"] == "likelihood" and not fitted.history.faithful
+        assert fitted.history.head.criterion == "likelihood" and not fitted.history.faithful
         with pytest.raises(uq.PosthocUQError, match="leave divergence out"):
             uq.tune(fitted, held_out, divergence=0.1, progress=False)
         with pytest.raises(uq.PosthocUQError, match="by the evidence or by the likelihood of held-out data"):

@@ -463,7 +463,7 @@ def test_defaults_files_and_evaluation(head: str, kind, tmp_path: Path) -> None:
     x, y = segmentation() if kind is Upsampled else (case("image").x.float(), case("image").y)
     loader = list(zip(x.split(3), y.split(3), strict=True))
     posterior = uq.fit(model, loader, head=head, progress=False)
-    assert posterior.history.head["criterion"] == "faithful"
+    assert posterior.history.head.criterion == "faithful"
     assert posterior.history.faithful["divergence"] <= 0.002 and posterior.features.source == "positions"
     predictor = uq.wrap(model, posterior)
     prediction = predictor(x)
@@ -498,7 +498,7 @@ def test_held_out_data_tune_it() -> None:
     own = case("tokens")
     posterior = fit(own)
     posterior = uq.tune(posterior, own.loader(), progress=False)
-    assert posterior.history.head["criterion"] == "likelihood"
+    assert posterior.history.head.criterion == "likelihood"
     posterior = uq.tune(posterior, own.loader(), temperature=True, progress=False)
     assert 0.1 < posterior.temperature < 30
 

@@ -50,7 +50,7 @@ from posthoc_uq.core import Record
 from posthoc_uq.files import fingerprint, header, inspect, load, save, tensors
 from posthoc_uq.likelihoods import LIKELIHOODS
 from posthoc_uq.methods import Checkpoint
-from posthoc_uq.posteriors import BLOCKS, DiagonalBlock, InformationBlock
+from posthoc_uq.posteriors import BLOCKS, DiagonalBlock, HeadRecord, InformationBlock
 from posthoc_uq.posteriors.posterior import BlockLayout
 
 Saved = tuple[Path, nn.Module, Posterior]
@@ -177,11 +177,13 @@ def test_the_history_comes_back_and_is_shown(name: str, tmp_path: Path) -> None:
         "output": [({"name": "logits", "guessed": True}, "'logits'")],
         "calibration": [(CALIBRATION, "error left")],
     }[name]
+    kind = {"head": HeadRecord}.get(name, dict)
     for value, words in values:
-        posterior = posterior.replaced(history=replace(posterior.history, **{name: value}))
+        record = kind(**value)
+        posterior = posterior.replaced(history=replace(posterior.history, **{name: record}))
         save(posterior, path)
         loaded, found = load(path, model), inspect(path)
-        assert getattr(loaded.history, name) == value
+        assert getattr(loaded.history, name) == record
         assert words in str(found)
         assert found[name] == {key: v for key, v in value.items() if v != float("inf")}
         save(loaded, tmp_path / "again.h5")

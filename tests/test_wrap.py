@@ -25,7 +25,7 @@ def test_the_head_is_recorded_and_another_one_is_met_with_a_warning(tmp_path: Pa
     posterior = uq.fit(model, loader, head="moments", progress=False)
     uq.save(posterior, tmp_path / "p.h5")
     loaded = uq.load(tmp_path / "p.h5", model)
-    assert loaded.history.head == {"name": "moments", "options": {}, "criterion": "faithful"}
+    assert loaded.history.head.plain() == {"name": "moments", "options": {}, "criterion": "faithful"}
     assert loaded.history.faithful == posterior.history.faithful and loaded.settings == posterior.settings
     assert torch.equal(uq.wrap(model, loaded)(x).probs, uq.wrap(model, posterior)(x).probs)
     with pytest.warns(UserWarning, match="found for head='moments'"):

@@ -7,6 +7,7 @@ number), and numbers are finite unless a field says otherwise. Types of numbers 
 from __future__ import annotations
 
 from collections.abc import Collection
+from math import isfinite
 from typing import Annotated, Any, TypeVar
 
 from pydantic import AfterValidator, BaseModel, ConfigDict, Field, ValidationError
@@ -14,7 +15,17 @@ from pydantic import AfterValidator, BaseModel, ConfigDict, Field, ValidationErr
 from posthoc_uq.core.errors import CorruptPosteriorError
 from posthoc_uq.core.options import shown
 
+AnyRecord = TypeVar("AnyRecord", bound="Record")
+
 Name = Annotated[str, Field(max_length=4096)]
+Simple = Annotated[Any, AfterValidator(lambda value: _check_simple(value))]
+"""A finite number, a text, true or false."""
+
+
+def _check_simple(value: Any) -> Any:
+    if isinstance(value, (dict, list)) or value is None or (isinstance(value, float) and not isfinite(value)):
+        raise ValueError(f"must be a finite number, a text, true or false, not {value!r:.60}")
+    return value
 
 
 class Record(BaseModel):
@@ -28,8 +39,9 @@ class Record(BaseModel):
         """The values that it was made of, for JSON; an optional field that is None is left out."""
         return self.model_dump(exclude_unset=True, exclude_none=True, by_alias=True)
 
-
-AnyRecord = TypeVar("AnyRecord", bound=Record)
+    def changed(self: AnyRecord, **values: Any) -> AnyRecord:
+        """This record with other values of some fields, which are not checked."""
+        return self.model_copy(update=values)
 
 
 def validate_record(kind: type[AnyRecord], values: Any, where: str) -> AnyRecord:

@@ -36,7 +36,7 @@ from posthoc_uq.likelihoods.prediction import SCORES
 from posthoc_uq.likelihoods.selective import QUANTILES
 from posthoc_uq.posteriors.block import BLOCKS, FAMILIES, TensorSpec
 from posthoc_uq.posteriors.features import SOURCES, FeatureGrams
-from posthoc_uq.posteriors.history import CRITERIA, History
+from posthoc_uq.posteriors.history import HeadRecord, History
 from posthoc_uq.posteriors.posterior import Posterior, WeightPrior
 from posthoc_uq.posteriors.settings import HEADS, HYPERPARAMETERS, NOVELTIES, Hyperparameters, LayerPriors
 
@@ -54,12 +54,6 @@ def _check_plain(value: Any, finite: bool, depth: int = _MAX_DEPTH) -> Any:
     return value
 
 
-def _check_simple(value: Any) -> Any:
-    if isinstance(value, (dict, list)) or value is None or (isinstance(value, float) and not isfinite(value)):
-        raise ValueError(f"must be a finite number, a text, true or false, not {value!r:.60}")
-    return value
-
-
 def _is_number(value: float) -> float:
     if isnan(value):
         raise ValueError("must be a number, not NaN")
@@ -68,7 +62,6 @@ def _is_number(value: float) -> float:
 
 Plain = Annotated[Any, AfterValidator(lambda value: _check_plain(value, finite=True))]
 """Kept for people to read: nothing is computed from it."""
-Simple = Annotated[Any, AfterValidator(_check_simple)]
 Side = Annotated[int, Field(ge=1, le=2**40)]
 Sum = Annotated[float, Field(ge=-1e300, le=1e300)]
 SumOfSquares = Annotated[float, Field(ge=0, le=1e300)]
@@ -250,12 +243,9 @@ def _check_amounts(values: dict[str, Any]) -> dict[str, Any]:
     return values
 
 
-class HeadRecord(Record):
-    """Through which head the posterior predicts, and by what its hyperparameters were found."""
-
-    name: Head
-    options: Annotated[dict[Name, Simple], AfterValidator(_check_amounts)]
-    criterion: Annotated[str, among((*CRITERIA, "given"))]
+def _check_options(record: HeadRecord) -> HeadRecord:
+    _check_amounts(record.options)
+    return record
 
 
 class FaithfulRecord(Record):
@@ -450,7 +440,7 @@ class HistoryRecord(Record):
     fit: Annotated[dict[Name, Any], AfterValidator(_check_fit)]
     deterministic: dict[Name, Name]
     tuning: dict[Name, Name]
-    head: HeadRecord | None = None
+    head: Annotated[HeadRecord, AfterValidator(_check_options)] | None = None
     faithful: FaithfulRecord | None = None
     left_out: LeftOutRecord | None = None
     calibration: CalibrationRecord | None = None
@@ -474,7 +464,9 @@ class HistoryRecord(Record):
 
     def history(self) -> History:
         """The history of a posterior."""
-        values = self.plain()
+        values: dict[str, Any] = self.plain() | {
+            name: value for name, value in self if isinstance(value, HeadRecord)
+        }
         if self.faithful is not None:
             values["faithful"]["divergence"] = self.faithful.divergence
         return History(**values)
@@ -483,9 +475,9 @@ class HistoryRecord(Record):
 def _plain_history(history: History) -> dict[str, Any]:
     required = ("fit", "deterministic", "tuning")
     values = {
-        name: value
+        name: value.plain() if isinstance(value, Record) else value
         for name, value in vars(history).items()
-        if name in HistoryRecord.model_fields and (value not in ({}, "") or name in required)
+        if name in HistoryRecord.model_fields and (value not in ({}, "", None) or name in required)
     }
     if history.faithful and not isfinite(history.faithful["divergence"]):  # for which JSON has no number
         values["faithful"] = {key: value for key, value in history.faithful.items() if key != "divergence"}

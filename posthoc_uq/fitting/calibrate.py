@@ -54,6 +54,7 @@ from posthoc_uq.likelihoods.likelihood import Likelihood
 from posthoc_uq.likelihoods.prediction import Prediction
 from posthoc_uq.likelihoods.selective import QUANTILES, tail_of
 from posthoc_uq.likelihoods.weights import counted_alone, layout_of, nothing_counts
+from posthoc_uq.posteriors.history import HeadRecord, recordable
 from posthoc_uq.posteriors.posterior import Posterior
 from posthoc_uq.posteriors.settings import HEADS
 
@@ -188,11 +189,11 @@ def calibrated(
         else:
             name, recorded = recorded_head(posterior)
             kept = recorded if head in (None, name) else {}
-            tuned = posterior.noted(head={"name": head or name, "options": kept, "criterion": "given"})
-        plain = {key: value for key, value in options.items() if isinstance(value, (bool, int, float, str))}
-        head_record = {**tuned.history.head, "options": tuned.history.head["options"] | plain}
+            tuned = posterior.noted(head=HeadRecord(name=head or name, options=kept, criterion="given"))
+        assert tuned.history.head is not None
+        tuned = tuned.noted(head={"options": tuned.history.head.options | recordable(options)})
         # without promises, so that predictions are made without those that are replaced
-        tuned = tuned.replaced(history=replace(tuned.history, head=head_record, promises={}))
+        tuned = tuned.replaced(history=replace(tuned.history, promises={}))
         predictor = wrap(model_of(tuned), tuned, **options)
         measured = _measured(predictor, data, sets, by_class, jointly, progress)
     record: dict[str, Any] = measured | {

@@ -100,6 +100,7 @@ from posthoc_uq.methods.task import (
     with_trained_features,
 )
 from posthoc_uq.posteriors.block import VARIANCES
+from posthoc_uq.posteriors.history import HeadRecord
 from posthoc_uq.posteriors.posterior import Posterior
 
 # Effective parameters for each training target, beyond which its residual means little, where that is not a half: a
@@ -583,7 +584,7 @@ def _recorded(posterior: Posterior, plan: FitPlan, task: Task, noise_origin: str
         history,
         fit=facts,
         tuning=tuning,
-        head={"name": plan.head, "options": {}},
+        head=HeadRecord(name=plan.head, options={}, criterion="given"),
         output={} if choice is None else choice.plain(),
         inputs=described_inputs(task.batch, plan.reader.names),
     )
@@ -609,8 +610,10 @@ def _choose(posterior: Posterior, plan: FitPlan, task: Task, kept_inputs: KeptIn
         posterior = calibrated(
             posterior, plan.val_loader, reader, seed=plan.seed, progress=plan.progress, options={}
         )
+    head = posterior.history.head
+    assert head is not None  # as `_recorded` made it
     # a faithful prior was found by predictions, which factorised the precision
-    check_settings(posterior, factorised=posterior.history.head["criterion"] != "faithful")
+    check_settings(posterior, factorised=head.criterion != "faithful")
     return posterior
 
 

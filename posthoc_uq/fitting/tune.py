@@ -48,7 +48,7 @@ from posthoc_uq.fitting.prior import DIVERGENCE
 from posthoc_uq.fitting.wrap import head_class, options_of, recorded_head, wrap
 from posthoc_uq.heads.predictor import Predictor
 from posthoc_uq.posteriors.block import LOG_DETERMINANT
-from posthoc_uq.posteriors.history import CRITERIA, Criterion
+from posthoc_uq.posteriors.history import CRITERIA, Criterion, HeadRecord, recordable
 from posthoc_uq.posteriors.posterior import Posterior
 from posthoc_uq.posteriors.search import maximise_evidence
 from posthoc_uq.posteriors.settings import HEADS, HYPERPARAMETERS, Hyperparameters
@@ -309,10 +309,8 @@ class _Search(ABC):
         posterior, (recorded_name, recorded_options) = self.posterior, recorded_head(self.posterior)
         name = recorded_name if self.head is None else self.head
         chosen = self.options or (recorded_options if recorded_name == name else {})
-        kept = {key: value for key, value in chosen.items() if isinstance(value, (bool, int, float, str))}
-        history = replace(
-            posterior.history, head={"name": name, "options": kept, "criterion": self.criterion}
-        )
+        record = HeadRecord(name=name, options=recordable(chosen), criterion=self.criterion)
+        history = replace(posterior.history, head=record)
         if name == "moments" and history.calibration:
             history = replace(history, calibration={})  # it does not belong to what is tried
             warn_user(

@@ -109,7 +109,7 @@ def recorded_head(posterior: Posterior) -> tuple[str, dict[str, Any]]:
     posterior cannot serve it, the first head that it can.
     """
     record = posterior.history.head
-    name, options = (str(record["name"]), dict(record["options"])) if record else ("sampling", {})
+    name, options = ("sampling", {}) if record is None else (record.name, dict(record.options))
     if HEADS[name].needs <= posterior.capabilities:
         return name, options
     possible = _possible_heads(posterior)
@@ -141,13 +141,13 @@ def _check_served(posterior: Posterior, kind: type[Predictor]) -> None:
 
 def _warn_of_another_head(posterior: Posterior, head: str) -> None:
     """Warn that the hyperparameters were found for another head."""
-    head_record = posterior.history.head
-    found_for, criterion = head_record.get("name"), CRITERIA.get(head_record.get("criterion", "given"))
-    by_predictions = criterion is not None and criterion.by_predictions
-    if found_for in (None, head) or not by_predictions:
+    record = posterior.history.head
+    if record is None or record.name == head or record.criterion == "given":
+        return
+    if not CRITERIA[record.criterion].by_predictions:
         return
     warn_user(
-        f"The posterior's prior precision was found for head={found_for!r}, and head={head!r} may need another. Find "
+        f"The posterior's prior precision was found for head={record.name!r}, and head={head!r} may need another. Find "
         f"it from inputs like those of the training: posterior = uq.tune(posterior, loader, criterion='faithful', "
         f"head={head!r})."
     )

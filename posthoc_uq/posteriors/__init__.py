@@ -32,7 +32,7 @@ from posthoc_uq.posteriors.block import (
 )
 from posthoc_uq.posteriors.covariance import Covariance, LayerRows, Mode, jacobian_gram, precise_values
 from posthoc_uq.posteriors.features import ClassGrams, FeatureGrams
-from posthoc_uq.posteriors.history import CRITERIA, Criterion, History
+from posthoc_uq.posteriors.history import CRITERIA, Criterion, HeadRecord, History
 from posthoc_uq.posteriors.laplace import (
     DenseBlock,
     DiagonalBlock,
@@ -73,6 +73,7 @@ __all__ = [
     "EigenvalueCorrectedBlock",
     "Evidence",
     "FeatureGrams",
+    "HeadRecord",
     "History",
     "Hyperparameters",
     "InformationBlock",

@@ -4,12 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
-from typing import Any, Literal
+from math import isfinite
+from typing import Annotated, Any, Literal
 
 from torch import Tensor
 
 from posthoc_uq.core.errors import warn_user
-from posthoc_uq.posteriors.settings import HYPERPARAMETERS, Hyperparameters
+from posthoc_uq.core.records import Name, Record, Simple, among
+from posthoc_uq.posteriors.settings import HEADS, HYPERPARAMETERS, Hyperparameters
 
 Criterion = Literal["faithful", "likelihood", "leave_one_out", "evidence"]
 """By what `posthoc_uq.tune` may choose hyperparameters; `CRITERIA` has the facts about each."""
@@ -177,6 +179,23 @@ class LeaveOneOut:
         )
 
 
+class HeadRecord(Record):
+    """Through which head the posterior predicts, and by what its hyperparameters were found."""
+
+    name: Annotated[str, among(HEADS)]
+    options: dict[Name, Simple]
+    criterion: Literal[Criterion, "given"]
+
+
+def recordable(options: Mapping[str, Any]) -> dict[str, Any]:
+    """Those of a head's options that a record holds: numbers and texts."""
+    return {
+        name: value
+        for name, value in options.items()
+        if isinstance(value, (bool, int, str)) or (isinstance(value, float) and isfinite(value))
+    }
+
+
 @dataclass(frozen=True)
 class History:
     """How a posterior was fitted, tuned and calibrated; `report` prints it. Nothing writes into one.
@@ -185,8 +204,7 @@ class History:
         fit: plain values: method options, seed, timings in seconds.
         deterministic: parameters without a posterior, each with the reason.
         tuning: how each hyperparameter was chosen, in words.
-        head: ``name`` and ``options`` of the head that predicts, and the ``criterion`` by which the hyperparameters
-            were found (`posthoc_uq.posteriors.history.CRITERIA`, or ``"given"``); or empty.
+        head: that predicts, and by what the hyperparameters were found.
         faithful: the faithful prior precision (or scale) as ``value``, its ``temperature`` and the
             ``network_temperature`` it was compared with, ``divergence``, ``budget``, ``head``, and the other
             ``settings``; or empty.
@@ -212,7 +230,7 @@ class History:
     fit: Mapping[str, Any] = field(default_factory=lambda: dict[str, Any]())
     deterministic: Mapping[str, str] = field(default_factory=lambda: dict[str, str]())
     tuning: Mapping[str, str] = field(default_factory=lambda: dict[str, str]())
-    head: Mapping[str, Any] = field(default_factory=lambda: dict[str, Any]())
+    head: HeadRecord | None = None
     faithful: Mapping[str, Any] = field(default_factory=lambda: dict[str, Any]())
     left_out: Mapping[str, float] = field(default_factory=lambda: dict[str, float]())
     calibration: Mapping[str, Any] = field(default_factory=lambda: dict[str, Any]())
@@ -224,6 +242,12 @@ class History:
     trials: Trials | None = field(default=None, compare=False)
     leave_one_out: LeaveOneOut | None = field(default=None, compare=False)
 
-    def noted(self, **records: Mapping[str, Any]) -> History:
-        """With more in the records of these names; what a record has already is replaced."""
-        return replace(self, **{name: {**getattr(self, name), **more} for name, more in records.items()})
+    def noted(self, **records: Mapping[str, Any] | Record | None) -> History:
+        """With other records, or with more in those of these names; what a record has already is replaced."""
+        return replace(self, **{name: self._with(name, more) for name, more in records.items()})
+
+    def _with(self, name: str, more: Mapping[str, Any] | Record | None) -> Any:
+        known: Any = getattr(self, name)
+        if not isinstance(more, Mapping):
+            return more
+        return known.changed(**more) if isinstance(known, Record) else {**known, **more}

@@ -21,6 +21,7 @@ from posthoc_uq.core.devices import KEPT_BYTES, as_double, host_double
 from posthoc_uq.core.errors import PosthocUQError, warn_user
 from posthoc_uq.core.options import Count, Magnitude, check_option, did_you_mean, shown
 from posthoc_uq.core.randomness import mixed_seed
+from posthoc_uq.core.records import Record
 from posthoc_uq.layers.layer import Layer
 from posthoc_uq.layers.proof import Proof
 from posthoc_uq.likelihoods import Likelihood
@@ -371,7 +372,7 @@ class Posterior:
             new._clear_caches()
         return new
 
-    def noted(self: Self, **records: Mapping[str, Any]) -> Self:
+    def noted(self: Self, **records: Mapping[str, Any] | Record | None) -> Self:
         """This posterior with more in the records of its history; see `History.noted`."""
         return self.replaced(history=self.history.noted(**records))
 

@@ -21,6 +21,7 @@ from posthoc_uq.core.options import check_option, one_of
 from posthoc_uq.core.tables import text_table
 from posthoc_uq.files import check_match
 from posthoc_uq.layers.layer import Layer
+from posthoc_uq.posteriors.history import HeadRecord
 from posthoc_uq.posteriors.posterior import Posterior
 from posthoc_uq.trained.variational import LatentBlock, median_of
 
@@ -200,7 +201,7 @@ def median(posterior: Posterior, certain: bool = False) -> Posterior:
     history = replace(posterior.history, calibration={}, promises={}, faithful={}, trials=None)
     history = history.noted(fit={MEDIAN: "weights of inclusion above 0.5"})
     if certain or history.fit.get(CERTAIN):  # all draws are the same
-        head = {"name": "sampling", "options": {"n_samples": 1}, "criterion": "given"}
+        head = HeadRecord(name="sampling", options={"n_samples": 1}, criterion="given")
         history = replace(history.noted(fit={CERTAIN: True}), head=head)
     medians = {name: median_of(block, certain=certain) for name, block in blocks.items()}
     return posterior.with_blocks(medians, history=history).replaced(features=posterior.features)

@@ -102,7 +102,7 @@ def compared(
         posterior, head = posteriors[method, layers], dict(options)
         if head.pop("tuned", False):
             posterior = uq.tune(posterior, loader(held), progress=False)
-        elif head["head"] != posterior.history.head["name"]:
+        elif head["head"] != posterior.history.head.name:
             posterior = uq.tune(
                 posterior, loader(fitted), criterion="faithful", head=head["head"], progress=False
             )

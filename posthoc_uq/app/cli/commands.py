@@ -415,7 +415,9 @@ def tune(
                 facts |= {key: posterior.history.faithful[key] for key in ("divergence", "budget")}
             if of_criterion.by_predictions and "n_samples" in options:
                 # the draws of predictions, not of the search
-                drawn = posterior.history.head["options"] | {"n_samples": options["n_samples"]}
+                record = posterior.history.head
+                assert record is not None  # of a search through a head
+                drawn = record.options | {"n_samples": options["n_samples"]}
                 posterior = posterior.noted(head={"options": drawn})
         if loaded is not None and calibrate:
             predictor = cast(MomentsPredictor, _predictor(model, posterior, head, seed))
@@ -427,7 +429,7 @@ def tune(
         "hyperparameters": _hyperparameters(posterior),
         "prior precision by layer": dict(prior) if isinstance(prior, dict) else None,
         **facts,
-        "searched through": posterior.history.head or None,
+        "searched through": None if posterior.history.head is None else posterior.history.head.plain(),
     }
     return Done(_tuning_in_words(facts), facts)
 
