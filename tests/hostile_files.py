@@ -34,6 +34,7 @@ from torch import Tensor, nn
 import posthoc_uq as uq
 from posthoc_uq import PosthocUQError, methods
 from posthoc_uq.methods import checkpoint, read_snapshot, write_snapshot
+from posthoc_uq.posteriors import ScaleCorrection
 
 METHODS: dict[str, dict[str, Any]] = {
     name: {"likelihood": "classification"} | short_options(name) for name in methods.METHODS
@@ -252,7 +253,7 @@ def run(count: int, seed: int, folder: Path) -> Counter[tuple[str, str]]:
     source, found = random.Random(seed), Counter[tuple[str, str]]()
     for method in METHODS:
         posterior = fit(method)
-        calibration = CALIBRATION if method == "inf" else {}
+        calibration = ScaleCorrection(**CALIBRATION) if method == "inf" else None
         promises = PROMISES if method in ("inf", "kfac") else {}
         history = replace(posterior.history, calibration=calibration, promises=promises)
         posterior = posterior.replaced(history=history)

@@ -38,7 +38,7 @@ from posthoc_uq.app.cli.outputs import text_file
 from posthoc_uq.core import printable
 from posthoc_uq.files import atomic, checked_target, remove_leftovers, replacing, tensors, untrusted
 from posthoc_uq.methods import write_snapshot
-from posthoc_uq.posteriors import HeadRecord, TensorSpec
+from posthoc_uq.posteriors import FaithfulRecord, HeadRecord, TensorSpec
 
 EVIL = "\x1b]0;pwned\x07\u202e"
 
@@ -59,7 +59,9 @@ def files(tmp_path_factory: pytest.TempPathFactory) -> Path:
         posterior = fit(method)
         if method == "inf":
             head = HeadRecord(name="linearized", options={"n_draws": 50}, criterion="faithful")
-            history = replace(posterior.history, head=head, faithful=FAITHFUL, promises=PROMISES)
+            history = replace(
+                posterior.history, head=head, faithful=FaithfulRecord(**FAITHFUL), promises=PROMISES
+            )
             posterior = posterior.replaced(history=history)
         uq.save(posterior, folder / f"{method}.h5")
     uq.save(fit("full"), folder / "full.h5")

@@ -275,10 +275,8 @@ def test_a_memorised_regression_gets_the_noise_of_new_data() -> None:
     assert 0.6 < float(found.noise_variance) / 0.25 < 1.8  # the noise that the data were made with, and more
     assert 0.7 < coverage(uq.wrap(posterior.model, posterior)(x).interval(0.9), y) < 0.99
     assert float(posterior.noise_variance) == pytest.approx(float(found.noise_variance), rel=1e-6)
-    assert posterior.history.left_out == {"temperature": 1.0, "noise_scale": found.noise_scale}
-    assert (
-        posterior.history.faithful["settings"]["noise_scale"] == found.noise_scale
-    )  # the prior is found again
+    assert posterior.history.left_out.plain() == {"temperature": 1.0, "noise_scale": found.noise_scale}
+    assert posterior.history.faithful.settings.noise_scale == found.noise_scale  # the prior is found again
     assert "leave-one-out" in posterior.history.tuning["noise variance"]
     # batches and their order change nothing; another seed changes little
     inputs, targets = data[0]

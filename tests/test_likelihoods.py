@@ -439,7 +439,7 @@ def test_the_faithful_prior_is_the_default(name: str) -> None:
     model = network(name)
     posterior = fit(name, model, "kfac", prior_precision=None, divergence=0.005)
     assert posterior.history.head.criterion == "faithful"
-    assert 0 < posterior.history.faithful["divergence"] <= 0.005
+    assert 0 < posterior.history.faithful.divergence <= 0.005
     x = data(name, model)[0]
     prediction, outputs = uq.wrap(model, posterior)(x), model(x).detach()
     found = CASES[name].likelihood.divergence(outputs, prediction)

@@ -248,14 +248,14 @@ class TestTune:
         found = fit(network, prior_precision=None, divergence=0.01)
         assert found.history.head.criterion == "faithful"
         x, prediction = data()[0], uq.wrap(network, found)(data()[0])
-        assert found.history.faithful["divergence"] <= 0.01
+        assert found.history.faithful.divergence <= 0.01
         # KL(Poisson || mixture) in full: sum over counts
         outputs = network(x).detach()
         logs = [Poisson().log_prob(outputs, torch.full_like(outputs, k)) for k in range(60)]
         other = [prediction.log_prob(torch.full_like(outputs, k)) for k in range(60)]
         terms = [a.exp() * (a - b) for a, b in zip(logs, other, strict=True)]
         truth = float(torch.stack(terms).sum(0).mean())
-        assert found.history.faithful["divergence"] == pytest.approx(truth, rel=0.2)
+        assert found.history.faithful.divergence == pytest.approx(truth, rel=0.2)
 
     def test_held_out_data(self, network):
         found = uq.tune(fit(network), [data(40, seed=3)], progress=False)

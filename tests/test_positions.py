@@ -464,7 +464,7 @@ def test_defaults_files_and_evaluation(head: str, kind, tmp_path: Path) -> None:
     loader = list(zip(x.split(3), y.split(3), strict=True))
     posterior = uq.fit(model, loader, head=head, progress=False)
     assert posterior.history.head.criterion == "faithful"
-    assert posterior.history.faithful["divergence"] <= 0.002 and posterior.features.source == "positions"
+    assert posterior.history.faithful.divergence <= 0.002 and posterior.features.source == "positions"
     predictor = uq.wrap(model, posterior)
     prediction = predictor(x)
     assert prediction.entropy().shape == y.shape

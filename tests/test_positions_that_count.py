@@ -182,7 +182,7 @@ def test_the_divergence_is_that_of_positions_that_count() -> None:
     divergences = (network.exp() * (network - predicted)).sum(-1)[y != -100].detach()
     assert posterior.history.fit["seconds, faithful prior"] > 0
     assert "faithful prior" in str(posterior.report()).split("seconds: ")[1].split("\n")[0]
-    assert posterior.history.faithful["divergence"] == pytest.approx(float(divergences.mean()), rel=1e-6)
+    assert posterior.history.faithful.divergence == pytest.approx(float(divergences.mean()), rel=1e-6)
 
 
 def test_kept_inputs_know_what_counts() -> None:

@@ -108,7 +108,7 @@ def test_a_second_search_compares_with_the_network_and_not_with_the_first() -> N
     assert posterior.temperature == 1.0 and posterior.prior_precision == pytest.approx(first, rel=0.05)
     posterior = posterior.with_settings(temperature=2.0)  # the user's own, which the network is compared at
     posterior = tuned(posterior, x)
-    assert posterior.history.faithful["network_temperature"] == 2.0
+    assert posterior.history.faithful.network_temperature == 2.0
 
 
 def test_divergences_of_the_likelihoods() -> None:
@@ -145,8 +145,8 @@ def test_a_fit_stays_within_the_budget(method: str, head: str) -> None:
     own = model(x).softmax(1).detach()
     probs = uq.wrap(model, posterior)(x).probs.detach()
     divergence = float((own * (own.log() - probs.log())).sum(1).mean())
-    assert divergence == pytest.approx(posterior.history.faithful["divergence"], abs=1e-5)
-    assert 0.0007 < divergence <= posterior.history.faithful["budget"] == 0.002
+    assert divergence == pytest.approx(posterior.history.faithful.divergence, abs=1e-5)
+    assert 0.0007 < divergence <= posterior.history.faithful.budget == 0.002
     assert f"faithful through head='{head}'" in str(posterior.report())
 
 
@@ -208,7 +208,7 @@ def test_priors_by_layer_move_together() -> None:
     posterior = tuned(posterior, x, head="linearized")
     prior = posterior.prior_precision
     assert prior[second] / prior[first] == pytest.approx(100.0)
-    assert posterior.history.faithful["value"] == prior
+    assert posterior.history.faithful.value == prior
 
 
 def test_what_cannot_be_reached_is_warned_of() -> None:
@@ -227,7 +227,7 @@ def test_what_cannot_be_reached_is_warned_of() -> None:
     x = torch.randn(30, 4, generator=torch.Generator().manual_seed(0))
     with pytest.warns(UserWarning, match="narrowest"):
         posterior = uq.fit(Brittle(), [x], method="diag", head="sampling", progress=False)
-    assert posterior.history.faithful["divergence"] > 0.002
+    assert posterior.history.faithful.divergence > 0.002
 
 
 class TestKeptInputs:

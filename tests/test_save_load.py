@@ -50,7 +50,15 @@ from posthoc_uq.core import Record
 from posthoc_uq.files import fingerprint, header, inspect, load, save, tensors
 from posthoc_uq.likelihoods import LIKELIHOODS
 from posthoc_uq.methods import Checkpoint
-from posthoc_uq.posteriors import BLOCKS, DiagonalBlock, HeadRecord, InformationBlock
+from posthoc_uq.posteriors import (
+    BLOCKS,
+    DiagonalBlock,
+    FaithfulRecord,
+    HeadRecord,
+    InformationBlock,
+    LeftOutRecord,
+    ScaleCorrection,
+)
 from posthoc_uq.posteriors.posterior import BlockLayout
 
 Saved = tuple[Path, nn.Module, Posterior]
@@ -158,6 +166,14 @@ def test_a_long_record_is_kept_whole(tmp_path: Path) -> None:
     assert plain(load(tmp_path / "p.h5", model)) == plain(posterior)
 
 
+RECORDS = {
+    "head": HeadRecord,
+    "faithful": FaithfulRecord,
+    "left_out": LeftOutRecord,
+    "calibration": ScaleCorrection,
+}
+
+
 @pytest.mark.parametrize(
     "name", ["head", "faithful", "left_out", "promises", "changes", "output", "calibration"]
 )
@@ -177,7 +193,7 @@ def test_the_history_comes_back_and_is_shown(name: str, tmp_path: Path) -> None:
         "output": [({"name": "logits", "guessed": True}, "'logits'")],
         "calibration": [(CALIBRATION, "error left")],
     }[name]
-    kind = {"head": HeadRecord}.get(name, dict)
+    kind = RECORDS.get(name, dict)
     for value, words in values:
         record = kind(**value)
         posterior = posterior.replaced(history=replace(posterior.history, **{name: record}))

@@ -19,7 +19,7 @@ from posthoc_uq import NonFiniteError, PosthocUQError
 from posthoc_uq.fitting import held_out as held_out_module
 from posthoc_uq.fitting.tune import _SEARCHES
 from posthoc_uq.heads import LinearizedPredictor
-from posthoc_uq.posteriors import CRITERIA, Criterion, search_decades
+from posthoc_uq.posteriors import CRITERIA, Criterion, LeftOutRecord, search_decades
 
 Data = tuple[Tensor, Tensor]
 
@@ -214,7 +214,7 @@ def test_the_widest_that_held_out_labels_do_not_speak_against(head: str) -> None
     start = posterior.prior_precision
     posterior, trials = tuned(posterior, held_out)
     assert trials.trials[0].settings.prior_precision == start
-    assert posterior.history.faithful["budget"] == 0.002  # the record is the fit's
+    assert posterior.history.faithful.budget == 0.002  # the record is the fit's
     chosen, best = loss_of(posterior, held_out), trials.best.objective
     assert posterior.prior_precision < start
     assert trials.nll_given_up_for_width == pytest.approx(chosen - best, abs=1e-5)
@@ -252,7 +252,7 @@ def test_held_out_data_that_ask_for_certainty_narrow_the_posterior() -> None:
     faithful, x = posterior.prior_precision, torch.cat([batch[0] for batch in classifier()[2]])
     certain = [(x, posterior.model(x).argmax(1))]
     posterior = tune(posterior, certain, divergence=0.3, temperature=False)
-    assert posterior.history.faithful["value"] == faithful  # the one on record, of the same budget
+    assert posterior.history.faithful.value == faithful  # the one on record, of the same budget
     assert posterior.prior_precision > 1.5 * faithful
 
 
@@ -368,7 +368,7 @@ def test_a_second_call_finds_the_same_as_the_first(tmp_path: Path, prior: float 
     """Also after the file was read; the record of the fit's own prior stays."""
     model, train, held_out = overfitted_network()
     posterior = uq.fit(model, [train], prior_precision=prior, progress=False)
-    fitted = dict(posterior.history.faithful)
+    fitted = posterior.history.faithful
     posterior = tune(posterior, [held_out])
     first = posterior.settings.plain()
     assert posterior.history.faithful == fitted
@@ -389,8 +389,7 @@ def reluctance(temperature: float, centre: float = 1.0) -> float:
 
 def having_left_out(posterior: uq.Posterior, temperature: float) -> uq.Posterior:
     """As if leave-one-out had found this temperature."""
-    left_out = {"temperature": temperature, "noise_scale": 1.0}
-    return posterior.replaced(history=dataclasses.replace(posterior.history, left_out=left_out))
+    return posterior.noted(left_out=LeftOutRecord(temperature=temperature, noise_scale=1.0))
 
 
 @pytest.mark.parametrize("centre", [1.0, 3.0])
@@ -600,7 +599,7 @@ def test_a_calibration_is_left_out_of_the_search() -> None:
     assert posterior.history.calibration and not predictor.posterior.history.calibration
     with pytest.warns(UserWarning, match="fit it again"):
         found = tune(posterior, held_out, parameters=(), head="moments")
-    assert found.history.calibration == {} != posterior.history.calibration
+    assert found.history.calibration is None
 
 
 def test_a_failed_search_changes_nothing() -> None:

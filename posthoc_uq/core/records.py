@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Collection
 from math import isfinite
-from typing import Annotated, Any, TypeVar
+from typing import Annotated, Any, TypeVar, cast
 
 from pydantic import AfterValidator, BaseModel, ConfigDict, Field, ValidationError
 
@@ -18,14 +18,34 @@ from posthoc_uq.core.options import shown
 AnyRecord = TypeVar("AnyRecord", bound="Record")
 
 Name = Annotated[str, Field(max_length=4096)]
-Simple = Annotated[Any, AfterValidator(lambda value: _check_simple(value))]
-"""A finite number, a text, true or false."""
+MAX_DEPTH = 6  # levels of nested values that are kept unread
 
 
-def _check_simple(value: Any) -> Any:
+def check_plain(value: Any, finite: bool, depth: int = MAX_DEPTH) -> Any:
+    """A value that JSON can hold, nested at most so deep, or a ValueError."""
+    if depth == 0:
+        raise ValueError(f"must be nested at most {MAX_DEPTH} deep")
+    if isinstance(value, (dict, list)):
+        for entry in cast("list[Any]", [*value, *value.values()] if isinstance(value, dict) else value):
+            check_plain(entry, finite, depth - 1)
+    elif finite and isinstance(value, float) and not isfinite(value):
+        raise ValueError(f"must be finite, not {value}")
+    return value
+
+
+def check_simple(value: Any) -> Any:
+    """A value of `Simple`, or a ValueError."""
     if isinstance(value, (dict, list)) or value is None or (isinstance(value, float) and not isfinite(value)):
         raise ValueError(f"must be a finite number, a text, true or false, not {value!r:.60}")
     return value
+
+
+Plain = Annotated[Any, AfterValidator(lambda value: check_plain(value, finite=True))]
+"""Kept for people to read: nothing is computed from it."""
+Simple = Annotated[Any, AfterValidator(check_simple)]
+"""A finite number, a text, true or false."""
+Sum = Annotated[float, Field(ge=-1e300, le=1e300)]
+SumOfSquares = Annotated[float, Field(ge=0, le=1e300)]
 
 
 class Record(BaseModel):

@@ -7,15 +7,24 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from dataclasses import asdict
 from itertools import pairwise
-from math import inf, isfinite, isnan
 from typing import Annotated, Any, cast, get_args
 
-from pydantic import AfterValidator, ConfigDict, Discriminator, Field, Tag, model_validator
+from pydantic import AfterValidator, ConfigDict, Field, model_validator
 
 from posthoc_uq.core.batches import INPUT_TYPES
 from posthoc_uq.core.errors import CorruptPosteriorError, PosthocUQError
-from posthoc_uq.core.options import LARGEST, Count, Magnitude, Natural, Seed, Temperature, Unit
-from posthoc_uq.core.records import Name, Record, among, validate_record
+from posthoc_uq.core.options import LARGEST, Count, Natural, Seed, Unit
+from posthoc_uq.core.records import (
+    MAX_DEPTH,
+    Name,
+    Plain,
+    Record,
+    Sum,
+    SumOfSquares,
+    among,
+    check_plain,
+    validate_record,
+)
 from posthoc_uq.files.hdf5 import state_text, state_values
 from posthoc_uq.files.match import fingerprint
 from posthoc_uq.files.tensors import (
@@ -36,44 +45,15 @@ from posthoc_uq.likelihoods.prediction import SCORES
 from posthoc_uq.likelihoods.selective import QUANTILES
 from posthoc_uq.posteriors.block import BLOCKS, FAMILIES, TensorSpec
 from posthoc_uq.posteriors.features import SOURCES, FeatureGrams
-from posthoc_uq.posteriors.history import HeadRecord, History
+from posthoc_uq.posteriors.history import FaithfulRecord, HeadRecord, History, LeftOutRecord, ScaleCorrection
 from posthoc_uq.posteriors.posterior import Posterior, WeightPrior
-from posthoc_uq.posteriors.settings import HEADS, HYPERPARAMETERS, NOVELTIES, Hyperparameters, LayerPriors
+from posthoc_uq.posteriors.settings import HEADS, HYPERPARAMETERS, NOVELTIES, SettingsRecord
 
-_MAX_DEPTH = 6  # levels of nested values that are kept unread
-
-
-def _check_plain(value: Any, finite: bool, depth: int = _MAX_DEPTH) -> Any:
-    if depth == 0:
-        raise ValueError(f"must be nested at most {_MAX_DEPTH} deep")
-    if isinstance(value, (dict, list)):
-        for entry in cast("list[Any]", [*value, *value.values()] if isinstance(value, dict) else value):
-            _check_plain(entry, finite, depth - 1)
-    elif finite and isinstance(value, float) and not isfinite(value):
-        raise ValueError(f"must be finite, not {value}")
-    return value
-
-
-def _is_number(value: float) -> float:
-    if isnan(value):
-        raise ValueError("must be a number, not NaN")
-    return value
-
-
-Plain = Annotated[Any, AfterValidator(lambda value: _check_plain(value, finite=True))]
-"""Kept for people to read: nothing is computed from it."""
 Side = Annotated[int, Field(ge=1, le=2**40)]
-Sum = Annotated[float, Field(ge=-1e300, le=1e300)]
-SumOfSquares = Annotated[float, Field(ge=0, le=1e300)]
 Colour = Annotated[list[Annotated[float, Field(ge=-LARGEST, le=LARGEST)]], Field(max_length=1024)]
 Digest = Annotated[str, Field(pattern="^[0-9a-f]{64}$")]
 Hash = Annotated[int, Field(ge=-(2**63), le=2**64)]
-Head = Annotated[str, among(HEADS)]
 ScoreName = Annotated[str, among(SCORES)]
-NumberOrByLayer = Annotated[
-    Annotated[Magnitude, Tag("<number>")] | Annotated[dict[Name, Magnitude], Tag("<by layer>")],
-    Discriminator(lambda value: "<by layer>" if isinstance(value, dict) else "<number>"),
-]
 
 
 class LayerRecord(Record):
@@ -145,28 +125,6 @@ class FeaturesRecord(Record):
     rank: Natural
 
 
-class SettingsRecord(Record):
-    """Hyperparameters; a posterior has all of them, what was found at some settings those that it depends on."""
-
-    scale: Magnitude = 1.0
-    prior_precision: NumberOrByLayer = 1.0
-    residual_weight: Unit = 1.0
-    noise_scale: Magnitude = 1.0
-    temperature: Temperature = 1.0
-
-    @property
-    def given(self) -> set[str]:
-        """The names of those that it has."""
-        return self.model_fields_set
-
-    def hyperparameters(self) -> Hyperparameters:
-        """The value of a posterior."""
-        values = self.model_dump()
-        if isinstance(self.prior_precision, dict):
-            values["prior_precision"] = LayerPriors(self.prior_precision)
-        return Hyperparameters(**values)
-
-
 class EvidenceRecord(Record):
     """What the fit saw of the data (`posthoc_uq.posteriors.settings.Evidence`)."""
 
@@ -228,7 +186,7 @@ class FitFacts(Record):
 def _check_fit(values: dict[str, Any]) -> dict[str, Any]:
     FitFacts.model_validate(values)
     # the losses of a training may be infinite
-    return _check_plain(values, finite=False, depth=_MAX_DEPTH + 1)
+    return check_plain(values, finite=False, depth=MAX_DEPTH + 1)
 
 
 _MAX_AMOUNTS = {"n_samples": 10_000, "n_draws": 100_000, "n_probes": 10_000, "memory_budget": 2**40}
@@ -246,44 +204,6 @@ def _check_amounts(values: dict[str, Any]) -> dict[str, Any]:
 def _check_options(record: HeadRecord) -> HeadRecord:
     _check_amounts(record.options)
     return record
-
-
-class FaithfulRecord(Record):
-    """The faithful prior precision, or scale, as `value`; without `divergence` where that is infinite."""
-
-    head: Head
-    value: NumberOrByLayer
-    temperature: Temperature
-    network_temperature: Temperature
-    divergence: Annotated[float, Field(allow_inf_nan=True), AfterValidator(_is_number)] = inf
-    budget: Annotated[float, Field(gt=0, le=1e300)]
-    settings: SettingsRecord
-
-    @model_validator(mode="after")
-    def _check_settings(self) -> FaithfulRecord:
-        others = {name for name, about in HYPERPARAMETERS.items() if about.of_weights and not about.by_layer}
-        if not self.settings.given <= others:
-            raise ValueError(f"has settings that are none of {sorted(others)}")
-        return self
-
-
-class LeftOutRecord(Record):
-    """What leave-one-out found; 1 where it looked for the other."""
-
-    temperature: Temperature
-    noise_scale: Annotated[float, Field(gt=0, le=1e300)]
-
-
-class CalibrationRecord(Record):
-    """The correction of the moments head, with the settings it was made for."""
-
-    alpha: Annotated[float, Field(ge=-40, le=40)]
-    beta: Annotated[float, Field(ge=-10, le=10)]
-    residual: SumOfSquares
-    before: SumOfSquares
-    n_mc: Annotated[int, Field(ge=2)]
-    head: dict[Name, Plain]
-    posterior: SettingsRecord
 
 
 def _check_head(values: dict[str, Any]) -> dict[str, Any]:
@@ -443,7 +363,7 @@ class HistoryRecord(Record):
     head: Annotated[HeadRecord, AfterValidator(_check_options)] | None = None
     faithful: FaithfulRecord | None = None
     left_out: LeftOutRecord | None = None
-    calibration: CalibrationRecord | None = None
+    calibration: ScaleCorrection | None = None
     promises: PromisesRecord | None = None
     novelty: Annotated[str, among(NOVELTIES)] = ""
     changes: ChangesRecord | None = None
@@ -464,24 +384,18 @@ class HistoryRecord(Record):
 
     def history(self) -> History:
         """The history of a posterior."""
-        values: dict[str, Any] = self.plain() | {
-            name: value for name, value in self if isinstance(value, HeadRecord)
-        }
-        if self.faithful is not None:
-            values["faithful"]["divergence"] = self.faithful.divergence
-        return History(**values)
+        kinds = HeadRecord, FaithfulRecord, LeftOutRecord, ScaleCorrection
+        records: dict[str, Any] = {name: value for name, value in self if isinstance(value, kinds)}
+        return History(**{**self.plain(), **records})
 
 
 def _plain_history(history: History) -> dict[str, Any]:
     required = ("fit", "deterministic", "tuning")
-    values = {
+    return {
         name: value.plain() if isinstance(value, Record) else value
         for name, value in vars(history).items()
         if name in HistoryRecord.model_fields and (value not in ({}, "", None) or name in required)
     }
-    if history.faithful and not isfinite(history.faithful["divergence"]):  # for which JSON has no number
-        values["faithful"] = {key: value for key, value in history.faithful.items() if key != "divergence"}
-    return values
 
 
 class Description(Record):

@@ -32,10 +32,10 @@ from posthoc_uq.layers.proof import PROBE_SAMPLES, count_samples
 from posthoc_uq.likelihoods.labels import Layout
 from posthoc_uq.likelihoods.prediction import at_least_float32, by_input
 from posthoc_uq.likelihoods.weights import counted_positions, nothing_counts
-from posthoc_uq.posteriors.history import Trial, Trials
+from posthoc_uq.posteriors.history import FaithfulRecord, Trial, Trials
 from posthoc_uq.posteriors.posterior import Posterior
 from posthoc_uq.posteriors.search import SearchBar
-from posthoc_uq.posteriors.settings import HYPERPARAMETERS, Hyperparameters, get_width
+from posthoc_uq.posteriors.settings import HYPERPARAMETERS, Hyperparameters, SettingsRecord, get_width
 
 
 def model_of(posterior: Posterior) -> nn.Module:
@@ -782,9 +782,9 @@ def set_faithful(
     """
     posterior = predictor.posterior
     how, earlier = dict(posterior.history.tuning), posterior.history.faithful
-    matched_before = earlier and earlier["temperature"] != earlier["network_temperature"]
-    if matched_before and posterior.temperature == earlier["temperature"]:  # by that search: take it back
-        posterior = posterior.at(replace(posterior.settings, temperature=earlier["network_temperature"]))
+    if earlier is not None and posterior.temperature == earlier.temperature != earlier.network_temperature:
+        # that search set it: take it back
+        posterior = posterior.at(replace(posterior.settings, temperature=earlier.network_temperature))
         predictor = predictor.with_posterior(posterior)
         how.pop("temperature", None)
     network_temperature = posterior.temperature
@@ -800,20 +800,22 @@ def set_faithful(
     )
     if posterior.temperature != network_temperature:
         how["temperature"] = "the one at which the mean entropy on the same inputs is the network's"
-    record = {
-        "head": predictor.head,
-        "value": posterior.settings.plain()[search.parameter],
-        "temperature": posterior.temperature,
-        "network_temperature": network_temperature,
-        "divergence": divergence,
-        "budget": float(budget),
-        "settings": other_settings(posterior),
-    }
+    record = FaithfulRecord(
+        head=predictor.head,
+        value=posterior.settings.plain()[search.parameter],
+        temperature=posterior.temperature,
+        network_temperature=network_temperature,
+        divergence=divergence,
+        budget=float(budget),
+        settings=other_settings(posterior),
+    )
     history = replace(posterior.history, tuning=how, faithful=record, trials=trials)
     return posterior.replaced(history=history)
 
 
-def other_settings(posterior: Posterior) -> dict[str, float]:
+def other_settings(posterior: Posterior) -> SettingsRecord:
     """The hyperparameters that a faithful prior (or scale) belongs to."""
     names = [name for name, about in HYPERPARAMETERS.items() if about.of_weights and not about.by_layer]
-    return {name: float(getattr(posterior, name)) for name in names if name != posterior.width_parameter}
+    return SettingsRecord.of(
+        posterior.settings, [name for name in names if name != posterior.width_parameter]
+    )

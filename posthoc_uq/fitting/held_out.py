@@ -189,7 +189,8 @@ class HeldOutLoss(Score):
 
     def _centre(self, name: str) -> float:
         """The most probable value, before any held-out label is seen: that of leave-one-out, or 1."""
-        found = self.posterior.history.left_out.get(name, 1.0)
+        left_out = self.posterior.history.left_out
+        found = 1.0 if left_out is None else getattr(left_out, name)
         return min(found, 10.0 ** float(_TEMPERATURES[-1])) if name == "temperature" else found
 
     def noise_reluctance(self, factor: float) -> float:

@@ -27,7 +27,7 @@ from posthoc_uq.core.randomness import isolated_random_state, mixed_seed
 from posthoc_uq.curvature.tangent_kernel import tangent_kernel, untrained, with_state
 from posthoc_uq.fitting.faithful import model_of
 from posthoc_uq.layers.proof import count_samples, prepare
-from posthoc_uq.posteriors.history import LeaveOneOut
+from posthoc_uq.posteriors.history import LeaveOneOut, LeftOutRecord
 from posthoc_uq.posteriors.posterior import Posterior
 
 Initial = nn.Module | Mapping[str, Tensor]
@@ -274,21 +274,28 @@ def set_by_leave_one_out(
         flattened = confidence(logits) - wanted > least_gap
         temperature = temperature_for(logits, wanted) if flattened else 1.0
         found = LeaveOneOut(left_out.accuracy, None, temperature, None, *facts)
-        return _with(posterior, found, "temperature", {"temperature": temperature, "noise_scale": 1.0})
+        return _with(posterior, found)
     residuals = (given.reshape(targets.shape) - targets).square().mean(0)
     error = left_out.squared_error
     assert likelihood.noise_variance is not None
     scale = float((torch.maximum(error, residuals) / likelihood.noise_variance.cpu()).mean())
-    found = LeaveOneOut(None, error, None, scale, *facts)
-    return _with(posterior, found, "noise variance", {"temperature": 1.0, "noise_scale": scale})
+    return _with(posterior, LeaveOneOut(None, error, None, scale, *facts))
 
 
-def _with(posterior: Posterior, found: LeaveOneOut, label: str, values: dict[str, float]) -> Posterior:
+def _with(posterior: Posterior, found: LeaveOneOut) -> Posterior:
     """The posterior with what leave-one-out found."""
-    name = "temperature" if found.temperature is not None else "noise_scale"
-    new = posterior.at(replace(posterior.settings, **{name: values[name]}))
-    history = replace(new.history.noted(tuning={label: str(found)}), left_out=values, leave_one_out=found)
-    return new.replaced(history=history)
+    temperature, noise_scale = found.temperature, found.noise_scale
+    if temperature is not None:
+        label, settings = "temperature", replace(posterior.settings, temperature=temperature)
+    else:
+        assert noise_scale is not None
+        label, settings = "noise variance", replace(posterior.settings, noise_scale=noise_scale)
+    new = posterior.at(settings).noted(tuning={label: str(found)})
+    left_out = LeftOutRecord(
+        temperature=1.0 if temperature is None else temperature,
+        noise_scale=1.0 if noise_scale is None else noise_scale,
+    )
+    return new.replaced(history=replace(new.history, left_out=left_out, leave_one_out=found))
 
 
 def _read(

@@ -312,7 +312,7 @@ class _Search(ABC):
         record = HeadRecord(name=name, options=recordable(chosen), criterion=self.criterion)
         history = replace(posterior.history, head=record)
         if name == "moments" and history.calibration:
-            history = replace(history, calibration={})  # it does not belong to what is tried
+            history = replace(history, calibration=None)  # it does not belong to what is tried
             warn_user(
                 "tune leaves the scale of the moments head out; fit it again: predictor = predictor.fit_scale(loader)."
             )
@@ -445,8 +445,8 @@ class _ByHeldOutLabels(_Search):
         # seen before find the same again.
         fitted, left_out = self.posterior.history.faithful, self.posterior.history.left_out
         if tempered:
-            temperature = left_out.get("temperature", fitted.get("network_temperature", 1.0))
-            settings = replace(settings, temperature=temperature)
+            found = 1.0 if fitted is None else fitted.network_temperature
+            settings = replace(settings, temperature=found if left_out is None else left_out.temperature)
         assert self.loader is not None
         loss = HeldOutLoss(self.loader, predictor, self.reader, seed=self.seed, tempered=tempered)
         if "noise" in names:
@@ -518,9 +518,9 @@ class _ByHeldOutLabels(_Search):
                 maximise_evidence(posterior, progress=self.progress) if has_evidence else posterior
             ).settings
         recorded, wanted = posterior.history.faithful, (predictor.head, other_settings(posterior))
-        known = bool(recorded) and (recorded["head"], recorded["settings"]) == wanted
-        if known and budget in (None, recorded["budget"]):
-            return replace(posterior.settings, **{cast(str, posterior.width_parameter): recorded["value"]})
+        known = recorded is not None and (recorded.head, recorded.settings) == wanted
+        if recorded is not None and known and budget in (None, recorded.budget):
+            return replace(posterior.settings, **{cast(str, posterior.width_parameter): recorded.value})
         with self.rows_named():
             search = FaithfulSearch(self.sampled_inputs(), predictor, seed=self.seed, progress=self.progress)
             return search.widest(DIVERGENCE if budget is None else budget).settings

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
-from dataclasses import asdict, dataclass, fields, replace
+from dataclasses import asdict
 from functools import partial
 from math import exp
 from typing import Any, Literal, cast
 
 import torch
+from pydantic import ValidationError
 from torch import Tensor, nn
 
 from posthoc_uq.core.batches import Bar, Batch, BatchFunction, BatchReader, batches, check_loader
@@ -18,6 +19,7 @@ from posthoc_uq.core.model import replicate
 from posthoc_uq.core.options import Count, Unit, check_option
 from posthoc_uq.core.progress import bars_shown
 from posthoc_uq.core.randomness import isolated_random_state
+from posthoc_uq.core.records import fault_of
 from posthoc_uq.core.steady import steady
 from posthoc_uq.heads.predictor import GaussianPredictor, check_finite, reading
 from posthoc_uq.heads.sampling import SamplingPredictor
@@ -30,7 +32,8 @@ from posthoc_uq.likelihoods.prediction import Prediction, at_least_float32
 from posthoc_uq.likelihoods.weights import counted_positions
 from posthoc_uq.moments.propagation import products_of, propagate, running_module
 from posthoc_uq.moments.tensor import Covariances, MaxPool, Relu, Rules, Unknown
-from posthoc_uq.posteriors import HYPERPARAMETERS, ROWS, VARIANCES, Covariance, Posterior
+from posthoc_uq.posteriors import HYPERPARAMETERS, ROWS, VARIANCES, Covariance, Posterior, ScaleCorrection
+from posthoc_uq.posteriors.settings import SettingsRecord
 
 # The posterior of each layer as the rules of the moments head need it: marginal variances in the weight's
 # shape, and the covariance of each row of weights where it is used.
@@ -150,42 +153,10 @@ def layer_posteriors(model: nn.Module, posterior: Posterior, weights: str, cov: 
 # The correction that gives a head's variances the scale that Monte Carlo over the weights finds.
 
 
-@dataclass(frozen=True)
-class ScaleCorrection:
-    """``sd -> exp(alpha) sd^beta``.
-
-    Attributes:
-        alpha: log of the factor on standard deviations.
-        beta: their power; 1 unless a slope was fitted.
-        residual: mean ``|sd / sd_MC - 1|`` with the correction, on inputs that it was not fitted on.
-        before: the same without the correction.
-        n_mc: draws of the weights; sd_MC alone has a relative error of ``1 / sqrt(2 n_mc)``.
-    """
-
-    alpha: float
-    beta: float
-    residual: float
-    before: float
-    n_mc: int
-
-    def __str__(self) -> str:
-        power = "" if self.beta == 1.0 else f" sd^{self.beta:.2f}"
-        return (
-            f"calibrated: factor {exp(self.alpha):.3g}{power} on standard deviations, error left "
-            f"{self.residual:.0%} (was {self.before:.0%}, Monte Carlo's own {(2 * self.n_mc) ** -0.5:.0%})"
-        )
-
-    def apply(self, variance: Tensor) -> Tensor:
-        """The corrected variance."""
-        scaled = variance if self.beta == 1.0 else variance.clamp(min=0) ** self.beta
-        return scaled * exp(2 * self.alpha)
-
-
-def posterior_settings(posterior: Posterior) -> dict[str, Any]:
+def posterior_settings(posterior: Posterior) -> SettingsRecord:
     """What a propagated variance depends on beside the blocks: all but the temperature, which divides it afterwards."""
-    return {
-        name: value for name, value in posterior.settings.plain().items() if HYPERPARAMETERS[name].of_weights
-    }
+    names = [name for name, about in HYPERPARAMETERS.items() if about.of_weights]
+    return SettingsRecord.of(posterior.settings, names)
 
 
 def fitting_calibration(posterior: Posterior, settings: Mapping[str, Any]) -> ScaleCorrection | None:
@@ -194,19 +165,23 @@ def fitting_calibration(posterior: Posterior, settings: Mapping[str, Any]) -> Sc
     One made before the posterior's settings changed is not used, with a warning.
     """
     recorded = posterior.history.calibration
-    if not recorded or recorded["head"] != dict(settings):
+    if recorded is None or recorded.head != settings:
         return None
-    if recorded["posterior"] != posterior_settings(posterior):
+    if recorded.posterior != posterior_settings(posterior):
         warn_user(
             "The posterior's scale or prior precision changed after fit_scale(); the scale is not used. Fit it again: "
             "predictor = predictor.fit_scale(loader)."
         )
         return None
-    return ScaleCorrection(**{field.name: recorded[field.name] for field in fields(ScaleCorrection)})
+    return recorded
 
 
-def fit_scale_correction(head_sd: Tensor, drawn_sd: Tensor, n_mc: int, slope: bool) -> ScaleCorrection:
-    """The calibration of a head's standard deviations ``(samples, outputs)`` to those over `n_mc` draws."""
+def fit_scale_correction(
+    head_sd: Tensor, drawn_sd: Tensor, n_mc: int, slope: bool, head: dict[str, Any], posterior: SettingsRecord
+) -> ScaleCorrection:
+    """The calibration of a head's standard deviations ``(samples, outputs)`` to those over `n_mc` draws, at these
+    settings of the head and of the posterior.
+    """
     usable = (head_sd > 0) & (drawn_sd > 0)
     fitted, held_out = usable.clone(), usable.clone()
     fitted[1::2], held_out[0::2] = False, False
@@ -219,13 +194,21 @@ def fit_scale_correction(head_sd: Tensor, drawn_sd: Tensor, n_mc: int, slope: bo
         beta = float((centred * (y - y.mean())).sum() / centred.square().sum())
     alpha = float((y - beta * x).median())
     corrected = exp(alpha) * head_sd[held_out] ** beta
-    return ScaleCorrection(
-        alpha,
-        beta,
-        float((corrected / drawn_sd[held_out] - 1).abs().mean()),
-        float((head_sd[held_out] / drawn_sd[held_out] - 1).abs().mean()),
-        n_mc,
-    )
+    try:
+        return ScaleCorrection(
+            alpha=alpha,
+            beta=beta,
+            residual=float((corrected / drawn_sd[held_out] - 1).abs().mean()),
+            before=float((head_sd[held_out] / drawn_sd[held_out] - 1).abs().mean()),
+            n_mc=n_mc,
+            head=head,
+            posterior=posterior,
+        )
+    except ValidationError as error:
+        raise PosthocUQError(
+            f"The moments head is too far from its draws to be corrected: {fault_of(error, 'the correction')}; predict "
+            f"with head='sampling'."
+        ) from None
 
 
 # The moments head: mean and variance of every output in one pass, carried through the model's own code.
@@ -544,10 +527,8 @@ class MomentsPredictor(GaussianPredictor):
         if seen < 2:
             raise PosthocUQError("fit_scale needs at least 2 inputs, and the loader yields fewer.")
         head_sd, drawn_sd = (torch.cat(parts).reshape(seen, -1).sqrt() for parts in (by_head, by_draws))
-        calibration = fit_scale_correction(head_sd, drawn_sd, n_mc, slope)
-        made_for = {"head": self.settings(), "posterior": posterior_settings(posterior)}
-        history = replace(posterior.history, calibration={**asdict(calibration), **made_for})
-        scaled = posterior.replaced(history=history)
+        made_for = self.settings(), posterior_settings(posterior)
+        scaled = posterior.noted(calibration=fit_scale_correction(head_sd, drawn_sd, n_mc, slope, *made_for))
         scaled.warn_if_void(posterior)
         return self.with_posterior(scaled)
 

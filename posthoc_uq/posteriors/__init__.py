@@ -32,7 +32,15 @@ from posthoc_uq.posteriors.block import (
 )
 from posthoc_uq.posteriors.covariance import Covariance, LayerRows, Mode, jacobian_gram, precise_values
 from posthoc_uq.posteriors.features import ClassGrams, FeatureGrams
-from posthoc_uq.posteriors.history import CRITERIA, Criterion, HeadRecord, History
+from posthoc_uq.posteriors.history import (
+    CRITERIA,
+    Criterion,
+    FaithfulRecord,
+    HeadRecord,
+    History,
+    LeftOutRecord,
+    ScaleCorrection,
+)
 from posthoc_uq.posteriors.laplace import (
     DenseBlock,
     DiagonalBlock,
@@ -72,6 +80,7 @@ __all__ = [
     "DiagonalBlock",
     "EigenvalueCorrectedBlock",
     "Evidence",
+    "FaithfulRecord",
     "FeatureGrams",
     "HeadRecord",
     "History",
@@ -80,11 +89,13 @@ __all__ = [
     "KroneckerBlock",
     "LayerPriors",
     "LayerRows",
+    "LeftOutRecord",
     "MeanFieldBlock",
     "Mode",
     "NotContainedError",
     "Posterior",
     "PrecisionSettings",
+    "ScaleCorrection",
     "Size",
     "SubnetworkBlock",
     "TensorField",

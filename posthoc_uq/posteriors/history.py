@@ -4,14 +4,22 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
-from math import isfinite
+from math import exp, inf, isfinite, isnan
 from typing import Annotated, Any, Literal
 
+from pydantic import AfterValidator, Field, SerializerFunctionWrapHandler, model_serializer, model_validator
 from torch import Tensor
 
 from posthoc_uq.core.errors import warn_user
-from posthoc_uq.core.records import Name, Record, Simple, among
-from posthoc_uq.posteriors.settings import HEADS, HYPERPARAMETERS, Hyperparameters
+from posthoc_uq.core.options import Temperature
+from posthoc_uq.core.records import Name, Plain, Record, Simple, SumOfSquares, among
+from posthoc_uq.posteriors.settings import (
+    HEADS,
+    HYPERPARAMETERS,
+    Hyperparameters,
+    NumberOrByLayer,
+    SettingsRecord,
+)
 
 Criterion = Literal["faithful", "likelihood", "leave_one_out", "evidence"]
 """By what `posthoc_uq.tune` may choose hyperparameters; `CRITERIA` has the facts about each."""
@@ -196,6 +204,81 @@ def recordable(options: Mapping[str, Any]) -> dict[str, Any]:
     }
 
 
+def _is_number(value: float) -> float:
+    if isnan(value):
+        raise ValueError("must be a number, not NaN")
+    return value
+
+
+class FaithfulRecord(Record):
+    """The faithful prior precision, or scale, as `value`, the temperature and that of the network it was compared with,
+    the divergence and its budget in nats, and the settings that it depends on.
+    """
+
+    head: Annotated[str, among(HEADS)]
+    value: NumberOrByLayer
+    temperature: Temperature
+    network_temperature: Temperature
+    divergence: Annotated[float, Field(allow_inf_nan=True), AfterValidator(_is_number)] = inf
+    budget: Annotated[float, Field(gt=0, le=1e300)]
+    settings: SettingsRecord
+
+    @model_validator(mode="after")
+    def _check_settings(self) -> FaithfulRecord:
+        others = {name for name, about in HYPERPARAMETERS.items() if about.of_weights and not about.by_layer}
+        if not self.settings.given <= others:
+            raise ValueError(f"has settings that are none of {sorted(others)}")
+        return self
+
+    @model_serializer(mode="wrap")
+    def _finite(self, values_of: SerializerFunctionWrapHandler) -> dict[str, Any]:
+        """Without an infinite divergence, for which JSON has no number."""
+        return {
+            name: value for name, value in values_of(self).items() if name != "divergence" or isfinite(value)
+        }
+
+
+class LeftOutRecord(Record):
+    """What leave-one-out found; 1 where it looked for the other."""
+
+    temperature: Temperature
+    noise_scale: Annotated[float, Field(gt=0, le=1e300)]
+
+
+class ScaleCorrection(Record):
+    """The correction of the moments head, ``sd -> exp(alpha) sd^beta``, with the settings that it was made for.
+
+    Attributes:
+        alpha: log of the factor on standard deviations.
+        beta: their power; 1 unless a slope was fitted.
+        residual: mean ``|sd / sd_MC - 1|`` with the correction, on inputs that it was not fitted on.
+        before: the same without the correction.
+        n_mc: draws of the weights; sd_MC alone has a relative error of ``1 / sqrt(2 n_mc)``.
+        head: the choices of the head.
+        posterior: the settings of the posterior.
+    """
+
+    alpha: Annotated[float, Field(ge=-40, le=40)]
+    beta: Annotated[float, Field(ge=-10, le=10)]
+    residual: SumOfSquares
+    before: SumOfSquares
+    n_mc: Annotated[int, Field(ge=2)]
+    head: dict[Name, Plain]
+    posterior: SettingsRecord
+
+    def __str__(self) -> str:
+        power = "" if self.beta == 1.0 else f" sd^{self.beta:.2f}"
+        return (
+            f"calibrated: factor {exp(self.alpha):.3g}{power} on standard deviations, error left "
+            f"{self.residual:.0%} (was {self.before:.0%}, Monte Carlo's own {(2 * self.n_mc) ** -0.5:.0%})"
+        )
+
+    def apply(self, variance: Tensor) -> Tensor:
+        """The corrected variance."""
+        scaled = variance if self.beta == 1.0 else variance.clamp(min=0) ** self.beta
+        return scaled * exp(2 * self.alpha)
+
+
 @dataclass(frozen=True)
 class History:
     """How a posterior was fitted, tuned and calibrated; `report` prints it. Nothing writes into one.
@@ -205,12 +288,9 @@ class History:
         deterministic: parameters without a posterior, each with the reason.
         tuning: how each hyperparameter was chosen, in words.
         head: that predicts, and by what the hyperparameters were found.
-        faithful: the faithful prior precision (or scale) as ``value``, its ``temperature`` and the
-            ``network_temperature`` it was compared with, ``divergence``, ``budget``, ``head``, and the other
-            ``settings``; or empty.
-        left_out: the ``temperature`` and the ``noise_scale`` that leave-one-out found, around which held-out labels
-            search theirs; or empty.
-        calibration: the moments head's correction as plain values, with the settings it was made for; or empty.
+        faithful: the faithful prior precision, or scale.
+        left_out: what leave-one-out found, around which held-out labels search theirs.
+        calibration: the moments head's correction.
         promises: the held-out scores by which predictions promise, with the settings they were measured with
             (`posthoc_uq.files.records.PromisesRecord`); or empty.
         novelty: ``"posterior"`` where the fit found no layer to measure novelty by, so that the posterior itself is
@@ -231,9 +311,9 @@ class History:
     deterministic: Mapping[str, str] = field(default_factory=lambda: dict[str, str]())
     tuning: Mapping[str, str] = field(default_factory=lambda: dict[str, str]())
     head: HeadRecord | None = None
-    faithful: Mapping[str, Any] = field(default_factory=lambda: dict[str, Any]())
-    left_out: Mapping[str, float] = field(default_factory=lambda: dict[str, float]())
-    calibration: Mapping[str, Any] = field(default_factory=lambda: dict[str, Any]())
+    faithful: FaithfulRecord | None = None
+    left_out: LeftOutRecord | None = None
+    calibration: ScaleCorrection | None = None
     promises: Mapping[str, Any] = field(default_factory=lambda: dict[str, Any]())
     novelty: str = ""
     changes: Mapping[str, Any] = field(default_factory=lambda: dict[str, Any]())

@@ -414,7 +414,7 @@ class Posterior:
             if asked[name] is not None and getattr(new, name) != getattr(self, name)
         }
         if given:  # also in place of what leave-one-out found
-            new = new.replaced(history=replace(new.history.noted(tuning=given), left_out={}))
+            new = new.replaced(history=replace(new.history.noted(tuning=given), left_out=None))
         new.warn_if_void(self)
         return new
 
@@ -500,7 +500,7 @@ class Posterior:
     def _basis_of_promises(self) -> dict[str, Any]:
         """What promises depend on: the settings and, with the moments head, its calibration."""
         calibrated = self.history.promises.get("head", {}).get("head") == "moments"
-        return self.settings.plain() | ({"calibration": dict(self.history.calibration)} if calibrated else {})
+        return self.settings.plain() | ({"calibration": self.history.calibration} if calibrated else {})
 
     def warn_if_void(self, before: Posterior) -> None:
         """Warn if promises that this posterior has from `before` held there, and no longer do."""

@@ -200,10 +200,10 @@ def described_novelty(features: FeatureGrams) -> str:
 def described_history(history: History) -> dict[str, str]:
     """Label to text of what was tuned, calibrated and changed since the fit."""
     lines, calibration = dict(history.tuning), history.calibration
-    if calibration:
+    if calibration is not None:
         lines["moments head"] = (
-            f"standard deviations times {exp(calibration['alpha']):.3g} (power {calibration['beta']:.3g}), error left "
-            f"{calibration['residual']:.0%}, by {calibration['n_mc']} draws"
+            f"standard deviations times {exp(calibration.alpha):.3g} (power {calibration.beta:.3g}), error left "
+            f"{calibration.residual:.0%}, by {calibration.n_mc} draws"
         )
     if history.promises:
         lines["promises"] = described_promises(history.promises)

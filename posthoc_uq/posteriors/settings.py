@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
+from collections.abc import Collection
 from dataclasses import dataclass, replace
 from math import log
-from typing import Any, Literal, NoReturn
+from typing import Annotated, Any, Literal, NoReturn
 
+from pydantic import Discriminator, Tag
 from torch import Tensor
 
 from posthoc_uq.core.devices import host_double
 from posthoc_uq.core.errors import PosthocUQError
 from posthoc_uq.core.options import Magnitude, Temperature, Unit
+from posthoc_uq.core.records import Name, Record
 from posthoc_uq.core.registry import Later, Registry
 
 HEADS: Registry[Any] = Registry(
@@ -133,6 +136,40 @@ class Hyperparameters:
     def plain(self) -> dict[str, Any]:
         """Plain values by name."""
         return {name: dict(value) if isinstance(value, dict) else value for name, value in vars(self).items()}
+
+
+NumberOrByLayer = Annotated[
+    Annotated[Magnitude, Tag("<number>")] | Annotated[dict[Name, Magnitude], Tag("<by layer>")],
+    Discriminator(lambda value: "<by layer>" if isinstance(value, dict) else "<number>"),
+]
+
+
+class SettingsRecord(Record):
+    """Hyperparameters; a posterior has all of them, what was found at some settings those that it depends on."""
+
+    scale: Magnitude = 1.0
+    prior_precision: NumberOrByLayer = 1.0
+    residual_weight: Unit = 1.0
+    noise_scale: Magnitude = 1.0
+    temperature: Temperature = 1.0
+
+    @classmethod
+    def of(cls, settings: Hyperparameters, names: Collection[str]) -> SettingsRecord:
+        """These of the hyperparameters."""
+        values = settings.plain()
+        return cls(**{name: values[name] for name in names})
+
+    @property
+    def given(self) -> set[str]:
+        """The names of those that it has."""
+        return self.model_fields_set
+
+    def hyperparameters(self) -> Hyperparameters:
+        """The value of a posterior."""
+        values = self.model_dump()
+        if isinstance(self.prior_precision, dict):
+            values["prior_precision"] = LayerPriors(self.prior_precision)
+        return Hyperparameters(**values)
 
 
 HYPERPARAMETERS = {

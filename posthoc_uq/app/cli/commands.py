@@ -412,7 +412,9 @@ def tune(
             if criterion == "likelihood" and trials is not None and trials.chosen is not None:
                 facts["validation NLL"] = trials.chosen.objective
             if criterion == "faithful":
-                facts |= {key: posterior.history.faithful[key] for key in ("divergence", "budget")}
+                faithful = posterior.history.faithful
+                assert faithful is not None
+                facts |= {"divergence": faithful.divergence, "budget": faithful.budget}
             if of_criterion.by_predictions and "n_samples" in options:
                 # the draws of predictions, not of the search
                 record = posterior.history.head
