@@ -277,7 +277,7 @@ def test_models_that_vmap_cannot_run_and_convolutions(kind: type[nn.Module]) -> 
 
 def test_what_backpropagate_refuses_and_leaves_alone() -> None:
     model, posterior = _fitted()
-    for options in ({"engine": "jvp"}, {"engine": "last_layer"}, {"outputs": 2}):
+    for options in ({"engine": "jvp"}, {"outputs": 2}):
         with pytest.raises(PosthocUQError, match="backpropagate=True forms the Jacobian of all outputs"):
             uq.wrap(model, posterior, "linearized", backpropagate=True, **options)
     assert uq.wrap(model, posterior, backpropagate=True).head == "linearized"

@@ -691,7 +691,7 @@ def test_chosen_layers_alone_are_variational(layers: Any) -> None:
     chosen = ["8"] if layers == "last" else layers
     assert list(posterior.layers) == chosen
     assert set(posterior.trained_mean) == {f"{name}.{part}" for name in chosen for part in ("weight", "bias")}
-    head = uq.wrap(model, posterior, "linearized", engine="last_layer" if layers == "last" else "exact")
+    head = uq.wrap(model, posterior, "linearized", engine="auto" if layers == "last" else "exact")
     assert bool((head.functional_variance(probe()) > 0).all())
 
 

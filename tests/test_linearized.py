@@ -17,7 +17,8 @@ import posthoc_uq as uq
 from posthoc_uq import Posterior
 from posthoc_uq.core import Batch
 from posthoc_uq.heads import LinearizedPredictor
-from posthoc_uq.heads.jacobians import WeightCovariance, function_draws
+from posthoc_uq.heads.jacobians import WeightCovariance
+from posthoc_uq.heads.linearization import function_draws
 from posthoc_uq.layers import Layer
 from posthoc_uq.likelihoods import Bernoulli, Categorical
 from posthoc_uq.posteriors import DenseBlock, DiagonalBlock, Evidence
@@ -154,7 +155,6 @@ def test_equals_dense_jacobians_and_covariances(name: str, options: dict[str, An
     torch.testing.assert_close(predictor.functional_covariance(x, joint=True), expected, **size)
     torch.testing.assert_close(predictor.functional_covariance(x), blocks_of(expected, len(x)), **size)
     torch.testing.assert_close(predictor.functional_variance(x), variances_of(expected, len(x)), **size)
-    torch.testing.assert_close(predictor.functional_trace(x), variances_of(expected, len(x)).sum(1), **size)
     torch.testing.assert_close(predictor.functional_mean(x), model(x).detach(), rtol=0, atol=1e-14)
 
 
@@ -165,8 +165,9 @@ def test_the_closed_form_of_the_last_layer(name: str, options: dict[str, Any]) -
     model, posterior, x = setting(name, options | {"layers": "last"})
     expected = dense_covariance(model, posterior, x)
     size = {"atol": 1e-10 * float(expected.abs().max()), "rtol": 1e-9}
-    for engine in ("last_layer", "auto", "exact"):
+    for engine in ("auto", "exact"):
         predictor = LinearizedPredictor(model, posterior, engine=engine)
+        assert (predictor.closed_form(x) is not None) == (engine == "auto")
         torch.testing.assert_close(predictor.functional_covariance(x, joint=True), expected, **size)
         torch.testing.assert_close(predictor.functional_covariance(x), blocks_of(expected, len(x)), **size)
         torch.testing.assert_close(predictor.functional_variance(x), variances_of(expected, len(x)), **size)
@@ -307,7 +308,7 @@ def test_the_table_of_the_specification() -> None:
         parts(everywhere.functional_covariance(x)),
         [[0.297671, 0.003033, 0.273268], [0.290289, 0.008433, 0.241258], [0.241469, -0.048894, 0.269400]],
     )
-    for engine in ("exact", "last_layer"):
+    for engine in ("exact", "auto"):
         last = LinearizedPredictor(model, isotropic(model, ["2"], 0.1), engine=engine)
         near(
             parts(last.functional_covariance(x)),
@@ -385,7 +386,7 @@ def many_classes(**options: Any) -> tuple[nn.Module, Posterior, Tensor]:
     return model, fitted(model, x[4:], rank=8, **options), x[:4]
 
 
-@pytest.mark.parametrize("outputs, number", [("auto", 10), ("topk", 10), ("topk:3", 3), (5, 5), (99, 30)])
+@pytest.mark.parametrize("outputs, number", [("auto", 10), ("topk", 10), (3, 3), (5, 5), (99, 30)])
 def test_the_classes_with_the_largest_logits(outputs: str | int, number: int) -> None:
     model, posterior, x = many_classes()
     whole = LinearizedPredictor(model, posterior, outputs="all")
@@ -393,7 +394,7 @@ def test_the_classes_with_the_largest_logits(outputs: str | int, number: int) ->
     full, found = whole.functional_variance(x), some.functional_variance(x)
     top = model(x).topk(number).indices
     torch.testing.assert_close(found.gather(1, top), full.gather(1, top))
-    last = LinearizedPredictor(model, fitted_last(posterior), engine="last_layer")
+    last = LinearizedPredictor(model, fitted_last(posterior))
     rest = torch.ones_like(full, dtype=torch.bool).scatter(1, top, False)
     torch.testing.assert_close(found[rest], last.functional_variance(x)[rest])
     assert bool((found[rest] < full[rest]).all())
@@ -542,7 +543,6 @@ def test_sampling_in_function_space_agrees(options: dict[str, Any]) -> None:
     covariance, variance = few.functional_covariance(x), few.functional_variance(x)
     torch.testing.assert_close(covariance.diagonal(dim1=1, dim2=2), variance)
     torch.testing.assert_close(blocks_of(few.functional_covariance(x, joint=True), len(x)), covariance)
-    torch.testing.assert_close(few.functional_trace(x), variance.sum(1))
 
 
 def test_probabilities_by_sampling_in_function_space() -> None:
@@ -550,20 +550,6 @@ def test_probabilities_by_sampling_in_function_space() -> None:
     exact = LinearizedPredictor(model, posterior)
     drawn = LinearizedPredictor(model, posterior, engine="jvp", n_probes=600)
     assert float((drawn(x).probs - exact(x).probs).abs().max()) < 0.02
-
-
-def test_the_trace_of_many_outputs() -> None:
-    model, posterior, x = many_classes()
-    whole = LinearizedPredictor(model, posterior, outputs="all").functional_variance(x).sum(1)
-    predictor = LinearizedPredictor(model, posterior, n_probes=5)
-    torch.testing.assert_close(predictor.functional_trace(x, n_probes=30), whole)
-    probed = predictor.functional_trace(x, n_probes=20)
-    torch.testing.assert_close(predictor.functional_trace(x, n_probes=20), probed, rtol=0, atol=0)
-    # The variance of u^T C u is at most 2 |C|^2.
-    covariance = LinearizedPredictor(model, posterior, outputs="all").functional_covariance(x)
-    spread = (2 * covariance.square().sum((1, 2)) / 20).sqrt()
-    assert bool(((probed - whole).abs() < 4 * spread).all())
-    assert not torch.equal(predictor.functional_trace(x), probed)
 
 
 def test_what_comes_after_the_last_layer() -> None:
@@ -592,12 +578,8 @@ def test_what_comes_after_the_last_layer() -> None:
             auto = LinearizedPredictor(model, posterior)
             expected = dense_covariance(model, posterior, x)
             torch.testing.assert_close(auto.functional_covariance(x), blocks_of(expected, 12))
-            strict = LinearizedPredictor(model, posterior, engine="last_layer")
-            if direct:
-                torch.testing.assert_close(strict.functional_variance(x), variances_of(expected, 12))
-            else:
-                with pytest.raises(uq.PosthocUQError, match="last_layer"):
-                    strict(x)
+            torch.testing.assert_close(auto.functional_variance(x), variances_of(expected, 12))
+            assert (auto.closed_form(x) is not None) == direct
 
 
 def test_outputs_that_are_direct_for_some_inputs() -> None:
@@ -612,6 +594,40 @@ def test_outputs_that_are_direct_for_some_inputs() -> None:
     for part in (x[inside], x):
         expected = variances_of(dense_covariance(model, posterior, part), len(part))
         torch.testing.assert_close(predictor.functional_variance(part), expected)
+
+
+def test_a_last_layer_that_later_inputs_use_otherwise() -> None:
+    """Called twice, with an input that is overwritten afterwards, or by its name, it is what it was in the first pass
+    as long as numbers say so.
+    """
+
+    class Otherwise(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.first, self.last = nn.Linear(4, 3), nn.Linear(3, 3)
+
+        def forward(self, x: Tensor, way: str = "plain") -> Tensor:
+            h = self.first(x).tanh()
+            if way == "twice":
+                h = self.last(h)
+            if way == "by name":
+                return self.last(input=h)
+            outputs = self.last(h)
+            return outputs + 0 * h.zero_() if way == "overwritten" else outputs
+
+    with torch.random.fork_rng():
+        torch.manual_seed(0)
+        model, x = Otherwise().double(), torch.randn(9, 4, dtype=torch.float64)
+    posterior = fitted(model, x, method="kfac", layers="last")
+    predictor = LinearizedPredictor(model, posterior)
+    expected = predictor.functional_variance(x)
+    torch.testing.assert_close(expected, variances_of(dense_covariance(model, posterior, x), len(x)))
+    exact = LinearizedPredictor(model, posterior, engine="exact").functional_variance(x, "twice")
+    torch.testing.assert_close(predictor.functional_variance(x, "twice"), exact)
+    assert float((exact / expected - 1).abs().max()) > 0.1
+    torch.testing.assert_close(predictor.functional_variance(x, way="by name"), expected)
+    with pytest.raises(uq.PosthocUQError, match="was changed in place after the layer used it"):
+        predictor.functional_variance(x, "overwritten")
 
 
 @pytest.mark.parametrize("shape", ["(batch,)", "(batch, 1)", "(batch, 25)"])
@@ -796,10 +812,8 @@ def test_layers_that_a_pass_does_not_use_are_named() -> None:
 
 def test_what_it_cannot_serve() -> None:
     model, posterior, x = setting("mlp", {"method": "diag"})
-    with pytest.raises(uq.PosthocUQError, match="layers='last'"):
-        LinearizedPredictor(model, posterior, engine="last_layer")(x)
-    with pytest.raises(uq.PosthocUQError, match="n_probes must be"):
-        LinearizedPredictor(model, posterior).functional_trace(x, n_probes=0)
+    with pytest.raises(uq.PosthocUQError, match="engine must be"):
+        LinearizedPredictor(model, posterior, engine="last_layer")  # type: ignore[arg-type]
     with pytest.raises(uq.PosthocUQError, match="needs an input tensor with at least one sample"):
         LinearizedPredictor(model, posterior)(x[:0])
     images = nn.Sequential(*model, nn.Unflatten(1, (3, 1)))

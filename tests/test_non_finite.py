@@ -69,10 +69,7 @@ def _answers(head: str, posterior: uq.Posterior, x: Tensor) -> int:
     if predictor.head != "sampling":
         asked.append(lambda: {"variance": predictor.functional_variance(x)})
     if predictor.head == "linearized":
-        asked += [
-            lambda: {"covariance": predictor.functional_covariance(x)},
-            lambda: {"trace": predictor.functional_trace(x)},
-        ]
+        asked.append(lambda: {"covariance": predictor.functional_covariance(x)})
     refused = 0
     for ask in asked:
         try:

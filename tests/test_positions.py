@@ -240,15 +240,13 @@ def test_functional_covariance(kind: str, layers: str) -> None:
     own = case(kind)
     posterior = fit(own, fisher="exact", layers=layers)
     truth = dense_covariance(own, layers == "last", own.fisher(layers == "last"))
-    engines = ("exact", "last_layer", "auto") if layers == "last" else ("exact", "auto")
-    for engine in engines:
+    for engine in ("exact", "auto"):
         head = uq.wrap(own.model, posterior, head="linearized", engine=engine)
         torch.testing.assert_close(head.functional_covariance(own.x), truth, rtol=1e-8, atol=1e-12)
         variance = head.functional_variance(own.x)
         assert variance.shape == own.model(own.x).shape
         diagonal = truth.diagonal(dim1=2, dim2=3)
         torch.testing.assert_close(own.rows(variance), diagonal, rtol=1e-8, atol=1e-12)
-        torch.testing.assert_close(head.functional_trace(own.x), diagonal.sum((1, 2)))
         picked = head.at([2, -1])
         torch.testing.assert_close(
             picked.functional_covariance(own.x), truth[:, [2, 3]], rtol=1e-8, atol=1e-12
@@ -267,14 +265,14 @@ def test_closed_form_is_that_of_backward_passes(method: str) -> None:
     posterior = fit(own, method, layers="last")
     closed, exact = (
         uq.wrap(own.model, posterior, head="linearized", engine=engine, memory_budget=budget)
-        for engine, budget in (("last_layer", 1), ("exact", None))
+        for engine, budget in (("auto", 1), ("exact", None))
     )
     truth = exact.functional_variance(own.x)
     torch.testing.assert_close(closed.functional_variance(own.x), truth, rtol=1e-6, atol=1e-12)
     for link in ("mc", "probit", "bridge"):
         predictions = [
             uq.wrap(own.model, posterior, head="linearized", engine=engine, link=link)(own.x)
-            for engine in ("last_layer", "exact")
+            for engine in ("auto", "exact")
         ]
         torch.testing.assert_close(predictions[0].probs, predictions[1].probs, rtol=1e-5, atol=1e-7)
 
@@ -564,7 +562,7 @@ def test_top_classes_by_backward_passes() -> None:
     posterior = uq.fit(model, [x], exact, likelihood=likelihood, prior_precision=1.0, progress=False)
     full, top = (
         uq.wrap(model, posterior, head="linearized", positions=[1, 3], outputs=outputs, engine="exact")
-        for outputs in ("all", "topk:3")
+        for outputs in ("all", 3)
     )
     truth, found = full.functional_variance(x), top.functional_variance(x)
     chosen = model(x)[:, [1, 3]].topk(3, -1).indices
@@ -595,8 +593,6 @@ def test_errors_say_what_to_do() -> None:
         uq.Categorical(next_token=True).check(outputs, own.y)
     with pytest.raises(uq.PosthocUQError, match="one dimension of tokens"):
         uq.Categorical(next_token=True).check(torch.zeros(3, 4), None)
-    with pytest.raises(uq.PosthocUQError, match="engine='last_layer' needs a posterior of one layer"):
-        uq.wrap(own.model, fit(own), head="linearized", engine="last_layer")(own.x)
 
 
 # Memory

@@ -22,7 +22,8 @@ from posthoc_uq.core.errors import PosthocUQError, warn_user
 from posthoc_uq.core.model import unwrap
 from posthoc_uq.core.outputs import output_tensor
 from posthoc_uq.files import atomic
-from posthoc_uq.heads.linearized import ClosedForm, LinearizedPredictor
+from posthoc_uq.heads.closed_form import ClosedForm
+from posthoc_uq.heads.linearized import LinearizedPredictor
 from posthoc_uq.heads.moments import MomentsPredictor
 from posthoc_uq.heads.novelty import class_novelty
 from posthoc_uq.heads.predictor import Predictor, divisor_of

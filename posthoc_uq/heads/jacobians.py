@@ -3,36 +3,25 @@
 * ``Cov = sum_b J_b Sigma_b J_b^T`` over the posterior's blocks, with J of any functions of the outputs. One backward
   pass gives the gradient of one function for every sample, as each layer's activations and output gradients
   (`pull_back`), which `WeightCovariance` contracts.
-* Where one layer's outputs are the model's, its activations are enough (`output_rows`).
-* ``J (theta_r - theta)`` for draws of the weights, by forward mode (`function_draws`).
-* J as a tensor, with its graph back to the inputs (`jacobians`), for a few inputs at a time.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
-from math import prod
 
 import torch
 from torch import Tensor, nn
-from torch.func import functional_call, jacrev, vmap
-from torch.utils._pytree import tree_map
 
-from posthoc_uq.core.batches import Batch, holds_samples
-from posthoc_uq.core.errors import PosteriorMismatchError, PosthocUQError, check_refused, warn_user
-from posthoc_uq.core.model import jvp, model_device
+from posthoc_uq.core.batches import Batch
+from posthoc_uq.core.errors import PosteriorMismatchError, PosthocUQError, warn_user
+from posthoc_uq.core.model import model_device
 from posthoc_uq.core.progress import report_progress, split_progress
-from posthoc_uq.curvature.features import grid_of
-from posthoc_uq.layers.calls import PlainAttention
 from posthoc_uq.layers.capture import Capture, Recording
-from posthoc_uq.layers.frozen import called
 from posthoc_uq.layers.layer import Layer
 from posthoc_uq.layers.operands import Operand
 from posthoc_uq.layers.proof import Exactly, prepare
 from posthoc_uq.layers.rules import LayerGradients
-from posthoc_uq.likelihoods import Likelihood
-from posthoc_uq.likelihoods.labels import Layout
 from posthoc_uq.posteriors import Posterior
 from posthoc_uq.posteriors.covariance import (
     MIN_SHARE,
@@ -121,10 +110,14 @@ class WeightCovariance:
         dtype: of activations and output gradients.
         device: of activations and output gradients.
         limit: bytes that one temporary may take.
+
+    Attributes:
+        dtype: see above.
+        limit: see above.
     """
 
     def __init__(self, posterior: Posterior, dtype: torch.dtype, device: torch.device, limit: int) -> None:
-        self._dtype = dtype
+        self.dtype, self.limit = dtype, limit
         self._layout, self._of_layers = posterior.layout, dict[str, Covariance]()
         self._place = dtype, device, limit
         self._blocks = {name: posterior.covariance(name).prepared(*self._place) for name in posterior.members}
@@ -169,7 +162,7 @@ class WeightCovariance:
         cancelled for the activations' precision, and those samples are computed again in float64.
         """
         sums = self._with_prior(pulled, samples, functions, prior, False)
-        if self._dtype == torch.float64 or not any(block.cancels for block in self._blocks.values()):
+        if self.dtype == torch.float64 or not any(block.cancels for block in self._blocks.values()):
             return sums
         posterior_sums, prior_sums = (tensor.to(sums[0].device) for tensor in sums)
         imprecise = (posterior_sums < MIN_SHARE * prior_sums).nonzero().flatten()
@@ -205,35 +198,10 @@ class WeightCovariance:
         return self._of_layers[layer]
 
 
-ONE_POSITION = Layout(class_dim=-1)
-"""The layout of outputs ``(samples, outputs)``."""
-
-_COMPARED_POSITIONS = 256  # positions at which a layer's outputs are compared with the model's
-
-
-@dataclass(frozen=True)
-class TrackedModel:
-    """The posterior's layers as the first batch used them.
-
-    Attributes:
-        capture: of the posterior's layers, all by intercepted calls, which several threads can use at once.
-        last: the layer whose outputs are the model's, if it is one of them, as far as gradients say.
-    """
-
-    capture: Capture
-    last: str | None
-
-    def within(self, rest: nn.Module) -> TrackedModel:
-        """The same layers in a model that is the last part of this one, with parameters of the same names."""
-        capture = Capture(rest)
-        capture.track(list(self.capture.tracked.values()))
-        capture.watched = self.capture.watched
-        return TrackedModel(capture, self.last)
-
-
-def track_layers(model: nn.Module, posterior: Posterior, batch: Batch) -> TrackedModel:
+def track_layers(model: nn.Module, posterior: Posterior, batch: Batch) -> Capture:
     """The posterior's layers as the fit proved them, or, of another model or other inputs, as they are found in a pass,
-    with their caught gradients checked against autograd.
+    with their caught gradients checked against autograd: all by intercepted calls, which several threads can use at
+    once.
 
     Raises:
         PosteriorMismatchError: a layer is used in another way than in the fit.
@@ -260,27 +228,7 @@ def track_layers(model: nn.Module, posterior: Posterior, batch: Batch) -> Tracke
     capture.track(
         [replace(t, engine="hooks" if t.engine == "backpack" else t.engine) for t in chosen.values()]
     )
-    ends = [name for name, tracked in chosen.items() if tracked.ends]
-    return TrackedModel(capture, ends[-1] if ends else None)
-
-
-def layout_of(likelihood: Likelihood, outputs: Tensor, samples: int) -> Layout:
-    """Where a model's outputs, `with_classes`, have their classes and positions.
-
-    Raises:
-        PosthocUQError: the outputs do not fit the layout, or have more dimensions than a likelihood without one takes.
-    """
-    layout = likelihood.positions_of(outputs)
-    if layout is None:
-        check_shape(outputs, samples)
-        return ONE_POSITION
-    layout.check(outputs)
-    return layout
-
-
-def with_classes(outputs: Tensor) -> Tensor:
-    """Outputs ``(samples,)`` with a dimension that counts them; others as they are."""
-    return outputs.unsqueeze(1) if outputs.ndim == 1 else outputs
+    return capture
 
 
 def check_shape(outputs: Tensor, samples: int) -> None:
@@ -290,131 +238,3 @@ def check_shape(outputs: Tensor, samples: int) -> None:
             f"The linearised model needs outputs of shape (batch,) or (batch, outputs), and {samples} inputs gave "
             f"{tuple(outputs.shape)}."
         )
-
-
-def output_rows(
-    recording: Recording, capture: Capture, name: str, dtype: torch.dtype, layout: Layout
-) -> Tensor | None:
-    """The activations ``(rows, n)`` of a layer in this pass if its outputs are the model's, with a row for each sample
-    and position; else None. That is decided by numbers: ``W a`` is recomputed from the layer's input and compared.
-
-    With positions it is a linear layer, or a pointwise convolution, on the grid of the outputs.
-    """
-    calls, tracked = recording.calls.get(name, []), capture.tracked[name]
-    outputs, layer = with_classes(recording.outputs.detach()), tracked.layer
-    samples, positions = len(outputs), layout.positions(outputs)
-    if len(calls) != 1 or layer.groups != 1 or layer.outputs != layout.classes(outputs):
-        return None
-    if tracked.batch_axis != 0 or calls[0].input.shape[0] != samples:
-        return None
-    if positions and not (layer.pointwise and grid_of(calls[0]) == positions):
-        return None
-    activations = LayerGradients(layer, calls, samples, tracked.batch_axis).activations(dtype)[0]
-    if activations.positions != prod(positions):
-        return None
-    rows = activations.rows().flatten(0, 2)
-    step = max(1, len(rows) // max(samples, _COMPARED_POSITIONS))
-    compared = layout.rows(outputs)[::step].to(dtype)
-    return rows if _gives(layer, capture, rows[::step], compared, recording) else None
-
-
-def _gives(layer: Layer, capture: Capture, rows: Tensor, outputs: Tensor, recording: Recording) -> bool:
-    """Whether a layer makes these outputs ``(rows, m)`` of activations ``(rows, n)``."""
-    weights = dict(capture.twin.named_parameters())
-    bias = None if layer.bias is None else weights[layer.bias]
-    matrix = layer.to_matrix(weights[layer.weight], bias)[0].to(rows)
-    recomputed = rows @ matrix.T
-    narrow = torch.finfo(recording.outputs.dtype).eps > 1e-5  # half precision rounds what it multiplies
-    scale = recomputed.abs().amax().clamp(min=torch.finfo(rows.dtype).tiny)
-    return bool((recomputed - outputs).abs().amax() <= (2e-2 if narrow else 1e-5) * scale)
-
-
-def function_draws(model: nn.Module, batch: Batch, deviations: Mapping[str, Tensor]) -> tuple[Tensor, Tensor]:
-    """Outputs, and their derivatives ``J (theta_r - theta)`` along deviations of the weights, by forward mode.
-
-    Args:
-        model: in eval mode; nothing else may run it meanwhile.
-        batch: its inputs.
-        deviations: parameter name to ``(draws, *shape)``.
-
-    Returns:
-        Outputs ``(samples, ...)`` and derivatives ``(draws, samples, ...)``.
-
-    Raises:
-        PosthocUQError: some operation of the model has no forward derivative.
-    """
-    parameters = dict(model.named_parameters())
-    centre = {name: parameters[name].detach() for name in deviations}
-    draws = len(next(iter(deviations.values())))
-
-    def run(weights: dict[str, Tensor]) -> Tensor:
-        own = batch.copied()
-        return own.outputs_of(functional_call(model, weights, own.args, own.kwargs))
-
-    outputs, derivatives = None, list[Tensor]()
-    with torch.no_grad(), PlainAttention():
-        for draw in split_progress(range(draws)):
-            tangent = {name: deviation[draw] for name, deviation in deviations.items()}
-            outputs, derivative = jvp(
-                run,
-                (centre,),
-                (tangent,),
-                needed_by="engine='jvp', and draws of functions, need",
-                way_out="use engine='exact', and draw functions with head='sampling'",
-            )
-            derivatives.append(derivative)
-    assert outputs is not None
-    return outputs, torch.stack(derivatives)
-
-
-def jacobians(model: nn.Module, weights: NamedWeights, batch: Batch, samples: int) -> NamedWeights:
-    """The Jacobian of every sample's outputs by each parameter, ``(samples, outputs, *shape)``, with its graph back to
-    the inputs: all samples in one `vmap`, or one by one for a model that cannot run in it.
-
-    Args:
-        model: in eval mode; nothing else may run it meanwhile.
-        weights: at which it is linearised, by name.
-        batch: the model's arguments.
-        samples: in the batch.
-    """
-
-    def of_one(weights: NamedWeights, args: tuple[object, ...], kwargs: Mapping[str, object]) -> Tensor:
-        return called(model, weights, Batch(args, None, dict(kwargs))).flatten()
-
-    def one_by_one() -> NamedWeights:
-        rows = [batch.narrow(row, 1, samples) for row in range(samples)]
-        parts = [_by_autograd(lambda w, b=one: called(model, w, b).flatten(), weights) for one in rows]
-        return {name: torch.stack([part[name] for part in parts]) for name in weights}
-
-    def in_one_vmap() -> NamedWeights:
-        dims = tree_map(
-            lambda value: 0 if holds_samples(value, samples) else None, (batch.args, batch.kwargs)
-        )
-
-        def in_vmap(args: tuple[object, ...], kwargs: dict[str, object]) -> NamedWeights:
-            places = tree_map(lambda v, d: v.unsqueeze(0) if d == 0 else v, (args, kwargs), dims)
-            return jacrev(of_one)(weights, *places)
-
-        return vmap(in_vmap, in_dims=dims)(batch.args, batch.kwargs)
-
-    with PlainAttention():
-        if batch.whole:
-            return one_by_one()
-        try:
-            return in_one_vmap()
-        except Exception as error:  # the model's code decides what vmap makes of it
-            check_refused(error, in_one_vmap, one_by_one)
-            return one_by_one()
-
-
-def _by_autograd(run: Callable[[NamedWeights], Tensor], weights: NamedWeights) -> NamedWeights:
-    """The Jacobian of ``run`` by the weights, one backward pass an output, with its graph."""
-    leaves = {name: weight.clone().requires_grad_() for name, weight in weights.items()}
-    outputs = run(leaves)
-    rows = [
-        torch.autograd.grad(
-            output, list(leaves.values()), create_graph=True, allow_unused=True, materialize_grads=True
-        )
-        for output in outputs
-    ]
-    return {name: torch.stack(parts) for name, parts in zip(leaves, zip(*rows, strict=True), strict=True)}

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Generator
+from collections.abc import Generator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from functools import partial
@@ -73,7 +73,7 @@ def last_calls(network: nn.Module, features: FeatureGrams, batch: Batch) -> list
 
 
 def novelty_of_calls(
-    features: FeatureGrams, calls: list[Call], batch: Batch, smoothing: float | None = None
+    features: FeatureGrams, calls: Sequence[Call], batch: Batch, smoothing: float | None = None
 ) -> Tensor:
     """The same, from calls of the last layer that a pass recorded; ``(samples, *positions)`` where every position has
     features of its own.
@@ -83,7 +83,7 @@ def novelty_of_calls(
     return novelty.reshape(-1, *grid_of(calls[0])) if features.source == "positions" else novelty
 
 
-def novelty_when_read(features: FeatureGrams, calls: list[Call], batch: Batch) -> Tensor | Unread:
+def novelty_when_read(features: FeatureGrams, calls: Sequence[Call], batch: Batch) -> Tensor | Unread:
     """The same, computed when it is first read, where one row of features a sample is all that has to be held for that,
     and no more than 1 MiB; else at once.
 
@@ -97,7 +97,7 @@ def novelty_when_read(features: FeatureGrams, calls: list[Call], batch: Batch) -
     return Unread(compute, rows) if rows.nbytes <= _MAX_HELD else compute(rows)
 
 
-def _rows_of(features: FeatureGrams, calls: list[Call], batch: Batch) -> Tensor:
+def _rows_of(features: FeatureGrams, calls: Sequence[Call], batch: Batch) -> Tensor:
     samples, by_position = count_samples(batch), features.source == "positions"
     with _without_gradients():
         return feature_rows(calls, features.layer, samples, by_position, batch.attention_mask)
@@ -169,7 +169,7 @@ class PosteriorRatio:
         self._dtype, device = statistics_dtype(network, None), model_device(network)
         limit = temporary_limit(TEMPORARY_BYTES, device)
         self._posterior = WeightCovariance(smoothed, self._dtype, device, limit)
-        self._tracked = track_layers(network, posterior, batch.copied())
+        self._capture = track_layers(network, posterior, batch.copied())
 
     def __call__(self, batch: Batch) -> Tensor:
         """``(samples,)`` in (0, 1].
@@ -179,7 +179,7 @@ class PosteriorRatio:
         """
         samples = count_samples(batch)
         with torch.inference_mode(False), torch.no_grad():
-            recording = self._tracked.capture.run(batch, samples)
+            recording = self._capture.run(batch, samples)
             outputs = recording.outputs.detach()
             check_shape(outputs, samples)
             number = outputs[0].numel() if self._of == "all" else 1

@@ -6,10 +6,10 @@ import copy
 import math
 import threading
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Generator, Iterable, Mapping
+from collections.abc import Callable, Generator, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from functools import wraps
-from typing import Any, ClassVar, Concatenate, Generic, ParamSpec, TypeVar, cast
+from typing import TYPE_CHECKING, Any, ClassVar, Concatenate, Generic, ParamSpec, TypeVar, cast
 
 import torch
 from torch import Tensor, nn
@@ -47,13 +47,15 @@ from posthoc_uq.heads.novelty import (
     novelty_when_read,
 )
 from posthoc_uq.heads.weight_watch import WeightWatch
-from posthoc_uq.layers.frozen import Features
 from posthoc_uq.layers.layer import Call
 from posthoc_uq.likelihoods.conformal import ConformalScores
 from posthoc_uq.likelihoods.draws import LINK_DRAWS, LogitCovariance, OutputGaussian, of_covariance
 from posthoc_uq.likelihoods.prediction import Prediction, Unread, at_least_float32, cat
 from posthoc_uq.likelihoods.weights import attending
 from posthoc_uq.posteriors import DRAWS, QUADRATIC, Posterior
+
+if TYPE_CHECKING:
+    from posthoc_uq.layers.frozen import Features
 
 
 def divisor_of(posterior: Posterior) -> float:
@@ -649,7 +651,7 @@ class Predictor(nn.Module, ABC):
         check_finite({"novelty": novelty}, "novelty", self.head)
         return novelty
 
-    def _known_novelty(self, batch: Batch, calls: list[Call] | None = None) -> Tensor | Unread | None:
+    def _known_novelty(self, batch: Batch, calls: Sequence[Call] | None = None) -> Tensor | Unread | None:
         """The novelty of a batch, for this head's predictions, of which most compute it when it is first read: None
         where it is not asked for, the posterior does not know it, or a program is being exported.
 

@@ -67,7 +67,7 @@ class Spectrum:
     def __init__(
         self, posterior: Posterior, width: float, dtype: torch.dtype, device: torch.device, limit: int
     ) -> None:
-        self._layers, self._limit = dict[str, _Directions](), limit
+        self._layers, self._limit, self.dtype = dict[str, _Directions](), limit, dtype
         first, last = _DECADES
         for block, (name,) in posterior.members.items():
             leading = posterior.blocks[block].leading()

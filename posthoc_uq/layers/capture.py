@@ -219,7 +219,7 @@ def layers_of(watched: WatchedPass, autocast: bool) -> list[TrackedLayer]:
         in_embeddings = [] if isinstance(module, EMBEDDINGS) else holders[1:]
         keep_input = any(use.call.input._version != use.input_version for use in uses)
         untouched = not keep_input and all(use.output._version == use.output_version for use in uses)
-        plain = not autocast and len(uses) == 1 and untouched and len(holders) == 1 and _is_plain(module)
+        plain = not autocast and len(uses) == 1 and untouched and len(holders) == 1 and is_plain(module)
         found.append(
             TrackedLayer(
                 describe(name, call.kind, (weight_name, call.parameter), bias, call.groups),
@@ -238,7 +238,7 @@ def layers_of(watched: WatchedPass, autocast: bool) -> list[TrackedLayer]:
     return found
 
 
-def _is_plain(module: nn.Module) -> bool:
+def is_plain(module: nn.Module) -> bool:
     """Whether BackPACK knows the module's class and the module runs that class's own forward pass."""
     if type(module) not in WEIGHTED_MODULES:
         return False
