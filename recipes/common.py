@@ -17,8 +17,7 @@ from matplotlib.figure import Figure
 from torch import Tensor, nn
 
 from posthoc_uq import PosthocUQError
-from posthoc_uq.files import checked_target
-from posthoc_uq.files.atomic import write
+from posthoc_uq.files.atomic import checked_target, write
 
 OUTPUT = Path(__file__).resolve().parent / "output"
 NOTE = "Smoke run: it shows that the recipe runs. These numbers are not results."

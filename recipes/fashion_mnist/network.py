@@ -12,8 +12,7 @@ import torch
 from torch import nn
 from tqdm.auto import trange
 
-from posthoc_uq.files import checked_target
-from posthoc_uq.files.atomic import write
+from posthoc_uq.files.atomic import checked_target, write
 from recipes.common import in_random_order, train
 from recipes.fashion_mnist.data import Labelled
 

@@ -24,8 +24,7 @@ from posthoc_uq import NonFiniteError, PosthocUQError
 from posthoc_uq.app import ImageLoader, TrainedModel
 from posthoc_uq.core import gather, on_all_ranks, rank, world
 from posthoc_uq.evaluation import metrics
-from posthoc_uq.files import checked_target
-from posthoc_uq.files.atomic import write
+from posthoc_uq.files.atomic import checked_target, write
 from recipes.imagenet.fitting import METHODS, loaded, posterior_file, say
 
 EDGE = 0.05

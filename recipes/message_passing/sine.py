@@ -24,19 +24,14 @@ from matplotlib.figure import Figure
 from torch import Tensor
 
 from posthoc_uq.layers import Geometry, describe
-from posthoc_uq.trained import (
-    Activation,
-    Message,
-    Regression,
+from posthoc_uq.trained.message_passing.messages import Message, Regression, from_moments
+from posthoc_uq.trained.message_passing.network import Activation, Stages, Weighted, outputs_of
+from posthoc_uq.trained.message_passing.train import (
+    BIAS_VARIANCE,
     Trainer,
-    Weighted,
     drawn_means,
-    from_moments,
-    outputs_of,
     weight_variance,
 )
-from posthoc_uq.trained.message_passing.network import Stages
-from posthoc_uq.trained.message_passing.train import BIAS_VARIANCE
 from recipes.common import parsed, parser, report, save_figure, table
 
 NOISE = 0.05

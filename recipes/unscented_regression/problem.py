@@ -13,8 +13,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.overrides import handle_torch_function, has_torch_function
 
-from posthoc_uq.moments import MomentTensor, Pass
-from posthoc_uq.moments.tensor import rule
+from posthoc_uq.moments.tensor import MomentTensor, Pass, rule
 
 WIDTH = 128
 SLOPE = 0.01
