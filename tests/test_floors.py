@@ -217,9 +217,11 @@ def inside_names(code: str, modules: set[str], open_modules: set[str]) -> set[st
     found: set[tuple[str, str]] = set()
 
     def full(node: ast.expr) -> str:
-        """A module's dotted name, of what a test calls it."""
-        name, dot, rest = ast.unparse(node).partition(".")
-        return f"{imported.get(name, '')}{dot}{rest}"
+        """A module's dotted name, of what a test calls it; nothing for what is no module."""
+        if isinstance(node, ast.Attribute):
+            above = full(node.value)
+            return f"{above}.{node.attr}" if above else ""
+        return imported.get(node.id, "") if isinstance(node, ast.Name) else ""
 
     nodes = list(ast.walk(ast.parse(code)))
     for node in nodes:
