@@ -586,14 +586,16 @@ def _warning(file: Read, /, *, console: Console) -> commands.Done:
 
 
 @pytest.mark.skipif(os.name != "posix", reason="descriptors of POSIX")
-def test_a_command_without_any_standard_stream(copied: Path, place: Path) -> None:
+def test_a_command_without_any_standard_stream(place: Path, tmp_path: Path) -> None:
     """As of a daemon. Its files do not get the descriptors of these streams."""
-    table = copied.with_name("t.csv")
-    words = ["predict", copied, place / "flat", *model_options(place), "-o", table]
+    code, file, table = place / "nets.py", tmp_path / "line.h5", tmp_path / "t.csv"
+    line = [f"{code}:points", "--model", f"{code}:line", "--weights", place / "line.pt"]
+    run("fit", *line, "-o", file, "--likelihood regression --method diag --prior-precision 5.0")
+    words = ["predict", file, *line, "-o", table, "--n-samples 5 --head sampling"]
     program = shlex.join([sys.executable, "-m", "posthoc_uq", *map(str, words_of(words))])
     command = f"exec 0<&- 1>&- 2>&-; exec {program}"
     assert subprocess.run(["bash", "-c", command]).returncode == 0
-    assert table.read_text().startswith("file,label_1") and len(table.read_text().splitlines()) == 6
+    assert table.read_text().startswith("file,mean") and len(table.read_text().splitlines()) == 41
 
 
 def test_inspect_shows_a_file_without_its_model(place: Path, monkeypatch: pytest.MonkeyPatch) -> None:
