@@ -314,7 +314,7 @@ def test_promises_go_along(likelihood: str, head: str) -> None:
     other = (
         uq.wrap(net, posterior, "moments") if classes else uq.wrap(net, posterior, "sampling", n_samples=3)
     )
-    found, prediction = uq.export(other, x[:1]).module()(x[:7]), other(x[:7])
+    found, prediction = exportable(other, x[:1])(x[:7]), other(x[:7])
     assert isinstance(found, ClassTensors if classes else ValueTensors) and not hasattr(found, "p_joint")
     for one, expected in zip(found, prediction.tensors(), strict=True):
         torch.testing.assert_close(one, expected, rtol=1e-4, atol=1e-6, equal_nan=True)
