@@ -190,7 +190,7 @@ def work(folder: Path) -> None:
         came = more(4 * rank, SAMPLES if rank == world - 1 else 4 * rank + 4)
         posterior = changed(sampled(case), case, came, more(4 * rank, 4 * rank + 2 + rank))
         uq.save(posterior, folder / f"{case}, changed.h5")
-        said[f"{case}, changed"] = posterior.history.changes
+        said[f"{case}, changed"] = posterior.history.changes.plain()
     said["samples"] = [counted(sampled("inf")), counted(uneven("inf"))]
     said["samples"] += [samples_in_all(None if dist.get_rank() else 5)]
     everything = DataLoader(data(False), batch_size=BATCH)

@@ -115,7 +115,7 @@ def test_every_form_gives_the_posterior_and_the_predictions_of_the_part_alone(
     torch.testing.assert_close(found.novelty(), expected.novelty(), rtol=1e-9, atol=1e-12)
     assert head.model is model
     assert posterior.report().summary["outputs"].endswith("found by itself") == (output is None)
-    assert again.history.output["guessed"] == (output is None)
+    assert again.history.output.guessed == (output is None)
     assert "outputs" not in expected_posterior.report().summary
 
 
@@ -169,7 +169,7 @@ def test_update_tune_evaluate_and_export() -> None:
         torch.testing.assert_close(
             exported(_x(4))[0], uq.wrap(model, found, "sampling", n_samples=3)(_x(4)).probs.float()
         )
-    assert chosen_in(found.model or model) == OutputChoice("a")
+    assert chosen_in(found.model or model) == OutputChoice.of_part("a")
 
 
 def test_outputs_without_a_choice() -> None:
@@ -184,11 +184,11 @@ def test_outputs_without_a_choice() -> None:
 def test_what_cannot_be_guessed() -> None:
     x = torch.zeros(3, 2)
     assert guessed_choice(x, 3) is None
-    assert guessed_choice({"logits": x, "hidden": x}, 3) == OutputChoice("logits", True)
-    assert guessed_choice({"loss": x.sum(), "p": x, "ids": x.long(), "past": (x,)}, 3) == OutputChoice(
-        "p", True
-    )
-    assert guessed_choice((x[:2], x), 3) == OutputChoice(1, True)
+    assert guessed_choice({"logits": x, "hidden": x}, 3) == OutputChoice.of_part("logits", True)
+    assert guessed_choice(
+        {"loss": x.sum(), "p": x, "ids": x.long(), "past": (x,)}, 3
+    ) == OutputChoice.of_part("p", True)
+    assert guessed_choice((x[:2], x), 3) == OutputChoice.of_part(1, True)
     with pytest.raises(
         PosthocUQError, match=r"tuple of 0: float32 \(3, 2\), 1: float32 \(3, 2\), .*output=0 or"
     ):
@@ -248,10 +248,10 @@ def _first(returned: tuple[Tensor, Tensor]) -> Tensor:
 def test_a_view_shares_everything_and_changes_nothing() -> None:
     model = Several(lambda a, b: {"out": a, "aux": b})
     with Watch(model):
-        view = with_choice(model, OutputChoice("out"))
+        view = with_choice(model, OutputChoice.of_part("out"))
         assert torch.equal(view(_x(2)), model(_x(2))["out"])
         assert [id(p) for p in view.parameters()] == [id(p) for p in model.parameters()]
-        assert with_choice(view, OutputChoice("aux")) is view and with_choice(model, None) is model
+        assert with_choice(view, OutputChoice.of_part("aux")) is view and with_choice(model, None) is model
 
 
 def test_message_passing_through_a_whole_network_refuses_a_function() -> None:

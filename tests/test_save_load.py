@@ -46,12 +46,13 @@ from posthoc_uq import (
     PosteriorMismatchError,
     PosthocUQError,
 )
-from posthoc_uq.core import Record
+from posthoc_uq.core import OutputChoice, Record
 from posthoc_uq.files import fingerprint, header, inspect, load, save, tensors
 from posthoc_uq.likelihoods import LIKELIHOODS
 from posthoc_uq.methods import Checkpoint
 from posthoc_uq.posteriors import (
     BLOCKS,
+    ChangesRecord,
     DiagonalBlock,
     FaithfulRecord,
     HeadRecord,
@@ -171,6 +172,8 @@ RECORDS = {
     "faithful": FaithfulRecord,
     "left_out": LeftOutRecord,
     "calibration": ScaleCorrection,
+    "changes": ChangesRecord,
+    "output": OutputChoice,
 }
 
 

@@ -136,7 +136,7 @@ def test_removing_gives_the_posterior_before(method: str, fisher: str) -> None:
     posterior = remove(posterior, in_other_batches)
     assert distance(posterior, before) < 1e-6
     changes = posterior.history.changes
-    assert changes["balance"] == 0 and (changes["added"], changes["removed"]) == (30, 30)
+    assert changes.balance == 0 and (changes.added, changes.removed) == (30, 30)
 
 
 def test_samples_with_other_numbers_of_positions() -> None:
@@ -217,8 +217,8 @@ def test_what_kept_bases_hold_is_exact(method: str) -> None:
             whole_before += float(kept.trace())
     changes = posterior.history.changes
     if method == "inf":
-        assert changes["outside"] == pytest.approx(1 - inside / whole, rel=1e-5)
-        assert changes["outside before"] == pytest.approx(1 - before / whole_before, rel=1e-5)
+        assert changes.outside == pytest.approx(1 - inside / whole, rel=1e-5)
+        assert changes.outside_before == pytest.approx(1 - before / whole_before, rel=1e-5)
     assert "outside of the kept bases" in str(posterior.report())
 
 
@@ -236,10 +236,10 @@ def test_what_efb_says_of_other_bases() -> None:
     turned = torch.kron(bases["output_basis"][0], bases["input_basis"][0])
     turned = turned.T @ torch.kron(g_gram, a_gram) @ turned
     share = 1 - float(turned.diagonal().square().sum() / turned.square().sum())
-    outside = update(posterior, new).history.changes["outside"]
+    outside = update(posterior, new).history.changes.outside
     assert outside == pytest.approx(share, rel=1e-6) and share > 0.05
     of_the_fit = update(posterior, [(x.flatten(1)[:, :3].double(), y) for x, y in OLD])
-    assert of_the_fit.history.changes["outside"] < 1e-9
+    assert of_the_fit.history.changes.outside < 1e-9
 
 
 # What belongs to the posterior as it was
@@ -413,7 +413,7 @@ def test_the_digest_tells_what_came_and_went() -> None:
         found = posterior
         for change, loader in steps:
             found = change(found, loader)
-        return found.history.changes["digest"]
+        return found.history.changes.digest
 
     once = digest((update, NEW))
     assert once == digest((update, data(30, 2, batch=4)))  # whatever the batches
@@ -436,7 +436,7 @@ def test_many_updates(tmp_path: Path) -> None:
         posterior = update(posterior, [part])
         uq.save(posterior, tmp_path / "p.h5")
         sizes.append((tmp_path / "p.h5").stat().st_size)
-    assert max(sizes) - min(sizes) <= 64 and len(json.dumps(posterior.history.changes)) < 400
+    assert max(sizes) - min(sizes) <= 64 and len(json.dumps(posterior.history.changes.plain())) < 400
     assert distance(posterior, fit(model, [x[:100], x], kind)) < 1e-5  # type: ignore[list-item]
 
 

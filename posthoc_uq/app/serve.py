@@ -406,7 +406,7 @@ class Service:
     def _predicted(self, inputs: Inputs) -> Prediction:
         moved = {name: tensor.to(self.predictor.device) for name, tensor in inputs.items()}
         # by the place or the name by which the fit gave them; without a name there is one input
-        places = {name: about["place"] for name, about in self._inputs_at.items() if "place" in about}
+        places = {name: about.place for name, about in self._inputs_at.items() if about.place is not None}
         if not self._inputs_at:
             places = dict.fromkeys(moved, 0)
         args = [moved.pop(name) for name in sorted(places, key=lambda name: places[name])]
@@ -461,7 +461,7 @@ def _form_of(predictor: Predictor, integers: bool) -> Form:
     history = predictor.posterior.history
     floats = (p.dtype for p in predictor.model.parameters() if p.is_floating_point())
     dtype = torch.int64 if integers else next(floats, torch.float32)
-    known = {name: INPUT_TYPES[about["type"]] for name, about in history.inputs.items()}
+    known = {name: INPUT_TYPES[about.type] for name, about in history.inputs.items()}
     types = {name: dtype if kind.is_floating_point else kind for name, kind in known.items()}
     columns = tuple(history.fit.get("table columns", ())) if len(types) < 2 else ()
     return Form(types or {"input": dtype}, columns, named=bool(types or columns))

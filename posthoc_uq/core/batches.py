@@ -15,7 +15,7 @@ from dataclasses import dataclass, field, replace
 from inspect import Parameter, signature
 from itertools import chain
 from operator import length_hint
-from typing import Any, cast
+from typing import Annotated, Any, cast
 
 import numpy as np
 import torch
@@ -38,10 +38,11 @@ from posthoc_uq.core.graphs import (
     tensors_of_graph,
 )
 from posthoc_uq.core.model import model_device, model_dtype, unwrap
-from posthoc_uq.core.options import Options
+from posthoc_uq.core.options import Natural, Options
 from posthoc_uq.core.outputs import Output, chosen_in, form_of, output_tensor
 from posthoc_uq.core.progress import Progress
 from posthoc_uq.core.randomness import isolated_random_state, present_state, sample_keys
+from posthoc_uq.core.records import Record, among
 
 
 def is_array(value: Any) -> bool:
@@ -242,16 +243,22 @@ INPUT_TYPES = {
 """The number types of inputs that a file names."""
 
 
-def described_inputs(batch: Batch, names: Sequence[str] | None) -> dict[str, dict[str, Any]]:
+class InputRecord(Record):
+    """One input of the model: its number type, and its place where it is given by that and not by its name."""
+
+    type: Annotated[str, among(INPUT_TYPES)]
+    place: Natural | None = None
+
+
+def described_inputs(batch: Batch, names: Sequence[str] | None) -> dict[str, InputRecord]:
     """What a model's inputs are, by the names of its arguments (`names`, where they are known), or else by their
-    places: the number ``type``, and the ``place`` of one that is given by it. Inputs without a row a sample are left
-    out, and all of a sample that is not cut.
+    places. Inputs without a row a sample are left out, and all of a sample that is not cut.
     """
     samples = next((tensor.shape[0] for tensor in batch.tensors() if tensor.ndim > 0), 0)
     by_place = {(names or ())[i] if i < len(names or ()) else str(i): i for i in range(len(batch.args))}
     values = dict(zip(by_place, batch.args, strict=True)) | batch.kwargs
     return {
-        name: {"type": kind} | ({"place": by_place[name]} if name in by_place else {})
+        name: InputRecord(type=kind, place=by_place.get(name))
         for name, value in values.items()
         if not batch.whole
         and holds_samples(value, samples)

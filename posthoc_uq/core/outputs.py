@@ -11,12 +11,15 @@ from __future__ import annotations
 import copy
 from collections import OrderedDict
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, fields, is_dataclass
-from typing import Any, cast
+from dataclasses import fields, is_dataclass
+from typing import Annotated, Any, cast
 
+from pydantic import AfterValidator, Field, PlainSerializer, model_validator
 from torch import Tensor, nn
 
 from posthoc_uq.core.errors import PosthocUQError
+from posthoc_uq.core.options import shown
+from posthoc_uq.core.records import Name, Record
 
 Output = str | int | Callable[[Any], Tensor]
 """A key or the name of an attribute, an index, or a function of what the model returns."""
@@ -24,23 +27,54 @@ Output = str | int | Callable[[Any], Tensor]
 NAMES = ("logits", "out", "sample")
 """Names that a part is recognised by: those of Hugging Face transformers, torchvision's segmentation, diffusers."""
 
+_MAX_NAME = 200  # characters of a function's name
+
 _DETECTOR = (
     "A posterior needs one tensor with a row a sample, which a detector's lists of boxes are not; fit the class logits "
     "of its box head for given proposals ('Detectors' in docs/methods/likelihoods.md has the code)."
 )
 
 
-@dataclass(frozen=True)
-class OutputChoice:
-    """Which part of what a model returns is its outputs.
+def _check_function(value: Any) -> Any:
+    if value is None or callable(value) or (isinstance(value, str) and len(value) <= _MAX_NAME):
+        return value
+    raise ValueError(f"must be a text of at most {_MAX_NAME} characters, not {shown(value)}")
+
+
+class OutputChoice(Record):
+    """Which part of what a model returns is its outputs: that of a name, of an index, or a function of it.
 
     Attributes:
-        part: a key or an attribute's name, an index, or a function.
-        guessed: whether it was found without being asked for.
+        name: a key or an attribute's name.
+        index: in a sequence.
+        function: of what the model returns. A file keeps only its name; see `choice_of`.
+        guessed: whether the part was found without being asked for.
     """
 
-    part: Output
-    guessed: bool = False
+    name: Name | None = None
+    index: Annotated[int, Field(ge=-(2**31), le=2**31)] | None = None
+    function: Annotated[
+        Any, AfterValidator(_check_function), PlainSerializer(lambda function: _name_of(function))
+    ] = None
+    guessed: bool
+
+    @model_validator(mode="after")
+    def _check_one(self) -> OutputChoice:
+        if [self.name, self.index, self.function].count(None) != 2:
+            raise ValueError("must have one of name, index and function")
+        return self
+
+    @classmethod
+    def of_part(cls, part: Output, guessed: bool = False) -> OutputChoice:
+        """The choice of a part, as `checked_output` gives it."""
+        kind = "function" if callable(part) else "index" if isinstance(part, int) else "name"
+        values: dict[str, Any] = {kind: part, "guessed": guessed}
+        return cls.model_construct(**values)
+
+    @property
+    def part(self) -> Output:
+        """The key or an attribute's name, the index, or the function."""
+        return next(part for part in (self.name, self.index, self.function) if part is not None)
 
     def of(self, value: Any) -> Tensor:
         """The outputs in what a model returned.
@@ -61,15 +95,7 @@ class OutputChoice:
         return chosen
 
     def __str__(self) -> str:
-        return _name_of(self.part) if callable(self.part) else repr(self.part)
-
-    def plain(self) -> dict[str, Any]:
-        """The choice as a file keeps it: of a function only its name."""
-        kind = "function" if callable(self.part) else "index" if isinstance(self.part, int) else "name"
-        return {
-            kind: _name_of(self.part)[:200] if callable(self.part) else self.part,
-            "guessed": self.guessed,
-        }
+        return repr(self.part) if self.function is None else _name_of(self.function)
 
 
 def checked_output(output: Any) -> Any:
@@ -90,31 +116,31 @@ def checked_output(output: Any) -> Any:
     )
 
 
-def choice_of(plain: Mapping[str, Any], function: Output | None = None) -> OutputChoice | None:
-    """The choice that a file keeps.
+def choice_of(kept: OutputChoice | None, given: Output | None = None) -> OutputChoice | None:
+    """The choice that a posterior keeps, with the function that a file does not.
 
     Args:
-        plain: from `OutputChoice.plain`, or empty.
-        function: the user's, where the file keeps only the name of one.
+        kept: in the history of a posterior.
+        given: the user's, where the file keeps only the name of a function.
 
     Raises:
         PosthocUQError: a function is needed and not given, or given where the file says something else.
     """
-    guessed = bool(plain.get("guessed", False))
-    if "function" in plain:
+    if kept is not None and kept.function is not None:
+        function = given if callable(given) else kept.function
         if not callable(function):
             raise PosthocUQError(
-                f"The posterior was fitted with a function of what the model returns, output={plain['function']}, and "
-                f"a file keeps no functions: pass the same one, uq.load(path, model, output=function)."
+                f"The posterior was fitted with a function of what the model returns, output={kept}, and a file keeps "
+                f"no functions: pass the same one, uq.load(path, model, output=function)."
             )
-        return OutputChoice(function)
-    part = plain.get("name", plain.get("index"))
-    if function is not None and function != part:
+        return kept.changed(function=function)
+    part = None if kept is None else kept.part
+    if given is not None and given != part:
         raise PosthocUQError(
-            f"The posterior was fitted with output={part!r}, and this is another one, {OutputChoice(function)}; leave "
-            f"output out."
+            f"The posterior was fitted with output={part!r}, and this is another one, {OutputChoice.of_part(given)}; "
+            f"leave output out."
         )
-    return None if part is None else OutputChoice(part, guessed)
+    return kept
 
 
 def guessed_choice(value: Any, samples: int) -> OutputChoice | None:
@@ -133,7 +159,7 @@ def guessed_choice(value: Any, samples: int) -> OutputChoice | None:
     known = [name for name in candidates if name in NAMES]
     best = known or candidates
     if len(best) == 1:
-        return OutputChoice(best[0], guessed=True)
+        return OutputChoice.of_part(best[0], guessed=True)
     if not best:
         detector = any(isinstance(part, Mapping) and "boxes" in part for part in parts.values())
         remedy = (
@@ -270,4 +296,6 @@ def form_of(value: Any) -> str:
 
 
 def _name_of(function: Any) -> str:
-    return str(getattr(function, "__qualname__", type(function).__qualname__))
+    if isinstance(function, str):
+        return function
+    return str(getattr(function, "__qualname__", type(function).__qualname__))[:_MAX_NAME]

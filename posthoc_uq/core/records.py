@@ -46,6 +46,7 @@ Simple = Annotated[Any, AfterValidator(check_simple)]
 """A finite number, a text, true or false."""
 Sum = Annotated[float, Field(ge=-1e300, le=1e300)]
 SumOfSquares = Annotated[float, Field(ge=0, le=1e300)]
+Digest = Annotated[str, Field(pattern="^[0-9a-f]{64}$")]
 
 
 class Record(BaseModel):

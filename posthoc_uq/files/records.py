@@ -11,11 +11,13 @@ from typing import Annotated, Any, cast, get_args
 
 from pydantic import AfterValidator, ConfigDict, Field, model_validator
 
-from posthoc_uq.core.batches import INPUT_TYPES
+from posthoc_uq.core.batches import InputRecord
 from posthoc_uq.core.errors import CorruptPosteriorError, PosthocUQError
 from posthoc_uq.core.options import LARGEST, Count, Natural, Seed, Unit
+from posthoc_uq.core.outputs import OutputChoice
 from posthoc_uq.core.records import (
     MAX_DEPTH,
+    Digest,
     Name,
     Plain,
     Record,
@@ -45,14 +47,19 @@ from posthoc_uq.likelihoods.prediction import SCORES
 from posthoc_uq.likelihoods.selective import QUANTILES
 from posthoc_uq.posteriors.block import BLOCKS, FAMILIES, TensorSpec
 from posthoc_uq.posteriors.features import SOURCES, FeatureGrams
-from posthoc_uq.posteriors.history import FaithfulRecord, HeadRecord, History, LeftOutRecord, ScaleCorrection
+from posthoc_uq.posteriors.history import (
+    ChangesRecord,
+    FaithfulRecord,
+    HeadRecord,
+    History,
+    LeftOutRecord,
+    ScaleCorrection,
+)
 from posthoc_uq.posteriors.posterior import Posterior, WeightPrior
 from posthoc_uq.posteriors.settings import HEADS, HYPERPARAMETERS, NOVELTIES, SettingsRecord
 
 Side = Annotated[int, Field(ge=1, le=2**40)]
 Colour = Annotated[list[Annotated[float, Field(ge=-LARGEST, le=LARGEST)]], Field(max_length=1024)]
-Digest = Annotated[str, Field(pattern="^[0-9a-f]{64}$")]
-Hash = Annotated[int, Field(ge=-(2**63), le=2**64)]
 ScoreName = Annotated[str, among(SCORES)]
 
 
@@ -311,46 +318,15 @@ class PromisesRecord(InputScoresRecord):
         return self
 
 
-class ChangesRecord(Record):
-    """The data that came in and went out since the fit."""
-
-    updates: Natural
-    added: Natural
-    removals: Natural
-    removed: Natural
-    digest: Digest
-    balance: Hash
-    last: Hash
-    outside: Unit | None = None
-    outside_before: Annotated[Unit | None, Field(alias="outside before")] = None
-
-
-class OutputRecord(Record):
-    """Which part of what the model returns its outputs are: one of a name, an index and (the name of) a function."""
-
-    name: Name | None = None
-    index: Annotated[int, Field(ge=-(2**31), le=2**31)] | None = None
-    function: Annotated[str, Field(max_length=200)] | None = None
-    guessed: bool
-
-    @model_validator(mode="after")
-    def _check_one(self) -> OutputRecord:
-        if [self.name, self.index, self.function].count(None) != 2:
-            raise ValueError("must have one of name, index and function")
-        return self
-
-
-class InputRecord(Record):
-    """One input of the model: its number type, and its place where it is given by that and not by its name."""
-
-    type: Annotated[str, among(INPUT_TYPES)]
-    place: Annotated[int, Field(ge=0, lt=64)] | None = None
+_MAX_INPUTS = 64
 
 
 def _check_places(inputs: dict[str, InputRecord]) -> dict[str, InputRecord]:
     places = [one.place for one in inputs.values() if one.place is not None]
     if len(set(places)) < len(places):
         raise ValueError("has two inputs at one place")
+    if any(place >= _MAX_INPUTS for place in places):
+        raise ValueError(f"has a place of {_MAX_INPUTS} or more")
     return inputs
 
 
@@ -367,10 +343,11 @@ class HistoryRecord(Record):
     promises: PromisesRecord | None = None
     novelty: Annotated[str, among(NOVELTIES)] = ""
     changes: ChangesRecord | None = None
-    output: OutputRecord | None = None
-    inputs: Annotated[dict[Name, InputRecord], Field(max_length=64), AfterValidator(_check_places)] | None = (
-        None
-    )
+    output: OutputChoice | None = None
+    inputs: (
+        Annotated[dict[Name, InputRecord], Field(max_length=_MAX_INPUTS), AfterValidator(_check_places)]
+        | None
+    ) = None
 
     @model_validator(mode="before")
     @classmethod
@@ -384,18 +361,20 @@ class HistoryRecord(Record):
 
     def history(self) -> History:
         """The history of a posterior."""
-        kinds = HeadRecord, FaithfulRecord, LeftOutRecord, ScaleCorrection
-        records: dict[str, Any] = {name: value for name, value in self if isinstance(value, kinds)}
-        return History(**{**self.plain(), **records})
+        records = {name: value for name, value in self if value is not None}
+        promises: dict[str, Any] = {} if self.promises is None else {"promises": self.promises.plain()}
+        return History(**{**records, **promises})
 
 
 def _plain_history(history: History) -> dict[str, Any]:
     required = ("fit", "deterministic", "tuning")
-    return {
-        name: value.plain() if isinstance(value, Record) else value
+    values: dict[str, Any] = {
+        name: value
         for name, value in vars(history).items()
         if name in HistoryRecord.model_fields and (value not in ({}, "", None) or name in required)
     }
+    promises = {"promises": values.pop("promises")} if history.promises else {}
+    return HistoryRecord.model_construct(**values).plain() | promises
 
 
 class Description(Record):

@@ -436,7 +436,7 @@ def inspect(path: str | os.PathLike[str]) -> Inspection:
             for name, block in plain["blocks"].items()
         },
     }
-    return Inspection(os.fsdecode(path), contents)
+    return Inspection(os.fsdecode(path), contents, description.history)
 
 
 def _stored(group: str, slots: list[TensorSlot], structure: Structure) -> dict[str, Any]:

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
-from math import exp, prod
+from math import exp, isfinite, prod
 from typing import Any, cast
 
 from posthoc_uq.core.errors import printable
 from posthoc_uq.core.tables import text_table
+from posthoc_uq.files.records import HistoryRecord
 from posthoc_uq.posteriors.block import BLOCKS
 from posthoc_uq.posteriors.report import described_changes, described_output, described_promises
 
@@ -17,13 +18,13 @@ _MAX_LISTED = 8  # names that a line lists
 class Inspection(dict[str, Any]):
     """What a posterior's file holds: a dictionary of plain values, whose ``print`` is a readable summary."""
 
-    def __init__(self, path: str, values: Mapping[str, Any]) -> None:
+    def __init__(self, path: str, values: Mapping[str, Any], history: HistoryRecord) -> None:
         super().__init__(values)
-        self._path = path
+        self._path, self._history = path, history
 
     def __str__(self) -> str:
         facts = [("file", f"{self._path}, {self['bytes']:,} bytes, format {self['format_version']}")]
-        facts += [*_facts(self), *_history(self)]
+        facts += [*_facts(self), *_described(self, self._history)]
         width = max(len(name) for name, _ in facts)
         lines = [printable(f"{name.ljust(width)}  {value}") for name, value in facts]
         lines += ["", text_table(*_layers(self))]
@@ -62,7 +63,7 @@ def _facts(contents: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
         yield "noise scale", _text(contents["noise_scale"])
 
 
-def _history(contents: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
+def _described(contents: Mapping[str, Any], history: HistoryRecord) -> Iterator[tuple[str, str]]:
     """How it was fitted, tuned and calibrated."""
     regression = bool(contents["evidence"]["targets"])
     for name, value in contents["evidence"].items():
@@ -72,32 +73,31 @@ def _history(contents: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
         for name, value in contents[part].items():
             label = f"fit, {name.replace('_', ' ')}" if part == "fit" else f"tuned, {name}"
             yield label, _text(value)
-    head, faithful = contents["head"], contents["faithful"]
-    if head:
-        options = ", ".join(f"{option} {_text(value)}" for option, value in head["options"].items())
-        yield "head", f"{head['name']} ({options})" if options else head["name"]
-        yield "criterion", head["criterion"]
-    if faithful:
+    head, faithful, calibration = history.head, history.faithful, history.calibration
+    if head is not None:
+        options = ", ".join(f"{option} {_text(value)}" for option, value in head.options.items())
+        yield "head", f"{head.name} ({options})" if options else head.name
+        yield "criterion", head.criterion
+    if faithful is not None:
         setting = "prior precision" if "prior_precision" in _tunable(contents) else "scale"
-        value = "per layer" if isinstance(faithful["value"], Mapping) else _text(faithful["value"])
-        reached = f"{faithful['divergence']:.3g}" if "divergence" in faithful else "infinitely many"
+        value = "per layer" if isinstance(faithful.value, Mapping) else _text(faithful.value)
+        reached = f"{faithful.divergence:.3g}" if isfinite(faithful.divergence) else "infinitely many"
         yield (
             "faithful",
-            f"{setting} {value}, temperature {_text(faithful['temperature'])}, head {faithful['head']}: {reached} of "
-            f"at most {faithful['budget']:g} nats from the model's own",
+            f"{setting} {value}, temperature {_text(faithful.temperature)}, head {faithful.head}: {reached} of at most "
+            f"{faithful.budget:g} nats from the model's own",
         )
-    calibration = contents["calibration"]
-    if calibration:
-        factor = f"{exp(calibration['alpha']):.3g}"
-        yield "moments head", f"standard deviations times {factor}, error left {calibration['residual']:.0%}"
+    if calibration is not None:
+        factor = f"{exp(calibration.alpha):.3g}"
+        yield "moments head", f"standard deviations times {factor}, error left {calibration.residual:.0%}"
     if contents["promises"]:
         yield "promises", described_promises(contents["promises"])
-    if contents["output"]:
-        yield "outputs", described_output(contents["output"])
-    if contents["inputs"]:
-        yield "inputs", ", ".join(f"{name} {about['type']}" for name, about in contents["inputs"].items())
-    if contents["changes"]:
-        yield "data since the fit", described_changes(contents["changes"])
+    if history.output is not None:
+        yield "outputs", described_output(history.output)
+    if history.inputs:
+        yield "inputs", ", ".join(f"{name} {about.type}" for name, about in history.inputs.items())
+    if history.changes is not None:
+        yield "data since the fit", described_changes(history.changes)
     yield "fingerprint", contents["fingerprint"]
     if contents["buffers_fingerprint"] is not None:
         yield "fingerprint, buffers", contents["buffers_fingerprint"]

@@ -447,7 +447,7 @@ def _choice(model: nn.Module, batch: Batch, output: Output | None) -> OutputChoi
     if chosen_in(model) is not None:
         return chosen_in(model)
     if output is not None:
-        return OutputChoice(output)
+        return OutputChoice.of_part(output)
 
     def run(part: Batch) -> Any:
         with torch.no_grad():
@@ -585,7 +585,7 @@ def _recorded(posterior: Posterior, plan: FitPlan, task: Task, noise_origin: str
         fit=facts,
         tuning=tuning,
         head=HeadRecord(name=plan.head, options={}, criterion="given"),
-        output={} if choice is None else choice.plain(),
+        output=choice,
         inputs=described_inputs(task.batch, plan.reader.names),
     )
     return posterior.replaced(history=history)

@@ -30,7 +30,7 @@ from posthoc_uq.layers.proof import Exactly
 from posthoc_uq.methods import Method, method_of
 from posthoc_uq.methods.task import Task, TaskPlan
 from posthoc_uq.posteriors.block import NotContainedError
-from posthoc_uq.posteriors.history import History
+from posthoc_uq.posteriors.history import NO_CHANGES, History
 from posthoc_uq.posteriors.posterior import Posterior
 
 _GIVEN = "given"  # in the record of how a hyperparameter was found: by the user
@@ -129,7 +129,8 @@ def _updated(
         warnings.append(
             "The new posterior has no novelty by class, which is no sum over the data; for it, fit again on all data."
         )
-    if not remove and posterior.history.changes.get("last") == total:
+    before = posterior.history.changes
+    if not remove and before is not None and before.last == total:
         warnings.append(
             "These are the data of the last update, which now count twice; remove them if that is not meant."
         )
@@ -178,15 +179,18 @@ def _recorded(history: History, samples: int, content: int, remove: bool) -> His
     """The history with one more change of the data; the record has the same size after any number of them. `content` is
     the sum of the hashes of the samples modulo 2^64.
     """
-    changes: dict[str, Any] = dict.fromkeys(("updates", "added", "removals", "removed", "balance"), 0)
-    changes["digest"] = ""
-    changes |= history.changes
-    changes["removals" if remove else "updates"] += 1
-    changes["removed" if remove else "added"] += samples
-    line = f"{changes['digest']} {'out' if remove else 'in'} {samples} {content:016x}"
-    changes["digest"] = sha256(line.encode()).hexdigest()
-    changes["balance"] = (changes["balance"] + (-content if remove else content)) % WORD
-    changes["last"] = 0 if remove else content
+    before = history.changes or NO_CHANGES
+    if remove:
+        counts = {"removals": before.removals + 1, "removed": before.removed + samples}
+    else:
+        counts = {"updates": before.updates + 1, "added": before.added + samples}
+    line = f"{before.digest} {'out' if remove else 'in'} {samples} {content:016x}"
+    changes = before.changed(
+        **counts,
+        digest=sha256(line.encode()).hexdigest(),
+        balance=(before.balance + (-content if remove else content)) % WORD,
+        last=0 if remove else content,
+    )
     return replace(history, changes=changes)
 
 

@@ -37,6 +37,7 @@ from posthoc_uq.likelihoods import Fisher, Likelihood
 from posthoc_uq.methods.method import Method
 from posthoc_uq.methods.task import Task, Tensors, checked_finite, wrong_length
 from posthoc_uq.posteriors.block import Block, NotContainedError, Weights, check_resolved, largest_of
+from posthoc_uq.posteriors.history import NO_CHANGES
 from posthoc_uq.posteriors.laplace import (
     LARGEST_BYTES,
     DenseBlock,
@@ -238,7 +239,8 @@ class Laplace(Method):
                 raise NotContainedError(f"{error} of the Fisher of '{name}'") from None
         history = posterior.history
         if not remove:
-            history = history.noted(changes=_shares_outside(posterior.blocks, part))
+            shares = _shares_outside(posterior.blocks, part)
+            history = history.noted(changes=(history.changes or NO_CHANGES).changed(**shares))
         settings, after = posterior.settings, evidence.total
         scale = after if settings.scale == before else settings.scale * after / before
         return posterior.with_blocks(
@@ -356,7 +358,7 @@ def _shares_outside(blocks: Mapping[str, Block], part: Tensors) -> dict[str, flo
     shares: dict[str, float] = {}
     for name, statistics in (
         ("outside", part),
-        ("outside before", {name: block.tensors() for name, block in blocks.items()}),
+        ("outside_before", {name: block.tensors() for name, block in blocks.items()}),
     ):
         covered = [blocks[block].trace_in_basis(statistics[block]) for block in blocks]
         known = [of_block for of_block in covered if of_block is not None]

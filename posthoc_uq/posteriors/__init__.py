@@ -34,6 +34,7 @@ from posthoc_uq.posteriors.covariance import Covariance, LayerRows, Mode, jacobi
 from posthoc_uq.posteriors.features import ClassGrams, FeatureGrams
 from posthoc_uq.posteriors.history import (
     CRITERIA,
+    ChangesRecord,
     Criterion,
     FaithfulRecord,
     HeadRecord,
@@ -73,6 +74,7 @@ __all__ = [
     "VARIANCES",
     "WEIGHTS",
     "Block",
+    "ChangesRecord",
     "ClassGrams",
     "Covariance",
     "Criterion",

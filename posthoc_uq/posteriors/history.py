@@ -10,9 +10,11 @@ from typing import Annotated, Any, Literal
 from pydantic import AfterValidator, Field, SerializerFunctionWrapHandler, model_serializer, model_validator
 from torch import Tensor
 
+from posthoc_uq.core.batches import InputRecord
 from posthoc_uq.core.errors import warn_user
-from posthoc_uq.core.options import Temperature
-from posthoc_uq.core.records import Name, Plain, Record, Simple, SumOfSquares, among
+from posthoc_uq.core.options import Natural, Temperature, Unit
+from posthoc_uq.core.outputs import OutputChoice
+from posthoc_uq.core.records import Digest, Name, Plain, Record, Simple, SumOfSquares, among
 from posthoc_uq.posteriors.settings import (
     HEADS,
     HYPERPARAMETERS,
@@ -279,6 +281,41 @@ class ScaleCorrection(Record):
         return scaled * exp(2 * self.alpha)
 
 
+Hash = Annotated[int, Field(ge=-(2**63), le=2**64)]
+
+
+class ChangesRecord(Record):
+    """The data that came in and went out since the fit.
+
+    Attributes:
+        updates: how many there were.
+        added: samples of them.
+        removals: how many there were.
+        removed: samples of them.
+        digest: of all changes in their order.
+        balance: the sum of the hashes of the samples that came in less that of those that went out.
+        last: the sum of the hashes of the samples of the last update.
+        outside: of a posterior with fixed bases the share of the Fisher of the last update's data that is outside of
+            them.
+        outside_before: the same of the Fisher of the data before.
+    """
+
+    updates: Natural
+    added: Natural
+    removals: Natural
+    removed: Natural
+    digest: Digest
+    balance: Hash
+    last: Hash
+    outside: Unit | None = None
+    outside_before: Annotated[Unit | None, Field(alias="outside before")] = None
+
+
+NO_CHANGES = ChangesRecord.model_construct(
+    updates=0, added=0, removals=0, removed=0, digest="", balance=0, last=0
+)
+
+
 @dataclass(frozen=True)
 class History:
     """How a posterior was fitted, tuned and calibrated; `report` prints it. Nothing writes into one.
@@ -295,14 +332,9 @@ class History:
             (`posthoc_uq.files.records.PromisesRecord`); or empty.
         novelty: ``"posterior"`` where the fit found no layer to measure novelty by, so that the posterior itself is
             used; or empty.
-        changes: of the data since the fit: how many ``updates`` and ``removals`` there were, and how many samples were
-            ``added`` and ``removed``; a ``digest`` of all of them in their order; the ``balance``, a sum of hashes of
-            the samples that came in less that of those that went out; the hash of the ``last`` ones; and for the last
-            update of a posterior with fixed bases the share of the new data's Fisher ``outside`` of them, and
-            ``outside before``, that of the Fisher of the data before; or empty.
-        output: which part of what the model returns its outputs are: ``name``, ``index`` or (the name of) a
-            ``function``, and whether it was ``guessed``; empty where it returns a tensor.
-        inputs: of the fit's first batch, by name: their number ``type``, and the ``place`` of one that is given by it.
+        changes: of the data since the fit.
+        output: which part of what the model returns its outputs are; None where it returns a tensor.
+        inputs: of the fit's first batch, by name.
         trials: all that the last search tried; no part of a file.
         leave_one_out: what leave-one-out estimated and set; no part of a file.
     """
@@ -316,9 +348,9 @@ class History:
     calibration: ScaleCorrection | None = None
     promises: Mapping[str, Any] = field(default_factory=lambda: dict[str, Any]())
     novelty: str = ""
-    changes: Mapping[str, Any] = field(default_factory=lambda: dict[str, Any]())
-    output: Mapping[str, Any] = field(default_factory=lambda: dict[str, Any]())
-    inputs: Mapping[str, dict[str, Any]] = field(default_factory=lambda: dict[str, dict[str, Any]]())
+    changes: ChangesRecord | None = None
+    output: OutputChoice | None = None
+    inputs: Mapping[str, InputRecord] = field(default_factory=lambda: dict[str, InputRecord]())
     trials: Trials | None = field(default=None, compare=False)
     leave_one_out: LeaveOneOut | None = field(default=None, compare=False)
 

@@ -863,7 +863,7 @@ class Posterior:
         notes = dict.fromkeys(block.heads_note for block in blocks.values() if block.heads_note)
         if notes:
             summary["heads"] = "; ".join(notes)
-        if history.output:
+        if history.output is not None:
             summary["outputs"] = described_output(history.output)
         columns = {name: text for block in blocks.values() for name, text in block.columns.items()}
         return Report(

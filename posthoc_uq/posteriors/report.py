@@ -7,10 +7,11 @@ from math import exp
 from typing import Any, cast
 
 from posthoc_uq.core.errors import printable
+from posthoc_uq.core.outputs import OutputChoice
 from posthoc_uq.core.tables import cell_text, text_table
 from posthoc_uq.likelihoods.conformal import rounded_down, scarcest_of
 from posthoc_uq.posteriors.features import FeatureGrams
-from posthoc_uq.posteriors.history import History
+from posthoc_uq.posteriors.history import ChangesRecord, History
 
 _SECONDS = "seconds, "  # begins the names of timings
 _MAX_NAMES = 8  # that a line lists
@@ -134,22 +135,21 @@ def _shown(value: Any) -> str:
     return cell_text(value)
 
 
-def described_changes(changes: Mapping[str, Any]) -> str:
+def described_changes(changes: ChangesRecord) -> str:
     """What came in and went out since the fit, in words."""
     parts: list[str] = []
     for count, samples, word, verb in (
-        ("updates", "added", "update", "added"),
-        ("removals", "removed", "removal", "took out"),
+        (changes.updates, changes.added, "update", "added"),
+        (changes.removals, changes.removed, "removal", "took out"),
     ):
-        if changes[count]:
-            plural = "" if changes[count] == 1 else "s"
-            parts.append(f"{changes[count]} {word}{plural} {verb} {changes[samples]} samples")
-    if "outside" in changes:
-        before = f" ({changes['outside before']:.1%} of that before)" if "outside before" in changes else ""
+        if count:
+            parts.append(f"{count} {word}{'' if count == 1 else 's'} {verb} {samples} samples")
+    if changes.outside is not None:
+        before = "" if changes.outside_before is None else f" ({changes.outside_before:.1%} of that before)"
         parts.append(
-            f"{changes['outside']:.1%} of the last update's Fisher is outside of the kept bases{before}"
+            f"{changes.outside:.1%} of the last update's Fisher is outside of the kept bases{before}"
         )
-    return ", ".join([*parts, f"digest {changes['digest'][:12]}"])
+    return ", ".join([*parts, f"digest {changes.digest[:12]}"])
 
 
 def described_promises(promises: Mapping[str, Any]) -> str:
@@ -177,12 +177,12 @@ def described_promises(promises: Mapping[str, Any]) -> str:
     )
 
 
-def described_output(output: Mapping[str, Any]) -> str:
+def described_output(output: OutputChoice) -> str:
     """Which part of what the model returns its outputs are, in words."""
-    if "function" in output:
-        return f"{output['function']}(...) of what the model returns"
-    part = repr(output["name"]) if "name" in output else f"[{output['index']}]"
-    return f"{part} of what the model returns{', found by itself' if output.get('guessed') else ''}"
+    if output.function is not None:
+        return f"{output}(...) of what the model returns"
+    part = f"[{output}]" if output.name is None else str(output)
+    return f"{part} of what the model returns{', found by itself' if output.guessed else ''}"
 
 
 def described_novelty(features: FeatureGrams) -> str:
@@ -207,6 +207,6 @@ def described_history(history: History) -> dict[str, str]:
         )
     if history.promises:
         lines["promises"] = described_promises(history.promises)
-    if history.changes:
+    if history.changes is not None:
         lines["data since the fit"] = described_changes(history.changes)
     return lines

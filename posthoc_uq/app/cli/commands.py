@@ -782,13 +782,14 @@ def update(
         # in full precision: a few samples among many are less than a half format resolves
         rewrite(posterior, source)
     changes, samples = posterior.history.changes, posterior.evidence.samples
+    assert changes is not None  # this one
     described, place = described_changes(changes), output or file
     text = f"{'Took out' if remove else 'Added'} {abs(samples - before):,} samples; the posterior has {samples:,} now."
     facts = {
         "output": place,
         "changed": abs(samples - before),
         "samples": samples,
-        "changes": changes,
+        "changes": changes.plain(),
         "described": described,
     }
     return Done(f"{text}\ndata since the fit: {described}\nWritten to {place}.", facts)
