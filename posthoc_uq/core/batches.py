@@ -98,7 +98,7 @@ class Batch:
 
     args: tuple[Any, ...]
     targets: Tensor | None = None
-    kwargs: dict[str, Any] = field(default_factory=lambda: dict[str, Any]())
+    kwargs: dict[str, Any] = field(default_factory=dict[str, Any])
     weights: Tensor | None = None
     whole: bool = False
 

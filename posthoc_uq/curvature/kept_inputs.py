@@ -106,7 +106,7 @@ class Picked:
 
     share: float
     waiting: list[tuple[_Samples, Tensor, int]] = field(
-        default_factory=lambda: list[tuple[_Samples, Tensor, int]](), init=False
+        default_factory=list[tuple[_Samples, Tensor, int]], init=False
     )
 
     def add(self, batch: Batch, keys: Tensor, index: int) -> Iterator[Part]:

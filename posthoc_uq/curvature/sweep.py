@@ -149,7 +149,7 @@ class SweepTotals:
     weight: NotNegative = 0.0
     log_likelihood: float | None = 0.0
     outputs: Natural = 0
-    keys: set[int] = field(default_factory=lambda: set[int]())
+    keys: set[int] = field(default_factory=set[int])
     digest: Word = 0
     content: Word = 0
 

@@ -298,7 +298,7 @@ class _Gallery:
     data: str
     largest: bool = True
     mistakes_only: bool = False
-    examples: list[Example] = field(default_factory=lambda: list[Example]())
+    examples: list[Example] = field(default_factory=list[Example])
 
     def offer(self, batch: Batch, prediction: Prediction, targets: Tensor | None, start: int) -> None:
         """Look at one batch, whose first input is number `start`; of predictions with one class an input."""

@@ -254,7 +254,7 @@ class _Search(ABC):
     max_evaluations: int = 12
     seed: int = 0
     progress: bool = False
-    options: dict[str, Any] = field(default_factory=lambda: dict[str, Any]())
+    options: dict[str, Any] = field(default_factory=dict[str, Any])
 
     def tuned(self) -> Posterior:
         """The posterior at the hyperparameters that are chosen."""

@@ -48,7 +48,7 @@ class Pulled:
 
     layer: Layer
     activations: Operand
-    gradients: dict[int, Tensor] = field(default_factory=lambda: dict[int, Tensor]())
+    gradients: dict[int, Tensor] = field(default_factory=dict[int, Tensor])
 
     def stacked(self, functions: int) -> Tensor:
         """All gradients, ``(samples, G, functions, m, T)``; zero where none came back."""

@@ -344,7 +344,7 @@ class AffineCall:
     parameter: Tensor
     bias: Any
     product: bool = False
-    options: dict[str, Any] = field(default_factory=lambda: dict[str, Any]())
+    options: dict[str, Any] = field(default_factory=dict[str, Any])
 
     @property
     def geometry(self) -> Geometry:

@@ -150,8 +150,8 @@ class Task:
     checkpoint: Checkpoint | None = None
     summary: SweepTotals = field(default_factory=SweepTotals)
     restored: bool = False
-    seconds: dict[str, float] = field(default_factory=lambda: dict[str, float]())
-    observers: list[Observer] = field(default_factory=lambda: list[Observer]())
+    seconds: dict[str, float] = field(default_factory=dict[str, float])
+    observers: list[Observer] = field(default_factory=list[Observer])
     observed: bool = False
     for_evidence: bool = True
     _batches: int | None = None  # of one pass, once they were counted

@@ -108,7 +108,7 @@ class WeightPrior:
         mean: ``mu``: one number, or a tensor of every parameter of the layers by name.
     """
 
-    precision: Mapping[str, Tensor] = field(default_factory=lambda: dict[str, Tensor]())
+    precision: Mapping[str, Tensor] = field(default_factory=dict[str, Tensor])
     mean: float | Mapping[str, Tensor] = 0.0
 
     def sums(

@@ -374,10 +374,10 @@ class _TrainingState:
     batch: Natural = 0
     step: Natural = 0
     length: Natural = 0
-    sums: dict[str, float] = field(default_factory=lambda: dict[str, float]())
+    sums: dict[str, float] = field(default_factory=dict[str, float])
     samples: Natural = 0
     seconds: float = 0.0
-    history: list[dict[str, Measured]] = field(default_factory=lambda: list[dict[str, float]]())
+    history: list[dict[str, Measured]] = field(default_factory=list[dict[str, float]])
     best: Annotated[int, Ge(-1)] = -1
     done: bool = False
 

@@ -46,7 +46,7 @@ class LoadedData:
     names: Sequence[str] | None = None
     numbered: bool = False
     rows: Sequence[int] | None = None
-    kept: Mapping[str, Any] = field(default_factory=lambda: dict[str, Any]())
+    kept: Mapping[str, Any] = field(default_factory=dict[str, Any])
 
     @property
     def skipped(self) -> list[Trouble]:

@@ -152,8 +152,8 @@ class Data:
     data_root: str = "data"
     download: bool = False
     class_map: Read | None = None
-    target: list[str] = field(default_factory=lambda: list[str]())
-    columns: list[str] = field(default_factory=lambda: list[str]())
+    target: list[str] = field(default_factory=list[str])
+    columns: list[str] = field(default_factory=list[str])
     ignore_index: int | None = None
     limit: Count | None = None
     batch_size: Count = 32

@@ -58,7 +58,7 @@ class DatasetInfo:
     """
 
     likelihood: Likelihood
-    kept: Mapping[str, Any] = field(default_factory=lambda: dict[str, Any]())
+    kept: Mapping[str, Any] = field(default_factory=dict[str, Any])
 
     @property
     def labels(self) -> bool:
