@@ -264,7 +264,7 @@ class Sweep:
         self._seed, self._dtype, self._share = seed, dtype, share
         self._by_position = by_position if fisher == "mc" and joint is None else None
         self._weighted, self._observers = weighted, observers
-        self._picked = Picked(share)
+        self._picked = Picked(share) if share < 1 else None
         self.sums = {
             f"{name}/{index}": accumulator.state_dict()
             for name, of_layer in accumulators.items()
@@ -282,7 +282,7 @@ class Sweep:
     @property
     def resumable(self) -> bool:
         """Whether `state` holds all batches that were added: none waits for others, or is to be read again."""
-        return self._interrupted is None and not self._picked.waiting
+        return self._interrupted is None and (self._picked is None or not self._picked.waiting)
 
     def restore(self, state: Mapping[str, Any]) -> None:
         """Take a state that somebody else may have written.
@@ -319,7 +319,8 @@ class Sweep:
         note = self.summary.note
         checks.add(shared_hash(batch, samples), lambda shared: note(hashes[0], hashes[1], shared))
         if self._interrupted is None:
-            for part in self._picked.add(batch, keys, index):
+            picked = self._picked
+            for part in [(batch, keys, str(index))] if picked is None else picked.add(batch, keys, index):
                 self._take(part, checks)
         elif self._observers:
             _show(self._capture, batch, keys, str(index), self._observers, checks)
@@ -338,10 +339,11 @@ class Sweep:
         """
         if self._interrupted is not None:
             raise other_batches()
-        checks = DeferredChecks()
-        for part in self._picked.rest():
-            self._take(part, checks)
-        checks.run()
+        if self._picked is not None:
+            checks = DeferredChecks()
+            for part in self._picked.rest():
+                self._take(part, checks)
+            checks.run()
 
     def _take(self, part: Part, checks: DeferredChecks) -> None:
         for batch, keys, place in _pieces(self._capture, *part):

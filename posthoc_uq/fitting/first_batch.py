@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from posthoc_uq.core.batches import DECODER_INPUTS, LOADER, Batch, explained, lacks_decoder_inputs
 from posthoc_uq.core.errors import PosthocUQError, check_refused, out_of_memory
 from posthoc_uq.core.model import replicate
-from posthoc_uq.layers.proof import count_samples
+from posthoc_uq.layers.proof import Prepared, count_samples, in_unit_interval
 from posthoc_uq.likelihoods import Likelihood
 from posthoc_uq.likelihoods.prediction import at_least_float32, check_rows
 from posthoc_uq.likelihoods.weights import layout_of
@@ -24,20 +24,19 @@ _SEQUENCES = "ForConditionalGeneration"  # and of those that turn one sequence i
 _DISPERSION_TARGETS = 20  # from which a dispersion can be estimated
 _DISPERSION_FACTOR = 1.5  # by which it must be off
 _MAX_PROBED = 16  # samples whose outputs are looked at
-_PROBABILITY_TOLERANCE = 1e-4
 _OTHER_WEIGHTS = 2  # sets of other weights that are tried
 
 Result = TypeVar("Result")
 
 
 def check_first_batch(
-    users_model: nn.Module, model: nn.Module, batch: Batch, likelihood: Likelihood, by_name: bool
+    users_model: nn.Module, prepared: Prepared, batch: Batch, likelihood: Likelihood, by_name: bool
 ) -> list[str]:
     """What to warn of.
 
     Args:
         users_model: which is not run.
-        model: the same with its outputs chosen; copies of it are run.
+        prepared: by the dry run, with the same model, whose outputs are chosen; copies of it are run.
         batch: the first one.
         likelihood: of the fit.
         by_name: whether it was given by its name, so that its parameters are its defaults.
@@ -45,11 +44,12 @@ def check_first_batch(
     Raises:
         PosthocUQError: outputs, targets and likelihood do not fit together.
     """
+    model = prepared.model
     check_log_prob(model, batch, likelihood)
     warnings = [unshifted_labels(users_model, batch, likelihood), missing_decoder_inputs(users_model, batch)]
     if by_name:
         warnings.append(other_dispersion(model, batch, likelihood))
-    if gives_probabilities(model, batch, likelihood):
+    if prepared.in_unit and gives_probabilities(model, batch, likelihood):
         if by_name:
             last = makes_probabilities(model, batch, likelihood)
             example = (
@@ -239,6 +239,4 @@ def _outputs(network: nn.Module, batch: Batch) -> Tensor:
 
 
 def _look_applied(outputs: Tensor, likelihood: Likelihood) -> bool:
-    values = outputs.detach().float()
-    within = (values >= 0) & (values <= 1 + _PROBABILITY_TOLERANCE)
-    return bool(within.all()) and likelihood.looks_like_probabilities(outputs)
+    return in_unit_interval(outputs) and likelihood.looks_like_probabilities(outputs)

@@ -382,7 +382,7 @@ def _prove(plan: FitPlan) -> Task:
     with Progress("dry run", "batches", plan.progress, 1) as bar:
         task = proved_task(plan, plan.method)
         with on_all_ranks("the dry run"), isolated_random_state(plan.seed):
-            warnings = check_first_batch(plan.model, task.model, task.batch, task.likelihood, plan.by_name)
+            warnings = check_first_batch(plan.model, task.prepared, task.batch, task.likelihood, plan.by_name)
         bar.advance()
     for warning in (task.prepared.warning, task.prepared.cost, _frozen_in_words(task), *warnings):
         if warning is not None:
@@ -393,9 +393,12 @@ def _prove(plan: FitPlan) -> Task:
 
 def _frozen(model: nn.Module, layers: Mapping[str, Layer]) -> tuple[int, int]:
     """The number of weights of these layers that are frozen in the user's model, and of all of them."""
-    parameters = dict(model.named_parameters())
-    covered = [parameters[name] for layer in layers.values() for name in layer.parameter_names]
-    return sum(p.numel() for p in covered if not p.requires_grad), sum(p.numel() for p in covered)
+    parameters, frozen, covered = dict(model.named_parameters()), 0, 0
+    for layer in layers.values():
+        for name in layer.parameter_names:
+            covered += parameters[name].numel()
+            frozen += 0 if parameters[name].requires_grad else parameters[name].numel()
+    return frozen, covered
 
 
 def _frozen_in_words(task: Task) -> str | None:
@@ -470,17 +473,20 @@ def _of_shapes(model: nn.Module, batch: Batch, likelihood: Likelihood) -> Likeli
     return likelihood if part.targets is None else likelihood.of_shapes(outputs, part.targets)
 
 
-def _sweep(plan: FitPlan, task: Task) -> tuple[Posterior, KeptInputs]:
+def _sweep(plan: FitPlan, task: Task) -> tuple[Posterior, KeptInputs | None]:
     """The posterior by the method's passes over the data, with the statistics of the last layer's inputs and the record
-    of how it was fitted; its hyperparameters are those at the start. And training inputs for a faithful prior.
+    of how it was fitted; its hyperparameters are those at the start. And training inputs where a faithful prior is
+    to be found.
     """
     method, parameters = plan.method, dict(task.model.named_parameters())
     with on_all_ranks("checking the prior"):
         weight_prior = weight_prior_of(task.layers, parameters, plan.weight_precisions, plan.weight_mean)
     task.for_evidence = plan.divergence is None
     _open_checkpoint(plan, task)
-    kept_inputs = KeptInputs(plan.memory_budget, task.likelihood, inputs_to_keep(task.layers.values()))
-    task.observers += [kept_inputs] if plan.divergence is not None else []
+    kept_inputs = None
+    if plan.divergence is not None:
+        kept_inputs = KeptInputs(plan.memory_budget, task.likelihood, inputs_to_keep(task.layers.values()))
+        task.observers.append(kept_inputs)
     noise_origin = _set_observation_noise(task) if plan.finds_noise else "given"
     if method.trains:
         posterior = method.fit(task)
@@ -591,7 +597,7 @@ def _recorded(posterior: Posterior, plan: FitPlan, task: Task, noise_origin: str
     return posterior.replaced(history=history)
 
 
-def _choose(posterior: Posterior, plan: FitPlan, task: Task, kept_inputs: KeptInputs) -> Posterior:
+def _choose(posterior: Posterior, plan: FitPlan, task: Task, kept_inputs: KeptInputs | None) -> Posterior:
     """The posterior with its hyperparameters: by leave-one-out where nobody has to ask for it, the prior precision that
     was asked for, and by held-out data where there are any.
     """

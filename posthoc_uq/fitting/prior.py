@@ -206,7 +206,7 @@ def with_prior(
     prior: Prior,
     divergence: float | None,
     task: Task,
-    kept_inputs: KeptInputs,
+    kept_inputs: KeptInputs | None,
     *,
     tuned_after: bool,
 ) -> Posterior:
@@ -217,11 +217,11 @@ def with_prior(
         prior: a number, or how it is found.
         divergence: the budget of the faithful prior in nats; None where none is to be found.
         task: of the fit.
-        kept_inputs: training inputs for a faithful prior.
+        kept_inputs: training inputs, where a faithful prior is to be found.
         tuned_after: whether held-out data follow, so that predictions at the prior of the evidence are not looked at.
     """
     seed, progress = task.plan.seed, task.plan.progress
-    if posterior.width_parameter is not None and divergence is not None:
+    if posterior.width_parameter is not None and divergence is not None and kept_inputs is not None:
         from posthoc_uq.fitting.faithful import set_faithful
 
         posterior = posterior.noted(head={"criterion": "faithful"})

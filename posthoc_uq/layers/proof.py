@@ -406,6 +406,7 @@ _OF_CALLS = (
 )
 _OF_NONE = "They are too large, or no way to their gradients was proved."
 _ROUNDINGS = 32  # epsilons by which outputs may differ beside their relative tolerance
+_UNIT_TOLERANCE = 1e-4
 _COMPARED_ROWS = 4096  # of a gradient, at once
 _NO_LAYER = "The model has no Linear or convolution layer, so there are no weights to fit a posterior over."
 _TIED = "Embedding is kept deterministic; '{}' shares its weight and has a posterior of its own use"
@@ -474,6 +475,7 @@ class Prepared:
         layers: the layers that get a posterior, by name.
         table: what was seen of every parameter: its layer with a posterior, or the reason why it has none.
         outputs: of the model for one sample.
+        in_unit: whether those for the first samples lie in [0, 1], as probabilities do.
         found: all layers that the model uses, chosen or not, in the order of their last calls.
         find_uses: as of `Reference`.
         warning: one sentence on the matrices of weights that were asked for and get no posterior, if there are any.
@@ -486,6 +488,7 @@ class Prepared:
     layers: dict[str, Layer]
     table: Sequence[ParameterUse]
     outputs: int
+    in_unit: bool
     found: Sequence[TrackedLayer]
     find_uses: Callable[[], Uses]
     warning: str | None = None
@@ -629,8 +632,25 @@ def prepare(
         cost = cost_of_gradients(formed, sum(use.numbers for use in reference.table), passes)
     tracked = {name: replace(t, module=None) for name, t in capture.tracked.items()}
     proof = Proof(tracked, selection == "all" and by_gradients, reference.form)
-    outputs = reference.pull[0].numel()
-    return Prepared(model, capture, proof, layers, reference.table, outputs, found, find_uses, warning, cost)
+    return Prepared(
+        model,
+        capture,
+        proof,
+        layers,
+        reference.table,
+        reference.pull[0].numel(),
+        in_unit_interval(reference.outputs),
+        found,
+        find_uses,
+        warning,
+        cost,
+    )
+
+
+def in_unit_interval(outputs: Tensor) -> bool:
+    """Whether all outputs lie in [0, 1], up to rounding."""
+    values = outputs.detach().float()
+    return bool(((values >= 0) & (values <= 1 + _UNIT_TOLERANCE)).all())
 
 
 def _passes_with_gradients(
