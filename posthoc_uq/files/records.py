@@ -415,6 +415,7 @@ class Description(Record):
 
     @model_validator(mode="after")
     def _check_blocks(self) -> Description:
+        """What is said of layers, blocks, means and priors must be what the method gives."""
         weights = [layer.weight for layer in self.layers.values()]
         if len(set(weights)) < len(weights):
             raise ValueError("has two layers with the same weight")

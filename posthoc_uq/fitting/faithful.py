@@ -239,18 +239,22 @@ def smallest_prior_within_budget(
     def assumed(slope: float) -> float:
         return min(max(slope, _SLOPES[0]), _SLOPES[1])
 
+    # `flat` is the slope last seen, for the question whether the end is near; `steep` the one that a step assumes
     flat, steep = (0.0, _SLOPES[1]) if slope is None else (slope, assumed(slope))
     inside, outside = start, -inf
+    # Upwards, until the budget is met.
     while not divergence(inside) <= budget:
         if inside >= high:
             return inside, slope
         step = max(upwards, min(excess(inside) / steep + _MARGIN, 1.0))
         inside, outside, upwards = min(high, inside + step), inside, 2 * upwards
+    # Downwards from there. While nothing outside is known, a step goes as far as the slope allows; between an inside
+    # and an outside it is false position, and every third time a bisection.
     bracketed = 0
     while inside > low and inside - outside > TOLERANCE:
         left, across = -excess(inside), slope_between(outside, inside)
         if left <= TOLERANCE * min(flat, across):
-            break
+            break  # what is left of the budget is worth less than the tolerance
         if not isfinite(outside):
             # where it hardly grows, a whole decade
             least = 1.0 if flat < _SLOPES[0] else TOLERANCE / 2
@@ -630,13 +634,14 @@ class FaithfulSearch:
         of_few: Callable[[float], float] | None = None
         self._bar = SearchBar("faithful prior", "samples", self._progress, searches)
         with self._bar:
+            # Where every exact divergence runs the whole model, a cheaper one finds where the search on all begins.
             if self._all.runs_the_model and self._all.samples >= _SOME_INPUTS:
                 approximate = self._approximate(partial(search, start=start), budget)
-                if approximate is not None:
+                if approximate is not None:  # one set of backward passes for every prior precision
                     start, slope = search(partial(self._divergence, on=approximate, tried={}), start=start)
                     self._divergence_at = self._corrected(approximate)
                     self._bar.to_come, upwards = [(_USUAL_AFTER_OTHERS, self._checked)], TOLERANCE
-                else:
+                else:  # a few of the inputs
                     few = self._on_first(Divergence, _FEW_INPUTS)
                     of_few = partial(self._divergence, on=few, tried={}) if few.rows else None
                     self._bar.to_come = [

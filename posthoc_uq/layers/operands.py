@@ -425,6 +425,9 @@ def _parts(x: Tensor, kernel: Sizes, dilation: Sizes, most: int) -> Iterator[Ten
 
 def _add_upper(gram: Tensor, image: Tensor, kernel: Sizes, dilation: Sizes, part: slice) -> None:
     """Add to the blocks ``(*kernel, *kernel, part of the channels, channels)`` with ``k <= k'`` in row-major order."""
+    # The block of two positions of the kernel sums products of the image with itself, shifted by their distance, over
+    # the window of the outputs. Blocks of one shift differ only at the rims of that window, so that the products of its
+    # core are summed once for all of them.
     k, d, channels = kernel[0], dilation[0], image.shape[-1]
     outputs = image.shape[0] - d * (k - 1)
     for stack, along in _stacks(image, kernel[1:], dilation[1:]):
@@ -437,7 +440,7 @@ def _add_upper(gram: Tensor, image: Tensor, kernel: Sizes, dilation: Sizes, part
             low = d * (k - 1 - shift)  # the core of this shift is the rows from here to `outputs`
             core = stack.new_zeros(left.shape[-1], stack.shape[-1])
             _add_rows(core[:, first:], left, right, low, outputs)
-            for row in reversed(range(k - shift)):
+            for row in reversed(range(k - shift)):  # the core, and the two rims of this position
                 block, start, stop = core.clone() if row else core, row * d, row * d + outputs
                 _add_rows(block[:, first:], left, right, start, min(low, stop))
                 _add_rows(block[:, first:], left, right, max(low, outputs), stop)

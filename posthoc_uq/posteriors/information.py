@@ -194,6 +194,7 @@ class LowRankDiagonal(Independent):
         inverse, basis = self._inverse_columns(), as_double(self._output_basis)
         groups, size, width_g, width_a = inverse.shape
         if not self._stiff:
+            # by squares: the blocks of N once, then one small product for each output
             columns = inverse.reshape(groups, size, size)
             blocks = (columns.transpose(1, 2) @ columns).reshape(groups, width_g, width_a, width_g, width_a)
             blocks = _packed(blocks.permute(0, 2, 4, 1, 3)).flatten(1, 2)
@@ -207,6 +208,7 @@ class LowRankDiagonal(Independent):
                 rounding.clamp(min=torch.finfo(squares.dtype).tiny).unsqueeze(2)
             )
             return cholesky(squares).transpose(2, 3)
+        # Squares would lose half of the digits: the factors themselves, by a QR decomposition for each output.
         roots: list[Tensor] = []
         by_output = inverse.transpose(1, 2).flatten(2)  # (G, g, L a): one product makes all rows of a chunk
         step = max(1, _CHUNK // max(1, groups * size * width_a))

@@ -536,6 +536,7 @@ class Loop:
             raise PosthocUQError(
                 f"This method trains on targets, and the loader yields inputs alone; {WITH_TARGETS}"
             )
+        # The gradient of this step, drawn with random numbers of its own.
         self._optimiser.zero_grad(set_to_none=True)
         checks, values = DeferredChecks(), dict[str, float]()
         part = min(progress.batch / progress.length, 1.0) if progress.length else 0.0
@@ -544,6 +545,7 @@ class Loop:
         what = f"batch {progress.batch} of the loader"
         with explained(lambda: self._objective.network, batch, what, LOADER):
             terms = self._objective.backward(batch, step, checks)
+        # Loss and gradient are read by the host once, before anything is changed.
         trained = [t for group in self._optimiser.param_groups for t in group["params"]]
         gradients = [tensor.grad for tensor in trained if tensor.grad is not None]
         terms = terms | {"gradient": torch.stack([g.sum() for g in gradients]).sum()}
@@ -559,6 +561,7 @@ class Loop:
                 f"Step {progress.step} (epoch {progress.epoch + 1}, batch {progress.batch}): the "
                 f"{' and the '.join(broken)} is not finite; lower the learning rates, or look at the data."
             )
+        # The step.
         if self._options.clip is not None:
             torch.nn.utils.clip_grad_value_(trained, self._options.clip)
         factor = self._schedule(step.progress)
