@@ -391,7 +391,7 @@ def test_arrays_are_batches() -> None:
     assert torch.equal(cast(Any, predictor(frame)).probs, cast(Any, predictor(x)).probs)
     assert torch.equal(predictor.novelty(frame.to_numpy()), predictor.novelty(x))
     assert "accuracy" in str(uq.evaluate(predictor, [(frame, y)], progress=False))
-    ids = batches_of_call((np.arange(3),), {}, model, torch.device("cpu"))[0].args[0]
+    ids = batches_of_call((np.arange(3),), {}, model, model)[0].args[0]
     assert ids.dtype == torch.int64  # whole numbers stay what they are
     wide = make_net().double()
     fit(wide, [(x.numpy(), y)])

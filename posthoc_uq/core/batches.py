@@ -23,7 +23,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.nn.utils.rnn import PackedSequence
 from torch.overrides import TorchFunctionMode
-from torch.utils._pytree import tree_leaves, tree_map
+from torch.utils._pytree import tree_leaves, tree_map, tree_map_only
 from torch.utils.data import DataLoader, Dataset, IterableDataset
 
 from posthoc_uq.core import interrupts, steady
@@ -104,7 +104,7 @@ class Batch:
 
     def tensors(self) -> list[Tensor]:
         """Every tensor among the inputs; of a whole sample those inside of other values, too, each as one row."""
-        values = [*self.args, *(self.kwargs[name] for name in sorted(self.kwargs))]
+        values = [*self.args, *map(self.kwargs.__getitem__, sorted(self.kwargs))]
         if not self.whole:
             return [value for value in values if isinstance(value, Tensor)]
         parts = [tensors_of_graph(leaf) if is_graph(leaf) else [leaf] for leaf in tree_leaves(values)]
@@ -119,6 +119,8 @@ class Batch:
     @property
     def attention_mask(self) -> Tensor | None:
         """The mask of tokens that the model is called with, of its decoder where it has one; None without."""
+        if not self.kwargs:
+            return None
         decodes = any(name.startswith("decoder_") for name in self.kwargs)
         mask = self.kwargs.get("decoder_attention_mask" if decodes else "attention_mask")
         return mask if isinstance(mask, Tensor) else None
@@ -129,13 +131,14 @@ class Batch:
         Raises:
             PosthocUQError: the model gives something that holds no tensor of outputs.
         """
-        return self.outputs_of(self.call_any(model))
+        return self.outputs_of(model(*self.args, **self.kwargs))
 
     def outputs_of(self, returned: Any) -> Tensor:
         """The output tensor ``(samples, ...)`` in what a model returned; the rows of a whole sample, such as the nodes
         of a graph, are its positions.
         """
-        outputs = output_tensor(returned)
+        plain = isinstance(returned, Tensor) and returned.is_floating_point()
+        outputs = returned if plain else output_tensor(returned)
         return _of_whole(outputs) if self.whole else outputs
 
     def call_any(self, model: Callable[..., Any]) -> Any:
@@ -161,14 +164,17 @@ class Batch:
 
     def _with_inputs(self, change: Callable[[Tensor], Tensor]) -> Batch:
         """The same batch with all tensors of its inputs changed; targets and weights stay as they are."""
+        if self.whole:
 
-        def changed(value: Any) -> Any:
-            if self.whole and is_graph(value):
-                return changed_graph(value, change)
-            return change(value) if isinstance(value, Tensor) else value
+            def changed(value: Any) -> Any:
+                if is_graph(value):
+                    return changed_graph(value, change)
+                return change(value) if isinstance(value, Tensor) else value
 
-        args, kwargs = tree_map(changed, (self.args, self.kwargs))
-        return replace(self, args=args, kwargs=kwargs)
+            args, kwargs = tree_map(changed, (self.args, self.kwargs))
+        else:
+            args, kwargs = tree_map_only(Tensor, change, (self.args, self.kwargs))
+        return Batch(args, self.targets, kwargs, self.weights, self.whole)
 
     def to(self, device: torch.device) -> Batch:
         """The same batch with its inputs on `device`."""
@@ -964,25 +970,27 @@ NAMED = (
 
 
 def batches_of_call(
-    args: tuple[Any, ...], kwargs: dict[str, Any], model: nn.Module, device: torch.device
+    args: tuple[Any, ...], kwargs: dict[str, Any], model: nn.Module, network: nn.Module
 ) -> list[Batch]:
-    """The arguments of one call of a model; where there are arrays among them, all on its device, as in a loader. They
-    are one batch, or several of one sample each; see `BatchReader.read_all`.
+    """The arguments of one call of a model; where there are arrays among them, all on the device of the network that
+    predicts, as in a loader. They are one batch, or several of one sample each; see `BatchReader.read_all`.
 
     A single argument may be a `Batch`, or a batch as the loader gave it, with targets, which are ignored: no model that
     has a posterior takes a whole mapping, list or tuple of others as its only argument (`count_samples`).
     """
     if len(args) == 1 and not kwargs:
+        if isinstance(args[0], Tensor) and args[0].layout == torch.strided and not args[0].is_nested:
+            return [Batch(args)]
         if isinstance(args[0], Batch):
             return [args[0]]
         if _of_a_loader(args[0]):
-            read = BatchReader.of(model, device=device).read_all(args[0])
+            read = BatchReader.of(model, device=model_device(network)).read_all(args[0])
             return [replace(batch, targets=None, weights=None) for batch in read]
     check_dense((args, kwargs))
     if not any(is_array(value) for value in (*args, *kwargs.values())):
         return _of_list(Batch(args, None, kwargs))
     dtype = model_dtype(model)
-    return [Batch(with_tensors(args, dtype), None, with_tensors(kwargs, dtype)).to(device)]
+    return [Batch(with_tensors(args, dtype), None, with_tensors(kwargs, dtype)).to(model_device(network))]
 
 
 def _of_a_loader(value: Any) -> bool:

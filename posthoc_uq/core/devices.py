@@ -120,23 +120,11 @@ def usable_device(name: torch.device | str, shown: str, way_out: str) -> torch.d
 
 
 class _FullPrecision:
-    """How many computations ask for full precision at this moment, and what the user's settings were before them."""
+    """How many computations ask for full precision at this moment, and what gives the user's settings back."""
 
     def __init__(self) -> None:
-        self._lock, self._depth = threading.Lock(), 0
-        self._restore: Callable[[], None] = lambda: None
-
-    def enter(self) -> None:
-        with self._lock:
-            if self._depth == 0:
-                self._restore = _without_tf32()
-            self._depth += 1
-
-    def leave(self) -> None:
-        with self._lock:
-            self._depth -= 1
-            if self._depth == 0:
-                self._restore()
+        self.lock, self.depth = threading.Lock(), 0
+        self.restore: Callable[[], None] = lambda: None
 
 
 _FULL_PRECISION = _FullPrecision()
@@ -149,9 +137,12 @@ def _without_tf32() -> Callable[[], None]:
     older ones where the user's settings have no such form, and change several of the newer by one of the older.
     """
     cudnn: Any = torch.backends.cudnn
-    kinds: Any = (torch.backends.cuda.matmul, getattr(torch.backends.mkldnn, "matmul", None))
-    kinds = [kind for kind in (*kinds, getattr(cudnn, "conv", None), getattr(cudnn, "rnn", None)) if kind]
-    given = [(kind, kind.fp32_precision) for kind in kinds if hasattr(kind, "fp32_precision")]
+    matmul: Any = torch.backends.cuda.matmul, getattr(torch.backends.mkldnn, "matmul", None)
+    given = list[tuple[Any, Any]]()
+    for kind in (*matmul, getattr(cudnn, "conv", None), getattr(cudnn, "rnn", None)):
+        value = getattr(kind, "fp32_precision", None)
+        if value is not None:
+            given.append((kind, value))
     try:
         products, convolutions = torch.get_float32_matmul_precision(), cudnn.allow_tf32
     except RuntimeError:
@@ -184,11 +175,18 @@ def full_precision() -> Generator[None]:
     A gradient's part along a direction of little curvature is small, and its variance there large: rounding of one part
     in a thousand leaks into it from the others, and moved linearised variances of a small network by 4 %.
     """
-    _FULL_PRECISION.enter()
+    asked = _FULL_PRECISION
+    with asked.lock:
+        if asked.depth == 0:
+            asked.restore = _without_tf32()
+        asked.depth += 1
     try:
         yield
     finally:
-        _FULL_PRECISION.leave()
+        with asked.lock:
+            asked.depth -= 1
+            if asked.depth == 0:
+                asked.restore()
 
 
 def without_autocast(kind: str) -> AbstractContextManager[Any]:

@@ -10,21 +10,22 @@ before the `check`. Where the call ends before that, in whatever way, it is rais
 
 from __future__ import annotations
 
-import inspect
 import os
 import signal
 import threading
 from collections.abc import Callable
 from functools import wraps
+from importlib import import_module
 from typing import Any, ParamSpec, TypeVar
 
 Parameters = ParamSpec("Parameters")
 Result = TypeVar("Result")
 
 _SIGNALS = sorted(map(int, signal.valid_signals()))
-# these look up no names of signals, which takes longer than all the rest
-_handler_of: Callable[[int], Any] = inspect.unwrap(signal.getsignal)
-_set_handler: Callable[[int, Any], Any] = inspect.unwrap(signal.signal)
+# those of `signal` look up the names of signals and handlers, which takes longer than all the rest
+_WITHOUT_NAMES: Any = import_module("_signal")
+_handler_of: Callable[[int], Any] = _WITHOUT_NAMES.getsignal
+_set_handler: Callable[[int, Any], Any] = _WITHOUT_NAMES.signal
 
 
 class _Watch:
@@ -102,7 +103,10 @@ def _begun() -> _Watch | None:
     global _watch
     if _watch is not None or threading.current_thread() is not threading.main_thread():
         return None
-    handlers = {number: handler for number in _SIGNALS if callable(handler := _handler_of(number))}
+    handlers = dict[int, Callable[..., Any]]()
+    for number in _SIGNALS:
+        if callable(handler := _handler_of(number)):
+            handlers[number] = handler
     if not handlers:
         return None
     watch = _Watch(handlers)

@@ -82,15 +82,16 @@ class Mark(NamedTuple):
 
 
 def marks_of(places: Sequence[Place]) -> list[Mark | None]:
-    """The marks of the tensors that are there now."""
-    return [_mark(place) for place in places]
-
-
-def _mark(place: Place) -> Mark | None:
-    tensor = place.tensor()
-    if tensor is None:
-        return None
-    return Mark(tensor.data_ptr(), -1 if place.rewritten or tensor.is_inference() else tensor._version)
+    """The marks of the tensors that are there now. No device is waited for."""
+    marks = list[Mark | None]()
+    for _, home, key, rewritten in places:
+        tensor = home.get(key)
+        if tensor is None:
+            marks.append(None)
+        else:
+            uncounted = rewritten or tensor.is_inference()
+            marks.append(Mark(tensor.data_ptr(), -1 if uncounted else tensor._version))
+    return marks
 
 
 class Glance:
@@ -109,11 +110,11 @@ class Glance:
                 if sample is not None:
                     by_device.setdefault(tensor.device, []).append(sample)
         self._views = list(by_device.values())
-        self._numbers = [_read(views) for views in self._views]
+        self._numbers = list(map(_read, self._views))
 
     def numbers_stand(self) -> bool:
         """Whether the few numbers are in memory as they were. Makes a GPU wait."""
-        return self._numbers == [_read(views) for views in self._views]
+        return self._numbers == list(map(_read, self._views))
 
 
 def _sample(tensor: Tensor) -> Any:

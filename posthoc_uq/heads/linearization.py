@@ -44,6 +44,8 @@ _STORED_BUDGETS = 4  # output gradients of more than this many memory budgets sp
 class Linearization(LinearizedOutputs):
     """One forward pass of a batch, and the backward passes for the covariance of its outputs."""
 
+    rows_may_be_many = False  # backward passes are for few positions
+
     def __init__(
         self,
         chosen: ChosenOutputs,
@@ -76,10 +78,6 @@ class Linearization(LinearizedOutputs):
         """How many the covariances of this batch take."""
         classes = self._rows.shape[1]
         return len(self._places) * (self._chosen.number(classes) or classes)
-
-    @property
-    def _many_rows(self) -> bool:
-        return False  # backward passes are for few positions
 
     @cached_property
     def by_last_layer(self) -> LastLayerOutputs | None:

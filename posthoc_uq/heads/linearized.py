@@ -305,8 +305,10 @@ class LinearizedPredictor(GaussianPredictor):
     def _predict(self, batch: Batch) -> Prediction:
         with self._gradients():
             found = self._linearized(batch)
-            prediction = self._prediction_of(found.gaussian())
-        ratio = self._known_novelty(batch, found.watched)
+            prediction = super().prediction_of(found.gaussian())
+        if self._chosen.positions is not None:
+            prediction = prediction.unshifted()
+        ratio = self._known_novelty(batch, found.watched, found.features)
         return prediction.with_novelty(novelty_at(ratio, found.sizes, found.picked))
 
     def _distribution(self, batch: Batch) -> OutputGaussian:
@@ -316,10 +318,7 @@ class LinearizedPredictor(GaussianPredictor):
     def prediction_of(self, distribution: OutputGaussian) -> Prediction:
         """See `Predictor`."""
         with self._gradients():
-            return self._prediction_of(distribution)
-
-    def _prediction_of(self, distribution: OutputGaussian) -> Prediction:
-        prediction = super().prediction_of(distribution)
+            prediction = super().prediction_of(distribution)
         return prediction if self._chosen.positions is None else prediction.unshifted()
 
     def at(self, positions: Positions) -> LinearizedPredictor:
@@ -377,7 +376,6 @@ class LinearizedPredictor(GaussianPredictor):
     @reading
     def functional_mean(self, *args: Any, **kwargs: Any) -> Tensor:
         """``f(x; theta)``, the trained network's own outputs, at all positions."""
-        self.check_weights()
         batch = self._batch(args, kwargs)
         with self._gradients(), self.explaining(batch):
             if self._differentiated:
@@ -421,7 +419,6 @@ class LinearizedPredictor(GaussianPredictor):
         compute: Callable[[LinearizedOutputs], Tensor],
     ) -> Tensor:
         """What is computed of the linearisation of a call's arguments, once its numbers are checked."""
-        self.check_weights()
         batch = self._batch(args, kwargs)
         with self._gradients(), self.explaining(batch):
             computed = compute(self._linearized(batch))
@@ -431,7 +428,6 @@ class LinearizedPredictor(GaussianPredictor):
     @reading
     def at_every_prior(self, *args: Any, **kwargs: Any) -> OutputsByPrior | None:
         """See `Predictor`."""
-        self.check_weights()
         posterior, batch = self._posterior, self._batch(args, kwargs)
         by_backward_passes = self._engine == "exact" or (self._engine == "auto" and len(posterior.layers) > 1)
         if not by_backward_passes or self._backpropagate:

@@ -10,7 +10,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from math import prod
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 import torch.nn.functional as F
@@ -24,7 +24,6 @@ from posthoc_uq.heads.jacobians import Pulled, WeightCovariance, check_shape
 from posthoc_uq.layers.capture import Capture, is_plain
 from posthoc_uq.layers.layer import Call, Layer
 from posthoc_uq.layers.operands import Rows
-from posthoc_uq.layers.rules import LayerGradients
 from posthoc_uq.likelihoods import Likelihood
 from posthoc_uq.likelihoods.draws import LogitCovariance, MatrixProduct, OutputGaussian, of_product
 from posthoc_uq.likelihoods.labels import Layout
@@ -183,7 +182,12 @@ class LinearizedOutputs(ABC):
         sizes: of the dimensions that count the model's positions.
         picked: the positions used, ``(k,)``, or None for all.
         watched: the calls of the layer whose inputs novelty is measured by, where the pass recorded them.
+        features: these inputs as rows, ``(samples, n)``, where they are known so.
     """
+
+    features: Tensor | None = None
+    rows_may_be_many: ClassVar[bool] = True
+    """Whether there may be too many rows for a matrix each."""
 
     def __init__(
         self,
@@ -247,18 +251,14 @@ class LinearizedOutputs(ABC):
     def _spread(self) -> tuple[Tensor, LogitCovariance | None]:
         """Variances, and what a link can use of a covariance of many classes."""
 
-    @property
-    def _many_rows(self) -> bool:
-        """Whether there may be too many rows for a matrix each."""
-        return bool(self.sizes)
-
     # What follows from it. Only the model itself runs under the caller's autocast.
 
     def gaussian(self) -> OutputGaussian:
         """Mean, variance, and as much of the covariance as the link can use."""
         with without_autocast(self.mean.device.type):
             covariance: Tensor | LogitCovariance | None = None
-            if self._chosen.wants_covariance(self._rows.shape[1], self._many_rows):
+            many_rows = bool(self.sizes) and self.rows_may_be_many
+            if self._chosen.wants_covariance(self._rows.shape[1], many_rows):
                 covariance = self._covariances(None)
                 variance = covariance.diagonal(dim1=1, dim2=2)
             elif self._chosen.wants_spread:
@@ -316,11 +316,11 @@ class LastLayer:
             name: of the layer.
         """
         tracked, network, watched = capture.tracked[name], capture.twin, capture.watched
-        self.layer, self._network = tracked.layer, network
+        self.layer, self._rule, self._network = tracked.layer, tracked.layer.rule, network
         self._batch_axis, self._geometry = tracked.batch_axis, tracked.geometry
-        self._changed_later = tracked.keep_input
+        self._changed_later, self._of_novelty = tracked.keep_input, watched == tracked.layer
         self._weight = network.get_parameter(self.layer.weight)
-        self._matrix = self.layer.rule.to_matrix(self._weight, self.layer.groups)[0]
+        self._matrix = self._rule.to_matrix(self._weight, self.layer.groups)[0]
         self._bias = None if self.layer.bias is None else network.get_parameter(self.layer.bias)
         self._local = threading.local()
         module = network.get_submodule(tracked.holders[0][0]) if len(tracked.holders) == 1 else None
@@ -347,19 +347,21 @@ class LastLayer:
         return not any(isinstance(m, _OPENED) for m in self._network.modules())
 
     def _catch(self, module: nn.Module, args: tuple[Any, ...]) -> None:
-        caught: list[Tensor] | None = getattr(self._local, "caught", None)
+        caught: list[Call] | None = getattr(self._local, "caught", None)
         if caught is not None:
-            caught += [value.detach().clone() if self._changed_later else value.detach() for value in args]
+            for value in args:
+                kept = value.detach().clone() if self._changed_later else value.detach()
+                caught.append(Call(self.layer, kept, self._geometry))
 
     def run(self, batch: Batch) -> tuple[Tensor, list[Call]]:
         """The network's outputs for a batch, and the calls of the layer, where it is `hooked`."""
-        self._local.caught = caught = list[Tensor]()
+        self._local.caught = caught = list[Call]()
         try:
             with torch.enable_grad():  # a model may differentiate on its way
                 outputs = batch.copied().call(self._network).detach()
         finally:
             self._local.caught = None
-        return outputs, [Call(self.layer, value, self._geometry) for value in caught]
+        return outputs, caught
 
     def outputs(
         self,
@@ -386,21 +388,29 @@ class LastLayer:
         layer, layout = self.layer, chosen.layout(outputs, samples)
         whole = outputs.unsqueeze(1) if outputs.ndim == 1 else outputs
         positions = layout.positions(whole)
-        if len(calls) != 1 or layer.groups != 1 or layer.outputs != layout.classes(whole):
+        compared = layout.rows(whole) if positions else whole
+        if len(calls) != 1 or layer.groups != 1 or layer.outputs != compared.shape[1]:
             return None
-        if self._batch_axis != 0 or calls[0].input.shape[0] != samples:
+        if self._batch_axis != 0 or calls[0].input.shape[:1] != (samples,):
             return None
         if positions and not (layer.pointwise and grid_of(calls[0]) == positions):
             return None
-        activations = LayerGradients(layer, list(calls), samples, 0).activations(weights.dtype)[0]
+        x = calls[0].input.detach()
+        if not self._rule.convolutional:
+            x = self._rule.features(x)
+            x = x.reshape(samples, -1, x.shape[-1])
+        activations = self._rule.activations(x.to(weights.dtype), layer, calls[0].geometry)
         if activations.positions != prod(positions):
             return None
         rows = activations.rows().flatten(0, 2)
         step = max(1, len(rows) // max(samples, _COMPARED_POSITIONS))
         with without_autocast(rows.device.type):
-            if not self._gives(rows[::step], layout.rows(whole)[::step]):
+            if not self._gives(rows[::step], compared[::step]):
                 return None
-        return LastLayerOutputs(chosen, layout, outputs, samples, layer, rows, weights, watched=watched)
+        found = LastLayerOutputs(chosen, layout, outputs, samples, layer, rows, weights, watched=watched)
+        if self._of_novelty and not positions and torch.promote_types(x.dtype, torch.float32) == rows.dtype:
+            found.features = rows
+        return found
 
     def _gives(self, rows: Tensor, outputs: Tensor) -> bool:
         """Whether the layer makes these outputs ``(rows, m)`` of activations ``(rows, n)``."""
@@ -441,7 +451,7 @@ class LastLayerOutputs(LinearizedOutputs):
             watched: calls.
         """
         super().__init__(chosen, layout, outputs, samples, watched)
-        self._layer, self._activations = layer, self._used(rows)
+        self._layer, self._activations = layer, self._used(rows) if self._by_position else rows
         self._weights = weights
         self._covariance = weights.of_layer(layer.name) if covariance is None else covariance
 

@@ -351,7 +351,6 @@ class MomentsPredictor(GaussianPredictor):
         Raises:
             PosthocUQError: a function has no rule, or writes into an activation.
         """
-        self.check_weights()
         return self._propagate(self._batch(args, kwargs))
 
     def _propagate(self, batch: Batch, rest: nn.Module | None = None) -> tuple[Tensor, Tensor, Tensor | None]:
@@ -405,7 +404,6 @@ class MomentsPredictor(GaussianPredictor):
     @reading
     def functional_mean(self, *args: Any, **kwargs: Any) -> Tensor:
         """The propagated mean of the outputs."""
-        self.check_weights()
         batch = self._batch(args, kwargs)
         with self.explaining(batch):
             return self._moments(batch)[0]
@@ -417,7 +415,6 @@ class MomentsPredictor(GaussianPredictor):
         Raises:
             NonFiniteError: it is not finite.
         """
-        self.check_weights()
         batch = self._batch(args, kwargs)
         with self.explaining(batch):
             variance = self._distribution(batch).variance
@@ -501,7 +498,6 @@ class MomentsPredictor(GaussianPredictor):
                 f"fit_scale needs at least 2 draws and 2 inputs, not n_mc={n_mc}, samples={samples}."
             )
         check_loader(loader)
-        self.check_weights()
         posterior, model = self._posterior, self._model[0]
         sampler = SamplingPredictor(model, posterior, n_samples=1)
         by_head, by_draws, seen = list[Tensor](), list[Tensor](), 0

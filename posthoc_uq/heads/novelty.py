@@ -78,26 +78,24 @@ def novelty_of_calls(
     """The same, from calls of the last layer that a pass recorded; ``(samples, *positions)`` where every position has
     features of its own.
     """
-    rows = _rows_of(features, calls, batch)
+    rows = rows_of(features, calls, batch)
     novelty = _novelty_of_rows(features, features.ridge_for(rows, smoothing), rows)
     return novelty.reshape(-1, *grid_of(calls[0])) if features.source == "positions" else novelty
 
 
-def novelty_when_read(features: FeatureGrams, calls: Sequence[Call], batch: Batch) -> Tensor | Unread:
-    """The same, computed when it is first read, where one row of features a sample is all that has to be held for that,
-    and no more than 1 MiB; else at once.
+def novelty_when_read(features: FeatureGrams, rows: Tensor) -> Tensor | Unread:
+    """The novelty of samples with these rows of features, one each, computed when it is first read, where no more than
+    1 MiB has to be held for that; else at once.
 
     Raises:
         PosthocUQError: the features have another length than in the fit.
     """
-    if features.source == "positions":
-        return novelty_of_calls(features, calls, batch)
-    rows = _rows_of(features, calls, batch)
     compute = partial(_novelty_of_rows, features, features.ridge_for(rows))
     return Unread(compute, rows) if rows.nbytes <= _MAX_HELD else compute(rows)
 
 
-def _rows_of(features: FeatureGrams, calls: Sequence[Call], batch: Batch) -> Tensor:
+def rows_of(features: FeatureGrams, calls: Sequence[Call], batch: Batch) -> Tensor:
+    """The features of a batch as rows, from calls of the last layer."""
     samples, by_position = count_samples(batch), features.source == "positions"
     with _without_gradients():
         return feature_rows(calls, features.layer, samples, by_position, batch.attention_mask)

@@ -6,8 +6,8 @@ import copy
 import math
 import threading
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Generator, Iterable, Mapping, Sequence
-from contextlib import AbstractContextManager, contextmanager
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from contextlib import AbstractContextManager
 from functools import wraps
 from typing import TYPE_CHECKING, Any, ClassVar, Concatenate, Generic, ParamSpec, TypeVar, cast
 
@@ -44,7 +44,9 @@ from posthoc_uq.heads.novelty import (
     checked_of,
     class_novelty,
     last_calls,
+    novelty_of_calls,
     novelty_when_read,
+    rows_of,
 )
 from posthoc_uq.heads.weight_watch import WeightWatch
 from posthoc_uq.layers.layer import Call
@@ -119,11 +121,10 @@ def check_finite(
     if torch.compiler.is_compiling():  # sizes are symbols there, and tensors have no numbers
         return
     # the largest of numbers among which one is NaN is NaN
-    largest = [
-        (tensor if name in _MASKED else tensor.abs()).amax()
-        for name, tensor in answers.items()
-        if tensor.is_floating_point() and tensor.numel()
-    ]
+    largest = list[Tensor]()
+    for name, tensor in answers.items():
+        if tensor.is_floating_point() and tensor.numel():
+            largest.append((tensor if name in _MASKED else tensor.abs()).amax())
     if not largest or torch.stack(largest).amax().item() < math.inf:
         return
     rows = torch.stack([_valid_rows(name, tensor) for name, tensor in answers.items()]).all(0)
@@ -223,14 +224,19 @@ def reading(
     call: Callable[Concatenate[Own, Parameters], Result],
 ) -> Callable[Concatenate[Own, Parameters], Result]:
     """A method of a predictor that reads the model: what signals raise waits until nothing is half done, and weights
-    that are written meanwhile are noticed. `torch.compile` leaves it as it is.
+    that changed since the predictor was made, or are written meanwhile, are refused. `torch.compile` leaves it as it
+    is.
     """
 
     @defer_interrupts
     @wraps(call)
     def held(self: Own, *args: Parameters.args, **kwargs: Parameters.kwargs) -> Result:
-        with self.held():
+        if torch.compiler.is_compiling():  # tensors have no numbers there
             return call(self, *args, **kwargs)
+        marks = self.weight_watch.check()
+        result = call(self, *args, **kwargs)
+        self.weight_watch.check_since(marks)
+        return result
 
     @wraps(call)
     def reads(self: Own, *args: Parameters.args, **kwargs: Parameters.kwargs) -> Result:
@@ -268,9 +274,18 @@ class Predictor(nn.Module, ABC):
     """What a posterior's blocks must be able to do, by the names in `posthoc_uq.posteriors.block`."""
     _hidden: ClassVar[tuple[str, ...]] = (  # from `dir`: what the package or torch alone calls
         *("at_every_prior", "check_weights", "closed_form", "distribution", "distribution_from", "ensemble"),
-        *("explaining", "extra_repr", "fast_predictions", "features", "forward", "held", "hyperparameters"),
+        *("explaining", "extra_repr", "fast_predictions", "features", "forward", "hyperparameters"),
         *("identity", "in_program", "load_state_dict", "needs", "network", "network_of_novelty", "noises"),
-        *("output_choice", "prediction_of", "refresh", "state_dict", "to_empty", "train", "training"),
+        *(
+            "output_choice",
+            "prediction_of",
+            "refresh",
+            "state_dict",
+            "to_empty",
+            "train",
+            "training",
+            "weight_watch",
+        ),
     )
 
     def __init__(self, model: nn.Module, posterior: Posterior, novelty: bool = False) -> None:
@@ -281,7 +296,7 @@ class Predictor(nn.Module, ABC):
         self._model: tuple[nn.Module] = (_view(model, posterior),)
         self._posterior = posterior
         self._tells_novelty = check_option("novelty", novelty, bool)
-        self._ratio, self._watch = KeyedCache[PosteriorRatio](), WeightWatch(model)
+        self._ratio, self.weight_watch = KeyedCache[PosteriorRatio](), WeightWatch(model)
         self._promises = KeyedCache[ConformalScores | str | None]()
 
     def with_posterior(self: Own, posterior: Posterior, seed: int | None = None) -> Own:
@@ -363,9 +378,8 @@ class Predictor(nn.Module, ABC):
         """
         if torch.jit.is_tracing() or torch.compiler.is_compiling():  # pyright: ignore[reportPrivateImportUsage]
             raise _not_traced()
-        self.check_weights()
-        answers = [self._answer(batch) for batch in self._batches(args, kwargs)]
-        return answers[0] if len(answers) == 1 else cat(answers)
+        found = self._batches(args, kwargs)
+        return self._answer(found[0]) if len(found) == 1 else cat([self._answer(batch) for batch in found])
 
     def in_program(self, *args: Any) -> Prediction:
         """`forward` where `posthoc_uq.export` traces it; nothing is checked there."""
@@ -376,7 +390,6 @@ class Predictor(nn.Module, ABC):
         """The distribution of a batch's outputs under the posterior, before temperature and observation noise: a
         Gaussian, or the outputs of every draw, ``(draws, batch, ...)``.
         """
-        self.check_weights()
         return self._distribution(self._batch(args, kwargs))
 
     @abstractmethod
@@ -399,28 +412,17 @@ class Predictor(nn.Module, ABC):
 
     def check_weights(self) -> None:
         """Refuse a model whose weights, or buffers that predictions depend on, changed after the predictor was made.
-        Every prediction begins with it; nothing is checked while a program is traced.
+        Nothing is checked while a program is traced.
 
         Raises:
             PosteriorMismatchError: they did.
         """
         if not torch.compiler.is_compiling():
-            self._watch.check()
-
-    @contextmanager
-    def held(self) -> Generator[None]:
-        """A context that reads the model.
-
-        Raises:
-            PosteriorMismatchError: its weights, or buffers that predictions depend on, were written meanwhile.
-        """
-        marks = self._watch.marks()
-        yield
-        self._watch.check_since(marks)
+            self.weight_watch.check()
 
     def _batches(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[Batch]:
         """The arguments of a call; arrays become tensors, as in a loader, and several graphs a batch each."""
-        return batches_of_call(args, kwargs, self._model[0], self.device)
+        return batches_of_call(args, kwargs, self._model[0], self._network)
 
     def _batch(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Batch:
         """The arguments of a call that are one batch.
@@ -543,7 +545,6 @@ class Predictor(nn.Module, ABC):
             PosthocUQError: no draw is asked for, or an operation of the model has no forward derivative.
         """
         count, generator = check_option("n_samples", n_samples, Count), _or_new(generator)
-        self.check_weights()
         batch = self._batch(args, kwargs)
         with self.explaining(batch):
             functions = at_least_float32(self._functions(batch, count, generator))
@@ -626,7 +627,6 @@ class Predictor(nn.Module, ABC):
             PosthocUQError: the posterior keeps nothing for ``"class"``, or has no quadratic forms for the others; a
                 setting is out of range, or the outputs are not of shape ``(batch,)`` or ``(batch, outputs)``.
         """
-        self.check_weights()
         posterior, batch = self._posterior, self._batch(args, kwargs)
         form = checked_of(of, posterior)
         if form != "class":
@@ -651,18 +651,26 @@ class Predictor(nn.Module, ABC):
         check_finite({"novelty": novelty}, "novelty", self.head)
         return novelty
 
-    def _known_novelty(self, batch: Batch, calls: Sequence[Call] | None = None) -> Tensor | Unread | None:
+    def _known_novelty(
+        self, batch: Batch, calls: Sequence[Call] | None = None, rows: Tensor | None = None
+    ) -> Tensor | Unread | None:
         """The novelty of a batch, for this head's predictions, of which most compute it when it is first read: None
         where it is not asked for, the posterior does not know it, or a program is being exported.
 
         Args:
             batch: the model's arguments.
             calls: of the last layer, where the head's own pass recorded them; without them one more pass is run.
+            rows: its inputs as `rows_of` gives them, where the head knows them.
         """
         features = self._posterior.features
         if not self._tells_novelty or features is None or torch.compiler.is_compiling():
             return None
-        return novelty_when_read(features, calls or last_calls(self._network, features, batch), batch)
+        if rows is None or features.source == "positions":
+            calls = calls or last_calls(self._network, features, batch)
+            if features.source == "positions":
+                return novelty_of_calls(features, calls, batch)
+            rows = rows_of(features, calls, batch)
+        return novelty_when_read(features, rows)
 
     @property
     def network_of_novelty(self) -> nn.Module | None:
@@ -746,7 +754,6 @@ class Predictor(nn.Module, ABC):
         check_loader(loader)
         model = self._model[0]
         reader = BatchReader.of(model, batch_to_inputs, device=self.device)
-        self.check_weights()
         predictions = list[Prediction]()
         with (
             steady(self.model, call="predict"),

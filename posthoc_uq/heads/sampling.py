@@ -492,8 +492,7 @@ class SamplingPredictor(Predictor):
         self._antithetic = check_option("antithetic", antithetic, bool)
         self._batched: Batched = batched
         self._seed = check_option("seed", seed, Seed | None)
-        with self.held():
-            self._draw()
+        self._draw()
 
     def with_posterior(self, posterior: Posterior, seed: int | None = None) -> SamplingPredictor:
         """See `Predictor`; the weights are drawn anew where their distribution or the seed is another one."""
@@ -501,14 +500,12 @@ class SamplingPredictor(Predictor):
         of_weights = posterior.settings.of_weights() == self._posterior.settings.of_weights()
         if not of_weights or seed not in (None, self._seed):
             other._seed = self._seed if seed is None else seed
-            with other.held():
-                other.check_weights()
-                other._draw()
+            other._draw()
         return other
 
     def _draw(self) -> None:
         """Draw the ensemble."""
-        posterior, generator = self._posterior, None
+        posterior, generator, marks = self._posterior, None, self.weight_watch.check()
         if self._seed is not None:
             generator = torch.Generator().manual_seed(self._seed)
         pairs = (self.n_samples + 1) // 2 if self._antithetic else self.n_samples
@@ -517,6 +514,7 @@ class SamplingPredictor(Predictor):
             seeds = [seed for seed in seeds for _ in range(2)][: self.n_samples]
             signs = ([1, -1] * pairs)[: self.n_samples]
         self._ensemble = (self._drawn(seeds, signs),)  # a tuple hides it from `nn.Module`
+        self.weight_watch.check_since(marks)
 
     @property
     def ensemble(self) -> Draws:
@@ -557,7 +555,6 @@ class SamplingPredictor(Predictor):
         """The outputs of every draw, ``(n_samples, batch, ...)``, in float32 at least; logits are divided by the
         temperature.
         """
-        self.check_weights()
         batch, divisor = self._batch(args, kwargs), divisor_of(self._posterior)
         with self.explaining(batch):
             outputs = self._distribution(batch)

@@ -51,22 +51,25 @@ class WeightWatch:
         self._places = places_of(self._model)
         self._names = [place.name for place in self._places]
 
-    def check(self) -> None:
+    def check(self) -> list[Mark | None]:
         """Refuse a model whose weights changed. Costs next to nothing where nothing was written since the last time,
         and on a GPU one wait for it.
+
+        Returns:
+            Where the tensors were before that, and how often they had been written, for `check_since`.
 
         Raises:
             PosteriorMismatchError: they did; names the first of them.
         """
-        if not self._unchanged():
-            with self._lock:
-                if not self._unchanged():
-                    self._compare()
-                    self._seen = Glance(self._places)  # all of which is as it should be
-
-    def marks(self) -> list[Mark | None]:
-        """Where the tensors are now, and how often they were written. No device is waited for."""
-        return marks_of(self._places)
+        marks, seen = marks_of(self._places), self._seen
+        if seen is not None and seen.marks == marks and seen.numbers_stand():
+            return marks
+        with self._lock:
+            marks, seen = marks_of(self._places), self._seen
+            if seen is None or seen.marks != marks or not seen.numbers_stand():
+                self._compare()
+                self._seen = Glance(self._places)  # all of which is as it should be
+        return marks
 
     def check_since(self, marks: list[Mark | None]) -> None:
         """Refuse weights that were written since marks were taken, as while a prediction was made.
@@ -74,16 +77,15 @@ class WeightWatch:
         Raises:
             PosteriorMismatchError: they were; names the first of them.
         """
-        for name, then, now in zip(self._names, marks, self.marks(), strict=True):
+        found = marks_of(self._places)
+        if found == marks and None not in marks:
+            return
+        for name, then, now in zip(self._names, marks, found, strict=True):
             if then is None or now is None or then.writes != now.writes:
                 raise PosteriorMismatchError(
                     f"'{name}' of the model changed while a prediction was made with it, which would belong to no one "
                     f"set of weights. Stop what writes to the model meanwhile, or wrap a copy: copy.deepcopy(model)."
                 )
-
-    def _unchanged(self) -> bool:
-        seen = self._seen
-        return seen is not None and seen.marks == self.marks() and seen.numbers_stand()
 
     def _compare(self) -> None:
         tensors = [place.tensor() for place in self._places]
