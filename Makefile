@@ -21,6 +21,9 @@ UV_FLAGS  ?=
 PYTEST_FLAGS ?= -n 2 --dist loadfile --no-loadscope-reorder
 DEMO_FLAGS ?=
 
+# Python keeps what it has compiled: pip leaves that to it (below), and the tests start many processes.
+unexport PYTHONDONTWRITEBYTECODE
+
 BIN       := $(VENV)/bin
 # The stamps are newer than pyproject.toml exactly while the environment is up to date.
 # Without compiling all files of all packages, a third of the time: Python compiles those that it imports.
