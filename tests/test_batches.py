@@ -260,7 +260,7 @@ def test_a_batch_calls_the_model_with_its_arguments() -> None:
 
     batch = Batch((X,), None, {"factor": 3})
     assert torch.equal(batch.call(Model()), 3 * X)
-    assert len(batch.tensors()) == 1
+    assert len(batch.tensors) == 1
 
 
 def test_data_that_is_no_loader_is_named() -> None:

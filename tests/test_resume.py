@@ -294,7 +294,7 @@ def test_a_hash_of_the_data_tells_what_belongs_together() -> None:
     def total(*batches: Batch) -> int:
         content = DataHash()
         for batch in batches:
-            content.see(batch, sample_keys(batch.tensors(), count_samples(batch), 0))
+            content.see(batch, sample_keys(batch.tensors, count_samples(batch), 0))
         return content.total
 
     whole = total(Batch((x,), y))

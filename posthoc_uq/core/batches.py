@@ -12,6 +12,7 @@ from __future__ import annotations
 from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
+from functools import cached_property
 from inspect import Parameter, signature
 from itertools import chain
 from operator import length_hint
@@ -102,6 +103,7 @@ class Batch:
     weights: Tensor | None = None
     whole: bool = False
 
+    @cached_property
     def tensors(self) -> list[Tensor]:
         """Every tensor among the inputs; of a whole sample those inside of other values, too, each as one row."""
         values = [*self.args, *map(self.kwargs.__getitem__, sorted(self.kwargs))]
@@ -113,8 +115,21 @@ class Batch:
     @property
     def empty(self) -> bool:
         """Whether its inputs are tensors of no samples."""
-        counted = [tensor for tensor in self.tensors() if tensor.ndim > 0]
-        return bool(counted) and all(tensor.shape[0] == 0 for tensor in counted)
+        empty = False
+        for tensor in self.tensors:
+            if tensor.ndim > 0:
+                if tensor.shape[0] > 0:
+                    return False
+                empty = True
+        return empty
+
+    @property
+    def rows(self) -> int | None:
+        """Of the first tensor among the inputs that has any; None without one."""
+        for tensor in self.tensors:
+            if tensor.ndim > 0:
+                return tensor.shape[0]
+        return None
 
     @property
     def attention_mask(self) -> Tensor | None:
@@ -149,18 +164,16 @@ class Batch:
         """All that a model's way may depend on beside the numbers in its inputs and its own: their shapes, types and
         devices, plain values, and autocast. A dictionary's key.
         """
-        leaves = list(enumerate(tree_leaves((self.args, self.kwargs))))
-        tensors = tuple(
-            (place, tuple(leaf.shape), leaf.dtype, leaf.device, leaf.requires_grad)
-            for place, leaf in leaves
-            if isinstance(leaf, Tensor)
-        )
-        options = tuple((place, leaf) for place, leaf in leaves if isinstance(leaf, (bool, int, float, str)))
-        casts = tuple(
-            (kind, torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else None)
-            for kind in sorted({tensor[3].type for tensor in tensors} or {"cpu"})
-        )
-        return tensors, options, casts
+        values, kinds = list[Any](), set[str]()
+        for place, leaf in enumerate(tree_leaves((self.args, self.kwargs))):
+            if isinstance(leaf, Tensor):
+                values.append((place, tuple(leaf.shape), leaf.dtype, leaf.device, leaf.requires_grad))
+                kinds.add(leaf.device.type)
+            elif isinstance(leaf, (bool, int, float, str)):
+                values.append((place, leaf))
+        for kind in sorted(kinds or {"cpu"}):
+            values.append((kind, torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else None))
+        return tuple(values)
 
     def _with_inputs(self, change: Callable[[Tensor], Tensor]) -> Batch:
         """The same batch with all tensors of its inputs changed; targets and weights stay as they are."""
@@ -203,8 +216,9 @@ class Batch:
         """A copy of all that it holds, for whoever looks at it after the next batch was read: a loader may fill the
         same tensors, or arrays, again.
         """
-        copies = [None if value is None else value.clone() for value in (self.targets, self.weights)]
-        return replace(self.copied(), targets=copies[0], weights=copies[1])
+        targets = None if self.targets is None else self.targets.clone()
+        weights = None if self.weights is None else self.weights.clone()
+        return replace(self.copied(), targets=targets, weights=weights)
 
     def narrow(self, start: int, length: int, samples: int) -> Batch:
         """The samples ``start`` to ``start + length`` of a batch of `samples`."""
@@ -260,16 +274,14 @@ def described_inputs(batch: Batch, names: Sequence[str] | None) -> dict[str, Inp
     """What a model's inputs are, by the names of its arguments (`names`, where they are known), or else by their
     places. Inputs without a row a sample are left out, and all of a sample that is not cut.
     """
-    samples = next((tensor.shape[0] for tensor in batch.tensors() if tensor.ndim > 0), 0)
-    by_place = {(names or ())[i] if i < len(names or ()) else str(i): i for i in range(len(batch.args))}
-    values = dict(zip(by_place, batch.args, strict=True)) | batch.kwargs
-    return {
-        name: InputRecord(type=kind, place=by_place.get(name))
-        for name, value in values.items()
-        if not batch.whole
-        and holds_samples(value, samples)
-        and (kind := str(value.dtype).removeprefix("torch.")) in INPUT_TYPES
-    }
+    described: dict[str, InputRecord] = {}
+    for key, value in [] if batch.whole else [*enumerate(batch.args), *batch.kwargs.items()]:
+        kind = str(value.dtype).removeprefix("torch.") if holds_samples(value, batch.rows or 0) else ""
+        if kind in INPUT_TYPES:
+            place = key if isinstance(key, int) else None
+            name = names[key] if isinstance(key, int) and names and key < len(names) else str(key)
+            described[name] = InputRecord(type=kind, place=place)
+    return described
 
 
 _NOTHING = Batch((torch.empty(0, device="cpu"),))
@@ -349,12 +361,16 @@ class BatchReader(Options):
             decoder_inputs = getattr(unwrap(model), "prepare_decoder_input_ids_from_labels", None)
         choice = chosen_in(model)
         part = output if choice is None else choice.part
+        arguments, needed = arguments_of(model), list[str]()
+        for name, argument in (arguments or {}).items():
+            if argument.default is Parameter.empty and argument.kind is not Parameter.VAR_POSITIONAL:
+                needed.append(name)
         return cls(
             place,
             *functions,
             model_dtype(model),
-            argument_names(model),
-            argument_names(model, needed=True) or (),
+            None if arguments is None else tuple(arguments),
+            tuple(needed),
             part if isinstance(part, str) else None,
             decoder_inputs,
         )
@@ -369,6 +385,10 @@ class BatchReader(Options):
         if isinstance(batch, Batch):
             return [batch]
         pair = type(batch) in (tuple, list) and len(batch) == 2
+        taken_apart = self.batch_to_inputs or self.batch_to_targets or self.batch_to_weights
+        if pair and not taken_apart and _is_plain(batch[0]) and _is_plain(batch[1]):
+            inputs, targets = to_device_async(batch[0], self.device), to_device_async(batch[1], self.device)
+            return [Batch((inputs,), targets)]  # as nearly every loader gives it
         graphs: Any = batch[0] if pair else batch
         if not is_graph(graphs):
             return _of_list(self.read(batch))
@@ -522,6 +542,16 @@ class BatchReader(Options):
         return to_device_async(value, self.device) if isinstance(value, Tensor) else value
 
 
+def _is_plain(value: Any) -> bool:
+    """Whether a value is a tensor that may be inputs or targets as it is."""
+    return (
+        isinstance(value, Tensor)
+        and value.layout == torch.strided
+        and value.dtype in _COMPUTED
+        and not (value.is_nested or value.is_meta)
+    )
+
+
 def _is_tensor(value: Any) -> bool:
     return isinstance(value, Tensor) or is_array(value)
 
@@ -580,20 +610,14 @@ def _is_text(part: Any) -> bool:
     )
 
 
-def argument_names(model: nn.Module, needed: bool = False) -> tuple[str, ...] | None:
-    """The names of the arguments of a model's forward pass, all or those that are `needed`; None where it takes any, or
-    they are not known.
-    """
+def arguments_of(model: nn.Module) -> Mapping[str, Parameter] | None:
+    """The arguments of a model's forward pass by name; None where it takes any, or they are not known."""
     try:
-        parameters = signature(unwrap(model).forward).parameters
+        arguments = signature(unwrap(model).forward).parameters
     except (TypeError, ValueError):
         return None
-    if any(parameter.kind is Parameter.VAR_KEYWORD for parameter in parameters.values()):
-        return None
-    if needed:
-        free = (Parameter.VAR_POSITIONAL, Parameter.VAR_KEYWORD)
-        return tuple(n for n, p in parameters.items() if p.default is Parameter.empty and p.kind not in free)
-    return tuple(parameters)
+    kinds = [argument.kind for argument in arguments.values()]
+    return None if Parameter.VAR_KEYWORD in kinds else arguments
 
 
 def as_targets(targets: Any) -> Tensor:
@@ -740,13 +764,12 @@ class _Reading:
         self.targets: Tensor | None = None  # the sum over the samples, whatever their order
 
     def note(self, batch: Batch, contents: bool) -> None:
-        tensors = batch.tensors()
-        samples = next((len(tensor) for tensor in tensors if tensor.ndim), 0)
+        samples = batch.rows or 0
         self.samples += samples
         if not contents:
             return
         if self.hashed < _MAX_HASHES:
-            self.inputs.append(sample_keys(tensors, samples, 0))
+            self.inputs.append(sample_keys(batch.tensors, samples, 0))
             self.hashed += samples
         if batch.targets is not None and holds_samples(batch.targets, samples):
             total = sample_keys([batch.targets], samples, 0).sum()
@@ -878,7 +901,7 @@ def _read_ahead(items: Iterable[Any], reader: BatchReader) -> Iterator[Batch]:
         main = torch.cuda.current_stream(reader.device)
         main.wait_stream(stream)
         for batch in following:
-            for tensor in (*batch.tensors(), batch.targets):
+            for tensor in (*batch.tensors, batch.targets):
                 if tensor is not None and tensor.is_cuda:
                     # so that its memory is not reused before the work on it is done
                     tensor.record_stream(main)
@@ -1053,7 +1076,7 @@ def _check_run(network: nn.Module, batch: Batch, what: str, way_out: str) -> Non
             f"The model cannot be run on {what}, {describe_batch(batch)} ({type(error).__name__}: {message}). "
             f"{ids.fault or _advice(network, batch) or way_out}"
         ) from error
-    samples = next((tensor.shape[0] for tensor in batch.tensors() if tensor.ndim > 0), None)
+    samples = batch.rows
     if batch.whole or samples is None or not isinstance(outputs, Tensor):
         return
     if outputs.shape[:1] != (samples,):
@@ -1112,7 +1135,7 @@ def _advice(network: nn.Module, batch: Batch) -> str:
     if advice := _too_many(network, batch):
         return advice
     weights_dtype = model_dtype(network)
-    input_dtypes = [value.dtype for value in batch.tensors()]
+    input_dtypes = [value.dtype for value in batch.tensors]
     if any(is_array(value) for value in (*batch.args, *batch.kwargs.values())):
         return f"Pass tensors: torch.as_tensor(x, dtype={weights_dtype})."
     if any(dtype.is_floating_point and dtype != weights_dtype for dtype in input_dtypes):
@@ -1126,7 +1149,7 @@ def _advice(network: nn.Module, batch: Batch) -> str:
 
 def whole_mapping(batch: Batch) -> bool:
     """Whether an argument is a mapping that holds the tensors."""
-    return not batch.tensors() and any(isinstance(value, Mapping) for value in batch.args)
+    return not batch.tensors and any(isinstance(value, Mapping) for value in batch.args)
 
 
 def lacks_decoder_inputs(network: nn.Module, batch: Batch) -> bool:
@@ -1138,10 +1161,10 @@ def lacks_decoder_inputs(network: nn.Module, batch: Batch) -> bool:
 
 def _too_many(network: nn.Module, batch: Batch) -> str:
     """Advice for a batch with more arguments than the model has; empty if it has them."""
-    parameters = argument_names(network)
+    parameters = arguments_of(network)
     if parameters is None or len(batch.args) <= len(parameters):
         return ""
-    if any(each.kind is Parameter.VAR_POSITIONAL for each in signature(network.forward).parameters.values()):
+    if any(each.kind is Parameter.VAR_POSITIONAL for each in parameters.values()):
         return ""
     return (
         f"The model takes {list(parameters)}: choose by batch_to_inputs=...; if it takes the whole tuple, put it into "
@@ -1151,7 +1174,7 @@ def _too_many(network: nn.Module, batch: Batch) -> str:
 
 def _other_names(network: nn.Module, batch: Batch) -> str:
     """Advice for a batch that names arguments which the model does not have; empty if it has them."""
-    parameters = argument_names(network)
+    parameters = arguments_of(network)
     stray = [name for name in batch.kwargs if name not in (parameters or batch.kwargs)]
     if parameters is None or not stray:
         return ""

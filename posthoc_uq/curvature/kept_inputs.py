@@ -196,7 +196,7 @@ class KeptInputs:
                 leaves, counted_leaves = list(picks.leaves), list(picks.counted)
                 for place, value in on_cpu.items():  # in memory of its own
                     leaves[place] = (value[row : row + 1] if picks.counted[place] else value).clone()
-                tensors_of_sample = batch.tensors() if batch.whole else [leaves[place] for place in tensors]
+                tensors_of_sample = batch.tensors if batch.whole else [leaves[place] for place in tensors]
                 self._bytes[key] = sum(tensor.nbytes for tensor in tensors_of_sample)
                 if counted is not None:
                     leaves[-1], counted_leaves[-1] = counted[places[key]].any(0).unsqueeze(0), True
@@ -211,7 +211,7 @@ class KeptInputs:
         with Bar(loader, "reading inputs", progress) as bar:
             for batch in batches(loader, reader):
                 samples = count_samples(batch)
-                self.see(batch, sample_keys(batch.tensors(), samples, seed))
+                self.see(batch, sample_keys(batch.tensors, samples, seed))
                 bar.advance(samples)
 
     def _within(self, sizes: Mapping[int, int], budget: int) -> list[int]:

@@ -52,7 +52,7 @@ def sample_hashes(batch: Batch, keys: Tensor) -> Tensor:
         keys: hashes of their inputs, ``(samples,)`` int64.
     """
     samples = keys.shape[0]
-    covered = {id(tensor) for tensor in batch.tensors()}  # by the keys; the others are inside of other values
+    covered = {id(tensor) for tensor in batch.tensors}  # by the keys; the others are inside of other values
     nested = [leaf for leaf in tree_flatten((batch.args, batch.kwargs))[0] if id(leaf) not in covered]
     parts = [keys, *(sample_keys([v], samples, 0) for v in nested if holds_samples(v, samples))]
     if batch.targets is not None and holds_samples(batch.targets, samples):
@@ -82,7 +82,7 @@ def shared_hash(batch: Batch, samples: int) -> Tensor:
 def batch_hash(batch: Batch) -> int:
     """A hash of all that a batch holds, whatever the order of its samples."""
     samples = count_samples(batch)
-    total = sample_hashes(batch, sample_keys(batch.tensors(), samples, 0)).sum()
+    total = sample_hashes(batch, sample_keys(batch.tensors, samples, 0)).sum()
     return mixed_seed(int(total) % WORD, int(shared_hash(batch, samples)) % WORD)
 
 
@@ -312,7 +312,7 @@ class Sweep:
             NonFiniteError: outputs or gradients are not finite; names the batch and the layer.
             PosthocUQError: labels do not fit the likelihood, or an interrupted sweep saw other batches.
         """
-        keys, index = sample_keys(batch.tensors(), samples, self._seed), self.summary.batches
+        keys, index = sample_keys(batch.tensors, samples, self._seed), self.summary.batches
         checks, hashes = DeferredChecks(), list[Tensor]()
         checks.add(keys, hashes.append)
         checks.add(sample_hashes(batch, keys).sum(), hashes.append)
@@ -458,7 +458,7 @@ def run_observers(
     """Show all data to observers by forward passes alone, where no sweep goes over all of them."""
     with Bar(loader, "looking at the data", progress) as bar:
         for index, (batch, samples) in enumerate(own_batches(loader, reader)):
-            keys = sample_keys(batch.tensors(), samples, seed)
+            keys = sample_keys(batch.tensors, samples, seed)
             checks = DeferredChecks()
             _show(capture, batch, keys, str(index), observers, checks)
             checks.run()

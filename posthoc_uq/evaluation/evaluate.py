@@ -302,7 +302,7 @@ class _Gallery:
 
     def offer(self, batch: Batch, prediction: Prediction, targets: Tensor | None, start: int) -> None:
         """Look at one batch, whose first input is number `start`; of predictions with one class an input."""
-        images = next(iter(batch.tensors()), None)
+        images = next(iter(batch.tensors), None)
         if images is None or images.ndim != 4 or images.shape[1] not in (1, 3, 4) or self.size < 1:
             return
         if prediction.kind != "classes":

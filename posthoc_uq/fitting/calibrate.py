@@ -259,7 +259,7 @@ class _HeldOut:
                 )
             if batch.empty:
                 continue
-            tensors = (*batch.tensors(), batch.targets)
+            tensors = (*batch.tensors, batch.targets)
             keys = sample_keys(tensors, count_samples(batch), self._split_seed).cpu()
             numbers = list[int]()
             for key in keys.tolist():

@@ -79,7 +79,7 @@ def scale_width(settings: Hyperparameters, name: str, factor: float) -> Hyperpar
 def floating_numbers(batch: Batch) -> Tensor:
     """All floating-point numbers of the inputs, ``(samples, ...)``."""
     samples = count_samples(batch)
-    tensors = [t for t in batch.tensors() if t.is_floating_point() and holds_samples(t, samples)]
+    tensors = [t for t in batch.tensors if t.is_floating_point() and holds_samples(t, samples)]
     rows = [host_double(tensor).reshape(samples, -1) for tensor in tensors]
     return torch.cat(rows or [torch.zeros(samples, 1, device="cpu")], 1)
 

@@ -115,7 +115,7 @@ def unshifted_labels(model: nn.Module, batch: Batch, likelihood: Likelihood) -> 
         tensor.shape == targets.shape
         and not tensor.is_floating_point()
         and bool((tensor == targets.to(tensor.device))[counted.to(tensor.device)].all())
-        for tensor in batch.tensors()
+        for tensor in batch.tensors
     )
     if not same or not bool(counted.any()):
         return None

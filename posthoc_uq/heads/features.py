@@ -110,6 +110,5 @@ class FeatureCache:
 
 
 def _key(batch: Batch) -> int:
-    tensors = batch.tensors()
-    samples = next((tensor.shape[0] for tensor in tensors if tensor.ndim > 0), 0)
-    return hash((samples, *sample_keys(tensors, samples, 0).tolist()))
+    samples = batch.rows or 0
+    return hash((samples, *sample_keys(batch.tensors, samples, 0).tolist()))

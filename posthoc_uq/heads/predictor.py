@@ -150,7 +150,7 @@ def check_finite(
 
 def promise_keys(batch: Batch, samples: int, seed: int) -> Tensor:
     """The hashes of inputs, ``(samples,)``, that randomised sets depend on; they are none of a fit's or a split's."""
-    return sample_keys(batch.tensors(), samples, mixed_seed(seed, 2))
+    return sample_keys(batch.tensors, samples, mixed_seed(seed, 2))
 
 
 def _valid_rows(name: str, tensor: Tensor) -> Tensor:

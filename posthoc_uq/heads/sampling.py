@@ -82,7 +82,7 @@ class _Work:
     @property
     def key(self) -> Any:
         """What the fastest route depends on."""
-        return self.whole, tuple((tuple(t.shape), t.dtype, t.device) for t in self.batch.tensors())
+        return self.whole, tuple((tuple(t.shape), t.dtype, t.device) for t in self.batch.tensors)
 
 
 class Draws(nn.Module, ABC):

@@ -98,7 +98,7 @@ class Features:
     @property
     def nbytes(self) -> int:
         """Bytes of all tensors."""
-        return sum(t.numel() * t.element_size() for t in (*self.batch.tensors(), self.outputs))
+        return sum(t.numel() * t.element_size() for t in (*self.batch.tensors, self.outputs))
 
 
 class FrozenPart:
@@ -158,7 +158,7 @@ class FrozenPart:
 
     def _find_tail(self, batch: Batch) -> bool:
         """Whether the rest can run alone for inputs like these."""
-        samples = _samples(batch)
+        samples = batch.rows or 0
         few = batch.repeated(2) if samples == 1 else batch.narrow(0, min(samples, PROVED_SAMPLES), samples)
 
         def plainly() -> None:
@@ -184,7 +184,7 @@ class FrozenPart:
 
     def _proof(self, names: tuple[str, ...], batch: Batch) -> LastModules | str:
         """How these modules run alone, or why they cannot."""
-        samples, random_before = _samples(batch), _random_state()
+        samples, random_before = batch.rows or 0, _random_state()
         twin = replicate(self._model)
         found, again = _record(twin, names, batch), _record(twin, names, batch)
         if _random_state() != random_before:
@@ -393,7 +393,7 @@ def _record(twin: nn.Module, names: tuple[str, ...], batch: Batch) -> Features |
     if not walk.end(outputs) or walk.inputs is None:
         return None
     tail = LastModules(names, tuple(walk.dimensions))
-    return Features(walk.inputs, outputs.detach(), tail) if _samples(walk.inputs) == len(outputs) else None
+    return Features(walk.inputs, outputs.detach(), tail) if walk.inputs.rows == len(outputs) else None
 
 
 def _version_of(tensor: Any) -> int:
@@ -408,12 +408,8 @@ def _share_memory(value: Any, tensor: Tensor) -> bool:
     )
 
 
-def _samples(batch: Batch) -> int:
-    return next((tensor.shape[0] for tensor in batch.tensors() if tensor.ndim > 0), 0)
-
-
 def _same_inputs(first: Batch, second: Batch) -> bool:
-    tensors, others = first.tensors(), second.tensors()
+    tensors, others = first.tensors, second.tensors
     return len(tensors) == len(others) and all(map(agree, tensors, others))
 
 

@@ -687,7 +687,7 @@ def count_samples(batch: Batch) -> int:
     Raises:
         PosthocUQError: there is no such tensor, or it is empty.
     """
-    for tensor in batch.tensors():
+    for tensor in batch.tensors:
         if tensor.ndim > 0 and tensor.shape[0] > 0:
             return tensor.shape[0]
     makes = (
@@ -695,7 +695,7 @@ def count_samples(batch: Batch) -> int:
     )
     if whole_mapping(batch):
         raise PosthocUQError(f"The model was given a mapping as its argument. {NAMED}")
-    advice = "" if batch.tensors() else f"; {makes}"
+    advice = "" if batch.tensors else f"; {makes}"
     raise PosthocUQError(
         f"A batch needs an input tensor with at least one sample along its first dimension, and holds "
         f"{describe_batch(batch)}{advice}."

@@ -328,7 +328,7 @@ class FunctionSpaceObjective(Objective):
         points, sets = cast(int, self.method.n_context), self.method.n_sets
         drawn = [_as_batch(self.context.draw(points, batch, generator)) for _ in range(sets)]
         args, kwargs = tree_map(_joined, *((one.args, one.kwargs) for one in drawn))
-        contexts = Batch(args, None, kwargs).to(batch.tensors()[0].device)
+        contexts = Batch(args, None, kwargs).to(batch.tensors[0].device)
         if count_samples(contexts) != points * sets:
             raise PosthocUQError(
                 f"The context gave {count_samples(contexts)} inputs in place of {points * sets}; a callable is asked "
@@ -396,7 +396,7 @@ class FunctionSpaceObjective(Objective):
 
 def _raise_of_shapes(contexts: Batch, batch: Batch, error: RuntimeError) -> None:
     """Raise an error that says so where the context points do not have the shapes of the data."""
-    shapes = [[tuple(tensor.shape[1:]) for tensor in each.tensors()] for each in (contexts, batch)]
+    shapes = [[tuple(tensor.shape[1:]) for tensor in each.tensors] for each in (contexts, batch)]
     if shapes[0] != shapes[1]:
         raise PosthocUQError(
             f"The model does not run on the context's inputs, of shapes {shapes[0]} a sample, where the data have "
@@ -410,7 +410,7 @@ def _as_batch(inputs: Any) -> Batch:
         batch = Batch((), None, {str(k): v for k, v in cast(Mapping[Any, Any], inputs).items()})
     else:
         batch = Batch(cast(tuple[Any, ...], inputs) if isinstance(inputs, tuple) else (inputs,))
-    if not batch.tensors():
+    if not batch.tensors:
         raise PosthocUQError(
             f"A context must give a tensor of inputs, a tuple of the model's arguments or a mapping of named ones, not "
             f"a {type(inputs).__name__}."
