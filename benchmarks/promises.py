@@ -127,7 +127,7 @@ def _classes(case: Case, level: float) -> dict[str, float]:
         sets = prediction.set(level)
         row[f"coverage, {kind}"] = float(sets.gather(1, y[new, None]).double().mean())
         row[f"size, {kind}"] = float(sets.sum(1).double().mean())
-    (scores,) = predictions["familiar"].promises.targets
+    (scores,) = predictions["familiar"].promises.targets.scores
     row["n"] = scores.count
     row["coverage with empty sets"] = float(
         predictions["familiar"].set(level, allow_empty=True).gather(1, y[new, None]).double().mean()
@@ -200,7 +200,7 @@ def _values(case: Case, level: float) -> dict[str, float]:
         low, high = prediction.interval(level)
         row[f"coverage, {kind}"] = float(((low <= y[new]) & (y[new] <= high)).double().mean())
         row[f"width, {kind}"] = float((high - low).double().mean())
-    (scores,) = predictions["familiar"].promises.targets
+    (scores,) = predictions["familiar"].promises.targets.scores
     row["n"] = scores.count
     with torch.no_grad():
         residuals = (model(x[held_out])[:, :1] - y[held_out]).abs().flatten()

@@ -33,6 +33,7 @@ from torch import Tensor, nn
 
 import posthoc_uq as uq
 from posthoc_uq import PosthocUQError, methods
+from posthoc_uq.likelihoods import ConformalScores
 from posthoc_uq.methods import checkpoint, read_snapshot, write_snapshot
 from posthoc_uq.posteriors import ScaleCorrection
 
@@ -254,7 +255,7 @@ def run(count: int, seed: int, folder: Path) -> Counter[tuple[str, str]]:
     for method in METHODS:
         posterior = fit(method)
         calibration = ScaleCorrection(**CALIBRATION) if method == "inf" else None
-        promises = PROMISES if method in ("inf", "kfac") else {}
+        promises = ConformalScores(**PROMISES) if method in ("inf", "kfac") else None
         history = replace(posterior.history, calibration=calibration, promises=promises)
         posterior = posterior.replaced(history=history)
         uq.save(posterior, folder / f"{method}.h5")

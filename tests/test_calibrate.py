@@ -15,7 +15,8 @@ from torch import Tensor, nn
 import posthoc_uq as uq
 from posthoc_uq import CorruptPosteriorError
 from posthoc_uq.core import validate_record
-from posthoc_uq.files.records import HeldOutRecord, PromisesRecord
+from posthoc_uq.files.records import HistoryRecord
+from posthoc_uq.likelihoods import HeldOutScores
 
 FAST: dict[str, Any] = {"head": "linearized", "link": "probit", "progress": False}
 
@@ -59,7 +60,7 @@ def test_classes(classes, fitted, sets: str) -> None:
     model, x, y = classes
     posterior = uq.calibrate(fitted, _batches(x[100:900], y[100:900]), sets=sets, **FAST)
     promises, trials = posterior.history.promises, posterior.history.trials
-    assert promises["samples"] == 400 and promises["share"] == 0.5  # and 400 that tuned
+    assert promises.samples == 400 and promises.share == 0.5  # and 400 that tuned
     assert trials is not None and "temperature" in str(trials).splitlines()[0]
     assert "up to a level of 0.9975" in str(posterior.report())
     prediction, labels = uq.wrap(model, posterior)(x[900:]), y[900:]
@@ -87,9 +88,9 @@ def test_batches_and_order_do_not_matter_and_files_keep_all(classes, fitted, tmp
         posterior = uq.calibrate(fitted, held_out, sets="aps", **FAST)
         records.append(posterior.history.promises)
     first, second = records
-    assert first["samples"] == second["samples"] == 300
-    for a, b in zip(first["targets"]["scores"], second["targets"]["scores"], strict=True):
-        assert torch.allclose(torch.tensor(a["values"]), torch.tensor(b["values"]), atol=2e-3)
+    assert first.samples == second.samples == 300
+    for a, b in zip(first.targets.scores, second.targets.scores, strict=True):
+        assert torch.allclose(a.values, b.values, atol=2e-3)
 
     uq.save(posterior, tmp_path / "p.h5")
     loaded = uq.load(tmp_path / "p.h5", model)
@@ -184,7 +185,7 @@ def test_each_class_and_all_samples_in_both_parts(classes, fitted) -> None:
     posterior = uq.calibrate(fitted, held_out, by_class=True, **FAST)
     prediction, labels = uq.wrap(model, posterior)(x[1900:]), y[1900:]
     promises = posterior.history.promises
-    assert len(promises["targets"]["scores"]) == 3 and promises["share"] == 0.5
+    assert len(promises.targets.scores) == 3 and promises.share == 0.5
     assert "approximately" not in str(posterior.report())
     chosen = prediction.set(0.9)[torch.arange(len(labels)), labels].double()
     for each in range(3):
@@ -204,7 +205,7 @@ def test_each_class_and_all_samples_in_both_parts(classes, fitted) -> None:
         uq.calibrate(fitted, [tuple(part[:-3] for part in few[0])], by_class=True, share=None, **FAST)
     posterior = uq.calibrate(fitted, held_out, share=None, **FAST)
     promises = posterior.history.promises
-    assert promises["samples"] == 1800 and "share" not in promises
+    assert promises.samples == 1800 and promises.share is None
     assert "approximately" in str(posterior.report())
 
 
@@ -225,7 +226,7 @@ def test_values(outputs: int) -> None:
         low, high = prediction.interval(level)
         covered = ((low <= targets) & (targets <= high)).double().reshape(1500, -1).mean(0)
         assert float((covered - level).abs().max()) < _band(level, 300, 1500) + 0.0034
-    assert len(posterior.history.promises["targets"]["scores"]) == outputs
+    assert len(posterior.history.promises.targets.scores) == outputs
     with pytest.raises(uq.PosthocUQError, match="held-out samples"):
         prediction.interval(0.9999)
     half = torch.full((4, 2), 0.5)
@@ -304,10 +305,12 @@ def test_other_likelihoods(likelihood: str) -> None:
         assert covered < 0.9 + _band(0.9, 300, 600) + 0.0034
     if likelihood == "poisson":
         assert torch.equal(low, low.round()) and bool(low.isfinite().all())
-        saturated = prediction.known_promises().targets[0].values.clone()
+        promises = prediction.known_promises()
+        (scores,) = promises.targets.scores
+        saturated = scores.values.clone()
         saturated[-20:] = 0.5  # targets where the distribution function rounds to 1
-        scores = replace(prediction.known_promises().targets[0], values=saturated)
-        promises = replace(prediction.known_promises(), targets=(scores,))
+        targets_of = promises.targets.changed(scores=[scores.changed(values=saturated)])
+        promises = promises.changed(targets=targets_of)
         assert bool(replace(prediction, promises=promises).interval(0.99)[1].isinf().all())
 
 
@@ -322,9 +325,9 @@ def test_scores_of_inputs_with_positions() -> None:
     y[:, 0] = -100
     posterior = uq.calibrate(posterior, [(x[20:], y[20:])], share=None, **FAST)
     prediction = uq.wrap(model, posterior)(x[20:])
-    assert posterior.history.promises["samples"] == 70
+    assert posterior.history.promises.samples == 70
     assert "that share of an input's labels" in str(posterior.report())
-    kept = torch.tensor(posterior.history.promises["inputs"]["entropy"]["values"]).double()
+    kept = posterior.history.promises.inputs["entropy"].values
     assert torch.allclose(kept, prediction.scores()["entropy"].double().sort().values, atol=1e-6)
     assert int(uq.Referral(0.1, score="entropy")(prediction).sum()) == 6
     assert bool((uq.wrap(model, posterior)(9 + x[:5]).familiarity() < 0.1).all())
@@ -450,7 +453,7 @@ def test_masked_scores_by_definition(said_by: str, tmp_path: Path) -> None:
     whole = predictor(x) if said_by != "attention mask" else predictor(x, attention_mask=real.long())
     pairs = zip(whole.entropy().double(), real, strict=True)
     entropies = torch.stack([own[counts].mean() for own, counts in pairs])
-    kept = torch.tensor(predictor.posterior.history.promises["counted"]["inputs"]["entropy"]["values"])
+    kept = predictor.posterior.history.promises.counted.inputs["entropy"].values
     assert len(kept) == 30
     assert all(float((entropies - value).abs().min()) < 1e-6 for value in kept)  # the half that did not tune
     truth = torch.tensor([(1 + int((kept >= value - 1e-6).sum())) / 31 for value in entropies]).double()
@@ -500,10 +503,8 @@ def test_what_counts_when_held_out_data_are_read(classes, fitted) -> None:
             batch_to_weights=lambda batch: batch[2],
             **FAST,
         )
-    history = predictor.posterior.history
-    record = {name: value for name, value in history.promises.items() if name != "counted"}
     # as files of earlier versions have it
-    earlier = uq.wrap(padded.model, predictor.posterior.replaced(history=replace(history, promises=record)))
+    earlier = uq.wrap(padded.model, predictor.posterior.noted(promises={"counted": None}))
     assert earlier(inputs).familiarity().shape == (40,)
     for prediction in (earlier(inputs).masked(real), earlier(inputs, attention_mask=real.long())):
         assert prediction.set(0.9).shape == prediction.probs.shape
@@ -579,19 +580,24 @@ def test_records_that_contradict_themselves() -> None:
         "inputs": {"entropy": scores, "joint": scores},
         "tails": {"entropy": tail},
     }
-    validate_record(PromisesRecord, record, "it")
-    validate_record(PromisesRecord, record | {"wrong": {"entropy": [0, 2], "joint": [1, 1]}}, "it")
+
+    def check(**promises: Any) -> None:
+        history = {"fit": {}, "deterministic": {}, "tuning": {}, "promises": record | promises}
+        validate_record(HistoryRecord, history, "it")
+
+    check()
+    check(wrong={"entropy": [0, 2], "joint": [1, 1]})
     of_positions = {"kind": "positions", "scores": [scores, scores], "shares": [0.5, 1.0]}
-    validate_record(PromisesRecord, record | {"targets": of_positions}, "it")
+    check(targets=of_positions)
     of_inputs = {name: record[name] for name in ("inputs", "tails")}
-    validate_record(PromisesRecord, record | {"counted": of_inputs}, "it")
+    check(counted=of_inputs)
     for broken in (
         {"values": [1.0, 0.0], "count": 2},
         {"values": [0.0], "count": 2},
         {"values": [], "count": 0},
     ):
         with pytest.raises(CorruptPosteriorError):
-            validate_record(HeldOutRecord, broken, "it")
+            validate_record(HeldOutScores, broken, "it")
     for name, value in (
         ("tails", {}),
         ("tails", {"entropy": tail | {"shares": [0.5, 0.5]}}),
@@ -611,7 +617,7 @@ def test_records_that_contradict_themselves() -> None:
         ("wrong", {"entropy": [0, 1], "joint": [0, 3]}),
     ):
         with pytest.raises(CorruptPosteriorError):
-            validate_record(PromisesRecord, record | {name: value}, "it")
+            check(**{name: value})
 
 
 @pytest.mark.filterwarnings("ignore::UserWarning")

@@ -41,7 +41,7 @@ def test_quantile_and_p_value_by_their_definitions() -> None:
         )
         expected = [(1 + sum(old >= score for old in ordered)) / (count + 1) for score in new.tolist()]
         assert p_values(kept, new).tolist() == expected
-        assert HeldOutScores.restored(kept.record()).ranks.equal(kept.ranks)
+        assert HeldOutScores(**kept.plain()) == kept and len(kept.ranks) == len(kept.values)
     assert p_values(kept, torch.tensor([math.nan])).isnan().all()
     with pytest.raises(PosthocUQError, match="between 0 and 1"):
         quantile(kept, 1.0)
@@ -71,7 +71,7 @@ def test_sets_against_a_loop_from_the_papers(kind: str) -> None:
     generator = torch.Generator().manual_seed(2)
     probs = (2 * torch.randn(40, 9, generator=generator, dtype=torch.float64)).softmax(-1)
     uniform, threshold, penalty, free = torch.rand(40, generator=generator), 0.8, 0.03, 2
-    scores = class_scores(probs, kind, uniform, Regularisation(penalty, free))
+    scores = class_scores(probs, kind, uniform, Regularisation(penalty=penalty, free_classes=free))
     expected = torch.zeros(40, 9, dtype=torch.bool)
     for row in range(40):
         for label in range(9):
@@ -107,7 +107,9 @@ def test_the_penalty_of_raps_makes_the_smallest_sets() -> None:
         assert found[-1].free_classes == ranks[place - 1]
         sizes = {}
         for penalty in (0.001, 0.01, 0.1, 0.2, 0.5):
-            scores = class_scores(probs, "raps", uniform, Regularisation(penalty, ranks[place - 1]))
+            scores = class_scores(
+                probs, "raps", uniform, Regularisation(penalty=penalty, free_classes=ranks[place - 1])
+            )
             own = sorted(float(row[label]) for row, label in zip(scores, labels, strict=True))
             sizes[penalty] = sum(max(1, int((row <= own[place - 1]).sum())) for row in scores)
         assert sizes[found[-1].penalty] == min(sizes.values()) <= sizes[0.001]

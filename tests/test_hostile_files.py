@@ -37,6 +37,7 @@ from posthoc_uq.app.cli.main import sentence
 from posthoc_uq.app.cli.outputs import text_file
 from posthoc_uq.core import printable
 from posthoc_uq.files import atomic, checked_target, remove_leftovers, replacing, tensors, untrusted
+from posthoc_uq.likelihoods import ConformalScores
 from posthoc_uq.methods import write_snapshot
 from posthoc_uq.posteriors import FaithfulRecord, HeadRecord, TensorSpec
 
@@ -60,7 +61,10 @@ def files(tmp_path_factory: pytest.TempPathFactory) -> Path:
         if method == "inf":
             head = HeadRecord(name="linearized", options={"n_draws": 50}, criterion="faithful")
             history = replace(
-                posterior.history, head=head, faithful=FaithfulRecord(**FAITHFUL), promises=PROMISES
+                posterior.history,
+                head=head,
+                faithful=FaithfulRecord(**FAITHFUL),
+                promises=ConformalScores(**PROMISES),
             )
             posterior = posterior.replaced(history=history)
         uq.save(posterior, folder / f"{method}.h5")

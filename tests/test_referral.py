@@ -49,10 +49,9 @@ def _surprise(scores: Mapping[str, Tensor], promises: ConformalScores) -> Tensor
 def test_p_values_and_reasons_are_those_of_the_definition(digits, score: str) -> None:
     model, posterior, x, _ = digits
     prediction = uq.wrap(model, posterior)(torch.cat((x[600:], torch.rand(40, 64), 3 + x[:5])))
-    record, scores = posterior.history.promises, prediction.scores()
-    promises = prediction.known_promises()
+    promises, scores = prediction.known_promises(), prediction.scores()
     own = _surprise(scores, promises) if score == JOINT else scores[score].double()
-    held_out = record["inputs"][score]["values"]
+    held_out = promises.inputs[score].values.tolist()
     expected = torch.tensor([(1 + sum(h >= s for h in held_out)) / (1 + len(held_out)) for s in own.tolist()])
     for rate in (0.01, 0.05, 0.3):
         referral = uq.Referral(rate, score=score)
@@ -62,7 +61,7 @@ def test_p_values_and_reasons_are_those_of_the_definition(digits, score: str) ->
         assert torch.equal(flags, torch.stack(list(reasons.values())).any(0))
         assert list(reasons) == (["entropy", "novelty"] if score == JOINT else [score])
         for name, its_own in reasons.items() if score == JOINT else ():
-            alone = _surprise({name: scores[name]}, replace(promises, tails={name: promises.tails[name]}))
+            alone = _surprise({name: scores[name]}, promises.changed(tails={name: promises.tails[name]}))
             border = alone[its_own].min()
             assert bool((alone[~its_own] < border).all()) and bool(its_own.any())
     assert bool(uq.Referral(0.05)(uq.wrap(model, posterior)(3 + x[:5])).all())
@@ -93,7 +92,7 @@ def _promises(
     counts = {
         name: wrong_up_to(kept[name], scores[name][held_out], wrong) for name in kept if wrong is not None
     }
-    return ConformalScores(None, (), kept, tails, 0, counts)
+    return ConformalScores.model_construct(inputs=kept, tails=tails, seed=0, wrong=counts or None)
 
 
 @pytest.mark.parametrize("ties", [False, True])
@@ -157,10 +156,9 @@ def test_an_accuracy_end_to_end(digits) -> None:
     rest = ~referral(prediction)
     assert 0.5 < float(rest.double().mean()) < 1
     assert float(right[rest].double().mean()) > aim - 3 * ((1 - aim) / 300) ** 0.5
-    counts = posterior.history.promises["wrong"]["joint"]
+    counts = posterior.history.promises.wrong["joint"].tolist()
     assert counts == sorted(counts) and 0 < counts[-1] < 60
-    promises = {k: v for k, v in posterior.history.promises.items() if k != "wrong"}
-    posterior = posterior.replaced(history=replace(posterior.history, promises=promises))
+    posterior = posterior.noted(promises={"wrong": None})
     with pytest.raises(uq.PosthocUQError, match="calibrate again"):
         referral(uq.wrap(model, posterior)(x[600:]))
 

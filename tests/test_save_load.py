@@ -48,7 +48,7 @@ from posthoc_uq import (
 )
 from posthoc_uq.core import OutputChoice, Record
 from posthoc_uq.files import fingerprint, header, inspect, load, save, tensors
-from posthoc_uq.likelihoods import LIKELIHOODS
+from posthoc_uq.likelihoods import LIKELIHOODS, ConformalScores
 from posthoc_uq.methods import Checkpoint
 from posthoc_uq.posteriors import (
     BLOCKS,
@@ -174,12 +174,11 @@ RECORDS = {
     "calibration": ScaleCorrection,
     "changes": ChangesRecord,
     "output": OutputChoice,
+    "promises": ConformalScores,
 }
 
 
-@pytest.mark.parametrize(
-    "name", ["head", "faithful", "left_out", "promises", "changes", "output", "calibration"]
-)
+@pytest.mark.parametrize("name", RECORDS)
 def test_the_history_comes_back_and_is_shown(name: str, tmp_path: Path) -> None:
     model, path = make_model(), tmp_path / "p.h5"
     posterior = make("inf", model)
@@ -196,9 +195,8 @@ def test_the_history_comes_back_and_is_shown(name: str, tmp_path: Path) -> None:
         "output": [({"name": "logits", "guessed": True}, "'logits'")],
         "calibration": [(CALIBRATION, "error left")],
     }[name]
-    kind = RECORDS.get(name, dict)
     for value, words in values:
-        record = kind(**value)
+        record = RECORDS[name](**value)
         posterior = posterior.replaced(history=replace(posterior.history, **{name: record}))
         save(posterior, path)
         loaded, found = load(path, model), inspect(path)

@@ -31,7 +31,8 @@ from posthoc_uq.core.options import one_of
 from posthoc_uq.evaluation import metrics
 from posthoc_uq.likelihoods.class_prediction import ClassPrediction
 from posthoc_uq.likelihoods.gaussian import RegressionPrediction
-from posthoc_uq.likelihoods.prediction import CLASS_SCORES, score_of
+from posthoc_uq.likelihoods.prediction import score_of
+from posthoc_uq.likelihoods.selective import CLASS_SCORES
 
 __all__ = [
     "class_uncertainty_map",

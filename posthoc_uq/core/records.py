@@ -6,11 +6,14 @@ number), and numbers are finite unless a field says otherwise. Types of numbers 
 
 from __future__ import annotations
 
-from collections.abc import Collection
+from collections.abc import Callable, Collection
 from math import isfinite
 from typing import Annotated, Any, TypeVar, cast
 
-from pydantic import AfterValidator, BaseModel, ConfigDict, Field, ValidationError
+import torch
+from pydantic import AfterValidator, BaseModel, ConfigDict, Field, GetCoreSchemaHandler, ValidationError
+from pydantic_core import core_schema
+from torch import Tensor
 
 from posthoc_uq.core.errors import CorruptPosteriorError
 from posthoc_uq.core.options import shown
@@ -46,6 +49,34 @@ Simple = Annotated[Any, AfterValidator(check_simple)]
 """A finite number, a text, true or false."""
 Sum = Annotated[float, Field(ge=-1e300, le=1e300)]
 SumOfSquares = Annotated[float, Field(ge=0, le=1e300)]
+
+
+class Listed:
+    """For a field that is a tensor on the CPU, and a list of numbers in a file."""
+
+    def __init__(self, entries: Any, dtype: torch.dtype) -> None:
+        """
+        Args:
+            entries: the type of the list.
+            dtype: of the tensor.
+        """
+        self._entries, self._dtype = entries, dtype
+
+    def __get_pydantic_core_schema__(self, source: Any, handler: GetCoreSchemaHandler) -> Any:
+        return core_schema.no_info_wrap_validator_function(
+            self._tensor,
+            handler.generate_schema(self._entries),
+            serialization=core_schema.plain_serializer_function_ser_schema(Tensor.tolist),
+        )
+
+    def _tensor(self, value: Any, check: Callable[[Any], Any]) -> Tensor:
+        return (
+            value
+            if isinstance(value, Tensor)
+            else torch.tensor(check(value), dtype=self._dtype, device="cpu")
+        )
+
+
 Digest = Annotated[str, Field(pattern="^[0-9a-f]{64}$")]
 
 
@@ -55,6 +86,9 @@ class Record(BaseModel):
     """
 
     model_config = ConfigDict(strict=True, extra="forbid", frozen=True, allow_inf_nan=False)
+
+    def __eq__(self, other: object) -> bool:  # a field may be a tensor
+        return type(self) is type(other) and self.model_dump() == cast("Record", other).model_dump()
 
     def plain(self) -> dict[str, Any]:
         """The values that it was made of, for JSON; an optional field that is None is left out."""

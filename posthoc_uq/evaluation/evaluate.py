@@ -44,7 +44,8 @@ from posthoc_uq.heads.predictor import Predictor
 from posthoc_uq.heads.referral import Referral
 from posthoc_uq.likelihoods import Likelihood, resolve_likelihood
 from posthoc_uq.likelihoods.class_prediction import ClassPrediction
-from posthoc_uq.likelihoods.prediction import SCORES, Prediction, cat, score_of
+from posthoc_uq.likelihoods.prediction import Prediction, cat, score_of
+from posthoc_uq.likelihoods.selective import SCORES
 from posthoc_uq.likelihoods.weights import counting
 
 if TYPE_CHECKING:

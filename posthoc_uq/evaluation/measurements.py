@@ -17,7 +17,8 @@ from posthoc_uq.core.tables import decimals
 from posthoc_uq.evaluation import metrics
 from posthoc_uq.evaluation.promised import promised, promised_by_class
 from posthoc_uq.heads.referral import Referral
-from posthoc_uq.likelihoods.prediction import CLASS_SCORES, Prediction, score_of
+from posthoc_uq.likelihoods.prediction import Prediction, score_of
+from posthoc_uq.likelihoods.selective import CLASS_SCORES
 
 FAMILIAR = "test"
 """The name of the first loader's data."""

@@ -20,9 +20,9 @@ _DRAWN_LEVELS = (0.1, 0.2, 0.3, 0.4, 0.5, 0.6, 0.7, 0.8, 0.9, 0.95)
 def _possible(prediction: Prediction, levels: Sequence[float]) -> list[float]:
     """Those of the levels that the held-out scores can promise."""
     promises = prediction.promises
-    if not isinstance(promises, ConformalScores) or not promises.targets:
+    if not isinstance(promises, ConformalScores) or promises.targets is None:
         return []
-    highest = min(scores.highest_level for scores in promises.targets)
+    highest = min(scores.highest_level for scores in promises.targets.scores)
     return [level for level in levels if level <= highest + 1e-12]
 
 

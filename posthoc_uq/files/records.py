@@ -6,14 +6,13 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import asdict
-from itertools import pairwise
-from typing import Annotated, Any, cast, get_args
+from typing import Annotated, Any, cast
 
 from pydantic import AfterValidator, ConfigDict, Field, model_validator
 
 from posthoc_uq.core.batches import InputRecord
 from posthoc_uq.core.errors import CorruptPosteriorError, PosthocUQError
-from posthoc_uq.core.options import LARGEST, Count, Natural, Seed, Unit
+from posthoc_uq.core.options import LARGEST, Count, Natural
 from posthoc_uq.core.outputs import OutputChoice
 from posthoc_uq.core.records import (
     MAX_DEPTH,
@@ -42,9 +41,7 @@ from posthoc_uq.files.tensors import (
 )
 from posthoc_uq.layers import RULES, Layer, fits
 from posthoc_uq.likelihoods import LIKELIHOODS, likelihood_from_attributes, likelihood_to_attributes
-from posthoc_uq.likelihoods.conformal import JOINT, MAX_KEPT, TargetScore
-from posthoc_uq.likelihoods.prediction import SCORES
-from posthoc_uq.likelihoods.selective import QUANTILES
+from posthoc_uq.likelihoods.conformal import ConformalScores
 from posthoc_uq.posteriors.block import BLOCKS, FAMILIES, TensorSpec
 from posthoc_uq.posteriors.features import SOURCES, FeatureGrams
 from posthoc_uq.posteriors.history import (
@@ -60,7 +57,6 @@ from posthoc_uq.posteriors.settings import HEADS, HYPERPARAMETERS, NOVELTIES, Se
 
 Side = Annotated[int, Field(ge=1, le=2**40)]
 Colour = Annotated[list[Annotated[float, Field(ge=-LARGEST, le=LARGEST)]], Field(max_length=1024)]
-ScoreName = Annotated[str, among(SCORES)]
 
 
 class LayerRecord(Record):
@@ -213,109 +209,12 @@ def _check_options(record: HeadRecord) -> HeadRecord:
     return record
 
 
-def _check_head(values: dict[str, Any]) -> dict[str, Any]:
-    if values.get("head") not in HEADS:
+def _check_promises(promises: ConformalScores) -> ConformalScores:
+    if promises.head.get("head") not in HEADS:
         raise ValueError(f"has a head that is none of {HEADS}")
-    return _check_amounts(values)
-
-
-class HeldOutRecord(Record):
-    """Scores of held-out samples in ascending order, thinned (`posthoc_uq.likelihoods.conformal.HeldOutScores`)."""
-
-    values: Annotated[list[Sum], Field(min_length=1, max_length=MAX_KEPT)]
-    count: Count
-
-    @model_validator(mode="after")
-    def _check_values(self) -> HeldOutRecord:
-        if len(self.values) != min(self.count, MAX_KEPT):
-            raise ValueError(f"must have {min(self.count, MAX_KEPT)} values, not {len(self.values)}")
-        if any(a > b for a, b in pairwise(self.values)):
-            raise ValueError("has values that do not ascend")
-        return self
-
-
-class RegularisationRecord(Record):
-    """Of sets of classes by ``"raps"``."""
-
-    penalty: Annotated[float, Field(ge=0, le=1)]
-    free_classes: Count
-
-
-class TargetsRecord(Record):
-    """How badly held-out targets fit: one record, or one a class, a label, an output or a share of positions."""
-
-    kind: Annotated[str, among(get_args(TargetScore))]
-    scores: Annotated[list[HeldOutRecord], Field(min_length=1, max_length=2**20)]
-    regularisation: RegularisationRecord | None = None
-    shares: Annotated[list[Unit], Field(min_length=1, max_length=64)] | None = None
-
-    @model_validator(mode="after")
-    def _check_shares(self) -> TargetsRecord:
-        shares = self.shares
-        if (shares is not None) != (self.kind == "positions"):
-            raise ValueError("must have shares if its scores are of positions, and only then")
-        if shares is None:
-            return self
-        if len(shares) != len(self.scores) or any(a >= b for a, b in pairwise(shares)) or shares[-1] != 1:
-            raise ValueError("must have as many ascending shares as scores, the last of them 1")
-        return self
-
-
-class TailRecord(Record):
-    """The tail of one score, by which the joint one is measured (`posthoc_uq.likelihoods.selective.Tail`)."""
-
-    values: Annotated[list[Sum], Field(min_length=1, max_length=QUANTILES)]
-    shares: list[Unit]
-
-    @model_validator(mode="after")
-    def _check_order(self) -> TailRecord:
-        if len(self.shares) != len(self.values) or any(a < b for a, b in pairwise(self.values)):
-            raise ValueError("must have as many descending values as shares")
-        if any(a >= b for a, b in pairwise([0.0, *self.shares])) or self.shares[-1] != 1:
-            raise ValueError("has shares that do not ascend from above 0 to 1")
-        return self
-
-
-class InputScoresRecord(Record):
-    """The scores of held-out inputs, and the tails by which the joint one is measured."""
-
-    inputs: Annotated[dict[Annotated[str, among((*SCORES, JOINT))], HeldOutRecord], Field(max_length=8)]
-    tails: Annotated[dict[ScoreName, TailRecord], Field(max_length=8)]
-
-    @model_validator(mode="after")
-    def _check_tails(self) -> InputScoresRecord:
-        if {*self.inputs} != {*self.tails, JOINT} or not self.tails:
-            raise ValueError(f"must have scores of inputs of the names of its tails, and {JOINT!r}")
-        return self
-
-
-class PromisesRecord(InputScoresRecord):
-    """Held-out scores by which predictions promise: of targets, where the likelihood has a score, and of inputs, of
-    classes with the number of wrong predictions up to each, of positions also by those that `counted`
-    (`posthoc_uq.likelihoods.conformal.ConformalScores`). Without `share`, the samples tuned the posterior too, and
-    promises hold approximately.
-    """
-
-    samples: Count
-    share: Annotated[float, Field(gt=0, lt=1)] | None = None
-    seed: Seed
-    head: Annotated[dict[Name, Plain], AfterValidator(_check_head)]
-    posterior: SettingsRecord
-    targets: TargetsRecord | None = None
-    wrong: dict[Name, list[Natural]] | None = None
-    counted: InputScoresRecord | None = None
-
-    @model_validator(mode="after")
-    def _check_wrong(self) -> PromisesRecord:
-        wrong = self.wrong
-        if wrong is not None:
-            if {*wrong} != {*self.inputs} or any(len(wrong[n]) != len(self.inputs[n].values) for n in wrong):
-                raise ValueError("must count wrong predictions at every score of inputs")
-            if any(a > b for each in wrong.values() for a, b in pairwise([*each, self.samples])):
-                raise ValueError("has counts of wrong predictions that do not ascend to its samples at most")
-        if self.counted is not None and {*self.counted.inputs} != {*self.inputs}:
-            raise ValueError("must have the same scores of inputs by the positions that counted")
-        return self
+    _check_amounts(promises.head)
+    SettingsRecord.model_validate(promises.posterior)
+    return promises
 
 
 _MAX_INPUTS = 64
@@ -340,7 +239,7 @@ class HistoryRecord(Record):
     faithful: FaithfulRecord | None = None
     left_out: LeftOutRecord | None = None
     calibration: ScaleCorrection | None = None
-    promises: PromisesRecord | None = None
+    promises: Annotated[ConformalScores, AfterValidator(_check_promises)] | None = None
     novelty: Annotated[str, among(NOVELTIES)] = ""
     changes: ChangesRecord | None = None
     output: OutputChoice | None = None
@@ -361,9 +260,7 @@ class HistoryRecord(Record):
 
     def history(self) -> History:
         """The history of a posterior."""
-        records = {name: value for name, value in self if value is not None}
-        promises: dict[str, Any] = {} if self.promises is None else {"promises": self.promises.plain()}
-        return History(**{**records, **promises})
+        return History(**{name: value for name, value in self if value is not None})
 
 
 def _plain_history(history: History) -> dict[str, Any]:
@@ -373,8 +270,7 @@ def _plain_history(history: History) -> dict[str, Any]:
         for name, value in vars(history).items()
         if name in HistoryRecord.model_fields and (value not in ({}, "", None) or name in required)
     }
-    promises = {"promises": values.pop("promises")} if history.promises else {}
-    return HistoryRecord.model_construct(**values).plain() | promises
+    return HistoryRecord.model_construct(**values).plain()
 
 
 class Description(Record):

@@ -90,8 +90,8 @@ def _described(contents: Mapping[str, Any], history: HistoryRecord) -> Iterator[
     if calibration is not None:
         factor = f"{exp(calibration.alpha):.3g}"
         yield "moments head", f"standard deviations times {factor}, error left {calibration.residual:.0%}"
-    if contents["promises"]:
-        yield "promises", described_promises(contents["promises"])
+    if history.promises is not None:
+        yield "promises", described_promises(history.promises)
     if history.output is not None:
         yield "outputs", described_output(history.output)
     if history.inputs:

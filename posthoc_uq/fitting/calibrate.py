@@ -39,8 +39,9 @@ from posthoc_uq.likelihoods.class_prediction import ClassPrediction
 from posthoc_uq.likelihoods.conformal import (
     JOINT,
     SHARES,
-    UNTUNED,
-    HeldOutScores,
+    ConformalScores,
+    HeldOutTargets,
+    InputScores,
     SetScore,
     TargetScore,
     TargetScores,
@@ -193,16 +194,9 @@ def calibrated(
         assert tuned.history.head is not None
         tuned = tuned.noted(head={"options": tuned.history.head.options | recordable(options)})
         # without promises, so that predictions are made without those that are replaced
-        tuned = tuned.replaced(history=replace(tuned.history, promises={}))
+        tuned = tuned.noted(promises=None)
         predictor = wrap(model_of(tuned), tuned, **options)
-        measured = _measured(predictor, data, sets, by_class, jointly, progress)
-    record: dict[str, Any] = measured | {
-        "seed": seed,
-        "head": dict(predictor.identity()),
-        "posterior": tuned.settings.plain(),
-    }
-    promises = record if share is None else record | {"share": share}
-    return tuned.replaced(history=replace(tuned.history, promises=promises))
+        return tuned.noted(promises=_measured(predictor, data, sets, by_class, jointly, share, progress))
 
 
 class _HeldOut:
@@ -314,9 +308,15 @@ class _HeldOut:
 
 
 def _measured(
-    predictor: Predictor, data: _HeldOut, sets: SetScore, by_class: bool, jointly: bool, progress: bool
-) -> dict[str, Any]:
-    """The record of the scores, but for what they were measured with; one pass over all data.
+    predictor: Predictor,
+    data: _HeldOut,
+    sets: SetScore,
+    by_class: bool,
+    jointly: bool,
+    share: float | None,
+    progress: bool,
+) -> ConformalScores:
+    """The scores, and what they were measured with; one pass over all data.
 
     Raises:
         PosthocUQError: the samples are others than those that were split, or a class or label has none.
@@ -367,23 +367,23 @@ def _measured(
             "changes of inputs out."
         )
     second = first if data.all_in_both else ~first
-    scores, kept_scores, of_all = _input_scores(of_inputs, first, second)
-    record: dict[str, Any] = {"samples": int(second.sum()), **of_all}
+    scores, of_inputs_kept = _input_scores(of_inputs, first, second)
+    of_counted_kept = mistaken = of_targets_kept = None
     if counting:
         some = torch.cat(counting)
         if not bool((first & some).any() and (second & some).any()):
             raise nothing_counts()
-        record["counted"] = _input_scores(of_counted, first & some, second & some)[2]
+        of_counted_kept = _input_scores(of_counted, first & some, second & some)[1]
     if wrong:
         errors = torch.cat(wrong)[second]
-        record["wrong"] = {
-            name: wrong_up_to(kept, scores[name][second], errors).tolist()
-            for name, kept in kept_scores.items()
+        mistaken = {
+            name: wrong_up_to(kept, scores[name][second], errors)
+            for name, kept in of_inputs_kept.inputs.items()
         }
     if kind is not None:
         all_scores = torch.cat([found.scores for found in of_targets])
         groups = torch.cat([found.groups for found in of_targets])
-        regularisation = UNTUNED
+        regularisation = None
         if of_classes:
             probs, labels, uniform = (torch.cat(parts) for parts in zip(*of_classes, strict=True))
             regularisation = tuned_regularisation(probs[first], labels[first].squeeze(1), uniform[first])
@@ -391,13 +391,24 @@ def _measured(
             all_scores = scores_of_all.gather(-1, labels[second])
         all_scores = all_scores.amax(1, keepdim=True) if jointly else all_scores
         columns = _split_scores(kind, all_scores, groups, classes if by_class else None)
-        more: dict[str, Any] = {"regularisation": regularisation._asdict()} if of_classes else {}
-        more |= {"shares": list(SHARES)} if kind == "positions" else {}
-        record["targets"] = {
-            "kind": kind,
-            "scores": [held_out_scores(each).record() for each in columns],
-        } | more
-    return record
+        of_targets_kept = HeldOutTargets(
+            kind=kind,
+            scores=[held_out_scores(each) for each in columns],
+            regularisation=regularisation,
+            shares=list(SHARES) if kind == "positions" else None,
+        )
+    return ConformalScores(
+        inputs=of_inputs_kept.inputs,
+        tails=of_inputs_kept.tails,
+        samples=int(second.sum()),
+        share=share,
+        seed=data.seed,
+        head=dict(predictor.identity()),
+        posterior=predictor.posterior.settings.plain(),
+        targets=of_targets_kept,
+        wrong=mistaken,
+        counted=of_counted_kept,
+    )
 
 
 def _add_scores(found: dict[str, list[Tensor]], prediction: Prediction) -> None:
@@ -410,22 +421,15 @@ def _add_scores(found: dict[str, list[Tensor]], prediction: Prediction) -> None:
 
 def _input_scores(
     found: dict[str, list[Tensor]], first: Tensor, second: Tensor
-) -> tuple[dict[str, Tensor], dict[str, HeldOutScores], dict[str, Any]]:
-    """The scores of all inputs, with the joint one by the tails of the `first`; those of the `second` that are kept;
-    and these and the tails as a record (`posthoc_uq.files.records.InputScoresRecord`).
+) -> tuple[dict[str, Tensor], InputScores]:
+    """The scores of all inputs, with the joint one by the tails of the `first`; and what is kept: those of the
+    `second`, and the tails.
     """
     scores = {name: torch.cat(parts) for name, parts in found.items()}
     tails = {name: tail_of(values[first], QUANTILES) for name, values in scores.items()}
     scores[JOINT] = joint_score(tails, scores)
     kept = {name: held_out_scores(values[second]) for name, values in scores.items()}
-    record = {
-        "inputs": {name: each.record() for name, each in kept.items()},
-        "tails": {
-            name: {part: numbers.tolist() for part, numbers in tail._asdict().items()}
-            for name, tail in tails.items()
-        },
-    }
-    return scores, kept, record
+    return scores, InputScores(inputs=kept, tails=tails)
 
 
 def _split_scores(kind: TargetScore, scores: Tensor, groups: Tensor, classes: int | None) -> list[Tensor]:

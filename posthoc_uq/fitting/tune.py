@@ -220,7 +220,7 @@ def tell_returned(posterior: Posterior, progress: bool) -> None:
             for label, value in shown.items()
         )
         promises = posterior.history.promises
-        promised = f", promises from {promises['samples']:,} rows" if promises else ""
+        promised = f", promises from {promises.samples:,} rows" if promises is not None else ""
         print_above(f"returned a new posterior: {values}{promised}", sys.stderr)
 
 

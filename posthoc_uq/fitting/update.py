@@ -197,7 +197,7 @@ def _recorded(history: History, samples: int, content: int, remove: bool) -> His
 def _cleared(history: History) -> History:
     """The history without what was found for the posterior as it was."""
     tuning = {name: how if how == _GIVEN else _BEFORE for name, how in history.tuning.items()}
-    return replace(history, promises={}, calibration=None, faithful=None, tuning=tuning, trials=None)
+    return replace(history, promises=None, calibration=None, faithful=None, tuning=tuning, trials=None)
 
 
 def _warnings_of_cleared(history: History) -> list[str]:

@@ -265,7 +265,7 @@ class LinearizedPredictor(GaussianPredictor):
 
     def _promises_here(self) -> ConformalScores | str | None:
         """See `Predictor`; held-out scores are of whole inputs."""
-        if self._posterior.history.promises and self._chosen.positions is not None:
+        if self._posterior.history.promises is not None and self._chosen.positions is not None:
             return (
                 "The held-out scores are of all positions of an input, and this predictor is asked for some of them; "
                 "ask the one without positions= (or at)."

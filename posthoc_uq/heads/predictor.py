@@ -457,22 +457,22 @@ class Predictor(nn.Module, ABC):
 
     def _promises_here(self) -> ConformalScores | str | None:
         """The posterior's held-out scores where they are of this head and of its hyperparameters; see `promises`."""
-        record = self._posterior.history.promises
-        if not record:
+        promises = self._posterior.history.promises
+        if promises is None:
             return None
-        made, present = record["head"], self.identity()
+        made, present = promises.head, self.identity()
         if made != present:
             return (
                 f"The held-out scores are of {_format_identity(made)}, and this predictor is "
                 f"{_format_identity(present)}; calibrate for this one: posterior = uq.calibrate(posterior, val_loader, "
                 f"head=...)."
             )
-        if record["posterior"] != self._posterior.settings.plain():
+        if promises.posterior != self._posterior.settings.plain():
             return (
                 "The posterior's hyperparameters changed after the held-out scores were measured; calibrate again: "
                 "posterior = uq.calibrate(posterior, val_loader)."
             )
-        return ConformalScores.restored(record)
+        return promises
 
     def _own_outputs(self, batch: Batch) -> Tensor | None:
         """What the network gives for a batch at the posterior's mean, for the message of an error; None where it gives

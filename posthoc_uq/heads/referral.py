@@ -11,7 +11,8 @@ from torch import Tensor
 from posthoc_uq.core.errors import PosthocUQError
 from posthoc_uq.core.options import check_option, one_of
 from posthoc_uq.likelihoods.conformal import JOINT, ConformalScores, applying, rounded_down
-from posthoc_uq.likelihoods.prediction import SCORES, Prediction
+from posthoc_uq.likelihoods.prediction import Prediction
+from posthoc_uq.likelihoods.selective import SCORES
 
 Inside = Annotated[float, Gt(0), Lt(1)]
 

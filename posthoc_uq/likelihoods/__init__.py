@@ -18,13 +18,14 @@ if TYPE_CHECKING:
     from posthoc_uq.likelihoods.likelihood import DrawnPrediction, Fisher, Likelihood
     from posthoc_uq.likelihoods.ordinal import Ordinal, OrdinalPrediction
     from posthoc_uq.likelihoods.positions import PositionPrediction, sequence_scores
-    from posthoc_uq.likelihoods.prediction import SCORES, Prediction
+    from posthoc_uq.likelihoods.prediction import Prediction
     from posthoc_uq.likelihoods.registry import (
         LIKELIHOODS,
         likelihood_from_attributes,
         likelihood_to_attributes,
         resolve_likelihood,
     )
+    from posthoc_uq.likelihoods.selective import SCORES
 
 __all__ = [
     "LIKELIHOODS",
@@ -67,14 +68,14 @@ OFFERED = {
     "positions": "PositionPrediction sequence_scores",
     "prediction": (
         "ClassTensors Prediction PromisedClassTensors PromisedValueTensors RankedClassTensors RankedValueTensors "
-        "SCORES ValueTensors cat score_of"
+        "ValueTensors cat score_of"
     ),
     # promises, and who is handed on
     "conformal": (
         "ConformalScores HeldOutScores JOINT class_scores held_out_scores joint_score quantile set_of "
         "tuned_regularisation wrong_up_to"
     ),
-    "selective": "tail_of",
+    "selective": "SCORES tail_of",
     # outputs: drawn, of a known distribution, at positions
     "draws": "OutputGaussian of_covariance of_product",
     "labels": "Layout",

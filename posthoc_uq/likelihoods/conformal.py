@@ -9,18 +9,20 @@ Angelopoulos and Bates, "A gentle introduction to conformal prediction", 2021). 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from itertools import pairwise
 from math import ceil, floor
-from typing import Any, Literal, NamedTuple, get_args
+from typing import Annotated, Any, Literal, NamedTuple, get_args
 
 import torch
+from pydantic import Field, PrivateAttr, model_validator
 from torch import Tensor
 
 from posthoc_uq.core.devices import as_double
 from posthoc_uq.core.errors import NonFiniteError, PosthocUQError
-from posthoc_uq.core.options import one_of
+from posthoc_uq.core.options import Count, Natural, Seed, Unit, one_of
 from posthoc_uq.core.randomness import uniforms
-from posthoc_uq.likelihoods.selective import Tail, joint_surprise
+from posthoc_uq.core.records import Listed, Name, Plain, Record, Sum, among
+from posthoc_uq.likelihoods.selective import SCORES, Tail, joint_surprise
 
 MAX_KEPT = 4096
 """Scores that are kept at most, so that every level is met within 1/4096."""
@@ -82,30 +84,36 @@ class Coverage(NamedTuple):
     unit: str
 
 
-@dataclass(frozen=True, eq=False)
-class HeldOutScores:
+class HeldOutScores(Record):
     """The scores of held-out samples in ascending order, thinned to `MAX_KEPT`.
 
     Attributes:
         values: (kept,), float64, ascending; the last is the largest of all.
-        ranks: (kept,), int64: how many of all scores come at most at this place, ascending; the last is `count`.
         count: of all samples.
     """
 
-    values: Tensor
-    ranks: Tensor
-    count: int
+    values: Annotated[
+        Tensor, Listed(Annotated[list[Sum], Field(min_length=1, max_length=MAX_KEPT)], torch.float64)
+    ]
+    count: Count
+    _known_ranks: Tensor = PrivateAttr()
 
-    @classmethod
-    def restored(cls, record: Mapping[str, Any]) -> HeldOutScores:
-        """From the plain values that a posterior stores."""
-        count = int(record["count"])
-        values = torch.tensor(record["values"], dtype=torch.float64, device="cpu")
-        return cls(values, _ranks(count), count)
+    def model_post_init(self, context: Any, /) -> None:
+        """Make what is computed of the fields; not later, when an export may trace."""
+        self._known_ranks = _ranks(self.count)
 
-    def record(self) -> dict[str, Any]:
-        """The plain values that a posterior stores."""
-        return {"values": self.values.tolist(), "count": self.count}
+    @model_validator(mode="after")
+    def _check_values(self) -> HeldOutScores:
+        if len(self.values) != min(self.count, MAX_KEPT):
+            raise ValueError(f"must have {min(self.count, MAX_KEPT)} values, not {len(self.values)}")
+        if bool((self.values.diff() < 0).any()):
+            raise ValueError("has values that do not ascend")
+        return self
+
+    @property
+    def ranks(self) -> Tensor:
+        """(kept,), int64: how many of all scores come at most at each place, ascending; the last is `count`."""
+        return self._known_ranks
 
     @property
     def lowest_rate(self) -> float:
@@ -131,8 +139,7 @@ def held_out_scores(scores: Tensor) -> HeldOutScores:
         raise PosthocUQError("A promise needs held-out samples, and there are none.")
     if not bool(values.isfinite().all()):
         raise NonFiniteError("A held-out score is not finite; a promise needs predictions that are finite.")
-    ranks = _ranks(count)
-    return HeldOutScores(values[ranks - 1], ranks, count)
+    return HeldOutScores(values=values[_ranks(count) - 1], count=count)
 
 
 def wrong_up_to(scores: HeldOutScores, samples: Tensor, wrong: Tensor) -> Tensor:
@@ -222,7 +229,7 @@ def joint_score(tails: Mapping[str, Tail], scores: Mapping[str, Tensor]) -> Tens
     return joint_surprise(tails, scores).clamp(max=1e300)
 
 
-class Regularisation(NamedTuple):
+class Regularisation(Record):
     """Of the sets by ``"raps"``.
 
     Attributes:
@@ -230,11 +237,11 @@ class Regularisation(NamedTuple):
         free_classes: how many classes a set may hold without it.
     """
 
-    penalty: float = 0.01
-    free_classes: int = 5
+    penalty: Annotated[float, Field(ge=0, le=1)]
+    free_classes: Count
 
 
-UNTUNED = Regularisation()
+UNTUNED = Regularisation(penalty=0.01, free_classes=5)
 _PENALTIES = 0.001, 0.01, 0.1, 0.2, 0.5
 _TUNED_LEVEL = 0.9  # of the sets whose size chooses among them
 
@@ -255,11 +262,11 @@ def tuned_regularisation(probs: Tensor, labels: Tensor, uniform: Tensor) -> Regu
     free = int(ranks.sort().values[place])
 
     def size(penalty: float) -> float:
-        scores = class_scores(probs, "raps", uniform, Regularisation(penalty, free))
+        scores = class_scores(probs, "raps", uniform, Regularisation(penalty=penalty, free_classes=free))
         own = scores.gather(-1, labels.unsqueeze(-1)).squeeze(-1).sort().values
         return float(set_of(probs, scores, float(own[place])).sum(-1).double().mean())
 
-    return Regularisation(min(_PENALTIES, key=size), free)
+    return Regularisation(penalty=min(_PENALTIES, key=size), free_classes=free)
 
 
 def class_scores(
@@ -328,7 +335,34 @@ def scores_of_positions(scores: Tensor, counted: Tensor) -> Tensor:
     return ordered.gather(1, (ranks - 1).clamp(min=0))
 
 
-class InputScores(NamedTuple):
+class HeldOutTargets(Record):
+    """How badly held-out targets fit.
+
+    Attributes:
+        kind: of the scores.
+        scores: of all targets, or those of each class, label, output or share of positions.
+        regularisation: of sets by ``"raps"``.
+        shares: of positions, ascending, in the order of `scores`.
+    """
+
+    kind: TargetScore
+    scores: Annotated[list[HeldOutScores], Field(min_length=1, max_length=2**20)]
+    regularisation: Regularisation | None = None
+    shares: Annotated[list[Unit], Field(min_length=1, max_length=64)] | None = None
+
+    @model_validator(mode="after")
+    def _check_shares(self) -> HeldOutTargets:
+        shares = self.shares
+        if (shares is not None) != (self.kind == "positions"):
+            raise ValueError("must have shares if its scores are of positions, and only then")
+        if shares is None:
+            return self
+        if len(shares) != len(self.scores) or any(a >= b for a, b in pairwise(shares)) or shares[-1] != 1:
+            raise ValueError("must have as many ascending shares as scores, the last of them 1")
+        return self
+
+
+class InputScores(Record):
     """The scores of held-out inputs.
 
     Attributes:
@@ -336,69 +370,64 @@ class InputScores(NamedTuple):
         tails: of the single scores, by which the joint one is measured.
     """
 
-    inputs: Mapping[str, HeldOutScores]
-    tails: Mapping[str, Tail]
+    inputs: Annotated[dict[Annotated[str, among((*SCORES, JOINT))], HeldOutScores], Field(max_length=8)]
+    tails: Annotated[dict[Annotated[str, among(SCORES)], Tail], Field(max_length=8)]
 
-    @classmethod
-    def restored(cls, record: Mapping[str, Any]) -> InputScores:
-        """From the plain values that a posterior stores."""
-        tails = {
-            name: Tail(
-                *(torch.tensor(tail[part], dtype=torch.float64, device="cpu") for part in Tail._fields)
-            )
-            for name, tail in record["tails"].items()
-        }
-        return cls({name: HeldOutScores.restored(each) for name, each in record["inputs"].items()}, tails)
+    @model_validator(mode="after")
+    def _check_tails(self) -> InputScores:
+        if {*self.inputs} != {*self.tails, JOINT} or not self.tails:
+            raise ValueError(f"must have scores of inputs of the names of its tails, and {JOINT!r}")
+        return self
 
 
-@dataclass(frozen=True)
-class ConformalScores:
-    """The held-out scores that a posterior stores, by which its predictions make promises.
+class ConformalScores(InputScores):
+    """The held-out scores that a posterior stores, by which its predictions make promises, with what they were measured
+    with.
 
     Attributes:
-        kind: of the scores of targets; None where the likelihood has none.
-        targets: the scores of targets: one record, or one a class, a label, an output or a share of positions.
-        inputs: the scores of inputs by name, and ``"joint"``.
-        tails: of the single scores of inputs, by which the joint one is measured.
-        seed: of the random numbers of ``"aps"`` and ``"raps"``.
+        samples: that were held out.
+        share: of all samples, which tuned before; None where all did both, so that promises hold approximately.
+        seed: of the split, and of the random numbers of ``"aps"`` and ``"raps"``.
+        head: the identity of the predictor.
+        posterior: its hyperparameters.
+        targets: how badly targets fit; None where the likelihood has no score of them.
         wrong: of classes, by the name of a score of inputs ``(kept,)``, int64: the held-out samples with at most this
-            score whose predicted class is wrong. Empty where none were counted.
-        regularisation: of sets by ``"raps"``.
-        shares: of positions, ascending, in the order of `targets`; empty where targets have none.
+            score whose predicted class is wrong.
         counted: of outputs with positions, `inputs` and `tails` by the positions that labels and weights left in.
     """
 
-    kind: TargetScore | None
-    targets: tuple[HeldOutScores, ...]
-    inputs: Mapping[str, HeldOutScores]
-    tails: Mapping[str, Tail]
-    seed: int
-    wrong: Mapping[str, Tensor]
-    regularisation: Regularisation = UNTUNED
-    shares: tuple[float, ...] = ()
+    samples: Count
+    share: Annotated[float, Field(gt=0, lt=1)] | None = None
+    seed: Seed
+    head: dict[Name, Plain]
+    posterior: dict[Name, Plain]
+    targets: HeldOutTargets | None = None
+    wrong: dict[Name, Annotated[Tensor, Listed(list[Natural], torch.int64)]] | None = None
     counted: InputScores | None = None
 
-    @classmethod
-    def restored(cls, record: Mapping[str, Any]) -> ConformalScores:
-        """From the record that a posterior stores (`posthoc_uq.files.records.PromisesRecord`)."""
-        targets: Mapping[str, Any] = record.get("targets", {})
-        return cls(
-            targets.get("kind"),
-            tuple(HeldOutScores.restored(each) for each in targets.get("scores", ())),
-            *InputScores.restored(record),
-            record["seed"],
-            {
-                name: torch.tensor(counts, dtype=torch.int64, device="cpu")
-                for name, counts in record.get("wrong", {}).items()
-            },
-            Regularisation(**targets.get("regularisation", {})),
-            tuple(targets.get("shares", ())),
-            InputScores.restored(record["counted"]) if "counted" in record else None,
-        )
+    @model_validator(mode="after")
+    def _check_wrong(self) -> ConformalScores:
+        wrong = self.wrong
+        if wrong is not None:
+            if {*wrong} != {*self.inputs} or any(len(wrong[n]) != len(self.inputs[n].values) for n in wrong):
+                raise ValueError("must count wrong predictions at every score of inputs")
+            if any(bool((each.diff() < 0).any()) or each[-1] > self.samples for each in wrong.values()):
+                raise ValueError("has counts of wrong predictions that do not ascend to its samples at most")
+        if self.counted is not None and {*self.counted.inputs} != {*self.inputs}:
+            raise ValueError("must have the same scores of inputs by the positions that counted")
+        return self
+
+    @property
+    def kind(self) -> TargetScore | None:
+        """Of the scores of targets."""
+        return None if self.targets is None else self.targets.kind
 
     def of_counted(self) -> ConformalScores:
         """The same for inputs of which only the positions count that `counted` is about."""
-        return self if self.counted is None else replace(self, **self.counted._asdict(), counted=None)
+        counted = self.counted
+        if counted is None:
+            return self
+        return self.changed(inputs=counted.inputs, tails=counted.tails, counted=None)
 
     @property
     def randomised(self) -> bool:
@@ -420,7 +449,8 @@ class ConformalScores:
             return set_of(wide, 1 - wide, thresholds, allow_empty=True).to(probs.device)
         kind: SetScore = self.kind  # pyright: ignore[reportAssignmentType]  # checked above
         uniform = uniforms(keys, 1).squeeze(1) if keys is not None and self.randomised else None
-        scores = class_scores(wide, kind, uniform, self.regularisation)
+        regularisation = UNTUNED if self.targets is None else self.targets.regularisation or UNTUNED
+        scores = class_scores(wide, kind, uniform, regularisation)
         return set_of(wide, scores, thresholds, allow_empty).to(probs.device)
 
     def sets_at_positions(self, probs: Tensor, level: float, allow_empty: bool) -> Tensor:
@@ -436,9 +466,10 @@ class ConformalScores:
 
     def threshold_of_positions(self, level: float) -> float:
         """The largest score of a class that belongs to the set of a position."""
-        thresholds = self._thresholds(("positions",), level, len(self.shares))
+        shares = [] if self.targets is None else self.targets.shares or []
+        thresholds = self._thresholds(("positions",), level, len(shares))
         # the last share is 1, and levels are below it
-        share = next(place for place, share in enumerate(self.shares) if share >= level - 1e-12)
+        share = next(place for place, share in enumerate(shares) if share >= level - 1e-12)
         return float(thresholds[share])
 
     def bounds(self, kind: TargetScore, level: float, outputs: int) -> Tensor:
@@ -446,10 +477,11 @@ class ConformalScores:
         return self._thresholds((kind,), level, outputs).expand(outputs)
 
     def _thresholds(self, kinds: tuple[str, ...], level: float, columns: int) -> Tensor:
-        if self.kind not in kinds or len(self.targets) not in (1, columns):
+        count = 0 if self.targets is None else len(self.targets.scores)
+        if self.kind not in kinds or count not in (1, columns):
             raise PosthocUQError(
-                f"The held-out scores that are stored are no scores of such predictions ({self.kind}, "
-                f"{len(self.targets)}); calibrate again: uq.calibrate(posterior, val_loader)."
+                f"The held-out scores that are stored are no scores of such predictions ({self.kind}, {count}); "
+                f"calibrate again: uq.calibrate(posterior, val_loader)."
             )
         return self.thresholds(level)
 
@@ -457,9 +489,11 @@ class ConformalScores:
         """The largest score of a target that a promise of this level takes: one, or one a class, a label, an output
         or a share of positions, float64.
         """
-        scarcest, of = scarcest_of(self.kind, [scores.count for scores in self.targets])
-        quantile(self.targets[scarcest], level, of)  # an error names that one
-        found = [quantile(scores, level) for scores in self.targets]
+        assert self.targets is not None
+        targets = self.targets.scores
+        scarcest, of = scarcest_of(self.kind, [scores.count for scores in targets])
+        quantile(targets[scarcest], level, of)  # an error names that one
+        found = [quantile(scores, level) for scores in targets]
         return torch.tensor(found, dtype=torch.float64, device="cpu")
 
     def p_values(self, scores: Mapping[str, Tensor], name: str) -> Tensor:
@@ -517,7 +551,7 @@ class ConformalScores:
         Raises:
             PosthocUQError: no k has this accuracy, or the record has no counts of errors.
         """
-        if not self.wrong:
+        if self.wrong is None:
             raise PosthocUQError(
                 "An aimed accuracy needs held-out predictions of classes that were counted right or wrong, and there "
                 "are none: give a rate, or of classes calibrate again: uq.calibrate(posterior, val_loader)."

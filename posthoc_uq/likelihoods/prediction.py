@@ -24,6 +24,7 @@ from posthoc_uq.likelihoods.conformal import (
     TargetScores,
     applying,
 )
+from posthoc_uq.likelihoods.selective import SCORES
 
 _MAX_WIDTHS = 200  # of intervals that take long
 
@@ -441,7 +442,8 @@ class Prediction(ABC):
         assert found is not None  # there are promises of targets
         promises = self.known_promises()
         within = (found.scores <= promises.bounds(found.kind, level, found.scores.shape[1])).double()
-        covered = within.amin(1) if len(promises.targets) == 1 else within.mean(1)
+        assert promises.targets is not None  # `bounds` found them
+        covered = within.amin(1) if len(promises.targets.scores) == 1 else within.mean(1)
         if not widths:
             return Coverage(covered, covered.new_empty(0), None, INTERVAL_WIDTH)
         # bounds by a distribution function are found by bisection
@@ -494,22 +496,6 @@ def cat(predictions: Sequence[Prediction]) -> Prediction:
 
 
 # Scores
-
-CLASS_SCORES = (
-    "entropy",
-    "mutual_information",
-    "max_probability",
-    "functional_variance",
-    "variation_ratio",
-    "novelty",
-)
-VALUE_SCORES = ("standard_deviation", "epistemic_variance", "novelty")
-SCORES = tuple(dict.fromkeys((*CLASS_SCORES, *VALUE_SCORES)))
-"""Every score. Of classes: the entropy of the mean probabilities, mutual information (both in nats), 1 - the largest
-probability, the mean over classes of the logits' variance, the share of draws that vote otherwise. Of values: the
-total standard deviation (mean over outputs, in the outputs' units) and the variance that the weights contribute. Of
-both: the novelty, the share of the prior's uncertainty that the data left (`Predictor.novelty`). Of a likelihood of
-the user's: those of values, and the mean over outputs of the outputs' variance (``"functional_variance"``)."""
 
 
 def score_of(prediction: Prediction, name: str) -> Tensor:

@@ -12,12 +12,15 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
-from typing import NamedTuple
+from typing import Annotated, NamedTuple
 
 import torch
+from pydantic import Field, model_validator
 from torch import Tensor
 
 from posthoc_uq.core.errors import NonFiniteError, PosthocUQError
+from posthoc_uq.core.options import Unit
+from posthoc_uq.core.records import Listed, Record, Sum
 from posthoc_uq.likelihoods.metrics import classified, plain, row
 
 
@@ -128,12 +131,28 @@ def _weighted_auc(values: Tensor, positive: Tensor, weights: Tensor) -> float:
     return ((up * (down.cumsum(0) - down / 2)).sum() / pairs).item() if pairs > 0 else math.nan
 
 
+CLASS_SCORES = (
+    "entropy",
+    "mutual_information",
+    "max_probability",
+    "functional_variance",
+    "variation_ratio",
+    "novelty",
+)
+VALUE_SCORES = ("standard_deviation", "epistemic_variance", "novelty")
+SCORES = tuple(dict.fromkeys((*CLASS_SCORES, *VALUE_SCORES)))
+"""Every score. Of classes: the entropy of the mean probabilities, mutual information (both in nats), 1 - the largest
+probability, the mean over classes of the logits' variance, the share of draws that vote otherwise. Of values: the
+total standard deviation (mean over outputs, in the outputs' units) and the variance that the weights contribute. Of
+both: the novelty, the share of the prior's uncertainty that the data left (`Predictor.novelty`). Of a likelihood of
+the user's: those of values, and the mean over outputs of the outputs' variance (``"functional_variance"``)."""
+
 QUANTILES = 200
 """The number of points of a tail that are kept at most."""
 _LINE_FROM = 0.1  # the tail is extrapolated from this share of familiar inputs with the largest scores
 
 
-class Tail(NamedTuple):
+class Tail(Record):
     """Points of the tail probability of one score: the share of familiar inputs whose score is at least as large.
 
     It has no units, so those of different scores can be compared. An input is judged by the smallest of its tail
@@ -144,8 +163,18 @@ class Tail(NamedTuple):
         shares: for each, its rank from above over the number of familiar inputs; ascending, the last is 1.
     """
 
-    values: Tensor
-    shares: Tensor
+    values: Annotated[
+        Tensor, Listed(Annotated[list[Sum], Field(min_length=1, max_length=QUANTILES)], torch.float64)
+    ]
+    shares: Annotated[Tensor, Listed(list[Unit], torch.float64)]
+
+    @model_validator(mode="after")
+    def _check_order(self) -> Tail:
+        if len(self.shares) != len(self.values) or bool((self.values.diff() > 0).any()):
+            raise ValueError("must have as many descending values as shares")
+        if not float(self.shares[0]) > 0 or bool((self.shares.diff() <= 0).any()) or self.shares[-1] != 1:
+            raise ValueError("has shares that do not ascend from above 0 to 1")
+        return self
 
 
 def tail_of(scores: Tensor, points: int | None = None) -> Tail:
@@ -165,7 +194,7 @@ def tail_of(scores: Tensor, points: int | None = None) -> Tail:
         step = torch.arange(1, points - dense + 1, dtype=torch.float64, device="cpu")
         geometric = (dense * (count / dense) ** (step / (points - dense))).round()
         ranks = torch.cat([ranks[:dense], torch.maximum(dense + step, geometric)])
-    return Tail(values[ranks.long() - 1], ranks / count)
+    return Tail(values=values[ranks.long() - 1], shares=ranks / count)
 
 
 def tail_probability(tail: Tail, scores: Tensor) -> Tensor:

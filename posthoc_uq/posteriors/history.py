@@ -15,6 +15,7 @@ from posthoc_uq.core.errors import warn_user
 from posthoc_uq.core.options import Natural, Temperature, Unit
 from posthoc_uq.core.outputs import OutputChoice
 from posthoc_uq.core.records import Digest, Name, Plain, Record, Simple, SumOfSquares, among
+from posthoc_uq.likelihoods.conformal import ConformalScores
 from posthoc_uq.posteriors.settings import (
     HEADS,
     HYPERPARAMETERS,
@@ -328,8 +329,7 @@ class History:
         faithful: the faithful prior precision, or scale.
         left_out: what leave-one-out found, around which held-out labels search theirs.
         calibration: the moments head's correction.
-        promises: the held-out scores by which predictions promise, with the settings they were measured with
-            (`posthoc_uq.files.records.PromisesRecord`); or empty.
+        promises: the held-out scores by which predictions promise.
         novelty: ``"posterior"`` where the fit found no layer to measure novelty by, so that the posterior itself is
             used; or empty.
         changes: of the data since the fit.
@@ -346,7 +346,7 @@ class History:
     faithful: FaithfulRecord | None = None
     left_out: LeftOutRecord | None = None
     calibration: ScaleCorrection | None = None
-    promises: Mapping[str, Any] = field(default_factory=lambda: dict[str, Any]())
+    promises: ConformalScores | None = None
     novelty: str = ""
     changes: ChangesRecord | None = None
     output: OutputChoice | None = None

@@ -499,18 +499,19 @@ class Posterior:
 
     def _basis_of_promises(self) -> dict[str, Any]:
         """What promises depend on: the settings and, with the moments head, its calibration."""
-        calibrated = self.history.promises.get("head", {}).get("head") == "moments"
+        promises = self.history.promises
+        calibrated = promises is not None and promises.head.get("head") == "moments"
         return self.settings.plain() | ({"calibration": self.history.calibration} if calibrated else {})
 
     def warn_if_void(self, before: Posterior) -> None:
         """Warn if promises that this posterior has from `before` held there, and no longer do."""
-        record = self.history.promises
-        if not record or record is not before.history.promises:
+        promises = self.history.promises
+        if promises is None or promises is not before.history.promises:
             return
         old, new = before._basis_of_promises(), self._basis_of_promises()
-        if all(old[key] == value for key, value in record["posterior"].items()) and new != old:
+        if all(old[key] == value for key, value in promises.posterior.items()) and new != old:
             warn_user(
-                f"The promises by {record['samples']:,} held-out samples were made for other hyperparameters and no "
+                f"The promises by {promises.samples:,} held-out samples were made for other hyperparameters and no "
                 f"longer hold; calibrate again: posterior = uq.calibrate(posterior, val_loader)."
             )
 

@@ -9,7 +9,7 @@ from typing import Any, cast
 from posthoc_uq.core.errors import printable
 from posthoc_uq.core.outputs import OutputChoice
 from posthoc_uq.core.tables import cell_text, text_table
-from posthoc_uq.likelihoods.conformal import rounded_down, scarcest_of
+from posthoc_uq.likelihoods.conformal import ConformalScores, rounded_down, scarcest_of
 from posthoc_uq.posteriors.features import FeatureGrams
 from posthoc_uq.posteriors.history import ChangesRecord, History
 
@@ -152,14 +152,13 @@ def described_changes(changes: ChangesRecord) -> str:
     return ", ".join([*parts, f"digest {changes.digest[:12]}"])
 
 
-def described_promises(promises: Mapping[str, Any]) -> str:
+def described_promises(promises: ConformalScores) -> str:
     """What the predictions of a posterior promise by held-out scores, in words."""
-    targets: Mapping[str, Any] = promises.get("targets", {})
     parts: list[str] = []
-    if targets:
-        kind, scores = targets["kind"], targets["scores"]
+    if promises.targets is not None:
+        kind, scores = promises.targets.kind, promises.targets.scores
         what = "intervals" if kind in ("deviation", "cdf") else "sets"
-        counts = [score["count"] for score in scores]
+        counts = [score.count for score in scores]
         scarcest, of = scarcest_of(kind, counts)
         fewest = counts[scarcest]
         level = f"{rounded_down(fewest / (fewest + 1)):g}"
@@ -169,12 +168,10 @@ def described_promises(promises: Mapping[str, Any]) -> str:
         if kind == "positions":
             each = ", which hold at least that share of an input's labels"
         parts.append(f"{what} by {kind!r} up to a level of {level}{each}")
-    parts.append(f"p-values of {', '.join(promises['inputs'])}")
-    approximately = "" if "share" in promises else ", approximately: they tuned it too"
-    return (
-        f"{'; '.join(parts)}; by {promises['samples']:,} held-out samples{approximately}, head "
-        f"{promises['head']['head']!r}"
-    )
+    parts.append(f"p-values of {', '.join(promises.inputs)}")
+    approximately = ", approximately: they tuned it too" if promises.share is None else ""
+    head = promises.head["head"]
+    return f"{'; '.join(parts)}; by {promises.samples:,} held-out samples{approximately}, head {head!r}"
 
 
 def described_output(output: OutputChoice) -> str:
@@ -205,7 +202,7 @@ def described_history(history: History) -> dict[str, str]:
             f"standard deviations times {exp(calibration.alpha):.3g} (power {calibration.beta:.3g}), error left "
             f"{calibration.residual:.0%}, by {calibration.n_mc} draws"
         )
-    if history.promises:
+    if history.promises is not None:
         lines["promises"] = described_promises(history.promises)
     if history.changes is not None:
         lines["data since the fit"] = described_changes(history.changes)

@@ -198,7 +198,7 @@ def median(posterior: Posterior, certain: bool = False) -> Posterior:
         PosthocUQError: the posterior is of another method.
     """
     blocks, certain = _latent_blocks(posterior, "median"), check_option("certain", certain, bool)
-    history = replace(posterior.history, calibration=None, promises={}, faithful=None, trials=None)
+    history = replace(posterior.history, calibration=None, promises=None, faithful=None, trials=None)
     history = history.noted(fit={MEDIAN: "weights of inclusion above 0.5"})
     if certain or history.fit.get(CERTAIN):  # all draws are the same
         head = HeadRecord(name="sampling", options={"n_samples": 1}, criterion="given")

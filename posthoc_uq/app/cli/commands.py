@@ -515,9 +515,10 @@ def calibrate(
         )
         rewrite(posterior, source, stored_dtype(file))
     promises = posterior.history.promises
+    assert promises is not None  # by this call
     facts = {
         "output": output or file,
-        "samples": promises["samples"],
+        "samples": promises.samples,
         "hyperparameters": _hyperparameters(posterior),
         "promises": described_promises(promises),
     }
@@ -584,9 +585,10 @@ def predict(
     names = output_names(model, posterior, class_names, loaded.names)
     start = time.perf_counter()
     rows = flagged = 0
-    applies = bool(posterior.history.promises)
+    promises = posterior.history.promises
+    applies = promises is not None
     referral = _referral(predictor, referral_rate, "The column flag stays empty.") if applies else None
-    sets = posterior.history.promises.get("targets", {}).get("kind") in SET_KINDS
+    sets = promises is not None and promises.kind in SET_KINDS
     table = PredictionTable(referral, names, top_k, level, sets and _promised(predictor, level))
     with (
         text_file(output) as opened_file,
@@ -705,7 +707,7 @@ def evaluate(
         _look_at(loader, f"--ood {name}: '{foreign[name]}'", model)
     predictor = _predictor(model, posterior, head, seed)
     referral = None
-    if posterior.history.promises:
+    if posterior.history.promises is not None:
         referral = _referral(predictor, referral_rate, "Referral is left out.")
     evaluation = uq.evaluate(
         {"model alone": model.model, f"{posterior.method}, {predictor.head}": predictor},
