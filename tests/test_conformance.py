@@ -302,8 +302,8 @@ def test_copies_of_a_posterior(name: str) -> None:
     for way, copied in COPIES.items():
         twin = copied(posterior)
         assert_same(numbers(twin), numbers(posterior), way)
-        for setting in twin.tunable - {"residual_weight"}:  # which are its own
-            setattr(twin, setting, 3.0)
+        own_settings = dict.fromkeys(twin.tunable - {"residual_weight"}, 3.0)
+        twin = twin.with_settings(**own_settings)
         if twin.tunable & {"scale", "prior_precision"}:
             again = twin.sample(3, torch.Generator().manual_seed(1))
             own = next(iter(draws))
